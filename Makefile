@@ -1,0 +1,64 @@
+# forq: setup, run, test. `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+STATE_DIR ?= .state
+CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
+
+# The real folders: ruff skips their symlinks in src/forq.
+SOURCES := src supervisor workers broker services tests etc benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint types imports unit spec-report wheel format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(READY) ## make .venv with forq and the tools; quick when nothing changed
+
+$(READY): setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "make: $(PYTHON) must be Python 3.11 or newer with venv (on Debian: apt install python3-venv); choose another with PYTHON=..." >&2; exit 1; }
+	@test -d src/forq/supervisor || { \
+	  echo "make: src/forq/supervisor is not a link to a folder: clone with symbolic links (git config core.symlinks true)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+run: setup ## start a supervisor with two sample queues, in the foreground
+	@printf '%s\n' 'To try, in another terminal:' \
+	  "  $(CTL) push hello '{\"name\": \"world\"}'     prints the id of the job" \
+	  '  $(CTL) status' \
+	  "  $(CTL) job slow \$$($(CTL) push slow '{\"seconds\": 60}')" \
+	  'Ctrl-C stops it.' ''
+	@exec $(BIN)/forq run --config etc/examples/sample.toml --state-dir $(STATE_DIR)
+
+test: lint types imports unit wheel ## everything that must pass before a commit
+
+lint: setup ## ruff: rules and format
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: setup ## mypy --strict
+	$(BIN)/mypy
+
+imports: setup ## which folder may import which
+	$(BIN)/lint-imports
+
+unit: setup ## pytest, without the slow suites
+	$(BIN)/pytest -m 'not slow'
+
+spec-report: setup ## pytest, and which test shows which behaviour of docs/spec.md
+	$(BIN)/pytest -q -m 'not slow' --spec-report
+
+wheel: setup ## build the wheel, install it in a clean venv, run a job there
+	PYTHON=$(BIN)/python tests/support/wheel_smoke.sh
+
+format: setup ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean: ## remove what was built, but not .venv and .state
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

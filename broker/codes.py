@@ -1,0 +1,58 @@
+"""What scripts answer: small integers, and the error each one stands for. The loader gives the names to Lua."""
+
+from forq.errors import (
+    Exists,
+    Fenced,
+    ForqError,
+    IncompatibleProtocol,
+    InvalidData,
+    QueueExists,
+    QueueFull,
+    QueueNotEmpty,
+    TooManyQueues,
+    UnknownQueue,
+)
+from forq.version import PROTOCOL
+
+OK = 1
+PAUSED = 2
+NO_QUEUE = -1
+FENCED = -2
+OTHER_PROTOCOL = -3
+OTHER_MODE = -4
+TOO_MANY = -5
+DELETING = -6
+NOT_EMPTY = -7
+FULL = -8
+EXISTS = -9
+TOO_LARGE = -10
+
+LUA_CONSTANTS = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, int)}
+LUA_CONSTANTS.pop("PROTOCOL")
+
+
+def error_for(queue: str, reply: list[object]) -> ForqError:
+    """The exception for a negative answer about `queue`."""
+    code = reply[0]
+    detail = [part.decode() if isinstance(part, bytes) else part for part in reply[1:]]
+    if code == NO_QUEUE:
+        return UnknownQueue(f"no queue {queue!r}")
+    if code == FENCED:
+        return Fenced(f"this worker of queue {queue!r} has been removed")
+    if code == OTHER_PROTOCOL:
+        return IncompatibleProtocol(f"queue {queue!r} speaks protocol {detail[0]}, this forq speaks {PROTOCOL}")
+    if code == OTHER_MODE:
+        return QueueExists(f"queue {queue!r} exists with mode {detail[0]!r}; a queue's mode never changes")
+    if code == TOO_MANY:
+        return TooManyQueues(f"queue {queue!r} was not created: max_queues is reached")
+    if code == DELETING:
+        return QueueExists(f"an earlier queue {queue!r} is still being deleted; try again shortly")
+    if code == NOT_EMPTY:
+        return QueueNotEmpty(f"queue {queue!r} still holds {detail[0]} jobs; delete it with force to drop them")
+    if code == FULL:
+        return QueueFull(f"queue {queue!r} holds max_items = {detail[0]} jobs; nothing was stored")
+    if code == EXISTS:
+        return Exists(f"queue {queue!r} already has a job with that id; nothing was stored")
+    if code == TOO_LARGE:
+        return InvalidData(f"a job for queue {queue!r} is larger than max_data = {detail[1]} bytes; nothing was stored")
+    return ForqError(f"unexpected answer {reply!r} about queue {queue!r}")

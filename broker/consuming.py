@@ -1,0 +1,78 @@
+"""A worker's calls: join the queue, take turns, wait."""
+
+from dataclasses import dataclass
+
+from forq.broker.codes import OK, PAUSED, error_for
+from forq.broker.keys import pending_key, processing_key, queue_base, wake_key
+from forq.broker.link import Link
+from forq.broker.scripts import script
+from forq.version import PROTOCOL
+
+BLOCK_SECONDS = 10
+# A reply may be this late before the connection counts as dead: the server looks at timeouts every 100 ms.
+BLOCK_MARGIN_SECONDS = 5
+
+
+# What a worker settles, flat, since it is built once per job: (id, fence, micros) per job that succeeded,
+# (id, fence, micros, error as JSON) per job that failed.
+Settled = list[bytes | str | int]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The answer to a turn: `jobs` is id, record, id, record …"""
+
+    paused: bool
+    held: bool
+    refused: list[bytes]
+    fence: str
+    jobs: list[bytes]
+
+
+class Consumer:
+    """One worker of one queue, with a connection of its own."""
+
+    def __init__(self, url: str, prefix: str, queue: str, processor: str, worker: str, source: str = "pending") -> None:
+        self.queue = queue
+        self.processor = processor
+        self.worker = worker
+        self._base = queue_base(prefix, queue)
+        self._source = pending_key(self._base) if source == "pending" else f"{self._base}:{source}"
+        self._processing = processing_key(self._base, processor, worker)
+        self._wake = wake_key(self._base, processor, worker)
+        self._epoch = ""
+        self._script = script("turn")
+        self.link = Link(url, name=f"forq-worker-{worker}", timeout_seconds=BLOCK_SECONDS + BLOCK_MARGIN_SECONDS)
+
+    def join(self, expiry_ms: int) -> str:
+        """Registers this worker; returns the queue's epoch."""
+        reply = self.link.run(script("join"), self._base, PROTOCOL, self.processor, self.worker, expiry_ms)
+        if reply[0] != OK:
+            raise error_for(self.queue, reply)
+        self._epoch = reply[1].decode()
+        return self._epoch
+
+    def turn(self, number: int, done: Settled, failed: Settled, keep: int, want: int) -> Turn:
+        """Settles, keeps `keep` unstarted jobs, hands back whatever else is in the list, claims up to `want`."""
+        counts = (len(done) // 3, len(failed) // 4)
+        args: Settled = [self._epoch, self.processor, self.worker, number, want, keep, *counts, *done, *failed]
+        reply = self.link.run(self._script, self._base, *args)
+        if reply[0] not in (OK, PAUSED):
+            raise error_for(self.queue, reply)
+        return Turn(reply[0] == PAUSED, reply[1] == 1, reply[2], reply[3].decode(), reply[4:])
+
+    def wait_for_job(self) -> bool:
+        """Blocks until an id is in the processing list (True) or time is up."""
+        moved = self.link.call("BLMOVE", self._source, self._processing, "LEFT", "RIGHT", BLOCK_SECONDS)
+        return moved is not None
+
+    def wait_for_wake(self) -> None:
+        """Blocks while this worker may not claim; returns when it may ask again."""
+        self.link.call("BLPOP", self._wake, BLOCK_SECONDS)
+
+    def leave(self, number: int) -> None:
+        """Unregisters; what is still in the list goes back uncounted."""
+        self.link.run(script("recover"), self._base, self.processor, self.worker, number, 0, 0, 0, "left")
+
+    def close(self) -> None:
+        self.link.close()

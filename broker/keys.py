@@ -1,0 +1,61 @@
+"""Every key name in Redis, in one place.
+
+All keys of a queue start with the same base, which carries the hash tag `{name}`, so that they sit on one cluster
+node. Lua scripts get the base as their only key and append the names listed here.
+"""
+
+DEFAULT_PREFIX = "forq:"
+
+# What may follow BASE ':' (a test compares this with what the scripts use).
+QUEUE_KEYS = (
+    "pending",  # list: hints (ids) of waiting jobs of priority 5; workers block on it
+    "pending:0-9",  # list: the same for the other priorities
+    "jobs",  # hash: id -> record, live jobs only
+    "active",  # hash: id -> WORKER:FENCE of the worker that runs it
+    "stale",  # hash: PRIORITY:ID -> number of hints to ignore
+    "failed",  # list: what the retry child blocks on
+    "dead",  # zset: id@fence by time of death (ms)
+    "dead:jobs",  # hash: id@fence -> record and error
+    "processors",  # zset: processor by the time (ms) at which it counts as silent
+    "processor:P:workers",  # hash: worker -> number of its last turn
+    "processor:P:positions",  # hash: worker -> its position at the last heartbeat
+    "processor:P:worker:W:processing",  # list: ids this worker holds
+    "processor:P:worker:W:wake",  # list: kicks for a worker that may not claim
+    "graves",  # zset: removed workers and evicted processors by the time (ms) they are forgotten
+    "options",  # hash: epoch, protocol, mode, paused, options
+    "counts",  # hash: fence, journal sequence and bytes, hints in other lists, ids dropped
+    "processed:count",
+    "failed:count",
+    "events",  # stream: the journal
+    "token:EPOCH:T",  # string: id stored under this dispatch token; expires
+    "deleted",  # string: the queue of this name was deleted, for supervisors that have not noticed; expires
+    "trash",  # set: epochs of deleted queues of this name whose records are still here
+    "trash:EPOCH:jobs",  # hash: records of a deleted queue until they are in the failed log
+    "trash:EPOCH:dead:jobs",
+)
+
+DEFAULT_PRIORITY = 5
+
+
+def registry_key(prefix: str) -> str:
+    return f"{prefix}queues"
+
+
+def queue_base(prefix: str, name: str) -> str:
+    return f"{prefix}queue:{{{name}}}"
+
+
+def pending_key(base: str, priority: int = DEFAULT_PRIORITY) -> str:
+    return f"{base}:pending" if priority == DEFAULT_PRIORITY else f"{base}:pending:{priority}"
+
+
+def processing_key(base: str, processor: str, worker: str) -> str:
+    return f"{base}:processor:{processor}:worker:{worker}:processing"
+
+
+def wake_key(base: str, processor: str, worker: str) -> str:
+    return f"{base}:processor:{processor}:worker:{worker}:wake"
+
+
+def trash_keys(base: str, epoch: str) -> tuple[str, str]:
+    return f"{base}:trash:{epoch}:jobs", f"{base}:trash:{epoch}:dead:jobs"

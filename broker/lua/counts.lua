@@ -1,0 +1,53 @@
+#!lua flags=no-writes
+-- counts: how many jobs are in which state, exactly and in one look, and how old the oldest waiting one is.
+--
+-- KEYS[1]  the queue's base
+-- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, oldest waiting job's enqueue time
+--          (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries trimmed};
+--          {NO_QUEUE}
+--@include base codes records
+
+if not epoch then return { NO_QUEUE } end
+
+local HEADS = 16  -- hints looked at per list; more than that many stale ones at the head only hide the age
+
+local in_flight = 0
+for _, processor in ipairs(redis.call('ZRANGE', key('processors'), 0, -1)) do
+  for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
+    in_flight = in_flight + redis.call('LLEN', worker_key(processor, worker, 'processing'))
+  end
+end
+
+local function head_enqueued_ms(priority)
+  local hints = redis.call('LRANGE', pending_key(tostring(priority)), 0, HEADS - 1)
+  if #hints == 0 then return nil end
+  for _, record in ipairs(redis.call('HMGET', key('jobs'), unpack(hints))) do
+    if record then return tonumber(string.match(record, '^.. (%d+)')) end
+  end
+  return nil
+end
+
+local oldest = 0
+for priority = 0, 9 do
+  local enqueued = head_enqueued_ms(priority)
+  if enqueued and (oldest == 0 or enqueued < oldest) then oldest = enqueued end
+end
+
+local counted = redis.call('HMGET', key('counts'), 'dropped', 'journal_bytes', 'journal_trimmed')
+return {
+  OK,
+  redis.call('HLEN', key('jobs')),
+  redis.call('HLEN', key('active')),
+  redis.call('ZCARD', key('dead')),
+  tonumber(redis.call('GET', key('processed:count')) or 0),
+  tonumber(redis.call('GET', key('failed:count')) or 0),
+  in_flight,
+  oldest,
+  now_ms,
+  paused and 1 or 0,
+  redis.call('HGET', key('options'), 'mode'),
+  tonumber(counted[1] or 0),
+  redis.call('XLEN', key('events')),
+  tonumber(counted[2] or 0),
+  tonumber(counted[3] or 0),
+}

@@ -1,0 +1,28 @@
+#!lua
+-- create: makes the queue, or joins it if it exists with the same mode and protocol; then sets the options given.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     protocol, mode, number of default options, then (name, value) per default and per option given
+-- Returns  {OK, 1 made | 0 joined, epoch}; {OTHER_MODE, its mode}; {OTHER_PROTOCOL, its number}
+--@include base codes journal
+
+local mode = redis.call('HGET', key('options'), 'mode')
+if epoch and protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
+if epoch and mode ~= ARGV[2] then return { OTHER_MODE, mode } end
+
+local made = not epoch
+local first_given = 4 + 2 * tonumber(ARGV[3])
+if made then
+  redis.call('DEL', key('deleted'))
+  epoch = string.format('%.0f', now_us)
+  redis.call('HSET', key('options'), 'epoch', epoch, 'protocol', ARGV[1], 'mode', ARGV[2], 'paused', '0')
+  for at = 4, first_given - 1, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
+end
+for at = first_given, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
+redis.call('HINCRBY', key('options'), 'version', 1)
+if made then
+  journal_on, journal_max = true, 1048576
+  note('created 0 ' .. epoch)
+  write_journal('-')
+end
+return { OK, made and 1 or 0, epoch }

@@ -1,0 +1,36 @@
+#!lua flags=allow-oom
+-- delete: ends the queue in one step, whatever its size. Every later call with its epoch is refused; the records are
+-- kept as trash until they have been written to the failed log (purge).
+--
+-- KEYS[1]  the queue's base
+-- ARGV     whether jobs may be dropped ('1' | '0')
+-- Returns  {OK, jobs dropped}; {NOT_EMPTY, how many}; {NO_QUEUE}
+-- States   every state -> gone
+--@include base codes
+
+if not epoch then return { NO_QUEUE } end
+local jobs = redis.call('HLEN', key('jobs')) + redis.call('ZCARD', key('dead'))
+if jobs > 0 and ARGV[1] ~= '1' then return { NOT_EMPTY, jobs } end
+
+-- The name may be used again at once, and a worker of the old queue may still be served by a BLMOVE on the new one's
+-- list: the old workers stay in `graves`, which outlives the queue.
+local GRAVE_MS = 24 * 3600 * 1000
+for _, processor in ipairs(redis.call('ZRANGE', key('processors'), 0, -1)) do
+  for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
+    redis.call('UNLINK', worker_key(processor, worker, 'processing'), worker_key(processor, worker, 'wake'))
+    redis.call('ZADD', key('graves'), now_ms + GRAVE_MS, processor .. ' ' .. worker)
+  end
+  redis.call('UNLINK', workers_key(processor), key('processor:' .. processor .. ':positions'))
+end
+redis.call('PEXPIRE', key('graves'), GRAVE_MS)
+
+redis.call('SADD', key('trash'), epoch)
+-- Tells other supervisors of this queue that it was deleted, and not lost with the server's data.
+redis.call('SET', key('deleted'), epoch, 'PX', GRAVE_MS)
+for _, hash in ipairs({ 'jobs', 'dead:jobs' }) do
+  if redis.call('EXISTS', key(hash)) == 1 then redis.call('RENAME', key(hash), key('trash:' .. epoch .. ':' .. hash)) end
+end
+for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority))) end
+redis.call('UNLINK', key('active'), key('stale'), key('failed'), key('dead'), key('processors'), key('options'),
+  key('counts'), key('processed:count'), key('failed:count'), key('events'))
+return { OK, jobs }

@@ -1,0 +1,38 @@
+#!lua flags=allow-oom
+-- heartbeat: a processor says that it lives and where its workers are; it sweeps one processor that has fallen silent,
+-- drains graves, and repeats the wake token as a backstop.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     processor, how long it may stay silent (ms), then (worker, turn, index, running) per worker
+-- Returns  {OK, processors evicted}; {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
+-- States   active -> done, waiting (of a processor that is evicted)
+--@include base codes journal hints records holdings graves eviction
+
+if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end
+local processor, expiry_ms = ARGV[1], tonumber(ARGV[2])
+local expires_at = redis.call('ZSCORE', key('processors'), processor)
+if not expires_at and redis.call('ZSCORE', key('graves'), processor) then return { FENCED } end
+
+local positions = {}
+for at = 3, #ARGV, 4 do
+  positions[#positions + 1] = ARGV[at]
+  positions[#positions + 1] = ARGV[at + 1] .. ' ' .. ARGV[at + 2] .. ' ' .. ARGV[at + 3]
+end
+redis.call('ZADD', key('processors'), now_ms + expiry_ms, processor)
+redis.call('DEL', positions_key(processor))
+if #positions > 0 then redis.call('HSET', positions_key(processor), unpack(positions)) end
+
+-- A sweeper that was silent itself (a frozen Redis, a stopped host) cannot tell who is dead: it waits one expiry more.
+local evicted = {}
+if expires_at and tonumber(expires_at) >= now_ms then
+  if now_ms >= tonumber(redis.call('HGET', key('counts'), 'sweep_after_ms') or 0) then
+    evicted = redis.call('ZRANGEBYSCORE', key('processors'), '-inf', '(' .. string.format('%.0f', now_ms), 'LIMIT', 0, 1)
+    for _, silent in ipairs(evicted) do evict(silent, 'host_lost') end
+  end
+elseif expires_at then
+  redis.call('HSET', key('counts'), 'sweep_after_ms', string.format('%.0f', now_ms + expiry_ms))
+end
+drain_graves()
+wake_idle_worker()
+write_journal(processor)
+return { OK, evicted }

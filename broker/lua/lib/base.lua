@@ -1,0 +1,37 @@
+-- What every script of one queue starts with: its keys, the server's clock, its options.
+-- KEYS[1] is the queue's base, PREFIX .. 'queue:{NAME}'; all its keys are base .. ':' .. a name listed in keys.py.
+
+local base = KEYS[1]
+
+local function key(name)
+  return base .. ':' .. name
+end
+
+local function pending_key(priority)
+  if priority == '5' then return key('pending') end
+  return key('pending:' .. priority)
+end
+
+local function workers_key(processor)
+  return key('processor:' .. processor .. ':workers')
+end
+
+local function worker_key(processor, worker, list)
+  return key('processor:' .. processor .. ':worker:' .. worker .. ':' .. list)
+end
+
+local function server_time()
+  local now = redis.call('TIME')
+  return tonumber(now[1]) * 1000000 + tonumber(now[2])
+end
+
+local now_us = server_time()
+local now_ms = math.floor(now_us / 1000)
+
+local fields = redis.call('HMGET', key('options'), 'epoch', 'protocol', 'paused', 'journal', 'journal_max')
+local epoch, protocol, paused = fields[1], fields[2], fields[3] == '1'
+local journal_on, journal_max = fields[4] == '1', tonumber(fields[5] or 0)
+
+local function option(name)
+  return tonumber(redis.call('HGET', key('options'), name) or 0)
+end

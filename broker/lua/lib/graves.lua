@@ -1,0 +1,47 @@
+-- A worker that has been removed may still be served by a BLMOVE that was under way: its list is drained again
+-- and again until this long after. `graves`: 'PROCESSOR WORKER' or 'PROCESSOR' (evicted) -> when it is forgotten.
+
+local GRAVE_MS = 24 * 3600 * 1000
+local GRAVES_PER_CALL = 200
+
+local function bury(processor, worker)
+  redis.call('HDEL', workers_key(processor), worker)
+  redis.call('UNLINK', worker_key(processor, worker, 'wake'))
+  redis.call('ZADD', key('graves'), now_ms + GRAVE_MS, processor .. ' ' .. worker)
+end
+
+local function drain_grave(processor, worker)
+  local processing = worker_key(processor, worker, 'processing')
+  local list = redis.call('LRANGE', processing, 0, -1)
+  hand_back(worker, list)
+  redis.call('DEL', processing)
+end
+
+local function drain_graves()
+  if redis.call('EXISTS', key('graves')) == 0 then return end
+  redis.call('ZREMRANGEBYSCORE', key('graves'), '-inf', now_ms)
+  for _, grave in ipairs(redis.call('ZRANDMEMBER', key('graves'), GRAVES_PER_CALL)) do
+    local processor, worker = string.match(grave, '^(%S+) (%S+)$')
+    if worker and redis.call('EXISTS', worker_key(processor, worker, 'processing')) == 1 then
+      drain_grave(processor, worker)
+    end
+  end
+end
+
+-- Takes a worker out for good: what it ran is done, what it was running goes back (counted if `count`), and so does
+-- the rest. The position (turn, index, running) is the last one known; it only counts if no later turn was taken.
+local function remove_worker(processor, worker, turn, index, running, count, cause)
+  local processing = worker_key(processor, worker, 'processing')
+  local list = redis.call('LRANGE', processing, 0, -1)
+  local ran = position(processor, worker, turn, index) or 0
+  local current = nil
+  if count and running and position(processor, worker, turn, index) then current = list[ran + 1] end
+  local done, rest = {}, {}
+  for i, id in ipairs(list) do
+    if i <= ran then done[#done + 1] = id else rest[#rest + 1] = id end
+  end
+  settle_ran(worker, done)
+  hand_back(worker, rest, current, cause)
+  redis.call('DEL', processing)
+  bury(processor, worker)
+end

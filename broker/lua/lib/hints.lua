@@ -1,0 +1,62 @@
+-- Waiting jobs are found through hints: ids in the pending lists. A hint may outlive what it points to
+-- (cancel and the like never search a list); `stale` counts, per list and id, the hints to ignore.
+-- An empty id in `pending` is a wake token: it wakes a worker for work that is in another list.
+
+-- How many hints sit in the lists of the priorities other than 5: while it is 0 a claim looks at one list only.
+local other_hints = tonumber(redis.call('HGET', key('counts'), 'other_hints') or 0)
+local other_hints_before = other_hints
+local may_be_stale = nil
+
+local function stale_field(priority, id)
+  return priority .. ':' .. id
+end
+
+-- True if this hint is to be ignored; it is then used up.
+local function ignore_hint(priority, id)
+  if may_be_stale == nil then may_be_stale = redis.call('EXISTS', key('stale')) == 1 end
+  if not may_be_stale then return false end
+  local field = stale_field(priority, id)
+  local left = tonumber(redis.call('HGET', key('stale'), field) or 0)
+  if left == 0 then return false end
+  if left == 1 then redis.call('HDEL', key('stale'), field) else redis.call('HINCRBY', key('stale'), field, -1) end
+  return true
+end
+
+-- The waiting job `id` leaves its list without being claimed.
+local function forget_hint(priority, id)
+  local list = pending_key(priority)
+  -- Its hint is often the last one: then nothing stale is left behind, however often this is repeated.
+  if redis.call('LINDEX', list, -1) == id then
+    redis.call('RPOP', list)
+    if priority ~= '5' then other_hints = other_hints - 1 end
+  else
+    redis.call('HINCRBY', key('stale'), stale_field(priority, id), 1)
+  end
+end
+
+local function push_back(priority, ids)
+  redis.call('RPUSH', pending_key(priority), unpack(ids))
+  if priority ~= '5' then other_hints = other_hints + #ids end
+end
+
+-- Puts ids, in their order, before everything that waits.
+local function push_front(by_priority)
+  for priority, ids in pairs(by_priority) do
+    local reversed = {}
+    for i = #ids, 1, -1 do reversed[#reversed + 1] = ids[i] end
+    redis.call('LPUSH', pending_key(priority), unpack(reversed))
+    if priority ~= '5' then other_hints = other_hints + #ids end
+  end
+end
+
+-- The end of every script that may leave claimable work: an idle worker blocks on `pending` alone, so work in
+-- other lists needs a token there. A list with anything in it wakes somebody anyway: at most one token exists.
+local function wake_idle_worker()
+  if other_hints ~= other_hints_before then
+    redis.call('HSET', key('counts'), 'other_hints', other_hints)
+    other_hints_before = other_hints
+  end
+  if other_hints > 0 and not paused and redis.call('EXISTS', key('pending')) == 0 then
+    redis.call('RPUSH', key('pending'), '')
+  end
+end

@@ -1,0 +1,83 @@
+-- What a worker holds: its processing list (ids) and its entries in `active` (id -> OWNER, OWNER = WORKER:FENCE,
+-- followed by ':removed' once somebody asked to remove the running job).
+
+local REMOVED = ':removed'
+
+local function is_removed(owner)
+  return string.sub(owner, -#REMOVED) == REMOVED
+end
+
+local function fence_of(owner)
+  return string.match(owner, ':(%d+)')
+end
+
+-- A worker's registration holds the number of its last turn and, after a rescue, how many entries have left the head
+-- of its processing list since: TURN or TURN:SHIFT. Its position in that list, or nil if it does not belong to this turn.
+local function position(processor, worker, turn, index)
+  local registered = redis.call('HGET', workers_key(processor), worker)
+  if not registered then return nil end
+  local last, shift = string.match(registered, '^(%d+):?(%d*)$')
+  if last ~= turn then return nil end
+  return index - (tonumber(shift) or 0)
+end
+
+-- Success of ids whose ownership has been checked. `notes`: what the journal says of them, by fence.
+local function settle_done(ids, notes)
+  if #ids == 0 then return end
+  redis.call('HDEL', key('jobs'), unpack(ids))
+  redis.call('HDEL', key('active'), unpack(ids))
+  redis.call('INCRBY', key('processed:count'), #ids)
+  for fence, entries in pairs(notes) do note('done ' .. fence .. ' ' .. table.concat(entries, ' ')) end
+end
+
+-- The ids of `list` that `worker` owns count as done: it ran them, but did not live to say so.
+local function settle_ran(worker, list)
+  if #list == 0 then return end
+  local owners = redis.call('HMGET', key('active'), unpack(list))
+  local ids, notes = {}, {}
+  for i, id in ipairs(list) do
+    local owner = owners[i]
+    if owner and string.find(owner, worker, 1, true) == 1 then
+      ids[#ids + 1] = id
+      local fence = fence_of(owner)
+      notes[fence] = notes[fence] or {}
+      table.insert(notes[fence], id .. ' -')
+    end
+  end
+  settle_done(ids, notes)
+end
+
+-- Gives the ids of `list` back, in order, before all that waits. Owned ids lose their owner; ids that were moved
+-- here but never begun are hints and are treated as such. The caller empties the processing list.
+-- `counted` (or nil): the id that was running when its worker died; its stall count grows.
+local function hand_back(worker, list, counted, cause)
+  if #list == 0 then return end
+  local owners = redis.call('HMGET', key('active'), unpack(list))
+  local records = redis.call('HMGET', key('jobs'), unpack(list))
+  local front, freed, removed, returned = {}, {}, {}, {}
+  for i, id in ipairs(list) do
+    local owner, record = owners[i], records[i]
+    local owned = owner and string.find(owner, worker, 1, true) == 1
+    if owned then freed[#freed + 1] = id end
+    if owned and (is_removed(owner) or not record) then
+      removed[#removed + 1] = id
+    elseif owned or (id ~= '' and record and not owner and not ignore_hint('5', id)) then
+      if owned and id == counted then
+        record = count_stall(record)
+        redis.call('HSET', key('jobs'), id, record)
+        note('stalled ' .. fence_of(owner) .. ' ' .. id .. ' ' .. cause)
+      end
+      local priority = priority_of(record)
+      front[priority] = front[priority] or {}
+      table.insert(front[priority], id)
+      if owned then returned[#returned + 1] = id end
+    end
+  end
+  if #freed > 0 then redis.call('HDEL', key('active'), unpack(freed)) end
+  if #removed > 0 then
+    redis.call('HDEL', key('jobs'), unpack(removed))
+    note_ids('cancelled', 0, removed)
+  end
+  note_ids('returned', 0, returned)
+  push_front(front)
+end

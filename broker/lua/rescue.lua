@@ -1,0 +1,31 @@
+#!lua flags=allow-oom
+-- rescue: a worker is held up by one job of its batch. What it ran before is settled, what it has not started goes
+-- back to be run elsewhere; only the running job stays with it.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     processor, worker, its position: turn number, index of the running job
+-- Returns  {OK, how many jobs went back}; {OK, 0} if the worker has moved on; {NO_QUEUE}
+-- States   active -> done, active -> waiting (returned)
+--@include base codes journal hints records holdings
+
+if not epoch then return { NO_QUEUE } end
+local processor, worker, turn, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local at = position(processor, worker, turn, index)
+if not at then return { OK, 0 } end
+local processing = worker_key(processor, worker, 'processing')
+local list = redis.call('LRANGE', processing, 0, -1)
+local ran, unstarted = {}, {}
+for i, id in ipairs(list) do
+  if i <= at then ran[#ran + 1] = id elseif i > at + 1 then unstarted[#unstarted + 1] = id end
+end
+local current = list[at + 1]
+if #unstarted == 0 or not current then return { OK, 0 } end
+
+settle_ran(worker, ran)
+hand_back(worker, unstarted)
+redis.call('DEL', processing)
+redis.call('RPUSH', processing, current)
+redis.call('HSET', workers_key(processor), worker, turn .. ':' .. ARGV[4])
+wake_idle_worker()
+write_journal(worker)
+return { OK, #unstarted }

@@ -1,0 +1,162 @@
+#!lua flags=allow-oom
+-- turn: a worker settles what it ran, says what it still holds, and claims what comes next.
+-- It is also how a worker begins what BLMOVE gave it, and how it finds its place after a lost reply: whatever is in
+-- its processing list that it neither settles nor keeps goes back to the front first.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     epoch, processor, worker, turn number, want, keep (how many unstarted jobs of earlier turns it still
+--          counts on), number done, number failed, then (id, fence, micros) per done job and
+--          (id, fence, micros, error) per failed one
+-- Returns  {OK or PAUSED, held (0: the kept jobs have been given to others), ids whose settling was refused,
+--          fence, id, record, id, record ...}; {NO_QUEUE}; {FENCED} if the worker is not registered
+-- States   active -> done | dead | cancelled; active -> waiting (returned); waiting -> active
+--@include base codes journal hints records holdings bury_job
+
+local MAX_SKIPS = 1000
+local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
+
+local processor, worker, turn = ARGV[2], ARGV[3], ARGV[4]
+local want, keep, done_count, failed_count = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+
+if epoch ~= ARGV[1] then return { NO_QUEUE } end
+if not redis.call('HGET', workers_key(processor), worker) then return { FENCED } end
+
+local processing = worker_key(processor, worker, 'processing')
+local settled, refused = {}, {}
+
+local function settle_successes(first)
+  if done_count == 0 then return end
+  local ids = {}
+  for i = 0, done_count - 1 do ids[i + 1] = ARGV[first + 3 * i] end
+  local owners = redis.call('HMGET', key('active'), unpack(ids))
+  local owned, notes, fence, owner, entries = {}, {}, nil, nil, nil
+  for i, id in ipairs(ids) do
+    local at = first + 3 * (i - 1)
+    if ARGV[at + 1] ~= fence then
+      fence = ARGV[at + 1]
+      owner = worker .. ':' .. fence
+      entries = notes[fence] or {}
+      notes[fence] = entries
+    end
+    if owners[i] == owner or owners[i] == owner .. REMOVED then
+      settled[id] = true
+      owned[#owned + 1] = id
+      entries[#entries + 1] = id .. ' ' .. ARGV[at + 2]
+    else
+      refused[#refused + 1] = id
+    end
+  end
+  settle_done(owned, notes)
+end
+
+local function settle_failures(first)
+  for i = 0, failed_count - 1 do
+    local at = first + 4 * i
+    local id, fence, micros, error = ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
+    local owner = redis.call('HGET', key('active'), id)
+    local record = redis.call('HGET', key('jobs'), id)
+    if owner == worker .. ':' .. fence and record then
+      settled[id] = true
+      bury_job(id, fence, micros, record, error)
+    elseif owner == worker .. ':' .. fence .. REMOVED then
+      settled[id] = true
+      redis.call('HDEL', key('jobs'), id)
+      redis.call('HDEL', key('active'), id)
+      note('cancelled ' .. fence .. ' ' .. id)
+    else
+      refused[#refused + 1] = id
+    end
+  end
+end
+
+-- Leaves in the processing list what the worker rightly still holds; true if that is all it counts on.
+local function keep_or_return()
+  local list = redis.call('LRANGE', processing, 0, -1)
+  local rest = {}
+  for _, id in ipairs(list) do
+    if not settled[id] then rest[#rest + 1] = id end
+  end
+  local held = #rest == keep
+  if #rest == #list and held then return true end
+  if #list > 0 then redis.call('DEL', processing) end
+  if not held then
+    hand_back(worker, rest)
+  elseif keep > 0 then
+    redis.call('RPUSH', processing, unpack(rest))
+  end
+  return held
+end
+
+local taken, reply_jobs = {}, {}
+
+local function take(priority, ids)
+  local owners = redis.call('HMGET', key('active'), unpack(ids))
+  local records = redis.call('HMGET', key('jobs'), unpack(ids))
+  for i, id in ipairs(ids) do
+    local claimable = id ~= '' and not ignore_hint(priority, id)
+    if claimable and not records[i] then
+      redis.call('HINCRBY', key('counts'), 'dropped', 1)
+      note('dropped 0 ' .. id)
+    elseif claimable and not owners[i] and not taken[id] then
+      taken[id] = true
+      taken[#taken + 1] = id
+      reply_jobs[#reply_jobs + 1] = id
+      reply_jobs[#reply_jobs + 1] = records[i]
+    end
+  end
+end
+
+local function claim_from(priority, skips)
+  while #taken < want and skips > 0 do
+    local count = want - #taken
+    local ids = redis.call('LPOP', pending_key(priority), count)
+    if not ids then return skips end
+    if priority ~= '5' then other_hints = other_hints - #ids end
+    local before = #taken
+    take(priority, ids)
+    skips = skips - (#ids - (#taken - before))
+  end
+  return skips
+end
+
+-- max(last + 1, server time): it never goes back, not even after a failover to a slower clock.
+local function next_fence()
+  local last = tonumber(redis.call('HGET', key('counts'), 'fence') or 0)
+  local fence = string.format('%.0f', math.max(last + 1, now_us))
+  redis.call('HSET', key('counts'), 'fence', fence)
+  return fence
+end
+
+local function claim()
+  if other_hints == 0 then
+    claim_from('5', MAX_SKIPS)
+  else
+    local skips = MAX_SKIPS
+    for _, priority in ipairs(PRIORITIES) do skips = claim_from(priority, skips) end
+  end
+  if #taken == 0 then return '' end
+  local fence = next_fence()
+  local owner = worker .. ':' .. fence
+  local pairs_to_set = {}
+  for i, id in ipairs(taken) do
+    pairs_to_set[2 * i - 1] = id
+    pairs_to_set[2 * i] = owner
+  end
+  redis.call('HSET', key('active'), unpack(pairs_to_set))
+  redis.call('RPUSH', processing, unpack(taken, 1, #taken))
+  note_ids('claimed', fence, taken)
+  return fence
+end
+
+settle_successes(9)
+settle_failures(9 + 3 * done_count)
+local held = keep_or_return()
+redis.call('HSET', workers_key(processor), worker, turn)
+local fence = ''
+if want > 0 and not paused then fence = claim() end
+wake_idle_worker()
+write_journal(worker)
+
+local reply = { paused and PAUSED or OK, held and 1 or 0, refused, fence }
+for i, part in ipairs(reply_jobs) do reply[4 + i] = part end
+return reply

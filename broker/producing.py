@@ -1,0 +1,116 @@
+"""Putting jobs into a queue and taking waiting ones out."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from forq.broker.codes import OK, error_for
+from forq.broker.keys import DEFAULT_PRIORITY, queue_base
+from forq.broker.link import Link
+from forq.broker.record import pack_body
+from forq.broker.scripts import script
+from forq.errors import ForqError, InvalidData, UsageError
+from forq.ids import new_id
+from forq.names import check_job_id, check_queue_name, check_type, shown
+from forq.version import PROTOCOL
+
+CHUNK_JOBS = 500
+CHUNK_BYTES = 512 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A checked job on its way to Redis."""
+
+    id: str
+    priority: int
+    body: bytes
+    token: str
+
+
+def new_job(
+    data: Any,
+    *,
+    id: str | None = None,
+    identifier: str | None = None,
+    priority: int = DEFAULT_PRIORITY,
+    type: str | None = None,
+    token: str | None = None,
+) -> NewJob:
+    """Checks everything that can be checked before Redis is asked."""
+    job_id = new_id() if id is None else check_job_id(id)
+    if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= 9:
+        raise UsageError(f"priority {shown(priority)} is not allowed: 0 (first) to 9 (last)")
+    if identifier is not None and not isinstance(identifier, str):
+        raise InvalidData(f"identifier {shown(identifier)} is not text")
+    if type is not None:
+        check_type(type)
+    checked_token = "" if token is None else check_job_id(token, "token")
+    return NewJob(job_id, priority, pack_body(data, identifier, type), checked_token)
+
+
+class Producer:
+    """One queue as its producers see it."""
+
+    def __init__(self, link: Link, prefix: str, name: str) -> None:
+        self.name = check_queue_name(name)
+        self._link = link
+        self._base = queue_base(prefix, name)
+
+    def enqueue(self, jobs: list[NewJob], if_exists: str = "refuse") -> list[str]:
+        """Stores all of `jobs` or none; returns their ids."""
+        if if_exists not in ("refuse", "skip"):
+            raise UsageError(f"if_exists {shown(if_exists)} is not allowed: 'refuse' or 'skip'")
+        args: list[Any] = [PROTOCOL, if_exists, len(jobs)]
+        for job in jobs:
+            args += (job.id, job.priority, job.body, job.token)
+        reply = self._link.run(script("enqueue"), self._base, *args)
+        if reply[0] != OK:
+            raise error_for(self.name, reply)
+        ids = [job.id for job in jobs]
+        for index, stored in zip(reply[1::2], reply[2::2], strict=True):
+            ids[index - 1] = stored.decode()
+        return ids
+
+    def enqueue_many(self, jobs: Iterable[NewJob], if_exists: str = "refuse") -> Iterator[list[str]]:
+        """Stores jobs in chunks, each whole or not at all; yields the ids of each chunk once it is stored."""
+        for chunk in chunks(jobs):
+            yield self.enqueue(chunk, if_exists)
+
+    def cancel(self, job_id: str) -> bool:
+        """Takes a waiting job away; False if it does not wait."""
+        return self._take_away(job_id, mark_active=False) == 1
+
+    def remove(self, job_id: str) -> bool:
+        """Takes a job away; of a running one only marks that it is to be forgotten when it ends."""
+        return self._take_away(job_id, mark_active=True) > 0
+
+    def _take_away(self, job_id: str, *, mark_active: bool) -> int:
+        reply = self._link.run(script("cancel"), self._base, check_job_id(job_id), int(mark_active))
+        if reply[0] != OK:
+            raise error_for(self.name, reply)
+        return int(reply[1])
+
+
+class PartlyStored(ForqError):
+    """A bulk enqueue ended half way: `stored` are the ids that are in the queue, `__cause__` says why it ended."""
+
+    code = "partly_stored"
+
+    def __init__(self, stored: list[str], cause: ForqError) -> None:
+        super().__init__(f"{cause} ({len(stored)} jobs before it were stored)")
+        self.stored = stored
+
+
+def chunks(jobs: Iterable[NewJob]) -> Iterator[list[NewJob]]:
+    """Groups jobs so that one script call stays short and one request small."""
+    chunk: list[NewJob] = []
+    size = 0
+    for job in jobs:
+        if chunk and (len(chunk) == CHUNK_JOBS or size + len(job.body) > CHUNK_BYTES):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(job)
+        size += len(job.body)
+    if chunk:
+        yield chunk

@@ -1,0 +1,84 @@
+"""The packed record of a job: what the hash `jobs` holds under its id.
+
+    FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS] '\\n' [identifier, type, data]
+
+FLAG is `p` (plain: all counts are 0) or `c` (the counts follow). The server writes the part before the newline; the
+rest is JSON that no script ever decodes, so that data comes back exactly as it went in. A dead job's record is
+followed by '\\n' and its error as JSON.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from forq.errors import InvalidData
+
+MAX_IDENTIFIER = 1024
+
+# What is not JSON by itself is refused rather than turned into something else.
+_PLAIN_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    priority: int
+    enqueued_ms: int
+    retry_count: int
+    stall_count: int
+    timeout_count: int
+    identifier: str | None
+    type: str | None
+    data: Any
+
+
+def pack_body(data: Any, identifier: str | None, job_type: str | None) -> bytes:
+    """The client's part of a record; refuses what is not JSON."""
+    if identifier is not None and len(identifier) > MAX_IDENTIFIER:
+        raise InvalidData(f"identifier is longer than {MAX_IDENTIFIER} characters")
+    try:
+        packed = orjson.dumps(data, option=_PLAIN_JSON)
+        names = b"[null,null," if identifier is None and job_type is None else _pack_names(identifier, job_type)
+    except (TypeError, ValueError) as exc:
+        raise InvalidData(f"job data is not JSON: {exc}") from exc
+    # orjson writes NaN and Infinity as null; only a look at the value itself can tell.
+    if b"null" in packed and _has_non_finite(data):
+        raise InvalidData("job data is not JSON: NaN and Infinity are not allowed")
+    return names + packed + b"]"
+
+
+def _pack_names(identifier: str | None, job_type: str | None) -> bytes:
+    return b"[" + orjson.dumps(identifier) + b"," + orjson.dumps(job_type) + b","
+
+
+def unpack(packed: bytes) -> Record:
+    """Reads a record; raises InvalidData if it is broken."""
+    head, _, body = packed.partition(b"\n")
+    try:
+        identifier, job_type, data = orjson.loads(body)
+        fields = head[3:].split(b" ")
+        enqueued_ms = int(fields[0])
+        retries, stalls, timeouts = map(int, fields[1:4]) if len(fields) > 1 else (0, 0, 0)
+        return Record(int(head[1:2]), enqueued_ms, retries, stalls, timeouts, identifier, job_type, data)
+    except (ValueError, TypeError) as exc:
+        raise InvalidData(f"broken job record: {exc}") from exc
+
+
+def split_dead(packed: bytes) -> tuple[bytes, bytes]:
+    """A dead job's record and its error (JSON)."""
+    record, _, error = packed.rpartition(b"\n")
+    return record, error
+
+
+def _has_non_finite(value: Any) -> bool:
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, float):
+            if item - item != 0.0:
+                return True
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, list | tuple):
+            stack.extend(item)
+    return False

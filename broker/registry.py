@@ -1,0 +1,115 @@
+"""Which queues exist: create, delete, pause, and the trash of deleted ones."""
+
+from collections.abc import Callable, Mapping
+
+import orjson
+
+from forq.broker.codes import NO_QUEUE, OK, error_for
+from forq.broker.keys import queue_base, registry_key, trash_keys
+from forq.broker.link import Link
+from forq.broker.record import split_dead, unpack
+from forq.broker.scripts import script
+from forq.errors import InvalidData
+from forq.names import check_queue_name
+from forq.version import PROTOCOL
+
+PURGE_CHUNK = 500
+_DELETING = "deleting"
+
+# One job that a deletion dropped: what recovery needs.
+Dropped = dict[str, object]
+
+
+class Registry:
+    def __init__(self, link: Link, prefix: str) -> None:
+        self._link = link
+        self._prefix = prefix
+        self._key = registry_key(prefix)
+
+    def names(self) -> dict[str, str]:
+        """Every queue with its mode; `deleting` while one is taken away."""
+        flat = self._link.call("HGETALL", self._key)
+        return {name.decode(): mode.decode() for name, mode in zip(flat[::2], flat[1::2], strict=True)}
+
+    def create(
+        self, name: str, mode: str, max_queues: int, defaults: Mapping[str, object], options: Mapping[str, object]
+    ) -> bool:
+        """Makes the queue or joins it; then sets `options`. True if it was made.
+
+        The registry comes first: a crash in between leaves an entry that the next create completes.
+        """
+        check_queue_name(name)
+        reply = self._link.run(script("reserve"), self._key, name, mode, max_queues)
+        if reply[0] != OK:
+            raise error_for(name, reply)
+        args: list[object] = [PROTOCOL, mode, len(defaults)]
+        for option, value in [*defaults.items(), *options.items()]:
+            args += (option, value)
+        reply = self._link.run(script("create"), queue_base(self._prefix, name), *args)
+        if reply[0] != OK:
+            raise error_for(name, reply)
+        return bool(reply[1])
+
+    def delete(self, name: str, *, force: bool) -> int:
+        """Ends the queue at once; how many jobs that dropped. `purge` finishes it, also after a crash."""
+        check_queue_name(name)
+        reply = self._link.run(script("delete"), queue_base(self._prefix, name), int(force))
+        if reply[0] == OK:
+            self._link.call("HSET", self._key, name, _DELETING)
+            return int(reply[1])
+        if reply[0] == NO_QUEUE and self._link.call("HGET", self._key, name) is not None:
+            self._link.call("HSET", self._key, name, _DELETING)
+            return 0
+        raise error_for(name, reply)
+
+    def purge(self, name: str, log: Callable[[list[Dropped]], None]) -> None:
+        """Writes what a deleted queue held through `log`, then forgets it and frees its name."""
+        base = queue_base(self._prefix, name)
+        for epoch in self._link.call("SMEMBERS", f"{base}:trash"):
+            jobs, dead = trash_keys(base, epoch.decode())
+            self._purge_hash(jobs, lambda field, packed: _dropped(name, field, packed), log)
+            self._purge_hash(dead, lambda field, packed: _dropped_dead(name, field, packed), log)
+            self._link.call("SREM", f"{base}:trash", epoch)
+        if self._link.call("HGET", self._key, name) == _DELETING.encode():
+            self._link.call("HDEL", self._key, name)
+
+    def _purge_hash(
+        self, trash: str, read: Callable[[bytes, bytes], Dropped], log: Callable[[list[Dropped]], None]
+    ) -> None:
+        cursor = b"0"
+        while True:
+            cursor, flat = self._link.call("HSCAN", trash, cursor, "COUNT", PURGE_CHUNK)
+            if flat:
+                log([read(field, packed) for field, packed in zip(flat[::2], flat[1::2], strict=True)])
+                self._link.call("HDEL", trash, *flat[::2])
+            if cursor == b"0":
+                self._link.call("UNLINK", trash)
+                return
+
+    def pause(self, name: str, *, paused: bool) -> None:
+        reply = self._link.run(script("pause"), queue_base(self._prefix, name), int(paused))
+        if reply[0] != OK:
+            raise error_for(name, reply)
+
+
+def _dropped(name: str, field: bytes, packed: bytes) -> Dropped:
+    job_id = field.decode(errors="replace")
+    try:
+        record = unpack(packed)
+    except InvalidData as exc:
+        return {"queue": name, "id": job_id, "cause": "deleted", "error": str(exc)}
+    return {
+        "queue": name,
+        "id": job_id,
+        "identifier": record.identifier or job_id,
+        "cause": "deleted",
+        "priority": record.priority,
+        "type": record.type,
+        "enqueued_at": record.enqueued_ms / 1000,
+        "data": record.data,
+    }
+
+
+def _dropped_dead(name: str, member: bytes, packed: bytes) -> Dropped:
+    record, error = split_dead(packed)
+    return _dropped(name, member.rpartition(b"@")[0], record) | {"error": orjson.loads(error)}

@@ -1,0 +1,43 @@
+"""Whether a Redis server can be trusted with jobs: new enough, and never evicting keys."""
+
+from forq.broker.link import Link
+from forq.errors import ForqError, IncompatibleServer
+
+# Scripts need flags (`#!lua flags=...`), which these brought.
+OLDEST_REDIS = (7, 0)
+OLDEST_VALKEY = (7, 2)
+
+
+def check_server(link: Link) -> str:
+    """The server's name and version; IncompatibleServer says why it cannot be used."""
+    info = _info(link, "server")
+    valkey = info.get("valkey_version")
+    name, version = ("Valkey", valkey) if valkey else ("Redis", info.get("redis_version", "0"))
+    oldest = OLDEST_VALKEY if valkey else OLDEST_REDIS
+    if _numbers(version) < oldest:
+        wanted = ".".join(map(str, oldest))
+        raise IncompatibleServer(
+            f"{name} {version} at {link.shown_url} is too old: forq needs {name} {wanted} or newer"
+        )
+    policy = _info(link, "memory").get("maxmemory_policy", "noeviction")
+    limit = _info(link, "memory").get("maxmemory", "0")
+    if policy != "noeviction" and limit != "0":
+        raise IncompatibleServer(
+            f"the server at {link.shown_url} may evict jobs: maxmemory-policy is {policy}, forq needs noeviction"
+        )
+    return f"{name} {version}"
+
+
+def _info(link: Link, section: str) -> dict[str, str]:
+    text = link.call("INFO", section)
+    if isinstance(text, dict):
+        return {str(key): str(value) for key, value in text.items()}
+    lines = text.decode().splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in version.split(".")[:2])
+    except ValueError as exc:
+        raise ForqError(f"the server's version {version!r} cannot be read") from exc

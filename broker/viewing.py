@@ -1,0 +1,217 @@
+"""Looking at a queue: counts, one job, pages of jobs. Nothing here changes anything or scans the keyspace."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+
+from forq.broker.codes import OK, error_for
+from forq.broker.keys import pending_key, queue_base
+from forq.broker.link import Link
+from forq.broker.record import Record, split_dead, unpack
+from forq.broker.scripts import script
+from forq.errors import InvalidData, UnknownJob, UsageError
+from forq.names import check_job_id, check_queue_name, shown
+
+STATES = ("waiting", "active", "dead")
+MAX_PAGE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    waiting: int
+    active: int
+    dead: int
+    processed: int
+    failed_total: int
+    in_flight: int
+    oldest_waiting_seconds: float | None
+    paused: bool
+    mode: str
+    dropped: int
+    journal: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some jobs as {"id", "identifier", "state"}, and where the next page begins (None: there is none)."""
+
+    jobs: list[dict[str, str]]
+    next: str | None
+
+
+class Viewer:
+    def __init__(self, link: Link, prefix: str, name: str) -> None:
+        self.name = check_queue_name(name)
+        self._link = link
+        self._base = queue_base(prefix, name)
+
+    def counts(self) -> Counts:
+        reply = self._link.run(script("counts"), self._base)
+        if reply[0] != OK:
+            raise error_for(self.name, reply)
+        return _read_counts(reply)
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """Everything known about one job; of several dead ones of that id the last."""
+        check_job_id(job_id)
+        packed, owner, exists = self._link.pipeline(
+            [
+                ("HGET", f"{self._base}:jobs", job_id),
+                ("HGET", f"{self._base}:active", job_id),
+                ("EXISTS", f"{self._base}:options"),
+            ]
+        )
+        if not exists:
+            raise error_for(self.name, [-1])
+        if packed is not None:
+            state = "waiting" if owner is None else "active"
+            return _job(job_id, state, packed) | _ownership(owner)
+        return self._dead_job(job_id)
+
+    def jobs(self, state: str | None = None, limit: int = 100, after: str | None = None) -> Page:
+        """One page of jobs, in the order in which they will run; without a state: active, then waiting."""
+        if state is not None and state not in STATES:
+            raise UsageError(f"state {shown(state)} is not allowed: {', '.join(STATES)}")
+        limit = max(1, min(limit, MAX_PAGE))
+        stage, position = _read_cursor(after, state)
+        if stage == "active":
+            return self._active_page(limit, position, follow_with_waiting=state is None)
+        if stage == "dead":
+            return self._dead_page(limit, position)
+        return self._waiting_page(limit, position)
+
+    def _active_page(self, limit: int, position: str, *, follow_with_waiting: bool) -> Page:
+        cursor, flat = self._link.call("HSCAN", f"{self._base}:active", position, "COUNT", limit)
+        jobs = self._named([(job_id, "active") for job_id in flat[::2]])
+        if cursor != b"0":
+            return Page(jobs, f"active/{cursor.decode()}")
+        if follow_with_waiting and len(jobs) < limit:
+            waiting = self._waiting_page(limit - len(jobs), "0.0")
+            return Page(jobs + waiting.jobs, waiting.next)
+        return Page(jobs, "waiting/0.0" if follow_with_waiting else None)
+
+    def _waiting_page(self, limit: int, position: str) -> Page:
+        priority, offset = (int(part) for part in position.split("."))
+        jobs: list[dict[str, str]] = []
+        while priority <= 9 and len(jobs) < limit:
+            stop = offset + limit - len(jobs) - 1
+            hints = self._link.call("LRANGE", pending_key(self._base, priority), offset, stop)
+            jobs += self._named([(job_id, "waiting") for job_id in hints if job_id])
+            offset += len(hints)
+            if len(hints) == 0:
+                priority, offset = priority + 1, 0
+        return Page(jobs, f"waiting/{priority}.{offset}" if priority <= 9 else None)
+
+    def _dead_page(self, limit: int, position: str) -> Page:
+        start = int(position)
+        members = self._link.call("ZRANGE", f"{self._base}:dead", start, start + limit - 1)
+        packed = self._link.call("HMGET", f"{self._base}:dead:jobs", *members) if members else []
+        jobs = [
+            _brief(member.decode().rpartition("@")[0], "dead", split_dead(record)[0])
+            for member, record in zip(members, packed, strict=True)
+            if record is not None
+        ]
+        return Page(jobs, f"dead/{start + limit}" if len(members) == limit else None)
+
+    def _named(self, found: list[tuple[bytes, str]]) -> list[dict[str, str]]:
+        """Drops ids that are in another state by now and hints that point nowhere."""
+        if not found:
+            return []
+        ids = [job_id for job_id, _ in found]
+        packed, owners = self._link.pipeline(
+            [("HMGET", f"{self._base}:jobs", *ids), ("HMGET", f"{self._base}:active", *ids)]
+        )
+        return [
+            _brief(job_id.decode(), state, record)
+            for (job_id, state), record, owner in zip(found, packed, owners, strict=True)
+            if record is not None and (owner is not None) == (state == "active")
+        ]
+
+    def _dead_job(self, job_id: str) -> dict[str, Any]:
+        # Dead jobs are kept under id@fence. Looking one up by id alone is rare, and `dead` is capped: a bounded walk.
+        cursor, last = b"0", b""
+        while True:
+            cursor, flat = self._link.call(
+                "HSCAN", f"{self._base}:dead:jobs", cursor, "MATCH", f"{_escaped(job_id)}@*", "COUNT", 1000
+            )
+            last = max([last, *flat[::2]])
+            if cursor == b"0":
+                break
+        if not last:
+            raise UnknownJob(f"queue {self.name!r} has no job {job_id!r}")
+        packed = self._link.call("HGET", f"{self._base}:dead:jobs", last)
+        died_ms = self._link.call("ZSCORE", f"{self._base}:dead", last)
+        record, error = split_dead(packed)
+        return _job(job_id, "dead", record) | {
+            "fence": int(last.rpartition(b"@")[2]),
+            "died_at": float(died_ms or 0) / 1000,
+            "error": orjson.loads(error),
+        }
+
+
+def counts_of(link: Link, prefix: str, names: list[str]) -> dict[str, Counts | None]:
+    """The counts of many queues in one round trip; None for one that is gone."""
+    if not names:
+        return {}
+    counts = script("counts")
+    link.call("SCRIPT", "LOAD", counts.source)
+    replies = link.pipeline([("EVALSHA", counts.sha, 1, queue_base(prefix, name)) for name in names])
+    return {name: _read_counts(reply) if reply[0] == OK else None for name, reply in zip(names, replies, strict=True)}
+
+
+def _read_counts(reply: list[Any]) -> Counts:
+    live, active, dead, processed, failed, in_flight, oldest, now, paused = reply[1:10]
+    return Counts(
+        waiting=live - active,
+        active=active,
+        dead=dead,
+        processed=processed,
+        failed_total=failed,
+        in_flight=in_flight,
+        oldest_waiting_seconds=(now - oldest) / 1000 if oldest else None,
+        paused=bool(paused),
+        mode=reply[10].decode(),
+        dropped=reply[11],
+        journal={"entries": reply[12], "bytes": reply[13], "trimmed": reply[14]},
+    )
+
+
+def _job(job_id: str, state: str, packed: bytes) -> dict[str, Any]:
+    try:
+        fields = asdict(unpack(packed))
+    except InvalidData as exc:
+        return {"id": job_id, "state": state, "error": str(exc)}
+    enqueued_ms = fields.pop("enqueued_ms")
+    fields["identifier"] = fields["identifier"] or job_id
+    return {"id": job_id, "state": state, **fields, "enqueued_at": enqueued_ms / 1000}
+
+
+def _ownership(owner: bytes | None) -> dict[str, Any]:
+    if owner is None:
+        return {}
+    worker, fence, *mark = owner.decode().split(":")
+    return {"worker": worker, "fence": int(fence), "removed": bool(mark)}
+
+
+def _brief(job_id: str, state: str, packed: bytes) -> dict[str, str]:
+    try:
+        record: Record | None = unpack(packed)
+    except InvalidData:
+        record = None
+    return {"id": job_id, "identifier": (record and record.identifier) or job_id, "state": state}
+
+
+def _read_cursor(after: str | None, state: str | None) -> tuple[str, str]:
+    if after is None:
+        stage = state or "active"
+        return stage, "0.0" if stage == "waiting" else "0"
+    stage, _, position = after.partition("/")
+    if stage not in STATES or not position.replace(".", "", 1).isdigit():
+        raise UsageError(f"cursor {shown(after)} is not allowed: use the one that the last page ended with")
+    return stage, position if stage != "waiting" or "." in position else f"{position}.0"
+
+
+def _escaped(text: str) -> str:
+    """A text in which no character is a pattern to MATCH."""
+    return "".join(f"\\{char}" if char in "*?[]\\^" else char for char in text)

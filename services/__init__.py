@@ -1,0 +1,3 @@
+"""The supervisor's own children that talk to Redis: pulse and clerk."""
+
+assert __name__ == "forq.services", "import this package as forq.services"

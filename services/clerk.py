@@ -1,0 +1,159 @@
+"""The clerk: answers the control socket's requests for data, so that the supervisor never opens Redis itself."""
+
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from forq import exits
+from forq.broker.link import Link
+from forq.broker.producing import NewJob, Producer, new_job
+from forq.broker.registry import Dropped, Registry
+from forq.broker.server_check import check_server
+from forq.broker.stored_options import stored, stored_defaults
+from forq.broker.viewing import Viewer, counts_of
+from forq.errors import ForqError, UsageError
+from forq.names import check_queue_name, shown
+from forq.services.desk import Desk
+
+CALL_TIMEOUT_SECONDS = 3.0
+_JOB_FIELDS = {"data", "id", "identifier", "priority", "type", "token"}
+
+
+@dataclass(frozen=True)
+class ClerkSettings:
+    url: str
+    prefix: str
+    max_queues: int
+    logs_dir: Path
+    leash: socket.socket
+
+
+def run_clerk(settings: ClerkSettings) -> int:
+    clerk = Clerk(settings)
+    desk = Desk(settings.leash, clerk.verbs())
+    while desk.serve():
+        pass
+    return exits.STOPPED
+
+
+class Clerk:
+    def __init__(self, settings: ClerkSettings) -> None:
+        self._settings = settings
+        self._link = Link(settings.url, name="forq-clerk", timeout_seconds=CALL_TIMEOUT_SECONDS)
+        self._registry = Registry(self._link, settings.prefix)
+
+    def verbs(self) -> dict[str, Any]:
+        return {
+            "check": self.check,
+            "create": self.create,
+            "delete": self.delete,
+            "purge": self.purge,
+            "pause": self.pause,
+            "push": self.push,
+            "push_many": self.push_many,
+            "cancel": self.cancel,
+            "remove": self.remove,
+            "job": self.job,
+            "jobs": self.jobs,
+            "counts": self.counts,
+        }
+
+    def check(self, params: dict[str, Any]) -> object:
+        """Whether the server can be used at all."""
+        return {"server": check_server(self._link)}
+
+    def create(self, params: dict[str, Any]) -> object:
+        made = self._registry.create(
+            params["name"], params["mode"], self._settings.max_queues, stored_defaults(), stored(params["options"])
+        )
+        return {"created": made}
+
+    def delete(self, params: dict[str, Any]) -> object:
+        return {"dropped": self._registry.delete(params["name"], force=bool(params.get("force")))}
+
+    def purge(self, params: dict[str, Any]) -> object:
+        """What a deleted queue held goes to its failed log."""
+        name = check_queue_name(params["name"])
+        directory = self._settings.logs_dir / name
+        self._registry.purge(name, lambda jobs: append_lines(directory, "failed.jsonl", jobs))
+        return {}
+
+    def pause(self, params: dict[str, Any]) -> object:
+        self._registry.pause(check_queue_name(params["name"]), paused=params["paused"])
+        return {}
+
+    def push(self, params: dict[str, Any]) -> object:
+        fields = {key: value for key, value in params.items() if key not in ("name", "if_exists")}
+        ids = self._producer(params).enqueue([_read_job(fields)], params.get("if_exists") or "refuse")
+        return {"id": ids[0]}
+
+    def push_many(self, params: dict[str, Any]) -> object:
+        jobs = params.get("jobs")
+        if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
+            raise UsageError("jobs is a list of objects")
+        ids: list[str] = []
+        for chunk in self._producer(params).enqueue_many(map(_read_job, jobs), params.get("if_exists") or "refuse"):
+            ids += chunk
+        return {"ids": ids}
+
+    def cancel(self, params: dict[str, Any]) -> object:
+        return {"cancelled": self._producer(params).cancel(params.get("id", ""))}
+
+    def remove(self, params: dict[str, Any]) -> object:
+        return {"removed": self._producer(params).remove(params.get("id", ""))}
+
+    def job(self, params: dict[str, Any]) -> object:
+        return self._viewer(params).job(params.get("id", ""))
+
+    def jobs(self, params: dict[str, Any]) -> object:
+        limit = params.get("limit") or 100
+        if not isinstance(limit, int):
+            raise UsageError(f"limit {shown(limit)} is not a whole number")
+        return asdict(self._viewer(params).jobs(params.get("state"), limit, params.get("after")))
+
+    def counts(self, params: dict[str, Any]) -> object:
+        """Of each named queue its counts (null: it is gone); of `items` also the first jobs."""
+        names = [check_queue_name(name) for name in params["names"]]
+        found = counts_of(self._link, self._settings.prefix, names)
+        answer: dict[str, Any] = {name: None if counts is None else asdict(counts) for name, counts in found.items()}
+        for name in params.get("items") or ():
+            if answer.get(name) is not None:
+                page = Viewer(self._link, self._settings.prefix, name).jobs(limit=100)
+                answer[name]["items"] = [{"id": job["id"], "identifier": job["identifier"]} for job in page.jobs]
+        return answer
+
+    def _producer(self, params: dict[str, Any]) -> Producer:
+        return Producer(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+
+    def _viewer(self, params: dict[str, Any]) -> Viewer:
+        return Viewer(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+
+
+def _read_job(fields: dict[str, Any]) -> NewJob:
+    unknown = set(fields) - _JOB_FIELDS
+    if unknown:
+        raise UsageError(f"a job has no field {shown(min(unknown))}; it may have {', '.join(sorted(_JOB_FIELDS))}")
+    if "data" not in fields:
+        raise UsageError("a job needs data (null is allowed)")
+    return new_job(**{key: value for key, value in fields.items() if key == "data" or value is not None})
+
+
+def append_lines(directory: Path, name: str, lines: list[Dropped]) -> None:
+    """Appends JSON lines durably: they are on disk when this returns."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(directory / name, flags, 0o600)
+        try:
+            data = memoryview(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+            while data:
+                data = data[os.write(fd, data) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise ForqError(f"cannot write {directory / name}: {exc.strerror}") from exc

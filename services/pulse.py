@@ -1,0 +1,241 @@
+"""Pulse: the supervisor's hand in Redis for everything that must not wait for a handler.
+
+1. A heartbeat per queue, with the position of each worker; the answers tell of queues and places that are gone.
+2. Recovery of workers whose process has ended, repeated until Redis has taken it, and again shortly after: a BLMOVE
+   that was under way may still be served to a connection that is already dead.
+3. Rescue: while some worker holds a batch, it looks at the scoreboard and gives back what is stuck behind a slow job.
+4. When the supervisor dies, it kills the children that cannot do so themselves.
+"""
+
+import heapq
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+from forq import exits
+from forq.broker.keeping import Keeper, Position, QueueGone
+from forq.broker.link import Link
+from forq.cgroup import Cgroup, Cgroups
+from forq.errors import Fenced, ForqError, RedisUnavailable
+from forq.scoreboard import Scoreboard, State, age_ms, unpack_word
+from forq.services.desk import Desk
+from forq.treekill import kill_tree
+
+CALL_TIMEOUT_SECONDS = 3.0
+RETRY_SECONDS = 0.25
+# The second look at the list of a worker that was taken out, and the third.
+DRAIN_AGAIN_SECONDS = (0.1, 1.0)
+WATCH_SECONDS = 0.02
+RESCUE_AFTER_MS = 20.0
+# Looks without any batch in sight before pulse stops looking.
+QUIET_LOOKS = 50
+# How long children get to end by themselves when the supervisor is gone.
+OWN_END_SECONDS = 0.3
+
+log = logging.getLogger("forq")
+
+
+@dataclass(frozen=True)
+class PulseSettings:
+    url: str
+    prefix: str
+    processor: str
+    heartbeat_seconds: float
+    expiry_ms: int
+    scoreboard: Scoreboard
+    leash: socket.socket
+    watch_fd: int
+    cgroups: Cgroups | None
+
+
+def run_pulse(settings: PulseSettings) -> int:
+    return Pulse(settings).run()
+
+
+class Pulse:
+    def __init__(self, settings: PulseSettings) -> None:
+        self._settings = settings
+        self._board = settings.scoreboard
+        link = Link(settings.url, name="forq-pulse", timeout_seconds=CALL_TIMEOUT_SECONDS)
+        self._keeper = Keeper(link, settings.prefix, settings.processor)
+        self._desk = Desk(settings.leash, {"serve": self._serve, "recover": self._recover, "evict": self._evict})
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._queues: list[str] = []
+        self._redis_ok: bool | None = None
+        self._quiet_looks = 0
+        self._rescued: dict[int, int] = {}
+
+    def run(self) -> int:
+        poll = select.poll()
+        poll.register(self._desk.fileno(), select.POLLIN)
+        poll.register(self._settings.watch_fd, select.POLLIN)
+        self._later(0, self._beat)
+        while True:
+            for fd, _ in poll.poll(self._patience_ms()):
+                if fd == self._settings.watch_fd:
+                    self._start_watching()
+                elif not self._desk.serve():
+                    self._end_with_supervisor()
+                    return exits.STOPPED
+            self._call_due()
+
+    def _serve(self, params: dict[str, Any]) -> object:
+        """Which queues this processor serves from now on."""
+        new = set(params["queues"]) - set(self._queues)
+        self._queues = list(params["queues"])
+        self._heartbeats(sorted(new))
+        return {}
+
+    def _recover(self, params: dict[str, Any]) -> object:
+        at = Position(params["worker"], params["turn"], params["index"], params["running"])
+        queue, processor = params["queue"], params["processor"]
+
+        def recover() -> None:
+            self._keeper.recover(queue, processor, at, count=params["count"], cause=params["cause"])
+
+        def drain_again() -> None:
+            nowhere = Position(at.worker, -1, 0, False)
+            self._keeper.recover(queue, processor, nowhere, count=False, cause="late")
+
+        self._insist(recover)
+        for seconds in DRAIN_AGAIN_SECONDS:
+            self._later(seconds, lambda: self._insist(drain_again))
+        return {}
+
+    def _evict(self, params: dict[str, Any]) -> object:
+        """An earlier run of this supervisor is proven gone: nobody has to wait for its expiry."""
+        for queue in params["queues"]:
+            self._insist(partial(self._keeper.evict, queue, params["processor"], "supervisor_lost"))
+        return {}
+
+    def _insist(self, call: Callable[[], object]) -> None:
+        """Now if possible, else as soon as Redis is back."""
+        try:
+            call()
+        except RedisUnavailable as exc:
+            self._note_redis(exc)
+            self._later(RETRY_SECONDS, lambda: self._insist(call))
+
+    def _beat(self) -> None:
+        self._heartbeats(self._queues)
+        self._later(self._settings.heartbeat_seconds if self._redis_ok is not False else 1.0, self._beat)
+
+    def _heartbeats(self, queues: list[str]) -> None:
+        positions = self._positions()
+        for queue in queues:
+            try:
+                evicted = self._keeper.heartbeat(queue, self._settings.expiry_ms, positions.get(queue, []))
+                self._note_redis(None)
+                if evicted:
+                    log.warning("took over from silent processors queue=%s processors=%s", queue, evicted)
+            except QueueGone as exc:
+                self._desk.tell("queue_gone", queue=queue, deleted=exc.deleted)
+            except Fenced:
+                self._desk.tell("evicted", queue=queue)
+                return
+            except RedisUnavailable as exc:
+                self._note_redis(exc)
+                return
+            except ForqError as exc:
+                log.error("heartbeat refused queue=%s error=%s", queue, exc)
+
+    def _positions(self) -> dict[str, list[Position]]:
+        found: dict[str, list[Position]] = {}
+        for number in range(self._board.highest):
+            slot = self._board.slot(number)
+            if slot.state not in (State.EMPTY, State.STARTING):
+                word = unpack_word(slot.word)
+                position = Position(slot.worker, word.turn, word.index, word.running)
+                found.setdefault(slot.queue, []).append(position)
+        return found
+
+    def _note_redis(self, exc: RedisUnavailable | None) -> None:
+        ok = exc is None
+        if ok != self._redis_ok:
+            self._redis_ok = ok
+            self._desk.tell("redis", ok=ok, error=None if exc is None else str(exc))
+            log.info("redis is reachable") if ok else log.warning("redis is gone error=%s", exc)
+
+    def _start_watching(self) -> None:
+        os.eventfd_read(self._settings.watch_fd)
+        if not self._board.watching:
+            self._board.watching = 1
+            self._quiet_looks = 0
+            self._later(WATCH_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """One look at every batch; goes on as long as there are any."""
+        self._quiet_looks = 0 if self._rescue_stuck() else self._quiet_looks + 1
+        if self._quiet_looks >= QUIET_LOOKS:
+            self._board.watching = 0
+            # A batch that began just before the flag fell has told nobody.
+            if not self._rescue_stuck():
+                return
+            self._board.watching = 1
+            self._quiet_looks = 0
+        self._later(WATCH_SECONDS, self._look)
+
+    def _rescue_stuck(self) -> bool:
+        """Gives back what is stuck behind slow jobs; True if any worker holds a batch."""
+        now = time.monotonic_ns()
+        batches = False
+        for number in range(self._board.highest):
+            slot = self._board.slot(number)
+            raw = slot.word
+            if slot.held < 2 or self._rescued.get(number) == raw:
+                continue
+            batches = True
+            word = unpack_word(raw)
+            if word.running and age_ms(raw, now) > RESCUE_AFTER_MS:
+                self._rescued[number] = raw
+                self._rescue(slot.queue, Position(slot.worker, word.turn, word.index, True))
+        return batches
+
+    def _rescue(self, queue: str, at: Position) -> None:
+        try:
+            rescued = self._keeper.rescue(queue, at)
+        except ForqError as exc:
+            log.warning("rescue failed queue=%s error=%s", queue, exc)
+            return
+        if rescued:
+            log.info("rescued jobs that were stuck behind a slow one queue=%s jobs=%s", queue, rescued)
+
+    def _end_with_supervisor(self) -> None:
+        """Each child kills what is below it and ends; one whose interpreter is stuck is killed from here."""
+        if self._settings.cgroups is not None:
+            Cgroup(self._settings.cgroups.path).kill()
+            self._settings.cgroups.remove()
+        pids = {self._board.slot(number).pid for number in range(self._board.highest)} - {0}
+        deadline = time.monotonic() + OWN_END_SECONDS
+        while (pids := {pid for pid in pids if _is_ours(pid)}) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for pid in pids:
+            kill_tree(pid)
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), call))
+
+    def _patience_ms(self) -> float | None:
+        return max(0.0, self._timers[0][0] - time.monotonic()) * 1000 if self._timers else None
+
+    def _call_due(self) -> None:
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether this pid still is a child of ours, and not another process that got its number."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as cmdline:
+            return cmdline.read(6) == b"forq: "
+    except OSError:
+        return False

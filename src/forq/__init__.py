@@ -1,0 +1,27 @@
+"""forq: fork per queue. The public names; each is imported when it is first used, so that forqctl starts fast."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from forq.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from forq.client import Client, Queue
+    from forq.errors import ForqError, Permanent
+    from forq.job import Job
+
+_HOMES = {
+    "Client": "forq.client",
+    "Queue": "forq.client",
+    "ForqError": "forq.errors",
+    "Permanent": "forq.errors",
+    "Job": "forq.job",
+}
+
+__all__ = ["Client", "ForqError", "Job", "Permanent", "Queue", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'forq' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,39 @@
+"""The command `forq`."""
+
+import argparse
+import sys
+
+from forq.version import VERSION
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    from forq.supervisor.run import run
+
+    given = {name: value for name, value in vars(arguments).items() if name != "command"}
+    return run(given)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="forq", description="fork per queue: job queues with a process each")
+    parser.add_argument("--version", action="version", version=f"forq {VERSION}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run a supervisor in the foreground")
+    run.add_argument("--config", metavar="FILE", help="settings (FORQ_CONFIG; else /etc/forq/forq.toml if it exists)")
+    run.add_argument("--state-dir", dest="state_dir", metavar="DIR", help="where forq keeps its state (FORQ_STATE_DIR)")
+    run.add_argument("--socket", metavar="PATH", help="the control socket (FORQ_SOCKET)")
+    run.add_argument(
+        "--redis", metavar="URL", help="redis://, rediss:// or unix:// (FORQ_REDIS; default: an embedded one)"
+    )
+    run.add_argument(
+        "--require-redis",
+        dest="require_redis",
+        action="store_true",
+        default=None,
+        help="end with 75 if Redis cannot be reached at start",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""The Python API: a producer's (and an operator's) view of the queues. It needs Redis, and no supervisor."""
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from forq.broker.keys import DEFAULT_PREFIX, DEFAULT_PRIORITY
+from forq.broker.link import Link
+from forq.broker.producing import NewJob, PartlyStored, Producer, chunks, new_job
+from forq.broker.registry import Registry
+from forq.broker.stored_options import stored, stored_defaults
+from forq.broker.viewing import Page, Viewer
+from forq.errors import ForqError, UsageError
+from forq.names import check_queue_name, shown
+from forq.options import parse_options
+from forq.places import redis_url
+
+DEFAULT_MAX_QUEUES = 1000
+
+
+class Client:
+    """Finds Redis by `url`, else FORQ_REDIS, else the embedded server of the local state directory.
+
+    Safe to share between threads and across a fork: each thread has its own connection, made when first used.
+    """
+
+    def __init__(self, url: str | None = None, *, prefix: str = DEFAULT_PREFIX) -> None:
+        self.url = url or redis_url()
+        self.prefix = prefix
+        self._local = threading.local()
+
+    def queue(self, name: str) -> "Queue":
+        return Queue(self, check_queue_name(name))
+
+    def create_queue(
+        self, name: str, *, mode: str = "work", max_queues: int = DEFAULT_MAX_QUEUES, **options: Any
+    ) -> "Queue":
+        """Makes the queue in Redis, or joins it. Its jobs run once a supervisor serves a queue of that name."""
+        if mode != "work":
+            raise UsageError(f"mode {shown(mode)} is not allowed: 'work'")
+        given = stored(parse_options(options, f"queue {name!r}"))
+        Registry(self.link(), self.prefix).create(name, mode, max_queues, stored_defaults(), given)
+        return self.queue(name)
+
+    def queues(self) -> dict[str, str]:
+        """Every queue with its mode."""
+        return Registry(self.link(), self.prefix).names()
+
+    def close(self) -> None:
+        """Closes this thread's connection; the next call makes another."""
+        self.link().close()
+
+    def link(self) -> Link:
+        """This thread's connection."""
+        link: Link | None = getattr(self._local, "link", None)
+        if link is None or self._local.pid != os.getpid():
+            link = self._local.link = Link(self.url, name="forq-client")
+            self._local.pid = os.getpid()
+        return link
+
+
+class Queue:
+    """One queue. Every call raises UnknownQueue if it does not exist."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self.name = name
+        self._client = client
+
+    def enqueue(
+        self,
+        data: Any,
+        *,
+        id: str | None = None,
+        identifier: str | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        type: str | None = None,
+        token: str | None = None,
+        if_exists: str = "refuse",
+    ) -> str:
+        """Stores a job and returns its id; when it returns, the job is in Redis.
+
+        If the connection breaks in between, OutcomeUnknown is raised: the job may be stored or not. With a `token` the
+        call may be repeated: a token is remembered for the queue's dedup_ttl, and gets the id it got the first time.
+        An id that the queue holds already is refused (Exists), or left as it is with if_exists="skip".
+        """
+        job = new_job(data, id=id, identifier=identifier, priority=priority, type=type, token=token)
+        return self._producer().enqueue([job], if_exists)[0]
+
+    def enqueue_many(self, jobs: Iterable[Any], *, if_exists: str = "refuse") -> list[str]:
+        """Stores many jobs, each given as its data; returns their ids.
+
+        They are sent in chunks, each stored whole or not at all. PartlyStored tells what was stored before a chunk
+        failed, and why it did.
+        """
+        return self.enqueue_jobs((new_job(data) for data in jobs), if_exists=if_exists)
+
+    def enqueue_jobs(self, jobs: Iterable[NewJob], *, if_exists: str = "refuse") -> list[str]:
+        """The same for jobs made with `forq.client.new_job(data, id=…, priority=…, token=…)`."""
+        producer = self._producer()
+        ids: list[str] = []
+        for chunk in chunks(jobs):
+            try:
+                ids += producer.enqueue(chunk, if_exists)
+            except ForqError as exc:
+                if not ids:
+                    raise
+                raise PartlyStored(ids, exc) from exc
+        return ids
+
+    def cancel(self, id: str) -> bool:
+        """Takes a waiting job away; False if there is none (it runs, has ended, or never was)."""
+        return self._producer().cancel(id)
+
+    def remove(self, id: str) -> bool:
+        """Takes a job away. A running one is not interrupted, but forgotten when it ends, whatever its outcome."""
+        return self._producer().remove(id)
+
+    def job(self, id: str) -> dict[str, Any]:
+        """Everything known about a job; UnknownJob if the queue has none of that id."""
+        return self._viewer().job(id)
+
+    def jobs(self, state: str | None = None, limit: int = 100, after: str | None = None) -> Page:
+        """A page of jobs (id, identifier, state), in the order in which they will run."""
+        return self._viewer().jobs(state, limit, after)
+
+    def status(self) -> Mapping[str, Any]:
+        """How many jobs are in which state."""
+        return asdict(self._viewer().counts())
+
+    def _producer(self) -> Producer:
+        return Producer(self._client.link(), self._client.prefix, self.name)
+
+    def _viewer(self) -> Viewer:
+        return Viewer(self._client.link(), self._client.prefix, self.name)

@@ -1,0 +1,172 @@
+"""Every error forq raises.
+
+Each class has a `code`, its name on the control socket, and the exit code that forqctl ends with.
+"""
+
+
+class ForqError(Exception):
+    """Base of all errors that forq raises."""
+
+    code = "failed"
+    exit_code = 1
+
+
+class ConfigError(ForqError):
+    """A setting is unknown, of the wrong type or out of range; or a handler cannot be imported."""
+
+    code = "config"
+    exit_code = 78
+
+
+class UsageError(ForqError):
+    """A call was made with arguments that make no sense together."""
+
+    code = "usage"
+    exit_code = 2
+
+
+class InvalidName(UsageError):
+    """A queue name that is not allowed."""
+
+    code = "invalid_name"
+
+
+class InvalidId(UsageError):
+    """A job id, identifier, token or type that is not allowed."""
+
+    code = "invalid_id"
+
+
+class InvalidData(UsageError):
+    """Data that is not JSON, or too large."""
+
+    code = "invalid_data"
+
+
+class InvalidOption(UsageError):
+    """A queue option that is unknown, of the wrong type or out of range."""
+
+    code = "invalid_option"
+
+
+class UnknownVerb(UsageError):
+    """The control socket has no such verb."""
+
+    code = "unknown_verb"
+
+
+class UnknownQueue(ForqError):
+    """There is no queue of that name."""
+
+    code = "unknown_queue"
+    exit_code = 4
+
+
+class UnknownJob(ForqError):
+    """The queue has no job with that id."""
+
+    code = "unknown_job"
+    exit_code = 4
+
+
+class Exists(ForqError):
+    """A job with that id is already in the queue."""
+
+    code = "exists"
+
+
+class QueueExists(ForqError):
+    """The queue exists already, with another mode or definition."""
+
+    code = "queue_exists"
+
+
+class QueueFull(ForqError):
+    """The queue holds max_items jobs; nothing was stored."""
+
+    code = "queue_full"
+
+
+class QueueNotEmpty(ForqError):
+    """The queue still holds jobs; deleting them needs force."""
+
+    code = "queue_not_empty"
+
+
+class TooManyQueues(ForqError):
+    """max_queues is reached; nothing was created."""
+
+    code = "too_many_queues"
+
+
+class PermissionRefused(ForqError):
+    """The caller may not use the control socket."""
+
+    code = "permission"
+    exit_code = 5
+
+
+class TimedOut(ForqError):
+    """No answer in time."""
+
+    code = "timeout"
+    exit_code = 6
+
+
+class SupervisorUnreachable(ForqError):
+    """Nothing answers at the control socket."""
+
+    code = "unreachable"
+    exit_code = 7
+
+
+class RedisUnavailable(ForqError):
+    """Redis cannot be reached; nothing was sent."""
+
+    code = "redis_unavailable"
+
+
+class OutcomeUnknown(RedisUnavailable):
+    """The connection broke after the call was sent: it may or may not have been carried out."""
+
+    code = "outcome_unknown"
+
+
+class BackPressure(ForqError):
+    """Redis has reached its memory limit and refuses new jobs; nothing was stored."""
+
+    code = "back_pressure"
+
+
+class IncompatibleServer(ForqError):
+    """The Redis server is too old or may evict keys."""
+
+    code = "incompatible_server"
+    exit_code = 78
+
+
+class IncompatibleProtocol(ForqError):
+    """Another version of forq, with another protocol, owns this queue in Redis."""
+
+    code = "incompatible_protocol"
+    exit_code = 76
+
+
+class Fenced(ForqError):
+    """This worker is no longer registered: what it holds has been given to others."""
+
+    code = "fenced"
+
+
+class Permanent(ForqError):
+    """Raised by a handler: the job has failed and is not to be tried again."""
+
+    code = "permanent"
+    kind = "permanent"
+
+
+def _subclasses(cls: type[ForqError]) -> list[type[ForqError]]:
+    return [cls, *(deeper for sub in cls.__subclasses__() for deeper in _subclasses(sub))]
+
+
+BY_CODE: dict[str, type[ForqError]] = {cls.code: cls for cls in reversed(_subclasses(ForqError))}

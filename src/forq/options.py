@@ -1,0 +1,224 @@
+"""The options of a queue.
+
+1. OPTIONS is the one table of them: what each is called, means, accepts, and defaults to.
+2. QueueSpec is the definition of one queue, as a config file, forqctl or the state directory gives it.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from forq.durations import parse_duration, show_duration
+from forq.errors import ForqError, InvalidOption, UsageError
+from forq.names import check_queue_name, check_type, shown
+
+Value = int | float | bool
+Kind = Literal["int", "duration", "size", "flag"]
+
+_KB, _MB, _GB = 1024, 1024**2, 1024**3
+_DAY = 86400.0
+
+_INT = re.compile(r"[+-]?[0-9]{1,18}")
+_SIZE = re.compile(r"([0-9]{1,18})\s*(b|kb|mb|gb)?", re.IGNORECASE)
+_FLAGS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+_HANDLER = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(:[^\W\d]\w*)?")
+
+
+def parse_size(value: object) -> int:
+    """Bytes, from a number or from text such as "64kb" or "1mb" (1 kb = 1024 bytes)."""
+    match = (
+        _SIZE.fullmatch(str(value).strip()) if isinstance(value, int | str) and not isinstance(value, bool) else None
+    )
+    if match is None:
+        raise UsageError(f'size {shown(value)} is not allowed: a number of bytes, or text such as "64kb", "1mb", "2gb"')
+    unit = (match[2] or "b").lower()
+    return int(match[1]) * {"b": 1, "kb": _KB, "mb": _MB, "gb": _GB}[unit]
+
+
+def show_size(size: int) -> str:
+    """The shortest exact text that parse_size reads back."""
+    for unit, unit_bytes in (("gb", _GB), ("mb", _MB), ("kb", _KB)):
+        if size and size % unit_bytes == 0:
+            return f"{size // unit_bytes}{unit}"
+    return str(size)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row of a table of settings; `live` says whether it can be changed while the queue exists."""
+
+    name: str
+    kind: Kind
+    default: Value
+    lowest: Value
+    highest: Value
+    description: str
+    live: bool = True
+
+    def parse(self, value: object, where: str) -> Value:
+        """The value of this option, from a TOML or JSON value or from text."""
+        try:
+            parsed = self._read(value)
+        except UsageError:
+            parsed = None
+        if parsed is None or not self.lowest <= parsed <= self.highest:
+            raise InvalidOption(f"{where}: {self.name} = {shown(value)} is not allowed: {self.allowed}")
+        return parsed
+
+    @property
+    def allowed(self) -> str:
+        if self.kind == "flag":
+            return "true or false"
+        if self.kind == "duration":
+            return (
+                f'a duration from {show_duration(self.lowest)} to {show_duration(self.highest)} (such as "250ms", "5m")'
+            )
+        if self.kind == "size":
+            return (
+                f'a size from {show_size(int(self.lowest))} to {show_size(int(self.highest))} (such as "64kb", "1mb")'
+            )
+        return f"a whole number from {self.lowest} to {self.highest}"
+
+    def _read(self, value: object) -> Value | None:
+        if self.kind == "flag":
+            return value if isinstance(value, bool) else _FLAGS.get(value.lower()) if isinstance(value, str) else None
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            return None
+        if self.kind == "duration":
+            return parse_duration(value)
+        if self.kind == "size":
+            return parse_size(value)
+        if isinstance(value, str):
+            return int(value) if _INT.fullmatch(value.strip()) else None
+        return value if isinstance(value, int) else None
+
+
+_TABLE = (
+    Option("max_items", "int", 0, 0, 10**12, "jobs the queue may hold; an enqueue past it is refused (0 = no limit)"),
+    Option("concurrency", "int", 1, 1, 256, "workers in the queue's process", live=False),
+    Option("stop_grace", "duration", 10.0, 0.0, _DAY, "how long a running job may go on when its process has to stop"),
+    Option("max_data", "size", _MB, 1, 64 * _MB, "the largest data of one job, as JSON"),
+    Option("dead_max", "int", 10_000, 0, 10**9, "dead jobs that are kept"),
+    Option("dead_ttl", "duration", 7 * _DAY, 1.0, 3650 * _DAY, "how long a dead job is kept"),
+    Option("dedup_ttl", "duration", _DAY, 1.0, 365 * _DAY, "how long the token of an enqueue is remembered"),
+    Option("journal", "flag", True, False, True, "whether what happens is written to the queue's journal"),
+    Option("journal_max", "size", 16 * _MB, 64 * _KB, 64 * _GB, "the size the journal is trimmed to"),
+)
+OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
+
+
+def defaults() -> dict[str, Value]:
+    return {option.name: option.default for option in OPTIONS.values()}
+
+
+def parse_options(given: Mapping[str, object], where: str) -> dict[str, Value]:
+    """The options that were given, checked; those that were not are left out."""
+    for name in given:
+        if name not in OPTIONS:
+            raise InvalidOption(f"{where}: there is no option {shown(name)}{nearest(name, OPTIONS)}")
+    return {name: OPTIONS[name].parse(value, where) for name, value in given.items()}
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: the valid one that was probably meant, else all of them."""
+    import difflib
+
+    names = list(valid)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(names)}"
+
+
+@dataclass(frozen=True)
+class QueueSpec:
+    """The definition of one queue. `options` holds only what was given, so that defaults can improve."""
+
+    name: str
+    mode: str
+    handler: str | None
+    handlers: Mapping[str, str]
+    path: tuple[str, ...]
+    options: Mapping[str, Value]
+
+    @classmethod
+    def from_mapping(cls, name: str, mapping: Mapping[str, object], where: str) -> "QueueSpec":
+        """Options may stand beside handler and path, as in a config file, or in a table `options` of their own."""
+        fields = {key: value for key, value in mapping.items() if value is not None}
+        options = _table(fields.pop("options", {}), "options", where)
+        for key, value in options.items():
+            if key in fields:
+                raise InvalidOption(f"{where}: {shown(key)} is given twice")
+            fields[key] = value
+        mode = _check_mode(fields.pop("mode", "work"), where)
+        path = _check_path(fields.pop("path", ()), where)
+        handler = _check_handler(fields.pop("handler"), "handler", where) if "handler" in fields else None
+        handlers = _take_handlers(fields, where)
+        if handler is None and not handlers:
+            raise InvalidOption(
+                f'{where}: a queue of mode work needs handler = "package.module:function" or handlers.TYPE'
+            )
+        return cls(_checked(check_queue_name, name, where), mode, handler, handlers, path, parse_options(fields, where))
+
+    def to_mapping(self) -> dict[str, object]:
+        """What from_mapping reads back; only JSON types."""
+        return {
+            "mode": self.mode,
+            "handler": self.handler,
+            "handlers": dict(self.handlers),
+            "path": list(self.path),
+            "options": dict(self.options),
+        }
+
+
+def _check_mode(mode: object, where: str) -> str:
+    if mode != "work":
+        raise InvalidOption(f'{where}: mode = {shown(mode)} is not allowed: "work" is the only mode of this release')
+    return "work"
+
+
+def _check_path(given: object, where: str) -> tuple[str, ...]:
+    folders = [given] if isinstance(given, str) else given
+    if not isinstance(folders, list | tuple):
+        raise InvalidOption(f"{where}: path = {shown(given)} is not allowed: a directory, or a list of directories")
+    for folder in folders:
+        # A relative one would depend on the directory that the supervisor happens to run in.
+        if not isinstance(folder, str) or not os.path.isabs(folder) or "\0" in folder:
+            raise InvalidOption(f"{where}: path = {shown(folder)} is not allowed: an absolute directory, as text")
+    return tuple(folders)
+
+
+def _take_handlers(fields: dict[str, object], where: str) -> dict[str, str]:
+    """Takes `handlers` and every `handlers.TYPE` out of the fields."""
+    handlers = dict(_table(fields.pop("handlers", {}), "handlers", where))
+    for key in [key for key in fields if key.startswith("handlers.")]:
+        job_type = key.removeprefix("handlers.")
+        if job_type in handlers:
+            raise InvalidOption(f"{where}: {shown(key)} is given twice")
+        handlers[job_type] = fields.pop(key)
+    return {
+        _checked(check_type, job_type, where): _check_handler(handler, f"handlers.{job_type}", where)
+        for job_type, handler in handlers.items()
+    }
+
+
+def _check_handler(handler: object, key: str, where: str) -> str:
+    if not isinstance(handler, str) or not _HANDLER.fullmatch(handler) or handler.startswith("exec:"):
+        raise InvalidOption(
+            f"{where}: {key} = {shown(handler)} is not allowed: "
+            '"package.module:function", or "package.module" with a function handle'
+        )
+    return handler
+
+
+def _table(given: object, key: str, where: str) -> Mapping[str, object]:
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidOption(f"{where}: {key} = {shown(given)} is not allowed: a table of names and values")
+    return given
+
+
+def _checked(check: Callable[[object], str], value: object, where: str) -> str:
+    try:
+        return check(value)
+    except ForqError as exc:
+        raise type(exc)(f"{where}: {exc}") from exc

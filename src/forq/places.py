@@ -1,0 +1,42 @@
+"""Where forq keeps its state and its control socket, when nobody says otherwise."""
+
+import os
+
+SOCKET_NAME = "control.sock"
+SYSTEM_SOCKET = "/run/forq/control.sock"
+
+
+def state_dir() -> str:
+    """FORQ_STATE_DIR, else systemd's STATE_DIRECTORY, else /var/lib/forq for root, else the user's state directory."""
+    environ = os.environ
+    if chosen := environ.get("FORQ_STATE_DIR"):
+        return os.path.abspath(chosen)
+    # systemd joins several directories with colons; the first is the main one.
+    if given := environ.get("STATE_DIRECTORY", "").partition(":")[0]:
+        return given
+    if os.geteuid() == 0:
+        return "/var/lib/forq"
+    base = environ.get("XDG_STATE_HOME", "")
+    # The XDG rules tell programs to ignore a relative path here.
+    if not os.path.isabs(base):
+        base = os.path.join(os.path.expanduser("~"), ".local", "state")
+    return os.path.join(base, "forq")
+
+
+def control_socket() -> str:
+    """The socket that a client should try: the last candidate when none of them exists."""
+    candidates = control_socket_candidates()
+    return next((path for path in candidates if os.path.lexists(path)), candidates[-1])
+
+
+def control_socket_candidates() -> list[str]:
+    """Where control_socket looks, in this order. One path when the environment names it."""
+    if chosen := os.environ.get("FORQ_SOCKET"):
+        return [os.path.abspath(chosen)]
+    beside_state = os.path.join(state_dir(), SOCKET_NAME)
+    return [beside_state] if os.environ.get("FORQ_STATE_DIR") else [beside_state, SYSTEM_SOCKET]
+
+
+def redis_url() -> str:
+    """Where a client finds Redis: FORQ_REDIS, else the embedded server of the local state directory."""
+    return os.environ.get("FORQ_REDIS") or f"unix://{os.path.join(state_dir(), 'redis.sock')}"

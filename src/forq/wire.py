@@ -1,0 +1,169 @@
+"""The control protocol on the wire: newline-delimited JSON-RPC 2.0 (docs/protocol.md), for both ends.
+
+1. Lines: cuts a byte stream into lines, with a cap.
+2. encode, decode: one strict JSON, without NaN, Infinity or lone surrogates.
+3. request, result, failure: the three kinds of line; read_request, read_answer: the way back.
+
+The standard library's json on purpose: importing orjson costs forqctl more than all the rest of its start.
+"""
+
+from __future__ import annotations
+
+import json
+
+from forq.errors import BY_CODE, ForqError, InvalidData, UnknownVerb, UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+MAX_LINE_BYTES = 1 << 20
+
+PARSE_ERROR = -32700
+INVALID_REQUEST = -32600
+UNKNOWN_METHOD = -32601
+INVALID_PARAMS = -32602
+INTERNAL_ERROR = -32603
+SERVER_ERROR = -32000
+
+
+class Lines:
+    """Takes bytes as they come, gives whole lines one at a time."""
+
+    def __init__(self, limit: int = MAX_LINE_BYTES) -> None:
+        self._limit = limit
+        self._buffer = bytearray()
+        self._searched = 0
+
+    def push(self, data: bytes) -> None:
+        self._buffer += data
+
+    def pop(self) -> bytes | None:
+        """The next whole line without its newline, or None. Raises InvalidData when a line is over the limit."""
+        end = self._buffer.find(b"\n", self._searched)
+        length = len(self._buffer) if end < 0 else end
+        if length > self._limit:
+            raise InvalidData(f"line too long: at most {self._limit} bytes are allowed")
+        if end < 0:
+            self._searched = length
+            return None
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        self._searched = 0
+        return line
+
+    def __len__(self) -> int:
+        """How many bytes wait here."""
+        return len(self._buffer)
+
+
+class Call:
+    """One request as it was read. `expects_answer` is false for a notification."""
+
+    __slots__ = ("expects_answer", "id", "method", "params")
+
+    def __init__(self, id: str | int | None, method: str, params: dict[str, Any], expects_answer: bool) -> None:
+        self.id = id
+        self.method = method
+        self.params = params
+        self.expects_answer = expects_answer
+
+
+class Malformed(UsageError):
+    """A line that is no request. Knows the JSON-RPC code, and the id when one could be read."""
+
+    def __init__(self, message: str, rpc_code: int, id: str | int | None = None) -> None:
+        super().__init__(message)
+        self.rpc_code = rpc_code
+        self.id = id
+        self.code = InvalidData.code if rpc_code == PARSE_ERROR else UsageError.code
+
+
+def encode(value: object) -> bytes:
+    """Compact JSON in UTF-8. Raises InvalidData for what JSON does not have."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise InvalidData(f"not JSON: {exc}") from exc
+
+
+def decode(text: bytes) -> Any:
+    """Raises InvalidData for anything that is not strict JSON in UTF-8."""
+    try:
+        value = json.loads(text.decode(), parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as exc:
+        raise InvalidData(f"not JSON: {exc}") from exc
+    if b"\\ud" in text or b"\\uD" in text:
+        # Half of a surrogate pair is a legal escape, but no text: it could not be stored or sent on.
+        encode(value)
+    return value
+
+
+def request(id: str | int, method: str, params: dict[str, Any]) -> bytes:
+    return encode({"jsonrpc": "2.0", "id": id, "method": method, "params": params}) + b"\n"
+
+
+def result(id: str | int | None, value: object) -> bytes:
+    return encode({"jsonrpc": "2.0", "id": id, "result": value}) + b"\n"
+
+
+def failure(id: str | int | None, error: ForqError, rpc_code: int | None = None) -> bytes:
+    if rpc_code is None:
+        rpc_code = UNKNOWN_METHOD if isinstance(error, UnknownVerb) else SERVER_ERROR
+    # A message may quote what was sent; what cannot be encoded must not prevent the answer.
+    message = str(error).encode(errors="backslashreplace").decode()
+    body = {"code": rpc_code, "message": message, "data": {"code": error.code}}
+    return encode({"jsonrpc": "2.0", "id": id, "error": body}) + b"\n"
+
+
+def read_request(line: bytes) -> Call:
+    """Raises Malformed, never anything else."""
+    try:
+        message = decode(line)
+    except InvalidData as exc:
+        raise Malformed(str(exc), PARSE_ERROR) from exc
+    if isinstance(message, list):
+        raise Malformed("batches are not supported: send one request per line", INVALID_REQUEST)
+    if not isinstance(message, dict):
+        raise Malformed("a request is a JSON object", INVALID_REQUEST)
+    id = message.get("id")
+    if isinstance(id, bool) or not isinstance(id, str | int | None):
+        raise Malformed("id is a string or a whole number", INVALID_REQUEST)
+    method = message.get("method")
+    if message.get("jsonrpc") != "2.0" or not isinstance(method, str):
+        raise Malformed('a request has "jsonrpc": "2.0" and a "method" that is a string', INVALID_REQUEST, id)
+    params = message.get("params", {})
+    if not isinstance(params, dict):
+        raise Malformed("params is an object: they are passed by name", INVALID_PARAMS, id)
+    return Call(id, method, params, "id" in message)
+
+
+def read_answer(line: bytes) -> tuple[str | int | None, Any]:
+    """The id, and either the result or a ForqError (returned, not raised: it belongs to whoever asked)."""
+    message = decode(line)
+    if not isinstance(message, dict) or ("result" in message) == ("error" in message):
+        raise InvalidData("the supervisor sent a line that is no answer")
+    if "error" in message:
+        return message.get("id"), to_error(message["error"])
+    return message.get("id"), message["result"]
+
+
+def to_error(body: object) -> ForqError:
+    """The error of that code. Only classes in forq.errors' own table are ever made from what was received."""
+    if not isinstance(body, dict):
+        return ForqError("the supervisor sent an error that cannot be read")
+    data = body.get("data")
+    code = data.get("code") if isinstance(data, dict) else None
+    cls = BY_CODE.get(code, ForqError) if isinstance(code, str) else ForqError
+    return cls(str(body.get("message", "failed, without a message")))
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not allowed")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number - number != 0:
+        raise ValueError(f"number {text[:40]} is too large")
+    return number

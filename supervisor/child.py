@@ -1,0 +1,173 @@
+"""One child process from fork to burial: its leash, its stop, the end of its whole tree."""
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from forq import wire
+from forq.cgroup import Cgroup, Cgroups
+from forq.errors import ForqError
+from forq.supervisor.loop import Loop, Timer
+from forq.supervisor.spawn import Exit, Spawned, reap, signal_child, spawn
+from forq.treekill import kill_orphans, kill_tree
+
+TERM_GROUP_SECONDS = 2.0
+MAX_LINE_BYTES = 64 * 1024 * 1024
+READ_BYTES = 1024 * 1024
+
+log = logging.getLogger("forq")
+
+Message = dict[str, object]
+
+
+@dataclass
+class Nursery:
+    """What all children have in common: the loop, the descriptors they inherit, and which pids are children."""
+
+    loop: Loop
+    keep_fds: tuple[int, ...]
+    cgroups: Cgroups | None
+    pids: set[int] = field(default_factory=set)
+    named: int = 0
+
+    def cgroup(self, name: str) -> Cgroup | None:
+        if self.cgroups is None:
+            return None
+        self.named += 1
+        return self.cgroups.add(f"{name}-{self.named}")
+
+    def bury_orphans(self) -> None:
+        """Whatever the supervisor adopted belonged to a child that is dead."""
+        killed = kill_orphans(self.pids)
+        if killed:
+            log.warning("killed processes that a dead child had left behind pids=%s", killed)
+
+
+class Child:
+    """A forked child. `on_line` gets what it says on its leash, `on_end` how it ended, once its tree is gone."""
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        name: str,
+        run: Callable[[socket.socket], int],
+        *,
+        handled: tuple[int, ...] = (),
+        runs_user_code: bool = False,
+        on_line: Callable[[bytes], None],
+        on_end: Callable[[Exit], None],
+    ) -> None:
+        self.name = name
+        self.started = time.monotonic()
+        self.stopping = False
+        self.killed = False
+        self._nursery = nursery
+        self._on_line = on_line
+        self._on_end = on_end
+        self._lines = wire.Lines(MAX_LINE_BYTES)
+        self._output = bytearray()
+        self._timer: Timer | None = None
+        self._leash, theirs = socket.socketpair()
+        self._leash.setblocking(False)
+        self._cgroup = nursery.cgroup(name.replace(" ", "-")) if runs_user_code else None
+        self._spawned = self._fork(theirs, run, handled)
+        theirs.close()
+        nursery.pids.add(self.pid)
+        nursery.loop.add_reader(self._leash.fileno(), self._read)
+        nursery.loop.watch_child(self._spawned.pidfd, self._ended)
+
+    @property
+    def pid(self) -> int:
+        return self._spawned.pid
+
+    def uptime_seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def send(self, line: bytes) -> None:
+        self._output += line
+        self._write()
+
+    def stop(self, grace_seconds: float) -> None:
+        """TERM; after the grace period TERM to its group; then its whole tree is killed."""
+        if self.stopping:
+            return
+        self.stopping = True
+        signal_child(self._spawned, signal.SIGTERM)
+        self._timer = self._nursery.loop.call_later(grace_seconds, self._term_group)
+
+    def kill(self) -> None:
+        """Kills the whole tree now; on_end follows."""
+        self.stopping = self.killed = True
+        if self._cgroup is not None and self._cgroup.kill():
+            return
+        kill_tree(self.pid)
+
+    def _fork(self, theirs: socket.socket, run: Callable[[socket.socket], int], handled: tuple[int, ...]) -> Spawned:
+        return spawn(
+            lambda: run(theirs),
+            loop=self._nursery.loop,
+            keep_fds=(*self._nursery.keep_fds, theirs.fileno()),
+            title=f"forq: {self.name}",
+            cgroup=self._cgroup,
+            handled=handled,
+        )
+
+    def _term_group(self) -> None:
+        try:
+            os.killpg(self.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            return
+        self._timer = self._nursery.loop.call_later(TERM_GROUP_SECONDS, self.kill)
+
+    def _read(self) -> None:
+        try:
+            received = self._leash.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            log.warning("leash broke child=%s error=%s", self.name, exc)
+            received = b""
+        if not received:
+            self._nursery.loop.remove_reader(self._leash.fileno())
+            return
+        self._lines.push(received)
+        while (line := self._lines.pop()) is not None:
+            self._on_line(line)
+
+    def _write(self) -> None:
+        fd = self._leash.fileno()
+        if fd < 0:
+            return
+        try:
+            while self._output:
+                del self._output[: self._leash.send(self._output)]
+        except BlockingIOError:
+            self._nursery.loop.add_writer(fd, self._write)
+            return
+        except OSError:
+            # It is dying; its end is on the way, and whoever asked is told then.
+            self._output.clear()
+        self._nursery.loop.remove_writer(fd)
+
+    def _ended(self) -> None:
+        ended = reap(self._spawned)
+        if ended is None:
+            raise ForqError(f"child {self.name} was reported dead but is not")
+        loop = self._nursery.loop
+        if self._timer is not None:
+            self._timer.cancel()
+        self._read()
+        loop.remove_reader(self._leash.fileno())
+        loop.remove_writer(self._leash.fileno())
+        self._leash.close()
+        self._spawned.close()
+        self._nursery.pids.discard(self.pid)
+        if self._cgroup is not None:
+            self._cgroup.kill()
+            self._cgroup.remove()
+        self._nursery.bury_orphans()
+        self._on_end(ended)

@@ -1,0 +1,275 @@
+"""The settings of one supervisor, read once at its start.
+
+A setting is taken from the command line, else the environment, else the config file, else its default.
+Every mistake is a ConfigError that says where it is, what was given, and what is allowed.
+"""
+
+import grp
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+from urllib.parse import urlsplit
+
+from forq import places
+from forq.errors import ConfigError, UsageError
+from forq.names import shown
+from forq.options import Option, QueueSpec, Value, defaults, nearest
+from forq.supervisor.embedded import check_socket_path
+
+DEFAULT_FILE = Path("/etc/forq/forq.toml")
+ENVIRONMENT = {"state_dir": "FORQ_STATE_DIR", "socket": "FORQ_SOCKET", "redis": "FORQ_REDIS"}
+
+_PREFIX = re.compile(r"[A-Za-z0-9_.:-]{0,64}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What `forq run` runs with. `redis` None means the embedded server."""
+
+    file: Path | None
+    state_dir: Path
+    socket: Path
+    redis: str | None
+    prefix: str
+    require_redis: bool
+    max_queues: int
+    heartbeat_seconds: float
+    expiry_seconds: float
+    stop_grace_seconds: float
+    control_group: str | None
+    cgroup: str
+    embedded_server: str | None
+    queues: tuple[QueueSpec, ...]
+
+    def options_of(self, queue: QueueSpec) -> dict[str, Value]:
+        """All options of a queue: its own, else the service's default, else forq's."""
+        return {**defaults(), "stop_grace": self.stop_grace_seconds, **queue.options}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value as somebody wrote it: where, and what relative paths in it are relative to."""
+
+    key: str
+    value: object
+    where: str
+    base: Path
+
+    def refuse(self, allowed: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {self.key} = {shown(self.value)} is not allowed: {allowed}")
+
+
+def load(argv_overrides: Mapping[str, object], environ: Mapping[str, str]) -> Config:
+    """argv_overrides holds settings by name, and `config`, the file; None stands for a flag that was not given."""
+    flags = {name: value for name, value in argv_overrides.items() if value is not None}
+    file = _find_file(flags.pop("config", None), environ)
+    table = _read_toml(file) if file else {}
+    queue_tables = table.pop("queues", {})
+    given = _in_file(table, file) | _in_environment(environ) | _on_command_line(flags)
+    values = {name: read(given[name]) if name in given else None for name, read in _SETTINGS.items()}
+    return _assemble(values, file, _read_queues(queue_tables, file) if file else (), given)
+
+
+def _find_file(flag: object, environ: Mapping[str, str]) -> Path | None:
+    for where, name in (("--config", flag), ("FORQ_CONFIG", environ.get("FORQ_CONFIG"))):
+        if name:
+            file = Path(os.path.abspath(str(name)))
+            if not file.is_file():
+                raise ConfigError(f"{where}: there is no file {file}")
+            return file
+    return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+
+
+def _read_toml(file: Path) -> dict[str, object]:
+    try:
+        with file.open("rb") as stream:
+            return tomllib.load(stream)
+    except OSError as exc:
+        raise ConfigError(f"{file}: cannot be read: {exc.strerror}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{file}: not valid TOML: {exc}") from exc
+
+
+def _in_file(table: Mapping[str, object], file: Path | None) -> dict[str, Given]:
+    for name in table:
+        if name not in _SETTINGS:
+            raise ConfigError(f"{file}: there is no setting {shown(name)}{nearest(name, [*_SETTINGS, 'queues'])}")
+    base = file.parent if file else Path.cwd()
+    return {name: Given(name, value, str(file), base) for name, value in table.items()}
+
+
+def _in_environment(environ: Mapping[str, str]) -> dict[str, Given]:
+    given = {name: (variable, environ.get(variable)) for name, variable in ENVIRONMENT.items()}
+    return {name: Given(name, value, variable, Path.cwd()) for name, (variable, value) in given.items() if value}
+
+
+def _on_command_line(flags: Mapping[str, object]) -> dict[str, Given]:
+    for name in flags:
+        if name not in _SETTINGS:
+            raise ConfigError(f"command line: there is no setting {shown(name)}{nearest(name, _SETTINGS)}")
+    return {name: Given(name, value, f"--{name.replace('_', '-')}", Path.cwd()) for name, value in flags.items()}
+
+
+def _read_queues(tables: object, file: Path) -> tuple[QueueSpec, ...]:
+    if not isinstance(tables, dict):
+        raise ConfigError(f"{file}: queues = {shown(tables)} is not allowed: tables [queues.NAME]")
+    return tuple(_read_queue(name, table, file) for name, table in tables.items())
+
+
+def _read_queue(name: str, table: object, file: Path) -> QueueSpec:
+    where = f"{file}: [queues.{name}]"
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: {shown(table)} is not allowed: a table of options")
+    path = table.get("path")
+    folders = [path] if isinstance(path, str) else path
+    if isinstance(folders, list):
+        table = {**table, "path": [_absolute(folder, file.parent) for folder in folders]}
+    try:
+        return QueueSpec.from_mapping(name, table, where)
+    except UsageError as exc:
+        raise ConfigError(str(exc)) from exc
+
+
+def _absolute(folder: object, base: Path) -> object:
+    return os.path.abspath(base / folder) if isinstance(folder, str) else folder
+
+
+def _assemble(
+    values: Mapping[str, object], file: Path | None, queues: tuple[QueueSpec, ...], given: Mapping[str, Given]
+) -> Config:
+    state_dir = cast(Path | None, values["state_dir"]) or Path(places.state_dir())
+    config = Config(
+        file=file,
+        state_dir=state_dir,
+        socket=cast(Path | None, values["socket"]) or state_dir / "control.sock",
+        redis=cast(str | None, values["redis"]),
+        prefix="forq:" if values["prefix"] is None else str(values["prefix"]),
+        require_redis=bool(_or_default("require_redis", values)),
+        max_queues=int(_or_default("max_queues", values)),
+        heartbeat_seconds=float(_or_default("heartbeat", values)),
+        expiry_seconds=float(_or_default("expiry", values)),
+        stop_grace_seconds=float(_or_default("stop_grace", values)),
+        control_group=cast(str | None, values["control_group"]),
+        cgroup=str(values["cgroup"] or "auto"),
+        embedded_server=cast(str | None, values["embedded_server"]),
+        queues=queues,
+    )
+    _check_together(config, given)
+    return config
+
+
+def _or_default(name: str, values: Mapping[str, object]) -> Value:
+    value = values[name]
+    return _NUMBERS[name].default if value is None else cast(Value, value)
+
+
+def _check_together(config: Config, given: Mapping[str, Given]) -> None:
+    where = given["expiry"].where if "expiry" in given else given["heartbeat"].where if "heartbeat" in given else ""
+    if config.expiry_seconds < 2 * config.heartbeat_seconds:
+        raise ConfigError(
+            f"{where}: expiry = {config.expiry_seconds:g}s is not allowed: at least twice heartbeat "
+            f"({config.heartbeat_seconds:g}s), or a single late heartbeat would look like a death"
+        )
+    if len(config.queues) > config.max_queues:
+        raise ConfigError(f"{config.file}: {len(config.queues)} queues, but max_queues = {config.max_queues}")
+    check_socket_path(config.socket)
+
+
+def shown_url(url: str) -> str:
+    """A Redis URL for logs and errors: without user and password, wherever in it they stand."""
+    return re.sub(r"(username|password)=[^&]*", r"\1=***", re.sub(r"://.*@", "://***@", url))
+
+
+def _read_redis(given: Given) -> str | None:
+    if given.value == "":
+        return None
+    allowed = "redis://[USER:PASSWORD@]HOST[:PORT][/DB], rediss://... or unix:///PATH[?db=DB]"
+    if not isinstance(given.value, str):
+        raise given.refuse(allowed)
+    if not _is_redis_url(given.value):
+        raise replace(given, value=shown_url(given.value)).refuse(allowed)
+    return given.value
+
+
+def _is_redis_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        if parts.scheme == "unix":
+            return url.startswith("unix://") and not parts.hostname and len(parts.path) > 1
+        # The port is read, and so checked, only when it is asked for.
+        return parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _read_path(given: Given) -> Path | None:
+    if not isinstance(given.value, str | os.PathLike) or "\0" in str(given.value):
+        raise given.refuse("a path, as text")
+    return Path(os.path.abspath(given.base / given.value)) if str(given.value) else None
+
+
+def _read_program(given: Given) -> str | None:
+    """A bare name stays one: it is looked for on PATH."""
+    path = _read_path(given)
+    return str(path) if path and "/" in str(given.value) else str(given.value) or None
+
+
+def _read_prefix(given: Given) -> str:
+    # Braces would take the hash tag away from the queue's name.
+    if not isinstance(given.value, str) or not _PREFIX.fullmatch(given.value):
+        raise given.refuse("up to 64 of A-Z a-z 0-9 _ . : -")
+    return given.value
+
+
+def _read_group(given: Given) -> str | None:
+    if not isinstance(given.value, str):
+        raise given.refuse("the name of a group, as text")
+    if given.value == "":
+        return None
+    try:
+        return grp.getgrnam(given.value).gr_name
+    except (KeyError, ValueError) as exc:
+        raise given.refuse("a group of this machine") from exc
+
+
+def _read_cgroup(given: Given) -> str:
+    if given.value not in ("auto", "off"):
+        raise given.refuse('"auto" or "off"')
+    return str(given.value)
+
+
+def _number_reader(option: Option) -> Callable[[Given], Value]:
+    def read(given: Given) -> Value:
+        try:
+            return option.parse(given.value, given.where)
+        except UsageError as exc:
+            raise ConfigError(str(exc)) from exc
+
+    return read
+
+
+_NUMBERS = {
+    option.name: option
+    for option in (
+        Option("require_redis", "flag", False, False, True, "give up at start when Redis cannot be reached"),
+        Option("max_queues", "int", 1000, 1, 100_000, "queues that may exist"),
+        Option("heartbeat", "duration", 5.0, 0.05, 3600.0, "how often the supervisor tells Redis that it lives"),
+        Option("expiry", "duration", 15.0, 0.1, 86400.0, "how long it is believed to live without a heartbeat"),
+        Option("stop_grace", "duration", 10.0, 0.0, 86400.0, "stop_grace of the queues that do not set their own"),
+    )
+}
+
+_SETTINGS: Mapping[str, Callable[[Given], object]] = {
+    "state_dir": _read_path,
+    "socket": _read_path,
+    "redis": _read_redis,
+    "prefix": _read_prefix,
+    "control_group": _read_group,
+    "cgroup": _read_cgroup,
+    "embedded_server": _read_program,
+    **{name: _number_reader(option) for name, option in _NUMBERS.items()},
+}

@@ -1,0 +1,168 @@
+"""The control socket: binds it, decides who may connect, and keeps the connections."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from forq import wire
+from forq.errors import ConfigError, ForqError, PermissionRefused
+from forq.supervisor.connection import Connection, Peer, Request
+
+if TYPE_CHECKING:
+    from forq.supervisor.loop import Loop, Timer
+
+__all__ = ["ControlServer", "Peer", "Request"]
+
+log = logging.getLogger("forq.control")
+
+MAX_CONNECTIONS = 256
+ACCEPTS_PER_PASS = 64
+# With no file descriptor left, accept would fail at once for ever: leave the clients in the backlog for a while.
+ACCEPT_PAUSE_SECONDS = 0.5
+# What fits into sockaddr_un, without the final zero.
+MAX_PATH_BYTES = 107
+
+_SO_PEERGROUPS = 59
+# The largest answer socket.getsockopt takes: 256 groups.
+_PEERGROUPS_BYTES = 1024
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class ControlServer:
+    """Listens at `path` (0600; 0660 and that group when `group` is given) and serves `verbs`.
+
+    `verbs` is all a client can reach: a flat table, looked up by the whole name.
+    """
+
+    def __init__(
+        self, loop: Loop, path: str, verbs: Mapping[str, Callable[[Request], None]], *, group: int | None = None
+    ) -> None:
+        self.path = path
+        self._loop = loop
+        self._verbs = verbs
+        self._group = group
+        self._connections: set[Connection] = set()
+        self._resume_timer: Timer | None = None
+        self._listener = _listen(path, group)
+        self._inode = os.lstat(path).st_ino
+        loop.add_reader(self._listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Drop every client and remove the socket, unless another one has taken its place."""
+        if self._listener.fileno() < 0:
+            return
+        if self._resume_timer is None:
+            self._loop.remove_reader(self._listener.fileno())
+        else:
+            self._resume_timer.cancel()
+        self._listener.close()
+        for connection in list(self._connections):
+            connection.close()
+        try:
+            if os.lstat(self.path).st_ino == self._inode:
+                os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_PASS):
+            try:
+                sock, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as exc:
+                if exc.errno in _OUT_OF_RESOURCES:
+                    self._pause_accepting(exc)
+                    return
+                # The client gave up before it was accepted.
+                continue
+            sock.setblocking(False)
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        peer = Peer(*struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
+        if not self._may_enter(sock, peer):
+            log.warning("a client was refused", extra={"peer": peer._asdict()})
+            _turn_away(sock, PermissionRefused(f"user {peer.uid} may not use this control socket"))
+        elif len(self._connections) >= MAX_CONNECTIONS:
+            _turn_away(sock, ForqError(f"too many connections: at most {MAX_CONNECTIONS} at a time"))
+        else:
+            self._connections.add(Connection(self._loop, sock, peer, self._verbs, self._connections.discard))
+
+    def _may_enter(self, sock: socket.socket, peer: Peer) -> bool:
+        if peer.uid in (0, os.geteuid()):
+            return True
+        return self._group is not None and (peer.gid == self._group or self._group in _groups_of(sock))
+
+    def _pause_accepting(self, reason: OSError) -> None:
+        log.warning("no new clients for a while", extra={"reason": str(reason)})
+        self._loop.remove_reader(self._listener.fileno())
+        self._resume_timer = self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._resume_accepting)
+
+    def _resume_accepting(self) -> None:
+        self._resume_timer = None
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+
+def _turn_away(sock: socket.socket, error: ForqError) -> None:
+    try:
+        sock.send(wire.failure(None, error))
+    except OSError as exc:
+        log.debug("a client left before it was refused", extra={"reason": str(exc)})
+    finally:
+        sock.close()
+
+
+def _groups_of(sock: socket.socket) -> tuple[int, ...]:
+    """The supplementary groups the client had when it connected. Asked of the kernel: a lookup by name may block."""
+    try:
+        packed = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _PEERGROUPS_BYTES)
+    except OSError as exc:
+        log.warning("cannot read the groups of a client", extra={"reason": str(exc)})
+        return ()
+    return struct.unpack(f"{len(packed) // 4}I", packed)
+
+
+def _listen(path: str, group: int | None) -> socket.socket:
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ConfigError(f"socket path {path} is too long: Linux allows {MAX_PATH_BYTES} bytes")
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        # From its first moment the file must not be open to others; and nobody can connect before listen.
+        before = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        if group is not None:
+            os.chown(path, -1, group, follow_symlinks=False)
+            os.chmod(path, 0o660)
+        listener.listen(128)
+    except OSError as exc:
+        listener.close()
+        raise ForqError(f"cannot listen at {path}: {exc.strerror}") from exc
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Unlink what a dead supervisor left. Anything else at that path is somebody's."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        failed_with = probe.connect_ex(path)
+    if failed_with == errno.ENOENT:
+        return
+    if failed_with in (0, errno.EAGAIN):
+        raise ForqError(f"cannot listen at {path}: another supervisor answers there")
+    if failed_with != errno.ECONNREFUSED:
+        raise ForqError(f"cannot listen at {path}: {os.strerror(failed_with)}")
+    # A plain file refuses connections as well.
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise ForqError(f"cannot listen at {path}: there is a file that is not a socket")
+    os.unlink(path)

@@ -1,0 +1,138 @@
+"""The table of forqctl's commands: names, arguments, help, and where each is carried out. No logic.
+
+The parser and the shell completion are both made from it.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+class Argument:
+    """One argument, in the words of argparse: its names and the keywords of add_argument."""
+
+    __slots__ = ("completes", "keywords", "names")
+
+    def __init__(self, *names: str, completes: str = "", **keywords: Any) -> None:
+        self.names = names
+        self.keywords = keywords
+        # What the shell offers for the value: "file", "dir" or nothing.
+        self.completes = completes
+
+
+class Command:
+    """One command: carried out by the function of its name in `home`, a module of forq.supervisor.ctl.verbs."""
+
+    __slots__ = ("arguments", "home", "name", "summary")
+
+    def __init__(self, name: str, home: str, summary: str, *arguments: Argument) -> None:
+        self.name = name
+        self.home = home
+        self.summary = summary
+        self.arguments = arguments
+
+
+GLOBALS = (
+    Argument("--socket", completes="file", metavar="PATH", help="the control socket (default: FORQ_SOCKET)"),
+    Argument("--json", action="store_true", help="print one JSON document"),
+    Argument("--timeout", metavar="D", help="how long to wait for an answer (default: 30s)"),
+)
+
+NAME = Argument("name", metavar="NAME", help="the queue")
+ID = Argument("id", metavar="ID", help="the job")
+
+COMMANDS = (
+    Command(
+        "create",
+        "queues",
+        "make a queue and start its processes",
+        NAME,
+        Argument("--handler", metavar="M:F", help="the function that handles its jobs"),
+        Argument(
+            "--type", action="append", default=[], metavar="T=M:F", help="the function for jobs of type T (repeatable)"
+        ),
+        Argument(
+            "--path",
+            action="append",
+            default=[],
+            completes="dir",
+            metavar="DIR",
+            help="where handlers are imported from (repeatable)",
+        ),
+        Argument("--mode", choices=("work",), default="work", help="how the queue works (default: work)"),
+        Argument(
+            "--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the queue (repeatable)"
+        ),
+    ),
+    Command(
+        "delete",
+        "queues",
+        "stop a queue's processes and remove it",
+        NAME,
+        Argument("--force", action="store_true", help="also when it still holds jobs"),
+    ),
+    Command(
+        "status",
+        "status",
+        "show the queues, or some of them in detail",
+        Argument("names", nargs="*", metavar="NAME", help="a queue"),
+        Argument("--check", action="store_true", help="exit with 3 unless everything is healthy"),
+    ),
+    Command(
+        "jobs",
+        "jobs",
+        "list the jobs of a queue",
+        NAME,
+        Argument("--state", choices=("waiting", "active", "dead"), help="only jobs in this state"),
+        Argument("--limit", type=int, metavar="N", help="at most so many"),
+        Argument("--after", metavar="CURSOR", help="go on where the last page ended"),
+    ),
+    Command("job", "jobs", "show one job", NAME, ID),
+    Command(
+        "push",
+        "push",
+        "add a job, or one per line of a file",
+        NAME,
+        Argument("data", nargs="?", metavar="JSON", help="the job's data"),
+        Argument("--file", completes="file", metavar="F.jsonl", help="a file with one JSON value per line; - is stdin"),
+        Argument("--records", action="store_true", help="each line of the file is an object with data, id, priority …"),
+        Argument("--id", metavar="ID", help="the job's id (default: a new one)"),
+        Argument("--identifier", metavar="TEXT", help="a text to recognise the job by"),
+        Argument(
+            "--priority", type=int, choices=range(10), metavar="0-9", help="0 is served first (default: the queue's)"
+        ),
+        Argument("--token", metavar="T", help="makes repeating this call harmless"),
+        Argument("--type", metavar="T", help="picks one of the queue's handlers"),
+        Argument("--if-exists", choices=("refuse", "skip"), help="what to do when the id is taken"),
+    ),
+    Command("remove", "jobs", "remove a job, also a dead one", NAME, ID),
+    Command("cancel", "jobs", "cancel a job that has not started", NAME, ID),
+    Command("pause", "queues", "start no more jobs of a queue", NAME),
+    Command("resume", "queues", "start jobs of a paused queue again", NAME),
+    Command(
+        "drain",
+        "queues",
+        "wait until a queue has nothing left to do",
+        NAME,
+        Argument("--wait", metavar="D", help="give up after this time (default: never)"),
+    ),
+    Command("restart", "queues", "replace a queue's processes by new ones", NAME),
+    Command("ping", "supervisor", "ask whether the supervisor answers"),
+    Command("version", "supervisor", "show the versions of forqctl and the supervisor"),
+    Command(
+        "shutdown",
+        "supervisor",
+        "stop the supervisor",
+        Argument("--now", action="store_true", help="without letting running jobs finish"),
+    ),
+    Command(
+        "completion",
+        "completion",
+        "print a script that completes forqctl's commands in a shell",
+        Argument("shell", choices=("bash", "zsh", "fish"), help="the shell"),
+    ),
+)
+
+BY_NAME = {command.name: command for command in COMMANDS}

@@ -1,0 +1,1 @@
+"""What the commands do: one function per command, called with its arguments; it returns the exit code."""

@@ -1,0 +1,78 @@
+"""jobs, job, remove, cancel."""
+
+from __future__ import annotations
+
+from forq.errors import UnknownJob, UsageError
+from forq.supervisor.ctl.client import connect
+from forq.supervisor.ctl.tables import moment, printable, show_json, show_table
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from typing import Any
+
+
+def jobs(args: Namespace) -> int:
+    if args.limit is not None and args.limit < 1:
+        raise UsageError("--limit is at least 1")
+    given = {"state": args.state, "limit": args.limit, "after": args.after}
+    params = {"name": args.name, **{key: value for key, value in given.items() if value is not None}}
+    result = connect(args).call("jobs", params)
+    if args.json:
+        show_json(result)
+        return 0
+    show_table(("ID", "STATE", "IDENTIFIER"), [(job["id"], job["state"], job["identifier"]) for job in result["jobs"]])
+    if result["next"] is not None:
+        print(f"more: --after {printable(str(result['next']))}")
+    return 0
+
+
+def job(args: Namespace) -> int:
+    result = connect(args).call("job", {"name": args.name, "id": args.id})
+    if args.json:
+        show_json(result)
+        return 0
+    for key, value in result.items():
+        if key != "attempts":
+            print(f"{key:<14}{_shown(key, value)}")
+    if result.get("attempts"):
+        print()
+        show_table(
+            ("STARTED", "ENDED", "OUTCOME", "CAUSE"),
+            [
+                (moment(attempt["started_at"]), moment(attempt["ended_at"]), attempt["outcome"], attempt["cause"])
+                for attempt in result["attempts"]
+            ],
+        )
+    return 0
+
+
+def remove(args: Namespace) -> int:
+    return _take_out(args, "remove", "removed")
+
+
+def cancel(args: Namespace) -> int:
+    return _take_out(args, "cancel", "cancelled")
+
+
+def _take_out(args: Namespace, method: str, done: str) -> int:
+    result = connect(args).call(method, {"name": args.name, "id": args.id})
+    if args.json:
+        show_json(result)
+    if not result[done]:
+        raise UnknownJob(f"queue {args.name} has no job {args.id} to {method}")
+    if not args.json:
+        print(f"{done} {printable(args.id)}")
+    return 0
+
+
+def _shown(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if key.endswith("_at"):
+        return moment(value) or "-"
+    if isinstance(value, str) and key not in ("data", "result"):
+        return printable(value)
+    from forq.wire import encode
+
+    return printable(encode(value).decode())

@@ -1,0 +1,127 @@
+"""create, delete, pause, resume, drain, restart."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from forq.errors import ForqError, TimedOut, UsageError
+from forq.supervisor.ctl.client import Client, connect
+from forq.supervisor.ctl.tables import show_json
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from typing import Any
+
+POLL_SECONDS = 1.0
+
+
+def create(args: Namespace) -> int:
+    handlers = dict(_pair(text, "--type", "T=M:F") for text in args.type)
+    if args.handler is None and not handlers:
+        raise UsageError("create needs --handler M:F, or --type T=M:F for each type of job")
+    params = {
+        "name": args.name,
+        "mode": args.mode,
+        "handler": args.handler,
+        "handlers": handlers,
+        "path": [os.path.abspath(path) for path in args.path],
+        "options": dict(_pair(text, "--set", "OPTION=VALUE") for text in args.set),
+    }
+    result = connect(args).call("queue.create", params)
+    joined = isinstance(result, dict) and result.get("created") is False
+    return _done(args, result, "joined" if joined else "created")
+
+
+def delete(args: Namespace) -> int:
+    return _done(args, connect(args).call("queue.delete", {"name": args.name, "force": args.force}), "deleted")
+
+
+def pause(args: Namespace) -> int:
+    return _done(args, connect(args).call("queue.pause", {"name": args.name}), "paused")
+
+
+def resume(args: Namespace) -> int:
+    return _done(args, connect(args).call("queue.resume", {"name": args.name}), "resumed")
+
+
+def restart(args: Namespace) -> int:
+    return _done(args, connect(args).call("queue.restart", {"name": args.name}), "restarted")
+
+
+def drain(args: Namespace) -> int:
+    """Waits as long as --wait says, else as an explicit --timeout says, else for ever."""
+    limit_seconds = args.timeout_seconds
+    if args.wait is not None:
+        from forq.durations import parse_duration
+
+        limit_seconds = parse_duration(args.wait)
+    deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
+    result = _watch_drain(connect(args), args.name, deadline)
+    return _done(args, result, "drained")
+
+
+def _watch_drain(client: Client, name: str, deadline: float | None) -> Any:
+    """The answer to drain. On a terminal the count of what is left is asked for meanwhile."""
+    from forq.supervisor.ctl.progress import ProgressLine
+
+    progress = ProgressLine()
+    drained = client.send("queue.drain", {"name": name})
+    polled = None
+    next_poll = time.monotonic()
+    try:
+        while True:
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                raise TimedOut(f"queue {name} is not drained yet; it goes on draining")
+            if progress.shown and polled is None and now >= next_poll:
+                polled = client.send("status", {"names": [name]})
+                next_poll = now + POLL_SECONDS
+            answer = _next_answer(client, _earliest(deadline, next_poll if progress.shown else None))
+            if answer is None:
+                continue
+            answered, value = answer
+            if answered == drained:
+                if isinstance(value, ForqError):
+                    raise value
+                return value
+            if answered == polled:
+                polled = None
+                if not isinstance(value, ForqError):
+                    progress.say(_left(value))
+    finally:
+        progress.clear()
+
+
+def _next_answer(client: Client, until: float | None) -> tuple[str | int | None, Any] | None:
+    try:
+        return client.receive(until)
+    except TimedOut:
+        return None
+
+
+def _earliest(*moments: float | None) -> float | None:
+    return min((moment for moment in moments if moment is not None), default=None)
+
+
+def _left(status: Any) -> str:
+    queue = status["queues"][0]
+    if queue["waiting"] is None:
+        return "left: unknown while Redis is down"
+    return f"left: {queue['waiting']} waiting, {queue['active']} active"
+
+
+def _pair(text: str, flag: str, form: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UsageError(f"{flag} {text!a}: the form is {form}")
+    return key, value
+
+
+def _done(args: Namespace, result: object, what: str) -> int:
+    if args.json:
+        show_json(result)
+    else:
+        print(f"{what} {args.name}")
+    return 0

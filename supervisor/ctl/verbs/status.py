@@ -1,0 +1,98 @@
+"""status: all queues in one table, or some in detail; --check for monitoring."""
+
+from __future__ import annotations
+
+import sys
+
+from forq.supervisor.ctl.client import connect
+from forq.supervisor.ctl.tables import cell, printable, show_json, show_table, span
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from typing import Any
+
+NOT_HEALTHY = 3
+HEALTHY_STATES = ("running", "paused", "draining")
+
+
+def status(args: Namespace) -> int:
+    result = connect(args).call("status", {"names": args.names} if args.names else {})
+    if args.json:
+        show_json(result)
+    else:
+        _show(result, in_detail=bool(args.names))
+    if not args.check:
+        return 0
+    faults = [printable(fault) for fault in faults_in(result)]
+    if faults:
+        sys.stdout.flush()
+        print(f"forqctl: not healthy: {'; '.join(faults)}", file=sys.stderr)
+    return NOT_HEALTHY if faults else 0
+
+
+def faults_in(status: dict[str, Any]) -> list[str]:
+    """Why this is not healthy; empty when it is."""
+    redis = status["supervisor"]["redis"]
+    faults = [] if redis["ok"] else [f"redis is down: {redis['error']}"]
+    for queue in status["queues"]:
+        if queue["state"] not in HEALTHY_STATES:
+            faults.append(f"queue {queue['name']} is {queue['state']}")
+        elif queue["state"] == "running" and not any(map(_is_live_main, queue["children"])):
+            faults.append(f"queue {queue['name']} has no main process")
+    return faults
+
+
+def _is_live_main(child: dict[str, Any]) -> bool:
+    return child["role"] == "main" and bool(child["pid"]) and child["state"] != "backoff"
+
+
+def _show(status: dict[str, Any], in_detail: bool) -> None:
+    show_table(
+        ("QUEUE", "STATE", "WAITING", "ACTIVE", "DEAD", "DONE", "FAILED", "OLDEST", "CHILDREN"),
+        [
+            (
+                queue["name"],
+                queue["state"],
+                queue["waiting"],
+                queue["active"],
+                queue["dead"],
+                queue["processed"],
+                queue["failed_total"],
+                span(queue["oldest_waiting_seconds"]),
+                ", ".join(map(_brief, queue["children"])),
+            )
+            for queue in status["queues"]
+        ],
+    )
+    if in_detail:
+        for queue in status["queues"]:
+            _show_queue(queue)
+    redis = status["supervisor"]["redis"]
+    if not redis["ok"]:
+        print(f"redis: down: {cell(redis['error'])}")
+
+
+def _brief(child: dict[str, Any]) -> str:
+    return " ".join(str(part) for part in (child["pid"], child["state"], child["job"]) if part is not None)
+
+
+def _show_queue(queue: dict[str, Any]) -> None:
+    print(f"\n{printable(queue['name'])}: processes")
+    show_table(
+        ("ROLE", "PID", "STATE", "JOB", "UPTIME", "RESTARTS"),
+        [
+            (
+                child["role"],
+                child["pid"],
+                child["state"],
+                child["job"],
+                span(child["uptime_seconds"]),
+                child["restarts"],
+            )
+            for child in queue["children"]
+        ],
+    )
+    if queue.get("items"):
+        print(f"\n{printable(queue['name'])}: items")
+        show_table(("ID", "IDENTIFIER"), [(item["id"], item["identifier"]) for item in queue["items"]])

@@ -1,0 +1,18 @@
+"""The one place where the supervisor names the code of its children. Nothing of it runs in the parent."""
+
+import gc
+
+from forq.broker.scripts import script
+from forq.services.clerk import ClerkSettings, run_clerk
+from forq.services.pulse import PulseSettings, run_pulse
+from forq.workers.child import ChildSettings, run_child
+
+__all__ = ["ChildSettings", "ClerkSettings", "PulseSettings", "preload", "run_child", "run_clerk", "run_pulse"]
+
+
+def preload() -> None:
+    """Their code is imported by now; keeps the collector off it, so that children share those pages."""
+    for verb in ("turn", "join", "recover", "heartbeat", "rescue", "counts"):
+        script(verb)
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,214 @@
+"""The parent's event loop: descriptors, timers, dead children and signals, in one thread.
+
+No asyncio and no threads: both break fork. A callback that raises is logged and the loop goes on. A descriptor must be
+removed from the loop before it is closed: as long as a child holds a copy of it, epoll keeps reporting it.
+"""
+
+import heapq
+import logging
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from itertools import count
+
+log = logging.getLogger("forq")
+
+Callback = Callable[[], None]
+
+WAKEUP_READ_BYTES = 65536
+
+
+class Timer:
+    """A call that is to be made later, until it is cancelled."""
+
+    __slots__ = ("_callback", "due")
+
+    def __init__(self, due: float, callback: Callback) -> None:
+        self.due = due
+        self._callback: Callback | None = callback
+
+    @property
+    def cancelled(self) -> bool:
+        return self._callback is None
+
+    def cancel(self) -> None:
+        """Safe to repeat, and after the call was made."""
+        self._callback = None
+
+    def take(self) -> Callback | None:
+        """The callback, once."""
+        callback, self._callback = self._callback, None
+        return callback
+
+
+class _Entry:
+    """Who waits for one descriptor."""
+
+    __slots__ = ("reader", "writer")
+
+    def __init__(self) -> None:
+        self.reader: Callback | None = None
+        self.writer: Callback | None = None
+
+    def events(self) -> int:
+        return (selectors.EVENT_READ if self.reader else 0) | (selectors.EVENT_WRITE if self.writer else 0)
+
+
+def _do_nothing(signum: int, frame: object) -> None:
+    """The interpreter has written the signal's number to the wakeup pipe by now; that is all we need."""
+
+
+class Loop:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._selector = selectors.DefaultSelector()
+        self._entries: dict[int, _Entry] = {}
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = count()
+        self._signals: dict[int, Callback] = {}
+        self._wakeup: tuple[int, int] | None = None
+        self._running = False
+
+    def now(self) -> float:
+        """The clock of the timers, in seconds."""
+        return self._now()
+
+    def add_reader(self, fd: int, callback: Callback) -> None:
+        """Call back whenever fd is readable; replaces the reader it had."""
+        entry = self._entries.get(fd) or _Entry()
+        entry.reader = callback
+        self._update(fd, entry)
+
+    def remove_reader(self, fd: int) -> None:
+        if entry := self._entries.get(fd):
+            entry.reader = None
+            self._update(fd, entry)
+
+    def add_writer(self, fd: int, callback: Callback) -> None:
+        """Call back whenever fd is writable; replaces the writer it had."""
+        entry = self._entries.get(fd) or _Entry()
+        entry.writer = callback
+        self._update(fd, entry)
+
+    def remove_writer(self, fd: int) -> None:
+        if entry := self._entries.get(fd):
+            entry.writer = None
+            self._update(fd, entry)
+
+    def watch_child(self, pidfd: int, callback: Callback) -> None:
+        """Call back once, when the process has ended; the callback reaps it. remove_reader(pidfd) takes it back."""
+
+        def ended() -> None:
+            self.remove_reader(pidfd)
+            callback()
+
+        self.add_reader(pidfd, ended)
+
+    def call_later(self, seconds: float, callback: Callback) -> Timer:
+        timer = Timer(self._now() + seconds, callback)
+        heapq.heappush(self._timers, (timer.due, next(self._order), timer))
+        return timer
+
+    def on_signal(self, signum: int, callback: Callback) -> None:
+        """Call back from the loop after the signal has come; several at once may be one call."""
+        if self._wakeup is None:
+            # A pipe holds 65,536 signals that are not yet read; a socket pair only a few hundred.
+            self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
+            self.add_reader(self._wakeup[0], self._dispatch_signals)
+        self._signals[signum] = callback
+        signal.signal(signum, _do_nothing)
+
+    def tick(self, timeout_seconds: float | None) -> None:
+        """Wait for something to happen, at most so long (None: for ever), and make the calls that are due."""
+        for key, events in self._selector.select(self._patience(timeout_seconds)):
+            entry: _Entry = key.data
+            # A callback of this round may have removed the descriptor, or closed it and registered its successor.
+            if events & selectors.EVENT_READ and self._entries.get(key.fd) is entry and entry.reader:
+                self._call(entry.reader)
+            if events & selectors.EVENT_WRITE and self._entries.get(key.fd) is entry and entry.writer:
+                self._call(entry.writer)
+        self._call_due_timers()
+
+    def run(self) -> None:
+        """Tick until stop is called."""
+        self._running = True
+        while self._running:
+            self.tick(None)
+
+    def stop(self) -> None:
+        """From a callback: let run return after this round."""
+        self._running = False
+
+    def close(self) -> None:
+        """Give back descriptors and signal handlers; the loop cannot be used any more."""
+        self.close_in_child()
+
+    def close_in_child(self) -> None:
+        """Let go of the loop after a fork, with signals masked.
+
+        The epoll descriptor is closed and nothing is unregistered: the epoll set is shared with the parent, so that an
+        unregister here would make the parent deaf.
+        """
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            for signum in self._signals:
+                signal.signal(signum, signal.SIG_DFL)
+            for fd in self._wakeup:
+                os.close(fd)
+        self._wakeup = None
+        self._signals = {}
+        self._selector.close()
+        self._entries = {}
+        self._timers = []
+        self._running = False
+
+    def _update(self, fd: int, entry: _Entry) -> None:
+        """Tell the selector what is waited for at fd now."""
+        known = fd in self._entries
+        if events := entry.events():
+            if known:
+                self._selector.modify(fd, events, entry)
+            else:
+                self._selector.register(fd, events, entry)
+            self._entries[fd] = entry
+        elif known:
+            del self._entries[fd]
+            self._selector.unregister(fd)
+
+    def _patience(self, timeout_seconds: float | None) -> float | None:
+        """How long select may wait: until the next timer is due, if that is sooner."""
+        while self._timers and self._timers[0][2].cancelled:
+            heapq.heappop(self._timers)
+        if not self._timers:
+            return timeout_seconds
+        until_due = max(0.0, self._timers[0][0] - self._now())
+        return until_due if timeout_seconds is None else min(timeout_seconds, until_due)
+
+    def _call_due_timers(self) -> None:
+        """Those that are due now; a timer set by one of them waits for the next tick, so none can starve the rest."""
+        now = self._now()
+        due: list[Timer] = []
+        while self._timers and self._timers[0][0] <= now:
+            due.append(heapq.heappop(self._timers)[2])
+        for timer in due:
+            if callback := timer.take():
+                self._call(callback)
+
+    def _dispatch_signals(self) -> None:
+        assert self._wakeup is not None
+        try:
+            arrived = os.read(self._wakeup[0], WAKEUP_READ_BYTES)
+        except BlockingIOError:
+            return
+        for signum in dict.fromkeys(arrived):
+            if callback := self._signals.get(signum):
+                self._call(callback)
+
+    def _call(self, callback: Callback) -> None:
+        try:
+            callback()
+        except Exception:
+            log.exception("a callback of the loop failed")

@@ -1,0 +1,221 @@
+"""One queue as the supervisor runs it: its main child and its retry child, their deaths and their state.
+
+A child's death takes this way: its tree is gone (child.py) → what it held goes to pulse for recovery → its slots are
+given back once that is done → another child is started, at once or after a pause (respawn.py).
+"""
+
+import logging
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from forq import exits, wire
+from forq.options import QueueSpec, Value
+from forq.scoreboard import Role, Scoreboard, Slot, State, unpack_word
+from forq.supervisor.child import Child, Nursery
+from forq.supervisor.loop import Timer
+from forq.supervisor.respawn import Respawn
+from forq.supervisor.spawn import Exit
+
+log = logging.getLogger("forq")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a queue's unit needs of the supervisor."""
+
+    nursery: Nursery
+    scoreboard: Scoreboard
+    run_child: Callable[[QueueSpec, Role, tuple[int, ...], socket.socket], int]
+    recover: Callable[[dict[str, Any], Callable[[], None]], None]
+    queue_gone: Callable[[str], None]
+    evicted: Callable[[], None]
+    changed: Callable[[], None]
+
+
+class _Seat:
+    """The place of one child of the queue: who sits there now, and its deaths so far."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.child: Child | None = None
+        self.slots: tuple[int, ...] = ()
+        self.restarts = 0
+        self.ready = False
+        self.respawn = Respawn()
+        self.timer: Timer | None = None
+        self.last_words: str | None = None
+
+
+class QueueUnit:
+    def __init__(self, spec: QueueSpec, options: Mapping[str, Value], around: Surroundings) -> None:
+        self.spec = spec
+        self.options = options
+        self.draining = False
+        self.config_error: str | None = None
+        self._around = around
+        self._seats = [_Seat(Role.MAIN), _Seat(Role.RETRY)]
+        self._wanted = False
+        self._then: list[Callable[[], None]] = []
+
+    @property
+    def state(self) -> str:
+        if self.config_error is not None:
+            return "config_error"
+        if not self._wanted:
+            return "stopped"
+        if any(seat.respawn.flapping(self._now()) for seat in self._seats):
+            return "flapping"
+        return "draining" if self.draining else "running"
+
+    @property
+    def running(self) -> bool:
+        return any(seat.child is not None for seat in self._seats)
+
+    def start(self) -> None:
+        self._wanted = True
+        self.config_error = None
+        for seat in self._seats:
+            if seat.child is None:
+                self._spawn(seat)
+
+    def stop(self, then: Callable[[], None] | None = None, *, now: bool = False) -> None:
+        """Ends both children: in order within the grace period, or at once. `then` is called when they are gone."""
+        self._wanted = False
+        if then is not None:
+            self._then.append(then)
+        for seat in self._seats:
+            if seat.timer is not None:
+                seat.timer.cancel()
+            if seat.child is not None:
+                if now:
+                    seat.child.kill()
+                else:
+                    seat.child.stop(float(self.options["stop_grace"]))
+        self._tell_if_stopped()
+
+    def restart(self, then: Callable[[], None]) -> None:
+        """New children, with the handler's code as it is now."""
+
+        def start_again() -> None:
+            for seat in self._seats:
+                seat.respawn.forget()
+            self.start()
+            then()
+
+        self.stop(start_again)
+
+    def describe_children(self) -> list[dict[str, Any]]:
+        return [self._describe(seat) for seat in self._seats]
+
+    def _describe(self, seat: _Seat) -> dict[str, Any]:
+        slots = [self._around.scoreboard.slot(number).describe() for number in seat.slots]
+        busy = [slot for slot in slots if slot.state == State.BUSY]
+        if seat.child is None:
+            state = "backoff" if seat.timer is not None and self._wanted else "stopped"
+        elif seat.child.stopping:
+            state = "stopping"
+        elif not seat.ready:
+            state = "starting"
+        else:
+            state = "busy" if busy else State(slots[0].state).name.lower()
+        return {
+            "role": seat.role.name.lower(),
+            "pid": seat.child.pid if seat.child is not None else None,
+            "state": state,
+            "job": busy[0].job if busy else None,
+            "jobs": [slot.job for slot in busy],
+            "done": sum(slot.done for slot in slots),
+            "uptime_seconds": round(seat.child.uptime_seconds(), 3) if seat.child is not None else None,
+            "restarts": seat.restarts,
+        }
+
+    def _spawn(self, seat: _Seat) -> None:
+        seat.timer = None
+        self._around.changed()
+        count = int(self.options["concurrency"]) if seat.role == Role.MAIN else 1
+        seat.slots = tuple(self._around.scoreboard.take() for _ in range(count))
+        seat.ready = False
+        seat.last_words = None
+        slots = seat.slots
+        seat.child = Child(
+            self._around.nursery,
+            f"{self.spec.name} {seat.role.name.lower()}",
+            lambda leash: self._around.run_child(self.spec, seat.role, slots, leash),
+            handled=(signal.SIGTERM,),
+            runs_user_code=True,
+            on_line=lambda line: self._heard(seat, line),
+            on_end=lambda ended: self._ended(seat, ended),
+        )
+
+    def _heard(self, seat: _Seat, line: bytes) -> None:
+        message = wire.decode(line)
+        if message.get("ready"):
+            seat.ready = True
+        if "error" in message:
+            seat.last_words = str(message["error"])
+
+    def _ended(self, seat: _Seat, ended: Exit) -> None:
+        child, seat.child = seat.child, None
+        assert child is not None
+        self._around.changed()
+        slots = [self._around.scoreboard.slot(number) for number in seat.slots]
+        progressed = any(slot.done or slot.started_ns for slot in slots)
+        self._recover(
+            slots, "interrupted" if child.stopping else ended.text.replace(" ", "_"), count=not child.stopping
+        )
+        seat.slots = ()
+        if not self._wanted or child.stopping:
+            self._tell_if_stopped()
+            return
+        seat.restarts += 1
+        self._decide(seat, ended, child.uptime_seconds(), progressed)
+
+    def _decide(self, seat: _Seat, ended: Exit, lived_seconds: float, progressed: bool) -> None:
+        """What follows a death that nobody asked for."""
+        name, role = self.spec.name, seat.role.name.lower()
+        if ended.code in (exits.CONFIG, exits.INCOMPATIBLE):
+            log.error("queue cannot be served queue=%s reason=%s", name, seat.last_words)
+            reason = seat.last_words or ended.text
+            self.stop()
+            self.config_error = reason
+        elif ended.code == exits.QUEUE_GONE:
+            self._around.queue_gone(name)
+        elif ended.code == exits.FENCED:
+            self._around.evicted()
+        else:
+            delay = seat.respawn.delay_after_death(self._now(), lived_seconds, progressed=progressed)
+            log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", name, role, ended.text, delay)
+            seat.timer = self._around.nursery.loop.call_later(delay, lambda: self._spawn(seat))
+
+    def _recover(self, slots: list[Slot], cause: str, *, count: bool) -> None:
+        """Hands what the workers of a dead child held to pulse; a slot is used again only when that is done."""
+        for slot in slots:
+            word = unpack_word(slot.word)
+            # Reading on: from here on nobody takes this slot for a living worker.
+            slot.state, slot.held, slot.pid = State.EMPTY, 0, 0
+            if not slot.worker:
+                self._around.scoreboard.give_back(slot.number)
+                continue
+            params = {
+                "queue": self.spec.name,
+                "worker": slot.worker,
+                "turn": word.turn,
+                "index": word.index,
+                "running": word.running,
+                "count": count,
+                "cause": cause,
+            }
+            self._around.recover(params, partial(self._around.scoreboard.give_back, slot.number))
+
+    def _tell_if_stopped(self) -> None:
+        if not self.running and not self._wanted:
+            waiting, self._then = self._then, []
+            for then in waiting:
+                then()
+
+    def _now(self) -> float:
+        return self._around.nursery.loop.now()

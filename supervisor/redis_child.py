@@ -1,0 +1,70 @@
+"""The embedded Redis server: a child that is started first, replaced when it dies, and stopped last."""
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+
+from forq.supervisor.child import Nursery
+from forq.supervisor.respawn import Respawn
+from forq.supervisor.spawn import Spawned, exec_program, reap, signal_child
+
+STOP_SECONDS = 10.0
+
+log = logging.getLogger("forq")
+
+
+class RedisChild:
+    def __init__(self, nursery: Nursery, argv: list[str]) -> None:
+        self.restarts = 0
+        self._nursery = nursery
+        self._argv = argv
+        self._spawned: Spawned | None = None
+        self._respawn = Respawn()
+        self._started = 0.0
+        self._stopped: Callable[[], None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._spawned is None else self._spawned.pid
+
+    def start(self) -> None:
+        # It dies with the supervisor, in order: TERM makes it write what it has.
+        self._spawned = exec_program(
+            self._argv,
+            loop=self._nursery.loop,
+            keep_fds=self._nursery.keep_fds,
+            env=dict(os.environ),
+            death_signal=signal.SIGTERM,
+        )
+        self._started = self._nursery.loop.now()
+        self._nursery.pids.add(self._spawned.pid)
+        self._nursery.loop.watch_child(self._spawned.pidfd, self._ended)
+
+    def stop(self, then: Callable[[], None]) -> None:
+        self._stopped = then
+        if self._spawned is None:
+            then()
+            return
+        signal_child(self._spawned, signal.SIGTERM)
+        self._nursery.loop.call_later(STOP_SECONDS, self.kill)
+
+    def kill(self) -> None:
+        if self._spawned is not None:
+            signal_child(self._spawned, signal.SIGKILL)
+
+    def _ended(self) -> None:
+        assert self._spawned is not None
+        ended = reap(self._spawned)
+        self._nursery.pids.discard(self._spawned.pid)
+        self._spawned.close()
+        self._spawned = None
+        if self._stopped is not None:
+            self._stopped()
+            return
+        self.restarts += 1
+        loop = self._nursery.loop
+        delay = self._respawn.delay_after_death(loop.now(), loop.now() - self._started, progressed=False)
+        end = "unknown" if ended is None else ended.text
+        log.error("embedded redis died, starting it again end=%s again_in=%.2fs", end, delay)
+        loop.call_later(delay, lambda: None if self._stopped else self.start())

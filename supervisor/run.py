@@ -1,0 +1,68 @@
+"""`forq run`: a supervisor in the foreground."""
+
+import grp
+import logging
+import os
+import sys
+from collections.abc import Mapping
+
+from forq.errors import ConfigError, ForqError
+from forq.options import QueueSpec
+from forq.supervisor import entry_points
+from forq.supervisor.config import Config, load
+from forq.supervisor.control import ControlServer
+from forq.supervisor.loop import Loop
+from forq.supervisor.statedir import StateDir
+from forq.supervisor.supervisor import Supervisor
+from forq.supervisor.verbs import Verbs
+from forq.treekill import become_subreaper
+
+log = logging.getLogger("forq")
+
+
+def run(overrides: Mapping[str, object]) -> int:
+    """Serves until it is told to stop; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        config = load(overrides, os.environ)
+        state = StateDir(config.state_dir)
+        specs = _specs(config, state)
+        state.lock(on_wait=lambda pids: log.warning("waiting for what an earlier run left behind pids=%s", pids))
+        return _serve(config, state, specs)
+    except ForqError as exc:
+        print(f"forq: {exc}", file=sys.stderr)
+        return exc.exit_code
+
+
+def _serve(config: Config, state: StateDir, specs: list[QueueSpec]) -> int:
+    become_subreaper()
+    entry_points.preload()
+    loop = Loop()
+    supervisor = Supervisor(config, state, loop)
+    control = ControlServer(loop, str(config.socket), Verbs(supervisor).table(), group=_group(config))
+    for spec in specs:
+        supervisor.add_queue(spec)
+    supervisor.start()
+    log.info("serving queues=%s socket=%s redis=%s", len(specs), config.socket, supervisor.status_of_redis()["url"])
+    loop.run()
+    control.close()
+    log.info("stopped")
+    return supervisor.exit_code
+
+
+def _specs(config: Config, state: StateDir) -> list[QueueSpec]:
+    """The queues of the config file, and those made at run time that it does not name."""
+    specs = {spec.name: spec for spec in config.queues}
+    for name, mapping in state.load_queues().items():
+        if name not in specs:
+            specs[name] = QueueSpec.from_mapping(name, mapping, f"{state.path}/queues/{name}.json")
+    return list(specs.values())
+
+
+def _group(config: Config) -> int | None:
+    if not config.control_group:
+        return None
+    try:
+        return grp.getgrnam(config.control_group).gr_gid
+    except KeyError:
+        raise ConfigError(f"control_group = {config.control_group!r}: there is no such group") from None

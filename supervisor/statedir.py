@@ -1,0 +1,238 @@
+"""The state directory: what a supervisor leaves for its successor, and the locks that keep two from sharing it.
+
+1. `supervisor.lock` is held by the supervisor alone: one per directory.
+2. `tree.lock` is held by every process of its tree: a flock belongs to the open file, which forks share, so that it is
+   free exactly when the last of them has gone. Only then may a successor recover what they worked on.
+3. `processor` names the present incarnation; `queues/NAME.json` are the queues made at run time. They are replaced as
+   a whole and synced, so that a crash leaves the old or the new one.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forq.errors import ConfigError, ForqError
+from forq.names import check_queue_name
+from forq.treekill import kill_tree, look_at
+
+POLL_SECONDS = 0.005
+SAFE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class StateDir:
+    def __init__(self, path: Path) -> None:
+        """Makes the directory (0700) if it is missing."""
+        self.path = Path(os.path.abspath(path))
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:
+            raise ConfigError(f"state directory {self.path}: not a directory") from None
+        except OSError as exc:
+            raise ConfigError(f"state directory {self.path}: {exc.strerror}") from exc
+        if not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(f"state directory {self.path}: not writable for user {os.geteuid()}")
+        self._supervisor_fd: int | None = None
+        self._tree_fd: int | None = None
+
+    @property
+    def control_socket(self) -> Path:
+        return self.path / "control.sock"
+
+    @property
+    def redis_socket(self) -> Path:
+        return self.path / "redis.sock"
+
+    @property
+    def redis_dir(self) -> Path:
+        return self.path / "redis"
+
+    def queue_dir(self, name: str) -> Path:
+        return self.path / "logs" / check_queue_name(name)
+
+    @property
+    def tree_lock_fd(self) -> int:
+        """Every child keeps this descriptor open."""
+        if self._tree_fd is None:
+            raise ForqError(f"state directory {self.path} is not locked")
+        return self._tree_fd
+
+    def lock(self, wait_seconds: float = 10.0, on_wait: Callable[[list[int]], None] | None = None) -> None:
+        """Make this process the directory's supervisor; what is left of its predecessor is killed first.
+
+        `on_wait` is told the pids that are being killed.
+        """
+        deadline = time.monotonic() + wait_seconds
+        self._supervisor_fd = self._lock_supervisor(deadline)
+        try:
+            self._tree_fd = self._lock_tree(deadline, on_wait)
+        except BaseException:
+            self.unlock()
+            raise
+
+    def unlock(self) -> None:
+        """Give both locks back; children that still run keep the tree's."""
+        for fd in (self._supervisor_fd, self._tree_fd):
+            if fd is not None:
+                os.close(fd)
+        self._supervisor_fd = self._tree_fd = None
+
+    def take_processor(self) -> tuple[str, str | None]:
+        """A new name for this incarnation, and the predecessor's, or None when there was none."""
+        path = self.path / "processor"
+        try:
+            predecessor = _read(path).decode("ascii", "replace").strip() or None
+        except FileNotFoundError:
+            predecessor = None
+        name = uuid.uuid4().hex
+        _replace(path, f"{name}\n".encode())
+        return name, predecessor
+
+    def save_queue(self, name: str, definition: dict[str, Any]) -> None:
+        path = self._queue_file(name)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        _replace(path, json.dumps(definition, indent=2, sort_keys=True).encode() + b"\n")
+
+    def drop_queue(self, name: str) -> None:
+        """Safe to repeat."""
+        path = self._queue_file(name)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return
+        _sync_directory(path.parent)
+
+    def load_queues(self) -> dict[str, dict[str, Any]]:
+        return {path.name.removesuffix(".json"): _load_queue(path) for path in self._queue_files()}
+
+    def _queue_file(self, name: str) -> Path:
+        return self.path / "queues" / f"{check_queue_name(name)}.json"
+
+    def _queue_files(self) -> list[Path]:
+        directory = self.path / "queues"
+        if not directory.is_dir():
+            return []
+        return sorted(path for path in directory.iterdir() if path.name.endswith(".json"))
+
+    def _lock_supervisor(self, deadline: float) -> int:
+        path = self.path / "supervisor.lock"
+        fd = _open_lock(path)
+        while not _try_lock(fd):
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            # A child of a supervisor that was killed right after the fork holds the lock for a moment longer.
+            if _is_running(holder) or time.monotonic() >= deadline:
+                os.close(fd)
+                raise ForqError(f"another supervisor (pid {holder or '?'}) runs on state directory {self.path}")
+            time.sleep(POLL_SECONDS)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        return fd
+
+    def _lock_tree(self, deadline: float, on_wait: Callable[[list[int]], None] | None) -> int:
+        path = self.path / "tree.lock"
+        fd = _open_lock(path)
+        told: list[int] = []
+        while not _try_lock(fd):
+            holders = holders_of_lock(path)
+            if time.monotonic() >= deadline:
+                os.close(fd)
+                raise ForqError(f"processes of the previous supervisor on {self.path} are still there: pids {holders}")
+            if on_wait and holders and holders != told:
+                on_wait(holders)
+                told = holders
+            for pid in holders:
+                kill_tree(pid, deadline_seconds=max(0.05, deadline - time.monotonic()))
+            time.sleep(POLL_SECONDS)
+        return fd
+
+
+def holders_of_lock(path: Path) -> list[int]:
+    """Processes other than the caller and its ancestors that hold a flock on the file."""
+    target = os.stat(path)
+    ours = _self_and_ancestors()
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if pid not in ours and _holds_lock(pid, os.path.realpath(path), target)]
+
+
+def _holds_lock(pid: int, real_path: str, target: os.stat_result) -> bool:
+    """To have the file open is not enough: someone may be reading it."""
+    try:
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            link = f"/proc/{pid}/fd/{fd}"
+            if os.readlink(link) != real_path or not os.path.samestat(os.stat(link), target):
+                continue
+            if "FLOCK" in Path(f"/proc/{pid}/fdinfo/{fd}").read_text():
+                return True
+    except OSError:
+        # It has gone in the meantime, or belongs to another user: then it is not of our tree.
+        return False
+    return False
+
+
+def _self_and_ancestors() -> set[int]:
+    found: set[int] = set()
+    process = look_at(os.getpid())
+    while process and process.pid not in found:
+        found.add(process.pid)
+        process = look_at(process.ppid)
+    return found
+
+
+def _is_running(pid: str) -> bool:
+    process = look_at(int(pid)) if pid.isdigit() else None
+    return process is not None and process.alive
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | SAFE_FLAGS, 0o600)
+    except OSError as exc:
+        reason = "is a symbolic link" if exc.errno == errno.ELOOP else exc.strerror
+        raise ConfigError(f"lock {path}: {reason}") from exc
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _load_queue(path: Path) -> dict[str, Any]:
+    try:
+        check_queue_name(path.name.removesuffix(".json"))
+        definition = json.loads(_read(path))
+    except (OSError, ValueError, ForqError) as exc:
+        raise ConfigError(f"queue definition {path} cannot be read: {exc}") from exc
+    if not isinstance(definition, dict):
+        raise ConfigError(f"queue definition {path} is not a JSON object")
+    return definition
+
+
+def _read(path: Path) -> bytes:
+    with open(os.open(path, os.O_RDONLY | SAFE_FLAGS), "rb") as file:
+        return file.read()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | SAFE_FLAGS, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,204 @@
+"""The control socket's verbs: a flat table from name to function, nothing else is reachable."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from forq.errors import ForqError, QueueExists, UnknownQueue, UsageError
+from forq.names import check_queue_name
+from forq.options import QueueSpec
+from forq.supervisor.connection import Request
+from forq.supervisor.queue_unit import QueueUnit
+from forq.supervisor.supervisor import Supervisor
+from forq.version import PROTOCOL, VERSION
+
+DRAIN_LOOK_SECONDS = 0.1
+COUNTS = ("waiting", "active", "dead", "processed", "failed_total", "in_flight", "oldest_waiting_seconds", "journal")
+
+Verb = Callable[[Request], None]
+
+
+class Verbs:
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._clerk = supervisor.clerk
+
+    def table(self) -> dict[str, Verb]:
+        return {
+            "status": self.status,
+            "queue.create": self.create,
+            "queue.delete": self.delete,
+            "queue.pause": lambda request: self._pause(request, paused=True),
+            "queue.resume": lambda request: self._pause(request, paused=False),
+            "queue.drain": self.drain,
+            "queue.restart": self.restart,
+            "ping": lambda request: request.reply({"pong": True, "pid": os.getpid()}),
+            "version": lambda request: request.reply({"version": VERSION, "protocol": PROTOCOL}),
+            "shutdown": self.shutdown,
+            **dict.fromkeys(("push", "push_many", "cancel", "remove", "job", "jobs"), self._ask_clerk),
+        }
+
+    def status(self, request: Request) -> None:
+        wanted = request.params.get("names") or []
+        if not isinstance(wanted, list):
+            raise UsageError("names is a list of queue names")
+        units = self._supervisor.units
+        for name in wanted:
+            if check_queue_name(name) not in units:
+                raise UnknownQueue(f"no queue {name!r}")
+        names = wanted or sorted(units)
+
+        def answer(counts: Any) -> None:
+            known = {} if isinstance(counts, ForqError) else counts
+            request.reply(
+                {
+                    "queues": [self._describe(name, known.get(name), items=bool(wanted)) for name in names],
+                    "supervisor": self._describe_supervisor(counts),
+                }
+            )
+
+        if self._supervisor.redis_state["ok"]:
+            self._clerk.ask("counts", {"names": names, "items": wanted}, answer)
+        else:
+            answer(ForqError(self._supervisor.redis_state["error"] or "not reached yet"))
+
+    def create(self, request: Request) -> None:
+        params = dict(request.params)
+        name = check_queue_name(params.pop("name", None))
+        spec = QueueSpec.from_mapping(name, params, f"queue {name!r}")
+        unit = self._supervisor.units.get(name)
+        if unit is not None:
+            self._change(request, unit, spec)
+            return
+        unit = self._supervisor.add_queue(spec)
+
+        def opened(error: ForqError | None) -> None:
+            if error is not None:
+                self._supervisor.units.pop(name, None)
+                request.fail(error)
+                return
+            self._supervisor.state.save_queue(name, spec.to_mapping())
+            request.reply({"name": name, "created": True})
+
+        self._supervisor.open_queue(unit, opened)
+
+    def _change(self, request: Request, unit: QueueUnit, spec: QueueSpec) -> None:
+        """A queue of that name is served already: the same definition changes nothing, another one replaces it."""
+        name = spec.name
+        if unit.spec == spec:
+            request.reply({"name": name, "created": False})
+            return
+        if any(name == declared.name for declared in self._supervisor.config.queues):
+            raise QueueExists(
+                f"queue {name!r} is defined in {self._supervisor.config.file}: change it there and restart"
+            )
+        self._supervisor.state.save_queue(name, spec.to_mapping())
+        replacement = self._supervisor.add_queue(spec)
+
+        def opened(error: ForqError | None) -> None:
+            request.fail(error) if error else request.reply({"name": name, "created": False})
+
+        unit.stop(lambda: self._supervisor.open_queue(replacement, opened))
+
+    def delete(self, request: Request) -> None:
+        name = check_queue_name(request.params.get("name"))
+
+        def deleted(answer: Any) -> None:
+            if isinstance(answer, ForqError):
+                request.fail(answer)
+                return
+            self._supervisor.drop_queue(name, lambda: self._clerk.ask("purge", {"name": name}, purged(answer)))
+
+        def purged(answer: Any) -> Callable[[Any], None]:
+            dropped = {"name": name, "dropped": answer["dropped"]}
+            return lambda end: request.fail(end) if isinstance(end, ForqError) else request.reply(dropped)
+
+        self._clerk.ask("delete", {"name": name, "force": bool(request.params.get("force"))}, deleted)
+
+    def drain(self, request: Request) -> None:
+        """Answers when nothing waits or runs any more."""
+        unit = self._unit(request)
+        name = unit.spec.name
+        unit.draining = True
+
+        def ended() -> None:
+            unit.draining = False
+
+        def counted(answer: Any) -> None:
+            if isinstance(answer, ForqError) or answer[name] is None or request.gone:
+                ended()
+                request.fail(answer if isinstance(answer, ForqError) else UnknownQueue(f"no queue {name!r}"))
+            elif answer[name]["waiting"] + answer[name]["active"] == 0:
+                ended()
+                request.reply({"name": name})
+            else:
+                self._supervisor.loop.call_later(DRAIN_LOOK_SECONDS, look)
+
+        def look() -> None:
+            self._clerk.ask("counts", {"names": [name]}, counted)
+
+        look()
+
+    def restart(self, request: Request) -> None:
+        unit = self._unit(request)
+        unit.restart(lambda: request.reply({"name": unit.spec.name}))
+
+    def shutdown(self, request: Request) -> None:
+        request.reply({"stopping": True})
+        self._supervisor.stop(now=bool(request.params.get("now")))
+
+    def _pause(self, request: Request, *, paused: bool) -> None:
+        name = check_queue_name(request.params.get("name"))
+        self._clerk.ask("pause", {"name": name, "paused": paused}, _answer_to(request))
+
+    def _ask_clerk(self, request: Request) -> None:
+        self._clerk.ask(request.method, request.params, _answer_to(request))
+
+    def _unit(self, request: Request) -> QueueUnit:
+        name = check_queue_name(request.params.get("name"))
+        unit = self._supervisor.units.get(name)
+        if unit is None:
+            raise UnknownQueue(f"this supervisor serves no queue {name!r}")
+        return unit
+
+    def _describe(self, name: str, counts: dict[str, Any] | None, *, items: bool) -> dict[str, Any]:
+        unit = self._supervisor.units.get(name)
+        state = unit.state if unit is not None else "stopped"
+        if state == "running" and counts is not None and counts["paused"]:
+            state = "paused"
+        described = {
+            "name": name,
+            "mode": unit.spec.mode if unit is not None else None,
+            "state": state,
+            "reason": unit.config_error if unit is not None else None,
+            **{key: None if counts is None else counts[key] for key in COUNTS},
+            "children": unit.describe_children() if unit is not None else [],
+        }
+        if items:
+            described["items"] = None if counts is None else counts.get("items")
+        return described
+
+    def _describe_supervisor(self, counts: Any) -> dict[str, Any]:
+        supervisor = self._supervisor
+        redis = supervisor.status_of_redis()
+        if isinstance(counts, ForqError):
+            redis |= {"ok": False, "error": str(counts)}
+        return {
+            "pid": os.getpid(),
+            "uptime_seconds": round(supervisor.loop.now() - supervisor.started, 3),
+            "version": VERSION,
+            "processor": supervisor.processor,
+            "redis": redis,
+            "services": [
+                {
+                    "name": service.name,
+                    "pid": service.child.pid if service.child is not None else None,
+                    "restarts": service.restarts,
+                }
+                for service in (supervisor.pulse, supervisor.clerk)
+            ],
+        }
+
+
+def _answer_to(request: Request) -> Callable[[Any], None]:
+    return lambda answer: request.fail(answer) if isinstance(answer, ForqError) else request.reply(answer)

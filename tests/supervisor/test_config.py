@@ -1,0 +1,205 @@
+"""Where settings come from, which is taken, and how mistakes are told."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forq.errors import ConfigError
+from forq.options import OPTIONS, QueueSpec
+from forq.supervisor import config as config_module
+from forq.supervisor.config import Config, load, shown_url
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+Load = Callable[..., Config]
+
+
+@pytest.fixture(autouse=True)
+def no_system_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The machine's own /etc/forq/forq.toml has no say in a test."""
+    file = tmp_path / "system.toml"
+    monkeypatch.setattr(config_module, "DEFAULT_FILE", file)
+    monkeypatch.delenv("FORQ_STATE_DIR", raising=False)
+    monkeypatch.setenv("STATE_DIRECTORY", "/srv/state")
+    return file
+
+
+@pytest.fixture
+def load_text(tmp_path: Path) -> Load:
+    def load_text(text: str, environ: dict[str, str] | None = None, **flags: object) -> Config:
+        file = tmp_path / "forq.toml"
+        file.write_text(text)
+        return load({"config": str(file), **flags}, environ or {})
+
+    return load_text
+
+
+def test_without_any_setting_the_defaults_hold() -> None:
+    assert load({}, {}) == Config(
+        file=None,
+        state_dir=Path("/srv/state"),
+        socket=Path("/srv/state/control.sock"),
+        redis=None,
+        prefix="forq:",
+        require_redis=False,
+        max_queues=1000,
+        heartbeat_seconds=5.0,
+        expiry_seconds=15.0,
+        stop_grace_seconds=10.0,
+        control_group=None,
+        cgroup="auto",
+        embedded_server=None,
+        queues=(),
+    )
+
+
+def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Load) -> None:
+    enabled = re.sub(r"(?m)^#(?=\[|\w+ = )", "", (ROOT / "etc" / "forq.toml").read_text())
+    config = load_text(enabled)
+    (queue,) = config.queues
+    assert config.__dict__ | {"file": None, "queues": ()} == load({}, {}).__dict__
+    assert queue.options == {option.name: option.default for option in OPTIONS.values()}
+    for name in config_module._SETTINGS:
+        assert re.search(rf"(?m)^{name} = ", enabled), f"{name} is not in the sample"
+
+
+def test_the_sample_as_it_is_shipped_loads_and_equals_the_defaults() -> None:
+    config = load({"config": ROOT / "etc" / "forq.toml"}, {})
+    assert config.__dict__ | {"file": None} == load({}, {}).__dict__
+
+
+def test_the_example_that_make_run_uses_loads() -> None:
+    config = load({"config": ROOT / "etc" / "examples" / "sample.toml"}, {})
+    assert {queue.name: queue.path for queue in config.queues} == {
+        "hello": (str(ROOT / "etc" / "examples"),),
+        "slow": (str(ROOT / "etc" / "examples"),),
+    }
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(load_text: Load) -> None:
+    text = 'redis = "redis://file"\nstate_dir = "/file"\nsocket = "/file.sock"\n'
+    environ = {"FORQ_REDIS": "redis://env", "FORQ_STATE_DIR": "/env"}
+    config = load_text(text, environ, redis="redis://flag", state_dir=None)
+    assert (config.redis, config.state_dir, config.socket) == ("redis://flag", Path("/env"), Path("/file.sock"))
+
+
+def test_the_file_is_the_flag_else_the_variable_else_the_system_one(tmp_path: Path, no_system_file: Path) -> None:
+    files = {name: tmp_path / f"{name}.toml" for name in ("flag", "variable")}
+    for name, file in files.items():
+        file.write_text(f'prefix = "{name}:"')
+    no_system_file.write_text('prefix = "system:"')
+    environ = {"FORQ_CONFIG": str(files["variable"])}
+    assert load({"config": str(files["flag"])}, environ).prefix == "flag:"
+    assert load({}, environ).prefix == "variable:"
+    assert load({}, {}).prefix == "system:"
+
+
+def test_an_empty_variable_counts_as_not_set() -> None:
+    config = load({}, {"FORQ_CONFIG": "", "FORQ_STATE_DIR": "", "FORQ_REDIS": ""})
+    assert config == load({}, {})
+
+
+def test_relative_paths_in_the_file_are_relative_to_it(load_text: Load, tmp_path: Path) -> None:
+    config = load_text(
+        'state_dir = "s"\nembedded_server = "./bin/srv"\n[queues.q]\nhandler = "m:f"\npath = ["lib", "/x"]'
+    )
+    assert config.state_dir == tmp_path / "s"
+    assert config.embedded_server == str(tmp_path / "bin" / "srv")
+    assert config.queues[0].path == (str(tmp_path / "lib"), "/x")
+
+
+def test_a_bare_server_name_stays_one_to_be_found_on_path(load_text: Load) -> None:
+    assert load_text('embedded_server = "redis-server"').embedded_server == "redis-server"
+
+
+def test_queues_are_read_with_types_and_options(load_text: Load) -> None:
+    config = load_text(
+        '[queues.emails]\nhandler = "m:f"\nhandlers.big = "m:g"\nmax_items = 5\n[queues.b]\nhandler = "m"'
+    )
+    assert config.queues == (
+        QueueSpec("emails", "work", "m:f", {"big": "m:g"}, (), {"max_items": 5}),
+        QueueSpec("b", "work", "m", {}, (), {}),
+    )
+
+
+def test_a_queue_has_its_own_stop_grace_else_that_of_the_service(load_text: Load) -> None:
+    config = load_text('stop_grace = "3s"\n[queues.a]\nhandler = "m"\n[queues.b]\nhandler = "m"\nstop_grace = "4s"')
+    options = [config.options_of(queue) for queue in config.queues]
+    assert [each["stop_grace"] for each in options] == [3.0, 4.0]
+    assert set(options[0]) == set(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("x = 1\ny = \n", r"forq\.toml: not valid TOML: .*line 2"),
+        ("heartbeet = 5", r"forq\.toml: there is no setting 'heartbeet'; did you mean heartbeat\?"),
+        ("max_queues = 0", r"forq\.toml: max_queues = 0 is not allowed: a whole number from 1 to 100000"),
+        ('heartbeat = "often"', r"forq\.toml: heartbeat = 'often' is not allowed: a duration from 50ms"),
+        ("require_redis = 1", "require_redis = 1 is not allowed: true or false"),
+        ('heartbeat = "10s"', "expiry = 15s is not allowed: at least twice heartbeat"),
+        ('prefix = "a{b"', "prefix = 'a{b' is not allowed"),
+        ('cgroup = "on"', 'cgroup = \'on\' is not allowed: "auto" or "off"'),
+        ("state_dir = 3", "state_dir = 3 is not allowed: a path"),
+        ('control_group = "no-such-group"', "a group of this machine"),
+        ("queues = 3", r"queues = 3 is not allowed: tables \[queues.NAME\]"),
+        ("[queues]\na = 3", r"\[queues.a\]: 3 is not allowed"),
+        ('[queues.a]\nhandler = "m"\nconcurrency = 999', r"forq\.toml: \[queues.a\]: concurrency = 999 .* 1 to 256"),
+        ("[queues.a]\n", r"\[queues.a\]: a queue of mode work needs handler"),
+        ('[queues."a b"]\nhandler = "m"', r"\[queues.a b\]: queue name 'a b' is not allowed"),
+        ('max_queues = 1\n[queues.a]\nhandler = "m"\n[queues.b]\nhandler = "m"', "2 queues, but max_queues = 1"),
+        (f'socket = "/{"s" * 107}"', "has 108 bytes, and Linux allows 107"),
+    ],
+)
+def test_a_mistake_in_the_file_is_told_with_place_value_and_what_is_allowed(
+    load_text: Load, text: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_text(text)
+
+
+def test_a_mistake_is_told_with_the_variable_or_flag_it_came_from() -> None:
+    with pytest.raises(ConfigError, match="FORQ_REDIS: redis = 'http://x' is not allowed"):
+        load({}, {"FORQ_REDIS": "http://x"})
+    with pytest.raises(ConfigError, match="--redis: redis = 'http://x' is not allowed"):
+        load({"redis": "http://x"}, {})
+    with pytest.raises(ConfigError, match="--config: there is no file /no/such"):
+        load({"config": "/no/such"}, {})
+
+
+def test_config_errors_end_the_program_with_78() -> None:
+    assert ConfigError.exit_code == 78
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h", "redis://u:p@h:1/2", "rediss://h", "unix:///run/r.sock?db=1", "redis://[::1]:5"]
+)
+def test_redis_urls_of_the_three_kinds_are_taken(url: str) -> None:
+    assert load({"redis": url}, {}).redis == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "host:6379",
+        "redis://",
+        "redis://h:port",
+        "redis://h:99999",
+        "redis://h:0",
+        "unix://",
+        "unix:/x",
+        "unix://x/y",
+        5,
+    ],
+)
+def test_other_redis_urls_are_refused_with_the_forms_allowed(url: object) -> None:
+    with pytest.raises(ConfigError, match=r"redis = .* is not allowed: redis://.*rediss://.*unix:///PATH"):
+        load({"redis": url}, {})
+
+
+def test_a_refused_url_does_not_show_its_password() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"redis": "redis://me:hush/hush@h:port?password=hush"}, {})
+    assert "hush" not in str(caught.value)
+    assert shown_url("redis://me:hush@h/0") == "redis://***@h/0"

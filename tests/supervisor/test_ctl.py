@@ -1,0 +1,488 @@
+"""forqctl as people and scripts see it: a real process against a control server with a table of fake verbs."""
+
+import json
+import os
+import pty
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forq import errors
+from forq.supervisor.control import ControlServer, Request
+from forq.supervisor.ctl.commands import COMMANDS
+from forq.supervisor.ctl.verbs.status import faults_in
+from forq.supervisor.loop import Loop
+
+FORQCTL = [sys.executable, "-m", "forq.supervisor.ctl.main"]
+METHODS = (
+    *(f"queue.{verb}" for verb in ("create", "delete", "pause", "resume", "drain", "restart")),
+    *("status", "jobs", "job", "push", "push_many", "remove", "cancel", "ping", "version", "shutdown"),
+)
+
+
+def queue_status(**changes: Any) -> dict[str, Any]:
+    child = {"role": "main", "pid": 11, "state": "busy", "job": "01J", "uptime_seconds": 99.5, "restarts": 2}
+    parked = {"role": "retry", "pid": 12, "state": "parked", "job": None, "uptime_seconds": 4000, "restarts": 0}
+    queue = {
+        "name": "emails",
+        "mode": "work",
+        "state": "running",
+        "waiting": 12,
+        "scheduled": 0,
+        "blocked": 0,
+        "active": 1,
+        "retry": 0,
+        "failed": 0,
+        "dead": 2,
+        "processed": 41207,
+        "failed_total": 3,
+        "oldest_waiting_seconds": 75.4,
+        "children": [child, parked],
+    }
+    return {**queue, **changes}
+
+
+def whole_status(*queues: dict[str, Any], redis_error: str | None = None) -> dict[str, Any]:
+    redis = {"ok": redis_error is None, "error": redis_error, "url": "unix:///r.sock"}
+    supervisor = {"pid": 10, "uptime_seconds": 100, "version": "0.1.0", "redis": redis}
+    return {"queues": list(queues), "supervisor": supervisor}
+
+
+class FakeSupervisor:
+    """Remembers every call, and answers it from `answers`: a value, an error, or None for never."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.answers: dict[str, Any] = {}
+        self._loop = Loop()
+        self._server = ControlServer(self._loop, path, dict.fromkeys(METHODS, self._answer))
+        self._bell = socket.socketpair()
+        self._loop.add_reader(self._bell[0].fileno(), self._loop.stop)
+        self._thread = threading.Thread(target=self._loop.run)
+        self._thread.start()
+
+    def _answer(self, request: Request) -> None:
+        self.calls.append((request.method, request.params))
+        answer = self.answers.get(request.method)
+        if callable(answer):
+            answer = answer(request.params)
+        if isinstance(answer, errors.ForqError):
+            raise answer
+        if answer is not None:
+            request.reply(answer)
+
+    def close(self) -> None:
+        self._bell[1].send(b"x")
+        self._thread.join(10)
+        self._server.close()
+        self._loop.close()
+        for end in self._bell:
+            end.close()
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[FakeSupervisor]:
+    fake = FakeSupervisor(str(tmp_path / "c.sock"))
+    yield fake
+    fake.close()
+
+
+def environment(fake: FakeSupervisor | None, **more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FORQ_", "XDG_", "STATE_"))}
+    return {**kept, **({"FORQ_SOCKET": fake.path} if fake else {}), **more}
+
+
+def forqctl(
+    fake: FakeSupervisor | None, *args: str, stdin: bytes = b"", cwd: Path | None = None, **env: str
+) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [*FORQCTL, *args], input=stdin, capture_output=True, timeout=30, cwd=cwd, env=environment(fake, **env)
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def test_status_shows_an_aligned_table(fake: FakeSupervisor) -> None:
+    fake.answers["status"] = whole_status(queue_status(), queue_status(name="b", state="paused", children=[]))
+    assert forqctl(fake, "status") == (
+        0,
+        "QUEUE   STATE    WAITING  ACTIVE  DEAD   DONE  FAILED  OLDEST  CHILDREN\n"
+        "emails  running       12       1     2  41207       3  1m15s   11 busy 01J, 12 parked\n"
+        "b       paused        12       1     2  41207       3  1m15s   -\n",
+        "",
+    )
+    assert fake.calls == [("status", {})]
+
+
+def test_status_without_queues_is_the_header(fake: FakeSupervisor) -> None:
+    fake.answers["status"] = whole_status()
+    code, out, _ = forqctl(fake, "status")
+    assert (code, out) == (0, "QUEUE  STATE  WAITING  ACTIVE  DEAD  DONE  FAILED  OLDEST  CHILDREN\n")
+
+
+def test_status_of_a_name_shows_processes_and_items(fake: FakeSupervisor) -> None:
+    items = [{"id": "1", "identifier": "first"}, {"id": "2", "identifier": None}]
+    fake.answers["status"] = whole_status(queue_status(items=items))
+    code, out, _ = forqctl(fake, "status", "emails")
+    assert code == 0
+    assert out.splitlines()[2:] == [
+        "",
+        "emails: processes",
+        "ROLE   PID  STATE   JOB  UPTIME  RESTARTS",
+        "main    11  busy    01J  1m39s          2",
+        "retry   12  parked  -    1h06m          0",
+        "",
+        "emails: items",
+        "ID  IDENTIFIER",
+        "1   first",
+        "2   -",
+    ]
+    assert fake.calls == [("status", {"names": ["emails"]})]
+
+
+def test_status_while_redis_is_down_shows_dashes_and_the_reason(fake: FakeSupervisor) -> None:
+    counts = ("waiting", "active", "dead", "processed", "failed_total", "oldest_waiting_seconds")
+    fake.answers["status"] = whole_status(queue_status(**dict.fromkeys(counts)), redis_error="refused")
+    code, out, _ = forqctl(fake, "status")
+    assert code == 0
+    assert out.splitlines()[1].split()[2:8] == ["-"] * 6
+    assert out.splitlines()[2] == "redis: down: refused"
+
+
+def test_json_is_one_document_wherever_the_flag_stands(fake: FakeSupervisor) -> None:
+    fake.answers["status"] = whole_status(queue_status(name="ü"))
+    before = forqctl(fake, "--json", "status")
+    after = forqctl(fake, "status", "--json")
+    assert before == after
+    assert json.loads(before[1]) == fake.answers["status"]
+    assert before[1].count("\n") == 1
+
+
+def test_status_check_is_0_when_all_is_well(fake: FakeSupervisor) -> None:
+    fake.answers["status"] = whole_status(queue_status(), queue_status(state="paused", children=[]))
+    code, _, err = forqctl(fake, "status", "--check")
+    assert (code, err) == (0, "")
+
+
+def test_status_check_is_3_with_every_reason_on_one_line(fake: FakeSupervisor) -> None:
+    fake.answers["status"] = whole_status(queue_status(state="flapping"), redis_error="refused")
+    code, _, err = forqctl(fake, "status", "--check", "--json")
+    assert (code, err) == (3, "forqctl: not healthy: redis is down: refused; queue emails is flapping\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "faults"),
+    [
+        ({}, 0),
+        ({"state": "draining", "children": []}, 0),
+        ({"state": "config_error"}, 1),
+        ({"state": "stopped"}, 1),
+        ({"children": []}, 1),
+        ({"children": [{"role": "main", "pid": None, "state": "starting"}]}, 1),
+        ({"children": [{"role": "main", "pid": 5, "state": "backoff"}]}, 1),
+        ({"children": [{"role": "retry", "pid": 5, "state": "parked"}]}, 1),
+    ],
+)
+def test_a_running_queue_needs_a_live_main_child(changes: dict[str, Any], faults: int) -> None:
+    assert len(faults_in(whole_status(queue_status(**changes)))) == faults
+
+
+def test_create_sends_everything_with_absolute_paths(fake: FakeSupervisor, tmp_path: Path) -> None:
+    fake.answers["queue.create"] = {}
+    args = ["--handler", "m:f", "--type", "a=m:g", "--path", "lib", "--set", "timeout=5m", "--set", "rate="]
+    assert forqctl(fake, "create", "emails", *args, cwd=tmp_path) == (0, "created emails\n", "")
+    params = {
+        "name": "emails",
+        "mode": "work",
+        "handler": "m:f",
+        "handlers": {"a": "m:g"},
+        "path": [str(tmp_path / "lib")],
+        "options": {"timeout": "5m", "rate": ""},
+    }
+    assert fake.calls == [("queue.create", params)]
+
+
+@pytest.mark.parametrize(
+    ("verb", "extra", "params", "out"),
+    [
+        ("delete", ["--force"], {"force": True}, "deleted q\n"),
+        ("delete", [], {"force": False}, "deleted q\n"),
+        ("pause", [], {}, "paused q\n"),
+        ("resume", [], {}, "resumed q\n"),
+        ("restart", [], {}, "restarted q\n"),
+        ("drain", [], {}, "drained q\n"),
+    ],
+)
+def test_queue_verbs(fake: FakeSupervisor, verb: str, extra: list[str], params: dict[str, Any], out: str) -> None:
+    fake.answers[f"queue.{verb}"] = {}
+    assert forqctl(fake, verb, "q", *extra) == (0, out, "")
+    assert fake.calls == [(f"queue.{verb}", {"name": "q", **params})]
+
+
+def test_drain_gives_up_after_wait_with_6(fake: FakeSupervisor) -> None:
+    assert forqctl(fake, "drain", "q", "--wait", "100ms") == (
+        6,
+        "",
+        "forqctl: queue q is not drained yet; it goes on draining\n",
+    )
+
+
+def test_jobs_shows_a_page_and_how_to_go_on(fake: FakeSupervisor) -> None:
+    fake.answers["jobs"] = {"jobs": [{"id": "1", "identifier": "a\x1b[31m", "state": "dead"}], "next": "c7"}
+    out = "ID  STATE  IDENTIFIER\n1   dead   a\\x1b[31m\nmore: --after c7\n"
+    assert forqctl(fake, "jobs", "q", "--state", "dead", "--limit", "1", "--after", "c6") == (0, out, "")
+    assert fake.calls == [("jobs", {"name": "q", "state": "dead", "limit": 1, "after": "c6"})]
+
+
+def test_job_shows_times_as_iso_8601_and_data_as_json(fake: FakeSupervisor) -> None:
+    attempt = {"started_at": 1700000000.5, "ended_at": None, "outcome": "failed", "cause": "timeout"}
+    fake.answers["job"] = {"id": "1", "data": {"a": "ü"}, "run_at": None, "enqueued_at": 0, "attempts": [attempt]}
+    code, out, _ = forqctl(fake, "job", "q", "1")
+    assert code == 0
+    assert out.splitlines() == [
+        "id            1",
+        'data          {"a":"ü"}',
+        "run_at        -",
+        "enqueued_at   1970-01-01T00:00:00.000Z",
+        "",
+        "STARTED                   ENDED  OUTCOME  CAUSE",
+        "2023-11-14T22:13:20.500Z  -      failed   timeout",
+    ]
+
+
+def test_push_prints_the_id(fake: FakeSupervisor) -> None:
+    fake.answers["push"] = {"id": "01J"}
+    args = ["--id", "7", "--identifier", "x y", "--priority", "0", "--token", "t", "--type", "a", "--if-exists", "skip"]
+    assert forqctl(fake, "push", "q", *args, '{"a": [1, "ü"]}') == (0, "01J\n", "")
+    params = {"id": "7", "identifier": "x y", "priority": 0, "token": "t", "type": "a", "if_exists": "skip"}
+    assert fake.calls == [("push", {"name": "q", "data": {"a": [1, "ü"]}, **params})]
+
+
+def test_push_takes_a_negative_number_for_data(fake: FakeSupervisor) -> None:
+    fake.answers["push"] = {"id": "1"}
+    assert forqctl(fake, "push", "q", "-5")[0] == 0
+    assert fake.calls == [("push", {"name": "q", "data": -5})]
+
+
+@pytest.mark.parametrize("text", ["{", "NaN", "1e999", '"\\ud800"', ""])
+def test_push_refuses_what_is_not_json_without_asking(fake: FakeSupervisor, text: str) -> None:
+    code, out, err = forqctl(fake, "push", "q", text)
+    assert (code, out) == (2, "")
+    assert err.startswith("forqctl: not JSON")
+    assert fake.calls == []
+
+
+def numbered(params: dict[str, Any]) -> dict[str, Any]:
+    return {"ids": [str(number) for number, _ in enumerate(params["jobs"])]}
+
+
+def test_push_file_sends_chunks_of_500(fake: FakeSupervisor, tmp_path: Path) -> None:
+    (tmp_path / "jobs.jsonl").write_text("".join(f"{number}\n\n" for number in range(1201)))
+    fake.answers["push_many"] = numbered
+    args = ["--file", "jobs.jsonl", "--priority", "3", "--if-exists", "skip"]
+    assert forqctl(fake, "push", "q", *args, cwd=tmp_path) == (0, "pushed 1201 jobs to q\n", "")
+    assert [len(params["jobs"]) for _, params in fake.calls] == [500, 500, 201]
+    assert {params["if_exists"] for _, params in fake.calls} == {"skip"}
+    jobs = [job for _, params in fake.calls for job in params["jobs"]]
+    assert jobs == [{"data": number, "priority": 3} for number in range(1201)]
+
+
+def test_push_file_keeps_chunks_under_512_kib(fake: FakeSupervisor) -> None:
+    fake.answers["push_many"] = numbered
+    code, out, _ = forqctl(fake, "--json", "push", "q", "--file", "-", stdin=b'"%s"\n' % (b"x" * 200_000) * 5)
+    assert (code, json.loads(out)) == (0, {"pushed": 5, "requests": 3})
+    assert [len(params["jobs"]) for _, params in fake.calls] == [2, 2, 1]
+
+
+def test_push_records_carry_their_own_fields(fake: FakeSupervisor) -> None:
+    fake.answers["push_many"] = numbered
+    stdin = b'{"data":1,"id":"a","priority":1}\n{"data":{"data":2}}\n'
+    code, _, _ = forqctl(fake, "push", "q", "--file", "-", "--records", stdin=stdin)
+    assert code == 0
+    assert fake.calls[0][1]["jobs"] == [{"data": 1, "id": "a", "priority": 1}, {"data": {"data": 2}}]
+
+
+@pytest.mark.parametrize("bad", [b"{", b'{"id":"x"}', b"5", b'{"data":1,"colour":2}'])
+def test_a_bad_record_is_named_and_nothing_of_its_chunk_is_sent(fake: FakeSupervisor, bad: bytes) -> None:
+    fake.answers["push_many"] = numbered
+    stdin = b'{"data":1}\n' * 600 + bad + b"\n"
+    code, out, err = forqctl(fake, "push", "q", "--file", "-", "--records", stdin=stdin)
+    assert (code, out) == (2, "")
+    assert err.startswith("forqctl: stdin: line 601: ")
+    assert err.endswith("; pushed before: 500\n")
+    assert len(fake.calls) == 1
+
+
+def test_a_refused_chunk_is_named_by_its_lines(fake: FakeSupervisor) -> None:
+    fake.answers["push_many"] = errors.QueueFull("queue q is full")
+    assert forqctl(fake, "push", "q", "--file", "-", stdin=b"1\n2\n") == (
+        1,
+        "",
+        "forqctl: stdin: lines 1 to 2: queue q is full; pushed before: 0\n",
+    )
+
+
+@pytest.mark.parametrize(("verb", "field"), [("remove", "removed"), ("cancel", "cancelled")])
+def test_remove_and_cancel_are_4_when_there_was_nothing(fake: FakeSupervisor, verb: str, field: str) -> None:
+    fake.answers[verb] = {field: True}
+    assert forqctl(fake, verb, "q", "7") == (0, f"{field} 7\n", "")
+    fake.answers[verb] = {field: False}
+    assert forqctl(fake, verb, "q", "7") == (4, "", f"forqctl: queue q has no job 7 to {verb}\n")
+    assert fake.calls == [(verb, {"name": "q", "id": "7"})] * 2
+
+
+def test_ping_version_and_shutdown(fake: FakeSupervisor) -> None:
+    fake.answers = {"ping": {"pong": True, "pid": 10}, "version": {"version": "9.9", "protocol": 1}, "shutdown": {}}
+    assert forqctl(fake, "ping") == (0, "pong from pid 10\n", "")
+    assert forqctl(fake, "version")[1].splitlines()[1] == "supervisor 9.9, protocol 1"
+    assert forqctl(fake, "shutdown", "--now") == (0, "the supervisor is stopping\n", "")
+    assert fake.calls[-1] == ("shutdown", {"now": True})
+
+
+@pytest.mark.parametrize("cls", [*errors.BY_CODE.values()], ids=lambda cls: cls.code)
+def test_an_error_is_one_line_and_its_exit_code(fake: FakeSupervisor, cls: type[errors.ForqError]) -> None:
+    fake.answers["queue.pause"] = cls("no\nway")
+    code, out, err = forqctl(fake, "pause", "q")
+    assert code == (cls.exit_code if cls.exit_code < 8 else 1)
+    assert (out, err) == ("", "forqctl: no\\nway\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["stauts"], "there is no command 'stauts': did you mean status? (see forqctl --help)"),
+        ([], "a command is missing (see forqctl --help)"),
+        (["push", "q"], "push needs either JSON or --file"),
+        (["push", "q", "1", "--file", "x"], "push needs either JSON or --file"),
+        (["push", "q", "--file", "-", "--id", "1"], "--id names one job: with --file use --records"),
+        (["create", "q"], "create needs --handler M:F, or --type T=M:F for each type of job"),
+        (["create", "q", "--handler", "m:f", "--set", "x"], "--set 'x': the form is OPTION=VALUE"),
+        (["jobs", "q", "--limit", "0"], "--limit is at least 1"),
+    ],
+)
+def test_usage_errors_are_2_and_send_nothing(fake: FakeSupervisor, args: list[str], message: str) -> None:
+    assert forqctl(fake, *args) == (2, "", f"forqctl: {message}\n")
+    assert fake.calls == []
+
+
+def test_no_answer_in_time_is_6(fake: FakeSupervisor) -> None:
+    code, _, err = forqctl(fake, "ping", "--timeout", "100ms")
+    assert (code, err) == (6, f"forqctl: no answer from the supervisor at {fake.path} within 0.1 s\n")
+
+
+def test_unreachable_is_7_and_says_where_and_why(tmp_path: Path) -> None:
+    path = str(tmp_path / "none.sock")
+    said = f"forqctl: cannot reach the supervisor at {path}: "
+    assert forqctl(None, "--socket", path, "ping") == (7, "", f"{said}no such file\n")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+        assert forqctl(None, "ping", "--socket", path) == (7, "", f"{said}connection refused\n")
+
+
+def test_the_socket_is_found_beside_the_state(fake: FakeSupervisor, tmp_path: Path) -> None:
+    fake.answers["ping"] = {"pong": True, "pid": 10}
+    os.rename(fake.path, tmp_path / "control.sock")
+    try:
+        assert forqctl(None, "ping", FORQ_STATE_DIR=str(tmp_path))[0] == 0
+        assert forqctl(None, "ping", STATE_DIRECTORY=f"{tmp_path}:/other")[0] == 0
+    finally:
+        os.rename(tmp_path / "control.sock", fake.path)
+
+
+def on_a_terminal(fake: FakeSupervisor, *args: str, **env: str) -> str:
+    """What forqctl shows when its output is a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([*FORQCTL, *args], stdout=theirs, stderr=theirs, env=environment(fake, **env))
+    os.close(theirs)
+    shown = b""
+    deadline = time.monotonic() + 20
+    try:
+        while time.monotonic() < deadline and select.select([ours], [], [], 20)[0]:
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:
+                break
+        assert process.wait(5) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return shown.decode()
+
+
+def test_colour_is_for_terminals_without_no_color(fake: FakeSupervisor) -> None:
+    fake.answers["status"] = whole_status(queue_status())
+    assert "\x1b[32mrunning" in on_a_terminal(fake, "status", TERM="xterm", NO_COLOR="")
+    assert "\x1b" not in on_a_terminal(fake, "status", TERM="xterm", NO_COLOR="1")
+
+
+def test_drain_on_a_terminal_shows_what_is_left(fake: FakeSupervisor) -> None:
+    held: list[Request] = []
+
+    def drain(request: Request) -> None:
+        held.append(request)
+
+    def status(request: Request) -> None:
+        request.reply(whole_status(queue_status()))
+        if len(held) == 1:
+            held.pop().reply({})
+
+    fake._server._verbs["queue.drain"] = drain  # type: ignore[index]
+    fake._server._verbs["status"] = status  # type: ignore[index]
+    shown = on_a_terminal(fake, "drain", "emails")
+    assert "left: 12 waiting, 1 active" in shown
+    assert shown.endswith("drained emails\r\n")
+
+
+def test_completion_for_bash_offers_commands_and_flags() -> None:
+    script = forqctl(None, "completion", "bash")[1]
+
+    def offered(*words: str) -> list[str]:
+        line = f"{script}\nCOMP_WORDS=({' '.join(repr(word) for word in words)}); COMP_CWORD={len(words) - 1}\n"
+        shell = ["bash", "-c", line + '_forqctl; printf "%s\\n" "${COMPREPLY[@]}"']
+        return subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split()
+
+    assert offered("forqctl", "re") == ["remove", "resume", "restart"]
+    assert offered("forqctl", "--socket", "x", "jobs", "q", "--state", "") == ["waiting", "active", "dead"]
+    assert "--if-exists" in offered("forqctl", "push", "q", "--i")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_every_command(shell: str) -> None:
+    code, out, _ = forqctl(None, "completion", shell)
+    assert code == 0
+    assert [command.name for command in COMMANDS if command.name not in out] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_help(command: Any) -> None:
+    code, out, _ = forqctl(None, command.name, "--help")
+    assert code == 0
+    assert f"usage: forqctl {command.name}" in out
+
+
+def test_a_reader_that_leaves_early_causes_no_traceback(fake: FakeSupervisor) -> None:
+    fake.answers["status"] = whole_status(*[queue_status()] * 2000)
+    line = f"{' '.join(FORQCTL)} status | head -1"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment(fake), timeout=30)
+    assert done.stdout.startswith("QUEUE")
+    assert done.stderr == ""
+
+
+def test_status_imports_nothing_heavy(fake: FakeSupervisor) -> None:
+    fake.answers["status"] = whole_status(queue_status())
+    code = (
+        "import sys; from forq.supervisor.ctl.main import main; main(['status']); "
+        "heavy = {'redis', 'psutil', 'logging', 'orjson', 'socket', 'selectors', 'dataclasses', 'inspect', 'shutil', "
+        "'datetime', 'pathlib', 'asyncio', 'setproctitle'}; print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(fake))
+    assert done.stderr == "[]\n"

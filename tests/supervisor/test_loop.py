@@ -1,0 +1,248 @@
+"""The parent's loop: descriptors, timers, signals, dead children, and what a fork does to it."""
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from forq.supervisor.loop import Loop
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    left, right = socket.socketpair()
+    left.setblocking(False)
+    right.setblocking(False)
+    yield left, right
+    left.close()
+    right.close()
+
+
+def tick_until(loop: Loop, condition: Callable[[], object], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        loop.tick(0.05)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_reader_and_writer_of_one_descriptor_coexist(loop: Loop, pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = pair
+    calls: list[str] = []
+    loop.add_reader(left.fileno(), lambda: calls.append(left.recv(10).decode()))
+    loop.add_writer(left.fileno(), lambda: calls.append("writable"))
+    right.send(b"hello")
+    loop.tick(1.0)
+    assert calls == ["hello", "writable"]
+    loop.remove_writer(left.fileno())
+    right.send(b"again")
+    loop.tick(1.0)
+    assert calls == ["hello", "writable", "again"]
+    loop.remove_reader(left.fileno())
+    right.send(b"unheard")
+    loop.tick(0)
+    assert calls[3:] == []
+
+
+def test_a_callback_that_raises_is_logged_and_the_others_are_called(
+    loop: Loop, pair: tuple[socket.socket, socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("broken callback")
+
+    loop.add_writer(pair[0].fileno(), fail)
+    loop.add_writer(pair[1].fileno(), lambda: calls.append("other"))
+    loop.call_later(0, fail)
+    loop.call_later(0, lambda: calls.append("timer"))
+    with caplog.at_level(logging.ERROR, logger="forq"):
+        loop.tick(1.0)
+    assert calls == ["other", "timer"]
+    assert caplog.text.count("ValueError: broken callback") == 2
+
+
+def test_a_descriptor_removed_during_the_round_is_not_called(
+    loop: Loop, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    called: list[int] = []
+
+    def remove_the_other(own: int, other: int) -> None:
+        called.append(own)
+        loop.remove_writer(other)
+
+    first, second = pair[0].fileno(), pair[1].fileno()
+    loop.add_writer(first, lambda: remove_the_other(first, second))
+    loop.add_writer(second, lambda: remove_the_other(second, first))
+    loop.tick(1.0)
+    assert len(called) == 1
+
+
+def test_a_reused_descriptor_does_not_get_the_event_of_its_predecessor(loop: Loop) -> None:
+    first, second = os.pipe(), os.pipe()
+    os.write(first[1], b"x")
+    os.write(second[1], b"x")
+    called: list[str] = []
+    fresh: list[int] = []
+
+    def replace(other: int) -> None:
+        """Both pipes are readable: whichever is called first closes the other and puts an empty one in its place."""
+        called.append("old")
+        loop.remove_reader(other)
+        read_fd, write_fd = os.pipe()
+        os.dup2(read_fd, other)
+        fresh.extend((read_fd, write_fd))
+        loop.add_reader(other, lambda: called.append("new"))
+
+    loop.add_reader(first[0], lambda: replace(second[0]))
+    loop.add_reader(second[0], lambda: replace(first[0]))
+    loop.tick(1.0)
+    assert called == ["old"]
+    for fd in (*first, *second, *fresh):
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+def test_timers_fire_in_order_when_due_and_not_when_cancelled() -> None:
+    clock = Clock()
+    loop = Loop(now=clock)
+    fired: list[str] = []
+    loop.call_later(2.0, lambda: fired.append("two"))
+    loop.call_later(1.0, lambda: fired.append("one"))
+    loop.call_later(1.0, lambda: fired.append("one again"))
+    cancelled = loop.call_later(1.5, lambda: fired.append("never"))
+    cancelled.cancel()
+    cancelled.cancel()
+    loop.tick(0)
+    assert fired == []
+    clock.now += 1.0
+    loop.tick(0)
+    assert fired == ["one", "one again"]
+    clock.now += 10
+    loop.tick(0)
+    assert fired == ["one", "one again", "two"]
+    loop.close()
+
+
+def test_a_timer_can_be_cancelled_by_one_that_is_due_at_the_same_time() -> None:
+    clock = Clock()
+    loop = Loop(now=clock)
+    fired: list[str] = []
+
+    def first() -> None:
+        fired.append("first")
+        victim.cancel()
+
+    loop.call_later(1.0, first)
+    victim = loop.call_later(1.0, lambda: fired.append("victim"))
+    clock.now += 1.0
+    loop.tick(0)
+    assert fired == ["first"]
+    loop.close()
+
+
+def test_a_timer_that_sets_itself_again_does_not_keep_the_tick_from_ending() -> None:
+    loop = Loop(now=Clock())
+    fired: list[int] = []
+
+    def again() -> None:
+        fired.append(1)
+        loop.call_later(0, again)
+
+    again()
+    loop.tick(None)
+    loop.tick(None)
+    assert len(fired) == 3
+    loop.close()
+
+
+def test_tick_waits_for_the_next_timer_and_no_longer(loop: Loop) -> None:
+    fired: list[float] = []
+    start = time.monotonic()
+    loop.call_later(0.03, lambda: fired.append(time.monotonic() - start))
+    tick_until(loop, lambda: fired)
+    assert 0.03 <= fired[0] < 2.0
+
+
+def test_run_ends_with_the_round_in_which_stop_was_called(loop: Loop) -> None:
+    fired: list[str] = []
+    loop.call_later(0, loop.stop)
+    loop.call_later(0, lambda: fired.append("same round"))
+    loop.run()
+    assert fired == ["same round"]
+
+
+def test_a_signal_is_called_back_from_the_loop(loop: Loop) -> None:
+    heard: list[str] = []
+    loop.on_signal(signal.SIGUSR1, lambda: heard.append("usr1"))
+    loop.on_signal(signal.SIGUSR2, lambda: heard.append("usr2"))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == []
+    tick_until(loop, lambda: heard)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    tick_until(loop, lambda: len(heard) > 1)
+    assert heard == ["usr1", "usr2"]
+
+
+def test_a_storm_of_one_signal_does_not_drown_another(loop: Loop) -> None:
+    heard: set[str] = set()
+    loop.on_signal(signal.SIGUSR1, lambda: heard.add("usr1"))
+    loop.on_signal(signal.SIGTERM, lambda: heard.add("term"))
+    for _ in range(5000):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    tick_until(loop, lambda: len(heard) == 2)
+
+
+def test_a_dead_child_is_called_back_once(loop: Loop) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(3)
+    pidfd = os.pidfd_open(pid)
+    codes: list[int] = []
+    loop.watch_child(pidfd, lambda: codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+    tick_until(loop, lambda: codes)
+    loop.tick(0)
+    assert codes == [3]
+    os.close(pidfd)
+
+
+def test_a_child_that_closes_the_loop_leaves_the_parent_hearing(
+    loop: Loop, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    heard: list[str] = []
+    loop.on_signal(signal.SIGUSR1, lambda: heard.append("usr1"))
+    loop.add_reader(pair[0].fileno(), lambda: heard.append(pair[0].recv(10).decode()))
+    loop.call_later(60, lambda: heard.append("timer"))
+    pid = os.fork()
+    if pid == 0:
+        loop.close_in_child()
+        # With the parent's handler it would survive this, and with the wakeup pipe it would wake the parent.
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGUSR1
+    loop.tick(0)
+    assert heard == []
+    pair[1].send(b"data")
+    tick_until(loop, lambda: heard)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    tick_until(loop, lambda: len(heard) > 1)
+    assert heard == ["data", "usr1"]

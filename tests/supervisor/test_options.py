@@ -1,0 +1,168 @@
+"""Durations, sizes, the table of queue options, and QueueSpec."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forq.durations import parse_duration, show_duration
+from forq.errors import InvalidName, InvalidOption, UsageError
+from forq.options import OPTIONS, Option, QueueSpec, defaults, parse_options, parse_size, show_size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("250ms", 0.25),
+        ("10s", 10),
+        ("5m", 300),
+        ("2h", 7200),
+        ("7d", 604800),
+        ("1.5s", 1.5),
+        ("3", 3),
+        (3, 3),
+        (0.5, 0.5),
+    ],
+)
+def test_a_duration_is_read_in_seconds(text: str | float, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "value", [True, -1, "-1s", math.nan, math.inf, "nan", "inf", "1e9", "", "5 weeks", "5mm", "٣s", 10**400, None, [1]]
+)
+def test_a_duration_that_makes_no_sense_is_refused_with_what_is_allowed(value: object) -> None:
+    with pytest.raises(UsageError, match='"250ms", "10s", "5m"'):
+        parse_duration(value)  # type: ignore[arg-type]
+
+
+@given(st.integers(min_value=0, max_value=10**12))
+def test_a_shown_duration_is_read_back_exactly(milliseconds: int) -> None:
+    assert round(parse_duration(show_duration(milliseconds / 1000)) * 1000) == milliseconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (0.25, "250ms"), (90, "90s"), (120, "2m"), (86400, "1d"), (1.5, "1500ms")]
+)
+def test_a_duration_is_shown_in_its_largest_exact_unit(seconds: float, text: str) -> None:
+    assert show_duration(seconds) == text
+
+
+@pytest.mark.parametrize(("text", "size"), [("1mb", 1 << 20), ("64KB", 65536), ("10", 10), (10, 10), ("2 gb", 2 << 30)])
+def test_a_size_is_read_in_bytes(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("value", [True, -1, "-1", 1.5, "1.5mb", "mb", "1tb", None])
+def test_a_size_that_makes_no_sense_is_refused(value: object) -> None:
+    with pytest.raises(UsageError, match="size"):
+        parse_size(value)
+
+
+@given(st.integers(min_value=0, max_value=10**15))
+def test_a_shown_size_is_read_back_exactly(size: int) -> None:
+    assert parse_size(show_size(size)) == size
+
+
+def test_the_defaults_are_those_of_the_release() -> None:
+    assert defaults() == {
+        "max_items": 0,
+        "concurrency": 1,
+        "stop_grace": 10.0,
+        "max_data": 1024 * 1024,
+        "dead_max": 10_000,
+        "dead_ttl": 604800.0,
+        "dedup_ttl": 86400.0,
+        "journal": True,
+        "journal_max": 16 * 1024 * 1024,
+    }
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: option.name)
+def test_each_default_and_each_end_of_a_range_is_allowed(option: Option) -> None:
+    for value in (option.default, option.lowest, option.highest):
+        assert parse_options({option.name: value}, "here") == {option.name: value}
+
+
+def test_options_are_read_from_toml_values_and_from_text_alike() -> None:
+    typed = {"max_items": 5, "concurrency": 2, "stop_grace": 1.5, "max_data": 2048, "journal": False}
+    text = {"max_items": "5", "concurrency": "2", "stop_grace": "1500ms", "max_data": "2kb", "journal": "off"}
+    assert parse_options(typed, "here") == parse_options(text, "--set") == typed
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("concurrency", 0, "a whole number from 1 to 256"),
+        ("concurrency", 257, "a whole number from 1 to 256"),
+        ("concurrency", 2.0, "a whole number"),
+        ("concurrency", True, "a whole number"),
+        ("max_items", "many", "a whole number from 0"),
+        ("max_data", "65mb", "to 64mb"),
+        ("stop_grace", "soon", "a duration from 0s to 1d"),
+        ("stop_grace", -1, "a duration"),
+        ("journal", "maybe", "true or false"),
+        ("journal", 2, "true or false"),
+        ("dead_ttl", [], "a duration"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_option_value_and_what_is_allowed(name: str, value: object, allowed: str) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        parse_options({name: value}, "the place")
+    text = str(caught.value)
+    assert text.startswith(f"the place: {name} = {value!a} is not allowed: ")
+    assert allowed in text
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(InvalidOption, match=r"here: there is no option 'concurency'; did you mean concurrency\?"):
+        parse_options({"concurency": 2}, "here")
+
+
+def test_a_queue_spec_survives_json_and_keeps_only_the_options_that_were_given() -> None:
+    given = {"handler": "mail.send:now", "handlers": {"big": "mail.big"}, "path": "/srv/app", "stop_grace": "5s"}
+    spec = QueueSpec.from_mapping("emails", given, "here")
+    assert spec.options == {"stop_grace": 5.0}
+    assert spec.path == ("/srv/app",)
+    stored = json.loads(json.dumps(spec.to_mapping()))
+    assert QueueSpec.from_mapping("emails", stored, "there") == spec
+
+
+def test_handlers_may_be_given_with_dotted_keys_beside_or_inside_options() -> None:
+    spec = QueueSpec.from_mapping("q", {"handlers.a": "m:a", "options": {"handlers.b.c": "m:b"}}, "here")
+    assert spec.handlers == {"a": "m:a", "b.c": "m:b"}
+    assert spec.handler is None
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "needs handler"),
+        ({"handler": "m:f", "mode": "on_request"}, '"work" is the only mode of this release'),
+        ({"handler": "exec:prog"}, "package.module:function"),
+        ({"handler": "no module"}, "package.module:function"),
+        ({"handler": "m:f:g"}, "package.module:function"),
+        ({"handler": "m:f\n"}, "package.module:function"),
+        ({"handler": 3}, "package.module:function"),
+        ({"handlers": {"t": "../x"}}, "handlers.t = '../x'"),
+        ({"handlers": "m:f"}, "a table"),
+        ({"handler": "m:f", "path": "relative"}, "an absolute directory"),
+        ({"handler": "m:f", "path": 3}, "a directory"),
+        ({"handler": "m:f", "options": []}, "a table"),
+        ({"handler": "m:f", "max_items": 1, "options": {"max_items": 2}}, "given twice"),
+        ({"handlers": {"a": "m:f"}, "handlers.a": "m:g"}, "given twice"),
+        ({"handler": "m:f", "handlr": "m:f"}, "no option 'handlr'"),
+    ],
+)
+def test_a_queue_spec_that_makes_no_sense_is_refused(given: dict[str, object], text: str) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        QueueSpec.from_mapping("q", given, "the place")
+    assert str(caught.value).startswith("the place: ")
+    assert text in str(caught.value)
+
+
+def test_a_queue_spec_refuses_a_name_that_is_not_allowed() -> None:
+    with pytest.raises(InvalidName, match="here: queue name"):
+        QueueSpec.from_mapping("a b", {"handler": "m:f"}, "here")

@@ -1,0 +1,238 @@
+"""The state directory: its locks across real processes, and its files across crashes."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forq.errors import ConfigError, ForqError, InvalidName
+from forq.supervisor.spawn import Spawned, exec_program, reap, spawn
+from forq.supervisor.statedir import StateDir, holders_of_lock
+from forq.treekill import kill_tree, look_at
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[StateDir]:
+    state = StateDir(tmp_path / "state")
+    yield state
+    state.unlock()
+
+
+def wait_for_ever() -> int:
+    while True:
+        signal.pause()
+
+
+class Predecessor:
+    """A supervisor with one child that keeps the tree lock, in processes of their own."""
+
+    def __init__(self, path: Path, start_child: Callable[[StateDir], Spawned]) -> None:
+        read_fd, write_fd = os.pipe()
+
+        def supervise() -> int:
+            state = StateDir(path)
+            state.lock()
+            child = start_child(state)
+            os.write(write_fd, f"{child.pid}\n".encode())
+            os.close(write_fd)
+            return wait_for_ever()
+
+        self.process = spawn(supervise, loop=None, keep_fds=[write_fd], title="forq: test", subreaper=False)
+        os.close(write_fd)
+        with open(read_fd) as file:
+            self.child_pid = int(file.readline())
+        self.child_pidfd = os.pidfd_open(self.child_pid)
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        os.waitpid(self.process.pid, 0)
+
+    def child_is_alive(self) -> bool:
+        try:
+            signal.pidfd_send_signal(self.child_pidfd, 0)
+        except ProcessLookupError:
+            return False
+        process = look_at(self.child_pid)
+        return process is not None and process.alive
+
+    def close(self) -> None:
+        if self.child_is_alive():
+            signal.pidfd_send_signal(self.child_pidfd, signal.SIGKILL)
+        if reap(self.process) is None:
+            kill_tree(self.process.pid)
+            os.waitpid(self.process.pid, 0)
+        os.close(self.child_pidfd)
+        self.process.close()
+
+
+def start_worker(state: StateDir) -> Spawned:
+    return spawn(wait_for_ever, loop=None, keep_fds=[state.tree_lock_fd], title="forq: test")
+
+
+def start_program(state: StateDir) -> Spawned:
+    return exec_program(["/bin/sleep", "60"], loop=None, keep_fds=[state.tree_lock_fd], env={})
+
+
+@pytest.fixture(params=[start_worker, start_program])
+def predecessor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Predecessor]:
+    predecessor = Predecessor(tmp_path / "state", request.param)
+    yield predecessor
+    predecessor.close()
+
+
+def test_the_directory_is_made_for_its_owner_only(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "deep" / "state")
+    assert state.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"{tmp_path}/file: not a directory"):
+        StateDir(tmp_path / "file")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/file/below: Not a directory"):
+        StateDir(tmp_path / "file" / "below")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_directory_that_cannot_be_written_is_refused() -> None:
+    def check() -> int:
+        os.setresuid(65534, 65534, 65534)
+        with pytest.raises(ConfigError, match="/etc: not writable for user 65534"):
+            StateDir(Path("/etc"))
+        return 0
+
+    child = spawn(check, loop=None, keep_fds=(), title="forq: test")
+    assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == 0
+    child.close()
+
+
+def test_paths(state: StateDir) -> None:
+    assert state.control_socket == state.path / "control.sock"
+    assert state.redis_socket == state.path / "redis.sock"
+    assert state.redis_dir == state.path / "redis"
+    assert state.queue_dir("emails") == state.path / "logs" / "emails"
+    with pytest.raises(InvalidName):
+        state.queue_dir("../emails")
+
+
+def test_a_second_supervisor_is_refused_with_the_first_ones_pid(predecessor: Predecessor, state: StateDir) -> None:
+    pid = predecessor.process.pid
+    with pytest.raises(ForqError, match=rf"another supervisor \(pid {pid}\) runs on state directory {state.path}"):
+        state.lock()
+    assert predecessor.child_is_alive()
+    assert reap(predecessor.process) is None
+
+
+def test_what_a_killed_predecessor_left_is_killed_before_the_lock_is_ours(
+    predecessor: Predecessor, state: StateDir
+) -> None:
+    predecessor.kill()
+    assert predecessor.child_is_alive()
+    told: list[list[int]] = []
+    state.lock(on_wait=told.append)
+    assert told == [[predecessor.child_pid]]
+    assert not predecessor.child_is_alive()
+    assert (state.path / "supervisor.lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_lock_gives_up_naming_the_pids_and_lets_go_of_everything(
+    predecessor: Predecessor, state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predecessor.kill()
+    monkeypatch.setattr("forq.supervisor.statedir.kill_tree", lambda *args, **options: False)
+    with pytest.raises(ForqError, match=rf"still there: pids \[{predecessor.child_pid}\]"):
+        state.lock(wait_seconds=0.1)
+    with pytest.raises(ForqError, match="not locked"):
+        _ = state.tree_lock_fd
+    monkeypatch.undo()
+    StateDir(state.path).lock()
+
+
+def test_one_who_only_reads_the_lock_file_is_not_a_holder(predecessor: Predecessor, state: StateDir) -> None:
+    reader_fd = os.open(state.path / "tree.lock", os.O_RDONLY)
+    reader = spawn(wait_for_ever, loop=None, keep_fds=[reader_fd], title="forq: test")
+    deadline = time.monotonic() + 5
+    while not Path(f"/proc/{reader.pid}/cmdline").read_text().startswith("forq: test"):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert set(holders_of_lock(state.path / "tree.lock")) == {predecessor.process.pid, predecessor.child_pid}
+    kill_tree(reader.pid)
+    os.waitpid(reader.pid, 0)
+    reader.close()
+    os.close(reader_fd)
+
+
+def test_locking_an_unused_directory_waits_for_nobody(state: StateDir) -> None:
+    told: list[list[int]] = []
+    state.lock(on_wait=told.append)
+    assert told == []
+    assert os.get_inheritable(state.tree_lock_fd) is False
+
+
+def test_a_lock_file_that_is_a_symbolic_link_is_refused(state: StateDir, tmp_path: Path) -> None:
+    (state.path / "supervisor.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        state.lock()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_each_incarnation_learns_its_predecessors_name(state: StateDir) -> None:
+    first, before_first = state.take_processor()
+    second, before_second = StateDir(state.path).take_processor()
+    assert before_first is None
+    assert before_second == first != second
+    assert len(first) == len(second) == 32
+
+
+def test_queues_are_saved_replaced_and_dropped(state: StateDir) -> None:
+    assert state.load_queues() == {}
+    state.save_queue("emails", {"mode": "work", "timeout": 1.5})
+    state.save_queue(".hidden.json", {"mode": "external"})
+    state.save_queue("emails", {"mode": "work"})
+    assert StateDir(state.path).load_queues() == {"emails": {"mode": "work"}, ".hidden.json": {"mode": "external"}}
+    state.drop_queue("emails")
+    state.drop_queue("emails")
+    assert state.load_queues() == {".hidden.json": {"mode": "external"}}
+    assert [path.name for path in (state.path / "queues").iterdir()] == [".hidden.json.json"]
+
+
+def test_a_crash_while_writing_leaves_the_old_definition(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    state.save_queue("emails", {"version": 1})
+
+    def crash(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        state.save_queue("emails", {"version": 2})
+    monkeypatch.undo()
+    assert state.load_queues() == {"emails": {"version": 1}}
+    state.save_queue("emails", {"version": 3})
+    assert state.load_queues() == {"emails": {"version": 3}}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\x00"])
+def test_a_broken_definition_is_named(content: str, state: StateDir) -> None:
+    state.save_queue("good", {})
+    (state.path / "queues" / "bad.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"{state.path}/queues/bad.json"):
+        state.load_queues()
+
+
+def test_a_definition_behind_a_symbolic_link_is_not_read(state: StateDir, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(json.dumps({"handler": "evil:run"}))
+    state.save_queue("good", {})
+    (state.path / "queues" / "linked.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match="linked"):
+        state.load_queues()
+
+
+def test_a_hostile_name_never_becomes_a_path(state: StateDir) -> None:
+    for name in ("../evil", "a/b", "", "."):
+        with pytest.raises(InvalidName):
+            state.save_queue(name, {})
+    assert not (state.path / "queues").exists()

@@ -1,0 +1,105 @@
+"""A real server of the tests' own, on a private unix socket."""
+
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import redis
+
+from forq.supervisor.embedded import find_server
+
+_START_SECONDS = 20
+_STOP_SECONDS = 20
+
+
+class Server:
+    """One server process; its data survives stop, kill and restart only with appendonly."""
+
+    def __init__(self, *, appendonly: bool = False) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="forq-"))
+        self.socket = self.directory / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self.appendonly = appendonly
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None, "the server was not started"
+        return self.process.pid
+
+    def start(self) -> None:
+        assert not self.running, "the server runs already"
+        self.socket.unlink(missing_ok=True)
+        self.process = subprocess.Popen(self._command(), stdin=subprocess.DEVNULL)
+        self._wait_until_ready()
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def remove(self) -> None:
+        """Ends the server and deletes its directory."""
+        self.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def flush(self) -> None:
+        """Back to an empty server with the settings it started with, whatever the test before did to it."""
+        if not self.running:
+            self.start()
+        with self.connect() as client:
+            client.config_set("maxmemory", 0)
+            client.flushall()
+
+    def connect(self) -> redis.Redis:
+        return redis.Redis.from_url(self.url, socket_timeout=10)
+
+    def _command(self) -> list[str]:
+        settings = {
+            "port": "0",
+            "unixsocket": str(self.socket),
+            "unixsocketperm": "700",
+            "dir": str(self.directory),
+            "logfile": str(self.directory / "server.log"),
+            "daemonize": "no",
+            "save": "",
+            "appendonly": "yes" if self.appendonly else "no",
+        }
+        return [find_server(None), *(part for name, value in settings.items() for part in (f"--{name}", value))]
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                with self.connect() as client:
+                    client.ping()
+                return
+            except redis.ConnectionError as exc:  # BusyLoadingError is one too
+                if not self.running or time.monotonic() > deadline:
+                    log = self.directory / "server.log"
+                    text = log.read_text(errors="replace")[-2000:] if log.exists() else "(no log)"
+                    raise RuntimeError(f"the test server did not start: {text}") from exc
+            time.sleep(0.01)
+
+    def _end(self, signum: int) -> None:
+        if self.process is None:
+            return
+        self.process.send_signal(signum)
+        try:
+            self.process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise

@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Builds the wheel, installs it into a clean venv outside the tree, and runs jobs there on the embedded server.
+# An editable install hides a wheel that lacks files (a clone without symbolic links builds an almost empty one).
+set -euo pipefail
+
+python=${PYTHON:-python3}
+jobs=3
+root=$(cd "$(dirname "$0")/../.." && pwd)
+case $python in */*) python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python") ;; esac
+# Short, since the sockets' paths may have no more than 107 bytes.
+work=$(mktemp -d /tmp/forq-wheel.XXXXXX)
+supervisor=
+
+say() { printf 'wheel: %s\n' "$*"; }
+
+fail() {
+  say "FAILED: $*" >&2
+  [ ! -s "$work/run.log" ] || { say "the supervisor's output:" >&2; tail -n 40 "$work/run.log" >&2; }
+  exit 1
+}
+
+cleanup() {
+  if [ -n "$supervisor" ] && kill -0 "$supervisor" 2>/dev/null; then
+    kill -TERM "$supervisor"
+    for _ in $(seq 100); do kill -0 "$supervisor" 2>/dev/null || break; sleep 0.1; done
+    kill -KILL "$supervisor" 2>/dev/null || true
+  fi
+  rm -rf "$work"
+}
+trap cleanup EXIT
+
+# until_true SECONDS COMMAND...: repeats it until it succeeds.
+until_true() {
+  local deadline=$((SECONDS + $1)); shift
+  until "$@" >/dev/null 2>&1; do
+    [ "$SECONDS" -lt "$deadline" ] || return 1
+    [ -z "$supervisor" ] || kill -0 "$supervisor" 2>/dev/null || return 1
+    sleep 0.1
+  done
+}
+
+say "building"
+# From a copy: setuptools would also pack what an earlier build left in build/.
+mkdir "$work/tree"
+tar -C "$root" --exclude=./.git --exclude=./.venv --exclude=./build --exclude=./dist --exclude=./.state \
+  --exclude='*.egg-info' --exclude=__pycache__ --exclude='./.*_cache' -cf - . | tar -C "$work/tree" -xf -
+"$python" -m build --wheel --outdir "$work/dist" "$work/tree" >"$work/build.log" 2>&1 ||
+  { tail -n 40 "$work/build.log" >&2; fail "the wheel cannot be built"; }
+wheel=$(echo "$work"/dist/forq-*.whl)
+
+say "installing $(basename "$wheel")"
+"$python" -m venv "$work/venv"
+"$work/venv/bin/pip" install --quiet --disable-pip-version-check "$wheel" || fail "the wheel cannot be installed"
+cd "$work"
+unset PYTHONPATH FORQ_CONFIG FORQ_SOCKET FORQ_REDIS STATE_DIRECTORY
+export FORQ_STATE_DIR=$work/state
+
+venv/bin/forq --version | grep -q '^forq [0-9]' || fail "forq --version says: $(venv/bin/forq --version 2>&1)"
+(cd "$root" && find src/forq/ supervisor workers broker services -name '*.py' -o -name '*.lua' -o -name py.typed) |
+  sed 's,^src/forq/,,' | sort -u >tree.txt
+installed=$(venv/bin/python -c 'import forq, os; print(os.path.dirname(forq.__file__))')
+while read -r file; do
+  [ -f "$installed/$file" ] || fail "the wheel lacks $file"
+done <tree.txt
+
+say "running $jobs jobs"
+mkdir app
+cat >app/smoke.py <<'PYTHON'
+def handle(data, job):
+    with open(data["file"], "a") as stream:
+        stream.write(f"{job.id}\n")
+PYTHON
+cat >forq.toml <<TOML
+[queues.smoke]
+handler = "smoke:handle"
+path = ["app"]
+TOML
+venv/bin/forq run --config forq.toml >run.log 2>&1 &
+supervisor=$!
+until_true 30 venv/bin/forqctl ping || fail "the supervisor does not answer"
+for _ in $(seq "$jobs"); do
+  venv/bin/forqctl push smoke "{\"file\": \"$work/ran.txt\"}" >>pushed.txt || fail "push"
+done
+
+all_done() {
+  venv/bin/forqctl status --json | venv/bin/python -c '
+import json, sys
+queue, = json.load(sys.stdin)["queues"]
+sys.exit((queue["processed"], queue["waiting"], queue["active"]) != (int(sys.argv[1]), 0, 0))' "$jobs"
+}
+until_true 30 all_done || fail "the jobs are not done: $(venv/bin/forqctl status --json 2>&1)"
+[ "$(sort ran.txt)" = "$(sort pushed.txt)" ] || fail "pushed: $(sort pushed.txt | xargs); ran: $(sort ran.txt | xargs)"
+
+say "shutting down"
+server_answers() { venv/bin/python -c 'import redis, sys; redis.Redis(unix_socket_path=sys.argv[1]).ping()' state/redis.sock; }
+server_gone() { ! server_answers; }
+server_answers || fail "no embedded server answers at state/redis.sock"
+venv/bin/forqctl shutdown >/dev/null || fail "shutdown"
+code=0
+timeout 30 tail --pid="$supervisor" -f /dev/null || fail "the supervisor does not stop"
+wait "$supervisor" || code=$?
+supervisor=
+[ "$code" = 0 ] || fail "the supervisor ended with $code"
+until_true 10 server_gone || fail "the embedded server is still there"
+say "ok"

@@ -1,0 +1,92 @@
+"""One attempt at one job: decode, call the handler, and turn what happened into an outcome.
+
+Only this module turns exceptions into outcomes; everything else returns or raises.
+"""
+
+import asyncio
+import inspect
+import traceback
+from typing import Any
+
+import orjson
+
+from forq.broker.record import unpack
+from forq.errors import InvalidData
+from forq.job import Job
+from forq.workers.handlers import Handlers
+
+MAX_MESSAGE = 2000
+MAX_TRACEBACK = 8000
+
+
+class Attempts:
+    """Runs the attempts of one worker."""
+
+    def __init__(self, queue: str, handlers: Handlers) -> None:
+        self._queue = queue
+        self._handlers = handlers
+        self._runner: asyncio.Runner | None = None
+
+    def attempt(self, job_id: str, record: bytes, fence: int) -> bytes | None:
+        """None if the handler returned, else the error as JSON."""
+        try:
+            data, job = read_job(self._queue, job_id, record, fence)
+            result = self._handlers.for_type(job.type)(data, job)
+            if inspect.iscoroutine(result):
+                self._run_async(result)
+        except BaseException as exc:  # a handler may raise anything, SystemExit too; the worker must outlive it
+            return describe_error(exc)
+        return None
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+    def _run_async(self, coroutine: Any) -> None:
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        self._runner.run(coroutine)
+
+
+def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, Job]:
+    """The data and the job of a claimed record."""
+    if packed[:1] == b"p":
+        # The common case, in as few steps as possible: FLAG PRIORITY ' ' ENQUEUED_MS '\n' BODY.
+        newline = packed.find(b"\n", 3)
+        try:
+            identifier, job_type, data = orjson.loads(packed[newline + 1 :])
+            enqueued_at = int(packed[3:newline]) / 1000
+            return data, Job(queue, job_id, identifier or job_id, job_type, packed[1] - 48, enqueued_at, fence)
+        except (ValueError, TypeError) as exc:
+            raise InvalidData(f"broken job record: {exc}") from exc
+    record = unpack(packed)
+    counts = (record.retry_count, record.stall_count, record.timeout_count)
+    identifier = record.identifier or job_id
+    enqueued_at = record.enqueued_ms / 1000
+    return record.data, Job(queue, job_id, identifier, record.type, record.priority, enqueued_at, fence, counts)
+
+
+def describe_error(exc: BaseException) -> bytes:
+    """Name, message, kind and traceback of an exception: text only, nothing that could be rebuilt into code."""
+    kind = getattr(exc, "kind", "retriable")
+    text = "".join(traceback.format_exception(exc))
+    return orjson.dumps(
+        {
+            "name": type(exc).__name__,
+            "message": _text(exc)[:MAX_MESSAGE],
+            "kind": kind if isinstance(kind, str) else "retriable",
+            "traceback": _clean(text[-MAX_TRACEBACK:]),
+        }
+    )
+
+
+def _text(exc: BaseException) -> str:
+    try:
+        return _clean(str(exc))
+    except Exception as broken:  # the user's own __str__
+        return f"(no message: {type(broken).__name__} in __str__)"
+
+
+def _clean(text: str) -> str:
+    """Without lone surrogates, which JSON cannot hold."""
+    return text.encode("utf-8", "replace").decode()

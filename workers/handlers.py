@@ -1,0 +1,55 @@
+"""Finds the functions that a queue's jobs are given to."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from forq.errors import ConfigError, Permanent
+from forq.job import Job
+from forq.options import QueueSpec
+
+Handler = Callable[[Any, Job], Any]
+
+
+class Handlers:
+    """The handler of each job type of one queue; `None` is the type of jobs that name none."""
+
+    def __init__(self, by_type: Mapping[str | None, Handler]) -> None:
+        self._by_type = by_type
+        self.default = by_type.get(None)
+
+    def for_type(self, job_type: str | None) -> Handler:
+        handler = self._by_type.get(job_type)
+        if handler is None:
+            known = ", ".join(sorted(name for name in self._by_type if name)) or "none"
+            wanted = f"jobs of type {job_type!r}" if job_type else "jobs without a type"
+            raise Permanent(f"the queue has no handler for {wanted}; it has types: {known}")
+        return handler
+
+
+def load_handlers(spec: QueueSpec) -> Handlers:
+    """Imports every handler of the queue; ConfigError says which one cannot be had, and why."""
+    for directory in reversed(spec.path):
+        if directory not in sys.path:
+            sys.path.insert(0, directory)
+    by_type: dict[str | None, Handler] = {}
+    if spec.handler is not None:
+        by_type[None] = load_handler(spec.handler)
+    for job_type, path in spec.handlers.items():
+        by_type[job_type] = load_handler(path)
+    return Handlers(by_type)
+
+
+def load_handler(path: str) -> Handler:
+    """`package.module:function`, or a module that has a function `handle`."""
+    module_name, _, function = path.partition(":")
+    function = function or "handle"
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as exc:  # user code: whatever it raises at import is a reason to show, even SystemExit
+        raise ConfigError(f"handler {path!r} cannot be imported: {type(exc).__name__}: {exc}") from exc
+    handler = getattr(module, function, None)
+    if not callable(handler):
+        raise ConfigError(f"handler {path!r}: module {module_name} has no function {function}")
+    return handler  # type: ignore[no-any-return]

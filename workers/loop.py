@@ -1,0 +1,238 @@
+"""The worker's loop: claim, run, settle.
+
+1. A turn settles what ran and claims what comes next, in one call; only when nothing waits does the worker block.
+2. Before each job it publishes its position in one word of the scoreboard, so that whoever finds this worker dead or
+   held up knows which job was running, which ones had run, and which had not been started.
+3. After a slow job it takes a turn before it starts another job that it already holds: the rest of its batch may have
+   been given to others meanwhile.
+4. After a lost reply it takes the same turn again and keeps nothing: the script sorts out what it holds.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from forq.broker.consuming import Consumer, Settled, Turn
+from forq.errors import ForqError, RedisUnavailable
+from forq.scoreboard import (
+    DONE,
+    HELD,
+    INDEX_SHIFT,
+    STARTED,
+    STATE,
+    TICK_MASK,
+    TICK_NS_SHIFT,
+    TICK_SHIFT,
+    TURN_MASK,
+    TURN_SHIFT,
+    WORD,
+    Slot,
+    State,
+)
+from forq.workers.attempt import Attempts
+
+MAX_BATCH = 128
+# A batch is sized to take about this long; jobs slower than PREFETCH_BELOW are never taken ahead of time.
+BATCH_NS = 10_000_000
+PREFETCH_BELOW_NS = 500_000
+# Well below the age at which pulse rescues the rest of a batch (pulse.RESCUE_AFTER_MS): see duty 3.
+SLOW_NS = 5_000_000
+
+RECONNECT_SECONDS = (0.02, 0.1, 0.25, 0.5, 1.0)
+
+log = logging.getLogger("forq")
+Claimed = list[tuple[bytes, bytes]]  # id, record
+
+
+class WorkerLoop:
+    """One worker: one connection, one processing list, one slot of the scoreboard."""
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        attempts: Attempts,
+        slot: Slot,
+        *,
+        expiry_ms: int,
+        on_batch: Callable[[int], None],
+        resting_state: State = State.IDLE,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.consumer = consumer
+        self.slot = slot
+        self.client_id: int | None = None
+        self.blocking = False
+        self._attempts = attempts
+        self._expiry_ms = expiry_ms
+        self._on_batch = on_batch
+        self._resting_state = resting_state
+        self._now = clock_ns
+        self._stop = threading.Event()
+        self._number = 0
+        self._want = 1
+        self._done: Settled = []
+        self._failed: Settled = []
+        self._unsettled = 0
+        self._paused = False
+        self._fence = ""
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """Asks the loop to end after the job that is running."""
+        self._stop.set()
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Serves until it is stopped; raises UnknownQueue or Fenced when its place is gone."""
+        if not self._join():
+            return
+        on_ready()
+        while not self.stopping:
+            batch = self._claim()
+            if batch:
+                self._run_batch(batch)
+            elif not self.stopping:
+                self._rest()
+        self._leave()
+
+    def _join(self) -> bool:
+        tries = 0
+        while not self.stopping:
+            try:
+                self.slot.epoch = int(self.consumer.join(self._expiry_ms))
+                return True
+            except RedisUnavailable as exc:
+                tries = self._back_off(tries, exc)
+        return False
+
+    def _claim(self) -> Claimed:
+        """Settles what ran, claims the next batch."""
+        turn = self._turn(keep=0, want=self._want)
+        if turn is None:
+            return []
+        self._paused = turn.paused
+        self._fence = turn.fence
+        jobs = turn.jobs
+        return list(zip(jobs[::2], jobs[1::2], strict=True))
+
+    def _turn(self, keep: int, want: int) -> Turn | None:
+        """One turn, repeated until an answer arrives; None if the worker is stopped meanwhile."""
+        tries = 0
+        while True:
+            self._number = (self._number + 1) & TURN_MASK
+            try:
+                turn = self.consumer.turn(self._number, self._done, self._failed, keep, want)
+                break
+            except RedisUnavailable as exc:
+                keep = 0
+                self.client_id = None
+                tries = self._back_off(tries, exc)
+                if self.stopping:
+                    return None
+        if turn.refused:
+            log.warning("settling refused: job was given to others queue=%s jobs=%s", self.consumer.queue, turn.refused)
+        self.slot.words[WORD] = self._number << TURN_SHIFT
+        self.slot.words[DONE] += self._unsettled
+        self._done, self._failed, self._unsettled = [], [], 0
+        return turn
+
+    def _run_batch(self, batch: Claimed) -> None:
+        words = self.slot.words
+        count = len(batch)
+        words[HELD] = count
+        words[STATE] = State.BUSY
+        self._on_batch(count)
+        first_started = self._now()
+        index, base, previous = 0, self._number << TURN_SHIFT, 0
+        ran = 0
+        while index < count and not self.stopping:
+            started = self._now()
+            if not self._failed:
+                words[WORD] = (started >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT | base | index << INDEX_SHIFT | 1
+            # The clock is read again after the position was published: whoever saw the position before this one for
+            # long enough to rescue the batch saw it before now, so the difference shows it here.
+            if self._failed or (previous and self._now() - previous > SLOW_NS):
+                if not self._failed:
+                    words[WORD] = base | index << INDEX_SHIFT
+                turn = self._turn(keep=count - index, want=0)
+                if turn is None or not turn.held:
+                    return
+                batch, count, index = batch[index:], count - index, 0
+                base, previous = self._number << TURN_SHIFT, 0
+                continue
+            self._run_one(batch[index], started)
+            previous = started
+            index += 1
+            ran += 1
+        # A failed job must not look like one that ran: its position stays "running" until it is settled.
+        if not self._failed:
+            words[WORD] = base | index << INDEX_SHIFT
+        self._adapt((self._now() - first_started) // max(ran, 1))
+
+    def _run_one(self, claimed: tuple[bytes, bytes], started: int) -> None:
+        job_id, record = claimed
+        self.slot.job = job_id
+        self.slot.words[STARTED] = started
+        error = self._attempts.attempt(job_id.decode(), record, int(self._fence))
+        micros = (self._now() - started) // 1000
+        self._unsettled += 1
+        if error is None:
+            self._done += (job_id, self._fence, micros)
+        else:
+            self._failed += (job_id, self._fence, micros, error)
+
+    def _adapt(self, per_job_ns: int) -> None:
+        """How many jobs to take next time: many only while they are far shorter than a round trip is worth."""
+        if per_job_ns > PREFETCH_BELOW_NS:
+            self._want = 1
+        else:
+            self._want = max(1, min(MAX_BATCH, self._want * 4, BATCH_NS // max(per_job_ns, 1)))
+
+    def _rest(self) -> None:
+        """Blocks until there may be work."""
+        words = self.slot.words
+        words[HELD] = 0
+        words[STATE] = State.PARKED if self._paused else self._resting_state
+        self.slot.job = b""
+        self.blocking = True
+        try:
+            if self.client_id is None:
+                self.client_id = self.consumer.link.client_id()
+            if self._paused:
+                if not self.stopping:
+                    self.consumer.wait_for_wake()
+                return
+            while not self.stopping and not self.consumer.wait_for_job():
+                pass
+        except RedisUnavailable as exc:
+            self.client_id = None
+            self._back_off(0, exc)
+        except ForqError as exc:
+            # Out of memory, say: BLMOVE is refused, but a turn is not.
+            log.warning("waiting was refused queue=%s error=%s", self.consumer.queue, exc)
+            self._stop.wait(RECONNECT_SECONDS[-1])
+        finally:
+            self.blocking = False
+
+    def _back_off(self, tries: int, exc: RedisUnavailable) -> int:
+        if tries == 0:
+            log.warning("redis is gone, trying again queue=%s error=%s", self.consumer.queue, exc)
+        self._stop.wait(RECONNECT_SECONDS[min(tries, len(RECONNECT_SECONDS) - 1)])
+        return tries + 1
+
+    def _leave(self) -> None:
+        """Settles, hands back what was not started, and unregisters. Best effort: recovery does the same."""
+        self.slot.words[STATE] = State.STOPPING
+        try:
+            self._number = (self._number + 1) & TURN_MASK
+            self.consumer.turn(self._number, self._done, self._failed, 0, 0)
+            self.slot.words[WORD] = self._number << TURN_SHIFT
+            self.consumer.leave(self._number)
+        except ForqError as exc:
+            log.warning("could not leave in order, recovery will do it queue=%s error=%s", self.consumer.queue, exc)
+        finally:
+            self.consumer.close()
+            self._attempts.close()

@@ -1,0 +1,134 @@
+"""The second thread of a queue's child: it minds what the workers cannot while they run handlers or block.
+
+1. The leash: when the supervisor dies, everything below this process is killed, then the process itself.
+2. SIGTERM: the workers are told to stop; one that is blocked in Redis is unblocked.
+3. The process title and the beat in the scoreboard, once a second while something runs. It sleeps while nothing does.
+"""
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+
+from setproctitle import setproctitle
+
+from forq import exits
+from forq.broker.link import Link
+from forq.errors import ForqError
+from forq.scoreboard import State
+from forq.treekill import kill_descendants
+from forq.workers.adopted import AdoptedZombies
+from forq.workers.loop import WorkerLoop
+
+BEAT_SECONDS = 1.0
+UNBLOCK_AGAIN_SECONDS = 0.05
+# The title and the beat go on for so many beats after the last job, then the thread sleeps until it is roused.
+QUIET_BEATS = 2
+
+log = logging.getLogger("forq")
+
+
+class Minder:
+    def __init__(self, *, name: str, url: str, leash_fd: int) -> None:
+        self._name = name
+        self._url = url
+        self._loops: list[WorkerLoop] = []
+        self._leash_fd = leash_fd
+        self._signals_fd, self._signals_to = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._rouse_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._asleep = False
+        self._quiet_beats = 0
+        self._zombies = AdoptedZombies()
+
+    def start(self, loops: list[WorkerLoop]) -> None:
+        """From the main thread: installs the signal handler and starts the thread."""
+        self._loops = loops
+        signal.set_wakeup_fd(self._signals_to, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda signum, frame: None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        threading.Thread(target=self._run, name="minder", daemon=True).start()
+
+    def rouse(self) -> None:
+        """From a worker that begins to run jobs; costs nothing while the minder is awake."""
+        if self._asleep:
+            self._asleep = False
+            os.eventfd_write(self._rouse_fd, 1)
+
+    def show(self) -> None:
+        setproctitle(self.title())
+
+    def title(self) -> str:
+        slots = [loop.slot for loop in self._loops]
+        busy = [slot for slot in slots if slot.state == State.BUSY]
+        done = sum(slot.done for slot in slots)
+        if len(slots) > 1:
+            doing = f"{len(busy)}/{len(slots)} busy"
+        elif busy:
+            age = (time.monotonic_ns() - busy[0].started_ns) / 1e9
+            doing = f"busy {busy[0].job.decode(errors='replace')} {age:.1f}s"
+        else:
+            doing = State(slots[0].state).name.lower()
+        return f"forq: {self._name} {doing} {done:,} done"
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for fd in (self._leash_fd, self._signals_fd, self._rouse_fd):
+            poll.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll(self._patience_ms()):
+                if fd == self._leash_fd:
+                    self._end_with_supervisor()
+                elif fd == self._signals_fd and signal.SIGTERM in os.read(fd, 512):
+                    self._stop()
+                elif fd == self._rouse_fd:
+                    os.eventfd_read(fd)
+            self._beat()
+
+    def _patience_ms(self) -> float | None:
+        if self._stopping and any(loop.blocking for loop in self._loops):
+            return UNBLOCK_AGAIN_SECONDS * 1000
+        return None if self._asleep else BEAT_SECONDS * 1000
+
+    @property
+    def _stopping(self) -> bool:
+        return self._loops[0].stopping
+
+    def _end_with_supervisor(self) -> None:
+        """Nothing is ever sent down the leash: if it can be read, the supervisor is gone."""
+        kill_descendants(os.getpid())
+        os._exit(exits.FAILED)
+
+    def _stop(self) -> None:
+        for loop in self._loops:
+            loop.stop()
+
+    def _beat(self) -> None:
+        now = time.monotonic_ns()
+        busy = False
+        for loop in self._loops:
+            loop.slot.beat_ns = now
+            busy = busy or loop.slot.state == State.BUSY
+        self.show()
+        self._zombies.look(idle=not busy)
+        if self._stopping:
+            self._unblock()
+        self._quiet_beats = 0 if busy else self._quiet_beats + 1
+        self._asleep = self._quiet_beats > QUIET_BEATS
+        if self._asleep and any(loop.slot.state == State.BUSY for loop in self._loops):
+            self._asleep = False
+
+    def _unblock(self) -> None:
+        """A worker may be about to block at this moment, so this is repeated until none is blocked."""
+        blocked = [loop for loop in self._loops if loop.blocking and loop.client_id is not None]
+        if not blocked:
+            return
+        link = Link(self._url, name="forq-minder", timeout_seconds=1.0)
+        try:
+            for loop in blocked:
+                link.call("CLIENT", "UNBLOCK", loop.client_id)
+        except ForqError as exc:
+            log.warning("cannot unblock a worker name=%s error=%s", self._name, exc)
+        finally:
+            link.close()
