@@ -1,11 +1,12 @@
 """forq: fork per queue. The public names; each is imported when it is first used, so that forqctl starts fast."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from forq.version import VERSION as __version__
 
+# Not typing's own: importing typing and importlib would cost forqctl a good part of its start.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from forq.client import Client, Queue
     from forq.errors import ForqError, Permanent
     from forq.job import Job
@@ -21,7 +22,9 @@ _HOMES = {
 __all__ = ["Client", "ForqError", "Job", "Permanent", "Queue", "__version__"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in _HOMES:
         raise AttributeError(f"module 'forq' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(_HOMES[name]), name)

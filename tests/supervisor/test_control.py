@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import queue
@@ -47,7 +48,7 @@ class Serving:
             "set": lambda request: request.reply({1, 2}),
             "twice": self.twice,
         }
-        self.thread = threading.Thread(target=self.loop.run)
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.server = ControlServer(self.loop, path, self.verbs, group=group)
         self.thread.start()
 
@@ -473,10 +474,12 @@ def test_accepting_goes_on_after_the_file_descriptors_ran_out(
     monkeypatch.setattr(control, "ACCEPT_PAUSE_SECONDS", 0.02)
     listener = serving.server._listener
     failures = [OSError(errno.EMFILE, "too many open files")] * 3
+    tried_at: list[float] = []
 
     class Starved:
         def accept(self) -> Any:
             if failures:
+                tried_at.append(time.monotonic())
                 raise failures.pop()
             return listener.accept()
 
@@ -488,6 +491,7 @@ def test_accepting_goes_on_after_the_file_descriptors_ran_out(
     talk.say("echo")
     assert talk.hear()["result"] == {}
     assert not failures
+    assert all(later - earlier >= 0.019 for earlier, later in itertools.pairwise(tried_at))
     talk.close()
 
 

@@ -67,7 +67,7 @@ class FakeSupervisor:
         self._server = ControlServer(self._loop, path, dict.fromkeys(METHODS, self._answer))
         self._bell = socket.socketpair()
         self._loop.add_reader(self._bell[0].fileno(), self._loop.stop)
-        self._thread = threading.Thread(target=self._loop.run)
+        self._thread = threading.Thread(target=self._loop.run, daemon=True)
         self._thread.start()
 
     def _answer(self, request: Request) -> None:

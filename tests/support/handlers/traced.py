@@ -1,0 +1,89 @@
+"""Handlers that leave their traces in a file outside Redis: one line per event, appended whole.
+
+A line is: queue, job id, fence, pid, event ("start" or "end"), time (monotonic seconds).
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from forq import Job
+
+_fd = -1
+
+
+def trace(job: Job, event: str) -> None:
+    global _fd
+    if _fd < 0:
+        _fd = os.open(os.environ["FORQ_TEST_TRACE"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    line = f"{job.queue} {job.id} {job.fence} {os.getpid()} {event} {time.monotonic():.6f} {job.stall_count}\n"
+    os.write(_fd, line.encode())
+
+
+def noop(data: Any, job: Job) -> None:
+    return
+
+
+def record(data: Any, job: Job) -> None:
+    trace(job, "end")
+
+
+def sleep(data: Any, job: Job) -> None:
+    """Takes data seconds (the first time only, if data is a list of one number)."""
+    trace(job, "start")
+    seconds = data if isinstance(data, int | float) else data[0] if job.stall_count == 0 else 0.0
+    time.sleep(seconds)
+    trace(job, "end")
+
+
+async def sleep_async(data: Any, job: Job) -> None:
+    trace(job, "start")
+    await asyncio.sleep(data)
+    trace(job, "end")
+
+
+def fail(data: Any, job: Job) -> None:
+    raise ValueError(f"no good: {data}")
+
+
+def leave(data: Any, job: Job) -> None:
+    sys.exit(data)
+
+
+def run_program(data: Any, job: Job) -> None:
+    """Its own subprocess must keep its exit status."""
+    status = subprocess.run(["sh", "-c", f"exit {data}"], check=False).returncode
+    trace(job, f"status={status}")
+
+
+def chain(data: Any, job: Job) -> None:
+    """Double-forks a daemon in a session of its own that forks on and exits, again and again; then takes its time."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.setsid()
+            while True:
+                if os.fork() > 0:
+                    os._exit(0)
+                os.setsid()
+                time.sleep(0.001)
+        os._exit(0)
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(3600)
+        os._exit(0)
+    trace(job, "start")
+    time.sleep(3600)
+
+
+def spin_in_c(data: Any, job: Job) -> None:
+    """Holds the GIL in one C call for very long."""
+    trace(job, "start")
+    sum(range(10**12))
+
+
+def handle(data: Any, job: Job) -> None:
+    trace(job, "end")

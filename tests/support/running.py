@@ -1,0 +1,194 @@
+"""A whole forq in a test: a supervisor of its own in a fresh state directory, driven with forqctl."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from forq import Client
+
+HANDLERS = Path(__file__).parent / "handlers"
+BIN = Path(sys.executable).parent
+
+
+class Trace(NamedTuple):
+    queue: str
+    job: str
+    fence: int
+    pid: int
+    event: str
+    time: float
+    stalls: int
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0, what: str = "condition") -> Any:
+    """What `condition` returns once it is true; fails with its last value after so long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} was not met within {seconds} s; last: {value!r}")
+        time.sleep(0.005)
+
+
+class Forq:
+    """One supervisor."""
+
+    def __init__(self, *, redis: str | None = None, settings: str = "", trace: Path | None = None) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="forq-"))
+        self.state_dir = self.directory / "state"
+        self.config = self.directory / "forq.toml"
+        self.trace_file = trace or self.directory / "trace"
+        self.redis = redis
+        self.process: subprocess.Popen[bytes] | None = None
+        self.config.write_text(settings)
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        path = self.directory / "log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def url(self) -> str:
+        return self.redis or f"unix://{self.state_dir}/redis.sock"
+
+    def environ(self) -> dict[str, str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("FORQ_")}
+        return {**clean, "FORQ_STATE_DIR": str(self.state_dir), "FORQ_TEST_TRACE": str(self.trace_file)}
+
+    def start(self, *, ready: bool = True) -> None:
+        command = [str(BIN / "forq"), "run", "--config", str(self.config), "--state-dir", str(self.state_dir)]
+        if self.redis is not None:
+            command += ["--redis", self.redis]
+        with open(self.directory / "log", "ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environ()
+            )
+        if ready:
+            wait_until(self._is_up, what=f"supervisor up ({self.log})")
+
+    def _is_up(self) -> bool:
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise AssertionError(f"forq ended with {self.process.returncode}: {self.log}")
+        done = self.run_ctl("status", "--json")
+        return done.returncode == 0 and bool(json.loads(done.stdout)["supervisor"]["redis"]["ok"])
+
+    def run_ctl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(BIN / "forqctl"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=self.environ(), timeout=60, check=False)
+
+    def ctl(self, *arguments: str) -> str:
+        done = self.run_ctl(*arguments)
+        assert done.returncode == 0, f"forqctl {arguments} ended with {done.returncode}: {done.stderr}"
+        return done.stdout.strip()
+
+    def create(self, name: str, function: str = "noop", **options: object) -> None:
+        settings = [f"--set={key}={value}" for key, value in options.items()]
+        self.ctl("create", name, "--handler", f"traced:{function}", "--path", str(HANDLERS), *settings)
+
+    def status(self, *names: str) -> dict[str, Any]:
+        return json.loads(self.ctl("status", *names, "--json"))  # type: ignore[no-any-return]
+
+    def queue_status(self, name: str) -> dict[str, Any]:
+        return self.status(name)["queues"][0]  # type: ignore[no-any-return]
+
+    def child(self, name: str, role: str = "main") -> dict[str, Any]:
+        return next(child for child in self.queue_status(name)["children"] if child["role"] == role)
+
+    def wait_for_child(self, name: str, state: str = "idle", role: str = "main", not_pid: int = 0) -> dict[str, Any]:
+        def found() -> dict[str, Any] | None:
+            child = self.child(name, role)
+            return child if child["state"] == state and child["pid"] != not_pid else None
+
+        return wait_until(found, what=f"{role} child of {name} is {state}")  # type: ignore[no-any-return]
+
+    def client(self) -> Client:
+        return Client(self.url)
+
+    def traces(self, event: str | None = None) -> list[Trace]:
+        if not self.trace_file.exists():
+            return []
+        found = []
+        for line in self.trace_file.read_text().splitlines():
+            queue, job, fence, pid, what, at, stalls = line.split(" ")
+            if event is None or what == event:
+                found.append(Trace(queue, job, int(fence), int(pid), what, float(at), int(stalls)))
+        return found
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process below the supervisor, and itself."""
+        top = psutil.Process(self.pid)
+        return [top, *top.children(recursive=True)]
+
+    def stop(self, seconds: float = 30.0) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
+
+    def remove(self) -> None:
+        """Whatever is left of it is killed, by pid."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                for process in reversed(self.processes()):
+                    process.kill()
+                self.process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@contextmanager
+def running(*, redis: str | None = None, settings: str = "", trace: Path | None = None) -> Iterator[Forq]:
+    forq = Forq(redis=redis, settings=settings, trace=trace)
+    try:
+        forq.start()
+        yield forq
+    finally:
+        forq.remove()
+
+
+def alive(pids: set[int]) -> set[int]:
+    """Which of these processes still run (a zombie does not)."""
+    found = set()
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.add(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def tree_of(state_dir: Path) -> set[int]:
+    """Every living process that the supervisor of this state directory ever forked, wherever it has gone: they all
+    inherit the descriptor of its tree.lock."""
+    wanted = str(state_dir / "tree.lock")
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                links = {os.readlink(f"/proc/{entry}/fd/{fd}") for fd in os.listdir(f"/proc/{entry}/fd")}
+            except OSError:
+                continue
+            if wanted in links:
+                found.add(int(entry))
+    return alive(found)
