@@ -11,7 +11,8 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types imports unit spec-report wheel format clean
+.PHONY: help setup run test lint types imports unit kills trees bench-drain bench-backlog bench-idle spec-report wheel \
+        format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +50,22 @@ imports: setup ## which folder may import which
 
 unit: setup ## pytest, without the slow suites
 	$(BIN)/pytest -m 'not slow'
+
+kills: setup ## 1,000 kill -9s at random moments over 50,000 jobs (SEED=n repeats a run)
+	FORQ_TEST_KILLS=1000 FORQ_TEST_JOBS=50000 FORQ_TEST_SEED=$(or $(SEED),0) \
+	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_conservation.py -k random_kills
+
+trees: setup ## daemonising handlers, 20 times each: delete, shutdown and kill -9 leave no process
+	FORQ_TEST_TREES=20 $(BIN)/pytest --timeout 1800 tests/end_to_end/test_deaths.py -k "no_process"
+
+bench-drain: setup ## drain rate of one worker process against RQ, Huey and Dramatiq
+	$(BIN)/python benchmarks/drain.py
+
+bench-backlog: setup ## cost of enqueue and claim at 10, 10k and 1M waiting
+	$(BIN)/python benchmarks/backlog.py
+
+bench-idle: setup ## CPU, Redis commands and memory of 50 idle queues
+	$(BIN)/python benchmarks/idle.py
 
 spec-report: setup ## pytest, and which test shows which behaviour of docs/spec.md
 	$(BIN)/pytest -q -m 'not slow' --spec-report

@@ -1,6 +1,7 @@
 """What scripts answer: small integers, and the error each one stands for. The loader gives the names to Lua."""
 
 from forq.errors import (
+    BeingDeleted,
     Exists,
     Fenced,
     ForqError,
@@ -46,7 +47,7 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
     if code == TOO_MANY:
         return TooManyQueues(f"queue {queue!r} was not created: max_queues is reached")
     if code == DELETING:
-        return QueueExists(f"an earlier queue {queue!r} is still being deleted; try again shortly")
+        return BeingDeleted(f"an earlier queue {queue!r} is still being deleted; try again shortly")
     if code == NOT_EMPTY:
         return QueueNotEmpty(f"queue {queue!r} still holds {detail[0]} jobs; delete it with force to drop them")
     if code == FULL:

@@ -11,13 +11,9 @@ import select
 import time
 from typing import Any, cast
 
-from redis.backoff import NoBackoff
-from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection, parse_url
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
+import hiredis
 
+from forq.broker.connection import Connection
 from forq.broker.scripts import Script
 from forq.errors import BackPressure, ForqError, OutcomeUnknown, RedisUnavailable
 
@@ -36,26 +32,28 @@ class Link:
         self.url = url
         self.name = name
         self.timeout_seconds = timeout_seconds
-        self._connection: AbstractConnection | None = None
+        self._connection: Connection | None = None
         self._pid = 0
         self._used_at = 0.0
+        # Of the present connection; None until learn_client_id has asked.
+        self.known_client_id: int | None = None
 
     def call(self, *args: Any) -> Any:
         """Sends one command and returns its answer."""
         connection = self._ready()
         try:
-            connection.send_command(*args)
-            answer = connection.read_response()
-        except (RedisConnectionError, RedisTimeoutError, OSError) as exc:
+            connection.send(args)
+            answer = connection.receive()
+        except (OSError, hiredis.HiredisError) as exc:
             self.close()
-            raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {exc}") from exc
-        except ResponseError as exc:
-            raise self._refusal(exc) from exc
+            raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
         except BaseException:
             # A signal or a cancelled task between request and answer: the next answer would be the wrong one.
             self.close()
             raise
         self._used_at = time.monotonic()
+        if isinstance(answer, hiredis.ReplyError):
+            raise self._refusal(str(answer))
         return answer
 
     def run(self, script: Script, base: str, *args: Any) -> list[Any]:
@@ -70,19 +68,31 @@ class Link:
         """Sends several read commands at once; answers in order."""
         connection = self._ready()
         try:
-            connection.send_packed_command(connection.pack_commands(commands))
-            return [connection.read_response() for _ in commands]
-        except (RedisError, OSError) as exc:
+            connection.send_many(commands)
+            answers = [connection.receive() for _ in commands]
+        except (OSError, hiredis.HiredisError) as exc:
             self.close()
-            raise RedisUnavailable(f"Redis at {self.shown_url}: {exc}") from exc
+            raise RedisUnavailable(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
+        except BaseException:
+            self.close()
+            raise
+        self._used_at = time.monotonic()
+        for answer in answers:
+            if isinstance(answer, hiredis.ReplyError):
+                raise self._refusal(str(answer))
+        return answers
 
-    def client_id(self) -> int:
-        return int(self.call("CLIENT", "ID"))
+    def learn_client_id(self) -> None:
+        """Asks once per connection which number the server knows it by."""
+        self._ready()
+        if self.known_client_id is None:
+            self.known_client_id = int(self.call("CLIENT", "ID"))
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
+        self.known_client_id = None
         if connection is not None and self._pid == os.getpid():
-            connection.disconnect()
+            connection.close()
 
     @property
     def shown_url(self) -> str:
@@ -90,56 +100,45 @@ class Link:
         scheme, _, rest = self.url.partition("://")
         return f"{scheme}://{rest.rpartition('@')[2]}"
 
-    def _ready(self) -> AbstractConnection:
+    def _ready(self) -> Connection:
         connection = self._connection
         if connection is not None and self._pid == os.getpid():
-            if time.monotonic() - self._used_at < IDLE_CHECK_SECONDS or not self._hung_up(connection):
+            if time.monotonic() - self._used_at < IDLE_CHECK_SECONDS or not _hung_up(connection):
                 return connection
             self.close()
-        connection = _connection(self.url, self.name, self.timeout_seconds)
         try:
-            connection.connect()
-        except (RedisError, OSError) as exc:
-            raise RedisUnavailable(f"cannot reach Redis at {self.shown_url}: {exc}") from exc
+            connection = Connection(
+                self.url,
+                name=self.name,
+                connect_timeout_seconds=CONNECT_TIMEOUT_SECONDS,
+                timeout_seconds=self.timeout_seconds,
+            )
+        except (OSError, hiredis.HiredisError) as exc:
+            raise RedisUnavailable(f"cannot reach Redis at {self.shown_url}: {_text(exc)}") from exc
         self._connection, self._pid = connection, os.getpid()
         return connection
 
-    @staticmethod
-    def _hung_up(connection: AbstractConnection) -> bool:
-        """True if an idle connection has something to read: that can only be its end."""
-        sock = connection._sock
-        if sock is None:
-            return True
-        poll = select.poll()
-        poll.register(sock, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def _refusal(self, exc: ResponseError) -> ForqError:
-        text = str(exc)
-        if isinstance(exc, NoScriptError):
+    def _refusal(self, text: str) -> ForqError:
+        if text.startswith("NOSCRIPT"):
             return _ScriptMissing(text)
-        if isinstance(exc, OutOfMemoryError) or "OOM" in text[:80]:
+        if "OOM" in text[:80]:
             return BackPressure(f"Redis at {self.shown_url} is out of memory: {text}")
-        if isinstance(exc, ReadOnlyError) or text.startswith(_NOT_NOW):
+        if text.startswith(_NOT_NOW):
             self.close()
             return RedisUnavailable(f"Redis at {self.shown_url} cannot serve now: {text}")
         return ForqError(f"Redis at {self.shown_url} refused the call: {text}")
 
 
+def _hung_up(connection: Connection) -> bool:
+    """True if an idle connection has something to read: that can only be its end."""
+    poll = select.poll()
+    poll.register(connection.socket, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _text(exc: Exception) -> str:
+    return str(exc) or type(exc).__name__
+
+
 class _ScriptMissing(ForqError):
     """The server does not know the script: it was not run."""
-
-
-def _connection(url: str, name: str, timeout_seconds: float) -> AbstractConnection:
-    options = dict(parse_url(url))
-    made_for = options.pop("connection_class", Connection)
-    options |= {
-        "socket_timeout": timeout_seconds,
-        "retry": Retry(NoBackoff(), 0),
-        "client_name": name,
-        "protocol": 2,
-    }
-    if made_for is not UnixDomainSocketConnection:
-        options |= {"socket_connect_timeout": CONNECT_TIMEOUT_SECONDS, "socket_keepalive": True}
-    assert issubclass(made_for, Connection | SSLConnection | UnixDomainSocketConnection)
-    return cast(AbstractConnection, made_for(**options))

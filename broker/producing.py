@@ -61,6 +61,8 @@ class Producer:
         """Stores all of `jobs` or none; returns their ids."""
         if if_exists not in ("refuse", "skip"):
             raise UsageError(f"if_exists {shown(if_exists)} is not allowed: 'refuse' or 'skip'")
+        if not jobs:
+            return []
         args: list[Any] = [PROTOCOL, if_exists, len(jobs)]
         for job in jobs:
             args += (job.id, job.priority, job.body, job.token)

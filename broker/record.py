@@ -70,6 +70,14 @@ def split_dead(packed: bytes) -> tuple[bytes, bytes]:
     return record, error
 
 
+def read_error(error: bytes) -> Any:
+    """The error of a dead job; of a broken one what can be shown."""
+    try:
+        return orjson.loads(error)
+    except ValueError:
+        return error.decode(errors="replace")
+
+
 def _has_non_finite(value: Any) -> bool:
     stack = [value]
     while stack:

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Mapping
 
-import orjson
-
 from forq.broker.codes import NO_QUEUE, OK, error_for
 from forq.broker.keys import queue_base, registry_key, trash_keys
 from forq.broker.link import Link
-from forq.broker.record import split_dead, unpack
+from forq.broker.record import read_error, split_dead, unpack
 from forq.broker.scripts import script
-from forq.errors import InvalidData
+from forq.errors import InvalidData, UnknownQueue
 from forq.names import check_queue_name
 from forq.version import PROTOCOL
 
 PURGE_CHUNK = 500
+PURGE_CHUNKS = 20
 _DELETING = "deleting"
 
 # One job that a deletion dropped: what recovery needs.
@@ -32,13 +31,23 @@ class Registry:
         return {name.decode(): mode.decode() for name, mode in zip(flat[::2], flat[1::2], strict=True)}
 
     def create(
-        self, name: str, mode: str, max_queues: int, defaults: Mapping[str, object], options: Mapping[str, object]
+        self,
+        name: str,
+        mode: str,
+        max_queues: int,
+        defaults: Mapping[str, object],
+        options: Mapping[str, object],
+        *,
+        reopening: bool = False,
     ) -> bool:
         """Makes the queue or joins it; then sets `options`. True if it was made.
 
         The registry comes first: a crash in between leaves an entry that the next create completes.
+        `reopening`: not if somebody has deleted the queue (UnknownQueue); only if it is there, or its data was lost.
         """
         check_queue_name(name)
+        if reopening and self._link.call("EXISTS", f"{queue_base(self._prefix, name)}:deleted"):
+            raise UnknownQueue(f"queue {name!r} was deleted")
         reply = self._link.run(script("reserve"), self._key, name, mode, max_queues)
         if reply[0] != OK:
             raise error_for(name, reply)
@@ -54,37 +63,52 @@ class Registry:
         """Ends the queue at once; how many jobs that dropped. `purge` finishes it, also after a crash."""
         check_queue_name(name)
         reply = self._link.run(script("delete"), queue_base(self._prefix, name), int(force))
-        if reply[0] == OK:
-            self._link.call("HSET", self._key, name, _DELETING)
-            return int(reply[1])
-        if reply[0] == NO_QUEUE and self._link.call("HGET", self._key, name) is not None:
-            self._link.call("HSET", self._key, name, _DELETING)
-            return 0
-        raise error_for(name, reply)
+        if reply[0] not in (OK, NO_QUEUE):
+            raise error_for(name, reply)
+        registered = self._link.run(script("retire"), self._key, name, _DELETING)[1]
+        if reply[0] == NO_QUEUE and not registered:
+            raise error_for(name, reply)
+        return int(reply[1]) if reply[0] == OK else 0
 
-    def purge(self, name: str, log: Callable[[list[Dropped]], None]) -> None:
-        """Writes what a deleted queue held through `log`, then forgets it and frees its name."""
+    def purge(self, name: str, log: Callable[[list[Dropped]], None]) -> bool:
+        """Writes what a deleted queue held through `log`, then forgets it and frees its name.
+
+        It does a slice of the work and returns True while there is more: call it again.
+        """
         base = queue_base(self._prefix, name)
         for epoch in self._link.call("SMEMBERS", f"{base}:trash"):
             jobs, dead = trash_keys(base, epoch.decode())
-            self._purge_hash(jobs, lambda field, packed: _dropped(name, field, packed), log)
-            self._purge_hash(dead, lambda field, packed: _dropped_dead(name, field, packed), log)
+            if self._purge_hash(jobs, lambda field, packed: _dropped(name, field, packed), log):
+                return True
+            if self._purge_hash(dead, lambda field, packed: _dropped_dead(name, field, packed), log):
+                return True
             self._link.call("SREM", f"{base}:trash", epoch)
-        if self._link.call("HGET", self._key, name) == _DELETING.encode():
+        self._free_name(name, base)
+        return False
+
+    def _free_name(self, name: str, base: str) -> None:
+        if self._link.call("HGET", self._key, name) != _DELETING.encode():
+            return
+        # Somebody may have made the queue again between its end and the mark in the registry.
+        mode = self._link.call("HGET", f"{base}:options", "mode")
+        if mode is None:
             self._link.call("HDEL", self._key, name)
+        else:
+            self._link.run(script("retire"), self._key, name, mode)
 
     def _purge_hash(
         self, trash: str, read: Callable[[bytes, bytes], Dropped], log: Callable[[list[Dropped]], None]
-    ) -> None:
+    ) -> bool:
         cursor = b"0"
-        while True:
+        for _ in range(PURGE_CHUNKS):
             cursor, flat = self._link.call("HSCAN", trash, cursor, "COUNT", PURGE_CHUNK)
             if flat:
                 log([read(field, packed) for field, packed in zip(flat[::2], flat[1::2], strict=True)])
                 self._link.call("HDEL", trash, *flat[::2])
             if cursor == b"0":
                 self._link.call("UNLINK", trash)
-                return
+                return False
+        return True
 
     def pause(self, name: str, *, paused: bool) -> None:
         reply = self._link.run(script("pause"), queue_base(self._prefix, name), int(paused))
@@ -112,4 +136,4 @@ def _dropped(name: str, field: bytes, packed: bytes) -> Dropped:
 
 def _dropped_dead(name: str, member: bytes, packed: bytes) -> Dropped:
     record, error = split_dead(packed)
-    return _dropped(name, member.rpartition(b"@")[0], record) | {"error": orjson.loads(error)}
+    return _dropped(name, member.rpartition(b"@")[0], record) | {"error": read_error(error)}

@@ -1,20 +1,20 @@
 """Looking at a queue: counts, one job, pages of jobs. Nothing here changes anything or scans the keyspace."""
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import orjson
 
 from forq.broker.codes import OK, error_for
 from forq.broker.keys import pending_key, queue_base
 from forq.broker.link import Link
-from forq.broker.record import Record, split_dead, unpack
+from forq.broker.record import Record, read_error, split_dead, unpack
 from forq.broker.scripts import script
 from forq.errors import InvalidData, UnknownJob, UsageError
 from forq.names import check_job_id, check_queue_name, shown
 
 STATES = ("waiting", "active", "dead")
 MAX_PAGE = 1000
+_CURSOR = re.compile(r"(active|dead)/[0-9]{1,20}|waiting/[0-9]\.[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ class Viewer:
         while priority <= 9 and len(jobs) < limit:
             stop = offset + limit - len(jobs) - 1
             hints = self._link.call("LRANGE", pending_key(self._base, priority), offset, stop)
-            jobs += self._named([(job_id, "waiting") for job_id in hints if job_id])
+            # A job that was cancelled and enqueued again may have two hints.
+            jobs += self._named([(job_id, "waiting") for job_id in dict.fromkeys(hints) if job_id])
             offset += len(hints)
             if len(hints) == 0:
                 priority, offset = priority + 1, 0
@@ -146,7 +147,7 @@ class Viewer:
         return _job(job_id, "dead", record) | {
             "fence": int(last.rpartition(b"@")[2]),
             "died_at": float(died_ms or 0) / 1000,
-            "error": orjson.loads(error),
+            "error": read_error(error),
         }
 
 
@@ -206,10 +207,10 @@ def _read_cursor(after: str | None, state: str | None) -> tuple[str, str]:
     if after is None:
         stage = state or "active"
         return stage, "0.0" if stage == "waiting" else "0"
-    stage, _, position = after.partition("/")
-    if stage not in STATES or not position.replace(".", "", 1).isdigit():
+    if not _CURSOR.fullmatch(after):
         raise UsageError(f"cursor {shown(after)} is not allowed: use the one that the last page ended with")
-    return stage, position if stage != "waiting" or "." in position else f"{position}.0"
+    stage, _, position = after.partition("/")
+    return stage, position
 
 
 def _escaped(text: str) -> str:

@@ -2,11 +2,13 @@
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
+import psutil
 
 from forq import exits
 from forq.broker.link import Link
@@ -15,7 +17,7 @@ from forq.broker.registry import Dropped, Registry
 from forq.broker.server_check import check_server
 from forq.broker.stored_options import stored, stored_defaults
 from forq.broker.viewing import Viewer, counts_of
-from forq.errors import ForqError, UsageError
+from forq.errors import BeingDeleted, ForqError, UsageError
 from forq.names import check_queue_name, shown
 from forq.services.desk import Desk
 
@@ -60,6 +62,7 @@ class Clerk:
             "job": self.job,
             "jobs": self.jobs,
             "counts": self.counts,
+            "memory": self.memory,
         }
 
     def check(self, params: dict[str, Any]) -> object:
@@ -67,20 +70,35 @@ class Clerk:
         return {"server": check_server(self._link)}
 
     def create(self, params: dict[str, Any]) -> object:
-        made = self._registry.create(
-            params["name"], params["mode"], self._settings.max_queues, stored_defaults(), stored(params["options"])
-        )
+        try:
+            made = self._create(params)
+        except BeingDeleted:
+            # Whoever deleted it may have died half way: finish that first.
+            while self._purge(params["name"]):
+                pass
+            made = self._create(params)
         return {"created": made}
+
+    def _create(self, params: dict[str, Any]) -> bool:
+        return self._registry.create(
+            params["name"],
+            params["mode"],
+            self._settings.max_queues,
+            stored_defaults(),
+            stored(params["options"]),
+            reopening=params["reopening"],
+        )
 
     def delete(self, params: dict[str, Any]) -> object:
         return {"dropped": self._registry.delete(params["name"], force=bool(params.get("force")))}
 
     def purge(self, params: dict[str, Any]) -> object:
-        """What a deleted queue held goes to its failed log."""
-        name = check_queue_name(params["name"])
+        """What a deleted queue held goes to its failed log, a slice of it per call."""
+        return {"more": self._purge(check_queue_name(params["name"]))}
+
+    def _purge(self, name: str) -> bool:
         directory = self._settings.logs_dir / name
-        self._registry.purge(name, lambda jobs: append_lines(directory, "failed.jsonl", jobs))
-        return {}
+        return self._registry.purge(name, lambda jobs: append_lines(directory, "failed.jsonl", jobs))
 
     def pause(self, params: dict[str, Any]) -> object:
         self._registry.pause(check_queue_name(params["name"]), paused=params["paused"])
@@ -125,6 +143,14 @@ class Clerk:
                 page = Viewer(self._link, self._settings.prefix, name).jobs(limit=100)
                 answer[name]["items"] = [{"id": job["id"], "identifier": job["identifier"]} for job in page.jobs]
         return answer
+
+    def memory(self, params: dict[str, Any]) -> object:
+        """Each process's share of memory (PSS) in bytes: pages that n processes share count 1/n to each."""
+        found: dict[str, int] = {}
+        for pid in params["pids"]:
+            with suppress(psutil.Error):  # it has ended meanwhile
+                found[str(pid)] = psutil.Process(pid).memory_full_info().pss
+        return found
 
     def _producer(self, params: dict[str, Any]) -> Producer:
         return Producer(self._link, self._settings.prefix, check_queue_name(params.get("name")))

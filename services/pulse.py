@@ -1,8 +1,8 @@
 """Pulse: the supervisor's hand in Redis for everything that must not wait for a handler.
 
 1. A heartbeat per queue, with the position of each worker; the answers tell of queues and places that are gone.
-2. Recovery of workers whose process has ended, repeated until Redis has taken it, and again shortly after: a BLMOVE
-   that was under way may still be served to a connection that is already dead.
+2. Recovery of workers whose process has ended (the supervisor asks until Redis has taken it), and again shortly after:
+   a BLMOVE that was under way may still be served to a connection that is already dead.
 3. Rescue: while some worker holds a batch, it looks at the scoreboard and gives back what is stuck behind a slow job.
 4. When the supervisor dies, it kills the children that cannot do so themselves.
 """
@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -29,7 +28,6 @@ from forq.services.desk import Desk
 from forq.treekill import kill_tree
 
 CALL_TIMEOUT_SECONDS = 3.0
-RETRY_SECONDS = 0.25
 # The second look at the list of a worker that was taken out, and the third.
 DRAIN_AGAIN_SECONDS = (0.1, 1.0)
 WATCH_SECONDS = 0.02
@@ -78,6 +76,9 @@ class Pulse:
         poll.register(self._desk.fileno(), select.POLLIN)
         poll.register(self._settings.watch_fd, select.POLLIN)
         self._later(0, self._beat)
+        # A predecessor that died while it was watching has left the flag up: workers would not ring any more.
+        self._board.watching = 1
+        self._later(0, self._look)
         while True:
             for fd, _ in poll.poll(self._patience_ms()):
                 if fd == self._settings.watch_fd:
@@ -98,31 +99,20 @@ class Pulse:
         at = Position(params["worker"], params["turn"], params["index"], params["running"])
         queue, processor = params["queue"], params["processor"]
 
-        def recover() -> None:
-            self._keeper.recover(queue, processor, at, count=params["count"], cause=params["cause"])
-
         def drain_again() -> None:
             nowhere = Position(at.worker, -1, 0, False)
             self._keeper.recover(queue, processor, nowhere, count=False, cause="late")
 
-        self._insist(recover)
+        self._keeper.recover(queue, processor, at, count=params["count"], cause=params["cause"])
         for seconds in DRAIN_AGAIN_SECONDS:
-            self._later(seconds, lambda: self._insist(drain_again))
+            self._later(seconds, drain_again)
         return {}
 
     def _evict(self, params: dict[str, Any]) -> object:
         """An earlier run of this supervisor is proven gone: nobody has to wait for its expiry."""
         for queue in params["queues"]:
-            self._insist(partial(self._keeper.evict, queue, params["processor"], "supervisor_lost"))
+            self._keeper.evict(queue, params["processor"], params["cause"])
         return {}
-
-    def _insist(self, call: Callable[[], object]) -> None:
-        """Now if possible, else as soon as Redis is back."""
-        try:
-            call()
-        except RedisUnavailable as exc:
-            self._note_redis(exc)
-            self._later(RETRY_SECONDS, lambda: self._insist(call))
 
     def _beat(self) -> None:
         self._heartbeats(self._queues)
@@ -194,19 +184,21 @@ class Pulse:
                 continue
             batches = True
             word = unpack_word(raw)
-            if word.running and age_ms(raw, now) > RESCUE_AFTER_MS:
+            position = Position(slot.worker, word.turn, word.index, True)
+            if word.running and age_ms(raw, now) > RESCUE_AFTER_MS and self._rescue(slot.queue, position):
                 self._rescued[number] = raw
-                self._rescue(slot.queue, Position(slot.worker, word.turn, word.index, True))
         return batches
 
-    def _rescue(self, queue: str, at: Position) -> None:
+    def _rescue(self, queue: str, at: Position) -> bool:
+        """False if it is to be tried again at the next look."""
         try:
             rescued = self._keeper.rescue(queue, at)
         except ForqError as exc:
             log.warning("rescue failed queue=%s error=%s", queue, exc)
-            return
+            return False
         if rescued:
             log.info("rescued jobs that were stuck behind a slow one queue=%s jobs=%s", queue, rescued)
+        return True
 
     def _end_with_supervisor(self) -> None:
         """Each child kills what is below it and ends; one whose interpreter is stuck is killed from here."""
@@ -229,7 +221,11 @@ class Pulse:
     def _call_due(self) -> None:
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
+            call = heapq.heappop(self._timers)[2]
+            try:
+                call()
+            except ForqError as exc:
+                log.warning("pulse could not finish what was due error=%s", exc)
 
 
 def _is_ours(pid: int) -> bool:

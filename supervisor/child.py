@@ -48,7 +48,10 @@ class Nursery:
 
 
 class Child:
-    """A forked child. `on_line` gets what it says on its leash, `on_end` how it ended, once its tree is gone."""
+    """A forked child. `on_line` gets what it says on its leash, `on_end` how it ended, once its tree is gone.
+
+    Making one raises OSError when the system has no process, descriptor or control group left to give.
+    """
 
     def __init__(
         self,
@@ -64,18 +67,23 @@ class Child:
         self.name = name
         self.started = time.monotonic()
         self.stopping = False
-        self.killed = False
+        self.ended = False
         self._nursery = nursery
         self._on_line = on_line
         self._on_end = on_end
         self._lines = wire.Lines(MAX_LINE_BYTES)
         self._output = bytearray()
         self._timer: Timer | None = None
+        self._cgroup = nursery.cgroup(name.replace(" ", "-")) if runs_user_code else None
         self._leash, theirs = socket.socketpair()
         self._leash.setblocking(False)
-        self._cgroup = nursery.cgroup(name.replace(" ", "-")) if runs_user_code else None
-        self._spawned = self._fork(theirs, run, handled)
-        theirs.close()
+        try:
+            self._spawned = self._fork(theirs, run, handled)
+        except OSError:
+            self._leash.close()
+            raise
+        finally:
+            theirs.close()
         nursery.pids.add(self.pid)
         nursery.loop.add_reader(self._leash.fileno(), self._read)
         nursery.loop.watch_child(self._spawned.pidfd, self._ended)
@@ -93,7 +101,7 @@ class Child:
 
     def stop(self, grace_seconds: float) -> None:
         """TERM; after the grace period TERM to its group; then its whole tree is killed."""
-        if self.stopping:
+        if self.stopping or self.ended:
             return
         self.stopping = True
         signal_child(self._spawned, signal.SIGTERM)
@@ -101,7 +109,9 @@ class Child:
 
     def kill(self) -> None:
         """Kills the whole tree now; on_end follows."""
-        self.stopping = self.killed = True
+        self.stopping = True
+        if self.ended:
+            return
         if self._cgroup is not None and self._cgroup.kill():
             return
         kill_tree(self.pid)
@@ -157,17 +167,27 @@ class Child:
         ended = reap(self._spawned)
         if ended is None:
             raise ForqError(f"child {self.name} was reported dead but is not")
+        try:
+            self._bury()
+        except Exception:  # whatever could not be cleared away, the supervisor must learn that the child is gone
+            log.exception("burial failed child=%s", self.name)
+        finally:
+            self._on_end(ended)
+
+    def _bury(self) -> None:
         loop = self._nursery.loop
         if self._timer is not None:
             self._timer.cancel()
-        self._read()
-        loop.remove_reader(self._leash.fileno())
-        loop.remove_writer(self._leash.fileno())
-        self._leash.close()
-        self._spawned.close()
+        self.ended = True
         self._nursery.pids.discard(self.pid)
+        try:
+            self._read()
+        finally:
+            loop.remove_reader(self._leash.fileno())
+            loop.remove_writer(self._leash.fileno())
+            self._leash.close()
+            self._spawned.close()
         if self._cgroup is not None:
             self._cgroup.kill()
             self._cgroup.remove()
         self._nursery.bury_orphans()
-        self._on_end(ended)

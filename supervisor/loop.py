@@ -125,10 +125,11 @@ class Loop:
         """Wait for something to happen, at most so long (None: for ever), and make the calls that are due."""
         for key, events in self._selector.select(self._patience(timeout_seconds)):
             entry: _Entry = key.data
-            # A callback of this round may have removed the descriptor, or closed it and registered its successor.
-            if events & selectors.EVENT_READ and self._entries.get(key.fd) is entry and entry.reader:
+            # A callback of this round may have removed the descriptor, which empties its entry; one that was closed and
+            # registered again has another entry.
+            if events & selectors.EVENT_READ and entry.reader:
                 self._call(entry.reader)
-            if events & selectors.EVENT_WRITE and self._entries.get(key.fd) is entry and entry.writer:
+            if events & selectors.EVENT_WRITE and entry.writer:
                 self._call(entry.writer)
         self._call_due_timers()
 

@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any
 
 from forq import exits, wire
+from forq.errors import ForqError
 from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Scoreboard, Slot, State, unpack_word
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.loop import Timer
-from forq.supervisor.respawn import Respawn
+from forq.supervisor.respawn import SETTLED_SECONDS, Respawn
 from forq.supervisor.spawn import Exit
 
 log = logging.getLogger("forq")
@@ -34,6 +35,7 @@ class Surroundings:
     queue_gone: Callable[[str], None]
     evicted: Callable[[], None]
     changed: Callable[[], None]
+    processor: Callable[[], str]
 
 
 class _Seat:
@@ -44,6 +46,7 @@ class _Seat:
         self.child: Child | None = None
         self.slots: tuple[int, ...] = ()
         self.restarts = 0
+        self.processor = ""
         self.ready = False
         self.respawn = Respawn()
         self.timer: Timer | None = None
@@ -60,6 +63,7 @@ class QueueUnit:
         self._seats = [_Seat(Role.MAIN), _Seat(Role.RETRY)]
         self._wanted = False
         self._then: list[Callable[[], None]] = []
+        self._start_again: Callable[[], None] | None = None
 
     @property
     def state(self) -> str:
@@ -67,13 +71,25 @@ class QueueUnit:
             return "config_error"
         if not self._wanted:
             return "stopped"
-        if any(seat.respawn.flapping(self._now()) for seat in self._seats):
+        if any(self._flapping(seat) for seat in self._seats):
             return "flapping"
         return "draining" if self.draining else "running"
+
+    def _flapping(self, seat: _Seat) -> bool:
+        """It died again and again; the one that runs now has not shown yet that it does better."""
+        if not seat.respawn.flapping:
+            return False
+        settled = any(self._around.scoreboard.slot(number).done for number in seat.slots)
+        return seat.child is None or not (settled or seat.child.uptime_seconds() > SETTLED_SECONDS)
 
     @property
     def running(self) -> bool:
         return any(seat.child is not None for seat in self._seats)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether its children run, or are about to."""
+        return self._wanted or self._start_again is not None
 
     def start(self) -> None:
         self._wanted = True
@@ -85,6 +101,7 @@ class QueueUnit:
     def stop(self, then: Callable[[], None] | None = None, *, now: bool = False) -> None:
         """Ends both children: in order within the grace period, or at once. `then` is called when they are gone."""
         self._wanted = False
+        self._start_again = None
         if then is not None:
             self._then.append(then)
         for seat in self._seats:
@@ -98,15 +115,18 @@ class QueueUnit:
         self._tell_if_stopped()
 
     def restart(self, then: Callable[[], None]) -> None:
-        """New children, with the handler's code as it is now."""
+        """New children, with the handler's code as it is now. `then` is called also if a stop comes in between."""
 
         def start_again() -> None:
             for seat in self._seats:
                 seat.respawn.forget()
             self.start()
-            then()
 
-        self.stop(start_again)
+        self.stop(then)
+        if self.running:
+            self._start_again = start_again
+        else:
+            start_again()
 
     def describe_children(self) -> list[dict[str, Any]]:
         return [self._describe(seat) for seat in self._seats]
@@ -134,14 +154,34 @@ class QueueUnit:
         }
 
     def _spawn(self, seat: _Seat) -> None:
+        if seat.timer is not None:
+            seat.timer.cancel()
         seat.timer = None
         self._around.changed()
         count = int(self.options["concurrency"]) if seat.role == Role.MAIN else 1
-        seat.slots = tuple(self._around.scoreboard.take() for _ in range(count))
+        slots: list[int] = []
+        try:
+            while len(slots) < count:
+                slots.append(self._around.scoreboard.take())
+            seat.child = self._child(seat, tuple(slots))
+        except (OSError, ForqError) as exc:
+            # No process, descriptor or slot to be had now: that may pass.
+            for number in slots:
+                self._around.scoreboard.give_back(number)
+            delay = seat.respawn.delay_after_death(0.0)
+            log.error("cannot start child queue=%s error=%s again_in=%.2fs", self.spec.name, exc, delay)
+            seat.timer = self._around.nursery.loop.call_later(delay, lambda: self._spawn(seat))
+            return
+        seat.slots = tuple(slots)
+        seat.processor = self._around.processor()
         seat.ready = False
         seat.last_words = None
-        slots = seat.slots
-        seat.child = Child(
+        for number in slots:
+            # So that pulse finds it even before it has come to life.
+            self._around.scoreboard.slot(number).pid = seat.child.pid
+
+    def _child(self, seat: _Seat, slots: tuple[int, ...]) -> Child:
+        return Child(
             self._around.nursery,
             f"{self.spec.name} {seat.role.name.lower()}",
             lambda leash: self._around.run_child(self.spec, seat.role, slots, leash),
@@ -163,18 +203,19 @@ class QueueUnit:
         assert child is not None
         self._around.changed()
         slots = [self._around.scoreboard.slot(number) for number in seat.slots]
-        progressed = any(slot.done or slot.started_ns for slot in slots)
-        self._recover(
-            slots, "interrupted" if child.stopping else ended.text.replace(" ", "_"), count=not child.stopping
-        )
+        progressed, began = any(slot.done for slot in slots), any(slot.started_ns for slot in slots)
+        # With several jobs running nobody knows which of them did it: only a death with one of them counts.
+        solo = sum(unpack_word(slot.word).running for slot in slots) == 1
+        cause = "interrupted" if child.stopping else ended.text.replace(" ", "_")
+        self._recover(seat.processor, slots, cause, count=solo and not child.stopping)
         seat.slots = ()
         if not self._wanted or child.stopping:
             self._tell_if_stopped()
             return
         seat.restarts += 1
-        self._decide(seat, ended, child.uptime_seconds(), progressed)
+        self._decide(seat, ended, child.uptime_seconds(), progressed=progressed, began=began)
 
-    def _decide(self, seat: _Seat, ended: Exit, lived_seconds: float, progressed: bool) -> None:
+    def _decide(self, seat: _Seat, ended: Exit, lived_seconds: float, *, progressed: bool, began: bool) -> None:
         """What follows a death that nobody asked for."""
         name, role = self.spec.name, seat.role.name.lower()
         if ended.code in (exits.CONFIG, exits.INCOMPATIBLE):
@@ -187,11 +228,11 @@ class QueueUnit:
         elif ended.code == exits.FENCED:
             self._around.evicted()
         else:
-            delay = seat.respawn.delay_after_death(self._now(), lived_seconds, progressed=progressed)
+            delay = seat.respawn.delay_after_death(lived_seconds, progressed=progressed, began=began)
             log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", name, role, ended.text, delay)
             seat.timer = self._around.nursery.loop.call_later(delay, lambda: self._spawn(seat))
 
-    def _recover(self, slots: list[Slot], cause: str, *, count: bool) -> None:
+    def _recover(self, processor: str, slots: list[Slot], cause: str, *, count: bool) -> None:
         """Hands what the workers of a dead child held to pulse; a slot is used again only when that is done."""
         for slot in slots:
             word = unpack_word(slot.word)
@@ -202,6 +243,7 @@ class QueueUnit:
                 continue
             params = {
                 "queue": self.spec.name,
+                "processor": processor,
                 "worker": slot.worker,
                 "turn": word.turn,
                 "index": word.index,
@@ -214,8 +256,8 @@ class QueueUnit:
     def _tell_if_stopped(self) -> None:
         if not self.running and not self._wanted:
             waiting, self._then = self._then, []
+            start_again, self._start_again = self._start_again, None
+            if start_again is not None:
+                start_again()
             for then in waiting:
                 then()
-
-    def _now(self) -> float:
-        return self._around.nursery.loop.now()

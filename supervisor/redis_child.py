@@ -29,14 +29,18 @@ class RedisChild:
         return None if self._spawned is None else self._spawned.pid
 
     def start(self) -> None:
-        # It dies with the supervisor, in order: TERM makes it write what it has.
-        self._spawned = exec_program(
-            self._argv,
-            loop=self._nursery.loop,
-            keep_fds=self._nursery.keep_fds,
-            env=dict(os.environ),
-            death_signal=signal.SIGTERM,
-        )
+        try:
+            # It dies with the supervisor, in order: TERM makes it write what it has.
+            self._spawned = exec_program(
+                self._argv,
+                loop=self._nursery.loop,
+                keep_fds=self._nursery.keep_fds,
+                env=dict(os.environ),
+                death_signal=signal.SIGTERM,
+            )
+        except OSError as exc:
+            self._start_later(0.0, f"cannot start it: {exc}")
+            return
         self._started = self._nursery.loop.now()
         self._nursery.pids.add(self._spawned.pid)
         self._nursery.loop.watch_child(self._spawned.pidfd, self._ended)
@@ -63,8 +67,12 @@ class RedisChild:
             self._stopped()
             return
         self.restarts += 1
+        self._start_later(self._nursery.loop.now() - self._started, "unknown" if ended is None else ended.text)
+
+    def _start_later(self, lived_seconds: float, reason: str) -> None:
         loop = self._nursery.loop
-        delay = self._respawn.delay_after_death(loop.now(), loop.now() - self._started, progressed=False)
-        end = "unknown" if ended is None else ended.text
-        log.error("embedded redis died, starting it again end=%s again_in=%.2fs", end, delay)
+        delay = self._respawn.delay_after_death(lived_seconds)
+        log.error(
+            "embedded redis died (see redis/server.log in the state directory) end=%s again_in=%.2fs", reason, delay
+        )
         loop.call_later(delay, lambda: None if self._stopped else self.start())

@@ -26,9 +26,8 @@ def run(overrides: Mapping[str, object]) -> int:
     try:
         config = load(overrides, os.environ)
         state = StateDir(config.state_dir)
-        specs = _specs(config, state)
-        state.lock(on_wait=lambda pids: log.warning("waiting for what an earlier run left behind pids=%s", pids))
-        return _serve(config, state, specs)
+        state.lock(on_wait=lambda pids: log.warning("killing what an earlier run left behind pids=%s", pids))
+        return _serve(config, state, _specs(config, state))
     except ForqError as exc:
         print(f"forq: {exc}", file=sys.stderr)
         return exc.exit_code
@@ -46,6 +45,7 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec]) -> int:
     log.info("serving queues=%s socket=%s redis=%s", len(specs), config.socket, supervisor.status_of_redis()["url"])
     loop.run()
     control.close()
+    supervisor.close()
     log.info("stopped")
     return supervisor.exit_code
 

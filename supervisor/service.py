@@ -9,6 +9,7 @@ from typing import Any
 from forq import wire
 from forq.errors import ForqError, OutcomeUnknown
 from forq.supervisor.child import Child, Nursery
+from forq.supervisor.loop import Timer
 from forq.supervisor.respawn import Respawn
 from forq.supervisor.spawn import Exit
 
@@ -42,9 +43,18 @@ class Service:
         self._pending: dict[int, tuple[str, dict[str, Any], Answer | None, bool]] = {}
         self._stopped = False
         self._then: Callable[[], None] | None = None
+        self._timer: Timer | None = None
 
     def start(self) -> None:
-        self.child = Child(self._nursery, self.name, self._run, on_line=self._read, on_end=self._ended)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        try:
+            self.child = Child(self._nursery, self.name, self._run, on_line=self._read, on_end=self._ended)
+        except OSError as exc:
+            log.error("cannot start service service=%s error=%s", self.name, exc)
+            self._start_later(0.0)
+            return
         unanswered, self._pending = self._pending, {}
         for method, params, answer, repeat in unanswered.values():
             self.ask(method, params, answer, repeat=repeat)
@@ -59,9 +69,12 @@ class Service:
 
     def restart(self, then: Callable[[], None]) -> None:
         """A new process, which starts with what the supervisor knows now."""
-        self._then = then
         if self.child is not None:
+            self._then = then
             self.child.kill()
+            return
+        self.start()
+        then()
 
     def kill(self) -> None:
         self._stopped = True
@@ -78,7 +91,10 @@ class Service:
         assert isinstance(number, int)
         _, _, answered, _ = self._pending.pop(number)
         if answered is not None:
-            answered(answer)
+            try:
+                answered(answer)
+            except Exception:  # the lines behind this one belong to others
+                log.exception("answer could not be used service=%s", self.name)
         elif isinstance(answer, ForqError):
             log.error("request failed service=%s error=%s", self.name, answer)
 
@@ -99,6 +115,9 @@ class Service:
                 del self._pending[number]
                 if answer is not None:
                     answer(OutcomeUnknown(f"the {self.name} process died before it answered ({ended.text})"))
+        self._start_later(lived)
+
+    def _start_later(self, lived_seconds: float) -> None:
         loop = self._nursery.loop
-        delay = self._respawn.delay_after_death(loop.now(), lived, progressed=False)
-        loop.call_later(delay, lambda: None if self._stopped else self.start())
+        delay = self._respawn.delay_after_death(lived_seconds)
+        self._timer = loop.call_later(delay, lambda: None if self._stopped else self.start())

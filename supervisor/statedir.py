@@ -94,18 +94,23 @@ class StateDir:
         return name, predecessor
 
     def save_queue(self, name: str, definition: dict[str, Any]) -> None:
-        path = self._queue_file(name)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        _replace(path, json.dumps(definition, indent=2, sort_keys=True).encode() + b"\n")
-
-    def drop_queue(self, name: str) -> None:
-        """Safe to repeat."""
+        """Raises ForqError when it cannot be written."""
         path = self._queue_file(name)
         try:
-            path.unlink()
-        except FileNotFoundError:
-            return
-        _sync_directory(path.parent)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            _replace(path, json.dumps(definition, indent=2, sort_keys=True).encode() + b"\n")
+        except OSError as exc:
+            raise ForqError(f"queue definition {path} cannot be written: {exc.strerror}") from exc
+
+    def drop_queue(self, name: str) -> None:
+        """Safe to repeat. Raises ForqError when it cannot be removed."""
+        path = self._queue_file(name)
+        try:
+            path.unlink(missing_ok=True)
+            if path.parent.is_dir():
+                _sync_directory(path.parent)
+        except OSError as exc:
+            raise ForqError(f"queue definition {path} cannot be removed: {exc.strerror}") from exc
 
     def load_queues(self) -> dict[str, dict[str, Any]]:
         return {path.name.removesuffix(".json"): _load_queue(path) for path in self._queue_files()}

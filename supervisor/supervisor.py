@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from setproctitle import setproctitle
 
 from forq import exits
 from forq.cgroup import Cgroup, Cgroups
-from forq.errors import ForqError, IncompatibleProtocol, IncompatibleServer, RedisUnavailable
+from forq.errors import ForqError, IncompatibleProtocol, IncompatibleServer, RedisUnavailable, UnknownQueue
 from forq.options import QueueSpec
 from forq.scoreboard import Role, Scoreboard
 from forq.supervisor import embedded, entry_points
@@ -35,6 +36,7 @@ RETRY_SECONDS = 0.25
 # How long a stop waits for Redis to take what the children held; after that the next start recovers it.
 LAST_RECOVERY_SECONDS = 3.0
 TITLE_SECONDS = 0.2
+FLAPPING_LOOK_SECONDS = 5.0
 
 log = logging.getLogger("forq")
 
@@ -62,8 +64,16 @@ class Supervisor:
         self.clerk = Service(self.nursery, "clerk", self._run_clerk)
         self._unrecovered = 0
         self._leaving: set[QueueUnit] = set()
+        self._rejoining = False
         self._around = Surroundings(
-            self.nursery, self.scoreboard, self._run_child, self._recover, self.queue_gone, self.rejoin, self._changed
+            nursery=self.nursery,
+            scoreboard=self.scoreboard,
+            run_child=self._run_child,
+            recover=self._recover,
+            queue_gone=self.queue_gone,
+            evicted=self.rejoin,
+            changed=self._changed,
+            processor=lambda: self.processor,
         )
         self._title_timer: Timer | None = None
 
@@ -85,68 +95,116 @@ class Supervisor:
         self._changed()
         return unit
 
-    def open_queue(self, unit: QueueUnit, then: Callable[[ForqError | None], None] | None = None) -> None:
-        """Makes the queue in Redis or joins it, then starts its children. Tried again while Redis is down."""
+    def serves(self, unit: QueueUnit) -> bool:
+        return self.units.get(unit.spec.name) is unit and not self.stopping
+
+    def open_queue(
+        self, unit: QueueUnit, then: Callable[[ForqError | None], None] | None = None, *, reopening: bool = False
+    ) -> None:
+        """Makes the queue in Redis or joins it, then starts its children. Tried again while Redis is down.
+
+        `reopening`: the queue existed before; if somebody has deleted it meanwhile it is dropped here too.
+        """
+        name = unit.spec.name
 
         def made(answer: Any) -> None:
-            if self.units.get(unit.spec.name) is not unit or self.stopping:
-                return
-            if isinstance(answer, RedisUnavailable) and then is None:
-                self.loop.call_later(RETRY_SECONDS, lambda: self.open_queue(unit))
-                return
             error = answer if isinstance(answer, ForqError) else None
-            if error is None:
+            if not self.serves(unit):
+                error = UnknownQueue(f"queue {name!r} was deleted meanwhile")
+            elif error is None:
                 unit.start()
                 self._tell_pulse()
-            elif then is None:
-                self._cannot_open(unit, error)
             if then is not None:
                 then(error)
+            if error is not None and self.serves(unit):
+                self._cannot_open(unit, error, reopening=reopening)
 
-        spec = unit.spec
-        params = {"name": spec.name, "mode": spec.mode, "options": dict(self.config.options_of(spec))}
+        if not self.serves(unit):
+            made(None)
+            return
+        params = {"name": name, "mode": unit.spec.mode, "options": dict(unit.options), "reopening": reopening}
         self.clerk.ask("create", params, made)
+
+    def _cannot_open(self, unit: QueueUnit, error: ForqError, *, reopening: bool) -> None:
+        name = unit.spec.name
+        if isinstance(error, RedisUnavailable):
+            self.loop.call_later(RETRY_SECONDS, lambda: self.open_queue(unit, reopening=reopening))
+        elif isinstance(error, UnknownQueue):
+            log.warning("queue was deleted by another supervisor queue=%s", name)
+            self.drop_queue(name, lambda: None)
+        else:
+            log.error("queue cannot be served queue=%s reason=%s", name, error)
+            unit.config_error = str(error)
+            if isinstance(error, IncompatibleProtocol):
+                self.fail(exits.INCOMPATIBLE, str(error))
+
+    def replace_queue(self, old: QueueUnit, spec: QueueSpec, then: Callable[[ForqError | None], None]) -> None:
+        """Another definition for a queue that is served: its children end in order, then the new ones start."""
+        unit = self.add_queue(spec)
+        self._leaving.add(old)
+
+        def ended() -> None:
+            self._leaving.discard(old)
+            self.open_queue(unit, then)
+
+        old.stop(ended)
 
     def drop_queue(self, name: str, then: Callable[[], None]) -> None:
         """Ends the queue's processes at once, with everything below them, and forgets its definition."""
         unit = self.units.pop(name, None)
         self._changed()
-        self.state.drop_queue(name)
         self._tell_pulse()
-        if unit is None:
-            then()
-            return
-        self._leaving.add(unit)
+        leaving = [other for other in (unit, *self._leaving) if other is not None and other.spec.name == name]
+        self._leaving.update(leaving)
+        left = set(leaving)
 
-        def gone() -> None:
-            self._leaving.discard(unit)
-            then()
+        def gone(one: QueueUnit) -> None:
+            left.discard(one)
+            self._leaving.discard(one)
+            if not left:
+                then()
 
-        unit.stop(gone, now=True)
+        for one in leaving:
+            one.stop(partial(gone, one), now=True)
+        if not leaving:
+            then()
+        self.state.drop_queue(name)
 
     def queue_gone(self, name: str, *, deleted: bool = False) -> None:
-        """A child or pulse found that the queue is not in Redis any more."""
+        """A child or pulse found that the queue is not in Redis any more: deleted elsewhere, or lost with its data."""
         unit = self.units.get(name)
-        if unit is None or self.stopping:
+        if unit is None or self.stopping or not unit.wanted:
             return
         if deleted:
             log.warning("queue was deleted by another supervisor queue=%s", name)
             self.drop_queue(name, lambda: None)
-        elif unit.state != "stopped":
-            # Pulse knows whether it was deleted and says so at its next heartbeat; if its data was lost, make it anew.
-            unit.stop(lambda: self._reopen(unit), now=True)
+        else:
+            unit.stop(lambda: self.open_queue(unit, reopening=True), now=True)
 
     def rejoin(self) -> None:
         """This processor has been evicted: its children end at once, and it starts afresh under a new name."""
-        if self.stopping:
+        if self.stopping or self._rejoining:
             return
+        self._rejoining = True
         log.error("this processor was removed from Redis, starting afresh processor=%s", self.processor)
         evicted = self.processor
         self.processor, _ = self.state.take_processor()
-        units = list(self.units.values())
+        units = [unit for unit in self.units.values() if unit.wanted]
+        left = set(units)
+
+        def one_ended(unit: QueueUnit) -> None:
+            left.discard(unit)
+            if not left:
+                self.pulse.restart(lambda: self._reopen(units, evicted))
+
         for unit in units:
-            unit.stop(now=True)
-        self.pulse.restart(lambda: self._reopen_all(units, evicted))
+            unit.stop(partial(one_ended, unit), now=True)
+
+    def _reopen(self, units: list[QueueUnit], evicted: str) -> None:
+        self._rejoining = False
+        self._evict(evicted, "evicted")
+        for unit in units:
+            self.open_queue(unit, reopening=True)
 
     def stop(self, *, now: bool = False) -> None:
         """Ends everything in order, or at once."""
@@ -154,17 +212,22 @@ class Supervisor:
             log.info("stopping queues=%s", len(self.units))
         self.stopping = True
         units = [*self.units.values(), *self._leaving]
-        left = {id(unit) for unit in units}
+        left = set(units)
 
         def one_stopped(unit: QueueUnit) -> None:
-            left.discard(id(unit))
+            left.discard(unit)
             if not left:
                 self._stop_services()
 
         for unit in units:
-            unit.stop(lambda unit=unit: one_stopped(unit), now=now)  # type: ignore[misc]
+            unit.stop(partial(one_stopped, unit), now=now)
         if not units:
             self._stop_services()
+
+    def close(self) -> None:
+        """After the loop has ended: leaves nothing behind but the state directory."""
+        if self._cgroups is not None:
+            self._cgroups.remove()
 
     def status_of_redis(self) -> dict[str, Any]:
         return {"url": shown_url(self.redis_url), "embedded": self.redis is not None, **self.redis_state}
@@ -189,29 +252,12 @@ class Supervisor:
 
     def _open_all(self) -> None:
         if self._predecessor is not None:
-            self.pulse.ask("evict", {"processor": self._predecessor, "queues": list(self.units)}, repeat=True)
+            self._evict(self._predecessor, "supervisor_lost")
             self._predecessor = None
+        declared = {spec.name for spec in self.config.queues}
         for unit in self.units.values():
-            if not unit.running:
-                self.open_queue(unit)
-
-    def _reopen(self, unit: QueueUnit) -> None:
-        if self.units.get(unit.spec.name) is unit and not self.stopping:
-            self.loop.call_later(RETRY_SECONDS, lambda: self.open_queue(unit))
-
-    def _reopen_all(self, units: list[QueueUnit], evicted: str) -> None:
-        self.pulse.ask("evict", {"processor": evicted, "queues": [unit.spec.name for unit in units]}, repeat=True)
-        for unit in units:
-            if unit.running:
-                unit.stop(lambda unit=unit: self._reopen(unit), now=True)  # type: ignore[misc]
-            else:
-                self._reopen(unit)
-
-    def _cannot_open(self, unit: QueueUnit, error: ForqError) -> None:
-        log.error("queue cannot be served queue=%s reason=%s", unit.spec.name, error)
-        unit.config_error = str(error)
-        if isinstance(error, IncompatibleProtocol):
-            self.fail(exits.INCOMPATIBLE, str(error))
+            if not unit.wanted:
+                self.open_queue(unit, reopening=unit.spec.name not in declared)
 
     def fail(self, code: int, message: str) -> None:
         """A condition that this process cannot outlive."""
@@ -234,26 +280,36 @@ class Supervisor:
             else:
                 self.loop.stop()
 
-        names = list(self.units)
-        if self.redis_state["ok"] and names:
-            self._unrecovered += 1
-            self.pulse.ask("evict", {"processor": self.processor, "queues": names}, lambda answer: self._recovered())
+        self._evict(self.processor, "stopped")
         when_recovered()
 
     def _recover(self, params: dict[str, Any], then: Callable[[], None]) -> None:
+        self._insist("recover", params, then)
+
+    def _evict(self, processor: str, cause: str) -> None:
+        """Takes a processor that is gone out of every queue, at once and not after its expiry."""
+        self._insist("evict", {"processor": processor, "cause": cause, "queues": list(self.units)}, lambda: None)
+
+    def _insist(self, verb: str, params: dict[str, Any], then: Callable[[], None]) -> None:
+        """Asks pulse until Redis has taken it."""
         self._unrecovered += 1
 
         def done(answer: Any) -> None:
-            self._recovered()
+            if isinstance(answer, RedisUnavailable):
+                self.loop.call_later(RETRY_SECONDS, ask)
+                return
+            if isinstance(answer, ForqError):
+                log.error("pulse was refused verb=%s error=%s", verb, answer)
+            self._unrecovered -= 1
             then()
 
-        self.pulse.ask("recover", {"processor": self.processor, **params}, done, repeat=True)
+        def ask() -> None:
+            self.pulse.ask(verb, params, done, repeat=True)
 
-    def _recovered(self) -> None:
-        self._unrecovered -= 1
+        ask()
 
     def _tell_pulse(self) -> None:
-        self.pulse.ask("serve", {"queues": [name for name, unit in self.units.items() if unit.running]})
+        self.pulse.ask("serve", {"queues": [name for name, unit in self.units.items() if unit.wanted]})
 
     def _pulse_event(self, message: dict[str, Any]) -> None:
         event = message["event"]
@@ -274,9 +330,9 @@ class Supervisor:
         states = [unit.state for unit in self.units.values()]
         troubles = [f"{states.count(state)} {state}" for state in ("flapping", "config_error") if state in states]
         setproctitle(f"forq: supervisor ({', '.join([f'{len(states)} queues', *troubles])})")
-        if troubles:
-            # Flapping ends by itself.
-            self._changed()
+        if "flapping" in states:
+            # It ends by itself.
+            self._title_timer = self.loop.call_later(FLAPPING_LOOK_SECONDS, self._show_title)
 
     def _refuse_reload(self) -> None:
         log.warning("SIGHUP: settings are read at start only; restart forq to change them")

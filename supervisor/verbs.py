@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from forq.errors import ForqError, QueueExists, UnknownQueue, UsageError
+from forq.errors import ForqError, QueueExists, TimedOut, UnknownQueue, UsageError
 from forq.names import check_queue_name
 from forq.options import QueueSpec
 from forq.supervisor.connection import Request
@@ -13,6 +14,8 @@ from forq.supervisor.supervisor import Supervisor
 from forq.version import PROTOCOL, VERSION
 
 DRAIN_LOOK_SECONDS = 0.1
+# A status without counts is better than none: processes and states are known without Redis.
+COUNTS_SECONDS = 1.0
 COUNTS = ("waiting", "active", "dead", "processed", "failed_total", "in_flight", "oldest_waiting_seconds", "journal")
 
 Verb = Callable[[Request], None]
@@ -49,18 +52,34 @@ class Verbs:
         names = wanted or sorted(units)
 
         def answer(counts: Any) -> None:
+            timer.cancel()
+            if request.answered:
+                return
             known = {} if isinstance(counts, ForqError) else counts
-            request.reply(
-                {
-                    "queues": [self._describe(name, known.get(name), items=bool(wanted)) for name in names],
-                    "supervisor": self._describe_supervisor(counts),
-                }
-            )
+            queues = [self._describe(name, known.get(name), items=bool(wanted)) for name in names]
+            described = {"queues": queues, "supervisor": self._describe_supervisor(counts)}
+            if request.params.get("memory"):
+                self._with_memory(described, request.reply)
+            else:
+                request.reply(described)
 
+        late = TimedOut(f"no answer from Redis within {COUNTS_SECONDS} s")
+        timer = self._supervisor.loop.call_later(COUNTS_SECONDS, lambda: answer(late))
         if self._supervisor.redis_state["ok"]:
             self._clerk.ask("counts", {"names": names, "items": wanted}, answer)
         else:
             answer(ForqError(self._supervisor.redis_state["error"] or "not reached yet"))
+
+    def _with_memory(self, described: dict[str, Any], then: Callable[[Any], None]) -> None:
+        """Reading it takes milliseconds per process, so the clerk does it."""
+        children = [child for queue in described["queues"] for child in queue["children"]]
+
+        def read(memory: Any) -> None:
+            for child in children:
+                child["pss_bytes"] = None if isinstance(memory, ForqError) else memory.get(str(child["pid"]))
+            then(described)
+
+        self._clerk.ask("memory", {"pids": [child["pid"] for child in children if child["pid"]]}, read)
 
     def create(self, request: Request) -> None:
         params = dict(request.params)
@@ -74,31 +93,42 @@ class Verbs:
 
         def opened(error: ForqError | None) -> None:
             if error is not None:
-                self._supervisor.units.pop(name, None)
+                if self._supervisor.units.get(name) is unit:
+                    del self._supervisor.units[name]
                 request.fail(error)
                 return
-            self._supervisor.state.save_queue(name, spec.to_mapping())
-            request.reply({"name": name, "created": True})
+            self._save(request, spec, {"name": name, "created": True})
 
         self._supervisor.open_queue(unit, opened)
+
+    def _save(self, request: Request, spec: QueueSpec, answer: dict[str, Any]) -> None:
+        try:
+            self._supervisor.state.save_queue(spec.name, spec.to_mapping())
+        except ForqError as exc:
+            request.fail(ForqError(f"the queue is served, but not after a restart: {exc}"))
+            return
+        request.reply(answer)
 
     def _change(self, request: Request, unit: QueueUnit, spec: QueueSpec) -> None:
         """A queue of that name is served already: the same definition changes nothing, another one replaces it."""
         name = spec.name
         if unit.spec == spec:
+            if not unit.wanted and unit.config_error is None:
+                raise QueueExists(f"queue {name!r} is just being created; try again")
             request.reply({"name": name, "created": False})
             return
         if any(name == declared.name for declared in self._supervisor.config.queues):
             raise QueueExists(
                 f"queue {name!r} is defined in {self._supervisor.config.file}: change it there and restart"
             )
-        self._supervisor.state.save_queue(name, spec.to_mapping())
-        replacement = self._supervisor.add_queue(spec)
 
         def opened(error: ForqError | None) -> None:
-            request.fail(error) if error else request.reply({"name": name, "created": False})
+            if error is not None:
+                request.fail(error)
+            else:
+                self._save(request, spec, {"name": name, "created": False})
 
-        unit.stop(lambda: self._supervisor.open_queue(replacement, opened))
+        self._supervisor.replace_queue(unit, spec, opened)
 
     def delete(self, request: Request) -> None:
         name = check_queue_name(request.params.get("name"))
@@ -107,11 +137,19 @@ class Verbs:
             if isinstance(answer, ForqError):
                 request.fail(answer)
                 return
-            self._supervisor.drop_queue(name, lambda: self._clerk.ask("purge", {"name": name}, purged(answer)))
+            self._supervisor.drop_queue(name, partial(purge, {"name": name, "dropped": answer["dropped"]}))
 
-        def purged(answer: Any) -> Callable[[Any], None]:
-            dropped = {"name": name, "dropped": answer["dropped"]}
-            return lambda end: request.fail(end) if isinstance(end, ForqError) else request.reply(dropped)
+        def purge(done: dict[str, Any]) -> None:
+            self._clerk.ask("purge", {"name": name}, partial(purged, done))
+
+        def purged(done: dict[str, Any], answer: Any) -> None:
+            """In slices, so that the clerk can answer others in between."""
+            if isinstance(answer, ForqError):
+                request.fail(answer)
+            elif answer["more"]:
+                purge(done)
+            else:
+                request.reply(done)
 
         self._clerk.ask("delete", {"name": name, "force": bool(request.params.get("force"))}, deleted)
 

@@ -6,6 +6,9 @@ one look ago, and still is, is reaped: nobody waits for it.
 """
 
 import os
+from contextlib import suppress
+
+from forq.treekill import children_of, look_at
 
 
 class AdoptedZombies:
@@ -19,7 +22,8 @@ class AdoptedZombies:
             return
         zombies = _zombies()
         for pid in zombies & self._seen:
-            os.waitpid(pid, os.WNOHANG)
+            with suppress(ChildProcessError):  # a thread of the handler's was quicker
+                os.waitpid(pid, os.WNOHANG)
         self._seen = zombies - self._seen
 
 
@@ -30,14 +34,5 @@ def _zombies() -> set[int]:
             return set()
     except ChildProcessError:
         return set()
-    found = set()
-    with open("/proc/thread-self/children") as children:
-        pids = children.read().split()
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] == "Z":
-                    found.add(int(pid))
-        except FileNotFoundError:
-            continue
-    return found
+    children = (look_at(pid) for pid in children_of(os.getpid()))
+    return {child.pid for child in children if child is not None and not child.alive}

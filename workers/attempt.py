@@ -5,7 +5,9 @@ Only this module turns exceptions into outcomes; everything else returns or rais
 
 import asyncio
 import inspect
+import os
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -17,6 +19,7 @@ from forq.workers.handlers import Handlers
 
 MAX_MESSAGE = 2000
 MAX_TRACEBACK = 8000
+MAX_KIND = 100
 
 
 class Attempts:
@@ -26,6 +29,7 @@ class Attempts:
         self._queue = queue
         self._handlers = handlers
         self._runner: asyncio.Runner | None = None
+        self._pid = os.getpid()
 
     def attempt(self, job_id: str, record: bytes, fence: int) -> bytes | None:
         """None if the handler returned, else the error as JSON."""
@@ -36,6 +40,11 @@ class Attempts:
                 self._run_async(result)
         except BaseException as exc:  # a handler may raise anything, SystemExit too; the worker must outlive it
             return describe_error(exc)
+        finally:
+            # A copy of this process that the handler forked and that came back from it must not work on as a second
+            # worker under the same name.
+            if os.getpid() != self._pid:
+                os._exit(0)
         return None
 
     def close(self) -> None:
@@ -68,23 +77,22 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
 
 def describe_error(exc: BaseException) -> bytes:
     """Name, message, kind and traceback of an exception: text only, nothing that could be rebuilt into code."""
-    kind = getattr(exc, "kind", "retriable")
-    text = "".join(traceback.format_exception(exc))
     return orjson.dumps(
         {
-            "name": type(exc).__name__,
-            "message": _text(exc)[:MAX_MESSAGE],
-            "kind": kind if isinstance(kind, str) else "retriable",
-            "traceback": _clean(text[-MAX_TRACEBACK:]),
+            "name": _said(lambda: type(exc).__name__),
+            "message": _said(lambda: str(exc))[:MAX_MESSAGE],
+            "kind": _said(lambda: getattr(exc, "kind", "retriable"))[:MAX_KIND],
+            "traceback": _said(lambda: "".join(traceback.format_exception(exc)))[-MAX_TRACEBACK:],
         }
     )
 
 
-def _text(exc: BaseException) -> str:
+def _said(ask: Callable[[], object]) -> str:
+    """What the user's own class says of itself; it may raise or not be text at all."""
     try:
-        return _clean(str(exc))
-    except Exception as broken:  # the user's own __str__
-        return f"(no message: {type(broken).__name__} in __str__)"
+        return _clean(str(ask()))
+    except Exception as broken:
+        return f"(cannot be told: {type(broken).__name__})"
 
 
 def _clean(text: str) -> str:

@@ -49,15 +49,16 @@ class ChildSettings:
 
 def run_child(settings: ChildSettings) -> int:
     """The entry point: returns the process's exit code."""
+    name = f"{settings.spec.name} {settings.role.name.lower()}"
+    minder = Minder(name=name, url=settings.url, leash_fd=settings.leash.fileno())
+    minder.start()
     try:
         handlers = load_handlers(settings.spec)
     except ConfigError as exc:
         tell_supervisor(settings.leash, {"error": str(exc)})
         return exits.CONFIG
-    name = f"{settings.spec.name} {settings.role.name.lower()}"
-    minder = Minder(name=name, url=settings.url, leash_fd=settings.leash.fileno())
     loops = [_worker(settings, number, Attempts(settings.spec.name, handlers), minder) for number in settings.slots]
-    minder.start(loops)
+    minder.mind(loops)
     return _Crew(loops, settings.leash, minder).run()
 
 
@@ -82,6 +83,7 @@ def _worker(settings: ChildSettings, slot_number: int, attempts: Attempts, minde
         slot,
         expiry_ms=settings.expiry_ms,
         on_batch=on_batch,
+        claims=settings.role == Role.MAIN,
         resting_state=settings.resting_state,
     )
 
@@ -136,6 +138,8 @@ class _Crew:
             tell_supervisor(self._leash, {"error": f"{type(exc).__name__}: {exc}"})
         for loop in self._loops:
             loop.stop()
+        # The others may be blocked in Redis: the minder unblocks them.
+        self._minder.rouse()
 
 
 def tell_supervisor(leash: socket.socket, message: dict[str, object]) -> None:

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from forq.broker.consuming import Consumer, Settled, Turn
 from forq.errors import ForqError, RedisUnavailable
@@ -56,16 +57,17 @@ class WorkerLoop:
         *,
         expiry_ms: int,
         on_batch: Callable[[int], None],
+        claims: bool = True,
         resting_state: State = State.IDLE,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.consumer = consumer
         self.slot = slot
-        self.client_id: int | None = None
-        self.blocking = False
+        self._blocking = False
         self._attempts = attempts
         self._expiry_ms = expiry_ms
         self._on_batch = on_batch
+        self._claims = claims
         self._resting_state = resting_state
         self._now = clock_ns
         self._stop = threading.Event()
@@ -84,6 +86,10 @@ class WorkerLoop:
     def stop(self) -> None:
         """Asks the loop to end after the job that is running."""
         self._stop.set()
+
+    def blocked_client(self) -> int | None:
+        """The number Redis knows this worker's connection by, while it may be blocked there."""
+        return self.consumer.link.known_client_id if self._blocking else None
 
     def run(self, on_ready: Callable[[], None]) -> None:
         """Serves until it is stopped; raises UnknownQueue or Fenced when its place is gone."""
@@ -110,7 +116,7 @@ class WorkerLoop:
 
     def _claim(self) -> Claimed:
         """Settles what ran, claims the next batch."""
-        turn = self._turn(keep=0, want=self._want)
+        turn = self._turn(keep=0, want=self._want if self._claims else 0)
         if turn is None:
             return []
         self._paused = turn.paused
@@ -128,12 +134,14 @@ class WorkerLoop:
                 break
             except RedisUnavailable as exc:
                 keep = 0
-                self.client_id = None
                 tries = self._back_off(tries, exc)
                 if self.stopping:
                     return None
+        if tries:
+            # What it held before went back with the first of these calls that arrived.
+            turn = replace(turn, held=False)
         if turn.refused:
-            log.warning("settling refused: job was given to others queue=%s jobs=%s", self.consumer.queue, turn.refused)
+            log.info("already settled or given back queue=%s jobs=%s", self.consumer.queue, len(turn.refused))
         self.slot.words[WORD] = self._number << TURN_SHIFT
         self.slot.words[DONE] += self._unsettled
         self._done, self._failed, self._unsettled = [], [], 0
@@ -197,10 +205,9 @@ class WorkerLoop:
         words[HELD] = 0
         words[STATE] = State.PARKED if self._paused else self._resting_state
         self.slot.job = b""
-        self.blocking = True
+        self._blocking = True
         try:
-            if self.client_id is None:
-                self.client_id = self.consumer.link.client_id()
+            self.consumer.link.learn_client_id()
             if self._paused:
                 if not self.stopping:
                     self.consumer.wait_for_wake()
@@ -208,14 +215,13 @@ class WorkerLoop:
             while not self.stopping and not self.consumer.wait_for_job():
                 pass
         except RedisUnavailable as exc:
-            self.client_id = None
             self._back_off(0, exc)
         except ForqError as exc:
             # Out of memory, say: BLMOVE is refused, but a turn is not.
             log.warning("waiting was refused queue=%s error=%s", self.consumer.queue, exc)
             self._stop.wait(RECONNECT_SECONDS[-1])
         finally:
-            self.blocking = False
+            self._blocking = False
 
     def _back_off(self, tries: int, exc: RedisUnavailable) -> int:
         if tries == 0:

@@ -35,6 +35,7 @@ class Minder:
         self._name = name
         self._url = url
         self._loops: list[WorkerLoop] = []
+        self._told_to_stop = False
         self._leash_fd = leash_fd
         self._signals_fd, self._signals_to = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._rouse_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -42,13 +43,19 @@ class Minder:
         self._quiet_beats = 0
         self._zombies = AdoptedZombies()
 
-    def start(self, loops: list[WorkerLoop]) -> None:
+    def start(self) -> None:
         """From the main thread: installs the signal handler and starts the thread."""
-        self._loops = loops
+        os.register_at_fork(after_in_child=_forget_signals)
         signal.set_wakeup_fd(self._signals_to, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda signum, frame: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         threading.Thread(target=self._run, name="minder", daemon=True).start()
+
+    def mind(self, loops: list[WorkerLoop]) -> None:
+        """These are the workers from now on; a TERM that came before them reaches them now."""
+        self._loops = loops
+        if self._told_to_stop:
+            self._stop()
 
     def rouse(self) -> None:
         """From a worker that begins to run jobs; costs nothing while the minder is awake."""
@@ -84,16 +91,20 @@ class Minder:
                     self._stop()
                 elif fd == self._rouse_fd:
                     os.eventfd_read(fd)
-            self._beat()
+                    self._quiet_beats = 0
+            try:
+                self._beat()
+            except Exception:  # out of descriptors, say: without this thread nothing could stop the process any more
+                log.exception("beat failed name=%s", self._name)
 
     def _patience_ms(self) -> float | None:
-        if self._stopping and any(loop.blocking for loop in self._loops):
+        if self._stopping:
             return UNBLOCK_AGAIN_SECONDS * 1000
         return None if self._asleep else BEAT_SECONDS * 1000
 
     @property
     def _stopping(self) -> bool:
-        return self._loops[0].stopping
+        return bool(self._loops) and self._loops[0].stopping
 
     def _end_with_supervisor(self) -> None:
         """Nothing is ever sent down the leash: if it can be read, the supervisor is gone."""
@@ -101,10 +112,13 @@ class Minder:
         os._exit(exits.FAILED)
 
     def _stop(self) -> None:
+        self._told_to_stop = True
         for loop in self._loops:
             loop.stop()
 
     def _beat(self) -> None:
+        if not self._loops:
+            return
         now = time.monotonic_ns()
         busy = False
         for loop in self._loops:
@@ -121,14 +135,20 @@ class Minder:
 
     def _unblock(self) -> None:
         """A worker may be about to block at this moment, so this is repeated until none is blocked."""
-        blocked = [loop for loop in self._loops if loop.blocking and loop.client_id is not None]
+        blocked = [number for loop in self._loops if (number := loop.blocked_client()) is not None]
         if not blocked:
             return
         link = Link(self._url, name="forq-minder", timeout_seconds=1.0)
         try:
-            for loop in blocked:
-                link.call("CLIENT", "UNBLOCK", loop.client_id)
+            for client_id in blocked:
+                link.call("CLIENT", "UNBLOCK", client_id)
         except ForqError as exc:
             log.warning("cannot unblock a worker name=%s error=%s", self._name, exc)
         finally:
             link.close()
+
+
+def _forget_signals() -> None:
+    """In a process that a handler forks: TERM ends it as it ends any other, and does not reach this minder."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

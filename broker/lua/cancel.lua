@@ -21,7 +21,8 @@ if owner then
 end
 
 redis.call('HDEL', key('jobs'), id)
-forget_hint(priority_of(record), id)
+local priority = priority_of(record)
+if priority then forget_hint(priority, id) end
 wake_idle_worker()
 note_ids('cancelled', 0, { id })
 write_journal('-')

@@ -22,7 +22,8 @@ local function head_enqueued_ms(priority)
   local hints = redis.call('LRANGE', pending_key(tostring(priority)), 0, HEADS - 1)
   if #hints == 0 then return nil end
   for _, record in ipairs(redis.call('HMGET', key('jobs'), unpack(hints))) do
-    if record then return tonumber(string.match(record, '^.. (%d+)')) end
+    local enqueued = record and string.match(record, '^.%d (%d+)')
+    if enqueued then return tonumber(enqueued) end
   end
   return nil
 end

@@ -21,7 +21,10 @@ end
 for at = first_given, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
 redis.call('HINCRBY', key('options'), 'version', 1)
 if made then
-  journal_on, journal_max = true, 1048576
+  -- What the last queue of this name left in `graves` outlives its deletion; from here on each grave has its own end.
+  redis.call('PERSIST', key('graves'))
+  local given = redis.call('HMGET', key('options'), 'journal', 'journal_max')
+  journal_on, journal_max = given[1] == '1', tonumber(given[2] or 0)
   note('created 0 ' .. epoch)
   write_journal('-')
 end

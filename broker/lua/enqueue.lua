@@ -24,11 +24,11 @@ local ids = {}
 for i = 1, count do ids[i] = ARGV[4 * i] end
 local existing = redis.call('HMGET', key('jobs'), unpack(ids))
 
-local reply, new, seen = { OK }, {}, {}
+local reply, new, seen, tokens = { OK }, {}, {}, {}
 for i = 1, count do
   local at = 4 * i
   local id, body, token = ARGV[at], ARGV[at + 2], ARGV[at + 3]
-  local stored = token ~= '' and redis.call('GET', token_key(token))
+  local stored = token ~= '' and (tokens[token] or redis.call('GET', token_key(token)))
   if #body > max_data then return { TOO_LARGE, i, max_data } end
   if stored then
     reply[#reply + 1] = i
@@ -39,20 +39,23 @@ for i = 1, count do
     seen[id] = true
     new[#new + 1] = at
   end
+  -- Also of a job that was skipped: the repeated call is to skip it too, even if the job has run meanwhile.
+  if token ~= '' and not stored then tokens[token] = id end
 end
 if max_items > 0 and redis.call('HLEN', key('jobs')) + #new > max_items then return { FULL, max_items } end
+
+for token, id in pairs(tokens) do redis.call('SET', token_key(token), id, 'PX', dedup_ttl_ms) end
 if #new == 0 then return reply end
 
 local records, by_priority, stored_ids = {}, {}, {}
 local header = string.format(' %.0f\n', now_ms)
 for i, at in ipairs(new) do
-  local id, priority, token = ARGV[at], ARGV[at + 1], ARGV[at + 3]
+  local id, priority = ARGV[at], ARGV[at + 1]
   records[2 * i - 1] = id
   records[2 * i] = 'p' .. priority .. header .. ARGV[at + 2]
   by_priority[priority] = by_priority[priority] or {}
   table.insert(by_priority[priority], id)
   stored_ids[i] = id
-  if token ~= '' then redis.call('SET', token_key(token), id, 'PX', dedup_ttl_ms) end
 end
 redis.call('HSET', key('jobs'), unpack(records))
 for priority, list in pairs(by_priority) do push_back(priority, list) end

@@ -22,15 +22,19 @@ redis.call('ZADD', key('processors'), now_ms + expiry_ms, processor)
 redis.call('DEL', positions_key(processor))
 if #positions > 0 then redis.call('HSET', positions_key(processor), unpack(positions)) end
 
--- A sweeper that was silent itself (a frozen Redis, a stopped host) cannot tell who is dead: it waits one expiry more.
+-- Who has not been heard may be dead only if he could have been: after a time in which nobody was (a frozen server, a
+-- jump of its clock) or the sweeper itself was not, everybody gets one expiry more.
+local heard = redis.call('HMGET', key('counts'), 'last_beat_ms', 'sweep_after_ms')
+local sweep_after_ms = math.min(tonumber(heard[2] or 0), now_ms + expiry_ms)
+local lapsed = expires_at and tonumber(expires_at) < now_ms
+if lapsed or now_ms - tonumber(heard[1] or 0) > expiry_ms * 2 / 3 then sweep_after_ms = now_ms + expiry_ms end
+redis.call('HSET', key('counts'), 'last_beat_ms', string.format('%.0f', now_ms),
+  'sweep_after_ms', string.format('%.0f', sweep_after_ms))
+
 local evicted = {}
-if expires_at and tonumber(expires_at) >= now_ms then
-  if now_ms >= tonumber(redis.call('HGET', key('counts'), 'sweep_after_ms') or 0) then
-    evicted = redis.call('ZRANGEBYSCORE', key('processors'), '-inf', '(' .. string.format('%.0f', now_ms), 'LIMIT', 0, 1)
-    for _, silent in ipairs(evicted) do evict(silent, 'host_lost') end
-  end
-elseif expires_at then
-  redis.call('HSET', key('counts'), 'sweep_after_ms', string.format('%.0f', now_ms + expiry_ms))
+if now_ms >= sweep_after_ms then
+  evicted = redis.call('ZRANGEBYSCORE', key('processors'), '-inf', '(' .. string.format('%.0f', now_ms), 'LIMIT', 0, 1)
+  for _, silent in ipairs(evicted) do evict(silent, 'host_lost') end
 end
 drain_graves()
 wake_idle_worker()

@@ -21,8 +21,9 @@ end
 local current = list[at + 1]
 if #unstarted == 0 or not current then return { OK, 0 } end
 
-settle_ran(worker, ran)
-hand_back(worker, unstarted)
+local others = settle_ran(worker, ran)
+for _, id in ipairs(unstarted) do others[#others + 1] = id end
+hand_back(worker, others, nil, nil, current)
 redis.call('DEL', processing)
 redis.call('RPUSH', processing, current)
 redis.call('HSET', workers_key(processor), worker, turn .. ':' .. ARGV[4])

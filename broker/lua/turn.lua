@@ -69,14 +69,24 @@ local function settle_failures(first)
   end
 end
 
+-- A hint that reached the list late may make up the number of a job that was given to others.
+local function owns_all(ids)
+  if #ids == 0 then return true end
+  for _, owner in ipairs(redis.call('HMGET', key('active'), unpack(ids))) do
+    if not is_owner(worker, owner) then return false end
+  end
+  return true
+end
+
 -- Leaves in the processing list what the worker rightly still holds; true if that is all it counts on.
 local function keep_or_return()
   local list = redis.call('LRANGE', processing, 0, -1)
   local rest = {}
   for _, id in ipairs(list) do
-    if not settled[id] then rest[#rest + 1] = id end
+    -- Only once: if the id is there twice, the second one is a hint.
+    if settled[id] then settled[id] = nil else rest[#rest + 1] = id end
   end
-  local held = #rest == keep
+  local held = #rest == keep and owns_all(rest)
   if #rest == #list and held then return true end
   if #list > 0 then redis.call('DEL', processing) end
   if not held then
@@ -96,7 +106,7 @@ local function take(priority, ids)
     local claimable = id ~= '' and not ignore_hint(priority, id)
     if claimable and not records[i] then
       redis.call('HINCRBY', key('counts'), 'dropped', 1)
-      note('dropped 0 ' .. id)
+      note('dropped 0 ' .. (string.find(id, '^[!-~]+$') and id or '?'))
     elseif claimable and not owners[i] and not taken[id] then
       taken[id] = true
       taken[#taken + 1] = id

@@ -17,6 +17,8 @@ from forq.names import check_queue_name, shown
 from forq.options import parse_options
 from forq.places import redis_url
 
+__all__ = ["Client", "NewJob", "Page", "PartlyStored", "Queue", "new_job"]
+
 DEFAULT_MAX_QUEUES = 1000
 
 

@@ -81,6 +81,12 @@ class QueueExists(ForqError):
     code = "queue_exists"
 
 
+class BeingDeleted(QueueExists):
+    """An earlier queue of that name has not been cleared away yet."""
+
+    code = "being_deleted"
+
+
 class QueueFull(ForqError):
     """The queue holds max_items jobs; nothing was stored."""
 

@@ -79,6 +79,7 @@ COMMANDS = (
         "show the queues, or some of them in detail",
         Argument("names", nargs="*", metavar="NAME", help="a queue"),
         Argument("--check", action="store_true", help="exit with 3 unless everything is healthy"),
+        Argument("--memory", action="store_true", help="with each process's share of memory (PSS)"),
     ),
     Command(
         "jobs",
@@ -100,14 +101,12 @@ COMMANDS = (
         Argument("--records", action="store_true", help="each line of the file is an object with data, id, priority …"),
         Argument("--id", metavar="ID", help="the job's id (default: a new one)"),
         Argument("--identifier", metavar="TEXT", help="a text to recognise the job by"),
-        Argument(
-            "--priority", type=int, choices=range(10), metavar="0-9", help="0 is served first (default: the queue's)"
-        ),
+        Argument("--priority", type=int, choices=range(10), metavar="0-9", help="0 is served first (default: 5)"),
         Argument("--token", metavar="T", help="makes repeating this call harmless"),
         Argument("--type", metavar="T", help="picks one of the queue's handlers"),
         Argument("--if-exists", choices=("refuse", "skip"), help="what to do when the id is taken"),
     ),
-    Command("remove", "jobs", "remove a job, also a dead one", NAME, ID),
+    Command("remove", "jobs", "remove a job; one that runs is forgotten when it ends", NAME, ID),
     Command("cancel", "jobs", "cancel a job that has not started", NAME, ID),
     Command("pause", "queues", "start no more jobs of a queue", NAME),
     Command("resume", "queues", "start jobs of a paused queue again", NAME),

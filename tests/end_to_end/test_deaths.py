@@ -26,15 +26,17 @@ def starts_of(forq: Forq, job_id: str) -> list[float]:
 @pytest.mark.spec("R14", "R15")
 def test_a_job_whose_process_is_killed_runs_again_at_once(forq: Forq) -> None:
     forq.create("work", "sleep")
-    gaps = []
-    for _ in range(20):
+
+    def kill_and_wait() -> float:
         job_id = forq.ctl("push", "work", "[60]")
-        first = wait_until(lambda job_id=job_id: [t for t in forq.traces("start") if t.job == job_id])[0]
+        first = wait_until(lambda: [t for t in forq.traces("start") if t.job == job_id])[0]
         killed_at = time.monotonic()
         os.kill(first.pid, signal.SIGKILL)
-        wait_until(lambda job_id=job_id: len(starts_of(forq, job_id)) == 2)
-        gaps.append(starts_of(forq, job_id)[1] - killed_at)
+        wait_until(lambda: len(starts_of(forq, job_id)) == 2)
         assert [t.stalls for t in forq.traces("start") if t.job == job_id] == [0, 1]
+        return starts_of(forq, job_id)[1] - killed_at
+
+    gaps = [kill_and_wait() for _ in range(20)]
     print(f"kill -9 to running again: median {statistics.median(gaps) * 1000:.0f} ms, max {max(gaps) * 1000:.0f} ms")
     # Generous, for loaded machines: `make bench` measures it.
     assert statistics.median(gaps) < 1.0
@@ -73,8 +75,8 @@ def test_jobs_stuck_behind_a_slow_one_run_elsewhere(forq: Forq) -> None:
     print(f"all 300 jobs behind a 60 s job had ended {worst * 1000:.0f} ms after it started")
     assert worst < 2.0
     assert not [t for t in forq.traces("end") if t.job == slow]
-    times = {t.job for t in forq.traces("start")}
-    assert len([t for t in forq.traces("start")]) == len(times), "a job ran twice"
+    starts = [t.job for t in forq.traces("start")]
+    assert len(starts) == len(set(starts)), "a job ran twice"
 
 
 def test_a_frozen_worker_that_was_removed_swallows_no_job(server: Server, redis_url: str) -> None:
@@ -104,6 +106,7 @@ def test_a_frozen_worker_that_was_removed_swallows_no_job(server: Server, redis_
 
 
 TREE_SECONDS = 10.0
+TREES = int(os.environ.get("FORQ_TEST_TREES", "2"))
 
 
 def start_chain(forq: Forq, name: str) -> int:
@@ -114,21 +117,28 @@ def start_chain(forq: Forq, name: str) -> int:
     return len(tree_of(forq.state_dir))
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.spec("N12")
 @pytest.mark.parametrize("cgroup", ["auto", "off"])
 def test_delete_leaves_no_process_of_a_daemonising_handler(cgroup: str) -> None:
     with running(settings=f'cgroup = "{cgroup}"\n') as forq:
         usual = tree_of(forq.state_dir)
-        for turn in range(3):
+        for turn in range(TREES):
             assert start_chain(forq, f"chain{turn}") >= len(usual) + 3
             forq.ctl("delete", f"chain{turn}", "--force")
             left = tree_of(forq.state_dir) - usual
             assert not left, left
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("cgroup", ["auto", "off"])
 @pytest.mark.parametrize("end", ["shutdown", "kill"])
 def test_the_end_of_the_supervisor_leaves_no_process(cgroup: str, end: str) -> None:
+    for _ in range(TREES):
+        end_with_a_chain(cgroup, end)
+
+
+def end_with_a_chain(cgroup: str, end: str) -> None:
     with running(settings=f'cgroup = "{cgroup}"\nstop_grace = "100ms"\n') as forq:
         start_chain(forq, "chain")
         if end == "shutdown":
@@ -205,16 +215,21 @@ def test_a_hung_handler_stalls_neither_socket_nor_neighbours(forq: Forq) -> None
 
 def test_services_that_are_killed_come_back_and_nothing_is_lost(forq: Forq) -> None:
     forq.create("steady", "record")
-    for name in ("pulse", "clerk"):
-        pid = next(s["pid"] for s in forq.status()["supervisor"]["services"] if s["name"] == name)
+
+    def pid_of(name: str) -> int | None:
+        pids: dict[str, int | None] = {s["name"]: s["pid"] for s in forq.status()["supervisor"]["services"]}
+        return pids[name]
+
+    def kill(name: str) -> None:
+        pid = pid_of(name)
+        assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        wait_until(
-            lambda name=name, pid=pid: [
-                s for s in forq.status()["supervisor"]["services"] if s["name"] == name and s["pid"] not in (None, pid)
-            ]
-        )
+        wait_until(lambda: pid_of(name) not in (None, pid))
         job_id = forq.ctl("push", "steady", "1")
-        wait_until(lambda job_id=job_id: [t for t in forq.traces("end") if t.job == job_id])
+        wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id])
+
+    kill("pulse")
+    kill("clerk")
 
 
 def test_the_embedded_server_is_restarted_and_everything_goes_on(forq: Forq) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.support.running import HANDLERS, Forq, running, wait_until
 
 
 @pytest.fixture(scope="module")
-def forq():
+def forq() -> Iterator[Forq]:
     with running() as forq:
         yield forq
 

@@ -96,7 +96,9 @@ def test_a_descriptor_removed_during_the_round_is_not_called(
     assert len(called) == 1
 
 
-def test_a_reused_descriptor_does_not_get_the_event_of_its_predecessor(loop: Loop) -> None:
+def test_a_reused_descriptor_does_not_get_the_event_of_its_predecessor(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = os.pipe(), os.pipe()
     os.write(first[1], b"x")
     os.write(second[1], b"x")
@@ -116,9 +118,29 @@ def test_a_reused_descriptor_does_not_get_the_event_of_its_predecessor(loop: Loo
     loop.add_reader(second[0], lambda: replace(first[0]))
     loop.tick(1.0)
     assert called == ["old"]
+    assert not caplog.records
     for fd in (*first, *second, *fresh):
         loop.remove_reader(fd)
         os.close(fd)
+
+
+def test_a_callback_can_remove_its_own_descriptor_and_writer(
+    loop: Loop, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    called: list[str] = []
+    fd = pair[0].fileno()
+
+    def close() -> None:
+        called.append("reader")
+        loop.remove_reader(fd)
+        loop.remove_writer(fd)
+
+    loop.add_reader(fd, close)
+    loop.add_writer(fd, lambda: called.append("writer"))
+    pair[1].send(b"x")
+    loop.tick(1.0)
+    loop.tick(0)
+    assert called == ["reader"]
 
 
 def test_timers_fire_in_order_when_due_and_not_when_cancelled() -> None:
@@ -218,10 +240,16 @@ def test_a_dead_child_is_called_back_once(loop: Loop) -> None:
         os._exit(3)
     pidfd = os.pidfd_open(pid)
     codes: list[int] = []
-    loop.watch_child(pidfd, lambda: codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+    calls: list[str] = []
+
+    def reap() -> None:
+        calls.append("ended")
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    loop.watch_child(pidfd, reap)
     tick_until(loop, lambda: codes)
     loop.tick(0)
-    assert codes == [3]
+    assert (calls, codes) == (["ended"], [3])
     os.close(pidfd)
 
 
@@ -235,7 +263,8 @@ def test_a_child_that_closes_the_loop_leaves_the_parent_hearing(
     pid = os.fork()
     if pid == 0:
         loop.close_in_child()
-        # With the parent's handler it would survive this, and with the wakeup pipe it would wake the parent.
+        if signal.set_wakeup_fd(-1) != -1:
+            os._exit(1)
         os.kill(os.getpid(), signal.SIGUSR1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGUSR1

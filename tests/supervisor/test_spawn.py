@@ -39,6 +39,8 @@ def end_of(child: Spawned, seconds: float = 5.0) -> Exit:
 
 
 def wait_for_ever() -> int:
+    """Or until it is certain that the test has failed to end it."""
+    signal.alarm(20)
     while True:
         signal.pause()
 
@@ -109,7 +111,10 @@ os.waitpid(child.pid, 0)
     output = tmp_path / "output"
     fd = os.open(output, os.O_WRONLY | os.O_CREAT)
     pid = os.posix_spawn(
-        sys.executable, [sys.executable, "-c", program], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, fd, 1)]
+        sys.executable,
+        [sys.executable, "-c", program],
+        {**os.environ, "PYTHONUNBUFFERED": ""},
+        file_actions=[(os.POSIX_SPAWN_DUP2, fd, 1)],
     )
     os.close(fd)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

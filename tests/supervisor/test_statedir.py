@@ -23,6 +23,8 @@ def state(tmp_path: Path) -> Iterator[StateDir]:
 
 
 def wait_for_ever() -> int:
+    """Or until it is certain that the test has failed to end it."""
+    signal.alarm(20)
     while True:
         signal.pause()
 
@@ -155,15 +157,17 @@ def test_lock_gives_up_naming_the_pids_and_lets_go_of_everything(
 def test_one_who_only_reads_the_lock_file_is_not_a_holder(predecessor: Predecessor, state: StateDir) -> None:
     reader_fd = os.open(state.path / "tree.lock", os.O_RDONLY)
     reader = spawn(wait_for_ever, loop=None, keep_fds=[reader_fd], title="forq: test")
-    deadline = time.monotonic() + 5
-    while not Path(f"/proc/{reader.pid}/cmdline").read_text().startswith("forq: test"):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert set(holders_of_lock(state.path / "tree.lock")) == {predecessor.process.pid, predecessor.child_pid}
-    kill_tree(reader.pid)
-    os.waitpid(reader.pid, 0)
-    reader.close()
-    os.close(reader_fd)
+    try:
+        deadline = time.monotonic() + 5
+        while not Path(f"/proc/{reader.pid}/cmdline").read_text().startswith("forq: test"):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert set(holders_of_lock(state.path / "tree.lock")) == {predecessor.process.pid, predecessor.child_pid}
+    finally:
+        kill_tree(reader.pid)
+        os.waitpid(reader.pid, 0)
+        reader.close()
+        os.close(reader_fd)
 
 
 def test_locking_an_unused_directory_waits_for_nobody(state: StateDir) -> None:

@@ -23,6 +23,8 @@ from forq.treekill import (
     set_parent_death_signal,
 )
 
+LIFETIME_SECONDS = 20
+
 
 class Pipe:
     """Held open by a family of processes; closed when the last is dead."""
@@ -83,6 +85,8 @@ def fork(*steps: Step) -> int:
 
 
 def wait_for_ever() -> None:
+    """Or until it is certain that the test has failed to kill it."""
+    signal.alarm(LIFETIME_SECONDS)
     while True:
         signal.pause()
 
@@ -95,7 +99,8 @@ def daemonise(*steps: Step) -> None:
 def run_chain(pipe: Pipe, pause_seconds: float = 0.001, new_session: bool = True) -> None:
     """Never the same process for longer than a moment: fork, let the child go on, exit."""
     pipe.tell("chain")
-    while True:
+    deadline = time.monotonic() + LIFETIME_SECONDS
+    while time.monotonic() < deadline:
         time.sleep(pause_seconds)
         if os.fork():
             os._exit(0)
@@ -110,7 +115,7 @@ def start_worker(*steps: Step) -> int:
 
 def in_a_subreaper(body: Step) -> None:
     """Run the test's body as a supervisor would, apart from pytest's own children."""
-    assert reap(fork(os.setsid, become_subreaper, body)) == 0
+    assert reap(fork(os.setsid, become_subreaper, lambda: signal.alarm(LIFETIME_SECONDS), body)) == 0
 
 
 def reap(pid: int) -> int:
@@ -167,15 +172,35 @@ def test_kill_tree_ends_a_fork_bomb_in_the_workers_own_group(pipe: Pipe) -> None
 def test_kill_tree_ends_a_root_that_starts_processes_in_a_loop(pipe: Pipe) -> None:
     def work() -> None:
         pipe.tell("started")
-        while True:
-            fork(wait_for_ever)
-            time.sleep(0.0005)
+        deadline = time.monotonic() + LIFETIME_SECONDS
+        while time.monotonic() < deadline:
+            fork(os.setsid, wait_for_ever)
 
     pid = start_worker(work)
     pipe.hear(1)
     os.close(pipe.write_fd)
-    assert kill_tree(pid)
+    assert kill_tree(pid, deadline_seconds=2.0)
     assert pipe.all_dead()
+    assert reap(pid) == -signal.SIGKILL
+
+
+def test_the_root_is_stopped_while_what_is_below_it_is_killed(monkeypatch: pytest.MonkeyPatch, pipe: Pipe) -> None:
+    original = treekill.Hunt.kill_all
+    stopped: list[bool] = []
+
+    def kill_all(hunt: treekill.Hunt, deadline: float) -> bool:
+        result = os.waitid(os.P_PID, hunt.root, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        while result is None and time.monotonic() < deadline:
+            result = os.waitid(os.P_PID, hunt.root, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        stopped.append(result is not None)
+        return original(hunt, time.monotonic() + 5.0)
+
+    pid = start_worker(lambda: pipe.tell("up"))
+    pipe.hear(1)
+    os.close(pipe.write_fd)
+    monkeypatch.setattr(treekill.Hunt, "kill_all", kill_all)
+    kill_tree(pid, deadline_seconds=1.0)
+    assert stopped == [True]
     assert reap(pid) == -signal.SIGKILL
 
 

@@ -40,8 +40,9 @@ local function remove_worker(processor, worker, turn, index, running, count, cau
   for i, id in ipairs(list) do
     if i <= ran then done[#done + 1] = id else rest[#rest + 1] = id end
   end
-  settle_ran(worker, done)
-  hand_back(worker, rest, current, cause)
+  local others = settle_ran(worker, done)
+  for _, id in ipairs(rest) do others[#others + 1] = id end
+  hand_back(worker, others, current, cause)
   redis.call('DEL', processing)
   bury(processor, worker)
 end

@@ -6,6 +6,7 @@
 local other_hints = tonumber(redis.call('HGET', key('counts'), 'other_hints') or 0)
 local other_hints_before = other_hints
 local may_be_stale = nil
+local TRIMMED_PER_CALL = 100
 
 local function stale_field(priority, id)
   return priority .. ':' .. id
@@ -22,15 +23,17 @@ local function ignore_hint(priority, id)
   return true
 end
 
--- The waiting job `id` leaves its list without being claimed.
+-- The waiting job `id` (its record is gone by now) leaves its list without being claimed.
 local function forget_hint(priority, id)
   local list = pending_key(priority)
-  -- Its hint is often the last one: then nothing stale is left behind, however often this is repeated.
-  if redis.call('LINDEX', list, -1) == id then
+  redis.call('HINCRBY', key('stale'), stale_field(priority, id), 1)
+  may_be_stale = true
+  -- Stale hints at the end go at once: however often jobs come and are cancelled, the list does not grow.
+  for _ = 1, TRIMMED_PER_CALL do
+    local last = redis.call('LINDEX', list, -1)
+    if not last or redis.call('HEXISTS', key('jobs'), last) == 1 or not ignore_hint(priority, last) then return end
     redis.call('RPOP', list)
     if priority ~= '5' then other_hints = other_hints - 1 end
-  else
-    redis.call('HINCRBY', key('stale'), stale_field(priority, id), 1)
   end
 end
 

@@ -7,6 +7,10 @@ local function is_removed(owner)
   return string.sub(owner, -#REMOVED) == REMOVED
 end
 
+local function is_owner(worker, owner)
+  return owner and string.sub(owner, 1, #worker + 1) == worker .. ':'
+end
+
 local function fence_of(owner)
   return string.match(owner, ':(%d+)')
 end
@@ -27,17 +31,22 @@ local function settle_done(ids, notes)
   redis.call('HDEL', key('jobs'), unpack(ids))
   redis.call('HDEL', key('active'), unpack(ids))
   redis.call('INCRBY', key('processed:count'), #ids)
-  for fence, entries in pairs(notes) do note('done ' .. fence .. ' ' .. table.concat(entries, ' ')) end
+  for fence, entries in pairs(notes) do
+    if #entries > 0 then note('done ' .. fence .. ' ' .. table.concat(entries, ' ')) end
+  end
 end
 
--- The ids of `list` that `worker` owns count as done: it ran them, but did not live to say so.
+-- The ids of `list` that `worker` owns count as done: it ran them, but did not live to say so. Returns the others.
 local function settle_ran(worker, list)
-  if #list == 0 then return end
+  if #list == 0 then return {} end
   local owners = redis.call('HMGET', key('active'), unpack(list))
-  local ids, notes = {}, {}
+  local ids, notes, others, seen = {}, {}, {}, {}
   for i, id in ipairs(list) do
     local owner = owners[i]
-    if owner and string.find(owner, worker, 1, true) == 1 then
+    if seen[id] or not is_owner(worker, owner) then
+      others[#others + 1] = id
+    else
+      seen[id] = true
       ids[#ids + 1] = id
       local fence = fence_of(owner)
       notes[fence] = notes[fence] or {}
@@ -45,29 +54,37 @@ local function settle_ran(worker, list)
     end
   end
   settle_done(ids, notes)
+  return others
 end
 
 -- Gives the ids of `list` back, in order, before all that waits. Owned ids lose their owner; ids that were moved
--- here but never begun are hints and are treated as such. The caller empties the processing list.
+-- here but never begun are hints of priority 5 and are treated as such. The caller empties the processing list.
 -- `counted` (or nil): the id that was running when its worker died; its stall count grows.
-local function hand_back(worker, list, counted, cause)
+-- `kept` (or nil): an id that the worker goes on running; if it is in `list` too, that is a hint.
+local function hand_back(worker, list, counted, cause, kept)
   if #list == 0 then return end
   local owners = redis.call('HMGET', key('active'), unpack(list))
   local records = redis.call('HMGET', key('jobs'), unpack(list))
-  local front, freed, removed, returned = {}, {}, {}, {}
+  local front, freed, removed, returned, seen = {}, {}, {}, {}, {}
   for i, id in ipairs(list) do
     local owner, record = owners[i], records[i]
-    local owned = owner and string.find(owner, worker, 1, true) == 1
-    if owned then freed[#freed + 1] = id end
+    local owned = is_owner(worker, owner) and not seen[id] and id ~= kept
+    if owned then
+      seen[id] = true
+      freed[#freed + 1] = id
+    end
+    -- A hint that goes uses up its stale count whatever became of the job: a count that outlived its hint would
+    -- swallow the hint of the next job of that id.
+    local stale = not owned and id ~= '' and ignore_hint('5', id)
     if owned and (is_removed(owner) or not record) then
       removed[#removed + 1] = id
-    elseif owned or (id ~= '' and record and not owner and not ignore_hint('5', id)) then
+    elseif owned or (id ~= '' and not stale and record and not owner) then
       if owned and id == counted then
         record = count_stall(record)
         redis.call('HSET', key('jobs'), id, record)
         note('stalled ' .. fence_of(owner) .. ' ' .. id .. ' ' .. cause)
       end
-      local priority = priority_of(record)
+      local priority = priority_of(record) or '5'
       front[priority] = front[priority] or {}
       table.insert(front[priority], id)
       if owned then returned[#returned + 1] = id end

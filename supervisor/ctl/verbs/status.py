@@ -17,7 +17,10 @@ HEALTHY_STATES = ("running", "paused", "draining")
 
 
 def status(args: Namespace) -> int:
-    result = connect(args).call("status", {"names": args.names} if args.names else {})
+    params: dict[str, Any] = {"names": args.names} if args.names else {}
+    if args.memory:
+        params["memory"] = True
+    result = connect(args).call("status", params)
     if args.json:
         show_json(result)
     else:
@@ -65,6 +68,9 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
             for queue in status["queues"]
         ],
     )
+    for queue in status["queues"]:
+        if queue.get("reason"):
+            print(f"{printable(queue['name'])}: {queue['state']}: {printable(queue['reason'])}")
     if in_detail:
         for queue in status["queues"]:
             _show_queue(queue)
@@ -74,7 +80,8 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
 
 
 def _brief(child: dict[str, Any]) -> str:
-    return " ".join(str(part) for part in (child["pid"], child["state"], child["job"]) if part is not None)
+    memory = f"{child['pss_bytes'] / 1e6:.1f}MB" if child.get("pss_bytes") else None
+    return " ".join(str(part) for part in (child["pid"], child["state"], child["job"], memory) if part is not None)
 
 
 def _show_queue(queue: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ A line is: queue, job id, fence, pid, event ("start" or "end"), time (monotonic 
 """
 
 import asyncio
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -86,4 +87,56 @@ def spin_in_c(data: Any, job: Job) -> None:
 
 
 def handle(data: Any, job: Job) -> None:
+    trace(job, "end")
+
+
+def fork_and_return(data: Any, job: Job) -> None:
+    """The forked copy comes back from the handler as if it were the worker."""
+    os.fork()
+    trace(job, "end")
+
+
+def fork_and_exit(data: Any, job: Job) -> None:
+    if os.fork() == 0:
+        sys.exit(0)
+    trace(job, "end")
+
+
+def use_pool(data: Any, job: Job) -> None:
+    """Leaving a pool terminates its processes with SIGTERM."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        trace(job, f"sum={sum(pool.map(abs, range(-3, 4)))}")
+
+
+class Strange(Exception):
+    @property
+    def kind(self) -> str:
+        raise RuntimeError("no kind")
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raise_strange(data: Any, job: Job) -> None:
+    raise Strange
+
+
+def raise_surrogate(data: Any, job: Job) -> None:
+    error = ValueError("\ud800")
+    error.kind = "\ud800"  # type: ignore[attr-defined]
+    raise error
+
+
+def die(data: Any, job: Job) -> None:
+    trace(job, "start")
+    os._exit(3)
+
+
+def daemonise(data: Any, job: Job) -> None:
+    """Leaves a daemon that ends soon."""
+    if os.fork() == 0:
+        if os.fork() == 0:
+            time.sleep(0.05)
+        os._exit(0)
+    os.wait()
     trace(job, "end")

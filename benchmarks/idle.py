@@ -1,0 +1,96 @@
+"""What an idle tree costs: CPU, Redis commands and private memory of 50 queues; and how soon a new queue consumes.
+
+python benchmarks/idle.py [--queues 50] [--seconds 30]
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.support.running import Forq, running, wait_until
+
+
+def ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def private_kb(pid: int) -> int:
+    """Memory that is this process's alone: what it would give back if it ended."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in rollup if line.startswith(("Private_Clean", "Private_Dirty")))
+
+
+def pss_kb(pid: int) -> int:
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
+
+
+def commands(forq: Forq) -> dict[str, int]:
+    link = forq.client().link()
+    lines = link.call("INFO", "commandstats").decode().splitlines()
+    counts = (line.removeprefix("cmdstat_").split(":") for line in lines if line.startswith("cmdstat_"))
+    return {name: int(rest.split(",")[0].removeprefix("calls=")) for name, rest in counts}
+
+
+def create_to_consuming(forq: Forq, number: int) -> float:
+    name = f"fresh{number}"
+    began = time.monotonic()
+    forq.create(name, "record")
+    job_id = forq.client().queue(name).enqueue(1)
+    wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id])
+    ended = next(t.time for t in forq.traces("end") if t.job == job_id)
+    return ended - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--queues", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    arguments = parser.parse_args()
+    with running() as forq:
+        starts = [create_to_consuming(forq, number) for number in range(10)]
+        for number in range(10, arguments.queues):
+            forq.create(f"fresh{number}", "record")
+        wait_until(
+            lambda: all(c["state"] in ("idle", "parked") for q in forq.status()["queues"] for c in q["children"])
+        )
+        time.sleep(5)  # let titles and beats of the last jobs come to rest: what is measured is the idle tree
+        pids = {process.pid: " ".join(process.cmdline()).strip()[:24] for process in forq.processes()}
+        before, ticks_before = commands(forq), {pid: ticks(pid) for pid in pids}
+        time.sleep(arguments.seconds)
+        after = commands(forq)
+        spent = {pid: ticks(pid) - ticks_before[pid] for pid in pids}
+        queue_pids = [c["pid"] for q in forq.status()["queues"] for c in q["children"]]
+        private = [private_kb(pid) for pid in queue_pids]
+        shares = [pss_kb(pid) for pid in queue_pids]
+        print(f"{arguments.queues} queues, {len(pids)} processes, {arguments.seconds:.0f} s, nothing to do")
+        total = sum(spent.values())
+        hz = os.sysconf("SC_CLK_TCK")
+        print(
+            f"CPU of the whole tree: {total} ticks of 1/{hz} s = {total / hz / arguments.seconds * 100:.2f} % of one core"
+        )
+        for pid, used in sorted(spent.items(), key=lambda item: -item[1])[:4]:
+            print(f"    {used:4} ticks  {pids[pid]}")
+        used_commands = {name: after[name] - before.get(name, 0) for name in after}
+        used_commands = {name: count for name, count in used_commands.items() if count}
+        calls = sum(count for name, count in used_commands.items() if name in ("evalsha", "blmove", "blpop"))
+        print(f"Redis commands from clients: {calls / arguments.seconds / len(queue_pids):.3f} per second and child")
+        print(f"    {used_commands}")
+        print(
+            f"private memory per child: median {statistics.median(private)} kB, max {max(private)} kB; "
+            f"PSS median {statistics.median(shares)} kB"
+        )
+        print(
+            f"create -> first job ran (forqctl's own start included): median {statistics.median(starts) * 1000:.0f} ms, "
+            f"max {max(starts) * 1000:.0f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()

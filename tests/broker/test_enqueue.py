@@ -1,0 +1,226 @@
+"""enqueue: stored whole or not at all."""
+
+from uuid import UUID
+
+import pytest
+
+from forq.broker.keys import pending_key
+from forq.broker.link import Link
+from forq.broker.producing import CHUNK_BYTES, CHUNK_JOBS, Producer, chunks, new_job
+from forq.broker.record import unpack
+from forq.errors import Exists, IncompatibleProtocol, InvalidData, InvalidId, QueueFull, UnknownQueue, UsageError
+from tests.support.one_queue import OneQueue, State, one_queue
+
+
+@pytest.mark.spec("R7", "M1", "M4", "M5", "M6")
+def test_enqueue_stores_the_record_under_its_id_and_only_the_id_in_the_list(queue: OneQueue) -> None:
+    assert queue.enqueue("a", "b") == ["a", "b"]
+
+    assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})
+    assert unpack(queue.hash("jobs")["a"].encode()).data == {"n": "a"}
+
+
+@pytest.mark.spec("N20", "Q2")
+def test_the_system_gives_the_id_and_the_user_the_identifier(queue: OneQueue) -> None:
+    [job_id] = queue.producer.enqueue([new_job([1, None, "ü\n"], identifier="order 7", type="mail")])
+
+    assert UUID(job_id).version == 7
+    job = queue.viewer.job(job_id)
+    assert job.pop("enqueued_at") == pytest.approx(float(queue.redis.time()[0]), abs=5)
+    assert job == {
+        "id": job_id,
+        "identifier": "order 7",
+        "state": "waiting",
+        "data": [1, None, "ü\n"],
+        "type": "mail",
+        "priority": 5,
+        "retry_count": 0,
+        "stall_count": 0,
+        "timeout_count": 0,
+    }
+
+
+def test_an_id_serves_as_identifier_where_none_is_given(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    assert queue.viewer.job("a")["identifier"] == "a"
+
+
+@pytest.mark.spec("Q22")
+def test_a_producer_needs_no_worker_and_no_supervisor(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    assert queue.redis.exists(queue.key("processors")) == 0
+    assert queue.viewer.counts().waiting == 1
+
+
+@pytest.mark.spec("R4", "Q24")
+def test_all_keys_of_a_queue_carry_its_name_as_hash_tag(queue: OneQueue) -> None:
+    queue.enqueue("a", "b", "c", "e")
+    queue.enqueue("d", priority=2, token="t")
+    worker = queue.worker("w1", "p1")
+    worker.turn(want=3)
+    worker.turn(failed="a", done="d")
+    queue.keeper("p1").heartbeat(queue.name, 1000, [])
+
+    keys = {key.decode() for key in queue.redis.keys("*")} - {"forq:queues"}
+    assert all(key.startswith("forq:queue:{q}:") for key in keys)
+    named = {"pending", "processed:count", "failed:count", "jobs", "options", "events"}
+    assert {f"forq:queue:{{q}}:{name}" for name in named} <= keys
+    worker.turn(want=1)
+    assert queue.redis.exists("forq:queue:{q}:processor:p1:worker:w1:processing") == 1
+
+
+@pytest.mark.spec("N3")
+def test_max_items_counts_waiting_and_active_and_refuses_a_whole_chunk(redis_url: str) -> None:
+    with one_queue(redis_url, max_items=3) as queue:
+        queue.enqueue("a", "b")
+        queue.worker().turn(want=1)
+        before = queue.state()
+        with pytest.raises(QueueFull, match="max_items = 3"):
+            queue.enqueue("c", "d")
+        assert queue.state() == before
+        assert queue.enqueue("c") == ["c"]
+
+
+def test_what_a_token_or_skip_leaves_out_does_not_count_towards_max_items(redis_url: str) -> None:
+    with one_queue(redis_url, max_items=2) as queue:
+        queue.enqueue("a", token="t")
+        queue.enqueue("b")
+        assert queue.enqueue("x", token="t") == ["a"]
+        assert queue.enqueue("a", "b", if_exists="skip") == ["a", "b"]
+
+
+def test_data_larger_than_max_data_stores_nothing(redis_url: str) -> None:
+    with one_queue(redis_url, max_data=100) as queue:
+        with pytest.raises(InvalidData, match="max_data = 100"):
+            queue.producer.enqueue([new_job(1, id="a"), new_job("x" * 100, id="b")])
+        assert queue.state() == State(jobs=set())
+
+
+def test_an_id_that_waits_or_runs_is_refused_and_nothing_of_the_chunk_is_stored(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    queue.worker().turn(want=1)
+    before = queue.state()
+    for taken in "ab":
+        with pytest.raises(Exists):
+            queue.enqueue("c", taken)
+    assert queue.state() == before
+
+
+def test_skip_leaves_what_is_there_and_stores_the_rest(queue: OneQueue) -> None:
+    queue.producer.enqueue([new_job("first", id="a")])
+    assert queue.producer.enqueue([new_job("second", id="a"), new_job(1, id="b")], "skip") == ["a", "b"]
+    assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})
+    assert queue.viewer.job("a")["data"] == "first"
+
+
+def test_the_same_id_twice_in_a_chunk_is_refused_or_stored_once(queue: OneQueue) -> None:
+    with pytest.raises(Exists):
+        queue.enqueue("a", "a")
+    assert queue.state() == State(jobs=set())
+    queue.enqueue("a", "a", if_exists="skip")
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+
+
+def test_a_repeated_token_gives_the_first_id_and_stores_nothing(queue: OneQueue) -> None:
+    assert queue.enqueue("a", token="t") == ["a"]
+    assert queue.enqueue("b", token="t") == ["a"]
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+
+
+def test_a_token_is_remembered_after_its_job_has_run(queue: OneQueue) -> None:
+    queue.enqueue("a", token="t")
+    worker = queue.worker()
+    worker.turn(want=1)
+    worker.turn(done="a")
+    assert queue.enqueue("a", token="t") == ["a"]
+    assert queue.state() == State(jobs=set())
+
+
+def test_a_token_twice_in_one_chunk_stores_one_job(queue: OneQueue) -> None:
+    assert queue.enqueue("a", "b", token="t") == ["a", "a"]
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+
+
+def test_a_skipped_job_stays_skipped_when_its_call_is_repeated_later(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    queue.enqueue("a", token="t", if_exists="skip")
+    worker = queue.worker()
+    worker.turn(want=1)
+    worker.turn(done="a")
+    assert queue.enqueue("a", token="t", if_exists="skip") == ["a"]
+    assert queue.state() == State(jobs=set())
+
+
+def test_a_token_of_a_refused_chunk_is_not_remembered(queue: OneQueue) -> None:
+    queue.enqueue("b")
+    with pytest.raises(Exists):
+        queue.producer.enqueue([new_job(1, id="a", token="t"), new_job(1, id="b")])
+    queue.producer.cancel("b")
+    assert queue.enqueue("c", token="t") == ["c"]
+
+
+def test_a_token_expires_with_dedup_ttl(redis_url: str) -> None:
+    with one_queue(redis_url, dedup_ttl_ms=60_000) as queue:
+        queue.enqueue("a", token="t")
+        [token] = queue.redis.keys("*:token:*")
+        assert 0 < queue.redis.pttl(token) <= 60_000
+
+
+@pytest.mark.spec("P7")
+def test_each_priority_has_its_list(queue: OneQueue) -> None:
+    for priority, job_id in enumerate("abcdefghij"):
+        queue.enqueue(job_id, priority=priority)
+    assert queue.state().waiting == {priority: [job_id] for priority, job_id in enumerate("abcdefghij")}
+    assert pending_key(queue.base, 5) == queue.key("pending")
+
+
+def test_no_jobs_are_no_call(queue: OneQueue) -> None:
+    assert queue.producer.enqueue([]) == []
+
+
+def test_a_queue_that_is_not_there_is_named(redis_url: str) -> None:
+    with pytest.raises(UnknownQueue, match="nowhere"):
+        Producer(Link(redis_url), "forq:", "nowhere").enqueue([new_job(1)])
+
+
+def test_another_protocol_is_refused(queue: OneQueue) -> None:
+    queue.redis.hset(queue.key("options"), "protocol", 99)
+    with pytest.raises(IncompatibleProtocol, match="speaks protocol 99"):
+        queue.enqueue("a")
+    with pytest.raises(IncompatibleProtocol):
+        queue.worker()
+    assert queue.state() == State(jobs=set())
+
+
+@pytest.mark.parametrize("bad", ["", " ", "a b", "a\n", "é", "x" * 129, 7])
+def test_ids_that_would_not_fit_the_journal_are_refused(bad: object) -> None:
+    with pytest.raises(InvalidId):
+        new_job(1, id=bad)  # type: ignore[arg-type]
+    with pytest.raises(InvalidId):
+        new_job(1, token=bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), {"a": [float("inf")]}, object(), {1, 2}, b"x"])
+def test_data_that_is_not_json_is_refused(bad: object) -> None:
+    with pytest.raises(InvalidData):
+        new_job(bad)
+
+
+@pytest.mark.parametrize("bad", [-1, 10, True, "5", 5.0])
+def test_priorities_outside_0_to_9_are_refused(bad: object) -> None:
+    with pytest.raises(UsageError):
+        new_job(1, priority=bad)  # type: ignore[arg-type]
+
+
+def test_bulk_is_cut_by_number_and_by_bytes() -> None:
+    many = [new_job(n) for n in range(CHUNK_JOBS + 1)]
+    assert [len(chunk) for chunk in chunks(many)] == [CHUNK_JOBS, 1]
+    large = [new_job("x" * (CHUNK_BYTES // 2)) for _ in range(3)]
+    assert [len(chunk) for chunk in chunks(large)] == [1, 1, 1]
+
+
+def test_bulk_keeps_its_order_across_chunks(queue: OneQueue) -> None:
+    ids = [f"n{n}" for n in range(CHUNK_JOBS * 2 + 3)]
+    stored = queue.producer.enqueue_many(new_job(1, id=job_id) for job_id in ids)
+    assert [job_id for chunk in stored for job_id in chunk] == ids
+    assert queue.pending() == ids

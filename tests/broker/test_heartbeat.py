@@ -1,0 +1,176 @@
+"""heartbeat and evict: who counts as silent, and what becomes of what he held."""
+
+import time
+
+import pytest
+
+from forq.broker.keeping import Position, QueueGone
+from forq.errors import Fenced
+from tests.support.one_queue import EXPIRY_MS, OneQueue, State
+
+
+def beat(queue: OneQueue, processor: str = "p1", *positions: Position) -> list[str]:
+    return queue.keeper(processor).heartbeat(queue.name, EXPIRY_MS, list(positions))
+
+
+def pass_time(queue: OneQueue, ms: int) -> None:
+    """Moves every time that the queue remembers into the past."""
+    for name in ("processors", "graves"):
+        for member, score in queue.redis.zrange(queue.key(name), 0, -1, withscores=True):
+            queue.redis.zadd(queue.key(name), {member: score - ms})
+    counts = queue.hash("counts")
+    for name in {"last_beat_ms", "sweep_after_ms"} & set(counts):
+        queue.redis.hset(queue.key("counts"), name, int(counts[name]) - ms)
+
+
+def live_on(queue: OneQueue, ms: int, *processors: str) -> list[str]:
+    """Heartbeats of these processors, a third of the expiry apart, for so long; whom they evicted."""
+    evicted: list[str] = []
+    for _ in range(0, ms, EXPIRY_MS // 3):
+        pass_time(queue, EXPIRY_MS // 3)
+        for processor in processors:
+            evicted += beat(queue, processor)
+    return evicted
+
+
+def test_a_heartbeat_renews_its_processor(queue: OneQueue) -> None:
+    queue.worker()
+    pass_time(queue, EXPIRY_MS - 1000)
+    beat(queue)
+    left = queue.redis.zscore(queue.key("processors"), "p1") - time.time() * 1000
+    assert left == pytest.approx(EXPIRY_MS, abs=2000)
+
+
+def test_a_processor_that_falls_silent_is_evicted_by_one_that_went_on(queue: OneQueue) -> None:
+    queue.enqueue("a", "b", "c")
+    silent = queue.worker("w2", "p2")
+    silent.turn(want=3)
+    beat(queue, "p1")
+    live_on(queue, EXPIRY_MS, "p1", "p2")
+    beat(queue, "p2", Position("w2", silent.number, 1, True))
+    assert live_on(queue, EXPIRY_MS * 2 // 3, "p1") == []
+    assert live_on(queue, EXPIRY_MS * 2 // 3, "p1") == ["p2"]
+    assert queue.state() == State(jobs={"b", "c"}, waiting={5: ["b", "c"]})
+    assert [queue.stall_count(job_id) for job_id in "bc"] == [1, 0]
+    assert ("stalled", "b") in queue.told()
+
+
+def test_an_evicted_processor_is_fenced_in_every_call(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    worker = queue.worker("w2", "p2")
+    worker.turn(want=1)
+    assert queue.keeper().evict(queue.name, "p2", "supervisor_lost") == 1
+    with pytest.raises(Fenced):
+        beat(queue, "p2")
+    with pytest.raises(Fenced):
+        worker.turn(done="a")
+    with pytest.raises(Fenced):
+        queue.worker("w3", "p2")
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+
+
+def test_evict_goes_by_the_last_heartbeat_only_if_no_turn_came_after(queue: OneQueue) -> None:
+    queue.enqueue("a", "b", "c")
+    worker = queue.worker("w2", "p2")
+    worker.turn(want=2)
+    beat(queue, "p2", Position("w2", worker.number, 1, True))
+    worker.turn(done="ab", want=1)
+    queue.keeper().evict(queue.name, "p2", "supervisor_lost")
+    assert queue.state() == State(jobs={"c"}, waiting={5: ["c"]})
+    assert queue.stall_count("c") == 0
+
+
+def test_evict_of_a_processor_without_heartbeat_returns_all_uncounted(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    for name, processor in (("w1", "p2"), ("w2", "p2"), ("w3", "p3")):
+        queue.worker(name, processor).turn(want=0)
+    queue.workers[0].turn(want=1)
+    queue.workers[1].turn(want=1)
+    assert queue.keeper().evict(queue.name, "p2", "supervisor_lost") == 2
+    assert set(queue.state().waiting[5]) == {"a", "b"}
+    assert queue.stall_count("a") == 0
+    assert queue.redis.zrange(queue.key("processors"), 0, -1) == [b"p3"]
+
+
+@pytest.fixture
+def two_that_sweep(queue: OneQueue) -> OneQueue:
+    """p1 and p2 have been beating for long enough to judge others."""
+    for processor in ("p1", "p2"):
+        queue.worker(f"w-{processor}", processor)
+        beat(queue, processor)
+    assert live_on(queue, 2 * EXPIRY_MS, "p1", "p2") == []
+    return queue
+
+
+def test_after_a_frozen_server_nobody_is_evicted_before_everybody_could_speak(two_that_sweep: OneQueue) -> None:
+    pass_time(two_that_sweep, 10 * EXPIRY_MS)
+    assert beat(two_that_sweep, "p1") == []
+    assert live_on(two_that_sweep, EXPIRY_MS * 2 // 3, "p1") == []
+    beat(two_that_sweep, "p2")
+
+
+def test_who_stays_silent_after_the_server_thawed_is_evicted(two_that_sweep: OneQueue) -> None:
+    pass_time(two_that_sweep, 10 * EXPIRY_MS)
+    assert live_on(two_that_sweep, 2 * EXPIRY_MS, "p1") == ["p2"]
+
+
+def test_a_newcomer_after_a_frozen_server_evicts_nobody(two_that_sweep: OneQueue) -> None:
+    pass_time(two_that_sweep, 2 * EXPIRY_MS)
+    two_that_sweep.worker("w3", "p3")
+    assert [beat(two_that_sweep, "p3") for _ in range(3)] == [[], [], []]
+    beat(two_that_sweep, "p1")
+    beat(two_that_sweep, "p2")
+
+
+def test_a_freeze_shorter_than_the_expiry_evicts_nobody_either(two_that_sweep: OneQueue) -> None:
+    pass_time(two_that_sweep, EXPIRY_MS // 3 - 500)
+    beat(two_that_sweep, "p1")
+    pass_time(two_that_sweep, EXPIRY_MS * 3 // 4)
+    assert beat(two_that_sweep, "p1") == []
+    beat(two_that_sweep, "p2")
+
+
+def test_one_heartbeat_evicts_one_processor_at_most(queue: OneQueue) -> None:
+    beat(queue, "p1")
+    for processor in ("p2", "p3", "p4"):
+        beat(queue, processor)
+    live_on(queue, 2 * EXPIRY_MS, "p1", "p2", "p3", "p4")
+    for processor in ("p2", "p3", "p4"):
+        queue.redis.zadd(queue.key("processors"), {processor: 1})
+    assert [len(beat(queue, "p1")) for _ in range(4)] == [1, 1, 1, 0]
+
+
+def test_a_clock_that_was_set_back_does_not_stop_the_sweeping_for_long(queue: OneQueue) -> None:
+    beat(queue, "p1")
+    pass_time(queue, -100 * EXPIRY_MS)
+    beat(queue, "p2")
+    assert "p2" in live_on(queue, 3 * EXPIRY_MS, "p1")
+
+
+def test_graves_are_drained_and_forgotten(queue: OneQueue) -> None:
+    worker = queue.worker()
+    queue.recover(worker)
+    queue.enqueue("a")
+    worker.block()
+    beat(queue)
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+    assert queue.redis.zcard(queue.key("graves")) == 1
+    pass_time(queue, 25 * 3600 * 1000)
+    beat(queue)
+    assert queue.redis.zcard(queue.key("graves")) == 0
+
+
+def test_a_queue_that_was_deleted_and_one_that_was_lost_are_told_apart(queue: OneQueue) -> None:
+    queue.registry.delete(queue.name, force=True)
+    with pytest.raises(QueueGone) as deleted:
+        beat(queue)
+    assert deleted.value.deleted
+    queue.redis.flushall()
+    with pytest.raises(QueueGone) as lost:
+        beat(queue)
+    assert not lost.value.deleted
+
+
+def test_evict_of_a_queue_that_is_gone_does_nothing(queue: OneQueue) -> None:
+    queue.registry.delete(queue.name, force=True)
+    assert queue.keeper().evict(queue.name, "p2", "supervisor_lost") == 0

@@ -1,0 +1,103 @@
+"""The journal: what one call did, as one entry."""
+
+from forq.broker.journal import Event
+from forq.broker.keeping import Position
+from tests.support.one_queue import OneQueue, one_queue
+
+
+def test_every_event_is_written_and_can_be_read(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    queue.enqueue("c", "d", "e", "f")
+    worker = queue.worker()
+    worker.turn(want=5)
+    fence = int(worker.fence)
+    worker.turn(done="ab", failed="c", keep=2)
+    queue.producer.cancel("f")
+    queue.recover(worker, 0, running=True)
+    queue.registry.pause(queue.name, paused=True)
+    queue.registry.pause(queue.name, paused=False)
+    queue.redis.rpush(queue.key("pending"), "lost")
+    other = queue.worker("w2")
+    other.turn(want=9)
+
+    events = queue.events()
+    assert [(event.verb, event.fence, event.job, event.micros, event.cause, event.actor) for event in events] == [
+        ("created", 0, None, None, queue.hash("options")["epoch"], "-"),
+        *[("enqueued", 0, job_id, None, None, "-") for job_id in "abcdef"],
+        *[("claimed", fence, job_id, None, None, "w1") for job_id in "abcde"],
+        *[("done", fence, job_id, 7, None, "w1") for job_id in "ab"],
+        ("dead", fence, "c", 7, None, "w1"),
+        ("cancelled", 0, "f", None, None, "-"),
+        ("stalled", fence, "d", None, "signal 9", "w1"),
+        *[("returned", 0, job_id, None, None, "w1") for job_id in "de"],
+        ("paused", 0, None, None, None, "-"),
+        ("resumed", 0, None, None, None, "-"),
+        ("dropped", 0, "lost", None, None, "w2"),
+        *[("claimed", int(other.fence), job_id, None, None, "w2") for job_id in "de"],
+    ]
+    now_ms = int(queue.redis.time()[0]) * 1000
+    assert all(now_ms - 60_000 < event.time_ms < now_ms + 60_000 for event in events)
+
+
+def test_what_ran_unheard_is_done_in_unknown_time(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    worker = queue.worker()
+    worker.turn(want=2)
+    queue.recover(worker, 1)
+    [done] = [event for event in queue.events() if event.verb == "done"]
+    assert (done.job, done.fence, done.micros) == ("a", int(worker.fence), None)
+
+
+def test_a_removed_job_is_cancelled_when_it_fails(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    worker = queue.worker()
+    worker.turn(want=1)
+    queue.producer.remove("a")
+    worker.turn(failed="a")
+    last = queue.events()[-1]
+    assert (last.verb, last.job, last.fence) == ("cancelled", "a", int(worker.fence))
+
+
+def test_settling_under_two_fences_of_which_one_is_refused_can_be_read(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    worker = queue.worker()
+    worker.turn(want=1)
+    worker.number += 1
+    worker.consumer.turn(worker.number, ["a", worker.fence, 5, "b", "123", 6], [], 0, 0)
+    assert queue.told()[-1] == ("done", "a")
+
+
+def test_sequence_numbers_have_no_gaps_and_calls_that_change_nothing_none(queue: OneQueue) -> None:
+    worker = queue.worker()
+    for number in range(5):
+        queue.enqueue(f"n{number}")
+        worker.turn(want=0)
+        queue.keeper().heartbeat(queue.name, 1000, [Position("w1", 1, 0, False)])
+        queue.producer.cancel("nobody")
+    assert [event.sequence for event in queue.events()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_cap_trims_the_older_half_and_counts_it(redis_url: str) -> None:
+    with one_queue(redis_url, journal_max=2000) as queue:
+        for number in range(100):
+            queue.enqueue(f"n{number}")
+        events = queue.events()
+        journal = queue.viewer.counts().journal
+        assert journal["entries"] == len(events)
+        assert journal["trimmed"] == 101 - len(events)
+        assert 0 < journal["bytes"] <= 2000
+        assert [event.sequence for event in events] == list(range(102 - len(events), 102))
+        assert isinstance(events[-1], Event)
+        assert events[-1].job == "n99"
+
+
+def test_a_journal_that_is_off_holds_nothing_from_the_start(redis_url: str) -> None:
+    with one_queue(redis_url, journal=0) as queue:
+        queue.enqueue("a")
+        worker = queue.worker()
+        worker.turn(want=1)
+        worker.turn(done="a")
+        assert queue.redis.exists(queue.key("events")) == 0
+        queue.create(journal=1)
+        queue.enqueue("b")
+        assert [(event.sequence, event.verb, event.job) for event in queue.events()] == [(1, "enqueued", "b")]

@@ -1,0 +1,232 @@
+"""create, delete, purge, pause: which queues exist."""
+
+import pytest
+
+from forq.broker.keys import DEFAULT_PREFIX, registry_key
+from forq.broker.link import Link
+from forq.broker.producing import new_job
+from forq.broker.registry import Dropped, Registry
+from forq.broker.scripts import script
+from forq.broker.stored_options import stored_defaults
+from forq.errors import IncompatibleProtocol, InvalidName, QueueExists, QueueNotEmpty, TooManyQueues, UnknownQueue
+from tests.support.one_queue import OneQueue, State, one_queue
+
+
+def make(registry: Registry, name: str, mode: str = "work", max_queues: int = 3) -> bool:
+    return registry.create(name, mode, max_queues, stored_defaults(), {})
+
+
+def purge(queue: OneQueue) -> list[Dropped]:
+    logged: list[Dropped] = []
+    while queue.registry.purge(queue.name, logged.extend):
+        pass
+    return logged
+
+
+@pytest.mark.spec("N1", "N10")
+def test_queues_are_made_when_asked_for_and_know_nothing_of_each_other(redis_url: str) -> None:
+    with one_queue(redis_url, "one") as one, one_queue(redis_url, "two") as two:
+        one.enqueue("a")
+        two.enqueue("a", "b")
+        assert two.worker().turn(want=1) == ["a"]
+        assert one.state() == State(jobs={"a"}, waiting={5: ["a"]})
+        assert one.registry.names() == {"one": "work", "two": "work"}
+
+
+@pytest.mark.spec("N2")
+def test_a_queue_past_max_queues_is_refused_and_leaves_no_trace(redis_url: str) -> None:
+    registry = Registry(Link(redis_url), DEFAULT_PREFIX)
+    for name in ("a", "b", "c"):
+        assert make(registry, name) is True
+    with pytest.raises(TooManyQueues, match="max_queues"):
+        make(registry, "d")
+    assert set(registry.names()) == {"a", "b", "c"}
+    assert make(registry, "c") is False
+
+
+def test_create_joins_and_sets_the_options_given(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    before = queue.hash("options")
+    assert queue.create(max_items=7) is False
+    assert queue.hash("options") == before | {"max_items": "7", "version": "2"}
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+
+
+def test_another_mode_or_protocol_is_refused(queue: OneQueue) -> None:
+    with pytest.raises(QueueExists, match="'work'"):
+        make(queue.registry, queue.name, mode="on_request")
+    queue.redis.hset(registry_key(DEFAULT_PREFIX), queue.name, "on_request")
+    with pytest.raises(QueueExists, match="'work'"):
+        make(queue.registry, queue.name, mode="on_request")
+    queue.redis.hset(registry_key(DEFAULT_PREFIX), queue.name, "work")
+    queue.redis.hset(queue.key("options"), "protocol", 99)
+    with pytest.raises(IncompatibleProtocol):
+        queue.create()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "{q}", "q\r\nDEL x", "../x", "..", "x" * 65])
+def test_hostile_names_are_refused(redis_url: str, name: str) -> None:
+    registry = Registry(Link(redis_url), DEFAULT_PREFIX)
+    with pytest.raises(InvalidName):
+        make(registry, name)
+    with pytest.raises(InvalidName):
+        registry.delete(name, force=True)
+
+
+def test_a_crash_between_registry_and_queue_is_completed_by_the_next_create(redis_url: str) -> None:
+    link = Link(redis_url)
+    registry = Registry(link, DEFAULT_PREFIX)
+    link.run(script("reserve"), registry_key(DEFAULT_PREFIX), "q", "work", 1)
+    with pytest.raises(TooManyQueues):
+        make(registry, "other", max_queues=1)
+    assert make(registry, "q", max_queues=1) is True
+
+
+@pytest.mark.spec("N7")
+def test_delete_needs_force_while_there_are_jobs(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    before = queue.state()
+    with pytest.raises(QueueNotEmpty, match="2 jobs"):
+        queue.registry.delete(queue.name, force=False)
+    assert queue.state() == before
+    assert queue.registry.delete(queue.name, force=True) == 2
+    with pytest.raises(UnknownQueue):
+        queue.enqueue("c")
+
+
+@pytest.mark.spec("N7")
+def test_what_a_deleted_queue_held_is_logged_and_then_gone(queue: OneQueue) -> None:
+    queue.producer.enqueue([new_job({"x": 1}, id="a", identifier="Ann", type="mail")])
+    queue.enqueue("b", priority=2)
+    worker = queue.worker()
+    worker.turn(want=1)
+    worker.turn(failed="b", want=1)
+    assert queue.registry.delete(queue.name, force=True) == 2
+
+    logged = {str(job["id"]): job for job in purge(queue)}
+    assert logged.keys() == {"a", "b"}
+    enqueued_at = logged["a"].pop("enqueued_at")
+    assert enqueued_at == pytest.approx(float(queue.redis.time()[0]), abs=5)
+    assert logged["a"] == {
+        "queue": "q",
+        "id": "a",
+        "identifier": "Ann",
+        "cause": "deleted",
+        "priority": 5,
+        "type": "mail",
+        "data": {"x": 1},
+    }
+    assert logged["b"]["error"] == {"message": "no"}
+    assert queue.registry.names() == {}
+    left = {key.decode().removeprefix("forq:queue:{q}:") for key in queue.redis.keys("*")}
+    assert left == {"graves", "deleted"}
+    assert purge(queue) == []
+
+
+def test_a_log_that_fails_keeps_what_was_not_written(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    queue.registry.delete(queue.name, force=True)
+
+    def full(jobs: list[Dropped]) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        queue.registry.purge(queue.name, full)
+    with pytest.raises(QueueExists, match="deleted"):
+        queue.create()
+    assert [job["id"] for job in purge(queue)] == ["a"]
+    assert queue.create() is True
+
+
+def test_a_crash_between_delete_and_registry_loses_nothing(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    queue.link.run(script("delete"), queue.base, 1)
+    assert queue.registry.names() == {"q": "work"}
+    assert queue.registry.delete(queue.name, force=False) == 0
+    assert [job["id"] for job in purge(queue)] == ["a"]
+    assert queue.registry.names() == {}
+    with pytest.raises(UnknownQueue):
+        queue.registry.delete(queue.name, force=True)
+
+
+def test_a_queue_made_again_before_the_registry_was_marked_stays_registered(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    queue.link.run(script("delete"), queue.base, 1)
+    queue.create()
+    queue.enqueue("b")
+    queue.redis.hset(registry_key(DEFAULT_PREFIX), queue.name, "deleting")
+    assert [job["id"] for job in purge(queue)] == ["a"]
+    assert queue.registry.names() == {"q": "work"}
+    assert queue.state() == State(jobs={"b"}, waiting={5: ["b"]})
+
+
+def test_a_job_that_a_frozen_worker_of_the_old_queue_moves_comes_back(queue: OneQueue) -> None:
+    frozen = queue.worker()
+    queue.registry.delete(queue.name, force=True)
+    purge(queue)
+    queue.create()
+    queue.enqueue("a")
+    assert frozen.block() == "a"
+    queue.keeper("p9").heartbeat(queue.name, 1000, [])
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+    assert queue.redis.pttl(queue.key("graves")) == -1  # the new queue's own graves live as long as they should
+
+
+def test_a_queue_made_again_begins_from_nothing(queue: OneQueue) -> None:
+    queue.enqueue("a", token="t")
+    queue.enqueue("c", priority=1)
+    worker = queue.worker()
+    worker.turn(want=2)
+    worker.turn(done="c", failed="a")
+    first = queue.hash("options")["epoch"]
+    queue.registry.pause(queue.name, paused=True)
+    queue.registry.delete(queue.name, force=True)
+    purge(queue)
+    queue.create()
+    assert queue.hash("options")["epoch"] > first
+    counts = queue.viewer.counts()
+    assert (counts.processed, counts.failed_total, counts.dead, counts.paused) == (0, 0, 0, False)
+    assert queue.enqueue("b", token="t") == ["b"]
+    with pytest.raises(UnknownQueue):
+        worker.turn(want=1)
+
+
+def test_a_queue_is_not_reopened_once_somebody_deleted_it(queue: OneQueue) -> None:
+    def reopen() -> bool:
+        return queue.registry.create(queue.name, "work", 9, stored_defaults(), {}, reopening=True)
+
+    assert reopen() is False
+    queue.registry.delete(queue.name, force=True)
+    purge(queue)
+    with pytest.raises(UnknownQueue, match="was deleted"):
+        reopen()
+    assert queue.registry.names() == {}
+    queue.redis.flushall()
+    assert reopen() is True
+
+
+def test_a_large_queue_is_purged_in_slices(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forq.broker.registry.PURGE_CHUNK", 10)
+    monkeypatch.setattr("forq.broker.registry.PURGE_CHUNKS", 2)
+    queue.redis.config_set("hash-max-listpack-entries", 1)
+    try:
+        queue.enqueue(*(f"n{number}" for number in range(200)))
+        queue.registry.delete(queue.name, force=True)
+        logged: list[Dropped] = []
+        assert queue.registry.purge(queue.name, logged.extend) is True
+        assert queue.registry.names() == {"q": "deleting"}
+        logged += purge(queue)
+    finally:
+        queue.redis.config_set("hash-max-listpack-entries", 512)
+    assert {job["id"] for job in logged} == {f"n{number}" for number in range(200)}
+    assert queue.registry.names() == {}
+
+
+def test_pause_and_resume_say_so_once(queue: OneQueue) -> None:
+    for paused in (True, True, False, False):
+        queue.registry.pause(queue.name, paused=paused)
+        assert queue.viewer.counts().paused is paused
+    assert queue.told() == [("paused", None), ("resumed", None)]
+    queue.registry.delete(queue.name, force=True)
+    with pytest.raises(UnknownQueue):
+        queue.registry.pause(queue.name, paused=True)

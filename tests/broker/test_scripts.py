@@ -1,0 +1,97 @@
+"""Rules that every script keeps."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import forq.broker
+from forq.broker.codes import LUA_CONSTANTS, error_for
+from forq.broker.keys import QUEUE_KEYS
+from forq.broker.link import Link
+from forq.broker.scripts import script
+from forq.errors import ForqError
+
+LUA = Path(forq.broker.__file__).parent / "lua"
+SCRIPTS = sorted(path.stem for path in LUA.glob("*.lua"))
+FILES = sorted(LUA.rglob("*.lua"))
+# What one call does must not depend on how many jobs wait.
+FORBIDDEN = [
+    "KEYS",
+    "SCAN",
+    "HSCAN",
+    "SSCAN",
+    "ZSCAN",
+    "HGETALL",
+    "HVALS",
+    "SMEMBERS",
+    "SORT",
+    "LREM",
+    "LINSERT",
+    "LPOS",
+    "LSET",
+    "FLUSHDB",
+    "FLUSHALL",
+]
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"--[^\n]*", "", text)
+
+
+def test_there_are_scripts() -> None:
+    assert {"turn", "enqueue", "recover"} <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("verb", SCRIPTS)
+def test_a_script_says_what_it_does_takes_and_returns(verb: str) -> None:
+    lines = (LUA / f"{verb}.lua").read_text().splitlines()
+    assert re.fullmatch(r"#!lua( flags=(allow-oom|no-writes))?", lines[0])
+    assert lines[1].startswith(f"-- {verb}: ")
+    header = [line for line in lines if line.startswith("-- ")]
+    wanted = ["KEYS[1]  ", "Returns  "] + ["ARGV     "] * ("ARGV" in without_comments("\n".join(lines)))
+    for part in wanted:
+        assert any(line.startswith(f"-- {part}") for line in header), f"{verb}.lua lacks {part.strip()}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_key_is_listed_in_keys(path: Path) -> None:
+    named = set(re.findall(r"key\('([^']+)'\)", path.read_text()))
+    assert named <= set(QUEUE_KEYS)
+
+
+def test_keys_with_parts_are_built_as_listed() -> None:
+    text = "".join(path.read_text() for path in FILES)
+    built = set(re.findall(r"key\('([^']+)' \.\.", text))
+    listed = {re.split(r"(?<=:)(?:[A-Z]|0-9)", name)[0] for name in QUEUE_KEYS if re.search(r":(?:[A-Z]|0-9)", name)}
+    assert built == listed
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_script_answers_only_with_codes_that_are_defined(path: Path) -> None:
+    code = without_comments(path.read_text())
+    answered = set(re.findall(r"return \{ ([A-Z_]+)", code)) | set(re.findall(r"paused and ([A-Z_]+)", code))
+    assert answered <= set(LUA_CONSTANTS)
+    assert not re.search(r"return \{ -?\d", code)
+
+
+@pytest.mark.spec("R1")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_script_searches_a_list_or_the_keyspace(path: Path) -> None:
+    used = set(re.findall(r"redis\.call\('(\w+)'", path.read_text()))
+    assert not used & set(FORBIDDEN)
+
+
+@pytest.mark.parametrize("verb", SCRIPTS)
+def test_a_script_compiles_under_the_name_that_python_gave_it(redis_url: str, verb: str) -> None:
+    link = Link(redis_url)
+    assert link.call("SCRIPT", "LOAD", script(verb).source) == script(verb).sha.encode()
+    link.close()
+
+
+def test_every_refusal_has_its_own_error() -> None:
+    refusals = {name: value for name, value in LUA_CONSTANTS.items() if value < 0}
+    texts = {str(error_for("q", [value, b"1", 2])) for value in refusals.values()}
+    assert len(texts) == len(refusals)
+    assert not any("unexpected" in text for text in texts)
+    assert type(error_for("q", [-99])) is ForqError

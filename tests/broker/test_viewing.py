@@ -1,0 +1,149 @@
+"""counts, one job, pages of jobs."""
+
+import pytest
+
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.viewing import counts_of
+from forq.errors import UnknownJob, UnknownQueue, UsageError
+from tests.support.one_queue import OneQueue, one_queue
+
+
+def ids(queue: OneQueue, state: str | None = None, limit: int = 100) -> list[str]:
+    """The ids of all pages."""
+    found: list[str] = []
+    after: str | None = None
+    while True:
+        page = queue.viewer.jobs(state, limit, after)
+        found += [job["id"] for job in page.jobs]
+        after = page.next
+        if after is None:
+            return found
+
+
+@pytest.mark.spec("N4")
+def test_counts_say_how_many_jobs_are_in_which_state(queue: OneQueue) -> None:
+    queue.enqueue("a", "b", "c", "d")
+    queue.enqueue("e", priority=9)
+    worker = queue.worker()
+    worker.turn(want=3)
+    worker.turn(done="a", failed="b", keep=1)
+    counts = queue.viewer.counts()
+    assert (counts.waiting, counts.active, counts.dead) == (2, 1, 1)
+    assert (counts.processed, counts.failed_total, counts.in_flight) == (1, 1, 1)
+    assert (counts.paused, counts.mode, counts.dropped) == (False, "work", 0)
+
+
+@pytest.mark.spec("R5")
+def test_in_flight_is_the_sum_of_the_registered_processing_lists(queue: OneQueue) -> None:
+    queue.enqueue(*"abcdef")
+    for name, processor, want in (("w1", "p1", 1), ("w2", "p1", 2), ("w3", "p2", 2)):
+        queue.worker(name, processor).turn(want=want)
+    queue.redis.config_resetstat()
+    assert queue.viewer.counts().in_flight == 5
+    assert not {"cmdstat_scan", "cmdstat_keys"} & set(queue.redis.info("commandstats"))
+
+
+@pytest.mark.spec("N5")
+def test_the_counts_of_many_queues_come_in_one_look(redis_url: str) -> None:
+    with one_queue(redis_url, "one") as one, one_queue(redis_url, "two") as two:
+        one.enqueue("a")
+        two.enqueue("a", "b")
+        found = counts_of(one.link, DEFAULT_PREFIX, ["one", "gone", "two"])
+        assert {name: counts and counts.waiting for name, counts in found.items()} == {"one": 1, "gone": None, "two": 2}
+        assert counts_of(one.link, DEFAULT_PREFIX, []) == {}
+
+
+def test_the_oldest_waiting_job_is_found_in_any_list_behind_stale_hints(queue: OneQueue) -> None:
+    assert queue.viewer.counts().oldest_waiting_seconds is None
+    queue.enqueue("a", "b", "c")
+    queue.enqueue("d", priority=9)
+    queue.producer.cancel("a")
+    queue.redis.hset(queue.key("jobs"), "b", "p5 1000000\n[null,null,1]")
+    now = int(queue.redis.time()[0])
+    assert queue.viewer.counts().oldest_waiting_seconds == pytest.approx(now - 1000, abs=5)
+
+
+@pytest.mark.spec("N6")
+def test_pages_show_id_identifier_and_state_and_never_data(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    queue.worker().turn(want=1)
+    assert queue.viewer.jobs().jobs == [
+        {"id": "a", "identifier": "a", "state": "active"},
+        {"id": "b", "identifier": "b", "state": "waiting"},
+    ]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 100])
+def test_paging_shows_each_waiting_job_once_in_the_order_in_which_they_will_run(queue: OneQueue, limit: int) -> None:
+    queue.enqueue("e", "f", priority=9)
+    queue.enqueue("c", "x", "d")
+    queue.enqueue("a", "b", priority=0)
+    queue.producer.cancel("x")
+    assert ids(queue, "waiting", limit) == ["a", "b", "c", "d", "e", "f"]
+
+
+def test_paging_without_a_state_shows_active_then_waiting(queue: OneQueue) -> None:
+    queue.enqueue(*"abcde")
+    queue.worker().turn(want=2)
+    assert sorted(ids(queue, "active")) == ["a", "b"]
+    assert ids(queue, None, 2)[2:] == ["c", "d", "e"]
+    assert ids(queue, None, 100)[2:] == ["c", "d", "e"]
+
+
+def test_paging_through_the_dead(queue: OneQueue) -> None:
+    worker = queue.worker()
+    for job_id in "abc":
+        queue.enqueue(job_id)
+        worker.turn(want=1)
+        worker.turn(failed=job_id)
+    assert ids(queue, "dead", 2) == ["a", "b", "c"]
+    assert ids(queue) == []
+
+
+def test_a_job_that_was_cancelled_and_came_back_is_shown_once(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    queue.producer.cancel("a")
+    queue.enqueue("a")
+    assert sorted(ids(queue, "waiting")) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "after", ["", "x", "dead/1.5", "waiting/.5", "waiting/5", "active/-1", "dead/²", "waiting/1.2.3"]
+)
+def test_a_cursor_that_no_page_gave_is_refused(queue: OneQueue, after: str) -> None:
+    with pytest.raises(UsageError, match="cursor"):
+        queue.viewer.jobs(after=after)
+
+
+def test_a_state_that_is_none_is_refused(queue: OneQueue) -> None:
+    with pytest.raises(UsageError, match="state"):
+        queue.viewer.jobs("busy")
+
+
+def test_one_job_shows_its_owner_while_it_runs(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    worker = queue.worker()
+    worker.turn(want=1)
+    job = queue.viewer.job("a")
+    assert (job["state"], job["worker"], job["fence"], job["removed"]) == ("active", "w1", int(worker.fence), False)
+
+
+def test_of_several_dead_jobs_of_an_id_the_last_is_shown(queue: OneQueue) -> None:
+    worker = queue.worker()
+    for job_id in ("a", "a*", "a"):
+        queue.enqueue(job_id)
+        worker.turn(want=1)
+        worker.number += 1
+        worker.consumer.turn(worker.number, [], [job_id, worker.fence, 1, '"no"'], 0, 0)
+    assert queue.viewer.job("a")["fence"] == int(worker.fence)
+    assert queue.viewer.job("a")["state"] == "dead"
+
+
+def test_an_unknown_job_and_an_unknown_queue_are_told_apart(queue: OneQueue) -> None:
+    with pytest.raises(UnknownJob):
+        queue.viewer.job("a")
+    queue.registry.delete(queue.name, force=True)
+    with pytest.raises(UnknownQueue):
+        queue.viewer.job("a")
+    with pytest.raises(UnknownQueue):
+        queue.viewer.counts()

@@ -1,0 +1,93 @@
+"""Tokens: an idle worker blocks on one list, and wakes for work in any."""
+
+import threading
+
+import pytest
+
+from tests.support.one_queue import OneQueue, State
+
+
+def test_work_in_another_priority_puts_one_token_into_an_empty_pending_list(queue: OneQueue) -> None:
+    for job_id in "abc":
+        queue.enqueue(job_id, priority=9)
+    assert queue.pending() == [""]
+    assert queue.state() == State(jobs={"a", "b", "c"}, waiting={9: ["a", "b", "c"]})
+
+
+def test_pending_work_needs_no_token(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    queue.enqueue("b", priority=0)
+    assert queue.pending() == ["a"]
+
+
+@pytest.mark.parametrize("step", ["turn", "cancel"])
+def test_who_takes_the_last_pending_hint_leaves_a_token_for_the_other_lists(queue: OneQueue, step: str) -> None:
+    queue.enqueue("a")
+    queue.enqueue("b", priority=9)
+    if step == "turn":
+        assert queue.worker().turn(want=1) == ["a"]
+    else:
+        queue.producer.cancel("a")
+    assert queue.pending() == [""]
+
+
+def test_each_worker_that_wakes_wakes_the_next_while_there_is_work(queue: OneQueue) -> None:
+    for job_id in "abc":
+        queue.enqueue(job_id, priority=1)
+    for name, job_id in zip(("w1", "w2", "w3"), "abc", strict=True):
+        worker = queue.worker(name)
+        assert worker.block() == ""
+        assert worker.turn(want=1) == [job_id]
+    assert queue.pending() == []
+    assert queue.state().processing == {"w1": ["a"], "w2": ["b"], "w3": ["c"]}
+
+
+def test_a_token_that_died_with_its_worker_is_replaced(queue: OneQueue) -> None:
+    queue.enqueue("a", priority=1)
+    for name, processor in (("w1", "p1"), ("w2", "p2")):
+        worker = queue.worker(name, processor)
+        worker.block()
+        assert queue.pending() == []
+        if processor == "p1":
+            queue.recover(worker)
+        else:
+            queue.keeper().evict(queue.name, processor, "supervisor_lost")
+        assert queue.pending() == [""]
+
+
+def test_a_heartbeat_replaces_a_lost_token(queue: OneQueue) -> None:
+    queue.enqueue("a", priority=1)
+    queue.redis.delete(queue.key("pending"))
+    queue.keeper().heartbeat(queue.name, 1000, [])
+    assert queue.pending() == [""]
+
+
+def test_a_token_is_no_job_to_anyone(queue: OneQueue) -> None:
+    queue.enqueue("a", priority=1)
+    counts = queue.viewer.counts()
+    assert (counts.waiting, counts.active, counts.dropped) == (1, 0, 0)
+    assert [job["id"] for job in queue.viewer.jobs().jobs] == ["a"]
+
+
+def test_nothing_is_woken_while_paused_and_everybody_on_resume(queue: OneQueue) -> None:
+    workers = [queue.worker("w1", "p1"), queue.worker("w2", "p2")]
+    queue.registry.pause(queue.name, paused=True)
+    queue.enqueue("a", priority=1)
+    assert queue.pending() == []
+    queue.registry.pause(queue.name, paused=False)
+    assert queue.pending() == [""]
+    for worker in workers:
+        worker.consumer.wait_for_wake()  # would block for its whole timeout
+        assert queue.redis.exists(queue.key(f"processor:{worker.processor}:worker:{worker.name}:wake")) == 0
+
+
+def test_a_blocked_worker_wakes_for_any_priority(queue: OneQueue) -> None:
+    for priority in (5, 0, 9):
+        worker = queue.worker(f"w{priority}")
+        woken: list[bool] = []
+        thread = threading.Thread(target=lambda done=woken, to=worker: done.append(to.consumer.wait_for_job()))
+        thread.start()
+        queue.enqueue(f"n{priority}", priority=priority)
+        thread.join(5)
+        assert woken == [True]
+        assert worker.turn(want=1) == [f"n{priority}"]

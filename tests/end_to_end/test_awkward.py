@@ -1,0 +1,180 @@
+"""What is awkward: handlers that fork, strange exceptions, poison jobs, services that die in between."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.running import HANDLERS, Forq, alive, running, wait_until
+from tests.support.server import Server
+
+
+@pytest.fixture(scope="module")
+def forq() -> Iterator[Forq]:
+    with running() as forq:
+        yield forq
+
+
+def ends(forq: Forq, queue: str) -> list[str]:
+    return [t.job for t in forq.traces("end") if t.queue == queue]
+
+
+@pytest.mark.parametrize("function", ["fork_and_return", "fork_and_exit"])
+def test_a_forked_copy_of_the_handler_never_becomes_a_second_worker(forq: Forq, function: str) -> None:
+    forq.create(function, function)
+    ids = forq.client().queue(function).enqueue_many(range(5))
+    wait_until(lambda: forq.queue_status(function)["processed"] == 5)
+    expected = ids if function == "fork_and_exit" else [job for job in ids for _ in range(2)]
+    assert sorted(ends(forq, function)) == sorted(expected)
+    assert forq.child(function)["restarts"] == 0
+
+
+def test_a_pool_in_a_handler_can_be_terminated_and_the_worker_goes_on(forq: Forq) -> None:
+    forq.create("pools", "use_pool")
+    pid = forq.wait_for_child("pools")["pid"]
+    forq.client().queue("pools").enqueue_many(range(5))
+    wait_until(lambda: forq.queue_status("pools")["processed"] == 5)
+    assert forq.child("pools")["pid"] == pid
+
+
+@pytest.mark.parametrize("function", ["raise_strange", "raise_surrogate"])
+def test_an_exception_that_cannot_be_told_still_makes_the_job_dead(forq: Forq, function: str) -> None:
+    forq.create(function, function)
+    forq.ctl("push", function, "1")
+    wait_until(lambda: forq.queue_status(function)["dead"] == 1)
+    assert forq.child(function)["restarts"] == 0
+
+
+def test_a_poison_job_slows_its_queue_s_respawns_down(forq: Forq) -> None:
+    forq.create("poison", "die")
+    forq.ctl("push", "poison", "1")
+    wait_until(lambda: len([t for t in forq.traces("start") if t.queue == "poison"]) >= 5)
+    began = len([t for t in forq.traces("start") if t.queue == "poison"])
+    time.sleep(2)
+    assert len([t for t in forq.traces("start") if t.queue == "poison"]) - began < 10
+    stalls = [t.stalls for t in forq.traces("start") if t.queue == "poison"]
+    assert stalls == list(range(len(stalls)))
+    forq.ctl("delete", "poison", "--force")
+
+
+def test_zombies_of_daemons_are_reaped(forq: Forq) -> None:
+    forq.create("daemons", "daemonise")
+    pid = forq.wait_for_child("daemons")["pid"]
+    forq.client().queue("daemons").enqueue_many(range(3))
+    wait_until(lambda: len(ends(forq, "daemons")) == 3)
+    wait_until(lambda: not psutil.Process(pid).children(recursive=True), 10.0, "no zombie is left")
+
+
+def test_the_retry_child_takes_no_jobs_of_the_main_lane(forq: Forq) -> None:
+    forq.create("lanes", "sleep")
+    forq.client().queue("lanes").enqueue_many([0.2] * 6)
+    forq.ctl("restart", "lanes")
+    forq.ctl("pause", "lanes")
+    forq.ctl("resume", "lanes")
+    wait_until(lambda: len(ends(forq, "lanes")) == 6)
+    retry = forq.child("lanes", "retry")["pid"]
+    assert retry not in {t.pid for t in forq.traces("end") if t.queue == "lanes"}
+
+
+def test_an_import_that_hangs_ends_with_the_supervisor(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)\n")
+    with running(settings='cgroup = "off"\n') as forq:
+        forq.ctl("create", "hanging", "--handler", "hanging", "--path", str(tmp_path))
+        pids = {child["pid"] for child in forq.queue_status("hanging")["children"]}
+        assert {child["state"] for child in forq.queue_status("hanging")["children"]} == {"starting"}
+        os.kill(forq.pid, signal.SIGKILL)
+        wait_until(lambda: not alive(pids), 10.0, "both children are gone")
+
+
+def test_a_change_of_handler_while_a_job_runs_and_a_delete_right_after(forq: Forq) -> None:
+    """The old process must not outlive the delete, and the queue must not come back."""
+    forq.create("changing", "sleep", stop_grace="5s")
+    forq.ctl("push", "changing", "60")
+    pid = wait_until(lambda: [t for t in forq.traces("start") if t.queue == "changing"])[0].pid
+    import subprocess
+
+    from tests.support.running import BIN
+
+    arguments = ["create", "changing", "--handler", "traced:record", "--path", str(HANDLERS)]
+    change = subprocess.Popen([str(BIN / "forqctl"), *arguments], env=forq.environ(), stderr=subprocess.PIPE)
+    wait_until(lambda: forq.run_ctl("status", "changing").returncode == 0 and forq.child("changing")["pid"] != pid)
+    forq.ctl("delete", "changing", "--force")
+    assert change.wait(20) in (1, 4)
+    assert change.stderr is not None
+    change.stderr.close()
+    assert not alive({pid})
+    assert "changing" not in forq.client().queues()
+
+
+def test_recovery_is_not_forgotten_when_pulse_dies_while_redis_is_frozen(server: Server, redis_url: str) -> None:
+    with running(redis=redis_url) as forq:
+        forq.create("frozen", "sleep")
+        job_id = forq.ctl("push", "frozen", "[60]")
+        started = wait_until(lambda: forq.traces("start"))[0]
+        pulse = next(s["pid"] for s in forq.status()["supervisor"]["services"] if s["name"] == "pulse")
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            os.kill(started.pid, signal.SIGKILL)
+            wait_until(lambda: not alive({started.pid}))
+            time.sleep(0.2)
+            os.kill(pulse, signal.SIGKILL)
+            wait_until(lambda: not alive({pulse}))
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id], 15.0, "the job runs again")
+
+
+def test_rescue_works_after_pulse_was_replaced(forq: Forq) -> None:
+    forq.create("rescued", "sleep", concurrency=2)
+    queue = forq.client().queue("rescued")
+    forq.wait_for_child("rescued")
+    pulse = next(s["pid"] for s in forq.status()["supervisor"]["services"] if s["name"] == "pulse")
+    queue.enqueue_many([0.0001] * 2000)
+    os.kill(pulse, signal.SIGKILL)
+    wait_until(lambda: forq.queue_status("rescued")["processed"] == 2000)
+    wait_until(lambda: next(s["pid"] for s in forq.status()["supervisor"]["services"] if s["name"] == "pulse"))
+    forq.ctl("pause", "rescued")
+    queue.enqueue_many([0.0001] * 400)
+    slow = queue.enqueue(30)
+    behind = queue.enqueue_many([0.0001] * 200)
+    forq.ctl("resume", "rescued")
+    wait_until(lambda: set(behind) <= set(ends(forq, "rescued")), 10.0, "the jobs behind the slow one ran")
+    assert slow not in ends(forq, "rescued")
+    forq.ctl("delete", "rescued", "--force")
+
+
+def test_a_queue_deleted_by_one_supervisor_is_dropped_by_the_other(redis_url: str) -> None:
+    quick = 'heartbeat = "300ms"\nexpiry = "3s"\n'
+    with running(redis=redis_url, settings=quick) as one, running(redis=redis_url, settings=quick) as other:
+        one.create("both", "sleep")
+        other.create("both", "sleep")
+        other.client().queue("both").enqueue_many([0.1] * 20)
+        wait_until(lambda: other.traces("start"))
+        one.ctl("delete", "both", "--force")
+        wait_until(lambda: other.run_ctl("status", "both").returncode == 4, 10.0, "the other supervisor drops it")
+        time.sleep(1)
+        assert other.client().queues() == {}
+        assert not (other.state_dir / "queues" / "both.json").exists()
+
+
+def test_a_queue_whose_data_was_lost_is_made_again(server: Server, redis_url: str) -> None:
+    with running(redis=redis_url, settings='heartbeat = "300ms"\nexpiry = "3s"\n') as forq:
+        forq.create("lost", "record")
+        forq.wait_for_child("lost")
+        server.flush()
+        wait_until(lambda: "lost" in forq.client().queues(), 10.0, "the queue is there again")
+        job_id = wait_until(lambda: (done := forq.run_ctl("push", "lost", "1")).returncode == 0 and done.stdout.strip())
+        wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id])
+
+
+def test_a_delete_that_was_never_finished_does_not_block_the_name(server: Server, redis_url: str) -> None:
+    with running(redis=redis_url) as forq:
+        with server.connect() as redis:
+            redis.hset("forq:queues", "half", "deleting")
+        forq.create("half", "record")
+        job_id = forq.ctl("push", "half", "1")
+        wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id])

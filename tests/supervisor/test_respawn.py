@@ -1,0 +1,56 @@
+"""When a dead child is started again."""
+
+import random
+
+import pytest
+
+from forq.supervisor.respawn import FLAPPING_DEATHS, FREE_DEATHS, LONGEST_SECONDS, SETTLED_SECONDS, Respawn
+
+
+class Middle(random.Random):
+    """No spread, so that delays can be compared."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2
+
+
+@pytest.fixture
+def respawn() -> Respawn:
+    return Respawn(Middle())
+
+
+def test_a_child_that_settled_a_job_is_replaced_at_once_however_often(respawn: Respawn) -> None:
+    assert [respawn.delay_after_death(0.1, progressed=True) for _ in range(50)] == [0.0] * 50
+    assert not respawn.flapping
+
+
+def test_deaths_without_a_job_wait_twice_as_long_each_time(respawn: Respawn) -> None:
+    delays = [respawn.delay_after_death(0.1) for _ in range(12)]
+    assert delays[:5] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6])
+    assert delays[-1] == LONGEST_SECONDS
+
+
+def test_a_job_that_kills_its_process_gets_a_few_tries_at_once_and_then_waits(respawn: Respawn) -> None:
+    delays = [respawn.delay_after_death(0.1, began=True) for _ in range(FREE_DEATHS + 2)]
+    assert delays == pytest.approx([0.0] * FREE_DEATHS + [0.1, 0.2])
+
+
+def test_flapping_begins_after_several_deaths_and_ends_with_a_settled_job(respawn: Respawn) -> None:
+    for _ in range(FLAPPING_DEATHS - 1):
+        respawn.delay_after_death(0.1)
+    assert not respawn.flapping
+    respawn.delay_after_death(0.1)
+    assert respawn.flapping
+    respawn.delay_after_death(0.1, progressed=True)
+    assert not respawn.flapping
+
+
+def test_a_long_life_makes_up_for_earlier_deaths(respawn: Respawn) -> None:
+    for _ in range(8):
+        respawn.delay_after_death(0.1)
+    assert respawn.delay_after_death(SETTLED_SECONDS) == 0.0
+    assert respawn.delay_after_death(0.1) == pytest.approx(0.1)
+
+
+def test_it_never_gives_up(respawn: Respawn) -> None:
+    assert max(respawn.delay_after_death(0.0) for _ in range(10_000)) == LONGEST_SECONDS

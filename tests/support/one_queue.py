@@ -1,0 +1,183 @@
+"""One queue on the real server, driven by hand: every script through the class that calls it, and its whole state."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis
+
+from forq.broker.consuming import Consumer, Settled, Turn
+from forq.broker.journal import Event, read_entry
+from forq.broker.keeping import Keeper, Position
+from forq.broker.keys import DEFAULT_PREFIX, pending_key, processing_key, queue_base
+from forq.broker.link import Link
+from forq.broker.producing import Producer, new_job
+from forq.broker.registry import Registry
+from forq.broker.stored_options import stored_defaults
+from forq.broker.viewing import Viewer
+
+EXPIRY_MS = 15_000
+
+
+@dataclass(frozen=True)
+class State:
+    """Where everything is. What is empty is left out, so that tests compare with what they expect and nothing else."""
+
+    jobs: set[str]
+    waiting: dict[int, list[str]] = field(default_factory=dict)
+    active: dict[str, str] = field(default_factory=dict)
+    processing: dict[str, list[str]] = field(default_factory=dict)
+    stale: dict[str, int] = field(default_factory=dict)
+    dead: list[str] = field(default_factory=list)
+    records: dict[str, bytes] = field(default_factory=dict, compare=False)
+    owners: dict[str, str] = field(default_factory=dict, compare=False)
+    counts: dict[str, str] = field(default_factory=dict, compare=False)
+    tokens: int = field(default=0, compare=False)
+
+
+class OneQueue:
+    def __init__(self, url: str, name: str = "q", **options: int) -> None:
+        self.url = url
+        self.name = name
+        # Any: redis-py types its answers for every way of decoding them at once.
+        self.redis: Any = redis.Redis.from_url(url)
+        self.link = Link(url)
+        self.base = queue_base(DEFAULT_PREFIX, name)
+        self.registry = Registry(self.link, DEFAULT_PREFIX)
+        self.producer = Producer(self.link, DEFAULT_PREFIX, name)
+        self.viewer = Viewer(self.link, DEFAULT_PREFIX, name)
+        self.workers: list[HandWorker] = []
+        self.create(**options)
+
+    def create(self, **options: int) -> bool:
+        return self.registry.create(self.name, "work", 100, stored_defaults(), options)
+
+    def enqueue(self, *ids: str, priority: int = 5, token: str | None = None, if_exists: str = "refuse") -> list[str]:
+        jobs = [new_job({"n": job_id}, id=job_id, priority=priority, token=token) for job_id in ids]
+        return self.producer.enqueue(jobs, if_exists)
+
+    def worker(self, name: str = "w1", processor: str = "p1") -> "HandWorker":
+        """A worker that has joined."""
+        worker = HandWorker(self, name, processor)
+        worker.consumer.join(EXPIRY_MS)
+        return worker
+
+    def keeper(self, processor: str = "p1") -> Keeper:
+        return Keeper(self.link, DEFAULT_PREFIX, processor)
+
+    def recover(self, worker: "HandWorker", index: int = 0, *, running: bool = False, count: bool = True) -> int:
+        """Recovers a worker that died at this index of its last turn."""
+        return self.recover_at(worker, worker.number, index, running=running, count=count)
+
+    def recover_at(
+        self, worker: "HandWorker", turn: int, index: int, *, running: bool = False, count: bool = True
+    ) -> int:
+        at = Position(worker.name, turn, index, running)
+        return self.keeper().recover(self.name, worker.processor, at, count=count, cause="signal 9")
+
+    def rescue(self, worker: "HandWorker", index: int) -> int:
+        return self.keeper(worker.processor).rescue(self.name, Position(worker.name, worker.number, index, True))
+
+    def key(self, name: str) -> str:
+        return f"{self.base}:{name}"
+
+    def hash(self, name: str) -> dict[str, str]:
+        return {k.decode(): v.decode() for k, v in self.redis.hgetall(self.key(name)).items()}
+
+    def pending(self, priority: int = 5) -> list[str]:
+        """Hints and tokens ('')."""
+        return [hint.decode() for hint in self.redis.lrange(pending_key(self.base, priority), 0, -1)]
+
+    def stall_count(self, job_id: str) -> int:
+        return int(self.viewer.job(job_id)["stall_count"])
+
+    def state(self) -> State:
+        """Everything, in one look."""
+        with self.redis.pipeline(transaction=False) as look:
+            for priority in range(10):
+                look.lrange(pending_key(self.base, priority), 0, -1)
+            for name in ("jobs", "active", "stale", "counts"):
+                look.hgetall(self.key(name))
+            look.zrange(self.key("dead"), 0, -1)
+            for worker in self.workers:
+                look.lrange(worker.processing, 0, -1)
+            found = look.execute()
+        lists = [[entry.decode() for entry in entries] for entries in (*found[:10], *found[14:])]
+        jobs, owners, stale, counts = ({k.decode(): v for k, v in flat.items()} for flat in found[10:14])
+        processing = {worker.name: held for worker, held in zip(self.workers, lists[11:], strict=True)}
+        return State(
+            jobs=set(jobs),
+            waiting={p: [hint for hint in lists[p] if hint] for p in range(10) if any(lists[p])},
+            active={job_id: owner.decode().split(":")[0] for job_id, owner in owners.items()},
+            processing={name: held for name, held in processing.items() if held},
+            stale={name: int(number) for name, number in stale.items()},
+            dead=[member.rpartition("@")[0] for member in lists[10]],
+            records=jobs,
+            owners={job_id: owner.decode() for job_id, owner in owners.items()},
+            counts={name: value.decode() for name, value in counts.items()},
+            tokens=lists[5].count(""),
+        )
+
+    def events(self) -> list[Event]:
+        entries = self.redis.xrange(self.key("events"))
+        return [event for entry_id, fields in entries for event in read_entry(entry_id, fields)]
+
+    def told(self) -> list[tuple[str, str | None]]:
+        """The journal as (verb, job), without the queue's creation."""
+        return [(event.verb, event.job) for event in self.events() if event.verb != "created"]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.consumer.close()
+        self.link.close()
+        self.redis.close()
+
+
+class HandWorker:
+    """A worker whose every step the test takes."""
+
+    def __init__(self, queue: OneQueue, name: str, processor: str) -> None:
+        self.name = name
+        self.processor = processor
+        self.number = 0
+        self.fence = ""
+        self._queue = queue
+        self.consumer = Consumer(queue.url, DEFAULT_PREFIX, queue.name, processor, name)
+        self.processing = processing_key(queue.base, processor, name)
+        queue.workers.append(self)
+
+    def turn(
+        self, want: int = 0, done: str = "", failed: str = "", keep: int = 0, fence: str | None = None
+    ) -> list[str]:
+        """One turn; `done` and `failed` are ids, one letter each. The ids it claimed."""
+        jobs = self.whole_turn(want, done, failed, keep, fence).jobs
+        return [job_id.decode() for job_id in jobs[::2]]
+
+    def whole_turn(
+        self, want: int = 0, done: str = "", failed: str = "", keep: int = 0, fence: str | None = None
+    ) -> Turn:
+        self.number += 1
+        by = self.fence if fence is None else fence
+        succeeded: Settled = [part for job_id in done for part in (job_id, by, 7)]
+        gave_up: Settled = [part for job_id in failed for part in (job_id, by, 7, '{"message":"no"}')]
+        turn = self.consumer.turn(self.number, succeeded, gave_up, keep, want)
+        self.fence = turn.fence or self.fence
+        return turn
+
+    def block(self) -> str | None:
+        """What a BLMOVE that is served does; also that of a connection nobody reads any more."""
+        moved = self._queue.redis.lmove(self._queue.key("pending"), self.processing, "LEFT", "RIGHT")
+        return None if moved is None else moved.decode()
+
+    def held(self) -> list[str]:
+        return [job_id.decode() for job_id in self._queue.redis.lrange(self.processing, 0, -1)]
+
+
+@contextmanager
+def one_queue(url: str, name: str = "q", **options: int) -> Iterator[OneQueue]:
+    queue = OneQueue(url, name, **options)
+    try:
+        yield queue
+    finally:
+        queue.close()
