@@ -1,4 +1,4 @@
-"""Whether a call costs more when much is waiting: the server's time per enqueue and per claim at 10, 10k and 1M waiting.
+"""Whether a call costs more when much is waiting: the server's time per enqueue and claim at 10, 10k and 1M jobs.
 
     python benchmarks/backlog.py [--calls 3000] [--rounds 3]
 

@@ -73,7 +73,7 @@ def main() -> None:
         total = sum(spent.values())
         hz = os.sysconf("SC_CLK_TCK")
         print(
-            f"CPU of the whole tree: {total} ticks of 1/{hz} s = {total / hz / arguments.seconds * 100:.2f} % of one core"
+            f"CPU of the whole tree: {total} ticks of 1/{hz} s, {total / hz / arguments.seconds * 100:.2f} % of a core"
         )
         for pid, used in sorted(spent.items(), key=lambda item: -item[1])[:4]:
             print(f"    {used:4} ticks  {pids[pid]}")
@@ -87,7 +87,7 @@ def main() -> None:
             f"PSS median {statistics.median(shares)} kB"
         )
         print(
-            f"create -> first job ran (forqctl's own start included): median {statistics.median(starts) * 1000:.0f} ms, "
+            f"create -> first job ran (forqctl's start included): median {statistics.median(starts) * 1000:.0f} ms, "
             f"max {max(starts) * 1000:.0f} ms"
         )
 

@@ -74,10 +74,17 @@ class Producer:
             ids[index - 1] = stored.decode()
         return ids
 
-    def enqueue_many(self, jobs: Iterable[NewJob], if_exists: str = "refuse") -> Iterator[list[str]]:
-        """Stores jobs in chunks, each whole or not at all; yields the ids of each chunk once it is stored."""
-        for chunk in chunks(jobs):
-            yield self.enqueue(chunk, if_exists)
+    def enqueue_many(self, jobs: Iterable[NewJob], if_exists: str = "refuse") -> list[str]:
+        """Stores jobs in chunks, each whole or not at all; PartlyStored if a chunk after the first one failed."""
+        ids: list[str] = []
+        try:
+            for chunk in chunks(jobs):
+                ids += self.enqueue(chunk, if_exists)
+        except ForqError as exc:
+            if not ids:
+                raise
+            raise PartlyStored(ids, exc) from exc
+        return ids
 
     def cancel(self, job_id: str) -> bool:
         """Takes a waiting job away; False if it does not wait."""

@@ -113,10 +113,8 @@ class Clerk:
         jobs = params.get("jobs")
         if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
             raise UsageError("jobs is a list of objects")
-        ids: list[str] = []
-        for chunk in self._producer(params).enqueue_many(map(_read_job, jobs), params.get("if_exists") or "refuse"):
-            ids += chunk
-        return {"ids": ids}
+        checked = [_read_job(job) for job in jobs]
+        return {"ids": self._producer(params).enqueue_many(checked, params.get("if_exists") or "refuse")}
 
     def cancel(self, params: dict[str, Any]) -> object:
         return {"cancelled": self._producer(params).cancel(params.get("id", ""))}

@@ -64,6 +64,8 @@ class QueueUnit:
         self._wanted = False
         self._then: list[Callable[[], None]] = []
         self._start_again: Callable[[], None] | None = None
+        self._opened = False
+        self._when_opened: list[Callable[[], None]] = []
 
     @property
     def state(self) -> str:
@@ -91,8 +93,19 @@ class QueueUnit:
         """Whether its children run, or are about to."""
         return self._wanted or self._start_again is not None
 
+    @property
+    def opening(self) -> bool:
+        """Whether the queue has yet to be made in Redis for the first time."""
+        return not self._opened and self.config_error is None
+
+    def when_opened(self, call: Callable[[], None]) -> None:
+        self._when_opened.append(call)
+
     def start(self) -> None:
-        self._wanted = True
+        self._wanted = self._opened = True
+        waiting, self._when_opened = self._when_opened, []
+        for call in waiting:
+            call()
         self.config_error = None
         for seat in self._seats:
             if seat.child is None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from forq.errors import ForqError, QueueExists, TimedOut, UnknownQueue, UsageError
+from forq.errors import ForqError, QueueExists, RedisUnavailable, TimedOut, UnknownQueue, UsageError
 from forq.names import check_queue_name
 from forq.options import QueueSpec
 from forq.supervisor.connection import Request
@@ -16,6 +16,8 @@ from forq.version import PROTOCOL, VERSION
 DRAIN_LOOK_SECONDS = 0.1
 # A status without counts is better than none: processes and states are known without Redis.
 COUNTS_SECONDS = 1.0
+# How long a request waits for its queue to be opened after a start.
+OPENING_SECONDS = 5.0
 COUNTS = ("waiting", "active", "dead", "processed", "failed_total", "in_flight", "oldest_waiting_seconds", "journal")
 
 Verb = Callable[[Request], None]
@@ -38,7 +40,7 @@ class Verbs:
             "ping": lambda request: request.reply({"pong": True, "pid": os.getpid()}),
             "version": lambda request: request.reply({"version": VERSION, "protocol": PROTOCOL}),
             "shutdown": self.shutdown,
-            **dict.fromkeys(("push", "push_many", "cancel", "remove", "job", "jobs"), self._ask_clerk),
+            **dict.fromkeys(("push", "push_many", "cancel", "remove", "job", "jobs"), self._pass_on),
         }
 
     def status(self, request: Request) -> None:
@@ -113,7 +115,7 @@ class Verbs:
         """A queue of that name is served already: the same definition changes nothing, another one replaces it."""
         name = spec.name
         if unit.spec == spec:
-            if not unit.wanted and unit.config_error is None:
+            if unit.opening:
                 raise QueueExists(f"queue {name!r} is just being created; try again")
             request.reply({"name": name, "created": False})
             return
@@ -186,11 +188,27 @@ class Verbs:
         self._supervisor.stop(now=bool(request.params.get("now")))
 
     def _pause(self, request: Request, *, paused: bool) -> None:
-        name = check_queue_name(request.params.get("name"))
-        self._clerk.ask("pause", {"name": name, "paused": paused}, _answer_to(request))
+        self._ask_clerk(request, "pause", {"name": check_queue_name(request.params.get("name")), "paused": paused})
 
-    def _ask_clerk(self, request: Request) -> None:
-        self._clerk.ask(request.method, request.params, _answer_to(request))
+    def _pass_on(self, request: Request) -> None:
+        self._ask_clerk(request, request.method, request.params)
+
+    def _ask_clerk(self, request: Request, verb: str, params: dict[str, Any]) -> None:
+        """Just after a start the request waits until its queue is there."""
+        unit = self._supervisor.units.get(str(params.get("name")))
+        if unit is None or not unit.opening:
+            self._clerk.ask(verb, params, _answer_to(request))
+            return
+        reason = self._supervisor.redis_state["error"] or "it is just being started"
+        late = RedisUnavailable(f"queue {unit.spec.name!r} cannot be reached yet: {reason}")
+        timer = self._supervisor.loop.call_later(OPENING_SECONDS, lambda: request.fail(late))
+
+        def opened() -> None:
+            if not request.answered:
+                timer.cancel()
+                self._clerk.ask(verb, params, _answer_to(request))
+
+        unit.when_opened(opened)
 
     def _unit(self, request: Request) -> QueueUnit:
         name = check_queue_name(request.params.get("name"))

@@ -8,11 +8,11 @@ from typing import Any
 
 from forq.broker.keys import DEFAULT_PREFIX, DEFAULT_PRIORITY
 from forq.broker.link import Link
-from forq.broker.producing import NewJob, PartlyStored, Producer, chunks, new_job
+from forq.broker.producing import NewJob, PartlyStored, Producer, new_job
 from forq.broker.registry import Registry
 from forq.broker.stored_options import stored, stored_defaults
 from forq.broker.viewing import Page, Viewer
-from forq.errors import ForqError, UsageError
+from forq.errors import UsageError
 from forq.names import check_queue_name, shown
 from forq.options import parse_options
 from forq.places import redis_url
@@ -100,16 +100,7 @@ class Queue:
 
     def enqueue_jobs(self, jobs: Iterable[NewJob], *, if_exists: str = "refuse") -> list[str]:
         """The same for jobs made with `forq.client.new_job(data, id=…, priority=…, token=…)`."""
-        producer = self._producer()
-        ids: list[str] = []
-        for chunk in chunks(jobs):
-            try:
-                ids += producer.enqueue(chunk, if_exists)
-            except ForqError as exc:
-                if not ids:
-                    raise
-                raise PartlyStored(ids, exc) from exc
-        return ids
+        return self._producer().enqueue_many(jobs, if_exists)
 
     def cancel(self, id: str) -> bool:
         """Takes a waiting job away; False if there is none (it runs, has ended, or never was)."""

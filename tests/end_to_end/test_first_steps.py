@@ -178,3 +178,14 @@ def test_concurrency_workers_run_side_by_side_in_one_process(forq: Forq) -> None
     assert not {t.job for t in forq.traces("end")} & ids
     assert len({t.pid for t in forq.traces("start") if t.job in ids}) == 1
     wait_until(lambda: len({t.job for t in forq.traces("end")} & ids) == 4)
+
+
+def test_a_push_right_after_the_start_waits_for_the_queue() -> None:
+    starting = Forq(settings=f"[queues.early]\nhandler = 'traced:record'\npath = ['{HANDLERS}']\n")
+    try:
+        starting.start(ready=False)
+        wait_until(lambda: starting.run_ctl("ping").returncode == 0)
+        job_id = starting.ctl("push", "early", "1")
+        wait_until(lambda: [t for t in starting.traces("end") if t.job == job_id])
+    finally:
+        starting.remove()
