@@ -6,7 +6,7 @@ import pytest
 
 from forq.broker.keys import pending_key
 from forq.broker.link import Link
-from forq.broker.producing import CHUNK_BYTES, CHUNK_JOBS, Producer, chunks, new_job
+from forq.broker.producing import CHUNK_BYTES, CHUNK_JOBS, PartlyStored, Producer, chunks, new_job
 from forq.broker.record import unpack
 from forq.errors import Exists, IncompatibleProtocol, InvalidData, InvalidId, QueueFull, UnknownQueue, UsageError
 from tests.support.one_queue import OneQueue, State, one_queue
@@ -221,6 +221,14 @@ def test_bulk_is_cut_by_number_and_by_bytes() -> None:
 
 def test_bulk_keeps_its_order_across_chunks(queue: OneQueue) -> None:
     ids = [f"n{n}" for n in range(CHUNK_JOBS * 2 + 3)]
-    stored = queue.producer.enqueue_many(new_job(1, id=job_id) for job_id in ids)
-    assert [job_id for chunk in stored for job_id in chunk] == ids
+    assert queue.producer.enqueue_many(new_job(1, id=job_id) for job_id in ids) == ids
     assert queue.pending() == ids
+
+
+def test_bulk_tells_what_was_stored_before_a_chunk_failed(queue: OneQueue) -> None:
+    jobs = [new_job(1, id=f"n{n}") for n in range(CHUNK_JOBS)]
+    with pytest.raises(PartlyStored, match=f"{CHUNK_JOBS} jobs before it were stored") as failed:
+        queue.producer.enqueue_many([*jobs, new_job(1, id="n0")])
+    assert failed.value.stored == [job.id for job in jobs]
+    with pytest.raises(Exists):
+        queue.producer.enqueue_many([new_job(1, id="n0")])
