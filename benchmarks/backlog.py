@@ -1,6 +1,6 @@
 """Whether a call costs more when much is waiting: the server's time per enqueue and claim at 10, 10k and 1M jobs.
 
-    python benchmarks/backlog.py [--calls 3000] [--rounds 3]
+    python benchmarks/backlog.py [--calls 1000] [--rounds 12]
 
 Measured in the server (INFO commandstats), so that neither the client nor the socket blurs it. Rounds are interleaved
 over the sizes; each figure is the best round, the one that was disturbed least.
@@ -61,8 +61,8 @@ class Worker:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=3000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=12)
     arguments = parser.parse_args()
     server = Server()
     server.start()

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Mapping
 
+from setproctitle import setproctitle
+
 from forq.errors import ConfigError, ForqError
 from forq.options import QueueSpec
 from forq.supervisor import entry_points
@@ -35,6 +37,7 @@ def run(overrides: Mapping[str, object]) -> int:
 
 def _serve(config: Config, state: StateDir, specs: list[QueueSpec]) -> int:
     become_subreaper()
+    setproctitle("forq: supervisor")
     entry_points.preload()
     loop = Loop()
     supervisor = Supervisor(config, state, loop)

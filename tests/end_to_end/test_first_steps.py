@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import redis
 
 from forq.errors import Exists, InvalidData, QueueFull, UnknownQueue
 from tests.support.running import HANDLERS, Forq, running, wait_until
@@ -189,3 +190,17 @@ def test_a_push_right_after_the_start_waits_for_the_queue() -> None:
         wait_until(lambda: [t for t in starting.traces("end") if t.job == job_id])
     finally:
         starting.remove()
+
+
+@pytest.mark.spec("R3")
+def test_each_worker_blocks_on_a_connection_of_its_own(forq: Forq) -> None:
+    forq.create("blocking", "noop", concurrency=3)
+    forq.wait_for_child("blocking")
+    with redis.Redis.from_url(forq.url) as server:
+
+        def blocked() -> list[dict[str, str]]:
+            return [c for c in server.client_list() if c["name"].startswith("forq-worker-") and c["cmd"] == "blmove"]
+
+        everywhere = sum(len(queue["children"]) for queue in forq.status()["queues"])
+        found = wait_until(lambda: len(blocked()) >= 4 and blocked())
+    assert len({client["name"] for client in found}) == len(found) <= everywhere + 10

@@ -1,12 +1,11 @@
 """Handlers that leave their traces in a file outside Redis: one line per event, appended whole.
 
+What only some of them need is imported there: the benchmarks measure the memory of processes with this module.
+
 A line is: queue, job id, fence, pid, event ("start" or "end"), time (monotonic seconds).
 """
 
-import asyncio
-import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from typing import Any
@@ -41,6 +40,8 @@ def sleep(data: Any, job: Job) -> None:
 
 
 async def sleep_async(data: Any, job: Job) -> None:
+    import asyncio
+
     trace(job, "start")
     await asyncio.sleep(data)
     trace(job, "end")
@@ -56,6 +57,8 @@ def leave(data: Any, job: Job) -> None:
 
 def run_program(data: Any, job: Job) -> None:
     """Its own subprocess must keep its exit status."""
+    import subprocess
+
     status = subprocess.run(["sh", "-c", f"exit {data}"], check=False).returncode
     trace(job, f"status={status}")
 
@@ -104,6 +107,8 @@ def fork_and_exit(data: Any, job: Job) -> None:
 
 def use_pool(data: Any, job: Job) -> None:
     """Leaving a pool terminates its processes with SIGTERM."""
+    import multiprocessing
+
     with multiprocessing.get_context("fork").Pool(2) as pool:
         trace(job, f"sum={sum(pool.map(abs, range(-3, 4)))}")
 
