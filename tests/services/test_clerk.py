@@ -1,0 +1,102 @@
+"""The clerk's answers, without a supervisor around it."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forq import wire
+from forq.errors import ForqError, InvalidData, UnknownQueue, UsageError
+from forq.services.clerk import Clerk, ClerkSettings, append_lines
+from forq.services.desk import Desk
+
+
+@pytest.fixture
+def clerk(redis_url: str, tmp_path: Path) -> Iterator[Clerk]:
+    ours, theirs = socket.socketpair()
+    settings = ClerkSettings(redis_url, "forq:", 10, tmp_path / "logs", theirs)
+    clerk = Clerk(settings)
+    clerk.create({"name": "q", "mode": "work", "options": {"max_items": 5}, "reopening": False})
+    yield clerk
+    ours.close()
+    theirs.close()
+
+
+def test_push_returns_the_id_and_job_shows_it(clerk: Clerk) -> None:
+    answer: Any = clerk.push({"name": "q", "data": {"n": 1}, "identifier": "one", "priority": None})
+    job: Any = clerk.job({"name": "q", "id": answer["id"]})
+    assert (job["state"], job["data"], job["identifier"], job["priority"]) == ("waiting", {"n": 1}, "one", 5)
+
+
+@pytest.mark.parametrize(
+    ("params", "error"),
+    [
+        ({"name": "q"}, UsageError),
+        ({"name": "q", "data": 1, "colour": "red"}, UsageError),
+        ({"name": "q", "data": 1, "priority": "high"}, UsageError),
+        ({"name": "q", "data": 2**70}, InvalidData),
+        ({"name": "other", "data": 1}, UnknownQueue),
+        ({"data": 1}, UsageError),
+    ],
+)
+def test_a_wrong_push_is_refused_and_stores_nothing(
+    clerk: Clerk, params: dict[str, Any], error: type[ForqError]
+) -> None:
+    with pytest.raises(error):
+        clerk.push(params)
+    counts: Any = clerk.counts({"names": ["q"]})
+    assert counts["q"]["waiting"] == 0
+
+
+def test_one_wrong_job_in_a_list_stores_none_of_them(clerk: Clerk) -> None:
+    with pytest.raises(UsageError):
+        clerk.push_many({"name": "q", "jobs": [{"data": 1}, {"date": 2}]})
+    counts: Any = clerk.counts({"names": ["q", "gone"]})
+    assert (counts["q"]["waiting"], counts["gone"]) == (0, None)
+
+
+def test_delete_writes_what_it_drops_in_slices_until_nothing_is_left(clerk: Clerk, tmp_path: Path) -> None:
+    clerk.push({"name": "q", "data": "kept", "id": "a"})
+    assert clerk.delete({"name": "q", "force": True}) == {"dropped": 1}
+    assert clerk.purge({"name": "q"}) == {"more": False}
+    lines = (tmp_path / "logs" / "q" / "failed.jsonl").read_text().splitlines()
+    assert [(line["id"], line["data"], line["cause"]) for line in map(json.loads, lines)] == [("a", "kept", "deleted")]
+
+
+def test_memory_of_processes_that_are_gone_is_left_out(clerk: Clerk) -> None:
+    memory: Any = clerk.memory({"pids": [os.getpid(), 2**22 - 1]})
+    assert list(memory) == [str(os.getpid())]
+    assert memory[str(os.getpid())] > 1_000_000
+
+
+def test_lines_are_appended_to_what_is_there_and_a_full_disk_is_said(tmp_path: Path) -> None:
+    append_lines(tmp_path / "new", "log", [{"a": 1}])
+    append_lines(tmp_path / "new", "log", [{"a": 2}, {"a": 3}])
+    assert (tmp_path / "new" / "log").read_text() == '{"a":1}\n{"a":2}\n{"a":3}\n'
+    assert (tmp_path / "new" / "log").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "link").symlink_to(tmp_path / "new" / "log")
+    with pytest.raises(ForqError, match="link"):
+        append_lines(tmp_path, "link", [{"a": 4}])
+
+
+def test_a_verb_that_breaks_is_answered_and_the_desk_goes_on() -> None:
+    ours, theirs = socket.socketpair()
+
+    def broken(params: dict[str, Any]) -> object:
+        raise RuntimeError("oh")
+
+    desk = Desk(theirs, {"broken": broken, "fine": lambda params: params})
+    for number, verb in enumerate(["broken", "missing", "fine"]):
+        ours.sendall(wire.request(number, verb, {"x": number}))
+    assert desk.serve()
+    answers = [wire.read_answer(line)[1] for line in ours.recv(65536).splitlines()]
+    assert "RuntimeError" in str(answers[0])
+    assert "missing" in str(answers[1])
+    assert answers[2] == {"x": 2}
+    ours.close()
+    assert not desk.serve()
+    theirs.close()

@@ -1,0 +1,81 @@
+"""One attempt: what the handler gets, and what becomes of whatever it does."""
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from forq import Job, Permanent
+from forq.broker.record import pack_body
+from forq.workers.attempt import Attempts, read_job
+from forq.workers.handlers import Handlers
+
+PLAIN = b"p3 1700000000123\n" + pack_body({"a": [1, None]}, "mine", "mail")
+COUNTED = b"c3 1700000000123 1 2 3\n" + pack_body({"a": [1, None]}, None, None)
+
+
+def attempt(handler: Any, record: bytes = PLAIN, types: tuple[str | None, ...] = (None, "mail")) -> Any:
+    error = Attempts("q", Handlers(dict.fromkeys(types, handler))).attempt("id1", record, 9)
+    return None if error is None else orjson.loads(error)
+
+
+@pytest.mark.spec("Q2", "Q33", "M2")
+def test_the_handler_gets_the_data_and_a_job_without_it() -> None:
+    got: list[tuple[Any, Job]] = []
+    assert attempt(lambda data, job: got.append((data, job))) is None
+    data, job = got[0]
+    assert data == {"a": [1, None]}
+    assert (job.queue, job.id, job.identifier, job.type, job.priority) == ("q", "id1", "mine", "mail", 3)
+    assert (job.enqueued_at, job.fence) == (1700000000.123, 9)
+    assert (job.retry_count, job.stall_count, job.timeout_count) == (0, 0, 0)
+    assert not hasattr(job, "data")
+
+
+def test_counts_are_read_and_the_identifier_defaults_to_the_id() -> None:
+    _, job = read_job("q", "id1", COUNTED, 9)
+    assert (job.retry_count, job.stall_count, job.timeout_count, job.identifier) == (1, 2, 3, "id1")
+
+
+@pytest.mark.spec("Q34")
+@pytest.mark.parametrize("value", [None, 0, False, "x", Exception("returned, not raised")])
+def test_any_return_is_success(value: Any) -> None:
+    assert attempt(lambda data, job: value) is None
+
+
+@pytest.mark.spec("Q34")
+@pytest.mark.parametrize("exc", [ValueError("bad"), SystemExit(3), KeyboardInterrupt(), Permanent("never")])
+def test_any_exception_is_a_failure_with_name_message_and_traceback(exc: BaseException) -> None:
+    def handle(data: Any, job: Job) -> None:
+        raise exc
+
+    error = attempt(handle)
+    assert (error["name"], error["message"]) == (type(exc).__name__, str(exc))
+    assert error["kind"] == ("permanent" if isinstance(exc, Permanent) else "retriable")
+    assert "in handle" in error["traceback"]
+
+
+def test_a_coroutine_is_awaited_and_its_exception_is_a_failure() -> None:
+    ran: list[int] = []
+
+    async def fine(data: Any, job: Job) -> None:
+        await asyncio.sleep(0)
+        ran.append(1)
+
+    async def fails(data: Any, job: Job) -> None:
+        await asyncio.sleep(0)
+        raise ValueError("later")
+
+    assert attempt(fine) is None
+    assert ran == [1]
+    assert attempt(fails)["message"] == "later"
+
+
+def test_a_type_without_a_handler_fails_for_good_and_says_which_there_are() -> None:
+    error = attempt(lambda data, job: None, types=("other",))
+    assert (error["kind"], "'mail'" in error["message"], "other" in error["message"]) == ("permanent", True, True)
+
+
+@pytest.mark.parametrize("record", [b"", b"rubbish", b"p5 1\n{not json", b"p5 x\n[null,null,1]", b"c5 1 2\n[1,2,3]"])
+def test_a_broken_record_is_a_failure_and_not_the_end_of_the_worker(record: bytes) -> None:
+    assert attempt(lambda data, job: None, record)["name"] == "InvalidData"

@@ -1,0 +1,210 @@
+"""The worker's loop against a scripted broker: what it publishes, settles and drops, step by step."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from forq.broker.consuming import Turn
+from forq.errors import OutcomeUnknown
+from forq.scoreboard import Scoreboard, Slot, Word, unpack_word
+from forq.workers.attempt import Attempts
+from forq.workers.handlers import Handlers
+from forq.workers.loop import MAX_BATCH, SLOW_NS, WorkerLoop
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ns = 10**9
+
+    def __call__(self) -> int:
+        self.ns += 1000
+        return self.ns
+
+
+@dataclass
+class Call:
+    number: int
+    done: list[Any]
+    failed: list[Any]
+    keep: int
+    want: int
+
+
+@dataclass
+class ScriptedConsumer:
+    """Answers turns from a list; an exception in it is raised."""
+
+    answers: Iterator[Turn | Exception]
+    calls: list[Call] = field(default_factory=list)
+    queue: str = "q"
+    on_turn: Callable[[], None] = lambda: None
+
+    def turn(self, number: int, done: list[Any], failed: list[Any], keep: int, want: int) -> Turn:
+        self.calls.append(Call(number, list(done), list(failed), keep, want))
+        self.on_turn()
+        answer = next(self.answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def jobs(*ids: str, fence: str = "7") -> Turn:
+    flat = [part for job_id in ids for part in (job_id.encode(), b"p5 1000\n[null,null,1]")]
+    return Turn(paused=False, held=True, refused=[], fence=fence, jobs=flat)
+
+
+NOTHING = jobs(fence="")
+
+
+class Rig:
+    """A loop, its slot and its clock."""
+
+    def __init__(self, handler: Callable[[Any, Any], Any], *answers: Turn | Exception) -> None:
+        self.clock = Clock()
+        self.board = Scoreboard.create(4)
+        self.slot: Slot = self.board.slot(self.board.take())
+        self.consumer = ScriptedConsumer(iter(answers))
+        self.batches: list[int] = []
+        self.loop = WorkerLoop(
+            self.consumer,  # type: ignore[arg-type]
+            Attempts("q", Handlers({None: handler})),
+            self.slot,
+            expiry_ms=1000,
+            on_batch=self.batches.append,
+            clock_ns=self.clock,
+        )
+
+    def step(self) -> None:
+        """What run() does once, without blocking."""
+        batch = self.loop._claim()
+        if batch:
+            self.loop._run_batch(batch)
+
+    @property
+    def word(self) -> Word:
+        return unpack_word(self.slot.word)
+
+
+def test_a_batch_is_run_in_order_and_settled_with_the_next_turn() -> None:
+    ran: list[str] = []
+    rig = Rig(lambda data, job: ran.append(job.id), jobs("a", "b"), NOTHING)
+    rig.step()
+    assert ran == ["a", "b"]
+    assert (rig.word.turn, rig.word.index, rig.word.running) == (1, 2, False)
+    rig.step()
+    settled = rig.consumer.calls[1]
+    assert (settled.done[::3], settled.done[1::3], settled.keep) == ([b"a", b"b"], ["7", "7"], 0)
+    assert (rig.slot.done, rig.word.turn, rig.word.index) == (2, 2, 0)
+
+
+def test_the_position_says_which_job_runs_and_how_many_ran_before() -> None:
+    seen: list[tuple[int, int, bool]] = []
+
+    def look(data: Any, job: Any) -> None:
+        seen.append((rig.word.turn, rig.word.index, rig.word.running))
+
+    rig = Rig(look, jobs("a", "b", "c"))
+    rig.step()
+    assert seen == [(1, 0, True), (1, 1, True), (1, 2, True)]
+
+
+def test_a_failed_job_is_settled_before_the_next_one_starts_and_never_looks_finished() -> None:
+    ran: list[str] = []
+
+    def fail_on_b(data: Any, job: Any) -> None:
+        ran.append(job.id)
+        if job.id == "b":
+            raise ValueError("no")
+
+    rig = Rig(fail_on_b, jobs("a", "b", "c"), NOTHING, NOTHING)
+    positions: list[tuple[int, bool]] = []
+    rig.consumer.on_turn = lambda: positions.append((rig.word.index, rig.word.running))
+    rig.step()
+    assert ran == ["a", "b", "c"]
+    turn = rig.consumer.calls[1]
+    assert (turn.done[::3], turn.failed[0], turn.keep, turn.want) == ([b"a"], b"b", 1, 0)
+    assert positions[1] == (1, True)
+
+
+def test_after_a_slow_job_it_asks_before_it_starts_another() -> None:
+    def slow_on_a(data: Any, job: Any) -> None:
+        ran.append(job.id)
+        if job.id == "a":
+            rig.clock.ns += SLOW_NS + 1
+
+    ran: list[str] = []
+    rig = Rig(slow_on_a, jobs("a", "b", "c"), NOTHING)
+    rig.step()
+    assert ran == ["a", "b", "c"]
+    assert (rig.consumer.calls[1].keep, rig.consumer.calls[1].want) == (2, 0)
+    assert (rig.word.turn, rig.word.index) == (2, 2)
+
+
+def test_what_was_given_to_others_meanwhile_is_not_started() -> None:
+    def slow(data: Any, job: Any) -> None:
+        ran.append(job.id)
+        rig.clock.ns += SLOW_NS + 1
+
+    ran: list[str] = []
+    given_away = Turn(paused=False, held=False, refused=[], fence="", jobs=[])
+    rig = Rig(slow, jobs("a", "b", "c"), given_away)
+    rig.step()
+    assert ran == ["a"]
+
+
+@pytest.mark.parametrize("losses", [1, 2, 3])
+def test_after_lost_replies_it_keeps_nothing_and_settles_the_same_again(losses: int) -> None:
+    """The first of the repeated calls that arrived has given the rest away; a later answer must not hide that."""
+
+    def slow(data: Any, job: Any) -> None:
+        ran.append(job.id)
+        rig.clock.ns += SLOW_NS + 1
+
+    ran: list[str] = []
+    lost = [OutcomeUnknown("cut")] * losses
+    rig = Rig(slow, jobs("a", "b", "c"), *lost, NOTHING, NOTHING)
+    rig.step()
+    assert ran == ["a"]
+    repeated = rig.consumer.calls[1:]
+    assert [call.keep for call in repeated] == [2] + [0] * losses
+    assert {tuple(call.done[::3]) for call in repeated} == {(b"a",)}
+    assert len({call.number for call in repeated}) == losses + 1
+
+
+def test_quick_jobs_are_taken_ahead_and_slow_ones_never() -> None:
+    wants: list[int] = []
+
+    def handle(data: Any, job: Any) -> None:
+        rig.clock.ns += pause_ns
+
+    pause_ns = 1000
+    rig = Rig(handle, *[jobs(f"j{n}") for n in range(12)])
+    for _ in range(6):
+        rig.step()
+        wants.append(rig.loop._want)
+    assert wants[:4] == [4, 16, 64, MAX_BATCH]
+    pause_ns = 2_000_000
+    rig.step()
+    assert rig.loop._want == 1
+
+
+def test_a_stop_ends_the_batch_after_the_running_job() -> None:
+    ran: list[str] = []
+
+    def stop_on_a(data: Any, job: Any) -> None:
+        ran.append(job.id)
+        rig.loop.stop()
+
+    rig = Rig(stop_on_a, jobs("a", "b"))
+    rig.step()
+    assert ran == ["a"]
+    assert (rig.word.index, rig.word.running) == (1, False)
+
+
+def test_whoever_watches_is_told_of_every_batch() -> None:
+    rig = Rig(lambda data, job: None, jobs("a"), jobs("b", "c"))
+    rig.step()
+    rig.step()
+    assert rig.batches == [1, 2]
