@@ -11,7 +11,7 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types imports unit kills trees bench-drain bench-backlog bench-idle spec-report wheel \
+.PHONY: help setup run test lint types imports unit kills trees bench-drain bench-layouts bench-backlog bench-idle spec-report wheel \
         format clean
 
 help: ## list the targets
@@ -60,6 +60,9 @@ trees: setup ## daemonising handlers, 20 times each: delete, shutdown and kill -
 
 bench-drain: setup ## drain rate of one worker process against RQ, Huey and Dramatiq
 	$(BIN)/python benchmarks/drain.py
+
+bench-layouts: setup ## where to keep a job's record: four layouts side by side
+	$(BIN)/python benchmarks/layouts.py
 
 bench-backlog: setup ## cost of enqueue and claim at 10, 10k and 1M waiting
 	$(BIN)/python benchmarks/backlog.py

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from forq.broker.consuming import Consumer, Settled, Turn
-from forq.errors import ForqError, RedisUnavailable
+from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.scoreboard import (
     DONE,
     HELD,
@@ -77,6 +77,7 @@ class WorkerLoop:
         self._failed: Settled = []
         self._unsettled = 0
         self._paused = False
+        self._short_of_memory = False
         self._fence = ""
 
     @property
@@ -216,10 +217,14 @@ class WorkerLoop:
                 pass
         except RedisUnavailable as exc:
             self._back_off(0, exc)
-        except ForqError as exc:
-            # Out of memory, say: BLMOVE is refused, but a turn is not.
-            log.warning("waiting was refused queue=%s error=%s", self.consumer.queue, exc)
+        except BackPressure as exc:
+            # Out of memory BLMOVE is refused, but a turn is not.
+            if not self._short_of_memory:
+                log.warning("redis is out of memory queue=%s error=%s", self.consumer.queue, exc)
+            self._short_of_memory = True
             self._stop.wait(RECONNECT_SECONDS[-1])
+        else:
+            self._short_of_memory = False
         finally:
             self._blocking = False
 
