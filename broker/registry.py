@@ -117,7 +117,8 @@ class Registry:
 
 
 def _dropped(name: str, field: bytes, packed: bytes) -> Dropped:
-    job_id = field.decode(errors="replace")
+    # What was blocked behind an active job is in the trash under "ID blocked".
+    job_id = field.decode(errors="replace").partition(" ")[0]
     try:
         record = unpack(packed)
     except InvalidData as exc:
@@ -135,5 +136,5 @@ def _dropped(name: str, field: bytes, packed: bytes) -> Dropped:
 
 
 def _dropped_dead(name: str, member: bytes, packed: bytes) -> Dropped:
-    record, error = split_dead(packed)
+    record, error, _ = split_dead(packed)
     return _dropped(name, member.rpartition(b"@")[0], record) | {"error": read_error(error)}

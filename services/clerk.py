@@ -12,7 +12,7 @@ import psutil
 
 from forq import exits
 from forq.broker.link import Link
-from forq.broker.producing import NewJob, Producer, new_job
+from forq.broker.producing import NewJob, Producer, Update, new_job
 from forq.broker.registry import Dropped, Registry
 from forq.broker.server_check import check_server
 from forq.broker.stored_options import stored, stored_defaults
@@ -22,7 +22,8 @@ from forq.names import check_queue_name, shown
 from forq.services.desk import Desk
 
 CALL_TIMEOUT_SECONDS = 3.0
-_JOB_FIELDS = {"data", "id", "identifier", "priority", "type", "token"}
+_JOB_FIELDS = {"data", "id", "identifier", "priority", "type", "token", "run_at", "run_in"}
+_UPDATE_FIELDS = ("if_exists", "update_data", "update_run_at", "reset_counts")
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ class Clerk:
         return {}
 
     def push(self, params: dict[str, Any]) -> object:
-        fields = {key: value for key, value in params.items() if key not in ("name", "if_exists")}
-        ids = self._producer(params).enqueue([_read_job(fields)], params.get("if_exists") or "refuse")
+        fields = {key: value for key, value in params.items() if key != "name" and key not in _UPDATE_FIELDS}
+        ids = self._producer(params).enqueue([_read_job(fields)], _read_update(params))
         return {"id": ids[0]}
 
     def push_many(self, params: dict[str, Any]) -> object:
@@ -114,7 +115,7 @@ class Clerk:
         if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
             raise UsageError("jobs is a list of objects")
         checked = [_read_job(job) for job in jobs]
-        return {"ids": self._producer(params).enqueue_many(checked, params.get("if_exists") or "refuse")}
+        return {"ids": self._producer(params).enqueue_many(checked, _read_update(params))}
 
     def cancel(self, params: dict[str, Any]) -> object:
         return {"cancelled": self._producer(params).cancel(params.get("id", ""))}
@@ -155,6 +156,14 @@ class Clerk:
 
     def _viewer(self, params: dict[str, Any]) -> Viewer:
         return Viewer(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+
+
+def _read_update(params: dict[str, Any]) -> Update:
+    given = {key: params[key] for key in _UPDATE_FIELDS if params.get(key) is not None}
+    for key in ("update_data", "reset_counts"):
+        if not isinstance(given.get(key, True), bool):
+            raise UsageError(f"{key} {shown(given[key])} is not allowed: true or false")
+    return Update(**given)
 
 
 def _read_job(fields: dict[str, Any]) -> NewJob:
