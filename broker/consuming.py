@@ -32,12 +32,13 @@ class Turn:
 class Consumer:
     """One worker of one queue, with a connection of its own."""
 
-    def __init__(self, url: str, prefix: str, queue: str, processor: str, worker: str, source: str = "pending") -> None:
+    def __init__(self, url: str, prefix: str, queue: str, processor: str, worker: str, lane: str = "main") -> None:
         self.queue = queue
         self.processor = processor
         self.worker = worker
         self._base = queue_base(prefix, queue)
-        self._source = pending_key(self._base) if source == "pending" else f"{self._base}:{source}"
+        self._source = pending_key(self._base) if lane == "main" else f"{self._base}:failed"
+        self._lane = lane
         self._processing = processing_key(self._base, processor, worker)
         self._wake = wake_key(self._base, processor, worker)
         self._epoch = ""
@@ -55,7 +56,18 @@ class Consumer:
     def turn(self, number: int, done: Settled, failed: Settled, keep: int, want: int) -> Turn:
         """Settles, keeps `keep` unstarted jobs, hands back whatever else is in the list, claims up to `want`."""
         counts = (len(done) // 3, len(failed) // 8)
-        args: Settled = [self._epoch, self.processor, self.worker, number, want, keep, *counts, *done, *failed]
+        args: Settled = [
+            self._epoch,
+            self.processor,
+            self.worker,
+            number,
+            want,
+            keep,
+            self._lane,
+            *counts,
+            *done,
+            *failed,
+        ]
         reply = self.link.run(self._script, self._base, *args)
         if reply[0] not in (OK, PAUSED):
             raise error_for(self.queue, reply)

@@ -7,7 +7,7 @@ applies) and its subjects:
     enqueued 0 ID ID …            claimed FENCE ID ID …        done FENCE ID MICROS ID MICROS …  (MICROS '-': unknown)
     retried FENCE ID MICROS       dead FENCE ID MICROS         stalled FENCE ID CAUSE
     returned 0 ID ID …            promoted 0 ID ID …           updated 0 ID
-    blocked 0 ID                  unblocked 0 ID ID …
+    blocked 0 ID                  unblocked 0 ID ID …          failing FENCE ID (its fail job was written)
     cancelled FENCE ID ID …       dropped 0 ID                 created 0 EPOCH     paused 0     resumed 0
 """
 

@@ -15,6 +15,9 @@ QUEUE_KEYS = (
     "blocked",  # hash: id -> what dispatches of an active id ask for
     "stale",  # hash: PRIORITY:ID -> number of hints to ignore
     "scheduled",  # zset: ids by due time (ms, with a sequence in the fraction)
+    "retry",  # list: hints of jobs in the retry lane
+    "outbox",  # list: lines for the failed log; also the channel that tells of them
+    "fail:*",  # the fail queue: the same keys once more, for the permanent failures that a fail handler gets
     "due",  # channel: ms until the new head of `scheduled` is due
     "attempts",  # hash: id -> its last attempts that did not succeed, as JSON lines
     "failed",  # list: what the retry child blocks on
@@ -45,7 +48,22 @@ def registry_key(prefix: str) -> str:
     return f"{prefix}queues"
 
 
+# What forq itself calls the fail queue of queue NAME: NAME#fail. No queue of a user's can be called so.
+_FAIL = "#fail"
+
+
+def fail_queue(name: str) -> str:
+    return name + _FAIL
+
+
+def main_queue(name: str) -> str:
+    """The queue that a fail queue belongs to; of any other queue itself."""
+    return name.removesuffix(_FAIL)
+
+
 def queue_base(prefix: str, name: str) -> str:
+    if name.endswith(_FAIL):
+        return f"{prefix}queue:{{{name.removesuffix(_FAIL)}}}:fail"
     return f"{prefix}queue:{{{name}}}"
 
 
@@ -56,7 +74,8 @@ def due_channels(prefix: str) -> str:
 
 def queue_of_channel(channel: str) -> str:
     """The queue's name in a channel or key of it."""
-    return channel.partition("{")[2].partition("}")[0]
+    name = channel.partition("{")[2].partition("}")[0]
+    return fail_queue(name) if "}:fail:" in channel else name
 
 
 def pending_key(base: str, priority: int = DEFAULT_PRIORITY) -> str:

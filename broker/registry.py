@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from forq.broker.codes import NO_QUEUE, OK, error_for
-from forq.broker.keys import queue_base, registry_key, trash_keys
+from forq.broker.keys import fail_queue, queue_base, registry_key, trash_keys
 from forq.broker.link import Link
 from forq.broker.record import read_error, split_dead, unpack
 from forq.broker.scripts import script
@@ -38,11 +38,13 @@ class Registry:
         defaults: Mapping[str, object],
         options: Mapping[str, object],
         *,
+        fail_options: Mapping[str, object] | None = None,
         reopening: bool = False,
     ) -> bool:
         """Makes the queue or joins it; then sets `options`. True if it was made.
 
         The registry comes first: a crash in between leaves an entry that the next create completes.
+        `fail_options`: with a fail queue that has these options.
         `reopening`: not if somebody has deleted the queue (UnknownQueue); only if it is there, or its data was lost.
         """
         check_queue_name(name)
@@ -51,6 +53,11 @@ class Registry:
         reply = self._link.run(script("reserve"), self._key, name, mode, max_queues)
         if reply[0] != OK:
             raise error_for(name, reply)
+        if fail_options is not None:
+            self._make(fail_queue(name), "fail", defaults, fail_options)
+        return self._make(name, mode, defaults, options)
+
+    def _make(self, name: str, mode: str, defaults: Mapping[str, object], options: Mapping[str, object]) -> bool:
         args: list[object] = [PROTOCOL, mode, len(defaults)]
         for option, value in [*defaults.items(), *options.items()]:
             args += (option, value)
@@ -68,7 +75,16 @@ class Registry:
         registered = self._link.run(script("retire"), self._key, name, _DELETING)[1]
         if reply[0] == NO_QUEUE and not registered:
             raise error_for(name, reply)
+        self._delete_fail_queue(name)
         return int(reply[1]) if reply[0] == OK else 0
+
+    def _delete_fail_queue(self, name: str) -> None:
+        """Its jobs are copies of what is in the failed log already."""
+        base = queue_base(self._prefix, fail_queue(name))
+        self._link.run(script("delete"), base, 1)
+        for epoch in self._link.call("SMEMBERS", f"{base}:trash"):
+            self._link.call("UNLINK", *trash_keys(base, epoch.decode()))
+        self._link.call("DEL", f"{base}:trash")
 
     def purge(self, name: str, log: Callable[[list[Dropped]], None]) -> bool:
         """Writes what a deleted queue held through `log`, then forgets it and frees its name.
@@ -114,6 +130,7 @@ class Registry:
         reply = self._link.run(script("pause"), queue_base(self._prefix, name), int(paused))
         if reply[0] != OK:
             raise error_for(name, reply)
+        self._link.run(script("pause"), queue_base(self._prefix, fail_queue(name)), int(paused))
 
 
 def _dropped(name: str, field: bytes, packed: bytes) -> Dropped:

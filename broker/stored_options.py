@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from forq.options import Value, defaults
 
-_AS_IS = ("max_items", "max_data", "max_retries", "jitter", "dead_max", "journal", "journal_max")
+_AS_IS = ("max_items", "max_data", "max_retries", "retry_lane_retries", "jitter", "dead_max", "journal", "journal_max")
 _AS_MS = ("min_backoff", "max_backoff", "dead_ttl", "dedup_ttl")
 
 
@@ -12,6 +12,13 @@ def stored(options: Mapping[str, Value]) -> dict[str, int]:
     """The part of `options` that Redis holds."""
     kept = {name: int(options[name]) for name in _AS_IS if name in options}
     return kept | {f"{name}_ms": int(options[name] * 1000) for name in _AS_MS if name in options}
+
+
+def stored_for_fail_queue(options: Mapping[str, Value]) -> dict[str, int]:
+    """The options of a queue's fail queue: fail_max_retries is its max_retries, and so on. It has no limits of its own:
+    what failed for good must be stored."""
+    own = {name.removeprefix("fail_"): value for name, value in options.items() if name.startswith("fail_")}
+    return stored(own) | {"max_items": 0, "max_data": 2**40, "retry_lane_retries": 0}
 
 
 def stored_defaults() -> dict[str, int]:

@@ -24,6 +24,8 @@ class Counts:
     waiting: int
     scheduled: int
     blocked: int
+    retry: int
+    failed: int
     active: int
     dead: int
     processed: int
@@ -72,7 +74,7 @@ class Viewer:
         if not exists:
             raise error_for(self.name, [-1])
         if packed is not None:
-            state = "active" if owner is not None else "waiting" if due_ms is None else "scheduled"
+            state = "active" if owner is not None else "scheduled" if due_ms is not None else _waiting_state(packed)
             tried = [orjson.loads(line) for line in (attempts or b"").splitlines()]
             times = {
                 "run_at": None if due_ms is None else float(due_ms) / 1000,
@@ -198,9 +200,11 @@ def counts_of(link: Link, prefix: str, names: list[str]) -> dict[str, Counts | N
 def _read_counts(reply: list[Any]) -> Counts:
     live, active, dead, processed, failed, in_flight, oldest, now, paused = reply[1:10]
     return Counts(
-        waiting=live - active - reply[15],
+        waiting=live - active - reply[15] - reply[17],
         scheduled=reply[15],
         blocked=reply[16],
+        retry=reply[17],
+        failed=reply[18],
         active=active,
         dead=dead,
         processed=processed,
@@ -222,6 +226,12 @@ def _job(job_id: str, state: str, packed: bytes) -> dict[str, Any]:
     enqueued_ms = fields.pop("enqueued_ms")
     fields["identifier"] = fields["identifier"] or job_id
     return {"id": job_id, "state": state, **fields, "enqueued_at": enqueued_ms / 1000}
+
+
+def _waiting_state(packed: bytes) -> str:
+    """`retry` for a job in the retry lane: the fifth number of its record is not 0."""
+    numbers = packed.partition(b"\n")[0].split(b" ")[1:]
+    return "retry" if len(numbers) > 4 and numbers[4] != b"0" else "waiting"
 
 
 def _ownership(owner: bytes | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from forq.broker.link import Link
 from forq.broker.producing import NewJob, Producer, Update, new_job
 from forq.broker.registry import Dropped, Registry
 from forq.broker.server_check import check_server
-from forq.broker.stored_options import stored, stored_defaults
+from forq.broker.stored_options import stored, stored_defaults, stored_for_fail_queue
 from forq.broker.viewing import Viewer, counts_of
 from forq.errors import BeingDeleted, ForqError, UsageError
 from forq.names import check_queue_name, shown
@@ -86,7 +86,8 @@ class Clerk:
             params["mode"],
             self._settings.max_queues,
             stored_defaults(),
-            stored(params["options"]),
+            stored(params["options"]) | {"fail_handler": int(params["fail_handler"])},
+            fail_options=stored_for_fail_queue(params["options"]) if params["fail_handler"] else None,
             reopening=params["reopening"],
         )
 

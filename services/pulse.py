@@ -21,12 +21,12 @@ from typing import Any
 
 from forq import exits
 from forq.broker.keeping import Keeper, Position, QueueGone
-from forq.broker.keys import due_channels, queue_of_channel
+from forq.broker.keys import due_channels, fail_queue, main_queue, queue_of_channel
 from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.cgroup import Cgroup, Cgroups
 from forq.errors import Fenced, ForqError, RedisUnavailable
-from forq.scoreboard import Scoreboard, State, age_ms, unpack_word
+from forq.scoreboard import Role, Scoreboard, State, age_ms, unpack_word
 from forq.services.desk import Desk
 from forq.treekill import kill_tree
 
@@ -97,8 +97,9 @@ class Pulse:
 
     def _serve(self, params: dict[str, Any]) -> object:
         """Which queues this processor serves from now on."""
-        new = set(params["queues"]) - set(self._queues)
-        self._queues = list(params["queues"])
+        served = [*params["queues"], *map(fail_queue, params["with_fail_queue"])]
+        new = set(served) - set(self._queues)
+        self._queues = served
         self._heartbeats(sorted(new))
         return {}
 
@@ -106,11 +107,16 @@ class Pulse:
         at = Position(params["worker"], params["turn"], params["index"], params["running"])
         queue, processor = params["queue"], params["processor"]
 
+        # A worker of the retry child works on the fail queue too; its position belongs to the one it took its turn in.
+        queues = [queue, fail_queue(queue)] if params["with_fail_queue"] else [queue]
+
         def drain_again() -> None:
             nowhere = Position(at.worker, -1, 0, False)
-            self._keeper.recover(queue, processor, nowhere, count=False, cause="late")
+            for each in queues:
+                self._keeper.recover(each, processor, nowhere, count=False, cause="late")
 
-        self._keeper.recover(queue, processor, at, count=params["count"], cause=params["cause"])
+        for each in queues:
+            self._keeper.recover(each, processor, at, count=params["count"], cause=params["cause"])
         for seconds in DRAIN_AGAIN_SECONDS:
             self._later(seconds, drain_again)
         return {}
@@ -119,6 +125,7 @@ class Pulse:
         """An earlier run of this supervisor is proven gone: nobody has to wait for its expiry."""
         for queue in params["queues"]:
             self._keeper.evict(queue, params["processor"], params["cause"])
+            self._keeper.evict(fail_queue(queue), params["processor"], params["cause"])
         return {}
 
     def _hear(self, fd: int) -> None:
@@ -171,7 +178,7 @@ class Pulse:
                 if beat.evicted:
                     log.warning("took over from silent processors queue=%s processors=%s", queue, beat.evicted)
             except QueueGone as exc:
-                self._desk.tell("queue_gone", queue=queue, deleted=exc.deleted)
+                self._desk.tell("queue_gone", queue=main_queue(queue), deleted=exc.deleted)
             except Fenced:
                 self._desk.tell("evicted", queue=queue)
                 return
@@ -189,6 +196,8 @@ class Pulse:
                 word = unpack_word(slot.word)
                 position = Position(slot.worker, word.turn, word.index, word.running)
                 found.setdefault(slot.queue, []).append(position)
+                if slot.role == Role.RETRY:
+                    found.setdefault(fail_queue(slot.queue), []).append(position)
         return found
 
     def _note_redis(self, exc: RedisUnavailable | None) -> None:

@@ -257,6 +257,7 @@ class QueueUnit:
             params = {
                 "queue": self.spec.name,
                 "processor": processor,
+                "with_fail_queue": slot.role == Role.RETRY and self.spec.fail_handler is not None,
                 "worker": slot.worker,
                 "turn": word.turn,
                 "index": word.index,

@@ -122,7 +122,13 @@ class Supervisor:
         if not self.serves(unit):
             made(None)
             return
-        params = {"name": name, "mode": unit.spec.mode, "options": dict(unit.options), "reopening": reopening}
+        params = {
+            "name": name,
+            "mode": unit.spec.mode,
+            "options": dict(unit.options),
+            "fail_handler": unit.spec.fail_handler is not None,
+            "reopening": reopening,
+        }
         self.clerk.ask("create", params, made)
 
     def _cannot_open(self, unit: QueueUnit, error: ForqError, *, reopening: bool) -> None:
@@ -309,7 +315,9 @@ class Supervisor:
         ask()
 
     def _tell_pulse(self) -> None:
-        self.pulse.ask("serve", {"queues": [name for name, unit in self.units.items() if unit.wanted]})
+        served = [unit for unit in self.units.values() if unit.wanted]
+        failing = [unit.spec.name for unit in served if unit.spec.fail_handler is not None]
+        self.pulse.ask("serve", {"queues": [unit.spec.name for unit in served], "with_fail_queue": failing})
 
     def _pulse_event(self, message: dict[str, Any]) -> None:
         event = message["event"]

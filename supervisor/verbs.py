@@ -22,6 +22,8 @@ COUNTS = (
     "waiting",
     "scheduled",
     "blocked",
+    "retry",
+    "failed",
     "active",
     "dead",
     "processed",

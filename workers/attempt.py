@@ -46,7 +46,7 @@ class Attempts:
     def attempt(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned, else what went wrong."""
         try:
-            data, job = read_job(self._queue, job_id, record, fence)
+            data, job = self._read(job_id, record, fence)
             result = self._handlers.for_type(job.type)(data, job)
             if inspect.iscoroutine(result):
                 self._run_async(result)
@@ -59,6 +59,9 @@ class Attempts:
                 os._exit(0)
         return None
 
+    def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
+        return read_job(self._queue, job_id, record, fence)
+
     def close(self) -> None:
         if self._runner is not None:
             self._runner.close()
@@ -67,6 +70,19 @@ class Attempts:
         if self._runner is None:
             self._runner = asyncio.Runner()
         self._runner.run(coroutine)
+
+
+class FailAttempts(Attempts):
+    """Runs the fail handler: its data is [original data, original job, error]."""
+
+    def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
+        stored, job = read_job(self._queue, job_id, record, fence)
+        try:
+            (identifier, job_type, data), original, error = stored
+            original |= {"identifier": identifier or original["id"], "type": job_type}
+        except (TypeError, ValueError, KeyError) as exc:
+            raise InvalidData(f"broken fail job: {exc}") from exc
+        return [data, original, error], job
 
 
 def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, Job]:

@@ -10,14 +10,16 @@ import orjson
 
 from forq import exits
 from forq.broker.consuming import Consumer
+from forq.broker.keys import fail_queue
 from forq.errors import ConfigError, Fenced, IncompatibleProtocol, UnknownQueue
 from forq.ids import new_id
 from forq.options import QueueSpec
-from forq.scoreboard import Role, Scoreboard, State
-from forq.workers.attempt import Attempts
-from forq.workers.handlers import load_handlers
-from forq.workers.loop import WorkerLoop
+from forq.scoreboard import Role, Scoreboard, Slot, State
+from forq.workers.attempt import Attempts, FailAttempts
+from forq.workers.handlers import Handlers, load_fail_handler, load_handlers
+from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
+from forq.workers.retry_loop import RetryLoop
 
 log = logging.getLogger("forq")
 
@@ -37,15 +39,6 @@ class ChildSettings:
     leash: socket.socket
     watch_fd: int
 
-    @property
-    def source(self) -> str:
-        """The list on which the workers block."""
-        return "pending" if self.role == Role.MAIN else "failed"
-
-    @property
-    def resting_state(self) -> State:
-        return State.IDLE if self.role == Role.MAIN else State.PARKED
-
 
 def run_child(settings: ChildSettings) -> int:
     """The entry point: returns the process's exit code."""
@@ -54,22 +47,50 @@ def run_child(settings: ChildSettings) -> int:
     minder.start()
     try:
         handlers = load_handlers(settings.spec)
+        fail_handler = load_fail_handler(settings.spec)
     except ConfigError as exc:
         tell_supervisor(settings.leash, {"error": str(exc)})
         return exits.CONFIG
-    loops = [_worker(settings, number, Attempts(settings.spec.name, handlers), minder) for number in settings.slots]
+    loops: list[WorkerLoop | RetryLoop]
+    if settings.role == Role.MAIN:
+        loops = [
+            _worker(settings, _slot(settings, number), Attempts(settings.spec.name, handlers), minder)
+            for number in settings.slots
+        ]
+    else:
+        loops = [_retry_worker(settings, handlers, fail_handler, minder)]
     minder.mind(loops)
     return _Crew(loops, settings.leash, minder).run()
 
 
-def _worker(settings: ChildSettings, slot_number: int, attempts: Attempts, minder: Minder) -> WorkerLoop:
-    slot = settings.scoreboard.slot(slot_number)
-    worker = new_id()
-    slot.worker = worker
+def _slot(settings: ChildSettings, number: int) -> Slot:
+    slot = settings.scoreboard.slot(number)
+    slot.worker = new_id()
     slot.queue = settings.spec.name
     slot.role = settings.role
     slot.pid = os.getpid()
     slot.state = State.STARTING
+    return slot
+
+
+def _retry_worker(settings: ChildSettings, handlers: Handlers, fail: Handlers | None, minder: Minder) -> RetryLoop:
+    name, slot, numbers = settings.spec.name, _slot(settings, settings.slots[0]), TurnNumbers()
+    lane = _worker(settings, slot, Attempts(name, handlers), minder, numbers=numbers)
+    if fail is None:
+        return RetryLoop(lane, None)
+    fails = _worker(settings, slot, FailAttempts(name, fail), minder, numbers=numbers, queue=fail_queue(name))
+    return RetryLoop(lane, fails)
+
+
+def _worker(
+    settings: ChildSettings,
+    slot: Slot,
+    attempts: Attempts,
+    minder: Minder,
+    *,
+    numbers: TurnNumbers | None = None,
+    queue: str | None = None,
+) -> WorkerLoop:
     scoreboard, watch_fd = settings.scoreboard, settings.watch_fd
 
     def on_batch(count: int) -> None:
@@ -77,21 +98,25 @@ def _worker(settings: ChildSettings, slot_number: int, attempts: Attempts, minde
         if count > 1 and not scoreboard.watching:
             os.eventfd_write(watch_fd, 1)
 
+    where = (settings.url, settings.prefix, queue or settings.spec.name, settings.processor, slot.worker)
+    main = settings.role == Role.MAIN
     return WorkerLoop(
-        Consumer(settings.url, settings.prefix, settings.spec.name, settings.processor, worker, settings.source),
+        Consumer(*where, lane="main" if main else "retry"),
         attempts,
         slot,
         expiry_ms=settings.expiry_ms,
         on_batch=on_batch,
-        claims=settings.role == Role.MAIN,
-        resting_state=settings.resting_state,
+        numbers=numbers,
+        # What the retry child does is seldom and may be slow: it takes nothing ahead of time.
+        max_batch=MAX_BATCH if main else 1,
+        resting_state=State.IDLE if main else State.PARKED,
     )
 
 
 class _Crew:
     """The workers of one process: one runs in the main thread (where handlers may use signals), several in threads."""
 
-    def __init__(self, loops: list[WorkerLoop], leash: socket.socket, minder: Minder) -> None:
+    def __init__(self, loops: list[WorkerLoop | RetryLoop], leash: socket.socket, minder: Minder) -> None:
         self._loops = loops
         self._leash = leash
         self._minder = minder
@@ -110,7 +135,7 @@ class _Crew:
                 thread.join()
         return self._code
 
-    def _serve(self, loop: WorkerLoop) -> None:
+    def _serve(self, loop: WorkerLoop | RetryLoop) -> None:
         try:
             loop.run(self._one_ready)
         except UnknownQueue:

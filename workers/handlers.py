@@ -41,6 +41,11 @@ def load_handlers(spec: QueueSpec) -> Handlers:
     return Handlers(by_type)
 
 
+def load_fail_handler(spec: QueueSpec) -> Handlers | None:
+    """The handler for jobs that failed for good, if the queue has one. After load_handlers, which sets the path."""
+    return None if spec.fail_handler is None else Handlers({None: load_handler(spec.fail_handler)})
+
+
 def load_handler(path: str) -> Handler:
     """`package.module:function`, or a module that has a function `handle`."""
     module_name, _, function = path.partition(":")

@@ -47,8 +47,19 @@ log = logging.getLogger("forq")
 Claimed = list[tuple[bytes, bytes]]  # id, record
 
 
+class TurnNumbers:
+    """Counts the turns of one worker, over all queues that it works on: a position then belongs to one of them only."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def next(self) -> int:
+        self._last = (self._last + 1) & TURN_MASK
+        return self._last
+
+
 class WorkerLoop:
-    """One worker: one connection, one processing list, one slot of the scoreboard."""
+    """One worker of one queue: one connection, one processing list, one slot of the scoreboard."""
 
     def __init__(
         self,
@@ -58,7 +69,8 @@ class WorkerLoop:
         *,
         expiry_ms: int,
         on_batch: Callable[[int], None],
-        claims: bool = True,
+        numbers: TurnNumbers | None = None,
+        max_batch: int = MAX_BATCH,
         resting_state: State = State.IDLE,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -68,7 +80,8 @@ class WorkerLoop:
         self._attempts = attempts
         self._expiry_ms = expiry_ms
         self._on_batch = on_batch
-        self._claims = claims
+        self._numbers = numbers or TurnNumbers()
+        self._max_batch = max_batch
         self._resting_state = resting_state
         self._now = clock_ns
         self._stop = threading.Event()
@@ -95,18 +108,16 @@ class WorkerLoop:
 
     def run(self, on_ready: Callable[[], None]) -> None:
         """Serves until it is stopped; raises UnknownQueue or Fenced when its place is gone."""
-        if not self._join():
+        if not self.join():
             return
         on_ready()
         while not self.stopping:
-            batch = self._claim()
-            if batch:
-                self._run_batch(batch)
-            elif not self.stopping:
-                self._rest()
-        self._leave()
+            if not self.serve() and not self.stopping:
+                self.rest()
+        self.leave()
 
-    def _join(self) -> bool:
+    def join(self) -> bool:
+        """Registers with the queue; False if it was stopped before it could."""
         tries = 0
         while not self.stopping:
             try:
@@ -116,9 +127,16 @@ class WorkerLoop:
                 tries = self._back_off(tries, exc)
         return False
 
+    def serve(self) -> bool:
+        """Settles what ran, claims a batch and runs it; False if there was none."""
+        batch = self._claim()
+        if batch:
+            self._run_batch(batch)
+        return bool(batch)
+
     def _claim(self) -> Claimed:
         """Settles what ran, claims the next batch."""
-        turn = self._turn(keep=0, want=self._want if self._claims else 0)
+        turn = self._turn(keep=0, want=self._want)
         if turn is None:
             return []
         self._paused = turn.paused
@@ -130,7 +148,7 @@ class WorkerLoop:
         """One turn, repeated until an answer arrives; None if the worker is stopped meanwhile."""
         tries = 0
         while True:
-            self._number = (self._number + 1) & TURN_MASK
+            self._number = self._numbers.next()
             try:
                 turn = self.consumer.turn(self._number, self._done, self._failed, keep, want)
                 break
@@ -201,9 +219,9 @@ class WorkerLoop:
         if per_job_ns > PREFETCH_BELOW_NS:
             self._want = 1
         else:
-            self._want = max(1, min(MAX_BATCH, self._want * 4, BATCH_NS // max(per_job_ns, 1)))
+            self._want = max(1, min(self._max_batch, self._want * 4, BATCH_NS // max(per_job_ns, 1)))
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
         """Blocks until there may be work."""
         words = self.slot.words
         words[HELD] = 0
@@ -237,11 +255,11 @@ class WorkerLoop:
         self._stop.wait(RECONNECT_SECONDS[min(tries, len(RECONNECT_SECONDS) - 1)])
         return tries + 1
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Settles, hands back what was not started, and unregisters. Best effort: recovery does the same."""
         self.slot.words[STATE] = State.STOPPING
         try:
-            self._number = (self._number + 1) & TURN_MASK
+            self._number = self._numbers.next()
             self.consumer.turn(self._number, self._done, self._failed, 0, 0)
             self.slot.words[WORD] = self._number << TURN_SHIFT
             self.consumer.leave(self._number)

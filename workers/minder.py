@@ -21,6 +21,7 @@ from forq.scoreboard import State
 from forq.treekill import kill_descendants
 from forq.workers.adopted import AdoptedZombies
 from forq.workers.loop import WorkerLoop
+from forq.workers.retry_loop import RetryLoop
 
 BEAT_SECONDS = 1.0
 UNBLOCK_AGAIN_SECONDS = 0.05
@@ -34,7 +35,7 @@ class Minder:
     def __init__(self, *, name: str, url: str, leash_fd: int) -> None:
         self._name = name
         self._url = url
-        self._loops: list[WorkerLoop] = []
+        self._loops: list[WorkerLoop | RetryLoop] = []
         self._told_to_stop = False
         self._leash_fd = leash_fd
         self._signals_fd, self._signals_to = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -51,7 +52,7 @@ class Minder:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         threading.Thread(target=self._run, name="minder", daemon=True).start()
 
-    def mind(self, loops: list[WorkerLoop]) -> None:
+    def mind(self, loops: list[WorkerLoop | RetryLoop]) -> None:
         """These are the workers from now on; a TERM that came before them reaches them now."""
         self._loops = loops
         if self._told_to_stop:

@@ -27,8 +27,8 @@ end
 
 redis.call('HDEL', key('jobs'), id)
 forget_attempts({ id })
-local priority = priority_of(record)
-if redis.call('ZREM', key('scheduled'), id) == 0 and priority then forget_hint(priority, id) end
+local place = place_of(record)
+if redis.call('ZREM', key('scheduled'), id) == 0 and place then forget_hint(place, id) end
 wake_idle_worker()
 note_ids('cancelled', 0, { id })
 write_journal('-')

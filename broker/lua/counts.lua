@@ -4,7 +4,7 @@
 -- KEYS[1]  the queue's base
 -- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, oldest waiting job's enqueue time
 --          (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries trimmed,
---          scheduled, blocked};
+--          scheduled, blocked, waiting in the retry lane, fail jobs};
 --          {NO_QUEUE}
 --@include base codes records
 
@@ -54,4 +54,6 @@ return {
   tonumber(counted[3] or 0),
   redis.call('ZCARD', key('scheduled')),
   redis.call('HLEN', key('blocked')),
+  tonumber(redis.call('HGET', key('counts'), 'lane') or 0),
+  redis.call('HLEN', base .. ':fail:jobs'),
 }

@@ -10,6 +10,7 @@
 
 if not epoch then return { NO_QUEUE } end
 local jobs = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) + redis.call('ZCARD', key('dead'))
+  + redis.call('HLEN', base .. ':fail:jobs')
 if jobs > 0 and ARGV[1] ~= '1' then return { NOT_EMPTY, jobs } end
 
 -- The name may be used again at once, and a worker of the old queue may still be served by a BLMOVE on the new one's
@@ -39,6 +40,6 @@ for _, hash in ipairs({ 'jobs', 'dead:jobs' }) do
   if redis.call('EXISTS', key(hash)) == 1 then redis.call('RENAME', key(hash), key('trash:' .. epoch .. ':' .. hash)) end
 end
 for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority))) end
-redis.call('UNLINK', key('active'), key('scheduled'), key('attempts'), key('blocked'), key('stale'), key('failed'), key('dead'), key('processors'), key('options'),
+redis.call('UNLINK', key('active'), key('scheduled'), key('attempts'), key('blocked'), key('retry'), key('outbox'), key('stale'), key('failed'), key('dead'), key('processors'), key('options'),
   key('counts'), key('processed:count'), key('failed:count'), key('events'))
 return { OK, jobs }

@@ -110,27 +110,29 @@ local function update(dispatch)
   local new_run_at = clamp(run_at, lo, hi)
   if not job then
     -- A broken record: nobody knows its priority, so its hint is found where a claim looks first.
-    job = { priority = '5', enqueued_ms = string.format('%.0f', now_ms), retries = 0, stalls = 0, timeouts = 0 }
+    job = { priority = '5', enqueued_ms = string.format('%.0f', now_ms) }
+    reset_counts(job)
     dispatch.update_data = true
   end
-  local priority = job.priority
+  local place = job.lane > 0 and LANE or job.priority
   if dispatch.update_data then job.body, job.priority = dispatch.body, dispatch.priority end
   if dispatch.reset then
-    job.retries, job.stalls, job.timeouts = 0, 0, 0
+    reset_counts(job)
     forget_attempts({ id })
   end
+  local new_place = job.lane > 0 and LANE or job.priority
   redis.call('HSET', key('jobs'), id, write_record(job))
   if due and new_run_at > now_ms then
     if new_run_at ~= run_at then schedule(id, new_run_at) end
   elseif due then
     redis.call('ZREM', key('scheduled'), id)
-    push_back(job.priority, { id })
+    push_back(new_place, { id })
   elseif new_run_at > now_ms then
-    forget_hint(priority, id)
+    forget_hint(place, id)
     schedule(id, new_run_at)
-  elseif job.priority ~= priority then
-    forget_hint(priority, id)
-    push_back(job.priority, { id })
+  elseif new_place ~= place then
+    forget_hint(place, id)
+    push_back(new_place, { id })
   end
   note_ids('updated', 0, { id })
 end

@@ -5,7 +5,7 @@
 --
 -- KEYS[1]  the queue's base
 -- ARGV     epoch, processor, worker, turn number, want, keep (how many unstarted jobs of earlier turns it still
---          counts on), number done, number failed, then (id, fence, micros) per done job and
+--          counts on), lane ('main' | 'retry': where to claim), number done, number failed, then (id, fence, micros) per done job and
 --          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one
 -- Returns  {OK or PAUSED, held (0: the kept jobs have been given to others), ids whose settling was refused,
 --          fence, id, record, id, record ...}; {NO_QUEUE}; {FENCED} if the worker is not registered
@@ -17,7 +17,8 @@ local MAX_SKIPS = 1000
 local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
 
 local processor, worker, turn = ARGV[2], ARGV[3], ARGV[4]
-local want, keep, done_count, failed_count = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local want, keep, lane = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
+local done_count, failed_count = tonumber(ARGV[8]), tonumber(ARGV[9])
 
 if epoch ~= ARGV[1] then return { NO_QUEUE } end
 if not redis.call('HGET', workers_key(processor), worker) then return { FENCED } end
@@ -52,17 +53,18 @@ end
 
 -- The job waits for its next attempt: until the time the handler asked for, else twice as long as the last time.
 -- Options are read here and now, so that a change of them applies to everything that is in the queue.
-local function retry_job(id, fence, micros, job, retry_at_ms, chance)
+-- In the retry lane `lane` counts the attempts there.
+local function retry_job(id, fence, micros, job, lane_number, retry_at_ms, chance)
   local due = retry_at_ms
   if not due then
     local wait = math.min(option('max_backoff_ms'), option('min_backoff_ms') * 2 ^ math.min(job.retries, 40))
     due = now_ms + math.floor(wait * (1 + option('jitter') / 100 * (2 * chance - 1)))
   end
-  job.retries = job.retries + 1
+  job.retries, job.lane = job.retries + 1, lane_number
   due = update_from_blocked(id, job, due)
   redis.call('HSET', key('jobs'), id, write_record(job))
   redis.call('HDEL', key('active'), id)
-  make_ready(id, job.priority, due)
+  make_ready(id, job.lane > 0 and LANE or job.priority, due)
   note('retried ' .. fence .. ' ' .. id .. ' ' .. micros)
 end
 
@@ -70,10 +72,13 @@ local function settle_failure(at, id, fence, record)
   local micros, error, brief, kind = ARGV[at + 2], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
   add_attempt(id, 'failed', 'exception', micros, brief)
   local job = read_record(record)
-  if not job or kind == 'permanent' or job.retries >= option('max_retries') then
-    bury_job(id, fence, micros, record, error)
+  local retry_at_ms, chance = tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
+  if job and kind ~= 'permanent' and job.lane == 0 and job.retries < option('max_retries') then
+    retry_job(id, fence, micros, job, 0, retry_at_ms, chance)
+  elseif job and kind ~= 'permanent' and job.lane < option('retry_lane_retries') then
+    retry_job(id, fence, micros, job, job.lane + 1, retry_at_ms, chance)
   else
-    retry_job(id, fence, micros, job, tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7]))
+    bury_job(id, fence, micros, record, error, brief)
   end
 end
 
@@ -134,6 +139,7 @@ local function take(priority, ids)
   local records = redis.call('HMGET', key('jobs'), unpack(ids))
   for i, id in ipairs(ids) do
     local claimable = id ~= '' and not ignore_hint(priority, id)
+    if claimable and priority == LANE then in_lane = in_lane - 1 end
     if claimable and not records[i] then
       redis.call('HINCRBY', key('counts'), 'dropped', 1)
       note('dropped 0 ' .. (string.find(id, '^[!-~]+$') and id or '?'))
@@ -151,7 +157,7 @@ local function claim_from(priority, skips)
     local count = want - #taken
     local ids = redis.call('LPOP', pending_key(priority), count)
     if not ids then return skips end
-    if priority ~= '5' then other_hints = other_hints - #ids end
+    if priority ~= LANE then count_hints(priority, -#ids) end
     local before = #taken
     take(priority, ids)
     skips = skips - (#ids - (#taken - before))
@@ -168,7 +174,10 @@ local function next_fence()
 end
 
 local function claim()
-  if other_hints == 0 then
+  if lane == 'retry' and not parent then
+    -- The second chance comes only while nothing else waits, one job at a time.
+    if in_lane > 0 and main_waiting() == 0 then claim_from(LANE, MAX_SKIPS) end
+  elseif other_hints == 0 then
     claim_from('5', MAX_SKIPS)
   else
     local skips = MAX_SKIPS
@@ -188,8 +197,8 @@ local function claim()
   return fence
 end
 
-settle_successes(9)
-settle_failures(9 + 3 * done_count)
+settle_successes(10)
+settle_failures(10 + 3 * done_count)
 local held = keep_or_return()
 promote()
 redis.call('HSET', workers_key(processor), worker, turn)

@@ -103,6 +103,10 @@ _TABLE = (
     Option("min_backoff", "duration", 2.0, 0.0, 3650 * _DAY, "the wait before the first retry; it doubles each time"),
     Option("max_backoff", "duration", 300.0, 0.0, 3650 * _DAY, "the longest wait before a retry"),
     Option("jitter", "int", 0, 0, 100, "by how many percent the wait before a retry varies at random"),
+    Option("retry_lane_retries", "int", 0, 0, 10**6, "attempts after max_retries, while nothing else waits"),
+    Option("fail_max_retries", "int", 100, 0, 10**6, "how often a failed fail handler is tried again"),
+    Option("fail_min_backoff", "duration", 10.0, 0.0, 3650 * _DAY, "the wait before its first retry; it doubles"),
+    Option("fail_max_backoff", "duration", 900.0, 0.0, 3650 * _DAY, "the longest wait before its retry"),
     Option("max_data", "size", _MB, 1, 64 * _MB, "the largest data of one job, as JSON"),
     Option("dead_max", "int", 10_000, 0, 10**9, "dead jobs that are kept"),
     Option("dead_ttl", "duration", 7 * _DAY, 1.0, 3650 * _DAY, "how long a dead job is kept"),
@@ -144,6 +148,7 @@ class QueueSpec:
     handlers: Mapping[str, str]
     path: tuple[str, ...]
     options: Mapping[str, Value]
+    fail_handler: str | None = None
 
     @classmethod
     def from_mapping(cls, name: str, mapping: Mapping[str, object], where: str) -> "QueueSpec":
@@ -157,12 +162,14 @@ class QueueSpec:
         mode = _check_mode(fields.pop("mode", "work"), where)
         path = _check_path(fields.pop("path", ()), where)
         handler = _check_handler(fields.pop("handler"), "handler", where) if "handler" in fields else None
+        fail = _check_handler(fields.pop("fail_handler"), "fail_handler", where) if "fail_handler" in fields else None
         handlers = _take_handlers(fields, where)
         if handler is None and not handlers:
             raise InvalidOption(
                 f'{where}: a queue of mode work needs handler = "package.module:function" or handlers.TYPE'
             )
-        return cls(_checked(check_queue_name, name, where), mode, handler, handlers, path, parse_options(fields, where))
+        checked = _checked(check_queue_name, name, where)
+        return cls(checked, mode, handler, handlers, path, parse_options(fields, where), fail)
 
     def to_mapping(self) -> dict[str, object]:
         """What from_mapping reads back; only JSON types."""
@@ -170,6 +177,7 @@ class QueueSpec:
             "mode": self.mode,
             "handler": self.handler,
             "handlers": dict(self.handlers),
+            "fail_handler": self.fail_handler,
             "path": list(self.path),
             "options": dict(self.options),
         }

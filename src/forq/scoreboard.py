@@ -160,6 +160,7 @@ class Slot:
 
     @job.setter
     def job(self, job_id: bytes) -> None:
+        job_id = job_id[:JOB_MAX]
         length = len(job_id)
         self.bytes[JOB_AT : JOB_AT + 1 + length] = LENGTH_BYTE[length] + job_id
 

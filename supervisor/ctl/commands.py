@@ -61,6 +61,7 @@ COMMANDS = (
             metavar="DIR",
             help="where handlers are imported from (repeatable)",
         ),
+        Argument("--fail-handler", metavar="M:F", help="the function for jobs that failed for good"),
         Argument("--mode", choices=("work",), default="work", help="how the queue works (default: work)"),
         Argument(
             "--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the queue (repeatable)"

@@ -20,7 +20,7 @@ def clerk(redis_url: str, tmp_path: Path) -> Iterator[Clerk]:
     ours, theirs = socket.socketpair()
     settings = ClerkSettings(redis_url, "forq:", 10, tmp_path / "logs", theirs)
     clerk = Clerk(settings)
-    clerk.create({"name": "q", "mode": "work", "options": {"max_items": 5}, "reopening": False})
+    clerk.create({"name": "q", "mode": "work", "options": {"max_items": 5}, "fail_handler": False, "reopening": False})
     yield clerk
     ours.close()
     theirs.close()

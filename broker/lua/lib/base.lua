@@ -7,8 +7,13 @@ local function key(name)
   return base .. ':' .. name
 end
 
+-- A queue with a fail handler has a fail queue below it, BASE ':fail', with the same keys and scripts: its jobs are
+-- the permanent failures of the queue, and the retry child works on them. `parent`: the queue that this one belongs to.
+local parent = string.match(base, '^(.*):fail$')
+
 local function pending_key(priority)
   if priority == '5' then return key('pending') end
+  if priority == 'r' then return key('retry') end
   return key('pending:' .. priority)
 end
 

@@ -77,7 +77,7 @@ local function update_from_blocked(id, job, run_at)
   redis.call('HDEL', key('blocked'), id)
   if entry.update then job.body, job.priority = entry.body, entry.priority end
   if entry.reset then
-    job.retries, job.stalls, job.timeouts = 0, 0, 0
+    reset_counts(job)
     forget_attempts({ id })
   end
   note_ids('unblocked', 0, { id })

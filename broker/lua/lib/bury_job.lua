@@ -9,7 +9,33 @@ local function forget_dead(members)
   redis.call('HDEL', key('dead:jobs'), unpack(members))
 end
 
-local function bury_job(id, fence, micros, record, error)
+-- Text in JSON; ids hold nothing else that needs an escape.
+local function quoted(text)
+  return '"' .. string.gsub(text, '[\\"]', '\\%0') .. '"'
+end
+
+-- What the fail handler gets is written by the step that fails the job: [[identifier, type, data], job, error].
+local function add_fail_job(id, fence, job, brief)
+  local about = string.format(
+    '{"id":%s,"priority":%s,"enqueued_at":%.3f,"retry_count":%d,"stall_count":%d,"timeout_count":%d,"fence":%s}',
+    quoted(id), job.priority, tonumber(job.enqueued_ms) / 1000, job.retries, job.stalls, job.timeouts, fence)
+  local record = string.format('p5 %.0f\n[null,null,[', now_ms) .. job.body .. ',' .. about .. ',' .. brief .. ']]'
+  local fail_id = id .. ':' .. fence
+  redis.call('HSET', base .. ':fail:jobs', fail_id, record)
+  redis.call('RPUSH', base .. ':fail:pending', fail_id)
+  wake_retry_child(key('failed'))
+  note('failing ' .. fence .. ' ' .. id)
+end
+
+-- A line for the failed log; whoever writes it there is told.
+local function add_to_outbox(id, fence, job, error)
+  local line = string.format('{"id":%s,"fence":%s,"died_ms":%.0f,"priority":%s,"enqueued_ms":%s,"counts":[%d,%d,%d],"body":',
+    quoted(id), fence, now_ms, job.priority, job.enqueued_ms, job.retries, job.stalls, job.timeouts)
+  redis.call('RPUSH', key('outbox'), line .. job.body .. ',"error":' .. error .. '}')
+  redis.call('PUBLISH', key('outbox'), string.match(base, '{(.*)}'))
+end
+
+local function bury_job(id, fence, micros, record, error, brief)
   redis.call('HDEL', key('jobs'), id)
   redis.call('HDEL', key('active'), id)
   local member = id .. '@' .. fence
@@ -18,6 +44,11 @@ local function bury_job(id, fence, micros, record, error)
   redis.call('ZADD', key('dead'), now_ms, member)
   redis.call('INCR', key('failed:count'))
   note('dead ' .. fence .. ' ' .. id .. ' ' .. micros)
+  local job = read_record(record)
+  if job and not parent then
+    add_to_outbox(id, fence, job, error)
+    if option('fail_handler') == 1 then add_fail_job(id, fence, job, brief) end
+  end
   unblock({ id })
   local excess = redis.call('ZCARD', key('dead')) - option('dead_max')
   if excess > 0 then forget_dead(redis.call('ZRANGE', key('dead'), 0, math.min(excess, DEAD_EXPIRED_PER_CALL) - 1)) end

@@ -95,12 +95,12 @@ local function hand_back(worker, list, running, cause, counted, kept)
         local updated = write_record(job)
         if updated ~= record then redis.call('HSET', key('jobs'), id, updated) end
       end
-      local priority = job and job.priority or priority_of(record) or '5'
+      local place = job and (job.lane > 0 and LANE or job.priority) or place_of(record) or '5'
       if run_at > now_ms then
         schedule(id, run_at)
       else
-        front[priority] = front[priority] or {}
-        table.insert(front[priority], id)
+        front[place] = front[place] or {}
+        table.insert(front[place], id)
       end
       if owned then returned[#returned + 1] = id end
     end

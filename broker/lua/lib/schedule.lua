@@ -16,9 +16,9 @@ local function schedule(id, due_ms)
   if not head or due_ms < head then redis.call('PUBLISH', key('due'), math.max(0, due_ms - now_ms)) end
 end
 
--- Makes a stored job waiting, or scheduled if its time is ahead.
-local function make_ready(id, priority, run_at_ms)
-  if run_at_ms > now_ms then schedule(id, run_at_ms) else push_back(priority, { id }) end
+-- Makes a stored job waiting in its place, or scheduled if its time is ahead.
+local function make_ready(id, place, run_at_ms)
+  if run_at_ms > now_ms then schedule(id, run_at_ms) else push_back(place, { id }) end
 end
 
 -- What is due becomes waiting, in order.
@@ -31,7 +31,7 @@ local function promote()
   local promoted = {}
   for i, id in ipairs(due) do
     if records[i] then
-      push_back(priority_of(records[i]) or '5', { id })
+      push_back(place_of(records[i]) or '5', { id })
       promoted[#promoted + 1] = id
     end
   end

@@ -29,6 +29,8 @@ def create(args: Namespace) -> int:
         "path": [os.path.abspath(path) for path in args.path],
         "options": dict(_pair(text, "--set", "OPTION=VALUE") for text in args.set),
     }
+    if args.fail_handler is not None:
+        params["fail_handler"] = args.fail_handler
     result = connect(args).call("queue.create", params)
     joined = isinstance(result, dict) and result.get("created") is False
     return _done(args, result, "joined" if joined else "created")

@@ -163,3 +163,23 @@ def ask(data: Any, job: Job) -> None:
     if job.retry_count == 0:
         raise RetryAt(time.time() + data)
     trace(job, "end")
+
+
+def on_fail(data: Any, job: Job) -> None:
+    """A fail handler: leaves the id of the job that failed."""
+    original_data, original, error = data
+    trace(job, f"failed={original['id']}/{original_data}/{original['retry_count']}/{error['name']}/{error['kind']}")
+
+
+def on_fail_flaky(data: Any, job: Job) -> None:
+    if job.retry_count < 2:
+        raise RuntimeError("not yet")
+    on_fail(data, job)
+
+
+def fail_in_main(data: Any, job: Job) -> None:
+    """Fails until it has been tried data times; leaves every start."""
+    trace(job, "start")
+    if job.retry_count < data:
+        raise ValueError("once more")
+    trace(job, "end")

@@ -1,0 +1,46 @@
+"""The retry child's worker: fail jobs at once, and jobs of the retry lane while nothing else waits.
+
+It works on two queues, the queue itself (its retry lane) and the fail queue below it, with one slot and one count of
+turns. It blocks on one list, `failed`, into which scripts put a token when there may be something for it.
+"""
+
+from collections.abc import Callable
+
+from forq.broker.consuming import Consumer
+from forq.scoreboard import Slot
+from forq.workers.loop import WorkerLoop
+
+
+class RetryLoop:
+    def __init__(self, lane: WorkerLoop, fails: WorkerLoop | None) -> None:
+        self._lane = lane
+        self._all = [lane] if fails is None else [fails, lane]
+
+    @property
+    def slot(self) -> Slot:
+        return self._lane.slot
+
+    @property
+    def consumer(self) -> Consumer:
+        return self._lane.consumer
+
+    @property
+    def stopping(self) -> bool:
+        return self._lane.stopping
+
+    def stop(self) -> None:
+        for loop in self._all:
+            loop.stop()
+
+    def blocked_client(self) -> int | None:
+        return self._lane.blocked_client()
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        if not all(loop.join() for loop in self._all):
+            return
+        on_ready()
+        while not self.stopping:
+            if not any(loop.serve() for loop in self._all) and not self.stopping:
+                self._lane.rest()
+        for loop in self._all:
+            loop.leave()
