@@ -46,6 +46,20 @@ class Connection:
             answer = self._reader.gets()
         return answer
 
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def receive_some(self) -> list[Any]:
+        """For a subscriber whose socket is readable: reads once, and returns what is complete by now."""
+        received = self.socket.recv(READ_BYTES)
+        if not received:
+            raise ConnectionResetError("the server closed the connection")
+        self._reader.feed(received)
+        answers = []
+        while (answer := self._reader.gets()) is not NOT_YET:
+            answers.append(answer)
+        return answers
+
     def close(self) -> None:
         self.socket.close()
 

@@ -7,6 +7,7 @@ applies) and its subjects:
     enqueued 0 ID ID …            claimed FENCE ID ID …        done FENCE ID MICROS ID MICROS …  (MICROS '-': unknown)
     dead FENCE ID MICROS          stalled FENCE ID CAUSE       returned 0 ID ID …
     cancelled FENCE ID ID …       dropped 0 ID                 created 0 EPOCH     paused 0     resumed 0
+    revived FENCE ID              discarded FENCE ID           (FENCE: of the attempt that the dead job ended with)
 """
 
 from collections.abc import Iterator, Mapping
