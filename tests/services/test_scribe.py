@@ -375,3 +375,23 @@ def test_an_error_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "failed.jsonl").symlink_to("/dev/full")
     with pytest.raises(ForqError, match=r"failed\.jsonl"):
         append_lines(tmp_path, [{"n": 1}])
+
+
+def test_a_batch_is_synced_once_and_so_is_the_directory_when_names_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def note(fd: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+
+    monkeypatch.setattr(os, "fsync", note)
+    (tmp_path / "q").mkdir()
+    append_lines(tmp_path / "q", [{"n": 1}] * 3, max_bytes=30)
+    assert synced == ["failed.jsonl", "q"]
+    synced.clear()
+    append_lines(tmp_path / "q", [{"n": 2}], max_bytes=40)
+    assert synced == ["failed.jsonl"]
+    synced.clear()
+    append_lines(tmp_path / "q", [{"n": 3}], max_bytes=30)
+    assert synced == ["q", "failed.jsonl", "q"]
