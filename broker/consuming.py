@@ -14,7 +14,7 @@ BLOCK_MARGIN_SECONDS = 5
 
 
 # What a worker settles, flat, since it is built once per job: (id, fence, micros) per job that succeeded,
-# (id, fence, micros, error as JSON) per job that failed.
+# (id, fence, micros, error and brief error as JSON, kind, retry at (ms or ''), chance) per job that failed.
 Settled = list[bytes | str | int]
 
 
@@ -54,7 +54,7 @@ class Consumer:
 
     def turn(self, number: int, done: Settled, failed: Settled, keep: int, want: int) -> Turn:
         """Settles, keeps `keep` unstarted jobs, hands back whatever else is in the list, claims up to `want`."""
-        counts = (len(done) // 3, len(failed) // 4)
+        counts = (len(done) // 3, len(failed) // 8)
         args: Settled = [self._epoch, self.processor, self.worker, number, want, keep, *counts, *done, *failed]
         reply = self.link.run(self._script, self._base, *args)
         if reply[0] not in (OK, PAUSED):

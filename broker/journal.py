@@ -5,7 +5,9 @@ or '-'), e (events, one per line). The entry's id is the server's time. An event
 applies) and its subjects:
 
     enqueued 0 ID ID …            claimed FENCE ID ID …        done FENCE ID MICROS ID MICROS …  (MICROS '-': unknown)
-    dead FENCE ID MICROS          stalled FENCE ID CAUSE       returned 0 ID ID …
+    retried FENCE ID MICROS       dead FENCE ID MICROS         stalled FENCE ID CAUSE
+    returned 0 ID ID …            promoted 0 ID ID …           updated 0 ID
+    blocked 0 ID                  unblocked 0 ID ID …
     cancelled FENCE ID ID …       dropped 0 ID                 created 0 EPOCH     paused 0     resumed 0
     revived FENCE ID              discarded FENCE ID           (FENCE: of the attempt that the dead job ended with)
 """
@@ -39,7 +41,7 @@ def read_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Iterator[Event
 
 
 def _subjects(verb: str, subjects: list[str]) -> Iterator[tuple[str | None, int | None, str | None]]:
-    if verb in ("done", "dead"):
+    if verb in ("done", "retried", "dead"):
         for job, micros in zip(subjects[::2], subjects[1::2], strict=True):
             yield job, (None if micros == "-" else int(micros)), None
     elif verb == "stalled":

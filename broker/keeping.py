@@ -18,6 +18,14 @@ class QueueGone(ForqError):
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """A heartbeat's answer: the processors that were evicted, and in how many ms the next scheduled job is due."""
+
+    evicted: list[str]
+    due_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Position:
     """Where a worker is: the number of its last turn, how many jobs it has finished since, whether one is running."""
 
@@ -35,8 +43,8 @@ class Keeper:
         self._prefix = prefix
         self.processor = processor
 
-    def heartbeat(self, queue: str, expiry_ms: int, positions: list[Position]) -> list[str]:
-        """Renews this processor and sweeps; the processors that were evicted."""
+    def heartbeat(self, queue: str, expiry_ms: int, positions: list[Position]) -> Beat:
+        """Renews this processor and sweeps."""
         args: list[object] = [self.processor, expiry_ms]
         for at in positions:
             args += (at.worker, at.turn, at.index, int(at.running))
@@ -45,7 +53,12 @@ class Keeper:
             raise QueueGone(queue, deleted=bool(reply[1]))
         if reply[0] == FENCED:
             raise Fenced(f"processor {self.processor} has been evicted from queue {queue!r}")
-        return [silent.decode() for silent in reply[1]]
+        return Beat([silent.decode() for silent in reply[1]], None if reply[2] < 0 else reply[2])
+
+    def promote(self, queue: str) -> int | None:
+        """Makes waiting what is due; in how many ms the next job is due (None: there is none)."""
+        reply = self._link.run(script("promote"), queue_base(self._prefix, queue))
+        return None if reply[0] == NO_QUEUE or reply[1] < 0 else int(reply[1])
 
     def recover(self, queue: str, processor: str, at: Position, *, count: bool, cause: str) -> int:
         """Takes out a worker whose process is gone; how many ids its list held."""

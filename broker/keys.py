@@ -12,7 +12,11 @@ QUEUE_KEYS = (
     "pending:0-9",  # list: the same for the other priorities
     "jobs",  # hash: id -> record, live jobs only
     "active",  # hash: id -> WORKER:FENCE of the worker that runs it
+    "blocked",  # hash: id -> what dispatches of an active id ask for
     "stale",  # hash: PRIORITY:ID -> number of hints to ignore
+    "scheduled",  # zset: ids by due time (ms, with a sequence in the fraction)
+    "due",  # channel: ms until the new head of `scheduled` is due
+    "attempts",  # hash: id -> its last attempts that did not succeed, as JSON lines
     "failed",  # list: what the retry child blocks on
     "dead",  # zset: id@fence by time of death (ms)
     "dead:jobs",  # hash: id@fence -> record and error
@@ -46,6 +50,16 @@ def registry_key(prefix: str) -> str:
 
 def queue_base(prefix: str, name: str) -> str:
     return f"{prefix}queue:{{{name}}}"
+
+
+def due_channels(prefix: str) -> str:
+    """The pattern of the channels on which queues tell when their next scheduled job is due."""
+    return f"{prefix}queue:*:due"
+
+
+def queue_of_channel(channel: str) -> str:
+    """The queue's name in a channel or key of it."""
+    return channel.partition("{")[2].partition("}")[0]
 
 
 def pending_key(base: str, priority: int = DEFAULT_PRIORITY) -> str:

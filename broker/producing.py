@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 from forq.broker.codes import OK, error_for
@@ -16,6 +17,8 @@ from forq.version import PROTOCOL
 
 CHUNK_JOBS = 500
 CHUNK_BYTES = 512 * 1024
+# Some 285,000 years: what a double holds as whole milliseconds.
+MAX_SECONDS = 9_007_199_254_740
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,28 @@ class NewJob:
     priority: int
     body: bytes
     token: str
+    run_at: str  # ms; '+ms' from now; '' at once
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What becomes of a job whose id is in the queue already."""
+
+    if_exists: str = "update"
+    update_data: bool = True
+    update_run_at: bool | str = True
+    reset_counts: bool | None = None
+
+    def arguments(self) -> tuple[str, int, str, int]:
+        if self.if_exists not in ("update", "skip", "refuse"):
+            raise UsageError(f"if_exists {shown(self.if_exists)} is not allowed: 'update', 'skip' or 'refuse'")
+        if self.update_run_at not in (True, False, "if_later", "if_earlier"):
+            raise UsageError(
+                f"update_run_at {shown(self.update_run_at)} is not allowed: True, False, 'if_later' or 'if_earlier'"
+            )
+        how = self.update_run_at if isinstance(self.update_run_at, str) else str(self.update_run_at).lower()
+        reset = self.update_data if self.reset_counts is None else self.reset_counts
+        return self.if_exists, int(self.update_data), how, int(reset)
 
 
 def new_job(
@@ -36,6 +61,8 @@ def new_job(
     priority: int = DEFAULT_PRIORITY,
     type: str | None = None,
     token: str | None = None,
+    run_at: datetime | float | None = None,
+    run_in: timedelta | float | None = None,
 ) -> NewJob:
     """Checks everything that can be checked before Redis is asked."""
     job_id = new_id() if id is None else check_job_id(id)
@@ -46,7 +73,32 @@ def new_job(
     if type is not None:
         check_type(type)
     checked_token = "" if token is None else check_job_id(token, "token")
-    return NewJob(job_id, priority, pack_body(data, identifier, type), checked_token)
+    return NewJob(job_id, priority, pack_body(data, identifier, type), checked_token, _when(run_at, run_in))
+
+
+def _when(run_at: datetime | float | None, run_in: timedelta | float | None) -> str:
+    """The time before which a job must not run, as the script wants it."""
+    if run_at is not None and run_in is not None:
+        raise UsageError("run_at and run_in cannot be given both")
+    if run_in is not None:
+        seconds = run_in.total_seconds() if isinstance(run_in, timedelta) else run_in
+        return f"+{_milliseconds(seconds, 'run_in', run_in)}"
+    if isinstance(run_at, datetime):
+        if run_at.tzinfo is None:
+            raise UsageError(f"run_at {shown(run_at.isoformat())} has no time zone")
+        return str(_milliseconds(run_at.timestamp(), "run_at", run_at))
+    return "" if run_at is None else str(_milliseconds(run_at, "run_at", run_at))
+
+
+def _milliseconds(seconds: object, name: str, given: object) -> int:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_SECONDS:
+        raise UsageError(
+            f"{name} {shown(given)} is not allowed: seconds from 0 to {MAX_SECONDS}, or a date with a zone"
+        )
+    return round(seconds * 1000)
+
+
+DEFAULT_UPDATE = Update()
 
 
 class Producer:
@@ -57,15 +109,14 @@ class Producer:
         self._link = link
         self._base = queue_base(prefix, name)
 
-    def enqueue(self, jobs: list[NewJob], if_exists: str = "refuse") -> list[str]:
+    def enqueue(self, jobs: list[NewJob], update: Update = DEFAULT_UPDATE) -> list[str]:
         """Stores all of `jobs` or none; returns their ids."""
-        if if_exists not in ("refuse", "skip"):
-            raise UsageError(f"if_exists {shown(if_exists)} is not allowed: 'refuse' or 'skip'")
+        how = update.arguments()
         if not jobs:
             return []
-        args: list[Any] = [PROTOCOL, if_exists, len(jobs)]
+        args: list[Any] = [PROTOCOL, *how, len(jobs)]
         for job in jobs:
-            args += (job.id, job.priority, job.body, job.token)
+            args += (job.id, job.priority, job.body, job.token, job.run_at)
         reply = self._link.run(script("enqueue"), self._base, *args)
         if reply[0] != OK:
             raise error_for(self.name, reply)
@@ -74,12 +125,12 @@ class Producer:
             ids[index - 1] = stored.decode()
         return ids
 
-    def enqueue_many(self, jobs: Iterable[NewJob], if_exists: str = "refuse") -> list[str]:
+    def enqueue_many(self, jobs: Iterable[NewJob], update: Update = DEFAULT_UPDATE) -> list[str]:
         """Stores jobs in chunks, each whole or not at all; PartlyStored if a chunk after the first one failed."""
         ids: list[str] = []
         try:
             for chunk in chunks(jobs):
-                ids += self.enqueue(chunk, if_exists)
+                ids += self.enqueue(chunk, update)
         except ForqError as exc:
             if not ids:
                 raise
@@ -87,7 +138,7 @@ class Producer:
         return ids
 
     def cancel(self, job_id: str) -> bool:
-        """Takes a waiting job away; False if it does not wait."""
+        """Takes a waiting, scheduled or blocked job away; False if there is none."""
         return self._take_away(job_id, mark_active=False) == 1
 
     def remove(self, job_id: str) -> bool:

@@ -64,14 +64,14 @@ def unpack(packed: bytes) -> Record:
         raise InvalidData(f"broken job record: {exc}") from exc
 
 
-def split_dead(packed: bytes) -> tuple[bytes, bytes]:
-    """A dead job's record and its error (JSON)."""
-    record, _, error = packed.rpartition(b"\n")
-    return record, error
+def split_dead(packed: bytes) -> tuple[bytes, bytes, bytes]:
+    """A dead job's record, its error (JSON object) and its attempts (JSON array)."""
+    record, error, attempts = (*packed.rsplit(b"\n", 2), b"", b"")[:3]
+    return record, error, attempts
 
 
 def read_error(error: bytes) -> Any:
-    """The error of a dead job; of a broken one what can be shown."""
+    """The error (or the attempts) of a dead job; of a broken one what can be shown."""
     try:
         return orjson.loads(error)
     except ValueError:

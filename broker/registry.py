@@ -131,7 +131,8 @@ class Registry:
 
 
 def _dropped(name: str, field: bytes, packed: bytes) -> Dropped:
-    job_id = field.decode(errors="replace")
+    # What was blocked behind an active job is in the trash under "ID blocked".
+    job_id = field.decode(errors="replace").partition(" ")[0]
     try:
         record = unpack(packed)
     except InvalidData as exc:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from forq.options import Value, defaults
 
-_AS_IS = ("max_items", "max_data", "dead_max", "journal", "journal_max")
-_AS_MS = ("dead_ttl", "dedup_ttl")
+_AS_IS = ("max_items", "max_data", "max_retries", "jitter", "dead_max", "journal", "journal_max")
+_AS_MS = ("min_backoff", "max_backoff", "dead_ttl", "dedup_ttl")
 
 
 def stored(options: Mapping[str, Value]) -> dict[str, int]:

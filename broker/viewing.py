@@ -4,6 +4,8 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import orjson
+
 from forq.broker.codes import OK, error_for
 from forq.broker.keys import pending_key, queue_base
 from forq.broker.link import Link
@@ -12,14 +14,16 @@ from forq.broker.scripts import script
 from forq.errors import InvalidData, UnknownJob, UsageError
 from forq.names import check_job_id, check_queue_name, shown
 
-STATES = ("waiting", "active", "dead")
+STATES = ("waiting", "scheduled", "active", "dead")
 MAX_PAGE = 1000
-_CURSOR = re.compile(r"(active|dead)/[0-9]{1,20}|waiting/[0-9]\.[0-9]{1,18}")
+_CURSOR = re.compile(r"(active|dead|scheduled)/[0-9]{1,20}|waiting/[0-9]\.[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
     waiting: int
+    scheduled: int
+    blocked: int
     active: int
     dead: int
     processed: int
@@ -55,22 +59,31 @@ class Viewer:
     def job(self, job_id: str) -> dict[str, Any]:
         """Everything known about one job; of several dead ones of that id the last."""
         check_job_id(job_id)
-        packed, owner, exists = self._link.pipeline(
+        packed, owner, due_ms, attempts, blocked, exists = self._link.pipeline(
             [
                 ("HGET", f"{self._base}:jobs", job_id),
                 ("HGET", f"{self._base}:active", job_id),
+                ("ZSCORE", f"{self._base}:scheduled", job_id),
+                ("HGET", f"{self._base}:attempts", job_id),
+                ("HEXISTS", f"{self._base}:blocked", job_id),
                 ("EXISTS", f"{self._base}:options"),
             ]
         )
         if not exists:
             raise error_for(self.name, [-1])
         if packed is not None:
-            state = "waiting" if owner is None else "active"
-            return _job(job_id, state, packed) | _ownership(owner)
+            state = "active" if owner is not None else "waiting" if due_ms is None else "scheduled"
+            tried = [orjson.loads(line) for line in (attempts or b"").splitlines()]
+            times = {
+                "run_at": None if due_ms is None else float(due_ms) / 1000,
+                "attempts": tried,
+                "blocked_behind": bool(blocked),
+            }
+            return _job(job_id, state, packed) | times | _ownership(owner)
         return self._dead_job(job_id)
 
     def jobs(self, state: str | None = None, limit: int = 100, after: str | None = None) -> Page:
-        """One page of jobs, in the order in which they will run; without a state: active, then waiting."""
+        """One page of jobs, in the order in which they will run; without a state: active, waiting, scheduled."""
         if state is not None and state not in STATES:
             raise UsageError(f"state {shown(state)} is not allowed: {', '.join(STATES)}")
         limit = max(1, min(limit, MAX_PAGE))
@@ -79,7 +92,9 @@ class Viewer:
             return self._active_page(limit, position, follow_with_waiting=state is None)
         if stage == "dead":
             return self._dead_page(limit, position)
-        return self._waiting_page(limit, position)
+        if stage == "scheduled":
+            return self._scheduled_page(limit, int(position))
+        return self._waiting_page(limit, position, follow_with_scheduled=state is None)
 
     def _active_page(self, limit: int, position: str, *, follow_with_waiting: bool) -> Page:
         cursor, flat = self._link.call("HSCAN", f"{self._base}:active", position, "COUNT", limit)
@@ -87,11 +102,11 @@ class Viewer:
         if cursor != b"0":
             return Page(jobs, f"active/{cursor.decode()}")
         if follow_with_waiting and len(jobs) < limit:
-            waiting = self._waiting_page(limit - len(jobs), "0.0")
+            waiting = self._waiting_page(limit - len(jobs), "0.0", follow_with_scheduled=True)
             return Page(jobs + waiting.jobs, waiting.next)
         return Page(jobs, "waiting/0.0" if follow_with_waiting else None)
 
-    def _waiting_page(self, limit: int, position: str) -> Page:
+    def _waiting_page(self, limit: int, position: str, *, follow_with_scheduled: bool) -> Page:
         priority, offset = (int(part) for part in position.split("."))
         jobs: list[dict[str, str]] = []
         while priority <= 9 and len(jobs) < limit:
@@ -102,7 +117,17 @@ class Viewer:
             offset += len(hints)
             if len(hints) == 0:
                 priority, offset = priority + 1, 0
-        return Page(jobs, f"waiting/{priority}.{offset}" if priority <= 9 else None)
+        if priority <= 9:
+            return Page(jobs, f"waiting/{priority}.{offset}")
+        if not follow_with_scheduled:
+            return Page(jobs, None)
+        scheduled = self._scheduled_page(max(1, limit - len(jobs)), 0)
+        return Page(jobs + scheduled.jobs, scheduled.next)
+
+    def _scheduled_page(self, limit: int, start: int) -> Page:
+        ids = self._link.call("ZRANGE", f"{self._base}:scheduled", start, start + limit - 1)
+        jobs = self._named([(job_id, "scheduled") for job_id in ids])
+        return Page(jobs, f"scheduled/{start + limit}" if len(ids) == limit else None)
 
     def _dead_page(self, limit: int, position: str) -> Page:
         start = int(position)
@@ -120,13 +145,21 @@ class Viewer:
         if not found:
             return []
         ids = [job_id for job_id, _ in found]
-        packed, owners = self._link.pipeline(
-            [("HMGET", f"{self._base}:jobs", *ids), ("HMGET", f"{self._base}:active", *ids)]
+        packed, owners, due = self._link.pipeline(
+            [
+                ("HMGET", f"{self._base}:jobs", *ids),
+                ("HMGET", f"{self._base}:active", *ids),
+                ("ZMSCORE", f"{self._base}:scheduled", *ids),
+            ]
         )
+        states = [
+            "active" if o is not None else "waiting" if d is None else "scheduled"
+            for o, d in zip(owners, due, strict=True)
+        ]
         return [
-            _brief(job_id.decode(), state, record)
-            for (job_id, state), record, owner in zip(found, packed, owners, strict=True)
-            if record is not None and (owner is not None) == (state == "active")
+            _brief(job_id.decode(), expected, record)
+            for (job_id, expected), record, state in zip(found, packed, states, strict=True)
+            if record is not None and state == expected
         ]
 
     def _dead_job(self, job_id: str) -> dict[str, Any]:
@@ -143,8 +176,9 @@ class Viewer:
             raise UnknownJob(f"queue {self.name!r} has no job {job_id!r}")
         packed = self._link.call("HGET", f"{self._base}:dead:jobs", last)
         died_ms = self._link.call("ZSCORE", f"{self._base}:dead", last)
-        record, error = split_dead(packed)
+        record, error, attempts = split_dead(packed)
         return _job(job_id, "dead", record) | {
+            "attempts": read_error(attempts) if attempts else [],
             "fence": int(last.rpartition(b"@")[2]),
             "died_at": float(died_ms or 0) / 1000,
             "error": read_error(error),
@@ -164,7 +198,9 @@ def counts_of(link: Link, prefix: str, names: list[str]) -> dict[str, Counts | N
 def _read_counts(reply: list[Any]) -> Counts:
     live, active, dead, processed, failed, in_flight, oldest, now, paused = reply[1:10]
     return Counts(
-        waiting=live - active,
+        waiting=live - active - reply[15],
+        scheduled=reply[15],
+        blocked=reply[16],
         active=active,
         dead=dead,
         processed=processed,

@@ -13,7 +13,7 @@ from forq import exits
 from forq.broker.dead import Chunk, DeadJobs
 from forq.broker.known import count_known
 from forq.broker.link import Link
-from forq.broker.producing import NewJob, Producer, new_job
+from forq.broker.producing import NewJob, Producer, Update, new_job
 from forq.broker.registry import Registry
 from forq.broker.server_check import check_server
 from forq.broker.stored_options import stored, stored_defaults
@@ -24,7 +24,8 @@ from forq.services.desk import Desk
 from forq.services.failed_log import DEFAULT_MAX_BYTES, append_lines
 
 CALL_TIMEOUT_SECONDS = 3.0
-_JOB_FIELDS = {"data", "id", "identifier", "priority", "type", "token"}
+_JOB_FIELDS = {"data", "id", "identifier", "priority", "type", "token", "run_at", "run_in"}
+_UPDATE_FIELDS = ("if_exists", "update_data", "update_run_at", "reset_counts")
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ class Clerk:
         return {}
 
     def push(self, params: dict[str, Any]) -> object:
-        fields = {key: value for key, value in params.items() if key not in ("name", "if_exists")}
-        ids = self._producer(params).enqueue([_read_job(fields)], params.get("if_exists") or "refuse")
+        fields = {key: value for key, value in params.items() if key != "name" and key not in _UPDATE_FIELDS}
+        ids = self._producer(params).enqueue([_read_job(fields)], _read_update(params))
         return {"id": ids[0]}
 
     def push_many(self, params: dict[str, Any]) -> object:
@@ -127,7 +128,7 @@ class Clerk:
         known = {}
         if params.get("count_known"):
             known["known"] = count_known(self._link, self._settings.prefix, producer.name, checked)
-        return {"ids": producer.enqueue_many(checked, params.get("if_exists") or "refuse"), **known}
+        return {"ids": producer.enqueue_many(checked, _read_update(params)), **known}
 
     def cancel(self, params: dict[str, Any]) -> object:
         return {"cancelled": self._producer(params).cancel(params.get("id", ""))}
@@ -187,6 +188,14 @@ def _to_dead(
     if bool(params.get("all")) == (params.get("id") is not None):
         raise UsageError("either id or all is needed")
     return asdict(to_some(params.get("after"))) if params.get("all") else {"id": to_one(params["id"])}
+
+
+def _read_update(params: dict[str, Any]) -> Update:
+    given = {key: params[key] for key in _UPDATE_FIELDS if params.get(key) is not None}
+    for key in ("update_data", "reset_counts"):
+        if not isinstance(given.get(key, True), bool):
+            raise UsageError(f"{key} {shown(given[key])} is not allowed: true or false")
+    return Update(**given)
 
 
 def _read_job(fields: dict[str, Any]) -> NewJob:

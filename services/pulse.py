@@ -4,7 +4,8 @@
 2. Recovery of workers whose process has ended (the supervisor asks until Redis has taken it), and again shortly after:
    a BLMOVE that was under way may still be served to a connection that is already dead.
 3. Rescue: while some worker holds a batch, it looks at the scoreboard and gives back what is stuck behind a slow job.
-4. When the supervisor dies, it kills the children that cannot do so themselves.
+4. Timers: it hears when the next scheduled job of a queue is due, and makes it waiting on time.
+5. When the supervisor dies, it kills the children that cannot do so themselves.
 """
 
 import heapq
@@ -20,7 +21,9 @@ from typing import Any
 
 from forq import exits
 from forq.broker.keeping import Keeper, Position, QueueGone
+from forq.broker.keys import due_channels, queue_of_channel
 from forq.broker.link import Link
+from forq.broker.listening import Listener
 from forq.cgroup import Cgroup, Cgroups
 from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.scoreboard import Scoreboard, State, age_ms, unpack_word
@@ -70,9 +73,11 @@ class Pulse:
         self._redis_ok: bool | None = None
         self._quiet_looks = 0
         self._rescued: dict[int, int] = {}
+        self._ears = Listener(settings.url, due_channels(settings.prefix), name="forq-pulse-ears")
+        self._due: dict[str, float] = {}
 
     def run(self) -> int:
-        poll = select.poll()
+        poll = self._poll = select.poll()
         poll.register(self._desk.fileno(), select.POLLIN)
         poll.register(self._settings.watch_fd, select.POLLIN)
         self._later(0, self._beat)
@@ -83,6 +88,8 @@ class Pulse:
             for fd, _ in poll.poll(self._patience_ms()):
                 if fd == self._settings.watch_fd:
                     self._start_watching()
+                elif fd != self._desk.fileno():
+                    self._hear(fd)
                 elif not self._desk.serve():
                     self._end_with_supervisor()
                     return exits.STOPPED
@@ -114,7 +121,43 @@ class Pulse:
             self._keeper.evict(queue, params["processor"], params["cause"])
         return {}
 
+    def _hear(self, fd: int) -> None:
+        """Somebody has scheduled a job that is due before all others of its queue."""
+        try:
+            heard = self._ears.hear()
+        except RedisUnavailable as exc:
+            self._poll.unregister(fd)
+            log.info("timers are deaf until the next heartbeat error=%s", exc)
+            return
+        for channel, delay_ms in heard:
+            queue = queue_of_channel(channel)
+            if queue in self._queues:
+                self._promote_in(queue, int(delay_ms))
+
+    def _promote_in(self, queue: str, delay_ms: int | None) -> None:
+        """Keeps one timer per queue, for its next job."""
+        if delay_ms is None:
+            return
+        at = time.monotonic() + delay_ms / 1000
+        if at < self._due.get(queue, float("inf")):
+            self._due[queue] = at
+            self._later(delay_ms / 1000, lambda: self._promote(queue, at))
+
+    def _promote(self, queue: str, at: float) -> None:
+        if self._due.get(queue) == at:
+            del self._due[queue]
+            self._promote_in(queue, self._keeper.promote(queue))
+
+    def _listen(self) -> None:
+        if not self._ears.connected:
+            self._ears.connect()
+            self._poll.register(self._ears.fileno(), select.POLLIN)
+
     def _beat(self) -> None:
+        try:
+            self._listen()
+        except RedisUnavailable as exc:
+            self._note_redis(exc)
         self._heartbeats(self._queues)
         self._later(self._settings.heartbeat_seconds if self._redis_ok is not False else 1.0, self._beat)
 
@@ -122,10 +165,11 @@ class Pulse:
         positions = self._positions()
         for queue in queues:
             try:
-                evicted = self._keeper.heartbeat(queue, self._settings.expiry_ms, positions.get(queue, []))
+                beat = self._keeper.heartbeat(queue, self._settings.expiry_ms, positions.get(queue, []))
                 self._note_redis(None)
-                if evicted:
-                    log.warning("took over from silent processors queue=%s processors=%s", queue, evicted)
+                self._promote_in(queue, beat.due_ms)
+                if beat.evicted:
+                    log.warning("took over from silent processors queue=%s processors=%s", queue, beat.evicted)
             except QueueGone as exc:
                 self._desk.tell("queue_gone", queue=queue, deleted=exc.deleted)
             except Fenced:

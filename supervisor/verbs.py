@@ -18,7 +18,18 @@ DRAIN_LOOK_SECONDS = 0.1
 COUNTS_SECONDS = 1.0
 # How long a request waits for its queue to be opened after a start.
 OPENING_SECONDS = 5.0
-COUNTS = ("waiting", "active", "dead", "processed", "failed_total", "in_flight", "oldest_waiting_seconds", "journal")
+COUNTS = (
+    "waiting",
+    "scheduled",
+    "blocked",
+    "active",
+    "dead",
+    "processed",
+    "failed_total",
+    "in_flight",
+    "oldest_waiting_seconds",
+    "journal",
+)
 
 Verb = Callable[[Request], None]
 

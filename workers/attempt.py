@@ -5,10 +5,12 @@ Only this module turns exceptions into outcomes; everything else returns or rais
 
 import asyncio
 import inspect
+import logging
 import os
 import traceback
 from collections.abc import Callable
-from typing import Any
+from datetime import datetime
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -19,7 +21,17 @@ from forq.workers.handlers import Handlers
 
 MAX_MESSAGE = 2000
 MAX_TRACEBACK = 8000
-MAX_KIND = 100
+
+log = logging.getLogger("forq")
+
+
+class Failure(NamedTuple):
+    """An attempt that failed: the error as JSON, the same without its traceback, and what the exception asks for."""
+
+    error: bytes
+    brief: bytes
+    kind: str
+    retry_at_ms: int | None
 
 
 class Attempts:
@@ -31,15 +43,15 @@ class Attempts:
         self._runner: asyncio.Runner | None = None
         self._pid = os.getpid()
 
-    def attempt(self, job_id: str, record: bytes, fence: int) -> bytes | None:
-        """None if the handler returned, else the error as JSON."""
+    def attempt(self, job_id: str, record: bytes, fence: int) -> Failure | None:
+        """None if the handler returned, else what went wrong."""
         try:
             data, job = read_job(self._queue, job_id, record, fence)
             result = self._handlers.for_type(job.type)(data, job)
             if inspect.iscoroutine(result):
                 self._run_async(result)
         except BaseException as exc:  # a handler may raise anything, SystemExit too; the worker must outlive it
-            return describe_error(exc)
+            return describe_failure(exc)
         finally:
             # A copy of this process that the handler forked and that came back from it must not work on as a second
             # worker under the same name.
@@ -75,16 +87,28 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
     return record.data, Job(queue, job_id, identifier, record.type, record.priority, enqueued_at, fence, counts)
 
 
-def describe_error(exc: BaseException) -> bytes:
+def describe_failure(exc: BaseException) -> Failure:
     """Name, message, kind and traceback of an exception: text only, nothing that could be rebuilt into code."""
-    return orjson.dumps(
-        {
-            "name": _said(lambda: type(exc).__name__),
-            "message": _said(lambda: str(exc))[:MAX_MESSAGE],
-            "kind": _said(lambda: getattr(exc, "kind", "retriable"))[:MAX_KIND],
-            "traceback": _said(lambda: "".join(traceback.format_exception(exc)))[-MAX_TRACEBACK:],
-        }
-    )
+    kind = "permanent" if _said(lambda: getattr(exc, "kind", None)) == "permanent" else "retriable"
+    brief = {
+        "name": _said(lambda: type(exc).__name__),
+        "message": _said(lambda: str(exc))[:MAX_MESSAGE],
+        "kind": kind,
+    }
+    error = {**brief, "traceback": _said(lambda: "".join(traceback.format_exception(exc)))[-MAX_TRACEBACK:]}
+    return Failure(orjson.dumps(error), orjson.dumps(brief), kind, _retry_at_ms(exc))
+
+
+def _retry_at_ms(exc: BaseException) -> int | None:
+    """When the exception asks for the next attempt; None if it does not, or not in a way that can be understood."""
+    try:
+        when = getattr(exc, "retry_at", None)
+        if isinstance(when, datetime):
+            return round(when.timestamp() * 1000) if when.tzinfo is not None else None
+        return round(when * 1000) if isinstance(when, int | float) and not isinstance(when, bool) else None
+    except Exception:  # the user's own property, a date out of range, NaN
+        log.warning("retry_at of an exception cannot be used exception=%s", type(exc).__name__)
+        return None
 
 
 def _said(ask: Callable[[], object]) -> str:

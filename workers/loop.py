@@ -9,6 +9,7 @@
 """
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -185,13 +186,15 @@ class WorkerLoop:
         job_id, record = claimed
         self.slot.job = job_id
         self.slot.words[STARTED] = started
-        error = self._attempts.attempt(job_id.decode(), record, int(self._fence))
+        failure = self._attempts.attempt(job_id.decode(), record, int(self._fence))
         micros = (self._now() - started) // 1000
         self._unsettled += 1
-        if error is None:
+        if failure is None:
             self._done += (job_id, self._fence, micros)
         else:
-            self._failed += (job_id, self._fence, micros, error)
+            retry_at = "" if failure.retry_at_ms is None else failure.retry_at_ms
+            what = (failure.error, failure.brief, failure.kind, retry_at, f"{random.random():.4f}")
+            self._failed += (job_id, self._fence, micros, *what)
 
     def _adapt(self, per_job_ns: int) -> None:
         """How many jobs to take next time: many only while they are far shorter than a round trip is worth."""

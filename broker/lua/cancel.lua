@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- cancel: takes a waiting job away. remove: the same; of a running job it only marks that it is to be forgotten:
+-- cancel: takes a job away that waits, is scheduled or is blocked behind an active one. remove: the same; of a running job it only marks that it is to be forgotten:
 -- the id stays taken until its owner settles or dies.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     id, whether to mark a running job ('1' | '0')
 -- Returns  {OK, 1 taken away | 2 marked | 0 neither}; {NO_QUEUE}
--- States   waiting -> cancelled
---@include base codes journal hints records
+-- States   waiting, scheduled, blocked -> cancelled
+--@include base codes journal hints records attempts
 
 if not epoch then return { NO_QUEUE } end
 local id, mark_active = ARGV[1], ARGV[2] == '1'
@@ -15,14 +15,20 @@ if not record then return { OK, 0 } end
 
 local owner = redis.call('HGET', key('active'), id)
 if owner then
-  if not mark_active then return { OK, 0 } end
+  local unblocked = redis.call('HDEL', key('blocked'), id)
+  if unblocked == 1 then
+    note_ids('cancelled', 0, { id })
+    write_journal('-')
+  end
+  if not mark_active then return { OK, unblocked } end
   if not string.find(owner, ':removed', 1, true) then redis.call('HSET', key('active'), id, owner .. ':removed') end
   return { OK, 2 }
 end
 
 redis.call('HDEL', key('jobs'), id)
+forget_attempts({ id })
 local priority = priority_of(record)
-if priority then forget_hint(priority, id) end
+if redis.call('ZREM', key('scheduled'), id) == 0 and priority then forget_hint(priority, id) end
 wake_idle_worker()
 note_ids('cancelled', 0, { id })
 write_journal('-')

@@ -3,7 +3,8 @@
 --
 -- KEYS[1]  the queue's base
 -- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, oldest waiting job's enqueue time
---          (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries trimmed};
+--          (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries trimmed,
+--          scheduled, blocked};
 --          {NO_QUEUE}
 --@include base codes records
 
@@ -51,4 +52,6 @@ return {
   redis.call('XLEN', key('events')),
   tonumber(counted[2] or 0),
   tonumber(counted[3] or 0),
+  redis.call('ZCARD', key('scheduled')),
+  redis.call('HLEN', key('blocked')),
 }

@@ -9,7 +9,7 @@
 --@include base codes
 
 if not epoch then return { NO_QUEUE } end
-local jobs = redis.call('HLEN', key('jobs')) + redis.call('ZCARD', key('dead'))
+local jobs = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) + redis.call('ZCARD', key('dead'))
 if jobs > 0 and ARGV[1] ~= '1' then return { NOT_EMPTY, jobs } end
 
 -- The name may be used again at once, and a worker of the old queue may still be served by a BLMOVE on the new one's
@@ -25,6 +25,14 @@ for _, processor in ipairs(redis.call('ZRANGE', key('processors'), 0, -1)) do
 end
 redis.call('PEXPIRE', key('graves'), GRAVE_MS)
 
+-- What is blocked is a job too; its id is that of an active one, so that it gets a name of its own in the trash.
+for _, id in ipairs(redis.call('HKEYS', key('blocked'))) do
+  local entry = redis.call('HGET', key('blocked'), id)
+  local priority, body = string.match(entry, '^%d %d (%d) [^\n]*\n(.*)$')
+  if body then
+    redis.call('HSET', key('jobs'), id .. ' blocked', string.format('p%s %.0f\n', priority, now_ms) .. body)
+  end
+end
 redis.call('SADD', key('trash'), epoch)
 -- Tells other supervisors of this queue that it was deleted, and not lost with the server's data.
 redis.call('SET', key('deleted'), epoch, 'PX', GRAVE_MS)
@@ -32,6 +40,6 @@ for _, kept in ipairs({ 'jobs', 'dead:jobs', 'outbox' }) do
   if redis.call('EXISTS', key(kept)) == 1 then redis.call('RENAME', key(kept), key('trash:' .. epoch .. ':' .. kept)) end
 end
 for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority))) end
-redis.call('UNLINK', key('active'), key('stale'), key('failed'), key('dead'), key('processors'), key('options'),
+redis.call('UNLINK', key('active'), key('scheduled'), key('attempts'), key('blocked'), key('stale'), key('failed'), key('dead'), key('processors'), key('options'),
   key('counts'), key('processed:count'), key('failed:count'), key('events'))
 return { OK, jobs }

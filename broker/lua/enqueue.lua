@@ -1,18 +1,21 @@
 #!lua
--- enqueue: stores jobs and makes them waiting; all of them or none.
+-- enqueue: stores jobs and makes them waiting or scheduled; all of them or none. A job whose id is there is updated,
+-- or blocked behind it while it is active.
 --
 -- KEYS[1]  the queue's base
--- ARGV     protocol, what to do about an id that is there ('refuse' | 'skip'), number of jobs, then per job:
---          id, priority, body, token ('' = none)
+-- ARGV     protocol, what to do about an id that is there ('update' | 'skip' | 'refuse'), update_data ('1' | '0'),
+--          update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), number of jobs, then
+--          per job: id, priority, body, token ('' = none), run_at (ms; '+ms' from now; '' = at once)
 -- Returns  {OK, index, id, index, id ...}: the jobs (from 1) that a token shows to be stored already, with their id;
 --          {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index}; {TOO_LARGE, index, max_data}
--- States   (new) -> waiting
---@include base codes journal hints
+-- States   (new) -> waiting | scheduled; (new) -> blocked; waiting <-> scheduled (updated)
+--@include base codes journal hints records schedule attempts blocked
 
 if not epoch then return { NO_QUEUE } end
 if protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
 
-local skip_existing, count = ARGV[2] == 'skip', tonumber(ARGV[3])
+local FIRST, WIDTH = 7, 5
+local if_exists, count = ARGV[2], tonumber(ARGV[6])
 local limits = redis.call('HMGET', key('options'), 'max_items', 'max_data', 'dedup_ttl_ms')
 local max_items, max_data, dedup_ttl_ms = tonumber(limits[1]), tonumber(limits[2]), tonumber(limits[3])
 
@@ -20,13 +23,29 @@ local function token_key(token)
   return key('token:' .. epoch .. ':' .. token)
 end
 
+local function dispatch_at(at)
+  local run_at = ARGV[at + 4]
+  if run_at == '' then run_at = 0
+  elseif string.sub(run_at, 1, 1) == '+' then run_at = now_ms + tonumber(string.sub(run_at, 2))
+  else run_at = tonumber(run_at) end
+  return {
+    id = ARGV[at],
+    priority = ARGV[at + 1],
+    body = ARGV[at + 2],
+    run_at = run_at,
+    update_data = ARGV[3] == '1',
+    update_run_at = ARGV[4],
+    reset = ARGV[5] == '1',
+  }
+end
+
 local ids = {}
-for i = 1, count do ids[i] = ARGV[4 * i] end
+for i = 1, count do ids[i] = ARGV[FIRST + WIDTH * (i - 1)] end
 local existing = redis.call('HMGET', key('jobs'), unpack(ids))
 
-local reply, new, seen, tokens = { OK }, {}, {}, {}
+local reply, new, changes, seen, tokens = { OK }, {}, {}, {}, {}
 for i = 1, count do
-  local at = 4 * i
+  local at = FIRST + WIDTH * (i - 1)
   local id, body, token = ARGV[at], ARGV[at + 2], ARGV[at + 3]
   local stored = token ~= '' and (tokens[token] or redis.call('GET', token_key(token)))
   if #body > max_data then return { TOO_LARGE, i, max_data } end
@@ -34,7 +53,8 @@ for i = 1, count do
     reply[#reply + 1] = i
     reply[#reply + 1] = stored
   elseif existing[i] or seen[id] then
-    if not skip_existing then return { EXISTS, i } end
+    if if_exists == 'refuse' then return { EXISTS, i } end
+    if if_exists == 'update' then changes[#changes + 1] = at end
   else
     seen[id] = true
     new[#new + 1] = at
@@ -42,24 +62,89 @@ for i = 1, count do
   -- Also of a job that was skipped: the repeated call is to skip it too, even if the job has run meanwhile.
   if token ~= '' and not stored then tokens[token] = id end
 end
-if max_items > 0 and redis.call('HLEN', key('jobs')) + #new > max_items then return { FULL, max_items } end
+
+local function items_after()
+  local items = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) + #new
+  for _, at in ipairs(changes) do
+    local id = ARGV[at]
+    if redis.call('HEXISTS', key('active'), id) == 1 and redis.call('HEXISTS', key('blocked'), id) == 0 then
+      items = items + 1
+    end
+  end
+  return items
+end
+if max_items > 0 and #new + #changes > 0 and items_after() > max_items then return { FULL, max_items } end
 
 for token, id in pairs(tokens) do redis.call('SET', token_key(token), id, 'PX', dedup_ttl_ms) end
-if #new == 0 then return reply end
 
-local records, by_priority, stored_ids = {}, {}, {}
-local header = string.format(' %.0f\n', now_ms)
-for i, at in ipairs(new) do
-  local id, priority = ARGV[at], ARGV[at + 1]
-  records[2 * i - 1] = id
-  records[2 * i] = 'p' .. priority .. header .. ARGV[at + 2]
-  by_priority[priority] = by_priority[priority] or {}
-  table.insert(by_priority[priority], id)
-  stored_ids[i] = id
+local function store_new()
+  if #new == 0 then return end
+  local records, by_priority, stored_ids, later = {}, {}, {}, {}
+  local header = string.format(' %.0f\n', now_ms)
+  for i, at in ipairs(new) do
+    local id, priority = ARGV[at], ARGV[at + 1]
+    records[2 * i - 1] = id
+    records[2 * i] = 'p' .. priority .. header .. ARGV[at + 2]
+    stored_ids[i] = id
+    local run_at = ARGV[at + 4] ~= '' and dispatch_at(at).run_at or 0
+    if run_at > now_ms then
+      later[#later + 1] = { id, run_at }
+    else
+      by_priority[priority] = by_priority[priority] or {}
+      table.insert(by_priority[priority], id)
+    end
+  end
+  redis.call('HSET', key('jobs'), unpack(records))
+  for priority, list in pairs(by_priority) do push_back(priority, list) end
+  for _, job in ipairs(later) do schedule(job[1], job[2]) end
+  note_ids('enqueued', 0, stored_ids)
 end
-redis.call('HSET', key('jobs'), unpack(records))
-for priority, list in pairs(by_priority) do push_back(priority, list) end
+
+-- A job that waits or is scheduled changes in place, and changes its place if its time or its priority did.
+local function update(dispatch)
+  local id = dispatch.id
+  local job = read_record(redis.call('HGET', key('jobs'), id))
+  local due = redis.call('ZSCORE', key('scheduled'), id)
+  local run_at = due and math.floor(tonumber(due)) or 0
+  local lo, hi = fold_bounds(0, FAR, dispatch.update_run_at, dispatch.run_at)
+  local new_run_at = clamp(run_at, lo, hi)
+  if not job then
+    -- A broken record: nobody knows its priority, so its hint is found where a claim looks first.
+    job = { priority = '5', enqueued_ms = string.format('%.0f', now_ms), retries = 0, stalls = 0, timeouts = 0 }
+    dispatch.update_data = true
+  end
+  local priority = job.priority
+  if dispatch.update_data then job.body, job.priority = dispatch.body, dispatch.priority end
+  if dispatch.reset then
+    job.retries, job.stalls, job.timeouts = 0, 0, 0
+    forget_attempts({ id })
+  end
+  redis.call('HSET', key('jobs'), id, write_record(job))
+  if due and new_run_at > now_ms then
+    if new_run_at ~= run_at then schedule(id, new_run_at) end
+  elseif due then
+    redis.call('ZREM', key('scheduled'), id)
+    push_back(job.priority, { id })
+  elseif new_run_at > now_ms then
+    forget_hint(priority, id)
+    schedule(id, new_run_at)
+  elseif job.priority ~= priority then
+    forget_hint(priority, id)
+    push_back(job.priority, { id })
+  end
+  note_ids('updated', 0, { id })
+end
+
+store_new()
+for _, at in ipairs(changes) do
+  local dispatch = dispatch_at(at)
+  if redis.call('HEXISTS', key('active'), dispatch.id) == 1 then
+    block(dispatch.id, dispatch)
+    note_ids('blocked', 0, { dispatch.id })
+  else
+    update(dispatch)
+  end
+end
 wake_idle_worker()
-note_ids('enqueued', 0, stored_ids)
 write_journal('-')
 return reply

@@ -5,7 +5,7 @@
 -- ARGV     processor, cause
 -- Returns  {OK, how many workers it had}; {NO_QUEUE}
 -- States   active -> done, waiting
---@include base codes journal hints records holdings graves eviction
+--@include base codes journal hints records schedule attempts blocked holdings graves eviction
 
 if not epoch then return { NO_QUEUE } end
 local workers = redis.call('HLEN', workers_key(ARGV[1]))

@@ -4,9 +4,9 @@
 --
 -- KEYS[1]  the queue's base
 -- ARGV     processor, how long it may stay silent (ms), then (worker, turn, index, running) per worker
--- Returns  {OK, processors evicted}; {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
+-- Returns  {OK, processors evicted, ms until the next scheduled job is due (-1: none)}; {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
 -- States   active -> done, waiting (of a processor that is evicted)
---@include base codes journal hints records holdings graves eviction
+--@include base codes journal hints records schedule attempts blocked holdings graves eviction
 
 if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end
 local processor, expiry_ms = ARGV[1], tonumber(ARGV[2])
@@ -37,6 +37,8 @@ if now_ms >= sweep_after_ms then
   for _, silent in ipairs(evicted) do evict(silent, 'host_lost') end
 end
 drain_graves()
+promote()
 wake_idle_worker()
 write_journal(processor)
-return { OK, evicted }
+local due = next_due_ms()
+return { OK, evicted, due and math.max(0, due - now_ms) or -1 }

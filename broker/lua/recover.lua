@@ -7,7 +7,7 @@
 --          stall count grows ('1' | '0'), cause
 -- Returns  {OK, length of its list before}; {NO_QUEUE}
 -- States   active -> done (it ran), active -> waiting (returned, stalled), active -> cancelled (marked)
---@include base codes journal hints records holdings graves
+--@include base codes journal hints records schedule attempts blocked holdings graves
 
 if not epoch then return { NO_QUEUE } end
 local processor, worker, turn, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])

@@ -6,11 +6,12 @@
 -- KEYS[1]  the queue's base
 -- ARGV     epoch, processor, worker, turn number, want, keep (how many unstarted jobs of earlier turns it still
 --          counts on), number done, number failed, then (id, fence, micros) per done job and
---          (id, fence, micros, error) per failed one
+--          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one
 -- Returns  {OK or PAUSED, held (0: the kept jobs have been given to others), ids whose settling was refused,
 --          fence, id, record, id, record ...}; {NO_QUEUE}; {FENCED} if the worker is not registered
--- States   active -> done | dead | cancelled; active -> waiting (returned); waiting -> active
---@include base codes journal hints records holdings bury_job
+-- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned);
+--          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active
+--@include base codes journal hints records schedule attempts blocked holdings bury_job
 
 local MAX_SKIPS = 1000
 local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
@@ -49,20 +50,49 @@ local function settle_successes(first)
   settle_done(owned, notes)
 end
 
+-- The job waits for its next attempt: until the time the handler asked for, else twice as long as the last time.
+-- Options are read here and now, so that a change of them applies to everything that is in the queue.
+local function retry_job(id, fence, micros, job, retry_at_ms, chance)
+  local due = retry_at_ms
+  if not due then
+    local wait = math.min(option('max_backoff_ms'), option('min_backoff_ms') * 2 ^ math.min(job.retries, 40))
+    due = now_ms + math.floor(wait * (1 + option('jitter') / 100 * (2 * chance - 1)))
+  end
+  job.retries = job.retries + 1
+  due = update_from_blocked(id, job, due)
+  redis.call('HSET', key('jobs'), id, write_record(job))
+  redis.call('HDEL', key('active'), id)
+  make_ready(id, job.priority, due)
+  note('retried ' .. fence .. ' ' .. id .. ' ' .. micros)
+end
+
+local function settle_failure(at, id, fence, record)
+  local micros, error, brief, kind = ARGV[at + 2], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
+  add_attempt(id, 'failed', 'exception', micros, brief)
+  local job = read_record(record)
+  if not job or kind == 'permanent' or job.retries >= option('max_retries') then
+    bury_job(id, fence, micros, record, error)
+  else
+    retry_job(id, fence, micros, job, tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7]))
+  end
+end
+
 local function settle_failures(first)
   for i = 0, failed_count - 1 do
-    local at = first + 4 * i
-    local id, fence, micros, error = ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
+    local at = first + 8 * i
+    local id, fence = ARGV[at], ARGV[at + 1]
     local owner = redis.call('HGET', key('active'), id)
     local record = redis.call('HGET', key('jobs'), id)
     if owner == worker .. ':' .. fence and record then
       settled[id] = true
-      bury_job(id, fence, micros, record, error)
+      settle_failure(at, id, fence, record)
     elseif owner == worker .. ':' .. fence .. REMOVED then
       settled[id] = true
       redis.call('HDEL', key('jobs'), id)
       redis.call('HDEL', key('active'), id)
+      forget_attempts({ id })
       note('cancelled ' .. fence .. ' ' .. id)
+      unblock({ id })
     else
       refused[#refused + 1] = id
     end
@@ -161,6 +191,7 @@ end
 settle_successes(9)
 settle_failures(9 + 3 * done_count)
 local held = keep_or_return()
+promote()
 redis.call('HSET', workers_key(processor), worker, turn)
 local fence = ''
 if want > 0 and not paused then fence = claim() end

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from forq.client import Client, Queue
-    from forq.errors import ForqError, Permanent
+    from forq.errors import ForqError, Permanent, RetryAt
     from forq.job import Job
 
 _HOMES = {
@@ -16,10 +16,11 @@ _HOMES = {
     "Queue": "forq.client",
     "ForqError": "forq.errors",
     "Permanent": "forq.errors",
+    "RetryAt": "forq.errors",
     "Job": "forq.job",
 }
 
-__all__ = ["Client", "ForqError", "Job", "Permanent", "Queue", "__version__"]
+__all__ = ["Client", "ForqError", "Job", "Permanent", "Queue", "RetryAt", "__version__"]
 
 
 def __getattr__(name: str) -> "Any":

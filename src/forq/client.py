@@ -4,12 +4,13 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from datetime import datetime, timedelta
 from typing import Any
 
 from forq.broker.dead import DeadJobs, DeadPage
 from forq.broker.keys import DEFAULT_PREFIX, DEFAULT_PRIORITY
 from forq.broker.link import Link
-from forq.broker.producing import NewJob, PartlyStored, Producer, new_job
+from forq.broker.producing import NewJob, PartlyStored, Producer, Update, new_job
 from forq.broker.registry import Registry
 from forq.broker.stored_options import stored, stored_defaults
 from forq.broker.viewing import Page, Viewer
@@ -78,33 +79,54 @@ class Queue:
         id: str | None = None,
         identifier: str | None = None,
         priority: int = DEFAULT_PRIORITY,
+        run_at: datetime | float | None = None,
+        run_in: timedelta | float | None = None,
         type: str | None = None,
         token: str | None = None,
-        if_exists: str = "refuse",
+        if_exists: str = "update",
+        update_data: bool = True,
+        update_run_at: bool | str = True,
+        reset_counts: bool | None = None,
     ) -> str:
         """Stores a job and returns its id; when it returns, the job is in Redis.
 
+        `run_at` (epoch seconds or a datetime with a zone) or `run_in` (seconds or a timedelta): not before that time.
+
         If the connection breaks in between, OutcomeUnknown is raised: the job may be stored or not. With a `token` the
         call may be repeated: a token is remembered for the queue's dedup_ttl, and gets the id it got the first time.
-        An id that the queue holds already is refused (Exists), or left as it is with if_exists="skip".
-        """
-        job = new_job(data, id=id, identifier=identifier, priority=priority, type=type, token=token)
-        return self._producer().enqueue([job], if_exists)[0]
 
-    def enqueue_many(self, jobs: Iterable[Any], *, if_exists: str = "refuse") -> list[str]:
+        If the queue holds a job of this id, it is updated: its data (with priority, identifier and type) if
+        `update_data`, its time if `update_run_at` (True, False, "if_later", "if_earlier"), and its counts start anew if
+        `reset_counts` (default: as update_data). While that job runs, this one waits behind it, and does so when it
+        ends. if_exists="skip" leaves the other job as it is, "refuse" raises Exists.
+        """
+        job = new_job(
+            data,
+            id=id,
+            identifier=identifier,
+            priority=priority,
+            type=type,
+            token=token,
+            run_at=run_at,
+            run_in=run_in,
+        )
+        update = Update(if_exists, update_data, update_run_at, reset_counts)
+        return self._producer().enqueue([job], update)[0]
+
+    def enqueue_many(self, jobs: Iterable[Any]) -> list[str]:
         """Stores many jobs, each given as its data; returns their ids.
 
         They are sent in chunks, each stored whole or not at all. PartlyStored tells what was stored before a chunk
         failed, and why it did.
         """
-        return self.enqueue_jobs((new_job(data) for data in jobs), if_exists=if_exists)
+        return self.enqueue_jobs(new_job(data) for data in jobs)
 
-    def enqueue_jobs(self, jobs: Iterable[NewJob], *, if_exists: str = "refuse") -> list[str]:
-        """The same for jobs made with `forq.client.new_job(data, id=…, priority=…, token=…)`."""
-        return self._producer().enqueue_many(jobs, if_exists)
+    def enqueue_jobs(self, jobs: Iterable[NewJob], *, if_exists: str = "update") -> list[str]:
+        """The same for jobs made with `forq.client.new_job(data, id=…, priority=…, token=…, run_at=…)`."""
+        return self._producer().enqueue_many(jobs, Update(if_exists))
 
     def cancel(self, id: str) -> bool:
-        """Takes a waiting job away; False if there is none (it runs, has ended, or never was)."""
+        """Takes a waiting, scheduled or blocked job away; False if there is none (it runs, has ended, or never was)."""
         return self._producer().cancel(id)
 
     def remove(self, id: str) -> bool:

@@ -171,8 +171,19 @@ class Permanent(ForqError):
     kind = "permanent"
 
 
+class RetryAt(ForqError):
+    """Raised by a handler: try again at `retry_at` (epoch seconds, or a datetime with a time zone)."""
+
+    code = "retry_at"
+
+    def __init__(self, retry_at: object, message: str = "") -> None:
+        super().__init__(message or f"retry at {retry_at}")
+        self.retry_at = retry_at
+
+
 def _subclasses(cls: type[ForqError]) -> list[type[ForqError]]:
     return [cls, *(deeper for sub in cls.__subclasses__() for deeper in _subclasses(sub))]
 
 
-BY_CODE: dict[str, type[ForqError]] = {cls.code: cls for cls in reversed(_subclasses(ForqError))}
+# RetryAt is left out: it is for handlers, and not made from a message.
+BY_CODE: dict[str, type[ForqError]] = {cls.code: cls for cls in reversed(_subclasses(ForqError)) if cls is not RetryAt}

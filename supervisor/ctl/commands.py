@@ -86,7 +86,7 @@ COMMANDS = (
         "jobs",
         "list the jobs of a queue",
         NAME,
-        Argument("--state", choices=("waiting", "active", "dead"), help="only jobs in this state"),
+        Argument("--state", choices=("waiting", "scheduled", "active", "dead"), help="only jobs in this state"),
         Argument("--limit", type=int, metavar="N", help="at most so many"),
         Argument("--after", metavar="CURSOR", help="go on where the last page ended"),
     ),
@@ -104,7 +104,20 @@ COMMANDS = (
         Argument("--priority", type=int, choices=range(10), metavar="0-9", help="0 is served first (default: 5)"),
         Argument("--token", metavar="T", help="makes repeating this call harmless"),
         Argument("--type", metavar="T", help="picks one of the queue's handlers"),
-        Argument("--if-exists", choices=("refuse", "skip"), help="what to do when the id is taken"),
+        Argument("--in", dest="run_in", metavar="D", help="not before this time has passed (90s, 10m, 2h)"),
+        Argument("--at", dest="run_at", metavar="TIME", help="not before this time (2026-12-01T09:00+01:00)"),
+        Argument(
+            "--if-exists", choices=("update", "skip", "refuse"), help="when the id is taken (default: update that job)"
+        ),
+        Argument("--no-update-data", action="store_true", help="when the id is taken: leave that job's data"),
+        Argument(
+            "--update-run-at",
+            choices=("true", "false", "if_later", "if_earlier"),
+            help="when the id is taken: change its time (default: true)",
+        ),
+        Argument(
+            "--reset-counts", choices=("yes", "no"), help="when the id is taken: its counts (default: as the data)"
+        ),
     ),
     Command(
         "dead",

@@ -6,7 +6,7 @@ import pytest
 
 from forq.broker.keys import pending_key
 from forq.broker.link import Link
-from forq.broker.producing import CHUNK_BYTES, CHUNK_JOBS, PartlyStored, Producer, chunks, new_job
+from forq.broker.producing import CHUNK_BYTES, CHUNK_JOBS, PartlyStored, Producer, Update, chunks, new_job
 from forq.broker.record import unpack
 from forq.errors import Exists, IncompatibleProtocol, InvalidData, InvalidId, QueueFull, UnknownQueue, UsageError
 from tests.support.one_queue import OneQueue, State, one_queue
@@ -37,6 +37,9 @@ def test_the_system_gives_the_id_and_the_user_the_identifier(queue: OneQueue) ->
         "retry_count": 0,
         "stall_count": 0,
         "timeout_count": 0,
+        "run_at": None,
+        "attempts": [],
+        "blocked_behind": False,
     }
 
 
@@ -108,7 +111,7 @@ def test_an_id_that_waits_or_runs_is_refused_and_nothing_of_the_chunk_is_stored(
 
 def test_skip_leaves_what_is_there_and_stores_the_rest(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job("first", id="a")])
-    assert queue.producer.enqueue([new_job("second", id="a"), new_job(1, id="b")], "skip") == ["a", "b"]
+    assert queue.producer.enqueue([new_job("second", id="a"), new_job(1, id="b")], Update("skip")) == ["a", "b"]
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})
     assert queue.viewer.job("a")["data"] == "first"
 
@@ -154,7 +157,7 @@ def test_a_skipped_job_stays_skipped_when_its_call_is_repeated_later(queue: OneQ
 def test_a_token_of_a_refused_chunk_is_not_remembered(queue: OneQueue) -> None:
     queue.enqueue("b")
     with pytest.raises(Exists):
-        queue.producer.enqueue([new_job(1, id="a", token="t"), new_job(1, id="b")])
+        queue.producer.enqueue([new_job(1, id="a", token="t"), new_job(1, id="b")], Update("refuse"))
     queue.producer.cancel("b")
     assert queue.enqueue("c", token="t") == ["c"]
 
@@ -228,7 +231,7 @@ def test_bulk_keeps_its_order_across_chunks(queue: OneQueue) -> None:
 def test_bulk_tells_what_was_stored_before_a_chunk_failed(queue: OneQueue) -> None:
     jobs = [new_job(1, id=f"n{n}") for n in range(CHUNK_JOBS)]
     with pytest.raises(PartlyStored, match=f"{CHUNK_JOBS} jobs before it were stored") as failed:
-        queue.producer.enqueue_many([*jobs, new_job(1, id="n0")])
+        queue.producer.enqueue_many([*jobs, new_job(1, id="n0")], Update("refuse"))
     assert failed.value.stored == [job.id for job in jobs]
     with pytest.raises(Exists):
-        queue.producer.enqueue_many([new_job(1, id="n0")])
+        queue.producer.enqueue_many([new_job(1, id="n0")], Update("refuse"))

@@ -72,7 +72,7 @@ def test_a_server_that_forgot_its_scripts_gets_them_again(queue: OneQueue) -> No
     steps: tuple[Callable[[], bool], ...] = (
         lambda: queue.enqueue("a") == ["a"],
         lambda: worker.turn(want=1) == ["a"],
-        lambda: queue.keeper().heartbeat(queue.name, 1000, []) == [],
+        lambda: queue.keeper().heartbeat(queue.name, 1000, []).evicted == [],
         lambda: queue.recover(worker) == 1,
         lambda: queue.producer.cancel("a"),
         lambda: queue.viewer.counts().waiting == 0,

@@ -10,7 +10,7 @@ from tests.support.one_queue import EXPIRY_MS, OneQueue, State
 
 
 def beat(queue: OneQueue, processor: str = "p1", *positions: Position) -> list[str]:
-    return queue.keeper(processor).heartbeat(queue.name, EXPIRY_MS, list(positions))
+    return queue.keeper(processor).heartbeat(queue.name, EXPIRY_MS, list(positions)).evicted
 
 
 def pass_time(queue: OneQueue, ms: int) -> None:

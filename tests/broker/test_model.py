@@ -220,7 +220,7 @@ class QueueMachine(RuleBasedStateMachine):
     def _beat(self, processor: str) -> list[str]:
         of = [worker for worker in self.workers if worker.processor == processor]
         positions = [Position(worker.name, worker.seen_turn, worker.index, worker.running) for worker in of]
-        return self.queue.keeper(processor).heartbeat(self.queue.name, EXPIRY_MS, positions)
+        return self.queue.keeper(processor).heartbeat(self.queue.name, EXPIRY_MS, positions).evicted
 
     @rule(by_silence=st.booleans())
     def lose_the_second_host(self, by_silence: bool) -> None:

@@ -134,7 +134,7 @@ def test_of_several_dead_jobs_of_an_id_the_last_is_shown(queue: OneQueue) -> Non
         queue.enqueue(job_id)
         worker.turn(want=1)
         worker.number += 1
-        worker.consumer.turn(worker.number, [], [job_id, worker.fence, 1, '"no"'], 0, 0)
+        worker.consumer.turn(worker.number, [], [job_id, worker.fence, 1, '"no"', '"no"', "retriable", "", "0.5"], 0, 0)
     assert queue.viewer.job("a")["fence"] == int(worker.fence)
     assert queue.viewer.job("a")["state"] == "dead"
 

@@ -43,7 +43,7 @@ def test_a_pool_in_a_handler_can_be_terminated_and_the_worker_goes_on(forq: Forq
 
 @pytest.mark.parametrize("function", ["raise_strange", "raise_surrogate"])
 def test_an_exception_that_cannot_be_told_still_makes_the_job_dead(forq: Forq, function: str) -> None:
-    forq.create(function, function)
+    forq.create(function, function, max_retries=0)
     forq.ctl("push", function, "1")
     wait_until(lambda: forq.queue_status(function)["dead"] == 1)
     assert forq.child(function)["restarts"] == 0

@@ -52,7 +52,7 @@ def logged(forq: Forq, queue: str) -> list[dict[str, Any]]:
 
 @pytest.mark.spec("M13")
 def test_a_dead_job_is_listed_shown_retried_and_discarded(forq: Forq) -> None:
-    forq.create("dying", "fail")
+    forq.create("dying", "fail", max_retries=0)
     job_id = forq.ctl("push", "dying", '{"a": 1}', "--identifier", "order 7")
     wait_until(lambda: dead_ids(forq, "dying") == [job_id])
     listed = forq.ctl("dead", "list", "dying")
@@ -74,7 +74,7 @@ def test_a_dead_job_is_listed_shown_retried_and_discarded(forq: Forq) -> None:
 
 @pytest.mark.spec("M13")
 def test_all_dead_jobs_are_retried_once_even_if_they_die_again(forq: Forq) -> None:
-    forq.create("mended", "fail")
+    forq.create("mended", "fail", max_retries=0)
     ids = forq.client().queue("mended").enqueue_many(range(250))
     wait_until(lambda: forq.queue_status("mended")["dead"] == 250)
     assert forq.ctl("dead", "retry", "mended", "--all") == "retried 250 jobs of mended"

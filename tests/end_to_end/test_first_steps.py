@@ -80,7 +80,7 @@ def test_the_python_api_enqueues_looks_and_cancels(forq: Forq) -> None:
     assert (job["state"], job["priority"], job["identifier"]) == ("waiting", 2, "ix")
     assert (job["retry_count"], job["stall_count"], job["timeout_count"]) == (0, 0, 0)
     with pytest.raises(Exists):
-        queue.enqueue(1, id="x")
+        queue.enqueue(1, id="x", if_exists="refuse")
     assert queue.enqueue(1, id="x", if_exists="skip") == "x"
     assert queue.enqueue(1, token="t") == queue.enqueue(1, token="t")
     assert queue.cancel("x") is True
@@ -100,7 +100,7 @@ def test_an_async_handler_runs(forq: Forq) -> None:
 @pytest.mark.spec("Q34")
 @pytest.mark.parametrize(("function", "name"), [("fail", "ValueError"), ("leave", "SystemExit")])
 def test_a_handler_that_raises_sends_its_job_to_dead_with_the_error(forq: Forq, function: str, name: str) -> None:
-    forq.create(f"raising-{function}", function)
+    forq.create(f"raising-{function}", function, max_retries=0)
     job_id = forq.ctl("push", f"raising-{function}", "3")
     wait_until(lambda: forq.queue_status(f"raising-{function}")["dead"] == 1)
     job = json.loads(forq.ctl("job", f"raising-{function}", job_id, "--json"))

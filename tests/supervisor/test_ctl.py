@@ -37,7 +37,7 @@ def queue_status(**changes: Any) -> dict[str, Any]:
         "mode": "work",
         "state": "running",
         "waiting": 12,
-        "scheduled": 0,
+        "scheduled": 4,
         "blocked": 0,
         "active": 1,
         "retry": 0,
@@ -115,9 +115,9 @@ def test_status_shows_an_aligned_table(fake: FakeSupervisor) -> None:
     fake.answers["status"] = whole_status(queue_status(), queue_status(name="b", state="paused", children=[]))
     assert forqctl(fake, "status") == (
         0,
-        "QUEUE   STATE    WAITING  ACTIVE  DEAD   DONE  FAILED  OLDEST  CHILDREN\n"
-        "emails  running       12       1     2  41207       3  1m15s   11 busy 01J, 12 parked\n"
-        "b       paused        12       1     2  41207       3  1m15s   -\n",
+        "QUEUE   STATE    WAITING  SCHEDULED  ACTIVE  DEAD   DONE  FAILED  OLDEST  CHILDREN\n"
+        "emails  running       12          4       1     2  41207       3  1m15s   11 busy 01J, 12 parked\n"
+        "b       paused        12          4       1     2  41207       3  1m15s   -\n",
         "",
     )
     assert fake.calls == [("status", {})]
@@ -126,7 +126,7 @@ def test_status_shows_an_aligned_table(fake: FakeSupervisor) -> None:
 def test_status_without_queues_is_the_header(fake: FakeSupervisor) -> None:
     fake.answers["status"] = whole_status()
     code, out, _ = forqctl(fake, "status")
-    assert (code, out) == (0, "QUEUE  STATE  WAITING  ACTIVE  DEAD  DONE  FAILED  OLDEST  CHILDREN\n")
+    assert (code, out) == (0, "QUEUE  STATE  WAITING  SCHEDULED  ACTIVE  DEAD  DONE  FAILED  OLDEST  CHILDREN\n")
 
 
 def test_status_of_a_name_shows_processes_and_items(fake: FakeSupervisor) -> None:
@@ -150,11 +150,11 @@ def test_status_of_a_name_shows_processes_and_items(fake: FakeSupervisor) -> Non
 
 
 def test_status_while_redis_is_down_shows_dashes_and_the_reason(fake: FakeSupervisor) -> None:
-    counts = ("waiting", "active", "dead", "processed", "failed_total", "oldest_waiting_seconds")
+    counts = ("waiting", "scheduled", "active", "dead", "processed", "failed_total", "oldest_waiting_seconds")
     fake.answers["status"] = whole_status(queue_status(**dict.fromkeys(counts)), redis_error="refused")
     code, out, _ = forqctl(fake, "status")
     assert code == 0
-    assert out.splitlines()[1].split()[2:8] == ["-"] * 6
+    assert out.splitlines()[1].split()[2:9] == ["-"] * 7
     assert out.splitlines()[2] == "redis: down: refused"
 
 
@@ -641,7 +641,7 @@ def test_completion_for_bash_offers_commands_and_flags() -> None:
 
     assert offered("forqctl", "re") == ["recover", "remove", "resume", "restart"]
     assert offered("forqctl", "dead", "s") == ["show"]
-    assert offered("forqctl", "--socket", "x", "jobs", "q", "--state", "") == ["waiting", "active", "dead"]
+    assert offered("forqctl", "--socket", "x", "jobs", "q", "--state", "") == ["waiting", "scheduled", "active", "dead"]
     assert "--if-exists" in offered("forqctl", "push", "q", "--i")
 
 

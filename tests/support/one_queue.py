@@ -12,7 +12,7 @@ from forq.broker.journal import Event, read_entry
 from forq.broker.keeping import Keeper, Position
 from forq.broker.keys import DEFAULT_PREFIX, pending_key, processing_key, queue_base
 from forq.broker.link import Link
-from forq.broker.producing import Producer, new_job
+from forq.broker.producing import Producer, Update, new_job
 from forq.broker.registry import Registry
 from forq.broker.stored_options import stored_defaults
 from forq.broker.viewing import Viewer
@@ -48,14 +48,15 @@ class OneQueue:
         self.producer = Producer(self.link, DEFAULT_PREFIX, name)
         self.viewer = Viewer(self.link, DEFAULT_PREFIX, name)
         self.workers: list[HandWorker] = []
-        self.create(**options)
+        # Most tests want to see a failure end where it ends, at once.
+        self.create(**{"max_retries": 0, **options})
 
     def create(self, **options: int) -> bool:
         return self.registry.create(self.name, "work", 100, stored_defaults(), options)
 
     def enqueue(self, *ids: str, priority: int = 5, token: str | None = None, if_exists: str = "refuse") -> list[str]:
         jobs = [new_job({"n": job_id}, id=job_id, priority=priority, token=token) for job_id in ids]
-        return self.producer.enqueue(jobs, if_exists)
+        return self.producer.enqueue(jobs, Update(if_exists))
 
     def worker(self, name: str = "w1", processor: str = "p1") -> "HandWorker":
         """A worker that has joined."""
@@ -160,7 +161,11 @@ class HandWorker:
         self.number += 1
         by = self.fence if fence is None else fence
         succeeded: Settled = [part for job_id in done for part in (job_id, by, 7)]
-        gave_up: Settled = [part for job_id in failed for part in (job_id, by, 7, '{"message":"no"}')]
+        gave_up: Settled = [
+            part
+            for job_id in failed
+            for part in (job_id, by, 7, '{"message":"no"}', '{"message":"no"}', "retriable", "", "0.5")
+        ]
         turn = self.consumer.turn(self.number, succeeded, gave_up, keep, want)
         self.fence = turn.fence or self.fence
         return turn

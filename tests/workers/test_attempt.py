@@ -16,8 +16,8 @@ COUNTED = b"c3 1700000000123 1 2 3\n" + pack_body({"a": [1, None]}, None, None)
 
 
 def attempt(handler: Any, record: bytes = PLAIN, types: tuple[str | None, ...] = (None, "mail")) -> Any:
-    error = Attempts("q", Handlers(dict.fromkeys(types, handler))).attempt("id1", record, 9)
-    return None if error is None else orjson.loads(error)
+    failure = Attempts("q", Handlers(dict.fromkeys(types, handler))).attempt("id1", record, 9)
+    return None if failure is None else orjson.loads(failure.error)
 
 
 @pytest.mark.spec("Q2", "Q33", "M2")

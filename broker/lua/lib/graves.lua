@@ -35,14 +35,14 @@ local function remove_worker(processor, worker, turn, index, running, count, cau
   local list = redis.call('LRANGE', processing, 0, -1)
   local ran = position(processor, worker, turn, index) or 0
   local current = nil
-  if count and running and position(processor, worker, turn, index) then current = list[ran + 1] end
+  if running and position(processor, worker, turn, index) then current = list[ran + 1] end
   local done, rest = {}, {}
   for i, id in ipairs(list) do
     if i <= ran then done[#done + 1] = id else rest[#rest + 1] = id end
   end
   local others = settle_ran(worker, done)
   for _, id in ipairs(rest) do others[#others + 1] = id end
-  hand_back(worker, others, current, cause)
+  hand_back(worker, others, current, cause, count)
   redis.call('DEL', processing)
   bury(processor, worker)
 end

@@ -23,7 +23,7 @@ local function ignore_hint(priority, id)
   return true
 end
 
--- The waiting job `id` (its record is gone by now) leaves its list without being claimed.
+-- The waiting job `id` (its record is gone by now, or it waits elsewhere) leaves its list without being claimed.
 local function forget_hint(priority, id)
   local list = pending_key(priority)
   redis.call('HINCRBY', key('stale'), stale_field(priority, id), 1)

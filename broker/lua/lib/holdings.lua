@@ -30,6 +30,8 @@ local function settle_done(ids, notes)
   if #ids == 0 then return end
   redis.call('HDEL', key('jobs'), unpack(ids))
   redis.call('HDEL', key('active'), unpack(ids))
+  forget_attempts(ids)
+  unblock(ids)
   redis.call('INCRBY', key('processed:count'), #ids)
   for fence, entries in pairs(notes) do
     if #entries > 0 then note('done ' .. fence .. ' ' .. table.concat(entries, ' ')) end
@@ -59,9 +61,9 @@ end
 
 -- Gives the ids of `list` back, in order, before all that waits. Owned ids lose their owner; ids that were moved
 -- here but never begun are hints of priority 5 and are treated as such. The caller empties the processing list.
--- `counted` (or nil): the id that was running when its worker died; its stall count grows.
+-- `running` (or nil): the id that was running when its worker died, why it did, and whether its stall count grows.
 -- `kept` (or nil): an id that the worker goes on running; if it is in `list` too, that is a hint.
-local function hand_back(worker, list, counted, cause, kept)
+local function hand_back(worker, list, running, cause, counted, kept)
   if #list == 0 then return end
   local owners = redis.call('HMGET', key('active'), unpack(list))
   local records = redis.call('HMGET', key('jobs'), unpack(list))
@@ -79,21 +81,36 @@ local function hand_back(worker, list, counted, cause, kept)
     if owned and (is_removed(owner) or not record) then
       removed[#removed + 1] = id
     elseif owned or (id ~= '' and not stale and record and not owner) then
-      if owned and id == counted then
-        record = count_stall(record)
-        redis.call('HSET', key('jobs'), id, record)
-        note('stalled ' .. fence_of(owner) .. ' ' .. id .. ' ' .. cause)
+      if owned and id == running then
+        add_attempt(id, counted and 'stalled' or 'interrupted', cause)
+        if counted then
+          record = count_stall(record)
+          redis.call('HSET', key('jobs'), id, record)
+          note('stalled ' .. fence_of(owner) .. ' ' .. id .. ' ' .. cause)
+        end
       end
-      local priority = priority_of(record) or '5'
-      front[priority] = front[priority] or {}
-      table.insert(front[priority], id)
+      local job = owned and read_record(record)
+      local run_at = job and update_from_blocked(id, job, 0) or 0
+      if job then
+        local updated = write_record(job)
+        if updated ~= record then redis.call('HSET', key('jobs'), id, updated) end
+      end
+      local priority = job and job.priority or priority_of(record) or '5'
+      if run_at > now_ms then
+        schedule(id, run_at)
+      else
+        front[priority] = front[priority] or {}
+        table.insert(front[priority], id)
+      end
       if owned then returned[#returned + 1] = id end
     end
   end
   if #freed > 0 then redis.call('HDEL', key('active'), unpack(freed)) end
   if #removed > 0 then
     redis.call('HDEL', key('jobs'), unpack(removed))
+    forget_attempts(removed)
     note_ids('cancelled', 0, removed)
+    unblock(removed)
   end
   note_ids('returned', 0, returned)
   push_front(front)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_CHUNK_JOBS = 500
 MAX_CHUNK_BYTES = 512 << 10
-RECORD_KEYS = ("data", "id", "identifier", "priority", "type", "token")
+RECORD_KEYS = ("data", "id", "identifier", "priority", "type", "token", "run_at", "run_in")
 
 
 class Chunk:
@@ -52,8 +52,8 @@ def _push_one(args: Namespace) -> int:
     if args.records:
         raise UsageError("--records goes with --file")
     data = wire.decode(os.fsencode(args.data))
-    job = _with_given(args, ("id", "identifier", "priority", "token", "type", "if_exists"))
-    result = connect(args).call("push", {"name": args.name, "data": data, **job})
+    job = _with_given(args, ("id", "identifier", "priority", "token", "type"))
+    result = connect(args).call("push", {"name": args.name, "data": data, **job, **_when(args), **_update(args)})
     if args.json:
         show_json(result)
     else:
@@ -84,7 +84,7 @@ def _push_chunks(args: Namespace, client: Client, file: BinaryIO, path: str) -> 
     progress = ProgressLine()
     size = os.fstat(file.fileno()).st_size
     pushed = requests = consumed = 0
-    common = {"name": args.name, **_with_given(args, ("if_exists",))}
+    common = {"name": args.name, **_update(args)}
     try:
         for chunk in _chunks(args, file):
             try:
@@ -105,7 +105,7 @@ def _push_chunks(args: Namespace, client: Client, file: BinaryIO, path: str) -> 
 
 
 def _chunks(args: Namespace, file: BinaryIO) -> Iterator[Chunk]:
-    defaults = _with_given(args, ("priority", "type"))
+    defaults = {**_with_given(args, ("priority", "type")), **_when(args)}
     chunk = Chunk()
     line_number = 0
     while line := file.readline(wire.MAX_LINE_BYTES + 1):
@@ -138,6 +138,45 @@ def _job_on(line: bytes, number: int, is_record: bool) -> dict[str, Any]:
         if key not in RECORD_KEYS:
             raise InvalidData(f"line {number}: unknown field {key!a}; allowed are {', '.join(RECORD_KEYS)}")
     return value
+
+
+def _update(args: Namespace) -> dict[str, Any]:
+    """What becomes of a job whose id is there."""
+    given = _with_given(args, ("if_exists",))
+    if args.no_update_data:
+        given["update_data"] = False
+    if args.update_run_at is not None:
+        given["update_run_at"] = {"true": True, "false": False}.get(args.update_run_at, args.update_run_at)
+    if args.reset_counts is not None:
+        given["reset_counts"] = args.reset_counts == "yes"
+    return given
+
+
+def _when(args: Namespace) -> dict[str, Any]:
+    if args.run_in is not None and args.run_at is not None:
+        raise UsageError("--in and --at cannot be given both")
+    if args.run_in is not None:
+        from forq.durations import parse_duration
+
+        return {"run_in": parse_duration(args.run_in)}
+    return {} if args.run_at is None else {"run_at": _time(args.run_at)}
+
+
+def _time(text: str) -> float:
+    """Epoch seconds, from a number or from ISO 8601 with a zone."""
+    from datetime import datetime
+
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        when = None
+    if when is None or when.tzinfo is None:
+        raise UsageError(f"--at {text!a} is not allowed: epoch seconds, or a date with a zone (2026-12-01T09:00+01:00)")
+    return when.timestamp()
 
 
 def _with_given(args: Namespace, names: tuple[str, ...]) -> dict[str, Any]:

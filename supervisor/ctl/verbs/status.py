@@ -54,12 +54,13 @@ def _is_live_main(child: dict[str, Any]) -> bool:
 
 def _show(status: dict[str, Any], in_detail: bool) -> None:
     show_table(
-        ("QUEUE", "STATE", "WAITING", "ACTIVE", "DEAD", "DONE", "FAILED", "OLDEST", "CHILDREN"),
+        ("QUEUE", "STATE", "WAITING", "SCHEDULED", "ACTIVE", "DEAD", "DONE", "FAILED", "OLDEST", "CHILDREN"),
         [
             (
                 queue["name"],
                 queue["state"],
                 queue["waiting"],
+                queue["scheduled"],
                 queue["active"],
                 queue["dead"],
                 queue["processed"],

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from forq import Job
+from forq import Job, Permanent, RetryAt
 
 _fd = -1
 
@@ -144,4 +144,22 @@ def daemonise(data: Any, job: Job) -> None:
             time.sleep(0.05)
         os._exit(0)
     os.wait()
+    trace(job, "end")
+
+
+def fail_until(data: Any, job: Job) -> None:
+    """Fails data times."""
+    trace(job, "start")
+    if job.retry_count < data:
+        raise ValueError(f"attempt {job.retry_count + 1}")
+    trace(job, "end")
+
+
+def ask(data: Any, job: Job) -> None:
+    """Asks for its one retry in data seconds, or for none."""
+    trace(job, "start")
+    if data == "permanent":
+        raise Permanent("never again")
+    if job.retry_count == 0:
+        raise RetryAt(time.time() + data)
     trace(job, "end")

@@ -1,0 +1,66 @@
+"""A connection that hears what scripts publish, to be watched in a poll loop."""
+
+from typing import Any
+
+import hiredis
+
+from forq.broker.connection import Connection
+from forq.broker.link import CONNECT_TIMEOUT_SECONDS
+from forq.errors import RedisUnavailable
+
+
+class Listener:
+    """Hears every message on the channels that match `pattern`. What was published while it was not connected is lost:
+    whoever listens must look for himself after each `connect`."""
+
+    def __init__(self, url: str, pattern: str, *, name: str) -> None:
+        self._url = url
+        self._pattern = pattern
+        self._name = name
+        self._connection: Connection | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
+
+    def fileno(self) -> int:
+        assert self._connection is not None, "connect first"
+        return self._connection.socket.fileno()
+
+    def connect(self) -> None:
+        try:
+            connection = Connection(
+                self._url,
+                name=self._name,
+                connect_timeout_seconds=CONNECT_TIMEOUT_SECONDS,
+                timeout_seconds=CONNECT_TIMEOUT_SECONDS,
+            )
+            connection.send(("PSUBSCRIBE", self._pattern))
+            answer = connection.receive()
+        except (OSError, hiredis.HiredisError) as exc:
+            raise RedisUnavailable(f"cannot listen: {exc}") from exc
+        if isinstance(answer, hiredis.ReplyError):
+            connection.close()
+            raise RedisUnavailable(f"cannot listen: {answer}")
+        connection.socket.setblocking(False)
+        self._connection = connection
+
+    def hear(self) -> list[tuple[str, str]]:
+        """What has come, as (channel, message); RedisUnavailable when the connection has ended."""
+        assert self._connection is not None, "connect first"
+        heard: list[tuple[str, str]] = []
+        try:
+            while True:
+                message: list[Any] = self._connection.receive()
+                if message[0] == b"pmessage":
+                    heard.append((message[2].decode(), message[3].decode()))
+        except BlockingIOError:
+            return heard
+        except (OSError, hiredis.HiredisError) as exc:
+            self.close()
+            raise RedisUnavailable(f"the connection that listens broke: {exc}") from exc
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()

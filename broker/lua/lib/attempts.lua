@@ -1,0 +1,23 @@
+-- The last attempts at a job that did not succeed: `attempts`, id -> JSON objects, one per line, the oldest first.
+
+local ATTEMPTS_KEPT = 10
+
+local function add_attempt(id, outcome, cause, micros, error)
+  local lines = {}
+  for line in string.gmatch(redis.call('HGET', key('attempts'), id) or '', '[^\n]+') do lines[#lines + 1] = line end
+  local started = tonumber(micros) and string.format('%.3f', (now_ms - tonumber(micros) / 1000) / 1000) or 'null'
+  lines[#lines + 1] = string.format('{"started_at":%s,"ended_at":%.3f,"outcome":"%s","cause":"%s","error":%s}', started,
+    now_ms / 1000, outcome, cause, error or 'null')
+  local first = math.max(1, #lines - ATTEMPTS_KEPT + 1)
+  redis.call('HSET', key('attempts'), id, table.concat(lines, '\n', first))
+end
+
+local function forget_attempts(ids)
+  if #ids > 0 and redis.call('EXISTS', key('attempts')) == 1 then redis.call('HDEL', key('attempts'), unpack(ids)) end
+end
+
+-- As a JSON array.
+local function attempts_of(id)
+  local lines = string.gsub(redis.call('HGET', key('attempts'), id) or '', '\n', ',')
+  return '[' .. lines .. ']'
+end

@@ -1,0 +1,39 @@
+-- Jobs that wait for a time: `scheduled`, ids by due time (ms), with a sequence in the fraction so that equal times
+-- keep their order. Whoever changes the head tells pulse, which keeps the timers: PUBLISH key('due') ms-until-due.
+
+local SEQUENCE_STEPS = 4096  -- what a double leaves below a millisecond
+local PROMOTED_PER_CALL = 200
+
+local function next_due_ms()
+  local head = redis.call('ZRANGE', key('scheduled'), 0, 0, 'WITHSCORES')
+  return head[2] and math.floor(tonumber(head[2]))
+end
+
+local function schedule(id, due_ms)
+  local head = next_due_ms()
+  local sequence = redis.call('HINCRBY', key('counts'), 'schedule_sequence', 1)
+  redis.call('ZADD', key('scheduled'), due_ms + (sequence % SEQUENCE_STEPS) / SEQUENCE_STEPS, id)
+  if not head or due_ms < head then redis.call('PUBLISH', key('due'), math.max(0, due_ms - now_ms)) end
+end
+
+-- Makes a stored job waiting, or scheduled if its time is ahead.
+local function make_ready(id, priority, run_at_ms)
+  if run_at_ms > now_ms then schedule(id, run_at_ms) else push_back(priority, { id }) end
+end
+
+-- What is due becomes waiting, in order.
+local function promote()
+  local due = redis.call('ZRANGEBYSCORE', key('scheduled'), '-inf', '(' .. string.format('%.0f', now_ms + 1),
+    'LIMIT', 0, PROMOTED_PER_CALL)
+  if #due == 0 then return end
+  redis.call('ZREM', key('scheduled'), unpack(due))
+  local records = redis.call('HMGET', key('jobs'), unpack(due))
+  local promoted = {}
+  for i, id in ipairs(due) do
+    if records[i] then
+      push_back(priority_of(records[i]) or '5', { id })
+      promoted[#promoted + 1] = id
+    end
+  end
+  note_ids('promoted', 0, promoted)
+end
