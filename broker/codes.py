@@ -27,6 +27,7 @@ NOT_EMPTY = -7
 FULL = -8
 EXISTS = -9
 TOO_LARGE = -10
+BROKEN = -30
 
 LUA_CONSTANTS = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, int)}
 LUA_CONSTANTS.pop("PROTOCOL")
@@ -56,4 +57,6 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         return Exists(f"queue {queue!r} already has a job with that id; nothing was stored")
     if code == TOO_LARGE:
         return InvalidData(f"a job for queue {queue!r} is larger than max_data = {detail[1]} bytes; nothing was stored")
+    if code == BROKEN:
+        return InvalidData(f"the record of that dead job of queue {queue!r} is broken: it can only be discarded")
     return ForqError(f"unexpected answer {reply!r} about queue {queue!r}")

@@ -9,6 +9,7 @@ applies) and its subjects:
     returned 0 ID ID …            promoted 0 ID ID …           updated 0 ID
     blocked 0 ID                  unblocked 0 ID ID …          failing FENCE ID (its fail job was written)
     cancelled FENCE ID ID …       dropped 0 ID                 created 0 EPOCH     paused 0     resumed 0
+    revived FENCE ID              discarded FENCE ID           (FENCE: of the attempt that the dead job ended with)
 """
 
 from collections.abc import Iterator, Mapping

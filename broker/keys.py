@@ -23,6 +23,8 @@ QUEUE_KEYS = (
     "failed",  # list: what the retry child blocks on
     "dead",  # zset: id@fence by time of death (ms)
     "dead:jobs",  # hash: id@fence -> record and error
+    "outbox",  # list: lines for the failed log that no scribe has taken yet; also the channel that says so
+    "outbox:P",  # list: lines that the scribe of processor P is writing
     "processors",  # zset: processor by the time (ms) at which it counts as silent
     "processor:P:workers",  # hash: worker -> number of its last turn
     "processor:P:positions",  # hash: worker -> its position at the last heartbeat
@@ -39,6 +41,7 @@ QUEUE_KEYS = (
     "trash",  # set: epochs of deleted queues of this name whose records are still here
     "trash:EPOCH:jobs",  # hash: records of a deleted queue until they are in the failed log
     "trash:EPOCH:dead:jobs",
+    "trash:EPOCH:outbox",  # list: lines of a deleted queue that were not written yet
 )
 
 DEFAULT_PRIORITY = 5
@@ -88,6 +91,18 @@ def processing_key(base: str, processor: str, worker: str) -> str:
 
 def wake_key(base: str, processor: str, worker: str) -> str:
     return f"{base}:processor:{processor}:worker:{worker}:wake"
+
+
+def outbox_key(base: str) -> str:
+    return f"{base}:outbox"
+
+
+def hand_name(processor: str) -> str:
+    return f"outbox:{processor}"
+
+
+def trashed_outbox_name(epoch: str) -> str:
+    return f"trash:{epoch}:outbox"
 
 
 def trash_keys(base: str, epoch: str) -> tuple[str, str]:

@@ -24,26 +24,27 @@ class Listener:
         return self._connection is not None
 
     def fileno(self) -> int:
-        assert self._connection is not None, "connect first"
-        return self._connection.socket.fileno()
+        """-1 while it is not connected."""
+        return -1 if self._connection is None else self._connection.socket.fileno()
 
     def connect(self) -> None:
+        self.close()
         try:
-            connection = Connection(
+            self._connection = Connection(
                 self._url,
                 name=self._name,
                 connect_timeout_seconds=CONNECT_TIMEOUT_SECONDS,
                 timeout_seconds=CONNECT_TIMEOUT_SECONDS,
             )
-            connection.send(("PSUBSCRIBE", self._pattern))
-            answer = connection.receive()
+            self._connection.send(("PSUBSCRIBE", self._pattern))
+            answer = self._connection.receive()
         except (OSError, hiredis.HiredisError) as exc:
-            raise RedisUnavailable(f"cannot listen: {exc}") from exc
+            self.close()
+            raise RedisUnavailable(f"cannot listen: {str(exc) or type(exc).__name__}") from exc
         if isinstance(answer, hiredis.ReplyError):
-            connection.close()
+            self.close()
             raise RedisUnavailable(f"cannot listen: {answer}")
-        connection.socket.setblocking(False)
-        self._connection = connection
+        self._connection.socket.setblocking(False)
 
     def hear(self) -> list[tuple[str, str]]:
         """What has come, as (channel, message); RedisUnavailable when the connection has ended."""
@@ -53,12 +54,12 @@ class Listener:
             while True:
                 message: list[Any] = self._connection.receive()
                 if message[0] == b"pmessage":
-                    heard.append((message[2].decode(), message[3].decode()))
+                    heard.append((message[2].decode(), message[3].decode(errors="replace")))
         except BlockingIOError:
             return heard
         except (OSError, hiredis.HiredisError) as exc:
             self.close()
-            raise RedisUnavailable(f"the connection that listens broke: {exc}") from exc
+            raise RedisUnavailable(f"the connection that listens broke: {str(exc) or type(exc).__name__}") from exc
 
     def close(self) -> None:
         connection, self._connection = self._connection, None

@@ -64,12 +64,6 @@ def unpack(packed: bytes) -> Record:
         raise InvalidData(f"broken job record: {exc}") from exc
 
 
-def split_dead(packed: bytes) -> tuple[bytes, bytes, bytes]:
-    """A dead job's record, its error (JSON object) and its attempts (JSON array)."""
-    record, error, attempts = (*packed.rsplit(b"\n", 2), b"", b"")[:3]
-    return record, error, attempts
-
-
 def read_error(error: bytes) -> Any:
     """The error (or the attempts) of a dead job; of a broken one what can be shown."""
     try:

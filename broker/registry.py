@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping
 
 from forq.broker.codes import NO_QUEUE, OK, error_for
-from forq.broker.keys import fail_queue, queue_base, registry_key, trash_keys
+from forq.broker.dead import read_dead
+from forq.broker.keys import fail_queue, queue_base, registry_key, trash_keys, trashed_outbox_name
 from forq.broker.link import Link
-from forq.broker.record import read_error, split_dead, unpack
+from forq.broker.outbox import MAX_LINES, forget, read_line
+from forq.broker.record import unpack
 from forq.broker.scripts import script
 from forq.errors import InvalidData, UnknownQueue
 from forq.names import check_queue_name
@@ -98,6 +100,8 @@ class Registry:
                 return True
             if self._purge_hash(dead, lambda field, packed: _dropped_dead(name, field, packed), log):
                 return True
+            if self._purge_lines(name, base, trashed_outbox_name(epoch.decode()), log):
+                return True
             self._link.call("SREM", f"{base}:trash", epoch)
         self._free_name(name, base)
         return False
@@ -124,6 +128,16 @@ class Registry:
             if cursor == b"0":
                 self._link.call("UNLINK", trash)
                 return False
+        return True
+
+    def _purge_lines(self, name: str, base: str, trash: str, log: Callable[[list[Dropped]], None]) -> bool:
+        """Jobs that had failed, and whose lines nobody had written yet. Somebody else may be doing the same."""
+        for _ in range(PURGE_CHUNKS):
+            lines = self._link.call("LRANGE", f"{base}:{trash}", 0, MAX_LINES - 1)
+            if not lines:
+                return False
+            log([read_line(name, line) for line in lines])
+            forget(self._link, base, trash, lines)
         return True
 
     def pause(self, name: str, *, paused: bool) -> None:
@@ -153,5 +167,7 @@ def _dropped(name: str, field: bytes, packed: bytes) -> Dropped:
 
 
 def _dropped_dead(name: str, member: bytes, packed: bytes) -> Dropped:
-    record, error, _ = split_dead(packed)
-    return _dropped(name, member.rpartition(b"@")[0], record) | {"error": read_error(error)}
+    record, error, _ = read_dead(packed)
+    job_id, _, fence = member.rpartition(b"@")
+    # With its fence a line about the same death that is there already is known to be the same.
+    return _dropped(name, job_id, record) | {"error": error, "fence": int(fence) if fence.isdigit() else None}

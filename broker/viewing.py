@@ -7,11 +7,12 @@ from typing import Any
 import orjson
 
 from forq.broker.codes import OK, error_for
+from forq.broker.dead import DeadJobs, read_dead
 from forq.broker.keys import pending_key, queue_base
 from forq.broker.link import Link
-from forq.broker.record import Record, read_error, split_dead, unpack
+from forq.broker.record import Record, unpack
 from forq.broker.scripts import script
-from forq.errors import InvalidData, UnknownJob, UsageError
+from forq.errors import InvalidData, UsageError
 from forq.names import check_job_id, check_queue_name, shown
 
 STATES = ("waiting", "scheduled", "active", "dead")
@@ -51,6 +52,7 @@ class Viewer:
         self.name = check_queue_name(name)
         self._link = link
         self._base = queue_base(prefix, name)
+        self._dead = DeadJobs(link, prefix, name)
 
     def counts(self) -> Counts:
         reply = self._link.run(script("counts"), self._base)
@@ -82,7 +84,7 @@ class Viewer:
                 "blocked_behind": bool(blocked),
             }
             return _job(job_id, state, packed) | times | _ownership(owner)
-        return self._dead_job(job_id)
+        return self._dead.show(job_id)
 
     def jobs(self, state: str | None = None, limit: int = 100, after: str | None = None) -> Page:
         """One page of jobs, in the order in which they will run; without a state: active, waiting, scheduled."""
@@ -136,7 +138,7 @@ class Viewer:
         members = self._link.call("ZRANGE", f"{self._base}:dead", start, start + limit - 1)
         packed = self._link.call("HMGET", f"{self._base}:dead:jobs", *members) if members else []
         jobs = [
-            _brief(member.decode().rpartition("@")[0], "dead", split_dead(record)[0])
+            _brief(member.decode().rpartition("@")[0], "dead", read_dead(record)[0])
             for member, record in zip(members, packed, strict=True)
             if record is not None
         ]
@@ -163,28 +165,6 @@ class Viewer:
             for (job_id, expected), record, state in zip(found, packed, states, strict=True)
             if record is not None and state == expected
         ]
-
-    def _dead_job(self, job_id: str) -> dict[str, Any]:
-        # Dead jobs are kept under id@fence. Looking one up by id alone is rare, and `dead` is capped: a bounded walk.
-        cursor, last = b"0", b""
-        while True:
-            cursor, flat = self._link.call(
-                "HSCAN", f"{self._base}:dead:jobs", cursor, "MATCH", f"{_escaped(job_id)}@*", "COUNT", 1000
-            )
-            last = max([last, *flat[::2]])
-            if cursor == b"0":
-                break
-        if not last:
-            raise UnknownJob(f"queue {self.name!r} has no job {job_id!r}")
-        packed = self._link.call("HGET", f"{self._base}:dead:jobs", last)
-        died_ms = self._link.call("ZSCORE", f"{self._base}:dead", last)
-        record, error, attempts = split_dead(packed)
-        return _job(job_id, "dead", record) | {
-            "attempts": read_error(attempts) if attempts else [],
-            "fence": int(last.rpartition(b"@")[2]),
-            "died_at": float(died_ms or 0) / 1000,
-            "error": read_error(error),
-        }
 
 
 def counts_of(link: Link, prefix: str, names: list[str]) -> dict[str, Counts | None]:
@@ -257,8 +237,3 @@ def _read_cursor(after: str | None, state: str | None) -> tuple[str, str]:
         raise UsageError(f"cursor {shown(after)} is not allowed: use the one that the last page ended with")
     stage, _, position = after.partition("/")
     return stage, position
-
-
-def _escaped(text: str) -> str:
-    """A text in which no character is a pattern to MATCH."""
-    return "".join(f"\\{char}" if char in "*?[]\\^" else char for char in text)

@@ -1,25 +1,27 @@
 """The clerk: answers the control socket's requests for data, so that the supervisor never opens Redis itself."""
 
-import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 import psutil
 
 from forq import exits
+from forq.broker.dead import Chunk, DeadJobs
+from forq.broker.known import count_known
 from forq.broker.link import Link
 from forq.broker.producing import NewJob, Producer, Update, new_job
-from forq.broker.registry import Dropped, Registry
+from forq.broker.registry import Registry
 from forq.broker.server_check import check_server
 from forq.broker.stored_options import stored, stored_defaults, stored_for_fail_queue
 from forq.broker.viewing import Viewer, counts_of
-from forq.errors import BeingDeleted, ForqError, UsageError
+from forq.errors import BeingDeleted, UsageError
 from forq.names import check_queue_name, shown
 from forq.services.desk import Desk
+from forq.services.failed_log import DEFAULT_MAX_BYTES, append_lines
 
 CALL_TIMEOUT_SECONDS = 3.0
 _JOB_FIELDS = {"data", "id", "identifier", "priority", "type", "token", "run_at", "run_in"}
@@ -33,6 +35,7 @@ class ClerkSettings:
     max_queues: int
     logs_dir: Path
     leash: socket.socket
+    failed_log_max: int = DEFAULT_MAX_BYTES
 
 
 def run_clerk(settings: ClerkSettings) -> int:
@@ -62,6 +65,12 @@ class Clerk:
             "remove": self.remove,
             "job": self.job,
             "jobs": self.jobs,
+            "dead.list": self.dead_list,
+            "dead.show": lambda params: self._dead(params).show(params.get("id", "")),
+            "dead.retry": lambda params: _to_dead(params, self._dead(params).retry, self._dead(params).retry_some),
+            "dead.discard": lambda params: _to_dead(
+                params, self._dead(params).discard, self._dead(params).discard_some
+            ),
             "counts": self.counts,
             "memory": self.memory,
         }
@@ -99,8 +108,8 @@ class Clerk:
         return {"more": self._purge(check_queue_name(params["name"]))}
 
     def _purge(self, name: str) -> bool:
-        directory = self._settings.logs_dir / name
-        return self._registry.purge(name, lambda jobs: append_lines(directory, "failed.jsonl", jobs))
+        directory, max_bytes = self._settings.logs_dir / name, self._settings.failed_log_max
+        return self._registry.purge(name, lambda jobs: append_lines(directory, jobs, max_bytes))
 
     def pause(self, params: dict[str, Any]) -> object:
         self._registry.pause(check_queue_name(params["name"]), paused=params["paused"])
@@ -116,7 +125,11 @@ class Clerk:
         if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
             raise UsageError("jobs is a list of objects")
         checked = [_read_job(job) for job in jobs]
-        return {"ids": self._producer(params).enqueue_many(checked, _read_update(params))}
+        producer = self._producer(params)
+        known = {}
+        if params.get("count_known"):
+            known["known"] = count_known(self._link, self._settings.prefix, producer.name, checked)
+        return {"ids": producer.enqueue_many(checked, _read_update(params)), **known}
 
     def cancel(self, params: dict[str, Any]) -> object:
         return {"cancelled": self._producer(params).cancel(params.get("id", ""))}
@@ -128,10 +141,10 @@ class Clerk:
         return self._viewer(params).job(params.get("id", ""))
 
     def jobs(self, params: dict[str, Any]) -> object:
-        limit = params.get("limit") or 100
-        if not isinstance(limit, int):
-            raise UsageError(f"limit {shown(limit)} is not a whole number")
-        return asdict(self._viewer(params).jobs(params.get("state"), limit, params.get("after")))
+        return asdict(self._viewer(params).jobs(params.get("state"), _limit(params), params.get("after")))
+
+    def dead_list(self, params: dict[str, Any]) -> object:
+        return asdict(self._dead(params).page(_limit(params), params.get("after")))
 
     def counts(self, params: dict[str, Any]) -> object:
         """Of each named queue its counts (null: it is gone); of `items` also the first jobs."""
@@ -155,8 +168,27 @@ class Clerk:
     def _producer(self, params: dict[str, Any]) -> Producer:
         return Producer(self._link, self._settings.prefix, check_queue_name(params.get("name")))
 
+    def _dead(self, params: dict[str, Any]) -> DeadJobs:
+        return DeadJobs(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+
     def _viewer(self, params: dict[str, Any]) -> Viewer:
         return Viewer(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+
+
+def _limit(params: dict[str, Any]) -> int:
+    limit = params.get("limit") or 100
+    if not isinstance(limit, int):
+        raise UsageError(f"limit {shown(limit)} is not a whole number")
+    return limit
+
+
+def _to_dead(
+    params: dict[str, Any], to_one: Callable[[str], str], to_some: Callable[[str | None], Chunk]
+) -> dict[str, Any]:
+    """What is done to the dead job `id`, or with `all` to the next ones of all."""
+    if bool(params.get("all")) == (params.get("id") is not None):
+        raise UsageError("either id or all is needed")
+    return asdict(to_some(params.get("after"))) if params.get("all") else {"id": to_one(params["id"])}
 
 
 def _read_update(params: dict[str, Any]) -> Update:
@@ -174,20 +206,3 @@ def _read_job(fields: dict[str, Any]) -> NewJob:
     if "data" not in fields:
         raise UsageError("a job needs data (null is allowed)")
     return new_job(**{key: value for key, value in fields.items() if key == "data" or value is not None})
-
-
-def append_lines(directory: Path, name: str, lines: list[Dropped]) -> None:
-    """Appends JSON lines durably: they are on disk when this returns."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(directory / name, flags, 0o600)
-        try:
-            data = memoryview(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-            while data:
-                data = data[os.write(fd, data) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as exc:
-        raise ForqError(f"cannot write {directory / name}: {exc.strerror}") from exc

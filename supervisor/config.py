@@ -40,6 +40,7 @@ class Config:
     heartbeat_seconds: float
     expiry_seconds: float
     stop_grace_seconds: float
+    failed_log_max: int
     control_group: str | None
     cgroup: str
     embedded_server: str | None
@@ -153,6 +154,7 @@ def _assemble(
         heartbeat_seconds=float(_or_default("heartbeat", values)),
         expiry_seconds=float(_or_default("expiry", values)),
         stop_grace_seconds=float(_or_default("stop_grace", values)),
+        failed_log_max=int(_or_default("failed_log_max", values)),
         control_group=cast(str | None, values["control_group"]),
         cgroup=str(values["cgroup"] or "auto"),
         embedded_server=cast(str | None, values["embedded_server"]),
@@ -260,6 +262,9 @@ _NUMBERS = {
         Option("heartbeat", "duration", 5.0, 0.05, 3600.0, "how often the supervisor tells Redis that it lives"),
         Option("expiry", "duration", 15.0, 0.1, 86400.0, "how long it is believed to live without a heartbeat"),
         Option("stop_grace", "duration", 10.0, 0.0, 86400.0, "stop_grace of the queues that do not set their own"),
+        Option(
+            "failed_log_max", "size", 64 * 1024**2, 64 * 1024, 64 * 1024**3, "size at which a failed log is rotated"
+        ),
     )
 }
 

@@ -5,14 +5,25 @@ import gc
 from forq.broker.scripts import script
 from forq.services.clerk import ClerkSettings, run_clerk
 from forq.services.pulse import PulseSettings, run_pulse
+from forq.services.scribe import ScribeSettings, run_scribe
 from forq.workers.child import ChildSettings, run_child
 
-__all__ = ["ChildSettings", "ClerkSettings", "PulseSettings", "preload", "run_child", "run_clerk", "run_pulse"]
+__all__ = [
+    "ChildSettings",
+    "ClerkSettings",
+    "PulseSettings",
+    "ScribeSettings",
+    "preload",
+    "run_child",
+    "run_clerk",
+    "run_pulse",
+    "run_scribe",
+]
 
 
 def preload() -> None:
     """Their code is imported by now; keeps the collector off it, so that children share those pages."""
-    for verb in ("turn", "join", "recover", "heartbeat", "rescue", "counts"):
+    for verb in ("turn", "join", "recover", "heartbeat", "rescue", "counts", "collect"):
         script(verb)
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A service (pulse, clerk) as the supervisor sees it: a child that answers requests and is replaced when it dies."""
+"""A service (pulse, scribe, clerk) as the supervisor sees it: a child that answers, and is replaced when it dies."""
 
 import logging
 import socket

@@ -1,7 +1,7 @@
 """The parent process: which queues it serves, the services it needs for that, and its own start and stop.
 
-1. Boot: embedded Redis (if none is configured), pulse, clerk, control socket; then each queue is made in Redis and its
-   children are started. Nothing waits for Redis but the queues themselves.
+1. Boot: embedded Redis (if none is configured), pulse, scribe, clerk, control socket; then each queue is made in Redis
+   and its children are started. Nothing waits for Redis but the queues themselves.
 2. Run: one loop (loop.py); it never opens Redis, never imports a handler, never waits.
 3. Stop: queues in order, then what they held is recovered, then the services, the server last.
 """
@@ -59,8 +59,13 @@ class Supervisor:
         self.processor, self._predecessor = state.take_processor()
         self.redis = self._redis_child() if config.redis is None else None
         self.pulse = Service(
-            self.nursery, "pulse", self._run_pulse, on_event=self._pulse_event, on_start=self._tell_pulse
+            self.nursery, "pulse", self._run_pulse, on_event=self._pulse_event, on_start=self._tell_services
         )
+        self.scribe = Service(
+            self.nursery, "scribe", self._run_scribe, on_event=self._scribe_event, on_start=self._scribe_started
+        )
+        # queue -> why its failed log cannot be written
+        self.failed_log_errors: dict[str, str] = {}
         self.clerk = Service(self.nursery, "clerk", self._run_clerk)
         self._unrecovered = 0
         self._leaving: set[QueueUnit] = set()
@@ -83,6 +88,7 @@ class Supervisor:
             self.redis.start()
         self._changed()
         self.pulse.start()
+        self.scribe.start()
         self.clerk.start()
         for signum in (signal.SIGTERM, signal.SIGINT):
             self.loop.on_signal(signum, lambda: self.stop(now=self.stopping))
@@ -113,7 +119,7 @@ class Supervisor:
                 error = UnknownQueue(f"queue {name!r} was deleted meanwhile")
             elif error is None:
                 unit.start()
-                self._tell_pulse()
+                self._tell_services()
             if then is not None:
                 then(error)
             if error is not None and self.serves(unit):
@@ -159,7 +165,7 @@ class Supervisor:
         """Ends the queue's processes at once, with everything below them, and forgets its definition."""
         unit = self.units.pop(name, None)
         self._changed()
-        self._tell_pulse()
+        self._tell_services()
         leaving = [other for other in (unit, *self._leaving) if other is not None and other.spec.name == name]
         self._leaving.update(leaving)
         left = set(leaving)
@@ -209,6 +215,7 @@ class Supervisor:
     def _reopen(self, units: list[QueueUnit], evicted: str) -> None:
         self._rejoining = False
         self._evict(evicted, "evicted")
+        self.scribe.restart(lambda: None)
         for unit in units:
             self.open_queue(unit, reopening=True)
 
@@ -279,7 +286,7 @@ class Supervisor:
             if self._unrecovered and self.redis_state["ok"] and self.loop.now() < deadline:
                 self.loop.call_later(0.02, when_recovered)
                 return
-            for service in (self.pulse, self.clerk):
+            for service in (self.pulse, self.scribe, self.clerk):
                 service.kill()
             if self.redis is not None:
                 self.redis.stop(self.loop.stop)
@@ -314,10 +321,21 @@ class Supervisor:
 
         ask()
 
-    def _tell_pulse(self) -> None:
+    def _tell_services(self) -> None:
         served = [unit for unit in self.units.values() if unit.wanted]
         failing = [unit.spec.name for unit in served if unit.spec.fail_handler is not None]
-        self.pulse.ask("serve", {"queues": [unit.spec.name for unit in served], "with_fail_queue": failing})
+        for service in (self.pulse, self.scribe):
+            service.ask("serve", {"queues": [unit.spec.name for unit in served], "with_fail_queue": failing})
+
+    def _scribe_started(self) -> None:
+        self.failed_log_errors.clear()
+        self._tell_services()
+
+    def _scribe_event(self, message: dict[str, Any]) -> None:
+        if message["error"] is None:
+            self.failed_log_errors.pop(message["queue"], None)
+        else:
+            self.failed_log_errors[message["queue"]] = f"{message['error']} (tried {message['failures']} times)"
 
     def _pulse_event(self, message: dict[str, Any]) -> None:
         event = message["event"]
@@ -381,6 +399,19 @@ class Supervisor:
             )
         )
 
+    def _run_scribe(self, leash: socket.socket) -> int:
+        return entry_points.run_scribe(
+            entry_points.ScribeSettings(
+                url=self.redis_url,
+                prefix=self.config.prefix,
+                processor=self.processor,
+                expiry_ms=round(self.config.expiry_seconds * 1000),
+                logs_dir=Path(self.state.path) / "logs",
+                failed_log_max=self.config.failed_log_max,
+                leash=leash,
+            )
+        )
+
     def _run_clerk(self, leash: socket.socket) -> int:
         return entry_points.run_clerk(
             entry_points.ClerkSettings(
@@ -389,6 +420,7 @@ class Supervisor:
                 max_queues=self.config.max_queues,
                 logs_dir=Path(self.state.path) / "logs",
                 leash=leash,
+                failed_log_max=self.config.failed_log_max,
             )
         )
 

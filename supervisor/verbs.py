@@ -54,6 +54,7 @@ class Verbs:
             "version": lambda request: request.reply({"version": VERSION, "protocol": PROTOCOL}),
             "shutdown": self.shutdown,
             **dict.fromkeys(("push", "push_many", "cancel", "remove", "job", "jobs"), self._pass_on),
+            **dict.fromkeys(("dead.list", "dead.show", "dead.retry", "dead.discard"), self._pass_on),
         }
 
     def status(self, request: Request) -> None:
@@ -264,8 +265,9 @@ class Verbs:
                     "pid": service.child.pid if service.child is not None else None,
                     "restarts": service.restarts,
                 }
-                for service in (supervisor.pulse, supervisor.clerk)
+                for service in (supervisor.pulse, supervisor.scribe, supervisor.clerk)
             ],
+            "failed_log": {"ok": not supervisor.failed_log_errors, "errors": dict(supervisor.failed_log_errors)},
         }
 
 

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- delete: ends the queue in one step, whatever its size. Every later call with its epoch is refused; the records are
--- kept as trash until they have been written to the failed log (purge).
+-- delete: ends the queue in one step, whatever its size. Every later call with its epoch is refused; the records
+-- and unwritten lines are kept as trash until they have been written to the failed log (purge).
 --
 -- KEYS[1]  the queue's base
 -- ARGV     whether jobs may be dropped ('1' | '0')
@@ -21,6 +21,7 @@ for _, processor in ipairs(redis.call('ZRANGE', key('processors'), 0, -1)) do
     redis.call('UNLINK', worker_key(processor, worker, 'processing'), worker_key(processor, worker, 'wake'))
     redis.call('ZADD', key('graves'), now_ms + GRAVE_MS, processor .. ' ' .. worker)
   end
+  while redis.call('LMOVE', key('outbox:' .. processor), key('outbox'), 'RIGHT', 'LEFT') do end
   redis.call('UNLINK', workers_key(processor), key('processor:' .. processor .. ':positions'))
 end
 redis.call('PEXPIRE', key('graves'), GRAVE_MS)
@@ -36,10 +37,11 @@ end
 redis.call('SADD', key('trash'), epoch)
 -- Tells other supervisors of this queue that it was deleted, and not lost with the server's data.
 redis.call('SET', key('deleted'), epoch, 'PX', GRAVE_MS)
-for _, hash in ipairs({ 'jobs', 'dead:jobs' }) do
-  if redis.call('EXISTS', key(hash)) == 1 then redis.call('RENAME', key(hash), key('trash:' .. epoch .. ':' .. hash)) end
+for _, kept in ipairs({ 'jobs', 'dead:jobs', 'outbox' }) do
+  if redis.call('EXISTS', key(kept)) == 1 then redis.call('RENAME', key(kept), key('trash:' .. epoch .. ':' .. kept)) end
 end
 for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority))) end
-redis.call('UNLINK', key('active'), key('scheduled'), key('attempts'), key('blocked'), key('retry'), key('outbox'), key('stale'), key('failed'), key('dead'), key('processors'), key('options'),
-  key('counts'), key('processed:count'), key('failed:count'), key('events'))
+redis.call('UNLINK', key('active'), key('scheduled'), key('attempts'), key('blocked'), key('retry'), key('stale'),
+  key('failed'), key('dead'), key('processors'), key('options'), key('counts'), key('processed:count'),
+  key('failed:count'), key('events'))
 return { OK, jobs }

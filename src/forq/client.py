@@ -7,6 +7,7 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any
 
+from forq.broker.dead import DeadJobs, DeadPage
 from forq.broker.keys import DEFAULT_PREFIX, DEFAULT_PRIORITY
 from forq.broker.link import Link
 from forq.broker.producing import NewJob, PartlyStored, Producer, Update, new_job
@@ -18,7 +19,7 @@ from forq.names import check_queue_name, shown
 from forq.options import parse_options
 from forq.places import redis_url
 
-__all__ = ["Client", "NewJob", "Page", "PartlyStored", "Queue", "new_job"]
+__all__ = ["Client", "DeadPage", "NewJob", "Page", "PartlyStored", "Queue", "new_job"]
 
 DEFAULT_MAX_QUEUES = 1000
 
@@ -140,12 +141,30 @@ class Queue:
         """A page of jobs (id, identifier, state), in the order in which they will run."""
         return self._viewer().jobs(state, limit, after)
 
+    def dead(self, limit: int = 100, after: str | None = None) -> DeadPage:
+        """A page of dead jobs (id, fence, identifier, died_at, error, message), the newest first."""
+        return self._dead().page(limit, after)
+
+    def retry_dead(self, id: str) -> str:
+        """The dead job waits again with its counts reset. `id`: its id (the newest of that id), or id@fence.
+
+        Returns its id@fence. UnknownJob if there is none, Exists if a live job has that id, QueueFull.
+        """
+        return self._dead().retry(id)
+
+    def discard_dead(self, id: str) -> str:
+        """The dead job is forgotten. Returns its id@fence; UnknownJob if there is none."""
+        return self._dead().discard(id)
+
     def status(self) -> Mapping[str, Any]:
         """How many jobs are in which state."""
         return asdict(self._viewer().counts())
 
     def _producer(self) -> Producer:
         return Producer(self._client.link(), self._client.prefix, self.name)
+
+    def _dead(self) -> DeadJobs:
+        return DeadJobs(self._client.link(), self._client.prefix, self.name)
 
     def _viewer(self) -> Viewer:
         return Viewer(self._client.link(), self._client.prefix, self.name)

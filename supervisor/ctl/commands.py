@@ -120,6 +120,27 @@ COMMANDS = (
             "--reset-counts", choices=("yes", "no"), help="when the id is taken: its counts (default: as the data)"
         ),
     ),
+    Command(
+        "dead",
+        "dead",
+        "list, show, retry or discard dead jobs",
+        Argument("action", choices=("list", "show", "retry", "discard"), help="what to do"),
+        NAME,
+        Argument("id", nargs="?", metavar="ID", help="the job (the newest of that id), or id@fence"),
+        Argument("--all", action="store_true", help="retry or discard all that are dead now"),
+        Argument("--limit", type=int, metavar="N", help="list at most so many"),
+        Argument("--after", metavar="CURSOR", help="go on where the last page ended"),
+    ),
+    Command(
+        "recover",
+        "recover",
+        "push the jobs of a failed log again",
+        Argument(
+            "file", completes="file", metavar="FILE", help="logs/NAME/failed.jsonl of a state directory; - is stdin"
+        ),
+        Argument("--queue", metavar="NAME", help="push them to this queue instead of their own"),
+        Argument("--dry-run", action="store_true", help="only read the file and say what would be pushed"),
+    ),
     Command("remove", "jobs", "remove a job; one that runs is forgotten when it ends", NAME, ID),
     Command("cancel", "jobs", "cancel a job that has not started", NAME, ID),
     Command("pause", "queues", "start no more jobs of a queue", NAME),

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from forq import wire
 from forq.errors import ForqError, InvalidData, UnknownQueue, UsageError
-from forq.services.clerk import Clerk, ClerkSettings, append_lines
+from forq.services.clerk import Clerk, ClerkSettings
 from forq.services.desk import Desk
 
 
@@ -73,14 +74,30 @@ def test_memory_of_processes_that_are_gone_is_left_out(clerk: Clerk) -> None:
     assert memory[str(os.getpid())] > 1_000_000
 
 
-def test_lines_are_appended_to_what_is_there_and_a_full_disk_is_said(tmp_path: Path) -> None:
-    append_lines(tmp_path / "new", "log", [{"a": 1}])
-    append_lines(tmp_path / "new", "log", [{"a": 2}, {"a": 3}])
-    assert (tmp_path / "new" / "log").read_text() == '{"a":1}\n{"a":2}\n{"a":3}\n'
-    assert (tmp_path / "new" / "log").stat().st_mode & 0o777 == 0o600
-    (tmp_path / "link").symlink_to(tmp_path / "new" / "log")
-    with pytest.raises(ForqError, match="link"):
-        append_lines(tmp_path, "link", [{"a": 4}])
+def test_dead_jobs_are_listed_shown_retried_and_discarded(clerk: Clerk, redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as store:
+        for number in (7, 8):
+            store.zadd("forq:queue:{q}:dead", {f"a@{number}": number})
+            store.hset("forq:queue:{q}:dead:jobs", f"a@{number}", 'p5 1000\n[null,null,1]\n{"name":"E"}')
+    verbs = clerk.verbs()
+    assert [job["fence"] for job in verbs["dead.list"]({"name": "q"})["jobs"]] == [8, 7]
+    assert verbs["dead.show"]({"name": "q", "id": "a@7"})["error"] == {"name": "E"}
+    assert verbs["dead.retry"]({"name": "q", "id": "a"}) == {"id": "a@8"}
+    left = verbs["dead.retry"]({"name": "q", "all": True})
+    assert left == {"done": 0, "refused": 1, "left": 0, "next": None}
+    assert verbs["dead.discard"]({"name": "q", "id": "a@7"}) == {"id": "a@7"}
+    for params in ({"name": "q"}, {"name": "q", "id": "a", "all": True}):
+        with pytest.raises(UsageError, match="either id or all"):
+            verbs["dead.discard"](params)
+
+
+def test_push_many_counts_what_the_queue_knows_by_id_or_token(clerk: Clerk) -> None:
+    jobs = [{"data": 1, "id": "a", "token": "ta"}, {"data": 2, "id": "b", "token": "tb"}, {"data": 3, "id": "a"}]
+    params = {"name": "q", "jobs": jobs, "if_exists": "skip", "count_known": True}
+    assert clerk.push_many(params) == {"ids": ["a", "b", "a"], "known": 1}
+    clerk.cancel({"name": "q", "id": "b"})
+    assert clerk.push_many(params) == {"ids": ["a", "b", "a"], "known": 3}
+    assert clerk.push_many({"name": "q", "jobs": [{"data": 1, "id": "c"}]}) == {"ids": ["c"]}
 
 
 def test_a_verb_that_breaks_is_answered_and_the_desk_goes_on() -> None:

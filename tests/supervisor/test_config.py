@@ -47,6 +47,7 @@ def test_without_any_setting_the_defaults_hold() -> None:
         heartbeat_seconds=5.0,
         expiry_seconds=15.0,
         stop_grace_seconds=10.0,
+        failed_log_max=64 * 1024**2,
         control_group=None,
         cgroup="auto",
         embedded_server=None,

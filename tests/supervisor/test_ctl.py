@@ -25,6 +25,7 @@ FORQCTL = [sys.executable, "-m", "forq.supervisor.ctl.main"]
 METHODS = (
     *(f"queue.{verb}" for verb in ("create", "delete", "pause", "resume", "drain", "restart")),
     *("status", "jobs", "job", "push", "push_many", "remove", "cancel", "ping", "version", "shutdown"),
+    *(f"dead.{verb}" for verb in ("list", "show", "retry", "discard")),
 )
 
 
@@ -339,6 +340,188 @@ def test_remove_and_cancel_are_4_when_there_was_nothing(fake: FakeSupervisor, ve
     assert fake.calls == [(verb, {"name": "q", "id": "7"})] * 2
 
 
+def test_dead_list_shows_a_page_and_how_to_go_on(fake: FakeSupervisor) -> None:
+    job = {"id": "a", "fence": 7, "identifier": "Ann", "died_at": 0, "error": "ValueError", "message": "no\x1b"}
+    fake.answers["dead.list"] = {"jobs": [job, {**job, "error": None, "message": None}], "next": "5/a@7"}
+    assert forqctl(fake, "dead", "list", "q", "--limit", "2", "--after", "9/b@1") == (
+        0,
+        "ID  FENCE  IDENTIFIER  DIED                      ERROR\n"
+        "a   7      Ann         1970-01-01T00:00:00.000Z  ValueError: no\\x1b\n"
+        "a   7      Ann         1970-01-01T00:00:00.000Z  -\n"
+        "more: --after 5/a@7\n",
+        "",
+    )
+    assert fake.calls == [("dead.list", {"name": "q", "limit": 2, "after": "9/b@1"})]
+
+
+def test_dead_show_shows_data_attempts_and_the_traceback(fake: FakeSupervisor) -> None:
+    error = {"name": "ValueError", "message": "no", "kind": "retriable", "traceback": "Traceback:\n  here\x1b"}
+    attempts = [{"started_at": 0, "cause": "timeout"}, {"started_at": 1.5, "cause": "exception", "stack": None}]
+    fake.answers["dead.show"] = {"id": "a", "data": {"a": 1}, "died_at": 2, "error": error, "attempts": attempts}
+    assert forqctl(fake, "dead", "show", "q", "a@7")[1].splitlines() == [
+        "id             a",
+        'data           {"a":1}',
+        "died_at        1970-01-01T00:00:02.000Z",
+        "error name     ValueError",
+        "error message  no",
+        "error kind     retriable",
+        "attempt 1      started_at=1970-01-01T00:00:00.000Z  cause=timeout",
+        "attempt 2      started_at=1970-01-01T00:00:01.500Z  cause=exception",
+        "",
+        "Traceback:",
+        "  here\\x1b",
+    ]
+    assert fake.calls == [("dead.show", {"name": "q", "id": "a@7"})]
+    assert json.loads(forqctl(fake, "dead", "show", "q", "a@7", "--json")[1])["attempts"] == attempts
+
+
+@pytest.mark.parametrize(("action", "done"), [("retry", "retried"), ("discard", "discarded")])
+def test_dead_retry_and_discard_of_one_job(fake: FakeSupervisor, action: str, done: str) -> None:
+    fake.answers[f"dead.{action}"] = {"id": "a@7"}
+    assert forqctl(fake, "dead", action, "q", "a") == (0, f"{done} a@7\n", "")
+    assert fake.calls == [(f"dead.{action}", {"name": "q", "id": "a"})]
+    fake.answers[f"dead.{action}"] = errors.UnknownJob("none")
+    assert forqctl(fake, "dead", action, "q", "a") == (4, "", "forqctl: none\n")
+
+
+def chunk(done: int, refused: int = 0, left: int = 0, next: str | None = None) -> dict[str, Any]:
+    return {"done": done, "refused": refused, "left": left, "next": next}
+
+
+def test_dead_retry_all_goes_on_until_nothing_is_left(fake: FakeSupervisor) -> None:
+    fake.answers["dead.retry"] = lambda params: chunk(1) if params.get("after") else chunk(98, 2, 1, "9/2")
+    code, out, _ = forqctl(fake, "dead", "retry", "q", "--all")
+    assert (code, out) == (
+        1,
+        "retried 99 jobs of q, 2 refused (a live job has the id, or the record is broken)\n",
+    )
+    assert [params for _, params in fake.calls] == [
+        {"name": "q", "all": True},
+        {"name": "q", "all": True, "after": "9/2"},
+    ]
+    fake.answers["dead.discard"] = chunk(1)
+    assert forqctl(fake, "dead", "discard", "q", "--all") == (0, "discarded 1 job of q\n", "")
+    assert json.loads(forqctl(fake, "dead", "discard", "q", "--all", "--json")[1]) == {"discarded": 1, "refused": 0}
+
+
+def test_dead_retry_all_says_how_far_it_came_before_an_error(fake: FakeSupervisor) -> None:
+    full = errors.QueueFull("queue q is full")
+    fake.answers["dead.retry"] = lambda params: full if params.get("after") else chunk(98, left=1, next="9/0")
+    assert forqctl(fake, "dead", "retry", "q", "--all") == (1, "", "forqctl: queue q is full; retried before: 98\n")
+
+
+def test_dead_retry_all_shows_how_far_it_is_on_a_terminal(fake: FakeSupervisor) -> None:
+    fake.answers["dead.retry"] = lambda params: chunk(50) if params.get("after") else chunk(50, left=50, next="9/0")
+    shown = on_a_terminal(fake, "dead", "retry", "q", "--all")
+    assert " 50% 50 retried" in shown
+    assert shown.endswith("retried 100 jobs of q\r\n")
+
+
+def log_line(job: str, queue: str = "q", **changes: Any) -> bytes:
+    entry = {"queue": queue, "id": job, "identifier": job, "type": None, "priority": 5, "data": 1, "fence": 7}
+    return json.dumps({**entry, "error": {"traceback": "x" * 100}, "enqueued_at": 1.5, **changes}).encode() + b"\n"
+
+
+def known_none(params: dict[str, Any]) -> dict[str, Any]:
+    return {"ids": [job["id"] for job in params["jobs"]], "known": 0}
+
+
+def test_recover_pushes_each_job_as_it_was_with_a_token_of_its_own(fake: FakeSupervisor, tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(
+        log_line("a", identifier="Ann", type="mail", priority=0, data={"x": None})
+        + b"\n"
+        + log_line("b")
+        + log_line("b", fence=8)
+        + log_line("c", fence=None, cause="deleted")
+    )
+    fake.answers["push_many"] = known_none
+    assert forqctl(fake, "recover", "log", cwd=tmp_path) == (0, "recovered 4, already there 0, broken 0\n", "")
+    ((_, params),) = fake.calls
+    tokens = [job.pop("token") for job in params["jobs"]]
+    assert params["jobs"] == [
+        {"id": "a", "data": {"x": None}, "identifier": "Ann", "priority": 0, "type": "mail"},
+        {"id": "b", "data": 1, "priority": 5},
+        {"id": "b", "data": 1, "priority": 5},
+        {"id": "c", "data": 1, "priority": 5},
+    ]
+    assert (params["name"], params["if_exists"]) == ("q", "skip")
+    assert len(set(tokens)) == 4
+    assert all(token.startswith("recover:") and len(token) == 40 for token in tokens)
+    forqctl(fake, "recover", "log", cwd=tmp_path)
+    assert [job["token"] for job in fake.calls[1][1]["jobs"]] == tokens
+
+
+def test_recover_counts_what_is_there_and_names_what_is_broken(fake: FakeSupervisor) -> None:
+    fake.answers["push_many"] = lambda params: {"ids": [], "known": 1}
+    bad = [
+        b"{\n",
+        b'{"queue":"q","id":"x"}\n',
+        log_line("a b"),
+        log_line("c", priority="high"),
+        log_line("d", queue=".."),
+    ]
+    stdin = log_line("a") + b"".join(bad) + log_line("e", data="x" * 3_000_000) + log_line("f")
+    code, out, err = forqctl(fake, "recover", "-", stdin=stdin)
+    assert (code, out) == (1, "recovered 1, already there 1, broken 6\n")
+    assert [line.split(": ")[2] for line in err.splitlines()] == [f"line {number}" for number in range(2, 8)]
+    assert [job["id"] for job in fake.calls[0][1]["jobs"]] == ["a", "f"]
+
+
+def test_recover_sends_chunks_per_queue_or_all_to_one(fake: FakeSupervisor) -> None:
+    fake.answers["push_many"] = known_none
+    stdin = b"".join(log_line(f"a{n}") for n in range(700)) + log_line("b", queue="r")
+    assert json.loads(forqctl(fake, "recover", "-", "--json", stdin=stdin)[1]) == {
+        "recovered": 701,
+        "already_there": 0,
+        "broken": 0,
+        "dry_run": False,
+    }
+    assert [(params["name"], len(params["jobs"])) for _, params in fake.calls] == [("q", 500), ("q", 200), ("r", 1)]
+    fake.calls.clear()
+    assert forqctl(fake, "recover", "-", "--queue", "s", stdin=stdin)[0] == 0
+    assert {params["name"] for _, params in fake.calls} == {"s"}
+
+
+def test_recover_dry_run_pushes_nothing_and_needs_no_supervisor() -> None:
+    stdin = log_line("a") + b"rubbish\n"
+    code, out, err = forqctl(None, "recover", "-", "--dry-run", stdin=stdin)
+    assert (code, out) == (1, "would push 1, already there 0, broken 1\n")
+    assert "stdin: line 2: not JSON" in err
+
+
+def test_recover_ends_with_4_and_the_name_when_there_is_no_such_queue(fake: FakeSupervisor) -> None:
+    fake.answers["push_many"] = errors.UnknownQueue("no queue 'q'")
+    assert forqctl(fake, "recover", "-", stdin=log_line("a")) == (
+        4,
+        "",
+        "forqctl: stdin: line 1: no queue 'q'; recovered before: 0\n",
+    )
+    code, _, err = forqctl(fake, "recover", "/no/such/file")
+    assert (code, err) == (2, "forqctl: cannot read /no/such/file: No such file or directory\n")
+
+
+def test_recover_finds_the_one_job_that_is_too_much_for_its_queue(fake: FakeSupervisor) -> None:
+    def push(params: dict[str, Any]) -> Any:
+        large = any(len(str(job["data"])) > 10 for job in params["jobs"])
+        return errors.InvalidData("larger than max_data") if large else known_none(params)
+
+    fake.answers["push_many"] = push
+    stdin = log_line("a") + log_line("b", data="x" * 20) + log_line("c")
+    code, out, err = forqctl(fake, "recover", "-", stdin=stdin)
+    assert (code, out) == (1, "recovered 2, already there 0, broken 1\n")
+    assert err == "forqctl: stdin: line 2: larger than max_data\n"
+
+
+def test_status_tells_of_a_failed_log_that_cannot_be_written(fake: FakeSupervisor) -> None:
+    status = whole_status(queue_status())
+    status["supervisor"]["failed_log"] = {"ok": False, "errors": {"emails": "disk full"}}
+    fake.answers["status"] = status
+    code, out, err = forqctl(fake, "status", "--check")
+    assert code == 3
+    assert out.splitlines()[-1] == "emails: failed log: disk full"
+    assert err == "forqctl: not healthy: failed log of queue emails: disk full\n"
+
+
 def test_ping_version_and_shutdown(fake: FakeSupervisor) -> None:
     fake.answers = {"ping": {"pong": True, "pid": 10}, "version": {"version": "9.9", "protocol": 1}, "shutdown": {}}
     assert forqctl(fake, "ping") == (0, "pong from pid 10\n", "")
@@ -366,6 +549,12 @@ def test_an_error_is_one_line_and_its_exit_code(fake: FakeSupervisor, cls: type[
         (["create", "q"], "create needs --handler M:F, or --type T=M:F for each type of job"),
         (["create", "q", "--handler", "m:f", "--set", "x"], "--set 'x': the form is OPTION=VALUE"),
         (["jobs", "q", "--limit", "0"], "--limit is at least 1"),
+        (["dead", "list", "q", "a"], "list takes neither ID nor --all"),
+        (["dead", "list", "q", "--limit", "0"], "--limit is at least 1"),
+        (["dead", "show", "q"], "show needs an ID"),
+        (["dead", "retry", "q"], "retry needs either ID or --all"),
+        (["dead", "discard", "q", "a", "--all"], "discard needs either ID or --all"),
+        (["dead", "retry", "q", "a", "--limit", "1"], "--limit and --after go with list"),
     ],
 )
 def test_usage_errors_are_2_and_send_nothing(fake: FakeSupervisor, args: list[str], message: str) -> None:
@@ -450,7 +639,8 @@ def test_completion_for_bash_offers_commands_and_flags() -> None:
         shell = ["bash", "-c", line + '_forqctl; printf "%s\\n" "${COMPREPLY[@]}"']
         return subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split()
 
-    assert offered("forqctl", "re") == ["remove", "resume", "restart"]
+    assert offered("forqctl", "re") == ["recover", "remove", "resume", "restart"]
+    assert offered("forqctl", "dead", "s") == ["show"]
     assert offered("forqctl", "--socket", "x", "jobs", "q", "--state", "") == ["waiting", "scheduled", "active", "dead"]
     assert "--if-exists" in offered("forqctl", "push", "q", "--i")
 

@@ -26,6 +26,7 @@ class Chunk:
 
     def __init__(self) -> None:
         self.jobs: list[dict[str, Any]] = []
+        self.numbers: list[int] = []
         self.bytes = 0
         self.first_line = 0
         self.last_line = 0
@@ -35,6 +36,7 @@ class Chunk:
 
     def add(self, job: dict[str, Any], size: int, line_number: int) -> None:
         self.jobs.append(job)
+        self.numbers.append(line_number)
         self.bytes += size
         self.first_line = self.first_line or line_number
         self.last_line = line_number

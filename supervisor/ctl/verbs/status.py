@@ -38,6 +38,8 @@ def faults_in(status: dict[str, Any]) -> list[str]:
     """Why this is not healthy; empty when it is."""
     redis = status["supervisor"]["redis"]
     faults = [] if redis["ok"] else [f"redis is down: {redis['error']}"]
+    unwritten = status["supervisor"].get("failed_log", {}).get("errors", {})
+    faults += [f"failed log of queue {name}: {error}" for name, error in unwritten.items()]
     for queue in status["queues"]:
         if queue["state"] not in HEALTHY_STATES:
             faults.append(f"queue {queue['name']} is {queue['state']}")
@@ -76,6 +78,8 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
         for queue in status["queues"]:
             _show_queue(queue)
     redis = status["supervisor"]["redis"]
+    for name, error in status["supervisor"].get("failed_log", {}).get("errors", {}).items():
+        print(f"{printable(name)}: failed log: {printable(error)}")
     if not redis["ok"]:
         print(f"redis: down: {cell(redis['error'])}")
 

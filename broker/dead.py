@@ -1,0 +1,224 @@
+"""Dead jobs: list, show, retry (revive) and discard them.
+
+`dead` holds id@fence by time of death, `dead:jobs` under the same name RECORD '\\n' ERROR ['\\n' ATTEMPTS]; error is a
+JSON object, attempts a JSON array with the newest last.
+"""
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from forq.broker.codes import BROKEN, EXISTS, FULL, NO_QUEUE, OK, error_for
+from forq.broker.keys import queue_base
+from forq.broker.link import Link
+from forq.broker.record import read_error, unpack
+from forq.broker.scripts import Script, script
+from forq.errors import ForqError, InvalidData, InvalidId, UnknownJob, UsageError
+from forq.names import check_queue_name, shown
+
+MAX_PAGE = 1000
+# How many jobs one call of retry_some or discard_some looks at.
+CHUNK = 100
+
+_REFERENCE = re.compile(r"[!-~]{1,160}\Z")
+_PAGE_CURSOR = re.compile(r"([0-9]{1,16})/([!-~]{1,160})")
+_CHUNK_CURSOR = re.compile(r"([0-9]{1,16})/([0-9]{1,12})")
+
+
+@dataclass(frozen=True, slots=True)
+class DeadPage:
+    """Some dead jobs as {"id", "fence", "identifier", "died_at", "error", "message"}; `next` begins the next page."""
+
+    jobs: list[dict[str, Any]]
+    next: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """How far a walk through all dead jobs has come; `next` (None: it is finished) goes on with it."""
+
+    done: int
+    refused: int
+    left: int
+    next: str | None
+
+
+def read_dead(packed: bytes) -> tuple[bytes, Any, list[Any]]:
+    """A dead job's record (packed), its error and its attempts; of what is broken, what can be shown."""
+    rest, _, last = packed.rpartition(b"\n")
+    attempts: Any = []
+    if last.startswith(b"["):
+        attempts = read_error(last)
+        rest, _, last = rest.rpartition(b"\n")
+    return rest, read_error(last), attempts if isinstance(attempts, list) else [attempts]
+
+
+class DeadJobs:
+    """The dead jobs of one queue. A reference is a job's id (the newest of that id) or id@fence."""
+
+    def __init__(self, link: Link, prefix: str, name: str) -> None:
+        self.name = check_queue_name(name)
+        self._link = link
+        self._base = queue_base(prefix, name)
+        self._zset, self._hash = f"{self._base}:dead", f"{self._base}:dead:jobs"
+
+    def page(self, limit: int = 100, after: str | None = None) -> DeadPage:
+        """The newest first."""
+        self._check_exists()
+        limit = max(1, min(limit, MAX_PAGE))
+        start = self._start_of_page(after)
+        flat = self._link.call("ZREVRANGE", self._zset, start, start + limit - 1, "WITHSCORES")
+        members, died = flat[::2], [int(float(score)) for score in flat[1::2]]
+        packed = self._link.call("HMGET", self._hash, *members) if members else []
+        jobs = [
+            _brief(member.decode(errors="replace"), died_ms, record)
+            for member, died_ms, record in zip(members, died, packed, strict=True)
+        ]
+        last = f"{died[-1]}/{members[-1].decode(errors='replace')}" if len(members) == limit else None
+        return DeadPage(jobs, last)
+
+    def show(self, reference: str) -> dict[str, Any]:
+        """Everything known about one dead job."""
+        member = self.find(reference)
+        packed, died_ms = self._link.pipeline([("HGET", self._hash, member), ("ZSCORE", self._zset, member)])
+        if packed is None:
+            raise self._unknown(reference)
+        job_id = member.rpartition("@")[0]
+        record, error, attempts = read_dead(packed)
+        shown_job: dict[str, Any] = {"id": job_id, "state": "dead", "fence": _fence_of(member)}
+        try:
+            fields = asdict(unpack(record))
+            enqueued_ms = fields.pop("enqueued_ms")
+            fields["identifier"] = fields["identifier"] or job_id
+            shown_job |= fields | {"enqueued_at": enqueued_ms / 1000}
+        except InvalidData as exc:
+            shown_job["record_error"] = str(exc)
+        return shown_job | {"died_at": float(died_ms or 0) / 1000, "error": error, "attempts": attempts}
+
+    def retry(self, reference: str) -> str:
+        """The job waits again with its counts reset; Exists if a live job has its id. Returns its id@fence."""
+        return self._apply_to_one(script("revive"), reference)
+
+    def discard(self, reference: str) -> str:
+        """The job is gone. Returns its id@fence."""
+        return self._apply_to_one(script("discard"), reference)
+
+    def retry_some(self, after: str | None = None) -> Chunk:
+        """Retries the next jobs of all that were dead when the walk began; those that die again are not among them.
+
+        Jobs that are refused (a live one has the id, or the record is broken) stay dead. A full queue ends the walk.
+        """
+        return self._apply_to_some(script("revive"), after)
+
+    def discard_some(self, after: str | None = None) -> Chunk:
+        return self._apply_to_some(script("discard"), after)
+
+    def find(self, reference: str) -> str:
+        """The id@fence that is meant; UnknownJob if there is none."""
+        if not isinstance(reference, str) or not _REFERENCE.match(reference):
+            raise InvalidId(f"{shown(reference)} is not allowed: a job's id, or id@fence")
+        self._check_exists()
+        if self._link.call("HEXISTS", self._hash, reference):
+            return reference
+        newest = max(self._members_of(reference), key=_fence_of, default=None)
+        if newest is None:
+            raise self._unknown(reference)
+        return newest
+
+    def _members_of(self, job_id: str) -> list[str]:
+        # Looking for an id alone is rare, and `dead` is capped: a bounded walk, without the records.
+        found: list[str] = []
+        cursor, pattern = b"0", f"{_escaped(job_id)}@*"
+        while True:
+            cursor, flat = self._link.call("ZSCAN", self._zset, cursor, "MATCH", pattern, "COUNT", 1000)
+            # Ids may hold an @ themselves.
+            found += [member for member in map(bytes.decode, flat[::2]) if member.rpartition("@")[0] == job_id]
+            if cursor == b"0":
+                return found
+
+    def _start_of_page(self, after: str | None) -> int:
+        if after is None:
+            return 0
+        cursor = _PAGE_CURSOR.fullmatch(after) if isinstance(after, str) else None
+        if cursor is None:
+            raise UsageError(f"cursor {shown(after)} is not allowed: use the one that the last page ended with")
+        died_ms, member = cursor.groups()
+        rank, newer = self._link.pipeline(
+            [("ZREVRANK", self._zset, member), ("ZCOUNT", self._zset, f"({died_ms}", "+inf")]
+        )
+        # If it is not dead any more, those that died in the same millisecond are shown again rather than left out.
+        return int(newer if rank is None else rank + 1)
+
+    def _apply_to_one(self, verb: Script, reference: str) -> str:
+        member = self.find(reference)
+        reply = self._link.run(verb, self._base, member)
+        if reply[0] != OK:
+            raise error_for(self.name, reply)
+        if reply[1] == 0:
+            raise self._unknown(reference)
+        if reply[1] < 0:
+            raise self._refusal(reply[1])
+        return member
+
+    def _apply_to_some(self, verb: Script, after: str | None) -> Chunk:
+        until_ms, skip = self._start_of_walk(after)
+        members = self._link.call("ZRANGEBYSCORE", self._zset, "-inf", until_ms, "LIMIT", skip, CHUNK)
+        done = refused = 0
+        if members:
+            reply = self._link.run(verb, self._base, *members)
+            if reply[0] != OK:
+                raise error_for(self.name, reply)
+            done = sum(code == 1 for code in reply[1:])
+            refused = sum(code in (EXISTS, BROKEN) for code in reply[1:])
+            if FULL in reply[1:] and not done:
+                raise self._refusal(FULL)
+        left = max(0, int(self._link.call("ZCOUNT", self._zset, "-inf", until_ms)) - skip - refused)
+        return Chunk(done, refused, left, f"{until_ms}/{skip + refused}" if left else None)
+
+    def _start_of_walk(self, after: str | None) -> tuple[int, int]:
+        if after is None:
+            self._check_exists()
+            seconds, micros = self._link.call("TIME")
+            return int(seconds) * 1000 + int(micros) // 1000, 0
+        cursor = _CHUNK_CURSOR.fullmatch(after) if isinstance(after, str) else None
+        if cursor is None:
+            raise UsageError(f"cursor {shown(after)} is not allowed: use the one that the last answer ended with")
+        return int(cursor[1]), int(cursor[2])
+
+    def _check_exists(self) -> None:
+        if not self._link.call("EXISTS", f"{self._base}:options"):
+            raise error_for(self.name, [NO_QUEUE])
+
+    def _refusal(self, code: int) -> ForqError:
+        return error_for(self.name, [code, self._link.call("HGET", f"{self._base}:options", "max_items")])
+
+    def _unknown(self, reference: str) -> UnknownJob:
+        return UnknownJob(f"queue {self.name!r} has no dead job {reference!r}")
+
+
+def _brief(member: str, died_ms: int, packed: bytes | None) -> dict[str, Any]:
+    job_id = member.rpartition("@")[0]
+    record, error, _ = read_dead(packed or b"")
+    try:
+        identifier = unpack(record).identifier
+    except InvalidData:
+        identifier = None
+    known = error if isinstance(error, dict) else {"message": error}
+    return {
+        "id": job_id,
+        "fence": _fence_of(member),
+        "identifier": identifier or job_id,
+        "died_at": died_ms / 1000,
+        "error": known.get("name"),
+        "message": known.get("message"),
+    }
+
+
+def _fence_of(member: str) -> int:
+    fence = member.rpartition("@")[2]
+    return int(fence) if fence.isdigit() else 0
+
+
+def _escaped(text: str) -> str:
+    """A text in which no character is a pattern to MATCH."""
+    return "".join(f"\\{char}" if char in "*?[]\\^" else char for char in text)

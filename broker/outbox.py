@@ -1,0 +1,93 @@
+"""Lines for the failed log on their way out of Redis.
+
+The script that fails a job for good pushes its line to `outbox` and rings (PUBLISH on a channel of the same name).
+A scribe takes lines in hand, writes them, and forgets them once they are on disk: a line may be written twice, and is
+never lost.
+"""
+
+import hashlib
+from typing import Any
+
+import orjson
+
+from forq.broker.codes import OK, error_for
+from forq.broker.keys import hand_name, outbox_key, queue_base
+from forq.broker.link import Link
+from forq.broker.listening import Listener
+from forq.broker.scripts import script
+
+MAX_LINES = 500
+MAX_BYTES = 1024 * 1024
+
+
+class Outbox:
+    """The outboxes of all queues, as the scribe of one processor sees them."""
+
+    def __init__(self, link: Link, prefix: str, processor: str, expiry_ms: int) -> None:
+        self._link = link
+        self._prefix = prefix
+        self._processor = processor
+        self._expiry_ms = expiry_ms
+
+    def waiting(self, queues: list[str]) -> list[str]:
+        """Which of these queues have lines to be written, in one round trip."""
+        if not queues:
+            return []
+        bases = [queue_base(self._prefix, queue) for queue in queues]
+        hand = hand_name(self._processor)
+        found = self._link.pipeline([("EXISTS", outbox_key(base), f"{base}:{hand}") for base in bases])
+        return [queue for queue, lists in zip(queues, found, strict=True) if lists]
+
+    def collect(self, queue: str, max_lines: int = MAX_LINES) -> list[bytes]:
+        """Takes lines in hand; those that are in hand already come first, and alone."""
+        base = queue_base(self._prefix, queue)
+        reply = self._link.run(script("collect"), base, self._processor, self._expiry_ms, max_lines, MAX_BYTES)
+        if reply[0] != OK:
+            raise error_for(queue, reply)
+        return reply[1:]
+
+    def forget(self, queue: str, lines: list[bytes]) -> bool:
+        """Lines in hand that are on disk; False if they are not in hand any more."""
+        return forget(self._link, queue_base(self._prefix, queue), hand_name(self._processor), lines)
+
+
+def forget(link: Link, base: str, name: str, lines: list[bytes]) -> bool:
+    """Removes exactly these lines from the head of a list of the queue with this base."""
+    sha = hashlib.sha1(b"\n".join(lines), usedforsecurity=False).hexdigest()
+    return bool(link.run(script("forget"), base, name, len(lines), sha)[1])
+
+
+def read_line(queue: str, line: bytes) -> dict[str, Any]:
+    """What the failed log says of a job that failed for good; of a broken line what can be kept."""
+    try:
+        entry = orjson.loads(line)
+        identifier, job_type, data = entry["body"]
+        retries, stalls, timeouts = entry["counts"]
+        return {
+            "queue": queue,
+            "id": entry["id"],
+            "identifier": identifier or entry["id"],
+            "type": job_type,
+            "priority": int(entry["priority"]),
+            "data": data,
+            "error": entry["error"],
+            "retry_count": retries,
+            "stall_count": stalls,
+            "timeout_count": timeouts,
+            "enqueued_at": int(entry["enqueued_ms"]) / 1000,
+            "died_at": int(entry["died_ms"]) / 1000,
+            "fence": int(entry["fence"]),
+        }
+    except (ValueError, TypeError, KeyError) as exc:
+        return {"queue": queue, "error": f"broken line: {exc!r}", "line": line.decode(errors="replace")}
+
+
+class Bell(Listener):
+    """Tells which queues have new lines."""
+
+    def __init__(self, url: str, prefix: str, name: str) -> None:
+        super().__init__(url, f"{prefix}queue:*:outbox", name=name)
+
+    def rung(self) -> set[str]:
+        """The queues it has rung for; to be called when there is something to read."""
+        return {message for _, message in self.hear()}

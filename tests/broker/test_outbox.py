@@ -1,0 +1,172 @@
+"""The outbox: each line is in exactly one hand, until it is forgotten."""
+
+import select
+
+import pytest
+
+from forq.broker.keeping import Position
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.outbox import Bell, Outbox, read_line
+from forq.errors import Fenced, RedisUnavailable, UnknownQueue
+from tests.support.one_queue import EXPIRY_MS, OneQueue
+from tests.support.running import wait_until
+from tests.support.server import Server
+
+LINE = (
+    b'{"id":"a","fence":"7","died_ms":5000,"priority":"2","enqueued_ms":1000,"counts":[3,2,1],'
+    b'"body":["Ann","mail",{"x":[]}],"error":{"name":"ValueError","message":"no"}}'
+)
+
+
+def outbox(queue: OneQueue, processor: str = "p1") -> Outbox:
+    return Outbox(queue.link, DEFAULT_PREFIX, processor, EXPIRY_MS)
+
+
+def fill(queue: OneQueue, *lines: str) -> None:
+    queue.redis.rpush(queue.key("outbox"), *lines)
+
+
+def lines_of(queue: OneQueue, name: str = "outbox") -> list[bytes]:
+    return list(queue.redis.lrange(queue.key(name), 0, -1))
+
+
+def test_collect_moves_lines_in_order_into_one_hand(queue: OneQueue) -> None:
+    fill(queue, "1", "2", "3")
+    assert outbox(queue, "p1").collect("q", 2) == [b"1", b"2"]
+    assert outbox(queue, "p2").collect("q", 2) == [b"3"]
+    assert outbox(queue, "p3").collect("q", 2) == []
+    assert (lines_of(queue), lines_of(queue, "outbox:p1"), lines_of(queue, "outbox:p2")) == ([], [b"1", b"2"], [b"3"])
+
+
+def test_who_has_lines_in_hand_gets_those_again_and_no_others(queue: OneQueue) -> None:
+    fill(queue, "1", "2", "3")
+    first = outbox(queue).collect("q", 2)
+    assert outbox(queue).collect("q", 500) == first
+    assert outbox(queue).forget("q", first)
+    assert outbox(queue).collect("q", 500) == [b"3"]
+
+
+def test_forget_removes_exactly_the_lines_it_is_given(queue: OneQueue) -> None:
+    fill(queue, "1", "2", "3")
+    first = outbox(queue).collect("q", 2)
+    assert outbox(queue).forget("q", first) is True
+    second = outbox(queue).collect("q", 2)
+    assert outbox(queue).forget("q", first) is False
+    assert outbox(queue).forget("q", [b"3", b"4"]) is False
+    assert lines_of(queue, "outbox:p1") == second == [b"3"]
+    assert outbox(queue).forget("q", second) is True
+    assert not queue.redis.exists(queue.key("outbox"), queue.key("outbox:p1"))
+
+
+def test_a_batch_ends_after_a_megabyte(queue: OneQueue) -> None:
+    fill(queue, *["x" * 600_000] * 3)
+    assert len(outbox(queue).collect("q")) == 2
+
+
+def test_waiting_names_the_queues_with_lines_in_the_outbox_or_in_hand(queue: OneQueue) -> None:
+    assert outbox(queue).waiting(["q", "other"]) == []
+    assert outbox(queue).waiting([]) == []
+    fill(queue, "1")
+    assert outbox(queue).waiting(["other", "q"]) == ["q"]
+    lines = outbox(queue).collect("q")
+    assert outbox(queue).waiting(["q"]) == ["q"]
+    assert outbox(queue, "p2").waiting(["q"]) == []
+    outbox(queue).forget("q", lines)
+    assert outbox(queue).waiting(["q"]) == []
+
+
+def test_eviction_puts_lines_in_hand_before_all_others_and_rings(queue: OneQueue) -> None:
+    fill(queue, "1", "2", "3")
+    outbox(queue, "p1").collect("q", 2)
+    bell = Bell(queue.url, DEFAULT_PREFIX, "bell")
+    bell.connect()
+    queue.keeper("p2").evict("q", "p1", "gone")
+    assert lines_of(queue) == [b"1", b"2", b"3"]
+    assert wait_until(lambda: select.select([bell], [], [], 0)[0])
+    assert bell.rung() == {"q"}
+    with pytest.raises(Fenced):
+        outbox(queue, "p1").collect("q")
+    assert outbox(queue, "p2").collect("q", 1) == [b"1"]
+    bell.close()
+
+
+def test_a_silent_processor_that_only_collected_is_evicted_by_a_heartbeat(queue: OneQueue) -> None:
+    fill(queue, "1")
+    Outbox(queue.link, DEFAULT_PREFIX, "silent", 1).collect("q")
+    wait_until(lambda: queue.redis.zscore(queue.key("processors"), "silent") < _now_ms(queue))
+    queue.redis.hset(queue.key("counts"), mapping={"last_beat_ms": int(_now_ms(queue)), "sweep_after_ms": 0})
+    assert queue.keeper("p2").heartbeat("q", EXPIRY_MS, [Position("w", 0, 0, False)]).evicted == ["silent"]
+    assert lines_of(queue) == [b"1"]
+
+
+def _now_ms(queue: OneQueue) -> float:
+    seconds, micros = queue.redis.time()
+    return float(seconds * 1000 + micros / 1000)
+
+
+def test_lines_of_a_deleted_queue_are_purged_whoever_had_them(queue: OneQueue) -> None:
+    fill(queue, LINE.decode(), "broken", "3")
+    lines = outbox(queue).collect("q", 2)
+    queue.registry.delete("q", force=True)
+    with pytest.raises(UnknownQueue):
+        outbox(queue).collect("q")
+    assert outbox(queue).forget("q", lines) is False
+    logged: list[dict[str, object]] = []
+    while queue.registry.purge("q", logged.extend):
+        pass
+    assert [(line.get("id"), line.get("line")) for line in logged] == [("a", None), (None, "broken"), (None, "3")]
+    assert queue.redis.keys("*outbox*") == []
+
+
+def test_dead_jobs_of_a_deleted_queue_are_purged_with_their_fence(queue: OneQueue) -> None:
+    queue.redis.zadd(queue.key("dead"), {"a@7": 1})
+    queue.redis.hset(queue.key("dead:jobs"), "a@7", b'p5 1000\n[null,null,1]\n{"name":"E"}\n[{"cause":"x"}]')
+    queue.registry.delete("q", force=True)
+    logged: list[dict[str, object]] = []
+    queue.registry.purge("q", logged.extend)
+    assert [(line["id"], line["fence"], line["data"], line["error"]) for line in logged] == [("a", 7, 1, {"name": "E"})]
+
+
+def test_a_line_is_read_into_what_the_failed_log_says() -> None:
+    assert read_line("q", LINE) == {
+        "queue": "q",
+        "id": "a",
+        "identifier": "Ann",
+        "type": "mail",
+        "priority": 2,
+        "data": {"x": []},
+        "error": {"name": "ValueError", "message": "no"},
+        "retry_count": 3,
+        "stall_count": 2,
+        "timeout_count": 1,
+        "enqueued_at": 1.0,
+        "died_at": 5.0,
+        "fence": 7,
+    }
+    assert read_line("q", b"\xff{")["line"] == "\ufffd{"
+
+
+def test_the_bell_names_the_queues_and_tells_when_the_server_has_gone(server: Server, queue: OneQueue) -> None:
+    bell = Bell(queue.url, DEFAULT_PREFIX, "bell")
+    assert not bell.connected
+    bell.connect()
+    for _ in range(3):
+        queue.redis.publish(queue.key("outbox"), "q")
+    queue.redis.publish("forq:queue:{other}:outbox", "other")
+    queue.redis.publish(queue.key("events"), "no")
+    found: list[str] = []
+
+    def listen() -> bool:
+        if select.select([bell], [], [], 0)[0]:
+            found.extend(bell.rung())
+        return "other" in found
+
+    wait_until(listen)
+    assert set(found) == {"q", "other"}
+    server.kill()
+    wait_until(lambda: select.select([bell], [], [], 0)[0])
+    with pytest.raises(RedisUnavailable):
+        bell.rung()
+    assert not bell.connected
+    with pytest.raises(RedisUnavailable):
+        bell.connect()
