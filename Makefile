@@ -11,7 +11,7 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types imports unit kills trees bench-drain bench-layouts bench-backlog bench-idle spec-report wheel \
+.PHONY: help setup run test lint types imports unit kills trees fire bench-drain bench-layouts bench-backlog bench-idle spec-report wheel \
         format clean
 
 help: ## list the targets
@@ -57,6 +57,10 @@ kills: setup ## 1,000 kill -9s at random moments over 50,000 jobs (SEED=n repeat
 
 trees: setup ## daemonising handlers, 20 times each: delete, shutdown and kill -9 leave no process
 	FORQ_TEST_TREES=20 $(BIN)/pytest --timeout 1800 tests/end_to_end/test_deaths.py -k "no_process"
+
+fire: setup ## 50,000 dispatches of 100 ids and 10,000 permanent failures while processes are killed (SEED=n)
+	FORQ_TEST_DISPATCHES=50000 FORQ_TEST_FAILURES=10000 FORQ_TEST_SEED=$(or $(SEED),0) \
+	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_under_fire.py
 
 bench-drain: setup ## drain rate of one worker process against RQ, Huey and Dramatiq
 	$(BIN)/python benchmarks/drain.py

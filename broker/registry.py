@@ -68,6 +68,14 @@ class Registry:
             raise error_for(name, reply)
         return bool(reply[1])
 
+    def configure(self, name: str, options: Mapping[str, object], fail_options: Mapping[str, object]) -> None:
+        """Changes options of a queue, and of its fail queue if it has one."""
+        for queue, changes in ((name, options), (fail_queue(name), fail_options)):
+            flat = [part for pair in changes.items() for part in pair]
+            reply = self._link.run(script("configure"), queue_base(self._prefix, queue), *flat) if flat else [OK]
+            if reply[0] != OK and queue == name:
+                raise error_for(name, reply)
+
     def delete(self, name: str, *, force: bool) -> int:
         """Ends the queue at once; how many jobs that dropped. `purge` finishes it, also after a crash."""
         check_queue_name(name)

@@ -17,8 +17,12 @@ def stored(options: Mapping[str, Value]) -> dict[str, int]:
 def stored_for_fail_queue(options: Mapping[str, Value]) -> dict[str, int]:
     """The options of a queue's fail queue: fail_max_retries is its max_retries, and so on. It has no limits of its own:
     what failed for good must be stored."""
-    own = {name.removeprefix("fail_"): value for name, value in options.items() if name.startswith("fail_")}
-    return stored(own) | {"max_items": 0, "max_data": 2**40, "retry_lane_retries": 0}
+    return changed_for_fail_queue(options) | {"max_items": 0, "max_data": 2**40, "retry_lane_retries": 0}
+
+
+def changed_for_fail_queue(options: Mapping[str, Value]) -> dict[str, int]:
+    """Those of `options` that concern the fail queue, under its own names."""
+    return stored({name.removeprefix("fail_"): value for name, value in options.items() if name.startswith("fail_")})
 
 
 def stored_defaults() -> dict[str, int]:

@@ -14,9 +14,10 @@ from forq.broker.dead import Chunk, DeadJobs
 from forq.broker.known import count_known
 from forq.broker.link import Link
 from forq.broker.producing import NewJob, Producer, Update, new_job
+from forq.broker.reasons import why
 from forq.broker.registry import Registry
 from forq.broker.server_check import check_server
-from forq.broker.stored_options import stored, stored_defaults, stored_for_fail_queue
+from forq.broker.stored_options import changed_for_fail_queue, stored, stored_defaults, stored_for_fail_queue
 from forq.broker.viewing import Viewer, counts_of
 from forq.errors import BeingDeleted, UsageError
 from forq.names import check_queue_name, shown
@@ -59,6 +60,8 @@ class Clerk:
             "delete": self.delete,
             "purge": self.purge,
             "pause": self.pause,
+            "set": self.set,
+            "why": self.why,
             "push": self.push,
             "push_many": self.push_many,
             "cancel": self.cancel,
@@ -114,6 +117,15 @@ class Clerk:
     def pause(self, params: dict[str, Any]) -> object:
         self._registry.pause(check_queue_name(params["name"]), paused=params["paused"])
         return {}
+
+    def set(self, params: dict[str, Any]) -> object:
+        options = params["options"]
+        self._registry.configure(check_queue_name(params["name"]), stored(options), changed_for_fail_queue(options))
+        return {}
+
+    def why(self, params: dict[str, Any]) -> object:
+        name = check_queue_name(params.get("name"))
+        return {"why": why(self._link, self._settings.prefix, name, params.get("id", ""))}
 
     def push(self, params: dict[str, Any]) -> object:
         fields = {key: value for key, value in params.items() if key != "name" and key not in _UPDATE_FIELDS}

@@ -11,7 +11,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from setproctitle import setproctitle
 from forq import exits
 from forq.cgroup import Cgroup, Cgroups
 from forq.errors import ForqError, IncompatibleProtocol, IncompatibleServer, RedisUnavailable, UnknownQueue
-from forq.options import QueueSpec
+from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Scoreboard
 from forq.supervisor import embedded, entry_points
 from forq.supervisor.child import Nursery
@@ -160,6 +161,11 @@ class Supervisor:
             self.open_queue(unit, then)
 
         old.stop(ended)
+
+    def redefine(self, unit: QueueUnit, changes: Mapping[str, Value]) -> None:
+        """Options that were changed while the queue is served."""
+        unit.spec = replace(unit.spec, options={**unit.spec.options, **changes})
+        unit.options = self.config.options_of(unit.spec)
 
     def drop_queue(self, name: str, then: Callable[[], None]) -> None:
         """Ends the queue's processes at once, with everything below them, and forgets its definition."""

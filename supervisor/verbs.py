@@ -5,9 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from forq.errors import ForqError, QueueExists, RedisUnavailable, TimedOut, UnknownQueue, UsageError
+from forq.errors import ForqError, InvalidOption, QueueExists, RedisUnavailable, TimedOut, UnknownQueue, UsageError
 from forq.names import check_queue_name
-from forq.options import QueueSpec
+from forq.options import OPTIONS, QueueSpec, parse_options
 from forq.supervisor.connection import Request
 from forq.supervisor.queue_unit import QueueUnit
 from forq.supervisor.supervisor import Supervisor
@@ -49,6 +49,8 @@ class Verbs:
             "queue.pause": lambda request: self._pause(request, paused=True),
             "queue.resume": lambda request: self._pause(request, paused=False),
             "queue.drain": self.drain,
+            "queue.set": self.set,
+            "why": self.why,
             "queue.restart": self.restart,
             "ping": lambda request: request.reply({"pong": True, "pid": os.getpid()}),
             "version": lambda request: request.reply({"version": VERSION, "protocol": PROTOCOL}),
@@ -192,6 +194,42 @@ class Verbs:
             self._clerk.ask("counts", {"names": [name]}, counted)
 
         look()
+
+    def set(self, request: Request) -> None:
+        """Changes live options: from the next claim on, whatever is waiting."""
+        name = check_queue_name(request.params.get("name"))
+        given = request.params.get("options")
+        if not isinstance(given, dict) or not given:
+            raise UsageError("options is an object with at least one option")
+        changes = parse_options(given, f"queue {name!r}")
+        fixed = [option for option in changes if not OPTIONS[option].live]
+        if fixed:
+            raise InvalidOption(
+                f"{fixed[0]} of queue {name!r} takes effect only in a new process: use create, or restart"
+            )
+        unit = self._supervisor.units.get(name)
+
+        def changed(answer: Any) -> None:
+            if isinstance(answer, ForqError):
+                request.fail(answer)
+            elif unit is None or self._supervisor.units.get(name) is not unit:
+                request.reply({"name": name, "set": changes})
+            else:
+                self._supervisor.redefine(unit, changes)
+                declared = any(name == spec.name for spec in self._supervisor.config.queues)
+                if declared:
+                    request.reply({"name": name, "set": changes, "until": "restart"})
+                else:
+                    self._save(request, unit.spec, {"name": name, "set": changes})
+
+        self._clerk.ask("set", {"name": name, "options": changes}, changed)
+
+    def why(self, request: Request) -> None:
+        unit = self._supervisor.units.get(str(request.params.get("name")))
+        if unit is not None and unit.config_error is not None:
+            request.reply({"why": f"its queue cannot be served: {unit.config_error}"})
+        else:
+            self._pass_on(request)
 
     def restart(self, request: Request) -> None:
         unit = self._unit(request)

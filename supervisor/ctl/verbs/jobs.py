@@ -1,4 +1,4 @@
-"""jobs, job, remove, cancel."""
+"""jobs, job, why, remove, cancel."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def jobs(args: Namespace) -> int:
     show_table(("ID", "STATE", "IDENTIFIER"), [(job["id"], job["state"], job["identifier"]) for job in result["jobs"]])
     if result["next"] is not None:
         print(f"more: --after {printable(str(result['next']))}")
+    return 0
+
+
+def why(args: Namespace) -> int:
+    result = connect(args).call("why", {"name": args.name, "id": args.id})
+    if args.json:
+        show_json(result)
+    else:
+        print(printable(result["why"]))
     return 0
 
 

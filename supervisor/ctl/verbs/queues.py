@@ -1,4 +1,4 @@
-"""create, delete, pause, resume, drain, restart."""
+"""create, delete, set, pause, resume, drain, restart."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ def create(args: Namespace) -> int:
 
 def delete(args: Namespace) -> int:
     return _done(args, connect(args).call("queue.delete", {"name": args.name, "force": args.force}), "deleted")
+
+
+def set(args: Namespace) -> int:
+    options = dict(_pair(text, "set", "OPTION=VALUE") for text in args.options)
+    result = connect(args).call("queue.set", {"name": args.name, "options": options})
+    until = " until the supervisor restarts: it is defined in the config file" if "until" in result else ""
+    return _done(args, result, f"set {', '.join(args.options)} of", until)
 
 
 def pause(args: Namespace) -> int:
@@ -121,9 +128,9 @@ def _pair(text: str, flag: str, form: str) -> tuple[str, str]:
     return key, value
 
 
-def _done(args: Namespace, result: object, what: str) -> int:
+def _done(args: Namespace, result: object, what: str, more: str = "") -> int:
     if args.json:
         show_json(result)
     else:
-        print(f"{what} {args.name}")
+        print(f"{what} {args.name}{more}")
     return 0

@@ -183,3 +183,12 @@ def fail_in_main(data: Any, job: Job) -> None:
     if job.retry_count < data:
         raise ValueError("once more")
     trace(job, "end")
+
+
+def brief_run(data: Any, job: Job) -> None:
+    """A job of 0 to 2 ms that leaves its start, and its data at its end; sometimes it fails."""
+    trace(job, "start")
+    time.sleep(int(job.fence) % 5 * 0.0005)
+    if int(job.fence) % 7 == 0:
+        raise ValueError("by chance")
+    trace(job, f"ran={data}")

@@ -1,0 +1,11 @@
+#!lua flags=allow-oom
+-- configure: sets options of a queue that exists; they apply from the next call on, whatever is waiting.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     (name, value) per option
+-- Returns  {OK, version of the options}; {NO_QUEUE}
+--@include base codes
+
+if not epoch then return { NO_QUEUE } end
+for at = 1, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
+return { OK, redis.call('HINCRBY', key('options'), 'version', 1) }

@@ -1,0 +1,57 @@
+"""Why a job is not running, in one sentence."""
+
+from typing import Any
+
+from forq.broker.keys import pending_key, queue_base
+from forq.broker.link import Link
+from forq.broker.viewing import Counts, Viewer
+
+# How far down its list a job's place is looked for.
+LOOKED_AT = 10_000
+
+
+def why(link: Link, prefix: str, name: str, job_id: str) -> str:
+    """Raises UnknownJob if the queue has no job of that id."""
+    viewer = Viewer(link, prefix, name)
+    job = viewer.job(job_id)
+    state = job["state"]
+    if state == "active":
+        marked = ", and will be forgotten when it ends" if job["removed"] else ""
+        return f"it is running now (worker {job['worker']}){marked}"
+    if state == "dead":
+        return f"it failed for good: {_error(job['error'])}; `forqctl dead retry {name} {job_id}` runs it again"
+    counts = viewer.counts()
+    if counts.paused:
+        return "its queue is paused; `forqctl resume` goes on"
+    if state == "scheduled":
+        return f"it waits for its time, epoch second {job['run_at']:.3f}{_last_attempt(job)}"
+    if state == "retry":
+        return (
+            f"it has used up its retries and gets another chance when nothing else waits ({counts.waiting} jobs wait)"
+        )
+    return _waiting(link, queue_base(prefix, name), job, counts)
+
+
+def _waiting(link: Link, base: str, job: dict[str, Any], counts: Counts) -> str:
+    if not link.call("ZCARD", f"{base}:processors"):
+        return "no supervisor serves its queue"
+    priority = job["priority"]
+    lists = [("LLEN", pending_key(base, before)) for before in range(priority)]
+    place = ("LPOS", pending_key(base, priority), job["id"], "MAXLEN", LOOKED_AT)
+    *lengths, ahead = link.pipeline([*lists, place])
+    before = sum(lengths) + (LOOKED_AT if ahead is None else ahead)
+    at_least = "" if ahead is not None else "at least "
+    if before == 0:
+        return f"it is the next one; its queue runs {counts.active} jobs now"
+    return f"it waits in line: {at_least}{before} jobs come before it, {counts.active} run now"
+
+
+def _last_attempt(job: dict[str, Any]) -> str:
+    if not job["attempts"]:
+        return ""
+    last = job["attempts"][-1]
+    return f", after attempt {job['retry_count']} {last['outcome']}: {_error(last['error']) or last['cause']}"
+
+
+def _error(error: Any) -> str:
+    return f"{error.get('name')}: {error.get('message')}" if isinstance(error, dict) else ""
