@@ -108,7 +108,7 @@ def test_jitter_spreads_the_waits(redis_url: str, chance: float, wait: float) ->
         assert claim_and_fail(queue, worker, "a", chance=chance) == pytest.approx(wait, abs=0.5)
 
 
-@pytest.mark.spec("Q9")
+@pytest.mark.spec("Q9", "M3")
 def test_a_change_of_options_applies_to_what_is_already_in_the_queue(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=10, min_backoff_ms=0, max_backoff_ms=0) as queue:
         worker = queue.worker()

@@ -1,0 +1,64 @@
+"""Nothing polls: what Redis hears of an idle supervisor; and the retry lane stays closed under load."""
+
+import time
+from collections import Counter
+
+import pytest
+
+from forq.broker.connection import Connection
+from tests.support.running import HANDLERS, running, wait_until
+from tests.support.server import Server
+
+
+def test_an_idle_supervisor_sends_heartbeats_and_blocking_calls_only(server: Server, redis_url: str) -> None:
+    """12 s, two heartbeats and one renewal of every blocking call."""
+    with running(redis=redis_url) as forq:
+        names = ["--handler", "traced:noop", "--fail-handler", "traced:on_fail", "--path", str(HANDLERS)]
+        forq.ctl("create", "idle", *names, "--set", "retry_lane_retries=3")
+        forq.wait_for_child("idle")
+        forq.wait_for_child("idle", "parked", "retry")
+        time.sleep(1.5)  # the beats after the start
+        heard: Counter[str] = Counter()
+        monitor = Connection(redis_url, name="monitor", connect_timeout_seconds=5, timeout_seconds=0.5)
+        monitor.send(("MONITOR",))
+        monitor.receive()
+        until = time.monotonic() + 12
+        while time.monotonic() < until:
+            try:
+                # 1700000000.123456 [0 unix:/…] "BLMOVE" "key" …
+                line = monitor.receive()
+            except TimeoutError:
+                continue
+            text = line.decode() if isinstance(line, bytes) else str(line)
+            if "lua]" not in text:
+                heard[text.split('"')[1].upper()] += 1
+        monitor.close()
+        print(f"commands of an idle queue with a fail handler in 12 s: {dict(heard)}")
+        assert set(heard) <= {"EVALSHA", "BLMOVE", "EXISTS"}
+        assert heard["EVALSHA"] <= 6
+        assert heard["BLMOVE"] <= 4
+
+
+@pytest.mark.spec("N17", "N18")
+def test_the_lane_never_starts_a_job_while_main_has_load(server: Server, redis_url: str) -> None:
+    with running(redis=redis_url) as forq:
+        options = {"max_retries": 0, "retry_lane_retries": 3, "min_backoff": "0s", "max_backoff": "0s"}
+        forq.create("busy", "fail_in_main", **options)
+        queue = forq.client().queue("busy")
+        forq.ctl("pause", "busy")
+        second_chance = queue.enqueue(1)
+        others = queue.enqueue_many([0] * 30_000)
+        forq.ctl("resume", "busy")
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            if queue.status()["waiting"] < 20_000:
+                others += queue.enqueue_many([0] * 5000)
+        wait_until(lambda: queue.status()["waiting"] == 0)
+        wait_until(lambda: [t for t in forq.traces("end") if t.job == second_chance])
+        traces = forq.traces()
+        starts = [t for t in traces if t.job == second_chance and t.event == "start"]
+        last_of_main = max(t.time for t in traces if t.event == "start" and t.job != second_chance)
+        gap = starts[1].time - last_of_main
+        print(f"{len(others)} jobs in main; the lane's job started {gap * 1000:.1f} ms after the last of them did")
+        assert len(starts) == 2
+        assert -0.02 < gap < 1.0
