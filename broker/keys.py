@@ -16,7 +16,6 @@ QUEUE_KEYS = (
     "stale",  # hash: PRIORITY:ID -> number of hints to ignore
     "scheduled",  # zset: ids by due time (ms, with a sequence in the fraction)
     "retry",  # list: hints of jobs in the retry lane
-    "outbox",  # list: lines for the failed log; also the channel that tells of them
     "fail:*",  # the fail queue: the same keys once more, for the permanent failures that a fail handler gets
     "due",  # channel: ms until the new head of `scheduled` is due
     "attempts",  # hash: id -> its last attempts that did not succeed, as JSON lines

@@ -24,5 +24,6 @@ def count_known(link: Link, prefix: str, name: str, jobs: list[NewJob]) -> int:
         for job, record, has_token in zip(chunk, live, stored, strict=True):
             if record is not None or has_token or job.id in seen:
                 known += 1
-            seen.add(job.id)
+            else:
+                seen.add(job.id)
     return known

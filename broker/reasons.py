@@ -43,7 +43,8 @@ def _waiting(link: Link, base: str, job: dict[str, Any], counts: Counts) -> str:
     at_least = "" if ahead is not None else "at least "
     if before == 0:
         return f"it is the next one; its queue runs {counts.active} jobs now"
-    return f"it waits in line: {at_least}{before} jobs come before it, {counts.active} run now"
+    jobs = "1 job comes" if before == 1 else f"{before} jobs come"
+    return f"it waits in line: {at_least}{jobs} before it, {counts.active} run now"
 
 
 def _last_attempt(job: dict[str, Any]) -> str:

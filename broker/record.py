@@ -1,10 +1,11 @@
 """The packed record of a job: what the hash `jobs` holds under its id.
 
-    FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS] '\\n' [identifier, type, data]
+    FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\\n' [identifier, type, data]
 
-FLAG is `p` (plain: all counts are 0) or `c` (the counts follow). The server writes the part before the newline; the
-rest is JSON that no script ever decodes, so that data comes back exactly as it went in. A dead job's record is
-followed by '\\n' and its error as JSON.
+FLAG is `p` (plain: all counts are 0) or `c` (the counts follow). LANE is 0 in the main lane, else the number of the
+attempt that the job waits for in the retry lane. The server writes the part before the newline; the rest is JSON that
+no script ever decodes, so that data comes back exactly as it went in. A dead job's record is followed by its error and
+its attempts (dead.py).
 """
 
 from dataclasses import dataclass

@@ -15,9 +15,9 @@ from forq.broker.scripts import script
 from forq.errors import InvalidData, UsageError
 from forq.names import check_job_id, check_queue_name, shown
 
-STATES = ("waiting", "scheduled", "active", "dead")
+STATES = ("waiting", "scheduled", "active", "retry", "dead")
 MAX_PAGE = 1000
-_CURSOR = re.compile(r"(active|dead|scheduled)/[0-9]{1,20}|waiting/[0-9]\.[0-9]{1,18}")
+_CURSOR = re.compile(r"(active|dead|scheduled|retry)/[0-9]{1,20}|waiting/[0-9]\.[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Viewer:
         if not exists:
             raise error_for(self.name, [-1])
         if packed is not None:
-            state = "active" if owner is not None else "scheduled" if due_ms is not None else _waiting_state(packed)
+            state = _live_state(packed, owner, due_ms)
             tried = [orjson.loads(line) for line in (attempts or b"").splitlines()]
             times = {
                 "run_at": None if due_ms is None else float(due_ms) / 1000,
@@ -98,6 +98,8 @@ class Viewer:
             return self._dead_page(limit, position)
         if stage == "scheduled":
             return self._scheduled_page(limit, int(position))
+        if stage == "retry":
+            return self._lane_page(limit, int(position))
         return self._waiting_page(limit, position, follow_with_scheduled=state is None)
 
     def _active_page(self, limit: int, position: str, *, follow_with_waiting: bool) -> Page:
@@ -133,6 +135,11 @@ class Viewer:
         jobs = self._named([(job_id, "scheduled") for job_id in ids])
         return Page(jobs, f"scheduled/{start + limit}" if len(ids) == limit else None)
 
+    def _lane_page(self, limit: int, start: int) -> Page:
+        ids = self._link.call("LRANGE", f"{self._base}:retry", start, start + limit - 1)
+        jobs = self._named([(job_id, "retry") for job_id in dict.fromkeys(ids)])
+        return Page(jobs, f"retry/{start + limit}" if len(ids) == limit else None)
+
     def _dead_page(self, limit: int, position: str) -> Page:
         start = int(position)
         members = self._link.call("ZRANGE", f"{self._base}:dead", start, start + limit - 1)
@@ -156,14 +163,10 @@ class Viewer:
                 ("ZMSCORE", f"{self._base}:scheduled", *ids),
             ]
         )
-        states = [
-            "active" if o is not None else "waiting" if d is None else "scheduled"
-            for o, d in zip(owners, due, strict=True)
-        ]
         return [
             _brief(job_id.decode(), expected, record)
-            for (job_id, expected), record, state in zip(found, packed, states, strict=True)
-            if record is not None and state == expected
+            for (job_id, expected), record, owner, due_ms in zip(found, packed, owners, due, strict=True)
+            if record is not None and _live_state(record, owner, due_ms) == expected
         ]
 
 
@@ -208,8 +211,10 @@ def _job(job_id: str, state: str, packed: bytes) -> dict[str, Any]:
     return {"id": job_id, "state": state, **fields, "enqueued_at": enqueued_ms / 1000}
 
 
-def _waiting_state(packed: bytes) -> str:
-    """`retry` for a job in the retry lane: the fifth number of its record is not 0."""
+def _live_state(packed: bytes, owner: bytes | None, due_ms: bytes | None) -> str:
+    if owner is not None or due_ms is not None:
+        return "active" if owner is not None else "scheduled"
+    # In the retry lane the fifth number of the record is not 0.
     numbers = packed.partition(b"\n")[0].split(b" ")[1:]
     return "retry" if len(numbers) > 4 and numbers[4] != b"0" else "waiting"
 

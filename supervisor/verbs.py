@@ -204,9 +204,7 @@ class Verbs:
         changes = parse_options(given, f"queue {name!r}")
         fixed = [option for option in changes if not OPTIONS[option].live]
         if fixed:
-            raise InvalidOption(
-                f"{fixed[0]} of queue {name!r} takes effect only in a new process: use create, or restart"
-            )
+            raise InvalidOption(f"{fixed[0]} of queue {name!r} takes effect only in a new process: use create")
         unit = self._supervisor.units.get(name)
 
         def changed(answer: Any) -> None:

@@ -87,7 +87,9 @@ COMMANDS = (
         "jobs",
         "list the jobs of a queue",
         NAME,
-        Argument("--state", choices=("waiting", "scheduled", "active", "dead"), help="only jobs in this state"),
+        Argument(
+            "--state", choices=("waiting", "scheduled", "active", "retry", "dead"), help="only jobs in this state"
+        ),
         Argument("--limit", type=int, metavar="N", help="at most so many"),
         Argument("--after", metavar="CURSOR", help="go on where the last page ended"),
     ),

@@ -114,6 +114,8 @@ def test_the_lane_opens_only_while_nothing_else_waits(redis_url: str) -> None:
         worker.turn(want=1)
         fail(worker, "a", "retriable")
         assert (queue.viewer.job("a")["state"], queue.viewer.counts().retry) == ("retry", 1)
+        assert [job["id"] for job in queue.viewer.jobs("retry").jobs] == ["a"]
+        assert [job["id"] for job in queue.viewer.jobs("waiting").jobs] == ["b"]
         assert queue.redis.exists(queue.key("failed")) == 0
         assert retry.claim(retry.lane)[1] == []
         assert worker.turn(want=5) == ["b"], "the main lane never takes it"

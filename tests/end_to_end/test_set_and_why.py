@@ -55,7 +55,7 @@ def test_why_tells_each_state_apart(forq: Forq) -> None:
     assert "running now" in forq.ctl("why", "asked", running_id)
     first, second = forq.ctl("push", "asked", "0"), forq.ctl("push", "asked", "0")
     assert "it is the next one" in forq.ctl("why", "asked", first)
-    assert "1 jobs come before it" in forq.ctl("why", "asked", second)
+    assert "1 job comes before it" in forq.ctl("why", "asked", second)
     later = forq.ctl("push", "asked", "0", "--in", "1h")
     assert "waits for its time" in forq.ctl("why", "asked", later)
     forq.ctl("pause", "asked")

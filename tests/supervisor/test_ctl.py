@@ -249,10 +249,10 @@ def test_job_shows_times_as_iso_8601_and_data_as_json(fake: FakeSupervisor) -> N
     code, out, _ = forqctl(fake, "job", "q", "1")
     assert code == 0
     assert out.splitlines() == [
-        "id            1",
-        'data          {"a":"ü"}',
-        "run_at        -",
-        "enqueued_at   1970-01-01T00:00:00.000Z",
+        "id              1",
+        'data            {"a":"ü"}',
+        "run_at          -",
+        "enqueued_at     1970-01-01T00:00:00.000Z",
         "",
         "STARTED                   ENDED  OUTCOME  CAUSE",
         "2023-11-14T22:13:20.500Z  -      failed   timeout",
@@ -641,7 +641,13 @@ def test_completion_for_bash_offers_commands_and_flags() -> None:
 
     assert offered("forqctl", "re") == ["recover", "remove", "resume", "restart"]
     assert offered("forqctl", "dead", "s") == ["show"]
-    assert offered("forqctl", "--socket", "x", "jobs", "q", "--state", "") == ["waiting", "scheduled", "active", "dead"]
+    assert offered("forqctl", "--socket", "x", "jobs", "q", "--state", "") == [
+        "waiting",
+        "scheduled",
+        "active",
+        "retry",
+        "dead",
+    ]
     assert "--if-exists" in offered("forqctl", "push", "q", "--i")
 
 

@@ -43,7 +43,7 @@ def job(args: Namespace) -> int:
         return 0
     for key, value in result.items():
         if key != "attempts":
-            print(f"{key:<14}{_shown(key, value)}")
+            print(f"{key:<16}{_shown(key, value)}")
     if result.get("attempts"):
         print()
         show_table(
