@@ -31,11 +31,11 @@ local function settle_done(ids, notes)
   redis.call('HDEL', key('jobs'), unpack(ids))
   redis.call('HDEL', key('active'), unpack(ids))
   forget_attempts(ids)
-  unblock(ids)
   redis.call('INCRBY', key('processed:count'), #ids)
   for fence, entries in pairs(notes) do
     if #entries > 0 then note('done ' .. fence .. ' ' .. table.concat(entries, ' ')) end
   end
+  unblock(ids)
 end
 
 -- The ids of `list` that `worker` owns count as done: it ran them, but did not live to say so. Returns the others.
