@@ -241,3 +241,11 @@ def test_what_is_there_can_be_updated_after_max_items_was_lowered(redis_url: str
         queue.create(max_items=1)
         send(queue, Dispatch("second", None))
         assert queue.viewer.job("a")["data"] == "second"
+
+
+def test_a_job_that_is_moved_again_and_again_leaves_no_trail_of_hints(queue: OneQueue) -> None:
+    for number in range(20):
+        queue.producer.enqueue([new_job(number, id="a", priority=5 if number % 2 else 3)])
+    for run_at in (FUTURE, None) * 10:
+        send(queue, Dispatch("there and back", run_at))
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
