@@ -1,0 +1,1 @@
+MUTANT = "FORQ_MUTANT"
