@@ -9,6 +9,11 @@ applies) and its subjects:
     returned 0 ID ID …            promoted 0 ID ID …           updated 0 ID
     blocked 0 ID                  unblocked 0 ID ID …
     cancelled FENCE ID ID …       dropped 0 ID                 created 0 EPOCH     paused 0     resumed 0
+
+Events are in the order in which they can be applied one by one (tests/support/journal_replay.py does). `unblocked`
+after the end of the active job of that id: a job of its own; before `retried` or `returned`: it has updated that one.
+`cancelled` with a fence: the active job, which was marked; without: what was blocked behind it, else what waited.
+Nothing tells whether a job that is not active waits or is scheduled.
 """
 
 from collections.abc import Iterator, Mapping
