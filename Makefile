@@ -11,7 +11,8 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types imports unit kills trees fire bench-drain bench-layouts bench-backlog bench-idle spec-report wheel \
+.PHONY: help setup run test lint types imports unit kills trees fire mutants bench-drain bench-layouts bench-backlog \
+        bench-idle spec-report wheel \
         format clean
 
 help: ## list the targets
@@ -54,6 +55,9 @@ unit: setup ## pytest, without the slow suites
 kills: setup ## 1,000 kill -9s at random moments over 50,000 jobs (SEED=n repeats a run)
 	FORQ_TEST_KILLS=1000 FORQ_TEST_JOBS=50000 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_conservation.py -k random_kills
+
+mutants: setup ## take every guard out of every script: some test must fail
+	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py
 
 trees: setup ## daemonising handlers, 20 times each: delete, shutdown and kill -9 leave no process
 	FORQ_TEST_TREES=20 $(BIN)/pytest --timeout 1800 tests/end_to_end/test_deaths.py -k "no_process"

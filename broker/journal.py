@@ -10,6 +10,11 @@ applies) and its subjects:
     blocked 0 ID                  unblocked 0 ID ID …          failing FENCE ID (its fail job was written)
     cancelled FENCE ID ID …       dropped 0 ID                 created 0 EPOCH     paused 0     resumed 0
     revived FENCE ID              discarded FENCE ID           (FENCE: of the attempt that the dead job ended with)
+
+Events are in the order in which they can be applied one by one (tests/support/journal_replay.py does). `unblocked`
+after the end of the active job of that id: a job of its own; before `retried` or `returned`: it has updated that one.
+`cancelled` with a fence: the active job, which was marked; without: what was blocked behind it, else what waited.
+Nothing tells whether a job that is not active waits or is scheduled.
 """
 
 from collections.abc import Iterator, Mapping

@@ -63,17 +63,24 @@ for i = 1, count do
   if token ~= '' and not stored then tokens[token] = id end
 end
 
-local function items_after()
-  local items = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) + #new
+-- How many items this call adds: what is updated or blocked already is none.
+local function growth()
+  local added, behind = #new, {}
   for _, at in ipairs(changes) do
     local id = ARGV[at]
-    if redis.call('HEXISTS', key('active'), id) == 1 and redis.call('HEXISTS', key('blocked'), id) == 0 then
-      items = items + 1
+    if not behind[id] and redis.call('HEXISTS', key('active'), id) == 1
+      and redis.call('HEXISTS', key('blocked'), id) == 0 then
+      behind[id] = true
+      added = added + 1
     end
   end
-  return items
+  return added
 end
-if max_items > 0 and #new + #changes > 0 and items_after() > max_items then return { FULL, max_items } end
+if max_items > 0 then
+  local added = growth()
+  local items = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked'))
+  if added > 0 and items + added > max_items then return { FULL, max_items } end
+end
 
 for token, id in pairs(tokens) do redis.call('SET', token_key(token), id, 'PX', dedup_ttl_ms) end
 

@@ -1,10 +1,13 @@
-"""A fresh queue per test."""
+"""A fresh queue per test; and for tests/broker/test_mutants.py, a mutated script under all of them."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from tests.support.mutants import use_the_one_asked_for
 from tests.support.one_queue import OneQueue, one_queue
+
+use_the_one_asked_for()
 
 
 @pytest.fixture

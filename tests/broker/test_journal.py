@@ -101,3 +101,26 @@ def test_a_journal_that_is_off_holds_nothing_from_the_start(redis_url: str) -> N
         queue.create(journal=1)
         queue.enqueue("b")
         assert [(event.sequence, event.verb, event.job) for event in queue.events()] == [(1, "enqueued", "b")]
+
+
+def test_what_was_blocked_is_told_after_the_end_of_the_job_it_waited_for(queue: OneQueue) -> None:
+    worker = queue.worker()
+    for end in ("done", "failed"):
+        queue.enqueue("a")
+        worker.turn(want=1)
+        queue.enqueue("a", if_exists="update")
+        worker.turn(done="a" * (end == "done"), failed="a" * (end == "failed"))
+        assert queue.told()[-2:] == [("done" if end == "done" else "dead", "a"), ("unblocked", "a")]
+        queue.producer.cancel("a")
+
+
+def test_the_end_of_a_removed_job_and_of_what_was_blocked_behind_it_are_told_apart(queue: OneQueue) -> None:
+    worker = queue.worker()
+    queue.enqueue("a")
+    worker.turn(want=1)
+    queue.enqueue("a", if_exists="update")
+    queue.producer.remove("a")
+    queue.enqueue("a", if_exists="update")
+    queue.recover(worker, running=True)
+    events = [(event.verb, event.fence) for event in queue.events()[-4:]]
+    assert events == [("cancelled", 0), ("blocked", 0), ("cancelled", int(worker.fence)), ("unblocked", 0)]

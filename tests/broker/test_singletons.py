@@ -225,3 +225,27 @@ def test_the_same_id_twice_in_one_call_is_one_job_with_the_last_data(queue: OneQ
     queue.producer.enqueue([new_job(1, id="a"), new_job(2, id="a")])
     assert queue.viewer.job("a")["data"] == 2
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+
+
+def test_an_active_id_twice_in_one_call_is_one_item_more(redis_url: str) -> None:
+    with one_queue(redis_url, max_items=2) as queue:
+        queue.enqueue("a")
+        queue.worker().turn(want=1)
+        assert queue.enqueue("a", "a", if_exists="update") == ["a", "a"]
+        assert queue.viewer.counts().blocked == 1
+
+
+def test_what_is_there_can_be_updated_after_max_items_was_lowered(redis_url: str) -> None:
+    with one_queue(redis_url) as queue:
+        queue.enqueue("a", "b")
+        queue.create(max_items=1)
+        send(queue, Dispatch("second", None))
+        assert queue.viewer.job("a")["data"] == "second"
+
+
+def test_a_job_that_is_moved_again_and_again_leaves_no_trail_of_hints(queue: OneQueue) -> None:
+    for number in range(20):
+        queue.producer.enqueue([new_job(number, id="a", priority=5 if number % 2 else 3)])
+    for run_at in (FUTURE, None) * 10:
+        send(queue, Dispatch("there and back", run_at))
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})

@@ -1,14 +1,67 @@
-"""What a queue should hold, in plain Python: which jobs exist, in which state, and what the counters say."""
+"""What a queue should hold, in plain Python: which jobs exist, in which state, and what the counters say.
 
-from dataclasses import dataclass, field
+Dispatches that are blocked behind an active job are kept one by one and applied in their order; the scripts fold them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+MAX_RETRIES = 2
+MAX_ITEMS = 7
+ATTEMPTS_KEPT = 10
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One enqueue of an id."""
+
+    data: int
+    priority: int = 5
+    run_at: int = 0  # ms; 0: at once
+    update_data: bool = True
+    update_run_at: bool | str = True
+    reset: bool | None = None
+
+    def new(self) -> "ModelJob":
+        return ModelJob(self.data, self.priority, self.run_at)
+
+    def on(self, job: "ModelJob") -> None:
+        at = self.run_at
+        run_at = {True: at, False: job.run_at, "if_later": max(job.run_at, at), "if_earlier": min(job.run_at, at)}
+        job.run_at = run_at[self.update_run_at]
+        if self.update_data:
+            job.data, job.priority = self.data, self.priority
+        if self.update_data if self.reset is None else self.reset:
+            job.retries = job.stalls = job.attempts = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a handler failed; `retry_at` in ms, None: it left that to the backoff."""
+
+    permanent: bool = False
+    retry_at: int | None = None
 
 
 @dataclass
 class ModelJob:
+    data: int
     priority: int
+    run_at: int = 0  # ms; 0 while it waits or runs
+    scheduled: bool = False
     owner: str | None = None  # WORKER:FENCE while it is active
     removed: bool = False
+    retries: int = 0
     stalls: int = 0
+    attempts: int = 0
+    blocked: list[Dispatch] = field(default_factory=list)
+
+    @property
+    def waits(self) -> bool:
+        return self.owner is None and not self.scheduled
+
+    def tried(self) -> None:
+        self.attempts = min(self.attempts + 1, ATTEMPTS_KEPT)
 
 
 @dataclass
@@ -25,13 +78,23 @@ class ModelWorker:
     # Registered with Redis, as opposed to what the worker knows: they differ after a lost reply.
     turn: int = 0
     shift: int = 0
-    # What it sends again after a lost reply: (done, failed, fence).
-    unsettled: tuple[str, str, str] | None = None
+    # What it sends again after a lost reply: (done, failed, how it failed, fence).
+    unsettled: tuple[str, str, Failure, str] | None = None
     rescued: bool = False
+
+
+class Full(Exception):
+    """max_items is reached."""
+
+
+class Taken(Exception):
+    """The id is there, and the call said that it must not be."""
 
 
 @dataclass
 class ModelQueue:
+    now_ms: int
+    backoff_ms: tuple[int, ...]  # after the first failure, the second ...
     jobs: dict[str, ModelJob] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
     processed: int = 0
@@ -39,42 +102,128 @@ class ModelQueue:
     paused: bool = False
     last_fence: int = 0
 
+    def enqueue(self, ids: list[str], dispatch: Dispatch, if_exists: str, token: str | None) -> list[str]:
+        """What the call answers; raises Taken or Full, and then nothing has changed."""
+        if token in self.tokens:
+            return [self.tokens[token or ""]] * len(ids)
+        if if_exists == "refuse" and (len(set(ids)) < len(ids) or set(ids) & set(self.jobs)):
+            raise Taken
+        new = set(ids) - set(self.jobs)
+        behind = {job_id for job_id in set(ids) - new if self.jobs[job_id].owner and not self.jobs[job_id].blocked}
+        growth = len(new) + (len(behind) if if_exists == "update" else 0)
+        if growth and self.items() + growth > MAX_ITEMS:
+            raise Full
+        for job_id in ids:
+            self._dispatch(job_id, dispatch, if_exists)
+        if token:
+            self.tokens[token] = ids[0]
+        return ids
+
+    def items(self) -> int:
+        return len(self.jobs) + sum(bool(job.blocked) for job in self.jobs.values())
+
+    def _dispatch(self, job_id: str, dispatch: Dispatch, if_exists: str) -> None:
+        job = self.jobs.get(job_id)
+        if job is None:
+            self.jobs[job_id] = self._ready(dispatch.new())
+        elif if_exists == "update" and job.owner:
+            job.blocked.append(dispatch)
+        elif if_exists == "update":
+            dispatch.on(job)
+            self._ready(job)
+
+    def _ready(self, job: ModelJob) -> ModelJob:
+        job.scheduled = job.run_at > self.now_ms
+        job.run_at = job.run_at if job.scheduled else 0
+        return job
+
+    def _end(self, job_id: str) -> None:
+        """The active job is over: what is blocked behind it becomes a job of its own."""
+        first, *others = self.jobs.pop(job_id).blocked or (None,)
+        if first is None:
+            return
+        job = first.new()
+        for dispatch in others:
+            if dispatch:
+                dispatch.on(job)
+        self.jobs[job_id] = self._ready(job)
+
+    def _come_back(self, job: ModelJob, run_at: int) -> None:
+        """The active job is to run again: what is blocked behind it updates it."""
+        job.owner, job.run_at = None, run_at
+        for dispatch in job.blocked:
+            dispatch.on(job)
+        job.blocked = []
+        self._ready(job)
+
+    def cancel(self, job_id: str, *, even_active: bool) -> bool:
+        """Whether there was something to take away."""
+        job = self.jobs.get(job_id)
+        if job is None:
+            return False
+        if job.owner is None:
+            del self.jobs[job_id]
+            return True
+        was_blocked, job.blocked = bool(job.blocked), []
+        job.removed = job.removed or even_active
+        return was_blocked or even_active
+
+    def pass_time(self, ms: int) -> None:
+        """Everything that is to happen comes closer; `now_ms` stays where it is."""
+        for job in self.jobs.values():
+            job.run_at = max(0, job.run_at - ms)
+            job.blocked = [replace(dispatch, run_at=max(0, dispatch.run_at - ms)) for dispatch in job.blocked]
+
+    def promote(self) -> None:
+        for job in self.jobs.values():
+            if job.scheduled:
+                self._ready(job)
+
     def owned(self, worker: ModelWorker) -> list[str]:
         return [job_id for job_id, job in self.jobs.items() if (job.owner or "").partition(":")[0] == worker.name]
 
     def owns(self, worker: ModelWorker, job_id: str) -> bool:
         return job_id in self.owned(worker)
 
-    def settle(self, worker: ModelWorker, done: str, failed: str, fence: str) -> list[str]:
+    def settle(self, worker: ModelWorker, done: str, failed: str, how: Failure, fence: str) -> list[str]:
         """The ids that are refused."""
         refused = []
         for job_id in done + failed:
             job = self.jobs.get(job_id)
             if job is None or job.owner != f"{worker.name}:{fence}":
                 refused.append(job_id)
-                continue
-            del self.jobs[job_id]
-            if job_id in done:
+            elif job_id in done:
                 self.processed += 1
-            elif not job.removed:
+                self._end(job_id)
+            elif job.removed:
+                self._end(job_id)
+            elif how.permanent or job.retries >= MAX_RETRIES:
                 self.dead += 1
+                self._end(job_id)
+            else:
+                backoff = self.backoff_ms[job.retries]
+                job.tried()
+                job.retries += 1
+                self._come_back(job, self.now_ms + backoff if how.retry_at is None else how.retry_at)
         return refused
 
     def ran(self, worker: ModelWorker, job_ids: str) -> None:
         """Done without a word of the worker."""
         for job_id in job_ids:
             if self.owns(worker, job_id):
-                del self.jobs[job_id]
                 self.processed += 1
+                self._end(job_id)
 
-    def hand_back(self, worker: ModelWorker, job_ids: list[str], stalled: str | None = None) -> None:
+    def hand_back(self, job_ids: Iterable[str], running: str | None = None, *, count: bool = False) -> None:
         for job_id in job_ids:
             job = self.jobs[job_id]
             if job.removed:
-                del self.jobs[job_id]
+                self._end(job_id)
                 continue
-            job.owner = None
-            job.stalls += job_id == stalled
+            if job_id == running:
+                job.tried()
+                job.stalls += count
+            self._come_back(job, 0)
 
     def claim(self, worker: ModelWorker, job_ids: list[str], fence: str) -> None:
         assert int(fence) > self.last_fence, "fences grow"
@@ -83,14 +232,14 @@ class ModelQueue:
         priorities = [self.jobs[job_id].priority for job_id in job_ids]
         assert priorities == sorted(priorities)
         for job_id in job_ids:
-            assert self.jobs[job_id].owner is None, f"{job_id} is active twice"
+            assert self.jobs[job_id].waits, f"{job_id} is active twice, or begun before its time"
             self.jobs[job_id].owner = f"{worker.name}:{fence}"
 
     def lose_worker(self, worker: ModelWorker, *, count: bool) -> None:
         """The worker is gone; its last visible position tells what it ran."""
-        stalled = None
+        running = None
         if worker.seen_turn == worker.turn:
             self.ran(worker, worker.batch[: worker.index])
-            if worker.running and count:
-                stalled = worker.batch[worker.index]
-        self.hand_back(worker, self.owned(worker), stalled)
+            if worker.running:
+                running = worker.batch[worker.index]
+        self.hand_back(self.owned(worker), running, count=count)

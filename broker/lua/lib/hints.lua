@@ -41,7 +41,10 @@ local function forget_hint(priority, id)
   -- Stale hints at the end go at once: however often jobs come and are cancelled, the list does not grow.
   for _ = 1, TRIMMED_PER_CALL do
     local last = redis.call('LINDEX', list, -1)
-    if not last or redis.call('HEXISTS', key('jobs'), last) == 1 or not ignore_hint(priority, last) then return end
+    if not last then return end
+    -- The hints of other jobs keep their places; this one has no more place here, even if it waits elsewhere.
+    if last ~= id and redis.call('HEXISTS', key('jobs'), last) == 1 then return end
+    if not ignore_hint(priority, last) then return end
     redis.call('RPOP', list)
     if priority ~= LANE then count_hints(priority, -1) end
   end

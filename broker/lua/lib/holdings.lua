@@ -31,11 +31,11 @@ local function settle_done(ids, notes)
   redis.call('HDEL', key('jobs'), unpack(ids))
   redis.call('HDEL', key('active'), unpack(ids))
   forget_attempts(ids)
-  unblock(ids)
   redis.call('INCRBY', key('processed:count'), #ids)
   for fence, entries in pairs(notes) do
     if #entries > 0 then note('done ' .. fence .. ' ' .. table.concat(entries, ' ')) end
   end
+  unblock(ids)
 end
 
 -- The ids of `list` that `worker` owns count as done: it ran them, but did not live to say so. Returns the others.
@@ -80,6 +80,7 @@ local function hand_back(worker, list, running, cause, counted, kept)
     local stale = not owned and id ~= '' and ignore_hint('5', id)
     if owned and (is_removed(owner) or not record) then
       removed[#removed + 1] = id
+      note('cancelled ' .. fence_of(owner) .. ' ' .. id)
     elseif owned or (id ~= '' and not stale and record and not owner) then
       if owned and id == running then
         add_attempt(id, counted and 'stalled' or 'interrupted', cause)
@@ -109,7 +110,6 @@ local function hand_back(worker, list, running, cause, counted, kept)
   if #removed > 0 then
     redis.call('HDEL', key('jobs'), unpack(removed))
     forget_attempts(removed)
-    note_ids('cancelled', 0, removed)
     unblock(removed)
   end
   note_ids('returned', 0, returned)

@@ -1,0 +1,133 @@
+"""A real queue against its model: everything that must hold after each step."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from forq.broker.journal import read_entry
+from forq.broker.record import unpack
+from tests.support.journal_replay import Replay
+from tests.support.one_queue import OneQueue, State
+from tests.support.queue_model import ModelQueue
+
+MINUTE_MS = 60_000
+
+
+@dataclass(frozen=True)
+class Times:
+    """What State leaves out."""
+
+    scheduled: dict[str, int]  # id -> ms
+    blocked: set[str]
+    attempts: dict[str, int]
+
+
+class Checks:
+    def __init__(self, queue: OneQueue, model: ModelQueue) -> None:
+        self._queue = queue
+        self._model = model
+        self._replay = Replay()
+        self._read_up_to = b"-"
+
+    def all(self) -> None:
+        state, times = self._queue.state(), self._times()
+        self._check_jobs(state)
+        self._check_times(times)
+        self._check_hints(state)
+        self._check_waking(state)
+        self._check_counts()
+        self._check_journal()
+
+    def claimable(self, state: State) -> int:
+        """Waiting jobs whose hint cannot be anywhere but in the pending lists (a lower bound)."""
+        return sum(
+            state.waiting.get(job.priority, []).count(job_id) > state.stale.get(f"{job.priority}:{job_id}", 0)
+            for job_id, job in self._model.jobs.items()
+            if job.waits
+        )
+
+    def _times(self) -> Times:
+        with self._queue.redis.pipeline(transaction=False) as look:
+            look.zrange(self._queue.key("scheduled"), 0, -1, withscores=True)
+            look.hkeys(self._queue.key("blocked"))
+            look.hgetall(self._queue.key("attempts"))
+            scheduled, blocked, attempts = look.execute()
+        return Times(
+            {job_id.decode(): int(due) for job_id, due in scheduled},
+            {job_id.decode() for job_id in blocked},
+            {job_id.decode(): len(lines.splitlines()) for job_id, lines in attempts.items()},
+        )
+
+    def _check_jobs(self, state: State) -> None:
+        """Every job exists and is what it should be, and an active one is in the list of its one owner."""
+        jobs = self._model.jobs
+        records = {job_id: unpack(packed) for job_id, packed in state.records.items()}
+        seen = {
+            job_id: (record.data, record.priority, record.retry_count, record.stall_count, record.timeout_count)
+            for job_id, record in records.items()
+        }
+        assert seen == {job_id: (job.data, job.priority, job.retries, job.stalls, 0) for job_id, job in jobs.items()}
+        assert state.owners == {
+            job_id: job.owner + (":removed" if job.removed else "") for job_id, job in jobs.items() if job.owner
+        }
+        for job_id, name in state.active.items():
+            assert job_id in state.processing.get(name, []), f"{name} owns {job_id} and does not hold it"
+
+    def _check_times(self, times: Times) -> None:
+        jobs = self._model.jobs
+        assert set(times.scheduled) == {job_id for job_id, job in jobs.items() if job.scheduled}
+        for job_id, due in times.scheduled.items():
+            # A backoff begins when the script runs, which the model knows to the minute only.
+            assert abs(due - jobs[job_id].run_at) < MINUTE_MS, f"{job_id} is due at another time"
+            jobs[job_id].run_at = due
+        assert times.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
+        assert all(jobs[job_id].owner for job_id in times.blocked)
+        assert times.attempts == {job_id: job.attempts for job_id, job in jobs.items() if job.attempts}
+
+    def _check_hints(self, state: State) -> None:
+        """As many hints as there are stale ones and waiting jobs: fewer would lose a job, more run it twice."""
+        hints = Counter(f"{priority}:{job_id}" for priority, ids in state.waiting.items() for job_id in ids)
+        moved = [job_id for name in state.processing for job_id in self._not_begun(state, name) if job_id]
+        hints += Counter(f"5:{job_id}" for job_id in moved)
+        live = Counter(f"{job.priority}:{job_id}" for job_id, job in self._model.jobs.items() if job.waits)
+        assert hints == live + Counter(state.stale)
+        others = sum(len(ids) for priority, ids in state.waiting.items() if priority != 5)
+        assert int(state.counts.get("other_hints", 0)) == others
+
+    def _not_begun(self, state: State, name: str) -> list[str]:
+        left = list(state.processing[name])
+        for job_id, owner in state.active.items():
+            if owner == name:
+                left.remove(job_id)
+        return left
+
+    def _check_waking(self, state: State) -> None:
+        """One token at most; and work that can be claimed finds a list in which an idle worker waits not empty."""
+        assert state.tokens <= 1
+        under_way = any(self._not_begun(state, name) for name in state.processing)
+        if self.claimable(state) and not self._model.paused and not under_way:
+            assert state.tokens or state.waiting.get(5)
+
+    def _check_counts(self) -> None:
+        jobs = self._model.jobs.values()
+        counts = self._queue.viewer.counts()
+        assert counts.waiting == sum(job.waits for job in jobs)
+        assert counts.scheduled == sum(job.scheduled for job in jobs)
+        assert counts.blocked == sum(bool(job.blocked) for job in jobs)
+        assert counts.active == sum(job.owner is not None for job in jobs)
+        assert (counts.processed, counts.dead, counts.dropped) == (self._model.processed, self._model.dead, 0)
+        assert counts.failed_total == self._model.dead
+        assert counts.paused == self._model.paused
+
+    def _check_journal(self) -> None:
+        """Replayed from its beginning it gives what is there; each step adds what it added."""
+        for entry_id, fields in self._queue.redis.xrange(self._queue.key("events"), self._read_up_to):
+            for event in read_entry(entry_id, fields):
+                self._replay.feed(event)
+            self._read_up_to = b"(" + entry_id
+        jobs = self._model.jobs
+        assert self._replay.ready == {job_id for job_id, job in jobs.items() if job.owner is None}
+        assert self._replay.active == {
+            job_id: int(job.owner.partition(":")[2]) for job_id, job in jobs.items() if job.owner
+        }
+        assert self._replay.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
+        assert self._replay.dropped == 0
