@@ -279,7 +279,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.model.hand_back(job_id for job_id in self.model.owned(worker) if job_id != running)
         worker.shift, worker.rescued = worker.index, True
 
-    @rule(job_id=IDS, even_active=SELDOM)
+    @rule(job_id=IDS, even_active=st.booleans())
     def take_away(self, job_id: str, even_active: bool) -> None:
         call = self.queue.producer.remove if even_active else self.queue.producer.cancel
         assert call(job_id) == self.model.cancel(job_id, even_active=even_active)
