@@ -56,7 +56,8 @@ class Registry:
         if reply[0] != OK:
             raise error_for(name, reply)
         if fail_options is not None:
-            self._make(fail_queue(name), "fail", defaults, fail_options)
+            paused = self._link.call("HGET", f"{queue_base(self._prefix, name)}:options", "paused") or 0
+            self._make(fail_queue(name), "fail", defaults, {**fail_options, "paused": paused})
         return self._make(name, mode, defaults, options)
 
     def _make(self, name: str, mode: str, defaults: Mapping[str, object], options: Mapping[str, object]) -> bool:
@@ -120,6 +121,8 @@ class Registry:
         # Somebody may have made the queue again between its end and the mark in the registry.
         mode = self._link.call("HGET", f"{base}:options", "mode")
         if mode is None:
+            # Once more: whoever deleted the queue may have died before it came to its fail queue.
+            self._delete_fail_queue(name)
             self._link.call("HDEL", self._key, name)
         else:
             self._link.run(script("retire"), self._key, name, mode)

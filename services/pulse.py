@@ -37,6 +37,8 @@ WATCH_SECONDS = 0.02
 RESCUE_AFTER_MS = 20.0
 # Looks without any batch in sight before pulse stops looking.
 QUIET_LOOKS = 50
+# Further ahead than this nothing is planned: heartbeats tell of the next job again and again.
+LONGEST_TIMER_MS = 3_600_000
 # How long children get to end by themselves when the supervisor is gone.
 OWN_END_SECONDS = 0.3
 
@@ -138,8 +140,8 @@ class Pulse:
             return
         for channel, delay_ms in heard:
             queue = queue_of_channel(channel)
-            if queue in self._queues:
-                self._promote_in(queue, int(delay_ms))
+            if queue in self._queues and delay_ms.isdigit():
+                self._promote_in(queue, min(int(delay_ms), LONGEST_TIMER_MS))
 
     def _promote_in(self, queue: str, delay_ms: int | None) -> None:
         """Keeps one timer per queue, for its next job."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from forq.broker.producing import MAX_SECONDS
 from forq.broker.record import unpack
 from forq.errors import InvalidData
 from forq.job import Job
@@ -120,8 +121,12 @@ def _retry_at_ms(exc: BaseException) -> int | None:
     try:
         when = getattr(exc, "retry_at", None)
         if isinstance(when, datetime):
-            return round(when.timestamp() * 1000) if when.tzinfo is not None else None
-        return round(when * 1000) if isinstance(when, int | float) and not isinstance(when, bool) else None
+            when = when.timestamp() if when.tzinfo is not None else None
+        if isinstance(when, bool) or not isinstance(when, int | float):
+            return None
+        if not 0 <= when <= MAX_SECONDS:
+            raise ValueError(f"retry_at = {when} is not a time in epoch seconds")
+        return round(when * 1000)
     except Exception:  # the user's own property, a date out of range, NaN
         log.warning("retry_at of an exception cannot be used exception=%s", type(exc).__name__)
         return None

@@ -134,6 +134,11 @@ class WorkerLoop:
             self._run_batch(batch)
         return bool(batch)
 
+    def settle(self) -> None:
+        """Says what ran, without claiming anything."""
+        if self._unsettled:
+            self._turn(keep=0, want=0)
+
     def _claim(self) -> Claimed:
         """Settles what ran, claims the next batch."""
         turn = self._turn(keep=0, want=self._want)

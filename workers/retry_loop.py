@@ -40,7 +40,11 @@ class RetryLoop:
             return
         on_ready()
         while not self.stopping:
-            if not any(loop.serve() for loop in self._all) and not self.stopping:
+            served = next((loop for loop in self._all if loop.serve()), None)
+            if served is not None:
+                # Before the other queue's turn: that one would move the position away from what ran here.
+                served.settle()
+            elif not self.stopping:
                 self._lane.rest()
         for loop in self._all:
             loop.leave()

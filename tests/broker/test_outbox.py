@@ -93,7 +93,7 @@ def test_eviction_puts_lines_in_hand_before_all_others_and_rings(queue: OneQueue
 def test_a_silent_processor_that_only_collected_is_evicted_by_a_heartbeat(queue: OneQueue) -> None:
     fill(queue, "1")
     Outbox(queue.link, DEFAULT_PREFIX, "silent", 1).collect("q")
-    wait_until(lambda: queue.redis.zscore(queue.key("processors"), "silent") < _now_ms(queue))
+    wait_until(lambda: queue.redis.zscore(queue.key("processors"), "silent") + 1 < _now_ms(queue))
     queue.redis.hset(queue.key("counts"), mapping={"last_beat_ms": int(_now_ms(queue)), "sweep_after_ms": 0})
     assert queue.keeper("p2").heartbeat("q", EXPIRY_MS, [Position("w", 0, 0, False)]).evicted == ["silent"]
     assert lines_of(queue) == [b"1"]

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
-from forq import Job, Permanent
+from forq import Job, Permanent, RetryAt
 from forq.broker.record import pack_body
 from forq.workers.attempt import Attempts, read_job
 from forq.workers.handlers import Handlers
@@ -79,3 +79,17 @@ def test_a_type_without_a_handler_fails_for_good_and_says_which_there_are() -> N
 @pytest.mark.parametrize("record", [b"", b"rubbish", b"p5 1\n{not json", b"p5 x\n[null,null,1]", b"c5 1 2\n[1,2,3]"])
 def test_a_broken_record_is_a_failure_and_not_the_end_of_the_worker(record: bytes) -> None:
     assert attempt(lambda data, job: None, record)["name"] == "InvalidData"
+
+
+@pytest.mark.spec("Q37")
+@pytest.mark.parametrize(
+    ("retry_at", "expected"),
+    [(1700000000.5, 1700000000500), (None, None), ("soon", None), (1e30, None), (-1, None), (float("nan"), None)],
+)
+def test_only_a_time_that_can_be_used_is_taken_from_an_exception(retry_at: Any, expected: int | None) -> None:
+    def handle(data: Any, job: Job) -> None:
+        raise RetryAt(retry_at)
+
+    failure = Attempts("q", Handlers({"mail": handle})).attempt("id1", PLAIN, 9)
+    assert failure is not None
+    assert failure.retry_at_ms == expected

@@ -208,3 +208,13 @@ def test_whoever_watches_is_told_of_every_batch() -> None:
     rig.step()
     rig.step()
     assert rig.batches == [1, 2]
+
+
+def test_settle_says_what_ran_and_claims_nothing() -> None:
+    """The retry child settles before it looks at its other queue: the position would be lost otherwise."""
+    rig = Rig(lambda data, job: None, jobs("a"), NOTHING)
+    rig.step()
+    rig.loop.settle()
+    assert (rig.consumer.calls[1].done[::3], rig.consumer.calls[1].want) == ([b"a"], 0)
+    rig.loop.settle()
+    assert len(rig.consumer.calls) == 2

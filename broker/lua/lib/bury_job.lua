@@ -44,8 +44,12 @@ local function bury_job(id, fence, micros, record, error, brief)
   redis.call('ZADD', key('dead'), now_ms, member)
   redis.call('INCR', key('failed:count'))
   note('dead ' .. fence .. ' ' .. id .. ' ' .. micros)
-  local job = read_record(record)
-  if job and not parent then
+  -- Of a broken record nothing but its id is known; that is told all the same.
+  local job = read_record(record) or {
+    priority = '5', enqueued_ms = string.format('%.0f', now_ms), retries = 0, stalls = 0, timeouts = 0, lane = 0,
+    body = '[null,null,null]',
+  }
+  if not parent then
     add_to_outbox(id, fence, job, error)
     if option('fail_handler') == 1 then add_fail_job(id, fence, job, brief) end
   end

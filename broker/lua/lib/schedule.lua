@@ -1,7 +1,7 @@
 -- Jobs that wait for a time: `scheduled`, ids by due time (ms), with a sequence in the fraction so that equal times
 -- keep their order. Whoever changes the head tells pulse, which keeps the timers: PUBLISH key('due') ms-until-due.
 
-local SEQUENCE_STEPS = 4096  -- what a double leaves below a millisecond
+local SEQUENCE_STEPS = 4096  -- what a double leaves below a millisecond; beyond that many, ties go by id
 local PROMOTED_PER_CALL = 200
 
 local function next_due_ms()
@@ -11,9 +11,14 @@ end
 
 local function schedule(id, due_ms)
   local head = next_due_ms()
-  local sequence = redis.call('HINCRBY', key('counts'), 'schedule_sequence', 1)
-  redis.call('ZADD', key('scheduled'), due_ms + (sequence % SEQUENCE_STEPS) / SEQUENCE_STEPS, id)
-  if not head or due_ms < head then redis.call('PUBLISH', key('due'), math.max(0, due_ms - now_ms)) end
+  redis.call('ZREM', key('scheduled'), id)
+  local last = redis.call('ZREVRANGEBYSCORE', key('scheduled'), '(' .. string.format('%.0f', due_ms + 1),
+    string.format('%.0f', due_ms), 'WITHSCORES', 'LIMIT', 0, 1)
+  local step = last[2] and math.min((tonumber(last[2]) - due_ms) * SEQUENCE_STEPS + 1, SEQUENCE_STEPS - 1) or 0
+  redis.call('ZADD', key('scheduled'), due_ms + step / SEQUENCE_STEPS, id)
+  if not head or due_ms < head then
+    redis.call('PUBLISH', key('due'), string.format('%.0f', math.max(0, due_ms - now_ms)))
+  end
 end
 
 -- Makes a stored job waiting in its place, or scheduled if its time is ahead.
