@@ -78,7 +78,8 @@ def test_a_fail_job_is_tried_again_and_ends_in_its_own_dead_list(queue: OneQueue
     retry.claim(retry.fails, failed=[fail_id, fence, 1, ERROR, BRIEF, "retriable", "", "0.5"])
     assert queue.redis.zcard(queue.key("fail:dead")) == 1
     assert (queue.viewer.counts().failed, queue.viewer.counts().dead) == (0, 1)
-    assert queue.redis.llen(queue.key("outbox")) == 1, "only the queue's own jobs go to the failed log"
+    assert queue.redis.llen(queue.key("outbox")) == 1
+    assert not queue.redis.exists(queue.key("fail:outbox")), "only the queue's own jobs go to the failed log"
 
 
 @pytest.mark.spec("Q39")
