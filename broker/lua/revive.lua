@@ -29,7 +29,9 @@ local function revive(member, packed)
   local priority, body = read_dead(packed)
   if not id or not body then return BROKEN end
   if redis.call('HEXISTS', key('jobs'), id) == 1 then return EXISTS end
-  if max_items > 0 and redis.call('HLEN', key('jobs')) >= max_items then return FULL end
+  if max_items > 0 and redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) >= max_items then
+    return FULL
+  end
   redis.call('HSET', key('jobs'), id, 'p' .. priority .. string.format(' %.0f\n', now_ms) .. body)
   push_back(priority, { id })
   redis.call('HDEL', key('dead:jobs'), member)

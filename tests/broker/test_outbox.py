@@ -170,3 +170,11 @@ def test_the_bell_names_the_queues_and_tells_when_the_server_has_gone(server: Se
     assert not bell.connected
     with pytest.raises(RedisUnavailable):
         bell.connect()
+
+
+def test_forgetting_other_lines_than_those_in_hand_changes_nothing(queue: OneQueue) -> None:
+    fill(queue, "1", "2")
+    scribe = outbox(queue, "p1")
+    taken = scribe.collect("q")
+    assert not scribe.forget("q", [b"9", b"8"])
+    assert scribe.collect("q") == taken
