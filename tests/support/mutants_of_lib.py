@@ -671,7 +671,7 @@ MUTANTS_OF_LIB = (
     ),
     Mutant(
         "lib/schedule.lua",
-        "due_ms + step / SEQUENCE_STEPS",
+        "due_ms + step / steps",
         "due_ms",
         "jobs that are due together lose their order",
         "retry test_what_is_due_at_the_same_time_keeps_its_order",
