@@ -4,8 +4,11 @@ from collections.abc import Mapping
 
 from forq.options import Value, defaults
 
-_AS_IS = ("max_items", "max_data", "max_retries", "retry_lane_retries", "jitter", "dead_max", "journal", "journal_max")
-_AS_MS = ("min_backoff", "max_backoff", "dead_ttl", "dedup_ttl")
+_AS_IS = (
+    *("max_items", "max_data", "max_retries", "max_stalls", "max_timeouts", "retry_lane_retries", "jitter"),
+    *("size", "priority", "dead_max", "journal", "journal_max"),
+)
+_AS_MS = ("timeout", "min_backoff", "max_backoff", "dead_ttl", "dedup_ttl")
 
 
 def stored(options: Mapping[str, Value]) -> dict[str, int]:
@@ -21,8 +24,16 @@ def stored_for_fail_queue(options: Mapping[str, Value]) -> dict[str, int]:
 
 
 def changed_for_fail_queue(options: Mapping[str, Value]) -> dict[str, int]:
-    """Those of `options` that concern the fail queue, under its own names."""
-    return stored({name.removeprefix("fail_"): value for name, value in options.items() if name.startswith("fail_")})
+    """Those of `options` that concern the fail queue, under its own names.
+
+    A fail handler that hangs or kills its process is tried as often as one that raises.
+    """
+    own = {name.removeprefix("fail_"): value for name, value in options.items() if name.startswith("fail_")}
+    if "max_retries" in own:
+        own["max_stalls"] = own["max_timeouts"] = own["max_retries"]
+    if "priority" in options:
+        own["priority"] = options["priority"]
+    return stored(own)
 
 
 def stored_defaults() -> dict[str, int]:

@@ -20,6 +20,7 @@ from forq.names import shown
 from forq.options import Option, QueueSpec, Value, defaults, nearest
 from forq.supervisor.embedded import check_socket_path
 
+UNITS_PER_CPU = 100
 DEFAULT_FILE = Path("/etc/forq/forq.toml")
 ENVIRONMENT = {"state_dir": "FORQ_STATE_DIR", "socket": "FORQ_SOCKET", "redis": "FORQ_REDIS"}
 
@@ -41,6 +42,8 @@ class Config:
     expiry_seconds: float
     stop_grace_seconds: float
     failed_log_max: int
+    capacity: int
+    capacity_aging_seconds: float
     control_group: str | None
     cgroup: str
     embedded_server: str | None
@@ -155,6 +158,8 @@ def _assemble(
         expiry_seconds=float(_or_default("expiry", values)),
         stop_grace_seconds=float(_or_default("stop_grace", values)),
         failed_log_max=int(_or_default("failed_log_max", values)),
+        capacity=int(_or_default("capacity", values)) or UNITS_PER_CPU * len(os.sched_getaffinity(0)),
+        capacity_aging_seconds=float(_or_default("capacity_aging", values)),
         control_group=cast(str | None, values["control_group"]),
         cgroup=str(values["cgroup"] or "auto"),
         embedded_server=cast(str | None, values["embedded_server"]),
@@ -178,7 +183,17 @@ def _check_together(config: Config, given: Mapping[str, Given]) -> None:
         )
     if len(config.queues) > config.max_queues:
         raise ConfigError(f"{config.file}: {len(config.queues)} queues, but max_queues = {config.max_queues}")
+    for queue in config.queues:
+        options = config.options_of(queue)
+        check_size(options, config.capacity, f"{config.file}: [queues.{queue.name}]")
     check_socket_path(config.socket)
+
+
+def check_size(options: Mapping[str, Value], capacity: int, where: str) -> None:
+    """A job that needs more than there is would wait for ever."""
+    for name in ("size", "fail_size"):
+        if options.get(name, 0) > capacity:
+            raise ConfigError(f"{where}: {name} = {options[name]} is not allowed: capacity is {capacity} units")
 
 
 def shown_url(url: str) -> str:
@@ -261,6 +276,8 @@ _NUMBERS = {
         Option("max_queues", "int", 1000, 1, 100_000, "queues that may exist"),
         Option("heartbeat", "duration", 5.0, 0.05, 3600.0, "how often the supervisor tells Redis that it lives"),
         Option("expiry", "duration", 15.0, 0.1, 86400.0, "how long it is believed to live without a heartbeat"),
+        Option("capacity", "int", 0, 0, 10**9, "units that running jobs may hold (0 = 100 per CPU)"),
+        Option("capacity_aging", "duration", 1.0, 0.001, 86400.0, "waiting time that counts as one level of priority"),
         Option("stop_grace", "duration", 10.0, 0.0, 86400.0, "stop_grace of the queues that do not set their own"),
         Option(
             "failed_log_max", "size", 64 * 1024**2, 64 * 1024, 64 * 1024**3, "size at which a failed log is rotated"

@@ -98,6 +98,14 @@ class Option:
 _TABLE = (
     Option("max_items", "int", 0, 0, 10**12, "jobs the queue may hold; an enqueue past it is refused (0 = no limit)"),
     Option("concurrency", "int", 1, 1, 256, "workers in the queue's process", live=False),
+    Option("size", "int", 10, 1, 10**6, "units of the supervisor's capacity that a running job holds"),
+    Option("priority", "int", 0, -100, 100, "which queue gets capacity first when it is short: the higher one"),
+    Option("timeout", "duration", 60.0, 0.0, 365 * _DAY, "how long one attempt may take (0 = as long as it likes)"),
+    Option("max_timeouts", "int", 3, 0, 10**6, "attempts that may time out before a job is dead"),
+    Option("max_stalls", "int", 3, 0, 10**6, "attempts that may die with their process before a job is dead"),
+    Option("max_jobs", "int", 0, 0, 10**9, "jobs after which the process is replaced (0 = never)", live=False),
+    Option("max_age", "duration", 0.0, 0.0, 365 * _DAY, "age at which it is replaced, after a job", live=False),
+    Option("max_memory", "size", 0, 0, 1024 * _GB, "memory (PSS) at which it is replaced, after a job", live=False),
     Option("stop_grace", "duration", 10.0, 0.0, _DAY, "how long a running job may go on when its process has to stop"),
     Option("max_retries", "int", 10, 0, 10**6, "attempts after the first one before a job is dead"),
     Option("min_backoff", "duration", 2.0, 0.0, 3650 * _DAY, "the wait before the first retry; it doubles each time"),
@@ -107,6 +115,10 @@ _TABLE = (
     Option("fail_max_retries", "int", 100, 0, 10**6, "how often a failed fail handler is tried again"),
     Option("fail_min_backoff", "duration", 10.0, 0.0, 3650 * _DAY, "the wait before its first retry; it doubles"),
     Option("fail_max_backoff", "duration", 900.0, 0.0, 3650 * _DAY, "the longest wait before its retry"),
+    Option(
+        "fail_timeout", "duration", 60.0, 0.0, 365 * _DAY, "how long one run of the fail handler may take (0 = any)"
+    ),
+    Option("fail_size", "int", 2, 1, 10**6, "units of capacity that a running fail handler holds"),
     Option("max_data", "size", _MB, 1, 64 * _MB, "the largest data of one job, as JSON"),
     Option("dead_max", "int", 10_000, 0, 10**9, "dead jobs that are kept"),
     Option("dead_ttl", "duration", 7 * _DAY, 1.0, 3650 * _DAY, "how long a dead job is kept"),

@@ -1,5 +1,6 @@
 """Where settings come from, which is taken, and how mistakes are told."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,8 @@ def test_without_any_setting_the_defaults_hold() -> None:
         expiry_seconds=15.0,
         stop_grace_seconds=10.0,
         failed_log_max=64 * 1024**2,
+        capacity=100 * len(os.sched_getaffinity(0)),
+        capacity_aging_seconds=1.0,
         control_group=None,
         cgroup="auto",
         embedded_server=None,
@@ -63,6 +66,12 @@ def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Lo
     assert queue.options == {option.name: option.default for option in OPTIONS.values()}
     for name in config_module._SETTINGS:
         assert re.search(rf"(?m)^{name} = ", enabled), f"{name} is not in the sample"
+
+
+def test_a_size_above_the_capacity_is_refused(load_text: Load) -> None:
+    with pytest.raises(ConfigError, match=r"\[queues.q\]: size = 31 is not allowed: capacity is 30 units"):
+        load_text('capacity = 30\n[queues.q]\nhandler = "m:f"\nsize = 31')
+    assert load_text('capacity = 30\n[queues.q]\nhandler = "m:f"\nsize = 30').capacity == 30
 
 
 def test_the_sample_as_it_is_shipped_loads_and_equals_the_defaults() -> None:
