@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from forq.broker.codes import OK, PAUSED, error_for
-from forq.broker.keys import pending_key, processing_key, queue_base, wake_key
+from forq.broker.keys import pending_key, processing_key, queue_base, retry_key, suspects_key, wake_key
 from forq.broker.link import Link
 from forq.broker.scripts import script
 from forq.version import PROTOCOL
@@ -14,8 +14,18 @@ BLOCK_MARGIN_SECONDS = 5
 
 
 # What a worker settles, flat, since it is built once per job: (id, fence, micros) per job that succeeded,
-# (id, fence, micros, error and brief error as JSON, kind, retry at (ms or ''), chance) per job that failed.
+# (id, fence, micros, error and brief error as JSON, kind, retry at (ms or ''), chance) per job that failed. Kinds:
+# "permanent"; "timeout", of a handler that was ended at its deadline; any other is tried again by the queue's options.
 Settled = list[bytes | str | int]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The queue's options for jobs that begin now: timeout (0: none), units of capacity, priority among queues."""
+
+    timeout_ms: int
+    size: int
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,7 @@ class Turn:
     held: bool
     refused: list[bytes]
     fence: str
+    limits: Limits
     jobs: list[bytes]
 
 
@@ -71,7 +82,12 @@ class Consumer:
         reply = self.link.run(self._script, self._base, *args)
         if reply[0] not in (OK, PAUSED):
             raise error_for(self.queue, reply)
-        return Turn(reply[0] == PAUSED, reply[1] == 1, reply[2], reply[3].decode(), reply[4:])
+        limits = Limits(reply[4], reply[5], reply[6])
+        return Turn(reply[0] == PAUSED, reply[1] == 1, reply[2], reply[3].decode(), limits, reply[7:])
+
+    def lane_has_jobs(self) -> bool:
+        """Whether the retry lane or the suspects have any (or hints of some that are gone)."""
+        return bool(self.link.call("EXISTS", retry_key(self._base), suspects_key(self._base)))
 
     def wait_for_job(self) -> bool:
         """Blocks until an id is in the processing list (True) or time is up."""
@@ -84,7 +100,8 @@ class Consumer:
 
     def leave(self, number: int) -> None:
         """Unregisters; what is still in the list goes back uncounted."""
-        self.link.run(script("recover"), self._base, self.processor, self.worker, number, 0, 0, 0, "left")
+        nothing_runs = (number, 0, 0, "interrupted", "left", "", "")
+        self.link.run(script("recover"), self._base, self.processor, self.worker, *nothing_runs)
 
     def close(self) -> None:
         self.link.close()

@@ -88,7 +88,7 @@ class DeadJobs:
         shown_job: dict[str, Any] = {"id": job_id, "state": "dead", "fence": _fence_of(member)}
         try:
             fields = asdict(unpack(record))
-            enqueued_ms = fields.pop("enqueued_ms")
+            enqueued_ms, _ = fields.pop("enqueued_ms"), fields.pop("suspect")
             fields["identifier"] = fields["identifier"] or job_id
             shown_job |= fields | {"enqueued_at": enqueued_ms / 1000}
         except InvalidData as exc:

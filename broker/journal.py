@@ -5,7 +5,8 @@ or '-'), e (events, one per line). The entry's id is the server's time. An event
 applies) and its subjects:
 
     enqueued 0 ID ID …            claimed FENCE ID ID …        done FENCE ID MICROS ID MICROS …  (MICROS '-': unknown)
-    retried FENCE ID MICROS       dead FENCE ID MICROS         stalled FENCE ID CAUSE
+    retried FENCE ID MICROS       dead FENCE ID MICROS
+    stalled FENCE ID CAUSE        timed_out FENCE ID CAUSE     suspected FENCE ID CAUSE   (each followed by `returned`)
     returned 0 ID ID …            promoted 0 ID ID …           updated 0 ID
     blocked 0 ID                  unblocked 0 ID ID …          failing FENCE ID (its fail job was written)
     cancelled FENCE ID ID …       dropped 0 ID                 created 0 EPOCH     paused 0     resumed 0
@@ -14,6 +15,7 @@ applies) and its subjects:
 Events are in the order in which they can be applied one by one (tests/support/journal_replay.py does). `unblocked`
 after the end of the active job of that id: a job of its own; before `retried` or `returned`: it has updated that one.
 `cancelled` with a fence: the active job, which was marked; without: what was blocked behind it, else what waited.
+`claimed` and `dead` of one id in one entry: it had stalled or timed out too often and was not given to the worker.
 Nothing tells whether a job that is not active waits or is scheduled.
 """
 
@@ -49,7 +51,7 @@ def _subjects(verb: str, subjects: list[str]) -> Iterator[tuple[str | None, int 
     if verb in ("done", "retried", "dead"):
         for job, micros in zip(subjects[::2], subjects[1::2], strict=True):
             yield job, (None if micros == "-" else int(micros)), None
-    elif verb == "stalled":
+    elif verb in ("stalled", "timed_out", "suspected"):
         yield subjects[0], None, " ".join(subjects[1:])
     elif verb in ("paused", "resumed", "created"):
         yield None, None, subjects[0] if subjects else None

@@ -1,12 +1,22 @@
 """What is done for workers that cannot speak for themselves: heartbeats, recovery, rescue, eviction."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+import orjson
 
 from forq.broker.codes import FENCED, NO_QUEUE, OK, error_for
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import script
 from forq.errors import Fenced, ForqError
+
+# What the loss of its worker means for the job that was running there: it killed the worker (counted), it had reached
+# its timeout (counted), it is not to blame, or it may be: then it runs alone next time; or somebody has killed it.
+Outcome = Literal["stalled", "timed_out", "interrupted", "suspect", "cancelled"]
+
+# Of a stack in an attempt.
+MAX_STACK = 8_000
 
 
 class QueueGone(ForqError):
@@ -19,10 +29,12 @@ class QueueGone(ForqError):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat's answer: the processors that were evicted, and in how many ms the next scheduled job is due."""
+    """A heartbeat's answer: the processors that were evicted, in how many ms the next scheduled job is due, and whether
+    an eviction is not finished, so that another heartbeat should follow at once."""
 
     evicted: list[str]
     due_ms: int | None
+    more: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +65,31 @@ class Keeper:
             raise QueueGone(queue, deleted=bool(reply[1]))
         if reply[0] == FENCED:
             raise Fenced(f"processor {self.processor} has been evicted from queue {queue!r}")
-        return Beat([silent.decode() for silent in reply[1]], None if reply[2] < 0 else reply[2])
+        return Beat([silent.decode() for silent in reply[1]], None if reply[2] < 0 else reply[2], bool(reply[3]))
 
     def promote(self, queue: str) -> int | None:
         """Makes waiting what is due; in how many ms the next job is due (None: there is none)."""
         reply = self._link.run(script("promote"), queue_base(self._prefix, queue))
         return None if reply[0] == NO_QUEUE or reply[1] < 0 else int(reply[1])
 
-    def recover(self, queue: str, processor: str, at: Position, *, count: bool, cause: str) -> int:
-        """Takes out a worker whose process is gone; how many ids its list held."""
-        reply = self._link.run(
-            script("recover"),
-            queue_base(self._prefix, queue),
-            *(processor, at.worker, at.turn, at.index, int(at.running), int(count), cause),
-        )
+    def recover(
+        self,
+        queue: str,
+        processor: str,
+        at: Position,
+        *,
+        outcome: Outcome,
+        cause: str,
+        micros: int | None = None,
+        stack: str | None = None,
+    ) -> int:
+        """Takes out a worker whose process is gone; how many ids its list held.
+
+        `outcome`, `cause`, how long it ran and its stack are those of the job that was running.
+        """
+        position = (processor, at.worker, at.turn, at.index, int(at.running))
+        lost = (outcome, cause, "" if micros is None else micros, _stack_as_json(stack))
+        reply = self._link.run(script("recover"), queue_base(self._prefix, queue), *position, *lost)
         return 0 if reply[0] == NO_QUEUE else int(reply[1])
 
     def rescue(self, queue: str, at: Position) -> int:
@@ -77,9 +100,19 @@ class Keeper:
 
     def evict(self, queue: str, processor: str, cause: str) -> int:
         """Takes out a whole processor that is proven gone; how many workers it had."""
-        reply = self._link.run(script("evict"), queue_base(self._prefix, queue), processor, cause)
-        if reply[0] == NO_QUEUE:
-            return 0
-        if reply[0] != OK:
-            raise error_for(queue, reply)
-        return int(reply[1])
+        workers, left = 0, 1
+        while left:
+            reply = self._link.run(script("evict"), queue_base(self._prefix, queue), processor, cause)
+            if reply[0] == NO_QUEUE:
+                return workers
+            if reply[0] != OK:
+                raise error_for(queue, reply)
+            left, workers = reply[1], workers + reply[2]
+        return workers
+
+
+def _stack_as_json(stack: str | None) -> bytes:
+    if not stack:
+        return b""
+    # Without lone surrogates, which JSON cannot hold.
+    return orjson.dumps(stack[:MAX_STACK].encode("utf-8", "replace").decode())

@@ -16,6 +16,7 @@ QUEUE_KEYS = (
     "stale",  # hash: PRIORITY:ID -> number of hints to ignore
     "scheduled",  # zset: ids by due time (ms, with a sequence in the fraction)
     "retry",  # list: hints of jobs in the retry lane
+    "suspects",  # list: hints of jobs that run alone next time, since one of them may have killed its process
     "fail:*",  # the fail queue: the same keys once more, for the permanent failures that a fail handler gets
     "due",  # channel: ms until the new head of `scheduled` is due
     "attempts",  # hash: id -> its last attempts that did not succeed, as JSON lines
@@ -29,6 +30,7 @@ QUEUE_KEYS = (
     "processor:P:positions",  # hash: worker -> its position at the last heartbeat
     "processor:P:worker:W:processing",  # list: ids this worker holds
     "processor:P:worker:W:wake",  # list: kicks for a worker that may not claim
+    "evicting",  # hash: processor -> cause, of those that are being evicted and still have workers
     "graves",  # zset: removed workers and evicted processors by the time (ms) they are forgotten
     "options",  # hash: epoch, protocol, mode, paused, options
     "counts",  # hash: fence, journal sequence and bytes, hints in other lists, ids dropped
@@ -82,6 +84,14 @@ def queue_of_channel(channel: str) -> str:
 
 def pending_key(base: str, priority: int = DEFAULT_PRIORITY) -> str:
     return f"{base}:pending" if priority == DEFAULT_PRIORITY else f"{base}:pending:{priority}"
+
+
+def retry_key(base: str) -> str:
+    return f"{base}:retry"
+
+
+def suspects_key(base: str) -> str:
+    return f"{base}:suspects"
 
 
 def processing_key(base: str, processor: str, worker: str) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from forq.broker.keys import pending_key, queue_base
+from forq.broker.keys import pending_key, queue_base, suspects_key
 from forq.broker.link import Link
 from forq.broker.viewing import Counts, Viewer
 
@@ -10,11 +10,15 @@ from forq.broker.viewing import Counts, Viewer
 LOOKED_AT = 10_000
 
 
-def why(link: Link, prefix: str, name: str, job_id: str) -> str:
-    """Raises UnknownJob if the queue has no job of that id."""
+def why(link: Link, prefix: str, name: str, job_id: str) -> tuple[str, str]:
+    """The job's state and the reason; raises UnknownJob if the queue has no job of that id."""
     viewer = Viewer(link, prefix, name)
     job = viewer.job(job_id)
-    state = job["state"]
+    return job["state"], _reason(link, prefix, viewer, job)
+
+
+def _reason(link: Link, prefix: str, viewer: Viewer, job: dict[str, Any]) -> str:
+    name, job_id, state = viewer.name, job["id"], job["state"]
     if state == "active":
         marked = ", and will be forgotten when it ends" if job["removed"] else ""
         return f"it is running now (worker {job['worker']}){marked}"
@@ -35,6 +39,8 @@ def why(link: Link, prefix: str, name: str, job_id: str) -> str:
 def _waiting(link: Link, base: str, job: dict[str, Any], counts: Counts) -> str:
     if not link.call("ZCARD", f"{base}:processors"):
         return "no supervisor serves its queue"
+    if job.get("suspect"):
+        return _suspect(link, base, job)
     priority = job["priority"]
     lists = [("LLEN", pending_key(base, before)) for before in range(priority)]
     place = ("LPOS", pending_key(base, priority), job["id"], "MAXLEN", LOOKED_AT)
@@ -45,6 +51,16 @@ def _waiting(link: Link, base: str, job: dict[str, Any], counts: Counts) -> str:
         return f"it is the next one; its queue runs {counts.active} jobs now"
     jobs = "1 job comes" if before == 1 else f"{before} jobs come"
     return f"it waits in line: {at_least}{jobs} before it, {counts.active} run now"
+
+
+def _suspect(link: Link, base: str, job: dict[str, Any]) -> str:
+    ahead = link.call("LPOS", suspects_key(base), job["id"], "MAXLEN", LOOKED_AT)
+    others = {0: "it is the next one", 1: "1 such job comes before it", None: "many such jobs come before it"}
+    before = others.get(ahead, f"{ahead} such jobs come before it")
+    return (
+        "its process died while several jobs ran there, and nobody knows which of them did it: "
+        f"it waits for the retry child, to run alone; {before}"
+    )
 
 
 def _last_attempt(job: dict[str, Any]) -> str:

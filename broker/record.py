@@ -2,10 +2,10 @@
 
     FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\\n' [identifier, type, data]
 
-FLAG is `p` (plain: all counts are 0) or `c` (the counts follow). LANE is 0 in the main lane, else the number of the
-attempt that the job waits for in the retry lane. The server writes the part before the newline; the rest is JSON that
-no script ever decodes, so that data comes back exactly as it went in. A dead job's record is followed by its error and
-its attempts (dead.py).
+FLAG is `p` (plain: all counts are 0) or `c` (the counts follow). LANE is 0 in the main lane; the number of the attempt
+that the job waits for in the retry lane; -1 for a suspect, which runs alone next time. The server writes the part
+before the newline; the rest is JSON that no script ever decodes, so that data comes back exactly as it went in. A dead
+job's record is followed by its error and its attempts (dead.py).
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ class Record:
     retry_count: int
     stall_count: int
     timeout_count: int
+    suspect: bool
     identifier: str | None
     type: str | None
     data: Any
@@ -60,7 +61,8 @@ def unpack(packed: bytes) -> Record:
         fields = head[3:].split(b" ")
         enqueued_ms = int(fields[0])
         retries, stalls, timeouts = map(int, fields[1:4]) if len(fields) > 1 else (0, 0, 0)
-        return Record(int(head[1:2]), enqueued_ms, retries, stalls, timeouts, identifier, job_type, data)
+        suspect = fields[4:5] == [b"-1"]
+        return Record(int(head[1:2]), enqueued_ms, retries, stalls, timeouts, suspect, identifier, job_type, data)
     except (ValueError, TypeError) as exc:
         raise InvalidData(f"broken job record: {exc}") from exc
 

@@ -8,7 +8,7 @@ import orjson
 
 from forq.broker.codes import OK, error_for
 from forq.broker.dead import DeadJobs, read_dead
-from forq.broker.keys import pending_key, queue_base
+from forq.broker.keys import pending_key, queue_base, suspects_key
 from forq.broker.link import Link
 from forq.broker.record import Record, unpack
 from forq.broker.scripts import script
@@ -17,7 +17,9 @@ from forq.names import check_job_id, check_queue_name, shown
 
 STATES = ("waiting", "scheduled", "active", "retry", "dead")
 MAX_PAGE = 1000
-_CURSOR = re.compile(r"(active|dead|scheduled|retry)/[0-9]{1,20}|waiting/[0-9]\.[0-9]{1,18}")
+_CURSOR = re.compile(r"(active|dead|scheduled|retry)/[0-9]{1,20}|waiting/([0-9]|10)\.[0-9]{1,18}")
+# In the cursor of the waiting jobs: the suspects come after the last priority.
+_LAST_PRIORITY, _SUSPECTS = 9, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +117,17 @@ class Viewer:
     def _waiting_page(self, limit: int, position: str, *, follow_with_scheduled: bool) -> Page:
         priority, offset = (int(part) for part in position.split("."))
         jobs: list[dict[str, str]] = []
-        while priority <= 9 and len(jobs) < limit:
+        while priority <= _SUSPECTS and len(jobs) < limit:
             stop = offset + limit - len(jobs) - 1
-            hints = self._link.call("LRANGE", pending_key(self._base, priority), offset, stop)
+            suspects = priority > _LAST_PRIORITY
+            place = suspects_key(self._base) if suspects else pending_key(self._base, priority)
+            hints = self._link.call("LRANGE", place, offset, stop)
             # A job that was cancelled and enqueued again may have two hints.
             jobs += self._named([(job_id, "waiting") for job_id in dict.fromkeys(hints) if job_id])
             offset += len(hints)
             if len(hints) == 0:
                 priority, offset = priority + 1, 0
-        if priority <= 9:
+        if priority <= _SUSPECTS:
             return Page(jobs, f"waiting/{priority}.{offset}")
         if not follow_with_scheduled:
             return Page(jobs, None)
@@ -214,9 +218,9 @@ def _job(job_id: str, state: str, packed: bytes) -> dict[str, Any]:
 def _live_state(packed: bytes, owner: bytes | None, due_ms: bytes | None) -> str:
     if owner is not None or due_ms is not None:
         return "active" if owner is not None else "scheduled"
-    # In the retry lane the fifth number of the record is not 0.
+    # In the retry lane the fifth number of the record is greater than 0.
     numbers = packed.partition(b"\n")[0].split(b" ")[1:]
-    return "retry" if len(numbers) > 4 and numbers[4] != b"0" else "waiting"
+    return "retry" if len(numbers) > 4 and numbers[4] not in (b"0", b"-1") else "waiting"
 
 
 def _ownership(owner: bytes | None) -> dict[str, Any]:

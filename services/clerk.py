@@ -125,7 +125,8 @@ class Clerk:
 
     def why(self, params: dict[str, Any]) -> object:
         name = check_queue_name(params.get("name"))
-        return {"why": why(self._link, self._settings.prefix, name, params.get("id", ""))}
+        state, reason = why(self._link, self._settings.prefix, name, params.get("id", ""))
+        return {"state": state, "why": reason}
 
     def push(self, params: dict[str, Any]) -> object:
         fields = {key: value for key, value in params.items() if key != "name" and key not in _UPDATE_FIELDS}

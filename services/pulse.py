@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -115,10 +116,16 @@ class Pulse:
         def drain_again() -> None:
             nowhere = Position(at.worker, -1, 0, False)
             for each in queues:
-                self._keeper.recover(each, processor, nowhere, count=False, cause="late")
+                self._keeper.recover(each, processor, nowhere, outcome="interrupted", cause="late")
 
         for each in queues:
-            self._keeper.recover(each, processor, at, count=params["count"], cause=params["cause"])
+            self._keeper.recover(
+                *(each, processor, at),
+                outcome=params["outcome"],
+                cause=params["cause"],
+                micros=params["micros"],
+                stack=params["stack"],
+            )
         for seconds in DRAIN_AGAIN_SECONDS:
             self._later(seconds, drain_again)
         return {}
@@ -177,6 +184,8 @@ class Pulse:
                 beat = self._keeper.heartbeat(queue, self._settings.expiry_ms, positions.get(queue, []))
                 self._note_redis(None)
                 self._promote_in(queue, beat.due_ms)
+                if beat.more:
+                    self._later(0, partial(self._heartbeats, [queue]))
                 if beat.evicted:
                     log.warning("took over from silent processors queue=%s processors=%s", queue, beat.evicted)
             except QueueGone as exc:

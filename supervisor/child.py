@@ -21,8 +21,6 @@ READ_BYTES = 1024 * 1024
 
 log = logging.getLogger("forq")
 
-Message = dict[str, object]
-
 
 @dataclass
 class Nursery:
@@ -98,6 +96,10 @@ class Child:
     def send(self, line: bytes) -> None:
         self._output += line
         self._write()
+
+    def signal(self, signum: int) -> bool:
+        """False when it has ended."""
+        return not self.ended and signal_child(self._spawned, signum)
 
     def stop(self, grace_seconds: float) -> None:
         """TERM; after the grace period TERM to its group; then its whole tree is killed."""
@@ -181,13 +183,13 @@ class Child:
         self.ended = True
         self._nursery.pids.discard(self.pid)
         try:
+            if self._cgroup is not None:
+                self._cgroup.kill()
+                self._cgroup.remove()
+            self._nursery.bury_orphans()
             self._read()
         finally:
             loop.remove_reader(self._leash.fileno())
             loop.remove_writer(self._leash.fileno())
             self._leash.close()
             self._spawned.close()
-        if self._cgroup is not None:
-            self._cgroup.kill()
-            self._cgroup.remove()
-        self._nursery.bury_orphans()

@@ -15,7 +15,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from forq import places
-from forq.errors import ConfigError, UsageError
+from forq.errors import ConfigError, InvalidOption, UsageError
 from forq.names import shown
 from forq.options import Option, QueueSpec, Value, defaults, nearest
 from forq.supervisor.embedded import check_socket_path
@@ -184,8 +184,10 @@ def _check_together(config: Config, given: Mapping[str, Given]) -> None:
     if len(config.queues) > config.max_queues:
         raise ConfigError(f"{config.file}: {len(config.queues)} queues, but max_queues = {config.max_queues}")
     for queue in config.queues:
-        options = config.options_of(queue)
-        check_size(options, config.capacity, f"{config.file}: [queues.{queue.name}]")
+        try:
+            check_size(config.options_of(queue), config.capacity, f"{config.file}: [queues.{queue.name}]")
+        except InvalidOption as exc:
+            raise ConfigError(str(exc)) from exc
     check_socket_path(config.socket)
 
 
@@ -193,7 +195,7 @@ def check_size(options: Mapping[str, Value], capacity: int, where: str) -> None:
     """A job that needs more than there is would wait for ever."""
     for name in ("size", "fail_size"):
         if options.get(name, 0) > capacity:
-            raise ConfigError(f"{where}: {name} = {options[name]} is not allowed: capacity is {capacity} units")
+            raise InvalidOption(f"{where}: {name} = {options[name]} is not allowed: capacity is {capacity} units")
 
 
 def shown_url(url: str) -> str:

@@ -1,56 +1,35 @@
-"""One queue as the supervisor runs it: its main child and its retry child, their deaths and their state.
+"""One queue as the supervisor runs it: its main process and its retry process, their deaths and their state.
 
-A child's death takes this way: its tree is gone (child.py) → what it held goes to pulse for recovery → its slots are
-given back once that is done → another child is started, at once or after a pause (respawn.py).
+A death takes this way: its tree is gone (child.py) → what it held goes to pulse for recovery → its slots are given back
+once that is done → another process is started, at once or after a pause (respawn.py).
 """
 
 import logging
-import signal
-import socket
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from forq import exits, wire
+from forq import exits
 from forq.errors import ForqError
 from forq.options import QueueSpec, Value
-from forq.scoreboard import Role, Scoreboard, Slot, State, unpack_word
-from forq.supervisor.child import Child, Nursery
+from forq.scoreboard import Role, Slot
 from forq.supervisor.loop import Timer
+from forq.supervisor.queue_process import QueueProcess, Surroundings
 from forq.supervisor.respawn import SETTLED_SECONDS, Respawn
 from forq.supervisor.spawn import Exit
 
 log = logging.getLogger("forq")
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What a queue's unit needs of the supervisor."""
-
-    nursery: Nursery
-    scoreboard: Scoreboard
-    run_child: Callable[[QueueSpec, Role, tuple[int, ...], socket.socket], int]
-    recover: Callable[[dict[str, Any], Callable[[], None]], None]
-    queue_gone: Callable[[str], None]
-    evicted: Callable[[], None]
-    changed: Callable[[], None]
-    processor: Callable[[], str]
-
-
 class _Seat:
-    """The place of one child of the queue: who sits there now, and its deaths so far."""
+    """The place of one process of the queue: who sits there now, and the deaths so far."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
-        self.child: Child | None = None
-        self.slots: tuple[int, ...] = ()
+        self.process: QueueProcess | None = None
         self.restarts = 0
-        self.processor = ""
-        self.ready = False
         self.respawn = Respawn()
         self.timer: Timer | None = None
-        self.last_words: str | None = None
 
 
 class QueueUnit:
@@ -61,6 +40,8 @@ class QueueUnit:
         self.config_error: str | None = None
         self._around = around
         self._seats = [_Seat(Role.MAIN), _Seat(Role.RETRY)]
+        # Processes that have a successor already and still run jobs.
+        self._leaving: list[QueueProcess] = []
         self._wanted = False
         self._then: list[Callable[[], None]] = []
         self._start_again: Callable[[], None] | None = None
@@ -81,12 +62,12 @@ class QueueUnit:
         """It died again and again; the one that runs now has not shown yet that it does better."""
         if not seat.respawn.flapping:
             return False
-        settled = any(self._around.scoreboard.slot(number).done for number in seat.slots)
-        return seat.child is None or not (settled or seat.child.uptime_seconds() > SETTLED_SECONDS)
+        process = seat.process
+        return process is None or not (process.done() or process.child.uptime_seconds() > SETTLED_SECONDS)
 
     @property
     def running(self) -> bool:
-        return any(seat.child is not None for seat in self._seats)
+        return bool(self._processes())
 
     @property
     def wanted(self) -> bool:
@@ -108,11 +89,11 @@ class QueueUnit:
             call()
         self.config_error = None
         for seat in self._seats:
-            if seat.child is None:
+            if seat.process is None:
                 self._spawn(seat)
 
     def stop(self, then: Callable[[], None] | None = None, *, now: bool = False) -> None:
-        """Ends both children: in order within the grace period, or at once. `then` is called when they are gone."""
+        """Ends its processes: in order within the grace period, or at once. `then` is called when they are gone."""
         self._wanted = False
         self._start_again = None
         if then is not None:
@@ -120,11 +101,11 @@ class QueueUnit:
         for seat in self._seats:
             if seat.timer is not None:
                 seat.timer.cancel()
-            if seat.child is not None:
-                if now:
-                    seat.child.kill()
-                else:
-                    seat.child.stop(float(self.options["stop_grace"]))
+        for process in self._processes():
+            if now:
+                process.child.kill()
+            else:
+                process.child.stop(float(self.options["stop_grace"]))
         self._tell_if_stopped()
 
     def restart(self, then: Callable[[], None]) -> None:
@@ -142,130 +123,88 @@ class QueueUnit:
             start_again()
 
     def describe_children(self) -> list[dict[str, Any]]:
-        return [self._describe(seat) for seat in self._seats]
+        seated = [_describe(seat.role, seat.process, self._state(seat), seat.restarts) for seat in self._seats]
+        return seated + [_describe(process.role, process, process.state(), 0) for process in self._leaving]
 
-    def _describe(self, seat: _Seat) -> dict[str, Any]:
-        slots = [self._around.scoreboard.slot(number).describe() for number in seat.slots]
-        busy = [slot for slot in slots if slot.state == State.BUSY]
-        if seat.child is None:
-            state = "backoff" if seat.timer is not None and self._wanted else "stopped"
-        elif seat.child.stopping:
-            state = "stopping"
-        elif not seat.ready:
-            state = "starting"
+    def _state(self, seat: _Seat) -> str:
+        if seat.process is not None:
+            return seat.process.state()
+        return "backoff" if seat.timer is not None and self._wanted else "stopped"
+
+    def running_job(self, job_id: str) -> tuple[QueueProcess, Slot, int] | None:
+        """Who runs this job now, and its position."""
+        for process in self._processes():
+            for slot in process.busy():
+                running = slot.running_since_ns()
+                if running is not None and slot.job.decode("utf-8", "replace") == job_id and slot.word == running[0]:
+                    return process, slot, running[0]
+        return None
+
+    def busy_processes(self) -> list[QueueProcess]:
+        return [process for process in self._processes() if process.busy() or not process.ready]
+
+    def replace(self, process: QueueProcess, reason: str) -> None:
+        """The process takes no more jobs; its successor starts at once."""
+        log.info("replacing process queue=%s pid=%s reason=%s", self.spec.name, process.pid, reason)
+        process.retire()
+        for seat in self._seats:
+            if seat.process is process:
+                seat.process = None
+                self._leaving.append(process)
+                if self._wanted:
+                    self._spawn(seat)
+
+    def ended(self, process: QueueProcess, how: Exit) -> None:
+        seat = next((seat for seat in self._seats if seat.process is process), None)
+        if seat is None:
+            self._leaving.remove(process)
         else:
-            state = "busy" if busy else State(slots[0].state).name.lower()
-        return {
-            "role": seat.role.name.lower(),
-            "pid": seat.child.pid if seat.child is not None else None,
-            "state": state,
-            "job": busy[0].job if busy else None,
-            "jobs": [slot.job for slot in busy],
-            "done": sum(slot.done for slot in slots),
-            "uptime_seconds": round(seat.child.uptime_seconds(), 3) if seat.child is not None else None,
-            "restarts": seat.restarts,
-        }
+            seat.process = None
+        self._around.changed()
+        done, began = process.done(), process.began()
+        process.recover(how)
+        if seat is None or not self._wanted:
+            self._tell_if_stopped()
+            return
+        seat.restarts += 1
+        if process.was_condemned:
+            self._spawn(seat)
+        else:
+            self._decide(seat, process, how, progressed=done > 0, began=began)
+
+    def _processes(self) -> list[QueueProcess]:
+        return [seat.process for seat in self._seats if seat.process is not None] + self._leaving
 
     def _spawn(self, seat: _Seat) -> None:
         if seat.timer is not None:
             seat.timer.cancel()
         seat.timer = None
         self._around.changed()
-        count = int(self.options["concurrency"]) if seat.role == Role.MAIN else 1
-        slots: list[int] = []
         try:
-            while len(slots) < count:
-                slots.append(self._around.scoreboard.take())
-            seat.child = self._child(seat, tuple(slots))
+            seat.process = QueueProcess(self.spec, self.options, seat.role, self._around, self)
         except (OSError, ForqError) as exc:
             # No process, descriptor or slot to be had now: that may pass.
-            for number in slots:
-                self._around.scoreboard.give_back(number)
             delay = seat.respawn.delay_after_death(0.0)
             log.error("cannot start child queue=%s error=%s again_in=%.2fs", self.spec.name, exc, delay)
             seat.timer = self._around.nursery.loop.call_later(delay, lambda: self._spawn(seat))
-            return
-        seat.slots = tuple(slots)
-        seat.processor = self._around.processor()
-        seat.ready = False
-        seat.last_words = None
-        for number in slots:
-            # So that pulse finds it even before it has come to life.
-            self._around.scoreboard.slot(number).pid = seat.child.pid
 
-    def _child(self, seat: _Seat, slots: tuple[int, ...]) -> Child:
-        return Child(
-            self._around.nursery,
-            f"{self.spec.name} {seat.role.name.lower()}",
-            lambda leash: self._around.run_child(self.spec, seat.role, slots, leash),
-            handled=(signal.SIGTERM,),
-            runs_user_code=True,
-            on_line=lambda line: self._heard(seat, line),
-            on_end=lambda ended: self._ended(seat, ended),
-        )
-
-    def _heard(self, seat: _Seat, line: bytes) -> None:
-        message = wire.decode(line)
-        if message.get("ready"):
-            seat.ready = True
-        if "error" in message:
-            seat.last_words = str(message["error"])
-
-    def _ended(self, seat: _Seat, ended: Exit) -> None:
-        child, seat.child = seat.child, None
-        assert child is not None
-        self._around.changed()
-        slots = [self._around.scoreboard.slot(number) for number in seat.slots]
-        progressed, began = any(slot.done for slot in slots), any(slot.started_ns for slot in slots)
-        # With several jobs running nobody knows which of them did it: only a death with one of them counts.
-        solo = sum(unpack_word(slot.word).running for slot in slots) == 1
-        cause = "interrupted" if child.stopping else ended.text.replace(" ", "_")
-        self._recover(seat.processor, slots, cause, count=solo and not child.stopping)
-        seat.slots = ()
-        if not self._wanted or child.stopping:
-            self._tell_if_stopped()
-            return
-        seat.restarts += 1
-        self._decide(seat, ended, child.uptime_seconds(), progressed=progressed, began=began)
-
-    def _decide(self, seat: _Seat, ended: Exit, lived_seconds: float, *, progressed: bool, began: bool) -> None:
+    def _decide(self, seat: _Seat, process: QueueProcess, how: Exit, *, progressed: bool, began: bool) -> None:
         """What follows a death that nobody asked for."""
         name, role = self.spec.name, seat.role.name.lower()
-        if ended.code in (exits.CONFIG, exits.INCOMPATIBLE):
-            log.error("queue cannot be served queue=%s reason=%s", name, seat.last_words)
-            reason = seat.last_words or ended.text
+        if how.code in (exits.CONFIG, exits.INCOMPATIBLE):
+            log.error("queue cannot be served queue=%s reason=%s", name, process.last_words)
+            reason = process.last_words or how.text
             self.stop()
             self.config_error = reason
-        elif ended.code == exits.QUEUE_GONE:
+        elif how.code == exits.QUEUE_GONE:
             self._around.queue_gone(name)
-        elif ended.code == exits.FENCED:
+        elif how.code == exits.FENCED:
             self._around.evicted()
         else:
-            delay = seat.respawn.delay_after_death(lived_seconds, progressed=progressed, began=began)
-            log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", name, role, ended.text, delay)
+            lived = process.child.uptime_seconds()
+            delay = seat.respawn.delay_after_death(lived, progressed=progressed, began=began)
+            log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", name, role, how.text, delay)
             seat.timer = self._around.nursery.loop.call_later(delay, lambda: self._spawn(seat))
-
-    def _recover(self, processor: str, slots: list[Slot], cause: str, *, count: bool) -> None:
-        """Hands what the workers of a dead child held to pulse; a slot is used again only when that is done."""
-        for slot in slots:
-            word = unpack_word(slot.word)
-            # Reading on: from here on nobody takes this slot for a living worker.
-            slot.state, slot.held, slot.pid = State.EMPTY, 0, 0
-            if not slot.worker:
-                self._around.scoreboard.give_back(slot.number)
-                continue
-            params = {
-                "queue": self.spec.name,
-                "processor": processor,
-                "with_fail_queue": slot.role == Role.RETRY and self.spec.fail_handler is not None,
-                "worker": slot.worker,
-                "turn": word.turn,
-                "index": word.index,
-                "running": word.running,
-                "count": count,
-                "cause": cause,
-            }
-            self._around.recover(params, partial(self._around.scoreboard.give_back, slot.number))
 
     def _tell_if_stopped(self) -> None:
         if not self.running and not self._wanted:
@@ -275,3 +214,23 @@ class QueueUnit:
                 start_again()
             for then in waiting:
                 then()
+
+
+def _describe(role: Role, process: QueueProcess | None, state: str, restarts: int) -> dict[str, Any]:
+    busy = process.busy() if process is not None else []
+    now_ns = time.monotonic_ns()
+    return {
+        "role": role.name.lower(),
+        "pid": process.pid if process is not None else None,
+        "state": state,
+        "job": _text(busy[0].job) if busy else None,
+        "jobs": [_text(slot.job) for slot in busy],
+        "job_seconds": round((now_ns - busy[0].started_ns) / 1e9, 3) if busy else None,
+        "done": process.done() if process is not None else 0,
+        "uptime_seconds": round(process.child.uptime_seconds(), 3) if process is not None else None,
+        "restarts": restarts,
+    }
+
+
+def _text(job_id: bytes) -> str:
+    return job_id.decode("utf-8", "replace")

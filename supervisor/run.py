@@ -43,9 +43,11 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec]) -> int:
     supervisor = Supervisor(config, state, loop)
     control = ControlServer(loop, str(config.socket), Verbs(supervisor).table(), group=_group(config))
     for spec in specs:
-        supervisor.add_queue(spec)
+        supervisor.queues.add(spec)
     supervisor.start()
-    log.info("serving queues=%s socket=%s redis=%s", len(specs), config.socket, supervisor.status_of_redis()["url"])
+    log.info(
+        "serving queues=%s socket=%s redis=%s", len(specs), config.socket, supervisor.services.status_of_redis()["url"]
+    )
     loop.run()
     control.close()
     supervisor.close()

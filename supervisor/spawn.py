@@ -55,8 +55,9 @@ class Exit:
             return f"exit {self.code}"
         if self.signal is None:
             return "unknown (reaped elsewhere)"
-        name = signal.Signals(self.signal).name if self.signal in signal.valid_signals() else "?"
-        return f"signal {self.signal} ({name})"
+        names = {int(known): known.name for known in signal.Signals}
+        # Of the real-time signals only the first and the last have names.
+        return f"signal {self.signal} ({names.get(self.signal, '?')})"
 
 
 def spawn(

@@ -5,45 +5,34 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from forq.errors import ForqError, InvalidOption, QueueExists, RedisUnavailable, TimedOut, UnknownQueue, UsageError
+from forq.errors import ForqError, InvalidOption, QueueExists, RedisUnavailable, UnknownQueue, UsageError
 from forq.names import check_queue_name
 from forq.options import OPTIONS, QueueSpec, parse_options
+from forq.supervisor.config import check_size
 from forq.supervisor.connection import Request
 from forq.supervisor.queue_unit import QueueUnit
+from forq.supervisor.running_jobs import RunningJobs
+from forq.supervisor.status import Status
 from forq.supervisor.supervisor import Supervisor
 from forq.version import PROTOCOL, VERSION
 
 DRAIN_LOOK_SECONDS = 0.1
-# A status without counts is better than none: processes and states are known without Redis.
-COUNTS_SECONDS = 1.0
 # How long a request waits for its queue to be opened after a start.
 OPENING_SECONDS = 5.0
-COUNTS = (
-    "waiting",
-    "scheduled",
-    "blocked",
-    "retry",
-    "failed",
-    "active",
-    "dead",
-    "processed",
-    "failed_total",
-    "in_flight",
-    "oldest_waiting_seconds",
-    "journal",
-)
-
 Verb = Callable[[Request], None]
 
 
 class Verbs:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._clerk = supervisor.clerk
+        self._queues = supervisor.queues
+        self._services = supervisor.services
+        self._clerk = supervisor.services.clerk
 
     def table(self) -> dict[str, Verb]:
         return {
-            "status": self.status,
+            "status": Status(self._supervisor).status,
+            **RunningJobs(self._queues).table(),
             "queue.create": self.create,
             "queue.delete": self.delete,
             "queue.pause": lambda request: self._pause(request, paused=True),
@@ -59,65 +48,26 @@ class Verbs:
             **dict.fromkeys(("dead.list", "dead.show", "dead.retry", "dead.discard"), self._pass_on),
         }
 
-    def status(self, request: Request) -> None:
-        wanted = request.params.get("names") or []
-        if not isinstance(wanted, list):
-            raise UsageError("names is a list of queue names")
-        units = self._supervisor.units
-        for name in wanted:
-            if check_queue_name(name) not in units:
-                raise UnknownQueue(f"no queue {name!r}")
-        names = wanted or sorted(units)
-
-        def answer(counts: Any) -> None:
-            timer.cancel()
-            if request.answered:
-                return
-            known = {} if isinstance(counts, ForqError) else counts
-            queues = [self._describe(name, known.get(name), items=bool(wanted)) for name in names]
-            described = {"queues": queues, "supervisor": self._describe_supervisor(counts)}
-            if request.params.get("memory"):
-                self._with_memory(described, request.reply)
-            else:
-                request.reply(described)
-
-        late = TimedOut(f"no answer from Redis within {COUNTS_SECONDS} s")
-        timer = self._supervisor.loop.call_later(COUNTS_SECONDS, lambda: answer(late))
-        if self._supervisor.redis_state["ok"]:
-            self._clerk.ask("counts", {"names": names, "items": wanted}, answer)
-        else:
-            answer(ForqError(self._supervisor.redis_state["error"] or "not reached yet"))
-
-    def _with_memory(self, described: dict[str, Any], then: Callable[[Any], None]) -> None:
-        """Reading it takes milliseconds per process, so the clerk does it."""
-        children = [child for queue in described["queues"] for child in queue["children"]]
-
-        def read(memory: Any) -> None:
-            for child in children:
-                child["pss_bytes"] = None if isinstance(memory, ForqError) else memory.get(str(child["pid"]))
-            then(described)
-
-        self._clerk.ask("memory", {"pids": [child["pid"] for child in children if child["pid"]]}, read)
-
     def create(self, request: Request) -> None:
         params = dict(request.params)
         name = check_queue_name(params.pop("name", None))
         spec = QueueSpec.from_mapping(name, params, f"queue {name!r}")
-        unit = self._supervisor.units.get(name)
+        check_size(spec.options, self._supervisor.config.capacity, f"queue {name!r}")
+        unit = self._queues.units.get(name)
         if unit is not None:
             self._change(request, unit, spec)
             return
-        unit = self._supervisor.add_queue(spec)
+        unit = self._queues.add(spec)
 
         def opened(error: ForqError | None) -> None:
             if error is not None:
-                if self._supervisor.units.get(name) is unit:
-                    del self._supervisor.units[name]
+                if self._queues.units.get(name) is unit:
+                    del self._queues.units[name]
                 request.fail(error)
                 return
             self._save(request, spec, {"name": name, "created": True})
 
-        self._supervisor.open_queue(unit, opened)
+        self._queues.open(unit, opened)
 
     def _save(self, request: Request, spec: QueueSpec, answer: dict[str, Any]) -> None:
         try:
@@ -146,7 +96,7 @@ class Verbs:
             else:
                 self._save(request, spec, {"name": name, "created": False})
 
-        self._supervisor.replace_queue(unit, spec, opened)
+        self._queues.replace(unit, spec, opened)
 
     def delete(self, request: Request) -> None:
         name = check_queue_name(request.params.get("name"))
@@ -155,7 +105,7 @@ class Verbs:
             if isinstance(answer, ForqError):
                 request.fail(answer)
                 return
-            self._supervisor.drop_queue(name, partial(purge, {"name": name, "dropped": answer["dropped"]}))
+            self._queues.drop(name, partial(purge, {"name": name, "dropped": answer["dropped"]}))
 
         def purge(done: dict[str, Any]) -> None:
             self._clerk.ask("purge", {"name": name}, partial(purged, done))
@@ -202,18 +152,19 @@ class Verbs:
         if not isinstance(given, dict) or not given:
             raise UsageError("options is an object with at least one option")
         changes = parse_options(given, f"queue {name!r}")
+        check_size(changes, self._supervisor.config.capacity, f"queue {name!r}")
         fixed = [option for option in changes if not OPTIONS[option].live]
         if fixed:
             raise InvalidOption(f"{fixed[0]} of queue {name!r} takes effect only in a new process: use create")
-        unit = self._supervisor.units.get(name)
+        unit = self._queues.units.get(name)
 
         def changed(answer: Any) -> None:
             if isinstance(answer, ForqError):
                 request.fail(answer)
-            elif unit is None or self._supervisor.units.get(name) is not unit:
+            elif unit is None or self._queues.units.get(name) is not unit:
                 request.reply({"name": name, "set": changes})
             else:
-                self._supervisor.redefine(unit, changes)
+                self._queues.redefine(unit, changes)
                 declared = any(name == spec.name for spec in self._supervisor.config.queues)
                 if declared:
                     request.reply({"name": name, "set": changes, "until": "restart"})
@@ -223,15 +174,22 @@ class Verbs:
         self._clerk.ask("set", {"name": name, "options": changes}, changed)
 
     def why(self, request: Request) -> None:
-        unit = self._supervisor.units.get(str(request.params.get("name")))
+        unit = self._queues.units.get(str(request.params.get("name")))
         if unit is not None and unit.config_error is not None:
-            request.reply({"why": f"its queue cannot be served: {unit.config_error}"})
-        else:
-            self._pass_on(request)
+            request.reply({"state": None, "why": f"its queue cannot be served: {unit.config_error}"})
+            return
+
+        def answer(found: Any) -> None:
+            seconds = self._queues.grants.waiting_seconds(f"{request.params.get('name')} main")
+            if not isinstance(found, ForqError) and found["state"] == "waiting" and seconds is not None:
+                found["why"] += f"; its queue has waited {seconds:.1f} s for capacity"
+            _answer_to(request)(found)
+
+        self._ask_clerk(request, "why", request.params, answer)
 
     def restart(self, request: Request) -> None:
         unit = self._unit(request)
-        unit.restart(lambda: request.reply({"name": unit.spec.name}))
+        self._queues.restart(unit, lambda: request.reply({"name": unit.spec.name}))
 
     def shutdown(self, request: Request) -> None:
         request.reply({"stopping": True})
@@ -243,68 +201,32 @@ class Verbs:
     def _pass_on(self, request: Request) -> None:
         self._ask_clerk(request, request.method, request.params)
 
-    def _ask_clerk(self, request: Request, verb: str, params: dict[str, Any]) -> None:
+    def _ask_clerk(
+        self, request: Request, verb: str, params: dict[str, Any], answer: Callable[[Any], None] | None = None
+    ) -> None:
         """Just after a start the request waits until its queue is there."""
-        unit = self._supervisor.units.get(str(params.get("name")))
+        answer = answer or _answer_to(request)
+        unit = self._queues.units.get(str(params.get("name")))
         if unit is None or not unit.opening:
-            self._clerk.ask(verb, params, _answer_to(request))
+            self._clerk.ask(verb, params, answer)
             return
-        reason = self._supervisor.redis_state["error"] or "it is just being started"
+        reason = self._services.redis_state["error"] or "it is just being started"
         late = RedisUnavailable(f"queue {unit.spec.name!r} cannot be reached yet: {reason}")
         timer = self._supervisor.loop.call_later(OPENING_SECONDS, lambda: request.fail(late))
 
         def opened() -> None:
             if not request.answered:
                 timer.cancel()
-                self._clerk.ask(verb, params, _answer_to(request))
+                self._clerk.ask(verb, params, answer)
 
         unit.when_opened(opened)
 
     def _unit(self, request: Request) -> QueueUnit:
         name = check_queue_name(request.params.get("name"))
-        unit = self._supervisor.units.get(name)
+        unit = self._queues.units.get(name)
         if unit is None:
             raise UnknownQueue(f"this supervisor serves no queue {name!r}")
         return unit
-
-    def _describe(self, name: str, counts: dict[str, Any] | None, *, items: bool) -> dict[str, Any]:
-        unit = self._supervisor.units.get(name)
-        state = unit.state if unit is not None else "stopped"
-        if state == "running" and counts is not None and counts["paused"]:
-            state = "paused"
-        described = {
-            "name": name,
-            "mode": unit.spec.mode if unit is not None else None,
-            "state": state,
-            "reason": unit.config_error if unit is not None else None,
-            **{key: None if counts is None else counts[key] for key in COUNTS},
-            "children": unit.describe_children() if unit is not None else [],
-        }
-        if items:
-            described["items"] = None if counts is None else counts.get("items")
-        return described
-
-    def _describe_supervisor(self, counts: Any) -> dict[str, Any]:
-        supervisor = self._supervisor
-        redis = supervisor.status_of_redis()
-        if isinstance(counts, ForqError):
-            redis |= {"ok": False, "error": str(counts)}
-        return {
-            "pid": os.getpid(),
-            "uptime_seconds": round(supervisor.loop.now() - supervisor.started, 3),
-            "version": VERSION,
-            "processor": supervisor.processor,
-            "redis": redis,
-            "services": [
-                {
-                    "name": service.name,
-                    "pid": service.child.pid if service.child is not None else None,
-                    "restarts": service.restarts,
-                }
-                for service in (supervisor.pulse, supervisor.scribe, supervisor.clerk)
-            ],
-            "failed_log": {"ok": not supervisor.failed_log_errors, "errors": dict(supervisor.failed_log_errors)},
-        }
 
 
 def _answer_to(request: Request) -> Callable[[Any], None]:

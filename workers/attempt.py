@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -18,9 +18,12 @@ from forq.broker.producing import MAX_SECONDS
 from forq.broker.record import unpack
 from forq.errors import InvalidData
 from forq.job import Job
+from forq.scoreboard import Slot
 from forq.workers.handlers import Handlers
 
 MAX_MESSAGE = 2000
+# A coroutine is cancelled at its deadline; one that goes on all the same for so long is ended with its process.
+CANCEL_MS = 1000
 MAX_TRACEBACK = 8000
 
 log = logging.getLogger("forq")
@@ -35,12 +38,18 @@ class Failure(NamedTuple):
     retry_at_ms: int | None
 
 
-class Attempts:
-    """Runs the attempts of one worker."""
+class _DeadlinePassed(Exception):
+    """A coroutine was cancelled because its time was up."""
 
-    def __init__(self, queue: str, handlers: Handlers) -> None:
+
+class Attempts:
+    """Runs the attempts of one worker. `timeout_seconds`: what a coroutine may take (0: as long as it likes)."""
+
+    def __init__(self, queue: str, handlers: Handlers, slot: Slot | None = None) -> None:
+        self.timeout_seconds = 0.0
         self._queue = queue
         self._handlers = handlers
+        self._slot = slot
         self._runner: asyncio.Runner | None = None
         self._pid = os.getpid()
 
@@ -64,13 +73,29 @@ class Attempts:
         return read_job(self._queue, job_id, record, fence)
 
     def close(self) -> None:
-        if self._runner is not None:
+        """Cancels what coroutines have left running; what refuses ends with the process."""
+        if self._runner is None:
+            return
+        loop = self._runner.get_loop()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, tasks = loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_MS / 1000))
+        if not tasks:
             self._runner.close()
 
-    def _run_async(self, coroutine: Any) -> None:
+    def _run_async(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         if self._runner is None:
             self._runner = asyncio.Runner()
-        self._runner.run(coroutine)
+        if self._slot is None or not self.timeout_seconds:
+            self._runner.run(coroutine)
+            return
+        self._slot.lenience_ms = CANCEL_MS
+        try:
+            self._runner.run(_within(coroutine, self.timeout_seconds))
+        finally:
+            self._slot.lenience_ms = 0
 
 
 class FailAttempts(Attempts):
@@ -84,6 +109,18 @@ class FailAttempts(Attempts):
         except (TypeError, ValueError, KeyError) as exc:
             raise InvalidData(f"broken fail job: {exc}") from exc
         return [data, original, error], job
+
+
+async def _within(coroutine: Coroutine[Any, Any, Any], seconds: float) -> None:
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            await coroutine
+    except TimeoutError as exc:
+        # The handler may raise a TimeoutError of its own, which is a failure like others.
+        if not deadline.expired():
+            raise
+        raise _DeadlinePassed(f"cancelled at its deadline, after {seconds:g} s") from exc
 
 
 def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, Job]:
@@ -106,9 +143,12 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
 
 def describe_failure(exc: BaseException) -> Failure:
     """Name, message, kind and traceback of an exception: text only, nothing that could be rebuilt into code."""
+    name = "TimeoutError" if isinstance(exc, _DeadlinePassed) else _said(lambda: type(exc).__name__)
     kind = "permanent" if _said(lambda: getattr(exc, "kind", None)) == "permanent" else "retriable"
+    if isinstance(exc, _DeadlinePassed):
+        kind = "timeout"
     brief = {
-        "name": _said(lambda: type(exc).__name__),
+        "name": name,
         "message": _said(lambda: str(exc))[:MAX_MESSAGE],
         "kind": kind,
     }

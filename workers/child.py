@@ -4,22 +4,26 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import orjson
 
 from forq import exits
-from forq.broker.consuming import Consumer
+from forq.broker.consuming import Consumer, Limits
 from forq.broker.keys import fail_queue
 from forq.errors import ConfigError, Fenced, IncompatibleProtocol, UnknownQueue
 from forq.ids import new_id
-from forq.options import QueueSpec
+from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Scoreboard, Slot, State
 from forq.workers.attempt import Attempts, FailAttempts
+from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers, load_fail_handler, load_handlers
 from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
+from forq.workers.recycling import Recycling
 from forq.workers.retry_loop import RetryLoop
+from forq.workers.stack import offer_stack
 
 log = logging.getLogger("forq")
 
@@ -29,6 +33,7 @@ class ChildSettings:
     """What the supervisor gives a queue's child at its fork."""
 
     spec: QueueSpec
+    options: Mapping[str, Value]
     role: Role
     url: str
     prefix: str
@@ -43,88 +48,40 @@ class ChildSettings:
 def run_child(settings: ChildSettings) -> int:
     """The entry point: returns the process's exit code."""
     name = f"{settings.spec.name} {settings.role.name.lower()}"
-    minder = Minder(name=name, url=settings.url, leash_fd=settings.leash.fileno())
+    minder = Minder(name=name, url=settings.url, leash=settings.leash)
     minder.start()
+    tell_supervisor(settings.leash, {"stack_fd": offer_stack()})
     try:
         handlers = load_handlers(settings.spec)
         fail_handler = load_fail_handler(settings.spec)
     except ConfigError as exc:
         tell_supervisor(settings.leash, {"error": str(exc)})
         return exits.CONFIG
-    loops: list[WorkerLoop | RetryLoop]
-    if settings.role == Role.MAIN:
-        loops = [
-            _worker(settings, _slot(settings, number), Attempts(settings.spec.name, handlers), minder)
-            for number in settings.slots
-        ]
-    else:
-        loops = [_retry_worker(settings, handlers, fail_handler, minder)]
-    minder.mind(loops)
-    return _Crew(loops, settings.leash, minder).run()
-
-
-def _slot(settings: ChildSettings, number: int) -> Slot:
-    slot = settings.scoreboard.slot(number)
-    slot.worker = new_id()
-    slot.queue = settings.spec.name
-    slot.role = settings.role
-    slot.pid = os.getpid()
-    slot.state = State.STARTING
-    return slot
-
-
-def _retry_worker(settings: ChildSettings, handlers: Handlers, fail: Handlers | None, minder: Minder) -> RetryLoop:
-    name, slot, numbers = settings.spec.name, _slot(settings, settings.slots[0]), TurnNumbers()
-    lane = _worker(settings, slot, Attempts(name, handlers), minder, numbers=numbers)
-    if fail is None:
-        return RetryLoop(lane, None)
-    fails = _worker(settings, slot, FailAttempts(name, fail), minder, numbers=numbers, queue=fail_queue(name))
-    return RetryLoop(lane, fails)
-
-
-def _worker(
-    settings: ChildSettings,
-    slot: Slot,
-    attempts: Attempts,
-    minder: Minder,
-    *,
-    numbers: TurnNumbers | None = None,
-    queue: str | None = None,
-) -> WorkerLoop:
-    scoreboard, watch_fd = settings.scoreboard, settings.watch_fd
-
-    def on_batch(count: int) -> None:
-        minder.rouse()
-        if count > 1 and not scoreboard.watching:
-            os.eventfd_write(watch_fd, 1)
-
-    where = (settings.url, settings.prefix, queue or settings.spec.name, settings.processor, slot.worker)
-    main = settings.role == Role.MAIN
-    return WorkerLoop(
-        Consumer(*where, lane="main" if main else "retry"),
-        attempts,
-        slot,
-        expiry_ms=settings.expiry_ms,
-        on_batch=on_batch,
-        numbers=numbers,
-        # What the retry child does is seldom and may be slow: it takes nothing ahead of time.
-        max_batch=MAX_BATCH if main else 1,
-        resting_state=State.IDLE if main else State.PARKED,
-    )
+    return _Crew(settings, minder).run(handlers, fail_handler)
 
 
 class _Crew:
     """The workers of one process: one runs in the main thread (where handlers may use signals), several in threads."""
 
-    def __init__(self, loops: list[WorkerLoop | RetryLoop], leash: socket.socket, minder: Minder) -> None:
-        self._loops = loops
-        self._leash = leash
+    def __init__(self, settings: ChildSettings, minder: Minder) -> None:
+        self._settings = settings
+        self._leash = settings.leash
         self._minder = minder
+        self._slots = [self._slot(number) for number in settings.slots]
+        self._grants = {slot.number: Grant(self._tell, slot.number) for slot in self._slots}
+        self._recycling = Recycling(settings.options, self._slots, self._replace)
+        self._loops: list[WorkerLoop | RetryLoop] = []
         self._code = exits.STOPPED
         self._ready = 0
         self._lock = threading.Lock()
 
-    def run(self) -> int:
+    def run(self, handlers: Handlers, fail_handler: Handlers | None) -> int:
+        name = self._settings.spec.name
+        if self._settings.role == Role.MAIN:
+            self._loops = [self._worker(slot, Attempts(name, handlers, slot)) for slot in self._slots]
+        else:
+            self._loops = [self._retry_worker(self._slots[0], handlers, fail_handler)]
+        self._minder.mind(self._loops, self._grants, self._recycling)
         if len(self._loops) == 1:
             self._serve(self._loops[0])
         else:
@@ -135,7 +92,56 @@ class _Crew:
                 thread.join()
         return self._code
 
+    def _slot(self, number: int) -> Slot:
+        slot = self._settings.scoreboard.slot(number)
+        slot.worker = new_id()
+        slot.queue = self._settings.spec.name
+        slot.role = self._settings.role
+        slot.pid = os.getpid()
+        slot.state = State.STARTING
+        return slot
+
+    def _retry_worker(self, slot: Slot, handlers: Handlers, fail: Handlers | None) -> RetryLoop:
+        name, numbers = self._settings.spec.name, TurnNumbers()
+        lane = self._worker(slot, Attempts(name, handlers, slot), numbers=numbers)
+        if fail is None:
+            return RetryLoop(lane, None)
+        attempts = FailAttempts(name, fail, slot)
+        return RetryLoop(lane, self._worker(slot, attempts, numbers=numbers, queue=fail_queue(name)))
+
+    def _worker(
+        self, slot: Slot, attempts: Attempts, *, numbers: TurnNumbers | None = None, queue: str | None = None
+    ) -> WorkerLoop:
+        settings = self._settings
+        scoreboard, watch_fd = settings.scoreboard, settings.watch_fd
+
+        def on_batch(count: int) -> None:
+            self._minder.rouse()
+            if count > 1 and not scoreboard.watching:
+                os.eventfd_write(watch_fd, 1)
+
+        where = (settings.url, settings.prefix, queue or settings.spec.name, settings.processor, slot.worker)
+        main = settings.role == Role.MAIN
+        size = settings.options["fail_size" if queue else "size"]
+        return WorkerLoop(
+            Consumer(*where, lane="main" if main else "retry"),
+            attempts,
+            slot,
+            expiry_ms=settings.expiry_ms,
+            # Until the first turn tells what holds now.
+            limits=Limits(0, int(size), int(settings.options["priority"])),
+            grant=self._grants[slot.number],
+            recycling=self._recycling,
+            on_batch=on_batch,
+            on_unguarded=lambda: self._tell({"unguarded": slot.number}),
+            numbers=numbers,
+            # What the retry child does is seldom and may be slow: it takes nothing ahead of time.
+            max_batch=MAX_BATCH if main else 1,
+            resting_state=State.IDLE if main else State.PARKED,
+        )
+
     def _serve(self, loop: WorkerLoop | RetryLoop) -> None:
+        loop.slot.thread = threading.get_ident()
         try:
             loop.run(self._one_ready)
         except UnknownQueue:
@@ -147,29 +153,55 @@ class _Crew:
         except Exception as exc:  # a fault of ours: the process ends, the supervisor recovers and starts another
             log.exception("worker failed queue=%s", loop.consumer.queue)
             self._end(exits.FAILED, exc)
+        finally:
+            self._grants[loop.slot.number].give_back()
+            self._tell({"left": loop.slot.number})
+            self._close(loop)
+
+    def _close(self, loop: WorkerLoop | RetryLoop) -> None:
+        try:
+            loop.close()
+        except Exception:  # of what the handlers have left behind; the process ends anyway
+            log.exception("could not close in order queue=%s", loop.consumer.queue)
 
     def _one_ready(self) -> None:
         with self._lock:
             self._ready += 1
             if self._ready == len(self._loops):
-                tell_supervisor(self._leash, {"ready": True})
+                self._tell({"ready": True})
                 self._minder.show()
+
+    def _replace(self, reason: str) -> None:
+        """Enough: the supervisor starts a successor, and this process ends after what it runs."""
+        self._tell({"replace": reason})
+        self._stop()
 
     def _end(self, code: int, exc: Exception | None) -> None:
         """One worker cannot go on: all stop, and the process says why."""
         with self._lock:
             self._code = self._code or code
         if exc is not None:
-            tell_supervisor(self._leash, {"error": f"{type(exc).__name__}: {exc}"})
+            self._tell({"error": f"{type(exc).__name__}: {exc}"})
+        self._stop()
+
+    def _stop(self) -> None:
         for loop in self._loops:
             loop.stop()
         # The others may be blocked in Redis: the minder unblocks them.
         self._minder.rouse()
 
+    def _tell(self, message: dict[str, object]) -> None:
+        tell_supervisor(self._leash, message)
+
+
+# Several workers share one leash: a line of one must not end up inside that of another.
+_telling = threading.Lock()
+
 
 def tell_supervisor(leash: socket.socket, message: dict[str, object]) -> None:
     """One line of JSON; if the supervisor is gone there is nobody to tell."""
     try:
-        leash.sendall(orjson.dumps(message) + b"\n")
+        with _telling:
+            leash.sendall(orjson.dumps(message) + b"\n")
     except OSError as exc:
         log.warning("cannot tell the supervisor error=%s", exc)

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from forq.broker.consuming import Consumer, Settled, Turn
+from forq.broker.consuming import Consumer, Limits, Settled, Turn
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.scoreboard import (
     DONE,
+    GUARDED,
     HELD,
     INDEX_SHIFT,
     STARTED,
@@ -26,6 +27,7 @@ from forq.scoreboard import (
     TICK_MASK,
     TICK_NS_SHIFT,
     TICK_SHIFT,
+    TIMEOUT,
     TURN_MASK,
     TURN_SHIFT,
     WORD,
@@ -33,6 +35,8 @@ from forq.scoreboard import (
     State,
 )
 from forq.workers.attempt import Attempts
+from forq.workers.grant import Grant
+from forq.workers.recycling import Recycling
 
 MAX_BATCH = 128
 # A batch is sized to take about this long; jobs slower than PREFETCH_BELOW are never taken ahead of time.
@@ -68,7 +72,11 @@ class WorkerLoop:
         slot: Slot,
         *,
         expiry_ms: int,
+        limits: Limits,
+        grant: Grant,
+        recycling: Recycling,
         on_batch: Callable[[int], None],
+        on_unguarded: Callable[[], None],
         numbers: TurnNumbers | None = None,
         max_batch: int = MAX_BATCH,
         resting_state: State = State.IDLE,
@@ -79,7 +87,11 @@ class WorkerLoop:
         self._blocking = False
         self._attempts = attempts
         self._expiry_ms = expiry_ms
+        self._limits = limits
+        self._grant = grant
+        self._recycling = recycling
         self._on_batch = on_batch
+        self._on_unguarded = on_unguarded
         self._numbers = numbers or TurnNumbers()
         self._max_batch = max_batch
         self._resting_state = resting_state
@@ -101,6 +113,7 @@ class WorkerLoop:
     def stop(self) -> None:
         """Asks the loop to end after the job that is running."""
         self._stop.set()
+        self._grant.stop()
 
     def blocked_client(self) -> int | None:
         """The number Redis knows this worker's connection by, while it may be blocked there."""
@@ -129,10 +142,31 @@ class WorkerLoop:
 
     def serve(self) -> bool:
         """Settles what ran, claims a batch and runs it; False if there was none."""
+        if not self._may_run():
+            return False
         batch = self._claim()
         if batch:
             self._run_batch(batch)
+        if self._grant.yielding:
+            self.settle()
+            self._grant.give_back()
         return bool(batch)
+
+    def _may_run(self) -> bool:
+        """Whether this worker has the capacity for a job; waits for it. False if it was stopped meanwhile."""
+        if self._grant.begin(self._limits.size, self._limits.priority):
+            return True
+        # What BLMOVE has brought goes back first: a worker elsewhere may have room for it.
+        self._turn(keep=0, want=0)
+        self._show_resting(State.PARKED)
+        return self._grant.wait()
+
+    def may_have_work(self) -> bool:
+        """Whether there is anything in the lists that only the retry child claims from."""
+        try:
+            return self.consumer.lane_has_jobs()
+        except RedisUnavailable:
+            return True
 
     def settle(self) -> None:
         """Says what ran, without claiming anything."""
@@ -141,7 +175,7 @@ class WorkerLoop:
 
     def _claim(self) -> Claimed:
         """Settles what ran, claims the next batch."""
-        turn = self._turn(keep=0, want=self._want)
+        turn = self._turn(keep=0, want=self._recycling.room(self._want, self._unsettled))
         if turn is None:
             return []
         self._paused = turn.paused
@@ -169,6 +203,7 @@ class WorkerLoop:
             log.info("already settled or given back queue=%s jobs=%s", self.consumer.queue, len(turn.refused))
         self.slot.words[WORD] = self._number << TURN_SHIFT
         self.slot.words[DONE] += self._unsettled
+        self._limits = turn.limits
         self._done, self._failed, self._unsettled = [], [], 0
         return turn
 
@@ -177,12 +212,15 @@ class WorkerLoop:
         count = len(batch)
         words[HELD] = count
         words[STATE] = State.BUSY
+        self._set_timeout(self._limits.timeout_ms)
         self._on_batch(count)
         first_started = self._now()
         index, base, previous = 0, self._number << TURN_SHIFT, 0
         ran = 0
         while index < count and not self.stopping:
             started = self._now()
+            # Before the position: whoever finds the job by its id must not find the position of the one before.
+            self.slot.job = batch[index][0]
             if not self._failed:
                 words[WORD] = (started >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT | base | index << INDEX_SHIFT | 1
             # The clock is read again after the position was published: whoever saw the position before this one for
@@ -193,6 +231,8 @@ class WorkerLoop:
                 turn = self._turn(keep=count - index, want=0)
                 if turn is None or not turn.held:
                     return
+                words[STATE] = State.BUSY
+                self._set_timeout(self._limits.timeout_ms)
                 batch, count, index = batch[index:], count - index, 0
                 base, previous = self._number << TURN_SHIFT, 0
                 continue
@@ -205,9 +245,17 @@ class WorkerLoop:
             words[WORD] = base | index << INDEX_SHIFT
         self._adapt((self._now() - first_started) // max(ran, 1))
 
+    def _set_timeout(self, timeout_ms: int) -> None:
+        """What holds for the jobs of this batch. The parent keeps the time; it is told when it has no timer yet."""
+        words = self.slot.words
+        changed = words[TIMEOUT] != timeout_ms
+        words[TIMEOUT] = timeout_ms
+        self._attempts.timeout_seconds = timeout_ms / 1000
+        if timeout_ms and (changed or not words[GUARDED]):
+            self._on_unguarded()
+
     def _run_one(self, claimed: tuple[bytes, bytes], started: int) -> None:
         job_id, record = claimed
-        self.slot.job = job_id
         self.slot.words[STARTED] = started
         failure = self._attempts.attempt(job_id.decode(), record, int(self._fence))
         micros = (self._now() - started) // 1000
@@ -215,6 +263,7 @@ class WorkerLoop:
         if failure is None:
             self._done += (job_id, self._fence, micros)
         else:
+            self.slot.words[STATE] = State.SETTLING
             retry_at = "" if failure.retry_at_ms is None else failure.retry_at_ms
             what = (failure.error, failure.brief, failure.kind, retry_at, f"{random.random():.4f}")
             self._failed += (job_id, self._fence, micros, *what)
@@ -228,10 +277,8 @@ class WorkerLoop:
 
     def rest(self) -> None:
         """Blocks until there may be work."""
-        words = self.slot.words
-        words[HELD] = 0
-        words[STATE] = State.PARKED if self._paused else self._resting_state
-        self.slot.job = b""
+        self._show_resting(State.PARKED if self._paused else self._resting_state)
+        self._grant.rest()
         self._blocking = True
         try:
             self.consumer.link.learn_client_id()
@@ -254,6 +301,12 @@ class WorkerLoop:
         finally:
             self._blocking = False
 
+    def _show_resting(self, state: State) -> None:
+        words = self.slot.words
+        words[HELD] = 0
+        words[STATE] = state
+        self.slot.job = b""
+
     def _back_off(self, tries: int, exc: RedisUnavailable) -> int:
         if tries == 0:
             log.warning("redis is gone, trying again queue=%s error=%s", self.consumer.queue, exc)
@@ -272,4 +325,7 @@ class WorkerLoop:
             log.warning("could not leave in order, recovery will do it queue=%s error=%s", self.consumer.queue, exc)
         finally:
             self.consumer.close()
-            self._attempts.close()
+
+    def close(self) -> None:
+        """Ends what the handlers have left running in this worker."""
+        self._attempts.close()

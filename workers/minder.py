@@ -1,6 +1,7 @@
 """The second thread of a queue's child: it minds what the workers cannot while they run handlers or block.
 
-1. The leash: when the supervisor dies, everything below this process is killed, then the process itself.
+1. The leash: what the supervisor says about capacity goes to the worker it concerns; when the supervisor dies,
+   everything below this process is killed, then the process itself.
 2. SIGTERM: the workers are told to stop; one that is blocked in Redis is unblocked.
 3. The process title and the beat in the scoreboard, once a second while something runs. It sleeps while nothing does.
 """
@@ -9,22 +10,26 @@ import logging
 import os
 import select
 import signal
+import socket
 import threading
 import time
 
 from setproctitle import setproctitle
 
-from forq import exits
+from forq import exits, wire
 from forq.broker.link import Link
 from forq.errors import ForqError
 from forq.scoreboard import State
 from forq.treekill import kill_descendants
 from forq.workers.adopted import AdoptedZombies
+from forq.workers.grant import Grant
 from forq.workers.loop import WorkerLoop
+from forq.workers.recycling import Recycling
 from forq.workers.retry_loop import RetryLoop
 
 BEAT_SECONDS = 1.0
 UNBLOCK_AGAIN_SECONDS = 0.05
+UNBLOCK_SECONDS = 0.2
 # The title and the beat go on for so many beats after the last job, then the thread sleeps until it is roused.
 QUIET_BEATS = 2
 
@@ -32,12 +37,15 @@ log = logging.getLogger("forq")
 
 
 class Minder:
-    def __init__(self, *, name: str, url: str, leash_fd: int) -> None:
+    def __init__(self, *, name: str, url: str, leash: socket.socket) -> None:
         self._name = name
         self._url = url
         self._loops: list[WorkerLoop | RetryLoop] = []
         self._told_to_stop = False
-        self._leash_fd = leash_fd
+        self._leash = leash
+        self._said = wire.Lines()
+        self._grants: dict[int, Grant] = {}
+        self._recycling: Recycling | None = None
         self._signals_fd, self._signals_to = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._rouse_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._asleep = False
@@ -46,14 +54,16 @@ class Minder:
 
     def start(self) -> None:
         """From the main thread: installs the signal handler and starts the thread."""
-        os.register_at_fork(after_in_child=_forget_signals)
+        os.register_at_fork(before=_hold_term, after_in_parent=_release_term, after_in_child=_forget_signals)
         signal.set_wakeup_fd(self._signals_to, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda signum, frame: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         threading.Thread(target=self._run, name="minder", daemon=True).start()
 
-    def mind(self, loops: list[WorkerLoop | RetryLoop]) -> None:
+    def mind(self, loops: list[WorkerLoop | RetryLoop], grants: dict[int, Grant], recycling: Recycling) -> None:
         """These are the workers from now on; a TERM that came before them reaches them now."""
+        self._grants = grants
+        self._recycling = recycling
         self._loops = loops
         if self._told_to_stop:
             self._stop()
@@ -82,21 +92,25 @@ class Minder:
 
     def _run(self) -> None:
         poll = select.poll()
-        for fd in (self._leash_fd, self._signals_fd, self._rouse_fd):
+        for fd in (self._leash.fileno(), self._signals_fd, self._rouse_fd):
             poll.register(fd, select.POLLIN)
         while True:
-            for fd, _ in poll.poll(self._patience_ms()):
-                if fd == self._leash_fd:
-                    self._end_with_supervisor()
-                elif fd == self._signals_fd and signal.SIGTERM in os.read(fd, 512):
-                    self._stop()
-                elif fd == self._rouse_fd:
-                    os.eventfd_read(fd)
-                    self._quiet_beats = 0
+            ready = [fd for fd, _ in poll.poll(self._patience_ms())]
             try:
+                for fd in ready:
+                    self._attend_to(fd)
                 self._beat()
             except Exception:  # out of descriptors, say: without this thread nothing could stop the process any more
-                log.exception("beat failed name=%s", self._name)
+                log.exception("minder failed name=%s", self._name)
+
+    def _attend_to(self, fd: int) -> None:
+        if fd == self._leash.fileno():
+            self._hear()
+        elif fd == self._signals_fd and signal.SIGTERM in os.read(fd, 512):
+            self._stop()
+        elif fd == self._rouse_fd:
+            os.eventfd_read(fd)
+            self._quiet_beats = 0
 
     def _patience_ms(self) -> float | None:
         if self._stopping:
@@ -107,8 +121,20 @@ class Minder:
     def _stopping(self) -> bool:
         return bool(self._loops) and self._loops[0].stopping
 
+    def _hear(self) -> None:
+        """One line per worker that is spoken to: {"go" | "wait" | "yield": number of its slot}."""
+        try:
+            received = self._leash.recv(4096)
+        except OSError:
+            received = b""
+        if not received:
+            self._end_with_supervisor()
+        self._said.push(received)
+        while (line := self._said.pop()) is not None:
+            ((word, number),) = wire.decode(line).items()
+            self._grants[number].hear(word)
+
     def _end_with_supervisor(self) -> None:
-        """Nothing is ever sent down the leash: if it can be read, the supervisor is gone."""
         kill_descendants(os.getpid())
         os._exit(exits.FAILED)
 
@@ -127,6 +153,8 @@ class Minder:
             busy = busy or loop.slot.state == State.BUSY
         self.show()
         self._zombies.look(idle=not busy)
+        if busy and self._recycling is not None:
+            self._recycling.look()
         if self._stopping:
             self._unblock()
         self._quiet_beats = 0 if busy else self._quiet_beats + 1
@@ -139,7 +167,8 @@ class Minder:
         blocked = [number for loop in self._loops if (number := loop.blocked_client()) is not None]
         if not blocked:
             return
-        link = Link(self._url, name="forq-minder", timeout_seconds=1.0)
+        # The supervisor takes a minder that does not answer for half a second for one whose interpreter is stuck.
+        link = Link(self._url, name="forq-minder", timeout_seconds=UNBLOCK_SECONDS)
         try:
             for client_id in blocked:
                 link.call("CLIENT", "UNBLOCK", client_id)
@@ -149,7 +178,22 @@ class Minder:
             link.close()
 
 
+_before_fork = threading.local()
+
+
+def _hold_term() -> None:
+    """A TERM that reaches a forked process before it has forgotten our handler would be swallowed by it, and taken by
+    this minder for its own: it has to wait until then."""
+    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _release_term() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
+
+
 def _forget_signals() -> None:
-    """In a process that a handler forks: TERM ends it as it ends any other, and does not reach this minder."""
+    """In a process that a handler forks: TERM ends it as it ends any other."""
     signal.set_wakeup_fd(-1)
+    # Only the main thread may set a handler, which the thread that forked is now.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _release_term()

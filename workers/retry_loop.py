@@ -35,12 +35,16 @@ class RetryLoop:
     def blocked_client(self) -> int | None:
         return self._lane.blocked_client()
 
+    def _has_work(self, loop: WorkerLoop) -> bool:
+        """To serve it takes capacity; for a lane that is empty no fail job should have to wait for that."""
+        return loop is not self._lane or len(self._all) == 1 or loop.may_have_work()
+
     def run(self, on_ready: Callable[[], None]) -> None:
         if not all(loop.join() for loop in self._all):
             return
         on_ready()
         while not self.stopping:
-            served = next((loop for loop in self._all if loop.serve()), None)
+            served = next((loop for loop in self._all if self._has_work(loop) and loop.serve()), None)
             if served is not None:
                 # Before the other queue's turn: that one would move the position away from what ran here.
                 served.settle()
@@ -48,3 +52,7 @@ class RetryLoop:
                 self._lane.rest()
         for loop in self._all:
             loop.leave()
+
+    def close(self) -> None:
+        for loop in self._all:
+            loop.close()

@@ -6,7 +6,7 @@
 -- ARGV     id, whether to mark a running job ('1' | '0')
 -- Returns  {OK, 1 taken away | 2 marked | 0 neither}; {NO_QUEUE}
 -- States   waiting, scheduled, blocked -> cancelled
---@include base codes journal hints records attempts
+--@include base codes journal hints forget_hint records attempts
 
 if not epoch then return { NO_QUEUE } end
 local id, mark_active = ARGV[1], ARGV[2] == '1'

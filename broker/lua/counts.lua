@@ -13,14 +13,16 @@ if not epoch then return { NO_QUEUE } end
 local HEADS = 16  -- hints looked at per list; more than that many stale ones at the head only hide the age
 
 local in_flight = 0
-for _, processor in ipairs(redis.call('ZRANGE', key('processors'), 0, -1)) do
+local processors = redis.call('ZRANGE', key('processors'), 0, -1)
+for _, half_evicted in ipairs(redis.call('HKEYS', key('evicting'))) do processors[#processors + 1] = half_evicted end
+for _, processor in ipairs(processors) do
   for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
     in_flight = in_flight + redis.call('LLEN', worker_key(processor, worker, 'processing'))
   end
 end
 
-local function head_enqueued_ms(priority)
-  local hints = redis.call('LRANGE', pending_key(tostring(priority)), 0, HEADS - 1)
+local function head_enqueued_ms(place)
+  local hints = redis.call('LRANGE', pending_key(place), 0, HEADS - 1)
   if #hints == 0 then return nil end
   for _, record in ipairs(redis.call('HMGET', key('jobs'), unpack(hints))) do
     local enqueued = record and string.match(record, '^.%d (%d+)')
@@ -30,8 +32,8 @@ local function head_enqueued_ms(priority)
 end
 
 local oldest = 0
-for priority = 0, 9 do
-  local enqueued = head_enqueued_ms(priority)
+for place in string.gmatch('0123456789s', '.') do
+  local enqueued = head_enqueued_ms(place)
   if enqueued and (oldest == 0 or enqueued < oldest) then oldest = enqueued end
 end
 

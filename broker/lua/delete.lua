@@ -16,7 +16,9 @@ if jobs > 0 and ARGV[1] ~= '1' then return { NOT_EMPTY, jobs } end
 -- The name may be used again at once, and a worker of the old queue may still be served by a BLMOVE on the new one's
 -- list: the old workers stay in `graves`, which outlives the queue.
 local GRAVE_MS = 24 * 3600 * 1000
-for _, processor in ipairs(redis.call('ZRANGE', key('processors'), 0, -1)) do
+local processors = redis.call('ZRANGE', key('processors'), 0, -1)
+for _, half_evicted in ipairs(redis.call('HKEYS', key('evicting'))) do processors[#processors + 1] = half_evicted end
+for _, processor in ipairs(processors) do
   for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
     redis.call('UNLINK', worker_key(processor, worker, 'processing'), worker_key(processor, worker, 'wake'))
     redis.call('ZADD', key('graves'), now_ms + GRAVE_MS, processor .. ' ' .. worker)
@@ -41,7 +43,7 @@ for _, kept in ipairs({ 'jobs', 'dead:jobs', 'outbox' }) do
   if redis.call('EXISTS', key(kept)) == 1 then redis.call('RENAME', key(kept), key('trash:' .. epoch .. ':' .. kept)) end
 end
 for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority))) end
-redis.call('UNLINK', key('active'), key('scheduled'), key('attempts'), key('blocked'), key('retry'), key('stale'),
-  key('failed'), key('dead'), key('processors'), key('options'), key('counts'), key('processed:count'),
+redis.call('UNLINK', key('active'), key('scheduled'), key('attempts'), key('blocked'), key('retry'),
+  key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('options'), key('counts'), key('processed:count'),
   key('failed:count'), key('events'))
 return { OK, jobs }

@@ -9,7 +9,7 @@
 -- Returns  {OK, index, id, index, id ...}: the jobs (from 1) that a token shows to be stored already, with their id;
 --          {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index}; {TOO_LARGE, index, max_data}
 -- States   (new) -> waiting | scheduled; (new) -> blocked; waiting <-> scheduled (updated)
---@include base codes journal hints records schedule attempts blocked
+--@include base codes journal hints forget_hint records schedule attempts blocked blocking
 
 if not epoch then return { NO_QUEUE } end
 if protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
@@ -121,13 +121,13 @@ local function update(dispatch)
     reset_counts(job)
     dispatch.update_data = true
   end
-  local place = job.lane > 0 and LANE or job.priority
+  local place = place_for(job)
   if dispatch.update_data then job.body, job.priority = dispatch.body, dispatch.priority end
   if dispatch.reset then
     reset_counts(job)
     forget_attempts({ id })
   end
-  local new_place = job.lane > 0 and LANE or job.priority
+  local new_place = place_for(job)
   redis.call('HSET', key('jobs'), id, write_record(job))
   if due and new_run_at > now_ms then
     if new_run_at ~= run_at then schedule(id, new_run_at) end

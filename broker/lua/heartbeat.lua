@@ -1,12 +1,13 @@
 #!lua flags=allow-oom
--- heartbeat: a processor says that it lives and where its workers are; it sweeps one processor that has fallen silent,
--- drains graves, and repeats the wake token as a backstop.
+-- heartbeat: a processor says that it lives and where its workers are; it goes on with an eviction that is under way,
+-- or sweeps one processor that has fallen silent; drains graves, and repeats the wake token as a backstop.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     processor, how long it may stay silent (ms), then (worker, turn, index, running) per worker
--- Returns  {OK, processors evicted, ms until the next scheduled job is due (-1: none)}; {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
+-- Returns  {OK, processors evicted, ms until the next scheduled job is due (-1: none), 1 if an eviction is not finished};
+--          {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
 -- States   active -> done, waiting (of a processor that is evicted)
---@include base codes journal hints records schedule attempts blocked holdings graves eviction
+--@include base codes journal hints records schedule attempts blocked holdings positions losses graves eviction
 
 if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end
 local processor, expiry_ms = ARGV[1], tonumber(ARGV[2])
@@ -32,7 +33,7 @@ redis.call('HSET', key('counts'), 'last_beat_ms', string.format('%.0f', now_ms),
   'sweep_after_ms', string.format('%.0f', sweep_after_ms))
 
 local evicted = {}
-if now_ms >= sweep_after_ms then
+if not continue_eviction() and now_ms >= sweep_after_ms then
   evicted = redis.call('ZRANGEBYSCORE', key('processors'), '-inf', '(' .. string.format('%.0f', now_ms), 'LIMIT', 0, 1)
   for _, silent in ipairs(evicted) do evict(silent, 'host_lost') end
 end
@@ -41,4 +42,4 @@ promote()
 wake_idle_worker()
 write_journal(processor)
 local due = next_due_ms()
-return { OK, evicted, due and math.max(0, due - now_ms) or -1 }
+return { OK, evicted, due and math.max(0, due - now_ms) or -1, redis.call('EXISTS', key('evicting')) }

@@ -3,17 +3,18 @@
 -- Safe to repeat: a later call finds nothing left, or what reached the list meanwhile.
 --
 -- KEYS[1]  the queue's base
--- ARGV     processor, worker, its last position: turn number, index, running ('1' | '0'); whether the running job's
---          stall count grows ('1' | '0'), cause
+-- ARGV     processor, worker, its last position: turn number, index, running ('1' | '0'); what that means for the
+--          running job ('stalled' | 'timed_out' | 'interrupted' | 'suspect' | 'cancelled'), cause,
+--          micros it ran ('' = unknown), stack as JSON ('' = none)
 -- Returns  {OK, length of its list before}; {NO_QUEUE}
--- States   active -> done (it ran), active -> waiting (returned, stalled), active -> cancelled (marked)
---@include base codes journal hints records schedule attempts blocked holdings graves
+-- States   active -> done (it ran), active -> waiting (returned, stalled, timed out, suspected), active -> cancelled
+--@include base codes journal hints records schedule attempts blocked holdings positions losses graves
 
 if not epoch then return { NO_QUEUE } end
 local processor, worker, turn, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local running, count, cause = ARGV[5] == '1', ARGV[6] == '1', ARGV[7]
+local lost = { outcome = ARGV[6], cause = ARGV[7], micros = ARGV[8], stack = ARGV[9] ~= '' and ARGV[9] }
 local length = redis.call('LLEN', worker_key(processor, worker, 'processing'))
-remove_worker(processor, worker, turn, index, running, count, cause)
+remove_worker(processor, worker, turn, index, ARGV[5] == '1', lost)
 wake_idle_worker()
 write_journal(worker)
 return { OK, length }

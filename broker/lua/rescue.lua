@@ -6,7 +6,7 @@
 -- ARGV     processor, worker, its position: turn number, index of the running job
 -- Returns  {OK, how many jobs went back}; {OK, 0} if the worker has moved on; {NO_QUEUE}
 -- States   active -> done, active -> waiting (returned)
---@include base codes journal hints records schedule attempts blocked holdings
+--@include base codes journal hints records schedule attempts blocked holdings positions
 
 if not epoch then return { NO_QUEUE } end
 local processor, worker, turn, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
@@ -23,7 +23,7 @@ if #unstarted == 0 or not current then return { OK, 0 } end
 
 local others = settle_ran(worker, ran)
 for _, id in ipairs(unstarted) do others[#others + 1] = id end
-hand_back(worker, others, nil, nil, false, current)
+hand_back(worker, others, nil, current)
 redis.call('DEL', processing)
 redis.call('RPUSH', processing, current)
 redis.call('HSET', workers_key(processor), worker, turn .. ':' .. ARGV[4])

@@ -8,12 +8,16 @@
 --          counts on), lane ('main' | 'retry': where to claim), number done, number failed, then (id, fence, micros) per done job and
 --          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one
 -- Returns  {OK or PAUSED, held (0: the kept jobs have been given to others), ids whose settling was refused,
---          fence, id, record, id, record ...}; {NO_QUEUE}; {FENCED} if the worker is not registered
--- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned);
---          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active
+--          fence, timeout_ms, size, priority, id, record, id, record ...};
+--          {NO_QUEUE}; {FENCED} if the worker is not registered
+-- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out);
+--          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active;
+--          waiting -> dead (it stalled or timed out too often)
 --@include base codes journal hints records schedule attempts blocked holdings bury_job
 
 local MAX_SKIPS = 1000
+-- A job that is buried by a claim costs about as much as so many hints that are skipped.
+local SKIPS_PER_BURIAL = 10
 local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
 
 local processor, worker, turn = ARGV[2], ARGV[3], ARGV[4]
@@ -22,6 +26,10 @@ local done_count, failed_count = tonumber(ARGV[8]), tonumber(ARGV[9])
 
 if epoch ~= ARGV[1] then return { NO_QUEUE } end
 if not redis.call('HGET', workers_key(processor), worker) then return { FENCED } end
+
+-- A queue made by an earlier release lacks some of them.
+local limits = redis.call('HMGET', key('options'), 'timeout_ms', 'size', 'priority', 'max_stalls', 'max_timeouts')
+local max_stalls, max_timeouts = tonumber(limits[4] or 3), tonumber(limits[5] or 3)
 
 local processing = worker_key(processor, worker, 'processing')
 local settled, refused = {}, {}
@@ -51,38 +59,55 @@ local function settle_successes(first)
   settle_done(owned, notes)
 end
 
--- The job waits for its next attempt: until the time the handler asked for, else twice as long as the last time.
--- Options are read here and now, so that a change of them applies to everything that is in the queue.
--- In the retry lane `lane` counts the attempts there.
-local function retry_job(id, fence, micros, job, lane_number, retry_at_ms, chance)
-  local due = retry_at_ms
-  if not due then
-    local wait = math.min(option('max_backoff_ms'), option('min_backoff_ms') * 2 ^ math.min(job.retries, 40))
-    due = now_ms + math.floor(wait * (1 + option('jitter') / 100 * (2 * chance - 1)))
-  end
-  job.retries, job.lane = job.retries + 1, lane_number
-  due = update_from_blocked(id, job, due)
-  redis.call('HSET', key('jobs'), id, write_record(job))
-  redis.call('HDEL', key('active'), id)
-  make_ready(id, job.lane > 0 and LANE or job.priority, due)
-  note('retried ' .. fence .. ' ' .. id .. ' ' .. micros)
-end
-
-local function settle_failure(at, id, fence, record)
-  local micros, error, brief, kind = ARGV[at + 2], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
-  add_attempt(id, 'failed', 'exception', micros, brief)
-  local job = read_record(record)
-  local retry_at_ms, chance = tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
-  if job and kind ~= 'permanent' and job.lane == 0 and job.retries < option('max_retries') then
-    retry_job(id, fence, micros, job, 0, retry_at_ms, chance)
-  elseif job and kind ~= 'permanent' and job.lane < option('retry_lane_retries') then
-    retry_job(id, fence, micros, job, job.lane + 1, retry_at_ms, chance)
-  else
-    bury_job(id, fence, micros, record, error, brief)
-  end
-end
-
+-- Most turns settle no failure: what only serves here is defined inside, since each call defines its functions anew.
 local function settle_failures(first)
+  if failed_count == 0 then return end
+
+  local function come_back(id, job, due)
+    due = update_from_blocked(id, job, due)
+    redis.call('HSET', key('jobs'), id, write_record(job))
+    redis.call('HDEL', key('active'), id)
+    make_ready(id, place_for(job), due)
+  end
+
+  -- The job waits for its next attempt: until the time the handler asked for, else twice as long as the last time.
+  -- Options are read here and now, so that a change of them applies to everything that is in the queue.
+  -- In the retry lane `lane` counts the attempts there.
+  local function retry_job(id, fence, micros, job, lane_number, retry_at_ms, chance)
+    local due = retry_at_ms
+    if not due then
+      local wait = math.min(option('max_backoff_ms'), option('min_backoff_ms') * 2 ^ math.min(job.retries, 40))
+      due = now_ms + math.floor(wait * (1 + option('jitter') / 100 * (2 * chance - 1)))
+    end
+    job.retries, job.lane = job.retries + 1, lane_number
+    come_back(id, job, due)
+    note('retried ' .. fence .. ' ' .. id .. ' ' .. micros)
+  end
+
+  local function settle_failure(at, id, fence, record)
+    local micros, error, brief, kind = ARGV[at + 2], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
+    local timed_out = kind == 'timeout'
+    add_attempt(id, timed_out and 'timed_out' or 'failed', timed_out and 'timeout' or 'exception', micros, brief)
+    local job = read_record(record)
+    if job and timed_out then
+      -- It waits again at once, behind the others.
+      job.timeouts = job.timeouts + 1
+      note('timed_out ' .. fence .. ' ' .. id .. ' timeout')
+      come_back(id, job, 0)
+      return note('returned 0 ' .. id)
+    end
+    local retry_at_ms, chance = tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
+    -- Its handler came back, so it did not kill its process: it is no suspect any more.
+    if job and job.lane == SUSPECT then job.lane = 0 end
+    if job and kind ~= 'permanent' and job.lane == 0 and job.retries < option('max_retries') then
+      retry_job(id, fence, micros, job, 0, retry_at_ms, chance)
+    elseif job and kind ~= 'permanent' and job.lane < option('retry_lane_retries') then
+      retry_job(id, fence, micros, job, job.lane + 1, retry_at_ms, chance)
+    else
+      bury_job(id, fence, micros, record, error, brief)
+    end
+  end
+
   for i = 0, failed_count - 1 do
     local at = first + 8 * i
     local id, fence = ARGV[at], ARGV[at + 1]
@@ -132,7 +157,21 @@ local function keep_or_return()
   return held
 end
 
-local taken, reply_jobs = {}, {}
+local taken, reply_jobs, spent = {}, {}, {}
+
+local first_byte, COUNTED = string.byte, string.byte('c')
+
+-- Why a job is not to be run again, as an error in JSON; nil if it is.
+local function used_up(record)
+  local job = read_record(record)
+  if not job then return nil end
+  local text = '{"name":"%s","message":"the number of attempts that %s is %d, and %s is %d","kind":"stall","traceback":null}'
+  if job.stalls > max_stalls then
+    return string.format(text, 'StallError', 'died with their process', job.stalls, 'max_stalls', max_stalls)
+  elseif job.timeouts > max_timeouts then
+    return string.format(text, 'TimeoutError', 'timed out', job.timeouts, 'max_timeouts', max_timeouts)
+  end
+end
 
 local function take(priority, ids)
   local owners = redis.call('HMGET', key('active'), unpack(ids))
@@ -145,9 +184,15 @@ local function take(priority, ids)
       note('dropped 0 ' .. (string.find(id, '^[!-~]+$') and id or '?'))
     elseif claimable and not owners[i] and not taken[id] then
       taken[id] = true
-      taken[#taken + 1] = id
-      reply_jobs[#reply_jobs + 1] = id
-      reply_jobs[#reply_jobs + 1] = records[i]
+      -- Only a record that is not plain has counts to look at.
+      local error = first_byte(records[i]) == COUNTED and used_up(records[i])
+      if error then
+        spent[#spent + 1] = { id = id, record = records[i], error = error }
+      else
+        taken[#taken + 1] = id
+        reply_jobs[#reply_jobs + 1] = id
+        reply_jobs[#reply_jobs + 1] = records[i]
+      end
     end
   end
 end
@@ -158,9 +203,9 @@ local function claim_from(priority, skips)
     local ids = redis.call('LPOP', pending_key(priority), count)
     if not ids then return skips end
     if priority ~= LANE then count_hints(priority, -#ids) end
-    local before = #taken
+    local before, spent_before = #taken, #spent
     take(priority, ids)
-    skips = skips - (#ids - (#taken - before))
+    skips = skips - (#ids - (#taken - before)) - SKIPS_PER_BURIAL * (#spent - spent_before)
   end
   return skips
 end
@@ -175,7 +220,10 @@ end
 
 local function claim()
   if lane == 'retry' and not parent then
-    -- The second chance comes only while nothing else waits, one job at a time.
+    -- One job at a time: whatever kills the process now, it was this one.
+    want = 1
+    if suspect_hints > 0 then claim_from(SUSPECTS, MAX_SKIPS) end
+    -- The second chance comes only while nothing else waits.
     if in_lane > 0 and main_waiting() == 0 then claim_from(LANE, MAX_SKIPS) end
   elseif other_hints == 0 then
     claim_from('5', MAX_SKIPS)
@@ -183,8 +231,14 @@ local function claim()
     local skips = MAX_SKIPS
     for _, priority in ipairs(PRIORITIES) do skips = claim_from(priority, skips) end
   end
-  if #taken == 0 then return '' end
+  if #taken + #spent == 0 then return '' end
   local fence = next_fence()
+  -- What stalled or timed out too often ends here: its handler is not called.
+  for _, job in ipairs(spent) do
+    note('claimed ' .. fence .. ' ' .. job.id)
+    bury_job(job.id, fence, '-', job.record, job.error, job.error)
+  end
+  if #taken == 0 then return '' end
   local owner = worker .. ':' .. fence
   local pairs_to_set = {}
   for i, id in ipairs(taken) do
@@ -207,6 +261,7 @@ if want > 0 and not paused then fence = claim() end
 wake_idle_worker()
 write_journal(worker)
 
-local reply = { paused and PAUSED or OK, held and 1 or 0, refused, fence }
-for i, part in ipairs(reply_jobs) do reply[4 + i] = part end
+local reply = { paused and PAUSED or OK, held and 1 or 0, refused, fence,
+  tonumber(limits[1] or 0), tonumber(limits[2] or 1), tonumber(limits[3] or 0) }
+for i, part in ipairs(reply_jobs) do reply[7 + i] = part end
 return reply

@@ -6,6 +6,7 @@ FAILED = 1
 QUEUE_GONE = 71  # the queue was deleted
 FENCED = 72  # this processor has been removed from the queue
 # Of `forq run`, to systemd and operators.
+LOST_PLACE = 70  # removed from Redis again and again
 NO_REDIS = 75  # cannot reach Redis at start (with require_redis)
 INCOMPATIBLE = 76  # another protocol version owns the data
 CONFIG = 78  # a setting, or of a child: its handler, cannot be used

@@ -1,4 +1,4 @@
-"""The scoreboard: one shared memory mapping in which every worker has a slot that only it writes.
+"""The scoreboard: one shared memory mapping in which every worker has a slot that it writes.
 
 Children store what they are doing in tens of nanoseconds; the parent and pulse read it without asking anyone, also
 while Redis is down. It is mapped before the forks: children inherit the mapping and do not need its descriptor.
@@ -18,7 +18,7 @@ from forq.errors import ForqError
 HEADER_BYTES = 4096
 SLOT_BYTES = 512
 
-WORD, HELD, DONE, BEAT, STARTED, STATE, PID, EPOCH, ROLE = range(9)
+WORD, HELD, DONE, BEAT, STARTED, STATE, PID, EPOCH, ROLE, TIMEOUT, LENIENCE, GUARDED, THREAD = range(13)
 
 JOB_AT, JOB_MAX = 128, 128
 QUEUE_AT, QUEUE_MAX = 264, 64
@@ -44,6 +44,8 @@ class State(IntEnum):
     BUSY = 3
     PARKED = 4
     STOPPING = 5
+    # A job has failed and is about to be settled; its position stays, and its deadline is over.
+    SETTLING = 6
 
 
 class Role(IntEnum):
@@ -145,6 +147,12 @@ class Slot:
     epoch = _Cell(EPOCH)
     role = _Cell(ROLE)
     word = _Cell(WORD)
+    # What one job may take (ms; 0: as long as it likes), and for how long after that its worker deals with it itself.
+    timeout_ms = _Cell(TIMEOUT)
+    lenience_ms = _Cell(LENIENCE)
+    # Not zero while the parent has a timer for this worker; written by the parent.
+    guarded = _Cell(GUARDED)
+    thread = _Cell(THREAD)
     queue = _Text(QUEUE_AT, QUEUE_MAX)
     worker = _Text(WORKER_AT, WORKER_MAX)
 
@@ -163,6 +171,14 @@ class Slot:
         job_id = job_id[:JOB_MAX]
         length = len(job_id)
         self.bytes[JOB_AT : JOB_AT + 1 + length] = LENGTH_BYTE[length] + job_id
+
+    def running_since_ns(self) -> tuple[int, int] | None:
+        """The position word of the job that is running and when it began; None if none is, or one is just beginning."""
+        word = self.word
+        started = self.started_ns
+        if not word & 1 or started >> TICK_NS_SHIFT & TICK_MASK != word >> TICK_SHIFT & TICK_MASK:
+            return None
+        return word, started
 
     def describe(self) -> SlotView:
         return SlotView(

@@ -39,6 +39,15 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         print("  ".join(padded).rstrip())
 
 
+def show_stack(attempts: Sequence[dict[str, object]]) -> None:
+    """Where the last attempt that had to be ended was at that moment."""
+    stacks = [attempt["stack"] for attempt in attempts if attempt.get("stack")]
+    if stacks:
+        print("\nstack of the last attempt that was ended:")
+        for line in str(stacks[-1]).splitlines():
+            print(printable(line))
+
+
 def show_json(value: object) -> None:
     from forq.wire import encode
 

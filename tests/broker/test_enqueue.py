@@ -37,6 +37,7 @@ def test_the_system_gives_the_id_and_the_user_the_identifier(queue: OneQueue) ->
         "retry_count": 0,
         "stall_count": 0,
         "timeout_count": 0,
+        "suspect": False,
         "run_at": None,
         "attempts": [],
         "blocked_behind": False,

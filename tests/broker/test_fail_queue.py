@@ -179,7 +179,7 @@ def test_what_a_dead_retry_worker_held_goes_back_to_its_lane(redis_url: str) -> 
         retry.claim(retry.fails)
         at = Position("r1", retry.number, 0, True)
         for name in (queue.name, fail_queue(queue.name)):
-            queue.keeper().recover(name, "p1", at, count=True, cause="signal 9")
+            queue.keeper().recover(name, "p1", at, outcome="stalled", cause="signal 9")
         counts = queue.viewer.counts()
         assert (counts.retry, counts.failed, counts.active) == (1, 1, 0)
         assert queue.stall_count("a") == 0, "its position belongs to the other queue"

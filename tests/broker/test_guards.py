@@ -235,7 +235,7 @@ def test_calls_about_a_deleted_queue_leave_nothing_behind(queue: OneQueue) -> No
     queue.registry.purge(queue.name, lambda jobs: None)
     before = sorted(queue.redis.keys("*"))
     graves = queue.redis.zrange(queue.key("graves"), 0, -1)
-    queue.keeper().recover(queue.name, "p7", Position("w7", 1, 0, False), count=True, cause="signal 9")
+    queue.keeper().recover(queue.name, "p7", Position("w7", 1, 0, False), outcome="stalled", cause="signal 9")
     queue.keeper().evict(queue.name, "p7", "supervisor_lost")
     assert queue.rescue(worker, 0) == 0
     assert queue.keeper().promote(queue.name) is None

@@ -70,25 +70,28 @@ def test_an_evicted_processor_is_fenced_in_every_call(queue: OneQueue) -> None:
 
 
 def test_evict_goes_by_the_last_heartbeat_only_if_no_turn_came_after(queue: OneQueue) -> None:
-    queue.enqueue("a", "b", "c")
+    queue.enqueue("a", "b", "c", "d")
     worker = queue.worker("w2", "p2")
     worker.turn(want=2)
     beat(queue, "p2", Position("w2", worker.number, 1, True))
-    worker.turn(done="ab", want=1)
+    worker.turn(done="ab", want=2)
     queue.keeper().evict(queue.name, "p2", "supervisor_lost")
-    assert queue.state() == State(jobs={"c"}, waiting={5: ["c"]})
-    assert queue.stall_count("c") == 0
+    assert queue.state() == State(jobs={"c", "d"}, waiting={5: ["c", "d"]})
+    assert [queue.stall_count(job_id) for job_id in "cd"] == [0, 0]
 
 
-def test_evict_of_a_processor_without_heartbeat_returns_all_uncounted(queue: OneQueue) -> None:
-    queue.enqueue("a", "b")
+@pytest.mark.spec("Q19")
+def test_evict_of_a_processor_without_heartbeat_counts_the_only_job_of_a_worker_and_of_several_none(
+    queue: OneQueue,
+) -> None:
+    queue.enqueue("a", "b", "c")
     for name, processor in (("w1", "p2"), ("w2", "p2"), ("w3", "p3")):
         queue.worker(name, processor).turn(want=0)
     queue.workers[0].turn(want=1)
-    queue.workers[1].turn(want=1)
+    queue.workers[1].turn(want=2)
     assert queue.keeper().evict(queue.name, "p2", "supervisor_lost") == 2
-    assert set(queue.state().waiting[5]) == {"a", "b"}
-    assert queue.stall_count("a") == 0
+    assert set(queue.state().waiting[5]) == {"a", "b", "c"}
+    assert [queue.stall_count(job_id) for job_id in "abc"] == [1, 0, 0]
     assert queue.redis.zrange(queue.key("processors"), 0, -1) == [b"p3"]
 
 

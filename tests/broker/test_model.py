@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from forq.broker.consuming import Settled, Turn
-from forq.broker.keeping import Position
+from forq.broker.keeping import Outcome, Position
 from forq.broker.producing import Update, new_job
 from forq.errors import Exists, Fenced, QueueFull
 from tests.support.model_checks import MINUTE_MS, Checks
@@ -28,6 +28,8 @@ from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue
 from tests.support.queue_model import (
     MAX_ITEMS,
     MAX_RETRIES,
+    MAX_STALLS,
+    MAX_TIMEOUTS,
     Dispatch,
     Failure,
     Full,
@@ -51,10 +53,13 @@ HOW_RUN_AT = st.sampled_from((True, False, "if_later", "if_earlier"))
 IF_EXISTS = st.sampled_from(("update", "update", "update", "skip", "refuse"))
 SELDOM = st.sampled_from((False, False, False, True))
 PROGRESS = st.sampled_from((0, 1, 2, 9, 9))
-FAILURES = st.sampled_from((None, None, None, "backoff", "backoff", "now", "soon", "permanent"))
+FAILURES = st.sampled_from((None, None, None, "backoff", "backoff", "now", "soon", "permanent", "timeout"))
+OUTCOMES: st.SearchStrategy[Outcome] = st.sampled_from(("stalled", "timed_out", "interrupted", "suspect", "suspect"))
 WANT = st.sampled_from((0, 1, 2, 4))
-WORKERS = st.integers(0, 2)
-PROCESSORS = ("p1", "p2", "p2")
+# The last one is the retry child's.
+WORKERS = st.integers(0, 3)
+RETRY = 3
+PROCESSORS = ("p1", "p2", "p2", "p1")
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -67,6 +72,8 @@ class QueueMachine(RuleBasedStateMachine):
             self.server.url,
             max_retries=MAX_RETRIES,
             max_items=MAX_ITEMS,
+            max_stalls=MAX_STALLS,
+            max_timeouts=MAX_TIMEOUTS,
             min_backoff_ms=BACKOFF_MS[0],
             max_backoff_ms=BACKOFF_MS[-1],
             jitter=0,
@@ -81,15 +88,16 @@ class QueueMachine(RuleBasedStateMachine):
         self.workers: list[ModelWorker] = []
 
     @initialize()
-    def three_workers_join(self) -> None:
-        self.workers = [self._join(processor) for processor in self.processors]
+    def four_workers_join(self) -> None:
+        self.workers = [self._join(which) for which in range(len(PROCESSORS))]
 
-    def _join(self, processor: str) -> ModelWorker:
-        name = f"w{next(self.numbers)}"
-        self.real[name] = HandWorker(self.queue, name, processor)
+    def _join(self, which: int) -> ModelWorker:
+        name, processor = f"w{next(self.numbers)}", self.processors[which]
+        lane = "retry" if which == RETRY else "main"
+        self.real[name] = HandWorker(self.queue, name, processor, lane)
         self.real[name].consumer.link = self.queue.link
         self.real[name].consumer.join(EXPIRY_MS)
-        return ModelWorker(name, processor)
+        return ModelWorker(name, processor, lane)
 
     @rule(job_id=IDS, priority=PRIORITIES, run_at=RUN_AT, if_exists=IF_EXISTS)
     def enqueue(self, job_id: str, priority: int, run_at: str, if_exists: str) -> None:
@@ -176,6 +184,10 @@ class QueueMachine(RuleBasedStateMachine):
     def settle_and_claim_unheard(self, which: int, want: int) -> None:
         self._take_turn(self._run(which, 9), want=want, lose=True)
 
+    @rule(want=st.integers(1, 4))
+    def run_a_suspect(self, want: int) -> None:
+        self._take_turn(self._run(RETRY, 9), want=want)
+
     @rule(which=WORKERS, fail=FAILURES)
     def fail_what_runs(self, which: int, fail: str | None) -> None:
         self._take_turn(self._run(which, 1), fail=fail or "backoff", want=0)
@@ -193,16 +205,23 @@ class QueueMachine(RuleBasedStateMachine):
         held = left == list(rest) and all(self.model.owns(worker, job_id) for job_id in rest)
         if not held:
             self.model.hand_back(self.model.owned(worker))
-        claimable = self.checks.claimable(self.queue.state()) if want and not self.model.paused else 0
+        if worker.lane == "retry":
+            want = min(want, 1)
+        may_claim = want > 0 and not self.model.paused
+        claimable = self.checks.claimable(self.queue.state(), worker.lane) if may_claim else []
         self.model.promote()
+        spent = {job_id for job_id, job in self.model.jobs.items() if job.waits and job.spent} if may_claim else set()
 
         answer = self._send_turn(real, want, (done, failed, how, fence), len(rest))
 
         claimed = [job_id.decode() for job_id in answer.jobs[::2]]
+        buried = spent - set(self.queue.state().jobs)
+        assert len(claimed) == want or not spent & set(claimable) - buried
+        self.model.bury_spent(buried, worker.lane)
         assert [job_id.decode() for job_id in answer.refused] == refused
         assert answer.held == held
         assert answer.paused == self.model.paused
-        assert len(claimed) >= min(want, claimable)
+        assert len(claimed) >= min(want, len(set(claimable) - spent))
         if claimed:
             self.model.claim(worker, claimed, answer.fence)
         worker.turn, worker.shift = real.number, 0
@@ -225,31 +244,46 @@ class QueueMachine(RuleBasedStateMachine):
         upto = worker.index + worker.running
         failed = worker.batch[worker.index] if worker.running and fail else ""
         how = Failure()
-        if fail == "permanent":
-            how = Failure(permanent=True)
+        if fail in ("permanent", "timeout"):
+            how = Failure(fail)
         elif fail in ("now", "soon"):
             how = Failure(retry_at=self._at(fail) or 1)
         return worker.batch[: upto - len(failed)], failed, how, worker.fence, worker.batch[upto:] if keep else ""
 
     def _send_turn(self, real: HandWorker, want: int, settled: tuple[str, str, Failure, str], keep: int) -> Turn:
         done, failed, how, fence = settled
-        kind, retry_at = "permanent" if how.permanent else "retriable", "" if how.retry_at is None else how.retry_at
+        retry_at = "" if how.retry_at is None else how.retry_at
         real.number += 1
         succeeded: Settled = [part for job_id in done for part in (job_id, fence, 7)]
-        gave_up: Settled = [part for job_id in failed for part in (job_id, fence, 7, "{}", "{}", kind, retry_at, "0.5")]
+        gave_up: Settled = [
+            part for job_id in failed for part in (job_id, fence, 7, "{}", "{}", how.kind, retry_at, "0.5")
+        ]
         answer = real.consumer.turn(real.number, succeeded, gave_up, keep, want)
         real.fence = answer.fence or real.fence
         return answer
 
-    @rule(which=WORKERS, progress=PROGRESS, counted=st.booleans(), again=SELDOM)
-    def crash_and_recover(self, which: int, progress: int, counted: bool, again: bool) -> None:
-        worker = self._run(which, progress)
+    @rule(which=WORKERS, progress=PROGRESS, outcome=OUTCOMES, again=SELDOM)
+    def crash_and_recover(self, which: int, progress: int, outcome: Outcome, again: bool) -> None:
+        self._lose(which, self._run(which, progress), outcome, again=again)
+
+    @rule(which=WORKERS, want=st.integers(1, 3), outcome=OUTCOMES)
+    def claim_begin_and_crash(self, which: int, want: int, outcome: Outcome) -> None:
+        """In one step, since jobs that were lost several times are seldom met otherwise."""
+        self._take_turn(self._run(which, 9), want=want)
+        self._lose(which, self._run(which, 1), outcome)
+
+    @rule(which=WORKERS, want=st.integers(1, 3))
+    def claim_begin_and_time_out(self, which: int, want: int) -> None:
+        self._take_turn(self._run(which, 9), want=want)
+        self._take_turn(self._run(which, 1), fail="timeout", want=0)
+
+    def _lose(self, which: int, worker: ModelWorker, outcome: Outcome, *, again: bool = False) -> None:
         for _ in range(1 + again):
             at = Position(worker.name, worker.seen_turn, worker.index, worker.running)
-            self.queue.keeper().recover(self.queue.name, worker.processor, at, count=counted, cause="signal 9")
-        self.model.lose_worker(worker, count=counted)
+            self.queue.keeper().recover(self.queue.name, worker.processor, at, outcome=outcome, cause="signal 9")
+        self.model.lose_worker(worker, outcome)
         self.gone.append(worker)
-        self.workers[which] = self._join(worker.processor)
+        self.workers[which] = self._join(which)
 
     @precondition(lambda self: self.gone)
     @rule(turn=st.booleans(), done=st.sampled_from(("", "a", "bc")))
@@ -314,6 +348,7 @@ class QueueMachine(RuleBasedStateMachine):
     def lose_the_second_host(self, by_silence: bool) -> None:
         lost = self.processors[1]
         self._beat(lost)
+        held = self.queue.state().processing
         if by_silence:
             self._beat("p1")
             self.queue.redis.zadd(self.queue.key("processors"), {lost: 1})
@@ -323,11 +358,12 @@ class QueueMachine(RuleBasedStateMachine):
             self.queue.keeper().evict(self.queue.name, lost, "supervisor_lost")
         with pytest.raises(Fenced):
             self._beat(lost)
-        self.processors = ["p1", *[f"p{next(self.numbers)}"] * 2]
+        self.processors[1:RETRY] = [f"p{next(self.numbers)}"] * 2
         for which in (1, 2):
-            self.model.lose_worker(self.workers[which], count=True)
+            only = held.get(self.workers[which].name, [])
+            self.model.lose_worker(self.workers[which], "stalled", only[0] if len(only) == 1 else None)
             self.gone.append(self.workers[which])
-            self.workers[which] = self._join(self.processors[which])
+            self.workers[which] = self._join(which)
 
     @invariant()
     def all_is_as_it_should_be(self) -> None:

@@ -25,7 +25,7 @@ def test_recover_settles_what_ran_counts_what_was_running_and_returns_the_rest_i
 
 
 def test_recover_counts_nothing_when_told_not_to(queue: OneQueue, worker: HandWorker) -> None:
-    queue.recover(worker, 1, running=True, count=False)
+    queue.recover(worker, 1, running=True, outcome="interrupted")
     assert queue.state() == State(jobs={"b", "c", "d", "e"}, waiting={5: ["b", "c", "d", "e"]})
     assert queue.stall_count("b") == 0
 
@@ -195,3 +195,22 @@ def test_recover_and_rescue_of_a_queue_that_is_gone_do_nothing(queue: OneQueue, 
     queue.registry.delete(queue.name, force=True)
     assert queue.recover(worker) == 0
     assert queue.rescue(worker, 0) == 0
+
+
+def test_a_job_that_was_killed_is_cancelled_and_what_is_blocked_behind_it_follows(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    worker = queue.worker()
+    worker.turn(want=2)
+    queue.enqueue("a", if_exists="update")
+    queue.recover(worker, running=True, outcome="cancelled")
+    assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["b", "a"]})
+    assert [event.verb for event in queue.events() if event.job == "a"][-2:] == ["cancelled", "unblocked"]
+    assert queue.viewer.job("a")["attempts"] == []
+
+
+def test_a_place_of_another_turn_does_not_count_even_the_only_job(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    worker = queue.worker()
+    worker.turn(want=1)
+    queue.recover_at(worker, worker.number - 1, 0, running=True, outcome="stalled")
+    assert queue.stall_count("a") == 0

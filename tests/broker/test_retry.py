@@ -138,7 +138,7 @@ def test_a_stalled_and_an_interrupted_attempt_are_told_with_their_cause(queue: O
     queue.recover(worker, 0, running=True)
     other = queue.worker("w2")
     other.turn(want=1)
-    queue.recover(other, 0, running=True, count=False)
+    queue.recover(other, 0, running=True, outcome="interrupted")
     outcomes = [(attempt["outcome"], attempt["cause"]) for attempt in queue.viewer.job("a")["attempts"]]
     assert outcomes == [("stalled", "signal 9"), ("interrupted", "signal 9")]
     assert queue.stall_count("a") == 1

@@ -50,7 +50,7 @@ def test_an_exception_that_cannot_be_told_still_makes_the_job_dead(forq: Forq, f
 
 
 def test_a_poison_job_slows_its_queue_s_respawns_down(forq: Forq) -> None:
-    forq.create("poison", "die")
+    forq.create("poison", "die", max_stalls=1000)
     forq.ctl("push", "poison", "1")
     wait_until(lambda: len([t for t in forq.traces("start") if t.queue == "poison"]) >= 5)
     began = len([t for t in forq.traces("start") if t.queue == "poison"])

@@ -149,6 +149,28 @@ def test_status_of_a_name_shows_processes_and_items(fake: FakeSupervisor) -> Non
     assert fake.calls == [("status", {"names": ["emails"]})]
 
 
+def test_status_shows_who_waits_for_capacity_and_who_holds_it(fake: FakeSupervisor) -> None:
+    holds = {"worker": "a main", "units": 80, "priority": 1, "in_use": True, "seconds": 61.2}
+    keeps = {"worker": "b main", "units": 10, "priority": 0, "in_use": False, "seconds": 5}
+    waits = {"worker": "c main", "units": 40, "priority": 2, "seconds": 3.9}
+    capacity = {"units": 100, "in_use": 80, "free": 10, "held": [holds, keeps], "waiting": [waits]}
+    fake.answers["status"] = {**whole_status(queue_status(name="a")), "capacity": capacity}
+    code, out, _ = forqctl(fake, "status")
+    assert (code, out.splitlines()[2:]) == (
+        0,
+        [
+            "",
+            "capacity: 80 of 100 units in use, 10 free",
+            "WORKER         UNITS  PRIORITY  FOR",
+            "a main  runs      80         1  1m01s",
+            "b main  keeps     10         0  5s",
+            "c main  waits     40         2  3s",
+        ],
+    )
+    fake.answers["status"]["capacity"]["waiting"] = []
+    assert "capacity" not in forqctl(fake, "status")[1], "without a shortage it is not worth a line"
+
+
 def test_status_while_redis_is_down_shows_dashes_and_the_reason(fake: FakeSupervisor) -> None:
     counts = ("waiting", "scheduled", "active", "dead", "processed", "failed_total", "oldest_waiting_seconds")
     fake.answers["status"] = whole_status(queue_status(**dict.fromkeys(counts)), redis_error="refused")

@@ -66,6 +66,7 @@ def test_a_shown_size_is_read_back_exactly(size: int) -> None:
     assert parse_size(show_size(size)) == size
 
 
+@pytest.mark.spec("Q30", "Q32")
 def test_the_defaults_are_those_of_the_release() -> None:
     assert defaults() == {
         "max_items": 0,

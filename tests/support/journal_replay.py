@@ -53,6 +53,8 @@ class Replay:
     def _stalled(self, event: Event, job: str) -> None:
         self._demand(event, self.active.get(job) == event.fence)
 
+    _timed_out = _suspected = _stalled
+
     def _returned(self, event: Event, job: str) -> None:
         self._demand(event, job in self.active and job not in self.blocked)
         del self.active[job]

@@ -37,13 +37,16 @@ class Checks:
         self._check_counts()
         self._check_journal()
 
-    def claimable(self, state: State) -> int:
-        """Waiting jobs whose hint cannot be anywhere but in the pending lists (a lower bound)."""
-        return sum(
-            state.waiting.get(job.priority, []).count(job_id) > state.stale.get(f"{job.priority}:{job_id}", 0)
+    def claimable(self, state: State, lane: str = "main") -> list[str]:
+        """Waiting jobs that this lane serves and whose hint must be in its lists (a lower bound)."""
+        return [
+            job_id
             for job_id, job in self._model.jobs.items()
             if job.waits
-        )
+            and job.suspect == (lane == "retry")
+            and (state.suspects if job.suspect else state.waiting.get(job.priority, [])).count(job_id)
+            > state.stale.get(f"{job.place}:{job_id}", 0)
+        ]
 
     def _times(self) -> Times:
         with self._queue.redis.pipeline(transaction=False) as look:
@@ -65,7 +68,12 @@ class Checks:
             job_id: (record.data, record.priority, record.retry_count, record.stall_count, record.timeout_count)
             for job_id, record in records.items()
         }
-        assert seen == {job_id: (job.data, job.priority, job.retries, job.stalls, 0) for job_id, job in jobs.items()}
+        assert seen == {
+            job_id: (job.data, job.priority, job.retries, job.stalls, job.timeouts) for job_id, job in jobs.items()
+        }
+        assert {job_id: record.suspect for job_id, record in records.items()} == {
+            job_id: job.suspect for job_id, job in jobs.items()
+        }
         assert state.owners == {
             job_id: job.owner + (":removed" if job.removed else "") for job_id, job in jobs.items() if job.owner
         }
@@ -88,10 +96,12 @@ class Checks:
         hints = Counter(f"{priority}:{job_id}" for priority, ids in state.waiting.items() for job_id in ids)
         moved = [job_id for name in state.processing for job_id in self._not_begun(state, name) if job_id]
         hints += Counter(f"5:{job_id}" for job_id in moved)
-        live = Counter(f"{job.priority}:{job_id}" for job_id, job in self._model.jobs.items() if job.waits)
+        hints += Counter(f"s:{job_id}" for job_id in state.suspects)
+        live = Counter(f"{job.place}:{job_id}" for job_id, job in self._model.jobs.items() if job.waits)
         assert hints == live + Counter(state.stale)
         others = sum(len(ids) for priority, ids in state.waiting.items() if priority != 5)
         assert int(state.counts.get("other_hints", 0)) == others
+        assert int(state.counts.get("suspect_hints", 0)) == len(state.suspects)
 
     def _not_begun(self, state: State, name: str) -> list[str]:
         left = list(state.processing[name])
@@ -103,9 +113,12 @@ class Checks:
     def _check_waking(self, state: State) -> None:
         """One token at most; and work that can be claimed finds a list in which an idle worker waits not empty."""
         assert state.tokens <= 1
+        assert state.retry_tokens <= 1
         under_way = any(self._not_begun(state, name) for name in state.processing)
         if self.claimable(state) and not self._model.paused and not under_way:
             assert state.tokens or state.waiting.get(5)
+        if self.claimable(state, "retry") and not self._model.paused and not under_way:
+            assert state.retry_tokens
 
     def _check_counts(self) -> None:
         jobs = self._model.jobs.values()

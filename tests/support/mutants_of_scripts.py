@@ -503,8 +503,8 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "heartbeat.lua",
-        "if now_ms >= sweep_after_ms then",
-        "if true then",
+        "if not continue_eviction() and now_ms >= sweep_after_ms then",
+        "if not continue_eviction() then",
         "after a frozen server the first to speak evicts the others",
         "heartbeat test_after_a_frozen_server_nobody_is_evicted_before_everybody_could_speak",
     ),
@@ -797,14 +797,14 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "turn.lua",
-        "  redis.call('HDEL', key('active'), id)\n  make_ready",
-        "  make_ready",
+        "    redis.call('HDEL', key('active'), id)\n    make_ready",
+        "    make_ready",
         "a retried job is active for ever",
         "retry test_each_failure_doubles_the_wait_up_to_the_maximum",
     ),
     Mutant(
         "turn.lua",
-        "  add_attempt(id, 'failed', 'exception', micros, brief)\n",
+        "    add_attempt(id, timed_out and 'timed_out' or 'failed', timed_out and 'timeout' or 'exception', micros, brief)\n",
         "",
         "failed attempts are not kept",
         "retry test_used_up_retries_end_in_dead_with_every_attempt",
@@ -989,7 +989,7 @@ MUTANTS_OF_SCRIPTS = (
         "  if #taken == 0 then return '' end\n",
         "",
         "a turn that finds nothing fails",
-        "turn test_a_claim_gets_past_many_stale_hints",
+        "stalls test_nothing_but_dead_jobs_is_an_empty_batch_without_a_fence",
     ),
     Mutant(
         "turn.lua",
@@ -1041,7 +1041,7 @@ MUTANTS_OF_SCRIPTS = (
         "fail_queue test_the_lane_s_tries_are_counted_and_then_the_job_is_dead",
     ),
     Mutant(
-        "lib/hints.lua",
+        "lib/forget_hint.lua",
         "  if priority == LANE then in_lane = in_lane - 1 end\n",
         "",
         "a cancelled job of the lane is counted on",
@@ -1049,8 +1049,8 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "lib/hints.lua",
-        "  if in_lane > 0 and main_waiting() == 0 then wake_retry_child(key('failed')) end\n",
-        "",
+        "if suspect_hints > 0 or (in_lane > 0 and main_waiting() == 0) then",
+        "if suspect_hints > 0 then",
         "nobody tells the retry child that main is empty",
         "fail_queue test_the_lane_opens_only_while_nothing_else_waits",
     ),

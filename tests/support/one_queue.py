@@ -9,8 +9,8 @@ import redis
 
 from forq.broker.consuming import Consumer, Settled, Turn
 from forq.broker.journal import Event, read_entry
-from forq.broker.keeping import Keeper, Position
-from forq.broker.keys import DEFAULT_PREFIX, pending_key, processing_key, queue_base
+from forq.broker.keeping import Keeper, Outcome, Position
+from forq.broker.keys import DEFAULT_PREFIX, fail_queue, pending_key, processing_key, queue_base, suspects_key
 from forq.broker.link import Link
 from forq.broker.producing import Producer, Update, new_job
 from forq.broker.registry import Registry
@@ -26,6 +26,7 @@ class State:
 
     jobs: set[str]
     waiting: dict[int, list[str]] = field(default_factory=dict)
+    suspects: list[str] = field(default_factory=list)
     active: dict[str, str] = field(default_factory=dict)
     processing: dict[str, list[str]] = field(default_factory=dict)
     stale: dict[str, int] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class State:
     owners: dict[str, str] = field(default_factory=dict, compare=False)
     counts: dict[str, str] = field(default_factory=dict, compare=False)
     tokens: int = field(default=0, compare=False)
+    retry_tokens: int = field(default=0, compare=False)
 
 
 class OneQueue:
@@ -58,24 +60,38 @@ class OneQueue:
         jobs = [new_job({"n": job_id}, id=job_id, priority=priority, token=token) for job_id in ids]
         return self.producer.enqueue(jobs, Update(if_exists))
 
-    def worker(self, name: str = "w1", processor: str = "p1") -> "HandWorker":
+    def worker(self, name: str = "w1", processor: str = "p1", lane: str = "main") -> "HandWorker":
         """A worker that has joined."""
-        worker = HandWorker(self, name, processor)
+        worker = HandWorker(self, name, processor, lane)
         worker.consumer.join(EXPIRY_MS)
         return worker
+
+    def claim_fail_job(self, name: str) -> list[bytes]:
+        """A new worker of the fail queue takes its first turn: the id and the record that it gets, if any."""
+        consumer = Consumer(self.url, DEFAULT_PREFIX, fail_queue(self.name), "p1", name, "retry")
+        consumer.join(EXPIRY_MS)
+        jobs = consumer.turn(1, [], [], 0, 1).jobs
+        consumer.close()
+        return jobs
+
+    def lose_fail_worker(self, name: str, outcome: Outcome) -> None:
+        at = Position(name, 1, 0, True)
+        self.keeper().recover(fail_queue(self.name), "p1", at, outcome=outcome, cause="signal 9")
 
     def keeper(self, processor: str = "p1") -> Keeper:
         return Keeper(self.link, DEFAULT_PREFIX, processor)
 
-    def recover(self, worker: "HandWorker", index: int = 0, *, running: bool = False, count: bool = True) -> int:
+    def recover(
+        self, worker: "HandWorker", index: int = 0, *, running: bool = False, outcome: Outcome = "stalled"
+    ) -> int:
         """Recovers a worker that died at this index of its last turn."""
-        return self.recover_at(worker, worker.number, index, running=running, count=count)
+        return self.recover_at(worker, worker.number, index, running=running, outcome=outcome)
 
     def recover_at(
-        self, worker: "HandWorker", turn: int, index: int, *, running: bool = False, count: bool = True
+        self, worker: "HandWorker", turn: int, index: int, *, running: bool = False, outcome: Outcome = "stalled"
     ) -> int:
         at = Position(worker.name, turn, index, running)
-        return self.keeper().recover(self.name, worker.processor, at, count=count, cause="signal 9")
+        return self.keeper().recover(self.name, worker.processor, at, outcome=outcome, cause="signal 9")
 
     def rescue(self, worker: "HandWorker", index: int) -> int:
         return self.keeper(worker.processor).rescue(self.name, Position(worker.name, worker.number, index, True))
@@ -96,28 +112,33 @@ class OneQueue:
     def state(self) -> State:
         """Everything, in one look."""
         with self.redis.pipeline(transaction=False) as look:
-            for priority in range(10):
-                look.lrange(pending_key(self.base, priority), 0, -1)
             for name in ("jobs", "active", "stale", "counts"):
                 look.hgetall(self.key(name))
+            for priority in range(10):
+                look.lrange(pending_key(self.base, priority), 0, -1)
             look.zrange(self.key("dead"), 0, -1)
+            look.lrange(suspects_key(self.base), 0, -1)
+            look.lrange(self.key("failed"), 0, -1)
             for worker in self.workers:
                 look.lrange(worker.processing, 0, -1)
             found = look.execute()
-        lists = [[entry.decode() for entry in entries] for entries in (*found[:10], *found[14:])]
-        jobs, owners, stale, counts = ({k.decode(): v for k, v in flat.items()} for flat in found[10:14])
-        processing = {worker.name: held for worker, held in zip(self.workers, lists[11:], strict=True)}
+        jobs, owners, stale, counts = ({k.decode(): v for k, v in flat.items()} for flat in found[:4])
+        lists = [[entry.decode() for entry in entries] for entries in found[4:]]
+        dead, suspects, failed = lists[10:13]
+        processing = {worker.name: held for worker, held in zip(self.workers, lists[13:], strict=True)}
         return State(
             jobs=set(jobs),
             waiting={p: [hint for hint in lists[p] if hint] for p in range(10) if any(lists[p])},
+            suspects=suspects,
             active={job_id: owner.decode().split(":")[0] for job_id, owner in owners.items()},
             processing={name: held for name, held in processing.items() if held},
             stale={name: int(number) for name, number in stale.items()},
-            dead=[member.rpartition("@")[0] for member in lists[10]],
+            dead=[member.rpartition("@")[0] for member in dead],
             records=jobs,
             owners={job_id: owner.decode() for job_id, owner in owners.items()},
             counts={name: value.decode() for name, value in counts.items()},
             tokens=lists[5].count(""),
+            retry_tokens=len(failed),
         )
 
     def events(self) -> list[Event]:
@@ -138,25 +159,26 @@ class OneQueue:
 class HandWorker:
     """A worker whose every step the test takes."""
 
-    def __init__(self, queue: OneQueue, name: str, processor: str) -> None:
+    def __init__(self, queue: OneQueue, name: str, processor: str, lane: str = "main") -> None:
         self.name = name
         self.processor = processor
         self.number = 0
         self.fence = ""
         self._queue = queue
-        self.consumer = Consumer(queue.url, DEFAULT_PREFIX, queue.name, processor, name)
+        self.lane = lane
+        self.consumer = Consumer(queue.url, DEFAULT_PREFIX, queue.name, processor, name, lane)
         self.processing = processing_key(queue.base, processor, name)
         queue.workers.append(self)
 
     def turn(
-        self, want: int = 0, done: str = "", failed: str = "", keep: int = 0, fence: str | None = None
+        self, want: int = 0, done: str = "", failed: str = "", keep: int = 0, fence: str | None = None, kind: str = ""
     ) -> list[str]:
         """One turn; `done` and `failed` are ids, one letter each. The ids it claimed."""
-        jobs = self.whole_turn(want, done, failed, keep, fence).jobs
+        jobs = self.whole_turn(want, done, failed, keep, fence, kind).jobs
         return [job_id.decode() for job_id in jobs[::2]]
 
     def whole_turn(
-        self, want: int = 0, done: str = "", failed: str = "", keep: int = 0, fence: str | None = None
+        self, want: int = 0, done: str = "", failed: str = "", keep: int = 0, fence: str | None = None, kind: str = ""
     ) -> Turn:
         self.number += 1
         by = self.fence if fence is None else fence
@@ -164,7 +186,7 @@ class HandWorker:
         gave_up: Settled = [
             part
             for job_id in failed
-            for part in (job_id, by, 7, '{"message":"no"}', '{"message":"no"}', "retriable", "", "0.5")
+            for part in (job_id, by, 7, '{"message":"no"}', '{"message":"no"}', kind or "retriable", "", "0.5")
         ]
         turn = self.consumer.turn(self.number, succeeded, gave_up, keep, want)
         self.fence = turn.fence or self.fence
@@ -172,7 +194,8 @@ class HandWorker:
 
     def block(self) -> str | None:
         """What a BLMOVE that is served does; also that of a connection nobody reads any more."""
-        moved = self._queue.redis.lmove(self._queue.key("pending"), self.processing, "LEFT", "RIGHT")
+        source = self._queue.key("pending" if self.lane == "main" else "failed")
+        moved = self._queue.redis.lmove(source, self.processing, "LEFT", "RIGHT")
         return None if moved is None else moved.decode()
 
     def held(self) -> list[str]:

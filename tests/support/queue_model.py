@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 MAX_RETRIES = 2
+MAX_STALLS = 1
+MAX_TIMEOUTS = 0
 MAX_ITEMS = 7
 ATTEMPTS_KEPT = 10
 
@@ -32,14 +34,15 @@ class Dispatch:
         if self.update_data:
             job.data, job.priority = self.data, self.priority
         if self.update_data if self.reset is None else self.reset:
-            job.retries = job.stalls = job.attempts = 0
+            job.retries = job.stalls = job.timeouts = job.attempts = 0
+            job.suspect = False
 
 
 @dataclass(frozen=True)
 class Failure:
     """How a handler failed; `retry_at` in ms, None: it left that to the backoff."""
 
-    permanent: bool = False
+    kind: str = "retriable"
     retry_at: int | None = None
 
 
@@ -53,12 +56,30 @@ class ModelJob:
     removed: bool = False
     retries: int = 0
     stalls: int = 0
+    timeouts: int = 0
+    suspect: bool = False
     attempts: int = 0
     blocked: list[Dispatch] = field(default_factory=list)
 
     @property
     def waits(self) -> bool:
         return self.owner is None and not self.scheduled
+
+    @property
+    def spent(self) -> bool:
+        """The next claim buries it."""
+        return self.stalls > MAX_STALLS or self.timeouts > MAX_TIMEOUTS
+
+    @property
+    def place(self) -> str:
+        return "s" if self.suspect else str(self.priority)
+
+    def lost(self, outcome: str) -> None:
+        """It was running when its worker was lost."""
+        self.tried()
+        self.stalls += outcome == "stalled"
+        self.timeouts += outcome == "timed_out"
+        self.suspect = self.suspect or outcome == "suspect"
 
     def tried(self) -> None:
         self.attempts = min(self.attempts + 1, ATTEMPTS_KEPT)
@@ -70,6 +91,7 @@ class ModelWorker:
 
     name: str
     processor: str
+    lane: str = "main"
     fence: str = ""
     batch: str = ""
     index: int = 0
@@ -197,13 +219,17 @@ class ModelQueue:
                 self._end(job_id)
             elif job.removed:
                 self._end(job_id)
-            elif how.permanent or job.retries >= MAX_RETRIES:
+            elif how.kind == "timeout":
+                job.lost("timed_out")
+                self._come_back(job, 0)
+            elif how.kind == "permanent" or job.retries >= MAX_RETRIES:
                 self.dead += 1
                 self._end(job_id)
             else:
                 backoff = self.backoff_ms[job.retries]
                 job.tried()
                 job.retries += 1
+                job.suspect = False
                 self._come_back(job, self.now_ms + backoff if how.retry_at is None else how.retry_at)
         return refused
 
@@ -214,15 +240,14 @@ class ModelQueue:
                 self.processed += 1
                 self._end(job_id)
 
-    def hand_back(self, job_ids: Iterable[str], running: str | None = None, *, count: bool = False) -> None:
+    def hand_back(self, job_ids: Iterable[str], running: str | None = None, outcome: str = "") -> None:
         for job_id in job_ids:
             job = self.jobs[job_id]
             if job.removed:
                 self._end(job_id)
                 continue
             if job_id == running:
-                job.tried()
-                job.stalls += count
+                job.lost(outcome)
             self._come_back(job, 0)
 
     def claim(self, worker: ModelWorker, job_ids: list[str], fence: str) -> None:
@@ -232,14 +257,28 @@ class ModelQueue:
         priorities = [self.jobs[job_id].priority for job_id in job_ids]
         assert priorities == sorted(priorities)
         for job_id in job_ids:
-            assert self.jobs[job_id].waits, f"{job_id} is active twice, or begun before its time"
-            self.jobs[job_id].owner = f"{worker.name}:{fence}"
+            job = self.jobs[job_id]
+            assert job.waits, f"{job_id} is active twice, or begun before its time"
+            assert not job.spent, f"{job_id} is begun once too often"
+            assert job.suspect == (worker.lane == "retry"), f"{job_id} is begun in the wrong process"
+            job.owner = f"{worker.name}:{fence}"
 
-    def lose_worker(self, worker: ModelWorker, *, count: bool) -> None:
-        """The worker is gone; its last visible position tells what it ran."""
+    def bury_spent(self, job_ids: Iterable[str], lane: str) -> None:
+        """A claim in this lane has met these and given them to nobody."""
+        for job_id in job_ids:
+            job = self.jobs.pop(job_id)
+            assert job.spent
+            assert job.waits
+            assert job.suspect == (lane == "retry")
+            self.dead += 1
+
+    def lose_worker(self, worker: ModelWorker, outcome: str, only: str | None = None) -> None:
+        """The worker is gone; its last visible position tells what it ran, else `only`, the one entry of its list."""
         running = None
         if worker.seen_turn == worker.turn:
             self.ran(worker, worker.batch[: worker.index])
             if worker.running:
                 running = worker.batch[worker.index]
-        self.hand_back(self.owned(worker), running, count=count)
+        elif only is not None and self.owns(worker, only):
+            running = only
+        self.hand_back(self.owned(worker), running, outcome)

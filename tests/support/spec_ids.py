@@ -8,10 +8,7 @@ def _run(letter: str, first: int, last: int) -> list[str]:
 SPEC_IDS: tuple[str, ...] = (
     *_run("N", 1, 12),
     *_run("N", 16, 20),
-    *_run("Q", 1, 10),
-    *("Q22", "Q24"),
-    *_run("Q", 25, 29),
-    *_run("Q", 33, 40),
+    *_run("Q", 1, 40),
     *_run("R", 1, 17),
     *_run("M", 1, 7),
     *("M12", "M13"),

@@ -1,17 +1,21 @@
 """The worker's loop against a scripted broker: what it publishes, settles and drops, step by step."""
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from forq.broker.consuming import Turn
+from forq.broker.consuming import Limits, Turn
 from forq.errors import OutcomeUnknown
+from forq.options import defaults
 from forq.scoreboard import Scoreboard, Slot, Word, unpack_word
 from forq.workers.attempt import Attempts
+from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
 from forq.workers.loop import MAX_BATCH, SLOW_NS, WorkerLoop
+from forq.workers.recycling import Recycling
 
 
 class Clock:
@@ -50,9 +54,12 @@ class ScriptedConsumer:
         return answer
 
 
-def jobs(*ids: str, fence: str = "7") -> Turn:
+LIMITS = Limits(timeout_ms=0, size=10, priority=0)
+
+
+def jobs(*ids: str, fence: str = "7", limits: Limits = LIMITS) -> Turn:
     flat = [part for job_id in ids for part in (job_id.encode(), b"p5 1000\n[null,null,1]")]
-    return Turn(paused=False, held=True, refused=[], fence=fence, jobs=flat)
+    return Turn(paused=False, held=True, refused=[], fence=fence, limits=limits, jobs=flat)
 
 
 NOTHING = jobs(fence="")
@@ -61,20 +68,39 @@ NOTHING = jobs(fence="")
 class Rig:
     """A loop, its slot and its clock."""
 
-    def __init__(self, handler: Callable[[Any, Any], Any], *answers: Turn | Exception) -> None:
+    def __init__(self, handler: Callable[[Any, Any], Any], *answers: Turn | Exception, **options: int) -> None:
         self.clock = Clock()
         self.board = Scoreboard.create(4)
         self.slot: Slot = self.board.slot(self.board.take())
         self.consumer = ScriptedConsumer(iter(answers))
         self.batches: list[int] = []
+        self.said: list[dict[str, object]] = []
+        self.unguarded = 0
+        self.replaced: list[str] = []
+        self.grant = Grant(self._hear, self.slot.number)
+        # What the supervisor answers to a wish.
+        self.answer = "go"
         self.loop = WorkerLoop(
             self.consumer,  # type: ignore[arg-type]
             Attempts("q", Handlers({None: handler})),
             self.slot,
             expiry_ms=1000,
+            limits=LIMITS,
+            grant=self.grant,
+            recycling=Recycling({**defaults(), **options}, [self.slot], self.replaced.append),
             on_batch=self.batches.append,
+            on_unguarded=self._count_unguarded,
             clock_ns=self.clock,
         )
+
+    def _hear(self, message: dict[str, object]) -> None:
+        self.said.append(message)
+        if "want" in message:
+            # Not before the grant has noted its wish: it speaks under its lock.
+            threading.Thread(target=self.grant.hear, args=(self.answer,)).start()
+
+    def _count_unguarded(self) -> None:
+        self.unguarded += 1
 
     def step(self) -> None:
         """What run() does once, without blocking."""
@@ -148,7 +174,7 @@ def test_what_was_given_to_others_meanwhile_is_not_started() -> None:
         rig.clock.ns += SLOW_NS + 1
 
     ran: list[str] = []
-    given_away = Turn(paused=False, held=False, refused=[], fence="", jobs=[])
+    given_away = Turn(paused=False, held=False, refused=[], fence="", limits=LIMITS, jobs=[])
     rig = Rig(slow, jobs("a", "b", "c"), given_away)
     rig.step()
     assert ran == ["a"]
@@ -218,3 +244,52 @@ def test_settle_says_what_ran_and_claims_nothing() -> None:
     assert (rig.consumer.calls[1].done[::3], rig.consumer.calls[1].want) == ([b"a"], 0)
     rig.loop.settle()
     assert len(rig.consumer.calls) == 2
+
+
+def timed(timeout_ms: int, *ids: str) -> Turn:
+    return jobs(*ids, limits=Limits(timeout_ms, 10, 0))
+
+
+def test_the_timeout_of_a_turn_holds_for_its_jobs_and_the_parent_is_told_once() -> None:
+    rig = Rig(lambda data, job: None, timed(500, "a"), timed(500, "b"), timed(700, "c"), timed(0, "d"))
+    rig.step()
+    assert (rig.slot.timeout_ms, rig.unguarded) == (500, 1)
+    rig.slot.guarded = 1
+    rig.step()
+    assert (rig.slot.timeout_ms, rig.unguarded) == (500, 1)
+    rig.step()
+    assert (rig.slot.timeout_ms, rig.unguarded) == (700, 2), "a timer for another timeout may come too late"
+    rig.slot.guarded = 0
+    rig.step()
+    assert (rig.slot.timeout_ms, rig.unguarded) == (0, 2)
+
+
+def test_without_capacity_it_hands_back_what_it_has_and_claims_when_told_to_go() -> None:
+    ran: list[str] = []
+    rig = Rig(lambda data, job: ran.append(job.id), NOTHING, jobs("a"))
+    rig.answer = "wait"
+    rig.consumer.on_turn = lambda: wants.append(rig.consumer.calls[-1].want) or rig.grant.hear("go")  # type: ignore[func-returns-value]
+    wants: list[int] = []
+    assert rig.loop.serve()
+    assert wants == [0, 1], "the first turn only gives back"
+    assert ran == ["a"]
+    assert rig.said == [{"want": rig.slot.number, "units": 10, "priority": 0}]
+
+
+def test_a_worker_that_is_asked_to_yield_settles_and_gives_back_before_the_next_claim() -> None:
+    rig = Rig(lambda data, job: rig.grant.hear("yield"), jobs("a"), NOTHING)
+    assert rig.loop.serve()
+    assert rig.consumer.calls[1].done[::3] == [b"a"]
+    assert rig.consumer.calls[1].want == 0
+    assert rig.said[-1] == {"done": rig.slot.number}
+
+
+def test_after_max_jobs_it_claims_no_more_and_says_so_once() -> None:
+    rig = Rig(lambda data, job: None, jobs("a", "b"), jobs("c"), NOTHING, NOTHING, max_jobs=3)
+    rig.loop._want = MAX_BATCH
+    rig.step()
+    rig.step()
+    rig.step()
+    rig.step()
+    assert [call.want for call in rig.consumer.calls] == [3, 1, 0, 0]
+    assert rig.replaced == ["max_jobs = 3"]

@@ -2,22 +2,17 @@
 
 local ATTEMPTS_KEPT = 10
 
-local function add_attempt(id, outcome, cause, micros, error)
+-- `micros`: how long it took, if that is known. `error` and `stack` are JSON; without a stack the entry has none.
+local function add_attempt(id, outcome, cause, micros, error, stack)
   local lines = {}
   for line in string.gmatch(redis.call('HGET', key('attempts'), id) or '', '[^\n]+') do lines[#lines + 1] = line end
   local started = tonumber(micros) and string.format('%.3f', (now_ms - tonumber(micros) / 1000) / 1000) or 'null'
-  lines[#lines + 1] = string.format('{"started_at":%s,"ended_at":%.3f,"outcome":"%s","cause":"%s","error":%s}', started,
-    now_ms / 1000, outcome, cause, error or 'null')
+  lines[#lines + 1] = string.format('{"started_at":%s,"ended_at":%.3f,"outcome":"%s","cause":"%s","error":%s%s}', started,
+    now_ms / 1000, outcome, cause, error or 'null', stack and ',"stack":' .. stack or '')
   local first = math.max(1, #lines - ATTEMPTS_KEPT + 1)
   redis.call('HSET', key('attempts'), id, table.concat(lines, '\n', first))
 end
 
 local function forget_attempts(ids)
   if #ids > 0 and redis.call('EXISTS', key('attempts')) == 1 then redis.call('HDEL', key('attempts'), unpack(ids)) end
-end
-
--- As a JSON array.
-local function attempts_of(id)
-  local lines = string.gsub(redis.call('HGET', key('attempts'), id) or '', '\n', ',')
-  return '[' .. lines .. ']'
 end

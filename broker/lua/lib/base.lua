@@ -14,6 +14,7 @@ local parent = string.match(base, '^(.*):fail$')
 local function pending_key(priority)
   if priority == '5' then return key('pending') end
   if priority == 'r' then return key('retry') end
+  if priority == 's' then return key('suspects') end
   return key('pending:' .. priority)
 end
 
@@ -25,12 +26,8 @@ local function worker_key(processor, worker, list)
   return key('processor:' .. processor .. ':worker:' .. worker .. ':' .. list)
 end
 
-local function server_time()
-  local now = redis.call('TIME')
-  return tonumber(now[1]) * 1000000 + tonumber(now[2])
-end
-
-local now_us = server_time()
+local now = redis.call('TIME')
+local now_us = tonumber(now[1]) * 1000000 + tonumber(now[2])
 local now_ms = math.floor(now_us / 1000)
 
 local fields = redis.call('HMGET', key('options'), 'epoch', 'protocol', 'paused', 'journal', 'journal_max')

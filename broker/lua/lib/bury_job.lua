@@ -1,45 +1,47 @@
 -- A job that failed for good: its record moves to `dead` under id@fence, apart from live jobs, followed by its error and
--- its attempts.
+-- its attempts. Few calls bury anything, and each call of a script defines its functions anew: those that only serve
+-- here are defined inside.
 
 local DEAD_EXPIRED_PER_CALL = 100
 
-local function forget_dead(members)
-  if #members == 0 then return end
-  redis.call('ZREM', key('dead'), unpack(members))
-  redis.call('HDEL', key('dead:jobs'), unpack(members))
-end
-
--- Text in JSON; ids hold nothing else that needs an escape.
-local function quoted(text)
-  return '"' .. string.gsub(text, '[\\"]', '\\%0') .. '"'
-end
-
--- What the fail handler gets is written by the step that fails the job: [[identifier, type, data], job, error].
-local function add_fail_job(id, fence, job, brief)
-  local about = string.format(
-    '{"id":%s,"priority":%s,"enqueued_at":%.3f,"retry_count":%d,"stall_count":%d,"timeout_count":%d,"fence":%s}',
-    quoted(id), job.priority, tonumber(job.enqueued_ms) / 1000, job.retries, job.stalls, job.timeouts, fence)
-  local record = string.format('p5 %.0f\n[null,null,[', now_ms) .. job.body .. ',' .. about .. ',' .. brief .. ']]'
-  local fail_id = id .. ':' .. fence
-  redis.call('HSET', base .. ':fail:jobs', fail_id, record)
-  redis.call('RPUSH', base .. ':fail:pending', fail_id)
-  wake_retry_child(key('failed'))
-  note('failing ' .. fence .. ' ' .. id)
-end
-
--- A line for the failed log; whoever writes it there is told.
-local function add_to_outbox(id, fence, job, error)
-  local line = string.format('{"id":%s,"fence":%s,"died_ms":%.0f,"priority":%s,"enqueued_ms":%s,"counts":[%d,%d,%d],"body":',
-    quoted(id), fence, now_ms, job.priority, job.enqueued_ms, job.retries, job.stalls, job.timeouts)
-  redis.call('RPUSH', key('outbox'), line .. job.body .. ',"error":' .. error .. '}')
-  redis.call('PUBLISH', key('outbox'), string.match(base, '{(.*)}'))
-end
-
 local function bury_job(id, fence, micros, record, error, brief)
+  local function forget_dead(members)
+    if #members == 0 then return end
+    redis.call('ZREM', key('dead'), unpack(members))
+    redis.call('HDEL', key('dead:jobs'), unpack(members))
+  end
+
+  -- Text in JSON; ids hold nothing else that needs an escape.
+  local function quoted(text)
+    return '"' .. string.gsub(text, '[\\"]', '\\%0') .. '"'
+  end
+
+  -- What the fail handler gets is written by the step that fails the job: [[identifier, type, data], job, error].
+  local function add_fail_job(id, fence, job, brief)
+    local about = string.format(
+      '{"id":%s,"priority":%s,"enqueued_at":%.3f,"retry_count":%d,"stall_count":%d,"timeout_count":%d,"fence":%s}',
+      quoted(id), job.priority, tonumber(job.enqueued_ms) / 1000, job.retries, job.stalls, job.timeouts, fence)
+    local record = string.format('p5 %.0f\n[null,null,[', now_ms) .. job.body .. ',' .. about .. ',' .. brief .. ']]'
+    local fail_id = id .. ':' .. fence
+    redis.call('HSET', base .. ':fail:jobs', fail_id, record)
+    redis.call('RPUSH', base .. ':fail:pending', fail_id)
+    wake_retry_child(key('failed'))
+    note('failing ' .. fence .. ' ' .. id)
+  end
+
+  -- A line for the failed log; whoever writes it there is told.
+  local function add_to_outbox(id, fence, job, error)
+    local line = string.format('{"id":%s,"fence":%s,"died_ms":%.0f,"priority":%s,"enqueued_ms":%s,"counts":[%d,%d,%d],"body":',
+      quoted(id), fence, now_ms, job.priority, job.enqueued_ms, job.retries, job.stalls, job.timeouts)
+    redis.call('RPUSH', key('outbox'), line .. job.body .. ',"error":' .. error .. '}')
+    redis.call('PUBLISH', key('outbox'), string.match(base, '{(.*)}'))
+  end
+
   redis.call('HDEL', key('jobs'), id)
   redis.call('HDEL', key('active'), id)
   local member = id .. '@' .. fence
-  redis.call('HSET', key('dead:jobs'), member, record .. '\n' .. error .. '\n' .. attempts_of(id))
+  local attempts = string.gsub(redis.call('HGET', key('attempts'), id) or '', '\n', ',')
+  redis.call('HSET', key('dead:jobs'), member, record .. '\n' .. error .. '\n[' .. attempts .. ']')
   forget_attempts({ id })
   redis.call('ZADD', key('dead'), now_ms, member)
   redis.call('INCR', key('failed:count'))

@@ -1,4 +1,8 @@
--- A processor is taken out with all its workers; what each was running is known from its last heartbeat.
+-- A processor is taken out with all its workers, some of them per call; what each was running is known from its last
+-- heartbeat. It is fenced from the first step on. `evicting`: processor -> cause, while workers of it are left; until its
+-- turn comes, each of these may go on taking turns.
+
+local EVICTED_PER_CALL = 16
 
 local function positions_key(of)
   return key('processor:' .. of .. ':positions')
@@ -11,14 +15,36 @@ local function return_lines(silent)
   if returned then redis.call('PUBLISH', key('outbox'), string.match(base, '{(.+)}')) end
 end
 
-local function evict(silent, cause)
-  for _, worker in ipairs(redis.call('HKEYS', workers_key(silent))) do
+-- The next workers of a processor; how many were taken out, and how many are left.
+local function evict_workers(silent, cause)
+  local workers = redis.call('HRANDFIELD', workers_key(silent), EVICTED_PER_CALL)
+  for _, worker in ipairs(workers) do
     local known = redis.call('HGET', positions_key(silent), worker) or '- 0 0'
     local turn, index, running = string.match(known, '^(%S+) (%d+) (%d)$')
-    remove_worker(silent, worker, turn, tonumber(index), running == '1', true, cause)
+    local lost = { outcome = 'stalled', cause = cause, silent = true }
+    remove_worker(silent, worker, turn, tonumber(index), running == '1', lost)
   end
-  return_lines(silent)
-  redis.call('UNLINK', workers_key(silent), positions_key(silent))
+  local left = redis.call('HLEN', workers_key(silent))
+  if left == 0 then
+    redis.call('UNLINK', positions_key(silent))
+    redis.call('HDEL', key('evicting'), silent)
+  end
+  return #workers, left
+end
+
+-- The first step; safe to repeat.
+local function evict(silent, cause)
   redis.call('ZREM', key('processors'), silent)
   redis.call('ZADD', key('graves'), now_ms + GRAVE_MS, silent)
+  redis.call('HSET', key('evicting'), silent, cause)
+  return_lines(silent)
+  return evict_workers(silent, cause)
+end
+
+-- The next step of an eviction that is under way, whoever began it; false if there is none.
+local function continue_eviction()
+  local silent = redis.call('HRANDFIELD', key('evicting'))
+  if not silent then return false end
+  evict_workers(silent, redis.call('HGET', key('evicting'), silent))
+  return true
 end

@@ -28,21 +28,27 @@ local function drain_graves()
   end
 end
 
--- Takes a worker out for good: what it ran is done, what it was running goes back (counted if `count`), and so does
--- the rest. The position (turn, index, running) is the last one known; it only counts if no later turn was taken.
-local function remove_worker(processor, worker, turn, index, running, count, cause)
+-- Takes a worker out for good: what it ran is done, what it was running goes back as `lost` says (see hand_back), and
+-- so does the rest. The position (turn, index, running) is the last one known; it only counts if no later turn was taken.
+-- Of a silent worker it may be too old: if it holds one job only, it was running that one.
+local function remove_worker(processor, worker, turn, index, running, lost)
   local processing = worker_key(processor, worker, 'processing')
   local list = redis.call('LRANGE', processing, 0, -1)
-  local ran = position(processor, worker, turn, index) or 0
-  local current = nil
-  if running and position(processor, worker, turn, index) then current = list[ran + 1] end
+  local at = position(processor, worker, turn, index)
+  local ran = at or 0
+  lost.count = count_loss
+  if at and running then
+    lost.id = list[ran + 1]
+  elseif not at and lost.silent and #list == 1 then
+    lost.id = list[1]
+  end
   local done, rest = {}, {}
   for i, id in ipairs(list) do
     if i <= ran then done[#done + 1] = id else rest[#rest + 1] = id end
   end
   local others = settle_ran(worker, done)
   for _, id in ipairs(rest) do others[#others + 1] = id end
-  hand_back(worker, others, current, cause, count)
+  hand_back(worker, others, lost)
   redis.call('DEL', processing)
   bury(processor, worker)
 end

@@ -1,11 +1,6 @@
 -- Jobs that wait for a time: `scheduled`, ids by due time (ms), with a sequence in the fraction so that equal times
 -- keep their order. Whoever changes the head tells pulse, which keeps the timers: PUBLISH key('due') ms-until-due.
 
--- What a double leaves below a millisecond, less from 2039 on; beyond that many jobs of one ms, ties go by id.
-local function sequence_steps(due_ms)
-  return due_ms < 2 ^ 41 and 4096 or 1024
-end
-
 local PROMOTED_PER_CALL = 200
 
 local function next_due_ms()
@@ -18,7 +13,8 @@ local function schedule(id, due_ms)
   redis.call('ZREM', key('scheduled'), id)
   local last = redis.call('ZREVRANGEBYSCORE', key('scheduled'), '(' .. string.format('%.0f', due_ms + 1),
     string.format('%.0f', due_ms), 'WITHSCORES', 'LIMIT', 0, 1)
-  local steps = sequence_steps(due_ms)
+  -- What a double leaves below a millisecond, less from 2039 on; beyond that many jobs of one ms, ties go by id.
+  local steps = due_ms < 2 ^ 41 and 4096 or 1024
   local step = last[2] and math.min((tonumber(last[2]) - due_ms) * steps + 1, steps - 1) or 0
   redis.call('ZADD', key('scheduled'), due_ms + step / steps, id)
   if not head or due_ms < head then

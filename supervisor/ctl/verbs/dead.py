@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forq.errors import ForqError, UsageError
 from forq.supervisor.ctl.client import connect
-from forq.supervisor.ctl.tables import moment, printable, show_json, show_table
+from forq.supervisor.ctl.tables import moment, printable, show_json, show_stack, show_table
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def _show(args: Namespace) -> int:
         print(f"{printable(key):<{LABEL_WIDTH}}{_shown(key, value)}")
     for number, attempt in enumerate(attempts, start=1):
         print(f"{f'attempt {number}':<{LABEL_WIDTH}}{_shown_attempt(attempt)}")
+    show_stack([attempt for attempt in attempts if isinstance(attempt, dict)])
     if traceback:
         print()
         for line in str(traceback).splitlines():
@@ -91,7 +92,8 @@ def _shown(key: str, value: Any) -> str:
 def _shown_attempt(attempt: Any) -> str:
     if not isinstance(attempt, dict):
         return _shown("data", attempt)
-    return "  ".join(f"{printable(key)}={_shown(key, value)}" for key, value in attempt.items() if value is not None)
+    known = {key: value for key, value in attempt.items() if value is not None and key != "stack"}
+    return "  ".join(f"{printable(key)}={_shown(key, value)}" for key, value in known.items())
 
 
 def _one(args: Namespace) -> int:

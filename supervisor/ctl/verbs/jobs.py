@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forq.errors import UnknownJob, UsageError
 from forq.supervisor.ctl.client import connect
-from forq.supervisor.ctl.tables import moment, printable, show_json, show_table
+from forq.supervisor.ctl.tables import moment, printable, show_json, show_stack, show_table
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def job(args: Namespace) -> int:
                 for attempt in result["attempts"]
             ],
         )
+        show_stack(result["attempts"])
     return 0
 
 

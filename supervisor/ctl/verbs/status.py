@@ -77,11 +77,26 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
     if in_detail:
         for queue in status["queues"]:
             _show_queue(queue)
+    if "capacity" in status:
+        _show_capacity(status["capacity"], in_detail)
     redis = status["supervisor"]["redis"]
     for name, error in status["supervisor"].get("failed_log", {}).get("errors", {}).items():
         print(f"{printable(name)}: failed log: {printable(error)}")
     if not redis["ok"]:
         print(f"redis: down: {cell(redis['error'])}")
+
+
+def _show_capacity(capacity: dict[str, Any], in_detail: bool) -> None:
+    """Only when it matters: somebody waits, or somebody asks."""
+    if not in_detail and not capacity["waiting"]:
+        return
+    print(f"\ncapacity: {capacity['in_use']} of {capacity['units']} units in use, {capacity['free']} free")
+    held = [("runs" if grant["in_use"] else "keeps", grant) for grant in capacity["held"]]
+    waits = [("waits", wish) for wish in capacity["waiting"]]
+    show_table(
+        ("WORKER", "", "UNITS", "PRIORITY", "FOR"),
+        [(who["worker"], does, who["units"], who["priority"], span(who["seconds"])) for does, who in held + waits],
+    )
 
 
 def _brief(child: dict[str, Any]) -> str:

@@ -192,3 +192,58 @@ def brief_run(data: Any, job: Job) -> None:
     if int(job.fence) % 7 == 0:
         raise ValueError("by chance")
     trace(job, f"ran={data}")
+
+
+def act(data: Any, job: Job) -> None:
+    """Does what data says: {"do": "sleep" | "hang" | "spin" | "die", "seconds": ..., "times": so often only}."""
+    trace(job, "start")
+    done_before = job.stall_count + job.timeout_count
+    if done_before < data.get("times", 10**6):
+        do(data["do"], data.get("seconds", 0.0))
+    trace(job, "end")
+
+
+def do(what: str, seconds: float) -> None:
+    if what == "hang":
+        hang()
+    elif what == "spin":
+        sum(range(10**12))
+    elif what == "die":
+        time.sleep(seconds)
+        os._exit(3)
+    else:
+        time.sleep(seconds)
+
+
+def hang() -> None:
+    """Deaf to every signal that a process can refuse."""
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    while True:
+        time.sleep(3600)
+
+
+async def refuse_to_end(data: Any, job: Job) -> None:
+    """A coroutine that does not let itself be cancelled."""
+    import asyncio
+
+    trace(job, "start")
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            trace(job, "cancelled")
+
+
+def hang_in_fail(data: Any, job: Job) -> None:
+    trace(job, "fail_start")
+    hang()
+
+
+def slices(data: Any, job: Job) -> None:
+    """Works for data slices of 20 ms: whoever is frozen and woken has the rest still to do."""
+    trace(job, "start")
+    for _ in range(data):
+        time.sleep(0.02)
+    trace(job, "end")

@@ -1,0 +1,18 @@
+-- A job was running when its worker was lost: what that means for it (the outcome), which depends on how it was lost.
+
+-- What the journal says of it; of one that was interrupted, nothing.
+local LOSSES = { stalled = 'stalled', timed_out = 'timed_out', suspect = 'suspected' }
+
+-- `lost`: outcome ('stalled' | 'timed_out' | 'interrupted' | 'suspect'), cause, micros, stack, silent (nobody saw it).
+-- A broken record (no `job`) stays as it is: whoever runs it finds out.
+local function count_loss(lost, owner, job)
+  local outcome = lost.outcome == 'suspect' and 'interrupted' or lost.outcome
+  add_attempt(lost.id, outcome, lost.cause, lost.micros, nil, lost.stack)
+  local verb = LOSSES[lost.outcome]
+  if verb then note(verb .. ' ' .. fence_of(owner) .. ' ' .. lost.id .. ' ' .. lost.cause) end
+  if not job then return end
+  if lost.outcome == 'stalled' then job.stalls = job.stalls + 1 end
+  if lost.outcome == 'timed_out' then job.timeouts = job.timeouts + 1 end
+  -- In the retry lane and in the fail queue it runs alone anyway.
+  if lost.outcome == 'suspect' and job.lane == 0 and not parent then job.lane = SUSPECT end
+end

@@ -1,0 +1,284 @@
+"""One process of a queue from its start to its burial: its workers, their deadlines, and what becomes of their jobs.
+
+A job that has to be ended (it is overdue, or somebody kills it) is *condemned*. Its process is killed at once if it
+runs nothing else. Otherwise it takes no new jobs, its successor starts, and it is killed when only condemned jobs are
+left in it; or at once, if C code keeps the interpreter to itself so that the others cannot go on either.
+"""
+
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from forq import wire
+from forq.errors import ForqError, InvalidData
+from forq.options import QueueSpec, Value
+from forq.scoreboard import Role, Scoreboard, Slot, State, unpack_word
+from forq.stackdump import stack_of_thread
+from forq.supervisor.child import Child, Nursery
+from forq.supervisor.deadlines import Deadlines
+from forq.supervisor.grants import Grants
+from forq.supervisor.spawn import Exit
+from forq.supervisor.stacks import Stacks
+
+# How long the second thread of a process gets to answer a TERM before its interpreter counts as stuck.
+ANSWER_SECONDS = 0.5
+# How long a process whose workers have all left gets to end.
+LAST_SECONDS = 5.0
+
+OVERDUE = "timeout"
+
+log = logging.getLogger("forq")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a queue's processes need of the supervisor."""
+
+    nursery: Nursery
+    scoreboard: Scoreboard
+    grants: Grants
+    run_child: Callable[[QueueSpec, Mapping[str, Value], Role, tuple[int, ...], socket.socket], int]
+    recover: Callable[[dict[str, Any], Callable[[], None]], None]
+    queue_gone: Callable[[str], None]
+    evicted: Callable[[], None]
+    changed: Callable[[], None]
+    processor: Callable[[], str]
+
+
+class Owner(Protocol):
+    """The unit that a process belongs to."""
+
+    def ended(self, process: "QueueProcess", how: Exit) -> None: ...
+
+    def replace(self, process: "QueueProcess", reason: str) -> None: ...
+
+
+@dataclass
+class Condemned:
+    """A running job that has to be ended: its position, and what is said of its attempt."""
+
+    word: int
+    outcome: str
+    cause: str
+    stack: str | None = None
+
+
+class QueueProcess:
+    """Making one raises OSError or ForqError when the system has no process, descriptor or slot to give."""
+
+    def __init__(
+        self, spec: QueueSpec, options: Mapping[str, Value], role: Role, around: Surroundings, owner: Owner
+    ) -> None:
+        self.spec = spec
+        self.role = role
+        self.processor = around.processor()
+        self.ready = False
+        self.retiring = False
+        self.last_words: str | None = None
+        self.slots: tuple[int, ...] = ()
+        self._around = around
+        self._owner = owner
+        self._left: set[int] = set()
+        self._condemned: dict[int, Condemned] = {}
+        board = around.scoreboard
+        taken: list[int] = []
+        try:
+            while len(taken) < (int(options["concurrency"]) if role == Role.MAIN else 1):
+                taken.append(board.take())
+            self.slots = tuple(taken)
+            self.child = self._child(options)
+        except BaseException:
+            for number in taken:
+                board.give_back(number)
+            raise
+        for slot in self._slots():
+            # So that pulse finds it even before it has come to life.
+            slot.pid = self.child.pid
+        self._deadlines = Deadlines(around.nursery.loop, self._slots(), self._overdue)
+        self.stacks = Stacks(around.nursery.loop, self.child)
+        around.grants.enter(self)
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec.name} {self.role.name.lower()}"
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    @property
+    def was_condemned(self) -> bool:
+        """Whether it was to be killed because of a job."""
+        return bool(self._condemned)
+
+    def done(self) -> int:
+        return sum(slot.done for slot in self._slots())
+
+    def began(self) -> bool:
+        return any(slot.started_ns for slot in self._slots())
+
+    def busy(self) -> list[Slot]:
+        return [slot for slot in self._slots() if slot.state == State.BUSY]
+
+    def state(self) -> str:
+        if self.child.stopping or self.retiring:
+            return "stopping"
+        if not self.ready:
+            return "starting"
+        states = [State(slot.state) for slot in self._slots()]
+        return "busy" if State.BUSY in states or State.SETTLING in states else states[0].name.lower()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self.child.send(wire.encode(message) + b"\n")
+
+    def retire(self) -> None:
+        """It takes no more jobs and ends after those that it runs, however long they take."""
+        if not self.retiring:
+            self.retiring = True
+            self.child.signal(signal.SIGTERM)
+
+    def condemn(self, slot: Slot, word: int, outcome: str, cause: str) -> None:
+        """The job at this position is to be ended."""
+        known = self._condemned.get(slot.number)
+        if known is not None and known.word == word:
+            # Whoever kills a job that is being ended already has the last word on what becomes of it.
+            if cause != OVERDUE:
+                known.outcome, known.cause = outcome, cause
+            return
+        log.warning(
+            "ending a job queue=%s job=%s cause=%s pid=%s", self.spec.name, slot.job.decode(), cause, self.child.pid
+        )
+        self._condemned[slot.number] = Condemned(word, outcome, cause)
+        told_ns = time.monotonic_ns()
+        if len(self.slots) > 1:
+            self._around.nursery.loop.call_later(ANSWER_SECONDS, lambda: self._end_if_stuck(told_ns))
+            if not self.retiring:
+                self._owner.replace(self, cause)
+        self.stacks.take(lambda dump: self._dumped(slot, dump))
+
+    def _slots(self) -> list[Slot]:
+        return [self._around.scoreboard.slot(number) for number in self.slots]
+
+    def _child(self, options: Mapping[str, Value]) -> Child:
+        return Child(
+            self._around.nursery,
+            self.name,
+            lambda leash: self._around.run_child(self.spec, options, self.role, self.slots, leash),
+            handled=(signal.SIGTERM,),
+            runs_user_code=True,
+            on_line=self._heard,
+            on_end=self._ended,
+        )
+
+    def _heard(self, line: bytes) -> None:
+        """Only its own code speaks on the leash; if something else does, nothing that it says can be relied on."""
+        try:
+            message = wire.decode(line)
+            numbers = [message[key] for key in ("want", "done", "unguarded", "left") if key in message]
+            if any(number not in self.slots for number in numbers):
+                raise InvalidData(f"there is no worker {numbers}")
+            self._understand(message)
+        except (ForqError, LookupError, TypeError) as exc:
+            log.error("cannot understand a child, ending it child=%s line=%r error=%s", self.name, line[:200], exc)
+            for slot in self._slots():
+                if slot.word & 1:
+                    self._condemned[slot.number] = Condemned(slot.word, "stalled", "garbage_on_leash")
+            self.child.kill()
+
+    def _understand(self, message: dict[str, Any]) -> None:
+        if "want" in message or "done" in message:
+            self._around.grants.hear(message)
+        elif "unguarded" in message:
+            self._deadlines.guard(message["unguarded"])
+        elif "left" in message:
+            self._one_left(message["left"])
+        elif "replace" in message:
+            self._owner.replace(self, message["replace"])
+        elif "stack_fd" in message:
+            self.stacks.fd = message["stack_fd"]
+        elif "error" in message:
+            self.last_words = str(message["error"])
+        elif "ready" in message:
+            self.ready = True
+
+    def _one_left(self, number: int) -> None:
+        self._left.add(number)
+        self._end_if_only_condemned()
+        if self._left >= set(self.slots):
+            # Nothing is left to do in it but to end.
+            self._around.nursery.loop.call_later(LAST_SECONDS, self.child.kill)
+
+    def _overdue(self, slot: Slot, word: int) -> None:
+        self.condemn(slot, word, "timed_out", OVERDUE)
+
+    def _dumped(self, slot: Slot, dump: str) -> None:
+        condemned = self._condemned.get(slot.number)
+        if condemned is not None and dump:
+            condemned.stack = stack_of_thread(dump, slot.thread)
+        self._end_if_only_condemned()
+
+    def _end_if_only_condemned(self) -> None:
+        if self.child.ended:
+            return
+        for slot in self._slots():
+            condemned = self._condemned.get(slot.number)
+            if condemned is not None and slot.word != condemned.word:
+                # It has ended by itself at the last moment.
+                del self._condemned[slot.number]
+        if self._condemned and all(number in self._condemned or number in self._left for number in self.slots):
+            self.child.kill()
+
+    def _end_if_stuck(self, told_ns: int) -> None:
+        if self._condemned and not self.child.ended and any(slot.beat_ns < told_ns for slot in self._slots()):
+            log.warning("the interpreter is stuck, ending the process queue=%s pid=%s", self.spec.name, self.child.pid)
+            self.child.kill()
+
+    def _ended(self, how: Exit) -> None:
+        self._deadlines.stop()
+        self._around.grants.leave(self)
+        self._owner.ended(self, how)
+
+    def recover(self, how: Exit) -> None:
+        """Hands what the workers of the dead process held to pulse; a slot is used again only when that is done."""
+        slots = self._slots()
+        running = sum(slot.word & 1 for slot in slots)
+        for slot in slots:
+            give_back = partial(self._around.scoreboard.give_back, slot.number)
+            params = self._last_position(slot, how, running)
+            # Reading on: from here on nobody takes this slot for a living worker.
+            slot.state, slot.held, slot.pid = State.EMPTY, 0, 0
+            if slot.worker:
+                self._around.recover(params, give_back)
+            else:
+                give_back()
+
+    def _last_position(self, slot: Slot, how: Exit, running: int) -> dict[str, Any]:
+        word = unpack_word(slot.word)
+        since = slot.running_since_ns()
+        condemned = self._condemned.get(slot.number)
+        stack: str | None = None
+        if condemned is not None and condemned.word == slot.word:
+            outcome, cause, stack = condemned.outcome, condemned.cause, condemned.stack
+        elif self.child.stopping:
+            outcome = cause = "interrupted"
+        else:
+            # With several jobs running nobody knows which of them did it: each is run again alone.
+            outcome, cause = "stalled" if running == 1 else "suspect", how.text.replace(" ", "_")
+        return {
+            "queue": self.spec.name,
+            "processor": self.processor,
+            "with_fail_queue": self.role == Role.RETRY and self.spec.fail_handler is not None,
+            "worker": slot.worker,
+            "turn": word.turn,
+            "index": word.index,
+            "running": word.running,
+            "outcome": outcome,
+            "cause": cause,
+            "micros": None if since is None else (time.monotonic_ns() - since[1]) // 1000,
+            "stack": stack,
+        }

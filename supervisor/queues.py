@@ -1,0 +1,234 @@
+"""The queues that this supervisor serves: opened, replaced, dropped, and all begun afresh when it lost its place."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from forq import exits
+from forq.errors import ForqError, IncompatibleProtocol, RedisUnavailable, UnknownQueue
+from forq.options import QueueSpec, Value
+from forq.supervisor.config import Config
+from forq.supervisor.grants import Grants
+from forq.supervisor.loop import Loop
+from forq.supervisor.queue_process import Surroundings
+from forq.supervisor.queue_unit import QueueUnit
+from forq.supervisor.services import RETRY_SECONDS, Services
+from forq.supervisor.statedir import StateDir
+
+# Being removed from Redis so often in so short a time means that this machine cannot keep its place there.
+MOST_REJOINS = 5
+REJOIN_SECONDS = 600.0
+
+log = logging.getLogger("forq")
+
+
+class Queues:
+    """`fail` ends the supervisor with an exit code and a message."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: StateDir,
+        loop: Loop,
+        services: Services,
+        *,
+        changed: Callable[[], None],
+        fail: Callable[[int, str], None],
+    ) -> None:
+        self.units: dict[str, QueueUnit] = {}
+        self.grants = Grants(loop, services.scoreboard, config.capacity, config.capacity_aging_seconds)
+        self._config = config
+        self._state = state
+        self._loop = loop
+        self._services = services
+        self._changed = changed
+        self._fail = fail
+        self._stopping = False
+        # Units that somebody has replaced or dropped and whose processes have not ended yet.
+        self._leaving: set[QueueUnit] = set()
+        self._rejoining = False
+        self._rejoined: list[float] = []
+        self._around = Surroundings(
+            nursery=services.nursery,
+            scoreboard=services.scoreboard,
+            grants=self.grants,
+            run_child=services.run_child,
+            recover=services.recover,
+            queue_gone=self.gone,
+            evicted=self.rejoin,
+            changed=changed,
+            processor=lambda: services.processor,
+        )
+
+    def served(self) -> tuple[list[str], list[str]]:
+        """The names of the queues that are served, and of those among them that have a fail queue."""
+        served = [unit.spec for unit in self.units.values() if unit.wanted]
+        return [spec.name for spec in served], [spec.name for spec in served if spec.fail_handler is not None]
+
+    def add(self, spec: QueueSpec) -> QueueUnit:
+        unit = QueueUnit(spec, self._config.options_of(spec), self._around)
+        self.units[spec.name] = unit
+        self._changed()
+        return unit
+
+    def serves(self, unit: QueueUnit) -> bool:
+        return self.units.get(unit.spec.name) is unit and not self._stopping
+
+    def open_all(self) -> None:
+        if self._services.predecessor is not None:
+            self._services.evict(self._services.predecessor, "supervisor_lost", list(self.units))
+            self._services.predecessor = None
+        declared = {spec.name for spec in self._config.queues}
+        for unit in self.units.values():
+            if not unit.wanted:
+                self.open(unit, reopening=unit.spec.name not in declared)
+
+    def open(
+        self, unit: QueueUnit, then: Callable[[ForqError | None], None] | None = None, *, reopening: bool = False
+    ) -> None:
+        """Makes the queue in Redis or joins it, then starts its children. Tried again while Redis is down.
+
+        `reopening`: the queue existed before; if somebody has deleted it meanwhile it is dropped here too.
+        """
+        name = unit.spec.name
+
+        def made(answer: Any) -> None:
+            error = answer if isinstance(answer, ForqError) else None
+            if not self.serves(unit):
+                error = UnknownQueue(f"queue {name!r} was deleted meanwhile")
+            elif error is None:
+                unit.start()
+                self._services.tell_served()
+            if then is not None:
+                then(error)
+            if error is not None and self.serves(unit):
+                self._cannot_open(unit, error, reopening=reopening)
+
+        if not self.serves(unit):
+            made(None)
+            return
+        params = {
+            "name": name,
+            "mode": unit.spec.mode,
+            "options": dict(unit.options),
+            "fail_handler": unit.spec.fail_handler is not None,
+            "reopening": reopening,
+        }
+        self._services.clerk.ask("create", params, made)
+
+    def _cannot_open(self, unit: QueueUnit, error: ForqError, *, reopening: bool) -> None:
+        name = unit.spec.name
+        if isinstance(error, RedisUnavailable):
+            self._loop.call_later(RETRY_SECONDS, lambda: self.open(unit, reopening=reopening))
+        elif isinstance(error, UnknownQueue):
+            log.warning("queue was deleted by another supervisor queue=%s", name)
+            self.drop(name, lambda: None)
+        else:
+            log.error("queue cannot be served queue=%s reason=%s", name, error)
+            unit.config_error = str(error)
+            if isinstance(error, IncompatibleProtocol):
+                self._fail(exits.INCOMPATIBLE, str(error))
+
+    def replace(self, old: QueueUnit, spec: QueueSpec, then: Callable[[ForqError | None], None]) -> None:
+        """Another definition for a queue that is served: its children end in order, then the new ones start."""
+        unit = self.add(spec)
+        self._leaving.add(old)
+
+        def ended() -> None:
+            self._leaving.discard(old)
+            self.open(unit, then)
+
+        old.stop(ended)
+
+    def restart(self, unit: QueueUnit, then: Callable[[], None]) -> None:
+        """New processes, also for a queue that could not be served until now."""
+        unit.restart(then)
+        self._services.tell_served()
+
+    def redefine(self, unit: QueueUnit, changes: Mapping[str, Value]) -> None:
+        """Options that were changed while the queue is served."""
+        unit.spec = replace(unit.spec, options={**unit.spec.options, **changes})
+        unit.options = self._config.options_of(unit.spec)
+
+    def drop(self, name: str, then: Callable[[], None]) -> None:
+        """Ends the queue's processes at once, with everything below them, and forgets its definition."""
+        unit = self.units.pop(name, None)
+        self._changed()
+        self._services.tell_served()
+        leaving = [other for other in (unit, *self._leaving) if other is not None and other.spec.name == name]
+        self._leaving.update(leaving)
+        left = set(leaving)
+
+        def gone(one: QueueUnit) -> None:
+            left.discard(one)
+            self._leaving.discard(one)
+            if not left:
+                then()
+
+        for one in leaving:
+            one.stop(partial(gone, one), now=True)
+        if not leaving:
+            then()
+        self._state.drop_queue(name)
+
+    def gone(self, name: str, *, deleted: bool = False) -> None:
+        """A child or pulse found that the queue is not in Redis any more: deleted elsewhere, or lost with its data."""
+        unit = self.units.get(name)
+        if unit is None or self._stopping or not unit.wanted:
+            return
+        if deleted:
+            log.warning("queue was deleted by another supervisor queue=%s", name)
+            self.drop(name, lambda: None)
+        else:
+            unit.stop(lambda: self.open(unit, reopening=True), now=True)
+
+    def rejoin(self) -> None:
+        """This processor has been evicted: its children end at once, and it starts afresh under a new name."""
+        if self._stopping or self._rejoining:
+            return
+        now = self._loop.now()
+        self._rejoined = [at for at in self._rejoined if now - at < REJOIN_SECONDS] + [now]
+        if len(self._rejoined) > MOST_REJOINS:
+            self._fail(
+                exits.LOST_PLACE,
+                f"this processor was removed from Redis {len(self._rejoined)} times within {REJOIN_SECONDS:.0f} s: "
+                "its heartbeats do not get through in time",
+            )
+            return
+        evicted = self._services.new_processor()
+        self._rejoining = True
+        log.error("this processor was removed from Redis, starting afresh processor=%s", evicted)
+        wanted = [unit for unit in self.units.values() if unit.wanted]
+        _stop_all({*wanted, *self.units.values(), *self._leaving}, lambda: self._restart(wanted, evicted), now=True)
+
+    def _restart(self, units: list[QueueUnit], evicted: str) -> None:
+        self._services.pulse.restart(lambda: self._reopen(units, evicted))
+
+    def _reopen(self, units: list[QueueUnit], evicted: str) -> None:
+        self._rejoining = False
+        self._services.evict(evicted, "evicted", list(self.units))
+        self._services.scribe.restart(lambda: None)
+        for unit in units:
+            self.open(unit, reopening=True)
+
+    def stop(self, then: Callable[[], None], *, now: bool) -> None:
+        """Ends all processes of all queues, in order or at once; `then` is called when they are gone."""
+        self._stopping = True
+        _stop_all({*self.units.values(), *self._leaving}, then, now=now)
+
+
+def _stop_all(units: set[QueueUnit], then: Callable[[], None], *, now: bool) -> None:
+    """`then` is called once, when the processes of all of them are gone."""
+    left = set(units)
+
+    def one_stopped(unit: QueueUnit) -> None:
+        left.discard(unit)
+        if not left:
+            then()
+
+    for unit in units:
+        unit.stop(partial(one_stopped, unit), now=now)
+    if not units:
+        then()

@@ -1,0 +1,222 @@
+"""The supervisor's hands: pulse, scribe and clerk, the embedded server, and what each of their processes is given."""
+
+import hashlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from forq.cgroup import Cgroup, Cgroups
+from forq.errors import ForqError, RedisUnavailable
+from forq.options import QueueSpec, Value
+from forq.scoreboard import Role, Scoreboard
+from forq.supervisor import embedded, entry_points
+from forq.supervisor.child import Nursery
+from forq.supervisor.config import Config, shown_url
+from forq.supervisor.loop import Loop
+from forq.supervisor.redis_child import RedisChild
+from forq.supervisor.service import Service
+from forq.supervisor.statedir import StateDir
+
+RETRY_SECONDS = 0.25
+
+log = logging.getLogger("forq")
+
+
+class Services:
+    """`served` tells which queues pulse and scribe look after: all, and those with a fail queue."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: StateDir,
+        loop: Loop,
+        *,
+        served: Callable[[], tuple[list[str], list[str]]],
+        on_pulse: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._loop = loop
+        self._served = served
+        self._on_pulse = on_pulse
+        self.redis_url = config.redis or f"unix://{state.redis_socket}"
+        self.redis_state: dict[str, Any] = {"ok": None, "error": None}
+        # queue -> why its failed log cannot be written
+        self.failed_log_errors: dict[str, str] = {}
+        # How many requests to pulse Redis has not taken yet.
+        self.unrecovered = 0
+        self.scoreboard = Scoreboard.create()
+        self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._cgroups = _cgroups(config, state)
+        self.nursery = Nursery(loop, (state.tree_lock_fd, self._watch_fd), self._cgroups)
+        self.processor, self.predecessor = state.take_processor()
+        self.redis = self._redis_child() if config.redis is None else None
+        self.pulse = Service(
+            self.nursery, "pulse", self._run_pulse, on_event=self._pulse_event, on_start=self.tell_served
+        )
+        self.scribe = Service(
+            self.nursery, "scribe", self._run_scribe, on_event=self._scribe_event, on_start=self._scribe_started
+        )
+        self.clerk = Service(self.nursery, "clerk", self._run_clerk)
+
+    @property
+    def all(self) -> tuple[Service, ...]:
+        return self.pulse, self.scribe, self.clerk
+
+    def start(self) -> None:
+        if self.redis is not None:
+            self.redis.start()
+        for service in self.all:
+            service.start()
+
+    def stop(self, then: Callable[[], None]) -> None:
+        for service in self.all:
+            service.kill()
+        if self.redis is not None:
+            self.redis.stop(then)
+        else:
+            then()
+
+    def close(self) -> None:
+        if self._cgroups is not None:
+            self._cgroups.remove()
+
+    def new_processor(self) -> str:
+        """From now on everything is done under another name; returns the one before."""
+        before = self.processor
+        self.processor, _ = self._state.take_processor()
+        return before
+
+    def recover(self, params: dict[str, Any], then: Callable[[], None]) -> None:
+        self._insist("recover", params, then)
+
+    def evict(self, processor: str, cause: str, queues: list[str]) -> None:
+        """Takes a processor that is gone out of every queue, at once and not after its expiry."""
+        self._insist("evict", {"processor": processor, "cause": cause, "queues": queues}, lambda: None)
+
+    def _insist(self, verb: str, params: dict[str, Any], then: Callable[[], None]) -> None:
+        """Asks pulse until Redis has taken it."""
+        self.unrecovered += 1
+
+        def done(answer: Any) -> None:
+            if isinstance(answer, RedisUnavailable):
+                self._loop.call_later(RETRY_SECONDS, ask)
+                return
+            if isinstance(answer, ForqError):
+                log.error("pulse was refused verb=%s error=%s", verb, answer)
+            self.unrecovered -= 1
+            then()
+
+        def ask() -> None:
+            self.pulse.ask(verb, params, done, repeat=True)
+
+        ask()
+
+    def tell_served(self) -> None:
+        queues, failing = self._served()
+        for service in (self.pulse, self.scribe):
+            service.ask("serve", {"queues": queues, "with_fail_queue": failing})
+
+    def status_of_redis(self) -> dict[str, Any]:
+        return {"url": shown_url(self.redis_url), "embedded": self.redis is not None, **self.redis_state}
+
+    def _scribe_started(self) -> None:
+        self.failed_log_errors.clear()
+        self.tell_served()
+
+    def _scribe_event(self, message: dict[str, Any]) -> None:
+        if message["error"] is None:
+            self.failed_log_errors.pop(message["queue"], None)
+        else:
+            self.failed_log_errors[message["queue"]] = f"{message['error']} (tried {message['failures']} times)"
+
+    def _pulse_event(self, message: dict[str, Any]) -> None:
+        if message["event"] == "redis":
+            self.redis_state = {**self.redis_state, "ok": message["ok"], "error": message["error"]}
+        else:
+            self._on_pulse(message)
+
+    def _redis_child(self) -> RedisChild:
+        program = embedded.find_server(self._config.embedded_server)
+        self._state.redis_dir.mkdir(mode=0o700, exist_ok=True)
+        return RedisChild(self.nursery, embedded.command(program, self._state))
+
+    def run_child(
+        self,
+        spec: QueueSpec,
+        options: Mapping[str, Value],
+        role: Role,
+        slots: tuple[int, ...],
+        leash: socket.socket,
+    ) -> int:
+        return entry_points.run_child(
+            entry_points.ChildSettings(
+                spec=spec,
+                options=options,
+                role=role,
+                url=self.redis_url,
+                prefix=self._config.prefix,
+                processor=self.processor,
+                expiry_ms=round(self._config.expiry_seconds * 1000),
+                scoreboard=self.scoreboard,
+                slots=slots,
+                leash=leash,
+                watch_fd=self._watch_fd,
+            )
+        )
+
+    def _run_pulse(self, leash: socket.socket) -> int:
+        return entry_points.run_pulse(
+            entry_points.PulseSettings(
+                url=self.redis_url,
+                prefix=self._config.prefix,
+                processor=self.processor,
+                heartbeat_seconds=self._config.heartbeat_seconds,
+                expiry_ms=round(self._config.expiry_seconds * 1000),
+                scoreboard=self.scoreboard,
+                leash=leash,
+                watch_fd=self._watch_fd,
+                cgroups=self._cgroups,
+            )
+        )
+
+    def _run_scribe(self, leash: socket.socket) -> int:
+        return entry_points.run_scribe(
+            entry_points.ScribeSettings(
+                url=self.redis_url,
+                prefix=self._config.prefix,
+                processor=self.processor,
+                expiry_ms=round(self._config.expiry_seconds * 1000),
+                logs_dir=Path(self._state.path) / "logs",
+                failed_log_max=self._config.failed_log_max,
+                leash=leash,
+            )
+        )
+
+    def _run_clerk(self, leash: socket.socket) -> int:
+        return entry_points.run_clerk(
+            entry_points.ClerkSettings(
+                url=self.redis_url,
+                prefix=self._config.prefix,
+                max_queues=self._config.max_queues,
+                logs_dir=Path(self._state.path) / "logs",
+                leash=leash,
+                failed_log_max=self._config.failed_log_max,
+            )
+        )
+
+
+def _cgroups(config: Config, state: StateDir) -> Cgroups | None:
+    """The control groups of this state directory; what an earlier run left in them is killed."""
+    if config.cgroup == "off":
+        return None
+    name = "forq-" + hashlib.sha256(os.fsencode(state.path)).hexdigest()[:16]
+    earlier = Cgroups.find(name)
+    if earlier is None:
+        return None
+    Cgroup(earlier.path).kill()
+    earlier.remove()
+    return Cgroups.find(name)

@@ -1,0 +1,122 @@
+"""The verb `status`: what is known without Redis, and the counts if Redis answers in time."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from forq.errors import ForqError, TimedOut, UnknownQueue, UsageError
+from forq.names import check_queue_name
+from forq.supervisor.connection import Request
+from forq.supervisor.supervisor import Supervisor
+from forq.version import VERSION
+
+# A status without counts is better than none: processes and states are known without Redis.
+COUNTS_SECONDS = 1.0
+COUNTS = (
+    "waiting",
+    "scheduled",
+    "blocked",
+    "retry",
+    "failed",
+    "active",
+    "dead",
+    "processed",
+    "failed_total",
+    "in_flight",
+    "oldest_waiting_seconds",
+    "journal",
+)
+
+
+class Status:
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._queues = supervisor.queues
+        self._services = supervisor.services
+        self._clerk = supervisor.services.clerk
+
+    def status(self, request: Request) -> None:
+        wanted = request.params.get("names") or []
+        if not isinstance(wanted, list):
+            raise UsageError("names is a list of queue names")
+        units = self._queues.units
+        for name in wanted:
+            if check_queue_name(name) not in units:
+                raise UnknownQueue(f"no queue {name!r}")
+        names = wanted or sorted(units)
+
+        def answer(counts: Any) -> None:
+            timer.cancel()
+            if request.answered:
+                return
+            known = {} if isinstance(counts, ForqError) else counts
+            queues = [self._describe(name, known.get(name), items=bool(wanted)) for name in names]
+            described = {
+                "queues": queues,
+                "capacity": self._queues.grants.describe(),
+                "supervisor": self._describe_supervisor(counts),
+            }
+            if request.params.get("memory"):
+                self._with_memory(described, request.reply)
+            else:
+                request.reply(described)
+
+        late = TimedOut(f"no answer from Redis within {COUNTS_SECONDS} s")
+        timer = self._supervisor.loop.call_later(COUNTS_SECONDS, lambda: answer(late))
+        if self._services.redis_state["ok"]:
+            self._clerk.ask("counts", {"names": names, "items": wanted}, answer)
+        else:
+            answer(ForqError(self._services.redis_state["error"] or "not reached yet"))
+
+    def _with_memory(self, described: dict[str, Any], then: Callable[[Any], None]) -> None:
+        """Reading it takes milliseconds per process, so the clerk does it."""
+        children = [child for queue in described["queues"] for child in queue["children"]]
+
+        def read(memory: Any) -> None:
+            for child in children:
+                child["pss_bytes"] = None if isinstance(memory, ForqError) else memory.get(str(child["pid"]))
+            then(described)
+
+        self._clerk.ask("memory", {"pids": [child["pid"] for child in children if child["pid"]]}, read)
+
+    def _describe(self, name: str, counts: dict[str, Any] | None, *, items: bool) -> dict[str, Any]:
+        unit = self._queues.units.get(name)
+        state = unit.state if unit is not None else "stopped"
+        if state == "running" and counts is not None and counts["paused"]:
+            state = "paused"
+        described = {
+            "name": name,
+            "mode": unit.spec.mode if unit is not None else None,
+            "state": state,
+            "reason": unit.config_error if unit is not None else None,
+            **{key: None if counts is None else counts[key] for key in COUNTS},
+            "children": unit.describe_children() if unit is not None else [],
+        }
+        if items:
+            described["items"] = None if counts is None else counts.get("items")
+        return described
+
+    def _describe_supervisor(self, counts: Any) -> dict[str, Any]:
+        supervisor = self._supervisor
+        redis = self._services.status_of_redis()
+        if isinstance(counts, ForqError):
+            redis |= {"ok": False, "error": str(counts)}
+        return {
+            "pid": os.getpid(),
+            "uptime_seconds": round(supervisor.loop.now() - supervisor.started, 3),
+            "version": VERSION,
+            "processor": self._services.processor,
+            "redis": redis,
+            "services": [
+                {
+                    "name": service.name,
+                    "pid": service.child.pid if service.child is not None else None,
+                    "restarts": service.restarts,
+                }
+                for service in self._services.all
+            ],
+            "failed_log": {
+                "ok": not self._services.failed_log_errors,
+                "errors": dict(self._services.failed_log_errors),
+            },
+        }

@@ -1,0 +1,309 @@
+"""Suspects: jobs that were running together when their process died. Each runs alone next time, in the retry child."""
+
+import pytest
+
+from forq.broker.keeping import Outcome
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.producing import Update, new_job
+from forq.broker.reasons import why
+from forq.broker.stored_options import stored_defaults
+from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
+
+FUTURE = 4_000_000_000  # epoch seconds
+
+
+def suspect(queue: OneQueue, *ids: str) -> None:
+    """These jobs were running, each in a worker of its own, when the process of these workers died."""
+    queue.enqueue(*ids)
+    workers = [queue.worker(f"s{len(queue.workers)}") for _ in ids]
+    for worker, job_id in zip(workers, ids, strict=True):
+        assert worker.turn(want=1) == [job_id]
+    for worker in reversed(workers):
+        queue.recover(worker, running=True, outcome="suspect")
+
+
+@pytest.fixture
+def retry(queue: OneQueue) -> HandWorker:
+    return queue.worker("r1", lane="retry")
+
+
+def test_a_suspect_waits_uncounted_in_a_list_of_its_own(queue: OneQueue) -> None:
+    suspect(queue, "a", "b")
+    assert queue.state() == State(jobs={"a", "b"}, suspects=["a", "b"])
+    job = queue.viewer.job("a")
+    assert (job["suspect"], job["stall_count"], job["state"]) == (True, 0, "waiting")
+    assert [(attempt["outcome"], attempt["cause"]) for attempt in job["attempts"]] == [("interrupted", "signal 9")]
+    assert [verb for verb, job_id in queue.told() if job_id == "a"][-2:] == ["suspected", "returned"]
+    assert queue.viewer.counts().waiting == 2
+    assert queue.viewer.counts().oldest_waiting_seconds is not None
+
+
+@pytest.mark.spec("Q16")
+def test_only_the_retry_child_runs_suspects_one_at_a_time_before_its_lane(queue: OneQueue, retry: HandWorker) -> None:
+    suspect(queue, "a", "b")
+    queue.enqueue("m")
+    assert queue.worker().turn(want=9) == ["m"]
+    assert retry.turn(want=9) == ["a"]
+    assert retry.turn(want=9, done="a") == ["b"]
+    assert retry.turn(want=9, done="b") == []
+    assert queue.state().jobs == {"m"}
+    assert queue.viewer.counts().processed == 2
+
+
+def test_suspects_go_before_the_lane_and_the_lane_yields_to_them(redis_url: str) -> None:
+    with one_queue(redis_url, retry_lane_retries=2, min_backoff_ms=0, max_backoff_ms=0) as queue:
+        worker, retry = queue.worker(), queue.worker("r1", lane="retry")
+        queue.enqueue("z")
+        worker.turn(want=1)
+        worker.turn(failed="z")
+        suspect(queue, "a")
+        other = queue.worker("r2", lane="retry")
+        assert retry.turn(want=1) == ["a"]
+        retry.turn(failed="a", kind="timeout")
+        assert other.turn(want=1) == ["a"], "the lane waits while a suspect does"
+        assert retry.turn(want=1) == ["z"], "and goes on once it runs"
+
+
+@pytest.mark.parametrize("how", ["recover", "turn", "rescue", "update", "resume", "heartbeat", "promote"])
+def test_whatever_leaves_a_suspect_waiting_wakes_the_retry_child(queue: OneQueue, retry: HandWorker, how: str) -> None:
+    suspect(queue, "a", "b")
+    assert queue.redis.lrange(queue.key("failed"), 0, -1) == [b""]
+    assert retry.block() == ""
+    if how == "turn":
+        assert retry.turn(want=1) == ["a"]
+    elif how == "recover":
+        queue.recover(retry)
+    elif how == "heartbeat":
+        queue.keeper().heartbeat(queue.name, 1000, [])
+    elif how == "promote":
+        queue.keeper().promote(queue.name)
+    elif how == "resume":
+        for paused in (True, False):
+            queue.registry.pause(queue.name, paused=paused)
+    elif how == "update":
+        queue.producer.enqueue([new_job(1, id="a")], Update(reset_counts=False))
+    else:
+        queue.enqueue("x", "y")
+        worker = queue.worker("w1")
+        worker.turn(want=2)
+        queue.rescue(worker, 0)
+    assert queue.redis.lrange(queue.key("failed"), 0, -1) == [b""]
+
+
+def test_nobody_is_woken_for_suspects_while_paused(queue: OneQueue, retry: HandWorker) -> None:
+    queue.enqueue("a")
+    worker = queue.worker()
+    worker.turn(want=1)
+    queue.registry.pause(queue.name, paused=True)
+    queue.recover(worker, running=True, outcome="suspect")
+    assert queue.state() == State(jobs={"a"}, suspects=["a"])
+    assert queue.redis.exists(queue.key("failed")) == 0
+    assert retry.turn(want=1) == []
+
+
+def test_a_job_that_waits_among_others_wakes_no_retry_child(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    worker = queue.worker()
+    worker.turn(want=1)
+    queue.recover(worker, running=True)
+    assert queue.redis.exists(queue.key("failed")) == 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "place", "stalls", "timeouts"),
+    [
+        ("stalled", ["a", "b"], 1, 0),
+        ("timed_out", ["b", "a"], 0, 1),
+        ("interrupted", ["a", "b"], 0, 0),
+        ("suspect", ["a", "b"], 0, 0),
+    ],
+)
+@pytest.mark.spec("Q19")
+def test_a_suspect_whose_process_dies_again_stays_one_and_is_counted(
+    queue: OneQueue, retry: HandWorker, outcome: Outcome, place: list[str], stalls: int, timeouts: int
+) -> None:
+    suspect(queue, "a", "b")
+    retry.turn(want=1)
+    queue.recover(retry, running=True, outcome=outcome)
+    assert queue.state() == State(jobs={"a", "b"}, suspects=place)
+    job = queue.viewer.job("a")
+    assert (job["suspect"], job["stall_count"], job["timeout_count"]) == (True, stalls, timeouts)
+
+
+def test_a_suspect_that_was_not_begun_stays_one(queue: OneQueue, retry: HandWorker) -> None:
+    suspect(queue, "a", "b")
+    retry.turn(want=1)
+    assert retry.turn() == []
+    assert queue.state() == State(jobs={"a", "b"}, suspects=["a", "b"])
+
+
+def test_a_suspect_that_times_out_in_a_turn_stays_one(queue: OneQueue, retry: HandWorker) -> None:
+    suspect(queue, "a", "b")
+    retry.turn(want=1)
+    retry.turn(failed="a", kind="timeout")
+    assert queue.state() == State(jobs={"a", "b"}, suspects=["b", "a"])
+    assert queue.viewer.job("a")["timeout_count"] == 1
+
+
+@pytest.mark.spec("Q36")
+def test_a_suspect_whose_handler_raises_is_none_any_more(redis_url: str) -> None:
+    with one_queue(redis_url, max_retries=1, min_backoff_ms=0, max_backoff_ms=0) as queue:
+        retry = queue.worker("r1", lane="retry")
+        suspect(queue, "a")
+        retry.turn(want=1)
+        retry.turn(failed="a")
+        assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+        job = queue.viewer.job("a")
+        assert (job["suspect"], job["retry_count"]) == (False, 1)
+        worker = queue.worker()
+        assert worker.turn(want=1) == ["a"]
+        worker.turn(failed="a")
+        assert queue.state().dead == ["a"]
+
+
+def test_a_suspect_that_has_no_retries_left_goes_to_the_lane_or_dies(redis_url: str) -> None:
+    for lane_retries, state in ((1, "retry"), (0, "dead")):
+        name = f"q{lane_retries}"
+        with one_queue(redis_url, name, retry_lane_retries=lane_retries, min_backoff_ms=0, max_backoff_ms=0) as queue:
+            retry = queue.worker("r1", lane="retry")
+            suspect(queue, "a")
+            retry.turn(want=1)
+            retry.turn(failed="a")
+            assert queue.viewer.job("a")["state"] == state
+
+
+@pytest.mark.spec("Q20")
+def test_a_suspect_that_keeps_killing_its_process_dies_at_the_claim(redis_url: str) -> None:
+    with one_queue(redis_url, max_stalls=1) as queue:
+        suspect(queue, "a", "b")
+        for number in range(2):
+            retry = queue.worker(f"r{number}", lane="retry")
+            assert retry.turn(want=1) == ["a"]
+            queue.recover(retry, running=True)
+        last = queue.worker("r9", lane="retry")
+        assert last.turn(want=1) == ["b"]
+        assert queue.state().dead == ["a"]
+        assert queue.viewer.job("a")["error"]["name"] == "StallError"
+
+
+def test_a_suspect_without_other_counts_keeps_its_mark_beside_one_retry(redis_url: str) -> None:
+    with one_queue(redis_url, max_retries=5, min_backoff_ms=0, max_backoff_ms=0) as queue:
+        worker = queue.worker()
+        queue.enqueue("a")
+        worker.turn(want=1)
+        assert worker.turn(failed="a", want=1) == ["a"]
+        queue.recover(worker, running=True, outcome="suspect")
+        job = queue.viewer.job("a")
+        assert (job["suspect"], job["retry_count"]) == (True, 1)
+        assert queue.state() == State(jobs={"a"}, suspects=["a"])
+
+
+def test_cancel_takes_a_suspect_and_its_hint(queue: OneQueue, retry: HandWorker) -> None:
+    suspect(queue, "a", "b")
+    assert queue.producer.cancel("b")
+    assert queue.state() == State(jobs={"a"}, suspects=["a"])
+    assert queue.producer.cancel("a")
+    assert queue.state() == State(jobs=set())
+    assert queue.hash("counts")["suspect_hints"] == "0"
+
+
+def test_the_stale_hint_of_a_cancelled_suspect_is_skipped(queue: OneQueue, retry: HandWorker) -> None:
+    suspect(queue, "a", "b")
+    queue.producer.cancel("a")
+    queue.enqueue("a")
+    assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a"]}, suspects=["a", "b"], stale={"s:a": 1})
+    assert retry.turn(want=1) == ["b"]
+    assert queue.state().stale == {}
+    assert queue.worker().turn(want=1) == ["a"]
+
+
+@pytest.mark.spec("Q28")
+def test_an_update_that_resets_counts_ends_the_suspicion(queue: OneQueue, retry: HandWorker) -> None:
+    suspect(queue, "a")
+    queue.enqueue("a", priority=3, if_exists="update")
+    assert queue.state() == State(jobs={"a"}, waiting={3: ["a"]})
+    assert queue.viewer.job("a")["suspect"] is False
+    assert retry.turn(want=1) == []
+
+
+def test_an_update_that_resets_nothing_leaves_a_suspect_where_it_is(queue: OneQueue) -> None:
+    suspect(queue, "a")
+    queue.producer.enqueue([new_job("new", id="a", priority=3)], Update(reset_counts=False))
+    assert queue.state() == State(jobs={"a"}, suspects=["a"])
+    job = queue.viewer.job("a")
+    assert (job["data"], job["priority"], job["suspect"]) == ("new", 3, True)
+
+
+def test_a_suspect_that_is_scheduled_comes_back_as_one(queue: OneQueue, retry: HandWorker) -> None:
+    suspect(queue, "a")
+    queue.producer.enqueue([new_job(1, id="a", run_at=FUTURE)], Update(reset_counts=False))
+    assert queue.state() == State(jobs={"a"})
+    assert queue.viewer.job("a")["state"] == "scheduled"
+    queue.redis.zadd(queue.key("scheduled"), {"a": 1})
+    queue.redis.delete(queue.key("failed"))
+    queue.keeper().promote(queue.name)
+    assert queue.state() == State(jobs={"a"}, suspects=["a"])
+    assert queue.redis.llen(queue.key("failed")) == 1
+
+
+def test_what_is_blocked_behind_a_suspect_updates_it_and_may_clear_it(queue: OneQueue, retry: HandWorker) -> None:
+    for reset in (False, True):
+        suspect(queue, "a")
+        retry = queue.worker(f"r-{reset}", lane="retry")
+        assert retry.turn(want=1) == ["a"]
+        queue.producer.enqueue([new_job(1, id="a", priority=2)], Update(reset_counts=reset))
+        queue.recover(retry, running=True)
+        expected = State(jobs={"a"}, waiting={2: ["a"]}) if reset else State(jobs={"a"}, suspects=["a"])
+        assert queue.state() == expected
+        queue.producer.cancel("a")
+
+
+def test_deleting_a_queue_takes_its_suspects_along(queue: OneQueue) -> None:
+    suspect(queue, "a")
+    assert queue.registry.delete(queue.name, force=True) == 1
+    assert queue.redis.exists(queue.key("suspects")) == 0
+
+
+def test_suspects_are_listed_after_the_other_waiting_jobs(queue: OneQueue) -> None:
+    suspect(queue, "a", "b")
+    queue.enqueue("m", priority=9)
+    page = queue.viewer.jobs("waiting")
+    assert [(job["id"], job["state"]) for job in page.jobs] == [("m", "waiting"), ("a", "waiting"), ("b", "waiting")]
+    seen: list[str] = []
+    after = None
+    for _ in range(6):
+        page = queue.viewer.jobs("waiting", limit=1, after=after)
+        seen += [job["id"] for job in page.jobs]
+        after = page.next
+        if after is None:
+            break
+    assert (seen, after) == (["m", "a", "b"], None)
+
+
+def test_why_a_suspect_does_not_run_is_told(queue: OneQueue, retry: HandWorker) -> None:
+    suspect(queue, "a", "b")
+    reasons = [why(queue.link, DEFAULT_PREFIX, queue.name, job_id)[1] for job_id in "ab"]
+    assert all("nobody knows which of them did it" in reason and "run alone" in reason for reason in reasons)
+    assert reasons[0].endswith("it is the next one")
+    assert reasons[1].endswith("1 such job comes before it")
+
+
+def test_in_the_lane_and_in_the_fail_queue_a_suspect_runs_alone_anyway(redis_url: str) -> None:
+    with one_queue(redis_url, retry_lane_retries=2, min_backoff_ms=0, max_backoff_ms=0) as queue:
+        worker, retry = queue.worker(), queue.worker("r1", lane="retry")
+        queue.enqueue("z")
+        worker.turn(want=1)
+        worker.turn(failed="z")
+        assert retry.turn(want=1) == ["z"]
+        queue.recover(retry, running=True, outcome="suspect")
+        assert (queue.state().suspects, queue.viewer.job("z")["state"]) == ([], "retry")
+        assert queue.worker("r2", lane="retry").turn(want=1) == ["z"]
+        queue.registry.create(
+            queue.name, "work", 100, stored_defaults(), {"fail_handler": 1, "retry_lane_retries": 0}, fail_options={}
+        )
+        queue.enqueue("a")
+        worker.turn(want=1)
+        worker.turn(failed="a")
+        job_id, _ = queue.claim_fail_job("r3")
+        queue.lose_fail_worker("r3", "suspect")
+        assert queue.claim_fail_job("r4")[0] == job_id

@@ -1,0 +1,137 @@
+"""Handlers that pull at what holds their process: signals, descriptors, programs, tasks that refuse to end."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.running import HANDLERS, Forq, Trace, running, wait_until
+from tests.support.server import Server
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def forq() -> Iterator[Forq]:
+    with running(settings="capacity = 1000\n") as forq:
+        yield forq
+
+
+def create(forq: Forq, name: str, function: str, **options: object) -> None:
+    settings = [f"--set={key}={value}" for key, value in options.items()]
+    forq.ctl("create", name, "--handler", f"rough:{function}", "--path", str(HANDLERS), *settings)
+
+
+def traces(forq: Forq, queue: str, event: str = "end") -> list[Trace]:
+    return [trace for trace in forq.traces(event) if trace.queue == queue]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGRTMIN + 5, signal.SIGRTMAX - 1, signal.SIGSEGV])
+def test_a_death_by_any_signal_is_recovered_and_the_queue_goes_on(forq: Forq, signum: int) -> None:
+    name = f"signal{int(signum)}"
+    create(forq, name, "kill_itself")
+    forq.client().queue(name).enqueue(int(signum), id="j")
+    wait_until(lambda: traces(forq, name), what="it ran again")
+    assert traces(forq, name)[0].stalls == 1
+    assert f"end=signal {int(signum)}" in forq.log
+
+
+def test_a_process_that_became_another_program_is_killed_and_its_files_are_left_alone(
+    forq: Forq, tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("untouched")
+    create(forq, "exec", "become_another_program", timeout="1s", max_timeouts=0)
+    forq.client().queue("exec").enqueue(str(precious), id="j")
+    wait_until(lambda: traces(forq, "exec", "start"), what="it runs")
+    assert "(no stack to be had)" in forq.ctl("stack", "exec")
+    wait_until(lambda: forq.queue_status("exec")["dead"] == 1, what="it timed out")
+    assert precious.read_text() == "untouched"
+    forq.wait_for_child("exec")
+
+
+def test_a_handler_that_speaks_on_the_leash_is_ended_and_counted(forq: Forq) -> None:
+    create(forq, "leash", "write_to_sockets")
+    queue = forq.client().queue("leash")
+    queue.enqueue(1, id="j")
+    wait_until(lambda: forq.queue_status("leash")["processed"] == 1, what="the second attempt is done")
+    assert [trace.stalls for trace in traces(forq, "leash", "start")] == [0, 1]
+    assert "cannot understand a child, ending it child=leash main" in forq.log
+    held = [grant["worker"] for grant in forq.status()["capacity"]["held"]]
+    assert held.count("leash main") <= 1, "no units are lost"
+
+
+def test_tasks_that_refuse_to_end_do_not_hold_up_a_replaced_process(forq: Forq) -> None:
+    create(forq, "stubborn", "leave_a_stubborn_task", max_jobs=1)
+    forq.client().queue("stubborn").enqueue_many(range(5))
+    wait_until(lambda: forq.queue_status("stubborn")["processed"] == 5, what="all ran")
+    wait_until(lambda: len(forq.queue_status("stubborn")["children"]) == 2, what="the old processes are gone")
+
+
+def test_a_job_that_failed_while_redis_was_away_is_not_taken_for_one_that_hangs(server: Server, redis_url: str) -> None:
+    with running(redis=redis_url, settings='expiry = "60s"\n') as forq:
+        create(forq, "away", "fail_for_good", timeout="1s")
+        queue = forq.client().queue("away")
+        queue.enqueue(0.3, id="j")
+        pid = wait_until(lambda: traces(forq, "away", "start"), what="it runs")[0].pid
+        server.process.send_signal(signal.SIGSTOP)  # type: ignore[union-attr]
+        try:
+            wait_until(lambda: traces(forq, "away"), what="it failed")
+            time.sleep(2.0)
+        finally:
+            server.process.send_signal(signal.SIGCONT)  # type: ignore[union-attr]
+        wait_until(lambda: forq.queue_status("away")["dead"] == 1, what="it is settled")
+        assert forq.child("away")["pid"] == pid
+        assert (queue.job("j")["timeout_count"], len(traces(forq, "away", "start"))) == (0, 1)
+
+
+def test_a_worker_that_has_left_gives_its_units_back_before_its_process_ends() -> None:
+    with running(settings="capacity = 20\n") as forq:
+        forq.create("two", "sleep", concurrency=2, max_jobs=1)
+        queue = forq.client().queue("two")
+        queue.enqueue(0.5)
+        queue.enqueue(30, id="long")
+        wait_until(lambda: len(traces(forq, "two", "start")) == 2, what="both run")
+        queue.enqueue(0, id="next")
+        wait_until(lambda: [t for t in traces(forq, "two") if t.job == "next"], 10.0, "a successor has units")
+        assert not [t for t in traces(forq, "two") if t.job == "long"]
+
+
+def test_a_queue_that_was_config_error_is_kept_alive_after_a_restart(redis_url: str, tmp_path: Path) -> None:
+    module = tmp_path / "mended.py"
+    module.write_text("raise ImportError('typo')\n")
+    with running(redis=redis_url, settings='heartbeat = "200ms"\nexpiry = "600ms"\n') as forq:
+        forq.ctl("create", "c", "--handler", "mended:handle", "--path", str(tmp_path))
+        wait_until(lambda: forq.queue_status("c")["state"] == "config_error")
+        pulse = next(s["pid"] for s in forq.status()["supervisor"]["services"] if s["name"] == "pulse")
+        import os
+
+        os.kill(pulse, signal.SIGKILL)
+        wait_until(lambda: next(s["pid"] for s in forq.status()["supervisor"]["services"]) not in (None, pulse))
+        module.write_text("def handle(data, job): pass\n")
+        forq.ctl("restart", "c")
+        forq.wait_for_child("c")
+        import redis
+
+        with redis.Redis.from_url(redis_url) as client:
+
+            def alive_for_ms() -> float:
+                seconds, micros = client.time()
+                ((_, expires),) = client.zrange("forq:queue:{c}:processors", 0, -1, withscores=True)
+                return float(expires - seconds * 1000 - micros / 1000)
+
+            deadline = time.monotonic() + 1.5
+            while time.monotonic() < deadline:
+                assert alive_for_ms() > 0, "nobody sends heartbeats for it"
+                time.sleep(0.05)
+
+
+def test_a_process_that_a_handler_forks_dies_of_a_term_that_comes_at_once(forq: Forq) -> None:
+    create(forq, "forks", "term_what_it_forks")
+    pid = forq.wait_for_child("forks")["pid"]
+    forq.client().queue("forks").enqueue(30)
+    told = wait_until(lambda: [t for t in forq.traces() if t.queue == "forks"], 40.0, "it is done")
+    assert told[0].event == "survived=0"
+    assert forq.child("forks")["pid"] == pid, "and none was taken for one to the worker"

@@ -1,0 +1,297 @@
+"""Units of capacity: who gets them, who is asked for them, and that nobody waits for ever."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from forq.supervisor.capacity import PATIENCE_SECONDS, SHORTEST_LOOK_SECONDS, SLICE_SECONDS, Capacity, Holder, Order
+from tests.support.capacity_watch import AGING_SECONDS, Kind, Simulation, Watch
+
+# A power of two, like AGING_SECONDS, so that sums of them are exact; above SHORTEST_LOOK_SECONDS.
+TICK_SECONDS = 1 / 64
+
+
+def go(holder: Holder) -> Order:
+    return Order(holder, "go")
+
+
+def wait(holder: Holder) -> Order:
+    return Order(holder, "wait")
+
+
+def ask(holder: Holder) -> Order:
+    return Order(holder, "yield")
+
+
+def capacity_of(units: int = 100, idle: Callable[[Holder], bool] = lambda holder: False) -> Capacity:
+    return Capacity(units, aging_seconds=AGING_SECONDS, idle=idle)
+
+
+def full(*holders: tuple[int, int], idle: tuple[Holder, ...] = ()) -> Capacity:
+    """100 units; holders 0, 1, ... hold (units, priority) since -10."""
+    capacity = capacity_of(idle=idle.__contains__)
+    for holder, (units, priority) in enumerate(holders):
+        assert capacity.want(holder, units, priority, -10.0) == [go(holder)]
+    return capacity
+
+
+def test_whoever_fits_goes_at_once_and_keeps_it() -> None:
+    capacity = capacity_of()
+    assert [capacity.want(holder, 50, 0, 0.0) for holder in (1, 2)] == [[go(1)], [go(2)]]
+    assert capacity.look(1000.0) == []
+    assert (capacity.out, capacity.free) == (100, 0)
+    assert capacity.next_look_seconds(1000.0) is None
+
+
+def test_a_want_that_fits_looks_at_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_at(*args: object) -> bool:
+        raise AssertionError(args)
+
+    capacity = capacity_of(units=10_000, idle=look_at)
+    monkeypatch.setattr(capacity, "_line", look_at)
+    for holder in range(1000):
+        assert capacity.want(holder, 10, 0, 0.0) == [go(holder)]
+    for holder in range(1000):
+        assert capacity.done(holder, 1.0) == []
+    assert capacity.out == 0
+
+
+def test_more_units_than_there_are_mean_all_of_them() -> None:
+    capacity = capacity_of()
+    assert capacity.want(1, 10**6, 0, 0.0) == [go(1)]
+    assert capacity.out == 100
+
+
+def test_higher_priority_then_fewer_units_then_longer_waiting_goes_first() -> None:
+    capacity = full((100, 9))
+    for holder, units, priority in ((1, 40, 0), (2, 30, 0), (3, 30, 0), (4, 50, 1)):
+        assert capacity.want(holder, units, priority, 0.0) == [wait(holder)]
+    assert capacity.done(0, 0.1)[:2] == [go(4), go(2)]
+
+
+def test_waiting_raises_the_level() -> None:
+    capacity = full((100, 9))
+    capacity.want(1, 100, 0, 0.0)
+    capacity.want(2, 100, 2, 3 * AGING_SECONDS)
+    assert [waiter["level"] for waiter in capacity.describe(3 * AGING_SECONDS)["waiting"]] == [3, 2]
+    assert capacity.done(0, 3 * AGING_SECONDS) == [go(1), ask(1)]
+
+
+@pytest.mark.parametrize(("priority", "asked"), [(1, [ask(0)]), (0, []), (-1, [])])
+def test_who_must_yield_at_once_depends_on_priority(priority: int, asked: list[Order]) -> None:
+    capacity = capacity_of()
+    capacity.want(0, 100, 0, 0.0)
+    assert capacity.want(1, 10, priority, SLICE_SECONDS / 2) == [wait(1), *asked]
+
+
+def test_a_holder_of_the_same_priority_yields_after_its_slice() -> None:
+    capacity = capacity_of()
+    capacity.want(0, 100, 0, 0.0)
+    assert capacity.want(1, 10, 0, 0.02) == [wait(1)]
+    assert capacity.next_look_seconds(0.02) == pytest.approx(SLICE_SECONDS - 0.02)
+    assert capacity.look(SLICE_SECONDS) == [ask(0)]
+
+
+def test_a_holder_of_higher_priority_yields_once_the_head_has_risen_to_it() -> None:
+    capacity = full((100, 1))
+    assert capacity.want(1, 10, 0, 0.0) == [wait(1)]
+    assert capacity.look(AGING_SECONDS - TICK_SECONDS) == []
+    assert capacity.look(AGING_SECONDS) == [ask(0)]
+
+
+def test_idle_holders_are_asked_first_whatever_their_priority() -> None:
+    capacity = full((50, 0), (50, 9), idle=(1,))
+    assert capacity.want(2, 10, 5, 0.0) == [wait(2), ask(1)]
+
+
+def test_no_more_are_asked_than_needed_and_each_once() -> None:
+    capacity = full((40, 0), (30, -1), (30, -1))
+    assert capacity.want(3, 50, 5, 0.0) == [wait(3), ask(1), ask(2)]
+    assert capacity.want(3, 50, 5, 0.0) == [wait(3)]
+    assert capacity.done(1, 0.1) == []
+    assert capacity.done(2, 0.1) == [go(3)]
+
+
+def test_of_equal_priorities_the_longest_holding_is_asked() -> None:
+    capacity = capacity_of()
+    for holder, since in ((0, 2.0), (1, 1.0), (2, 3.0)):
+        capacity.want(holder, 30, 0, since)
+    assert capacity.want(3, 20, 5, 10.0) == [wait(3), ask(1)]
+
+
+def test_a_look_is_due_when_another_rises_to_the_head_though_all_holders_were_asked() -> None:
+    capacity = full((60, -1), (40, -1))
+    assert capacity.want(2, 100, 0, 0.0) == [wait(2), ask(0), ask(1)]
+    assert capacity.want(3, 30, 1, 1.5 * AGING_SECONDS) == [wait(3)]
+    assert capacity.done(1, 2 * AGING_SECONDS) == []
+    assert capacity.next_look_seconds(2 * AGING_SECONDS) == 0.5 * AGING_SECONDS
+    assert capacity.look(2.5 * AGING_SECONDS) == [go(3), ask(3)]
+
+
+def test_a_holder_that_becomes_idle_is_asked_though_a_busy_one_has_been() -> None:
+    idle: set[Holder] = set()
+    capacity = capacity_of(idle=idle.__contains__)
+    capacity.want(0, 50, 0, 0.0)
+    capacity.want(1, 50, 9, 0.0)
+    assert capacity.want(2, 50, 5, 1.0) == [wait(2), ask(0)]
+    idle.add(1)
+    assert capacity.next_look_seconds(1.0) == pytest.approx(SLICE_SECONDS)
+    assert capacity.look(1.0 + SLICE_SECONDS) == [ask(1)]
+
+
+def test_looks_are_not_closer_than_the_shortest() -> None:
+    capacity = capacity_of()
+    capacity.want(0, 100, 0, 0.0)
+    now = SLICE_SECONDS - SHORTEST_LOOK_SECONDS / 10
+    capacity.want(1, 10, 0, now)
+    assert capacity.next_look_seconds(now) == pytest.approx(SHORTEST_LOOK_SECONDS)
+
+
+def test_to_ask_when_to_look_does_not_postpone_the_look() -> None:
+    capacity = full((100, 1))
+    capacity.want(1, 10, 0, 0.0)
+    assert capacity.next_look_seconds(0.04) == pytest.approx(SLICE_SECONDS - 0.04)
+    assert capacity.next_look_seconds(0.3) == 0.0
+
+
+def test_a_new_grant_does_not_count_as_idle_before_its_holder_can_have_begun() -> None:
+    capacity = capacity_of(idle=lambda holder: True)
+    capacity.want(0, 100, 9, 0.0)
+    assert capacity.want(1, 100, 0, 0.01) == [wait(1)]
+    assert capacity.look(SLICE_SECONDS) == [ask(0)]
+
+
+def test_smaller_ones_pass_a_head_that_does_not_fit_until_it_has_waited_long_enough() -> None:
+    capacity = full((60, 9))
+    assert capacity.want(1, 100, 5, 0.0) == [wait(1)]
+    assert capacity.want(2, 20, 0, AGING_SECONDS - TICK_SECONDS) == [go(2), ask(2)]
+    assert capacity.want(3, 20, 0, AGING_SECONDS) == [wait(3)]
+    assert capacity.done(2, AGING_SECONDS) == []
+    assert capacity.done(0, AGING_SECONDS) == [go(1)]
+
+
+def test_units_of_the_dead_are_handed_on_in_the_same_call() -> None:
+    capacity = full((100, 0))
+    capacity.want(1, 100, 0, 0.0)
+    capacity.want(2, 100, 0, 0.0)
+    assert capacity.gone(1, 0.01) == []
+    assert capacity.gone(0, 0.01) == [go(2)]
+
+
+def test_the_same_wish_again_keeps_its_place_and_another_one_starts_anew() -> None:
+    capacity = full((100, 9))
+    capacity.want(1, 50, 0, 0.0)
+    capacity.want(1, 50, 0, AGING_SECONDS)
+    assert capacity.describe(AGING_SECONDS)["waiting"][0]["waited_seconds"] == AGING_SECONDS
+    capacity.want(1, 60, 0, AGING_SECONDS)
+    assert capacity.describe(AGING_SECONDS)["waiting"][0]["waited_seconds"] == 0
+
+
+def test_describe_says_who_holds_and_who_waits() -> None:
+    capacity = full((100, 0))
+    capacity.want(1, 30, 2, 0.0)
+    holders = [{"holder": 0, "units": 100, "priority": 0, "held_seconds": 10.5, "asked_to_yield": True}]
+    waiting = [{"holder": 1, "units": 30, "priority": 2, "level": 4, "waited_seconds": 0.5}]
+    assert capacity.describe(0.5) == {"units": 100, "out": 100, "free": 0, "holders": holders, "waiting": waiting}
+
+
+HOLDERS = st.integers(0, 7)
+SIZES = st.sampled_from((1, 10, 10, 30, 50, 70, 100, 500))
+PRIORITIES = st.integers(-2, 2)
+
+
+class CapacityMachine(RuleBasedStateMachine):
+    """Any calls in any order, sensible or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watch = Watch()
+        self.idleness_changed = False
+
+    @rule(holder=HOLDERS, units=SIZES, priority=PRIORITIES)
+    def want(self, holder: Holder, units: int, priority: int) -> None:
+        self.watch.want(holder, units, priority)
+
+    @rule(holder=HOLDERS)
+    def done(self, holder: Holder) -> None:
+        self.watch.done(holder)
+
+    @rule(holder=HOLDERS)
+    def gone(self, holder: Holder) -> None:
+        self.watch.gone(holder)
+
+    @rule(holder=HOLDERS)
+    def turn_idle_or_busy(self, holder: Holder) -> None:
+        self.watch.idle ^= {holder}
+        self.idleness_changed = True
+
+    @rule(ticks=st.integers(1, 40))
+    def time_passes(self, ticks: int) -> None:
+        patience = self.watch.capacity.next_look_seconds(self.watch.now)
+        self.watch.now += ticks * TICK_SECONDS
+        orders = self.watch.look()
+        if not self.idleness_changed and (patience is None or ticks * TICK_SECONDS < patience):
+            assert orders == [], "a look was due earlier than was said"
+        self.idleness_changed = False
+
+    @rule()
+    def look_when_due(self) -> None:
+        patience = self.watch.capacity.next_look_seconds(self.watch.now)
+        if patience is not None:
+            # To the next tick: looks are whole ticks apart, so that sums stay exact.
+            self.watch.now += -(-patience // TICK_SECONDS) * TICK_SECONDS
+            self.watch.look()
+
+
+def test_the_rules_hold_in_any_order_of_calls() -> None:
+    run_state_machine_as_test(
+        CapacityMachine, settings=settings(max_examples=200, stateful_step_count=40, deadline=None)
+    )
+
+
+KINDS = st.builds(
+    Kind,
+    st.sampled_from((10, 30, 50, 60, 100)),
+    st.integers(-2, 2),
+    st.sampled_from((0.002, 0.02, 0.3)),
+    st.sampled_from((0.0, 0.0, 0.3)),
+    st.sampled_from((0.0, 0.0, 0.02)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(KINDS, min_size=2, max_size=7), st.integers(0, 10**6))
+def test_everybody_is_served_in_bounded_time(kinds: list[Kind], seed: int) -> None:
+    simulation = Simulation(kinds, seed)
+    simulation.run(6.0)
+    assert min(simulation.served) > 0
+
+
+def test_the_higher_priority_gets_nearly_all_and_the_lower_one_its_turn() -> None:
+    simulation = Simulation([Kind(100, 4, 0.004), Kind(100, 0, 0.004)], seed=1)
+    simulation.run(20.0)
+    high, low = simulation.served
+    assert low >= 20.0 / (6 * AGING_SECONDS)
+    assert high > 20 * low
+
+
+def test_equals_share_equally() -> None:
+    simulation = Simulation([Kind(60, 0, 0.004), Kind(60, 0, 0.004), Kind(60, 0, 0.004)], seed=1)
+    simulation.run(20.0)
+    assert min(simulation.served) > 0.8 * max(simulation.served)
+
+
+def test_one_that_never_answers_does_not_keep_the_head_from_what_others_only_keep() -> None:
+    """A holder whose process is stopped cannot yield."""
+    capacity = Capacity(100, aging_seconds=100.0, idle=lambda holder: True)
+    for holder in (1, 2):
+        capacity.want(holder, 50, 0, now=0.0)
+    assert capacity.want(3, 50, 0, now=1.0) == [Order(3, "wait"), Order(1, "yield")]
+    due = capacity.next_look_seconds(1.0)
+    assert due is not None
+    assert due <= PATIENCE_SECONDS
+    assert capacity.look(1.0 + PATIENCE_SECONDS) == [Order(2, "yield")]
+    assert capacity.done(2, 2.1) == [Order(3, "go")]

@@ -1,0 +1,156 @@
+"""Deadlines read from the scoreboard, with a clock that the test moves."""
+
+import pytest
+
+from forq.scoreboard import Scoreboard, Slot, State, pack_word
+from forq.supervisor.deadlines import Deadlines
+from forq.supervisor.loop import Loop
+
+MS = 1_000_000
+
+
+class Rig:
+    def __init__(self, workers: int = 1) -> None:
+        self.now_ns = 10**15
+        self.loop = Loop(now=lambda: self.now_ns / 1e9)
+        self.board = Scoreboard.create(workers)
+        self.slots = [self.board.slot(self.board.take()) for _ in range(workers)]
+        self.overdue: list[tuple[int, int]] = []
+        self.deadlines = Deadlines(
+            self.loop, self.slots, lambda slot, word: self.overdue.append((slot.number, word)), lambda: self.now_ns
+        )
+
+    def begin(self, slot: Slot, turn: int = 1, timeout_ms: int = 100) -> int:
+        """What a worker does; the word of the job that it starts."""
+        slot.state = State.BUSY
+        slot.timeout_ms = timeout_ms
+        word = pack_word(self.now_ns, turn, 0, True)
+        slot.word = word
+        slot.started_ns = self.now_ns
+        if not slot.guarded:
+            self.deadlines.guard(slot.number)
+        return word
+
+    def end(self, slot: Slot, state: State = State.BUSY) -> None:
+        slot.word &= ~1
+        slot.state = state
+
+    def pass_ms(self, ms: float) -> None:
+        """In small steps, each with a tick of the loop."""
+        end = self.now_ns + int(ms * MS)
+        while self.now_ns < end:
+            self.now_ns = min(end, self.now_ns + MS)
+            self.loop.tick(0)
+
+    def timers(self) -> int:
+        return sum(not timer.cancelled for _, _, timer in self.loop._timers)
+
+
+@pytest.mark.spec("Q14")
+def test_a_job_that_runs_past_its_time_is_told_of_once_and_on_time() -> None:
+    rig = Rig()
+    word = rig.begin(rig.slots[0])
+    rig.pass_ms(99)
+    assert rig.overdue == []
+    rig.pass_ms(2)
+    assert rig.overdue == [(0, word)]
+    rig.pass_ms(1000)
+    assert rig.overdue == [(0, word)]
+
+
+@pytest.mark.spec("Q14")
+def test_a_job_that_ends_in_time_clears_its_deadline_and_the_next_one_has_its_own() -> None:
+    rig = Rig()
+    rig.begin(rig.slots[0], turn=1)
+    rig.pass_ms(90)
+    rig.end(rig.slots[0])
+    word = rig.begin(rig.slots[0], turn=2)
+    rig.pass_ms(99)
+    assert rig.overdue == []
+    rig.pass_ms(2)
+    assert rig.overdue == [(0, word)]
+
+
+def test_an_idle_process_has_no_timer_and_its_worker_is_unguarded() -> None:
+    rig = Rig()
+    rig.begin(rig.slots[0])
+    rig.end(rig.slots[0], State.IDLE)
+    rig.pass_ms(101)
+    assert (rig.timers(), rig.slots[0].guarded) == (0, 0)
+    word = rig.begin(rig.slots[0], turn=2)
+    rig.pass_ms(101)
+    assert rig.overdue == [(0, word)]
+
+
+def test_a_worker_between_two_jobs_stays_guarded() -> None:
+    rig = Rig()
+    rig.begin(rig.slots[0])
+    rig.end(rig.slots[0])
+    rig.pass_ms(250)
+    assert (rig.timers(), rig.slots[0].guarded) == (1, 1)
+
+
+def test_a_job_whose_start_is_not_written_yet_is_not_taken_for_the_one_before() -> None:
+    """The word comes first: for a moment it stands beside the start of an earlier job."""
+    rig = Rig()
+    slot = rig.slots[0]
+    rig.begin(slot)
+    rig.pass_ms(99)
+    slot.word = pack_word(rig.now_ns, 2, 0, True)
+    rig.pass_ms(20)
+    assert rig.overdue == []
+    slot.started_ns = rig.now_ns - 20 * MS
+    rig.pass_ms(79)
+    assert rig.overdue == []
+    rig.pass_ms(3)
+    assert len(rig.overdue) == 1
+
+
+def test_a_worker_that_cancels_its_own_coroutine_is_given_the_time_for_it() -> None:
+    rig = Rig()
+    rig.begin(rig.slots[0])
+    rig.slots[0].lenience_ms = 50
+    rig.pass_ms(149)
+    assert rig.overdue == []
+    rig.pass_ms(2)
+    assert len(rig.overdue) == 1
+
+
+def test_each_of_several_workers_has_its_own_deadline() -> None:
+    rig = Rig(workers=2)
+    first = rig.begin(rig.slots[0], timeout_ms=300)
+    second = rig.begin(rig.slots[1], timeout_ms=100)
+    rig.pass_ms(101)
+    assert rig.overdue == [(1, second)]
+    rig.pass_ms(200)
+    assert rig.overdue == [(1, second), (0, first)]
+
+
+def test_after_the_timeout_was_taken_away_nothing_is_overdue() -> None:
+    rig = Rig()
+    rig.begin(rig.slots[0])
+    rig.slots[0].timeout_ms = 0
+    rig.pass_ms(500)
+    assert (rig.overdue, rig.timers(), rig.slots[0].guarded) == ([], 0, 0)
+
+
+def test_a_process_that_ended_is_not_looked_at_any_more() -> None:
+    rig = Rig()
+    rig.begin(rig.slots[0])
+    rig.deadlines.stop()
+    rig.pass_ms(500)
+    assert rig.overdue == []
+
+
+@pytest.mark.spec("Q14")
+def test_a_job_that_ends_just_after_its_deadline_does_not_leave_the_next_one_without() -> None:
+    rig = Rig()
+    first = rig.begin(rig.slots[0], turn=1)
+    rig.pass_ms(105)
+    assert rig.overdue == [(0, first)]
+    rig.end(rig.slots[0])
+    second = rig.begin(rig.slots[0], turn=2)
+    rig.pass_ms(99)
+    assert rig.overdue == [(0, first)]
+    rig.pass_ms(102)
+    assert rig.overdue == [(0, first), (0, second)]

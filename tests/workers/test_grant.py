@@ -1,0 +1,376 @@
+"""The right to run jobs, in the child: what it tells, and what it believes when messages cross."""
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from forq.supervisor.capacity import Capacity, Order
+from forq.workers.grant import Grant
+
+DONE: dict[str, object] = {"done": 7}
+PATIENCE_SECONDS = 10.0
+
+
+def want(units: int = 10, priority: int = 0) -> dict[str, object]:
+    return {"want": 7, "units": units, "priority": priority}
+
+
+class Parent:
+    """Keeps what it is told, and answers each want at once with the words it was given for it."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, object]] = []
+        self.answers: list[tuple[str, ...]] = []
+        self.broken = False
+        self.grant = Grant(self._tell, 7)
+
+    def _tell(self, message: dict[str, object]) -> None:
+        if self.broken:
+            raise BrokenPipeError
+        self.told.append(message)
+        if "want" in message and self.answers:
+            words = self.answers.pop(0)
+            threading.Thread(target=self._say, args=(words,)).start()
+
+    def _say(self, words: tuple[str, ...]) -> None:
+        for word in words:
+            self.grant.hear(word)
+
+    def heard(self) -> list[dict[str, object]]:
+        told, self.told = self.told, []
+        return told
+
+
+@pytest.fixture
+def parent() -> Parent:
+    return Parent()
+
+
+@contextmanager
+def in_thread(call: Callable[[], bool]) -> Iterator[list[bool]]:
+    """Runs it beside the block; afterwards its result is in the list."""
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    yield results
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def holding(parent: Parent) -> Grant:
+    """A grant in use."""
+    parent.answers = [("go",)]
+    assert parent.grant.begin(10, 0)
+    assert parent.heard() == [want()]
+    return parent.grant
+
+
+def told_to_wait(parent: Parent) -> Grant:
+    """A grant whose worker was told to wait, and does not yet."""
+    parent.answers = [("wait",)]
+    assert not parent.grant.begin(10, 0)
+    assert parent.heard() == [want()]
+    return parent.grant
+
+
+def test_one_exchange_is_enough_for_a_life_without_shortage(parent: Parent) -> None:
+    grant = holding(parent)
+    for _ in range(100):
+        grant.rest()
+        assert grant.begin(10, 0)
+        assert grant.begin(10, 0)
+    assert parent.heard() == []
+
+
+def test_a_yield_at_rest_gives_back_at_once(parent: Parent) -> None:
+    grant = holding(parent)
+    grant.rest()
+    grant.hear("yield")
+    assert parent.heard() == [DONE]
+    assert not grant.yielding
+
+
+def test_a_yield_in_use_is_answered_when_the_worker_rests(parent: Parent) -> None:
+    grant = holding(parent)
+    grant.hear("yield")
+    assert grant.yielding
+    assert parent.heard() == []
+    grant.rest()
+    assert parent.heard() == [DONE]
+    assert not grant.yielding
+
+
+def test_a_worker_that_begins_again_though_it_was_asked_to_yield_wants_anew(parent: Parent) -> None:
+    grant = holding(parent)
+    grant.hear("yield")
+    parent.answers = [("wait",)]
+    assert not grant.begin(10, 0)
+    assert parent.heard() == [DONE, want()]
+
+
+def test_a_yield_that_comes_with_the_go_still_lets_one_batch_run(parent: Parent) -> None:
+    grant = told_to_wait(parent)
+    with in_thread(grant.wait) as result:
+        wait_until(lambda: grant._worker_waits)
+        grant.hear("go")
+        grant.hear("yield")
+    assert result == [True]
+    assert grant.yielding
+    assert parent.heard() == []
+
+
+def test_without_an_answer_the_worker_is_not_held_up(parent: Parent) -> None:
+    assert not parent.grant.begin(10, 0)
+    assert not parent.grant.begin(10, 0)
+    assert parent.heard() == [want()]
+
+
+def test_a_worker_told_to_wait_hands_back_without_waiting_for_the_time_to_pass(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forq.workers.grant.ANSWER_SECONDS", 6 * PATIENCE_SECONDS)
+    with in_thread(lambda: parent.grant.begin(10, 0)) as result:
+        wait_until(lambda: parent.grant._worker_waits)
+        parent.grant.hear("wait")
+    assert result == [False]
+
+
+def test_a_go_between_begin_and_wait_is_not_lost(parent: Parent) -> None:
+    grant = told_to_wait(parent)
+    grant.hear("go")
+    assert grant.wait()
+    assert parent.heard() == []
+
+
+def test_a_go_and_a_yield_between_begin_and_wait_lead_to_a_new_want(parent: Parent) -> None:
+    grant = told_to_wait(parent)
+    grant.hear("go")
+    grant.hear("yield")
+    assert parent.heard() == [DONE]
+    parent.answers = [("wait", "go")]
+    assert grant.wait()
+    assert parent.heard() == [want()]
+
+
+def test_a_go_for_a_worker_that_wants_nothing_more_is_given_back(parent: Parent) -> None:
+    grant = told_to_wait(parent)
+    grant.give_back()
+    assert parent.heard() == []
+    grant.hear("go")
+    assert parent.heard() == [DONE]
+
+
+def test_a_yield_that_crossed_a_done_does_not_end_the_next_wish(parent: Parent) -> None:
+    grant = holding(parent)
+    grant.give_back()
+    parent.answers = [("yield", "go")]
+    assert grant.begin(10, 0)
+    assert parent.heard() == [DONE, want()]
+    assert not grant.yielding
+
+
+@pytest.mark.parametrize(("units", "priority"), [(20, 0), (10, 5)])
+def test_other_terms_give_back_and_want_anew(parent: Parent, units: int, priority: int) -> None:
+    grant = holding(parent)
+    grant.rest()
+    parent.answers = [("go",)]
+    assert grant.begin(units, priority)
+    assert parent.heard() == [DONE, want(units, priority)]
+
+
+def test_other_terms_are_not_wanted_before_the_earlier_wish_was_answered(parent: Parent) -> None:
+    grant = told_to_wait(parent)
+    assert not grant.begin(50, 0)
+    assert parent.heard() == []
+    parent.answers = [("go",)]
+    with in_thread(grant.wait) as result:
+        wait_until(lambda: grant._worker_waits)
+        grant.hear("go")
+    assert result == [True]
+    assert parent.heard() == [DONE, want(50)]
+
+
+def test_stop_wakes_a_waiting_worker_and_withdraws_its_wish(parent: Parent) -> None:
+    grant = told_to_wait(parent)
+    with in_thread(grant.wait) as result:
+        wait_until(lambda: grant._worker_waits)
+        grant.stop()
+    assert result == [False]
+    assert parent.heard() == [DONE]
+
+
+def test_a_go_that_crossed_the_stop_is_given_back(parent: Parent) -> None:
+    grant = told_to_wait(parent)
+    grant.stop()
+    parent.heard()
+    grant.hear("go")
+    assert parent.heard() == [DONE]
+    assert not grant.wait()
+    assert not grant.begin(10, 0)
+    assert parent.heard() == []
+
+
+def test_stop_gives_back_a_reservation_and_leaves_what_is_in_use_to_the_worker(parent: Parent) -> None:
+    grant = holding(parent)
+    grant.stop()
+    assert parent.heard() == []
+    grant.rest()
+    assert parent.heard() == [DONE]
+    other = Parent()
+    kept = holding(other)
+    kept.rest()
+    kept.stop()
+    assert other.heard() == [DONE]
+
+
+def test_a_go_that_a_stop_follows_before_the_worker_wakes_is_given_back(parent: Parent) -> None:
+    grant = told_to_wait(parent)
+    with in_thread(grant.wait) as result:
+        wait_until(lambda: grant._worker_waits)
+        with grant._changed:
+            grant._hear_go()
+            grant._stopped = True
+            grant._changed.notify_all()
+    assert result == [False]
+    assert parent.heard() == [DONE]
+
+
+def test_what_could_not_be_told_has_not_happened(parent: Parent) -> None:
+    grant = holding(parent)
+    grant.hear("yield")
+    parent.broken = True
+    with pytest.raises(BrokenPipeError):
+        grant.rest()
+    assert grant.yielding
+    parent.broken = False
+    grant.rest()
+    parent.broken = True
+    with pytest.raises(BrokenPipeError):
+        grant.begin(10, 0)
+    parent.broken = False
+    parent.answers = [("go",)]
+    assert grant.begin(10, 0)
+    assert parent.heard() == [DONE, want()]
+
+
+def test_stop_wakes_the_worker_even_if_the_leash_is_broken(parent: Parent) -> None:
+    grant = told_to_wait(parent)
+    parent.broken = True
+    with in_thread(grant.wait) as result:
+        wait_until(lambda: grant._worker_waits)
+        with pytest.raises(BrokenPipeError):
+            grant.stop()
+    assert result == [False]
+
+
+CAPACITY = 100
+ENOUGH_BATCHES = 1500
+
+
+class Rig:
+    """A real Capacity in a thread of its own, real Grants in threads, and messages that take a moment."""
+
+    def __init__(self, terms: list[tuple[int, int]], seed: int) -> None:
+        self.up: queue.Queue[dict[str, object] | None] = queue.Queue()
+        self.down: list[queue.Queue[str | None]] = [queue.Queue() for _ in terms]
+        self.grants = [Grant(self.up.put, number) for number in range(len(terms))]
+        self.capacity = Capacity(CAPACITY, aging_seconds=0.02, idle=lambda number: not self.busy[number])
+        self.terms = terms
+        self.busy = [False] * len(terms)
+        self.batches = [0] * len(terms)
+        self.in_use = 0
+        self.most_in_use = 0
+        self.lock = threading.Lock()
+        self.stopping = threading.Event()
+        self.random = random.Random(seed)
+
+    def parent(self) -> None:
+        while True:
+            patience = self.capacity.next_look_seconds(time.monotonic())
+            try:
+                message = self.up.get(timeout=patience)
+            except queue.Empty:
+                self._send(self.capacity.look(time.monotonic()))
+                continue
+            if message is None:
+                return
+            self._send(self._answer({key: int(str(value)) for key, value in message.items()}))
+
+    def _answer(self, message: dict[str, int]) -> list[Order]:
+        now = time.monotonic()
+        if "want" in message:
+            return self.capacity.want(message["want"], message["units"], message["priority"], now)
+        return self.capacity.done(message["done"], now)
+
+    def _send(self, orders: list[Order]) -> None:
+        for order in orders:
+            self.down[order.holder].put(order.word)
+
+    def minder(self, number: int) -> None:
+        while (word := self.down[number].get()) is not None:
+            time.sleep(self.random.random() * 0.001)
+            self.grants[number].hear(word)
+
+    def worker(self, number: int) -> None:
+        grant, chance = self.grants[number], random.Random(number)
+        while not self.stopping.is_set():
+            units, priority = self.terms[number]
+            if chance.random() < 0.1:
+                units = max(1, units // 2)
+            if not grant.begin(units, priority) and (chance.random() < 0.2 or not grant.wait()):
+                grant.give_back()
+                continue
+            while self._run_batch(number, units, chance) and not grant.yielding and chance.random() < 0.9:
+                pass
+            grant.rest() if chance.random() < 0.8 else grant.give_back()
+            time.sleep(chance.random() * 0.002)
+        grant.give_back()
+
+    def _run_batch(self, number: int, units: int, chance: random.Random) -> bool:
+        with self.lock:
+            self.in_use += units
+            self.most_in_use = max(self.most_in_use, self.in_use)
+        self.busy[number] = True
+        time.sleep(chance.random() * 0.003)
+        self.busy[number] = False
+        with self.lock:
+            self.in_use -= units
+        self.batches[number] += 1
+        return not self.stopping.is_set()
+
+
+def test_real_grants_never_use_more_than_there_is_and_all_make_progress() -> None:
+    terms = [(10, 0), (10, 0), (30, 1), (30, 5), (60, 0), (60, 2), (100, 0), (100, 5), (45, -3), (5, 3)]
+    rig = Rig(terms, seed=1)
+    ends = [threading.Thread(target=rig.parent)]
+    ends += [threading.Thread(target=rig.minder, args=(number,)) for number in range(len(terms))]
+    workers = [threading.Thread(target=rig.worker, args=(number,)) for number in range(len(terms))]
+    for thread in ends + workers:
+        thread.start()
+    wait_until(lambda: min(rig.batches) >= 5 and sum(rig.batches) >= ENOUGH_BATCHES)
+    rig.stopping.set()
+    for grant in rig.grants:
+        grant.stop()
+    for thread in workers:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+    wait_until(lambda: rig.capacity.out == 0 and not rig.capacity.describe(0)["waiting"])
+    rig.up.put(None)
+    for line in rig.down:
+        line.put(None)
+    for thread in ends:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+    assert CAPACITY / 2 < rig.most_in_use <= CAPACITY

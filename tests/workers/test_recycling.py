@@ -1,0 +1,69 @@
+"""When a process is replaced: after how many jobs, at what age, at what size."""
+
+import pytest
+
+from forq.options import defaults
+from forq.scoreboard import Scoreboard, Slot
+from forq.workers import recycling
+from forq.workers.recycling import Recycling, pss_bytes
+
+
+@pytest.fixture
+def slots() -> list[Slot]:
+    board = Scoreboard.create(4)
+    return [board.slot(board.take()) for _ in range(2)]
+
+
+def make(slots: list[Slot], now: float = 0.0, **options: float) -> tuple[Recycling, list[str], list[float]]:
+    reasons: list[str] = []
+    clock = [now]
+    return Recycling({**defaults(), **options}, slots, reasons.append, now=lambda: clock[0]), reasons, clock
+
+
+def test_without_options_a_process_lives_for_ever(slots: list[Slot]) -> None:
+    endless, reasons, clock = make(slots)
+    slots[0].done = 10**9
+    clock[0] = 1e9
+    endless.look()
+    assert endless.room(128, 128) == 128
+    assert reasons == []
+
+
+def test_max_jobs_counts_the_jobs_of_all_workers_and_what_is_not_settled_yet(slots: list[Slot]) -> None:
+    limited, reasons, _ = make(slots, max_jobs=10)
+    assert limited.room(128, 0) == 5, "the other worker may take as many"
+    slots[0].done, slots[1].done = 4, 4
+    assert limited.room(128, 1) == 1
+    assert reasons == []
+    assert limited.room(128, 2) == 0
+    assert limited.room(128, 2) == 0
+    assert reasons == ["max_jobs = 10"]
+
+
+def test_max_age_is_told_once(slots: list[Slot]) -> None:
+    limited, reasons, clock = make(slots, max_age=60.0)
+    clock[0] = 60.0
+    limited.look()
+    assert reasons == []
+    clock[0] = 60.1
+    limited.look()
+    limited.look()
+    assert reasons == ["max_age = 60s"]
+
+
+def test_max_memory_is_the_process_share_of_memory(slots: list[Slot], monkeypatch: pytest.MonkeyPatch) -> None:
+    limited, reasons, _ = make(slots, max_memory=1000)
+    monkeypatch.setattr(recycling, "pss_bytes", lambda: 1000)
+    limited.look()
+    assert reasons == []
+    monkeypatch.setattr(recycling, "pss_bytes", lambda: 1001)
+    limited.look()
+    assert reasons == ["max_memory = 1000, it has 1001"]
+
+
+def test_the_memory_of_a_process_is_read_and_of_none_is_0() -> None:
+    before = pss_bytes()
+    ballast = bytearray(b"x") * 50_000_000
+    assert pss_bytes() - before > 40_000_000
+    assert pss_bytes(2**22 + 1) == 0
+    assert len(ballast) == 50_000_000

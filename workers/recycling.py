@@ -1,0 +1,65 @@
+"""When a queue's process has served long enough and is to be replaced: after so many jobs, at some age or size.
+
+It is looked at between jobs only, so no job is ever cut short by it.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from forq.options import Value
+from forq.scoreboard import Slot
+
+
+class Recycling:
+    """Shared by the workers of one process. `replace` is called once, with the reason: it stops them all."""
+
+    def __init__(
+        self,
+        options: Mapping[str, Value],
+        slots: Sequence[Slot],
+        replace: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_jobs = int(options["max_jobs"])
+        self._max_age_seconds = float(options["max_age"])
+        self._max_memory = int(options["max_memory"])
+        self._slots = slots
+        self._replace = replace
+        self._now = now
+        self._born = now()
+        self._over = False
+
+    def room(self, want: int, unsettled: int) -> int:
+        """How many of `want` jobs a worker may still claim; it has run `unsettled` ones that do not show yet."""
+        if not self._max_jobs:
+            return want
+        left = self._max_jobs - unsettled - sum(slot.done for slot in self._slots)
+        if left <= 0:
+            self._end(f"max_jobs = {self._max_jobs}")
+            return 0
+        # Several workers claim at once: none takes what the others may take too.
+        return min(want, max(1, left // len(self._slots)))
+
+    def look(self) -> None:
+        """From the minder, about once a second while jobs run."""
+        if self._max_age_seconds and self._now() - self._born > self._max_age_seconds:
+            self._end(f"max_age = {self._max_age_seconds:g}s")
+        if self._max_memory and (memory := pss_bytes()) > self._max_memory:
+            self._end(f"max_memory = {self._max_memory}, it has {memory}")
+
+    def _end(self, reason: str) -> None:
+        if not self._over:
+            self._over = True
+            self._replace(reason)
+
+
+def pss_bytes(pid: int | str = "self") -> int:
+    """The memory of a process, each shared page counted in parts; 0 if it cannot be told."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as rollup:
+            for line in rollup:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
