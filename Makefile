@@ -8,7 +8,7 @@ STATE_DIR ?= .state
 CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 
 # The real folders: ruff skips their symlinks in src/forq.
-SOURCES := src supervisor workers broker services tests etc benchmarks
+SOURCES := src supervisor workers broker services pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test lint types imports unit kills trees fire mutants bench-drain bench-layouts bench-backlog \
