@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 STATE_DIR ?= .state
 CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 
@@ -11,14 +12,14 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types imports unit kills trees fire mutants bench-drain bench-layouts bench-backlog \
+.PHONY: help setup tools run test lint types imports unit kills trees fire mutants bench-drain bench-layouts bench-backlog \
         bench-idle spec-report wheel \
         format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-setup: $(READY) ## make .venv with forq and the tools; quick when nothing changed
+setup: $(READY) ## make .venv with forq; quick when nothing changed
 
 $(READY): setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -26,7 +27,13 @@ $(READY): setup.cfg pyproject.toml
 	@test -d src/forq/supervisor || { \
 	  echo "make: src/forq/supervisor is not a link to a folder: clone with symbolic links (git config core.symlinks true)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+tools: $(TOOLS) ## and with the tools, Spark and a Java for it: what tests need (500 MB)
+
+$(TOOLS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,pipeline,java]'
 	@touch $@
 
 run: setup ## start a supervisor with two sample queues, in the foreground
@@ -39,52 +46,52 @@ run: setup ## start a supervisor with two sample queues, in the foreground
 
 test: lint types imports unit wheel ## everything that must pass before a commit
 
-lint: setup ## ruff: rules and format
+lint: tools ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 
-types: setup ## mypy --strict
+types: tools ## mypy --strict
 	$(BIN)/mypy
 
-imports: setup ## which folder may import which
+imports: tools ## which folder may import which
 	$(BIN)/lint-imports
 
-unit: setup ## pytest, without the slow suites
+unit: tools ## pytest, without the slow suites
 	$(BIN)/pytest -m 'not slow'
 
-kills: setup ## 1,000 kill -9s at random moments over 50,000 jobs (SEED=n repeats a run)
+kills: tools ## 1,000 kill -9s at random moments over 50,000 jobs (SEED=n repeats a run)
 	FORQ_TEST_KILLS=1000 FORQ_TEST_JOBS=50000 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_conservation.py -k random_kills
 
-mutants: setup ## take every guard out of every script: some test must fail
+mutants: tools ## take every guard out of every script: some test must fail
 	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py
 
-trees: setup ## daemonising handlers, 20 times each: delete, shutdown and kill -9 leave no process
+trees: tools ## daemonising handlers, 20 times each: delete, shutdown and kill -9 leave no process
 	FORQ_TEST_TREES=20 $(BIN)/pytest --timeout 1800 tests/end_to_end/test_deaths.py -k "no_process"
 
-fire: setup ## 50,000 dispatches of 100 ids and 10,000 permanent failures while processes are killed (SEED=n)
+fire: tools ## 50,000 dispatches of 100 ids and 10,000 permanent failures while processes are killed (SEED=n)
 	FORQ_TEST_DISPATCHES=50000 FORQ_TEST_FAILURES=10000 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_under_fire.py
 
-bench-drain: setup ## drain rate of one worker process against RQ, Huey and Dramatiq
+bench-drain: tools ## drain rate of one worker process against RQ, Huey and Dramatiq
 	$(BIN)/python benchmarks/drain.py
 
-bench-layouts: setup ## where to keep a job's record: four layouts side by side
+bench-layouts: tools ## where to keep a job's record: four layouts side by side
 	$(BIN)/python benchmarks/layouts.py
 
-bench-backlog: setup ## cost of enqueue and claim at 10, 10k and 1M waiting
+bench-backlog: tools ## cost of enqueue and claim at 10, 10k and 1M waiting
 	$(BIN)/python benchmarks/backlog.py
 
-bench-idle: setup ## CPU, Redis commands and memory of 50 idle queues
+bench-idle: tools ## CPU, Redis commands and memory of 50 idle queues
 	$(BIN)/python benchmarks/idle.py
 
-spec-report: setup ## pytest, and which test shows which behaviour of docs/spec.md
+spec-report: tools ## pytest, and which test shows which behaviour of docs/spec.md
 	$(BIN)/pytest -q -m 'not slow' --spec-report
 
-wheel: setup ## build the wheel, install it in a clean venv, run a job there
+wheel: tools ## build the wheel, install it in a clean venv, run a job there
 	PYTHON=$(BIN)/python tests/support/wheel_smoke.sh
 
-format: setup ## let ruff rewrite what it can
+format: tools ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
@@ -21,6 +22,10 @@ from forq.options import Option, QueueSpec, Value, defaults, nearest
 from forq.supervisor.embedded import check_socket_path
 
 UNITS_PER_CPU = 100
+PIPELINE_QUEUE = "forq-pipeline"
+PIPELINE_HANDLER = "forq.pipeline.task:ingest"
+# It is never given up: what it has not read is still in the journals, or shows there as a gap.
+_PIPELINE_OPTIONS = {"max_retries": 10**6, "max_timeouts": 10**6, "max_stalls": 10**6, "timeout": "1h", "size": 1}
 DEFAULT_FILE = Path("/etc/forq/forq.toml")
 ENVIRONMENT = {"state_dir": "FORQ_STATE_DIR", "socket": "FORQ_SOCKET", "redis": "FORQ_REDIS"}
 
@@ -48,10 +53,22 @@ class Config:
     cgroup: str
     embedded_server: str | None
     queues: tuple[QueueSpec, ...]
+    pipeline: "Pipeline | None" = None
 
     def options_of(self, queue: QueueSpec) -> dict[str, Value]:
         """All options of a queue: its own, else the service's default, else forq's."""
         return {**defaults(), "stop_grace": self.stop_grace_seconds, **queue.options}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The queue of forq's own that turns journals into history: where to, how often."""
+
+    history: str
+    every_seconds: float
+
+    def spec(self, where: str) -> QueueSpec:
+        return QueueSpec.from_mapping(PIPELINE_QUEUE, {"handler": PIPELINE_HANDLER, **_PIPELINE_OPTIONS}, where)
 
 
 @dataclass(frozen=True)
@@ -73,9 +90,11 @@ def load(argv_overrides: Mapping[str, object], environ: Mapping[str, str]) -> Co
     file = _find_file(flags.pop("config", None), environ)
     table = _read_toml(file) if file else {}
     queue_tables = table.pop("queues", {})
+    pipeline = _read_pipeline(table.pop("pipeline"), file) if file and "pipeline" in table else None
     given = _in_file(table, file) | _in_environment(environ) | _on_command_line(flags)
     values = {name: read(given[name]) if name in given else None for name, read in _SETTINGS.items()}
-    return _assemble(values, file, _read_queues(queue_tables, file) if file else (), given)
+    config = _assemble(values, file, _read_queues(queue_tables, file) if file else (), given)
+    return config if pipeline is None else _with_pipeline(config, pipeline)
 
 
 def _find_file(flag: object, environ: Mapping[str, str]) -> Path | None:
@@ -101,7 +120,8 @@ def _read_toml(file: Path) -> dict[str, object]:
 def _in_file(table: Mapping[str, object], file: Path | None) -> dict[str, Given]:
     for name in table:
         if name not in _SETTINGS:
-            raise ConfigError(f"{file}: there is no setting {shown(name)}{nearest(name, [*_SETTINGS, 'queues'])}")
+            known = [*_SETTINGS, "queues", "pipeline"]
+            raise ConfigError(f"{file}: there is no setting {shown(name)}{nearest(name, known)}")
     base = file.parent if file else Path.cwd()
     return {name: Given(name, value, str(file), base) for name, value in table.items()}
 
@@ -136,6 +156,33 @@ def _read_queue(name: str, table: object, file: Path) -> QueueSpec:
         return QueueSpec.from_mapping(name, table, where)
     except UsageError as exc:
         raise ConfigError(str(exc)) from exc
+
+
+def _read_pipeline(table: object, file: Path) -> Pipeline:
+    where = f"{file}: [pipeline]"
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: {shown(table)} is not allowed: a table with history and every")
+    for name in table:
+        if name not in ("history", "every"):
+            raise ConfigError(f"{where}: there is no setting {shown(name)}{nearest(name, ('history', 'every'))}")
+    history = table.get("history", "")
+    if not isinstance(history, str) or "\0" in history:
+        raise ConfigError(f"{where}: history = {shown(history)} is not allowed: a directory or a file-system URL")
+    every = Option("every", "duration", 60.0, 1.0, 86400.0, "")
+    # A directory is relative to this file; hdfs://… and the like are taken as they are.
+    place = history if not history or "://" in history else os.path.abspath(file.parent / history)
+    return Pipeline(place, float(_number_reader(every)(Given("every", table.get("every", 60.0), where, file.parent))))
+
+
+def _with_pipeline(config: Config, pipeline: Pipeline) -> Config:
+    if find_spec("pyspark") is None:
+        raise ConfigError(f"{config.file}: [pipeline] needs Spark: pip install 'forq[pipeline]'")
+    if any(queue.name == PIPELINE_QUEUE for queue in config.queues):
+        raise ConfigError(f"{config.file}: [queues.{PIPELINE_QUEUE}] is not allowed: [pipeline] makes that queue")
+    history = pipeline.history or str(config.state_dir / "history")
+    mine = replace(pipeline, history=history)
+    queues = (*config.queues, mine.spec(f"{config.file}: [pipeline]"))
+    return replace(config, queues=queues, pipeline=mine)
 
 
 def _absolute(folder: object, base: Path) -> object:

@@ -9,7 +9,7 @@ from typing import Any
 from forq import exits
 from forq.errors import ForqError, IncompatibleProtocol, RedisUnavailable, UnknownQueue
 from forq.options import QueueSpec, Value
-from forq.supervisor.config import Config
+from forq.supervisor.config import PIPELINE_QUEUE, Config, Pipeline
 from forq.supervisor.grants import Grants
 from forq.supervisor.loop import Loop
 from forq.supervisor.queue_process import Surroundings
@@ -84,6 +84,21 @@ class Queues:
         for unit in self.units.values():
             if not unit.wanted:
                 self.open(unit, reopening=unit.spec.name not in declared)
+        if self._config.pipeline is not None:
+            self.units[PIPELINE_QUEUE].when_opened(partial(self._begin_pipeline, self._config.pipeline))
+
+    def _begin_pipeline(self, pipeline: Pipeline) -> None:
+        """One job that enqueues itself again and again; settings that have changed reach it here."""
+        data = {"history": pipeline.history, "every_seconds": pipeline.every_seconds, "prefix": self._config.prefix}
+        job = {"name": PIPELINE_QUEUE, "id": "ingest", "data": data}
+
+        def pushed(answer: Any) -> None:
+            if isinstance(answer, RedisUnavailable):
+                self._loop.call_later(RETRY_SECONDS, lambda: self._begin_pipeline(pipeline))
+            elif isinstance(answer, ForqError):
+                log.error("the pipeline cannot begin error=%s", answer)
+
+        self._services.clerk.ask("push", job, pushed)
 
     def open(
         self, unit: QueueUnit, then: Callable[[ForqError | None], None] | None = None, *, reopening: bool = False

@@ -50,6 +50,8 @@ def run_child(settings: ChildSettings) -> int:
     name = f"{settings.spec.name} {settings.role.name.lower()}"
     minder = Minder(name=name, url=settings.url, leash=settings.leash)
     minder.start()
+    # So that a handler's own Client() finds the same queues.
+    os.environ["FORQ_REDIS"] = settings.url
     tell_supervisor(settings.leash, {"stack_fd": offer_stack()})
     try:
         handlers = load_handlers(settings.spec)

@@ -7,14 +7,18 @@ from forq.version import VERSION
 
 
 def main() -> int:
-    arguments = _parser().parse_args()
+    arguments = _parser(sys.argv[1:]).parse_args()
+    if arguments.command == "pipeline":
+        from forq.pipeline import cli
+
+        return cli.run(arguments)
     from forq.supervisor.run import run
 
     given = {name: value for name, value in vars(arguments).items() if name != "command"}
     return run(given)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="forq", description="fork per queue: job queues with a process each")
     parser.add_argument("--version", action="version", version=f"forq {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -32,6 +36,12 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="end with 75 if Redis cannot be reached at start",
     )
+    pipeline = commands.add_parser("pipeline", help="history, audit, report and replay, on Spark (forq[pipeline])")
+    if argv[:1] == ["pipeline"]:
+        # Only then: to import Spark takes longer than to start a supervisor.
+        from forq.pipeline.cli import add_commands
+
+        add_commands(pipeline)
     return parser
 
 

@@ -204,3 +204,10 @@ def test_each_worker_blocks_on_a_connection_of_its_own(forq: Forq) -> None:
         everywhere = sum(len(queue["children"]) for queue in forq.status()["queues"])
         found = wait_until(lambda: len(blocked()) >= 4 and blocked())
     assert len({client["name"] for client in found}) == len(found) <= everywhere + 10
+
+
+def test_a_handler_reaches_its_own_redis_without_being_told_where_it_is(redis_url: str) -> None:
+    with running(redis=redis_url) as forq:
+        forq.create("chain", "enqueue_another")
+        forq.client().queue("chain").enqueue(3)
+        wait_until(lambda: forq.queue_status("chain")["processed"] == 4)

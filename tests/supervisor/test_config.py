@@ -10,7 +10,7 @@ import pytest
 from forq.errors import ConfigError
 from forq.options import OPTIONS, QueueSpec
 from forq.supervisor import config as config_module
-from forq.supervisor.config import Config, load, shown_url
+from forq.supervisor.config import Config, Pipeline, load, shown_url
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Load = Callable[..., Config]
@@ -61,8 +61,10 @@ def test_without_any_setting_the_defaults_hold() -> None:
 def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Load) -> None:
     enabled = re.sub(r"(?m)^#(?=\[|\w+ = )", "", (ROOT / "etc" / "forq.toml").read_text())
     config = load_text(enabled)
-    (queue,) = config.queues
-    assert config.__dict__ | {"file": None, "queues": ()} == load({}, {}).__dict__
+    queue, pipeline = config.queues
+    assert config.__dict__ | {"file": None, "queues": (), "pipeline": None} == load({}, {}).__dict__
+    assert (pipeline.name, pipeline.handler) == ("forq-pipeline", "forq.pipeline.task:ingest")
+    assert config.pipeline == Pipeline("/srv/state/history", 60.0)
     assert queue.options == {option.name: option.default for option in OPTIONS.values()}
     for name in config_module._SETTINGS:
         assert re.search(rf"(?m)^{name} = ", enabled), f"{name} is not in the sample"
@@ -213,3 +215,33 @@ def test_a_refused_url_does_not_show_its_password() -> None:
         load({"redis": "redis://me:hush/hush@h:port?password=hush"}, {})
     assert "hush" not in str(caught.value)
     assert shown_url("redis://me:hush@h/0") == "redis://***@h/0"
+
+
+def test_the_pipeline_is_a_queue_of_its_own(load_text: Load, tmp_path: Path) -> None:
+    config = load_text('[pipeline]\nhistory = "h"\nevery = "5m"\n')
+    assert config.pipeline == Pipeline(str(tmp_path / "h"), 300.0)
+    assert [queue.name for queue in config.queues] == ["forq-pipeline"]
+    assert load_text('[pipeline]\nhistory = "hdfs://h/x"\n').pipeline == Pipeline("hdfs://h/x", 60.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("pipeline = 1", "a table with history and every"),
+        ('[pipeline]\nhistroy = "x"', "there is no setting 'histroy'; did you mean history"),
+        ('[pipeline]\nevery = "0s"', "every = '0s' is not allowed: a duration from 1s to 1d"),
+        ("[pipeline]\nhistory = 5", "history = 5 is not allowed: a directory or a file-system URL"),
+        ('[pipeline]\n[queues.forq-pipeline]\nhandler = "m:f"', "[pipeline] makes that queue"),
+    ],
+)
+def test_a_wrong_pipeline_is_refused_with_the_reason(load_text: Load, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        load_text(text)
+
+
+def test_a_pipeline_without_spark_is_refused_with_what_to_install(
+    load_text: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'forq\[pipeline\]'"):
+        load_text("[pipeline]")

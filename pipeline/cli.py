@@ -1,0 +1,53 @@
+"""`forq pipeline ingest | audit | report | replay`."""
+
+import argparse
+import os
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.errors import ConfigError, ForqError
+from forq.places import redis_url, state_dir
+
+COMMANDS = {
+    "ingest": "read the journals into the history, each event once",
+    "audit": "check that nothing was lost, doubled or tampered with",
+    "report": "write a page about what the queues did",
+    "replay": "enqueue dead jobs again, picked by a predicate",
+}
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="pipeline_command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        add_common(command)
+        if find_spec("pyspark") is not None:
+            import_module(f"forq.pipeline.{name}").add_arguments(command)
+
+
+def add_common(command: argparse.ArgumentParser) -> None:
+    """What every command takes; with defaults, so that none of them has to know these."""
+    command.add_argument(
+        "--redis", metavar="URL", default=redis_url(), help="default: FORQ_REDIS, else the local embedded server"
+    )
+    command.add_argument("--prefix", default=DEFAULT_PREFIX, help="in front of every key in Redis (default: forq:)")
+    command.add_argument(
+        "--history",
+        metavar="DIR",
+        default=os.path.join(state_dir(), "history"),
+        help="a directory or file-system URL (default: history in the state directory)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if find_spec("pyspark") is None:
+        print("forq: the pipeline needs Spark: pip install 'forq[pipeline]'", file=sys.stderr)
+        return ConfigError.exit_code
+    try:
+        code: int = import_module(f"forq.pipeline.{arguments.pipeline_command}").run(arguments)
+        return code
+    except ForqError as exc:
+        print(f"forq: {exc}", file=sys.stderr)
+        return exc.exit_code
