@@ -13,7 +13,7 @@ SOURCES := src supervisor workers broker services pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup tools run test lint types imports unit kills trees fire mutants bench-drain bench-layouts bench-backlog \
-        bench-idle spec-report wheel \
+        bench-idle bench-pipeline spec-report wheel \
         format clean
 
 help: ## list the targets
@@ -84,6 +84,9 @@ bench-backlog: tools ## cost of enqueue and claim at 10, 10k and 1M waiting
 
 bench-idle: tools ## CPU, Redis commands and memory of 50 idle queues
 	$(BIN)/python benchmarks/idle.py
+
+bench-pipeline: tools ## a million events: ingest with a driver that is killed, audit, sink; and what the journal costs
+	$(BIN)/python benchmarks/pipeline.py
 
 spec-report: tools ## pytest, and which test shows which behaviour of docs/spec.md
 	$(BIN)/pytest -q -m 'not slow' --spec-report
