@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import psutil
 
 from tests.support.running import BIN, Forq, running, wait_until
 
@@ -116,6 +119,32 @@ def audit(forq: Forq, history: Path) -> None:
     print(done.stdout[-3000:], done.stderr[-1500:] if done.returncode else "")
 
 
+def journal_cost(forq: Forq, rounds: int = 5, jobs: int = 60_000) -> None:
+    """Drain rate and server time of no-op jobs with the journal and without, interleaved."""
+    found: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
+    server = psutil.Process(next(p.pid for p in forq.processes() if "(embedded)" in " ".join(p.cmdline())))
+    for number in range(rounds):
+        for journal in found:
+            name = f"cost-{journal}-{number}"
+            forq.create(name, journal=journal, journal_max="1gb")
+            forq.ctl("pause", name)
+            queue = forq.client().queue(name)
+            for _ in range(jobs // 5000):
+                queue.enqueue_many([{"n": 1}] * 5000)
+            before, began = server.cpu_times(), time.monotonic()
+            forq.ctl("resume", name)
+            wait_until(lambda queue=queue: queue.status()["processed"] == jobs, 60.0, "drained")  # type: ignore[misc]
+            seconds, after = time.monotonic() - began, server.cpu_times()
+            micros = (after.user + after.system - before.user - before.system) / jobs * 1e6
+            found[journal].append((jobs / seconds, micros))
+            forq.ctl("delete", name, "--force")
+    rates = {
+        journal: [statistics.median(column) for column in zip(*runs, strict=True)] for journal, runs in found.items()
+    }
+    for journal, (rate, micros) in rates.items():
+        print(f"journal {journal}: {rate:,.0f} jobs/s, {micros:.1f} µs of the server per job")
+
+
 SINK = """
 import sys
 from forq.pipeline.session import spark_session
@@ -150,6 +179,7 @@ def main() -> None:
     history = Path(arguments.keep or tempfile.mkdtemp(prefix="forq-history-")) / "history"
     try:
         with running(settings="capacity = 1000\n") as forq:
+            journal_cost(forq)
             live(forq, arguments.events)
             events = events_in_journals(forq)
             print(f"{events:,} events in the journals")
