@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -98,7 +99,13 @@ def ingest(forq: Forq, history: Path, kills: int) -> None:
 
 
 def written(history: Path) -> int:
-    return sum(path.stat().st_size for path in history.rglob("*.parquet*")) if history.exists() else 0
+    """Bytes of data; files come and go meanwhile."""
+    total = 0
+    for folder, _, names in os.walk(history):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(folder, name)).st_size if ".parquet" in name else 0
+    return total
 
 
 def rows_and_keys(history: Path) -> tuple[int, int]:
@@ -179,7 +186,6 @@ def main() -> None:
     history = Path(arguments.keep or tempfile.mkdtemp(prefix="forq-history-")) / "history"
     try:
         with running(settings="capacity = 1000\n") as forq:
-            journal_cost(forq)
             live(forq, arguments.events)
             events = events_in_journals(forq)
             print(f"{events:,} events in the journals")
@@ -188,6 +194,7 @@ def main() -> None:
             print(json.dumps({"events": events, "rows": rows, "keys": keys, "exact": events == rows == keys}))
             audit(forq, history)
             sink(forq, arguments.rows)
+            journal_cost(forq)
     finally:
         if not arguments.keep:
             shutil.rmtree(history.parent, ignore_errors=True)

@@ -1,60 +1,195 @@
 """The journal's schema, for its writer (lua/lib/journal.lua) and its readers.
 
-One stream entry per script call: v (schema version), s (sequence number, without gaps), a (actor: worker, processor
-or '-'), e (events, one per line). The entry's id is the server's time. An event is a verb, a fence (0 where none
-applies) and its subjects:
+One stream entry per script call, with the fields v (schema version), q (epoch of the queue), s (sequence number, from 1
+in each epoch, without gaps), t (server time in µs), a (actor: worker, processor or '-'), e (events, one per line), h
+(hash). h = SHA-1 of what `entry_hash` puts together, the h of the entry before it among that; of the first one ''. If
+numbers are missing, their entries were trimmed, refused by the server, or never written (the journal was off).
 
-    enqueued 0 ID ID …            claimed FENCE ID ID …        done FENCE ID MICROS ID MICROS …  (MICROS '-': unknown)
-    retried FENCE ID MICROS       dead FENCE ID MICROS
-    stalled FENCE ID CAUSE        timed_out FENCE ID CAUSE     suspected FENCE ID CAUSE   (each followed by `returned`)
-    returned 0 ID ID …            promoted 0 ID ID …           updated 0 ID
-    blocked 0 ID                  unblocked 0 ID ID …          failing FENCE ID (its fail job was written)
-    cancelled FENCE ID ID …       dropped 0 ID                 created 0 EPOCH     paused 0     resumed 0
-    revived FENCE ID              discarded FENCE ID           (FENCE: of the attempt that the dead job ended with)
+An event is a verb, a fence (0 where none applies) and its subjects. What state a job is in follows from the last verb
+about it:
 
-Events are in the order in which they can be applied one by one (tests/support/journal_replay.py does). `unblocked`
-after the end of the active job of that id: a job of its own; before `retried` or `returned`: it has updated that one.
-`cancelled` with a fence: the active job, which was marked; without: what was blocked behind it, else what waited.
-`claimed` and `dead` of one id in one entry: it had stalled or timed out too often and was not given to the worker.
-Nothing tells whether a job that is not active waits or is scheduled.
+    enqueued 0 ID ID …                ready: waiting, unless `scheduled` follows in the same entry
+    updated 0 ID                      the same
+    scheduled 0 ID DUE_MS             ready, until then
+    promoted 0 ID ID …                ready, waiting
+    blocked 0 ID                      (a dispatch of it waits behind the active job; several fold into one)
+    unblocked 0 ID ID …               ready: what was blocked is a job of its own (after the end of the other)
+    merged 0 ID                       (what was blocked has updated the active job; `retried` or `returned` follows)
+    withdrawn 0 ID                    (what was blocked was cancelled)
+    claimed FENCE ATTEMPT ID ID …     active; ATTEMPT: retries + stalls + timeouts of its record, and 1
+    marked FENCE ID                   active, and forgotten if it does not succeed (somebody asked to remove it)
+    done FENCE ID MICROS ID MICROS …  gone (MICROS '-': unknown)
+    retried FENCE ID MICROS           ready
+    stalled | timed_out | suspected | interrupted FENCE ID CAUSE [MICROS]   still active; `returned` follows
+    returned 0 ID ID …                ready
+    cancelled FENCE ID ID …           gone; FENCE 0: it was ready, else it was active
+    dead FENCE ID MICROS FLAG         gone, archived as ID@FENCE; FLAG 1: it has a fail handler, `failing` follows
+    failing FENCE ID                  (fail job ID:FENCE is in the fail queue, whose journal has no `enqueued` of it)
+    revived FENCE ID                  ready, and the archived ID@FENCE is gone
+    discarded FENCE ID                the archived ID@FENCE is gone: by a user
+    forgotten FENCE ID                the same: by dead_ttl or dead_max
+    dropped 0 ID                      a hint without a record ('?': not even an id); if the job was ready, it was lost
+    created 0 EPOCH    deleted 0 JOBS    paused 0    resumed 0
+
+Events are in the order in which they can be applied one by one. `claimed` and `dead` of one id in one entry: it had
+stalled or timed out too often and was not given to the worker. What "follows" does so in the same entry.
+
+A consumer tells in `journal:watermarks` up to which entry it has read for good; heartbeats trim what all have read.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
-SCHEMA = 1
+from forq.errors import InvalidData
+
+SCHEMA = 2
+_SCHEMA = b"2"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
+    """One event about one subject; (queue, epoch, sequence, position) tells it from all others."""
+
+    queue: str
+    epoch: int
     sequence: int
-    time_ms: int
-    actor: str
+    position: int  # in its entry, over all lines and subjects
+    time_us: int
     verb: str
-    fence: int
     job: str | None
+    fence: int
+    attempt: int | None
+    actor: str
     micros: int | None
-    cause: str | None
+    cause: str | None  # of `dead`: 'fail_job' if it has one; of `deleted`: how many jobs; of `created`: the epoch
+    due_us: int | None
+    entry: str | None  # the text of the entry, at position 0
+    hash: str | None  # of the entry, at position 0
 
 
-def read_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Iterator[Event]:
-    """The events of one stream entry, in order."""
-    sequence, actor = int(fields[b"s"]), fields[b"a"].decode()
-    time_ms = int(entry_id.partition(b"-")[0])
-    for line in fields[b"e"].decode().split("\n"):
-        verb, fence, *subjects = line.split(" ")
-        for job, micros, cause in _subjects(verb, subjects):
-            yield Event(sequence, time_ms, actor, verb, int(fence), job, micros, cause)
+# What may differ between the subjects of a line: job, attempt, micros, cause, due_us.
+_Subject = tuple[str | None, int | None, int | None, str | None, int | None]
+
+_NUMBER = r"[0-9]{1,18}"
+_MICROS = rf"(?:{_NUMBER}|-)"
+_ID = r"[!-~]+"
 
 
-def _subjects(verb: str, subjects: list[str]) -> Iterator[tuple[str | None, int | None, str | None]]:
-    if verb in ("done", "retried", "dead"):
-        for job, micros in zip(subjects[::2], subjects[1::2], strict=True):
-            yield job, (None if micros == "-" else int(micros)), None
-    elif verb in ("stalled", "timed_out", "suspected"):
-        yield subjects[0], None, " ".join(subjects[1:])
-    elif verb in ("paused", "resumed", "created"):
-        yield None, None, subjects[0] if subjects else None
-    else:
-        for job in subjects:
-            yield job, None, None
+def entry_hash(previous: str, epoch: int, sequence: int, time_us: int, actor: str, text: str) -> str:
+    """The hash of an entry; `previous` is that of the entry before it, '' for the first."""
+    chained = f"{previous}\n{epoch} {sequence} {time_us} {actor}\n{text}"
+    return hashlib.sha1(chained.encode(), usedforsecurity=False).hexdigest()
+
+
+def read_entry(fields: Mapping[bytes, bytes], queue: str = "") -> Iterator[Event]:
+    """The events of one stream entry, in order; raises InvalidData if it is not what the schema says.
+
+    Millions of events are read with it: the tuples are made without a call of Event per event.
+    """
+    epoch, sequence, time_us, actor, text, hashed = _read_fields(fields)
+    new, row = tuple.__new__, Event
+    events: list[Event] = []
+    for line in text.split("\n"):
+        verb, fence, subjects = _read_line(line, sequence)
+        events += [
+            new(
+                row,
+                (queue, epoch, sequence, at, time_us, verb, job, fence, attempt, actor, micros, cause, due, None, None),
+            )
+            for at, (job, attempt, micros, cause, due) in enumerate(subjects, len(events))
+        ]
+    events[0] = new(row, (*events[0][:-2], text, hashed))
+    return iter(events)
+
+
+def _read_fields(fields: Mapping[bytes, bytes]) -> tuple[int, int, int, str, str, str]:
+    try:
+        version, hashed = fields[b"v"], fields[b"h"].decode("ascii")
+        epoch, sequence, time_us = fields[b"q"], fields[b"s"], fields[b"t"]
+        actor, text = fields[b"a"].decode("ascii"), fields[b"e"].decode("ascii")
+    except (KeyError, UnicodeDecodeError) as exc:
+        raise InvalidData(f"a journal entry cannot be read: {exc!r}") from exc
+    if version != _SCHEMA:
+        raise InvalidData(f"a journal entry has schema {version!r}; this release reads {SCHEMA}")
+    digits = epoch.isdigit() and sequence.isdigit() and time_us.isdigit()
+    if not digits or len(epoch) > 18 or len(sequence) > 18 or len(time_us) > 18 or len(hashed) != 40:
+        raise InvalidData(f"a journal entry cannot be read: {epoch!r} {sequence!r} {time_us!r} {hashed!r}")
+    return int(epoch), int(sequence), int(time_us), actor, text, hashed
+
+
+def _read_line(line: str, sequence: int) -> tuple[str, int, Iterator[_Subject] | list[_Subject]]:
+    verb = line.partition(" ")[0]
+    shape = _SHAPES.get(verb)
+    matched = shape and shape[0].fullmatch(line)
+    if not shape or not matched:
+        raise InvalidData(f"journal entry {sequence} has a line that says nothing known: {line[:200]!r}")
+    fence, rest = matched.groups()
+    return verb, int(fence), shape[1](rest)
+
+
+def _ids(rest: str) -> list[_Subject]:
+    return [(job, None, None, None, None) for job in rest.split(" ")]
+
+
+def _claimed(rest: str) -> list[_Subject]:
+    number, *ids = rest.split(" ")
+    attempt = int(number)
+    return [(job, attempt, None, None, None) for job in ids]
+
+
+def _timed(rest: str) -> list[_Subject]:
+    parts = rest.split(" ")
+    return [
+        (job, None, None if micros == "-" else int(micros), None, None)
+        for job, micros in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def _lost(rest: str) -> list[_Subject]:
+    job, cause, *micros = rest.split(" ")
+    return [(job, None, int(micros[0]) if micros and micros[0] != "-" else None, cause, None)]
+
+
+def _dead(rest: str) -> list[_Subject]:
+    job, micros, flag = rest.split(" ")
+    return [(job, None, None if micros == "-" else int(micros), "fail_job" if flag == "1" else None, None)]
+
+
+def _scheduled(rest: str) -> list[_Subject]:
+    job, due_ms = rest.split(" ")
+    return [(job, None, None, None, int(due_ms) * 1000)]
+
+
+def _of_queue(rest: str | None) -> list[_Subject]:
+    return [(None, None, None, rest, None)]
+
+
+def _shapes() -> dict[str, tuple[re.Pattern[str], Callable[[str], list[_Subject]]]]:
+    """Per verb: what its line looks like (groups: fence, subjects), and how its subjects are read."""
+    ids, one = rf"({_ID}(?: {_ID})*)", rf"({_ID})"
+    kinds = {
+        "enqueued promoted unblocked returned": (r"(0)", ids, _ids),
+        "cancelled": (rf"({_NUMBER})", ids, _ids),
+        "updated blocked merged withdrawn dropped": (r"(0)", one, _ids),
+        "marked failing revived discarded forgotten": (rf"({_NUMBER})", one, _ids),
+        "scheduled": (r"(0)", rf"({_ID} [0-9]{{1,15}})", _scheduled),
+        "claimed": (rf"({_NUMBER})", rf"([0-9]{{1,9}}(?: {_ID})+)", _claimed),
+        "done": (rf"({_NUMBER})", rf"({_ID} {_MICROS}(?: {_ID} {_MICROS})*)", _timed),
+        "retried": (rf"({_NUMBER})", rf"({_ID} {_MICROS})", _timed),
+        "dead": (rf"({_NUMBER})", rf"({_ID} {_MICROS} [01])", _dead),
+        "stalled timed_out suspected interrupted": (rf"({_NUMBER})", rf"({_ID} {_ID}(?: {_MICROS})?)", _lost),
+        "created deleted": (r"(0)", rf"({_NUMBER})", _of_queue),
+    }
+    shapes: dict[str, tuple[re.Pattern[str], Callable[[str], list[_Subject]]]] = {
+        verb: (re.compile(f"{verb} {fence} {subjects}"), read)
+        for verbs, (fence, subjects, read) in kinds.items()
+        for verb in verbs.split(" ")
+    }
+    for verb in ("paused", "resumed"):
+        shapes[verb] = (re.compile(rf"{verb} (0)()"), lambda _: _of_queue(None))
+    return shapes
+
+
+_SHAPES = _shapes()
+VERBS = frozenset(_SHAPES)

@@ -33,10 +33,11 @@ QUEUE_KEYS = (
     "evicting",  # hash: processor -> cause, of those that are being evicted and still have workers
     "graves",  # zset: removed workers and evicted processors by the time (ms) they are forgotten
     "options",  # hash: epoch, protocol, mode, paused, options
-    "counts",  # hash: fence, journal sequence and bytes, hints in other lists, ids dropped
+    "counts",  # hash: fence, journal sequence, hash and bytes, hints in other lists, ids dropped
     "processed:count",
     "failed:count",
-    "events",  # stream: the journal
+    "events",  # stream: the journal; outlives the queue by 7 days
+    "journal:watermarks",  # hash: consumer -> stream id up to which it has read the journal for good; outlives it too
     "token:EPOCH:T",  # string: id stored under this dispatch token; expires
     "deleted",  # string: the queue of this name was deleted, for supervisors that have not noticed; expires
     "trash",  # set: epochs of deleted queues of this name whose records are still here
@@ -50,6 +51,11 @@ DEFAULT_PRIORITY = 5
 
 def registry_key(prefix: str) -> str:
     return f"{prefix}queues"
+
+
+def deleted_queues_key(prefix: str) -> str:
+    """A zset: names by the time (ms) at which a queue of that name was deleted last, while its journal is kept."""
+    return f"{prefix}queues:deleted"
 
 
 # What forq itself calls the fail queue of queue NAME: NAME#fail. No queue of a user's can be called so.
@@ -94,6 +100,14 @@ def suspects_key(base: str) -> str:
     return f"{base}:suspects"
 
 
+def events_key(base: str) -> str:
+    return f"{base}:events"
+
+
+def watermarks_key(base: str) -> str:
+    return f"{base}:journal:watermarks"
+
+
 def processing_key(base: str, processor: str, worker: str) -> str:
     return f"{base}:processor:{processor}:worker:{worker}:processing"
 
@@ -116,3 +130,7 @@ def trashed_outbox_name(epoch: str) -> str:
 
 def trash_keys(base: str, epoch: str) -> tuple[str, str]:
     return f"{base}:trash:{epoch}:jobs", f"{base}:trash:{epoch}:dead:jobs"
+
+
+def token_key(base: str, epoch: str, token: str) -> str:
+    return f"{base}:token:{epoch}:{token}"

@@ -39,6 +39,10 @@ class Counts:
     mode: str
     dropped: int
     journal: dict[str, int]
+    # Where the journal was at the moment of these counts; the hash is '' if it has no entry.
+    epoch: int
+    journal_sequence: int
+    journal_hash: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class Viewer:
         if not exists:
             raise error_for(self.name, [-1])
         if packed is not None:
-            state = _live_state(packed, owner, due_ms)
+            state = live_state(packed, owner, due_ms)
             tried = [orjson.loads(line) for line in (attempts or b"").splitlines()]
             times = {
                 "run_at": None if due_ms is None else float(due_ms) / 1000,
@@ -170,7 +174,7 @@ class Viewer:
         return [
             _brief(job_id.decode(), expected, record)
             for (job_id, expected), record, owner, due_ms in zip(found, packed, owners, due, strict=True)
-            if record is not None and _live_state(record, owner, due_ms) == expected
+            if record is not None and live_state(record, owner, due_ms) == expected
         ]
 
 
@@ -201,7 +205,10 @@ def _read_counts(reply: list[Any]) -> Counts:
         paused=bool(paused),
         mode=reply[10].decode(),
         dropped=reply[11],
-        journal={"entries": reply[12], "bytes": reply[13], "trimmed": reply[14]},
+        journal={"entries": reply[12], "bytes": reply[13], "trimmed": reply[14], "lost": reply[19]},
+        epoch=reply[20],
+        journal_sequence=reply[21],
+        journal_hash=reply[22].decode(),
     )
 
 
@@ -215,7 +222,8 @@ def _job(job_id: str, state: str, packed: bytes) -> dict[str, Any]:
     return {"id": job_id, "state": state, **fields, "enqueued_at": enqueued_ms / 1000}
 
 
-def _live_state(packed: bytes, owner: bytes | None, due_ms: bytes | None) -> str:
+def live_state(packed: bytes, owner: bytes | None, due_ms: bytes | None) -> str:
+    """The state of a job, from its record, its entry in `active` and its score in `scheduled`."""
     if owner is not None or due_ms is not None:
         return "active" if owner is not None else "scheduled"
     # In the retry lane the fifth number of the record is greater than 0.

@@ -5,8 +5,9 @@ from typing import Any
 
 from forq.client import Client
 from forq.job import Job
-from forq.pipeline import ingest as ingesting
 from forq.pipeline.cli import add_common
+from forq.pipeline.ingest import add_arguments
+from forq.pipeline.ingest import run as run_ingest
 
 # A session that is used again so soon is kept: to start one takes ten seconds.
 KEPT_FOR_SECONDS = 120.0
@@ -18,9 +19,9 @@ def ingest(data: dict[str, Any], job: Job) -> None:
     queue = Client(prefix=data["prefix"]).queue(job.queue)
     parser = argparse.ArgumentParser()
     add_common(parser)
-    ingesting.add_arguments(parser)
+    add_arguments(parser)
     try:
-        ingesting.run(parser.parse_args(["--history", data["history"], "--prefix", data["prefix"]]))
+        run_ingest(parser.parse_args(["--history", data["history"], "--prefix", data["prefix"]]))
     finally:
         if every > KEPT_FOR_SECONDS:
             _end_session()

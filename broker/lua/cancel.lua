@@ -15,14 +15,14 @@ if not record then return { OK, 0 } end
 
 local owner = redis.call('HGET', key('active'), id)
 if owner then
-  local unblocked = redis.call('HDEL', key('blocked'), id)
-  if unblocked == 1 then
-    note_ids('cancelled', 0, { id })
-    write_journal('-')
+  local withdrawn = redis.call('HDEL', key('blocked'), id)
+  if withdrawn == 1 then note('withdrawn 0 ' .. id) end
+  if mark_active and not string.find(owner, ':removed', 1, true) then
+    redis.call('HSET', key('active'), id, owner .. ':removed')
+    note('marked ' .. string.match(owner, ':(%d+)') .. ' ' .. id)
   end
-  if not mark_active then return { OK, unblocked } end
-  if not string.find(owner, ':removed', 1, true) then redis.call('HSET', key('active'), id, owner .. ':removed') end
-  return { OK, 2 }
+  write_journal('-')
+  return { OK, mark_active and 2 or withdrawn }
 end
 
 redis.call('HDEL', key('jobs'), id)

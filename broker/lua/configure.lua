@@ -8,4 +8,8 @@
 
 if not epoch then return { NO_QUEUE } end
 for at = 1, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
+if not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
+  -- Nobody wrote down what happened meanwhile: a number is left out.
+  redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
+end
 return { OK, redis.call('HINCRBY', key('options'), 'version', 1) }

@@ -4,7 +4,8 @@
 -- KEYS[1]  the queue's base
 -- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, oldest waiting job's enqueue time
 --          (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries trimmed,
---          scheduled, blocked, waiting in the retry lane, fail jobs};
+--          scheduled, blocked, waiting in the retry lane, fail jobs, journal entries lost, epoch, sequence number and
+--          hash of the last journal entry};
 --          {NO_QUEUE}
 --@include base codes records
 
@@ -37,7 +38,8 @@ for place in string.gmatch('0123456789s', '.') do
   if enqueued and (oldest == 0 or enqueued < oldest) then oldest = enqueued end
 end
 
-local counted = redis.call('HMGET', key('counts'), 'dropped', 'journal_bytes', 'journal_trimmed')
+local counted = redis.call('HMGET', key('counts'), 'dropped', 'journal_bytes', 'journal_trimmed', 'journal_lost',
+  'journal_sequence', 'journal_hash')
 return {
   OK,
   redis.call('HLEN', key('jobs')),
@@ -58,4 +60,8 @@ return {
   redis.call('HLEN', key('blocked')),
   tonumber(redis.call('HGET', key('counts'), 'lane') or 0),
   redis.call('HLEN', base .. ':fail:jobs'),
+  tonumber(counted[4] or 0),
+  tonumber(epoch),
+  tonumber(counted[5] or 0),
+  counted[6] or '',
 }

@@ -25,7 +25,15 @@ if made then
   redis.call('PERSIST', key('graves'))
   local given = redis.call('HMGET', key('options'), 'journal', 'journal_max')
   journal_on, journal_max = given[1] == '1', tonumber(given[2] or 0)
+  -- Its journal goes on in the stream of the last queue of this name.
+  redis.call('PERSIST', key('events'))
+  redis.call('PERSIST', key('journal:watermarks'))
+  redis.call('PERSIST', key('counts'))
+  remembered[1], remembered[2] = false, false
   note('created 0 ' .. epoch)
   write_journal('-')
+elseif not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
+  -- Nobody wrote down what happened meanwhile: a number is left out.
+  redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
 end
 return { OK, made and 1 or 0, epoch }

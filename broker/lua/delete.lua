@@ -6,7 +6,7 @@
 -- ARGV     whether jobs may be dropped ('1' | '0')
 -- Returns  {OK, jobs dropped}; {NOT_EMPTY, how many}; {NO_QUEUE}
 -- States   every state -> gone
---@include base codes
+--@include base codes journal
 
 if not epoch then return { NO_QUEUE } end
 local jobs = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) + redis.call('ZCARD', key('dead'))
@@ -42,8 +42,19 @@ redis.call('SET', key('deleted'), epoch, 'PX', GRAVE_MS)
 for _, kept in ipairs({ 'jobs', 'dead:jobs', 'outbox' }) do
   if redis.call('EXISTS', key(kept)) == 1 then redis.call('RENAME', key(kept), key('trash:' .. epoch .. ':' .. kept)) end
 end
+-- The journal is there to be read for a while, and the next queue of this name goes on in it: how large it is stays known.
+local JOURNAL_MS = 7 * 24 * 3600 * 1000
+note('deleted 0 ' .. jobs)
+write_journal('-')
+local journal_bytes = redis.call('HGET', key('counts'), 'journal_bytes')
+redis.call('PEXPIRE', key('events'), JOURNAL_MS)
+redis.call('PEXPIRE', key('journal:watermarks'), JOURNAL_MS)
 for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority))) end
 redis.call('UNLINK', key('active'), key('scheduled'), key('attempts'), key('blocked'), key('retry'),
   key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('options'), key('counts'), key('processed:count'),
-  key('failed:count'), key('events'))
+  key('failed:count'))
+if redis.call('EXISTS', key('events')) == 1 then
+  redis.call('HSET', key('counts'), 'journal_bytes', journal_bytes or 0)
+  redis.call('PEXPIRE', key('counts'), JOURNAL_MS)
+end
 return { OK, jobs }

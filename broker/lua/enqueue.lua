@@ -103,8 +103,8 @@ local function store_new()
   end
   redis.call('HSET', key('jobs'), unpack(records))
   for priority, list in pairs(by_priority) do push_back(priority, list) end
-  for _, job in ipairs(later) do schedule(job[1], job[2]) end
   note_ids('enqueued', 0, stored_ids)
+  for _, job in ipairs(later) do schedule(job[1], job[2]) end
 end
 
 -- A job that waits or is scheduled changes in place, and changes its place if its time or its priority did.
@@ -129,8 +129,10 @@ local function update(dispatch)
   end
   local new_place = place_for(job)
   redis.call('HSET', key('jobs'), id, write_record(job))
+  note('updated 0 ' .. id)
   if due and new_run_at > now_ms then
-    if new_run_at ~= run_at then schedule(id, new_run_at) end
+    -- The journal says that it is scheduled even if nothing changes: without that it would say that the job waits.
+    if new_run_at ~= run_at then schedule(id, new_run_at) else note_scheduled(id, run_at) end
   elseif due then
     redis.call('ZREM', key('scheduled'), id)
     push_back(new_place, { id })
@@ -141,7 +143,6 @@ local function update(dispatch)
     forget_hint(place, id)
     push_back(new_place, { id })
   end
-  note_ids('updated', 0, { id })
 end
 
 store_new()

@@ -41,5 +41,6 @@ drain_graves()
 promote()
 wake_idle_worker()
 write_journal(processor)
+trim_journal(false)
 local due = next_due_ms()
 return { OK, evicted, due and math.max(0, due - now_ms) or -1, redis.call('EXISTS', key('evicting')) }

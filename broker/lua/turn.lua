@@ -63,10 +63,11 @@ end
 local function settle_failures(first)
   if failed_count == 0 then return end
 
-  local function come_back(id, job, due)
+  local function come_back(id, job, due, event)
     due = update_from_blocked(id, job, due)
     redis.call('HSET', key('jobs'), id, write_record(job))
     redis.call('HDEL', key('active'), id)
+    note(event)
     make_ready(id, place_for(job), due)
   end
 
@@ -80,8 +81,7 @@ local function settle_failures(first)
       due = now_ms + math.floor(wait * (1 + option('jitter') / 100 * (2 * chance - 1)))
     end
     job.retries, job.lane = job.retries + 1, lane_number
-    come_back(id, job, due)
-    note('retried ' .. fence .. ' ' .. id .. ' ' .. micros)
+    come_back(id, job, due, 'retried ' .. fence .. ' ' .. id .. ' ' .. micros)
   end
 
   local function settle_failure(at, id, fence, record)
@@ -92,9 +92,8 @@ local function settle_failures(first)
     if job and timed_out then
       -- It waits again at once, behind the others.
       job.timeouts = job.timeouts + 1
-      note('timed_out ' .. fence .. ' ' .. id .. ' timeout')
-      come_back(id, job, 0)
-      return note('returned 0 ' .. id)
+      note('timed_out ' .. fence .. ' ' .. id .. ' timeout ' .. micros)
+      return come_back(id, job, 0, 'returned 0 ' .. id)
     end
     local retry_at_ms, chance = tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
     -- Its handler came back, so it did not kill its process: it is no suspect any more.
@@ -157,14 +156,13 @@ local function keep_or_return()
   return held
 end
 
-local taken, reply_jobs, spent = {}, {}, {}
+-- `again`: the ids whose record is not plain, with the number of the attempt that begins.
+local taken, reply_jobs, spent, again = {}, {}, {}, {}
 
 local first_byte, COUNTED = string.byte, string.byte('c')
 
 -- Why a job is not to be run again, as an error in JSON; nil if it is.
-local function used_up(record)
-  local job = read_record(record)
-  if not job then return nil end
+local function used_up(job)
   local text = '{"name":"%s","message":"the number of attempts that %s is %d, and %s is %d","kind":"stall","traceback":null}'
   if job.stalls > max_stalls then
     return string.format(text, 'StallError', 'died with their process', job.stalls, 'max_stalls', max_stalls)
@@ -180,12 +178,13 @@ local function take(priority, ids)
     local claimable = id ~= '' and not ignore_hint(priority, id)
     if claimable and priority == LANE then in_lane = in_lane - 1 end
     if claimable and not records[i] then
-      redis.call('HINCRBY', key('counts'), 'dropped', 1)
-      note('dropped 0 ' .. (string.find(id, '^[!-~]+$') and id or '?'))
+      drop(id)
     elseif claimable and not owners[i] and not taken[id] then
       taken[id] = true
       -- Only a record that is not plain has counts to look at.
-      local error = first_byte(records[i]) == COUNTED and used_up(records[i])
+      local job = first_byte(records[i]) == COUNTED and read_record(records[i])
+      local error = job and used_up(job)
+      if job then again[id] = job.retries + job.stalls + job.timeouts + 1 end
       if error then
         spent[#spent + 1] = { id = id, record = records[i], error = error }
       else
@@ -212,9 +211,8 @@ end
 
 -- max(last + 1, server time): it never goes back, not even after a failover to a slower clock.
 local function next_fence()
-  local last = tonumber(redis.call('HGET', key('counts'), 'fence') or 0)
-  local fence = string.format('%.0f', math.max(last + 1, now_us))
-  redis.call('HSET', key('counts'), 'fence', fence)
+  local fence = string.format('%.0f', math.max(tonumber(remembered[4] or 0) + 1, now_us))
+  remember('fence', fence)
   return fence
 end
 
@@ -235,7 +233,7 @@ local function claim()
   local fence = next_fence()
   -- What stalled or timed out too often ends here: its handler is not called.
   for _, job in ipairs(spent) do
-    note('claimed ' .. fence .. ' ' .. job.id)
+    note('claimed ' .. fence .. ' ' .. again[job.id] .. ' ' .. job.id)
     bury_job(job.id, fence, '-', job.record, job.error, job.error)
   end
   if #taken == 0 then return '' end
@@ -247,7 +245,20 @@ local function claim()
   end
   redis.call('HSET', key('active'), unpack(pairs_to_set))
   redis.call('RPUSH', processing, unpack(taken, 1, #taken))
-  note_ids('claimed', fence, taken)
+  if next(again) == nil then
+    note_ids('claimed', fence .. ' 1', taken)
+  else
+    -- In their order, a line for those next to each other that are at the same attempt.
+    local alike, attempt = {}, 1
+    for _, id in ipairs(taken) do
+      if (again[id] or 1) ~= attempt then
+        note_ids('claimed', fence .. ' ' .. attempt, alike)
+        alike, attempt = {}, again[id] or 1
+      end
+      alike[#alike + 1] = id
+    end
+    note_ids('claimed', fence .. ' ' .. attempt, alike)
+  end
   return fence
 end
 

@@ -37,7 +37,7 @@ def test_a_reset_that_was_blocked_forgets_the_attempts_of_the_job_that_comes_bac
         queue.enqueue("a", if_exists="update")
         fail_to_retry_now(worker)
         assert attempts(queue) == []
-        assert queue.told()[-2:] == [("unblocked", "a"), ("retried", "a")]
+        assert queue.told()[-2:] == [("merged", "a"), ("retried", "a")]
 
 
 @pytest.mark.parametrize("end", ["crash", "failure"])

@@ -28,15 +28,16 @@ def test_every_event_is_written_and_can_be_read(queue: OneQueue) -> None:
         *[("done", fence, job_id, 7, None, "w1") for job_id in "ab"],
         ("dead", fence, "c", 7, None, "w1"),
         ("cancelled", 0, "f", None, None, "-"),
-        ("stalled", fence, "d", None, "signal 9", "w1"),
+        ("stalled", fence, "d", None, "signal_9", "w1"),
         *[("returned", 0, job_id, None, None, "w1") for job_id in "de"],
         ("paused", 0, None, None, None, "-"),
         ("resumed", 0, None, None, None, "-"),
         ("dropped", 0, "lost", None, None, "w2"),
         *[("claimed", int(other.fence), job_id, None, None, "w2") for job_id in "de"],
     ]
-    now_ms = int(queue.redis.time()[0]) * 1000
-    assert all(now_ms - 60_000 < event.time_ms < now_ms + 60_000 for event in events)
+    assert [event.attempt for event in events if event.verb == "claimed"] == [1, 1, 1, 1, 1, 2, 1]
+    now_us = int(queue.redis.time()[0]) * 1_000_000
+    assert all(now_us - 60_000_000 < event.time_us < now_us + 60_000_000 for event in events)
 
 
 def test_what_ran_unheard_is_done_in_unknown_time(queue: OneQueue) -> None:
@@ -100,7 +101,7 @@ def test_a_journal_that_is_off_holds_nothing_from_the_start(redis_url: str) -> N
         assert queue.redis.exists(queue.key("events")) == 0
         queue.create(journal=1)
         queue.enqueue("b")
-        assert [(event.sequence, event.verb, event.job) for event in queue.events()] == [(1, "enqueued", "b")]
+        assert [(event.sequence, event.verb, event.job) for event in queue.events()] == [(2, "enqueued", "b")]
 
 
 def test_what_was_blocked_is_told_after_the_end_of_the_job_it_waited_for(queue: OneQueue) -> None:
@@ -122,5 +123,6 @@ def test_the_end_of_a_removed_job_and_of_what_was_blocked_behind_it_are_told_apa
     queue.producer.remove("a")
     queue.enqueue("a", if_exists="update")
     queue.recover(worker, running=True)
-    events = [(event.verb, event.fence) for event in queue.events()[-4:]]
-    assert events == [("cancelled", 0), ("blocked", 0), ("cancelled", int(worker.fence)), ("unblocked", 0)]
+    fence = int(worker.fence)
+    events = [(event.verb, event.fence) for event in queue.events()[-5:]]
+    assert events == [("withdrawn", 0), ("marked", fence), ("blocked", 0), ("cancelled", fence), ("unblocked", 0)]

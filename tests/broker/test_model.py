@@ -322,6 +322,7 @@ class QueueMachine(RuleBasedStateMachine):
     def let_time_pass(self, promote: bool) -> None:
         pass_time(self.queue, STEP_MS)
         self.model.pass_time(STEP_MS)
+        self.checks.pass_time(STEP_MS)
         if promote:
             due_ms = self.queue.keeper().promote(self.queue.name)
             self.model.promote()

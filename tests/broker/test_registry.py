@@ -118,8 +118,10 @@ def test_what_a_deleted_queue_held_is_logged_and_then_gone(queue: OneQueue) -> N
     }
     assert logged["b"]["error"] == {"message": "no"}
     assert queue.registry.names() == {}
-    left = {key.decode().removeprefix("forq:queue:{q}:") for key in queue.redis.keys("*")}
-    assert left == {"graves", "deleted"}
+    left = {key.decode() for key in queue.redis.keys("*")}
+    of_queue = {queue.key(name) for name in ("graves", "deleted", "counts", "events")}
+    assert left == {"forq:queues:deleted", *of_queue}
+    assert all(queue.redis.ttl(key) > 0 for key in left), "none of them for ever"
     assert purge(queue) == []
 
 

@@ -17,7 +17,7 @@ def java_below(forq: Forq, pid: int) -> set[int]:
 
 
 def rows(history: Path) -> int:
-    if not list(history.rglob("*.parquet")):
+    if not list(history.glob("events/**/*.parquet")):
         return 0
     return int(pyarrow.dataset.dataset(str(history / "events"), format="parquet", partitioning="hive").count_rows())
 

@@ -1,9 +1,11 @@
-"""What the journal of a queue says is in it: its events applied from the beginning, each one only where it may occur.
+"""What the journal of a queue says is in it: its entries applied from the beginning, each event where it may occur.
 
-The journal does not say whether a job that is not active waits or is scheduled: both are `ready` here.
+It knows nothing of the queue but what the journal tells, and checks that the entries are a chain.
 """
 
-from forq.broker.journal import Event
+from collections.abc import Iterable, Mapping
+
+from forq.broker.journal import Event, entry_hash, read_entry
 
 
 class ImpossibleEvent(Exception):
@@ -11,81 +13,200 @@ class ImpossibleEvent(Exception):
 
 
 class Replay:
-    def __init__(self) -> None:
-        self.ready: set[str] = set()
-        self.active: dict[str, int] = {}  # id -> fence
-        self.blocked: set[str] = set()
-        self.dropped = 0
-        self.sequence = 0
+    """`fail_jobs`: of a fail queue, the ids that its queue's journal tells of (`failing`); they begin there."""
 
-    def feed(self, event: Event) -> None:
-        if event.sequence not in (self.sequence, self.sequence + 1):
-            raise ImpossibleEvent(f"entry {event.sequence} follows {self.sequence}")
-        self.sequence = event.sequence
-        if event.job is not None:
+    def __init__(self, fail_jobs: set[str] | None = None) -> None:
+        self.epoch = self.sequence = 0
+        self.hash = ""
+        self.paused = False
+        self.dropped = 0
+        self.births: set[str] = set()  # of fail jobs
+        self._unborn = set(fail_jobs or ())
+        self._clear()
+
+    def _clear(self) -> None:
+        self.ready: dict[str, int | None] = {}  # id -> due (ms) while it is scheduled
+        self.active: dict[str, int] = {}  # id -> fence
+        self.attempts: dict[str, int] = {}  # of the active ones
+        self.marked: set[str] = set()
+        self.blocked: set[str] = set()
+        self.archived: set[str] = set()  # id@fence
+        self.deleted = False
+
+    def pass_time(self, ms: int) -> None:
+        """A test has made what is scheduled due that much earlier."""
+        self.ready = {job: due_ms and due_ms - ms for job, due_ms in self.ready.items()}
+
+    def read_all(self, entries: Iterable[Mapping[bytes, bytes]]) -> "Replay":
+        for fields in entries:
+            self.read(fields)
+        return self
+
+    def read(self, fields: Mapping[bytes, bytes]) -> None:
+        """One entry."""
+        events = list(read_entry(fields))
+        first = events[0]
+        self._check_chain(first)
+        self._to_come: dict[str, tuple[str, ...]] = {}  # id -> the verbs of which one must follow in this entry
+        self._fail_job: tuple[str, int] | None = None
+        for position, event in enumerate(events):
+            self._demand(event, event.position == position)
             getattr(self, f"_{event.verb}")(event, event.job)
+        self._demand(events[-1], not self._to_come and self._fail_job is None)
+
+    def next_entry(self, epoch: int, text: str) -> dict[bytes, bytes]:
+        """An entry that continues the chain, whatever it says."""
+        said = (epoch, self.sequence + 1, 1_790_000_000_000_000, "-", text)
+        epoch_, sequence, time_us, actor, events = (str(part).encode() for part in said)
+        fields = {b"v": b"2", b"q": epoch_, b"s": sequence, b"t": time_us, b"a": actor, b"e": events}
+        return fields | {b"h": entry_hash(self.hash, *said).encode()}
+
+    def _check_chain(self, first: Event) -> None:
+        if first.epoch != self.epoch:
+            self._demand(first, first.verb == "created" and (self.deleted or not self.epoch))
+            self.epoch, self.sequence, self.hash = first.epoch, 0, ""
+        self._demand(first, first.sequence == self.sequence + 1)
+        self.sequence += 1
+        hashed = (self.hash, first.epoch, first.sequence, first.time_us, first.actor, first.entry or "")
+        self.hash = entry_hash(*hashed)
+        self._demand(first, first.hash == self.hash)
+
+    def _created(self, event: Event, _: None) -> None:
+        self._demand(event, event.sequence == 1 and event.cause == str(event.epoch))
+        self._clear()
+        self.paused = False
+
+    def _deleted(self, event: Event, _: None) -> None:
+        held = len(self.ready) + len(self.active) + len(self.blocked) + len(self.archived)
+        self._demand(event, held <= int(event.cause or 0) <= held + len(self.births))
+        self._clear()
+        self.deleted = True
+
+    def _paused(self, event: Event, _: None) -> None:
+        self._demand(event, not self.paused)
+        self.paused = True
+
+    def _resumed(self, event: Event, _: None) -> None:
+        self._demand(event, self.paused)
+        self.paused = False
 
     def _enqueued(self, event: Event, job: str) -> None:
         self._demand(event, job not in self.ready and job not in self.active)
-        self.ready.add(job)
+        self.ready[job] = None
 
     def _updated(self, event: Event, job: str) -> None:
         self._demand(event, job in self.ready)
+        self.ready[job] = None
 
-    _promoted = _updated
+    def _scheduled(self, event: Event, job: str) -> None:
+        self._demand(event, job in self.ready and event.due_us is not None)
+        self.ready[job] = (event.due_us or 0) // 1000
+
+    def _promoted(self, event: Event, job: str) -> None:
+        due_ms = self.ready.get(job)
+        self._demand(event, due_ms is not None and due_ms <= event.time_us // 1000)
+        self.ready[job] = None
 
     def _claimed(self, event: Event, job: str) -> None:
-        self._demand(event, job in self.ready)
-        self.ready.remove(job)
+        if job in self._unborn:
+            self._unborn.remove(job)
+            self.ready[job] = None
+        self._demand(event, job in self.ready and self.ready[job] is None and job not in self.active)
+        self._demand(event, event.fence > max(self.active.values(), default=0) or event.fence in self.active.values())
+        del self.ready[job]
         self.active[job] = event.fence
+        self.attempts[job] = event.attempt or 0
+
+    def _marked(self, event: Event, job: str) -> None:
+        self._demand(event, self.active.get(job) == event.fence and job not in self.marked)
+        self.marked.add(job)
 
     def _done(self, event: Event, job: str) -> None:
-        self._demand(event, self.active.get(job) == event.fence)
-        del self.active[job]
+        self._leaves_its_worker(event, job)
 
-    _dead = _done
+    def _leaves_its_worker(self, event: Event, job: str) -> None:
+        self._demand(event, self.active.get(job) == event.fence and job not in self._to_come)
+        del self.active[job], self.attempts[job]
+        self.marked.discard(job)
 
     def _retried(self, event: Event, job: str) -> None:
-        self._done(event, job)
-        self._demand(event, job not in self.blocked)
-        self.ready.add(job)
+        self._follows(event, job)
+        self._demand(event, job not in self.marked and job not in self.blocked)
+        self._leaves_its_worker(event, job)
+        self.ready[job] = None
 
     def _stalled(self, event: Event, job: str) -> None:
-        self._demand(event, self.active.get(job) == event.fence)
+        self._demand(event, self.active.get(job) == event.fence and job not in self.marked and bool(event.cause))
+        self._demand(event, job not in self._to_come)
+        self._to_come[job] = ("returned", "merged")
 
-    _timed_out = _suspected = _stalled
+    _timed_out = _suspected = _interrupted = _stalled
 
     def _returned(self, event: Event, job: str) -> None:
-        self._demand(event, job in self.active and job not in self.blocked)
-        del self.active[job]
-        self.ready.add(job)
+        self._follows(event, job)
+        self._demand(event, job in self.active and job not in self.marked and job not in self.blocked)
+        del self.active[job], self.attempts[job]
+        self.ready[job] = None
 
     def _blocked(self, event: Event, job: str) -> None:
         """Several fold into one."""
         self._demand(event, job in self.active)
         self.blocked.add(job)
 
-    def _unblocked(self, event: Event, job: str) -> None:
-        """Behind a job that is still active it updates that one, which then comes back; else it is a job now."""
-        self._demand(event, job in self.blocked and job not in self.ready)
+    def _merged(self, event: Event, job: str) -> None:
+        before = self._to_come.get(job)
+        self._follows(event, job)
+        self._demand(event, job in self.active and job in self.blocked and job not in self.marked)
         self.blocked.remove(job)
-        if job not in self.active:
-            self.ready.add(job)
+        self._to_come[job] = ("returned",) if before else ("returned", "retried")
+
+    def _withdrawn(self, event: Event, job: str) -> None:
+        self._demand(event, job in self.active and job in self.blocked)
+        self.blocked.remove(job)
+
+    def _unblocked(self, event: Event, job: str) -> None:
+        self._demand(event, job in self.blocked and job not in self.ready and job not in self.active)
+        self.blocked.remove(job)
+        self.ready[job] = None
 
     def _cancelled(self, event: Event, job: str) -> None:
-        """With a fence: the active job that was marked. Without: what is blocked behind it, else what waits."""
         if event.fence:
-            self._done(event, job)
-        elif job in self.active:
-            self._demand(event, job in self.blocked)
-            self.blocked.remove(job)
+            self._leaves_its_worker(event, job)
         else:
             self._demand(event, job in self.ready)
-            self.ready.remove(job)
+            del self.ready[job]
+
+    def _dead(self, event: Event, job: str) -> None:
+        self._demand(event, job not in self.marked and f"{job}@{event.fence}" not in self.archived)
+        self._leaves_its_worker(event, job)
+        self.archived.add(f"{job}@{event.fence}")
+        self._demand(event, self._fail_job is None)
+        self._fail_job = (job, event.fence) if event.cause else None
+
+    def _failing(self, event: Event, job: str) -> None:
+        self._demand(event, self._fail_job == (job, event.fence))
+        self._fail_job = None
+        self.births.add(f"{job}:{event.fence}")
+
+    def _revived(self, event: Event, job: str) -> None:
+        self._forgotten(event, job)
+        self._enqueued(event, job)
+
+    def _forgotten(self, event: Event, job: str) -> None:
+        self._demand(event, f"{job}@{event.fence}" in self.archived)
+        self.archived.remove(f"{job}@{event.fence}")
+
+    _discarded = _forgotten
 
     def _dropped(self, event: Event, job: str) -> None:
         self.dropped += 1
+        self.ready.pop(job, None)
+
+    def _follows(self, event: Event, job: str) -> None:
+        """If something was announced for this job, it is this."""
+        self._demand(event, event.verb in self._to_come.pop(job, (event.verb,)))
 
     def _demand(self, event: Event, holds: bool) -> None:
         if not holds:
-            raise ImpossibleEvent(f"{event} after ready={self.ready} active={self.active} blocked={self.blocked}")
+            known = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+            raise ImpossibleEvent(f"{event} after {known}")

@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from forq.broker.journal import read_entry
 from forq.broker.record import unpack
 from tests.support.journal_replay import Replay
 from tests.support.one_queue import OneQueue, State
@@ -27,6 +26,10 @@ class Checks:
         self._model = model
         self._replay = Replay()
         self._read_up_to = b"-"
+
+    def pass_time(self, ms: int) -> None:
+        """Somebody has made everything due that much earlier: for the journal the clock has to go on instead."""
+        self._replay.pass_time(ms)
 
     def all(self) -> None:
         state, times = self._queue.state(), self._times()
@@ -134,13 +137,19 @@ class Checks:
     def _check_journal(self) -> None:
         """Replayed from its beginning it gives what is there; each step adds what it added."""
         for entry_id, fields in self._queue.redis.xrange(self._queue.key("events"), self._read_up_to):
-            for event in read_entry(entry_id, fields):
-                self._replay.feed(event)
+            self._replay.read(fields)
             self._read_up_to = b"(" + entry_id
-        jobs = self._model.jobs
-        assert self._replay.ready == {job_id for job_id, job in jobs.items() if job.owner is None}
-        assert self._replay.active == {
-            job_id: int(job.owner.partition(":")[2]) for job_id, job in jobs.items() if job.owner
+        jobs, told = self._model.jobs, self._replay
+        assert told.ready == {
+            job_id: job.run_at if job.scheduled else None for job_id, job in jobs.items() if job.owner is None
         }
-        assert self._replay.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
-        assert self._replay.dropped == 0
+        running = {job_id: job for job_id, job in jobs.items() if job.owner}
+        assert told.active == {job_id: int((job.owner or "").partition(":")[2]) for job_id, job in running.items()}
+        assert told.attempts == {job_id: 1 + job.retries + job.stalls + job.timeouts for job_id, job in running.items()}
+        assert told.marked == {job_id for job_id, job in running.items() if job.removed}
+        assert told.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
+        assert told.paused == self._model.paused
+        assert told.dropped == 0
+        counts = self._queue.viewer.counts()
+        assert (counts.epoch, counts.journal_sequence, counts.journal_hash) == (told.epoch, told.sequence, told.hash)
+        assert counts.dead == len(told.archived)

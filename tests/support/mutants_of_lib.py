@@ -83,8 +83,8 @@ MUTANTS_OF_LIB = (
     ),
     Mutant(
         "lib/blocked.lua",
-        "make_ready(id, entry.priority, entry.own)",
-        "make_ready(id, entry.priority, 0)",
+        "make_ready(unblocked[i], entry.priority, entry.own)",
+        "make_ready(unblocked[i], entry.priority, 0)",
         "a blocked job runs before its time",
         "singletons test_what_is_blocked_becomes_a_job_of_its_own_when_the_active_one_ends",
     ),
@@ -125,7 +125,7 @@ MUTANTS_OF_LIB = (
     ),
     Mutant(
         "lib/blocked.lua",
-        "  note_ids('unblocked', 0, { id })\n",
+        "  note('merged 0 ' .. id)\n",
         "",
         "the journal keeps a blocked job that is none any more",
         "guards test_a_reset_that_was_blocked_forgets_the_attempts_of_the_job_that_comes_back",
@@ -440,7 +440,7 @@ MUTANTS_OF_LIB = (
     ),
     Mutant(
         "lib/hints.lua",
-        "    redis.call('HSET', key('counts'), 'other_hints', other_hints, 'lane', in_lane, 'suspect_hints', suspect_hints)\n",
+        "    remember('other_hints', other_hints)\n",
         "",
         "work of other priorities is not found by the next call",
         "turn test_turn_claims_priority_0_first_and_9_last",
@@ -654,27 +654,6 @@ MUTANTS_OF_LIB = (
         "",
         "the journal keeps a removed job",
         "journal test_the_end_of_a_removed_job_and_of_what_was_blocked_behind_it_are_told_apart",
-    ),
-    Mutant(
-        "lib/journal.lua",
-        "if #events == 0 or not journal_on then",
-        "if #events == 0 then",
-        "a journal that is off is written",
-        "journal test_a_journal_that_is_off_holds_nothing_from_the_start",
-    ),
-    Mutant(
-        "lib/journal.lua",
-        "if #events == 0 or not journal_on then",
-        "if not journal_on then",
-        "calls that change nothing fill the journal",
-        "retry test_a_retried_job_is_scheduled_and_then_waits_again",
-    ),
-    Mutant(
-        "lib/journal.lua",
-        "if bytes > journal_max then",
-        "if false then",
-        "the journal grows without bound",
-        "journal test_the_cap_trims_the_older_half_and_counts_it",
     ),
     Mutant(
         "lib/records.lua",

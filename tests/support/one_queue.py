@@ -142,8 +142,11 @@ class OneQueue:
         )
 
     def events(self) -> list[Event]:
-        entries = self.redis.xrange(self.key("events"))
-        return [event for entry_id, fields in entries for event in read_entry(entry_id, fields)]
+        return [event for fields in self.entries() for event in read_entry(fields, self.name)]
+
+    def entries(self) -> list[dict[bytes, bytes]]:
+        """The journal as it is stored."""
+        return [fields for _, fields in self.redis.xrange(self.key("events"))]
 
     def told(self) -> list[tuple[str, str | None]]:
         """The journal as (verb, job), without the queue's creation."""
@@ -191,6 +194,9 @@ class HandWorker:
         turn = self.consumer.turn(self.number, succeeded, gave_up, keep, want)
         self.fence = turn.fence or self.fence
         return turn
+
+    def position(self, index: int, *, running: bool) -> Position:
+        return Position(self.name, self.number, index, running)
 
     def block(self) -> str | None:
         """What a BLMOVE that is served does; also that of a connection nobody reads any more."""

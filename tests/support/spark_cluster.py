@@ -42,16 +42,15 @@ def standalone(workers: int = 2) -> Iterator[Cluster]:
     directory = Path(tempfile.mkdtemp(prefix="forq-spark-"))
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        settings = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
-        processes.append(_start("deploy.master.Master", directory / "master.log", *settings))
+        place = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
+        processes.append(_start("deploy.master.Master", directory / "master.log", *place))
         master = wait_until(
             lambda: _said(directory / "master.log", r"(spark://127\.0\.0\.1:\d+)"), 60.0, "master is up"
         )
         for number in range(workers):
             log = directory / f"worker{number}.log"
-            settings = ("--host", "127.0.0.1", "--cores", "1", "--memory", "1g", "--webui-port", "0")
-            place = ("--work-dir", str(directory / f"work{number}"))
-            processes.append(_start("deploy.worker.Worker", log, *settings, *place, master))
+            size = ("--cores", "1", "--memory", "1g", "--work-dir", str(directory / f"work{number}"))
+            processes.append(_start("deploy.worker.Worker", log, *place, *size, master))
         for number in range(workers):
             log = directory / f"worker{number}.log"
             wait_until(lambda log=log: _said(log, r"(Successfully registered)"), 60.0, f"{log.name}")  # type: ignore[misc]

@@ -27,17 +27,18 @@ end
 -- The active jobs `ids` have ended: what is blocked behind them becomes a job of its own.
 local function unblock(ids)
   if #ids == 0 or redis.call('EXISTS', key('blocked')) == 0 then return end
-  local unblocked = {}
+  local unblocked, entries = {}, {}
   for _, id in ipairs(ids) do
     local entry = read_blocked(id)
     if entry then
       redis.call('HDEL', key('blocked'), id)
       redis.call('HSET', key('jobs'), id, string.format('p%s %.0f\n', entry.priority, now_ms) .. entry.body)
-      make_ready(id, entry.priority, entry.own)
       unblocked[#unblocked + 1] = id
+      entries[#entries + 1] = entry
     end
   end
   note_ids('unblocked', 0, unblocked)
+  for i, entry in ipairs(entries) do make_ready(unblocked[i], entry.priority, entry.own) end
 end
 
 -- The active job comes back to run again at `run_at`: what is blocked behind it updates it. Returns its run_at.
@@ -51,6 +52,6 @@ local function update_from_blocked(id, job, run_at)
     reset_counts(job)
     forget_attempts({ id })
   end
-  note_ids('unblocked', 0, { id })
+  note('merged 0 ' .. id)
   return clamp(run_at, entry.lo, entry.hi)
 end

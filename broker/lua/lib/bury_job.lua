@@ -9,6 +9,10 @@ local function bury_job(id, fence, micros, record, error, brief)
     if #members == 0 then return end
     redis.call('ZREM', key('dead'), unpack(members))
     redis.call('HDEL', key('dead:jobs'), unpack(members))
+    for _, member in ipairs(members) do
+      local gone, ended = string.match(member, '^(.+)@(%d+)$')
+      if gone then note('forgotten ' .. ended .. ' ' .. gone) end
+    end
   end
 
   -- Text in JSON; ids hold nothing else that needs an escape.
@@ -45,16 +49,15 @@ local function bury_job(id, fence, micros, record, error, brief)
   forget_attempts({ id })
   redis.call('ZADD', key('dead'), now_ms, member)
   redis.call('INCR', key('failed:count'))
-  note('dead ' .. fence .. ' ' .. id .. ' ' .. micros)
+  local has_fail_job = not parent and option('fail_handler') == 1
+  note('dead ' .. fence .. ' ' .. id .. ' ' .. micros .. ' ' .. (has_fail_job and 1 or 0))
   -- Of a broken record nothing but its id is known; that is told all the same.
   local job = read_record(record) or {
     priority = '5', enqueued_ms = string.format('%.0f', now_ms), retries = 0, stalls = 0, timeouts = 0, lane = 0,
     body = '[null,null,null]',
   }
-  if not parent then
-    add_to_outbox(id, fence, job, error)
-    if option('fail_handler') == 1 then add_fail_job(id, fence, job, brief) end
-  end
+  if not parent then add_to_outbox(id, fence, job, error) end
+  if has_fail_job then add_fail_job(id, fence, job, brief) end
   unblock({ id })
   local excess = redis.call('ZCARD', key('dead')) - option('dead_max')
   if excess > 0 then forget_dead(redis.call('ZRANGE', key('dead'), 0, math.min(excess, DEAD_EXPIRED_PER_CALL) - 1)) end

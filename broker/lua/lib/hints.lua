@@ -9,9 +9,8 @@ local SUSPECTS = 's'
 
 -- How many hints sit in the lists of the priorities other than 5: while it is 0 a claim looks at one list only.
 -- How many jobs wait in the retry lane (hints that are not stale). How many hints of suspects there are.
-local remembered = redis.call('HMGET', key('counts'), 'other_hints', 'lane', 'suspect_hints')
-local other_hints, in_lane = tonumber(remembered[1] or 0), tonumber(remembered[2] or 0)
-local suspect_hints = tonumber(remembered[3] or 0)
+local other_hints, in_lane = tonumber(remembered[5] or 0), tonumber(remembered[6] or 0)
+local suspect_hints = tonumber(remembered[7] or 0)
 local other_hints_before, in_lane_before, suspect_hints_before = other_hints, in_lane, suspect_hints
 local may_be_stale = nil
 
@@ -24,6 +23,12 @@ local function ignore_hint(priority, id)
   if left == 0 then return false end
   if left == 1 then redis.call('HDEL', key('stale'), field) else redis.call('HINCRBY', key('stale'), field, -1) end
   return true
+end
+
+-- A hint to a job whose record is not there.
+local function drop(id)
+  redis.call('HINCRBY', key('counts'), 'dropped', 1)
+  note('dropped 0 ' .. (string.find(id, '^[!-~]+$') and id or '?'))
 end
 
 local function count_hints(place, number)
@@ -61,7 +66,9 @@ end
 -- needs a token there. A list with anything in it wakes somebody anyway: at most one token exists.
 local function wake_idle_worker()
   if other_hints ~= other_hints_before or in_lane ~= in_lane_before or suspect_hints ~= suspect_hints_before then
-    redis.call('HSET', key('counts'), 'other_hints', other_hints, 'lane', in_lane, 'suspect_hints', suspect_hints)
+    remember('other_hints', other_hints)
+    remember('lane', in_lane)
+    remember('suspect_hints', suspect_hints)
     other_hints_before, in_lane_before, suspect_hints_before = other_hints, in_lane, suspect_hints
   end
   if paused then return end

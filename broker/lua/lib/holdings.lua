@@ -37,7 +37,7 @@ local function hand_back(worker, list, lost, kept)
   if #list == 0 then return end
   local owners = redis.call('HMGET', key('active'), unpack(list))
   local records = redis.call('HMGET', key('jobs'), unpack(list))
-  local front, back, freed, removed, returned, seen = {}, nil, {}, {}, {}, {}
+  local front, back, later, freed, removed, returned, seen = {}, nil, {}, {}, {}, {}, {}
   for i, id in ipairs(list) do
     local owner, record = owners[i], records[i]
     local owned = is_owner(worker, owner) and not seen[id] and id ~= kept
@@ -62,7 +62,7 @@ local function hand_back(worker, list, lost, kept)
       end
       local place = job and place_for(job) or place_of(record) or '5'
       if run_at > now_ms then
-        schedule(id, run_at)
+        later[#later + 1] = { id, run_at }
       elseif running and lost.outcome == 'timed_out' then
         back = place
       else
@@ -70,6 +70,8 @@ local function hand_back(worker, list, lost, kept)
         table.insert(front[place], id)
       end
       if owned then returned[#returned + 1] = id end
+    elseif id ~= '' and not stale and not owner then
+      drop(id)
     end
   end
   if #freed > 0 then redis.call('HDEL', key('active'), unpack(freed)) end
@@ -79,6 +81,7 @@ local function hand_back(worker, list, lost, kept)
     unblock(removed)
   end
   note_ids('returned', 0, returned)
+  for _, job in ipairs(later) do schedule(job[1], job[2]) end
   push_front(front)
   if back then push_back(back, { lost.id }) end
 end

@@ -8,6 +8,11 @@ local function next_due_ms()
   return head[2] and math.floor(tonumber(head[2]))
 end
 
+local function note_scheduled(id, due_ms)
+  note(string.format('scheduled 0 %s %.0f', id, due_ms))
+end
+
+-- The caller has noted what makes the job ready; a job of which nothing more is noted waits.
 local function schedule(id, due_ms)
   local head = next_due_ms()
   redis.call('ZREM', key('scheduled'), id)
@@ -17,6 +22,7 @@ local function schedule(id, due_ms)
   local steps = due_ms < 2 ^ 41 and 4096 or 1024
   local step = last[2] and math.min((tonumber(last[2]) - due_ms) * steps + 1, steps - 1) or 0
   redis.call('ZADD', key('scheduled'), due_ms + step / steps, id)
+  note_scheduled(id, due_ms)
   if not head or due_ms < head then
     redis.call('PUBLISH', key('due'), string.format('%.0f', math.max(0, due_ms - now_ms)))
   end
@@ -39,6 +45,8 @@ local function promote()
     if records[i] then
       push_back(place_of(records[i]) or '5', { id })
       promoted[#promoted + 1] = id
+    else
+      drop(id)
     end
   end
   note_ids('promoted', 0, promoted)

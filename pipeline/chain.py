@@ -1,0 +1,224 @@
+"""The chain of entries: which there are, whether each follows from the one before, and whether its rows are its text.
+
+1. `chain_findings`: numbers without doubles, hashes, times that do not go back, `created` first and `deleted` last.
+2. `row_findings`: the text of every entry is decoded again and compared with its rows, in every column.
+3. `epochs_of`, `holes_of`: from where to where the entries of each queue go, and what is missing in between.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, Row, Window
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.functions import ArrowUDFType, arrow_udf
+
+from forq.broker.journal import SCHEMA, read_entry
+from forq.errors import InvalidData
+from forq.pipeline.findings import VIOLATION, findings_where, told
+from forq.pipeline.schema import EVENTS
+
+_EPOCH = ("history", "queue", "epoch")
+_ENTRY = (*_EPOCH, "sequence")
+# What is told apart from that, in the order of the columns (schema.py) and of broker/journal.py.
+_WIDTH = 3
+_TOLD = tuple(EVENTS.fieldNames()[_WIDTH:])
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """What there is of one life of a queue."""
+
+    history: int
+    queue: str
+    epoch: int
+    entries: int
+    first: int
+    last: int
+    last_hash: str | None
+    begun_us: int
+    ended_us: int
+    deleted: bool
+    jobs_deleted: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Entries that are not there: from `first` to `last`."""
+
+    history: int
+    queue: str
+    epoch: int
+    first: int
+    last: int
+
+
+def entries_of(events: DataFrame) -> DataFrame:
+    """One row per entry, with what it has to follow from."""
+    before = Window.partitionBy(*_EPOCH).orderBy("sequence", "time")
+    heads = events.where("position = 0").select(*_ENTRY, "time", "verb", "actor", "cause", "entry", "hash")
+    for column in ("sequence", "hash", "time", "verb"):
+        heads = heads.withColumn(f"{column}_before", F.lag(column).over(before))
+    return heads
+
+
+def chain_findings(entries: DataFrame) -> DataFrame:
+    follows = F.coalesce(F.col("sequence") == F.col("sequence_before") + 1, F.lit(False))
+    text = F.concat(
+        F.when(F.col("sequence") == 1, "").otherwise(F.coalesce("hash_before", F.lit(""))),
+        F.lit("\n"),
+        F.concat_ws(" ", "epoch", "sequence", "time", "actor"),
+        F.lit("\n"),
+        "entry",
+    )
+    # What comes after a hole follows from an entry that is not there.
+    right = (F.sha1(text) == F.col("hash")) | ~(follows | (F.col("sequence") == 1))
+    tests = [
+        (F.col("sequence") < 1, told("entry ", F.col("sequence"), ": numbers begin with 1")),
+        (F.col("sequence") == F.col("sequence_before"), told("entry ", F.col("sequence"), " is there twice")),
+        (~F.coalesce(right, F.lit(False)), told("the hash of entry ", F.col("sequence"), " is not that of its text")),
+        (
+            F.col("time") < F.col("time_before"),
+            told("the time of entry ", F.col("sequence"), " is before that of entry ", F.col("sequence_before")),
+        ),
+        (
+            (F.col("sequence") == 1)
+            & ~((F.col("verb") == "created") & F.col("cause").eqNullSafe(F.col("epoch").cast("string"))),
+            told("the first entry is ", F.col("verb"), " and not created"),
+        ),
+        ((F.col("sequence") > 1) & (F.col("verb") == "created"), told("the queue was created a second time")),
+        (F.col("verb_before") == "deleted", told("entry ", F.col("sequence"), " comes after the queue was deleted")),
+    ]
+    return findings_where(entries.withColumn("job", F.lit(None).cast("string")), "chain", tests)
+
+
+def epochs_of(entries: DataFrame) -> list[Epoch]:
+    at_end = F.max_by(F.struct("hash", "verb", "cause"), F.struct("sequence", "time"))
+    rows = (
+        entries.groupBy(*_EPOCH)
+        .agg(
+            F.count("*").alias("entries"),
+            F.min("sequence").alias("first"),
+            F.max("sequence").alias("last"),
+            at_end.alias("end"),
+            F.min("time").alias("begun"),
+            F.max("time").alias("ended"),
+        )
+        .orderBy(*_EPOCH)
+        .collect()
+    )
+    return [_epoch(row) for row in rows]
+
+
+def _epoch(row: Row) -> Epoch:
+    deleted = row.end.verb == "deleted"
+    jobs = int(row.end.cause) if deleted and (row.end.cause or "").isdigit() else None
+    return Epoch(
+        row.history,
+        row.queue,
+        row.epoch,
+        row.entries,
+        row.first,
+        row.last,
+        row.end.hash,
+        row.begun,
+        row.ended,
+        deleted,
+        jobs,
+    )
+
+
+def holes_of(entries: DataFrame) -> list[Hole]:
+    """In order. The first one of a queue may be its beginning."""
+    before = F.coalesce("sequence_before", F.lit(0))
+    rows = (
+        entries.where(F.col("sequence") > before + 1)
+        .select(*_EPOCH, (before + 1).alias("first"), (F.col("sequence") - 1).alias("last"))
+        .orderBy(*_EPOCH, "first")
+        .collect()
+    )
+    return [Hole(*row) for row in rows]
+
+
+def row_findings(events: DataFrame) -> DataFrame:
+    of_entry = F.sort_array(F.collect_list(F.struct(*_TOLD)))
+    with warnings.catch_warnings():
+        # It asks for type hints, but to read them it would need pandas.
+        warnings.simplefilter("ignore", UserWarning)
+        wrong = arrow_udf(_compare, "array<struct<job: string, found: string>>", ArrowUDFType.SCALAR)
+    return (
+        events.groupBy(*_ENTRY)
+        .agg(of_entry.alias("rows"))
+        .select(*_ENTRY, F.explode(wrong("queue", "epoch", "sequence", "rows")).alias("wrong"))
+        .select(
+            "history",
+            F.lit("rows").alias("rule"),
+            F.lit(VIOLATION).alias("kind"),
+            *("queue", "epoch", "sequence", "wrong.job", "wrong.found"),
+        )
+    )
+
+
+_Row = tuple[Any, ...]
+_Wrong = dict[str, str | None]
+_WRONG = pa.list_(pa.struct([("job", pa.string()), ("found", pa.string())]))
+# Of one entry; that it is wrong is known after the first.
+_MAX_DIFFERENCES = 20
+
+
+def _compare(queues: pa.Array, epochs: pa.Array, sequences: pa.Array, entries: pa.Array) -> pa.Array:
+    """Per entry the differences between its rows and its text; null if there is none."""
+    columns = [column.to_pylist() for column in entries.flatten().flatten()]
+    rows = list(zip(*columns, strict=True))
+    ends = accumulate(entries.value_lengths().to_pylist())
+    wrong: list[list[_Wrong] | None] = []
+    begin = 0
+    for queue, epoch, sequence, end in zip(*(a.to_pylist() for a in (queues, epochs, sequences)), ends, strict=True):
+        wrong.append(_differences(queue, epoch, sequence, rows[begin:end]) or None)
+        begin = end
+    return pa.array(wrong, _WRONG)
+
+
+def _differences(queue: str, epoch: int, sequence: int, rows: list[_Row]) -> list[_Wrong]:
+    head = dict(zip(_TOLD, rows[0], strict=True))
+    if head["position"] != 0 or head["entry"] is None or head["hash"] is None:
+        return [{"job": None, "found": f"entry {sequence} has no text"}]
+    values = (SCHEMA, epoch, sequence, head["time"], head["actor"], head["entry"], head["hash"])
+    fields = {name: str(value).encode() for name, value in zip(_FIELDS, values, strict=True)}
+    try:
+        expected: list[_Row] = [event[_WIDTH:] for event in read_entry(fields, queue)]
+    except InvalidData as exc:
+        return [{"job": None, "found": f"the text of entry {sequence} cannot be read: {exc}"}]
+    if rows == expected:
+        return []
+    wrong = (_difference(sequence, row, right) for row, right in _paired(rows, expected) if row != right)
+    return list(islice(wrong, _MAX_DIFFERENCES))
+
+
+_FIELDS = (b"v", b"q", b"s", b"t", b"a", b"e", b"h")
+
+
+def _paired(rows: list[_Row], expected: list[_Row]) -> Iterator[tuple[_Row | None, _Row | None]]:
+    """Rows with what should be at their position; of two rows of one position the second has no partner."""
+    partners = {row[0]: row for row in expected}
+    for row in rows:
+        yield row, partners.pop(row[0], None)
+    for missing in partners.values():
+        yield None, missing
+
+
+def _difference(sequence: int, row: _Row | None, right: _Row | None) -> _Wrong:
+    there = dict(zip(_TOLD, row or right or (), strict=True))
+    place = f"row {sequence}.{there['position']}"
+    if row is None or right is None:
+        what = "is missing" if row is None else "should not be there"
+        return {"job": there["job"], "found": f"{place} ({there['verb']}) {what}"}
+    wrong = [
+        f"{name} is {was!r}, the text says {should!r}"
+        for name, was, should in zip(_TOLD, row, right, strict=True)
+        if was != should
+    ]
+    return {"job": there["job"], "found": f"{place}: {'; '.join(wrong)}"}

@@ -1,0 +1,76 @@
+"""What the audit finds: violations of a rule, and gaps, i.e. places of which nothing can be said."""
+
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from typing import Any
+
+from pyspark.sql import Column, DataFrame, Row
+from pyspark.sql import functions as F
+
+VIOLATION, GAP = "violation", "gap"
+
+# Columns of every frame of findings.
+COLUMNS = ("history", "rule", "kind", "queue", "epoch", "sequence", "job", "found")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    history: int
+    rule: str
+    kind: str
+    queue: str
+    epoch: int
+    sequence: int | None
+    job: str | None
+    found: str
+    # The events of the job, or of the entry where there is none; of the first findings only.
+    events: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "history"}
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What became of one rule. `findings` holds the first ones, `violations` and `gaps` count all."""
+
+    rule: str
+    checked: int = 0
+    violations: int = 0
+    gaps: int = 0
+    seconds: float = 0.0
+    findings: list[Finding] = field(default_factory=list)
+
+
+# What must not be, and how it is told.
+Test = tuple[Column, Column]
+
+
+def findings_where(frame: DataFrame, rule: str | Column, tests: list[Test]) -> DataFrame:
+    """One finding per row and test that holds. Texts are made of such rows only."""
+    wrong = frame.where(reduce(Column.__or__, (F.coalesce(test, F.lit(False)) for test, _ in tests)))
+    found = F.array_compact(F.array(*(F.when(test, text) for test, text in tests)))
+    return wrong.select(
+        "history",
+        (F.lit(rule) if isinstance(rule, str) else rule).alias("rule"),
+        F.lit(VIOLATION).alias("kind"),
+        "queue",
+        "epoch",
+        "sequence",
+        "job",
+        F.explode(found).alias("found"),
+    )
+
+
+def told(*parts: str | Column) -> Column:
+    """A sentence of constants and values; never null."""
+    columns = [F.lit(part) if isinstance(part, str) else part.cast("string") for part in parts]
+    return F.concat(*(F.coalesce(column, F.lit("nothing")) for column in columns))
+
+
+def all_of(frames: list[DataFrame]) -> DataFrame:
+    return reduce(DataFrame.unionAll, frames)
+
+
+def as_finding(row: Row) -> Finding:
+    return Finding(*(row[column] for column in COLUMNS))

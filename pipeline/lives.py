@@ -1,0 +1,371 @@
+"""Every job's events, in order, each with what came before it: one pass over history that most rules look at.
+
+1. `steps_of`: the events about jobs as steps (rules.py), fail jobs with their birth, each with its segment.
+2. `lives_of`: each step with the last one of the job's life, of what is blocked behind it, and its last claim.
+3. `path_findings`, `archive_findings`, `overlap_findings`: the rules.
+
+A **segment** is a stretch of a queue's journal without a hole. What came before its beginning is not known, so nothing
+is said about it: the hole has been reported.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+
+from pyspark.sql import Column, DataFrame, SparkSession, Window
+from pyspark.sql import functions as F
+
+from forq.broker.keys import fail_queue
+from forq.pipeline import rules
+from forq.pipeline.chain import Epoch, Hole
+from forq.pipeline.findings import all_of, findings_where, told
+
+_JOB = ("history", "queue", "epoch", "job")
+_FAIL = fail_queue("")
+_UNKNOWN_JOB = "?"
+_FOREVER = 2**62
+
+
+def steps_of(events: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) -> DataFrame:
+    """One row per event of a job, in partitions by job."""
+    verb = F.col("verb")
+    step = F.when((verb == "cancelled") & (F.col("fence") != 0), "cancelled_run").otherwise(verb)
+    told_of_jobs = events.where(F.col("job").isNotNull() & (F.col("job") != _UNKNOWN_JOB))
+    steps = told_of_jobs.select(
+        *_JOB, "sequence", "position", "time", step.alias("step"), "fence", "attempt", "cause", "verb"
+    )
+    steps = _with_segments(steps, holes)
+    return steps.unionByName(_births(steps, epochs, holes)).repartition("history", "queue", "job")
+
+
+def _with_segments(steps: DataFrame, holes: Sequence[Hole]) -> DataFrame:
+    """`segment` is the number of holes before the row; `orphans`: whether the birth of a job may be in a hole."""
+    if not holes:
+        return steps.withColumn("segment", F.lit(0)).withColumn("orphans", F.lit(False))
+    stretches = [
+        (*epoch, number + 1, hole.last, (*after, _HOLE_AT_END)[0].first)
+        for epoch, missing in _by_epoch(holes).items()
+        for number, hole in enumerate(missing)
+        for after in [missing[number + 1 :]]
+    ]
+    spark = steps.sparkSession
+    segments = spark.createDataFrame(
+        stretches, "history int, queue string, epoch long, segment int, after long, until long"
+    )
+    queues = sorted({(hole.history, fail_queue(hole.queue)) for hole in holes if not hole.queue.endswith(_FAIL)})
+    orphaned = spark.createDataFrame(queues, "history int, queue string").withColumn("orphaned", F.lit(True))
+    here = F.col("sequence").between(F.col("after") + 1, F.col("until") - 1)
+    joined = steps.alias("s").join(
+        F.broadcast(segments.alias("g")),
+        (F.col("s.history") == F.col("g.history"))
+        & (F.col("s.queue") == F.col("g.queue"))
+        & (F.col("s.epoch") == F.col("g.epoch"))
+        & here,
+        "left",
+    )
+    return (
+        joined.select("s.*", F.coalesce("segment", F.lit(0)).alias("segment"))
+        .join(F.broadcast(orphaned), ["history", "queue"], "left")
+        .withColumn("orphans", (F.col("segment") > 0) | F.coalesce("orphaned", F.lit(False)))
+        .drop("orphaned")
+    )
+
+
+_HOLE_AT_END = Hole(0, "", 0, _FOREVER, _FOREVER)
+
+
+def _by_epoch(holes: Sequence[Hole]) -> dict[tuple[int, str, int], list[Hole]]:
+    found: dict[tuple[int, str, int], list[Hole]] = {}
+    for hole in sorted(holes, key=lambda hole: hole.first):
+        found.setdefault((hole.history, hole.queue, hole.epoch), []).append(hole)
+    return found
+
+
+def _births(steps: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) -> DataFrame:
+    """`failing` in the journal of a queue is the birth of ID:FENCE in the fail queue of that moment."""
+    failing = steps.where("step = 'failing'").select(
+        "history",
+        F.concat("queue", F.lit(_FAIL)).alias("queue"),
+        F.concat_ws(":", "job", "fence").alias("job"),
+        # Before everything that its own journal tells; two births stay in order.
+        (F.col("sequence") - _FOREVER).alias("sequence"),
+        "position",
+        "time",
+        F.lit("born").alias("step"),
+        F.lit(0).cast("long").alias("fence"),
+        F.lit(None).cast("int").alias("attempt"),
+        F.lit(None).cast("string").alias("cause"),
+        F.lit("failing").alias("verb"),
+        F.lit(0).alias("segment"),
+        F.lit(False).alias("orphans"),
+    )
+    spans = _spans(failing.sparkSession, epochs)
+    return (
+        failing.alias("f")
+        .join(
+            F.broadcast(spans.alias("e")),
+            (F.col("f.history") == F.col("e.history"))
+            & (F.col("f.queue") == F.col("e.queue"))
+            & F.col("f.time").between(F.col("e.since"), F.col("e.until") - 1),
+            "left",
+        )
+        .select("f.*", F.coalesce("epoch", F.lit(0)).alias("epoch"))
+    )
+
+
+def _spans(spark: SparkSession, epochs: Sequence[Epoch]) -> DataFrame:
+    """From when to when each fail queue was the fail queue; an epoch is named by the time of its creation."""
+    fail = sorted((e.history, e.queue, e.epoch) for e in epochs if e.queue.endswith(_FAIL))
+    spans = [
+        (history, queue, epoch, epoch, after[2] if after[:2] == (history, queue) else _FOREVER)
+        for (history, queue, epoch), after in zip(fail, [*fail[1:], (0, "", 0)], strict=True)
+    ]
+    return spark.createDataFrame(spans, "history int, queue string, epoch long, since long, until long")
+
+
+def lives_of(steps: DataFrame) -> DataFrame:
+    """One row per step with what is wrong with it (a bit per test of `_wrong`) and what the job is after it:
+
+    `ready`, `due`, `running`, `followed` (something is blocked behind it); `was_there`: before it the job was ready or
+    active; `run`: the fence of the run that it belongs to; `last`: it is the last one of its job.
+    """
+    seen = _with_what_was_before(steps)
+    step = F.col("step")
+    # `returned` tells no fence: it ends the last claim.
+    run = F.when((step == "claimed") | step.isin(*rules.FENCED), F.col("fence")).otherwise(F.col("origin.fence"))
+    return seen.select(
+        *_JOB,
+        *("sequence", "position", "time", "step", "fence", "last"),
+        _state_after(rules.READY).alias("ready"),
+        _state_after(("scheduled",)).alias("due"),
+        _state_after(rules.ACTIVE).alias("running"),
+        _blocked_after().alias("followed"),
+        F.coalesce(F.col("before.step").isin(*rules.READY, *rules.ACTIVE), F.lit(False)).alias("was_there"),
+        run.alias("run"),
+        # One number: texts are made only of the rows in which something is wrong.
+        reduce(Column.bitwiseOR, (F.when(test, 1 << bit).otherwise(0) for bit, test in enumerate(_wrong()))).alias(
+            "wrong"
+        ),
+        F.coalesce("before.step", F.lit("nothing")).alias("before"),
+        F.col("before.fence").alias("before_fence"),
+        "attempt",
+        "claimed_before",
+    )
+
+
+def _with_what_was_before(steps: DataFrame) -> DataFrame:
+    in_order = Window.partitionBy(*_JOB).orderBy("sequence", "position")
+    so_far = in_order.rowsBetween(Window.unboundedPreceding, -1)
+    place = F.struct("sequence", "position")
+    step = F.col("step")
+
+    def last(of: Sequence[str], value: Column) -> Column:
+        return F.last(F.when(step.isin(*of), value), ignorenulls=True).over(so_far)
+
+    return steps.select(
+        *_JOB,
+        *("sequence", "position", "time", "step", "fence", "attempt", "segment", "orphans"),
+        last(rules.LIFE, F.struct("step", "fence", "sequence", "segment")).alias("before"),
+        last(rules.BLOCKING, F.struct("step", "segment")).alias("blocking"),
+        last(("claimed", *rules.BIRTHS), F.struct("step", "fence", "attempt", "segment", place.alias("place"))).alias(
+            "origin"
+        ),
+        last(rules.COUNTED, place).alias("counted"),
+        last(rules.MAY_RESET, place).alias("reset"),
+        F.max(F.when(step == "claimed", F.col("fence"))).over(so_far).alias("claimed_before"),
+        F.lag(F.struct("step", "sequence")).over(in_order).alias("beside"),
+        F.lead("sequence").over(in_order).isNull().alias("last"),
+    )
+
+
+def _state_after(steps: tuple[str, ...]) -> Column:
+    state = F.coalesce(F.when(F.col("step").isin(*rules.LIFE), F.col("step")), F.col("before.step"))
+    return F.coalesce(state.isin(*steps), F.lit(False))
+
+
+def _blocked_after() -> Column:
+    side = F.coalesce(F.when(F.col("step").isin(*rules.BLOCKING), F.col("step")), F.col("blocking.step"))
+    return F.coalesce(side == "blocked", F.lit(False))
+
+
+def _known() -> Column:
+    """Whether what was before is known: nothing is said about what follows a hole."""
+    return F.when(F.col("before").isNull(), ~F.col("orphans")).otherwise(F.col("before.segment") == F.col("segment"))
+
+
+def path_findings(lives: DataFrame) -> DataFrame:
+    """Rules `paths`, `states` (lost records) and, of fail jobs, `fail_jobs`."""
+    step, before = F.col("step"), F.col("before")
+    of_fail_job = F.col("queue").endswith(_FAIL) & ((step == "born") | (before == "nothing"))
+    lost = F.col("wrong").bitwiseAND(1) != 0
+    rule = F.when(of_fail_job, "fail_jobs").otherwise("paths")
+    tests = [(F.col("wrong").bitwiseAND(2 << bit) != 0, text) for bit, text in enumerate(_texts())]
+    wrong = lives.where("wrong != 0")
+    return all_of(
+        [
+            findings_where(wrong, rule, tests),
+            findings_where(wrong, "states", [(lost, told("its record was lost; the last was ", before))]),
+        ]
+    )
+
+
+def _wrong() -> list[Column]:
+    """What must not be; the first is a rule of its own, the others are told by `_texts`, in the same order."""
+    step, fence, known = F.col("step"), F.col("fence"), _known()
+    pair = F.concat_ws(">", F.coalesce("before.step", F.lit(rules.BEGINNING)), step)
+    allowed = pair.isin(*rules.pairs())
+    was_there = F.col("before.step").isin(*rules.READY, *rules.ACTIVE)
+    return [
+        (step == "dropped") & known & was_there,
+        step.isin(*rules.LIFE) & known & ~allowed,
+        known & pair.isin(*rules.pairs_of_one_entry()) & (F.col("before.sequence") != F.col("sequence")),
+        known & allowed & step.isin(*rules.FENCED) & (fence != F.col("before.fence")),
+        step.isin(*rules.UNFENCED) & (fence != 0),
+        (step == "claimed") & (fence <= F.coalesce("claimed_before", F.lit(0))),
+        (step == "claimed") & known & allowed & ~_attempt_is_right(),
+        F.col("last") & _state_after(rules.LOSSES),
+        *_wrong_with_blocked(known),
+    ]
+
+
+def _texts() -> list[Column]:
+    step, before, fence = F.col("step"), F.col("before"), F.col("fence")
+    return [
+        told(step, " after ", before),
+        told(step, " after ", before, ", but not in the same entry"),
+        told(step, " with fence ", fence, " of a run with fence ", F.col("before_fence")),
+        told(step, " with fence ", fence),
+        told("claimed with fence ", fence, " after ", F.col("claimed_before")),
+        told("claimed as attempt ", F.col("attempt"), ", which does not follow from the attempt before"),
+        told("lost, and not returned in the same entry"),
+        told(step, " of a job that is not active"),
+        told(step, " though nothing is blocked"),
+        told(step, " though something is blocked behind it"),
+        told("merged, and then ", step, " and not come back in the same entry"),
+        told("merged, and then nothing"),
+        told("blocked behind a job that has ended"),
+    ]
+
+
+def _attempt_is_right() -> Column:
+    """One more after an attempt that counts; else the same again; the first one after a birth or a reset."""
+    origin, attempt = F.col("origin"), F.col("attempt")
+    one_more = F.coalesce(F.col("counted") > origin["place"], F.lit(False)).cast("int")
+    expected = F.when(origin["step"] == "claimed", origin["attempt"] + one_more).otherwise(1)
+    was_reset = F.coalesce(F.col("reset") > origin["place"], F.lit(False)) & (attempt == 1)
+    known = origin.isNotNull() & (origin["segment"] == F.col("segment"))
+    return ~F.coalesce(known, F.lit(False)) | F.coalesce((attempt == expected) | was_reset, F.lit(False))
+
+
+def _wrong_with_blocked(known: Column) -> list[Column]:
+    step, was = F.col("step"), F.col("blocking.step")
+    side_known = F.when(F.col("blocking").isNull(), F.col("segment") == 0).otherwise(
+        F.col("blocking.segment") == F.col("segment")
+    )
+    is_active = F.coalesce(F.col("before.step").isin(*rules.ACTIVE), F.lit(False))
+    is_blocked = F.coalesce(was == "blocked", F.lit(False))
+    merged_in_time = step.isin(*rules.MERGED_BEFORE) & (F.col("beside.sequence") == F.col("sequence"))
+    return [
+        step.isin("blocked", "merged", "withdrawn") & known & ~is_active,
+        step.isin("unblocked", "merged", "withdrawn") & side_known & ~is_blocked,
+        step.isin(*rules.NOT_WHILE_BLOCKED) & side_known & is_blocked,
+        (F.col("beside.step") == "merged") & ~merged_in_time,
+        F.col("last") & (step == "merged"),
+        F.col("last") & _blocked_after() & side_known & known & ~_state_after(rules.ACTIVE),
+    ]
+
+
+def fence_findings(steps: DataFrame) -> DataFrame:
+    """Every claim of a queue has a fence of its own, above all that were before."""
+    entry = ("history", "queue", "epoch", "sequence")
+    before = Window.partitionBy("history", "queue", "epoch").orderBy("sequence")
+    claims = (
+        steps.where("step = 'claimed'")
+        .groupBy(*entry)
+        .agg(F.min("fence").alias("fence"), F.max("fence").alias("highest"))
+        .withColumn("earlier", F.lag("highest").over(before))
+        .withColumn("job", F.lit(None).cast("string"))
+    )
+    tests = [
+        (F.col("fence") != F.col("highest"), told("two fences in entry ", F.col("sequence"))),
+        (
+            F.col("fence") <= F.col("earlier"),
+            told("entry ", F.col("sequence"), " claims with fence ", F.col("fence"), " after ", F.col("earlier")),
+        ),
+    ]
+    return findings_where(claims, "paths", tests)
+
+
+def archive_of(steps: DataFrame) -> DataFrame:
+    """The steps of dead jobs, each (job, fence) on its own; `last` is the last one."""
+    in_order = Window.partitionBy(*_JOB, "fence").orderBy("sequence", "position")
+    of_dead = steps.where(F.col("step").isin(*rules.ARCHIVE)).select(
+        *_JOB, "sequence", "position", "time", "step", "fence", "cause", "segment"
+    )
+    return (
+        of_dead.withColumn("before", F.lag(F.struct("step", "sequence", "cause", "segment")).over(in_order))
+        .withColumn("after", F.lead(F.struct("step", "sequence")).over(in_order))
+        .withColumn("last", F.col("after").isNull())
+    )
+
+
+def archive_findings(archive: DataFrame) -> DataFrame:
+    step, before = F.col("step"), F.coalesce("before.step", F.lit(rules.BEGINNING))
+    known = F.when(F.col("before").isNull(), F.col("segment") == 0).otherwise(
+        F.col("before.segment") == F.col("segment")
+    )
+    has_fail_job = F.coalesce(F.col("cause") == rules.FAIL_JOB_CAUSE, F.lit(False))
+    followed = F.coalesce(
+        (F.col("after.step") == "failing") & (F.col("after.sequence") == F.col("sequence")), F.lit(False)
+    )
+    of_this_death = F.coalesce(
+        (before == "dead")
+        & (F.col("before.sequence") == F.col("sequence"))
+        & (F.col("before.cause") == rules.FAIL_JOB_CAUSE),
+        F.lit(False),
+    )
+    once = [
+        ((step == "dead") & known & (before != rules.BEGINNING), told("dead a second time with one fence")),
+        (
+            step.isin(*rules.ARCHIVE_ENDS) & known & ~before.isin("dead", "failing"),
+            told(step, " though it is not in the archive; the last was ", before),
+        ),
+    ]
+    failing = [
+        ((step == "dead") & has_fail_job & ~followed, told("dead without its fail job")),
+        ((step == "failing") & ~of_this_death, told("a fail job without a death in the same entry")),
+    ]
+    return all_of([findings_where(archive, "paths", once), findings_where(archive, "fail_jobs", failing)])
+
+
+def runs_of(lives: DataFrame) -> DataFrame:
+    """Claims with what ended them. One whose end was refused has none, and is no run."""
+    step = F.col("step")
+    ends = step.isin(*rules.RUN_ENDS)
+    return (
+        lives.where((step == "claimed") | ends)
+        .groupBy(*_JOB, F.col("run").alias("fence"))
+        .agg(
+            F.min(F.when(step == "claimed", F.col("time"))).alias("begun"),
+            F.max(F.when(ends, F.col("time"))).alias("ended"),
+            F.max("sequence").alias("sequence"),
+        )
+        .where("begun is not null and ended is not null")
+    )
+
+
+def overlap_findings(runs: DataFrame) -> DataFrame:
+    """Also over the epochs of a queue: a job of a deleted queue may still have been running."""
+    earlier = Window.partitionBy("history", "queue", "job").orderBy("begun", "fence")
+    other = F.max(F.struct("ended", "fence")).over(earlier.rowsBetween(Window.unboundedPreceding, -1))
+    compared = runs.withColumn("other", other)
+    tests = [
+        (
+            F.col("begun") < F.col("other.ended"),
+            F.concat(
+                told("the run with fence ", F.col("fence"), " began ", F.col("other.ended") - F.col("begun")),
+                told(" µs before the end of the one with fence ", F.col("other.fence")),
+            ),
+        ),
+        (F.col("ended") < F.col("begun"), told("the run with fence ", F.col("fence"), " ended before it began")),
+    ]
+    return findings_where(compared, "overlap", tests)

@@ -1,0 +1,236 @@
+"""Reading journals in Redis: which there are, where they end, how to cut them into ranges, and their events in batches.
+
+Numbers of entries come from their sequence numbers, which have no gaps, so that nothing has to be counted. Ids are
+times: a range is cut by looking for the id before a time.
+"""
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from forq.broker.journal import Event, read_entry
+from forq.broker.keys import events_key, fail_queue, queue_base, watermarks_key
+from forq.broker.link import Link
+from forq.broker.registry import Registry
+from forq.errors import ForqError, InvalidData, OutcomeUnknown, RedisUnavailable
+from forq.pipeline.schema import EVENTS_ARROW
+
+# Before the first entry of any stream.
+BEGINNING = "0-0"
+ENTRIES_PER_CALL = 500
+ROWS_PER_BATCH = 20_000
+_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One entry: its id, and which it is."""
+
+    id: str
+    epoch: int
+    sequence: int
+
+    @property
+    def ms(self) -> int:
+        return int(self.id.partition("-")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The entries of a queue's journal after `after`, up to and with `last`; about how many."""
+
+    queue: str
+    after: str
+    last: str
+    entries: int
+
+
+class Journals:
+    """The journals of one server."""
+
+    def __init__(self, url: str, prefix: str) -> None:
+        self.prefix = prefix
+        self.link = Link(url, name="forq-pipeline")
+
+    def queues(self) -> list[str]:
+        """Every queue and fail queue; also those that were deleted, while their journals are kept."""
+        registry = Registry(self.link, self.prefix)
+        names = {*registry.names(), *registry.deleted()}
+        return sorted([*names, *map(fail_queue, names)])
+
+    def key(self, queue: str) -> str:
+        return events_key(queue_base(self.prefix, queue))
+
+    def ends(self, queues: Sequence[str]) -> dict[str, Mark]:
+        """The last entry of each journal that has one."""
+        found = self.link.pipeline([("XREVRANGE", self.key(queue), "+", "-", "COUNT", 1) for queue in queues])
+        return {queue: read_mark(entries[0]) for queue, entries in zip(queues, found, strict=True) if entries}
+
+    def at(self, offset: Mapping[str, str]) -> dict[str, Mark]:
+        """The entries with these ids; of one that was trimmed only the id is known."""
+        found = self.link.pipeline([("XRANGE", self.key(queue), last, last) for queue, last in offset.items()])
+        return {
+            queue: read_mark(entries[0]) if entries else Mark(last, -1, 0)
+            for (queue, last), entries in zip(offset.items(), found, strict=True)
+        }
+
+    def next(self, queue: str, after: str) -> Mark | None:
+        """The first entry after an id."""
+        entries = self.link.call("XRANGE", self.key(queue), f"({after}", "+", "COUNT", 1)
+        return read_mark(entries[0]) if entries else None
+
+    def remaining(self, queue: str, after: str, end: Mark) -> Range:
+        """All that follows `after`. Of a journal that has begun anew meanwhile the number is a guess: its length."""
+        first = self.next(queue, after)
+        if first is None or id_key(first.id) > id_key(end.id):
+            return Range(queue, after, end.id, 0)
+        if first.epoch == end.epoch and first.sequence <= end.sequence:
+            return Range(queue, after, end.id, end.sequence - first.sequence + 1)
+        return Range(queue, after, end.id, int(self.link.call("XLEN", self.key(queue))))
+
+    def cut(self, whole: Range, entries: int) -> str:
+        """The id at which the first `entries` of a range end, or somewhat fewer."""
+        if whole.entries <= entries:
+            return whole.last
+        first = self.next(whole.queue, whole.after)
+        if first is None:
+            return whole.last
+        low, high, best = first.ms, int(whole.last.partition("-")[0]), self._last_before(whole, first.ms)
+        if best.epoch == first.epoch and best.sequence - first.sequence >= entries:
+            found = self.link.call("XRANGE", self.key(whole.queue), first.id, best.id, "COUNT", entries)
+            return str(found[-1][0].decode())
+        while high - low > 1:
+            middle = (low + high) // 2
+            probe = self._last_before(whole, middle)
+            taken = probe.sequence - first.sequence + 1
+            if probe.epoch != first.epoch or taken > entries:
+                high = middle
+            else:
+                low, best = middle, probe
+                if taken > 0.8 * entries:
+                    break
+        return min(best.id, whole.last, key=id_key)
+
+    def split(self, whole: Range, entries: int) -> Iterator[Range]:
+        """Ranges of about so many entries each."""
+        rest = whole
+        while rest.entries > entries:
+            last = self.cut(rest, entries)
+            first, end = self.next(rest.queue, rest.after), self.next(rest.queue, last)
+            if last == rest.last or first is None or end is None:
+                break
+            taken = end.sequence - first.sequence if end.epoch == first.epoch else entries
+            yield Range(rest.queue, rest.after, last, taken)
+            rest = Range(rest.queue, last, rest.last, max(1, rest.entries - taken))
+        yield rest
+
+    def publish(self, consumer: str, offsets: Mapping[str, str]) -> None:
+        """Tells up to which entry `consumer` has read each journal for good: it may be trimmed that far."""
+        queues = list(offsets)
+        lifetimes = self.link.pipeline([("PTTL", self.key(queue)) for queue in queues]) if queues else []
+        commands: list[tuple[Any, ...]] = []
+        for queue, lifetime_ms in zip(queues, lifetimes, strict=True):
+            marks = watermarks_key(queue_base(self.prefix, queue))
+            # -2: there is no such journal any more.
+            if lifetime_ms != -2:
+                commands.append(("HSET", marks, consumer, offsets[queue]))
+            # That of a deleted queue: its watermarks end with it.
+            if lifetime_ms >= 0:
+                commands.append(("PEXPIRE", marks, lifetime_ms))
+        if commands:
+            self.link.pipeline(commands)
+
+    def announce(self, consumer: str) -> None:
+        """Tells that `consumer` will read every journal from its beginning, unless it has said more than that."""
+        commands = [
+            ("HSETNX", watermarks_key(queue_base(self.prefix, queue)), consumer, BEGINNING)
+            for queue in self.ends(self.queues())
+        ]
+        if commands:
+            self.link.pipeline(commands)
+
+    def server_seconds(self) -> float:
+        seconds, micros = self.link.call("TIME")
+        return int(seconds) + int(micros) / 1_000_000
+
+    def _last_before(self, whole: Range, ms: int) -> Mark:
+        """The last entry of a range that is not later than this millisecond (which is not before its first entry)."""
+        entries = self.link.call("XREVRANGE", self.key(whole.queue), ms, f"({whole.after}", "COUNT", 1)
+        if not entries:
+            raise ForqError(f"the journal of queue {whole.queue!r} was trimmed while it was read")
+        return read_mark(entries[0])
+
+
+def read_mark(entry: list[Any]) -> Mark:
+    entry_id, fields = entry[0].decode(), dict(zip(entry[1][::2], entry[1][1::2], strict=True))
+    try:
+        return Mark(entry_id, int(fields[b"q"]), int(fields[b"s"]))
+    except (KeyError, ValueError):
+        # Reading it will say what is wrong with it; only the cutting of ranges becomes a guess.
+        return Mark(entry_id, 0, 0)
+
+
+def id_key(entry_id: str) -> tuple[int, int]:
+    """Ids are ordered by their numbers, not as text."""
+    ms, _, number = entry_id.partition("-")
+    return int(ms), int(number)
+
+
+def event_batches(journals: Journals, ranges: Sequence[Range], *, skip_broken: bool) -> Iterator[pa.RecordBatch]:
+    """The events of some ranges. What was trimmed before it could be read is missing: sequence numbers tell."""
+    # Millions of tuples that all live until their batch is made: the collector would walk them again and again.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        events: list[Event] = []
+        for part in ranges:
+            for entries in _entries(journals, part):
+                for entry_id, flat in entries:
+                    events += _read(part.queue, entry_id, flat, skip_broken)
+                if len(events) >= ROWS_PER_BATCH:
+                    yield _record_batch(events)
+                    events = []
+        if events:
+            yield _record_batch(events)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _entries(journals: Journals, part: Range) -> Iterator[list[Any]]:
+    key, after = journals.key(part.queue), part.after
+    while True:
+        entries = _call(journals.link, "XRANGE", key, f"({after}", part.last, "COUNT", ENTRIES_PER_CALL)
+        if entries:
+            yield entries
+        if len(entries) < ENTRIES_PER_CALL:
+            return
+        after = entries[-1][0].decode()
+
+
+def _call(link: Link, *command: Any) -> Any:
+    """A read may be repeated if its answer was lost."""
+    for _ in range(_TRIES - 1):
+        try:
+            return link.call(*command)
+        except (OutcomeUnknown, RedisUnavailable):
+            continue
+    return link.call(*command)
+
+
+def _read(queue: str, entry_id: bytes, flat: list[bytes], skip_broken: bool) -> Iterator[Event]:
+    try:
+        return read_entry(dict(zip(flat[::2], flat[1::2], strict=True)), queue)
+    except InvalidData as exc:
+        if skip_broken:
+            return iter(())
+        raise InvalidData(f"queue {queue!r}, entry {entry_id.decode()}: {exc}") from exc
+
+
+def _record_batch(events: list[Event]) -> pa.RecordBatch:
+    columns = zip(*events, strict=True)
+    arrays = [pa.array(values, column.type) for values, column in zip(columns, EVENTS_ARROW, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=EVENTS_ARROW)

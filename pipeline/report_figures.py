@@ -1,0 +1,242 @@
+"""The numbers of a report: Spark SQL over event rows. What comes back is as large as the charts, not as the history.
+
+1. `attempts`: one row per claim, with what it waited for, how it ended and how long it ran. Kept while the report is
+   made, since most figures are aggregations of it.
+2. A figure per chart, by bucket of time and by queue: the busiest by name, the rest together as OTHERS.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import functions as F
+
+from forq.pipeline import report_sql as sql
+from forq.pipeline.report_span import HOUR, Heat, Span, heat_of
+
+BUSIEST = 12
+MAX_QUEUES_LISTED = 250
+# No queue can be called so.
+OTHERS = "(others)"
+_ALL = ""
+
+Percentiles = tuple[int | None, int | None, int | None]
+NONE: Percentiles = (None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """p50, p90 and p99 in microseconds: from ready to claimed, and of the handler."""
+
+    wait: Percentiles = NONE
+    run: Percentiles = NONE
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFigures:
+    name: str
+    verbs: dict[str, int]
+    times: Times
+    busy_us: int
+    peak: int | None  # None: not one of the busiest
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    verb: str
+    cause: str | None
+    count: int
+    queues: int
+    examples: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    queue: str
+    job: str
+    attempt: int | None
+    verb: str
+    cause: str | None
+    run_us: int | None
+    wait_us: int | None
+    ended_us: int
+
+
+@dataclass(slots=True)
+class Figures:
+    """Series have one value per bucket, by the queue's name."""
+
+    span: Span
+    heat: Heat
+    events: int
+    names: list[str]
+    queues: list[QueueFigures]
+    times: Times = Times()
+    peak: int = 0
+    done: dict[str, list[int]] = field(default_factory=dict)
+    enqueued: list[int] = field(default_factory=list)
+    times_over_time: list[Times] = field(default_factory=list)
+    times_by_queue: dict[str, list[Times]] = field(default_factory=dict)
+    running: dict[str, list[float]] = field(default_factory=dict)
+    cells: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # finished, of which failed
+    causes: list[Cause] = field(default_factory=list)
+    slowest: list[Attempt] = field(default_factory=list)
+    dead: list[Attempt] = field(default_factory=list)
+
+    def total(self, *verbs: str) -> int:
+        return sum(queue.verbs.get(verb, 0) for queue in self.queues for verb in verbs)
+
+
+_VIEWS = ("report_attempts", "report_ended", "report_steps", "report_events")
+
+
+def read_figures(spark: SparkSession, events: DataFrame, since_us: int | None, until_us: int | None) -> Figures | None:
+    """Everything a report shows about [since, until); None if nothing happened then."""
+    if since_us is not None:
+        events = events.where(F.col("time") >= F.timestamp_micros(F.lit(since_us)))
+    if until_us is not None:
+        events = events.where(F.col("time") < F.timestamp_micros(F.lit(until_us)))
+    counted = events.groupBy("queue", "verb").agg(
+        F.count("*").alias("count"),
+        F.min(F.unix_micros("time")).alias("first_us"),
+        F.max(F.unix_micros("time")).alias("last_us"),
+    )
+    rows = counted.collect()
+    if not rows:
+        return None
+    span = Span(min(row.first_us for row in rows), max(row.last_us for row in rows) + 1)
+    return _Reading(spark, events, span, rows).figures()
+
+
+class _Reading:
+    def __init__(self, spark: SparkSession, events: DataFrame, span: Span, counted: list[Row]) -> None:
+        self._spark = spark
+        self._span = span
+        self._heat = heat_of(span)
+        self._verbs: dict[str, dict[str, int]] = defaultdict(dict)
+        for row in counted:
+            self._verbs[row.queue][row.verb] = row["count"]
+        by_size = sorted(self._verbs, key=lambda name: (-_size(self._verbs[name]), name))
+        self._by_size = by_size
+        # One more by name rather than one alone as the others.
+        self._named = by_size if len(by_size) <= BUSIEST + 1 else by_size[:BUSIEST]
+        self._names = self._named if len(self._named) == len(by_size) else [*self._named, OTHERS]
+        self._events = self._with_name(events)
+
+    def figures(self) -> Figures:
+        # Views of their own, since dropping a view (which `sql(…, name=frame)` does) forgets what was persisted.
+        attempts = None
+        try:
+            self._events.createOrReplaceTempView("report_events")
+            self._sql(sql.STEPS).createOrReplaceTempView("report_steps")
+            self._sql(sql.ENDED).createOrReplaceTempView("report_ended")
+            attempts = self._with_name(self._sql(sql.ATTEMPTS)).persist()
+            attempts.createOrReplaceTempView("report_attempts")
+            return self._read()
+        finally:
+            if attempts is not None:
+                attempts.unpersist()
+            for view in _VIEWS:
+                self._spark.catalog.dropTempView(view)
+
+    def _read(self) -> Figures:
+        span = self._span
+        peaks, running = self._running()
+        of_queue = {row.queue: row for row in self._sql(sql.TIMES_OF_QUEUES).collect()}
+        queues = [
+            QueueFigures(
+                name,
+                self._verbs[name],
+                _times(of_queue.get(name)),
+                (of_queue[name].busy_us or 0) if name in of_queue else 0,
+                peaks.get(name, 0) if name in self._named else None,
+            )
+            for name in self._by_size
+        ]
+        figures = Figures(
+            span=span,
+            heat=self._heat,
+            events=sum(count for verbs in self._verbs.values() for count in verbs.values()),
+            names=self._names,
+            queues=queues,
+            peak=peaks.get(_ALL, 0),
+            running=running,
+            cells=self._cells(),
+            causes=[Cause(**row.asDict()) for row in self._sql(sql.CAUSES).collect()],
+            slowest=[Attempt(**row.asDict()) for row in self._sql(sql.SLOWEST).collect()],
+            dead=[Attempt(**row.asDict()) for row in self._sql(sql.DEAD).collect()],
+        )
+        self._add_times(figures)
+        self._add_series(figures)
+        return figures
+
+    def _add_times(self, figures: Figures) -> None:
+        buckets = self._span.buckets
+        figures.times_over_time = [Times()] * buckets
+        figures.times_by_queue = {name: [Times()] * buckets for name in self._names}
+        for row in self._sql(sql.TIMES).collect():
+            if row.level == 3:
+                figures.times = _times(row)
+            elif row.bucket is not None:
+                line = figures.times_over_time if row.level == 2 else figures.times_by_queue[row.name]
+                line[row.bucket] = _times(row)
+
+    def _add_series(self, figures: Figures) -> None:
+        figures.enqueued = [0] * self._span.buckets
+        figures.done = {name: [0] * self._span.buckets for name in self._names}
+        for row in self._sql(sql.SERIES).collect():
+            figures.enqueued[row.bucket] += row.enqueued
+            figures.done[row.name][row.bucket] = row.done
+
+    def _running(self) -> tuple[dict[str, int], dict[str, list[float]]]:
+        """The most at once (by name, and of all), and the average per bucket (by name)."""
+        changes: dict[str, dict[int, Row]] = defaultdict(dict)
+        span = self._span
+        for row in self._sql(sql.RUNNING).collect():
+            changes[row.name][row.bucket] = row
+        peaks: dict[str, int] = {}
+        averages = {name: [0.0] * span.buckets for name in self._names}
+        for name, by_bucket in changes.items():
+            at_once = peaks[name] = 0
+            for bucket in range(span.buckets):
+                begin, end = span.edges(bucket)
+                change = by_bucket.get(bucket)
+                peaks[name] = max(peaks[name], at_once + (change.highest if change else 0))
+                if name in averages:
+                    averages[name][bucket] = max(0.0, at_once + (change.area / (end - begin) if change else 0))
+                at_once += change.net if change else 0
+        return peaks, averages
+
+    def _cells(self) -> dict[tuple[int, int], tuple[int, int]]:
+        if self._heat.by_weekday:
+            row, cell = f"(div(ended_us, 24 * {HOUR}) + 3) % 7", f"div(ended_us, {HOUR}) % 24"
+        else:
+            row = f"div(ended_us, {self._heat.row_us})"
+            cell = f"div(ended_us % {self._heat.row_us}, {self._heat.cell_us})"
+        text = f"""
+            select {row} as row, {cell} as cell, count(*) as ended, count_if(verb in ({sql.FAILED})) as failed
+            from report_attempts where verb in ('done', {sql.FAILED}) group by row, cell
+        """
+        return {(row.row, row.cell): (row.ended, row.failed) for row in self._sql(text).collect()}
+
+    def _with_name(self, rows: DataFrame) -> DataFrame:
+        named = F.when(F.col("queue").isin(self._named), F.col("queue")).otherwise(F.lit(OTHERS))
+        return rows.withColumn("name", named)
+
+    def _sql(self, text: str) -> DataFrame:
+        """`text` with the numbers of the span in place of their names."""
+        span = self._span
+        numbers = {"from_us": span.from_us, "to_us": span.to_us, "origin_us": span.origin_us, "step_us": span.step_us}
+        return self._spark.sql(text.format(**numbers))
+
+
+def _size(verbs: dict[str, int]) -> int:
+    """How busy a queue was: what ended there, then what came in."""
+    ends = sum(verbs.get(verb, 0) for verb in ("done", "retried", "dead", "stalled", "timed_out"))
+    return 1_000_000 * ends + verbs.get("enqueued", 0)
+
+
+def _times(row: Row | None) -> Times:
+    if row is None:
+        return Times()
+    return Times(tuple(row.wait) if row.wait else NONE, tuple(row.run) if row.run else NONE)

@@ -1,0 +1,119 @@
+"""The queries of a report, over the views that report_figures.py makes. {from_us} and the like are numbers of the span.
+
+Events → steps (with what is before and after) → ended (an attempt per row) → attempts (with how long it ran).
+"""
+
+MAX_CAUSES = 25
+MAX_JOBS_LISTED = 15
+
+# What can follow a claim; `returned` at once means that the job was handed back before it began.
+ENDS = "'done', 'retried', 'dead', 'stalled', 'timed_out', 'suspected', 'interrupted', 'cancelled', 'returned'"
+LOST = "'stalled', 'timed_out', 'suspected', 'interrupted', 'cancelled', 'deleted'"
+FAILED = "'retried', 'dead', 'stalled', 'timed_out'"
+
+# A job is ready from the verb that made it so, or from when it is due. `promoted` counts only if what was before it
+# lies before the report's time. What a worker settles in one entry it has run one after the other: `until_us` is when
+# a run ended if those behind it followed without a pause.
+STEPS = f"""
+select queue, epoch, verb, us, until_us, job, fence, attempt,
+  lead(verb) over life as next_verb, lead(us) over life as next_us, lead(until_us) over life as next_until_us,
+  lead(micros) over life as next_micros,
+  lead(cause) over life as next_cause, lag(verb) over life as previous_verb, micros, cause,
+  coalesce(
+    last_value(ready_us) ignore nulls over before,
+    last_value(if(verb = 'promoted', us, null)) ignore nulls over before
+  ) as ready_us
+from (
+  select *, unix_micros(time) as us,
+    case when verb = 'scheduled' then unix_micros(due)
+      when verb in ('enqueued', 'unblocked', 'returned', 'retried', 'revived') then unix_micros(time) end as ready_us,
+    unix_micros(time) - coalesce(sum(if(verb in ('done', 'retried', 'dead'), micros, 0)) over (
+      partition by queue, epoch, sequence order by position rows between 1 following and unbounded following
+    ), 0) as until_us
+  from report_events
+  where verb in ('enqueued', 'unblocked', 'revived', 'scheduled', 'promoted', 'claimed', {ENDS})
+)
+window life as (partition by queue, epoch, job order by sequence, position),
+  before as (
+    partition by queue, epoch, job order by sequence, position rows between unbounded preceding and 1 preceding
+  )
+"""
+
+# An end without a claim: that one lies before the report's time.
+ENDED = f"""
+select queue, epoch, job, attempt, fence, us as claimed_us, greatest(0, us - ready_us) as wait_us,
+  next_verb as verb, next_us as ended_us, next_until_us as until_us, next_micros as micros, next_cause as cause
+from report_steps where verb = 'claimed'
+union all
+select queue, epoch, job, attempt, fence, null, null, verb, us, until_us, micros, cause
+from report_steps where previous_verb is null and verb in ({ENDS}) and fence > 0
+"""
+
+ATTEMPTS = f"""
+select *,
+  case when verb in ({LOST}) then coalesce(micros, ended_us - coalesce(claimed_us, {{from_us}}))
+    else micros end as run_us
+from (
+  select ended.queue, job, attempt, fence, claimed_us, wait_us, micros, cause,
+    if(verb is null and deleted_us is not null, 'deleted', verb) as verb, coalesce(ended_us, deleted_us) as ended_us,
+    coalesce(until_us, deleted_us) as until_us
+  from report_ended as ended left join (
+    select queue, epoch, unix_micros(time) as deleted_us from report_events where verb = 'deleted'
+  ) as deletion on ended.queue = deletion.queue and ended.epoch = deletion.epoch
+)
+"""
+
+PERCENTILES = """
+percentile_approx(wait_us, array(0.5, 0.9, 0.99), 2000) as wait,
+percentile_approx(run_us, array(0.5, 0.9, 0.99), 2000) as run
+"""
+
+TIMES = f"""
+select name, bucket, grouping_id() as level, {PERCENTILES}
+from (
+  select *, div(coalesce(claimed_us, ended_us) - {{origin_us}}, {{step_us}}) as bucket from report_attempts
+)
+group by name, bucket grouping sets ((name, bucket), (bucket), ())
+"""
+
+TIMES_OF_QUEUES = f"select queue, sum(run_us) as busy_us, {PERCENTILES} from report_attempts group by queue"
+
+SERIES = """
+select name, div(unix_micros(time) - {origin_us}, {step_us}) as bucket,
+  count_if(verb = 'enqueued') as enqueued, count_if(verb = 'done') as done
+from report_events where verb in ('enqueued', 'done') group by name, bucket
+"""
+
+# `net` is by how many more run at the end of the bucket than at its beginning, `area` what those that began or ended
+# in it add to its running time, `highest` the most at once above the beginning. Ends come before begins of the same
+# microsecond: that is one worker going on.
+RUNNING = """
+select name, bucket, sum(change) as net, sum(change * (ends_us - us)) as area, max(level) as highest
+from (
+  select *, sum(change) over (partition by name, bucket order by us, change) as level
+  from (
+    select *, least({origin_us} + (bucket + 1) * {step_us}, {to_us}) as ends_us
+    from (
+      select explode(array(name, '')) as name, us, change, div(us - {origin_us}, {step_us}) as bucket
+      from (
+        select name, greatest({from_us}, if(ended_us is null, claimed_us, until_us - run_us)) as us, 1 as change
+        from report_attempts where run_us is not null or ended_us is null
+        union all
+        select name, greatest({from_us}, until_us), -1 from report_attempts where run_us is not null
+      )
+    )
+  )
+)
+group by name, bucket order by name, bucket
+"""
+
+CAUSES = f"""
+select verb, cause, count(*) as count, count(distinct queue) as queues,
+  array_distinct(array(max_by(job, ended_us), min_by(job, ended_us), max_by(job, run_us))) as examples
+from report_attempts where verb in ({FAILED}, 'suspected', 'interrupted')
+group by verb, cause order by count desc, verb, cause limit {MAX_CAUSES}
+"""
+
+LISTED = "select queue, job, attempt, verb, cause, run_us, wait_us, ended_us from report_attempts"
+SLOWEST = f"{LISTED} where run_us is not null order by run_us desc, ended_us limit {MAX_JOBS_LISTED}"
+DEAD = f"{LISTED} where verb = 'dead' order by ended_us desc limit {MAX_JOBS_LISTED}"

@@ -1,0 +1,72 @@
+"""The rows of the pipeline, as Spark and as Arrow describe them: events (broker/journal.py has their meaning) and jobs.
+
+(queue, epoch, sequence, position) is the key of an event. Spark compares the two descriptions exactly: types, time zone
+and whether a value may be missing.
+"""
+
+import pyarrow as pa
+from pyspark.sql.types import (
+    DataType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+_TEXT, _LONG, _INT, _TIME = StringType(), LongType(), IntegerType(), TimestampType()
+_ARROW: dict[DataType, pa.DataType] = {
+    _TEXT: pa.string(),
+    _LONG: pa.int64(),
+    _INT: pa.int32(),
+    _TIME: pa.timestamp("us", tz="UTC"),
+}
+
+EVENTS = StructType(
+    [
+        StructField("queue", _TEXT, nullable=False),  # NAME, or NAME#fail
+        StructField("epoch", _LONG, nullable=False),
+        StructField("sequence", _LONG, nullable=False),  # of the entry
+        StructField("position", _INT, nullable=False),  # of the event in its entry, from 0
+        StructField("time", _TIME, nullable=False),
+        StructField("verb", _TEXT, nullable=False),
+        StructField("job", _TEXT),
+        StructField("fence", _LONG, nullable=False),
+        StructField("attempt", _INT),  # of claimed
+        StructField("actor", _TEXT, nullable=False),
+        StructField("micros", _LONG),
+        StructField("cause", _TEXT),
+        StructField("due", _TIME),  # of scheduled
+        StructField("entry", _TEXT),  # the whole text of the entry, at position 0 only
+        StructField("hash", _TEXT),  # the same
+    ]
+)
+
+JOBS = StructType(
+    [
+        StructField("queue", _TEXT, nullable=False),
+        StructField("id", _TEXT, nullable=False),
+        StructField("identifier", _TEXT),
+        StructField("type", _TEXT),
+        StructField("state", _TEXT, nullable=False),  # waiting, scheduled, active, retry, dead
+        StructField("priority", _INT),
+        StructField("retry_count", _INT),
+        StructField("stall_count", _INT),
+        StructField("timeout_count", _INT),
+        StructField("enqueued_at", _TIME),
+        StructField("run_at", _TIME),  # of scheduled
+        StructField("data", _TEXT),  # JSON; missing if the record is broken
+        StructField("fence", _LONG),  # of active and dead
+        StructField("died_at", _TIME),
+        StructField("error", _TEXT),  # of dead, as JSON; of a broken record what is wrong with it
+    ]
+)
+
+
+def arrow_schema(rows: StructType) -> pa.Schema:
+    return pa.schema([pa.field(column.name, _ARROW[column.dataType], column.nullable) for column in rows])
+
+
+EVENTS_ARROW = arrow_schema(EVENTS)
+JOBS_ARROW = arrow_schema(JOBS)

@@ -1,0 +1,217 @@
+"""Rows become jobs: columns queue and data, and if there are such: id, identifier, run_at, priority, type, token.
+
+1. Each row gets a token, so that a task that Spark repeats (or a whole write that is repeated with the same `run`)
+   stores nothing twice, also if a job has ended meanwhile: for as long as the queue remembers tokens (dedup_ttl).
+   A given token is used as it is. Else it is made of the run and the row's id, or its place: partition and number. Of
+   several rows with one id in a run, one is stored.
+2. `run` is by default new for each write; of a stream, the query's id and the number of the batch, so that a query
+   that goes on from its checkpoint repeats itself without harm.
+3. While Redis is away or full, a task waits for up to `patience`.
+4. A row that cannot be stored ends the write with a sentence that names it. What was stored before stays.
+"""
+
+import hashlib
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.types import StringType, StructType, TimestampType
+
+from forq.broker.keys import DEFAULT_PRIORITY
+from forq.broker.link import Link
+from forq.broker.producing import CHUNK_BYTES, CHUNK_JOBS, NewJob, Producer, Update, new_job
+from forq.durations import parse_duration
+from forq.errors import BackPressure, ForqError, InvalidData, RedisUnavailable, UsageError
+from forq.ids import new_id
+from forq.names import shown
+from forq.pipeline.json_values import json_reader
+from forq.pipeline.source_options import SourceOptions, one_of
+
+_NEEDED = ("queue", "data")
+_ALLOWED = (*_NEEDED, "id", "identifier", "run_at", "priority", "type", "token")
+_RUN = re.compile(r"[A-Za-z0-9_.-]{1,48}\Z")
+_LONGEST_TOKEN = 128
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
+
+
+@dataclass
+class Stored(WriterCommitMessage):
+    """What one task has written; those that were there already are among them."""
+
+    rows: int
+
+
+class JobWriter(DataSourceArrowWriter):
+    def __init__(self, options: Mapping[str, str], chosen: SourceOptions, schema: StructType, overwrite: bool) -> None:
+        if overwrite:
+            raise UsageError("jobs can be added to a queue, not put in the place of others: use mode('append')")
+        _check_columns(schema)
+        self._chosen = chosen
+        self._update = Update(one_of(options, "ifExists", ("skip", "update")))
+        self._patience_seconds = parse_duration(options.get("patience", "60s"))
+        self._given_run = options.get("run")
+        if self._given_run is not None and not _RUN.match(self._given_run):
+            raise UsageError(f"option run = {shown(self._given_run)} is not allowed: 1 to 48 of A-Z a-z 0-9 _ . -")
+        # Made once per write, here on the driver: all its tasks and their repetitions have it.
+        self._new_run = new_id()
+        self._read_data = json_reader(schema["data"].dataType)
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        task = TaskContext.get()
+        assert task is not None
+        return self._store(iterator, self._given_run or self._new_run, task.partitionId())
+
+    def _store(self, batches: Iterator[pa.RecordBatch], run: str, partition: int) -> Stored:
+        link = Link(self._chosen.redis, name="forq-sink")
+        chunks = _Chunks(link, self._chosen.prefix, self._update, self._patience_seconds, partition)
+        number = 0
+        for batch in batches:
+            for row in _rows(batch):
+                try:
+                    queue, job = self._job(row, run, f"{partition}:{number}")
+                except ForqError as exc:
+                    chunks.flush_all()
+                    raise UsageError(f"row {number} of partition {partition} ({_named(row)}): {exc}") from exc
+                chunks.add(queue, job, number)
+                number += 1
+        chunks.flush_all()
+        link.close()
+        return Stored(number)
+
+    def _job(self, row: dict[str, Any], run: str, place: str) -> tuple[str, NewJob]:
+        queue, job_id, token = row["queue"], row.get("id"), row.get("token")
+        if queue is None:
+            raise UsageError("it has no queue")
+        priority = row.get("priority")
+        return queue, new_job(
+            self._read_data(row["data"]),
+            id=job_id,
+            identifier=row.get("identifier"),
+            priority=DEFAULT_PRIORITY if priority is None else priority,
+            type=row.get("type"),
+            token=_token(run, job_id, place) if token is None else token,
+            run_at=row.get("run_at"),
+        )
+
+
+class StreamJobWriter(JobWriter, DataSourceStreamArrowWriter):
+    """The same for each batch of a stream. The query's id outlives a restart from its checkpoint."""
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        task = TaskContext.get()
+        assert task is not None
+        query, batch = (task.getLocalProperty(name) for name in ("sql.streaming.queryId", "streaming.sql.batchId"))
+        if batch is None:
+            raise ForqError("Spark did not tell which batch of the stream this is")
+        return self._store(iterator, f"{self._given_run or query or self._new_run}.{batch}", task.partitionId())
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int | None = None) -> None:
+        """Everything is stored already."""
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int | None = None) -> None:
+        """What is stored stays."""
+
+
+def _check_columns(schema: StructType) -> None:
+    names = schema.fieldNames()
+    wrong = [name for name in names if name not in _ALLOWED]
+    missing = [name for name in _NEEDED if name not in names]
+    if wrong or missing:
+        said = f"has no column {missing[0]!r}" if missing else f"has a column {shown(wrong[0])} that jobs do not have"
+        raise UsageError(f"what is written {said}; needed are queue and data, allowed {', '.join(_ALLOWED[2:])}")
+    for name in ("queue", "id", "identifier", "type", "token"):
+        if name in names and not isinstance(schema[name].dataType, StringType):
+            raise UsageError(f"column {name} is {schema[name].dataType.simpleString()}, not a string")
+    if "run_at" in names and not isinstance(schema["run_at"].dataType, TimestampType):
+        raise UsageError(f"column run_at is {schema['run_at'].dataType.simpleString()}, not a timestamp")
+    if "priority" in names and schema["priority"].dataType.typeName() not in ("byte", "short", "integer", "long"):
+        raise UsageError(f"column priority is {schema['priority'].dataType.simpleString()}, not a whole number")
+
+
+def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    names = batch.schema.names
+    for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+        yield dict(zip(names, values, strict=True))
+
+
+def _token(run: str, job_id: str | None, place: str) -> str:
+    """Runs have neither a colon nor a slash, so the two kinds cannot meet."""
+    token = f"spark:{run}:{place}" if job_id is None else f"spark:{run}/{job_id}"
+    if len(token) <= _LONGEST_TOKEN:
+        return token
+    return f"spark:{run}/{hashlib.sha256(token.encode()).hexdigest()}"
+
+
+def _named(row: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {shown(row[name])}" for name in ("queue", "id") if row.get(name) is not None)
+
+
+@dataclass
+class _Chunk:
+    jobs: list[NewJob] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    size: int = 0
+
+
+class _Chunks:
+    """The rows of a task on their way, a chunk per queue."""
+
+    def __init__(self, link: Link, prefix: str, update: Update, patience_seconds: float, partition: int) -> None:
+        self._link = link
+        self._prefix = prefix
+        self._update = update
+        self._patience_seconds = patience_seconds
+        self._partition = partition
+        self._producers: dict[str, Producer] = {}
+        self._waiting: dict[str, _Chunk] = {}
+
+    def add(self, queue: str, job: NewJob, number: int) -> None:
+        chunk = self._waiting.setdefault(queue, _Chunk())
+        if len(chunk.jobs) == CHUNK_JOBS or (chunk.jobs and chunk.size + len(job.body) > CHUNK_BYTES):
+            self._flush(queue)
+            chunk = self._waiting[queue] = _Chunk()
+        chunk.jobs.append(job)
+        chunk.numbers.append(number)
+        chunk.size += len(job.body)
+
+    def flush_all(self) -> None:
+        for queue in list(self._waiting):
+            self._flush(queue)
+
+    def _flush(self, queue: str) -> None:
+        chunk = self._waiting.pop(queue)
+        try:
+            producer = self._producers.get(queue) or Producer(self._link, self._prefix, queue)
+            self._producers[queue] = producer
+            with_patience(lambda: producer.enqueue(chunk.jobs, self._update), self._patience_seconds)
+        except ForqError as exc:
+            raise type(exc)(f"{self._place(chunk, exc)}: {exc}") from exc
+
+    def _place(self, chunk: _Chunk, exc: ForqError) -> str:
+        if isinstance(exc, InvalidData):
+            # Too large for the queue: the script looks at the first such row, this is the largest.
+            at = max(range(len(chunk.jobs)), key=lambda index: len(chunk.jobs[index].body))
+            return f"row {chunk.numbers[at]} of partition {self._partition} (id {shown(chunk.jobs[at].id)})"
+        return f"rows {chunk.numbers[0]} to {chunk.numbers[-1]} of partition {self._partition}"
+
+
+def with_patience(store: Callable[[], object], patience_seconds: float) -> None:
+    """Repeats a call that has tokens while Redis is away or out of memory."""
+    deadline = time.monotonic() + patience_seconds
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            store()
+            return
+        except (BackPressure, RedisUnavailable):
+            if time.monotonic() + pause > deadline:
+                raise
+        # Not all tasks at the same moment.
+        time.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -1,0 +1,292 @@
+"""What cannot have happened is found even if the chain is right: each rule, with histories told with a fault in them.
+
+All of them are audited in one run; each is found by the rule that it is about.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from pyspark.sql import SparkSession
+
+from forq.broker.journal import Event
+from forq.pipeline.auditor import Auditor
+from forq.pipeline.findings import GAP, VIOLATION
+from forq.pipeline.standing import Standing, Standings
+from tests.support.histories import STEP_US, Entry, all_standings, frame_of, rows_of, told_history
+
+Entries = list[Entry]
+
+
+def told_instead(old: str, new: str) -> Callable[[Entries], Entries]:
+    """The one entry that says `old` says `new`; nothing at all if that is all it said."""
+
+    def change(entries: Entries) -> Entries:
+        changed = [entry.saying(old, new) if old in entry.text else entry for entry in entries]
+        assert sum(old in entry.text for entry in entries) == 1, f"{old!r} is not told once"
+        return [entry for entry in changed if entry.text]
+
+    return change
+
+
+def told_also(after: str, *texts: str, queue: str = "q") -> Callable[[Entries], Entries]:
+    """More entries after the one that says `after`."""
+
+    def change(entries: Entries) -> Entries:
+        (at,) = [number for number, entry in enumerate(entries) if after in entry.text]
+        epoch = max(entry.epoch for entry in entries[: at + 1] if entry.queue == queue)
+        more = [Entry(queue, epoch, entries[at].time_us + 1 + number, text) for number, text in enumerate(texts)]
+        return [*entries[: at + 1], *more, *entries[at + 1 :]]
+
+    return change
+
+
+def at_another_time(text: str, microseconds: int) -> Callable[[Entries], Entries]:
+    return lambda entries: [
+        replace(entry, time_us=entry.time_us + microseconds) if text in entry.text else entry for entry in entries
+    ]
+
+
+# What is changed, and the rule that finds it.
+PLANTED: list[tuple[str, Callable[[Entries], Entries]]] = [
+    # A job ends twice, or a run does.
+    ("paths", told_instead("done 101 a 10 b -", "done 101 a 10 b - b -")),
+    ("paths", told_also("done 101 a 10", "done 101 a 10")),
+    ("paths", told_also("cancelled 0 d c", "cancelled 0 c")),
+    ("paths", told_also("dead 106 d", "done 106 d 5")),
+    ("conservation", told_also("done 101 a 10", "done 101 a 10")),
+    ("conservation", told_also("cancelled 0 d c", "cancelled 0 c")),
+    # Wrong fences.
+    ("paths", told_instead("done 101 a 10 b -", "done 100 a 10 b -")),
+    ("paths", told_instead("retried 102 d 30", "retried 101 d 30")),
+    ("paths", told_instead("stalled 103 e", "stalled 102 e")),
+    ("paths", told_instead("timed_out 104 e", "timed_out 103 e")),
+    ("paths", told_instead("suspected 107 g", "suspected 106 g")),
+    ("paths", told_instead("interrupted 107 h", "interrupted 17 h")),
+    ("paths", told_instead("marked 104 s", "marked 103 s")),
+    ("paths", told_instead("cancelled 104 s", "cancelled 103 s")),
+    ("paths", told_instead("cancelled 104 s", "cancelled 0 s")),
+    ("paths", told_instead("cancelled 0 d c", "cancelled 104 d c")),
+    ("paths", told_instead("claimed 108 1 g", "claimed 107 1 g")),
+    ("paths", told_instead("claimed 106 1 d", "claimed 90 1 d")),
+    ("paths", told_instead("claimed 104 2 e d", "claimed 99 2 e d")),
+    # Wrong attempts.
+    ("paths", told_instead("claimed 104 2 e d", "claimed 104 3 e d")),
+    ("paths", told_instead("claimed 105 3 e", "claimed 105 2 e")),
+    ("paths", told_instead("claimed 106 1 d", "claimed 106 2 d")),
+    ("paths", told_instead("claimed 103 2 d", "claimed 103 1 d")),
+    ("paths", told_instead("claimed 102 1 c d", "claimed 102 2 c d")),
+    # Steps that cannot follow.
+    ("paths", told_instead("enqueued 0 s\n", "enqueued 0 s s\n")),
+    ("paths", told_also("claimed 101 1 a b", "enqueued 0 a")),
+    ("paths", told_also("claimed 101 1 a b", "updated 0 a")),
+    ("paths", told_also("claimed 101 1 a b", "cancelled 0 a")),
+    ("paths", told_also("claimed 101 1 a b", "revived 100 a")),
+    ("paths", told_also("enqueued 0 a b c d e", "promoted 0 a")),
+    ("paths", told_also("enqueued 0 a b c d e", "returned 0 a")),
+    ("paths", told_also("enqueued 0 a b c d e", "done 100 a 5")),
+    ("paths", told_also("enqueued 0 a b c d e", "marked 100 a")),
+    ("paths", told_also("enqueued 0 a b c d e", "scheduled 0 a 77")),
+    ("paths", told_instead("promoted 0 s d", "promoted 0 d")),
+    ("paths", told_instead("claimed 101 1 a b c d", "claimed 101 1 a b c d n")),
+    ("paths", told_instead("\nreturned 0 g h", "\nreturned 0 g")),
+    ("paths", told_instead("\nreturned 0 e s d", "\nreturned 0 s d")),
+    ("paths", told_also("dropped 0 z", "stalled 107 i signal_9")),
+    ("paths", told_instead("timed_out 104 e timeout 50\nreturned 0 e", "timed_out 104 e timeout 50")),
+    # What is blocked.
+    ("paths", told_instead("\nmerged 0 e", "")),
+    ("paths", told_instead("\nunblocked 0 c", "")),
+    ("paths", told_instead("withdrawn 0 s\n", "")),
+    ("paths", told_instead("\nunblocked 0 c", "\nunblocked 0 c d")),
+    ("paths", told_also("claimed 101 1 a b", "withdrawn 0 a")),
+    ("paths", told_also("claimed 101 1 a b", "merged 0 a")),
+    ("paths", told_also("enqueued 0 a b c d e", "blocked 0 a")),
+    ("paths", told_also("done 101 a 10", "blocked 0 a")),
+    ("paths", told_also("dropped 0 z", "merged 0 i")),
+    # The archive.
+    ("paths", told_instead("discarded 106 d", "discarded 105 d")),
+    ("paths", told_also("discarded 106 d", "discarded 106 d")),
+    ("paths", told_instead("forgotten 105 e", "forgotten 104 e")),
+    ("paths", told_instead("revived 104 d", "revived 103 d")),
+    ("paths", told_also("cancelled 0 d c", "revived 104 d")),
+    # Fail jobs.
+    ("fail_jobs", told_instead("\nfailing 104 d", "")),
+    ("fail_jobs", told_instead("dead 104 d 40 1\nfailing 104 d", "dead 104 d 40 0\nfailing 104 d")),
+    ("fail_jobs", told_instead("failing 106 d\n", "failing 106 d\nfailing 106 d\n")),
+    ("fail_jobs", told_instead("failing 108 g", "failing 107 g")),
+    ("fail_jobs", told_instead("dead 203 e:105 9 0", "dead 203 e:105 9 1")),
+    ("fail_jobs", told_instead("claimed 201 1 d:104", "claimed 201 1 d:103")),
+    ("fail_jobs", told_instead("claimed 204 1 d:106", "claimed 204 1 m:106")),
+    ("paths", told_also("claimed 201 1 d:104", "done 201 d:104 7", queue="q#fail")),
+    # Records that were lost.
+    ("states", told_also("enqueued 0 a b c d e", "dropped 0 a")),
+    ("states", told_also("dropped 0 z", "dropped 0 j")),
+    ("conservation", told_also("dropped 0 z", "dropped 0 j")),
+    # Jobs that vanish from the journal, or appear in it.
+    ("conservation", told_instead("enqueued 0 g h i j k", "enqueued 0 g h i j")),
+    ("conservation", told_instead("enqueued 0 g h i j k", "enqueued 0 g h i j k m")),
+    ("conservation", told_instead("done 21 x 10 y 10", "done 21 x 10")),
+    ("conservation", told_instead("deleted 0 4", "deleted 0 3")),
+    ("conservation", told_instead("deleted 0 0", "deleted 0 1")),
+    ("conservation", told_instead("discarded 106 d", "")),
+    ("conservation", told_also("dropped 0 z", "claimed 109 1 h")),
+    ("conservation", told_also("dropped 0 z", "withdrawn 0 i")),
+    ("states", told_also("dropped 0 z", "updated 0 l")),
+    # Two runs of one id at once: in one life of the queue, and in two.
+    (
+        "overlap",
+        told_also("dropped 0 z", "enqueued 0 m", "claimed 110 1 m", "claimed 111 1 m", "done 110 m 1", "done 111 m 1"),
+    ),
+    ("overlap", told_also("dropped 0 z", "claimed 109 1 h", "claimed 110 1 h", "done 109 h 1", "done 110 h 1")),
+    ("overlap", told_also("dropped 0 z", "claimed 109 1 i", "done 107 i 1", "done 109 i 1")),
+    ("overlap", at_another_time("done 11 x 10", 50 * STEP_US)),
+    ("overlap", at_another_time("claimed 102 1 c d", 50 * STEP_US)),
+    # Time, beginning and end.
+    ("chain", at_another_time("claimed 102 1 c d", -5 * STEP_US)),
+    ("chain", told_also("deleted 0 0", "resumed 0", queue="old")),
+    ("chain", told_also("dropped 0 z", "created 0 5")),
+    ("chain", told_instead("created 0 1000000", "paused 0")),
+]
+
+
+def _at_the_end_of(rows: list[Event], standings: Standings) -> Standings:
+    heads = {row.queue: row for row in rows if row.hash is not None}
+    queues = {
+        key: replace(
+            standing, epoch=heads[key[1]].epoch, sequence=heads[key[1]].sequence, hash=heads[key[1]].hash or ""
+        )
+        for key, standing in standings.queues.items()
+    }
+    return replace(standings, queues=queues)
+
+
+def with_queue(name: str, **changes: object) -> Callable[[Standings], Standings]:
+    def change(standings: Standings) -> Standings:
+        queues = dict(standings.queues)
+        queues[0, name] = replace(queues[0, name], **changes)  # type: ignore[arg-type]
+        return replace(standings, queues=queues)
+
+    return change
+
+
+def without(queue: str, job: str, place: str) -> Callable[[Standings], Standings]:
+    def change(standings: Standings) -> Standings:
+        kept = [there for there in standings.places if (there[1], *there[3:5]) != (queue, job, place)]
+        assert len(kept) == len(standings.places) - 1
+        return replace(standings, places=kept)
+
+    return change
+
+
+def within(queue: str, job: str, place: str, fence: int | None = None) -> Callable[[Standings], Standings]:
+    def change(standings: Standings) -> Standings:
+        epoch = standings.queues[0, queue].epoch
+        return replace(standings, places=[*standings.places, (0, queue, epoch, job, place, fence)])
+
+    return change
+
+
+def one_after_the_other(*changes: Callable[[Standings], Standings]) -> Callable[[Standings], Standings]:
+    def change(standings: Standings) -> Standings:
+        for one in changes:
+            standings = one(standings)
+        return standings
+
+    return change
+
+
+def without_queue(name: str) -> Callable[[Standings], Standings]:
+    return lambda standings: replace(
+        standings, queues={key: standing for key, standing in standings.queues.items() if key[1] != name}
+    )
+
+
+def changed_meanwhile(standings: Standings) -> Standings:
+    """Ids were read before the last entries were written: nothing is said about the jobs in them."""
+    last = max(entry.time_us for entry in told_history()[0] if "enqueued 0 l" in entry.text)
+    queues: dict[tuple[int, str], Standing] = {
+        key: replace(standing, read_from_us=last) for key, standing in standings.queues.items()
+    }
+    kept = [place for place in standings.places if place[3] != "l"]
+    return replace(standings, queues=queues, places=kept)
+
+
+IN_REDIS: list[tuple[str, str, Callable[[Standings], Standings]]] = [
+    ("", "", lambda standings: standings),
+    ("", "", changed_meanwhile),
+    # Numbers.
+    ("conservation", VIOLATION, with_queue("q", records=4)),
+    ("conservation", VIOLATION, with_queue("q", active=2)),
+    ("conservation", VIOLATION, with_queue("q", blocked=0)),
+    ("conservation", VIOLATION, with_queue("q", dead=2)),
+    ("conservation", VIOLATION, with_queue("q#fail", records=1)),
+    # Ids.
+    ("conservation", VIOLATION, without("q", "j", "record")),
+    ("conservation", VIOLATION, one_after_the_other(without("q", "j", "record"), within("q", "n", "record"))),
+    ("conservation", VIOLATION, without("q", "g", "dead")),
+    ("conservation", VIOLATION, within("q", "d", "dead", 104)),
+    ("conservation", VIOLATION, without("q#fail", "g:108", "record")),
+    ("conservation", VIOLATION, within("q", "a", "record")),
+    # Two states, or another than the journal's.
+    ("states", VIOLATION, without("q", "i", "active")),
+    ("states", VIOLATION, within("q", "j", "active", 107)),
+    ("states", VIOLATION, within("q", "i", "scheduled")),
+    ("states", VIOLATION, without("q", "l", "scheduled")),
+    ("states", VIOLATION, without("q", "i", "blocked")),
+    ("states", VIOLATION, within("q", "j", "blocked")),
+    ("states", VIOLATION, one_after_the_other(without("q", "i", "active"), within("q", "i", "active", 106))),
+    ("states", VIOLATION, within("q", "n", "scheduled")),
+    ("states", VIOLATION, within("q", "n", "active", 107)),
+    # The end of the journal.
+    ("chain", VIOLATION, with_queue("q", hash="0" * 40)),
+    ("chain", VIOLATION, with_queue("q", sequence=5)),
+    ("chain", GAP, with_queue("q", sequence=500)),
+    ("chain", GAP, with_queue("q", epoch=77)),
+    ("chain", GAP, with_queue("q", journal_on=False)),
+    ("chain", GAP, without_queue("q")),
+]
+
+
+Kinds = list[set[tuple[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def found(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kinds, Kinds]:
+    """(rule, kind) of what was found in each history of PLANTED and, with the whole history, of IN_REDIS."""
+    entries, standings = told_history()
+    planted = [rows_of(change(entries)) for _, change in PLANTED]
+    # Redis has come to the end of each of them, so that only what it holds can differ.
+    each = [_at_the_end_of(rows, standings) for rows in planted] + [change(standings) for _, _, change in IN_REDIS]
+    histories = planted + [rows_of(entries)] * len(IN_REDIS)
+    frame = frame_of(spark, tmp_path_factory.mktemp("planted"), histories)
+    kinds: Kinds = [set() for _ in histories]
+    for finding in Auditor(frame, all_standings(each), limit=100_000).run().findings:
+        kinds[finding.history].add((finding.rule, finding.kind))
+    return kinds[: len(planted)], kinds[len(planted) :]
+
+
+@pytest.mark.timeout(300)
+def test_what_cannot_have_happened_is_found_by_its_rule(found: tuple[Kinds, Kinds]) -> None:
+    planted, _ = found
+    missed = [
+        f"{number}: {rule} did not find it, {kinds or 'nothing'} did"
+        for number, ((rule, _), kinds) in enumerate(zip(PLANTED, planted, strict=True))
+        if (rule, VIOLATION) not in kinds
+    ]
+    assert missed == []
+    # The fault is not in the chain, and not in the rows.
+    elsewhere = [kinds for (rule, _), kinds in zip(PLANTED, planted, strict=True) if rule not in ("chain", "overlap")]
+    assert not any(rule == "chain" for kinds in elsewhere for rule, _ in kinds)
+    assert not any(rule == "rows" for kinds in planted for rule, _ in kinds)
+
+
+@pytest.mark.timeout(300)
+def test_what_redis_holds_is_compared_with_what_the_journal_says(found: tuple[Kinds, Kinds]) -> None:
+    """The first two are clean: a history with everything in it, and one that goes on while it is read."""
+    _, in_redis = found
+    missed = [
+        f"{number}: {(rule, kind)} in {kinds}"
+        for number, ((rule, kind, _), kinds) in enumerate(zip(IN_REDIS, in_redis, strict=True))
+        if (rule and (rule, kind) not in kinds) or bool(rule) != bool(kinds)
+    ]
+    assert missed == []

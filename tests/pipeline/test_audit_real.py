@@ -1,0 +1,134 @@
+"""Histories of real scripts are clean, also while the queues work; one whose journal was trimmed has gaps."""
+
+import json
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import redis
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from forq.broker.journal import VERBS
+from forq.broker.keys import DEFAULT_PREFIX, queue_base
+from forq.errors import UsageError
+from forq.pipeline import audit
+from forq.pipeline.auditor import CLEAN, GAPS, VIOLATIONS, Audit
+from forq.pipeline.history import History
+from forq.pipeline.source import ForqSource
+from tests.support.busy_queues import BusyQueue
+from tests.support.histories import rows_on_server
+
+
+@pytest.fixture
+def busy(redis_url: str) -> Iterator[BusyQueue]:
+    queue = BusyQueue(redis_url, "busy", seed=5)
+    try:
+        yield queue
+    finally:
+        queue.close()
+
+
+@contextmanager
+def at_work(queue: BusyQueue) -> Iterator[None]:
+    """The queue goes on until the end of the block."""
+    over = Event()
+
+    def work() -> None:
+        while not over.wait(0.01):
+            queue.run(5)
+
+    with ThreadPoolExecutor(1) as threads:
+        working = threads.submit(work)
+        try:
+            yield
+        finally:
+            over.set()
+        working.result()
+
+
+def run_audit(url: str, history: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
+    parser = ArgumentParser()
+    audit.add_arguments(parser)
+    code = audit.run(parser.parse_args(["--redis", url, "--history", str(history), *more]))
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.timeout(300)
+def test_what_real_queues_lived_through_is_clean(
+    spark: SparkSession, redis_url: str, busy: BusyQueue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Part of it is in a history, the rest in Redis, and it goes on."""
+    busy.run(1500)
+    busy.delete()
+    busy.create()
+    other = BusyQueue(redis_url, "other", seed=6, ids=5)
+    other.run(500)
+    spark.dataSource.register(ForqSource)
+    History(spark, str(tmp_path)).publish(0, spark.read.format("forq").option("redis", redis_url).load())
+    busy.run(1500)
+    with at_work(other):
+        code, text = run_audit(redis_url, tmp_path, capsys, "--json")
+    other.close()
+    told = json.loads(text)
+    assert told["findings"] == []
+    assert (code, told["result"], told["notes"]) == (CLEAN, "clean", [])
+    assert told["compared_with_redis"]
+    assert all(rule["checked"] > 0 for rule in told["rules"])
+    verbs = {event.verb for event in rows_on_server(redis_url, "busy", "busy#fail", "other", "other#fail")}
+    assert VERBS - verbs == {"dropped"}
+
+
+@pytest.mark.timeout(300)
+def test_a_lost_record_and_a_trimmed_journal_are_told_apart(
+    spark: SparkSession, redis_url: str, busy: BusyQueue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy.run(100)
+    client: Any = redis.Redis.from_url(redis_url)
+    with client:
+        base = queue_base(DEFAULT_PREFIX, "busy")
+        job, record = next(iter(client.hgetall(f"{base}:jobs").items()))
+        client.hdel(f"{base}:jobs", job)
+        code, text = run_audit(redis_url, tmp_path, capsys)
+        assert code == VIOLATIONS
+        wanted = (
+            f"conservation: queue busy job {job.decode()}: by the journal it is there, but Redis has no record of it"
+        )
+        assert wanted in text.splitlines()
+        assert f"enqueued {job.decode()} -" in text
+
+        client.hset(f"{base}:jobs", job, record)
+        client.xtrim(f"{base}:events", maxlen=20, approximate=False)
+        first = int(client.xrange(f"{base}:events", count=1)[0][1][b"s"])
+    code, text = run_audit(redis_url, tmp_path, capsys)
+    assert code == GAPS
+    assert f"gap, chain: queue busy: entries 1 to {first - 1} are missing" in text.splitlines()
+
+
+def test_without_redis_and_history_there_is_nothing_to_audit(spark: SparkSession, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is nothing to audit: no Redis at .* and no history in"):
+        audit.audit_all(spark, f"unix://{tmp_path}/none.sock", DEFAULT_PREFIX, str(tmp_path))
+
+
+def test_an_audit_whose_files_were_compacted_meanwhile_begins_anew() -> None:
+    audited: tuple[Audit, list[str]] = (Audit([], 0, False), [])
+    answers: list[Exception | tuple[Audit, list[str]]] = [
+        PySparkException("[FAILED_READ_FILE.FILE_NOT_EXIST] gone"),
+        audited,
+        PySparkException("out of memory"),
+    ]
+
+    def once() -> tuple[Audit, list[str]]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert audit._repeated(once) is audited
+    with pytest.raises(PySparkException, match="out of memory"):
+        audit._repeated(once)

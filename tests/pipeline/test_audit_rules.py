@@ -1,0 +1,30 @@
+"""The tables of the audit know every verb of the journal, and what they say of it is what the documentation says."""
+
+from pathlib import Path
+
+import pytest
+
+from forq.broker.journal import VERBS
+from forq.pipeline import rules
+
+STATES = Path(__file__).resolve().parents[2] / "docs" / "states.md"
+OF_QUEUES = {"created", "deleted", "paused", "resumed"}
+OWN_NAMES = {"born", "cancelled_run"}
+
+
+def test_every_verb_of_the_journal_has_its_place() -> None:
+    told = {*rules.LIFE, *rules.BLOCKING, *rules.ARCHIVE} - OWN_NAMES
+    assert told == VERBS - OF_QUEUES
+    assert set(rules.AFTER) == set(rules.LIFE)
+    assert len(rules.LIFE) == len(set(rules.LIFE))
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS - OF_QUEUES))
+def test_the_documentation_of_states_names_every_verb_about_a_job(verb: str) -> None:
+    assert f"`{verb}`" in STATES.read_text()
+
+
+def test_every_step_either_has_the_fence_of_a_run_or_none() -> None:
+    with_own_fence = {"claimed", "revived", "born"}
+    assert {*rules.FENCED, *rules.UNFENCED, *with_own_fence} >= {*rules.LIFE, *rules.BLOCKING}
+    assert not set(rules.FENCED) & set(rules.UNFENCED)

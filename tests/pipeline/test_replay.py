@@ -1,0 +1,272 @@
+"""Replay: dead jobs that a predicate picks are enqueued again, once; of the others it is said why not."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from forq.broker.dead import DeadJobs
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.producing import new_job
+from forq.broker.record import unpack
+from forq.errors import ForqError, UnknownQueue, UsageError
+from forq.pipeline import replay, replay_look
+from forq.pipeline.history import History
+from forq.pipeline.schema import EVENTS
+from tests.support.event_rows import Journal, event
+from tests.support.one_queue import OneQueue, one_queue
+
+
+@pytest.fixture
+def queue(redis_url: str) -> Iterator[OneQueue]:
+    with one_queue(redis_url) as queue:
+        yield queue
+
+
+class Replays:
+    """The command over a history of what the queue's journal has now."""
+
+    def __init__(self, spark: SparkSession, queue: OneQueue, directory: Path) -> None:
+        self._spark = spark
+        self._queue = queue
+        self._history = str(directory)
+
+    def ingest(self) -> None:
+        events = self._spark.read.format("forq").option("redis", self._queue.url).load()
+        history = History(self._spark, self._history)
+        history.folder.delete("_published/0")
+        history.publish(0, events)
+
+    def publish(self, *journals: Journal) -> None:
+        rows = [row for journal in journals for row in journal.rows()]
+        History(self._spark, self._history).publish(1, self._spark.createDataFrame(rows, EVENTS))
+
+    def __call__(self, where: str, *given: str, redis: str | None = None) -> int:
+        parser = ArgumentParser()
+        replay.add_arguments(parser)
+        common = Namespace(history=self._history, redis=redis or self._queue.url, prefix=DEFAULT_PREFIX)
+        return replay.run(parser.parse_args(["--where", where, *given], common))
+
+
+@pytest.fixture
+def replays(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> Replays:
+    return Replays(spark, queue, tmp_path / "history")
+
+
+def end_all(queue: OneQueue, *, well: bool = False, name: str = "w1") -> None:
+    """A worker takes everything that waits; all of it is done, or fails for good."""
+    worker = queue.worker(name)
+    ids = worker.turn(want=100)
+    while ids:
+        ended = {"done": ids} if well else {"failed": ids}
+        # The helper walks through ids, and takes a list of longer ones as well.
+        ids = worker.turn(want=100, **ended)  # type: ignore[arg-type]
+
+
+def result_of(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    result: dict[str, object] = json.loads(capsys.readouterr().out)
+    return result
+
+
+@pytest.mark.parametrize("count", [1000])
+def test_dead_jobs_that_a_predicate_picks_are_enqueued_again_with_all_they_had(
+    queue: OneQueue, replays: Replays, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"text": 'ü " \n', "big": 2**63 - 1, "float": 0.1, "deep": [[None, True]]}
+    jobs = [
+        new_job([number, data], id=f"{kind}{number}", identifier=f"i{number}", priority=number % 10, type="t")
+        for kind in ("pick", "leave")
+        for number in range(count // (1 if kind == "pick" else 10))
+    ]
+    queue.producer.enqueue_many(jobs)
+    end_all(queue)
+    replays.ingest()
+    assert replays("job like 'pick%' and state = 'dead' and attempts = 1", "--json") == 0
+    assert result_of(capsys) == {
+        "picked": count,
+        "replayed": count,
+        "already": 0,
+        "reasons": {},
+        "not_replayed": [],
+        "not_listed": 0,
+        "dry_run": False,
+    }
+    records = queue.state().records
+    assert set(records) == {f"pick{number}" for number in range(count)}
+    for number in range(count):
+        record = unpack(records[f"pick{number}"])
+        assert (record.data, record.identifier, record.type) == ([number, data], f"i{number}", "t")
+        assert (record.priority, record.retry_count) == (number % 10, 0)
+
+
+def test_a_second_replay_changes_nothing_though_the_jobs_have_ended_since(
+    queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue.enqueue("a", "b")
+    end_all(queue)
+    replays.ingest()
+    assert replays("state = 'dead'") == 0
+    assert capsys.readouterr().out == "2 of 2 replayed\n"
+    assert replays("state = 'dead'") == 0
+    assert capsys.readouterr().out == "0 of 2 replayed\n2 had been replayed before\n"
+    end_all(queue, well=True, name="w2")
+    assert replays("state = 'dead'") == 0
+    assert queue.state().jobs == set()
+
+
+def test_what_cannot_be_replayed_is_listed_with_the_reason(
+    redis_url: str, queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue.enqueue("done")
+    end_all(queue, well=True)
+    queue.enqueue("discarded", "live", "revived", "broken", "fine", "gone")
+    end_all(queue, name="w2")
+    dead = DeadJobs(queue.link, DEFAULT_PREFIX, "q")
+    dead.discard("discarded")
+    dead.retry("revived")
+    end_all(queue, well=True, name="w3")
+    queue.enqueue("live")
+    replays.ingest()
+    # After the history was written, so that only Redis tells.
+    dead.discard("gone")
+    queue.redis.hset(queue.key("dead:jobs"), dead.find("broken"), "p5 no record")
+    assert replays("true", "--json") == 1
+    result = result_of(capsys)
+    assert (result["picked"], result["replayed"]) == (8, 1)
+    assert isinstance(result["not_replayed"], list)
+    assert isinstance(result["reasons"], dict)
+    reasons = {one["job"]: one["reason"] for one in result["not_replayed"] if one["state"] == "dead"}
+    assert reasons == {
+        "discarded": "it was discarded",
+        "live": replay_look.IS_LIVE,
+        "revived": "it was revived since then",
+        "broken": replay_look.BROKEN,
+        "gone": replay_look.NOT_DEAD,
+    }
+    assert result["reasons"][replay_look.IS_DONE] == 2
+    assert queue.state().jobs == {"live", "fine"}
+
+
+def test_of_a_queue_that_is_gone_and_of_fail_jobs_nothing_is_replayed(
+    redis_url: str, queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with one_queue(redis_url, "other") as other:
+        other.enqueue("a")
+        end_all(other)
+        replays.ingest()
+        other.registry.delete("other", force=True)
+    fail_queue = Journal("q#fail")
+    fail_queue.note(1, event("claimed", "b:7", fence=9, attempt=1))
+    fail_queue.note(2, event("dead", "b:7", fence=9))
+    replays.publish(fail_queue)
+    assert replays("true") == 1
+    said = capsys.readouterr().out
+    assert f"1 not replayed: {replay_look.NO_QUEUE}\n    other  a@" in said
+    assert f"1 not replayed: {replay_look.IS_FAIL_JOB}\n    q#fail  b:7@9\n" in said
+
+
+def test_a_predicate_may_look_at_events_and_at_other_jobs(
+    queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue.enqueue("a", "b")
+    end_all(queue)
+    queue.enqueue("c")
+    end_all(queue, name="w2")
+    replays.ingest()
+    of_worker = "job in (select job from events where verb = 'claimed' and actor = 'w2')"
+    assert replays(f"{of_worker} or job = (select min(job) from jobs)") == 0
+    assert capsys.readouterr().out == "2 of 2 replayed\n"
+    assert queue.state().jobs == {"a", "c"}
+
+
+def test_jobs_go_to_another_queue_if_one_is_named(redis_url: str, queue: OneQueue, replays: Replays) -> None:
+    queue.enqueue("a")
+    end_all(queue)
+    replays.ingest()
+    with one_queue(redis_url, "other") as other:
+        assert replays("true", "--to", "other") == 0
+        assert other.state().jobs == {"a"}
+        assert queue.state().jobs == set()
+    with pytest.raises(UnknownQueue, match="there is no queue 'nowhere'"):
+        replays("true", "--to", "nowhere")
+
+
+def test_a_dry_run_says_what_would_be_done_and_changes_nothing(
+    queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue.enqueue("a")
+    end_all(queue)
+    replays.ingest()
+    before = queue.redis.dbsize()
+    assert replays("true", "--dry-run") == 0
+    assert capsys.readouterr().out == "1 of 1 could be replayed\n"
+    assert (queue.state().jobs, queue.redis.dbsize()) == (set(), before)
+    assert replays("job = 'nobody'") == 0
+    assert capsys.readouterr().out == "no job that is done or dead matches\n"
+
+
+def test_of_two_lives_of_an_id_the_newest_is_replayed_and_the_next_replay_leaves_it_at_that(
+    queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("w1", "w2"):
+        queue.producer.enqueue([new_job(name, id="a")])
+        end_all(queue, name=name)
+    replays.ingest()
+    assert replays("true") == 1
+    assert capsys.readouterr().out.startswith(f"1 of 2 replayed\n1 not replayed: {replay.NOT_NEWEST}\n    q  a@")
+    assert unpack(queue.state().records["a"]).data == "w2"
+    end_all(queue, well=True, name="w3")
+    assert replays("true") == 1
+    assert queue.state().jobs == set()
+
+
+def test_a_full_queue_takes_what_it_can_and_the_rest_comes_when_there_is_room(
+    queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue.enqueue("a", "b", "c")
+    end_all(queue)
+    replays.ingest()
+    queue.redis.hset(queue.key("options"), "max_items", 1)
+    assert replays("true", "--json") == 1
+    result = result_of(capsys)
+    assert result["replayed"] == len(queue.state().jobs) < 3
+    assert isinstance(result["reasons"], dict)
+    (reason,) = result["reasons"]
+    assert reason.endswith("queue 'q' holds max_items = 1 jobs; nothing was stored")
+    queue.redis.hset(queue.key("options"), "max_items", 0)
+    assert replays("true") == 0
+    assert queue.state().jobs == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("queue = ", "Syntax error"),
+        ("colour = 'red'", "`colour`"),
+        ("fence", "BOOLEAN"),
+        ("true) or (true", "Syntax error"),
+        ("cast(job as int) = 1", "cannot be cast"),
+    ],
+)
+def test_a_wrong_predicate_gives_one_sentence(queue: OneQueue, replays: Replays, where: str, said: str) -> None:
+    queue.enqueue("a")
+    end_all(queue)
+    replays.ingest()
+    with pytest.raises(UsageError) as raised:
+        replays(where)
+    assert said.lower() in str(raised.value).lower()
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 500
+
+
+def test_a_server_that_cannot_be_reached_is_no_mistake_of_the_predicate(queue: OneQueue, replays: Replays) -> None:
+    queue.enqueue("a")
+    end_all(queue)
+    replays.ingest()
+    with pytest.raises(ForqError, match=r"the jobs cannot be picked: cannot .*nowhere") as raised:
+        replays("true", redis="unix:///nowhere.sock")
+    assert raised.type is ForqError
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,81 @@
+"""Lives: an id has one row per life, with how it ended and what became of what was kept of it."""
+
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from forq.pipeline.replay_lives import job_lives
+from forq.pipeline.schema import EVENTS
+from tests.support.event_rows import Journal, event, moment
+
+
+def lives(spark: SparkSession, *journals: Journal) -> list[dict[str, Any]]:
+    events = spark.createDataFrame([row for journal in journals for row in journal.rows()], EVENTS)
+    return [row.asDict() for row in job_lives(spark, events).orderBy("queue", "epoch", "job", "life").collect()]
+
+
+def some(rows: list[dict[str, Any]], *columns: str) -> list[tuple[Any, ...]]:
+    return [tuple(row[column] for column in columns) for row in rows]
+
+
+def test_an_id_that_is_used_again_has_a_life_for_each_time(spark: SparkSession) -> None:
+    journal = Journal("q")
+    journal.note(1, event("enqueued", "a"))
+    journal.note(2, event("claimed", "a", fence=5, attempt=1))
+    journal.note(3, event("blocked", "a"))
+    journal.note(4, event("done", "a", fence=5, micros=2), event("unblocked", "a"))
+    journal.note(6, event("claimed", "a", fence=7, attempt=1))
+    journal.note(8, event("dead", "a", fence=7, micros=1, cause="fail_job"), event("failing", "a", fence=7))
+    journal.note(9, event("revived", "a", fence=7))
+    assert some(
+        lives(spark, journal), "life", "state", "enqueued_at", "ended_at", "attempts", "micros", "fence", "fate"
+    ) == [
+        (0, "done", at(1), at(4), 1, 2, 5, None),
+        (1, "dead", at(4), at(8), 1, 1, 7, "revived"),
+        (2, "ready", at(9), None, None, None, 7, None),
+    ]
+
+
+def test_a_life_keeps_its_highest_attempt_and_the_cause_of_the_last_that_was_cut_short(spark: SparkSession) -> None:
+    journal = Journal("q")
+    journal.note(1, event("enqueued", "a"))
+    journal.note(2, event("claimed", "a", fence=2, attempt=1))
+    journal.note(3, event("stalled", "a", fence=2, cause="signal-9"), event("returned", "a"))
+    journal.note(4, event("claimed", "a", fence=4, attempt=2))
+    journal.note(5, event("timed_out", "a", fence=4, cause="timeout", micros=900), event("returned", "a"))
+    journal.note(6, event("claimed", "a", fence=6, attempt=3), event("dead", "a", fence=6))
+    journal.note(7, event("forgotten", "a", fence=6))
+    assert some(lives(spark, journal), "state", "attempts", "cause", "micros", "fence", "fate") == [
+        ("dead", 3, "timeout", 900, 6, "forgotten")
+    ]
+
+
+def test_what_happens_to_the_dead_says_nothing_about_a_live_job_of_their_id(spark: SparkSession) -> None:
+    journal = Journal("q")
+    journal.note(1, event("enqueued", "a"))
+    journal.note(2, event("claimed", "a", fence=2, attempt=1))
+    journal.note(3, event("dead", "a", fence=2))
+    journal.note(4, event("enqueued", "a"))
+    journal.note(5, event("claimed", "a", fence=5, attempt=1))
+    journal.note(6, event("discarded", "a", fence=2))
+    assert some(lives(spark, journal), "life", "state", "fate") == [(0, "dead", "discarded"), (1, "active", None)]
+
+
+def test_with_a_queue_its_live_and_its_dead_jobs_go_and_the_next_epoch_is_another_queue(spark: SparkSession) -> None:
+    journal, later = Journal("q"), Journal("q", epoch=2)
+    journal.note(1, event("enqueued", "a"), event("enqueued", "b"), event("enqueued", "c"))
+    journal.note(2, event("claimed", "a", fence=2, attempt=1), event("claimed", "b", fence=2, attempt=1))
+    journal.note(3, event("done", "a", fence=2), event("dead", "b", fence=2))
+    journal.note(4, event("deleted", cause="1"))
+    later.note(5, event("created", cause="2"), event("enqueued", "c"))
+    assert some(lives(spark, journal, later), "epoch", "job", "state", "fate", "ended_at") == [
+        (1, "a", "done", None, at(3)),
+        (1, "b", "dead", "deleted", at(3)),
+        (1, "c", "deleted", None, at(4)),
+        (2, "c", "ready", None, None),
+    ]
+
+
+def at(micros: int) -> Any:
+    """As Spark hands it out: without a zone, in the machine's own."""
+    return moment(micros).astimezone().replace(tzinfo=None)

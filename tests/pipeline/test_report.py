@@ -1,0 +1,240 @@
+"""The report: its figures are those of the events, its page holds together whatever the events are."""
+
+import re
+from argparse import ArgumentParser, Namespace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from forq.errors import UsageError
+from forq.pipeline import report
+from forq.pipeline.history import History
+from forq.pipeline.report_figures import BUSIEST, OTHERS, Figures, Times, read_figures
+from forq.pipeline.report_page import empty_page, report_page
+from forq.pipeline.report_span import DAY, HOUR, MAX_BUCKETS, MINUTE, SECOND, Span, heat_of, parse_moment
+from forq.pipeline.schema import EVENTS
+from tests.support.event_rows import BEGIN, Journal, Traffic, event, simulated
+
+BEGIN_US = int(BEGIN.timestamp()) * SECOND
+NASTY = """<script>alert("1")</script>&'"""
+
+
+def frame(spark: SparkSession, *journals: Journal) -> DataFrame:
+    return spark.createDataFrame([row for journal in journals for row in journal.rows()], EVENTS)
+
+
+def figures_of(spark: SparkSession, *journals: Journal) -> Figures:
+    figures = read_figures(spark, frame(spark, *journals), None, None)
+    assert figures is not None
+    return figures
+
+
+class Outline(HTMLParser):
+    """Fails on a tag that is not closed where it should be; gathers the text and what would be fetched."""
+
+    VOID = ("meta", "br", "path", "rect")
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text = ""
+        self.fetched: list[str] = []
+        self.tags: list[str] = []
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1:] not in (["style"], ["script"]):
+            self.text += data
+
+
+def two_attempts() -> Journal:
+    """One job: ready at 0 s, claimed at 2 s, raises at 3 s, due at 5 s, claimed at 5.5 s, done at 9.5 s."""
+    journal = Journal("q")
+    journal.note(0, event("enqueued", "a"))
+    journal.note(2 * SECOND, event("claimed", "a", fence=1, attempt=1))
+    journal.note(3 * SECOND, event("retried", "a", fence=1, micros=SECOND), event("scheduled", "a", due=5 * SECOND))
+    journal.note(5 * SECOND, event("promoted", "a"))
+    journal.note(5_500_000, event("claimed", "a", fence=2, attempt=2))
+    journal.note(9_500_000, event("done", "a", fence=2, micros=4 * SECOND))
+    return journal
+
+
+def test_a_job_waits_from_ready_or_due_to_claimed_and_runs_as_long_as_was_measured(spark: SparkSession) -> None:
+    figures = figures_of(spark, two_attempts())
+    assert figures.times == Times((500_000, 2 * SECOND, 2 * SECOND), (SECOND, 4 * SECOND, 4 * SECOND))
+    slowest = [(one.attempt, one.verb, one.wait_us, one.run_us) for one in figures.slowest]
+    assert slowest == [(2, "done", 500_000, 4 * SECOND), (1, "retried", 2 * SECOND, SECOND)]
+    assert [(cause.verb, cause.count, cause.examples) for cause in figures.causes] == [("retried", 1, ["a"])]
+
+
+def test_running_jobs_are_counted_over_the_buckets_that_they_run_in(spark: SparkSession) -> None:
+    figures = figures_of(spark, two_attempts())
+    span = figures.span
+    assert (span.step_us, figures.peak) == (100_000, 1)
+    busy = {at for at, share in enumerate(figures.running["q"]) if share == pytest.approx(1)}
+    assert busy == {*range(20, 30), *range(55, 95)}
+    assert sum(figures.running["q"]) == pytest.approx(50)
+
+
+def test_jobs_that_are_settled_together_ran_one_after_the_other(spark: SparkSession) -> None:
+    journal = Journal("q")
+    ids = "abcde"
+    journal.note(0, *(event("enqueued", job) for job in ids))
+    journal.note(SECOND, *(event("claimed", job, fence=1, attempt=1) for job in ids))
+    journal.note(2 * SECOND, *(event("done", job, fence=1, micros=200_000) for job in ids))
+    figures = figures_of(spark, journal)
+    assert figures.peak == 1
+    assert figures.running["q"][:20] == [0] * 10 + [1] * 10
+
+
+def test_what_never_ended_runs_to_the_end_and_what_was_handed_back_not_at_all(spark: SparkSession) -> None:
+    journal = Journal("q")
+    journal.note(0, event("enqueued", "a"), event("enqueued", "b"))
+    journal.note(SECOND, event("claimed", "a", fence=1, attempt=1), event("claimed", "b", fence=1, attempt=1))
+    journal.note(2 * SECOND, event("returned", "b"))
+    journal.note(3 * SECOND, event("paused"))
+    figures = figures_of(spark, journal)
+    assert figures.peak == 1
+    assert figures.running["q"] == [0] * 10 + [1] * 21
+    assert figures.slowest == []
+
+
+def test_one_that_stalled_without_a_measure_ran_from_its_claim(spark: SparkSession) -> None:
+    journal = Journal("q")
+    journal.note(0, event("enqueued", "a"))
+    journal.note(SECOND, event("claimed", "a", fence=1, attempt=1))
+    journal.note(4 * SECOND, event("stalled", "a", fence=1, cause="signal-9"), event("returned", "a"))
+    figures = figures_of(spark, journal)
+    assert [(one.verb, one.cause, one.run_us) for one in figures.slowest] == [("stalled", "signal-9", 3 * SECOND)]
+    assert [(cause.verb, cause.cause, cause.count) for cause in figures.causes] == [("stalled", "signal-9", 1)]
+
+
+def test_one_that_was_claimed_before_the_report_begins_counts_from_there(spark: SparkSession) -> None:
+    events = frame(spark, two_attempts())
+    figures = read_figures(spark, events, BEGIN_US + 7 * SECOND, None)
+    assert figures is not None
+    assert (figures.events, figures.total("done")) == (1, 1)
+    assert [(one.wait_us, one.run_us) for one in figures.slowest] == [(None, 4 * SECOND)]
+    figures = read_figures(spark, events, None, BEGIN_US + 3 * SECOND)
+    assert figures is not None
+    assert (figures.total("enqueued"), figures.total("retried")) == (1, 0)
+
+
+def test_the_figures_of_a_day_are_those_that_plain_counting_gives(spark: SparkSession) -> None:
+    journals = [
+        simulated("emails", Traffic(0.02, 900, 2, failing=0.1), 24 * 3600),
+        simulated("thumbs", Traffic(0.01, 9000, 1, failing=0.4, crashing=0.05, hanging=0.02), 24 * 3600),
+    ]
+    figures = figures_of(spark, *journals)
+    rows = [row for journal in journals for row in journal.rows()]
+    for verb in ("enqueued", "done", "retried", "stalled", "timed_out", "dead"):
+        assert figures.total(verb) == sum(row[5] == verb for row in rows)
+    assert sum(map(sum, figures.done.values())) == figures.total("done")
+    assert sum(figures.enqueued) == figures.total("enqueued")
+    ended = figures.total("done", "retried", "stalled", "timed_out", "dead")
+    assert sum(ended for ended, _ in figures.cells.values()) == ended
+    assert sum(cause.count for cause in figures.causes) == ended - figures.total("done")
+    assert {queue.name: queue.peak for queue in figures.queues} == {"emails": 2, "thumbs": 1}
+    seconds = sum(sum(series) for series in figures.running.values()) * figures.span.step_us / SECOND
+    assert seconds == pytest.approx(sum(queue.busy_us for queue in figures.queues) / SECOND, rel=0.02)
+
+
+def test_of_many_queues_the_busiest_have_names_and_all_are_counted(spark: SparkSession) -> None:
+    journals = []
+    for number in range(40):
+        journal = Journal(f"q{number:02}")
+        for job in range(number + 1):
+            journal.note(job * SECOND, event("enqueued", f"{number}-{job}"))
+            journal.note(job * SECOND + 9, event("claimed", f"{number}-{job}", fence=job + 1, attempt=1))
+            journal.note(job * SECOND + 99, event("done", f"{number}-{job}", fence=job + 1, micros=90))
+        journals.append(journal)
+    figures = figures_of(spark, *journals)
+    assert figures.names == [*(f"q{number}" for number in range(39, 39 - BUSIEST, -1)), OTHERS]
+    assert len(figures.queues) == 40
+    assert sum(figures.done[OTHERS]) == sum(number + 1 for number in range(40 - BUSIEST))
+    Outline(report_page("t", "", figures))
+
+
+def test_nothing_that_users_chose_becomes_markup(spark: SparkSession) -> None:
+    journal = Journal(NASTY)
+    journal.note(0, event("enqueued", NASTY))
+    journal.note(SECOND, event("claimed", NASTY, fence=1, attempt=1))
+    journal.note(2 * SECOND, event("timed_out", NASTY, fence=1, cause=NASTY), event("returned", NASTY))
+    journal.note(3 * SECOND, event("claimed", NASTY, fence=2, attempt=2))
+    journal.note(4 * SECOND, event("dead", NASTY, fence=2, micros=SECOND))
+    page = report_page(NASTY, NASTY, figures_of(spark, journal))
+    assert "<script>alert" not in page
+    outline = Outline(page)
+    assert outline.text.count(NASTY) >= 8
+    assert outline.tags.count("script") == 1
+
+
+def test_the_page_fetches_nothing(spark: SparkSession) -> None:
+    page = report_page("t", "", figures_of(spark, two_attempts()))
+    assert Outline(page).fetched == []
+    assert not re.search(r"https?://|@import|url\(", page)
+
+
+def test_a_history_without_events_gives_a_page_that_says_so(spark: SparkSession) -> None:
+    assert read_figures(spark, spark.createDataFrame([], EVENTS), None, None) is None
+    assert "nothing happened" in Outline(empty_page("t", "")).text
+
+
+@pytest.mark.parametrize("length_us", [1, SECOND, MINUTE, HOUR, DAY, 40 * DAY, 366 * DAY, 100 * 366 * DAY])
+def test_buckets_and_cells_cover_the_span_and_are_few(length_us: int) -> None:
+    span = Span(BEGIN_US + 12_345_678, BEGIN_US + 12_345_678 + length_us)
+    edges = [span.edges(bucket) for bucket in range(span.buckets)]
+    assert edges[0][0] == span.from_us
+    assert edges[-1][1] == span.to_us
+    assert all(before[1] == after[0] for before, after in pairwise(edges))
+    assert len(edges) <= MAX_BUCKETS
+    assert len(span.ticks()) <= 10
+    heat = heat_of(span)
+    assert len(heat.rows(span)) <= 37
+    assert heat.columns <= 60
+
+
+def test_times_are_dates_with_or_without_a_zone_or_a_while_ago() -> None:
+    now = BEGIN_US + DAY
+    assert parse_moment("2026-11-09", "--since", now) == BEGIN_US
+    assert parse_moment("2026-11-09T01:00+01:00", "--since", now) == BEGIN_US
+    assert parse_moment("24h", "--since", now) == BEGIN_US
+    with pytest.raises(UsageError, match="--since 'yesterday' is not allowed: 2026-11-16, "):
+        parse_moment("yesterday", "--since", now)
+
+
+def arguments(history: Path, *given: str) -> Namespace:
+    parser = ArgumentParser()
+    report.add_arguments(parser)
+    return parser.parse_args(given, Namespace(history=str(history)))
+
+
+def test_the_command_writes_a_page_of_a_history_and_replaces_the_old_one(
+    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    History(spark, str(tmp_path / "history")).publish(0, frame(spark, two_attempts()))
+    out = tmp_path / "page.html"
+    out.write_text("old")
+    assert report.run(arguments(tmp_path / "history", "--out", str(out), "--title", "A & B")) == 0
+    assert "A & B" in Outline(out.read_text()).text
+    assert capsys.readouterr().out == f"{out}: 7 events\n"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
+    assert report.run(arguments(tmp_path / "history", "--out", str(out), "--since", "2027-01-01")) == 0
+    assert "nothing happened" in out.read_text()
+    with pytest.raises(UsageError, match="is not before --until"):
+        report.run(arguments(tmp_path / "history", "--since", "2027-01-01", "--until", "2026-01-01"))

@@ -1,0 +1,145 @@
+"""A queue with a fail handler in which everything happens that can, by chance: for histories of real scripts."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from forq.broker.consuming import Consumer, Settled
+from forq.broker.dead import DeadJobs
+from forq.broker.keeping import Keeper, Outcome, Position
+from forq.broker.keys import DEFAULT_PREFIX, fail_queue
+from forq.broker.link import Link
+from forq.broker.producing import Producer, Update, new_job
+from forq.broker.registry import Registry
+from forq.broker.stored_options import stored_defaults
+from forq.errors import ForqError
+
+EXPIRY_MS = 600_000
+OUTCOMES: tuple[Outcome, ...] = ("stalled", "timed_out", "interrupted", "suspect", "cancelled")
+KINDS = ("retriable", "retriable", "permanent", "timeout")
+
+
+@dataclass
+class Hand:
+    """A worker and what it holds: ids with one fence."""
+
+    consumer: Consumer
+    number: int = 0
+    held: list[str] = field(default_factory=list)
+    fence: str = ""
+
+
+class BusyQueue:
+    """`ids`: how many names there are; few make updates and blocked jobs likely. `failures`: share that fails."""
+
+    def __init__(self, url: str, name: str, seed: int, *, ids: int = 30, batch: int = 8, failures: float = 0.3) -> None:
+        self.name = name
+        self._url = url
+        self._chance = random.Random(seed)
+        self._ids = ids
+        self._batch = batch
+        self._failures = failures
+        self._link = Link(url)
+        self._registry = Registry(self._link, DEFAULT_PREFIX)
+        self._producer = Producer(self._link, DEFAULT_PREFIX, name)
+        self._dead = DeadJobs(self._link, DEFAULT_PREFIX, name)
+        self._keeper = Keeper(self._link, DEFAULT_PREFIX, "p1")
+        self._workers = 0
+        self.create()
+
+    def create(self) -> None:
+        options: dict[str, Any] = {
+            "fail_handler": 1, "max_retries": 1, "min_backoff_ms": 1, "max_backoff_ms": 2, "retry_lane_retries": 1,
+            "max_stalls": 1, "max_timeouts": 1, "dead_max": 5, "journal_max": 1 << 30,
+        }  # fmt: skip
+        fail_options = {"max_retries": 1, "min_backoff_ms": 1, "max_backoff_ms": 2, "journal_max": 1 << 30}
+        self._registry.create(self.name, "work", 100, stored_defaults(), options, fail_options=fail_options)
+        self._hands = [self._hand(self.name, lane) for lane in ("main", "main", "main", "retry")]
+        self._hands.append(self._hand(fail_queue(self.name), "retry"))
+
+    def _hand(self, queue: str, lane: str) -> Hand:
+        self._workers += 1
+        consumer = Consumer(self._url, DEFAULT_PREFIX, queue, "p1", f"w{self._workers}", lane)
+        consumer.join(EXPIRY_MS)
+        return Hand(consumer)
+
+    def run(self, steps: int) -> None:
+        doings = [self.enqueue] * 5 + [self.turn] * 12 + [self.lose, self.take_away, self.beat, self.bury, self.rescue]
+        for _ in range(steps):
+            self._chance.choice(doings)()
+
+    def enqueue(self) -> None:
+        chance = self._chance
+        jobs = [
+            new_job({"n": 1}, id=f"j{number}", run_in=chance.choice((None, None, None, 0.002, 60)))
+            for number in chance.sample(range(self._ids), chance.randint(1, min(self._batch, self._ids)))
+        ]
+        self._producer.enqueue(jobs, Update(chance.choice(("update", "update", "skip"))))
+
+    def turn(self) -> None:
+        """Settles some of what is held, in order, hands back the rest, and claims more."""
+        hand = self._chance.choice(self._hands)
+        ran = hand.held[: self._chance.randint(0, len(hand.held))]
+        done: Settled = []
+        failed: Settled = []
+        for job in ran:
+            if self._chance.random() >= self._failures:
+                done += (job, hand.fence, 7)
+            else:
+                error = '{"name":"E","message":"no","kind":"retriable","traceback":null}'
+                failed += (job, hand.fence, 7, error, error, self._chance.choice(KINDS), "", "0.5")
+        hand.number += 1
+        turn = hand.consumer.turn(hand.number, done, failed, 0, self._chance.randint(0, self._batch))
+        hand.held = [job.decode() for job in turn.jobs[::2]]
+        hand.fence = turn.fence or hand.fence
+
+    def lose(self) -> None:
+        """A worker dies, at any place of its batch; another one takes its seat."""
+        at = self._chance.randrange(len(self._hands))
+        hand = self._hands[at]
+        index = self._chance.randint(0, max(0, len(hand.held) - 1))
+        position = Position(hand.consumer.worker, hand.number, index, bool(hand.held))
+        outcome = self._chance.choice(OUTCOMES)
+        queue = hand.consumer.queue
+        for _ in range(2):
+            self._keeper.recover(queue, "p1", position, outcome=outcome, cause="signal 9")
+        hand.consumer.close()
+        self._hands[at] = self._hand(queue, "retry" if at >= 3 else "main")
+
+    def rescue(self) -> None:
+        hand = self._hands[0]
+        if len(hand.held) > 1:
+            self._keeper.rescue(self.name, Position(hand.consumer.worker, hand.number, 0, True))
+            hand.held = hand.held[:1]
+
+    def take_away(self) -> None:
+        job = f"j{self._chance.randrange(self._ids)}"
+        (self._producer.remove if self._chance.random() < 0.5 else self._producer.cancel)(job)
+
+    def beat(self) -> None:
+        self._registry.pause(self.name, paused=True)
+        self._registry.pause(self.name, paused=False)
+        for queue in (self.name, fail_queue(self.name)):
+            self._keeper.promote(queue)
+            self._keeper.heartbeat(queue, EXPIRY_MS, [])
+
+    def bury(self) -> None:
+        """Not into the ground: one dead job is revived or discarded."""
+        for job in self._dead.page(1).jobs:
+            member = f"{job['id']}@{job['fence']}"
+            try:
+                (self._dead.retry if self._chance.random() < 0.5 else self._dead.discard)(member)
+            except ForqError:
+                continue
+
+    def delete(self) -> None:
+        self._registry.delete(self.name, force=True)
+        while self._registry.purge(self.name, lambda dropped: None):
+            pass
+        for hand in self._hands:
+            hand.consumer.close()
+
+    def close(self) -> None:
+        for hand in self._hands:
+            hand.consumer.close()
+        self._link.close()

@@ -1,0 +1,224 @@
+"""Histories for tests of the pipeline: written by hand with a right chain, read from a real server, or tampered with.
+
+A told history is a list of entries; `rows_of` numbers and chains them, so that a change of an entry is one that nobody
+can see in the chain. A change of the rows themselves is one that everybody should see.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import redis
+from pyspark.sql import DataFrame, SparkSession
+
+from forq.broker.journal import Event, entry_hash, read_entry
+from forq.broker.keys import DEFAULT_PREFIX, queue_base
+from forq.pipeline.schema import EVENTS_ARROW
+from forq.pipeline.standing import Place, Standing, Standings
+
+STEP_US = 1000
+LATER_US = 1_000_000_000_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    queue: str
+    epoch: int
+    time_us: int
+    text: str
+    actor: str = "w1"
+
+    def saying(self, old: str, new: str) -> "Entry":
+        assert old in self.text, f"{old!r} is not in {self.text!r}"
+        return replace(self, text=self.text.replace(old, new))
+
+
+class Teller:
+    """Writes the entries of several queues, one after the other on one clock."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.now_us = 1_000_000
+        self._epochs: dict[str, int] = {}
+
+    def create(self, queue: str) -> None:
+        self._epochs[queue] = self.now_us
+        self.say(queue, f"created 0 {self.now_us}", actor="-")
+
+    def say(self, queue: str, *lines: str, actor: str = "w1") -> None:
+        self.entries.append(Entry(queue, self._epochs[queue], self.now_us, "\n".join(lines), actor))
+        self.now_us += STEP_US
+
+
+def rows_of(entries: Iterable[Entry]) -> list[Event]:
+    """The rows of these entries, numbered and chained."""
+    last: dict[tuple[str, int], tuple[int, str]] = {}
+    rows: list[Event] = []
+    for entry in entries:
+        sequence, previous = last.get((entry.queue, entry.epoch), (0, ""))
+        sequence += 1
+        hashed = entry_hash(previous, entry.epoch, sequence, entry.time_us, entry.actor, entry.text)
+        last[entry.queue, entry.epoch] = sequence, hashed
+        values = ("2", entry.epoch, sequence, entry.time_us, entry.actor, entry.text, hashed)
+        fields = {name: str(value).encode() for name, value in zip(_FIELDS, values, strict=True)}
+        rows += read_entry(fields, entry.queue)
+    return rows
+
+
+_FIELDS = (b"v", b"q", b"s", b"t", b"a", b"e", b"h")
+
+
+def rows_on_server(url: str, *queues: str) -> list[Event]:
+    """Everything in the journals of these queues."""
+    client: Any = redis.Redis.from_url(url)
+    with client:
+        return [
+            event
+            for queue in queues
+            for _, fields in client.xrange(f"{queue_base(DEFAULT_PREFIX, queue)}:events")
+            for event in read_entry(fields, queue)
+        ]
+
+
+def frame_of(spark: SparkSession, folder: Path, histories: Sequence[Sequence[Event]]) -> DataFrame:
+    """The rows of several histories in one frame, each with its number in the column `history`.
+
+    Through a file: rows that are part of a query are copied by each step that plans it.
+    """
+    numbers = [number for number, rows in enumerate(histories) for _ in rows]
+    columns = list(zip(*(row for rows in histories for row in rows), strict=True)) or [()] * len(EVENTS_ARROW)
+    # Parts may be missing or wrong here, so that the schema's `not null` is not promised.
+    fields = [pa.field("history", pa.int32()), *(pa.field(field.name, field.type) for field in EVENTS_ARROW)]
+    arrays = [pa.array(values, field.type) for values, field in zip([numbers, *columns], fields, strict=True)]
+    pq.write_table(pa.table(arrays, schema=pa.schema(fields)), folder / "rows.parquet", row_group_size=20_000)
+    return spark.read.parquet(str(folder / "rows.parquet"))
+
+
+def standing_at_end(
+    rows: Iterable[Event], held: dict[str, tuple[int, int, int, int]], places: list[tuple[str, str, str, int | None]]
+) -> Standings:
+    """What Redis says if it has come to the last of these rows. `held`: records, active, blocked, dead of each queue;
+    `places`: (queue, job, place, fence)."""
+    heads = {(row.queue): row for row in rows if row.hash is not None}
+    queues = {
+        (0, queue): Standing(
+            0,
+            queue,
+            heads[queue].epoch,
+            heads[queue].sequence,
+            heads[queue].hash or "",
+            *counts,
+            True,
+            LATER_US,
+            LATER_US,
+        )
+        for queue, counts in held.items()
+    }
+    return Standings(LATER_US, queues, [(0, queue, heads[queue].epoch, *place) for queue, *place in _lists(places)])
+
+
+def _lists(places: list[tuple[str, str, str, int | None]]) -> list[list[Any]]:
+    return [list(place) for place in places]
+
+
+def for_each(number: int, standings: Standings) -> tuple[dict[tuple[int, str], Standing], list[Place]]:
+    """The same, of the history with this number."""
+    queues = {(number, queue): replace(standing, history=number) for (_, queue), standing in standings.queues.items()}
+    return queues, [(number, *place[1:]) for place in standings.places]
+
+
+def all_standings(each: Sequence[Standings]) -> Standings:
+    """Of several histories, by their numbers."""
+    queues: dict[tuple[int, str], Standing] = {}
+    places: list[Place] = []
+    for number, standings in enumerate(each):
+        of_one, there = for_each(number, standings)
+        queues |= of_one
+        places += there
+    return Standings(LATER_US, queues, places)
+
+
+def told_history() -> tuple[list[Entry], Standings]:
+    """Two queues with everything that can happen in them, and what Redis holds at the end."""
+    teller = Teller()
+    say = teller.say
+    _tell_old_queue(teller)
+    teller.create("q#fail")
+    teller.create("q")
+    say("q", "enqueued 0 a b c d e", actor="-")
+    say("q", "enqueued 0 s", "scheduled 0 s 5000", actor="-")
+    say("q", "claimed 101 1 a b c d")
+    say("q", "done 101 a 10 b -", "returned 0 c d")
+    say("q", "claimed 102 1 c d")
+    say("q", "blocked 0 c", actor="-")
+    say("q", "blocked 0 c", actor="-")
+    say("q", "retried 102 d 30", "scheduled 0 d 9000", "done 102 c 20", "unblocked 0 c")
+    say("q", "updated 0 e", actor="-")
+    say("q", "updated 0 s", "scheduled 0 s 7000", actor="-")
+    say("q", "promoted 0 s d", actor="p1")
+    say("q", "claimed 103 1 e s", "claimed 103 2 d", actor="w2")
+    say("q", "blocked 0 e", actor="-")
+    say("q", "stalled 103 e signal_9 100", "merged 0 e", "returned 0 e s d", actor="p1")
+    say("q", "claimed 104 1 s", "claimed 104 2 e d", actor="w2")
+    say("q", "blocked 0 s", actor="-")
+    say("q", "withdrawn 0 s", "marked 104 s", actor="-")
+    say("q", "cancelled 104 s", "dead 104 d 40 1", "failing 104 d", actor="w2")
+    say("q#fail", "claimed 201 1 d:104", actor="w9")
+    say("q", "timed_out 104 e timeout 50", "returned 0 e", actor="w2")
+    say("q", "claimed 105 3 e", actor="w2")
+    say("q", "dead 105 e - 1", "failing 105 e", actor="w2")
+    say("q#fail", "done 201 d:104 7", "claimed 202 1 e:105", actor="w9")
+    say("q", "revived 104 d", actor="-")
+    say("q", "cancelled 0 d c", actor="-")
+    say("q#fail", "retried 202 e:105 8", "scheduled 0 e:105 9000", actor="w9")
+    say("q", "enqueued 0 d", actor="-")
+    say("q", "claimed 106 1 d")
+    say("q", "dead 106 d 5 1", "failing 106 d", "forgotten 105 e")
+    say("q", "discarded 106 d", actor="-")
+    say("q#fail", "promoted 0 e:105", "claimed 203 2 e:105", actor="w9")
+    say("q#fail", "dead 203 e:105 9 0", "claimed 204 1 d:106", actor="w9")
+    say("q", "enqueued 0 g h i j k", actor="-")
+    say("q", "paused 0", actor="-")
+    say("q", "resumed 0", actor="-")
+    say("q", "claimed 107 1 g h i")
+    say("q", "suspected 107 g signal_9", "interrupted 107 h stop 5", "returned 0 g h", actor="p1")
+    say("q", "claimed 108 1 g")
+    say("q", "dead 108 g 9 1", "failing 108 g")
+    say("q", "blocked 0 i", actor="-")
+    say("q", "enqueued 0 l", "scheduled 0 l 99999999", actor="-")
+    say("q", "dropped 0 z", actor="w2")
+    return teller.entries, _held(teller.entries)
+
+
+def _tell_old_queue(teller: Teller) -> None:
+    """A queue that is deleted with 4 jobs (one active, one blocked, one waiting, one dead), made again and deleted."""
+    say = teller.say
+    teller.create("old")
+    say("old", "enqueued 0 x y z v", actor="-")
+    say("old", "claimed 11 1 x y v")
+    say("old", "done 11 x 10", "dead 11 v 10 0")
+    say("old", "blocked 0 y", actor="-")
+    say("old", "deleted 0 4", actor="-")
+    teller.create("old")
+    say("old", "enqueued 0 x y", actor="-")
+    say("old", "claimed 21 1 x y")
+    say("old", "done 21 x 10 y 10")
+    say("old", "deleted 0 0", actor="-")
+
+
+def _held(entries: list[Entry]) -> Standings:
+    places: list[tuple[str, str, str, int | None]] = [
+        *(("q", job, "record", None) for job in "hjkli"),
+        ("q", "l", "scheduled", None),
+        ("q", "i", "active", 107),
+        ("q", "i", "blocked", None),
+        ("q", "g", "dead", 108),
+        ("q#fail", "g:108", "record", None),
+        ("q#fail", "d:106", "record", None),
+        ("q#fail", "d:106", "active", 204),
+        ("q#fail", "e:105", "dead", 203),
+    ]
+    return standing_at_end(rows_of(entries), {"q": (5, 1, 1, 1), "q#fail": (2, 1, 0, 1)}, places)
