@@ -23,8 +23,6 @@ from forq.version import PROTOCOL
 PURGE_CHUNK = 500
 PURGE_CHUNKS = 20
 _DELETING = "deleting"
-# A day more than delete.lua keeps a journal.
-JOURNAL_KEPT_MS = 8 * 24 * 3600 * 1000
 
 # One job that a deletion dropped: what recovery needs.
 Dropped = dict[str, object]
@@ -89,7 +87,6 @@ class Registry:
     def delete(self, name: str, *, force: bool) -> int:
         """Ends the queue at once; how many jobs that dropped. `purge` finishes it, also after a crash."""
         check_queue_name(name)
-        self._remember_deleted(name)
         reply = self._link.run(script("delete"), queue_base(self._prefix, name), int(force))
         if reply[0] not in (OK, NO_QUEUE):
             raise error_for(name, reply)
@@ -98,13 +95,6 @@ class Registry:
             raise error_for(name, reply)
         self._delete_fail_queue(name)
         return int(reply[1]) if reply[0] == OK else 0
-
-    def _remember_deleted(self, name: str) -> None:
-        """For readers of its journal, which outlives it. Before the deletion: a name too many does no harm."""
-        now_ms = int(self._link.call("TIME")[0]) * 1000
-        key = deleted_queues_key(self._prefix)
-        forget = ("ZREMRANGEBYSCORE", key, "-inf", now_ms - JOURNAL_KEPT_MS)
-        self._link.pipeline([("ZADD", key, now_ms, name), forget, ("PEXPIRE", key, JOURNAL_KEPT_MS)])
 
     def deleted(self) -> list[str]:
         """Queues that were deleted and whose journals may still be there; some may exist again."""

@@ -260,8 +260,8 @@ def test_a_driver_killed_again_and_again_leaves_each_event_once(
     for kill in range(KILLS):
         fill(queue, 2000, f"kill{kill}")
         drain(queue, worker)
-        # In the first batch, the second, and so on: before it is moved, half way, or before it is marked.
-        child = spawn(queue, tmp_path, die_at=6 + 3 * kill)
+        # Before the batch is moved, half way, before and amid its marking, and marked but not recorded by Spark.
+        child = spawn(queue, tmp_path, die_at=(7, 9, 5, 6, 8)[kill % 5])
         _, errors = child.communicate(timeout=100)
         assert child.returncode == -signal.SIGKILL, errors[-2000:]
     Ingest(spark, str(tmp_path), queue.url, entries_per_batch=40).run(None)
