@@ -23,11 +23,9 @@ from forq.pipeline.auditor import Audit, Auditor
 from forq.pipeline.findings import GAP, Finding
 from forq.pipeline.folder import Folder
 from forq.pipeline.history import read_history
-from forq.pipeline.ingest import history_directory
 from forq.pipeline.session import spark_session
 from forq.pipeline.source import ForqSource
 from forq.pipeline.standing import Standings, read_standings
-from forq.places import redis_url
 
 # An audit works for longer than it takes to start: the better compiler pays, and so does room for what is kept.
 _LONG_RUN = {"spark.driver.extraJavaOptions": "-XX:+UseParallelGC", "spark.driver.memory": "2g"}
@@ -43,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     progress = _Progress(sys.stderr.isatty() and not args.json)
     spark = spark_session("audit", **_LONG_RUN)
-    audit, notes = audit_all(spark, args.redis or redis_url(), args.prefix, history_directory(args.history), progress)
+    audit, notes = _repeated(lambda: audit_all(spark, args.redis, args.prefix, args.history, progress))
     progress.end()
     print(json.dumps(_as_dict(audit, notes)) if args.json else "\n".join(_as_text(audit, notes)))
     return audit.exit_code
