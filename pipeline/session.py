@@ -10,6 +10,7 @@ from forq.pipeline.java import provide_java
 
 # C1 only: a third less of a start, which is most of what a short run costs.
 _QUICK_START = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+_JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _LOGGING = f"-Dlog4j2.configurationFile=file:{Path(__file__).with_name('log4j2.properties')}"
 
 
@@ -33,7 +34,7 @@ def spark_session(app: str, **settings: str) -> SparkSession:
             builder.master("local[*]")
             .config("spark.ui.enabled", "false")
             .config("spark.ui.showConsoleProgress", "false")
-            .config("spark.driver.extraJavaOptions", f"{_QUICK_START} {_LOGGING}")
+            .config(_JAVA_OPTIONS, f"{settings.pop(_JAVA_OPTIONS, _QUICK_START)} {_LOGGING}")
             .config("spark.sql.shuffle.partitions", str(2 * (os.cpu_count() or 1)))
             .config("spark.driver.bindAddress", "127.0.0.1")
             .config("spark.driver.host", "127.0.0.1")
