@@ -117,7 +117,7 @@ def _spans(spark: SparkSession, epochs: Sequence[Epoch]) -> DataFrame:
     fail = sorted((e.history, e.queue, e.epoch) for e in epochs if e.queue.endswith(_FAIL))
     spans = [
         (history, queue, epoch, epoch, after[2] if after[:2] == (history, queue) else _FOREVER)
-        for (history, queue, epoch), after in zip(fail, [*fail[1:], (0, "", 0)], strict=True)
+        for (history, queue, epoch), after in zip(fail, [*fail[1:], (0, "", 0)], strict=False)
     ]
     return spark.createDataFrame(spans, "history int, queue string, epoch long, since long, until long")
 

@@ -19,10 +19,12 @@ from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.errors import UsageError
 from forq.pipeline import audit
 from forq.pipeline.auditor import CLEAN, GAPS, VIOLATIONS, Audit
+from forq.pipeline.cli import add_common
 from forq.pipeline.history import History
 from forq.pipeline.source import ForqSource
 from tests.support.busy_queues import BusyQueue
 from tests.support.histories import rows_on_server
+from tests.support.one_queue import one_queue
 
 
 @pytest.fixture
@@ -54,6 +56,7 @@ def at_work(queue: BusyQueue) -> Iterator[None]:
 
 def run_audit(url: str, history: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
     parser = ArgumentParser()
+    add_common(parser)
     audit.add_arguments(parser)
     code = audit.run(parser.parse_args(["--redis", url, "--history", str(history), *more]))
     return code, capsys.readouterr().out
@@ -132,3 +135,13 @@ def test_an_audit_whose_files_were_compacted_meanwhile_begins_anew() -> None:
     assert audit._repeated(once) is audited
     with pytest.raises(PySparkException, match="out of memory"):
         audit._repeated(once)
+
+
+def test_queues_without_a_fail_queue_are_audited_too(spark: SparkSession, redis_url: str, tmp_path: Path) -> None:
+    with one_queue(redis_url) as queue:
+        queue.enqueue("a", "b")
+        worker = queue.worker()
+        worker.turn(want=2)
+        worker.turn(done="a", failed="b")
+    found, _ = audit.audit_all(spark, redis_url, DEFAULT_PREFIX, str(tmp_path / "none"))
+    assert (found.exit_code, found.findings) == (0, [])
