@@ -17,9 +17,13 @@ def java_below(forq: Forq, pid: int) -> set[int]:
 
 
 def rows(history: Path) -> int:
-    if not list(history.glob("events/**/*.parquet")):
+    """As another program sees them; in the moment in which small files are put together there is nothing to count."""
+    try:
+        if not list(history.glob("events/**/*.parquet")):
+            return 0
+        return int(pyarrow.dataset.dataset(str(history / "events"), format="parquet", partitioning="hive").count_rows())
+    except FileNotFoundError:
         return 0
-    return int(pyarrow.dataset.dataset(str(history / "events"), format="parquet", partitioning="hive").count_rows())
 
 
 def test_history_is_filled_by_a_queue_whose_java_dies_with_it(tmp_path: Path) -> None:
