@@ -9,8 +9,8 @@ order. Three rules keep what both sides believe the same, though messages cross:
 2. A `yield` counts only while a grant is held. One that crossed a `done` was for the grant that is back already.
 3. A `go` that nobody waits for any more is answered with `done`.
 
-If sending fails it raises in the thread that called, and what was to change has not: the supervisor has heard nothing.
-It is gone then, or will find this process dead, which gives back everything. `tell` must not block for long, since the
+If sending fails the supervisor has heard nothing. It is gone then, and this process is about to end; or it will find
+this process dead, which gives back everything. `tell` must not block for long, since the
 minder may be waiting for the lock.
 """
 

@@ -220,7 +220,7 @@ class Scoreboard:
 
     @property
     def watching(self) -> int:
-        """Not zero while someone looks at the batches: set by the parent, read by pulse."""
+        """Not zero while pulse looks at the batches: a worker that begins one rings it only if not."""
         return self._header[_WATCHING]
 
     @watching.setter
