@@ -1,6 +1,6 @@
 """forq pipeline replay: dead jobs, picked out of the history by a predicate, are enqueued again.
 
-1. The predicate is about lives of jobs (lives.py). Picked are those that are done, released or dead.
+1. The predicate is about lives of jobs (replay_lives.py). Picked are those that are done, released or dead.
 2. Each is looked up (replay_look.py): the journal has no data, a dead job's record has.
 3. What is ready goes through the sink with a token made of queue, id and fence: a replay that was cut off may be made
    again, and while the queue remembers tokens (dedup_ttl) nothing is enqueued twice.
