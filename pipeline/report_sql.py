@@ -112,7 +112,7 @@ group by name, bucket order by name, bucket
 
 CAUSES = f"""
 select verb, cause, count(*) as count, count(distinct queue) as queues,
-  array_distinct(array(max_by(job, ended_us), min_by(job, ended_us), max_by(job, run_us))) as examples
+  array_compact(array_distinct(array(max_by(job, ended_us), min_by(job, ended_us), max_by(job, run_us)))) as examples
 from report_attempts where verb in ({FAILED}, 'suspected', 'interrupted')
 group by verb, cause order by count desc, verb, cause limit {MAX_CAUSES}
 """

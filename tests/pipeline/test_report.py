@@ -126,6 +126,16 @@ def test_one_that_stalled_without_a_measure_ran_from_its_claim(spark: SparkSessi
     assert [(cause.verb, cause.cause, cause.count) for cause in figures.causes] == [("stalled", "signal-9", 1)]
 
 
+def test_one_that_was_never_run_again_is_an_example_of_its_cause(spark: SparkSession) -> None:
+    """It stalled too often: the claim that finds that buries it, and nothing was measured."""
+    journal = Journal("q")
+    journal.note(0, event("enqueued", "a"))
+    died = event("dead", "a", fence=1, cause="StallError", fail_job=False)
+    journal.note(SECOND, event("claimed", "a", fence=1, attempt=5), died)
+    figures = figures_of(spark, journal)
+    assert [(one.verb, one.cause, one.examples) for one in figures.causes] == [("dead", "StallError", ["a"])]
+
+
 def test_failures_are_grouped_by_the_name_of_the_exception(spark: SparkSession) -> None:
     """A real run: one queue raises ValueError twice per job, the other an exception of its own."""
     with running() as forq:
