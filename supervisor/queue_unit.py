@@ -33,9 +33,14 @@ class _Seat:
 
 
 class QueueUnit:
-    def __init__(self, spec: QueueSpec, options: Mapping[str, Value], around: Surroundings) -> None:
+    """`found`: somebody else made the queue, and nothing is known of its options here."""
+
+    def __init__(
+        self, spec: QueueSpec, options: Mapping[str, Value], around: Surroundings, *, found: bool = False
+    ) -> None:
         self.spec = spec
         self.options = options
+        self.found = found
         self.draining = False
         self.config_error: str | None = None
         self._around = around
