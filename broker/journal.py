@@ -19,17 +19,20 @@ about it:
     claimed FENCE ATTEMPT ID ID …     active; ATTEMPT: retries + stalls + timeouts of its record, and 1
     marked FENCE ID                   active, and forgotten if it does not succeed (somebody asked to remove it)
     done FENCE ID MICROS ID MICROS …  gone (MICROS '-': unknown)
-    retried FENCE ID MICROS           ready
+    retried FENCE ID MICROS CAUSE     ready
     stalled | timed_out | suspected | interrupted FENCE ID CAUSE [MICROS]   still active; `returned` follows
     returned 0 ID ID …                ready
     cancelled FENCE ID ID …           gone; FENCE 0: it was ready, else it was active
-    dead FENCE ID MICROS FLAG         gone, archived as ID@FENCE; FLAG 1: it has a fail handler, `failing` follows
+    dead FENCE ID MICROS FLAG CAUSE   gone, archived as ID@FENCE; FLAG 1: it has a fail handler, `failing` follows
     failing FENCE ID                  (fail job ID:FENCE is in the fail queue, whose journal has no `enqueued` of it)
     revived FENCE ID                  ready, and the archived ID@FENCE is gone
     discarded FENCE ID                the archived ID@FENCE is gone: by a user
     forgotten FENCE ID                the same: by dead_ttl or dead_max
     dropped 0 ID                      a hint without a record ('?': not even an id); if the job was ready, it was lost
     created 0 EPOCH    deleted 0 JOBS    paused 0    resumed 0
+
+CAUSE is one word of printable ASCII ('_' stands for anything else, '-' for nothing). Of `retried` and `dead` it is the
+name of the exception, at most 64 characters; of a loss a signal or the like.
 
 Events are in the order in which they can be applied one by one. `claimed` and `dead` of one id in one entry: it had
 stalled or timed out too often and was not given to the worker. What "follows" does so in the same entry.
@@ -44,8 +47,8 @@ from typing import NamedTuple
 
 from forq.errors import InvalidData
 
-SCHEMA = 2
-_SCHEMA = b"2"
+SCHEMA = 3
+_SCHEMA = b"3"
 
 
 class Event(NamedTuple):
@@ -62,18 +65,20 @@ class Event(NamedTuple):
     attempt: int | None
     actor: str
     micros: int | None
-    cause: str | None  # of `dead`: 'fail_job' if it has one; of `deleted`: how many jobs; of `created`: the epoch
+    cause: str | None  # of `deleted`: how many jobs; of `created`: the epoch
+    fail_job: bool | None  # of `dead`: whether it has one
     due_us: int | None
     entry: str | None  # the text of the entry, at position 0
     hash: str | None  # of the entry, at position 0
 
 
-# What may differ between the subjects of a line: job, attempt, micros, cause, due_us.
-_Subject = tuple[str | None, int | None, int | None, str | None, int | None]
+# What may differ between the subjects of a line: job, attempt, micros, cause, fail_job, due_us.
+_Subject = tuple[str | None, int | None, int | None, str | None, bool | None, int | None]
 
 _NUMBER = r"[0-9]{1,18}"
 _MICROS = rf"(?:{_NUMBER}|-)"
 _ID = r"[!-~]+"
+_NAME = r"[!-~]{1,64}"
 
 
 def entry_hash(previous: str, epoch: int, sequence: int, time_us: int, actor: str, text: str) -> str:
@@ -87,17 +92,17 @@ def read_entry(fields: Mapping[bytes, bytes], queue: str = "") -> Iterator[Event
 
     Millions of events are read with it: the tuples are made without a call of Event per event.
     """
-    epoch, sequence, time_us, actor, text, hashed = _read_fields(fields)
+    epoch, number, time, actor, text, hashed = _read_fields(fields)
     new, row = tuple.__new__, Event
     events: list[Event] = []
     for line in text.split("\n"):
-        verb, fence, subjects = _read_line(line, sequence)
+        verb, fence, subjects = _read_line(line, number)
         events += [
             new(
                 row,
-                (queue, epoch, sequence, at, time_us, verb, job, fence, attempt, actor, micros, cause, due, None, None),
+                (queue, epoch, number, at, time, verb, job, fence, tries, actor, micros, cause, flag, due, None, None),
             )
-            for at, (job, attempt, micros, cause, due) in enumerate(subjects, len(events))
+            for at, (job, tries, micros, cause, flag, due) in enumerate(subjects, len(events))
         ]
     events[0] = new(row, (*events[0][:-2], text, hashed))
     return iter(events)
@@ -129,40 +134,45 @@ def _read_line(line: str, sequence: int) -> tuple[str, int, Iterator[_Subject] |
 
 
 def _ids(rest: str) -> list[_Subject]:
-    return [(job, None, None, None, None) for job in rest.split(" ")]
+    return [(job, None, None, None, None, None) for job in rest.split(" ")]
 
 
 def _claimed(rest: str) -> list[_Subject]:
     number, *ids = rest.split(" ")
     attempt = int(number)
-    return [(job, attempt, None, None, None) for job in ids]
+    return [(job, attempt, None, None, None, None) for job in ids]
 
 
 def _timed(rest: str) -> list[_Subject]:
     parts = rest.split(" ")
     return [
-        (job, None, None if micros == "-" else int(micros), None, None)
+        (job, None, None if micros == "-" else int(micros), None, None, None)
         for job, micros in zip(parts[::2], parts[1::2], strict=True)
     ]
 
 
 def _lost(rest: str) -> list[_Subject]:
     job, cause, *micros = rest.split(" ")
-    return [(job, None, int(micros[0]) if micros and micros[0] != "-" else None, cause, None)]
+    return [(job, None, int(micros[0]) if micros and micros[0] != "-" else None, cause, None, None)]
+
+
+def _retried(rest: str) -> list[_Subject]:
+    job, micros, cause = rest.split(" ")
+    return [(job, None, None if micros == "-" else int(micros), cause, None, None)]
 
 
 def _dead(rest: str) -> list[_Subject]:
-    job, micros, flag = rest.split(" ")
-    return [(job, None, None if micros == "-" else int(micros), "fail_job" if flag == "1" else None, None)]
+    job, micros, flag, cause = rest.split(" ")
+    return [(job, None, None if micros == "-" else int(micros), cause, flag == "1", None)]
 
 
 def _scheduled(rest: str) -> list[_Subject]:
     job, due_ms = rest.split(" ")
-    return [(job, None, None, None, int(due_ms) * 1000)]
+    return [(job, None, None, None, None, int(due_ms) * 1000)]
 
 
 def _of_queue(rest: str | None) -> list[_Subject]:
-    return [(None, None, None, rest, None)]
+    return [(None, None, None, rest, None, None)]
 
 
 def _shapes() -> dict[str, tuple[re.Pattern[str], Callable[[str], list[_Subject]]]]:
@@ -176,8 +186,8 @@ def _shapes() -> dict[str, tuple[re.Pattern[str], Callable[[str], list[_Subject]
         "scheduled": (r"(0)", rf"({_ID} [0-9]{{1,15}})", _scheduled),
         "claimed": (rf"({_NUMBER})", rf"([0-9]{{1,9}}(?: {_ID})+)", _claimed),
         "done": (rf"({_NUMBER})", rf"({_ID} {_MICROS}(?: {_ID} {_MICROS})*)", _timed),
-        "retried": (rf"({_NUMBER})", rf"({_ID} {_MICROS})", _timed),
-        "dead": (rf"({_NUMBER})", rf"({_ID} {_MICROS} [01])", _dead),
+        "retried": (rf"({_NUMBER})", rf"({_ID} {_MICROS} {_NAME})", _retried),
+        "dead": (rf"({_NUMBER})", rf"({_ID} {_MICROS} [01] {_NAME})", _dead),
         "stalled timed_out suspected interrupted": (rf"({_NUMBER})", rf"({_ID} {_ID}(?: {_MICROS})?)", _lost),
         "created deleted": (r"(0)", rf"({_NUMBER})", _of_queue),
     }

@@ -156,6 +156,7 @@ def _event(row: Any) -> str:
         "attempt": row.attempt,
         "micros": row.micros,
         "cause": row.cause,
+        "fail_job": row.fail_job,
         "due": row.due,
     }
     parts = [f"{name} {value}" for name, value in details.items() if value is not None]

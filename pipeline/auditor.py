@@ -95,7 +95,7 @@ class Auditor:
             self._verdicts["states"].checked = self._verdicts["paths"].checked
         with self._timed("fail_jobs"):
             self._add(lives.archive_findings(self._archive))
-            deaths = F.count_if((F.col("step") == "dead") & (F.col("cause") == rules.FAIL_JOB_CAUSE))
+            deaths = F.count_if((F.col("step") == "dead") & F.col("fail_job"))
             self._verdicts["fail_jobs"].checked = self._archive.select(deaths).collect()[0][0]
 
     def _check_overlap(self) -> None:

@@ -31,7 +31,7 @@ def steps_of(events: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) 
     step = F.when((verb == "cancelled") & (F.col("fence") != 0), "cancelled_run").otherwise(verb)
     told_of_jobs = events.where(F.col("job").isNotNull() & (F.col("job") != _UNKNOWN_JOB))
     steps = told_of_jobs.select(
-        *_JOB, "sequence", "position", "time", step.alias("step"), "fence", "attempt", "cause", "verb"
+        *_JOB, "sequence", "position", "time", step.alias("step"), "fence", "attempt", "fail_job", "verb"
     )
     steps = _with_segments(steps, holes)
     return steps.unionByName(_births(steps, epochs, holes)).repartition("history", "queue", "job")
@@ -93,7 +93,7 @@ def _births(steps: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) ->
         F.lit("born").alias("step"),
         F.lit(0).cast("long").alias("fence"),
         F.lit(None).cast("int").alias("attempt"),
-        F.lit(None).cast("string").alias("cause"),
+        F.lit(None).cast("boolean").alias("fail_job"),
         F.lit("failing").alias("verb"),
         F.lit(0).alias("segment"),
         F.lit(False).alias("orphans"),
@@ -299,10 +299,10 @@ def archive_of(steps: DataFrame) -> DataFrame:
     """The steps of dead jobs, each (job, fence) on its own; `last` is the last one."""
     in_order = Window.partitionBy(*_JOB, "fence").orderBy("sequence", "position")
     of_dead = steps.where(F.col("step").isin(*rules.ARCHIVE)).select(
-        *_JOB, "sequence", "position", "time", "step", "fence", "cause", "segment"
+        *_JOB, "sequence", "position", "time", "step", "fence", "fail_job", "segment"
     )
     return (
-        of_dead.withColumn("before", F.lag(F.struct("step", "sequence", "cause", "segment")).over(in_order))
+        of_dead.withColumn("before", F.lag(F.struct("step", "sequence", "fail_job", "segment")).over(in_order))
         .withColumn("after", F.lead(F.struct("step", "sequence")).over(in_order))
         .withColumn("last", F.col("after").isNull())
     )
@@ -313,14 +313,12 @@ def archive_findings(archive: DataFrame) -> DataFrame:
     known = F.when(F.col("before").isNull(), F.col("segment") == 0).otherwise(
         F.col("before.segment") == F.col("segment")
     )
-    has_fail_job = F.coalesce(F.col("cause") == rules.FAIL_JOB_CAUSE, F.lit(False))
+    has_fail_job = F.coalesce("fail_job", F.lit(False))
     followed = F.coalesce(
         (F.col("after.step") == "failing") & (F.col("after.sequence") == F.col("sequence")), F.lit(False)
     )
     of_this_death = F.coalesce(
-        (before == "dead")
-        & (F.col("before.sequence") == F.col("sequence"))
-        & (F.col("before.cause") == rules.FAIL_JOB_CAUSE),
+        (before == "dead") & (F.col("before.sequence") == F.col("sequence")) & F.col("before.fail_job"),
         F.lit(False),
     )
     once = [

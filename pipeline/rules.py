@@ -102,8 +102,6 @@ MERGED_BEFORE: Final = ("retried", "returned")
 ARCHIVE: Final = ("dead", "failing", "revived", "discarded", "forgotten")
 ARCHIVE_ENDS: Final = ("revived", "discarded", "forgotten")
 
-FAIL_JOB_CAUSE: Final = "fail_job"
-
 # Name of each rule -> what it says, as the audit shows it.
 RULES: Final = {
     "chain": "sequence, hash and time of every entry follow from the one before",

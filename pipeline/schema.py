@@ -6,6 +6,7 @@ and whether a value may be missing.
 
 import pyarrow as pa
 from pyspark.sql.types import (
+    BooleanType,
     DataType,
     IntegerType,
     LongType,
@@ -15,12 +16,13 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-_TEXT, _LONG, _INT, _TIME = StringType(), LongType(), IntegerType(), TimestampType()
+_TEXT, _LONG, _INT, _TIME, _FLAG = StringType(), LongType(), IntegerType(), TimestampType(), BooleanType()
 _ARROW: dict[DataType, pa.DataType] = {
     _TEXT: pa.string(),
     _LONG: pa.int64(),
     _INT: pa.int32(),
     _TIME: pa.timestamp("us", tz="UTC"),
+    _FLAG: pa.bool_(),
 }
 
 EVENTS = StructType(
@@ -37,6 +39,7 @@ EVENTS = StructType(
         StructField("actor", _TEXT, nullable=False),
         StructField("micros", _LONG),
         StructField("cause", _TEXT),
+        StructField("fail_job", _FLAG),  # of dead
         StructField("due", _TIME),  # of scheduled
         StructField("entry", _TEXT),  # the whole text of the entry, at position 0 only
         StructField("hash", _TEXT),  # the same

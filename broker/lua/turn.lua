@@ -74,14 +74,14 @@ local function settle_failures(first)
   -- The job waits for its next attempt: until the time the handler asked for, else twice as long as the last time.
   -- Options are read here and now, so that a change of them applies to everything that is in the queue.
   -- In the retry lane `lane` counts the attempts there.
-  local function retry_job(id, fence, micros, job, lane_number, retry_at_ms, chance)
+  local function retry_job(id, fence, micros, cause, job, lane_number, retry_at_ms, chance)
     local due = retry_at_ms
     if not due then
       local wait = math.min(option('max_backoff_ms'), option('min_backoff_ms') * 2 ^ math.min(job.retries, 40))
       due = now_ms + math.floor(wait * (1 + option('jitter') / 100 * (2 * chance - 1)))
     end
     job.retries, job.lane = job.retries + 1, lane_number
-    come_back(id, job, due, 'retried ' .. fence .. ' ' .. id .. ' ' .. micros)
+    come_back(id, job, due, 'retried ' .. fence .. ' ' .. id .. ' ' .. micros .. ' ' .. cause)
   end
 
   local function settle_failure(at, id, fence, record)
@@ -99,9 +99,9 @@ local function settle_failures(first)
     -- Its handler came back, so it did not kill its process: it is no suspect any more.
     if job and job.lane == SUSPECT then job.lane = 0 end
     if job and kind ~= 'permanent' and job.lane == 0 and job.retries < option('max_retries') then
-      retry_job(id, fence, micros, job, 0, retry_at_ms, chance)
+      retry_job(id, fence, micros, cause_of(brief), job, 0, retry_at_ms, chance)
     elseif job and kind ~= 'permanent' and job.lane < option('retry_lane_retries') then
-      retry_job(id, fence, micros, job, job.lane + 1, retry_at_ms, chance)
+      retry_job(id, fence, micros, cause_of(brief), job, job.lane + 1, retry_at_ms, chance)
     else
       bury_job(id, fence, micros, record, error, brief)
     end

@@ -26,7 +26,7 @@ def test_every_event_is_written_and_can_be_read(queue: OneQueue) -> None:
         *[("enqueued", 0, job_id, None, None, "-") for job_id in "abcdef"],
         *[("claimed", fence, job_id, None, None, "w1") for job_id in "abcde"],
         *[("done", fence, job_id, 7, None, "w1") for job_id in "ab"],
-        ("dead", fence, "c", 7, None, "w1"),
+        ("dead", fence, "c", 7, "-", "w1"),
         ("cancelled", 0, "f", None, None, "-"),
         ("stalled", fence, "d", None, "signal_9", "w1"),
         *[("returned", 0, job_id, None, None, "w1") for job_id in "de"],

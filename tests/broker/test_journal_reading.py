@@ -7,7 +7,7 @@ from forq.errors import InvalidData
 from tests.support.journal_replay import ImpossibleEvent, Replay
 from tests.support.one_queue import OneQueue
 
-FIELDS = {b"v": b"2", b"q": b"17", b"s": b"3", b"t": b"1790000000000001", b"a": b"w1", b"h": b"0" * 40}
+FIELDS = {b"v": b"3", b"q": b"17", b"s": b"3", b"t": b"1790000000000001", b"a": b"w1", b"h": b"0" * 40}
 
 
 def read(text: str, **changed: str | None) -> list[Event]:
@@ -18,16 +18,20 @@ def read(text: str, **changed: str | None) -> list[Event]:
 
 
 def test_every_column_is_read() -> None:
-    text = "done 5 a 7 b -\nstalled 6 c signal_9\nclaimed 7 2 d\nscheduled 0 e 1790000000123\ndead 8 f 9 1\npaused 0"
+    lines = ["done 5 a 7 b -", "stalled 6 c signal_9", "claimed 7 2 d", "scheduled 0 e 1790000000123"]
+    text = "\n".join([*lines, "dead 8 f 9 1 KeyError", "retried 9 g - OSError", "dead 9 h - 0 -", "paused 0"])
     common = ("q", 17, 3)
+    now = 1790000000000001
     assert read(text) == [
-        (*common, 0, 1790000000000001, "done", "a", 5, None, "w1", 7, None, None, text, "0" * 40),
-        (*common, 1, 1790000000000001, "done", "b", 5, None, "w1", None, None, None, None, None),
-        (*common, 2, 1790000000000001, "stalled", "c", 6, None, "w1", None, "signal_9", None, None, None),
-        (*common, 3, 1790000000000001, "claimed", "d", 7, 2, "w1", None, None, None, None, None),
-        (*common, 4, 1790000000000001, "scheduled", "e", 0, None, "w1", None, None, 1790000000123000, None, None),
-        (*common, 5, 1790000000000001, "dead", "f", 8, None, "w1", 9, "fail_job", None, None, None),
-        (*common, 6, 1790000000000001, "paused", None, 0, None, "w1", None, None, None, None, None),
+        (*common, 0, now, "done", "a", 5, None, "w1", 7, None, None, None, text, "0" * 40),
+        (*common, 1, now, "done", "b", 5, None, "w1", None, None, None, None, None, None),
+        (*common, 2, now, "stalled", "c", 6, None, "w1", None, "signal_9", None, None, None, None),
+        (*common, 3, now, "claimed", "d", 7, 2, "w1", None, None, None, None, None, None),
+        (*common, 4, now, "scheduled", "e", 0, None, "w1", None, None, None, 1790000000123000, None, None),
+        (*common, 5, now, "dead", "f", 8, None, "w1", 9, "KeyError", True, None, None, None),
+        (*common, 6, now, "retried", "g", 9, None, "w1", None, "OSError", None, None, None, None),
+        (*common, 7, now, "dead", "h", 9, None, "w1", None, "-", False, None, None, None),
+        (*common, 8, now, "paused", None, 0, None, "w1", None, None, None, None, None, None),
     ]
 
 
@@ -37,7 +41,9 @@ def test_every_column_is_read() -> None:
         ("timed_out 5 a timeout 12", 12, "timeout"),
         ("interrupted 5 a late", None, "late"),
         ("suspected 5 a signal_9 -", None, "signal_9"),
-        ("dead 5 a - 0", None, None),
+        ("dead 5 a - 0 KeyError", None, "KeyError"),
+        ("retried 5 a 9 -", 9, "-"),
+        ("dead 5 a 9 1 " + 64 * "E", 9, 64 * "E"),
         ("deleted 0 12", None, "12"),
         ("created 0 17", None, "17"),
     ],
@@ -60,8 +66,26 @@ def test_a_detail_is_read_as_what_it_is(line: str, micros: int | None, cause: st
             "done 5 a 1234567890123456789",
         ),
         *("born 0 a", "enqueued 5 a", "enqueued 0 a\n", "\nenqueued 0 a", "enqueued 0 a\tb\x7f", "updated 0 a b"),
-        *("claimed 5 a", "claimed 5 1", "claimed 5 -1 a", "dead 5 a 7", "dead 5 a 7 2", "scheduled 0 a", "paused 0 a"),
-        *("stalled 5 a", "stalled 5 a b c", "retried 5 a 7 b 8", "deleted 0", "created 0 x", "revived 5 a b", "paused"),
+        *(
+            "claimed 5 a",
+            "claimed 5 1",
+            "claimed 5 -1 a",
+            "dead 5 a 7 E",
+            "dead 5 a 7 2 E",
+            "scheduled 0 a",
+            "paused 0 a",
+        ),
+        *(
+            "stalled 5 a",
+            "stalled 5 a b c",
+            "retried 5 a 7 E b 8 E",
+            "deleted 0",
+            "created 0 x",
+            "revived 5 a b",
+            "paused",
+        ),
+        *("retried 5 a 7", "retried 5 a 7 ", "retried 5 a 7 E E", "retried 5 a 7 " + 65 * "E", "retried 5 a 7 \xe4"),
+        *("dead 5 a 7 0", "dead 5 a 7 0 ", "dead 5 a 7 1 E E", "dead 5 a 7 1 " + 65 * "E", "dead 5 a 7 1 \x7f"),
     ],
 )
 def test_a_line_that_is_not_in_the_schema_is_refused(line: str) -> None:
@@ -72,7 +96,7 @@ def test_a_line_that_is_not_in_the_schema_is_refused(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"v": "1"}, {"v": "3"}, {"s": "x"}, {"s": "-1"}, {"t": "1.5"}, {"q": ""}, {"h": "0"}]
+    "change", [{"v": "2"}, {"v": "4"}, {"s": "x"}, {"s": "-1"}, {"t": "1.5"}, {"q": ""}, {"h": "0"}]
 )
 def test_an_entry_that_is_not_in_the_schema_is_refused(change: dict[str, str]) -> None:
     with pytest.raises(InvalidData):

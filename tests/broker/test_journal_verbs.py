@@ -8,6 +8,7 @@ from forq.broker.journal import Event, read_entry
 from forq.broker.keeping import Outcome
 from forq.broker.producing import Update, new_job
 from forq.broker.stored_options import stored_defaults
+from forq.workers.attempt import describe_failure
 from tests.support.journal_replay import ImpossibleEvent, Replay
 from tests.support.one_queue import OneQueue, one_queue
 
@@ -129,6 +130,75 @@ def test_a_loss_without_a_cause_can_be_read(queue: OneQueue) -> None:
     assert events_about(queue, "a")[-2].cause == "-"
 
 
+NAMES = [
+    ("ValueError", "ValueError"),
+    ("", "-"),
+    ("a b\tc", "a_b_tc"),
+    ('say "no"', "say__"),
+    ("C:\\d", "C:__d"),
+    ("Maßlos", "Ma__los"),
+    ("E" * 70, "E" * 64),
+    ("E" * 63 + "ß", "E" * 63 + "_"),
+]
+
+
+@pytest.mark.parametrize("end", ["retried", "retried in the lane", "dead"])
+@pytest.mark.parametrize(("name", "cause"), NAMES)
+def test_a_failure_is_told_with_the_name_of_its_exception_in_one_word(
+    redis_url: str, name: str, cause: str, end: str
+) -> None:
+    with one_queue(redis_url, max_retries=int(end == "retried"), retry_lane_retries=int("lane" in end)) as queue:
+        worker = queue.worker()
+        queue.enqueue("a")
+        worker.turn(want=1)
+        raised = describe_failure(type(name, (Exception,), {})('{"name":"Other"}'))
+        worker.turn(failed="a", error=raised.error.decode())
+        told = next(event for event in events_about(queue, "a") if event.verb in ("retried", "dead"))
+        assert (told.verb, told.cause, told.micros) == (end.partition(" ")[0], cause, 7)
+        replayed(queue)
+
+
+@pytest.mark.parametrize("end", ["retried", "dead"])
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ("{}", "-"),
+        ("null", "-"),
+        ('{"message":"no"}', "-"),
+        ('{"name":null}', "-"),
+        ('{"name":"A\n\t\x00\x7fB"}', "A____B"),
+        ('{"name":"First","message":"","context":{"name":"Second"}}', "First"),
+    ],
+)
+def test_a_failure_that_no_worker_of_ours_described_can_be_read(
+    redis_url: str, error: str, cause: str, end: str
+) -> None:
+    with one_queue(redis_url, max_retries=int(end == "retried")) as queue:
+        worker = queue.worker()
+        queue.enqueue("a")
+        worker.turn(want=1)
+        worker.turn(failed="a", error=error)
+        told = next(event for event in events_about(queue, "a") if event.verb in ("retried", "dead"))
+        assert (told.verb, told.cause) == (end, cause)
+
+
+@pytest.mark.parametrize(("kind", "cause"), [("stall", "StallError"), ("timeout", "TimeoutError")])
+def test_a_job_that_is_buried_by_a_claim_is_told_with_the_error_it_gets(redis_url: str, kind: str, cause: str) -> None:
+    with one_queue(redis_url, max_stalls=0, max_timeouts=0) as queue:
+        worker = queue.worker()
+        queue.enqueue("a")
+        worker.turn(want=1)
+        if kind == "timeout":
+            worker.turn(failed="a", kind="timeout")
+        else:
+            queue.recover(worker, running=True)
+        assert queue.worker("w2").turn(want=1) == []
+        claimed, dead = events_about(queue, "a")[-2:]
+        assert (claimed.verb, dead.verb, dead.cause, dead.micros) == ("claimed", "dead", cause, None)
+        assert claimed.sequence == dead.sequence
+        replayed(queue)
+
+
 def test_removing_a_running_job_is_told_once(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a")
@@ -173,7 +243,7 @@ def test_dead_tells_whether_a_fail_job_follows_and_it_begins_there(queue: OneQue
     worker.turn(want=1)
     worker.turn(failed="a")
     assert last_entry(queue) == [("dead", "a"), ("failing", "a")][: 1 + fail_handler]
-    assert events_about(queue, "a")[2].cause == ("fail_job" if fail_handler else None)
+    assert events_about(queue, "a")[2].fail_job is bool(fail_handler)
     births = replayed(queue).births
     assert births == ({f"a:{worker.fence}"} if fail_handler else set())
     queue.claim_fail_job("r1")
@@ -243,16 +313,23 @@ def test_a_hint_in_hand_of_a_job_that_another_worker_runs_is_not_dropped(queue: 
             "cancelled 0 a",
             "updated 0 a",
         ),
-        *("cancelled 5 r", "stalled 5 a x", "stalled 6 a x\nreturned 0 a", "dead 5 a 1 1", "failing 5 a", "marked 5 r"),
         *(
-            "dead 5 a 1 0\nfailing 5 a",
+            "cancelled 5 r",
+            "stalled 5 a x",
+            "stalled 6 a x\nreturned 0 a",
+            "dead 5 a 1 1 E",
+            "failing 5 a",
+            "marked 5 r",
+        ),
+        *(
+            "dead 5 a 1 0 E\nfailing 5 a",
             "revived 5 r",
             "discarded 5 a",
             "forgotten 5 a",
-            "retried 5 r 1",
+            "retried 5 r 1 E",
             "scheduled 0 a 1",
         ),
-        *("resumed 0", "created 0 1", "deleted 0 1", "stalled 5 a x\ndone 5 a 1", "marked 5 a\nretried 5 a 1"),
+        *("resumed 0", "created 0 1", "deleted 0 1", "stalled 5 a x\ndone 5 a 1", "marked 5 a\nretried 5 a 1 E"),
         *(
             "blocked 0 a\nreturned 0 a",
             "blocked 0 a\nmerged 0 a\ndone 5 a 1",

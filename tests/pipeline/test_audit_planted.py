@@ -111,7 +111,7 @@ PLANTED: list[tuple[str, Callable[[Entries], Entries]]] = [
     ("paths", told_also("cancelled 0 d c", "revived 104 d")),
     # Fail jobs.
     ("fail_jobs", told_instead("\nfailing 104 d", "")),
-    ("fail_jobs", told_instead("dead 104 d 40 1\nfailing 104 d", "dead 104 d 40 0\nfailing 104 d")),
+    ("fail_jobs", told_instead("dead 104 d 40 1", "dead 104 d 40 0")),
     ("fail_jobs", told_instead("failing 106 d\n", "failing 106 d\nfailing 106 d\n")),
     ("fail_jobs", told_instead("failing 108 g", "failing 107 g")),
     ("fail_jobs", told_instead("dead 203 e:105 9 0", "dead 203 e:105 9 1")),

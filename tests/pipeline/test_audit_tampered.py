@@ -63,7 +63,11 @@ def doubled_rows(rows: list[Event]) -> Iterator[Tampered]:
     yield Tampered(f"copied entry {place(head)} to the end", [*rows, *copied], CHAIN)
 
 
-def edited(value: int | str | None) -> int | str:
+def edited(column: str, value: int | str | None) -> int | str:
+    if column in TEXTS and value is None:
+        return "new"
+    if column in FLAGS:
+        return not value
     if isinstance(value, str):
         return f"~{value}"
     return 7 if value is None else value + 1
@@ -75,14 +79,14 @@ def with_value(row: Event, column: str, value: int | str) -> Event:
 
 
 TEXTS = ("job", "cause", "entry", "hash")
+FLAGS = ("fail_job",)
 
 
 def edited_rows(rows: list[Event]) -> Iterator[Tampered]:
     """Every column of every third row. What identifies an entry, or is in its hash, may be found by the chain."""
     for number, row in list(enumerate(rows))[::3]:
         for column in Event._fields:
-            old = getattr(row, column)
-            new = "new" if old is None and column in TEXTS else edited(old)
+            new = edited(column, getattr(row, column))
             changed = [*rows[:number], with_value(row, column, new), *rows[number + 1 :]]
             # The only row of an entry takes the entry with it, and leaves a hole.
             kinds = (VIOLATION, GAP) if column in Event._fields[:3] else (VIOLATION,)

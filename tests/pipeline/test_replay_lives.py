@@ -25,7 +25,7 @@ def test_an_id_that_is_used_again_has_a_life_for_each_time(spark: SparkSession) 
     journal.note(3, event("blocked", "a"))
     journal.note(4, event("done", "a", fence=5, micros=2), event("unblocked", "a"))
     journal.note(6, event("claimed", "a", fence=7, attempt=1))
-    journal.note(8, event("dead", "a", fence=7, micros=1, cause="fail_job"), event("failing", "a", fence=7))
+    journal.note(8, event("dead", "a", fence=7, micros=1, fail_job=True), event("failing", "a", fence=7))
     journal.note(9, event("revived", "a", fence=7))
     assert some(
         lives(spark, journal), "life", "state", "enqueued_at", "ended_at", "attempts", "micros", "fence", "fate"

@@ -155,7 +155,7 @@ def test_a_server_that_has_less_than_was_read_is_noticed(spark: SparkSession, qu
 
 
 def test_an_entry_that_cannot_be_read_is_named(spark: SparkSession, queue: OneQueue) -> None:
-    entry = queue.redis.xadd(queue.key("events"), {"v": "2", "e": "what is this"}).decode()
+    entry = queue.redis.xadd(queue.key("events"), {"v": "3", "e": "what is this"}).decode()
     queue.enqueue("a")
     with pytest.raises(PySparkException, match=f"queue 'q', entry {entry}: "):
         read(spark, queue).collect()

@@ -41,6 +41,7 @@ class Journal:
             event.get("actor", "w1"),
             event.get("micros"),
             event.get("cause"),
+            event.get("fail_job"),
             None if due is None else moment(due),
             "" if position == 0 else None,
             "" if position == 0 else None,

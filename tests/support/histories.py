@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import redis
 from pyspark.sql import DataFrame, SparkSession
 
-from forq.broker.journal import Event, entry_hash, read_entry
+from forq.broker.journal import SCHEMA, Event, entry_hash, read_entry
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.pipeline.schema import EVENTS_ARROW
 from forq.pipeline.standing import Place, Standing, Standings
@@ -62,7 +62,7 @@ def rows_of(entries: Iterable[Entry]) -> list[Event]:
         sequence += 1
         hashed = entry_hash(previous, entry.epoch, sequence, entry.time_us, entry.actor, entry.text)
         last[entry.queue, entry.epoch] = sequence, hashed
-        values = ("2", entry.epoch, sequence, entry.time_us, entry.actor, entry.text, hashed)
+        values = (SCHEMA, entry.epoch, sequence, entry.time_us, entry.actor, entry.text, hashed)
         fields = {name: str(value).encode() for name, value in zip(_FIELDS, values, strict=True)}
         rows += read_entry(fields, entry.queue)
     return rows
@@ -155,7 +155,7 @@ def told_history() -> tuple[list[Entry], Standings]:
     say("q", "claimed 102 1 c d")
     say("q", "blocked 0 c", actor="-")
     say("q", "blocked 0 c", actor="-")
-    say("q", "retried 102 d 30", "scheduled 0 d 9000", "done 102 c 20", "unblocked 0 c")
+    say("q", "retried 102 d 30 ValueError", "scheduled 0 d 9000", "done 102 c 20", "unblocked 0 c")
     say("q", "updated 0 e", actor="-")
     say("q", "updated 0 s", "scheduled 0 s 7000", actor="-")
     say("q", "promoted 0 s d", actor="p1")
@@ -165,28 +165,28 @@ def told_history() -> tuple[list[Entry], Standings]:
     say("q", "claimed 104 1 s", "claimed 104 2 e d", actor="w2")
     say("q", "blocked 0 s", actor="-")
     say("q", "withdrawn 0 s", "marked 104 s", actor="-")
-    say("q", "cancelled 104 s", "dead 104 d 40 1", "failing 104 d", actor="w2")
+    say("q", "cancelled 104 s", "dead 104 d 40 1 KeyError", "failing 104 d", actor="w2")
     say("q#fail", "claimed 201 1 d:104", actor="w9")
     say("q", "timed_out 104 e timeout 50", "returned 0 e", actor="w2")
     say("q", "claimed 105 3 e", actor="w2")
-    say("q", "dead 105 e - 1", "failing 105 e", actor="w2")
+    say("q", "dead 105 e - 1 KeyError", "failing 105 e", actor="w2")
     say("q#fail", "done 201 d:104 7", "claimed 202 1 e:105", actor="w9")
     say("q", "revived 104 d", actor="-")
     say("q", "cancelled 0 d c", actor="-")
-    say("q#fail", "retried 202 e:105 8", "scheduled 0 e:105 9000", actor="w9")
+    say("q#fail", "retried 202 e:105 8 ValueError", "scheduled 0 e:105 9000", actor="w9")
     say("q", "enqueued 0 d", actor="-")
     say("q", "claimed 106 1 d")
-    say("q", "dead 106 d 5 1", "failing 106 d", "forgotten 105 e")
+    say("q", "dead 106 d 5 1 KeyError", "failing 106 d", "forgotten 105 e")
     say("q", "discarded 106 d", actor="-")
     say("q#fail", "promoted 0 e:105", "claimed 203 2 e:105", actor="w9")
-    say("q#fail", "dead 203 e:105 9 0", "claimed 204 1 d:106", actor="w9")
+    say("q#fail", "dead 203 e:105 9 0 KeyError", "claimed 204 1 d:106", actor="w9")
     say("q", "enqueued 0 g h i j k", actor="-")
     say("q", "paused 0", actor="-")
     say("q", "resumed 0", actor="-")
     say("q", "claimed 107 1 g h i")
     say("q", "suspected 107 g signal_9", "interrupted 107 h stop 5", "returned 0 g h", actor="p1")
     say("q", "claimed 108 1 g")
-    say("q", "dead 108 g 9 1", "failing 108 g")
+    say("q", "dead 108 g 9 1 KeyError", "failing 108 g")
     say("q", "blocked 0 i", actor="-")
     say("q", "enqueued 0 l", "scheduled 0 l 99999999", actor="-")
     say("q", "dropped 0 z", actor="w2")
@@ -199,7 +199,7 @@ def _tell_old_queue(teller: Teller) -> None:
     teller.create("old")
     say("old", "enqueued 0 x y z v", actor="-")
     say("old", "claimed 11 1 x y v")
-    say("old", "done 11 x 10", "dead 11 v 10 0")
+    say("old", "done 11 x 10", "dead 11 v 10 0 KeyError")
     say("old", "blocked 0 y", actor="-")
     say("old", "deleted 0 4", actor="-")
     teller.create("old")

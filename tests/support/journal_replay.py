@@ -5,7 +5,7 @@ It knows nothing of the queue but what the journal tells, and checks that the en
 
 from collections.abc import Iterable, Mapping
 
-from forq.broker.journal import Event, entry_hash, read_entry
+from forq.broker.journal import SCHEMA, Event, entry_hash, read_entry
 
 
 class ImpossibleEvent(Exception):
@@ -58,7 +58,7 @@ class Replay:
         """An entry that continues the chain, whatever it says."""
         said = (epoch, self.sequence + 1, 1_790_000_000_000_000, "-", text)
         epoch_, sequence, time_us, actor, events = (str(part).encode() for part in said)
-        fields = {b"v": b"2", b"q": epoch_, b"s": sequence, b"t": time_us, b"a": actor, b"e": events}
+        fields = {b"v": str(SCHEMA).encode(), b"q": epoch_, b"s": sequence, b"t": time_us, b"a": actor, b"e": events}
         return fields | {b"h": entry_hash(self.hash, *said).encode()}
 
     def _check_chain(self, first: Event) -> None:
@@ -131,7 +131,7 @@ class Replay:
 
     def _retried(self, event: Event, job: str) -> None:
         self._follows(event, job)
-        self._demand(event, job not in self.marked and job not in self.blocked)
+        self._demand(event, job not in self.marked and job not in self.blocked and bool(event.cause))
         self._leaves_its_worker(event, job)
         self.ready[job] = None
 
@@ -181,7 +181,7 @@ class Replay:
         self._leaves_its_worker(event, job)
         self.archived.add(f"{job}@{event.fence}")
         self._demand(event, self._fail_job is None)
-        self._fail_job = (job, event.fence) if event.cause else None
+        self._fail_job = (job, event.fence) if event.fail_job else None
 
     def _failing(self, event: Event, job: str) -> None:
         self._demand(event, self._fail_job == (job, event.fence))

@@ -18,6 +18,8 @@ from forq.broker.stored_options import stored_defaults
 from forq.broker.viewing import Viewer
 
 EXPIRY_MS = 15_000
+# What a handler raised, if a test does not care.
+NO = '{"message":"no"}'
 
 
 @dataclass(frozen=True)
@@ -174,22 +176,34 @@ class HandWorker:
         queue.workers.append(self)
 
     def turn(
-        self, want: int = 0, done: str = "", failed: str = "", keep: int = 0, fence: str | None = None, kind: str = ""
+        self,
+        want: int = 0,
+        done: str = "",
+        failed: str = "",
+        keep: int = 0,
+        fence: str | None = None,
+        kind: str = "",
+        error: str = NO,
     ) -> list[str]:
         """One turn; `done` and `failed` are ids, one letter each. The ids it claimed."""
-        jobs = self.whole_turn(want, done, failed, keep, fence, kind).jobs
+        jobs = self.whole_turn(want, done, failed, keep, fence, kind, error).jobs
         return [job_id.decode() for job_id in jobs[::2]]
 
     def whole_turn(
-        self, want: int = 0, done: str = "", failed: str = "", keep: int = 0, fence: str | None = None, kind: str = ""
+        self,
+        want: int = 0,
+        done: str = "",
+        failed: str = "",
+        keep: int = 0,
+        fence: str | None = None,
+        kind: str = "",
+        error: str = NO,
     ) -> Turn:
         self.number += 1
         by = self.fence if fence is None else fence
         succeeded: Settled = [part for job_id in done for part in (job_id, by, 7)]
         gave_up: Settled = [
-            part
-            for job_id in failed
-            for part in (job_id, by, 7, '{"message":"no"}', '{"message":"no"}', kind or "retriable", "", "0.5")
+            part for job_id in failed for part in (job_id, by, 7, error, error, kind or "retriable", "", "0.5")
         ]
         turn = self.consumer.turn(self.number, succeeded, gave_up, keep, want)
         self.fence = turn.fence or self.fence

@@ -3,6 +3,14 @@
 -- here are defined inside.
 
 local DEAD_EXPIRED_PER_CALL = 100
+local LONGEST_CAUSE = 64
+
+-- The journal's word for why an attempt failed: the name that an error, as JSON, begins with. A line is split at its
+-- blanks, and what JSON has escaped is no name worth decoding.
+local function cause_of(error)
+  local name = string.sub(string.match(error, '"name":"([^"]*)') or '', 1, LONGEST_CAUSE)
+  return name == '' and '-' or (string.gsub(name, '[\\%c \128-\255]', '_'))
+end
 
 local function bury_job(id, fence, micros, record, error, brief)
   local function forget_dead(members)
@@ -50,7 +58,7 @@ local function bury_job(id, fence, micros, record, error, brief)
   redis.call('ZADD', key('dead'), now_ms, member)
   redis.call('INCR', key('failed:count'))
   local has_fail_job = not parent and option('fail_handler') == 1
-  note('dead ' .. fence .. ' ' .. id .. ' ' .. micros .. ' ' .. (has_fail_job and 1 or 0))
+  note('dead ' .. fence .. ' ' .. id .. ' ' .. micros .. ' ' .. (has_fail_job and 1 or 0) .. ' ' .. cause_of(error))
   -- Of a broken record nothing but its id is known; that is told all the same.
   local job = read_record(record) or {
     priority = '5', enqueued_ms = string.format('%.0f', now_ms), retries = 0, stalls = 0, timeouts = 0, lane = 0,

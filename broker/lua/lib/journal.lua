@@ -80,7 +80,7 @@ local function write_journal(actor)
     local hash = redis.sha1hex((remembered[2] or '') .. '\n' .. epoch .. ' ' .. sequence .. ' ' .. time .. ' ' .. actor
       .. '\n' .. text)
     -- By now the call has changed the queue and must not fail: what is refused leaves a gap in the sequence.
-    refused = redis.pcall('XADD', key('events'), '*', 'v', '2', 'q', epoch, 's', sequence, 't', time, 'a', actor,
+    refused = redis.pcall('XADD', key('events'), '*', 'v', '3', 'q', epoch, 's', sequence, 't', time, 'a', actor,
       'e', text, 'h', hash).err
     remember('journal_sequence', sequence)
     remember('journal_hash', hash)
