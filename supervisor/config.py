@@ -70,7 +70,8 @@ class Pipeline:
     every_seconds: float
 
     def spec(self, where: str) -> QueueSpec:
-        return QueueSpec.from_mapping(PIPELINE_QUEUE, {"mode": WORK, "handler": PIPELINE_HANDLER, **_PIPELINE_OPTIONS}, where)
+        mapping = {"mode": WORK, "handler": PIPELINE_HANDLER, **_PIPELINE_OPTIONS}
+        return QueueSpec.from_mapping(PIPELINE_QUEUE, mapping, where)
 
 
 @dataclass(frozen=True)

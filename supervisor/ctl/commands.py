@@ -23,8 +23,8 @@ class Argument:
 
 
 class Command:
-    """One command: carried out by a function in `home`, a module of forq.supervisor.ctl.verbs; it has the command's name
-    unless `function` gives another."""
+    """One command: carried out by a function in `home`, a module of forq.supervisor.ctl.verbs, of the command's name or
+    of that of `function`."""
 
     __slots__ = ("arguments", "function", "home", "name", "summary")
 
@@ -68,7 +68,7 @@ COMMANDS = (
         Argument(
             "--mode",
             choices=("work", "auto_release", "on_request"),
-            help="run its jobs, or release them to those who await them (default: `mode` of the config file, else work)",
+            help="run its jobs, or release them to those who ask (default: `mode` of the config file, else work)",
         ),
         Argument(
             "--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the queue (repeatable)"

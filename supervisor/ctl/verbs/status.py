@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 NOT_HEALTHY = 3
 HEALTHY_STATES = ("running", "paused", "draining")
-_COLUMNS = (
+_COLUMNS: tuple[tuple[str, str], ...] = (
     ("QUEUE", "name"),
     ("STATE", "state"),
     ("WAITING", "waiting"),
