@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 from forq.broker.awaiting import Awaiting, Hand, handed_channels
+
 from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
