@@ -19,6 +19,7 @@ about it:
     claimed FENCE ATTEMPT ID ID …     active; ATTEMPT: retries + stalls + timeouts of its record, and 1
     marked FENCE ID                   active, and forgotten if it does not succeed (somebody asked to remove it)
     done FENCE ID MICROS ID MICROS …  gone (MICROS '-': unknown)
+    released FENCE ID MICROS          gone: who awaited it has confirmed it; MICROS from its hand-over to that
     retried FENCE ID MICROS CAUSE     ready
     stalled | timed_out | suspected | interrupted FENCE ID CAUSE [MICROS]   still active; `returned` follows
     returned 0 ID ID …                ready
@@ -34,8 +35,9 @@ about it:
 CAUSE is one word of printable ASCII ('_' stands for anything else, '-' for nothing). Of `retried` and `dead` it is the
 name of the exception, at most 64 characters; of a loss a signal or the like.
 
-Events are in the order in which they can be applied one by one. `claimed` and `dead` of one id in one entry: it had
-stalled or timed out too often and was not given to the worker. What "follows" does so in the same entry.
+Events are in the order in which they can be applied one by one. `claimed` and then `dead` or `retried` of one id in one
+entry: it was given to nobody, since it had stalled or timed out too often, or nobody awaited it. What "follows" does so
+in the same entry.
 
 A consumer tells in `journal:watermarks` up to which entry it has read for good; heartbeats trim what all have read.
 """
@@ -186,6 +188,7 @@ def _shapes() -> dict[str, tuple[re.Pattern[str], Callable[[str], list[_Subject]
         "scheduled": (r"(0)", rf"({_ID} [0-9]{{1,15}})", _scheduled),
         "claimed": (rf"({_NUMBER})", rf"([0-9]{{1,9}}(?: {_ID})+)", _claimed),
         "done": (rf"({_NUMBER})", rf"({_ID} {_MICROS}(?: {_ID} {_MICROS})*)", _timed),
+        "released": (rf"({_NUMBER})", rf"({_ID} {_MICROS})", _timed),
         "retried": (rf"({_NUMBER})", rf"({_ID} {_MICROS} {_NAME})", _retried),
         "dead": (rf"({_NUMBER})", rf"({_ID} {_MICROS} [01] {_NAME})", _dead),
         "stalled timed_out suspected interrupted": (rf"({_NUMBER})", rf"({_ID} {_ID}(?: {_MICROS})?)", _lost),

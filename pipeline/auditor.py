@@ -16,6 +16,7 @@ from pyspark.sql import functions as F
 from forq.pipeline import balance, chain, lives, rules
 from forq.pipeline.findings import GAP, VIOLATION, Finding, Verdict, as_finding
 from forq.pipeline.standing import Standings, places_table
+from forq.pipeline.steps import steps_of
 
 CLEAN, VIOLATIONS, GAPS = 0, 1, 2
 # Findings per rule that are told; the others are counted.
@@ -86,7 +87,7 @@ class Auditor:
 
     def _check_lives(self) -> None:
         with self._timed("paths"):
-            steps = lives.steps_of(self._rows, self._epochs, self._holes)
+            steps = steps_of(self._rows, self._epochs, self._holes)
             self._lives = self._keep(lives.lives_of(steps))
             self._archive = self._keep(lives.archive_of(steps))
             self._add(lives.path_findings(self._lives))

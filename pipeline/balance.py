@@ -28,6 +28,7 @@ class Sums:
 
     born: int = 0
     done: int = 0
+    released: int = 0
     cancelled: int = 0
     dead: int = 0
     lost: int = 0
@@ -38,7 +39,7 @@ class Sums:
 
     @property
     def ended(self) -> int:
-        return self.done + self.cancelled + self.dead + self.lost
+        return self.done + self.released + self.cancelled + self.dead + self.lost
 
     @property
     def there(self) -> int:
@@ -99,6 +100,7 @@ def sums_of(lives: DataFrame, archive: DataFrame) -> dict[Key, Sums]:
     counted = {
         "born": step.isin(*rules.BIRTHS),
         "done": step == "done",
+        "released": step == "released",
         "cancelled": step.isin("cancelled", "cancelled_run"),
         "dead": step == "dead",
         "lost": (step == "dropped") & F.col("was_there"),
@@ -173,8 +175,8 @@ def _reaches(epoch: Epoch | None, standing: Standing) -> bool:
 
 def _unbalanced(held: Sums) -> str:
     return (
-        f"{held.born} were born, but {held.done} done + {held.cancelled} cancelled + {held.dead} dead + "
-        f"{held.lost} lost + {held.there} still there = {held.ended + held.there}"
+        f"{held.born} were born, but {held.done} done + {held.released} released + {held.cancelled} cancelled + "
+        f"{held.dead} dead + {held.lost} lost + {held.there} still there = {held.ended + held.there}"
     )
 
 

@@ -1,125 +1,18 @@
-"""Every job's events, in order, each with what came before it: one pass over history that most rules look at.
+"""Every job's steps, in order, each with what came before it: one pass over history that most rules look at.
 
-1. `steps_of`: the events about jobs as steps (rules.py), fail jobs with their birth, each with its segment.
-2. `lives_of`: each step with the last one of the job's life, of what is blocked behind it, and its last claim.
-3. `path_findings`, `archive_findings`, `overlap_findings`: the rules.
-
-A **segment** is a stretch of a queue's journal without a hole. What came before its beginning is not known, so nothing
-is said about it: the hole has been reported.
+1. `lives_of`: each step (steps.py) with the last one of the job's life, of what is blocked behind it, its last claim.
+2. `path_findings`, `fence_findings`, `archive_findings`, `overlap_findings`: the rules.
 """
 
 from collections.abc import Sequence
 from functools import reduce
 
-from pyspark.sql import Column, DataFrame, SparkSession, Window
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from forq.broker.keys import fail_queue
 from forq.pipeline import rules
-from forq.pipeline.chain import Epoch, Hole
 from forq.pipeline.findings import all_of, findings_where, told
-
-_JOB = ("history", "queue", "epoch", "job")
-_FAIL = fail_queue("")
-_UNKNOWN_JOB = "?"
-_FOREVER = 2**62
-
-
-def steps_of(events: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) -> DataFrame:
-    """One row per event of a job, in partitions by job."""
-    verb = F.col("verb")
-    step = F.when((verb == "cancelled") & (F.col("fence") != 0), "cancelled_run").otherwise(verb)
-    told_of_jobs = events.where(F.col("job").isNotNull() & (F.col("job") != _UNKNOWN_JOB))
-    steps = told_of_jobs.select(
-        *_JOB, "sequence", "position", "time", step.alias("step"), "fence", "attempt", "fail_job", "verb"
-    )
-    steps = _with_segments(steps, holes)
-    return steps.unionByName(_births(steps, epochs, holes)).repartition("history", "queue", "job")
-
-
-def _with_segments(steps: DataFrame, holes: Sequence[Hole]) -> DataFrame:
-    """`segment` is the number of holes before the row; `orphans`: whether the birth of a job may be in a hole."""
-    if not holes:
-        return steps.withColumn("segment", F.lit(0)).withColumn("orphans", F.lit(False))
-    stretches = [
-        (*epoch, number + 1, hole.last, (*after, _HOLE_AT_END)[0].first)
-        for epoch, missing in _by_epoch(holes).items()
-        for number, hole in enumerate(missing)
-        for after in [missing[number + 1 :]]
-    ]
-    spark = steps.sparkSession
-    segments = spark.createDataFrame(
-        stretches, "history int, queue string, epoch long, segment int, after long, until long"
-    )
-    queues = sorted({(hole.history, fail_queue(hole.queue)) for hole in holes if not hole.queue.endswith(_FAIL)})
-    orphaned = spark.createDataFrame(queues, "history int, queue string").withColumn("orphaned", F.lit(True))
-    here = F.col("sequence").between(F.col("after") + 1, F.col("until") - 1)
-    joined = steps.alias("s").join(
-        F.broadcast(segments.alias("g")),
-        (F.col("s.history") == F.col("g.history"))
-        & (F.col("s.queue") == F.col("g.queue"))
-        & (F.col("s.epoch") == F.col("g.epoch"))
-        & here,
-        "left",
-    )
-    return (
-        joined.select("s.*", F.coalesce("segment", F.lit(0)).alias("segment"))
-        .join(F.broadcast(orphaned), ["history", "queue"], "left")
-        .withColumn("orphans", (F.col("segment") > 0) | F.coalesce("orphaned", F.lit(False)))
-        .drop("orphaned")
-    )
-
-
-_HOLE_AT_END = Hole(0, "", 0, _FOREVER, _FOREVER)
-
-
-def _by_epoch(holes: Sequence[Hole]) -> dict[tuple[int, str, int], list[Hole]]:
-    found: dict[tuple[int, str, int], list[Hole]] = {}
-    for hole in sorted(holes, key=lambda hole: hole.first):
-        found.setdefault((hole.history, hole.queue, hole.epoch), []).append(hole)
-    return found
-
-
-def _births(steps: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) -> DataFrame:
-    """`failing` in the journal of a queue is the birth of ID:FENCE in the fail queue of that moment."""
-    failing = steps.where("step = 'failing'").select(
-        "history",
-        F.concat("queue", F.lit(_FAIL)).alias("queue"),
-        F.concat_ws(":", "job", "fence").alias("job"),
-        # Before everything that its own journal tells; two births stay in order.
-        (F.col("sequence") - _FOREVER).alias("sequence"),
-        "position",
-        "time",
-        F.lit("born").alias("step"),
-        F.lit(0).cast("long").alias("fence"),
-        F.lit(None).cast("int").alias("attempt"),
-        F.lit(None).cast("boolean").alias("fail_job"),
-        F.lit("failing").alias("verb"),
-        F.lit(0).alias("segment"),
-        F.lit(False).alias("orphans"),
-    )
-    spans = _spans(failing.sparkSession, epochs)
-    return (
-        failing.alias("f")
-        .join(
-            F.broadcast(spans.alias("e")),
-            (F.col("f.history") == F.col("e.history"))
-            & (F.col("f.queue") == F.col("e.queue"))
-            & F.col("f.time").between(F.col("e.since"), F.col("e.until") - 1),
-            "left",
-        )
-        .select("f.*", F.coalesce("epoch", F.lit(0)).alias("epoch"))
-    )
-
-
-def _spans(spark: SparkSession, epochs: Sequence[Epoch]) -> DataFrame:
-    """From when to when each fail queue was the fail queue; an epoch is named by the time of its creation."""
-    fail = sorted((e.history, e.queue, e.epoch) for e in epochs if e.queue.endswith(_FAIL))
-    spans = [
-        (history, queue, epoch, epoch, after[2] if after[:2] == (history, queue) else _FOREVER)
-        for (history, queue, epoch), after in zip(fail, [*fail[1:], (0, "", 0)], strict=False)
-    ]
-    return spark.createDataFrame(spans, "history int, queue string, epoch long, since long, until long")
+from forq.pipeline.steps import FAIL, JOB
 
 
 def lives_of(steps: DataFrame) -> DataFrame:
@@ -133,7 +26,7 @@ def lives_of(steps: DataFrame) -> DataFrame:
     # `returned` tells no fence: it ends the last claim.
     run = F.when((step == "claimed") | step.isin(*rules.FENCED), F.col("fence")).otherwise(F.col("origin.fence"))
     return seen.select(
-        *_JOB,
+        *JOB,
         *("sequence", "position", "time", "step", "fence", "last"),
         _state_after(rules.READY).alias("ready"),
         _state_after(("scheduled",)).alias("due"),
@@ -153,7 +46,7 @@ def lives_of(steps: DataFrame) -> DataFrame:
 
 
 def _with_what_was_before(steps: DataFrame) -> DataFrame:
-    in_order = Window.partitionBy(*_JOB).orderBy("sequence", "position")
+    in_order = Window.partitionBy(*JOB).orderBy("sequence", "position")
     so_far = in_order.rowsBetween(Window.unboundedPreceding, -1)
     place = F.struct("sequence", "position")
     step = F.col("step")
@@ -162,7 +55,7 @@ def _with_what_was_before(steps: DataFrame) -> DataFrame:
         return F.last(F.when(step.isin(*of), value), ignorenulls=True).over(so_far)
 
     return steps.select(
-        *_JOB,
+        *JOB,
         *("sequence", "position", "time", "step", "fence", "attempt", "segment", "orphans"),
         last(rules.LIFE, F.struct("step", "fence", "sequence", "segment")).alias("before"),
         last(rules.BLOCKING, F.struct("step", "segment")).alias("blocking"),
@@ -195,7 +88,7 @@ def _known() -> Column:
 def path_findings(lives: DataFrame) -> DataFrame:
     """Rules `paths`, `states` (lost records) and, of fail jobs, `fail_jobs`."""
     step, before = F.col("step"), F.col("before")
-    of_fail_job = F.col("queue").endswith(_FAIL) & ((step == "born") | (before == "nothing"))
+    of_fail_job = F.col("queue").endswith(FAIL) & ((step == "born") | (before == "nothing"))
     lost = F.col("wrong").bitwiseAND(1) != 0
     rule = F.when(of_fail_job, "fail_jobs").otherwise("paths")
     tests = [(F.col("wrong").bitwiseAND(2 << bit) != 0, text) for bit, text in enumerate(_texts())]
@@ -297,9 +190,9 @@ def fence_findings(steps: DataFrame) -> DataFrame:
 
 def archive_of(steps: DataFrame) -> DataFrame:
     """The steps of dead jobs, each (job, fence) on its own; `last` is the last one."""
-    in_order = Window.partitionBy(*_JOB, "fence").orderBy("sequence", "position")
+    in_order = Window.partitionBy(*JOB, "fence").orderBy("sequence", "position")
     of_dead = steps.where(F.col("step").isin(*rules.ARCHIVE)).select(
-        *_JOB, "sequence", "position", "time", "step", "fence", "fail_job", "segment"
+        *JOB, "sequence", "position", "time", "step", "fence", "fail_job", "segment"
     )
     return (
         of_dead.withColumn("before", F.lag(F.struct("step", "sequence", "fail_job", "segment")).over(in_order))
@@ -341,7 +234,7 @@ def runs_of(lives: DataFrame) -> DataFrame:
     ends = step.isin(*rules.RUN_ENDS)
     return (
         lives.where((step == "claimed") | ends)
-        .groupBy(*_JOB, F.col("run").alias("fence"))
+        .groupBy(*JOB, F.col("run").alias("fence"))
         .agg(
             F.min(F.when(step == "claimed", F.col("time"))).alias("begun"),
             F.max(F.when(ends, F.col("time"))).alias("ended"),

@@ -1,6 +1,6 @@
 """forq pipeline replay: dead jobs, picked out of the history by a predicate, are enqueued again.
 
-1. The predicate is about lives of jobs (lives.py). Picked are those that are done or dead.
+1. The predicate is about lives of jobs (replay_lives.py). Picked are those that are done, released or dead.
 2. Each is looked up (replay_look.py): the journal has no data, a dead job's record has.
 3. What is ready goes through the sink with a token made of queue, id and fence: a replay that was cut off may be made
    again, and while the queue remembers tokens (dedup_ttl) nothing is enqueued twice.
@@ -62,8 +62,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--where",
         metavar="SQL",
         required=True,
-        help="which jobs, over queue, job, state (done, dead), fate, enqueued_at, ended_at, attempts, cause, micros, "
-        "fence, epoch: \"queue = 'emails' and ended_at >= '2026-11-16'\"",
+        help="which jobs, over queue, job, state (done, released, dead), fate, enqueued_at, ended_at, attempts, "
+        "cause, micros, fence, epoch: \"queue = 'emails' and ended_at >= '2026-11-16'\"",
     )
     parser.add_argument("--to", metavar="QUEUE", help="enqueue there (default: each in its own queue)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be replayed, and change nothing")
@@ -97,7 +97,7 @@ def run(args: Namespace) -> int:
 
 def pick(lives: DataFrame, where: str) -> DataFrame:
     """The lives that have ended in a way that can be replayed, and that the predicate is true of."""
-    ended = lives.where("state in ('done', 'dead')")
+    ended = lives.where("state in ('done', 'released', 'dead')")
     try:
         return ended.where(where)
     except PySparkException as exc:
@@ -202,7 +202,7 @@ def _show(result: Replay, args: Namespace) -> None:
         sys.stdout.buffer.write(orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE))
         return
     if not result.picked:
-        print("no job that is done or dead matches")
+        print("no job that is done, released or dead matches")
         return
     print(f"{result.replayed:,} of {result.picked:,} {'could be replayed' if args.dry_run else 'replayed'}")
     if result.already:

@@ -7,11 +7,14 @@ life has no row until it is a job of its own.
 from pyspark.sql import DataFrame, SparkSession
 
 # How a life ends.
-_ENDS = "'done', 'cancelled', 'dead', 'dropped'"
+_ENDS = "'done', 'released', 'cancelled', 'dead', 'dropped'"
 # What is about a blocked dispatch, an archived job or a queue, and not about the life itself.
 _ABOUT_OTHERS = (
     "'blocked', 'merged', 'withdrawn', 'failing', 'discarded', 'forgotten', 'created', 'deleted', 'paused', 'resumed'"
 )
+
+# A job that a claim buries was not tried again: what cut short its attempts says more.
+_BY_CLAIM = "verb = 'dead' and micros is null and cause in ('StallError', 'TimeoutError')"
 
 _LIVES = f"""
 select life.queue, life.epoch, life.job, life.number as life, life.enqueued_at,
@@ -28,7 +31,7 @@ from (
     max_by(verb, struct(sequence, position)) as last_verb, max_by(fence, struct(sequence, position)) as fence,
     max(attempt) as attempts,
     max_by(micros, struct(sequence, position)) filter (where micros is not null) as micros,
-    max_by(cause, struct(sequence, position)) filter (where verb <> 'dead' and cause is not null) as cause
+    max_by(cause, struct(sequence, position)) filter (where cause is not null and not ({_BY_CLAIM})) as cause
   from (
     select *, coalesce(sum(if(verb in ({_ENDS}), 1, 0)) over (
       partition by queue, epoch, job order by sequence, position rows between unbounded preceding and 1 preceding
@@ -52,9 +55,9 @@ left join (
 
 def job_lives(spark: SparkSession, events: DataFrame) -> DataFrame:
     """Columns: queue, epoch, job, life (from 0), enqueued_at, state, verb (the last), ended_at, attempts, cause (of the
-    last attempt that was cut short), micros (of the last that was measured), fence, fate.
+    last attempt that failed or was cut short), micros (of the last that was measured), fence, fate.
 
-    state: ready, active, done, dead, cancelled, dropped (its record was lost) or deleted (with its queue).
+    state: ready, active, done, released, dead, cancelled, dropped (its record was lost) or deleted (with its queue).
     fate, of a dead one: revived, discarded, forgotten or deleted; missing while it is kept.
     """
     return spark.sql(_LIVES, events=events)

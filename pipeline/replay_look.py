@@ -37,6 +37,7 @@ _FATES = {
     "deleted": "its queue was deleted; its line may be in the failed log (forqctl recover)",
 }
 IS_DONE = "it is done, so its data is gone"
+IS_RELEASED = "it was released, so its data is gone"
 IS_FAIL_JOB = "it is a fail job, which nobody but forq makes"
 NOT_DEAD = "it is no longer among the dead jobs"
 IS_LIVE = "a live job has its id"
@@ -111,7 +112,7 @@ def token_for(queue: str, job: str, fence: int) -> str:
 def _known_reason(row: dict[str, Any]) -> str | None:
     if main_queue(row["queue"]) != row["queue"]:
         return IS_FAIL_JOB
-    return IS_DONE if row["state"] == "done" else None
+    return {"done": IS_DONE, "released": IS_RELEASED}.get(row["state"])
 
 
 def _with_data(packed: bytes) -> dict[str, Any]:

@@ -215,7 +215,7 @@ class _Reading:
             cell = f"div(ended_us % {self._heat.row_us}, {self._heat.cell_us})"
         text = f"""
             select {row} as row, {cell} as cell, count(*) as ended, count_if(verb in ({sql.FAILED})) as failed
-            from report_attempts where verb in ('done', {sql.FAILED}) group by row, cell
+            from report_attempts where verb in ({sql.ENDED_WELL}, {sql.FAILED}) group by row, cell
         """
         return {(row.row, row.cell): (row.ended, row.failed) for row in self._sql(text).collect()}
 
@@ -232,7 +232,7 @@ class _Reading:
 
 def _size(verbs: dict[str, int]) -> int:
     """How busy a queue was: what ended there, then what came in."""
-    ends = sum(verbs.get(verb, 0) for verb in ("done", "retried", "dead", "stalled", "timed_out"))
+    ends = sum(verbs.get(verb, 0) for verb in ("done", "released", "retried", "dead", "stalled", "timed_out"))
     return 1_000_000 * ends + verbs.get("enqueued", 0)
 
 

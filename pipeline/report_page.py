@@ -8,8 +8,8 @@ from forq.pipeline.report_figures import MAX_QUEUES_LISTED, Attempt, Figures, Qu
 from forq.pipeline.report_sections import heat, running, section, throughput, times, times_by_queue
 from forq.pipeline.report_span import SECOND
 from forq.pipeline.report_words import (
-    CAUSE_WORDS,
     MISSING,
+    UNKNOWN_CAUSE,
     VERB_WORDS,
     clock,
     duration,
@@ -59,14 +59,19 @@ def _page(title: str, said: str, body: str) -> str:
 
 
 def _headline(figures: Figures) -> str:
-    done, dead = figures.total("done"), figures.total("dead")
+    done, dead = figures.total("done", "released"), figures.total("dead")
     lost = figures.total("stalled", "timed_out")
     wait, run = figures.times.wait, figures.times.run
     average = sum(queue.busy_us for queue in figures.queues) / figures.span.length_us
     seconds = figures.span.length_us / SECOND
     rate, _, unit = rate_unit(done / seconds)
     cards = (
-        ("", "jobs done", number(done), f"{short(done / seconds * rate)} {unit} on average"),
+        (
+            "",
+            "jobs done or released" if figures.total("released") else "jobs done",
+            number(done),
+            f"{short(done / seconds * rate)} {unit} on average",
+        ),
         ("", "jobs enqueued", number(figures.total("enqueued")), f"in {len(figures.queues)} queues"),
         ("good" if not dead else "", "ended well", percent(done, done + dead), "of done and dead"),
         ("bad" if dead else "", "dead", number(dead), "failed for good"),
@@ -103,7 +108,11 @@ def _causes(figures: Figures) -> str:
         ("", "queues"),
         ("text", "for example"),
     )
-    return section("Failures by cause", "Retries, timeouts, stalls and deaths.", _table(head, rows))
+    return section(
+        "Failures by cause",
+        "Exceptions by name, timeouts, stalls and deaths: what attempts ended with, the most frequent first.",
+        _table(head, rows),
+    )
 
 
 def _jobs(title: str, said: str, attempts: Sequence[Attempt]) -> str:
@@ -127,11 +136,11 @@ def _jobs(title: str, said: str, attempts: Sequence[Attempt]) -> str:
 
 
 def _cause(cause: str | None) -> str:
-    return MISSING if cause is None else CAUSE_WORDS.get(cause, cause)
+    return MISSING if cause in (None, UNKNOWN_CAUSE) else str(cause)
 
 
 def _queues(figures: Figures) -> str:
-    verbs = ("enqueued", "done", "retried", "timed_out", "stalled", "cancelled", "dead")
+    verbs = ("enqueued", "done", "released", "retried", "timed_out", "stalled", "cancelled", "dead")
     head = [("text", "queue"), *(("", verb.replace("_", " ")) for verb in verbs), ("", "ended well")]
     head += [(kind, p) for _ in ("wait", "run") for kind, p in (("first", "p50"), ("", "p90"), ("", "p99"))]
     head += [("first", "avg"), ("", "max")]
@@ -144,7 +153,7 @@ def _queues(figures: Figures) -> str:
 
 
 def _queue_row(queue: QueueFigures, verbs: Iterable[str], span_us: int) -> list[tuple[str, str]]:
-    done, dead = queue.verbs.get("done", 0), queue.verbs.get("dead", 0)
+    done, dead = queue.verbs.get("done", 0) + queue.verbs.get("released", 0), queue.verbs.get("dead", 0)
     row = [("text name", escape(queue.name))]
     row += [("" if queue.verbs.get(verb) else "none", number(queue.verbs.get(verb, 0))) for verb in verbs]
     row.append(("", percent(done, done + dead)))

@@ -44,7 +44,7 @@ def throughput(figures: Figures) -> str:
     legend.append(("enqueued, all", "enqueued", number(sum(figures.enqueued))))
     return section(
         "Throughput",
-        f"Jobs done {unit}, by queue, and how many came in. Where the dashed line is above, a backlog grows.",
+        f"Jobs done or released {unit}, by queue, and how many came in. Where that, dashed, is above, a backlog grows.",
         chart + _legend(legend),
     )
 

@@ -7,7 +7,10 @@ MAX_CAUSES = 25
 MAX_JOBS_LISTED = 15
 
 # What can follow a claim; `returned` at once means that the job was handed back before it began.
-ENDS = "'done', 'retried', 'dead', 'stalled', 'timed_out', 'suspected', 'interrupted', 'cancelled', 'returned'"
+ENDS = (
+    "'done', 'released', 'retried', 'dead', 'stalled', 'timed_out', 'suspected', 'interrupted', 'cancelled', 'returned'"
+)
+ENDED_WELL = "'done', 'released'"
 LOST = "'stalled', 'timed_out', 'suspected', 'interrupted', 'cancelled', 'deleted'"
 FAILED = "'retried', 'dead', 'stalled', 'timed_out'"
 
@@ -78,10 +81,10 @@ group by name, bucket grouping sets ((name, bucket), (bucket), ())
 
 TIMES_OF_QUEUES = f"select queue, sum(run_us) as busy_us, {PERCENTILES} from report_attempts group by queue"
 
-SERIES = """
-select name, div(unix_micros(time) - {origin_us}, {step_us}) as bucket,
-  count_if(verb = 'enqueued') as enqueued, count_if(verb = 'done') as done
-from report_events where verb in ('enqueued', 'done') group by name, bucket
+SERIES = f"""
+select name, div(unix_micros(time) - {{origin_us}}, {{step_us}}) as bucket,
+  count_if(verb = 'enqueued') as enqueued, count_if(verb in ({ENDED_WELL})) as done
+from report_events where verb in ('enqueued', {ENDED_WELL}) group by name, bucket
 """
 
 # `net` is by how many more run at the end of the bucket than at its beginning, `area` what those that began or ended

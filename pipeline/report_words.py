@@ -6,7 +6,7 @@ MISSING = "\u2013"
 
 # What the verbs of the journal mean to an operator.
 VERB_WORDS = {
-    "retried": "handler raised, tried again",
+    "retried": "failed, tried again",
     "dead": "failed for good",
     "timed_out": "ran past its deadline",
     "stalled": "its process died",
@@ -15,8 +15,10 @@ VERB_WORDS = {
     "cancelled": "removed while it ran",
     "deleted": "its queue was deleted",
     "done": "done",
+    "released": "released",
 }
-CAUSE_WORDS = {"fail_job": "its fail handler was called"}
+# What the journal says of a cause that nobody knows.
+UNKNOWN_CAUSE = "-"
 
 
 def number(value: int) -> str:

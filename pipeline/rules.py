@@ -29,19 +29,19 @@ READY: Final = (
     "revived",
 )
 ACTIVE: Final = ("claimed", "marked", *LOSSES)
-GONE: Final = ("done", "cancelled", "cancelled_run", "dead", "dropped")
+GONE: Final = ("done", "released", "cancelled", "cancelled_run", "dead", "dropped")
 LIFE: Final = (*READY, *ACTIVE, *GONE)
 
 BIRTHS: Final = ("enqueued", "born", "unblocked", "revived")
 # The steps that end a run: from a claim to one of these the job is in one worker's hands.
-RUN_ENDS: Final = ("done", "retried", "dead", "cancelled_run", "returned")
+RUN_ENDS: Final = ("done", "released", "retried", "dead", "cancelled_run", "returned")
 
 # Step -> the steps that may be the last one of the job's life before it.
 AFTER: Final[dict[str, tuple[str, ...]]] = {
     "enqueued": (BEGINNING, *GONE),
     "born": (BEGINNING,),
     "revived": GONE,
-    "unblocked": ("done", "dead", "cancelled_run"),
+    "unblocked": ("done", "released", "dead", "cancelled_run"),
     "updated": READY,
     "scheduled": ("enqueued", "updated", "unblocked", "retried", "returned"),
     # An update of one that stays scheduled says `scheduled` again.
@@ -56,6 +56,7 @@ AFTER: Final[dict[str, tuple[str, ...]]] = {
     "returned": ("claimed", *LOSSES),
     "retried": ("claimed",),
     "done": ("claimed", "marked"),
+    "released": ("claimed", "marked"),
     "dead": ("claimed",),
     "cancelled_run": ("claimed", "marked"),
     "cancelled": READY,
@@ -71,7 +72,7 @@ IN_ONE_ENTRY: Final = (
 )
 
 # Steps that tell of a run: their fence is that of its claim.
-FENCED: Final = ("marked", *LOSSES, "retried", "done", "dead", "cancelled_run")
+FENCED: Final = ("marked", *LOSSES, "retried", "done", "released", "dead", "cancelled_run")
 # Steps that tell of no run.
 UNFENCED: Final = (
     "enqueued",
@@ -95,7 +96,7 @@ MAY_RESET: Final = ("updated", "merged")
 BLOCKING: Final = ("blocked", "unblocked", "merged", "withdrawn")
 # What must not happen while something is blocked behind the job: it has to be merged, unblocked or withdrawn first.
 NOT_WHILE_BLOCKED: Final = tuple(
-    step for step in LIFE if step not in ("marked", *LOSSES, "done", "dead", "cancelled_run", "unblocked")
+    step for step in LIFE if step not in ("marked", *LOSSES, "done", "released", "dead", "cancelled_run", "unblocked")
 )
 MERGED_BEFORE: Final = ("retried", "returned")
 

@@ -43,6 +43,8 @@ def test_every_column_is_read() -> None:
         ("suspected 5 a signal_9 -", None, "signal_9"),
         ("dead 5 a - 0 KeyError", None, "KeyError"),
         ("retried 5 a 9 -", 9, "-"),
+        ("released 5 a 9", 9, None),
+        ("released 5 a -", None, None),
         ("dead 5 a 9 1 " + 64 * "E", 9, 64 * "E"),
         ("deleted 0 12", None, "12"),
         ("created 0 17", None, "17"),
@@ -85,6 +87,7 @@ def test_a_detail_is_read_as_what_it_is(line: str, micros: int | None, cause: st
             "paused",
         ),
         *("retried 5 a 7", "retried 5 a 7 ", "retried 5 a 7 E E", "retried 5 a 7 " + 65 * "E", "retried 5 a 7 \xe4"),
+        *("released 5 a", "released 5 a 7 b 8", "released 5 a 7 E", "released 5 a x", "released a 7"),
         *("dead 5 a 7 0", "dead 5 a 7 0 ", "dead 5 a 7 1 E E", "dead 5 a 7 1 " + 65 * "E", "dead 5 a 7 1 \x7f"),
     ],
 )

@@ -329,6 +329,8 @@ def test_a_hint_in_hand_of_a_job_that_another_worker_runs_is_not_dropped(queue: 
             "retried 5 r 1 E",
             "scheduled 0 a 1",
         ),
+        *("released 5 r 1", "released 6 a 1", "stalled 5 a x\nreleased 5 a 1", "released 5 a 1\nreleased 5 a 1"),
+        *("claimed 6 1 r\nretried 5 r - E", "claimed 6 1 r\ndead 6 r - 1 E", "claimed 6 1 a\nretried 6 a - E"),
         *("resumed 0", "created 0 1", "deleted 0 1", "stalled 5 a x\ndone 5 a 1", "marked 5 a\nretried 5 a 1 E"),
         *(
             "blocked 0 a\nreturned 0 a",
@@ -345,3 +347,24 @@ def test_the_replay_refuses_what_cannot_have_happened(text: str) -> None:
         replay.read(replay.next_entry(7, said))
     with pytest.raises(ImpossibleEvent):
         replay.read(replay.next_entry(7, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("released 5 a 12", {"r"}),
+        ("marked 5 a\nreleased 5 a -", {"r"}),
+        ("blocked 0 a\nreleased 5 a 12\nunblocked 0 a", {"r", "a"}),
+        ("released 5 a 12\nenqueued 0 a", {"r", "a"}),
+        ("claimed 6 1 r\nretried 6 r - NotAwaited\nscheduled 0 r 9", {"r", "a"}),
+        ("claimed 6 1 r\ndead 6 r - 0 NotAwaited", {"a"}),
+    ],
+)
+def test_the_replay_knows_what_is_handed_to_those_who_await_it(text: str, left: set[str]) -> None:
+    """`r` is ready, `a` is active under fence 5."""
+    replay = Replay()
+    for said in ["created 0 7", "enqueued 0 r a", "claimed 5 1 a", text]:
+        replay.read(replay.next_entry(7, said))
+    assert {*replay.ready, *replay.active} == left
+    assert replay.marked == replay.blocked == set()
+    assert replay.archived == ({"r@6"} if "dead" in text else set())

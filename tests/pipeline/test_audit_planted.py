@@ -118,6 +118,24 @@ PLANTED: list[tuple[str, Callable[[Entries], Entries]]] = [
     ("fail_jobs", told_instead("claimed 201 1 d:104", "claimed 201 1 d:103")),
     ("fail_jobs", told_instead("claimed 204 1 d:106", "claimed 204 1 m:106")),
     ("paths", told_also("claimed 201 1 d:104", "done 201 d:104 7", queue="q#fail")),
+    # What was handed to who awaits it.
+    ("paths", told_instead("released 302 m -", "released 301 m -")),
+    ("paths", told_also("enqueued 0 m n o", "released 300 m 5", queue="r")),
+    ("paths", told_also("released 302 m", "released 302 m 4", queue="r")),
+    ("paths", told_also("released 302 m", "returned 0 m", queue="r")),
+    ("paths", told_instead("released 301 m 12\nunblocked 0 m", "released 301 m 12")),
+    ("paths", told_instead("released 301 m 12\nunblocked 0 m", "returned 0 m")),
+    ("paths", told_instead("claimed 303 1 o\nretried 303 o", "claimed 303 1 o\nretried 302 o")),
+    ("conservation", told_also("released 302 m", "released 302 m 4", queue="r")),
+    ("conservation", told_instead("released 302 m -\n", "")),
+    (
+        "overlap",
+        told_also(
+            "released 302 m",
+            *("enqueued 0 x", "claimed 3021 1 x", "claimed 3022 1 x", "released 3021 x 1", "released 3022 x 1"),
+            queue="r",
+        ),
+    ),
     # Records that were lost.
     ("states", told_also("enqueued 0 a b c d e", "dropped 0 a")),
     ("states", told_also("dropped 0 z", "dropped 0 j")),

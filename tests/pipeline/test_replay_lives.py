@@ -43,11 +43,35 @@ def test_a_life_keeps_its_highest_attempt_and_the_cause_of_the_last_that_was_cut
     journal.note(3, event("stalled", "a", fence=2, cause="signal-9"), event("returned", "a"))
     journal.note(4, event("claimed", "a", fence=4, attempt=2))
     journal.note(5, event("timed_out", "a", fence=4, cause="timeout", micros=900), event("returned", "a"))
-    journal.note(6, event("claimed", "a", fence=6, attempt=3), event("dead", "a", fence=6))
+    journal.note(6, event("claimed", "a", fence=6, attempt=3), event("dead", "a", fence=6, cause="TimeoutError"))
     journal.note(7, event("forgotten", "a", fence=6))
     assert some(lives(spark, journal), "state", "attempts", "cause", "micros", "fence", "fate") == [
         ("dead", 3, "timeout", 900, 6, "forgotten")
     ]
+
+
+def test_the_cause_of_a_life_is_that_of_its_last_attempt_that_did_not_succeed(spark: SparkSession) -> None:
+    journal = Journal("q")
+    journal.note(1, *(event("enqueued", job) for job in "abc"))
+    journal.note(2, *(event("claimed", job, fence=2, attempt=1) for job in "abc"))
+    journal.note(3, *(event("retried", job, fence=2, cause="OSError", micros=1) for job in "abc"))
+    journal.note(4, *(event("claimed", job, fence=4, attempt=2) for job in "abc"))
+    journal.note(5, event("dead", "a", fence=4, cause="KeyError", micros=1), event("done", "b", fence=4, micros=1))
+    # What a handler raises is told with its time, what a claim buries is not.
+    journal.note(6, event("dead", "c", fence=4, cause="TimeoutError", micros=1))
+    assert some(lives(spark, journal), "job", "state", "cause") == [
+        ("a", "dead", "KeyError"),
+        ("b", "done", "OSError"),
+        ("c", "dead", "TimeoutError"),
+    ]
+
+
+def test_a_released_job_has_ended(spark: SparkSession) -> None:
+    journal = Journal("q")
+    journal.note(1, event("enqueued", "a"))
+    journal.note(2, event("claimed", "a", fence=2, attempt=1))
+    journal.note(3, event("released", "a", fence=2, micros=1), event("unblocked", "a"))
+    assert some(lives(spark, journal), "life", "state", "ended_at") == [(0, "released", at(3)), (1, "ready", None)]
 
 
 def test_what_happens_to_the_dead_says_nothing_about_a_live_job_of_their_id(spark: SparkSession) -> None:

@@ -15,8 +15,10 @@ from forq.pipeline.history import History
 from forq.pipeline.report_figures import BUSIEST, OTHERS, Figures, Times, read_figures
 from forq.pipeline.report_page import empty_page, report_page
 from forq.pipeline.report_span import DAY, HOUR, MAX_BUCKETS, MINUTE, SECOND, Span, heat_of, parse_moment
+from forq.pipeline.report_words import MISSING
 from forq.pipeline.schema import EVENTS
 from tests.support.event_rows import BEGIN, Journal, Traffic, event, simulated
+from tests.support.running import running, wait_until
 
 BEGIN_US = int(BEGIN.timestamp()) * SECOND
 NASTY = """<script>alert("1")</script>&'"""
@@ -122,6 +124,49 @@ def test_one_that_stalled_without_a_measure_ran_from_its_claim(spark: SparkSessi
     figures = figures_of(spark, journal)
     assert [(one.verb, one.cause, one.run_us) for one in figures.slowest] == [("stalled", "signal-9", 3 * SECOND)]
     assert [(cause.verb, cause.cause, cause.count) for cause in figures.causes] == [("stalled", "signal-9", 1)]
+
+
+def test_failures_are_grouped_by_the_name_of_the_exception(spark: SparkSession) -> None:
+    """A real run: one queue raises ValueError twice per job, the other an exception of its own."""
+    with running() as forq:
+        forq.create("bad", "fail", max_retries=1, min_backoff="10ms", max_backoff="10ms")
+        forq.create("odd", "raise_strange", max_retries=0)
+        for job_id in ("v1", "v2", "v3"):
+            forq.client().queue("bad").enqueue(1, id=job_id)
+        for job_id in ("s1", "s2"):
+            forq.client().queue("odd").enqueue(1, id=job_id)
+        wait_until(lambda: forq.queue_status("bad")["dead"] == 3)
+        wait_until(lambda: forq.queue_status("odd")["dead"] == 2)
+        events = spark.read.format("forq").option("redis", forq.url).load()
+        figures = read_figures(spark, events, None, None)
+    assert figures is not None
+    assert [(cause.verb, cause.cause, cause.count, cause.queues) for cause in figures.causes] == [
+        ("dead", "ValueError", 3, 1),
+        ("retried", "ValueError", 3, 1),
+        ("dead", "Strange", 2, 1),
+    ]
+    assert [set(cause.examples) <= {"v1", "v2", "v3"} for cause in figures.causes] == [True, True, False]
+    assert set(figures.causes[2].examples) == {"s1", "s2"}
+    text = Outline(report_page("t", "", figures)).text
+    assert re.search(r"failed, tried againValueError31v\d, v\d", text)
+    assert re.search(r"failed for goodStrange21s\d, s\d", text)
+
+
+def test_what_was_released_ended_well_and_ran_until_it_was_confirmed(spark: SparkSession) -> None:
+    journal = Journal("q")
+    journal.note(0, event("enqueued", "a"), event("enqueued", "b"))
+    journal.note(SECOND, event("claimed", "a", fence=1, attempt=1))
+    journal.note(4 * SECOND, event("released", "a", fence=1, micros=2 * SECOND))
+    # Nobody awaits it: it is tried in one step.
+    journal.note(5 * SECOND, event("claimed", "b", fence=2, attempt=1), event("retried", "b", fence=2, cause="-"))
+    figures = figures_of(spark, journal)
+    assert (sum(figures.done["q"]), figures.total("released"), figures.peak) == (1, 1, 1)
+    assert [(one.verb, one.wait_us, one.run_us) for one in figures.slowest] == [("released", SECOND, 2 * SECOND)]
+    assert sum(ended for ended, _ in figures.cells.values()) == 2
+    text = Outline(report_page("t", "", figures)).text
+    assert "jobs done or released1" in text
+    assert "ended well100 %" in text
+    assert f"failed, tried again{MISSING}11b" in text
 
 
 def test_one_that_was_claimed_before_the_report_begins_counts_from_there(spark: SparkSession) -> None:

@@ -120,10 +120,11 @@ def _attempt(
         return end, end
     if fate < traffic.crashing + traffic.hanging + traffic.failing:
         if attempt == traffic.max_attempts:
-            journal.note(end, event("dead", job, micros=micros, fence=fence))
+            journal.note(end, event("dead", job, micros=micros, fence=fence, cause="ValueError", fail_job=False))
             return end, None
         due = end + 2_000_000 * 2**attempt
-        journal.note(end, event("retried", job, micros=micros, fence=fence), event("scheduled", job, due=due))
+        failed = event("retried", job, micros=micros, fence=fence, cause="ValueError")
+        journal.note(end, failed, event("scheduled", job, due=due))
         return end, due
     journal.note(end, event("done", job, micros=micros, fence=fence))
     return end, None

@@ -142,10 +142,11 @@ def all_standings(each: Sequence[Standings]) -> Standings:
 
 
 def told_history() -> tuple[list[Entry], Standings]:
-    """Two queues with everything that can happen in them, and what Redis holds at the end."""
+    """Queues with everything that can happen in them, and what Redis holds at the end."""
     teller = Teller()
     say = teller.say
     _tell_old_queue(teller)
+    _tell_awaited_queue(teller)
     teller.create("q#fail")
     teller.create("q")
     say("q", "enqueued 0 a b c d e", actor="-")
@@ -209,6 +210,21 @@ def _tell_old_queue(teller: Teller) -> None:
     say("old", "deleted 0 0", actor="-")
 
 
+def _tell_awaited_queue(teller: Teller) -> None:
+    """A queue whose jobs are handed to who awaits them; one that nobody awaits is tried in one step, twice."""
+    say = teller.say
+    teller.create("r")
+    say("r", "enqueued 0 m n o", actor="-")
+    say("r", "claimed 301 1 m")
+    say("r", "blocked 0 m", actor="-")
+    say("r", "released 301 m 12", "unblocked 0 m")
+    say("r", "claimed 302 1 m n")
+    say("r", "marked 302 n", actor="-")
+    say("r", "released 302 m -", "released 302 n 3")
+    say("r", "claimed 303 1 o", "retried 303 o - NotAwaited", "scheduled 0 o 1000", actor="p1")
+    say("r", "promoted 0 o", "claimed 304 2 o", "dead 304 o - 0 NotAwaited", actor="p1")
+
+
 def _held(entries: list[Entry]) -> Standings:
     places: list[tuple[str, str, str, int | None]] = [
         *(("q", job, "record", None) for job in "hjkli"),
@@ -220,5 +236,7 @@ def _held(entries: list[Entry]) -> Standings:
         ("q#fail", "d:106", "record", None),
         ("q#fail", "d:106", "active", 204),
         ("q#fail", "e:105", "dead", 203),
+        ("r", "o", "dead", 304),
     ]
-    return standing_at_end(rows_of(entries), {"q": (5, 1, 1, 1), "q#fail": (2, 1, 0, 1)}, places)
+    held = {"q": (5, 1, 1, 1), "q#fail": (2, 1, 0, 1), "r": (0, 0, 0, 1)}
+    return standing_at_end(rows_of(entries), held, places)

@@ -124,6 +124,8 @@ class Replay:
     def _done(self, event: Event, job: str) -> None:
         self._leaves_its_worker(event, job)
 
+    _released = _done
+
     def _leaves_its_worker(self, event: Event, job: str) -> None:
         self._demand(event, self.active.get(job) == event.fence and job not in self._to_come)
         del self.active[job], self.attempts[job]
@@ -178,6 +180,7 @@ class Replay:
 
     def _dead(self, event: Event, job: str) -> None:
         self._demand(event, job not in self.marked and f"{job}@{event.fence}" not in self.archived)
+        self._demand(event, bool(event.cause) and event.fail_job is not None)
         self._leaves_its_worker(event, job)
         self.archived.add(f"{job}@{event.fence}")
         self._demand(event, self._fail_job is None)
