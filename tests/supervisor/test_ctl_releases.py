@@ -63,11 +63,12 @@ def test_with_a_lease_the_caller_acknowledges(fake: FakeSupervisor) -> None:
     assert forqctl(fake, "ack", "q", "a1", "7", "w") == (1, "", "forqctl: it has gone back\n")
 
 
-def test_await_without_a_limit_outlasts_the_usual_timeout(fake: FakeSupervisor) -> None:
-    """It gives up only if it is told to; then the supervisor answers, and not the clock of forqctl."""
-    fake.answers |= {"await": NOTHING}
-    assert forqctl(fake, "--timeout", "20ms", "await", "q")[0] == 6
-    assert fake.calls == [("await", {"name": "q", "id": None, "wait": 0.02})]
+def test_await_is_limited_by_an_explicit_timeout_only(fake: FakeSupervisor) -> None:
+    fake.answers["await"] = NOTHING
+    assert forqctl(fake, "--timeout", "1s", "await", "q")[0] == 6
+    assert forqctl(fake, "await", "q")[0] == 6
+    waits = [params["wait"] for _, params in fake.calls]
+    assert (round(waits[0], 1), waits[1]) == (1.0, None)
 
 
 def test_the_modes_are_shown_when_not_all_queues_work(fake: FakeSupervisor) -> None:
