@@ -8,11 +8,13 @@ from forq.errors import (
     ForqError,
     IncompatibleProtocol,
     InvalidData,
+    LeaseLapsed,
     QueueExists,
     QueueFull,
     QueueNotEmpty,
     TooManyQueues,
     UnknownQueue,
+    WrongMode,
 )
 from forq.version import PROTOCOL
 
@@ -28,8 +30,16 @@ NOT_EMPTY = -7
 FULL = -8
 EXISTS = -9
 TOO_LARGE = -10
+WRONG_MODE = -11
+LAPSED = -12
 OTHER_OPTION = -20
 BROKEN = -30
+
+_WHAT_IT_DOES = {
+    "work": "its jobs are run by its handler",
+    "auto_release": "its items are released at intervals to those who await them (wait_release, next_release)",
+    "on_request": "its items leave when somebody dequeues them",
+}
 
 LUA_CONSTANTS = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, int)}
 LUA_CONSTANTS.pop("PROTOCOL")
@@ -62,6 +72,10 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         return Exists(f"queue {queue!r} already has a job with that id; nothing was stored")
     if code == TOO_LARGE:
         return InvalidData(f"a job for queue {queue!r} is larger than max_data = {detail[1]} bytes; nothing was stored")
+    if code == WRONG_MODE:
+        return WrongMode(f"queue {queue!r} is of mode {detail[0]}: {_WHAT_IT_DOES.get(str(detail[0]), '')}")
+    if code == LAPSED:
+        return LeaseLapsed(f"the item of queue {queue!r} was not acknowledged in time: it has gone back in line")
     if code == BROKEN:
         return InvalidData(f"the record of that dead job of queue {queue!r} is broken: it can only be discarded")
     return ForqError(f"unexpected answer {reply!r} about queue {queue!r}")

@@ -1,11 +1,12 @@
 """A worker's calls: join the queue, take turns, wait."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from forq.broker.codes import OK, PAUSED, error_for
 from forq.broker.keys import pending_key, processing_key, queue_base, retry_key, suspects_key, wake_key
 from forq.broker.link import Link
-from forq.broker.scripts import script
+from forq.broker.scripts import Script, script
 from forq.version import PROTOCOL
 
 BLOCK_SECONDS = 10
@@ -49,7 +50,7 @@ class Consumer:
         self.worker = worker
         self._base = queue_base(prefix, queue)
         self._source = pending_key(self._base) if lane == "main" else f"{self._base}:failed"
-        self._lane = lane
+        self.lane = lane
         self._processing = processing_key(self._base, processor, worker)
         self._wake = wake_key(self._base, processor, worker)
         self._epoch = ""
@@ -74,7 +75,7 @@ class Consumer:
             number,
             want,
             keep,
-            self._lane,
+            self.lane,
             *counts,
             *done,
             *failed,
@@ -84,6 +85,10 @@ class Consumer:
             raise error_for(self.queue, reply)
         limits = Limits(reply[4], reply[5], reply[6])
         return Turn(reply[0] == PAUSED, reply[1] == 1, reply[2], reply[3].decode(), limits, reply[7:])
+
+    def run(self, its: Script, *args: object) -> list[Any]:
+        """Another script of this worker's, which takes the queue's epoch first."""
+        return self.link.run(its, self._base, self._epoch, *args)
 
     def lane_has_jobs(self) -> bool:
         """Whether the retry lane or the suspects have any (or hints of some that are gone)."""

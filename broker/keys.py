@@ -21,6 +21,12 @@ QUEUE_KEYS = (
     "due",  # channel: ms until the new head of `scheduled` is due
     "attempts",  # hash: id -> its last attempts that did not succeed, as JSON lines
     "failed",  # list: what the retry child blocks on
+    "awaiters",  # hash: AWAITER -> EXPIRES_MS ARRIVAL VIA ID, of those who await an item (release modes); expires
+    "awaiting",  # zset: ID ARRIVAL AWAITER of those who can be handed an item, in that order; expires
+    "awaiter:A",  # list: what this awaiter was handed, or that it was rung, or what it has acknowledged; expires
+    "leases",  # zset: items that are handed over, by the time (ms) at which they go back
+    "expiries",  # zset: items by the time (ms) at which they are given up
+    "handed:C",  # channel: an awaiter that the clerk C speaks for has something in its list
     "dead",  # zset: id@fence by time of death (ms)
     "dead:jobs",  # hash: id@fence -> record and error
     "outbox",  # list: lines for the failed log that no scribe has taken yet; also the channel that says so
@@ -114,6 +120,15 @@ def processing_key(base: str, processor: str, worker: str) -> str:
 
 def wake_key(base: str, processor: str, worker: str) -> str:
     return f"{base}:processor:{processor}:worker:{worker}:wake"
+
+
+def awaiter_key(base: str, awaiter: str) -> str:
+    return f"{base}:awaiter:{awaiter}"
+
+
+def handed_channels(prefix: str, clerk: str) -> str:
+    """The pattern of the channels on which a clerk hears of awaiters that it speaks for."""
+    return f"{prefix}queue:*:handed:{clerk}"
 
 
 def outbox_key(base: str) -> str:

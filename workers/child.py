@@ -22,10 +22,13 @@ from forq.workers.handlers import Handlers, load_fail_handler, load_handlers
 from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
 from forq.workers.recycling import Recycling
+from forq.workers.release_loop import IdleLoop, ReleaseLoop
 from forq.workers.retry_loop import RetryLoop
 from forq.workers.stack import offer_stack
 
 log = logging.getLogger("forq")
+
+Loop = WorkerLoop | RetryLoop | ReleaseLoop | IdleLoop
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,18 @@ class _Crew:
         self._slots = [self._slot(number) for number in settings.slots]
         self._grants = {slot.number: Grant(self._tell, slot.number) for slot in self._slots}
         self._recycling = Recycling(settings.options, self._slots, self._replace)
-        self._loops: list[WorkerLoop | RetryLoop] = []
+        self._loops: list[Loop] = []
         self._code = exits.STOPPED
         self._ready = 0
         self._lock = threading.Lock()
 
     def run(self, handlers: Handlers, fail_handler: Handlers | None) -> int:
-        name = self._settings.spec.name
-        if self._settings.role == Role.MAIN:
+        name, mode = self._settings.spec.name, self._settings.spec.mode
+        if mode == "auto_release":
+            self._loops = [self._releaser(self._slots[0])]
+        elif mode == "on_request":
+            self._loops = [IdleLoop(self._slots[0], name)]
+        elif self._settings.role == Role.MAIN:
             self._loops = [self._worker(slot, Attempts(name, handlers, slot)) for slot in self._slots]
         else:
             self._loops = [self._retry_worker(self._slots[0], handlers, fail_handler)]
@@ -102,6 +109,18 @@ class _Crew:
         slot.pid = os.getpid()
         slot.state = State.STARTING
         return slot
+
+    def _releaser(self, slot: Slot) -> ReleaseLoop:
+        settings = self._settings
+        main = settings.role == Role.MAIN
+        where = (settings.url, settings.prefix, settings.spec.name, settings.processor, slot.worker)
+        return ReleaseLoop(
+            Consumer(*where, lane="main" if main else "retry"),
+            slot,
+            expiry_ms=settings.expiry_ms,
+            resting_state=State.IDLE if main else State.PARKED,
+            on_try=self._minder.rouse,
+        )
 
     def _retry_worker(self, slot: Slot, handlers: Handlers, fail: Handlers | None) -> RetryLoop:
         name, numbers = self._settings.spec.name, TurnNumbers()
@@ -142,7 +161,7 @@ class _Crew:
             resting_state=State.IDLE if main else State.PARKED,
         )
 
-    def _serve(self, loop: WorkerLoop | RetryLoop) -> None:
+    def _serve(self, loop: Loop) -> None:
         loop.slot.thread = threading.get_ident()
         try:
             loop.run(self._one_ready)
@@ -153,18 +172,18 @@ class _Crew:
         except IncompatibleProtocol as exc:
             self._end(exits.INCOMPATIBLE, exc)
         except Exception as exc:  # a fault of ours: the process ends, the supervisor recovers and starts another
-            log.exception("worker failed queue=%s", loop.consumer.queue)
+            log.exception("worker failed queue=%s", loop.queue)
             self._end(exits.FAILED, exc)
         finally:
             self._grants[loop.slot.number].give_back()
             self._tell({"left": loop.slot.number})
             self._close(loop)
 
-    def _close(self, loop: WorkerLoop | RetryLoop) -> None:
+    def _close(self, loop: Loop) -> None:
         try:
             loop.close()
         except Exception:  # of what the handlers have left behind; the process ends anyway
-            log.exception("could not close in order queue=%s", loop.consumer.queue)
+            log.exception("could not close in order queue=%s", loop.queue)
 
     def _one_ready(self) -> None:
         with self._lock:

@@ -83,6 +83,7 @@ class WorkerLoop:
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.consumer = consumer
+        self.queue = consumer.queue
         self.slot = slot
         self._blocking = False
         self._attempts = attempts
@@ -118,6 +119,9 @@ class WorkerLoop:
     def blocked_client(self) -> int | None:
         """The number Redis knows this worker's connection by, while it may be blocked there."""
         return self.consumer.link.known_client_id if self._blocking else None
+
+    def doing(self) -> str | None:
+        return None
 
     def run(self, on_ready: Callable[[], None]) -> None:
         """Serves until it is stopped; raises UnknownQueue or Fenced when its place is gone."""

@@ -13,19 +13,19 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
+from typing import Protocol
 
 from setproctitle import setproctitle
 
 from forq import exits, wire
 from forq.broker.link import Link
 from forq.errors import ForqError
-from forq.scoreboard import State
+from forq.scoreboard import Slot, State
 from forq.treekill import kill_descendants
 from forq.workers.adopted import AdoptedZombies
 from forq.workers.grant import Grant
-from forq.workers.loop import WorkerLoop
 from forq.workers.recycling import Recycling
-from forq.workers.retry_loop import RetryLoop
 
 BEAT_SECONDS = 1.0
 UNBLOCK_AGAIN_SECONDS = 0.05
@@ -36,11 +36,27 @@ QUIET_BEATS = 2
 log = logging.getLogger("forq")
 
 
+class Minded(Protocol):
+    """A worker, as its minder knows it. `doing`: what the title says of it, if it has its own words."""
+
+    @property
+    def slot(self) -> Slot: ...
+
+    @property
+    def stopping(self) -> bool: ...
+
+    def stop(self) -> None: ...
+
+    def blocked_client(self) -> int | None: ...
+
+    def doing(self) -> str | None: ...
+
+
 class Minder:
     def __init__(self, *, name: str, url: str, leash: socket.socket) -> None:
         self._name = name
         self._url = url
-        self._loops: list[WorkerLoop | RetryLoop] = []
+        self._loops: Sequence[Minded] = ()
         self._told_to_stop = False
         self._leash = leash
         self._said = wire.Lines()
@@ -60,7 +76,7 @@ class Minder:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         threading.Thread(target=self._run, name="minder", daemon=True).start()
 
-    def mind(self, loops: list[WorkerLoop | RetryLoop], grants: dict[int, Grant], recycling: Recycling) -> None:
+    def mind(self, loops: Sequence[Minded], grants: dict[int, Grant], recycling: Recycling) -> None:
         """These are the workers from now on; a TERM that came before them reaches them now."""
         self._grants = grants
         self._recycling = recycling
@@ -78,6 +94,9 @@ class Minder:
         setproctitle(self.title())
 
     def title(self) -> str:
+        own_words = self._loops[0].doing()
+        if own_words is not None:
+            return f"forq: {self._name} {own_words}"
         slots = [loop.slot for loop in self._loops]
         busy = [slot for slot in slots if slot.state == State.BUSY]
         done = sum(slot.done for slot in slots)

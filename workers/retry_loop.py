@@ -6,7 +6,6 @@ turns. It blocks on one list, `failed`, into which scripts put a token when ther
 
 from collections.abc import Callable
 
-from forq.broker.consuming import Consumer
 from forq.scoreboard import Slot
 from forq.workers.loop import WorkerLoop
 
@@ -21,8 +20,8 @@ class RetryLoop:
         return self._lane.slot
 
     @property
-    def consumer(self) -> Consumer:
-        return self._lane.consumer
+    def queue(self) -> str:
+        return self._lane.queue
 
     @property
     def stopping(self) -> bool:
@@ -34,6 +33,9 @@ class RetryLoop:
 
     def blocked_client(self) -> int | None:
         return self._lane.blocked_client()
+
+    def doing(self) -> str | None:
+        return None
 
     def _has_work(self, loop: WorkerLoop) -> bool:
         """To serve it takes capacity; for a lane that is empty no fail job should have to wait for that."""

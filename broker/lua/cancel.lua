@@ -26,6 +26,7 @@ if owner then
 end
 
 redis.call('HDEL', key('jobs'), id)
+if mode ~= 'work' then redis.call('ZREM', key('expiries'), id) end
 forget_attempts({ id })
 local place = place_of(record)
 if redis.call('ZREM', key('scheduled'), id) == 0 and place then forget_hint(place, id) end

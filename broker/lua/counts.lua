@@ -5,7 +5,7 @@
 -- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, oldest waiting job's enqueue time
 --          (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries trimmed,
 --          scheduled, blocked, waiting in the retry lane, fail jobs, journal entries lost, epoch, sequence number and
---          hash of the last journal entry};
+--          hash of the last journal entry, awaiters};
 --          {NO_QUEUE}
 --@include base codes records
 
@@ -64,4 +64,5 @@ return {
   tonumber(epoch),
   tonumber(counted[5] or 0),
   counted[6] or '',
+  redis.call('HLEN', key('awaiters')),
 }

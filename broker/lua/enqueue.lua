@@ -9,7 +9,7 @@
 -- Returns  {OK, index, id, index, id ...}: the jobs (from 1) that a token shows to be stored already, with their id;
 --          {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index}; {TOO_LARGE, index, max_data}
 -- States   (new) -> waiting | scheduled; (new) -> blocked; waiting <-> scheduled (updated)
---@include base codes journal hints forget_hint records schedule attempts blocked blocking
+--@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked blocking
 
 if not epoch then return { NO_QUEUE } end
 if protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
@@ -105,6 +105,9 @@ local function store_new()
   for priority, list in pairs(by_priority) do push_back(priority, list) end
   note_ids('enqueued', 0, stored_ids)
   for _, job in ipairs(later) do schedule(job[1], job[2]) end
+  if mode ~= 'work' then
+    for _, at in ipairs(new) do set_expiry(ARGV[at], dispatch_at(at).run_at) end
+  end
 end
 
 -- A job that waits or is scheduled changes in place, and changes its place if its time or its priority did.
@@ -130,6 +133,8 @@ local function update(dispatch)
   local new_place = place_for(job)
   redis.call('HSET', key('jobs'), id, write_record(job))
   note('updated 0 ' .. id)
+  -- A later time makes it no older.
+  if mode ~= 'work' and new_run_at > now_ms then set_expiry(id, new_run_at) end
   if due and new_run_at > now_ms then
     -- The journal says that it is scheduled even if nothing changes: without that it would say that the job waits.
     if new_run_at ~= run_at then schedule(id, new_run_at) else note_scheduled(id, run_at) end

@@ -4,10 +4,10 @@
 --
 -- KEYS[1]  the queue's base
 -- ARGV     processor, how long it may stay silent (ms), then (worker, turn, index, running) per worker
--- Returns  {OK, processors evicted, ms until the next scheduled job is due (-1: none), 1 if an eviction is not finished};
+-- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not finished};
 --          {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
 -- States   active -> done, waiting (of a processor that is evicted)
---@include base codes journal hints records schedule attempts blocked holdings positions losses graves eviction
+--@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked holdings positions losses graves eviction fences bury_job handing expiring
 
 if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end
 local processor, expiry_ms = ARGV[1], tonumber(ARGV[2])
@@ -38,9 +38,10 @@ if not continue_eviction() and now_ms >= sweep_after_ms then
   for _, silent in ipairs(evicted) do evict(silent, 'host_lost') end
 end
 drain_graves()
+lapse()
+expire()
 promote()
 wake_idle_worker()
 write_journal(processor)
 trim_journal(false)
-local due = next_due_ms()
-return { OK, evicted, due and math.max(0, due - now_ms) or -1, redis.call('EXISTS', key('evicting')) }
+return { OK, evicted, next_timer_ms(), redis.call('EXISTS', key('evicting')) }

@@ -4,7 +4,7 @@
 -- KEYS[1]  the queue's base
 -- ARGV     '1' to pause, '0' to resume
 -- Returns  {OK}; {NO_QUEUE}
---@include base codes journal hints
+--@include base codes journal hints awaiters ringing
 
 if not epoch then return { NO_QUEUE } end
 local was_paused = paused
@@ -19,6 +19,7 @@ if not paused then
     end
   end
   wake_idle_worker()
+  if mode == 'on_request' then ring_all() end
 end
 note(paused and 'paused 0' or 'resumed 0')
 write_journal('-')

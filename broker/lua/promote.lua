@@ -1,14 +1,15 @@
 #!lua flags=allow-oom
--- promote: what is due becomes waiting; pulse calls it on time.
+-- promote: what is due becomes waiting; leases lapse, and items that are too old are given up. Pulse calls it on time.
 --
 -- KEYS[1]  the queue's base
--- Returns  {OK, ms until the next scheduled job is due (-1: none)}; {NO_QUEUE}
--- States   scheduled -> waiting
---@include base codes journal hints records schedule
+-- Returns  {OK, ms until it is to be called again (-1: nothing has a time)}; {NO_QUEUE}
+-- States   scheduled -> waiting; active -> waiting (its lease lapsed); waiting, retry -> dead (item_timeout)
+--@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked holdings fences bury_job handing expiring
 
 if not epoch then return { NO_QUEUE } end
+lapse()
+expire()
 promote()
 wake_idle_worker()
 write_journal('-')
-local due = next_due_ms()
-return { OK, due and math.max(0, due - now_ms) or -1 }
+return { OK, next_timer_ms() }

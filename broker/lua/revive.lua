@@ -6,7 +6,7 @@
 -- Returns  {OK, per member: 1 revived | 0 not there | EXISTS a live job has its id | FULL | BROKEN ...}, shorter than what
 --          was asked when enough has been moved for one call; {NO_QUEUE}
 -- States   dead -> waiting
---@include base codes journal hints
+--@include base codes journal hints awaiters ringing timers item_ages
 
 if not epoch then return { NO_QUEUE } end
 local MOVED_BYTES = 4 * 1024 * 1024
@@ -34,6 +34,7 @@ local function revive(member, packed)
   end
   redis.call('HSET', key('jobs'), id, 'p' .. priority .. string.format(' %.0f\n', now_ms) .. body)
   push_back(priority, { id })
+  if mode ~= 'work' then set_expiry(id, 0) end
   redis.call('HDEL', key('dead:jobs'), member)
   redis.call('ZREM', key('dead'), member)
   note('revived ' .. fence .. ' ' .. id)

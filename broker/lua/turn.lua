@@ -13,7 +13,7 @@
 -- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out);
 --          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active;
 --          waiting -> dead (it stalled or timed out too often)
---@include base codes journal hints records schedule attempts blocked holdings bury_job
+--@include base codes journal hints records schedule attempts blocked holdings fences bury_job
 
 local MAX_SKIPS = 1000
 -- A job that is buried by a claim costs about as much as so many hints that are skipped.
@@ -207,13 +207,6 @@ local function claim_from(priority, skips)
     skips = skips - (#ids - (#taken - before)) - SKIPS_PER_BURIAL * (#spent - spent_before)
   end
   return skips
-end
-
--- max(last + 1, server time): it never goes back, not even after a failover to a slower clock.
-local function next_fence()
-  local fence = string.format('%.0f', math.max(tonumber(remembered[4] or 0) + 1, now_us))
-  remember('fence', fence)
-  return fence
 end
 
 local function claim()

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any
 
+from forq import releases
+from forq.broker.awaiting import Awaiting
 from forq.broker.dead import DeadJobs, DeadPage
 from forq.broker.keys import DEFAULT_PREFIX, DEFAULT_PRIORITY
 from forq.broker.link import Link
@@ -14,13 +16,16 @@ from forq.broker.producing import NewJob, PartlyStored, Producer, Update, new_jo
 from forq.broker.registry import Registry
 from forq.broker.stored_options import stored, stored_defaults
 from forq.broker.viewing import Page, Viewer
-from forq.names import check_queue_name
+from forq.errors import UsageError
+from forq.names import check_queue_name, shown
 from forq.options import check_mode, parse_options
 from forq.places import redis_url
+from forq.releases import Release
 
-__all__ = ["Client", "DeadPage", "NewJob", "Page", "PartlyStored", "Queue", "new_job"]
+__all__ = ["Client", "DeadPage", "NewJob", "Page", "PartlyStored", "Queue", "Release", "new_job"]
 
 DEFAULT_MAX_QUEUES = 1000
+MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 0.1, 86400.0
 
 
 class Client:
@@ -136,6 +141,37 @@ class Queue:
         """Takes a job away. A running one is not interrupted, but forgotten when it ends, whatever its outcome."""
         return self._producer().remove(id)
 
+    def wait_release(self, id: str, timeout: float | timedelta | None = None) -> Release | None:
+        """Awaits the release of this item of a queue of mode auto_release; None when `timeout` (seconds) is over.
+
+        It may be awaited before it is enqueued. When the call returns, the item has left the queue.
+        """
+        return releases.get(self._awaiting(), id, mode="auto_release", wait_seconds=_seconds(timeout))
+
+    def next_release(self, timeout: float | timedelta | None = None) -> Release | None:
+        """The same for whatever item is released next."""
+        return releases.get(self._awaiting(), None, mode="auto_release", wait_seconds=_seconds(timeout))
+
+    def dequeue(
+        self,
+        id: str | None = None,
+        *,
+        wait: float | timedelta | None = None,
+        lease: float | timedelta | None = None,
+    ) -> Release | None:
+        """Takes the next item, or this one, out of a queue of mode on_request; None if there is none.
+
+        `wait`: how long to wait for one (seconds; default: not at all). Without a `lease` the item has left the queue
+        when the call returns. With one it has not: `ack()` it within that time, else it goes back to the front.
+        """
+        lease_seconds = _seconds(lease)
+        if lease_seconds is not None and not MIN_LEASE_SECONDS <= lease_seconds <= MAX_LEASE_SECONDS:
+            allowed = f"{MIN_LEASE_SECONDS} to {MAX_LEASE_SECONDS:.0f} seconds"
+            raise UsageError(f"lease {shown(lease)} is not allowed: {allowed}")
+        wait_seconds = _seconds(wait) or 0.0
+        mode = "on_request"
+        return releases.get(self._awaiting(), id, mode=mode, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
+
     def job(self, id: str) -> dict[str, Any]:
         """Everything known about a job; UnknownJob if the queue has none of that id."""
         return self._viewer().job(id)
@@ -163,6 +199,9 @@ class Queue:
         """How many jobs are in which state."""
         return asdict(self._viewer().counts())
 
+    def _awaiting(self) -> Awaiting:
+        return Awaiting(self._client.link(), self._client.prefix, self.name)
+
     def _producer(self) -> Producer:
         return Producer(self._client.link(), self._client.prefix, self.name)
 
@@ -171,3 +210,12 @@ class Queue:
 
     def _viewer(self) -> Viewer:
         return Viewer(self._client.link(), self._client.prefix, self.name)
+
+
+def _seconds(given: float | timedelta | None) -> float | None:
+    if given is None:
+        return None
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        raise UsageError(f"{shown(given)} is not allowed: a number of seconds from 0, or a timedelta")
+    return float(seconds)

@@ -87,6 +87,18 @@ class BeingDeleted(QueueExists):
     code = "being_deleted"
 
 
+class WrongMode(ForqError):
+    """What was asked for is not what a queue of that mode does."""
+
+    code = "wrong_mode"
+
+
+class LeaseLapsed(ForqError):
+    """The item was not acknowledged in time: it has gone back in line, and somebody else may have it."""
+
+    code = "lease_lapsed"
+
+
 class QueueFull(ForqError):
     """The queue holds max_items jobs; nothing was stored."""
 

@@ -13,16 +13,12 @@ import pytest
 
 from forq.broker import scripts
 from forq.broker.link import Link
-from tests.support.mutants import MUTANT, Mutant, use
-from tests.support.mutants_of_journal import MUTANTS_OF_JOURNAL
-from tests.support.mutants_of_lib import MUTANTS_OF_LIB
-from tests.support.mutants_of_losses import MUTANTS_OF_LOSSES
-from tests.support.mutants_of_scripts import MUTANTS_OF_SCRIPTS
+from tests.support.mutants import MUTANT, Mutant, all_mutants, use
 from tests.support.server import Server
 
 ROOT = Path(__file__).parent.parent.parent
 LUA = ROOT / "broker" / "lua"
-MUTANTS = (*MUTANTS_OF_LIB, *MUTANTS_OF_LOSSES, *MUTANTS_OF_SCRIPTS, *MUTANTS_OF_JOURNAL)
+MUTANTS = all_mutants()
 SAMPLE = 6
 TESTS_FAILED = 1
 

@@ -67,11 +67,12 @@ def dump_of(program: Program, fd: int | None) -> str:
     return dumps[0]
 
 
-OFFER = "from forq.workers.stack import offer_stack; fd = offer_stack(); print(fd, flush=True)\n"
+OFFER = "from forq.workers.stack import offer_stack; fd = offer_stack()\n"
+TELL = "print(fd, flush=True)\n"
 
 
 def test_a_process_that_holds_the_interpreter_in_c_still_shows_its_stack() -> None:
-    program = Program(OFFER + "def stuck(): sum(range(10**12))\nstuck()")
+    program = Program(OFFER + "def stuck():\n    " + TELL + "    sum(range(10**12))\nstuck()")
     try:
         assert "in stuck" in dump_of(program, program.fd)
         assert dump_of(program, program.fd).count("in stuck") == 1, "each dump begins with an empty file"
@@ -81,7 +82,7 @@ def test_a_process_that_holds_the_interpreter_in_c_still_shows_its_stack() -> No
 
 def test_a_process_that_ignores_the_signal_has_no_stack_to_give_and_holds_nobody_up() -> None:
     ignore = f"import signal; signal.signal({int(STACK_SIGNAL)}, signal.SIG_IGN)\n"
-    program = Program(OFFER.replace("print", ignore + "print") + "sum(range(10**12))")
+    program = Program(OFFER + ignore + TELL + "sum(range(10**12))")
     try:
         assert dump_of(program, program.fd) == ""
     finally:

@@ -1,6 +1,6 @@
 """The scripts with one guard taken out: what each guard is for, and which tests notice that it is gone.
 
-The lists are in mutants_of_lib.py, mutants_of_losses.py, mutants_of_scripts.py and mutants_of_journal.py.
+The lists are in mutants_of_*.py.
 """
 
 import os
@@ -36,12 +36,16 @@ def use(mutant: Mutant) -> None:
     scripts._read = lambda path: mutant.of(read(path)) if path == mutant.file else read(path)  # type: ignore[assignment]
 
 
+def all_mutants() -> tuple[Mutant, ...]:
+    from tests.support.mutants_of_journal import MUTANTS_OF_JOURNAL
+    from tests.support.mutants_of_lib import MUTANTS_OF_LIB
+    from tests.support.mutants_of_losses import MUTANTS_OF_LOSSES
+    from tests.support.mutants_of_releases import MUTANTS_OF_RELEASES
+    from tests.support.mutants_of_scripts import MUTANTS_OF_SCRIPTS
+
+    return (*MUTANTS_OF_LIB, *MUTANTS_OF_LOSSES, *MUTANTS_OF_SCRIPTS, *MUTANTS_OF_JOURNAL, *MUTANTS_OF_RELEASES)
+
+
 def use_the_one_asked_for() -> None:
     if MUTANT in os.environ:
-        from tests.support.mutants_of_journal import MUTANTS_OF_JOURNAL
-        from tests.support.mutants_of_lib import MUTANTS_OF_LIB
-        from tests.support.mutants_of_losses import MUTANTS_OF_LOSSES
-        from tests.support.mutants_of_scripts import MUTANTS_OF_SCRIPTS
-
-        mutants = (*MUTANTS_OF_LIB, *MUTANTS_OF_LOSSES, *MUTANTS_OF_SCRIPTS, *MUTANTS_OF_JOURNAL)
-        use(mutants[int(os.environ[MUTANT])])
+        use(all_mutants()[int(os.environ[MUTANT])])

@@ -992,14 +992,14 @@ MUTANTS_OF_SCRIPTS = (
         "recover test_recovered_jobs_go_back_to_the_list_of_their_priority",
     ),
     Mutant(
-        "turn.lua",
+        "lib/fences.lua",
         "math.max(tonumber(remembered[4] or 0) + 1, now_us)",
         "now_us",
         "a fence goes back with the clock",
         "turn test_each_claim_has_a_greater_fence_even_if_the_clock_goes_back",
     ),
     Mutant(
-        "turn.lua",
+        "lib/fences.lua",
         "  remember('fence', fence)\n",
         "",
         "a fence goes back with the clock",

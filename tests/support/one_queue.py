@@ -41,9 +41,10 @@ class State:
 
 
 class OneQueue:
-    def __init__(self, url: str, name: str = "q", **options: int) -> None:
+    def __init__(self, url: str, name: str = "q", mode: str = "work", **options: int) -> None:
         self.url = url
         self.name = name
+        self.mode = mode
         # Any: redis-py types its answers for every way of decoding them at once.
         self.redis: Any = redis.Redis.from_url(url)
         self.link = Link(url)
@@ -56,7 +57,7 @@ class OneQueue:
         self.create(**{"max_retries": 0, **options})
 
     def create(self, **options: int) -> bool:
-        return self.registry.create(self.name, "work", 100, stored_defaults(), options)
+        return self.registry.create(self.name, self.mode, 100, stored_defaults(), options)
 
     def enqueue(self, *ids: str, priority: int = 5, token: str | None = None, if_exists: str = "refuse") -> list[str]:
         jobs = [new_job({"n": job_id}, id=job_id, priority=priority, token=token) for job_id in ids]
@@ -223,8 +224,8 @@ class HandWorker:
 
 
 @contextmanager
-def one_queue(url: str, name: str = "q", **options: int) -> Iterator[OneQueue]:
-    queue = OneQueue(url, name, **options)
+def one_queue(url: str, name: str = "q", mode: str = "work", **options: int) -> Iterator[OneQueue]:
+    queue = OneQueue(url, name, mode, **options)
     try:
         yield queue
     finally:

@@ -30,10 +30,18 @@ local now = redis.call('TIME')
 local now_us = tonumber(now[1]) * 1000000 + tonumber(now[2])
 local now_ms = math.floor(now_us / 1000)
 
-local fields = redis.call('HMGET', key('options'), 'epoch', 'protocol', 'paused', 'journal', 'journal_max')
+local fields = redis.call('HMGET', key('options'), 'epoch', 'protocol', 'paused', 'journal', 'journal_max', 'mode')
 local epoch, protocol, paused = fields[1], fields[2], fields[3] == '1'
-local journal_on, journal_max = fields[4] == '1', tonumber(fields[5] or 0)
+local journal_on, journal_max, mode = fields[4] == '1', tonumber(fields[5] or 0), fields[6]
 
+local known_options = {}
+
+-- Asked for once per call: a call may look at many jobs.
 local function option(name)
-  return tonumber(redis.call('HGET', key('options'), name) or 0)
+  local value = known_options[name]
+  if not value then
+    value = tonumber(redis.call('HGET', key('options'), name) or 0)
+    known_options[name] = value
+  end
+  return value
 end

@@ -38,7 +38,10 @@ local function unblock(ids)
     end
   end
   note_ids('unblocked', 0, unblocked)
-  for i, entry in ipairs(entries) do make_ready(unblocked[i], entry.priority, entry.own) end
+  for i, entry in ipairs(entries) do
+    make_ready(unblocked[i], entry.priority, entry.own)
+    if set_expiry then set_expiry(unblocked[i], entry.own) end
+  end
 end
 
 -- The active job comes back to run again at `run_at`: what is blocked behind it updates it. Returns its run_at.

@@ -3,6 +3,8 @@
 -- here are defined inside.
 
 local DEAD_EXPIRED_PER_CALL = 100
+-- What is done once per call, however many jobs it buries.
+local outbox_told, old_forgotten = false, false
 local LONGEST_CAUSE = 64
 
 -- The journal's word for why an attempt failed: the name that an error, as JSON, begins with. A line is split at its
@@ -46,15 +48,18 @@ local function bury_job(id, fence, micros, record, error, brief)
     local line = string.format('{"id":%s,"fence":%s,"died_ms":%.0f,"priority":%s,"enqueued_ms":%s,"counts":[%d,%d,%d],"body":',
       quoted(id), fence, now_ms, job.priority, job.enqueued_ms, job.retries, job.stalls, job.timeouts)
     redis.call('RPUSH', key('outbox'), line .. job.body .. ',"error":' .. error .. '}')
-    redis.call('PUBLISH', key('outbox'), string.match(base, '{(.*)}'))
+    if not outbox_told then redis.call('PUBLISH', key('outbox'), string.match(base, '{(.*)}')) end
+    outbox_told = true
   end
 
   redis.call('HDEL', key('jobs'), id)
-  redis.call('HDEL', key('active'), id)
+  local was_active = redis.call('HDEL', key('active'), id) == 1
+  if mode ~= 'work' then redis.call('ZREM', key('expiries'), id) end
   local member = id .. '@' .. fence
-  local attempts = string.gsub(redis.call('HGET', key('attempts'), id) or '', '\n', ',')
+  local tried = redis.call('EXISTS', key('attempts')) == 1 and redis.call('HGET', key('attempts'), id)
+  local attempts = string.gsub(tried or '', '\n', ',')
   redis.call('HSET', key('dead:jobs'), member, record .. '\n' .. error .. '\n[' .. attempts .. ']')
-  forget_attempts({ id })
+  if tried then forget_attempts({ id }) end
   redis.call('ZADD', key('dead'), now_ms, member)
   redis.call('INCR', key('failed:count'))
   local has_fail_job = not parent and option('fail_handler') == 1
@@ -66,9 +71,11 @@ local function bury_job(id, fence, micros, record, error, brief)
   }
   if not parent then add_to_outbox(id, fence, job, error) end
   if has_fail_job then add_fail_job(id, fence, job, brief) end
-  unblock({ id })
+  if was_active then unblock({ id }) end
   local excess = redis.call('ZCARD', key('dead')) - option('dead_max')
   if excess > 0 then forget_dead(redis.call('ZRANGE', key('dead'), 0, math.min(excess, DEAD_EXPIRED_PER_CALL) - 1)) end
+  if old_forgotten then return end
+  old_forgotten = true
   forget_dead(redis.call('ZRANGEBYSCORE', key('dead'), '-inf', now_ms - option('dead_ttl_ms'),
     'LIMIT', 0, DEAD_EXPIRED_PER_CALL))
 end

@@ -14,6 +14,11 @@ local suspect_hints = tonumber(remembered[7] or 0)
 local other_hints_before, in_lane_before, suspect_hints_before = other_hints, in_lane, suspect_hints
 local may_be_stale = nil
 
+-- For the release modes only, and nil in scripts that do not include ringing.lua and item_ages.lua.
+local ring_awaiters, set_expiry
+-- Ids that have become ready in this call, of a queue whose items leave on request.
+local made_ready = {}
+
 -- True if this hint is to be ignored; it is then used up.
 local function ignore_hint(priority, id)
   if may_be_stale == nil then may_be_stale = redis.call('EXISTS', key('stale')) == 1 end
@@ -37,9 +42,15 @@ local function count_hints(place, number)
   elseif place ~= '5' then other_hints = other_hints + number end
 end
 
+local function note_ready(ids)
+  if mode ~= 'on_request' then return end
+  for _, id in ipairs(ids) do made_ready[#made_ready + 1] = id end
+end
+
 local function push_back(priority, ids)
   redis.call('RPUSH', pending_key(priority), unpack(ids))
   count_hints(priority, #ids)
+  note_ready(ids)
 end
 
 -- Puts ids, in their order, before everything that waits.
@@ -49,6 +60,7 @@ local function push_front(by_priority)
     for i = #ids, 1, -1 do reversed[#reversed + 1] = ids[i] end
     redis.call('LPUSH', pending_key(priority), unpack(reversed))
     count_hints(priority, #ids)
+    note_ready(ids)
   end
 end
 
@@ -72,6 +84,11 @@ local function wake_idle_worker()
     other_hints_before, in_lane_before, suspect_hints_before = other_hints, in_lane, suspect_hints
   end
   if paused then return end
+  if mode == 'on_request' then
+    -- Nobody blocks on the list: it needs no token.
+    if ring_awaiters then ring_awaiters() end
+    return
+  end
   if parent then
     if redis.call('EXISTS', key('pending')) == 1 or other_hints > 0 then wake_retry_child(parent .. ':failed') end
     return

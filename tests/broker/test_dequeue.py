@@ -1,0 +1,258 @@
+"""await, ack and unawait of a queue of mode on_request; item_timeout."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from forq.broker.dead import DeadJobs
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.producing import Update, new_job
+from tests.support.gate import Gate, gate
+from tests.support.one_queue import State
+
+
+@pytest.fixture
+def queue(redis_url: str) -> Iterator[Gate]:
+    with gate(redis_url, "on_request") as queue:
+        yield queue
+
+
+@pytest.mark.spec("N21")
+def test_an_item_leaves_when_somebody_asks_in_the_order_of_the_line(queue: Gate) -> None:
+    queue.enqueue("a", "b")
+    queue.enqueue("c", priority=0)
+    assert [queue.got(name) for name in "xyz"] == ["c", "a", "b"]
+    assert queue.got("w") is None
+
+
+@pytest.mark.spec("N21")
+def test_one_item_can_be_asked_for_by_its_id(queue: Gate) -> None:
+    queue.enqueue("a", "b", "c")
+    assert queue.got("x", "b") == "b"
+    assert queue.got("y", "b") is None, "somebody has it"
+    assert [queue.got(name) for name in "zuv"] == ["a", "c", None]
+    queue.ack("x", queue.ask("x", "b"))
+    assert queue.state().jobs == {"a", "c"}
+
+
+def test_an_item_that_was_had_by_its_id_and_comes_again_is_the_last_in_line(queue: Gate) -> None:
+    queue.enqueue("a", "b", "c")
+    queue.ack("x", queue.ask("x", "b"))
+    queue.enqueue("b")
+    assert [queue.got(name) for name in "yzuv"] == ["a", "c", "b", None]
+
+
+def test_an_item_whose_time_has_not_come_cannot_be_had(queue: Gate) -> None:
+    queue.producer.enqueue([new_job(1, id="a", run_in=60)], Update())
+    assert queue.got("x", "a") is None
+    assert queue.got("y") is None
+    queue.come("scheduled", "a")
+    assert queue.got("x", "a") == "a"
+
+
+@pytest.mark.spec("N23")
+def test_nothing_fails_because_nobody_asks(queue: Gate) -> None:
+    queue.enqueue("a")
+    for _ in range(50):
+        queue.keeper().heartbeat("q", 15_000, [])
+        queue.promote()
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+    assert queue.state().tokens == 0
+
+
+def test_who_waits_is_rung_when_an_item_comes_one_awaiter_per_item(queue: Gate) -> None:
+    for name in ("x", "y", "z"):
+        assert queue.got(name) is None
+    queue.enqueue("a", "b")
+    assert [queue.list_of(name) for name in "xyz"] == [[""], [""], []]
+    assert queue.got("x") == "a"
+    assert queue.got("y") == "b"
+    assert queue.got("z") is None
+
+
+def test_who_waits_for_this_item_is_rung_by_no_other(queue: Gate) -> None:
+    queue.ask("x", "b")
+    queue.enqueue("a")
+    assert queue.list_of("x") == []
+    queue.enqueue("b")
+    assert queue.list_of("x") == [""]
+    assert queue.got("x", "b") == "b"
+
+
+def test_whoever_was_rung_too_late_keeps_its_place(queue: Gate) -> None:
+    queue.ask("x"), queue.ask("y")
+    queue.enqueue("a")
+    assert queue.got("faster") == "a"
+    assert queue.got("x") is None
+    queue.enqueue("b")
+    assert queue.list_of("x") == [""]
+    assert queue.list_of("y") == []
+
+
+def test_as_long_as_anything_waits_each_call_rings_one_more(queue: Gate) -> None:
+    queue.ask("dies"), queue.ask("y")
+    queue.enqueue("a")
+    assert queue.list_of("dies") == [""]
+    queue.keeper().heartbeat("q", 15_000, [])
+    assert queue.list_of("y") == [""]
+    assert queue.got("y") == "a"
+
+
+@pytest.mark.parametrize("what", ["lapsed", "left", "promoted", "unblocked", "revived", "resumed"])
+def test_whatever_makes_an_item_ready_rings_who_awaits_it(queue: Gate, what: str) -> None:
+    queue.enqueue("a")
+    hand = queue.ask("x", "a")
+    if what == "promoted":
+        queue.ack("x", hand)
+        queue.producer.enqueue([new_job(1, id="a", run_in=60)], Update())
+    elif what == "unblocked":
+        queue.enqueue("a", if_exists="update")
+    elif what == "revived":
+        queue.ack("x", hand)
+        _bury(queue, "a")
+    elif what == "resumed":
+        queue.awaiting.leave("x")
+        queue.registry.pause("q", paused=True)
+    queue.ask("y", "a")
+    queue.ask("z")
+    assert queue.list_of("y") == queue.list_of("z") == []
+    if what == "lapsed":
+        queue.come("leases", "a")
+        queue.promote()
+    elif what == "left":
+        queue.awaiting.leave("x")
+    elif what == "promoted":
+        queue.come("scheduled", "a")
+        queue.promote()
+    elif what == "unblocked":
+        queue.ack("x", hand)
+    elif what == "revived":
+        member = queue.redis.zrange(queue.key("dead"), 0, -1)[0].decode()
+        _dead(queue).retry(member)
+    else:
+        queue.registry.pause("q", paused=False)
+    assert queue.list_of("y") == [""]
+    assert queue.got("y", "a") == "a"
+
+
+def test_a_paused_queue_hands_nothing_out(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.registry.pause("q", paused=True)
+    assert queue.got("x") is None
+    queue.registry.pause("q", paused=False)
+    assert queue.list_of("x") == [""]
+    assert queue.got("x") == "a"
+
+
+def test_a_lease_of_ones_own_holds_for_that_item(queue: Gate) -> None:
+    queue.enqueue("a")
+    hand = queue.ask("x", lease_ms=1234)
+    assert hand is not None
+    assert hand.lease_ms == 1234
+    assert 0 < queue.redis.pttl(queue.key("awaiter:x")) <= 1234
+
+
+def test_who_does_not_wait_is_not_registered(queue: Gate) -> None:
+    assert queue.ask("x") is None
+    assert queue.ask("x", register=False) is None
+    queue.enqueue("a")
+    assert queue.list_of("x") == []
+    assert queue.hash("awaiters") == {}
+
+
+def test_a_cancelled_item_cannot_be_had(queue: Gate) -> None:
+    queue.enqueue("a", "b")
+    assert queue.producer.cancel("a")
+    assert queue.got("x", "a") is None
+    assert queue.got("y") == "b"
+
+
+@pytest.mark.spec("N22")
+def test_an_item_that_is_too_old_is_dead_and_in_the_failed_log(redis_url: str) -> None:
+    with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
+        queue.enqueue("a", "b", "c", "d")
+        hand = queue.ask("x", "b")
+        due_ms = queue.promote()
+        assert due_ms is not None
+        assert 59_000 < due_ms <= 60_000
+        queue.come("expiries", "a", "b", "c")
+        queue.promote()
+        state = queue.state()
+        assert (state.jobs, state.active, state.dead) == ({"b", "d"}, {"b": "x"}, ["a", "c"])
+        assert [queue.got(name) for name in ("y", "z")] == ["d", None]
+        queue.awaiting.leave("y")
+        error = queue.viewer.job("a")["error"]
+        assert (error["name"], error["kind"]) == ("ItemTimeout", "permanent")
+        assert "60.0 s" in error["message"] or "60 s" in error["message"]
+        assert queue.redis.llen(queue.key("outbox")) == 2
+        ends = [("claimed", "a"), ("dead", "a"), ("claimed", "c"), ("dead", "c")]
+        assert [told for told in queue.told() if told[1] in ("a", "c")][2:] == ends
+        queue.ack("x", hand)
+        assert queue.state().jobs == {"d"}
+        assert queue.redis.zrange(queue.key("expiries"), 0, -1) == [b"d"]
+
+
+def test_an_item_that_is_too_old_when_it_comes_back_is_given_up_then(redis_url: str) -> None:
+    with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
+        queue.enqueue("a")
+        queue.ask("x")
+        queue.come("expiries", "a")
+        queue.promote()
+        assert queue.state().active == {"a": "x"}
+        queue.come("expiries", "a")
+        queue.come("leases", "a")
+        queue.promote()
+        assert queue.state() == State(jobs=set(), dead=["a"])
+
+
+def test_the_age_of_an_item_counts_from_its_time(redis_url: str) -> None:
+    with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
+        now_ms = queue.redis.time()[0] * 1000
+        queue.producer.enqueue([new_job(1, id="a", run_in=1000)], Update())
+        queue.enqueue("b")
+        scores = dict(queue.redis.zrange(queue.key("expiries"), 0, -1, withscores=True))
+        assert 1_059_000 <= scores[b"a"] - now_ms <= 1_062_000
+        assert 59_000 <= scores[b"b"] - now_ms <= 62_000
+        queue.producer.enqueue([new_job(1, id="b", run_in=500)], Update())
+        assert 559_000 <= queue.redis.zscore(queue.key("expiries"), "b") - now_ms <= 562_000
+
+
+@pytest.mark.parametrize("how", ["cancel", "ack", "expire"])
+def test_an_item_that_is_gone_has_no_age(redis_url: str, how: str) -> None:
+    with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
+        queue.enqueue("a")
+        if how == "cancel":
+            queue.producer.cancel("a")
+        elif how == "ack":
+            queue.ack("x", queue.ask("x"))
+        else:
+            queue.come("expiries", "a")
+            queue.promote()
+        assert queue.redis.exists(queue.key("expiries")) == 0
+
+
+@pytest.mark.parametrize("how", ["unblocked", "revived"])
+def test_an_item_that_comes_anew_has_an_age_of_its_own(redis_url: str, how: str) -> None:
+    with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
+        queue.enqueue("a")
+        if how == "unblocked":
+            hand = queue.ask("x")
+            queue.enqueue("a", if_exists="update")
+            queue.ack("x", hand)
+        else:
+            _bury(queue, "a", exists=True)
+            _dead(queue).retry("a")
+        assert queue.redis.zscore(queue.key("expiries"), "a") is not None
+
+
+def _dead(queue: Gate) -> DeadJobs:
+    return DeadJobs(queue.link, DEFAULT_PREFIX, "q")
+
+
+def _bury(queue: Gate, job_id: str, *, exists: bool = False) -> None:
+    """The item is dead, by its age."""
+    if not exists:
+        queue.enqueue(job_id)
+    queue.redis.zadd(queue.key("expiries"), {job_id: 1})
+    queue.promote()
+    assert job_id in queue.state().dead

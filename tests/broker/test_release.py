@@ -1,0 +1,360 @@
+"""release, await, ack of a queue of mode auto_release: one try per interval, to whoever awaits the item."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from forq.errors import Fenced, LeaseLapsed, UnknownQueue, WrongMode
+from tests.support.gate import Gate, gate
+from tests.support.one_queue import State
+
+
+@pytest.fixture
+def queue(redis_url: str) -> Iterator[Gate]:
+    with gate(redis_url, "auto_release") as queue:
+        yield queue
+
+
+@pytest.mark.spec("N13")
+def test_one_item_is_tried_per_interval_however_many_try(queue: Gate) -> None:
+    queue.enqueue("a", "b")
+    queue.ask("x"), queue.ask("y")
+    first = queue.release(processor="p1")
+    assert first.handed_over
+    assert first.wait_seconds == 60
+    for processor in ("p1", "p2"):
+        again = queue.release(processor=processor)
+        assert not again.handed_over
+        assert 59 < again.wait_seconds <= 60
+    assert queue.state().active == {"a": "x"}
+    assert queue.attempt().handed_over
+    assert queue.state().active == {"a": "x", "b": "y"}
+
+
+@pytest.mark.spec("N14")
+def test_an_item_goes_to_whoever_awaits_it_by_id_before_all_who_await_any(queue: Gate) -> None:
+    queue.enqueue("a", "b")
+    queue.ask("any"), queue.ask("wants-b", "b"), queue.ask("wants-a", "a")
+    queue.attempt(), queue.attempt()
+    assert queue.got("wants-a", "a") == "a"
+    assert queue.got("wants-b", "b") == "b"
+    assert queue.got("any") is None
+
+
+def test_of_several_who_await_the_same_the_first_gets_it_also_if_it_has_renewed_since(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("first"), queue.ask("second"), queue.ask("first")
+    queue.attempt()
+    assert queue.got("second") is None
+    assert queue.got("first") == "a"
+
+
+def test_one_awaiter_gets_one_item(queue: Gate) -> None:
+    queue.enqueue("a", "b")
+    queue.ask("x")
+    assert queue.attempt().handed_over
+    assert not queue.attempt().handed_over
+    assert queue.state().active == {"a": "x"}
+
+
+def test_ids_that_begin_alike_are_told_apart(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x", "a!"), queue.ask("y", "aa")
+    assert not queue.attempt().handed_over
+    queue.ask("z", "a")
+    assert queue.attempt().handed_over
+    assert queue.state().active == {"a": "z"}
+
+
+def test_an_awaiter_that_did_not_renew_gets_nothing_and_is_forgotten(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("dead"), queue.ask("alive")
+    queue.silence("dead")
+    assert queue.attempt().handed_over
+    assert queue.state().active == {"a": "alive"}
+    assert queue.hash("awaiters") == {}
+    assert queue.redis.zcard(queue.key("awaiting")) == 0
+
+
+@pytest.mark.spec("N15", "N16", "N17")
+def test_what_nobody_awaits_is_tried_again_then_in_the_lane_then_it_is_dead(queue: Gate) -> None:
+    queue.enqueue("a")
+    for _ in range(3):
+        assert queue.attempt() is not None
+    assert queue.viewer.job("a")["state"] == "retry"
+    queue.attempt()
+    assert queue.viewer.job("a")["retry_count"] == 3, "the main lane does not try it any more"
+    queue.attempt("retry")
+    assert queue.state() == State(jobs=set(), dead=["a"])
+    assert queue.viewer.job("a")["error"]["name"] == "NotAwaited"
+    assert queue.told() == [
+        ("enqueued", "a"),
+        *[("claimed", "a"), ("retried", "a")] * 3,
+        *[("claimed", "a"), ("dead", "a")],
+    ]
+    assert [event.attempt for event in queue.events() if event.verb == "claimed"] == [1, 2, 3, 4]
+    assert queue.redis.llen(queue.key("outbox")) == 1
+
+
+@pytest.mark.spec("N15")
+def test_what_nobody_awaited_waits_behind_the_others_for_its_interval(redis_url: str) -> None:
+    with gate(redis_url, "auto_release", retry_interval_ms=60_000) as queue:
+        queue.enqueue("a", "b")
+        queue.attempt()
+        assert queue.viewer.job("a")["state"] == "scheduled"
+        queue.ask("x")
+        assert queue.attempt().handed_over
+        assert queue.state().active == {"b": "x"}
+        assert queue.attempt().wait_seconds == 0, "nothing is in line"
+        queue.come("scheduled", "a")
+        queue.ask("y")
+        assert queue.attempt().handed_over
+        assert queue.state().active == {"a": "y", "b": "x"}
+
+
+@pytest.mark.spec("N17", "N18")
+def test_the_lane_tries_only_while_nothing_waits(queue: Gate) -> None:
+    queue.enqueue("a")
+    for _ in range(3):
+        queue.attempt()
+    queue.enqueue("b")
+    assert queue.attempt("retry").wait_seconds == 0
+    assert queue.viewer.job("a")["retry_count"] == 3
+    queue.ask("x", "b")
+    assert queue.attempt().handed_over
+    queue.ask("y", "a")
+    assert queue.attempt("retry").handed_over
+    assert queue.got("y", "a") == "a"
+
+
+def test_the_retry_child_is_woken_when_the_line_is_empty(queue: Gate) -> None:
+    queue.enqueue("a")
+    for _ in range(3):
+        queue.attempt()
+    assert queue.state().retry_tokens == 1
+
+
+def test_an_item_is_gone_when_it_is_acknowledged_and_not_before(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.attempt()
+    hand = queue.ask("x")
+    assert hand is not None
+    assert hand.record.data == {"n": "a"}
+    assert queue.ask("x") == hand, "a lost reply: the same call gets the same item"
+    assert queue.viewer.job("a")["state"] == "active"
+    queue.ack("x", hand)
+    assert queue.state() == State(jobs=set())
+    queue.ack("x", hand)
+    assert queue.viewer.counts().processed == 1
+    assert queue.told() == [("enqueued", "a"), ("claimed", "a"), ("released", "a")]
+    assert [(event.actor, event.fence) for event in queue.events()][-1] == ("x", hand.fence)
+
+
+def test_what_is_not_acknowledged_in_time_goes_back_to_the_front_and_that_is_no_try(queue: Gate) -> None:
+    queue.enqueue("a", "b", "c")
+    queue.ask("x"), queue.ask("y")
+    queue.attempt(), queue.attempt()
+    hand = queue.ask("x")
+    queue.come("leases", "a", "b")
+    queue.promote()
+    assert queue.state() == State(jobs={"a", "b", "c"}, waiting={5: ["a", "b", "c"]})
+    assert queue.viewer.job("a")["retry_count"] == 0
+    with pytest.raises(LeaseLapsed):
+        queue.ack("x", hand)
+    assert queue.ask("x") is None, "it awaits again"
+    assert queue.attempt().handed_over
+    assert queue.got("x") == "a"
+
+
+@pytest.mark.parametrize("by", ["release", "await", "heartbeat"])
+def test_leases_lapse_with_every_call_that_looks(queue: Gate, by: str) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.attempt()
+    queue.come("leases", "a")
+    if by == "release":
+        queue.release()
+    elif by == "await":
+        queue.ask("y", "other")
+    else:
+        queue.keeper().heartbeat("q", 15_000, [])
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+
+
+def test_an_ack_under_another_fence_or_name_is_refused(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.attempt()
+    hand = queue.ask("x")
+    assert hand is not None
+    for awaiter, fence in (("x", hand.fence + 1), ("y", hand.fence), ("", hand.fence)):
+        with pytest.raises(LeaseLapsed):
+            queue.awaiting.ack(awaiter, "a", fence)
+    assert queue.state().active == {"a": "x"}
+
+
+def test_an_awaiter_that_leaves_gives_back_what_it_was_handed(queue: Gate) -> None:
+    queue.enqueue("a", "b")
+    queue.ask("x")
+    queue.attempt()
+    assert queue.awaiting.leave("x")
+    assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})
+    assert queue.redis.exists(queue.key("leases")) == 0
+    assert not queue.awaiting.leave("x")
+    queue.ask("y")
+    assert not queue.awaiting.leave("y")
+    assert not queue.attempt().handed_over
+
+
+def test_an_item_that_is_removed_while_it_is_handed_over_does_not_come_back(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.attempt()
+    assert queue.producer.remove("a")
+    queue.come("leases", "a")
+    queue.promote()
+    assert queue.state() == State(jobs=set())
+    assert queue.told()[-1] == ("cancelled", "a")
+
+
+def test_an_item_that_is_removed_while_it_is_handed_over_can_still_be_acknowledged(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.attempt()
+    hand = queue.ask("x")
+    assert queue.producer.remove("a")
+    queue.ack("x", hand)
+    assert queue.told()[-2:] == [("marked", "a"), ("released", "a")]
+
+
+def test_an_enqueue_behind_an_item_that_is_handed_over_is_an_item_of_its_own_after_the_release(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.attempt()
+    queue.enqueue("a", if_exists="update")
+    assert queue.viewer.counts().blocked == 1
+    queue.ack("x", queue.ask("x"))
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+    assert queue.told()[-2:] == [("released", "a"), ("unblocked", "a")]
+
+
+def test_items_of_a_higher_priority_go_first(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.enqueue("b", priority=1)
+    queue.ask("x")
+    queue.attempt()
+    assert queue.got("x") == "b"
+
+
+def test_a_paused_queue_releases_nothing(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.registry.pause("q", paused=True)
+    assert queue.attempt().paused
+    queue.registry.pause("q", paused=False)
+    assert queue.attempt().handed_over
+
+
+def test_what_a_blocked_worker_was_given_goes_back_before_it_tries(queue: Gate) -> None:
+    queue.enqueue("a", "b")
+    queue.release()
+    worker = queue.workers[0]
+    assert worker.block() == "b"
+    queue.ask("x"), queue.ask("y")
+    queue.attempt(), queue.attempt()
+    assert queue.state().active == {"a": "y", "b": "x"}
+    assert worker.held() == []
+
+
+def test_workers_that_are_not_registered_are_fenced(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.release()
+    queue.recover(queue.workers[0])
+    with pytest.raises(Fenced):
+        queue.release()
+
+
+def test_a_deleted_queue_says_so_to_everybody(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x"), queue.ask("y")
+    queue.attempt()
+    hand = queue.ask("x")
+    queue.registry.delete("q", force=True)
+    with pytest.raises(UnknownQueue):
+        queue.release()
+    with pytest.raises(UnknownQueue):
+        queue.ask("y")
+    with pytest.raises(UnknownQueue):
+        queue.ack("x", hand)
+    assert not queue.awaiting.leave("x")
+    assert queue.list_of("y") == [""], "it is rung, and need not wait until it renews"
+
+
+def test_dequeue_of_an_auto_release_queue_is_refused_and_the_other_way_round(queue: Gate) -> None:
+    with pytest.raises(WrongMode, match="auto_release"):
+        queue.awaiting.ask("x", None, mode="on_request", register=True)
+
+
+def test_awaiters_leave_no_keys_behind(queue: Gate) -> None:
+    queue.ask("x", "never")
+    for name in ("awaiters", "awaiting"):
+        assert 0 < queue.redis.pttl(queue.key(name)) <= 20_000
+    queue.enqueue("a")
+    queue.ask("y")
+    queue.attempt()
+    assert 0 < queue.redis.pttl(queue.key("awaiter:y")) <= 600_000
+    queue.ack("y", queue.ask("y"))
+    assert 0 < queue.redis.pttl(queue.key("awaiter:y")) <= 60_000
+    assert queue.redis.exists(queue.key("leases")) == 0
+
+
+def test_dead_awaiters_of_items_that_never_come_are_forgotten_by_those_who_come_later(queue: Gate) -> None:
+    for number in range(100):
+        queue.ask(f"dead{number}", f"never{number}")
+        queue.silence(f"dead{number}")
+    for _ in range(2000):
+        queue.ask("alive", "never")
+        if len(queue.hash("awaiters")) == 1:
+            break
+    assert set(queue.hash("awaiters")) == {"alive"}
+    assert queue.redis.zcard(queue.key("awaiting")) == 1
+
+
+def test_a_clerk_hears_of_the_awaiters_it_speaks_for(queue: Gate) -> None:
+    heard = queue.redis.pubsub(ignore_subscribe_messages=True)
+    heard.psubscribe("forq:queue:*:handed:clerk1")
+    heard.get_message(timeout=1)
+    queue.enqueue("a")
+    queue.ask("x", via="clerk1")
+    queue.attempt()
+    message = heard.get_message(timeout=5)
+    assert message is not None
+    assert message["data"] == b"x"
+    heard.close()
+
+
+def test_the_first_lease_of_a_queue_tells_pulse_when_it_lapses(queue: Gate) -> None:
+    heard = queue.redis.pubsub(ignore_subscribe_messages=True)
+    heard.subscribe(queue.key("due"))
+    heard.get_message(timeout=1)
+    queue.enqueue("a", "b")
+    queue.ask("x"), queue.ask("y")
+    queue.attempt(), queue.attempt()
+    assert heard.get_message(timeout=5)["data"] == b"600000"
+    assert heard.get_message(timeout=0.05) is None
+    due_ms = queue.promote()
+    assert due_ms is not None
+    assert 590_000 < due_ms <= 600_000
+    heard.close()
+
+
+def test_two_claims_of_one_call_have_fences_of_their_own(redis_url: str) -> None:
+    """An item that is too old and one that is released by the same call."""
+    with gate(redis_url, "auto_release", item_timeout_ms=60_000) as queue:
+        queue.enqueue("a", "b")
+        queue.ask("x", "b")
+        queue.come("expiries", "a")
+        assert queue.attempt().handed_over
+        fences = [event.fence for event in queue.events() if event.verb == "claimed"]
+        assert len(fences) == len(set(fences)) == 2

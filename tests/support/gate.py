@@ -1,0 +1,83 @@
+"""A queue of the release modes, driven by hand: tries without waiting for the gate, awaiters, times that have come."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from forq.broker.awaiting import Awaiting, Hand
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.releasing import Releaser, Try
+from tests.support.one_queue import OneQueue
+
+# What the tests do not say otherwise: short tries, leases that end only when a test says so.
+OPTIONS = {
+    "release_interval_ms": 60_000,
+    "release_retries": 2,
+    "retry_interval_ms": 0,
+    "retry_lane_retries": 1,
+    "lease_ms": 600_000,
+    "item_timeout_ms": 0,
+}
+
+
+class Gate(OneQueue):
+    """A queue of mode auto_release or on_request."""
+
+    def __init__(self, url: str, mode: str, **options: int) -> None:
+        super().__init__(url, "q", mode, **{**OPTIONS, **options})
+        self.awaiting = Awaiting(self.link, DEFAULT_PREFIX, "q")
+        self._releasers: dict[str, Releaser] = {}
+
+    def ask(self, awaiter: str, job_id: str | None = None, *, register: bool = True, **how: Any) -> Hand | None:
+        return self.awaiting.ask(awaiter, job_id, mode=self.mode, register=register, **how).hand
+
+    def got(self, awaiter: str, job_id: str | None = None) -> str | None:
+        """The id of what this awaiter was handed, if anything."""
+        hand = self.ask(awaiter, job_id)
+        return None if hand is None else hand.job_id
+
+    def ack(self, awaiter: str, hand: Hand | None) -> None:
+        assert hand is not None, f"{awaiter} was handed nothing"
+        self.awaiting.ack(awaiter, hand.job_id, hand.fence)
+
+    def release(self, lane: str = "main", processor: str = "p1") -> Try:
+        """One call at a closed or open gate."""
+        name = f"{lane}-{processor}"
+        if name not in self._releasers:
+            self._releasers[name] = Releaser(self.worker(name, processor, lane).consumer)
+        return self._releasers[name].release()
+
+    def open_gate(self) -> None:
+        self.redis.hdel(self.key("counts"), "gate_us")
+
+    def attempt(self, lane: str = "main") -> Try:
+        """One try at an open gate."""
+        self.open_gate()
+        return self.release(lane)
+
+    def come(self, timers: str, *ids: str) -> None:
+        """The times of these ids (leases, expiries, scheduled) have come, one after the other."""
+        now_ms = self.redis.time()[0] * 1000 - 60_000
+        for number, job_id in enumerate(ids):
+            assert self.redis.zscore(self.key(timers), job_id) is not None, f"{job_id} has no time in {timers}"
+            self.redis.zadd(self.key(timers), {job_id: now_ms + number})
+
+    def promote(self) -> int | None:
+        return self.keeper().promote(self.name)
+
+    def silence(self, awaiter: str) -> None:
+        """It did not renew in time."""
+        entry = self.hash("awaiters")[awaiter].split(" ", 1)
+        self.redis.hset(self.key("awaiters"), awaiter, f"1 {entry[1]}")
+
+    def list_of(self, awaiter: str) -> list[str]:
+        return [entry.decode().partition("\n")[0] for entry in self.redis.lrange(self.key(f"awaiter:{awaiter}"), 0, -1)]
+
+
+@contextmanager
+def gate(url: str, mode: str, **options: int) -> Iterator[Gate]:
+    queue = Gate(url, mode, **options)
+    try:
+        yield queue
+    finally:
+        queue.close()

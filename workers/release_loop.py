@@ -1,0 +1,147 @@
+"""What the children of a queue of the release modes do.
+
+1. ReleaseLoop (auto_release): one try after the other to release the item at the head of the line, when the gate opens.
+   The gate is in Redis; whoever comes too early is told how long to wait, and so one item is tried per interval,
+   however many supervisors there are. With nothing in line it blocks, like any worker.
+2. IdleLoop (on_request, and the retry child of such a queue): items leave when somebody asks for them; nothing is to be
+   done here but to be there.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from forq.broker.consuming import Consumer
+from forq.broker.releasing import Releaser
+from forq.errors import BackPressure, ForqError, RedisUnavailable
+from forq.scoreboard import DONE, STATE, Slot, State
+from forq.workers.loop import RECONNECT_SECONDS
+
+log = logging.getLogger("forq")
+
+
+class IdleLoop:
+    """Sleeps until it is stopped."""
+
+    def __init__(self, slot: Slot, queue: str) -> None:
+        self.slot = slot
+        self.queue = queue
+        self._stop = threading.Event()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def blocked_client(self) -> int | None:
+        return None
+
+    def doing(self) -> str:
+        return "on request"
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        self.slot.words[STATE] = State.IDLE
+        on_ready()
+        self._stop.wait()
+        self.slot.words[STATE] = State.STOPPING
+
+    def close(self) -> None:
+        pass
+
+
+class ReleaseLoop:
+    """One lane of an auto_release queue."""
+
+    def __init__(
+        self, consumer: Consumer, slot: Slot, *, expiry_ms: int, resting_state: State, on_try: Callable[[], None]
+    ) -> None:
+        self.slot = slot
+        self.queue = consumer.queue
+        self._consumer = consumer
+        self._releaser = Releaser(consumer)
+        self._expiry_ms = expiry_ms
+        self._resting_state = resting_state
+        self._on_try = on_try
+        self._stop = threading.Event()
+        self._blocking = False
+        self._releasing = False
+        self._failures = 0
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def blocked_client(self) -> int | None:
+        return self._consumer.link.known_client_id if self._blocking else None
+
+    def doing(self) -> str:
+        what = "releasing" if self._releasing else State(self.slot.state).name.lower()
+        return f"{what} {self.slot.done:,} released"
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Serves until it is stopped; raises UnknownQueue or Fenced when its place is gone."""
+        joined = False
+        while not self.stopping:
+            try:
+                if not joined:
+                    self.slot.epoch = int(self._consumer.join(self._expiry_ms))
+                    joined = True
+                    on_ready()
+                self._step()
+                self._failures = 0
+            except RedisUnavailable as exc:
+                self._back_off(exc)
+        self._leave()
+
+    def _step(self) -> None:
+        """One try, and the wait until the next one can be made."""
+        tried = self._releaser.release()
+        self.slot.words[DONE] += tried.handed_over
+        self.slot.words[STATE] = State.PARKED if tried.paused else self._resting_state
+        self._releasing = tried.wait_seconds > 0
+        if self._releasing:
+            self._on_try()
+            self._stop.wait(tried.wait_seconds)
+        else:
+            self._block(self._consumer.wait_for_wake if tried.paused else self._wait_for_item)
+
+    def _wait_for_item(self) -> None:
+        while not self.stopping and not self._consumer.wait_for_job():
+            pass
+
+    def _block(self, wait: Callable[[], None]) -> None:
+        self._blocking = True
+        try:
+            self._consumer.link.learn_client_id()
+            if not self.stopping:
+                wait()
+        except BackPressure as exc:
+            # Out of memory BLMOVE is refused, but a try is not.
+            log.warning("redis is out of memory queue=%s error=%s", self.queue, exc)
+            self._stop.wait(RECONNECT_SECONDS[-1])
+        finally:
+            self._blocking = False
+
+    def _back_off(self, exc: RedisUnavailable) -> None:
+        if self._failures == 0:
+            log.warning("redis is gone, trying again queue=%s error=%s", self.queue, exc)
+        self._stop.wait(RECONNECT_SECONDS[min(self._failures, len(RECONNECT_SECONDS) - 1)])
+        self._failures += 1
+
+    def _leave(self) -> None:
+        """Best effort: recovery does the same."""
+        self.slot.words[STATE] = State.STOPPING
+        try:
+            self._consumer.leave(0)
+        except ForqError as exc:
+            log.warning("could not leave in order, recovery will do it queue=%s error=%s", self.queue, exc)
+        finally:
+            self._consumer.close()
+
+    def close(self) -> None:
+        pass
