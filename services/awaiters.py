@@ -2,7 +2,7 @@
 
 1. Each is registered in Redis under a name of its own, and renewed in half the time that this is valid for.
 2. The clerk hears on a channel of its own who was handed something, and asks for it.
-3. What was published while nobody heard it is lost: after each connect all of them ask again.
+3. What was published while nobody heard it is lost: when that connection breaks, all of them ask again on the next one.
 4. While Redis is away they wait on, each until its own time is up.
 """
 
@@ -16,7 +16,6 @@ from itertools import count
 from typing import Any
 
 from forq.broker.awaiting import Awaiting, Hand, handed_channels
-
 from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
@@ -176,8 +175,6 @@ class Awaiters:
         if not self._ears.connected:
             self._ears.connect()
             self._poll.register(self._ears.fileno(), select.POLLIN)
-            for one in self._awaiters.values():
-                self._plan(one, self._now())
 
     def _plan(self, one: Awaiter, at: float) -> None:
         one.due = at

@@ -84,6 +84,11 @@ class QueueUnit:
         """Whether the queue has yet to be made in Redis for the first time."""
         return not self._opened and self.config_error is None
 
+    @property
+    def refused(self) -> bool:
+        """Whether Redis has a queue of that name that does not fit: it must not be served before that has changed."""
+        return not self._opened and self.config_error is not None
+
     def when_opened(self, call: Callable[[], None]) -> None:
         self._when_opened.append(call)
 

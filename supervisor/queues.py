@@ -186,9 +186,12 @@ class Queues:
 
         self._services.clerk.ask("create", self._creation(spec, reopening=False, joining=False), made)
 
-    def restart(self, unit: QueueUnit, then: Callable[[], None]) -> None:
+    def restart(self, unit: QueueUnit, then: Callable[[ForqError | None], None]) -> None:
         """New processes, also for a queue that could not be served until now."""
-        unit.restart(then)
+        if unit.refused:
+            self.open(unit, then)
+            return
+        unit.restart(lambda: then(None))
         self._services.tell_served()
 
     def redefine(self, unit: QueueUnit, changes: Mapping[str, Value]) -> None:

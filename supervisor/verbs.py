@@ -199,7 +199,14 @@ class Verbs:
 
     def restart(self, request: Request) -> None:
         unit = self._unit(request)
-        self._queues.restart(unit, lambda: request.reply({"name": unit.spec.name}))
+
+        def restarted(error: ForqError | None) -> None:
+            if error is None:
+                request.reply({"name": unit.spec.name})
+            else:
+                request.fail(error)
+
+        self._queues.restart(unit, restarted)
 
     def shutdown(self, request: Request) -> None:
         request.reply({"stopping": True})

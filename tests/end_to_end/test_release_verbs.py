@@ -1,24 +1,20 @@
-"""Queues that release, as their users meet them: real supervisors, forqctl, the Python API beside them."""
+"""await, dequeue and ack against a real supervisor, and what becomes of items that nobody awaits."""
 
 import json
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-import psutil
 import pytest
 
 from forq import Client
 from forq.broker.journal import Event, read_entry
 from forq.client import NewJob, new_job
-from forq.errors import QueueExists, UnknownQueue
 from forq.supervisor.ctl.client import Client as ControlClient
-from tests.support.running import BIN, Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.running import Forq, running, wait_until
 
 QUICK = ("--set", "release_interval=10ms", "--set", "retry_interval=10ms")
 
@@ -29,21 +25,6 @@ def forq() -> Iterator[Forq]:
         yield forq
 
 
-def started(forq: Forq, *arguments: str) -> "subprocess.Popen[str]":
-    """A forqctl that goes on while the test does."""
-    return subprocess.Popen(
-        [str(BIN / "forqctl"), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=forq.environ(),
-    )
-
-
-def awaiters(forq: Forq, name: str) -> int:
-    return int(forq.queue_status(name)["awaiters"])
-
-
 def control(forq: Forq) -> ControlClient:
     return ControlClient(str(forq.state_dir / "control.sock"), 20.0)
 
@@ -51,10 +32,10 @@ def control(forq: Forq) -> ControlClient:
 @pytest.mark.spec("N13", "N14", "N20")
 def test_an_item_goes_to_the_one_who_awaits_it(forq: Forq) -> None:
     forq.ctl("create", "gate", "--mode", "auto_release", *QUICK)
-    any_item = started(forq, "await", "gate", "--json", "--wait", "20s")
-    wait_until(lambda: awaiters(forq, "gate") == 1)
-    this_item = started(forq, "await", "gate", "wanted", "--json", "--wait", "20s")
-    wait_until(lambda: awaiters(forq, "gate") == 2)
+    any_item = forq.begin_ctl("await", "gate", "--json", "--wait", "20s")
+    wait_until(lambda: forq.awaiters("gate") == 1)
+    this_item = forq.begin_ctl("await", "gate", "wanted", "--json", "--wait", "20s")
+    wait_until(lambda: forq.awaiters("gate") == 2)
     forq.ctl("push", "gate", '{"n": 1}', "--id", "wanted", "--identifier", "mine")
     assert json.loads(this_item.communicate(timeout=20)[0]) == {"id": "wanted", "identifier": "mine", "data": {"n": 1}}
     other = forq.ctl("push", "gate", "2")
@@ -67,8 +48,8 @@ def test_an_item_goes_to_the_one_who_awaits_it(forq: Forq) -> None:
 @pytest.mark.spec("N13")
 def test_one_item_is_released_per_interval(forq: Forq) -> None:
     forq.ctl("create", "slow", "--mode", "auto_release", "--set", "release_interval=300ms")
-    waiting = [started(forq, "await", "slow", "--wait", "20s") for _ in range(4)]
-    wait_until(lambda: awaiters(forq, "slow") == 4)
+    waiting = [forq.begin_ctl("await", "slow", "--wait", "20s") for _ in range(4)]
+    wait_until(lambda: forq.awaiters("slow") == 4)
     forq.client().queue("slow").enqueue_many([1, 2, 3, 4])
     for process in waiting:
         assert process.wait(20) == 0
@@ -87,8 +68,8 @@ def test_an_item_that_nobody_awaits_is_dead_in_the_failed_log_and_recovered(forq
     written = json.loads(line)
     assert (written["id"], written["identifier"], written["data"]) == (job_id, "order 7", {"keep": "me"})
     assert written["error"]["name"] == "NotAwaited"
-    found = started(forq, "await", "lost", "--json", "--wait", "20s")
-    wait_until(lambda: awaiters(forq, "lost") == 1)
+    found = forq.begin_ctl("await", "lost", "--json", "--wait", "20s")
+    wait_until(lambda: forq.awaiters("lost") == 1)
     forq.ctl("recover", str(log))
     assert json.loads(found.communicate(timeout=20)[0])["data"] == {"keep": "me"}
 
@@ -103,19 +84,28 @@ def test_items_leave_a_queue_on_request_only(forq: Forq) -> None:
     assert json.loads(forq.ctl("dequeue", "orders", "--json")) == {"id": first, "identifier": first, "data": 0}
     assert forq.run_ctl("dequeue", "orders", "none").returncode == 6
     assert forq.ctl("dequeue", "orders", "--wait", "5s") == f"{second} 1"
-    waiting = started(forq, "dequeue", "orders", "--wait", "20s")
-    wait_until(lambda: awaiters(forq, "orders") == 1)
+    waiting = forq.begin_ctl("dequeue", "orders", "--wait", "20s")
+    wait_until(lambda: forq.awaiters("orders") == 1)
     late = forq.ctl("push", "orders", '"late"')
     assert waiting.communicate(timeout=20)[0] == f'{late} "late"\n'
     queue = forq.queue_status("orders")
     assert (queue["dead"], queue["failed_total"], queue["waiting"], queue["active"]) == (0, 0, 0, 0)
 
 
+def test_why_tells_who_has_an_item_or_how_many_come_before_it(forq: Forq) -> None:
+    forq.ctl("create", "asked-why", "--mode", "on_request")
+    first, second = forq.ctl("push", "asked-why", "1"), forq.ctl("push", "asked-why", "2")
+    awaiter = forq.ctl("dequeue", "asked-why", "--lease", "1m").split()[2]
+    assert forq.ctl("why", "asked-why", first) == f"it was handed to awaiter {awaiter}, who has not acknowledged it yet"
+    reason = wait_until(lambda: "released" in (why := forq.ctl("why", "asked-why", second)) and why)
+    assert reason == "it waits to be released: 0 come before it, 0 await an item of its queue"
+
+
 def test_when_time_is_up_nobody_awaits_any_more(forq: Forq) -> None:
     forq.ctl("create", "timed", "--mode", "auto_release")
     done = forq.run_ctl("await", "timed", "--wait", "300ms")
     assert (done.returncode, done.stdout) == (6, "")
-    assert awaiters(forq, "timed") == 0
+    assert forq.awaiters("timed") == 0
 
 
 @pytest.mark.spec("N21")
@@ -136,11 +126,11 @@ def test_with_a_lease_the_item_is_held_until_it_is_acknowledged_or_goes_back(for
 @pytest.mark.spec("N14")
 def test_one_who_hangs_up_awaits_nothing_any_more(forq: Forq) -> None:
     forq.ctl("create", "hung", "--mode", "auto_release")
-    waiting = started(forq, "await", "hung")
-    wait_until(lambda: awaiters(forq, "hung") == 1)
+    waiting = forq.begin_ctl("await", "hung")
+    wait_until(lambda: forq.awaiters("hung") == 1)
     waiting.kill()
     waiting.communicate()
-    wait_until(lambda: awaiters(forq, "hung") == 0, seconds=5)
+    wait_until(lambda: forq.awaiters("hung") == 0, seconds=5)
 
 
 def test_an_item_is_not_lost_when_forqctl_dies_before_it_acknowledges(forq: Forq) -> None:
@@ -155,8 +145,8 @@ def test_an_item_is_not_lost_when_forqctl_dies_before_it_acknowledges(forq: Forq
 
 def test_awaiters_outlive_the_clerk(forq: Forq) -> None:
     forq.ctl("create", "outlive", "--mode", "auto_release", *QUICK)
-    waiting = started(forq, "await", "outlive", "--wait", "20s")
-    wait_until(lambda: awaiters(forq, "outlive") == 1)
+    waiting = forq.begin_ctl("await", "outlive", "--wait", "20s")
+    wait_until(lambda: forq.awaiters("outlive") == 1)
     clerk = next(each for each in forq.status()["supervisor"]["services"] if each["name"] == "clerk")
     os.kill(clerk["pid"], signal.SIGKILL)
 
@@ -174,7 +164,7 @@ def test_one_connection_may_have_many_awaiters_and_other_requests_between_them(f
     client = control(forq)
     asked = {client.send("dequeue", {"name": "many", "id": f"i{n}", "wait": 20}): f"i{n}" for n in range(50)}
     assert client.call("ping", {})["pong"] is True
-    wait_until(lambda: awaiters(forq, "many") == 50)
+    wait_until(lambda: forq.awaiters("many") == 50)
     forq.client().queue("many").enqueue_jobs([_named(f"i{n}") for n in range(50)])
     answers = dict(client.receive(None) for _ in range(50))
     assert {number: item["id"] for number, item in answers.items()} == asked
@@ -202,68 +192,6 @@ def test_what_makes_no_sense_is_refused(forq: Forq, verb: str, params: dict[str,
         assert json.loads(client.makefile().readline())["error"]["data"]["code"] == code
 
 
-@pytest.mark.spec("N24", "N25")
-def test_mode_and_release_options_never_change_while_the_queue_exists(forq: Forq) -> None:
-    forq.ctl("create", "fixed", "--mode", "auto_release", "--set", "release_interval=250ms")
-    pid = forq.wait_for_child("fixed")["pid"]
-    refusals = {
-        ("create", "fixed", "--mode", "on_request"): "'fixed' exists with mode 'auto_release'; a queue's mode never",
-        ("create", "fixed", "--handler", "m:f"): "'fixed' exists with mode 'auto_release'; a queue's mode never",
-        ("create", "fixed", "--mode", "auto_release", "--set", "release_interval=1s"): "release_interval = 250ms; it",
-        ("create", "fixed", "--mode", "auto_release", "--set", "lease=1s"): "lease = 10s; it is fixed for the life",
-        ("set", "fixed", "release_interval=1s"): "release_interval of queue 'fixed' cannot be changed: it is fixed",
-        ("set", "fixed", "mode=on_request"): "mode of queue 'fixed' cannot be changed: it is fixed",
-        ("set", "fixed", "max_retries=1"): "max_retries is an option of mode work, not of mode auto_release",
-    }
-    for command, reason in refusals.items():
-        done = forq.run_ctl(*command)
-        assert done.returncode != 0
-        assert reason in done.stderr
-    with pytest.raises(QueueExists, match="release_interval = 250ms"):
-        forq.client().create_queue("fixed", mode="auto_release", release_interval=1)
-    assert forq.ctl("set", "fixed", "max_items=3") == "set max_items=3 of fixed"
-    assert forq.ctl("create", "fixed", "--mode", "auto_release", "--set", "max_items=4") == "joined fixed"
-    queue = forq.queue_status("fixed")
-    assert (queue["state"], queue["reason"], forq.child("fixed")["pid"]) == ("running", None, pid)
-
-
-@pytest.mark.spec("N10")
-def test_a_queue_made_by_a_client_is_served_at_once_and_dropped_with_its_deletion(forq: Forq) -> None:
-    forq.client().create_queue("found", mode="auto_release", release_interval=0.01)
-    wait_until(lambda: "found" in {queue["name"] for queue in forq.status()["queues"]}, seconds=5)
-    waiting = started(forq, "await", "found", "--wait", "20s")
-    wait_until(lambda: awaiters(forq, "found") == 1)
-    job_id = forq.ctl("push", "found", "1")
-    assert waiting.communicate(timeout=20)[0] == f"{job_id} 1\n"
-    assert not (forq.state_dir / "queues" / "found.json").exists()
-    pids = {child["pid"] for child in forq.queue_status("found")["children"]}
-    forq.ctl("delete", "found")
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-    with pytest.raises(UnknownQueue):
-        forq.client().queue("found").next_release(timeout=1)
-
-
-def test_children_say_in_their_titles_what_they_do(forq: Forq) -> None:
-    forq.ctl("create", "titled", "--mode", "auto_release", *QUICK)
-    forq.ctl("create", "asked", "--mode", "on_request")
-    forq.wait_for_child("titled")
-    wanted = {
-        ("titled", "main"): "forq: titled main idle 0 released",
-        ("titled", "retry"): "forq: titled retry parked 0 released",
-        ("asked", "main"): "forq: asked main on request",
-    }
-    for (name, role), title in wanted.items():
-        pid = forq.child(name, role)["pid"]
-        wait_until(lambda pid=pid, title=title: _title(pid) == title, what=title)  # type: ignore[misc]
-
-
-def test_queues_that_release_take_no_capacity(forq: Forq) -> None:
-    forq.ctl("create", "light", "--mode", "on_request")
-    forq.wait_for_child("light")
-    workers = {grant["worker"] for grant in forq.status()["capacity"]["held"]}
-    assert "light main" not in workers
-
-
 @pytest.mark.spec("N22")
 def test_an_item_that_is_too_old_is_given_up(forq: Forq) -> None:
     forq.ctl("create", "old", "--mode", "on_request", "--set", "item_timeout=200ms")
@@ -274,63 +202,11 @@ def test_an_item_that_is_too_old_is_given_up(forq: Forq) -> None:
     assert wait_until(lambda: log.exists() and json.loads(log.read_text())["id"] == job_id)
 
 
-@pytest.mark.spec("N7")
-def test_a_queue_with_items_is_deleted_with_force_only_and_its_awaiters_are_told(forq: Forq) -> None:
-    forq.ctl("create", "ended", "--mode", "on_request")
-    forq.ctl("push", "ended", "1")
-    assert forq.run_ctl("delete", "ended").returncode == 1
-    waiting = started(forq, "dequeue", "ended", "other", "--wait", "30s")
-    wait_until(lambda: awaiters(forq, "ended") == 1)
-    forq.ctl("delete", "ended", "--force")
-    assert waiting.wait(20) == 4
-    assert "no queue" in waiting.communicate()[1]
-
-
-def test_definitions_survive_a_restart_and_found_queues_are_found_again() -> None:
-    with running() as forq:
-        forq.ctl("create", "mine", "--mode", "on_request", "--set", "lease=7s")
-        forq.client().create_queue("theirs", mode="auto_release")
-        wait_until(lambda: len(forq.status()["queues"]) == 2)
-        assert forq.stop() == 0
-        forq.start()
-        wait_until(lambda: [queue["state"] for queue in forq.status()["queues"]] == ["running", "running"])
-        saved = [path.name for path in (forq.state_dir / "queues").iterdir()]
-        assert saved == ["mine.json"]
-        assert {queue["name"]: queue["mode"] for queue in forq.status()["queues"]} == {
-            "mine": "on_request",
-            "theirs": "auto_release",
-        }
-
-
-@pytest.mark.spec("N10", "N24")
-def test_another_supervisor_serves_the_queue_too_or_says_why_it_does_not(server: Server, redis_url: str) -> None:
-    beats = 'heartbeat = "200ms"\nexpiry = "10s"\n'
-    other_opinion = beats + '[queues.gate]\nmode = "auto_release"\nrelease_interval = "1s"\n'
-    with (
-        running(redis=redis_url, settings=beats + 'mode = "auto_release"\n') as one,
-        running(redis=redis_url, settings=beats) as two,
-    ):
-        one.ctl("create", "gate", "--set", "release_interval=20ms")
-        wait_until(lambda: [queue["name"] for queue in two.status()["queues"]] == ["gate"])
-        wait_until(lambda: two.queue_status("gate")["state"] == "running")
-        with running(redis=redis_url, settings=other_opinion) as three:
-            wait_until(lambda: three.queue_status("gate")["state"] == "config_error")
-            assert "exists with release_interval = 20ms" in three.queue_status("gate")["reason"]
-        options = Client(redis_url).link().call("HGET", "forq:queue:{gate}:options", "release_interval_ms")
-        assert options == b"20"
-        one.ctl("delete", "gate")
-        wait_until(lambda: two.status()["queues"] == [])
-
-
 def control_socket(forq: Forq) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
     client.settimeout(20)
     client.connect(str(forq.state_dir / "control.sock"))
     return client
-
-
-def _title(pid: int) -> str:
-    return psutil.Process(pid).cmdline()[0]
 
 
 def _named(job_id: str) -> NewJob:

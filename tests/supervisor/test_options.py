@@ -166,6 +166,7 @@ def test_a_queue_that_releases_needs_no_handler_and_keeps_its_mode_in_json() -> 
     assert QueueSpec.from_mapping("gate", stored, "there", "on_request") == spec
 
 
+@pytest.mark.spec("N9")
 def test_the_release_modes_have_their_own_options_and_what_every_queue_has() -> None:
     every = {"max_items", "max_data", "stop_grace", "dead_max", "dead_ttl", "dedup_ttl", "journal", "journal_max"}
     assert {name: value for name, value in defaults("auto_release").items() if name not in every} == {
