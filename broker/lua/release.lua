@@ -21,7 +21,7 @@ local function put_off(id, record)
   if not in_main and not (job and job.lane < option('retry_lane_retries')) then
     local error = string.format('{"name":"NotAwaited","message":"nobody awaited it in %d tries","kind":"permanent","traceback":null}',
       attempt_number(job))
-    return bury_job(id, fence, '-', record, error, error)
+    return bury_jobs({ { id = id, fence = fence, micros = '-', record = record, error = error, brief = error } })
   end
   job.retries = job.retries + 1
   if not in_main then job.lane = job.lane + 1 end

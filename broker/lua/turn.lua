@@ -103,7 +103,7 @@ local function settle_failures(first)
     elseif job and kind ~= 'permanent' and job.lane < option('retry_lane_retries') then
       retry_job(id, fence, micros, cause_of(brief), job, job.lane + 1, retry_at_ms, chance)
     else
-      bury_job(id, fence, micros, record, error, brief)
+      bury_jobs({ { id = id, fence = fence, micros = micros, record = record, error = error, brief = brief } })
     end
   end
 
@@ -227,8 +227,9 @@ local function claim()
   -- What stalled or timed out too often ends here: its handler is not called.
   for _, job in ipairs(spent) do
     note('claimed ' .. fence .. ' ' .. again[job.id] .. ' ' .. job.id)
-    bury_job(job.id, fence, '-', job.record, job.error, job.error)
+    job.fence, job.micros, job.brief = fence, '-', job.error
   end
+  if #spent > 0 then bury_jobs(spent) end
   if #taken == 0 then return '' end
   local owner = worker .. ':' .. fence
   local pairs_to_set = {}

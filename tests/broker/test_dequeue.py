@@ -185,7 +185,7 @@ def test_an_item_that_is_too_old_is_dead_and_in_the_failed_log(redis_url: str) -
         assert (error["name"], error["kind"]) == ("ItemTimeout", "permanent")
         assert "60.0 s" in error["message"] or "60 s" in error["message"]
         assert queue.redis.llen(queue.key("outbox")) == 2
-        ends = [("claimed", "a"), ("dead", "a"), ("claimed", "c"), ("dead", "c")]
+        ends = [("claimed", "a"), ("claimed", "c"), ("dead", "a"), ("dead", "c")]
         assert [told for told in queue.told() if told[1] in ("a", "c")][2:] == ends
         queue.ack("x", hand)
         assert queue.state().jobs == {"d"}

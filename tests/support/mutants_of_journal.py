@@ -376,14 +376,14 @@ MUTANTS_OF_JOURNAL = (
     ),
     Mutant(
         "lib/bury_job.lua",
-        " .. ' ' .. cause_of(error))",
+        " .. ' ' .. cause_of(job.error))",
         " .. ' -')",
         "the journal does not tell of what a job died",
         "journal_verbs test_a_failure_is_told_with_the_name_of_its_exception",
     ),
     Mutant(
         "lib/bury_job.lua",
-        " .. ' ' .. cause_of(error))",
+        " .. ' ' .. cause_of(job.error))",
         ")",
         "a death makes the journal unreadable",
         "journal_verbs test_a_job_that_is_buried_by_a_claim",

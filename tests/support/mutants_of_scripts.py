@@ -1098,8 +1098,8 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "lib/bury_job.lua",
-        "  if not parent then add_to_outbox",
-        "  if true then add_to_outbox",
+        "  if not parent then lines[i]",
+        "  if true then lines[i]",
         "a fail job that fails gets a line in the failed log",
         "fail_queue test_a_fail_job_is_tried_again_and_ends_in_its_own_dead_list",
     ),

@@ -1,10 +1,8 @@
--- A job that failed for good: its record moves to `dead` under id@fence, apart from live jobs, followed by its error and
--- its attempts. Few calls bury anything, and each call of a script defines its functions anew: those that only serve
+-- Jobs that failed for good: the record of each moves to `dead` under id@fence, apart from live jobs, followed by its error
+-- and its attempts. Few calls bury anything, and each call of a script defines its functions anew: those that only serve
 -- here are defined inside.
 
 local DEAD_EXPIRED_PER_CALL = 100
--- What is done once per call, however many jobs it buries.
-local outbox_told, old_forgotten = false, false
 local LONGEST_CAUSE = 64
 
 -- The journal's word for why an attempt failed: the name that an error, as JSON, begins with. A line is split at its
@@ -14,7 +12,8 @@ local function cause_of(error)
   return name == '' and '-' or (string.gsub(name, '[\\%c \128-\255]', '_'))
 end
 
-local function bury_job(id, fence, micros, record, error, brief)
+-- Each of `jobs`: id, fence, micros, record, error and brief error (JSON).
+local function bury_jobs(jobs)
   local function forget_dead(members)
     if #members == 0 then return end
     redis.call('ZREM', key('dead'), unpack(members))
@@ -43,39 +42,50 @@ local function bury_job(id, fence, micros, record, error, brief)
     note('failing ' .. fence .. ' ' .. id)
   end
 
-  -- A line for the failed log; whoever writes it there is told.
-  local function add_to_outbox(id, fence, job, error)
+  -- A line for the failed log.
+  local function outbox_line(id, fence, job, error)
     local line = string.format('{"id":%s,"fence":%s,"died_ms":%.0f,"priority":%s,"enqueued_ms":%s,"counts":[%d,%d,%d],"body":',
       quoted(id), fence, now_ms, job.priority, job.enqueued_ms, job.retries, job.stalls, job.timeouts)
-    redis.call('RPUSH', key('outbox'), line .. job.body .. ',"error":' .. error .. '}')
-    if not outbox_told then redis.call('PUBLISH', key('outbox'), string.match(base, '{(.*)}')) end
-    outbox_told = true
+    return line .. job.body .. ',"error":' .. error .. '}'
   end
 
-  redis.call('HDEL', key('jobs'), id)
-  local was_active = redis.call('HDEL', key('active'), id) == 1
-  if mode ~= 'work' then redis.call('ZREM', key('expiries'), id) end
-  local member = id .. '@' .. fence
-  local tried = redis.call('EXISTS', key('attempts')) == 1 and redis.call('HGET', key('attempts'), id)
-  local attempts = string.gsub(tried or '', '\n', ',')
-  redis.call('HSET', key('dead:jobs'), member, record .. '\n' .. error .. '\n[' .. attempts .. ']')
-  if tried then forget_attempts({ id }) end
-  redis.call('ZADD', key('dead'), now_ms, member)
-  redis.call('INCR', key('failed:count'))
+  local ids = {}
+  for i, job in ipairs(jobs) do ids[i] = job.id end
+  local owners = redis.call('HMGET', key('active'), unpack(ids))
+  local tried = redis.call('EXISTS', key('attempts')) == 1 and redis.call('HMGET', key('attempts'), unpack(ids)) or {}
+  redis.call('HDEL', key('jobs'), unpack(ids))
+  redis.call('HDEL', key('active'), unpack(ids))
+  if mode ~= 'work' then redis.call('ZREM', key('expiries'), unpack(ids)) end
   local has_fail_job = not parent and option('fail_handler') == 1
-  note('dead ' .. fence .. ' ' .. id .. ' ' .. micros .. ' ' .. (has_fail_job and 1 or 0) .. ' ' .. cause_of(error))
-  -- Of a broken record nothing but its id is known; that is told all the same.
-  local job = read_record(record) or {
-    priority = '5', enqueued_ms = string.format('%.0f', now_ms), retries = 0, stalls = 0, timeouts = 0, lane = 0,
-    body = '[null,null,null]',
-  }
-  if not parent then add_to_outbox(id, fence, job, error) end
-  if has_fail_job then add_fail_job(id, fence, job, brief) end
-  if was_active then unblock({ id }) end
+  local archived, died, lines, ended = {}, {}, {}, {}
+  for i, job in ipairs(jobs) do
+    local id, fence = job.id, job.fence
+    local member = id .. '@' .. fence
+    local attempts = string.gsub(tried[i] or '', '\n', ',')
+    archived[2 * i - 1], archived[2 * i] = member, job.record .. '\n' .. job.error .. '\n[' .. attempts .. ']'
+    died[2 * i - 1], died[2 * i] = now_ms, member
+    note('dead ' .. fence .. ' ' .. id .. ' ' .. job.micros .. ' ' .. (has_fail_job and 1 or 0) .. ' ' .. cause_of(job.error))
+    -- Of a broken record nothing but its id is known; that is told all the same.
+    local read = read_record(job.record) or {
+      priority = '5', enqueued_ms = string.format('%.0f', now_ms), retries = 0, stalls = 0, timeouts = 0, lane = 0,
+      body = '[null,null,null]',
+    }
+    if not parent then lines[i] = outbox_line(id, fence, read, job.error) end
+    if has_fail_job then add_fail_job(id, fence, read, job.brief) end
+    if owners[i] then ended[#ended + 1] = id end
+  end
+  redis.call('HSET', key('dead:jobs'), unpack(archived))
+  redis.call('ZADD', key('dead'), unpack(died))
+  redis.call('INCRBY', key('failed:count'), #jobs)
+  if #lines > 0 then
+    redis.call('RPUSH', key('outbox'), unpack(lines))
+    redis.call('PUBLISH', key('outbox'), string.match(base, '{(.*)}'))
+  end
+  forget_attempts(ids)
+  unblock(ended)
   local excess = redis.call('ZCARD', key('dead')) - option('dead_max')
-  if excess > 0 then forget_dead(redis.call('ZRANGE', key('dead'), 0, math.min(excess, DEAD_EXPIRED_PER_CALL) - 1)) end
-  if old_forgotten then return end
-  old_forgotten = true
+  local most = math.max(DEAD_EXPIRED_PER_CALL, 2 * #jobs)
+  if excess > 0 then forget_dead(redis.call('ZRANGE', key('dead'), 0, math.min(excess, most) - 1)) end
   forget_dead(redis.call('ZRANGEBYSCORE', key('dead'), '-inf', now_ms - option('dead_ttl_ms'),
     'LIMIT', 0, DEAD_EXPIRED_PER_CALL))
 end

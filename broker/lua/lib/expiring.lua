@@ -1,22 +1,27 @@
 -- Items that are older than `item_timeout` are given up: each is dead, and has a line in the failed log.
 
 local EXPIRED_PER_CALL = 200
-
--- The oldest are mostly at the head of their list: such a hint goes at once.
-local function forget_first_hint(place, id)
-  if redis.call('LINDEX', pending_key(place), 0) ~= id then return forget_hint(place, id) end
-  redis.call('LPOP', pending_key(place))
-  count_hints(place, -1)
-end
+local EXPIRED_BYTES = 4 * 1024 * 1024
 
 local function expire()
   local due = redis.call('ZRANGEBYSCORE', key('expiries'), '-inf', string.format('%.0f', now_ms), 'LIMIT', 0, EXPIRED_PER_CALL)
   if #due == 0 then return end
+
+  -- The oldest are mostly at the head of their list: such hints go at once. `heads`: place -> the first ones, how many of
+  -- which go.
+  local heads = {}
+  local function forget_first_hint(place, id)
+    heads[place] = heads[place] or { ids = redis.call('LRANGE', pending_key(place), 0, EXPIRED_PER_CALL - 1), going = 0 }
+    local first = heads[place]
+    if first.ids[first.going + 1] == id then first.going = first.going + 1 else forget_hint(place, id) end
+  end
+
   local records = redis.call('HMGET', key('jobs'), unpack(due))
   local owners = redis.call('HMGET', key('active'), unpack(due))
-  local fence = next_fence()
+  local scheduled = redis.call('ZMSCORE', key('scheduled'), unpack(due))
   local error = string.format('{"name":"ItemTimeout","message":"nobody took it within item_timeout = %s s","kind":"permanent","traceback":null}',
     tostring(option('item_timeout_ms') / 1000))
+  local fence, old, bytes = nil, {}, 0
   for i, id in ipairs(due) do
     local record = records[i]
     if not record then
@@ -25,11 +30,20 @@ local function expire()
       -- It is in somebody's hands: it is looked at again when it comes back.
       local lapses = redis.call('ZSCORE', key('leases'), id) or now_ms
       redis.call('ZADD', key('expiries'), string.format('%.0f', math.max(now_ms, tonumber(lapses)) + 1), id)
-    else
+    elseif bytes < EXPIRED_BYTES then
       local job = read_record(record)
-      if redis.call('ZREM', key('scheduled'), id) == 0 then forget_first_hint(job and place_for(job) or '5', id) end
+      if scheduled[i] then redis.call('ZREM', key('scheduled'), id) else forget_first_hint(job and place_for(job) or '5', id) end
+      fence = fence or next_fence()
       note('claimed ' .. fence .. ' ' .. attempt_number(job) .. ' ' .. id)
-      bury_job(id, fence, '-', record, error, error)
+      old[#old + 1] = { id = id, fence = fence, micros = '-', record = record, error = error, brief = error }
+      bytes = bytes + #record
     end
   end
+  for place, first in pairs(heads) do
+    if first.going > 0 then
+      redis.call('LPOP', pending_key(place), first.going)
+      count_hints(place, -first.going)
+    end
+  end
+  if #old > 0 then bury_jobs(old) end
 end
