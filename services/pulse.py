@@ -187,9 +187,16 @@ class Pulse:
 
     def _find_queues(self) -> None:
         """Tells of queues that every supervisor serves and this one does not; of each again, until it does."""
-        if self._redis_ok is not False:
-            for name, mode in self._registry.unserved(set(self._queues)).items():
-                self._desk.tell("queue_found", queue=name, mode=mode)
+        if self._queues and self._redis_ok is False:
+            return  # this round's heartbeats have tried
+        try:
+            unserved = self._registry.unserved(set(self._queues))
+            self._note_redis(None)
+        except RedisUnavailable as exc:
+            self._note_redis(exc)
+            return
+        for name, mode in unserved.items():
+            self._desk.tell("queue_found", queue=name, mode=mode)
 
     def _heartbeats(self, queues: list[str]) -> None:
         positions = self._positions()

@@ -64,9 +64,9 @@ def test_a_queue_made_by_a_client_is_served_at_once_and_dropped_with_its_deletio
         forq.client().queue("found").next_release(timeout=1)
 
 
-def test_definitions_survive_a_restart_and_found_queues_are_found_again() -> None:
+def test_definitions_survive_a_restart_and_found_queues_are_found_again(server: Server, redis_url: str) -> None:
     """There is one heartbeat per start: what is made after it is found because its supervisor hears of it."""
-    with running(settings='heartbeat = "1h"\nexpiry = "2h"\n') as forq:
+    with running(redis=redis_url, settings='heartbeat = "1h"\nexpiry = "2h"\n') as forq:
         forq.ctl("create", "mine", "--mode", "on_request", "--set", "lease=7s")
         forq.client().create_queue("theirs", mode="auto_release")
         wait_until(lambda: len(forq.status()["queues"]) == 2)
@@ -79,6 +79,20 @@ def test_definitions_survive_a_restart_and_found_queues_are_found_again() -> Non
             "mine": "on_request",
             "theirs": "auto_release",
         }
+
+
+def test_a_queue_that_others_made_is_not_made_again_when_its_data_is_lost(server: Server, redis_url: str) -> None:
+    """Only who made it knows its options."""
+    client = Client(redis_url)
+    with running(redis=redis_url, settings='heartbeat = "200ms"\nexpiry = "10s"\n') as forq:
+        forq.ctl("create", "mine", "--mode", "on_request", "--set", "lease=7s")
+        client.create_queue("theirs", mode="auto_release", release_interval=0.5)
+        wait_until(lambda: [queue["state"] for queue in forq.status()["queues"]] == ["running", "running"])
+        client.link().call("FLUSHALL")
+        wait_until(lambda: [queue["name"] for queue in forq.status()["queues"]] == ["mine"])
+        wait_until(lambda: client.queues() == {"mine": "on_request"})
+        lease_ms = wait_until(lambda: client.link().call("HGET", "forq:queue:{mine}:options", "lease_ms"))
+        assert lease_ms == b"7000"
 
 
 @pytest.mark.spec("N24")

@@ -49,12 +49,12 @@ class Hall:
             self.awaiters.hear(fd)
         self.awaiters.tick()
 
-    def until(self, condition: Callable[[], Any]) -> Any:
+    def until(self, condition: Callable[[], Any], seconds: float = 20.0) -> Any:
         def stepped() -> Any:
             self.step()
             return condition()
 
-        return wait_until(stepped)
+        return wait_until(stepped, seconds)
 
     def registered(self) -> set[str]:
         return {name.decode() for name in self.link.call("HKEYS", "forq:queue:{q}:awaiters")}
@@ -154,7 +154,8 @@ def test_what_was_published_while_nobody_heard_it_is_found_after_a_reconnect(hal
     assert len(numbers) == 1
     assert hall.link.call("CLIENT", "KILL", "ID", numbers[0]) == 1
     hall.queue.enqueue(1, id="a")
-    assert hall.until(lambda: hall.answers)["w"]["id"] == "a"
+    # Its next renewal would come later.
+    assert hall.until(lambda: hall.answers, seconds=3)["w"]["id"] == "a"
 
 
 def test_awaiters_wait_on_while_redis_is_away(server: Server, hall: Hall) -> None:
