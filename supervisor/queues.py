@@ -225,7 +225,7 @@ class Queues:
         unit = self.units.get(name)
         if unit is None or self._stopping or not unit.wanted:
             return
-        if deleted or unit.found:
+        if deleted:
             log.warning("queue was deleted by another supervisor queue=%s", name)
             self.drop(name, lambda: None)
         else:
