@@ -1,5 +1,6 @@
 """What scripts answer: small integers, and the error each one stands for. The loader gives the names to Lua."""
 
+from forq.broker.stored_options import shown_option
 from forq.errors import (
     BeingDeleted,
     Exists,
@@ -31,6 +32,7 @@ EXISTS = -9
 TOO_LARGE = -10
 WRONG_MODE = -11
 LAPSED = -12
+OTHER_OPTION = -20
 BROKEN = -30
 
 _WHAT_IT_DOES = {
@@ -55,6 +57,9 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         return IncompatibleProtocol(f"queue {queue!r} speaks protocol {detail[0]}, this forq speaks {PROTOCOL}")
     if code == OTHER_MODE:
         return QueueExists(f"queue {queue!r} exists with mode {detail[0]!r}; a queue's mode never changes")
+    if code == OTHER_OPTION:
+        shown = shown_option(str(detail[0]), str(detail[1]))
+        return QueueExists(f"queue {queue!r} exists with {shown}; it is fixed for the life of a queue")
     if code == TOO_MANY:
         return TooManyQueues(f"queue {queue!r} was not created: max_queues is reached")
     if code == DELETING:

@@ -5,6 +5,7 @@ from typing import Any
 from forq.broker.keys import pending_key, queue_base, suspects_key
 from forq.broker.link import Link
 from forq.broker.viewing import Counts, Viewer
+from forq.options import RELEASE_MODES
 
 # How far down its list a job's place is looked for.
 LOOKED_AT = 10_000
@@ -19,12 +20,14 @@ def why(link: Link, prefix: str, name: str, job_id: str) -> tuple[str, str]:
 
 def _reason(link: Link, prefix: str, viewer: Viewer, job: dict[str, Any]) -> str:
     name, job_id, state = viewer.name, job["id"], job["state"]
+    counts = viewer.counts()
+    if state == "active" and counts.mode in RELEASE_MODES:
+        return f"it was handed to awaiter {job['worker']}, who has not acknowledged it yet"
     if state == "active":
         marked = ", and will be forgotten when it ends" if job["removed"] else ""
         return f"it is running now (worker {job['worker']}){marked}"
     if state == "dead":
         return f"it failed for good: {_error(job['error'])}; `forqctl dead retry {name} {job_id}` runs it again"
-    counts = viewer.counts()
     if counts.paused:
         return "its queue is paused; `forqctl resume` goes on"
     if state == "scheduled":
@@ -47,6 +50,9 @@ def _waiting(link: Link, base: str, job: dict[str, Any], counts: Counts) -> str:
     *lengths, ahead = link.pipeline([*lists, place])
     before = sum(lengths) + (LOOKED_AT if ahead is None else ahead)
     at_least = "" if ahead is not None else "at least "
+    if counts.mode in RELEASE_MODES:
+        others = "1 awaits an item" if counts.awaiters == 1 else f"{counts.awaiters} await an item"
+        return f"it waits to be released: {at_least}{before} come before it, {others} of its queue"
     if before == 0:
         return f"it is the next one; its queue runs {counts.active} jobs now"
     jobs = "1 job comes" if before == 1 else f"{before} jobs come"

@@ -1,6 +1,6 @@
 """Which queues exist: create, delete, pause, and the trash of deleted ones."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from forq.broker.codes import NO_QUEUE, OK, error_for
 from forq.broker.dead import read_dead
@@ -16,8 +16,10 @@ from forq.broker.link import Link
 from forq.broker.outbox import MAX_LINES, forget, read_line
 from forq.broker.record import unpack
 from forq.broker.scripts import script
+from forq.broker.stored_options import stored_fixed
 from forq.errors import InvalidData, UnknownQueue
 from forq.names import check_queue_name
+from forq.options import RELEASE_MODES
 from forq.version import PROTOCOL
 
 PURGE_CHUNK = 500
@@ -39,6 +41,20 @@ class Registry:
         flat = self._link.call("HGETALL", self._key)
         return {name.decode(): mode.decode() for name, mode in zip(flat[::2], flat[1::2], strict=True)}
 
+    def mode(self, name: str) -> str:
+        mode = self._link.call("HGET", f"{queue_base(self._prefix, name)}:options", "mode")
+        if mode is None:
+            raise error_for(name, [NO_QUEUE])
+        return str(mode.decode())
+
+    def unserved(self, served: Collection[str]) -> dict[str, str]:
+        """The queues that release and are not among these, with their modes."""
+        found = {name: mode for name, mode in self.names().items() if mode in RELEASE_MODES and name not in served}
+        # Whoever makes or deletes a queue may be between its entry in the registry and the queue itself.
+        asked = [("EXISTS", f"{queue_base(self._prefix, name)}:options") for name in found]
+        there = self._link.pipeline(asked) if asked else []
+        return {name: mode for (name, mode), exists in zip(found.items(), there, strict=True) if exists}
+
     def create(
         self,
         name: str,
@@ -49,16 +65,22 @@ class Registry:
         *,
         fail_options: Mapping[str, object] | None = None,
         reopening: bool = False,
+        joining: bool = False,
     ) -> bool:
         """Makes the queue or joins it; then sets `options`. True if it was made.
+
+        Of `options` those that are fixed for the life of a queue of this mode are only compared (QueueExists).
 
         The registry comes first: a crash in between leaves an entry that the next create completes.
         `fail_options`: with a fail queue that has these options.
         `reopening`: not if somebody has deleted the queue (UnknownQueue); only if it is there, or its data was lost.
+        `joining`: only if it is there.
         """
         check_queue_name(name)
         if reopening and self._link.call("EXISTS", f"{queue_base(self._prefix, name)}:deleted"):
             raise UnknownQueue(f"queue {name!r} was deleted")
+        if joining:
+            self.mode(name)
         reply = self._link.run(script("reserve"), self._key, name, mode, max_queues)
         if reply[0] != OK:
             raise error_for(name, reply)
@@ -68,8 +90,11 @@ class Registry:
         return self._make(name, mode, defaults, options)
 
     def _make(self, name: str, mode: str, defaults: Mapping[str, object], options: Mapping[str, object]) -> bool:
-        args: list[object] = [PROTOCOL, mode, len(defaults)]
-        for option, value in [*defaults.items(), *options.items()]:
+        names = stored_fixed(mode)
+        fixed = {option: value for option, value in options.items() if option in names}
+        others = {option: value for option, value in options.items() if option not in names}
+        args: list[object] = [PROTOCOL, mode, len(defaults), len(fixed)]
+        for option, value in [*defaults.items(), *fixed.items(), *others.items()]:
             args += (option, value)
         reply = self._link.run(script("create"), queue_base(self._prefix, name), *args)
         if reply[0] != OK:

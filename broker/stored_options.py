@@ -2,19 +2,23 @@
 
 from collections.abc import Mapping
 
-from forq.options import Value, defaults
+from forq.durations import show_duration
+from forq.options import WORK, Value, defaults, fixed_options
 
 _AS_IS = (
     *("max_items", "max_data", "max_retries", "max_stalls", "max_timeouts", "retry_lane_retries", "jitter"),
-    *("size", "priority", "dead_max", "journal", "journal_max"),
+    *("size", "priority", "dead_max", "journal", "journal_max", "release_retries"),
 )
-_AS_MS = ("timeout", "min_backoff", "max_backoff", "dead_ttl", "dedup_ttl")
+_AS_MS = (
+    *("timeout", "min_backoff", "max_backoff", "dead_ttl", "dedup_ttl"),
+    *("release_interval", "retry_interval", "lease", "item_timeout"),
+)
 
 
 def stored(options: Mapping[str, Value]) -> dict[str, int]:
     """The part of `options` that Redis holds."""
     kept = {name: int(options[name]) for name in _AS_IS if name in options}
-    return kept | {f"{name}_ms": int(options[name] * 1000) for name in _AS_MS if name in options}
+    return kept | {f"{name}_ms": round(options[name] * 1000) for name in _AS_MS if name in options}
 
 
 def stored_for_fail_queue(options: Mapping[str, Value]) -> dict[str, int]:
@@ -36,5 +40,17 @@ def changed_for_fail_queue(options: Mapping[str, Value]) -> dict[str, int]:
     return stored(own)
 
 
-def stored_defaults() -> dict[str, int]:
-    return stored(defaults())
+def stored_defaults(mode: str = WORK) -> dict[str, int]:
+    return stored(defaults(mode))
+
+
+def stored_fixed(mode: str) -> frozenset[str]:
+    """The names, as Redis has them, of what is fixed for the life of a queue of this mode."""
+    return frozenset(stored({name: defaults(mode)[name] for name in fixed_options(mode)}))
+
+
+def shown_option(name: str, value: str) -> str:
+    """An option as Redis holds it, as people write it."""
+    if name.endswith("_ms"):
+        return f"{name.removesuffix('_ms')} = {show_duration(int(value) / 1000)}"
+    return f"{name} = {value}"

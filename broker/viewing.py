@@ -43,6 +43,8 @@ class Counts:
     epoch: int
     journal_sequence: int
     journal_hash: str
+    # Those who await an item of a queue of the release modes.
+    awaiters: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,7 @@ def _read_counts(reply: list[Any]) -> Counts:
         epoch=reply[20],
         journal_sequence=reply[21],
         journal_hash=reply[22].decode(),
+        awaiters=reply[23],
     )
 
 

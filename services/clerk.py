@@ -1,5 +1,6 @@
 """The clerk: answers the control socket's requests for data, so that the supervisor never opens Redis itself."""
 
+import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from forq.broker.awaiting import Awaiting
 
 from forq import exits
 from forq.broker.dead import Chunk, DeadJobs
@@ -21,6 +23,8 @@ from forq.broker.stored_options import changed_for_fail_queue, stored, stored_de
 from forq.broker.viewing import Viewer, counts_of
 from forq.errors import BeingDeleted, UsageError
 from forq.names import check_queue_name, shown
+from forq.options import WORK, check_changes
+from forq.services.awaiters import Awaiters
 from forq.services.desk import Desk
 from forq.services.failed_log import DEFAULT_MAX_BYTES, append_lines
 
@@ -40,18 +44,27 @@ class ClerkSettings:
 
 
 def run_clerk(settings: ClerkSettings) -> int:
-    clerk = Clerk(settings)
+    poll = select.poll()
+    clerk = Clerk(settings, poll)
     desk = Desk(settings.leash, clerk.verbs())
-    while desk.serve():
-        pass
-    return exits.STOPPED
+    poll.register(desk.fileno(), select.POLLIN)
+    while True:
+        for fd, _ in poll.poll(clerk.awaiters.patience_ms()):
+            if fd != desk.fileno():
+                clerk.awaiters.hear(fd)
+            elif not desk.serve():
+                return exits.STOPPED
+        clerk.awaiters.tick()
 
 
 class Clerk:
-    def __init__(self, settings: ClerkSettings) -> None:
+    """`poll`: what its loop waits for; the awaiters add what they hear."""
+
+    def __init__(self, settings: ClerkSettings, poll: "select.poll") -> None:
         self._settings = settings
         self._link = Link(settings.url, name="forq-clerk", timeout_seconds=CALL_TIMEOUT_SECONDS)
         self._registry = Registry(self._link, settings.prefix)
+        self.awaiters = Awaiters(self._link, settings.prefix, poll)
 
     def verbs(self) -> dict[str, Any]:
         return {
@@ -74,6 +87,9 @@ class Clerk:
             "dead.discard": lambda params: _to_dead(
                 params, self._dead(params).discard, self._dead(params).discard_some
             ),
+            "await": self.awaiters.ask,
+            "leave": self.awaiters.leave,
+            "ack": self.ack,
             "counts": self.counts,
             "memory": self.memory,
         }
@@ -93,14 +109,16 @@ class Clerk:
         return {"created": made}
 
     def _create(self, params: dict[str, Any]) -> bool:
+        mode, options = params["mode"], params["options"]
         return self._registry.create(
             params["name"],
-            params["mode"],
+            mode,
             self._settings.max_queues,
-            stored_defaults(),
-            stored(params["options"]) | {"fail_handler": int(params["fail_handler"])},
-            fail_options=stored_for_fail_queue(params["options"]) if params["fail_handler"] else None,
+            stored_defaults(mode),
+            stored(options) | ({"fail_handler": int(params["fail_handler"])} if mode == WORK else {}),
+            fail_options=stored_for_fail_queue(options) if params["fail_handler"] else None,
             reopening=params["reopening"],
+            joining=params["joining"],
         )
 
     def delete(self, params: dict[str, Any]) -> object:
@@ -119,8 +137,9 @@ class Clerk:
         return {}
 
     def set(self, params: dict[str, Any]) -> object:
-        options = params["options"]
-        self._registry.configure(check_queue_name(params["name"]), stored(options), changed_for_fail_queue(options))
+        name, options = check_queue_name(params["name"]), params["options"]
+        check_changes(options, self._registry.mode(name), f"queue {name!r}")
+        self._registry.configure(name, stored(options), changed_for_fail_queue(options))
         return {}
 
     def why(self, params: dict[str, Any]) -> object:
@@ -155,6 +174,12 @@ class Clerk:
 
     def jobs(self, params: dict[str, Any]) -> object:
         return asdict(self._viewer(params).jobs(params.get("state"), _limit(params), params.get("after")))
+
+    def ack(self, params: dict[str, Any]) -> object:
+        Awaiting(self._link, self._settings.prefix, params["name"]).ack(
+            params["awaiter"], params["id"], params["fence"]
+        )
+        return {"id": params["id"]}
 
     def dead_list(self, params: dict[str, Any]) -> object:
         return asdict(self._dead(params).page(_limit(params), params.get("after")))

@@ -3,10 +3,11 @@
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from forq import wire
-from forq.errors import ForqError, UnknownVerb
+from forq.errors import ForqError, InvalidData, UnknownVerb
 
 READ_BYTES = 256 * 1024
 # The supervisor and its services trust each other: the cap is there to notice a fault, not to fend one off.
@@ -15,6 +16,20 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 log = logging.getLogger("forq")
 
 Verb = Callable[[dict[str, Any]], object]
+
+
+class Later:
+    """What a verb returns whose answer is not known yet. `answer` is called once, with the result or a ForqError."""
+
+    def __init__(self) -> None:
+        self._send: Callable[[object], None] | None = None
+
+    def promise(self, send: Callable[[object], None]) -> None:
+        self._send = send
+
+    def answer(self, value: object) -> None:
+        assert self._send is not None, "the verb has not returned yet"
+        self._send(value)
 
 
 class Desk:
@@ -45,10 +60,20 @@ class Desk:
         try:
             if verb is None:
                 raise UnknownVerb(f"no verb {call.method!r}")
-            answer = wire.result(call.id, verb(call.params))
+            result = verb(call.params)
+            if isinstance(result, Later):
+                result.promise(partial(self._send, call.id))
+            else:
+                self._send(call.id, result)
         except ForqError as exc:
-            answer = wire.failure(call.id, exc)
+            self._send(call.id, exc)
         except Exception as exc:  # a fault of ours must not end the service: every other request would fail too
             log.exception("request failed verb=%s", call.method)
-            answer = wire.failure(call.id, ForqError(f"internal error: {type(exc).__name__}: {exc}"))
+            self._send(call.id, ForqError(f"internal error: {type(exc).__name__}: {exc}"))
+
+    def _send(self, number: str | int | None, value: object) -> None:
+        try:
+            answer = wire.failure(number, value) if isinstance(value, ForqError) else wire.result(number, value)
+        except InvalidData as exc:  # data that is nested too deeply, say
+            answer = wire.failure(number, exc)
         self._leash.sendall(answer)

@@ -5,7 +5,8 @@
    a BLMOVE that was under way may still be served to a connection that is already dead.
 3. Rescue: while some worker holds a batch, it looks at the scoreboard and gives back what is stuck behind a slow job.
 4. Timers: it hears when the next scheduled job of a queue is due, and makes it waiting on time.
-5. When the supervisor dies, it kills the children that cannot do so themselves.
+5. It finds queues that release and are not served here: with each heartbeat, and when it hears that one was made.
+6. When the supervisor dies, it kills the children that cannot do so themselves.
 """
 
 import heapq
@@ -25,6 +26,7 @@ from forq.broker.keeping import Keeper, Position, QueueGone
 from forq.broker.keys import due_channels, fail_queue, main_queue, queue_of_channel
 from forq.broker.link import Link
 from forq.broker.listening import Listener
+from forq.broker.registry import Registry
 from forq.cgroup import Cgroup, Cgroups
 from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.scoreboard import Role, Scoreboard, State, age_ms, unpack_word
@@ -40,6 +42,8 @@ RESCUE_AFTER_MS = 20.0
 QUIET_LOOKS = 50
 # Further ahead than this nothing is planned: heartbeats tell of the next job again and again.
 LONGEST_TIMER_MS = 3_600_000
+# What is heard in place of a time when a queue that releases was made.
+MADE = "new"
 # How long children get to end by themselves when the supervisor is gone.
 OWN_END_SECONDS = 0.3
 
@@ -69,6 +73,7 @@ class Pulse:
         self._board = settings.scoreboard
         link = Link(settings.url, name="forq-pulse", timeout_seconds=CALL_TIMEOUT_SECONDS)
         self._keeper = Keeper(link, settings.prefix, settings.processor)
+        self._registry = Registry(link, settings.prefix)
         self._desk = Desk(settings.leash, {"serve": self._serve, "recover": self._recover, "evict": self._evict})
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -138,7 +143,7 @@ class Pulse:
         return {}
 
     def _hear(self, fd: int) -> None:
-        """Somebody has scheduled a job that is due before all others of its queue."""
+        """Somebody has scheduled a job that is due before all others of its queue, or has made a queue."""
         try:
             heard = self._ears.hear()
         except RedisUnavailable as exc:
@@ -147,7 +152,9 @@ class Pulse:
             return
         for channel, delay_ms in heard:
             queue = queue_of_channel(channel)
-            if queue in self._queues and delay_ms.isdigit():
+            if delay_ms == MADE:
+                self._later(0, self._find_queues)
+            elif queue in self._queues and delay_ms.isdigit():
                 self._promote_in(queue, min(int(delay_ms), LONGEST_TIMER_MS))
 
     def _promote_in(self, queue: str, delay_ms: int | None) -> None:
@@ -175,7 +182,21 @@ class Pulse:
         except RedisUnavailable as exc:
             self._note_redis(exc)
         self._heartbeats(self._queues)
+        self._later(0, self._find_queues)
         self._later(self._settings.heartbeat_seconds if self._redis_ok is not False else 1.0, self._beat)
+
+    def _find_queues(self) -> None:
+        """Tells of queues that every supervisor serves and this one does not; of each again, until it does."""
+        if self._queues and self._redis_ok is False:
+            return  # this round's heartbeats have tried
+        try:
+            unserved = self._registry.unserved(set(self._queues))
+            self._note_redis(None)
+        except RedisUnavailable as exc:
+            self._note_redis(exc)
+            return
+        for name, mode in unserved.items():
+            self._desk.tell("queue_found", queue=name, mode=mode)
 
     def _heartbeats(self, queues: list[str]) -> None:
         positions = self._positions()

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from forq import places
 from forq.errors import ConfigError, InvalidOption, UsageError
 from forq.names import shown
-from forq.options import Option, QueueSpec, Value, defaults, nearest
+from forq.options import WORK, Option, QueueSpec, Value, check_mode, defaults, nearest
 from forq.supervisor.embedded import check_socket_path
 
 UNITS_PER_CPU = 100
@@ -53,11 +53,13 @@ class Config:
     cgroup: str
     embedded_server: str | None
     queues: tuple[QueueSpec, ...]
+    # Of the queues that do not say theirs.
+    mode: str = WORK
     pipeline: "Pipeline | None" = None
 
     def options_of(self, queue: QueueSpec) -> dict[str, Value]:
         """All options of a queue: its own, else the service's default, else forq's."""
-        return {**defaults(), "stop_grace": self.stop_grace_seconds, **queue.options}
+        return {**defaults(queue.mode), "stop_grace": self.stop_grace_seconds, **queue.options}
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Pipeline:
     every_seconds: float
 
     def spec(self, where: str) -> QueueSpec:
-        return QueueSpec.from_mapping(PIPELINE_QUEUE, {"handler": PIPELINE_HANDLER, **_PIPELINE_OPTIONS}, where)
+        mapping = {"mode": WORK, "handler": PIPELINE_HANDLER, **_PIPELINE_OPTIONS}
+        return QueueSpec.from_mapping(PIPELINE_QUEUE, mapping, where)
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ def load(argv_overrides: Mapping[str, object], environ: Mapping[str, str]) -> Co
     pipeline = _read_pipeline(table.pop("pipeline"), file) if file and "pipeline" in table else None
     given = _in_file(table, file) | _in_environment(environ) | _on_command_line(flags)
     values = {name: read(given[name]) if name in given else None for name, read in _SETTINGS.items()}
-    config = _assemble(values, file, _read_queues(queue_tables, file) if file else (), given)
+    mode = str(values["mode"] or WORK)
+    config = _assemble(values, file, _read_queues(queue_tables, file, mode) if file else (), given)
     return config if pipeline is None else _with_pipeline(config, pipeline)
 
 
@@ -138,13 +142,13 @@ def _on_command_line(flags: Mapping[str, object]) -> dict[str, Given]:
     return {name: Given(name, value, f"--{name.replace('_', '-')}", Path.cwd()) for name, value in flags.items()}
 
 
-def _read_queues(tables: object, file: Path) -> tuple[QueueSpec, ...]:
+def _read_queues(tables: object, file: Path, mode: str) -> tuple[QueueSpec, ...]:
     if not isinstance(tables, dict):
         raise ConfigError(f"{file}: queues = {shown(tables)} is not allowed: tables [queues.NAME]")
-    return tuple(_read_queue(name, table, file) for name, table in tables.items())
+    return tuple(_read_queue(name, table, file, mode) for name, table in tables.items())
 
 
-def _read_queue(name: str, table: object, file: Path) -> QueueSpec:
+def _read_queue(name: str, table: object, file: Path, mode: str) -> QueueSpec:
     where = f"{file}: [queues.{name}]"
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: {shown(table)} is not allowed: a table of options")
@@ -153,7 +157,7 @@ def _read_queue(name: str, table: object, file: Path) -> QueueSpec:
     if isinstance(folders, list):
         table = {**table, "path": [_absolute(folder, file.parent) for folder in folders]}
     try:
-        return QueueSpec.from_mapping(name, table, where)
+        return QueueSpec.from_mapping(name, table, where, mode)
     except UsageError as exc:
         raise ConfigError(str(exc)) from exc
 
@@ -211,6 +215,7 @@ def _assemble(
         cgroup=str(values["cgroup"] or "auto"),
         embedded_server=cast(str | None, values["embedded_server"]),
         queues=queues,
+        mode=str(values["mode"] or WORK),
     )
     _check_together(config, given)
     return config
@@ -308,6 +313,13 @@ def _read_cgroup(given: Given) -> str:
     return str(given.value)
 
 
+def _read_mode(given: Given) -> str:
+    try:
+        return check_mode(given.value, given.where)
+    except UsageError as exc:
+        raise ConfigError(str(exc)) from exc
+
+
 def _number_reader(option: Option) -> Callable[[Given], Value]:
     def read(given: Given) -> Value:
         try:
@@ -342,5 +354,6 @@ _SETTINGS: Mapping[str, Callable[[Given], object]] = {
     "control_group": _read_group,
     "cgroup": _read_cgroup,
     "embedded_server": _read_program,
+    "mode": _read_mode,
     **{name: _number_reader(option) for name, option in _NUMBERS.items()},
 }

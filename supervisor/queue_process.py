@@ -88,7 +88,8 @@ class QueueProcess:
         board = around.scoreboard
         taken: list[int] = []
         try:
-            while len(taken) < (int(options["concurrency"]) if role == Role.MAIN else 1):
+            # Only a queue that works has this option.
+            while len(taken) < (int(options.get("concurrency", 1)) if role == Role.MAIN else 1):
                 taken.append(board.take())
             self.slots = tuple(taken)
             self.child = self._child(options)

@@ -33,9 +33,14 @@ class _Seat:
 
 
 class QueueUnit:
-    def __init__(self, spec: QueueSpec, options: Mapping[str, Value], around: Surroundings) -> None:
+    """`found`: somebody else made the queue, and nothing is known of its options here."""
+
+    def __init__(
+        self, spec: QueueSpec, options: Mapping[str, Value], around: Surroundings, *, found: bool = False
+    ) -> None:
         self.spec = spec
         self.options = options
+        self.found = found
         self.draining = False
         self.config_error: str | None = None
         self._around = around
@@ -78,6 +83,11 @@ class QueueUnit:
     def opening(self) -> bool:
         """Whether the queue has yet to be made in Redis for the first time."""
         return not self._opened and self.config_error is None
+
+    @property
+    def refused(self) -> bool:
+        """Whether Redis has a queue of that name that does not fit: it must not be served before that has changed."""
+        return not self._opened and self.config_error is not None
 
     def when_opened(self, call: Callable[[], None]) -> None:
         self._when_opened.append(call)

@@ -8,7 +8,7 @@ from typing import Any
 
 from forq import exits
 from forq.errors import ForqError, IncompatibleProtocol, RedisUnavailable, UnknownQueue
-from forq.options import QueueSpec, Value
+from forq.options import WORK, QueueSpec, Value
 from forq.supervisor.config import PIPELINE_QUEUE, Config, Pipeline
 from forq.supervisor.grants import Grants
 from forq.supervisor.loop import Loop
@@ -46,6 +46,8 @@ class Queues:
         self._changed = changed
         self._fail = fail
         self._stopping = False
+        # Whether the server was found to be usable.
+        self._may_open = False
         # Units that somebody has replaced or dropped and whose processes have not ended yet.
         self._leaving: set[QueueUnit] = set()
         self._rejoining = False
@@ -67,8 +69,8 @@ class Queues:
         served = [unit.spec for unit in self.units.values() if unit.wanted]
         return [spec.name for spec in served], [spec.name for spec in served if spec.fail_handler is not None]
 
-    def add(self, spec: QueueSpec) -> QueueUnit:
-        unit = QueueUnit(spec, self._config.options_of(spec), self._around)
+    def add(self, spec: QueueSpec, *, found: bool = False) -> QueueUnit:
+        unit = QueueUnit(spec, self._config.options_of(spec), self._around, found=found)
         self.units[spec.name] = unit
         self._changed()
         return unit
@@ -76,7 +78,17 @@ class Queues:
     def serves(self, unit: QueueUnit) -> bool:
         return self.units.get(unit.spec.name) is unit and not self._stopping
 
+    def found(self, name: str, mode: str) -> None:
+        """Pulse knows of a queue that every supervisor serves, whoever made it. It is not kept over a restart."""
+        if name in self.units or self._stopping:
+            return
+        log.info("found a queue queue=%s mode=%s", name, mode)
+        unit = self.add(QueueSpec(name, mode, None, {}, (), {}), found=True)
+        if self._may_open:
+            self.open(unit, reopening=True)
+
     def open_all(self) -> None:
+        self._may_open = True
         if self._services.predecessor is not None:
             self._services.evict(self._services.predecessor, "supervisor_lost", list(self.units))
             self._services.predecessor = None
@@ -124,14 +136,19 @@ class Queues:
         if not self.serves(unit):
             made(None)
             return
-        params = {
-            "name": name,
-            "mode": unit.spec.mode,
-            "options": dict(unit.options),
-            "fail_handler": unit.spec.fail_handler is not None,
+        self._services.clerk.ask("create", self._creation(unit.spec, reopening=reopening, joining=unit.found), made)
+
+    def _creation(self, spec: QueueSpec, *, reopening: bool, joining: bool) -> dict[str, Any]:
+        """What the clerk needs to make or join a queue. One that releases may have been made by others: of its options
+        only those are set that somebody has given here."""
+        return {
+            "name": spec.name,
+            "mode": spec.mode,
+            "options": self._config.options_of(spec) if spec.mode == WORK else dict(spec.options),
+            "fail_handler": spec.fail_handler is not None,
             "reopening": reopening,
+            "joining": joining,
         }
-        self._services.clerk.ask("create", params, made)
 
     def _cannot_open(self, unit: QueueUnit, error: ForqError, *, reopening: bool) -> None:
         name = unit.spec.name
@@ -157,9 +174,24 @@ class Queues:
 
         old.stop(ended)
 
-    def restart(self, unit: QueueUnit, then: Callable[[], None]) -> None:
+    def adopt(self, unit: QueueUnit, spec: QueueSpec, then: Callable[[ForqError | None], None]) -> None:
+        """Another definition for a queue that releases, if what is in Redis agrees. Its children need no other code."""
+
+        def made(answer: Any) -> None:
+            if isinstance(answer, ForqError):
+                then(answer)
+                return
+            unit.spec, unit.options, unit.found = spec, self._config.options_of(spec), False
+            then(None)
+
+        self._services.clerk.ask("create", self._creation(spec, reopening=False, joining=False), made)
+
+    def restart(self, unit: QueueUnit, then: Callable[[ForqError | None], None]) -> None:
         """New processes, also for a queue that could not be served until now."""
-        unit.restart(then)
+        if unit.refused:
+            self.open(unit, then)
+            return
+        unit.restart(lambda: then(None))
         self._services.tell_served()
 
     def redefine(self, unit: QueueUnit, changes: Mapping[str, Value]) -> None:

@@ -25,6 +25,7 @@ COUNTS = (
     "in_flight",
     "oldest_waiting_seconds",
     "journal",
+    "awaiters",
 )
 
 

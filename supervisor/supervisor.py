@@ -101,6 +101,8 @@ class Supervisor:
     def _pulse_event(self, message: dict[str, Any]) -> None:
         if message["event"] == "queue_gone":
             self.queues.gone(message["queue"], deleted=message["deleted"])
+        elif message["event"] == "queue_found":
+            self.queues.found(message["queue"], message["mode"])
         elif message["event"] == "evicted":
             self.queues.rejoin()
 

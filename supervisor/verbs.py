@@ -7,10 +7,11 @@ from typing import Any
 
 from forq.errors import ForqError, InvalidOption, QueueExists, RedisUnavailable, UnknownQueue, UsageError
 from forq.names import check_queue_name
-from forq.options import OPTIONS, QueueSpec, parse_options
+from forq.options import RELEASE_MODES, QueueSpec, parse_options
 from forq.supervisor.config import check_size
 from forq.supervisor.connection import Request
 from forq.supervisor.queue_unit import QueueUnit
+from forq.supervisor.releases import Releases
 from forq.supervisor.running_jobs import RunningJobs
 from forq.supervisor.status import Status
 from forq.supervisor.supervisor import Supervisor
@@ -45,13 +46,14 @@ class Verbs:
             "version": lambda request: request.reply({"version": VERSION, "protocol": PROTOCOL}),
             "shutdown": self.shutdown,
             **dict.fromkeys(("push", "push_many", "cancel", "remove", "job", "jobs"), self._pass_on),
+            **Releases(self._ask_clerk, self._clerk, self._supervisor.loop.now).table(),
             **dict.fromkeys(("dead.list", "dead.show", "dead.retry", "dead.discard"), self._pass_on),
         }
 
     def create(self, request: Request) -> None:
         params = dict(request.params)
         name = check_queue_name(params.pop("name", None))
-        spec = QueueSpec.from_mapping(name, params, f"queue {name!r}")
+        spec = QueueSpec.from_mapping(name, params, f"queue {name!r}", self._supervisor.config.mode)
         check_size(spec.options, self._supervisor.config.capacity, f"queue {name!r}")
         unit = self._queues.units.get(name)
         if unit is not None:
@@ -85,6 +87,9 @@ class Verbs:
                 raise QueueExists(f"queue {name!r} is just being created; try again")
             request.reply({"name": name, "created": False})
             return
+        served = unit.config_error is None
+        if served and unit.spec.mode != spec.mode:
+            raise QueueExists(f"queue {name!r} exists with mode {unit.spec.mode!r}; a queue's mode never changes")
         if any(name == declared.name for declared in self._supervisor.config.queues):
             raise QueueExists(
                 f"queue {name!r} is defined in {self._supervisor.config.file}: change it there and restart"
@@ -96,7 +101,10 @@ class Verbs:
             else:
                 self._save(request, spec, {"name": name, "created": False})
 
-        self._queues.replace(unit, spec, opened)
+        if served and spec.mode in RELEASE_MODES:
+            self._queues.adopt(unit, spec, opened)
+        else:
+            self._queues.replace(unit, spec, opened)
 
     def delete(self, request: Request) -> None:
         name = check_queue_name(request.params.get("name"))
@@ -151,11 +159,11 @@ class Verbs:
         given = request.params.get("options")
         if not isinstance(given, dict) or not given:
             raise UsageError("options is an object with at least one option")
+        if "mode" in given:
+            raise InvalidOption(f"mode of queue {name!r} cannot be changed: it is fixed for the life of a queue")
+        # Whether the queue's mode has them, and may change them, is for the clerk to say, who knows its mode.
         changes = parse_options(given, f"queue {name!r}")
         check_size(changes, self._supervisor.config.capacity, f"queue {name!r}")
-        fixed = [option for option in changes if not OPTIONS[option].live]
-        if fixed:
-            raise InvalidOption(f"{fixed[0]} of queue {name!r} takes effect only in a new process: use create")
         unit = self._queues.units.get(name)
 
         def changed(answer: Any) -> None:
@@ -166,7 +174,9 @@ class Verbs:
             else:
                 self._queues.redefine(unit, changes)
                 declared = any(name == spec.name for spec in self._supervisor.config.queues)
-                if declared:
+                if unit.found:
+                    request.reply({"name": name, "set": changes})
+                elif declared:
                     request.reply({"name": name, "set": changes, "until": "restart"})
                 else:
                     self._save(request, unit.spec, {"name": name, "set": changes})
@@ -189,7 +199,14 @@ class Verbs:
 
     def restart(self, request: Request) -> None:
         unit = self._unit(request)
-        self._queues.restart(unit, lambda: request.reply({"name": unit.spec.name}))
+
+        def restarted(error: ForqError | None) -> None:
+            if error is None:
+                request.reply({"name": unit.spec.name})
+            else:
+                request.fail(error)
+
+        self._queues.restart(unit, restarted)
 
     def shutdown(self, request: Request) -> None:
         request.reply({"stopping": True})
@@ -202,22 +219,29 @@ class Verbs:
         self._ask_clerk(request, request.method, request.params)
 
     def _ask_clerk(
-        self, request: Request, verb: str, params: dict[str, Any], answer: Callable[[Any], None] | None = None
+        self,
+        request: Request,
+        verb: str,
+        params: dict[str, Any],
+        answer: Callable[[Any], None] | None = None,
+        *,
+        repeat: bool = False,
+        patience_seconds: float = 0.0,
     ) -> None:
         """Just after a start the request waits until its queue is there."""
         answer = answer or _answer_to(request)
         unit = self._queues.units.get(str(params.get("name")))
         if unit is None or not unit.opening:
-            self._clerk.ask(verb, params, answer)
+            self._clerk.ask(verb, params, answer, repeat=repeat)
             return
         reason = self._services.redis_state["error"] or "it is just being started"
         late = RedisUnavailable(f"queue {unit.spec.name!r} cannot be reached yet: {reason}")
-        timer = self._supervisor.loop.call_later(OPENING_SECONDS, lambda: request.fail(late))
+        timer = self._supervisor.loop.call_later(max(OPENING_SECONDS, patience_seconds), lambda: request.fail(late))
 
         def opened() -> None:
-            if not request.answered:
+            if not request.answered and not request.gone:
                 timer.cancel()
-                self._clerk.ask(verb, params, answer)
+                self._clerk.ask(verb, params, answer, repeat=repeat)
 
         unit.when_opened(opened)
 

@@ -20,9 +20,9 @@ class Recycling:
         replace: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_jobs = int(options["max_jobs"])
-        self._max_age_seconds = float(options["max_age"])
-        self._max_memory = int(options["max_memory"])
+        self._max_jobs = int(options.get("max_jobs", 0))
+        self._max_age_seconds = float(options.get("max_age", 0))
+        self._max_memory = int(options.get("max_memory", 0))
         self._slots = slots
         self._replace = replace
         self._now = now

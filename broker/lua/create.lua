@@ -1,9 +1,12 @@
 #!lua
 -- create: makes the queue, or joins it if it exists with the same mode and protocol; then sets the options given.
+-- Fixed ones are set when it is made; a queue that has another value is not joined.
 --
 -- KEYS[1]  the queue's base
--- ARGV     protocol, mode, number of default options, then (name, value) per default and per option given
--- Returns  {OK, 1 made | 0 joined, epoch}; {OTHER_MODE, its mode}; {OTHER_PROTOCOL, its number}
+-- ARGV     protocol, mode, number of default options, number of fixed options given, then (name, value) per default, per
+--          fixed option, and per other option given
+-- Returns  {OK, 1 made | 0 joined, epoch}; {OTHER_MODE, its mode}; {OTHER_PROTOCOL, its number};
+--          {OTHER_OPTION, name, its value}
 --@include base codes journal
 
 local mode = redis.call('HGET', key('options'), 'mode')
@@ -11,12 +14,18 @@ if epoch and protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
 if epoch and mode ~= ARGV[2] then return { OTHER_MODE, mode } end
 
 local made = not epoch
-local first_given = 4 + 2 * tonumber(ARGV[3])
+local first_default = 5
+local first_fixed = first_default + 2 * tonumber(ARGV[3])
+local first_given = first_fixed + 2 * tonumber(ARGV[4])
+for at = first_fixed, first_given - 1, 2 do
+  local value = redis.call('HGET', key('options'), ARGV[at])
+  if epoch and value ~= ARGV[at + 1] then return { OTHER_OPTION, ARGV[at], value or '' } end
+end
 if made then
   redis.call('DEL', key('deleted'))
   epoch = string.format('%.0f', now_us)
   redis.call('HSET', key('options'), 'epoch', epoch, 'protocol', ARGV[1], 'mode', ARGV[2], 'paused', '0')
-  for at = 4, first_given - 1, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
+  for at = first_default, first_given - 1, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
 end
 for at = first_given, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
 redis.call('HINCRBY', key('options'), 'version', 1)
@@ -32,6 +41,8 @@ if made then
   remembered[1], remembered[2] = false, false
   note('created 0 ' .. epoch)
   write_journal('-')
+  -- Every supervisor serves a queue that releases; one that works needs code, which only its own supervisor has.
+  if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' then redis.call('PUBLISH', key('due'), 'new') end
 elseif not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
   -- Nobody wrote down what happened meanwhile: a number is left out.
   redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)

@@ -18,7 +18,7 @@ from forq.broker.stored_options import stored, stored_defaults
 from forq.broker.viewing import Page, Viewer
 from forq.errors import UsageError
 from forq.names import check_queue_name, shown
-from forq.options import parse_options
+from forq.options import check_mode, parse_options
 from forq.places import redis_url
 from forq.releases import Release
 
@@ -45,11 +45,15 @@ class Client:
     def create_queue(
         self, name: str, *, mode: str = "work", max_queues: int = DEFAULT_MAX_QUEUES, **options: Any
     ) -> "Queue":
-        """Makes the queue in Redis, or joins it. Its jobs run once a supervisor serves a queue of that name."""
-        if mode != "work":
-            raise UsageError(f"mode {shown(mode)} is not allowed: 'work'")
-        given = stored(parse_options(options, f"queue {name!r}"))
-        Registry(self.link(), self.prefix).create(name, mode, max_queues, stored_defaults(), given)
+        """Makes the queue in Redis, or joins it.
+
+        The jobs of a queue of mode "work" run once a supervisor serves a queue of that name. One of mode "auto_release"
+        or "on_request" is served by every supervisor. QueueExists if it has another mode, or another value of an option
+        that is fixed for its life.
+        """
+        where = f"queue {name!r}"
+        given = stored(parse_options(options, where, check_mode(mode, where)))
+        Registry(self.link(), self.prefix).create(name, mode, max_queues, stored_defaults(mode), given)
         return self.queue(name)
 
     def queues(self) -> dict[str, str]:

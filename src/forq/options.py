@@ -1,13 +1,13 @@
 """The options of a queue.
 
-1. OPTIONS is the one table of them: what each is called, means, accepts, and defaults to.
+1. OPTIONS is the one table of them: what each is called, means, accepts, and defaults to, and in which modes it exists.
 2. QueueSpec is the definition of one queue, as a config file, forqctl or the state directory gives it.
 """
 
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from forq.durations import parse_duration, show_duration
@@ -16,6 +16,10 @@ from forq.names import check_queue_name, check_type, shown
 
 Value = int | float | bool
 Kind = Literal["int", "duration", "size", "flag"]
+
+WORK, AUTO_RELEASE, ON_REQUEST = "work", "auto_release", "on_request"
+RELEASE_MODES = (AUTO_RELEASE, ON_REQUEST)
+MODES = (WORK, *RELEASE_MODES)
 
 _KB, _MB, _GB = 1024, 1024**2, 1024**3
 _DAY = 86400.0
@@ -47,7 +51,11 @@ def show_size(size: int) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """One row of a table of settings; `live` says whether it can be changed while the queue exists."""
+    """One row of a table of settings.
+
+    `live` says whether a queue's running processes follow a change. In the modes of `fixed_in` a queue keeps the value
+    that it was created with.
+    """
 
     name: str
     kind: Kind
@@ -56,6 +64,8 @@ class Option:
     highest: Value
     description: str
     live: bool = True
+    modes: tuple[str, ...] = MODES
+    fixed_in: tuple[str, ...] = ()
 
     def parse(self, value: object, where: str) -> Value:
         """The value of this option, from a TOML or JSON value or from text."""
@@ -95,8 +105,17 @@ class Option:
         return value if isinstance(value, int) else None
 
 
-_TABLE = (
+_EVERY_MODE = (
     Option("max_items", "int", 0, 0, 10**12, "jobs the queue may hold; an enqueue past it is refused (0 = no limit)"),
+    Option("max_data", "size", _MB, 1, 64 * _MB, "the largest data of one job, as JSON"),
+    Option("stop_grace", "duration", 10.0, 0.0, _DAY, "how long a running job may go on when its process has to stop"),
+    Option("dead_max", "int", 10_000, 0, 10**9, "dead jobs that are kept"),
+    Option("dead_ttl", "duration", 7 * _DAY, 1.0, 3650 * _DAY, "how long a dead job is kept"),
+    Option("dedup_ttl", "duration", _DAY, 1.0, 365 * _DAY, "how long the token of an enqueue is remembered"),
+    Option("journal", "flag", True, False, True, "whether what happens is written to the queue's journal"),
+    Option("journal_max", "size", 16 * _MB, 64 * _KB, 64 * _GB, "the size the journal is trimmed to"),
+)
+_OF_WORK = (
     Option("concurrency", "int", 1, 1, 256, "workers in the queue's process", live=False),
     Option("size", "int", 10, 1, 10**6, "units of the supervisor's capacity that a running job holds"),
     Option("priority", "int", 0, -100, 100, "which queue gets capacity first when it is short: the higher one"),
@@ -106,12 +125,10 @@ _TABLE = (
     Option("max_jobs", "int", 0, 0, 10**9, "jobs after which the process is replaced (0 = never)", live=False),
     Option("max_age", "duration", 0.0, 0.0, 365 * _DAY, "age at which it is replaced, after a job", live=False),
     Option("max_memory", "size", 0, 0, 1024 * _GB, "memory (PSS) at which it is replaced, after a job", live=False),
-    Option("stop_grace", "duration", 10.0, 0.0, _DAY, "how long a running job may go on when its process has to stop"),
     Option("max_retries", "int", 10, 0, 10**6, "attempts after the first one before a job is dead"),
     Option("min_backoff", "duration", 2.0, 0.0, 3650 * _DAY, "the wait before the first retry; it doubles each time"),
     Option("max_backoff", "duration", 300.0, 0.0, 3650 * _DAY, "the longest wait before a retry"),
     Option("jitter", "int", 0, 0, 100, "by how many percent the wait before a retry varies at random"),
-    Option("retry_lane_retries", "int", 0, 0, 10**6, "attempts after max_retries, while nothing else waits"),
     Option("fail_max_retries", "int", 100, 0, 10**6, "how often a failed fail handler is tried again"),
     Option("fail_min_backoff", "duration", 10.0, 0.0, 3650 * _DAY, "the wait before its first retry; it doubles"),
     Option("fail_max_backoff", "duration", 900.0, 0.0, 3650 * _DAY, "the longest wait before its retry"),
@@ -119,26 +136,66 @@ _TABLE = (
         "fail_timeout", "duration", 60.0, 0.0, 365 * _DAY, "how long one run of the fail handler may take (0 = any)"
     ),
     Option("fail_size", "int", 2, 1, 10**6, "units of capacity that a running fail handler holds"),
-    Option("max_data", "size", _MB, 1, 64 * _MB, "the largest data of one job, as JSON"),
-    Option("dead_max", "int", 10_000, 0, 10**9, "dead jobs that are kept"),
-    Option("dead_ttl", "duration", 7 * _DAY, 1.0, 3650 * _DAY, "how long a dead job is kept"),
-    Option("dedup_ttl", "duration", _DAY, 1.0, 365 * _DAY, "how long the token of an enqueue is remembered"),
-    Option("journal", "flag", True, False, True, "whether what happens is written to the queue's journal"),
-    Option("journal_max", "size", 16 * _MB, 64 * _KB, 64 * _GB, "the size the journal is trimmed to"),
+)
+_OF_RELEASES = (
+    Option("release_interval", "duration", 0.1, 0.001, _DAY, "the time from one try to release an item to the next"),
+    Option("release_retries", "int", 10, 0, 10**6, "tries after the first one before an item is in the retry lane"),
+    Option("retry_interval", "duration", 0.2, 0.0, _DAY, "how long an item that nobody awaited waits for its next try"),
+)
+_OF_EVERY_GATE = (
+    Option("lease", "duration", 10.0, 0.1, _DAY, "how long an item is held for the one it was handed to"),
+    Option("item_timeout", "duration", 0.0, 0.0, 3650 * _DAY, "the age at which an item is given up (0 = never)"),
+)
+_RETRY_LANE = Option("retry_lane_retries", "int", 0, 0, 10**6, "attempts after all others, while nothing else waits")
+_DEFAULTS_OF_MODE: Mapping[str, Mapping[str, Value]] = {AUTO_RELEASE: {"retry_lane_retries": 3}}
+
+_TABLE = (
+    *_EVERY_MODE,
+    *(replace(option, modes=(WORK,)) for option in _OF_WORK),
+    replace(_RETRY_LANE, modes=(WORK, AUTO_RELEASE), fixed_in=(AUTO_RELEASE,)),
+    *(replace(option, modes=(AUTO_RELEASE,), fixed_in=(AUTO_RELEASE,)) for option in _OF_RELEASES),
+    *(replace(option, modes=RELEASE_MODES, fixed_in=RELEASE_MODES) for option in _OF_EVERY_GATE),
 )
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
 
 
-def defaults() -> dict[str, Value]:
-    return {option.name: option.default for option in OPTIONS.values()}
+def defaults(mode: str = WORK) -> dict[str, Value]:
+    """Every option that a queue of this mode has."""
+    own = {option.name: option.default for option in OPTIONS.values() if mode in option.modes}
+    return {**own, **_DEFAULTS_OF_MODE.get(mode, {})}
 
 
-def parse_options(given: Mapping[str, object], where: str) -> dict[str, Value]:
-    """The options that were given, checked; those that were not are left out."""
+def fixed_options(mode: str) -> frozenset[str]:
+    """Those that a queue of this mode keeps as it was created with them."""
+    return frozenset(option.name for option in OPTIONS.values() if mode in option.fixed_in)
+
+
+def parse_options(given: Mapping[str, object], where: str, mode: str | None = None) -> dict[str, Value]:
+    """The options that were given, checked; those that were not are left out. Without a mode: those of any."""
     for name in given:
         if name not in OPTIONS:
-            raise InvalidOption(f"{where}: there is no option {shown(name)}{nearest(name, OPTIONS)}")
+            known = OPTIONS if mode is None else defaults(mode)
+            raise InvalidOption(f"{where}: there is no option {shown(name)}{nearest(name, known)}")
+    if mode is not None:
+        check_options_of_mode(given, mode, where)
     return {name: OPTIONS[name].parse(value, where) for name, value in given.items()}
+
+
+def check_options_of_mode(names: Iterable[str], mode: str, where: str) -> None:
+    for name in names:
+        modes = OPTIONS[name].modes
+        if mode not in modes:
+            raise InvalidOption(f"{where}: {name} is an option of mode {' or '.join(modes)}, not of mode {mode}")
+
+
+def check_changes(names: Iterable[str], mode: str, queue: str) -> None:
+    """Refuses options that cannot be changed while the queue exists, or not without new processes."""
+    check_options_of_mode(names, mode, queue)
+    for name in names:
+        if mode in OPTIONS[name].fixed_in:
+            raise InvalidOption(f"{name} of {queue} cannot be changed: it is fixed for the life of a queue")
+        if not OPTIONS[name].live:
+            raise InvalidOption(f"{name} of {queue} takes effect only in a new process: use create")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -163,7 +220,9 @@ class QueueSpec:
     fail_handler: str | None = None
 
     @classmethod
-    def from_mapping(cls, name: str, mapping: Mapping[str, object], where: str) -> "QueueSpec":
+    def from_mapping(
+        cls, name: str, mapping: Mapping[str, object], where: str, default_mode: str = WORK
+    ) -> "QueueSpec":
         """Options may stand beside handler and path, as in a config file, or in a table `options` of their own."""
         fields = {key: value for key, value in mapping.items() if value is not None}
         options = _table(fields.pop("options", {}), "options", where)
@@ -171,17 +230,27 @@ class QueueSpec:
             if key in fields:
                 raise InvalidOption(f"{where}: {shown(key)} is given twice")
             fields[key] = value
-        mode = _check_mode(fields.pop("mode", "work"), where)
+        mode = check_mode(fields.pop("mode", default_mode), where)
         path = _check_path(fields.pop("path", ()), where)
         handler = _check_handler(fields.pop("handler"), "handler", where) if "handler" in fields else None
         fail = _check_handler(fields.pop("fail_handler"), "fail_handler", where) if "fail_handler" in fields else None
         handlers = _take_handlers(fields, where)
-        if handler is None and not handlers:
-            raise InvalidOption(
-                f'{where}: a queue of mode work needs handler = "package.module:function" or handlers.TYPE'
-            )
         checked = _checked(check_queue_name, name, where)
-        return cls(checked, mode, handler, handlers, path, parse_options(fields, where), fail)
+        spec = cls(checked, mode, handler, handlers, path, parse_options(fields, where, mode), fail)
+        spec._check_code(where)
+        return spec
+
+    def _check_code(self, where: str) -> None:
+        """A queue that works needs a handler; one that releases has no place for any."""
+        if self.mode == WORK:
+            if self.handler is None and not self.handlers:
+                raise InvalidOption(
+                    f'{where}: a queue of mode work needs handler = "package.module:function" or handlers.TYPE'
+                )
+            return
+        for key in ("handler", "handlers", "fail_handler", "path"):
+            if getattr(self, key):
+                raise InvalidOption(f"{where}: {key} is not allowed: a queue of mode {self.mode} runs nothing")
 
     def to_mapping(self) -> dict[str, object]:
         """What from_mapping reads back; only JSON types."""
@@ -195,10 +264,11 @@ class QueueSpec:
         }
 
 
-def _check_mode(mode: object, where: str) -> str:
-    if mode != "work":
-        raise InvalidOption(f'{where}: mode = {shown(mode)} is not allowed: "work" is the only mode of this release')
-    return "work"
+def check_mode(mode: object, where: str) -> str:
+    if mode not in MODES:
+        allowed = ", ".join(f'"{each}"' for each in MODES)
+        raise InvalidOption(f"{where}: mode = {shown(mode)} is not allowed: {allowed}")
+    return str(mode)
 
 
 def _check_path(given: object, where: str) -> tuple[str, ...]:

@@ -23,13 +23,15 @@ class Argument:
 
 
 class Command:
-    """One command: carried out by the function of its name in `home`, a module of forq.supervisor.ctl.verbs."""
+    """One command: carried out by a function in `home`, a module of forq.supervisor.ctl.verbs, of the command's name or
+    of that of `function`."""
 
-    __slots__ = ("arguments", "home", "name", "summary")
+    __slots__ = ("arguments", "function", "home", "name", "summary")
 
-    def __init__(self, name: str, home: str, summary: str, *arguments: Argument) -> None:
+    def __init__(self, name: str, home: str, summary: str, *arguments: Argument, function: str = "") -> None:
         self.name = name
         self.home = home
+        self.function = function or name
         self.summary = summary
         self.arguments = arguments
 
@@ -42,6 +44,7 @@ GLOBALS = (
 
 NAME = Argument("name", metavar="NAME", help="the queue")
 ID = Argument("id", metavar="ID", help="the job")
+ITEM = Argument("id", nargs="?", metavar="ID", help="this item (default: any)")
 
 COMMANDS = (
     Command(
@@ -62,7 +65,11 @@ COMMANDS = (
             help="where handlers are imported from (repeatable)",
         ),
         Argument("--fail-handler", metavar="M:F", help="the function for jobs that failed for good"),
-        Argument("--mode", choices=("work",), default="work", help="how the queue works (default: work)"),
+        Argument(
+            "--mode",
+            choices=("work", "auto_release", "on_request"),
+            help="run its jobs, or release them to those who ask (default: `mode` of the config file, else work)",
+        ),
         Argument(
             "--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the queue (repeatable)"
         ),
@@ -121,6 +128,33 @@ COMMANDS = (
         Argument(
             "--reset-counts", choices=("yes", "no"), help="when the id is taken: its counts (default: as the data)"
         ),
+    ),
+    Command(
+        "await",
+        "releases",
+        "wait until a queue of mode auto_release releases an item, and print it",
+        NAME,
+        ITEM,
+        Argument("--wait", metavar="D", help="give up after this time (default: never)"),
+        function="await_release",
+    ),
+    Command(
+        "dequeue",
+        "releases",
+        "take an item out of a queue of mode on_request, and print it",
+        NAME,
+        ITEM,
+        Argument("--wait", metavar="D", help="wait so long for one (default: not at all)"),
+        Argument("--lease", metavar="D", help="it goes back in line unless it is acknowledged (ack) within this time"),
+    ),
+    Command(
+        "ack",
+        "releases",
+        "acknowledge an item that was dequeued with a lease",
+        NAME,
+        ID,
+        Argument("fence", type=int, metavar="FENCE", help="as dequeue printed it"),
+        Argument("awaiter", metavar="AWAITER", help="as dequeue printed it"),
     ),
     Command(
         "dead",

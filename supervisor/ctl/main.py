@@ -61,8 +61,8 @@ def _run(argv: list[str]) -> int:
         raise UsageError(_unknown(argv[position]))
     args = parser_of(command).parse_intermixed_args(argv[:position] + argv[position + 1 :])
     args.timeout_seconds = _seconds(args.timeout)
-    module = __import__(f"forq.supervisor.ctl.verbs.{command.home}", fromlist=[command.name])
-    code: int = getattr(module, command.name)(args)
+    module = __import__(f"forq.supervisor.ctl.verbs.{command.home}", fromlist=[command.function])
+    code: int = getattr(module, command.function)(args)
     return code
 
 

@@ -16,6 +16,10 @@ def make(registry: Registry, name: str, mode: str = "work", max_queues: int = 3)
     return registry.create(name, mode, max_queues, stored_defaults(), {})
 
 
+def gate(registry: Registry, name: str = "gate", mode: str = "auto_release", **options: int) -> bool:
+    return registry.create(name, mode, 9, stored_defaults(mode), options)
+
+
 def purge(queue: OneQueue) -> list[Dropped]:
     logged: list[Dropped] = []
     while queue.registry.purge(queue.name, logged.extend):
@@ -232,3 +236,72 @@ def test_pause_and_resume_say_so_once(queue: OneQueue) -> None:
     queue.registry.delete(queue.name, force=True)
     with pytest.raises(UnknownQueue):
         queue.registry.pause(queue.name, paused=True)
+
+
+@pytest.mark.spec("N24")
+def test_a_fixed_option_that_differs_is_refused_and_changes_nothing(queue: OneQueue) -> None:
+    assert gate(queue.registry, release_interval_ms=250, max_items=5) is True
+    before = queue.redis.hgetall("forq:queue:{gate}:options")
+    assert (before[b"release_interval_ms"], before[b"retry_lane_retries"], before[b"lease_ms"]) == (
+        b"250",
+        b"3",
+        b"10000",
+    )
+    with pytest.raises(QueueExists, match="'gate' exists with release_interval = 250ms; it is fixed for the life of a"):
+        gate(queue.registry, release_interval_ms=300, max_items=7)
+    with pytest.raises(QueueExists, match="'gate' exists with release_retries = 10; it is fixed"):
+        gate(queue.registry, release_interval_ms=250, release_retries=9)
+    with pytest.raises(QueueExists, match="mode 'auto_release'; a queue's mode never changes"):
+        gate(queue.registry, mode="on_request")
+    assert queue.redis.hgetall("forq:queue:{gate}:options") == before
+
+
+def test_joining_leaves_fixed_options_that_were_not_given_as_they_are(queue: OneQueue) -> None:
+    gate(queue.registry, release_interval_ms=250, retry_lane_retries=0)
+    assert gate(queue.registry, release_interval_ms=250, max_items=7) is False
+    options = queue.redis.hgetall("forq:queue:{gate}:options")
+    assert (options[b"release_interval_ms"], options[b"retry_lane_retries"], options[b"max_items"]) == (
+        b"250",
+        b"0",
+        b"7",
+    )
+
+
+def test_the_retry_lane_of_a_queue_that_works_is_not_fixed(queue: OneQueue) -> None:
+    assert queue.create(retry_lane_retries=4) is False
+    assert queue.hash("options")["retry_lane_retries"] == "4"
+
+
+def test_a_queue_that_releases_is_announced_once_and_one_that_works_is_not(queue: OneQueue) -> None:
+    with queue.redis.pubsub() as ears:
+        ears.psubscribe("forq:queue:*:due")
+        assert ears.get_message(timeout=5)["type"] == "psubscribe"
+        make(queue.registry, "works")
+        gate(queue.registry)
+        gate(queue.registry)
+        gate(queue.registry, "other", "on_request")
+        heard = [ears.get_message(timeout=5) for _ in range(2)]
+        assert [(each["channel"], each["data"]) for each in heard] == [
+            (b"forq:queue:{gate}:due", b"new"),
+            (b"forq:queue:{other}:due", b"new"),
+        ]
+        assert ears.get_message(timeout=0.05) is None
+
+
+@pytest.mark.spec("N10")
+def test_queues_that_release_are_found_until_they_are_served_or_gone(queue: OneQueue) -> None:
+    gate(queue.registry)
+    gate(queue.registry, "other", "on_request")
+    assert queue.registry.unserved([]) == {"gate": "auto_release", "other": "on_request"}
+    assert queue.registry.unserved(["other"]) == {"gate": "auto_release"}
+    # Somebody died after the queue's entry was made, or between its end and that of its entry.
+    queue.redis.delete("forq:queue:{gate}:options")
+    assert queue.registry.unserved(["other"]) == {}
+
+
+def test_one_who_only_joins_makes_no_queue(queue: OneQueue) -> None:
+    with pytest.raises(UnknownQueue, match="no queue 'gate'"):
+        queue.registry.create("gate", "on_request", 9, stored_defaults("on_request"), {}, joining=True)
+    assert "gate" not in queue.registry.names()
+    gate(queue.registry, mode="on_request")
+    assert not queue.registry.create("gate", "on_request", 9, stored_defaults("on_request"), {}, joining=True)

@@ -164,6 +164,7 @@ def test_delete_needs_force_for_jobs_and_logs_what_it_drops(forq: Forq) -> None:
     wait_until(lambda: [t for t in forq.traces("end") if t.job == again])
 
 
+@pytest.mark.spec("N25")
 def test_sighup_answers_that_settings_are_read_at_start_only(forq: Forq) -> None:
     os.kill(forq.pid, signal.SIGHUP)
     wait_until(lambda: "settings are read at start only" in forq.log)

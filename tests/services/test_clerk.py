@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,17 @@ from forq.services.desk import Desk
 def clerk(redis_url: str, tmp_path: Path) -> Iterator[Clerk]:
     ours, theirs = socket.socketpair()
     settings = ClerkSettings(redis_url, "forq:", 10, tmp_path / "logs", theirs)
-    clerk = Clerk(settings)
-    clerk.create({"name": "q", "mode": "work", "options": {"max_items": 5}, "fail_handler": False, "reopening": False})
+    clerk = Clerk(settings, select.poll())
+    clerk.create(
+        {
+            "name": "q",
+            "mode": "work",
+            "options": {"max_items": 5},
+            "fail_handler": False,
+            "reopening": False,
+            "joining": False,
+        }
+    )
     yield clerk
     ours.close()
     theirs.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ConfigError
-from forq.options import OPTIONS, QueueSpec
+from forq.options import OPTIONS, QueueSpec, defaults
 from forq.supervisor import config as config_module
 from forq.supervisor.config import Config, Pipeline, load, shown_url
 
@@ -61,11 +61,14 @@ def test_without_any_setting_the_defaults_hold() -> None:
 def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Load) -> None:
     enabled = re.sub(r"(?m)^#(?=\[|\w+ = )", "", (ROOT / "etc" / "forq.toml").read_text())
     config = load_text(enabled)
-    queue, pipeline = config.queues
+    queue, gate, pipeline = config.queues
     assert config.__dict__ | {"file": None, "queues": (), "pipeline": None} == load({}, {}).__dict__
     assert (pipeline.name, pipeline.handler) == ("forq-pipeline", "forq.pipeline.task:ingest")
     assert config.pipeline == Pipeline("/srv/state/history", 60.0)
-    assert queue.options == {option.name: option.default for option in OPTIONS.values()}
+    assert queue.options == defaults("work")
+    releasing = {name for name, option in OPTIONS.items() if "work" not in option.modes}
+    assert gate.options == {name: defaults("auto_release")[name] for name in {*releasing, "retry_lane_retries"}}
+    assert config.options_of(gate) == defaults("auto_release")
     for name in config_module._SETTINGS:
         assert re.search(rf"(?m)^{name} = ", enabled), f"{name} is not in the sample"
 
@@ -139,12 +142,26 @@ def test_a_queue_has_its_own_stop_grace_else_that_of_the_service(load_text: Load
     config = load_text('stop_grace = "3s"\n[queues.a]\nhandler = "m"\n[queues.b]\nhandler = "m"\nstop_grace = "4s"')
     options = [config.options_of(queue) for queue in config.queues]
     assert [each["stop_grace"] for each in options] == [3.0, 4.0]
-    assert set(options[0]) == set(OPTIONS)
+    assert set(options[0]) == set(defaults("work"))
+
+
+def test_a_queue_has_the_mode_it_says_else_that_of_the_service(load_text: Load) -> None:
+    config = load_text('mode = "on_request"\n[queues.a]\n[queues.b]\nmode = "work"\nhandler = "m:f"')
+    assert [(queue.name, queue.mode) for queue in config.queues] == [("a", "on_request"), ("b", "work")]
+    assert config.mode == "on_request"
+    assert load_text("").mode == "work"
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ('mode = "auto"', r'forq\.toml: mode = \'auto\' is not allowed: "work", "auto_release", "on_request"'),
+        ("[queues.q]\nmode = 3", r"\[queues\.q\]: mode = 3 is not allowed"),
+        (
+            '[queues.q]\nmode = "on_request"\nrelease_interval = "1s"',
+            r"\[queues\.q\]: release_interval is an option of mode auto_release, not of mode on_request",
+        ),
+        ('[queues.q]\nmode = "on_request"\nhandler = "m:f"', r"handler is not allowed: a queue of mode on_request"),
         ("x = 1\ny = \n", r"forq\.toml: not valid TOML: .*line 2"),
         ("heartbeet = 5", r"forq\.toml: there is no setting 'heartbeet'; did you mean heartbeat\?"),
         ("max_queues = 0", r"forq\.toml: max_queues = 0 is not allowed: a whole number from 1 to 100000"),

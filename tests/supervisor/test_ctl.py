@@ -7,108 +7,24 @@ import select
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forq import errors
-from forq.supervisor.control import ControlServer, Request
+from forq.supervisor.control import Request
 from forq.supervisor.ctl.commands import COMMANDS
 from forq.supervisor.ctl.verbs.status import faults_in
-from forq.supervisor.loop import Loop
-
-FORQCTL = [sys.executable, "-m", "forq.supervisor.ctl.main"]
-METHODS = (
-    *(f"queue.{verb}" for verb in ("create", "delete", "pause", "resume", "drain", "restart")),
-    *("status", "jobs", "job", "push", "push_many", "remove", "cancel", "ping", "version", "shutdown"),
-    *(f"dead.{verb}" for verb in ("list", "show", "retry", "discard")),
+from tests.support.fake_supervisor import (
+    FORQCTL,
+    FakeSupervisor,
+    environment,
+    forqctl,
+    queue_status,
+    whole_status,
 )
-
-
-def queue_status(**changes: Any) -> dict[str, Any]:
-    child = {"role": "main", "pid": 11, "state": "busy", "job": "01J", "uptime_seconds": 99.5, "restarts": 2}
-    parked = {"role": "retry", "pid": 12, "state": "parked", "job": None, "uptime_seconds": 4000, "restarts": 0}
-    queue = {
-        "name": "emails",
-        "mode": "work",
-        "state": "running",
-        "waiting": 12,
-        "scheduled": 4,
-        "blocked": 0,
-        "active": 1,
-        "retry": 0,
-        "failed": 0,
-        "dead": 2,
-        "processed": 41207,
-        "failed_total": 3,
-        "oldest_waiting_seconds": 75.4,
-        "children": [child, parked],
-    }
-    return {**queue, **changes}
-
-
-def whole_status(*queues: dict[str, Any], redis_error: str | None = None) -> dict[str, Any]:
-    redis = {"ok": redis_error is None, "error": redis_error, "url": "unix:///r.sock"}
-    supervisor = {"pid": 10, "uptime_seconds": 100, "version": "0.1.0", "redis": redis}
-    return {"queues": list(queues), "supervisor": supervisor}
-
-
-class FakeSupervisor:
-    """Remembers every call, and answers it from `answers`: a value, an error, or None for never."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.answers: dict[str, Any] = {}
-        self._loop = Loop()
-        self._server = ControlServer(self._loop, path, dict.fromkeys(METHODS, self._answer))
-        self._bell = socket.socketpair()
-        self._loop.add_reader(self._bell[0].fileno(), self._loop.stop)
-        self._thread = threading.Thread(target=self._loop.run, daemon=True)
-        self._thread.start()
-
-    def _answer(self, request: Request) -> None:
-        self.calls.append((request.method, request.params))
-        answer = self.answers.get(request.method)
-        if callable(answer):
-            answer = answer(request.params)
-        if isinstance(answer, errors.ForqError):
-            raise answer
-        if answer is not None:
-            request.reply(answer)
-
-    def close(self) -> None:
-        self._bell[1].send(b"x")
-        self._thread.join(10)
-        self._server.close()
-        self._loop.close()
-        for end in self._bell:
-            end.close()
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> Iterator[FakeSupervisor]:
-    fake = FakeSupervisor(str(tmp_path / "c.sock"))
-    yield fake
-    fake.close()
-
-
-def environment(fake: FakeSupervisor | None, **more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FORQ_", "XDG_", "STATE_"))}
-    return {**kept, **({"FORQ_SOCKET": fake.path} if fake else {}), **more}
-
-
-def forqctl(
-    fake: FakeSupervisor | None, *args: str, stdin: bytes = b"", cwd: Path | None = None, **env: str
-) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [*FORQCTL, *args], input=stdin, capture_output=True, timeout=30, cwd=cwd, env=environment(fake, **env)
-    )
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
 def test_status_shows_an_aligned_table(fake: FakeSupervisor) -> None:
@@ -224,7 +140,6 @@ def test_create_sends_everything_with_absolute_paths(fake: FakeSupervisor, tmp_p
     assert forqctl(fake, "create", "emails", *args, cwd=tmp_path) == (0, "created emails\n", "")
     params = {
         "name": "emails",
-        "mode": "work",
         "handler": "m:f",
         "handlers": {"a": "m:g"},
         "path": [str(tmp_path / "lib")],
@@ -568,7 +483,7 @@ def test_an_error_is_one_line_and_its_exit_code(fake: FakeSupervisor, cls: type[
         (["push", "q"], "push needs either JSON or --file"),
         (["push", "q", "1", "--file", "x"], "push needs either JSON or --file"),
         (["push", "q", "--file", "-", "--id", "1"], "--id names one job: with --file use --records"),
-        (["create", "q"], "create needs --handler M:F, or --type T=M:F for each type of job"),
+        (["create", "q", "--mode", "work"], "create needs --handler M:F, or --type T=M:F for each type of job"),
         (["create", "q", "--handler", "m:f", "--set", "x"], "--set 'x': the form is OPTION=VALUE"),
         (["jobs", "q", "--limit", "0"], "--limit is at least 1"),
         (["dead", "list", "q", "a"], "list takes neither ID nor --all"),

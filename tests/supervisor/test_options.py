@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from forq.durations import parse_duration, show_duration
 from forq.errors import InvalidName, InvalidOption, UsageError
-from forq.options import OPTIONS, Option, QueueSpec, defaults, parse_options, parse_size, show_size
+from forq.options import (
+    OPTIONS,
+    Option,
+    QueueSpec,
+    check_changes,
+    defaults,
+    fixed_options,
+    parse_options,
+    parse_size,
+    show_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +159,53 @@ def test_a_queue_spec_survives_json_and_keeps_only_the_options_that_were_given()
     assert QueueSpec.from_mapping("emails", stored, "there") == spec
 
 
+def test_a_queue_that_releases_needs_no_handler_and_keeps_its_mode_in_json() -> None:
+    spec = QueueSpec.from_mapping("gate", {"release_interval": "1s", "handlers": {}}, "here", "auto_release")
+    assert (spec.mode, spec.options) == ("auto_release", {"release_interval": 1.0})
+    stored = json.loads(json.dumps(spec.to_mapping()))
+    assert QueueSpec.from_mapping("gate", stored, "there", "on_request") == spec
+
+
+@pytest.mark.spec("N9")
+def test_the_release_modes_have_their_own_options_and_what_every_queue_has() -> None:
+    every = {"max_items", "max_data", "stop_grace", "dead_max", "dead_ttl", "dedup_ttl", "journal", "journal_max"}
+    assert {name: value for name, value in defaults("auto_release").items() if name not in every} == {
+        "release_interval": 0.1,
+        "release_retries": 10,
+        "retry_interval": 0.2,
+        "retry_lane_retries": 3,
+        "lease": 10.0,
+        "item_timeout": 0.0,
+    }
+    assert {name: value for name, value in defaults("on_request").items() if name not in every} == {
+        "lease": 10.0,
+        "item_timeout": 0.0,
+    }
+    for mode in ("auto_release", "on_request"):
+        assert fixed_options(mode) == set(defaults(mode)) - every
+    assert fixed_options("work") == set()
+
+
+@pytest.mark.spec("N24", "N25")
+@pytest.mark.parametrize(
+    ("name", "mode", "text"),
+    [
+        ("retry_lane_retries", "auto_release", "retry_lane_retries of queue 'q' cannot be changed: it is fixed"),
+        ("lease", "on_request", "lease of queue 'q' cannot be changed: it is fixed for the life of a queue"),
+        ("lease", "work", "queue 'q': lease is an option of mode auto_release or on_request, not of mode work"),
+        ("concurrency", "work", "concurrency of queue 'q' takes effect only in a new process: use create"),
+        ("max_items", "on_request", None),
+        ("retry_lane_retries", "work", None),
+    ],
+)
+def test_what_may_be_changed_depends_on_option_and_mode(name: str, mode: str, text: str | None) -> None:
+    if text is None:
+        check_changes([name], mode, "queue 'q'")
+        return
+    with pytest.raises(InvalidOption, match=text):
+        check_changes([name], mode, "queue 'q'")
+
+
 def test_handlers_may_be_given_with_dotted_keys_beside_or_inside_options() -> None:
     spec = QueueSpec.from_mapping("q", {"handlers.a": "m:a", "options": {"handlers.b.c": "m:b"}}, "here")
     assert spec.handlers == {"a": "m:a", "b.c": "m:b"}
@@ -159,7 +216,16 @@ def test_handlers_may_be_given_with_dotted_keys_beside_or_inside_options() -> No
     ("given", "text"),
     [
         ({}, "needs handler"),
-        ({"handler": "m:f", "mode": "on_request"}, '"work" is the only mode of this release'),
+        ({"handler": "m:f", "mode": "play"}, 'is not allowed: "work", "auto_release", "on_request"'),
+        ({"mode": "on_request", "handler": "m:f"}, "handler is not allowed: a queue of mode on_request runs nothing"),
+        ({"mode": "auto_release", "handlers.a": "m:f"}, "handlers is not allowed"),
+        ({"mode": "on_request", "fail_handler": "m:f"}, "fail_handler is not allowed"),
+        ({"mode": "auto_release", "path": "/srv"}, "path is not allowed"),
+        ({"mode": "on_request", "release_retries": 1}, "release_retries is an option of mode auto_release, not of"),
+        ({"mode": "on_request", "retry_lane_retries": 1}, "of mode work or auto_release, not of mode on_request"),
+        ({"mode": "auto_release", "max_retries": 1}, "max_retries is an option of mode work, not of mode auto_release"),
+        ({"handler": "m:f", "lease": 1}, "lease is an option of mode auto_release or on_request, not of mode work"),
+        ({"mode": "auto_release", "max_reties": 1}, "no option 'max_reties'; did you mean"),
         ({"handler": "exec:prog"}, "package.module:function"),
         ({"handler": "no module"}, "package.module:function"),
         ({"handler": "m:f:g"}, "package.module:function"),

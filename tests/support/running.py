@@ -100,6 +100,11 @@ class Forq:
         assert done.returncode == 0, f"forqctl {arguments} ended with {done.returncode}: {done.stderr}"
         return done.stdout.strip()
 
+    def begin_ctl(self, *arguments: str) -> "subprocess.Popen[str]":
+        """A forqctl that goes on while the test does."""
+        command = [str(BIN / "forqctl"), *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.environ())
+
     def create(self, name: str, function: str = "noop", **options: object) -> None:
         settings = [f"--set={key}={value}" for key, value in options.items()]
         self.ctl("create", name, "--handler", f"traced:{function}", "--path", str(HANDLERS), *settings)
@@ -109,6 +114,9 @@ class Forq:
 
     def queue_status(self, name: str) -> dict[str, Any]:
         return self.status(name)["queues"][0]  # type: ignore[no-any-return]
+
+    def awaiters(self, name: str) -> int:
+        return int(self.queue_status(name)["awaiters"])
 
     def child(self, name: str, role: str = "main") -> dict[str, Any]:
         return next(child for child in self.queue_status(name)["children"] if child["role"] == role)

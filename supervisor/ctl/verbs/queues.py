@@ -19,16 +19,17 @@ POLL_SECONDS = 1.0
 
 def create(args: Namespace) -> int:
     handlers = dict(_pair(text, "--type", "T=M:F") for text in args.type)
-    if args.handler is None and not handlers:
+    if args.mode == "work" and args.handler is None and not handlers:
         raise UsageError("create needs --handler M:F, or --type T=M:F for each type of job")
     params = {
         "name": args.name,
-        "mode": args.mode,
         "handler": args.handler,
         "handlers": handlers,
         "path": [os.path.abspath(path) for path in args.path],
         "options": dict(_pair(text, "--set", "OPTION=VALUE") for text in args.set),
     }
+    if args.mode is not None:
+        params["mode"] = args.mode
     if args.fail_handler is not None:
         params["fail_handler"] = args.fail_handler
     result = connect(args).call("queue.create", params)

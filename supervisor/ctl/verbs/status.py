@@ -14,6 +14,16 @@ if TYPE_CHECKING:
 
 NOT_HEALTHY = 3
 HEALTHY_STATES = ("running", "paused", "draining")
+_COLUMNS: tuple[tuple[str, str], ...] = (
+    ("QUEUE", "name"),
+    ("STATE", "state"),
+    ("WAITING", "waiting"),
+    ("SCHEDULED", "scheduled"),
+    ("ACTIVE", "active"),
+    ("DEAD", "dead"),
+    ("DONE", "processed"),
+    ("FAILED", "failed_total"),
+)
 
 
 def status(args: Namespace) -> int:
@@ -53,22 +63,19 @@ def _is_live_main(child: dict[str, Any]) -> bool:
 
 
 def _show(status: dict[str, Any], in_detail: bool) -> None:
+    queues = status["queues"]
+    columns = _COLUMNS
+    if any(queue["mode"] not in (None, "work") for queue in queues):
+        columns = (*_COLUMNS[:1], ("MODE", "mode"), *_COLUMNS[1:], ("AWAITED BY", "awaiters"))
     show_table(
-        ("QUEUE", "STATE", "WAITING", "SCHEDULED", "ACTIVE", "DEAD", "DONE", "FAILED", "OLDEST", "CHILDREN"),
+        (*(title for title, _ in columns), "OLDEST", "CHILDREN"),
         [
             (
-                queue["name"],
-                queue["state"],
-                queue["waiting"],
-                queue["scheduled"],
-                queue["active"],
-                queue["dead"],
-                queue["processed"],
-                queue["failed_total"],
+                *(queue.get(key) for _, key in columns),
                 span(queue["oldest_waiting_seconds"]),
                 ", ".join(map(_brief, queue["children"])),
             )
-            for queue in status["queues"]
+            for queue in queues
         ],
     )
     for queue in status["queues"]:

@@ -1,0 +1,230 @@
+"""The clerk speaks for many awaiters: the real class and a real server, the clock and the loop in the test's hands."""
+
+import select
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import pytest
+
+from forq import Client
+from forq.broker.link import Link
+from forq.client import NewJob, new_job
+from forq.errors import ForqError, RedisUnavailable, UnknownQueue, WrongMode
+from forq.services.awaiters import Awaiters
+from forq.services.desk import Later
+from tests.support.running import wait_until
+from tests.support.server import Server
+
+PREFIX = "forq:"
+
+
+class Hall:
+    """The clerk's loop, a step at a time; `clock` is added to the real time."""
+
+    def __init__(self, url: str) -> None:
+        self.clock = 0.0
+        self.client = Client(url)
+        self.queue = self.client.create_queue("q", mode="on_request")
+        self.answers: dict[str, object] = {}
+        self._poll = select.poll()
+        self.link = Link(url, name="forq-clerk")
+        self.awaiters = Awaiters(self.link, PREFIX, self._poll, now=self.now)
+
+    def now(self) -> float:
+        return time.monotonic() + self.clock
+
+    def ask(self, awaiter: str, wait: float | None = 60.0, **more: Any) -> Any:
+        """What the verb answers at once; else the answer will be in `answers`."""
+        until = None if wait is None else self.now() + wait
+        params = {"name": "q", "awaiter": awaiter, "id": None, "mode": "on_request", "until": until, "lease_ms": None}
+        answer = self.awaiters.ask(params | more)
+        if isinstance(answer, Later):
+            answer.promise(lambda value: self.answers.update({awaiter: value}))
+        return answer
+
+    def step(self, patience_ms: float = 20.0) -> None:
+        planned = self.awaiters.patience_ms()
+        for fd, _ in self._poll.poll(patience_ms if planned is None else min(patience_ms, planned)):
+            self.awaiters.hear(fd)
+        self.awaiters.tick()
+
+    def until(self, condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+        def stepped() -> Any:
+            self.step()
+            return condition()
+
+        return wait_until(stepped, seconds)
+
+    def registered(self) -> set[str]:
+        return {name.decode() for name in self.link.call("HKEYS", "forq:queue:{q}:awaiters")}
+
+
+@pytest.fixture
+def hall(redis_url: str) -> Iterator[Hall]:
+    hall = Hall(redis_url)
+    yield hall
+    hall.awaiters._ears.close()
+    hall.client.close()
+    hall.link.close()
+
+
+@pytest.mark.spec("N21")
+def test_what_is_there_is_answered_at_once(hall: Hall) -> None:
+    job_id = hall.queue.enqueue({"n": 1}, identifier="one")
+    answer = hall.ask("w")
+    assert {key: answer[key] for key in ("id", "identifier", "data", "awaiter", "lease_seconds")} == {
+        "id": job_id,
+        "identifier": "one",
+        "data": {"n": 1},
+        "awaiter": "w",
+        "lease_seconds": 10.0,
+    }
+    assert (len(hall.awaiters), hall.queue.job(job_id)["fence"]) == (0, answer["fence"])
+
+
+@pytest.mark.spec("N21")
+def test_one_who_waits_is_answered_when_there_is_an_item_and_nobody_else_is(hall: Hall) -> None:
+    assert isinstance(hall.ask("first"), Later)
+    assert isinstance(hall.ask("second"), Later)
+    hall.queue.enqueue(1, id="a")
+    answer = hall.until(lambda: hall.answers)
+    assert [(name, item["id"]) for name, item in answer.items()] == [("first", "a")]
+    assert len(hall.awaiters) == 1
+
+
+def test_two_thousand_await_their_own_items_through_one_clerk(hall: Hall) -> None:
+    for number in range(2000):
+        assert isinstance(hall.ask(f"w{number}", id=f"item{number}"), Later)
+    hall.queue.enqueue_jobs([_named(f"item{number}") for number in range(2000)])
+    hall.until(lambda: len(hall.answers) == 2000)
+    assert all(item["id"] == f"item{name[1:]}" for name, item in _items(hall).items())
+    assert hall.registered() == set()
+
+
+def test_one_who_does_not_wait_gets_what_is_there_or_nothing(hall: Hall) -> None:
+    assert hall.ask("w", wait=0) is None
+    assert hall.registered() == set()
+    hall.queue.enqueue(1, id="a")
+    assert hall.ask("w2", wait=0, lease_ms=500)["lease_seconds"] == 0.5
+
+
+def test_when_time_is_up_the_awaiter_is_forgotten_and_gets_nothing(hall: Hall) -> None:
+    hall.ask("w", wait=30)
+    assert hall.registered() == {"w"}
+    hall.clock += 31
+    hall.until(lambda: hall.answers == {"w": None})
+    assert (hall.registered(), len(hall.awaiters)) == (set(), 0)
+    hall.queue.enqueue(1, id="a")
+    assert hall.queue.job("a")["state"] == "waiting"
+
+
+def test_a_registration_is_renewed_in_half_the_time_that_it_is_valid(hall: Hall) -> None:
+    hall.ask("w", wait=None)
+    patience_ms = hall.awaiters.patience_ms()
+    assert patience_ms is not None
+    expires_ms = int(hall.link.call("HGET", "forq:queue:{q}:awaiters", "w").split()[0])
+    left_ms = expires_ms - time.time() * 1000
+    assert patience_ms == pytest.approx(left_ms / 2, abs=200)
+    hall.clock += patience_ms / 1000
+    hall.step()
+    assert int(hall.link.call("HGET", "forq:queue:{q}:awaiters", "w").split()[0]) >= expires_ms
+    assert hall.awaiters.patience_ms() == pytest.approx(left_ms / 2, abs=200)
+
+
+def test_one_that_leaves_is_answered_with_nothing_and_its_item_goes_back(hall: Hall) -> None:
+    hall.ask("w")
+    hall.queue.enqueue(1, id="a")
+    held = hall.until(lambda: hall.answers.get("w"))
+    assert (held["id"], hall.queue.job("a")["state"]) == ("a", "active")
+    hall.awaiters.leave({"name": "q", "awaiter": "w"})
+    assert hall.queue.job("a")["state"] == "waiting"
+    hall.ask("other", id="none")
+    hall.awaiters.leave({"name": "q", "awaiter": "other"})
+    assert (hall.answers["other"], hall.registered(), len(hall.awaiters)) == (None, set(), 0)
+
+
+def test_what_was_published_while_nobody_heard_it_is_found_after_a_reconnect(hall: Hall) -> None:
+    hall.ask("w", wait=None)
+    numbers = [
+        line.split(b"id=")[1].split()[0]
+        for line in hall.link.call("CLIENT", "LIST").splitlines()
+        if b"name=forq-clerk-ears" in line
+    ]
+    assert len(numbers) == 1
+    assert hall.link.call("CLIENT", "KILL", "ID", numbers[0]) == 1
+    hall.queue.enqueue(1, id="a")
+    # Its next renewal would come later.
+    assert hall.until(lambda: hall.answers, seconds=3)["w"]["id"] == "a"
+
+
+def test_awaiters_wait_on_while_redis_is_away(server: Server, hall: Hall) -> None:
+    hall.ask("w", wait=None)
+    hall.ask("short", wait=1.0)
+    server.stop()
+    with pytest.raises(RedisUnavailable):
+        hall.ask("impatient", wait=0)
+    assert isinstance(hall.ask("late", wait=None), Later)
+    hall.until(lambda: hall.answers == {"short": None})
+    server.start()
+    queue = hall.client.create_queue("q", mode="on_request")
+    queue.enqueue_jobs([_named("a"), _named("b")])
+    hall.until(lambda: len(hall.answers) == 3)
+    assert sorted(item["id"] for name, item in _items(hall).items() if name != "short") == ["a", "b"]
+
+
+def test_one_failure_is_enough_to_know_that_redis_is_away(
+    server: Server, hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(50):
+        hall.ask(f"w{number}", wait=None)
+    server.stop()
+    calls: list[object] = []
+
+    def unreachable() -> NoReturn:
+        calls.append(1)
+        raise RedisUnavailable("away")
+
+    monkeypatch.setattr(hall.link, "_ready", unreachable)
+    monkeypatch.setattr(hall.awaiters._ears, "connect", unreachable)
+    hall.clock += 6
+    for _ in range(5):
+        hall.step(1)
+    assert len(calls) == 1
+    assert len(hall.awaiters) == 50
+
+
+def test_a_queue_of_another_mode_or_none_at_all_is_an_error(hall: Hall) -> None:
+    hall.client.create_queue("works")
+    for name, error in (("works", WrongMode), ("none", UnknownQueue)):
+        with pytest.raises(error):
+            hall.ask("w", name=name)
+    assert len(hall.awaiters) == 0
+
+
+def test_one_whose_queue_is_deleted_meanwhile_is_told_so(hall: Hall) -> None:
+    hall.ask("w", wait=None)
+    hall.link.call("DEL", "forq:queue:{q}:options")
+    hall.clock += 6
+    answer = hall.until(lambda: hall.answers.get("w"))
+    assert isinstance(answer, UnknownQueue)
+
+
+def test_a_fault_of_one_is_not_the_fault_of_all(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    hall.ask("broken", id="a")
+    hall.ask("fine", id="b")
+    broken = hall.awaiters._awaiters["broken"]
+    monkeypatch.setattr(broken.awaiting, "ask", lambda *_, **__: 1 / 0)
+    hall.queue.enqueue(1, id="a")
+    hall.queue.enqueue(1, id="b")
+    hall.until(lambda: len(hall.answers) == 2)
+    assert isinstance(hall.answers["broken"], ForqError)
+    assert _items(hall)["fine"]["id"] == "b"
+
+
+def _named(job_id: str) -> NewJob:
+    return new_job(job_id, id=job_id)
+
+
+def _items(hall: Hall) -> dict[str, Any]:
+    return hall.answers

@@ -1,0 +1,15 @@
+"""What the tests of forqctl share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_supervisor import FakeSupervisor
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[FakeSupervisor]:
+    fake = FakeSupervisor(str(tmp_path / "c.sock"))
+    yield fake
+    fake.close()
