@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from forq.broker.awaiting import Awaiting
 
 from forq import exits
+from forq.broker.awaiting import Awaiting
 from forq.broker.dead import Chunk, DeadJobs
 from forq.broker.known import count_known
 from forq.broker.link import Link
