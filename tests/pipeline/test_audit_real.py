@@ -22,6 +22,7 @@ from forq.pipeline.auditor import CLEAN, GAPS, VIOLATIONS, Audit
 from forq.pipeline.cli import add_common
 from forq.pipeline.history import History
 from forq.pipeline.source import ForqSource
+from tests.support.busy_gates import BusyGate
 from tests.support.busy_queues import BusyQueue
 from tests.support.histories import rows_on_server
 from tests.support.one_queue import one_queue
@@ -72,9 +73,15 @@ def test_what_real_queues_lived_through_is_clean(
     busy.create()
     other = BusyQueue(redis_url, "other", seed=6, ids=5)
     other.run(500)
+    gates = [BusyGate(redis_url, mode, seed=7) for mode in ("auto_release", "on_request")]
+    for gate in gates:
+        gate.run(1000)
     spark.dataSource.register(ForqSource)
     History(spark, str(tmp_path)).publish(0, spark.read.format("forq").option("redis", redis_url).load())
     busy.run(1500)
+    for gate in gates:
+        gate.run(1000)
+        gate.close()
     with at_work(other):
         code, text = run_audit(redis_url, tmp_path, capsys, "--json")
     other.close()
@@ -83,8 +90,11 @@ def test_what_real_queues_lived_through_is_clean(
     assert (code, told["result"], told["notes"]) == (CLEAN, "clean", [])
     assert told["compared_with_redis"]
     assert all(rule["checked"] > 0 for rule in told["rules"])
-    verbs = {event.verb for event in rows_on_server(redis_url, "busy", "busy#fail", "other", "other#fail")}
+    verbs = {event.verb for event in rows_on_server(redis_url, "busy", "busy#fail", "other", "auto_release")}
     assert VERBS - verbs == {"dropped"}
+    for mode in ("auto_release", "on_request"):
+        causes = {event.cause for event in rows_on_server(redis_url, mode) if event.verb == "dead"}
+        assert causes == ({"NotAwaited", "ItemTimeout"} if mode == "auto_release" else {"ItemTimeout"})
 
 
 @pytest.mark.timeout(300)

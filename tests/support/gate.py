@@ -23,9 +23,9 @@ OPTIONS = {
 class Gate(OneQueue):
     """A queue of mode auto_release or on_request."""
 
-    def __init__(self, url: str, mode: str, **options: int) -> None:
-        super().__init__(url, "q", mode, **{**OPTIONS, **options})
-        self.awaiting = Awaiting(self.link, DEFAULT_PREFIX, "q")
+    def __init__(self, url: str, mode: str, *, name: str = "q", **options: int) -> None:
+        super().__init__(url, name, mode, **{**OPTIONS, **options})
+        self.awaiting = Awaiting(self.link, DEFAULT_PREFIX, name)
         self._releasers: dict[str, Releaser] = {}
 
     def ask(self, awaiter: str, job_id: str | None = None, *, register: bool = True, **how: Any) -> Hand | None:
@@ -76,7 +76,7 @@ class Gate(OneQueue):
 
 @contextmanager
 def gate(url: str, mode: str, **options: int) -> Iterator[Gate]:
-    queue = Gate(url, mode, **options)
+    queue = Gate(url, mode, name="q", **options)
     try:
         yield queue
     finally:

@@ -194,9 +194,9 @@ MUTANTS_OF_RELEASES = (
     ),
     Mutant(
         "lib/fences.lua",
-        "  remembered[4] = fence\n",
-        "",
-        "two claims of one call have the same fence",
-        "release test_two_claims_of_one_call",
+        "if not fence_of_this_call then",
+        "do now_us = now_us + 1",
+        "the claims of one call have different fences",
+        "release test_the_claims_of_one_call",
     ),
 )

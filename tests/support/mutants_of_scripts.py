@@ -1000,7 +1000,7 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "lib/fences.lua",
-        "  remember('fence', fence)\n",
+        "    remember('fence', fence_of_this_call)\n",
         "",
         "a fence goes back with the clock",
         "guards test_fences_go_on_growing_while_the_clock_is_behind",

@@ -32,7 +32,12 @@ local function expire()
       redis.call('ZADD', key('expiries'), string.format('%.0f', math.max(now_ms, tonumber(lapses)) + 1), id)
     elseif bytes < EXPIRED_BYTES then
       local job = read_record(record)
-      if scheduled[i] then redis.call('ZREM', key('scheduled'), id) else forget_first_hint(job and place_for(job) or '5', id) end
+      if scheduled[i] then
+        redis.call('ZREM', key('scheduled'), id)
+        note('promoted 0 ' .. id)
+      else
+        forget_first_hint(job and place_for(job) or '5', id)
+      end
       fence = fence or next_fence()
       note('claimed ' .. fence .. ' ' .. attempt_number(job) .. ' ' .. id)
       old[#old + 1] = { id = id, fence = fence, micros = '-', record = record, error = error, brief = error }
