@@ -5,7 +5,7 @@ from tests.support.mutants import Mutant
 MUTANTS_OF_RELEASES = (
     Mutant(
         "release.lua",
-        "if closed_us > 0 then return -1, closed_us end",
+        "if gate_us > now_us then return -1, gate_us - now_us end",
         "",
         "the gate is always open",
         "release test_one_item_is_tried_per_interval",
@@ -40,7 +40,7 @@ MUTANTS_OF_RELEASES = (
     ),
     Mutant(
         "await.lua",
-        "if hand and hand ~= '' then return { OK, VALID_MS, hand } end",
+        "if hand and is_held(awaiter, hand) then return { OK, VALID_MS, hand } end",
         "",
         "after a lost reply the item cannot be had again",
         "release test_an_item_is_gone_when_it_is_acknowledged",
@@ -145,7 +145,7 @@ MUTANTS_OF_RELEASES = (
     ),
     Mutant(
         "lib/handing.lua",
-        "      redis.call('UNLINK', hand_key(awaiter))\n",
+        "      if held == id then redis.call('UNLINK', hand_key(awaiter)) end\n",
         "",
         "who came too late is told again of the item that it has lost",
         "release test_what_is_not_acknowledged_in_time",

@@ -4,6 +4,8 @@
 
 local FORGOTTEN_PER_CALL = 1000
 local LOOKED_AT_BY_CHANCE = 2
+-- Whether there were more dead ones than that before any living one: then the call is to be repeated.
+local forgot_enough = false
 
 local function read_awaiter(awaiter)
   local entry = redis.call('HGET', key('awaiters'), awaiter)
@@ -36,6 +38,7 @@ local function first_awaiter(id)
     redis.call('ZREM', key('awaiting'), member)
     if known and known.expires_ms <= now_ms then redis.call('HDEL', key('awaiters'), known.name) end
   end
+  forgot_enough = true
 end
 
 -- It keeps its place in line as long as it renews in time.

@@ -22,12 +22,17 @@ local function expire()
     if not record then
       redis.call('ZREM', key('expiries'), id)
     elseif owners[i] then
-      -- It is in somebody's hands: it is looked at again when it comes back.
+      -- It is in somebody's hands: it is looked at again when it comes back. The half tells that it was too old before.
       local lapses = redis.call('ZSCORE', key('leases'), id) or now_ms
-      redis.call('ZADD', key('expiries'), string.format('%.0f', math.max(now_ms, tonumber(lapses)) + 1), id)
+      redis.call('ZADD', key('expiries'), string.format('%.1f', math.max(now_ms, tonumber(lapses)) + 0.5), id)
     else
       local job = read_record(record)
-      if redis.call('ZREM', key('scheduled'), id) == 0 then forget_first_hint(job and place_for(job) or '5', id) end
+      if redis.call('ZREM', key('scheduled'), id) == 1 then
+        -- Between two tries: nothing that is scheduled can be claimed.
+        note('updated 0 ' .. id)
+      else
+        forget_first_hint(job and place_for(job) or '5', id)
+      end
       note('claimed ' .. fence .. ' ' .. attempt_number(job) .. ' ' .. id)
       bury_job(id, fence, '-', record, error, error)
     end

@@ -10,6 +10,15 @@ local function hand_key(awaiter)
   return key('awaiter:' .. awaiter)
 end
 
+-- Whether this is what the awaiter was handed and still holds, and not what it had of an item that has gone back, or of
+-- an earlier queue of this name.
+local function is_held(awaiter, hand)
+  local fence, id = string.match(hand, '^(%d+) (%S+) ')
+  if not id then return false end
+  local owner = redis.call('HGET', key('active'), id)
+  return owner == awaiter .. ':' .. fence or owner == awaiter .. ':' .. fence .. REMOVED
+end
+
 -- The number of the attempt at a job that begins now.
 local function attempt_number(job)
   return job and job.retries + job.stalls + job.timeouts + 1 or 1
@@ -38,7 +47,7 @@ local function take_next()
   if other_hints == 0 then return take_from('5') end
   for priority = 0, 9 do
     local id, record = take_from(tostring(priority))
-    if id then return id, record end
+    if id or skipped_enough then return id, record end
   end
 end
 
@@ -66,7 +75,9 @@ local function lapse()
     redis.call('ZREM', key('leases'), id)
     if owner then
       local awaiter = string.match(owner, '^([^:]+):')
-      redis.call('UNLINK', hand_key(awaiter))
+      -- By now it may have been handed another one.
+      local held = string.match(redis.call('LINDEX', hand_key(awaiter), 0) or '', '^%d+ (%S+) ')
+      if held == id then redis.call('UNLINK', hand_key(awaiter)) end
       hand_back(awaiter, { id })
     end
   end
