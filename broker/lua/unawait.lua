@@ -13,6 +13,9 @@ local list = key('awaiter:' .. awaiter)
 local hand = redis.call('LINDEX', list, 0) or ''
 local id = string.match(hand, '^%d+ (%S+) ')
 local held = id and is_owner(awaiter, redis.call('HGET', key('active'), id))
+-- It may have been rung for an item that others await too.
+local known = read_awaiter(awaiter)
+if known and redis.call('HEXISTS', key('jobs'), known.id) == 1 then note_ready({ known.id }) end
 forget_awaiter(awaiter)
 -- An acknowledgement may still be repeated.
 if string.sub(hand, 1, 6) ~= 'acked ' then redis.call('UNLINK', list) end

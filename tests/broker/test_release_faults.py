@@ -8,10 +8,12 @@ import pytest
 
 from forq import releases
 from forq.broker.awaiting import Answer, Awaiting
+from forq.broker.codes import NO_QUEUE
 from forq.broker.link import Link
 from forq.broker.producing import Update, new_job
+from forq.broker.scripts import script
 from forq.errors import BackPressure, InvalidId, LeaseLapsed, OutcomeUnknown
-from tests.support.gate import Gate, gate
+from tests.support.gate import OPTIONS, Gate, gate
 from tests.support.journal_replay import Replay
 from tests.support.one_queue import State
 from tests.support.server import Server
@@ -400,3 +402,92 @@ def test_an_item_that_is_updated_in_somebodys_hands_comes_back_new(queue: Gate) 
     job = queue.viewer.job("a")
     assert (job["data"], job["priority"], job["retry_count"]) == ("new", 1, 0)
     assert queue.state().waiting == {1: ["a"]}
+
+
+def test_with_nothing_in_line_a_child_blocks_although_the_gate_is_closed(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    assert queue.attempt().wait_seconds == 60
+    assert queue.release().wait_seconds == 0
+
+
+def test_an_awaiter_that_has_acknowledged_its_item_gets_no_other(queue: Gate) -> None:
+    """A question that was under way when the answer to an earlier one came."""
+    queue.enqueue("a", "b")
+    queue.ask("x")
+    queue.attempt()
+    queue.ack("x", queue.ask("x"))
+    with pytest.raises(LeaseLapsed):
+        queue.ask("x")
+    assert not queue.attempt().handed_over
+
+
+def test_who_was_rung_too_late_is_not_rung_for_ever(asked: Gate) -> None:
+    asked.ask("x")
+    asked.enqueue("a")
+    assert asked.list_of("x") == [""]
+    assert asked.got("faster") == "a"
+    assert asked.got("x") is None
+    assert asked.list_of("x") == [], "it would ask again and again"
+
+
+def test_whoever_asks_and_finds_that_a_lease_has_lapsed_rings_who_awaits_the_item(asked: Gate) -> None:
+    asked.enqueue("a")
+    asked.ask("dead")
+    asked.ask("y", "a")
+    asked.come("leases", "a")
+    asked.ask("z", "another")
+    assert asked.list_of("y") == [""]
+
+
+def test_who_leaves_after_it_was_rung_leaves_the_item_to_the_next_one_who_awaits_it(asked: Gate) -> None:
+    asked.ask("x", "a"), asked.ask("y", "a")
+    asked.enqueue("a")
+    assert [asked.list_of(name) for name in "xy"] == [[""], []]
+    asked.awaiting.leave("x")
+    assert asked.list_of("y") == [""]
+
+
+def test_a_fence_that_is_ahead_of_the_clock_makes_no_time_that_is_negative(asked: Gate) -> None:
+    asked.redis.hset(asked.key("counts"), "fence", (now_ms(asked) + HOUR_MS) * 1000)
+    asked.enqueue("a")
+    asked.ack("x", asked.ask("x"))
+    assert [event.micros for event in asked.events() if event.verb == "released"] == [0]
+
+
+@pytest.mark.parametrize("verb", ["await", "ack", "unawait", "promote"])
+def test_every_call_about_a_queue_that_is_gone_says_so_and_leaves_nothing_behind(asked: Gate, verb: str) -> None:
+    asked.registry.delete("q", force=True)
+    before = sorted(asked.redis.keys())
+    arguments = {"await": ("x", "", "on_request", "", 1, "-"), "ack": ("x", "a", 1), "unawait": ("x",), "promote": ()}
+    assert asked.link.run(script(verb), asked.base, *arguments[verb]) == [NO_QUEUE]
+    assert sorted(asked.redis.keys()) == before
+
+
+def test_who_leaves_does_not_give_back_what_another_has(queue: Gate) -> None:
+    """The queue was deleted and made again, and the item enqueued again."""
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.attempt()
+    queue.registry.delete("q", force=True)
+    assert not queue.registry.purge("q", lambda dropped: None)
+    queue.create(**OPTIONS)
+    queue.enqueue("a")
+    queue.ask("y")
+    queue.workers[0].consumer.join(15_000)
+    assert queue.attempt().handed_over
+    assert not queue.awaiting.leave("x")
+    assert queue.state().active == {"a": "y"}
+    assert queue.redis.zscore(queue.key("leases"), "a") is not None
+
+
+@pytest.mark.parametrize("what", ["holding", "rung"])
+def test_who_leaves_leaves_no_list_behind(asked: Gate, what: str) -> None:
+    if what == "holding":
+        asked.enqueue("a")
+    asked.ask("x")
+    if what == "rung":
+        asked.enqueue("a")
+    assert len(asked.list_of("x")) == 1
+    asked.awaiting.leave("x")
+    assert asked.redis.exists(asked.key("awaiter:x")) == 0

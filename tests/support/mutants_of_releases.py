@@ -117,7 +117,7 @@ MUTANTS_OF_RELEASES = (
     ),
     Mutant(
         "lib/awaiters.lua",
-        "known and known.id == id and known.arrival or",
+        "in_time and known.arrival or",
         "nil or",
         "who renews loses its place",
         "release test_of_several_who_await_the_same",

@@ -44,8 +44,9 @@ end
 -- It keeps its place in line as long as it renews in time.
 local function register_awaiter(awaiter, id, via, valid_ms)
   local known = read_awaiter(awaiter)
-  local arrival = known and known.id == id and known.arrival or string.format('%.0f', now_us)
-  if known and known.id ~= id then forget_awaiter(awaiter) end
+  local in_time = known and known.id == id and known.expires_ms > now_ms
+  local arrival = in_time and known.arrival or string.format('%.0f', now_us)
+  if not in_time then forget_awaiter(awaiter) end
   redis.call('HSET', key('awaiters'), awaiter, string.format('%.0f %s %s ', now_ms + valid_ms, arrival, via) .. id)
   redis.call('ZADD', key('awaiting'), 0, id .. ' ' .. arrival .. ' ' .. awaiter)
   -- When all are dead, nothing is left of them.
