@@ -24,7 +24,7 @@ local function expire()
     elseif owners[i] then
       -- It is in somebody's hands: it is looked at again when it comes back. The half tells that it was too old before.
       local lapses = redis.call('ZSCORE', key('leases'), id) or now_ms
-      redis.call('ZADD', key('expiries'), string.format('%.1f', math.max(now_ms, tonumber(lapses)) + 0.5), id)
+      redis.call('ZADD', key('expiries'), string.format('%.1f', tonumber(lapses) + 0.5), id)
     else
       local job = read_record(record)
       if redis.call('ZREM', key('scheduled'), id) == 1 then

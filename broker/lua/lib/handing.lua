@@ -13,10 +13,8 @@ end
 -- Whether this is what the awaiter was handed and still holds, and not what it had of an item that has gone back, or of
 -- an earlier queue of this name.
 local function is_held(awaiter, hand)
-  local fence, id = string.match(hand, '^(%d+) (%S+) ')
-  if not id then return false end
-  local owner = redis.call('HGET', key('active'), id)
-  return owner == awaiter .. ':' .. fence or owner == awaiter .. ':' .. fence .. REMOVED
+  local id = string.match(hand, '^%d+ (%S+) ')
+  return id and is_owner(awaiter, redis.call('HGET', key('active'), id))
 end
 
 -- The number of the attempt at a job that begins now.
@@ -58,7 +56,6 @@ local function hand_over(id, record, to, via, lease_ms)
   note('claimed ' .. fence .. ' ' .. attempt_number(read_record(record)) .. ' ' .. id)
   set_timer('leases', id, now_ms + lease_ms)
   local hand = fence .. ' ' .. id .. string.format(' %.0f\n', lease_ms) .. record
-  redis.call('DEL', hand_key(to))
   redis.call('RPUSH', hand_key(to), hand)
   redis.call('PEXPIRE', hand_key(to), string.format('%.0f', lease_ms))
   if via ~= '-' then redis.call('PUBLISH', key('handed:' .. via), to) end
