@@ -3,6 +3,7 @@
 An awaiter is a name that is used for one item. Every call may be repeated: after a lost reply it gets the same answer.
 """
 
+import re
 from dataclasses import dataclass
 
 from forq.broker.codes import NO_QUEUE, OK, error_for
@@ -10,12 +11,15 @@ from forq.broker.keys import awaiter_key, handed_channels, queue_base
 from forq.broker.link import Link
 from forq.broker.record import Record, unpack
 from forq.broker.scripts import script
-from forq.names import check_job_id, check_queue_name
+from forq.errors import InvalidId
+from forq.names import check_job_id, check_queue_name, shown
 
 __all__ = ["Answer", "Awaiting", "Hand", "handed_channels"]
 
 # How an awaiter says that it blocks on its own list; else it says which clerk is to be told.
 BY_ITSELF = "-"
+# An owner is written AWAITER:FENCE, and an awaiter between blanks.
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,9 @@ class Awaiting:
     ) -> Answer:
         """The item that this awaiter was handed, or can take. If there is none it is registered, or with
         `register` False not any more."""
+        for name in (awaiter, via):
+            if not _NAME.match(name):
+                raise InvalidId(f"awaiter {shown(name)} is not allowed: 1 to 128 of A-Z a-z 0-9 _ . -")
         wanted = "" if job_id is None else check_job_id(job_id)
         lease = "" if lease_ms is None else lease_ms
         reply = self._link.run(script("await"), self._base, awaiter, wanted, mode, lease, int(register), via)

@@ -19,7 +19,6 @@ redis.call('HDEL', key('jobs'), id)
 redis.call('HDEL', key('active'), id)
 redis.call('ZREM', key('leases'), id)
 redis.call('ZREM', key('expiries'), id)
-forget_attempts({ id })
 redis.call('INCR', key('processed:count'))
 -- A fence is the time of its claim, unless the clock was set back.
 note('released ' .. fence .. ' ' .. id .. string.format(' %.0f', math.max(0, now_us - tonumber(fence))))

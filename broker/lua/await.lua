@@ -32,7 +32,7 @@ end
 local VALID_MS = 10000
 local hand = redis.call('LINDEX', hand_key(awaiter), 0)
 if hand and string.sub(hand, 1, 6) == 'acked ' then return { LAPSED } end
-if hand and hand ~= '' then return { OK, VALID_MS, hand } end
+if hand and is_held(awaiter, hand) then return { OK, VALID_MS, hand } end
 if hand then redis.call('DEL', hand_key(awaiter)) end
 
 lapse()

@@ -133,8 +133,8 @@ local function update(dispatch)
   local new_place = place_for(job)
   redis.call('HSET', key('jobs'), id, write_record(job))
   note('updated 0 ' .. id)
-  -- A later time makes it no older.
-  if mode ~= 'work' and new_run_at > now_ms then set_expiry(id, new_run_at) end
+  -- Its age counts from its time. One that waits, or waits for its next try, gets no younger by an update.
+  if mode ~= 'work' and new_run_at ~= run_at then set_expiry(id, new_run_at, new_run_at <= now_ms) end
   if due and new_run_at > now_ms then
     -- The journal says that it is scheduled even if nothing changes: without that it would say that the job waits.
     if new_run_at ~= run_at then schedule(id, new_run_at) else note_scheduled(id, run_at) end

@@ -39,15 +39,26 @@ end
 local function try()
   local gate_us = tonumber(redis.call('HGET', key('counts'), 'gate_us') or 0)
   local interval_us = option('release_interval_ms') * 1000
-  -- A clock that was set back does not close the gate for longer than that.
-  local closed_us = math.min(gate_us - now_us, interval_us)
+  local function close_gate()
+    remember('gate_us', string.format('%.0f', now_us + interval_us))
+  end
   if not in_line() then return -1, 0 end
-  if closed_us > 0 then return -1, closed_us end
+  if gate_us > now_us + interval_us then
+    -- The clock was set back: the gate is not closed for longer than it ever is.
+    close_gate()
+    return -1, interval_us
+  end
+  if gate_us > now_us then return -1, gate_us - now_us end
   local id, record
   if lane == 'retry' then id, record = take_from(LANE) else id, record = take_next() end
   if not id then return -1, 0 end
-  remember('gate_us', string.format('%.0f', now_us + interval_us))
   local to = first_awaiter(id) or first_awaiter('')
+  if not to and forgot_enough then
+    -- Nobody knows yet whether somebody awaits it: that is no try.
+    push_front({ [place_of(record) or '5'] = { id } })
+    return -1, 0
+  end
+  close_gate()
   if to then
     hand_over(id, record, to.name, to.via, option('lease_ms'))
   else

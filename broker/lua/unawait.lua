@@ -10,13 +10,21 @@
 if not epoch then return { NO_QUEUE } end
 local awaiter = ARGV[1]
 local list = key('awaiter:' .. awaiter)
-local id = string.match(redis.call('LINDEX', list, 0) or '', '^%d+ (%S+) ')
+local hand = redis.call('LINDEX', list, 0) or ''
+local id = string.match(hand, '^%d+ (%S+) ')
 local held = id and is_owner(awaiter, redis.call('HGET', key('active'), id))
+-- It may have been rung for an item that others await too.
+local known = read_awaiter(awaiter)
+if known and redis.call('HEXISTS', key('jobs'), known.id) == 1 then note_ready({ known.id }) end
 forget_awaiter(awaiter)
-redis.call('UNLINK', list)
+-- An acknowledgement may still be repeated.
+if string.sub(hand, 1, 6) ~= 'acked ' then redis.call('UNLINK', list) end
 if held then
   redis.call('ZREM', key('leases'), id)
   hand_back(awaiter, { id })
+  local expires = redis.call('ZSCORE', key('expiries'), id)
+  -- It was too old before (expiring.lua): it need not wait until its lease would have lapsed.
+  if expires and tonumber(expires) % 1 > 0 then set_timer('expiries', id, now_ms) end
 end
 wake_idle_worker()
 write_journal(awaiter)

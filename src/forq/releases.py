@@ -12,15 +12,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 from forq.broker.awaiting import Answer, Awaiting, Hand
-from forq.errors import ForqError, LeaseLapsed, RedisUnavailable
+from forq.errors import BackPressure, ForqError, LeaseLapsed, RedisUnavailable
 from forq.ids import new_id
 
 # A blocking read never takes longer, so that a connection that is dead is noticed.
 SLICE_SECONDS = 5.0
 PAUSE_SECONDS = 0.1
 # How long Redis may be away before a call gives up; and before an acknowledgement does, which decides about an item.
+# With the time that its last call takes that must be less than the minute for which Redis knows that it had been made:
+# else an item that has left would be taken for one that has gone back.
 PATIENCE_SECONDS = 10.0
-ACK_PATIENCE_SECONDS = 60.0
+ACK_PATIENCE_SECONDS = 30.0
 
 T = TypeVar("T")
 
@@ -89,13 +91,21 @@ class _Call:
                 if not waiting:
                     return None
                 patience = min(SLICE_SECONDS, answer.valid_ms / 2000, deadline - time.monotonic())
-                with suppress(RedisUnavailable):
-                    self._awaiting.wait(self._awaiter, patience)
+                self._wait(patience)
         except BaseException:
             # Interrupted, or Redis is away: what nobody waits for any more need not wait for its lease.
             with suppress(ForqError):
                 self._awaiting.leave(self._awaiter)
             raise
+
+    def _wait(self, seconds: float) -> None:
+        try:
+            self._awaiting.wait(self._awaiter, seconds)
+        except RedisUnavailable:
+            return
+        except BackPressure:
+            # Out of memory a blocking read is refused, but a question is not.
+            time.sleep(max(0.0, min(seconds, PAUSE_SECONDS)))
 
     def _ask(self, *, register: bool) -> Answer:
         return self._awaiting.ask(

@@ -22,7 +22,7 @@ from forq.broker.consuming import Settled, Turn
 from forq.broker.keeping import Outcome, Position
 from forq.broker.producing import Update, new_job
 from forq.errors import Exists, Fenced, QueueFull
-from tests.support.model_checks import MINUTE_MS, Checks
+from tests.support.model_checks import MINUTE_MS, Checks, pass_time
 from tests.support.mutants import MUTANT
 from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue
 from tests.support.queue_model import (
@@ -43,7 +43,6 @@ from tests.support.server import Server
 AHEAD_MS = {"now": None, "soon": 30 * MINUTE_MS, "later": 50 * MINUTE_MS, "far": 600 * MINUTE_MS}
 BACKOFF_MS = (20 * MINUTE_MS, 40 * MINUTE_MS, 40 * MINUTE_MS)
 STEP_MS = 35 * MINUTE_MS
-FAR = 9007199254740991  # in lua/lib/blocked.lua
 
 IDS = st.sampled_from("abcdef")
 SEVERAL_IDS = st.lists(IDS, min_size=1, max_size=4).map("".join)
@@ -372,17 +371,6 @@ class QueueMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.queue.close()
-
-
-def pass_time(queue: OneQueue, ms: int) -> None:
-    """Moves the time of everything that is scheduled or blocked back."""
-    for job_id, due in queue.redis.zrange(queue.key("scheduled"), 0, -1, withscores=True):
-        queue.redis.zadd(queue.key("scheduled"), {job_id: due - ms})
-    for job_id, entry in queue.redis.hgetall(queue.key("blocked")).items():
-        head, _, body = entry.partition(b"\n")
-        *flags, own, lo, hi = head.decode().split(" ")
-        moved = [t if int(t) == FAR else str(max(0, int(t) - ms)) for t in (own, lo, hi)]
-        queue.redis.hset(queue.key("blocked"), job_id, " ".join([*flags, *moved]).encode() + b"\n" + body)
 
 
 @pytest.mark.spec("R10", "R11", "R13", "R14", "Q4")

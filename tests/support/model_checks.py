@@ -9,6 +9,7 @@ from tests.support.one_queue import OneQueue, State
 from tests.support.queue_model import ModelQueue
 
 MINUTE_MS = 60_000
+FAR = 9007199254740991  # in lua/lib/blocked.lua
 
 
 @dataclass(frozen=True)
@@ -153,3 +154,14 @@ class Checks:
         counts = self._queue.viewer.counts()
         assert (counts.epoch, counts.journal_sequence, counts.journal_hash) == (told.epoch, told.sequence, told.hash)
         assert counts.dead == len(told.archived)
+
+
+def pass_time(queue: OneQueue, ms: int) -> None:
+    """Moves the time of everything that is scheduled or blocked back."""
+    for job_id, due in queue.redis.zrange(queue.key("scheduled"), 0, -1, withscores=True):
+        queue.redis.zadd(queue.key("scheduled"), {job_id: due - ms})
+    for job_id, entry in queue.redis.hgetall(queue.key("blocked")).items():
+        head, _, body = entry.partition(b"\n")
+        *flags, own, lo, hi = head.decode().split(" ")
+        moved = [t if int(t) == FAR else str(max(0, int(t) - ms)) for t in (own, lo, hi)]
+        queue.redis.hset(queue.key("blocked"), job_id, " ".join([*flags, *moved]).encode() + b"\n" + body)

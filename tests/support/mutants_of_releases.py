@@ -5,7 +5,7 @@ from tests.support.mutants import Mutant
 MUTANTS_OF_RELEASES = (
     Mutant(
         "release.lua",
-        "if closed_us > 0 then return -1, closed_us end",
+        "if gate_us > now_us then return -1, gate_us - now_us end",
         "",
         "the gate is always open",
         "release test_one_item_is_tried_per_interval",
@@ -40,7 +40,7 @@ MUTANTS_OF_RELEASES = (
     ),
     Mutant(
         "await.lua",
-        "if hand and hand ~= '' then return { OK, VALID_MS, hand } end",
+        "if hand and is_held(awaiter, hand) then return { OK, VALID_MS, hand } end",
         "",
         "after a lost reply the item cannot be had again",
         "release test_an_item_is_gone_when_it_is_acknowledged",
@@ -117,7 +117,7 @@ MUTANTS_OF_RELEASES = (
     ),
     Mutant(
         "lib/awaiters.lua",
-        "known and known.id == id and known.arrival or",
+        "in_time and known.arrival or",
         "nil or",
         "who renews loses its place",
         "release test_of_several_who_await_the_same",
@@ -145,7 +145,7 @@ MUTANTS_OF_RELEASES = (
     ),
     Mutant(
         "lib/handing.lua",
-        "      redis.call('UNLINK', hand_key(awaiter))\n",
+        "      if held == id then redis.call('UNLINK', hand_key(awaiter)) end\n",
         "",
         "who came too late is told again of the item that it has lost",
         "release test_what_is_not_acknowledged_in_time",

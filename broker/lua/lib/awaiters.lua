@@ -4,6 +4,8 @@
 
 local FORGOTTEN_PER_CALL = 1000
 local LOOKED_AT_BY_CHANCE = 2
+-- Whether there were more dead ones than that before any living one: then the call is to be repeated.
+local forgot_enough = false
 
 local function read_awaiter(awaiter)
   local entry = redis.call('HGET', key('awaiters'), awaiter)
@@ -36,13 +38,15 @@ local function first_awaiter(id)
     redis.call('ZREM', key('awaiting'), member)
     if known and known.expires_ms <= now_ms then redis.call('HDEL', key('awaiters'), known.name) end
   end
+  forgot_enough = true
 end
 
 -- It keeps its place in line as long as it renews in time.
 local function register_awaiter(awaiter, id, via, valid_ms)
   local known = read_awaiter(awaiter)
-  local arrival = known and known.id == id and known.arrival or string.format('%.0f', now_us)
-  if known and known.id ~= id then forget_awaiter(awaiter) end
+  local in_time = known and known.id == id and known.expires_ms > now_ms
+  local arrival = in_time and known.arrival or string.format('%.0f', now_us)
+  if not in_time then forget_awaiter(awaiter) end
   redis.call('HSET', key('awaiters'), awaiter, string.format('%.0f %s %s ', now_ms + valid_ms, arrival, via) .. id)
   redis.call('ZADD', key('awaiting'), 0, id .. ' ' .. arrival .. ' ' .. awaiter)
   -- When all are dead, nothing is left of them.

@@ -27,14 +27,15 @@ local function expire()
     if not record then
       redis.call('ZREM', key('expiries'), id)
     elseif owners[i] then
-      -- It is in somebody's hands: it is looked at again when it comes back.
+      -- It is in somebody's hands: it is looked at again when it comes back. The half tells that it was too old before.
       local lapses = redis.call('ZSCORE', key('leases'), id) or now_ms
-      redis.call('ZADD', key('expiries'), string.format('%.0f', math.max(now_ms, tonumber(lapses)) + 1), id)
+      redis.call('ZADD', key('expiries'), string.format('%.1f', tonumber(lapses) + 0.5), id)
     elseif bytes < EXPIRED_BYTES then
       local job = read_record(record)
       if scheduled[i] then
         redis.call('ZREM', key('scheduled'), id)
-        note('promoted 0 ' .. id)
+        -- Between two tries: nothing that is scheduled can be claimed.
+        note('updated 0 ' .. id)
       else
         forget_first_hint(job and place_for(job) or '5', id)
       end

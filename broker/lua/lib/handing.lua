@@ -10,6 +10,13 @@ local function hand_key(awaiter)
   return key('awaiter:' .. awaiter)
 end
 
+-- Whether this is what the awaiter was handed and still holds, and not what it had of an item that has gone back, or of
+-- an earlier queue of this name.
+local function is_held(awaiter, hand)
+  local id = string.match(hand, '^%d+ (%S+) ')
+  return id and is_owner(awaiter, redis.call('HGET', key('active'), id))
+end
+
 -- The number of the attempt at a job that begins now.
 local function attempt_number(job)
   return job and job.retries + job.stalls + job.timeouts + 1 or 1
@@ -38,7 +45,7 @@ local function take_next()
   if other_hints == 0 then return take_from('5') end
   for priority = 0, 9 do
     local id, record = take_from(tostring(priority))
-    if id then return id, record end
+    if id or skipped_enough then return id, record end
   end
 end
 
@@ -49,7 +56,6 @@ local function hand_over(id, record, to, via, lease_ms)
   note('claimed ' .. fence .. ' ' .. attempt_number(read_record(record)) .. ' ' .. id)
   set_timer('leases', id, now_ms + lease_ms)
   local hand = fence .. ' ' .. id .. string.format(' %.0f\n', lease_ms) .. record
-  redis.call('DEL', hand_key(to))
   redis.call('RPUSH', hand_key(to), hand)
   redis.call('PEXPIRE', hand_key(to), string.format('%.0f', lease_ms))
   if via ~= '-' then redis.call('PUBLISH', key('handed:' .. via), to) end
@@ -66,7 +72,9 @@ local function lapse()
     redis.call('ZREM', key('leases'), id)
     if owner then
       local awaiter = string.match(owner, '^([^:]+):')
-      redis.call('UNLINK', hand_key(awaiter))
+      -- By now it may have been handed another one.
+      local held = string.match(redis.call('LINDEX', hand_key(awaiter), 0) or '', '^%d+ (%S+) ')
+      if held == id then redis.call('UNLINK', hand_key(awaiter)) end
       hand_back(awaiter, { id })
     end
   end

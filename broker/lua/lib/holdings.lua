@@ -77,11 +77,15 @@ local function hand_back(worker, list, lost, kept)
   if #freed > 0 then redis.call('HDEL', key('active'), unpack(freed)) end
   if #removed > 0 then
     redis.call('HDEL', key('jobs'), unpack(removed))
+    if mode ~= 'work' then redis.call('ZREM', key('expiries'), unpack(removed)) end
     forget_attempts(removed)
     unblock(removed)
   end
   note_ids('returned', 0, returned)
-  for _, job in ipairs(later) do schedule(job[1], job[2]) end
+  for _, job in ipairs(later) do
+    schedule(job[1], job[2])
+    if set_expiry then set_expiry(job[1], job[2]) end
+  end
   push_front(front)
   if back then push_back(back, { lost.id }) end
 end

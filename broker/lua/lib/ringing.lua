@@ -12,7 +12,7 @@ local function ring(known)
   local list = key('awaiter:' .. known.name)
   if redis.call('EXISTS', list) == 1 then return end
   redis.call('RPUSH', list, '')
-  redis.call('PEXPIRE', list, string.format('%.0f', math.max(1, known.expires_ms - now_ms)))
+  redis.call('PEXPIRE', list, string.format('%.0f', known.expires_ms - now_ms))
 end
 
 -- Everybody: the queue is gone, or what was ready all the time may be had again.

@@ -1,0 +1,274 @@
+"""The release modes when something is unusual: clocks, lost replies, deleted queues, odd ids, a full server."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from forq import releases
+from forq.broker.awaiting import Answer, Awaiting
+from forq.broker.codes import NO_QUEUE
+from forq.broker.link import Link
+from forq.broker.producing import Update, new_job
+from forq.broker.scripts import script
+from forq.errors import BackPressure, LeaseLapsed, OutcomeUnknown
+from tests.support.gate import Gate, gate
+from tests.support.journal_replay import Replay
+from tests.support.one_queue import State
+from tests.support.server import Server
+
+HOUR_MS = 3_600_000
+
+
+@pytest.fixture
+def queue(redis_url: str) -> Iterator[Gate]:
+    with gate(redis_url, "auto_release") as queue:
+        yield queue
+
+
+@pytest.fixture
+def asked(redis_url: str) -> Iterator[Gate]:
+    with gate(redis_url, "on_request", item_timeout_ms=HOUR_MS) as queue:
+        yield queue
+
+
+def now_ms(queue: Gate) -> int:
+    seconds, micros = queue.redis.time()
+    return int(seconds * 1000 + micros // 1000)
+
+
+def test_a_clock_that_was_set_back_closes_the_gate_for_one_interval_and_no_longer(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.redis.hset(queue.key("counts"), "gate_us", (now_ms(queue) + 24 * HOUR_MS) * 1000)
+    first = queue.release()
+    assert not first.handed_over
+    assert 59 < first.wait_seconds <= 60
+    opens_us = int(queue.hash("counts")["gate_us"])
+    assert opens_us <= (now_ms(queue) + 60_001) * 1000, "the next call would wait as long again"
+    assert queue.release().wait_seconds <= 60
+    assert int(queue.hash("counts")["gate_us"]) == opens_us
+
+
+def test_a_lease_that_lapses_late_does_not_take_what_its_awaiter_was_handed_since(asked: Gate) -> None:
+    """More leases lapse at once than one call looks at, and an awaiter that asks again still owns its old item."""
+    asked.enqueue("old", "new")
+    assert asked.got("x", "old") == "old"
+    asked.redis.delete(asked.key("awaiter:x"))
+    assert asked.got("x", "new") == "new"
+    asked.come("leases", "old")
+    asked.promote()
+    assert asked.state().active == {"new": "x"}
+    hand = asked.ask("x", "new")
+    assert hand is not None
+    assert hand.job_id == "new"
+    asked.ack("x", hand)
+
+
+def test_of_a_queue_that_was_deleted_and_made_again_nothing_is_handed_out_twice(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.attempt()
+    hand = queue.ask("x")
+    queue.registry.delete("q", force=True)
+    assert not queue.registry.purge("q", lambda dropped: None), "all is written"
+    queue.create()
+    assert queue.ask("x") is None, "the item went with the queue"
+    with pytest.raises(LeaseLapsed):
+        queue.ack("x", hand)
+    queue.enqueue("a")
+    with pytest.raises(LeaseLapsed):
+        queue.ack("x", hand)
+    assert queue.state().jobs == {"a"}
+
+
+def test_an_acknowledgement_can_be_repeated_after_its_awaiter_has_left(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.attempt()
+    hand = queue.ask("x")
+    queue.ack("x", hand)
+    assert not queue.awaiting.leave("x")
+    queue.ack("x", hand)
+    assert queue.viewer.counts().processed == 1
+
+
+def test_redis_knows_an_acknowledgement_for_longer_than_it_is_repeated(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.attempt()
+    queue.ack("x", queue.ask("x"))
+    known_ms = queue.redis.pttl(queue.key("awaiter:x"))
+    assert (releases.ACK_PATIENCE_SECONDS + queue.link.timeout_seconds + 5) * 1000 < known_ms
+
+
+ODD = ["[", "(", ":", "!", "~", "a:1", "1:2:removed", "a@1", "%d", "\\", '"', "-", "+inf", "a!", "a", "5:a"]
+
+
+@pytest.mark.parametrize("mode", ["auto_release", "on_request"])
+def test_every_id_that_is_allowed_is_handed_to_whoever_awaits_it(redis_url: str, mode: str) -> None:
+    with gate(redis_url, mode, item_timeout_ms=HOUR_MS) as queue:
+        for number, job_id in enumerate(ODD):
+            queue.ask(f"x{number}", job_id)
+        queue.enqueue(*ODD)
+        for _ in ODD:
+            if mode == "auto_release":
+                assert queue.attempt().handed_over
+        assert [queue.got(f"x{number}", job_id) for number, job_id in enumerate(ODD)] == ODD
+        for number, job_id in enumerate(ODD):
+            if number % 2:
+                queue.ack(f"x{number}", queue.ask(f"x{number}", job_id))
+            else:
+                assert queue.awaiting.leave(f"x{number}")
+        assert queue.state().jobs == set(ODD[::2])
+        queue.come("expiries", *ODD[::2])
+        queue.promote()
+        assert sorted(queue.state().dead) == sorted(ODD[::2])
+        replay = Replay().read_all(queue.entries())
+        assert (replay.ready, replay.active) == ({}, {})
+
+
+def test_whoever_waits_goes_on_waiting_while_redis_is_out_of_memory(server: Server, redis_url: str) -> None:
+    with gate(redis_url, "on_request") as queue:
+        queue.enqueue("a")
+        hand = queue.ask("x", "a")
+        queue.redis.config_set("maxmemory", 1)
+        with pytest.raises(BackPressure):
+            queue.awaiting.wait("y", 0.01)
+        began = time.monotonic()
+        assert releases.get(queue.awaiting, None, mode="on_request", wait_seconds=0.3) is None
+        assert time.monotonic() - began >= 0.3
+        queue.ack("x", hand)
+
+
+class Interrupted(Awaiting):
+    """Every call is carried out twice: the first reply is lost."""
+
+    def __init__(self, link: Link, prefix: str, queue: str) -> None:
+        super().__init__(link, prefix, queue)
+        self.lost: list[str] = []
+
+    def _once_lost(self, name: str, *args: Any, **how: Any) -> Any:
+        answer = getattr(super(), name)(*args, **how)
+        if len(self.lost) % 2 == 0:
+            self.lost.append(name)
+            raise OutcomeUnknown("the reply was lost")
+        self.lost.append("")
+        return answer
+
+    def ask(self, *args: Any, **how: Any) -> Answer:
+        answer: Answer = self._once_lost("ask", *args, **how)
+        return answer
+
+    def ack(self, *args: Any, **how: Any) -> None:
+        self._once_lost("ack", *args, **how)
+
+
+def test_a_client_that_loses_every_first_reply_gets_each_item_once(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(releases, "PAUSE_SECONDS", 0.0)
+    with gate(redis_url, "on_request") as queue:
+        queue.enqueue("a", "b")
+        deaf = Interrupted(queue.link, "forq:", "q")
+        got = [releases.get(deaf, None, mode="on_request", wait_seconds=0) for _ in range(3)]
+        assert [item and item.id for item in got] == ["a", "b", None]
+        assert queue.state() == State(jobs=set())
+        assert queue.viewer.counts().processed == 2
+        assert {"ask", "ack"} <= set(deaf.lost)
+
+
+def test_a_blocking_read_leaves_the_list_and_its_end_as_they_were(asked: Gate) -> None:
+    asked.ask("x")
+    asked.enqueue("a")
+    asked.awaiting.wait("x", 1)
+    assert asked.list_of("x") == [""]
+    assert 0 < asked.redis.pttl(asked.key("awaiter:x")) <= 10_000
+
+
+def test_a_frozen_awaiter_that_wakes_after_its_lease_cannot_end_what_another_has(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("frozen")
+    queue.attempt()
+    old = queue.ask("frozen")
+    queue.come("leases", "a")
+    queue.ask("other")
+    queue.attempt()
+    new = queue.ask("other")
+    with pytest.raises(LeaseLapsed):
+        queue.ack("frozen", old)
+    assert not queue.awaiting.leave("frozen")
+    assert queue.state().active == {"a": "other"}
+    assert old is not None
+    assert new is not None
+    assert new.fence > old.fence
+    queue.ack("other", new)
+
+
+def test_an_item_of_the_lane_that_lapses_goes_back_to_its_lane_and_that_is_no_try(queue: Gate) -> None:
+    queue.enqueue("a")
+    for _ in range(3):
+        queue.attempt()
+    queue.ask("x")
+    assert queue.attempt("retry").handed_over
+    assert queue.viewer.counts().retry == 0
+    queue.come("leases", "a")
+    queue.promote()
+    assert queue.viewer.counts().retry == 1
+    assert queue.viewer.job("a")["retry_count"] == 3
+    queue.ask("y")
+    assert queue.attempt("retry").handed_over
+
+
+def test_an_item_that_is_updated_in_somebodys_hands_comes_back_new(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.attempt()
+    queue.ask("x")
+    queue.attempt()
+    queue.producer.enqueue([new_job("new", id="a", priority=1)], Update())
+    queue.awaiting.leave("x")
+    job = queue.viewer.job("a")
+    assert (job["data"], job["priority"], job["retry_count"]) == ("new", 1, 0)
+    assert queue.state().waiting == {1: ["a"]}
+
+
+def test_a_fence_that_is_ahead_of_the_clock_makes_no_time_that_is_negative(asked: Gate) -> None:
+    asked.redis.hset(asked.key("counts"), "fence", (now_ms(asked) + HOUR_MS) * 1000)
+    asked.enqueue("a")
+    asked.ack("x", asked.ask("x"))
+    assert [event.micros for event in asked.events() if event.verb == "released"] == [0]
+
+
+@pytest.mark.parametrize("verb", ["await", "ack", "unawait", "promote"])
+def test_every_call_about_a_queue_that_is_gone_says_so_and_leaves_nothing_behind(asked: Gate, verb: str) -> None:
+    asked.registry.delete("q", force=True)
+    before = sorted(asked.redis.keys())
+    arguments = {"await": ("x", "", "on_request", "", 1, "-"), "ack": ("x", "a", 1), "unawait": ("x",), "promote": ()}
+    assert asked.link.run(script(verb), asked.base, *arguments[verb]) == [NO_QUEUE]
+    assert sorted(asked.redis.keys()) == before
+
+
+def test_a_lease_that_has_lapsed_is_gone(queue: Gate) -> None:
+    queue.enqueue("a")
+    queue.ask("x")
+    queue.attempt()
+    queue.come("leases", "a")
+    assert queue.promote() is None
+    assert queue.redis.exists(queue.key("leases")) == 0
+
+
+def test_an_item_that_was_removed_can_be_had_again_after_a_lost_reply(asked: Gate) -> None:
+    asked.enqueue("a")
+    hand = asked.ask("x")
+    asked.producer.remove("a")
+    assert asked.ask("x") == hand
+
+
+def test_a_queue_that_is_made_again_has_nobodys_leases_and_awaits_nobody(asked: Gate) -> None:
+    asked.enqueue("a", "b")
+    asked.ask("x", "a")
+    asked.ask("y", "another")
+    asked.registry.delete("q", force=True)
+    left = [key.decode().removeprefix(f"{asked.base}:") for key in asked.redis.keys(f"{asked.base}:*")]
+    assert not {"awaiters", "awaiting", "leases", "expiries"} & set(left)
