@@ -194,14 +194,7 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/handing.lua",
-        "      if held == id then redis.call",
-        "      if true then redis.call",
-        "a lease that lapses late takes another item's hand-over with it",
-        "release_faults test_a_lease_that_lapses_late_does_not_take_what_its_awaiter_was_handed_since",
-    ),
-    Mutant(
-        "lib/handing.lua",
-        "      hand_back(awaiter, { id })\n",
+        "    if owner then hand_back(string.match(owner, '^([^:]+):'), { id }) end\n",
         "",
         "a lease lapses and nothing comes back",
         "release test_what_is_not_acknowledged_in_time_goes_back_to_the_front_and_that_is_no_try",

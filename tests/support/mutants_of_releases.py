@@ -144,13 +144,6 @@ MUTANTS_OF_RELEASES = (
         "release test_what_is_not_acknowledged_in_time",
     ),
     Mutant(
-        "lib/handing.lua",
-        "      if held == id then redis.call('UNLINK', hand_key(awaiter)) end\n",
-        "",
-        "who came too late is told again of the item that it has lost",
-        "release test_what_is_not_acknowledged_in_time",
-    ),
-    Mutant(
         "lib/ringing.lua",
         "  redis.call('ZREM', key('awaiting'), known.member)\n",
         "",

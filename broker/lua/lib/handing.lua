@@ -70,12 +70,7 @@ local function lapse()
     local id = due[i]
     local owner = redis.call('HGET', key('active'), id)
     redis.call('ZREM', key('leases'), id)
-    if owner then
-      local awaiter = string.match(owner, '^([^:]+):')
-      -- By now it may have been handed another one.
-      local held = string.match(redis.call('LINDEX', hand_key(awaiter), 0) or '', '^%d+ (%S+) ')
-      if held == id then redis.call('UNLINK', hand_key(awaiter)) end
-      hand_back(awaiter, { id })
-    end
+    -- What is in the awaiter's list ends at the same time, and counts for nothing by now (is_held).
+    if owner then hand_back(string.match(owner, '^([^:]+):'), { id }) end
   end
 end
