@@ -110,9 +110,10 @@ from (
 group by name, bucket order by name, bucket
 """
 
+# Of what a claim buried no run was measured, so that none is the longest.
 CAUSES = f"""
 select verb, cause, count(*) as count, count(distinct queue) as queues,
-  array_compact(array_distinct(array(max_by(job, ended_us), min_by(job, ended_us), max_by(job, run_us)))) as examples
+  array_distinct(array_compact(array(max_by(job, ended_us), min_by(job, ended_us), max_by(job, run_us)))) as examples
 from report_attempts where verb in ({FAILED}, 'suspected', 'interrupted')
 group by verb, cause order by count desc, verb, cause limit {MAX_CAUSES}
 """

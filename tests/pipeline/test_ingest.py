@@ -82,6 +82,7 @@ def small_rows(spark: SparkSession, number: int) -> DataFrame:
             None,
             None,
             None,
+            None,
             "",
             "",
         )

@@ -205,7 +205,7 @@ def test_a_dry_run_says_what_would_be_done_and_changes_nothing(
     assert capsys.readouterr().out == "1 of 1 could be replayed\n"
     assert (queue.state().jobs, queue.redis.dbsize()) == (set(), before)
     assert replays("job = 'nobody'") == 0
-    assert capsys.readouterr().out == "no job that is done or dead matches\n"
+    assert capsys.readouterr().out == "no job that is done, released or dead matches\n"
 
 
 def test_of_two_lives_of_an_id_the_newest_is_replayed_and_the_next_replay_leaves_it_at_that(
