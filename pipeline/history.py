@@ -95,13 +95,13 @@ class History:
         self.folder.delete(staged)
         return True
 
-    def committed(self) -> dict[str, str]:
-        """The offsets up to which Spark has recorded that everything is in the history."""
+    def committed(self) -> tuple[int, dict[str, str]]:
+        """The last batch that Spark has recorded to be in the history (-1: none), and the offsets at its end."""
         done = [int(name) for name in self.folder.names(f"{CHECKPOINT}/commits") if name.isdigit()]
         text = self.folder.read(f"{CHECKPOINT}/offsets/{max(done)}") if done else None
         # Line by line: a version, Spark's own metadata, one offset per source.
         lines = text.splitlines() if text else []
-        return dict(json.loads(lines[2])) if len(lines) > 2 else {}
+        return max(done, default=-1), dict(json.loads(lines[2])) if len(lines) > 2 else {}
 
 
 def read_history(

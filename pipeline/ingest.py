@@ -138,6 +138,8 @@ class Ingest:
         }
         self._tally = Tally(self._history.folder.url, time.monotonic())
         self._stopping = threading.Event()
+        # The number of the last batch that was added.
+        self._added = -1
 
     def run(self, every_seconds: float | None, show: "Show | None" = None) -> Tally:
         """Reads all that is there now; with `every_seconds`: again and again, until stopped."""
@@ -179,15 +181,16 @@ class Ingest:
             self._tally.batches += 1
             if found["last"] is not None:
                 self._tally.lag_seconds = self._journals.server_seconds() - found["last"] / 1_000_000
+        self._added = number
         self._compact(number)
         self._tally.seconds = time.monotonic() - self._tally.started
 
     def _attend(self, query: StreamingQuery, consumer: str, show: "Show | None") -> None:
-        published = 0
+        published = -1
         while query.isActive and not self._stopping.wait(_LOOK_SECONDS):
-            if self._tally.batches != published:
-                published = self._tally.batches
-                self._publish(consumer)
+            # Spark records a batch as done some time after it has been added: until then there is more to publish.
+            if self._added > published:
+                published = self._publish(consumer)
             if show is not None:
                 show.progress(self._tally)
         if show is not None:
@@ -196,8 +199,11 @@ class Ingest:
         if failure is not None:
             raise ForqError(own_words(failure)) from failure
 
-    def _publish(self, consumer: str) -> None:
-        self._journals.publish(consumer, self._history.committed())
+    def _publish(self, consumer: str) -> int:
+        """Tells up to where the history is complete; the number of the last batch in that."""
+        number, offsets = self._history.committed()
+        self._journals.publish(consumer, offsets)
+        return number
 
     def _compact(self, before: int) -> None:
         self._tally.compacted += self._history.compaction.run(before)

@@ -76,7 +76,7 @@ class ReleaseMachine(RuleBasedStateMachine):
             "lease_ms": LEASE_MS,
             "item_timeout_ms": timeout_ms,
         }
-        self.queue = Gate(self.server.url, mode, **self.options)
+        self.queue = Gate(self.server.url, mode, name="q", **self.options)
         self.dead = DeadJobs(self.queue.link, DEFAULT_PREFIX, "q")
         seconds, _ = self.queue.redis.time()
         self.model = ReleaseModel(seconds * 1000, (), mode=mode, timeout_ms=timeout_ms)
