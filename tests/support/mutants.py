@@ -40,10 +40,18 @@ def all_mutants() -> tuple[Mutant, ...]:
     from tests.support.mutants_of_journal import MUTANTS_OF_JOURNAL
     from tests.support.mutants_of_lib import MUTANTS_OF_LIB
     from tests.support.mutants_of_losses import MUTANTS_OF_LOSSES
+    from tests.support.mutants_of_progress import MUTANTS_OF_PROGRESS
     from tests.support.mutants_of_releases import MUTANTS_OF_RELEASES
     from tests.support.mutants_of_scripts import MUTANTS_OF_SCRIPTS
 
-    return (*MUTANTS_OF_LIB, *MUTANTS_OF_LOSSES, *MUTANTS_OF_SCRIPTS, *MUTANTS_OF_JOURNAL, *MUTANTS_OF_RELEASES)
+    return (
+        *MUTANTS_OF_LIB,
+        *MUTANTS_OF_LOSSES,
+        *MUTANTS_OF_SCRIPTS,
+        *MUTANTS_OF_JOURNAL,
+        *MUTANTS_OF_RELEASES,
+        *MUTANTS_OF_PROGRESS,
+    )
 
 
 def use_the_one_asked_for() -> None:
