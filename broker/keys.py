@@ -12,6 +12,7 @@ QUEUE_KEYS = (
     "pending:0-9",  # list: the same for the other priorities
     "jobs",  # hash: id -> record, live jobs only
     "active",  # hash: id -> WORKER:FENCE of the worker that runs it
+    "progress",  # hash: id -> FRACTION MS TEXT, of active jobs that have told; also the channel that says which have
     "blocked",  # hash: id -> what dispatches of an active id ask for
     "stale",  # hash: PRIORITY:ID -> number of hints to ignore
     "scheduled",  # zset: ids by due time (ms, with a sequence in the fraction)
@@ -86,6 +87,11 @@ def queue_base(prefix: str, name: str) -> str:
 def due_channels(prefix: str) -> str:
     """The pattern of the channels on which queues tell when their next scheduled job is due."""
     return f"{prefix}queue:*:due"
+
+
+def progress_channels(prefix: str) -> str:
+    """The pattern of the channels on which queues tell whose progress has changed or is over."""
+    return f"{prefix}queue:*:progress"
 
 
 def queue_of_channel(channel: str) -> str:

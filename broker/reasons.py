@@ -6,6 +6,7 @@ from forq.broker.keys import pending_key, queue_base, suspects_key
 from forq.broker.link import Link
 from forq.broker.viewing import Counts, Viewer
 from forq.options import RELEASE_MODES
+from forq.progress import show_progress
 
 # How far down its list a job's place is looked for.
 LOOKED_AT = 10_000
@@ -25,7 +26,8 @@ def _reason(link: Link, prefix: str, viewer: Viewer, job: dict[str, Any]) -> str
         return f"it was handed to awaiter {job['worker']}, who has not acknowledged it yet"
     if state == "active":
         marked = ", and will be forgotten when it ends" if job["removed"] else ""
-        return f"it is running now (worker {job['worker']}){marked}"
+        far = job["progress"] and show_progress(job["progress"]["fraction"], job["progress"]["text"])
+        return f"it is running now (worker {job['worker']}){f': {far}' if far else ''}{marked}"
     if state == "dead":
         return f"it failed for good: {_error(job['error'])}; `forqctl dead retry {name} {job_id}` runs it again"
     if counts.paused:

@@ -11,6 +11,7 @@ from forq.broker.dead import DeadJobs, read_dead
 from forq.broker.keys import pending_key, queue_base, suspects_key
 from forq.broker.link import Link
 from forq.broker.record import Record, unpack
+from forq.broker.reporting import read_progress
 from forq.broker.scripts import script
 from forq.errors import InvalidData, UsageError
 from forq.names import check_job_id, check_queue_name, shown
@@ -71,13 +72,14 @@ class Viewer:
     def job(self, job_id: str) -> dict[str, Any]:
         """Everything known about one job; of several dead ones of that id the last."""
         check_job_id(job_id)
-        packed, owner, due_ms, attempts, blocked, exists = self._link.pipeline(
+        packed, owner, due_ms, attempts, blocked, progress, exists = self._link.pipeline(
             [
                 ("HGET", f"{self._base}:jobs", job_id),
                 ("HGET", f"{self._base}:active", job_id),
                 ("ZSCORE", f"{self._base}:scheduled", job_id),
                 ("HGET", f"{self._base}:attempts", job_id),
                 ("HEXISTS", f"{self._base}:blocked", job_id),
+                ("HGET", f"{self._base}:progress", job_id),
                 ("EXISTS", f"{self._base}:options"),
             ]
         )
@@ -90,9 +92,10 @@ class Viewer:
                 "run_at": None if due_ms is None else float(due_ms) / 1000,
                 "attempts": tried,
                 "blocked_behind": bool(blocked),
+                "progress": read_progress(progress) if state == "active" else None,
             }
             return _job(job_id, state, packed) | times | _ownership(owner)
-        return self._dead.show(job_id)
+        return self._dead.show(job_id) | {"progress": None}
 
     def jobs(self, state: str | None = None, limit: int = 100, after: str | None = None) -> Page:
         """One page of jobs, in the order in which they will run; without a state: active, waiting, scheduled."""

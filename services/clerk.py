@@ -27,6 +27,7 @@ from forq.options import WORK, check_changes
 from forq.services.awaiters import Awaiters
 from forq.services.desk import Desk
 from forq.services.failed_log import DEFAULT_MAX_BYTES, append_lines
+from forq.services.watchers import Watchers
 
 CALL_TIMEOUT_SECONDS = 3.0
 _JOB_FIELDS = {"data", "id", "identifier", "priority", "type", "token", "run_at", "run_in"}
@@ -49,22 +50,32 @@ def run_clerk(settings: ClerkSettings) -> int:
     desk = Desk(settings.leash, clerk.verbs())
     poll.register(desk.fileno(), select.POLLIN)
     while True:
-        for fd, _ in poll.poll(clerk.awaiters.patience_ms()):
-            if fd != desk.fileno():
+        for fd, _ in poll.poll(clerk.patience_ms()):
+            if fd == desk.fileno():
+                if not desk.serve():
+                    return exits.STOPPED
+            elif fd == clerk.watchers.fileno():
+                clerk.watchers.hear(fd)
+            else:
                 clerk.awaiters.hear(fd)
-            elif not desk.serve():
-                return exits.STOPPED
         clerk.awaiters.tick()
+        clerk.watchers.tick()
 
 
 class Clerk:
-    """`poll`: what its loop waits for; the awaiters add what they hear."""
+    """`poll`: what its loop waits for; awaiters and watchers add what they hear."""
 
     def __init__(self, settings: ClerkSettings, poll: "select.poll") -> None:
         self._settings = settings
         self._link = Link(settings.url, name="forq-clerk", timeout_seconds=CALL_TIMEOUT_SECONDS)
         self._registry = Registry(self._link, settings.prefix)
         self.awaiters = Awaiters(self._link, settings.prefix, poll)
+        self.watchers = Watchers(self._link, settings.prefix, poll)
+
+    def patience_ms(self) -> float | None:
+        """How long nothing is due."""
+        due = [self.awaiters.patience_ms(), self.watchers.patience_ms()]
+        return min((ms for ms in due if ms is not None), default=None)
 
     def verbs(self) -> dict[str, Any]:
         return {
@@ -89,6 +100,7 @@ class Clerk:
             ),
             "await": self.awaiters.ask,
             "leave": self.awaiters.leave,
+            "watch": self.watchers.watch,
             "ack": self.ack,
             "counts": self.counts,
             "memory": self.memory,

@@ -23,7 +23,7 @@ __all__ = [
 
 def preload() -> None:
     """Their code is imported by now; keeps the collector off it, so that children share those pages."""
-    for verb in ("turn", "join", "recover", "heartbeat", "rescue", "counts", "collect", "release", "await"):
+    for verb in ("turn", "join", "recover", "heartbeat", "rescue", "counts", "collect", "release", "await", "progress"):
         script(verb)
     gc.collect()
     gc.freeze()

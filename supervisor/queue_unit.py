@@ -235,11 +235,18 @@ def _describe(role: Role, process: QueueProcess | None, state: str, restarts: in
         "state": state,
         "job": _text(busy[0].job) if busy else None,
         "jobs": [_text(slot.job) for slot in busy],
+        "progress": _progress(busy[0]) if busy else None,
+        "jobs_progress": [_progress(slot) for slot in busy],
         "job_seconds": round((now_ns - busy[0].started_ns) / 1e9, 3) if busy else None,
         "done": process.done() if process is not None else 0,
         "uptime_seconds": round(process.child.uptime_seconds(), 3) if process is not None else None,
         "restarts": restarts,
     }
+
+
+def _progress(slot: Slot) -> dict[str, Any] | None:
+    progress = slot.progress()
+    return None if progress is None else {"fraction": progress[0], "text": progress[1]}
 
 
 def _text(job_id: bytes) -> str:

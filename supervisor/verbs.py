@@ -46,6 +46,8 @@ class Verbs:
             "version": lambda request: request.reply({"version": VERSION, "protocol": PROTOCOL}),
             "shutdown": self.shutdown,
             **dict.fromkeys(("push", "push_many", "cancel", "remove", "job", "jobs"), self._pass_on),
+            # Whose clerk dies meanwhile asks the next one.
+            "watch": lambda request: self._ask_clerk(request, "watch", request.params, repeat=True),
             **Releases(self._ask_clerk, self._clerk, self._supervisor.loop.now).table(),
             **dict.fromkeys(("dead.list", "dead.show", "dead.retry", "dead.discard"), self._pass_on),
         }

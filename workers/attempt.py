@@ -17,8 +17,8 @@ import orjson
 from forq.broker.producing import MAX_SECONDS
 from forq.broker.record import unpack
 from forq.errors import InvalidData
-from forq.job import Job
-from forq.scoreboard import Slot
+from forq.job import Job, Reporter
+from forq.scoreboard import WORD, Slot
 from forq.workers.handlers import Handlers
 
 MAX_MESSAGE = 2000
@@ -45,11 +45,14 @@ class _DeadlinePassed(Exception):
 class Attempts:
     """Runs the attempts of one worker. `timeout_seconds`: what a coroutine may take (0: as long as it likes)."""
 
-    def __init__(self, queue: str, handlers: Handlers, slot: Slot | None = None) -> None:
+    def __init__(
+        self, queue: str, handlers: Handlers, slot: Slot | None = None, reporter: Reporter | None = None
+    ) -> None:
         self.timeout_seconds = 0.0
         self._queue = queue
         self._handlers = handlers
         self._slot = slot
+        self._reporter = reporter
         self._runner: asyncio.Runner | None = None
         self._pid = os.getpid()
 
@@ -57,6 +60,8 @@ class Attempts:
         """None if the handler returned, else what went wrong."""
         try:
             data, job = self._read(job_id, record, fence)
+            if self._slot is not None:
+                job._reporter, job._position = self._reporter, self._slot.words[WORD]
             result = self._handlers.for_type(job.type)(data, job)
             if inspect.iscoroutine(result):
                 self._run_async(result)

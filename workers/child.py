@@ -21,6 +21,7 @@ from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers, load_fail_handler, load_handlers
 from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
+from forq.workers.progress import ProgressTeller
 from forq.workers.recycling import Recycling
 from forq.workers.release_loop import IdleLoop, ReleaseLoop
 from forq.workers.retry_loop import RetryLoop
@@ -75,6 +76,7 @@ class _Crew:
         self._slots = [self._slot(number) for number in settings.slots]
         self._grants = {slot.number: Grant(self._tell, slot.number) for slot in self._slots}
         self._recycling = Recycling(settings.options, self._slots, self._replace)
+        self._progress = ProgressTeller(settings.url, settings.prefix)
         self._loops: list[Loop] = []
         self._code = exits.STOPPED
         self._ready = 0
@@ -87,7 +89,7 @@ class _Crew:
         elif mode == "on_request":
             self._loops = [IdleLoop(self._slots[0], name)]
         elif self._settings.role == Role.MAIN:
-            self._loops = [self._worker(slot, Attempts(name, handlers, slot)) for slot in self._slots]
+            self._loops = [self._worker(slot, self._attempts(slot, handlers)) for slot in self._slots]
         else:
             self._loops = [self._retry_worker(self._slots[0], handlers, fail_handler)]
         self._minder.mind(self._loops, self._grants, self._recycling)
@@ -122,13 +124,18 @@ class _Crew:
             on_try=self._minder.rouse,
         )
 
+    def _attempts(self, slot: Slot, handlers: Handlers) -> Attempts:
+        name = self._settings.spec.name
+        return Attempts(name, handlers, slot, self._progress.reporter(slot, name))
+
     def _retry_worker(self, slot: Slot, handlers: Handlers, fail: Handlers | None) -> RetryLoop:
         name, numbers = self._settings.spec.name, TurnNumbers()
-        lane = self._worker(slot, Attempts(name, handlers, slot), numbers=numbers)
+        lane = self._worker(slot, self._attempts(slot, handlers), numbers=numbers)
         if fail is None:
             return RetryLoop(lane, None)
-        attempts = FailAttempts(name, fail, slot)
-        return RetryLoop(lane, self._worker(slot, attempts, numbers=numbers, queue=fail_queue(name)))
+        fails = fail_queue(name)
+        attempts = FailAttempts(name, fail, slot, self._progress.reporter(slot, fails))
+        return RetryLoop(lane, self._worker(slot, attempts, numbers=numbers, queue=fails))
 
     def _worker(
         self, slot: Slot, attempts: Attempts, *, numbers: TurnNumbers | None = None, queue: str | None = None

@@ -21,6 +21,7 @@ from setproctitle import setproctitle
 from forq import exits, wire
 from forq.broker.link import Link
 from forq.errors import ForqError
+from forq.progress import show_progress
 from forq.scoreboard import Slot, State
 from forq.treekill import kill_descendants
 from forq.workers.adopted import AdoptedZombies
@@ -105,6 +106,8 @@ class Minder:
         elif busy:
             age = (time.monotonic_ns() - busy[0].started_ns) / 1e9
             doing = f"busy {busy[0].job.decode(errors='replace')} {age:.1f}s"
+            if (progress := busy[0].progress()) is not None:
+                doing += f" {show_progress(*progress)},"
         else:
             doing = State(slots[0].state).name.lower()
         return f"forq: {self._name} {doing} {done:,} done"

@@ -5,7 +5,7 @@
 -- ARGV     awaiter, id, fence
 -- Returns  {OK}, also when it is repeated within a minute; {LAPSED} if the item has gone back; {NO_QUEUE}
 -- States   active -> released; blocked -> waiting | scheduled
---@include base codes journal hints records schedule attempts awaiters ringing timers item_ages blocked holdings
+--@include base codes journal hints records schedule attempts awaiters ringing timers item_ages blocked progress holdings
 
 local ACKED_MS = 60000
 local awaiter, id, fence = ARGV[1], ARGV[2], ARGV[3]
@@ -17,6 +17,7 @@ if owner ~= awaiter .. ':' .. fence and owner ~= awaiter .. ':' .. fence .. REMO
 
 redis.call('HDEL', key('jobs'), id)
 redis.call('HDEL', key('active'), id)
+forget_progress({ id })
 redis.call('ZREM', key('leases'), id)
 redis.call('ZREM', key('expiries'), id)
 redis.call('INCR', key('processed:count'))

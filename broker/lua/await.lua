@@ -8,7 +8,7 @@
 -- Returns  {OK, for how long it is registered (ms; 0: ask again at once), what it was handed: FENCE ' ' ID ' ' LEASE_MS '\n' RECORD (if anything)};
 --          {NO_QUEUE}; {WRONG_MODE, its mode}; {LAPSED} if this awaiter has acknowledged an item already
 -- States   waiting -> active; active -> waiting (its lease lapsed)
---@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked holdings fences bury_job handing expiring
+--@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress holdings fences bury_job handing expiring
 
 local awaiter, wanted, via = ARGV[1], ARGV[2], ARGV[6]
 if not epoch then return { NO_QUEUE } end

@@ -13,7 +13,7 @@
 -- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out);
 --          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active;
 --          waiting -> dead (it stalled or timed out too often)
---@include base codes journal hints records schedule attempts blocked holdings fences bury_job
+--@include base codes journal hints records schedule attempts blocked progress holdings fences bury_job
 
 local MAX_SKIPS = 1000
 -- A job that is buried by a claim costs about as much as so many hints that are skipped.
@@ -66,6 +66,7 @@ local function settle_failures(first)
   local function come_back(id, job, due, event)
     due = update_from_blocked(id, job, due)
     redis.call('HSET', key('jobs'), id, write_record(job))
+    forget_progress({ id })
     redis.call('HDEL', key('active'), id)
     note(event)
     make_ready(id, place_for(job), due)
@@ -119,6 +120,7 @@ local function settle_failures(first)
       settled[id] = true
       redis.call('HDEL', key('jobs'), id)
       redis.call('HDEL', key('active'), id)
+      forget_progress({ id })
       forget_attempts({ id })
       note('cancelled ' .. fence .. ' ' .. id)
       unblock({ id })

@@ -5,7 +5,7 @@
 -- ARGV     awaiter
 -- Returns  {OK, 1 an item went back | 0}; {NO_QUEUE}
 -- States   active -> waiting (returned)
---@include base codes journal hints records schedule attempts awaiters ringing timers item_ages blocked holdings
+--@include base codes journal hints records schedule attempts awaiters ringing timers item_ages blocked progress holdings
 
 if not epoch then return { NO_QUEUE } end
 local awaiter = ARGV[1]

@@ -3,7 +3,7 @@
 Children store what they are doing in tens of nanoseconds; the parent and pulse read it without asking anyone, also
 while Redis is down. It is mapped before the forks: children inherit the mapping and do not need its descriptor.
 
-A slot is 512 bytes: 16 words of 8 bytes, each written in one aligned store (never torn), then three texts with a length
+A slot is 512 bytes: 16 words of 8 bytes, each written in one aligned store (never torn), then four texts with a length
 byte in front (which a reader may see half written: they are for people).
 """
 
@@ -19,10 +19,13 @@ HEADER_BYTES = 4096
 SLOT_BYTES = 512
 
 WORD, HELD, DONE, BEAT, STARTED, STATE, PID, EPOCH, ROLE, TIMEOUT, LENIENCE, GUARDED, THREAD = range(13)
+PROGRESS, PROGRESS_OF = 13, 14
+PROGRESS_PARTS = 1_000_000
 
 JOB_AT, JOB_MAX = 128, 128
 QUEUE_AT, QUEUE_MAX = 264, 64
 WORKER_AT, WORKER_MAX = 336, 40
+PROGRESS_AT, PROGRESS_MAX = 384, 127
 
 _WATCHING, _HIGHEST = 0, 1
 
@@ -126,7 +129,8 @@ class _Text:
 
     def __get__(self, slot: "Slot", owner: type["Slot"]) -> str:
         length = min(slot.bytes[self._at], self._limit)
-        return str(slot.bytes[self._at + 1 : self._at + 1 + length], "utf-8", "replace")
+        # One that was cut may end in the middle of a character.
+        return str(slot.bytes[self._at + 1 : self._at + 1 + length], "utf-8", "ignore")
 
     def __set__(self, slot: "Slot", value: str) -> None:
         text = value.encode()[: self._limit]
@@ -155,6 +159,7 @@ class Slot:
     thread = _Cell(THREAD)
     queue = _Text(QUEUE_AT, QUEUE_MAX)
     worker = _Text(WORKER_AT, WORKER_MAX)
+    progress_text = _Text(PROGRESS_AT, PROGRESS_MAX)
 
     def __init__(self, number: int, view: memoryview) -> None:
         self.number = number
@@ -171,6 +176,22 @@ class Slot:
         job_id = job_id[:JOB_MAX]
         length = len(job_id)
         self.bytes[JOB_AT : JOB_AT + 1 + length] = LENGTH_BYTE[length] + job_id
+
+    def show_progress(self, position: int, fraction: float, text: str) -> bool:
+        """What the job at this position says; False if the worker is somewhere else by now."""
+        words = self.words
+        if words[WORD] != position:
+            return False
+        words[PROGRESS] = int(fraction * PROGRESS_PARTS + 0.5)
+        self.progress_text = text
+        words[PROGRESS_OF] = position
+        return True
+
+    def progress(self) -> tuple[float, str] | None:
+        """How far the running job is, if it has said so; of a long text only the beginning."""
+        if not self.word & 1 or self.words[PROGRESS_OF] != self.word:
+            return None
+        return self.words[PROGRESS] / PROGRESS_PARTS, self.progress_text
 
     def running_since_ns(self) -> tuple[int, int] | None:
         """The position word of the job that is running and when it began; None if none is, or one is just beginning."""

@@ -195,6 +195,14 @@ COMMANDS = (
         NAME,
         Argument("options", nargs="+", metavar="OPTION=VALUE", help="an option"),
     ),
+    Command(
+        "watch",
+        "watch",
+        "follow a job until it leaves the queue; exits with 1 if it failed for good",
+        NAME,
+        ID,
+        Argument("--wait", metavar="D", help="give up after this time (default: never)"),
+    ),
     Command("why", "jobs", "say why a job is not running", NAME, ID),
     Command(
         "kill",

@@ -22,8 +22,7 @@ class ProgressLine:
         if whole <= 0:
             self._draw(text)
             return
-        filled = BAR_WIDTH * min(part, whole) // whole
-        self._draw(f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {100 * min(part, whole) // whole:3}% {text}")
+        self._draw(f"{drawn_bar(part, whole)} {100 * min(part, whole) // whole:3}% {text}")
 
     def say(self, text: str) -> None:
         if self.shown:
@@ -36,3 +35,8 @@ class ProgressLine:
     def _draw(self, text: str) -> None:
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
+
+
+def drawn_bar(part: float, whole: float) -> str:
+    filled = int(BAR_WIDTH * min(part, whole) / whole)
+    return f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}]"

@@ -41,6 +41,7 @@ def test_the_system_gives_the_id_and_the_user_the_identifier(queue: OneQueue) ->
         "run_at": None,
         "attempts": [],
         "blocked_behind": False,
+        "progress": None,
     }
 
 

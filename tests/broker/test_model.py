@@ -20,7 +20,9 @@ from hypothesis.stateful import (
 
 from forq.broker.consuming import Settled, Turn
 from forq.broker.keeping import Outcome, Position
+from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.producing import Update, new_job
+from forq.broker.reporting import report_progress
 from forq.errors import Exists, Fenced, QueueFull
 from tests.support.model_checks import MINUTE_MS, Checks, pass_time
 from tests.support.mutants import MUTANT
@@ -311,6 +313,27 @@ class QueueMachine(RuleBasedStateMachine):
         running = worker.batch[worker.index]
         self.model.hand_back(job_id for job_id in self.model.owned(worker) if job_id != running)
         worker.shift, worker.rescued = worker.index, True
+
+    @rule(which=WORKERS, job_id=IDS, again=st.booleans())
+    def report_progress(self, which: int, job_id: str, again: bool) -> None:
+        """Of any job, also one that it does not run (any more); the call may arrive twice."""
+        worker, text = self.workers[which], f"step {next(self.numbers)}"
+        job = self.model.jobs.get(job_id)
+        owns = job is not None and bool(worker.fence) and job.owner == f"{worker.name}:{worker.fence}"
+        told = (
+            self.queue.link,
+            DEFAULT_PREFIX,
+            self.queue.name,
+            worker.name,
+            job_id,
+            int(worker.fence or 0),
+            0.5,
+            text,
+        )
+        for _ in range(1 + again):
+            assert report_progress(*told) == owns
+        if job is not None and owns:
+            job.progress = text
 
     @rule(job_id=IDS, even_active=st.booleans())
     def take_away(self, job_id: str, even_active: bool) -> None:

@@ -121,6 +121,24 @@ def test_texts_are_cut_to_their_room_and_shorter_ones_replace_longer_ones() -> N
     assert (slot.job, slot.queue, slot.worker) == (b"id", "", "w" * 40)
 
 
+def test_progress_belongs_to_one_position_and_its_text_ends_with_a_whole_character() -> None:
+    board = Scoreboard.create(slots=2)
+    slot, neighbour = board.slot(0), board.slot(1)
+    first, second = pack_word(3 << 20, 4, 5, True), pack_word(4 << 20, 4, 6, True)
+    slot.words[WORD] = first
+    assert slot.progress() is None
+    assert slot.show_progress(first, 0.29, "ü" * 100)
+    assert slot.progress() == (0.29, "ü" * 63)
+    assert bytes(neighbour.bytes) == bytes(SLOT_BYTES)
+    slot.words[WORD] = second
+    assert slot.progress() is None
+    assert not slot.show_progress(first, 0.5, "late")
+    assert slot.show_progress(second, 0.0, "")
+    assert slot.progress() == (0.0, "")
+    slot.words[WORD] = second & ~1
+    assert slot.progress() is None, "nothing runs"
+
+
 def test_an_untouched_board_uses_no_memory() -> None:
     board = Scoreboard.create()
     board.take()

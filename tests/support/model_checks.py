@@ -19,6 +19,7 @@ class Times:
     scheduled: dict[str, int]  # id -> ms
     blocked: set[str]
     attempts: dict[str, int]
+    progress: dict[str, str]  # id -> text
 
 
 class Checks:
@@ -57,11 +58,13 @@ class Checks:
             look.zrange(self._queue.key("scheduled"), 0, -1, withscores=True)
             look.hkeys(self._queue.key("blocked"))
             look.hgetall(self._queue.key("attempts"))
-            scheduled, blocked, attempts = look.execute()
+            look.hgetall(self._queue.key("progress"))
+            scheduled, blocked, attempts, progress = look.execute()
         return Times(
             {job_id.decode(): int(due) for job_id, due in scheduled},
             {job_id.decode() for job_id in blocked},
             {job_id.decode(): len(lines.splitlines()) for job_id, lines in attempts.items()},
+            {job_id.decode(): told.decode().split(" ", 2)[2] for job_id, told in progress.items()},
         )
 
     def _check_jobs(self, state: State) -> None:
@@ -94,6 +97,7 @@ class Checks:
         assert times.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
         assert all(jobs[job_id].owner for job_id in times.blocked)
         assert times.attempts == {job_id: job.attempts for job_id, job in jobs.items() if job.attempts}
+        assert times.progress == {job_id: job.progress for job_id, job in jobs.items() if job.owner and job.progress}
 
     def _check_hints(self, state: State) -> None:
         """As many hints as there are stale ones and waiting jobs: fewer would lose a job, more run it twice."""

@@ -5,6 +5,8 @@ The lists are in mutants_of_*.py.
 
 import os
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 
 from forq.broker import scripts
 
@@ -37,23 +39,12 @@ def use(mutant: Mutant) -> None:
 
 
 def all_mutants() -> tuple[Mutant, ...]:
-    from tests.support.mutants_of_journal import MUTANTS_OF_JOURNAL
-    from tests.support.mutants_of_lib import MUTANTS_OF_LIB
-    from tests.support.mutants_of_losses import MUTANTS_OF_LOSSES
-    from tests.support.mutants_of_release_lib import MUTANTS_OF_RELEASE_LIB
-    from tests.support.mutants_of_release_scripts import MUTANTS_OF_RELEASE_SCRIPTS
-    from tests.support.mutants_of_releases import MUTANTS_OF_RELEASES
-    from tests.support.mutants_of_scripts import MUTANTS_OF_SCRIPTS
-
-    return (
-        *MUTANTS_OF_LIB,
-        *MUTANTS_OF_LOSSES,
-        *MUTANTS_OF_SCRIPTS,
-        *MUTANTS_OF_JOURNAL,
-        *MUTANTS_OF_RELEASES,
-        *MUTANTS_OF_RELEASE_SCRIPTS,
-        *MUTANTS_OF_RELEASE_LIB,
-    )
+    """Those of every list: MUTANTS_OF_X in mutants_of_x.py."""
+    found: list[Mutant] = []
+    for path in sorted(Path(__file__).parent.glob("mutants_of_*.py")):
+        module = import_module(f"tests.support.{path.stem}")
+        found += getattr(module, path.stem.upper())
+    return tuple(found)
 
 
 def use_the_one_asked_for() -> None:

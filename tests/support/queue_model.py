@@ -59,6 +59,7 @@ class ModelJob:
     timeouts: int = 0
     suspect: bool = False
     attempts: int = 0
+    progress: str | None = None  # of this attempt
     blocked: list[Dispatch] = field(default_factory=list)
 
     @property
@@ -172,7 +173,7 @@ class ModelQueue:
 
     def _come_back(self, job: ModelJob, run_at: int) -> None:
         """The active job is to run again: what is blocked behind it updates it."""
-        job.owner, job.run_at = None, run_at
+        job.owner, job.run_at, job.progress = None, run_at, None
         for dispatch in job.blocked:
             dispatch.on(job)
         job.blocked = []

@@ -82,6 +82,7 @@ local function bury_jobs(jobs)
     redis.call('PUBLISH', key('outbox'), string.match(base, '{(.*)}'))
   end
   forget_attempts(ids)
+  forget_progress(ended)
   unblock(ended)
   local excess = redis.call('ZCARD', key('dead')) - option('dead_max')
   local most = math.max(DEAD_EXPIRED_PER_CALL, 2 * #jobs)

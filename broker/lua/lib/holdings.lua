@@ -20,6 +20,7 @@ local function settle_done(ids, notes)
   if #ids == 0 then return end
   redis.call('HDEL', key('jobs'), unpack(ids))
   redis.call('HDEL', key('active'), unpack(ids))
+  forget_progress(ids)
   forget_attempts(ids)
   redis.call('INCRBY', key('processed:count'), #ids)
   for fence, entries in pairs(notes) do
@@ -75,6 +76,7 @@ local function hand_back(worker, list, lost, kept)
     end
   end
   if #freed > 0 then redis.call('HDEL', key('active'), unpack(freed)) end
+  forget_progress(freed)
   if #removed > 0 then
     redis.call('HDEL', key('jobs'), unpack(removed))
     if mode ~= 'work' then redis.call('ZREM', key('expiries'), unpack(removed)) end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from forq.errors import UnknownJob, UsageError
+from forq.progress import show_progress
 from forq.supervisor.ctl.client import connect
 from forq.supervisor.ctl.tables import moment, printable, show_json, show_stack, show_table
 
@@ -79,6 +80,8 @@ def _take_out(args: Namespace, method: str, done: str) -> int:
 def _shown(key: str, value: Any) -> str:
     if value is None:
         return "-"
+    if key == "progress":
+        return f"{printable(show_progress(value['fraction'], value['text']))} ({moment(value['at'])})"
     if key.endswith("_at"):
         return moment(value) or "-"
     if isinstance(value, str) and key not in ("data", "result"):

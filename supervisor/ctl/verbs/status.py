@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from forq.progress import show_progress
 from forq.supervisor.ctl.client import connect
 from forq.supervisor.ctl.tables import cell, printable, show_json, show_table, span
 
@@ -111,10 +112,16 @@ def _brief(child: dict[str, Any]) -> str:
     return " ".join(str(part) for part in (child["pid"], child["state"], child["job"], memory) if part is not None)
 
 
+def _progress(child: dict[str, Any]) -> str | None:
+    progress = child.get("progress")
+    return None if progress is None else show_progress(progress["fraction"], progress["text"])
+
+
 def _show_queue(queue: dict[str, Any]) -> None:
     print(f"\n{printable(queue['name'])}: processes")
+    told = any(child.get("progress") for child in queue["children"])
     show_table(
-        ("ROLE", "PID", "STATE", "JOB", "UPTIME", "RESTARTS"),
+        ("ROLE", "PID", "STATE", "JOB", "UPTIME", "RESTARTS", *(("PROGRESS",) if told else ())),
         [
             (
                 child["role"],
@@ -123,6 +130,7 @@ def _show_queue(queue: dict[str, Any]) -> None:
                 child["job"],
                 span(child["uptime_seconds"]),
                 child["restarts"],
+                *((_progress(child),) if told else ()),
             )
             for child in queue["children"]
         ],

@@ -1,0 +1,223 @@
+"""The clerk's verb `watch`: the real class and a real server, the clock and the loop in the test's hands."""
+
+import select
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.reporting import report_progress
+from forq.errors import ForqError, InvalidId, InvalidName, RedisUnavailable, UnknownJob, UnknownQueue, UsageError
+from forq.services.desk import Later
+from forq.services.watchers import LISTEN_SECONDS, LONGEST_WAIT_SECONDS, LOOK_SECONDS, Watchers
+from tests.support.one_queue import OneQueue, one_queue
+from tests.support.running import wait_until
+from tests.support.server import Server
+
+
+class Gallery:
+    """The clerk's loop, a step at a time; `clock` is added to the real time, which stands still otherwise."""
+
+    def __init__(self, queue: OneQueue) -> None:
+        self.queue = queue
+        self.worker = queue.worker()
+        self.time = time.monotonic()
+        self.answers: list[Any] = []
+        self._poll = select.poll()
+        self.watchers = Watchers(queue.link, DEFAULT_PREFIX, self._poll, now=lambda: self.time)
+
+    def watch(self, seen: str | None = None, job_id: str = "a", **more: Any) -> Any:
+        """What the verb answers at once; else the answer will be in `answers`."""
+        answer = self.watchers.watch({"name": "q", "id": job_id, "seen": seen, **more})
+        if isinstance(answer, Later):
+            answer.promise(self.answers.append)
+        return answer
+
+    def step(self) -> list[Any]:
+        for fd, _ in self._poll.poll(10):
+            assert fd == self.watchers.fileno()
+            self.watchers.hear(fd)
+        self.watchers.tick()
+        return self.answers
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        def stepped() -> Any:
+            self.step()
+            return condition()
+
+        return wait_until(stepped)
+
+    def report(self, fraction: float, text: str = "", job_id: str = "a") -> None:
+        fence = int(self.worker.fence)
+        assert report_progress(self.queue.link, DEFAULT_PREFIX, "q", self.worker.name, job_id, fence, fraction, text)
+
+
+@pytest.fixture
+def gallery(redis_url: str) -> Iterator[Gallery]:
+    with one_queue(redis_url) as queue:
+        gallery = Gallery(queue)
+        yield gallery
+        gallery.watchers._ears.close()
+
+
+def test_the_first_question_is_answered_at_once(gallery: Gallery) -> None:
+    gallery.queue.enqueue("a")
+    answer = gallery.watch()
+    assert (answer["id"], answer["state"], answer["progress"], answer["run_at"]) == ("a", "waiting", None, None)
+    with pytest.raises(UnknownJob):
+        gallery.watch(job_id="b")
+    assert len(gallery.watchers) == 0
+
+
+def test_progress_is_answered_as_soon_as_it_is_heard_without_a_look(gallery: Gallery) -> None:
+    gallery.queue.enqueue("a")
+    gallery.worker.turn(want=1)
+    seen = gallery.watch()["seen"]
+    assert isinstance(gallery.watch(seen), Later)
+    assert gallery.step() == []
+    gallery.report(0.4, "page 12 of 30")
+    (answer,) = gallery.until(lambda: gallery.answers)
+    progress = answer["progress"]
+    assert (answer["state"], progress["fraction"], progress["text"]) == ("active", 0.4, "page 12 of 30")
+    assert len(gallery.watchers) == 0
+
+
+def test_the_end_of_a_job_that_told_progress_is_heard(gallery: Gallery) -> None:
+    gallery.queue.enqueue("a")
+    gallery.worker.turn(want=1)
+    gallery.report(0.4)
+    assert isinstance(gallery.watch(gallery.watch()["seen"]), Later)
+    gallery.worker.turn(done="a")
+    (answer,) = gallery.until(lambda: gallery.answers)
+    assert answer["state"] == "gone"
+
+
+def test_another_job_s_progress_is_no_reason_to_look(gallery: Gallery) -> None:
+    gallery.queue.enqueue("a", "b")
+    gallery.worker.turn(want=2)
+    seen = gallery.watch()["seen"]
+    gallery.watch(seen)
+    gallery.report(0.4, job_id="b")
+    gallery.queue.redis.hset(gallery.queue.key("progress"), "a", "0.1 1 unheard")
+    gallery.report(0.5, job_id="b")
+    for _ in range(5):
+        assert gallery.step() == []
+    gallery.time += LOOK_SECONDS
+    assert gallery.step()[0]["progress"]["text"] == "unheard"
+
+
+def test_the_same_progress_told_again_is_no_change(gallery: Gallery) -> None:
+    gallery.queue.enqueue("a")
+    gallery.worker.turn(want=1)
+    gallery.report(0.4, "same")
+    gallery.watch(gallery.watch()["seen"])
+    time.sleep(0.002)
+    gallery.report(0.4, "same")
+    gallery.time += LOOK_SECONDS
+    assert gallery.step() == []
+
+
+def test_a_job_that_tells_nothing_is_looked_at_once_a_second(gallery: Gallery) -> None:
+    gallery.queue.enqueue("a")
+    gallery.watch(gallery.watch()["seen"])
+    gallery.worker.turn(want=1)
+    assert gallery.step() == []
+    patience_ms = gallery.watchers.patience_ms()
+    assert patience_ms is not None
+    assert patience_ms == pytest.approx(LOOK_SECONDS * 1000)
+    gallery.time += LOOK_SECONDS
+    assert [answer["state"] for answer in gallery.step()] == ["active"]
+
+
+def test_without_a_change_the_answer_comes_after_a_while_and_is_the_same(gallery: Gallery) -> None:
+    gallery.queue.enqueue("a")
+    seen = gallery.watch()["seen"]
+    gallery.watch(seen)
+    for _ in range(4):
+        gallery.time += LONGEST_WAIT_SECONDS / 5
+        assert gallery.step() == []
+    gallery.time += LONGEST_WAIT_SECONDS / 5
+    assert [answer["seen"] for answer in gallery.step()] == [seen]
+
+
+def test_who_does_not_want_to_wait_is_answered_at_once(gallery: Gallery) -> None:
+    gallery.queue.enqueue("a")
+    seen = gallery.watch()["seen"]
+    assert gallery.watch(seen, wait=0)["seen"] == seen
+
+
+@pytest.mark.parametrize("seen_active", [False, True])
+def test_a_job_that_dies_is_dead_and_one_that_ends_well_is_gone_though_an_earlier_one_died(
+    gallery: Gallery, seen_active: bool
+) -> None:
+    for end, expected in (("failed", "dead"), ("done", "gone"), ("failed", "dead")):
+        gallery.queue.enqueue("a")
+        if seen_active:
+            gallery.worker.turn(want=1)
+        first = gallery.watch()
+        assert first["state"] == ("active" if seen_active else "waiting")
+        if not seen_active:
+            gallery.worker.turn(want=1)
+        gallery.worker.turn(done="a" if end == "done" else "", failed="a" if end == "failed" else "")
+        assert gallery.watch(first["seen"])["state"] == expected
+
+
+def test_a_dead_job_is_shown_with_its_error(gallery: Gallery) -> None:
+    gallery.queue.enqueue("a")
+    gallery.worker.turn(want=1)
+    gallery.worker.turn(failed="a", error='{"name":"E","message":"no"}')
+    answer = gallery.watch()
+    assert (answer["state"], answer["error"]["name"]) == ("dead", "E")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"seen": "rubbish"}, UsageError),
+        ({"seen": 7}, UsageError),
+        ({"wait": "long"}, UsageError),
+        ({"id": None}, InvalidId),
+        ({"name": "no/name"}, InvalidName),
+        ({"name": "other"}, UnknownQueue),
+    ],
+)
+def test_a_wrong_question_is_refused(gallery: Gallery, wrong: dict[str, Any], error: type[ForqError]) -> None:
+    gallery.queue.enqueue("a")
+    with pytest.raises(error):
+        gallery.watchers.watch({"name": "q", "id": "a", **wrong})
+
+
+def test_it_listens_only_while_somebody_watches(gallery: Gallery) -> None:
+    gallery.queue.enqueue("a")
+    assert (gallery.watchers.fileno(), gallery.watchers.patience_ms()) == (-1, None)
+    gallery.watch()
+    assert gallery.queue.redis.pubsub_numpat() == 1
+    gallery.step()
+    assert gallery.watchers.fileno() >= 0
+    gallery.time += LISTEN_SECONDS
+    assert gallery.watchers.patience_ms() == 0
+    gallery.step()
+    assert (gallery.watchers.fileno(), gallery.watchers.patience_ms()) == (-1, None)
+    wait_until(lambda: gallery.queue.redis.pubsub_numpat() == 0)
+
+
+def test_when_redis_goes_who_watches_is_told_so(gallery: Gallery, server: Server) -> None:
+    gallery.queue.enqueue("a")
+    gallery.watch(gallery.watch()["seen"])
+    server.stop()
+    gallery.until(lambda: gallery.watchers.fileno() == -1)
+    gallery.time += LOOK_SECONDS
+    (answer,) = gallery.step()
+    assert isinstance(answer, RedisUnavailable)
+    with pytest.raises(RedisUnavailable):
+        gallery.watch()
+
+
+def test_a_deleted_queue_is_told(gallery: Gallery) -> None:
+    gallery.queue.enqueue("a")
+    gallery.watch(gallery.watch()["seen"])
+    gallery.queue.registry.delete("q", force=True)
+    gallery.time += LOOK_SECONDS
+    assert isinstance(gallery.step()[0], UnknownQueue)
