@@ -67,8 +67,8 @@ COMMANDS = (
         Argument("--fail-handler", metavar="M:F", help="the function for jobs that failed for good"),
         Argument(
             "--mode",
-            choices=("work", "auto_release", "on_request"),
-            help="run its jobs, or release them to those who ask (default: `mode` of the config file, else work)",
+            choices=("work", "auto_release", "on_request", "external"),
+            help="run its jobs, release them to those who ask, or give them to external workers (default: `mode` of the config file, else work)",
         ),
         Argument(
             "--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the queue (repeatable)"
