@@ -9,7 +9,7 @@ STATE_DIR ?= .state
 CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 
 # The real folders: ruff skips their symlinks in src/forq.
-SOURCES := src supervisor workers broker services pipeline tests etc benchmarks
+SOURCES := src supervisor workers broker services bridge pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases cluster bench-drain bench-layouts bench-backlog \

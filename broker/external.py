@@ -1,4 +1,4 @@
-"""What a bridge asks for its workers, in a queue of mode external. A worker is named by itself, and used again and again.
+"""What a bridge asks for its workers, in a queue of mode external. A worker has a name of its own, for good.
 
 Every call may be repeated: after a lost reply it gets the same answer.
 """
@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import orjson
+
 from forq.broker.awaiting import Answer, read_hand
 from forq.broker.codes import NO_QUEUE, OK, error_for
 from forq.broker.keys import awaiter_key, queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import script
+from forq.errors import InvalidData
 from forq.names import check_queue_name
 from forq.options import EXTERNAL
 
@@ -46,7 +49,15 @@ class External:
 
     def _ask(self, worker: str, bridge: str, how: str) -> Answer:
         reply = self._run("await", worker, "", EXTERNAL, "", how, bridge)
-        return Answer(read_hand(reply[2]) if len(reply) > 2 else None, reply[1])
+        if len(reply) < 3:
+            return Answer(None, reply[1])
+        try:
+            return Answer(read_hand(reply[2]), reply[1])
+        except InvalidData as exc:
+            # Nobody could run it, and it would come back to the front for ever.
+            job_id = reply[2].partition(b"\n")[0].decode().split(" ")[1]
+            self.fail(worker, job_id, _broken(str(exc)))
+            return Answer(None, 0)
 
     def accept(self, worker: str, job_id: str, fence: int | None = None) -> None:
         """The worker has the job; LeaseLapsed if it is not its own (any more)."""
@@ -63,7 +74,7 @@ class External:
         self._run("finish", worker, job_id, _text(fence), "failed", *why)
 
     def leave(self, worker: str, bridge: str) -> bool:
-        """The worker is forgotten if it is idle and spoke to this bridge last; whether it held a job, which goes back."""
+        """The worker is forgotten if it is idle and spoke to this bridge last; whether a job that it held went back."""
         reply = self._link.run(script("unawait"), self._base, worker, bridge)
         if reply[0] not in (OK, NO_QUEUE):
             raise error_for(self.queue, reply)
@@ -124,6 +135,11 @@ class External:
         if reply[0] != OK:
             raise error_for(self.queue, reply)
         return reply
+
+
+def _broken(reason: str) -> Failure:
+    brief = orjson.dumps({"name": "BrokenRecord", "message": reason, "kind": "permanent"})
+    return Failure(brief, brief, "permanent", None, 0.0)
 
 
 def _in_hand(hand: bytes) -> tuple[str, str | None]:

@@ -68,7 +68,8 @@ COMMANDS = (
         Argument(
             "--mode",
             choices=("work", "auto_release", "on_request", "external"),
-            help="run its jobs, release them to those who ask, or give them to external workers (default: `mode` of the config file, else work)",
+            help="who gets its jobs: its handler, those who ask, external workers "
+            "(default: `mode` of the config file, else work)",
         ),
         Argument(
             "--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the queue (repeatable)"
