@@ -37,13 +37,21 @@ def use(mutant: Mutant) -> None:
 
 
 def all_mutants() -> tuple[Mutant, ...]:
+    from tests.support.mutants_of_bridge import MUTANTS_OF_BRIDGE
     from tests.support.mutants_of_journal import MUTANTS_OF_JOURNAL
     from tests.support.mutants_of_lib import MUTANTS_OF_LIB
     from tests.support.mutants_of_losses import MUTANTS_OF_LOSSES
     from tests.support.mutants_of_releases import MUTANTS_OF_RELEASES
     from tests.support.mutants_of_scripts import MUTANTS_OF_SCRIPTS
 
-    return (*MUTANTS_OF_LIB, *MUTANTS_OF_LOSSES, *MUTANTS_OF_SCRIPTS, *MUTANTS_OF_JOURNAL, *MUTANTS_OF_RELEASES)
+    return (
+        *MUTANTS_OF_LIB,
+        *MUTANTS_OF_LOSSES,
+        *MUTANTS_OF_SCRIPTS,
+        *MUTANTS_OF_JOURNAL,
+        *MUTANTS_OF_RELEASES,
+        *MUTANTS_OF_BRIDGE,
+    )
 
 
 def use_the_one_asked_for() -> None:
