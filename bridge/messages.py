@@ -171,7 +171,7 @@ def read_message(line: bytes) -> Request:
     try:
         message = orjson.loads(line)
     except orjson.JSONDecodeError as exc:
-        raise BadMessage(f"not JSON: {exc}") from exc
+        raise BadMessage(f"not JSON, at character {exc.pos}") from exc
     if not isinstance(message, dict):
         raise BadMessage("a message is a JSON object")
     topic, payload = message.get("topic"), message.get("payload")

@@ -10,10 +10,11 @@
 
 if not epoch then return { NO_QUEUE } end
 local awaiter, bridge = ARGV[1], ARGV[2]
-local id, accepted, told = in_hand(awaiter)
+local id, _, told = in_hand(awaiter)
 if mode == 'external' then
   local known = read_awaiter(awaiter)
-  if accepted or (told or known and known.via) ~= bridge then return { OK, 0 } end
+  -- What it has accepted names no bridge.
+  if (told or known and known.via) ~= bridge then return { OK, 0 } end
   redis.call('ZREM', key('workers'), awaiter)
 end
 local owner = id and redis.call('HGET', key('active'), id)

@@ -315,13 +315,6 @@ MUTANTS_OF_BRIDGE = (
     ),
     Mutant(
         "unawait.lua",
-        "if accepted or (told",
-        "if (told",
-        "what a worker has accepted goes back with its bridge",
-        "external test_a_bridge_that_leaves",
-    ),
-    Mutant(
-        "unawait.lua",
         "(told or known and known.via) ~= bridge",
         "false",
         "a bridge takes the workers of another along",

@@ -40,7 +40,7 @@ MUTANTS_OF_RELEASES = (
     ),
     Mutant(
         "await.lua",
-        "if hand and hand ~= '' then return { OK, VALID_MS, hand } end",
+        "if hand and hand ~= '' then return { OK, valid_ms, hand } end",
         "",
         "after a lost reply the item cannot be had again",
         "release test_an_item_is_gone_when_it_is_acknowledged",
@@ -95,16 +95,16 @@ MUTANTS_OF_RELEASES = (
         "release test_awaiters_leave_no_keys_behind",
     ),
     Mutant(
-        "unawait.lua",
-        "  hand_back(awaiter, { id })\n",
+        "lib/handing.lua",
+        "  hand_back(awaiter, { id }, lost)\n",
         "",
         "what the awaiter held stays in its hands",
         "release test_an_awaiter_that_leaves",
     ),
     Mutant(
-        "unawait.lua",
-        "  redis.call('ZREM', key('leases'), id)\n",
-        "",
+        "lib/handing.lua",
+        "  local lost\n  redis.call('ZREM', key('leases'), id)\n",
+        "  local lost\n",
         "the lease outlives the hand-over",
         "release test_an_awaiter_that_leaves",
     ),
@@ -145,7 +145,7 @@ MUTANTS_OF_RELEASES = (
     ),
     Mutant(
         "lib/handing.lua",
-        "      redis.call('UNLINK', hand_key(awaiter))\n",
+        "  if in_hand(awaiter) == id then redis.call('UNLINK', hand_key(awaiter)) end\n",
         "",
         "who came too late is told again of the item that it has lost",
         "release test_what_is_not_acknowledged_in_time",
@@ -159,7 +159,7 @@ MUTANTS_OF_RELEASES = (
     ),
     Mutant(
         "lib/ringing.lua",
-        "if others == 0 and main_waiting() > 0 then others = 1 end",
+        "if others == 0 and main_waiting() + in_lane > 0 then others = 1 end",
         "",
         "who was rung and died leaves the others asleep",
         "dequeue test_as_long_as_anything_waits",
