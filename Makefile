@@ -9,10 +9,10 @@ STATE_DIR ?= .state
 CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 
 # The real folders: ruff skips their symlinks in src/forq.
-SOURCES := src supervisor workers broker services pipeline tests etc benchmarks
+SOURCES := src supervisor workers broker services bridge pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases cluster bench-drain bench-layouts bench-backlog \
+.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire cluster bench-drain bench-layouts bench-backlog \
         bench-idle bench-pipeline spec-report wheel \
         format clean
 
@@ -76,6 +76,10 @@ fire: tools ## 50,000 dispatches of 100 ids and 10,000 permanent failures while 
 releases: tools ## 1,000 awaiters, 20,000 releases while processes are killed, 10,000 items that grow too old (SEED=n)
 	FORQ_TEST_AWAITED=1000 FORQ_TEST_RELEASES=20000 FORQ_TEST_AGING=10000 FORQ_TEST_LATE=0.2 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_releases.py
+
+bridge-fire: tools ## 20,000 jobs for five external workers in two languages, killed and frozen at random, and the bridge too (SEED=n)
+	FORQ_TEST_BRIDGE_JOBS=$(or $(JOBS),20000) FORQ_TEST_SEED=$(or $(SEED),0) \
+	  $(BIN)/pytest -s --timeout 7200 tests/end_to_end/test_bridge_fire.py
 
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py

@@ -14,7 +14,7 @@ from forq.broker.scripts import script
 from forq.errors import InvalidId
 from forq.names import check_job_id, check_queue_name, shown
 
-__all__ = ["Answer", "Awaiting", "Hand", "handed_channels"]
+__all__ = ["Answer", "Awaiting", "Hand", "handed_channels", "read_hand"]
 
 # How an awaiter says that it blocks on its own list; else it says which clerk is to be told.
 BY_ITSELF = "-"
@@ -66,7 +66,7 @@ class Awaiting:
         reply = self._link.run(script("await"), self._base, awaiter, wanted, mode, lease, int(register), via)
         if reply[0] != OK:
             raise error_for(self.queue, reply)
-        return Answer(_read_hand(reply[2]) if len(reply) > 2 else None, reply[1])
+        return Answer(read_hand(reply[2]) if len(reply) > 2 else None, reply[1])
 
     def wait(self, awaiter: str, seconds: float) -> None:
         """Blocks until the awaiter has something in its list, or time is up. What is there stays there."""
@@ -81,13 +81,13 @@ class Awaiting:
 
     def leave(self, awaiter: str) -> bool:
         """The awaiter is forgotten; whether it held an item, which goes back in line."""
-        reply = self._link.run(script("unawait"), self._base, awaiter)
+        reply = self._link.run(script("unawait"), self._base, awaiter, "")
         if reply[0] not in (OK, NO_QUEUE):
             raise error_for(self.queue, reply)
         return reply[0] == OK and bool(reply[1])
 
 
-def _read_hand(packed: bytes) -> Hand:
+def read_hand(packed: bytes) -> Hand:
     head, _, record = packed.partition(b"\n")
-    fence, job_id, lease_ms = head.decode().split(" ")
+    fence, job_id, lease_ms, *_ = head.decode().split(" ")
     return Hand(job_id, int(fence), int(lease_ms), unpack(record))

@@ -39,6 +39,7 @@ _WHAT_IT_DOES = {
     "work": "its jobs are run by its handler",
     "auto_release": "its items are released at intervals to those who await them (wait_release, next_release)",
     "on_request": "its items leave when somebody dequeues them",
+    "external": "its jobs are run by workers that speak to a bridge",
 }
 
 LUA_CONSTANTS = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, int)}

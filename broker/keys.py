@@ -26,6 +26,9 @@ QUEUE_KEYS = (
     "awaiting",  # zset: ID ARRIVAL AWAITER of those who can be handed an item, in that order; expires
     "awaiter:A",  # list: what this awaiter was handed, or that it was rung, or what it has acknowledged; expires
     "leases",  # zset: items that are handed over, by the time (ms) at which they go back
+    "accepted",  # zset: jobs that external workers have accepted, by the time (ms) of their last sign of life
+    "workers",  # zset: external workers by the time (ms) they were last seen
+    "progress",  # hash: id -> FRACTION MS TEXT, how far a job is that says so
     "expiries",  # zset: items by the time (ms) at which they are given up
     "handed:C",  # channel: an awaiter that the clerk C speaks for has something in its list
     "dead",  # zset: id@fence by time of death (ms)

@@ -5,7 +5,7 @@ from typing import Any
 from forq.broker.keys import pending_key, queue_base, suspects_key
 from forq.broker.link import Link
 from forq.broker.viewing import Counts, Viewer
-from forq.options import RELEASE_MODES
+from forq.options import EXTERNAL, RELEASE_MODES
 from forq.progress import show_progress
 
 # How far down its list a job's place is looked for.
@@ -24,6 +24,8 @@ def _reason(link: Link, prefix: str, viewer: Viewer, job: dict[str, Any]) -> str
     counts = viewer.counts()
     if state == "active" and counts.mode in RELEASE_MODES:
         return f"it was handed to awaiter {job['worker']}, who has not acknowledged it yet"
+    if state == "active" and counts.mode == EXTERNAL:
+        return _with_worker(link, queue_base(prefix, name), job)
     if state == "active":
         marked = ", and will be forgotten when it ends" if job["removed"] else ""
         far = job["progress"] and show_progress(job["progress"]["fraction"], job["progress"]["text"])
@@ -42,7 +44,7 @@ def _reason(link: Link, prefix: str, viewer: Viewer, job: dict[str, Any]) -> str
 
 
 def _waiting(link: Link, base: str, job: dict[str, Any], counts: Counts) -> str:
-    if not link.call("ZCARD", f"{base}:processors"):
+    if counts.mode != EXTERNAL and not link.call("ZCARD", f"{base}:processors"):
         return "no supervisor serves its queue"
     if job.get("suspect"):
         return _suspect(link, base, job)
@@ -52,6 +54,9 @@ def _waiting(link: Link, base: str, job: dict[str, Any], counts: Counts) -> str:
     *lengths, ahead = link.pipeline([*lists, place])
     before = sum(lengths) + (LOOKED_AT if ahead is None else ahead)
     at_least = "" if ahead is not None else "at least "
+    if counts.mode == EXTERNAL:
+        idle = "1 worker is idle" if counts.awaiters == 1 else f"{counts.awaiters} workers are idle"
+        return f"it waits for a worker: {at_least}{before} come before it, {idle}"
     if counts.mode in RELEASE_MODES:
         others = "1 awaits an item" if counts.awaiters == 1 else f"{counts.awaiters} await an item"
         return f"it waits to be released: {at_least}{before} come before it, {others} of its queue"
@@ -59,6 +64,13 @@ def _waiting(link: Link, base: str, job: dict[str, Any], counts: Counts) -> str:
         return f"it is the next one; its queue runs {counts.active} jobs now"
     jobs = "1 job comes" if before == 1 else f"{before} jobs come"
     return f"it waits in line: {at_least}{jobs} before it, {counts.active} run now"
+
+
+def _with_worker(link: Link, base: str, job: dict[str, Any]) -> str:
+    marked = ", and will be forgotten when it ends" if job["removed"] else ""
+    if link.call("ZSCORE", f"{base}:accepted", job["id"]) is None:
+        return f"it was assigned to worker {job['worker']}, which has not accepted it yet{marked}"
+    return f"worker {job['worker']} runs it now{marked}"
 
 
 def _suspect(link: Link, base: str, job: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from forq.broker.scripts import script
 from forq.broker.stored_options import stored_fixed
 from forq.errors import InvalidData, UnknownQueue
 from forq.names import check_queue_name
-from forq.options import RELEASE_MODES
+from forq.options import SHARED_MODES
 from forq.version import PROTOCOL
 
 PURGE_CHUNK = 500
@@ -48,8 +48,8 @@ class Registry:
         return str(mode.decode())
 
     def unserved(self, served: Collection[str]) -> dict[str, str]:
-        """The queues that release and are not among these, with their modes."""
-        found = {name: mode for name, mode in self.names().items() if mode in RELEASE_MODES and name not in served}
+        """The queues that every supervisor serves and that are not among these, with their modes."""
+        found = {name: mode for name, mode in self.names().items() if mode in SHARED_MODES and name not in served}
         # Whoever makes or deletes a queue may be between its entry in the registry and the queue itself.
         asked = [("EXISTS", f"{queue_base(self._prefix, name)}:options") for name in found]
         there = self._link.pipeline(asked) if asked else []

@@ -56,6 +56,7 @@ class Config:
     # Of the queues that do not say theirs.
     mode: str = WORK
     pipeline: "Pipeline | None" = None
+    bridges: "tuple[BridgePlace, ...]" = ()
 
     def options_of(self, queue: QueueSpec) -> dict[str, Value]:
         """All options of a queue: its own, else the service's default, else forq's."""
@@ -72,6 +73,14 @@ class Pipeline:
     def spec(self, where: str) -> QueueSpec:
         mapping = {"mode": WORK, "handler": PIPELINE_HANDLER, **_PIPELINE_OPTIONS}
         return QueueSpec.from_mapping(PIPELINE_QUEUE, mapping, where)
+
+
+@dataclass(frozen=True)
+class BridgePlace:
+    """A bridge that the supervisor runs: where it listens, and how often its workers have to say something."""
+
+    listen: Path
+    tick_seconds: float
 
 
 @dataclass(frozen=True)
@@ -94,10 +103,12 @@ def load(argv_overrides: Mapping[str, object], environ: Mapping[str, str]) -> Co
     table = _read_toml(file) if file else {}
     queue_tables = table.pop("queues", {})
     pipeline = _read_pipeline(table.pop("pipeline"), file) if file and "pipeline" in table else None
+    bridges = _read_bridges(table.pop("bridge", []), file) if file else ()
     given = _in_file(table, file) | _in_environment(environ) | _on_command_line(flags)
     values = {name: read(given[name]) if name in given else None for name, read in _SETTINGS.items()}
     mode = str(values["mode"] or WORK)
     config = _assemble(values, file, _read_queues(queue_tables, file, mode) if file else (), given)
+    config = replace(config, bridges=bridges)
     return config if pipeline is None else _with_pipeline(config, pipeline)
 
 
@@ -124,7 +135,7 @@ def _read_toml(file: Path) -> dict[str, object]:
 def _in_file(table: Mapping[str, object], file: Path | None) -> dict[str, Given]:
     for name in table:
         if name not in _SETTINGS:
-            known = [*_SETTINGS, "queues", "pipeline"]
+            known = [*_SETTINGS, "queues", "pipeline", "bridge"]
             raise ConfigError(f"{file}: there is no setting {shown(name)}{nearest(name, known)}")
     base = file.parent if file else Path.cwd()
     return {name: Given(name, value, str(file), base) for name, value in table.items()}
@@ -176,6 +187,27 @@ def _read_pipeline(table: object, file: Path) -> Pipeline:
     # A directory is relative to this file; hdfs://… and the like are taken as they are.
     place = history if not history or "://" in history else os.path.abspath(file.parent / history)
     return Pipeline(place, float(_number_reader(every)(Given("every", table.get("every", 60.0), where, file.parent))))
+
+
+def _read_bridges(tables: object, file: Path) -> tuple[BridgePlace, ...]:
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{file}: bridge = {shown(tables)} is not allowed: tables [[bridge]]")
+    bridges = tuple(_read_bridge(table, f"{file}: [[bridge]]", file.parent) for table in tables)
+    if len({bridge.listen for bridge in bridges}) < len(bridges):
+        raise ConfigError(f"{file}: [[bridge]]: two bridges cannot listen at the same path")
+    return bridges
+
+
+def _read_bridge(table: Mapping[str, object], where: str, base: Path) -> BridgePlace:
+    for name in table:
+        if name not in ("listen", "tick"):
+            raise ConfigError(f"{where}: there is no setting {shown(name)}{nearest(name, ('listen', 'tick'))}")
+    listen = _read_path(Given("listen", table.get("listen", ""), where, base))
+    if listen is None:
+        raise ConfigError(f"{where}: listen is needed: the path of a Unix socket")
+    check_socket_path(listen)
+    tick = Given("tick", table.get("tick", _BRIDGE_TICK.default), where, base)
+    return BridgePlace(listen, float(_number_reader(_BRIDGE_TICK)(tick)))
 
 
 def _with_pipeline(config: Config, pipeline: Pipeline) -> Config:
@@ -330,6 +362,7 @@ def _number_reader(option: Option) -> Callable[[Given], Value]:
     return read
 
 
+_BRIDGE_TICK = Option("tick", "duration", 3.0, 0.1, 3600.0, "how often a worker of a bridge has to say something")
 _NUMBERS = {
     option.name: option
     for option in (

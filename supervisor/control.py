@@ -6,14 +6,14 @@ import errno
 import logging
 import os
 import socket
-import stat
 import struct
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from forq import wire
-from forq.errors import ConfigError, ForqError, PermissionRefused
+from forq.errors import ForqError, PermissionRefused
 from forq.supervisor.connection import Connection, Peer, Request
+from forq.unix_socket import listen
 
 if TYPE_CHECKING:
     from forq.supervisor.loop import Loop, Timer
@@ -26,8 +26,6 @@ MAX_CONNECTIONS = 256
 ACCEPTS_PER_PASS = 64
 # With no file descriptor left, accept would fail at once for ever: leave the clients in the backlog for a while.
 ACCEPT_PAUSE_SECONDS = 0.5
-# What fits into sockaddr_un, without the final zero.
-MAX_PATH_BYTES = 107
 
 _SO_PEERGROUPS = 59
 # The largest answer socket.getsockopt takes: 256 groups.
@@ -50,7 +48,7 @@ class ControlServer:
         self._group = group
         self._connections: set[Connection] = set()
         self._resume_timer: Timer | None = None
-        self._listener = _listen(path, group)
+        self._listener = listen(path, group)
         self._inode = os.lstat(path).st_ino
         loop.add_reader(self._listener.fileno(), self._accept)
 
@@ -128,41 +126,3 @@ def _groups_of(sock: socket.socket) -> tuple[int, ...]:
         log.warning("cannot read the groups of a client", extra={"reason": str(exc)})
         return ()
     return struct.unpack(f"{len(packed) // 4}I", packed)
-
-
-def _listen(path: str, group: int | None) -> socket.socket:
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise ConfigError(f"socket path {path} is too long: Linux allows {MAX_PATH_BYTES} bytes")
-    _remove_stale(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        # From its first moment the file must not be open to others; and nobody can connect before listen.
-        before = os.umask(0o177)
-        try:
-            listener.bind(path)
-        finally:
-            os.umask(before)
-        if group is not None:
-            os.chown(path, -1, group, follow_symlinks=False)
-            os.chmod(path, 0o660)
-        listener.listen(128)
-    except OSError as exc:
-        listener.close()
-        raise ForqError(f"cannot listen at {path}: {exc.strerror}") from exc
-    return listener
-
-
-def _remove_stale(path: str) -> None:
-    """Unlink what a dead supervisor left. Anything else at that path is somebody's."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        failed_with = probe.connect_ex(path)
-    if failed_with == errno.ENOENT:
-        return
-    if failed_with in (0, errno.EAGAIN):
-        raise ForqError(f"cannot listen at {path}: another supervisor answers there")
-    if failed_with != errno.ECONNREFUSED:
-        raise ForqError(f"cannot listen at {path}: {os.strerror(failed_with)}")
-    # A plain file refuses connections as well.
-    if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise ForqError(f"cannot listen at {path}: there is a file that is not a socket")
-    os.unlink(path)

@@ -2,6 +2,7 @@
 
 import gc
 
+from forq.bridge.run import BridgeSettings, run_bridge
 from forq.broker.scripts import script
 from forq.services.clerk import ClerkSettings, run_clerk
 from forq.services.pulse import PulseSettings, run_pulse
@@ -9,11 +10,13 @@ from forq.services.scribe import ScribeSettings, run_scribe
 from forq.workers.child import ChildSettings, run_child
 
 __all__ = [
+    "BridgeSettings",
     "ChildSettings",
     "ClerkSettings",
     "PulseSettings",
     "ScribeSettings",
     "preload",
+    "run_bridge",
     "run_child",
     "run_clerk",
     "run_pulse",
@@ -23,7 +26,20 @@ __all__ = [
 
 def preload() -> None:
     """Their code is imported by now; keeps the collector off it, so that children share those pages."""
-    for verb in ("turn", "join", "recover", "heartbeat", "rescue", "counts", "collect", "release", "await", "progress"):
+    for verb in (
+        "turn",
+        "join",
+        "recover",
+        "heartbeat",
+        "rescue",
+        "counts",
+        "collect",
+        "release",
+        "await",
+        "progress",
+        "accept",
+        "finish",
+    ):
         script(verb)
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A service (pulse, scribe, clerk) as the supervisor sees it: a child that answers, and is replaced when it dies."""
+"""A service (pulse, scribe, clerk, a bridge) as the supervisor sees it: a child that is replaced when it dies."""
 
 import logging
 import socket

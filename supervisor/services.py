@@ -1,10 +1,11 @@
-"""The supervisor's hands: pulse, scribe and clerk, the embedded server, and what each of their processes is given."""
+"""The supervisor's hands: pulse, scribe, clerk, bridges, the embedded server; what each of their processes is given."""
 
 import hashlib
 import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Scoreboard
 from forq.supervisor import embedded, entry_points
 from forq.supervisor.child import Nursery
-from forq.supervisor.config import Config, shown_url
+from forq.supervisor.config import BridgePlace, Config, shown_url
 from forq.supervisor.loop import Loop
 from forq.supervisor.redis_child import RedisChild
 from forq.supervisor.service import Service
@@ -61,10 +62,14 @@ class Services:
             self.nursery, "scribe", self._run_scribe, on_event=self._scribe_event, on_start=self._scribe_started
         )
         self.clerk = Service(self.nursery, "clerk", self._run_clerk)
+        self.bridges = tuple(
+            Service(self.nursery, f"bridge {place.listen}", partial(self._run_bridge, place))
+            for place in config.bridges
+        )
 
     @property
     def all(self) -> tuple[Service, ...]:
-        return self.pulse, self.scribe, self.clerk
+        return self.pulse, self.scribe, self.clerk, *self.bridges
 
     def start(self) -> None:
         if self.redis is not None:
@@ -205,6 +210,18 @@ class Services:
                 logs_dir=Path(self._state.path) / "logs",
                 leash=leash,
                 failed_log_max=self._config.failed_log_max,
+            )
+        )
+
+    def _run_bridge(self, place: BridgePlace, leash: socket.socket) -> int:
+        return entry_points.run_bridge(
+            entry_points.BridgeSettings(
+                url=self.redis_url,
+                prefix=self._config.prefix,
+                tick_seconds=place.tick_seconds,
+                max_queues=self._config.max_queues,
+                path=str(place.listen),
+                leash=leash,
             )
         )
 

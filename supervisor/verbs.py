@@ -7,7 +7,7 @@ from typing import Any
 
 from forq.errors import ForqError, InvalidOption, QueueExists, RedisUnavailable, UnknownQueue, UsageError
 from forq.names import check_queue_name
-from forq.options import RELEASE_MODES, QueueSpec, parse_options
+from forq.options import SHARED_MODES, QueueSpec, parse_options
 from forq.supervisor.config import check_size
 from forq.supervisor.connection import Request
 from forq.supervisor.queue_unit import QueueUnit
@@ -103,7 +103,7 @@ class Verbs:
             else:
                 self._save(request, spec, {"name": name, "created": False})
 
-        if served and spec.mode in RELEASE_MODES:
+        if served and spec.mode in SHARED_MODES:
             self._queues.adopt(unit, spec, opened)
         else:
             self._queues.replace(unit, spec, opened)

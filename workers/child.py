@@ -86,8 +86,8 @@ class _Crew:
         name, mode = self._settings.spec.name, self._settings.spec.mode
         if mode == "auto_release":
             self._loops = [self._releaser(self._slots[0])]
-        elif mode == "on_request":
-            self._loops = [IdleLoop(self._slots[0], name)]
+        elif mode in ("on_request", "external"):
+            self._loops = [IdleLoop(self._slots[0], name, mode)]
         elif self._settings.role == Role.MAIN:
             self._loops = [self._worker(slot, self._attempts(slot, handlers)) for slot in self._slots]
         else:

@@ -1,10 +1,10 @@
-"""What the children of a queue of the release modes do.
+"""What the children of a queue do that runs nothing itself.
 
 1. ReleaseLoop (auto_release): one try after the other to release the item at the head of the line, when the gate opens.
    The gate is in Redis; whoever comes too early is told how long to wait, and so one item is tried per interval,
    however many supervisors there are. With nothing in line it blocks, like any worker.
-2. IdleLoop (on_request, and the retry child of such a queue): items leave when somebody asks for them; nothing is to be
-   done here but to be there.
+2. IdleLoop (on_request, external, and the retry child of such a queue): items leave when somebody asks for them;
+   nothing is to be done here but to be there.
 """
 
 import logging
@@ -23,9 +23,10 @@ log = logging.getLogger("forq")
 class IdleLoop:
     """Sleeps until it is stopped."""
 
-    def __init__(self, slot: Slot, queue: str) -> None:
+    def __init__(self, slot: Slot, queue: str, mode: str) -> None:
         self.slot = slot
         self.queue = queue
+        self._mode = mode
         self._stop = threading.Event()
 
     @property
@@ -39,7 +40,7 @@ class IdleLoop:
         return None
 
     def doing(self) -> str:
-        return "on request"
+        return self._mode.replace("_", " ")
 
     def run(self, on_ready: Callable[[], None]) -> None:
         self.slot.words[STATE] = State.IDLE

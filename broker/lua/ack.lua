@@ -3,13 +3,14 @@
 --
 -- KEYS[1]  the queue's base
 -- ARGV     awaiter, id, fence
--- Returns  {OK}, also when it is repeated within a minute; {LAPSED} if the item has gone back; {NO_QUEUE}
+-- Returns  {OK}, also when it is repeated within a minute; {LAPSED} if the item has gone back; {WRONG_MODE, its mode}; {NO_QUEUE}
 -- States   active -> released; blocked -> waiting | scheduled
 --@include base codes journal hints records schedule attempts awaiters ringing timers item_ages blocked progress holdings
 
 local ACKED_MS = 60000
 local awaiter, id, fence = ARGV[1], ARGV[2], ARGV[3]
 if not epoch then return { NO_QUEUE } end
+if mode == 'external' then return { WRONG_MODE, mode } end
 local list = key('awaiter:' .. awaiter)
 if redis.call('LINDEX', list, 0) == 'acked ' .. fence then return { OK } end
 local owner = redis.call('HGET', key('active'), id)

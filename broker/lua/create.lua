@@ -41,8 +41,9 @@ if made then
   remembered[1], remembered[2] = false, false
   note('created 0 ' .. epoch)
   write_journal('-')
-  -- Every supervisor serves a queue that releases; one that works needs code, which only its own supervisor has.
-  if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' then redis.call('PUBLISH', key('due'), 'new') end
+  -- Every supervisor serves a queue that releases, or whose workers are elsewhere; one that works needs code, which only its own
+  -- supervisor has.
+  if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' or ARGV[2] == 'external' then redis.call('PUBLISH', key('due'), 'new') end
 elseif not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
   -- Nobody wrote down what happened meanwhile: a number is left out.
   redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)

@@ -19,7 +19,7 @@ if not paused then
     end
   end
   wake_idle_worker()
-  if mode == 'on_request' then ring_all() end
+  if on_request then ring_all() end
 end
 note(paused and 'paused 0' or 'resumed 0')
 write_journal('-')

@@ -3,8 +3,8 @@
 --
 -- KEYS[1]  the queue's base
 -- Returns  {OK, ms until it is to be called again (-1: nothing has a time)}; {NO_QUEUE}
--- States   scheduled -> waiting; active -> waiting (its lease lapsed); waiting, retry -> dead (item_timeout)
---@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress holdings fences bury_job handing expiring
+-- States   scheduled -> waiting; active -> waiting (its lease lapsed, also stalled); waiting, retry -> dead (item_timeout)
+--@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress holdings losses fences bury_job hands handing expiring
 
 if not epoch then return { NO_QUEUE } end
 lapse()

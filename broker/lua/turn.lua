@@ -13,7 +13,7 @@
 -- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out);
 --          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active;
 --          waiting -> dead (it stalled or timed out too often)
---@include base codes journal hints records schedule attempts blocked progress holdings fences bury_job
+--@include base codes journal hints records schedule attempts blocked progress holdings fences bury_job failing used_up
 
 local MAX_SKIPS = 1000
 -- A job that is buried by a claim costs about as much as so many hints that are skipped.
@@ -59,74 +59,21 @@ local function settle_successes(first)
   settle_done(owned, notes)
 end
 
--- Most turns settle no failure: what only serves here is defined inside, since each call defines its functions anew.
 local function settle_failures(first)
-  if failed_count == 0 then return end
-
-  local function come_back(id, job, due, event)
-    due = update_from_blocked(id, job, due)
-    redis.call('HSET', key('jobs'), id, write_record(job))
-    forget_progress({ id })
-    redis.call('HDEL', key('active'), id)
-    note(event)
-    make_ready(id, place_for(job), due)
-  end
-
-  -- The job waits for its next attempt: until the time the handler asked for, else twice as long as the last time.
-  -- Options are read here and now, so that a change of them applies to everything that is in the queue.
-  -- In the retry lane `lane` counts the attempts there.
-  local function retry_job(id, fence, micros, cause, job, lane_number, retry_at_ms, chance)
-    local due = retry_at_ms
-    if not due then
-      local wait = math.min(option('max_backoff_ms'), option('min_backoff_ms') * 2 ^ math.min(job.retries, 40))
-      due = now_ms + math.floor(wait * (1 + option('jitter') / 100 * (2 * chance - 1)))
-    end
-    job.retries, job.lane = job.retries + 1, lane_number
-    come_back(id, job, due, 'retried ' .. fence .. ' ' .. id .. ' ' .. micros .. ' ' .. cause)
-  end
-
-  local function settle_failure(at, id, fence, record)
-    local micros, error, brief, kind = ARGV[at + 2], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
-    local timed_out = kind == 'timeout'
-    add_attempt(id, timed_out and 'timed_out' or 'failed', timed_out and 'timeout' or 'exception', micros, brief)
-    local job = read_record(record)
-    if job and timed_out then
-      -- It waits again at once, behind the others.
-      job.timeouts = job.timeouts + 1
-      note('timed_out ' .. fence .. ' ' .. id .. ' timeout ' .. micros)
-      return come_back(id, job, 0, 'returned 0 ' .. id)
-    end
-    local retry_at_ms, chance = tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
-    -- Its handler came back, so it did not kill its process: it is no suspect any more.
-    if job and job.lane == SUSPECT then job.lane = 0 end
-    if job and kind ~= 'permanent' and job.lane == 0 and job.retries < option('max_retries') then
-      retry_job(id, fence, micros, cause_of(brief), job, 0, retry_at_ms, chance)
-    elseif job and kind ~= 'permanent' and job.lane < option('retry_lane_retries') then
-      retry_job(id, fence, micros, cause_of(brief), job, job.lane + 1, retry_at_ms, chance)
-    else
-      bury_jobs({ { id = id, fence = fence, micros = micros, record = record, error = error, brief = brief } })
-    end
-  end
-
   for i = 0, failed_count - 1 do
     local at = first + 8 * i
-    local id, fence = ARGV[at], ARGV[at + 1]
-    local owner = redis.call('HGET', key('active'), id)
-    local record = redis.call('HGET', key('jobs'), id)
-    if owner == worker .. ':' .. fence and record then
-      settled[id] = true
-      settle_failure(at, id, fence, record)
-    elseif owner == worker .. ':' .. fence .. REMOVED then
-      settled[id] = true
-      redis.call('HDEL', key('jobs'), id)
-      redis.call('HDEL', key('active'), id)
-      forget_progress({ id })
-      forget_attempts({ id })
-      note('cancelled ' .. fence .. ' ' .. id)
-      unblock({ id })
-    else
-      refused[#refused + 1] = id
-    end
+    local id = ARGV[at]
+    local failure = {
+      id = id,
+      owner = worker .. ':' .. ARGV[at + 1],
+      micros = ARGV[at + 2],
+      error = ARGV[at + 3],
+      brief = ARGV[at + 4],
+      kind = ARGV[at + 5],
+      retry_at_ms = tonumber(ARGV[at + 6]),
+      chance = tonumber(ARGV[at + 7]),
+    }
+    if settle_failure(failure) then settled[id] = true else refused[#refused + 1] = id end
   end
 end
 
@@ -163,16 +110,6 @@ local taken, reply_jobs, spent, again = {}, {}, {}, {}
 
 local first_byte, COUNTED = string.byte, string.byte('c')
 
--- Why a job is not to be run again, as an error in JSON; nil if it is.
-local function used_up(job)
-  local text = '{"name":"%s","message":"the number of attempts that %s is %d, and %s is %d","kind":"stall","traceback":null}'
-  if job.stalls > max_stalls then
-    return string.format(text, 'StallError', 'died with their process', job.stalls, 'max_stalls', max_stalls)
-  elseif job.timeouts > max_timeouts then
-    return string.format(text, 'TimeoutError', 'timed out', job.timeouts, 'max_timeouts', max_timeouts)
-  end
-end
-
 local function take(priority, ids)
   local owners = redis.call('HMGET', key('active'), unpack(ids))
   local records = redis.call('HMGET', key('jobs'), unpack(ids))
@@ -185,7 +122,7 @@ local function take(priority, ids)
       taken[id] = true
       -- Only a record that is not plain has counts to look at.
       local job = first_byte(records[i]) == COUNTED and read_record(records[i])
-      local error = job and used_up(job)
+      local error = job and used_up(job, max_stalls, max_timeouts)
       if job then again[id] = job.retries + job.stalls + job.timeouts + 1 end
       if error then
         spent[#spent + 1] = { id = id, record = records[i], error = error }

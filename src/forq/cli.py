@@ -12,6 +12,10 @@ def main() -> int:
         from forq.pipeline import cli
 
         return cli.run(arguments)
+    if arguments.command == "bridge":
+        from forq.bridge import run as bridge
+
+        return bridge.run(arguments)
     from forq.supervisor.run import run
 
     given = {name: value for name, value in vars(arguments).items() if name != "command"}
@@ -36,6 +40,11 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         default=None,
         help="end with 75 if Redis cannot be reached at start",
     )
+    bridge = commands.add_parser("bridge", help="producers and workers in any language, one JSON message per line")
+    if argv[:1] == ["bridge"]:
+        from forq.bridge.run import add_arguments
+
+        add_arguments(bridge)
     pipeline = commands.add_parser("pipeline", help="history, audit, report and replay, on Spark (forq[pipeline])")
     if argv[:1] == ["pipeline"]:
         # Only then: to import Spark takes longer than to start a supervisor.

@@ -17,9 +17,11 @@ from forq.names import check_queue_name, check_type, shown
 Value = int | float | bool
 Kind = Literal["int", "duration", "size", "flag"]
 
-WORK, AUTO_RELEASE, ON_REQUEST = "work", "auto_release", "on_request"
+WORK, AUTO_RELEASE, ON_REQUEST, EXTERNAL = "work", "auto_release", "on_request", "external"
 RELEASE_MODES = (AUTO_RELEASE, ON_REQUEST)
-MODES = (WORK, *RELEASE_MODES)
+# Nothing of theirs needs code of a supervisor's own: every supervisor serves them.
+SHARED_MODES = (*RELEASE_MODES, EXTERNAL)
+MODES = (WORK, *SHARED_MODES)
 
 _KB, _MB, _GB = 1024, 1024**2, 1024**3
 _DAY = 86400.0
@@ -121,14 +123,9 @@ _OF_WORK = (
     Option("priority", "int", 0, -100, 100, "which queue gets capacity first when it is short: the higher one"),
     Option("timeout", "duration", 60.0, 0.0, 365 * _DAY, "how long one attempt may take (0 = as long as it likes)"),
     Option("max_timeouts", "int", 3, 0, 10**6, "attempts that may time out before a job is dead"),
-    Option("max_stalls", "int", 3, 0, 10**6, "attempts that may die with their process before a job is dead"),
     Option("max_jobs", "int", 0, 0, 10**9, "jobs after which the process is replaced (0 = never)", live=False),
     Option("max_age", "duration", 0.0, 0.0, 365 * _DAY, "age at which it is replaced, after a job", live=False),
     Option("max_memory", "size", 0, 0, 1024 * _GB, "memory (PSS) at which it is replaced, after a job", live=False),
-    Option("max_retries", "int", 10, 0, 10**6, "attempts after the first one before a job is dead"),
-    Option("min_backoff", "duration", 2.0, 0.0, 3650 * _DAY, "the wait before the first retry; it doubles each time"),
-    Option("max_backoff", "duration", 300.0, 0.0, 3650 * _DAY, "the longest wait before a retry"),
-    Option("jitter", "int", 0, 0, 100, "by how many percent the wait before a retry varies at random"),
     Option("fail_max_retries", "int", 100, 0, 10**6, "how often a failed fail handler is tried again"),
     Option("fail_min_backoff", "duration", 10.0, 0.0, 3650 * _DAY, "the wait before its first retry; it doubles"),
     Option("fail_max_backoff", "duration", 900.0, 0.0, 3650 * _DAY, "the longest wait before its retry"),
@@ -137,24 +134,37 @@ _OF_WORK = (
     ),
     Option("fail_size", "int", 2, 1, 10**6, "units of capacity that a running fail handler holds"),
 )
+_OF_ATTEMPTS = (
+    Option("max_stalls", "int", 3, 0, 10**6, "attempts that may die with their process before a job is dead"),
+    Option("max_retries", "int", 10, 0, 10**6, "attempts after the first one before a job is dead"),
+    Option("min_backoff", "duration", 2.0, 0.0, 3650 * _DAY, "the wait before the first retry; it doubles each time"),
+    Option("max_backoff", "duration", 300.0, 0.0, 3650 * _DAY, "the longest wait before a retry"),
+    Option("jitter", "int", 0, 0, 100, "by how many percent the wait before a retry varies at random"),
+)
 _OF_RELEASES = (
     Option("release_interval", "duration", 0.1, 0.001, _DAY, "the time from one try to release an item to the next"),
     Option("release_retries", "int", 10, 0, 10**6, "tries after the first one before an item is in the retry lane"),
     Option("retry_interval", "duration", 0.2, 0.0, _DAY, "how long an item that nobody awaited waits for its next try"),
 )
-_OF_EVERY_GATE = (
-    Option("lease", "duration", 10.0, 0.1, _DAY, "how long an item is held for the one it was handed to"),
-    Option("item_timeout", "duration", 0.0, 0.0, 3650 * _DAY, "the age at which an item is given up (0 = never)"),
+_LEASE = Option("lease", "duration", 10.0, 0.1, _DAY, "how long an item is held for the one it was handed to")
+_ITEM_TIMEOUT = Option(
+    "item_timeout", "duration", 0.0, 0.0, 3650 * _DAY, "the age at which an item is given up (0 = never)"
 )
 _RETRY_LANE = Option("retry_lane_retries", "int", 0, 0, 10**6, "attempts after all others, while nothing else waits")
-_DEFAULTS_OF_MODE: Mapping[str, Mapping[str, Value]] = {AUTO_RELEASE: {"retry_lane_retries": 3}}
+_DEFAULTS_OF_MODE: Mapping[str, Mapping[str, Value]] = {
+    AUTO_RELEASE: {"retry_lane_retries": 3},
+    # Each job that a bridge adds has a token of its own.
+    EXTERNAL: {"lease": 9.0, "dedup_ttl": 3600.0},
+}
 
 _TABLE = (
     *_EVERY_MODE,
     *(replace(option, modes=(WORK,)) for option in _OF_WORK),
-    replace(_RETRY_LANE, modes=(WORK, AUTO_RELEASE), fixed_in=(AUTO_RELEASE,)),
+    *(replace(option, modes=(WORK, EXTERNAL)) for option in _OF_ATTEMPTS),
+    replace(_RETRY_LANE, modes=(WORK, AUTO_RELEASE, EXTERNAL), fixed_in=(AUTO_RELEASE,)),
     *(replace(option, modes=(AUTO_RELEASE,), fixed_in=(AUTO_RELEASE,)) for option in _OF_RELEASES),
-    *(replace(option, modes=RELEASE_MODES, fixed_in=RELEASE_MODES) for option in _OF_EVERY_GATE),
+    replace(_LEASE, modes=SHARED_MODES, fixed_in=RELEASE_MODES),
+    replace(_ITEM_TIMEOUT, modes=RELEASE_MODES, fixed_in=RELEASE_MODES),
 )
 OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
 
@@ -241,7 +251,7 @@ class QueueSpec:
         return spec
 
     def _check_code(self, where: str) -> None:
-        """A queue that works needs a handler; one that releases has no place for any."""
+        """A queue that works needs a handler; one whose jobs leave it has no place for any."""
         if self.mode == WORK:
             if self.handler is None and not self.handlers:
                 raise InvalidOption(

@@ -67,8 +67,9 @@ COMMANDS = (
         Argument("--fail-handler", metavar="M:F", help="the function for jobs that failed for good"),
         Argument(
             "--mode",
-            choices=("work", "auto_release", "on_request"),
-            help="run its jobs, or release them to those who ask (default: `mode` of the config file, else work)",
+            choices=("work", "auto_release", "on_request", "external"),
+            help="who gets its jobs: its handler, those who ask, external workers "
+            "(default: `mode` of the config file, else work)",
         ),
         Argument(
             "--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the queue (repeatable)"

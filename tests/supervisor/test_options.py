@@ -192,7 +192,11 @@ def test_the_release_modes_have_their_own_options_and_what_every_queue_has() -> 
     [
         ("retry_lane_retries", "auto_release", "retry_lane_retries of queue 'q' cannot be changed: it is fixed"),
         ("lease", "on_request", "lease of queue 'q' cannot be changed: it is fixed for the life of a queue"),
-        ("lease", "work", "queue 'q': lease is an option of mode auto_release or on_request, not of mode work"),
+        (
+            "lease",
+            "work",
+            "lease is an option of mode auto_release or on_request or external, not of",
+        ),
         ("concurrency", "work", "concurrency of queue 'q' takes effect only in a new process: use create"),
         ("max_items", "on_request", None),
         ("retry_lane_retries", "work", None),
@@ -222,9 +226,15 @@ def test_handlers_may_be_given_with_dotted_keys_beside_or_inside_options() -> No
         ({"mode": "on_request", "fail_handler": "m:f"}, "fail_handler is not allowed"),
         ({"mode": "auto_release", "path": "/srv"}, "path is not allowed"),
         ({"mode": "on_request", "release_retries": 1}, "release_retries is an option of mode auto_release, not of"),
-        ({"mode": "on_request", "retry_lane_retries": 1}, "of mode work or auto_release, not of mode on_request"),
-        ({"mode": "auto_release", "max_retries": 1}, "max_retries is an option of mode work, not of mode auto_release"),
-        ({"handler": "m:f", "lease": 1}, "lease is an option of mode auto_release or on_request, not of mode work"),
+        (
+            {"mode": "on_request", "retry_lane_retries": 1},
+            "of mode work or auto_release or external, not of mode on_request",
+        ),
+        ({"mode": "auto_release", "max_retries": 1}, "max_retries is an option of mode work or external, not"),
+        (
+            {"handler": "m:f", "lease": 1},
+            "lease is an option of mode auto_release or on_request or external, not of",
+        ),
         ({"mode": "auto_release", "max_reties": 1}, "no option 'max_reties'; did you mean"),
         ({"handler": "exec:prog"}, "package.module:function"),
         ({"handler": "no module"}, "package.module:function"),

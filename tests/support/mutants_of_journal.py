@@ -452,24 +452,17 @@ MUTANTS_OF_JOURNAL = (
         "journal_verbs test_a_failure_is_told_with_the_name_of_its_exception",
     ),
     Mutant(
-        "turn.lua",
-        " .. micros .. ' ' .. cause)",
+        "lib/failing.lua",
+        " .. micros .. ' ' .. cause_of(brief))",
         " .. micros .. ' -')",
         "the journal does not tell why an attempt failed",
         "journal_verbs test_a_failure_is_told_with_the_name_of_its_exception",
     ),
     Mutant(
-        "turn.lua",
-        "retry_job(id, fence, micros, cause_of(brief), job, 0,",
-        "retry_job(id, fence, micros, kind, job, 0,",
+        "lib/failing.lua",
+        "cause_of(brief))",
+        "kind)",
         "the journal tells whether an attempt failed for good in place of why",
-        "journal_verbs test_a_failure_is_told_with_the_name_of_its_exception",
-    ),
-    Mutant(
-        "turn.lua",
-        "retry_job(id, fence, micros, cause_of(brief), job, job.lane",
-        "retry_job(id, fence, micros, kind, job, job.lane",
-        "in the retry lane the journal does not tell why an attempt failed",
         "journal_verbs test_a_failure_is_told_with_the_name_of_its_exception",
     ),
     Mutant(
@@ -494,7 +487,7 @@ MUTANTS_OF_JOURNAL = (
         "journal_verbs test_the_number_of_an_attempt",
     ),
     Mutant(
-        "turn.lua",
+        "lib/failing.lua",
         " .. id .. ' timeout ' .. micros)",
         " .. id .. ' timeout')",
         "the journal does not tell how long a job ran that timed out",

@@ -166,21 +166,21 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/handing.lua",
-        "  redis.call('RPUSH', hand_key(to), hand)\n",
+        "  put_in_hand(to, hand, lease_ms)\n",
         "",
         "an awaiter does not find its item",
         "release test_an_item_goes_to_whoever_awaits_it_by_id_before_all_who_await_any",
     ),
     Mutant(
-        "lib/handing.lua",
-        "  redis.call('PEXPIRE', hand_key(to), string.format('%.0f', lease_ms))\n",
+        "lib/hands.lua",
+        "  redis.call('PEXPIRE', hand_key(awaiter), string.format('%.0f', ms))\n",
         "",
         "lists of dead awaiters are kept for ever",
         "release test_awaiters_leave_no_keys_behind",
     ),
     Mutant(
         "lib/handing.lua",
-        "  if via ~= '-' then redis.call('PUBLISH', key('handed:' .. via), to) end\n",
+        "  if via ~= '-' and not external then redis.call('PUBLISH', key('handed:' .. via), to) end\n",
         "",
         "a clerk does not hear of what its awaiter was handed",
         "release test_a_clerk_hears_of_the_awaiters_it_speaks_for",
@@ -194,7 +194,7 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/handing.lua",
-        "    if owner then hand_back(string.match(owner, '^([^:]+):'), { id }) end\n",
+        "      take_back(string.match(owner, '^([^:]+):'), owner, id, 'silent')\n",
         "",
         "a lease lapses and nothing comes back",
         "release test_what_is_not_acknowledged_in_time_goes_back_to_the_front_and_that_is_no_try",
@@ -257,7 +257,7 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/ringing.lua",
-        "others == 0 and main_waiting() > 0",
+        "others == 0 and main_waiting() + in_lane > 0",
         "others == 0",
         "a call rings somebody for nothing",
         "dequeue test_who_waits_is_rung_when_an_item_comes_one_awaiter_per_item",
@@ -390,7 +390,7 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/hints.lua",
-        "  if mode == 'on_request' then\n    -- Nobody",
+        "  if on_request then\n    -- Nobody",
         "  if false then\n    -- Nobody",
         "lists on which nobody blocks have tokens",
         "dequeue test_who_waits_is_rung_when_an_item_comes_one_awaiter_per_item",

@@ -56,7 +56,7 @@ unset PYTHONPATH FORQ_CONFIG FORQ_SOCKET FORQ_REDIS STATE_DIRECTORY
 export FORQ_STATE_DIR=$work/state
 
 venv/bin/forq --version | grep -q '^forq [0-9]' || fail "forq --version says: $(venv/bin/forq --version 2>&1)"
-(cd "$root" && find src/forq/ supervisor workers broker services pipeline -name '*.py' -o -name '*.lua' -o -name py.typed) |
+(cd "$root" && find src/forq/ supervisor workers broker services bridge pipeline -name '*.py' -o -name '*.lua' -o -name py.typed) |
   sed 's,^src/forq/,,' | sort -u >tree.txt
 installed=$(venv/bin/python -c 'import forq, os; print(os.path.dirname(forq.__file__))')
 while read -r file; do

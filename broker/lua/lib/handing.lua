@@ -1,14 +1,10 @@
 -- An item is handed over: it is active, owned by an awaiter under a fence, until that acknowledges it or its lease lapses.
--- `awaiter:A`: what A was handed, one entry FENCE ' ' ID ' ' LEASE_MS '\n' RECORD; '' if A was rung; 'acked ' FENCE afterwards.
+-- In mode external that is a worker, which accepts it and then says again and again that it is alive.
 
 local LAPSED_PER_CALL = 200
 local MAX_SKIPS = 1000
 -- Whether there were more hints to skip than that: then the call is to be repeated.
 local skipped_enough = false
-
-local function hand_key(awaiter)
-  return key('awaiter:' .. awaiter)
-end
 
 -- Whether this is what the awaiter was handed and still holds, and not what it had of an item that has gone back, or of
 -- an earlier queue of this name.
@@ -49,28 +45,45 @@ local function take_next()
   end
 end
 
--- `to`: the awaiter's name, and by which clerk it is told ('-': it reads its list).
+-- `to`: the awaiter's name, and by which clerk it is told ('-': it reads its list); of a worker, by which bridge it is.
 local function hand_over(id, record, to, via, lease_ms)
   local fence = next_fence()
   redis.call('HSET', key('active'), id, to .. ':' .. fence)
   note('claimed ' .. fence .. ' ' .. attempt_number(read_record(record)) .. ' ' .. id)
   set_timer('leases', id, now_ms + lease_ms)
-  local hand = fence .. ' ' .. id .. string.format(' %.0f\n', lease_ms) .. record
-  redis.call('RPUSH', hand_key(to), hand)
-  redis.call('PEXPIRE', hand_key(to), string.format('%.0f', lease_ms))
-  if via ~= '-' then redis.call('PUBLISH', key('handed:' .. via), to) end
+  local external = mode == 'external'
+  local hand = fence .. ' ' .. id .. string.format(' %.0f', lease_ms) .. (external and ' ' .. via or '') .. '\n' .. record
+  put_in_hand(to, hand, lease_ms)
+  -- Of a worker it is its bridge that asked.
+  if via ~= '-' and not external then redis.call('PUBLISH', key('handed:' .. via), to) end
   forget_awaiter(to)
   return hand
 end
 
--- What was not acknowledged in time goes back to the front, in its order.
+-- Goes back to the front, uncounted; what a worker had accepted has stalled.
+local function take_back(awaiter, owner, id, cause)
+  local lost
+  redis.call('ZREM', key('leases'), id)
+  if redis.call('ZREM', key('accepted'), id) == 1 then
+    local micros = string.format('%.0f', math.max(0, now_us - tonumber(fence_of(owner))))
+    lost = { id = id, outcome = 'stalled', cause = cause, micros = micros, count = count_loss }
+  end
+  -- It may have been handed something else meanwhile.
+  if in_hand(awaiter) == id then redis.call('UNLINK', hand_key(awaiter)) end
+  hand_back(awaiter, { id }, lost)
+end
+
+-- What was not acknowledged in time goes back, in its order; what was accepted, if its worker was silent for so long.
 local function lapse()
   local due = redis.call('ZRANGEBYSCORE', key('leases'), '-inf', string.format('%.0f', now_ms), 'LIMIT', 0, LAPSED_PER_CALL)
   for i = #due, 1, -1 do
     local id = due[i]
     local owner = redis.call('HGET', key('active'), id)
-    redis.call('ZREM', key('leases'), id)
-    -- What is in the awaiter's list ends at the same time, and counts for nothing by now (is_held).
-    if owner then hand_back(string.match(owner, '^([^:]+):'), { id }) end
+    if owner then
+      take_back(string.match(owner, '^([^:]+):'), owner, id, 'silent')
+    else
+      redis.call('ZREM', key('leases'), id)
+    end
   end
+  if mode == 'external' then forget_silent_workers() end
 end

@@ -14,9 +14,11 @@ local suspect_hints = tonumber(remembered[7] or 0)
 local other_hints_before, in_lane_before, suspect_hints_before = other_hints, in_lane, suspect_hints
 local may_be_stale = nil
 
--- For the release modes only, and nil in scripts that do not include ringing.lua and item_ages.lua.
+-- For the modes whose items leave on request only, and nil in scripts that do not include ringing.lua and item_ages.lua.
 local ring_awaiters, set_expiry
--- Ids that have become ready in this call, of a queue whose items leave on request.
+-- Whether items leave when somebody asks for them: then nobody blocks on a list, and awaiters are rung.
+local on_request = mode == 'on_request' or mode == 'external'
+-- Ids that have become ready in this call, of such a queue.
 local made_ready = {}
 
 -- True if this hint is to be ignored; it is then used up.
@@ -43,7 +45,7 @@ local function count_hints(place, number)
 end
 
 local function note_ready(ids)
-  if mode ~= 'on_request' then return end
+  if not on_request then return end
   for _, id in ipairs(ids) do made_ready[#made_ready + 1] = id end
 end
 
@@ -84,7 +86,7 @@ local function wake_idle_worker()
     other_hints_before, in_lane_before, suspect_hints_before = other_hints, in_lane, suspect_hints
   end
   if paused then return end
-  if mode == 'on_request' then
+  if on_request then
     -- Nobody blocks on the list: it needs no token.
     if ring_awaiters then ring_awaiters() end
     return

@@ -28,7 +28,7 @@ ring_awaiters = function()
     if known then ring(known) else others = others + 1 end
   end
   -- Who was rung last may have died since: as long as anything waits, each call rings one more.
-  if others == 0 and main_waiting() > 0 then others = 1 end
+  if others == 0 and main_waiting() + in_lane > 0 then others = 1 end
   for _ = 1, math.min(others, RUNG_PER_CALL) do
     local known = first_awaiter('')
     if not known then return end

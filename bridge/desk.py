@@ -1,0 +1,218 @@
+"""What each message does, and what is answered. Every request may be put again: nothing is done twice."""
+
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import orjson
+
+from forq.bridge.messages import (
+    AddJob,
+    DelJob,
+    Held,
+    JobAccepted,
+    JobFailed,
+    JobFinished,
+    ListOf,
+    Request,
+    Tick,
+    WorkerIdle,
+    WorkerProgress,
+)
+from forq.broker.awaiting import Answer, Hand
+from forq.broker.external import External, Failure
+from forq.broker.keeping import Keeper
+from forq.broker.link import Link
+from forq.broker.producing import Producer, new_job
+from forq.broker.record import MAX_IDENTIFIER
+from forq.broker.registry import Registry
+from forq.broker.stored_options import stored, stored_defaults
+from forq.broker.viewing import Viewer
+from forq.errors import LeaseLapsed, UnknownQueue
+from forq.options import EXTERNAL
+
+# A worker that asks while many jobs are to be skipped is told to ask again.
+MOST_QUESTIONS = 1000
+LEASE_TICKS = 3
+
+# A topic and a payload.
+Out = tuple[str, Mapping[str, Any]]
+T = TypeVar("T")
+
+
+class Desk:
+    """`bridge`: the name under which workers of this bridge are told that there is work."""
+
+    def __init__(self, link: Link, prefix: str, bridge: str, *, max_queues: int, tick_seconds: float) -> None:
+        self._link = link
+        self._prefix = prefix
+        self._bridge = bridge
+        self._max_queues = max_queues
+        self._defaults = stored_defaults(EXTERNAL) | stored({"lease": LEASE_TICKS * tick_seconds})
+        self._registry = Registry(link, prefix)
+        self._keeper = Keeper(link, prefix, bridge)
+        self._handlers: Mapping[type, Callable[[Any], list[Out]]] = {
+            AddJob: self._add_job,
+            WorkerIdle: self._worker_idle,
+            JobAccepted: self._accepted,
+            WorkerProgress: self._progress,
+            JobFinished: self._finished,
+            JobFailed: self._failed,
+            ListOf: self._list,
+            DelJob: self._del_job,
+            Tick: self._tick,
+        }
+
+    def answer(self, request: Request) -> list[Out]:
+        """What goes back to whoever asked; raises ForqError if it is refused, RedisUnavailable to be asked again."""
+        return self._handlers[type(request)](request)
+
+    def rung(self, queue: str, worker: str) -> list[Out]:
+        """There may be work for a worker that is idle."""
+        external = self._external(queue)
+        return self._assignment(queue, worker, lambda: external.rung(worker, self._bridge))
+
+    def leave(self, queue: str, worker: str) -> None:
+        self._external(queue).leave(worker, self._bridge)
+
+    def tick(self) -> dict[str, int | None]:
+        """Leases, silent workers and what is due, of every external queue: what a supervisor's pulse does, too.
+
+        In how many ms something is due again, by queue.
+        """
+        queues = [name for name, mode in self._registry.names().items() if mode == EXTERNAL]
+        return {queue: self.promote(queue) for queue in queues}
+
+    def promote(self, queue: str) -> int | None:
+        return self._keeper.promote(queue)
+
+    def _add_job(self, request: AddJob) -> list[Out]:
+        reference = {} if request.reference_uuid is None else {"reference_uuid": request.reference_uuid}
+        job = new_job(
+            {"command": request.command, "args": request.args, **reference},
+            id=request.uuid,
+            identifier=request.command[:MAX_IDENTIFIER],
+            priority=request.priority,
+            token=request.token,
+        )
+        producer = Producer(self._link, self._prefix, request.queue)
+        uuid = self._in_queue(request.queue, lambda: producer.enqueue([job]))[0]
+        return [("job_added", {"uuid": uuid, "queue_name": request.queue, **reference})]
+
+    def _worker_idle(self, request: WorkerIdle) -> list[Out]:
+        return self._idle(request.queue, request.worker)
+
+    def _idle(self, queue: str, worker: str) -> list[Out]:
+        external = self._external(queue)
+        ask = partial(self._in_queue, queue, lambda: external.idle(worker, self._bridge))
+        return self._assignment(queue, worker, ask)
+
+    def _assignment(self, queue: str, worker: str, ask: Callable[[], Answer]) -> list[Out]:
+        for _ in range(MOST_QUESTIONS):
+            answer = ask()
+            if answer.hand is not None:
+                return [("job_assignment", _describe(queue, worker, answer.hand))]
+            if answer.valid_ms > 0:
+                break
+        return []
+
+    def _accepted(self, request: JobAccepted) -> list[Out]:
+        external = self._external(request.queue)
+        return self._held(request, lambda: external.accept(request.worker, request.uuid, request.fence))
+
+    def _progress(self, request: WorkerProgress) -> list[Out]:
+        external = self._external(request.queue)
+        far = (request.progress, request.text)
+        return self._held(request, lambda: external.progress(request.worker, request.uuid, *far, request.fence))
+
+    def _finished(self, request: JobFinished) -> list[Out]:
+        external = self._external(request.queue)
+        refused = self._held(request, lambda: external.finish(request.worker, request.uuid, request.fence))
+        return refused or self._idle(request.queue, request.worker)
+
+    def _failed(self, request: JobFailed) -> list[Out]:
+        external = self._external(request.queue)
+        brief = {"name": request.name, "message": request.message, "kind": request.kind}
+        failure = Failure(
+            error=orjson.dumps({**brief, "traceback": None}),
+            brief=orjson.dumps(brief),
+            kind=request.kind,
+            retry_at_ms=request.retry_at_ms,
+            chance=random.random(),
+        )
+        refused = self._held(request, lambda: external.fail(request.worker, request.uuid, failure, request.fence))
+        return refused or self._idle(request.queue, request.worker)
+
+    def _held(self, request: Held, call: Callable[[], None]) -> list[Out]:
+        """Nothing if the worker holds that job, else why it was refused."""
+        try:
+            call()
+        except LeaseLapsed:
+            reason = "this worker does not hold that job (any more)"
+        except UnknownQueue as exc:
+            reason = str(exc)
+        else:
+            return []
+        about = {"uuid": request.uuid, "queue_name": request.queue, "worker_uuid": request.worker}
+        return [("job_refused", {**about, "topic": request.topic, "reason": reason})]
+
+    def _list(self, request: ListOf) -> list[Out]:
+        external, queue = self._external(request.queue), request.queue
+        self._registry.mode(queue)  # UnknownQueue if it is not there
+        if request.what == "workers":
+            return [("workers", {"queue_name": queue, "workers": external.workers()})]
+        if request.what == "dispatched":
+            return [("dispatched", {"queue_name": queue, "jobs": external.dispatched()})]
+        if request.what == "progress":
+            return [("progress", {"queue_name": queue, "jobs": external.running()})]
+        return [("jobs", {"queue_name": queue, "jobs": self._jobs(queue, request.limit)})]
+
+    def _jobs(self, queue: str, limit: int) -> list[dict[str, str]]:
+        viewer, jobs, after = Viewer(self._link, self._prefix, queue), list[dict[str, str]](), None
+        while len(jobs) < limit:
+            page = viewer.jobs(limit=limit - len(jobs), after=after)
+            jobs += page.jobs
+            after = page.next
+            if after is None:
+                break
+        return [{"uuid": job["id"], "identifier": job["identifier"], "state": job["state"]} for job in jobs[:limit]]
+
+    def _del_job(self, request: DelJob) -> list[Out]:
+        deleted = Producer(self._link, self._prefix, request.queue).remove(request.uuid)
+        return [("job_deleted", {"uuid": request.uuid, "queue_name": request.queue, "deleted": deleted})]
+
+    def _tick(self, _: Tick) -> list[Out]:
+        self.tick()
+        return []
+
+    def _in_queue(self, queue: str, call: Callable[[], T]) -> T:
+        """A queue that is not there is made; somebody may delete it again and again."""
+        try:
+            return call()
+        except UnknownQueue:
+            self._registry.create(queue, EXTERNAL, self._max_queues, self._defaults, {})
+        return call()
+
+    def _external(self, queue: str) -> External:
+        return External(self._link, self._prefix, queue)
+
+
+def _describe(queue: str, worker: str, hand: Hand) -> dict[str, Any]:
+    record, data = hand.record, hand.record.data
+    # A job that somebody else has put here may be anything.
+    said = data if isinstance(data, dict) and "command" in data else {"command": None, "args": data}
+    counts = (record.retry_count, record.stall_count, record.timeout_count)
+    about = {
+        "uuid": hand.job_id,
+        "queue_name": queue,
+        "worker_uuid": worker,
+        "command": said["command"],
+        "args": said.get("args"),
+        "priority": record.priority,
+        "attempt": sum(counts) + 1,
+        "retry_count": record.retry_count,
+        "stall_count": record.stall_count,
+        "fence": hand.fence,
+    }
+    return about | ({"reference_uuid": said["reference_uuid"]} if said.get("reference_uuid") is not None else {})

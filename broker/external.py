@@ -1,0 +1,159 @@
+"""What a bridge asks for its workers, in a queue of mode external. A worker has a name of its own, for good.
+
+Every call may be repeated: after a lost reply it gets the same answer.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import orjson
+
+from forq.broker.awaiting import Answer, read_hand
+from forq.broker.codes import NO_QUEUE, OK, error_for
+from forq.broker.keys import awaiter_key, queue_base
+from forq.broker.link import Link
+from forq.broker.scripts import script
+from forq.errors import InvalidData
+from forq.names import check_queue_name
+from forq.options import EXTERNAL
+
+LOOKED_AT_AT_ONCE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """`error` and `brief` (without a traceback) as JSON; `chance` (0 to 1) spreads the retry."""
+
+    error: bytes
+    brief: bytes
+    kind: str
+    retry_at_ms: int | None
+    chance: float
+
+
+class External:
+    def __init__(self, link: Link, prefix: str, queue: str) -> None:
+        self.queue = check_queue_name(queue)
+        self._link = link
+        self._base = queue_base(prefix, queue)
+
+    def idle(self, worker: str, bridge: str) -> Answer:
+        """The worker says that it is idle: what it is assigned. If it had accepted a job, it has lost that."""
+        return self._ask(worker, bridge, "1")
+
+    def rung(self, worker: str, bridge: str) -> Answer:
+        """The same, without a word from the worker: nothing if it is not idle any more."""
+        return self._ask(worker, bridge, "rung")
+
+    def _ask(self, worker: str, bridge: str, how: str) -> Answer:
+        reply = self._run("await", worker, "", EXTERNAL, "", how, bridge)
+        if len(reply) < 3:
+            return Answer(None, reply[1])
+        try:
+            return Answer(read_hand(reply[2]), reply[1])
+        except InvalidData as exc:
+            # Nobody could run it, and it would come back to the front for ever.
+            job_id = reply[2].partition(b"\n")[0].decode().split(" ")[1]
+            self.fail(worker, job_id, _broken(str(exc)))
+            return Answer(None, 0)
+
+    def accept(self, worker: str, job_id: str, fence: int | None = None) -> None:
+        """The worker has the job; LeaseLapsed if it is not its own (any more)."""
+        self._run("accept", worker, job_id, _text(fence), "", "")
+
+    def progress(self, worker: str, job_id: str, fraction: float, text: str, fence: int | None = None) -> None:
+        self._run("accept", worker, job_id, _text(fence), f"{fraction:.6g}", text)
+
+    def finish(self, worker: str, job_id: str, fence: int | None = None) -> None:
+        self._run("finish", worker, job_id, _text(fence), "done")
+
+    def fail(self, worker: str, job_id: str, failure: Failure, fence: int | None = None) -> None:
+        why = (failure.error, failure.brief, failure.kind, _text(failure.retry_at_ms), f"{failure.chance:.6f}")
+        self._run("finish", worker, job_id, _text(fence), "failed", *why)
+
+    def leave(self, worker: str, bridge: str) -> bool:
+        """The worker is forgotten if it is idle and spoke to this bridge last; whether a job that it held went back."""
+        reply = self._link.run(script("unawait"), self._base, worker, bridge)
+        if reply[0] not in (OK, NO_QUEUE):
+            raise error_for(self.queue, reply)
+        return reply[0] == OK and bool(reply[1])
+
+    def workers(self) -> list[dict[str, Any]]:
+        found = []
+        for some in _chunks(self._scored("workers")):
+            hands = self._link.pipeline([("LINDEX", awaiter_key(self._base, worker), 0) for worker, _ in some])
+            for (worker, seen_ms), hand in zip(some, hands, strict=True):
+                state, job_id = _in_hand(hand or b"")
+                held = {} if job_id is None else {"uuid": job_id}
+                found.append({"worker_uuid": worker, "state": state, "last_seen": seen_ms / 1000, **held})
+        return found
+
+    def dispatched(self) -> list[dict[str, Any]]:
+        """Jobs that are assigned and not accepted."""
+        return [
+            {"uuid": job_id, "worker_uuid": worker, "since": since}
+            for job_id, worker, since, accepted_ms, _ in self._held("leases")
+            if accepted_ms is None
+        ]
+
+    def running(self) -> list[dict[str, Any]]:
+        """Jobs that are accepted, and how far they are."""
+        found = []
+        for job_id, worker, since, accepted_ms, said in self._held("accepted"):
+            fraction, _, text = (said or b"0 0 ").decode(errors="replace").split(" ", 2)
+            if accepted_ms is not None:
+                far = {"progress": float(fraction), "text": text, "since": since, "last": accepted_ms / 1000}
+                found.append({"uuid": job_id, "worker_uuid": worker, **far})
+        return found
+
+    def _held(self, zset: str) -> Iterator[tuple[str, str, float, float | None, bytes | None]]:
+        """The jobs of a set that are in a worker's hands: id, worker, since when, last sign of life, progress."""
+        for some in _chunks(self._scored(zset)):
+            ids = [job_id for job_id, _ in some]
+            owners, accepted, said = self._link.pipeline(
+                [
+                    ("HMGET", f"{self._base}:active", *ids),
+                    ("ZMSCORE", f"{self._base}:accepted", *ids),
+                    ("HMGET", f"{self._base}:progress", *ids),
+                ]
+            )
+            for job_id, owner, accepted_ms, far in zip(ids, owners, accepted, said, strict=True):
+                if owner is not None:
+                    # A fence is the time of its claim in µs.
+                    worker, fence = owner.decode().split(":")[:2]
+                    last_ms = None if accepted_ms is None else float(accepted_ms)
+                    yield job_id, worker, int(fence) // 1000 / 1000, last_ms, far
+
+    def _scored(self, zset: str) -> list[tuple[str, float]]:
+        flat = self._link.call("ZRANGE", f"{self._base}:{zset}", 0, -1, "WITHSCORES")
+        return [(name.decode(), float(score)) for name, score in zip(flat[::2], flat[1::2], strict=True)]
+
+    def _run(self, verb: str, *args: object) -> list[Any]:
+        reply = self._link.run(script(verb), self._base, *args)
+        if reply[0] != OK:
+            raise error_for(self.queue, reply)
+        return reply
+
+
+def _broken(reason: str) -> Failure:
+    brief = orjson.dumps({"name": "BrokenRecord", "message": reason, "kind": "permanent"})
+    return Failure(brief, brief, "permanent", None, 0.0)
+
+
+def _in_hand(hand: bytes) -> tuple[str, str | None]:
+    words = hand.partition(b"\n")[0].decode().split(" ")
+    if words[0] == "accepted":
+        return "busy", words[2]
+    return ("assigned", words[1]) if words[0].isdigit() else ("idle", None)
+
+
+def _text(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def _chunks(rows: Iterable[tuple[str, float]]) -> Iterator[list[tuple[str, float]]]:
+    left = iter(rows)
+    while some := list(islice(left, LOOKED_AT_AT_ONCE)):
+        yield some

@@ -1,0 +1,67 @@
+-- An attempt failed: the job is tried again later, or is dead. Options are read here and now, so that a change of them applies
+-- to everything that is in the queue. Most calls settle no failure, and each call of a script defines its functions anew: what
+-- only serves here is defined inside.
+
+-- `failure`: id, owner (WORKER:FENCE), micros, error and brief error (JSON), kind, retry_at_ms (or nil), chance (0 to 1).
+-- False if the job is not that owner's.
+local function settle_failure(failure)
+  local id, fence, micros, brief, kind = failure.id, fence_of(failure.owner), failure.micros, failure.brief, failure.kind
+  local owner = redis.call('HGET', key('active'), id)
+  local record = redis.call('HGET', key('jobs'), id)
+
+  local function come_back(job, due, event)
+    due = update_from_blocked(id, job, due)
+    redis.call('HSET', key('jobs'), id, write_record(job))
+    redis.call('HDEL', key('active'), id)
+    forget_progress({ id })
+    note(event)
+    make_ready(id, place_for(job), due)
+  end
+
+  -- The job waits for its next attempt: until the time the handler asked for, else twice as long as the last time.
+  -- In the retry lane `lane` counts the attempts there.
+  local function retry_job(job, lane_number)
+    local due = failure.retry_at_ms
+    if not due then
+      local wait = math.min(option('max_backoff_ms'), option('min_backoff_ms') * 2 ^ math.min(job.retries, 40))
+      due = now_ms + math.floor(wait * (1 + option('jitter') / 100 * (2 * failure.chance - 1)))
+    end
+    job.retries, job.lane = job.retries + 1, lane_number
+    come_back(job, due, 'retried ' .. fence .. ' ' .. id .. ' ' .. micros .. ' ' .. cause_of(brief))
+  end
+
+  local function settle()
+    local timed_out = kind == 'timeout'
+    add_attempt(id, timed_out and 'timed_out' or 'failed', timed_out and 'timeout' or 'exception', micros, brief)
+    local job = read_record(record)
+    if job and timed_out then
+      -- It waits again at once, behind the others.
+      job.timeouts = job.timeouts + 1
+      note('timed_out ' .. fence .. ' ' .. id .. ' timeout ' .. micros)
+      return come_back(job, 0, 'returned 0 ' .. id)
+    end
+    -- Its handler came back, so it did not kill its process: it is no suspect any more.
+    if job and job.lane == SUSPECT then job.lane = 0 end
+    if job and kind ~= 'permanent' and job.lane == 0 and job.retries < option('max_retries') then
+      retry_job(job, 0)
+    elseif job and kind ~= 'permanent' and job.lane < option('retry_lane_retries') then
+      retry_job(job, job.lane + 1)
+    else
+      bury_jobs({ { id = id, fence = fence, micros = micros, record = record, error = failure.error, brief = brief } })
+    end
+  end
+
+  if owner == failure.owner and record then
+    settle()
+    return true
+  elseif owner == failure.owner .. REMOVED then
+    redis.call('HDEL', key('jobs'), id)
+    redis.call('HDEL', key('active'), id)
+    forget_progress({ id })
+    forget_attempts({ id })
+    note('cancelled ' .. fence .. ' ' .. id)
+    unblock({ id })
+    return true
+  end
+  return false
+end

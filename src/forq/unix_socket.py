@@ -1,0 +1,50 @@
+"""Listening at a path: nobody else's socket is taken away, and nobody else may connect."""
+
+import errno
+import os
+import socket
+import stat
+
+from forq.errors import ConfigError, ForqError
+
+# What fits into sockaddr_un, without the final zero.
+MAX_PATH_BYTES = 107
+
+
+def listen(path: str, group: int | None = None) -> socket.socket:
+    """A listening socket (0600; 0660 and that group when `group` is given), without blocking."""
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ConfigError(f"socket path {path} is too long: Linux allows {MAX_PATH_BYTES} bytes")
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        # From its first moment the file must not be open to others; and nobody can connect before listen.
+        before = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        if group is not None:
+            os.chown(path, -1, group, follow_symlinks=False)
+            os.chmod(path, 0o660)
+        listener.listen(128)
+    except OSError as exc:
+        listener.close()
+        raise ForqError(f"cannot listen at {path}: {exc.strerror}") from exc
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Unlink what a dead process left. Anything else at that path is somebody's."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        failed_with = probe.connect_ex(path)
+    if failed_with == errno.ENOENT:
+        return
+    if failed_with in (0, errno.EAGAIN):
+        raise ForqError(f"cannot listen at {path}: another process answers there")
+    if failed_with != errno.ECONNREFUSED:
+        raise ForqError(f"cannot listen at {path}: {os.strerror(failed_with)}")
+    # A plain file refuses connections as well.
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise ForqError(f"cannot listen at {path}: there is a file that is not a socket")
+    os.unlink(path)

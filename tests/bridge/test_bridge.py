@@ -1,0 +1,349 @@
+"""Whole bridges: several of them, some that end or die, peers that read slowly, Redis that is away."""
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.link import Link
+from forq.broker.registry import Registry
+from forq.broker.stored_options import stored_defaults
+from forq.broker.viewing import Viewer
+from tests.support.bridge_process import Client, bridge, encode, listening
+from tests.support.external_queue import external_queue
+from tests.support.journal_replay import Replay
+from tests.support.running import wait_until
+from tests.support.server import Server
+
+RANDOM_LINES = int(os.environ.get("FORQ_TEST_LINES", "5000"))
+W = {"queue_name": "q", "worker_uuid": "w1"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "bridge.sock"
+
+
+@pytest.mark.spec("P1")
+def test_a_line_of_rubbish_gets_one_error_and_is_never_fatal(redis_url: str) -> None:
+    chance = random.Random(17)
+    with bridge(redis_url) as process:
+        for _ in range(RANDOM_LINES // 500):
+            lines = [chance.randbytes(chance.randrange(60)).replace(b"\n", b"") for _ in range(500)]
+            process.write(b"\n".join(lines) + b"\n")
+        process.say("add_job", queue_name="q", command="c")
+        process.wait_for("job_added")
+        assert process.end() == 0
+        numbers = [error["line"] for error in process.of("error")]
+        assert len(numbers) > RANDOM_LINES * 0.9
+        assert numbers == sorted(set(numbers)), "one for each line at most, in their order"
+        assert max(numbers) <= RANDOM_LINES
+
+
+def test_a_line_that_is_too_long_is_refused_and_the_next_one_is_read(redis_url: str) -> None:
+    with bridge(redis_url) as process:
+        process.write(b'{"topic":"' + b"x" * (2 << 20) + b'"}\n')
+        process.say("add_job", queue_name="q", command="c")
+        process.wait_for("job_added")
+        assert process.of("error") == [{"line": 1, "reason": "the line is too long: at most 1 MiB is allowed"}]
+
+
+def test_eof_ends_the_bridge_when_all_is_dealt_with_and_frees_its_idle_workers(redis_url: str) -> None:
+    with external_queue(redis_url) as queue, bridge(redis_url) as process:
+        process.say("add_job", queue_name="q", uuid="assigned", command="c")
+        process.say("worker_idle", queue_name="q", worker_uuid="w1")
+        process.say("add_job", queue_name="q", uuid="accepted", command="c")
+        process.say("worker_idle", queue_name="q", worker_uuid="w2")
+        process.say("job_accepted", queue_name="q", worker_uuid="w2", uuid="accepted")
+        process.say("worker_idle", queue_name="q", worker_uuid="w3")
+        process.write(encode("add_job", {"queue_name": "q", "uuid": "last", "command": "c"}).rstrip(b"\n"))
+        assert process.end() == 0
+        assert [added["uuid"] for added in process.of("job_added")] == ["assigned", "accepted", "last"]
+        assert queue.states() == {"w2": "busy"}
+        assert sorted(queue.pending()) == ["assigned", "last"]
+        assert queue.stall_count("assigned") == 0
+        Replay().read_all(queue.entries())
+
+
+def test_a_worker_goes_on_with_the_next_bridge(redis_url: str) -> None:
+    with bridge(redis_url) as first:
+        first.say("add_job", queue_name="q", uuid="j", command="c")
+        first.say("worker_idle", **W)
+        first.wait_for("job_assignment")
+        first.say("job_accepted", **W, uuid="j")
+        first.say("list_progress", queue_name="q")
+        first.wait_for("progress")
+        first.kill()
+    with bridge(redis_url) as second:
+        second.say("worker_progress", **W, uuid="j", progress=0.5)
+        second.say("job_finished", **W, uuid="j")
+        second.say("list_jobs", queue_name="q")
+        assert second.wait_for("jobs") == {"queue_name": "q", "jobs": []}
+        assert second.of("job_refused") == []
+
+
+@pytest.mark.spec("P6")
+def test_two_bridges_share_the_queues_and_their_workers(redis_url: str) -> None:
+    with bridge(redis_url) as one, bridge(redis_url) as two:
+        one.say("worker_idle", queue_name="video", worker_uuid="v")
+        one.say("worker_idle", queue_name="audio", worker_uuid="a")
+        one.say("list_workers", queue_name="audio")
+        one.wait_for("workers")
+        two.say("add_job", queue_name="video", uuid="j1", command="c")
+        assert one.wait_for("job_assignment")["worker_uuid"] == "v"
+        two.say("add_job", queue_name="audio", uuid="j2", command="c")
+        assert one.wait_for("job_assignment", 2)["worker_uuid"] == "a"
+        assert two.of("job_assignment") == []
+        # A worker speaks to another bridge: what it is assigned comes there.
+        one.say("job_finished", queue_name="video", worker_uuid="v", uuid="j1")
+        one.say("list_workers", queue_name="video")
+        one.wait_for("workers", 2)
+        two.say("worker_idle", queue_name="video", worker_uuid="v")
+        two.say("list_workers", queue_name="video")
+        two.wait_for("workers")
+        one.say("add_job", queue_name="video", uuid="j3", command="c")
+        assert two.wait_for("job_assignment")["uuid"] == "j3"
+
+
+@pytest.mark.spec("P9")
+def test_ticks_do_without_a_supervisor_what_silence_and_time_ask_for(redis_url: str) -> None:
+    with bridge(redis_url, "--tick", "200ms") as process:
+        process.say("add_job", queue_name="q", uuid="j", command="c")
+        process.say("worker_idle", **W)
+        process.wait_for("job_assignment")
+        process.say("job_accepted", **W, uuid="j")
+        link = Link(redis_url)
+        viewer = Viewer(link, DEFAULT_PREFIX, "q")
+        wait_until(lambda: viewer.job("j")["stall_count"] == 1, seconds=10)
+        process.say("list_workers", queue_name="q")
+        assert process.wait_for("workers")["workers"] == []
+        process.say("job_finished", **W, uuid="j")
+        assert process.wait_for("job_refused")["topic"] == "job_finished"
+        # A retry that is due goes to an idle worker by itself.
+        process.say("worker_idle", **W)
+        again = process.wait_for("job_assignment", 2)
+        assert (again["attempt"], again["stall_count"]) == (2, 1)
+        link.close()
+
+
+def test_a_retry_is_assigned_when_its_time_has_come(redis_url: str) -> None:
+    with bridge(redis_url) as process:
+        link = Link(redis_url)
+        options = {**stored_defaults("external"), "min_backoff_ms": 300}
+        Registry(link, DEFAULT_PREFIX).create("q", "external", 10, options, {})
+        link.close()
+        process.say("add_job", queue_name="q", uuid="j", command="c")
+        process.say("worker_idle", **W)
+        process.wait_for("job_assignment")
+        process.say("job_failed", **W, uuid="j", error="no")
+        assert process.wait_for("job_assignment", 2)["retry_count"] == 1
+
+
+@pytest.mark.spec("P8")
+def test_queues_appear_within_their_limit(redis_url: str) -> None:
+    with bridge(redis_url, "--max-queues", "2") as process:
+        process.say("add_job", queue_name="one", command="c")
+        process.say("worker_idle", queue_name="two", worker_uuid="w")
+        process.say("add_job", queue_name="three", command="c")
+        assert "max_queues is reached" in process.wait_for("error")["reason"]
+        link = Link(redis_url)
+        assert Registry(link, DEFAULT_PREFIX).names() == {"one": "external", "two": "external"}
+        link.close()
+
+
+def test_jobs_can_be_added_to_a_queue_of_another_mode_but_not_worked_on(redis_url: str) -> None:
+    link = Link(redis_url)
+    Registry(link, DEFAULT_PREFIX).create("q", "work", 10, {**stored_defaults(), "max_items": 1}, {})
+    with bridge(redis_url) as process:
+        process.say("add_job", queue_name="q", uuid="j", command="c", args=[1])
+        process.wait_for("job_added")
+        process.say("worker_idle", **W)
+        assert "is of mode work" in process.wait_for("error")["reason"]
+        process.say("add_job", queue_name="q", command="c")
+        assert "holds max_items = 1" in process.wait_for("error", 2)["reason"]
+    assert Viewer(link, DEFAULT_PREFIX, "q").job("j")["data"] == {"command": "c", "args": [1]}
+    link.close()
+
+
+def test_a_uuid_that_is_there_updates_that_job(redis_url: str) -> None:
+    with bridge(redis_url) as process:
+        for n in (1, 2):
+            process.say("add_job", queue_name="q", uuid="j", command="c", args=n)
+        process.say("worker_idle", **W)
+        assert process.wait_for("job_assignment")["args"] == 2
+
+
+def test_what_was_said_while_redis_is_away_is_done_when_it_is_back(server: Server, redis_url: str) -> None:
+    with bridge(redis_url) as process:
+        process.say("add_job", queue_name="q", uuid="before", command="c")
+        process.wait_for("job_added")
+        server.kill()
+        for n in range(50):
+            process.say("add_job", queue_name="q", uuid=f"j{n}", command="c")
+        wait_until(lambda: any("redis is gone" in line for line in process.log))
+        server.start()
+        process.wait_for("job_added", 51)
+        assert [added["uuid"] for added in process.of("job_added")[1:]] == [f"j{n}" for n in range(50)]
+        process.say("worker_idle", **W)
+        process.wait_for("job_assignment")
+        # It hears again, too.
+        process.say("worker_idle", queue_name="other", worker_uuid="w")
+        process.say("add_job", queue_name="other", command="c")
+        assert process.wait_for("job_assignment", 2)["queue_name"] == "other"
+        assert process.of("error") == []
+
+
+def test_eof_while_redis_is_away_waits_for_it(server: Server, redis_url: str) -> None:
+    with bridge(redis_url) as process:
+        process.say("add_job", queue_name="q", uuid="before", command="c")
+        process.wait_for("job_added")
+        server.kill()
+        process.say("add_job", queue_name="q", uuid="j", command="c")
+        wait_until(lambda: any("redis is gone" in line for line in process.log))
+        ended = threading.Thread(target=process.end)
+        ended.start()
+        server.start()
+        ended.join(20)
+        assert process.process.returncode == 0
+        assert process.of("job_added")[-1]["uuid"] == "j"
+
+
+def test_an_add_whose_answer_was_lost_is_stored_once(redis_url: str) -> None:
+    from forq.bridge.desk import Desk
+    from forq.bridge.messages import read_message
+    from forq.errors import OutcomeUnknown
+
+    class LosesAnswers(Link):
+        lost = 0
+
+        def run(self, *args: object) -> list[object]:  # type: ignore[override]
+            answer = super().run(*args)  # type: ignore[arg-type]
+            if args[0].verb in ("enqueue", "finish", "await") and self.lost < 3:  # type: ignore[attr-defined]
+                self.lost += 1
+                raise OutcomeUnknown("the answer was lost")
+            return answer
+
+    link = LosesAnswers(redis_url)
+    desk = Desk(link, DEFAULT_PREFIX, "b", max_queues=10, tick_seconds=3.0)
+
+    def insist(line: bytes) -> list[tuple[str, object]]:
+        link.lost = 0
+        request = read_message(line)
+        for _ in range(10):
+            try:
+                return desk.answer(request)  # type: ignore[return-value]
+            except OutcomeUnknown:
+                continue
+        raise AssertionError("no answer")
+
+    assert insist(encode("add_job", {"queue_name": "q", "command": "c", "uuid": "j"}))[0][0] == "job_added"
+    assert insist(encode("worker_idle", W))[0][0] == "job_assignment"
+    assert insist(encode("job_finished", {**W, "uuid": "j"})) == []
+    counts = Viewer(link, DEFAULT_PREFIX, "q").counts()
+    assert (counts.processed, counts.waiting, counts.active) == (1, 0, 0)
+    link.close()
+
+
+def test_term_ends_a_bridge_in_order(redis_url: str, path: Path) -> None:
+    with external_queue(redis_url) as queue, listening(redis_url, path) as process:
+        client = Client(path)
+        client.say("worker_idle", **W)
+        client.say("list_workers", queue_name="q")
+        client.wait_for("workers")
+        process.kill(signal.SIGTERM)
+        assert process.process.wait(10) == 0
+        assert queue.states() == {}
+        assert not path.exists()
+
+
+def test_every_connection_is_a_bridge_of_its_own(redis_url: str, path: Path) -> None:
+    with listening(redis_url, path):
+        one, two = Client(path), Client(path)
+        one.say("worker_idle", **W)
+        one.write(b"rubbish\n")
+        one.wait_for("error")
+        two.say("add_job", queue_name="q", uuid="j", command="c")
+        two.wait_for("job_added")
+        assert one.wait_for("job_assignment")["uuid"] == "j"
+        one.close()
+        two.say("worker_idle", queue_name="q", worker_uuid="w2")
+        assert two.wait_for("job_assignment")["uuid"] == "j", "it came back at once"
+        assert two.of("error") == []
+        two.close()
+
+
+def test_the_socket_of_a_bridge_that_was_killed_is_taken_over(redis_url: str, path: Path) -> None:
+    with listening(redis_url, path) as first:
+        first.kill()
+        first.process.wait()
+    assert path.exists()
+    with listening(redis_url, path), bridge(redis_url, "--listen", str(path)) as third:
+        assert third.process.wait(10) == 1
+        wait_until(lambda: any("another process answers there" in line for line in third.log))
+
+
+def test_who_does_not_read_is_dropped_and_holds_up_nobody(redis_url: str, path: Path) -> None:
+    with listening(redis_url, path):
+        deaf = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        deaf.connect(str(path))
+        deaf.sendall(encode("worker_idle", {"queue_name": "q", "worker_uuid": "deaf"}))
+        other = Client(path)
+        # Each assignment that it does not read is half a megabyte.
+        blob = "x" * 500_000
+        for n in range(40):
+            other.say("add_job", queue_name="q", uuid=f"j{n}", command="c", args=blob)
+            other.wait_for("job_added", n + 1)
+            other.say("job_finished", queue_name="q", worker_uuid="deaf", uuid=f"j{n}")
+            other.say("list_workers", queue_name="q")
+            other.wait_for("workers", n + 1)
+        assert len(other.of("workers")) == 40
+        other.close()
+        deaf.close()
+
+
+def test_a_connection_that_never_reads_is_closed_at_last(redis_url: str, path: Path) -> None:
+    with listening(redis_url, path):
+        deaf = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        deaf.connect(str(path))
+        workers = [f"w{n}" for n in range(40)]
+        for worker in workers:
+            deaf.sendall(encode("worker_idle", {"queue_name": "q", "worker_uuid": worker}))
+        other = Client(path)
+        blob = "x" * 500_000
+        for n in range(40):
+            other.say("add_job", queue_name="q", uuid=f"j{n}", command="c", args=blob)
+            other.wait_for("job_added", n + 1)
+
+        def forgotten() -> bool:
+            other.say("list_workers", queue_name="q")
+            known = len(other.of("workers"))
+            return other.wait_for("workers", known + 1)["workers"] == []
+
+        wait_until(forgotten, what="its workers are forgotten")
+        other.say("list_jobs", queue_name="q", limit=100)
+        states = {job["state"] for job in other.wait_for("jobs")["jobs"]}
+        assert states == {"waiting"}, "what it was assigned came back"
+        other.close()
+        deaf.close()
+
+
+def test_lines_are_whole_however_fast_they_come(redis_url: str, path: Path) -> None:
+    with listening(redis_url, path):
+        clients = [Client(path) for _ in range(4)]
+        for number, client in enumerate(clients):
+            client.write(
+                b"".join(
+                    encode("add_job", {"queue_name": "q", "uuid": f"{number}-{n}", "command": "c"}) for n in range(300)
+                )
+            )
+        for number, client in enumerate(clients):
+            client.wait_for("job_added", 300)
+            assert [added["uuid"] for added in client.of("job_added")] == [f"{number}-{n}" for n in range(300)]
+            assert json.dumps(client.envelopes[0])
+            client.close()

@@ -1,0 +1,140 @@
+"""What is a message, and what is wrong with what is none."""
+
+import json
+import random
+
+import pytest
+
+from forq.bridge.lines import TOO_LONG, LineCutter
+from forq.bridge.messages import (
+    AddJob,
+    BadMessage,
+    Envelopes,
+    JobFailed,
+    JobFinished,
+    ListOf,
+    Tick,
+    WorkerProgress,
+    read_message,
+)
+
+JOB = {"queue_name": "q", "worker_uuid": "w", "uuid": "j"}
+
+
+def message(topic: str, **payload: object) -> bytes:
+    return json.dumps({"topic": topic, "payload": payload}).encode()
+
+
+def test_what_is_not_said_has_a_default() -> None:
+    added = read_message(message("add_job", queue_name="q", command="c"))
+    assert isinstance(added, AddJob)
+    assert (added.priority, added.args, added.reference_uuid) == (5, None, None)
+    assert len(added.uuid) == 32
+    assert added.token != added.uuid
+    failed = read_message(message("job_failed", **JOB, error="no"))
+    assert isinstance(failed, JobFailed)
+    assert (failed.name, failed.message, failed.kind, failed.retry_at_ms) == ("Error", "no", "retriable", None)
+    assert read_message(message("list_jobs", queue_name="q")) == ListOf("jobs", "q", 100)
+    assert read_message(message("tick")) == Tick()
+
+
+def test_other_names_of_a_topic_mean_the_same() -> None:
+    assert isinstance(read_message(message("worker_busy", **JOB, progress=1)), WorkerProgress)
+    assert isinstance(read_message(message("worker_finished", **JOB, result={"x": 1})), JobFinished)
+
+
+def test_unknown_fields_are_ignored() -> None:
+    line = json.dumps({"topic": "tick", "payload": {"x": 1}, "service_name": 7, "more": [1]}).encode()
+    assert read_message(line) == Tick()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 5000, "not JSON"),
+        (b'{"topic":"tick","payload":{"x":NaN}}', "not JSON"),
+        (b"17", "a message is a JSON object"),
+        (b"{}", "topic None is not known"),
+        (b'{"topic":["tick"],"payload":{}}', "is not known"),
+        (b'{"topic":"ad_job","payload":{}}', "topic 'ad_job' is not known: add_job, worker_idle"),
+        (b'{"topic":"tick"}', "payload None is not an object"),
+        (b'{"topic":"tick","payload":[]}', "is not an object"),
+        (message("add_job", command="c"), "payload has no queue_name"),
+        (message("add_job", queue_name="no blanks", command="c"), "queue name 'no blanks' is not allowed"),
+        (message("add_job", queue_name="q"), "payload has no command"),
+        (message("add_job", queue_name="q", command=""), "command '' is not allowed: text of 1"),
+        (message("add_job", queue_name="q", command="c", priority=10), "priority 10 is not allowed: a whole number"),
+        (message("add_job", queue_name="q", command="c", priority=True), "priority True is not allowed"),
+        (message("add_job", queue_name="q", command="c", uuid="a b"), "uuid 'a b' is not allowed"),
+        (message("add_job", queue_name="q", command="c", reference_uuid=7), "reference_uuid 7 is not allowed"),
+        (message("worker_idle", queue_name="q", worker_uuid="a:b"), "worker_uuid 'a:b' is not allowed"),
+        (message("worker_idle", queue_name="q", worker_uuid=""), "worker_uuid '' is not allowed"),
+        (message("worker_progress", **JOB, progress=1.5), "progress 1.5 is not allowed: a number from 0 to 1"),
+        (message("worker_progress", **JOB), "payload has no progress"),
+        (message("worker_progress", **JOB, progress=0, text=7), "text 7 is not allowed"),
+        (message("job_failed", **JOB), "error None is not allowed"),
+        (message("job_failed", **JOB, error={"name": 7}), "name and message of an error are text"),
+        (message("job_failed", **JOB, error="x", kind="odd"), "kind 'odd' is not allowed: permanent or retriable"),
+        (message("job_failed", **JOB, error="x", retry_at=-1), "retry_at -1 is not allowed"),
+        (message("job_accepted", **JOB, fence=0), "fence 0 is not allowed"),
+        (message("list_jobs", queue_name="q", limit=0), "limit 0 is not allowed"),
+    ],
+)
+def test_what_is_no_message_is_refused_with_the_reason(line: bytes, reason: str) -> None:
+    with pytest.raises(BadMessage) as refused:
+        read_message(line)
+    assert reason in str(refused.value)
+
+
+def test_nothing_but_a_refusal_comes_of_any_line() -> None:
+    chance = random.Random(7)
+    whole = message("job_failed", **JOB, error={"name": "E", "message": "m"}, kind="permanent", retry_at=17)
+    for _ in range(20_000):
+        line = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            line[chance.randrange(len(line))] = chance.randrange(256)
+        try:
+            read_message(bytes(line))
+        except BadMessage:
+            continue
+
+
+def test_what_goes_out_says_who_sent_it_and_when() -> None:
+    line = Envelopes("u", now=lambda: 17.12345).line("error", {"line": 1})
+    assert line.endswith(b"\n")
+    told = json.loads(line)
+    assert told.pop("service_host")
+    assert told == {
+        "topic": "error",
+        "service_name": "forq-bridge",
+        "service_uuid": "u",
+        "created_at": 17.123,
+        "payload": {"line": 1},
+    }
+
+
+def cut(*pieces: bytes, limit: int = 5) -> list[object]:
+    cutter = LineCutter(limit)
+    for piece in pieces:
+        cutter.push(piece)
+    cutter.end()
+    found: list[object] = []
+    while (line := cutter.pop()) is not None:
+        found.append(line)
+    return found
+
+
+def test_lines_are_cut_however_they_come() -> None:
+    whole = [(1, b"ab"), (2, b""), (3, b"cde")]
+    assert cut(b"ab\n\ncde\n") == whole
+    assert cut(*(bytes([byte]) for byte in b"ab\n\ncde\n")) == whole
+    assert cut(b"ab\n\ncde") == whole, "the last one needs no newline"
+
+
+def test_a_line_that_is_too_long_is_told_of_once_and_skipped() -> None:
+    for pieces in ((b"123456\nab\n",), (b"123", b"456", b"7890123", b"4\nab\n"), (b"12345", b"6", b"\na", b"b\n")):
+        assert cut(*pieces) == [(1, TOO_LONG), (2, b"ab")]
+    assert cut(b"12345\n") == [(1, b"12345")]
+    assert cut(b"123456") == [(1, TOO_LONG)]

@@ -1,0 +1,38 @@
+"""The session of docs/bridge.md, run as it stands there: every kind of message, every answer whole."""
+
+import pytest
+
+from forq.bridge.messages import _TOPICS
+from tests.support import transcript
+from tests.support.bridge_process import bridge
+from tests.support.running import wait_until
+
+SESSION = transcript.read(transcript.PAGE.read_text())
+
+
+@pytest.mark.spec("P1", "P8")
+def test_the_session_of_the_manual_runs_as_it_is_written(redis_url: str) -> None:
+    with bridge(redis_url) as process:
+        for line, answers in SESSION:
+            before = len(process.heard)
+            process.write(line.encode() + b"\n")
+            wait_until(lambda: len(process.heard) >= before + len(answers), what=f"answers to {line}: {process.heard}")  # noqa: B023
+            assert [transcript.shown(*said) for said in process.heard[before:]] == answers
+        assert process.end() == 0
+        # Nothing was said without being asked for.
+        assert len(process.heard) == sum(len(answers) for _, answers in SESSION)
+        for envelope in process.envelopes:
+            sender = ("topic", "service_name", "service_uuid", "service_host", "created_at", "payload")
+            assert tuple(envelope) == sender
+        refusals = sum(answer.startswith(("error", "job_refused")) for _, answers in SESSION for answer in answers)
+        assert sum(" refused " in line for line in process.log) == refusals
+
+
+def test_the_session_has_every_kind_of_message() -> None:
+    said = "\n".join(line for line, _ in SESSION)
+    assert [topic for topic in _TOPICS if f'"{topic}"' not in said] == []
+    heard = {answer.split(" ")[0] for _, answers in SESSION for answer in answers}
+    assert heard == {
+        *("job_added", "job_assignment", "job_refused", "job_deleted", "error"),
+        *("jobs", "workers", "dispatched", "progress"),
+    }

@@ -1,0 +1,33 @@
+"""The session of docs/bridge.md: lines that go in ('>') and what comes out after each ('<', topic and payload)."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "bridge.md"
+# What differs from run to run.
+VARYING = ("fence", "since", "last", "last_seen")
+
+
+def read(page: str) -> list[tuple[str, list[str]]]:
+    """Each line that goes in, and what is to come out."""
+    block = re.search(r"^```session\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert block is not None, "the page has no session"
+    session: list[tuple[str, list[str]]] = []
+    for line in block[1].splitlines():
+        if line.startswith("> "):
+            session.append((line[2:], []))
+        else:
+            session[-1][1].append(line.removeprefix("< "))
+    return session
+
+
+def shown(topic: str, payload: dict[str, Any]) -> str:
+    return f"{topic} {json.dumps(_steady(payload))}"
+
+
+def _steady(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: 0 if key in VARYING else _steady(inner) for key, inner in value.items()}
+    return [_steady(inner) for inner in value] if isinstance(value, list) else value
