@@ -13,7 +13,7 @@ SOURCES := src supervisor workers broker services bridge pipeline tests etc benc
 
 .DEFAULT_GOAL := help
 .PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire cluster bench-drain bench-layouts bench-backlog \
-        bench-idle bench-pipeline spec-report wheel \
+        bench-idle bench-pipeline bench-exec spec-report wheel \
         format clean
 
 help: ## list the targets
@@ -98,6 +98,9 @@ bench-idle: tools ## CPU, Redis commands and memory of 50 idle queues
 
 bench-pipeline: tools ## a million events: ingest with a driver that is killed, audit, sink; and what the journal costs
 	$(BIN)/python benchmarks/pipeline.py
+
+bench-exec: tools ## jobs through one Node.js process: an exec: handler against BullMQ (needs node and npm)
+	$(BIN)/python benchmarks/exec_node.py
 
 spec-report: tools ## pytest, and which test shows which behaviour of docs/spec.md
 	$(BIN)/pytest -q -m 'not slow' --spec-report

@@ -13,7 +13,7 @@ from forq.cgroup import Cgroup, Cgroups
 from forq.errors import ForqError
 from forq.supervisor.loop import Loop, Timer
 from forq.supervisor.spawn import Exit, Spawned, reap, signal_child, spawn
-from forq.treekill import kill_orphans, kill_tree
+from forq.treekill import kill_orphans, kill_tree, signal_descendants
 
 TERM_GROUP_SECONDS = 2.0
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -102,7 +102,7 @@ class Child:
         return not self.ended and signal_child(self._spawned, signum)
 
     def stop(self, grace_seconds: float) -> None:
-        """TERM; after the grace period TERM to its group; then its whole tree is killed."""
+        """TERM; after the grace period TERM to its group and all below it; then its whole tree is killed."""
         if self.stopping or self.ended:
             return
         self.stopping = True
@@ -133,6 +133,8 @@ class Child:
             os.killpg(self.pid, signal.SIGTERM)
         except ProcessLookupError:
             return
+        # The programs of exec handlers have groups of their own.
+        signal_descendants(self.pid, signal.SIGTERM)
         self._timer = self._nursery.loop.call_later(TERM_GROUP_SECONDS, self.kill)
 
     def _read(self) -> None:

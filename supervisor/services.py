@@ -170,6 +170,7 @@ class Services:
                 slots=slots,
                 leash=leash,
                 watch_fd=self._watch_fd,
+                tree_lock_fd=self._state.tree_lock_fd,
             )
         )
 

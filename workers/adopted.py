@@ -2,13 +2,14 @@
 
 They must be reaped, but never one that a handler may still wait for (its `subprocess.run` would lose the exit status).
 The kernel does not tell adopted children from own ones, so only a zombie that was already there when no job was running
-one look ago, and still is, is reaped: nobody waits for it.
+one look ago, and still is, is reaped: nobody waits for it. The programs of exec handlers are waited for by their own.
 """
 
 import os
 from contextlib import suppress
 
 from forq.treekill import children_of, look_at
+from forq.workers.program import running_programs
 
 
 class AdoptedZombies:
@@ -20,7 +21,7 @@ class AdoptedZombies:
         if not idle:
             self._seen.clear()
             return
-        zombies = _zombies()
+        zombies = _zombies() - running_programs()
         for pid in zombies & self._seen:
             with suppress(ChildProcessError):  # a thread of the handler's was quicker
                 os.waitpid(pid, os.WNOHANG)

@@ -19,6 +19,7 @@ from forq.broker.record import unpack
 from forq.errors import InvalidData
 from forq.job import Job, Reporter
 from forq.scoreboard import WORD, Slot
+from forq.workers.exec_messages import ProgramFailed
 from forq.workers.handlers import Handlers
 
 MAX_MESSAGE = 2000
@@ -50,7 +51,7 @@ class Attempts:
     ) -> None:
         self.timeout_seconds = 0.0
         self._queue = queue
-        self._handlers = handlers
+        self._handlers = handlers.for_worker()
         self._slot = slot
         self._reporter = reporter
         self._runner: asyncio.Runner | None = None
@@ -78,7 +79,8 @@ class Attempts:
         return read_job(self._queue, job_id, record, fence)
 
     def close(self) -> None:
-        """Cancels what coroutines have left running; what refuses ends with the process."""
+        """Ends programs; cancels what coroutines have left running. What refuses ends with the process."""
+        self._handlers.close()
         if self._runner is None:
             return
         loop = self._runner.get_loop()
@@ -148,7 +150,7 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
 
 def describe_failure(exc: BaseException) -> Failure:
     """Name, message, kind and traceback of an exception: text only, nothing that could be rebuilt into code."""
-    name = "TimeoutError" if isinstance(exc, _DeadlinePassed) else _said(lambda: type(exc).__name__)
+    name = "TimeoutError" if isinstance(exc, _DeadlinePassed) else _said(lambda: _name(exc))
     kind = "permanent" if _said(lambda: getattr(exc, "kind", None)) == "permanent" else "retriable"
     if isinstance(exc, _DeadlinePassed):
         kind = "timeout"
@@ -157,8 +159,17 @@ def describe_failure(exc: BaseException) -> Failure:
         "message": _said(lambda: str(exc))[:MAX_MESSAGE],
         "kind": kind,
     }
-    error = {**brief, "traceback": _said(lambda: "".join(traceback.format_exception(exc)))[-MAX_TRACEBACK:]}
+    error = {**brief, "traceback": _said(lambda: _trace(exc))[-MAX_TRACEBACK:]}
     return Failure(orjson.dumps(error), orjson.dumps(brief), kind, _retry_at_ms(exc))
+
+
+def _name(exc: BaseException) -> str:
+    return exc.name if isinstance(exc, ProgramFailed) else type(exc).__name__
+
+
+def _trace(exc: BaseException) -> str:
+    """Of a program, what it says itself: our own stack tells nothing about it."""
+    return exc.trace if isinstance(exc, ProgramFailed) else "".join(traceback.format_exception(exc))
 
 
 def _retry_at_ms(exc: BaseException) -> int | None:

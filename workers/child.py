@@ -47,6 +47,7 @@ class ChildSettings:
     slots: tuple[int, ...]
     leash: socket.socket
     watch_fd: int
+    tree_lock_fd: int
 
 
 def run_child(settings: ChildSettings) -> int:
@@ -58,8 +59,8 @@ def run_child(settings: ChildSettings) -> int:
     os.environ["FORQ_REDIS"] = settings.url
     tell_supervisor(settings.leash, {"stack_fd": offer_stack()})
     try:
-        handlers = load_handlers(settings.spec)
-        fail_handler = load_fail_handler(settings.spec)
+        handlers = load_handlers(settings.spec, (settings.tree_lock_fd,))
+        fail_handler = load_fail_handler(settings.spec, (settings.tree_lock_fd,))
     except ConfigError as exc:
         tell_supervisor(settings.leash, {"error": str(exc)})
         return exits.CONFIG

@@ -1,13 +1,15 @@
-"""Finds the functions that a queue's jobs are given to."""
+"""Finds the functions, and programs, that a queue's jobs are given to."""
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forq.errors import ConfigError, Permanent
 from forq.job import Job
 from forq.options import QueueSpec
+from forq.program_line import check_program, is_program
+from forq.workers.exec_handler import ExecHandler, ExecOnceHandler, close_handlers
 
 Handler = Callable[[Any, Job], Any]
 
@@ -27,23 +29,44 @@ class Handlers:
             raise Permanent(f"the queue has no handler for {wanted}; it has types: {known}")
         return handler
 
+    def for_worker(self) -> "Handlers":
+        """The same for one worker: a program has one job at a time, so each worker has instances of its own."""
+        if not any(isinstance(handler, ExecHandler) for handler in self._by_type.values()):
+            return self
+        own = {name: each.another() if isinstance(each, ExecHandler) else each for name, each in self._by_type.items()}
+        return Handlers(own)
 
-def load_handlers(spec: QueueSpec) -> Handlers:
-    """Imports every handler of the queue; ConfigError says which one cannot be had, and why."""
+    def close(self) -> None:
+        """Ends the programs that were kept running for one worker."""
+        close_handlers(list(self._by_type.values()))
+
+
+def load_handlers(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers:
+    """Imports every handler of the queue; ConfigError says which one cannot be had, and why.
+
+    `keep_fds`: descriptors that programs inherit.
+    """
     for directory in reversed(spec.path):
         if directory not in sys.path:
             sys.path.insert(0, directory)
     by_type: dict[str | None, Handler] = {}
     if spec.handler is not None:
-        by_type[None] = load_handler(spec.handler)
+        by_type[None] = _load(spec.handler, spec.name, keep_fds)
     for job_type, path in spec.handlers.items():
-        by_type[job_type] = load_handler(path)
+        by_type[job_type] = _load(path, spec.name, keep_fds)
     return Handlers(by_type)
 
 
-def load_fail_handler(spec: QueueSpec) -> Handlers | None:
+def load_fail_handler(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers | None:
     """The handler for jobs that failed for good, if the queue has one. After load_handlers, which sets the path."""
-    return None if spec.fail_handler is None else Handlers({None: load_handler(spec.fail_handler)})
+    return None if spec.fail_handler is None else Handlers({None: _load(spec.fail_handler, spec.name, keep_fds)})
+
+
+def _load(handler: str, queue: str, keep_fds: Sequence[int]) -> Handler:
+    if not is_program(handler):
+        return load_handler(handler)
+    line = check_program(handler)
+    return ExecOnceHandler(line, keep_fds) if line.once else ExecHandler(line, queue, keep_fds=keep_fds)
 
 
 def load_handler(path: str) -> Handler:

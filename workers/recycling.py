@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from forq.options import Value
 from forq.scoreboard import Slot
+from forq.treekill import descendants_of
+from forq.workers.program import running_programs
 
 
 class Recycling:
@@ -44,13 +46,19 @@ class Recycling:
         """From the minder, about once a second while jobs run."""
         if self._max_age_seconds and self._now() - self._born > self._max_age_seconds:
             self._end(f"max_age = {self._max_age_seconds:g}s")
-        if self._max_memory and (memory := pss_bytes()) > self._max_memory:
+        if self._max_memory and (memory := pss_bytes() + programs_bytes()) > self._max_memory:
             self._end(f"max_memory = {self._max_memory}, it has {memory}")
 
     def _end(self, reason: str) -> None:
         if not self._over:
             self._over = True
             self._replace(reason)
+
+
+def programs_bytes() -> int:
+    """The memory of the programs of exec handlers, and of what they have started."""
+    programs = running_programs()
+    return sum(pss_bytes(pid) for program in programs for pid in (program, *descendants_of(program)))
 
 
 def pss_bytes(pid: int | str = "self") -> int:

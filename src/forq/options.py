@@ -13,6 +13,7 @@ from typing import Literal
 from forq.durations import parse_duration, show_duration
 from forq.errors import ForqError, InvalidOption, UsageError
 from forq.names import check_queue_name, check_type, shown
+from forq.program_line import ALLOWED, is_program, read_program
 
 Value = int | float | bool
 Kind = Literal["int", "duration", "size", "flag"]
@@ -307,10 +308,15 @@ def _take_handlers(fields: dict[str, object], where: str) -> dict[str, str]:
 
 
 def _check_handler(handler: object, key: str, where: str) -> str:
-    if not isinstance(handler, str) or not _HANDLER.fullmatch(handler) or handler.startswith("exec:"):
+    if isinstance(handler, str) and is_program(handler):
+        try:
+            read_program(handler)
+        except UsageError as exc:
+            raise InvalidOption(f"{where}: {key} = {shown(handler)} is not allowed: {exc}") from exc
+    elif not isinstance(handler, str) or not _HANDLER.fullmatch(handler):
         raise InvalidOption(
             f"{where}: {key} = {shown(handler)} is not allowed: "
-            '"package.module:function", or "package.module" with a function handle'
+            f'"package.module:function", "package.module" with a function handle, or {ALLOWED}'
         )
     return handler
 

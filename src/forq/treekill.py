@@ -128,6 +128,26 @@ def kill_tree(pid: int, *, deadline_seconds: float = 5.0, spare: frozenset[int] 
         os.close(pidfd)
 
 
+def signal_descendants(pid: int, signum: int) -> None:
+    """Each process that is below pid now gets the signal; what is started meanwhile does not."""
+    parents, pidfds = {pid}, []
+    try:
+        for below in descendants_of(pid):
+            with suppress(OSError):
+                pidfds.append(os.pidfd_open(below))
+                process = look_at(below)
+                if process and process.ppid in parents:
+                    parents.add(below)
+                else:
+                    os.close(pidfds.pop())
+        # Only now: the first that end would leave what is below them to others.
+        for pidfd in pidfds:
+            _send(pidfd, signum)
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
 def kill_orphans(registered: set[int], *, deadline_seconds: float = 5.0) -> list[int]:
     """For a subreaper: kill and reap each child of the caller that is not registered, with all below it.
 

@@ -52,7 +52,7 @@ COMMANDS = (
         "queues",
         "make a queue and start its processes",
         NAME,
-        Argument("--handler", metavar="M:F", help="the function that handles its jobs"),
+        Argument("--handler", metavar="M:F", help="the function that handles its jobs, or exec:PROGRAM"),
         Argument(
             "--type", action="append", default=[], metavar="T=M:F", help="the function for jobs of type T (repeatable)"
         ),

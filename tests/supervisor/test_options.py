@@ -20,6 +20,7 @@ from forq.options import (
     parse_size,
     show_size,
 )
+from forq.program_line import read_program
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,13 @@ def test_handlers_may_be_given_with_dotted_keys_beside_or_inside_options() -> No
             "lease is an option of mode auto_release or on_request or external, not of",
         ),
         ({"mode": "auto_release", "max_reties": 1}, "no option 'max_reties'; did you mean"),
-        ({"handler": "exec:prog"}, "package.module:function"),
+        ({"handler": "exec:prog"}, "the program is an absolute path"),
+        ({"handler": "exec:"}, "the program is an absolute path"),
+        ({"handler": "exec-once: ./prog"}, "the program is an absolute path"),
+        ({"handler": "exec:/bin/a\0b"}, "the program is an absolute path"),
+        ({"handlers": {"t": "exec:/bin/prog 'x"}}, "No closing quotation"),
+        ({"fail_handler": "exec:prog", "handler": "m:f"}, "fail_handler = 'exec:prog'"),
+        ({"handler": "exec-twice:/bin/true"}, "package.module:function"),
         ({"handler": "no module"}, "package.module:function"),
         ({"handler": "m:f:g"}, "package.module:function"),
         ({"handler": "m:f\n"}, "package.module:function"),
@@ -261,3 +268,11 @@ def test_a_queue_spec_that_makes_no_sense_is_refused(given: dict[str, object], t
 def test_a_queue_spec_refuses_a_name_that_is_not_allowed() -> None:
     with pytest.raises(InvalidName, match="here: queue name"):
         QueueSpec.from_mapping("a b", {"handler": "m:f"}, "here")
+
+
+def test_a_handler_may_be_a_program_with_arguments_and_is_kept_as_it_was_written() -> None:
+    given = {"handler": "exec:/bin/node '/srv/my app/x.js' --a=b", "handlers": {"t": "exec-once:/bin/true"}}
+    spec = QueueSpec.from_mapping("q", {**given, "fail_handler": "exec:/bin/false"}, "here")
+    assert read_program(str(spec.handler)) == (False, ("/bin/node", "/srv/my app/x.js", "--a=b"))
+    assert read_program(spec.handlers["t"]) == (True, ("/bin/true",))
+    assert QueueSpec.from_mapping("q", spec.to_mapping(), "again") == spec

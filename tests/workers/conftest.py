@@ -1,0 +1,31 @@
+"""Handlers that are programs, for the tests of what they are told and of how they run."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from forq.program_line import read_program
+from forq.workers.exec_handler import ExecHandler, close_handlers
+from forq.workers.program import running_programs
+from tests.support.exec_attempts import Made
+
+
+@pytest.fixture
+def made() -> Iterator[Made]:
+    """Makes handlers whose instances do not outlive the test."""
+    handlers: list[ExecHandler] = []
+
+    def make(line: str) -> ExecHandler:
+        handlers.append(ExecHandler(read_program(line), "q"))
+        return handlers[-1]
+
+    yield make
+    close_handlers(handlers)
+    assert not running_programs()
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="forq")
+    return caplog
