@@ -192,3 +192,21 @@ def test_the_example_in_node_works_fails_and_greets(forq: Forq) -> None:
     error = error_of(forq, "node", "bad")
     assert (error["name"], error["message"], error["kind"]) == ("Error", "no good", "permanent")
     assert "exec_worker.js" in error["traceback"]
+
+
+def test_the_progress_of_a_program_is_shown(forq: Forq, tmp_path: Path) -> None:
+    act = """\
+say("worker_progress", uuid=payload["uuid"], progress=0.4, text="page 12 of 30")
+while not os.path.exists(data): time.sleep(0.01)
+"""
+    create(forq, "far", python_program(tmp_path, act))
+    forq.ctl("push", "far", json.dumps(str(tmp_path / "go")), "--id", "book")
+
+    def told() -> Any:
+        return json.loads(forq.ctl("job", "far", "book", "--json"))["progress"]
+
+    progress = wait_until(told)
+    assert (progress["fraction"], progress["text"]) == (0.4, "page 12 of 30")
+    wait_until(lambda: "40% page 12 of 30" in psutil.Process(forq.child("far")["pid"]).cmdline()[0])
+    (tmp_path / "go").touch()
+    wait_for_counts(forq, "far", 1)
