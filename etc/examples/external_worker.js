@@ -35,7 +35,7 @@ const say = (topic, payload) => bridge.write(JSON.stringify({ topic, payload: { 
 async function run(job) {
   if (running || job.fence <= lastFence) return;
   lastFence = job.fence;
-  running = { uuid: job.uuid, fence: job.fence, progress: 0 };
+  running = { uuid: job.uuid, fence: job.fence, progress: 0, text: '' };
   const mine = running;
   say('job_accepted', { uuid: job.uuid, fence: job.fence });
   console.log(`accepted ${job.uuid} ${job.fence}`);
@@ -43,8 +43,8 @@ async function run(job) {
     const handler = handlers[job.command];
     if (!handler) throw Object.assign(new Error(`no command ${job.command}`), { kind: 'permanent' });
     const result = await handler(job.args, (progress, text) => {
-      mine.progress = progress;
-      if (running === mine) say('worker_progress', { uuid: job.uuid, fence: job.fence, progress, text });
+      Object.assign(mine, { progress, text });
+      if (running === mine) say('worker_progress', mine);
     });
     if (running !== mine) return;  // it was refused: another worker has it
     running = null;
@@ -67,7 +67,7 @@ readline.createInterface({ input: bridge }).on('line', (line) => {
 
 // Sign of life: what this worker is doing.
 const beat = () => {
-  if (running) say('worker_progress', { uuid: running.uuid, fence: running.fence, progress: running.progress });
+  if (running) say('worker_progress', running);
   else say('worker_idle', {});
 };
 bridge.on('connect', beat);

@@ -1,6 +1,6 @@
 """Mode external, script by script: who gets what, and what becomes of it when its worker ends, fails or is silent."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -162,11 +162,12 @@ def test_what_a_silent_worker_had_accepted_goes_back_and_is_counted(queue: Exter
 def test_every_sign_of_life_renews_the_lease(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     queue.idle()
-    for say in (
+    says: list[Callable[[], None]] = [
         lambda: queue.external.accept("w1", "a"),
         lambda: queue.external.accept("w1", "a"),
         lambda: queue.external.progress("w1", "a", 0.1, ""),
-    ):
+    ]
+    for say in says:
         queue.come("leases", "a")
         say()
         queue.promote()

@@ -22,6 +22,7 @@ from forq.pipeline.auditor import CLEAN, GAPS, VIOLATIONS, Audit
 from forq.pipeline.cli import add_common
 from forq.pipeline.history import History
 from forq.pipeline.source import ForqSource
+from tests.support.busy_external import BusyExternal
 from tests.support.busy_gates import BusyGate
 from tests.support.busy_queues import BusyQueue
 from tests.support.histories import rows_on_server
@@ -73,7 +74,10 @@ def test_what_real_queues_lived_through_is_clean(
     busy.create()
     other = BusyQueue(redis_url, "other", seed=6, ids=5)
     other.run(500)
-    gates = [BusyGate(redis_url, mode, seed=7) for mode in ("auto_release", "on_request")]
+    gates: list[BusyGate | BusyExternal] = [
+        *(BusyGate(redis_url, mode, seed=7) for mode in ("auto_release", "on_request")),
+        BusyExternal(redis_url, "external", seed=7),
+    ]
     for gate in gates:
         gate.run(1000)
     spark.dataSource.register(ForqSource)
@@ -92,6 +96,8 @@ def test_what_real_queues_lived_through_is_clean(
     assert all(rule["checked"] > 0 for rule in told["rules"])
     verbs = {event.verb for event in rows_on_server(redis_url, "busy", "busy#fail", "other", "auto_release")}
     assert VERBS - verbs == {"dropped"}
+    stalls = {event.cause for event in rows_on_server(redis_url, "external") if event.verb == "stalled"}
+    assert stalls == {"idle", "silent"}
     for mode in ("auto_release", "on_request"):
         causes = {event.cause for event in rows_on_server(redis_url, mode) if event.verb == "dead"}
         assert causes == ({"NotAwaited", "ItemTimeout"} if mode == "auto_release" else {"ItemTimeout"})

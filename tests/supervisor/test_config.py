@@ -10,7 +10,7 @@ import pytest
 from forq.errors import ConfigError
 from forq.options import OPTIONS, QueueSpec, defaults
 from forq.supervisor import config as config_module
-from forq.supervisor.config import Config, Pipeline, load, shown_url
+from forq.supervisor.config import BridgePlace, Config, Pipeline, load, shown_url
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Load = Callable[..., Config]
@@ -262,3 +262,26 @@ def test_a_pipeline_without_spark_is_refused_with_what_to_install(
     monkeypatch.setattr(config_module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'forq\[pipeline\]'"):
         load_text("[pipeline]")
+
+
+def test_bridges_listen_at_paths_relative_to_the_file(load_text: Load, tmp_path: Path) -> None:
+    config = load_text('[[bridge]]\nlisten = "b.sock"\n\n[[bridge]]\nlisten = "/run/b.sock"\ntick = "1s"\n')
+    assert config.bridges == (BridgePlace(tmp_path / "b.sock", 3.0), BridgePlace(Path("/run/b.sock"), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("bridge = 1", r"tables \[\[bridge\]\]"),
+        ("[bridge]\nlisten = 'x'", r"tables \[\[bridge\]\]"),
+        ("[[bridge]]\ntick = '1s'", "listen is needed"),
+        ("[[bridge]]\nlisten = 7", "a path, as text"),
+        ("[[bridge]]\nlisten = 'x'\ntik = 1", "no setting 'tik'; did you mean tick"),
+        ("[[bridge]]\nlisten = 'x'\ntick = 0", "tick = 0 is not allowed"),
+        ("[[bridge]]\nlisten = 'x'\n[[bridge]]\nlisten = './x'", "two bridges cannot listen at the same path"),
+        (f"[[bridge]]\nlisten = '/{'x' * 120}'", "socket path"),
+    ],
+)
+def test_a_bridge_that_cannot_be_is_refused(load_text: Load, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_text(text)

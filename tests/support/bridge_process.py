@@ -44,6 +44,12 @@ class Speaker:
     def of(self, topic: str) -> list[Message]:
         return [payload for said, payload in self.heard if said == topic]
 
+    def ask(self, topic: str, answer: str, **payload: Any) -> Message:
+        """Says something, and waits for what is answered to it."""
+        known = len(self.of(answer))
+        self.say(topic, **payload)
+        return self.wait_for(answer, known + 1)
+
     def wait_for(self, topic: str, count: int = 1) -> Message:
         """The count-th message of that topic."""
         wait_until(lambda: len(self.of(topic)) >= count, what=f"{count} of {topic} in {self.heard}")

@@ -1,0 +1,247 @@
+"""Mode external against a model of a few lines, in any order of calls; and what the journal tells, after each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from forq.errors import LeaseLapsed
+from tests.support.external_queue import ExternalQueue
+from tests.support.journal_replay import Replay
+
+# Small, so that a few steps reach what comes after them.
+MAX_STALLS, MAX_RETRIES, LANE_RETRIES = 0, 0, 1
+IDS = st.sampled_from("abc")
+WORKERS = st.sampled_from(["w1", "w2"])
+MOSTLY = st.sampled_from([True, True, True, False])
+RARELY = st.sampled_from([False, False, False, True])
+BRIDGES = st.sampled_from(["b1", "b2"])
+
+
+@dataclass
+class Known:
+    """A job as the model sees it. `place`: its priority, or 10 in the retry lane."""
+
+    priority: int
+    retries: int = 0
+    stalls: int = 0
+    lane: int = 0
+    owner: str | None = None
+    accepted: bool = False
+
+    @property
+    def place(self) -> int:
+        return 10 if self.lane else self.priority
+
+
+@dataclass
+class Model:
+    jobs: dict[str, Known] = field(default_factory=dict)
+    line: list[str] = field(default_factory=list)  # who waits, in the order within each place
+    dead: int = 0
+    done: int = 0
+    told: dict[str, str] = field(default_factory=dict)  # worker -> bridge, of the idle and the assigned
+    ended: dict[str, tuple[str, str]] = field(default_factory=dict)  # worker -> outcome, id
+
+    def held_by(self, worker: str) -> str | None:
+        return next((job_id for job_id, job in self.jobs.items() if job.owner == worker), None)
+
+    def next(self) -> str | None:
+        """The first of the first place; the retry lane comes last."""
+        return min(self.line, key=lambda job_id: (self.jobs[job_id].place, self.line.index(job_id)), default=None)
+
+    def bring_back(self, job_id: str) -> None:
+        job = self.jobs[job_id]
+        if job.accepted:
+            job.stalls += 1
+        job.owner, job.accepted = None, False
+        self.line.insert(0, job_id)
+
+    def assign(self, worker: str) -> str | None:
+        while (job_id := self.next()) is not None:
+            self.line.remove(job_id)
+            if self.jobs[job_id].stalls <= MAX_STALLS:
+                self.jobs[job_id].owner = worker
+                self.ended.pop(worker, None)
+                return job_id
+            del self.jobs[job_id]
+            self.dead += 1
+        return None
+
+
+class ExternalMachine(RuleBasedStateMachine):
+    url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        limits: dict[str, Any] = {
+            "max_stalls": MAX_STALLS,
+            "max_retries": MAX_RETRIES,
+            "retry_lane_retries": LANE_RETRIES,
+        }
+        self.queue = ExternalQueue(self.url, min_backoff_ms=0, max_backoff_ms=0, **limits)
+        self.queue.redis.flushall()
+        self.queue.create(min_backoff_ms=0, max_backoff_ms=0, lease_ms=600_000, **limits)
+        self.model = Model()
+
+    def teardown(self) -> None:
+        self.queue.close()
+
+    @rule(job_id=IDS, priority=st.sampled_from([0, 5, 9]))
+    def add(self, job_id: str, priority: int) -> None:
+        if job_id not in self.model.jobs:
+            self.queue.enqueue(job_id, priority=priority)
+            self.model.jobs[job_id] = Known(priority)
+            self.model.line.append(job_id)
+
+    @rule(worker=WORKERS, bridge=BRIDGES)
+    def idle(self, worker: str, bridge: str) -> None:
+        held = self.model.held_by(worker)
+        if held is not None and self.model.jobs[held].accepted:
+            self.model.bring_back(held)
+            held = None
+        expected = held or self.model.assign(worker)
+        self.model.told[worker] = bridge
+        assert self.queue.idle(worker, bridge) == expected
+
+    @rule(worker=WORKERS)
+    def rung(self, worker: str) -> None:
+        held = self.model.held_by(worker)
+        if held is not None:
+            expected = None if self.model.jobs[held].accepted else held
+        else:
+            expected = self.model.assign(worker) if worker in self.model.told else None
+        bridge = self.model.told.get(worker, "b1")
+        assert self.queue.rung(worker, bridge) == expected
+
+    def _pair(self, worker: str, job_id: str, theirs: bool) -> tuple[str, str]:
+        """Mostly a worker and the job that it holds, so that much happens; else any two."""
+        held = self.model.held_by(worker)
+        return worker, held if theirs and held is not None else job_id
+
+    @rule(worker=WORKERS, job_id=IDS, far=st.booleans(), theirs=MOSTLY)
+    def accept(self, worker: str, job_id: str, far: bool, theirs: bool) -> None:
+        worker, job_id = self._pair(worker, job_id, theirs)
+        holds = self.model.held_by(worker) == job_id
+
+        def call() -> None:
+            if far:
+                self.queue.external.progress(worker, job_id, 0.5, "half")
+            else:
+                self.queue.external.accept(worker, job_id)
+
+        if holds:
+            call()
+            self.model.jobs[job_id].accepted = True
+            self.model.told.pop(worker, None)
+        else:
+            with pytest.raises(LeaseLapsed):
+                call()
+
+    @rule(worker=WORKERS, job_id=IDS, theirs=MOSTLY)
+    def finish(self, worker: str, job_id: str, theirs: bool) -> None:
+        worker, job_id = self._pair(worker, job_id, theirs)
+        if self._ends(worker, job_id, "done", lambda: self.queue.external.finish(worker, job_id)):
+            del self.model.jobs[job_id]
+            self.model.done += 1
+
+    @rule(worker=WORKERS, job_id=IDS, permanent=RARELY, theirs=MOSTLY)
+    def fail(self, worker: str, job_id: str, permanent: bool, theirs: bool) -> None:
+        worker, job_id = self._pair(worker, job_id, theirs)
+        kind = "permanent" if permanent else "retriable"
+        if not self._ends(worker, job_id, "failed", lambda: self.queue.fail(job_id, worker, kind)):
+            return
+        job = self.model.jobs[job_id]
+        if permanent or (job.retries >= MAX_RETRIES and job.lane >= LANE_RETRIES):
+            del self.model.jobs[job_id]
+            self.model.dead += 1
+            return
+        if job.lane or job.retries >= MAX_RETRIES:
+            job.lane += 1
+        job.retries += 1
+        job.owner, job.accepted = None, False
+        self.model.line.append(job_id)
+
+    def _ends(self, worker: str, job_id: str, outcome: str, call: Callable[[], None]) -> bool:
+        if self.model.held_by(worker) == job_id:
+            call()
+            self.model.told.pop(worker, None)
+            self.model.ended[worker] = (outcome, job_id)
+            return True
+        if self.model.ended.get(worker) == (outcome, job_id):
+            call()
+        else:
+            with pytest.raises(LeaseLapsed):
+                call()
+        return False
+
+    @precondition(lambda self: any(job.owner for job in self.model.jobs.values()))
+    @rule(data=st.data())
+    def fall_silent(self, data: st.DataObject) -> None:
+        job_id = data.draw(st.sampled_from(sorted(key for key, job in self.model.jobs.items() if job.owner)))
+        owner = self.model.jobs[job_id].owner
+        assert owner is not None
+        self.queue.silence(job_id)
+        self.model.told.pop(owner, None)
+        self.model.bring_back(job_id)
+
+    @rule(worker=WORKERS, bridge=BRIDGES)
+    def leave(self, worker: str, bridge: str) -> None:
+        mine = self.model.told.get(worker) == bridge
+        held = self.model.held_by(worker)
+        assert self.queue.external.leave(worker, bridge) == (mine and held is not None)
+        if mine:
+            del self.model.told[worker]
+            self.model.ended.pop(worker, None)
+            if held is not None:
+                self.model.bring_back(held)
+
+    @rule(job_id=IDS)
+    def cancel(self, job_id: str) -> None:
+        waits = job_id in self.model.line
+        assert self.queue.producer.cancel(job_id) == waits
+        if waits:
+            self.model.line.remove(job_id)
+            del self.model.jobs[job_id]
+
+    @rule()
+    def tick(self) -> None:
+        self.queue.promote()
+
+    @invariant()
+    def the_queue_is_as_the_model_says(self) -> None:
+        model, state = self.model, self.queue.state()
+        assert state.jobs == set(model.jobs)
+        assert state.active == {job_id: job.owner for job_id, job in model.jobs.items() if job.owner}
+        accepted = {job_id for job_id, job in model.jobs.items() if job.accepted}
+        assert {member.decode() for member in self.queue.redis.zrange(self.queue.key("accepted"), 0, -1)} == accepted
+        assert {member.decode() for member in self.queue.redis.zrange(self.queue.key("leases"), 0, -1)} == set(
+            state.active
+        )
+        counts = self.queue.viewer.counts()
+        assert (counts.processed, counts.failed_total) == (model.done, model.dead)
+        assert counts.waiting + counts.retry == len(model.line)
+        for job_id, job in model.jobs.items():
+            shown = self.queue.viewer.job(job_id)
+            assert (shown["retry_count"], shown["stall_count"]) == (job.retries, job.stalls)
+
+    @invariant()
+    def the_journal_tells_the_same(self) -> None:
+        told = Replay().read_all(self.queue.entries())
+        assert set(told.ready) == set(self.model.line)
+        assert set(told.active) == {job_id for job_id, job in self.model.jobs.items() if job.owner}
+
+
+def test_any_sequence_of_calls_does_what_the_model_does(redis_url: str) -> None:
+    ExternalMachine.url = redis_url
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    run_state_machine_as_test(
+        ExternalMachine,
+        settings=settings(
+            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=checks, database=None
+        ),
+    )
