@@ -17,9 +17,7 @@ from tests.support.bridge_process import Client, accepts, bridge
 from tests.support.running import Forq, running, wait_until
 
 EXAMPLES = Path(__file__).parent.parent.parent / "etc" / "examples"
-SETTINGS = (
-    'heartbeat = "200ms"\nexpiry = "10s"\nmax_queues = 20\n\n[[bridge]]\nlisten = "bridge.sock"\ntick = "500ms"\n'
-)
+SETTINGS = 'heartbeat = "200ms"\nexpiry = "10s"\nmax_queues = 20\n\n[[bridge]]\nlisten = "bridge.sock"\ntick = "3s"\n'
 
 
 @pytest.fixture(scope="module")
