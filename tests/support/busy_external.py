@@ -18,7 +18,7 @@ class BusyExternal:
 
     def run(self, steps: int) -> None:
         doings = [self.enqueue] * 3 + [self.ask] * 8 + [self.accept] * 6 + [self.end] * 6
-        doings += [self.leave, self.take_away, self.beat, self.bury]
+        doings += [self.leave, self.take_away, self.beat, self.bury, self.fall_silent]
         for _ in range(steps):
             try:
                 self._chance.choice(doings)()
@@ -54,6 +54,11 @@ class BusyExternal:
 
     def leave(self) -> None:
         self.queue.external.leave(self._worker(), self._chance.choice(("b1", "b2")))
+
+    def fall_silent(self) -> None:
+        """Whoever holds a job has said nothing for a whole lease."""
+        for job_id in sorted(self.queue.hash("active"))[:1]:
+            self.queue.silence(job_id)
 
     def take_away(self) -> None:
         (self.queue.producer.remove if self._chance.random() < 0.5 else self.queue.producer.cancel)(self._id())
