@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from forq.assignments import assignment_payload
 from forq.bridge.messages import (
     AddJob,
     DelJob,
@@ -199,20 +200,16 @@ class Desk:
 
 
 def _describe(queue: str, worker: str, hand: Hand) -> dict[str, Any]:
-    record, data = hand.record, hand.record.data
-    # A job that somebody else has put here may be anything.
-    said = data if isinstance(data, dict) and "command" in data else {"command": None, "args": data}
-    counts = (record.retry_count, record.stall_count, record.timeout_count)
-    about = {
-        "uuid": hand.job_id,
-        "queue_name": queue,
-        "worker_uuid": worker,
-        "command": said["command"],
-        "args": said.get("args"),
-        "priority": record.priority,
-        "attempt": sum(counts) + 1,
-        "retry_count": record.retry_count,
-        "stall_count": record.stall_count,
-        "fence": hand.fence,
-    }
-    return about | ({"reference_uuid": said["reference_uuid"]} if said.get("reference_uuid") is not None else {})
+    record = hand.record
+    return assignment_payload(
+        record.data,
+        uuid=hand.job_id,
+        queue=queue,
+        worker=worker,
+        identifier=record.identifier or hand.job_id,
+        type=record.type,
+        priority=record.priority,
+        counts=(record.retry_count, record.stall_count, record.timeout_count),
+        enqueued_at=record.enqueued_ms / 1000,
+        fence=hand.fence,
+    )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from forq.assignments import assignment_payload
 from forq.errors import ForqError, InvalidData
 from forq.job import Job
 from forq.names import shown
@@ -47,24 +48,19 @@ class Progress(NamedTuple):
 
 
 def assignment(data: Any, job: Job, worker: str) -> bytes:
-    """The message that gives a program its job. Data that came through a bridge is there in the bridge's words too."""
-    payload: dict[str, object] = {
-        "uuid": job.id,
-        "queue_name": job.queue,
-        "worker_uuid": worker,
-        "data": data,
-        "identifier": job.identifier,
-        "type": job.type,
-        "priority": job.priority,
-        "attempt": attempt_number(job),
-        "retry_count": job.retry_count,
-        "stall_count": job.stall_count,
-        "timeout_count": job.timeout_count,
-        "enqueued_at": job.enqueued_at,
-        "fence": job.fence,
-    }
-    if isinstance(data, dict) and "command" in data:
-        payload |= {key: data[key] for key in ("command", "args", "reference_uuid") if key in data}
+    """The message that gives a program its job."""
+    payload = assignment_payload(
+        data,
+        uuid=job.id,
+        queue=job.queue,
+        worker=worker,
+        identifier=job.identifier,
+        type=job.type,
+        priority=job.priority,
+        counts=(job.retry_count, job.stall_count, job.timeout_count),
+        enqueued_at=job.enqueued_at,
+        fence=job.fence,
+    )
     message = {
         "topic": "job_assignment",
         "payload": payload,

@@ -7,7 +7,7 @@ from typing import Any
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "bridge.md"
 # What differs from run to run.
-VARYING = ("fence", "since", "last", "last_seen")
+VARYING = ("fence", "since", "last", "last_seen", "enqueued_at")
 
 
 def read(page: str) -> list[tuple[str, list[str]]]:

@@ -1,0 +1,35 @@
+"""What a program is told of its job, by the bridge or as an exec handler (docs/bridge.md): the same from both."""
+
+from typing import Any
+
+
+def assignment_payload(
+    data: Any,
+    *,
+    uuid: str,
+    queue: str,
+    worker: str,
+    identifier: str,
+    type: str | None,
+    priority: int,
+    counts: tuple[int, int, int],
+    enqueued_at: float,
+    fence: int,
+) -> dict[str, Any]:
+    """`counts`: retries, stalls, timeouts. Data that came through a bridge is there in the bridge's words too."""
+    payload: dict[str, Any] = {"uuid": uuid, "queue_name": queue, "worker_uuid": worker}
+    if isinstance(data, dict) and "command" in data:
+        payload |= {key: data[key] for key in ("command", "args", "reference_uuid") if key in data}
+    retries, stalls, timeouts = counts
+    return payload | {
+        "identifier": identifier,
+        "type": type,
+        "priority": priority,
+        "attempt": sum(counts) + 1,
+        "retry_count": retries,
+        "stall_count": stalls,
+        "timeout_count": timeouts,
+        "enqueued_at": enqueued_at,
+        "fence": fence,
+        "data": data,
+    }
