@@ -47,6 +47,7 @@ class Verbs:
             "shutdown": self.shutdown,
             **dict.fromkeys(("push", "push_many", "cancel", "remove", "job", "jobs"), self._pass_on),
             **Releases(self._ask_clerk, self._clerk, self._supervisor.loop.now).table(),
+            **dict.fromkeys(("schedule", "schedules", "unschedule", "trigger"), self._pass_on),
             **dict.fromkeys(("dead.list", "dead.show", "dead.retry", "dead.discard"), self._pass_on),
         }
 
