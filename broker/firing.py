@@ -42,24 +42,20 @@ class Firing:
         self._prefix = prefix
         self._chance = chance
 
-    def fire_all(self, queue: str, due: list[DueTick], now_ms: int) -> int | None:
-        """Fires what is due; in how many ms the queue wants to be looked at again (None: nothing has a time).
+    def fire_all(self, queue: str, due: list[DueTick], now_ms: int, wait_ms: int | None) -> int | None:
+        """Fires what is due; in how many ms the queue is to be looked at again (None: nothing has a time).
 
-        One that cannot be fired stays due, and does not hold up the others.
+        One that cannot be fired stays due, and does not hold up the others; `wait_ms` holds if none can.
         """
-        soonest: int | None = None
         for tick in due:
             try:
                 _, wait_ms = self.fire(queue, tick, now_ms)
             except (UsageError, InvalidData, BackPressure) as exc:
                 log.error("a tick cannot be fired queue=%s schedule=%s error=%s", queue, tick.key, exc)
-                continue
-            if wait_ms is not None:
-                soonest = wait_ms if soonest is None else min(soonest, wait_ms)
-        return soonest
+        return wait_ms
 
     def fire(self, queue: str, due: DueTick, now_ms: int) -> tuple[bool, int | None]:
-        """Whether this call fired it, and the same as fire_all."""
+        """Whether this call fired it; and the same as fire_all."""
         rule, catch_up = read_head(due.head)
         planned = plan(rule, catch_up, due.tick_ms, now_ms)
         args: list[Any] = [due.key, due.tick_ms, due.head]

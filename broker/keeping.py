@@ -75,10 +75,8 @@ class Keeper:
         reply = self._link.run(script("promote"), queue_base(self._prefix, queue))
         if reply[0] == NO_QUEUE:
             return None
-        waits_ms = [None if reply[1] < 0 else int(reply[1])]
-        if ticks := due_ticks(reply):
-            waits_ms.append(self._firing.fire_all(queue, ticks, reply[2]))
-        return min((wait_ms for wait_ms in waits_ms if wait_ms is not None), default=None)
+        wait_ms = None if reply[1] < 0 else int(reply[1])
+        return self._firing.fire_all(queue, due_ticks(reply), int(reply[2]), wait_ms)
 
     def recover(
         self,

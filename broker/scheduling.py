@@ -141,7 +141,7 @@ class Schedules:
         check_schedule_key(key)
         for shown in self.all():
             if shown["key"] == key:
-                rule, _ = read_head(self._stored()[key])
+                rule, _ = read_head(self._stored()[key].rpartition(b"\n")[0])
                 first_ms = None if shown["next_at"] is None else round(shown["next_at"] * 1000)
                 return shown | {"upcoming": upcoming(rule, first_ms)}
         raise UnknownSchedule(f"queue {self.name!r} has no schedule {key!r}")
@@ -163,9 +163,9 @@ class Schedules:
 
 def describe(definition: bytes) -> dict[str, Any]:
     """A definition as it is shown; of a broken one, or of a zone that is unknown here, why."""
-    first, second, data = definition.split(b"\n", 2)
+    head, _, data = definition.rpartition(b"\n")
     try:
-        rule, policy = _read_lines(first + b"\n" + second)
+        rule, policy = _read_lines(head)
     except ForqError as exc:
         return {"rule": None, "origin": _origin(definition), "error": str(exc)}
     every = rule.every_ms / 1000 if isinstance(rule, Every) else None

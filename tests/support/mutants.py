@@ -43,6 +43,7 @@ def all_mutants() -> tuple[Mutant, ...]:
     from tests.support.mutants_of_release_lib import MUTANTS_OF_RELEASE_LIB
     from tests.support.mutants_of_release_scripts import MUTANTS_OF_RELEASE_SCRIPTS
     from tests.support.mutants_of_releases import MUTANTS_OF_RELEASES
+    from tests.support.mutants_of_schedules import MUTANTS_OF_SCHEDULES
     from tests.support.mutants_of_scripts import MUTANTS_OF_SCRIPTS
 
     return (
@@ -53,6 +54,7 @@ def all_mutants() -> tuple[Mutant, ...]:
         *MUTANTS_OF_RELEASES,
         *MUTANTS_OF_RELEASE_SCRIPTS,
         *MUTANTS_OF_RELEASE_LIB,
+        *MUTANTS_OF_SCHEDULES,
     )
 
 
