@@ -12,7 +12,7 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases cluster bench-drain bench-layouts bench-backlog \
+.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases ticks cluster bench-drain bench-layouts bench-backlog \
         bench-idle bench-pipeline spec-report wheel \
         format clean
 
@@ -76,6 +76,10 @@ fire: tools ## 50,000 dispatches of 100 ids and 10,000 permanent failures while 
 releases: tools ## 1,000 awaiters, 20,000 releases while processes are killed, 10,000 items that grow too old (SEED=n)
 	FORQ_TEST_AWAITED=1000 FORQ_TEST_RELEASES=20000 FORQ_TEST_AGING=10000 FORQ_TEST_LATE=0.2 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_releases.py
+
+ticks: tools ## a tick per second for 120 s over three supervisors that are killed and frozen: one job each (SEED=n)
+	FORQ_TEST_TICKS_SECONDS=120 FORQ_TEST_SEED=$(or $(SEED),0) \
+	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_schedules.py -k killed_and_frozen
 
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py

@@ -62,7 +62,7 @@ def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Lo
     enabled = re.sub(r"(?m)^#(?=\[|\w+ = )", "", (ROOT / "etc" / "forq.toml").read_text())
     config = load_text(enabled)
     queue, gate, pipeline = config.queues
-    defaults_of_all = {"file": None, "queues": (), "pipeline": None, "schedules": {}}
+    defaults_of_all: dict[str, object] = {"file": None, "queues": (), "pipeline": None, "schedules": {}}
     assert config.__dict__ | defaults_of_all == load({}, {}).__dict__
     assert config.schedules["example"].keys() == {"nightly"}
     assert (pipeline.name, pipeline.handler) == ("forq-pipeline", "forq.pipeline.task:ingest")
