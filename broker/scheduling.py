@@ -17,7 +17,7 @@ from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.record import pack_data
 from forq.broker.scripts import script
-from forq.errors import Exists, ForqError, InvalidData, UnknownSchedule
+from forq.errors import Exists, ForqError, InvalidData, UnknownSchedule, UsageError
 from forq.names import check_queue_name, check_schedule_key
 from forq.schedules import CONFIG, Schedule
 from forq.ticks import Cron, Every, Rule, next_tick, read_zone, show_tick
@@ -74,13 +74,12 @@ class Schedules:
 
     def set(self, schedule: Schedule) -> int:
         """Stores the schedule; its next tick. The same again changes nothing."""
-        rule = schedule.rule
-        interval = rule.every_ms if isinstance(rule, Every) else ""
-        first = "" if isinstance(rule, Every) else next_tick(rule, self.now_ms())
-        definition = pack_schedule(schedule)
-        reply = self._link.run(
-            script("set_schedule"), self._base, PROTOCOL, schedule.key, definition, interval, first or ""
-        )
+        rule, definition = schedule.rule, pack_schedule(schedule)
+        # An interval's first tick depends on its last run, which the script knows.
+        interval, first = (rule.every_ms, "") if isinstance(rule, Every) else ("", next_tick(rule, self.now_ms()))
+        if first is None:
+            raise UsageError(f"schedule {schedule.key!r} would never run: {rule}")
+        reply = self._link.run(script("set_schedule"), self._base, PROTOCOL, schedule.key, definition, interval, first)
         if reply[0] != OK:
             raise error_for(self.name, reply)
         return int(reply[2])
@@ -141,6 +140,8 @@ class Schedules:
         check_schedule_key(key)
         for shown in self.all():
             if shown["key"] == key:
+                if shown["rule"] is None:
+                    return shown | {"upcoming": []}
                 rule, _ = read_head(self._stored()[key].rpartition(b"\n")[0])
                 first_ms = None if shown["next_at"] is None else round(shown["next_at"] * 1000)
                 return shown | {"upcoming": upcoming(rule, first_ms)}

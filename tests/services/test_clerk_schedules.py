@@ -74,6 +74,15 @@ def test_what_makes_no_sense_is_refused(
         clerk.verbs()[verb](params)
 
 
+def test_one_of_a_zone_that_is_unknown_here_is_shown_and_can_be_ended(clerk: Clerk) -> None:
+    definition = '{"cron":"* * * * *","zone":"Moon/Crater"}\n{"catch_up":"once","origin":"user"}\n1'
+    clerk._link.call("HSET", "forq:queue:{q}:schedules", "k", definition)
+    shown: Any = clerk.schedules({"name": "q", "key": "k"})
+    assert "zone 'Moon/Crater' is not allowed" in shown["schedules"][0]["error"]
+    clerk.unschedule({"name": "q", "key": "k"})
+    assert keys(clerk) == []
+
+
 def test_a_queue_is_opened_with_the_schedules_of_its_config_file(clerk: Clerk) -> None:
     """Each time anew; a queue that no file defines keeps what it has."""
     clerk.schedule({"name": "q", "key": "mine", "every": "1h"})
