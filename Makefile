@@ -12,8 +12,8 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services bridge pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire cluster bench-drain bench-layouts bench-backlog \
-        bench-idle bench-pipeline bench-exec spec-report wheel \
+.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire ticks cluster bench-drain bench-layouts \
+        bench-backlog bench-idle bench-pipeline bench-exec spec-report wheel \
         format clean
 
 help: ## list the targets
@@ -80,6 +80,10 @@ releases: tools ## 1,000 awaiters, 20,000 releases while processes are killed, 1
 bridge-fire: tools ## 20,000 jobs for five external workers in two languages, killed and frozen at random, and the bridge too (SEED=n)
 	FORQ_TEST_BRIDGE_JOBS=$(or $(JOBS),20000) FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 7200 tests/end_to_end/test_bridge_fire.py
+
+ticks: tools ## a tick per second for 120 s over three supervisors that are killed and frozen: one job each (SEED=n)
+	FORQ_TEST_TICKS_SECONDS=120 FORQ_TEST_SEED=$(or $(SEED),0) \
+	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_schedules.py -k killed_and_frozen
 
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py

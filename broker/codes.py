@@ -13,7 +13,9 @@ from forq.errors import (
     QueueFull,
     QueueNotEmpty,
     TooManyQueues,
+    TooManySchedules,
     UnknownQueue,
+    UnknownSchedule,
     WrongMode,
 )
 from forq.version import PROTOCOL
@@ -34,6 +36,8 @@ WRONG_MODE = -11
 LAPSED = -12
 OTHER_OPTION = -20
 BROKEN = -30
+NO_SCHEDULE = -40
+TOO_MANY_SCHEDULES = -41
 
 _WHAT_IT_DOES = {
     "work": "its jobs are run by its handler",
@@ -79,4 +83,8 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         return LeaseLapsed(f"the item of queue {queue!r} was not acknowledged in time: it has gone back in line")
     if code == BROKEN:
         return InvalidData(f"the record of that dead job of queue {queue!r} is broken: it can only be discarded")
+    if code == NO_SCHEDULE:
+        return UnknownSchedule(f"queue {queue!r} has no schedule of that key")
+    if code == TOO_MANY_SCHEDULES:
+        return TooManySchedules(f"queue {queue!r} has {detail[0]} schedules already; nothing was set")
     return ForqError(f"unexpected answer {reply!r} about queue {queue!r}")

@@ -1,4 +1,5 @@
-"""What is done for workers that cannot speak for themselves: heartbeats, recovery, rescue, eviction."""
+"""What is done for workers that cannot speak for themselves: heartbeats, recovery, rescue, eviction; and on time: jobs
+that are due, and ticks of schedules."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,6 +7,7 @@ from typing import Literal
 import orjson
 
 from forq.broker.codes import FENCED, NO_QUEUE, OK, error_for
+from forq.broker.firing import Firing, due_ticks
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import script
@@ -54,6 +56,7 @@ class Keeper:
         self._link = link
         self._prefix = prefix
         self.processor = processor
+        self._firing = Firing(link, prefix)
 
     def heartbeat(self, queue: str, expiry_ms: int, positions: list[Position]) -> Beat:
         """Renews this processor and sweeps."""
@@ -68,9 +71,12 @@ class Keeper:
         return Beat([silent.decode() for silent in reply[1]], None if reply[2] < 0 else reply[2], bool(reply[3]))
 
     def promote(self, queue: str) -> int | None:
-        """Makes waiting what is due; in how many ms the next job is due (None: there is none)."""
+        """Makes waiting what is due, and fires ticks; in how many ms the next is due (None: there is none)."""
         reply = self._link.run(script("promote"), queue_base(self._prefix, queue))
-        return None if reply[0] == NO_QUEUE or reply[1] < 0 else int(reply[1])
+        if reply[0] == NO_QUEUE:
+            return None
+        wait_ms = None if reply[1] < 0 else int(reply[1])
+        return self._firing.fire_all(queue, due_ticks(reply), int(reply[2]), wait_ms)
 
     def recover(
         self,

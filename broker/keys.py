@@ -49,6 +49,9 @@ QUEUE_KEYS = (
     "events",  # stream: the journal; outlives the queue by 7 days
     "journal:watermarks",  # hash: consumer -> stream id up to which it has read the journal for good; outlives it too
     "token:EPOCH:T",  # string: id stored under this dispatch token; expires
+    "schedules",  # hash: KEY -> definition of a periodic job
+    "schedules:next",  # zset: KEY by its next tick (ms)
+    "schedules:runs",  # hash: KEY -> LAST_RUN_MS RUNS SKIPPED MISSED
     "deleted",  # string: the queue of this name was deleted, for supervisors that have not noticed; expires
     "trash",  # set: epochs of deleted queues of this name whose records are still here
     "trash:EPOCH:jobs",  # hash: records of a deleted queue until they are in the failed log

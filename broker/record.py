@@ -39,14 +39,22 @@ def pack_body(data: Any, identifier: str | None, job_type: str | None) -> bytes:
     if identifier is not None and len(identifier) > MAX_IDENTIFIER:
         raise InvalidData(f"identifier is longer than {MAX_IDENTIFIER} characters")
     try:
-        packed = orjson.dumps(data, option=_PLAIN_JSON)
         names = b"[null,null," if identifier is None and job_type is None else _pack_names(identifier, job_type)
+    except (TypeError, ValueError) as exc:
+        raise InvalidData(f"job data is not JSON: {exc}") from exc
+    return names + pack_data(data) + b"]"
+
+
+def pack_data(data: Any) -> bytes:
+    """Data as JSON, in one line; refuses what is not JSON."""
+    try:
+        packed = orjson.dumps(data, option=_PLAIN_JSON)
     except (TypeError, ValueError) as exc:
         raise InvalidData(f"job data is not JSON: {exc}") from exc
     # orjson writes NaN and Infinity as null; only a look at the value itself can tell.
     if b"null" in packed and _has_non_finite(data):
         raise InvalidData("job data is not JSON: NaN and Infinity are not allowed")
-    return names + packed + b"]"
+    return packed
 
 
 def _pack_names(identifier: str | None, job_type: str | None) -> bytes:

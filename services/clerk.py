@@ -18,12 +18,14 @@ from forq.broker.link import Link
 from forq.broker.producing import NewJob, Producer, Update, new_job
 from forq.broker.reasons import why
 from forq.broker.registry import Registry
+from forq.broker.scheduling import Schedules
 from forq.broker.server_check import check_server
 from forq.broker.stored_options import changed_for_fail_queue, stored, stored_defaults, stored_for_fail_queue
 from forq.broker.viewing import Viewer, counts_of
-from forq.errors import BeingDeleted, UsageError
+from forq.errors import BeingDeleted, UnknownQueue, UsageError
 from forq.names import check_queue_name, shown
 from forq.options import WORK, check_changes
+from forq.schedules import Schedule
 from forq.services.awaiters import Awaiters
 from forq.services.desk import Desk
 from forq.services.failed_log import DEFAULT_MAX_BYTES, append_lines
@@ -102,6 +104,10 @@ class Clerk:
             "leave": self.awaiters.leave,
             "watch": self.watchers.watch,
             "ack": self.ack,
+            "schedule": self.schedule,
+            "schedules": self.schedules,
+            "unschedule": self.unschedule,
+            "trigger": lambda params: {"id": self._schedules(params).trigger(params.get("key", ""))},
             "counts": self.counts,
             "memory": self.memory,
         }
@@ -118,7 +124,10 @@ class Clerk:
             while self._purge(params["name"]):
                 pass
             made = self._create(params)
-        return {"created": made}
+        # With the queue, so that a call that is repeated until it succeeds sets them too.
+        given = params.get("schedules")
+        dropped = [] if given is None else self._schedules(params).follow(given)
+        return {"created": made, "unscheduled": dropped}
 
     def _create(self, params: dict[str, Any]) -> bool:
         mode, options = params["mode"], params["options"]
@@ -193,6 +202,31 @@ class Clerk:
         )
         return {"id": params["id"]}
 
+    def schedule(self, params: dict[str, Any]) -> object:
+        fields = {name: value for name, value in params.items() if name not in ("name", "key", "dry_run")}
+        schedule, schedules = Schedule.from_mapping(params.get("key"), fields), self._schedules(params)
+        if params.get("dry_run"):
+            return {"upcoming": schedules.preview(schedule)}
+        schedules.set(schedule)
+        return schedules.one(schedule.key)
+
+    def schedules(self, params: dict[str, Any]) -> object:
+        """Of one queue, or of all; of one key with its next ticks."""
+        if params.get("key") is not None:
+            return {"schedules": [self._schedules(params).one(params["key"])]}
+        if params.get("name") is not None:
+            return {"schedules": self._schedules(params).all()}
+        found: list[dict[str, Any]] = []
+        for name in sorted(self._registry.names()):
+            with suppress(UnknownQueue):  # it is being made or deleted
+                found += self._schedules({"name": name}).all()
+        return {"schedules": found}
+
+    def unschedule(self, params: dict[str, Any]) -> object:
+        schedules, key = self._schedules(params), params.get("key", "")
+        origin = schedules.one(key)["origin"]
+        return {"key": key, "removed": schedules.drop(key), "origin": origin}
+
     def dead_list(self, params: dict[str, Any]) -> object:
         return asdict(self._dead(params).page(_limit(params), params.get("after")))
 
@@ -220,6 +254,9 @@ class Clerk:
 
     def _dead(self, params: dict[str, Any]) -> DeadJobs:
         return DeadJobs(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+
+    def _schedules(self, params: dict[str, Any]) -> Schedules:
+        return Schedules(self._link, self._settings.prefix, check_queue_name(params.get("name")))
 
     def _viewer(self, params: dict[str, Any]) -> Viewer:
         return Viewer(self._link, self._settings.prefix, check_queue_name(params.get("name")))

@@ -4,7 +4,7 @@
 2. Recovery of workers whose process has ended (the supervisor asks until Redis has taken it), and again shortly after:
    a BLMOVE that was under way may still be served to a connection that is already dead.
 3. Rescue: while some worker holds a batch, it looks at the scoreboard and gives back what is stuck behind a slow job.
-4. Timers: it hears when the next scheduled job of a queue is due, and makes it waiting on time.
+4. Timers: it hears when the next scheduled job or tick of a queue is due, and makes it waiting, or fires it, on time.
 5. It finds queues that release and are not served here: with each heartbeat, and when it hears that one was made.
 6. When the supervisor dies, it kills the children that cannot do so themselves.
 """
@@ -158,7 +158,7 @@ class Pulse:
                 self._promote_in(queue, min(int(delay_ms), LONGEST_TIMER_MS))
 
     def _promote_in(self, queue: str, delay_ms: int | None) -> None:
-        """Keeps one timer per queue, for its next job."""
+        """Keeps one timer per queue, for its next job or tick."""
         if delay_ms is None:
             return
         at = time.monotonic() + delay_ms / 1000

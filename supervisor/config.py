@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -19,6 +19,7 @@ from forq import places
 from forq.errors import ConfigError, InvalidOption, UsageError
 from forq.names import shown
 from forq.options import WORK, Option, QueueSpec, Value, check_mode, defaults, nearest
+from forq.schedules import read_schedules
 from forq.supervisor.embedded import check_socket_path
 
 UNITS_PER_CPU = 100
@@ -57,6 +58,8 @@ class Config:
     mode: str = WORK
     pipeline: "Pipeline | None" = None
     bridges: "tuple[BridgePlace, ...]" = ()
+    # Of each queue of the file its schedules, by key, as they were given.
+    schedules: Mapping[str, Mapping[str, Mapping[str, object]]] = field(default_factory=dict)
 
     def options_of(self, queue: QueueSpec) -> dict[str, Value]:
         """All options of a queue: its own, else the service's default, else forq's."""
@@ -107,8 +110,9 @@ def load(argv_overrides: Mapping[str, object], environ: Mapping[str, str]) -> Co
     given = _in_file(table, file) | _in_environment(environ) | _on_command_line(flags)
     values = {name: read(given[name]) if name in given else None for name, read in _SETTINGS.items()}
     mode = str(values["mode"] or WORK)
+    schedules = _take_schedules(queue_tables, file) if file else {}
     config = _assemble(values, file, _read_queues(queue_tables, file, mode) if file else (), given)
-    config = replace(config, bridges=bridges)
+    config = replace(config, bridges=bridges, schedules=schedules)
     return config if pipeline is None else _with_pipeline(config, pipeline)
 
 
@@ -157,6 +161,20 @@ def _read_queues(tables: object, file: Path, mode: str) -> tuple[QueueSpec, ...]
     if not isinstance(tables, dict):
         raise ConfigError(f"{file}: queues = {shown(tables)} is not allowed: tables [queues.NAME]")
     return tuple(_read_queue(name, table, file, mode) for name, table in tables.items())
+
+
+def _take_schedules(tables: object, file: Path) -> dict[str, dict[str, dict[str, object]]]:
+    """Takes the schedules out of the tables of the queues; what else is in them is read afterwards."""
+    queues = (
+        {name: table for name, table in tables.items() if isinstance(table, dict)} if isinstance(tables, dict) else {}
+    )
+    try:
+        return {
+            name: read_schedules(table.pop("schedules", {}), f"{file}: [queues.{name}]")
+            for name, table in queues.items()
+        }
+    except UsageError as exc:
+        raise ConfigError(str(exc)) from exc
 
 
 def _read_queue(name: str, table: object, file: Path, mode: str) -> QueueSpec:

@@ -126,6 +126,8 @@ class Queues:
             if not self.serves(unit):
                 error = UnknownQueue(f"queue {name!r} was deleted meanwhile")
             elif error is None:
+                if answer is not None and answer["unscheduled"]:
+                    log.warning("the config file has them no more queue=%s unscheduled=%s", name, answer["unscheduled"])
                 unit.start()
                 self._services.tell_served()
             if then is not None:
@@ -148,6 +150,7 @@ class Queues:
             "fail_handler": spec.fail_handler is not None,
             "reopening": reopening,
             "joining": joining,
+            "schedules": self._config.schedules.get(spec.name),
         }
 
     def _cannot_open(self, unit: QueueUnit, error: ForqError, *, reopening: bool) -> None:

@@ -49,6 +49,7 @@ class Verbs:
             # Whose clerk dies meanwhile asks the next one.
             "watch": lambda request: self._ask_clerk(request, "watch", request.params, repeat=True),
             **Releases(self._ask_clerk, self._clerk, self._supervisor.loop.now).table(),
+            **dict.fromkeys(("schedule", "schedules", "unschedule", "trigger"), self._pass_on),
             **dict.fromkeys(("dead.list", "dead.show", "dead.retry", "dead.discard"), self._pass_on),
         }
 

@@ -1,10 +1,12 @@
 #!lua flags=allow-oom
--- promote: what is due becomes waiting; leases lapse, and items that are too old are given up. Pulse calls it on time.
+-- promote: what is due becomes waiting; leases lapse, and items that are too old are given up. It tells of ticks that are
+-- due. Pulse calls it on time.
 --
 -- KEYS[1]  the queue's base
--- Returns  {OK, ms until it is to be called again (-1: nothing has a time)}; {NO_QUEUE}
+-- Returns  {OK, ms until it is to be called again (-1: nothing has a time), now (ms), then KEY, tick (ms) and head of each
+--          schedule that is due}; {NO_QUEUE}
 -- States   scheduled -> waiting; active -> waiting (its lease lapsed, also stalled); waiting, retry -> dead (item_timeout)
---@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress holdings losses fences bury_job hands handing expiring
+--@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress holdings losses fences bury_job hands handing expiring ticks
 
 if not epoch then return { NO_QUEUE } end
 lapse()
@@ -12,4 +14,4 @@ expire()
 promote()
 wake_idle_worker()
 write_journal('-')
-return { OK, next_timer_ms() }
+return tell_due_ticks({ OK, next_timer_ms(true), now_ms })

@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from forq import releases
@@ -14,6 +14,7 @@ from forq.broker.keys import DEFAULT_PREFIX, DEFAULT_PRIORITY
 from forq.broker.link import Link
 from forq.broker.producing import NewJob, PartlyStored, Producer, Update, new_job
 from forq.broker.registry import Registry
+from forq.broker.scheduling import Schedules
 from forq.broker.stored_options import stored, stored_defaults
 from forq.broker.viewing import Page, Viewer
 from forq.errors import UsageError
@@ -21,6 +22,7 @@ from forq.names import check_queue_name, shown
 from forq.options import check_mode, parse_options
 from forq.places import redis_url
 from forq.releases import Release
+from forq.schedules import Schedule
 
 __all__ = ["Client", "DeadPage", "NewJob", "Page", "PartlyStored", "Queue", "Release", "new_job"]
 
@@ -195,6 +197,53 @@ class Queue:
         """The dead job is forgotten. Returns its id@fence; UnknownJob if there is none."""
         return self._dead().discard(id)
 
+    def schedule(
+        self,
+        key: str,
+        *,
+        every: float | str | timedelta | None = None,
+        cron: str | None = None,
+        zone: str | None = None,
+        data: Any = None,
+        priority: int = DEFAULT_PRIORITY,
+        type: str | None = None,
+        overlap: str = "skip",
+        catch_up: str = "once",
+        jitter: float | str | timedelta = 0,
+    ) -> datetime:
+        """Makes a job at each tick: `every` so often (seconds, a timedelta, "5m"), or at the times of a 5-field `cron`
+        expression in a time `zone` (default UTC). Returns the next tick.
+
+        `overlap`: "skip" a tick while the job of an earlier one is unfinished, or "queue" it all the same. `catch_up`:
+        make up for ticks that nobody was there for "once", for "all" of them, or for "none". `jitter`: the job does not
+        run before its tick plus a random part of this. A schedule of this key is replaced; the same changes nothing.
+        """
+        given = {
+            "every": every,
+            "cron": cron,
+            "zone": zone,
+            "data": data,
+            "priority": priority,
+            "type": type,
+            "overlap": overlap,
+            "catch_up": catch_up,
+            "jitter": jitter,
+        }
+        next_ms = self._schedules().set(Schedule.from_mapping(key, given))
+        return datetime.fromtimestamp(next_ms / 1000, UTC)
+
+    def schedules(self) -> list[dict[str, Any]]:
+        """Every schedule of the queue: its definition, its next tick, its counts."""
+        return self._schedules().all()
+
+    def unschedule(self, key: str) -> bool:
+        """Ends a schedule; the jobs that it has made stay. False if there is none."""
+        return self._schedules().drop(key)
+
+    def trigger(self, key: str) -> str:
+        """A schedule makes a job now, and keeps its ticks; the job's id. Exists if that would overlap."""
+        return self._schedules().trigger(key)
+
     def status(self) -> Mapping[str, Any]:
         """How many jobs are in which state."""
         return asdict(self._viewer().counts())
@@ -207,6 +256,9 @@ class Queue:
 
     def _dead(self) -> DeadJobs:
         return DeadJobs(self._client.link(), self._client.prefix, self.name)
+
+    def _schedules(self) -> Schedules:
+        return Schedules(self._client.link(), self._client.prefix, self.name)
 
     def _viewer(self) -> Viewer:
         return Viewer(self._client.link(), self._client.prefix, self.name)

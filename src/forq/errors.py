@@ -32,7 +32,7 @@ class InvalidName(UsageError):
 
 
 class InvalidId(UsageError):
-    """A job id, identifier, token or type that is not allowed."""
+    """A job id, identifier, token or type, or the key of a schedule, that is not allowed."""
 
     code = "invalid_id"
 
@@ -66,6 +66,13 @@ class UnknownJob(ForqError):
     """The queue has no job with that id."""
 
     code = "unknown_job"
+    exit_code = 4
+
+
+class UnknownSchedule(ForqError):
+    """The queue has no schedule of that key."""
+
+    code = "unknown_schedule"
     exit_code = 4
 
 
@@ -115,6 +122,12 @@ class TooManyQueues(ForqError):
     """max_queues is reached; nothing was created."""
 
     code = "too_many_queues"
+
+
+class TooManySchedules(ForqError):
+    """The queue has as many schedules as it may; nothing was set."""
+
+    code = "too_many_schedules"
 
 
 class PermissionRefused(ForqError):

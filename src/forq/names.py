@@ -27,6 +27,12 @@ def check_type(job_type: object) -> str:
     return job_type
 
 
+def check_schedule_key(key: object) -> str:
+    if not isinstance(key, str) or not QUEUE_NAME.match(key):
+        raise InvalidId(f"schedule key {shown(key)} is not allowed: 1 to 64 of A-Z a-z 0-9 _ . -")
+    return key
+
+
 def shown(value: object) -> str:
     """A user's value, safe to print: escaped and cut."""
     text = ascii(value)

@@ -44,6 +44,7 @@ GLOBALS = (
 
 NAME = Argument("name", metavar="NAME", help="the queue")
 ID = Argument("id", metavar="ID", help="the job")
+KEY = Argument("key", metavar="KEY", help="the schedule")
 ITEM = Argument("id", nargs="?", metavar="ID", help="this item (default: any)")
 
 COMMANDS = (
@@ -157,6 +158,34 @@ COMMANDS = (
         Argument("fence", type=int, metavar="FENCE", help="as dequeue printed it"),
         Argument("awaiter", metavar="AWAITER", help="as dequeue printed it"),
     ),
+    Command(
+        "schedule",
+        "schedules",
+        "make a job again and again: every so often, or at the times of a cron expression",
+        NAME,
+        KEY,
+        Argument("--every", metavar="D", help="how often (30s, 5m, 1d); the first time is now"),
+        Argument("--cron", metavar="EXPR", help="when: minute hour day month weekday"),
+        Argument("--zone", metavar="Z", help="the time zone of the cron expression (default: UTC)"),
+        Argument("--data", metavar="JSON", help="the data of the jobs (default: null)"),
+        Argument("--priority", type=int, choices=range(10), metavar="0-9", help="0 is served first (default: 5)"),
+        Argument("--type", metavar="T", help="picks one of the queue's handlers"),
+        Argument(
+            "--overlap", choices=("skip", "queue"), help="when the last job is unfinished (default: skip that time)"
+        ),
+        Argument("--catch-up", choices=("once", "all", "none"), help="for times when nobody was there (default: once)"),
+        Argument("--jitter", metavar="D", help="each job is late by a random part of this (default: 0)"),
+        Argument("--dry-run", action="store_true", help="only show the next five times"),
+    ),
+    Command(
+        "schedules",
+        "schedules",
+        "list the schedules of all queues, or of one, or show one with its next five times",
+        Argument("name", nargs="?", metavar="NAME", help="the queue"),
+        Argument("key", nargs="?", metavar="KEY", help="the schedule"),
+    ),
+    Command("unschedule", "schedules", "end a schedule; the jobs that it has made stay", NAME, KEY),
+    Command("trigger", "schedules", "let a schedule make a job now, and print its id", NAME, KEY),
     Command(
         "dead",
         "dead",

@@ -62,7 +62,9 @@ def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Lo
     enabled = re.sub(r"(?m)^#(?=\[|\w+ = )", "", (ROOT / "etc" / "forq.toml").read_text())
     config = load_text(enabled)
     queue, gate, pipeline = config.queues
-    assert config.__dict__ | {"file": None, "queues": (), "pipeline": None} == load({}, {}).__dict__
+    defaults_of_all: dict[str, object] = {"file": None, "queues": (), "pipeline": None, "schedules": {}}
+    assert config.__dict__ | defaults_of_all == load({}, {}).__dict__
+    assert config.schedules["example"].keys() == {"nightly"}
     assert (pipeline.name, pipeline.handler) == ("forq-pipeline", "forq.pipeline.task:ingest")
     assert config.pipeline == Pipeline("/srv/state/history", 60.0)
     assert queue.options == defaults("work")
@@ -285,3 +287,25 @@ def test_bridges_listen_at_paths_relative_to_the_file(load_text: Load, tmp_path:
 def test_a_bridge_that_cannot_be_is_refused(load_text: Load, text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_text(text)
+
+
+def test_schedules_are_read_with_their_queue(load_text: Load) -> None:
+    table = '[queues.q]\nhandler = "m:f"\n[queues.q.schedules.night]\ncron = "30 2 * * *"\ndata = {n = 1}\n'
+    config = load_text(table + '[queues.r]\nmode = "on_request"\n')
+    assert config.schedules == {"q": {"night": {"cron": "30 2 * * *", "data": {"n": 1}}}, "r": {}}
+    assert [queue.name for queue in config.queues] == ["q", "r"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('night = "30 2 * * *"', r"\[queues.q\]: schedules = .* is not allowed: tables"),
+        ('night.cron = "30 2 * *"', r"schedule 'night': cron '30 2 \* \*' is not allowed: 5 fields"),
+        ('night.every = "1h"\nnight.zone = "UTC"', "schedule 'night': zone goes with cron"),
+        ('"a b".every = "1h"', "schedule key 'a b' is not allowed"),
+        ('night.every = "1h"\nnight.data = 2026-01-01', "schedule 'night': not JSON"),
+    ],
+)
+def test_wrong_schedules_are_refused_with_their_place(load_text: Load, text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_text('[queues.q]\nhandler = "m:f"\n[queues.q.schedules]\n' + text)

@@ -264,8 +264,8 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/timers.lua",
-        "if due and (not next_ms or due < next_ms) then",
-        "if due then",
+        "if at_ms and (not next_ms or at_ms < next_ms) then",
+        "if at_ms then",
         "pulse hears of the last timer, not of the next",
         "item_ages test_pulse_is_told_of_the_next_of_all_times",
     ),

@@ -517,7 +517,7 @@ MUTANTS_OF_RELEASE_SCRIPTS = (
     ),
     Mutant(
         "promote.lua",
-        "next_timer_ms()",
+        "next_timer_ms(true)",
         "-1",
         "pulse does not come again",
         "release test_the_first_lease_of_a_queue_tells_pulse_when_it_lapses",

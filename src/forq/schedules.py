@@ -1,0 +1,96 @@
+"""A schedule as people give it: in a config file, over the control socket, or in Python; checked in one place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from forq import wire
+from forq.durations import parse_duration
+from forq.errors import ForqError, UsageError
+from forq.names import check_schedule_key, check_type, shown
+from forq.options import nearest
+from forq.ticks import LONGEST_MS, SHORTEST_MS, Every, Rule, read_cron
+
+OVERLAPS = ("skip", "queue")
+CATCH_UPS = ("once", "all", "none")
+# Who has made it: a config file, whose next reading may remove it, or somebody.
+CONFIG, USER = "config", "user"
+FIELDS = ("every", "cron", "zone", "data", "priority", "type", "overlap", "catch_up", "jitter")
+LONGEST_JITTER_MS = 86_400_000
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    key: str
+    rule: Rule
+    data: Any
+    priority: int
+    type: str | None
+    overlap: str
+    catch_up: str
+    jitter_ms: int
+    origin: str
+
+    @classmethod
+    def from_mapping(cls, key: object, given: Mapping[str, Any], origin: str = USER) -> "Schedule":
+        """What is None counts as not given."""
+        for name in given:
+            if name not in FIELDS:
+                raise UsageError(f"a schedule has no {shown(name)}{nearest(name, FIELDS)}")
+        fields = {name: value for name, value in given.items() if value is not None}
+        priority = fields.get("priority", 5)
+        if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= 9:
+            raise UsageError(f"priority {shown(priority)} is not allowed: 0 (first) to 9 (last)")
+        # Whether it is JSON is known here, and not at the first tick.
+        wire.encode(fields.get("data"))
+        return cls(
+            check_schedule_key(key),
+            _read_rule(fields),
+            fields.get("data"),
+            priority,
+            check_type(fields["type"]) if "type" in fields else None,
+            _one_of("overlap", fields.get("overlap", "skip"), OVERLAPS),
+            _one_of("catch_up", fields.get("catch_up", "once"), CATCH_UPS),
+            _milliseconds("jitter", fields.get("jitter", 0), 0, LONGEST_JITTER_MS),
+            origin,
+        )
+
+
+def read_schedules(given: object, where: str) -> dict[str, dict[str, Any]]:
+    """The schedules of a queue in a config file, checked and as they were given."""
+    if not isinstance(given, Mapping) or not all(isinstance(fields, Mapping) for fields in given.values()):
+        raise UsageError(f"{where}: schedules = {shown(given)} is not allowed: tables [queues.NAME.schedules.KEY]")
+    for key, fields in given.items():
+        try:
+            Schedule.from_mapping(key, fields, CONFIG)
+        except ForqError as exc:
+            raise type(exc)(f"{where}: schedule {shown(key)}: {exc}") from exc
+    return {key: dict(fields) for key, fields in given.items()}
+
+
+def _read_rule(fields: Mapping[str, Any]) -> Rule:
+    if ("every" in fields) == ("cron" in fields):
+        raise UsageError("a schedule needs either every or cron")
+    if "cron" in fields:
+        return read_cron(fields["cron"], fields.get("zone", "UTC"))
+    if "zone" in fields:
+        raise UsageError("zone goes with cron: every knows no zone")
+    return Every(_milliseconds("every", fields["every"], SHORTEST_MS, LONGEST_MS))
+
+
+def _milliseconds(name: str, given: object, lowest: int, highest: int) -> int:
+    value = given.total_seconds() if isinstance(given, timedelta) else given
+    try:
+        found = round(parse_duration(value) * 1000)  # type: ignore[arg-type]
+    except UsageError as exc:
+        raise UsageError(f"{name}: {exc}") from exc
+    if not lowest <= found <= highest:
+        raise UsageError(f"{name} {shown(given)} is not allowed: {lowest} ms to {highest // 86_400_000} days")
+    return found
+
+
+def _one_of(name: str, given: object, allowed: tuple[str, ...]) -> str:
+    if given not in allowed:
+        raise UsageError(f"{name} {shown(given)} is not allowed: {', '.join(allowed)}")
+    return str(given)

@@ -1,0 +1,155 @@
+"""Periodic jobs through whole supervisors: one job per tick whatever dies, ticks on time, config files, forqctl."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.one_queue import OneQueue
+from tests.support.running import HANDLERS, Forq, running, wait_until
+from tests.support.server import Server
+
+QUICK = 'heartbeat = "300ms"\nexpiry = "900ms"\n'
+SECONDS = float(os.environ.get("FORQ_TEST_TICKS_SECONDS", "12"))
+SEED = int(os.environ.get("FORQ_TEST_SEED", "0"))
+
+
+def freeze(forq: Forq, seconds: float) -> None:
+    tree = forq.processes()
+    for process in tree:
+        process.suspend()
+    time.sleep(seconds)
+    for process in tree:
+        try:
+            process.resume()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def ticks_told(queue: OneQueue, verb: str) -> list[int]:
+    """The ticks of the jobs that the journal tells this of, in its order."""
+    return [int(job.rpartition(":")[2]) for said, job in queue.told() if said == verb and job]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.spec("M11")
+def test_three_supervisors_make_one_job_per_tick_while_they_are_killed_and_frozen(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """A tick per second; again and again one supervisor is killed and started anew, or frozen and woken."""
+    chance, trace = random.Random(SEED), tmp_path / "trace"
+    supervisors = [Forq(redis=redis_url, settings=QUICK, trace=trace) for _ in range(3)]
+    killed = frozen = 0
+    try:
+        for forq in supervisors:
+            forq.start()
+            forq.create("q", "record")
+        queue = OneQueue(redis_url)
+        queue.redis.hset(queue.key("options"), mapping={"max_retries": 10, "max_stalls": 100})
+        rule = ["--every", "1s", "--overlap", "queue", "--catch-up", "all"]
+        supervisors[0].ctl("schedule", "q", "beat", *rule)
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            time.sleep(chance.uniform(0.3, 1.2))
+            victim = chance.choice(supervisors)
+            if killed <= frozen:
+                os.kill(victim.pid, signal.SIGKILL)
+                assert victim.process is not None
+                victim.process.wait()
+                victim.start()
+                killed += 1
+            else:
+                freeze(victim, chance.uniform(0.5, 2.5))
+                frozen += 1
+        supervisors[0].ctl("unschedule", "q", "beat")
+        ticks = ticks_told(queue, "enqueued")
+        wait_until(lambda: sorted(ticks_told(queue, "done")) == ticks, 60.0, "every job is done")
+        print(f"\n{len(ticks)} ticks, {killed} kills, {frozen} freezes; {len(trace.read_text().splitlines())} runs")
+        assert ticks == list(range(ticks[0], ticks[0] + 1000 * len(ticks), 1000)), "each once, in order"
+        assert len(ticks) >= SECONDS - 1
+        assert killed > 0
+        assert frozen > 0
+        queue.close()
+    finally:
+        for forq in supervisors:
+            forq.remove()
+
+
+@pytest.mark.spec("M10", "M11")
+def test_ticks_come_on_time_and_nothing_is_asked_in_between(server: Server, redis_url: str) -> None:
+    with running(redis=redis_url, settings='heartbeat = "60s"\nexpiry = "180s"\n') as forq:
+        forq.create("q", "record")
+        forq.wait_for_child("q")
+        forq.ctl("schedule", "q", "beat", "--every", "500ms", "--overlap", "queue")
+        wait_until(lambda: len(forq.traces("end")) >= 2, what="two ticks")
+        with server.connect() as client:
+            before = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+            seen = len(forq.traces("end"))
+            wait_until(lambda: len(forq.traces("end")) >= seen + 6, what="six ticks more")
+            calls = client.info("commandstats")["cmdstat_evalsha"]["calls"] - before
+        # Per tick: promote, fire, and the turn that runs the job and settles it.
+        assert calls <= 7 * 5, f"{calls} calls for six ticks"
+        queue = forq.client().queue("q")
+        late = []
+        for trace in forq.traces("end"):
+            tick = int(trace.job.rpartition(":")[2]) / 1000
+            late.append(trace.time + time.time() - time.monotonic() - tick)
+        print(f"\nlate by {[round(seconds * 1000) for seconds in late]} ms")
+        assert sorted(late)[len(late) // 2] < 0.2
+        assert min(late) > -0.005
+        assert queue.schedules()[0]["missed"] == 0
+
+
+@pytest.mark.spec("M11")
+def test_after_a_time_without_supervisors_there_is_one_run(redis_url: str) -> None:
+    with running(redis=redis_url) as forq:
+        forq.create("q", "record")
+        forq.ctl("schedule", "q", "beat", "--every", "2s")
+        wait_until(lambda: forq.traces("end"), what="the first tick")
+        forq.stop()
+        time.sleep(6.5)
+        seen = len(forq.traces("end"))
+        forq.start()
+        wait_until(lambda: len(forq.traces("end")) > seen, what="the catch-up run")
+        (shown,) = forq.client().queue("q").schedules()
+        assert shown["missed"] >= 2
+        assert shown["runs"] == len(forq.traces("end"))
+
+
+@pytest.mark.spec("M11")
+def test_schedules_of_a_config_file_are_set_at_start_and_removed_when_they_are_gone(redis_url: str) -> None:
+    table = f'[queues.q]\nhandler = "traced:record"\npath = "{HANDLERS}"\n'
+    schedules = '[queues.q.schedules.often]\nevery = "1h"\n[queues.q.schedules.night]\ncron = "30 2 * * *"\n'
+    with running(redis=redis_url, settings=table + schedules) as forq:
+        wait_until(lambda: forq.traces("end"), what="the first tick")
+        forq.ctl("schedule", "q", "mine", "--cron", "0 0 1 1 *")
+        before = {one["key"]: one["next_at"] for one in forq.client().queue("q").schedules()}
+        assert before.keys() == {"often", "night", "mine"}
+        forq.stop()
+        forq.config.write_text(table + '[queues.q.schedules.often]\nevery = "1h"\n')
+        forq.start()
+        wait_until(lambda: "unscheduled=['night']" in forq.log, what="the one that is gone is removed")
+        after = {one["key"]: one["next_at"] for one in forq.client().queue("q").schedules()}
+        assert after == {key: before[key] for key in ("often", "mine")}, "and the others are as they were"
+        assert len(forq.traces("end")) == 1
+        assert "until the next start" in forq.ctl("unschedule", "q", "often")
+
+
+def test_schedules_through_forqctl(redis_url: str) -> None:
+    with running(redis=redis_url) as forq:
+        forq.create("q", "record")
+        shown = forq.ctl("schedule", "q", "night", "--cron", "30 2 * * *", "--zone", "Europe/Berlin", "--dry-run")
+        assert [line.strip()[10:19] for line in shown.splitlines()] == ["T02:30:00"] * 5
+        assert forq.ctl("schedules").splitlines()[1:] == []
+        forq.ctl("schedule", "q", "night", "--cron", "30 2 * * *", "--zone", "Europe/Berlin")
+        assert forq.ctl("trigger", "q", "night") == "schedule:night"
+        wait_until(lambda: [trace.job for trace in forq.traces("end")] == ["schedule:night"], what="it ran")
+        assert forq.ctl("schedules", "q").splitlines()[1].split()[-4:] == ["-", "0", "0", "0"]
+        assert forq.run_ctl("trigger", "q", "day").returncode == 4
+        assert forq.run_ctl("schedule", "q", "x", "--cron", "nonsense").returncode == 2
+        forq.ctl("unschedule", "q", "night")
+        assert forq.run_ctl("unschedule", "q", "night").returncode == 4

@@ -1,0 +1,60 @@
+"""A queue with schedules, driven by hand: time is made to pass by moving the next tick back."""
+
+from typing import Any
+
+import redis
+
+from forq.broker.firing import DueTick, Firing, due_ticks
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.link import Link
+from forq.broker.scheduling import Schedules
+from forq.broker.scripts import script
+from forq.schedules import USER, Schedule
+from tests.support.one_queue import OneQueue
+
+HOUR_MS = 3_600_000
+
+
+class HandSchedules:
+    def __init__(self, queue: OneQueue) -> None:
+        self.queue = queue
+        self.redis: Any = redis.Redis.from_url(queue.url)
+        self.schedules = Schedules(queue.link, DEFAULT_PREFIX, queue.name)
+        # The jitter of every job is a quarter of the longest.
+        self.firing = Firing(queue.link, DEFAULT_PREFIX, lambda: 0.25)
+
+    def set(self, key: str = "k", origin: str = USER, **given: Any) -> int:
+        """An hourly schedule, unless something else is said; its next tick."""
+        fields = given if "every" in given or "cron" in given else {"every": "1h", **given}
+        return self.schedules.set(Schedule.from_mapping(key, fields, origin))
+
+    def next_ms(self, key: str = "k") -> int | None:
+        score = self.redis.zscore(self.queue.key("schedules:next"), key)
+        return None if score is None else int(score)
+
+    def pass_time(self, ms: int, key: str = "k") -> int:
+        """The next tick is that much earlier; which it is now."""
+        return int(self.redis.zincrby(self.queue.key("schedules:next"), -ms, key))
+
+    def counts(self, key: str = "k") -> tuple[int, int, int]:
+        """Runs, skipped, missed."""
+        counted = self.redis.hget(self.queue.key("schedules:runs"), key) or b"0 0 0 0"
+        _, runs, skipped, missed = map(int, counted.split())
+        return runs, skipped, missed
+
+    def promote(self) -> int | None:
+        return self.queue.keeper().promote(self.queue.name)
+
+    def due(self, link: Link | None = None) -> tuple[list[DueTick], int]:
+        """What promote tells of, and the server's time."""
+        reply = (link or self.queue.link).run(script("promote"), self.queue.base)
+        return due_ticks(reply), int(reply[2])
+
+    def fire(self, due: DueTick, now_ms: int) -> bool:
+        return self.firing.fire(self.queue.name, due, now_ms)[0]
+
+    def waiting(self) -> list[str]:
+        return self.queue.pending()
+
+    def close(self) -> None:
+        self.redis.close()
