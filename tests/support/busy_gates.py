@@ -11,9 +11,10 @@ from tests.support.gate import Gate
 
 
 class BusyGate:
-    def __init__(self, url: str, mode: str, seed: int) -> None:
-        self.queue = Gate(url, mode, name=mode, item_timeout_ms=50, lease_ms=20, dead_max=5, journal_max=1 << 30)
-        self._dead = DeadJobs(self.queue.link, DEFAULT_PREFIX, mode)
+    def __init__(self, url: str, mode: str, seed: int, *, name: str = "", **options: int) -> None:
+        usual = {"item_timeout_ms": 50, "lease_ms": 20, "dead_max": 5, "journal_max": 1 << 30}
+        self.queue = Gate(url, mode, name=name or mode, **usual | options)
+        self._dead = DeadJobs(self.queue.link, DEFAULT_PREFIX, self.queue.name)
         self._chance = random.Random(seed)
         self._hands: dict[str, Hand] = {}
 
