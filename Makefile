@@ -12,7 +12,7 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services bridge pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools run test lint types imports unit unit-core unit-pipeline kills trees fire mutants releases bridge-fire ticks cluster bench-drain bench-layouts \
+.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire ticks cluster bench-drain bench-layouts \
         bench-backlog bench-idle bench-pipeline bench-exec spec-report wheel \
         format clean
 
@@ -56,14 +56,11 @@ types: tools ## mypy --strict
 imports: tools ## which folder may import which
 	$(BIN)/lint-imports
 
-unit: tools ## pytest, without the slow suites: those of the pipeline, which wait for Spark, beside all others
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line unit-core unit-pipeline
-
-unit-core: tools
-	$(BIN)/pytest -m 'not slow' --ignore=tests/pipeline
-
-unit-pipeline: tools
-	$(BIN)/pytest -m 'not slow' -p no:cacheprovider tests/pipeline
+unit: tools ## pytest, without the slow suites; the tests of the pipeline run beside the others
+	@echo 'The tests of the pipeline run beside these; what they say comes at the end.'
+	@$(BIN)/pytest -m 'not slow' -p no:cacheprovider tests/pipeline > $(VENV)/pipeline.log 2>&1 & pipeline=$$!; \
+	$(BIN)/pytest -m 'not slow' --ignore=tests/pipeline; core=$$?; \
+	wait $$pipeline; late=$$?; cat $(VENV)/pipeline.log; exit $$((core | late))
 
 kills: tools ## 1,000 kill -9s at random moments over 50,000 jobs (SEED=n repeats a run)
 	FORQ_TEST_KILLS=1000 FORQ_TEST_JOBS=50000 FORQ_TEST_SEED=$(or $(SEED),0) \

@@ -44,6 +44,8 @@ QUIET_LOOKS = 50
 LONGEST_TIMER_MS = 3_600_000
 # What is heard in place of a time when a queue that releases was made.
 MADE = "new"
+# How long Redis may take for its first answer before that is told: less than the time between two tries to reach it.
+FIRST_ANSWER_SECONDS = 0.5
 # How long children get to end by themselves when the supervisor is gone.
 OWN_END_SECONDS = 0.3
 
@@ -79,6 +81,7 @@ class Pulse:
         self._order = count()
         self._queues: list[str] = []
         self._redis_ok: bool | None = None
+        self._patient_until = time.monotonic() + FIRST_ANSWER_SECONDS
         self._quiet_looks = 0
         self._rescued: dict[int, int] = {}
         self._ears = Listener(settings.url, due_channels(settings.prefix), name="forq-pulse-ears")
@@ -183,7 +186,7 @@ class Pulse:
             self._note_redis(exc)
         self._heartbeats(self._queues)
         self._later(0, self._find_queues)
-        self._later(self._settings.heartbeat_seconds if self._redis_ok is not False else 1.0, self._beat)
+        self._later(self._settings.heartbeat_seconds if self._redis_ok else 1.0, self._beat)
 
     def _find_queues(self) -> None:
         """Tells of queues that every supervisor serves and this one does not; of each again, until it does."""
@@ -234,6 +237,9 @@ class Pulse:
 
     def _note_redis(self, exc: RedisUnavailable | None) -> None:
         ok = exc is None
+        if not ok and self._redis_ok is None and time.monotonic() < self._patient_until:
+            # An embedded server is just being started; if it is not that, the next beat tells.
+            return
         if ok != self._redis_ok:
             self._redis_ok = ok
             self._desk.tell("redis", ok=ok, error=None if exc is None else str(exc))
