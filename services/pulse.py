@@ -46,6 +46,7 @@ LONGEST_TIMER_MS = 3_600_000
 MADE = "new"
 # How long Redis may take for its first answer before that is told: less than the time between two tries to reach it.
 FIRST_ANSWER_SECONDS = 0.5
+TRY_AGAIN_SECONDS = 1.0
 # How long children get to end by themselves when the supervisor is gone.
 OWN_END_SECONDS = 0.3
 
@@ -186,7 +187,8 @@ class Pulse:
             self._note_redis(exc)
         self._heartbeats(self._queues)
         self._later(0, self._find_queues)
-        self._later(self._settings.heartbeat_seconds if self._redis_ok else 1.0, self._beat)
+        seconds = self._settings.heartbeat_seconds
+        self._later(seconds if self._redis_ok else min(seconds, TRY_AGAIN_SECONDS), self._beat)
 
     def _find_queues(self) -> None:
         """Tells of queues that every supervisor serves and this one does not; of each again, until it does."""
