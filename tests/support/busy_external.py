@@ -5,7 +5,8 @@ import random
 from forq.broker.dead import DeadJobs
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.producing import Update, new_job
-from forq.errors import ForqError, LeaseLapsed
+from forq.errors import LeaseLapsed
+from tests.support.busy_queues import revive_or_discard_one
 from tests.support.external_queue import ExternalQueue
 
 
@@ -70,12 +71,7 @@ class BusyExternal:
         self.queue.keeper().heartbeat(self.queue.name, 600_000, [])
 
     def bury(self) -> None:
-        for job in self._dead.page(1).jobs:
-            try:
-                act = self._dead.retry if self._chance.random() < 0.5 else self._dead.discard
-                act(f"{job['id']}@{job['fence']}")
-            except ForqError:
-                continue
+        revive_or_discard_one(self._dead, self._chance)
 
     def close(self) -> None:
         self.queue.close()

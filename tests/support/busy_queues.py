@@ -1,6 +1,7 @@
 """A queue with a fail handler in which everything happens that can, by chance: for histories of real scripts."""
 
 import random
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,14 @@ from forq.errors import ForqError
 EXPIRY_MS = 600_000
 OUTCOMES: tuple[Outcome, ...] = ("stalled", "timed_out", "interrupted", "suspect", "cancelled")
 KINDS = ("retriable", "retriable", "permanent", "timeout")
+
+
+def revive_or_discard_one(dead: DeadJobs, chance: random.Random) -> None:
+    for job in dead.page(1).jobs:
+        act = dead.retry if chance.random() < 0.5 else dead.discard
+        # A live job may have its id, or the queue be full.
+        with suppress(ForqError):
+            act(f"{job['id']}@{job['fence']}")
 
 
 @dataclass
@@ -125,12 +134,7 @@ class BusyQueue:
 
     def bury(self) -> None:
         """Not into the ground: one dead job is revived or discarded."""
-        for job in self._dead.page(1).jobs:
-            member = f"{job['id']}@{job['fence']}"
-            try:
-                (self._dead.retry if self._chance.random() < 0.5 else self._dead.discard)(member)
-            except ForqError:
-                continue
+        revive_or_discard_one(self._dead, self._chance)
 
     def delete(self) -> None:
         self._registry.delete(self.name, force=True)
