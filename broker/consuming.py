@@ -22,11 +22,13 @@ Settled = list[bytes | str | int]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The queue's options for jobs that begin now: timeout (0: none), units of capacity, priority among queues."""
+    """The queue's options for jobs that begin now: timeout (0: none), units of capacity, priority among queues, and
+    whether it keeps what its handlers return."""
 
     timeout_ms: int
     size: int
     priority: int
+    keeps_results: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,8 @@ class Consumer:
         reply = self.link.run(self._script, self._base, *args)
         if reply[0] not in (OK, PAUSED):
             raise error_for(self.queue, reply)
-        limits = Limits(reply[4], reply[5], reply[6])
-        return Turn(reply[0] == PAUSED, reply[1] == 1, reply[2], reply[3].decode(), limits, reply[7:])
+        limits = Limits(reply[4], reply[5], reply[6], reply[7] == 1)
+        return Turn(reply[0] == PAUSED, reply[1] == 1, reply[2], reply[3].decode(), limits, reply[8:])
 
     def run(self, its: Script, *args: object) -> list[Any]:
         """Another script of this worker's, which takes the queue's epoch first."""

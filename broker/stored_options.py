@@ -4,13 +4,14 @@ from collections.abc import Mapping
 
 from forq.durations import show_duration
 from forq.options import WORK, Value, defaults, fixed_options
+from forq.rates import parse_rate
 
 _AS_IS = (
     *("max_items", "max_data", "max_retries", "max_stalls", "max_timeouts", "retry_lane_retries", "jitter"),
-    *("size", "priority", "dead_max", "journal", "journal_max", "release_retries"),
+    *("size", "priority", "dead_max", "done_max", "journal", "journal_max", "release_retries", "burst", "max_active"),
 )
 _AS_MS = (
-    *("timeout", "min_backoff", "max_backoff", "dead_ttl", "dedup_ttl"),
+    *("timeout", "min_backoff", "max_backoff", "dead_ttl", "dedup_ttl", "keep_done"),
     *("release_interval", "retry_interval", "lease", "item_timeout"),
 )
 
@@ -18,7 +19,11 @@ _AS_MS = (
 def stored(options: Mapping[str, Value]) -> dict[str, int]:
     """The part of `options` that Redis holds."""
     kept = {name: int(options[name]) for name in _AS_IS if name in options}
-    return kept | {f"{name}_ms": round(options[name] * 1000) for name in _AS_MS if name in options}
+    kept |= {f"{name}_ms": round(float(options[name]) * 1000) for name in _AS_MS if name in options}
+    if "rate" in options:
+        rate = parse_rate(options["rate"])
+        kept |= {"rate_count": rate.count, "rate_ms": round(rate.seconds * 1000)}
+    return kept
 
 
 def stored_for_fail_queue(options: Mapping[str, Value]) -> dict[str, int]:

@@ -296,7 +296,7 @@ def _check_together(config: Config, given: Mapping[str, Given]) -> None:
 def check_size(options: Mapping[str, Value], capacity: int, where: str) -> None:
     """A job that needs more than there is would wait for ever."""
     for name in ("size", "fail_size"):
-        if options.get(name, 0) > capacity:
+        if int(options.get(name, 0)) > capacity:
             raise InvalidOption(f"{where}: {name} = {options[name]} is not allowed: capacity is {capacity} units")
 
 

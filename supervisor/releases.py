@@ -77,4 +77,4 @@ def _seconds(request: Request, key: str) -> float | None:
 
 def _lease_ms(request: Request) -> int | None:
     lease = request.params.get("lease")
-    return None if lease is None else round(OPTIONS["lease"].parse(lease, "dequeue") * 1000)
+    return None if lease is None else round(float(OPTIONS["lease"].parse(lease, "dequeue")) * 1000)

@@ -8,7 +8,7 @@
 --          counts on), lane ('main' | 'retry': where to claim), number done, number failed, then (id, fence, micros) per done job and
 --          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one
 -- Returns  {OK or PAUSED, held (0: the kept jobs have been given to others), ids whose settling was refused,
---          fence, timeout_ms, size, priority, id, record, id, record ...};
+--          fence, timeout_ms, size, priority, whether results are kept (1 | 0), id, record, id, record ...};
 --          {NO_QUEUE}; {FENCED} if the worker is not registered
 -- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out);
 --          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active;
@@ -28,7 +28,8 @@ if epoch ~= ARGV[1] then return { NO_QUEUE } end
 if not redis.call('HGET', workers_key(processor), worker) then return { FENCED } end
 
 -- A queue made by an earlier release lacks some of them.
-local limits = redis.call('HMGET', key('options'), 'timeout_ms', 'size', 'priority', 'max_stalls', 'max_timeouts')
+local limits = redis.call('HMGET', key('options'), 'timeout_ms', 'size', 'priority', 'max_stalls', 'max_timeouts',
+  'keep_done_ms')
 local max_stalls, max_timeouts = tonumber(limits[4] or 3), tonumber(limits[5] or 3)
 
 local processing = worker_key(processor, worker, 'processing')
@@ -206,6 +207,6 @@ wake_idle_worker()
 write_journal(worker)
 
 local reply = { paused and PAUSED or OK, held and 1 or 0, refused, fence,
-  tonumber(limits[1] or 0), tonumber(limits[2] or 1), tonumber(limits[3] or 0) }
-for i, part in ipairs(reply_jobs) do reply[7 + i] = part end
+  tonumber(limits[1] or 0), tonumber(limits[2] or 1), tonumber(limits[3] or 0), tonumber(limits[6] or 0) > 0 and 1 or 0 }
+for i, part in ipairs(reply_jobs) do reply[8 + i] = part end
 return reply

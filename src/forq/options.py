@@ -14,9 +14,11 @@ from forq.durations import parse_duration, show_duration
 from forq.errors import ForqError, InvalidOption, UsageError
 from forq.names import check_queue_name, check_type, shown
 from forq.program_line import ALLOWED, is_program, read_program
+from forq.rates import ALLOWED as ALLOWED_RATES
+from forq.rates import OFF, parse_rate
 
-Value = int | float | bool
-Kind = Literal["int", "duration", "size", "flag"]
+Value = int | float | bool | str
+Kind = Literal["int", "duration", "size", "flag", "rate"]
 
 WORK, AUTO_RELEASE, ON_REQUEST, EXTERNAL = "work", "auto_release", "on_request", "external"
 RELEASE_MODES = (AUTO_RELEASE, ON_REQUEST)
@@ -63,8 +65,8 @@ class Option:
     name: str
     kind: Kind
     default: Value
-    lowest: Value
-    highest: Value
+    lowest: float
+    highest: float
     description: str
     live: bool = True
     modes: tuple[str, ...] = MODES
@@ -76,7 +78,7 @@ class Option:
             parsed = self._read(value)
         except UsageError:
             parsed = None
-        if parsed is None or not self.lowest <= parsed <= self.highest:
+        if parsed is None or (not isinstance(parsed, str) and not self.lowest <= parsed <= self.highest):
             raise InvalidOption(f"{where}: {self.name} = {shown(value)} is not allowed: {self.allowed}")
         return parsed
 
@@ -92,13 +94,15 @@ class Option:
             return (
                 f'a size from {show_size(int(self.lowest))} to {show_size(int(self.highest))} (such as "64kb", "1mb")'
             )
-        return f"a whole number from {self.lowest} to {self.highest}"
+        return ALLOWED_RATES if self.kind == "rate" else f"a whole number from {self.lowest} to {self.highest}"
 
     def _read(self, value: object) -> Value | None:
         if self.kind == "flag":
             return value if isinstance(value, bool) else _FLAGS.get(value.lower()) if isinstance(value, str) else None
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             return None
+        if self.kind == "rate":
+            return str(parse_rate(value))
         if self.kind == "duration":
             return parse_duration(value)
         if self.kind == "size":
@@ -127,6 +131,9 @@ _OF_WORK = (
     Option("max_jobs", "int", 0, 0, 10**9, "jobs after which the process is replaced (0 = never)", live=False),
     Option("max_age", "duration", 0.0, 0.0, 365 * _DAY, "age at which it is replaced, after a job", live=False),
     Option("max_memory", "size", 0, 0, 1024 * _GB, "memory (PSS) at which it is replaced, after a job", live=False),
+    Option("rate", "rate", OFF, 0, 0, "how many jobs may begin in how long, on all machines together"),
+    Option("burst", "int", 0, 0, 10**6, "how many may begin at once (0 = what the rate allows in 100ms, at least 1)"),
+    Option("max_active", "int", 0, 0, 10**6, "how many may run at the same time, on all machines together (0 = any)"),
     Option("fail_max_retries", "int", 100, 0, 10**6, "how often a failed fail handler is tried again"),
     Option("fail_min_backoff", "duration", 10.0, 0.0, 3650 * _DAY, "the wait before its first retry; it doubles"),
     Option("fail_max_backoff", "duration", 900.0, 0.0, 3650 * _DAY, "the longest wait before its retry"),
@@ -140,6 +147,10 @@ _OF_ATTEMPTS = (
     Option("max_retries", "int", 10, 0, 10**6, "attempts after the first one before a job is dead"),
     Option("min_backoff", "duration", 2.0, 0.0, 3650 * _DAY, "the wait before the first retry; it doubles each time"),
     Option("max_backoff", "duration", 300.0, 0.0, 3650 * _DAY, "the longest wait before a retry"),
+    Option(
+        "keep_done", "duration", 0.0, 0.0, 365 * _DAY, "how long a done job is kept, with its result (0 = not at all)"
+    ),
+    Option("done_max", "int", 10_000, 0, 10**7, "done jobs that are kept"),
     Option("jitter", "int", 0, 0, 100, "by how many percent the wait before a retry varies at random"),
 )
 _OF_RELEASES = (

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forq.broker.stored_options import stored
 from forq.durations import parse_duration, show_duration
 from forq.errors import InvalidName, InvalidOption, UsageError
 from forq.options import (
@@ -95,6 +96,11 @@ def test_the_defaults_are_those_of_the_release() -> None:
         "min_backoff": 2.0,
         "max_backoff": 300.0,
         "jitter": 0,
+        "keep_done": 0.0,
+        "done_max": 10_000,
+        "rate": "off",
+        "burst": 0,
+        "max_active": 0,
         "retry_lane_retries": 0,
         "fail_max_retries": 100,
         "fail_min_backoff": 10.0,
@@ -112,8 +118,18 @@ def test_the_defaults_are_those_of_the_release() -> None:
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: option.name)
 def test_each_default_and_each_end_of_a_range_is_allowed(option: Option) -> None:
-    for value in (option.default, option.lowest, option.highest):
+    ends = () if option.kind == "rate" else (option.lowest, option.highest)
+    for value in (option.default, *ends):
         assert parse_options({option.name: value}, "here") == {option.name: value}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("100/1m", "100/1m"), ("5/s", "5/1s"), (" 7 / 250ms", "7/250ms"), ("60/60s", "60/1m"), ("off", "off"), (0, "off")],
+)
+def test_a_rate_is_read_and_shown(text: object, shown: str) -> None:
+    assert parse_options({"rate": text}, "here") == {"rate": shown}
+    assert stored({"rate": shown})["rate_count"] == (0 if shown == "off" else int(shown.split("/")[0]))
 
 
 def test_options_are_read_from_toml_values_and_from_text_alike() -> None:
@@ -125,6 +141,10 @@ def test_options_are_read_from_toml_values_and_from_text_alike() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
+        *(
+            ("rate", bad, '"50/1s"')
+            for bad in (50, True, "50", "0/1s", "-1/s", "1/0s", "1/s/s", "9/31d", "10000000/1s", "²/s")
+        ),
         ("concurrency", 0, "a whole number from 1 to 256"),
         ("concurrency", 257, "a whole number from 1 to 256"),
         ("concurrency", 2.0, "a whole number"),
