@@ -22,6 +22,7 @@ from forq.version import PROTOCOL
 
 OK = 1
 PAUSED = 2
+LIMITED = 3
 NO_QUEUE = -1
 FENCED = -2
 OTHER_PROTOCOL = -3

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from forq.broker.codes import OK, PAUSED, error_for
+from forq.broker.codes import LIMITED, OK, PAUSED, error_for
 from forq.broker.keys import pending_key, processing_key, queue_base, retry_key, suspects_key, wake_key
 from forq.broker.link import Link
 from forq.broker.scripts import Script, script
@@ -33,7 +33,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The answer to a turn: `jobs` is id, record, id, record …"""
+    """The answer to a turn. Paused or limited, the worker waits for its wake. `jobs` is id, record, id, record …"""
 
     paused: bool
     held: bool
@@ -41,6 +41,7 @@ class Turn:
     fence: str
     limits: Limits
     jobs: list[bytes]
+    limited: bool = False
 
 
 class Consumer:
@@ -83,10 +84,11 @@ class Consumer:
             *failed,
         ]
         reply = self.link.run(self._script, self._base, *args)
-        if reply[0] not in (OK, PAUSED):
+        if reply[0] not in (OK, PAUSED, LIMITED):
             raise error_for(self.queue, reply)
         limits = Limits(reply[4], reply[5], reply[6], reply[7] == 1)
-        return Turn(reply[0] == PAUSED, reply[1] == 1, reply[2], reply[3].decode(), limits, reply[8:])
+        paused, limited = reply[0] == PAUSED, reply[0] == LIMITED
+        return Turn(paused, reply[1] == 1, reply[2], reply[3].decode(), limits, reply[8:], limited)
 
     def run(self, its: Script, *args: object) -> list[Any]:
         """Another script of this worker's, which takes the queue's epoch first."""

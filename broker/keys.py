@@ -40,6 +40,7 @@ QUEUE_KEYS = (
     "processor:P:positions",  # hash: worker -> its position at the last heartbeat
     "processor:P:worker:W:processing",  # list: ids this worker holds
     "processor:P:worker:W:wake",  # list: kicks for a worker that may not claim
+    "limited",  # zset: PROCESSOR WORKER of those that may not claim now (rate, max_active), by when (µs) they came
     "evicting",  # hash: processor -> cause, of those that are being evicted and still have workers
     "graves",  # zset: removed workers and evicted processors by the time (ms) they are forgotten
     "options",  # hash: epoch, protocol, mode, paused, options

@@ -60,10 +60,19 @@ def _waiting(link: Link, base: str, job: dict[str, Any], counts: Counts) -> str:
     if counts.mode in RELEASE_MODES:
         others = "1 awaits an item" if counts.awaiters == 1 else f"{counts.awaiters} await an item"
         return f"it waits to be released: {at_least}{before} come before it, {others} of its queue"
+    held_up = _held_up(counts)
     if before == 0:
-        return f"it is the next one; its queue runs {counts.active} jobs now"
+        return f"it is the next one; its queue runs {counts.active} jobs now{held_up}"
     jobs = "1 job comes" if before == 1 else f"{before} jobs come"
-    return f"it waits in line: {at_least}{jobs} before it, {counts.active} run now"
+    return f"it waits in line: {at_least}{jobs} before it, {counts.active} run now{held_up}"
+
+
+def _held_up(counts: Counts) -> str:
+    if counts.limits is None or counts.limits["may_begin"] > 0:
+        return ""
+    if 0 < counts.limits["max_active"] <= counts.active:
+        return f", and no more than max_active = {counts.limits['max_active']} may"
+    return f", and no more may begin now (rate = {counts.limits['rate']})"
 
 
 def _with_worker(link: Link, base: str, job: dict[str, Any]) -> str:

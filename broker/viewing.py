@@ -15,6 +15,7 @@ from forq.broker.reporting import read_progress
 from forq.broker.scripts import script
 from forq.errors import InvalidData, UsageError
 from forq.names import check_job_id, check_queue_name, shown
+from forq.rates import Rate
 
 STATES = ("waiting", "scheduled", "active", "retry", "dead")
 MAX_PAGE = 1000
@@ -46,6 +47,10 @@ class Counts:
     journal_hash: str
     # Those who await an item of a queue of the release modes.
     awaiters: int
+    # Until a scheduled job or a tick is due.
+    next_due_seconds: float | None
+    # None: it has none. Else its rate and max_active, how many jobs may begin now, how many workers wait for that.
+    limits: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +220,16 @@ def _read_counts(reply: list[Any]) -> Counts:
         journal_sequence=reply[21],
         journal_hash=reply[22].decode(),
         awaiters=reply[23],
+        next_due_seconds=reply[24] / 1000 if reply[24] >= 0 else None,
+        limits=_read_limits(*reply[25:30]),
     )
+
+
+def _read_limits(count: int, period_ms: int, max_active: int, may_begin: int, waiting: int) -> dict[str, Any] | None:
+    if not count and not max_active:
+        return None
+    rate = str(Rate(count, period_ms / 1000))
+    return {"rate": rate, "max_active": max_active, "may_begin": may_begin, "limited_workers": waiting}
 
 
 def _job(job_id: str, state: str, packed: bytes) -> dict[str, Any]:

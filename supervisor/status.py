@@ -26,6 +26,8 @@ COUNTS = (
     "oldest_waiting_seconds",
     "journal",
     "awaiters",
+    "next_due_seconds",
+    "limits",
 )
 
 

@@ -103,7 +103,7 @@ class WorkerLoop:
         self._done: Settled = []
         self._failed: Settled = []
         self._unsettled = 0
-        self._paused = False
+        self._parked: State | None = None
         self._short_of_memory = False
         self._fence = ""
 
@@ -182,7 +182,7 @@ class WorkerLoop:
         turn = self._turn(keep=0, want=self._recycling.room(self._want, self._unsettled))
         if turn is None:
             return []
-        self._paused = turn.paused
+        self._parked = State.PARKED if turn.paused else State.LIMITED if turn.limited else None
         self._fence = turn.fence
         jobs = turn.jobs
         return list(zip(jobs[::2], jobs[1::2], strict=True))
@@ -281,12 +281,12 @@ class WorkerLoop:
 
     def rest(self) -> None:
         """Blocks until there may be work."""
-        self._show_resting(State.PARKED if self._paused else self._resting_state)
+        self._show_resting(self._resting_state if self._parked is None else self._parked)
         self._grant.rest()
         self._blocking = True
         try:
             self.consumer.link.learn_client_id()
-            if self._paused:
+            if self._parked is not None:
                 if not self.stopping:
                     self.consumer.wait_for_wake()
                 return

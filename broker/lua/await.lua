@@ -10,7 +10,7 @@
 -- Returns  {OK, for how long it is registered (ms; 0: ask again at once), what it was handed: FENCE ' ' ID ' ' LEASE_MS '\n' RECORD (if anything)};
 --          {NO_QUEUE}; {WRONG_MODE, its mode}; {LAPSED} if this awaiter has acknowledged an item already
 -- States   waiting, retry -> active; waiting, retry -> dead (it stalled too often); active -> waiting (its lease lapsed; its worker says that it is idle)
---@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress holdings losses fences bury_job hands handing expiring used_up
+--@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress holdings losses fences bury_job hands handing expiring used_up
 
 local awaiter, wanted, via = ARGV[1], ARGV[2], ARGV[6]
 if not epoch then return { NO_QUEUE } end
@@ -46,6 +46,7 @@ end
 local function take()
   local id, record
   if external then
+    if room() < 1 then return nil end
     id, record = take_job()
   elseif wanted == '' then
     id, record = take_next()
@@ -53,6 +54,7 @@ local function take()
     id, record = take_wanted()
   end
   if not id then return nil end
+  take_tokens(1)
   return hand_over(id, record, awaiter, external and via or '-', tonumber(ARGV[4]) or option('lease_ms'))
 end
 

@@ -12,4 +12,6 @@ if not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
   -- Nobody wrote down what happened meanwhile: a number is left out.
   redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
 end
+-- Who is held up by the limits that were is told by promote.
+if redis.call('EXISTS', key('limited')) == 1 then redis.call('PUBLISH', key('due'), '0') end
 return { OK, redis.call('HINCRBY', key('options'), 'version', 1) }

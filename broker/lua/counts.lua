@@ -5,9 +5,10 @@
 -- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, oldest waiting job's enqueue time
 --          (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries trimmed,
 --          scheduled, blocked, waiting in the retry lane, fail jobs, journal entries lost, epoch, sequence number and
---          hash of the last journal entry, awaiters};
+--          hash of the last journal entry, awaiters, ms until a job or a tick is due (-1: none has a time), rate: count and ms
+--          (0: any), max_active (0: any), how many may begin now (-1: any number), workers that wait for that};
 --          {NO_QUEUE}
---@include base codes records
+--@include base codes records limits
 
 if not epoch then return { NO_QUEUE } end
 
@@ -38,6 +39,12 @@ for place in string.gmatch('0123456789s', '.') do
   if enqueued and (oldest == 0 or enqueued < oldest) then oldest = enqueued end
 end
 
+local due_ms
+for _, name in ipairs({ 'scheduled', 'schedules:next' }) do
+  local at_ms = tonumber(redis.call('ZRANGE', key(name), 0, 0, 'WITHSCORES')[2])
+  if at_ms and (not due_ms or at_ms < due_ms) then due_ms = at_ms end
+end
+
 local counted = redis.call('HMGET', key('counts'), 'dropped', 'journal_bytes', 'journal_trimmed', 'journal_lost',
   'journal_sequence', 'journal_hash')
 return {
@@ -65,4 +72,10 @@ return {
   tonumber(counted[5] or 0),
   counted[6] or '',
   redis.call('HLEN', key('awaiters')),
+  due_ms and math.max(0, math.floor(due_ms) - now_ms) or -1,
+  rate_count,
+  option('rate_ms'),
+  max_active,
+  has_limits and room() or -1,
+  redis.call('ZCARD', key('limited')),
 }

@@ -48,4 +48,6 @@ elseif not journal_on and redis.call('HGET', key('options'), 'journal') == '1' t
   -- Nobody wrote down what happened meanwhile: a number is left out.
   redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
 end
+-- Who is held up by the limits that were is told by promote.
+if redis.call('EXISTS', key('limited')) == 1 then redis.call('PUBLISH', key('due'), '0') end
 return { OK, made and 1 or 0, epoch }

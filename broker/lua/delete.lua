@@ -55,7 +55,7 @@ for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority))) end
 redis.call('UNLINK', key('awaiters'), key('awaiting'), key('leases'), key('expiries'), key('accepted'), key('workers'))
 redis.call('UNLINK', key('schedules'), key('schedules:next'), key('schedules:runs'))
 redis.call('UNLINK', key('active'), key('progress'), key('scheduled'), key('attempts'), key('blocked'), key('retry'),
-  key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('options'), key('counts'), key('processed:count'),
+  key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('limited'), key('options'), key('counts'), key('processed:count'),
   key('failed:count'))
 if redis.call('EXISTS', key('events')) == 1 then
   redis.call('HSET', key('counts'), 'journal_bytes', journal_bytes or 0)

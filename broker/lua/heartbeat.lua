@@ -7,7 +7,7 @@
 -- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not finished};
 --          {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
 -- States   active -> done, waiting (of a processor that is evicted)
---@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress holdings positions losses graves eviction fences bury_job hands handing expiring
+--@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress holdings positions losses graves eviction fences bury_job hands handing expiring
 
 if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end
 local processor, expiry_ms = ARGV[1], tonumber(ARGV[2])
@@ -41,6 +41,7 @@ drain_graves()
 lapse()
 expire()
 promote()
+wake_unlimited()
 wake_idle_worker()
 write_journal(processor)
 trim_journal(false)

@@ -6,7 +6,7 @@
 -- ARGV     processor, worker, its position: turn number, index of the running job
 -- Returns  {OK, how many jobs went back}; {OK, 0} if the worker has moved on; {NO_QUEUE}
 -- States   active -> done, active -> waiting (returned)
---@include base codes journal hints records schedule attempts blocked progress holdings positions
+--@include base codes journal hints limits limited records schedule attempts blocked progress holdings positions
 
 if not epoch then return { NO_QUEUE } end
 local processor, worker, turn, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])

@@ -7,13 +7,13 @@
 -- ARGV     epoch, processor, worker, turn number, want, keep (how many unstarted jobs of earlier turns it still
 --          counts on), lane ('main' | 'retry': where to claim), number done, number failed, then (id, fence, micros) per done job and
 --          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one
--- Returns  {OK or PAUSED, held (0: the kept jobs have been given to others), ids whose settling was refused,
+-- Returns  {OK, PAUSED or LIMITED (something waits and may not begin now: the worker is woken), held (0: the kept jobs have been given to others), ids whose settling was refused,
 --          fence, timeout_ms, size, priority, whether results are kept (1 | 0), id, record, id, record ...};
 --          {NO_QUEUE}; {FENCED} if the worker is not registered
 -- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out);
 --          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active;
 --          waiting -> dead (it stalled or timed out too often)
---@include base codes journal hints records schedule attempts blocked progress holdings fences bury_job failing used_up
+--@include base codes journal hints limits limited records schedule attempts blocked progress holdings fences bury_job failing used_up
 
 local MAX_SKIPS = 1000
 -- A job that is buried by a claim costs about as much as so many hints that are skipped.
@@ -33,7 +33,7 @@ local limits = redis.call('HMGET', key('options'), 'timeout_ms', 'size', 'priori
 local max_stalls, max_timeouts = tonumber(limits[4] or 3), tonumber(limits[5] or 3)
 
 local processing = worker_key(processor, worker, 'processing')
-local settled, refused = {}, {}
+local settled, refused, limited = {}, {}, false
 
 local function settle_successes(first)
   if done_count == 0 then return end
@@ -170,6 +170,7 @@ local function claim()
     job.fence, job.micros, job.brief = fence, '-', job.error
   end
   if #spent > 0 then bury_jobs(spent) end
+  take_tokens(#taken)
   if #taken == 0 then return '' end
   local owner = worker .. ':' .. fence
   local pairs_to_set = {}
@@ -196,17 +197,31 @@ local function claim()
   return fence
 end
 
+-- How many it may claim now, at most as many as it wants. Of the places of max_active one: what is claimed ahead of its time
+-- would keep others out.
+local function within_limits()
+  local left = room()
+  if max_active > 0 then left = math.min(left, 1) end
+  if left > 0 then return math.min(want, left) end
+  -- What the retry child may not claim it is told of when it may.
+  limited = lane == 'main' and main_waiting() > 0
+  if limited then limit_worker(processor, worker) end
+  return 0
+end
+
+if has_limits then unlimit_worker(processor, worker) end
 settle_successes(10)
 settle_failures(10 + 3 * done_count)
 local held = keep_or_return()
 promote()
 redis.call('HSET', workers_key(processor), worker, turn)
 local fence = ''
+if has_limits and want > 0 and not paused then want = within_limits() end
 if want > 0 and not paused then fence = claim() end
 wake_idle_worker()
 write_journal(worker)
 
-local reply = { paused and PAUSED or OK, held and 1 or 0, refused, fence,
+local reply = { paused and PAUSED or limited and LIMITED or OK, held and 1 or 0, refused, fence,
   tonumber(limits[1] or 0), tonumber(limits[2] or 1), tonumber(limits[3] or 0), tonumber(limits[6] or 0) > 0 and 1 or 0 }
 for i, part in ipairs(reply_jobs) do reply[8 + i] = part end
 return reply

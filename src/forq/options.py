@@ -131,9 +131,6 @@ _OF_WORK = (
     Option("max_jobs", "int", 0, 0, 10**9, "jobs after which the process is replaced (0 = never)", live=False),
     Option("max_age", "duration", 0.0, 0.0, 365 * _DAY, "age at which it is replaced, after a job", live=False),
     Option("max_memory", "size", 0, 0, 1024 * _GB, "memory (PSS) at which it is replaced, after a job", live=False),
-    Option("rate", "rate", OFF, 0, 0, "how many jobs may begin in how long, on all machines together"),
-    Option("burst", "int", 0, 0, 10**6, "how many may begin at once (0 = what the rate allows in 100ms, at least 1)"),
-    Option("max_active", "int", 0, 0, 10**6, "how many may run at the same time, on all machines together (0 = any)"),
     Option("fail_max_retries", "int", 100, 0, 10**6, "how often a failed fail handler is tried again"),
     Option("fail_min_backoff", "duration", 10.0, 0.0, 3650 * _DAY, "the wait before its first retry; it doubles"),
     Option("fail_max_backoff", "duration", 900.0, 0.0, 3650 * _DAY, "the longest wait before its retry"),
@@ -147,6 +144,9 @@ _OF_ATTEMPTS = (
     Option("max_retries", "int", 10, 0, 10**6, "attempts after the first one before a job is dead"),
     Option("min_backoff", "duration", 2.0, 0.0, 3650 * _DAY, "the wait before the first retry; it doubles each time"),
     Option("max_backoff", "duration", 300.0, 0.0, 3650 * _DAY, "the longest wait before a retry"),
+    Option("rate", "rate", OFF, 0, 0, "how many jobs may begin in how long, on all machines together"),
+    Option("burst", "int", 0, 0, 10**6, "how many may begin at once (0 = what the rate allows in 100ms, at least 1)"),
+    Option("max_active", "int", 0, 0, 10**6, "how many may run at the same time, on all machines together (0 = any)"),
     Option(
         "keep_done", "duration", 0.0, 0.0, 365 * _DAY, "how long a done job is kept, with its result (0 = not at all)"
     ),

@@ -49,6 +49,8 @@ class State(IntEnum):
     STOPPING = 5
     # A job has failed and is about to be settled; its position stays, and its deadline is over.
     SETTLING = 6
+    # Something waits, and may not begin now (rate, max_active).
+    LIMITED = 7
 
 
 class Role(IntEnum):

@@ -1,5 +1,6 @@
 """`[pipeline]` in forq.toml: ingest as a queue of forq's own, with its Java in the queue's process tree."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,8 +13,13 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def java_below(forq: Forq, pid: int) -> set[int]:
-    below = psutil.Process(pid).children(recursive=True)
-    return {process.pid for process in below if "java" in process.name()}
+    found = set()
+    for process in psutil.Process(pid).children(recursive=True):
+        # What Java starts for a moment may be gone again.
+        with suppress(psutil.NoSuchProcess):
+            if "java" in process.name():
+                found.add(process.pid)
+    return found
 
 
 def rows(history: Path) -> int:

@@ -383,7 +383,7 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/hints.lua",
-        "    if ring_awaiters then ring_awaiters() end\n",
+        "    elseif ring_awaiters then\n      ring_awaiters()\n",
         "",
         "what becomes ready rings nobody",
         "dequeue test_who_waits_is_rung_when_an_item_comes_one_awaiter_per_item",
@@ -397,8 +397,8 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/hints.lua",
-        "if ring_awaiters then ring_awaiters() end",
-        "ring_awaiters()",
+        "elseif ring_awaiters then",
+        "else",
         "cancel breaks in a queue whose items leave on request",
         "dequeue test_a_cancelled_item_cannot_be_had",
     ),

@@ -30,9 +30,11 @@ local now = redis.call('TIME')
 local now_us = tonumber(now[1]) * 1000000 + tonumber(now[2])
 local now_ms = math.floor(now_us / 1000)
 
-local fields = redis.call('HMGET', key('options'), 'epoch', 'protocol', 'paused', 'journal', 'journal_max', 'mode')
+local fields = redis.call('HMGET', key('options'), 'epoch', 'protocol', 'paused', 'journal', 'journal_max', 'mode',
+  'rate_count', 'max_active')
 local epoch, protocol, paused = fields[1], fields[2], fields[3] == '1'
 local journal_on, journal_max, mode = fields[4] == '1', tonumber(fields[5] or 0), fields[6]
+local rate_count, max_active = tonumber(fields[7] or 0), tonumber(fields[8] or 0)
 
 local known_options = {}
 

@@ -7,6 +7,7 @@ local GRAVES_PER_CALL = 200
 local function bury(processor, worker)
   redis.call('HDEL', workers_key(processor), worker)
   redis.call('UNLINK', worker_key(processor, worker, 'wake'))
+  unlimit_worker(processor, worker)
   redis.call('ZADD', key('graves'), now_ms + GRAVE_MS, processor .. ' ' .. worker)
 end
 

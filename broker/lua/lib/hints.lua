@@ -16,6 +16,8 @@ local may_be_stale = nil
 
 -- For the modes whose items leave on request only, and nil in scripts that do not include ringing.lua and item_ages.lua.
 local ring_awaiters, set_expiry
+-- nil in scripts that do not include limited.lua: they make no room for anybody.
+local wake_limited, wake_at_refill
 -- Whether items leave when somebody asks for them: then nobody blocks on a list, and awaiters are rung.
 local on_request = mode == 'on_request' or mode == 'external'
 -- Ids that have become ready in this call, of such a queue.
@@ -87,8 +89,12 @@ local function wake_idle_worker()
   end
   if paused then return end
   if on_request then
-    -- Nobody blocks on the list: it needs no token.
-    if ring_awaiters then ring_awaiters() end
+    -- Nobody blocks on the list: it needs no token. Who may not have anything now would only ask again and again.
+    if wake_limited and not wake_limited() then
+      if main_waiting() + in_lane > 0 then wake_at_refill() end
+    elseif ring_awaiters then
+      ring_awaiters()
+    end
     return
   end
   if parent then
@@ -96,5 +102,9 @@ local function wake_idle_worker()
     return
   end
   if other_hints > 0 and redis.call('EXISTS', key('pending')) == 0 then redis.call('RPUSH', key('pending'), '') end
-  if suspect_hints > 0 or (in_lane > 0 and main_waiting() == 0) then wake_retry_child(key('failed')) end
+  local free = not wake_limited or wake_limited()
+  if suspect_hints > 0 or (in_lane > 0 and main_waiting() == 0) then
+    -- It has no other work: it is woken when it may begin, and not before.
+    if free then wake_retry_child(key('failed')) else wake_at_refill() end
+  end
 end

@@ -26,5 +26,10 @@ local function next_timer_ms(told)
   end
   local least = told and '(' .. string.format('%.0f', now_ms) or '-inf'
   consider(tonumber(redis.call('ZRANGEBYSCORE', key('schedules:next'), least, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]))
+  if rate_count > 0 and (redis.call('EXISTS', key('limited')) == 1 or suspect_hints + in_lane > 0
+    or (on_request and main_waiting() > 0)) then
+    local wait_ms = refill_ms()
+    consider(wait_ms and now_ms + wait_ms)
+  end
   return next_ms and math.max(0, next_ms - now_ms) or -1
 end

@@ -82,6 +82,8 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
     for queue in status["queues"]:
         if queue.get("reason"):
             print(f"{printable(queue['name'])}: {queue['state']}: {printable(queue['reason'])}")
+        if queue.get("limits") and (in_detail or queue["limits"]["limited_workers"]):
+            print(f"{printable(queue['name'])}: {_limits(queue['limits'])}")
     if in_detail:
         for queue in status["queues"]:
             _show_queue(queue)
@@ -92,6 +94,12 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
         print(f"{printable(name)}: failed log: {printable(error)}")
     if not redis["ok"]:
         print(f"redis: down: {cell(redis['error'])}")
+
+
+def _limits(limits: dict[str, Any]) -> str:
+    most = f", at most {limits['max_active']} at the same time" if limits["max_active"] else ""
+    waits = limits["limited_workers"]
+    return f"rate {limits['rate']}{most}: {limits['may_begin']} may begin now, workers that wait for it: {waits}"
 
 
 def _show_capacity(capacity: dict[str, Any], in_detail: bool) -> None:
@@ -118,6 +126,8 @@ def _progress(child: dict[str, Any]) -> str | None:
 
 
 def _show_queue(queue: dict[str, Any]) -> None:
+    if queue.get("next_due_seconds") is not None:
+        print(f"{printable(queue['name'])}: the next job or tick is due in {span(queue['next_due_seconds'])}")
     print(f"\n{printable(queue['name'])}: processes")
     told = any(child.get("progress") for child in queue["children"])
     show_table(

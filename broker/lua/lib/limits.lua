@@ -1,0 +1,45 @@
+-- Limits of the queue as a whole: how many jobs may begin (rate: a token bucket) and be active at the same time (max_active).
+-- `bucket_us` in `counts` is the time at which the bucket is full again.
+
+-- What the bucket holds unless `burst` says it, and how much must have come in before a limited worker is woken.
+local BURST_US, WAKE_US = 100000, 20000
+
+local has_limits = rate_count > 0 or max_active > 0
+local bucket
+
+local function read_bucket()
+  if bucket then return bucket end
+  local interval, burst = option('rate_ms') * 1000 / rate_count, option('burst')
+  if burst == 0 then burst = math.max(1, math.floor(BURST_US / interval)) end
+  local full_us = math.max(now_us, tonumber(redis.call('HGET', key('counts'), 'bucket_us') or 0))
+  -- The clock was set back, or the rate was changed: it is never emptier than empty.
+  bucket = { interval = interval, burst = burst, full_us = math.min(full_us, now_us + burst * interval) }
+  return bucket
+end
+
+-- How many jobs may begin now.
+local function room()
+  local left = math.huge
+  if max_active > 0 then left = math.max(0, max_active - redis.call('HLEN', key('active'))) end
+  if rate_count > 0 then
+    local it = read_bucket()
+    left = math.min(left, math.floor(it.burst - (it.full_us - now_us) / it.interval))
+  end
+  return left
+end
+
+local function take_tokens(number)
+  if rate_count == 0 or number == 0 then return end
+  local it = read_bucket()
+  it.full_us = it.full_us + number * it.interval
+  remember('bucket_us', string.format('%.3f', it.full_us))
+end
+
+-- In how many ms enough tokens will have come in to wake somebody; nil if it is not they that are short.
+local function refill_ms()
+  if rate_count == 0 then return nil end
+  local it = read_bucket()
+  local enough = math.min(it.burst, math.max(1, math.floor(WAKE_US / it.interval)))
+  local wait_us = it.full_us - now_us - (it.burst - enough) * it.interval
+  return wait_us > 0 and math.ceil(wait_us / 1000) or nil
+end

@@ -1,0 +1,326 @@
+"""rate, burst and max_active in the claim; who is limited, and who wakes him."""
+
+import time
+
+import pytest
+
+from forq.broker.external import External
+from forq.broker.keys import DEFAULT_PREFIX, wake_key
+from tests.support.one_queue import HandWorker, OneQueue, one_queue
+
+HOUR_MS = 3_600_000
+
+
+def limited(queue: OneQueue) -> list[str]:
+    return [member.decode() for member in queue.redis.zrange(queue.key("limited"), 0, -1)]
+
+
+def wakes(queue: OneQueue, worker: HandWorker) -> int:
+    return int(queue.redis.llen(wake_key(queue.base, worker.processor, worker.name)))
+
+
+def set_rate(queue: OneQueue, count: int, period_ms: int, burst: int) -> None:
+    queue.registry.configure(queue.name, {"rate_count": count, "rate_ms": period_ms, "burst": burst}, {})
+
+
+def tokens(queue: OneQueue) -> int:
+    limits = queue.viewer.counts().limits
+    assert limits is not None
+    return int(limits["may_begin"])
+
+
+def test_no_more_begin_than_the_burst_however_many_are_wanted(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=3)
+    queue.enqueue(*"abcde")
+    one, other = queue.worker("w1"), queue.worker("w2")
+    assert one.turn(want=2) == ["a", "b"]
+    assert other.turn(want=5) == ["c"]
+    turn = one.whole_turn(want=5, done="ab")
+    assert (turn.jobs, turn.limited, turn.paused) == ([], True, False)
+    assert limited(queue) == ["p1 w1"]
+    assert queue.state().waiting == {5: ["d", "e"]}
+
+
+def test_tokens_come_back_with_time_and_only_up_to_the_burst(queue: OneQueue) -> None:
+    set_rate(queue, 1, 50, burst=2)
+    queue.enqueue(*"abcdefgh")
+    worker = queue.worker()
+    assert worker.turn(want=8) == ["a", "b"]
+    assert worker.turn(want=8, done="ab") == []
+    time.sleep(0.3)
+    assert worker.turn(want=8) == ["c", "d"], "not six, for which there was time"
+
+
+def test_without_a_burst_it_is_what_the_rate_allows_in_a_tenth_of_a_second(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=0)
+    assert tokens(queue) == 1
+    set_rate(queue, 50, 1000, burst=0)
+    assert tokens(queue) == 5
+
+
+def test_a_clock_that_was_set_back_stops_nobody_for_longer_than_an_empty_bucket(queue: OneQueue) -> None:
+    set_rate(queue, 100, 1000, burst=10)
+    queue.redis.hset(queue.key("counts"), "bucket_us", str((time.time() + 3600) * 1e6))
+    queue.enqueue("a")
+    assert tokens(queue) == 0
+    assert queue.worker().whole_turn(want=1).limited
+    assert 1 <= (queue.keeper().promote(queue.name) or 0) <= 20
+
+
+def test_a_job_that_goes_back_or_was_used_up_before_takes_no_token(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=2)
+    queue.create(max_stalls=0)
+    queue.enqueue("a")
+    worker = queue.worker("w1")
+    worker.turn(want=1)
+    queue.recover(worker, running=True)
+    assert tokens(queue) == 1
+    assert queue.worker("w2").turn(want=1) == [], "it has stalled too often"
+    assert queue.state().dead == ["a"]
+    assert tokens(queue) == 1
+
+
+def test_nobody_is_limited_while_nothing_waits(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    queue.enqueue("a")
+    worker = queue.worker()
+    worker.turn(want=1)
+    turn = worker.whole_turn(want=1, done="a")
+    assert not turn.limited
+    assert limited(queue) == []
+
+
+def test_a_hint_that_a_limited_worker_was_given_goes_back(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    queue.enqueue("a", "b")
+    queue.worker("w1").turn(want=1)
+    worker = queue.worker("w2")
+    assert worker.block() == "b"
+    assert worker.whole_turn(want=1).limited
+    assert worker.held() == []
+    assert queue.state().waiting == {5: ["b"]}
+
+
+def test_no_more_are_active_than_max_active_and_each_claims_one(queue: OneQueue) -> None:
+    queue.create(max_active=2)
+    queue.enqueue(*"abcde")
+    one, two, three = (queue.worker(name) for name in ("w1", "w2", "w3"))
+    assert one.turn(want=5) == ["a"]
+    assert two.turn(want=5) == ["b"]
+    assert three.whole_turn(want=5).limited
+    assert one.turn(want=5, done="a") == ["c"], "its own place is free again in the same turn"
+    assert wakes(queue, three) == 0
+
+
+def test_who_makes_room_wakes_the_first_that_was_limited(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    queue.enqueue(*"abc")
+    one, two, three = (queue.worker(name) for name in ("w1", "w2", "w3"))
+    one.turn(want=1)
+    for waiting in (two, three):
+        waiting.turn(want=1)
+    one.turn(want=0, done="a")
+    assert (wakes(queue, two), wakes(queue, three)) == (1, 0)
+    assert limited(queue) == ["p1 w3"]
+    assert two.turn(want=1) == ["b"]
+    assert wakes(queue, three) == 0, "there is no room for it"
+
+
+@pytest.mark.parametrize("how", ["recover", "evict", "heartbeat", "rescue"])
+def test_a_worker_that_is_taken_out_makes_room(queue: OneQueue, how: str) -> None:
+    queue.create(max_active=2)
+    queue.enqueue(*"abcd")
+    gone, waiting = queue.worker("w1", "p1"), queue.worker("w2", "p2")
+    if how == "rescue":
+        queue.create(max_active=0)
+        gone.turn(want=2)
+        queue.create(max_active=2)
+    else:
+        gone.turn(want=1)
+        queue.worker("w3", "p1").turn(want=1)
+    assert waiting.whole_turn(want=1).limited
+    if how == "recover":
+        queue.recover(gone, running=True)
+    elif how == "evict":
+        queue.keeper().evict(queue.name, "p1", "supervisor_lost")
+    elif how == "rescue":
+        queue.rescue(gone, 0)
+    else:
+        queue.redis.zadd(queue.key("processors"), {"p1": 1})
+        queue.redis.hset(queue.key("counts"), "last_beat_ms", str(int(time.time() * 1000)))
+        queue.keeper("p2").heartbeat(queue.name, 15_000, [])
+    assert wakes(queue, waiting) == 1
+
+
+def test_a_woken_worker_wakes_the_next_while_there_is_room(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    queue.enqueue(*"abcd")
+    queue.worker("w0").turn(want=1)
+    workers = [queue.worker(name) for name in ("w1", "w2", "w3")]
+    for worker in workers:
+        assert worker.whole_turn(want=1).limited
+    set_rate(queue, 1, HOUR_MS, burst=3)
+    queue.redis.hset(queue.key("counts"), "bucket_us", 0)
+    queue.keeper().promote(queue.name)
+    for at, worker in enumerate(workers):
+        assert [wakes(queue, each) for each in workers] == [1] * (at + 1) + [0] * (2 - at)
+        assert worker.turn(want=1) == ["bcd"[at]]
+
+
+def test_all_wake_one_after_the_other_even_if_nothing_waits_any_more(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    queue.enqueue(*"ab")
+    queue.worker("w0").turn(want=1)
+    workers = [queue.worker(name) for name in ("w1", "w2")]
+    for worker in workers:
+        assert worker.whole_turn(want=1).limited
+    queue.producer.cancel("b")
+    queue.redis.hset(queue.key("counts"), "bucket_us", 0)
+    queue.keeper().promote(queue.name)
+    assert not workers[0].whole_turn(want=1).limited
+    assert wakes(queue, workers[1]) == 1
+
+
+def test_promote_is_told_when_enough_tokens_are_there(queue: OneQueue) -> None:
+    set_rate(queue, 100, 1000, burst=10)
+    queue.enqueue(*(str(number) for number in range(20)))
+    worker = queue.worker()
+    ears = queue.redis.pubsub(ignore_subscribe_messages=True)
+    ears.subscribe(queue.key("due"))
+    ears.get_message(timeout=1)
+    assert len(worker.turn(want=20)) == 10
+    assert worker.whole_turn(want=20).limited
+    told = ears.get_message(timeout=1)
+    ears.close()
+    assert 1 <= int(told["data"]) <= 20, "two tokens come in 20 ms"
+    assert 1 <= (queue.keeper().promote(queue.name) or 0) <= 20
+    assert 1 <= (queue.keeper().heartbeat(queue.name, 15_000, []).due_ms or 0) <= 20
+    time.sleep(0.03)
+    assert queue.keeper().promote(queue.name) is None, "nobody is limited any more"
+    assert wakes(queue, worker) == 1
+
+
+def test_max_active_alone_gives_promote_no_time_to_come_back(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    queue.enqueue(*"ab")
+    queue.worker("w1").turn(want=1)
+    assert queue.worker("w2").whole_turn(want=1).limited
+    assert queue.keeper().promote(queue.name) is None
+
+
+def test_tokens_that_nobody_may_use_give_promote_no_time_to_come_back(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    set_rate(queue, 1000, 1, burst=100)
+    queue.enqueue(*"ab")
+    queue.worker("w1").turn(want=1)
+    assert queue.worker("w2").whole_turn(want=1).limited
+    assert queue.keeper().promote(queue.name) is None
+
+
+@pytest.mark.parametrize("by", ["configure", "create"])
+def test_a_changed_limit_is_told_to_promote_which_wakes(queue: OneQueue, by: str) -> None:
+    queue.create(max_active=1)
+    queue.enqueue(*"abc")
+    queue.worker("w1").turn(want=1)
+    workers = [queue.worker("w2"), queue.worker("w3")]
+    for worker in workers:
+        worker.turn(want=1)
+    ears = queue.redis.pubsub(ignore_subscribe_messages=True)
+    ears.subscribe(queue.key("due"))
+    ears.get_message(timeout=1)
+    if by == "create":
+        queue.create(max_active=0)
+    else:
+        queue.registry.configure(queue.name, {"max_active": 0}, {})
+    assert ears.get_message(timeout=1)["data"] == b"0"
+    ears.close()
+    queue.keeper().promote(queue.name)
+    assert [wakes(queue, worker) for worker in workers] == [1, 1]
+    assert limited(queue) == []
+
+
+def test_a_limited_worker_that_is_gone_is_not_woken_in_place_of_another(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    queue.enqueue(*"abc")
+    first, gone, waiting = (queue.worker(name) for name in ("w1", "w2", "w3"))
+    first.turn(want=1)
+    gone.turn(want=1)
+    waiting.turn(want=1)
+    queue.recover(gone)
+    assert limited(queue) == ["p1 w3"]
+    first.turn(done="a")
+    assert wakes(queue, waiting) == 1
+
+
+def test_the_retry_child_is_told_when_it_may_begin_and_not_before(queue: OneQueue) -> None:
+    set_rate(queue, 10, 1000, burst=1)
+    queue.create(retry_lane_retries=1, max_retries=0, min_backoff_ms=0)
+    queue.enqueue("a")
+    worker, child = queue.worker("w1"), queue.worker("r1", lane="retry")
+    worker.turn(want=1)
+    worker.turn(failed="a")
+    assert queue.state().retry_tokens == 0
+    turn = child.whole_turn(want=1)
+    assert (turn.jobs, turn.limited) == ([], False)
+    wait_ms = queue.keeper().promote(queue.name)
+    assert wait_ms is not None
+    assert 1 <= wait_ms <= 100
+    time.sleep(wait_ms / 1000 + 0.002)
+    queue.keeper().promote(queue.name)
+    assert queue.state().retry_tokens == 1
+    assert child.turn(want=1) == ["a"]
+
+
+def test_a_paused_queue_says_so_whatever_its_limits(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    queue.enqueue(*"ab")
+    worker = queue.worker()
+    worker.turn(want=1)
+    worker.turn(want=1, done="a")
+    queue.registry.pause(queue.name, paused=True)
+    assert worker.whole_turn(want=1).paused
+    assert limited(queue) == []
+
+
+def test_limits_hold_for_workers_elsewhere(redis_url: str) -> None:
+    with one_queue(redis_url, mode="external", lease_ms=60_000, max_active=1) as queue:
+        external = External(queue.link, DEFAULT_PREFIX, queue.name)
+        queue.enqueue(*"abc")
+        first = external.idle("one", "bridge").hand
+        assert first is not None
+        assert external.idle("two", "bridge").hand is None
+        external.accept("one", "a")
+        external.finish("one", "a")
+        second = external.rung("two", "bridge").hand
+        assert second is not None
+        assert second.job_id == "b"
+        queue.create(max_active=0)
+        set_rate(queue, 1, HOUR_MS, burst=1)
+        assert (third := external.idle("one", "bridge").hand) is not None
+        assert third.job_id == "c"
+        queue.enqueue("d")
+        assert external.idle("three", "bridge").hand is None
+        wait_ms = queue.keeper().promote(queue.name)
+        assert wait_ms is not None
+        assert 0 < wait_ms <= HOUR_MS
+
+
+def test_deleting_the_queue_leaves_nothing_of_its_limits(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    queue.enqueue(*"ab")
+    queue.worker("w1").turn(want=1)
+    queue.worker("w2").turn(want=1)
+    queue.registry.delete(queue.name, force=True)
+    assert not queue.redis.exists(queue.key("limited"))
+
+
+def test_status_says_how_many_may_begin_and_what_is_due_next(queue: OneQueue) -> None:
+    counts = queue.viewer.counts()
+    assert (counts.limits, counts.next_due_seconds) == (None, None)
+    queue.create(max_active=2)
+    set_rate(queue, 1, 60_000, burst=1)
+    queue.enqueue(*"ab")
+    queue.worker("w1").turn(want=1)
+    queue.worker("w2").turn(want=1)
+    counts = queue.viewer.counts()
+    assert counts.limits == {"rate": "1/1m", "max_active": 2, "may_begin": 0, "limited_workers": 1}

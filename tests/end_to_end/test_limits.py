@@ -1,0 +1,110 @@
+"""Limits hold for a queue over all its supervisors: how many jobs begin (rate, burst), how many are active."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import redis
+
+from forq.broker.journal import Event, read_entry
+from tests.support.running import Forq, alive, running, wait_until
+
+SECONDS = float(os.environ.get("FORQ_TEST_RATE_SECONDS", "4"))
+
+
+@contextmanager
+def two_supervisors(redis_url: str, trace: Path, function: str, **options: object) -> Iterator[list[Forq]]:
+    with running(redis=redis_url, trace=trace) as one, running(redis=redis_url, trace=trace) as other:
+        for forq in (one, other):
+            forq.create("q", function, concurrency=2, journal_max="1gb", **options)
+            forq.wait_for_child("q")
+        yield [one, other]
+
+
+def events(redis_url: str) -> list[Event]:
+    with redis.Redis.from_url(redis_url) as client:
+        return [event for _, entry in client.xrange("forq:queue:{q}:events") for event in read_entry(entry, "q")]
+
+
+def is_dead(pid: int) -> bool:
+    return not alive({pid})
+
+
+def script_calls(client: Any) -> int:
+    return int(client.info("commandstats")["cmdstat_evalsha"]["calls"])
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+@pytest.mark.timeout(120)
+def test_jobs_begin_at_the_rate_and_never_above_the_burst_and_nobody_spins(redis_url: str, tmp_path: Path) -> None:
+    rate, burst = 50, 5
+    with two_supervisors(redis_url, tmp_path / "trace", "record", rate=f"{rate}/1s") as supervisors:
+        processes = [process for forq in supervisors for process in forq.processes()]
+        with redis.Redis.from_url(redis_url) as client:
+            before = cpu_seconds(processes), script_calls(client)
+            count = int(rate * SECONDS)
+            supervisors[0].client().queue("q").enqueue_many([0] * count)
+            wait_until(lambda: supervisors[0].child("q")["state"] == "limited", what="a worker is limited")
+            wait_until(lambda: client.hlen("forq:queue:{q}:jobs") == 0, SECONDS + 10, "all jobs ran")
+            cpu = cpu_seconds(processes) - before[0]
+            calls = script_calls(client) - before[1]
+        begun = sorted(event.time_us / 1e6 for event in events(redis_url) if event.verb == "claimed")
+    assert len(begun) == count
+    span = begun[-1] - begun[0]
+    measured = (count - burst) / span
+    print(f"rate {rate}/s: {count} jobs began in {span:.2f} s, {measured:.2f}/s after the burst of {burst}")
+    share = 100 * cpu / span
+    print(f"two supervisors and all their children: {share:.1f} % of a core, {calls / count:.1f} calls per job")
+    assert abs(measured - rate) < 0.05 * rate
+    for i in range(count):
+        for j in range(i + burst, min(count, i + 200)):
+            assert j - i + 1 <= burst + rate * (begun[j] - begun[i]) + 0.001, (
+                f"{j - i + 1} within {begun[j] - begun[i]:.3f} s"
+            )
+    # A turn that claims, one that is told to wait, and what wakes it, by each of the two.
+    assert calls / count < 8
+    assert cpu / span < 0.5
+
+
+def test_no_more_jobs_are_active_than_allowed_though_workers_are_killed(redis_url: str, tmp_path: Path) -> None:
+    with two_supervisors(redis_url, tmp_path / "trace", "sleep", max_active=3, max_stalls=100) as supervisors:
+        queue = supervisors[0].client().queue("q")
+        queue.enqueue_many([0.05] * 60)
+        for number in range(4):
+            wait_until(lambda: queue.status()["active"] == 3, what="three are active")
+            victim = supervisors[number % 2].child("q")["pid"]
+            os.kill(victim, signal.SIGKILL)
+            wait_until(partial(is_dead, victim), what="it is dead")
+        wait_until(lambda: queue.status()["processed"] == 60, what="all jobs are done")
+        active, most = set(), 0
+        for event in events(redis_url):
+            if event.verb == "claimed":
+                active.add(event.job)
+                most = max(most, len(active))
+            elif event.verb in ("done", "returned", "stalled", "suspected"):
+                active.discard(event.job)
+    assert most == 3
+
+
+def test_a_limit_that_is_lifted_lets_every_worker_go_on_at_once(redis_url: str, tmp_path: Path) -> None:
+    with two_supervisors(redis_url, tmp_path / "trace", "noop", rate="1/1h") as supervisors:
+        queue = supervisors[0].client().queue("q")
+        ids = queue.enqueue_many([0] * 100)
+        for forq in supervisors:
+            forq.wait_for_child("q", "limited")
+        assert queue.status()["processed"] == 1
+        assert "rate = 1/1h" in supervisors[0].ctl("why", "q", ids[-1])
+        assert "rate 1/1h: 0 may begin now" in supervisors[0].ctl("status")
+        supervisors[0].ctl("set", "q", "rate=off")
+        wait_until(lambda: queue.status()["processed"] == 100, 3, "all jobs ran")
+        for forq in supervisors:
+            forq.wait_for_child("q", "idle")
