@@ -12,7 +12,7 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services bridge pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire ticks cluster bench-drain bench-layouts \
+.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire ticks delayed cluster bench-drain bench-layouts \
         bench-backlog bench-idle bench-pipeline bench-exec spec-report wheel \
         format clean
 
@@ -87,6 +87,10 @@ bridge-fire: tools ## 20,000 jobs for five external workers in two languages, ki
 ticks: tools ## a tick per second for 120 s over three supervisors that are killed and frozen: one job each (SEED=n)
 	FORQ_TEST_TICKS_SECONDS=120 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_schedules.py -k killed_and_frozen
+
+delayed: tools ## 100,000 delayed jobs over 60 s, for idle and for busy workers, and in bursts: none early, 20 ms (SEED=n)
+	FORQ_TEST_DELAYED=100000 FORQ_TEST_DELAYED_SECONDS=60 FORQ_TEST_LATE=0.02 FORQ_TEST_SEED=$(or $(SEED),0) \
+	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_delayed.py
 
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py
