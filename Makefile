@@ -12,9 +12,7 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services bridge pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire ticks limits cluster bench-drain bench-layouts \
-        bench-backlog bench-idle bench-pipeline bench-exec spec-report wheel \
-        format clean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -90,6 +88,10 @@ ticks: tools ## a tick per second for 120 s over three supervisors that are kill
 
 limits: tools ## 50 jobs per second for 20 s over two supervisors: the rate, the burst, what waiting costs
 	FORQ_TEST_RATE_SECONDS=20 $(BIN)/pytest -s --timeout 300 tests/end_to_end/test_limits.py
+
+delayed: tools ## 100,000 delayed jobs over 60 s, for idle and for busy workers, and in bursts: none early, 20 ms (SEED=n)
+	FORQ_TEST_DELAYED=100000 FORQ_TEST_DELAYED_SECONDS=60 FORQ_TEST_LATE=0.02 FORQ_TEST_SEED=$(or $(SEED),0) \
+	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_delayed.py
 
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py

@@ -4,6 +4,7 @@
 2. Envelopes: what goes out.
 """
 
+import math
 import re
 import socket
 import time
@@ -233,7 +234,7 @@ def _failed(payload: Payload) -> JobFailed:
     kind = payload.any("kind") or "retriable"
     if kind not in KINDS:
         raise _refusal("kind", kind, " or ".join(KINDS))
-    retry_at = round(payload.number("retry_at", 0, MAX_SECONDS) * 1000) if payload.has("retry_at") else None
+    retry_at = math.ceil(payload.number("retry_at", 0, MAX_SECONDS) * 1000) if payload.has("retry_at") else None
     return JobFailed(*_held("job_failed", payload), name[:MAX_TEXT], message[:MAX_MESSAGE], kind, retry_at)
 
 

@@ -95,7 +95,8 @@ def _milliseconds(seconds: object, name: str, given: object) -> int:
         raise UsageError(
             f"{name} {shown(given)} is not allowed: seconds from 0 to {MAX_SECONDS}, or a date with a zone"
         )
-    return round(seconds * 1000)
+    # Up to the next millisecond, never before the time given; below a microsecond there is only noise of the float.
+    return -(-round(seconds * 1_000_000) // 1000)
 
 
 DEFAULT_UPDATE = Update()

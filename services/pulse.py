@@ -42,6 +42,7 @@ RESCUE_AFTER_MS = 20.0
 QUIET_LOOKS = 50
 # Further ahead than this nothing is planned: heartbeats tell of the next job again and again.
 LONGEST_TIMER_MS = 3_600_000
+PROMOTE_AGAIN_MS = 250
 # What is heard in place of a time when a queue that releases was made.
 MADE = "new"
 # How long Redis may take for its first answer before that is told: less than the time between two tries to reach it.
@@ -173,7 +174,12 @@ class Pulse:
     def _promote(self, queue: str, at: float) -> None:
         if self._due.get(queue) == at:
             del self._due[queue]
-            self._promote_in(queue, self._keeper.promote(queue))
+            try:
+                self._promote_in(queue, self._keeper.promote(queue))
+            except ForqError:
+                # What is due stays due; nobody else tells of it before the next heartbeat.
+                self._promote_in(queue, PROMOTE_AGAIN_MS)
+                raise
 
     def _listen(self) -> None:
         if not self._ears.connected:

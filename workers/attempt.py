@@ -6,6 +6,7 @@ Only this module turns exceptions into outcomes; everything else returns or rais
 import asyncio
 import inspect
 import logging
+import math
 import os
 import traceback
 from collections.abc import Callable, Coroutine
@@ -182,7 +183,7 @@ def _retry_at_ms(exc: BaseException) -> int | None:
             return None
         if not 0 <= when <= MAX_SECONDS:
             raise ValueError(f"retry_at = {when} is not a time in epoch seconds")
-        return round(when * 1000)
+        return math.ceil(when * 1000)
     except Exception:  # the user's own property, a date out of range, NaN
         log.warning("retry_at of an exception cannot be used exception=%s", type(exc).__name__)
         return None

@@ -1,5 +1,7 @@
 """enqueue: stored whole or not at all."""
 
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -237,3 +239,56 @@ def test_bulk_tells_what_was_stored_before_a_chunk_failed(queue: OneQueue) -> No
     assert failed.value.stored == [job.id for job in jobs]
     with pytest.raises(Exists):
         queue.producer.enqueue_many([new_job(1, id="n0")], Update("refuse"))
+
+
+@pytest.mark.spec("Q8", "M9")
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        (datetime(2026, 12, 1, 9, tzinfo=timezone(timedelta(hours=1))), "1796112000000"),
+        (datetime(2026, 12, 1, 8, 0, 0, 123_000, tzinfo=UTC), "1796112000123"),
+        (datetime(2026, 12, 1, 8, 0, 0, 123_001, tzinfo=UTC), "1796112000124"),
+        (1796112000.123, "1796112000123"),
+        (1796112000.1234, "1796112000124"),
+        (1, "1000"),
+        (0, "0"),
+        (9_007_199_254_740, "9007199254740000"),
+    ],
+)
+def test_a_time_is_kept_to_the_millisecond_and_never_earlier(given: datetime | float, stored: str) -> None:
+    assert new_job(1, run_at=given).run_at == stored
+
+
+@pytest.mark.spec("M9")
+@pytest.mark.parametrize(
+    ("given", "stored"), [(0, "+0"), (0.25, "+250"), (0.0101, "+11"), (timedelta(minutes=10), "+600000")]
+)
+def test_a_wait_is_kept_to_the_millisecond_and_never_shorter(given: timedelta | float, stored: str) -> None:
+    assert new_job(1, run_in=given).run_at == stored
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"run_at": datetime(2026, 12, 1, 9)}, "has no time zone"),
+        ({"run_at": datetime(1969, 12, 31, tzinfo=UTC)}, "is not allowed"),
+        ({"run_at": "soon"}, "is not allowed"),
+        ({"run_at": float("nan")}, "is not allowed"),
+        ({"run_at": float("inf")}, "is not allowed"),
+        ({"run_at": True}, "is not allowed"),
+        ({"run_at": -1}, "is not allowed"),
+        ({"run_in": -1}, "is not allowed"),
+        ({"run_in": timedelta(seconds=-1)}, "is not allowed"),
+        ({"run_in": "10m"}, "is not allowed"),
+        ({"run_in": 1, "run_at": 1}, "cannot be given both"),
+    ],
+)
+def test_a_time_that_is_none_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        new_job(1, **given)
+
+
+@pytest.mark.spec("M9")
+def test_a_job_whose_time_has_passed_waits_at_once(queue: OneQueue) -> None:
+    queue.producer.enqueue([new_job(1, id="a", run_at=datetime(2001, 9, 9, tzinfo=UTC)), new_job(1, id="b", run_at=0)])
+    assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})

@@ -160,11 +160,21 @@ def test_a_new_head_of_what_is_scheduled_is_told_and_nothing_else(queue: OneQueu
 
 
 def test_many_jobs_that_are_due_together_are_promoted_in_slices(queue: OneQueue) -> None:
-    ids = [f"n{n}" for n in range(250)]
+    ids = [f"n{n}" for n in range(550)]
     queue.producer.enqueue([new_job(1, id=job_id, run_at=FUTURE) for job_id in ids])
     queue.redis.zadd(queue.key("scheduled"), {job_id: 1000 + n for n, job_id in enumerate(ids)})
     assert queue.keeper().promote(queue.name) == 0
-    assert queue.pending() == ids[:200]
+    assert queue.pending() == ids[:500]
+
+
+def test_jobs_that_are_due_together_keep_their_order_in_the_list_of_each_priority(queue: OneQueue) -> None:
+    jobs = [new_job(1, id=f"n{n}", priority=(5, 3, 7)[n % 3], run_at=FUTURE) for n in range(30)]
+    queue.producer.enqueue(jobs)
+    queue.redis.zadd(queue.key("scheduled"), {job.id: 1000 + n / 4096 for n, job in enumerate(jobs)})
+    queue.keeper().promote(queue.name)
+    for priority in (5, 3, 7):
+        assert queue.pending(priority) == [job.id for job in jobs if job.priority == priority]
+    assert [job for verb, job in queue.told() if verb == "promoted"] == [job.id for job in jobs]
 
 
 def test_a_scheduled_id_without_a_record_is_forgotten(queue: OneQueue) -> None:

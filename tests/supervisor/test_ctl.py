@@ -210,6 +210,48 @@ def test_push_takes_a_negative_number_for_data(fake: FakeSupervisor) -> None:
     assert fake.calls == [("push", {"name": "q", "data": -5})]
 
 
+@pytest.mark.spec("M9")
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        (["--in", "10m"], {"run_in": 600}),
+        (["--in", "0.25"], {"run_in": 0.25}),
+        (["--at", "2026-12-01T09:00+01:00"], {"run_at": 1796112000}),
+        (["--at", "2026-12-01T08:00:00.5Z"], {"run_at": 1796112000.5}),
+        (["--at", "1796112000.25"], {"run_at": 1796112000.25}),
+        (["--at", "2001-09-09T01:46:40Z"], {"run_at": 1000000000}),
+    ],
+)
+def test_push_sends_when_a_job_may_run(fake: FakeSupervisor, given: list[str], sent: dict[str, float]) -> None:
+    fake.answers["push"] = {"id": "1"}
+    assert forqctl(fake, "push", "q", "1", *given) == (0, "1\n", "")
+    assert fake.calls == [("push", {"name": "q", "data": 1, **sent})]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--in", "soon"], "duration 'soon'"),
+        (["--in=-5s"], "duration '-5s'"),
+        (["--in", "nan"], "duration 'nan'"),
+        (["--at", "soon"], "--at 'soon'"),
+        (["--at", "2026-12-01T09:00"], "a date with a zone"),
+        (["--at", "2026-12-01"], "a date with a zone"),
+        (["--at", "2026-13-01T09:00Z"], "a date with a zone"),
+        (["--at", "nan"], "--at 'nan'"),
+        (["--at", "inf"], "--at 'inf'"),
+        (["--at=-1"], "--at '-1'"),
+        (["--at", "1969-12-31T23:59Z"], "--at '1969-12-31T23:59Z'"),
+        (["--in", "1m", "--at", "2026-12-01T09:00Z"], "cannot be given both"),
+    ],
+)
+def test_push_refuses_a_time_that_is_none_without_asking(fake: FakeSupervisor, given: list[str], says: str) -> None:
+    code, out, err = forqctl(fake, "push", "q", "1", *given)
+    assert (code, out, fake.calls) == (2, "", [])
+    assert says in err
+    assert err.count("\n") == 1, err
+
+
 @pytest.mark.parametrize("text", ["{", "NaN", "1e999", '"\\ud800"', ""])
 def test_push_refuses_what_is_not_json_without_asking(fake: FakeSupervisor, text: str) -> None:
     code, out, err = forqctl(fake, "push", "q", text)

@@ -741,6 +741,13 @@ MUTANTS_OF_LIB = (
     ),
     Mutant(
         "lib/schedule.lua",
+        "do push_back(place, ids) end",
+        "do push_back('5', ids) end",
+        "a delayed job loses its priority when it is due",
+        "guards test_jobs_that_are_due_together_keep_their_order_in_the_list_of_each_priority",
+    ),
+    Mutant(
+        "lib/schedule.lua",
         "  note_ids('promoted', 0, promoted)\n",
         "",
         "the journal does not tell when a job became waiting",

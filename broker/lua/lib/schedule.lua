@@ -1,7 +1,8 @@
 -- Jobs that wait for a time: `scheduled`, ids by due time (ms), with a sequence in the fraction so that equal times
 -- keep their order. Whoever changes the head tells pulse, which keeps the timers: PUBLISH key('due') ms-until-due.
 
-local PROMOTED_PER_CALL = 200
+-- As many as an enqueue stores in one call: the server is held up for about 1.5 ms.
+local PROMOTED_PER_CALL = 500
 
 local function next_due_ms()
   local head = redis.call('ZRANGE', key('scheduled'), 0, 0, 'WITHSCORES')
@@ -40,14 +41,19 @@ local function promote()
   if #due == 0 then return end
   redis.call('ZREM', key('scheduled'), unpack(due))
   local records = redis.call('HMGET', key('jobs'), unpack(due))
-  local promoted = {}
+  -- One push per list: a command costs more than what it moves.
+  local promoted, by_place = {}, {}
   for i, id in ipairs(due) do
     if records[i] then
-      push_back(place_of(records[i]) or '5', { id })
+      local place = place_of(records[i]) or '5'
+      local ids = by_place[place] or {}
+      by_place[place] = ids
+      ids[#ids + 1] = id
       promoted[#promoted + 1] = id
     else
       drop(id)
     end
   end
+  for place, ids in pairs(by_place) do push_back(place, ids) end
   note_ids('promoted', 0, promoted)
 end

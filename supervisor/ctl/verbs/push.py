@@ -164,6 +164,16 @@ def _when(args: Namespace) -> dict[str, Any]:
 
 def _time(text: str) -> float:
     """Epoch seconds, from a number or from ISO 8601 with a zone."""
+    seconds = _epoch_seconds(text)
+    # "not (0 <= x)" is true for NaN as well.
+    if seconds is None or not 0 <= seconds < float("inf"):
+        raise UsageError(
+            f"--at {text!a} is not allowed: epoch seconds, or a date with a zone, from 1970 on (2026-12-01T09:00+01:00)"
+        )
+    return seconds
+
+
+def _epoch_seconds(text: str) -> float | None:
     from datetime import datetime
 
     try:
@@ -173,10 +183,8 @@ def _time(text: str) -> float:
     try:
         when = datetime.fromisoformat(text)
     except ValueError:
-        when = None
-    if when is None or when.tzinfo is None:
-        raise UsageError(f"--at {text!a} is not allowed: epoch seconds, or a date with a zone (2026-12-01T09:00+01:00)")
-    return when.timestamp()
+        return None
+    return None if when.tzinfo is None else when.timestamp()
 
 
 def _with_given(args: Namespace, names: tuple[str, ...]) -> dict[str, Any]:

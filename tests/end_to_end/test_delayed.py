@@ -1,0 +1,97 @@
+"""Delayed jobs with a whole supervisor: never early, on time for idle and busy workers. Longer with `make delayed`."""
+
+import os
+import random
+import time
+
+import pytest
+
+from tests.support.delayed_jobs import DelayedJobs, Lateness
+from tests.support.running import Forq, running
+from tests.support.server import Server
+
+JOBS = int(os.environ.get("FORQ_TEST_DELAYED", "1700"))
+SECONDS = float(os.environ.get("FORQ_TEST_DELAYED_SECONDS", "1"))
+SEED = int(os.environ.get("FORQ_TEST_SEED", "0"))
+# A loaded machine of CI is late; what a quiet one does is printed.
+LATE_SECONDS = float(os.environ.get("FORQ_TEST_LATE", "2.0"))
+BUSY_WORKERS, BUSY_SECONDS = 4, 0.05
+# What a double leaves below a millisecond: so many jobs of one time keep their order.
+IN_ORDER = 4096
+# Heartbeats promote too: what is late must not be mended by one.
+RARE_BEATS = 'heartbeat = "60s"\nexpiry = "180s"\n'
+
+
+def times_ms(jobs: DelayedJobs, number: int, seconds: float) -> list[int]:
+    """At random over so many seconds, from when all of them can have been stored."""
+    chance = random.Random(SEED)
+    first = time.time() + jobs.lead_seconds(number)
+    return [round((first + chance.random() * seconds) * 1000) for _ in range(number)]
+
+
+def check(jobs: DelayedJobs, what: str) -> tuple[Lateness, Lateness]:
+    """None early, all once; prints and returns the lateness of promotion and of start."""
+    started = jobs.start_lateness()
+    promoted, too_late = jobs.promotion_lateness(jobs.events())
+    load = os.getloadavg()[0]
+    print(f"\n{what}: {len(jobs.ids)} jobs, {too_late} stored after their time; load {load:.1f}")
+    print(f"  promoted: {promoted}\n  started:  {started}")
+    assert promoted.earliest >= 0
+    assert started.earliest >= 0
+    assert too_late < len(jobs.ids) / 100, "the others show too little"
+    return promoted, started
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.spec("Q8", "M9", "M10")
+def test_idle_workers_run_each_delayed_job_once_on_time_and_never_early(server: Server, redis_url: str) -> None:
+    with running(redis=redis_url, settings=RARE_BEATS) as forq:
+        jobs = DelayedJobs(forq, server)
+        jobs.store(times_ms(jobs, JOBS, SECONDS))
+        jobs.wait_until_all_ran(60)
+        promoted, started = check(jobs, f"idle workers, over {SECONDS:g} s")
+    assert promoted.p99 <= LATE_SECONDS * 1000
+    assert started.p99 <= LATE_SECONDS * 1000 * 2
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.spec("Q8", "M10")
+def test_while_every_worker_is_busy_delayed_jobs_become_waiting_on_time(server: Server, redis_url: str) -> None:
+    """Jobs of 50 ms keep all workers busy to the end; the delayed ones are of a priority before theirs."""
+    with running(redis=redis_url, settings=RARE_BEATS) as forq:
+        jobs = DelayedJobs(forq, server, concurrency=BUSY_WORKERS)
+        due_ms = times_ms(jobs, JOBS, SECONDS)
+        jobs.store(due_ms, priority=0)
+        keep_busy(forq, jobs, max(due_ms) / 1000 - time.time() + 5)
+        jobs.wait_until_all_ran(120)
+        assert jobs.queue.status()["waiting"] > 0, "workers were busy to the end"
+        promoted, _ = check(jobs, f"busy workers, over {SECONDS:g} s")
+    assert promoted.p99 <= LATE_SECONDS * 1000
+
+
+def keep_busy(forq: Forq, jobs: DelayedJobs, seconds: float) -> None:
+    jobs.queue.enqueue_many([{"seconds": BUSY_SECONDS}] * round(BUSY_WORKERS * seconds / BUSY_SECONDS))
+    forq.wait_for_child(jobs.name, "busy")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.spec("Q8", "M10")
+@pytest.mark.parametrize(("share", "seconds"), [(0.2, 0.0), (1.0, 1.0)], ids=["in one millisecond", "in one second"])
+def test_a_burst_is_neither_early_nor_lost(server: Server, redis_url: str, share: float, seconds: float) -> None:
+    with running(redis=redis_url, settings=RARE_BEATS) as forq:
+        jobs = DelayedJobs(forq, server)
+        jobs.store(times_ms(jobs, round(JOBS * share), seconds))
+        jobs.wait_until_all_ran(120)
+        check(jobs, f"a burst over {seconds:g} s")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.spec("Q8")
+def test_jobs_of_one_time_run_in_the_order_in_which_they_were_stored(server: Server, redis_url: str) -> None:
+    with running(redis=redis_url) as forq:
+        jobs = DelayedJobs(forq, server, concurrency=1)
+        jobs.store([round((time.time() + jobs.lead_seconds(IN_ORDER)) * 1000)] * IN_ORDER)
+        jobs.wait_until_all_ran(60)
+        assert [event.job for event in jobs.events() if event.verb == "promoted"] == jobs.ids
+        assert [number for number, _ in jobs.runs()] == list(range(IN_ORDER))
