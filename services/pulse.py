@@ -176,10 +176,9 @@ class Pulse:
             del self._due[queue]
             try:
                 self._promote_in(queue, self._keeper.promote(queue))
-            except ForqError:
-                # What is due stays due; nobody else tells of it before the next heartbeat.
+            except RedisUnavailable:
+                # What is due stays due; heartbeats say that Redis is gone.
                 self._promote_in(queue, PROMOTE_AGAIN_MS)
-                raise
 
     def _listen(self) -> None:
         if not self._ears.connected:
