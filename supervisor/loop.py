@@ -136,8 +136,8 @@ class Loop:
         self._call_due_timers()
 
     def run(self, after_pass: Callable[[], float | None] | None = None) -> None:
-        """Tick until stop is called. `after_pass` is called after each full pass and says how long the next may wait for
-        something to happen (None: for ever)."""
+        """Tick until stop is called. `after_pass` is called after each full pass and says how long the next may wait
+        for something to happen (None: for ever)."""
         self._running = True
         patience = None if after_pass is None else 0.0
         while self._running:
