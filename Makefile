@@ -12,7 +12,7 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services bridge pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire ticks cluster bench-drain bench-layouts \
+.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire ticks test-systemd cluster bench-drain bench-layouts \
         bench-backlog bench-idle bench-pipeline bench-exec spec-report wheel \
         format clean
 
@@ -87,6 +87,9 @@ bridge-fire: tools ## 20,000 jobs for five external workers in two languages, ki
 ticks: tools ## a tick per second for 120 s over three supervisors that are killed and frozen: one job each (SEED=n)
 	FORQ_TEST_TICKS_SECONDS=120 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_schedules.py -k killed_and_frozen
+
+test-systemd: tools ## forq under a real systemd, booted in namespaces: start, watchdog, stop, kill -9, socket (as root)
+	$(BIN)/pytest -s -v --timeout 300 tests/supervisor/test_units.py tests/end_to_end/test_systemd.py
 
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py

@@ -140,8 +140,8 @@ class Machine:
         self._init = wait_until(self._find_init, what="systemd as PID 1")
         wait_until(self._is_up, what="systemd up")
         # Each with the one file: those of the distribution would make its users, and empty its directories.
-        self.run("systemd-sysusers", "/usr/lib/sysusers.d/forq.conf")
-        self.run("systemd-tmpfiles", "--create", "/usr/lib/tmpfiles.d/forq.conf")
+        self.run("systemd-sysusers", "/etc/sysusers.d/forq.conf")
+        self.run("systemd-tmpfiles", "--create", "/etc/tmpfiles.d/forq.conf")
 
     def _find_init(self) -> int:
         assert self._process is not None
@@ -185,8 +185,8 @@ def install(stage: Path, config: str) -> None:
     for source, target in (
         ("forq.service", "run/units/forq.service"),
         ("forq.socket", "run/units/forq.socket"),
-        ("forq.sysusers.conf", "usr/lib/sysusers.d/forq.conf"),
-        ("forq.tmpfiles.conf", "usr/lib/tmpfiles.d/forq.conf"),
+        ("forq.sysusers.conf", "etc/sysusers.d/forq.conf"),
+        ("forq.tmpfiles.conf", "etc/tmpfiles.d/forq.conf"),
     ):
         _write(stage / target, (ROOT / "etc" / source).read_text())
     _write(stage / "run/units/forq.service.d/test.conf", DROP_IN)
