@@ -1,10 +1,10 @@
 #!/bin/bash
 # systemd_boot.sh CGROUP DIRECTORY PYTHON: a real systemd as PID 1 of private namespaces, in the foreground. Needs root.
 #
-# What it sees is an overlay of this machine's files: whatever it writes goes to a tmpfs that ends with it. DIRECTORY/stage
-# is copied over it; PYTHON (an installation) is shown read-only at /opt/python. It knows the units in stage/run/units and no
-# others: the distribution's would empty temporary directories and start services. Everything is in CGROUP: to kill that
-# ends it.
+# What it sees is an overlay of this machine's files: whatever it writes goes to a tmpfs that ends with it.
+# DIRECTORY/stage is copied over it; PYTHON (an installation) is shown read-only at /opt/python. It knows the units in
+# stage/run/units and no others: the distribution's would empty temporary directories and start services. Everything is
+# in CGROUP: to kill that ends it.
 set -euo pipefail
 CGROUP=$1
 export STAGE=$2/stage ROOM=$2/room PYTHON=$3
