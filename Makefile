@@ -93,6 +93,9 @@ delayed: tools ## 100,000 delayed jobs over 60 s, for idle and for busy workers,
 	FORQ_TEST_DELAYED=100000 FORQ_TEST_DELAYED_SECONDS=60 FORQ_TEST_LATE=0.02 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_delayed.py
 
+test-systemd: tools ## forq under a real systemd, booted in namespaces: start, watchdog, stop, kill -9, socket (as root)
+	$(BIN)/pytest -s -v --timeout 300 tests/supervisor/test_units.py tests/end_to_end/test_systemd.py
+
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py
 

@@ -36,24 +36,31 @@ _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class ControlServer:
     """Listens at `path` (0600; 0660 and that group when `group` is given) and serves `verbs`.
 
-    `verbs` is all a client can reach: a flat table, looked up by the whole name.
+    `verbs` is all a client can reach: a flat table, looked up by the whole name. `listener` is a socket that somebody
+    else has made and goes on listening at: it is used instead, as it is, and its file stays when this server ends.
     """
 
     def __init__(
-        self, loop: Loop, path: str, verbs: Mapping[str, Callable[[Request], None]], *, group: int | None = None
+        self,
+        loop: Loop,
+        path: str,
+        verbs: Mapping[str, Callable[[Request], None]],
+        *,
+        group: int | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
-        self.path = path
+        self.path = path if listener is None else str(listener.getsockname())
         self._loop = loop
         self._verbs = verbs
         self._group = group
         self._connections: set[Connection] = set()
         self._resume_timer: Timer | None = None
-        self._listener = listen(path, group)
-        self._inode = os.lstat(path).st_ino
+        self._listener = listen(path, group) if listener is None else listener
+        self._inode = os.lstat(path).st_ino if listener is None else None
         loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Drop every client and remove the socket, unless another one has taken its place."""
+        """Drop every client and remove the socket, unless another one has taken its place, or it is not ours."""
         if self._listener.fileno() < 0:
             return
         if self._resume_timer is None:
@@ -63,6 +70,8 @@ class ControlServer:
         self._listener.close()
         for connection in list(self._connections):
             connection.close()
+        if self._inode is None:
+            return
         try:
             if os.lstat(self.path).st_ino == self._inode:
                 os.unlink(self.path)

@@ -18,6 +18,8 @@ log = logging.getLogger("forq")
 Callback = Callable[[], None]
 
 WAKEUP_READ_BYTES = 65536
+# Not at once again: what failed once after a pass may fail each time.
+FAILED_PASS_SECONDS = 1.0
 
 
 class Timer:
@@ -133,11 +135,15 @@ class Loop:
                 self._call(entry.writer)
         self._call_due_timers()
 
-    def run(self) -> None:
-        """Tick until stop is called."""
+    def run(self, after_pass: Callable[[], float | None] | None = None) -> None:
+        """Tick until stop is called. `after_pass` is called after each full pass and says how long the next may wait
+        for something to happen (None: for ever)."""
         self._running = True
+        patience = None if after_pass is None else 0.0
         while self._running:
-            self.tick(None)
+            self.tick(patience)
+            if after_pass is not None:
+                patience = self._after(after_pass)
 
     def stop(self) -> None:
         """From a callback: let run return after this round."""
@@ -207,6 +213,13 @@ class Loop:
         for signum in dict.fromkeys(arrived):
             if callback := self._signals.get(signum):
                 self._call(callback)
+
+    def _after(self, after_pass: Callable[[], float | None]) -> float | None:
+        try:
+            return after_pass()
+        except Exception:
+            log.exception("what follows a pass of the loop failed")
+            return FAILED_PASS_SECONDS
 
     def _call(self, callback: Callback) -> None:
         try:

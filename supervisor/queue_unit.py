@@ -150,6 +150,9 @@ class QueueUnit:
                     return process, slot, running[0]
         return None
 
+    def running_jobs(self) -> int:
+        return sum(len(process.busy()) for process in self._processes())
+
     def busy_processes(self) -> list[QueueProcess]:
         return [process for process in self._processes() if process.busy() or not process.ready]
 

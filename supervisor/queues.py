@@ -75,6 +75,14 @@ class Queues:
         self._changed()
         return unit
 
+    def running_jobs(self) -> int:
+        """How many jobs run in processes of this supervisor now."""
+        return sum(unit.running_jobs() for unit in (*self.units.values(), *self._leaving))
+
+    def longest_grace_seconds(self) -> float:
+        graces = [float(unit.options["stop_grace"]) for unit in (*self.units.values(), *self._leaving)]
+        return max(graces, default=0.0)
+
     def serves(self, unit: QueueUnit) -> bool:
         return self.units.get(unit.spec.name) is unit and not self._stopping
 

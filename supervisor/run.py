@@ -1,5 +1,6 @@
 """`forq run`: a supervisor in the foreground."""
 
+import faulthandler
 import grp
 import logging
 import os
@@ -10,7 +11,7 @@ from setproctitle import setproctitle
 
 from forq.errors import ConfigError, ForqError
 from forq.options import QueueSpec
-from forq.supervisor import entry_points
+from forq.supervisor import entry_points, systemd
 from forq.supervisor.config import Config, load
 from forq.supervisor.control import ControlServer
 from forq.supervisor.loop import Loop
@@ -26,29 +27,35 @@ def run(overrides: Mapping[str, object]) -> int:
     """Serves until it is told to stop; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
+        # Before anything is started that could take them for its own.
+        handed = systemd.take(os.environ, os.getpid())
         config = load(overrides, os.environ)
         state = StateDir(config.state_dir)
         state.lock(on_wait=lambda pids: log.warning("killing what an earlier run left behind pids=%s", pids))
-        return _serve(config, state, _specs(config, state))
+        return _serve(config, state, _specs(config, state), handed)
     except ForqError as exc:
         print(f"forq: {exc}", file=sys.stderr)
         return exc.exit_code
 
 
-def _serve(config: Config, state: StateDir, specs: list[QueueSpec]) -> int:
+def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: systemd.Handed) -> int:
     become_subreaper()
+    # The watchdog's SIGABRT then says where the loop hung.
+    faulthandler.enable()
     setproctitle("forq: supervisor")
     entry_points.preload()
     loop = Loop()
     supervisor = Supervisor(config, state, loop)
-    control = ControlServer(loop, str(config.socket), Verbs(supervisor).table(), group=_group(config))
+    verbs = Verbs(supervisor).table()
+    listener = systemd.control_listener(handed)
+    control = ControlServer(loop, str(config.socket), verbs, group=_group(config), listener=listener)
     for spec in specs:
         supervisor.queues.add(spec)
     supervisor.start()
     log.info(
-        "serving queues=%s socket=%s redis=%s", len(specs), config.socket, supervisor.services.status_of_redis()["url"]
+        "serving queues=%s socket=%s redis=%s", len(specs), control.path, supervisor.services.status_of_redis()["url"]
     )
-    loop.run()
+    loop.run(systemd.Notifier(handed, supervisor).after_pass)
     control.close()
     supervisor.close()
     log.info("stopped")

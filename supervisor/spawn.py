@@ -10,6 +10,7 @@ unblocked right before `run`, except those in `handled`: they stay blocked until
 unblocks them itself, so that a TERM that comes at once waits for its handler.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -190,6 +191,8 @@ def _enter(loop: Loop | None, cgroup: Cgroup | None, subreaper: bool) -> None:
     if loop is not None:
         loop.close_in_child()
     signal.set_wakeup_fd(-1)
+    # Else it counts as enabled in the child, where its handlers are gone, and to enable it there would do nothing.
+    faulthandler.disable()
     for signum in signal.valid_signals() - _FIXED - _IGNORED_BY_PYTHON:
         signal.signal(signum, signal.SIG_DFL)
     os.setsid()

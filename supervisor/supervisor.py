@@ -22,6 +22,10 @@ from forq.supervisor.statedir import StateDir
 
 # How long a stop waits for Redis to take what the children held; after that the next start recovers it.
 LAST_RECOVERY_SECONDS = 3.0
+# What a stop may take beyond the longest stop_grace: TERM to groups, kills, the last recovery, the embedded server.
+STOP_MARGIN_SECONDS = 20.0
+# A supervisor whose Redis is down for so long is up all the same: it answers, and its queues start when Redis does.
+READY_SECONDS = 10.0
 TITLE_SECONDS = 0.2
 FLAPPING_LOOK_SECONDS = 5.0
 
@@ -61,6 +65,24 @@ class Supervisor:
         log.critical("%s", message)
         self.exit_code = code
         self.stop(now=True)
+
+    @property
+    def ready(self) -> bool:
+        """Whether what it was told to serve is served, or cannot be."""
+        if self.loop.now() - self.started >= READY_SECONDS:
+            return True
+        return bool(self.services.redis_state["ok"]) and not any(unit.opening for unit in self.queues.units.values())
+
+    def stop_seconds(self) -> float:
+        """How long a stop may take."""
+        return self.queues.longest_grace_seconds() + STOP_MARGIN_SECONDS
+
+    def summary(self) -> str:
+        """What an operator wants to know first, in a line."""
+        doing = ["stopping"] if self.stopping else [] if self.ready else ["starting"]
+        jobs = self.queues.running_jobs()
+        running = f"{jobs} job{'' if jobs == 1 else 's'} running"
+        return ", ".join([*doing, *self._counts(), running, self._redis()])
 
     def close(self) -> None:
         """After the loop has ended: leaves nothing behind but the state directory."""
@@ -113,12 +135,21 @@ class Supervisor:
 
     def _show_title(self) -> None:
         self._title_timer = None
-        states = [unit.state for unit in self.queues.units.values()]
-        troubles = [f"{states.count(state)} {state}" for state in ("flapping", "config_error") if state in states]
-        setproctitle(f"forq: supervisor ({', '.join([f'{len(states)} queues', *troubles])})")
-        if "flapping" in states:
+        setproctitle(f"forq: supervisor ({', '.join(self._counts())})")
+        if any(unit.state == "flapping" for unit in self.queues.units.values()):
             # It ends by itself.
             self._title_timer = self.loop.call_later(FLAPPING_LOOK_SECONDS, self._show_title)
+
+    def _counts(self) -> list[str]:
+        states = [unit.state for unit in self.queues.units.values()]
+        troubles = [f"{states.count(state)} {state}" for state in ("flapping", "config_error") if state in states]
+        return [f"{len(states)} queues", *troubles]
+
+    def _redis(self) -> str:
+        state = self.services.redis_state
+        if state["ok"]:
+            return "Redis ok"
+        return f"Redis is down: {state['error']}" if state["error"] else "Redis not reached yet"
 
     def _refuse_reload(self) -> None:
         log.warning("SIGHUP: settings are read at start only; restart forq to change them")

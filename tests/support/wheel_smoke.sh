@@ -63,6 +63,10 @@ while read -r file; do
   [ -f "$installed/$file" ] || fail "the wheel lacks $file"
 done <tree.txt
 
+for file in forq.toml forq.service forq.socket forq.sysusers.conf forq.tmpfiles.conf; do
+  cmp -s "$root/etc/$file" "venv/share/forq/$file" || fail "the wheel lacks share/forq/$file"
+done
+
 say "running $jobs jobs"
 mkdir app
 cat >app/smoke.py <<'PYTHON'

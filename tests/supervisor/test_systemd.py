@@ -1,0 +1,364 @@
+"""What systemd is told and what is taken from it, with a socket that plays systemd."""
+
+import faulthandler
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from forq.errors import ConfigError
+from forq.supervisor import systemd
+from forq.supervisor.control import ControlServer
+from forq.supervisor.loop import Loop
+from forq.supervisor.spawn import reap, spawn
+from forq.supervisor.systemd import Handed, Notifier, control_listener, take
+from tests.support.running import BIN, wait_until
+
+MINE = 4711
+
+
+@dataclass
+class Someone:
+    """Who is told of."""
+
+    ready: bool = False
+    stopping: bool = False
+    text: str = "2 queues"
+
+    def stop_seconds(self) -> float:
+        return 30.0
+
+    def summary(self) -> str:
+        return self.text
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Systemd:
+    """Its end of NOTIFY_SOCKET."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
+
+    def heard(self) -> list[dict[str, str]]:
+        """What has come since the last time."""
+        found: list[dict[str, str]] = []
+        while True:
+            try:
+                lines = self._socket.recv(65536).decode().split("\n")
+            except BlockingIOError:
+                return found
+            found.append(dict(line.split("=", 1) for line in lines))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Systemd]:
+    place = str(tmp_path / "notify") if request.param == "path" else f"@forq-test-{os.getpid()}-{time.monotonic_ns()}"
+    with closing(Systemd(place)) as manager:
+        yield manager
+
+
+def listening(path: Path | str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
+
+
+def handed_with(*sockets: socket.socket, names: tuple[str, ...] = ()) -> Handed:
+    return Handed(
+        None, None, tuple((s.fileno(), n) for s, n in zip(sockets, names or [""] * len(sockets), strict=True))
+    )
+
+
+def test_variables_of_systemd_are_taken_out_of_the_environment_and_nothing_else() -> None:
+    environ = {
+        "NOTIFY_SOCKET": "/run/systemd/notify",
+        "WATCHDOG_USEC": "30000000",
+        "WATCHDOG_PID": str(MINE),
+        "LISTEN_PID": str(MINE),
+        "LISTEN_FDS": "0",
+        "LISTEN_FDNAMES": "",
+        "STATE_DIRECTORY": "/var/lib/forq",
+    }
+    assert take(environ, MINE) == Handed("/run/systemd/notify", 30.0, ())
+    assert environ == {"STATE_DIRECTORY": "/var/lib/forq"}
+
+
+def test_descriptors_and_watchdog_of_another_process_are_left_alone() -> None:
+    environ = {"LISTEN_PID": "1", "LISTEN_FDS": "2", "WATCHDOG_PID": "1", "WATCHDOG_USEC": "1000000"}
+    handed = take(environ, MINE)
+    assert handed == Handed(None, None, ())
+    assert environ == {}
+    assert control_listener(handed) is None
+
+
+def test_descriptors_without_a_pid_are_left_alone() -> None:
+    assert take({"LISTEN_FDS": "1"}, MINE).fds == ()
+
+
+@pytest.mark.parametrize("name", ["WATCHDOG_USEC", "LISTEN_FDS"])
+def test_variable_that_is_no_number_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        take({name: "many", "LISTEN_PID": str(MINE)}, MINE)
+
+
+def test_ready_is_told_once_when_it_is_so(manager: Systemd) -> None:
+    someone = Someone()
+    notifier = Notifier(Handed(manager.address, None, ()), someone)
+    notifier.after_pass()
+    assert manager.heard() == [{"STATUS": "2 queues"}]
+    someone.ready, someone.text = True, "3 queues"
+    notifier.after_pass()
+    notifier.after_pass()
+    assert manager.heard() == [{"READY": "1", "STATUS": "3 queues"}]
+
+
+def test_stop_is_told_once_with_the_time_it_may_take(manager: Systemd) -> None:
+    someone = Someone(ready=True)
+    notifier = Notifier(Handed(manager.address, None, ()), someone)
+    notifier.after_pass()
+    manager.heard()
+    someone.stopping = True
+    notifier.after_pass()
+    notifier.after_pass()
+    assert manager.heard() == [{"STOPPING": "1", "EXTEND_TIMEOUT_USEC": "30000000"}]
+
+
+def test_supervisor_that_stops_before_it_was_ready_never_says_ready(manager: Systemd) -> None:
+    someone = Someone(ready=False, stopping=True)
+    notifier = Notifier(Handed(manager.address, None, ()), someone)
+    notifier.after_pass()
+    someone.ready = True
+    notifier.after_pass()
+    assert not any("READY" in told for told in manager.heard())
+
+
+def test_status_is_told_when_it_changes_and_not_at_every_pass(manager: Systemd) -> None:
+    clock, someone = Clock(), Someone()
+    notifier = Notifier(Handed(manager.address, None, ()), someone, now=clock)
+    notifier.after_pass()
+    someone.text = "two\nlines"
+    notifier.after_pass()
+    assert manager.heard() == [{"STATUS": "2 queues"}]
+    clock.now += systemd.LOOK_SECONDS
+    notifier.after_pass()
+    clock.now += systemd.LOOK_SECONDS
+    notifier.after_pass()
+    assert manager.heard() == [{"STATUS": "two lines"}]
+
+
+def test_watchdog_is_fed_twice_in_its_time_and_the_next_pass_is_asked_for_by_then(manager: Systemd) -> None:
+    clock = Clock()
+    notifier = Notifier(Handed(manager.address, 4.0, ()), Someone(), now=clock)
+    assert notifier.after_pass() == pytest.approx(2.0)
+    clock.now += 1.5
+    assert notifier.after_pass() == pytest.approx(0.5)
+    clock.now += 0.5
+    assert notifier.after_pass() == pytest.approx(2.0)
+    assert [told.get("WATCHDOG") for told in manager.heard()] == ["1", "1"]
+
+
+def test_idle_loop_feeds_the_watchdog(manager: Systemd) -> None:
+    loop = Loop()
+    notifier = Notifier(Handed(manager.address, 0.2, ()), Someone())
+    loop.call_later(1.0, loop.stop)
+    loop.run(notifier.after_pass)
+    loop.close()
+    assert len([told for told in manager.heard() if "WATCHDOG" in told]) >= 5
+
+
+def test_loop_that_is_blocked_in_a_callback_does_not_feed_the_watchdog(manager: Systemd) -> None:
+    loop = Loop()
+    notifier = Notifier(Handed(manager.address, 0.1, ()), Someone())
+    told_before: list[dict[str, str]] = []
+    told_meanwhile: list[dict[str, str]] = []
+
+    def block() -> None:
+        told_before.extend(manager.heard())
+        time.sleep(0.5)
+        told_meanwhile.extend(manager.heard())
+        loop.stop()
+
+    loop.call_later(0.2, block)
+    loop.run(notifier.after_pass)
+    loop.close()
+    assert any("WATCHDOG" in told for told in told_before)
+    assert told_meanwhile == []
+    assert [told["WATCHDOG"] for told in manager.heard()] == ["1"]
+
+
+def test_what_cannot_be_told_is_told_as_soon_as_systemd_hears(tmp_path: Path) -> None:
+    notifier = Notifier(Handed(str(tmp_path / "notify"), 4.0, ()), Someone(ready=True))
+    assert notifier.after_pass() == systemd.AGAIN_SECONDS
+    with closing(Systemd(str(tmp_path / "notify"))) as manager:
+        notifier.after_pass()
+        assert manager.heard() == [{"WATCHDOG": "1", "READY": "1", "STATUS": "2 queues"}]
+
+
+def test_without_systemd_nothing_is_told_and_the_loop_may_wait_for_ever() -> None:
+    assert Notifier(Handed(None, 4.0, ()), Someone(ready=True)).after_pass() is None
+
+
+def test_error_in_what_follows_a_pass_does_not_end_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop()
+    passes: list[None] = []
+
+    def fail() -> float | None:
+        passes.append(None)
+        if len(passes) == 2:
+            loop.stop()
+        raise ValueError("no summary today")
+
+    loop.call_later(0.0, lambda: None)
+    loop.run(fail)
+    loop.close()
+    assert len(passes) == 2
+    assert "no summary today" in caplog.text
+
+
+def test_listening_socket_is_taken_over(tmp_path: Path) -> None:
+    given = listening(tmp_path / "c.sock")
+    listener = control_listener(handed_with(given))
+    assert listener is not None
+    assert listener.detach() == given.fileno()
+    assert not os.get_blocking(given.fileno())
+    assert not os.get_inheritable(given.fileno())
+    given.close()
+
+
+def test_socket_named_control_is_taken_from_among_others(tmp_path: Path) -> None:
+    other, ours = listening(tmp_path / "o.sock"), listening(tmp_path / "c.sock")
+    with other, ours:
+        listener = control_listener(handed_with(other, ours, names=("metrics", "control")))
+        assert listener is not None
+        assert listener.detach() == ours.fileno()
+        with pytest.raises(ConfigError, match="FileDescriptorName=control"):
+            control_listener(handed_with(other, ours))
+
+
+def test_socket_that_cannot_serve_for_control_is_refused(tmp_path: Path) -> None:
+    silent = socket.socket(socket.AF_UNIX)
+    silent.bind(str(tmp_path / "silent.sock"))
+    datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    datagrams.bind(str(tmp_path / "datagrams.sock"))
+    internet = socket.create_server(("127.0.0.1", 0))
+    abstract = listening(f"\0forq-test-{os.getpid()}")
+    for unusable in (silent, datagrams, internet, abstract):
+        # It is closed with the object that the refusal leaves behind.
+        fd = os.dup(unusable.fileno())
+        with pytest.raises(ConfigError, match="ListenStream="):
+            control_listener(Handed(None, None, ((fd, ""),)))
+        unusable.close()
+
+
+def test_descriptor_that_is_not_open_or_no_socket_is_refused(tmp_path: Path) -> None:
+    with open(tmp_path / "file", "w") as file, pytest.raises(ConfigError, match="no socket"):
+        control_listener(Handed(None, None, ((file.fileno(), ""),)))
+    with pytest.raises(ConfigError, match="not open"):
+        take({"LISTEN_PID": str(MINE), "LISTEN_FDS": "1000000"}, MINE)
+
+
+def test_server_leaves_a_socket_alone_that_it_did_not_make(tmp_path: Path) -> None:
+    path = tmp_path / "c.sock"
+    given = listening(path)
+    loop = Loop()
+    server = ControlServer(
+        loop, str(tmp_path / "unused.sock"), {}, listener=socket.socket(fileno=os.dup(given.fileno()))
+    )
+    assert server.path == str(path)
+    server.close()
+    loop.close()
+    assert path.exists()
+    assert not (tmp_path / "unused.sock").exists()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    given.close()
+
+
+def test_child_can_switch_the_fault_handler_on_although_the_parent_has() -> None:
+    was_enabled = faulthandler.is_enabled()
+    faulthandler.enable(2)
+    try:
+        child = spawn(lambda: int(faulthandler.is_enabled()), loop=None, keep_fds=(), title="test")
+        ended = wait_until(lambda: reap(child), what="the child ended")
+        child.close()
+        assert ended.code == 0
+    finally:
+        if not was_enabled:
+            faulthandler.disable()
+
+
+# Becomes `forq run` with the listening socket as descriptor 3, as systemd would start it.
+START = """
+import os, sys
+fd, *command = sys.argv[1:]
+os.dup2(int(fd), 3)
+os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="1", LISTEN_FDNAMES="control")
+os.execv(command[0], command)
+"""
+
+
+def test_supervisor_serves_at_the_socket_it_was_passed_and_leaves_it_behind(tmp_path: Path) -> None:
+    path = tmp_path / "c.sock"
+    given = listening(path)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("FORQ_")}
+    told: list[dict[str, str]] = []
+    with closing(Systemd(str(tmp_path / "notify"))) as manager, open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                START,
+                str(given.fileno()),
+                str(BIN / "forq"),
+                "run",
+                "--state-dir",
+                str(tmp_path / "s"),
+            ],
+            env={**clean, "NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "1000000"},
+            pass_fds=(given.fileno(),),
+            stdout=log,
+            stderr=log,
+        )
+
+        def hears(name: str) -> bool:
+            told.extend(manager.heard())
+            return any(name in message for message in told)
+
+        try:
+            wait_until(lambda: hears("READY"), what="READY")
+            asked = subprocess.run([BIN / "forqctl", "--socket", str(path), "ping"], capture_output=True, text=True)
+            assert asked.stdout == f"pong from pid {process.pid}\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+        assert hears("STOPPING")
+        assert hears("WATCHDOG")
+    (stopping,) = (message for message in told if "STOPPING" in message)
+    assert stopping["STATUS"] == "stopping, 0 queues, 0 jobs running, Redis ok"
+    assert path.exists()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    given.close()
