@@ -5,7 +5,7 @@
 -- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, oldest waiting job's enqueue time
 --          (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries trimmed,
 --          scheduled, blocked, waiting in the retry lane, fail jobs, journal entries lost, epoch, sequence number and
---          hash of the last journal entry, awaiters};
+--          hash of the last journal entry, awaiters, done jobs that are kept};
 --          {NO_QUEUE}
 --@include base codes records
 
@@ -65,4 +65,5 @@ return {
   tonumber(counted[5] or 0),
   counted[6] or '',
   redis.call('HLEN', key('awaiters')),
+  redis.call('ZCARD', key('done')),
 }
