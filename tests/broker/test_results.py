@@ -315,11 +315,8 @@ def held_up(queue: OneQueue) -> HandWorker:
 def test_what_ran_before_a_slow_job_stays_with_its_worker_until_its_turn(queue: OneQueue) -> None:
     worker = held_up(queue)
     state = queue.state()
-    assert (state.waiting, state.processing, set(state.active)) == (
-        {5: ["d", "e"]},
-        {"w1": ["a", "b", "c"]},
-        set("abc"),
-    )
+    assert (state.waiting, state.processing) == ({5: ["d", "e"]}, {"w1": ["a", "b", "c"]})
+    assert set(state.active) == set("abc")
     turn = worker.whole_turn(done="abc", keep=2, results={"a": "1", "b": "2", "c": "3"})
     assert (turn.held, turn.refused) == (False, [])
     assert [queue.viewer.job(job_id)["result"] for job_id in "abc"] == [1, 2, 3]
