@@ -91,6 +91,15 @@ def test_each_result_belongs_to_its_job_whatever_else_is_settled_with_it(queue: 
     assert kept(queue) == list("abcd")
 
 
+def test_a_refused_job_before_it_does_not_give_it_its_result(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    worker = queue.worker()
+    worker.turn(want=2)
+    queue.redis.hset(queue.key("active"), "a", "other:1")
+    assert worker.whole_turn(done="ab", results={"a": '"of a"', "b": '"of b"'}).refused == [b"a"]
+    assert shown(queue, "b", "result") == ("of b",)
+
+
 def test_why_there_is_no_result_is_shown(queue: OneQueue) -> None:
     run(queue, queue.worker(), "a", "!it is a socket")
     assert shown(queue, "a", "state", "result_error") == ("done", "it is a socket")

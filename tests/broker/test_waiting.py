@@ -1,5 +1,6 @@
 """Waiting for the end of a job: what it returns or raises, whatever happens meanwhile; and who is told what."""
 
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -291,8 +292,8 @@ def test_many_wait_for_one_job_and_one_for_each_of_many(queue: OneQueue) -> None
     ids = "abcdefgh"
     worker = claimed(queue, *ids)
     waiting = [Waiting(queue, job_id) for job_id in ids for _ in range(5)]
-    for job_id in ids:
-        wait_until(lambda job_id=job_id: queue.redis.pubsub_numsub(queue.key(f"ended:{job_id}"))[0][1] == 5)
+    channels = [queue.key(f"ended:{job_id}") for job_id in ids]
+    wait_until(lambda: [number for _, number in queue.redis.pubsub_numsub(*channels)] == [5] * len(ids))
     wait_until(lambda: set(waiters(queue)) == set(ids))
     worker.turn(done=ids, results={job_id: f'"of {job_id}"' for job_id in ids})
     assert [one.result() for one in waiting] == [f"of {job_id}" for job_id in ids for _ in range(5)]
@@ -424,7 +425,9 @@ def heard(queue: OneQueue, job_id: str, act: Callable[[], object]) -> list[str]:
     act()
     queue.redis.publish(queue.key(f"ended:{job_id}"), "over")
     messages: list[str] = []
-    wait_until(lambda: (messages.extend(text for _, text in ears.hear()), "over" in messages)[1])
+    while "over" not in messages:
+        select.select([ears], [], [], 10)
+        messages += [text for _, text in ears.hear()]
     ears.close()
     return messages[:-1]
 

@@ -6,7 +6,7 @@ local WAITERS_SEEN_BY_CHANCE = 2
 -- `fences` (or nil): of the last attempts, in the order of the ids. Nobody else can wait for what has ended: whoever is told is
 -- written down no more.
 local function tell_waiters(ids, how, fences)
-  if #ids == 0 or redis.call('EXISTS', key('waiters')) == 0 then return end
+  if redis.call('EXISTS', key('waiters')) == 0 then return end
   for i, waits_until in ipairs(redis.call('HMGET', key('waiters'), unpack(ids))) do
     if waits_until then
       redis.call('HDEL', key('waiters'), ids[i])
