@@ -36,8 +36,8 @@ MUTANTS_OF_RESULTS = (
         "lib/done_jobs.lua",
         "  if excess > 0 then forget(",
         "  do forget(",
-        "with none too many, all but the last are forgotten",
-        "results test_pages_of_done_jobs",
+        "with exactly as many as may be, all are forgotten",
+        "results test_never_more_than_done_max",
     ),
     Mutant(
         "lib/done_jobs.lua",
