@@ -305,7 +305,15 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(which=WORKERS, progress=PROGRESS)
     def rescue(self, which: int, progress: int) -> None:
-        worker = self._run(which, progress)
+        self._rescue(self._run(which, progress))
+
+    @rule(which=WORKERS, progress=st.integers(1, 3))
+    def claim_and_be_held_up(self, which: int, progress: int) -> None:
+        """In one step, since batches that are long enough are seldom met otherwise."""
+        self._take_turn(self._run(which, 9), want=4)
+        self._rescue(self._run(which, progress))
+
+    def _rescue(self, worker: ModelWorker) -> None:
         if not worker.running:
             return
         held = self.real[worker.name].held()

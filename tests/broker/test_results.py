@@ -358,18 +358,15 @@ def test_a_worker_that_has_moved_on_after_a_rescue_and_dies_has_done_the_slow_on
 
 def test_a_stale_hint_of_a_job_that_ran_does_not_give_it_away(queue: OneQueue) -> None:
     queue.enqueue(*"abc")
-    queue.producer.cancel("b")
-    queue.enqueue("b")
-    queue.redis.lpush(queue.key("pending"), "b")
-    queue.redis.hincrby(queue.key("stale"), "5:b", 1)
     worker = queue.worker()
-    batch = worker.turn(want=3)
-    while worker.block() is not None:
-        pass
-    held = worker.held()
-    assert queue.rescue(worker, len(batch) - 1) == len(held) - len(batch)
+    worker.turn(want=3)
+    queue.redis.rpush(queue.key("pending"), "a")
+    queue.redis.hset(queue.key("stale"), "5:a", 1)
+    assert worker.block() == "a"
+    assert queue.rescue(worker, 1) == 2
     state = queue.state()
-    assert (set(state.active), state.processing) == (set(batch), {"w1": batch})
+    assert (state.waiting, state.processing, state.stale) == ({5: ["c"]}, {"w1": ["a", "b"]}, {})
+    assert set(state.active) == {"a", "b"}
 
 
 def test_a_queue_that_keeps_nothing_settles_what_ran_when_it_is_rescued(queue: OneQueue) -> None:

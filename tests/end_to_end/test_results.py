@@ -92,15 +92,16 @@ def test_watch_ends_with_the_result(forq: Forq, tmp_path: Path) -> None:
     assert (last["state"], last["result"], watch.returncode) == ("done", {"pages": 3}, 0)
 
 
-def test_a_coroutine_and_each_job_of_a_large_batch_have_their_own_results(forq: Forq) -> None:
-    for name, function in (("later", "echo_async"), ("many", "echo")):
-        keep(forq, name, function)
-        queue = forq.client().queue(name)
-        forq.ctl("pause", name)
-        ids = queue.enqueue_many(range(1000))
-        forq.ctl("resume", name)
-        wait_until(lambda queue=queue: queue.status()["done"] == 1000)
-        assert [queue.job(job_id)["result"] for job_id in ids] == list(range(1000))
+@pytest.mark.parametrize("function", ["echo", "echo_async"])
+def test_each_job_of_a_large_batch_has_its_own_result(forq: Forq, function: str) -> None:
+    name = f"many-{function}"
+    keep(forq, name, function)
+    queue = forq.client().queue(name)
+    forq.ctl("pause", name)
+    ids = queue.enqueue_many(range(1000))
+    forq.ctl("resume", name)
+    wait_until(lambda: queue.status()["done"] == 1000)
+    assert [queue.job(job_id)["result"] for job_id in ids] == list(range(1000))
 
 
 @pytest.mark.parametrize(
