@@ -47,7 +47,7 @@ local JOURNAL_MS = 7 * 24 * 3600 * 1000
 note('deleted 0 ' .. jobs)
 -- They ask again, and hear that it is gone.
 if mode ~= 'work' then ring_all() end
-tell_all_waiters('deleted')
+for _, id in ipairs(redis.call('HKEYS', key('waiters'))) do tell_waiters({ id }, 'deleted') end
 write_journal('-')
 local journal_bytes = redis.call('HGET', key('counts'), 'journal_bytes')
 redis.call('PEXPIRE', key('events'), JOURNAL_MS)

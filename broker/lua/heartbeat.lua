@@ -7,7 +7,7 @@
 -- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not finished};
 --          {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
 -- States   active -> done, waiting (of a processor that is evicted)
---@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings done_jobs positions losses graves eviction fences bury_job hands handing expiring
+--@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings done_jobs forgetting positions losses graves eviction fences bury_job hands handing expiring
 
 if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end
 local FORGOTTEN_DONE_PER_BEAT = 1000

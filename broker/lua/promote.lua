@@ -6,7 +6,7 @@
 -- Returns  {OK, ms until it is to be called again (-1: nothing has a time), now (ms), then KEY, tick (ms) and head of each
 --          schedule that is due}; {NO_QUEUE}
 -- States   scheduled -> waiting; active -> waiting (its lease lapsed, also stalled); waiting, retry -> dead (item_timeout)
---@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings done_jobs losses fences bury_job hands handing expiring ticks
+--@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings done_jobs forgetting losses fences bury_job hands handing expiring ticks
 
 if not epoch then return { NO_QUEUE } end
 lapse()

@@ -6,7 +6,21 @@
 -- ARGV     id, epoch, fence ('' and '' the first time, then those of the last answer), for how long he is written down (ms)
 -- Returns  {OK, 'live', epoch, least fence that an attempt of this job ends with}; {OK, 'done', epoch, fence, what is kept of it};
 --          {OK, 'gone', epoch, fence} if it is neither; {KEEPS_NOTHING}; {NO_QUEUE}
---@include base codes waiters
+--@include base codes
+
+-- One that died without a word is forgotten by chance.
+local WAITERS_SEEN_BY_CHANCE = 2
+
+-- Several may wait for one job: the last to go counts.
+local function write_waiter_down(id, valid_ms)
+  local waits_until = math.max(now_ms + valid_ms, tonumber(redis.call('HGET', key('waiters'), id) or 0))
+  redis.call('HSET', key('waiters'), id, string.format('%.0f', waits_until))
+  -- When all are dead, nothing is left of them.
+  redis.call('PEXPIRE', key('waiters'), string.format('%.0f', 2 * valid_ms))
+  for _, other in ipairs(redis.call('HRANDFIELD', key('waiters'), WAITERS_SEEN_BY_CHANCE)) do
+    if tonumber(redis.call('HGET', key('waiters'), other)) <= now_ms then redis.call('HDEL', key('waiters'), other) end
+  end
+end
 
 local id, since, valid_ms = ARGV[1], ARGV[3], tonumber(ARGV[4])
 if not epoch or ARGV[2] ~= '' and ARGV[2] ~= epoch then return { NO_QUEUE } end

@@ -276,6 +276,11 @@ def test_a_queue_that_is_deleted_is_unknown_to_all_who_wait(queue: OneQueue) -> 
     assert not queue.redis.exists(queue.key("waiters"))
 
 
+def test_a_queue_for_which_very_many_wait_can_be_deleted(queue: OneQueue) -> None:
+    queue.redis.hset(queue.key("waiters"), mapping={f"j{number}": 1 for number in range(10_000)})
+    assert heard(queue, "j9999", lambda: queue.registry.delete("q", force=True)) == ["deleted 0"]
+
+
 def test_a_queue_that_was_made_again_while_nobody_heard_is_another(queue: OneQueue) -> None:
     queue.enqueue("a")
     look = ends(queue).look(None, VALID_MS)
@@ -434,7 +439,8 @@ def heard(queue: OneQueue, job_id: str, act: Callable[[], object]) -> list[str]:
 
 def test_only_who_waits_is_told_how_a_job_ended_and_once(queue: OneQueue) -> None:
     worker = claimed(queue, "a", "b", "c", "d")
-    for job_id in "abc":
+    queue.enqueue("waits", priority=9)
+    for job_id in ("a", "b", "c", "waits"):
         ends(queue, job_id).look(None, VALID_MS)
     fence = worker.fence
     assert heard(queue, "a", lambda: worker.turn(done="a", keep=3)) == [f"done {fence}"]

@@ -20,16 +20,6 @@ local function forget_done(most)
     'LIMIT', 0, most))
 end
 
--- What nobody settles a job for, from time to time. A queue that keeps nothing any more forgets all at once.
-local function forget_done_in_time(most)
-  if redis.call('EXISTS', key('done')) == 0 then return end
-  if option('keep_done_ms') == 0 then
-    redis.call('UNLINK', key('done'), key('done:jobs'))
-  else
-    forget_done(most)
-  end
-end
-
 -- While they are still active. `told`: id -> its micros and its result, as far as its worker has said so.
 local function keep_done(ids, owners, told)
   local records = redis.call('HMGET', key('jobs'), unpack(ids))
