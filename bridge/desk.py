@@ -129,7 +129,8 @@ class Desk:
 
     def _finished(self, request: JobFinished) -> list[Out]:
         external = self._external(request.queue)
-        refused = self._held(request, lambda: external.finish(request.worker, request.uuid, request.fence))
+        said = (request.worker, request.uuid, request.fence, request.result)
+        refused = self._held(request, lambda: external.finish(*said))
         return refused or self._idle(request.queue, request.worker)
 
     def _failed(self, request: JobFailed) -> list[Out]:

@@ -77,7 +77,8 @@ class WorkerProgress(Held):
 
 @dataclass(frozen=True, slots=True)
 class JobFinished(Held):
-    pass
+    # As JSON.
+    result: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ def _list(what: str) -> Callable[[Payload], ListOf]:
 
 
 def _finished(payload: Payload) -> JobFinished:
-    return JobFinished(*_held("job_finished", payload))
+    return JobFinished(*_held("job_finished", payload), orjson.dumps(payload.any("result")))
 
 
 def _refusal(name: str, value: object, allowed: str) -> BadMessage:

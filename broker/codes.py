@@ -16,6 +16,7 @@ from forq.errors import (
     TooManySchedules,
     UnknownQueue,
     UnknownSchedule,
+    UsageError,
     WrongMode,
 )
 from forq.version import PROTOCOL
@@ -39,6 +40,7 @@ OTHER_OPTION = -20
 BROKEN = -30
 NO_SCHEDULE = -40
 TOO_MANY_SCHEDULES = -41
+KEEPS_NOTHING = -50
 
 _WHAT_IT_DOES = {
     "work": "its jobs are run by its handler",
@@ -88,4 +90,6 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         return UnknownSchedule(f"queue {queue!r} has no schedule of that key")
     if code == TOO_MANY_SCHEDULES:
         return TooManySchedules(f"queue {queue!r} has {detail[0]} schedules already; nothing was set")
+    if code == KEEPS_NOTHING:
+        return UsageError(f"queue {queue!r} keeps no results: nobody can wait for them (option keep_done)")
     return ForqError(f"unexpected answer {reply!r} about queue {queue!r}")

@@ -18,17 +18,20 @@ BLOCK_MARGIN_SECONDS = 5
 # (id, fence, micros, error and brief error as JSON, kind, retry at (ms or ''), chance) per job that failed. Kinds:
 # "permanent"; "timeout", of a handler that was ended at its deadline; any other is tried again by the queue's options.
 Settled = list[bytes | str | int]
+# What handlers returned, of a queue that keeps that: (number of the done job in this turn, from 1; JSON, or '!' and why
+# there is none) per job.
+Results = list[bytes | int]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The queue's options for jobs that begin now: timeout (0: none), units of capacity, priority among queues, and
-    whether it keeps what its handlers return."""
+    """The queue's options for jobs that begin now: timeout (0: none), units of capacity, priority among queues, and how
+    long what their handlers return may be (0: it is not kept)."""
 
     timeout_ms: int
     size: int
     priority: int
-    keeps_results: bool = False
+    max_result_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,9 @@ class Consumer:
         self._epoch = reply[1].decode()
         return self._epoch
 
-    def turn(self, number: int, done: Settled, failed: Settled, keep: int, want: int) -> Turn:
+    def turn(
+        self, number: int, done: Settled, failed: Settled, keep: int, want: int, results: Results | None = None
+    ) -> Turn:
         """Settles, keeps `keep` unstarted jobs, hands back whatever else is in the list, claims up to `want`."""
         counts = (len(done) // 3, len(failed) // 8)
         args: Settled = [
@@ -82,11 +87,12 @@ class Consumer:
             *counts,
             *done,
             *failed,
+            *(results or ()),
         ]
         reply = self.link.run(self._script, self._base, *args)
         if reply[0] not in (OK, PAUSED, LIMITED):
             raise error_for(self.queue, reply)
-        limits = Limits(reply[4], reply[5], reply[6], reply[7] == 1)
+        limits = Limits(reply[4], reply[5], reply[6], reply[7])
         paused, limited = reply[0] == PAUSED, reply[0] == LIMITED
         return Turn(paused, reply[1] == 1, reply[2], reply[3].decode(), limits, reply[8:], limited)
 

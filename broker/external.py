@@ -66,8 +66,9 @@ class External:
     def progress(self, worker: str, job_id: str, fraction: float, text: str, fence: int | None = None) -> None:
         self._run("accept", worker, job_id, _text(fence), f"{fraction:.6g}", text)
 
-    def finish(self, worker: str, job_id: str, fence: int | None = None) -> None:
-        self._run("finish", worker, job_id, _text(fence), "done")
+    def finish(self, worker: str, job_id: str, fence: int | None = None, result: bytes = b"null") -> None:
+        """`result`: JSON; kept if the queue keeps results."""
+        self._run("finish", worker, job_id, _text(fence), "done", result)
 
     def fail(self, worker: str, job_id: str, failure: Failure, fence: int | None = None) -> None:
         why = (failure.error, failure.brief, failure.kind, _text(failure.retry_at_ms), f"{failure.chance:.6f}")

@@ -31,6 +31,10 @@ QUEUE_KEYS = (
     "progress",  # hash: id -> FRACTION MS TEXT, how far a job is that says so
     "expiries",  # zset: items by the time (ms) at which they are given up
     "handed:C",  # channel: an awaiter that the clerk C speaks for has something in its list
+    "done",  # zset: done jobs that are kept, by the time they ended (ms)
+    "done:jobs",  # hash: id -> ENDED_MS FENCE MICROS, result, record and attempts of a done job
+    "waiters",  # hash: id -> until when (ms) somebody waits for the end of that job; expires
+    "ended:ID",  # channel: how that job ended, for those who wait
     "dead",  # zset: id@fence by time of death (ms)
     "dead:jobs",  # hash: id@fence -> record and error
     "outbox",  # list: lines for the failed log that no scribe has taken yet; also the channel that says so
@@ -99,6 +103,11 @@ def due_channels(prefix: str) -> str:
 def progress_channels(prefix: str) -> str:
     """The pattern of the channels on which queues tell whose progress has changed or is over."""
     return f"{prefix}queue:*:progress"
+
+
+def ended_channel(base: str, job_id: str) -> str:
+    """Where those who wait for the end of a job hear of it."""
+    return f"{base}:ended:{job_id}"
 
 
 def queue_of_channel(channel: str) -> str:

@@ -10,13 +10,16 @@ from forq.errors import RedisUnavailable
 
 
 class Listener:
-    """Hears every message on the channels that match `pattern`. What was published while it was not connected is lost:
-    whoever listens must look for himself after each `connect`."""
+    """Hears every message on the channels that match `pattern`, or with `exact` on the channel of that name.
 
-    def __init__(self, url: str, pattern: str, *, name: str) -> None:
+    What was published while it was not connected is lost: whoever listens must look for himself after each `connect`.
+    """
+
+    def __init__(self, url: str, pattern: str, *, name: str, exact: bool = False) -> None:
         self._url = url
         self._pattern = pattern
         self._name = name
+        self._exact = exact
         self._connection: Connection | None = None
 
     @property
@@ -36,7 +39,7 @@ class Listener:
                 connect_timeout_seconds=CONNECT_TIMEOUT_SECONDS,
                 timeout_seconds=CONNECT_TIMEOUT_SECONDS,
             )
-            self._connection.send(("PSUBSCRIBE", self._pattern))
+            self._connection.send(("SUBSCRIBE" if self._exact else "PSUBSCRIBE", self._pattern))
             answer = self._connection.receive()
         except (OSError, hiredis.HiredisError) as exc:
             self.close()
@@ -53,8 +56,9 @@ class Listener:
         try:
             while True:
                 message: list[Any] = self._connection.receive()
-                if message[0] == b"pmessage":
-                    heard.append((message[2].decode(), message[3].decode(errors="replace")))
+                # [b"pmessage", pattern, channel, text] or [b"message", channel, text].
+                if message[0] in (b"pmessage", b"message"):
+                    heard.append((message[-2].decode(), message[-1].decode(errors="replace")))
         except BlockingIOError:
             return heard
         except (OSError, hiredis.HiredisError) as exc:

@@ -30,6 +30,8 @@ def _reason(link: Link, prefix: str, viewer: Viewer, job: dict[str, Any]) -> str
         marked = ", and will be forgotten when it ends" if job["removed"] else ""
         far = job["progress"] and show_progress(job["progress"]["fraction"], job["progress"]["text"])
         return f"it is running now (worker {job['worker']}){f': {far}' if far else ''}{marked}"
+    if state == "done":
+        return f"it is done since epoch second {job['ended_at']:.3f}"
     if state == "dead":
         return f"it failed for good: {_error(job['error'])}; `forqctl dead retry {name} {job_id}` runs it again"
     if counts.paused:

@@ -45,15 +45,15 @@ def pack_body(data: Any, identifier: str | None, job_type: str | None) -> bytes:
     return names + pack_data(data) + b"]"
 
 
-def pack_data(data: Any) -> bytes:
+def pack_data(data: Any, what: str = "job data") -> bytes:
     """Data as JSON, in one line; refuses what is not JSON."""
     try:
         packed = orjson.dumps(data, option=_PLAIN_JSON)
     except (TypeError, ValueError) as exc:
-        raise InvalidData(f"job data is not JSON: {exc}") from exc
+        raise InvalidData(f"{what} is not JSON: {exc}") from exc
     # orjson writes NaN and Infinity as null; only a look at the value itself can tell.
     if b"null" in packed and _has_non_finite(data):
-        raise InvalidData("job data is not JSON: NaN and Infinity are not allowed")
+        raise InvalidData(f"{what} is not JSON: NaN and Infinity are not allowed")
     return packed
 
 

@@ -8,18 +8,19 @@ import orjson
 
 from forq.broker.codes import OK, error_for
 from forq.broker.dead import DeadJobs, read_dead
+from forq.broker.done import read_done
 from forq.broker.keys import pending_key, queue_base, suspects_key
 from forq.broker.link import Link
 from forq.broker.record import Record, unpack
 from forq.broker.reporting import read_progress
 from forq.broker.scripts import script
-from forq.errors import InvalidData, UsageError
+from forq.errors import InvalidData, UnknownJob, UsageError
 from forq.names import check_job_id, check_queue_name, shown
 from forq.rates import Rate
 
-STATES = ("waiting", "scheduled", "active", "retry", "dead")
+STATES = ("waiting", "scheduled", "active", "retry", "done", "dead")
 MAX_PAGE = 1000
-_CURSOR = re.compile(r"(active|dead|scheduled|retry)/[0-9]{1,20}|waiting/([0-9]|10)\.[0-9]{1,18}")
+_CURSOR = re.compile(r"(active|dead|done|scheduled|retry)/[0-9]{1,20}|waiting/([0-9]|10)\.[0-9]{1,18}")
 # In the cursor of the waiting jobs: the suspects come after the last priority.
 _LAST_PRIORITY, _SUSPECTS = 9, 10
 
@@ -47,6 +48,8 @@ class Counts:
     journal_hash: str
     # Those who await an item of a queue of the release modes.
     awaiters: int
+    # Done jobs that are kept.
+    done: int
     # Until a scheduled job or a tick is due.
     next_due_seconds: float | None
     # None: it has none. Else its rate and max_active, how many jobs may begin now, how many workers wait for that.
@@ -75,9 +78,9 @@ class Viewer:
         return _read_counts(reply)
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """Everything known about one job; of several dead ones of that id the last."""
+        """Everything known about one job: the live one of that id, else the one that was done or has died last."""
         check_job_id(job_id)
-        packed, owner, due_ms, attempts, blocked, progress, exists = self._link.pipeline(
+        packed, owner, due_ms, attempts, blocked, progress, done, exists = self._link.pipeline(
             [
                 ("HGET", f"{self._base}:jobs", job_id),
                 ("HGET", f"{self._base}:active", job_id),
@@ -85,6 +88,7 @@ class Viewer:
                 ("HGET", f"{self._base}:attempts", job_id),
                 ("HEXISTS", f"{self._base}:blocked", job_id),
                 ("HGET", f"{self._base}:progress", job_id),
+                ("HGET", f"{self._base}:done:jobs", job_id),
                 ("EXISTS", f"{self._base}:options"),
             ]
         )
@@ -100,16 +104,31 @@ class Viewer:
                 "progress": read_progress(progress) if state == "active" else None,
             }
             return _job(job_id, state, packed) | times | _ownership(owner)
-        return self._dead.show(job_id) | {"progress": None}
+        return self._ended(job_id, done) | {"progress": None}
+
+    def _ended(self, job_id: str, packed: bytes | None) -> dict[str, Any]:
+        if packed is None:
+            return self._dead.show(job_id)
+        done = read_done(packed)
+        try:
+            dead = self._dead.show(job_id)
+        except UnknownJob:
+            return done.show(job_id)
+        return dead if dead["fence"] > done.fence else done.show(job_id)
 
     def jobs(self, state: str | None = None, limit: int = 100, after: str | None = None) -> Page:
-        """One page of jobs, in the order in which they will run; without a state: active, waiting, scheduled."""
+        """One page of jobs, in the order in which they will run; without a state: active, waiting, scheduled.
+
+        Of those that are done the last comes first: what ends between two pages is left out, and nothing else.
+        """
         if state is not None and state not in STATES:
             raise UsageError(f"state {shown(state)} is not allowed: {', '.join(STATES)}")
         limit = max(1, min(limit, MAX_PAGE))
         stage, position = _read_cursor(after, state)
         if stage == "active":
             return self._active_page(limit, position, follow_with_waiting=state is None)
+        if stage == "done":
+            return self._done_page(limit, int(position))
         if stage == "dead":
             return self._dead_page(limit, position)
         if stage == "scheduled":
@@ -157,6 +176,16 @@ class Viewer:
         ids = self._link.call("LRANGE", f"{self._base}:retry", start, start + limit - 1)
         jobs = self._named([(job_id, "retry") for job_id in dict.fromkeys(ids)])
         return Page(jobs, f"retry/{start + limit}" if len(ids) == limit else None)
+
+    def _done_page(self, limit: int, start: int) -> Page:
+        ids = self._link.call("ZREVRANGE", f"{self._base}:done", start, start + limit - 1)
+        packed = self._link.call("HMGET", f"{self._base}:done:jobs", *ids) if ids else []
+        jobs = [
+            _brief(job_id.decode(), "done", read_done(kept).record)
+            for job_id, kept in zip(ids, packed, strict=True)
+            if kept is not None
+        ]
+        return Page(jobs, f"done/{start + limit}" if len(ids) == limit else None)
 
     def _dead_page(self, limit: int, position: str) -> Page:
         start = int(position)
@@ -220,8 +249,9 @@ def _read_counts(reply: list[Any]) -> Counts:
         journal_sequence=reply[21],
         journal_hash=reply[22].decode(),
         awaiters=reply[23],
-        next_due_seconds=reply[24] / 1000 if reply[24] >= 0 else None,
-        limits=_read_limits(*reply[25:30]),
+        done=reply[24],
+        next_due_seconds=reply[25] / 1000 if reply[25] >= 0 else None,
+        limits=_read_limits(*reply[26:31]),
     )
 
 

@@ -31,6 +31,7 @@ LONGEST_WAIT_SECONDS = 5.0
 LISTEN_SECONDS = 10.0
 _SEEN = re.compile(r"([0-9]{1,20}) [0-9a-f]{16}")
 _FIELDS = ("identifier", "retry_count", "stall_count", "timeout_count", "run_at", "progress", "error")
+_AT_ITS_END = ("ended_at", "result", "result_error")
 
 log = logging.getLogger("forq")
 
@@ -131,10 +132,14 @@ class Watchers:
             job = {"state": "gone"}
         if one.seen is None:
             one.since = job["fence"] if "fence" in job else self._server_us()
-        elif job["state"] == "dead" and job["fence"] < one.since:
-            # An earlier job of that id died: this one has left in another way.
+        elif job["state"] in ("dead", "done") and job["fence"] < one.since:
+            # That was an earlier job of that id: this one has left in another way.
             job = {"state": "gone"}
-        told = {"id": one.job_id, "state": job["state"], **{key: job[key] for key in _FIELDS if key in job}}
+        told = {
+            "id": one.job_id,
+            "state": job["state"],
+            **{key: job[key] for key in _FIELDS + _AT_ITS_END if key in job},
+        }
         return {**told, "seen": f"{one.since} {_digest(told, job.get('fence'))}"}
 
     def _server_us(self) -> int:

@@ -20,6 +20,7 @@ COUNTS = (
     "failed",
     "active",
     "dead",
+    "done",
     "processed",
     "failed_total",
     "in_flight",

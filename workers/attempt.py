@@ -22,6 +22,7 @@ from forq.job import Job, Reporter
 from forq.scoreboard import WORD, Slot
 from forq.workers.exec_messages import ProgramFailed
 from forq.workers.handlers import Handlers
+from forq.workers.results import encode_result
 
 MAX_MESSAGE = 2000
 # A coroutine is cancelled at its deadline; one that goes on all the same for so long is ended with its process.
@@ -45,12 +46,16 @@ class _DeadlinePassed(Exception):
 
 
 class Attempts:
-    """Runs the attempts of one worker. `timeout_seconds`: what a coroutine may take (0: as long as it likes)."""
+    """Runs the attempts of one worker. `timeout_seconds`: what a coroutine may take (0: as long as it likes).
+    `max_result_bytes`: how long what a handler returns may be (0: it is not kept)."""
 
     def __init__(
         self, queue: str, handlers: Handlers, slot: Slot | None = None, reporter: Reporter | None = None
     ) -> None:
         self.timeout_seconds = 0.0
+        self.max_result_bytes = 0
+        # Of the last attempt, if it succeeded and that is to be kept.
+        self.result: bytes | None = None
         self._queue = queue
         self._handlers = handlers.for_worker()
         self._slot = slot
@@ -60,13 +65,16 @@ class Attempts:
 
     def attempt(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned, else what went wrong."""
+        self.result = None
         try:
             data, job = self._read(job_id, record, fence)
             if self._slot is not None:
                 job._reporter, job._position = self._reporter, self._slot.words[WORD]
             result = self._handlers.for_type(job.type)(data, job)
             if inspect.iscoroutine(result):
-                self._run_async(result)
+                result = self._run_async(result)
+            if self.max_result_bytes:
+                self.result = encode_result(result, self.max_result_bytes)
         except BaseException as exc:  # a handler may raise anything, SystemExit too; the worker must outlive it
             return describe_failure(exc)
         finally:
@@ -93,15 +101,14 @@ class Attempts:
         if not tasks:
             self._runner.close()
 
-    def _run_async(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def _run_async(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._runner is None:
             self._runner = asyncio.Runner()
         if self._slot is None or not self.timeout_seconds:
-            self._runner.run(coroutine)
-            return
+            return self._runner.run(coroutine)
         self._slot.lenience_ms = CANCEL_MS
         try:
-            self._runner.run(_within(coroutine, self.timeout_seconds))
+            return self._runner.run(_within(coroutine, self.timeout_seconds))
         finally:
             self._slot.lenience_ms = 0
 
@@ -119,11 +126,11 @@ class FailAttempts(Attempts):
         return [data, original, error], job
 
 
-async def _within(coroutine: Coroutine[Any, Any, Any], seconds: float) -> None:
+async def _within(coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:
-            await coroutine
+            return await coroutine
     except TimeoutError as exc:
         # The handler may raise a TimeoutError of its own, which is a failure like others.
         if not deadline.expired():

@@ -54,51 +54,51 @@ class ExecHandler:
         """The same for another worker, with an instance of its own."""
         return ExecHandler(self._line, self._queue, keep_fds=self._keep_fds)
 
-    def __call__(self, data: Any, job: Job) -> None:
+    def __call__(self, data: Any, job: Job) -> Any:
+        """The `result` of the program's answer."""
         line = assignment(data, job, self._worker)
         try:
-            self._give(line, job)
+            return self._give(line, job)
         except _NothingRead:
             log.info("replacing a program queue=%s reason=it has ended before it read its next job", self._queue)
-            self._give(line, job)
+            return self._give(line, job)
 
     def programs(self) -> list[Program]:
         return [] if self._program is None else [self._program]
 
-    def _give(self, line: bytes, job: Job) -> None:
+    def _give(self, line: bytes, job: Job) -> Any:
         program = self._usable(job) or self._start(job)
-        failure: ProgramFailed | None = None
+        answer: Finished | ProgramFailed
         answered = usable = False
         try:
             program.tell(line)
-            failure = self._hear(program, job)
+            answer = self._hear(program, job)
             answered = True
             # One that answers before it has read everything would take the rest for its next job.
             usable = program.has_been_told_all
         except InvalidData as exc:
-            failure = ProgramFailed("BadMessage", str(exc))
+            answer = ProgramFailed("BadMessage", str(exc))
         except _Ended:
             if self._jobs and program.has_read_nothing():
                 raise _NothingRead from None
-            failure = how_it_ended(program.returncode())
+            answer = how_it_ended(program.returncode())
         finally:
             tail = program.output.end()
             self._jobs += 1
             if not usable:
                 self._discard()
-        if failure is not None:
-            raise _with_output(failure, tail, quote=not answered)
+        if isinstance(answer, ProgramFailed):
+            raise _with_output(answer, tail, quote=not answered)
+        return answer.result
 
-    def _hear(self, program: Program, job: Job) -> ProgramFailed | None:
-        """None when the program says that the job is done."""
+    def _hear(self, program: Program, job: Job) -> Finished | ProgramFailed:
+        """What the program says has become of the job."""
         while (line := program.next_line()) is not None:
             if not line.strip():
                 continue
             answer = read_answer(line, job)
             if isinstance(answer, Progress):
                 job.progress(answer.fraction, answer.text or "")
-            elif isinstance(answer, Finished):
-                return None
             elif answer is not None:
                 return answer
         raise _Ended

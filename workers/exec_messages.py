@@ -39,6 +39,8 @@ class ProgramFailed(ForqError):
 class Finished(NamedTuple):
     """The job is done."""
 
+    result: Any
+
 
 class Progress(NamedTuple):
     """How far it is."""
@@ -86,7 +88,7 @@ def read_answer(line: bytes, job: Job) -> Finished | Progress | ProgramFailed | 
     if payload.get("uuid") != job.id or payload.get("queue_name", job.queue) != job.queue:
         raise InvalidData(f"{topic} is about another job, uuid {shown(payload.get('uuid'))}")
     if topic == "job_finished":
-        return Finished()
+        return Finished(payload.get("result"))
     if topic == "job_failed":
         return _failure(payload)
     return _progress(payload) if topic == "worker_progress" else None

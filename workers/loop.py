@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from forq.broker.consuming import Consumer, Limits, Settled, Turn
+from forq.broker.consuming import Consumer, Limits, Results, Settled, Turn
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.scoreboard import (
     DONE,
@@ -44,6 +44,9 @@ BATCH_NS = 10_000_000
 PREFETCH_BELOW_NS = 500_000
 # Well below the age at which pulse rescues the rest of a batch (pulse.RESCUE_AFTER_MS): see duty 3.
 SLOW_NS = 5_000_000
+# Results go with the turn, and many large ones would make one that no server takes: with more than this in hand, a turn
+# comes before the next job.
+RESULTS_BYTES = 4 << 20
 
 RECONNECT_SECONDS = (0.02, 0.1, 0.25, 0.5, 1.0)
 
@@ -102,6 +105,8 @@ class WorkerLoop:
         self._want = 1
         self._done: Settled = []
         self._failed: Settled = []
+        self._results: Results = []
+        self._results_bytes = 0
         self._unsettled = 0
         self._parked: State | None = None
         self._short_of_memory = False
@@ -193,7 +198,7 @@ class WorkerLoop:
         while True:
             self._number = self._numbers.next()
             try:
-                turn = self.consumer.turn(self._number, self._done, self._failed, keep, want)
+                turn = self.consumer.turn(self._number, self._done, self._failed, keep, want, self._results)
                 break
             except RedisUnavailable as exc:
                 keep = 0
@@ -209,6 +214,7 @@ class WorkerLoop:
         self.slot.words[DONE] += self._unsettled
         self._limits = turn.limits
         self._done, self._failed, self._unsettled = [], [], 0
+        self._results, self._results_bytes = [], 0
         return turn
 
     def _run_batch(self, batch: Claimed) -> None:
@@ -216,7 +222,7 @@ class WorkerLoop:
         count = len(batch)
         words[HELD] = count
         words[STATE] = State.BUSY
-        self._set_timeout(self._limits.timeout_ms)
+        self._set_limits()
         self._on_batch(count)
         first_started = self._now()
         index, base, previous = 0, self._number << TURN_SHIFT, 0
@@ -229,14 +235,15 @@ class WorkerLoop:
                 words[WORD] = (started >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT | base | index << INDEX_SHIFT | 1
             # The clock is read again after the position was published: whoever saw the position before this one for
             # long enough to rescue the batch saw it before now, so the difference shows it here.
-            if self._failed or (previous and self._now() - previous > SLOW_NS):
+            slow = previous and self._now() - previous > SLOW_NS
+            if self._failed or slow or self._results_bytes > RESULTS_BYTES:
                 if not self._failed:
                     words[WORD] = base | index << INDEX_SHIFT
                 turn = self._turn(keep=count - index, want=0)
                 if turn is None or not turn.held:
                     return
                 words[STATE] = State.BUSY
-                self._set_timeout(self._limits.timeout_ms)
+                self._set_limits()
                 batch, count, index = batch[index:], count - index, 0
                 base, previous = self._number << TURN_SHIFT, 0
                 continue
@@ -249,9 +256,10 @@ class WorkerLoop:
             words[WORD] = base | index << INDEX_SHIFT
         self._adapt((self._now() - first_started) // max(ran, 1))
 
-    def _set_timeout(self, timeout_ms: int) -> None:
+    def _set_limits(self) -> None:
         """What holds for the jobs of this batch. The parent keeps the time; it is told when it has no timer yet."""
-        words = self.slot.words
+        words, timeout_ms = self.slot.words, self._limits.timeout_ms
+        self._attempts.max_result_bytes = self._limits.max_result_bytes
         changed = words[TIMEOUT] != timeout_ms
         words[TIMEOUT] = timeout_ms
         self._attempts.timeout_seconds = timeout_ms / 1000
@@ -266,6 +274,9 @@ class WorkerLoop:
         self._unsettled += 1
         if failure is None:
             self._done += (job_id, self._fence, micros)
+            if (result := self._attempts.result) is not None:
+                self._results += (len(self._done) // 3, result)
+                self._results_bytes += len(result)
         else:
             self.slot.words[STATE] = State.SETTLING
             retry_at = "" if failure.retry_at_ms is None else failure.retry_at_ms
@@ -322,7 +333,7 @@ class WorkerLoop:
         self.slot.words[STATE] = State.STOPPING
         try:
             self._number = self._numbers.next()
-            self.consumer.turn(self._number, self._done, self._failed, 0, 0)
+            self.consumer.turn(self._number, self._done, self._failed, 0, 0, self._results)
             self.slot.words[WORD] = self._number << TURN_SHIFT
             self.consumer.leave(self._number)
         except ForqError as exc:

@@ -5,7 +5,7 @@
 -- ARGV     awaiter, id, fence
 -- Returns  {OK}, also when it is repeated within a minute; {LAPSED} if the item has gone back; {WRONG_MODE, its mode}; {NO_QUEUE}
 -- States   active -> released; blocked -> waiting | scheduled
---@include base codes journal hints records schedule attempts awaiters ringing timers item_ages blocked progress holdings
+--@include base codes journal hints records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings
 
 local ACKED_MS = 60000
 local awaiter, id, fence = ARGV[1], ARGV[2], ARGV[3]

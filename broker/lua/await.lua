@@ -10,7 +10,7 @@
 -- Returns  {OK, for how long it is registered (ms; 0: ask again at once), what it was handed: FENCE ' ' ID ' ' LEASE_MS '\n' RECORD (if anything)};
 --          {NO_QUEUE}; {WRONG_MODE, its mode}; {LAPSED} if this awaiter has acknowledged an item already
 -- States   waiting, retry -> active; waiting, retry -> dead (it stalled too often); active -> waiting (its lease lapsed; its worker says that it is idle)
---@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress holdings losses fences bury_job hands handing expiring used_up
+--@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings losses fences bury_job hands handing expiring used_up
 
 local awaiter, wanted, via = ARGV[1], ARGV[2], ARGV[6]
 if not epoch then return { NO_QUEUE } end

@@ -6,7 +6,7 @@
 -- ARGV     id, whether to mark a running job ('1' | '0')
 -- Returns  {OK, 1 taken away | 2 marked | 0 neither}; {NO_QUEUE}
 -- States   waiting, scheduled, blocked -> cancelled
---@include base codes journal hints forget_hint records attempts
+--@include base codes journal hints forget_hint records attempts waiters
 
 if not epoch then return { NO_QUEUE } end
 local id, mark_active = ARGV[1], ARGV[2] == '1'
@@ -32,5 +32,6 @@ local place = place_of(record)
 if redis.call('ZREM', key('scheduled'), id) == 0 and place then forget_hint(place, id) end
 wake_idle_worker()
 note_ids('cancelled', 0, { id })
+tell_waiters({ id }, 'cancelled')
 write_journal('-')
 return { OK, 1 }

@@ -5,8 +5,9 @@
 -- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, oldest waiting job's enqueue time
 --          (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries trimmed,
 --          scheduled, blocked, waiting in the retry lane, fail jobs, journal entries lost, epoch, sequence number and
---          hash of the last journal entry, awaiters, ms until a job or a tick is due (-1: none has a time), rate: count and ms
---          (0: any), max_active (0: any), how many may begin now (-1: any number), workers that wait for that};
+--          hash of the last journal entry, awaiters, done jobs that are kept, ms until a job or a tick is due (-1: none has a
+--          time), rate: count and ms (0: any), max_active (0: any), how many may begin now (-1: any number), workers that wait
+--          for that};
 --          {NO_QUEUE}
 --@include base codes records limits
 
@@ -72,6 +73,7 @@ return {
   tonumber(counted[5] or 0),
   counted[6] or '',
   redis.call('HLEN', key('awaiters')),
+  redis.call('ZCARD', key('done')),
   due_ms and math.max(0, math.floor(due_ms) - now_ms) or -1,
   rate_count,
   option('rate_ms'),

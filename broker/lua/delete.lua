@@ -6,7 +6,7 @@
 -- ARGV     whether jobs may be dropped ('1' | '0')
 -- Returns  {OK, jobs dropped}; {NOT_EMPTY, how many}; {NO_QUEUE}
 -- States   every state -> gone
---@include base codes journal hints awaiters ringing
+--@include base codes journal hints awaiters ringing waiters
 
 if not epoch then return { NO_QUEUE } end
 local jobs = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) + redis.call('ZCARD', key('dead'))
@@ -47,12 +47,15 @@ local JOURNAL_MS = 7 * 24 * 3600 * 1000
 note('deleted 0 ' .. jobs)
 -- They ask again, and hear that it is gone.
 if mode ~= 'work' then ring_all() end
+for _, id in ipairs(redis.call('HKEYS', key('waiters'))) do tell_waiters({ id }, 'deleted') end
 write_journal('-')
 local journal_bytes = redis.call('HGET', key('counts'), 'journal_bytes')
 redis.call('PEXPIRE', key('events'), JOURNAL_MS)
 redis.call('PEXPIRE', key('journal:watermarks'), JOURNAL_MS)
 for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority))) end
 redis.call('UNLINK', key('awaiters'), key('awaiting'), key('leases'), key('expiries'), key('accepted'), key('workers'))
+-- Done jobs need no line in the failed log: they have not failed.
+redis.call('UNLINK', key('done'), key('done:jobs'), key('waiters'))
 redis.call('UNLINK', key('schedules'), key('schedules:next'), key('schedules:runs'))
 redis.call('UNLINK', key('active'), key('progress'), key('scheduled'), key('attempts'), key('blocked'), key('retry'),
   key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('limited'), key('options'), key('counts'), key('processed:count'),

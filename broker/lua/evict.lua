@@ -6,7 +6,7 @@
 -- ARGV     processor, cause
 -- Returns  {OK, workers left, workers taken out}; {NO_QUEUE}
 -- States   active -> done, waiting
---@include base codes journal hints limits limited records schedule attempts blocked progress holdings positions losses graves eviction
+--@include base codes journal hints limits limited records schedule attempts blocked progress waiters holdings done_jobs positions losses graves eviction
 
 if not epoch then return { NO_QUEUE } end
 local taken_out, left = evict(ARGV[1], ARGV[2])

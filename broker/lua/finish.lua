@@ -3,11 +3,12 @@
 -- the worker is given another one.
 --
 -- KEYS[1]  the queue's base
--- ARGV     worker, id, fence ('' = whatever it holds), outcome ('done' | 'failed'), then of a failure: error, brief error (JSON),
+-- ARGV     worker, id, fence ('' = whatever it holds), outcome ('done' | 'failed'), then of success: result (JSON; '!' and why there is none),
+--          of a failure: error, brief error (JSON),
 --          kind, retry at (ms or ''), chance (0 to 1)
 -- Returns  {OK}; {LAPSED} if the worker does not hold that job; {NO_QUEUE}; {WRONG_MODE, its mode}
 -- States   active -> done | scheduled (retried) | dead | cancelled; blocked -> waiting | scheduled
---@include base codes journal hints limits limited records schedule attempts awaiters ringing timers item_ages blocked progress holdings fences bury_job failing hands
+--@include base codes journal hints limits limited records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings done_jobs fences bury_job failing hands
 
 local ENDED_MS = 60000
 local worker, id, fence, outcome = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -27,7 +28,7 @@ redis.call('ZREM', key('accepted'), id)
 put_in_hand(worker, ended, ENDED_MS)
 see_worker(worker)
 if outcome == 'done' then
-  settle_done({ id }, { [fence] = { id .. ' ' .. micros } })
+  settle_done({ id }, { [fence] = { id .. ' ' .. micros } }, { [id] = { micros = micros, result = ARGV[5] or '' } })
 else
   local settled = settle_failure({
     id = id,

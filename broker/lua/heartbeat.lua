@@ -1,15 +1,16 @@
 #!lua flags=allow-oom
 -- heartbeat: a processor says that it lives and where its workers are; it goes on with an eviction that is under way,
--- or sweeps one processor that has fallen silent; drains graves, and repeats the wake token as a backstop.
+-- or sweeps one processor that has fallen silent; drains graves, forgets done jobs, and repeats the wake token as a backstop.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     processor, how long it may stay silent (ms), then (worker, turn, index, running) per worker
 -- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not finished};
 --          {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
 -- States   active -> done, waiting (of a processor that is evicted)
---@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress holdings positions losses graves eviction fences bury_job hands handing expiring
+--@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings done_jobs forgetting positions losses graves eviction fences bury_job hands handing expiring
 
 if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end
+local FORGOTTEN_DONE_PER_BEAT = 1000
 local processor, expiry_ms = ARGV[1], tonumber(ARGV[2])
 local expires_at = redis.call('ZSCORE', key('processors'), processor)
 if not expires_at and redis.call('ZSCORE', key('graves'), processor) then return { FENCED } end
@@ -42,6 +43,7 @@ lapse()
 expire()
 promote()
 wake_unlimited()
+forget_done_in_time(FORGOTTEN_DONE_PER_BEAT)
 wake_idle_worker()
 write_journal(processor)
 trim_journal(false)

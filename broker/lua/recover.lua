@@ -8,7 +8,7 @@
 --          micros it ran ('' = unknown), stack as JSON ('' = none)
 -- Returns  {OK, length of its list before}; {NO_QUEUE}
 -- States   active -> done (it ran), active -> waiting (returned, stalled, timed out, suspected), active -> cancelled
---@include base codes journal hints limits limited records schedule attempts blocked progress holdings positions losses graves
+--@include base codes journal hints limits limited records schedule attempts blocked progress waiters holdings done_jobs positions losses graves
 
 if not epoch then return { NO_QUEUE } end
 local processor, worker, turn, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])

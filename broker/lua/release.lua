@@ -6,7 +6,7 @@
 -- Returns  {OK, 1 handed over | 0 nobody awaited it | -1 no try was made, µs until the gate opens (0: nothing is in line)};
 --          {PAUSED}; {NO_QUEUE}; {FENCED} if the worker is not registered
 -- States   waiting, retry -> active; waiting -> scheduled | retry; waiting, retry -> dead; active -> waiting (its lease lapsed)
---@include base codes journal hints forget_hint records schedule attempts awaiters timers item_ages blocked progress holdings losses fences bury_job hands handing expiring
+--@include base codes journal hints forget_hint records schedule attempts awaiters timers item_ages blocked progress waiters holdings losses fences bury_job hands handing expiring
 
 local processor, worker, lane = ARGV[2], ARGV[3], ARGV[4]
 if epoch ~= ARGV[1] then return { NO_QUEUE } end

@@ -6,18 +6,22 @@
 -- KEYS[1]  the queue's base
 -- ARGV     epoch, processor, worker, turn number, want, keep (how many unstarted jobs of earlier turns it still
 --          counts on), lane ('main' | 'retry': where to claim), number done, number failed, then (id, fence, micros) per done job and
---          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one
--- Returns  {OK, PAUSED or LIMITED (something waits and may not begin now: the worker is woken), held (0: the kept jobs have been given to others), ids whose settling was refused,
---          fence, timeout_ms, size, priority, whether results are kept (1 | 0), id, record, id, record ...};
+--          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one; if the queue keeps results,
+--          (number of the done job in this turn, from 1; its result or '!' and why it has none) per done job
+-- Returns  {OK, PAUSED or LIMITED (something waits and may not begin now: the worker is woken), held (0: the kept jobs have been
+--          given to others), ids whose settling was refused, fence, timeout_ms, size, priority, how long a result may be (bytes;
+--          0: none is kept), id, record, id, record ...};
 --          {NO_QUEUE}; {FENCED} if the worker is not registered
 -- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out);
 --          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active;
 --          waiting -> dead (it stalled or timed out too often)
---@include base codes journal hints limits limited records schedule attempts blocked progress holdings fences bury_job failing used_up
+--@include base codes journal hints limits limited records schedule attempts blocked progress waiters holdings done_jobs fences bury_job failing used_up
 
 local MAX_SKIPS = 1000
 -- A job that is buried by a claim costs about as much as so many hints that are skipped.
 local SKIPS_PER_BURIAL = 10
+-- Its worker was not asked for it: its queue has begun to keep results since.
+local UNTOLD = '!it ran before its queue kept results'
 local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
 
 local processor, worker, turn = ARGV[2], ARGV[3], ARGV[4]
@@ -31,12 +35,15 @@ if not redis.call('HGET', workers_key(processor), worker) then return { FENCED }
 local limits = redis.call('HMGET', key('options'), 'timeout_ms', 'size', 'priority', 'max_stalls', 'max_timeouts',
   'keep_done_ms')
 local max_stalls, max_timeouts = tonumber(limits[4] or 3), tonumber(limits[5] or 3)
+known_options.keep_done_ms = tonumber(limits[6] or 0)
 
 local processing = worker_key(processor, worker, 'processing')
 local settled, refused, limited = {}, {}, false
 
 local function settle_successes(first)
   if done_count == 0 then return end
+  local results, told = {}, {}
+  for at = first + 3 * done_count + 8 * failed_count, #ARGV, 2 do results[tonumber(ARGV[at])] = ARGV[at + 1] end
   local ids = {}
   for i = 0, done_count - 1 do ids[i + 1] = ARGV[first + 3 * i] end
   local owners = redis.call('HMGET', key('active'), unpack(ids))
@@ -53,11 +60,12 @@ local function settle_successes(first)
       settled[id] = true
       owned[#owned + 1] = id
       entries[#entries + 1] = id .. ' ' .. ARGV[at + 2]
+      if option('keep_done_ms') > 0 then told[id] = { micros = ARGV[at + 2], result = results[i] or UNTOLD } end
     else
       refused[#refused + 1] = id
     end
   end
-  settle_done(owned, notes)
+  settle_done(owned, notes, told)
 end
 
 local function settle_failures(first)
@@ -222,6 +230,6 @@ wake_idle_worker()
 write_journal(worker)
 
 local reply = { paused and PAUSED or limited and LIMITED or OK, held and 1 or 0, refused, fence,
-  tonumber(limits[1] or 0), tonumber(limits[2] or 1), tonumber(limits[3] or 0), tonumber(limits[6] or 0) > 0 and 1 or 0 }
+  tonumber(limits[1] or 0), tonumber(limits[2] or 1), tonumber(limits[3] or 0), option('keep_done_ms') > 0 and option('max_data') or 0 }
 for i, part in ipairs(reply_jobs) do reply[8 + i] = part end
 return reply

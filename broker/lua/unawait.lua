@@ -6,7 +6,7 @@
 -- ARGV     awaiter, the bridge ('': it is no worker)
 -- Returns  {OK, 1 an item went back | 0}; {NO_QUEUE}
 -- States   active -> waiting (returned)
---@include base codes journal hints limits limited records schedule attempts awaiters ringing timers item_ages blocked progress holdings losses fences bury_job hands handing
+--@include base codes journal hints limits limited records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings losses fences bury_job hands handing
 
 if not epoch then return { NO_QUEUE } end
 local awaiter, bridge = ARGV[1], ARGV[2]

@@ -10,6 +10,7 @@ from typing import Any
 from forq import releases
 from forq.broker.awaiting import Awaiting
 from forq.broker.dead import DeadJobs, DeadPage
+from forq.broker.ends import Ends
 from forq.broker.keys import DEFAULT_PREFIX, DEFAULT_PRIORITY
 from forq.broker.link import Link
 from forq.broker.producing import NewJob, PartlyStored, Producer, Update, new_job
@@ -23,6 +24,7 @@ from forq.options import check_mode, parse_options
 from forq.places import redis_url
 from forq.releases import Release
 from forq.schedules import Schedule
+from forq.waiting import wait_for_result
 
 __all__ = ["Client", "DeadPage", "NewJob", "Page", "PartlyStored", "Queue", "Release", "new_job"]
 
@@ -174,12 +176,21 @@ class Queue:
         mode = "on_request"
         return releases.get(self._awaiting(), id, mode=mode, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
 
+    def wait(self, id: str, timeout: float | timedelta | None = None) -> Any:
+        """What the job's handler returned, once it is done; for a queue that keeps results (keep_done).
+
+        JobDead if it failed for good (a retry is no end), UnknownJob if there is none, it was cancelled, or its result
+        is not kept any more; NoResult if it is done and has none; WaitTimeout after `timeout` (seconds); UsageError if
+        the queue keeps nothing. It goes on when Redis was away meanwhile.
+        """
+        return wait_for_result(Ends(self._client.link(), self._client.prefix, self.name, id), _seconds(timeout))
+
     def job(self, id: str) -> dict[str, Any]:
         """Everything known about a job; UnknownJob if the queue has none of that id."""
         return self._viewer().job(id)
 
     def jobs(self, state: str | None = None, limit: int = 100, after: str | None = None) -> Page:
-        """A page of jobs (id, identifier, state), in the order in which they will run."""
+        """A page of jobs (id, identifier, state), in the order in which they will run; of done ones the last first."""
         return self._viewer().jobs(state, limit, after)
 
     def dead(self, limit: int = 100, after: str | None = None) -> DeadPage:

@@ -69,6 +69,22 @@ class UnknownJob(ForqError):
     exit_code = 4
 
 
+class JobDead(ForqError):
+    """The job that was waited for failed for good. `error`: name, message, kind and traceback, if that is kept."""
+
+    code = "job_dead"
+
+    def __init__(self, message: str, error: object = None) -> None:
+        super().__init__(message)
+        self.error = error
+
+
+class NoResult(ForqError):
+    """The job that was waited for is done, and there is no result of it."""
+
+    code = "no_result"
+
+
 class UnknownSchedule(ForqError):
     """The queue has no schedule of that key."""
 
@@ -142,6 +158,12 @@ class TimedOut(ForqError):
 
     code = "timeout"
     exit_code = 6
+
+
+class WaitTimeout(TimedOut):
+    """The job that was waited for has not ended in time."""
+
+    code = "wait_timeout"
 
 
 class SupervisorUnreachable(ForqError):

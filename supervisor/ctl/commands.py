@@ -97,7 +97,9 @@ COMMANDS = (
         "list the jobs of a queue",
         NAME,
         Argument(
-            "--state", choices=("waiting", "scheduled", "active", "retry", "dead"), help="only jobs in this state"
+            "--state",
+            choices=("waiting", "scheduled", "active", "retry", "done", "dead"),
+            help="only jobs in this state",
         ),
         Argument("--limit", type=int, metavar="N", help="at most so many"),
         Argument("--after", metavar="CURSOR", help="go on where the last page ended"),

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from forq.broker.consuming import Settled, Turn
+from forq.broker.consuming import Results, Settled, Turn
 from forq.broker.keeping import Outcome, Position
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.producing import Update, new_job
@@ -28,6 +28,8 @@ from tests.support.model_checks import MINUTE_MS, Checks, pass_time
 from tests.support.mutants import MUTANT
 from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue
 from tests.support.queue_model import (
+    DONE_MAX,
+    KEEP_DONE_MS,
     MAX_ITEMS,
     MAX_RETRIES,
     MAX_STALLS,
@@ -38,6 +40,7 @@ from tests.support.queue_model import (
     ModelQueue,
     ModelWorker,
     Taken,
+    result_of,
 )
 from tests.support.server import Server
 
@@ -78,6 +81,8 @@ class QueueMachine(RuleBasedStateMachine):
             min_backoff_ms=BACKOFF_MS[0],
             max_backoff_ms=BACKOFF_MS[-1],
             jitter=0,
+            keep_done_ms=KEEP_DONE_MS,
+            done_max=DONE_MAX,
         )
         seconds, _ = self.queue.redis.time()
         self.model = ModelQueue(seconds * 1000, BACKOFF_MS)
@@ -259,7 +264,8 @@ class QueueMachine(RuleBasedStateMachine):
         gave_up: Settled = [
             part for job_id in failed for part in (job_id, fence, 7, "{}", "{}", how.kind, retry_at, "0.5")
         ]
-        answer = real.consumer.turn(real.number, succeeded, gave_up, keep, want)
+        results: Results = [part for n, job_id in enumerate(done, 1) for part in (n, result_of(job_id).encode())]
+        answer = real.consumer.turn(real.number, succeeded, gave_up, keep, want, results)
         real.fence = answer.fence or real.fence
         return answer
 
@@ -299,7 +305,15 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(which=WORKERS, progress=PROGRESS)
     def rescue(self, which: int, progress: int) -> None:
-        worker = self._run(which, progress)
+        self._rescue(self._run(which, progress))
+
+    @rule(which=WORKERS, progress=st.integers(1, 3))
+    def claim_and_be_held_up(self, which: int, progress: int) -> None:
+        """In one step, since batches that are long enough are seldom met otherwise."""
+        self._take_turn(self._run(which, 9), want=4)
+        self._rescue(self._run(which, progress))
+
+    def _rescue(self, worker: ModelWorker) -> None:
         if not worker.running:
             return
         held = self.real[worker.name].held()
@@ -309,10 +323,12 @@ class QueueMachine(RuleBasedStateMachine):
         if worker.seen_turn != worker.turn or len(held) <= place + 1:
             assert moved == 0
             return
-        self.model.ran(worker, worker.batch[: worker.index])
-        running = worker.batch[worker.index]
-        self.model.hand_back(job_id for job_id in self.model.owned(worker) if job_id != running)
-        worker.shift, worker.rescued = worker.index, True
+        stays = worker.batch[: worker.index + 1] if self.model.keeps else worker.batch[worker.index]
+        if not self.model.keeps:
+            self.model.ran(worker, worker.batch[: worker.index])
+            worker.shift = worker.index
+        self.model.hand_back(job_id for job_id in self.model.owned(worker) if job_id not in stays)
+        worker.rescued = True
 
     @rule(which=WORKERS, job_id=IDS, again=st.booleans())
     def report_progress(self, which: int, job_id: str, again: bool) -> None:
@@ -348,6 +364,7 @@ class QueueMachine(RuleBasedStateMachine):
         if promote:
             due_ms = self.queue.keeper().promote(self.queue.name)
             self.model.promote()
+            self.model.forget_in_time()
             ahead = [job.run_at - self.model.now_ms for job in self.model.jobs.values() if job.scheduled]
             assert (due_ms is None) == (not ahead)
             assert due_ms is None or abs(due_ms - min(ahead)) < MINUTE_MS
@@ -360,11 +377,17 @@ class QueueMachine(RuleBasedStateMachine):
         else:
             self._beat(self.processors[which])
 
+    @rule(keeps=st.booleans())
+    def keep_done_jobs_or_not(self, keeps: bool) -> None:
+        self.queue.registry.configure(self.queue.name, {"keep_done_ms": KEEP_DONE_MS if keeps else 0}, {})
+        self.model.keeps = keeps
+
     def _beat(self, processor: str) -> list[str]:
         of = [worker for worker in self.workers if worker.processor == processor]
         positions = [Position(worker.name, worker.seen_turn, worker.index, worker.running) for worker in of]
         evicted = self.queue.keeper(processor).heartbeat(self.queue.name, EXPIRY_MS, positions).evicted
         self.model.promote()
+        self.model.forget_in_time()
         return evicted
 
     @rule(by_silence=st.booleans())

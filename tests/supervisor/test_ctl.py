@@ -625,6 +625,7 @@ def test_completion_for_bash_offers_commands_and_flags() -> None:
         "scheduled",
         "active",
         "retry",
+        "done",
         "dead",
     ]
     assert "--if-exists" in offered("forqctl", "push", "q", "--i")

@@ -3,6 +3,9 @@
 from collections import Counter
 from dataclasses import dataclass
 
+import orjson
+
+from forq.broker.done import read_done
 from forq.broker.record import unpack
 from tests.support.journal_replay import Replay
 from tests.support.one_queue import OneQueue, State
@@ -41,6 +44,7 @@ class Checks:
         self._check_waking(state)
         self._check_counts()
         self._check_journal()
+        self._check_done()
 
     def claimable(self, state: State, lane: str = "main") -> list[str]:
         """Waiting jobs that this lane serves and whose hint must be in its lists (a lower bound)."""
@@ -139,6 +143,27 @@ class Checks:
         assert counts.failed_total == self._model.dead
         assert counts.paused == self._model.paused
 
+    def _check_done(self) -> None:
+        """What is kept of done jobs; and that the next one ends in another millisecond, since these go by the time."""
+        ended = dict(self._queue.redis.zrange(self._queue.key("done"), 0, -1, withscores=True))
+        stored = self._queue.redis.hgetall(self._queue.key("done:jobs"))
+        assert set(ended) == set(stored)
+        seen = {job_id.decode(): read_done(packed) for job_id, packed in stored.items()}
+        told = {job_id: (str(done.fence), done.result, len(done.attempts)) for job_id, done in seen.items()}
+        assert told == {
+            job_id: (done.fence, orjson.loads(done.result) if done.result else None, done.attempts)
+            for job_id, done in self._model.kept.items()
+        }
+        assert self._queue.viewer.counts().done == len(told)
+        newest_ms = max(ended.values(), default=0)
+        while self._server_ms() <= newest_ms:
+            pass
+        self._model.step += 1
+
+    def _server_ms(self) -> int:
+        seconds, micros = self._queue.redis.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
     def _check_journal(self) -> None:
         """Replayed from its beginning it gives what is there; each step adds what it added."""
         for entry_id, fields in self._queue.redis.xrange(self._queue.key("events"), self._read_up_to):
@@ -161,7 +186,9 @@ class Checks:
 
 
 def pass_time(queue: OneQueue, ms: int) -> None:
-    """Moves the time of everything that is scheduled or blocked back."""
+    """Moves the time of everything that is scheduled, blocked or done back."""
+    for job_id in queue.redis.zrange(queue.key("done"), 0, -1):
+        queue.redis.zincrby(queue.key("done"), -ms, job_id)
     for job_id, due in queue.redis.zrange(queue.key("scheduled"), 0, -1, withscores=True):
         queue.redis.zadd(queue.key("scheduled"), {job_id: due - ms})
     for job_id, entry in queue.redis.hgetall(queue.key("blocked")).items():

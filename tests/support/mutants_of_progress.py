@@ -76,7 +76,7 @@ MUTANTS_OF_PROGRESS = (
         "progress test_a_hint_that_goes_back_leaves_the_progress_of_others_alone",
     ),
     Mutant(
-        "lib/holdings.lua",
+        "lib/done_jobs.lua",
         "  forget_progress(ids)\n",
         "",
         "the progress of a job that is done stays for ever",

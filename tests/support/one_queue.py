@@ -1,13 +1,13 @@
 """One queue on the real server, driven by hand: every script through the class that calls it, and its whole state."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import redis
 
-from forq.broker.consuming import Consumer, Settled, Turn
+from forq.broker.consuming import Consumer, Results, Settled, Turn
 from forq.broker.journal import Event, read_entry
 from forq.broker.keeping import Keeper, Outcome, Position
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, pending_key, processing_key, queue_base, suspects_key
@@ -185,9 +185,10 @@ class HandWorker:
         fence: str | None = None,
         kind: str = "",
         error: str = NO,
+        results: Mapping[str, str] | None = None,
     ) -> list[str]:
-        """One turn; `done` and `failed` are ids, one letter each. The ids it claimed."""
-        jobs = self.whole_turn(want, done, failed, keep, fence, kind, error).jobs
+        """One turn; `done` and `failed` are ids, one letter each, `results` by id. The ids it claimed."""
+        jobs = self.whole_turn(want, done, failed, keep, fence, kind, error, results).jobs
         return [job_id.decode() for job_id in jobs[::2]]
 
     def whole_turn(
@@ -199,6 +200,7 @@ class HandWorker:
         fence: str | None = None,
         kind: str = "",
         error: str = NO,
+        results: Mapping[str, str] | None = None,
     ) -> Turn:
         self.number += 1
         by = self.fence if fence is None else fence
@@ -206,7 +208,10 @@ class HandWorker:
         gave_up: Settled = [
             part for job_id in failed for part in (job_id, by, 7, error, error, kind or "retriable", "", "0.5")
         ]
-        turn = self.consumer.turn(self.number, succeeded, gave_up, keep, want)
+        told: Results = []
+        for job_id, result in (results or {}).items():
+            told += (done.index(job_id) + 1, result.encode())
+        turn = self.consumer.turn(self.number, succeeded, gave_up, keep, want, told)
         self.fence = turn.fence or self.fence
         return turn
 

@@ -10,6 +10,8 @@ MAX_RETRIES = 2
 MAX_STALLS = 1
 MAX_TIMEOUTS = 0
 MAX_ITEMS = 7
+DONE_MAX = 3
+KEEP_DONE_MS = 60 * 60_000
 ATTEMPTS_KEPT = 10
 
 
@@ -36,6 +38,17 @@ class Dispatch:
         if self.update_data if self.reset is None else self.reset:
             job.retries = job.stalls = job.timeouts = job.attempts = 0
             job.suspect = False
+
+
+@dataclass(frozen=True)
+class ModelDone:
+    """A done job that is kept. `order`: in which step it ended."""
+
+    fence: str
+    result: str  # as it is stored
+    attempts: int
+    ended_ms: int
+    order: int
 
 
 @dataclass(frozen=True)
@@ -124,6 +137,10 @@ class ModelQueue:
     dead: int = 0
     paused: bool = False
     last_fence: int = 0
+    keeps: bool = True
+    kept: dict[str, ModelDone] = field(default_factory=dict)
+    # Which rule is being carried out: no two scripts of one rule settle what ran.
+    step: int = 0
 
     def enqueue(self, ids: list[str], dispatch: Dispatch, if_exists: str, token: str | None) -> list[str]:
         """What the call answers; raises Taken or Full, and then nothing has changed."""
@@ -159,6 +176,32 @@ class ModelQueue:
         job.scheduled = job.run_at > self.now_ms
         job.run_at = job.run_at if job.scheduled else 0
         return job
+
+    def _keep(self, ended: dict[str, str]) -> None:
+        """These have succeeded in one call, each with its result; they are not gone yet."""
+        self.processed += len(ended)
+        if not self.keeps or not ended:
+            return
+        for job_id, result in ended.items():
+            job = self.jobs[job_id]
+            fence = (job.owner or "").partition(":")[2]
+            if not job.removed:
+                self.kept[job_id] = ModelDone(fence, result, job.attempts, self.now_ms, self.step)
+        if not all(self.jobs[job_id].removed for job_id in ended):
+            self._forget()
+
+    def _forget(self) -> None:
+        in_order = sorted(self.kept, key=lambda job_id: (self.kept[job_id].order, job_id))
+        young = [job_id for job_id in in_order if self.kept[job_id].ended_ms > self.now_ms - KEEP_DONE_MS]
+        # What is too old went with what was too much, or after it: the oldest are the same.
+        self.kept = {job_id: self.kept[job_id] for job_id in young[-DONE_MAX:]}
+
+    def forget_in_time(self) -> None:
+        """A heartbeat, or a call of promote."""
+        if self.keeps:
+            self._forget()
+        else:
+            self.kept = {}
 
     def _end(self, job_id: str) -> None:
         """The active job is over: what is blocked behind it becomes a job of its own."""
@@ -196,6 +239,7 @@ class ModelQueue:
         for job in self.jobs.values():
             job.run_at = max(0, job.run_at - ms)
             job.blocked = [replace(dispatch, run_at=max(0, dispatch.run_at - ms)) for dispatch in job.blocked]
+        self.kept = {job_id: replace(done, ended_ms=done.ended_ms - ms) for job_id, done in self.kept.items()}
 
     def promote(self) -> None:
         for job in self.jobs.values():
@@ -211,14 +255,14 @@ class ModelQueue:
     def settle(self, worker: ModelWorker, done: str, failed: str, how: Failure, fence: str) -> list[str]:
         """The ids that are refused."""
         refused = []
+        owned = {job_id for job_id, job in self.jobs.items() if job.owner == f"{worker.name}:{fence}"}
+        self._keep({job_id: result_of(job_id) for job_id in done if job_id in owned})
         for job_id in done + failed:
-            job = self.jobs.get(job_id)
-            if job is None or job.owner != f"{worker.name}:{fence}":
+            if job_id not in owned:
                 refused.append(job_id)
-            elif job_id in done:
-                self.processed += 1
-                self._end(job_id)
-            elif job.removed:
+                continue
+            job = self.jobs[job_id]
+            if job_id in done or job.removed:
                 self._end(job_id)
             elif how.kind == "timeout":
                 job.lost("timed_out")
@@ -236,10 +280,10 @@ class ModelQueue:
 
     def ran(self, worker: ModelWorker, job_ids: str) -> None:
         """Done without a word of the worker."""
-        for job_id in job_ids:
-            if self.owns(worker, job_id):
-                self.processed += 1
-                self._end(job_id)
+        ended = [job_id for job_id in job_ids if self.owns(worker, job_id)]
+        self._keep(dict.fromkeys(ended, ""))
+        for job_id in ended:
+            self._end(job_id)
 
     def hand_back(self, job_ids: Iterable[str], running: str | None = None, outcome: str = "") -> None:
         for job_id in job_ids:
@@ -283,3 +327,8 @@ class ModelQueue:
         elif only is not None and self.owns(worker, only):
             running = only
         self.hand_back(self.owned(worker), running, outcome)
+
+
+def result_of(job_id: str) -> str:
+    """What workers say that the handler returned."""
+    return f'"of {job_id}"'

@@ -14,7 +14,7 @@ from forq.scoreboard import Scoreboard, Slot, Word, unpack_word
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
-from forq.workers.loop import MAX_BATCH, SLOW_NS, WorkerLoop
+from forq.workers.loop import MAX_BATCH, RESULTS_BYTES, SLOW_NS, WorkerLoop
 from forq.workers.recycling import Recycling
 
 
@@ -34,6 +34,7 @@ class Call:
     failed: list[Any]
     keep: int
     want: int
+    results: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -45,8 +46,8 @@ class ScriptedConsumer:
     queue: str = "q"
     on_turn: Callable[[], None] = lambda: None
 
-    def turn(self, number: int, done: list[Any], failed: list[Any], keep: int, want: int) -> Turn:
-        self.calls.append(Call(number, list(done), list(failed), keep, want))
+    def turn(self, number: int, done: list[Any], failed: list[Any], keep: int, want: int, results: list[Any]) -> Turn:
+        self.calls.append(Call(number, list(done), list(failed), keep, want, list(results)))
         self.on_turn()
         answer = next(self.answers)
         if isinstance(answer, Exception):
@@ -293,3 +294,56 @@ def test_after_max_jobs_it_claims_no_more_and_says_so_once() -> None:
     rig.step()
     assert [call.want for call in rig.consumer.calls] == [3, 1, 0, 0]
     assert rig.replaced == ["max_jobs = 3"]
+
+
+KEEPS = Limits(timeout_ms=0, size=10, priority=0, max_result_bytes=RESULTS_BYTES)
+
+
+def test_results_go_with_the_turn_by_the_number_of_their_job() -> None:
+    def fail_on_b(data: Any, job: Any) -> str:
+        if job.id == "b":
+            raise ValueError("no")
+        return f"of {job.id}"
+
+    rig = Rig(fail_on_b, jobs("a", "b", "c", "d", limits=KEEPS), jobs(limits=KEEPS, fence=""), NOTHING)
+    rig.step()
+    rig.step()
+    first, second = rig.consumer.calls[1:]
+    assert (first.done[::3], first.results) == ([b"a"], [1, b'"of a"'])
+    assert (second.done[::3], second.results) == ([b"c", b"d"], [1, b'"of c"', 2, b'"of d"'])
+
+
+def test_results_that_nobody_keeps_are_not_even_encoded() -> None:
+    rig = Rig(lambda data, job: object(), jobs("a"), jobs("b", limits=KEEPS), NOTHING)
+    rig.step()
+    rig.step()
+    assert rig.consumer.calls[1].results == []
+    rig.step()
+    assert rig.consumer.calls[2].results[1].startswith(b"!what its handler returned is not JSON")
+
+
+def test_results_are_sent_again_after_a_lost_reply() -> None:
+    rig = Rig(lambda data, job: 5, jobs("a", limits=KEEPS), OutcomeUnknown("lost"), NOTHING, NOTHING)
+    rig.step()
+    rig.step()
+    assert [call.results for call in rig.consumer.calls[1:3]] == [[1, b"5"], [1, b"5"]]
+    rig.step()
+    assert rig.consumer.calls[3].results == []
+
+
+def test_with_too_much_in_hand_it_takes_a_turn_before_the_next_job() -> None:
+    large = "x" * (RESULTS_BYTES // 2)
+    rig = Rig(lambda data, job: large, jobs("a", "b", "c", limits=KEEPS), jobs(limits=KEEPS, fence=""), NOTHING)
+    rig.step()
+    turn = rig.consumer.calls[1]
+    assert (turn.done[::3], turn.keep, turn.want) == ([b"a", b"b"], 1, 0)
+    rig.step()
+    assert rig.consumer.calls[2].done[::3] == [b"c"]
+
+
+def test_a_worker_that_leaves_gives_its_results() -> None:
+    rig = Rig(lambda data, job: 5, jobs("a", limits=KEEPS), NOTHING)
+    rig.step()
+    rig.consumer.leave = rig.consumer.close = lambda *_: None  # type: ignore[attr-defined]
+    rig.loop.leave()
+    assert rig.consumer.calls[1].results == [1, b"5"]

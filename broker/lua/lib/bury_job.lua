@@ -49,8 +49,8 @@ local function bury_jobs(jobs)
     return line .. job.body .. ',"error":' .. error .. '}'
   end
 
-  local ids = {}
-  for i, job in ipairs(jobs) do ids[i] = job.id end
+  local ids, fences = {}, {}
+  for i, job in ipairs(jobs) do ids[i], fences[i] = job.id, job.fence end
   local owners = redis.call('HMGET', key('active'), unpack(ids))
   local tried = redis.call('EXISTS', key('attempts')) == 1 and redis.call('HMGET', key('attempts'), unpack(ids)) or {}
   redis.call('HDEL', key('jobs'), unpack(ids))
@@ -84,6 +84,7 @@ local function bury_jobs(jobs)
   forget_attempts(ids)
   forget_progress(ended)
   unblock(ended)
+  tell_waiters(ids, 'dead', fences)
   local excess = redis.call('ZCARD', key('dead')) - option('dead_max')
   local most = math.max(DEAD_EXPIRED_PER_CALL, 2 * #jobs)
   if excess > 0 then forget_dead(redis.call('ZRANGE', key('dead'), 0, math.min(excess, most) - 1)) end

@@ -61,6 +61,7 @@ local function settle_failure(failure)
     forget_attempts({ id })
     note('cancelled ' .. fence .. ' ' .. id)
     unblock({ id })
+    tell_waiters({ id }, 'cancelled')
     return true
   end
   return false

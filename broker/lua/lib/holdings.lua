@@ -15,25 +15,11 @@ local function fence_of(owner)
   return string.match(owner, ':(%d+)')
 end
 
--- Success of ids whose ownership has been checked. `notes`: what the journal says of them, by fence.
-local function settle_done(ids, notes)
-  if #ids == 0 then return end
-  redis.call('HDEL', key('jobs'), unpack(ids))
-  redis.call('HDEL', key('active'), unpack(ids))
-  forget_progress(ids)
-  forget_attempts(ids)
-  redis.call('INCRBY', key('processed:count'), #ids)
-  for fence, entries in pairs(notes) do
-    if #entries > 0 then note('done ' .. fence .. ' ' .. table.concat(entries, ' ')) end
-  end
-  unblock(ids)
-end
-
 -- Gives the ids of `list` back, in order, before all that waits. Owned ids lose their owner; ids that were moved
 -- here but never begun are hints of priority 5 and are treated as such. The caller empties the processing list.
 -- `lost` (or nil): the job that was running when its worker was lost: its id, its outcome, and what counts it (losses.lua).
 -- One that timed out goes to the back of its place, one that was killed is cancelled.
--- `kept` (or nil): an id that the worker goes on running; if it is in `list` too, that is a hint.
+-- `kept` (or nil): ids (as keys) that stay with the worker; one that is in `list` too is a hint there.
 local function hand_back(worker, list, lost, kept)
   if #list == 0 then return end
   local owners = redis.call('HMGET', key('active'), unpack(list))
@@ -41,7 +27,7 @@ local function hand_back(worker, list, lost, kept)
   local front, back, later, freed, removed, returned, seen = {}, nil, {}, {}, {}, {}, {}
   for i, id in ipairs(list) do
     local owner, record = owners[i], records[i]
-    local owned = is_owner(worker, owner) and not seen[id] and id ~= kept
+    local owned = is_owner(worker, owner) and not seen[id] and not (kept and kept[id])
     if owned then
       seen[id] = true
       freed[#freed + 1] = id
@@ -82,6 +68,7 @@ local function hand_back(worker, list, lost, kept)
     if mode ~= 'work' then redis.call('ZREM', key('expiries'), unpack(removed)) end
     forget_attempts(removed)
     unblock(removed)
+    tell_waiters(removed, 'cancelled')
   end
   note_ids('returned', 0, returned)
   for _, job in ipairs(later) do

@@ -68,6 +68,8 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
     columns = _COLUMNS
     if any(queue["mode"] not in (None, "work") for queue in queues):
         columns = (*_COLUMNS[:1], ("MODE", "mode"), *_COLUMNS[1:], ("AWAITED BY", "awaiters"))
+    if any(queue.get("done") for queue in queues):
+        columns = (*columns, ("KEPT", "done"))
     show_table(
         (*(title for title, _ in columns), "OLDEST", "CHILDREN"),
         [

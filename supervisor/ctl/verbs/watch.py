@@ -1,4 +1,4 @@
-"""watch: one job until it leaves the queue, a line per change; on a terminal its progress is a bar."""
+"""watch: one job until it has ended, a line per change, at last its result; on a terminal its progress is a bar."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def watch(args: Namespace) -> int:
         if job is not None and job["seen"] != seen:
             seen = job.pop("seen")
             screen.show(job)
-            if job["state"] in ("dead", "gone"):
+            if job["state"] in ("dead", "done", "gone"):
                 return DEAD if job["state"] == "dead" else 0
         if until is not None and time.monotonic() >= until:
             screen.end()
@@ -89,8 +89,18 @@ def _described(job: dict[str, Any]) -> str:
     state, progress, error = job["state"], job.get("progress"), job.get("error")
     if state == "gone":
         return "gone: it is done, released or cancelled"
+    if state == "done":
+        return f"done: {_result(job)}"
     if progress is not None:
         return f"{state} {printable(show_progress(progress['fraction'], progress['text']))}"
     if isinstance(error, dict):
         return printable(f"{state}: {error.get('name')}: {error.get('message')}")
     return f"{state} until {moment(job['run_at'])}" if job.get("run_at") else str(state)
+
+
+def _result(job: dict[str, Any]) -> str:
+    if "result_error" in job:
+        return printable(f"no result: {job['result_error']}")
+    from forq.wire import encode
+
+    return printable(encode(job["result"]).decode())

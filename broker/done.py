@@ -1,0 +1,66 @@
+"""Done jobs that a queue keeps, with what their handlers returned.
+
+`done` holds ids by the time they ended, `done:jobs` under the same id ENDED_MS ' ' FENCE ' ' MICROS '\\n' RESULT '\\n'
+RECORD '\\n' ATTEMPTS. RESULT is JSON; '' if it was lost with its worker; or '!' and why there is none.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+
+from forq.broker.record import read_error, unpack
+from forq.errors import InvalidData
+
+LOST = "its result was lost: its worker died before it could tell it"
+
+
+@dataclass(frozen=True, slots=True)
+class DoneJob:
+    """`result_error`: why there is no result (None: there is one, which may be None). `record`: packed."""
+
+    ended_ms: int
+    fence: int
+    micros: int | None
+    result: Any
+    result_error: str | None
+    record: bytes
+    attempts: list[Any]
+
+    def show(self, job_id: str) -> dict[str, Any]:
+        """Everything known about it."""
+        shown: dict[str, Any] = {"id": job_id, "state": "done", "fence": self.fence}
+        try:
+            fields = asdict(unpack(self.record))
+            enqueued_ms, _ = fields.pop("enqueued_ms"), fields.pop("suspect")
+            fields["identifier"] = fields["identifier"] or job_id
+            shown |= fields | {"enqueued_at": enqueued_ms / 1000}
+        except InvalidData as exc:
+            shown["record_error"] = str(exc)
+        run_seconds = None if self.micros is None else self.micros / 1e6
+        shown |= {"ended_at": self.ended_ms / 1000, "run_seconds": run_seconds, "attempts": self.attempts}
+        known = {"result": self.result} if self.result_error is None else {"result_error": self.result_error}
+        return shown | known
+
+
+def read_done(packed: bytes) -> DoneJob:
+    """What is kept of a done job; of what is broken, what can be shown."""
+    head, _, rest = packed.partition(b"\n")
+    packed_result, _, rest = rest.partition(b"\n")
+    record, _, packed_attempts = rest.rpartition(b"\n")
+    ended_ms, fence, micros = (int(part) if part.isdigit() else None for part in (*head.split(b" "), b"", b"", b"")[:3])
+    result, result_error = _read_result(packed_result)
+    attempts = read_error(packed_attempts)
+    tried = attempts if isinstance(attempts, list) else [attempts]
+    return DoneJob(ended_ms or 0, fence or 0, micros, result, result_error, record, tried)
+
+
+def _read_result(packed: bytes) -> tuple[Any, str | None]:
+    if not packed:
+        return None, LOST
+    if packed.startswith(b"!"):
+        return None, packed[1:].decode(errors="replace")
+    try:
+        return orjson.loads(packed), None
+    except ValueError as exc:
+        return None, f"what is kept of it is not JSON: {exc}"

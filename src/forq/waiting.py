@@ -1,0 +1,124 @@
+"""Waits for the end of a job, without polling.
+
+1. It subscribes, then looks (by which it is written down): whatever happens after the look is heard.
+2. It looks again when it has heard something, and in half the time for which it is written down.
+3. After a broken connection it starts over, with the same job in mind: what ended meanwhile is found by a look.
+"""
+
+import select
+import time
+from collections.abc import Callable
+from typing import Any
+
+from forq.broker.done import DoneJob
+from forq.broker.ends import Ends, Look, Place
+from forq.broker.listening import Listener
+from forq.errors import JobDead, NoResult, RedisUnavailable, UnknownJob, UnknownQueue, WaitTimeout
+
+VALID_SECONDS = 60.0
+RECONNECT_SECONDS = (0.02, 0.1, 0.25, 0.5, 1.0)
+
+
+def wait_for_result(ends: Ends, timeout_seconds: float | None, now: Callable[[], float] = time.monotonic) -> Any:
+    """What the job's handler returned, once it is done."""
+    return _Wait(ends, None if timeout_seconds is None else now() + timeout_seconds, now).result()
+
+
+class _Wait:
+    def __init__(self, ends: Ends, deadline: float | None, now: Callable[[], float]) -> None:
+        self._ends = ends
+        self._deadline = deadline
+        self._now = now
+        self._listener = ends.listener()
+        self._job = f"job {ends.job_id!r} of queue {ends.queue!r}"
+        # Which job is meant, once that was seen.
+        self._place: Place | None = None
+
+    def result(self) -> Any:
+        tries = 0
+        try:
+            while True:
+                try:
+                    if not self._listener.connected:
+                        self._listener.connect()
+                    done = self._listen_until_done()
+                    return self._result_of(done)
+                except RedisUnavailable as exc:
+                    # Who has not seen the job yet is told at once, as by any other call.
+                    if self._place is None:
+                        raise
+                    self._listener.close()
+                    self._pause(tries, exc)
+                    tries += 1
+        finally:
+            self._listener.close()
+
+    def _listen_until_done(self) -> DoneJob:
+        # A death that nobody heard has to be looked for; another job of that id may be live by now.
+        unheard, how = self._place is not None, None
+        while True:
+            look = self._ends.look(self._place, round(VALID_SECONDS * 1000))
+            self._place = look.place
+            if look.done is not None:
+                return look.done
+            if how == "done":
+                raise UnknownJob(f"{self._job} is done, and its result is not kept (any more)")
+            if unheard or not look.live:
+                self._raise_if_dead(look.place)
+            if not look.live:
+                raise UnknownJob(f"{self._job} is not there, and no result of it is kept")
+            unheard, how = False, self._hear(look)
+            if how == "dead":
+                self._raise_if_dead(look.place)
+                raise JobDead(f"{self._job} failed for good, and its error is not kept any more")
+
+    def _hear(self, look: Look) -> str | None:
+        """How the job has ended; None if it is time to look again."""
+        look_again_at = self._now() + VALID_SECONDS / 2
+        while True:
+            self._check_time()
+            wake_at = look_again_at if self._deadline is None else min(look_again_at, self._deadline)
+            for how, fence in _heard(self._listener, wake_at - self._now()):
+                if how == "deleted":
+                    raise UnknownQueue(f"queue {self._ends.queue!r} was deleted")
+                # What has an earlier fence is the end of an earlier job, which was on its way before the look.
+                if how == "cancelled" or fence >= look.place.fence:
+                    return how
+            if self._now() >= look_again_at:
+                return None
+
+    def _raise_if_dead(self, place: Place) -> None:
+        error = self._ends.error_of_dead(place)
+        if error is not None:
+            raise JobDead(f"{self._job} failed for good: {_shown(error)}", error)
+
+    def _result_of(self, done: DoneJob) -> Any:
+        if done.result_error is not None:
+            raise NoResult(f"{self._job} is done: {done.result_error}")
+        return done.result
+
+    def _check_time(self) -> None:
+        if self._deadline is not None and self._now() >= self._deadline:
+            raise WaitTimeout(f"{self._job} has not ended yet")
+
+    def _pause(self, tries: int, exc: RedisUnavailable) -> None:
+        seconds = RECONNECT_SECONDS[min(tries, len(RECONNECT_SECONDS) - 1)]
+        if self._deadline is not None:
+            left = self._deadline - self._now()
+            if left <= 0:
+                raise WaitTimeout(f"{self._job} has not ended, as far as is known: {exc}") from exc
+            seconds = min(seconds, left)
+        time.sleep(seconds)
+
+
+def _heard(listener: Listener, seconds: float) -> list[tuple[str, int]]:
+    """What comes within so long: how it ended, and the fence of its last attempt (0: it had none)."""
+    poll = select.poll()
+    poll.register(listener.fileno(), select.POLLIN)
+    poll.poll(max(0.0, seconds) * 1000)
+    messages = (message.partition(" ") for _, message in listener.hear())
+    return [(how, int(fence) if fence.isdigit() else 0) for how, _, fence in messages]
+
+
+def _shown(error: Any) -> str:
+    return f"{error.get('name')}: {error.get('message')}" if isinstance(error, dict) else str(error)

@@ -1,0 +1,132 @@
+"""What a handler returned, as it is kept: JSON, or why there is none. Nothing of it fails the job."""
+
+import enum
+import os
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from forq.broker.record import pack_body
+from forq.workers.attempt import Attempts
+from forq.workers.handlers import Handlers
+from forq.workers.results import MAX_REASON, encode_result
+
+RECORD = b"p5 1700000000123\n" + pack_body(1, None, None)
+
+
+def result_of(handler: Any, max_bytes: int = 100) -> bytes | None:
+    attempts = Attempts("q", Handlers({None: handler}))
+    attempts.max_result_bytes = max_bytes
+    assert attempts.attempt("id1", RECORD, 9) is None, "it is done all the same"
+    attempts.close()
+    return attempts.result
+
+
+class Shade(enum.Enum):
+    DARK = "dark"
+
+
+@pytest.mark.parametrize(
+    ("value", "packed"),
+    [
+        (None, b"null"),
+        (False, b"false"),
+        ("ü\n", '"ü\\n"'.encode()),
+        ({"a": (1, 2.5)}, b'{"a":[1,2.5]}'),
+        (Shade.DARK, b'"dark"'),
+        ("x" * 98, b'"' + 98 * b"x" + b'"'),
+    ],
+)
+def test_json_is_kept_in_one_line(value: Any, packed: bytes) -> None:
+    assert result_of(lambda data, job: value) == packed
+
+
+def recursive() -> list[Any]:
+    own: list[Any] = []
+    own.append(own)
+    return own
+
+
+class Odd(dict[str, Any]):
+    """Lies about what is in it, and leaves when it is asked."""
+
+    def values(self) -> Any:
+        raise SystemExit("never")
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("never")
+
+
+class Worse(Odd):
+    def values(self) -> Any:
+        raise Silent
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (object(), "is not JSON: Type is not JSON serializable: object"),
+        (datetime.now(UTC), "is not JSON: Type is not JSON serializable: datetime"),
+        ({1: 2}, "is not JSON: Dict key must be str"),
+        (2**64, "is not JSON: Integer exceeds 64-bit range"),
+        (float("nan"), "NaN and Infinity are not allowed"),
+        ("\ud800", "is not JSON"),
+        (recursive(), "is not JSON: Recursion limit reached"),
+        (Odd(a=None), "never"),
+        (Worse(a=None), "cannot be written as JSON, and why cannot be told (SystemExit)"),
+        ("x" * 99, "it is longer than max_data = 100 bytes"),
+        (type("L\noong" * 200, (), {})(), "is not JSON"),
+    ],
+)
+def test_what_is_no_json_or_too_long_is_a_reason_in_one_line(value: Any, reason: str) -> None:
+    packed = result_of(lambda data, job: value)
+    assert packed is not None
+    assert packed.startswith(b"!")
+    assert reason in packed.decode()
+    assert b"\n" not in packed
+    assert len(packed) <= 1 + MAX_REASON
+
+
+def test_what_a_coroutine_returns_is_kept_with_and_without_a_deadline() -> None:
+    async def handle(data: Any, job: Any) -> str:
+        return "later"
+
+    assert result_of(handle) == b'"later"'
+
+
+def test_the_result_of_one_attempt_is_not_taken_for_that_of_the_next() -> None:
+    def handle(data: Any, job: Any) -> int:
+        if job.id == "bad":
+            raise ValueError("no")
+        return 1
+
+    attempts = Attempts("q", Handlers({None: handle}))
+    attempts.max_result_bytes = 100
+    attempts.attempt("good", RECORD, 9)
+    assert attempts.result == b"1"
+    assert attempts.attempt("bad", RECORD, 9) is not None
+    assert attempts.result is None
+    attempts.max_result_bytes = 0
+    attempts.attempt("good", RECORD, 9)
+    assert attempts.result is None, "its queue keeps nothing"
+
+
+def test_a_forked_copy_that_comes_back_says_nothing() -> None:
+    def handle(data: Any, job: Any) -> int:
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, 0)
+        return 1
+
+    assert result_of(handle) == b"1"
+
+
+def test_a_reason_holds_no_lone_surrogates() -> None:
+    class Strange(Odd):
+        def values(self) -> Any:
+            raise ValueError("\ud800")
+
+    encode_result(Strange(a=None), 100).decode()
