@@ -1,7 +1,8 @@
 """The packed record of a job: what the hash `jobs` holds under its id.
 
-    FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\\n' [identifier, type, data (, trace)]
+    FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\\n' BODY
 
+BODY is JSON, [identifier, type, data], and a fourth element if it was enqueued within a trace (trace_context.py).
 FLAG is `p` (plain: all counts are 0) or `c` (the counts follow). LANE is 0 in the main lane; the number of the attempt
 that the job waits for in the retry lane; -1 for a suspect, which runs alone next time. The server writes the part
 before the newline; the rest is JSON that no script ever decodes, so that data comes back exactly as it went in. A dead

@@ -54,10 +54,10 @@ class Config:
     control_group: str | None
     cgroup: str
     embedded_server: str | None
-    tracing: str
     queues: tuple[QueueSpec, ...]
     # Of the queues that do not say theirs.
     mode: str = WORK
+    tracing: str = OFF
     pipeline: "Pipeline | None" = None
     bridges: "tuple[BridgePlace, ...]" = ()
     # Of each queue of the file its schedules, by key, as they were given.

@@ -1,7 +1,7 @@
 """One OpenTelemetry span per attempt, below the span in which the job was enqueued. Needs forq[tracing].
 
-`tracing = "otlp"` sends them where the usual OTEL_EXPORTER_OTLP_* variables say; "file:PATH" appends a line of JSON per span.
-Spans are sent in batches by a thread of the SDK's: no job waits for that, and a process that is killed takes some along.
+`tracing = "otlp"` sends them where the usual OTEL_EXPORTER_OTLP_* variables say; "file:PATH" appends a line of JSON each.
+They are sent in batches by a thread of the SDK's: no job waits for that, and a process that is killed takes some along.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = TraceContextTextMapPropagator().extract(job.trace or {})
-        attributes = {
+        attributes: dict[str, str | int] = {
             "messaging.system": "forq",
             "messaging.operation.type": "process",
             "messaging.destination.name": job.queue,
