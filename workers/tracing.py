@@ -1,6 +1,6 @@
 """One OpenTelemetry span per attempt, below the span in which the job was enqueued. Needs forq[tracing].
 
-`tracing = "otlp"` sends them where the usual OTEL_EXPORTER_OTLP_* variables say, "file:PATH" writes a line of JSON each.
+`tracing = "otlp"` sends them where the usual OTEL_EXPORTER_OTLP_* variables say, "file:PATH" writes a line each.
 They are sent in batches by a thread of the SDK's: no job waits for that, and a process that is killed takes some along.
 """
 
