@@ -213,4 +213,5 @@ def _describe(queue: str, worker: str, hand: Hand) -> dict[str, Any]:
         counts=(record.retry_count, record.stall_count, record.timeout_count),
         enqueued_at=record.enqueued_ms / 1000,
         fence=hand.fence,
+        trace=record.trace,
     )

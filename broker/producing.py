@@ -13,6 +13,7 @@ from forq.broker.scripts import script
 from forq.errors import ForqError, InvalidData, UsageError
 from forq.ids import new_id
 from forq.names import check_job_id, check_queue_name, check_type, shown
+from forq.trace_context import current_trace
 from forq.version import PROTOCOL
 
 CHUNK_JOBS = 500
@@ -73,7 +74,8 @@ def new_job(
     if type is not None:
         check_type(type)
     checked_token = "" if token is None else check_job_id(token, "token")
-    return NewJob(job_id, priority, pack_body(data, identifier, type), checked_token, _when(run_at, run_in))
+    body = pack_body(data, identifier, type, current_trace())
+    return NewJob(job_id, priority, body, checked_token, _when(run_at, run_in))
 
 
 def _when(run_at: datetime | float | None, run_in: timedelta | float | None) -> str:

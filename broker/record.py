@@ -1,7 +1,8 @@
 """The packed record of a job: what the hash `jobs` holds under its id.
 
-    FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\\n' [identifier, type, data]
+    FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\\n' BODY
 
+BODY is JSON, [identifier, type, data], and a fourth element if it was enqueued within a trace (trace_context.py).
 FLAG is `p` (plain: all counts are 0) or `c` (the counts follow). LANE is 0 in the main lane; the number of the attempt
 that the job waits for in the retry lane; -1 for a suspect, which runs alone next time. The server writes the part
 before the newline; the rest is JSON that no script ever decodes, so that data comes back exactly as it went in. A dead
@@ -32,9 +33,11 @@ class Record:
     identifier: str | None
     type: str | None
     data: Any
+    # The trace context of who enqueued it (trace_context.py).
+    trace: Any = None
 
 
-def pack_body(data: Any, identifier: str | None, job_type: str | None) -> bytes:
+def pack_body(data: Any, identifier: str | None, job_type: str | None, trace: dict[str, str] | None = None) -> bytes:
     """The client's part of a record; refuses what is not JSON."""
     if identifier is not None and len(identifier) > MAX_IDENTIFIER:
         raise InvalidData(f"identifier is longer than {MAX_IDENTIFIER} characters")
@@ -42,7 +45,8 @@ def pack_body(data: Any, identifier: str | None, job_type: str | None) -> bytes:
         names = b"[null,null," if identifier is None and job_type is None else _pack_names(identifier, job_type)
     except (TypeError, ValueError) as exc:
         raise InvalidData(f"job data is not JSON: {exc}") from exc
-    return names + pack_data(data) + b"]"
+    end = b"]" if trace is None else b"," + orjson.dumps(trace) + b"]"
+    return names + pack_data(data) + end
 
 
 def pack_data(data: Any, what: str = "job data") -> bytes:
@@ -65,12 +69,14 @@ def unpack(packed: bytes) -> Record:
     """Reads a record; raises InvalidData if it is broken."""
     head, _, body = packed.partition(b"\n")
     try:
-        identifier, job_type, data = orjson.loads(body)
+        identifier, job_type, data, *rest = orjson.loads(body)
         fields = head[3:].split(b" ")
         enqueued_ms = int(fields[0])
         retries, stalls, timeouts = map(int, fields[1:4]) if len(fields) > 1 else (0, 0, 0)
         suspect = fields[4:5] == [b"-1"]
-        return Record(int(head[1:2]), enqueued_ms, retries, stalls, timeouts, suspect, identifier, job_type, data)
+        counts = (retries, stalls, timeouts)
+        trace = rest[0] if rest else None
+        return Record(int(head[1:2]), enqueued_ms, *counts, suspect, identifier, job_type, data, trace)
     except (ValueError, TypeError) as exc:
         raise InvalidData(f"broken job record: {exc}") from exc
 

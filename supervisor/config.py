@@ -21,6 +21,7 @@ from forq.names import shown
 from forq.options import WORK, Option, QueueSpec, Value, check_mode, defaults, nearest
 from forq.schedules import read_schedules
 from forq.supervisor.embedded import check_socket_path
+from forq.trace_context import FILE, OFF, OTLP, can_trace
 
 UNITS_PER_CPU = 100
 PIPELINE_QUEUE = "forq-pipeline"
@@ -56,6 +57,7 @@ class Config:
     queues: tuple[QueueSpec, ...]
     # Of the queues that do not say theirs.
     mode: str = WORK
+    tracing: str = OFF
     pipeline: "Pipeline | None" = None
     bridges: "tuple[BridgePlace, ...]" = ()
     # Of each queue of the file its schedules, by key, as they were given.
@@ -264,6 +266,7 @@ def _assemble(
         control_group=cast(str | None, values["control_group"]),
         cgroup=str(values["cgroup"] or "auto"),
         embedded_server=cast(str | None, values["embedded_server"]),
+        tracing=str(values["tracing"] or OFF),
         queues=queues,
         mode=str(values["mode"] or WORK),
     )
@@ -357,6 +360,17 @@ def _read_group(given: Given) -> str | None:
         raise given.refuse("a group of this machine") from exc
 
 
+def _read_tracing(given: Given) -> str:
+    setting = given.value
+    if isinstance(setting, str) and setting.startswith(FILE) and len(setting) > len(FILE):
+        setting = FILE + os.path.abspath(given.base / setting.removeprefix(FILE))
+    elif setting not in (OFF, OTLP):
+        raise given.refuse('"off", "otlp" or "file:PATH"')
+    if setting != OFF and not can_trace(str(setting)):
+        raise ConfigError(f"{given.where}: tracing = {shown(setting)} needs OpenTelemetry: pip install 'forq[tracing]'")
+    return str(setting)
+
+
 def _read_cgroup(given: Given) -> str:
     if given.value not in ("auto", "off"):
         raise given.refuse('"auto" or "off"')
@@ -406,5 +420,6 @@ _SETTINGS: Mapping[str, Callable[[Given], object]] = {
     "cgroup": _read_cgroup,
     "embedded_server": _read_program,
     "mode": _read_mode,
+    "tracing": _read_tracing,
     **{name: _number_reader(option) for name, option in _NUMBERS.items()},
 }

@@ -171,6 +171,7 @@ class Services:
                 leash=leash,
                 watch_fd=self._watch_fd,
                 tree_lock_fd=self._state.tree_lock_fd,
+                tracing=self._config.tracing,
             )
         )
 

@@ -10,6 +10,7 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -23,11 +24,14 @@ from forq.scoreboard import WORD, Slot
 from forq.workers.exec_messages import ProgramFailed
 from forq.workers.handlers import Handlers
 from forq.workers.results import encode_result
+from forq.workers.tracing import Tracing
 
 MAX_MESSAGE = 2000
 # A coroutine is cancelled at its deadline; one that goes on all the same for so long is ended with its process.
 CANCEL_MS = 1000
 MAX_TRACEBACK = 8000
+
+_UNTRACED = nullcontext()
 
 log = logging.getLogger("forq")
 
@@ -50,7 +54,12 @@ class Attempts:
     `max_result_bytes`: how long what a handler returns may be (0: it is not kept)."""
 
     def __init__(
-        self, queue: str, handlers: Handlers, slot: Slot | None = None, reporter: Reporter | None = None
+        self,
+        queue: str,
+        handlers: Handlers,
+        slot: Slot | None = None,
+        reporter: Reporter | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.timeout_seconds = 0.0
         self.max_result_bytes = 0
@@ -60,6 +69,7 @@ class Attempts:
         self._handlers = handlers.for_worker()
         self._slot = slot
         self._reporter = reporter
+        self._tracing = tracing
         self._runner: asyncio.Runner | None = None
         self._pid = os.getpid()
 
@@ -70,9 +80,10 @@ class Attempts:
             data, job = self._read(job_id, record, fence)
             if self._slot is not None:
                 job._reporter, job._position = self._reporter, self._slot.words[WORD]
-            result = self._handlers.for_type(job.type)(data, job)
-            if inspect.iscoroutine(result):
-                result = self._run_async(result)
+            with _UNTRACED if self._tracing is None else self._tracing.attempt(job):
+                result = self._handlers.for_type(job.type)(data, job)
+                if inspect.iscoroutine(result):
+                    result = self._run_async(result)
             if self.max_result_bytes:
                 self.result = encode_result(result, self.max_result_bytes)
         except BaseException as exc:  # a handler may raise anything, SystemExit too; the worker must outlive it
@@ -119,8 +130,10 @@ class FailAttempts(Attempts):
     def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
         stored, job = read_job(self._queue, job_id, record, fence)
         try:
-            (identifier, job_type, data), original, error = stored
+            (identifier, job_type, data, *trace), original, error = stored
             original |= {"identifier": identifier or original["id"], "type": job_type}
+            # The fail handler runs within the same trace.
+            job.trace = trace[0] if trace else None
         except (TypeError, ValueError, KeyError) as exc:
             raise InvalidData(f"broken fail job: {exc}") from exc
         return [data, original, error], job
@@ -144,16 +157,20 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
         # The common case, in as few steps as possible: FLAG PRIORITY ' ' ENQUEUED_MS '\n' BODY.
         newline = packed.find(b"\n", 3)
         try:
-            identifier, job_type, data = orjson.loads(packed[newline + 1 :])
+            identifier, job_type, data, *rest = orjson.loads(packed[newline + 1 :])
             enqueued_at = int(packed[3:newline]) / 1000
-            return data, Job(queue, job_id, identifier or job_id, job_type, packed[1] - 48, enqueued_at, fence)
+            job = Job(queue, job_id, identifier or job_id, job_type, packed[1] - 48, enqueued_at, fence)
+            if rest:
+                job.trace = rest[0]
+            return data, job
         except (ValueError, TypeError) as exc:
             raise InvalidData(f"broken job record: {exc}") from exc
     record = unpack(packed)
     counts = (record.retry_count, record.stall_count, record.timeout_count)
     identifier = record.identifier or job_id
     enqueued_at = record.enqueued_ms / 1000
-    return record.data, Job(queue, job_id, identifier, record.type, record.priority, enqueued_at, fence, counts)
+    about = (identifier, record.type, record.priority, enqueued_at)
+    return record.data, Job(queue, job_id, *about, fence, counts, record.trace)
 
 
 def describe_failure(exc: BaseException) -> Failure:

@@ -16,6 +16,7 @@ from forq.errors import ConfigError, Fenced, IncompatibleProtocol, UnknownQueue
 from forq.ids import new_id
 from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Scoreboard, Slot, State
+from forq.trace_context import OFF
 from forq.workers.attempt import Attempts, FailAttempts
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers, load_fail_handler, load_handlers
@@ -26,6 +27,7 @@ from forq.workers.recycling import Recycling
 from forq.workers.release_loop import IdleLoop, ReleaseLoop
 from forq.workers.retry_loop import RetryLoop
 from forq.workers.stack import offer_stack
+from forq.workers.tracing import Tracing
 
 log = logging.getLogger("forq")
 
@@ -48,6 +50,7 @@ class ChildSettings:
     leash: socket.socket
     watch_fd: int
     tree_lock_fd: int
+    tracing: str = OFF
 
 
 def run_child(settings: ChildSettings) -> int:
@@ -78,6 +81,7 @@ class _Crew:
         self._grants = {slot.number: Grant(self._tell, slot.number) for slot in self._slots}
         self._recycling = Recycling(settings.options, self._slots, self._replace)
         self._progress = ProgressTeller(settings.url, settings.prefix)
+        self._tracing = None if settings.tracing == OFF else Tracing(settings.tracing)
         self._loops: list[Loop] = []
         self._code = exits.STOPPED
         self._ready = 0
@@ -102,6 +106,8 @@ class _Crew:
                 thread.start()
             for thread in threads:
                 thread.join()
+        if self._tracing is not None:
+            self._tracing.close()
         return self._code
 
     def _slot(self, number: int) -> Slot:
@@ -127,7 +133,7 @@ class _Crew:
 
     def _attempts(self, slot: Slot, handlers: Handlers) -> Attempts:
         name = self._settings.spec.name
-        return Attempts(name, handlers, slot, self._progress.reporter(slot, name))
+        return Attempts(name, handlers, slot, self._progress.reporter(slot, name), self._tracing)
 
     def _retry_worker(self, slot: Slot, handlers: Handlers, fail: Handlers | None) -> RetryLoop:
         name, numbers = self._settings.spec.name, TurnNumbers()
@@ -135,7 +141,7 @@ class _Crew:
         if fail is None:
             return RetryLoop(lane, None)
         fails = fail_queue(name)
-        attempts = FailAttempts(name, fail, slot, self._progress.reporter(slot, fails))
+        attempts = FailAttempts(name, fail, slot, self._progress.reporter(slot, fails), self._tracing)
         return RetryLoop(lane, self._worker(slot, attempts, numbers=numbers, queue=fails))
 
     def _worker(

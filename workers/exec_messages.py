@@ -62,6 +62,7 @@ def assignment(data: Any, job: Job, worker: str) -> bytes:
         counts=(job.retry_count, job.stall_count, job.timeout_count),
         enqueued_at=job.enqueued_at,
         fence=job.fence,
+        trace=job.trace,
     )
     message = {
         "topic": "job_assignment",

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from forq.trace_context import TraceContext
+
 
 def assignment_payload(
     data: Any,
@@ -15,6 +17,7 @@ def assignment_payload(
     counts: tuple[int, int, int],
     enqueued_at: float,
     fence: int,
+    trace: TraceContext | None = None,
 ) -> dict[str, Any]:
     """`counts`: retries, stalls, timeouts. Data that came through a bridge is there in the bridge's words too."""
     payload: dict[str, Any] = {"uuid": uuid, "queue_name": queue, "worker_uuid": worker}
@@ -32,4 +35,5 @@ def assignment_payload(
         "enqueued_at": enqueued_at,
         "fence": fence,
         "data": data,
+        **({"trace": trace} if trace else {}),
     }

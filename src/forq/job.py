@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from forq.progress import check_progress
+from forq.trace_context import TraceContext
 
 
 class Reporter(Protocol):
@@ -24,6 +25,7 @@ class Job:
         "retry_count",
         "stall_count",
         "timeout_count",
+        "trace",
         "type",
     )
 
@@ -37,6 +39,7 @@ class Job:
         enqueued_at: float,
         fence: int,
         counts: tuple[int, int, int] = (0, 0, 0),
+        trace: TraceContext | None = None,
     ) -> None:
         self.queue = queue
         self.id = id
@@ -48,6 +51,8 @@ class Job:
         # lets that place refuse an attempt that was given up long ago and woke up late.
         self.fence = fence
         self.retry_count, self.stall_count, self.timeout_count = counts
+        # Of the span in which it was enqueued, if there was one.
+        self.trace = trace
         # Set by the worker that runs it.
         self._reporter: Reporter | None = None
         self._position = 0
@@ -67,7 +72,7 @@ class Job:
         """Another process gets the job without who is told of its progress."""
         counts = (self.retry_count, self.stall_count, self.timeout_count)
         about = (self.queue, self.id, self.identifier, self.type, self.priority, self.enqueued_at, self.fence, counts)
-        return Job, about
+        return Job, (*about, self.trace)
 
     def __repr__(self) -> str:
         return f"Job(queue={self.queue!r}, id={self.id!r}, identifier={self.identifier!r}, fence={self.fence})"

@@ -309,3 +309,15 @@ def test_schedules_are_read_with_their_queue(load_text: Load) -> None:
 def test_wrong_schedules_are_refused_with_their_place(load_text: Load, text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         load_text('[queues.q]\nhandler = "m:f"\n[queues.q.schedules]\n' + text)
+
+
+@pytest.mark.parametrize("value", ["jaeger", "file:", True, 7])
+def test_tracing_that_is_unknown_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r'tracing = .* is not allowed: "off", "otlp" or "file:PATH"'):
+        load({"tracing": value}, {})
+
+
+def test_tracing_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forq.trace_context.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs OpenTelemetry: pip install 'forq\[tracing\]'"):
+        load({"tracing": "otlp"}, {})
