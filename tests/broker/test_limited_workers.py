@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from forq.broker.keys import wake_key
 from forq.broker.producing import Update, new_job
 from tests.support.external_queue import external_queue
 from tests.support.limits import HOUR_MS, ears, fill_bucket, limited, set_rate, tokens, wakes
@@ -53,7 +54,8 @@ def test_a_worker_that_takes_the_tokens_tells_when_those_behind_it_may_begin(que
 def test_pulse_is_told_only_if_somebody_waits_for_tokens(queue: OneQueue, why: str) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     first, second = two_limited(queue)
-    fill_bucket(queue)
+    if why != "nothing was taken":
+        fill_bucket(queue)
     if why == "nobody is limited":
         second.turn(want=0)
         first.turn(want=0)
@@ -229,3 +231,33 @@ def test_no_place_is_left_when_the_last_suspect_is_gone(queue: OneQueue) -> None
     for job_id in "ab":
         queue.producer.cancel(job_id)
     assert first.turn(want=1, done="c") == ["e"]
+
+
+def test_the_retry_child_is_never_limited_and_asks_for_suspects_only(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    queue.enqueue(*"ab")
+    queue.worker("w1").turn(want=1)
+    assert not queue.worker("r1", lane="retry").whole_turn(want=1).limited
+    assert limited(queue) == []
+    assert "left_until_ms" not in queue.hash("counts")
+
+
+def test_who_wants_nothing_is_not_limited(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    queue.enqueue(*"ab")
+    queue.worker("w1").turn(want=1)
+    assert not queue.worker("w2").whole_turn(want=0).limited
+    assert limited(queue) == []
+
+
+def test_who_came_first_is_woken_first_by_a_wake_that_goes_if_nobody_reads_it(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    queue.enqueue(*"abc")
+    first = queue.worker("w1")
+    first.turn(want=1)
+    earlier, later = queue.worker("z"), queue.worker("b")
+    for worker in (earlier, later):
+        assert worker.whole_turn(want=1).limited
+    first.turn(done="a")
+    assert (wakes(queue, earlier), wakes(queue, later)) == (1, 0)
+    assert 50 < queue.redis.ttl(wake_key(queue.base, "p1", "z")) <= 60

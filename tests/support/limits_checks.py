@@ -49,6 +49,9 @@ class LimitChecks:
             self._queue.redis.delete(self._wake(worker))
         worker.limited = False
 
+    def is_woken(self, worker: ModelWorker) -> bool:
+        return bool(self._queue.redis.exists(self._wake(worker)))
+
     def check_answer(self, worker: ModelWorker, answer: Turn, *, limited: bool) -> None:
         waits = any(job.waits for job in self._model.jobs.values())
         hints = int(self._queue.state().counts.get("other_hints", 0)) > 0
@@ -76,7 +79,7 @@ class LimitChecks:
         self._check_room()
         by_member = {f"{worker.processor} {worker.name}": worker for worker in workers}
         sleepers = {by_member[member].name for member in self._sleepers()}
-        woken = {worker.name for worker in workers if self._queue.redis.exists(self._wake(worker))}
+        woken = {worker.name for worker in workers if self.is_woken(worker)}
         asleep = {worker.name for worker in workers if worker.limited}
         repeats = {worker.name for worker in workers if worker.unsettled}
         assert sleepers <= asleep | repeats, "somebody is to be woken who does not sleep"
@@ -102,6 +105,7 @@ class LimitChecks:
     def _hear(self, seconds: float = 0) -> None:
         while self._ears is not None and self._ears.get_message(timeout=seconds) is not None:
             self._model.limits.timer = True
+            seconds = 0
 
     def _sleepers(self) -> list[str]:
         return [member.decode() for member in self._queue.redis.zrange(self._queue.key("limited"), 0, -1)]
