@@ -5,13 +5,13 @@ JSON object, attempts a JSON array with the newest last.
 """
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from forq.broker.codes import BROKEN, EXISTS, FULL, NO_QUEUE, OK, error_for
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
-from forq.broker.record import read_error, unpack
+from forq.broker.record import read_error, unpack, unpacked_fields
 from forq.broker.scripts import Script, script
 from forq.errors import ForqError, InvalidData, InvalidId, UnknownJob, UsageError
 from forq.names import check_queue_name, shown
@@ -87,7 +87,7 @@ class DeadJobs:
         record, error, attempts = read_dead(packed)
         shown_job: dict[str, Any] = {"id": job_id, "state": "dead", "fence": _fence_of(member)}
         try:
-            fields = asdict(unpack(record))
+            fields = unpacked_fields(record)
             enqueued_ms, _ = fields.pop("enqueued_ms"), fields.pop("suspect")
             fields["identifier"] = fields["identifier"] or job_id
             shown_job |= fields | {"enqueued_at": enqueued_ms / 1000}

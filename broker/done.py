@@ -4,12 +4,12 @@
 RECORD '\\n' ATTEMPTS. RESULT is JSON; '' if it was lost with its worker; or '!' and why there is none.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from forq.broker.record import read_error, unpack
+from forq.broker.record import read_error, unpacked_fields
 from forq.errors import InvalidData
 
 LOST = "its result was lost: its worker died before it could tell it"
@@ -31,7 +31,7 @@ class DoneJob:
         """Everything known about it."""
         shown: dict[str, Any] = {"id": job_id, "state": "done", "fence": self.fence}
         try:
-            fields = asdict(unpack(self.record))
+            fields = unpacked_fields(self.record)
             enqueued_ms, _ = fields.pop("enqueued_ms"), fields.pop("suspect")
             fields["identifier"] = fields["identifier"] or job_id
             shown |= fields | {"enqueued_at": enqueued_ms / 1000}

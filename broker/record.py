@@ -9,7 +9,7 @@ before the newline; the rest is JSON that no script ever decodes, so that data c
 job's record is followed by its error and its attempts (dead.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import orjson
@@ -79,6 +79,14 @@ def unpack(packed: bytes) -> Record:
         return Record(int(head[1:2]), enqueued_ms, *counts, suspect, identifier, job_type, data, trace)
     except (ValueError, TypeError) as exc:
         raise InvalidData(f"broken job record: {exc}") from exc
+
+
+def unpacked_fields(packed: bytes) -> dict[str, Any]:
+    """A record as it is shown, by name; its trace only if it has one."""
+    fields = asdict(unpack(packed))
+    if fields["trace"] is None:
+        del fields["trace"]
+    return fields
 
 
 def read_error(error: bytes) -> Any:

@@ -1,7 +1,7 @@
 """Looking at a queue: counts, one job, pages of jobs. Nothing here changes anything or scans the keyspace."""
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -11,7 +11,7 @@ from forq.broker.dead import DeadJobs, read_dead
 from forq.broker.done import read_done
 from forq.broker.keys import pending_key, queue_base, suspects_key
 from forq.broker.link import Link
-from forq.broker.record import Record, unpack
+from forq.broker.record import Record, unpack, unpacked_fields
 from forq.broker.reporting import read_progress
 from forq.broker.scripts import script
 from forq.errors import InvalidData, UnknownJob, UsageError
@@ -264,7 +264,7 @@ def _read_limits(count: int, period_ms: int, max_active: int, may_begin: int, wa
 
 def _job(job_id: str, state: str, packed: bytes) -> dict[str, Any]:
     try:
-        fields = asdict(unpack(packed))
+        fields = unpacked_fields(packed)
     except InvalidData as exc:
         return {"id": job_id, "state": state, "error": str(exc)}
     enqueued_ms = fields.pop("enqueued_ms")

@@ -49,5 +49,5 @@ elseif not journal_on and redis.call('HGET', key('options'), 'journal') == '1' t
   redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
 end
 -- Who is held up by the limits that were is told by promote.
-if redis.call('EXISTS', key('limited')) == 1 then redis.call('PUBLISH', key('due'), '0') end
+if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', key('due'), '0') end
 return { OK, made and 1 or 0, epoch }

@@ -7,7 +7,7 @@
 --          ticks are missed, then per tick that makes a job: tick (ms), identifier (JSON), share of the jitter (0 to 1)
 -- Returns  {OK, 1 done | 0 it is another tick or definition by now, ms until promote is to be called}; {NO_QUEUE}
 -- States   (new) -> waiting | scheduled
---@include base codes journal hints records schedule awaiters ringing timers item_ages ticks runs
+--@include base codes journal hints limits records schedule awaiters ringing timers item_ages ticks runs
 
 if not epoch then return { NO_QUEUE } end
 local name, planned_ms, planned_head = ARGV[1], tonumber(ARGV[2]), ARGV[3]

@@ -209,11 +209,20 @@ end
 -- would keep others out.
 local function within_limits()
   local left = room()
+  if lane == 'main' then left = left - left_to_suspects() end
   if max_active > 0 then left = math.min(left, 1) end
-  if left > 0 then return math.min(want, left) end
-  -- What the retry child may not claim it is told of when it may.
-  limited = lane == 'main' and main_waiting() > 0
-  if limited then limit_worker(processor, worker) end
+  if left > 0 then
+    if lane == 'retry' and left_to_suspects() > 0 then leave_place(0) end
+    return math.min(want, left)
+  end
+  if lane == 'main' then
+    -- Stale hints alone bring workers here, too: they would come again and again.
+    limited = main_waiting() > 0 or other_hints > 0
+    if limited then limit_worker(processor, worker) end
+  elseif suspect_hints > 0 then
+    -- It is told when it may.
+    leave_place(LEFT_MS + (refill_ms() or 0))
+  end
   return 0
 end
 
@@ -226,6 +235,7 @@ redis.call('HSET', workers_key(processor), worker, turn)
 local fence = ''
 if has_limits and want > 0 and not paused then want = within_limits() end
 if want > 0 and not paused then fence = claim() end
+if rate_count > 0 and (limited or fence ~= '') then tell_refill() end
 wake_idle_worker()
 write_journal(worker)
 

@@ -5,28 +5,9 @@ import time
 import pytest
 
 from forq.broker.external import External
-from forq.broker.keys import DEFAULT_PREFIX, wake_key
-from tests.support.one_queue import HandWorker, OneQueue, one_queue
-
-HOUR_MS = 3_600_000
-
-
-def limited(queue: OneQueue) -> list[str]:
-    return [member.decode() for member in queue.redis.zrange(queue.key("limited"), 0, -1)]
-
-
-def wakes(queue: OneQueue, worker: HandWorker) -> int:
-    return int(queue.redis.llen(wake_key(queue.base, worker.processor, worker.name)))
-
-
-def set_rate(queue: OneQueue, count: int, period_ms: int, burst: int) -> None:
-    queue.registry.configure(queue.name, {"rate_count": count, "rate_ms": period_ms, "burst": burst}, {})
-
-
-def tokens(queue: OneQueue) -> int:
-    limits = queue.viewer.counts().limits
-    assert limits is not None
-    return int(limits["may_begin"])
+from forq.broker.keys import DEFAULT_PREFIX
+from tests.support.limits import HOUR_MS, limited, set_rate, tokens, wakes
+from tests.support.one_queue import OneQueue, one_queue
 
 
 def test_no_more_begin_than_the_burst_however_many_are_wanted(queue: OneQueue) -> None:

@@ -165,7 +165,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(which=WORKERS)
     def block(self, which: int) -> None:
-        self.real[self.workers[which].name].block()
+        if not self.workers[which].limited:
+            self.real[self.workers[which].name].block()
 
     def _run(self, which: int, progress: int) -> ModelWorker:
         """The worker finishes what it runs and begins the next job of its batch, `progress` times."""
@@ -213,12 +214,15 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.hand_back(self.model.owned(worker))
         if worker.lane == "retry":
             want = min(want, 1)
-        may_claim = want > 0 and not self.model.paused
-        claimable = self.checks.claimable(self.queue.state(), worker.lane) if may_claim else []
+        state = self.queue.state()
         self.model.promote()
+        wanted, want = want, self.checks.limits.within(state, worker, want)
+        may_claim = want > 0 and not self.model.paused
+        claimable = self.checks.claimable(state, worker.lane) if may_claim else []
         spent = {job_id for job_id, job in self.model.jobs.items() if job.waits and job.spent} if may_claim else set()
 
-        answer = self._send_turn(real, want, (done, failed, how, fence), len(rest))
+        self.checks.limits.turns(worker)
+        answer = self._send_turn(real, wanted, (done, failed, how, fence), len(rest))
 
         claimed = [job_id.decode() for job_id in answer.jobs[::2]]
         buried = spent - set(self.queue.state().jobs)
@@ -227,10 +231,13 @@ class QueueMachine(RuleBasedStateMachine):
         assert [job_id.decode() for job_id in answer.refused] == refused
         assert answer.held == held
         assert answer.paused == self.model.paused
+        assert len(claimed) <= want
+        self.checks.limits.check_answer(worker, answer, limited=0 < wanted > want == 0)
         assert len(claimed) >= min(want, len(set(claimable) - spent))
         if claimed:
             self.model.claim(worker, claimed, answer.fence)
         worker.turn, worker.shift = real.number, 0
+        self.checks.limits.sleeps(worker, answer, heard=not lose)
         if lose:
             worker.unsettled = (done, failed, how, fence)
             return
@@ -365,9 +372,11 @@ class QueueMachine(RuleBasedStateMachine):
             due_ms = self.queue.keeper().promote(self.queue.name)
             self.model.promote()
             self.model.forget_in_time()
+            self.checks.limits.promoted(due_ms)
             ahead = [job.run_at - self.model.now_ms for job in self.model.jobs.values() if job.scheduled]
-            assert (due_ms is None) == (not ahead)
-            assert due_ms is None or abs(due_ms - min(ahead)) < MINUTE_MS
+            if not self.checks.limits.may_be_due(self.queue.state()):
+                assert (due_ms is None) == (not ahead)
+                assert due_ms is None or abs(due_ms - min(ahead)) < MINUTE_MS
 
     @rule(paused=SELDOM, which=WORKERS)
     def pause_or_resume_or_beat(self, paused: bool, which: int) -> None:
@@ -385,10 +394,11 @@ class QueueMachine(RuleBasedStateMachine):
     def _beat(self, processor: str) -> list[str]:
         of = [worker for worker in self.workers if worker.processor == processor]
         positions = [Position(worker.name, worker.seen_turn, worker.index, worker.running) for worker in of]
-        evicted = self.queue.keeper(processor).heartbeat(self.queue.name, EXPIRY_MS, positions).evicted
+        beat = self.queue.keeper(processor).heartbeat(self.queue.name, EXPIRY_MS, positions)
         self.model.promote()
         self.model.forget_in_time()
-        return evicted
+        self.checks.limits.promoted(beat.due_ms)
+        return beat.evicted
 
     @rule(by_silence=st.booleans())
     def lose_the_second_host(self, by_silence: bool) -> None:
@@ -416,14 +426,19 @@ class QueueMachine(RuleBasedStateMachine):
         self.checks.all()
 
     def teardown(self) -> None:
+        self.checks.limits.close()
         self.queue.close()
 
 
 @pytest.mark.spec("R10", "R11", "R13", "R14", "Q4")
 @pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 120)
 def test_no_interleaving_loses_doubles_or_strands_a_job(server: Server) -> None:
+    explore(QueueMachine, server)
+
+
+def explore(machine_type: type[QueueMachine], server: Server) -> None:
     asked = os.environ.get("FORQ_MODEL_EXAMPLES")
-    machine = type("Machine", (QueueMachine,), {"server": server})
+    machine = type("Machine", (machine_type,), {"server": server})
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -19,10 +19,12 @@ SECONDS = float(os.environ.get("FORQ_TEST_RATE_SECONDS", "4"))
 
 
 @contextmanager
-def two_supervisors(redis_url: str, trace: Path, function: str, **options: object) -> Iterator[list[Forq]]:
+def two_supervisors(
+    redis_url: str, trace: Path, function: str, workers: int = 2, **options: object
+) -> Iterator[list[Forq]]:
     with running(redis=redis_url, trace=trace) as one, running(redis=redis_url, trace=trace) as other:
         for forq in (one, other):
-            forq.create("q", function, concurrency=2, journal_max="1gb", **options)
+            forq.create("q", function, concurrency=workers, journal_max="1gb", **options)
             forq.wait_for_child("q")
         yield [one, other]
 
@@ -73,6 +75,19 @@ def test_jobs_begin_at_the_rate_and_never_above_the_burst_and_nobody_spins(redis
     # A turn that claims, one that is told to wait, and what wakes it, by each of the two.
     assert calls / count < 8
     assert cpu / span < 0.5
+
+
+def test_slow_jobs_begin_at_the_rate_too(redis_url: str, tmp_path: Path) -> None:
+    """Whoever has taken the tokens runs for long; those behind him are told of the next ones."""
+    rate, count = 10, 30
+    with two_supervisors(redis_url, tmp_path / "trace", "sleep", rate=f"{rate}/1s", burst=1, workers=8) as supervisors:
+        supervisors[0].client().queue("q").enqueue_many([1.0] * count)
+        queue = supervisors[0].client().queue("q")
+        wait_until(lambda: queue.status()["processed"] == count, 30, "all jobs ran")
+        begun = sorted(event.time_us / 1e6 for event in events(redis_url) if event.verb == "claimed")
+    measured = (count - 1) / (begun[-1] - begun[0])
+    print(f"rate {rate}/s of jobs that take 1 s: {measured:.2f}/s")
+    assert 0.9 * rate < measured < 1.01 * rate
 
 
 def test_no_more_jobs_are_active_than_allowed_though_workers_are_killed(redis_url: str, tmp_path: Path) -> None:

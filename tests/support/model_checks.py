@@ -8,6 +8,7 @@ import orjson
 from forq.broker.done import read_done
 from forq.broker.record import unpack
 from tests.support.journal_replay import Replay
+from tests.support.limits_checks import LimitChecks
 from tests.support.one_queue import OneQueue, State
 from tests.support.queue_model import ModelQueue
 
@@ -29,6 +30,7 @@ class Checks:
     def __init__(self, queue: OneQueue, model: ModelQueue) -> None:
         self._queue = queue
         self._model = model
+        self.limits = LimitChecks(queue, model)
         self._replay = Replay()
         self._read_up_to = b"-"
 
@@ -130,7 +132,14 @@ class Checks:
         if self.claimable(state) and not self._model.paused and not under_way:
             assert state.tokens or state.waiting.get(5)
         if self.claimable(state, "retry") and not self._model.paused and not under_way:
-            assert state.retry_tokens
+            assert state.retry_tokens or self._may_sleep_on_suspects(state)
+
+    def _may_sleep_on_suspects(self, state: State) -> bool:
+        """The retry child has asked for a place and there is none; or pulse is about to look for it."""
+        if not self._model.limits:
+            return False
+        asked = self.limits.left_to_suspects(state) > 0 and self.limits.room(state, "retry") == 0
+        return asked or self._model.limits.promised
 
     def _check_counts(self) -> None:
         jobs = self._model.jobs.values()

@@ -6,6 +6,8 @@ Dispatches that are blocked behind an active job are kept one by one and applied
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from tests.support.limits_model import ModelLimits
+
 MAX_RETRIES = 2
 MAX_STALLS = 1
 MAX_TIMEOUTS = 0
@@ -117,6 +119,8 @@ class ModelWorker:
     # What it sends again after a lost reply: (done, failed, how it failed, fence).
     unsettled: tuple[str, str, Failure, str] | None = None
     rescued: bool = False
+    # It was told that nothing may begin now, and sleeps until it is woken.
+    limited: bool = False
 
 
 class Full(Exception):
@@ -141,6 +145,7 @@ class ModelQueue:
     kept: dict[str, ModelDone] = field(default_factory=dict)
     # Which rule is being carried out: no two scripts of one rule settle what ran.
     step: int = 0
+    limits: ModelLimits = field(default_factory=ModelLimits)
 
     def enqueue(self, ids: list[str], dispatch: Dispatch, if_exists: str, token: str | None) -> list[str]:
         """What the call answers; raises Taken or Full, and then nothing has changed."""
@@ -307,6 +312,10 @@ class ModelQueue:
             assert not job.spent, f"{job_id} is begun once too often"
             assert job.suspect == (worker.lane == "retry"), f"{job_id} is begun in the wrong process"
             job.owner = f"{worker.name}:{fence}"
+        self.limits.begin(len(job_ids), self.active())
+
+    def active(self) -> int:
+        return sum(job.owner is not None for job in self.jobs.values())
 
     def bury_spent(self, job_ids: Iterable[str], lane: str) -> None:
         """A claim in this lane has met these and given them to nobody."""

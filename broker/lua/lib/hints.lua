@@ -17,7 +17,7 @@ local may_be_stale = nil
 -- For the modes whose items leave on request only, and nil in scripts that do not include ringing.lua and item_ages.lua.
 local ring_awaiters, set_expiry
 -- nil in scripts that do not include limited.lua: they make no room for anybody.
-local wake_limited, wake_at_refill
+local wake_limited, wake_at_refill, left_to_suspects
 -- Whether items leave when somebody asks for them: then nobody blocks on a list, and awaiters are rung.
 local on_request = mode == 'on_request' or mode == 'external'
 -- Ids that have become ready in this call, of such a queue.
@@ -104,7 +104,8 @@ local function wake_idle_worker()
   if other_hints > 0 and redis.call('EXISTS', key('pending')) == 0 then redis.call('RPUSH', key('pending'), '') end
   local free = not wake_limited or wake_limited()
   if suspect_hints > 0 or (in_lane > 0 and main_waiting() == 0) then
-    -- It has no other work: it is woken when it may begin, and not before.
-    if free then wake_retry_child(key('failed')) else wake_at_refill() end
+    -- It has no other work: it is woken when it may begin, and not before; but it has to ask once for a suspect.
+    if not free then wake_at_refill() end
+    if free or suspect_hints > 0 and left_to_suspects() == 0 then wake_retry_child(key('failed')) end
   end
 end

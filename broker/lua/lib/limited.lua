@@ -2,6 +2,9 @@
 -- its own wake list.
 
 local WOKEN_PER_CALL = 100
+-- How long one place is left to the suspects after the retry child has found none for them.
+local LEFT_MS = 30000
+local left_until_ms
 
 wake_at_refill = function()
   local wait_ms = refill_ms()
@@ -10,7 +13,11 @@ end
 
 local function limit_worker(processor, worker)
   redis.call('ZADD', key('limited'), string.format('%.0f', now_us), processor .. ' ' .. worker)
-  wake_at_refill()
+end
+
+-- Tokens were taken, or were short: who is limited is woken when there are enough again.
+local function tell_refill()
+  if redis.call('EXISTS', key('limited')) == 1 and room() < 1 then wake_at_refill() end
 end
 
 local function unlimit_worker(processor, worker)
@@ -27,12 +34,26 @@ local function wake_first_limited(number)
   end
 end
 
+-- A worker that ends a job begins the next one in the same call: the retry child would always be too late for a suspect. So
+-- one place is left to it once it has asked; not before, since it may be busy, or gone.
+local function leave_place(for_ms)
+  left_until_ms = now_ms + for_ms
+  remember('left_until_ms', string.format('%.0f', left_until_ms))
+end
+
+left_to_suspects = function()
+  if not has_limits or suspect_hints == 0 then return 0 end
+  left_until_ms = left_until_ms or tonumber(redis.call('HGET', key('counts'), 'left_until_ms') or 0)
+  return left_until_ms > now_ms and 1 or 0
+end
+
 -- Wakes the first limited worker if something may begin now; its turn wakes the next one. Whether something may begin.
 wake_limited = function()
   if not has_limits then return true end
-  if room() < 1 then return false end
-  wake_first_limited(1)
-  return true
+  local free = room()
+  store_overdrawn()
+  if free > left_to_suspects() then wake_first_limited(1) end
+  return free > 0
 end
 
 -- The limits have been lifted: nobody's turn looks for limited workers any more.

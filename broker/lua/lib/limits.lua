@@ -9,11 +9,20 @@ local bucket
 
 local function read_bucket()
   if bucket then return bucket end
-  local interval, burst = option('rate_ms') * 1000 / rate_count, option('burst')
+  -- Halves of a µs are exact in a double until 2112: no error adds up, and it is never more than the rate.
+  local interval, burst = math.ceil(option('rate_ms') * 2000 / rate_count) / 2, option('burst')
   if burst == 0 then burst = math.max(1, math.floor(BURST_US / interval)) end
-  local full_us = math.max(now_us, tonumber(redis.call('HGET', key('counts'), 'bucket_us') or 0))
-  -- The clock was set back, or the rate was changed: it is never emptier than empty.
-  bucket = { interval = interval, burst = burst, full_us = math.min(full_us, now_us + burst * interval) }
+  local stored_us = tonumber(redis.call('HGET', key('counts'), 'bucket_us') or 0)
+  -- The clock was set back, or the rate was changed: it is never emptier than empty. That has to be stored: as long as it
+  -- is only read so, it stays empty.
+  local empty_us = now_us + burst * interval
+  bucket = {
+    interval = interval,
+    burst = burst,
+    empty_us = empty_us,
+    full_us = math.min(math.max(now_us, stored_us), empty_us),
+    overdrawn = stored_us > empty_us,
+  }
   return bucket
 end
 
@@ -23,7 +32,7 @@ local function room()
   if max_active > 0 then left = math.max(0, max_active - redis.call('HLEN', key('active'))) end
   if rate_count > 0 then
     local it = read_bucket()
-    left = math.min(left, math.floor(it.burst - (it.full_us - now_us) / it.interval))
+    left = math.min(left, math.floor((it.empty_us - it.full_us) / it.interval))
   end
   return left
 end
@@ -32,7 +41,11 @@ local function take_tokens(number)
   if rate_count == 0 or number == 0 then return end
   local it = read_bucket()
   it.full_us = it.full_us + number * it.interval
-  remember('bucket_us', string.format('%.3f', it.full_us))
+  remember('bucket_us', string.format('%.1f', it.full_us))
+end
+
+local function store_overdrawn()
+  if bucket and bucket.overdrawn then remember('bucket_us', string.format('%.1f', bucket.full_us)) end
 end
 
 -- In how many ms enough tokens will have come in to wake somebody; nil if it is not they that are short.
@@ -40,6 +53,6 @@ local function refill_ms()
   if rate_count == 0 then return nil end
   local it = read_bucket()
   local enough = math.min(it.burst, math.max(1, math.floor(WAKE_US / it.interval)))
-  local wait_us = it.full_us - now_us - (it.burst - enough) * it.interval
+  local wait_us = it.full_us + enough * it.interval - it.empty_us
   return wait_us > 0 and math.ceil(wait_us / 1000) or nil
 end

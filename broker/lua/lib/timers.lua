@@ -26,6 +26,8 @@ local function next_timer_ms(told)
   end
   local least = told and '(' .. string.format('%.0f', now_ms) or '-inf'
   consider(tonumber(redis.call('ZRANGEBYSCORE', key('schedules:next'), least, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]))
+  -- The limits have been lifted, and not all are woken yet.
+  if rate_count + max_active == 0 and redis.call('EXISTS', key('limited')) == 1 then consider(now_ms) end
   if rate_count > 0 and (redis.call('EXISTS', key('limited')) == 1 or suspect_hints + in_lane > 0
     or (on_request and main_waiting() > 0)) then
     local wait_ms = refill_ms()

@@ -1,0 +1,263 @@
+"""Who is limited is told in time, and nobody asks again and again, starves, or stays limited for nothing."""
+
+import time
+
+import pytest
+
+from forq.broker.keys import wake_key
+from forq.broker.producing import Update, new_job
+from tests.support.external_queue import external_queue
+from tests.support.limits import HOUR_MS, ears, fill_bucket, limited, set_rate, tokens, wakes
+from tests.support.one_queue import HandWorker, OneQueue
+from tests.support.running import wait_until
+from tests.support.schedules import HandSchedules
+
+
+def two_limited(queue: OneQueue) -> list[HandWorker]:
+    """The bucket is empty, and two workers wait for it."""
+    queue.enqueue(*"abcde")
+    queue.worker("w0").turn(want=1)
+    workers = [queue.worker("w1"), queue.worker("w2")]
+    for worker in workers:
+        assert worker.whole_turn(want=1).limited
+    return workers
+
+
+def two_suspects(queue: OneQueue, retry: HandWorker) -> list[HandWorker]:
+    """a and b are suspects, and the retry child has asked; the two workers have c and d, and more is waiting."""
+    queue.enqueue(*"abcdefghij")
+    lost = [queue.worker("w1"), queue.worker("w2")]
+    for worker in lost:
+        worker.turn(want=1)
+    for worker in lost:
+        queue.recover(worker, running=True, outcome="suspect")
+    workers = [queue.worker("w3"), queue.worker("w4")]
+    assert [worker.turn(want=1) for worker in workers] == [["c"], ["d"]]
+    assert retry.turn(want=1) == []
+    queue.redis.delete(queue.key("failed"))
+    return workers
+
+
+def test_a_worker_that_takes_the_tokens_tells_when_those_behind_it_may_begin(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    first, second = two_limited(queue)
+    fill_bucket(queue)
+    assert queue.keeper().promote(queue.name) is None, "there are tokens: it need not come back"
+    assert (wakes(queue, first), wakes(queue, second)) == (1, 0)
+    with ears(queue) as pulse:
+        assert first.turn(want=1) == ["b"]
+        (told,) = pulse.heard()
+    assert HOUR_MS - 10_000 < told <= HOUR_MS
+
+
+@pytest.mark.parametrize("why", ["nothing was taken", "nobody is limited", "there are more"])
+def test_pulse_is_told_only_if_somebody_waits_for_tokens(queue: OneQueue, why: str) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    first, second = two_limited(queue)
+    if why != "nothing was taken":
+        fill_bucket(queue)
+    if why == "nobody is limited":
+        second.turn(want=0)
+        first.turn(want=0)
+    elif why == "there are more":
+        set_rate(queue, 1, HOUR_MS, burst=2)
+    with ears(queue) as pulse:
+        first.turn(want=0 if why == "nothing was taken" else 1)
+        assert pulse.heard() == []
+
+
+@pytest.mark.parametrize("why", ["the rate was changed", "the clock was set back"])
+def test_an_overdrawn_bucket_fills_from_now_on(queue: OneQueue, why: str) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    queue.enqueue(*"ab")
+    worker = queue.worker()
+    worker.turn(want=1)
+    set_rate(queue, 100, 1000, burst=4)
+    if why == "the clock was set back":
+        queue.redis.hset(queue.key("counts"), "bucket_us", str((time.time() + 7200) * 1e6))
+    assert worker.whole_turn(want=1, done="a").limited
+    wait_until(lambda: tokens(queue) == 4, 1, "it is full")
+    assert worker.turn(want=1) == ["b"]
+
+
+def test_a_bucket_that_is_not_overdrawn_is_left_alone(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=2)
+    queue.enqueue("a")
+    queue.worker().turn(want=1)
+    before = queue.hash("counts")["bucket_us"]
+    queue.keeper().promote(queue.name)
+    assert queue.hash("counts")["bucket_us"] == before
+
+
+@pytest.mark.parametrize(("count", "period_ms"), [(7, 1000), (7000, 1000), (29_999, 1000), (50, 1000)])
+def test_a_token_takes_exactly_its_time_however_many_are_taken(queue: OneQueue, count: int, period_ms: int) -> None:
+    set_rate(queue, count, period_ms, burst=10**6)
+    queue.enqueue(*(str(number) for number in range(40)))
+    worker = queue.worker()
+    start_us = int(time.time() + 10) * 1_000_000
+    queue.redis.hset(queue.key("counts"), "bucket_us", start_us)
+    for _ in range(40):
+        worker.turn(want=1)
+    taken_us = float(queue.hash("counts")["bucket_us"]) - start_us
+    exact_us = period_ms * 1000 / count
+    assert 40 * exact_us <= taken_us < 40 * (exact_us + 0.5)
+
+
+def test_stale_hints_of_another_priority_bring_no_worker_again_and_again(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    queue.enqueue("a")
+    worker = queue.worker()
+    worker.turn(want=1)
+    worker.turn(want=1, done="a")
+    queue.enqueue("b", "c", priority=0)
+    queue.producer.enqueue([new_job({}, id="b", priority=0, run_at=time.time() + 3600)], Update("update"))
+    queue.producer.cancel("c")
+    assert worker.block() == "", "there is a hint, of nothing that waits"
+    assert worker.whole_turn(want=1).limited
+    fill_bucket(queue)
+    assert not worker.whole_turn(want=1).limited
+    assert worker.block() is None, "it has cleared them away"
+
+
+@pytest.mark.parametrize("by", ["configure", "create"])
+def test_a_changed_limit_is_told_also_if_no_worker_is_written_down(redis_url: str, by: str) -> None:
+    with external_queue(redis_url, max_active=1) as queue:
+        queue.enqueue(*"ab")
+        assert queue.idle("w1") == "a"
+        assert queue.idle("w2") is None
+        with ears(queue) as pulse:
+            if by == "create":
+                queue.create(max_active=0)
+            else:
+                queue.registry.configure(queue.name, {"max_active": 0}, {})
+            assert pulse.heard() == [0]
+
+
+def test_a_queue_without_limits_tells_nobody_of_its_options(queue: OneQueue) -> None:
+    with ears(queue) as pulse:
+        queue.create(size=2)
+        queue.registry.configure(queue.name, {"size": 3}, {})
+        assert pulse.heard() == []
+
+
+def test_promote_comes_back_until_all_are_woken_by_a_limit_that_was_lifted(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    queue.enqueue(*"ab")
+    queue.worker("w0").turn(want=1)
+    queue.redis.zadd(queue.key("limited"), {f"p1 v{number}": number for number in range(150)})
+    queue.create(max_active=0)
+    assert queue.keeper().promote(queue.name) == 0
+    assert len(limited(queue)) == 50
+    assert queue.keeper().promote(queue.name) is None
+    assert limited(queue) == []
+
+
+def test_a_schedule_fires_while_workers_are_limited(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    schedules = HandSchedules(queue)
+    schedules.set()
+    two_limited(queue)
+    schedules.pass_time(HOUR_MS)
+    due, now_ms = schedules.due()
+    fired, wait_ms = schedules.firing.fire(queue.name, due[0], now_ms)
+    schedules.close()
+    assert fired
+    assert wait_ms is not None
+
+
+def test_a_suspect_gets_the_next_place_though_workers_would_take_it_themselves(queue: OneQueue) -> None:
+    queue.create(max_active=2)
+    retry = queue.worker("r1", lane="retry")
+    first, second = two_suspects(queue, retry)
+    assert first.whole_turn(want=1, done="c").limited
+    assert queue.state().retry_tokens == 1
+    assert wakes(queue, first) == 0
+    assert retry.turn(want=1) == ["b"]
+    assert second.turn(want=1, done="d") == ["e"], "one place only, and only until it is taken"
+
+
+def test_a_suspect_gets_the_next_token_though_workers_wait_for_it(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=4)
+    retry = queue.worker("r1", lane="retry")
+    first, second = two_suspects(queue, retry)
+    assert first.whole_turn(want=1, done="c").limited
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    fill_bucket(queue)
+    queue.keeper().promote(queue.name)
+    assert (wakes(queue, first), queue.state().retry_tokens) == (0, 1)
+    assert second.whole_turn(want=1, done="d").limited, "whoever comes meanwhile"
+    with ears(queue) as pulse:
+        assert retry.turn(want=1) == ["b"]
+        assert pulse.heard(), "those that wait still are told of the next token"
+    fill_bucket(queue)
+    queue.keeper().promote(queue.name)
+    assert wakes(queue, first) == 1, "the retry child is busy"
+
+
+@pytest.mark.parametrize("how", ["it is taken out", "it does not come"])
+def test_a_place_is_not_left_for_ever_to_a_retry_child_that_is_gone(queue: OneQueue, how: str) -> None:
+    queue.create(max_active=2)
+    retry = queue.worker("r1", lane="retry")
+    first, _ = two_suspects(queue, retry)
+    assert 20_000 < int(queue.hash("counts")["left_until_ms"]) - time.time() * 1000 < 40_000
+    if how == "it is taken out":
+        queue.recover(retry)
+    else:
+        queue.redis.hset(queue.key("counts"), "left_until_ms", int(time.time() * 1000))
+    assert first.turn(want=1, done="c") == ["e"]
+
+
+def test_the_retry_child_asks_once_and_is_then_left_alone(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=4)
+    retry = queue.worker("r1", lane="retry")
+    two_suspects(queue, retry)
+    assert int(queue.hash("counts")["left_until_ms"]) - time.time() * 1000 > HOUR_MS / 2, "until there is a token"
+    queue.keeper().promote(queue.name)
+    assert queue.state().retry_tokens == 0
+    queue.redis.hdel(queue.key("counts"), "left_until_ms")
+    queue.keeper().promote(queue.name)
+    assert queue.state().retry_tokens == 1
+    assert retry.block() == ""
+    assert retry.turn(want=1) == []
+    assert queue.state().retry_tokens == 0
+    queue.keeper().promote(queue.name)
+    assert queue.state().retry_tokens == 0
+
+
+def test_no_place_is_left_when_the_last_suspect_is_gone(queue: OneQueue) -> None:
+    queue.create(max_active=2)
+    retry = queue.worker("r1", lane="retry")
+    first, _ = two_suspects(queue, retry)
+    for job_id in "ab":
+        queue.producer.cancel(job_id)
+    assert first.turn(want=1, done="c") == ["e"]
+
+
+def test_the_retry_child_is_never_limited_and_asks_for_suspects_only(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    queue.enqueue(*"ab")
+    queue.worker("w1").turn(want=1)
+    assert not queue.worker("r1", lane="retry").whole_turn(want=1).limited
+    assert limited(queue) == []
+    assert "left_until_ms" not in queue.hash("counts")
+
+
+def test_who_wants_nothing_is_not_limited(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    queue.enqueue(*"ab")
+    queue.worker("w1").turn(want=1)
+    assert not queue.worker("w2").whole_turn(want=0).limited
+    assert limited(queue) == []
+
+
+def test_who_came_first_is_woken_first_by_a_wake_that_goes_if_nobody_reads_it(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    queue.enqueue(*"abc")
+    first = queue.worker("w1")
+    first.turn(want=1)
+    earlier, later = queue.worker("z"), queue.worker("b")
+    for worker in (earlier, later):
+        assert worker.whole_turn(want=1).limited
+    first.turn(done="a")
+    assert (wakes(queue, earlier), wakes(queue, later)) == (1, 0)
+    assert 50 < queue.redis.ttl(wake_key(queue.base, "p1", "z")) <= 60

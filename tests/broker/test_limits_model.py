@@ -1,0 +1,90 @@
+"""The model-based test of the scripts once more, with limits that come, change and go, and tokens that come in."""
+
+import os
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, rule
+
+from forq.broker.keeping import Outcome
+from tests.broker.test_model import OUTCOMES, PRIORITIES, RETRY, WORKERS, QueueMachine, explore
+from tests.support.limits_model import BURST, HOUR_US
+from tests.support.server import Server
+
+MAX_ACTIVE = st.sampled_from((1, 2, 2, 3, 0))
+MOSTLY = st.sampled_from((True, True, True, False))
+MAIN_WORKERS = st.permutations((0, 1, 2))
+
+
+class LimitedQueueMachine(QueueMachine):
+    @initialize(max_active=MAX_ACTIVE, rate=st.booleans())
+    def it_is_limited(self, max_active: int, rate: bool) -> None:
+        self.checks.limits.listen()
+        self._limit(max_active, rate)
+        self.much_waits(5)
+
+    @rule(max_active=MAX_ACTIVE, rate=MOSTLY, at_once=MOSTLY)
+    def set_limits(self, max_active: int, rate: bool, at_once: bool) -> None:
+        self._limit(max_active, rate)
+        if at_once:
+            self._promote()
+
+    def _limit(self, max_active: int, rate: bool) -> None:
+        limits, before = self.model.limits, bool(self.model.limits)
+        options = {"max_active": max_active, "rate_count": int(rate), "rate_ms": HOUR_US // 1000, "burst": BURST}
+        self.queue.registry.configure(self.queue.name, options, {})
+        limits.max_active, limits.rate = max_active, rate
+        limits.promised = limits.promised or before
+        if not limits:
+            self._promote()
+
+    @rule(hours=st.integers(1, BURST), at_once=MOSTLY)
+    def tokens_come_in(self, hours: int, at_once: bool) -> None:
+        bucket_us = float(self.queue.redis.hget(self.queue.key("counts"), "bucket_us") or 0)
+        if bucket_us:
+            self.queue.redis.hset(self.queue.key("counts"), "bucket_us", f"{bucket_us - hours * HOUR_US:.1f}")
+        self.model.limits.refill(hours)
+        self.model.limits.promised = True
+        if at_once:
+            self._promote()
+
+    def _promote(self) -> None:
+        due_ms = self.queue.keeper().promote(self.queue.name)
+        self.model.promote()
+        self.checks.limits.promoted(due_ms)
+        for worker in self.workers:
+            if not self.model.limits:
+                # It was woken: its next turn comes at once.
+                worker.limited = False
+
+    @rule(priority=PRIORITIES)
+    def much_waits(self, priority: int) -> None:
+        self._enqueue("abcdef", self._dispatch(priority, "now"), "skip")
+
+    @rule(order=MAIN_WORKERS, want=st.integers(1, 2))
+    def all_who_are_awake_work(self, order: list[int], want: int) -> None:
+        """Those that are woken by it, too."""
+        for which in order:
+            worker = self.workers[which]
+            if not worker.limited or self.checks.limits.is_woken(worker):
+                self._take_turn(self._run(which, 9), want=want)
+
+    @rule(which=WORKERS)
+    def end_what_runs(self, which: int) -> None:
+        """And begin nothing: that is for others."""
+        self._take_turn(self._run(which, 9), want=0)
+
+    @rule(outcome=OUTCOMES)
+    def a_process_dies_with_two_jobs(self, outcome: Outcome) -> None:
+        for which in (1, 2):
+            self._lose(which, self._run(which, 1), outcome)
+        self._take_turn(self._run(RETRY, 9), want=1)
+
+    @invariant()
+    def nobody_sleeps_who_may_begin(self) -> None:
+        self.checks.limits.check(self.queue.state(), self.workers)
+
+
+@pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 120)
+def test_no_interleaving_exceeds_a_limit_or_lets_a_worker_sleep_that_may_begin(server: Server) -> None:
+    explore(LimitedQueueMachine, server)

@@ -1,0 +1,157 @@
+"""What pulse is told of limits: when it is to come, and when it need not; and what status says."""
+
+import time
+
+import pytest
+
+from tests.support.external_queue import ExternalQueue, external_queue
+from tests.support.limits import HOUR_MS, ears, fill_bucket, set_rate, tokens, wakes
+from tests.support.one_queue import HandWorker, OneQueue
+
+LANE = {"retry_lane_retries": 1, "max_retries": 0, "min_backoff_ms": 0}
+
+
+def one_limited(queue: OneQueue) -> HandWorker:
+    queue.enqueue(*"ab")
+    queue.worker("w0").turn(want=1)
+    worker = queue.worker("w1")
+    assert worker.whole_turn(want=1).limited
+    return worker
+
+
+def is_about_an_hour(ms: int | None) -> bool:
+    return ms is not None and HOUR_MS - 60_000 < ms <= HOUR_MS
+
+
+def test_pulse_comes_for_no_more_tokens_than_the_bucket_holds(queue: OneQueue) -> None:
+    set_rate(queue, 10, 1000, burst=1)
+    one_limited(queue)
+    set_rate(queue, 1000, 1000, burst=2)
+    assert (queue.keeper().promote(queue.name) or 0) <= 2
+
+
+def test_pulse_never_comes_back_at_once(queue: OneQueue) -> None:
+    set_rate(queue, 100_000, 1000, burst=1)
+    queue.redis.hset(queue.key("counts"), "bucket_us", str((time.time() + 60) * 1e6))
+    queue.enqueue("a")
+    with ears(queue) as pulse:
+        assert queue.worker().whole_turn(want=1).limited
+        assert pulse.heard() == [1], "the token comes in 10 µs"
+
+
+def test_pulse_is_told_when_the_retry_child_may_begin(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    queue.create(**LANE)
+    queue.enqueue("a")
+    worker, child = queue.worker("w1"), queue.worker("r1", lane="retry")
+    worker.turn(want=1)
+    worker.turn(failed="a")
+    with ears(queue) as pulse:
+        assert child.turn(want=1) == []
+        assert all(is_about_an_hour(ms) for ms in pulse.heard() or [0])
+
+
+def test_pulse_is_told_of_no_time_when_the_retry_child_waits_for_a_place(queue: OneQueue) -> None:
+    queue.create(max_active=1, **LANE)
+    queue.enqueue(*"ab")
+    worker, child = queue.worker("w1"), queue.worker("r1", lane="retry")
+    worker.turn(want=1)
+    assert worker.turn(want=1, failed="a") == ["b"]
+    with ears(queue) as pulse:
+        assert child.turn(want=1) == []
+        assert pulse.heard() == []
+    worker.turn(done="b")
+    assert queue.state().retry_tokens == 1
+    assert child.turn(want=1) == ["a"]
+
+
+def test_promote_comes_back_for_a_suspect(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    queue.enqueue("a")
+    worker = queue.worker()
+    worker.turn(want=1)
+    queue.recover(worker, running=True, outcome="suspect")
+    assert is_about_an_hour(queue.keeper().promote(queue.name))
+
+
+def test_promote_has_no_time_while_nobody_is_limited(queue: OneQueue) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    queue.enqueue(*"ab")
+    queue.worker().turn(want=1)
+    assert queue.keeper().promote(queue.name) is None
+
+
+@pytest.mark.parametrize("by", ["configure", "create"])
+def test_a_changed_rate_is_told(queue: OneQueue, by: str) -> None:
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    with ears(queue) as pulse:
+        if by == "create":
+            queue.create(rate_count=0)
+        else:
+            queue.registry.configure(queue.name, {"rate_count": 0}, {})
+        assert pulse.heard() == [0]
+
+
+def test_a_heartbeat_wakes_those_whose_limit_was_lifted(queue: OneQueue) -> None:
+    queue.create(max_active=1)
+    worker = one_limited(queue)
+    queue.create(max_active=0)
+    queue.keeper().heartbeat(queue.name, 15_000, [])
+    assert wakes(queue, worker) == 1
+
+
+def limited_elsewhere(queue: ExternalQueue, waiting: str) -> None:
+    """w1 has taken the only token; w2 is idle."""
+    set_rate(queue, 1, HOUR_MS, burst=1)
+    queue.enqueue("a", *waiting)
+    assert queue.work("w1") == "a"
+    assert queue.idle("w2") is None
+
+
+@pytest.mark.parametrize("waits", ["a job", "a job of the retry lane", "nothing"])
+def test_pulse_is_told_when_workers_elsewhere_may_begin(redis_url: str, waits: str) -> None:
+    with external_queue(redis_url) as queue:
+        queue.create(**LANE)
+        limited_elsewhere(queue, "b" if waits == "a job" else "")
+        if waits == "a job of the retry lane":
+            queue.fail("a")
+        with ears(queue) as pulse:
+            queue.promote()
+            heard = pulse.heard()
+        assert bool(heard) == (waits != "nothing")
+        assert all(is_about_an_hour(ms) for ms in heard)
+
+
+def test_no_worker_elsewhere_is_rung_while_nothing_may_begin(redis_url: str) -> None:
+    with external_queue(redis_url) as queue:
+        limited_elsewhere(queue, "b")
+        queue.promote()
+        assert queue.redis.zcard(queue.key("awaiting")) == 1, "who is rung is taken out until it asks"
+        fill_bucket(queue)
+        queue.promote()
+        assert queue.redis.zcard(queue.key("awaiting")) == 0
+        assert queue.rung("w2") == "b"
+
+
+def test_nothing_may_begin_when_more_are_active_than_allowed_by_now(queue: OneQueue) -> None:
+    queue.enqueue(*"abc")
+    queue.worker().turn(want=3)
+    queue.create(max_active=1)
+    assert tokens(queue) == 0
+
+
+def test_a_queue_without_a_rate_has_no_bucket(queue: OneQueue) -> None:
+    queue.create(max_active=5)
+    queue.enqueue("a")
+    queue.worker().turn(want=1)
+    assert "bucket_us" not in queue.hash("counts")
+
+
+@pytest.mark.parametrize(("job_ms", "tick_ms"), [(600_000, 900_000), (900_000, 600_000), (-5000, 600_000)])
+def test_status_says_when_the_next_job_or_tick_is_due(queue: OneQueue, job_ms: int, tick_ms: int) -> None:
+    now_ms = int(time.time() * 1000)
+    queue.redis.zadd(queue.key("scheduled"), {"a": now_ms + job_ms})
+    queue.redis.zadd(queue.key("schedules:next"), {"k": now_ms + tick_ms})
+    due = queue.viewer.counts().next_due_seconds
+    assert due is not None
+    assert max(0, min(job_ms, tick_ms) / 1000 - 5) <= due <= max(0, min(job_ms, tick_ms) / 1000)
