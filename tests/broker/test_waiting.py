@@ -216,9 +216,9 @@ def test_an_earlier_result_is_not_that_of_a_job_that_was_cancelled(queue: OneQue
 def test_who_waits_for_nothing_is_told_at_once(queue: OneQueue) -> None:
     jobs = Client(queue.url).queue("q")
     with pytest.raises(UnknownJob):
-        jobs.wait("nothing")
+        jobs.wait("nothing", 5)
     with pytest.raises(UnknownQueue):
-        Client(queue.url).queue("nowhere").wait("a")
+        Client(queue.url).queue("nowhere").wait("a", 5)
     for refused in (-1, True, "5"):
         with pytest.raises(UsageError):
             jobs.wait("a", refused)  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ def test_a_queue_that_keeps_nothing_cannot_be_waited_for(queue: OneQueue, option
     queue.registry.configure("q", {option: 0}, {})
     queue.enqueue("a")
     with pytest.raises(UsageError, match="keep_done"):
-        Client(queue.url).queue("q").wait("a")
+        Client(queue.url).queue("q").wait("a", 5)
 
 
 def test_a_queue_that_ceases_to_keep_results_says_that_its_job_is_done(queue: OneQueue) -> None:
