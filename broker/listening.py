@@ -1,5 +1,6 @@
 """A connection that hears what scripts publish, to be watched in a poll loop."""
 
+import ssl
 from typing import Any
 
 import hiredis
@@ -59,7 +60,7 @@ class Listener:
                 # [b"pmessage", pattern, channel, text] or [b"message", channel, text].
                 if message[0] in (b"pmessage", b"message"):
                     heard.append((message[-2].decode(), message[-1].decode(errors="replace")))
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError):
             return heard
         except (OSError, hiredis.HiredisError) as exc:
             self.close()

@@ -10,6 +10,8 @@ import pytest
 from forq.errors import LeaseLapsed
 from tests.support.external_queue import ExternalQueue
 from tests.support.journal_replay import Replay
+from tests.support.limits import pass_hours, stored_limits
+from tests.support.limits_model import BURST, ModelLimits
 
 # Small, so that a few steps reach what comes after them.
 MAX_STALLS, MAX_RETRIES, LANE_RETRIES = 1, 1, 1
@@ -41,6 +43,7 @@ class Model:
     done: int = 0
     told: dict[str, str] = field(default_factory=dict)  # worker -> bridge, of the idle and the assigned
     ended: dict[str, tuple[str, str]] = field(default_factory=dict)  # worker -> outcome, id
+    limits: ModelLimits = field(default_factory=ModelLimits)
 
     def held_by(self, worker: str) -> str | None:
         return next((job_id for job_id, job in self.jobs.items() if job.owner == worker), None)
@@ -56,11 +59,17 @@ class Model:
         job.owner, job.accepted = None, False
         self.line.insert(0, job_id)
 
+    def active(self) -> int:
+        return sum(job.owner is not None for job in self.jobs.values())
+
     def assign(self, worker: str) -> str | None:
+        if self.limits and self.limits.room(self.active()) < 1:
+            return None
         while (job_id := self.next()) is not None:
             self.line.remove(job_id)
             if self.jobs[job_id].stalls <= MAX_STALLS:
                 self.jobs[job_id].owner = worker
+                self.limits.begin(1, self.active())
                 self.ended.pop(worker, None)
                 return job_id
             del self.jobs[job_id]
@@ -101,6 +110,8 @@ class ExternalMachine:
                 (1, self.leave, (worker, bridge)),
                 (1, self.cancel, (job_id,)),
                 (1, self.tick, ()),
+                (1, self.limit, (chance.choice((0, 0, 1, 2)), chance.random() < 0.5)),
+                (2, self.tokens_come_in, (chance.randint(1, BURST),)),
             ]
             weights = [weight for weight, _, _ in steps]
             _, step, arguments = chance.choices(steps, weights)[0]
@@ -220,6 +231,14 @@ class ExternalMachine:
     def tick(self) -> None:
         self.queue.promote()
 
+    def limit(self, max_active: int, rate: bool) -> None:
+        self.queue.registry.configure(self.queue.name, stored_limits(max_active, rate), {})
+        self.model.limits.max_active, self.model.limits.rate = max_active, rate
+
+    def tokens_come_in(self, hours: int) -> None:
+        pass_hours(self.queue, hours)
+        self.model.limits.refill(hours)
+
     def the_queue_is_as_the_model_says(self) -> None:
         model, state = self.model, self.queue.state()
         assert state.jobs == set(model.jobs)
@@ -232,6 +251,9 @@ class ExternalMachine:
         counts = self.queue.viewer.counts()
         assert (counts.processed, counts.failed_total) == (model.done, model.dead)
         assert counts.waiting + counts.retry == len(model.line)
+        if model.limits:
+            assert counts.limits is not None
+            assert counts.limits["may_begin"] == model.limits.room(model.active())
         for job_id, job in model.jobs.items():
             shown = self.queue.viewer.job(job_id)
             assert (shown["retry_count"], shown["stall_count"]) == (job.retries, job.stalls)

@@ -8,7 +8,8 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from forq.broker.keeping import Outcome
 from tests.broker.test_model import OUTCOMES, PRIORITIES, RETRY, WORKERS, QueueMachine, explore
-from tests.support.limits_model import BURST, HOUR_US
+from tests.support.limits import pass_hours, stored_limits
+from tests.support.limits_model import BURST
 from tests.support.server import Server
 
 MAX_ACTIVE = st.sampled_from((1, 2, 2, 3, 0))
@@ -31,8 +32,7 @@ class LimitedQueueMachine(QueueMachine):
 
     def _limit(self, max_active: int, rate: bool) -> None:
         limits, before = self.model.limits, bool(self.model.limits)
-        options = {"max_active": max_active, "rate_count": int(rate), "rate_ms": HOUR_US // 1000, "burst": BURST}
-        self.queue.registry.configure(self.queue.name, options, {})
+        self.queue.registry.configure(self.queue.name, stored_limits(max_active, rate), {})
         limits.max_active, limits.rate = max_active, rate
         limits.promised = limits.promised or before
         if not limits:
@@ -40,9 +40,7 @@ class LimitedQueueMachine(QueueMachine):
 
     @rule(hours=st.integers(1, BURST), at_once=MOSTLY)
     def tokens_come_in(self, hours: int, at_once: bool) -> None:
-        bucket_us = float(self.queue.redis.hget(self.queue.key("counts"), "bucket_us") or 0)
-        if bucket_us:
-            self.queue.redis.hset(self.queue.key("counts"), "bucket_us", f"{bucket_us - hours * HOUR_US:.1f}")
+        pass_hours(self.queue, hours)
         self.model.limits.refill(hours)
         self.model.limits.promised = True
         if at_once:
@@ -85,6 +83,6 @@ class LimitedQueueMachine(QueueMachine):
         self.checks.limits.check(self.queue.state(), self.workers)
 
 
-@pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 120)
+@pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 400)
 def test_no_interleaving_exceeds_a_limit_or_lets_a_worker_sleep_that_may_begin(server: Server) -> None:
     explore(LimitedQueueMachine, server)

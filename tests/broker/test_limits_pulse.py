@@ -110,8 +110,7 @@ def limited_elsewhere(queue: ExternalQueue, waiting: str) -> None:
 
 @pytest.mark.parametrize("waits", ["a job", "a job of the retry lane", "nothing"])
 def test_pulse_is_told_when_workers_elsewhere_may_begin(redis_url: str, waits: str) -> None:
-    with external_queue(redis_url) as queue:
-        queue.create(**LANE)
+    with external_queue(redis_url, retry_lane_retries=1, max_retries=0, min_backoff_ms=0) as queue:
         limited_elsewhere(queue, "b" if waits == "a job" else "")
         if waits == "a job of the retry lane":
             queue.fail("a")
@@ -120,6 +119,13 @@ def test_pulse_is_told_when_workers_elsewhere_may_begin(redis_url: str, waits: s
             heard = pulse.heard()
         assert bool(heard) == (waits != "nothing")
         assert all(is_about_an_hour(ms) for ms in heard)
+
+
+def test_promote_comes_back_for_workers_elsewhere(redis_url: str) -> None:
+    with external_queue(redis_url) as queue:
+        limited_elsewhere(queue, "b")
+        set_rate(queue, 1, 60_000, burst=1)
+        assert 0 < (queue.promote() or 0) <= 60_000, "the lease is longer"
 
 
 def test_no_worker_elsewhere_is_rung_while_nothing_may_begin(redis_url: str) -> None:

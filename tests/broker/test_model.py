@@ -431,7 +431,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.spec("R10", "R11", "R13", "R14", "Q4")
-@pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 120)
+@pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 400)
 def test_no_interleaving_loses_doubles_or_strands_a_job(server: Server) -> None:
     explore(QueueMachine, server)
 

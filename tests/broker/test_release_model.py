@@ -447,7 +447,7 @@ class ReleaseMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.spec("N13", "N14", "N15", "N16", "N17", "N21", "N22", "N23")
-@pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 120)
+@pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 400)
 def test_no_interleaving_loses_doubles_or_strands_an_item(server: Server) -> None:
     asked = os.environ.get("FORQ_MODEL_EXAMPLES")
     machine = type("Machine", (ReleaseMachine,), {"server": server})

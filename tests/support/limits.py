@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from forq.broker.keys import wake_key
+from tests.support.limits_model import BURST
 from tests.support.one_queue import HandWorker, OneQueue
 
 HOUR_MS = 3_600_000
@@ -30,6 +31,17 @@ def tokens(queue: OneQueue) -> int:
 
 def fill_bucket(queue: OneQueue) -> None:
     queue.redis.hset(queue.key("counts"), "bucket_us", 0)
+
+
+def stored_limits(max_active: int, rate: bool) -> dict[str, int]:
+    """As the model has them."""
+    return {"max_active": max_active, "rate_count": int(rate), "rate_ms": HOUR_MS, "burst": BURST}
+
+
+def pass_hours(queue: OneQueue, hours: int) -> None:
+    bucket_us = float(queue.redis.hget(queue.key("counts"), "bucket_us") or 0)
+    if bucket_us:
+        queue.redis.hset(queue.key("counts"), "bucket_us", f"{bucket_us - hours * HOUR_MS * 1000:.1f}")
 
 
 class Ears:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-HOUR_US = 3_600_000_000
 BURST = 3
 
 

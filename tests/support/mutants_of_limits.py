@@ -201,16 +201,9 @@ MUTANTS_OF_LIMITS = (
     ),
     Mutant(
         "lib/limited.lua",
-        "redis.call('EXISTS', key('limited')) == 1 and room() < 1",
-        "room() < 1",
+        "redis.call('EXISTS', key('limited')) == 1 then wake_at",
+        "true then wake_at",
         "pulse is told though nobody waits",
-        "limited_workers test_pulse_is_told_only_if_somebody_waits",
-    ),
-    Mutant(
-        "lib/limited.lua",
-        "redis.call('EXISTS', key('limited')) == 1 and room() < 1",
-        "redis.call('EXISTS', key('limited')) == 1",
-        "pulse is told though there are tokens",
         "limited_workers test_pulse_is_told_only_if_somebody_waits",
     ),
     Mutant(
@@ -281,7 +274,7 @@ MUTANTS_OF_LIMITS = (
         "  if not has_limits then return true end\n",
         "  if not has_limits then return false end\n",
         "without limits the retry child and workers elsewhere are not woken",
-        "suspects",
+        "dequeue",
     ),
     Mutant(
         "lib/limited.lua",
@@ -435,7 +428,7 @@ MUTANTS_OF_LIMITS = (
         "on_request and main_waiting() > 0",
         "false",
         "promote does not come back for workers elsewhere",
-        "limits test_limits_hold_for_workers_elsewhere",
+        "limits_pulse test_promote_comes_back_for_workers_elsewhere",
     ),
     Mutant(
         "lib/timers.lua",

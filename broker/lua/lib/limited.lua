@@ -17,7 +17,7 @@ end
 
 -- Tokens were taken, or were short: who is limited is woken when there are enough again.
 local function tell_refill()
-  if redis.call('EXISTS', key('limited')) == 1 and room() < 1 then wake_at_refill() end
+  if redis.call('EXISTS', key('limited')) == 1 then wake_at_refill() end
 end
 
 local function unlimit_worker(processor, worker)
