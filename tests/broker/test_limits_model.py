@@ -18,9 +18,12 @@ MAIN_WORKERS = st.permutations((0, 1, 2))
 
 
 class LimitedQueueMachine(QueueMachine):
+    may_keep = False
+
     @initialize(max_active=MAX_ACTIVE, rate=st.booleans())
     def it_is_limited(self, max_active: int, rate: bool) -> None:
         self.checks.limits.listen()
+        self.keep_done_jobs_or_not(False)
         self._limit(max_active, rate)
         self.much_waits(5)
 

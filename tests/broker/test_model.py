@@ -68,6 +68,8 @@ PROCESSORS = ("p1", "p2", "p2", "p1")
 
 class QueueMachine(RuleBasedStateMachine):
     server: Server
+    # What is kept of done jobs goes by the millisecond: for rules of one script only.
+    may_keep = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,6 +390,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(keeps=st.booleans())
     def keep_done_jobs_or_not(self, keeps: bool) -> None:
+        keeps = keeps and self.may_keep
         self.queue.registry.configure(self.queue.name, {"keep_done_ms": KEEP_DONE_MS if keeps else 0}, {})
         self.model.keeps = keeps
 
