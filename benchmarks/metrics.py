@@ -2,7 +2,7 @@
 
     python benchmarks/metrics.py [--rounds 5] [--jobs 100000] [--queues 1000]
 
-Rounds are interleaved; the table shows the median of each. The queues of the scrape are in Redis, but have no processes:
+Rounds are interleaved; the table shows the median of each. The queues of the scrape are in Redis and have no processes:
 the status of their supervisor is made up.
 """
 

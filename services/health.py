@@ -47,9 +47,9 @@ def _is_live_main(child: dict[str, Any]) -> bool:
 
 
 def _waiting_for_capacity(look: Look) -> set[str]:
-    """Queues whose main process waits for units: others hold them, and their jobs are judged by themselves."""
+    """Queues of which a process waits for units: others hold them, and their jobs are judged by themselves."""
     waiting = [] if look.status is None else look.status["capacity"]["waiting"]
-    return {wish["worker"].removesuffix(" main") for wish in waiting}
+    return {wish["worker"].rpartition(" ")[0] for wish in waiting}
 
 
 def _stuck(queue: dict[str, Any], look: Look, health_seconds: float) -> list[Fault]:

@@ -48,7 +48,8 @@ class _Client:
         self.sock = sock
         self.deadline = deadline
         self.head = bytearray()
-        self.unsent: memoryview | None = None
+        # None: it has not asked yet. A page is shared by all who get it.
+        self.unsent: list[memoryview] | None = None
 
     def close(self) -> None:
         self.sock.close()
@@ -153,16 +154,17 @@ class HttpServer:
             f"HTTP/1.1 {page.status} {_REASONS[page.status]}\r\nContent-Type: {page.content_type}\r\n"
             f"Content-Length: {len(page.body)}\r\nCache-Control: no-store\r\n{allow}Connection: close\r\n\r\n"
         )
-        client.unsent = memoryview(head.encode() + (page.body if with_body else b""))
+        client.unsent = [memoryview(head.encode()), *([memoryview(page.body)] if with_body and page.body else [])]
         # It may have taken a while to answer; reading the answer is not the client's fault.
         client.deadline = self._now() + CONNECTION_SECONDS
         self._write(client)
 
     def _write(self, client: _Client) -> None:
         assert client.unsent is not None
-        client.unsent = client.unsent[client.sock.send(client.unsent) :]
-        if not client.unsent:
-            self._end(client)
+        while client.unsent:
+            rest = client.unsent[0][client.sock.send(client.unsent[0]) :]
+            client.unsent[:1] = [rest] if rest else []
+        self._end(client)
 
     def _end(self, client: _Client) -> None:
         """With what it has sent beyond its request unread, closing would reset the connection and lose the answer."""

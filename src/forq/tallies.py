@@ -10,8 +10,9 @@ histograms), then the queue's name. Bucket b of a histogram holds times of b sig
 
 import mmap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import add
 
 from forq.errors import ForqError
@@ -30,6 +31,7 @@ _HIGHEST, LOOKS, REDIS_ERRORS, SUPERVISOR_ERRORS = range(4)
 
 # Of a record: FLAG PRIORITY ' ' ENQUEUED_MS, which has 13 digits until the year 2286.
 _HEAD = 16
+_WORD_MAX = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +69,19 @@ class Tally:
     ) -> None:
         """Attempts that came back: the jobs of a batch up to the last that ran, and what each took."""
         words = self.words
-        heads: Mapping[bytes, int]
-        times: Mapping[int, int]
-        if len(micros) == 1:
-            times, heads = {micros[0].bit_length(): 1}, {batch[0][1][:_HEAD]: 1}
-        else:
-            times = Counter(map(int.bit_length, micros))
-            heads = Counter([record[:_HEAD] for _, record in batch[: len(micros)]])
+        times = Counter(map(int.bit_length, micros)) if len(micros) > 1 else {micros[0].bit_length(): 1}
         for bits, number in times.items():
             words[RUN_AT + min(bits, BUCKETS - 1)] += number
         words[RUN_SUM] += sum(micros)
-        self._count_waits(claimed_us, heads)
+        self._count_waits(claimed_us, [record[:_HEAD] for _, record in batch[: len(micros)]])
         # After the run times: a reader that reads this first never sees more failures than attempts.
         words[FAILED] += failed
         words[LAST] = now_ns
 
-    def _count_waits(self, claimed_us: int, heads: Mapping[bytes, int]) -> None:
-        """By the beginnings of the records: jobs that are short enough for a batch often share their millisecond."""
+    def _count_waits(self, claimed_us: int, heads: list[bytes]) -> None:
+        """By the beginnings of the records: neighbours in a batch often share their millisecond."""
         words = self.words
-        for head, number in heads.items():
+        for head, alike in groupby(heads):
             if head[:1] != b"p":  # it was tried before, or had a time ahead: not all that time it waited
                 continue
             try:
@@ -93,8 +89,10 @@ class Tally:
                 wait = max(0, claimed_us - 1000 * int(head[3:]))
             except ValueError:  # a broken record; its attempt has said so
                 continue
+            number = len(list(alike))
             words[WAIT_AT + min(wait.bit_length(), BUCKETS - 1)] += number
-            words[WAIT_SUM] += wait * number
+            # Records that claim to be of 1970 must not end the worker: a counter may begin anew, an overflow raises.
+            words[WAIT_SUM] = (words[WAIT_SUM] + wait * number) & _WORD_MAX
 
 
 class Tallies:

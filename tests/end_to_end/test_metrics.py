@@ -6,7 +6,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +44,15 @@ def metrics_pid(forq: Forq) -> int | None:
 
 def titles(forq: Forq) -> set[str]:
     return {" ".join(process.cmdline()).strip() for process in forq.processes()}
+
+
+def descriptors(pid: int) -> set[str]:
+    """What the descriptors of a process stand for."""
+    found = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found
 
 
 def fresh(scraper: Scraper) -> Samples:
@@ -175,6 +184,20 @@ def test_a_queue_that_is_deleted_and_made_again_begins_at_zero() -> None:
         assert fresh(scraper)["forq_run_seconds_count", (("queue", "q"),)] == 3
 
 
+def test_only_the_supervisor_and_the_metrics_process_have_the_listening_socket() -> None:
+    with measured() as (forq, _):
+        forq.create("q", "noop")
+        forq.wait_for_child("q")
+        path = str(forq.directory / "m.sock")
+        with open("/proc/net/unix") as sockets:
+            inodes = {line.split()[6] for line in sockets if line.rstrip().endswith(path)}
+        assert len(inodes) == 1
+        wanted = {f"socket:[{inode}]" for inode in inodes}
+        holders = [process for process in forq.processes() if wanted & descriptors(process.pid)]
+        names = {" ".join(process.cmdline()).split(" (")[0].strip() for process in holders}
+        assert names == {"forq: supervisor", "forq: metrics"}
+
+
 def test_many_scrapes_are_one_look_per_second() -> None:
     with measured() as (_, scraper):
         began = time.monotonic()
@@ -203,7 +226,7 @@ def test_health_is_red_while_a_handler_hangs_and_green_when_it_is_ended() -> Non
 
 def test_health_is_green_while_a_job_runs_within_its_timeout() -> None:
     with measured() as (forq, scraper):
-        forq.create("q", "sleep", timeout="1h")
+        forq.create("q", "sleep", timeout="1h", stop_grace=0)
         queue = forq.client().queue("q")
         queue.enqueue(3600, id="takes-its-time")
         wait_until(lambda: forq.traces("start"), what="it runs")

@@ -75,6 +75,7 @@ def test_a_queue_that_has_never_begun_anything_is_stuck_too() -> None:
         {"state": "draining"},
         {"mode": "on_request"},
         {"capacity": [{"worker": "q main"}]},
+        {"capacity": [{"worker": "q retry"}]},
         {"main": "starting", "uptime_seconds": 59.0},
     ],
 )

@@ -68,6 +68,15 @@ def test_a_clock_that_was_set_back_makes_a_wait_of_zero() -> None:
     assert (tallied.wait[0], tallied.wait_micros) == (1, 0)
 
 
+def test_jobs_that_claim_to_be_of_1970_do_not_end_the_worker() -> None:
+    tallies = Tallies(4)
+    tallies.take(0, "q")
+    ancient = [(b"a", b"p5 0000000000001\n[null,null,1]")] * 128
+    for _ in range(100):
+        count(tallies.of_slot(0), [5] * 128, batch=ancient)
+    assert sum(tallies.read()["q"].wait) == 12_800
+
+
 def test_another_process_sees_what_a_worker_has_counted() -> None:
     tallies = Tallies(4)
     tallies.take(0, "q")
