@@ -32,6 +32,8 @@ def faults_in(look: Look, health_seconds: float) -> list[Fault]:
     starved = _waiting_for_capacity(look)
     for queue in queues_of(look):
         name, state = queue["name"], queue["state"]
+        if state == "stopped" and any(child["pid"] for child in queue["children"]):
+            continue  # somebody restarts or replaces it, and its process ends in order
         if state not in SERVED_STATES:
             reason = f"is {state}" + (f": {queue['reason']}" if queue["reason"] else "")
             faults.append(Fault("state", reason, name))

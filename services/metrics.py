@@ -1,7 +1,7 @@
 """The metrics process: /metrics for Prometheus and /healthz for probes, from one look per second at most.
 
 1. Who asks gets the last look if it is younger than a second, else a new one; nothing is looked at for nobody.
-2. A queue is called stuck only if it was at two looks: see STUCK_AGAIN_SECONDS.
+2. A queue is at fault only if it was at two looks: see AGAIN_SECONDS.
 3. It ends when the supervisor does.
 """
 
@@ -20,8 +20,9 @@ from forq.services.metrics_look import Look, Looker
 from forq.tallies import Tallies
 
 LOOK_SECONDS = 1.0
-# A job that was scheduled looks as if it had waited all the time at the moment it becomes due; by then it has begun.
-STUCK_AGAIN_SECONDS = 0.5
+# A process that died is replaced by then, and a queue that is being made is served. A job that was scheduled looks as if
+# it had waited all the time at the moment it becomes due; by then it has begun.
+AGAIN_SECONDS = 0.5
 
 INDEX = b"forq\n\n/metrics   for Prometheus\n/healthz   200 if jobs are consumed, else 503 with the reasons\n"
 
@@ -100,13 +101,18 @@ class Pages:
     def _look_again(self) -> Look:
         if self._look is not None and time.monotonic() - self._looked_at < LOOK_SECONDS:
             return self._look
-        known = {fault.queue for fault in self._faults if fault.check == "stuck"}
+        known = _queues_in(self._faults)
         look = self._looker.look()
         faults = faults_in(look, self._health_seconds)
-        if {fault.queue for fault in faults if fault.check == "stuck"} - known:
-            time.sleep(STUCK_AGAIN_SECONDS)
+        seen = _queues_in(faults)
+        if seen - known:
+            time.sleep(AGAIN_SECONDS)
             look = self._looker.look()
-            faults = faults_in(look, self._health_seconds)
+            faults = [fault for fault in faults_in(look, self._health_seconds) if fault.queue in {None, *seen}]
         self._look, self._faults, self._rendered = look, faults, {}
         self._looked_at = time.monotonic()
         return look
+
+
+def _queues_in(faults: list[Fault]) -> set[str]:
+    return {fault.queue for fault in faults if fault.queue is not None}

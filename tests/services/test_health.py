@@ -104,7 +104,11 @@ def test_what_does_not_excuse_it(no_excuse: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("state", ["flapping", "config_error", "stopped"])
 def test_a_queue_that_is_not_served_is_a_fault(state: str) -> None:
-    assert checks(look(state=state)) == [("state", "q")]
+    assert checks(look(state=state, pid=None)) == [("state", "q")]
+
+
+def test_a_queue_whose_processes_end_in_order_is_not_judged() -> None:
+    assert checks(look(state="stopped", main="stopping")) == []
 
 
 def test_a_running_queue_without_a_main_process_is_a_fault() -> None:
