@@ -20,7 +20,7 @@ from forq.services.metrics_look import Look, Looker
 from forq.tallies import Tallies
 
 LOOK_SECONDS = 1.0
-# A process that died is replaced by then, and a queue that is being made is served. A job that was scheduled looks as if
+# A process that died is replaced by then, a queue that is being made is served. A job that was scheduled looks as if
 # it had waited all the time at the moment it becomes due; by then it has begun.
 AGAIN_SECONDS = 0.5
 
