@@ -111,6 +111,9 @@ bench-backlog: tools ## cost of enqueue and claim at 10, 10k and 1M waiting
 bench-idle: tools ## CPU, Redis commands and memory of 50 idle queues
 	$(BIN)/python benchmarks/idle.py
 
+bench-metrics: tools ## what metrics cost a no-op job, and a scrape of 1,000 queues
+	$(BIN)/python benchmarks/metrics.py
+
 bench-pipeline: tools ## a million events: ingest with a driver that is killed, audit, sink; and what the journal costs
 	$(BIN)/python benchmarks/pipeline.py
 

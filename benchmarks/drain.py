@@ -43,10 +43,10 @@ def peer_rate(python: Path, server: Server, peer: str, jobs: int) -> float:
     return jobs / float(drained.stdout.split()[-1])
 
 
-def forq_rates(server: Server, jobs: int) -> dict[str, float]:
+def forq_rates(server: Server, jobs: int, settings: str = "") -> dict[str, float]:
     """Drain rate, bulk enqueue rate, and what one job costs the worker and the server in CPU time (µs)."""
     server.flush()
-    with running(redis=server.url) as forq:
+    with running(redis=server.url, settings=settings) as forq:
         forq.create("bench", "noop")
         forq.ctl("pause", "bench")
         queue = forq.client().queue("bench")

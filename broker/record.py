@@ -3,7 +3,8 @@
     FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\\n' BODY
 
 BODY is JSON, [identifier, type, data], and a fourth element if it was enqueued within a trace (trace_context.py).
-FLAG is `p` (plain: all counts are 0) or `c` (the counts follow). LANE is 0 in the main lane; the number of the attempt
+FLAG is `p` (plain: all counts are 0), `d` (delayed: the same, but the job had a time ahead, so that its age is not the
+time that it waited) or `c` (the counts follow). LANE is 0 in the main lane; the number of the attempt
 that the job waits for in the retry lane; -1 for a suspect, which runs alone next time. The server writes the part
 before the newline; the rest is JSON that no script ever decodes, so that data comes back exactly as it went in. A dead
 job's record is followed by its error and its attempts (dead.py).

@@ -47,6 +47,7 @@ class Nursery:
 
 class Child:
     """A forked child. `on_line` gets what it says on its leash, `on_end` how it ended, once its tree is gone.
+    `keep_fds`: descriptors that it inherits besides those that all do.
 
     Making one raises OSError when the system has no process, descriptor or control group left to give.
     """
@@ -59,6 +60,7 @@ class Child:
         *,
         handled: tuple[int, ...] = (),
         runs_user_code: bool = False,
+        keep_fds: tuple[int, ...] = (),
         on_line: Callable[[bytes], None],
         on_end: Callable[[Exit], None],
     ) -> None:
@@ -76,7 +78,7 @@ class Child:
         self._leash, theirs = socket.socketpair()
         self._leash.setblocking(False)
         try:
-            self._spawned = self._fork(theirs, run, handled)
+            self._spawned = self._fork(theirs, run, handled, keep_fds)
         except OSError:
             self._leash.close()
             raise
@@ -118,11 +120,17 @@ class Child:
             return
         kill_tree(self.pid)
 
-    def _fork(self, theirs: socket.socket, run: Callable[[socket.socket], int], handled: tuple[int, ...]) -> Spawned:
+    def _fork(
+        self,
+        theirs: socket.socket,
+        run: Callable[[socket.socket], int],
+        handled: tuple[int, ...],
+        keep_fds: tuple[int, ...],
+    ) -> Spawned:
         return spawn(
             lambda: run(theirs),
             loop=self._nursery.loop,
-            keep_fds=(*self._nursery.keep_fds, theirs.fileno()),
+            keep_fds=(*self._nursery.keep_fds, *keep_fds, theirs.fileno()),
             title=f"forq: {self.name}",
             cgroup=self._cgroup,
             handled=handled,

@@ -21,6 +21,7 @@ from forq.names import shown
 from forq.options import WORK, Option, QueueSpec, Value, check_mode, defaults, nearest
 from forq.schedules import read_schedules
 from forq.supervisor.embedded import check_socket_path
+from forq.supervisor.metrics_place import MetricsPlace, read_metrics
 from forq.trace_context import FILE, OFF, OTLP, can_trace
 
 UNITS_PER_CPU = 100
@@ -60,6 +61,7 @@ class Config:
     tracing: str = OFF
     pipeline: "Pipeline | None" = None
     bridges: "tuple[BridgePlace, ...]" = ()
+    metrics: MetricsPlace | None = None
     # Of each queue of the file its schedules, by key, as they were given.
     schedules: Mapping[str, Mapping[str, Mapping[str, object]]] = field(default_factory=dict)
 
@@ -109,12 +111,13 @@ def load(argv_overrides: Mapping[str, object], environ: Mapping[str, str]) -> Co
     queue_tables = table.pop("queues", {})
     pipeline = _read_pipeline(table.pop("pipeline"), file) if file and "pipeline" in table else None
     bridges = _read_bridges(table.pop("bridge", []), file) if file else ()
+    metrics = read_metrics(table.pop("metrics"), file) if file and "metrics" in table else None
     given = _in_file(table, file) | _in_environment(environ) | _on_command_line(flags)
     values = {name: read(given[name]) if name in given else None for name, read in _SETTINGS.items()}
     mode = str(values["mode"] or WORK)
     schedules = _take_schedules(queue_tables, file) if file else {}
     config = _assemble(values, file, _read_queues(queue_tables, file, mode) if file else (), given)
-    config = replace(config, bridges=bridges, schedules=schedules)
+    config = replace(config, bridges=bridges, schedules=schedules, metrics=metrics)
     return config if pipeline is None else _with_pipeline(config, pipeline)
 
 
@@ -141,7 +144,7 @@ def _read_toml(file: Path) -> dict[str, object]:
 def _in_file(table: Mapping[str, object], file: Path | None) -> dict[str, Given]:
     for name in table:
         if name not in _SETTINGS:
-            known = [*_SETTINGS, "queues", "pipeline", "bridge"]
+            known = [*_SETTINGS, "queues", "pipeline", "bridge", "metrics"]
             raise ConfigError(f"{file}: there is no setting {shown(name)}{nearest(name, known)}")
     base = file.parent if file else Path.cwd()
     return {name: Given(name, value, str(file), base) for name, value in table.items()}

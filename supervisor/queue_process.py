@@ -24,6 +24,7 @@ from forq.supervisor.deadlines import Deadlines
 from forq.supervisor.grants import Grants
 from forq.supervisor.spawn import Exit
 from forq.supervisor.stacks import Stacks
+from forq.tallies import Tallies
 
 # How long the second thread of a process gets to answer a TERM before its interpreter counts as stuck.
 ANSWER_SECONDS = 0.5
@@ -48,6 +49,8 @@ class Surroundings:
     evicted: Callable[[], None]
     changed: Callable[[], None]
     processor: Callable[[], str]
+    # None: nobody wants to know.
+    tallies: Tallies | None = None
 
 
 class Owner(Protocol):
@@ -84,6 +87,7 @@ class QueueProcess:
         self._around = around
         self._owner = owner
         self._left: set[int] = set()
+        self._counting: list[int] = []
         self._condemned: dict[int, Condemned] = {}
         board = around.scoreboard
         taken: list[int] = []
@@ -92,8 +96,10 @@ class QueueProcess:
             while len(taken) < (int(options.get("concurrency", 1)) if role == Role.MAIN else 1):
                 taken.append(board.take())
             self.slots = tuple(taken)
+            self._take_tallies()
             self.child = self._child(options)
         except BaseException:
+            self._give_tallies_back()
             for number in taken:
                 board.give_back(number)
             raise
@@ -161,6 +167,19 @@ class QueueProcess:
             if not self.retiring:
                 self._owner.replace(self, cause)
         self.stacks.take(lambda dump: self._dumped(slot, dump))
+
+    def _take_tallies(self) -> None:
+        if self._around.tallies is not None:
+            for number in self.slots:
+                self._around.tallies.take(number, self.spec.name)
+                self._counting.append(number)
+
+    def _give_tallies_back(self) -> None:
+        """What its workers have counted stays; their successors go on in it."""
+        for number in self._counting:
+            assert self._around.tallies is not None
+            self._around.tallies.give_back(number)
+        self._counting = []
 
     def _slots(self) -> list[Slot]:
         return [self._around.scoreboard.slot(number) for number in self.slots]
@@ -242,6 +261,7 @@ class QueueProcess:
     def _ended(self, how: Exit) -> None:
         self._deadlines.stop()
         self._around.grants.leave(self)
+        self._give_tallies_back()
         self._owner.ended(self, how)
 
     def recover(self, how: Exit) -> None:

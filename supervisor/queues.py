@@ -62,6 +62,7 @@ class Queues:
             evicted=self.rejoin,
             changed=changed,
             processor=lambda: services.processor,
+            tallies=services.tallies,
         )
 
     def served(self) -> tuple[list[str], list[str]]:
@@ -223,12 +224,17 @@ class Queues:
             left.discard(one)
             self._leaving.discard(one)
             if not left:
-                then()
+                all_gone()
+
+        def all_gone() -> None:
+            if self._services.tallies is not None:
+                self._services.tallies.forget(name)
+            then()
 
         for one in leaving:
             one.stop(partial(gone, one), now=True)
         if not leaving:
-            then()
+            all_gone()
         self._state.drop_queue(name)
 
     def gone(self, name: str, *, deleted: bool = False) -> None:

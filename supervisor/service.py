@@ -1,4 +1,4 @@
-"""A service (pulse, scribe, clerk, a bridge) as the supervisor sees it: a child that is replaced when it dies."""
+"""A service (pulse, scribe, clerk, metrics, a bridge) as the supervisor sees it: a child, replaced when it dies."""
 
 import logging
 import socket
@@ -28,6 +28,7 @@ class Service:
         name: str,
         run: Callable[[socket.socket], int],
         *,
+        keep_fds: tuple[int, ...] = (),
         on_event: Callable[[dict[str, Any]], None] | None = None,
         on_start: Callable[[], None] | None = None,
     ) -> None:
@@ -36,6 +37,7 @@ class Service:
         self.restarts = 0
         self._nursery = nursery
         self._run = run
+        self._keep_fds = keep_fds
         self._on_event = on_event
         self._on_start = on_start
         self._respawn = Respawn()
@@ -50,7 +52,14 @@ class Service:
             self._timer.cancel()
         self._timer = None
         try:
-            self.child = Child(self._nursery, self.name, self._run, on_line=self._read, on_end=self._ended)
+            self.child = Child(
+                self._nursery,
+                self.name,
+                self._run,
+                keep_fds=self._keep_fds,
+                on_line=self._read,
+                on_end=self._ended,
+            )
         except OSError as exc:
             log.error("cannot start service service=%s error=%s", self.name, exc)
             self._start_later(0.0)

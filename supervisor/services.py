@@ -1,4 +1,4 @@
-"""The supervisor's hands: pulse, scribe, clerk, bridges, the embedded server; what each of their processes is given."""
+"""The supervisor's hands: pulse, scribe, clerk, metrics, bridges, the embedded server; what each process is given."""
 
 import hashlib
 import logging
@@ -20,6 +20,7 @@ from forq.supervisor.loop import Loop
 from forq.supervisor.redis_child import RedisChild
 from forq.supervisor.service import Service
 from forq.supervisor.statedir import StateDir
+from forq.tallies import Tallies
 
 RETRY_SECONDS = 0.25
 
@@ -50,6 +51,9 @@ class Services:
         # How many requests to pulse Redis has not taken yet.
         self.unrecovered = 0
         self.scoreboard = Scoreboard.create()
+        # Opened here and kept, so that a metrics process that dies does not lose the address.
+        self._metrics_listener = None if config.metrics is None else config.metrics.open(config.control_group)
+        self.tallies = None if config.metrics is None else Tallies()
         self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._cgroups = _cgroups(config, state)
         self.nursery = Nursery(loop, (state.tree_lock_fd, self._watch_fd), self._cgroups)
@@ -66,10 +70,11 @@ class Services:
             Service(self.nursery, f"bridge {place.listen}", partial(self._run_bridge, place))
             for place in config.bridges
         )
+        self.metrics = () if self._metrics_listener is None else (self._metrics_service(self._metrics_listener),)
 
     @property
     def all(self) -> tuple[Service, ...]:
-        return self.pulse, self.scribe, self.clerk, *self.bridges
+        return self.pulse, self.scribe, self.clerk, *self.bridges, *self.metrics
 
     def start(self) -> None:
         if self.redis is not None:
@@ -86,6 +91,8 @@ class Services:
             then()
 
     def close(self) -> None:
+        if self._config.metrics is not None and self._metrics_listener is not None:
+            self._config.metrics.close(self._metrics_listener)
         if self._cgroups is not None:
             self._cgroups.remove()
 
@@ -172,6 +179,7 @@ class Services:
                 watch_fd=self._watch_fd,
                 tree_lock_fd=self._state.tree_lock_fd,
                 tracing=self._config.tracing,
+                tallies=self.tallies,
             )
         )
 
@@ -212,6 +220,26 @@ class Services:
                 logs_dir=Path(self._state.path) / "logs",
                 leash=leash,
                 failed_log_max=self._config.failed_log_max,
+            )
+        )
+
+    def _metrics_service(self, listener: socket.socket) -> Service:
+        run = partial(self._run_metrics, listener)
+        return Service(self.nursery, "metrics", run, keep_fds=(listener.fileno(),))
+
+    def _run_metrics(self, listener: socket.socket, leash: socket.socket) -> int:
+        assert self._config.metrics is not None
+        assert self.tallies is not None
+        return entry_points.run_metrics(
+            entry_points.MetricsSettings(
+                url=self.redis_url,
+                prefix=self._config.prefix,
+                control_socket=str(self._config.socket),
+                health_seconds=self._config.metrics.health_seconds,
+                scoreboard=self.scoreboard,
+                tallies=self.tallies,
+                listener=listener,
+                leash=leash,
             )
         )
 

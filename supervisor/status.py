@@ -1,4 +1,4 @@
-"""The verb `status`: what is known without Redis, and the counts if Redis answers in time."""
+"""The verb `status`: what is known without Redis, and the counts if they are wanted and Redis answers in time."""
 
 import os
 from collections.abc import Callable
@@ -67,7 +67,9 @@ class Status:
 
         late = TimedOut(f"no answer from Redis within {COUNTS_SECONDS} s")
         timer = self._supervisor.loop.call_later(COUNTS_SECONDS, lambda: answer(late))
-        if self._services.redis_state["ok"]:
+        if request.params.get("counts") is False:
+            answer({})
+        elif self._services.redis_state["ok"]:
             self._clerk.ask("counts", {"names": names, "items": wanted}, answer)
         else:
             answer(ForqError(self._services.redis_state["error"] or "not reached yet"))

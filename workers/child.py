@@ -16,6 +16,7 @@ from forq.errors import ConfigError, Fenced, IncompatibleProtocol, UnknownQueue
 from forq.ids import new_id
 from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Scoreboard, Slot, State
+from forq.tallies import Tallies
 from forq.trace_context import OFF
 from forq.workers.attempt import Attempts, FailAttempts
 from forq.workers.grant import Grant
@@ -51,6 +52,8 @@ class ChildSettings:
     watch_fd: int
     tree_lock_fd: int
     tracing: str = OFF
+    # None: nobody wants to know how long jobs wait and run.
+    tallies: Tallies | None = None
 
 
 def run_child(settings: ChildSettings) -> int:
@@ -158,6 +161,8 @@ class _Crew:
         where = (settings.url, settings.prefix, queue or settings.spec.name, settings.processor, slot.worker)
         main = settings.role == Role.MAIN
         size = settings.options["fail_size" if queue else "size"]
+        # Fail handlers are not counted: their jobs are none of the queue's own.
+        tally = settings.tallies.of_slot(slot.number) if settings.tallies is not None and queue is None else None
         return WorkerLoop(
             Consumer(*where, lane="main" if main else "retry"),
             attempts,
@@ -173,6 +178,7 @@ class _Crew:
             # What the retry child does is seldom and may be slow: it takes nothing ahead of time.
             max_batch=MAX_BATCH if main else 1,
             resting_state=State.IDLE if main else State.PARKED,
+            tally=tally,
         )
 
     def _serve(self, loop: Loop) -> None:

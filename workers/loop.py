@@ -34,6 +34,7 @@ from forq.scoreboard import (
     Slot,
     State,
 )
+from forq.tallies import Tally
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
 from forq.workers.recycling import Recycling
@@ -83,6 +84,7 @@ class WorkerLoop:
         numbers: TurnNumbers | None = None,
         max_batch: int = MAX_BATCH,
         resting_state: State = State.IDLE,
+        tally: Tally | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.consumer = consumer
@@ -99,6 +101,9 @@ class WorkerLoop:
         self._numbers = numbers or TurnNumbers()
         self._max_batch = max_batch
         self._resting_state = resting_state
+        self._tally = tally
+        self._micros: list[int] = []
+        self._failures = 0
         self._now = clock_ns
         self._stop = threading.Event()
         self._number = 0
@@ -156,6 +161,8 @@ class WorkerLoop:
         batch = self._claim()
         if batch:
             self._run_batch(batch)
+            if self._tally is not None:
+                self._count(self._tally, batch)
         if self._grant.yielding:
             self.settle()
             self._grant.give_back()
@@ -256,6 +263,13 @@ class WorkerLoop:
             words[WORD] = base | index << INDEX_SHIFT
         self._adapt((self._now() - first_started) // max(ran, 1))
 
+    def _count(self, tally: Tally, batch: Claimed) -> None:
+        """What came back, once per batch. A fence is the server's time in µs at the claim."""
+        micros, failures = self._micros, self._failures
+        self._micros, self._failures = [], 0
+        if micros:
+            tally.count(int(self._fence), batch, micros, failures, self._now())
+
     def _set_limits(self) -> None:
         """What holds for the jobs of this batch. The parent keeps the time; it is told when it has no timer yet."""
         words, timeout_ms = self.slot.words, self._limits.timeout_ms
@@ -272,6 +286,8 @@ class WorkerLoop:
         failure = self._attempts.attempt(job_id.decode(), record, int(self._fence))
         micros = (self._now() - started) // 1000
         self._unsettled += 1
+        if self._tally is not None:
+            self._micros.append(micros)
         if failure is None:
             self._done += (job_id, self._fence, micros)
             if (result := self._attempts.result) is not None:
@@ -279,6 +295,7 @@ class WorkerLoop:
                 self._results_bytes += len(result)
         else:
             self.slot.words[STATE] = State.SETTLING
+            self._failures += 1
             retry_at = "" if failure.retry_at_ms is None else failure.retry_at_ms
             what = (failure.error, failure.brief, failure.kind, retry_at, f"{random.random():.4f}")
             self._failed += (job_id, self._fence, micros, *what)

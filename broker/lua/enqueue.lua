@@ -91,9 +91,9 @@ local function store_new()
   for i, at in ipairs(new) do
     local id, priority = ARGV[at], ARGV[at + 1]
     records[2 * i - 1] = id
-    records[2 * i] = 'p' .. priority .. header .. ARGV[at + 2]
     stored_ids[i] = id
     local run_at = ARGV[at + 4] ~= '' and dispatch_at(at).run_at or 0
+    records[2 * i] = (run_at > now_ms and 'd' or 'p') .. priority .. header .. ARGV[at + 2]
     if run_at > now_ms then
       later[#later + 1] = { id, run_at }
     else
@@ -131,6 +131,7 @@ local function update(dispatch)
     forget_attempts({ id })
   end
   local new_place = place_for(job)
+  job.delayed = job.delayed or new_run_at > now_ms
   redis.call('HSET', key('jobs'), id, write_record(job))
   note('updated 0 ' .. id)
   -- Its age counts from its time. One that waits, or waits for its next try, gets no younger by an update.

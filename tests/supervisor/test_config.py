@@ -62,11 +62,19 @@ def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Lo
     enabled = re.sub(r"(?m)^#(?=\[|\w+ = )", "", (ROOT / "etc" / "forq.toml").read_text())
     config = load_text(enabled)
     queue, gate, pipeline = config.queues
-    defaults_of_all: dict[str, object] = {"file": None, "queues": (), "pipeline": None, "schedules": {}}
+    defaults_of_all: dict[str, object] = {
+        "file": None,
+        "queues": (),
+        "pipeline": None,
+        "metrics": None,
+        "schedules": {},
+    }
     assert config.__dict__ | defaults_of_all == load({}, {}).__dict__
     assert config.schedules["example"].keys() == {"nightly"}
     assert (pipeline.name, pipeline.handler) == ("forq-pipeline", "forq.pipeline.task:ingest")
     assert config.pipeline == Pipeline("/srv/state/history", 60.0)
+    assert config.metrics is not None
+    assert (config.metrics.listen, config.metrics.health_seconds) == ("127.0.0.1:9464", 60.0)
     assert queue.options == defaults("work")
     releasing = {name for name, option in OPTIONS.items() if "work" not in option.modes}
     assert gate.options == {name: defaults("auto_release")[name] for name in {*releasing, "retry_lane_retries"}}

@@ -1,6 +1,7 @@
 -- A record: FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\n' BODY (record.py).
--- FLAG 'p' (plain): all counts are 0. FLAG 'c': the counts follow. LANE: 0 in the main lane; the number of the
--- attempt that the job is waiting for in the retry lane; -1 if it is a suspect. Scripts never decode BODY.
+-- FLAG 'p' (plain): all counts are 0. FLAG 'd' (delayed): the same, but the job had a time ahead. FLAG 'c': the counts
+-- follow. LANE: 0 in the main lane; the number of the attempt that the job is waiting for in the retry lane; -1 if it is a
+-- suspect. Scripts never decode BODY.
 
 local SUSPECT = -1
 
@@ -17,12 +18,13 @@ local function read_record(record)
     timeouts = tonumber(timeouts) or 0,
     lane = tonumber(lane) or 0,
     body = body,
+    delayed = string.sub(record, 1, 1) == 'd',
   }
 end
 
 local function write_record(job)
   if job.retries + job.stalls + job.timeouts == 0 and job.lane == 0 then
-    return 'p' .. job.priority .. ' ' .. job.enqueued_ms .. '\n' .. job.body
+    return (job.delayed and 'd' or 'p') .. job.priority .. ' ' .. job.enqueued_ms .. '\n' .. job.body
   end
   return string.format('c%s %s %d %d %d %d\n', job.priority, job.enqueued_ms, job.retries, job.stalls, job.timeouts,
     job.lane) .. job.body

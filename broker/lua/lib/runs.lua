@@ -15,7 +15,7 @@ end
 
 local function store_run(id, policy, identifier, data, run_at_ms)
   local priority = string.format('%d', policy.priority)
-  redis.call('HSET', key('jobs'), id, string.format('p%s %.0f\n', priority, now_ms)
+  redis.call('HSET', key('jobs'), id, string.format('%s%s %.0f\n', run_at_ms > now_ms and 'd' or 'p', priority, now_ms)
     .. '[' .. identifier .. ',' .. cjson.encode(policy.type) .. ',' .. data .. ']')
   note_ids('enqueued', 0, { id })
   make_ready(id, priority, run_at_ms)

@@ -1,0 +1,121 @@
+"""Health is judged from a look: what is a fault, and what only looks like one."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from forq.broker.viewing import Counts
+from forq.services.health import faults_in
+from forq.services.metrics_look import Look, Work
+from tests.support.metrics import NOW_NS, look_at, queue_counts, queue_status, tallied
+
+HEALTH_SECONDS = 60.0
+AGO = int(100e9)
+
+
+def limited(may_begin: int, workers: int) -> Counts:
+    limits = {"may_begin": may_begin, "limited_workers": workers}
+    return queue_counts(waiting=3, oldest_waiting_seconds=100.0, limits=limits)
+
+
+def look(
+    counts: Counts | None = None, work: Work | None = None, last_ns: int = 0, capacity: Any = (), **queue: Any
+) -> Look:
+    """A queue with a job that has waited for 100 s, and nothing that would excuse it."""
+    stuck = queue_counts(waiting=3, oldest_waiting_seconds=100.0)
+    return look_at(
+        [queue_status("q", **queue)],
+        counts={"q": counts or stuck},
+        work={"q": work or Work(started_ns=NOW_NS - AGO)},
+        tallied={"q": tallied(last_ns=last_ns)},
+        capacity_waiting=list(capacity),
+    )
+
+
+def checks(seen: Look) -> list[tuple[str, str | None]]:
+    return [(fault.check, fault.queue) for fault in faults_in(seen, HEALTH_SECONDS)]
+
+
+def test_jobs_that_wait_while_nothing_begins_or_ends_are_a_fault() -> None:
+    assert checks(look()) == [("stuck", "q")]
+    (fault,) = faults_in(look(), HEALTH_SECONDS)
+    assert fault.describe() == {
+        "check": "stuck",
+        "queue": "q",
+        "reason": "3 jobs wait, the oldest for 100 s, and nothing has begun or ended for 100 s",
+    }
+
+
+def test_a_queue_that_has_never_begun_anything_is_stuck_too() -> None:
+    assert checks(look(work=Work())) == [("stuck", "q")]
+
+
+@pytest.mark.parametrize(
+    "excuse",
+    [
+        {"counts": queue_counts(waiting=0, oldest_waiting_seconds=None)},
+        {"counts": queue_counts(waiting=3, oldest_waiting_seconds=59.0)},
+        {"counts": queue_counts(waiting=3, oldest_waiting_seconds=100.0, paused=True)},
+        {
+            "counts": queue_counts(
+                waiting=3, oldest_waiting_seconds=100.0, limits={"may_begin": 0, "limited_workers": 0}
+            )
+        },
+        {
+            "counts": queue_counts(
+                waiting=3, oldest_waiting_seconds=100.0, limits={"may_begin": 1, "limited_workers": 1}
+            )
+        },
+        {"work": Work(started_ns=NOW_NS - int(59e9))},
+        {"last_ns": NOW_NS - int(59e9)},
+        {"work": Work(started_ns=NOW_NS - AGO, running=[(100.0, 101.0)])},
+        {"work": Work(started_ns=NOW_NS - AGO, running=[(200.0, 101.0), (100.0, 101.0)])},
+        {"work": Work(started_ns=NOW_NS - AGO, running=[(59.0, 0.0)])},
+        {"state": "draining"},
+        {"mode": "on_request"},
+        {"capacity": [{"worker": "q main"}]},
+        {"capacity": [{"worker": "q retry"}]},
+        {"main": "starting", "uptime_seconds": 59.0},
+    ],
+)
+def test_what_excuses_a_queue(excuse: dict[str, Any]) -> None:
+    assert checks(look(**excuse)) == []
+
+
+@pytest.mark.parametrize(
+    "no_excuse",
+    [
+        {
+            "counts": queue_counts(
+                waiting=3, oldest_waiting_seconds=100.0, limits={"may_begin": 1, "limited_workers": 0}
+            )
+        },
+        {"work": Work(started_ns=NOW_NS - AGO, running=[(102.0, 101.0)])},
+        {"work": Work(started_ns=NOW_NS - AGO, running=[(100.0, 0.0)])},
+        {"last_ns": NOW_NS - int(61e9)},
+        {"capacity": [{"worker": "other main"}]},
+        {"main": "starting", "uptime_seconds": 61.0},
+    ],
+)
+def test_what_does_not_excuse_it(no_excuse: dict[str, Any]) -> None:
+    assert checks(look(**no_excuse)) == [("stuck", "q")]
+
+
+@pytest.mark.parametrize("state", ["flapping", "config_error", "stopped"])
+def test_a_queue_that_is_not_served_is_a_fault(state: str) -> None:
+    assert checks(look(state=state, pid=None)) == [("state", "q")]
+
+
+def test_a_queue_whose_processes_end_in_order_is_not_judged() -> None:
+    assert checks(look(state="stopped", main="stopping")) == []
+
+
+def test_a_running_queue_without_a_main_process_is_a_fault() -> None:
+    assert checks(look(pid=None)) == [("process", "q")]
+    assert checks(look(main="backoff")) == [("process", "q")]
+
+
+def test_a_supervisor_or_redis_that_does_not_answer_is_a_fault() -> None:
+    assert checks(replace(look(), status=None, status_error="no answer")) == [("supervisor", None)]
+    assert checks(replace(look(), round_trip_seconds=None, counts={})) == [("redis", None)]
