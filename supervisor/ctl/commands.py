@@ -92,6 +92,14 @@ COMMANDS = (
         Argument("--memory", action="store_true", help="with each process's share of memory (PSS)"),
     ),
     Command(
+        "top",
+        "top",
+        "show the queues as they are now, again and again, with keys to pause and resume them",
+        Argument("--interval", default="1s", metavar="D", help="how often (default: 1s)"),
+        Argument("--plain", action="store_true", help="a block of text each time, also on a terminal"),
+        Argument("--count", type=int, metavar="N", help="end after so many blocks (plain or JSON)"),
+    ),
+    Command(
         "jobs",
         "jobs",
         "list the jobs of a queue",
