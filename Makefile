@@ -12,7 +12,7 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services bridge pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire ticks limits cluster bench-drain bench-layouts \
+.PHONY: help setup tools run demo man test lint types imports unit kills trees fire mutants releases bridge-fire ticks limits cluster bench-drain bench-layouts \
         bench-backlog bench-idle bench-pipeline bench-exec spec-report wheel \
         format clean
 
@@ -43,6 +43,12 @@ run: setup ## start a supervisor with two sample queues, in the foreground
 	  "  $(CTL) job slow \$$($(CTL) push slow '{\"seconds\": 60}')" \
 	  'Ctrl-C stops it.' ''
 	@exec $(BIN)/forq run --config etc/examples/sample.toml --state-dir $(STATE_DIR)
+
+demo: setup ## a guided tour of about two minutes: kill -9, daemons, timeouts, rates, audit (ARGS=--fast: no pauses)
+	@$(BIN)/python etc/demo/tour.py $(ARGS)
+
+man: setup ## write the man pages anew, from the tables of commands
+	$(BIN)/python etc/man/write.py
 
 test: lint types imports unit wheel ## everything that must pass before a commit
 
