@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from forq.supervisor.ctl.tables import printable, span
 
@@ -34,6 +35,21 @@ class Row:
     children: list[dict[str, Any]]
 
 
+class RunningJob(NamedTuple):
+    id: str
+    pid: int
+    seconds: float | None
+    progress: dict[str, Any] | None
+
+
+def running_jobs(child: dict[str, Any]) -> list[RunningJob]:
+    """What a child of a queue runs: one per busy worker."""
+    ids = child.get("jobs") or ([child["job"]] if child["job"] is not None else [])
+    ages = child.get("jobs_seconds") or [child.get("job_seconds")]
+    told = child.get("jobs_progress") or [child.get("progress")]
+    return [RunningJob(job, child["pid"], age, of) for job, age, of in zip_longest(ids, ages, told) if job is not None]
+
+
 class Figures:
     """Remembers the counters of the last status."""
 
@@ -49,8 +65,8 @@ class Figures:
 
     def _row(self, queue: dict[str, Any], now: float) -> Row:
         children = queue["children"]
-        busy = [child for child in children if child["job"] is not None]
-        oldest = max(busy, key=lambda child: child.get("job_seconds") or 0.0, default=None)
+        running = [job for child in children for job in running_jobs(child)]
+        oldest = max(running, key=lambda job: job.seconds or 0.0, default=None)
         done, failed = self._rates(queue, now)
         return Row(
             name=queue["name"],
@@ -64,9 +80,9 @@ class Figures:
             done_per_second=done,
             failed_per_second=failed,
             oldest_waiting_seconds=queue["oldest_waiting_seconds"],
-            job=oldest["job"] if oldest else None,
-            job_seconds=oldest.get("job_seconds") if oldest else None,
-            running=sum(len(child.get("jobs") or [child["job"]]) for child in busy),
+            job=oldest.id if oldest else None,
+            job_seconds=oldest.seconds if oldest else None,
+            running=len(running),
             restarts=sum(child["restarts"] for child in children),
             limits=queue.get("limits"),
             children=children,

@@ -11,24 +11,12 @@ from forq.progress import show_progress
 from forq.supervisor.ctl.tables import moment, printable, span
 from forq.supervisor.ctl.top.columns import STYLES, Column, fitting, header, line
 from forq.supervisor.ctl.top.feed import Feed
-from forq.supervisor.ctl.top.figures import Row, shown_count, shown_limits, shown_rate
+from forq.supervisor.ctl.top.figures import Row, RunningJob, running_jobs, shown_count, shown_limits, shown_rate
 
 HELP = "q back  ↑↓ scroll  p pause  r resume"
 DEAD_SHOWN = 5
 SCROLL_LINES = 10
 Child = dict[str, Any]
-
-
-class Running:
-    """One running job."""
-
-    __slots__ = ("job", "pid", "progress", "seconds")
-
-    def __init__(self, pid: int, job: str, progress: str | None, seconds: float | None) -> None:
-        self.pid = pid
-        self.job = job
-        self.progress = progress
-        self.seconds = seconds
 
 
 CHILDREN: tuple[Column[Child], ...] = (
@@ -39,11 +27,11 @@ CHILDREN: tuple[Column[Child], ...] = (
     Column("DONE", 4, lambda child: shown_count(child.get("done"))),
     Column("RESTARTS", 5, lambda child: child["restarts"]),
 )
-RUNNING: tuple[Column[Running], ...] = (
-    Column("JOB", 0, lambda running: running.job, least=10, most=40, right=False),
-    Column("PID", 3, lambda running: running.pid),
-    Column("FOR", 1, lambda running: span(running.seconds)),
-    Column("PROGRESS", 2, lambda running: running.progress, least=10, most=80, right=False),
+RUNNING: tuple[Column[RunningJob], ...] = (
+    Column("JOB", 0, lambda job: job.id, least=10, most=40, right=False),
+    Column("PID", 3, lambda job: job.pid),
+    Column("FOR", 1, lambda job: span(job.seconds)),
+    Column("PROGRESS", 2, lambda job: _progress(job), least=10, most=80, right=False),
 )
 DEAD: tuple[Column[dict[str, Any]], ...] = (
     Column("JOB", 0, lambda job: job["id"], least=10, most=40, right=False),
@@ -107,7 +95,7 @@ class QueuePage:
             return [Text(f"{printable(self.name)} is gone", style="bold red")]
         title = Text(f"{printable(row.name)}  ", style="bold")
         title.append(row.state, style=STYLES.get(row.state, ""))
-        running = [one for child in row.children for one in _running(child)]
+        running = [job for child in row.children for job in running_jobs(child)]
         lines = [
             title,
             *_wrapped(_counted(row), width),
@@ -137,15 +125,8 @@ def _counted(row: Row) -> str:
     return "  ".join(f"{name} {value or '-'}" for name, value in known.items())
 
 
-def _running(child: Child) -> list[Running]:
-    """One per busy worker. Only of the first is it known for how long it has been running."""
-    jobs = child.get("jobs") or ([child["job"]] if child["job"] is not None else [])
-    told = child.get("jobs_progress") or [child.get("progress")] * len(jobs)
-    ages = [child.get("job_seconds")] + [None] * len(jobs)
-    return [
-        Running(child["pid"], job, None if progress is None else show_progress(**progress), age)
-        for job, progress, age in zip(jobs, told, ages, strict=False)
-    ]
+def _progress(job: RunningJob) -> str | None:
+    return None if job.progress is None else show_progress(job.progress["fraction"], job.progress["text"])
 
 
 def _error(job: dict[str, Any]) -> str:
