@@ -13,6 +13,7 @@ from forq.cli import parser_for
 from forq.exits import MEANINGS
 from forq.supervisor.ctl.commands import COMMANDS, GLOBALS, Command
 from forq.supervisor.ctl.manual import ABOUT, ENVIRONMENT, all_exits, exits_of, shown_argument
+from forq.supervisor.ctl.manual_pages import PAGES
 from forq.version import VERSION
 
 HERE = Path(__file__).resolve().parent
@@ -51,18 +52,19 @@ def forqctl() -> list[str]:
 
 
 def _command(command: Command) -> list[str]:
+    page = PAGES[command.name]
     arguments = [shown_argument(argument) for argument in command.arguments]
     usage = [
         shown if "nargs" not in argument.keywords and not shown.startswith("-") else f"[{shown}]"
         for argument, shown in zip(command.arguments, arguments, strict=True)
     ]
     lines = roff.subsection(" ".join([command.name, *usage]))
-    lines += roff.paragraph(f"{command.summary[0].upper()}{command.summary[1:]}. {command.more}".rstrip())
+    lines += roff.paragraph(f"{command.summary[0].upper()}{command.summary[1:]}. {page.more}".rstrip())
     for argument, shown in zip(command.arguments, arguments, strict=True):
         lines += roff.entry(shown, argument.keywords["help"])
-    for purpose, typed in command.examples:
+    for purpose, typed in page.examples:
         lines += roff.code([*([f"# {purpose}"] if purpose else []), f"forqctl {typed}"])
-    special = {code: means for code, means in exits_of(command).items() if code in command.exits}
+    special = {code: means for code, means in exits_of(command).items() if code in page.exits}
     if special:
         lines += roff.paragraph("Exit status: " + "; ".join(f"{code} {means}" for code, means in special.items()) + ".")
     return lines

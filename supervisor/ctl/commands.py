@@ -1,6 +1,6 @@
 """The table of forqctl's commands: names, arguments, help, and where each is carried out. No logic.
 
-The parser, the help, the man page and the shell completion are all made from it.
+The parser, the help, the man page and the shell completion are made from it; manual_pages.py has more words for people.
 """
 
 from __future__ import annotations
@@ -24,45 +24,16 @@ class Argument:
 
 class Command:
     """One command: carried out by a function in `home`, a module of forq.supervisor.ctl.verbs, of the command's name or
-    of that of `function`.
+    of that of `function`."""
 
-    For its manual: `more` than the summary, `examples` (what for, and what to type after forqctl), and those `exits`
-    that differ from EXITS.
-    """
+    __slots__ = ("arguments", "function", "home", "name", "summary")
 
-    __slots__ = ("arguments", "examples", "exits", "function", "home", "more", "name", "summary")
-
-    def __init__(
-        self,
-        name: str,
-        home: str,
-        summary: str,
-        *arguments: Argument,
-        function: str = "",
-        more: str = "",
-        examples: tuple[tuple[str, str], ...] = (),
-        exits: dict[int, str] | None = None,
-    ) -> None:
+    def __init__(self, name: str, home: str, summary: str, *arguments: Argument, function: str = "") -> None:
         self.name = name
         self.home = home
         self.function = function or name
         self.summary = summary
         self.arguments = arguments
-        self.more = more
-        self.examples = examples
-        self.exits = exits or {}
-
-
-# Of every command that talks to a supervisor.
-EXITS = {
-    0: "done",
-    1: "refused, or failed",
-    2: "wrong arguments, names, data or options",
-    5: "not allowed to use the socket",
-    6: "no answer in time",
-    7: "no supervisor there",
-    130: "interrupted",
-}
 
 
 GLOBALS = (
@@ -104,22 +75,6 @@ COMMANDS = (
         Argument(
             "--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the queue (repeatable)"
         ),
-        more=(
-            "The definition is kept in the state directory, and the queue is served again after a restart. With "
-            "the same name and another definition the queue is replaced, with its jobs kept; its mode never "
-            "changes."
-        ),
-        examples=(
-            (
-                "a queue with a Python handler",
-                "create mails --handler app.mails:send --path /srv/app --set timeout=30s",
-            ),
-            (
-                "one whose handler is a program",
-                "create video --handler 'exec:/usr/bin/node /srv/video.js' --set concurrency=2",
-            ),
-        ),
-        exits={1: "refused: another mode, too many queues, or the config file defines it"},
     ),
     Command(
         "delete",
@@ -127,9 +82,6 @@ COMMANDS = (
         "stop a queue's processes and remove it",
         NAME,
         Argument("--force", action="store_true", help="also when it still holds jobs"),
-        more="What the queue still held is in its failed log. All processes below its own are ended too.",
-        examples=(("drop a queue with all its jobs", "delete mails --force"),),
-        exits={1: "it still holds jobs, and there is no --force", 4: "no such queue"},
     ),
     Command(
         "status",
@@ -138,14 +90,6 @@ COMMANDS = (
         Argument("names", nargs="*", metavar="NAME", help="a queue"),
         Argument("--check", action="store_true", help="exit with 3 unless everything is healthy"),
         Argument("--memory", action="store_true", help="with each process's share of memory (PSS)"),
-        more=(
-            "Without Redis the processes are shown as usual, and counts are -. docs/operations.md explains every state."
-        ),
-        examples=(
-            ("for monitoring", "status --check"),
-            ("one queue, with its processes and first jobs", "status mails"),
-        ),
-        exits={3: "with --check: something is not healthy", 4: "no such queue"},
     ),
     Command(
         "top",
@@ -154,17 +98,6 @@ COMMANDS = (
         Argument("--interval", default="1s", metavar="D", help="how often (default: 1s)"),
         Argument("--plain", action="store_true", help="a block of text each time, also on a terminal"),
         Argument("--count", type=int, metavar="N", help="end after so many blocks (plain or JSON)"),
-        more=(
-            "On a terminal it is a screen: arrows or j and k move, enter shows one queue, p pauses, r resumes, s "
-            "sorts, q or escape goes back or quits. It needs rich (pip install 'forq[top]'). Anywhere else, with "
-            "--plain or TERM=dumb, it is a block of text each time; with --json an object per line. Rates are "
-            "differences between two answers, so the first block has none."
-        ),
-        examples=(
-            ("a screen", "top"),
-            ("a sample for a script", "top --json --count 2 --interval 5s"),
-        ),
-        exits={7: "no supervisor there at the start (later it is tried again)"},
     ),
     Command(
         "jobs",
@@ -176,20 +109,8 @@ COMMANDS = (
         ),
         Argument("--limit", type=int, metavar="N", help="at most so many"),
         Argument("--after", metavar="CURSOR", help="go on where the last page ended"),
-        more="In the order in which they will run. Data is not shown: see job.",
-        examples=(("the first ten that wait", "jobs mails --state waiting --limit 10"),),
-        exits={4: "no such queue"},
     ),
-    Command(
-        "job",
-        "jobs",
-        "show one job",
-        NAME,
-        ID,
-        more="With its data, its counts, and its last ten attempts that did not succeed.",
-        examples=(("", "job mails 01JD0Z"),),
-        exits={4: "no such queue or job"},
-    ),
+    Command("job", "jobs", "show one job", NAME, ID),
     Command(
         "push",
         "push",
@@ -217,19 +138,6 @@ COMMANDS = (
         Argument(
             "--reset-counts", choices=("yes", "no"), help="when the id is taken: its counts (default: as the data)"
         ),
-        more=(
-            "Prints the job's id, when it is stored. A job whose id is taken updates the one that is there, or "
-            "waits behind it while it runs."
-        ),
-        examples=(
-            ("one job", 'push mails \'{"to": "a@b.c"}\''),
-            ("tomorrow, and safe to repeat", "push mails '{}' --in 1d --token nightly-17"),
-            ("one per line", "push mails --file mails.jsonl"),
-        ),
-        exits={
-            1: "refused: the queue is full, the id is taken (--if-exists refuse), Redis is away or out of memory",
-            4: "no such queue",
-        },
     ),
     Command(
         "await",
@@ -239,12 +147,6 @@ COMMANDS = (
         ITEM,
         Argument("--wait", metavar="D", help="give up after this time (default: never)"),
         function="await_release",
-        examples=(("", "await crawl --wait 30s"),),
-        exits={
-            1: "refused, such as a queue of another mode",
-            4: "no such queue",
-            6: "nothing was released within --wait, or no answer in time",
-        },
     ),
     Command(
         "dequeue",
@@ -254,15 +156,6 @@ COMMANDS = (
         ITEM,
         Argument("--wait", metavar="D", help="wait so long for one (default: not at all)"),
         Argument("--lease", metavar="D", help="it goes back in line unless it is acknowledged (ack) within this time"),
-        examples=(
-            ("take one and keep it", "dequeue orders"),
-            ("take one for ten seconds, to be acknowledged", "dequeue orders --lease 10s"),
-        ),
-        exits={
-            1: "refused, such as a queue of another mode",
-            4: "no such queue",
-            6: "there was no item within --wait, or no answer in time",
-        },
     ),
     Command(
         "ack",
@@ -272,8 +165,6 @@ COMMANDS = (
         ID,
         Argument("fence", type=int, metavar="FENCE", help="as dequeue printed it"),
         Argument("awaiter", metavar="AWAITER", help="as dequeue printed it"),
-        examples=(("", "ack orders o1 1794849575579031 01a1e55f129976bd"),),
-        exits={1: "too late: the item has gone back in line", 4: "no such queue or item"},
     ),
     Command(
         "schedule",
@@ -293,12 +184,6 @@ COMMANDS = (
         Argument("--catch-up", choices=("once", "all", "none"), help="for times when nobody was there (default: once)"),
         Argument("--jitter", metavar="D", help="each job is late by a random part of this (default: 0)"),
         Argument("--dry-run", action="store_true", help="only show the next five times"),
-        more="With a key that is there the schedule is replaced; the same rule keeps its next time.",
-        examples=(
-            ("every five minutes", 'schedule mails digest --every 5m --data \'{"kind": "digest"}\''),
-            ("at half past two in Berlin", "schedule mails nightly --cron '30 2 * * *' --zone Europe/Berlin"),
-        ),
-        exits={4: "no such queue"},
     ),
     Command(
         "schedules",
@@ -306,27 +191,9 @@ COMMANDS = (
         "list the schedules of all queues, or of one, or show one with its next five times",
         Argument("name", nargs="?", metavar="NAME", help="the queue"),
         Argument("key", nargs="?", metavar="KEY", help="the schedule"),
-        examples=(("", "schedules mails nightly"),),
-        exits={4: "no such queue or schedule"},
     ),
-    Command(
-        "unschedule",
-        "schedules",
-        "end a schedule; the jobs that it has made stay",
-        NAME,
-        KEY,
-        examples=(("", "unschedule mails nightly"),),
-        exits={4: "no such queue or schedule"},
-    ),
-    Command(
-        "trigger",
-        "schedules",
-        "let a schedule make a job now, and print its id",
-        NAME,
-        KEY,
-        examples=(("", "trigger mails nightly"),),
-        exits={4: "no such queue or schedule"},
-    ),
+    Command("unschedule", "schedules", "end a schedule; the jobs that it has made stay", NAME, KEY),
+    Command("trigger", "schedules", "let a schedule make a job now, and print its id", NAME, KEY),
     Command(
         "dead",
         "dead",
@@ -337,13 +204,6 @@ COMMANDS = (
         Argument("--all", action="store_true", help="retry or discard all that are dead now"),
         Argument("--limit", type=int, metavar="N", help="list at most so many"),
         Argument("--after", metavar="CURSOR", help="go on where the last page ended"),
-        more="A dead job failed for good. retry puts it in line again with all counts 0; discard forgets it.",
-        examples=(
-            ("the newest", "dead list mails --limit 10"),
-            ("error, attempts and traceback of one", "dead show mails 01JD0Z"),
-            ("all of them again", "dead retry mails --all"),
-        ),
-        exits={1: "some were refused: a live job has the id", 4: "no such queue or job"},
     ),
     Command(
         "recover",
@@ -354,54 +214,17 @@ COMMANDS = (
         ),
         Argument("--queue", metavar="NAME", help="push them to this queue instead of their own"),
         Argument("--dry-run", action="store_true", help="only read the file and say what would be pushed"),
-        more="For jobs that are no longer dead in Redis. A second run within dedup_ttl changes nothing.",
-        examples=(("see first what would be pushed", "recover /var/lib/forq/logs/mails/failed.jsonl --dry-run"),),
-        exits={1: "some lines could not be used; they are named", 4: "no such queue"},
     ),
-    Command(
-        "remove",
-        "jobs",
-        "remove a job; one that runs is forgotten when it ends",
-        NAME,
-        ID,
-        examples=(("", "remove mails 01JD0Z"),),
-        exits={4: "no such queue, or it has no such job"},
-    ),
-    Command(
-        "cancel",
-        "jobs",
-        "cancel a job that has not started",
-        NAME,
-        ID,
-        examples=(("", "cancel mails 01JD0Z"),),
-        exits={4: "no such queue, or it has no such job that waits"},
-    ),
-    Command(
-        "pause",
-        "queues",
-        "start no more jobs of a queue",
-        NAME,
-        more="What runs goes on. It holds for all supervisors, and over restarts.",
-        examples=(("", "pause mails"),),
-        exits={4: "no such queue"},
-    ),
-    Command(
-        "resume",
-        "queues",
-        "start jobs of a paused queue again",
-        NAME,
-        examples=(("", "resume mails"),),
-        exits={4: "no such queue"},
-    ),
+    Command("remove", "jobs", "remove a job; one that runs is forgotten when it ends", NAME, ID),
+    Command("cancel", "jobs", "cancel a job that has not started", NAME, ID),
+    Command("pause", "queues", "start no more jobs of a queue", NAME),
+    Command("resume", "queues", "start jobs of a paused queue again", NAME),
     Command(
         "drain",
         "queues",
         "wait until a queue has nothing left to do",
         NAME,
         Argument("--wait", metavar="D", help="give up after this time (default: never)"),
-        more="Jobs may still be pushed meanwhile. What is scheduled for later does not count.",
-        examples=(("before an upgrade", "drain mails --wait 10m"),),
-        exits={4: "no such queue", 6: "not drained within --wait; it goes on draining"},
     ),
     Command(
         "set",
@@ -409,12 +232,6 @@ COMMANDS = (
         "change options of a queue, at once",
         NAME,
         Argument("options", nargs="+", metavar="OPTION=VALUE", help="an option"),
-        more=(
-            "For everything that is in the queue, too. Of a queue of the config file it holds until the "
-            "supervisor restarts."
-        ),
-        examples=(("", "set mails timeout=2m max_retries=5"),),
-        exits={4: "no such queue"},
     ),
     Command(
         "watch",
@@ -423,22 +240,8 @@ COMMANDS = (
         NAME,
         ID,
         Argument("--wait", metavar="D", help="give up after this time (default: never)"),
-        examples=(("", "watch mails 01JD0Z --wait 5m"),),
-        exits={
-            1: "the job failed for good, or refused",
-            4: "no such queue or job",
-            6: "it is still there after --wait, or no answer in time",
-        },
     ),
-    Command(
-        "why",
-        "jobs",
-        "say why a job is not running",
-        NAME,
-        ID,
-        examples=(("", "why mails 01JD0Z"),),
-        exits={4: "no such queue or job"},
-    ),
+    Command("why", "jobs", "say why a job is not running", NAME, ID),
     Command(
         "kill",
         "running",
@@ -446,55 +249,22 @@ COMMANDS = (
         NAME,
         ID,
         Argument("--retry", action="store_true", help="put it back in line instead, uncounted"),
-        more="In the same way as a timeout does; the answer does not wait for the end.",
-        examples=(("", "kill mails 01JD0Z --retry"),),
-        exits={4: "no such queue, or no process of this supervisor runs the job"},
     ),
-    Command(
-        "stack",
-        "running",
-        "show where the running jobs of a queue are",
-        NAME,
-        more="The innermost frame comes first. It does the jobs no harm.",
-        examples=(("", "stack mails"),),
-        exits={4: "no such queue"},
-    ),
-    Command(
-        "restart",
-        "queues",
-        "replace a queue's processes by new ones",
-        NAME,
-        more=("The running job ends first, within stop_grace. The new processes have the handler's code as it is now."),
-        examples=(("after new code", "restart mails"),),
-        exits={4: "no such queue"},
-    ),
-    Command(
-        "ping",
-        "supervisor",
-        "ask whether the supervisor answers",
-        examples=(("", "ping --timeout 2s"),),
-    ),
-    Command(
-        "version",
-        "supervisor",
-        "show the versions of forqctl and the supervisor",
-        examples=(("", "version --json"),),
-    ),
+    Command("stack", "running", "show where the running jobs of a queue are", NAME),
+    Command("restart", "queues", "replace a queue's processes by new ones", NAME),
+    Command("ping", "supervisor", "ask whether the supervisor answers"),
+    Command("version", "supervisor", "show the versions of forqctl and the supervisor"),
     Command(
         "shutdown",
         "supervisor",
         "stop the supervisor",
         Argument("--now", action="store_true", help="without letting running jobs finish"),
-        more="Running jobs get stop_grace to end; what has not ended goes back in line, uncounted.",
-        examples=(("", "shutdown"),),
     ),
     Command(
         "completion",
         "completion",
         "print a script that completes forqctl's commands in a shell",
         Argument("shell", choices=("bash", "zsh", "fish"), help="the shell"),
-        more="Needs no supervisor.",
-        examples=(("for all users", "completion bash > /etc/bash_completion.d/forqctl"),),
     ),
 )
 

@@ -1,11 +1,12 @@
-"""The help of forqctl in words, from the table of commands: what `--help` prints below the arguments, and the page of
-`forqctl --help`. etc/man/write.py makes the man page from the same."""
+"""The help of forqctl in words, from the table of commands and the manual pages: what `--help` prints below the
+arguments, and `forqctl --help`. etc/man/write.py makes the man page from the same."""
 
 from __future__ import annotations
 
 import textwrap
 
-from forq.supervisor.ctl.commands import COMMANDS, EXITS, GLOBALS, Argument, Command
+from forq.supervisor.ctl.commands import COMMANDS, GLOBALS, Argument, Command
+from forq.supervisor.ctl.manual_pages import EXITS, PAGES
 
 WIDTH = 100
 ABOUT = (
@@ -24,7 +25,7 @@ ENVIRONMENT = {
 def exits_of(command: Command) -> dict[int, str]:
     """Every exit code that it may end with, and what that says."""
     common = {code: EXITS[code] for code in (0, 2)} if command.name in NEEDS_NO_SUPERVISOR else EXITS
-    return dict(sorted({**common, **command.exits}.items()))
+    return dict(sorted({**common, **PAGES[command.name].exits}.items()))
 
 
 def all_exits() -> dict[int, str]:
@@ -44,13 +45,14 @@ def shown_argument(argument: Argument) -> str:
 
 
 def epilog(command: Command) -> str:
+    page = PAGES[command.name]
     examples = [
         line
-        for purpose, typed in command.examples
+        for purpose, typed in page.examples
         for line in ([f"  # {purpose}"] if purpose else []) + [f"  forqctl {typed}"]
     ]
     exits = [f"  {code:<5}{means}" for code, means in exits_of(command).items()]
-    told = [textwrap.fill(command.more, WIDTH), ""] if command.more else []
+    told = [textwrap.fill(page.more, WIDTH), ""] if page.more else []
     return "\n".join([*told, "examples:", *examples, "", "exit codes:", *exits])
 
 

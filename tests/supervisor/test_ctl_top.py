@@ -129,15 +129,15 @@ def test_nobody_there_at_the_start_is_7(tmp_path: Path) -> None:
     assert forqctl(None, "top", "--plain", "--socket", str(tmp_path / "none"))[0] == 7
 
 
-def test_plain_and_status_do_not_import_rich(fake: FakeSupervisor) -> None:
+def test_plain_and_status_import_neither_rich_nor_the_manual(fake: FakeSupervisor) -> None:
     fake.answers["status"] = numbered(1)
     for command in ("['top', '--plain', '--count', '1']", "['status']"):
         code = (
             f"import sys; from forq.supervisor.ctl.main import main; main({command}); "
-            "print('rich' in sys.modules, file=sys.stderr)"
+            "print(sorted({'rich', 'forq.supervisor.ctl.manual_pages'} & set(sys.modules)), file=sys.stderr)"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(fake))
-        assert done.stderr == "False\n"
+        assert done.stderr == "[]\n"
 
 
 def test_without_rich_it_says_what_to_do(fake: FakeSupervisor, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from forq import errors, exits
 from forq.supervisor.ctl.commands import COMMANDS, Command
 from forq.supervisor.ctl.main import LARGEST_EXIT_CODE, parser_of
 from forq.supervisor.ctl.manual import all_exits, exits_of
+from forq.supervisor.ctl.manual_pages import PAGES
 from tests.support.fake_supervisor import forqctl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,15 +53,19 @@ def test_the_man_page_shows_words_as_they_are_typed() -> None:
         pytest.skip("groff is not installed")
     command = ["groff", "-man", "-Tutf8", "-P-c", "-P-b", "-P-u", "-rLL=200n", str(MAN / "forqctl.1")]
     shown = re.sub(r"\x1b\[[0-9;]*m", "", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    for command_ in COMMANDS:
-        for _, typed in command_.examples:
+    for page in PAGES.values():
+        for _, typed in page.examples:
             assert f"forqctl {typed}\n" in shown
+
+
+def test_every_command_has_a_page_and_every_page_a_command() -> None:
+    assert sorted(PAGES) == sorted(command.name for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_every_example_can_be_typed(command: Command) -> None:
-    assert command.examples
-    for _, typed in command.examples:
+    assert PAGES[command.name].examples
+    for _, typed in PAGES[command.name].examples:
         name, *arguments = shlex.split(typed.partition(" > ")[0])
         assert name == command.name
         parser_of(command).parse_intermixed_args(arguments)
@@ -72,7 +77,7 @@ def test_help_has_arguments_examples_and_exit_codes(command: Command) -> None:
     assert (code, err) == (0, "")
     assert all(argument.keywords.get("help") for argument in command.arguments)
     below = out[out.index("examples:") :]
-    assert f"forqctl {command.examples[0][1]}" in below
+    assert f"forqctl {PAGES[command.name].examples[0][1]}" in below
     assert [int(line.split()[0]) for line in below[below.index("exit codes:") :].splitlines()[1:]] == [
         *exits_of(command)
     ]
