@@ -22,12 +22,14 @@ def greet(data: Any, job: "Job") -> None:
 
 
 def deliver(data: Any, job: "Job") -> None:
-    """Takes data["seconds"], and says how far it is."""
+    """Takes data["seconds"], says how far it is, and then waits until somebody opens the door, if it has one."""
     note(job, "began")
     steps = 10
     for step in range(1, steps + 1):
         time.sleep(data["seconds"] / steps)
         job.progress(step / steps, f"stop {step} of {steps}")
+    while "door" in data and not os.path.exists(data["door"]):
+        time.sleep(0.05)
     note(job, "ended")
 
 

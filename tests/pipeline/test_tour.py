@@ -35,6 +35,11 @@ def begin(scratch: Path, *args: str, demo: Path = DEMO) -> "subprocess.Popen[str
     )
 
 
+def left_in(scratch: Path) -> list[str]:
+    """Spark keeps a script there for the next time; that is not the tour's."""
+    return [name for name in os.listdir(scratch) if not name.startswith("forq-java-")]
+
+
 @pytest.mark.timeout(400)
 def test_everything_is_as_the_tour_says_and_nothing_is_left_of_it(scratch: Path) -> None:
     tour = begin(scratch, "--fast")
@@ -42,7 +47,7 @@ def test_everything_is_as_the_tour_says_and_nothing_is_left_of_it(scratch: Path)
     assert (tour.returncode, err) == (0, "")
     assert out.count("checked: ") == 12
     assert "checked: it says that all is clean" in out
-    assert os.listdir(scratch) == []
+    assert left_in(scratch) == []
 
 
 def test_the_tour_ends_with_1_when_something_is_not_as_it_says(scratch: Path, tmp_path: Path) -> None:
@@ -55,7 +60,7 @@ def test_the_tour_ends_with_1_when_something_is_not_as_it_says(scratch: Path, tm
     _, err = tour.communicate(timeout=110)
     assert tour.returncode == 1
     assert "NOT SO: and the handler was called 1001 times" in err
-    assert os.listdir(scratch) == []
+    assert left_in(scratch) == []
 
 
 def test_ctrl_c_cleans_everything_up(scratch: Path) -> None:
@@ -71,4 +76,4 @@ def test_ctrl_c_cleans_everything_up(scratch: Path) -> None:
         tour.wait()
     assert (tour.returncode, err) == (130, "\ninterrupted; cleaning up\n")
     assert alive(pids) == set()
-    assert os.listdir(scratch) == []
+    assert left_in(scratch) == []
