@@ -31,7 +31,7 @@ $(READY): setup.cfg pyproject.toml
 tools: $(TOOLS) ## and with the tools, Spark and a Java for it: what tests need (500 MB)
 
 $(TOOLS): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,pipeline,java]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,pipeline,java,metrics,top,tracing]'
 	@touch $@
 
 run: setup ## start a supervisor with two sample queues, in the foreground
@@ -41,6 +41,12 @@ run: setup ## start a supervisor with two sample queues, in the foreground
 	  "  $(CTL) job slow \$$($(CTL) push slow '{\"seconds\": 60}')" \
 	  'Ctrl-C stops it.' ''
 	@exec $(BIN)/forq run --config etc/examples/sample.toml --state-dir $(STATE_DIR)
+
+demo: setup ## a guided tour of about two minutes: kill -9, daemons, timeouts, rates, audit (ARGS=--fast: no pauses)
+	@$(BIN)/python etc/demo/tour.py $(ARGS)
+
+man: setup ## write the man pages anew, from the tables of commands
+	$(BIN)/python etc/man/write.py
 
 test: lint types imports unit wheel ## everything that must pass before a commit
 

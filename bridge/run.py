@@ -48,7 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--redis", metavar="URL", help="redis://, rediss:// or unix:// (FORQ_REDIS)")
     parser.add_argument("--prefix", metavar="P", default=DEFAULT_PREFIX, help="of all keys in Redis")
     parser.add_argument("--tick", metavar="TIME", default="3s", help="how often a worker has to say something (3s)")
-    parser.add_argument("--max-queues", dest="max_queues", type=int, default=DEFAULT_MAX_QUEUES, metavar="N")
+    parser.add_argument(
+        "--max-queues",
+        dest="max_queues",
+        type=int,
+        default=DEFAULT_MAX_QUEUES,
+        metavar="N",
+        help="how many queues there may be in Redis (1000)",
+    )
     parser.add_argument("--listen", metavar="PATH", help="serve connections to this Unix socket")
 
 

@@ -232,6 +232,7 @@ class QueueUnit:
 def _describe(role: Role, process: QueueProcess | None, state: str, restarts: int) -> dict[str, Any]:
     busy = process.busy() if process is not None else []
     now_ns = time.monotonic_ns()
+    ages = [round((now_ns - slot.started_ns) / 1e9, 3) for slot in busy]
     return {
         "role": role.name.lower(),
         "pid": process.pid if process is not None else None,
@@ -240,7 +241,8 @@ def _describe(role: Role, process: QueueProcess | None, state: str, restarts: in
         "jobs": [_text(slot.job) for slot in busy],
         "progress": _progress(busy[0]) if busy else None,
         "jobs_progress": [_progress(slot) for slot in busy],
-        "job_seconds": round((now_ns - busy[0].started_ns) / 1e9, 3) if busy else None,
+        "job_seconds": ages[0] if ages else None,
+        "jobs_seconds": ages,
         "done": process.done() if process is not None else 0,
         "uptime_seconds": round(process.child.uptime_seconds(), 3) if process is not None else None,
         "restarts": restarts,

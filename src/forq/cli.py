@@ -7,7 +7,7 @@ from forq.version import VERSION
 
 
 def main() -> int:
-    arguments = _parser(sys.argv[1:]).parse_args()
+    arguments = parser_for(sys.argv[1:]).parse_args()
     if arguments.command == "pipeline":
         from forq.pipeline import cli
 
@@ -22,7 +22,8 @@ def main() -> int:
     return run(given)
 
 
-def _parser(argv: list[str]) -> argparse.ArgumentParser:
+def parser_for(argv: list[str]) -> argparse.ArgumentParser:
+    """With the arguments of the command that `argv` begins with; of others only that they exist."""
     parser = argparse.ArgumentParser(prog="forq", description="fork per queue: job queues with a process each")
     parser.add_argument("--version", action="version", version=f"forq {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -71,6 +71,10 @@ class Client:
     def close(self) -> None:
         self._sock.close()
 
+    def fileno(self) -> int:
+        """To wait for an answer together with other things."""
+        return self._sock.fileno()
+
     def _fill(self, deadline: float | None) -> None:
         if deadline is None:
             self._sock.settimeout(None)

@@ -1,6 +1,6 @@
 """The table of forqctl's commands: names, arguments, help, and where each is carried out. No logic.
 
-The parser and the shell completion are both made from it.
+The parser, the help, the man page and the shell completion are made from it; manual_pages.py has more words for people.
 """
 
 from __future__ import annotations
@@ -90,6 +90,14 @@ COMMANDS = (
         Argument("names", nargs="*", metavar="NAME", help="a queue"),
         Argument("--check", action="store_true", help="exit with 3 unless everything is healthy"),
         Argument("--memory", action="store_true", help="with each process's share of memory (PSS)"),
+    ),
+    Command(
+        "top",
+        "top",
+        "show the queues as they are now, again and again, with keys to pause and resume them",
+        Argument("--interval", default="1s", metavar="D", help="how often (default: 1s)"),
+        Argument("--plain", action="store_true", help="a block of text each time, also on a terminal"),
+        Argument("--count", type=int, metavar="N", help="end after so many blocks (plain or JSON)"),
     ),
     Command(
         "jobs",

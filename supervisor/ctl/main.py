@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, HelpFormatter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 from forq.errors import ForqError, UsageError
-from forq.supervisor.ctl.commands import BY_NAME, COMMANDS, GLOBALS, Command
+from forq.supervisor.ctl.commands import BY_NAME, GLOBALS, Command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ HELP_WIDTH = 100
 LARGEST_EXIT_CODE = 7
 
 
-class _Formatter(HelpFormatter):
+class _Formatter(RawDescriptionHelpFormatter):
     """Made for every argument that is added: left to itself it imports shutil, to ask how wide the terminal is."""
 
     def __init__(self, prog: str) -> None:
@@ -59,7 +59,13 @@ def _run(argv: list[str]) -> int:
     command = BY_NAME.get(argv[position])
     if command is None:
         raise UsageError(_unknown(argv[position]))
-    args = parser_of(command).parse_intermixed_args(argv[:position] + argv[position + 1 :])
+    given = argv[:position] + argv[position + 1 :]
+    parser = parser_of(command)
+    if "--help" in given or "-h" in given:
+        from forq.supervisor.ctl.manual import epilog
+
+        parser.epilog = epilog(command)
+    args = parser.parse_intermixed_args(given)
     args.timeout_seconds = _seconds(args.timeout)
     module = __import__(f"forq.supervisor.ctl.verbs.{command.home}", fromlist=[command.function])
     code: int = getattr(module, command.function)(args)
@@ -99,10 +105,9 @@ def _without_verb(argv: list[str]) -> int:
         print(f"forqctl {VERSION}")
         return 0
     if "--help" in argv or "-h" in argv:
-        print("usage: forqctl [--socket PATH] [--json] [--timeout D] COMMAND …\n")
-        for command in COMMANDS:
-            print(f"  {command.name:<12}{command.summary}")
-        print("\nforqctl COMMAND --help shows the arguments of a command.")
+        from forq.supervisor.ctl.manual import overview
+
+        print(overview())
         return 0
     raise UsageError("a command is missing (see forqctl --help)")
 

@@ -17,7 +17,7 @@ METHODS = (
     *(f"queue.{verb}" for verb in ("create", "delete", "pause", "resume", "drain", "restart")),
     *("status", "jobs", "job", "push", "push_many", "remove", "cancel", "ping", "version", "shutdown"),
     *(f"dead.{verb}" for verb in ("list", "show", "retry", "discard")),
-    *("await", "dequeue", "ack", "watch", "schedule", "schedules", "unschedule", "trigger"),
+    *("await", "dequeue", "ack", "watch", "schedule", "schedules", "unschedule", "trigger", "why"),
 )
 # An answer of null.
 NOTHING = object()
@@ -76,6 +76,9 @@ class FakeSupervisor:
             request.reply(None if answer is NOTHING else answer)
 
     def close(self) -> None:
+        """May be repeated: a test that wants it gone need not tell its fixture."""
+        if self._bell[1].fileno() < 0:
+            return
         self._bell[1].send(b"x")
         self._thread.join(10)
         self._server.close()
