@@ -5,6 +5,7 @@ import gc
 from forq.bridge.run import BridgeSettings, run_bridge
 from forq.broker.scripts import script
 from forq.services.clerk import ClerkSettings, run_clerk
+from forq.services.logger import LoggerSettings, run_logger
 from forq.services.pulse import PulseSettings, run_pulse
 from forq.services.scribe import ScribeSettings, run_scribe
 from forq.workers.child import ChildSettings, run_child
@@ -13,12 +14,14 @@ __all__ = [
     "BridgeSettings",
     "ChildSettings",
     "ClerkSettings",
+    "LoggerSettings",
     "PulseSettings",
     "ScribeSettings",
     "preload",
     "run_bridge",
     "run_child",
     "run_clerk",
+    "run_logger",
     "run_pulse",
     "run_scribe",
 ]

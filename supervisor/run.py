@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from setproctitle import setproctitle
 
 from forq.errors import ConfigError, ForqError
+from forq.logging_setup import configure
 from forq.options import QueueSpec
 from forq.supervisor import entry_points
 from forq.supervisor.config import Config, load
@@ -24,9 +25,10 @@ log = logging.getLogger("forq")
 
 def run(overrides: Mapping[str, object]) -> int:
     """Serves until it is told to stop; returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    configure()
     try:
         config = load(overrides, os.environ)
+        configure(config.log_format, config.log_level)
         state = StateDir(config.state_dir)
         state.lock(on_wait=lambda pids: log.warning("killing what an earlier run left behind pids=%s", pids))
         return _serve(config, state, _specs(config, state))

@@ -21,6 +21,7 @@ from forq.job import Job, Reporter
 from forq.scoreboard import WORD, Slot
 from forq.workers.exec_messages import ProgramFailed
 from forq.workers.handlers import Handlers
+from forq.workers.output import CURRENT_JOB, end_job, tell_failure
 
 MAX_MESSAGE = 2000
 # A coroutine is cancelled at its deadline; one that goes on all the same for so long is ended with its process.
@@ -59,20 +60,25 @@ class Attempts:
 
     def attempt(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned, else what went wrong."""
+        CURRENT_JOB.set(job_id)
         try:
             data, job = self._read(job_id, record, fence)
             if self._slot is not None:
                 job._reporter, job._position = self._reporter, self._slot.words[WORD]
             result = self._handlers.for_type(job.type)(data, job)
             if inspect.iscoroutine(result):
-                self._run_async(result)
+                self._run_async(_of_job(job_id, result))
         except BaseException as exc:  # a handler may raise anything, SystemExit too; the worker must outlive it
-            return describe_failure(exc)
+            failure = describe_failure(exc)
+            tell_failure(job_id, failure.error)
+            return failure
         finally:
             # A copy of this process that the handler forked and that came back from it must not work on as a second
             # worker under the same name.
             if os.getpid() != self._pid:
                 os._exit(0)
+            end_job()
+            CURRENT_JOB.set(None)
         return None
 
     def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
@@ -116,6 +122,12 @@ class FailAttempts(Attempts):
         except (TypeError, ValueError, KeyError) as exc:
             raise InvalidData(f"broken fail job: {exc}") from exc
         return [data, original, error], job
+
+
+async def _of_job(job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    # All coroutines of a worker run in the context in which its first one began.
+    CURRENT_JOB.set(job_id)
+    return await coroutine
 
 
 async def _within(coroutine: Coroutine[Any, Any, Any], seconds: float) -> None:

@@ -36,6 +36,7 @@ from forq.scoreboard import (
 )
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
+from forq.workers.output import mark_end
 from forq.workers.recycling import Recycling
 
 MAX_BATCH = 128
@@ -44,6 +45,9 @@ BATCH_NS = 10_000_000
 PREFETCH_BELOW_NS = 500_000
 # Well below the age at which pulse rescues the rest of a batch (pulse.RESCUE_AFTER_MS): see duty 3.
 SLOW_NS = 5_000_000
+
+# What shorter jobs write past Python may go without their ids: to look at the end of each would take too long.
+MARKED_US = 100
 
 RECONNECT_SECONDS = (0.02, 0.1, 0.25, 0.5, 1.0)
 
@@ -263,6 +267,8 @@ class WorkerLoop:
         self.slot.words[STARTED] = started
         failure = self._attempts.attempt(job_id.decode(), record, int(self._fence))
         micros = (self._now() - started) // 1000
+        if micros >= MARKED_US:
+            mark_end(job_id.decode())
         self._unsettled += 1
         if failure is None:
             self._done += (job_id, self._fence, micros)

@@ -1,0 +1,336 @@
+"""What the code in a queue's process prints and logs, on its way to the queue's FIFO, with the job it belongs to.
+
+1. `install`, right after the fork: the FIFO becomes descriptor 1 and 2, sys.stdout and sys.stderr write lines that name
+   their job, and so does the root logger.
+2. A line is written at once: what was printed before a crash is not lost.
+3. A flood is left out before it is written, and counted; so is what finds the FIFO full for longer than a moment. Who
+   prints is never held up for long, and never sees an error.
+
+No locks: a handler may fork, or be interrupted by a signal, anywhere in here.
+"""
+
+import fcntl
+import io
+import logging
+import os
+import select
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from threading import get_ident
+
+import orjson
+
+from forq.output_pipe import (
+    BURST,
+    CUT,
+    LINE_COST,
+    MAX_MESSAGE,
+    RATE,
+    URGENT_BURST,
+    URGENT_LEVELS,
+    URGENT_RATE,
+    Allowance,
+    Line,
+    open_pipe,
+    pack_line,
+    pack_note,
+)
+from forq.scoreboard import Slot
+
+FULL_SECONDS = 0.2
+# Lines that are written in one call share a write while they are no longer than this, whatever their characters.
+GROUP_CHARS = 900
+MAX_LOGGER = 100
+
+CURRENT_JOB: ContextVar[str | None] = ContextVar("forq_job", default=None)
+
+log = logging.getLogger("forq")
+
+
+class Output:
+    """`slots`: of the workers of this process, for threads that do not know their job."""
+
+    def __init__(self, fd: int, slots: Sequence[Slot] = (), now: Callable[[], float] = time.monotonic) -> None:
+        self._fd = fd
+        self._identity = _identity(fd)
+        self._slots = slots
+        self._now = now
+        self._allowance = Allowance(RATE, BURST, now())
+        self._urgent = Allowance(URGENT_RATE, URGENT_BURST, now())
+        # Lines without an end, by thread and stream.
+        self._begun: dict[tuple[int, str], tuple[str | None, str]] = {}
+        self._left_out = [0, 0]
+        self._full = False
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether there is something to do at the end of a job."""
+        return bool(self._begun) or self._left_out[0] > 0
+
+    def write(self, stream: str, text: str) -> None:
+        """What a stream is given: complete lines go out, the rest waits for its end."""
+        job, key = self.current_job(), (get_ident(), stream)
+        begun = self._begun.pop(key, None)
+        if begun is not None:
+            if begun[0] == job:
+                text = begun[1] + text
+            else:
+                self._send_lines(stream, begun[0], begun[1])
+        lines, newline, rest = text.rpartition("\n")
+        if newline:
+            self._send_lines(stream, job, lines)
+        if rest:
+            # One more than is shown, so that it shows that it was cut.
+            self._begun[key] = (job, rest[: MAX_MESSAGE + 1])
+
+    def flush(self, stream: str) -> None:
+        """A line without an end is shown, too; what follows is joined to it."""
+        begun = self._begun.pop((get_ident(), stream), None)
+        if begun is not None:
+            self._send(self._line(stream, "INFO", begun[0], begun[1], more=True))
+
+    def end_job(self) -> None:
+        for stream in ("stdout", "stderr"):
+            begun = self._begun.pop((get_ident(), stream), None)
+            if begun is not None:
+                self._send_lines(stream, begun[0], begun[1])
+        if self._left_out[0]:
+            self._tell_left_out()
+
+    def mark_end(self, job: str) -> None:
+        """Raw output of this job that nobody has read yet is its own; the next one's comes after this mark."""
+        try:
+            (unread,) = struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, b"\0" * 4))
+        except OSError:
+            return
+        if unread and len(self._slots) == 1:
+            self._write(pack_note({"end": job}))
+
+    def tell(
+        self, stream: str, level: str, message: str, *, job: str | None, logger: str | None = None, pid: int = 0
+    ) -> None:
+        """One message, which may have several lines."""
+        if len(message) > MAX_MESSAGE:
+            half = MAX_MESSAGE // 2
+            message = f"{message[:half]}\n{CUT}\n{message[-half:]}"
+        line = self._line(stream, level, job, message)
+        self._send(line._replace(logger=logger and logger[:MAX_LOGGER], pid=pid or line.pid))
+
+    def current_job(self) -> str | None:
+        job = CURRENT_JOB.get()
+        if job is None:
+            running = [slot for slot in self._slots if slot.word & 1]
+            return running[0].job.decode(errors="replace") if len(running) == 1 else None
+        return job
+
+    def _line(self, stream: str, level: str, job: str | None, text: str, *, more: bool = False) -> Line:
+        return Line(stream, level, int(time.time() * 1000), os.getpid(), get_ident(), job, None, more, text)
+
+    def _send_lines(self, stream: str, job: str | None, text: str) -> None:
+        if len(text) <= GROUP_CHARS:
+            self._send(self._line(stream, "INFO", job, text))
+            return
+        at = 0
+        while at <= len(text):
+            end = text.rfind("\n", at, at + GROUP_CHARS) if len(text) - at > GROUP_CHARS else len(text)
+            if end < 0:
+                found = text.find("\n", at)
+                end = found if found >= 0 else len(text)
+            part = text[at : min(end, at + MAX_MESSAGE + 1)]
+            if not self._send(self._line(stream, "INFO", job, part)):
+                # The rest of a flood is only counted.
+                self._left_out[0] += text.count("\n", end)
+                self._left_out[1] += len(text) - end
+                return
+            at = end + 1
+
+    def _send(self, line: Line) -> bool:
+        now, size = self._now(), len(line.text) + LINE_COST
+        allowed = self._allowance.take(size + LINE_COST * line.text.count("\n"), now)
+        if not allowed and line.level in URGENT_LEVELS:
+            allowed = self._urgent.take(size, now)
+        if allowed and self._left_out[0]:
+            self._tell_left_out()
+        if allowed and all(self._write(data) for data in pack_line(line)):
+            return True
+        self._left_out[0] += line.text.count("\n") + 1
+        self._left_out[1] += len(line.text)
+        return False
+
+    def _tell_left_out(self) -> None:
+        lines, size = self._left_out
+        if self._write(pack_note({"left_out": [lines, size]})):
+            self._left_out[0] -= lines
+            self._left_out[1] -= size
+
+    def _write(self, data: bytes) -> bool:
+        try:
+            if _identity(self._fd) != self._identity:
+                # A handler has closed it, and somebody else may have its number now.
+                return False
+            os.write(self._fd, data)
+        except BlockingIOError:
+            if self._full or not self._wait_for_room(data):
+                self._full = True
+                return False
+        except OSError:
+            return False
+        self._full = False
+        return True
+
+    def _wait_for_room(self, data: bytes) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        until = self._now() + FULL_SECONDS
+        while (left := until - self._now()) > 0:
+            poll.poll(left * 1000)
+            try:
+                os.write(self._fd, data)
+            except BlockingIOError:
+                # Room for less than this: poll would answer at once, again and again.
+                time.sleep(0.001)
+            else:
+                return True
+        return False
+
+
+class LineWriter(io.TextIOBase):
+    """sys.stdout or sys.stderr. `fileno` is what subprocesses inherit."""
+
+    errors = "backslashreplace"
+    line_buffering = True
+
+    def __init__(self, output: Output, stream: str, fd: int) -> None:
+        self._output = output
+        self._stream = stream
+        self._fd = fd
+        self.buffer = _Bytes(self)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    @property
+    def name(self) -> str:
+        return f"<{self._stream}>"
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        self._output.write(self._stream, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._output.flush(self._stream)
+
+    def close(self) -> None:
+        """The next job prints, too."""
+        self.flush()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def reconfigure(self, **settings: object) -> None:
+        """As of the stream that it stands for; there is nothing to change."""
+
+
+class _Bytes(io.RawIOBase):
+    """sys.stdout.buffer."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        self._writer = writer
+
+    def write(self, data: object) -> int:
+        text = bytes(data).decode(errors="backslashreplace")  # type: ignore[call-overload]
+        self._writer.write(text)
+        return memoryview(data).nbytes  # type: ignore[arg-type]
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self.flush()
+
+    def fileno(self) -> int:
+        return self._writer.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+
+class RootHandler(logging.Handler):
+    def __init__(self, output: Output) -> None:
+        super().__init__()
+        self._output = output
+        # Otherwise it would get one that repeats level and logger.
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = self.format(record)
+        except Exception:  # a message whose arguments do not fit it, say
+            self.handleError(record)
+            return
+        self._output.tell("log", record.levelname, message, job=self._output.current_job(), logger=record.name)
+
+
+_installed: Output | None = None
+
+
+def install(directory: Path, slots: Sequence[Slot], level: str) -> None:
+    """From now on all output of this process goes to the FIFO in this directory. Raises ForqError if it cannot."""
+    global _installed
+    fd = open_pipe(directory)
+    blocking = open_pipe(directory, blocking=True)
+    for number in (1, 2):
+        os.dup2(blocking, number)
+    os.close(blocking)
+    _installed = output = Output(fd, slots)
+    sys.stdout = sys.__stdout__ = LineWriter(output, "stdout", 1)  # type: ignore[assignment,misc]
+    sys.stderr = sys.__stderr__ = LineWriter(output, "stderr", 2)  # type: ignore[assignment,misc]
+    logging.basicConfig(level=level.upper(), handlers=[RootHandler(output)], force=True)
+
+
+def end_job() -> None:
+    """Whatever the job that ends has begun to say, in this thread."""
+    if _installed is not None and _installed.unsettled:
+        _installed.end_job()
+
+
+def mark_end(job: str) -> None:
+    if _installed is not None:
+        _installed.mark_end(job)
+
+
+def tell_failure(job: str, error: bytes) -> None:
+    """An attempt has failed; the error as it is stored."""
+    if _installed is not None:
+        told = orjson.loads(error)
+        text = f"job failed error={told['name']}: {told['message']}\n{told['traceback']}".rstrip()
+        _installed.tell("log", "WARNING", text, job=job, logger="forq")
+
+
+def tell_program(queue: str, job: str | None, text: str) -> None:
+    """A line that a program has written."""
+    if _installed is not None:
+        _installed.tell("stderr", "INFO", text, job=job)
+    elif job is None:
+        log.info("program wrote queue=%s text=%s", queue, text)
+    else:
+        log.info("program wrote queue=%s job=%s text=%s", queue, job, text)
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
