@@ -98,8 +98,11 @@ class QueueOutput:
             chunk = os.read(self.fd, SKIP_BYTES if skipping else READ_BYTES)
         except BlockingIOError:
             return None
-        if not skipping and self.allowance.take(len(chunk) + LINE_COST * chunk.count(b"\n"), now):
-            return self._lines.take(chunk, job)
+        if not skipping and self.allowance.take(0, now):
+            records = self._lines.take(chunk, job)
+            # What is kept counts: most of a line of 10 MB is not.
+            self.allowance.spend(sum(len(record["message"]) + LINE_COST for record in records))
+            return records
         if not skipping:
             self._skip_until = now + SKIP_SECONDS
             self._tell_at = max(self._tell_at, now + SKIP_SECONDS)

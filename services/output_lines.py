@@ -136,9 +136,9 @@ class OutputLines:
         return {**about, "stream": "raw", "message": text}
 
     def _note(self, told: dict[str, Any]) -> None:
-        lines, size = told.get("left_out", (0, 0))
-        self.left_out[0] += int(lines)
-        self.left_out[1] += int(size)
+        lines, size = told["left_out"]
+        self.left_out[0] += lines
+        self.left_out[1] += size
 
 
 def _claim(records: list[Record], job: str) -> None:

@@ -42,7 +42,11 @@ from forq.output_pipe import (
 )
 from forq.scoreboard import Slot
 
+# How long a full FIFO is waited for; and if that was in vain, for how long not again.
 FULL_SECONDS = 0.2
+IMPATIENT_SECONDS = 5.0
+# To find out that a flood is left out has to be quick: it is assumed for so long.
+FLOODED_SECONDS = 0.25
 # Lines that are written in one call share a write while they are no longer than this, whatever their characters.
 GROUP_CHARS = 900
 MAX_LOGGER = 100
@@ -65,7 +69,9 @@ class Output:
         # Lines without an end, by thread and stream.
         self._begun: dict[tuple[int, str], tuple[str | None, str]] = {}
         self._left_out = [0, 0]
-        self._full = False
+        self._impatient_until = 0.0
+        self._flooded = self._in_line = False
+        self._flooded_until = 0.0
 
     @property
     def unsettled(self) -> bool:
@@ -74,6 +80,8 @@ class Output:
 
     def write(self, stream: str, text: str) -> None:
         """What a stream is given: complete lines go out, the rest waits for its end."""
+        if self._flooded and self._is_left_out(text):
+            return
         job, key = self.current_job(), (get_ident(), stream)
         begun = self._begun.pop(key, None)
         if begun is not None:
@@ -87,6 +95,16 @@ class Output:
         if rest:
             # One more than is shown, so that it shows that it was cut.
             self._begun[key] = (job, rest[: MAX_MESSAGE + 1])
+
+    def _is_left_out(self, text: str) -> bool:
+        """During a flood: whether this is only counted. It ends with a line, so that no half of one is shown."""
+        if self._now() >= self._flooded_until and not self._in_line:
+            self._flooded = False
+            return False
+        self._in_line = not text.endswith("\n")
+        self._left_out[0] += text.count("\n")
+        self._left_out[1] += len(text)
+        return True
 
     def flush(self, stream: str) -> None:
         """A line without an end is shown, too; what follows is joined to it."""
@@ -154,7 +172,9 @@ class Output:
         allowed = self._allowance.take(size + LINE_COST * line.text.count("\n"), now)
         if not allowed and line.level in URGENT_LEVELS:
             allowed = self._urgent.take(size, now)
-        if allowed and self._left_out[0]:
+        if not allowed:
+            self._flooded, self._flooded_until = True, now + FLOODED_SECONDS
+        elif self._left_out[0]:
             self._tell_left_out()
         if allowed and all(self._write(data) for data in pack_line(line)):
             return True
@@ -175,15 +195,14 @@ class Output:
                 return False
             os.write(self._fd, data)
         except BlockingIOError:
-            if self._full or not self._wait_for_room(data):
-                self._full = True
-                return False
+            return self._wait_for_room(data)
         except OSError:
             return False
-        self._full = False
         return True
 
     def _wait_for_room(self, data: bytes) -> bool:
+        if self._now() < self._impatient_until:
+            return False
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
         until = self._now() + FULL_SECONDS
@@ -196,6 +215,7 @@ class Output:
                 time.sleep(0.001)
             else:
                 return True
+        self._impatient_until = self._now() + IMPATIENT_SECONDS
         return False
 
 

@@ -66,6 +66,10 @@ class Allowance:
         self._left -= cost
         return True
 
+    def spend(self, cost: float) -> None:
+        """What was let through turned out to cost more."""
+        self._left -= cost
+
 
 def open_pipe(directory: Path, *, blocking: bool = False) -> int:
     """The FIFO of a queue, for reading and writing: a write then never fails for lack of a reader. Made if missing."""
@@ -132,9 +136,17 @@ def unpack(data: bytes) -> Line | dict[str, Any] | None:
     except ValueError:
         return None
     if isinstance(value, dict):
-        return value
+        return value if _is_note(value) else None
     if not isinstance(value, list) or len(value) != len(Line._fields):
         return None
     line = Line(*value)
     texts = isinstance(line.stream, str) and isinstance(line.level, str) and isinstance(line.text, str)
     return line if texts and isinstance(line.millis, int) else None
+
+
+def _is_note(value: dict[str, Any]) -> bool:
+    """{"end": job}, or {"left_out": [lines, bytes]}."""
+    if isinstance(value.get("end"), str):
+        return True
+    left_out = value.get("left_out")
+    return isinstance(left_out, list) and len(left_out) == 2 and all(isinstance(count, int) for count in left_out)

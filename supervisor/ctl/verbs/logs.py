@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 
+from forq.errors import UsageError
 from forq.log_format import LogFormat
 from forq.supervisor.ctl.client import Client, connect
 from forq.supervisor.ctl.tables import coloured, show_json
@@ -21,6 +22,8 @@ DEFAULT_LINES = 100
 
 def logs(args: Namespace) -> int:
     lines = DEFAULT_LINES if args.lines is None else args.lines
+    if lines < 0:
+        raise UsageError(f"--lines {lines} is not allowed: 0 or more")
     client, screen = connect(args), _Screen(args.json)
     params: dict[str, Any] = {"name": args.name, "job": args.job, "lines": lines}
     last: deque[dict[str, Any]] = deque(maxlen=lines)
