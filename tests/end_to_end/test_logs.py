@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ def wait_for_message(forq: Forq, name: str, message: str) -> list[dict[str, Any]
         return records if any(record["message"] == message for record in records) else []
 
     return wait_until(found, what=f"{message!r} in the log of {name}")  # type: ignore[no-any-return]
+
+
+def _are(forq: Forq, name: str, job_id: str, expected: list[str]) -> bool:
+    return messages(forq, name, "--job", job_id) == expected
+
+
+def _are_more(forq: Forq, name: str, count: int) -> bool:
+    return len(logs(forq, name)) > count
 
 
 def said(forq: Forq, name: str, *ways: str) -> list[tuple[Any, ...]]:
@@ -118,7 +127,7 @@ def test_tasks_of_a_coroutine_have_its_job_each_time(forq: Forq) -> None:
     wait_for_counts(forq, "async", 5)
     for job_id in ids:
         expected = [f"of a task {job_id}", f"of a task {job_id}", f"of to_thread {job_id}"]
-        wait_until(lambda job_id=job_id, expected=expected: messages(forq, "async", "--job", job_id) == expected)
+        wait_until(partial(_are, forq, "async", job_id, expected))
 
 
 def test_with_concurrency_each_line_has_the_job_of_its_thread(forq: Forq) -> None:
@@ -214,11 +223,11 @@ def test_a_flood_is_bounded_in_time_disk_and_memory_and_holds_up_no_neighbour(fo
     logger = next(s for s in forq.status()["supervisor"]["services"] if s["name"] == "logger")
     began, log_before = time.monotonic(), len(forq.log)
     forq.client().queue(queue).enqueue([how, FLOOD_MB], id="flood")
-    answered = []
+    answered: list[float] = []
     while forq.queue_status(queue)["processed"] == 0:
         asked, job_id = time.monotonic(), f"n{len(answered)}"
         forq.client().queue(neighbour).enqueue([], id=job_id)
-        wait_until(lambda job_id=job_id: messages(forq, neighbour, "--job", job_id), what="the neighbour is heard")
+        wait_until(partial(messages, forq, neighbour, "--job", job_id), what="the neighbour is heard")
         answered.append(time.monotonic() - asked)
     seconds = time.monotonic() - began
     records = wait_for_message(forq, queue, "end of the flood")
@@ -242,7 +251,7 @@ def test_a_logger_that_is_killed_again_and_again_loses_only_what_it_had_in_hand(
         service = next(s for s in forq.status()["supervisor"]["services"] if s["name"] == "logger")
         os.kill(service["pid"], signal.SIGKILL)
         written = len(logs(forq, "killed"))
-        wait_until(lambda written=written: len(logs(forq, "killed")) > written + 20, 40.0, "another one goes on")
+        wait_until(partial(_are_more, forq, "killed", written + 20), 40.0, "another one goes on")
     (tmp_path / "stop").touch()
     wait_until(lambda: messages(forq, "killed")[-1].startswith("total"))
     *found, total = messages(forq, "killed")

@@ -86,7 +86,7 @@ def _replace(job: Job) -> None:
         def write(self, text: str) -> int:
             return os.write(2, f"<{text.strip()}>\n".encode()) if text.strip() else 0
 
-    before, sys.stdout = sys.stdout, Mine()  # type: ignore[assignment]
+    before, sys.stdout = sys.stdout, Mine()
     print("replaced")
     sys.stdout = before
 
