@@ -21,7 +21,7 @@ from forq.job import Job, Reporter
 from forq.scoreboard import WORD, Slot
 from forq.workers.exec_messages import ProgramFailed
 from forq.workers.handlers import Handlers
-from forq.workers.output import CURRENT_JOB, end_job, tell_failure
+from forq.workers.output import CURRENT_JOB, tell_failure
 
 MAX_MESSAGE = 2000
 # A coroutine is cancelled at its deadline; one that goes on all the same for so long is ended with its process.
@@ -60,7 +60,6 @@ class Attempts:
 
     def attempt(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned, else what went wrong."""
-        CURRENT_JOB.set(job_id)
         try:
             data, job = self._read(job_id, record, fence)
             if self._slot is not None:
@@ -77,8 +76,6 @@ class Attempts:
             # worker under the same name.
             if os.getpid() != self._pid:
                 os._exit(0)
-            end_job()
-            CURRENT_JOB.set(None)
         return None
 
     def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
@@ -125,7 +122,7 @@ class FailAttempts(Attempts):
 
 
 async def _of_job(job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    # All coroutines of a worker run in the context in which its first one began.
+    # Tasks that it starts inherit this, and may outlive it.
     CURRENT_JOB.set(job_id)
     return await coroutine
 

@@ -36,7 +36,7 @@ from forq.scoreboard import (
 )
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
-from forq.workers.output import mark_end
+from forq.workers.output import end_output, mark_end
 from forq.workers.recycling import Recycling
 
 MAX_BATCH = 128
@@ -251,6 +251,7 @@ class WorkerLoop:
         # A failed job must not look like one that ran: its position stays "running" until it is settled.
         if not self._failed:
             words[WORD] = base | index << INDEX_SHIFT
+        end_output()
         self._adapt((self._now() - first_started) // max(ran, 1))
 
     def _set_timeout(self, timeout_ms: int) -> None:

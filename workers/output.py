@@ -17,6 +17,7 @@ import select
 import struct
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -51,13 +52,15 @@ FLOODED_SECONDS = 0.25
 GROUP_CHARS = 900
 MAX_LOGGER = 100
 
+# Of what does not run in its worker's thread, or may outlive its job: tasks, asyncio.to_thread, forked processes.
 CURRENT_JOB: ContextVar[str | None] = ContextVar("forq_job", default=None)
 
 log = logging.getLogger("forq")
 
 
 class Output:
-    """`slots`: of the workers of this process, for threads that do not know their job."""
+    """`slots`: of the workers of this process. They tell which job a thread runs, so that a job that prints nothing
+    costs nothing."""
 
     def __init__(self, fd: int, slots: Sequence[Slot] = (), now: Callable[[], float] = time.monotonic) -> None:
         self._fd = fd
@@ -75,7 +78,7 @@ class Output:
 
     @property
     def unsettled(self) -> bool:
-        """Whether there is something to do at the end of a job."""
+        """Whether `end` has something to do."""
         return bool(self._begun) or self._left_out[0] > 0
 
     def write(self, stream: str, text: str) -> None:
@@ -112,7 +115,8 @@ class Output:
         if begun is not None:
             self._send(self._line(stream, "INFO", begun[0], begun[1], more=True))
 
-    def end_job(self) -> None:
+    def end(self) -> None:
+        """The thread's jobs are over: what is begun goes out, and what was left out is told."""
         for stream in ("stdout", "stderr"):
             begun = self._begun.pop((get_ident(), stream), None)
             if begun is not None:
@@ -140,11 +144,18 @@ class Output:
         self._send(line._replace(logger=logger and logger[:MAX_LOGGER], pid=pid or line.pid))
 
     def current_job(self) -> str | None:
+        """The job that the calling task or thread runs; of a strange thread the only one that runs, if that is so."""
         job = CURRENT_JOB.get()
-        if job is None:
-            running = [slot for slot in self._slots if slot.word & 1]
-            return running[0].job.decode(errors="replace") if len(running) == 1 else None
-        return job
+        if job is not None:
+            return job
+        thread = get_ident()
+        running = []
+        for slot in self._slots:
+            if slot.thread == thread:
+                return _job_of(slot) if slot.word & 1 else None
+            if slot.word & 1:
+                running.append(slot)
+        return _job_of(running[0]) if len(running) == 1 else None
 
     def _line(self, stream: str, level: str, job: str | None, text: str, *, more: bool = False) -> Line:
         return Line(stream, level, int(time.time() * 1000), os.getpid(), get_ident(), job, None, more, text)
@@ -320,12 +331,25 @@ def install(directory: Path, slots: Sequence[Slot], level: str) -> None:
     sys.stdout = sys.__stdout__ = LineWriter(output, "stdout", 1)  # type: ignore[assignment,misc]
     sys.stderr = sys.__stderr__ = LineWriter(output, "stderr", 2)  # type: ignore[assignment,misc]
     logging.basicConfig(level=level.upper(), handlers=[RootHandler(output)], force=True)
+    os.register_at_fork(before=_note_job, after_in_child=_keep_job)
 
 
-def end_job() -> None:
-    """Whatever the job that ends has begun to say, in this thread."""
+_forking = threading.local()
+
+
+def _note_job() -> None:
+    _forking.job = None if _installed is None else _installed.current_job()
+
+
+def _keep_job() -> None:
+    """In a process that a handler forks: it belongs to that job, whatever its worker runs later."""
+    CURRENT_JOB.set(_forking.job)
+
+
+def end_output() -> None:
+    """Whatever the jobs that have ended in this thread have begun to say."""
     if _installed is not None and _installed.unsettled:
-        _installed.end_job()
+        _installed.end()
 
 
 def mark_end(job: str) -> None:
@@ -349,6 +373,10 @@ def tell_program(queue: str, job: str | None, text: str) -> None:
         log.info("program wrote queue=%s text=%s", queue, text)
     else:
         log.info("program wrote queue=%s job=%s text=%s", queue, job, text)
+
+
+def _job_of(slot: Slot) -> str:
+    return slot.job.decode(errors="replace")
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -68,7 +68,7 @@ def test_a_line_knows_when_where_and_by_whom_it_was_written(fifo: Fifo) -> None:
 def test_half_a_line_waits_for_its_end_or_the_end_of_its_job(fifo: Fifo) -> None:
     fifo.stdout.write("half")
     assert (fifo.writes(), fifo.output.unsettled) == ([], True)
-    fifo.output.end_job()
+    fifo.output.end()
     assert (fifo.texts(), fifo.output.unsettled) == ([("j", "half", False)], False)
     fifo.stdout.write("of j")
     CURRENT_JOB.set("k")
@@ -148,7 +148,7 @@ def test_a_flood_is_counted_before_it_is_written_and_urgent_messages_get_through
     fifo.output.tell("log", "ERROR", "urgent", job="j")
     notes += fifo.notes()
     assert time.monotonic() - began < 10
-    fifo.output.end_job()
+    fifo.output.end()
     notes += fifo.notes()
     lines = [line for note in notes if isinstance(note, Line) for line in note.text.split("\n")]
     left_out = [note["left_out"] for note in notes if isinstance(note, dict)]
