@@ -12,7 +12,7 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services bridge pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire ticks limits cluster bench-drain bench-layouts \
+.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire ticks limits flood cluster bench-drain bench-layouts \
         bench-backlog bench-idle bench-pipeline bench-exec spec-report wheel \
         format clean
 
@@ -90,6 +90,9 @@ ticks: tools ## a tick per second for 120 s over three supervisors that are kill
 
 limits: tools ## 50 jobs per second for 20 s over two supervisors: the rate, the burst, what waiting costs
 	FORQ_TEST_RATE_SECONDS=20 $(BIN)/pytest -s --timeout 300 tests/end_to_end/test_limits.py
+
+flood: tools ## a gigabyte of output from one handler, raw and printed, while others go on
+	FORQ_TEST_FLOOD_MB=1000 $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_logs.py -k flood
 
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py

@@ -10,7 +10,9 @@ from forq.output_pipe import CUT, MARK, MAX_MESSAGE, MAX_WRITE, Line, unpack
 
 # A line without an end is shown when nothing was added to it for so long.
 PATIENCE_SECONDS = 1.0
-MAX_BEGUN = 1000
+# And at the latest after so long: a bar that moves has no end for a long time.
+LONGEST_SECONDS = 5.0
+MAX_BEGUN = 100
 _URGENT = re.compile(rb'\x1e(\["log","(?:WARNING|ERROR|CRITICAL)"[^\n]*)')
 
 Record = dict[str, Any]
@@ -27,7 +29,7 @@ class OutputLines:
         self._clock = clock
         self._rest = b""
         self._rest_at = 0.0
-        self._begun: dict[tuple[object, ...], tuple[Line, float]] = {}
+        self._begun: dict[tuple[object, ...], tuple[Line, float, float]] = {}
         # What the writers say that they have left out: lines, bytes.
         self.left_out = [0, 0]
 
@@ -76,9 +78,10 @@ class OutputLines:
 
     def late(self) -> list[Record]:
         """Lines without an end that nothing was added to for a while."""
-        before = self._now() - PATIENCE_SECONDS
+        now = self._now()
+        before, long_before = now - PATIENCE_SECONDS, now - LONGEST_SECONDS
         records = []
-        for key in [key for key, (_, at) in self._begun.items() if at <= before]:
+        for key in [key for key, (_, first, last) in self._begun.items() if last <= before or first <= long_before]:
             records += self._records(self._begun.pop(key)[0])
         # Half a tagged line is being written just now.
         if self._rest and self._rest_at <= before and not self._rest.startswith(MARK):
@@ -88,7 +91,7 @@ class OutputLines:
 
     def end(self) -> list[Record]:
         """No more will come."""
-        records = [record for line, _ in self._begun.values() for record in self._records(line)]
+        records = [record for line, *_ in self._begun.values() for record in self._records(line)]
         if self._rest:
             records.append(self._raw(self._rest, None))
         self._begun.clear()
@@ -109,13 +112,14 @@ class OutputLines:
 
     def _line(self, line: Line) -> list[Record]:
         key = (line.pid, line.thread, line.stream, line.job)
-        begun = self._begun.pop(key, None)
+        now = self._now()
+        begun, first, _ = self._begun.pop(key, (None, now, now))
         if begun is not None:
-            line = line._replace(text=(begun[0].text + line.text)[: 2 * MAX_MESSAGE], millis=begun[0].millis)
+            line = line._replace(text=(begun.text + line.text)[: 2 * MAX_MESSAGE], millis=begun.millis)
         if not line.more:
             return self._records(line)
         records = [] if len(self._begun) < MAX_BEGUN else self._records(self._begun.pop(next(iter(self._begun)))[0])
-        self._begun[key] = (line, self._now())
+        self._begun[key] = (line._replace(text=_redrawn(line.text)), first, now)
         return records
 
     def _records(self, line: Line) -> list[Record]:
@@ -139,6 +143,11 @@ class OutputLines:
         lines, size = told["left_out"]
         self.left_out[0] += lines
         self.left_out[1] += size
+
+
+def _redrawn(text: str) -> str:
+    """Of a bar that is drawn again and again in its place, the last one."""
+    return text[text.rfind("\r", 0, -1) + 1 :]
 
 
 def _claim(records: list[Record], job: str) -> None:

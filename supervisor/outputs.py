@@ -41,3 +41,5 @@ class Outputs:
             os.close(fd)
             with suppress(OSError):
                 os.unlink(self._logs_dir / name / output_pipe.NAME)
+                # Only if nothing else was kept there.
+                os.rmdir(self._logs_dir / name)

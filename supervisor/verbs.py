@@ -70,6 +70,7 @@ class Verbs:
             if error is not None:
                 if self._queues.units.get(name) is unit:
                     del self._queues.units[name]
+                    self._services.outputs.remove(name)
                 request.fail(error)
                 return
             self._save(request, spec, {"name": name, "created": True})

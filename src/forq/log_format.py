@@ -34,9 +34,10 @@ class LogFormat(NamedTuple):
             padded = f"\x1b[{_COLOURS[level]}m{padded}\x1b[0m"
         about = " ".join(str(record[key]) for key in ("queue", "job") if record.get(key)) if "stream" in record else ""
         name = record.get("logger")
-        message = printable(str(record["message"]))
+        message = str(record["message"])
         if about:
             message = f"{about}: {name}: {message}" if name and name != "forq" else f"{about}: {message}"
+        message = printable(message)
         return f"{_local(record['time'], self.date)} {padded} {message}"
 
 

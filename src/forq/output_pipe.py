@@ -6,6 +6,7 @@ keeps such writes whole, so that lines of several writers never mix. Everything 
 
 import fcntl
 import os
+import re
 import select
 import stat
 from collections.abc import Iterator
@@ -31,6 +32,10 @@ URGENT_RATE = 64 * 1024
 URGENT_BURST = 256 * 1024
 # What a line costs beside its bytes.
 LINE_COST = 100
+STREAMS = frozenset({"stdout", "stderr", "log"})
+# The end of the year 9999.
+MAX_MILLIS = 253_402_300_800_000
+_LEVEL = re.compile(r"[A-Za-z0-9_ .-]{1,20}")
 URGENT_LEVELS = frozenset({"WARNING", "ERROR", "CRITICAL"})
 
 
@@ -140,8 +145,20 @@ def unpack(data: bytes) -> Line | dict[str, Any] | None:
     if not isinstance(value, list) or len(value) != len(Line._fields):
         return None
     line = Line(*value)
-    texts = isinstance(line.stream, str) and isinstance(line.level, str) and isinstance(line.text, str)
-    return line if texts and isinstance(line.millis, int) else None
+    return line if _is_line(line) else None
+
+
+def _is_line(line: Line) -> bool:
+    """Anybody can write to the FIFO: what is not of our making must do no harm."""
+    texts = [line.stream, line.level, line.text, *(text for text in (line.job, line.logger) if text is not None)]
+    numbers = (line.millis, line.pid, line.thread)
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(isinstance(number, int) for number in numbers)
+        and 0 <= line.millis < MAX_MILLIS
+        and line.stream in STREAMS
+        and _LEVEL.fullmatch(line.level) is not None
+    )
 
 
 def _is_note(value: dict[str, Any]) -> bool:

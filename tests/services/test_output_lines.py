@@ -1,5 +1,6 @@
 """From bytes in a FIFO to records."""
 
+import json
 import random
 from typing import Any
 
@@ -134,6 +135,41 @@ def test_of_a_flood_only_the_urgent_is_kept() -> None:
     assert (count, brief(urgent)) == (4, [("log", "j", "failed")])
     assert size > 50
     assert brief(reader.take(b"\nnext\n", None)) == [("raw", None, "x" * 50), ("raw", None, "next")]
+
+
+def test_a_bar_that_is_drawn_again_and_again_is_shown_now_and_then_as_it_is() -> None:
+    clock = Clock()
+    reader, shown = lines(clock), []
+    for step in range(80):
+        clock.now += 0.125
+        shown += [*reader.take(line(f"\r{step}%", more=True), None), *reader.late()]
+    shown += reader.take(line("\rdone"), None)
+    assert [record["message"].strip() for record in shown[:-1]] == ["40%"]
+    assert shown[-1]["message"].endswith("\rdone")
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"job": ["x"]},
+        {"job": {}},
+        {"millis": 10**30},
+        {"millis": -1},
+        {"millis": "now"},
+        {"level": "x\ny"},
+        {"level": ""},
+        {"stream": "raw"},
+        {"logger": 1},
+        {"pid": None},
+        {"thread": []},
+        {"text": None},
+    ],
+)
+def test_a_line_that_is_not_of_our_making_is_raw(forged: dict[str, Any]) -> None:
+    fields = Line("stdout", "INFO", 1, 7, 8, "j", None, False, "t")._replace(**forged)
+    data = b"\x1e" + json.dumps(list(fields)).encode()
+    (record,) = lines().take(data + b"\n", None)
+    assert (record["stream"], record["message"]) == ("raw", data.decode())
 
 
 @pytest.mark.parametrize("note", [{"left_out": [3, 40]}, {"left_out": [1, 2]}])
