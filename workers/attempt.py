@@ -21,7 +21,8 @@ from forq.job import Job, Reporter
 from forq.scoreboard import WORD, Slot
 from forq.workers.exec_messages import ProgramFailed
 from forq.workers.handlers import Handlers
-from forq.workers.output import CURRENT_JOB, tell_failure
+from forq.workers.output import tell_failure
+from forq.workers.output_writer import CURRENT_JOB
 
 MAX_MESSAGE = 2000
 # A coroutine is cancelled at its deadline; one that goes on all the same for so long is ended with its process.

@@ -13,7 +13,8 @@ import pytest
 
 from forq.errors import ForqError
 from forq.output_pipe import MAX_WRITE, NAME, Line, open_pipe, unpack
-from forq.workers.output import CURRENT_JOB, LineWriter, Output, RootHandler
+from forq.workers.output_streams import LineWriter, RootHandler
+from forq.workers.output_writer import CURRENT_JOB, Output
 
 
 class Fifo:
