@@ -320,7 +320,7 @@ def test_a_new_line_is_shown_within_half_a_second(forq: Forq) -> None:
         follower.communicate()
 
 
-def test_logs_are_there_without_redis_and_everything_written_before_a_stop_is_kept(forq: Forq) -> None:
+def test_everything_written_before_a_stop_is_kept() -> None:
     with running() as other:
         create(other, "last")
         other.client().queue("last").enqueue(["print"], id="x")
