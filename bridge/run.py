@@ -1,7 +1,6 @@
 """`forq bridge`: on stdin and stdout, or for every connection to a Unix socket; and the same below a supervisor."""
 
 import argparse
-import logging
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.errors import ForqError
 from forq.ids import new_id
+from forq.logging_setup import configure
 from forq.options import Option
 from forq.places import redis_url
 from forq.unix_socket import listen
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    configure()
     try:
         settings = BridgeSettings(
             url=arguments.redis or redis_url(),

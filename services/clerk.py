@@ -29,6 +29,7 @@ from forq.schedules import Schedule
 from forq.services.awaiters import Awaiters
 from forq.services.desk import Desk
 from forq.services.failed_log import DEFAULT_MAX_BYTES, append_lines
+from forq.services.followers import Followers
 from forq.services.watchers import Watchers
 
 CALL_TIMEOUT_SECONDS = 3.0
@@ -62,6 +63,7 @@ def run_clerk(settings: ClerkSettings) -> int:
                 clerk.awaiters.hear(fd)
         clerk.awaiters.tick()
         clerk.watchers.tick()
+        clerk.followers.tick()
 
 
 class Clerk:
@@ -73,10 +75,11 @@ class Clerk:
         self._registry = Registry(self._link, settings.prefix)
         self.awaiters = Awaiters(self._link, settings.prefix, poll)
         self.watchers = Watchers(self._link, settings.prefix, poll)
+        self.followers = Followers(settings.logs_dir)
 
     def patience_ms(self) -> float | None:
         """How long nothing is due."""
-        due = [self.awaiters.patience_ms(), self.watchers.patience_ms()]
+        due = [self.awaiters.patience_ms(), self.watchers.patience_ms(), self.followers.patience_ms()]
         return min((ms for ms in due if ms is not None), default=None)
 
     def verbs(self) -> dict[str, Any]:
@@ -103,6 +106,7 @@ class Clerk:
             "await": self.awaiters.ask,
             "leave": self.awaiters.leave,
             "watch": self.watchers.watch,
+            "logs": self.followers.logs,
             "ack": self.ack,
             "schedule": self.schedule,
             "schedules": self.schedules,

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from forq import places
 from forq.errors import ConfigError, InvalidOption, UsageError
+from forq.log_format import FORMATS, LEVELS
 from forq.names import shown
 from forq.options import WORK, Option, QueueSpec, Value, check_mode, defaults, nearest
 from forq.schedules import read_schedules
@@ -62,6 +63,9 @@ class Config:
     pipeline: "Pipeline | None" = None
     bridges: "tuple[BridgePlace, ...]" = ()
     metrics: MetricsPlace | None = None
+    log_format: str = "auto"
+    log_level: str = "info"
+    log_max: int = 8 * 1024**2
     # Of each queue of the file its schedules, by key, as they were given.
     schedules: Mapping[str, Mapping[str, Mapping[str, object]]] = field(default_factory=dict)
 
@@ -272,6 +276,9 @@ def _assemble(
         tracing=str(values["tracing"] or OFF),
         queues=queues,
         mode=str(values["mode"] or WORK),
+        log_format=str(values["log_format"] or "auto"),
+        log_level=str(values["log_level"] or "info"),
+        log_max=int(_or_default("log_max", values)),
     )
     _check_together(config, given)
     return config
@@ -374,10 +381,13 @@ def _read_tracing(given: Given) -> str:
     return str(setting)
 
 
-def _read_cgroup(given: Given) -> str:
-    if given.value not in ("auto", "off"):
-        raise given.refuse('"auto" or "off"')
-    return str(given.value)
+def _word_reader(allowed: tuple[str, ...]) -> Callable[[Given], str]:
+    def read(given: Given) -> str:
+        if given.value not in allowed:
+            raise given.refuse(" or ".join(f'"{word}"' for word in allowed))
+        return str(given.value)
+
+    return read
 
 
 def _read_mode(given: Given) -> str:
@@ -411,6 +421,7 @@ _NUMBERS = {
         Option(
             "failed_log_max", "size", 64 * 1024**2, 64 * 1024, 64 * 1024**3, "size at which a failed log is rotated"
         ),
+        Option("log_max", "size", 8 * 1024**2, 64 * 1024, 64 * 1024**3, "size of each of a queue's two output files"),
     )
 }
 
@@ -420,9 +431,11 @@ _SETTINGS: Mapping[str, Callable[[Given], object]] = {
     "redis": _read_redis,
     "prefix": _read_prefix,
     "control_group": _read_group,
-    "cgroup": _read_cgroup,
+    "cgroup": _word_reader(("auto", "off")),
     "embedded_server": _read_program,
     "mode": _read_mode,
     "tracing": _read_tracing,
+    "log_format": _word_reader(FORMATS),
+    "log_level": _word_reader(LEVELS),
     **{name: _number_reader(option) for name, option in _NUMBERS.items()},
 }

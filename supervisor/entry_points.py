@@ -5,6 +5,7 @@ import gc
 from forq.bridge.run import BridgeSettings, run_bridge
 from forq.broker.scripts import script
 from forq.services.clerk import ClerkSettings, run_clerk
+from forq.services.logger import LoggerSettings, run_logger
 from forq.services.metrics import MetricsSettings, run_metrics
 from forq.services.pulse import PulseSettings, run_pulse
 from forq.services.scribe import ScribeSettings, run_scribe
@@ -14,6 +15,7 @@ __all__ = [
     "BridgeSettings",
     "ChildSettings",
     "ClerkSettings",
+    "LoggerSettings",
     "MetricsSettings",
     "PulseSettings",
     "ScribeSettings",
@@ -21,6 +23,7 @@ __all__ = [
     "run_bridge",
     "run_child",
     "run_clerk",
+    "run_logger",
     "run_metrics",
     "run_pulse",
     "run_scribe",

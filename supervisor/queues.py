@@ -71,6 +71,7 @@ class Queues:
         return [spec.name for spec in served], [spec.name for spec in served if spec.fail_handler is not None]
 
     def add(self, spec: QueueSpec, *, found: bool = False) -> QueueUnit:
+        self._services.outputs.open(spec.name)
         unit = QueueUnit(spec, self._config.options_of(spec), self._around, found=found)
         self.units[spec.name] = unit
         self._changed()
@@ -214,6 +215,7 @@ class Queues:
     def drop(self, name: str, then: Callable[[], None]) -> None:
         """Ends the queue's processes at once, with everything below them, and forgets its definition."""
         unit = self.units.pop(name, None)
+        self._services.outputs.remove(name)
         self._changed()
         self._services.tell_served()
         leaving = [other for other in (unit, *self._leaving) if other is not None and other.spec.name == name]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from setproctitle import setproctitle
 
 from forq.errors import ConfigError, ForqError
+from forq.logging_setup import configure
 from forq.options import QueueSpec
 from forq.supervisor import entry_points, systemd
 from forq.supervisor.config import Config, load
@@ -25,11 +26,12 @@ log = logging.getLogger("forq")
 
 def run(overrides: Mapping[str, object]) -> int:
     """Serves until it is told to stop; returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    configure()
     try:
         # Before anything is started that could take them for its own.
         handed = systemd.take(os.environ, os.getpid())
         config = load(overrides, os.environ)
+        configure(config.log_format, config.log_level)
         state = StateDir(config.state_dir)
         state.lock(on_wait=lambda pids: log.warning("killing what an earlier run left behind pids=%s", pids))
         return _serve(config, state, _specs(config, state), handed)

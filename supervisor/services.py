@@ -1,4 +1,4 @@
-"""The supervisor's hands: pulse, scribe, clerk, metrics, bridges, the embedded server; what each process is given."""
+"""The supervisor's hands: pulse, scribe, clerk, logger, metrics, bridges, the embedded server; what each is given."""
 
 import hashlib
 import logging
@@ -11,18 +11,22 @@ from typing import Any
 
 from forq.cgroup import Cgroup, Cgroups
 from forq.errors import ForqError, RedisUnavailable
+from forq.log_format import choose
 from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Scoreboard
 from forq.supervisor import embedded, entry_points
 from forq.supervisor.child import Nursery
 from forq.supervisor.config import BridgePlace, Config, shown_url
 from forq.supervisor.loop import Loop
+from forq.supervisor.outputs import Outputs
 from forq.supervisor.redis_child import RedisChild
 from forq.supervisor.service import Service
 from forq.supervisor.statedir import StateDir
 from forq.tallies import Tallies
 
 RETRY_SECONDS = 0.25
+# How long a stop waits for the logger to read what was written last.
+LAST_OUTPUT_SECONDS = 1.0
 
 log = logging.getLogger("forq")
 
@@ -58,6 +62,8 @@ class Services:
         self._cgroups = _cgroups(config, state)
         self.nursery = Nursery(loop, (state.tree_lock_fd, self._watch_fd), self._cgroups)
         self.processor, self.predecessor = state.take_processor()
+        self._logs_dir = Path(state.path) / "logs"
+        self.outputs = Outputs(self._logs_dir)
         self.redis = self._redis_child() if config.redis is None else None
         self.pulse = Service(
             self.nursery, "pulse", self._run_pulse, on_event=self._pulse_event, on_start=self.tell_served
@@ -66,6 +72,7 @@ class Services:
             self.nursery, "scribe", self._run_scribe, on_event=self._scribe_event, on_start=self._scribe_started
         )
         self.clerk = Service(self.nursery, "clerk", self._run_clerk)
+        self.logger = Service(self.nursery, "logger", self._run_logger, on_start=self._tell_logger)
         self.bridges = tuple(
             Service(self.nursery, f"bridge {place.listen}", partial(self._run_bridge, place))
             for place in config.bridges
@@ -74,7 +81,7 @@ class Services:
 
     @property
     def all(self) -> tuple[Service, ...]:
-        return self.pulse, self.scribe, self.clerk, *self.bridges, *self.metrics
+        return self.pulse, self.scribe, self.clerk, self.logger, *self.bridges, *self.metrics
 
     def start(self) -> None:
         if self.redis is not None:
@@ -83,12 +90,25 @@ class Services:
             service.start()
 
     def stop(self, then: Callable[[], None]) -> None:
+        left = {"logger", "redis"}
+
+        def stopped(what: str) -> None:
+            if what in left:
+                left.remove(what)
+                if what == "logger":
+                    self.logger.kill()
+                if not left:
+                    then()
+
         for service in self.all:
-            service.kill()
+            if service is not self.logger:
+                service.kill()
+        self.logger.ask("drain", {}, lambda answer: stopped("logger"))
+        self._loop.call_later(LAST_OUTPUT_SECONDS, lambda: stopped("logger"))
         if self.redis is not None:
-            self.redis.stop(then)
+            self.redis.stop(lambda: stopped("redis"))
         else:
-            then()
+            stopped("redis")
 
     def close(self) -> None:
         if self._config.metrics is not None and self._metrics_listener is not None:
@@ -131,6 +151,11 @@ class Services:
         queues, failing = self._served()
         for service in (self.pulse, self.scribe):
             service.ask("serve", {"queues": queues, "with_fail_queue": failing})
+        self._tell_logger()
+
+    def _tell_logger(self) -> None:
+        """Of all queues that have processes, or had: also of those whose handler cannot be imported."""
+        self.logger.ask("serve", {"queues": self.outputs.names})
 
     def status_of_redis(self) -> dict[str, Any]:
         return {"url": shown_url(self.redis_url), "embedded": self.redis is not None, **self.redis_state}
@@ -180,6 +205,8 @@ class Services:
                 tree_lock_fd=self._state.tree_lock_fd,
                 tracing=self._config.tracing,
                 tallies=self.tallies,
+                output=self.outputs.directory(spec.name),
+                log_level=self._config.log_level,
             )
         )
 
@@ -205,7 +232,7 @@ class Services:
                 prefix=self._config.prefix,
                 processor=self.processor,
                 expiry_ms=round(self._config.expiry_seconds * 1000),
-                logs_dir=Path(self._state.path) / "logs",
+                logs_dir=self._logs_dir,
                 failed_log_max=self._config.failed_log_max,
                 leash=leash,
             )
@@ -217,9 +244,20 @@ class Services:
                 url=self.redis_url,
                 prefix=self._config.prefix,
                 max_queues=self._config.max_queues,
-                logs_dir=Path(self._state.path) / "logs",
+                logs_dir=self._logs_dir,
                 leash=leash,
                 failed_log_max=self._config.failed_log_max,
+            )
+        )
+
+    def _run_logger(self, leash: socket.socket) -> int:
+        return entry_points.run_logger(
+            entry_points.LoggerSettings(
+                logs_dir=self._logs_dir,
+                log_max=self._config.log_max,
+                log_format=choose(self._config.log_format, 2, os.environ),
+                scoreboard=self.scoreboard,
+                leash=leash,
             )
         )
 

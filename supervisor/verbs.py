@@ -48,6 +48,8 @@ class Verbs:
             **dict.fromkeys(("push", "push_many", "cancel", "remove", "job", "jobs"), self._pass_on),
             # Whose clerk dies meanwhile asks the next one.
             "watch": lambda request: self._ask_clerk(request, "watch", request.params, repeat=True),
+            # Nothing of it is in Redis: it need not wait for that.
+            "logs": lambda request: self._clerk.ask("logs", request.params, _answer_to(request), repeat=True),
             **Releases(self._ask_clerk, self._clerk, self._supervisor.loop.now).table(),
             **dict.fromkeys(("schedule", "schedules", "unschedule", "trigger"), self._pass_on),
             **dict.fromkeys(("dead.list", "dead.show", "dead.retry", "dead.discard"), self._pass_on),
@@ -68,6 +70,7 @@ class Verbs:
             if error is not None:
                 if self._queues.units.get(name) is unit:
                     del self._queues.units[name]
+                    self._services.outputs.remove(name)
                 request.fail(error)
                 return
             self._save(request, spec, {"name": name, "created": True})

@@ -23,6 +23,8 @@ from forq.job import Job, Reporter
 from forq.scoreboard import WORD, Slot
 from forq.workers.exec_messages import ProgramFailed
 from forq.workers.handlers import Handlers
+from forq.workers.output import tell_failure
+from forq.workers.output_writer import CURRENT_JOB
 from forq.workers.results import encode_result
 from forq.workers.tracing import Tracing
 
@@ -83,11 +85,13 @@ class Attempts:
             with _UNTRACED if self._tracing is None else self._tracing.attempt(job):
                 result = self._handlers.for_type(job.type)(data, job)
                 if inspect.iscoroutine(result):
-                    result = self._run_async(result)
+                    result = self._run_async(_of_job(job_id, result))
             if self.max_result_bytes:
                 self.result = encode_result(result, self.max_result_bytes)
         except BaseException as exc:  # a handler may raise anything, SystemExit too; the worker must outlive it
-            return describe_failure(exc)
+            failure = describe_failure(exc)
+            tell_failure(job_id, failure.error)
+            return failure
         finally:
             # A copy of this process that the handler forked and that came back from it must not work on as a second
             # worker under the same name.
@@ -137,6 +141,12 @@ class FailAttempts(Attempts):
         except (TypeError, ValueError, KeyError) as exc:
             raise InvalidData(f"broken fail job: {exc}") from exc
         return [data, original, error], job
+
+
+async def _of_job(job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    # Tasks that it starts inherit this, and may outlive it.
+    CURRENT_JOB.set(job_id)
+    return await coroutine
 
 
 async def _within(coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:

@@ -6,13 +6,14 @@ import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import orjson
 
 from forq import exits
 from forq.broker.consuming import Consumer, Limits
 from forq.broker.keys import fail_queue
-from forq.errors import ConfigError, Fenced, IncompatibleProtocol, UnknownQueue
+from forq.errors import ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
 from forq.ids import new_id
 from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Scoreboard, Slot, State
@@ -23,6 +24,7 @@ from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers, load_fail_handler, load_handlers
 from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
+from forq.workers.output import install
 from forq.workers.progress import ProgressTeller
 from forq.workers.recycling import Recycling
 from forq.workers.release_loop import IdleLoop, ReleaseLoop
@@ -54,10 +56,14 @@ class ChildSettings:
     tracing: str = OFF
     # None: nobody wants to know how long jobs wait and run.
     tallies: Tallies | None = None
+    # Where its FIFO is; None: it writes to the supervisor's stdout and stderr.
+    output: Path | None = None
+    log_level: str = "info"
 
 
 def run_child(settings: ChildSettings) -> int:
     """The entry point: returns the process's exit code."""
+    _redirect_output(settings)
     name = f"{settings.spec.name} {settings.role.name.lower()}"
     minder = Minder(name=name, url=settings.url, leash=settings.leash)
     minder.start()
@@ -71,6 +77,15 @@ def run_child(settings: ChildSettings) -> int:
         tell_supervisor(settings.leash, {"error": str(exc)})
         return exits.CONFIG
     return _Crew(settings, minder).run(handlers, fail_handler)
+
+
+def _redirect_output(settings: ChildSettings) -> None:
+    if settings.output is None:
+        return
+    try:
+        install(settings.output, [settings.scoreboard.slot(number) for number in settings.slots], settings.log_level)
+    except (ForqError, OSError) as exc:
+        log.error("no log of the queue's output queue=%s error=%s", settings.spec.name, exc)
 
 
 class _Crew:

@@ -37,6 +37,7 @@ from forq.scoreboard import (
 from forq.tallies import Tally
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
+from forq.workers.output import end_output, mark_end
 from forq.workers.recycling import Recycling
 
 MAX_BATCH = 128
@@ -48,6 +49,9 @@ SLOW_NS = 5_000_000
 # Results go with the turn, and many large ones would make one that no server takes: with more than this in hand, a turn
 # comes before the next job.
 RESULTS_BYTES = 4 << 20
+
+# What shorter jobs write past Python may go without their ids: to look at the end of each would take too long.
+MARKED_US = 100
 
 RECONNECT_SECONDS = (0.02, 0.1, 0.25, 0.5, 1.0)
 
@@ -261,6 +265,7 @@ class WorkerLoop:
         # A failed job must not look like one that ran: its position stays "running" until it is settled.
         if not self._failed:
             words[WORD] = base | index << INDEX_SHIFT
+        end_output()
         self._adapt((self._now() - first_started) // max(ran, 1))
 
     def _count(self, tally: Tally, batch: Claimed) -> None:
@@ -285,6 +290,8 @@ class WorkerLoop:
         self.slot.words[STARTED] = started
         failure = self._attempts.attempt(job_id.decode(), record, int(self._fence))
         micros = (self._now() - started) // 1000
+        if micros >= MARKED_US:
+            mark_end(job_id.decode())
         self._unsettled += 1
         if self._tally is not None:
             self._micros.append(micros)

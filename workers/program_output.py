@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO
 
+from forq.workers.output import tell_program
+
 # The size of a pipe: one read takes all that was in it.
 READ_BYTES = 65536
 MAX_LINE_BYTES = 2000
@@ -118,11 +120,7 @@ class ProgramOutput:
         return int(self._allowance)
 
     def _write(self, line: bytes) -> None:
-        text = _readable(line)
-        if self._job is None:
-            log.info("program wrote queue=%s text=%s", self._queue, text)
-        else:
-            log.info("program wrote queue=%s job=%s text=%s", self._queue, self._job, text)
+        tell_program(self._queue, self._job, _readable(line))
 
     def _tell_left_out(self) -> None:
         log.warning("program wrote too much queue=%s job=%s lines_left_out=%s", self._queue, self._job, self._left_out)

@@ -243,6 +243,15 @@ COMMANDS = (
         ID,
         Argument("--wait", metavar="D", help="give up after this time (default: never)"),
     ),
+    Command(
+        "logs",
+        "logs",
+        "show what the handlers of a queue print and log",
+        NAME,
+        Argument("--follow", "-f", action="store_true", help="go on with what they write from now on, until Ctrl-C"),
+        Argument("--job", metavar="ID", help="only of this job"),
+        Argument("--lines", "-n", type=int, metavar="N", help="the last so many lines (default: 100)"),
+    ),
     Command("why", "jobs", "say why a job is not running", NAME, ID),
     Command(
         "kill",

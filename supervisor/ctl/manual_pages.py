@@ -202,6 +202,11 @@ PAGES = {
             6: "it is still there after --wait, or no answer in time",
         },
     ),
+    "logs": Page(
+        "What was written before the files were rotated twice (log_max) is gone; what was left out of a flood is said.",
+        (("", "logs mails -n 20"), ("follow one job", "logs mails -f --job 01JD0Z")),
+        {4: "nothing was ever kept of a queue of that name"},
+    ),
     "why": Page(
         "",
         (("", "why mails 01JD0Z"),),

@@ -129,13 +129,12 @@ def test_a_killed_scribe_comes_back_and_writes_what_came_meanwhile(forq: Forq) -
 
 def test_a_log_that_cannot_be_written_is_told_and_nothing_is_lost(forq: Forq) -> None:
     forq.create("stuck", "noop")
-    folder = forq.state_dir / "logs" / "stuck"
-    folder.parent.mkdir(exist_ok=True)
-    folder.symlink_to(forq.directory)
+    log = forq.state_dir / "logs" / "stuck" / "failed.jsonl"
+    log.symlink_to(forq.directory / "elsewhere")
     fail_by_hand(forq, "stuck", "z")
     wait_until(lambda: forq.status()["supervisor"]["failed_log"]["errors"].get("stuck"))
     assert forq.run_ctl("status", "--check").returncode == 3
-    folder.unlink()
+    log.unlink()
     wait_until(lambda: [line["id"] for line in logged(forq, "stuck")] == ["z"])
     wait_until(lambda: forq.status()["supervisor"]["failed_log"] == {"ok": True, "errors": {}})
 

@@ -145,8 +145,8 @@ def test_each_type_has_its_own_program_beside_a_handler_in_python(forq: Forq, tm
         jobs.enqueue(1, id=f"typed{number}", type=job_type)
     wait_for_counts(forq, "typed", 4)
     assert {trace.job for trace in forq.traces("end") if trace.queue == "typed"} == {"typed0"}
-    said = [line.partition("job=")[2] for line in forq.log.splitlines() if "queue=typed job=" in line]
-    assert said == ["typed1 text=one", "typed2 text=two", "typed3 text=one"]
+    said = [line.partition(" typed ")[2] for line in forq.log.splitlines() if " typed typed" in line]
+    assert said == ["typed1: one", "typed2: two", "typed3: one"]
 
 
 def test_the_fail_handler_may_be_a_program(forq: Forq, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_the_example_for_exec_once_keeps_its_data(forq: Forq, tmp_path: Path) ->
     wait_for_counts(forq, "keep", 1, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
     assert json.loads((tmp_path / "kept.json").read_text()) == {"a": "ü"}
-    assert "job=kept text=kept kept of keep, attempt 1" in forq.log
+    assert "keep kept: kept kept of keep, attempt 1" in forq.log
     error = error_of(forq, "keep", "not/kept")
     assert (error["kind"], error["message"].endswith("an id with a slash is no file name")) == ("permanent", True)
 
@@ -188,7 +188,7 @@ def test_the_example_in_node_works_fails_and_greets(forq: Forq) -> None:
     jobs.enqueue({"fail": "no good", "permanent": True}, id="bad")
     jobs.enqueue_many([None] * 50)
     wait_for_counts(forq, "node", 51, 1)
-    assert "queue=node job=greet text=hello, wörld" in forq.log
+    assert "node greet: hello, wörld" in forq.log
     error = error_of(forq, "node", "bad")
     assert (error["name"], error["message"], error["kind"]) == ("Error", "no good", "permanent")
     assert "exec_worker.js" in error["traceback"]

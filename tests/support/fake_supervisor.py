@@ -17,7 +17,7 @@ METHODS = (
     *(f"queue.{verb}" for verb in ("create", "delete", "pause", "resume", "drain", "restart")),
     *("status", "jobs", "job", "push", "push_many", "remove", "cancel", "ping", "version", "shutdown"),
     *(f"dead.{verb}" for verb in ("list", "show", "retry", "discard")),
-    *("await", "dequeue", "ack", "watch", "schedule", "schedules", "unschedule", "trigger", "why"),
+    *("await", "dequeue", "ack", "watch", "logs", "schedule", "schedules", "unschedule", "trigger", "why"),
 )
 # An answer of null.
 NOTHING = object()

@@ -107,4 +107,4 @@ def instances(forq: Forq, name: str) -> set[int]:
 
 def pids_in_log(forq: Forq, job_id: str) -> list[int]:
     """Those that programs and their daemons have written about themselves while they had this job."""
-    return [int(pid) for pid in re.findall(rf" job={job_id} text=(?:daemon )?pid (\d+)\n", forq.log)]
+    return [int(pid) for pid in re.findall(rf" {job_id}: (?:daemon )?pid (\d+)\n", forq.log)]

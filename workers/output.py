@@ -1,0 +1,77 @@
+"""The output of a queue's process: right after the fork the FIFO becomes descriptor 1 and 2, and sys.stdout, sys.stderr
+and the root logger write lines that name their job. In a process where that was not done the functions here do nothing.
+"""
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+
+from forq.output_pipe import open_pipe
+from forq.scoreboard import Slot
+from forq.workers.output_streams import LineWriter, RootHandler
+from forq.workers.output_writer import CURRENT_JOB, Output
+
+log = logging.getLogger("forq")
+
+_installed: Output | None = None
+
+
+def install(directory: Path, slots: Sequence[Slot], level: str) -> None:
+    """From now on all output of this process goes to the FIFO in this directory. Raises ForqError if it cannot."""
+    global _installed
+    fd = open_pipe(directory)
+    blocking = open_pipe(directory, blocking=True)
+    for number in (1, 2):
+        os.dup2(blocking, number)
+    os.close(blocking)
+    _installed = output = Output(fd, slots)
+    sys.stdout = sys.__stdout__ = LineWriter(output, "stdout", 1)  # type: ignore[assignment,misc]
+    sys.stderr = sys.__stderr__ = LineWriter(output, "stderr", 2)  # type: ignore[assignment,misc]
+    logging.basicConfig(level=level.upper(), handlers=[RootHandler(output)], force=True)
+    os.register_at_fork(before=_note_job, after_in_child=_keep_job)
+
+
+_forking = threading.local()
+
+
+def _note_job() -> None:
+    _forking.job = None if _installed is None else _installed.current_job()
+
+
+def _keep_job() -> None:
+    """In a process that a handler forks: it belongs to that job, whatever its worker runs later."""
+    CURRENT_JOB.set(_forking.job)
+
+
+def end_output() -> None:
+    """Whatever the jobs that have ended in this thread have begun to say."""
+    if _installed is not None and _installed.unsettled:
+        _installed.end()
+
+
+def mark_end(job: str) -> None:
+    if _installed is not None:
+        _installed.mark_end(job)
+
+
+def tell_failure(job: str, error: bytes) -> None:
+    """An attempt has failed; the error as it is stored."""
+    if _installed is not None:
+        told = orjson.loads(error)
+        text = f"job failed error={told['name']}: {told['message']}\n{told['traceback']}".rstrip()
+        _installed.tell("log", "WARNING", text, job=job, logger="forq")
+
+
+def tell_program(queue: str, job: str | None, text: str) -> None:
+    """A line that a program has written."""
+    if _installed is not None:
+        _installed.tell("stderr", "INFO", text, job=job)
+    elif job is None:
+        log.info("program wrote queue=%s text=%s", queue, text)
+    else:
+        log.info("program wrote queue=%s job=%s text=%s", queue, job, text)
