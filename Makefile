@@ -12,7 +12,7 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 SOURCES := src supervisor workers broker services bridge pipeline tests etc benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire ticks limits cluster bench-drain bench-layouts \
+.PHONY: help setup tools run test lint types imports unit kills trees fire mutants releases bridge-fire ticks limits cluster bench bench-quick bench-tables bench-scale bench-prototype bench-drain bench-layouts \
         bench-backlog bench-idle bench-pipeline bench-exec spec-report wheel \
         format clean
 
@@ -93,6 +93,22 @@ limits: tools ## 50 jobs per second for 20 s over two supervisors: the rate, the
 
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py
+
+bench: tools ## forq against RQ, Celery, Dramatiq, Huey, arq, Taskiq, BullMQ and Sidekiq: tables and a chart in benchmarks/.results
+	$(BIN)/python benchmarks/compare.py
+
+bench-quick: tools ## the same with few jobs and one round, in less than 5 minutes
+	$(BIN)/python benchmarks/compare.py --quick
+
+bench-tables: tools ## put the tables and the chart of the last `make bench` into docs/performance.md
+	$(BIN)/python benchmarks/tables.py benchmarks/.results/results.json --write docs/performance.md
+	cp benchmarks/.results/results.png docs/performance.png
+
+bench-scale: tools ## 1,000 queues on one supervisor, 1,000,000 jobs, 100,000 due at once, 10 supervisors
+	$(BIN)/python benchmarks/scale.py
+
+bench-prototype: tools ## the limit of one Python consumer: a bare loop without any feature
+	$(BIN)/python benchmarks/prototype.py
 
 bench-drain: tools ## drain rate of one worker process against RQ, Huey and Dramatiq
 	$(BIN)/python benchmarks/drain.py

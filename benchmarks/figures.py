@@ -30,14 +30,15 @@ def percentile(values: Sequence[float], percent: float) -> float:
     if not values:
         raise ValueError("there is no percentile of no values")
     ordered = sorted(values)
-    rank = -(-len(ordered) * percent // 100)
-    return ordered[max(0, min(len(ordered), int(rank)) - 1)]
+    # In whole thousandths: 99.9 has no exact double, and a rank must not slip by one for that.
+    rank = -(-len(ordered) * round(percent * 10) // 1000)
+    return ordered[max(rank, 1) - 1]
 
 
 def percentiles(samples_ms: Sequence[float]) -> dict[str, float]:
     """A percentile is left out when there are too few samples for it: at least one should be beyond it."""
     names = {"p50_ms": 50.0, "p99_ms": 99.0, "p999_ms": 99.9}
-    enough = {name: percent for name, percent in names.items() if len(samples_ms) * (100 - percent) / 100 >= 1}
+    enough = {name: percent for name, percent in names.items() if len(samples_ms) * round(1000 - 10 * percent) >= 1000}
     return {"samples": float(len(samples_ms))} | {
         name: percentile(samples_ms, percent) for name, percent in enough.items()
     }

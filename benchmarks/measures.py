@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.figures import poisson_ns
-from benchmarks.processes import cpu_seconds, server_cpu_seconds, tree_pss_mb
+from benchmarks.processes import cpu_seconds, requests_of, server_cpu_seconds, tree_pss_mb, used_memory
 from benchmarks.roster import Peer
 from benchmarks.worker import Bench, Failed, Record
 from tests.support.server import Server
@@ -53,9 +53,9 @@ def enqueue_bulk(peer: Peer, server: Server, effort: Effort, number: int) -> tup
     """Jobs per second of one producer with the peer's bulk call, 1,000 at a time."""
     jobs = int(min(5 * peer.nominal_rate, 40_000) * effort.enqueue_seconds)
     with Bench(peer, server) as bench:
-        before = _used_memory(server)
+        before = used_memory(server)
         count, seconds = bench.fill(jobs, effort.patience_seconds)
-        return {"per_second": count / seconds, "bytes_per_job": (_used_memory(server) - before) / count}, []
+        return {"per_second": count / seconds, "bytes_per_job": (used_memory(server) - before) / count}, []
 
 
 def drain(peer: Peer, server: Server, effort: Effort, number: int, workers: int = 1) -> tuple[Figures, list[float]]:
@@ -111,20 +111,19 @@ def pickup(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Fig
 
 
 def idle(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
-    """What a worker that has run a job takes when there is none: memory, CPU, commands."""
+    """What a worker that has run a job takes when there is none: memory, CPU, requests."""
     with Bench(peer, server) as bench:
         worker = bench.work()
         bench.warm(effort.patience_seconds)
         time.sleep(1.0)  # what the first job left to do is not idling
         pids = bench.pids()
-        cpu, commands, began = cpu_seconds(*pids), _commands(server), time.monotonic()
+        cpu, requests, began = cpu_seconds(*pids), requests_of(server), time.monotonic()
         time.sleep(effort.idle_seconds)
         seconds = time.monotonic() - began
         return {
             "pss_mb": tree_pss_mb(worker.pid),
             "cpu_percent": (cpu_seconds(*pids) - cpu) / seconds * 100,
-            # One is the look itself.
-            "commands_per_second": (_commands(server) - commands - 1) / seconds,
+            "requests_per_second": (requests_of(server) - requests) / seconds,
         }, []
 
 
@@ -135,16 +134,6 @@ def _wait_for_all(bench: Bench, workers: int, patience_seconds: float) -> None:
         if time.monotonic() > deadline:
             raise Failed(f"not all of {workers} workers got jobs")
         time.sleep(0.005)
-
-
-def _used_memory(server: Server) -> int:
-    with server.connect() as client:
-        return int(client.info("memory")["used_memory"])
-
-
-def _commands(server: Server) -> int:
-    with server.connect() as client:
-        return int(client.info("stats")["total_commands_processed"])
 
 
 MEASURES = {

@@ -43,7 +43,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def tree_cpu_seconds(pid: int) -> float:
-    """Of the process and all below it. Finding them takes milliseconds: too long between two samples of a fast worker."""
+    """Of the process and all below it. Finding them takes milliseconds: too long between samples of a fast worker."""
     return cpu_seconds(*(process.pid for process in tree(pid)))
 
 
@@ -60,11 +60,31 @@ def tree_pss_mb(pid: int) -> float:
 
 
 def pss_kb(pid: int) -> int:
+    return _rollup_kb(pid, "Pss:")
+
+
+def private_kb(pid: int) -> int:
+    """Memory that is this process's alone: what it would give back if it ended."""
+    return _rollup_kb(pid, "Private_Clean:", "Private_Dirty:")
+
+
+def _rollup_kb(pid: int, *names: str) -> int:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:  # it has ended meanwhile
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+    return sum(int(line.split()[1]) for line in lines if line.startswith(names))
+
+
+def requests_of(server: Server) -> int:
+    """How often the server has read from a client; unlike its count of commands this leaves out what scripts call."""
+    with server.connect() as client:
+        return int(client.info("stats")["total_reads_processed"])
+
+
+def used_memory(server: Server) -> int:
+    with server.connect() as client:
+        return int(client.info("memory")["used_memory"])
 
 
 def busy_seconds(stat_line: str) -> float:

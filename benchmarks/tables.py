@@ -80,11 +80,11 @@ def _rate(results: Results, peer: str) -> float | None:
 
 
 def waiting(results: Results) -> str:
-    head = ["", "pickup p50 / p99 ms", "idle PSS MB", "idle CPU %", "idle commands/s"]
+    head = ["", "pickup p50 / p99 ms", "idle PSS MB", "idle CPU %", "idle requests/s"]
     head += ["job's process killed: again after s", "whole worker killed: s"]
     rows = []
     for peer in results["peers"]:
-        idle = [cell(results, peer, "idle", name) for name in ("pss_mb", "cpu_percent", "commands_per_second")]
+        idle = [cell(results, peer, "idle", name) for name in ("pss_mb", "cpu_percent", "requests_per_second")]
         crashes = [again(results, peer, f"crash_{death}") for death in ("process", "worker")]
         rows.append([peer, cell(results, peer, "pickup", "p50_ms", "p99_ms"), *idle, *crashes])
     return markdown(head, rows)

@@ -48,8 +48,8 @@ def backlog(peer: Peer, server: Server, effort: Effort, number: int, waiting: in
         before = server_cpu_seconds(server)
         count, seconds = bench.enqueue("one", 3600.0, jobs, timeout_seconds=effort.patience_seconds)
         enqueue_us = (server_cpu_seconds(server) - before) / count * 1e6
-        # The worker's connecting is in it, a small part of so many jobs: a fast worker has run many of them before anybody
-        # could see that it has begun.
+        # The worker's connecting is in it, a small part of so many jobs: a fast worker has run many of them before
+        # anybody could see that it has begun.
         before = server_cpu_seconds(server)
         bench.work()
         ran = len(bench.wait_for_records(jobs // bench.block, effort.patience_seconds)) * bench.block

@@ -1,0 +1,75 @@
+"""The limit of one Python consumer: a bare loop that settles a batch and claims the next in one script.
+
+    python benchmarks/prototype.py [--jobs 200000] [--rounds 3]
+
+No fences, counts, journal, options or recovery, on the layout that forq uses (one hash of records). forq cannot be
+faster than this; how near it comes is what its features cost. Rounds are interleaved over the batch sizes; best of
+each.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import orjson
+
+from benchmarks.layouts import claim_source, fill
+from benchmarks.processes import cpu_seconds, server_cpu_seconds
+from forq.broker.link import Link
+from forq.broker.scripts import Script
+from tests.support.server import Server
+
+BATCHES = (1, 8, 64, 128)
+LAYOUT = "one hash of records"
+
+
+def drain(link: Link, script: Script, jobs: int, batch: int) -> None:
+    settled: list[bytes] = []
+    ran = 0
+    while ran < jobs:
+        flat = link.run(script, "{q}", batch, *settled)
+        for record in flat[1::2]:
+            handle(*orjson.loads(record[record.index(b"\n") + 1 :]))
+        settled = flat[::2]
+        ran += len(settled)
+
+
+def handle(identifier: object, type: object, data: object) -> None:
+    return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=200_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    best: dict[int, tuple[float, float, float]] = {}
+    server = Server()
+    try:
+        server.start()
+        link = Link(server.url)
+        source = claim_source(LAYOUT)
+        script = Script("prototype", source, link.call("SCRIPT", "LOAD", source).decode())
+        for _ in range(given.rounds):
+            for batch in BATCHES:
+                jobs = min(given.jobs, 4000 * batch)
+                fill(link, LAYOUT, jobs)
+                cpu, began = (cpu_seconds(os.getpid()), server_cpu_seconds(server)), time.perf_counter()
+                drain(link, script, jobs, batch)
+                seconds = time.perf_counter() - began
+                own, servers = cpu_seconds(os.getpid()) - cpu[0], server_cpu_seconds(server) - cpu[1]
+                found = (jobs / seconds, own / jobs * 1e6, servers / jobs * 1e6)
+                best[batch] = max(best.get(batch, found), found)
+    finally:
+        server.remove()
+    print(f"{'batch':>6} {'jobs/s':>10} {'worker µs':>10} {'server µs':>10}")
+    for batch, (rate, own, servers) in best.items():
+        print(f"{batch:>6} {rate:>10,.0f} {own:>10.1f} {servers:>10.1f}")
+
+
+if __name__ == "__main__":
+    main()
