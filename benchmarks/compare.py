@@ -5,7 +5,7 @@
 1. Gets the peers (installing.py); one that cannot be had is named with the reason, and left out.
 2. Rounds: each measure of measures.py for each peer, who take turns in being first. A trial during which others used
    more than 20 % of a core is repeated, and not averaged in.
-3. For forq and the two fastest to drain: under_load.py. For all: crash.py.
+3. For forq and the two fastest to drain: under_load.py. For all: crash.py. The limit: prototype.py.
 4. Writes results.json, prints the tables (tables.py), draws the chart (chart.py).
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import installing, tables
+from benchmarks import installing, prototype, tables
 from benchmarks.crash import crashes
 from benchmarks.figures import Trial, summary
 from benchmarks.measures import FULL, MEASURES, QUICK, Effort, Figures
@@ -53,6 +53,7 @@ class Run:
     repeats: int
     deadline: float
     trials: list[Trial] = field(default_factory=list)
+    prototype: dict[int, dict[str, float]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
     def series(self, name: str, measure: Measure, peers: list[Peer]) -> None:
@@ -135,6 +136,10 @@ def measure_all(run: Run, peers: list[Peer], only: set[str], crash_cap_seconds: 
     if "backlog" in only:
         for waiting in run.effort.backlogs:
             run.series(f"backlog{waiting}", partial(backlog, waiting=waiting), chosen)
+    if "prototype" in only:
+        run.say("prototype")
+        run.server.flush()
+        run.prototype = prototype.measure(run.server, int(50_000 * run.effort.drain_seconds), run.rounds)
     if "crash" in only:
         run.trials += crashes(peers, crash_cap_seconds, run.deadline, run.say)
 
@@ -162,6 +167,7 @@ def results(run: Run, peers: list[Peer], left_out: dict[str, str], load_before: 
         "peers": {p.name: {"version": p.version, "settings": p.settings, "durable_settings": p.durable} for p in peers},
         "left_out": left_out,
         "floors": floors,
+        "prototype": run.prototype,
         "summaries": run.summaries(),
         "trials": [trial.as_json() for trial in run.trials],
     }
@@ -184,7 +190,7 @@ def draw(results_path: Path, chart_path: Path) -> None:
 
 
 def main() -> None:
-    every = [*MEASURES, "load", "backlog", "crash"]
+    every = [*MEASURES, "load", "backlog", "prototype", "crash"]
     names = [peer.name for peer in roster() if peer.name != "forq"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of few jobs: less than 5 minutes")

@@ -13,6 +13,7 @@ out, and the limit is named.
 """
 
 import argparse
+import json
 import resource
 import statistics
 import sys
@@ -74,8 +75,12 @@ def settings(queues: int, function: str = "noop") -> str:
 
 
 def rested(forq: Forq, queues: int) -> bool:
-    """Whether every queue has both processes, waiting for work."""
-    found = forq.status()["queues"]
+    """Whether every queue has both processes, waiting for work. While a thousand start, it may not answer in time."""
+    done = forq.run_ctl("status", "--json")
+    if done.returncode:
+        print(f"  meanwhile: {done.stderr.strip()[:150]}", flush=True)
+        return False
+    found = json.loads(done.stdout)["queues"]
     children = [child["state"] for queue in found for child in queue["children"]]
     return len(found) == queues and len(children) == 2 * queues and set(children) <= {"idle", "parked"}
 
@@ -91,9 +96,10 @@ def many_queues(server: Server, given: argparse.Namespace) -> None:
             forq.start(ready=False)
             wait_until(lambda: forq.run_ctl("ping").returncode == 0, 120.0, "the supervisor answers")
             slowly(lambda: rested(forq, queues), 300.0)
-        used = cpu_seconds(*(process.pid for process in tree(forq.pid)))
-        says("  CPU of the tree for that", used, "s")
-        says("  per queue", used / queues * 1000, "ms")
+        used = {process.pid: cpu_seconds(process.pid) for process in tree(forq.pid)}
+        says("  CPU of the tree for that", sum(used.values()), "s")
+        says("  of that the supervisor", used[forq.pid], "s")
+        says("  of that each process of a queue, median", statistics.median(used.values()) * 1000, "ms")
         look_at_tree(forq, server, queues)
         spread(forq, server, queues, given.jobs)
         with timed("stop", "15 s"):

@@ -154,6 +154,17 @@ def cost(results: Results) -> str:
     return markdown(["one no-op job", "costs"], rows)
 
 
+def prototype(results: Results) -> str:
+    """A loop without features beside forq, which claims up to 128 at a time."""
+    head = ["", "jobs/s", "worker µs/job", "Redis µs/job"]
+    names = ("per_second", "worker_us", "redis_us")
+    rows = [
+        [f"bare loop, {batch} at a time", *(number(found[name]) for name in names)]
+        for batch, found in results["prototype"].items()
+    ]
+    return markdown(head, [*rows, ["forq", *(cell(results, "forq", "drain", name) for name in names)]])
+
+
 def conditions(results: Results) -> str:
     """Where and when, and how far the figures may be believed."""
     machine, average = results["machine"], results["load_average"]
@@ -174,6 +185,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "load": load,
     "backlog": backlog,
     "cost": cost,
+    "prototype": prototype,
     "settings": settings,
 }
 

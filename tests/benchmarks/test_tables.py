@@ -28,6 +28,7 @@ def results() -> dict[str, Any]:
             name: {"version": name, "settings": "fast", "durable_settings": "the same"} for name in ("forq", "huey")
         },
         "left_out": {"sidekiq": "this is no Debian"},
+        "prototype": {"64": {"per_second": 100_000.0, "worker_us": 3.0, "redis_us": 4.0}},
         "floors": {"load50": {"p50_ms": 0.0}},
         "trials": [{"peer": "huey", "measure": "idle", "error": "it hung"}],
         "summaries": {
