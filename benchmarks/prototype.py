@@ -43,7 +43,7 @@ def handle(identifier: object, type: object, data: object) -> None:
 
 
 def measure(server: Server, most_jobs: int, rounds: int) -> dict[int, dict[str, float]]:
-    """By batch size, of its fastest round: jobs per second, and the CPU time of this process and of the server per job."""
+    """By batch size, of its fastest round: jobs per second, and the CPU time per job, here and in the server."""
     link = Link(server.url)
     source = claim_source(LAYOUT)
     script = Script("prototype", source, link.call("SCRIPT", "LOAD", source).decode())
