@@ -97,7 +97,7 @@ cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a ma
 bench: tools ## forq against RQ, Celery, Dramatiq, Huey, arq, Taskiq, BullMQ and Sidekiq: tables and a chart in benchmarks/.results
 	$(BIN)/python benchmarks/compare.py
 
-bench-quick: tools ## the same with few jobs and one round, in less than 5 minutes
+bench-quick: tools ## the same with few jobs and one round, in less than 5 minutes (and the time to fetch the peers, once)
 	$(BIN)/python benchmarks/compare.py --quick
 
 bench-tables: tools ## put the tables and the chart of the last `make bench` into docs/performance.md

@@ -6,9 +6,10 @@ starting up is nobody's speed.
 
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.figures import poisson_ns
-from benchmarks.processes import cpu_seconds, requests_of, server_cpu_seconds, tree_pss_mb, used_memory
+from benchmarks.processes import Requests, cpu_seconds, tree_pss_mb, used_memory
 from benchmarks.roster import Peer
 from benchmarks.worker import Bench, Failed, Record
 from tests.support.server import Server
@@ -30,7 +31,7 @@ class Effort:
 
 
 FULL = Effort(3.0, 4.0, 600, 5.0, 60.0, (10, 10_000, 1_000_000), 5_000)
-QUICK = Effort(0.5, 0.7, 100, 1.0, 5.0, (10, 10_000), 1_000)
+QUICK = Effort(0.5, 0.7, 100, 1.0, 5.0, (10, 10_000), 1_000, patience_seconds=40.0)
 
 Figures = dict[str, float]
 PICKUP_PER_SECOND = 40.0
@@ -41,11 +42,11 @@ _LINES = 1000
 def enqueue_one(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
     """Calls per second of one producer that waits for each answer."""
     with Bench(peer, server) as bench:
-        before = server_cpu_seconds(server)
+        before = cpu_seconds(server.pid)
         count, seconds = bench.enqueue("one", effort.enqueue_seconds, 200_000, timeout_seconds=effort.patience_seconds)
         if not count:
             raise Failed("nothing was enqueued")
-        used = server_cpu_seconds(server) - before
+        used = cpu_seconds(server.pid) - before
         return {"per_second": count / seconds, "redis_us": used / count * 1e6}, []
 
 
@@ -69,15 +70,37 @@ def drain(peer: Peer, server: Server, effort: Effort, number: int, workers: int 
             bench.work()
         _wait_for_all(bench, workers, effort.patience_seconds)
         pids = bench.pids()
-        opened, cpu = len(bench.records()), [cpu_seconds(*pids), server_cpu_seconds(server)]
+        opened = _sample(bench, pids)
         # Each worker may keep what is less than a block to itself.
         records = bench.wait_for_records(jobs // block - workers + 1, effort.patience_seconds)
-        closed, spent = len(records), [cpu_seconds(*pids) - cpu[0], server_cpu_seconds(server) - cpu[1]]
-        figures = {"per_second": drain_rate(records, block, workers)}
-        counted = (closed - opened) * block
-        if counted > jobs / 4:  # else the samples lie too close together to mean anything
-            figures |= {"worker_us": spent[0] / counted * 1e6, "redis_us": spent[1] / counted * 1e6}
-        return figures, []
+        closed = _sample(bench, pids)
+        return {"per_second": drain_rate(records, block, workers)} | costs(opened, closed, block), []
+
+
+class Sample(NamedTuple):
+    """CPU time at a moment, and how many lines there were just before and just after it."""
+
+    before: int
+    worker_seconds: float
+    redis_seconds: float
+    after: int
+
+
+def _sample(bench: Bench, pids: list[int]) -> Sample:
+    before = len(bench.records())
+    return Sample(before, cpu_seconds(*pids), cpu_seconds(bench.server.pid), len(bench.records()))
+
+
+def costs(opened: Sample, closed: Sample, block: int) -> Figures:
+    """CPU µs per job; nothing if the samples took so long that it is not known for how many jobs they stand."""
+    lines = (closed.before + closed.after - opened.before - opened.after) / 2
+    unsure = (opened.after - opened.before + closed.after - closed.before) / 2
+    if lines <= 0 or unsure > 0.05 * lines:
+        return {}
+    return {
+        "worker_us": (closed.worker_seconds - opened.worker_seconds) / (lines * block) * 1e6,
+        "redis_us": (closed.redis_seconds - opened.redis_seconds) / (lines * block) * 1e6,
+    }
 
 
 def drain_two(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
@@ -117,13 +140,13 @@ def idle(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figur
         bench.warm(effort.patience_seconds)
         time.sleep(1.0)  # what the first job left to do is not idling
         pids = bench.pids()
-        cpu, requests, began = cpu_seconds(*pids), requests_of(server), time.monotonic()
+        requests, cpu, began = Requests(server), cpu_seconds(*pids), time.monotonic()
         time.sleep(effort.idle_seconds)
         seconds = time.monotonic() - began
         return {
             "pss_mb": tree_pss_mb(worker.pid),
             "cpu_percent": (cpu_seconds(*pids) - cpu) / seconds * 100,
-            "requests_per_second": (requests_of(server) - requests) / seconds,
+            "requests_per_second": requests.count() / seconds,
         }, []
 
 

@@ -47,13 +47,6 @@ def tree_cpu_seconds(pid: int) -> float:
     return cpu_seconds(*(process.pid for process in tree(pid)))
 
 
-def server_cpu_seconds(server: Server) -> float:
-    """What the server says that it has used, to the microsecond."""
-    with server.connect() as client:
-        used = client.info("cpu")
-    return float(used["used_cpu_sys"]) + float(used["used_cpu_user"])
-
-
 def tree_pss_mb(pid: int) -> float:
     """Memory, what is shared counted in parts."""
     return sum(pss_kb(process.pid) for process in tree(pid)) / 1024
@@ -76,10 +69,24 @@ def _rollup_kb(pid: int, *names: str) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(names))
 
 
-def requests_of(server: Server) -> int:
-    """How often the server has read from a client; unlike its count of commands this leaves out what scripts call."""
-    with server.connect() as client:
-        return int(client.info("stats")["total_reads_processed"])
+class Requests:
+    """Counts, from its making on, how often the server reads from clients others than this one.
+
+    Unlike the server's count of commands this leaves out what scripts call.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._client = server.connect()
+        self._before = self._reads()
+
+    def count(self) -> int:
+        """Once: it closes its connection."""
+        others = self._reads() - self._before - 1
+        self._client.close()
+        return others
+
+    def _reads(self) -> int:
+        return int(self._client.info("stats")["total_reads_processed"])
 
 
 def used_memory(server: Server) -> int:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import orjson
 
 from benchmarks.layouts import claim_source, fill
-from benchmarks.processes import cpu_seconds, server_cpu_seconds
+from benchmarks.processes import cpu_seconds
 from forq.broker.link import Link
 from forq.broker.scripts import Script
 from tests.support.server import Server
@@ -52,10 +52,10 @@ def measure(server: Server, most_jobs: int, rounds: int) -> dict[int, dict[str, 
         for batch in BATCHES:
             jobs = min(most_jobs, 4000 * batch)
             fill(link, LAYOUT, jobs)
-            cpu, began = (cpu_seconds(os.getpid()), server_cpu_seconds(server)), time.perf_counter()
+            cpu, began = (cpu_seconds(os.getpid()), cpu_seconds(server.pid)), time.perf_counter()
             drain(link, script, jobs, batch)
             seconds = time.perf_counter() - began
-            own, servers = cpu_seconds(os.getpid()) - cpu[0], server_cpu_seconds(server) - cpu[1]
+            own, servers = cpu_seconds(os.getpid()) - cpu[0], cpu_seconds(server.pid) - cpu[1]
             found = {"per_second": jobs / seconds, "worker_us": own / jobs * 1e6, "redis_us": servers / jobs * 1e6}
             if batch not in best or found["per_second"] > best[batch]["per_second"]:
                 best[batch] = found

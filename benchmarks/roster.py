@@ -83,9 +83,9 @@ def roster() -> list[Peer]:
     same = "the same"
     return [
         Peer("forq", "defaults: journal, fences and counts on", same, 50_000, _forq, polite=True),
-        Peer("sidekiq", "10 threads", same, 4_000, _sidekiq),
+        Peer("sidekiq", "10 threads", same, 7_000, _sidekiq),
         Peer("bullmq", "concurrency 50, removeOnComplete", same, 8_000, _bullmq),
-        Peer("huey", "4 threads, blocking, no results", same, 2_500, _python("huey"), bulk=False),
+        Peer("huey", "4 threads, blocking, no results", same, 5_000, _python("huey"), bulk=False),
         Peer("dramatiq", "8 threads, no middleware but Retries", same, 2_500, _python("dramatiq"), bulk=False),
         Peer(
             "taskiq",

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import percentile
-from benchmarks.processes import cpu_seconds, private_kb, pss_kb, requests_of, server_cpu_seconds, tree, used_memory
+from benchmarks.processes import Requests, cpu_seconds, private_kb, pss_kb, tree, used_memory
 from forq.client import new_job
 from tests.support.running import HANDLERS, Forq, running, wait_until
 from tests.support.server import Server
@@ -122,15 +122,15 @@ def look_at_tree(forq: Forq, server: Server, queues: int) -> None:
         took.append(time.monotonic() - began)
     says("forqctl status --json, all queues, median of 3", statistics.median(took), "s", "1 s")
     before = {pid: cpu_seconds(pid) for pid in processes}
-    server_before, requests = server_cpu_seconds(server), requests_of(server)
+    server_before, requests = cpu_seconds(server.pid), Requests(server)
     time.sleep(IDLE_SECONDS)
     spent = {pid: cpu_seconds(pid) - before[pid] for pid in processes}
     says("idle CPU of the tree", sum(spent.values()) / IDLE_SECONDS * 100, "% of a core", "2 %")
     for pid, seconds in sorted(spent.items(), key=lambda item: -item[1])[:4]:
         title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
         says(f"  {title[:46]}", seconds / IDLE_SECONDS * 100, "%")
-    says("idle CPU of the server", (server_cpu_seconds(server) - server_before) / IDLE_SECONDS * 100, "%")
-    says("requests to the server per second and queue", (requests_of(server) - requests) / IDLE_SECONDS / queues, "/s")
+    says("idle CPU of the server", (cpu_seconds(server.pid) - server_before) / IDLE_SECONDS * 100, "%")
+    says("requests to the server per second and queue", requests.count() / IDLE_SECONDS / queues, "/s")
 
 
 def spread(forq: Forq, server: Server, queues: int, jobs: int) -> None:
@@ -201,9 +201,9 @@ def many_supervisors(server: Server, given: argparse.Namespace) -> None:
             ]
         for forq in every:
             forq.wait_for_child("q0")
-        requests = requests_of(server)
+        requests = Requests(server)
         time.sleep(IDLE_SECONDS)
-        says("idle: requests per second and supervisor", (requests_of(server) - requests) / IDLE_SECONDS / count, "/s")
+        says("idle: requests per second and supervisor", requests.count() / IDLE_SECONDS / count, "/s")
         queue, jobs = every[0].client().queue("q0"), min(given.jobs, 200_000)
         with timed(f"{jobs:,} jobs of their one queue, enqueued and run"):
             queue.enqueue_many({"n": n} for n in range(jobs))

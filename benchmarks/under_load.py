@@ -2,7 +2,7 @@
 
 from benchmarks.figures import least_waits_ms, percentiles, poisson_ns
 from benchmarks.measures import Effort, Figures
-from benchmarks.processes import server_cpu_seconds
+from benchmarks.processes import cpu_seconds
 from benchmarks.roster import Peer
 from benchmarks.worker import Bench
 from tests.support.server import Server
@@ -45,13 +45,13 @@ def backlog(peer: Peer, server: Server, effort: Effort, number: int, waiting: in
     jobs = effort.backlog_jobs
     with Bench(peer, server, block=max(1, jobs // 100)) as bench:
         bench.fill(waiting, effort.patience_seconds + waiting / 5_000)
-        before = server_cpu_seconds(server)
+        before = cpu_seconds(server.pid)
         count, seconds = bench.enqueue("one", 3600.0, jobs, timeout_seconds=effort.patience_seconds)
-        enqueue_us = (server_cpu_seconds(server) - before) / count * 1e6
+        enqueue_us = (cpu_seconds(server.pid) - before) / count * 1e6
         # The worker's connecting is in it, a small part of so many jobs: a fast worker has run many of them before
         # anybody could see that it has begun.
-        before = server_cpu_seconds(server)
+        before = cpu_seconds(server.pid)
         bench.work()
         ran = len(bench.wait_for_records(jobs // bench.block, effort.patience_seconds)) * bench.block
-        run_us = (server_cpu_seconds(server) - before) / ran * 1e6
+        run_us = (cpu_seconds(server.pid) - before) / ran * 1e6
         return {"enqueue_per_second": count / seconds, "enqueue_redis_us": enqueue_us, "run_redis_us": run_us}, []

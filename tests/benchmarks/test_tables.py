@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.measures import drain_rate
+from benchmarks.measures import Sample, costs, drain_rate
 from benchmarks.tables import TABLES, all_tables, cell, filled, number, speed, waiting
 from benchmarks.worker import Failed, Record
 
@@ -84,6 +84,17 @@ def test_tables_are_put_in_their_places_and_again(results: dict[str, Any]) -> No
 def test_a_place_for_a_table_that_does_not_exist_is_an_error(results: dict[str, Any]) -> None:
     with pytest.raises(KeyError, match="sped"):
         filled("<!-- table sped -->\n<!-- end -->", results)
+
+
+def test_a_job_costs_what_was_used_between_two_samples() -> None:
+    opened, closed = Sample(100, 1.0, 2.0, 100), Sample(1100, 1.5, 2.1, 1100)
+    found = costs(opened, closed, block=10)
+    assert found == {"worker_us": pytest.approx(50.0), "redis_us": pytest.approx(10.0)}
+
+
+def test_a_sample_that_took_too_long_gives_no_cost() -> None:
+    opened, closed = Sample(100, 1.0, 2.0, 300), Sample(1100, 1.5, 2.1, 1100)
+    assert costs(opened, closed, block=10) == {}
 
 
 def test_the_rate_of_two_workers_counts_from_when_both_had_begun() -> None:
