@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -28,7 +28,7 @@ from benchmarks import installing, prototype, tables
 from benchmarks.crash import crashes
 from benchmarks.figures import Trial, summary
 from benchmarks.measures import FULL, MEASURES, QUICK, Effort, Figures
-from benchmarks.processes import Quiet, machine
+from benchmarks.processes import DISTURBED_CORES, Quiet, machine
 from benchmarks.roster import Peer, roster
 from benchmarks.under_load import LOADS, SERVICE_MS, backlog, load, load_floor
 from benchmarks.worker import Failed
@@ -36,7 +36,6 @@ from forq.treekill import become_subreaper
 from tests.support.server import Server
 
 HERE = Path(__file__).resolve().parent
-DISTURBED_CORES = 0.2
 FASTEST = 2
 # What a quick run leaves out.
 SLOW = {"drain2", "backlog"}
@@ -53,15 +52,17 @@ class Run:
     repeats: int
     deadline: float
     trials: list[Trial] = field(default_factory=list)
-    prototype: dict[int, dict[str, float]] = field(default_factory=dict)
+    prototype: dict[int, dict[str, Any]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
-    def series(self, name: str, measure: Measure, peers: list[Peer]) -> None:
-        """One measure of these peers in all rounds, interleaved."""
+    def series(self, measures: Mapping[str, Measure], peers: list[Peer]) -> None:
+        """These measures of these peers in all rounds: whatever is to be compared is measured close together."""
         for number in range(self.rounds):
             turn = number % max(1, len(peers))
-            for peer in peers[turn:] + peers[:turn]:
-                self._until_quiet(name, measure, peer, number)
+            for name, measure in measures.items():
+                for peer in peers[turn:] + peers[:turn]:
+                    if peer.bulk or name != "bulk":
+                        self._until_quiet(name, measure, peer, number)
 
     def _until_quiet(self, name: str, measure: Measure, peer: Peer, number: int) -> None:
         """Repeats a disturbed trial, so often; a peer that failed here before is not tried again."""
@@ -126,20 +127,16 @@ def fastest(run: Run, peers: list[Peer]) -> list[Peer]:
 
 
 def measure_all(run: Run, peers: list[Peer], only: set[str], crash_cap_seconds: float) -> None:
-    for name, measure in MEASURES.items():
-        if name in only:
-            run.series(name, measure, [peer for peer in peers if peer.bulk or name != "bulk"])
+    run.series({name: measure for name, measure in MEASURES.items() if name in only}, peers)
     chosen = fastest(run, peers)
     if "load" in only:
-        for percent in LOADS:
-            run.series(f"load{percent}", partial(load, percent=percent), chosen)
+        run.series({f"load{percent}": partial(load, percent=percent) for percent in LOADS}, chosen)
     if "backlog" in only:
-        for waiting in run.effort.backlogs:
-            run.series(f"backlog{waiting}", partial(backlog, waiting=waiting), chosen)
+        run.series({f"backlog{size}": partial(backlog, waiting=size) for size in run.effort.backlogs}, chosen)
     if "prototype" in only:
         run.say("prototype")
         run.server.flush()
-        run.prototype = prototype.measure(run.server, int(50_000 * run.effort.drain_seconds), run.rounds)
+        run.prototype = prototype.measure(run.server, int(50_000 * run.effort.drain_seconds), run.rounds + run.repeats)
     if "crash" in only:
         run.trials += crashes(peers, crash_cap_seconds, run.deadline, run.say)
 

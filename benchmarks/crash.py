@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from benchmarks.figures import Trial
+from benchmarks.processes import DISTURBED_CORES, Quiet
 from benchmarks.roster import Peer
 from benchmarks.worker import Bench, Failed
 from tests.support.server import Server
@@ -53,12 +54,16 @@ def crashes(peers: list[Peer], cap_seconds: float, deadline: float, say: Callabl
                 if time.monotonic() > deadline:
                     trial.error = "no time was left"
                     continue
+                quiet = Quiet()
                 try:
                     killed = _kill(trial, peer, death, stack)
                 except (Failed, OSError) as exc:
                     trial.error = str(exc)
                     continue
                 _wait(killed, min(_SOON_SECONDS, cap_seconds))
+                # Whoever comes back later than this waits for a timeout, which nobody disturbs.
+                trial.foreign_share = round(quiet.foreign_share(), 3)
+                trial.disturbed = trial.foreign_share > DISTURBED_CORES
                 waiting.append(killed)
         for killed in waiting:
             say(f"crash: waiting for {killed.trial.peer}, at most {cap_seconds:.0f} s from its kill")

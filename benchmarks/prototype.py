@@ -12,13 +12,14 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import orjson
 
 from benchmarks.layouts import claim_source, fill
-from benchmarks.processes import cpu_seconds
+from benchmarks.processes import DISTURBED_CORES, Quiet, cpu_seconds
 from forq.broker.link import Link
 from forq.broker.scripts import Script
 from tests.support.server import Server
@@ -42,25 +43,36 @@ def handle(identifier: object, type: object, data: object) -> None:
     return
 
 
-def measure(server: Server, most_jobs: int, rounds: int) -> dict[int, dict[str, float]]:
+def measure(server: Server, most_jobs: int, rounds: int) -> dict[int, dict[str, Any]]:
     """By batch size, of its fastest round: jobs per second, and the CPU time per job, here and in the server."""
     link = Link(server.url)
     source = claim_source(LAYOUT)
     script = Script("prototype", source, link.call("SCRIPT", "LOAD", source).decode())
-    best: dict[int, dict[str, float]] = {}
+    best: dict[int, dict[str, Any]] = {}
     for _ in range(rounds):
         for batch in BATCHES:
             jobs = min(most_jobs, 4000 * batch)
             fill(link, LAYOUT, jobs)
+            quiet = Quiet()
             cpu, began = (cpu_seconds(os.getpid()), cpu_seconds(server.pid)), time.perf_counter()
             drain(link, script, jobs, batch)
             seconds = time.perf_counter() - began
             own, servers = cpu_seconds(os.getpid()) - cpu[0], cpu_seconds(server.pid) - cpu[1]
-            found = {"per_second": jobs / seconds, "worker_us": own / jobs * 1e6, "redis_us": servers / jobs * 1e6}
-            if batch not in best or found["per_second"] > best[batch]["per_second"]:
+            found: dict[str, Any] = {
+                "per_second": jobs / seconds,
+                "worker_us": own / jobs * 1e6,
+                "redis_us": servers / jobs * 1e6,
+            }
+            found["disturbed"] = quiet.foreign_share() > DISTURBED_CORES
+            # A quiet round is better than any that was disturbed, and then the faster one.
+            if batch not in best or _worth(found) > _worth(best[batch]):
                 best[batch] = found
     link.close()
     return best
+
+
+def _worth(found: dict[str, Any]) -> tuple[bool, float]:
+    return not found["disturbed"], found["per_second"]
 
 
 def main() -> None:

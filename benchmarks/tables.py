@@ -8,7 +8,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,11 @@ def cell(results: Results, peer: str, measure: str, *names: str) -> str:
     if "error" in found:
         return "failed"
     text = " / ".join(number(found.get(name)) for name in names)
-    return text + (" †" if found["disturbed"] else "")
+    return text + _mark(found)
+
+
+def _mark(found: Mapping[str, Any]) -> str:
+    return " †" if found.get("disturbed") else ""
 
 
 def speed(results: Results) -> str:
@@ -93,7 +97,7 @@ def waiting(results: Results) -> str:
 def again(results: Results, peer: str, measure: str) -> str:
     found = results["summaries"].get(peer, {}).get(measure)
     if found is not None and "error" not in found and "seconds" not in found:
-        return f"not within {results['crash_cap_seconds']:.0f}"
+        return f"not within {results['crash_cap_seconds']:.0f}" + _mark(found)
     return cell(results, peer, measure, "seconds")
 
 
@@ -143,7 +147,7 @@ def cost(results: Results) -> str:
 
     def figure(measure: str, name: str) -> str:
         value = found.get(measure, {}).get(name)
-        return number(value) + (" †" if found.get(measure, {}).get("disturbed") else "")
+        return number(value) + _mark(found.get(measure, {}))
 
     rows = [
         ["worker, with its supervisor and services: CPU µs", figure("drain", "worker_us")],
@@ -159,7 +163,7 @@ def prototype(results: Results) -> str:
     head = ["", "jobs/s", "worker µs/job", "Redis µs/job"]
     names = ("per_second", "worker_us", "redis_us")
     rows = [
-        [f"bare loop, {batch} at a time", *(number(found[name]) for name in names)]
+        [f"bare loop, {batch} at a time", *(number(found[name]) + _mark(found) for name in names)]
         for batch, found in results["prototype"].items()
     ]
     return markdown(head, [*rows, ["forq", *(cell(results, "forq", "drain", name) for name in names)]])

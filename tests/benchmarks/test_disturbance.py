@@ -78,13 +78,13 @@ def measure(_peer: Peer, _server: Server, _effort: Effort, _number: int) -> tupl
 
 def test_a_disturbed_trial_is_repeated_until_one_is_quiet(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     run = run_of(monkeypatch, server, Shares(0.5, 0.1, 0.0))
-    run.series("drain", measure, [peer()])
+    run.series({"drain": measure}, [peer()])
     assert [(trial.foreign_share, trial.disturbed) for trial in run.trials] == [(0.5, True), (0.1, False)]
 
 
 def test_repeating_ends(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     run = run_of(monkeypatch, server, Shares(0.5, 0.6, 0.7, 0.8))
-    run.series("drain", measure, [peer()])
+    run.series({"drain": measure}, [peer()])
     assert [trial.disturbed for trial in run.trials] == [True] * 3
 
 
@@ -95,11 +95,28 @@ def test_a_peer_that_fails_is_reported_and_stops_nobody(monkeypatch: pytest.Monk
         return measure(peer, server, effort, number)
 
     run = run_of(monkeypatch, server, Shares(0.0, 0.0))
-    run.series("drain", hangs, [Peer("rq", "", "", 1, lambda _: None), peer()])
+    run.series({"drain": hangs}, [Peer("rq", "", "", 1, lambda _: None), peer()])
     assert [(trial.peer, trial.error) for trial in run.trials] == [("rq", "it hung"), ("huey", None)]
 
 
 def test_nothing_is_begun_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     run = run_of(monkeypatch, server, Shares(), minutes=-1)
-    run.series("drain", measure, [peer()])
+    run.series({"drain": measure}, [peer()])
     assert [trial.error for trial in run.trials] == ["no time was left"]
+
+
+def test_whatever_is_compared_is_measured_in_every_round_by_turns(
+    monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
+    run = run_of(monkeypatch, server, Shares(*[0.0] * 7))
+    run.rounds = 2
+    no_bulk = Peer("rq", "", "", 1, lambda _: None, bulk=False)
+    run.series({"drain": measure, "bulk": measure}, [peer(), no_bulk])
+    assert [(trial.round, trial.measure, trial.peer) for trial in run.trials] == [
+        (0, "drain", "huey"),
+        (0, "drain", "rq"),
+        (0, "bulk", "huey"),
+        (1, "drain", "rq"),
+        (1, "drain", "huey"),
+        (1, "bulk", "huey"),
+    ]
