@@ -108,6 +108,22 @@ flood: tools ## a gigabyte of output from one handler, raw and printed, while ot
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py
 
+bench: tools ## forq against RQ, Celery, Dramatiq, Huey, arq, Taskiq, BullMQ and Sidekiq: tables and a chart in benchmarks/.results
+	$(BIN)/python benchmarks/compare.py
+
+bench-quick: tools ## the same with few jobs and one round, in less than 5 minutes (and the time to fetch the peers, once)
+	$(BIN)/python benchmarks/compare.py --quick
+
+bench-tables: tools ## put the tables and the chart of the last `make bench` into docs/performance.md
+	$(BIN)/python benchmarks/tables.py benchmarks/.results/results.json --write docs/performance.md
+	cp benchmarks/.results/results.png docs/performance.png
+
+bench-scale: tools ## 1,000 queues on one supervisor, 1,000,000 jobs, 100,000 due at once, 10 supervisors
+	$(BIN)/python benchmarks/scale.py
+
+bench-prototype: tools ## the limit of one Python consumer: a bare loop without any feature
+	$(BIN)/python benchmarks/prototype.py
+
 bench-drain: tools ## drain rate of one worker process against RQ, Huey and Dramatiq
 	$(BIN)/python benchmarks/drain.py
 

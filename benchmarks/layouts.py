@@ -50,6 +50,12 @@ LAYOUTS = {
 }
 
 
+def claim_source(layout: str) -> str:
+    """The script that settles some and claims others."""
+    settle, load = LAYOUTS[layout]
+    return _CLAIM % {"settle": settle, "load": load}
+
+
 def fill(link: Link, layout: str, count: int) -> float:
     """Stores the jobs; the memory that each takes, in bytes."""
     link.call("FLUSHALL")
@@ -78,8 +84,7 @@ def used_memory(link: Link) -> int:
 
 def drain(link: Link, layout: str, count: int, batch: int) -> float:
     """Jobs per second."""
-    settle, load = LAYOUTS[layout]
-    source = _CLAIM % {"settle": settle, "load": load}
+    source = claim_source(layout)
     sha = link.call("SCRIPT", "LOAD", source).decode()
     script = Script(layout, source, sha)
     width = 1 if layout == "record in the list" else 2

@@ -1,0 +1,109 @@
+"""Gets the peers, each into a directory of its own below .peers: what one wants cannot break another.
+
+Nothing outside that directory is changed. An install that was interrupted is begun anew.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+PEERS_DIR = Path(__file__).parent / ".peers"
+_INSTALL_SECONDS = 300
+_DEBIAN = "ruby-sidekiq"
+
+
+class Unavailable(Exception):
+    """A peer that cannot be measured here; the text says why."""
+
+
+def run(command: list[str], cwd: Path | None = None) -> str:
+    """What the command prints; Unavailable if it fails or takes too long."""
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise Unavailable(f"{Path(command[0]).name}: {exc}") from exc
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise Unavailable(f"{Path(command[0]).name} ended with {done.returncode}: {last[:200]}")
+    return done.stdout
+
+
+def python_venv(name: str, packages: list[str]) -> Path:
+    """The Python of an environment that has these packages."""
+    directory = PEERS_DIR / name
+    python = directory / "bin" / "python"
+    if not _ready(directory):
+        venv.create(directory, with_pip=True)
+        run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages])
+        _mark(directory)
+    return python
+
+
+def python_versions(python: Path, packages: list[str]) -> str:
+    names = ", ".join(repr(package.partition("[")[0]) for package in packages)
+    code = f"from importlib.metadata import version; print(', '.join(n + ' ' + version(n) for n in ({names},)))"
+    return run([str(python), "-c", code]).strip()
+
+
+def node_modules(packages: list[str]) -> Path:
+    """The directory whose node_modules has these packages."""
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        raise Unavailable("there is no node and npm")
+    directory = PEERS_DIR / "node"
+    if not _ready(directory):
+        directory.mkdir(parents=True)
+        run([npm, "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(directory), *packages])
+        _mark(directory)
+    return directory
+
+
+def sidekiq_root() -> Path:
+    """Debian's Ruby and Sidekiq, unpacked; they are not installed into the system."""
+    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
+        raise Unavailable("Sidekiq is taken from Debian's packages, and this is no Debian")
+    directory = PEERS_DIR / "sidekiq"
+    if not _ready(directory):
+        archives = directory / "archives"
+        archives.mkdir(parents=True)
+        wanted = run(["apt-get", "-qq", "--no-install-recommends", "--print-uris", "install", _DEBIAN])
+        names = [line.split()[1].partition("_")[0] for line in wanted.splitlines()]
+        run(["apt-get", "-qq", "download", *names], cwd=archives)
+        for archive in sorted(archives.glob("*.deb")):
+            run(["dpkg", "-x", str(archive), str(directory / "root")])
+        shutil.rmtree(archives)
+        _mark(directory)
+    return directory / "root"
+
+
+def ruby_environ(root: Path) -> dict[str, str]:
+    """What makes an unpacked Ruby find its own files."""
+    triplet = f"{os.uname().machine}-linux-gnu"
+    libraries = root / "usr/lib" / triplet
+    roots = [root / "usr/lib/ruby/vendor_ruby", *sorted((root / "usr/lib/ruby").glob("3.*"))]
+    roots += [*sorted((libraries / "ruby").glob("3.*")), *sorted((libraries / "ruby/vendor_ruby").glob("3.*"))]
+    return {
+        "LD_LIBRARY_PATH": str(libraries),
+        "RUBYLIB": ":".join(str(path) for path in roots),
+        "GEM_PATH": str(root / "usr/share/rubygems-integration/all"),
+    }
+
+
+def chart_python() -> Path:
+    return python_venv("chart", ["matplotlib"])
+
+
+def _ready(directory: Path) -> bool:
+    if (directory / ".ready").exists():
+        return True
+    if directory.exists():
+        shutil.rmtree(directory)
+    print(f"getting {directory.name} into {directory} ...", file=sys.stderr)
+    return False
+
+
+def _mark(directory: Path) -> None:
+    (directory / ".ready").touch()

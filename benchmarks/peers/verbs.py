@@ -1,0 +1,81 @@
+"""The verbs that every Python peer understands; what differs between peers is in NAME_peer.py.
+
+    NAME_peer.py one SECONDS MAX     enqueue one by one, for so long or so many; prints `JOBS SECONDS`
+    NAME_peer.py bulk COUNT          enqueue with the peer's bulk call; prints the same
+    NAME_peer.py arrivals FILE MS    enqueue at the times in FILE (ns from the start), jobs that take MS ms
+    NAME_peer.py work                consume until killed
+
+From the environment: BENCH_SOCKET; BENCH_CONCURRENCY (a number; 0: what is fastest); BENCH_DURABLE=1: the settings
+under which the peer loses least. Without a bulk call, `bulk` enqueues one by one.
+"""
+
+import asyncio
+import inspect
+import os
+import sys
+import time
+
+SOCKET = os.environ.get("BENCH_SOCKET", "")
+CONCURRENCY = int(os.environ.get("BENCH_CONCURRENCY", "0"))
+DURABLE = os.environ.get("BENCH_DURABLE") == "1"
+CHUNK = 1000
+WARM_UP = 20
+
+
+async def one(send, seconds, most):
+    for n in range(WARM_UP):
+        await _call(send, {"n": n})
+    began = time.perf_counter()
+    count = 0
+    while count < most and time.perf_counter() - began < seconds:
+        await _call(send, {"n": count})
+        count += 1
+    print(count, time.perf_counter() - began, flush=True)
+
+
+async def bulk(send_many, count):
+    began = time.perf_counter()
+    for start in range(0, count, CHUNK):
+        await _call(send_many, [{"n": n} for n in range(start, min(start + CHUNK, count))])
+    print(count, time.perf_counter() - began, flush=True)
+
+
+async def arrivals(send, path, ms):
+    with open(path) as file:
+        times = [int(line) for line in file]
+    extra = {"ms": ms} if ms else {}
+    began = time.monotonic_ns()
+    for n, offset in enumerate(times):
+        ahead = began + offset - time.monotonic_ns()
+        if ahead > 0:
+            time.sleep(ahead / 1e9)
+        # The time at which it should have been sent: a slow enqueue is part of what the job waits.
+        await _call(send, {"n": n, "at": began + offset, **extra})
+
+
+async def _call(function, argument):
+    result = function(argument)
+    if inspect.isawaitable(result):
+        await result
+
+
+def main(send, send_many, work, prepare=None):
+    """`prepare`: run first, in the event loop of the verbs that enqueue. `work`: an ordinary function."""
+    verb, *rest = sys.argv[1:]
+    if verb == "work":
+        work()
+        return
+
+    async def enqueue():
+        if prepare is not None:
+            await _call(lambda _: prepare(), None)
+        if verb == "one":
+            await one(send, float(rest[0]), int(rest[1]))
+        elif verb == "arrivals":
+            await arrivals(send, rest[0], float(rest[1]))
+        elif send_many is not None:
+            await bulk(send_many, int(rest[0]))
+        else:
+            await one(send, 3600.0, int(rest[0]) - WARM_UP)
+
+    asyncio.run(enqueue())

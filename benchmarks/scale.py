@@ -1,0 +1,245 @@
+"""How far one supervisor, and one server, go: figures, and what grows with what.
+
+    python benchmarks/scale.py [--queues 1000] [--jobs 1000000] [--scheduled 100000] [--supervisors 10] [--only ...]
+
+1. `queues`: one supervisor with so many queues (two processes each): start, memory, status, idle CPU, stop. While they
+   run, the jobs are spread over all of them.
+2. `backlog`: the jobs in one queue: what they take, and what looking and draining cost.
+3. `scheduled`: jobs that are all due in the same second: how late they run.
+4. `supervisors`: so many on one server, with one queue in common: who gets how much, what they say while idle.
+
+Each part has a server of its own on a private socket. Parts that the limits of this user or machine forbid are left
+out, and the limit is named.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.figures import percentile
+from benchmarks.processes import Requests, cpu_seconds, private_kb, pss_kb, tree, used_memory
+from forq.client import new_job
+from tests.support.running import HANDLERS, Forq, running, wait_until
+from tests.support.server import Server
+
+IDLE_SECONDS = 10.0
+# Counted: the supervisor has 4 for each queue (a leash and a pidfd per process), the server 2 connections.
+FDS_PER_QUEUE = 4
+MB_PER_CHILD = 7
+
+
+def says(what: str, value: float, unit: str, target: str = "") -> None:
+    print(f"  {what:<52} {value:>12,.2f} {unit}{f'   (target {target})' if target else ''}", flush=True)
+
+
+@contextmanager
+def timed(what: str, target: str = "") -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    says(what, time.monotonic() - began, "s", target)
+
+
+def obstacles(queues: int) -> list[str]:
+    """Which limits do not allow so many queues."""
+    processes = 2 * queues + 50
+    wanted = {
+        "ulimit -u (processes)": (processes, resource.getrlimit(resource.RLIMIT_NPROC)[0]),
+        "ulimit -n (open files)": (FDS_PER_QUEUE * queues + 100, resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        "kernel.pid_max": (2 * processes, int(Path("/proc/sys/kernel/pid_max").read_text())),
+        "available memory, MB": (2 * queues * MB_PER_CHILD, available_mb()),
+    }
+    return [
+        f"{name}: {needed:,} needed, {allowed:,} allowed"
+        for name, (needed, allowed) in wanted.items()
+        if allowed not in (resource.RLIM_INFINITY,) and needed > allowed
+    ]
+
+
+def available_mb() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) // 1024
+
+
+def settings(queues: int, function: str = "noop") -> str:
+    head = f"max_queues = {queues}\ncapacity = {20 * queues + 1000}\n"
+    handler = f'handler = "traced:{function}"\npath = ["{HANDLERS}"]\n'
+    return head + "".join(f"[queues.q{number}]\n{handler}" for number in range(queues))
+
+
+def rested(forq: Forq, queues: int) -> bool:
+    """Whether every queue has both processes, waiting for work. While a thousand start, it may not answer in time."""
+    done = forq.run_ctl("status", "--json")
+    if done.returncode:
+        print(f"  meanwhile: {done.stderr.strip()[:150]}", flush=True)
+        return False
+    found = json.loads(done.stdout)["queues"]
+    children = [child["state"] for queue in found for child in queue["children"]]
+    return len(found) == queues and len(children) == 2 * queues and set(children) <= {"idle", "parked"}
+
+
+def many_queues(server: Server, given: argparse.Namespace) -> None:
+    queues = given.queues
+    if found := obstacles(queues):
+        print(f"  left out: {queues:,} queues are not allowed here\n    " + "\n    ".join(found))
+        return
+    forq = Forq(redis=server.url, settings=settings(queues))
+    try:
+        with timed(f"start until all {2 * queues:,} processes wait for work", "30 s at 1,000 queues"):
+            forq.start(ready=False)
+            wait_until(lambda: forq.run_ctl("ping").returncode == 0, 120.0, "the supervisor answers")
+            slowly(lambda: rested(forq, queues), 300.0)
+        used = {process.pid: cpu_seconds(process.pid) for process in tree(forq.pid)}
+        says("  CPU of the tree for that", sum(used.values()), "s")
+        says("  of that the supervisor", used[forq.pid], "s")
+        says("  of that each process of a queue, median", statistics.median(used.values()) * 1000, "ms")
+        look_at_tree(forq, server, queues)
+        spread(forq, server, queues, given.jobs)
+        with timed("stop", "15 s"):
+            forq.stop(120.0)
+    finally:
+        forq.remove()
+
+
+def look_at_tree(forq: Forq, server: Server, queues: int) -> None:
+    processes = [process.pid for process in tree(forq.pid)]
+    sizes = {pid: pss_kb(pid) / 1024 for pid in processes}
+    says("memory of the tree (PSS)", sum(sizes.values()), "MB")
+    private = [private_kb(pid) / 1024 for pid in processes]
+    says("  of that private to a process, median", statistics.median(private), "MB", "4 MB")
+    says("  of the supervisor", sizes[forq.pid], "MB")
+    took = []
+    for _ in range(3):
+        began = time.monotonic()
+        forq.status()
+        took.append(time.monotonic() - began)
+    says("forqctl status --json, all queues, median of 3", statistics.median(took), "s", "1 s")
+    before = {pid: cpu_seconds(pid) for pid in processes}
+    server_before, requests = cpu_seconds(server.pid), Requests(server)
+    time.sleep(IDLE_SECONDS)
+    spent = {pid: cpu_seconds(pid) - before[pid] for pid in processes}
+    says("idle CPU of the tree", sum(spent.values()) / IDLE_SECONDS * 100, "% of a core", "2 %")
+    for pid, seconds in sorted(spent.items(), key=lambda item: -item[1])[:4]:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        says(f"  {title[:46]}", seconds / IDLE_SECONDS * 100, "%")
+    says("idle CPU of the server", (cpu_seconds(server.pid) - server_before) / IDLE_SECONDS * 100, "%")
+    says("requests to the server per second and queue", requests.count() / IDLE_SECONDS / queues, "/s")
+
+
+def spread(forq: Forq, server: Server, queues: int, jobs: int) -> None:
+    """The jobs over all queues, while their processes run."""
+    client, each = forq.client(), jobs // queues
+    with timed(f"{jobs:,} jobs over {queues:,} queues, enqueued and run"):
+        for number in range(queues):
+            client.queue(f"q{number}").enqueue_many({"n": n} for n in range(each))
+        wait_until(lambda: empty(forq, queues, each), 600.0, "every queue is empty")
+
+
+def empty(forq: Forq, queues: int, each: int) -> bool:
+    """Looks at the last queues first: those before them are likely to have ended, too."""
+    client = forq.client()
+    return all(client.queue(f"q{n}").status()["processed"] >= each for n in reversed(range(queues)))
+
+
+def slowly(condition: Callable[[], bool], seconds: float) -> None:
+    """Asks twice a second: to ask a thousand queues more often would itself be the load."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"it did not come to rest within {seconds:.0f} s")
+        time.sleep(0.5)
+
+
+def long_backlog(server: Server, given: argparse.Namespace) -> None:
+    with running(redis=server.url) as forq:
+        forq.create("long", "noop")
+        forq.ctl("pause", "long")
+        queue, memory = forq.client().queue("long"), used_memory(server)
+        with timed(f"{given.jobs:,} jobs into one queue"):
+            queue.enqueue_many({"n": n} for n in range(given.jobs))
+        says("memory of the server per waiting job", (used_memory(server) - memory) / given.jobs, "bytes")
+        with timed("forqctl status long", "1 s"):
+            forq.status("long")
+        with timed("drained"):
+            forq.ctl("resume", "long")
+            wait_until(lambda: queue.status()["processed"] == given.jobs, 600.0, "the queue is empty")
+        says("memory of the server that stays (journal)", (used_memory(server) - memory) / 1e6, "MB")
+
+
+def due_at_once(server: Server, given: argparse.Namespace) -> None:
+    with running(redis=server.url) as forq:
+        # Lines of this handler are written one by one: a slower drain, but each job says when it ran.
+        forq.create("due", "record")
+        queue, lead_seconds = forq.client().queue("due"), 3 + given.scheduled / 10_000
+        offset = time.time() - time.monotonic()
+        due = time.time() + lead_seconds
+        with timed(f"{given.scheduled:,} jobs scheduled for the same second"):
+            queue.enqueue_jobs(new_job({"n": n}, run_at=due) for n in range(given.scheduled))
+        if time.time() > due:
+            print("  they were due before all were stored: this machine is too busy for this figure")
+        wait_until(lambda: queue.status()["processed"] == given.scheduled, 600.0, "all have run")
+        late_ms = [(trace.time + offset - due) * 1000 for trace in forq.traces("end")]
+        says("the first ran after its time", min(late_ms), "ms")
+        says("half of them within", percentile(late_ms, 50), "ms")
+        says("the last within", max(late_ms), "ms")
+        says("jobs that ran too early", sum(late < -1.0 for late in late_ms), "")
+
+
+def many_supervisors(server: Server, given: argparse.Namespace) -> None:
+    count = given.supervisors
+    with ExitStack() as stack:
+        with timed(f"start of {count} supervisors, one after the other"):
+            every = [
+                stack.enter_context(running(redis=server.url, settings=settings(1, "record"))) for _ in range(count)
+            ]
+        for forq in every:
+            forq.wait_for_child("q0")
+        requests = Requests(server)
+        time.sleep(IDLE_SECONDS)
+        says("idle: requests per second and supervisor", requests.count() / IDLE_SECONDS / count, "/s")
+        queue, jobs = every[0].client().queue("q0"), min(given.jobs, 200_000)
+        with timed(f"{jobs:,} jobs of their one queue, enqueued and run"):
+            queue.enqueue_many({"n": n} for n in range(jobs))
+            wait_until(lambda: queue.status()["processed"] == jobs, 300.0, "all have run")
+        shares = [len(forq.traces("end")) for forq in every]
+        says("the least that one of them ran", min(shares), "jobs")
+        says("the most that one of them ran", max(shares), "jobs")
+
+
+PARTS: dict[str, Callable[[Server, argparse.Namespace], None]] = {
+    "queues": many_queues,
+    "backlog": long_backlog,
+    "scheduled": due_at_once,
+    "supervisors": many_supervisors,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--queues", type=int, default=1_000)
+    parser.add_argument("--jobs", type=int, default=1_000_000)
+    parser.add_argument("--scheduled", type=int, default=100_000)
+    parser.add_argument("--supervisors", type=int, default=10)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
+    given = parser.parse_args()
+    for name in given.only.split(","):
+        server = Server()
+        print(name, flush=True)
+        try:
+            server.start()
+            PARTS[name](server, given)
+        except AssertionError as exc:
+            print(f"  given up: {str(exc)[:300]}")
+        finally:
+            server.remove()
+
+
+if __name__ == "__main__":
+    main()

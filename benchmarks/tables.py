@@ -1,0 +1,219 @@
+"""Markdown tables from results.json; they are never typed by hand.
+
+python benchmarks/tables.py RESULTS.json                        prints all
+python benchmarks/tables.py RESULTS.json --write docs/FILE.md   puts each after its `<!-- table NAME -->`
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Results = dict[str, Any]
+_SLOT = re.compile(r"(<!-- table ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NOT_MEASURED = "\N{EN DASH}"
+
+
+def number(value: float | None) -> str:
+    """Three figures that count, thousands apart."""
+    if value is None:
+        return NOT_MEASURED
+    if abs(value) >= 1000:
+        digits = len(str(int(abs(value)))) - 3
+        return f"{round(value, -digits):,.0f}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def cell(results: Results, peer: str, measure: str, *names: str) -> str:
+    """Figures of one peer, `a / b`. † when only disturbed rounds were to be had; failures in words."""
+    found = results["summaries"].get(peer, {}).get(measure)
+    if found is None:
+        return NOT_MEASURED
+    if "error" in found:
+        return "failed"
+    text = " / ".join(number(found.get(name)) for name in names)
+    return text + _mark(found)
+
+
+def _mark(found: Mapping[str, Any]) -> str:
+    return " †" if found.get("disturbed") else ""
+
+
+def speed(results: Results) -> str:
+    head = [
+        "",
+        "enqueue /s",
+        "bulk /s",
+        "drain /s, 1 process",
+        "2 processes",
+        "forq is",
+        "worker µs/job",
+        "Redis µs/job",
+    ]
+    rows = []
+    ours = _rate(results, "forq")
+    for peer in results["peers"]:
+        theirs = _rate(results, peer)
+        ratio = f"{number(ours / theirs)}\N{MULTIPLICATION SIGN}" if ours and theirs and peer != "forq" else ""
+        rows.append(
+            [
+                peer,
+                cell(results, peer, "enqueue", "per_second"),
+                cell(results, peer, "bulk", "per_second"),
+                cell(results, peer, "drain", "per_second"),
+                cell(results, peer, "drain2", "per_second"),
+                ratio,
+                cell(results, peer, "drain", "worker_us"),
+                cell(results, peer, "drain", "redis_us"),
+            ]
+        )
+    return markdown(head, rows)
+
+
+def _rate(results: Results, peer: str) -> float | None:
+    rate: float | None = results["summaries"].get(peer, {}).get("drain", {}).get("per_second")
+    return rate
+
+
+def waiting(results: Results) -> str:
+    head = ["", "pickup p50 / p99 ms", "idle PSS MB", "idle CPU %", "idle requests/s"]
+    head += ["job's process killed: again after s", "whole worker killed: s"]
+    rows = []
+    for peer in results["peers"]:
+        idle = [cell(results, peer, "idle", name) for name in ("pss_mb", "cpu_percent", "requests_per_second")]
+        crashes = [again(results, peer, f"crash_{death}") for death in ("process", "worker")]
+        rows.append([peer, cell(results, peer, "pickup", "p50_ms", "p99_ms"), *idle, *crashes])
+    return markdown(head, rows)
+
+
+def again(results: Results, peer: str, measure: str) -> str:
+    found = results["summaries"].get(peer, {}).get(measure)
+    if found is not None and "error" not in found and "seconds" not in found:
+        return f"not within {results['crash_cap_seconds']:.0f}" + _mark(found)
+    return cell(results, peer, measure, "seconds")
+
+
+def load(results: Results) -> str:
+    names = ("p50_ms", "p99_ms", "p999_ms")
+    measures = sorted(results["floors"])
+    head = ["", *(f"{measure.removeprefix('load')} % load: p50 / p99 / p99.9 ms" for measure in measures)]
+    rows = [
+        [peer, *(cell(results, peer, measure, *names) for measure in measures)]
+        for peer in results["peers"]
+        if any(measure in results["summaries"].get(peer, {}) for measure in measures)
+    ]
+    floor = [" / ".join(number(results["floors"][measure].get(name)) for name in names) for measure in measures]
+    return markdown(head, [*rows, ["if queues cost nothing", *floor]])
+
+
+def backlog(results: Results) -> str:
+    head = ["server µs per job: enqueue / run", *(f"{size:,} waiting" for size in results["effort"]["backlogs"])]
+    sizes = [f"backlog{size}" for size in results["effort"]["backlogs"]]
+    rows = [
+        [peer, *(cell(results, peer, size, "enqueue_redis_us", "run_redis_us") for size in sizes)]
+        for peer in results["peers"]
+        if any(size in results["summaries"].get(peer, {}) for size in sizes)
+    ]
+    return markdown(head, rows)
+
+
+def settings(results: Results) -> str:
+    rows = [
+        [name, peer["version"], peer["settings"], peer["durable_settings"]] for name, peer in results["peers"].items()
+    ]
+    rows += [[name, "left out", reason, ""] for name, reason in results["left_out"].items()]
+    failures = {
+        f"{trial['peer']}, {trial['measure']}: {trial['error']}" for trial in results["trials"] if trial["error"]
+    }
+    return "\n".join(
+        [
+            markdown(["", "version", "settings", "when killed"], rows),
+            *(f"\nFailed: {failure}" for failure in sorted(failures)),
+        ]
+    )
+
+
+def cost(results: Results) -> str:
+    """What one job costs forq."""
+    found = results["summaries"]["forq"]
+
+    def figure(measure: str, name: str) -> str:
+        value = found.get(measure, {}).get(name)
+        return number(value) + _mark(found.get(measure, {}))
+
+    rows = [
+        ["worker, with its supervisor and services: CPU µs", figure("drain", "worker_us")],
+        ["server, claim and settle: CPU µs", figure("drain", "redis_us")],
+        ["server, enqueue one by one: CPU µs", figure("enqueue", "redis_us")],
+        ["server's memory while it waits, with its journal entry: bytes", figure("bulk", "bytes_per_job")],
+    ]
+    return markdown(["one no-op job", "costs"], rows)
+
+
+def prototype(results: Results) -> str:
+    """A loop without features beside forq, which claims up to 128 at a time."""
+    head = ["", "jobs/s", "worker µs/job", "Redis µs/job"]
+    names = ("per_second", "worker_us", "redis_us")
+    rows = [
+        [f"bare loop, {batch} at a time", *(number(found[name]) + _mark(found) for name in names)]
+        for batch, found in results["prototype"].items()
+    ]
+    return markdown(head, [*rows, ["forq", *(cell(results, "forq", "drain", name) for name in names)]])
+
+
+def conditions(results: Results) -> str:
+    """Where and when, and how far the figures may be believed."""
+    machine, average = results["machine"], results["load_average"]
+    disturbed, trials = results["disturbed_trials"], len(results["trials"])
+    return (
+        f"{results['taken_at']}, forq {results['commit']}, {machine['cores']} cores ({machine['cpu']}), "
+        f"{machine['memory_gb']} GB, Linux {machine['kernel']}, {results['server']}, Python {results['python']}; "
+        f"{results['rounds']} round(s), {results['took_seconds']} s. Load average {average['before']:.2f} before and "
+        f"{average['after']:.2f} after; {disturbed} of {trials} trials were disturbed by other processes. "
+        f"† marks figures of which there was no undisturbed round."
+    )
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "conditions": conditions,
+    "speed": speed,
+    "waiting": waiting,
+    "load": load,
+    "backlog": backlog,
+    "cost": cost,
+    "prototype": prototype,
+    "settings": settings,
+}
+
+
+def all_tables(results: Results) -> str:
+    return "\n\n".join(table(results) for table in TABLES.values()) + "\n"
+
+
+def filled(document: str, results: Results) -> str:
+    """The document with every table in its place; KeyError names one that does not exist."""
+    return _SLOT.sub(lambda slot: f"{slot[1]}{TABLES[slot[2]](results)}\n{slot[3]}", document)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--write", type=Path, metavar="FILE.md")
+    given = parser.parse_args()
+    results = json.loads(given.results.read_text())
+    if given.write is None:
+        sys.stdout.write(all_tables(results))
+    else:
+        given.write.write_text(filled(given.write.read_text(), results))
+
+
+if __name__ == "__main__":
+    main()

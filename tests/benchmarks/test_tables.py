@@ -1,0 +1,107 @@
+"""Tables come out of results alone, with a mark where a figure is not to be trusted."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.measures import Sample, costs, drain_rate
+from benchmarks.tables import TABLES, all_tables, cell, filled, number, speed, waiting
+from benchmarks.worker import Failed, Record
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    good = {"rounds": 3, "disturbed": False}
+    return {
+        "taken_at": "2026-01-01T00:00:00+00:00",
+        "took_seconds": 60,
+        "commit": "abc",
+        "machine": {"cpu": "a CPU", "cores": 2, "memory_gb": 8, "kernel": "6.1"},
+        "load_average": {"before": 0.1, "after": 1.0},
+        "server": "Valkey 9",
+        "python": "3.11",
+        "rounds": 3,
+        "effort": {"backlogs": [10]},
+        "crash_cap_seconds": 120.0,
+        "disturbed_trials": 0,
+        "peers": {
+            name: {"version": name, "settings": "fast", "durable_settings": "the same"} for name in ("forq", "huey")
+        },
+        "left_out": {"sidekiq": "this is no Debian"},
+        "prototype": {"64": {"per_second": 100_000.0, "worker_us": 3.0, "redis_us": 4.0}},
+        "floors": {"load50": {"p50_ms": 0.0}},
+        "trials": [{"peer": "huey", "measure": "idle", "error": "it hung"}],
+        "summaries": {
+            "forq": {"drain": {"per_second": 50_000.0, **good}, "crash_process": {"seconds": 0.05, **good}},
+            "huey": {
+                "drain": {"per_second": 2_500.0, "rounds": 1, "disturbed": True},
+                "crash_process": dict(good),
+                "idle": {"error": "it hung"},
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0567, "0.06"), (1.234, "1.23"), (56.78, "56.8"), (567.8, "568"), (1_234.5, "1,230"), (1_234_567, "1,230,000")],
+)
+def test_a_number_shows_the_figures_that_count(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_the_speed_table_says_how_many_times_as_fast_forq_is(results: dict[str, Any]) -> None:
+    rows = speed(results).splitlines()
+    assert rows[2].startswith("| forq | ")
+    assert "20.0\N{MULTIPLICATION SIGN}" in rows[3]
+
+
+def test_a_figure_without_a_quiet_round_is_marked(results: dict[str, Any]) -> None:
+    assert cell(results, "huey", "drain", "per_second") == "2,500 †"
+    assert cell(results, "forq", "drain", "per_second") == "50,000"
+
+
+def test_a_job_that_never_ran_again_is_not_mistaken_for_one_that_was_not_measured(results: dict[str, Any]) -> None:
+    forq, huey = waiting(results).splitlines()[2:]
+    assert [part.strip() for part in forq.split("|")][-3:-1] == ["0.05", "\N{EN DASH}"]
+    assert [part.strip() for part in huey.split("|")][-3:-1] == ["not within 120", "\N{EN DASH}"]
+    assert "failed" in huey
+
+
+def test_who_was_left_out_and_who_failed_is_said_with_the_reason(results: dict[str, Any]) -> None:
+    text = all_tables(results)
+    assert "| sidekiq | left out | this is no Debian |" in text
+    assert "Failed: huey, idle: it hung" in text
+
+
+def test_tables_are_put_in_their_places_and_again(results: dict[str, Any]) -> None:
+    document = "Before\n<!-- table speed -->\nold\n<!-- end -->\nAfter\n"
+    once = filled(document, results)
+    assert once == f"Before\n<!-- table speed -->\n{TABLES['speed'](results)}\n<!-- end -->\nAfter\n"
+    assert filled(once, results) == once
+
+
+def test_a_place_for_a_table_that_does_not_exist_is_an_error(results: dict[str, Any]) -> None:
+    with pytest.raises(KeyError, match="sped"):
+        filled("<!-- table sped -->\n<!-- end -->", results)
+
+
+def test_a_job_costs_what_was_used_between_two_samples() -> None:
+    opened, closed = Sample(100, 1.0, 2.0, 100), Sample(1100, 1.5, 2.1, 1100)
+    found = costs(opened, closed, block=10)
+    assert found == {"worker_us": pytest.approx(50.0), "redis_us": pytest.approx(10.0)}
+
+
+def test_a_sample_that_took_too_long_gives_no_cost() -> None:
+    opened, closed = Sample(100, 1.0, 2.0, 300), Sample(1100, 1.5, 2.1, 1100)
+    assert costs(opened, closed, block=10) == {}
+
+
+def test_the_rate_of_two_workers_counts_from_when_both_had_begun() -> None:
+    second = 1_000_000_000
+    alone = [Record(n * second, 0, 1) for n in range(1, 101)]
+    both = [Record((100 + n) * second + pid, 0, pid) for n in range(1, 21) for pid in (1, 2)]
+    assert drain_rate(alone, block=10, workers=1) == pytest.approx(10.0)
+    assert drain_rate([*alone, *both], block=10, workers=2) == pytest.approx(20.0, rel=0.05)
+    with pytest.raises(Failed, match="1 of 2"):
+        drain_rate(alone, block=10, workers=2)
