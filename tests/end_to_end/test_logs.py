@@ -274,6 +274,7 @@ def test_a_frozen_logger_holds_up_nobody_who_prints(forq: Forq) -> None:
         assert time.monotonic() - began < 10
     finally:
         os.kill(service["pid"], signal.SIGCONT)
+
     def goes_on() -> list[str]:
         # What is printed before the logger has made room again is counted and left out, too.
         forq.client().queue("frozen").enqueue(["print", 0], id="after")
