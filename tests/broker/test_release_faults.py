@@ -258,6 +258,11 @@ def test_a_lease_that_has_lapsed_is_gone(queue: Gate) -> None:
     assert queue.redis.exists(queue.key("leases")) == 0
 
 
+def test_a_lease_of_what_nobody_holds_is_forgotten(queue: Gate) -> None:
+    queue.redis.zadd(queue.key("leases"), {"gone": 1})
+    assert queue.promote() is None
+
+
 def test_an_item_that_was_removed_can_be_had_again_after_a_lost_reply(asked: Gate) -> None:
     asked.enqueue("a")
     hand = asked.ask("x")

@@ -187,8 +187,15 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/handing.lua",
-        "    redis.call('ZREM', key('leases'), id)\n",
+        "      redis.call('ZREM', key('leases'), id)\n",
         "",
+        "a lease of nobody lapses again and again",
+        "release_faults test_a_lease_of_what_nobody_holds_is_forgotten",
+    ),
+    Mutant(
+        "lib/handing.lua",
+        "  local lost\n  redis.call('ZREM', key('leases'), id)\n",
+        "  local lost\n",
         "a lease lapses again and again",
         "release_faults test_a_lease_that_has_lapsed_is_gone",
     ),
