@@ -46,7 +46,7 @@ end
 local function take()
   local id, record
   if external then
-    if room() < 1 then return nil end
+    if has_limits and room() < 1 then return nil end
     id, record = take_job()
   elseif wanted == '' then
     id, record = take_next()
@@ -54,7 +54,7 @@ local function take()
     id, record = take_wanted()
   end
   if not id then return nil end
-  take_tokens(1)
+  if has_limits then take_tokens(1) end
   return hand_over(id, record, awaiter, external and via or '-', tonumber(ARGV[4]) or option('lease_ms'))
 end
 

@@ -170,7 +170,7 @@ local function claim()
     job.fence, job.micros, job.brief = fence, '-', job.error
   end
   if #spent > 0 then bury_jobs(spent) end
-  take_tokens(#taken)
+  if has_limits then take_tokens(#taken) end
   if #taken == 0 then return '' end
   local owner = worker .. ':' .. fence
   local pairs_to_set = {}
@@ -197,25 +197,28 @@ local function claim()
   return fence
 end
 
--- How many it may claim now, at most as many as it wants. Of the places of max_active one: what is claimed ahead of its time
--- would keep others out.
-local function within_limits()
-  local left = room()
-  if lane == 'main' then left = left - left_to_suspects() end
-  if max_active > 0 then left = math.min(left, 1) end
-  if left > 0 then
-    if lane == 'retry' and left_to_suspects() > 0 then leave_place(0) end
-    return math.min(want, left)
+local within_limits
+if has_limits then
+  -- How many it may claim now, at most as many as it wants. Of the places of max_active one: what is claimed ahead of its time
+  -- would keep others out.
+  within_limits = function()
+    local left = room()
+    if lane == 'main' then left = left - left_to_suspects() end
+    if max_active > 0 then left = math.min(left, 1) end
+    if left > 0 then
+      if lane == 'retry' and left_to_suspects() > 0 then leave_place(0) end
+      return math.min(want, left)
+    end
+    if lane == 'main' then
+      -- Stale hints alone bring workers here, too: they would come again and again.
+      limited = main_waiting() > 0 or other_hints > 0
+      if limited then limit_worker(processor, worker) end
+    elseif suspect_hints > 0 then
+      -- It is told when it may.
+      leave_place(LEFT_MS + (refill_ms() or 0))
+    end
+    return 0
   end
-  if lane == 'main' then
-    -- Stale hints alone bring workers here, too: they would come again and again.
-    limited = main_waiting() > 0 or other_hints > 0
-    if limited then limit_worker(processor, worker) end
-  elseif suspect_hints > 0 then
-    -- It is told when it may.
-    leave_place(LEFT_MS + (refill_ms() or 0))
-  end
-  return 0
 end
 
 if has_limits then unlimit_worker(processor, worker) end

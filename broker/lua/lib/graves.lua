@@ -8,7 +8,7 @@ local function bury(processor, worker)
   redis.call('HDEL', workers_key(processor), worker)
   redis.call('UNLINK', worker_key(processor, worker, 'wake'))
   unlimit_worker(processor, worker)
-  if left_to_suspects() > 0 then leave_place(0) end
+  if has_limits and left_to_suspects() > 0 then leave_place(0) end
   redis.call('ZADD', key('graves'), now_ms + GRAVE_MS, processor .. ' ' .. worker)
 end
 

@@ -16,7 +16,7 @@ local may_be_stale = nil
 
 -- For the modes whose items leave on request only, and nil in scripts that do not include ringing.lua and item_ages.lua.
 local ring_awaiters, set_expiry
--- nil in scripts that do not include limited.lua: they make no room for anybody.
+-- nil if the queue has no limits, and in scripts that do not include limited.lua: they make no room for anybody.
 local wake_limited, wake_at_refill, left_to_suspects
 -- Whether items leave when somebody asks for them: then nobody blocks on a list, and awaiters are rung.
 local on_request = mode == 'on_request' or mode == 'external'
