@@ -110,8 +110,10 @@ class Consumer:
         return moved is not None
 
     def wait_for_wake(self) -> None:
-        """Blocks while this worker may not claim; returns when it may ask again."""
-        self.link.call("BLPOP", self._wake, BLOCK_SECONDS)
+        """Blocks while this worker may not claim; returns when it may ask again. The retry child's fail jobs go on: it also
+        hears of those (in its list there are tokens only)."""
+        others = () if self.lane == "main" else (self._source,)
+        self.link.call("BLPOP", self._wake, *others, BLOCK_SECONDS)
 
     def leave(self, number: int) -> None:
         """Unregisters; what is still in the list goes back uncounted."""

@@ -1,6 +1,7 @@
 """Tokens: an idle worker blocks on one list, and wakes for work in any."""
 
 import threading
+import time
 
 import pytest
 
@@ -91,3 +92,20 @@ def test_a_blocked_worker_wakes_for_any_priority(queue: OneQueue) -> None:
         thread.join(5)
         assert woken == [True]
         assert worker.turn(want=1) == [f"n{priority}"]
+
+
+def test_a_paused_retry_child_hears_of_fail_jobs(queue: OneQueue) -> None:
+    queue.registry.pause(queue.name, paused=True)
+    worker, child = queue.worker("w1"), queue.worker("r1", lane="retry")
+    queue.redis.rpush(queue.key("failed"), "")
+    queue.redis.lpush(queue.key("pending"), "")
+    began = time.monotonic()
+    child.consumer.wait_for_wake()
+    assert time.monotonic() - began < 5
+    waiting = threading.Thread(target=worker.consumer.wait_for_wake, daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive(), "a main worker hears of nothing but its wake"
+    queue.registry.pause(queue.name, paused=False)
+    waiting.join(5)
+    assert not waiting.is_alive()
