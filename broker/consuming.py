@@ -110,8 +110,8 @@ class Consumer:
         return moved is not None
 
     def wait_for_wake(self) -> None:
-        """Blocks while this worker may not claim; returns when it may ask again. The retry child's fail jobs go on: it also
-        hears of those (in its list there are tokens only)."""
+        """Blocks while this worker may not claim; returns when it may ask again. Fail jobs are not held up: the retry
+        child hears of those too (in its list there are tokens only)."""
         others = () if self.lane == "main" else (self._source,)
         self.link.call("BLPOP", self._wake, *others, BLOCK_SECONDS)
 
