@@ -8,7 +8,6 @@ from pyspark.sql import SparkSession
 
 from forq.pipeline.session import spark_session
 
-
 # A test that is cut off in the middle of a call leaves the session useless for all that follow: only one that hangs is.
 CUT_OFF_SECONDS = 600
 
