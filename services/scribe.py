@@ -18,6 +18,7 @@ from forq import exits
 from forq.broker.link import Link
 from forq.broker.outbox import Bell, Outbox, read_line
 from forq.errors import Fenced, ForqError, RedisUnavailable, UnknownQueue
+from forq.services.append_only_sync import AppendOnlySync
 from forq.services.desk import Desk
 from forq.services.failed_log import append_lines
 
@@ -38,6 +39,8 @@ class ScribeSettings:
     logs_dir: Path
     failed_log_max: int
     leash: socket.socket
+    # Of the embedded server; None: there is none.
+    redis_dir: Path | None = None
 
 
 @dataclass
@@ -56,6 +59,8 @@ class Streak:
 
 
 def run_scribe(settings: ScribeSettings) -> int:
+    if settings.redis_dir is not None:
+        AppendOnlySync(settings.redis_dir).start()
     return Scribe(settings).run()
 
 

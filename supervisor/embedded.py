@@ -60,7 +60,8 @@ def command(program: str, paths: ServerPaths) -> list[str]:
         "daemonize": "no",
         "save": "",
         "appendonly": "yes",
-        "appendfsync": "everysec",
+        # The scribe does that (append_only_sync.py): the server would answer before it has written.
+        "appendfsync": "no",
         "maxmemory-policy": "noeviction",
         "proc-title-template": "forq: redis {unixsocket} (embedded)",
     }

@@ -235,6 +235,7 @@ class Services:
                 logs_dir=self._logs_dir,
                 failed_log_max=self._config.failed_log_max,
                 leash=leash,
+                redis_dir=self._state.redis_dir if self.redis is not None else None,
             )
         )
 

@@ -83,7 +83,7 @@ def test_the_command_starts_a_private_durable_server_that_shows_in_ps(tmp_path: 
         wanted = {
             "port": "0",
             "appendonly": "yes",
-            "appendfsync": "everysec",
+            "appendfsync": "no",
             "maxmemory-policy": "noeviction",
             "save": "",
         }
