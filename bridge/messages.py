@@ -77,7 +77,7 @@ class WorkerProgress(Held):
 
 @dataclass(frozen=True, slots=True)
 class JobFinished(Held):
-    # As JSON.
+    # JSON; or '!' and why there is none.
     result: bytes
 
 
@@ -248,7 +248,14 @@ def _list(what: str) -> Callable[[Payload], ListOf]:
 
 
 def _finished(payload: Payload) -> JobFinished:
-    return JobFinished(*_held("job_finished", payload), orjson.dumps(payload.any("result")))
+    return JobFinished(*_held("job_finished", payload), _result(payload.any("result")))
+
+
+def _result(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError as exc:  # more levels can be read than written; the job is done all the same
+        return f"!it cannot be written as JSON: {exc}".encode()
 
 
 def _refusal(name: str, value: object, allowed: str) -> BadMessage:

@@ -11,7 +11,7 @@ from typing import Any
 from forq.broker.codes import BROKEN, EXISTS, FULL, NO_QUEUE, OK, error_for
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
-from forq.broker.record import read_error, unpack, unpacked_fields
+from forq.broker.record import read_error, show_record, unpack
 from forq.broker.scripts import Script, script
 from forq.errors import ForqError, InvalidData, InvalidId, UnknownJob, UsageError
 from forq.names import check_queue_name, shown
@@ -85,15 +85,8 @@ class DeadJobs:
             raise self._unknown(reference)
         job_id = member.rpartition("@")[0]
         record, error, attempts = read_dead(packed)
-        shown_job: dict[str, Any] = {"id": job_id, "state": "dead", "fence": _fence_of(member)}
-        try:
-            fields = unpacked_fields(record)
-            enqueued_ms, _ = fields.pop("enqueued_ms"), fields.pop("suspect")
-            fields["identifier"] = fields["identifier"] or job_id
-            shown_job |= fields | {"enqueued_at": enqueued_ms / 1000}
-        except InvalidData as exc:
-            shown_job["record_error"] = str(exc)
-        return shown_job | {"died_at": float(died_ms or 0) / 1000, "error": error, "attempts": attempts}
+        about = {"id": job_id, "state": "dead", "fence": _fence_of(member), **show_record(record, job_id)}
+        return about | {"died_at": float(died_ms or 0) / 1000, "error": error, "attempts": attempts}
 
     def retry(self, reference: str) -> str:
         """The job waits again with its counts reset; Exists if a live job has its id. Returns its id@fence."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import orjson
 
-from forq.broker.record import read_error, unpacked_fields
-from forq.errors import InvalidData
+from forq.broker.record import read_error, show_record
 
 LOST = "its result was lost: its worker died before it could tell it"
 
@@ -29,14 +28,7 @@ class DoneJob:
 
     def show(self, job_id: str) -> dict[str, Any]:
         """Everything known about it."""
-        shown: dict[str, Any] = {"id": job_id, "state": "done", "fence": self.fence}
-        try:
-            fields = unpacked_fields(self.record)
-            enqueued_ms, _ = fields.pop("enqueued_ms"), fields.pop("suspect")
-            fields["identifier"] = fields["identifier"] or job_id
-            shown |= fields | {"enqueued_at": enqueued_ms / 1000}
-        except InvalidData as exc:
-            shown["record_error"] = str(exc)
+        shown = {"id": job_id, "state": "done", "fence": self.fence, **show_record(self.record, job_id)}
         run_seconds = None if self.micros is None else self.micros / 1e6
         shown |= {"ended_at": self.ended_ms / 1000, "run_seconds": run_seconds, "attempts": self.attempts}
         known = {"result": self.result} if self.result_error is None else {"result_error": self.result_error}

@@ -67,7 +67,7 @@ class External:
         self._run("accept", worker, job_id, _text(fence), f"{fraction:.6g}", text)
 
     def finish(self, worker: str, job_id: str, fence: int | None = None, result: bytes = b"null") -> None:
-        """`result`: JSON; kept if the queue keeps results."""
+        """`result`: JSON, or '!' and why there is none; kept if the queue keeps results."""
         self._run("finish", worker, job_id, _text(fence), "done", result)
 
     def fail(self, worker: str, job_id: str, failure: Failure, fence: int | None = None) -> None:

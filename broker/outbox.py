@@ -61,7 +61,8 @@ def read_line(queue: str, line: bytes) -> dict[str, Any]:
     """What the failed log says of a job that failed for good; of a broken line what can be kept."""
     try:
         entry = orjson.loads(line)
-        identifier, job_type, data = entry["body"]
+        # A fourth element, the trace context, is not for the log.
+        identifier, job_type, data, *_ = entry["body"]
         retries, stalls, timeouts = entry["counts"]
         return {
             "queue": queue,

@@ -90,6 +90,16 @@ def unpacked_fields(packed: bytes) -> dict[str, Any]:
     return fields
 
 
+def show_record(packed: bytes, job_id: str) -> dict[str, Any]:
+    """What is shown of the record of a job that has ended; of a broken one, why it cannot be."""
+    try:
+        fields = unpacked_fields(packed)
+    except InvalidData as exc:
+        return {"record_error": str(exc)}
+    enqueued_ms, _ = fields.pop("enqueued_ms"), fields.pop("suspect")
+    return fields | {"identifier": fields["identifier"] or job_id, "enqueued_at": enqueued_ms / 1000}
+
+
 def read_error(error: bytes) -> Any:
     """The error (or the attempts) of a dead job; of a broken one what can be shown."""
     try:

@@ -1,3 +1,3 @@
-"""The supervisor's own children that talk to Redis: pulse, scribe and clerk."""
+"""The supervisor's own children: pulse, scribe, clerk, logger and metrics."""
 
 assert __name__ == "forq.services", "import this package as forq.services"

@@ -20,7 +20,7 @@ from forq.tallies import cumulated
 BOUNDS = (4, 6, 8, *range(10, 26), 27, 29, 31, 33)
 _LE = [repr((1 << bound) / 1e6) for bound in BOUNDS]
 _EOF = b"# EOF\n"
-JOB_STATES = ("waiting", "scheduled", "active", "blocked", "retry", "failed", "dead")
+JOB_STATES = ("waiting", "scheduled", "active", "blocked", "retry", "failed", "dead", "done")
 
 
 def render(look: Look, *, healthy: bool, accept: str) -> tuple[bytes, str]:

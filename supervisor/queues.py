@@ -8,6 +8,7 @@ from typing import Any
 
 from forq import exits
 from forq.errors import ForqError, IncompatibleProtocol, RedisUnavailable, UnknownQueue
+from forq.names import check_queue_name
 from forq.options import WORK, QueueSpec, Value
 from forq.supervisor.config import PIPELINE_QUEUE, Config, Pipeline
 from forq.supervisor.grants import Grants
@@ -75,6 +76,13 @@ class Queues:
         unit = QueueUnit(spec, self._config.options_of(spec), self._around, found=found)
         self.units[spec.name] = unit
         self._changed()
+        return unit
+
+    def find(self, name: object) -> QueueUnit:
+        """The one of that name; UnknownQueue if this supervisor serves none."""
+        unit = self.units.get(check_queue_name(name))
+        if unit is None:
+            raise UnknownQueue(f"this supervisor serves no queue {name!r}")
         return unit
 
     def running_jobs(self) -> int:

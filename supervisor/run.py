@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from setproctitle import setproctitle
 
@@ -47,9 +49,12 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: syst
     setproctitle("forq: supervisor")
     entry_points.preload()
     loop = Loop()
+    listener = systemd.control_listener(handed)
+    if listener is not None:
+        # Where systemd listens is where our own processes have to ask.
+        config = replace(config, socket=Path(listener.getsockname()))
     supervisor = Supervisor(config, state, loop)
     verbs = Verbs(supervisor).table()
-    listener = systemd.control_listener(handed)
     control = ControlServer(loop, str(config.socket), verbs, group=_group(config), listener=listener)
     for spec in specs:
         supervisor.queues.add(spec)

@@ -4,12 +4,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from forq.errors import UnknownJob, UnknownQueue
-from forq.names import check_job_id, check_queue_name
+from forq.errors import UnknownJob
+from forq.names import check_job_id
 from forq.stackdump import stack_of_thread
 from forq.supervisor.connection import Request
 from forq.supervisor.queue_process import QueueProcess
-from forq.supervisor.queue_unit import QueueUnit
 from forq.supervisor.queues import Queues
 
 
@@ -22,7 +21,7 @@ class RunningJobs:
 
     def kill(self, request: Request) -> None:
         """Ends a running job; it is cancelled, or with `retry` given back uncounted."""
-        unit, job_id = self._unit(request), check_job_id(request.params.get("id"))
+        unit, job_id = self._queues.find(request.params.get("name")), check_job_id(request.params.get("id"))
         found = unit.running_job(job_id)
         if found is None:
             raise UnknownJob(f"queue {unit.spec.name!r} runs no job {job_id!r} in a process of this supervisor")
@@ -43,7 +42,7 @@ class RunningJobs:
 
     def stack(self, request: Request) -> None:
         """Where each running job of the queue is."""
-        processes = self._unit(request).busy_processes()
+        processes = self._queues.find(request.params.get("name")).busy_processes()
         stacks: list[dict[str, Any]] = []
         left = set(processes)
 
@@ -57,13 +56,6 @@ class RunningJobs:
             process.stacks.take(lambda dump, process=process: dumped(process, dump))  # type: ignore[misc]
         if not processes:
             request.reply({"stacks": []})
-
-    def _unit(self, request: Request) -> QueueUnit:
-        name = check_queue_name(request.params.get("name"))
-        unit = self._queues.units.get(name)
-        if unit is None:
-            raise UnknownQueue(f"this supervisor serves no queue {name!r}")
-        return unit
 
 
 def _read_dump(process: QueueProcess, dump: str) -> list[dict[str, Any]]:

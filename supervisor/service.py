@@ -1,4 +1,4 @@
-"""A service (pulse, scribe, clerk, metrics, a bridge) as the supervisor sees it: a child, replaced when it dies."""
+"""A service (pulse, scribe, clerk, logger, metrics, bridge) as the supervisor sees it: a child that is replaced."""
 
 import logging
 import socket

@@ -1,6 +1,6 @@
 """The parent process: its start, its run and its end.
 
-1. Boot: embedded Redis (if none is configured), pulse, scribe, clerk, control socket; then each queue is made in Redis
+1. Boot: embedded Redis (if none is configured), the services, control socket; then each queue is made in Redis
    and its children are started. Nothing waits for Redis but the queues themselves.
 2. Run: one loop (loop.py); it never opens Redis, never imports a handler, never waits.
 3. Stop: queues in order, then what they held is recovered, then the services, the server last.

@@ -137,7 +137,7 @@ class Verbs:
 
     def drain(self, request: Request) -> None:
         """Answers when nothing waits or runs any more."""
-        unit = self._unit(request)
+        unit = self._queues.find(request.params.get("name"))
         name = unit.spec.name
         unit.draining = True
 
@@ -204,7 +204,7 @@ class Verbs:
         self._ask_clerk(request, "why", request.params, answer)
 
     def restart(self, request: Request) -> None:
-        unit = self._unit(request)
+        unit = self._queues.find(request.params.get("name"))
 
         def restarted(error: ForqError | None) -> None:
             if error is None:
@@ -250,13 +250,6 @@ class Verbs:
                 self._clerk.ask(verb, params, answer, repeat=repeat)
 
         unit.when_opened(opened)
-
-    def _unit(self, request: Request) -> QueueUnit:
-        name = check_queue_name(request.params.get("name"))
-        unit = self._queues.units.get(name)
-        if unit is None:
-            raise UnknownQueue(f"this supervisor serves no queue {name!r}")
-        return unit
 
 
 def _answer_to(request: Request) -> Callable[[Any], None]:

@@ -88,6 +88,16 @@ def _redirect_output(settings: ChildSettings) -> None:
         log.error("no log of the queue's output queue=%s error=%s", settings.spec.name, exc)
 
 
+def _start_tracing(settings: ChildSettings) -> Tracing | None:
+    if settings.tracing == OFF:
+        return None
+    try:
+        return Tracing(settings.tracing)
+    except Exception as exc:  # a file that cannot be opened, the SDK's own settings: jobs come before their spans
+        log.error("no spans of this process queue=%s tracing=%s error=%s", settings.spec.name, settings.tracing, exc)
+        return None
+
+
 class _Crew:
     """The workers of one process: one runs in the main thread (where handlers may use signals), several in threads."""
 
@@ -99,7 +109,7 @@ class _Crew:
         self._grants = {slot.number: Grant(self._tell, slot.number) for slot in self._slots}
         self._recycling = Recycling(settings.options, self._slots, self._replace)
         self._progress = ProgressTeller(settings.url, settings.prefix)
-        self._tracing = None if settings.tracing == OFF else Tracing(settings.tracing)
+        self._tracing = _start_tracing(settings)
         self._loops: list[Loop] = []
         self._code = exits.STOPPED
         self._ready = 0

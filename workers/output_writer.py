@@ -21,6 +21,7 @@ from forq.output_pipe import (
     BURST,
     CUT,
     LINE_COST,
+    MAX_LOGGER,
     MAX_MESSAGE,
     RATE,
     URGENT_BURST,
@@ -40,7 +41,6 @@ IMPATIENT_SECONDS = 5.0
 FLOODED_SECONDS = 0.25
 # Lines that are written in one call share a write while they are no longer than this, whatever their characters.
 GROUP_CHARS = 900
-MAX_LOGGER = 100
 
 # Of what does not run in its worker's thread, or may outlive its job: tasks, asyncio.to_thread, forked processes.
 CURRENT_JOB: ContextVar[str | None] = ContextVar("forq_job", default=None)

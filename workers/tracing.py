@@ -4,6 +4,8 @@
 They are sent in batches by a thread of the SDK's: no job waits for that, and a process that is killed takes some along.
 """
 
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -12,7 +14,8 @@ from forq.job import Job
 from forq.trace_context import FILE, OTLP
 from forq.version import VERSION
 
-FLUSH_MS = 2000
+# What a collector that does not answer may take of the end of a process.
+FLUSH_SECONDS = 2.0
 
 
 class Tracing:
@@ -41,7 +44,9 @@ class Tracing:
             return OTLPSpanExporter()
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
-        self._file = open(setting.removeprefix(FILE), "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._file = open(  # noqa: SIM115
+            setting.removeprefix(FILE), "a", encoding="utf-8", buffering=1, opener=_private
+        )
         return ConsoleSpanExporter(out=self._file, formatter=lambda span: span.to_json(indent=None) + "\n")
 
     @contextmanager
@@ -67,8 +72,15 @@ class Tracing:
             yield
 
     def close(self) -> None:
-        """Sends what is left, for a moment at most."""
-        self._provider.force_flush(FLUSH_MS)
-        self._provider.shutdown()
-        if self._file is not None:
+        """Sends what is left, for a moment at most. The SDK's own timeouts do not hold while its exporter tries again:
+        what goes on after that ends with the process."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(FLUSH_SECONDS)
+        if self._file is not None and not closing.is_alive():
             self._file.close()
+
+
+def _private(path: str, flags: int) -> int:
+    """An exception's text, which spans have, may tell what is in a job."""
+    return os.open(path, flags, 0o600)

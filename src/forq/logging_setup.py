@@ -18,8 +18,8 @@ class Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         told: dict[str, object] = {"time": iso_time(record.created), "level": record.levelname}
         if self._format.json:
-            # What the message says of queue and job; the rest of it stays as it is.
-            told |= dict(_ABOUT.findall(record.getMessage()))
+            # What the message says of queue and job first: an error's text, behind that, may hold anything.
+            told |= dict(reversed(_ABOUT.findall(record.getMessage())))
         told |= {"pid": record.process, "logger": record.name, "message": super().format(record)}
         return self._format.render(told)
 

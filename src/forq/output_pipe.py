@@ -21,6 +21,9 @@ NAME = "output.fifo"
 MARK = b"\x1e"
 MAX_WRITE = select.PIPE_BUF
 MAX_MESSAGE = 8192
+MAX_LOGGER = 100
+# A fail job's: an id of 128 characters, a colon and a fence.
+MAX_JOB = 160
 # Kernels count the pipes of a user without privileges, and give him tiny ones above 64 MiB, for whatever purpose.
 PRIVILEGED_BYTES = 1024 * 1024
 UNPRIVILEGED_BYTES = 256 * 1024
@@ -156,6 +159,8 @@ def _is_line(line: Line) -> bool:
         all(isinstance(text, str) for text in texts)
         and all(isinstance(number, int) for number in numbers)
         and 0 <= line.millis < MAX_MILLIS
+        and len(line.job or "") <= MAX_JOB
+        and len(line.logger or "") <= MAX_LOGGER
         and line.stream in STREAMS
         and _LEVEL.fullmatch(line.level) is not None
     )
@@ -163,7 +168,7 @@ def _is_line(line: Line) -> bool:
 
 def _is_note(value: dict[str, Any]) -> bool:
     """{"end": job}, or {"left_out": [lines, bytes]}."""
-    if isinstance(value.get("end"), str):
-        return True
+    if isinstance(end := value.get("end"), str):
+        return len(end) <= MAX_JOB
     left_out = value.get("left_out")
-    return isinstance(left_out, list) and len(left_out) == 2 and all(isinstance(count, int) for count in left_out)
+    return isinstance(left_out, list) and [isinstance(count, int) and count >= 0 for count in left_out] == [True, True]

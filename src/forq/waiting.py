@@ -8,6 +8,7 @@
 import select
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from forq.broker.done import DoneJob
@@ -57,9 +58,13 @@ class _Wait:
         # A death that nobody heard has to be looked for; another job of that id may be live by now.
         unheard, how = self._place is not None, None
         while True:
+            first = self._place is None
             look = self._ends.look(self._place, round(VALID_SECONDS * 1000))
             self._place = look.place
             if look.done is not None:
+                if first:
+                    # Who comes after the end gets what ended last: a later job of that id may be dead.
+                    self._raise_if_dead(replace(look.place, fence=look.done.fence + 1))
                 return look.done
             if how == "done":
                 raise UnknownJob(f"{self._job} is done, and its result is not kept (any more)")

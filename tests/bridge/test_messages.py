@@ -43,6 +43,13 @@ def test_other_names_of_a_topic_mean_the_same() -> None:
     assert isinstance(read_message(message("worker_finished", **JOB, result={"x": 1})), JobFinished)
 
 
+def test_a_result_that_is_nested_too_deep_is_none_and_the_job_is_done() -> None:
+    deep = b"[" * 300 + b"]" * 300
+    finished = read_message(message("job_finished", **JOB, result="?").replace(b'"?"', deep))
+    assert isinstance(finished, JobFinished)
+    assert finished.result.startswith(b"!it cannot be written as JSON")
+
+
 def test_unknown_fields_are_ignored() -> None:
     line = json.dumps({"topic": "tick", "payload": {"x": 1}, "service_name": 7, "more": [1]}).encode()
     assert read_message(line) == Tick()

@@ -146,6 +146,12 @@ def test_a_line_is_read_into_what_the_failed_log_says() -> None:
     assert read_line("q", b"\xff{")["line"] == "\ufffd{"
 
 
+def test_the_line_of_a_job_that_was_enqueued_within_a_trace_has_the_same() -> None:
+    traced = LINE.replace(b'{"x":[]}]', b'{"x":[]},{"traceparent":"00-1-2-01"}]')
+    assert traced != LINE
+    assert read_line("q", traced) == read_line("q", LINE)
+
+
 def test_the_bell_names_the_queues_and_tells_when_the_server_has_gone(server: Server, queue: OneQueue) -> None:
     bell = Bell(queue.url, DEFAULT_PREFIX, "bell")
     assert not bell.connected

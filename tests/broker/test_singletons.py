@@ -160,6 +160,22 @@ def test_what_is_blocked_updates_the_active_job_when_that_comes_back(
         assert queue.viewer.counts().blocked == 0
 
 
+@pytest.mark.parametrize("ending", ["done", "returned", "reset"])
+def test_what_was_blocked_with_a_time_ahead_is_marked_as_delayed(queue: OneQueue, ending: str) -> None:
+    queue.registry.configure("q", {"max_retries": 9}, {})
+    worker = queue.worker()
+    send(queue, Dispatch("first", None))
+    worker.turn(want=1)
+    send(queue, Dispatch("second", FUTURE))
+    if ending == "done":
+        worker.turn(done="a")
+    elif ending == "returned":
+        queue.recover(worker, 0)
+    else:
+        fail(worker)
+    assert queue.state().records["a"][:1] == b"d"
+
+
 @pytest.mark.spec("Q1", "Q8")
 def test_blocked_with_run_at_0_and_blocked_without_update_run_at_are_neither_claimable_nor_stuck(
     queue: OneQueue,

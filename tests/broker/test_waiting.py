@@ -107,6 +107,20 @@ def test_what_was_done_before_is_returned_at_once(queue: OneQueue) -> None:
     assert waiters(queue) == {}
 
 
+def test_of_jobs_that_have_ended_the_last_one_counts_if_it_is_dead(queue: OneQueue) -> None:
+    worker = claimed(queue, "a")
+    worker.turn(done="a", results={"a": '"first"'})
+    queue.enqueue("a")
+    worker.turn(want=1)
+    worker.turn(failed="a", error='{"name":"Oops","message":"no"}')
+    with pytest.raises(JobDead, match="Oops: no"):
+        Client(queue.url).queue("q").wait("a", 0)
+    queue.enqueue("a")
+    worker.turn(want=1)
+    worker.turn(done="a", results={"a": '"third"'})
+    assert Client(queue.url).queue("q").wait("a", 0) == "third"
+
+
 def test_a_retry_is_no_end(queue: OneQueue) -> None:
     queue.registry.configure("q", {"max_retries": 5, "min_backoff_ms": 0}, {})
     worker = claimed(queue, "a")

@@ -119,3 +119,11 @@ def test_a_collector_that_is_not_there_costs_no_job_anything(redis_url: str, mon
         Client(redis_url).queue("q").enqueue_many([1] * 20)
         wait_until(lambda: forq.queue_status("q")["processed"] == 20)
         assert forq.stop() == 0
+
+
+def test_a_file_that_cannot_be_written_costs_the_spans_and_no_job(redis_url: str, tmp_path: Path) -> None:
+    with running(redis=redis_url, settings=f'tracing = "file:{tmp_path}/missing/spans"') as forq:
+        create(forq, "q", "inside")
+        Client(redis_url).queue("q").enqueue(1)
+        wait_until(lambda: forq.queue_status("q")["processed"] == 1)
+        assert "no spans of this process" in forq.ctl("logs", "q")

@@ -28,7 +28,9 @@ LIMITS = {"rate": "5/1s", "max_active": 0, "may_begin": 4, "limited_workers": 1}
 
 
 def full_look(*names: str) -> Look:
-    counts = queue_counts(waiting=3, processed=5, oldest_waiting_seconds=2.5, next_due_seconds=7.0, limits=LIMITS)
+    counts = queue_counts(
+        waiting=3, processed=5, done=6, oldest_waiting_seconds=2.5, next_due_seconds=7.0, limits=LIMITS
+    )
     return look_at(
         [queue_status(name) for name in names],
         counts=dict.fromkeys(names, counts),
@@ -51,6 +53,7 @@ def test_figures_are_under_their_names() -> None:
     samples = read_samples(page(full_look("a")))
     queue = ("queue", "a")
     assert samples["forq_jobs", (queue, ("state", "waiting"))] == 3
+    assert samples["forq_jobs", (queue, ("state", "done"))] == 6
     assert samples["forq_processed_total", (queue,)] == 5
     assert samples["forq_oldest_waiting_seconds", (queue,)] == 2.5
     assert samples["forq_next_due_seconds", (queue,)] == 7.0

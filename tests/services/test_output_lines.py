@@ -163,6 +163,8 @@ def test_a_bar_that_is_drawn_again_and_again_is_shown_now_and_then_as_it_is() ->
         {"pid": None},
         {"thread": []},
         {"text": None},
+        {"job": "j" * 1000},
+        {"logger": "l" * 1000},
     ],
 )
 def test_a_line_that_is_not_of_our_making_is_raw(forged: dict[str, Any]) -> None:
@@ -170,6 +172,13 @@ def test_a_line_that_is_not_of_our_making_is_raw(forged: dict[str, Any]) -> None
     data = b"\x1e" + json.dumps(list(fields)).encode()
     (record,) = lines().take(data + b"\n", None)
     assert (record["stream"], record["message"]) == ("raw", data.decode())
+
+
+@pytest.mark.parametrize("note", [{"left_out": [-3, 40]}, {"end": "j" * 1000}])
+def test_a_note_that_is_not_of_our_making_is_raw(note: dict[str, Any]) -> None:
+    reader = lines()
+    assert [record["stream"] for record in reader.take(pack_note(note), None)] == ["raw"]
+    assert reader.left_out == [0, 0]
 
 
 @pytest.mark.parametrize("note", [{"left_out": [3, 40]}, {"left_out": [1, 2]}])

@@ -93,3 +93,8 @@ def test_a_message_with_lone_surrogates_is_shown() -> None:
 def test_times_have_milliseconds_and_are_never_rounded_up() -> None:
     assert iso_time(1_700_000_000.9999) == "2023-11-14T22:13:20.999Z"
     assert iso_time(0.0) == "1970-01-01T00:00:00.000Z"
+
+
+def test_what_an_error_says_cannot_pass_for_the_queue_of_a_message() -> None:
+    made = logging.LogRecord("forq", logging.ERROR, "", 1, "failed queue=%s error=%s", ("q", "x queue=other"), None)
+    assert json.loads(Lines(LogFormat(json=True)).format(made))["queue"] == "q"

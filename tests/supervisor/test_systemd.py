@@ -20,6 +20,7 @@ from forq.supervisor.control import ControlServer
 from forq.supervisor.loop import Loop
 from forq.supervisor.spawn import reap, spawn
 from forq.supervisor.systemd import Handed, Notifier, control_listener, take
+from tests.support.metrics import Scraper
 from tests.support.running import BIN, wait_until
 
 MINE = 4711
@@ -323,6 +324,7 @@ def test_supervisor_serves_at_the_socket_it_was_passed_and_leaves_it_behind(tmp_
     given = listening(path)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("FORQ_")}
     told: list[dict[str, str]] = []
+    (tmp_path / "forq.toml").write_text('[metrics]\nlisten = "./m.sock"\n')
     with closing(Systemd(str(tmp_path / "notify"))) as manager, open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen(
             [
@@ -334,6 +336,8 @@ def test_supervisor_serves_at_the_socket_it_was_passed_and_leaves_it_behind(tmp_
                 "run",
                 "--state-dir",
                 str(tmp_path / "s"),
+                "--config",
+                str(tmp_path / "forq.toml"),
             ],
             env={**clean, "NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "1000000"},
             pass_fds=(given.fileno(),),
@@ -349,6 +353,7 @@ def test_supervisor_serves_at_the_socket_it_was_passed_and_leaves_it_behind(tmp_
             wait_until(lambda: hears("READY"), what="READY")
             asked = subprocess.run([BIN / "forqctl", "--socket", str(path), "ping"], capture_output=True, text=True)
             assert asked.stdout == f"pong from pid {process.pid}\n"
+            assert Scraper(tmp_path / "m.sock").health() == (200, [])
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
         finally:

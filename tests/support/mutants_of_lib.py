@@ -132,10 +132,24 @@ MUTANTS_OF_LIB = (
     ),
     Mutant(
         "lib/blocked.lua",
-        "return clamp(run_at, entry.lo, entry.hi)",
-        "return run_at",
+        "  run_at = clamp(run_at, entry.lo, entry.hi)\n",
+        "",
         "the time of what was blocked is not applied to the job that comes back",
         "singletons test_what_is_blocked_updates_the_active_job_when_that_comes_back",
+    ),
+    Mutant(
+        "lib/blocked.lua",
+        "entry.own > now_ms and 'd' or 'p'",
+        "'p'",
+        "the delay of what was blocked counts as a wait",
+        "singletons test_what_was_blocked_with_a_time_ahead_is_marked_as_delayed",
+    ),
+    Mutant(
+        "lib/blocked.lua",
+        "  job.delayed = job.delayed or run_at > now_ms\n",
+        "",
+        "the delay of a job that what was blocked puts off counts as a wait",
+        "singletons test_what_was_blocked_with_a_time_ahead_is_marked_as_delayed",
     ),
     Mutant(
         "lib/bury_job.lua",

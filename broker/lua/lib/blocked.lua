@@ -32,7 +32,8 @@ local function unblock(ids)
     local entry = read_blocked(id)
     if entry then
       redis.call('HDEL', key('blocked'), id)
-      redis.call('HSET', key('jobs'), id, string.format('p%s %.0f\n', entry.priority, now_ms) .. entry.body)
+      redis.call('HSET', key('jobs'), id, string.format('%s%s %.0f\n', entry.own > now_ms and 'd' or 'p', entry.priority, now_ms)
+        .. entry.body)
       unblocked[#unblocked + 1] = id
       entries[#entries + 1] = entry
     end
@@ -56,5 +57,7 @@ local function update_from_blocked(id, job, run_at)
     forget_attempts({ id })
   end
   note('merged 0 ' .. id)
-  return clamp(run_at, entry.lo, entry.hi)
+  run_at = clamp(run_at, entry.lo, entry.hi)
+  job.delayed = job.delayed or run_at > now_ms
+  return run_at
 end
