@@ -149,8 +149,7 @@ class Machine:
             raise AssertionError(f"no boot: {(self._directory / 'boot.log').read_text()}")
         pid = self._process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        inits = [int(child) for child in children if Path(f"/proc/{child}/comm").read_text() == "systemd\n"]
-        return inits[0] if inits else 0
+        return next((int(child) for child in children if _command(child) == "systemd"), 0)
 
     def _is_up(self) -> bool:
         return self._enter("systemctl", "is-active", "basic.target").returncode == 0
@@ -235,6 +234,14 @@ def _command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
     except OSError:
+        return ""
+
+
+def _command(pid: str) -> str:
+    """The command of a process; '' if it has ended (what sets the machine up starts several)."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
         return ""
 
 
