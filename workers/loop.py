@@ -112,6 +112,8 @@ class WorkerLoop:
         self._stop = threading.Event()
         self._number = 0
         self._want = 1
+        # Halved when a job of a batch is slow; grows by a quarter with each batch in which none is.
+        self._most = max_batch
         self._done: Settled = []
         self._failed: Settled = []
         self._results: Results = []
@@ -247,6 +249,10 @@ class WorkerLoop:
             # The clock is read again after the position was published: whoever saw the position before this one for
             # long enough to rescue the batch saw it before now, so the difference shows it here.
             slow = previous and self._now() - previous > SLOW_NS
+            if slow:
+                # What was taken ahead of time behind it went back, or will: that costs more than it saves.
+                self._most = max(1, self._most // 2)
+                self._want = min(self._want, self._most)
             if self._failed or slow or self._results_bytes > RESULTS_BYTES:
                 if not self._failed:
                     words[WORD] = base | index << INDEX_SHIFT
@@ -308,11 +314,13 @@ class WorkerLoop:
             self._failed += (job_id, self._fence, micros, *what)
 
     def _adapt(self, per_job_ns: int) -> None:
-        """How many jobs to take next time: many only while they are far shorter than a round trip is worth."""
+        """How many jobs to take next time: many only while they are far shorter than a round trip is worth, and none of
+        them was slow lately."""
+        self._most = min(self._max_batch, self._most + self._most // 4 + 1)
         if per_job_ns > PREFETCH_BELOW_NS:
             self._want = 1
         else:
-            self._want = max(1, min(self._max_batch, self._want * 4, BATCH_NS // max(per_job_ns, 1)))
+            self._want = max(1, min(self._most, self._want * 4, BATCH_NS // max(per_job_ns, 1)))
 
     def rest(self) -> None:
         """Blocks until there may be work."""

@@ -217,6 +217,27 @@ def test_quick_jobs_are_taken_ahead_and_slow_ones_never() -> None:
     assert rig.loop._want == 1
 
 
+def test_slow_jobs_among_quick_ones_make_batches_small_and_quick_ones_make_them_large_again() -> None:
+    """The rest of a batch behind a slow job goes back: it was claimed in vain."""
+
+    def handle(data: Any, job: Any) -> None:
+        rig.clock.ns += SLOW_NS + 1 if job.id.startswith("slow") else 1000
+
+    given_away = Turn(paused=False, held=False, refused=[], fence="", limits=LIMITS, jobs=[])
+    quick = [jobs(f"a{n}") for n in range(4)]
+    mixed = [turn for n in range(6) for turn in (jobs(f"slow{n}", f"b{n}"), given_away, jobs(f"c{n}"))]
+    rig = Rig(handle, *quick, *mixed, *[jobs(f"d{n}") for n in range(30)])
+    for _ in quick:
+        rig.step()
+    assert rig.loop._want == MAX_BATCH
+    for _ in range(12):
+        rig.step()
+    assert rig.loop._want <= 8
+    for _ in range(30):
+        rig.step()
+    assert rig.loop._want == MAX_BATCH
+
+
 def test_a_stop_ends_the_batch_after_the_running_job() -> None:
     ran: list[str] = []
 
