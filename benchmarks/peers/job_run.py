@@ -16,23 +16,22 @@ _fd = -1
 
 
 def run(argument):
-    if len(argument) == 1:
-        if next(_numbers) % BLOCK == 0:
-            _write(0)
-        return
-    _write(argument["at"])
-    if "ms" in argument:
-        time.sleep(argument["ms"] / 1000)
+    if seconds := _begin(argument):
+        time.sleep(seconds)
 
 
 async def run_async(argument):
-    if len(argument) == 1:
-        if next(_numbers) % BLOCK == 0:
-            _write(0)
-        return
-    _write(argument["at"])
-    if "ms" in argument:
-        await asyncio.sleep(argument["ms"] / 1000)
+    if seconds := _begin(argument):
+        await asyncio.sleep(seconds)
+
+
+def _begin(argument):
+    """Writes down that the job runs (of no-ops each BLOCK-th); how long it is to take."""
+    if len(argument) > 1:
+        _write(argument["at"])
+    elif next(_numbers) % BLOCK == 0:
+        _write(0)
+    return argument.get("ms", 0) / 1000
 
 
 def _write(sent_ns):
