@@ -15,7 +15,7 @@ DEFAULT_PORT = 6379
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`path` is that of a Unix socket; if it is None, host and port count. `tls`: the URL's ssl_ parameters, or None."""
+    """`path` is that of a Unix socket; if it is None, host and port count. `tls`: its ssl_ parameters, or None."""
 
     path: str | None
     host: str

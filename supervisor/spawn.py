@@ -11,6 +11,7 @@ unblocks them itself, so that a TERM that comes at once waits for its handler.
 """
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -164,6 +165,8 @@ def _fork(child: Callable[[], int]) -> Spawned:
 def _call_and_exit(child: Callable[[], int]) -> NoReturn:
     """The child never returns to the parent's stack, whatever happens: that would be a second supervisor."""
     code = 1
+    # Else a collection here would write to whatever the parent has made since it froze its own, and so copy it.
+    gc.freeze()
     try:
         code = _as_exit_code(child())
     except SystemExit as exc:
