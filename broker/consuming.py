@@ -9,7 +9,10 @@ from forq.broker.link import Link
 from forq.broker.scripts import Script, script
 from forq.version import PROTOCOL
 
+# How long a worker waits before it asks again. Across a network that shows it that the server has gone without a word;
+# a Unix socket ends together with its server, so there it only bounds what nobody has thought of.
 BLOCK_SECONDS = 10
+LOCAL_BLOCK_SECONDS = 60
 # A reply may be this late before the connection counts as dead: the server looks at timeouts every 100 ms.
 BLOCK_MARGIN_SECONDS = 5
 
@@ -61,6 +64,7 @@ class Consumer:
         self._wake = wake_key(self._base, processor, worker)
         self._epoch = ""
         self._script = script("turn")
+        self._block_seconds = LOCAL_BLOCK_SECONDS if url.startswith("unix:") else BLOCK_SECONDS
         self.link = Link(url, name=f"forq-worker-{worker}", timeout_seconds=BLOCK_SECONDS + BLOCK_MARGIN_SECONDS)
 
     def join(self, expiry_ms: int) -> str:
@@ -106,8 +110,8 @@ class Consumer:
 
     def wait_for_job(self) -> bool:
         """Blocks until an id is in the processing list (True) or time is up."""
-        moved = self.link.call("BLMOVE", self._source, self._processing, "LEFT", "RIGHT", BLOCK_SECONDS)
-        return moved is not None
+        move = ("BLMOVE", self._source, self._processing, "LEFT", "RIGHT", self._block_seconds)
+        return self.link.call_patiently(self._block_seconds + BLOCK_MARGIN_SECONDS, *move) is not None
 
     def wait_for_wake(self) -> None:
         """Blocks while this worker may not claim; returns when it may ask again. Fail jobs are not held up: the retry

@@ -56,6 +56,17 @@ class Link:
             raise self._refusal(str(answer))
         return answer
 
+    def call_patiently(self, seconds: float, *args: Any) -> Any:
+        """The same, of a command whose answer may take so long."""
+        if seconds <= self.timeout_seconds:
+            return self.call(*args)
+        self._ready().socket.settimeout(seconds)
+        try:
+            return self.call(*args)
+        finally:
+            if self._connection is not None:
+                self._connection.socket.settimeout(self.timeout_seconds)
+
     def run(self, script: Script, base: str, *args: Any) -> list[Any]:
         """Runs a script of the queue with this base."""
         try:
@@ -64,8 +75,34 @@ class Link:
             self.call("SCRIPT", "LOAD", script.source)
             return cast(list[Any], self.call("EVALSHA", script.sha, 1, base, *args))
 
+    def run_many(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any] | ForqError]:
+        """Runs a script for several queues, sent at once: (base, args …) per call. What the server refuses is returned;
+        if the connection breaks, nobody knows which of them were carried out."""
+        answers = self._exchange([("EVALSHA", script.sha, 1, *call) for call in calls])
+        return [self._read(script, call, answer) for call, answer in zip(calls, answers, strict=True)]
+
+    def _read(self, script: Script, call: tuple[Any, ...], answer: Any) -> list[Any] | ForqError:
+        if not isinstance(answer, hiredis.ReplyError):
+            return cast(list[Any], answer)
+        refusal = self._refusal(str(answer))
+        if not isinstance(refusal, _ScriptMissing):
+            return refusal
+        try:
+            return self.run(script, *call)
+        except RedisUnavailable:
+            raise
+        except ForqError as exc:
+            return exc
+
     def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         """Sends several read commands at once; answers in order."""
+        answers = self._exchange(commands)
+        for answer in answers:
+            if isinstance(answer, hiredis.ReplyError):
+                raise self._refusal(str(answer))
+        return answers
+
+    def _exchange(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         connection = self._ready()
         try:
             connection.send_many(commands)
@@ -77,9 +114,6 @@ class Link:
             self.close()
             raise
         self._used_at = time.monotonic()
-        for answer in answers:
-            if isinstance(answer, hiredis.ReplyError):
-                raise self._refusal(str(answer))
         return answers
 
     def learn_client_id(self) -> None:

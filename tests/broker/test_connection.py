@@ -13,7 +13,8 @@ import pytest
 import trustme
 
 from forq.broker.link import Link
-from forq.errors import OutcomeUnknown, RedisUnavailable
+from forq.broker.scripts import script
+from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
 from tests.support.server import Server
 
 
@@ -137,3 +138,24 @@ def test_a_connection_is_not_shared_with_a_forked_process(redis_url: str) -> Non
     assert link.call("CLIENT", "ID") == before
     os.close(read)
     os.close(write)
+
+
+def test_a_patient_call_may_take_longer_than_others(server: Server) -> None:
+    link = Link(server.url, timeout_seconds=0.2)
+
+    assert link.call_patiently(5.0, "BLPOP", "nothing", 0.5) is None
+    with pytest.raises(OutcomeUnknown):
+        link.call("BLPOP", "nothing", 0.5)
+
+
+def test_a_script_is_run_for_several_queues_at_once_also_if_the_server_has_forgotten_it(server: Server) -> None:
+    link = Link(server.url)
+    with server.connect() as client:
+        client.script_flush()
+        client.set("queue:{b}:options", "not a hash")
+
+    answers = link.run_many(script("counts"), [("queue:{a}",), ("queue:{b}",), ("queue:{a}",)])
+
+    assert [type(answer) for answer in answers] == [list, ForqError, list]
+    assert "WRONGTYPE" in str(answers[1])
+    assert answers[0] == answers[2]
