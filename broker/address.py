@@ -5,6 +5,7 @@ fork has to map, and the start of everything that uses a Client.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from forq.errors import ConfigError
@@ -26,6 +27,7 @@ class Address:
     tls: dict[str, str] | None
 
 
+@cache
 def read_address(url: str) -> Address:
     """Raises ConfigError, which does not repeat the URL: there may be a password in it."""
     try:
