@@ -1,17 +1,17 @@
 """A socket to one Redis server that speaks RESP through hiredis.
 
 redis-py's connection does the same and more, at a price that each of many small processes pays: 2 MB of private memory,
-and about twice the CPU time of a small call. Its URL rules are used, so that every redis-py URL works here.
+and about twice the CPU time of a small call.
 """
 
 import socket
-import ssl
 import struct
+from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import hiredis
-from redis.connection import parse_url
+
+from forq.broker.address import Address, read_address
 
 READ_BYTES = 256 * 1024
 NOT_YET = object()
@@ -22,12 +22,12 @@ class Connection:
     TimeoutError when time is up."""
 
     def __init__(self, url: str, *, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> None:
-        options: dict[str, Any] = dict(parse_url(url))
-        self.socket = _connect(url, options, connect_timeout_seconds)
+        address = read_address(url)
+        self.socket = _connect(address, connect_timeout_seconds)
         _limit(self.socket, timeout_seconds)
         self._reader = hiredis.Reader(notEnoughData=NOT_YET)
         try:
-            self._greet(options, name)
+            self._greet(address, name)
         except BaseException:
             self.close()
             raise
@@ -35,7 +35,7 @@ class Connection:
     def send(self, command: tuple[Any, ...]) -> None:
         self.socket.sendall(hiredis.pack_command(command))
 
-    def send_many(self, commands: list[tuple[Any, ...]]) -> None:
+    def send_many(self, commands: Sequence[tuple[Any, ...]]) -> None:
         self.socket.sendall(b"".join(map(hiredis.pack_command, commands)))
 
     def receive(self) -> Any:
@@ -52,13 +52,13 @@ class Connection:
     def close(self) -> None:
         self.socket.close()
 
-    def _greet(self, options: dict[str, Any], name: str) -> None:
+    def _greet(self, address: Address, name: str) -> None:
         greeting: list[tuple[Any, ...]] = []
-        if options.get("password") or options.get("username"):
-            user = (options["username"],) if options.get("username") else ()
-            greeting.append(("AUTH", *user, options.get("password") or ""))
-        if options.get("db"):
-            greeting.append(("SELECT", options["db"]))
+        if address.password or address.username:
+            user = (address.username,) if address.username else ()
+            greeting.append(("AUTH", *user, address.password or ""))
+        if address.db:
+            greeting.append(("SELECT", address.db))
         greeting.append(("CLIENT", "SETNAME", name))
         self.send_many(greeting)
         for command in greeting:
@@ -69,8 +69,8 @@ class Connection:
 
 def _limit(connection: socket.socket, seconds: float) -> None:
     """A time limit that the kernel keeps: Python's own asks with poll before each call whether it would block."""
-    if isinstance(connection, ssl.SSLSocket):
-        connection.settimeout(seconds)
+    if type(connection) is not socket.socket:
+        connection.settimeout(seconds)  # TLS
         return
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
     connection.settimeout(None)
@@ -78,33 +78,34 @@ def _limit(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-def _connect(url: str, options: dict[str, Any], timeout_seconds: float) -> socket.socket:
-    if path := options.get("path"):
+def _connect(address: Address, timeout_seconds: float) -> socket.socket:
+    if address.path is not None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(timeout_seconds)
-            connection.connect(path)
+            connection.connect(address.path)
         except BaseException:
             connection.close()
             raise
         return connection
-    host = options.get("host") or "localhost"
-    connection = socket.create_connection((host, options.get("port") or 6379), timeout_seconds)
+    connection = socket.create_connection((address.host, address.port), timeout_seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return _encrypted(connection, host, options) if urlsplit(url).scheme == "rediss" else connection
+    return connection if address.tls is None else _encrypted(connection, address.host, address.tls)
 
 
-def _encrypted(connection: socket.socket, host: str, options: dict[str, Any]) -> socket.socket:
+def _encrypted(connection: socket.socket, host: str, given: dict[str, str]) -> socket.socket:
     """TLS, with the certificate checked unless the URL says ssl_cert_reqs=none."""
-    context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"), capath=options.get("ssl_ca_path"))
-    if options.get("ssl_cert_reqs") == "none":
+    import ssl
+
+    context = ssl.create_default_context(cafile=given.get("ssl_ca_certs"), capath=given.get("ssl_ca_path"))
+    if given.get("ssl_cert_reqs") == "none":
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    if options.get("ssl_check_hostname") in (False, "false", "False", "0"):
+    if given.get("ssl_check_hostname", "").lower() in ("false", "0", "no", "n", "f"):
         context.check_hostname = False
-    if options.get("ssl_certfile"):
-        context.load_cert_chain(options["ssl_certfile"], options.get("ssl_keyfile"))
+    if certificate := given.get("ssl_certfile"):
+        context.load_cert_chain(certificate, given.get("ssl_keyfile"))
     try:
         return context.wrap_socket(connection, server_hostname=host)
     except BaseException:

@@ -10,9 +10,10 @@ from forq.broker.scripts import Script, script
 from forq.errors import ForqError
 from forq.version import PROTOCOL
 
+# How long a worker waits before it asks again. Across a network that shows it that the server has gone without a word;
+# a Unix socket ends together with its server, so there it only bounds what nobody has thought of.
 BLOCK_SECONDS = 10
-# A connection on one host cannot be open at one end only: who waits there need not ask again so soon.
-LOCAL_BLOCK_SECONDS = 30
+LOCAL_BLOCK_SECONDS = 60
 # A reply may be this late before the connection counts as dead: the server looks at timeouts every 100 ms.
 BLOCK_MARGIN_SECONDS = 5
 

@@ -1,8 +1,9 @@
 """What is done for workers that cannot speak for themselves: heartbeats, recovery, rescue, eviction; and on time: jobs
 that are due, and ticks of schedules."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
@@ -16,6 +17,9 @@ from forq.errors import Fenced, ForqError
 # What the loss of its worker means for the job that was running there: it killed the worker (counted), it had reached
 # its timeout (counted), it is not to blame, or it may be: then it runs alone next time; or somebody has killed it.
 Outcome = Literal["stalled", "timed_out", "interrupted", "suspect", "cancelled"]
+
+# Few enough that nobody waits long behind them in the server.
+BEATS_AT_ONCE = 32
 
 # Of a stack in an attempt.
 MAX_STACK = 8_000
@@ -60,10 +64,28 @@ class Keeper:
 
     def heartbeat(self, queue: str, expiry_ms: int, positions: list[Position]) -> Beat:
         """Renews this processor and sweeps."""
+        return self._read_beat(queue, self._link.run(script("heartbeat"), *self._beat(queue, expiry_ms, positions)))
+
+    def heartbeats(
+        self, queues: list[str], expiry_ms: int, positions: Mapping[str, list[Position]]
+    ) -> Iterator[tuple[str, Beat | ForqError]]:
+        """The same for many queues, some at a time: each with its answer, or with what the server had against it."""
+        for at in range(0, len(queues), BEATS_AT_ONCE):
+            some = queues[at : at + BEATS_AT_ONCE]
+            beats = [self._beat(queue, expiry_ms, positions.get(queue, [])) for queue in some]
+            for queue, reply in zip(some, self._link.run_many(script("heartbeat"), beats), strict=True):
+                try:
+                    yield queue, reply if isinstance(reply, ForqError) else self._read_beat(queue, reply)
+                except (QueueGone, Fenced) as exc:
+                    yield queue, exc
+
+    def _beat(self, queue: str, expiry_ms: int, positions: list[Position]) -> tuple[Any, ...]:
         args: list[object] = [self.processor, expiry_ms]
         for at in positions:
             args += (at.worker, at.turn, at.index, int(at.running))
-        reply = self._link.run(script("heartbeat"), queue_base(self._prefix, queue), *args)
+        return (queue_base(self._prefix, queue), *args)
+
+    def _read_beat(self, queue: str, reply: list[Any]) -> Beat:
         if reply[0] == NO_QUEUE:
             raise QueueGone(queue, deleted=bool(reply[1]))
         if reply[0] == FENCED:

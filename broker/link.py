@@ -9,6 +9,7 @@
 import os
 import select
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import hiredis
@@ -84,35 +85,46 @@ class Link:
 
     def call_together(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Sends several commands at once, the later ones whatever becomes of the others; their answers, or refusals."""
-        connection = self._ready()
-        try:
-            connection.send_many(list(commands))
-            answers = [connection.receive() for _ in commands]
-        except (OSError, hiredis.HiredisError) as exc:
-            self.close()
-            raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
-        except BaseException:
-            self.close()
-            raise
-        self._used_at = time.monotonic()
+        answers = self._exchange(commands, OutcomeUnknown)
         return [self._refusal(str(a)) if isinstance(a, hiredis.ReplyError) else a for a in answers]
+
+    def run_many(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any] | ForqError]:
+        """Runs a script for several queues, sent at once: (base, args …) per call. What the server refuses is returned;
+        if the connection breaks, nobody knows which of them were carried out."""
+        answers = self.call_together(*(("FCALL", script.name, 1, *call) for call in calls))
+        return [
+            self._run_late(script, call) if isinstance(answer, _ScriptMissing) else answer
+            for call, answer in zip(calls, answers, strict=True)
+        ]
+
+    def _run_late(self, script: Script, call: tuple[Any, ...]) -> list[Any] | ForqError:
+        try:
+            return self.run(script, *call)
+        except RedisUnavailable:
+            raise
+        except ForqError as exc:
+            return exc
 
     def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         """Sends several read commands at once; answers in order."""
+        answers = self._exchange(commands, RedisUnavailable)
+        for answer in answers:
+            if isinstance(answer, hiredis.ReplyError):
+                raise self._refusal(str(answer))
+        return answers
+
+    def _exchange(self, commands: Sequence[tuple[Any, ...]], if_it_breaks: type[RedisUnavailable]) -> list[Any]:
         connection = self._ready()
         try:
             connection.send_many(commands)
             answers = [connection.receive() for _ in commands]
         except (OSError, hiredis.HiredisError) as exc:
             self.close()
-            raise RedisUnavailable(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
+            raise if_it_breaks(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
         except BaseException:
             self.close()
             raise
         self._used_at = time.monotonic()
-        for answer in answers:
-            if isinstance(answer, hiredis.ReplyError):
-                raise self._refusal(str(answer))
         return answers
 
     def learn_client_id(self) -> None:

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from forq import exits
 from forq.broker.awaiting import Awaiting
 from forq.broker.dead import Chunk, DeadJobs
@@ -247,6 +245,9 @@ class Clerk:
 
     def memory(self, params: dict[str, Any]) -> object:
         """Each process's share of memory (PSS) in bytes: pages that n processes share count 1/n to each."""
+        # Not at the top: the supervisor would have it, too, and each fork copies what the supervisor maps.
+        import psutil
+
         found: dict[str, int] = {}
         for pid in params["pids"]:
             with suppress(psutil.Error):  # it has ended meanwhile

@@ -22,7 +22,7 @@ from itertools import count
 from typing import Any
 
 from forq import exits
-from forq.broker.keeping import Keeper, Position, QueueGone
+from forq.broker.keeping import Beat, Keeper, Position, QueueGone
 from forq.broker.keys import due_channels, fail_queue, main_queue, queue_of_channel
 from forq.broker.link import Link
 from forq.broker.listening import Listener
@@ -209,26 +209,29 @@ class Pulse:
             self._desk.tell("queue_found", queue=name, mode=mode)
 
     def _heartbeats(self, queues: list[str]) -> None:
-        positions = self._positions()
-        for queue in queues:
-            try:
-                beat = self._keeper.heartbeat(queue, self._settings.expiry_ms, positions.get(queue, []))
+        try:
+            for queue, beat in self._keeper.heartbeats(queues, self._settings.expiry_ms, self._positions()):
+                if isinstance(beat, RedisUnavailable):
+                    raise beat
                 self._note_redis(None)
-                self._promote_in(queue, beat.due_ms)
-                if beat.more:
-                    self._later(0, partial(self._heartbeats, [queue]))
-                if beat.evicted:
-                    log.warning("took over from silent processors queue=%s processors=%s", queue, beat.evicted)
-            except QueueGone as exc:
-                self._desk.tell("queue_gone", queue=main_queue(queue), deleted=exc.deleted)
-            except Fenced:
-                self._desk.tell("evicted", queue=queue)
-                return
-            except RedisUnavailable as exc:
-                self._note_redis(exc)
-                return
-            except ForqError as exc:
-                log.error("heartbeat refused queue=%s error=%s", queue, exc)
+                if isinstance(beat, Fenced):
+                    self._desk.tell("evicted", queue=queue)
+                    return
+                self._hear_beat(queue, beat)
+        except RedisUnavailable as exc:
+            self._note_redis(exc)
+
+    def _hear_beat(self, queue: str, beat: Beat | ForqError) -> None:
+        if isinstance(beat, QueueGone):
+            self._desk.tell("queue_gone", queue=main_queue(queue), deleted=beat.deleted)
+        elif isinstance(beat, ForqError):
+            log.error("heartbeat refused queue=%s error=%s", queue, beat)
+        else:
+            self._promote_in(queue, beat.due_ms)
+            if beat.more:
+                self._later(0, partial(self._heartbeats, [queue]))
+            if beat.evicted:
+                log.warning("took over from silent processors queue=%s processors=%s", queue, beat.evicted)
 
     def _positions(self) -> dict[str, list[Position]]:
         found: dict[str, list[Position]] = {}

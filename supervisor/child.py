@@ -31,6 +31,7 @@ class Nursery:
     cgroups: Cgroups | None
     pids: set[int] = field(default_factory=set)
     named: int = 0
+    _dead: list[Callable[[], None]] = field(default_factory=list)
 
     def cgroup(self, name: str) -> Cgroup | None:
         if self.cgroups is None:
@@ -38,7 +39,26 @@ class Nursery:
         self.named += 1
         return self.cgroups.add(f"{name}-{self.named}")
 
-    def bury_orphans(self) -> None:
+    def bury(self, then: Callable[[], None]) -> None:
+        """Calls back when nothing is left of what a dead child had started. To look for that takes a time that grows
+        with the number of children, so those that have died together share one look, at the end of this pass."""
+        self._dead.append(then)
+        if len(self._dead) == 1:
+            self.loop.call_later(0.0, self._bury_all)
+
+    def _bury_all(self) -> None:
+        dead, self._dead = self._dead, []
+        try:
+            self._bury_orphans()
+        except Exception:  # whatever could not be cleared away, the supervisor must learn that the children are gone
+            log.exception("burial failed children=%s", len(dead))
+        for then in dead:
+            try:
+                then()
+            except Exception:  # the others have to be told, too
+                log.exception("the end of a child could not be dealt with")
+
+    def _bury_orphans(self) -> None:
         """Whatever the supervisor adopted belonged to a child that is dead."""
         killed = kill_orphans(self.pids)
         if killed:
@@ -179,15 +199,6 @@ class Child:
         ended = reap(self._spawned)
         if ended is None:
             raise ForqError(f"child {self.name} was reported dead but is not")
-        try:
-            self._bury()
-        except Exception:  # whatever could not be cleared away, the supervisor must learn that the child is gone
-            log.exception("burial failed child=%s", self.name)
-        finally:
-            self._on_end(ended)
-
-    def _bury(self) -> None:
-        loop = self._nursery.loop
         if self._timer is not None:
             self._timer.cancel()
         self.ended = True
@@ -195,11 +206,21 @@ class Child:
         try:
             if self._cgroup is not None:
                 self._cgroup.kill()
+        finally:
+            self._nursery.bury(lambda: self._bury(ended))
+
+    def _bury(self, ended: Exit) -> None:
+        """Nothing is left of what it had started."""
+        loop = self._nursery.loop
+        try:
+            if self._cgroup is not None:
                 self._cgroup.remove()
-            self._nursery.bury_orphans()
             self._read()
+        except Exception:  # whatever could not be cleared away, the supervisor must learn that the child is gone
+            log.exception("burial failed child=%s", self.name)
         finally:
             loop.remove_reader(self._leash.fileno())
             loop.remove_writer(self._leash.fileno())
             self._leash.close()
             self._spawned.close()
+            self._on_end(ended)

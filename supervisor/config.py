@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from forq import places
 from forq.errors import ConfigError, InvalidOption, UsageError
@@ -332,7 +332,11 @@ def _read_redis(given: Given) -> str | None:
 def _is_redis_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        if parts.scheme == "unix":
+        local = parts.scheme == "unix"
+        (db,) = parse_qs(parts.query).get("db", ["0" if local else parts.path.strip("/") or "0"])
+        if not db.isdecimal():
+            return False
+        if local:
             return url.startswith("unix://") and not parts.hostname and len(parts.path) > 1
         # The port is read, and so checked, only when it is asked for.
         return parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0

@@ -3,6 +3,7 @@
 import gc
 
 from forq.bridge.run import BridgeSettings, run_bridge
+from forq.broker.address import read_address
 from forq.broker.scripts import script
 from forq.services.clerk import ClerkSettings, run_clerk
 from forq.services.logger import LoggerSettings, run_logger
@@ -30,8 +31,10 @@ __all__ = [
 ]
 
 
-def preload() -> None:
-    """Their code is imported by now; keeps the collector off it, so that children share those pages."""
+def preload(url: str) -> None:
+    """Their code is imported by now, and what all of them would do is done here. Keeps the collector off it, so that
+    children share those pages."""
+    read_address(url)
     for verb in (
         "turn",
         "join",

@@ -4,10 +4,11 @@ No asyncio and no threads: both break fork. A callback that raises is logged and
 removed from the loop before it is closed: as long as a child holds a copy of it, epoll keeps reporting it.
 """
 
+import errno
 import heapq
 import logging
 import os
-import selectors
+import select
 import signal
 import time
 from collections.abc import Callable
@@ -55,7 +56,7 @@ class _Entry:
         self.writer: Callback | None = None
 
     def events(self) -> int:
-        return (selectors.EVENT_READ if self.reader else 0) | (selectors.EVENT_WRITE if self.writer else 0)
+        return (select.EPOLLIN if self.reader else 0) | (select.EPOLLOUT if self.writer else 0)
 
 
 def _do_nothing(signum: int, frame: object) -> None:
@@ -65,7 +66,7 @@ def _do_nothing(signum: int, frame: object) -> None:
 class Loop:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
         self._entries: dict[int, _Entry] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = count()
@@ -125,15 +126,19 @@ class Loop:
 
     def tick(self, timeout_seconds: float | None) -> None:
         """Wait for something to happen, at most so long (None: for ever), and make the calls that are due."""
-        for key, events in self._selector.select(self._patience(timeout_seconds)):
-            entry: _Entry = key.data
+        for entry, events in self._wait(self._patience(timeout_seconds)):
             # A callback of this round may have removed the descriptor, which empties its entry; one that was closed and
-            # registered again has another entry.
-            if events & selectors.EVENT_READ and entry.reader:
+            # registered again has another entry. Errors and hang-ups concern both.
+            if events & ~select.EPOLLOUT and entry.reader:
                 self._call(entry.reader)
-            if events & selectors.EVENT_WRITE and entry.writer:
+            if events & ~select.EPOLLIN and entry.writer:
                 self._call(entry.writer)
         self._call_due_timers()
+
+    def _wait(self, patience_seconds: float | None) -> list[tuple[_Entry, int]]:
+        """Who waits for what has happened, as of now."""
+        happened = self._epoll.poll(patience_seconds, max(len(self._entries), 1))
+        return [(self._entries[fd], events) for fd, events in happened if fd in self._entries]
 
     def run(self, after_pass: Callable[[], float | None] | None = None) -> None:
         """Tick until stop is called. `after_pass` is called after each full pass and says how long the next may wait
@@ -152,12 +157,16 @@ class Loop:
     def close(self) -> None:
         """Give back descriptors and signal handlers; the loop cannot be used any more."""
         self.close_in_child()
+        self._entries = {}
+        self._timers = []
+        self._running = False
 
     def close_in_child(self) -> None:
         """Let go of the loop after a fork, with signals masked.
 
         The epoll descriptor is closed and nothing is unregistered: the epoll set is shared with the parent, so that an
-        unregister here would make the parent deaf.
+        unregister here would make the parent deaf. Whoever waits in the loop stays in memory: to drop them would write
+        to the pages of all of them, and so copy those, in each of many children.
         """
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
@@ -167,23 +176,25 @@ class Loop:
                 os.close(fd)
         self._wakeup = None
         self._signals = {}
-        self._selector.close()
-        self._entries = {}
-        self._timers = []
-        self._running = False
+        self._epoll.close()
 
     def _update(self, fd: int, entry: _Entry) -> None:
-        """Tell the selector what is waited for at fd now."""
+        """Tell epoll what is waited for at fd now."""
         known = fd in self._entries
         if events := entry.events():
             if known:
-                self._selector.modify(fd, events, entry)
+                self._epoll.modify(fd, events)
             else:
-                self._selector.register(fd, events, entry)
+                self._epoll.register(fd, events)
             self._entries[fd] = entry
         elif known:
             del self._entries[fd]
-            self._selector.unregister(fd)
+            try:
+                self._epoll.unregister(fd)
+            except OSError as exc:
+                # Closed before it was removed.
+                if exc.errno not in (errno.EBADF, errno.ENOENT):
+                    raise
 
     def _patience(self, timeout_seconds: float | None) -> float | None:
         """How long select may wait: until the next timer is due, if that is sooner."""

@@ -30,9 +30,9 @@ class Outputs:
         except ForqError as exc:
             log.error("no log of the queue's output queue=%s error=%s", name, exc)
 
-    def directory(self, name: str) -> Path | None:
+    def directory(self, name: str) -> str | None:
         """Where the process of a queue finds its FIFO; None if there is none."""
-        return self._logs_dir / name if name in self._fds else None
+        return f"{self._logs_dir}/{name}" if name in self._fds else None
 
     def remove(self, name: str) -> None:
         """The queue is deleted. Whoever has the FIFO open can still use it; a queue made later gets another."""

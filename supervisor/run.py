@@ -47,13 +47,13 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: syst
     # The watchdog's SIGABRT then says where the loop hung.
     faulthandler.enable()
     setproctitle("forq: supervisor")
-    entry_points.preload()
     loop = Loop()
     listener = systemd.control_listener(handed)
     if listener is not None:
         # Where systemd listens is where our own processes have to ask.
         config = replace(config, socket=Path(listener.getsockname()))
     supervisor = Supervisor(config, state, loop)
+    entry_points.preload(supervisor.services.redis_url)
     verbs = Verbs(supervisor).table()
     control = ControlServer(loop, str(config.socket), verbs, group=_group(config), listener=listener)
     for spec in specs:

@@ -17,7 +17,7 @@ from forq.scoreboard import Role, Scoreboard
 from forq.supervisor import embedded, entry_points
 from forq.supervisor.child import Nursery
 from forq.supervisor.config import BridgePlace, Config, shown_url
-from forq.supervisor.loop import Loop
+from forq.supervisor.loop import Loop, Timer
 from forq.supervisor.outputs import Outputs
 from forq.supervisor.redis_child import RedisChild
 from forq.supervisor.service import Service
@@ -54,6 +54,7 @@ class Services:
         self.failed_log_errors: dict[str, str] = {}
         # How many requests to pulse Redis has not taken yet.
         self.unrecovered = 0
+        self._telling: Timer | None = None
         self.scoreboard = Scoreboard.create()
         # Opened here and kept, so that a metrics process that dies does not lose the address.
         self._metrics_listener = None if config.metrics is None else config.metrics.open(config.control_group)
@@ -148,6 +149,12 @@ class Services:
         ask()
 
     def tell_served(self) -> None:
+        """At the end of this pass: to tell of all queues for each of a thousand that start would be a million."""
+        if self._telling is None:
+            self._telling = self._loop.call_later(0.0, self._tell_served)
+
+    def _tell_served(self) -> None:
+        self._telling = None
         queues, failing = self._served()
         for service in (self.pulse, self.scribe):
             service.ask("serve", {"queues": queues, "with_fail_queue": failing})

@@ -11,6 +11,8 @@ unblocks them itself, so that a TERM that comes at once waits for its handler.
 """
 
 import faulthandler
+import gc
+import inspect
 import os
 import signal
 import sys
@@ -29,6 +31,10 @@ from forq.treekill import become_subreaper, set_parent_death_signal
 CANNOT_EXEC = 127
 _IGNORED_BY_PYTHON = frozenset({signal.SIGPIPE, signal.SIGXFSZ})
 _FIXED = frozenset({signal.SIGKILL, signal.SIGSTOP})
+_ALL = frozenset(map(int, signal.valid_signals()))
+# Without the wrappers that make an enum of each signal, of which there are 60 in a mask.
+_set_mask = inspect.unwrap(signal.pthread_sigmask)
+_set_handler = inspect.unwrap(signal.signal)
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def spawn(
     def child() -> int:
         _enter(loop, cgroup, subreaper)
         _close_all_except(keep_fds)
-        signal.pthread_sigmask(signal.SIG_SETMASK, handled)
+        _set_mask(signal.SIG_SETMASK, handled)
         setproctitle(title)
         return run()
 
@@ -146,7 +152,7 @@ def signal_child(spawned: Spawned, signum: int) -> bool:
 
 def _fork(child: Callable[[], int]) -> Spawned:
     _flush_stdio()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    mask = _set_mask(signal.SIG_BLOCK, _ALL)
     try:
         pid = os.fork()
         if pid == 0:
@@ -158,12 +164,14 @@ def _fork(child: Callable[[], int]) -> Spawned:
             os.waitpid(pid, 0)
             raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _set_mask(signal.SIG_SETMASK, mask)
 
 
 def _call_and_exit(child: Callable[[], int]) -> NoReturn:
     """The child never returns to the parent's stack, whatever happens: that would be a second supervisor."""
     code = 1
+    # Else a collection here would write to whatever the parent has made since it froze its own, and so copy it.
+    gc.freeze()
     try:
         code = _as_exit_code(child())
     except SystemExit as exc:
@@ -193,8 +201,8 @@ def _enter(loop: Loop | None, cgroup: Cgroup | None, subreaper: bool) -> None:
     signal.set_wakeup_fd(-1)
     # Else it counts as enabled in the child, where its handlers are gone, and to enable it there would do nothing.
     faulthandler.disable()
-    for signum in signal.valid_signals() - _FIXED - _IGNORED_BY_PYTHON:
-        signal.signal(signum, signal.SIG_DFL)
+    for signum in _ALL - _FIXED - _IGNORED_BY_PYTHON:
+        _set_handler(signum, signal.SIG_DFL)
     os.setsid()
     if subreaper:
         become_subreaper()

@@ -132,7 +132,7 @@ class Notifier:
             # A queue's stop_grace may be longer than the unit's TimeoutStopSec.
             extend_usec = round(self._subject.stop_seconds() * 1e6)
             self._unsent |= {"STOPPING": "1", "EXTEND_TIMEOUT_USEC": str(extend_usec)}
-        elif self._subject.ready and not self._told_ready and not self._told_stopping:
+        elif not self._told_ready and not self._told_stopping and self._subject.ready:
             self._told_ready = True
             self._unsent["READY"] = "1"
         else:

@@ -6,7 +6,6 @@ import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import orjson
 
@@ -57,7 +56,7 @@ class ChildSettings:
     # None: nobody wants to know how long jobs wait and run.
     tallies: Tallies | None = None
     # Where its FIFO is; None: it writes to the supervisor's stdout and stderr.
-    output: Path | None = None
+    output: str | None = None
     log_level: str = "info"
 
 

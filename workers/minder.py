@@ -6,6 +6,7 @@
 3. The process title and the beat in the scoreboard, once a second while something runs. It sleeps while nothing does.
 """
 
+import _thread
 import logging
 import os
 import select
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import orjson
 from setproctitle import setproctitle
 
 from forq import exits, wire
@@ -75,7 +77,8 @@ class Minder:
         signal.set_wakeup_fd(self._signals_to, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda signum, frame: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        threading.Thread(target=self._run, name="minder", daemon=True).start()
+        # Not a threading.Thread: nobody joins it, and the objects around one are pages in each of many processes.
+        _thread.start_new_thread(self._run, ())
 
     def mind(self, loops: Sequence[Minded], grants: dict[int, Grant], recycling: Recycling) -> None:
         """These are the workers from now on; a TERM that came before them reaches them now."""
@@ -153,7 +156,7 @@ class Minder:
             self._end_with_supervisor()
         self._said.push(received)
         while (line := self._said.pop()) is not None:
-            ((word, number),) = wire.decode(line).items()
+            ((word, number),) = orjson.loads(line).items()
             self._grants[number].hear(word)
 
     def _end_with_supervisor(self) -> None:

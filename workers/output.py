@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import orjson
 
@@ -21,7 +20,7 @@ log = logging.getLogger("forq")
 _installed: Output | None = None
 
 
-def install(directory: Path, slots: Sequence[Slot], level: str) -> None:
+def install(directory: str, slots: Sequence[Slot], level: str) -> None:
     """From now on all output of this process goes to the FIFO in this directory. Raises ForqError if it cannot."""
     global _installed
     fd = open_pipe(directory)
@@ -32,7 +31,10 @@ def install(directory: Path, slots: Sequence[Slot], level: str) -> None:
     _installed = output = Output(fd, slots)
     sys.stdout = sys.__stdout__ = LineWriter(output, "stdout", 1)  # type: ignore[assignment,misc]
     sys.stderr = sys.__stderr__ = LineWriter(output, "stderr", 2)  # type: ignore[assignment,misc]
-    logging.basicConfig(level=level.upper(), handlers=[RootHandler(output)], force=True)
+    # By hand: logging.basicConfig would close what the supervisor logs to, and so copy the pages of it.
+    logging.root.handlers = [RootHandler(output)]
+    if logging.getLevelName(logging.root.level) != level.upper():
+        logging.root.setLevel(level.upper())
     os.register_at_fork(before=_note_job, after_in_child=_keep_job)
 
 

@@ -5,6 +5,8 @@ import logging
 
 from forq.workers.output_writer import Output
 
+_MESSAGE_ALONE = logging.Formatter("%(message)s")
+
 
 class LineWriter(io.TextIOBase):
     """sys.stdout or sys.stderr. `fileno` is what subprocesses inherit."""
@@ -81,7 +83,7 @@ class RootHandler(logging.Handler):
         super().__init__()
         self._output = output
         # Otherwise it would get one that repeats level and logger.
-        self.setFormatter(logging.Formatter("%(message)s"))
+        self.setFormatter(_MESSAGE_ALONE)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

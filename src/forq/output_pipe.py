@@ -79,14 +79,17 @@ class Allowance:
         self._left -= cost
 
 
-def open_pipe(directory: Path, *, blocking: bool = False) -> int:
+def open_pipe(directory: Path | str, *, blocking: bool = False) -> int:
     """The FIFO of a queue, for reading and writing: a write then never fails for lack of a reader. Made if missing."""
-    path = directory / NAME
+    path = f"{directory}/{NAME}"
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY | (0 if blocking else os.O_NONBLOCK)
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make(path)
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
-        fd = os.open(path, flags if blocking else flags | os.O_NONBLOCK)
+        try:
+            fd = os.open(path, flags)
+        except FileNotFoundError:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            _make(path)
+            fd = os.open(path, flags)
     except OSError as exc:
         raise ForqError(f"cannot open {path}: {exc.strerror or exc}") from exc
     if not stat.S_ISFIFO(os.fstat(fd).st_mode):
@@ -96,7 +99,7 @@ def open_pipe(directory: Path, *, blocking: bool = False) -> int:
     return fd
 
 
-def _make(path: Path) -> None:
+def _make(path: str) -> None:
     try:
         os.mkfifo(path, 0o600)
     except FileExistsError:

@@ -30,6 +30,7 @@ LONGEST_PAUSE_SECONDS = 0.005
 QUIET_LOOKS = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 _children_files = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
 
 
@@ -44,7 +45,7 @@ def set_parent_death_signal(sig: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if _libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"prctl({option}): {os.strerror(code)}")
 

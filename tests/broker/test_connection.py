@@ -13,7 +13,8 @@ import pytest
 import trustme
 
 from forq.broker.link import Link
-from forq.errors import OutcomeUnknown, RedisUnavailable
+from forq.broker.scripts import script
+from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
 from tests.support.server import Server
 
 
@@ -137,3 +138,22 @@ def test_a_connection_is_not_shared_with_a_forked_process(redis_url: str) -> Non
     assert link.call("CLIENT", "ID") == before
     os.close(read)
     os.close(write)
+
+
+def test_a_call_that_takes_too_long_has_an_unknown_outcome(server: Server) -> None:
+    link = Link(server.url, timeout_seconds=0.2)
+    with pytest.raises(OutcomeUnknown, match="timed out"):
+        link.call("BLPOP", "nothing", 0.5)
+
+
+def test_a_script_is_run_for_several_queues_at_once_also_if_the_server_has_forgotten_it(server: Server) -> None:
+    link = Link(server.url)
+    with server.connect() as client:
+        client.function_flush()
+        client.set("queue:{b}:options", "not a hash")
+
+    answers = link.run_many(script("counts"), [("queue:{a}",), ("queue:{b}",), ("queue:{a}",)])
+
+    assert [type(answer) for answer in answers] == [list, ForqError, list]
+    assert "WRONGTYPE" in str(answers[1])
+    assert answers[0] == answers[2]

@@ -13,7 +13,7 @@ from tests.support.server import Server
 
 
 def test_an_idle_supervisor_sends_heartbeats_and_blocking_calls_only(server: Server, redis_url: str) -> None:
-    """12 s, two heartbeats and one renewal of every blocking call."""
+    """12 s: two or three heartbeats, and no renewal of a blocking call, since the server is at a Unix socket."""
     with running(redis=redis_url) as forq:
         names = ["--handler", "traced:noop", "--fail-handler", "traced:on_fail", "--path", str(HANDLERS)]
         forq.ctl("create", "idle", *names, "--set", "retry_lane_retries=3")
@@ -37,10 +37,9 @@ def test_an_idle_supervisor_sends_heartbeats_and_blocking_calls_only(server: Ser
         monitor.close()
         print(f"commands of an idle queue with a fail handler in 12 s: {dict(heard)}")
         # With each round of heartbeats a look at the registry, for queues that others have made.
-        assert set(heard) <= {"FCALL", "BLMOVE", "EXISTS", "HGETALL"}
+        assert set(heard) <= {"FCALL", "HGETALL"}
         assert heard["HGETALL"] <= 3
         assert heard["FCALL"] <= 6
-        assert heard["BLMOVE"] <= 4
 
 
 @pytest.mark.spec("N17", "N18")

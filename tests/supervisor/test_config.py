@@ -226,6 +226,8 @@ def test_redis_urls_of_the_three_kinds_are_taken(url: str) -> None:
         "redis://h:port",
         "redis://h:99999",
         "redis://h:0",
+        "redis://h/first",
+        "unix:///run/r.sock?db=first",
         "unix://",
         "unix:/x",
         "unix://x/y",
