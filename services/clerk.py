@@ -169,7 +169,8 @@ class Clerk:
 
     def why(self, params: dict[str, Any]) -> object:
         name = check_queue_name(params.get("name"))
-        state, reason = why(self._link, self._settings.prefix, name, params.get("id", ""))
+        messages = params.get("messages") is not False
+        state, reason = why(self._link, self._settings.prefix, name, params.get("id", ""), messages=messages)
         return {"state": state, "why": reason}
 
     def push(self, params: dict[str, Any]) -> object:

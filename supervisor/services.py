@@ -270,6 +270,7 @@ class Services:
                 log_format=choose(self._config.log_format, 2, os.environ),
                 scoreboard=self.scoreboard,
                 leash=leash,
+                redact=self._config.log_redact,
             )
         )
 
