@@ -102,6 +102,10 @@ delayed: tools ## 100,000 delayed jobs over 60 s, for idle and for busy workers,
 test-systemd: tools ## forq under a real systemd, booted in namespaces: start, watchdog, stop, kill -9, socket (as root)
 	$(BIN)/pytest -s -v --timeout 300 tests/supervisor/test_units.py tests/end_to_end/test_systemd.py
 
+fuzz: tools ## a million inputs for the control socket and for a bridge, and 10,000 connections (N=count, SEED=n)
+	FORQ_TEST_FUZZ=$(or $(N),1000000) FORQ_TEST_FUZZ_CONNECTIONS=10000 FORQ_TEST_SEED=$(or $(SEED),0) \
+	  $(BIN)/pytest -s --timeout 7200 tests/end_to_end/test_fuzz.py
+
 flood: tools ## a gigabyte of output from one handler, raw and printed, while others go on
 	FORQ_TEST_FLOOD_MB=1000 $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_logs.py -k flood
 
