@@ -102,6 +102,9 @@ delayed: tools ## 100,000 delayed jobs over 60 s, for idle and for busy workers,
 test-systemd: tools ## forq under a real systemd, booted in namespaces: start, watchdog, stop, kill -9, socket (as root)
 	$(BIN)/pytest -s -v --timeout 300 tests/supervisor/test_units.py tests/end_to_end/test_systemd.py
 
+model: ## check the model of claim, settle and recover, with the fence and without (needs spin and gcc)
+	docs/model/check.sh
+
 fuzz: tools ## a million inputs for the control socket and for a bridge, and 10,000 connections (N=count, SEED=n)
 	FORQ_TEST_FUZZ=$(or $(N),1000000) FORQ_TEST_FUZZ_CONNECTIONS=10000 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 7200 tests/end_to_end/test_fuzz.py
