@@ -112,6 +112,9 @@ fuzz: tools ## a million inputs for the control socket and for a bridge, and 10,
 flood: tools ## a gigabyte of output from one handler, raw and printed, while others go on
 	FORQ_TEST_FLOOD_MB=1000 $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_logs.py -k flood
 
+isolation: tools ## a fork bomb, a leak and a gigabyte of output in one queue, three times; what its neighbour feels
+	FORQ_TEST_ISOLATION_ROUNDS=3 FORQ_TEST_FLOOD_MB=1000 $(BIN)/pytest -s --timeout 900 tests/end_to_end/test_isolation.py
+
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py
 

@@ -68,3 +68,39 @@ def ask_for_much(data: Any, job: Job) -> None:
     """More address space than there is under address_limit."""
     bytearray(int(data) * _MB)
     trace(job, "end")
+
+
+def wild(data: Any, job: Job) -> None:
+    """What a queue next to others should not do: {"do": "bomb" | "leak" | "flood", "size": …}."""
+    trace(job, "start")
+    what, size = data["do"], int(data["size"])
+    if what == "bomb":
+        _fork_on(size)
+        time.sleep(30)
+    elif what == "leak":
+        held = [os.urandom(_MB) for _ in range(min(size, MOST_BYTES // _MB))]
+        time.sleep(30 if held else 0)
+    else:
+        chunk = b"x" * 99 + b"\n"
+        for _ in range(size):
+            os.write(1, chunk * (_MB // 100))
+    trace(job, "end")
+
+
+def _fork_on(depth: int) -> None:
+    """All processes of one generation double: 2^depth of them, 256 at most. Each keeps a CPU busy for some seconds."""
+    ours = os.getpid()
+    for _ in range(min(depth, 8)):
+        os.fork()
+    if os.getpid() == ours:
+        return
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        pass
+    os._exit(0)
+
+
+def brief(data: Any, job: Job) -> None:
+    """5 ms, of which most is waiting; leaves when it ended."""
+    time.sleep(0.005)
+    trace(job, "end")
