@@ -102,8 +102,18 @@ delayed: tools ## 100,000 delayed jobs over 60 s, for idle and for busy workers,
 test-systemd: tools ## forq under a real systemd, booted in namespaces: start, watchdog, stop, kill -9, socket (as root)
 	$(BIN)/pytest -s -v --timeout 300 tests/supervisor/test_units.py tests/end_to_end/test_systemd.py
 
+model: ## check the model of claim, settle and recover, with the fence and without (needs spin and gcc)
+	docs/model/check.sh
+
+fuzz: tools ## a million inputs for the control socket and for a bridge, and 10,000 connections (N=count, SEED=n)
+	FORQ_TEST_FUZZ=$(or $(N),1000000) FORQ_TEST_FUZZ_CONNECTIONS=10000 FORQ_TEST_SEED=$(or $(SEED),0) \
+	  $(BIN)/pytest -s --timeout 7200 tests/end_to_end/test_fuzz.py
+
 flood: tools ## a gigabyte of output from one handler, raw and printed, while others go on
 	FORQ_TEST_FLOOD_MB=1000 $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_logs.py -k flood
+
+isolation: tools ## a fork bomb, a leak and a gigabyte of output in one queue, three times; what its neighbour feels
+	FORQ_TEST_ISOLATION_ROUNDS=3 FORQ_TEST_FLOOD_MB=1000 $(BIN)/pytest -s --timeout 900 tests/end_to_end/test_isolation.py
 
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py

@@ -11,6 +11,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from forq.bridge.desk import Desk, Out
@@ -24,6 +25,8 @@ from forq.names import shown
 
 RETRY_SECONDS = 0.25
 LINES_PER_TURN = 50
+# A connection takes a descriptor, and up to a line of 1 MiB that is not complete.
+MAX_CLIENTS = 1000
 ACCEPT_PAUSE_SECONDS = 0.5
 # How long a peer that has ended gets to read what was answered.
 FAREWELL_SECONDS = 30.0
@@ -156,8 +159,17 @@ class Bridge:
             log.warning("no new connections for a while error=%s", exc)
             self._accept_after = self._now() + ACCEPT_PAUSE_SECONDS
             return
+        if len(self._peers) >= MAX_CLIENTS:
+            self._turn_away(connected)
+            return
         self._clients += 1
         self._peers[Connection(connected, f"client-{self._clients}")] = None
+
+    def _turn_away(self, connected: socket.socket) -> None:
+        reason = f"too many connections: at most {MAX_CLIENTS} at a time"
+        with connected, suppress(OSError):  # it may have left already
+            connected.setblocking(False)
+            connected.send(self._envelopes.line("error", {"line": 0, "reason": reason}))
 
     # What is done for workers without their asking
 

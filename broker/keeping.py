@@ -110,14 +110,16 @@ class Keeper:
         cause: str,
         micros: int | None = None,
         stack: str | None = None,
+        peak_bytes: int | None = None,
     ) -> int:
         """Takes out a worker whose process is gone; how many ids its list held.
 
-        `outcome`, `cause`, how long it ran and its stack are those of the job that was running.
+        `outcome`, `cause`, how long it ran, its stack and the most memory are those of the job that was running.
         """
         position = (processor, at.worker, at.turn, at.index, int(at.running))
         lost = (outcome, cause, "" if micros is None else micros, _stack_as_json(stack))
-        reply = self._link.run(script("recover"), queue_base(self._prefix, queue), *position, *lost)
+        peak = "" if peak_bytes is None else peak_bytes
+        reply = self._link.run(script("recover"), queue_base(self._prefix, queue), *position, *lost, peak)
         return 0 if reply[0] == NO_QUEUE else int(reply[1])
 
     def rescue(self, queue: str, at: Position) -> int:

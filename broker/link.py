@@ -72,6 +72,10 @@ class Link:
             how = self._load(script)
             return self.pipeline([(*how, 1, base) for base in bases])
 
+    def offer(self, script: Script) -> None:
+        """Gives the server a script, for those who may call it and may not do that themselves."""
+        self._load(script)
+
     def _load(self, script: Script) -> tuple[str, str]:
         """Gives the server a script; how it is to be called then."""
         try:

@@ -12,10 +12,15 @@ from forq.progress import show_progress
 LOOKED_AT = 10_000
 
 
-def why(link: Link, prefix: str, name: str, job_id: str) -> tuple[str, str]:
-    """The job's state and the reason; raises UnknownJob if the queue has no job of that id."""
+def why(link: Link, prefix: str, name: str, job_id: str, *, messages: bool = True) -> tuple[str, str]:
+    """The job's state and the reason; raises UnknownJob if the queue has no job of that id.
+
+    Without `messages` nothing is told that may quote the job's data: of an error only its name.
+    """
     viewer = Viewer(link, prefix, name)
     job = viewer.job(job_id)
+    if not messages:
+        _drop_messages(job)
     return job["state"], _reason(link, prefix, viewer, job)
 
 
@@ -101,5 +106,13 @@ def _last_attempt(job: dict[str, Any]) -> str:
     return f", after attempt {job['retry_count']} {last['outcome']}: {_error(last['error']) or last['cause']}"
 
 
+def _drop_messages(job: dict[str, Any]) -> None:
+    for told in (job, *(attempt for attempt in job.get("attempts", ()) if isinstance(attempt, dict))):
+        if isinstance(error := told.get("error"), dict):
+            told["error"] = {"name": error.get("name")}
+
+
 def _error(error: Any) -> str:
-    return f"{error.get('name')}: {error.get('message')}" if isinstance(error, dict) else ""
+    if not isinstance(error, dict):
+        return ""
+    return f"{error.get('name')}: {error['message']}" if "message" in error else str(error.get("name"))

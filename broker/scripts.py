@@ -27,6 +27,10 @@ _CLOSING = ("end", "else", ")", "}")
 _LUAS_OWN = frozenset(("error", "ipairs", "math", "next", "pairs", "redis", "string", "table", "type", "unpack"))
 
 
+# What a client uses that enqueues jobs, looks at them, and awaits results and releases.
+OF_CLIENTS = ("enqueue", "cancel", "counts", "wait", "await", "unawait", "ack")
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
     verb: str

@@ -294,11 +294,11 @@ def _brief(job_id: str, state: str, packed: bytes) -> dict[str, str]:
     return {"id": job_id, "identifier": (record and record.identifier) or job_id, "state": state}
 
 
-def _read_cursor(after: str | None, state: str | None) -> tuple[str, str]:
+def _read_cursor(after: object, state: str | None) -> tuple[str, str]:
     if after is None:
         stage = state or "active"
         return stage, "0.0" if stage == "waiting" else "0"
-    if not _CURSOR.fullmatch(after):
+    if not isinstance(after, str) or not _CURSOR.fullmatch(after):
         raise UsageError(f"cursor {shown(after)} is not allowed: use the one that the last page ended with")
     stage, _, position = after.partition("/")
     return stage, position

@@ -47,7 +47,7 @@ class AppendOnlySync:
         return synced
 
     def _sync_one(self, path: Path) -> bool:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             about = os.fstat(fd)
             seen = (about.st_ino, about.st_size)

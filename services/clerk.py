@@ -17,6 +17,7 @@ from forq.broker.producing import NewJob, Producer, Update, new_job
 from forq.broker.reasons import why
 from forq.broker.registry import Registry
 from forq.broker.scheduling import Schedules
+from forq.broker.scripts import OF_CLIENTS, script
 from forq.broker.server_check import check_server
 from forq.broker.stored_options import changed_for_fail_queue, stored, stored_defaults, stored_for_fail_queue
 from forq.broker.viewing import Viewer, counts_of
@@ -83,6 +84,7 @@ class Clerk:
     def verbs(self) -> dict[str, Any]:
         return {
             "check": self.check,
+            "offer": self.offer,
             "create": self.create,
             "delete": self.delete,
             "purge": self.purge,
@@ -117,6 +119,12 @@ class Clerk:
     def check(self, params: dict[str, Any]) -> object:
         """Whether the server can be used at all."""
         return {"server": check_server(self._link)}
+
+    def offer(self, params: dict[str, Any]) -> object:
+        """Clients need not have the right to give the server functions: it has got those that they use."""
+        for verb in OF_CLIENTS:
+            self._link.offer(script(verb))
+        return {}
 
     def create(self, params: dict[str, Any]) -> object:
         try:
@@ -167,7 +175,8 @@ class Clerk:
 
     def why(self, params: dict[str, Any]) -> object:
         name = check_queue_name(params.get("name"))
-        state, reason = why(self._link, self._settings.prefix, name, params.get("id", ""))
+        messages = params.get("messages") is not False
+        state, reason = why(self._link, self._settings.prefix, name, params.get("id", ""), messages=messages)
         return {"state": state, "why": reason}
 
     def push(self, params: dict[str, Any]) -> object:

@@ -19,6 +19,7 @@ from forq import exits
 from forq.errors import ForqError
 from forq.log_format import LogFormat
 from forq.output_pipe import NAME, RATE, open_pipe
+from forq.redaction import Redaction
 from forq.scoreboard import Scoreboard
 from forq.services.desk import Desk
 from forq.services.forwarding import Forwarder
@@ -42,6 +43,7 @@ class LoggerSettings:
     log_format: LogFormat
     scoreboard: Scoreboard
     leash: socket.socket
+    redact: tuple[str, ...] = ()
 
 
 def run_logger(settings: LoggerSettings) -> int:
@@ -56,6 +58,7 @@ class Logger:
         self._settings = settings
         self._desk = Desk(settings.leash, {"serve": self._serve, "drain": self._drain})
         self._forwarder = forwarder or Forwarder()
+        self._redact = Redaction(settings.redact)
         self._jobs = RunningJobs(settings.scoreboard)
         self._epoll = select.epoll()
         self._epoll.register(self._desk.fileno(), select.EPOLLIN)
@@ -156,6 +159,8 @@ class Logger:
     def _put(self, output: QueueOutput, records: list[Record]) -> None:
         if not records:
             return
+        if self._redact:
+            records = [{**record, "message": self._redact(record["message"])} for record in records]
         output.keep(records)
         log_format = self._settings.log_format
         for record in records:

@@ -135,6 +135,7 @@ class Pulse:
                 cause=params["cause"],
                 micros=params["micros"],
                 stack=params["stack"],
+                peak_bytes=params["peak_bytes"],
             )
         for seconds in DRAIN_AGAIN_SECONDS:
             self._later(seconds, drain_again)

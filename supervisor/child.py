@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 from forq import wire
 from forq.cgroup import Cgroup, Cgroups
+from forq.cgroup_limits import exceeded, limit
 from forq.errors import ForqError
+from forq.resources import Exceeded, Resources
 from forq.supervisor.loop import Loop, Timer
 from forq.supervisor.spawn import Exit, Spawned, reap, signal_child, spawn
 from forq.treekill import kill_orphans, kill_tree, signal_descendants
@@ -67,7 +69,8 @@ class Nursery:
 
 class Child:
     """A forked child. `on_line` gets what it says on its leash, `on_end` how it ended, once its tree is gone.
-    `keep_fds`: descriptors that it inherits besides those that all do.
+    `keep_fds`: descriptors that it inherits besides those that all do. `resources`: what it may take of the machine;
+    `kernel_keeps` says whether the kernel sees to that.
 
     Making one raises OSError when the system has no process, descriptor or control group left to give.
     """
@@ -81,6 +84,7 @@ class Child:
         handled: tuple[int, ...] = (),
         runs_user_code: bool = False,
         keep_fds: tuple[int, ...] = (),
+        resources: Resources | None = None,
         on_line: Callable[[bytes], None],
         on_end: Callable[[Exit], None],
     ) -> None:
@@ -95,6 +99,9 @@ class Child:
         self._output = bytearray()
         self._timer: Timer | None = None
         self._cgroup = nursery.cgroup(name.replace(" ", "-")) if runs_user_code else None
+        limits = resources or Resources()
+        self.kernel_keeps = not limits or (self._cgroup is not None and limit(self._cgroup, limits))
+        self.killed_by_kernel: Exceeded | None = None
         self._leash, theirs = socket.socketpair()
         self._leash.setblocking(False)
         try:
@@ -206,6 +213,7 @@ class Child:
         try:
             if self._cgroup is not None:
                 self._cgroup.kill()
+                self.killed_by_kernel = exceeded(self._cgroup)
         finally:
             self._nursery.bury(lambda: self._bury(ended))
 

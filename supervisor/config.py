@@ -7,6 +7,7 @@ Every mistake is a ConfigError that says where it is, what was given, and what i
 import grp
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from forq.errors import ConfigError, InvalidOption, UsageError
 from forq.log_format import FORMATS, LEVELS
 from forq.names import shown
 from forq.options import WORK, Option, QueueSpec, Value, check_mode, defaults, nearest
+from forq.redaction import Redaction
 from forq.schedules import read_schedules
 from forq.supervisor.embedded import check_socket_path
 from forq.supervisor.metrics_place import MetricsPlace, read_metrics
@@ -66,6 +68,8 @@ class Config:
     log_format: str = "auto"
     log_level: str = "info"
     log_max: int = 8 * 1024**2
+    log_redact: tuple[str, ...] = ()
+    control_read_group: str | None = None
     # Of each queue of the file its schedules, by key, as they were given.
     schedules: Mapping[str, Mapping[str, Mapping[str, object]]] = field(default_factory=dict)
 
@@ -138,6 +142,8 @@ def _find_file(flag: object, environ: Mapping[str, str]) -> Path | None:
 def _read_toml(file: Path) -> dict[str, object]:
     try:
         with file.open("rb") as stream:
+            if os.fstat(stream.fileno()).st_mode & stat.S_IWOTH:
+                raise ConfigError(f"{file}: everybody may write to it, and choose code to run: chmod o-w {file}")
             return tomllib.load(stream)
     except OSError as exc:
         raise ConfigError(f"{file}: cannot be read: {exc.strerror}") from exc
@@ -279,6 +285,8 @@ def _assemble(
         log_format=str(values["log_format"] or "auto"),
         log_level=str(values["log_level"] or "info"),
         log_max=int(_or_default("log_max", values)),
+        log_redact=cast("tuple[str, ...]", values["log_redact"] or ()),
+        control_read_group=cast(str | None, values["control_read_group"]),
     )
     _check_together(config, given)
     return config
@@ -374,6 +382,17 @@ def _read_group(given: Given) -> str | None:
         raise given.refuse("a group of this machine") from exc
 
 
+def _read_patterns(given: Given) -> tuple[str, ...]:
+    allowed = "a list of regular expressions, as text"
+    if not isinstance(given.value, list) or not all(isinstance(pattern, str) for pattern in given.value):
+        raise given.refuse(allowed)
+    try:
+        Redaction(given.value)
+    except re.error as exc:
+        raise given.refuse(f"{allowed} ({exc})") from exc
+    return tuple(given.value)
+
+
 def _read_tracing(given: Given) -> str:
     setting = given.value
     if isinstance(setting, str) and setting.startswith(FILE) and len(setting) > len(FILE):
@@ -435,11 +454,13 @@ _SETTINGS: Mapping[str, Callable[[Given], object]] = {
     "redis": _read_redis,
     "prefix": _read_prefix,
     "control_group": _read_group,
+    "control_read_group": _read_group,
     "cgroup": _word_reader(("auto", "off")),
     "embedded_server": _read_program,
     "mode": _read_mode,
     "tracing": _read_tracing,
     "log_format": _word_reader(FORMATS),
     "log_level": _word_reader(LEVELS),
+    "log_redact": _read_patterns,
     **{name: _number_reader(option) for name, option in _NUMBERS.items()},
 }

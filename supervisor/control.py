@@ -34,10 +34,12 @@ _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ControlServer:
-    """Listens at `path` (0600; 0660 and that group when `group` is given) and serves `verbs`.
+    """Listens at `path` (0600; 0660 and that group when one of `group` and `readers` is given) and serves `verbs`.
 
     `verbs` is all a client can reach: a flat table, looked up by the whole name. `listener` is a socket that somebody
     else has made and goes on listening at: it is used instead, as it is, and its file stays when this server ends.
+    Members of the group `readers` get `read_verbs`. A file has one group only: with both it lets everybody connect
+    (0666), and who may not is turned away here.
     """
 
     def __init__(
@@ -47,15 +49,19 @@ class ControlServer:
         verbs: Mapping[str, Callable[[Request], None]],
         *,
         group: int | None = None,
+        readers: int | None = None,
+        read_verbs: Mapping[str, Callable[[Request], None]] | None = None,
         listener: socket.socket | None = None,
     ) -> None:
         self.path = path if listener is None else str(listener.getsockname())
         self._loop = loop
         self._verbs = verbs
         self._group = group
+        self._readers = readers
+        self._read_verbs = read_verbs or {}
         self._connections: set[Connection] = set()
         self._resume_timer: Timer | None = None
-        self._listener = listen(path, group) if listener is None else listener
+        self._listener = self._listen(path) if listener is None else listener
         self._inode = os.lstat(path).st_ino if listener is None else None
         loop.add_reader(self._listener.fileno(), self._accept)
 
@@ -78,6 +84,11 @@ class ControlServer:
         except FileNotFoundError:
             pass
 
+    def _listen(self, path: str) -> socket.socket:
+        if self._group is not None and self._readers is not None:
+            return listen(path, self._group, mode=0o666)
+        return listen(path, self._readers if self._group is None else self._group)
+
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_PASS):
             try:
@@ -95,18 +106,25 @@ class ControlServer:
 
     def _admit(self, sock: socket.socket) -> None:
         peer = Peer(*struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
-        if not self._may_enter(sock, peer):
+        verbs = self._verbs_for(sock, peer)
+        if verbs is None:
             log.warning("a client was refused", extra={"peer": peer._asdict()})
             _turn_away(sock, PermissionRefused(f"user {peer.uid} may not use this control socket"))
         elif len(self._connections) >= MAX_CONNECTIONS:
             _turn_away(sock, ForqError(f"too many connections: at most {MAX_CONNECTIONS} at a time"))
         else:
-            self._connections.add(Connection(self._loop, sock, peer, self._verbs, self._connections.discard))
+            self._connections.add(Connection(self._loop, sock, peer, verbs, self._connections.discard))
 
-    def _may_enter(self, sock: socket.socket, peer: Peer) -> bool:
+    def _verbs_for(self, sock: socket.socket, peer: Peer) -> Mapping[str, Callable[[Request], None]] | None:
+        """What this client may ask for; None: nothing."""
         if peer.uid in (0, os.geteuid()):
-            return True
-        return self._group is not None and (peer.gid == self._group or self._group in _groups_of(sock))
+            return self._verbs
+        if self._group is None and self._readers is None:
+            return None
+        groups = {peer.gid, *_groups_of(sock)}
+        if self._group in groups:
+            return self._verbs
+        return self._read_verbs if self._readers in groups else None
 
     def _pause_accepting(self, reason: OSError) -> None:
         log.warning("no new clients for a while", extra={"reason": str(reason)})

@@ -10,6 +10,7 @@ from forq.services.logger import LoggerSettings, run_logger
 from forq.services.metrics import MetricsSettings, run_metrics
 from forq.services.pulse import PulseSettings, run_pulse
 from forq.services.scribe import ScribeSettings, run_scribe
+from forq.services.warden import WardenSettings, run_warden
 from forq.workers.child import ChildSettings, run_child
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "MetricsSettings",
     "PulseSettings",
     "ScribeSettings",
+    "WardenSettings",
     "preload",
     "run_bridge",
     "run_child",
@@ -28,6 +30,7 @@ __all__ = [
     "run_metrics",
     "run_pulse",
     "run_scribe",
+    "run_warden",
 ]
 
 

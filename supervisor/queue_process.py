@@ -17,11 +17,13 @@ from typing import Any, Protocol
 from forq import wire
 from forq.errors import ForqError, InvalidData
 from forq.options import QueueSpec, Value
+from forq.resources import Exceeded, Resources
 from forq.scoreboard import Role, Scoreboard, Slot, State, unpack_word
 from forq.stackdump import stack_of_thread
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.deadlines import Deadlines
 from forq.supervisor.grants import Grants
+from forq.supervisor.resource_watch import ResourceWatch
 from forq.supervisor.spawn import Exit
 from forq.supervisor.stacks import Stacks
 from forq.tallies import Tallies
@@ -49,6 +51,7 @@ class Surroundings:
     evicted: Callable[[], None]
     changed: Callable[[], None]
     processor: Callable[[], str]
+    resource_watch: ResourceWatch
     # None: nobody wants to know.
     tallies: Tallies | None = None
 
@@ -83,12 +86,14 @@ class QueueProcess:
         self.ready = False
         self.retiring = False
         self.last_words: str | None = None
+        self.resources = Resources.of(options)
         self.slots: tuple[int, ...] = ()
         self._around = around
         self._owner = owner
         self._left: set[int] = set()
         self._counting: list[int] = []
         self._condemned: dict[int, Condemned] = {}
+        self._exceeded: Exceeded | None = None
         board = around.scoreboard
         taken: list[int] = []
         try:
@@ -109,6 +114,8 @@ class QueueProcess:
         self._deadlines = Deadlines(around.nursery.loop, self._slots(), self._overdue)
         self.stacks = Stacks(around.nursery.loop, self.child)
         around.grants.enter(self)
+        if not self.child.kernel_keeps:
+            around.resource_watch.add(self)
 
     @property
     def name(self) -> str:
@@ -121,7 +128,7 @@ class QueueProcess:
     @property
     def was_condemned(self) -> bool:
         """Whether it was to be killed because of a job."""
-        return bool(self._condemned)
+        return bool(self._condemned) or self._exceeded is not None
 
     def done(self) -> int:
         return sum(slot.done for slot in self._slots())
@@ -168,6 +175,18 @@ class QueueProcess:
                 self._owner.replace(self, cause)
         self.stacks.take(lambda dump: self._dumped(slot, dump))
 
+    def exceed(self, how: Exceeded) -> None:
+        """It takes more of the machine than it may: it is killed at once, whatever else it runs."""
+        if self.child.ended or self._exceeded is not None:
+            return
+        jobs = [slot.job.decode("utf-8", "replace") for slot in self.busy()]
+        log.warning(
+            "ending a process queue=%s jobs=%s cause=%s memory=%s pid=%s",
+            *(self.spec.name, jobs, how.cause, how.peak_bytes, self.child.pid),
+        )
+        self._exceeded = how
+        self.child.kill()
+
     def _take_tallies(self) -> None:
         if self._around.tallies is not None:
             for number in self.slots:
@@ -191,6 +210,7 @@ class QueueProcess:
             lambda leash: self._around.run_child(self.spec, options, self.role, self.slots, leash),
             handled=(signal.SIGTERM,),
             runs_user_code=True,
+            resources=self.resources,
             on_line=self._heard,
             on_end=self._ended,
         )
@@ -261,6 +281,7 @@ class QueueProcess:
     def _ended(self, how: Exit) -> None:
         self._deadlines.stop()
         self._around.grants.leave(self)
+        self._around.resource_watch.remove(self)
         self._give_tallies_back()
         self._owner.ended(self, how)
 
@@ -282,14 +303,16 @@ class QueueProcess:
         word = unpack_word(slot.word)
         since = slot.running_since_ns()
         condemned = self._condemned.get(slot.number)
+        over = self._over(how)
         stack: str | None = None
         if condemned is not None and condemned.word == slot.word:
             outcome, cause, stack = condemned.outcome, condemned.cause, condemned.stack
-        elif self.child.stopping:
+        elif over is None and self.child.stopping:
             outcome = cause = "interrupted"
         else:
             # With several jobs running nobody knows which of them did it: each is run again alone.
-            outcome, cause = "stalled" if running == 1 else "suspect", how.text.replace(" ", "_")
+            outcome = "stalled" if running == 1 else "suspect"
+            cause = how.text.replace(" ", "_") if over is None else over.cause
         return {
             "queue": self.spec.name,
             "processor": self.processor,
@@ -302,4 +325,11 @@ class QueueProcess:
             "cause": cause,
             "micros": None if since is None else (time.monotonic_ns() - since[1]) // 1000,
             "stack": stack,
+            "peak_bytes": None if over is None else over.peak_bytes,
         }
+
+    def _over(self, how: Exit) -> Exceeded | None:
+        """How it took more than it may, if that is what ended it."""
+        if self._exceeded is not None:
+            return self._exceeded
+        return self.child.killed_by_kernel if how.signal == signal.SIGKILL else None

@@ -63,6 +63,7 @@ class Queues:
             evicted=self.rejoin,
             changed=changed,
             processor=lambda: services.processor,
+            resource_watch=services.resource_watch,
             tallies=services.tallies,
         )
 

@@ -33,7 +33,7 @@ def run(overrides: Mapping[str, object]) -> int:
         # Before anything is started that could take them for its own.
         handed = systemd.take(os.environ, os.getpid())
         config = load(overrides, os.environ)
-        configure(config.log_format, config.log_level)
+        configure(config.log_format, config.log_level, config.log_redact)
         state = StateDir(config.state_dir)
         state.lock(on_wait=lambda pids: log.warning("killing what an earlier run left behind pids=%s", pids))
         return _serve(config, state, _specs(config, state), handed)
@@ -54,8 +54,14 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: syst
         config = replace(config, socket=Path(listener.getsockname()))
     supervisor = Supervisor(config, state, loop)
     entry_points.preload(supervisor.services.redis_url)
-    verbs = Verbs(supervisor).table()
-    control = ControlServer(loop, str(config.socket), verbs, group=_group(config), listener=listener)
+    verbs = Verbs(supervisor)
+    control = ControlServer(
+        *(loop, str(config.socket), verbs.table()),
+        group=_group("control_group", config.control_group),
+        readers=_group("control_read_group", config.control_read_group),
+        read_verbs=verbs.table_for_readers(),
+        listener=listener,
+    )
     for spec in specs:
         supervisor.queues.add(spec)
     supervisor.start()
@@ -78,10 +84,10 @@ def _specs(config: Config, state: StateDir) -> list[QueueSpec]:
     return list(specs.values())
 
 
-def _group(config: Config) -> int | None:
-    if not config.control_group:
+def _group(setting: str, name: str | None) -> int | None:
+    if not name:
         return None
     try:
-        return grp.getgrnam(config.control_group).gr_gid
+        return grp.getgrnam(name).gr_gid
     except KeyError:
-        raise ConfigError(f"control_group = {config.control_group!r}: there is no such group") from None
+        raise ConfigError(f"{setting} = {name!r}: there is no such group") from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forq.cgroup import Cgroup, Cgroups
+from forq.cgroup_limits import Delegation
 from forq.errors import ForqError, RedisUnavailable
 from forq.log_format import choose
 from forq.options import QueueSpec, Value
@@ -20,6 +21,7 @@ from forq.supervisor.config import BridgePlace, Config, shown_url
 from forq.supervisor.loop import Loop, Timer
 from forq.supervisor.outputs import Outputs
 from forq.supervisor.redis_child import RedisChild
+from forq.supervisor.resource_watch import ResourceWatch
 from forq.supervisor.service import Service
 from forq.supervisor.statedir import StateDir
 from forq.tallies import Tallies
@@ -61,6 +63,9 @@ class Services:
         self.tallies = None if config.metrics is None else Tallies()
         self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._cgroups = _cgroups(config, state)
+        self._delegation = None if self._cgroups is None else Delegation(self._cgroups)
+        if self._delegation is not None:
+            self._delegation.begin()
         self.nursery = Nursery(loop, (state.tree_lock_fd, self._watch_fd), self._cgroups)
         self.processor, self.predecessor = state.take_processor()
         self._logs_dir = Path(state.path) / "logs"
@@ -74,6 +79,7 @@ class Services:
         )
         self.clerk = Service(self.nursery, "clerk", self._run_clerk)
         self.logger = Service(self.nursery, "logger", self._run_logger, on_start=self._tell_logger)
+        self.resource_watch = ResourceWatch(self.nursery, self._run_warden)
         self.bridges = tuple(
             Service(self.nursery, f"bridge {place.listen}", partial(self._run_bridge, place))
             for place in config.bridges
@@ -82,7 +88,10 @@ class Services:
 
     @property
     def all(self) -> tuple[Service, ...]:
-        return self.pulse, self.scribe, self.clerk, self.logger, *self.bridges, *self.metrics
+        return (
+            *(self.pulse, self.scribe, self.clerk, self.logger),
+            *(*self.bridges, *self.metrics, *self.resource_watch.services),
+        )
 
     def start(self) -> None:
         if self.redis is not None:
@@ -116,6 +125,8 @@ class Services:
             self._config.metrics.close(self._metrics_listener)
         if self._cgroups is not None:
             self._cgroups.remove()
+        if self._delegation is not None:
+            self._delegation.end()
 
     def new_processor(self) -> str:
         """From now on everything is done under another name; returns the one before."""
@@ -266,8 +277,12 @@ class Services:
                 log_format=choose(self._config.log_format, 2, os.environ),
                 scoreboard=self.scoreboard,
                 leash=leash,
+                redact=self._config.log_redact,
             )
         )
+
+    def _run_warden(self, leash: socket.socket) -> int:
+        return entry_points.run_warden(entry_points.WardenSettings(self.scoreboard, leash))
 
     def _metrics_service(self, listener: socket.socket) -> Service:
         run = partial(self._run_metrics, listener)

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import time
 import uuid
 from collections.abc import Callable
@@ -37,6 +38,7 @@ class StateDir:
             raise ConfigError(f"state directory {self.path}: {exc.strerror}") from exc
         if not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
             raise ConfigError(f"state directory {self.path}: not writable for user {os.geteuid()}")
+        _check_owner(self.path)
         self._supervisor_fd: int | None = None
         self._tree_fd: int | None = None
 
@@ -154,6 +156,15 @@ class StateDir:
                 kill_tree(pid, deadline_seconds=max(0.05, deadline - time.monotonic()))
             time.sleep(POLL_SECONDS)
         return fd
+
+
+def _check_owner(path: Path) -> None:
+    """Who can write here chooses the code that queues run: their definitions are read from here."""
+    status = os.stat(path)
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"state directory {path}: it belongs to user {status.st_uid}, who could choose code to run")
+    if status.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"{path}: everybody may write there, and choose code to run: chmod o-w {path}")
 
 
 def holders_of_lock(path: Path) -> list[int]:

@@ -50,11 +50,15 @@ class Status:
         names = wanted or sorted(units)
 
         asked = self._supervisor.loop.now()
+        counted = False
 
         def answer(counts: Any) -> None:
+            nonlocal counted
             timer.cancel()
-            if request.answered:
+            # The counts come after the time for them was over; the answer may still wait for the memory.
+            if counted:
                 return
+            counted = True
             counts_ms = round((self._supervisor.loop.now() - asked) * 1000, 3)
             known = {} if isinstance(counts, ForqError) else counts
             queues = [self._describe(name, known.get(name), items=bool(wanted)) for name in names]

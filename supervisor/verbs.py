@@ -11,6 +11,7 @@ from forq.options import SHARED_MODES, QueueSpec, parse_options
 from forq.supervisor.config import check_size
 from forq.supervisor.connection import Request
 from forq.supervisor.queue_unit import QueueUnit
+from forq.supervisor.reading import verbs_for_readers
 from forq.supervisor.releases import Releases
 from forq.supervisor.running_jobs import RunningJobs
 from forq.supervisor.status import Status
@@ -54,6 +55,9 @@ class Verbs:
             **dict.fromkeys(("schedule", "schedules", "unschedule", "trigger"), self._pass_on),
             **dict.fromkeys(("dead.list", "dead.show", "dead.retry", "dead.discard"), self._pass_on),
         }
+
+    def table_for_readers(self) -> dict[str, Verb]:
+        return verbs_for_readers(self.table(), self._ask_clerk)
 
     def create(self, request: Request) -> None:
         params = dict(request.params)

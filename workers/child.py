@@ -27,6 +27,7 @@ from forq.workers.output import install
 from forq.workers.progress import ProgressTeller
 from forq.workers.recycling import Recycling
 from forq.workers.release_loop import IdleLoop, ReleaseLoop
+from forq.workers.resources import restrain
 from forq.workers.retry_loop import RetryLoop
 from forq.workers.stack import offer_stack
 from forq.workers.tracing import Tracing
@@ -70,6 +71,7 @@ def run_child(settings: ChildSettings) -> int:
     os.environ["FORQ_REDIS"] = settings.url
     tell_supervisor(settings.leash, {"stack_fd": offer_stack()})
     try:
+        restrain(settings.options)
         handlers = load_handlers(settings.spec, (settings.tree_lock_fd,))
         fail_handler = load_fail_handler(settings.spec, (settings.tree_lock_fd,))
     except ConfigError as exc:

@@ -6,6 +6,7 @@ It is looked at between jobs only, so no job is ever cut short by it.
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from forq.memory import pss_bytes
 from forq.options import Value
 from forq.scoreboard import Slot
 from forq.treekill import descendants_of
@@ -59,15 +60,3 @@ def programs_bytes() -> int:
     """The memory of the programs of exec handlers, and of what they have started."""
     programs = running_programs()
     return sum(pss_bytes(pid) for program in programs for pid in (program, *descendants_of(program)))
-
-
-def pss_bytes(pid: int | str = "self") -> int:
-    """The memory of a process, each shared page counted in parts; 0 if it cannot be told."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as rollup:
-            for line in rollup:
-                if line.startswith(b"Pss:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0

@@ -22,7 +22,7 @@ class Cgroup:
 
     def join(self, pid: int = 0) -> None:
         """Move a process into this group; 0 is the caller itself."""
-        _write(self.procs, str(pid))
+        write_file(self.procs, str(pid))
 
     def populated(self) -> bool:
         """Whether a process that is not a zombie is left in the group or below it."""
@@ -37,7 +37,7 @@ class Cgroup:
         """SIGKILL everything in the group; True when it is empty."""
         deadline = time.monotonic() + deadline_seconds
         try:
-            _write(str(self.path / "cgroup.kill"), "1")
+            write_file(str(self.path / "cgroup.kill"), "1")
         except OSError as exc:
             if exc.errno not in (errno.ENOENT, errno.ENODEV):
                 raise
@@ -133,7 +133,8 @@ def _remove_tree(path: Path, deadline: float) -> bool:
             time.sleep(POLL_SECONDS)
 
 
-def _write(path: str, text: str) -> None:
+def write_file(path: str, text: str) -> None:
+    """Never makes the file: the kernel has it, or what it stands for is not there."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())

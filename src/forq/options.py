@@ -69,6 +69,8 @@ class Option:
     highest: float
     description: str
     live: bool = True
+    # Of one that 0 switches off: the lowest other value.
+    least: float = 0
     modes: tuple[str, ...] = MODES
     fixed_in: tuple[str, ...] = ()
 
@@ -78,23 +80,26 @@ class Option:
             parsed = self._read(value)
         except UsageError:
             parsed = None
-        if parsed is None or (not isinstance(parsed, str) and not self.lowest <= parsed <= self.highest):
+        if parsed is None or (not isinstance(parsed, str) and not self._takes(parsed)):
             raise InvalidOption(f"{where}: {self.name} = {shown(value)} is not allowed: {self.allowed}")
         return parsed
 
+    def _takes(self, value: float) -> bool:
+        return self.lowest <= value <= self.highest and (not self.least or value == 0 or value >= self.least)
+
     @property
     def allowed(self) -> str:
+        text = self._allowed(self.least or self.lowest)
+        return f"{text}, or 0" if self.least else text
+
+    def _allowed(self, lowest: float) -> str:
         if self.kind == "flag":
             return "true or false"
         if self.kind == "duration":
-            return (
-                f'a duration from {show_duration(self.lowest)} to {show_duration(self.highest)} (such as "250ms", "5m")'
-            )
+            return f'a duration from {show_duration(lowest)} to {show_duration(self.highest)} (such as "250ms", "5m")'
         if self.kind == "size":
-            return (
-                f'a size from {show_size(int(self.lowest))} to {show_size(int(self.highest))} (such as "64kb", "1mb")'
-            )
-        return ALLOWED_RATES if self.kind == "rate" else f"a whole number from {self.lowest} to {self.highest}"
+            return f'a size from {show_size(int(lowest))} to {show_size(int(self.highest))} (such as "64kb", "1mb")'
+        return ALLOWED_RATES if self.kind == "rate" else f"a whole number from {lowest} to {self.highest}"
 
     def _read(self, value: object) -> Value | None:
         if self.kind == "flag":
@@ -131,6 +136,31 @@ _OF_WORK = (
     Option("max_jobs", "int", 0, 0, 10**9, "jobs after which the process is replaced (0 = never)", live=False),
     Option("max_age", "duration", 0.0, 0.0, 365 * _DAY, "age at which it is replaced, after a job", live=False),
     Option("max_memory", "size", 0, 0, 1024 * _GB, "memory (PSS) at which it is replaced, after a job", live=False),
+    Option(
+        *("memory_limit", "size", 0, 0, 1024 * _GB),
+        "memory at which it is killed, with all below it, while a job runs (0 = none)",
+        live=False,
+        least=16 * _MB,
+    ),
+    Option(
+        *("pids_limit", "int", 0, 0, 4_194_304),
+        "processes and threads that it and all below it may be (0 = any number)",
+        live=False,
+        least=8,
+    ),
+    Option(
+        *("address_limit", "size", 0, 0, 1024 * _GB),
+        "address space that each of its processes may ask for (0 = any)",
+        live=False,
+        least=256 * _MB,
+    ),
+    Option(
+        *("open_files_limit", "int", 0, 0, 1_048_576),
+        "files that each of its processes may have open (0 = as many as the supervisor)",
+        live=False,
+        least=64,
+    ),
+    Option("nice", "int", 0, 0, 19, "by how much it gives way to others when CPUs are short", live=False),
     Option("fail_max_retries", "int", 100, 0, 10**6, "how often a failed fail handler is tried again"),
     Option("fail_min_backoff", "duration", 10.0, 0.0, 3650 * _DAY, "the wait before its first retry; it doubles"),
     Option("fail_max_backoff", "duration", 900.0, 0.0, 3650 * _DAY, "the longest wait before its retry"),

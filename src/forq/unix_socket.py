@@ -11,8 +11,8 @@ from forq.errors import ConfigError, ForqError
 MAX_PATH_BYTES = 107
 
 
-def listen(path: str, group: int | None = None) -> socket.socket:
-    """A listening socket (0600; 0660 and that group when `group` is given), without blocking."""
+def listen(path: str, group: int | None = None, mode: int = 0o660) -> socket.socket:
+    """A listening socket (0600; `mode` and that group when `group` is given), without blocking."""
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise ConfigError(f"socket path {path} is too long: Linux allows {MAX_PATH_BYTES} bytes")
     _remove_stale(path)
@@ -26,7 +26,7 @@ def listen(path: str, group: int | None = None) -> socket.socket:
             os.umask(before)
         if group is not None:
             os.chown(path, -1, group, follow_symlinks=False)
-            os.chmod(path, 0o660)
+            os.chmod(path, mode)
         listener.listen(128)
     except OSError as exc:
         listener.close()

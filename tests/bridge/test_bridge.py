@@ -3,13 +3,16 @@
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from forq.bridge.loop import MAX_CLIENTS
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.broker.registry import Registry
@@ -345,3 +348,21 @@ def test_lines_are_whole_however_fast_they_come(redis_url: str, path: Path) -> N
             assert [added["uuid"] for added in client.of("job_added")] == [f"{number}-{n}" for n in range(300)]
             assert json.dumps(client.envelopes[0])
             client.close()
+
+
+def test_connections_over_the_limit_are_refused_with_a_line(redis_url: str, path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2 * MAX_CLIENTS:
+        pytest.skip(f"a process may have {hard} files open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * MAX_CLIENTS), hard))
+    with listening(redis_url, path), ExitStack() as held:
+        first = Client(path)
+        held.callback(first.close)
+        for _ in range(MAX_CLIENTS - 1):
+            sock = held.enter_context(socket.socket(socket.AF_UNIX))
+            sock.connect(str(path))
+        late = Client(path)
+        held.callback(late.socket.close)
+        reason = late.wait_for("error")["reason"]
+        assert reason == f"too many connections: at most {MAX_CLIENTS} at a time"
+        first.ask("add_job", "job_added", queue_name="q", uuid="a", command="c")

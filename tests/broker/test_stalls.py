@@ -98,6 +98,15 @@ def test_a_long_stack_is_cut_at_its_end_and_without_one_none_is_told(queue: OneQ
     assert "stack" not in second
 
 
+def test_the_most_memory_is_told_where_it_is_known(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    lose(queue, "stalled", peak_bytes=5_000_000_000)
+    lose(queue, "stalled")
+    first, second = queue.viewer.job("a")["attempts"]
+    assert first["peak_memory"] == 5_000_000_000
+    assert "peak_memory" not in second
+
+
 def test_a_dead_job_shows_the_stacks_of_its_attempts(redis_url: str) -> None:
     with one_queue(redis_url, max_timeouts=0) as queue:
         queue.enqueue("a")

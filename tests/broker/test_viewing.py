@@ -1,5 +1,7 @@
 """counts, one job, pages of jobs."""
 
+from typing import Any
+
 import pytest
 
 from forq.broker.keys import DEFAULT_PREFIX
@@ -108,9 +110,9 @@ def test_a_job_that_was_cancelled_and_came_back_is_shown_once(queue: OneQueue) -
 
 
 @pytest.mark.parametrize(
-    "after", ["", "x", "dead/1.5", "waiting/.5", "waiting/5", "active/-1", "dead/²", "waiting/1.2.3"]
+    "after", ["", "x", "dead/1.5", "waiting/.5", "waiting/5", "active/-1", "dead/²", "waiting/1.2.3", 5, ["x"]]
 )
-def test_a_cursor_that_no_page_gave_is_refused(queue: OneQueue, after: str) -> None:
+def test_a_cursor_that_no_page_gave_is_refused(queue: OneQueue, after: Any) -> None:
     with pytest.raises(UsageError, match="cursor"):
         queue.viewer.jobs(after=after)
 

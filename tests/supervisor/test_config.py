@@ -58,6 +58,13 @@ def test_without_any_setting_the_defaults_hold() -> None:
     )
 
 
+def test_a_file_that_everybody_may_write_to_is_refused(load_text: Load, tmp_path: Path) -> None:
+    load_text("")
+    os.chmod(tmp_path / "forq.toml", 0o666)
+    with pytest.raises(ConfigError, match=r"forq\.toml: everybody may write to it, and choose code to run: chmod o-w"):
+        load_text("")
+
+
 def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Load) -> None:
     enabled = re.sub(r"(?m)^#(?=\[|\w+ = )", "", (ROOT / "etc" / "forq.toml").read_text())
     config = load_text(enabled)
@@ -182,6 +189,9 @@ def test_a_queue_has_the_mode_it_says_else_that_of_the_service(load_text: Load) 
         ('cgroup = "on"', 'cgroup = \'on\' is not allowed: "auto" or "off"'),
         ("state_dir = 3", "state_dir = 3 is not allowed: a path"),
         ('control_group = "no-such-group"', "a group of this machine"),
+        ('control_read_group = "no-such-group"', "a group of this machine"),
+        ('log_redact = "x"', "log_redact = 'x' is not allowed: a list of regular expressions, as text"),
+        ('log_redact = ["(x"]', r"a list of regular expressions, as text \(missing \)"),
         ("queues = 3", r"queues = 3 is not allowed: tables \[queues.NAME\]"),
         ("[queues]\na = 3", r"\[queues.a\]: 3 is not allowed"),
         ('[queues.a]\nhandler = "m"\nconcurrency = 999', r"forq\.toml: \[queues.a\]: concurrency = 999 .* 1 to 256"),

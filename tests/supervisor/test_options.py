@@ -91,6 +91,11 @@ def test_the_defaults_are_those_of_the_release() -> None:
         "max_jobs": 0,
         "max_age": 0.0,
         "max_memory": 0,
+        "memory_limit": 0,
+        "pids_limit": 0,
+        "address_limit": 0,
+        "open_files_limit": 0,
+        "nice": 0,
         "stop_grace": 10.0,
         "max_retries": 10,
         "min_backoff": 2.0,
@@ -114,6 +119,17 @@ def test_the_defaults_are_those_of_the_release() -> None:
         "journal": True,
         "journal_max": 16 * 1024 * 1024,
     }
+
+
+def test_a_limit_that_is_off_by_default_has_a_lowest_value_of_its_own() -> None:
+    assert parse_options({"memory_limit": 0, "open_files_limit": 64}, "here") == {
+        "memory_limit": 0,
+        "open_files_limit": 64,
+    }
+    with pytest.raises(InvalidOption, match=r"memory_limit = '1mb' is not allowed: a size from 16mb to .*, or 0$"):
+        parse_options({"memory_limit": "1mb"}, "here")
+    with pytest.raises(InvalidOption, match=r"open_files_limit = 63 is not allowed: a whole number from 64 .*, or 0$"):
+        parse_options({"open_files_limit": 63}, "here")
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: option.name)

@@ -112,6 +112,21 @@ def test_a_directory_that_cannot_be_written_is_refused() -> None:
     child.close()
 
 
+def test_a_directory_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    os.chmod(tmp_path / "open", 0o1777)
+    with pytest.raises(ConfigError, match="everybody may write there, and choose code to run: chmod o-w /"):
+        StateDir(tmp_path / "open")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 65534, 65534)
+    with pytest.raises(ConfigError, match="it belongs to user 65534, who could choose code to run"):
+        StateDir(tmp_path / "theirs")
+
+
 def test_paths(state: StateDir) -> None:
     assert state.control_socket == state.path / "control.sock"
     assert state.redis_socket == state.path / "redis.sock"

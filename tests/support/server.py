@@ -16,13 +16,17 @@ _STOP_SECONDS = 20
 
 
 class Server:
-    """One server process; its data survives stop, kill and restart only with appendonly."""
+    """One server process; its data survives stop, kill and restart only with appendonly.
 
-    def __init__(self, *, appendonly: bool = False) -> None:
+    `include`: a file with more settings; `user`: NAME:PASSWORD@, of one that may do everything.
+    """
+
+    def __init__(self, *, appendonly: bool = False, include: Path | None = None, user: str = "") -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="forq-"))
         self.socket = self.directory / "redis.sock"
-        self.url = f"unix://{self.socket}"
+        self.url = f"unix://{user}{self.socket}"
         self.appendonly = appendonly
+        self._include = include
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -77,6 +81,8 @@ class Server:
             "save": "",
             "appendonly": "yes" if self.appendonly else "no",
         }
+        if self._include is not None:
+            settings["include"] = str(self._include)
         return [find_server(None), *(part for name, value in settings.items() for part in (f"--{name}", value))]
 
     def _wait_until_ready(self) -> None:

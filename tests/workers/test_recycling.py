@@ -4,10 +4,11 @@ import mmap
 
 import pytest
 
+from forq.memory import pss_bytes
 from forq.options import defaults
 from forq.scoreboard import Scoreboard, Slot
 from forq.workers import recycling
-from forq.workers.recycling import Recycling, pss_bytes
+from forq.workers.recycling import Recycling
 
 
 @pytest.fixture

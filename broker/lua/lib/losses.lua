@@ -9,11 +9,11 @@ local function note_loss(lost, fence)
   note(verb .. ' ' .. fence .. ' ' .. lost.id .. ' ' .. cause .. micros)
 end
 
--- `lost`: outcome ('stalled' | 'timed_out' | 'interrupted' | 'suspect'), cause, micros, stack, silent (nobody saw it).
+-- `lost`: outcome ('stalled' | 'timed_out' | 'interrupted' | 'suspect'), cause, micros, stack, peak, silent (nobody saw it).
 -- A broken record (no `job`) stays as it is: whoever runs it finds out.
 local function count_loss(lost, owner, job)
   local outcome = lost.outcome == 'suspect' and 'interrupted' or lost.outcome
-  add_attempt(lost.id, outcome, lost.cause, lost.micros, nil, lost.stack)
+  add_attempt(lost.id, outcome, lost.cause, lost.micros, nil, lost.stack, lost.peak)
   note_loss(lost, fence_of(owner))
   if not job then return end
   if lost.outcome == 'stalled' then job.stalls = job.stalls + 1 end

@@ -47,15 +47,23 @@ def job(args: Namespace) -> int:
             print(f"{key:<16}{_shown(key, value)}")
     if result.get("attempts"):
         print()
-        show_table(
-            ("STARTED", "ENDED", "OUTCOME", "CAUSE"),
-            [
-                (moment(attempt["started_at"]), moment(attempt["ended_at"]), attempt["outcome"], attempt["cause"])
-                for attempt in result["attempts"]
-            ],
-        )
+        _show_attempts(result["attempts"])
         show_stack(result["attempts"])
     return 0
+
+
+def _show_attempts(attempts: list[dict[str, Any]]) -> None:
+    """With the most memory that each was seen with, if any was ended because of what it took of the machine."""
+    header: tuple[str, ...] = ("STARTED", "ENDED", "OUTCOME", "CAUSE")
+    rows: list[tuple[object, ...]] = [
+        (moment(attempt["started_at"]), moment(attempt["ended_at"]), attempt["outcome"], attempt["cause"])
+        for attempt in attempts
+    ]
+    if any(attempt.get("peak_memory") for attempt in attempts):
+        header = (*header, "PEAK")
+        peaks = [attempt.get("peak_memory") for attempt in attempts]
+        rows = [(*row, f"{peak / 1e6:.1f}MB" if peak else None) for row, peak in zip(rows, peaks, strict=True)]
+    show_table(header, rows)
 
 
 def remove(args: Namespace) -> int:

@@ -22,6 +22,10 @@ def say(data: Any, job: Job) -> None:
     print("said all")
 
 
+def repeat(data: Any, job: Job) -> None:
+    print(data)
+
+
 def _print(job: Job) -> None:
     print("printed", job.id)
     print("to stderr", job.id, file=sys.stderr)

@@ -139,6 +139,11 @@ def raise_strange(data: Any, job: Job) -> None:
     raise Strange
 
 
+def raise_data(data: Any, job: Job) -> None:
+    """An error that quotes what it was given."""
+    raise ValueError(f"cannot use {data}")
+
+
 def raise_surrogate(data: Any, job: Job) -> None:
     error = ValueError("\ud800")
     error.kind = "\ud800"  # type: ignore[attr-defined]

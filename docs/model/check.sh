@@ -1,0 +1,31 @@
+#!/bin/sh
+# Checks claim.pml with Spin: with the fence it must hold, without it must fail. `make model` runs it.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+for tool in spin gcc; do
+  command -v "$tool" > /dev/null || { echo "model: $tool is not installed (on Debian: apt install spin gcc)" >&2; exit 69; }
+done
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+
+# check NAME WANTED GCC-OPTIONS PAN-OPTIONS [SPIN-OPTIONS]: WANTED is `holds` or `fails`.
+check() {
+  spin -a ${5:-} "$here/claim.pml" > spin.log 2>&1 || { cat spin.log >&2; exit 1; }
+  gcc -O2 -w $3 -o pan pan.c
+  ./pan -m100000 $4 > pan.log || { cat pan.log >&2; exit 1; }
+  grep -q 'max search depth too small' pan.log && { cat pan.log >&2; exit 1; }
+  errors=$(sed -n 's/.*errors: \([0-9]*\).*/\1/p' pan.log)
+  states=$(sed -n 's/^ *\([0-9.e+]*\) states, stored.*/\1/p' pan.log)
+  found=fails
+  [ "$errors" = 0 ] && found=holds
+  echo "$1: $found ($states states)"
+  [ "$found" = "$2" ] || { cat pan.log >&2; echo "model: $1: that $2 was expected" >&2; exit 1; }
+}
+
+check 'fenced: only the attempt that runs now settles' holds '-DSAFETY -DNOCLAIM' ''
+check 'fenced: settled once at most' holds '' '-a -N once'
+check 'fenced: the job is done at last' holds '-DNFAIR=4' '-a -f -N ends'
+check 'unfenced: a zombie settles what another runs' fails '-DSAFETY -DNOCLAIM -DREACH' '-i' '-DUNFENCED'
+echo 'how it goes wrong without the fence:'
+spin -k claim.pml.trail -DUNFENCED "$here/claim.pml" | sed -n 's/^ *\(worker [0-9] .*\)/  \1/p'

@@ -1,0 +1,68 @@
+"""Which processes of queues the warden watches. It is started with the first of them: most supervisors need none."""
+
+import socket
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Protocol
+
+from forq.resources import Exceeded, Resources
+from forq.supervisor.child import Nursery
+from forq.supervisor.service import Service
+
+
+class Restrained(Protocol):
+    """A process of a queue, as the watch knows it."""
+
+    slots: tuple[int, ...]
+    resources: Resources
+
+    @property
+    def pid(self) -> int: ...
+
+    def exceed(self, how: Exceeded) -> None: ...
+
+
+class ResourceWatch:
+    def __init__(self, nursery: Nursery, run_warden: Callable[[socket.socket], int]) -> None:
+        self._warden = Service(nursery, "warden", run_warden, on_event=self._heard, on_start=self._tell)
+        self._started = False
+        self._keys = count(1)
+        self._watched: dict[int, Restrained] = {}
+
+    @property
+    def services(self) -> tuple[Service, ...]:
+        return (self._warden,) if self._started else ()
+
+    def add(self, process: Restrained) -> None:
+        self._watched[next(self._keys)] = process
+        if self._started:
+            self._tell()
+        else:
+            self._started = True
+            self._warden.start()
+
+    def remove(self, process: Restrained) -> None:
+        keys = [key for key, watched in self._watched.items() if watched is process]
+        for key in keys:
+            del self._watched[key]
+        if keys:
+            self._tell()
+
+    def _tell(self) -> None:
+        processes = [
+            {
+                "key": key,
+                "pid": process.pid,
+                "slots": process.slots,
+                "memory_bytes": process.resources.memory_bytes,
+                "tasks": process.resources.tasks,
+            }
+            for key, process in self._watched.items()
+        ]
+        self._warden.ask("watch", {"processes": processes})
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        process = self._watched.get(message["key"])
+        # It may have ended on its own meanwhile.
+        if process is not None:
+            process.exceed(Exceeded(message["cause"], message["peak"]))

@@ -1,0 +1,49 @@
+"""The model of claim, settle and recover in docs/model, where Spin is installed."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+MODEL = Path(__file__).resolve().parents[2] / "docs" / "model"
+
+
+def without_states(text: str) -> str:
+    """Other versions of Spin may count them otherwise."""
+    return re.sub(r"\d+ states", "N states", text)
+
+
+@pytest.mark.skipif(
+    not (shutil.which("spin") and shutil.which("gcc")), reason="spin and gcc are not installed (apt install spin gcc)"
+)
+def test_the_model_holds_with_the_fence_and_fails_without() -> None:
+    done = subprocess.run([str(MODEL / "check.sh")], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(fenced|unfenced): .*: (holds|fails) \(\d+ states\)$", done.stdout, re.MULTILINE) == [
+        ("fenced", "holds"),
+        ("fenced", "holds"),
+        ("fenced", "holds"),
+        ("unfenced", "fails"),
+    ]
+    assert without_states(done.stdout) in without_states((MODEL / "README.md").read_text()), (
+        "the page shows what it says"
+    )
+
+
+def test_without_its_tools_the_check_says_what_to_install(tmp_path: Path) -> None:
+    for tool in ("sh", "dirname"):
+        path = shutil.which(tool)
+        assert path is not None
+        (tmp_path / tool).symlink_to(path)
+    done = subprocess.run(
+        ["/bin/sh", str(MODEL / "check.sh")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"PATH": str(tmp_path)},
+    )
+    assert done.returncode == 69
+    assert done.stderr == "model: spin is not installed (on Debian: apt install spin gcc)\n"

@@ -1,0 +1,165 @@
+"""etc/redis-acl.conf: forq works with it, and each user can do no more than it says."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from forq import Client
+from forq.broker import scripts
+from forq.broker.scripts import OF_CLIENTS, script
+from forq.errors import ForqError
+from tests.support.running import Forq, running, wait_until
+from tests.support.server import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = (ROOT / "etc" / "redis-acl.conf").read_text()
+USERS = ("worker", "producer", "monitor")
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With the recipe as it is, and one more user who looks after the test."""
+    conf = tmp_path_factory.mktemp("acl") / "acl.conf"
+    conf.write_text(RECIPE + "\nuser admin on >admin ~* &* +@all\n")
+    server = Server(include=conf, user="admin:admin@")
+    try:
+        server.start()
+        yield server
+    finally:
+        server.remove()
+
+
+def url(server: Server, user: str) -> str:
+    return f"unix://forq-{user}:CHANGE-ME-{user}@{server.socket}"
+
+
+@pytest.fixture(scope="module")
+def forq(server: Server) -> Iterator[Forq]:
+    with running(redis=url(server, "worker")) as forq:
+        yield forq
+
+
+def refusals(server: Server) -> list[str]:
+    """What the server has refused so far; from now on it counts anew."""
+    with server.connect() as admin:
+        found = [f"{entry['username']}: {entry['reason']} {entry['object']}" for entry in admin.acl_log()]
+        admin.acl_log_reset()
+    return found
+
+
+def commands(source: str) -> set[str]:
+    return {name.lower() for name in re.findall(r"redis\.p?call\('([A-Z]+)'", source)}
+
+
+def allowed(user: str) -> set[str]:
+    (rules,) = re.findall(rf"^user forq-{user} (.*)$", RECIPE, re.MULTILINE)
+    return set(re.findall(r"\+(\S+)", rules))
+
+
+def test_the_recipe_names_every_command_that_scripts_use() -> None:
+    verbs = [path.stem for path in (Path(scripts.__file__).parent / "lua").glob("*.lua")]
+    assert len(verbs) > 30
+    assert set().union(*(commands(script(verb).source) for verb in verbs)) <= allowed("worker")
+    assert set().union(*(commands(script(verb).source) for verb in OF_CLIENTS)) <= allowed("producer")
+    assert commands(script("counts").source) <= allowed("monitor")
+
+
+def test_no_user_may_harm_the_server_or_others() -> None:
+    for user in USERS:
+        assert not {"flushall", "flushdb", "keys", "scan", "shutdown", "script", "monitor", "replicaof"} & allowed(user)
+        assert not [name for name in allowed(user) if name.startswith(("@", "config", "acl", "debug", "module"))]
+    assert not {"eval", "function|load"} & (allowed("producer") | allowed("monitor"))
+
+
+def test_a_supervisor_and_its_workers_need_nothing_else(forq: Forq, server: Server) -> None:
+    refusals(server)
+    forq.create("w", "record", keep_done="1m", rate="1000/1s", max_active=4)
+    forq.create("f", "fail", max_retries=1, min_backoff="10ms")
+    forq.create("limited", "sleep", rate="5/1s")
+    forq.ctl("create", "gate", "--mode", "auto_release")
+    forq.ctl("create", "box", "--mode", "on_request")
+    forq.ctl("create", "ext", "--mode", "external")
+    forq.ctl("push", "w", "1", "--id", "a")
+    forq.ctl("push", "w", "1", "--id", "b", "--in", "200ms")
+    forq.ctl("schedule", "w", "often", "--every", "1s")
+    forq.client().queue("w").enqueue_many(range(100))
+    forq.ctl("push", "f", "1", "--id", "dead")
+    for number in range(8):
+        forq.ctl("push", "limited", "0", "--id", f"l{number}")
+    forq.ctl("push", "box", "1", "--id", "x")
+    assert forq.ctl("dequeue", "box", "--wait", "5s")
+    forq.ctl("push", "gate", "1", "--id", "y")
+    assert forq.ctl("await", "gate", "--wait", "10s")
+    wait_until(lambda: forq.queue_status("f")["dead"] == 1, what="it is dead")
+    for verb in (("dead", "list", "f"), ("dead", "show", "f", "dead"), ("dead", "retry", "f", "dead")):
+        forq.ctl(*verb)
+    wait_until(lambda: forq.queue_status("w")["processed"] >= 103, what="all have run, a tick too")
+    wait_until(lambda: forq.queue_status("limited")["processed"] == 8, what="those with a rate have run")
+    for looked in (("jobs", "w"), ("job", "w", "a"), ("why", "w", "a"), ("schedules", "w")):
+        forq.ctl(*looked)
+    for changed in ("pause", "resume"):
+        forq.ctl(changed, "w")
+    forq.ctl("set", "w", "timeout=10s")
+    forq.ctl("restart", "w")
+    forq.ctl("unschedule", "w", "often")
+    forq.ctl("delete", "f", "--force")
+    assert refusals(server) == []
+
+
+def test_a_producer_may_enqueue_look_cancel_and_wait_and_nothing_else(forq: Forq, server: Server) -> None:
+    forq.create("p", "record", keep_done="1m")
+    forq.ctl("create", "pgate", "--mode", "auto_release")
+    refusals(server)
+    client = Client(url(server, "producer"))
+    queue = client.queue("p")
+    queue.enqueue({"n": 1}, id="one", token="t")
+    queue.enqueue_many(range(10))
+    queue.enqueue(1, id="later", run_in=3600)
+    assert queue.cancel("later")
+    wait_until(lambda: queue.status()["processed"] == 11, what="all ran")
+    assert queue.job("one")["state"] == "done"
+    assert queue.jobs(state="done").jobs
+    client.queue("pgate").enqueue(7, id="r")
+    assert client.queue("pgate").wait_release("r", timeout=10).data == 7  # type: ignore[union-attr]
+    assert client.queues()["p"] == "work"
+    assert refusals(server) == []
+    with pytest.raises(ForqError, match="NOPERM"):
+        client.create_queue("mine")
+    with redis.Redis.from_url(url(server, "producer")) as raw:
+        refused = (("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "*"), ("SET", "other", "1"), ("EVAL", "return 1", 0))
+        for command in refused:
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                raw.execute_command(*command)
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            raw.execute_command("FUNCTION", "LOAD", script("enqueue").library)
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            raw.hset("forq:queues", "p", "x")
+
+
+def test_a_monitor_may_look_and_change_nothing(forq: Forq, server: Server) -> None:
+    forq.create("m", "record")
+    forq.ctl("pause", "m")
+    forq.ctl("push", "m", "1", "--id", "one")
+    refusals(server)
+    client = Client(url(server, "monitor"))
+    assert client.queue("m").status()["waiting"] == 1
+    assert client.queue("m").job("one")["data"] == 1
+    assert [job["id"] for job in client.queue("m").jobs().jobs] == ["one"]
+    assert client.queues()["m"] == "work"
+    assert refusals(server) == []
+    for change in (lambda: client.queue("m").enqueue(1), lambda: client.queue("m").cancel("one")):
+        with pytest.raises(ForqError, match=r"(?i)permission"):
+            change()
+    assert client.queue("m").status()["waiting"] == 1
+
+
+def test_nobody_enters_without_a_password(server: Server) -> None:
+    with redis.Redis.from_url(f"unix://{server.socket}") as raw, pytest.raises(redis.exceptions.AuthenticationError):
+        raw.ping()
+    with pytest.raises(ForqError, match="AUTH was refused"):
+        Client(f"unix://forq-worker:wrong@{server.socket}").queues()

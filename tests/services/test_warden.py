@@ -1,0 +1,147 @@
+"""The warden: what it sees of a tree of processes, when it looks, what it tells."""
+
+import mmap
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from forq import wire
+from forq.resources import Exceeded, Resources
+from forq.scoreboard import Scoreboard
+from forq.services import warden as module
+from forq.services.warden import IDLE_LOOK_SECONDS, LOOK_SECONDS, Warden, WardenSettings, look_at_tree
+
+MB = 1024 * 1024
+
+
+@pytest.fixture
+def stopped() -> Iterator[list[int]]:
+    """Processes to be killed at the end."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def fork_holding(megabytes: int, stopped: list[int]) -> int:
+    """A process that has touched so much memory of its own."""
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        held = mmap.mmap(-1, max(1, megabytes) * MB)
+        for at in range(0, megabytes * MB, mmap.PAGESIZE):
+            held[at] = 1
+        os.write(write_fd, b"x")
+        signal.pause()
+    stopped.append(pid)
+    assert os.read(read_fd, 1) == b"x"
+    os.close(read_fd)
+    os.close(write_fd)
+    return pid
+
+
+def test_memory_is_what_the_whole_tree_has(stopped: list[int]) -> None:
+    pid = fork_holding(80, stopped)
+    found = look_at_tree(pid, Resources(memory_bytes=60 * MB))
+    assert found is not None
+    assert found.cause == "oom"
+    assert found.peak_bytes is not None
+    assert 80 * MB <= found.peak_bytes < 200 * MB
+    assert look_at_tree(pid, Resources(memory_bytes=2000 * MB)) is None
+
+
+def test_pages_that_are_shared_do_not_count_again_for_each_process(
+    stopped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = fork_holding(1, stopped)
+    monkeypatch.setattr(module, "pss_bytes", lambda each: 10 * MB)
+    monkeypatch.setattr(module, "_threads_and_resident", lambda each: (1, 100 * MB))
+    assert look_at_tree(pid, Resources(memory_bytes=50 * MB)) is None
+    assert look_at_tree(pid, Resources(memory_bytes=9 * MB)) == Exceeded("oom", 10 * MB)
+
+
+def test_threads_count_as_processes_do() -> None:
+    release = threading.Event()
+    threads = [threading.Thread(target=release.wait) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    try:
+        found = look_at_tree(os.getpid(), Resources(tasks=20))
+        assert found is not None
+        assert found.cause == "pids"
+        assert look_at_tree(os.getpid(), Resources(tasks=1000)) is None
+    finally:
+        release.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_process_that_is_gone_takes_nothing() -> None:
+    assert look_at_tree(2**22 + 1, Resources(memory_bytes=1, tasks=1)) is None
+
+
+class Looks:
+    """A warden with a clock of its own; `seen`: the pids it has looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.seen: list[int] = []
+        self.over: set[int] = set()
+        self.board = Scoreboard.create(4)
+        self.slot = self.board.slot(self.board.take())
+        self.ours, theirs = socket.socketpair()
+        monkeypatch.setattr(module, "look_at_tree", self._look)
+        self.warden = Warden(WardenSettings(self.board, theirs), clock=lambda: self.now)
+        self._desk = self.warden._desk
+
+    def _look(self, pid: int, resources: Resources) -> Exceeded | None:
+        self.seen.append(pid)
+        self.now += 0.001
+        return Exceeded("oom", 7) if pid in self.over else None
+
+    def watch(self, *pids: int) -> None:
+        processes = [{"key": pid, "pid": pid, "slots": [0], "memory_bytes": 1, "tasks": 0} for pid in pids]
+        self.ours.sendall(wire.request(1, "watch", {"processes": processes}))
+        assert self._desk.serve()
+        self.ours.recv(4096)
+
+    def tick(self, after: float = LOOK_SECONDS) -> list[int]:
+        self.now += after
+        before = len(self.seen)
+        self.warden.tick()
+        return self.seen[before:]
+
+
+def test_it_looks_at_a_busy_process_each_time_and_at_an_idle_one_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    looks.watch(11)
+    assert looks.tick() == [11]
+    assert looks.tick() == []
+    looks.slot.word = 1
+    assert looks.tick() == [11]
+    looks.slot.word = 0
+    assert looks.tick() == []
+    assert looks.tick(IDLE_LOOK_SECONDS) == [11]
+
+
+def test_it_tells_of_a_process_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    looks.watch(11, 12)
+    looks.over = {12}
+    looks.slot.word = 1
+    assert looks.tick() == [11, 12]
+    assert wire.decode(looks.ours.recv(4096)) == {"event": "exceeded", "key": 12, "cause": "oom", "peak": 7}
+    assert looks.tick() == [11]
+
+
+def test_looks_that_take_long_are_made_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    looks.watch(*range(100))
+    looks.slot.word = 1
+    looks.tick()
+    assert looks.warden._pause_seconds == pytest.approx(0.9)

@@ -1,0 +1,28 @@
+"""What a queue's process may take of the machine: the part that it sets for itself, and for all that it starts."""
+
+import os
+import resource
+from collections.abc import Mapping
+
+from forq.errors import ConfigError
+from forq.options import Value, show_size
+
+
+def restrain(options: Mapping[str, Value]) -> None:
+    """Raises ConfigError if the system grants less than is asked for. Programs that handlers start inherit it all."""
+    open_files, address = int(options.get("open_files_limit", 0)), int(options.get("address_limit", 0))
+    if open_files:
+        _set(resource.RLIMIT_NOFILE, open_files, f"open_files_limit = {open_files}")
+    if address:
+        _set(resource.RLIMIT_AS, address, f"address_limit = {show_size(address)}")
+    if nicer := int(options.get("nice", 0)):
+        os.nice(nicer)
+
+
+def _set(which: int, wanted: int, said: str) -> None:
+    """Soft and hard: a handler cannot raise it again, unless it runs as root."""
+    _, hard = resource.getrlimit(which)
+    try:
+        resource.setrlimit(which, (wanted, wanted))
+    except (ValueError, OSError) as exc:
+        raise ConfigError(f"{said} is not allowed here: at most {hard}, which is what the supervisor may have") from exc
