@@ -11,6 +11,9 @@ from urllib.parse import urlsplit
 import hiredis
 from redis.connection import parse_url
 
+from forq.errors import UsageError
+from forq.redis_address import shown_url
+
 READ_BYTES = 256 * 1024
 NOT_YET = object()
 
@@ -19,7 +22,10 @@ class Connection:
     """Connected, logged in and named when it is made. Every error is an OSError or a hiredis error."""
 
     def __init__(self, url: str, *, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> None:
-        options: dict[str, Any] = dict(parse_url(url))
+        try:
+            options: dict[str, Any] = dict(parse_url(url))
+        except ValueError as exc:
+            raise UsageError(f"Redis URL {shown_url(url)!r} is not allowed: {exc}") from None
         self.socket = _connect(url, options, connect_timeout_seconds)
         self.socket.settimeout(timeout_seconds)
         self._reader = hiredis.Reader(notEnoughData=NOT_YET)

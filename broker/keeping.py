@@ -58,6 +58,10 @@ class Keeper:
         self.processor = processor
         self._firing = Firing(link, prefix)
 
+    def server_of(self, queue: str) -> str:
+        """Where the queue is. RedisUnavailable if that cannot be found out."""
+        return self._link.server_of(queue_base(self._prefix, queue))
+
     def heartbeat(self, queue: str, expiry_ms: int, positions: list[Position]) -> Beat:
         """Renews this processor and sweeps."""
         args: list[object] = [self.processor, expiry_ms]

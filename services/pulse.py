@@ -210,10 +210,15 @@ class Pulse:
 
     def _heartbeats(self, queues: list[str]) -> None:
         positions = self._positions()
+        # Servers that did not answer: their other queues need not be tried; those on other nodes of a cluster must be.
+        away: dict[str, RedisUnavailable] = {}
         for queue in queues:
+            server = ""
             try:
+                server = self._keeper.server_of(queue)
+                if server in away:
+                    continue
                 beat = self._keeper.heartbeat(queue, self._settings.expiry_ms, positions.get(queue, []))
-                self._note_redis(None)
                 self._promote_in(queue, beat.due_ms)
                 if beat.more:
                     self._later(0, partial(self._heartbeats, [queue]))
@@ -225,10 +230,13 @@ class Pulse:
                 self._desk.tell("evicted", queue=queue)
                 return
             except RedisUnavailable as exc:
-                self._note_redis(exc)
-                return
+                away[server] = exc
+                if not server:
+                    break
             except ForqError as exc:
                 log.error("heartbeat refused queue=%s error=%s", queue, exc)
+        if queues:
+            self._note_redis(next(iter(away.values()), None))
 
     def _positions(self) -> dict[str, list[Position]]:
         found: dict[str, list[Position]] = {}

@@ -328,7 +328,7 @@ class WorkerLoop:
         self._grant.rest()
         self._blocking = True
         try:
-            self.consumer.link.learn_client_id()
+            self.consumer.learn_client_id()
             if self._parked is not None:
                 if not self.stopping:
                     self.consumer.wait_for_wake()

@@ -121,7 +121,7 @@ def test_no_server_is_said_with_its_address(tmp_path: Path) -> None:
 
 def test_a_connection_is_not_shared_with_a_forked_process(redis_url: str) -> None:
     link = Link(redis_url)
-    link.learn_client_id()
+    link.learn_client_id(at="")
     before = link.known_client_id
     read, write = os.pipe()
     pid = os.fork()

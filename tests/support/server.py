@@ -5,6 +5,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import redis
@@ -18,11 +19,14 @@ _STOP_SECONDS = 20
 class Server:
     """One server process; its data survives stop, kill and restart only with appendonly."""
 
-    def __init__(self, *, appendonly: bool = False) -> None:
+    def __init__(self, *, appendonly: bool = False, port: int = 0, settings: Mapping[str, str] | None = None) -> None:
+        """`port`: it listens on 127.0.0.1 too. `settings`: further ones, as the server calls them."""
         self.directory = Path(tempfile.mkdtemp(prefix="forq-"))
         self.socket = self.directory / "redis.sock"
         self.url = f"unix://{self.socket}"
         self.appendonly = appendonly
+        self.port = port
+        self.settings = settings or {}
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -68,7 +72,8 @@ class Server:
 
     def _command(self) -> list[str]:
         settings = {
-            "port": "0",
+            "port": str(self.port),
+            "bind": "127.0.0.1",
             "unixsocket": str(self.socket),
             "unixsocketperm": "700",
             "dir": str(self.directory),
@@ -76,6 +81,7 @@ class Server:
             "daemonize": "no",
             "save": "",
             "appendonly": "yes" if self.appendonly else "no",
+            **self.settings,
         }
         return [find_server(None), *(part for name, value in settings.items() for part in (f"--{name}", value))]
 
