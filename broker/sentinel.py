@@ -18,11 +18,14 @@ ASK_SECONDS = 1.0
 def connect_to_master(address: Address, name: str, connect: Callable[[str], Connection]) -> Connection:
     """A connection to the master, made by `connect` from its URL. OSError says what each sentinel said."""
     found: list[str] = []
-    for host, port in address.hosts:
+    for sentinel in address.hosts:
+        said = ""
         try:
-            return _connect(address.server_url(*_ask(address, host, port, name)), connect)
+            host, port = _ask(address, *sentinel, name)
+            said = f"it names {host}:{port}, "
+            return _connect(address.server_url(host, port), connect)
         except (OSError, hiredis.HiredisError) as exc:
-            found.append(f"{host}:{port}: {exc or type(exc).__name__}")
+            found.append(f"{sentinel[0]}:{sentinel[1]}: {said}{exc or type(exc).__name__}")
     raise ConnectionError(f"no sentinel leads to a master {address.master!r} ({'; '.join(found)})")
 
 
@@ -49,7 +52,7 @@ def _connect(url: str, connect: Callable[[str], Connection]) -> Connection:
         if isinstance(answer, hiredis.ReplyError):
             raise ConnectionError(str(answer))
         if b"role:master" not in answer:
-            raise ConnectionError("whom it names is no master (any more)")
+            raise ConnectionError("which is no master (any more)")
     except BaseException:
         connection.close()
         raise

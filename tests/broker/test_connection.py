@@ -63,6 +63,7 @@ def relay(server: Server, *, context: ssl.SSLContext | None = None, drop_answers
         listener.close()
 
 
+@pytest.mark.one_server
 def test_a_unix_socket_and_a_tcp_port_reach_the_same_data(server: Server, redis_url: str) -> None:
     Link(redis_url).call("SET", "a", "1")
     with relay(server) as port:
@@ -106,6 +107,7 @@ def test_a_lost_answer_is_reported_and_never_repeated(server: Server, redis_url:
         assert link.call("INCR", "x") == 2
 
 
+@pytest.mark.one_server
 def test_a_server_that_restarted_is_noticed_before_anything_is_sent(server: Server, redis_url: str) -> None:
     link = Link(redis_url)
     link.call("PING")
@@ -119,6 +121,7 @@ def test_no_server_is_said_with_its_address(tmp_path: Path) -> None:
         Link(f"unix://{tmp_path}/none").call("PING")
 
 
+@pytest.mark.one_server
 def test_a_connection_is_not_shared_with_a_forked_process(redis_url: str) -> None:
     link = Link(redis_url)
     link.learn_client_id(at="")

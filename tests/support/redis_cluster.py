@@ -1,15 +1,18 @@
 """A real Redis Cluster of the tests' own: masters, and replicas of them, on ports of 127.0.0.1."""
 
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import redis
+
+from forq.broker.nodes import ask_nodes
 from forq.broker.slots import SLOTS, slot_of
+from forq.redis_address import CLUSTER, read_address
+from tests.support.running import wait_until
 from tests.support.server import Server
 
-_SECONDS = 20
 _NODE_TIMEOUT_MS = 1000
 
 
@@ -39,11 +42,17 @@ class RedisCluster:
         for node in self.nodes[1:]:
             bus = node.settings["cluster-port"]
             ask(first, "CLUSTER", "MEET", "127.0.0.1", node.port, bus)
-        wait_until(lambda: all(self._knows_all(node) for node in self.nodes), "the nodes know each other")
+        wait_until(lambda: all(self._knows_all(node) for node in self.nodes), what="the nodes know each other")
         for master, replica in zip(self.masters, self.replicas, strict=False):
-            wait_until(lambda m=master, r=replica: _follow(r, node_id(m)), "a replica follows its master")
-            wait_until(lambda r=replica: b"master_link_status:up" in ask(r, "INFO", "replication"), "a replica is there")
-        wait_until(lambda: all(b"cluster_state:ok" in ask(node, "CLUSTER", "INFO") for node in self.nodes), "it is up")
+            _follow(replica, node_id(master))
+        wait_until(
+            lambda: all(is_in_sync(replica) for replica in self.replicas), what="the replicas follow their masters"
+        )
+        wait_until(self.is_up, what="the cluster is up")
+
+    def is_up(self) -> bool:
+        """By all nodes that run."""
+        return all(b"cluster_state:ok" in ask(node, "CLUSTER", "INFO") for node in self.nodes if node.running)
 
     def node_of(self, key: str) -> Server:
         """The master that serves this key by what the first node that runs says."""
@@ -77,11 +86,19 @@ def redis_cluster(masters: int = 3, *, with_replicas: bool = False) -> Iterator[
         cluster.remove()
 
 
+def connect(url: str, key: str) -> redis.Redis:
+    """For what tests look at themselves: a client of redis-py, of a cluster to the node that serves this key."""
+    address = read_address(url)
+    if address.kind == CLUSTER:
+        url = ask_nodes(address, (), "test").url_of(slot_of(key)) or url
+    return redis.Redis.from_url(url)
+
+
 def ask(server: Server, *command: object) -> Any:
     """One command, answered as the server answers it."""
     with server.connect() as client:
         client.response_callbacks.clear()
-        return client.execute_command(*command)  # type: ignore[no-untyped-call]
+        return client.execute_command(*command)
 
 
 def node_id(node: Server) -> str:
@@ -100,33 +117,30 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = _SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds} s: {what}")
-        time.sleep(0.01)
-
-
 def _node(port: int, bus: int) -> Server:
     settings = {
         "cluster-enabled": "yes",
         "cluster-port": str(bus),
         "cluster-node-timeout": str(_NODE_TIMEOUT_MS),
-        "cluster-config-file": "nodes.conf",
+        # While one is down the others go on with what is theirs.
+        "cluster-require-full-coverage": "no",
         "repl-diskless-sync-delay": "0",
     }
     return Server(port=port, settings=settings)
 
 
-def _follow(replica: Server, master_id: str) -> bool:
-    """False while it has not heard of that master yet."""
-    import redis
+def is_in_sync(replica: Server) -> bool:
+    return b"master_link_status:up" in ask(replica, "INFO", "replication")
 
-    try:
-        ask(replica, "CLUSTER", "REPLICATE", master_id)
-    except redis.ResponseError as exc:
-        if "Unknown node" not in str(exc):
-            raise
-        return False
-    return True
+
+def _follow(replica: Server, master_id: str) -> None:
+    def followed() -> bool:
+        try:
+            ask(replica, "CLUSTER", "REPLICATE", master_id)
+        except redis.ResponseError as exc:
+            if "Unknown node" not in str(exc):  # it has not heard of that one yet
+                raise
+            return False
+        return True
+
+    wait_until(followed, what="a replica knows its master")
