@@ -1,66 +1,15 @@
-"""Every kind of address: unix socket, TCP, password, database number, TLS; and connections that break."""
+"""Every kind of address: unix socket, TCP, password, database number; and connections that break."""
 
 import os
-import socket
-import ssl
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 
 from forq.broker.link import Link
 from forq.errors import OutcomeUnknown, RedisUnavailable
+from tests.support.relay import relay
 from tests.support.server import Server
-
-
-@contextmanager
-def relay(server: Server, *, context: ssl.SSLContext | None = None, drop_answers: bool = False) -> Iterator[int]:
-    """A TCP port on loopback that passes everything to the server, through TLS if a context is given."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=pass_on, args=(client,), daemon=True).start()
-
-    def pass_on(client: socket.socket) -> None:
-        try:
-            near: socket.socket = context.wrap_socket(client, server_side=True) if context else client
-        except OSError:
-            client.close()
-            return
-        far = socket.socket(socket.AF_UNIX)
-        far.connect(str(server.socket))
-        answers = threading.Thread(target=copy, args=(far, near, drop_answers), daemon=True)
-        answers.start()
-        copy(near, far, False)
-
-    def copy(source: socket.socket, target: socket.socket, drop: bool) -> None:
-        try:
-            while data := source.recv(65536):
-                if drop and b"+PONG" in data:
-                    break
-                target.sendall(data)
-        except OSError:
-            pass
-        for end in (source, target):
-            # The other direction's thread is reading: closing alone would not end the connection.
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    threading.Thread(target=serve, daemon=True).start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        listener.close()
 
 
 @pytest.mark.one_server
@@ -82,20 +31,6 @@ def test_a_password_is_sent_and_never_shown(server: Server, redis_url: str) -> N
     assert "wrong" not in str(refused.value).replace("WRONGPASS", "")
     with server.connect() as redis:
         redis.execute_command("ACL", "DELUSER", "someone")
-
-
-def test_tls_checks_the_certificate(server: Server, redis_url: str, tmp_path: Path) -> None:
-    authority = trustme.CA()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("localhost", "127.0.0.1").configure_cert(context)
-    trusted = tmp_path / "ca.pem"
-    authority.cert_pem.write_to_path(str(trusted))
-    with relay(server, context=context) as port:
-        url = f"rediss://127.0.0.1:{port}"
-        assert Link(f"{url}?ssl_ca_certs={trusted}").call("PING") in (b"PONG", "PONG")
-        with pytest.raises(RedisUnavailable, match="certificate"):
-            Link(url).call("PING")
-        assert Link(f"{url}?ssl_cert_reqs=none").call("PING") in (b"PONG", "PONG")
 
 
 def test_a_lost_answer_is_reported_and_never_repeated(server: Server, redis_url: str) -> None:

@@ -1,7 +1,7 @@
 """A real Redis Cluster of the tests' own: masters, and replicas of them, on ports of 127.0.0.1."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,12 @@ _NODE_TIMEOUT_MS = 1000
 class RedisCluster:
     """Node n serves the n-th part of the slots; replica n, if there are any, follows node n."""
 
-    def __init__(self, masters: int = 3, *, with_replicas: bool = False) -> None:
+    def __init__(self, masters: int = 3, *, with_replicas: bool = False, announced: Sequence[int] = ()) -> None:
+        """`announced`: the ports under which clients are told to find the masters, if not their own."""
         ports = free_ports(4 * masters)
         self.masters = [_node(ports.pop(), ports.pop()) for _ in range(masters)]
+        for node, port in zip(self.masters, announced, strict=False):
+            node.settings["cluster-announce-port"] = str(port)
         self.replicas = [_node(ports.pop(), ports.pop()) for _ in range(masters)] if with_replicas else []
 
     @property
@@ -77,8 +80,10 @@ class RedisCluster:
 
 
 @contextmanager
-def redis_cluster(masters: int = 3, *, with_replicas: bool = False) -> Iterator[RedisCluster]:
-    cluster = RedisCluster(masters, with_replicas=with_replicas)
+def redis_cluster(
+    masters: int = 3, *, with_replicas: bool = False, announced: Sequence[int] = ()
+) -> Iterator[RedisCluster]:
+    cluster = RedisCluster(masters, with_replicas=with_replicas, announced=announced)
     try:
         cluster.start()
         yield cluster

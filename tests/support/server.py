@@ -26,7 +26,7 @@ class Server:
         self.url = f"unix://{self.socket}"
         self.appendonly = appendonly
         self.port = port
-        self.settings = settings or {}
+        self.settings = dict(settings or {})
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
