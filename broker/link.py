@@ -71,10 +71,28 @@ class Link:
         if self._cluster is not None:
             return self._cluster.follow(base, lambda link: link.run(script, base, *args))
         try:
-            return cast(list[Any], self.call("EVALSHA", script.sha, 1, base, *args))
+            return cast(list[Any], self.call("FCALL", script.name, 1, base, *args))
         except _ScriptMissing:
-            self.call("SCRIPT", "LOAD", script.source)
-            return cast(list[Any], self.call("EVALSHA", script.sha, 1, base, *args))
+            return cast(list[Any], self.call(*self._load(script), 1, base, *args))
+
+    def run_each(self, script: Script, bases: list[str]) -> list[Any]:
+        """Runs a script that only reads for each of these queues, in one round trip."""
+        try:
+            return self.pipeline([("FCALL", script.name, 1, base) for base in bases])
+        except _ScriptMissing:
+            how = self._load(script)
+            return self.pipeline([(*how, 1, base) for base in bases])
+
+    def _load(self, script: Script) -> tuple[str, str]:
+        """Gives the server a script; how it is to be called then."""
+        try:
+            self.call("FUNCTION", "LOAD", script.library)
+        except _ScriptKnown:
+            pass
+        except BackPressure:
+            # A server that is out of memory takes no new function, but runs a script that may go beyond that.
+            return "EVAL", script.source
+        return "FCALL", script.name
 
     def run_each(self, script: Script, bases: list[str]) -> list[Any]:
         """Runs a script that only reads for each of these queues, in one round trip."""
@@ -180,8 +198,10 @@ class Link:
         return Link(url, name=self.name, timeout_seconds=self.timeout_seconds)
 
     def _refusal(self, text: str) -> ForqError:
-        if text.startswith("NOSCRIPT"):
+        if text.startswith("ERR Function not found"):
             return _ScriptMissing(text)
+        if text.startswith("ERR Library") and text.endswith("already exists"):
+            return _ScriptKnown(text)
         if "OOM" in text[:80]:
             return BackPressure(f"Redis at {self.shown_url} is out of memory: {text}")
         if text.startswith(_NOT_NOW):
@@ -221,3 +241,7 @@ def _text(exc: Exception) -> str:
 
 class _ScriptMissing(ForqError):
     """The server does not know the script: it was not run."""
+
+
+class _ScriptKnown(ForqError):
+    """The server has had the script before, or somebody else was faster."""
