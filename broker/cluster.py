@@ -130,5 +130,5 @@ class Cluster:
 
 def _key_of(command: tuple[Any, ...]) -> str:
     """The first key; scripts come with the number of theirs before it."""
-    key = command[3] if command[0] in ("EVALSHA", "EVAL", "FCALL") else command[1]
+    key = command[3] if command[0] in ("EVAL", "FCALL") else command[1]
     return str(key)

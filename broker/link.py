@@ -76,7 +76,9 @@ class Link:
             return cast(list[Any], self.call(*self._load(script), 1, base, *args))
 
     def run_each(self, script: Script, bases: list[str]) -> list[Any]:
-        """Runs a script that only reads for each of these queues, in one round trip."""
+        """Runs a script that only reads for each of these queues, in one round trip (to each node of a cluster)."""
+        if self._cluster is not None:
+            return self._cluster.run_each(script, bases)
         try:
             return self.pipeline([("FCALL", script.name, 1, base) for base in bases])
         except _ScriptMissing:
@@ -93,13 +95,6 @@ class Link:
             # A server that is out of memory takes no new function, but runs a script that may go beyond that.
             return "EVAL", script.source
         return "FCALL", script.name
-
-    def run_each(self, script: Script, bases: list[str]) -> list[Any]:
-        """Runs a script that only reads for each of these queues, in one round trip."""
-        if self._cluster is not None:
-            return self._cluster.run_each(script, bases)
-        self.call("SCRIPT", "LOAD", script.source)
-        return self.pipeline([("EVALSHA", script.sha, 1, base) for base in bases])
 
     def pipeline(self, commands: list[tuple[Any, ...]], *, at: str | None = None) -> list[Any]:
         """Sends several commands at once that may be repeated (most read); answers in order.
