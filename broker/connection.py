@@ -16,6 +16,9 @@ from forq.redis_address import shown_url
 
 READ_BYTES = 256 * 1024
 NOT_YET = object()
+# A connection that only listens has no other way to notice that the server's machine is gone and another has taken
+# over: after 10 s without a word it is asked every 3 s, and given up on after the third time.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
 
 
 class Connection:
@@ -84,6 +87,8 @@ def _connect(url: str, options: dict[str, Any], timeout_seconds: float) -> socke
     connection = socket.create_connection((host, options.get("port") or 6379), timeout_seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
     return _encrypted(connection, host, options) if urlsplit(url).scheme == "rediss" else connection
 
 

@@ -1,11 +1,13 @@
 """Every kind of address: unix socket, TCP, password, database number; and connections that break."""
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forq.broker.connection import KEEPALIVE, Connection
 from forq.broker.link import Link
 from forq.errors import OutcomeUnknown, RedisUnavailable
 from tests.support.relay import relay
@@ -75,3 +77,12 @@ def test_a_connection_is_not_shared_with_a_forked_process(redis_url: str) -> Non
     assert link.call("CLIENT", "ID") == before
     os.close(read)
     os.close(write)
+
+
+def test_a_connection_over_tcp_notices_that_the_other_machine_is_gone(server: Server) -> None:
+    with relay(server) as port:
+        connection = Connection(f"redis://127.0.0.1:{port}", name="test", connect_timeout_seconds=5, timeout_seconds=5)
+        given = {option: connection.socket.getsockopt(socket.IPPROTO_TCP, option) for option in KEEPALIVE}
+        assert given == KEEPALIVE
+        assert connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        connection.close()

@@ -12,8 +12,22 @@ from tests.support.replicas import Pair, replicated
 from tests.support.running import running, wait_until
 
 
+@pytest.fixture(scope="module")
+def shared_pair() -> Iterator[Pair]:
+    with replicated(held=True) as pair:
+        yield pair
+
+
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair(shared_pair: Pair) -> Iterator[Pair]:
+    """For tests that leave both servers as they are."""
+    yield shared_pair
+    shared_pair.wire.release()
+    shared_pair.master.flush()
+
+
+@pytest.fixture
+def own_pair() -> Iterator[Pair]:
     with replicated(held=True) as pair:
         yield pair
 
@@ -74,9 +88,10 @@ def test_of_many_it_is_told_which_are_safe(pair: Pair, queue: Queue) -> None:
     assert set(caught.value.stored) <= ids_on_replica(pair)
 
 
-def test_without_a_replica_nothing_is_stored(pair: Pair, queue: Queue) -> None:
-    pair.promote()
-    wait_until(lambda: b"connected_slaves:0" in ask(pair.master, "INFO", "replication"))
+def test_without_a_replica_nothing_is_stored(own_pair: Pair) -> None:
+    queue = Client(own_pair.master.url).create_queue("q")
+    own_pair.promote()
+    wait_until(lambda: b"connected_slaves:0" in ask(own_pair.master, "INFO", "replication"))
     with pytest.raises(NoReplica, match="has no replica that is in sync; nothing was stored"):
         queue.enqueue(1, durable="replica")
     assert queue.status()["waiting"] == 0
@@ -88,7 +103,9 @@ def test_another_word_is_refused(queue: Queue) -> None:
     assert queue.status()["waiting"] == 0
 
 
-def test_a_failover_that_loses_writes_loses_nothing_that_was_reported_safe(pair: Pair, queue: Queue) -> None:
+def test_a_failover_that_loses_writes_loses_nothing_that_was_reported_safe(own_pair: Pair) -> None:
+    pair = own_pair
+    queue = Client(pair.master.url).create_queue("q")
     safe = {queue.enqueue(number, durable="replica") for number in range(50)}
     pair.wire.hold()
     unknown = set()
@@ -107,6 +124,7 @@ def test_a_failover_that_loses_writes_loses_nothing_that_was_reported_safe(pair:
     assert after.enqueue(1, id="unknown-0") == "unknown-0"
 
 
+@pytest.mark.slow
 def test_forqctl_reports_it_too(pair: Pair) -> None:
     with running(redis=pair.master.url) as forq:
         forq.create("q")

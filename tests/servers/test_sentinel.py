@@ -12,7 +12,7 @@ from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.errors import RedisUnavailable
 from tests.support.redis_cluster import ask, free_ports
-from tests.support.replicas import MASTER, Pair, Sentinels, watched
+from tests.support.replicas import MASTER, Pair, Sentinels, replicated, watched
 from tests.support.running import running, wait_until
 
 
@@ -80,11 +80,13 @@ def test_an_old_master_that_is_a_replica_now_is_left(setting: tuple[Pair, Sentin
     assert link.call("SET", "x", "3") == b"OK"
 
 
-def test_who_is_blocked_at_a_master_that_is_demoted_is_told_that_redis_is_away(
-    setting: tuple[Pair, Sentinels],
-) -> None:
-    pair, sentinels = setting
-    link, told = Link(sentinels.url), []
+def test_who_is_blocked_at_a_master_that_is_demoted_is_told_that_redis_is_away() -> None:
+    with replicated() as pair:
+        assert "UNBLOCKED" in told_when_demoted(pair)
+
+
+def told_when_demoted(pair: Pair) -> str:
+    link, told = Link(f"redis://127.0.0.1:{pair.master.port}"), []
 
     def wait() -> None:
         with pytest.raises(RedisUnavailable) as caught:
@@ -96,7 +98,7 @@ def test_who_is_blocked_at_a_master_that_is_demoted_is_told_that_redis_is_away(
     wait_until(lambda: b"blocked_clients:1" in ask(pair.master, "INFO", "clients"), what="it is blocked")
     ask(pair.master, "REPLICAOF", "127.0.0.1", pair.replica.port)
     waiting.join(10)
-    assert "UNBLOCKED" in told[0]
+    return told[0]
 
 
 @pytest.mark.slow

@@ -109,6 +109,7 @@ def test_a_worker_that_waits_for_jobs_stops_at_once(cluster: RedisCluster, forq:
     assert time.monotonic() - began < 8
 
 
+@pytest.mark.slow
 def test_while_a_node_is_away_the_queues_of_the_others_are_served_and_nobody_is_evicted() -> None:
     settings = 'heartbeat = "200ms"\nexpiry = "2s"\n'
     with redis_cluster() as cluster, running(redis=cluster.url, settings=settings) as forq:

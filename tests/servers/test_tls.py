@@ -90,6 +90,7 @@ def test_a_server_may_ask_for_the_certificate_of_the_client(
         assert Link(f"{url}&{authority.client_files(tmp_path)}").call("PING") == b"PONG"
 
 
+@pytest.mark.slow
 def test_a_server_without_tls_is_not_spoken_to(server: Server) -> None:
     with relay(server) as port, pytest.raises(RedisUnavailable):
         Link(f"rediss://127.0.0.1:{port}").call("PING")
