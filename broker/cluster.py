@@ -49,6 +49,21 @@ class Cluster:
     def call(self, args: tuple[Any, ...], at: str | None) -> Any:
         return self.follow(_key_of(args) if at is None else at, lambda link: link.call(*args))
 
+    def call_together(self, commands: tuple[tuple[Any, ...], ...]) -> list[Any]:
+        """Sent again if all were sent to the wrong node. If only some were, the slot has moved meanwhile: whoever asks
+        is told so, since what was carried out must not be repeated."""
+
+        def send(link: "Link") -> list[Any]:
+            answers = link.call_together(*commands)
+            if all(isinstance(answer, Moved) for answer in answers):
+                raise answers[0]
+            return [RedisUnavailable(str(answer)) if isinstance(answer, Moved) else answer for answer in answers]
+
+        answers = self.follow(_key_of(commands[0]), send)
+        if any(isinstance(answer, RedisUnavailable) for answer in answers):
+            self._nodes = None
+        return answers
+
     def pipeline(self, commands: list[tuple[Any, ...]], at: str | None) -> list[Any]:
         """Commands of several nodes are sent to one after the other; the answers are in the order of the commands."""
         if at is not None:

@@ -1,5 +1,6 @@
 """Queues on a Redis Cluster of three masters: where they are, slots that move, nodes that are away."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,9 +8,11 @@ import pytest
 
 from forq import Client
 from forq.broker.cluster import HOPS, Cluster, Moved
+from forq.broker.consuming import Consumer
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.broker.link import Link
 from forq.broker.nodes import ask_nodes
+from forq.broker.scripts import script
 from forq.broker.server_check import check_server
 from forq.broker.slots import slot_of
 from forq.broker.viewing import counts_of
@@ -153,6 +156,29 @@ def test_a_queue_that_has_moved_is_followed(
     assert {job["id"] for job in queue.jobs().jobs} == {"before", "after"}
     assert keys_on(source, "q0") == set() != keys_on(target, "q0")
     assert counts_of(client.link(), DEFAULT_PREFIX, ["q0"])["q0"].waiting == 2  # type: ignore[union-attr]
+
+
+def test_a_worker_that_waits_for_a_job_is_led_to_where_its_queue_has_gone(
+    cluster: RedisCluster, moving: tuple[Queue, Server, Server, int]
+) -> None:
+    queue, source, target, slot = moving
+    queue.remove("before")
+    worker, taken = Consumer(cluster.url, DEFAULT_PREFIX, "q0", "p", "w"), []
+    worker.join(60_000)
+    waiting = threading.Thread(target=lambda: taken.append(worker.wait_for_turn(1, 1)))
+    # The script is known to the target too, as after any turn that was taken there.
+    Link(f"redis://127.0.0.1:{target.port}").call("FUNCTION", "LOAD", script("turn").library)
+    waiting.start()
+    wait_until(lambda: b"blocked_clients:1" in ask(source, "INFO", "clients"), what="it waits")
+    begin_move(slot, source, target)
+    move_keys(source, target, slot)
+    settle(cluster, slot, target)
+    wait_until(lambda: b"blocked_clients:1" in ask(target, "INFO", "clients"), what="it waits at the other node")
+    queue.enqueue(2, id="after")
+    waiting.join(20)
+    assert taken[0] is not None
+    assert taken[0].jobs[0] == b"after"
+    worker.close()
 
 
 @pytest.mark.parametrize("half_way", [False, True])
