@@ -45,7 +45,9 @@ class BridgeSettings:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--redis", metavar="URL", help="redis://, rediss:// or unix:// (FORQ_REDIS)")
+    parser.add_argument(
+        "--redis", metavar="URL", help="redis://, unix://, redis+cluster:// or redis+sentinel:// (FORQ_REDIS)"
+    )
     parser.add_argument("--prefix", metavar="P", default=DEFAULT_PREFIX, help="of all keys in Redis")
     parser.add_argument("--tick", metavar="TIME", default="3s", help="how often a worker has to say something (3s)")
     parser.add_argument(

@@ -11,10 +11,13 @@ from typing import Any
 
 import hiredis
 
-from forq.broker.address import Address, read_address
+from forq.broker.server_url import ServerAddress, read_server_url
 
 READ_BYTES = 256 * 1024
 NOT_YET = object()
+# A connection that only listens has no other way to notice that the server's machine is gone and another has taken
+# over: after 10 s without a word it is asked every 3 s, and given up on after the third time.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
 
 
 class Connection:
@@ -22,7 +25,7 @@ class Connection:
     TimeoutError when time is up."""
 
     def __init__(self, url: str, *, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> None:
-        address = read_address(url)
+        address = read_server_url(url)
         self.socket = _connect(address, connect_timeout_seconds)
         _limit(self.socket, timeout_seconds)
         self._reader = hiredis.Reader(notEnoughData=NOT_YET)
@@ -52,7 +55,7 @@ class Connection:
     def close(self) -> None:
         self.socket.close()
 
-    def _greet(self, address: Address, name: str) -> None:
+    def _greet(self, address: ServerAddress, name: str) -> None:
         greeting: list[tuple[Any, ...]] = []
         if address.password or address.username:
             user = (address.username,) if address.username else ()
@@ -78,7 +81,7 @@ def _limit(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-def _connect(address: Address, timeout_seconds: float) -> socket.socket:
+def _connect(address: ServerAddress, timeout_seconds: float) -> socket.socket:
     if address.path is not None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -91,6 +94,8 @@ def _connect(address: Address, timeout_seconds: float) -> socket.socket:
     connection = socket.create_connection((address.host, address.port), timeout_seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
     return connection if address.tls is None else _encrypted(connection, address.host, address.tls)
 
 

@@ -99,6 +99,10 @@ class Consumer:
         """Another script of this worker's, which takes the queue's epoch first."""
         return self.link.run(its, self._base, self._epoch, *args)
 
+    def learn_client_id(self) -> None:
+        """Before it blocks: so that it can be told by which number others may unblock it."""
+        self.link.learn_client_id(at=self._base)
+
     def lane_has_jobs(self) -> bool:
         """Whether the retry lane or the suspects have any (or hints of some that are gone)."""
         return bool(self.link.call("EXISTS", retry_key(self._base), suspects_key(self._base)))

@@ -171,7 +171,7 @@ class DeadJobs:
     def _start_of_walk(self, after: str | None) -> tuple[int, int]:
         if after is None:
             self._check_exists()
-            seconds, micros = self._link.call("TIME")
+            seconds, micros = self._link.call("TIME", at=self._base)
             return int(seconds) * 1000 + int(micros) // 1000, 0
         cursor = _CHUNK_CURSOR.fullmatch(after) if isinstance(after, str) else None
         if cursor is None:

@@ -12,7 +12,7 @@ from forq.broker.firing import Firing, due_ticks
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import script
-from forq.errors import Fenced, ForqError
+from forq.errors import Fenced, ForqError, RedisUnavailable
 
 # What the loss of its worker means for the job that was running there: it killed the worker (counted), it had reached
 # its timeout (counted), it is not to blame, or it may be: then it runs alone next time; or somebody has killed it.
@@ -69,15 +69,32 @@ class Keeper:
     def heartbeats(
         self, queues: list[str], expiry_ms: int, positions: Mapping[str, list[Position]]
     ) -> Iterator[tuple[str, Beat | ForqError]]:
-        """The same for many queues, some at a time: each with its answer, or with what the server had against it."""
-        for at in range(0, len(queues), BEATS_AT_ONCE):
-            some = queues[at : at + BEATS_AT_ONCE]
-            beats = [self._beat(queue, expiry_ms, positions.get(queue, [])) for queue in some]
-            for queue, reply in zip(some, self._link.run_many(script("heartbeat"), beats), strict=True):
+        """The same for many queues, some at a time: each with its answer, or with what the server had against it. If a
+        server does not answer, its other queues are not tried; those on other nodes of a cluster are."""
+        by_server: dict[str, list[str]] = {}
+        for queue in queues:
+            try:
+                by_server.setdefault(self._link.server_of(queue_base(self._prefix, queue)), []).append(queue)
+            except RedisUnavailable as exc:
+                yield queue, exc
+                return
+        for same in by_server.values():
+            for at in range(0, len(same), BEATS_AT_ONCE):
+                some = same[at : at + BEATS_AT_ONCE]
+                beats = [self._beat(queue, expiry_ms, positions.get(queue, [])) for queue in some]
                 try:
-                    yield queue, reply if isinstance(reply, ForqError) else self._read_beat(queue, reply)
-                except (QueueGone, Fenced) as exc:
-                    yield queue, exc
+                    replies = self._link.run_many(script("heartbeat"), beats)
+                except RedisUnavailable as exc:
+                    yield some[0], exc
+                    break
+                for queue, reply in zip(some, replies, strict=True):
+                    yield queue, self._read_reply(queue, reply)
+
+    def _read_reply(self, queue: str, reply: list[Any] | ForqError) -> Beat | ForqError:
+        try:
+            return reply if isinstance(reply, ForqError) else self._read_beat(queue, reply)
+        except (QueueGone, Fenced) as exc:
+            return exc
 
     def _beat(self, queue: str, expiry_ms: int, positions: list[Position]) -> tuple[Any, ...]:
         args: list[object] = [self.processor, expiry_ms]

@@ -53,6 +53,7 @@ QUEUE_KEYS = (
     "failed:count",
     "events",  # stream: the journal; outlives the queue by 7 days
     "journal:watermarks",  # hash: consumer -> stream id up to which it has read the journal for good; outlives it too
+    "durable",  # string: written before somebody waits for replicas, so that there is something to wait for; expires
     "token:EPOCH:T",  # string: id stored under this dispatch token; expires
     "schedules",  # hash: KEY -> definition of a periodic job
     "schedules:next",  # zset: KEY by its next tick (ms)
@@ -167,6 +168,10 @@ def trashed_outbox_name(epoch: str) -> str:
 
 def trash_keys(base: str, epoch: str) -> tuple[str, str]:
     return f"{base}:trash:{epoch}:jobs", f"{base}:trash:{epoch}:dead:jobs"
+
+
+def durable_mark(base: str) -> str:
+    return f"{base}:durable"
 
 
 def token_key(base: str, epoch: str, token: str) -> str:

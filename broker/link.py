@@ -1,9 +1,10 @@
-"""One connection to Redis, with the errors of forq.
+"""A connection to Redis, with the errors of forq.
 
 1. A call is sent once. Nothing is repeated behind the caller's back: a lost reply is OutcomeUnknown, and the caller
    knows what to do about it (redis-py's own retries would repeat a BLMOVE or an enqueue).
 2. A call that was certainly not carried out is RedisUnavailable.
 3. The connection is made on demand and never shared with a forked process.
+4. Of a cluster there is one per node that is needed (cluster.py); with sentinels it is to the master (sentinel.py).
 """
 
 import os
@@ -14,33 +15,42 @@ from typing import Any, cast
 
 import hiredis
 
+from forq.broker.cluster import Cluster, Moved
 from forq.broker.connection import Connection
 from forq.broker.scripts import Script
+from forq.broker.sentinel import connect_to_master
 from forq.errors import BackPressure, ForqError, OutcomeUnknown, RedisUnavailable
+from forq.redis_address import CLUSTER, SENTINEL, Address, read_address, shown_url
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 CALL_TIMEOUT_SECONDS = 10.0
 # A connection that was idle for so long is looked at before it is used: the server may have closed it.
 IDLE_CHECK_SECONDS = 0.5
 
-_NOT_NOW = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF", "BUSY", "READONLY")
+# Answers to calls that were not carried out, and may be if they are made again.
+_NOT_NOW = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF", "BUSY", "READONLY", "UNBLOCKED")
+_ON_THE_MOVE = ("ASK ", "TRYAGAIN ")
 
 
 class Link:
-    """A connection to one Redis server."""
+    """A connection to Redis. `at`, of a call without a key: a key of the queue it is about, which says where to go."""
 
     def __init__(self, url: str, *, name: str = "forq", timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> None:
         self.url = url
         self.name = name
         self.timeout_seconds = timeout_seconds
+        self._address = read_address(url)
+        self._cluster = Cluster(self._address, name, self._to_node) if self._address.kind == CLUSTER else None
         self._connection: Connection | None = None
         self._pid = 0
         self._used_at = 0.0
         # Of the present connection; None until learn_client_id has asked.
         self.known_client_id: int | None = None
 
-    def call(self, *args: Any) -> Any:
+    def call(self, *args: Any, at: str | None = None) -> Any:
         """Sends one command and returns its answer."""
+        if self._cluster is not None:
+            return self._cluster.call(args, at)
         connection = self._ready()
         try:
             connection.send(args)
@@ -59,13 +69,17 @@ class Link:
 
     def run(self, script: Script, base: str, *args: Any) -> list[Any]:
         """Runs a script of the queue with this base."""
+        if self._cluster is not None:
+            return self._cluster.follow(base, lambda link: link.run(script, base, *args))
         try:
             return cast(list[Any], self.call("FCALL", script.name, 1, base, *args))
         except _ScriptMissing:
             return cast(list[Any], self.call(*self._load(script), 1, base, *args))
 
     def run_each(self, script: Script, bases: list[str]) -> list[Any]:
-        """Runs a script that only reads for each of these queues, in one round trip."""
+        """Runs a script that only reads for each of these queues, in one round trip (to each node of a cluster)."""
+        if self._cluster is not None:
+            return self._cluster.run_each(script, bases)
         try:
             return self.pipeline([("FCALL", script.name, 1, base) for base in bases])
         except _ScriptMissing:
@@ -88,20 +102,27 @@ class Link:
         return "FCALL", script.name
 
     def call_together(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Sends several commands at once, the later ones whatever becomes of the others; their answers, or refusals."""
+        """Sends several commands about one queue at once, the later ones whatever becomes of the others; their
+        answers, or refusals."""
+        if self._cluster is not None:
+            return self._cluster.call_together(commands)
         answers = self._exchange(commands, OutcomeUnknown)
         return [self._refusal(str(a)) if isinstance(a, hiredis.ReplyError) else a for a in answers]
 
     def run_many(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any] | ForqError]:
-        """Runs a script for several queues, sent at once: (base, args …) per call. What the server refuses is returned;
-        if the connection breaks, nobody knows which of them were carried out."""
-        answers = self.call_together(*(("FCALL", script.name, 1, *call) for call in calls))
+        """Runs a script for several queues of one server, sent at once: (base, args …) per call. What the server
+        refuses is returned; if the connection breaks, nobody knows which of them were carried out."""
+        if self._cluster is not None:
+            answers = self._cluster.follow(calls[0][0], lambda link: link.run_many(script, calls))
+        else:
+            answers = self.call_together(*(("FCALL", script.name, 1, *call) for call in calls))
         return [
-            self._run_late(script, call) if isinstance(answer, _ScriptMissing) else answer
+            self._run_late(script, call) if isinstance(answer, _ScriptMissing | Moved) else answer
             for call, answer in zip(calls, answers, strict=True)
         ]
 
     def _run_late(self, script: Script, call: tuple[Any, ...]) -> list[Any] | ForqError:
+        """What was certainly not carried out."""
         try:
             return self.run(script, *call)
         except RedisUnavailable:
@@ -109,8 +130,13 @@ class Link:
         except ForqError as exc:
             return exc
 
-    def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
-        """Sends several read commands at once; answers in order."""
+    def pipeline(self, commands: list[tuple[Any, ...]], *, at: str | None = None) -> list[Any]:
+        """Sends several commands at once that may be repeated (most read); answers in order.
+
+        `at`: they are about one queue, and are to be sent together even if it is one of a cluster (a transaction).
+        """
+        if self._cluster is not None:
+            return self._cluster.pipeline(commands, at)
         answers = self._exchange(commands, RedisUnavailable)
         for answer in answers:
             if isinstance(answer, hiredis.ReplyError):
@@ -131,13 +157,53 @@ class Link:
         self._used_at = time.monotonic()
         return answers
 
-    def learn_client_id(self) -> None:
+    def acknowledged(self, base: str, mark: str, timeout_ms: int) -> int:
+        """How many replicas have, in time, all that was written by the last call, which was about this queue.
+
+        `mark`: a key of the queue's that is written for this, and expires. WAIT only speaks of what its own connection
+        has written, and the last call may have found everything stored. OutcomeUnknown if it cannot be told.
+        """
+        if self._cluster is not None:
+            return self._cluster.link_to(base).acknowledged(base, mark, timeout_ms)
+        # Not another one: it might be to another server, which never had what was written.
+        connection = self._connection
+        if connection is None:
+            raise OutcomeUnknown("the connection to the master ended")
+        try:
+            connection.send_many([("SET", mark, "", "PX", 1), ("WAIT", 1, timeout_ms)])
+            marked, acknowledged = connection.receive(), connection.receive()
+        except BaseException as exc:
+            self.close()
+            if isinstance(exc, OSError | hiredis.HiredisError):
+                raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
+            raise
+        for answer in (marked, acknowledged):
+            if isinstance(answer, hiredis.ReplyError):
+                raise OutcomeUnknown(f"Redis at {self.shown_url} refused to tell: {answer}")
+        return int(acknowledged)
+
+    def learn_client_id(self, *, at: str) -> None:
         """Asks once per connection which number the server knows it by."""
+        if self._cluster is not None:
+            node = self._cluster.link_to(at)
+            node.learn_client_id(at=at)
+            self.known_client_id = node.known_client_id
+            return
         self._ready()
         if self.known_client_id is None:
             self.known_client_id = int(self.call("CLIENT", "ID"))
 
+    def masters(self) -> list["Link"]:
+        """A link to each server that holds queues: of a cluster all its masters, else this one."""
+        return [self] if self._cluster is None else self._cluster.masters()
+
+    def server_of(self, key: str) -> str:
+        """Which server serves this key, as far as is known."""
+        return self.url if self._cluster is None else self._cluster.link_to(key).url
+
     def close(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
         connection, self._connection = self._connection, None
         self.known_client_id = None
         if connection is not None and self._pid == os.getpid():
@@ -146,8 +212,7 @@ class Link:
     @property
     def shown_url(self) -> str:
         """The URL without its password."""
-        scheme, _, rest = self.url.partition("://")
-        return f"{scheme}://{rest.rpartition('@')[2]}"
+        return shown_url(self.url)
 
     def _ready(self) -> Connection:
         connection = self._connection
@@ -156,16 +221,14 @@ class Link:
                 return connection
             self.close()
         try:
-            connection = Connection(
-                self.url,
-                name=self.name,
-                connect_timeout_seconds=CONNECT_TIMEOUT_SECONDS,
-                timeout_seconds=self.timeout_seconds,
-            )
+            connection = connect(self._address, self.name, self.timeout_seconds)
         except (OSError, hiredis.HiredisError) as exc:
             raise RedisUnavailable(f"cannot reach Redis at {self.shown_url}: {_text(exc)}") from exc
         self._connection, self._pid = connection, os.getpid()
         return connection
+
+    def _to_node(self, url: str) -> "Link":
+        return Link(url, name=self.name, timeout_seconds=self.timeout_seconds)
 
     def _refusal(self, text: str) -> ForqError:
         if text.startswith("ERR Function not found"):
@@ -177,7 +240,25 @@ class Link:
         if text.startswith(_NOT_NOW):
             self.close()
             return RedisUnavailable(f"Redis at {self.shown_url} cannot serve now: {text}")
+        if text.startswith("MOVED "):
+            _, slot, place = text.split(" ")
+            host, _, port = place.rpartition(":")
+            cluster = f"Redis at {self.shown_url} is one node of a cluster: give its URL as redis+cluster://"
+            return Moved(cluster, int(slot), host.strip("[]"), int(port))
+        if text.startswith(_ON_THE_MOVE):
+            return RedisUnavailable(f"the keys of a queue are being moved away from Redis at {self.shown_url}: {text}")
         return ForqError(f"Redis at {self.shown_url} refused the call: {text}")
+
+
+def connect(address: Address, name: str, timeout_seconds: float) -> Connection:
+    """To the server of this address, or to the present master if sentinels know it."""
+
+    def to_server(url: str) -> Connection:
+        return Connection(
+            url, name=name, connect_timeout_seconds=CONNECT_TIMEOUT_SECONDS, timeout_seconds=timeout_seconds
+        )
+
+    return connect_to_master(address, name, to_server) if address.kind == SENTINEL else to_server(address.url)
 
 
 def _hung_up(connection: Connection) -> bool:

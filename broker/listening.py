@@ -6,18 +6,22 @@ from typing import Any
 import hiredis
 
 from forq.broker.connection import Connection
-from forq.broker.link import CONNECT_TIMEOUT_SECONDS
+from forq.broker.link import CONNECT_TIMEOUT_SECONDS, connect
+from forq.broker.nodes import ask_nodes
+from forq.broker.slots import slot_of
 from forq.errors import RedisUnavailable
+from forq.redis_address import CLUSTER, read_address
 
 
 class Listener:
     """Hears every message on the channels that match `pattern`, or with `exact` on the channel of that name.
 
     What was published while it was not connected is lost: whoever listens must look for himself after each `connect`.
+    The nodes of a cluster pass on to each other what is published, so that it may listen to any of them.
     """
 
     def __init__(self, url: str, pattern: str, *, name: str, exact: bool = False) -> None:
-        self._url = url
+        self._address = read_address(url)
         self._pattern = pattern
         self._name = name
         self._exact = exact
@@ -34,12 +38,7 @@ class Listener:
     def connect(self) -> None:
         self.close()
         try:
-            self._connection = Connection(
-                self._url,
-                name=self._name,
-                connect_timeout_seconds=CONNECT_TIMEOUT_SECONDS,
-                timeout_seconds=CONNECT_TIMEOUT_SECONDS,
-            )
+            self._connection = self._connect()
             self._connection.send(("SUBSCRIBE" if self._exact else "PSUBSCRIBE", self._pattern))
             answer = self._connection.receive()
         except (OSError, hiredis.HiredisError) as exc:
@@ -49,6 +48,19 @@ class Listener:
             self.close()
             raise RedisUnavailable(f"cannot listen: {answer}")
         self._connection.socket.setblocking(False)
+
+    def _connect(self) -> Connection:
+        if self._address.kind != CLUSTER:
+            return connect(self._address, self._name, CONNECT_TIMEOUT_SECONDS)
+        nodes = ask_nodes(self._address, (), self._name)
+        # First that of the queue whose channel it is: while that is down nothing is published on it.
+        own = nodes.url_of(slot_of(self._pattern))
+        for url in sorted(nodes.masters(), key=lambda url: url != own):
+            try:
+                return connect(read_address(url), self._name, CONNECT_TIMEOUT_SECONDS)
+            except (OSError, hiredis.HiredisError) as exc:
+                last: Exception = exc
+        raise last
 
     def hear(self) -> list[tuple[str, str]]:
         """What has come, as (channel, message); RedisUnavailable when the connection has ended."""

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from forq.broker.codes import OK, error_for
+from forq.broker.durability import check_durable, check_has_replica, wait_for_replica
 from forq.broker.keys import DEFAULT_PRIORITY, queue_base
 from forq.broker.link import Link
 from forq.broker.record import pack_body
@@ -118,28 +119,34 @@ class Producer:
         self._link = link
         self._base = queue_base(prefix, name)
 
-    def enqueue(self, jobs: list[NewJob], update: Update = DEFAULT_UPDATE) -> list[str]:
-        """Stores all of `jobs` or none; returns their ids."""
-        how = update.arguments()
+    def enqueue(self, jobs: list[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None) -> list[str]:
+        """Stores all of `jobs` or none; returns their ids. `durable`: "replica", see durability.py."""
+        how, on_replica = update.arguments(), check_durable(durable)
         if not jobs:
             return []
+        if on_replica:
+            check_has_replica(self._link, self._base)
         args: list[Any] = [PROTOCOL, *how, len(jobs)]
         for job in jobs:
             args += job
         reply = self._link.run(script("enqueue"), self._base, *args)
         if reply[0] != OK:
             raise error_for(self.name, reply)
+        if on_replica:
+            wait_for_replica(self._link, self._base)
         ids = [job.id for job in jobs]
         for index, stored in zip(reply[1::2], reply[2::2], strict=True):
             ids[index - 1] = stored.decode()
         return ids
 
-    def enqueue_many(self, jobs: Iterable[NewJob], update: Update = DEFAULT_UPDATE) -> list[str]:
+    def enqueue_many(
+        self, jobs: Iterable[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None
+    ) -> list[str]:
         """Stores jobs in chunks, each whole or not at all; PartlyStored if a chunk after the first one failed."""
         ids: list[str] = []
         try:
             for chunk in chunks(jobs):
-                ids += self.enqueue(chunk, update)
+                ids += self.enqueue(chunk, update, durable)
         except ForqError as exc:
             if not ids:
                 raise

@@ -118,12 +118,17 @@ class Registry:
         registered = self._link.run(script("retire"), self._key, name, _DELETING)[1]
         if reply[0] == NO_QUEUE and not registered:
             raise error_for(name, reply)
+        if registered:
+            self._remember(name)
         self._delete_fail_queue(name)
         return int(reply[1]) if reply[0] == OK else 0
 
     def deleted(self) -> list[str]:
         """Queues that were deleted and whose journals may still be there; some may exist again."""
         return [name.decode() for name in self._link.call("ZRANGE", deleted_queues_key(self._prefix), 0, -1)]
+
+    def _remember(self, name: str) -> None:
+        self._link.run(script("remember"), deleted_queues_key(self._prefix), name)
 
     def _delete_fail_queue(self, name: str) -> None:
         """Its jobs are copies of what is in the failed log already."""
@@ -157,7 +162,8 @@ class Registry:
         # Somebody may have made the queue again between its end and the mark in the registry.
         mode = self._link.call("HGET", f"{base}:options", "mode")
         if mode is None:
-            # Once more: whoever deleted the queue may have died before it came to its fail queue.
+            # Once more: whoever deleted the queue may have died before it came to these.
+            self._remember(name)
             self._delete_fail_queue(name)
             self._link.call("HDEL", self._key, name)
         else:

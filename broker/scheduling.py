@@ -154,7 +154,7 @@ class Schedules:
         return upcoming(schedule.rule, first_ms)
 
     def now_ms(self) -> int:
-        seconds, micros = self._link.call("TIME")
+        seconds, micros = self._link.call("TIME", at=self._base)
         return int(seconds) * 1000 + int(micros) // 1000
 
     def _stored(self) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Whether a Redis server can be trusted with jobs: new enough, and never evicting keys."""
+"""Whether a Redis server can be trusted with jobs: new enough, and never evicting keys. Of a cluster, each master."""
 
 from forq.broker.link import Link
 from forq.errors import ForqError, IncompatibleServer
@@ -9,7 +9,12 @@ OLDEST_VALKEY = (7, 2)
 
 
 def check_server(link: Link) -> str:
-    """The server's name and version; IncompatibleServer says why it cannot be used."""
+    """The server's name and version (those of a cluster's masters); IncompatibleServer says why it cannot be used."""
+    found = [_check(master) for master in link.masters()]
+    return ", ".join(sorted(set(found))) + (f", a cluster of {len(found)} masters" if len(found) > 1 else "")
+
+
+def _check(link: Link) -> str:
     info = _info(link, "server")
     valkey = info.get("valkey_version")
     name, version = ("Valkey", valkey) if valkey else ("Redis", info.get("redis_version", "0"))

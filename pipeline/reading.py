@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from forq.broker.journal import Event, read_entry
-from forq.broker.keys import events_key, fail_queue, queue_base, watermarks_key
+from forq.broker.keys import events_key, fail_queue, queue_base, registry_key, watermarks_key
 from forq.broker.link import Link
 from forq.broker.registry import Registry
 from forq.errors import ForqError, InvalidData, OutcomeUnknown, RedisUnavailable
@@ -153,7 +153,7 @@ class Journals:
             self.link.pipeline(commands)
 
     def server_seconds(self) -> float:
-        seconds, micros = self.link.call("TIME")
+        seconds, micros = self.link.call("TIME", at=registry_key(self.prefix))
         return int(seconds) + int(micros) / 1_000_000
 
     def _last_before(self, whole: Range, ms: int) -> Mark:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from forq.broker.keys import fail_queue, queue_base
+from forq.broker.keys import fail_queue, queue_base, registry_key
 from forq.broker.link import Link
 from forq.broker.registry import Registry
 
@@ -62,12 +62,12 @@ class Standings:
 
 
 def read_standings(link: Link, prefix: str) -> Standings:
-    asked_us = _time_us(link.call("TIME"))
+    asked_us = _time_us(link.call("TIME", at=registry_key(prefix)))
     queues: dict[tuple[int, str], Standing] = {}
     places: list[Place] = []
     for name in sorted(Registry(link, prefix).names()):
         both = (name, fail_queue(name))
-        read_from_us = _time_us(link.call("TIME"))
+        read_from_us = _time_us(link.call("TIME", at=queue_base(prefix, name)))
         found = [(queue, place) for queue in both for place in _places(link, queue_base(prefix, queue))]
         standings = _count(link, prefix, both, read_from_us)
         queues |= {(0, standing.queue): standing for standing in standings}
@@ -87,7 +87,7 @@ def _count(link: Link, prefix: str, queues: Iterable[str], read_from_us: int) ->
             *(("HLEN", f"{base}:{hash_}") for hash_ in ("jobs", "active", "blocked")),
             ("ZCARD", f"{base}:dead"),
         ]
-    time, *answers = link.pipeline([*commands, ("EXEC",)])[-1]
+    time, *answers = link.pipeline([*commands, ("EXEC",)], at=base)[-1]
     standings = []
     for number, queue in enumerate(queues):
         (epoch, journal), (sequence, hash_), *lengths = answers[6 * number : 6 * number + 6]

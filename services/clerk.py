@@ -180,8 +180,8 @@ class Clerk:
         return {"state": state, "why": reason}
 
     def push(self, params: dict[str, Any]) -> object:
-        fields = {key: value for key, value in params.items() if key != "name" and key not in _UPDATE_FIELDS}
-        ids = self._producer(params).enqueue([_read_job(fields)], _read_update(params))
+        fields = {key: value for key, value in params.items() if key not in ("name", "durable", *_UPDATE_FIELDS)}
+        ids = self._producer(params).enqueue([_read_job(fields)], _read_update(params), params.get("durable"))
         return {"id": ids[0]}
 
     def push_many(self, params: dict[str, Any]) -> object:
@@ -193,7 +193,7 @@ class Clerk:
         known = {}
         if params.get("count_known"):
             known["known"] = count_known(self._link, self._settings.prefix, producer.name, checked)
-        return {"ids": producer.enqueue_many(checked, _read_update(params)), **known}
+        return {"ids": producer.enqueue_many(checked, _read_update(params), params.get("durable")), **known}
 
     def cancel(self, params: dict[str, Any]) -> object:
         return {"cancelled": self._producer(params).cancel(params.get("id", ""))}

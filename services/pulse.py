@@ -210,17 +210,17 @@ class Pulse:
             self._desk.tell("queue_found", queue=name, mode=mode)
 
     def _heartbeats(self, queues: list[str]) -> None:
-        try:
-            for queue, beat in self._keeper.heartbeats(queues, self._settings.expiry_ms, self._positions()):
-                if isinstance(beat, RedisUnavailable):
-                    raise beat
-                self._note_redis(None)
-                if isinstance(beat, Fenced):
-                    self._desk.tell("evicted", queue=queue)
-                    return
+        away: RedisUnavailable | None = None
+        for queue, beat in self._keeper.heartbeats(queues, self._settings.expiry_ms, self._positions()):
+            if isinstance(beat, RedisUnavailable):
+                away = beat
+            elif isinstance(beat, Fenced):
+                self._desk.tell("evicted", queue=queue)
+                return
+            else:
                 self._hear_beat(queue, beat)
-        except RedisUnavailable as exc:
-            self._note_redis(exc)
+        if queues:
+            self._note_redis(away)
 
     def _hear_beat(self, queue: str, beat: Beat | ForqError) -> None:
         if isinstance(beat, QueueGone):

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
-from urllib.parse import parse_qs, urlsplit
 
 from forq import places
 from forq.errors import ConfigError, InvalidOption, UsageError
@@ -22,6 +21,7 @@ from forq.log_format import FORMATS, LEVELS
 from forq.names import shown
 from forq.options import WORK, Option, QueueSpec, Value, check_mode, defaults, nearest
 from forq.redaction import Redaction
+from forq.redis_address import ALLOWED, read_address, shown_url
 from forq.schedules import read_schedules
 from forq.supervisor.embedded import check_socket_path
 from forq.supervisor.metrics_place import MetricsPlace, read_metrics
@@ -321,35 +321,16 @@ def check_size(options: Mapping[str, Value], capacity: int, where: str) -> None:
             raise InvalidOption(f"{where}: {name} = {options[name]} is not allowed: capacity is {capacity} units")
 
 
-def shown_url(url: str) -> str:
-    """A Redis URL for logs and errors: without user and password, wherever in it they stand."""
-    return re.sub(r"(username|password)=[^&]*", r"\1=***", re.sub(r"://.*@", "://***@", url))
-
-
 def _read_redis(given: Given) -> str | None:
     if given.value == "":
         return None
-    allowed = "redis://[USER:PASSWORD@]HOST[:PORT][/DB], rediss://... or unix:///PATH[?db=DB]"
     if not isinstance(given.value, str):
-        raise given.refuse(allowed)
-    if not _is_redis_url(given.value):
-        raise replace(given, value=shown_url(given.value)).refuse(allowed)
-    return given.value
-
-
-def _is_redis_url(url: str) -> bool:
+        raise given.refuse(ALLOWED)
     try:
-        parts = urlsplit(url)
-        local = parts.scheme == "unix"
-        (db,) = parse_qs(parts.query).get("db", ["0" if local else parts.path.strip("/") or "0"])
-        if not db.isdecimal():
-            return False
-        if local:
-            return url.startswith("unix://") and not parts.hostname and len(parts.path) > 1
-        # The port is read, and so checked, only when it is asked for.
-        return parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
+        read_address(given.value)
+    except UsageError:
+        raise replace(given, value=shown_url(given.value)).refuse(ALLOWED) from None
+    return given.value
 
 
 def _read_path(given: Given) -> Path | None:

@@ -3,7 +3,7 @@
 import gc
 
 from forq.bridge.run import BridgeSettings, run_bridge
-from forq.broker.address import read_address
+from forq.broker.link import Link
 from forq.broker.scripts import script
 from forq.services.clerk import ClerkSettings, run_clerk
 from forq.services.logger import LoggerSettings, run_logger
@@ -37,7 +37,7 @@ __all__ = [
 def preload(url: str) -> None:
     """Their code is imported by now, and what all of them would do is done here. Keeps the collector off it, so that
     children share those pages."""
-    read_address(url)
+    Link(url)
     for verb in (
         "turn",
         "join",

@@ -14,10 +14,11 @@ from forq.cgroup_limits import Delegation
 from forq.errors import ForqError, RedisUnavailable
 from forq.log_format import choose
 from forq.options import QueueSpec, Value
+from forq.redis_address import shown_url
 from forq.scoreboard import Role, Scoreboard
 from forq.supervisor import embedded, entry_points
 from forq.supervisor.child import Nursery
-from forq.supervisor.config import BridgePlace, Config, shown_url
+from forq.supervisor.config import BridgePlace, Config
 from forq.supervisor.loop import Loop, Timer
 from forq.supervisor.outputs import Outputs
 from forq.supervisor.redis_child import RedisChild

@@ -1,5 +1,6 @@
 """What every test may use: a real server, an empty one per test, and --spec-report."""
 
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.support.redis_cluster import RedisCluster, redis_cluster
 from tests.support.server import Server
 from tests.support.spec_ids import SPEC_IDS
 
@@ -24,11 +26,25 @@ def server() -> Iterator[Server]:
         server.remove()
 
 
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[RedisCluster]:
+    """The session's Redis Cluster of three masters."""
+    with redis_cluster() as cluster:
+        yield cluster
+
+
 @pytest.fixture
-def redis_url(server: Server) -> str:
-    """The address of the session's server, emptied."""
-    server.flush()
-    return server.url
+def redis_url(request: pytest.FixtureRequest) -> str:
+    """The address of the session's server, emptied; with FORQ_TEST_REDIS=cluster of its cluster."""
+    place = "cluster" if os.environ.get("FORQ_TEST_REDIS") == "cluster" else "server"
+    used: Server | RedisCluster = request.getfixturevalue(place)
+    used.flush()
+    return used.url
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("one_server") and os.environ.get("FORQ_TEST_REDIS") == "cluster":
+        pytest.skip("it restarts or looks at the one server itself")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

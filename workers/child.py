@@ -11,7 +11,7 @@ import orjson
 
 from forq import exits
 from forq.broker.consuming import Consumer, Limits
-from forq.broker.keys import fail_queue
+from forq.broker.keys import fail_queue, queue_base
 from forq.errors import ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
 from forq.ids import new_id
 from forq.options import QueueSpec, Value
@@ -65,7 +65,8 @@ def run_child(settings: ChildSettings) -> int:
     """The entry point: returns the process's exit code."""
     _redirect_output(settings)
     name = f"{settings.spec.name} {settings.role.name.lower()}"
-    minder = Minder(name=name, url=settings.url, leash=settings.leash)
+    base = queue_base(settings.prefix, settings.spec.name)
+    minder = Minder(name=name, url=settings.url, base=base, leash=settings.leash)
     minder.start()
     # So that a handler's own Client() finds the same queues.
     os.environ["FORQ_REDIS"] = settings.url

@@ -339,7 +339,7 @@ class WorkerLoop:
         may_claim = self._grant.rest() and self._claims_ahead
         self._blocking = True
         try:
-            self.consumer.link.learn_client_id()
+            self.consumer.learn_client_id()
             if self._parked is not None:
                 if not self.stopping:
                     self.consumer.wait_for_wake()

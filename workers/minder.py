@@ -56,9 +56,10 @@ class Minded(Protocol):
 
 
 class Minder:
-    def __init__(self, *, name: str, url: str, leash: socket.socket) -> None:
+    def __init__(self, *, name: str, url: str, base: str, leash: socket.socket) -> None:
         self._name = name
         self._url = url
+        self._base = base
         self._loops: Sequence[Minded] = ()
         self._told_to_stop = False
         self._leash = leash
@@ -196,7 +197,7 @@ class Minder:
         link = Link(self._url, name="forq-minder", timeout_seconds=UNBLOCK_SECONDS)
         try:
             for client_id in blocked:
-                link.call("CLIENT", "UNBLOCK", client_id)
+                link.call("CLIENT", "UNBLOCK", client_id, at=self._base)
         except ForqError as exc:
             log.warning("cannot unblock a worker name=%s error=%s", self._name, exc)
         finally:

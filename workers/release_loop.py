@@ -118,7 +118,7 @@ class ReleaseLoop:
     def _block(self, wait: Callable[[], None]) -> None:
         self._blocking = True
         try:
-            self._consumer.link.learn_client_id()
+            self._consumer.learn_client_id()
             if not self.stopping:
                 wait()
         except BackPressure as exc:

@@ -32,7 +32,9 @@ def parser_for(argv: list[str]) -> argparse.ArgumentParser:
     run.add_argument("--state-dir", dest="state_dir", metavar="DIR", help="where forq keeps its state (FORQ_STATE_DIR)")
     run.add_argument("--socket", metavar="PATH", help="the control socket (FORQ_SOCKET)")
     run.add_argument(
-        "--redis", metavar="URL", help="redis://, rediss:// or unix:// (FORQ_REDIS; default: an embedded one)"
+        "--redis",
+        metavar="URL",
+        help="redis://, unix://, redis+cluster:// or redis+sentinel:// (FORQ_REDIS; default: an embedded one)",
     )
     run.add_argument(
         "--require-redis",

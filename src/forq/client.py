@@ -99,6 +99,7 @@ class Queue:
         update_data: bool = True,
         update_run_at: bool | str = True,
         reset_counts: bool | None = None,
+        durable: str | None = None,
     ) -> str:
         """Stores a job and returns its id; when it returns, the job is in Redis.
 
@@ -111,6 +112,10 @@ class Queue:
         `update_data`, its time if `update_run_at` (True, False, "if_later", "if_earlier"), and its counts start anew if
         `reset_counts` (default: as update_data). While that job runs, this one waits behind it, and does so when it
         ends. if_exists="skip" leaves the other job as it is, "refuse" raises Exists.
+
+        durable="replica": when it returns, the job is on a replica of Redis too. NoReplica if there is none (nothing
+        was stored); OutcomeUnknown if no replica has acknowledged the job in time: it is stored, and may still be lost
+        with the master. With a `token` the call may be repeated.
         """
         job = new_job(
             data,
@@ -123,19 +128,21 @@ class Queue:
             run_in=run_in,
         )
         update = Update(if_exists, update_data, update_run_at, reset_counts)
-        return self._producer().enqueue([job], update)[0]
+        return self._producer().enqueue([job], update, durable)[0]
 
-    def enqueue_many(self, jobs: Iterable[Any]) -> list[str]:
+    def enqueue_many(self, jobs: Iterable[Any], *, durable: str | None = None) -> list[str]:
         """Stores many jobs, each given as its data; returns their ids.
 
         They are sent in chunks, each stored whole or not at all. PartlyStored tells what was stored before a chunk
-        failed, and why it did.
+        failed, and why it did. `durable`: as for `enqueue`, for each chunk.
         """
-        return self._producer().enqueue_many(plain_jobs(jobs))
+        return self._producer().enqueue_many(plain_jobs(jobs), durable=durable)
 
-    def enqueue_jobs(self, jobs: Iterable[NewJob], *, if_exists: str = "update") -> list[str]:
+    def enqueue_jobs(
+        self, jobs: Iterable[NewJob], *, if_exists: str = "update", durable: str | None = None
+    ) -> list[str]:
         """The same for jobs made with `forq.client.new_job(data, id=…, priority=…, token=…, run_at=…)`."""
-        return self._producer().enqueue_many(jobs, Update(if_exists))
+        return self._producer().enqueue_many(jobs, Update(if_exists), durable)
 
     def cancel(self, id: str) -> bool:
         """Takes a waiting, scheduled or blocked job away; False if there is none (it runs, has ended, or never was)."""

@@ -185,6 +185,12 @@ class OutcomeUnknown(RedisUnavailable):
     code = "outcome_unknown"
 
 
+class NoReplica(RedisUnavailable):
+    """A job was to be stored on a replica too, and there is none; nothing was stored."""
+
+    code = "no_replica"
+
+
 class BackPressure(ForqError):
     """Redis has reached its memory limit and refuses new jobs; nothing was stored."""
 

@@ -140,6 +140,7 @@ COMMANDS = (
         Argument(
             "--reset-counts", choices=("yes", "no"), help="when the id is taken: its counts (default: as the data)"
         ),
+        Argument("--durable", choices=("replica",), help="succeed only if it is on a replica of Redis too"),
     ),
     Command(
         "await",

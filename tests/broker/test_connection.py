@@ -1,69 +1,21 @@
-"""Every kind of address: unix socket, TCP, password, database number, TLS; and connections that break."""
+"""Every kind of address: unix socket, TCP, password, database number; and connections that break."""
 
 import os
 import socket
-import ssl
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 
+from forq.broker.connection import KEEPALIVE, Connection
 from forq.broker.link import Link
 from forq.broker.scripts import script
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
+from tests.support.relay import relay
 from tests.support.server import Server
 
 
-@contextmanager
-def relay(server: Server, *, context: ssl.SSLContext | None = None, drop_answers: bool = False) -> Iterator[int]:
-    """A TCP port on loopback that passes everything to the server, through TLS if a context is given."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=pass_on, args=(client,), daemon=True).start()
-
-    def pass_on(client: socket.socket) -> None:
-        try:
-            near: socket.socket = context.wrap_socket(client, server_side=True) if context else client
-        except OSError:
-            client.close()
-            return
-        far = socket.socket(socket.AF_UNIX)
-        far.connect(str(server.socket))
-        answers = threading.Thread(target=copy, args=(far, near, drop_answers), daemon=True)
-        answers.start()
-        copy(near, far, False)
-
-    def copy(source: socket.socket, target: socket.socket, drop: bool) -> None:
-        try:
-            while data := source.recv(65536):
-                if drop and b"+PONG" in data:
-                    break
-                target.sendall(data)
-        except OSError:
-            pass
-        for end in (source, target):
-            # The other direction's thread is reading: closing alone would not end the connection.
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    threading.Thread(target=serve, daemon=True).start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        listener.close()
-
-
+@pytest.mark.one_server
 def test_a_unix_socket_and_a_tcp_port_reach_the_same_data(server: Server, redis_url: str) -> None:
     Link(redis_url).call("SET", "a", "1")
     with relay(server) as port:
@@ -84,20 +36,6 @@ def test_a_password_is_sent_and_never_shown(server: Server, redis_url: str) -> N
         redis.execute_command("ACL", "DELUSER", "someone")
 
 
-def test_tls_checks_the_certificate(server: Server, redis_url: str, tmp_path: Path) -> None:
-    authority = trustme.CA()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("localhost", "127.0.0.1").configure_cert(context)
-    trusted = tmp_path / "ca.pem"
-    authority.cert_pem.write_to_path(str(trusted))
-    with relay(server, context=context) as port:
-        url = f"rediss://127.0.0.1:{port}"
-        assert Link(f"{url}?ssl_ca_certs={trusted}").call("PING") in (b"PONG", "PONG")
-        with pytest.raises(RedisUnavailable, match="certificate"):
-            Link(url).call("PING")
-        assert Link(f"{url}?ssl_cert_reqs=none").call("PING") in (b"PONG", "PONG")
-
-
 def test_a_lost_answer_is_reported_and_never_repeated(server: Server, redis_url: str) -> None:
     with relay(server, drop_answers=True) as port:
         link = Link(f"redis://127.0.0.1:{port}")
@@ -107,6 +45,7 @@ def test_a_lost_answer_is_reported_and_never_repeated(server: Server, redis_url:
         assert link.call("INCR", "x") == 2
 
 
+@pytest.mark.one_server
 def test_a_server_that_restarted_is_noticed_before_anything_is_sent(server: Server, redis_url: str) -> None:
     link = Link(redis_url)
     link.call("PING")
@@ -120,9 +59,10 @@ def test_no_server_is_said_with_its_address(tmp_path: Path) -> None:
         Link(f"unix://{tmp_path}/none").call("PING")
 
 
+@pytest.mark.one_server
 def test_a_connection_is_not_shared_with_a_forked_process(redis_url: str) -> None:
     link = Link(redis_url)
-    link.learn_client_id()
+    link.learn_client_id(at="")
     before = link.known_client_id
     read, write = os.pipe()
     pid = os.fork()
@@ -157,3 +97,12 @@ def test_a_script_is_run_for_several_queues_at_once_also_if_the_server_has_forgo
     assert [type(answer) for answer in answers] == [list, ForqError, list]
     assert "WRONGTYPE" in str(answers[1])
     assert answers[0] == answers[2]
+
+
+def test_a_connection_over_tcp_notices_that_the_other_machine_is_gone(server: Server) -> None:
+    with relay(server) as port:
+        connection = Connection(f"redis://127.0.0.1:{port}", name="test", connect_timeout_seconds=5, timeout_seconds=5)
+        given = {option: connection.socket.getsockopt(socket.IPPROTO_TCP, option) for option in KEEPALIVE}
+        assert given == KEEPALIVE
+        assert connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        connection.close()

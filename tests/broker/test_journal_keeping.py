@@ -253,6 +253,7 @@ def test_what_happened_while_the_journal_was_off_is_a_gap(queue: OneQueue, how: 
     assert sequences(queue) == [1, 2, 3, 5]
 
 
+@pytest.mark.one_server
 def test_a_server_without_memory_takes_what_ends_work_and_refuses_what_adds_to_it(
     server: Server, queue: OneQueue
 ) -> None:

@@ -152,6 +152,7 @@ def test_the_line_of_a_job_that_was_enqueued_within_a_trace_has_the_same() -> No
     assert read_line("q", traced) == read_line("q", LINE)
 
 
+@pytest.mark.one_server
 def test_the_bell_names_the_queues_and_tells_when_the_server_has_gone(server: Server, queue: OneQueue) -> None:
     bell = Bell(queue.url, DEFAULT_PREFIX, "bell")
     assert not bell.connected

@@ -56,6 +56,7 @@ def test_create_joins_and_sets_the_options_given(queue: OneQueue) -> None:
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
 
 
+@pytest.mark.one_server
 def test_another_mode_or_protocol_is_refused(queue: OneQueue) -> None:
     with pytest.raises(QueueExists, match="'work'"):
         make(queue.registry, queue.name, mode="on_request")
@@ -155,6 +156,7 @@ def test_a_crash_between_delete_and_registry_loses_nothing(queue: OneQueue) -> N
         queue.registry.delete(queue.name, force=True)
 
 
+@pytest.mark.one_server
 def test_a_queue_made_again_before_the_registry_was_marked_stays_registered(queue: OneQueue) -> None:
     queue.enqueue("a")
     queue.link.run(script("delete"), queue.base, 1)
@@ -239,6 +241,7 @@ def test_pause_and_resume_say_so_once(queue: OneQueue) -> None:
 
 
 @pytest.mark.spec("N24")
+@pytest.mark.one_server
 def test_a_fixed_option_that_differs_is_refused_and_changes_nothing(queue: OneQueue) -> None:
     assert gate(queue.registry, release_interval_ms=250, max_items=5) is True
     before = queue.redis.hgetall("forq:queue:{gate}:options")
@@ -256,6 +259,7 @@ def test_a_fixed_option_that_differs_is_refused_and_changes_nothing(queue: OneQu
     assert queue.redis.hgetall("forq:queue:{gate}:options") == before
 
 
+@pytest.mark.one_server
 def test_joining_leaves_fixed_options_that_were_not_given_as_they_are(queue: OneQueue) -> None:
     gate(queue.registry, release_interval_ms=250, retry_lane_retries=0)
     assert gate(queue.registry, release_interval_ms=250, max_items=7) is False
@@ -289,6 +293,7 @@ def test_a_queue_that_releases_is_announced_once_and_one_that_works_is_not(queue
 
 
 @pytest.mark.spec("N10")
+@pytest.mark.one_server
 def test_queues_that_release_are_found_until_they_are_served_or_gone(queue: OneQueue) -> None:
     gate(queue.registry)
     gate(queue.registry, "other", "on_request")

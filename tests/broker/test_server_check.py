@@ -16,7 +16,7 @@ class ToldLink(Link):
         super().__init__("redis://127.0.0.1:1")
         self._info = info
 
-    def call(self, *args: Any) -> Any:
+    def call(self, *args: Any, at: str | None = None) -> Any:
         return self._info.encode()
 
 

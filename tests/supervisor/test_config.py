@@ -9,8 +9,9 @@ import pytest
 
 from forq.errors import ConfigError
 from forq.options import OPTIONS, QueueSpec, defaults
+from forq.redis_address import shown_url
 from forq.supervisor import config as config_module
-from forq.supervisor.config import BridgePlace, Config, Pipeline, load, shown_url
+from forq.supervisor.config import BridgePlace, Config, Pipeline, load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Load = Callable[..., Config]

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import redis
-
 from forq.broker.consuming import Consumer, Results, Settled, Turn
 from forq.broker.journal import Event, read_entry
 from forq.broker.keeping import Keeper, Outcome, Position
@@ -16,6 +14,7 @@ from forq.broker.producing import Producer, Update, new_job
 from forq.broker.registry import Registry
 from forq.broker.stored_options import stored_defaults
 from forq.broker.viewing import Viewer
+from tests.support.redis_cluster import connect
 
 EXPIRY_MS = 15_000
 # What a handler raised, if a test does not care.
@@ -46,7 +45,7 @@ class OneQueue:
         self.name = name
         self.mode = mode
         # Any: redis-py types its answers for every way of decoding them at once.
-        self.redis: Any = redis.Redis.from_url(url)
+        self.redis: Any = connect(url, queue_base(DEFAULT_PREFIX, name))
         self.link = Link(url)
         self.base = queue_base(DEFAULT_PREFIX, name)
         self.registry = Registry(self.link, DEFAULT_PREFIX)

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import redis
-
 from forq.broker.firing import DueTick, Firing, due_ticks
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
@@ -11,6 +9,7 @@ from forq.broker.scheduling import Schedules
 from forq.broker.scripts import script
 from forq.schedules import USER, Schedule
 from tests.support.one_queue import OneQueue
+from tests.support.redis_cluster import connect
 
 HOUR_MS = 3_600_000
 
@@ -18,7 +17,7 @@ HOUR_MS = 3_600_000
 class HandSchedules:
     def __init__(self, queue: OneQueue) -> None:
         self.queue = queue
-        self.redis: Any = redis.Redis.from_url(queue.url)
+        self.redis: Any = connect(queue.url, queue.base)
         self.schedules = Schedules(queue.link, DEFAULT_PREFIX, queue.name)
         # The jitter of every job is a quarter of the longest.
         self.firing = Firing(queue.link, DEFAULT_PREFIX, lambda: 0.25)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import redis
@@ -18,15 +19,26 @@ _STOP_SECONDS = 20
 class Server:
     """One server process; its data survives stop, kill and restart only with appendonly.
 
-    `include`: a file with more settings; `user`: NAME:PASSWORD@, of one that may do everything.
+    `include`: a file with more settings; `user`: NAME:PASSWORD@, of one that may do everything. `port`: it listens on
+    127.0.0.1 too. `settings`: further ones, as the server calls them.
     """
 
-    def __init__(self, *, appendonly: bool = False, include: Path | None = None, user: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        appendonly: bool = False,
+        include: Path | None = None,
+        user: str = "",
+        port: int = 0,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="forq-"))
         self.socket = self.directory / "redis.sock"
         self.url = f"unix://{user}{self.socket}"
         self.appendonly = appendonly
         self._include = include
+        self.port = port
+        self.settings = dict(settings or {})
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -72,7 +84,8 @@ class Server:
 
     def _command(self) -> list[str]:
         settings = {
-            "port": "0",
+            "port": str(self.port),
+            "bind": "127.0.0.1",
             "unixsocket": str(self.socket),
             "unixsocketperm": "700",
             "dir": str(self.directory),
@@ -80,6 +93,7 @@ class Server:
             "daemonize": "no",
             "save": "",
             "appendonly": "yes" if self.appendonly else "no",
+            **self.settings,
         }
         if self._include is not None:
             settings["include"] = str(self._include)

@@ -53,7 +53,8 @@ def _push_one(args: Namespace) -> int:
         raise UsageError("--records goes with --file")
     data = wire.decode(os.fsencode(args.data))
     job = _with_given(args, ("id", "identifier", "priority", "token", "type"))
-    result = connect(args).call("push", {"name": args.name, "data": data, **job, **_when(args), **_update(args)})
+    how = {**_update(args), **_with_given(args, ("durable",))}
+    result = connect(args).call("push", {"name": args.name, "data": data, **job, **_when(args), **how})
     if args.json:
         show_json(result)
     else:
@@ -84,7 +85,7 @@ def _push_chunks(args: Namespace, client: Client, file: BinaryIO, path: str) -> 
     progress = ProgressLine()
     size = os.fstat(file.fileno()).st_size
     pushed = requests = consumed = 0
-    common = {"name": args.name, **_update(args)}
+    common = {"name": args.name, **_update(args), **_with_given(args, ("durable",))}
     try:
         for chunk in _chunks(args, file):
             try:

@@ -1,4 +1,4 @@
-"""What the URL of a Redis server says: redis://, rediss:// (TLS) or unix://, with the parameters that redis-py knows.
+"""What the URL of one Redis server says: redis://, rediss:// (TLS) or unix://, with the parameters that redis-py knows.
 
 redis-py reads such URLs too. To import it for that would more than double the memory of the supervisor, which every
 fork has to map, and the start of everything that uses a Client.
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cache
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from forq.errors import ConfigError
+from forq.errors import UsageError
+from forq.redis_address import ALLOWED
 
-ALLOWED = "redis://[USER:PASSWORD@]HOST[:PORT][/DB], rediss://... or unix:///PATH[?db=DB]"
 DEFAULT_PORT = 6379
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ServerAddress:
     """`path` is that of a Unix socket; if it is None, host and port count. `tls`: its ssl_ parameters, or None."""
 
     path: str | None
@@ -28,21 +28,21 @@ class Address:
 
 
 @cache
-def read_address(url: str) -> Address:
-    """Raises ConfigError, which does not repeat the URL: there may be a password in it."""
+def read_server_url(url: str) -> ServerAddress:
+    """Raises UsageError, which does not repeat the URL: there may be a password in it."""
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("redis", "rediss", "unix") or "://" not in url:
-            raise ConfigError(f"the URL of Redis begins with {parts.scheme or 'no scheme'!r}; allowed: {ALLOWED}")
+            raise UsageError(f"the URL of Redis begins with {parts.scheme or 'no scheme'!r}; allowed: {ALLOWED}")
         return _address(parts, {name: values[0] for name, values in parse_qs(parts.query).items()})
     except ValueError as exc:
-        raise ConfigError(f"the URL of Redis is not right: {exc}; allowed: {ALLOWED}") from None
+        raise UsageError(f"the URL of Redis is not right: {exc}; allowed: {ALLOWED}") from None
 
 
-def _address(parts: SplitResult, given: dict[str, str]) -> Address:
+def _address(parts: SplitResult, given: dict[str, str]) -> ServerAddress:
     path = unquote(parts.path)
     local = parts.scheme == "unix"
-    return Address(
+    return ServerAddress(
         path=given.get("path", path) if local else None,
         host=given.get("host") or unquote(parts.hostname or "localhost"),
         port=int(given.get("port") or parts.port or DEFAULT_PORT),

@@ -3,8 +3,8 @@
 import pytest
 from redis.connection import parse_url
 
-from forq.broker.address import Address, read_address
-from forq.errors import ConfigError
+from forq.broker.server_url import ServerAddress, read_server_url
+from forq.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_a_url_means_what_it_means_to_redis_py(url: str) -> None:
     theirs = dict(parse_url(url))  # type: ignore[no-untyped-call]
     tls = {name: value for name, value in theirs.items() if name.startswith("ssl_")}
 
-    assert read_address(url) == Address(
+    assert read_server_url(url) == ServerAddress(
         path=theirs.get("path"),
         host=theirs.get("host", "localhost"),
         port=theirs.get("port", 6379),
@@ -51,8 +51,8 @@ def test_a_url_means_what_it_means_to_redis_py(url: str) -> None:
     ],
 )
 def test_a_wrong_url_is_refused_with_the_reason_and_without_its_password(url: str, wrong: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        read_address(url)
+    with pytest.raises(UsageError) as refused:
+        read_server_url(url)
 
     assert wrong in str(refused.value)
     assert "unix:///PATH" in str(refused.value)

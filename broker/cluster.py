@@ -1,0 +1,149 @@
+"""Sends each call of a link to the node of a Redis Cluster that serves its key.
+
+1. All keys of a queue are in one slot, so that a call, a script or a transaction about a queue concerns one node.
+   There is one connection per node that was needed.
+2. A call that was answered with MOVED was not carried out: it is sent again, to the node named, but not endlessly.
+3. ASK and TRYAGAIN are not followed. They say that the keys of a slot are on their way from one node to another, one
+   by one, and a script must see all of a queue or nothing of it: until they have arrived it is RedisUnavailable.
+4. After any failure the map is asked for anew, by the next call.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from forq.broker.nodes import Nodes, ask_nodes, node_url
+from forq.broker.slots import slot_of
+from forq.errors import ForqError, RedisUnavailable
+from forq.redis_address import Address
+
+if TYPE_CHECKING:
+    from forq.broker.link import Link
+    from forq.broker.scripts import Script
+
+HOPS = 5
+_T = TypeVar("_T")
+
+
+class Moved(ForqError):
+    """The node does not serve that slot: `host` does (or the same host, if empty). The call was not carried out."""
+
+    def __init__(self, message: str, slot: int, host: str, port: int) -> None:
+        super().__init__(message)
+        self.slot = slot
+        self.host = host
+        self.port = port
+
+
+class Cluster:
+    """`open_link` makes the connection to one node from its URL."""
+
+    def __init__(self, address: Address, name: str, open_link: Callable[[str], "Link"]) -> None:
+        self._address = address
+        self._name = name
+        self._open_link = open_link
+        self._links: dict[str, Link] = {}
+        self._nodes: Nodes | None = None
+        # What MOVED has said since the map was made.
+        self._moved: dict[int, str] = {}
+
+    def call(self, args: tuple[Any, ...], at: str | None) -> Any:
+        return self.follow(_key_of(args) if at is None else at, lambda link: link.call(*args))
+
+    def call_together(self, commands: tuple[tuple[Any, ...], ...]) -> list[Any]:
+        """Sent again if all were sent to the wrong node. If only some were, the slot has moved meanwhile: whoever asks
+        is told so, since what was carried out must not be repeated."""
+
+        def send(link: "Link") -> list[Any]:
+            answers = link.call_together(*commands)
+            if all(isinstance(answer, Moved) for answer in answers):
+                raise answers[0]
+            return [RedisUnavailable(str(answer)) if isinstance(answer, Moved) else answer for answer in answers]
+
+        answers = self.follow(_key_of(commands[0]), send)
+        if any(isinstance(answer, RedisUnavailable) for answer in answers):
+            self._nodes = None
+        return answers
+
+    def pipeline(self, commands: list[tuple[Any, ...]], at: str | None) -> list[Any]:
+        """Commands of several nodes are sent to one after the other; the answers are in the order of the commands."""
+        if at is not None:
+            return self.follow(at, lambda link: link.pipeline(commands))
+        keys = [_key_of(command) for command in commands]
+        return self._on_each(keys, lambda link, some: link.pipeline([commands[number] for number in some]))
+
+    def run_each(self, script: "Script", bases: list[str]) -> list[Any]:
+        return self._on_each(bases, lambda link, some: link.run_each(script, [bases[number] for number in some]))
+
+    def follow(self, key: str, send: Callable[["Link"], _T]) -> _T:
+        """What `send` returns for the link to the node that serves this key."""
+        slot = slot_of(key)
+        return self._hop(lambda: send(self._link(self._url_of(slot))))
+
+    def link_to(self, key: str) -> "Link":
+        """The link to the node that serves this key, as far as is known."""
+        return self.follow(key, lambda link: link)
+
+    def masters(self) -> list["Link"]:
+        return [self._link(url) for url in self._map().masters()]
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+    def _on_each(self, keys: list[str], send: Callable[["Link", list[int]], list[Any]]) -> list[Any]:
+        """What reads may be repeated as a whole when a part of it was sent to the wrong node."""
+
+        def once() -> list[Any]:
+            numbers: dict[str, list[int]] = {}
+            for number, key in enumerate(keys):
+                numbers.setdefault(self._url_of(slot_of(key)), []).append(number)
+            answers: dict[int, Any] = {}
+            for url, some in numbers.items():
+                answers.update(zip(some, send(self._link(url), some), strict=True))
+            return [answers[number] for number in range(len(keys))]
+
+        return self._hop(once)
+
+    def _hop(self, send: Callable[[], _T]) -> _T:
+        for _ in range(HOPS):
+            try:
+                return send()
+            except Moved as moved:
+                self._moved[moved.slot] = node_url(self._address, moved.host, moved.port, self._url_of(moved.slot))
+            except RedisUnavailable:
+                # Another node may have taken over.
+                self._nodes = None
+                raise
+        self._nodes = None
+        raise RedisUnavailable(f"no node of the cluster {self._address.shown} serves the slot: each names another")
+
+    def _url_of(self, slot: int) -> str:
+        url = self._map().url_of(slot) if slot not in self._moved else self._moved[slot]
+        if url is None:
+            raise RedisUnavailable(f"no node of the cluster {self._address.shown} serves slot {slot}")
+        return url
+
+    def _map(self) -> Nodes:
+        if self._nodes is None:
+            try:
+                self._nodes = ask_nodes(self._address, self._links, self._name)
+            except OSError as exc:
+                raise RedisUnavailable(f"cannot reach Redis at {self._address.shown}: {exc}") from exc
+            self._moved = {}
+            self._drop_strangers(self._nodes.masters())
+        return self._nodes
+
+    def _drop_strangers(self, masters: list[str]) -> None:
+        for url in set(self._links) - set(masters):
+            self._links.pop(url).close()
+
+    def _link(self, url: str) -> "Link":
+        if url not in self._links:
+            self._links[url] = self._open_link(url)
+        return self._links[url]
+
+
+def _key_of(command: tuple[Any, ...]) -> str:
+    """The first key; scripts come with the number of theirs before it."""
+    key = command[3] if command[0] in ("EVAL", "FCALL") else command[1]
+    return str(key)

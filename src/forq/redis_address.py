@@ -1,0 +1,116 @@
+"""What a Redis URL may look like and what it stands for: one server, a cluster, or a master that sentinels know."""
+
+import re
+from dataclasses import dataclass
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+
+from forq.errors import UsageError
+
+ALLOWED = (
+    "redis://[USER:PASSWORD@]HOST[:PORT][/DB] or rediss://... (TLS), unix:///PATH[?db=DB], "
+    "redis+cluster://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]...] or rediss+cluster://..., "
+    "redis+sentinel://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]...]/MASTER[/DB] or rediss+sentinel://..."
+)
+SERVER, CLUSTER, SENTINEL = "server", "cluster", "sentinel"
+_KINDS = {"": SERVER, "cluster": CLUSTER, "sentinel": SENTINEL}
+_PORTS = {SERVER: 6379, CLUSTER: 6379, SENTINEL: 26379}
+# What only the sentinels are told: they may have other passwords than the servers that they watch.
+_OF_SENTINELS = {"sentinel_username": "username", "sentinel_password": "password"}
+
+Host = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`hosts`: the server; or nodes of the cluster, or sentinels, that are asked where to go. None of a unix socket."""
+
+    url: str
+    kind: str
+    hosts: tuple[Host, ...]
+    master: str
+    _parts: SplitResult
+    _path: str
+
+    @property
+    def shown(self) -> str:
+        """For errors and logs: without user and password."""
+        return shown_url(self.url)
+
+    def server_url(self, host: str, port: int) -> str:
+        """That of one server, with the user, database and options of this address."""
+        options = [(name, value) for name, value in parse_qsl(self._parts.query) if name not in _OF_SENTINELS]
+        user, at, _ = self._parts.netloc.rpartition("@")
+        return self._url(user + at, (host, port), self._path, options)
+
+    def sentinel_url(self, host: str, port: int) -> str:
+        given = parse_qsl(self._parts.query)
+        options = [(name, value) for name, value in given if name not in ("username", "password", *_OF_SENTINELS)]
+        options += [(_OF_SENTINELS[name], value) for name, value in given if name in _OF_SENTINELS]
+        return self._url("", (host, port), "", options)
+
+    def _url(self, user: str, host: Host, path: str, options: list[tuple[str, str]]) -> str:
+        scheme = self._parts.scheme.partition("+")[0]
+        shown_host = f"[{host[0]}]" if ":" in host[0] else host[0]
+        return urlunsplit((scheme, f"{user}{shown_host}:{host[1]}", path, urlencode(options), ""))
+
+
+def read_address(url: str) -> Address:
+    """UsageError says what is allowed."""
+    try:
+        return _read(url)
+    except ValueError as exc:
+        # What the standard library says may quote a password.
+        why = f"{exc}; " if isinstance(exc, _Wrong) else ""
+        raise UsageError(f"Redis URL {shown_url(url)!r} is not allowed: {why}it may be {ALLOWED}") from None
+
+
+class _Wrong(ValueError):
+    """Says what is wrong with a URL, without anything that may be secret."""
+
+
+def shown_url(url: str) -> str:
+    """A Redis URL for logs and errors: without user and password, wherever in it they stand."""
+    return re.sub(r"(username|password)=[^&]*", r"\1=***", re.sub(r"://.*@", "://***@", url))
+
+
+def _read(url: str) -> Address:
+    parts = urlsplit(url)
+    _check_db(dict(parse_qsl(parts.query)).get("db", ""))
+    if parts.scheme == "unix":
+        if not url.startswith("unix://") or parts.hostname or len(parts.path) < 2:
+            raise _Wrong("a unix socket is given by its absolute path")
+        return Address(url, SERVER, (), "", parts, parts.path)
+    secure, _, what = parts.scheme.partition("+")
+    if secure not in ("redis", "rediss") or what not in _KINDS:
+        raise _Wrong("its scheme is unknown")
+    kind = _KINDS[what]
+    hosts = tuple(_host(text, _PORTS[kind]) for text in parts.netloc.rpartition("@")[2].split(","))
+    if kind == SERVER and len(hosts) > 1:
+        raise _Wrong("of one server there is one host")
+    master, db = _path(kind, unquote(parts.path).strip("/"))
+    return Address(url, kind, hosts, master, parts, f"/{db}" if db else "")
+
+
+def _host(text: str, default_port: int) -> Host:
+    # Reading the port checks it.
+    parts = urlsplit(f"//{text}")
+    host, port = parts.hostname, parts.port
+    if not host or parts.username is not None or port == 0:
+        raise _Wrong("a host, or its port, cannot be read")
+    return host, default_port if port is None else port
+
+
+def _path(kind: str, path: str) -> tuple[str, str]:
+    """The name of the master, and the database."""
+    master, _, db = path.partition("/") if kind == SENTINEL else ("", "", path)
+    if kind == SENTINEL and not master:
+        raise _Wrong("the name of the master is missing")
+    if kind == CLUSTER and db not in ("", "0"):
+        raise _Wrong("a cluster has no databases")
+    _check_db(db)
+    return master, db
+
+
+def _check_db(db: str) -> None:
+    if db and not (db.isascii() and db.isdigit()):
+        raise _Wrong(f"the database {db!r} is no number")
