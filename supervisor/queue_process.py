@@ -19,6 +19,7 @@ from forq.errors import ForqError, InvalidData
 from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Scoreboard, Slot, State, unpack_word
 from forq.stackdump import stack_of_thread
+from forq.supervisor.admission import Admission
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.deadlines import Deadlines
 from forq.supervisor.grants import Grants
@@ -43,6 +44,7 @@ class Surroundings:
     nursery: Nursery
     scoreboard: Scoreboard
     grants: Grants
+    admission: Admission
     run_child: Callable[[QueueSpec, Mapping[str, Value], Role, tuple[int, ...], socket.socket], int]
     recover: Callable[[dict[str, Any], Callable[[], None]], None]
     queue_gone: Callable[[str], None]
@@ -109,6 +111,7 @@ class QueueProcess:
         self._deadlines = Deadlines(around.nursery.loop, self._slots(), self._overdue)
         self.stacks = Stacks(around.nursery.loop, self.child)
         around.grants.enter(self)
+        around.admission.begin(self)
 
     @property
     def name(self) -> str:
@@ -225,6 +228,7 @@ class QueueProcess:
             self.last_words = str(message["error"])
         elif "ready" in message:
             self.ready = True
+            self._around.admission.end(self)
 
     def _one_left(self, number: int) -> None:
         self._left.add(number)
@@ -260,6 +264,7 @@ class QueueProcess:
 
     def _ended(self, how: Exit) -> None:
         self._deadlines.stop()
+        self._around.admission.end(self)
         self._around.grants.leave(self)
         self._give_tallies_back()
         self._owner.ended(self, how)
