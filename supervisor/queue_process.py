@@ -20,6 +20,7 @@ from forq.options import QueueSpec, Value
 from forq.resources import Exceeded, Resources
 from forq.scoreboard import Role, Scoreboard, Slot, State, unpack_word
 from forq.stackdump import stack_of_thread
+from forq.supervisor.admission import Admission
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.deadlines import Deadlines
 from forq.supervisor.grants import Grants
@@ -45,6 +46,7 @@ class Surroundings:
     nursery: Nursery
     scoreboard: Scoreboard
     grants: Grants
+    admission: Admission
     run_child: Callable[[QueueSpec, Mapping[str, Value], Role, tuple[int, ...], socket.socket], int]
     recover: Callable[[dict[str, Any], Callable[[], None]], None]
     queue_gone: Callable[[str], None]
@@ -116,6 +118,7 @@ class QueueProcess:
         around.grants.enter(self)
         if not self.child.kernel_keeps:
             around.resource_watch.add(self)
+        around.admission.begin(self)
 
     @property
     def name(self) -> str:
@@ -245,6 +248,7 @@ class QueueProcess:
             self.last_words = str(message["error"])
         elif "ready" in message:
             self.ready = True
+            self._around.admission.end(self)
 
     def _one_left(self, number: int) -> None:
         self._left.add(number)
@@ -280,6 +284,7 @@ class QueueProcess:
 
     def _ended(self, how: Exit) -> None:
         self._deadlines.stop()
+        self._around.admission.end(self)
         self._around.grants.leave(self)
         self._around.resource_watch.remove(self)
         self._give_tallies_back()

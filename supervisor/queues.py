@@ -10,6 +10,7 @@ from forq import exits
 from forq.errors import ForqError, IncompatibleProtocol, RedisUnavailable, UnknownQueue
 from forq.names import check_queue_name
 from forq.options import WORK, QueueSpec, Value
+from forq.supervisor.admission import Admission
 from forq.supervisor.config import PIPELINE_QUEUE, Config, Pipeline
 from forq.supervisor.grants import Grants
 from forq.supervisor.loop import Loop
@@ -40,6 +41,7 @@ class Queues:
     ) -> None:
         self.units: dict[str, QueueUnit] = {}
         self.grants = Grants(loop, services.scoreboard, config.capacity, config.capacity_aging_seconds)
+        self._admission = Admission(loop)
         self._config = config
         self._state = state
         self._loop = loop
@@ -57,6 +59,7 @@ class Queues:
             nursery=services.nursery,
             scoreboard=services.scoreboard,
             grants=self.grants,
+            admission=self._admission,
             run_child=services.run_child,
             recover=services.recover,
             queue_gone=self.gone,
@@ -154,10 +157,16 @@ class Queues:
             if error is not None and self.serves(unit):
                 self._cannot_open(unit, error, reopening=reopening)
 
+        def answered(answer: Any) -> None:
+            if isinstance(answer, ForqError):
+                made(answer)
+            else:
+                self._admission.ask(lambda: made(answer))
+
         if not self.serves(unit):
             made(None)
             return
-        self._services.clerk.ask("create", self._creation(unit.spec, reopening=reopening, joining=unit.found), made)
+        self._services.clerk.ask("create", self._creation(unit.spec, reopening=reopening, joining=unit.found), answered)
 
     def _creation(self, spec: QueueSpec, *, reopening: bool, joining: bool) -> dict[str, Any]:
         """What the clerk needs to make or join a queue. One that releases may have been made by others: of its options

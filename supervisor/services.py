@@ -28,6 +28,8 @@ from forq.supervisor.statedir import StateDir
 from forq.tallies import Tallies
 
 RETRY_SECONDS = 0.25
+# Pulse, scribe and logger are told of all queues at once, and look at each: with a thousand of them once a second.
+TELL_SECONDS_PER_QUEUE = 0.001
 # How long a stop waits for the logger to read what was written last.
 LAST_OUTPUT_SECONDS = 1.0
 
@@ -58,6 +60,7 @@ class Services:
         # How many requests to pulse Redis has not taken yet.
         self.unrecovered = 0
         self._telling: Timer | None = None
+        self._told_at = float("-inf")
         self.scoreboard = Scoreboard.create()
         # Opened here and kept, so that a metrics process that dies does not lose the address.
         self._metrics_listener = None if config.metrics is None else config.metrics.open(config.control_group)
@@ -161,12 +164,14 @@ class Services:
         ask()
 
     def tell_served(self) -> None:
-        """At the end of this pass: to tell of all queues for each of a thousand that start would be a million."""
+        """At the end of this pass, if that was not done lately: to tell of all queues for each of a thousand that start
+        would be a million names."""
         if self._telling is None:
-            self._telling = self._loop.call_later(0.0, self._tell_served)
+            wait_seconds = self._told_at + TELL_SECONDS_PER_QUEUE * len(self.outputs.names) - self._loop.now()
+            self._telling = self._loop.call_later(max(0.0, wait_seconds), self._tell_served)
 
     def _tell_served(self) -> None:
-        self._telling = None
+        self._telling, self._told_at = None, self._loop.now()
         queues, failing = self._served()
         for service in (self.pulse, self.scribe):
             service.ask("serve", {"queues": queues, "with_fail_queue": failing})

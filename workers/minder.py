@@ -31,7 +31,9 @@ from forq.workers.grant import Grant
 from forq.workers.recycling import Recycling
 
 BEAT_SECONDS = 1.0
+# Soon the first time; then less and less often, for if it takes so long, thousands may be stopping at the same time.
 UNBLOCK_AGAIN_SECONDS = 0.05
+UNBLOCK_LATER_SECONDS = 1.0
 UNBLOCK_SECONDS = 0.2
 # The title and the beat go on for so many beats after the last job, then the thread sleeps until it is roused.
 QUIET_BEATS = 2
@@ -62,6 +64,7 @@ class Minder:
         self._base = base
         self._loops: Sequence[Minded] = ()
         self._told_to_stop = False
+        self._unblock_again_seconds = UNBLOCK_AGAIN_SECONDS
         self._leash = leash
         self._said = wire.Lines()
         self._grants: dict[int, Grant] = {}
@@ -140,7 +143,7 @@ class Minder:
 
     def _patience_ms(self) -> float | None:
         if self._stopping:
-            return UNBLOCK_AGAIN_SECONDS * 1000
+            return self._unblock_again_seconds * 1000
         return None if self._asleep else BEAT_SECONDS * 1000
 
     @property
@@ -193,6 +196,7 @@ class Minder:
         blocked = [number for loop in self._loops if (number := loop.blocked_client()) is not None]
         if not blocked:
             return
+        self._unblock_again_seconds = min(2 * self._unblock_again_seconds, UNBLOCK_LATER_SECONDS)
         # The supervisor takes a minder that does not answer for half a second for one whose interpreter is stuck.
         link = Link(self._url, name="forq-minder", timeout_seconds=UNBLOCK_SECONDS)
         try:
