@@ -18,12 +18,13 @@ _MB = 1024 * 1024
 
 
 def leak(data: Any, job: Job) -> None:
-    """Takes data megabytes (at most 600), then waits to be killed; only the first time, if it is a list."""
+    """Takes data megabytes (at most 600), then waits to be killed; only the first time, if it is a list.
+    A small one waits for a moment only."""
     trace(job, "start")
     megabytes = data if isinstance(data, int) else data[0] if job.stall_count == 0 else 0
     held = [os.urandom(_MB) for _ in range(min(megabytes, MOST_BYTES // _MB))]
     if megabytes:
-        time.sleep(30)
+        time.sleep(30 if megabytes > 10 else 3)
     trace(job, f"end{len(held)}")
 
 
