@@ -118,6 +118,10 @@ isolation: tools ## a fork bomb, a leak and a gigabyte of output in one queue, t
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py
 
+redis-cluster: tools ## forq on a real Redis Cluster, with sentinels, replicas and TLS: failovers under load, and the broker's tests
+	$(BIN)/pytest -s --timeout 300 tests/servers
+	FORQ_TEST_REDIS=cluster $(BIN)/pytest -q --timeout 300 tests/broker --ignore tests/broker/test_mutants.py
+
 bench: tools ## forq against RQ, Celery, Dramatiq, Huey, arq, Taskiq, BullMQ and Sidekiq: tables and a chart in benchmarks/.results
 	$(BIN)/python benchmarks/compare.py
 

@@ -335,6 +335,7 @@ def test_a_worker_cannot_join_a_queue_that_is_gone(queue: OneQueue) -> None:
         queue.worker()
 
 
+@pytest.mark.one_server
 def test_a_name_that_is_reserved_for_another_mode_is_refused_before_its_queue_is_made(queue: OneQueue) -> None:
     queue.redis.hset("forq:queues", "half", "external")
     with pytest.raises(QueueExists):
