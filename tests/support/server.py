@@ -76,6 +76,8 @@ class Server:
             "daemonize": "no",
             "save": "",
             "appendonly": "yes" if self.appendonly else "no",
+            # Written before it is answered, whatever the disk does: with "everysec" a write may wait for a slow sync.
+            "appendfsync": "no",
         }
         return [find_server(None), *(part for name, value in settings.items() for part in (f"--{name}", value))]
 
