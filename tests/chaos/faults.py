@@ -7,6 +7,7 @@ hit (it is tried again shortly after), else a Hit.
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from tests.chaos.stage import EXPIRY_SECONDS, QUEUES, Stage, Supervisor
 # What was drawn among the last so many ids may still be in its queue.
 _RECENT_BYTES = 20_000
 _LONGEST_ZOMBIE_SECONDS = 5 * EXPIRY_SECONDS
+_TOOK_OVER = "took over from silent processors"
 
 
 @dataclass(frozen=True)
@@ -99,32 +101,58 @@ def _stop_tree(supervisor: Supervisor) -> list[psutil.Process]:
 
 
 def _has_taken_over(stage: Stage, supervisor: Supervisor) -> Callable[[], bool]:
-    """Whether the other one has evicted this one since now."""
+    """Whether the other one has evicted this one since now, from some queue; the others follow within milliseconds."""
     other = next(each for each in stage.supervisors if each is not supervisor)
-    before = other.log.count("took over from silent processors")
-    return lambda: other.log.count("took over from silent processors") >= before + len(QUEUES)
+    before = other.log.count(_TOOK_OVER)
+    return lambda: other.log.count(_TOOK_OVER) > before
+
+
+def _runs_a_job(stage: Stage, pids: set[int]) -> bool:
+    """Whether one of these processes is in the midst of a job, by what the trace has last."""
+    size = stage.ground.trace.stat().st_size if stage.ground.trace.exists() else 0
+    if size == 0:
+        return False
+    with open(stage.ground.trace, "rb") as trace:
+        trace.seek(max(0, size - _RECENT_BYTES))
+        recent = [line.decode().split(" ") for line in trace.read().splitlines()[1:]]
+    last = {(job, fence): event for _, job, fence, pid, event, *_ in recent if int(pid) in pids}
+    return any(event in ("start", "slice") for event in last.values())
 
 
 def zombie(stage: Stage, chance: random.Random) -> Hit | None:
-    """Frozen until the other supervisor has its jobs, and woken, its children before it or after."""
+    """Frozen in the midst of a job until the other supervisor has it; then its children wake before it, or after."""
     supervisor = stage.any_supervisor(chance)
     if supervisor is None or not supervisor.queue_children() or not stage.take(supervisor.name, "redis"):
         return None
     enough = _has_taken_over(stage, supervisor)
+    children = {pid for pid, _ in supervisor.queue_children()}
     try:
         stopped = _stop_tree(supervisor)
     except psutil.NoSuchProcess:
+        stopped = []
+    if not _runs_a_job(stage, children & {process.pid for process in stopped}):
+        _resume(stopped)
         stage.release(supervisor.name, "redis")
         return None
-    children_first = chance.random() < 0.7
+    ahead = chance.choice((0.0, 0.1, 0.3))  # how long nobody tells the children that they were evicted
+    woken_at: list[float] = []
 
     def undo() -> bool:
-        for process in reversed(stopped) if children_first else stopped:
-            with suppress(psutil.NoSuchProcess):
-                process.resume()
+        if not woken_at:
+            _resume([process for process in stopped if process.pid in children])
+            woken_at.append(time.monotonic())
+        if time.monotonic() - woken_at[0] < ahead:
+            return False
+        _resume(stopped)
         return stage.release(supervisor.name, "redis")
 
     return Hit(f"{len(stopped)} processes of {supervisor.name}", undo, _LONGEST_ZOMBIE_SECONDS, enough)
+
+
+def _resume(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
 
 
 def partition(stage: Stage, chance: random.Random) -> Hit | None:
