@@ -1,16 +1,15 @@
 """What a run has left: files outside Redis, and Redis as it is at the end."""
 
 import json
-import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from forq.broker.journal import Event, read_entry
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
-from tests.chaos.ground import GROUND, Ground, lines
+from tests.chaos.ground import lines
 from tests.chaos.stage import QUEUES, Stage
-from tests.support.running import Trace, alive, tree_of
+from tests.support.running import Trace, tree_of
 
 Entry = dict[bytes, bytes]
 _TOOK_OVER = re.compile(r"took over from silent processors .*processors=\[([^]]*)\]")
@@ -67,7 +66,6 @@ def collect(stage: Stage, fired: dict[str, list[str]]) -> Evidence:
                 told = {json.loads(line)["id"] for line in file.read_text().splitlines()}
                 evidence.logged.setdefault(queue, set()).update(told)
         evidence.survivors += [f"{pid} of {supervisor.name}" for pid in tree_of(supervisor.state_dir)]
-    evidence.survivors += [str(pid) for pid in _marked_processes(ground)]
     for answer, how, job_id in lines(ground.taken_away):
         evidence.taken_away.setdefault(job_id, set()).add(f"{answer} {how}")
     with stage.connect() as client:
@@ -102,18 +100,3 @@ def _queue_end(client: Any, name: str) -> QueueEnd:
         done if keeps else None,
         int(client.hget(f"{base}:counts", "journal_lost") or 0),
     )
-
-
-def _marked_processes(ground: Ground) -> set[int]:
-    """Living processes that have this run's directory in their environment, but for those of the harness itself."""
-    mark = f"{GROUND}={ground.directory}".encode()
-    found = set()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                with open(f"/proc/{entry}/environ", "rb") as environ:
-                    if mark in environ.read().split(b"\0"):
-                        found.add(int(entry))
-            except OSError:
-                continue
-    return alive(found)

@@ -103,22 +103,23 @@ class Proxy:
 
     def _run(self) -> None:
         while not self._closing:
-            if self._frozen:
-                self._wait_for_orders()
-            else:
-                for key, _ in self._selector.select(self._patience()):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.fileobj != self._wake and isinstance(key.fileobj, socket.socket):
-                        self._read(key.fileobj)
+            ready = self._wait_for_orders() if self._frozen else self._selector.select(self._patience())
+            # First: an order is given before what it is meant for.
             self._obey()
-            if not self._frozen:
-                self._send_due()
+            if self._frozen:
+                continue
+            for key, _ in ready:
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket):
+                    self._read(key.fileobj)
+            self._send_due()
 
-    def _wait_for_orders(self) -> None:
+    def _wait_for_orders(self) -> list[tuple[selectors.SelectorKey, int]]:
         with selectors.DefaultSelector() as orders:
             orders.register(self._wake, selectors.EVENT_READ)
             orders.select()
+        return []
 
     def _obey(self) -> None:
         with suppress(BlockingIOError):

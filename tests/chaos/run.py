@@ -6,6 +6,7 @@ and the directory with its evidence.
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -161,6 +162,8 @@ def main() -> int:
     except ValueError as exc:
         print(f"chaos: {exc}", file=sys.stderr)
         return 2
+    # Whoever ends the run ends its processes with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began = time.monotonic()
     print(f"seed {given.seed}, {given.seconds:g} s, {len(faults)} faults", flush=True)
     outcome = play(given.seed, given.seconds, faults, audit=given.audit)
