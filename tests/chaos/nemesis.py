@@ -9,8 +9,9 @@ from itertools import count
 import redis
 
 from forq import ForqError
-from tests.chaos.faults import FAULTS, Hit, fired
+from tests.chaos.faults import FAULTS, fired
 from tests.chaos.ground import append
+from tests.chaos.hit import Hit
 from tests.chaos.schedule import Strike
 from tests.chaos.stage import Stage
 from tests.support.running import wait_until
