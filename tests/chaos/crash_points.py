@@ -51,6 +51,12 @@ def lay(ground: Ground) -> None:
             reach("after_claim")
         return answer
 
+    def around_wait(wait: _Call, consumer: Consumer, *args: Any) -> Any:
+        answer = wait(consumer, *args)
+        if answer is not None and answer.jobs:
+            reach("after_claim")
+        return answer
+
     def around_join(join: _Call, consumer: Consumer, *args: Any) -> Any:
         epoch = join(consumer, *args)
         append(ground.joined, f"{os.getpid()} {consumer.processor}")
@@ -78,6 +84,7 @@ def lay(ground: Ground) -> None:
         return forget(outbox, *args)
 
     _wrap(Consumer, "turn", around_turn)
+    _wrap(Consumer, "wait_for_turn", around_wait)
     _wrap(Consumer, "join", around_join)
     _wrap(Keeper, "recover", around_recover)
     _wrap(Keeper, "heartbeat", around_heartbeat)

@@ -1,4 +1,4 @@
-"""Faults of the server, and what others do to its queues: it is killed, frozen, full; queues are paused, jobs cancelled.
+"""Faults of the server, and what others do to its queues: killed, frozen, full; queues are paused, jobs taken away.
 
 Who asks the server something holds it for that long, so that it is neither down nor frozen.
 """
