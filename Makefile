@@ -66,9 +66,13 @@ unit: tools ## pytest, without the slow suites; the tests of the pipeline run be
 	$(BIN)/pytest -m 'not slow' --ignore=tests/pipeline; core=$$?; \
 	wait $$pipeline; late=$$?; cat $(VENV)/pipeline.log; exit $$((core | late))
 
-kills: tools ## 1,000 kill -9s at random moments over 50,000 jobs (SEED=n repeats a run)
-	FORQ_TEST_KILLS=1000 FORQ_TEST_JOBS=50000 FORQ_TEST_SEED=$(or $(SEED),0) \
-	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_conservation.py -k random_kills
+kills: tools ## KILLS=1000 kill -9s at random moments over JOBS=50000 jobs (SEED=n repeats a run)
+	FORQ_TEST_KILLS=$(or $(KILLS),1000) FORQ_TEST_JOBS=$(or $(JOBS),50000) FORQ_TEST_SEED=$(or $(SEED),0) \
+	  $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_conservation.py -k random_kills
+
+chaos: tools ## SECONDS=60 of every fault at once on two supervisors, then nothing is lost, doubled or left (SEED=n, FAULTS=a,b, ARGS=--no-audit)
+	$(BIN)/python -m tests.chaos.run --seed $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(1, 10**6))')) \
+	  --seconds $(or $(SECONDS),60) --faults '$(FAULTS)' $(ARGS)
 
 mutants: tools ## take every guard out of every script: some test must fail
 	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py

@@ -108,9 +108,13 @@ class Consumer:
         return bool(self.link.call("EXISTS", retry_key(self._base), suspects_key(self._base)))
 
     def wait_for_job(self) -> bool:
-        """Blocks until an id is in the processing list (True) or time is up."""
-        moved = self.link.call("BLMOVE", self._source, self._processing, "LEFT", "RIGHT", self._block_seconds)
-        return moved is not None
+        """Blocks until there may be a job (True; one of the main lane is in the processing list then) or time is up."""
+        if self.lane == "main":
+            moved = self.link.call("BLMOVE", self._source, self._processing, "LEFT", "RIGHT", self._block_seconds)
+            return moved is not None
+        # Tokens only. In the processing list they would stay until the next turn in this queue, and there is none while
+        # the retry child has work in the fail queue alone.
+        return self.link.call("BLPOP", self._source, self._block_seconds) is not None
 
     def wait_for_turn(self, number: int, want: int) -> Turn | None:
         """Blocks in the same way, and then takes a turn that claims; None if that could not be taken.

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from forq import exits
-from forq.errors import ForqError, IncompatibleProtocol, RedisUnavailable, UnknownQueue
+from forq.errors import BackPressure, ForqError, IncompatibleProtocol, RedisUnavailable, UnknownQueue
 from forq.names import check_queue_name
 from forq.options import WORK, QueueSpec, Value
 from forq.supervisor.admission import Admission
@@ -183,7 +183,7 @@ class Queues:
 
     def _cannot_open(self, unit: QueueUnit, error: ForqError, *, reopening: bool) -> None:
         name = unit.spec.name
-        if isinstance(error, RedisUnavailable):
+        if isinstance(error, RedisUnavailable | BackPressure):
             self._loop.call_later(RETRY_SECONDS, lambda: self.open(unit, reopening=reopening))
         elif isinstance(error, UnknownQueue):
             log.warning("queue was deleted by another supervisor queue=%s", name)

@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- create: makes the queue, or joins it if it exists with the same mode and protocol; then sets the options given.
 -- Fixed ones are set when it is made; a queue that has another value is not joined.
 --

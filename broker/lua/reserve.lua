@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- reserve: enters a queue in the registry, within the limit; one that is there is joined.
 --
 -- KEYS[1]  the registry

@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- set_schedule: stores a schedule, or changes it. The same rule keeps its next tick, the same definition changes nothing.
 --
 -- KEYS[1]  the queue's base

@@ -94,6 +94,15 @@ def test_a_blocked_worker_wakes_for_any_priority(queue: OneQueue) -> None:
         assert worker.turn(want=1) == [f"n{priority}"]
 
 
+def test_a_retry_child_that_wakes_keeps_no_token(queue: OneQueue) -> None:
+    child = queue.worker("r1", lane="retry")
+    for _ in range(3):
+        queue.redis.rpush(queue.key("failed"), "")
+        assert child.consumer.wait_for_job()
+    assert child.held() == []
+    assert queue.redis.exists(queue.key("failed")) == 0
+
+
 def test_a_paused_retry_child_hears_of_fail_jobs(queue: OneQueue) -> None:
     queue.registry.pause(queue.name, paused=True)
     worker, child = queue.worker("w1"), queue.worker("r1", lane="retry")

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -38,6 +39,19 @@ def test_the_fail_handler_gets_data_job_and_error_in_the_retry_child(forq: Forq)
     assert pids == {forq.child("failing", "retry")["pid"]}
     queue = wait_until(lambda: (q := forq.queue_status("failing"))["failed"] == 0 and q)
     assert (queue["dead"], queue["failed_total"]) == (1, 1)
+
+
+def _handled_more_than(forq: Forq, number: int) -> bool:
+    return len(failures(forq, "handled")) > number
+
+
+def test_nothing_is_in_flight_after_the_fail_handler_has_run(forq: Forq) -> None:
+    create(forq, "handled", "fail", max_retries=0)
+    for number in range(3):
+        forq.ctl("push", "handled", str(number))
+        wait_until(partial(_handled_more_than, forq, number))
+    wait_until(lambda: forq.queue_status("handled")["failed"] == 0)
+    assert forq.queue_status("handled")["in_flight"] == 0
 
 
 @pytest.mark.spec("Q40", "Q32")

@@ -73,8 +73,11 @@ class Forq:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("FORQ_")}
         return {**clean, "FORQ_STATE_DIR": str(self.state_dir), "FORQ_TEST_TRACE": str(self.trace_file)}
 
+    def program(self) -> list[str]:
+        return [str(BIN / "forq")]
+
     def start(self, *, ready: bool = True) -> None:
-        command = [str(BIN / "forq"), "run", "--config", str(self.config), "--state-dir", str(self.state_dir)]
+        command = [*self.program(), "run", "--config", str(self.config), "--state-dir", str(self.state_dir)]
         if self.redis is not None:
             command += ["--redis", self.redis]
         with open(self.directory / "log", "ab") as log:

@@ -93,6 +93,8 @@ class Server:
             "daemonize": "no",
             "save": "",
             "appendonly": "yes" if self.appendonly else "no",
+            # Written before it is answered, whatever the disk does: with "everysec" a write may wait for a slow sync.
+            "appendfsync": "no",
             **self.settings,
         }
         if self._include is not None:

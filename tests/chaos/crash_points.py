@@ -1,0 +1,108 @@
+"""Points of forq's code at which a process can be made to die, as if by kill -9, and the evidence of who joined.
+
+They are laid around calls of the broker, in the processes of the harness only: forq itself knows nothing of them. A
+point is armed by a file of its name; who removes that file first dies there, so each arming kills one process.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
+
+from forq.broker.consuming import Consumer
+from forq.broker.keeping import Keeper
+from forq.broker.outbox import Outbox
+from tests.chaos.ground import Ground, append
+
+# Where, in the words of the table that a run prints.
+CRASH_POINTS = {
+    "after_claim": "a worker that has claimed and not begun",
+    "before_settle": "a worker that has run a job and not said so",
+    "after_settle": "a worker that has settled and not heard the answer",
+    "before_recover": "a pulse that is about to recover a dead worker",
+    "after_recover": "a pulse that has recovered and not said so",
+    "in_heartbeat": "a pulse between the heartbeats of two queues",
+    "after_collect": "a scribe that holds lines and has not written them",
+    "before_forget": "a scribe that has written lines and not forgotten them",
+}
+
+_Call = Callable[..., Any]
+
+
+def lay(ground: Ground) -> None:
+    """From here on processes of this one die at points that are armed."""
+
+    def reach(point: str) -> None:
+        try:
+            os.unlink(ground.armed / point)
+        except FileNotFoundError:
+            return
+        _die(ground, point)
+
+    def around_turn(turn: _Call, consumer: Consumer, *args: Any) -> Any:
+        settles = bool(args[1] or args[2])
+        if settles:
+            reach("before_settle")
+        answer = turn(consumer, *args)
+        if settles:
+            reach("after_settle")
+        if answer.jobs:
+            reach("after_claim")
+        return answer
+
+    def around_wait(wait: _Call, consumer: Consumer, *args: Any) -> Any:
+        answer = wait(consumer, *args)
+        if answer is not None and answer.jobs:
+            reach("after_claim")
+        return answer
+
+    def around_join(join: _Call, consumer: Consumer, *args: Any) -> Any:
+        epoch = join(consumer, *args)
+        append(ground.joined, f"{os.getpid()} {consumer.processor}")
+        return epoch
+
+    def around_recover(recover: _Call, keeper: Keeper, *args: Any, **kwargs: Any) -> Any:
+        reach("before_recover")
+        answer = recover(keeper, *args, **kwargs)
+        reach("after_recover")
+        return answer
+
+    def around_heartbeat(heartbeat: _Call, keeper: Keeper, *args: Any) -> Any:
+        answer = heartbeat(keeper, *args)
+        reach("in_heartbeat")
+        return answer
+
+    def around_collect(collect: _Call, outbox: Outbox, *args: Any) -> Any:
+        lines = collect(outbox, *args)
+        if lines:
+            reach("after_collect")
+        return lines
+
+    def around_forget(forget: _Call, outbox: Outbox, *args: Any) -> Any:
+        reach("before_forget")
+        return forget(outbox, *args)
+
+    _wrap(Consumer, "turn", around_turn)
+    _wrap(Consumer, "wait_for_turn", around_wait)
+    _wrap(Consumer, "join", around_join)
+    _wrap(Keeper, "recover", around_recover)
+    _wrap(Keeper, "heartbeat", around_heartbeat)
+    _wrap(Outbox, "collect", around_collect)
+    _wrap(Outbox, "forget", around_forget)
+
+
+def _wrap(owner: type, name: str, around: _Call) -> None:
+    inner = getattr(owner, name)
+
+    @wraps(inner)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(inner, self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _die(ground: Ground, point: str) -> NoReturn:
+    append(ground.crashed, f"{point} {os.getpid()}")
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("a process outlived its SIGKILL")

@@ -1,0 +1,102 @@
+"""What a run has left: files outside Redis, and Redis as it is at the end."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from forq.broker.journal import Event, read_entry
+from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
+from tests.chaos.ground import lines
+from tests.chaos.stage import QUEUES, Stage
+from tests.support.running import Trace, tree_of
+
+Entry = dict[bytes, bytes]
+_TOOK_OVER = re.compile(r"took over from silent processors .*processors=\[([^]]*)\]")
+_LISTS = ("pending", *(f"pending:{priority}" for priority in range(10)), "retry", "suspects", "failed")
+
+
+@dataclass
+class QueueEnd:
+    """One queue, or one fail queue, in Redis."""
+
+    name: str
+    entries: list[Entry] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    # Where ids still are: the name of the key, and them.
+    places: dict[str, set[str]] = field(default_factory=dict)
+    processed: int = 0
+    failed: int = 0
+    dead: set[str] = field(default_factory=set)  # id@fence
+    done: dict[str, int] | None = None  # id -> fence; None: it keeps none
+    journal_lost: int = 0
+
+
+@dataclass
+class Evidence:
+    verdicts: dict[str, tuple[str, str]] = field(default_factory=dict)  # id -> queue, verdict
+    traces: list[Trace] = field(default_factory=list)
+    processors: dict[int, set[str]] = field(default_factory=dict)  # pid -> those that it was a worker of
+    evicted: set[str] = field(default_factory=set)  # processors, by what supervisors have logged
+    taken_away: dict[str, set[str]] = field(default_factory=dict)  # id -> "yes cancel", "unknown remove" …
+    logged: dict[str, set[str]] = field(default_factory=dict)  # queue -> ids in failed logs
+    queues: dict[str, QueueEnd] = field(default_factory=dict)
+    survivors: list[str] = field(default_factory=list)
+    exits: list[str] = field(default_factory=list)
+    fired: dict[str, list[str]] = field(default_factory=dict)
+
+
+def collect(stage: Stage, fired: dict[str, list[str]]) -> Evidence:
+    """After the supervisors have been stopped."""
+    ground = stage.ground
+    evidence = Evidence(exits=list(stage.exits), fired=fired)
+    for verdicts in sorted(ground.verdicts.iterdir()):
+        for verdict, queue, *ids in lines(verdicts):
+            # What follows "asked" takes its place; of an id that is dispatched again and again the last counts.
+            evidence.verdicts |= dict.fromkeys(ids, (queue, "unknown" if verdict == "asked" else verdict))
+    evidence.traces = stage.supervisors[0].traces()
+    for pid, processor in lines(ground.joined):
+        evidence.processors.setdefault(int(pid), set()).add(processor)
+    for supervisor in stage.supervisors:
+        evidence.evicted |= {
+            name.strip("' ") for names in _TOOK_OVER.findall(supervisor.log) for name in names.split(",")
+        }
+        for queue in QUEUES:
+            for file in (supervisor.state_dir / "logs" / queue).glob("failed.jsonl*"):
+                told = {json.loads(line)["id"] for line in file.read_text().splitlines()}
+                evidence.logged.setdefault(queue, set()).update(told)
+        evidence.survivors += [f"{pid} of {supervisor.name}" for pid in tree_of(supervisor.state_dir)]
+    for answer, how, job_id in lines(ground.taken_away):
+        evidence.taken_away.setdefault(job_id, set()).add(f"{answer} {how}")
+    with stage.connect() as client:
+        for name in QUEUES:
+            for each in (name, fail_queue(name)):
+                evidence.queues[each] = _queue_end(client, each)
+    return evidence
+
+
+def _queue_end(client: Any, name: str) -> QueueEnd:
+    base = queue_base(DEFAULT_PREFIX, name)
+    entries = [fields for _, fields in client.xrange(f"{base}:events")]
+    events = [event for fields in entries for event in read_entry(fields, name)]
+    places = {key: set(client.hkeys(f"{base}:{key}")) for key in ("jobs", "active", "blocked")}
+    places["scheduled"] = set(client.zrange(f"{base}:scheduled", 0, -1))
+    places |= {key: set(client.lrange(f"{base}:{key}", 0, -1)) for key in _LISTS}
+    lists = [key.decode() for key in client.scan_iter(match=f"{base}:processor:*:processing", count=1000)]
+    places |= {key: set(client.lrange(key, 0, -1)) for key in lists}
+    # Two lines per list of lines that nobody has written.
+    outboxes = [f"{base}:outbox", *(key.decode() for key in client.scan_iter(match=f"{base}:outbox:*", count=1000))]
+    places |= {key: {line[:80] for line in client.lrange(key, 0, 1)} for key in outboxes}
+    keeps = int(client.hget(f"{base}:options", "keep_done_ms") or 0) > 0
+    done = {job.decode(): int(kept.split(b" ")[1]) for job, kept in client.hgetall(f"{base}:done:jobs").items()}
+    return QueueEnd(
+        name,
+        entries,
+        events,
+        {key: {each.decode() for each in found if each} for key, found in places.items() if found - {b""}},
+        int(client.get(f"{base}:processed:count") or 0),
+        int(client.get(f"{base}:failed:count") or 0),
+        {member.decode() for member in client.zrange(f"{base}:dead", 0, -1)},
+        done if keeps else None,
+        int(client.hget(f"{base}:counts", "journal_lost") or 0),
+    )

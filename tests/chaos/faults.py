@@ -1,0 +1,74 @@
+"""The table of all faults: how often each comes per minute, and what does it; and which of them have fired."""
+
+from functools import partial
+
+from tests.chaos.crash_points import CRASH_POINTS
+from tests.chaos.ground import lines
+from tests.chaos.hit import Fault
+from tests.chaos.link_faults import LINKS, cut, delay, drop_reply, freeze_link, half_open
+from tests.chaos.process_faults import (
+    crash_at,
+    kill_child,
+    kill_producer,
+    kill_service,
+    kill_supervisor,
+    partition,
+    zombie,
+)
+from tests.chaos.producer import MISDEEDS
+from tests.chaos.server_faults import (
+    cancel,
+    client_kill,
+    forget_scripts,
+    freeze_redis,
+    kill_redis,
+    out_of_memory,
+    pause,
+)
+from tests.chaos.stage import Stage
+
+FAULTS: dict[str, tuple[float, Fault]] = {
+    "kill_child": (40, kill_child),
+    "kill_pulse": (6, partial(kill_service, "pulse")),
+    "kill_clerk": (4, partial(kill_service, "clerk")),
+    "kill_scribe": (4, partial(kill_service, "scribe")),
+    "kill_producer": (3, kill_producer),
+    "kill_supervisor": (4, kill_supervisor),
+    "zombie": (4, zombie),
+    "partition": (2, partition),
+    "kill_redis": (3, kill_redis),
+    "freeze_redis": (3, freeze_redis),
+    "client_kill": (6, client_kill),
+    "script_flush": (6, partial(forget_scripts, "SCRIPT")),
+    "function_flush": (6, partial(forget_scripts, "FUNCTION")),
+    "out_of_memory": (4, out_of_memory),
+    "pause": (5, pause),
+    "cancel": (90, cancel),
+    "drop_reply": (60, drop_reply),
+    "cut": (6, cut),
+    "delay": (4, delay),
+    "freeze_link": (4, freeze_link),
+    "half_open": (3, half_open),
+    **{f"crash_{point}": (6.0, partial(crash_at, point)) for point in CRASH_POINTS},
+}
+# Those that jobs bring along: `fired` looks at the trace.
+HANDLER_FAULTS = tuple(f"handler_{what}" for what in MISDEEDS)
+ALL_FAULTS = (*FAULTS, *HANDLER_FAULTS)
+
+
+def fired(stage: Stage, struck: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What each fault has hit: what the nemesis knows, or where that only armed it, the evidence."""
+    found = {name: list(hits) for name, hits in struck.items()}
+    if "drop_reply" in found:
+        found["drop_reply"] = [
+            link for link, proxy in zip(LINKS, stage.proxies, strict=True) for _ in range(proxy.dropped)
+        ]
+    crashed = [words[0] for words in lines(stage.ground.crashed)]
+    for point, whom in CRASH_POINTS.items():
+        if f"crash_{point}" in found:
+            found[f"crash_{point}"] = [whom] * crashed.count(point)
+    done = [words[4] for words in lines(stage.ground.trace)]
+    for name in set(HANDLER_FAULTS) & set(found):
+        what = name.removeprefix("handler_")
+        found[name] = ["a handler"] * done.count(what)
+    return found

@@ -1,0 +1,57 @@
+"""Faults of the ways to the server: what the proxies do."""
+
+import random
+
+from tests.chaos.hit import Hit
+from tests.chaos.stage import Stage
+
+# By the number of their proxy.
+LINKS = ("producers", "supervisor 1", "supervisor 2")
+
+
+def drop_reply(stage: Stage, chance: random.Random) -> Hit | None:
+    """Counted when it has happened: `fired` looks at the proxies."""
+    number = chance.randrange(3)
+    stage.proxies[number].drop_reply(chance.choice((1, 2, 3, 5, 8, 13)))
+    return Hit(LINKS[number])
+
+
+def cut(stage: Stage, chance: random.Random) -> Hit | None:
+    number = chance.randrange(3)
+    connections = stage.proxies[number].connections()
+    stage.proxies[number].cut()
+    return Hit(f"connections of {LINKS[number]}") if connections else None
+
+
+def delay(stage: Stage, chance: random.Random) -> Hit | None:
+    number = chance.randrange(3)
+    stage.proxies[number].delay(chance.choice((0.002, 0.01, 0.05)))
+
+    def undo() -> bool:
+        stage.proxies[number].delay(0.0)
+        return True
+
+    return Hit(LINKS[number], undo, chance.choice((0.5, 1.5)))
+
+
+def freeze_link(stage: Stage, chance: random.Random) -> Hit | None:
+    """For less than an expiry; `partition` is for more."""
+    number = chance.randrange(3)
+    holder = "producers" if number == 0 else stage.supervisors[number - 1].name
+    if not stage.take(holder):
+        return None
+    stage.proxies[number].freeze()
+
+    def undo() -> bool:
+        stage.proxies[number].thaw()
+        return stage.release(holder)
+
+    return Hit(LINKS[number], undo, chance.choice((0.1, 0.5, 1.0)))
+
+
+def half_open(stage: Stage, chance: random.Random) -> Hit | None:
+    number = chance.randrange(3)
+    if not stage.proxies[number].connections():
+        return None
+    stage.proxies[number].half_open(chance.random())
+    return Hit(f"a connection of {LINKS[number]}")

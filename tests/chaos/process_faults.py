@@ -1,0 +1,157 @@
+"""Faults of forq's own processes: killed, frozen, cut off, and made to die at a point of their code."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+
+from tests.chaos.crash_points import CRASH_POINTS
+from tests.chaos.hit import Hit
+from tests.chaos.stage import EXPIRY_SECONDS, Stage, Supervisor
+
+# Of the trace: what was running lately.
+_RECENT_BYTES = 20_000
+_LONGEST_ZOMBIE_SECONDS = 5 * EXPIRY_SECONDS
+_TOOK_OVER = "took over from silent processors"
+
+
+def _kill(pid: int, what: str) -> Hit | None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return None
+    return Hit(what)
+
+
+def kill_child(stage: Stage, chance: random.Random) -> Hit | None:
+    supervisor = chance.choice(stage.supervisors)
+    children = [] if supervisor.down else supervisor.queue_children()
+    if not children:
+        return None
+    pid, title = chance.choice(children)
+    return _kill(pid, " ".join(title.split(" ")[1:3]))
+
+
+def kill_service(name: str, stage: Stage, chance: random.Random) -> Hit | None:
+    supervisor = chance.choice(stage.supervisors)
+    pids = [] if supervisor.down else [pid for pid, title in supervisor.children() if title.startswith(f"forq: {name}")]
+    return _kill(pids[0], supervisor.name) if pids else None
+
+
+def kill_producer(stage: Stage, chance: random.Random) -> Hit | None:
+    living = [producer for producer in stage.producers if producer.poll() is None]
+    if not living:
+        return None
+    producer = chance.choice(living)
+    producer.kill()
+    producer.wait()
+    stage.start_producer()
+    return Hit("producer")
+
+
+def kill_supervisor(stage: Stage, chance: random.Random) -> Hit | None:
+    supervisor = stage.any_supervisor(chance)
+    if supervisor is None or not stage.take(supervisor.name):
+        return None
+    supervisor.kill()
+
+    def undo() -> bool:
+        supervisor.start(ready=False)
+        return stage.release(supervisor.name)
+
+    return Hit(supervisor.name, undo, chance.choice((0.0, 0.2, 1.5 * EXPIRY_SECONDS)))
+
+
+def _stop_tree(supervisor: Supervisor) -> list[psutil.Process]:
+    """Its whole tree, the supervisor first, so that it replaces nobody; new ones until there are none."""
+    stopped: dict[int, psutil.Process] = {}
+    while True:
+        new = [process for process in supervisor.processes() if process.pid not in stopped]
+        if not new:
+            return list(stopped.values())
+        for process in new:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+            stopped[process.pid] = process
+
+
+def _has_taken_over(stage: Stage, supervisor: Supervisor) -> Callable[[], bool]:
+    """Whether the other one has evicted this one since now, from some queue; the others follow within milliseconds."""
+    other = next(each for each in stage.supervisors if each is not supervisor)
+    before = other.log.count(_TOOK_OVER)
+    return lambda: other.log.count(_TOOK_OVER) > before
+
+
+def _runs_a_job(stage: Stage, pids: set[int]) -> bool:
+    """Whether one of these processes is in the midst of a job, by what the trace has last."""
+    size = stage.ground.trace.stat().st_size if stage.ground.trace.exists() else 0
+    if size == 0:
+        return False
+    with open(stage.ground.trace, "rb") as trace:
+        trace.seek(max(0, size - _RECENT_BYTES))
+        recent = [line.decode().split(" ") for line in trace.read().splitlines()[1:]]
+    last = {(job, fence): event for _, job, fence, pid, event, *_ in recent if int(pid) in pids}
+    return any(event in ("start", "slice") for event in last.values())
+
+
+def zombie(stage: Stage, chance: random.Random) -> Hit | None:
+    """Frozen in the midst of a job until the other supervisor has it; then its children wake before it, or after."""
+    supervisor = stage.any_supervisor(chance)
+    if supervisor is None or not supervisor.queue_children() or not stage.take(supervisor.name, "redis"):
+        return None
+    enough = _has_taken_over(stage, supervisor)
+    children = {pid for pid, _ in supervisor.queue_children()}
+    try:
+        stopped = _stop_tree(supervisor)
+    except psutil.NoSuchProcess:
+        stopped = []
+    if not _runs_a_job(stage, children & {process.pid for process in stopped}):
+        _resume(stopped)
+        stage.release(supervisor.name, "redis")
+        return None
+    ahead = chance.choice((0.0, 0.1, 0.3))  # how long nobody tells the children that they were evicted
+    woken_at: list[float] = []
+
+    def undo() -> bool:
+        if not woken_at:
+            _resume([process for process in stopped if process.pid in children])
+            woken_at.append(time.monotonic())
+        if time.monotonic() - woken_at[0] < ahead:
+            return False
+        _resume(stopped)
+        return stage.release(supervisor.name, "redis")
+
+    return Hit(f"{len(stopped)} processes of {supervisor.name}", undo, _LONGEST_ZOMBIE_SECONDS, enough)
+
+
+def _resume(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+def partition(stage: Stage, chance: random.Random) -> Hit | None:
+    """Its handlers go on while the server hears nothing of it, until the other supervisor has its jobs."""
+    supervisor = stage.any_supervisor(chance)
+    if supervisor is None or not stage.take(supervisor.name, "redis"):
+        return None
+    enough = _has_taken_over(stage, supervisor)
+    supervisor.proxy.freeze()
+
+    def undo() -> bool:
+        supervisor.proxy.thaw()
+        return stage.release(supervisor.name, "redis")
+
+    return Hit(supervisor.name, undo, _LONGEST_ZOMBIE_SECONDS, enough)
+
+
+def crash_at(point: str, stage: Stage, chance: random.Random) -> Hit | None:
+    """Arms the point; counted when somebody has died there. For a recovery somebody has to die first."""
+    (stage.ground.armed / point).touch()
+    if point.endswith("_recover"):
+        kill_child(stage, chance)
+    return Hit(CRASH_POINTS[point])

@@ -1,0 +1,137 @@
+"""One producer: enqueues at random, one by one and in bulk, and leaves a verdict on every id.
+
+    asked     it is about to be sent; if nothing follows (this process was killed), its outcome is unknown
+    ok        it is stored
+    refused   it is not stored, for certain
+    unknown   it may be stored or not
+
+A dispatch with a token is repeated until it is stored. It ends at SIGTERM, after the dispatch under way.
+"""
+
+import argparse
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from forq import Client, ForqError
+from forq.client import NewJob, Queue, new_job
+from forq.errors import OutcomeUnknown
+from tests.chaos.ground import append
+from tests.chaos.unfenced import use_what_is_asked_for
+
+# Queues whose ids are each dispatched once, and the one whose ids are dispatched again and again.
+ONCE = ("kept", "crowd", "plain")
+REPEATS = "repeats"
+REPEATED_IDS = 12
+
+# What goes wrong in handlers, how many of 1,000 jobs it is asked of, and how often before the job goes well.
+MISDEEDS = {
+    "raise": (40, (1, 1, 2)),
+    "permanent": (25, (9,)),
+    "crash": (8, (1, 1, 9)),
+    "segfault": (6, (1, 9)),
+    "hang": (3, (1, 9)),
+    "daemonise": (8, (1,)),
+}
+# Always asked for: without failures there is nothing to do for fail handlers and scribes.
+USUAL = ("permanent",)
+
+_PAUSE_SECONDS = 0.07
+# How long jobs take: most are short; some are long enough to be still running when their supervisor is evicted.
+_SECONDS = (*[0.0] * 5, *[0.001, 0.005] * 3, *[0.02] * 4, 0.1, 0.1, 0.3)
+_AGAIN_SECONDS = 0.1
+_MOST_IN_BULK = 20
+
+
+class Producing:
+    def __init__(self, url: str, verdicts: Path, seed: int, misdeeds: list[str]) -> None:
+        self._client = Client(url)
+        self._queues = {name: self._client.queue(name) for name in (*ONCE, REPEATS)}
+        self._verdicts = verdicts
+        self._chance = random.Random(seed)
+        self._misdeeds = misdeeds
+        self._name = f"{seed}-{os.getpid()}"
+        self._number = 0
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: self._over.set())
+        # Each of them at least once, in a run however short.
+        for what in self._misdeeds:
+            self._dispatch("kept", [self._job(self._data(what), with_token=True)])
+        while not self._over.wait(self._chance.random() * _PAUSE_SECONDS):
+            if self._chance.random() < 0.1:
+                self._repeat()
+                continue
+            count = self._chance.randrange(2, _MOST_IN_BULK) if self._chance.random() < 0.1 else 1
+            # All of a call or none: one without a token must not be repeated with the others.
+            with_token = self._chance.random() < 0.5
+            jobs = [self._job(self._random_data(), with_token=with_token) for _ in range(count)]
+            self._dispatch(self._chance.choice(ONCE), jobs)
+
+    def _repeat(self) -> None:
+        """An id that may be there, or be running: its verdict is left, but nobody can say which run was its own."""
+        job_id = f"repeat{self._chance.randrange(REPEATED_IDS)}"
+        self._dispatch(REPEATS, [new_job(self._random_data(), id=job_id, token=self._token())])
+
+    def _dispatch(self, queue: str, jobs: list[NewJob]) -> None:
+        names = f"{queue} {' '.join(job.id for job in jobs)}"
+        append(self._verdicts, f"asked {names}")
+        verdict = self._sent(self._queues[queue], jobs)
+        append(self._verdicts, f"{verdict} {names}")
+
+    def _sent(self, queue: Queue, jobs: list[NewJob]) -> str:
+        may_be_stored = False
+        while True:
+            try:
+                queue.enqueue_jobs(jobs)
+                return "ok"
+            except OutcomeUnknown:
+                may_be_stored = True
+            except ForqError:
+                pass  # refused: nothing was stored by this call
+            if not jobs[0].token or self._over.is_set():
+                return "unknown" if may_be_stored else "refused"
+            self._over.wait(_AGAIN_SECONDS)
+
+    def _job(self, data: dict[str, Any], *, with_token: bool) -> NewJob:
+        self._number += 1
+        token = self._token() if with_token else None
+        delay = self._chance.choice((None, None, None, 0.05, 0.5))
+        priority = self._chance.choice((5, 5, 5, 2, 7))
+        return new_job(data, id=f"{self._name}-{self._number}", token=token, run_in=delay, priority=priority)
+
+    def _token(self) -> str:
+        return f"{self._name}-{self._chance.getrandbits(64)}"
+
+    def _random_data(self) -> dict[str, Any]:
+        drawn = self._chance.randrange(1000)
+        for what in self._misdeeds:
+            drawn -= MISDEEDS[what][0]
+            if drawn < 0:
+                return self._data(what)
+        return self._data("work")
+
+    def _data(self, what: str) -> dict[str, Any]:
+        times = self._chance.choice(MISDEEDS[what][1]) if what in MISDEEDS else 0
+        seconds = self._chance.choice(_SECONDS)
+        return {"do": what, "times": times, "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("verdicts", type=Path)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("misdeeds", nargs="*")
+    given = parser.parse_args()
+    use_what_is_asked_for()
+    Producing(given.url, given.verdicts, given.seed, given.misdeeds).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""What a run is played on: a server, three proxies before it, two supervisors, producers.
+
+Who does something to a part of it that others must not touch meanwhile holds it (`take`, `release`).
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import redis
+
+from forq import exits
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.link import Link
+from forq.broker.registry import Registry
+from tests.chaos.ground import GROUND, Ground
+from tests.chaos.producer import ONCE, REPEATS
+from tests.chaos.proxy import Proxy
+from tests.support.running import HANDLERS, Forq, wait_until
+from tests.support.server import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+QUEUES = (*ONCE, REPEATS)
+PRODUCERS = 3
+EXPIRY_SECONDS = 1.5
+# Of patience with a machine that is busy with other things.
+_OPEN_SECONDS = 90.0
+
+_SETTINGS = f"""
+heartbeat = "300ms"
+expiry = "{EXPIRY_SECONDS}s"
+"""
+# The journal keeps all, so that the audit sees all; `plain` keeps no done job, `crowd` runs several in one process.
+_QUEUE = """
+[queues.{name}]
+handler = "chaotic:handle"
+fail_handler = "chaotic:on_fail"
+path = ["{path}"]
+timeout = "1s"
+max_retries = 2
+max_timeouts = 1
+min_backoff = "20ms"
+max_backoff = "100ms"
+fail_min_backoff = "20ms"
+fail_max_backoff = "100ms"
+stop_grace = "2s"
+size = 2
+journal_max = "1gb"
+done_max = 1000000
+dead_max = 1000000
+{more}
+"""
+_MORE = {"kept": 'keep_done = "1d"', "crowd": 'keep_done = "1d"\nconcurrency = 3', "plain": "retry_lane_retries = 1"}
+
+
+class Supervisor(Forq):
+    """One of the two: with crash points, reached by its own proxy."""
+
+    def __init__(self, number: int, proxy: Proxy, ground: Ground) -> None:
+        queues = [_QUEUE.format(name=name, path=HANDLERS, more=_MORE.get(name, "")) for name in QUEUES]
+        super().__init__(redis=proxy.url, settings=_SETTINGS + "".join(queues), trace=ground.trace)
+        self.name = f"supervisor {number}"
+        self.proxy = proxy
+        # Killed by the nemesis and not started again yet.
+        self.down = False
+        self._ground = ground
+
+    def program(self) -> list[str]:
+        return [sys.executable, "-m", "tests.chaos.supervisor"]
+
+    def environ(self) -> dict[str, str]:
+        return {**super().environ(), GROUND: str(self._ground.directory), "PYTHONPATH": str(ROOT)}
+
+    def start(self, *, ready: bool = True) -> None:
+        super().start(ready=ready)
+        self.down = False
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.down = True
+        self.process.kill()
+        self.process.wait()
+
+    def children(self) -> list[tuple[int, str]]:
+        """(pid, title) of its processes, as `ps` shows them."""
+        try:
+            found = [(child.pid, " ".join(child.cmdline())) for child in psutil.Process(self.pid).children()]
+        except psutil.Error:
+            return []
+        return [(pid, title.strip()) for pid, title in found if title.startswith("forq: ")]
+
+    def queue_children(self) -> list[tuple[int, str]]:
+        return [(pid, title) for pid, title in self.children() if title.split(" ")[1] in QUEUES]
+
+
+class Stage:
+    def __init__(self, directory: Path, seed: int, misdeeds: list[str]) -> None:
+        self.ground = Ground(directory)
+        self.ground.prepare()
+        self.server = Server(appendonly=True)
+        # Short paths: the name of a socket has at most 107 characters.
+        self._sockets = Path(tempfile.mkdtemp(prefix="forq-"))
+        self.supervisors: list[Supervisor] = []
+        self.proxies: list[Proxy] = []
+        self.producers: list[subprocess.Popen[bytes]] = []
+        self.exits: list[str] = []
+        self._producer_number = 0
+        self._seed = seed
+        self._misdeeds = misdeeds
+        self._taken: set[str] = set()
+
+    def open(self) -> None:
+        self.server.start()
+        for number in range(3):
+            self.proxies.append(Proxy(self._sockets / f"{number}.sock", self.server.socket))
+        for number in (1, 2):
+            self.supervisors.append(Supervisor(number, self.proxies[number], self.ground))
+        for supervisor in self.supervisors:
+            supervisor.start(ready=False)
+        for supervisor in self.supervisors:
+            wait_until(supervisor._is_up, _OPEN_SECONDS, f"{supervisor.name} is up")
+        wait_until(self._queues_exist, _OPEN_SECONDS, "every queue exists")
+        for _ in range(PRODUCERS):
+            self.start_producer()
+
+    def _queues_exist(self) -> bool:
+        with self.connect() as client:
+            return bool(client.exists(*(f"{DEFAULT_PREFIX}queue:{{{name}}}:options" for name in QUEUES)) == len(QUEUES))
+
+    def start_producer(self) -> None:
+        number = self._producer_number
+        self._producer_number += 1
+        verdicts = self.ground.verdicts / str(number)
+        command = [sys.executable, "-m", "tests.chaos.producer", self.proxies[0].url, str(verdicts)]
+        command += [str(self._seed * 1000 + number), *self._misdeeds]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.producers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ))
+
+    def connect(self) -> redis.Redis:
+        return self.server.connect()
+
+    @contextmanager
+    def registry(self) -> Iterator[Registry]:
+        link = Link(self.server.url, name="chaos")
+        try:
+            yield Registry(link, DEFAULT_PREFIX)
+        finally:
+            link.close()
+
+    def take(self, *parts: str) -> bool:
+        """All of them, or none if somebody has one."""
+        if self._taken & set(parts):
+            return False
+        self._taken |= set(parts)
+        return True
+
+    def release(self, *parts: str) -> bool:
+        """Gives them back; True, for who undoes something with it."""
+        self._taken -= set(parts)
+        return True
+
+    def any_supervisor(self, chance: random.Random) -> Supervisor | None:
+        """One that is up and that nobody holds."""
+        free = [each for each in self.supervisors if not each.down and each.name not in self._taken]
+        return chance.choice(free) if free else None
+
+    def watch(self) -> None:
+        """Starts a supervisor again that ended by itself, as systemd would, and remembers its exit code."""
+        for supervisor in self.supervisors:
+            if not supervisor.down and supervisor.process is not None and supervisor.process.poll() is not None:
+                code = supervisor.process.returncode
+                if code != exits.LOST_PLACE:
+                    self.exits.append(f"{supervisor.name} ended with {code}: {supervisor.log[-500:]}")
+                supervisor.start(ready=False)
+
+    def heal(self) -> None:
+        """Everything is up and reachable; the producers go on until they are stopped."""
+        if self.server.running:
+            os.kill(self.server.pid, signal.SIGCONT)
+        else:
+            self.server.start()
+        with self.connect() as client:
+            client.config_set("maxmemory", 0)
+        for proxy in self.proxies:
+            proxy.heal()
+        for supervisor in self.supervisors:
+            if supervisor.down:
+                supervisor.start(ready=False)
+        for path in self.ground.armed.iterdir():
+            path.unlink(missing_ok=True)
+        with self.registry() as registry:
+            for name in QUEUES:
+                registry.pause(name, paused=False)
+
+    def stop_producers(self) -> None:
+        for producer in self.producers:
+            if producer.poll() is None:
+                producer.terminate()
+        for producer in self.producers:
+            producer.wait(30)
+
+    def stop_supervisors(self) -> None:
+        for supervisor in self.supervisors:
+            code = supervisor.stop(60.0)
+            if code != exits.STOPPED:
+                self.exits.append(f"{supervisor.name} was stopped and ended with {code}")
+
+    def close(self) -> None:
+        """Whatever is left of it is ended, by pid."""
+        for producer in self.producers:
+            if producer.poll() is None:
+                producer.kill()
+                producer.wait()
+        for supervisor in self.supervisors:
+            supervisor.remove()
+        for proxy in self.proxies:
+            proxy.close()
+        self.server.remove()
+        shutil.rmtree(self._sockets, ignore_errors=True)

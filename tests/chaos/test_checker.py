@@ -1,0 +1,177 @@
+"""The checker finds what it is for: a small run without a fault is clean, and each thing done to it is told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from forq.broker.journal import read_entry
+from forq.broker.keys import fail_queue
+from tests.chaos.checker import violations
+from tests.chaos.evidence import Evidence, QueueEnd
+from tests.chaos.producer import REPEATS
+from tests.support.journal_replay import Replay
+from tests.support.running import Trace
+
+# Two runs of a (the first was lost with its worker), b is done, c is dead, d is cancelled.
+JOURNAL = [
+    "created 0 9",
+    "enqueued 0 a b c d",
+    "cancelled 0 d",
+    "claimed 11 1 a",
+    "stalled 11 a signal\nreturned 0 a",
+    "claimed 12 2 a\nclaimed 12 1 b c",
+    "done 12 a 5 b 7\ndead 12 c 3 1 Permanent\nfailing 12 c",
+]
+FAIL_JOURNAL = ["created 0 9", "claimed 21 1 c:12", "done 21 c:12 4"]
+
+
+def queue_end(name: str, told: list[str], **more: Any) -> QueueEnd:
+    chain, entries = Replay(), []
+    for text in told:
+        entry = chain.next_entry(9, text)
+        chain.epoch, chain.sequence, chain.hash = 9, chain.sequence + 1, entry[b"h"].decode()
+        entries.append(entry)
+    events = [event for entry in entries for event in read_entry(entry, name)]
+    return QueueEnd(name, entries, events, **more)
+
+
+def traced(job: str, fence: int, pid: int, event: str, at: float) -> Trace:
+    return Trace("kept", job, fence, pid, event, at, 0)
+
+
+@pytest.fixture
+def evidence() -> Evidence:
+    kept = queue_end("kept", JOURNAL, processed=2, failed=1, dead={"c@12"}, done={"a": 12, "b": 12})
+    return Evidence(
+        verdicts={**dict.fromkeys("abcd", ("kept", "ok")), "e": ("kept", "refused"), "f": ("kept", "unknown")},
+        traces=[
+            traced("a", 11, 1, "start", 1.0),
+            traced("a", 11, 1, "slice", 1.5),
+            traced("a", 12, 2, "start", 2.0),
+            traced("a", 12, 2, "end", 2.5),
+            traced("b", 12, 2, "start", 3.0),
+            traced("b", 12, 2, "end", 3.5),
+            traced("c", 12, 2, "start", 4.0),
+            traced("c:12", 21, 3, "failed=c", 5.0),
+        ],
+        processors={1: {"one"}, 2: {"two"}, 3: {"two"}},
+        taken_away={"d": {"yes cancel"}},
+        logged={"kept": {"c"}},
+        queues={
+            "kept": kept,
+            fail_queue("kept"): queue_end(fail_queue("kept"), FAIL_JOURNAL, processed=1),
+            REPEATS: queue_end(REPEATS, ["created 0 9"]),
+        },
+        fired={"cut": ["connections"]},
+    )
+
+
+def test_what_went_as_it_should_is_clean(evidence: Evidence) -> None:
+    assert violations(evidence) == []
+
+
+def replace_journal(evidence: Evidence, old: str, new: str) -> None:
+    """Another thing happened; the chain is whole."""
+    kept = evidence.queues["kept"]
+    told = [text.replace(old, new) for text in JOURNAL]
+    kept.entries, kept.events = (changed := queue_end("kept", told)).entries, changed.events
+
+
+def _end(job: str, fence: int) -> Callable[[Trace], bool]:
+    return lambda trace: (trace.job, trace.fence, trace.event) == (job, fence, "end")
+
+
+def _without(evidence: Evidence, which: Callable[[Trace], bool]) -> None:
+    evidence.traces = [trace for trace in evidence.traces if not which(trace)]
+
+
+PLANTED: dict[str, tuple[Callable[[Evidence], object], str]] = {
+    "lost": (lambda e: e.verdicts.update(x=("kept", "ok")), "kept: x (ok) has ended 0 times"),
+    "refused and there": (lambda e: e.verdicts.update(a=("kept", "refused")), "kept: a (refused) has ended 1 times"),
+    "refused and ran": (lambda e: e.traces.append(traced("e", 30, 2, "start", 9.0)), "e has run and was refused"),
+    "ended twice": (
+        lambda e: replace_journal(e, "done 12 a 5 b 7", "done 12 a 5 a 5 b 7"),
+        "kept: a (ok) has ended 2 times",
+    ),
+    "nobody's": (lambda e: e.verdicts.pop("b"), "kept: b has ended and nobody enqueued it"),
+    "nobody's run": (
+        lambda e: e.traces.append(traced("x", 30, 2, "start", 9.0)),
+        "x has run and nobody enqueued it",
+    ),
+    "done without its end": (
+        lambda e: _without(e, _end("b", 12)),
+        "kept: b is done under fence 12 and never came to an end with it",
+    ),
+    "kept under another fence": (
+        lambda e: e.queues["kept"].done.update(b=13),  # type: ignore[union-attr]
+        "kept: b is done under fence 12 and kept under 13",
+    ),
+    "counted twice": (
+        lambda e: setattr(e.queues["kept"], "processed", 3),
+        "kept: processed:count is 3, the journal has 2 done",
+    ),
+    "not among the dead": (
+        lambda e: e.queues["kept"].dead.clear(),
+        "kept: c@12 is dead and not among the dead",
+    ),
+    "no fail handler": (
+        lambda e: _without(e, lambda trace: trace.event == "failed=c"),
+        "kept: c is dead and its fail handler has not run",
+    ),
+    "not logged": (lambda e: e.logged.clear(), "kept: c is dead and not in the failed log"),
+    "cancelled by nobody": (lambda e: e.taken_away.clear(), "kept: d is cancelled and nobody asked for it"),
+    "cancelled and done": (
+        lambda e: e.taken_away.update(b={"yes cancel"}),
+        "kept: b was cancelled and ended as done",
+    ),
+    "overlap": (
+        lambda e: e.traces.append(traced("a", 11, 1, "slice", 2.1)),
+        "kept: a still ran under fence 11 in 1 at 2.100, when a later run had begun at 2.000",
+    ),
+    "fences that go back": (
+        lambda e: e.traces.append(traced("b", 10, 1, "start", 9.0)),
+        "kept: b still ran under fence 10 in 1 at 9.000, when a later run had begun at 3.000",
+    ),
+    "two with one fence": (
+        lambda e: e.traces.append(traced("b", 12, 3, "start", 9.0)),
+        "kept: b was run by two processes under fence 12",
+    ),
+    "left behind": (lambda e: e.queues["kept"].places.update(jobs={"z"}), "kept: jobs still has ['z']"),
+    "a hole in the journal": (
+        lambda e: e.queues["kept"].entries.pop(2),
+        "kept: the journal tells what cannot be",
+    ),
+    "still there by the journal": (
+        lambda e: replace_journal(e, "cancelled 0 d", "updated 0 d"),
+        "kept: by the journal there are still ['d']",
+    ),
+    "dropped": (lambda e: replace_journal(e, "cancelled 0 d", "dropped 0 d"), "kept: 1 ids were dropped"),
+    "journal lost": (
+        lambda e: setattr(e.queues["kept"], "journal_lost", 2),
+        "kept: 2 entries of the journal were lost",
+    ),
+    "a process": (lambda e: e.survivors.append("77 of supervisor 1"), "process 77 of supervisor 1 is left"),
+    "an exit": (lambda e: e.exits.append("supervisor 1 ended with 1"), "supervisor 1 ended with 1"),
+    "a fault that slept": (lambda e: e.fired.update(zombie=[]), "fault zombie was armed and never fired"),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_is_planted_is_found(evidence: Evidence, what: str) -> None:
+    plant, wanted = PLANTED[what]
+    plant(evidence)
+    assert any(said.startswith(wanted) for said in violations(evidence)), violations(evidence)
+
+
+def test_a_zombie_may_go_on_until_it_is_stopped(evidence: Evidence) -> None:
+    evidence.traces.append(traced("a", 11, 1, "end", 2.1))
+    evidence.evicted = {"one"}
+    assert violations(evidence) == []
+
+
+def test_what_a_zombie_has_settled_is_found(evidence: Evidence) -> None:
+    evidence.traces.append(traced("a", 11, 1, "end", 2.1))
+    evidence.evicted = {"one"}
+    replace_journal(evidence, "done 12 a 5 b 7", "done 11 a 5\ndone 12 b 7")
+    assert any("the journal tells what cannot be" in said for said in violations(evidence))

@@ -1,0 +1,92 @@
+"""The proxy of the chaos harness does what it is told, to a real server."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forq.broker.link import Link
+from forq.errors import OutcomeUnknown, RedisUnavailable
+from tests.chaos.proxy import Proxy
+from tests.support.running import wait_until
+from tests.support.server import Server
+
+
+@pytest.fixture
+def proxy(server: Server, redis_url: str, tmp_path: Path) -> Iterator[Proxy]:
+    proxy = Proxy(tmp_path / "p.sock", server.socket)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def link(proxy: Proxy) -> Iterator[Link]:
+    link = Link(proxy.url, timeout_seconds=0.5)
+    link.call("PING")
+    yield link
+    link.close()
+
+
+def in_server(server: Server) -> int:
+    with server.connect() as client:
+        return int(client.get("n") or 0)
+
+
+def test_the_nth_reply_is_lost_after_its_command_was_carried_out(proxy: Proxy, link: Link, server: Server) -> None:
+    proxy.drop_reply(3)
+    assert [link.call("INCR", "n") for _ in range(2)] == [1, 2]
+    with pytest.raises(OutcomeUnknown):
+        link.call("INCR", "n")
+    assert in_server(server) == 3
+    assert proxy.dropped == 1
+    assert link.call("INCR", "n") == 4, "the next connection works"
+
+
+def test_a_cut_ends_connections_and_nothing_else(proxy: Proxy, link: Link) -> None:
+    proxy.cut()
+    wait_until(lambda: proxy.connections() == 0)
+    with pytest.raises(OutcomeUnknown):
+        link.call("PING")
+    assert link.call("INCR", "n") == 1
+
+
+def test_what_a_frozen_proxy_holds_passes_when_it_thaws(proxy: Proxy, link: Link, server: Server) -> None:
+    proxy.freeze()
+    with pytest.raises(OutcomeUnknown):
+        link.call("INCR", "n")
+    assert in_server(server) == 0
+    proxy.thaw()
+    wait_until(lambda: in_server(server) == 1, what="the late command arrives")
+
+
+def test_a_delay_is_added_to_every_way(proxy: Proxy, link: Link) -> None:
+    proxy.delay(0.1)
+    began = time.monotonic()
+    link.call("PING")
+    assert time.monotonic() - began >= 0.2
+
+
+def test_a_half_open_connection_is_silent_until_it_is_cut(proxy: Proxy, link: Link, server: Server) -> None:
+    proxy.half_open(0.0)
+    with pytest.raises(OutcomeUnknown):
+        link.call("INCR", "n")
+    assert in_server(server) == 0
+    assert link.call("INCR", "n") == 1, "another connection is not concerned"
+    proxy.heal()
+    wait_until(lambda: proxy.connections() == 0)
+
+
+def test_without_a_server_the_proxy_hangs_up(tmp_path: Path) -> None:
+    proxy = Proxy(tmp_path / "p.sock", tmp_path / "nobody.sock")
+    try:
+        with pytest.raises(RedisUnavailable):
+            Link(proxy.url, timeout_seconds=0.5).call("PING")
+    finally:
+        proxy.close()
+
+
+def test_a_large_answer_passes_whole(proxy: Proxy, link: Link, server: Server) -> None:
+    with server.connect() as client:
+        client.set("big", b"x" * 5_000_000)
+    assert link.call("GET", "big") == b"x" * 5_000_000

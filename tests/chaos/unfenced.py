@@ -1,0 +1,38 @@
+"""The scripts without the fence: a turn settles whatever it says it ran, also that of a worker that was removed.
+
+For showing that the checker finds what then goes wrong: CHAOS_MUTANT=unfenced in the environment of a run.
+"""
+
+import os
+
+from tests.support.mutants import Mutant, use
+
+MUTANT = "CHAOS_MUTANT"
+
+_WRONG = "a turn settles what was given to others"
+UNFENCED = (
+    Mutant(
+        "turn.lua",
+        "if not redis.call('HGET', workers_key(processor), worker) then return { FENCED } end",
+        "",
+        _WRONG,
+        "chaos",
+    ),
+    Mutant(
+        "turn.lua",
+        "if owners[i] == owner or owners[i] == owner .. REMOVED then",
+        "if owners[i] then",
+        _WRONG,
+        "chaos",
+    ),
+    Mutant("lib/failing.lua", "if owner == failure.owner and record then", "if owner and record then", _WRONG, "chaos"),
+)
+
+
+def use_what_is_asked_for() -> None:
+    wanted = os.environ.get(MUTANT, "")
+    if wanted not in ("", "unfenced"):
+        raise SystemExit(f"{MUTANT}={wanted!r} is not allowed: 'unfenced', or nothing")
+    if wanted:
+        for mutant in UNFENCED:
+            use(mutant)

@@ -1,0 +1,82 @@
+"""Handlers that do what their data asks for, each of it told in the trace before it is done."""
+
+import os
+import signal
+import time
+from typing import Any
+
+from traced import hang, trace  # type: ignore[import-not-found]
+
+from forq import Job, Permanent
+
+_SLICE_SECONDS = 0.02
+_DAEMON_SECONDS = 600
+
+
+def handle(data: Any, job: Job) -> None:
+    """{"do": what, "seconds": how long, "times": how often it goes wrong before it goes well}."""
+    trace(job, "start")
+    if data["do"] != "work" and _tries(job) < data["times"]:
+        trace(job, data["do"])
+        _MISDEEDS[data["do"]](job)
+    _work(job, data["seconds"])
+    trace(job, "end")
+
+
+def on_fail(data: Any, job: Job) -> None:
+    """A fail handler: leaves the id of the job that failed."""
+    trace(job, f"failed={data[1]['id']}")
+
+
+def _tries(job: Job) -> int:
+    return int(job.retry_count + job.stall_count + job.timeout_count)
+
+
+def _work(job: Job, seconds: float) -> None:
+    """A sign of life per slice: who goes on while another runs the same job is seen."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(left, _SLICE_SECONDS))
+        if left > _SLICE_SECONDS:
+            trace(job, "slice")
+
+
+def _raise(job: Job) -> None:
+    raise ValueError("as asked")
+
+
+def _permanent(job: Job) -> None:
+    raise Permanent("as asked")
+
+
+def _crash(job: Job) -> None:
+    os._exit(3)
+
+
+def _segfault(job: Job) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _hang(job: Job) -> None:
+    hang()
+
+
+def _daemonise(job: Job) -> None:
+    """Leaves a daemon in a session of its own."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(_DAEMON_SECONDS)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+_MISDEEDS = {
+    "raise": _raise,
+    "permanent": _permanent,
+    "crash": _crash,
+    "segfault": _segfault,
+    "hang": _hang,
+    "daemonise": _daemonise,
+}
