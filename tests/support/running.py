@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,12 +46,20 @@ def wait_until(condition: Callable[[], Any], seconds: float = 20.0, what: str = 
 class Forq:
     """One supervisor."""
 
-    def __init__(self, *, redis: str | None = None, settings: str = "", trace: Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        redis: str | None = None,
+        settings: str = "",
+        trace: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="forq-"))
         self.state_dir = self.directory / "state"
         self.config = self.directory / "forq.toml"
         self.trace_file = trace or self.directory / "trace"
         self.redis = redis
+        self.environment = dict(environment or {})
         self.process: subprocess.Popen[bytes] | None = None
         self.config.write_text(settings)
 
@@ -71,7 +79,8 @@ class Forq:
 
     def environ(self) -> dict[str, str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("FORQ_")}
-        return {**clean, "FORQ_STATE_DIR": str(self.state_dir), "FORQ_TEST_TRACE": str(self.trace_file)}
+        ours = {"FORQ_STATE_DIR": str(self.state_dir), "FORQ_TEST_TRACE": str(self.trace_file)}
+        return {**clean, **ours, **self.environment}
 
     def start(self, *, ready: bool = True) -> None:
         command = [str(BIN / "forq"), "run", "--config", str(self.config), "--state-dir", str(self.state_dir)]
@@ -165,8 +174,14 @@ class Forq:
 
 
 @contextmanager
-def running(*, redis: str | None = None, settings: str = "", trace: Path | None = None) -> Iterator[Forq]:
-    forq = Forq(redis=redis, settings=settings, trace=trace)
+def running(
+    *,
+    redis: str | None = None,
+    settings: str = "",
+    trace: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Forq]:
+    forq = Forq(redis=redis, settings=settings, trace=trace, environment=environment)
     try:
         forq.start()
         yield forq
