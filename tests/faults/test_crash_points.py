@@ -151,6 +151,8 @@ def test_the_clerk_killed_over_a_push_says_so_and_the_same_token_stores_it_once(
         first = forq.run_ctl("push", "work", "0", "--token", "order-1")
         assert first.returncode != 0, "nobody knows whether it is stored"
         crash.wait()
-        again = wait_until(lambda: (done := forq.run_ctl("push", "work", "0", "--token", "order-1")).returncode == 0 and done)
+        again = wait_until(
+            lambda: (done := forq.run_ctl("push", "work", "0", "--token", "order-1")).returncode == 0 and done
+        )
         wait_until_processed(forq, "work")
         assert [trace.job for trace in forq.traces("start")] == [again.stdout.strip()]

@@ -1,4 +1,4 @@
-"""A wall clock that a test sets, for whatever program it starts: shifted_clock.c, compiled where there is a compiler."""
+"""A wall clock that a test sets, for any program that it starts: shifted_clock.c, if there is a compiler."""
 
 import shutil
 import struct
