@@ -182,7 +182,7 @@ class Viewer:
         ids = self._link.call("ZREVRANGE", f"{self._base}:done", start, start + limit - 1)
         packed = self._link.call("HMGET", f"{self._base}:done:jobs", *ids) if ids else []
         jobs = [
-            _brief(job_id.decode(), "done", read_done(kept).record)
+            _brief(job_id.decode(errors="replace"), "done", read_done(kept).record)
             for job_id, kept in zip(ids, packed, strict=True)
             if kept is not None
         ]
@@ -193,7 +193,7 @@ class Viewer:
         members = self._link.call("ZRANGE", f"{self._base}:dead", start, start + limit - 1)
         packed = self._link.call("HMGET", f"{self._base}:dead:jobs", *members) if members else []
         jobs = [
-            _brief(member.decode().rpartition("@")[0], "dead", read_dead(record)[0])
+            _brief(member.decode(errors="replace").rpartition("@")[0], "dead", read_dead(record)[0])
             for member, record in zip(members, packed, strict=True)
             if record is not None
         ]
@@ -212,7 +212,7 @@ class Viewer:
             ]
         )
         return [
-            _brief(job_id.decode(), expected, record)
+            _brief(job_id.decode(errors="replace"), expected, record)
             for (job_id, expected), record, owner, due_ms in zip(found, packed, owners, due, strict=True)
             if record is not None and live_state(record, owner, due_ms) == expected
         ]
