@@ -112,7 +112,7 @@ def test_a_producer_that_lost_the_reply_is_told_and_its_token_makes_the_second_c
 
 
 @pytest.mark.fault("connection half-open")
-def test_a_half_open_connection_is_given_up_in_bounded_time_and_the_id_that_it_swallowed_comes_back(
+def test_a_half_open_connection_is_given_up_in_bounded_time_and_a_new_one_is_made(
     proxy: Proxy, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consuming, "BLOCK_SECONDS", 1)

@@ -124,9 +124,7 @@ def test_a_huge_record_that_is_there_all_the_same_costs_no_neighbour(forq: Forq,
 
 @pytest.mark.fault("queue name hostile")
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
-def test_a_hostile_name_is_refused_before_anything_is_sent_or_written(
-    server: Server, redis_url: str, name: str
-) -> None:
+def test_a_hostile_name_is_refused_before_anything_is_sent(server: Server, redis_url: str, name: str) -> None:
     from forq import Client
 
     client = Client(redis_url)
