@@ -27,7 +27,7 @@ def server_micros(client: Client, calls: Callable[[], int]) -> float:
     client.link().call("CONFIG", "RESETSTAT")
     jobs = calls()
     stats = client.link().call("INFO", "commandstats").decode()
-    line = next(line for line in stats.splitlines() if line.startswith("cmdstat_evalsha:"))
+    line = next(line for line in stats.splitlines() if line.startswith("cmdstat_fcall:"))
     return int(line.partition("usec=")[2].partition(",")[0]) / jobs
 
 

@@ -79,7 +79,7 @@ def main() -> None:
             print(f"    {used:4} ticks  {pids[pid]}")
         used_commands = {name: after[name] - before.get(name, 0) for name in after}
         used_commands = {name: count for name, count in used_commands.items() if count}
-        calls = sum(count for name, count in used_commands.items() if name in ("evalsha", "blmove", "blpop"))
+        calls = sum(count for name, count in used_commands.items() if name in ("fcall", "blmove", "blpop"))
         print(f"Redis commands from clients: {calls / arguments.seconds / len(queue_pids):.3f} per second and child")
         print(f"    {used_commands}")
         print(

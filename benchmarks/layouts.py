@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from forq.broker.link import Link
-from forq.broker.scripts import Script
+from forq.broker.scripts import as_function
 from forq.ids import new_id
 from tests.support.server import Server
 
@@ -85,8 +85,7 @@ def used_memory(link: Link) -> int:
 def drain(link: Link, layout: str, count: int, batch: int) -> float:
     """Jobs per second."""
     source = claim_source(layout)
-    sha = link.call("SCRIPT", "LOAD", source).decode()
-    script = Script(layout, source, sha)
+    script = as_function("layout", source)
     width = 1 if layout == "record in the list" else 2
     settled: list[bytes] = []
     ran = 0

@@ -21,7 +21,7 @@ import orjson
 from benchmarks.layouts import claim_source, fill
 from benchmarks.processes import DISTURBED_CORES, Quiet, cpu_seconds
 from forq.broker.link import Link
-from forq.broker.scripts import Script
+from forq.broker.scripts import Script, as_function
 from tests.support.server import Server
 
 BATCHES = (1, 8, 64, 128)
@@ -47,7 +47,7 @@ def measure(server: Server, most_jobs: int, rounds: int) -> dict[int, dict[str, 
     """By batch size, of its fastest round: jobs per second, and the CPU time per job, here and in the server."""
     link = Link(server.url)
     source = claim_source(LAYOUT)
-    script = Script("prototype", source, link.call("SCRIPT", "LOAD", source).decode())
+    script = as_function("prototype", source)
     best: dict[int, dict[str, Any]] = {}
     for _ in range(rounds):
         for batch in BATCHES:

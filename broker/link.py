@@ -59,10 +59,28 @@ class Link:
     def run(self, script: Script, base: str, *args: Any) -> list[Any]:
         """Runs a script of the queue with this base."""
         try:
-            return cast(list[Any], self.call("EVALSHA", script.sha, 1, base, *args))
+            return cast(list[Any], self.call("FCALL", script.name, 1, base, *args))
         except _ScriptMissing:
-            self.call("SCRIPT", "LOAD", script.source)
-            return cast(list[Any], self.call("EVALSHA", script.sha, 1, base, *args))
+            return cast(list[Any], self.call(*self._load(script), 1, base, *args))
+
+    def run_each(self, script: Script, bases: list[str]) -> list[Any]:
+        """Runs a script that only reads for each of these queues, in one round trip."""
+        try:
+            return self.pipeline([("FCALL", script.name, 1, base) for base in bases])
+        except _ScriptMissing:
+            how = self._load(script)
+            return self.pipeline([(*how, 1, base) for base in bases])
+
+    def _load(self, script: Script) -> tuple[str, str]:
+        """Gives the server a script; how it is to be called then."""
+        try:
+            self.call("FUNCTION", "LOAD", script.library)
+        except _ScriptKnown:
+            pass
+        except BackPressure:
+            # A server that is out of memory takes no new function, but runs a script that may go beyond that.
+            return "EVAL", script.source
+        return "FCALL", script.name
 
     def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         """Sends several read commands at once; answers in order."""
@@ -119,8 +137,10 @@ class Link:
         return connection
 
     def _refusal(self, text: str) -> ForqError:
-        if text.startswith("NOSCRIPT"):
+        if text.startswith("ERR Function not found"):
             return _ScriptMissing(text)
+        if text.startswith("ERR Library") and text.endswith("already exists"):
+            return _ScriptKnown(text)
         if "OOM" in text[:80]:
             return BackPressure(f"Redis at {self.shown_url} is out of memory: {text}")
         if text.startswith(_NOT_NOW):
@@ -142,3 +162,7 @@ def _text(exc: Exception) -> str:
 
 class _ScriptMissing(ForqError):
     """The server does not know the script: it was not run."""
+
+
+class _ScriptKnown(ForqError):
+    """The server has had the script before, or somebody else was faster."""

@@ -1,7 +1,17 @@
-"""Loads the Lua scripts: one file per verb, shared parts pulled in by a line `--@include NAME...`."""
+"""Loads the Lua scripts: one file per verb, shared parts pulled in by a line `--@include NAME...`.
+
+The server gets each as a library with one function (FUNCTION LOAD): EVAL would define all that a script defines anew at
+every call, a third of what a small one takes. The files need not know. They are written as scripts that run from top to
+bottom, and `_library` takes apart what begins at the margin:
+
+1. A function, and a constant (a name in capitals), is defined once, when the library is loaded.
+2. Any other variable is declared there, and gets its value in each call, in its place: no call sees what another left.
+3. Every other statement stays in its place, in the function that the call runs.
+"""
 
 import hashlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -9,28 +19,86 @@ from importlib.resources import files
 from forq.broker.codes import LUA_CONSTANTS
 
 _INCLUDE = re.compile(r"^--@include (.+)$", re.MULTILINE)
+_FUNCTION = re.compile(r"local function (\w+)")
+_VARIABLES = re.compile(r"local ([\w, ]+?)\s*(=.*)?$", re.DOTALL)
+# A statement ends before the next line at the margin that does not close it.
+_CLOSING = ("end", "else", ")", "}")
+# A variable of such a name at the margin would take its place in every function of the library.
+_LUAS_OWN = frozenset(("error", "ipairs", "math", "next", "pairs", "redis", "string", "table", "type", "unpack"))
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
     verb: str
+    # As a script for EVAL.
     source: str
-    sha: str
+    # As a function, and its name: another source has another one, so that releases do not get in each other's way.
+    library: str
+    name: str
 
 
 @cache
 def script(verb: str) -> Script:
     """The script of a verb, as the server is to get it."""
-    source = _INCLUDE.sub(_included, _read(f"{verb}.lua"))
-    return Script(verb, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
+    return as_function(verb, _read(f"{verb}.lua"))
 
 
-def _included(line: re.Match[str]) -> str:
-    return "\n".join(_constants() if name == "codes" else _read(f"lib/{name}.lua") for name in line[1].split())
+def as_function(verb: str, source: str) -> Script:
+    """A script of one file, with what it includes."""
+    head, _, rest = source.partition("\n")
+    names = _INCLUDE.search(rest)
+    parts = [_read(f"lib/{name}.lua") for name in names[1].split() if name != "codes"] if names else []
+    parts = [_constants([*parts, rest]), *parts, rest]
+    body, flags = _library(parts), head.partition("flags=")[2]
+    name = f"forq_{verb}_{hashlib.sha256((head + body).encode()).hexdigest()[:16]}"
+    registered = f"redis.register_function{{function_name='{name}', callback=call, flags={{{flags and repr(flags)}}}}}"
+    return Script(verb, "\n".join([head, *parts]), f"#!lua name={name}\n{body}\n{registered}\n", name)
 
 
-def _constants() -> str:
-    return "\n".join(f"local {name} = {value}" for name, value in LUA_CONSTANTS.items())
+def _library(parts: list[str]) -> str:
+    """The parts in their order. Each is a function: one for all might use more variables than Lua allows a function."""
+    defined, variables, lines, calls = ["KEYS", "ARGV"], ["KEYS", "ARGV"], [], []
+    for number, part in enumerate(parts):
+        body = []
+        for statement in _statements(part):
+            function, declared = _FUNCTION.match(statement), _VARIABLES.match(statement)
+            names = [function[1]] if function else declared[1].split(", ") if declared else []
+            defined += names
+            if function or (names and all(name.isupper() for name in names)):
+                lines.append(statement)
+            elif declared:
+                variables += names
+                body.append(f"{declared[1]} {declared[2] or '= nil'}")
+            else:
+                body.append(statement)
+        if body:
+            lines.append(f"local function part_{number}()\n" + "\n".join(body) + "\nend")
+            calls.append(f"part_{number}()")
+    if hidden := {name for name in defined if name in _LUAS_OWN or defined.count(name) > 1}:
+        raise ValueError(f"declared twice, or Lua's own: {', '.join(sorted(hidden))}")
+    calls[-1] = f"return {calls[-1]}"
+    call = "\n".join(["local function call(keys, args)", "KEYS, ARGV = keys, args", *calls, "end"])
+    return "\n".join([f"local {', '.join(variables)}", *lines, call])
+
+
+def _statements(part: str) -> Iterator[str]:
+    """What begins at the margin, with the lines that belong to it; no comments."""
+    statement: list[str] = []
+    for line in part.splitlines():
+        if not line.strip() or line.lstrip().startswith("--"):
+            continue
+        if statement and not line[0].isspace() and not line.startswith(_CLOSING):
+            yield "\n".join(statement)
+            statement = []
+        statement.append(line)
+    if statement:
+        yield "\n".join(statement)
+
+
+def _constants(parts: list[str]) -> str:
+    """Those that are used: Lua allows 200 names."""
+    used = set(re.findall(r"\w+", "\n".join(parts)))
+    return "\n".join(f"local {name} = {value}" for name, value in LUA_CONSTANTS.items() if name in used)
 
 
 @cache

@@ -3,7 +3,7 @@
 from forq.broker.link import Link
 from forq.errors import ForqError, IncompatibleServer
 
-# Scripts need flags (`#!lua flags=...`), which these brought.
+# Scripts are functions (FUNCTION LOAD), and have flags: these versions brought both.
 OLDEST_REDIS = (7, 0)
 OLDEST_VALKEY = (7, 2)
 

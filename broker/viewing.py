@@ -222,9 +222,7 @@ def counts_of(link: Link, prefix: str, names: list[str]) -> dict[str, Counts | N
     """The counts of many queues in one round trip; None for one that is gone."""
     if not names:
         return {}
-    counts = script("counts")
-    link.call("SCRIPT", "LOAD", counts.source)
-    replies = link.pipeline([("EVALSHA", counts.sha, 1, queue_base(prefix, name)) for name in names])
+    replies = link.run_each(script("counts"), [queue_base(prefix, name) for name in names])
     return {name: _read_counts(reply) if reply[0] == OK else None for name, reply in zip(names, replies, strict=True)}
 
 

@@ -9,7 +9,6 @@
 --          {OTHER_OPTION, name, its value}
 --@include base codes journal
 
-local mode = redis.call('HGET', key('options'), 'mode')
 if epoch and protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
 if epoch and mode ~= ARGV[2] then return { OTHER_MODE, mode } end
 

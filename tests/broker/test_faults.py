@@ -44,7 +44,7 @@ def test_a_full_server_refuses_new_jobs_and_stores_nothing(full: OneQueue) -> No
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_on_a_full_server_work_goes_on(full: OneQueue, forgotten: bool) -> None:
     if forgotten:
-        full.redis.script_flush()
+        full.redis.function_flush()
     [worker] = full.workers
     assert worker.turn(done="a", failed="b", want=1) == ["c"]
     full.keeper("p1").heartbeat(full.name, 1000, [Position("w1", worker.number, 0, True)])
@@ -82,7 +82,7 @@ def test_a_server_that_forgot_its_scripts_gets_them_again(queue: OneQueue) -> No
         lambda: queue.viewer.counts().waiting == 0,
     )
     for step in steps:
-        queue.redis.script_flush()
+        queue.redis.function_flush()
         assert step()
 
 

@@ -61,7 +61,7 @@ def test_mutants_are_scripts_that_compile(server: Server, monkeypatch: pytest.Mo
             patch.setattr(scripts, "_read", scripts._read)
             use(mutant)
             for verb in verbs_with(mutant):
-                link.call("SCRIPT", "LOAD", scripts.script(verb).source)
+                link.call("FUNCTION", "LOAD", "REPLACE", scripts.script(verb).library)
     scripts.script.cache_clear()
     link.close()
 

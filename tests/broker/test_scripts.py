@@ -9,7 +9,7 @@ import forq.broker
 from forq.broker.codes import LUA_CONSTANTS, error_for
 from forq.broker.keys import QUEUE_KEYS
 from forq.broker.link import Link
-from forq.broker.scripts import script
+from forq.broker.scripts import as_function, script
 from forq.errors import ForqError
 
 LUA = Path(forq.broker.__file__).parent / "lua"
@@ -83,10 +83,49 @@ def test_no_script_searches_a_list_or_the_keyspace(path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", SCRIPTS)
-def test_a_script_compiles_under_the_name_that_python_gave_it(redis_url: str, verb: str) -> None:
+def test_a_script_compiles_as_a_script_and_as_a_function(redis_url: str, verb: str) -> None:
     link = Link(redis_url)
-    assert link.call("SCRIPT", "LOAD", script(verb).source) == script(verb).sha.encode()
+    assert link.call("FUNCTION", "LOAD", "REPLACE", script(verb).library) == script(verb).name.encode()
+    assert link.call("SCRIPT", "LOAD", script(verb).source)
     link.close()
+
+
+def test_functions_and_constants_are_defined_once_and_variables_in_each_call(redis_url: str) -> None:
+    link = Link(redis_url)
+    source = """#!lua
+-- counter: does not count
+local STEP = 2
+local first, seen = ARGV[1], {}
+local last
+local function add(text)
+  seen[#seen + 1] = text .. STEP
+  last = text
+end
+if first == 'early' then return { 'early', last } end
+add(first)
+for _, word in ipairs({ 'a' }) do
+  add(word)
+end
+return { KEYS[1], last, #seen, seen[1] }
+"""
+    counter = as_function("counter", source)
+    # What came before is not there any more, whatever way a call went.
+    for word in ("x", "early", "y"):
+        expected = [b"early"] if word == "early" else [b"base", b"a", 2, f"{word}2".encode()]
+        assert link.run(counter, "base", word) == expected
+        assert link.call("EVAL", counter.source, 1, "base", word) == expected
+    link.close()
+
+
+@pytest.mark.parametrize("line", ["local key = 1", "local base = 1\nlocal base = 2", "local error = 1"])
+def test_a_name_that_would_hide_another_one_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="declared twice"):
+        as_function("wrong", f"#!lua\n--@include base\n{line}\nreturn 1\n")
+
+
+def test_another_source_or_another_flag_is_another_function() -> None:
+    sources = ["#!lua\nreturn 1\n", "#!lua\nreturn 2\n", "#!lua flags=allow-oom\nreturn 1\n"]
+    assert len({as_function("same", source).name for source in sources}) == len(sources)
 
 
 def test_every_refusal_has_its_own_error() -> None:

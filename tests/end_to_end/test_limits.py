@@ -39,7 +39,7 @@ def is_dead(pid: int) -> bool:
 
 
 def script_calls(client: Any) -> int:
-    return int(client.info("commandstats")["cmdstat_evalsha"]["calls"])
+    return int(client.info("commandstats")["cmdstat_fcall"]["calls"])
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:

@@ -87,10 +87,10 @@ def test_ticks_come_on_time_and_nothing_is_asked_in_between(server: Server, redi
         forq.ctl("schedule", "q", "beat", "--every", "500ms", "--overlap", "queue")
         wait_until(lambda: len(forq.traces("end")) >= 2, what="two ticks")
         with server.connect() as client:
-            before = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+            before = client.info("commandstats")["cmdstat_fcall"]["calls"]
             seen = len(forq.traces("end"))
             wait_until(lambda: len(forq.traces("end")) >= seen + 6, what="six ticks more")
-            calls = client.info("commandstats")["cmdstat_evalsha"]["calls"] - before
+            calls = client.info("commandstats")["cmdstat_fcall"]["calls"] - before
         # Per tick: promote, fire, and the turn that runs the job and settles it.
         assert calls <= 7 * 5, f"{calls} calls for six ticks"
         queue = forq.client().queue("q")

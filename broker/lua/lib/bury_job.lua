@@ -1,6 +1,5 @@
 -- Jobs that failed for good: the record of each moves to `dead` under id@fence, apart from live jobs, followed by its error
--- and its attempts. Few calls bury anything, and each call of a script defines its functions anew: those that only serve
--- here are defined inside.
+-- and its attempts.
 
 local DEAD_EXPIRED_PER_CALL = 100
 local LONGEST_CAUSE = 64

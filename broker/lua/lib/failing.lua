@@ -1,6 +1,5 @@
 -- An attempt failed: the job is tried again later, or is dead. Options are read here and now, so that a change of them applies
--- to everything that is in the queue. Most calls settle no failure, and each call of a script defines its functions anew: what
--- only serves here is defined inside.
+-- to everything that is in the queue.
 
 -- `failure`: id, owner (WORKER:FENCE), micros, error and brief error (JSON), kind, retry_at_ms (or nil), chance (0 to 1).
 -- False if the job is not that owner's.

@@ -28,7 +28,7 @@ end
 
 -- Entries go from the old end: what every consumer has read for good, up to the last such entry, which stays (readers
 -- know their place by it); and if the journal is too long, its older half, read or not. What no consumer can read any more
--- is counted. Few calls trim, and each call of a script defines its functions anew: those that only serve here are inside.
+-- is counted.
 local function trim_journal(too_long)
   local stream = key('events')
 

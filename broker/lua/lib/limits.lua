@@ -5,7 +5,7 @@
 local BURST_US, WAKE_US = 100000, 20000
 
 local has_limits = rate_count > 0 or max_active > 0
--- Each call of a script defines its functions anew: a queue without limits does without these.
+-- nil if the queue has no limits.
 local room, take_tokens, store_overdrawn, refill_ms
 
 if has_limits then
