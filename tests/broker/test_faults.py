@@ -1,13 +1,14 @@
 """A server that is full or has forgotten its scripts, and records that are not what they should be."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import orjson
 import pytest
 
 from forq.broker.keeping import Position
 from forq.broker.registry import Dropped
-from forq.errors import BackPressure
+from forq.errors import BackPressure, RedisUnavailable
 from tests.support.one_queue import OneQueue, State
 
 GARBAGE = (
@@ -84,6 +85,24 @@ def test_a_server_that_forgot_its_scripts_gets_them_again(queue: OneQueue) -> No
     for step in steps:
         queue.redis.function_flush()
         assert step()
+
+
+@pytest.mark.fault("scripts forgotten")
+def test_a_script_that_is_forgotten_as_soon_as_it_is_loaded_was_not_run_and_that_is_said(
+    queue: OneQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = queue.link.call
+
+    def forgetful(*args: Any) -> Any:
+        queue.redis.function_flush()
+        return call(*args)
+
+    monkeypatch.setattr(queue.link, "call", forgetful)
+    with pytest.raises(RedisUnavailable, match="has forgotten a function"):
+        queue.enqueue("a")
+    monkeypatch.undo()
+    assert queue.state() == State(jobs=set())
+    assert queue.enqueue("a") == ["a"]
 
 
 @pytest.mark.fault("payload corrupt, truncated or nested")
