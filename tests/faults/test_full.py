@@ -14,7 +14,7 @@ from tests.support.faulty_servers import SmallDiskServer
 from tests.support.running import Forq, running, wait_until
 from tests.support.server import Server
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 
 # An expiry that a fault outlasts, and a busy machine does not.
 STEADY = 'heartbeat = "300ms"\nexpiry = "2s"\n'
@@ -63,7 +63,9 @@ def test_out_of_memory_producers_are_told_and_everything_that_is_stored_runs(
         for name in ("work", "doomed"):
             one.ctl("resume", name)
         wait_until(lambda: {*ids, later} <= {t.job for t in one.traces("end")}, what="all that is stored runs")
-        wait_until(lambda: one.queue_status("doomed")["dead"] == 1, what="a failure is retried and then dead")
+        wait_until(
+            lambda: one.client().queue("doomed").status()["dead"] == 1, what="a failure is retried and then dead"
+        )
         wait_until(lambda: list(one.state_dir.glob("logs/doomed/failed.jsonl")), what="and logged")
         wait_until(lambda: time.monotonic() - full_at > OUTLASTED_SECONDS, what="the fault outlasts the expiry")
         assert_nobody_was_evicted(*pair)
@@ -113,7 +115,9 @@ def test_a_server_that_cannot_write_is_waited_for_and_nothing_acknowledged_is_lo
             wait_until(lambda: forq.run_ctl("push", "work", "0").stdout.strip(), what="a push is taken")
         )
         wait_until(lambda: {t.job for t in forq.traces("end")} >= set(acknowledged), what="all ran")
-        wait_until(lambda: forq.queue_status("work")["processed"] >= len(acknowledged), what="and are settled")
+        wait_until(
+            lambda: forq.client().queue("work").status()["processed"] >= len(acknowledged), what="and are settled"
+        )
         assert_nobody_was_evicted(forq)
 
 
@@ -131,7 +135,7 @@ def test_a_full_disk_keeps_the_lines_of_the_failed_log_in_redis_until_there_is_r
         told = wait_until(lambda: forq.status()["supervisor"]["failed_log"]["errors"].get("doomed"), what="it is told")
         assert "No space left on device" in str(told)
         assert "doomed" in forq.run_ctl("status", "--check").stderr
-        wait_until(lambda: forq.queue_status("doomed")["dead"] == 3, what="the queue goes on")
+        wait_until(lambda: forq.client().queue("doomed").status()["dead"] == 3, what="the queue goes on")
         log.unlink()
         wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 3, what="they are written")
         assert len({json.loads(line)["id"] for line in log.read_text().splitlines()}) == 3

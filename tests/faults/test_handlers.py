@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.running import HANDLERS, Forq, Trace, running, tree_of, wait_until
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,8 @@ def attempts(forq: Forq, queue: str, job_id: str) -> list[tuple[str, str]]:
 
 
 def processed(forq: Forq, queue: str, count: int) -> Any:
-    return wait_until(lambda: forq.queue_status(queue)["processed"] == count, 30.0, f"{count} of {queue} are done")
+    seen = forq.client().queue(queue)
+    return wait_until(lambda: seen.status()["processed"] == count, 30.0, f"{count} of {queue} are done")
 
 
 @pytest.mark.fault("handler closes all descriptors")
@@ -78,7 +79,7 @@ def test_a_handler_that_ignores_term_is_killed_after_the_grace_and_its_job_is_no
 def test_a_handler_that_blocks_all_signals_is_killed_at_its_deadline_and_says_timeout(forq: Forq) -> None:
     create(forq, "blocking", "block_signals", timeout="500ms", max_timeouts=0)
     forq.client().queue("blocking").enqueue(60, id="j")
-    wait_until(lambda: forq.queue_status("blocking")["dead"] == 1, what="it is dead")
+    wait_until(lambda: forq.client().queue("blocking").status()["dead"] == 1, what="it is dead")
     assert attempts(forq, "blocking", "j") == [("timed_out", "timeout")]
 
 
@@ -132,7 +133,7 @@ def test_what_usually_ends_a_program_is_a_failure_like_others(forq: Forq, what: 
     create(forq, name, "raise_what_ends_programs", max_retries=0)
     pid = forq.wait_for_child(name)["pid"]
     forq.client().queue(name).enqueue(what, id="j")
-    wait_until(lambda: forq.queue_status(name)["dead"] == 1, what="it is dead")
+    wait_until(lambda: forq.client().queue(name).status()["dead"] == 1, what="it is dead")
     [(outcome, cause)] = attempts(forq, name, "j")
     assert outcome == "failed", cause
     assert forq.child(name)["pid"] == pid
@@ -142,7 +143,7 @@ def test_what_usually_ends_a_program_is_a_failure_like_others(forq: Forq, what: 
 def test_endless_recursion_is_a_failure_like_others(forq: Forq) -> None:
     create(forq, "recursing", "recurse", max_retries=0)
     forq.client().queue("recursing").enqueue(1, id="j")
-    wait_until(lambda: forq.queue_status("recursing")["dead"] == 1, what="it is dead")
+    wait_until(lambda: forq.client().queue("recursing").status()["dead"] == 1, what="it is dead")
     assert "RecursionError" in forq.ctl("why", "recursing", "j")
 
 

@@ -17,7 +17,7 @@ from tests.support.proxy import Proxy, proxied
 from tests.support.running import Forq, running, wait_until
 from tests.support.server import Server
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 
 WORKER = b"forq-worker"
 
@@ -39,8 +39,10 @@ def forq(proxy: Proxy) -> Iterator[Forq]:
 def wait_until_done(forq: Forq, count: int) -> None:
     """So many jobs are settled, and nothing is left; each ran once and no process was lost."""
 
+    seen = forq.client().queue("work")
+
     def done() -> bool:
-        status = forq.queue_status("work")
+        status = seen.status()
         return status["processed"] == count and not status["waiting"] + status["active"] + status["in_flight"]
 
     wait_until(done, 30.0, f"{count} jobs are done")

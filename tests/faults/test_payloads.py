@@ -13,7 +13,7 @@ from tests.support.one_queue import one_queue
 from tests.support.running import HANDLERS, Forq, running, wait_until
 from tests.support.server import Server
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 
 BROKEN = {
     "empty": b"",
@@ -59,8 +59,8 @@ def test_broken_records_are_dead_with_the_reason_and_their_process_runs_the_othe
     for name, record in BROKEN.items():
         store.hset("forq:queue:{fragile}:jobs", name, record)
     forq.ctl("resume", "fragile")
-    wait_until(lambda: forq.queue_status("fragile")["processed"] == len(BROKEN), what="the healthy ones ran")
-    wait_until(lambda: forq.queue_status("fragile")["dead"] == len(BROKEN), what="the broken ones are dead")
+    wait_until(lambda: forq.client().queue("fragile").status()["processed"] == len(BROKEN), what="the healthy ones ran")
+    wait_until(lambda: forq.client().queue("fragile").status()["dead"] == len(BROKEN), what="the broken ones are dead")
     assert {trace.job for trace in forq.traces("end")} == {f"after-{name}" for name in BROKEN}
     assert forq.child("fragile")["pid"] == pid
     for name in BROKEN:
@@ -80,7 +80,7 @@ def test_ids_that_are_no_text_are_run_and_shown_as_far_as_can_be(forq: Forq, sto
         store.hset(f"{base}:jobs", job_id, b"p5 1\n[null,null,1]")
         store.rpush(f"{base}:pending", job_id)
     forq.client().queue("nameless").enqueue(1, id="plain")
-    wait_until(lambda: forq.queue_status("nameless")["dead"] == 3, what="all have failed")
+    wait_until(lambda: forq.client().queue("nameless").status()["dead"] == 3, what="all have failed")
     assert forq.child("nameless")["pid"] == pid
     for listing in (["jobs", "nameless", "--state", "dead"], ["dead", "list", "nameless"]):
         assert "plain" in forq.ctl(*listing)
@@ -94,7 +94,7 @@ def test_a_job_with_an_id_that_is_no_text_is_ended_at_its_deadline_like_others(f
     forq.wait_for_child("overdue")
     store.hset("forq:queue:{overdue}:jobs", b"\xff\xfe", b"p5 1\n[null,null,60]")
     store.rpush("forq:queue:{overdue}:pending", b"\xff\xfe")
-    wait_until(lambda: forq.queue_status("overdue")["dead"] == 1, what="it is ended")
+    wait_until(lambda: forq.client().queue("overdue").status()["dead"] == 1, what="it is ended")
     assert forq.run_ctl("ping").returncode == 0
 
 
@@ -119,7 +119,7 @@ def test_a_huge_record_that_is_there_all_the_same_costs_no_neighbour(forq: Forq,
     queue.enqueue(1, id="huge")
     store.hset("forq:queue:{heavy}:jobs", "huge", b'p5 1\n[null,null,"' + b"x" * (48 << 20) + b'"]')
     forq.ctl("resume", "heavy")
-    wait_until(lambda: forq.queue_status("heavy")["processed"] == 4, what="it runs like others")
+    wait_until(lambda: forq.client().queue("heavy").status()["processed"] == 4, what="it runs like others")
 
 
 @pytest.mark.fault("queue name hostile")

@@ -21,7 +21,7 @@ from tests.support.one_queue import EXPIRY_MS, OneQueue, one_queue
 from tests.support.running import Forq, running, wait_until
 from tests.support.server import Server
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 
 SEED = int(os.environ.get("FORQ_TEST_SEED", "0"))
 CUTS_PER_STEP = int(os.environ.get("FORQ_TEST_CUTS", "2"))
@@ -148,7 +148,7 @@ class ProducerThread:
 
 
 def holds_nothing(forq: Forq, queue: str) -> bool:
-    status = forq.queue_status(queue)
+    status = forq.client().queue(queue).status()
     states = ("waiting", "scheduled", "blocked", "active", "retry", "dead", "in_flight")
     return not any(status[state] for state in states)
 
@@ -207,7 +207,7 @@ def test_supervisors_go_on_with_what_is_left_after_a_power_loss() -> None:
         assert left, "some settled jobs are unsettled again"
         os.truncate(growing_file(server), cut)
         server.start()
-        wait_until(lambda: forq.queue_status("work")["processed"] == expected, 30.0, "it goes on")
+        wait_until(lambda: forq.client().queue("work").status()["processed"] == expected, 30.0, "it goes on")
         wait_until(lambda: holds_nothing(forq, "work"), what="nothing is left")
         assert {trace.job for trace in forq.traces("end")} == set(ids)
         assert {trace.stalls for trace in forq.traces()} == {0}, "no worker died of it"

@@ -14,7 +14,7 @@ import redis
 from tests.support.running import Forq, running, wait_until
 from tests.support.server import Server
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 
 STEADY = 'heartbeat = "300ms"\nexpiry = "2s"\n'
 STILL_SECONDS = 2.5
@@ -36,7 +36,8 @@ def pair(redis_url: str, tmp_path: Path) -> Iterator[tuple[Forq, Forq]]:
 
 def assert_each_ran_once(pair: tuple[Forq, Forq], count: int) -> None:
     one, _ = pair
-    wait_until(lambda: one.queue_status("shared")["processed"] == count, 30.0, f"{count} jobs are done")
+    seen = one.client().queue("shared")
+    wait_until(lambda: seen.status()["processed"] == count, 30.0, f"{count} jobs are done")
     starts = [trace.job for trace in one.traces("start")]
     assert len(starts) == len(set(starts)) == count
     assert {trace.stalls for trace in one.traces()} == {0}

@@ -19,6 +19,8 @@ from forq import Client
 
 HANDLERS = Path(__file__).parent / "handlers"
 BIN = Path(sys.executable).parent
+# On a machine that has far more to do than it can.
+_START_SECONDS = 60.0
 
 
 class Trace(NamedTuple):
@@ -91,7 +93,7 @@ class Forq:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environ()
             )
         if ready:
-            wait_until(self._is_up, what=f"supervisor up ({self.log})")
+            wait_until(self._is_up, _START_SECONDS, f"supervisor up ({self.log})")
 
     def _is_up(self) -> bool:
         assert self.process is not None
