@@ -97,7 +97,6 @@ def test_tls_checks_the_certificate(server: Server, redis_url: str, tmp_path: Pa
         assert Link(f"{url}?ssl_cert_reqs=none").call("PING") in (b"PONG", "PONG")
 
 
-@pytest.mark.fault("reply lost")
 def test_a_lost_answer_is_reported_and_never_repeated(server: Server, redis_url: str) -> None:
     with relay(server, drop_answers=True) as port:
         link = Link(f"redis://127.0.0.1:{port}")
