@@ -30,7 +30,7 @@ class Effort:
     patience_seconds: float = 90.0
 
 
-FULL = Effort(3.0, 4.0, 600, 5.0, 60.0, (10, 10_000, 1_000_000), 5_000)
+FULL = Effort(3.0, 4.0, 400, 5.0, 40.0, (10, 10_000, 1_000_000), 5_000)
 QUICK = Effort(0.5, 0.7, 100, 1.0, 5.0, (10, 10_000), 1_000, patience_seconds=40.0)
 
 Figures = dict[str, float]

@@ -43,9 +43,11 @@ class Peer:
         return {**clean, **self.environ, **more}
 
 
-def _python(*packages: str) -> Callable[[Peer], None]:
+def _python(*packages: str, undeclared: tuple[str, ...] = ()) -> Callable[[Peer], None]:
+    """`undeclared`: what the packages import without saying that they need it."""
+
     def install(peer: Peer) -> None:
-        python = installing.python_venv(peer.name, [*packages, "redis[hiredis]"])
+        python = installing.python_venv(peer.name, [*packages, *undeclared, "redis[hiredis]"])
         peer.command = [str(python), str(PROGRAMS / f"{peer.name}_peer.py")]
         peer.environ = {"PYTHONPATH": str(PROGRAMS)}
         peer.version = installing.python_versions(python, [*packages, "redis"])
@@ -100,7 +102,7 @@ def roster() -> list[Peer]:
             "pool solo, prefetch 64, no results, gossip, mingle or heartbeat",
             "prefork, acks_late, reject_on_worker_lost",
             800,
-            _python("celery"),
+            _python("celery", undeclared=("packaging",)),
             bulk=False,
         ),
         Peer("arq", "max_jobs 100, no results; bulk: 100 calls at a time", same, 500, _python("arq")),

@@ -5,6 +5,8 @@ and about twice the CPU time of a small call. Its URL rules are used, so that ev
 """
 
 import socket
+import ssl
+import struct
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,12 +18,13 @@ NOT_YET = object()
 
 
 class Connection:
-    """Connected, logged in and named when it is made. Every error is an OSError or a hiredis error."""
+    """Connected, logged in and named when it is made. Every error is an OSError or a hiredis error; BlockingIOError or
+    TimeoutError when time is up."""
 
     def __init__(self, url: str, *, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> None:
         options: dict[str, Any] = dict(parse_url(url))
         self.socket = _connect(url, options, connect_timeout_seconds)
-        self.socket.settimeout(timeout_seconds)
+        _limit(self.socket, timeout_seconds)
         self._reader = hiredis.Reader(notEnoughData=NOT_YET)
         try:
             self._greet(options, name)
@@ -64,6 +67,17 @@ class Connection:
                 raise ConnectionRefusedError(f"{command[0]} was refused: {answer}")
 
 
+def _limit(connection: socket.socket, seconds: float) -> None:
+    """A time limit that the kernel keeps: Python's own asks with poll before each call whether it would block."""
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(seconds)
+        return
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
 def _connect(url: str, options: dict[str, Any], timeout_seconds: float) -> socket.socket:
     if path := options.get("path"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,8 +97,6 @@ def _connect(url: str, options: dict[str, Any], timeout_seconds: float) -> socke
 
 def _encrypted(connection: socket.socket, host: str, options: dict[str, Any]) -> socket.socket:
     """TLS, with the certificate checked unless the URL says ssl_cert_reqs=none."""
-    import ssl
-
     context = ssl.create_default_context(cafile=options.get("ssl_ca_certs"), capath=options.get("ssl_ca_path"))
     if options.get("ssl_cert_reqs") == "none":
         context.check_hostname = False

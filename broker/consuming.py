@@ -7,9 +7,12 @@ from forq.broker.codes import LIMITED, OK, PAUSED, error_for
 from forq.broker.keys import pending_key, processing_key, queue_base, retry_key, suspects_key, wake_key
 from forq.broker.link import Link
 from forq.broker.scripts import Script, script
+from forq.errors import ForqError
 from forq.version import PROTOCOL
 
 BLOCK_SECONDS = 10
+# A connection on one host cannot be open at one end only: who waits there need not ask again so soon.
+LOCAL_BLOCK_SECONDS = 30
 # A reply may be this late before the connection counts as dead: the server looks at timeouts every 100 ms.
 BLOCK_MARGIN_SECONDS = 5
 
@@ -61,7 +64,9 @@ class Consumer:
         self._wake = wake_key(self._base, processor, worker)
         self._epoch = ""
         self._script = script("turn")
-        self.link = Link(url, name=f"forq-worker-{worker}", timeout_seconds=BLOCK_SECONDS + BLOCK_MARGIN_SECONDS)
+        self._block_seconds = LOCAL_BLOCK_SECONDS if url.startswith("unix:") else BLOCK_SECONDS
+        timeout_seconds = self._block_seconds + BLOCK_MARGIN_SECONDS
+        self.link = Link(url, name=f"forq-worker-{worker}", timeout_seconds=timeout_seconds)
 
     def join(self, expiry_ms: int) -> str:
         """Registers this worker; returns the queue's epoch."""
@@ -76,20 +81,13 @@ class Consumer:
     ) -> Turn:
         """Settles, keeps `keep` unstarted jobs, hands back whatever else is in the list, claims up to `want`."""
         counts = (len(done) // 3, len(failed) // 8)
-        args: Settled = [
-            self._epoch,
-            self.processor,
-            self.worker,
-            number,
-            want,
-            keep,
-            self.lane,
-            *counts,
-            *done,
-            *failed,
-            *(results or ()),
-        ]
-        reply = self.link.run(self._script, self._base, *args)
+        about = self._about(number, keep, want)
+        return self._read(self.link.run(self._script, self._base, *about, *counts, *done, *failed, *(results or ())))
+
+    def _about(self, number: int, keep: int, want: int) -> tuple[str | int, ...]:
+        return self._epoch, self.processor, self.worker, number, want, keep, self.lane
+
+    def _read(self, reply: list[Any]) -> Turn:
         if reply[0] not in (OK, PAUSED, LIMITED):
             raise error_for(self.queue, reply)
         limits = Limits(reply[4], reply[5], reply[6], reply[7])
@@ -106,14 +104,28 @@ class Consumer:
 
     def wait_for_job(self) -> bool:
         """Blocks until an id is in the processing list (True) or time is up."""
-        moved = self.link.call("BLMOVE", self._source, self._processing, "LEFT", "RIGHT", BLOCK_SECONDS)
+        moved = self.link.call("BLMOVE", self._source, self._processing, "LEFT", "RIGHT", self._block_seconds)
         return moved is not None
+
+    def wait_for_turn(self, number: int, want: int) -> Turn | None:
+        """Blocks in the same way, and then takes a turn that claims; None if that could not be taken.
+
+        Both are sent together: the server takes the turn as soon as it has moved the id, and a job is there one round
+        trip earlier. If time is up, the turn was taken all the same.
+        """
+        wait = ("BLMOVE", self._source, self._processing, "LEFT", "RIGHT", self._block_seconds)
+        turn = ("FCALL", self._script.name, 1, self._base, *self._about(number, 0, want), 0, 0)
+        moved, reply = self.link.call_together(wait, turn)
+        taken = None if isinstance(reply, ForqError) else self._read(reply)
+        if isinstance(moved, ForqError) and not (taken and taken.jobs):
+            raise moved
+        return taken
 
     def wait_for_wake(self) -> None:
         """Blocks while this worker may not claim; returns when it may ask again. Fail jobs are not held up: the retry
         child hears of those too (in its list there are tokens only)."""
         others = () if self.lane == "main" else (self._source,)
-        self.link.call("BLPOP", self._wake, *others, BLOCK_SECONDS)
+        self.link.call("BLPOP", self._wake, *others, self._block_seconds)
 
     def leave(self, number: int) -> None:
         """Unregisters; what is still in the list goes back uncounted."""

@@ -82,6 +82,21 @@ class Link:
             return "EVAL", script.source
         return "FCALL", script.name
 
+    def call_together(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """Sends several commands at once, the later ones whatever becomes of the others; their answers, or refusals."""
+        connection = self._ready()
+        try:
+            connection.send_many(list(commands))
+            answers = [connection.receive() for _ in commands]
+        except (OSError, hiredis.HiredisError) as exc:
+            self.close()
+            raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
+        except BaseException:
+            self.close()
+            raise
+        self._used_at = time.monotonic()
+        return [self._refusal(str(a)) if isinstance(a, hiredis.ReplyError) else a for a in answers]
+
     def pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         """Sends several read commands at once; answers in order."""
         connection = self._ready()
@@ -157,7 +172,7 @@ def _hung_up(connection: Connection) -> bool:
 
 
 def _text(exc: Exception) -> str:
-    return str(exc) or type(exc).__name__
+    return "timed out" if isinstance(exc, BlockingIOError) else str(exc) or type(exc).__name__
 
 
 class _ScriptMissing(RedisUnavailable):

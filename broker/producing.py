@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from forq.broker.codes import OK, error_for
 from forq.broker.keys import DEFAULT_PRIORITY, queue_base
@@ -22,9 +22,8 @@ CHUNK_BYTES = 512 * 1024
 MAX_SECONDS = 9_007_199_254_740
 
 
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """A checked job on its way to Redis."""
+class NewJob(NamedTuple):
+    """A checked job on its way to Redis: what enqueue.lua takes of each, in its order."""
 
     id: str
     priority: int
@@ -78,6 +77,13 @@ def new_job(
     return NewJob(job_id, priority, body, checked_token, _when(run_at, run_in))
 
 
+def plain_jobs(every_data: Iterable[Any]) -> Iterator[NewJob]:
+    """The same of many with data alone: of one call, so of one trace."""
+    trace = current_trace()
+    for data in every_data:
+        yield NewJob(new_id(), DEFAULT_PRIORITY, pack_body(data, None, None, trace), "", "")
+
+
 def _when(run_at: datetime | float | None, run_in: timedelta | float | None) -> str:
     """The time before which a job must not run, as the script wants it."""
     if run_at is not None and run_in is not None:
@@ -119,7 +125,7 @@ class Producer:
             return []
         args: list[Any] = [PROTOCOL, *how, len(jobs)]
         for job in jobs:
-            args += (job.id, job.priority, job.body, job.token, job.run_at)
+            args += job
         reply = self._link.run(script("enqueue"), self._base, *args)
         if reply[0] != OK:
             raise error_for(self.name, reply)

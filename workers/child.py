@@ -140,7 +140,9 @@ class _Crew:
 
     def _slot(self, number: int) -> Slot:
         slot = self._settings.scoreboard.slot(number)
-        slot.worker = new_id()
+        # So long that WORKER:FENCE, of which `active` has one per running job, exceeds 64 bytes: a server keeps a hash
+        # with such values as a table, and one of short values as a list, in which it would search for each job.
+        slot.worker = new_id() + self._settings.processor[-16:]
         slot.queue = self._settings.spec.name
         slot.role = self._settings.role
         slot.pid = os.getpid()
@@ -202,6 +204,8 @@ class _Crew:
             numbers=numbers,
             # What the retry child does is seldom and may be slow: it takes nothing ahead of time.
             max_batch=MAX_BATCH if main else 1,
+            # It waits for two queues, and does not know in which one there will be something.
+            claims_ahead=main,
             resting_state=State.IDLE if main else State.PARKED,
             tally=tally,
         )

@@ -73,14 +73,15 @@ class Grant:
                 self._await(self._answered)
             return True
 
-    def rest(self) -> None:
-        """Worker: it uses the grant no more. Kept as a reservation, unless somebody asked for it."""
+    def rest(self) -> bool:
+        """Worker: it uses the grant no more. Kept as a reservation (True), unless somebody asked for it."""
         with self._changed:
             if self._phase is _Phase.USED:
                 if self.yielding or self._stopped:
                     self._return()
                 else:
                     self._phase = _Phase.KEPT
+            return self._phase is _Phase.KEPT
 
     def give_back(self) -> None:
         """Worker: it wants nothing. A go that is still to come is given back when it comes."""

@@ -87,6 +87,7 @@ class WorkerLoop:
         on_unguarded: Callable[[], None],
         numbers: TurnNumbers | None = None,
         max_batch: int = MAX_BATCH,
+        claims_ahead: bool = True,
         resting_state: State = State.IDLE,
         tally: Tally | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -104,6 +105,7 @@ class WorkerLoop:
         self._on_unguarded = on_unguarded
         self._numbers = numbers or TurnNumbers()
         self._max_batch = max_batch
+        self._claims_ahead = claims_ahead
         self._resting_state = resting_state
         self._tally = tally
         self._micros: list[int] = []
@@ -120,6 +122,8 @@ class WorkerLoop:
         self._results_bytes = 0
         self._unsettled = 0
         self._parked: State | None = None
+        # A turn that was taken while it waited for work.
+        self._ahead: Turn | None = None
         self._short_of_memory = False
         self._fence = ""
 
@@ -178,7 +182,8 @@ class WorkerLoop:
         """Whether this worker has the capacity for a job; waits for it. False if it was stopped meanwhile."""
         if self._grant.begin(self._limits.size, self._limits.priority):
             return True
-        # What BLMOVE has brought goes back first: a worker elsewhere may have room for it.
+        # What waiting has brought goes back first: a worker elsewhere may have room for it.
+        self._ahead = None
         self._turn(keep=0, want=0)
         self._show_resting(State.PARKED)
         return self._grant.wait()
@@ -197,7 +202,9 @@ class WorkerLoop:
 
     def _claim(self) -> Claimed:
         """Settles what ran, claims the next batch."""
-        turn = self._turn(keep=0, want=self._recycling.room(self._want, self._unsettled))
+        turn, self._ahead = self._ahead, None
+        if turn is None:
+            turn = self._turn(keep=0, want=self._recycling.room(self._want, self._unsettled))
         if turn is None:
             return []
         self._parked = State.PARKED if turn.paused else State.LIMITED if turn.limited else None
@@ -221,6 +228,11 @@ class WorkerLoop:
         if tries:
             # What it held before went back with the first of these calls that arrived.
             turn = replace(turn, held=False)
+        self._took(turn)
+        return turn
+
+    def _took(self, turn: Turn) -> None:
+        """All that had run is settled."""
         if turn.refused:
             log.info("already settled or given back queue=%s jobs=%s", self.consumer.queue, len(turn.refused))
         self.slot.words[WORD] = self._number << TURN_SHIFT
@@ -228,7 +240,6 @@ class WorkerLoop:
         self._limits = turn.limits
         self._done, self._failed, self._unsettled = [], [], 0
         self._results, self._results_bytes = [], 0
-        return turn
 
     def _run_batch(self, batch: Claimed) -> None:
         words = self.slot.words
@@ -327,7 +338,7 @@ class WorkerLoop:
     def rest(self) -> None:
         """Blocks until there may be work."""
         self._show_resting(self._resting_state if self._parked is None else self._parked)
-        self._grant.rest()
+        may_claim = self._grant.rest() and self._claims_ahead
         self._blocking = True
         try:
             self.consumer.link.learn_client_id()
@@ -335,8 +346,11 @@ class WorkerLoop:
                 if not self.stopping:
                     self.consumer.wait_for_wake()
                 return
-            while not self.stopping and not self.consumer.wait_for_job():
-                pass
+            if may_claim:
+                self._wait_for_turn()
+            else:
+                while not self.stopping and not self.consumer.wait_for_job():
+                    pass
         except RedisUnavailable as exc:
             self._back_off(0, exc)
         except BackPressure as exc:
@@ -349,6 +363,17 @@ class WorkerLoop:
             self._short_of_memory = False
         finally:
             self._blocking = False
+
+    def _wait_for_turn(self) -> None:
+        """Waits with the claim sent along: a job begins one round trip earlier."""
+        while not self.stopping and self._ahead is None:
+            self._number = self._numbers.next()
+            turn = self.consumer.wait_for_turn(self._number, self._recycling.room(self._want, 0))
+            if turn is None:
+                return
+            self._took(turn)
+            if turn.jobs or turn.paused or turn.limited:
+                self._ahead = turn
 
     def _show_resting(self, state: State) -> None:
         words = self.slot.words

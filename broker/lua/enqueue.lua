@@ -87,7 +87,7 @@ for token, id in pairs(tokens) do redis.call('SET', token_key(token), id, 'PX', 
 local function store_new()
   if #new == 0 then return end
   local records, by_priority, stored_ids, later = {}, {}, {}, {}
-  local header = string.format(' %.0f\n', now_ms)
+  local header = string.format(' %d\n', now_ms)
   for i, at in ipairs(new) do
     local id, priority = ARGV[at], ARGV[at + 1]
     records[2 * i - 1] = id

@@ -95,8 +95,25 @@ local function owns_all(ids)
   return true
 end
 
+-- Hints that waiting has brought, if they are what a claim would find first: then they need not go back before they are taken.
+local moved = {}
+
+local function may_begin(ids)
+  if #ids == 0 or lane ~= 'main' or #ids > want or other_hints > 0 or paused or has_limits then return false end
+  for _, owner in ipairs(redis.call('HMGET', key('active'), unpack(ids))) do
+    if owner then return false end
+  end
+  return true
+end
+
 -- Leaves in the processing list what the worker rightly still holds; true if that is all it counts on.
 local function keep_or_return()
+  local ended = done_count + failed_count
+  if keep == 0 and #refused == 0 and redis.call('LLEN', processing) == ended then
+    -- What a worker owns is in its list: one that is no longer holds nothing else.
+    if ended > 0 then redis.call('DEL', processing) end
+    return true
+  end
   local list = redis.call('LRANGE', processing, 0, -1)
   local rest = {}
   for _, id in ipairs(list) do
@@ -106,7 +123,9 @@ local function keep_or_return()
   local held = #rest == keep and owns_all(rest)
   if #rest == #list and held then return true end
   if #list > 0 then redis.call('DEL', processing) end
-  if not held then
+  if not held and may_begin(rest) then
+    moved = rest
+  elseif not held then
     hand_back(worker, rest)
   elseif keep > 0 then
     redis.call('RPUSH', processing, unpack(rest))
@@ -165,6 +184,7 @@ local function claim()
     -- The second chance comes only while nothing else waits.
     if in_lane > 0 and main_waiting() == 0 then claim_from(LANE, MAX_SKIPS) end
   elseif other_hints == 0 then
+    if #moved > 0 then take('5', moved) end
     claim_from('5', MAX_SKIPS)
   else
     local skips = MAX_SKIPS
@@ -232,8 +252,8 @@ end
 if has_limits then unlimit_worker(processor, worker) end
 settle_successes(10)
 settle_failures(10 + 3 * done_count)
-local held = keep_or_return()
 promote()
+local held = keep_or_return()
 redis.call('HSET', workers_key(processor), worker, turn)
 local fence = ''
 if has_limits and want > 0 and not paused then want = within_limits() end

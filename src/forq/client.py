@@ -13,7 +13,7 @@ from forq.broker.dead import DeadJobs, DeadPage
 from forq.broker.ends import Ends
 from forq.broker.keys import DEFAULT_PREFIX, DEFAULT_PRIORITY
 from forq.broker.link import Link
-from forq.broker.producing import NewJob, PartlyStored, Producer, Update, new_job
+from forq.broker.producing import NewJob, PartlyStored, Producer, Update, new_job, plain_jobs
 from forq.broker.registry import Registry
 from forq.broker.scheduling import Schedules
 from forq.broker.stored_options import stored, stored_defaults
@@ -131,7 +131,7 @@ class Queue:
         They are sent in chunks, each stored whole or not at all. PartlyStored tells what was stored before a chunk
         failed, and why it did.
         """
-        return self.enqueue_jobs(new_job(data) for data in jobs)
+        return self._producer().enqueue_many(plain_jobs(jobs))
 
     def enqueue_jobs(self, jobs: Iterable[NewJob], *, if_exists: str = "update") -> list[str]:
         """The same for jobs made with `forq.client.new_job(data, id=…, priority=…, token=…, run_at=…)`."""

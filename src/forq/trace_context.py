@@ -15,7 +15,9 @@ _PACKAGES = {OTLP: "opentelemetry.exporter.otlp.proto.http", FILE: "opentelemetr
 
 def current_trace() -> TraceContext | None:
     """The context of the span that is current in this thread or task; None if there is none."""
-    if "opentelemetry.trace" not in sys.modules:
+    tracing = sys.modules.get("opentelemetry.trace")
+    # redis-py imports it wherever it is installed: most processes that have it have no span.
+    if tracing is None or not tracing.get_current_span().get_span_context().is_valid:
         return None
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

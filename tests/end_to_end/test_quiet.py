@@ -29,7 +29,7 @@ def test_an_idle_supervisor_sends_heartbeats_and_blocking_calls_only(server: Ser
             try:
                 # 1700000000.123456 [0 unix:/…] "BLMOVE" "key" …
                 line = monitor.receive()
-            except TimeoutError:
+            except BlockingIOError:
                 continue
             text = line.decode() if isinstance(line, bytes) else str(line)
             if "lua]" not in text:

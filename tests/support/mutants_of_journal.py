@@ -106,7 +106,7 @@ MUTANTS_OF_JOURNAL = (
         "      ms, number = tonumber(ms), tonumber(number)\n      if ms < least_ms or (",
         "      ms, number = tonumber(ms), tonumber(number)\n      if ms > least_ms or least_ms == math.huge or (",
         "entries go that some consumer has not read",
-        "journal_keeping test_heartbeats_trim_what_every_consumer_has_read",
+        "journal_keeping test_ids_are_compared_as_numbers",
     ),
     Mutant(
         "lib/journal.lua",

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from forq.broker.consuming import Limits, Turn
 from forq.errors import OutcomeUnknown
 from forq.options import defaults
-from forq.scoreboard import Scoreboard, Slot, Word, unpack_word
+from forq.scoreboard import Scoreboard, Slot, State, Word, unpack_word
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
@@ -43,6 +43,7 @@ class ScriptedConsumer:
 
     answers: Iterator[Turn | Exception]
     calls: list[Call] = field(default_factory=list)
+    waits: int = 0
     queue: str = "q"
     on_turn: Callable[[], None] = lambda: None
 
@@ -53,6 +54,20 @@ class ScriptedConsumer:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def wait_for_turn(self, number: int, want: int) -> Turn | None:
+        return self.turn(number, [], [], 0, want, [])
+
+    def wait_for_job(self) -> bool:
+        self.waits += 1
+        return True
+
+    @property
+    def link(self) -> "ScriptedConsumer":
+        return self
+
+    def learn_client_id(self) -> None:
+        pass
 
 
 LIMITS = Limits(timeout_ms=0, size=10, priority=0)
@@ -305,6 +320,61 @@ def test_a_worker_that_is_asked_to_yield_settles_and_gives_back_before_the_next_
     assert rig.consumer.calls[1].done[::3] == [b"a"]
     assert rig.consumer.calls[1].want == 0
     assert rig.said[-1] == {"done": rig.slot.number}
+
+
+def test_what_a_wait_has_claimed_is_run_without_another_turn() -> None:
+    ran: list[str] = []
+    rig = Rig(lambda data, job: ran.append(job.id), NOTHING, NOTHING, jobs("a"), NOTHING)
+    assert not rig.loop.serve()
+    # The first wait ends because its time is up.
+    rig.loop.rest()
+    assert (len(rig.consumer.calls), rig.slot.state) == (3, State.IDLE)
+    assert rig.loop.serve()
+    assert (ran, len(rig.consumer.calls)) == (["a"], 3)
+    assert not rig.loop.serve()
+    assert rig.consumer.calls[3].done[::3] == [b"a"]
+
+
+def test_what_a_wait_has_claimed_goes_back_if_the_capacity_is_gone() -> None:
+    ran: list[str] = []
+    rig = Rig(lambda data, job: ran.append(job.id), NOTHING, jobs("a"), NOTHING, jobs("a", fence="8"))
+    assert not rig.loop.serve()
+    rig.loop.rest()
+    rig.grant.hear("yield")
+    rig.answer = "wait"
+    wants: list[int] = []
+    rig.consumer.on_turn = lambda: wants.append(rig.consumer.calls[-1].want) or rig.grant.hear("go")  # type: ignore[func-returns-value]
+    assert rig.loop.serve()
+    assert wants == [0, 1], "it gives back, and claims when it may"
+    assert ran == ["a"]
+
+
+def test_a_worker_without_capacity_waits_without_a_claim() -> None:
+    rig = Rig(lambda data, job: None, NOTHING)
+    assert not rig.loop.serve()
+    rig.grant.hear("yield")
+    rig.loop.rest()
+    assert (len(rig.consumer.calls), rig.consumer.waits) == (1, 1)
+
+
+def test_a_wait_without_a_turn_is_followed_by_one() -> None:
+    rig = Rig(lambda data, job: None, NOTHING, jobs("a"))
+    rig.consumer.wait_for_turn = lambda number, want: None  # type: ignore[method-assign]
+    assert not rig.loop.serve()
+    rig.loop.rest()
+    assert rig.loop.serve()
+    assert len(rig.consumer.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("turn", "state"), [(replace(NOTHING, paused=True), State.PARKED), (replace(NOTHING, limited=True), State.LIMITED)]
+)
+def test_a_worker_that_may_not_claim_after_a_wait_does_not_run(turn: Turn, state: State) -> None:
+    rig = Rig(lambda data, job: None, NOTHING, turn)
+    assert not rig.loop.serve()
+    rig.loop.rest()
+    assert not rig.loop.serve()
+    assert rig.loop._parked is state
 
 
 def test_after_max_jobs_it_claims_no_more_and_says_so_once() -> None:

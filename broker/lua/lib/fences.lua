@@ -5,7 +5,7 @@ local fence_of_this_call
 
 local function next_fence()
   if not fence_of_this_call then
-    fence_of_this_call = string.format('%.0f', math.max(tonumber(remembered[4] or 0) + 1, now_us))
+    fence_of_this_call = string.format('%d', math.max(tonumber(remembered[4] or 0) + 1, now_us))
     remember('fence', fence_of_this_call)
   end
   return fence_of_this_call

@@ -75,8 +75,8 @@ end
 local function write_journal(actor)
   local bytes, refused = 0, false
   if #events > 0 and journal_on then
-    local text, time = table.concat(events, '\n'), string.format('%.0f', now_us)
-    local sequence = string.format('%.0f', tonumber(remembered[1] or 0) + 1)
+    local text, time = table.concat(events, '\n'), string.format('%d', now_us)
+    local sequence = string.format('%d', tonumber(remembered[1] or 0) + 1)
     local hash = redis.sha1hex((remembered[2] or '') .. '\n' .. epoch .. ' ' .. sequence .. ' ' .. time .. ' ' .. actor
       .. '\n' .. text)
     -- By now the call has changed the queue and must not fail: what is refused leaves a gap in the sequence.

@@ -36,7 +36,7 @@ end
 
 -- What is due becomes waiting, in order.
 local function promote()
-  local due = redis.call('ZRANGEBYSCORE', key('scheduled'), '-inf', '(' .. string.format('%.0f', now_ms + 1),
+  local due = redis.call('ZRANGEBYSCORE', key('scheduled'), '-inf', '(' .. string.format('%d', now_ms + 1),
     'LIMIT', 0, PROMOTED_PER_CALL)
   if #due == 0 then return end
   redis.call('ZREM', key('scheduled'), unpack(due))
