@@ -166,6 +166,9 @@ bench-exec: tools ## jobs through one Node.js process: an exec: handler against 
 spec-report: tools ## pytest, and which test shows which behaviour of docs/spec.md
 	$(BIN)/pytest -q -m 'not slow' --spec-report
 
+fault-report: tools ## the tests of docs/faults.md, and which of them shows which row
+	$(BIN)/pytest -q -m 'fault and not slow' --fault-report
+
 wheel: tools ## build the wheel, install it in a clean venv, run a job there
 	PYTHON=$(BIN)/python tests/support/wheel_smoke.sh
 

@@ -232,7 +232,7 @@ class Link:
 
     def _refusal(self, text: str) -> ForqError:
         if text.startswith("ERR Function not found"):
-            return _ScriptMissing(text)
+            return _ScriptMissing(f"Redis at {self.shown_url} has forgotten a function: {text}")
         if text.startswith("ERR Library") and text.endswith("already exists"):
             return _ScriptKnown(text)
         if "OOM" in text[:80]:
@@ -272,7 +272,7 @@ def _text(exc: Exception) -> str:
     return "timed out" if isinstance(exc, BlockingIOError) else str(exc) or type(exc).__name__
 
 
-class _ScriptMissing(ForqError):
+class _ScriptMissing(RedisUnavailable):
     """The server does not know the script: it was not run."""
 
 

@@ -18,7 +18,7 @@ from forq.broker.record import unpack
 from forq.broker.scripts import script
 from forq.broker.stored_options import stored_fixed
 from forq.errors import InvalidData, UnknownQueue
-from forq.names import check_queue_name
+from forq.names import check_queue_name, is_queue_name
 from forq.options import SHARED_MODES
 from forq.version import PROTOCOL
 
@@ -37,9 +37,10 @@ class Registry:
         self._key = registry_key(prefix)
 
     def names(self) -> dict[str, str]:
-        """Every queue with its mode; `deleting` while one is taken away."""
-        flat = self._link.call("HGETALL", self._key)
-        return {name.decode(): mode.decode() for name, mode in zip(flat[::2], flat[1::2], strict=True)}
+        """Every queue with its mode; `deleting` while one is taken away. What no queue can be called is left out: then
+        somebody else has written that."""
+        texts = [part.decode(errors="replace") for part in self._link.call("HGETALL", self._key)]
+        return {name: mode for name, mode in zip(texts[::2], texts[1::2], strict=True) if is_queue_name(name)}
 
     def mode(self, name: str) -> str:
         mode = self._link.call("HGET", f"{queue_base(self._prefix, name)}:options", "mode")
@@ -125,7 +126,8 @@ class Registry:
 
     def deleted(self) -> list[str]:
         """Queues that were deleted and whose journals may still be there; some may exist again."""
-        return [name.decode() for name in self._link.call("ZRANGE", deleted_queues_key(self._prefix), 0, -1)]
+        names = self._link.call("ZRANGE", deleted_queues_key(self._prefix), 0, -1)
+        return [name.decode() for name in names if is_queue_name(name.decode(errors="replace"))]
 
     def _remember(self, name: str) -> None:
         self._link.run(script("remember"), deleted_queues_key(self._prefix), name)

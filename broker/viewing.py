@@ -22,7 +22,7 @@ STATES = ("waiting", "scheduled", "active", "retry", "done", "dead")
 MAX_PAGE = 1000
 _CURSOR = re.compile(r"(active|dead|done|scheduled|retry)/[0-9]{1,20}|waiting/([0-9]|10)\.[0-9]{1,18}")
 # In the cursor of the waiting jobs: the suspects come after the last priority.
-_LAST_PRIORITY, _SUSPECTS = 9, 10
+_SUSPECTS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +150,17 @@ class Viewer:
     def _waiting_page(self, limit: int, position: str, *, follow_with_scheduled: bool) -> Page:
         priority, offset = (int(part) for part in position.split("."))
         jobs: list[dict[str, str]] = []
+        places = [*(pending_key(self._base, each) for each in range(_SUSPECTS)), suspects_key(self._base)]
+        # All at once: far from the server, a round trip for each empty list would take longer than a status may.
+        lengths = self._link.pipeline([("LLEN", place) for place in places])
         while priority <= _SUSPECTS and len(jobs) < limit:
-            stop = offset + limit - len(jobs) - 1
-            suspects = priority > _LAST_PRIORITY
-            place = suspects_key(self._base) if suspects else pending_key(self._base, priority)
-            hints = self._link.call("LRANGE", place, offset, stop)
+            if offset >= lengths[priority]:
+                priority, offset = priority + 1, 0
+                continue
+            hints = self._link.call("LRANGE", places[priority], offset, offset + limit - len(jobs) - 1)
             # A job that was cancelled and enqueued again may have two hints.
             jobs += self._named([(job_id, "waiting") for job_id in dict.fromkeys(hints) if job_id])
-            offset += len(hints)
-            if len(hints) == 0:
-                priority, offset = priority + 1, 0
+            offset = offset + len(hints) if hints else lengths[priority]
         if priority <= _SUSPECTS:
             return Page(jobs, f"waiting/{priority}.{offset}")
         if not follow_with_scheduled:
@@ -181,7 +182,7 @@ class Viewer:
         ids = self._link.call("ZREVRANGE", f"{self._base}:done", start, start + limit - 1)
         packed = self._link.call("HMGET", f"{self._base}:done:jobs", *ids) if ids else []
         jobs = [
-            _brief(job_id.decode(), "done", read_done(kept).record)
+            _brief(job_id.decode(errors="replace"), "done", read_done(kept).record)
             for job_id, kept in zip(ids, packed, strict=True)
             if kept is not None
         ]
@@ -192,7 +193,7 @@ class Viewer:
         members = self._link.call("ZRANGE", f"{self._base}:dead", start, start + limit - 1)
         packed = self._link.call("HMGET", f"{self._base}:dead:jobs", *members) if members else []
         jobs = [
-            _brief(member.decode().rpartition("@")[0], "dead", read_dead(record)[0])
+            _brief(member.decode(errors="replace").rpartition("@")[0], "dead", read_dead(record)[0])
             for member, record in zip(members, packed, strict=True)
             if record is not None
         ]
@@ -211,7 +212,7 @@ class Viewer:
             ]
         )
         return [
-            _brief(job_id.decode(), expected, record)
+            _brief(job_id.decode(errors="replace"), expected, record)
             for (job_id, expected), record, owner, due_ms in zip(found, packed, owners, due, strict=True)
             if record is not None and live_state(record, owner, due_ms) == expected
         ]

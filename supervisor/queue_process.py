@@ -167,9 +167,8 @@ class QueueProcess:
             if cause != OVERDUE:
                 known.outcome, known.cause = outcome, cause
             return
-        log.warning(
-            "ending a job queue=%s job=%s cause=%s pid=%s", self.spec.name, slot.job.decode(), cause, self.child.pid
-        )
+        job = slot.job.decode(errors="replace")
+        log.warning("ending a job queue=%s job=%s cause=%s pid=%s", self.spec.name, job, cause, self.child.pid)
         self._condemned[slot.number] = Condemned(word, outcome, cause)
         told_ns = time.monotonic_ns()
         if len(self.slots) > 1:

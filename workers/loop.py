@@ -305,10 +305,12 @@ class WorkerLoop:
     def _run_one(self, claimed: tuple[bytes, bytes], started: int) -> None:
         job_id, record = claimed
         self.slot.words[STARTED] = started
-        failure = self._attempts.attempt(job_id.decode(), record, int(self._fence))
+        # forq makes no id that is no text; who writes to Redis past it may, and that must not end the worker.
+        named = job_id.decode(errors="replace")
+        failure = self._attempts.attempt(named, record, int(self._fence))
         micros = (self._now() - started) // 1000
         if micros >= MARKED_US:
-            mark_end(job_id.decode())
+            mark_end(named)
         self._unsettled += 1
         if self._tally is not None:
             self._micros.append(micros)

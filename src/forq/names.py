@@ -9,8 +9,12 @@ JOB_ID = re.compile(r"[!-~]{1,128}\Z")
 HANDLER_TYPE = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 
+def is_queue_name(name: object) -> bool:
+    return isinstance(name, str) and QUEUE_NAME.match(name) is not None and set(name) != {"."}
+
+
 def check_queue_name(name: object) -> str:
-    if not isinstance(name, str) or not QUEUE_NAME.match(name) or set(name) == {"."}:
+    if not isinstance(name, str) or not is_queue_name(name):
         raise InvalidName(f"queue name {shown(name)} is not allowed: 1 to 64 of A-Z a-z 0-9 _ . - (and not only dots)")
     return name
 

@@ -161,6 +161,7 @@ def test_a_queue_that_is_deleted_amid_an_eviction_leaves_nothing_behind(queue: O
     assert len([grave for grave in graves if b" " in grave]) == 20, "a BLMOVE of any of them may still be served"
 
 
+@pytest.mark.fault("server frozen")
 def test_after_a_freeze_that_outlasted_everybody_nobody_is_evicted_for_one_expiry(queue: OneQueue) -> None:
     three = ("p1", "p2", "p3")
     for processor in three:

@@ -1,13 +1,14 @@
 """A server that is full or has forgotten its scripts, and records that are not what they should be."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import orjson
 import pytest
 
 from forq.broker.keeping import Position
 from forq.broker.registry import Dropped
-from forq.errors import BackPressure
+from forq.errors import BackPressure, RedisUnavailable
 from tests.support.one_queue import OneQueue, State
 
 GARBAGE = (
@@ -32,6 +33,7 @@ def full(queue: OneQueue) -> Iterator[OneQueue]:
     queue.redis.config_set("maxmemory", 0)
 
 
+@pytest.mark.fault("server out of memory")
 def test_a_full_server_refuses_new_jobs_and_stores_nothing(full: OneQueue) -> None:
     before = full.state()
     with pytest.raises(BackPressure):
@@ -39,6 +41,7 @@ def test_a_full_server_refuses_new_jobs_and_stores_nothing(full: OneQueue) -> No
     assert full.state() == before
 
 
+@pytest.mark.fault("server out of memory")
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_on_a_full_server_work_goes_on(full: OneQueue, forgotten: bool) -> None:
     if forgotten:
@@ -58,6 +61,7 @@ def test_on_a_full_server_work_goes_on(full: OneQueue, forgotten: bool) -> None:
     assert full.registry.delete(full.name, force=True) == 2
 
 
+@pytest.mark.fault("server out of memory")
 def test_blmove_is_refused_on_a_full_server_and_waiting_for_a_wake_is_not(full: OneQueue) -> None:
     [worker] = full.workers
     with pytest.raises(BackPressure):
@@ -67,6 +71,7 @@ def test_blmove_is_refused_on_a_full_server_and_waiting_for_a_wake_is_not(full: 
     worker.consumer.wait_for_wake()
 
 
+@pytest.mark.fault("scripts forgotten")
 def test_a_server_that_forgot_its_scripts_gets_them_again(queue: OneQueue) -> None:
     worker = queue.worker()
     steps: tuple[Callable[[], bool], ...] = (
@@ -82,6 +87,25 @@ def test_a_server_that_forgot_its_scripts_gets_them_again(queue: OneQueue) -> No
         assert step()
 
 
+@pytest.mark.fault("scripts forgotten")
+def test_a_script_that_is_forgotten_as_soon_as_it_is_loaded_was_not_run_and_that_is_said(
+    queue: OneQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = queue.link.call
+
+    def forgetful(*args: Any) -> Any:
+        queue.redis.function_flush()
+        return call(*args)
+
+    monkeypatch.setattr(queue.link, "call", forgetful)
+    with pytest.raises(RedisUnavailable, match="has forgotten a function"):
+        queue.enqueue("a")
+    monkeypatch.undo()
+    assert queue.state() == State(jobs=set())
+    assert queue.enqueue("a") == ["a"]
+
+
+@pytest.mark.fault("payload corrupt, truncated or nested")
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_a_broken_record_is_claimed_so_that_it_can_fail(queue: OneQueue, garbage: bytes) -> None:
     queue.enqueue("a", "b")
@@ -94,6 +118,7 @@ def test_a_broken_record_is_claimed_so_that_it_can_fail(queue: OneQueue, garbage
     assert [job["id"] for job in queue.viewer.jobs("dead").jobs] == ["a"]
 
 
+@pytest.mark.fault("payload corrupt, truncated or nested")
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_a_broken_record_comes_back_from_a_dead_worker(queue: OneQueue, garbage: bytes) -> None:
     queue.enqueue("a", "b")

@@ -55,6 +55,7 @@ def test_a_processor_that_falls_silent_is_evicted_by_one_that_went_on(queue: One
     assert ("stalled", "b") in queue.told()
 
 
+@pytest.mark.fault("zombie")
 def test_an_evicted_processor_is_fenced_in_every_call(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker("w2", "p2")
@@ -105,6 +106,7 @@ def two_that_sweep(queue: OneQueue) -> OneQueue:
     return queue
 
 
+@pytest.mark.fault("server frozen")
 def test_after_a_frozen_server_nobody_is_evicted_before_everybody_could_speak(two_that_sweep: OneQueue) -> None:
     pass_time(two_that_sweep, 10 * EXPIRY_MS)
     assert beat(two_that_sweep, "p1") == []
@@ -133,6 +135,7 @@ def test_a_freeze_shorter_than_the_expiry_evicts_nobody_either(two_that_sweep: O
     beat(two_that_sweep, "p2")
 
 
+@pytest.mark.fault("clock of the server jumps")
 def test_one_heartbeat_evicts_one_processor_at_most(queue: OneQueue) -> None:
     beat(queue, "p1")
     for processor in ("p2", "p3", "p4"):
@@ -143,6 +146,7 @@ def test_one_heartbeat_evicts_one_processor_at_most(queue: OneQueue) -> None:
     assert [len(beat(queue, "p1")) for _ in range(4)] == [1, 1, 1, 0]
 
 
+@pytest.mark.fault("clock of the server jumps")
 def test_a_clock_that_was_set_back_does_not_stop_the_sweeping_for_long(queue: OneQueue) -> None:
     beat(queue, "p1")
     pass_time(queue, -100 * EXPIRY_MS)

@@ -15,6 +15,7 @@ def worker(queue: OneQueue) -> HandWorker:
     return worker
 
 
+@pytest.mark.fault("worker killed mid-job")
 def test_recover_settles_what_ran_counts_what_was_running_and_returns_the_rest_in_order(
     queue: OneQueue, worker: HandWorker
 ) -> None:
@@ -54,6 +55,7 @@ def test_recover_again_changes_nothing(queue: OneQueue, worker: HandWorker) -> N
     assert queue.stall_count("b") == 1
 
 
+@pytest.mark.fault("zombie")
 def test_a_turn_that_arrives_after_recover_is_fenced(queue: OneQueue, worker: HandWorker) -> None:
     queue.recover(worker, 1, running=True)
     before = queue.state()
@@ -83,6 +85,7 @@ def test_recovered_jobs_go_back_to_the_list_of_their_priority(queue: OneQueue) -
     assert queue.pending() == [""]
 
 
+@pytest.mark.fault("worker killed before it begins")
 @pytest.mark.spec("R15")
 def test_recover_returns_job_when_worker_died_before_begin(queue: OneQueue) -> None:
     queue.enqueue("a", "b")

@@ -165,6 +165,7 @@ class Interrupted(Awaiting):
         self._once_lost("ack", *args, **how)
 
 
+@pytest.mark.fault("reply lost")
 def test_a_client_that_loses_every_first_reply_gets_each_item_once(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_blocking_read_leaves_the_list_and_its_end_as_they_were(asked: Gate) -
     assert 0 < asked.redis.pttl(asked.key("awaiter:x")) <= 10_000
 
 
+@pytest.mark.fault("zombie")
 def test_a_frozen_awaiter_that_wakes_after_its_lease_cannot_end_what_another_has(queue: Gate) -> None:
     queue.enqueue("a")
     queue.ask("frozen")

@@ -92,6 +92,22 @@ def test_paging_without_a_state_shows_active_then_waiting(queue: OneQueue) -> No
     assert ids(queue, None, 100)[2:] == ["c", "d", "e"]
 
 
+def test_a_page_asks_for_lists_that_hold_something_and_for_no_others(
+    queue: OneQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue.enqueue("a", "b")
+    asked: list[str] = []
+    call = queue.link.call
+
+    def counted(*args: Any) -> Any:
+        asked.append(args[0])
+        return call(*args)
+
+    monkeypatch.setattr(queue.link, "call", counted)
+    assert ids(queue) == ["a", "b"]
+    assert asked == ["HSCAN", "LRANGE", "ZRANGE"]
+
+
 def test_paging_through_the_dead(queue: OneQueue) -> None:
     worker = queue.worker()
     for job_id in "abc":

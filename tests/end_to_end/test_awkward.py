@@ -23,6 +23,7 @@ def ends(forq: Forq, queue: str) -> list[str]:
     return [t.job for t in forq.traces("end") if t.queue == queue]
 
 
+@pytest.mark.fault("handler forks without end")
 @pytest.mark.parametrize("function", ["fork_and_return", "fork_and_exit"])
 def test_a_forked_copy_of_the_handler_never_becomes_a_second_worker(forq: Forq, function: str) -> None:
     forq.create(function, function)

@@ -59,6 +59,7 @@ def test_a_wrong_call_says_what_was_wrong(forq: Forq, arguments: list[str], code
     assert done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.fault("payload huge")
 def test_too_large_data_is_refused(forq: Forq) -> None:
     queue = forq.client().queue("here")
     with pytest.raises(Exception, match="max_data = 1048576"):

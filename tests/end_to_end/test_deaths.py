@@ -23,6 +23,7 @@ def starts_of(forq: Forq, job_id: str) -> list[float]:
     return [trace.time for trace in forq.traces("start") if trace.job == job_id]
 
 
+@pytest.mark.fault("worker killed mid-job")
 @pytest.mark.spec("R14", "R15")
 def test_a_job_whose_process_is_killed_runs_again_at_once(forq: Forq) -> None:
     forq.create("work", "sleep")
@@ -43,6 +44,7 @@ def test_a_job_whose_process_is_killed_runs_again_at_once(forq: Forq) -> None:
     wait_until(lambda: forq.queue_status("work")["processed"] == 20)
 
 
+@pytest.mark.fault("worker killed mid-job")
 def test_only_the_running_job_of_a_batch_is_counted_when_its_process_dies(forq: Forq) -> None:
     forq.create("batch", "sleep")
     queue = forq.client().queue("batch")
@@ -79,6 +81,7 @@ def test_jobs_stuck_behind_a_slow_one_run_elsewhere(forq: Forq) -> None:
     assert len(starts) == len(set(starts)), "a job ran twice"
 
 
+@pytest.mark.fault("zombie")
 def test_a_frozen_worker_that_was_removed_swallows_no_job(server: Server, redis_url: str) -> None:
     """Its blocked connection is still served by Redis; what lands in its list is given back."""
     quick = 'heartbeat = "300ms"\nexpiry = "900ms"\n'
@@ -117,6 +120,7 @@ def start_chain(forq: Forq, name: str) -> int:
     return len(tree_of(forq.state_dir))
 
 
+@pytest.mark.fault("handler daemonises")
 @pytest.mark.timeout(300)
 @pytest.mark.spec("N12")
 @pytest.mark.parametrize("cgroup", ["auto", "off"])
@@ -130,6 +134,7 @@ def test_delete_leaves_no_process_of_a_daemonising_handler(cgroup: str) -> None:
             assert not left, left
 
 
+@pytest.mark.fault("supervisor killed")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cgroup", ["auto", "off"])
 @pytest.mark.parametrize("end", ["shutdown", "kill"])
@@ -150,6 +155,7 @@ def end_with_a_chain(cgroup: str, end: str) -> None:
         wait_until(lambda: not tree_of(forq.state_dir), TREE_SECONDS, "no process is left")
 
 
+@pytest.mark.fault("supervisor killed")
 def test_a_killed_supervisor_s_job_runs_again_as_soon_as_it_is_restarted(forq: Forq) -> None:
     forq.create("survivor", "sleep")
     job_id = forq.ctl("push", "survivor", "2")
@@ -162,6 +168,7 @@ def test_a_killed_supervisor_s_job_runs_again_as_soon_as_it_is_restarted(forq: F
     wait_until(lambda: forq.queue_status("survivor")["processed"] == 1)
 
 
+@pytest.mark.fault("supervisor killed")
 def test_a_handler_stuck_in_c_dies_with_the_supervisor(forq: Forq) -> None:
     forq.create("stuck", "spin_in_c")
     forq.ctl("push", "stuck", "1")
@@ -202,6 +209,7 @@ def test_a_handler_s_own_program_keeps_its_exit_status(forq: Forq) -> None:
     assert [t.event for t in forq.traces()] == [f"status={status}" for status in range(10)]
 
 
+@pytest.mark.fault("handler keeps the interpreter")
 @pytest.mark.spec("Q10")
 def test_a_hung_handler_stalls_neither_socket_nor_neighbours(forq: Forq) -> None:
     forq.create("hung", "spin_in_c")
@@ -213,6 +221,7 @@ def test_a_hung_handler_stalls_neither_socket_nor_neighbours(forq: Forq) -> None
     assert forq.queue_status("hung")["children"][0]["state"] == "busy"
 
 
+@pytest.mark.fault("service killed half way")
 def test_services_that_are_killed_come_back_and_nothing_is_lost(forq: Forq) -> None:
     forq.create("steady", "record")
 
@@ -232,6 +241,7 @@ def test_services_that_are_killed_come_back_and_nothing_is_lost(forq: Forq) -> N
     kill("clerk")
 
 
+@pytest.mark.fault("server killed")
 def test_the_embedded_server_is_restarted_and_everything_goes_on(forq: Forq) -> None:
     forq.create("durable", "record")
     forq.ctl("pause", "durable")

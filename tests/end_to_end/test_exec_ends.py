@@ -65,6 +65,7 @@ def test_after_max_jobs_the_process_and_its_instance_are_replaced(forq: Forq, tm
     wait_until(lambda: len(alive(pids)) <= 1, 5.0, "the old ones are gone")
 
 
+@pytest.mark.fault("handler leaks memory")
 def test_a_program_that_grows_is_replaced_by_max_memory(forq: Forq, tmp_path: Path) -> None:
     grow = python_program(tmp_path, "global kept; kept = bytearray(os.urandom(1 << 20) * 80); time.sleep(2)")
     create(forq, "grows", grow, max_memory="60mb")

@@ -46,6 +46,7 @@ def test_at_max_age_the_process_is_replaced_after_its_job(forq: Forq) -> None:
     assert len([t for t in forq.traces("start") if t.job == long]) == 1
 
 
+@pytest.mark.fault("handler leaks memory")
 def test_at_max_memory_the_process_is_replaced(forq: Forq) -> None:
     forq.create("memory", "sleep", max_memory="1mb")
     pid = forq.wait_for_child("memory")["pid"]

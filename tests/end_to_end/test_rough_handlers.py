@@ -28,6 +28,7 @@ def traces(forq: Forq, queue: str, event: str = "end") -> list[Trace]:
     return [trace for trace in forq.traces(event) if trace.queue == queue]
 
 
+@pytest.mark.fault("handler crashes in C")
 @pytest.mark.parametrize("signum", [signal.SIGRTMIN + 5, signal.SIGRTMAX - 1, signal.SIGSEGV])
 def test_a_death_by_any_signal_is_recovered_and_the_queue_goes_on(forq: Forq, signum: int) -> None:
     name = f"signal{int(signum)}"
@@ -38,6 +39,7 @@ def test_a_death_by_any_signal_is_recovered_and_the_queue_goes_on(forq: Forq, si
     assert f"end=signal {int(signum)}" in forq.log
 
 
+@pytest.mark.fault("handler becomes another program")
 def test_a_process_that_became_another_program_is_killed_and_its_files_are_left_alone(
     forq: Forq, tmp_path: Path
 ) -> None:
@@ -52,6 +54,7 @@ def test_a_process_that_became_another_program_is_killed_and_its_files_are_left_
     forq.wait_for_child("exec")
 
 
+@pytest.mark.fault("handler closes all descriptors")
 def test_a_handler_that_speaks_on_the_leash_is_ended_and_counted(forq: Forq) -> None:
     create(forq, "leash", "write_to_sockets")
     queue = forq.client().queue("leash")

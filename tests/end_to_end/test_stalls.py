@@ -16,6 +16,7 @@ def forq() -> Iterator[Forq]:
         yield forq
 
 
+@pytest.mark.fault("job that kills its worker each time")
 @pytest.mark.spec("Q20", "Q39")
 def test_a_job_that_kills_its_process_each_time_is_dead_after_max_stalls(forq: Forq) -> None:
     forq.create("poison", "act", max_stalls=2)
@@ -30,6 +31,7 @@ def test_a_job_that_kills_its_process_each_time_is_dead_after_max_stalls(forq: F
     assert [attempt["cause"] for attempt in dead["attempts"]] == ["exit_3"] * 3
 
 
+@pytest.mark.fault("job that kills its worker each time")
 @pytest.mark.spec("Q20")
 def test_of_several_jobs_in_a_dying_process_only_the_one_that_kills_it_is_counted(forq: Forq) -> None:
     forq.create("crew", "act", concurrency=4, max_stalls=1)

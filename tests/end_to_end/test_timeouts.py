@@ -45,6 +45,7 @@ def overruns(forq: Forq, queue: str, times: int) -> list[float]:
     return late
 
 
+@pytest.mark.fault("handler keeps the interpreter")
 @pytest.mark.spec("Q14", "Q15", "Q17")
 def test_a_c_loop_that_holds_the_interpreter_is_killed_at_its_deadline_and_its_stack_is_kept(forq: Forq) -> None:
     late = overruns(forq, "spin", 3)
@@ -63,6 +64,7 @@ def test_the_median_overrun_of_twenty_hung_jobs_is_below_100_ms(forq: Forq) -> N
     assert statistics.median(late) < 0.1
 
 
+@pytest.mark.fault("handler blocks all signals")
 @pytest.mark.spec("Q17", "Q20", "Q39")
 def test_a_job_that_ignores_every_signal_is_killed_and_after_max_timeouts_dead(forq: Forq) -> None:
     forq.create("deaf", "act", timeout="200ms", max_timeouts=1)

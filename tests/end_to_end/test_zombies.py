@@ -28,6 +28,7 @@ def overlaps(traces: list[Trace], frozen_pids: set[int], frozen_at: float) -> in
     return sum(first[1] > second[0] for first, second in pairs)
 
 
+@pytest.mark.fault("zombie")
 @pytest.mark.timeout(180)
 @pytest.mark.spec("Q18", "Q19", "Q21")
 def test_a_frozen_supervisor_finishes_nothing_when_it_wakes_and_starts_afresh(redis_url: str, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def freeze_redis(server: Server, url: str, settings: str, seconds: float, watch_
         assert sum(stalls) == 0
 
 
+@pytest.mark.fault("server frozen")
 @pytest.mark.timeout(120)
 @pytest.mark.spec("Q19")
 def test_a_frozen_redis_costs_nobody_his_place(server: Server, redis_url: str) -> None:

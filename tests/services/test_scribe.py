@@ -113,6 +113,7 @@ def test_lines_are_written_and_then_forgotten(store: Any, desk: Desk) -> None:
     assert json.loads(path.read_text().splitlines()[0])["data"] == {"n": "a"}
 
 
+@pytest.mark.fault("service killed half way")
 def test_a_crash_between_write_and_forget_writes_again_and_loses_nothing(
     store: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +197,7 @@ def test_two_scribes_write_each_line_once(store: Any, redis_url: str, tmp_path: 
         desk.close()
 
 
+@pytest.mark.fault("disk of the failed log full")
 @pytest.mark.parametrize("trick", ["directory", "file"])
 def test_what_cannot_be_written_stays_in_redis_and_is_written_later(
     store: Any, desk: Desk, tmp_path: Path, trick: str, caplog: pytest.LogCaptureFixture
@@ -224,6 +226,7 @@ def test_what_cannot_be_written_stays_in_redis_and_is_written_later(
     assert not store.exists(key(), key(name="outbox:p1"))
 
 
+@pytest.mark.fault("disk of the failed log full")
 def test_a_full_disk_leaves_no_half_of_a_line(store: Any, desk: Desk) -> None:
     fail(store, "a")
     scribe = desk.scribe()

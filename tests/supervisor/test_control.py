@@ -349,6 +349,7 @@ def test_a_half_line_is_completed_by_later_bytes(talk: Talk) -> None:
     assert talk.hear()["result"] == {}
 
 
+@pytest.mark.fault("control socket attacked")
 def test_a_half_line_that_is_never_ended_closes_the_connection(
     serving: Serving, talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,6 +389,7 @@ def test_an_idle_connection_without_a_half_line_stays(
     assert talk.hear()["id"] == 2
 
 
+@pytest.mark.fault("control socket attacked")
 def test_a_line_over_one_mebibyte_ends_the_connection_with_the_reason(serving: Serving, talk: Talk) -> None:
     sender = threading.Thread(target=lambda: _send_quietly(talk.sock, b"x" * (2 << 20)))
     sender.start()
@@ -421,6 +423,7 @@ def test_no_more_than_64_unanswered_requests_are_read(serving: Serving, talk: Ta
     assert sorted(talk.hear()["id"] for _ in range(70)) == list(range(70))
 
 
+@pytest.mark.fault("control socket attacked")
 def test_a_client_that_does_not_read_is_dropped_and_others_are_served(serving: Serving, talk: Talk) -> None:
     for id in range(5):
         talk.say("big", id=id, size=3 << 20)
@@ -441,6 +444,7 @@ def test_an_answer_that_is_too_large_is_an_error_instead(talk: Talk) -> None:
     assert talk.hear()["error"]["data"]["code"] == "invalid_data"
 
 
+@pytest.mark.fault("control socket attacked")
 def test_connections_over_the_limit_are_refused_with_a_line(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "MAX_CONNECTIONS", 5)
     inside = [Talk(serving.path) for _ in range(5)]
@@ -468,6 +472,7 @@ def test_many_short_connections_leave_nothing_behind(serving: Serving) -> None:
     assert len(os.listdir("/proc/self/fd")) <= files
 
 
+@pytest.mark.fault("control socket attacked")
 def test_accepting_goes_on_after_the_file_descriptors_ran_out(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,6 +500,7 @@ def test_accepting_goes_on_after_the_file_descriptors_ran_out(
     talk.close()
 
 
+@pytest.mark.fault("control socket attacked")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.binary(max_size=60) | st.sampled_from([b"\n", b"{}", b"[]", b'{"jsonrpc":"2.0"}']), max_size=12))
 def test_no_bytes_whatsoever_disturb_the_server(serving: Serving, parts: list[bytes]) -> None:

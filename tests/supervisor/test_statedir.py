@@ -144,6 +144,7 @@ def test_a_second_supervisor_is_refused_with_the_first_ones_pid(predecessor: Pre
     assert reap(predecessor.process) is None
 
 
+@pytest.mark.fault("supervisor killed")
 def test_what_a_killed_predecessor_left_is_killed_before_the_lock_is_ours(
     predecessor: Predecessor, state: StateDir
 ) -> None:
@@ -250,6 +251,7 @@ def test_a_definition_behind_a_symbolic_link_is_not_read(state: StateDir, tmp_pa
         state.load_queues()
 
 
+@pytest.mark.fault("queue name hostile")
 def test_a_hostile_name_never_becomes_a_path(state: StateDir) -> None:
     for name in ("../evil", "a/b", "", "."):
         with pytest.raises(InvalidName):

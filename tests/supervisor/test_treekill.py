@@ -139,6 +139,7 @@ def test_kill_tree_ends_a_process_its_children_and_daemons(pipe: Pipe) -> None:
     assert reap(pid) == -signal.SIGKILL
 
 
+@pytest.mark.fault("handler forks without end")
 @pytest.mark.parametrize("new_session", [True, False])
 def test_kill_tree_ends_fast_forking_chains_20_of_20(new_session: bool) -> None:
     clean = 0
@@ -154,6 +155,7 @@ def test_kill_tree_ends_fast_forking_chains_20_of_20(new_session: bool) -> None:
     assert clean == 20
 
 
+@pytest.mark.fault("handler forks without end")
 def test_kill_tree_ends_a_fork_bomb_in_the_workers_own_group(pipe: Pipe) -> None:
     def bomb() -> None:
         pipe.tell("bomb")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ from forq import Client
 
 HANDLERS = Path(__file__).parent / "handlers"
 BIN = Path(sys.executable).parent
+# On a machine that has far more to do than it can.
+_START_SECONDS = 60.0
 
 
 class Trace(NamedTuple):
@@ -46,12 +48,20 @@ def wait_until(condition: Callable[[], Any], seconds: float = 20.0, what: str = 
 class Forq:
     """One supervisor."""
 
-    def __init__(self, *, redis: str | None = None, settings: str = "", trace: Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        redis: str | None = None,
+        settings: str = "",
+        trace: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="forq-"))
         self.state_dir = self.directory / "state"
         self.config = self.directory / "forq.toml"
         self.trace_file = trace or self.directory / "trace"
         self.redis = redis
+        self.environment = dict(environment or {})
         self.process: subprocess.Popen[bytes] | None = None
         self.config.write_text(settings)
 
@@ -71,7 +81,8 @@ class Forq:
 
     def environ(self) -> dict[str, str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("FORQ_")}
-        return {**clean, "FORQ_STATE_DIR": str(self.state_dir), "FORQ_TEST_TRACE": str(self.trace_file)}
+        ours = {"FORQ_STATE_DIR": str(self.state_dir), "FORQ_TEST_TRACE": str(self.trace_file)}
+        return {**clean, **ours, **self.environment}
 
     def program(self) -> list[str]:
         return [str(BIN / "forq")]
@@ -85,7 +96,7 @@ class Forq:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environ()
             )
         if ready:
-            wait_until(self._is_up, what=f"supervisor up ({self.log})")
+            wait_until(self._is_up, _START_SECONDS, f"supervisor up ({self.log})")
 
     def _is_up(self) -> bool:
         assert self.process is not None
@@ -168,8 +179,14 @@ class Forq:
 
 
 @contextmanager
-def running(*, redis: str | None = None, settings: str = "", trace: Path | None = None) -> Iterator[Forq]:
-    forq = Forq(redis=redis, settings=settings, trace=trace)
+def running(
+    *,
+    redis: str | None = None,
+    settings: str = "",
+    trace: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Forq]:
+    forq = Forq(redis=redis, settings=settings, trace=trace, environment=environment)
     try:
         forq.start()
         yield forq

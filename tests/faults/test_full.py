@@ -1,0 +1,142 @@
+"""No memory left in the server, no room on its disk, none on the disk of the failed log."""
+
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forq.errors import BackPressure, RedisUnavailable
+from tests.support.faulty_servers import SmallDiskServer
+from tests.support.running import Forq, running, wait_until
+from tests.support.server import Server
+
+pytestmark = pytest.mark.timeout(120)
+
+# An expiry that a fault outlasts, and a busy machine does not.
+STEADY = 'heartbeat = "300ms"\nexpiry = "2s"\n'
+OUTLASTED_SECONDS = 2.5
+
+
+def assert_nobody_was_evicted(*supervisors: Forq) -> None:
+    for forq in supervisors:
+        assert "took over" not in forq.log
+        assert "starting afresh" not in forq.log
+        assert {trace.stalls for trace in forq.traces()} <= {0}
+
+
+@pytest.fixture
+def pair(redis_url: str, tmp_path: Path) -> Iterator[tuple[Forq, Forq]]:
+    """Two supervisors that would take over from each other."""
+    trace = tmp_path / "trace"
+    with (
+        running(redis=redis_url, settings=STEADY, trace=trace) as one,
+        running(redis=redis_url, settings=STEADY, trace=trace) as two,
+    ):
+        yield one, two
+
+
+@pytest.mark.fault("server out of memory")
+def test_out_of_memory_producers_are_told_and_everything_that_is_stored_runs(
+    server: Server, pair: tuple[Forq, Forq]
+) -> None:
+    one, _ = pair
+    for forq in pair:
+        forq.create("work", "sleep")
+        forq.wait_for_child("work")
+    one.create("doomed", "fail", max_retries=1, min_backoff="200ms")
+    queue = one.client().queue("work")
+    for name in ("work", "doomed"):
+        one.ctl("pause", name)
+    ids = queue.enqueue_many([0.02] * 60)
+    later = queue.enqueue(0, run_in=1.0)
+    one.client().queue("doomed").enqueue(1, id="d")
+    with server.connect() as redis:
+        redis.config_set("maxmemory", 1)
+        full_at = time.monotonic()
+        with pytest.raises(BackPressure, match="out of memory"):
+            queue.enqueue(1, id="refused")
+        assert "out of memory" in one.run_ctl("push", "work", "1").stderr
+        for name in ("work", "doomed"):
+            one.ctl("resume", name)
+        wait_until(lambda: {*ids, later} <= {t.job for t in one.traces("end")}, what="all that is stored runs")
+        wait_until(
+            lambda: one.client().queue("doomed").status()["dead"] == 1, what="a failure is retried and then dead"
+        )
+        wait_until(lambda: list(one.state_dir.glob("logs/doomed/failed.jsonl")), what="and logged")
+        wait_until(lambda: time.monotonic() - full_at > OUTLASTED_SECONDS, what="the fault outlasts the expiry")
+        assert_nobody_was_evicted(*pair)
+        redis.config_set("maxmemory", 0)
+    queue.enqueue(0, id="after")
+    wait_until(lambda: [t for t in one.traces("end") if t.job == "after"], 10.0, "workers wait for jobs again")
+    assert "refused" not in {t.job for t in one.traces()}
+    starts = [t.job for t in one.traces("start") if t.queue == "work"]
+    assert len(starts) == len(set(starts)) == 62
+
+
+@pytest.fixture
+def small() -> Iterator[SmallDiskServer]:
+    server = SmallDiskServer()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.remove()
+
+
+@pytest.mark.fault("disk of the append-only file full")
+def test_a_server_that_cannot_write_is_waited_for_and_nothing_acknowledged_is_lost(small: SmallDiskServer) -> None:
+    with running(redis=small.url, settings=STEADY) as forq:
+        forq.create("work", "sleep")
+        forq.wait_for_child("work")
+        queue = forq.client().queue("work")
+        acknowledged = [queue.enqueue(1.0, id="runs")]
+        wait_until(lambda: forq.traces("start"), what="a job runs")
+        small.fill()
+
+        def refused() -> bool:
+            try:
+                acknowledged.append(queue.enqueue(0))
+            except RedisUnavailable as exc:
+                return "MISCONF" in str(exc)
+            return False
+
+        wait_until(refused, what="the server refuses to write")
+        full_at = time.monotonic()
+        wait_until(lambda: not forq.status()["supervisor"]["redis"]["ok"], what="status says so")
+        assert forq.run_ctl("status", "--check").returncode == 3
+        wait_until(lambda: time.monotonic() - full_at > OUTLASTED_SECONDS, what="the fault outlasts the expiry")
+        small.free()
+        wait_until(lambda: forq.status()["supervisor"]["redis"]["ok"], what="the server writes again")
+        acknowledged.append(
+            wait_until(lambda: forq.run_ctl("push", "work", "0").stdout.strip(), what="a push is taken")
+        )
+        wait_until(lambda: {t.job for t in forq.traces("end")} >= set(acknowledged), what="all ran")
+        wait_until(
+            lambda: forq.client().queue("work").status()["processed"] >= len(acknowledged), what="and are settled"
+        )
+        assert_nobody_was_evicted(forq)
+
+
+@pytest.mark.fault("disk of the failed log full")
+def test_a_full_disk_keeps_the_lines_of_the_failed_log_in_redis_until_there_is_room(redis_url: str) -> None:
+    with running(redis=redis_url) as forq:
+        forq.create("doomed", "fail", max_retries=0)
+        log = forq.state_dir / "logs" / "doomed" / "failed.jsonl"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.mknod(log, 0o600 | stat.S_IFCHR, os.makedev(1, 7))  # /dev/full
+        except PermissionError:
+            pytest.skip("a device that is always full needs root")
+        forq.client().queue("doomed").enqueue_many([1, 2, 3])
+        told = wait_until(lambda: forq.status()["supervisor"]["failed_log"]["errors"].get("doomed"), what="it is told")
+        assert "No space left on device" in str(told)
+        assert "doomed" in forq.run_ctl("status", "--check").stderr
+        wait_until(lambda: forq.client().queue("doomed").status()["dead"] == 3, what="the queue goes on")
+        log.unlink()
+        wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 3, what="they are written")
+        assert len({json.loads(line)["id"] for line in log.read_text().splitlines()}) == 3
+        wait_until(lambda: forq.status()["supervisor"]["failed_log"]["ok"], what="all is well")

@@ -1,0 +1,174 @@
+"""Connections to the server that break, fall silent, lose replies or are slow."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from forq.broker import consuming
+from forq.broker.consuming import Consumer
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.link import Link
+from forq.broker.producing import Producer, Update, new_job
+from forq.errors import OutcomeUnknown, RedisUnavailable
+from tests.support.one_queue import EXPIRY_MS, State, one_queue
+from tests.support.proxy import Proxy, proxied
+from tests.support.running import Forq, running, wait_until
+from tests.support.server import Server
+
+pytestmark = pytest.mark.timeout(120)
+
+WORKER = b"forq-worker"
+
+
+@pytest.fixture
+def proxy(server: Server, redis_url: str) -> Iterator[Proxy]:
+    with proxied(server) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def forq(proxy: Proxy) -> Iterator[Forq]:
+    with running(redis=proxy.url) as forq:
+        forq.create("work", "sleep")
+        forq.wait_for_child("work")
+        yield forq
+
+
+def wait_until_done(forq: Forq, count: int) -> None:
+    """So many jobs are settled, and nothing is left; each ran once and no process was lost."""
+
+    seen = forq.client().queue("work")
+
+    def done() -> bool:
+        status = seen.status()
+        return status["processed"] == count and not status["waiting"] + status["active"] + status["in_flight"]
+
+    wait_until(done, 30.0, f"{count} jobs are done")
+    starts = Counter(trace.job for trace in forq.traces("start"))
+    assert sorted(starts.values()) == [1] * count, starts
+    assert {trace.stalls for trace in forq.traces()} == {0}
+    assert forq.child("work")["restarts"] == 0
+
+
+@pytest.mark.fault("connection dropped")
+def test_connections_that_are_cut_again_and_again_cost_no_job_and_no_process(forq: Forq, proxy: Proxy) -> None:
+    forq.client().queue("work").enqueue_many([0.02] * 60)
+    for done in (5, 15, 25):
+        wait_until(lambda done=done: len(forq.traces("end")) >= done, what="some are done")  # type: ignore[misc]
+        assert proxy.cut() > 0
+    wait_until_done(forq, 60)
+
+
+@pytest.mark.fault("connection dropped")
+def test_connections_that_the_server_closes_are_made_again(server: Server, redis_url: str) -> None:
+    with running(redis=redis_url) as forq, server.connect() as redis:
+        forq.create("work", "sleep")
+        forq.wait_for_child("work")
+        forq.client().queue("work").enqueue_many([0.02] * 40)
+        for done in (5, 15):
+            wait_until(lambda done=done: len(forq.traces("end")) >= done, what="some are done")  # type: ignore[misc]
+            assert redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes") > 0
+        wait_until_done(forq, 40)
+
+
+@pytest.mark.fault("reply lost")
+def test_an_idle_worker_that_lost_the_reply_with_its_job_runs_it_once(forq: Forq, proxy: Proxy) -> None:
+    wait_until(lambda: forq.child("work")["state"] == "idle", what="it waits for a job")
+    proxy.lose_reply(WORKER)
+    # Both children wait; only the main one gets something to reply to.
+    forq.client().queue("work").enqueue(0)
+    wait_until_done(forq, 1)
+    assert len(proxy.lost) == 1
+
+
+@pytest.mark.fault("reply lost")
+def test_a_worker_that_lost_the_reply_to_its_settling_settles_once(forq: Forq, proxy: Proxy) -> None:
+    queue = forq.client().queue("work")
+    queue.enqueue(0.3)
+    wait_until(lambda: forq.traces("start"), what="it runs")
+    proxy.lose_reply(WORKER)
+    proxy.lose_reply(WORKER)
+    queue.enqueue_many([0] * 10)
+    wait_until_done(forq, 11)
+    assert len(proxy.lost) == 2
+
+
+@pytest.mark.fault("reply lost")
+def test_a_producer_that_lost_the_reply_is_told_and_its_token_makes_the_second_call_harmless(
+    proxy: Proxy, redis_url: str
+) -> None:
+    with one_queue(redis_url) as queue:
+        link = Link(proxy.url, name="forq-producer")
+        producer = Producer(link, DEFAULT_PREFIX, "q")
+        assert link.call("PING")
+        producer.enqueue([new_job(1, id="first")])
+        proxy.lose_reply(b"forq-producer")
+        with pytest.raises(OutcomeUnknown):
+            producer.enqueue([new_job(2, token="order-7")])
+        assert queue.viewer.counts().waiting == 2, "it was carried out"
+        producer.enqueue([new_job(2, token="order-7")], Update("refuse"))
+        assert queue.viewer.counts().waiting == 2
+        link.close()
+
+
+@pytest.mark.fault("connection half-open")
+def test_a_half_open_connection_is_given_up_in_bounded_time_and_a_new_one_is_made(
+    proxy: Proxy, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consuming, "BLOCK_SECONDS", 1)
+    monkeypatch.setattr(consuming, "BLOCK_MARGIN_SECONDS", 1)
+    with one_queue(redis_url) as queue:
+        consumer = Consumer(proxy.url, DEFAULT_PREFIX, "q", "p1", "w1")
+        consumer.join(EXPIRY_MS)
+        assert consumer.turn(1, [], [], 0, 1).jobs == []
+        assert proxy.forget(WORKER) == 1
+        began = time.monotonic()
+        with pytest.raises(RedisUnavailable):
+            consumer.wait_for_job()
+        assert time.monotonic() - began < 10
+        queue.enqueue("a")
+        assert consumer.wait_for_job(), "on a new connection"
+        assert consumer.turn(2, [], [], 0, 1).jobs[0] == b"a"
+        assert queue.state().active == {"a": "w1"}
+        consumer.close()
+
+
+@pytest.mark.fault("connection half-open")
+def test_a_producer_on_a_half_open_connection_is_told_in_bounded_time(proxy: Proxy, redis_url: str) -> None:
+    with one_queue(redis_url) as queue:
+        link = Link(proxy.url, name="forq-producer", timeout_seconds=0.5)
+        producer = Producer(link, DEFAULT_PREFIX, "q")
+        producer.enqueue([new_job(1, id="a")])
+        assert proxy.forget(b"forq-producer") == 1
+        with pytest.raises(OutcomeUnknown):
+            producer.enqueue([new_job(1, id="b")])
+        producer.enqueue([new_job(1, id="b")])
+        assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})
+        link.close()
+
+
+@pytest.mark.fault("network slow")
+def test_on_a_slow_network_everything_takes_longer_and_nothing_else_changes(forq: Forq, proxy: Proxy) -> None:
+    proxy.delay_seconds = 0.03
+    queue = forq.client().queue("work")
+    queue.enqueue_many([0] * 30)
+    queue.enqueue(0, run_in=0.3)
+    wait_until_done(forq, 31)
+    proxy.delay_seconds = 0.0
+    assert "took over" not in forq.log
+
+
+@pytest.mark.fault("network slow")
+def test_a_network_that_falls_silent_for_a_while_delays_and_loses_nothing(forq: Forq, proxy: Proxy) -> None:
+    forq.client().queue("work").enqueue_many([0.05] * 20)
+    wait_until(lambda: len(forq.traces("end")) >= 3, what="some are done")
+    proxy.freeze()
+    held = len(forq.traces("start"))
+    status = forq.run_ctl("status", "--json")
+    assert status.returncode == 0, "the supervisor answers meanwhile"
+    time.sleep(1.0)
+    assert len(forq.traces("start")) <= held + 1, "nothing is run that was not claimed"
+    proxy.thaw()
+    wait_until_done(forq, 20)

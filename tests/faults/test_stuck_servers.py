@@ -1,0 +1,135 @@
+"""Servers that stand still, forget their scripts, or are kept busy by somebody else's."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.support.running import Forq, running, wait_until
+from tests.support.server import Server
+
+pytestmark = pytest.mark.timeout(120)
+
+STEADY = 'heartbeat = "300ms"\nexpiry = "2s"\n'
+STILL_SECONDS = 2.5
+
+
+@pytest.fixture
+def pair(redis_url: str, tmp_path: Path) -> Iterator[tuple[Forq, Forq]]:
+    """Two supervisors of one queue, which write into one trace."""
+    trace = tmp_path / "trace"
+    with (
+        running(redis=redis_url, settings=STEADY, trace=trace) as one,
+        running(redis=redis_url, settings=STEADY, trace=trace) as two,
+    ):
+        for forq in (one, two):
+            forq.create("shared", "sleep", concurrency=2)
+            forq.wait_for_child("shared")
+        yield one, two
+
+
+def assert_each_ran_once(pair: tuple[Forq, Forq], count: int) -> None:
+    one, _ = pair
+    seen = one.client().queue("shared")
+    wait_until(lambda: seen.status()["processed"] == count, 30.0, f"{count} jobs are done")
+    starts = [trace.job for trace in one.traces("start")]
+    assert len(starts) == len(set(starts)) == count
+    assert {trace.stalls for trace in one.traces()} == {0}
+    for forq in pair:
+        assert "took over" not in forq.log
+        assert "starting afresh" not in forq.log
+
+
+def pause_clients(server: Server) -> None:
+    with server.connect() as client:
+        client.execute_command("CLIENT", "PAUSE", round(STILL_SECONDS * 1000), "ALL")
+    time.sleep(STILL_SECONDS)
+
+
+def stop_process(server: Server) -> None:
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        time.sleep(STILL_SECONDS)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+@pytest.mark.fault("server frozen")
+@pytest.mark.parametrize("stand_still", [pause_clients, stop_process])
+def test_a_server_that_stands_still_longer_than_the_expiry_hands_no_job_out_twice(
+    server: Server, pair: tuple[Forq, Forq], stand_still: Callable[[Server], None]
+) -> None:
+    queue = pair[0].client().queue("shared")
+    queue.enqueue_many([0.05] * 40)
+    wait_until(lambda: len(pair[0].traces("end")) >= 4, what="some are done")
+    stand_still(server)
+    queue.enqueue_many([0] * 10)
+    assert_each_ran_once(pair, 50)
+
+
+@pytest.mark.fault("scripts forgotten")
+def test_a_server_that_forgets_its_scripts_again_and_again_is_not_noticed(
+    server: Server, pair: tuple[Forq, Forq]
+) -> None:
+    queue = pair[0].client().queue("shared")
+    with server.connect() as client:
+        for round_ in range(1, 7):
+            queue.enqueue_many([0.005] * 10)
+            client.script_flush()
+            client.function_flush()
+            wait_until(lambda so_far=round_ * 5: len(pair[0].traces("end")) >= so_far, what="they run")  # type: ignore[misc]
+    assert_each_ran_once(pair, 60)
+    for forq in pair:
+        assert forq.child("shared")["restarts"] == 0
+
+
+@contextmanager
+def runaway_script(server: Server) -> Iterator[redis.Redis]:
+    """Somebody's script that does not end, until the block does."""
+    with server.connect() as client:
+        client.config_set("busy-reply-threshold", 100)
+
+        def run() -> None:
+            with redis.Redis.from_url(server.url) as other, pytest.raises(redis.ResponseError):
+                other.eval("while true do end", 0)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield client
+        finally:
+            wait_until(lambda: killed(client), what="the script is killed")
+            thread.join()
+            client.config_set("busy-reply-threshold", 5000)
+
+
+def killed(client: redis.Redis) -> bool:
+    try:
+        client.script_kill()
+    except redis.ResponseError as exc:
+        return "NOTBUSY" in str(exc)
+    return False
+
+
+@pytest.mark.fault("runaway script")
+def test_a_runaway_script_of_somebody_else_is_an_alarm_and_costs_nobody_a_job(
+    server: Server, pair: tuple[Forq, Forq]
+) -> None:
+    one, _ = pair
+    queue = one.client().queue("shared")
+    queue.enqueue_many([0.3] * 8)
+    wait_until(lambda: len(one.traces("start")) >= 4, what="four run")
+    with runaway_script(server):
+        began = time.monotonic()
+        told = wait_until(lambda: not (r := one.status()["supervisor"]["redis"])["ok"] and r["error"], what="an alarm")
+        assert "BUSY" in told
+        assert one.run_ctl("status", "--check").returncode == 3
+        wait_until(lambda: time.monotonic() - began > STILL_SECONDS, what="it outlasts the expiry")
+    assert_each_ran_once(pair, 8)
+    wait_until(lambda: one.status()["supervisor"]["redis"]["ok"], what="the alarm is over")

@@ -1,0 +1,16 @@
+"""docs/faults.md and the tests say the same."""
+
+import pytest
+
+from tests.support.fault_rows import fault_rows, marked_tests
+
+
+@pytest.mark.parametrize("row", fault_rows())
+def test_each_row_of_the_table_names_tests_that_are_there_and_marked_with_it(row: str) -> None:
+    named = fault_rows()[row]
+    assert named, "no test is named"
+    assert set(named) <= marked_tests().get(row, set())
+
+
+def test_each_mark_is_a_row_of_the_table() -> None:
+    assert set(marked_tests()) == set(fault_rows())

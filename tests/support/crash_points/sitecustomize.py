@@ -1,0 +1,107 @@
+"""Crash points: kill -9 at a place that no signal from outside would hit, once.
+
+Python imports this module by itself when its folder is on PYTHONPATH. It wraps a method of forq so that the process
+that comes there kills itself; forq itself has no hook for it. FORQ_CRASH_AT names the point, FORQ_CRASH_FILE a file
+that is made just before: who makes it dies, so it happens once, and the test knows that it did.
+"""
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Call = Callable[..., Any]
+
+
+def die() -> None:
+    path = os.environ["FORQ_CRASH_FILE"]
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    os.write(fd, str(os.getpid()).encode())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(call: Call, is_it: Callable[..., bool]) -> Call:
+    @functools.wraps(call)
+    def wrapper(self: Any, *args: Any, **how: Any) -> Any:
+        if is_it(*args):
+            die()
+        return call(self, *args, **how)
+
+    return wrapper
+
+
+def after(call: Call, is_it: Callable[..., bool]) -> Call:
+    @functools.wraps(call)
+    def wrapper(self: Any, *args: Any, **how: Any) -> Any:
+        answer = call(self, *args, **how)
+        if is_it(answer, *args):
+            die()
+        return answer
+
+    return wrapper
+
+
+def between_move_and_claim(call: Call, is_it: Callable[..., bool]) -> Call:
+    """The server moves the id, and the claim that is sent along never gets there."""
+
+    @functools.wraps(call)
+    def wrapper(self: Any, number: int, want: int) -> Any:
+        if os.path.exists(os.environ["FORQ_CRASH_FILE"]):
+            return call(self, number, want)
+        if self.wait_for_job():
+            die()
+        return self.turn(number, [], [], 0, want)
+
+    return wrapper
+
+
+def always(*args: Any) -> bool:
+    return True
+
+
+def settles(number: int, done: list[Any], failed: list[Any], *rest: Any) -> bool:
+    return bool(done or failed)
+
+
+def install(point: str) -> None:
+    from forq.broker.consuming import Consumer
+    from forq.broker.keeping import Keeper
+    from forq.broker.outbox import Outbox
+    from forq.broker.producing import Producer
+    from forq.broker.releasing import Releaser
+    from forq.workers.attempt import Attempts
+
+    points: dict[str, tuple[type, tuple[str, ...], Callable[[Call, Any], Call], Callable[..., bool]]] = {
+        # Of a worker, in the order in which it comes there.
+        "moved": (Consumer, ("wait_for_turn",), between_move_and_claim, always),
+        "claimed": (Consumer, ("turn", "wait_for_turn"), after, lambda turn, *args: bool(turn and turn.jobs)),
+        "begun": (Attempts, ("attempt",), before, always),
+        "ran": (Attempts, ("attempt",), after, always),
+        "settling": (Consumer, ("turn",), before, settles),
+        "settled": (Consumer, ("turn",), after, lambda turn, *args: settles(*args)),
+        "releasing": (Releaser, ("release",), before, always),
+        "released": (Releaser, ("release",), after, always),
+        # Of pulse.
+        "recovering": (Keeper, ("recover",), before, always),
+        "recovered": (Keeper, ("recover",), after, always),
+        "promoting": (Keeper, ("promote",), before, always),
+        "promoted": (Keeper, ("promote",), after, always),
+        # Of the scribe.
+        "collected": (Outbox, ("collect",), after, lambda lines, *args: bool(lines)),
+        "written": (Outbox, ("forget",), before, always),
+        # Of the clerk.
+        "storing": (Producer, ("enqueue",), before, always),
+        "stored": (Producer, ("enqueue",), after, always),
+    }
+    where, methods, wrap, is_it = points[point]
+    for method in methods:
+        setattr(where, method, wrap(getattr(where, method), is_it))
+
+
+if "FORQ_CRASH_AT" in os.environ and sys.argv[1:2] == ["run"]:
+    install(os.environ["FORQ_CRASH_AT"])
