@@ -1,6 +1,8 @@
 """durable="replica": with a replica that follows, that is behind, that is gone; and a failover that loses writes."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,8 @@ from forq.errors import NoReplica, OutcomeUnknown, UsageError
 from tests.support.redis_cluster import ask, redis_cluster
 from tests.support.replicas import Pair, replicated
 from tests.support.running import running, wait_until
+
+RECIPE = Path(__file__).resolve().parents[2] / "etc" / "redis-acl.conf"
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +99,15 @@ def test_without_a_replica_nothing_is_stored(own_pair: Pair) -> None:
     with pytest.raises(NoReplica, match="has no replica that is in sync; nothing was stored"):
         queue.enqueue(1, durable="replica")
     assert queue.status()["waiting"] == 0
+
+
+def test_the_recipe_for_producers_allows_it(pair: Pair, queue: Queue) -> None:
+    queue.enqueue(0)
+    rules = re.findall(r"^user (forq-producer .*)$", RECIPE.read_text(), re.MULTILINE)[0].split()
+    for server in (pair.master, pair.replica):
+        ask(server, "ACL", "SETUSER", *rules)
+    url = f"redis://forq-producer:CHANGE-ME-producer@127.0.0.1:{pair.master.port}"
+    assert Client(url).queue("q").enqueue(1, durable="replica") in ids_on_replica(pair)
 
 
 def test_another_word_is_refused(queue: Queue) -> None:

@@ -60,11 +60,13 @@ class RedisCluster:
     def node_of(self, key: str) -> Server:
         """The master that serves this key by what the first node that runs says."""
         asked = next(node for node in self.nodes if node.running)
-        slot = slot_of(key)
-        for start, end, master, *_ in ask(asked, "CLUSTER", "SLOTS"):
-            if start <= slot <= end:
-                return next(node for node in self.nodes if node.port == master[1])
-        raise AssertionError(f"nobody serves slot {slot}")
+        port = self.port_of(slot_of(key), asked)
+        return next(node for node in self.nodes if node.port == port)
+
+    def port_of(self, slot: int, asked: Server) -> int:
+        """Of the master of this slot, by what this node says; 0 if nobody serves it."""
+        ranges = ask(asked, "CLUSTER", "SLOTS")
+        return next((int(master[1]) for start, end, master, *_ in ranges if start <= slot <= end), 0)
 
     def flush(self) -> None:
         for node in self.masters:
