@@ -6,7 +6,7 @@ point is armed by a file of its name; who removes that file first dies there, so
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ CRASH_POINTS = {
     "after_settle": "a worker that has settled and not heard the answer",
     "before_recover": "a pulse that is about to recover a dead worker",
     "after_recover": "a pulse that has recovered and not said so",
-    "in_heartbeat": "a pulse between the heartbeats of two queues",
+    "in_heartbeat": "a pulse that has heard of the heartbeats of some queues",
     "after_collect": "a scribe that holds lines and has not written them",
     "before_forget": "a scribe that has written lines and not forgotten them",
 }
@@ -68,10 +68,10 @@ def lay(ground: Ground) -> None:
         reach("after_recover")
         return answer
 
-    def around_heartbeat(heartbeat: _Call, keeper: Keeper, *args: Any) -> Any:
-        answer = heartbeat(keeper, *args)
-        reach("in_heartbeat")
-        return answer
+    def around_heartbeats(heartbeats: _Call, keeper: Keeper, *args: Any) -> Iterator[Any]:
+        for answer in heartbeats(keeper, *args):
+            yield answer
+            reach("in_heartbeat")
 
     def around_collect(collect: _Call, outbox: Outbox, *args: Any) -> Any:
         lines = collect(outbox, *args)
@@ -87,7 +87,7 @@ def lay(ground: Ground) -> None:
     _wrap(Consumer, "wait_for_turn", around_wait)
     _wrap(Consumer, "join", around_join)
     _wrap(Keeper, "recover", around_recover)
-    _wrap(Keeper, "heartbeat", around_heartbeat)
+    _wrap(Keeper, "heartbeats", around_heartbeats)
     _wrap(Outbox, "collect", around_collect)
     _wrap(Outbox, "forget", around_forget)
 
