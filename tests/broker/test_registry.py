@@ -2,7 +2,7 @@
 
 import pytest
 
-from forq.broker.keys import DEFAULT_PREFIX, registry_key
+from forq.broker.keys import DEFAULT_PREFIX, deleted_queues_key, registry_key
 from forq.broker.link import Link
 from forq.broker.producing import new_job
 from forq.broker.registry import Dropped, Registry
@@ -310,3 +310,12 @@ def test_one_who_only_joins_makes_no_queue(queue: OneQueue) -> None:
     assert "gate" not in queue.registry.names()
     gate(queue.registry, mode="on_request")
     assert not queue.registry.create("gate", "on_request", 9, stored_defaults("on_request"), {}, joining=True)
+
+
+def test_names_of_deleted_queues_are_kept_a_day_longer_than_their_journals(queue: OneQueue) -> None:
+    names, day_ms = deleted_queues_key(DEFAULT_PREFIX), 24 * 3600 * 1000
+    now_ms = queue.redis.time()[0] * 1000
+    queue.redis.zadd(names, {"long-gone": now_ms - 9 * day_ms, "gone": now_ms - 7 * day_ms})
+    queue.registry.delete(queue.name, force=True)
+    assert queue.registry.deleted() == ["gone", queue.name]
+    assert 7 * day_ms < queue.redis.pttl(names) <= 8 * day_ms

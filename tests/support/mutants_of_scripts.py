@@ -712,6 +712,20 @@ MUTANTS_OF_SCRIPTS = (
         "turn test_a_hint_that_arrives_late_does_not_stand_for_a_kept_job",
     ),
     Mutant(
+        "remember.lua",
+        "redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', now_ms - KEPT_MS))\n",
+        "",
+        "the names of deleted queues become more and more",
+        "registry test_names_of_deleted_queues_are_kept",
+    ),
+    Mutant(
+        "remember.lua",
+        "redis.call('PEXPIRE', KEYS[1], string.format('%.0f', KEPT_MS))\n",
+        "",
+        "the names of deleted queues stay for ever",
+        "registry test_names_of_deleted_queues_are_kept",
+    ),
+    Mutant(
         "reserve.lua",
         "if entry and string.sub(entry, 1, 8) == 'deleting' then return { DELETING } end\n",
         "",
