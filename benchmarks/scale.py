@@ -33,8 +33,8 @@ from tests.support.running import HANDLERS, Forq, running, wait_until
 from tests.support.server import Server
 
 IDLE_SECONDS = 10.0
-# Counted: the supervisor has 4 for each queue (a leash and a pidfd per process), the server 2 connections.
-FDS_PER_QUEUE = 4
+# Counted: the supervisor has 5 for each queue (a leash and a pidfd per process, a FIFO), the server 2 connections.
+FDS_PER_QUEUE = 5
 MB_PER_CHILD = 5
 
 
