@@ -132,8 +132,9 @@ bench: tools ## forq against RQ, Celery, Dramatiq, Huey, arq, Taskiq, BullMQ and
 bench-quick: tools ## the same with few jobs and one round, in less than 5 minutes (and the time to fetch the peers, once)
 	$(BIN)/python benchmarks/compare.py --quick
 
-bench-tables: tools ## put the tables and the chart of the last `make bench` into docs/performance.md
+bench-tables: tools ## put the tables and the chart of the last `make bench` into docs/performance.md and the README
 	$(BIN)/python benchmarks/tables.py benchmarks/.results/results.json --write docs/performance.md
+	$(BIN)/python benchmarks/tables.py benchmarks/.results/results.json --write README.md
 	cp benchmarks/.results/results.png docs/performance.png
 
 bench-scale: tools ## 1,000 queues on one supervisor, 1,000,000 jobs, 100,000 due at once, 10 supervisors

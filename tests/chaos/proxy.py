@@ -111,7 +111,8 @@ class Proxy:
             for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept()
-                elif isinstance(key.fileobj, socket.socket):
+                # An order of this pass may have taken it out.
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._selector.get_map():
                     self._read(key.fileobj)
             self._send_due()
 

@@ -180,8 +180,7 @@ def test_a_handler_stuck_in_c_dies_with_the_supervisor(forq: Forq) -> None:
 @pytest.mark.spec("R9", "R8")
 def test_term_finishes_the_running_job_and_hands_back_the_rest(forq: Forq) -> None:
     forq.create("graceful", "sleep")
-    running_id = forq.ctl("push", "graceful", "0.5")
-    waiting_id = forq.ctl("push", "graceful", "0")
+    running_id, waiting_id = forq.client().queue("graceful").enqueue_many([2, 0])
     wait_until(lambda: starts_of(forq, running_id))
     assert forq.stop() == 0
     assert [t.job for t in forq.traces("end")] == [running_id]

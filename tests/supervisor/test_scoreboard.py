@@ -86,7 +86,7 @@ def test_the_parent_sees_what_a_child_stored_without_its_descriptor() -> None:
         os.close(board.fd)
         slot = board.slot(number)
         slot.pid, slot.state, slot.role, slot.epoch = os.getpid(), State.BUSY, Role.RETRY, 2**63
-        slot.queue, slot.worker, slot.job = "q" * 64, "w" * 40, b"j" * 128
+        slot.queue, slot.worker, slot.job = "q" * 64, "w" * 48, b"j" * 128
         slot.held, slot.beat_ns, slot.started_ns = 5, 11, 12
         slot.words[WORD] = pack_word(3 << 20, 4, 5, True)
         slot.words[DONE] += 9
@@ -95,7 +95,7 @@ def test_the_parent_sees_what_a_child_stored_without_its_descriptor() -> None:
     assert os.waitpid(pid, 0)[1] == 0
     view = board.slot(number).describe()
     assert (view.number, view.pid, view.state, view.role) == (number, pid, State.BUSY, Role.RETRY)
-    assert (view.queue, view.worker, view.job) == ("q" * 64, "w" * 40, "j" * 128)
+    assert (view.queue, view.worker, view.job) == ("q" * 64, "w" * 48, "j" * 128)
     assert (view.epoch, view.held, view.done, view.beat_ns, view.started_ns) == (2**63, 5, 9, 11, 12)
     assert view.word == Word(3, 4, 5, True)
     assert board.watching == 1
@@ -114,11 +114,11 @@ def test_texts_are_cut_to_their_room_and_shorter_ones_replace_longer_ones() -> N
     slot = Scoreboard.create(slots=1).slot(0)
     slot.queue = "q" * 100
     slot.worker = "w" * 100
-    assert (slot.queue, slot.worker) == ("q" * 64, "w" * 40)
+    assert (slot.queue, slot.worker) == ("q" * 64, "w" * 48)
     slot.job = b"long-identifier"
     slot.job = b"id"
     slot.queue = ""
-    assert (slot.job, slot.queue, slot.worker) == (b"id", "", "w" * 40)
+    assert (slot.job, slot.queue, slot.worker) == (b"id", "", "w" * 48)
 
 
 def test_progress_belongs_to_one_position_and_its_text_ends_with_a_whole_character() -> None:

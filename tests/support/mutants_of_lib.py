@@ -727,7 +727,7 @@ MUTANTS_OF_LIB = (
     ),
     Mutant(
         "lib/schedule.lua",
-        "'(' .. string.format('%.0f', now_ms + 1)",
+        "'(' .. string.format('%d', now_ms + 1)",
         "'+inf'",
         "jobs run before their time",
         "retry test_each_failure_doubles_the_wait_up_to_the_maximum",
