@@ -74,10 +74,15 @@ class Keeper:
         by_server: dict[str, list[str]] = {}
         for queue in queues:
             try:
-                by_server.setdefault(self._link.server_of(queue_base(self._prefix, queue)), []).append(queue)
+                # Whether there is a map at all: without one each queue would be asked about in vain.
+                self._link.masters()
             except RedisUnavailable as exc:
                 yield queue, exc
                 return
+            try:
+                by_server.setdefault(self._link.server_of(queue_base(self._prefix, queue)), []).append(queue)
+            except RedisUnavailable as exc:
+                yield queue, exc
         for same in by_server.values():
             for at in range(0, len(same), BEATS_AT_ONCE):
                 some = same[at : at + BEATS_AT_ONCE]
