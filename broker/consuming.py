@@ -13,7 +13,7 @@ from forq.version import PROTOCOL
 # How long a worker waits before it asks again. Across a network that shows it that the server has gone without a word;
 # a Unix socket ends together with its server, so there it only bounds what nobody has thought of.
 BLOCK_SECONDS = 10
-LOCAL_BLOCK_SECONDS = 60
+LOCAL_BLOCK_SECONDS = 30
 # A reply may be this late before the connection counts as dead: the server looks at timeouts every 100 ms.
 BLOCK_MARGIN_SECONDS = 5
 
@@ -134,7 +134,8 @@ class Consumer:
         """Blocks while this worker may not claim; returns when it may ask again. Fail jobs are not held up: the retry
         child hears of those too (in its list there are tokens only)."""
         others = () if self.lane == "main" else (self._source,)
-        self.link.call("BLPOP", self._wake, *others, self._block_seconds)
+        # A kick can be lost (with the server's last second, say): then this is how long a resumed queue stands still.
+        self.link.call("BLPOP", self._wake, *others, BLOCK_SECONDS)
 
     def leave(self, number: int) -> None:
         """Unregisters; what is still in the list goes back uncounted."""

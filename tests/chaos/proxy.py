@@ -112,7 +112,7 @@ class Proxy:
                 if key.fileobj is self._listener:
                     self._accept()
                 # An order of this pass may have taken it out.
-                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._selector.get_map():
+                elif isinstance(key.fileobj, socket.socket) and self._selector.get_map().get(key.fd) == key:
                     self._read(key.fileobj)
             self._send_due()
 
