@@ -96,7 +96,7 @@ until_true 30 all_done || fail "the jobs are not done: $(venv/bin/forqctl status
 [ "$(sort ran.txt)" = "$(sort pushed.txt)" ] || fail "pushed: $(sort pushed.txt | xargs); ran: $(sort ran.txt | xargs)"
 
 say "shutting down"
-server_answers() { venv/bin/python -c 'import redis, sys; redis.Redis(unix_socket_path=sys.argv[1]).ping()' state/redis.sock; }
+server_answers() { venv/bin/python -c 'import sys; from forq.broker.link import Link; Link(sys.argv[1]).call("PING")' "unix://$PWD/state/redis.sock" 2>/dev/null; }
 server_gone() { ! server_answers; }
 server_answers || fail "no embedded server answers at state/redis.sock"
 venv/bin/forqctl shutdown >/dev/null || fail "shutdown"
