@@ -1,11 +1,12 @@
 """The warden: what it sees of a tree of processes, when it looks, what it tells."""
 
-import mmap
+import contextlib
 import os
-import signal
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -18,47 +19,47 @@ from forq.services.warden import IDLE_LOOK_SECONDS, LOOK_SECONDS, Warden, Warden
 MB = 1024 * 1024
 
 
+HOLDING = """
+import mmap, signal, sys
+size = int(sys.argv[1])
+held = mmap.mmap(-1, size)
+for at in range(0, size, mmap.PAGESIZE):
+    held[at] = 1
+print("held", flush=True)
+signal.pause()
+"""
+
+
 @pytest.fixture
-def stopped() -> Iterator[list[int]]:
-    """Processes to be killed at the end."""
-    pids: list[int] = []
-    yield pids
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+def holding() -> Iterator[Callable[[int], int]]:
+    """Start a small process of its own that has touched so many megabytes; its pid."""
+    with contextlib.ExitStack() as ends:
+
+        def start(megabytes: int) -> int:
+            command = [sys.executable, "-S", "-c", HOLDING, str(megabytes * MB)]
+            process = ends.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            ends.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"held\n"
+            return process.pid
+
+        yield start
 
 
-def fork_holding(megabytes: int, stopped: list[int]) -> int:
-    """A process that has touched so much memory of its own."""
-    read_fd, write_fd = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        held = mmap.mmap(-1, max(1, megabytes) * MB)
-        for at in range(0, megabytes * MB, mmap.PAGESIZE):
-            held[at] = 1
-        os.write(write_fd, b"x")
-        signal.pause()
-    stopped.append(pid)
-    assert os.read(read_fd, 1) == b"x"
-    os.close(read_fd)
-    os.close(write_fd)
-    return pid
-
-
-def test_memory_is_what_the_whole_tree_has(stopped: list[int]) -> None:
-    pid = fork_holding(80, stopped)
+def test_memory_is_what_the_whole_tree_has(holding: Callable[[int], int]) -> None:
+    pid = holding(80)
     found = look_at_tree(pid, Resources(memory_bytes=60 * MB))
     assert found is not None
     assert found.cause == "oom"
     assert found.peak_bytes is not None
-    assert 80 * MB <= found.peak_bytes < 200 * MB
+    assert 80 * MB <= found.peak_bytes < 120 * MB
     assert look_at_tree(pid, Resources(memory_bytes=2000 * MB)) is None
 
 
 def test_pages_that_are_shared_do_not_count_again_for_each_process(
-    stopped: list[int], monkeypatch: pytest.MonkeyPatch
+    holding: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pid = fork_holding(1, stopped)
+    pid = holding(1)
     monkeypatch.setattr(module, "pss_bytes", lambda each: 10 * MB)
     monkeypatch.setattr(module, "_threads_and_resident", lambda each: (1, 100 * MB))
     assert look_at_tree(pid, Resources(memory_bytes=50 * MB)) is None
