@@ -13,7 +13,8 @@ import hiredis
 
 from forq.broker.server_url import ServerAddress, read_server_url
 
-READ_BYTES = 256 * 1024
+# From 128 KiB on malloc would get each buffer from the kernel, and give it back: 11 µs per call.
+READ_BYTES = 64 * 1024
 NOT_YET = object()
 # A connection that only listens has no other way to notice that the server's machine is gone and another has taken
 # over: after 10 s without a word it is asked every 3 s, and given up on after the third time.

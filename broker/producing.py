@@ -1,7 +1,6 @@
 """Putting jobs into a queue and taking waiting ones out."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -33,8 +32,7 @@ class NewJob(NamedTuple):
     run_at: str  # ms; '+ms' from now; '' at once
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """What becomes of a job whose id is in the queue already."""
 
     if_exists: str = "update"
@@ -43,6 +41,8 @@ class Update:
     reset_counts: bool | None = None
 
     def arguments(self) -> tuple[str, int, str, int]:
+        if self == DEFAULT_UPDATE:
+            return _DEFAULT_ARGUMENTS
         if self.if_exists not in ("update", "skip", "refuse"):
             raise UsageError(f"if_exists {shown(self.if_exists)} is not allowed: 'update', 'skip' or 'refuse'")
         if self.update_run_at not in (True, False, "if_later", "if_earlier"):
@@ -109,6 +109,7 @@ def _milliseconds(seconds: object, name: str, given: object) -> int:
 
 
 DEFAULT_UPDATE = Update()
+_DEFAULT_ARGUMENTS = ("update", 1, "true", 1)
 
 
 class Producer:
@@ -116,7 +117,7 @@ class Producer:
 
     def __init__(self, link: Link, prefix: str, name: str) -> None:
         self.name = check_queue_name(name)
-        self._link = link
+        self.link = link
         self._base = queue_base(prefix, name)
 
     def enqueue(self, jobs: list[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None) -> list[str]:
@@ -125,15 +126,15 @@ class Producer:
         if not jobs:
             return []
         if on_replica:
-            check_has_replica(self._link, self._base)
+            check_has_replica(self.link, self._base)
         args: list[Any] = [PROTOCOL, *how, len(jobs)]
         for job in jobs:
             args += job
-        reply = self._link.run(script("enqueue"), self._base, *args)
+        reply = self.link.run(script("enqueue"), self._base, *args)
         if reply[0] != OK:
             raise error_for(self.name, reply)
         if on_replica:
-            wait_for_replica(self._link, self._base)
+            wait_for_replica(self.link, self._base)
         ids = [job.id for job in jobs]
         for index, stored in zip(reply[1::2], reply[2::2], strict=True):
             ids[index - 1] = stored.decode()
@@ -162,7 +163,7 @@ class Producer:
         return self._take_away(job_id, mark_active=True) > 0
 
     def _take_away(self, job_id: str, *, mark_active: bool) -> int:
-        reply = self._link.run(script("cancel"), self._base, check_job_id(job_id), int(mark_active))
+        reply = self.link.run(script("cancel"), self._base, check_job_id(job_id), int(mark_active))
         if reply[0] != OK:
             raise error_for(self.name, reply)
         return int(reply[1])

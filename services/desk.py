@@ -9,7 +9,7 @@ from typing import Any
 from forq import wire
 from forq.errors import ForqError, InvalidData, UnknownVerb
 
-READ_BYTES = 256 * 1024
+READ_BYTES = 64 * 1024
 # The supervisor and its services trust each other: the cap is there to notice a fault, not to fend one off.
 MAX_LINE_BYTES = 64 * 1024 * 1024
 

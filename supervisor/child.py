@@ -19,7 +19,7 @@ from forq.treekill import kill_orphans, kill_tree, signal_descendants
 
 TERM_GROUP_SECONDS = 2.0
 MAX_LINE_BYTES = 64 * 1024 * 1024
-READ_BYTES = 1024 * 1024
+READ_BYTES = 64 * 1024
 
 log = logging.getLogger("forq")
 

@@ -11,7 +11,7 @@ local ACKED_MS = 60000
 local awaiter, id, fence = ARGV[1], ARGV[2], ARGV[3]
 if not epoch then return { NO_QUEUE } end
 if mode == 'external' then return { WRONG_MODE, mode } end
-local list = key('awaiter:' .. awaiter)
+local list = key_of('awaiter', awaiter)
 if redis.call('LINDEX', list, 0) == 'acked ' .. fence then return { OK } end
 local owner = redis.call('HGET', key('active'), id)
 if owner ~= awaiter .. ':' .. fence and owner ~= awaiter .. ':' .. fence .. REMOVED then return { LAPSED } end

@@ -11,7 +11,7 @@ if not epoch then return { NO_QUEUE } end
 local processor, expiry_ms, max_lines, max_bytes = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 if redis.call('ZSCORE', key('graves'), processor) then return { FENCED } end
 
-local hand, bytes = key('outbox:' .. processor), 0
+local hand, bytes = key_of('outbox', processor), 0
 local reply = { OK, unpack(redis.call('LRANGE', hand, 0, -1)) }
 if #reply > 1 then return reply end
 while #reply <= max_lines and bytes < max_bytes do

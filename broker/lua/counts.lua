@@ -59,7 +59,7 @@ return {
   oldest,
   now_ms,
   paused and 1 or 0,
-  redis.call('HGET', key('options'), 'mode'),
+  mode or false,
   tonumber(counted[1] or 0),
   redis.call('XLEN', key('events')),
   tonumber(counted[2] or 0),

@@ -23,8 +23,8 @@ for _, processor in ipairs(processors) do
     redis.call('UNLINK', worker_key(processor, worker, 'processing'), worker_key(processor, worker, 'wake'))
     redis.call('ZADD', key('graves'), now_ms + GRAVE_MS, processor .. ' ' .. worker)
   end
-  while redis.call('LMOVE', key('outbox:' .. processor), key('outbox'), 'RIGHT', 'LEFT') do end
-  redis.call('UNLINK', workers_key(processor), key('processor:' .. processor .. ':positions'))
+  while redis.call('LMOVE', key_of('outbox', processor), key('outbox'), 'RIGHT', 'LEFT') do end
+  redis.call('UNLINK', workers_key(processor), key_of('processor', processor .. ':positions'))
 end
 redis.call('PEXPIRE', key('graves'), GRAVE_MS)
 
@@ -40,7 +40,7 @@ redis.call('SADD', key('trash'), epoch)
 -- Tells other supervisors of this queue that it was deleted, and not lost with the server's data.
 redis.call('SET', key('deleted'), epoch, 'PX', GRAVE_MS)
 for _, kept in ipairs({ 'jobs', 'dead:jobs', 'outbox' }) do
-  if redis.call('EXISTS', key(kept)) == 1 then redis.call('RENAME', key(kept), key('trash:' .. epoch .. ':' .. kept)) end
+  if redis.call('EXISTS', key(kept)) == 1 then redis.call('RENAME', key(kept), key_of('trash', epoch .. ':' .. kept)) end
 end
 -- The journal is there to be read for a while, and the next queue of this name goes on in it: how large it is stays known.
 local JOURNAL_MS = 7 * 24 * 3600 * 1000

@@ -16,11 +16,26 @@ if protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
 
 local FIRST, WIDTH = 7, 5
 local if_exists, count = ARGV[2], tonumber(ARGV[6])
-local limits = redis.call('HMGET', key('options'), 'max_items', 'max_data', 'dedup_ttl_ms')
-local max_items, max_data, dedup_ttl_ms = tonumber(limits[1]), tonumber(limits[2]), tonumber(limits[3])
+local max_items, max_data, dedup_ttl_ms = option('max_items'), option('max_data'), option('dedup_ttl_ms')
+
+local stored_at = string.format(' %d\n', now_ms)
+
+-- The usual call: one new job that may run at once. That it is new is found out by storing it.
+local function stores_one()
+  local id, priority, body = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
+  local usual = count == 1 and ARGV[FIRST + 3] == '' and ARGV[FIRST + 4] == '' and mode == 'work'
+  if not usual or max_items > 0 or #body > max_data then return false end
+  if redis.call('HSETNX', key('jobs'), id, 'p' .. priority .. stored_at .. body) == 0 then return false end
+  push_back(priority, { id })
+  note('enqueued 0 ' .. id)
+  wake_idle_worker()
+  write_journal('-')
+  return true
+end
+if stores_one() then return { OK } end
 
 local function token_key(token)
-  return key('token:' .. epoch .. ':' .. token)
+  return key_of('token', epoch .. ':' .. token)
 end
 
 local function dispatch_at(at)
@@ -87,13 +102,12 @@ for token, id in pairs(tokens) do redis.call('SET', token_key(token), id, 'PX', 
 local function store_new()
   if #new == 0 then return end
   local records, by_priority, stored_ids, later = {}, {}, {}, {}
-  local header = string.format(' %d\n', now_ms)
   for i, at in ipairs(new) do
     local id, priority = ARGV[at], ARGV[at + 1]
     records[2 * i - 1] = id
     stored_ids[i] = id
     local run_at = ARGV[at + 4] ~= '' and dispatch_at(at).run_at or 0
-    records[2 * i] = (run_at > now_ms and 'd' or 'p') .. priority .. header .. ARGV[at + 2]
+    records[2 * i] = (run_at > now_ms and 'd' or 'p') .. priority .. stored_at .. ARGV[at + 2]
     if run_at > now_ms then
       later[#later + 1] = { id, run_at }
     else

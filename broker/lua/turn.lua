@@ -18,6 +18,7 @@
 --@include base codes journal hints limits limited records schedule attempts blocked progress waiters holdings done_jobs fences bury_job failing used_up
 
 local MAX_SKIPS = 1000
+local MANY = 8
 -- A job that is buried by a claim costs about as much as so many hints that are skipped.
 local SKIPS_PER_BURIAL = 10
 -- Its worker was not asked for it: its queue has begun to keep results since.
@@ -29,16 +30,17 @@ local want, keep, lane = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
 local done_count, failed_count = tonumber(ARGV[8]), tonumber(ARGV[9])
 
 if epoch ~= ARGV[1] then return { NO_QUEUE } end
-if not redis.call('HGET', workers_key(processor), worker) then return { FENCED } end
+-- One that is not registered would be new there.
+if redis.call('HSET', workers_key(processor), worker, turn) == 1 then
+  redis.call('HDEL', workers_key(processor), worker)
+  return { FENCED }
+end
 
 -- A queue made by an earlier release lacks some of them.
-local limits = redis.call('HMGET', key('options'), 'timeout_ms', 'size', 'priority', 'max_stalls', 'max_timeouts',
-  'keep_done_ms')
-local max_stalls, max_timeouts = tonumber(limits[4] or 3), tonumber(limits[5] or 3)
-known_options.keep_done_ms = tonumber(limits[6] or 0)
+local max_stalls, max_timeouts = tonumber(options.max_stalls or 3), tonumber(options.max_timeouts or 3)
 
 local processing = worker_key(processor, worker, 'processing')
-local settled, refused, limited = {}, {}, false
+local settled, refused, limited = {}, {}, false -- ids
 
 local function settle_successes(first)
   if done_count == 0 then return end
@@ -47,9 +49,9 @@ local function settle_successes(first)
   local ids = {}
   for i = 0, done_count - 1 do ids[i + 1] = ARGV[first + 3 * i] end
   local owners = redis.call('HMGET', key('active'), unpack(ids))
-  local owned, notes, fence, owner, entries = {}, {}, nil, nil, nil
-  for i, id in ipairs(ids) do
-    local at = first + 3 * (i - 1)
+  local notes, fence, owner, entries, keeps = {}, nil, nil, nil, option('keep_done_ms') > 0
+  for i = 1, done_count do
+    local id, at = ids[i], first + 3 * (i - 1)
     if ARGV[at + 1] ~= fence then
       fence = ARGV[at + 1]
       owner = worker .. ':' .. fence
@@ -57,15 +59,15 @@ local function settle_successes(first)
       notes[fence] = entries
     end
     if owners[i] == owner or owners[i] == owner .. REMOVED then
-      settled[id] = true
-      owned[#owned + 1] = id
-      entries[#entries + 1] = id .. ' ' .. ARGV[at + 2]
-      if option('keep_done_ms') > 0 then told[id] = { micros = ARGV[at + 2], result = results[i] or UNTOLD } end
+      settled[#settled + 1] = id
+      entries[#entries + 1] = id
+      entries[#entries + 1] = ARGV[at + 2]
+      if keeps then told[id] = { micros = ARGV[at + 2], result = results[i] or UNTOLD } end
     else
       refused[#refused + 1] = id
     end
   end
-  settle_done(owned, notes, told)
+  settle_done(settled, notes, told)
 end
 
 local function settle_failures(first)
@@ -82,7 +84,7 @@ local function settle_failures(first)
       retry_at_ms = tonumber(ARGV[at + 6]),
       chance = tonumber(ARGV[at + 7]),
     }
-    if settle_failure(failure) then settled[id] = true else refused[#refused + 1] = id end
+    if settle_failure(failure) then settled[#settled + 1] = id else refused[#refused + 1] = id end
   end
 end
 
@@ -115,10 +117,11 @@ local function keep_or_return()
     return true
   end
   local list = redis.call('LRANGE', processing, 0, -1)
-  local rest = {}
+  local rest, over = {}, {}
+  for _, id in ipairs(settled) do over[id] = true end
   for _, id in ipairs(list) do
     -- Only once: if the id is there twice, the second one is a hint.
-    if settled[id] then settled[id] = nil else rest[#rest + 1] = id end
+    if over[id] then over[id] = nil else rest[#rest + 1] = id end
   end
   local held = #rest == keep and owns_all(rest)
   if #rest == #list and held then return true end
@@ -133,15 +136,19 @@ local function keep_or_return()
   return held
 end
 
--- `again`: the ids whose record is not plain, with the number of the attempt that begins.
-local taken, reply_jobs, spent, again = {}, {}, {}, {}
+-- `again`: the ids whose record is not plain, with the number of the attempt that begins. `reply`: what there is before the jobs comes
+-- last.
+local taken, reply, spent, again = {}, { 0, 0, 0, 0, 0, 0, 0, 0 }, {}, {}
 
 local first_byte, COUNTED = string.byte, string.byte('c')
 
 local function take(priority, ids)
-  local owners = redis.call('HMGET', key('active'), unpack(ids))
+  -- Of many it costs less to ask first whether anybody has a job.
+  local free = ids == moved or (#ids > MANY and redis.call('HLEN', key('active')) == 0)
+  local owners = free and {} or redis.call('HMGET', key('active'), unpack(ids))
   local records = redis.call('HMGET', key('jobs'), unpack(ids))
-  for i, id in ipairs(ids) do
+  for i = 1, #ids do
+    local id = ids[i]
     local claimable = id ~= '' and not ignore_hint(priority, id)
     if claimable and priority == LANE then in_lane = in_lane - 1 end
     if claimable and not records[i] then
@@ -156,8 +163,8 @@ local function take(priority, ids)
         spent[#spent + 1] = { id = id, record = records[i], error = error }
       else
         taken[#taken + 1] = id
-        reply_jobs[#reply_jobs + 1] = id
-        reply_jobs[#reply_jobs + 1] = records[i]
+        reply[#reply + 1] = id
+        reply[#reply + 1] = records[i]
       end
     end
   end
@@ -202,8 +209,8 @@ local function claim()
   if #taken == 0 then return '' end
   local owner = worker .. ':' .. fence
   local pairs_to_set = {}
-  for i, id in ipairs(taken) do
-    pairs_to_set[2 * i - 1] = id
+  for i = 1, #taken do
+    pairs_to_set[2 * i - 1] = taken[i]
     pairs_to_set[2 * i] = owner
   end
   redis.call('HSET', key('active'), unpack(pairs_to_set))
@@ -254,7 +261,6 @@ settle_successes(10)
 settle_failures(10 + 3 * done_count)
 promote()
 local held = keep_or_return()
-redis.call('HSET', workers_key(processor), worker, turn)
 local fence = ''
 if has_limits and want > 0 and not paused then want = within_limits() end
 if want > 0 and not paused then fence = claim() end
@@ -262,7 +268,7 @@ if rate_count > 0 and (limited or fence ~= '') then tell_refill() end
 wake_idle_worker()
 write_journal(worker)
 
-local reply = { paused and PAUSED or limited and LIMITED or OK, held and 1 or 0, refused, fence,
-  tonumber(limits[1] or 0), tonumber(limits[2] or 1), tonumber(limits[3] or 0), option('keep_done_ms') > 0 and option('max_data') or 0 }
-for i, part in ipairs(reply_jobs) do reply[8 + i] = part end
+reply[1], reply[2], reply[3], reply[4] = paused and PAUSED or limited and LIMITED or OK, held and 1 or 0, refused, fence
+reply[5], reply[6], reply[7] = option('timeout_ms'), tonumber(options.size or 1), option('priority')
+reply[8] = option('keep_done_ms') > 0 and option('max_data') or 0
 return reply

@@ -25,7 +25,7 @@ end
 local id, since, valid_ms = ARGV[1], ARGV[3], tonumber(ARGV[4])
 if not epoch or ARGV[2] ~= '' and ARGV[2] ~= epoch then return { NO_QUEUE } end
 local first = since == ''
-if first and (option('keep_done_ms') == 0 or redis.call('HGET', key('options'), 'done_max') == '0') then return { KEEPS_NOTHING } end
+if first and (option('keep_done_ms') == 0 or options.done_max == '0') then return { KEEPS_NOTHING } end
 
 local live = redis.call('HEXISTS', key('jobs'), id) == 1
 local done = redis.call('HGET', key('done:jobs'), id)

@@ -83,6 +83,8 @@ class Queue:
     def __init__(self, client: Client, name: str) -> None:
         self.name = name
         self._client = client
+        # Of the thread that enqueued last.
+        self._last_producer: Producer | None = None
 
     def enqueue(
         self,
@@ -270,7 +272,10 @@ class Queue:
         return Awaiting(self._client.link(), self._client.prefix, self.name)
 
     def _producer(self) -> Producer:
-        return Producer(self._client.link(), self._client.prefix, self.name)
+        link, producer = self._client.link(), self._last_producer
+        if producer is None or producer.link is not link:
+            producer = self._last_producer = Producer(link, self._client.prefix, self.name)
+        return producer
 
     def _dead(self) -> DeadJobs:
         return DeadJobs(self._client.link(), self._client.prefix, self.name)

@@ -86,6 +86,8 @@ def test_max_items_counts_waiting_and_active_and_refuses_a_whole_chunk(redis_url
             queue.enqueue("c", "d")
         assert queue.state() == before
         assert queue.enqueue("c") == ["c"]
+        with pytest.raises(QueueFull):
+            queue.enqueue("d")
 
 
 def test_what_a_token_or_skip_leaves_out_does_not_count_towards_max_items(redis_url: str) -> None:
@@ -100,6 +102,8 @@ def test_data_larger_than_max_data_stores_nothing(redis_url: str) -> None:
     with one_queue(redis_url, max_data=100) as queue:
         with pytest.raises(InvalidData, match="max_data = 100"):
             queue.producer.enqueue([new_job(1, id="a"), new_job("x" * 100, id="b")])
+        with pytest.raises(InvalidData, match="max_data = 100"):
+            queue.producer.enqueue([new_job("x" * 100, id="b")])
         assert queue.state() == State(jobs=set())
 
 
@@ -110,6 +114,8 @@ def test_an_id_that_waits_or_runs_is_refused_and_nothing_of_the_chunk_is_stored(
     for taken in "ab":
         with pytest.raises(Exists):
             queue.enqueue("c", taken)
+        with pytest.raises(Exists):
+            queue.enqueue(taken)
     assert queue.state() == before
 
 
@@ -181,6 +187,17 @@ def test_each_priority_has_its_list(queue: OneQueue) -> None:
     assert pending_key(queue.base, 5) == queue.key("pending")
 
 
+def test_one_job_of_another_priority_wakes_a_worker(queue: OneQueue) -> None:
+    queue.enqueue("a", priority=7)
+    assert queue.redis.lrange(queue.key("pending"), 0, -1) == [b""]
+
+
+def test_one_job_with_a_time_is_scheduled(queue: OneQueue) -> None:
+    queue.producer.enqueue([new_job(1, id="a", run_in=60)])
+    assert queue.redis.zrange(queue.key("scheduled"), 0, -1) == [b"a"]
+    assert queue.state() == State({"a"})
+
+
 def test_no_jobs_are_no_call(queue: OneQueue) -> None:
     assert queue.producer.enqueue([]) == []
 
@@ -191,7 +208,7 @@ def test_a_queue_that_is_not_there_is_named(redis_url: str) -> None:
 
 
 def test_another_protocol_is_refused(queue: OneQueue) -> None:
-    queue.redis.hset(queue.key("options"), "protocol", 99)
+    queue.set_options(protocol=99)
     with pytest.raises(IncompatibleProtocol, match="speaks protocol 99"):
         queue.enqueue("a")
     with pytest.raises(IncompatibleProtocol):

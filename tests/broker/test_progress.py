@@ -110,7 +110,7 @@ def remove_and_fail(queue: OneQueue, worker: HandWorker) -> None:
 
 
 def fail_with_retries_left(queue: OneQueue, worker: HandWorker) -> None:
-    queue.redis.hset(queue.key("options"), "max_retries", 3)
+    queue.set_options(max_retries=3)
     worker.turn(failed="a", keep=1)
 
 

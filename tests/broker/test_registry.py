@@ -8,7 +8,15 @@ from forq.broker.producing import new_job
 from forq.broker.registry import Dropped, Registry
 from forq.broker.scripts import script
 from forq.broker.stored_options import stored_defaults
-from forq.errors import IncompatibleProtocol, InvalidName, QueueExists, QueueNotEmpty, TooManyQueues, UnknownQueue
+from forq.errors import (
+    IncompatibleProtocol,
+    InvalidName,
+    QueueExists,
+    QueueFull,
+    QueueNotEmpty,
+    TooManyQueues,
+    UnknownQueue,
+)
 from tests.support.one_queue import OneQueue, State, one_queue
 
 
@@ -56,6 +64,29 @@ def test_create_joins_and_sets_the_options_given(queue: OneQueue) -> None:
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
 
 
+def test_a_queue_made_anew_has_its_own_options(redis_url: str) -> None:
+    with one_queue(redis_url, max_items=1) as queue:
+        queue.enqueue("a")
+        with pytest.raises(QueueFull):
+            queue.enqueue("b")
+        version = queue.hash("options")["version"]
+        queue.registry.delete(queue.name, force=True)
+        purge(queue)
+        queue.create(max_items=2)
+        assert queue.hash("options")["version"] == version
+        queue.enqueue("a", "b")
+        queue.set_options(max_items=3)
+        queue.enqueue("c")
+
+
+def test_options_without_a_version_are_read_each_time(queue: OneQueue) -> None:
+    queue.redis.hdel(queue.key("options"), "version")
+    queue.enqueue("a")
+    queue.redis.hset(queue.key("options"), "max_items", 1)
+    with pytest.raises(QueueFull):
+        queue.enqueue("b")
+
+
 @pytest.mark.one_server
 def test_another_mode_or_protocol_is_refused(queue: OneQueue) -> None:
     with pytest.raises(QueueExists, match="'work'"):
@@ -64,7 +95,7 @@ def test_another_mode_or_protocol_is_refused(queue: OneQueue) -> None:
     with pytest.raises(QueueExists, match="'work'"):
         make(queue.registry, queue.name, mode="on_request")
     queue.redis.hset(registry_key(DEFAULT_PREFIX), queue.name, "work")
-    queue.redis.hset(queue.key("options"), "protocol", 99)
+    queue.set_options(protocol=99)
     with pytest.raises(IncompatibleProtocol):
         queue.create()
 

@@ -178,7 +178,7 @@ def test_what_is_asked_of_a_queue_that_is_not_there_is_refused(redis_url: str) -
 
 
 def test_a_client_of_another_protocol_cannot_set(hand: HandSchedules) -> None:
-    hand.redis.hset(hand.queue.key("options"), "protocol", "99")
+    hand.queue.set_options(protocol=99)
     with pytest.raises(IncompatibleProtocol):
         hand.set()
     assert hand.next_ms() is None

@@ -7,10 +7,11 @@ import pytest
 
 import forq.broker
 from forq.broker.codes import LUA_CONSTANTS, error_for
-from forq.broker.keys import QUEUE_KEYS
+from forq.broker.keys import QUEUE_KEYS, queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import as_function, script
 from forq.errors import ForqError
+from tests.support.one_queue import OneQueue
 
 LUA = Path(forq.broker.__file__).parent / "lua"
 SCRIPTS = sorted(path.stem for path in LUA.glob("*.lua"))
@@ -60,11 +61,36 @@ def test_every_key_is_listed_in_keys(path: Path) -> None:
     assert named <= set(QUEUE_KEYS)
 
 
+def test_only_keys_that_stay_are_remembered() -> None:
+    """`key` keeps the names it was given: those of a job or an awaiter would be ever more."""
+    text = "".join(path.read_text() for path in FILES)
+    assert set(re.findall(r"key\('([^']+)' \.\.", text)) == {"pending:"}
+
+
 def test_keys_with_parts_are_built_as_listed() -> None:
     text = "".join(path.read_text() for path in FILES)
-    built = set(re.findall(r"key\('([^']+)' \.\.", text))
+    built = {f"{kind}:" for kind in re.findall(r"key_of\('([^']+)', ", text)} | {"pending:"}
     listed = {re.split(r"(?<=:)(?:[A-Z]|0-9)", name)[0] for name in QUEUE_KEYS if re.search(r":(?:[A-Z]|0-9)", name)}
     assert built == listed
+
+
+def test_of_very_many_queues_only_so_many_are_remembered(queue: OneQueue) -> None:
+    """As many as base.lua says, and a few; a script that remembers nothing but its keys shows it in what it takes."""
+    queue.enqueue("a")
+
+    def remembered_bytes() -> int:
+        return int(queue.redis.info("memory")["used_memory_vm_functions"])
+
+    def look_at(numbers: range) -> None:
+        bases = [queue_base("other:", f"q{number}") for number in numbers]
+        queue.link.run_each(script("counts"), bases)
+
+    look_at(range(900))
+    before = remembered_bytes()
+    for first in range(1000, 9000, 1000):
+        look_at(range(first, first + 1000))
+    assert remembered_bytes() < 3 * before
+    assert queue.viewer.counts().waiting == 1
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -78,7 +104,9 @@ def test_a_script_answers_only_with_codes_that_are_defined(path: Path) -> None:
 @pytest.mark.spec("R1")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_no_script_searches_a_list_or_the_keyspace(path: Path) -> None:
-    used = set(re.findall(r"redis\.call\('(\w+)'", path.read_text()))
+    # How many options there are does not depend on the jobs.
+    text = path.read_text().replace("redis.call('HGETALL', key('options'))", "")
+    used = set(re.findall(r"redis\.call\('(\w+)'", text))
     assert not used & set(FORBIDDEN)
 
 

@@ -245,9 +245,20 @@ def test_a_worker_that_is_not_registered_is_fenced(queue: OneQueue) -> None:
     worker.turn(want=1)
     queue.recover(worker)
     before = queue.state()
-    with pytest.raises(Fenced):
-        worker.turn(done="a", want=1)
+    for _ in range(2):
+        with pytest.raises(Fenced):
+            worker.turn(done="a", want=1)
     assert queue.state() == before
+
+
+def test_a_hint_of_a_running_job_among_many_is_passed_over(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    queue.worker("w1").turn(want=1)
+    queue.enqueue(*(f"b{n}" for n in range(20)))
+    queue.redis.lpush(queue.key("pending"), "a")
+    taken = queue.worker("w2").turn(want=20)
+    assert "a" not in taken
+    assert len(taken) == 20
 
 
 @pytest.mark.spec("R16")

@@ -49,7 +49,7 @@ def test_three_supervisors_make_one_job_per_tick_while_they_are_killed_and_froze
             forq.start()
             forq.create("q", "record")
         queue = OneQueue(redis_url)
-        queue.redis.hset(queue.key("options"), mapping={"max_retries": 10, "max_stalls": 100})
+        queue.set_options(max_retries=10, max_stalls=100)
         rule = ["--every", "1s", "--overlap", "queue", "--catch-up", "all"]
         supervisors[0].ctl("schedule", "q", "beat", *rule)
         until = time.monotonic() + SECONDS

@@ -229,14 +229,14 @@ def test_a_full_queue_takes_what_it_can_and_the_rest_comes_when_there_is_room(
     queue.enqueue("a", "b", "c")
     end_all(queue)
     replays.ingest()
-    queue.redis.hset(queue.key("options"), "max_items", 1)
+    queue.set_options(max_items=1)
     assert replays("true", "--json") == 1
     result = result_of(capsys)
     assert result["replayed"] == len(queue.state().jobs) < 3
     assert isinstance(result["reasons"], dict)
     (reason,) = result["reasons"]
     assert reason.endswith("queue 'q' holds max_items = 1 jobs; nothing was stored")
-    queue.redis.hset(queue.key("options"), "max_items", 0)
+    queue.set_options(max_items=0)
     assert replays("true") == 0
     assert queue.state().jobs == {"a", "b", "c"}
 

@@ -58,6 +58,11 @@ class OneQueue:
     def create(self, **options: int) -> bool:
         return self.registry.create(self.name, self.mode, 100, stored_defaults(), options)
 
+    def set_options(self, **options: int) -> None:
+        """Whatever they are: `configure` would refuse some."""
+        self.redis.hset(self.key("options"), mapping=options)
+        self.redis.hincrby(self.key("options"), "version", 1)
+
     def enqueue(self, *ids: str, priority: int = 5, token: str | None = None, if_exists: str = "refuse") -> list[str]:
         jobs = [new_job({"n": job_id}, id=job_id, priority=priority, token=token) for job_id in ids]
         return self.producer.enqueue(jobs, Update(if_exists))

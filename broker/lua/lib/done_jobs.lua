@@ -13,8 +13,7 @@ local function forget_done(most)
     redis.call('ZREM', key('done'), unpack(ids))
     redis.call('HDEL', key('done:jobs'), unpack(ids))
   end
-  local excess = redis.call('ZCARD', key('done'))
-    - tonumber(redis.call('HGET', key('options'), 'done_max') or DONE_MAX)
+  local excess = redis.call('ZCARD', key('done')) - tonumber(options.done_max or DONE_MAX)
   if excess > 0 then forget(redis.call('ZRANGE', key('done'), 0, math.min(excess, most) - 1)) end
   forget(redis.call('ZRANGEBYSCORE', key('done'), '-inf', string.format('%.0f', now_ms - option('keep_done_ms')),
     'LIMIT', 0, most))
@@ -51,7 +50,8 @@ local function settle_done(ids, notes, told)
   if #ids == 0 then return end
   local keeps = option('keep_done_ms') > 0
   -- Most queues have none of these: then one question is all that they cost.
-  local some = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters')) > 0
+  local some = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters'), key('stale')) > 0
+  if not some then may_be_stale = false end
   local owners = (keeps or some) and redis.call('HMGET', key('active'), unpack(ids))
   if keeps then keep_done(ids, owners, told or {}) end
   redis.call('HDEL', key('jobs'), unpack(ids))

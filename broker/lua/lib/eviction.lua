@@ -5,12 +5,12 @@
 local EVICTED_PER_CALL = 16
 
 local function positions_key(of)
-  return key('processor:' .. of .. ':positions')
+  return key_of('processor', of .. ':positions')
 end
 
 -- Lines for the failed log that its scribe took and did not live to write: others write them, before all later ones.
 local function return_lines(silent)
-  local hand, returned = key('outbox:' .. silent), false
+  local hand, returned = key_of('outbox', silent), false
   while redis.call('LMOVE', hand, key('outbox'), 'RIGHT', 'LEFT') do returned = true end
   if returned then redis.call('PUBLISH', key('outbox'), string.match(base, '{(.+)}')) end
 end

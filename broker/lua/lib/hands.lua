@@ -6,7 +6,7 @@
 local FORGOTTEN_PER_LAPSE = 200
 
 local function hand_key(awaiter)
-  return key('awaiter:' .. awaiter)
+  return key_of('awaiter', awaiter)
 end
 
 -- The id it has in hand, and whether it has accepted that, and the bridge that was told; nil if it has none.

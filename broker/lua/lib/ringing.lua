@@ -6,10 +6,10 @@ local function ring(known)
   -- It is not rung again until it asks: the next item rings the next one.
   redis.call('ZREM', key('awaiting'), known.member)
   if known.via ~= '-' then
-    redis.call('PUBLISH', key('handed:' .. known.via), known.name)
+    redis.call('PUBLISH', key_of('handed', known.via), known.name)
     return
   end
-  local list = key('awaiter:' .. known.name)
+  local list = key_of('awaiter', known.name)
   if redis.call('EXISTS', list) == 1 then return end
   redis.call('RPUSH', list, '')
   redis.call('PEXPIRE', list, string.format('%.0f', known.expires_ms - now_ms))

@@ -8,7 +8,7 @@ local function tell_waiters(ids, how, fences)
   for i, waits_until in ipairs(redis.call('HMGET', key('waiters'), unpack(ids))) do
     if waits_until then
       redis.call('HDEL', key('waiters'), ids[i])
-      redis.call('PUBLISH', key('ended:' .. ids[i]), how .. ' ' .. (fences and fences[i] or 0))
+      redis.call('PUBLISH', key_of('ended', ids[i]), how .. ' ' .. (fences and fences[i] or 0))
     end
   end
 end
