@@ -12,6 +12,7 @@
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ from benchmarks.figures import Trial, summary
 from benchmarks.measures import FULL, MEASURES, QUICK, Effort, Figures
 from benchmarks.processes import DISTURBED_CORES, Quiet, machine
 from benchmarks.roster import Peer, roster
-from benchmarks.under_load import LOADS, SERVICE_MS, backlog, load, load_floor
+from benchmarks.under_load import LOADS, SERVICE_MS, STEADY_CONCURRENCY, backlog, load, load_floor, steady
 from benchmarks.worker import Failed
 from forq.treekill import become_subreaper
 from tests.support.server import Server
@@ -118,6 +119,16 @@ def available(wanted: list[str]) -> tuple[list[Peer], dict[str, str]]:
     return peers, left_out
 
 
+def use_redis_of_debian() -> None:
+    """Unless there is a server of the machine's own. What forq would bring has the malloc of libc, which slows down as
+    its heap grows; without either it is used, and the tables say so."""
+    if not any(map(shutil.which, ("valkey-server", "redis-server"))):
+        try:
+            os.environ["PATH"] = f"{installing.redis_server()}:{os.environ['PATH']}"
+        except installing.Unavailable as exc:
+            print(f"no redis-server: {exc}", file=sys.stderr)
+
+
 def fastest(run: Run, peers: list[Peer]) -> list[Peer]:
     """forq, and those who drained most per second."""
     found = run.summaries()
@@ -129,6 +140,9 @@ def fastest(run: Run, peers: list[Peer]) -> list[Peer]:
 def measure_all(run: Run, peers: list[Peer], only: set[str], crash_cap_seconds: float) -> None:
     run.series({name: measure for name, measure in MEASURES.items() if name in only}, peers)
     chosen = fastest(run, peers)
+    if "steady" in only:
+        steadies = {f"steady{workers}": partial(steady, concurrency=workers) for workers in STEADY_CONCURRENCY}
+        run.series(steadies, chosen)
     if "load" in only:
         run.series({f"load{percent}": partial(load, percent=percent) for percent in LOADS}, chosen)
     if "backlog" in only:
@@ -187,7 +201,7 @@ def draw(results_path: Path, chart_path: Path) -> None:
 
 
 def main() -> None:
-    every = [*MEASURES, "load", "backlog", "prototype", "crash"]
+    every = [*MEASURES, "steady", "load", "backlog", "prototype", "crash"]
     names = [peer.name for peer in roster() if peer.name != "forq"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of few jobs: less than 5 minutes")
@@ -204,6 +218,7 @@ def main() -> None:
     if unknown := (only - set(every)) | (set(wanted) - set(names)):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     peers, left_out = available(wanted)
+    use_redis_of_debian()
     # What a killed worker leaves behind comes to this process, and counts as its own.
     become_subreaper()
     load_before, server = os.getloadavg()[0], Server()

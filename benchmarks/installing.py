@@ -12,7 +12,6 @@ from pathlib import Path
 
 PEERS_DIR = Path(__file__).parent / ".peers"
 _INSTALL_SECONDS = 300
-_DEBIAN = "ruby-sidekiq"
 
 
 class Unavailable(Exception):
@@ -62,14 +61,30 @@ def node_modules(packages: list[str]) -> Path:
 
 
 def sidekiq_root() -> Path:
-    """Debian's Ruby and Sidekiq, unpacked; they are not installed into the system."""
+    return debian_root("sidekiq", "ruby-sidekiq")
+
+
+def redis_server() -> Path:
+    """The directory with Debian's redis-server, which has its own malloc (jemalloc) as most that people run."""
+    root = debian_root("redis", "redis-server")
+    program = root / "bin" / "redis-server"
+    if not program.exists():
+        program.parent.mkdir()
+        libraries = root / "usr/lib" / f"{os.uname().machine}-linux-gnu"
+        program.write_text(f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {root}/usr/bin/redis-server "$@"\n')
+        program.chmod(0o755)
+    return program.parent
+
+
+def debian_root(name: str, package: str) -> Path:
+    """A package of Debian's with what it needs, unpacked; it is not installed into the system."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
-        raise Unavailable("Sidekiq is taken from Debian's packages, and this is no Debian")
-    directory = PEERS_DIR / "sidekiq"
+        raise Unavailable(f"{package} is taken from Debian's packages, and this is no Debian")
+    directory = PEERS_DIR / name
     if not _ready(directory):
         archives = directory / "archives"
         archives.mkdir(parents=True)
-        wanted = run(["apt-get", "-qq", "--no-install-recommends", "--print-uris", "install", _DEBIAN])
+        wanted = run(["apt-get", "-qq", "--no-install-recommends", "--print-uris", "install", package])
         names = [line.split()[1].partition("_")[0] for line in wanted.splitlines()]
         run(["apt-get", "-qq", "download", *names], cwd=archives)
         for archive in sorted(archives.glob("*.deb")):

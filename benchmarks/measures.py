@@ -23,6 +23,7 @@ class Effort:
     drain_seconds: float
     pickup_jobs: int
     idle_seconds: float
+    steady_seconds: float
     load_seconds: float
     backlogs: tuple[int, ...]
     backlog_jobs: int
@@ -30,8 +31,8 @@ class Effort:
     patience_seconds: float = 90.0
 
 
-FULL = Effort(3.0, 4.0, 400, 5.0, 40.0, (10, 10_000, 1_000_000), 5_000)
-QUICK = Effort(0.5, 0.7, 100, 1.0, 5.0, (10, 10_000), 1_000, patience_seconds=40.0)
+FULL = Effort(3.0, 4.0, 400, 5.0, 5.0, 40.0, (10, 10_000, 1_000_000), 5_000)
+QUICK = Effort(0.5, 0.7, 100, 1.0, 1.0, 5.0, (10, 10_000), 1_000, patience_seconds=40.0)
 
 Figures = dict[str, float]
 PICKUP_PER_SECOND = 40.0

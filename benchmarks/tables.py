@@ -114,6 +114,17 @@ def load(results: Results) -> str:
     return markdown(head, [*rows, ["if queues cost nothing", *floor]])
 
 
+def steady(results: Results) -> str:
+    """Jobs that take 5 ms: how many run, and the share of what threads can do that only sleep as long."""
+    measures = {"1 worker": "steady1", "20 workers": "steady20"}
+    rows = [
+        [peer, *(cell(results, peer, measure, "per_second", "percent") for measure in measures.values())]
+        for peer in results["peers"]
+        if any(measure in results["summaries"].get(peer, {}) for measure in measures.values())
+    ]
+    return markdown(["", *(f"{name}: jobs/s / % of the most" for name in measures)], rows)
+
+
 def backlog(results: Results) -> str:
     head = ["server µs per job: enqueue / run", *(f"{size:,} waiting" for size in results["effort"]["backlogs"])]
     sizes = [f"backlog{size}" for size in results["effort"]["backlogs"]]
@@ -186,6 +197,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "conditions": conditions,
     "speed": speed,
     "waiting": waiting,
+    "steady": steady,
     "load": load,
     "backlog": backlog,
     "cost": cost,

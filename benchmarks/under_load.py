@@ -1,4 +1,7 @@
-"""Measures for forq and the fastest peers only: waiting under load, and the cost of a long backlog."""
+"""Measures for forq and the fastest peers only: jobs that take 5 ms, waiting under load, the cost of a long backlog."""
+
+import threading
+import time
 
 from benchmarks.figures import least_waits_ms, percentiles, poisson_ns
 from benchmarks.measures import Effort, Figures
@@ -9,6 +12,7 @@ from tests.support.server import Server
 
 SERVICE_MS = 5.0
 LOADS = (50, 90)
+STEADY_CONCURRENCY = (1, 20)
 
 
 def load(peer: Peer, server: Server, effort: Effort, number: int, percent: int) -> tuple[Figures, list[float]]:
@@ -25,6 +29,39 @@ def load(peer: Peer, server: Server, effort: Effort, number: int, percent: int) 
         allowed_seconds = effort.patience_seconds + effort.load_seconds
         records = bench.wait_for_records(known + len(times), allowed_seconds)[known:]
         return {}, [(record.started_ns - record.sent_ns) / 1e6 for record in records]
+
+
+def steady(peer: Peer, server: Server, effort: Effort, number: int, concurrency: int) -> tuple[Figures, list[float]]:
+    """Jobs of 5 ms that all wait already: how many per second, and what share that is of threads that only sleep."""
+    jobs = int(concurrency * 1000 / SERVICE_MS * effort.steady_seconds)
+    with Bench(peer, server, concurrency=concurrency) as bench:
+        bench.arrive([0] * jobs, SERVICE_MS)
+        bench.work()
+        records = bench.wait_for_records(jobs, effort.patience_seconds + effort.steady_seconds)
+    started = sorted(record.started_ns for record in records)
+    # From when all run to when the last of them are begun: neither starting up nor running out is in it.
+    first, last = started[2 * concurrency], started[-2 * concurrency]
+    rate = (len(started) - 4 * concurrency) / ((last - first) / 1e9)
+    return {"per_second": rate, "percent": rate / sleeps_per_second(concurrency) * 100}, []
+
+
+def sleeps_per_second(threads: int, seconds: float = 1.0) -> float:
+    """The most that so many workers can do: how often threads of one process sleep 5 ms, and do nothing else."""
+    ends_at = time.monotonic() + seconds
+    counts = [0] * threads
+
+    def sleep(number: int) -> None:
+        while time.monotonic() < ends_at:
+            time.sleep(SERVICE_MS / 1000)
+            counts[number] += 1
+
+    running = [threading.Thread(target=sleep, args=(number,)) for number in range(threads)]
+    began = time.monotonic()
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return sum(counts) / (time.monotonic() - began)
 
 
 def load_arrivals(percent: int, seconds: float, seed: int) -> list[int]:

@@ -42,10 +42,12 @@ from forq.workers.recycling import Recycling
 
 MAX_BATCH = 128
 # A batch is sized to take about this long; jobs slower than PREFETCH_BELOW are never taken ahead of time.
-BATCH_NS = 10_000_000
-PREFETCH_BELOW_NS = 500_000
+BATCH_NS = 16_000_000
+PREFETCH_BELOW_NS = 8_000_000
+# Of jobs above this a worker that had nothing to do takes one: others may be as idle, and two jobs would wait for each other.
+QUICK_NS = 500_000
 # Well below the age at which pulse rescues the rest of a batch (pulse.RESCUE_AFTER_MS): see duty 3.
-SLOW_NS = 5_000_000
+SLOW_NS = 10_000_000
 # Results go with the turn, and many large ones would make one that no server takes: with more than this in hand, a turn
 # comes before the next job.
 RESULTS_BYTES = 4 << 20
@@ -113,7 +115,7 @@ class WorkerLoop:
         self._now = clock_ns
         self._stop = threading.Event()
         self._number = 0
-        self._want = 1
+        self._want = self._want_when_idle = 1
         # Halved when a job of a batch is slow; grows by a quarter with each batch in which none is.
         self._most = max_batch
         self._done: Settled = []
@@ -327,13 +329,14 @@ class WorkerLoop:
             self._failed += (job_id, self._fence, micros, *what)
 
     def _adapt(self, per_job_ns: int) -> None:
-        """How many jobs to take next time: many only while they are far shorter than a round trip is worth, and none of
-        them was slow lately."""
+        """How many jobs to take next time: several only while a round trip for each would cost more than they would wait
+        for one another, and none of them was slow lately."""
         self._most = min(self._max_batch, self._most + self._most // 4 + 1)
         if per_job_ns > PREFETCH_BELOW_NS:
             self._want = 1
         else:
             self._want = max(1, min(self._most, self._want * 4, BATCH_NS // max(per_job_ns, 1)))
+        self._want_when_idle = self._want if per_job_ns <= QUICK_NS else 1
 
     def rest(self) -> None:
         """Blocks until there may be work."""
@@ -368,7 +371,7 @@ class WorkerLoop:
         """Waits with the claim sent along: a job begins one round trip earlier."""
         while not self.stopping and self._ahead is None:
             self._number = self._numbers.next()
-            turn = self.consumer.wait_for_turn(self._number, self._recycling.room(self._want, 0))
+            turn = self.consumer.wait_for_turn(self._number, self._recycling.room(self._want_when_idle, 0))
             if turn is None:
                 return
             self._took(turn)

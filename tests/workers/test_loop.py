@@ -228,7 +228,10 @@ def test_quick_jobs_are_taken_ahead_and_slow_ones_never() -> None:
         rig.step()
         wants.append(rig.loop._want)
     assert wants[:4] == [4, 16, 64, MAX_BATCH]
-    pause_ns = 2_000_000
+    pause_ns = 5_000_000
+    rig.step()
+    assert (rig.loop._want, rig.loop._want_when_idle) == (3, 1)
+    pause_ns = 9_000_000
     rig.step()
     assert rig.loop._want == 1
 
