@@ -44,7 +44,7 @@ MAX_BATCH = 128
 # A batch is sized to take about this long; jobs slower than PREFETCH_BELOW are never taken ahead of time.
 BATCH_NS = 16_000_000
 PREFETCH_BELOW_NS = 8_000_000
-# Of jobs above this a worker that had nothing to do takes one: others may be as idle, and two jobs would wait for each other.
+# Of jobs above this a worker that was idle takes one: others may be idle too, and jobs would wait for each other.
 QUICK_NS = 500_000
 # Well below the age at which pulse rescues the rest of a batch (pulse.RESCUE_AFTER_MS): see duty 3.
 SLOW_NS = 10_000_000
@@ -329,8 +329,8 @@ class WorkerLoop:
             self._failed += (job_id, self._fence, micros, *what)
 
     def _adapt(self, per_job_ns: int) -> None:
-        """How many jobs to take next time: several only while a round trip for each would cost more than they would wait
-        for one another, and none of them was slow lately."""
+        """How many jobs to take next time: several only while a round trip for each costs more than that they wait for
+        one another, and none of them was slow lately."""
         self._most = min(self._max_batch, self._most + self._most // 4 + 1)
         if per_job_ns > PREFETCH_BELOW_NS:
             self._want = 1
