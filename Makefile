@@ -60,11 +60,14 @@ types: tools ## mypy --strict
 imports: tools ## which folder may import which
 	$(BIN)/lint-imports
 
-unit: tools ## pytest, without the slow suites; the tests of the pipeline run beside the others
-	@echo 'The tests of the pipeline run beside these; what they say comes at the end.'
-	@$(BIN)/pytest -m 'not slow' -p no:cacheprovider tests/pipeline > $(VENV)/pipeline.log 2>&1 & pipeline=$$!; \
-	$(BIN)/pytest -m 'not slow' --ignore=tests/pipeline; core=$$?; \
-	wait $$pipeline; late=$$?; cat $(VENV)/pipeline.log; exit $$((core | late))
+# Which folders need most time and least of the machine: they run beside the others.
+BESIDE := tests/pipeline tests/faults tests/servers
+
+unit: tools ## pytest, without the slow suites, in two runs side by side
+	@echo 'Beside these run: $(BESIDE). What they say comes at the end.'
+	@$(BIN)/pytest -m 'not slow' -p no:cacheprovider $(BESIDE) > $(VENV)/beside.log 2>&1 & beside=$$!; \
+	$(BIN)/pytest -m 'not slow' $(addprefix --ignore=,$(BESIDE)); core=$$?; \
+	wait $$beside; late=$$?; cat $(VENV)/beside.log; exit $$((core | late))
 
 kills: tools ## KILLS=1000 kill -9s at random moments over JOBS=50000 jobs (SEED=n repeats a run)
 	FORQ_TEST_KILLS=$(or $(KILLS),1000) FORQ_TEST_JOBS=$(or $(JOBS),50000) FORQ_TEST_SEED=$(or $(SEED),0) \

@@ -1,10 +1,10 @@
 """The embedded Redis server: a child that is started first, replaced when it dies, and stopped last."""
 
 import logging
-import os
 import signal
 from collections.abc import Callable
 
+from forq.supervisor import embedded
 from forq.supervisor.child import Nursery
 from forq.supervisor.respawn import Respawn
 from forq.supervisor.spawn import Spawned, exec_program, reap, signal_child
@@ -35,7 +35,7 @@ class RedisChild:
                 self._argv,
                 loop=self._nursery.loop,
                 keep_fds=self._nursery.keep_fds,
-                env=dict(os.environ),
+                env=embedded.environment(),
                 death_signal=signal.SIGTERM,
             )
         except OSError as exc:

@@ -13,7 +13,7 @@ import redis
 
 from forq.errors import ConfigError, ForqError
 from forq.supervisor import embedded
-from forq.supervisor.embedded import command, find_server, server_version
+from forq.supervisor.embedded import command, environment, find_server, server_version
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,13 @@ def test_a_socket_path_longer_than_linux_allows_is_refused_with_the_reason(tmp_p
     too_long = fits.with_name(fits.name + "s")
     with pytest.raises(ConfigError, match="has 108 bytes, and Linux allows 107"):
         command("redis-server", Paths(too_long, tmp_path))
+
+
+def test_the_server_is_told_how_much_its_malloc_keeps_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert environment()["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=512"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")
+    assert environment() == dict(os.environ)
 
 
 def test_the_command_starts_a_private_durable_server_that_shows_in_ps(tmp_path: Path) -> None:

@@ -53,9 +53,9 @@ local now_ms = math.floor(now_us / 1000)
 local options_now = redis.call('HMGET', key('options'), 'epoch', 'version', 'paused')
 local epoch, paused = options_now[1], options_now[3] == '1'
 if not options_now[2] or memo.epoch ~= epoch or memo.version ~= options_now[2] then
-  memo.epoch, memo.version, memo.options, memo.numbers = epoch, options_now[2], {}, {}
-  local all = redis.call('HGETALL', key('options'))
-  for at = 1, #all, 2 do memo.options[all[at]] = all[at + 1] end
+  local all, named = redis.call('HGETALL', key('options')), {}
+  for at = 1, #all, 2 do named[all[at]] = all[at + 1] end
+  memo.epoch, memo.version, memo.options, memo.numbers = epoch, options_now[2], named, {}
 end
 local options, known_numbers = memo.options, memo.numbers
 
