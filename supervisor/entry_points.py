@@ -1,6 +1,5 @@
 """The one place where the supervisor names the code of its children. Nothing of it runs in the parent."""
 
-import gc
 import os
 
 import forq
@@ -14,6 +13,7 @@ from forq.services.metrics import MetricsSettings, run_metrics
 from forq.services.pulse import PulseSettings, run_pulse
 from forq.services.scribe import ScribeSettings, run_scribe
 from forq.services.warden import WardenSettings, run_warden
+from forq.shared_pages import share_pages
 from forq.workers.child import ChildSettings, run_child
 
 __all__ = [
@@ -61,5 +61,4 @@ def preload(url: str) -> None:
         "finish",
     ):
         script(verb)
-    gc.collect()
-    gc.freeze()
+    share_pages()
