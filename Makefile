@@ -158,6 +158,9 @@ bench-backlog: tools ## cost of enqueue and claim at 10, 10k and 1M waiting
 bench-idle: tools ## CPU, Redis commands and memory of 50 idle queues
 	$(BIN)/python benchmarks/idle.py
 
+hot-code: tools ## find out anew which functions every process of a queue runs: their code is kept together in memory
+	$(BIN)/python benchmarks/hot_code.py
+
 bench-metrics: tools ## what metrics cost a no-op job, and a scrape of 1,000 queues
 	$(BIN)/python benchmarks/metrics.py
 

@@ -20,6 +20,8 @@ NOT_YET = object()
 # over: after 10 s without a word it is asked every 3 s, and given up on after the third time.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
 
+_TIMEVAL = struct.Struct("ll")
+
 
 class Connection:
     """Connected, logged in and named when it is made. Every error is an OSError or a hiredis error; BlockingIOError or
@@ -76,7 +78,7 @@ def _limit(connection: socket.socket, seconds: float) -> None:
     if type(connection) is not socket.socket:
         connection.settimeout(seconds)  # TLS
         return
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
+    limit = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1_000_000))
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

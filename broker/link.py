@@ -11,7 +11,8 @@ import os
 import select
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import hiredis
 
@@ -72,9 +73,10 @@ class Link:
         if self._cluster is not None:
             return self._cluster.follow(base, lambda link: link.run(script, base, *args))
         try:
-            return cast(list[Any], self.call("FCALL", script.name, 1, base, *args))
+            answer: list[Any] = self.call("FCALL", script.name, 1, base, *args)
         except _ScriptMissing:
-            return cast(list[Any], self.call(*self._load(script), 1, base, *args))
+            answer = self.call(*self._load(script), 1, base, *args)
+        return answer
 
     def run_each(self, script: Script, bases: list[str]) -> list[Any]:
         """Runs a script that only reads for each of these queues, in one round trip (to each node of a cluster)."""
@@ -252,13 +254,13 @@ class Link:
 
 def connect(address: Address, name: str, timeout_seconds: float) -> Connection:
     """To the server of this address, or to the present master if sentinels know it."""
+    if address.kind != SENTINEL:
+        return _connect(name, timeout_seconds, address.url)
+    return connect_to_master(address, name, partial(_connect, name, timeout_seconds))
 
-    def to_server(url: str) -> Connection:
-        return Connection(
-            url, name=name, connect_timeout_seconds=CONNECT_TIMEOUT_SECONDS, timeout_seconds=timeout_seconds
-        )
 
-    return connect_to_master(address, name, to_server) if address.kind == SENTINEL else to_server(address.url)
+def _connect(name: str, timeout_seconds: float, url: str) -> Connection:
+    return Connection(url, name=name, connect_timeout_seconds=CONNECT_TIMEOUT_SECONDS, timeout_seconds=timeout_seconds)
 
 
 def _hung_up(connection: Connection) -> bool:

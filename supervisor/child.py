@@ -23,6 +23,8 @@ READ_BYTES = 64 * 1024
 
 log = logging.getLogger("forq")
 
+_NO_LIMITS = Resources()
+
 
 @dataclass
 class Nursery:
@@ -99,7 +101,7 @@ class Child:
         self._output = bytearray()
         self._timer: Timer | None = None
         self._cgroup = nursery.cgroup(name.replace(" ", "-")) if runs_user_code else None
-        limits = resources or Resources()
+        limits = resources or _NO_LIMITS
         self.kernel_keeps = not limits or (self._cgroup is not None and limit(self._cgroup, limits))
         self.killed_by_kernel: Exceeded | None = None
         self._leash, theirs = socket.socketpair()

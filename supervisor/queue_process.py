@@ -36,6 +36,8 @@ LAST_SECONDS = 5.0
 
 OVERDUE = "timeout"
 
+_ROLES = {int(role): role.name.lower() for role in Role}
+
 log = logging.getLogger("forq")
 
 
@@ -47,7 +49,7 @@ class Surroundings:
     scoreboard: Scoreboard
     grants: Grants
     admission: Admission
-    run_child: Callable[[QueueSpec, Mapping[str, Value], Role, tuple[int, ...], socket.socket], int]
+    child: Callable[[str, QueueSpec, Mapping[str, Value], Role, tuple[int, ...]], Callable[[socket.socket], int]]
     recover: Callable[[dict[str, Any], Callable[[], None]], None]
     queue_gone: Callable[[str], None]
     evicted: Callable[[], None]
@@ -122,7 +124,7 @@ class QueueProcess:
 
     @property
     def name(self) -> str:
-        return f"{self.spec.name} {self.role.name.lower()}"
+        return f"{self.spec.name} {_ROLES[self.role]}"
 
     @property
     def pid(self) -> int:
@@ -209,7 +211,7 @@ class QueueProcess:
         return Child(
             self._around.nursery,
             self.name,
-            lambda leash: self._around.run_child(self.spec, options, self.role, self.slots, leash),
+            self._around.child(self.name, self.spec, options, self.role, self.slots),
             handled=(signal.SIGTERM,),
             runs_user_code=True,
             resources=self.resources,

@@ -60,7 +60,7 @@ class Queues:
             scoreboard=services.scoreboard,
             grants=self.grants,
             admission=self._admission,
-            run_child=services.run_child,
+            child=services.child,
             recover=services.recover,
             queue_gone=self.gone,
             evicted=self.rejoin,

@@ -205,34 +205,30 @@ class Services:
         self._state.redis_dir.mkdir(mode=0o700, exist_ok=True)
         return RedisChild(self.nursery, embedded.command(program, self._state))
 
-    def run_child(
-        self,
-        spec: QueueSpec,
-        options: Mapping[str, Value],
-        role: Role,
-        slots: tuple[int, ...],
-        leash: socket.socket,
-    ) -> int:
-        return entry_points.run_child(
-            entry_points.ChildSettings(
-                spec=spec,
-                options=options,
-                role=role,
-                url=self.redis_url,
-                prefix=self._config.prefix,
-                processor=self.processor,
-                expiry_ms=round(self._config.expiry_seconds * 1000),
-                scoreboard=self.scoreboard,
-                slots=slots,
-                leash=leash,
-                watch_fd=self._watch_fd,
-                tree_lock_fd=self._state.tree_lock_fd,
-                tracing=self._config.tracing,
-                tallies=self.tallies,
-                output=self.outputs.directory(spec.name),
-                log_level=self._config.log_level,
-            )
+    def child(
+        self, name: str, spec: QueueSpec, options: Mapping[str, Value], role: Role, slots: tuple[int, ...]
+    ) -> Callable[[socket.socket], int]:
+        """What the process of a queue is to run. All that can be prepared is, here in the parent: what a child does not
+        have to do is memory that it goes on to share."""
+        settings = entry_points.ChildSettings(
+            name=name,
+            spec=spec,
+            options=options,
+            role=role,
+            url=self.redis_url,
+            prefix=self._config.prefix,
+            processor=self.processor,
+            expiry_ms=round(self._config.expiry_seconds * 1000),
+            scoreboard=self.scoreboard,
+            slots=slots,
+            watch_fd=self._watch_fd,
+            tree_lock_fd=self._state.tree_lock_fd,
+            tracing=self._config.tracing,
+            tallies=self.tallies,
+            output=self.outputs.directory(spec.name),
+            log_level=self._config.log_level,
         )
+        return partial(entry_points.run_child, settings)
 
     def _run_pulse(self, leash: socket.socket) -> int:
         return entry_points.run_pulse(

@@ -12,7 +12,6 @@ unblocks them itself, so that a TERM that comes at once waits for its handler.
 
 import faulthandler
 import gc
-import inspect
 import os
 import signal
 import sys
@@ -25,6 +24,7 @@ from typing import NoReturn
 from setproctitle import setproctitle
 
 from forq.cgroup import Cgroup
+from forq.raw_signals import set_handler, set_mask
 from forq.supervisor.loop import Loop
 from forq.treekill import become_subreaper, set_parent_death_signal
 
@@ -32,9 +32,8 @@ CANNOT_EXEC = 127
 _IGNORED_BY_PYTHON = frozenset({signal.SIGPIPE, signal.SIGXFSZ})
 _FIXED = frozenset({signal.SIGKILL, signal.SIGSTOP})
 _ALL = frozenset(map(int, signal.valid_signals()))
-# Without the wrappers that make an enum of each signal, of which there are 60 in a mask.
-_set_mask = inspect.unwrap(signal.pthread_sigmask)
-_set_handler = inspect.unwrap(signal.signal)
+_RESET = tuple(_ALL - _FIXED - _IGNORED_BY_PYTHON)
+_SIG_DFL = int(signal.SIG_DFL)
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def spawn(
     def child() -> int:
         _enter(loop, cgroup, subreaper)
         _close_all_except(keep_fds)
-        _set_mask(signal.SIG_SETMASK, handled)
+        set_mask(signal.SIG_SETMASK, handled)
         setproctitle(title)
         return run()
 
@@ -152,7 +151,7 @@ def signal_child(spawned: Spawned, signum: int) -> bool:
 
 def _fork(child: Callable[[], int]) -> Spawned:
     _flush_stdio()
-    mask = _set_mask(signal.SIG_BLOCK, _ALL)
+    mask = set_mask(signal.SIG_BLOCK, _ALL)
     try:
         pid = os.fork()
         if pid == 0:
@@ -164,7 +163,7 @@ def _fork(child: Callable[[], int]) -> Spawned:
             os.waitpid(pid, 0)
             raise
     finally:
-        _set_mask(signal.SIG_SETMASK, mask)
+        set_mask(signal.SIG_SETMASK, mask)
 
 
 def _call_and_exit(child: Callable[[], int]) -> NoReturn:
@@ -201,8 +200,8 @@ def _enter(loop: Loop | None, cgroup: Cgroup | None, subreaper: bool) -> None:
     signal.set_wakeup_fd(-1)
     # Else it counts as enabled in the child, where its handlers are gone, and to enable it there would do nothing.
     faulthandler.disable()
-    for signum in _ALL - _FIXED - _IGNORED_BY_PYTHON:
-        _set_handler(signum, signal.SIG_DFL)
+    for signum in _RESET:
+        set_handler(signum, _SIG_DFL)
     os.setsid()
     if subreaper:
         become_subreaper()
@@ -210,9 +209,10 @@ def _enter(loop: Loop | None, cgroup: Cgroup | None, subreaper: bool) -> None:
 
 def _close_all_except(keep_fds: Collection[int]) -> None:
     low = 3
-    for fd in sorted(fd for fd in set(keep_fds) if fd >= low):
-        os.closerange(low, fd)
-        low = fd + 1
+    for fd in sorted(keep_fds):
+        if fd >= low:
+            os.closerange(low, fd)
+            low = fd + 1
     os.closerange(low, max(low, os.sysconf("SC_OPEN_MAX")))
 
 
@@ -238,6 +238,8 @@ def _complain(text: str) -> None:
 def _flush_stdio() -> None:
     """What is buffered would be written twice; a stream that is closed or broken has nothing to lose."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with suppress(OSError, ValueError):
+        try:
+            if stream is not None:
                 stream.flush()
+        except (OSError, ValueError):
+            continue

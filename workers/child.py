@@ -41,6 +41,8 @@ Loop = WorkerLoop | RetryLoop | ReleaseLoop | IdleLoop
 class ChildSettings:
     """What the supervisor gives a queue's child at its fork."""
 
+    # Of its queue and role.
+    name: str
     spec: QueueSpec
     options: Mapping[str, Value]
     role: Role
@@ -50,7 +52,6 @@ class ChildSettings:
     expiry_ms: int
     scoreboard: Scoreboard
     slots: tuple[int, ...]
-    leash: socket.socket
     watch_fd: int
     tree_lock_fd: int
     tracing: str = OFF
@@ -61,24 +62,21 @@ class ChildSettings:
     log_level: str = "info"
 
 
-def run_child(settings: ChildSettings) -> int:
+def run_child(settings: ChildSettings, leash: socket.socket) -> int:
     """The entry point: returns the process's exit code."""
     _redirect_output(settings)
-    name = f"{settings.spec.name} {settings.role.name.lower()}"
     base = queue_base(settings.prefix, settings.spec.name)
-    minder = Minder(name=name, url=settings.url, base=base, leash=settings.leash)
+    minder = Minder(name=settings.name, url=settings.url, base=base, leash=leash)
     minder.start()
-    # So that a handler's own Client() finds the same queues.
-    os.environ["FORQ_REDIS"] = settings.url
-    tell_supervisor(settings.leash, {"stack_fd": offer_stack()})
+    tell_supervisor(leash, {"stack_fd": offer_stack()})
     try:
         restrain(settings.options)
         handlers = load_handlers(settings.spec, (settings.tree_lock_fd,))
         fail_handler = load_fail_handler(settings.spec, (settings.tree_lock_fd,))
     except ConfigError as exc:
-        tell_supervisor(settings.leash, {"error": str(exc)})
+        tell_supervisor(leash, {"error": str(exc)})
         return exits.CONFIG
-    return _Crew(settings, minder).run(handlers, fail_handler)
+    return _Crew(settings, leash, minder).run(handlers, fail_handler)
 
 
 def _redirect_output(settings: ChildSettings) -> None:
@@ -103,9 +101,9 @@ def _start_tracing(settings: ChildSettings) -> Tracing | None:
 class _Crew:
     """The workers of one process: one runs in the main thread (where handlers may use signals), several in threads."""
 
-    def __init__(self, settings: ChildSettings, minder: Minder) -> None:
+    def __init__(self, settings: ChildSettings, leash: socket.socket, minder: Minder) -> None:
         self._settings = settings
-        self._leash = settings.leash
+        self._leash = leash
         self._minder = minder
         self._slots = [self._slot(number) for number in settings.slots]
         self._grants = {slot.number: Grant(self._tell, slot.number) for slot in self._slots}

@@ -24,6 +24,7 @@ from forq import exits, wire
 from forq.broker.link import Link
 from forq.errors import ForqError
 from forq.progress import show_progress
+from forq.raw_signals import set_handler, set_mask
 from forq.scoreboard import Slot, State
 from forq.treekill import kill_descendants
 from forq.workers.adopted import AdoptedZombies
@@ -37,6 +38,11 @@ UNBLOCK_LATER_SECONDS = 1.0
 UNBLOCK_SECONDS = 0.2
 # The title and the beat go on for so many beats after the last job, then the thread sleeps until it is roused.
 QUIET_BEATS = 2
+
+# Plain numbers and texts: an enum's own are found by calls.
+_SIGTERM = int(signal.SIGTERM)
+_SIG_SETMASK = int(signal.SIG_SETMASK)
+_STATE_NAMES = {int(state): state.name.lower() for state in State}
 
 log = logging.getLogger("forq")
 
@@ -79,8 +85,8 @@ class Minder:
         """From the main thread: installs the signal handler and starts the thread."""
         os.register_at_fork(before=_hold_term, after_in_parent=_release_term, after_in_child=_forget_signals)
         signal.set_wakeup_fd(self._signals_to, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, lambda signum, frame: None)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        set_handler(_SIGTERM, _do_nothing)
+        set_mask(_SIG_SETMASK, ())
         # Not a threading.Thread: nobody joins it, and the objects around one are pages in each of many processes.
         _thread.start_new_thread(self._run, ())
 
@@ -116,7 +122,7 @@ class Minder:
             if (progress := busy[0].progress()) is not None:
                 doing += f" {show_progress(*progress)},"
         else:
-            doing = State(slots[0].state).name.lower()
+            doing = _STATE_NAMES[slots[0].state]
         return f"forq: {self._name} {doing} {done:,} done"
 
     def _run(self) -> None:
@@ -206,6 +212,10 @@ class Minder:
             log.warning("cannot unblock a worker name=%s error=%s", self._name, exc)
         finally:
             link.close()
+
+
+def _do_nothing(signum: int, frame: object) -> None:
+    """The minder reads the signal from its pipe."""
 
 
 _before_fork = threading.local()

@@ -17,7 +17,16 @@ from forq.workers.output_writer import CURRENT_JOB, Output
 
 log = logging.getLogger("forq")
 
+_LEVELS = {name.lower(): number for name, number in logging.getLevelNamesMapping().items()}
+
 _installed: Output | None = None
+# Made before the fork: to make these writes to many pages that a process could go on to share.
+_prepared = Output()
+_stdout = LineWriter(_prepared, "stdout", 1)
+_stderr = LineWriter(_prepared, "stderr", 2)
+_root_handler = RootHandler(_prepared)
+# What was there before is kept: to drop it would write to its pages.
+_replaced: list[object] = []
 
 
 def install(directory: str, slots: Sequence[Slot], level: str) -> None:
@@ -28,12 +37,14 @@ def install(directory: str, slots: Sequence[Slot], level: str) -> None:
     for number in (1, 2):
         os.dup2(blocking, number)
     os.close(blocking)
-    _installed = output = Output(fd, slots)
-    sys.stdout = sys.__stdout__ = LineWriter(output, "stdout", 1)  # type: ignore[assignment,misc]
-    sys.stderr = sys.__stderr__ = LineWriter(output, "stderr", 2)  # type: ignore[assignment,misc]
+    _prepared.begin(fd, slots)
+    _installed = _prepared
+    _replaced.extend((sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, logging.root.handlers))
+    sys.stdout = sys.__stdout__ = _stdout  # type: ignore[assignment,misc]
+    sys.stderr = sys.__stderr__ = _stderr  # type: ignore[assignment,misc]
     # By hand: logging.basicConfig would close what the supervisor logs to, and so copy the pages of it.
-    logging.root.handlers = [RootHandler(output)]
-    if logging.getLevelName(logging.root.level) != level.upper():
+    logging.root.handlers = [_root_handler]
+    if logging.root.level != _LEVELS.get(level):
         logging.root.setLevel(level.upper())
     os.register_at_fork(before=_note_job, after_in_child=_keep_job)
 

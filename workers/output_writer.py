@@ -48,13 +48,17 @@ CURRENT_JOB: ContextVar[str | None] = ContextVar("forq_job", default=None)
 
 class Output:
     """`slots`: of the workers of this process. They tell which job a thread runs, so that a job that prints nothing
-    costs nothing."""
+    costs nothing. Without a descriptor nothing is written until `begin`."""
 
-    def __init__(self, fd: int, slots: Sequence[Slot] = (), now: Callable[[], float] = time.monotonic) -> None:
-        self._fd = fd
-        self._identity = _identity(fd)
+    def __init__(
+        self, fd: int | None = None, slots: Sequence[Slot] = (), now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fd = -1
+        self._identity = (0, 0)
         self._slots = slots
         self._now = now
+        if fd is not None:
+            self.begin(fd, slots)
         self._allowance = Allowance(RATE, BURST, now())
         self._urgent = Allowance(URGENT_RATE, URGENT_BURST, now())
         # Lines without an end, by thread and stream.
@@ -63,6 +67,11 @@ class Output:
         self._impatient_until = 0.0
         self._flooded = self._in_line = False
         self._flooded_until = 0.0
+
+    def begin(self, fd: int, slots: Sequence[Slot]) -> None:
+        self._fd = fd
+        self._identity = _identity(fd)
+        self._slots = slots
 
     @property
     def unsettled(self) -> bool:

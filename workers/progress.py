@@ -51,7 +51,8 @@ class ProgressTeller:
     """Tells Redis the latest of each worker of this process, with a connection that no handler waits for."""
 
     def __init__(self, url: str, prefix: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._link = Link(url, name="forq-progress", timeout_seconds=CALL_TIMEOUT_SECONDS)
+        self._url = url
+        self._link: Link | None = None
         self._prefix = prefix
         self._sleep = sleep
         self._reporters: list[JobReporter] = []
@@ -91,6 +92,8 @@ class ProgressTeller:
 
     def tell(self) -> bool:
         """Whether Redis has got all that is new. If not, it is tried again, with what is the latest then."""
+        if self._link is None:
+            self._link = Link(self._url, name="forq-progress", timeout_seconds=CALL_TIMEOUT_SECONDS)
         for reporter in self._reporters:
             latest = reporter.latest
             if latest is None or latest is reporter.told:

@@ -28,4 +28,5 @@ def __getattr__(name: str) -> "Any":
         raise AttributeError(f"module 'forq' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value

@@ -16,9 +16,14 @@ POLL_SECONDS = 0.001
 class Cgroup:
     """One child's control group: a directory."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.procs = str(path / "cgroup.procs")
+    def __init__(self, path: Path | str) -> None:
+        # Plain texts: one is made for each child, between two forks.
+        self._directory = str(path)
+        self.procs = f"{path}/cgroup.procs"
+
+    @property
+    def path(self) -> Path:
+        return Path(self._directory)
 
     def join(self, pid: int = 0) -> None:
         """Move a process into this group; 0 is the caller itself."""
@@ -60,6 +65,7 @@ class Cgroups:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._directory = str(path)
 
     @classmethod
     def find(cls, name: str, *, mounts: str = "/proc/mounts", own: str = "/proc/self/cgroup") -> "Cgroups | None":
@@ -79,8 +85,9 @@ class Cgroups:
         return cls(path)
 
     def add(self, child_name: str) -> Cgroup:
-        path = self.path / child_name
-        path.mkdir(mode=0o755, exist_ok=True)
+        path = f"{self._directory}/{child_name}"
+        if not os.path.isdir(path):
+            os.mkdir(path, 0o755)
         return Cgroup(path)
 
     def remove(self) -> bool:

