@@ -73,7 +73,7 @@ def command(program: str, paths: ServerPaths) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """What it is started with: a malloc of glibc, where the server has no other, that keeps as many freed pieces at hand
+    """What it is started with: a malloc of glibc, where the server has no other, that keeps as many free pieces at hand
     as a batch of jobs takes (a twelfth fewer instructions per job). What the user has set stays."""
     return {"GLIBC_TUNABLES": f"glibc.malloc.tcache_count={MALLOC_KEEPS}", **os.environ}
 

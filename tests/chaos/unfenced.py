@@ -13,8 +13,8 @@ _WRONG = "a turn settles what was given to others"
 UNFENCED = (
     Mutant(
         "turn.lua",
-        "if not redis.call('HGET', workers_key(processor), worker) then return { FENCED } end",
-        "",
+        "if redis.call('HSET', workers_key(processor), worker, turn) == 1 then\n",
+        "redis.call('HSET', workers_key(processor), worker, turn)\nif false then\n",
         _WRONG,
         "chaos",
     ),
