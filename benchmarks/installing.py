@@ -84,8 +84,8 @@ def debian_root(name: str, package: str) -> Path:
     if not _ready(directory):
         archives = directory / "archives"
         archives.mkdir(parents=True)
-        wanted = run(["apt-get", "-qq", "--no-install-recommends", "--print-uris", "install", package])
-        names = [line.split()[1].partition("_")[0] for line in wanted.splitlines()]
+        planned = run(["apt-get", "-qq", "--no-install-recommends", "--simulate", "install", package])
+        names = [line.split()[1] for line in planned.splitlines() if line.startswith("Inst ")]
         run(["apt-get", "-qq", "download", *names], cwd=archives)
         for archive in sorted(archives.glob("*.deb")):
             run(["dpkg", "-x", str(archive), str(directory / "root")])
