@@ -70,10 +70,10 @@ def available_mb() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) // 1024
 
 
-def settings(queues: int, function: str = "noop") -> str:
+def settings(queues: int, handler: str = "still:noop") -> str:
     head = f"max_queues = {queues}\ncapacity = {20 * queues + 1000}\n"
-    handler = f'handler = "traced:{function}"\npath = ["{HANDLERS}"]\n'
-    return head + "".join(f"[queues.q{number}]\n{handler}" for number in range(queues))
+    queue = f'handler = "{handler}"\npath = ["{HANDLERS}"]\n'
+    return head + "".join(f"[queues.q{number}]\n{queue}" for number in range(queues))
 
 
 def rested(forq: Forq, queues: int) -> bool:
@@ -221,7 +221,8 @@ def many_supervisors(server: Server, given: argparse.Namespace) -> None:
     with ExitStack() as stack:
         with timed(f"start of {count} supervisors, one after the other"):
             every = [
-                stack.enter_context(running(redis=server.url, settings=settings(1, "record"))) for _ in range(count)
+                stack.enter_context(running(redis=server.url, settings=settings(1, "traced:record")))
+                for _ in range(count)
             ]
         for forq in every:
             forq.wait_for_child("q0")

@@ -60,7 +60,9 @@ function work() {
       return;
     }
     write(data.at);
-    if (data.ms > 1000) await new Promise((resolve) => { setTimeout(resolve, data.ms); });
+    // One at a time may hold the process up, and is more exact.
+    const overlaps = concurrency > 1 || data.ms > 1000;
+    if (data.ms && overlaps) await new Promise((resolve) => { setTimeout(resolve, data.ms); });
     else if (data.ms) pause(data.ms);
   }, { connection, concurrency });
 }
