@@ -1,7 +1,6 @@
 """What a run has left: files outside Redis, and Redis as it is at the end."""
 
 import json
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,6 @@ from tests.chaos.stage import QUEUES, Stage
 from tests.support.running import Trace, tree_of
 
 Entry = dict[bytes, bytes]
-_TOOK_OVER = re.compile(r"took over from silent processors .*processors=\[([^]]*)\]")
 _LISTS = ("pending", *(f"pending:{priority}" for priority in range(10)), "retry", "suspects", "failed")
 
 
@@ -37,7 +35,8 @@ class Evidence:
     verdicts: dict[str, tuple[str, str]] = field(default_factory=dict)  # id -> queue, verdict
     traces: list[Trace] = field(default_factory=list)
     processors: dict[int, set[str]] = field(default_factory=dict)  # pid -> those that it was a worker of
-    evicted: set[str] = field(default_factory=set)  # processors, by what supervisors have logged
+    # Processors. Not what supervisors have logged of it: who evicted one may have died before.
+    evicted: set[str] = field(default_factory=set)
     taken_away: dict[str, set[str]] = field(default_factory=dict)  # id -> "yes cancel", "unknown remove" …
     logged: dict[str, set[str]] = field(default_factory=dict)  # queue -> ids in failed logs
     queues: dict[str, QueueEnd] = field(default_factory=dict)
@@ -58,9 +57,6 @@ def collect(stage: Stage, fired: dict[str, list[str]]) -> Evidence:
     for pid, processor in lines(ground.joined):
         evidence.processors.setdefault(int(pid), set()).add(processor)
     for supervisor in stage.supervisors:
-        evidence.evicted |= {
-            name.strip("' ") for names in _TOOK_OVER.findall(supervisor.log) for name in names.split(",")
-        }
         for queue in QUEUES:
             for file in (supervisor.state_dir / "logs" / queue).glob("failed.jsonl*"):
                 told = {json.loads(line)["id"] for line in file.read_text().splitlines()}
@@ -72,6 +68,9 @@ def collect(stage: Stage, fired: dict[str, list[str]]) -> Evidence:
         for name in QUEUES:
             for each in (name, fail_queue(name)):
                 evidence.queues[each] = _queue_end(client, each)
+                graves = client.zrange(f"{queue_base(DEFAULT_PREFIX, each)}:graves", 0, -1)
+                # Those of single workers are two words.
+                evidence.evicted |= {name.decode() for name in graves if b" " not in name}
     return evidence
 
 
