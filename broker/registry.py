@@ -86,8 +86,9 @@ class Registry:
         if reply[0] != OK:
             raise error_for(name, reply)
         if fail_options is not None:
+            # Only of one that is made now: of one that is there, `pause` has seen to it, and may do so at this moment.
             paused = self._link.call("HGET", f"{queue_base(self._prefix, name)}:options", "paused") or 0
-            self._make(fail_queue(name), "fail", defaults, {**fail_options, "paused": paused})
+            self._make(fail_queue(name), "fail", {**defaults, "paused": paused}, fail_options)
         return self._make(name, mode, defaults, options)
 
     def _make(self, name: str, mode: str, defaults: Mapping[str, object], options: Mapping[str, object]) -> bool:

@@ -41,6 +41,8 @@ if made then
   redis.call('PERSIST', key('counts'))
   remembered[1], remembered[2] = false, false
   note('created 0 ' .. epoch)
+  -- The fail queue of one that is paused.
+  if redis.call('HGET', key('options'), 'paused') == '1' then note('paused 0') end
   write_journal('-')
   -- Every supervisor serves a queue that releases, or whose workers are elsewhere; one that works needs code, which only its own
   -- supervisor has.

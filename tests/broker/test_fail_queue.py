@@ -5,7 +5,8 @@ import json
 import pytest
 
 from forq.broker.consuming import Consumer, Settled
-from forq.broker.keys import DEFAULT_PREFIX, fail_queue
+from forq.broker.journal import read_entry
+from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
 from forq.broker.stored_options import stored_defaults
 from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue, one_queue
 
@@ -199,3 +200,33 @@ def test_delete_counts_fail_jobs_and_leaves_nothing_behind(queue: OneQueue) -> N
     left = {key.decode().rpartition("}")[2] for key in queue.redis.keys("*") if b"graves" not in key}
     outlives = {":deleted", ":counts", ":events"}
     assert left <= outlives | {f":fail{name}" for name in outlives} | {"forq:queues:deleted"}
+
+
+def paused_and_told(queue: OneQueue) -> tuple[bytes, list[str]]:
+    """Of the fail queue: whether it is paused, and what its journal says."""
+    base = queue_base(DEFAULT_PREFIX, fail_queue(queue.name))
+    entries = [fields for _, fields in queue.redis.xrange(f"{base}:events")]
+    told = [event.verb for fields in entries for event in read_entry(fields, queue.name)]
+    return queue.redis.hget(f"{base}:options", "paused"), told
+
+
+def test_the_fail_queue_of_a_queue_that_is_paused_is_made_paused_and_says_so(queue: OneQueue) -> None:
+    queue.registry.pause(queue.name, paused=True)
+    with_fail_queue(queue)
+    assert paused_and_told(queue) == (b"1", ["created", "paused"])
+    queue.registry.pause(queue.name, paused=False)
+    assert paused_and_told(queue) == (b"0", ["created", "paused", "resumed"])
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_who_joins_while_a_queue_is_paused_or_resumed_leaves_its_fail_queue_as_it_is(
+    queue: OneQueue, paused: bool
+) -> None:
+    """It may have asked whether the queue is paused just before that changed."""
+    with_fail_queue(queue)
+    queue.registry.pause(queue.name, paused=True)
+    queue.registry.pause(queue.name, paused=paused)
+    before = paused_and_told(queue)
+    queue.redis.hset(queue.key("options"), "paused", int(not paused))
+    with_fail_queue(queue)
+    assert paused_and_told(queue) == before

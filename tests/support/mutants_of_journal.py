@@ -187,6 +187,13 @@ MUTANTS_OF_JOURNAL = (
     ),
     Mutant(
         "create.lua",
+        "  if redis.call('HGET', key('options'), 'paused') == '1' then note('paused 0') end\n",
+        "",
+        "the fail queue of a paused queue does not say that it is paused",
+        "fail_queue test_the_fail_queue_of_a_queue_that_is_paused",
+    ),
+    Mutant(
+        "create.lua",
         "  redis.call('PERSIST', key('events'))\n",
         "",
         "a queue that was made again loses its journal after a week",
