@@ -87,6 +87,7 @@ def test_a_server_that_forgot_its_scripts_gets_them_again(queue: OneQueue) -> No
         assert step()
 
 
+@pytest.mark.one_server  # of a cluster the link of a node makes the call, which is not this one
 @pytest.mark.fault("scripts forgotten")
 def test_a_script_that_is_forgotten_as_soon_as_it_is_loaded_was_not_run_and_that_is_said(
     queue: OneQueue, monkeypatch: pytest.MonkeyPatch
