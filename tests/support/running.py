@@ -1,6 +1,5 @@
 """A whole forq in a test: a supervisor of its own in a fresh state directory, driven with forqctl."""
 
-import json
 import os
 import shutil
 import signal
@@ -16,11 +15,14 @@ from typing import Any, NamedTuple
 import psutil
 
 from forq import Client
+from forq.errors import SupervisorUnreachable, TimedOut
+from forq.supervisor.ctl.client import Client as ControlClient
 
 HANDLERS = Path(__file__).parent / "handlers"
 BIN = Path(sys.executable).parent
 # On a machine that has far more to do than it can.
 _START_SECONDS = 60.0
+_ANSWER_SECONDS = 30.0
 
 
 class Trace(NamedTuple):
@@ -102,8 +104,18 @@ class Forq:
         assert self.process is not None
         if self.process.poll() is not None:
             raise AssertionError(f"forq ended with {self.process.returncode}: {self.log}")
-        done = self.run_ctl("status", "--json")
-        return done.returncode == 0 and bool(json.loads(done.stdout)["supervisor"]["redis"]["ok"])
+        try:
+            return bool(self.status()["supervisor"]["redis"]["ok"])
+        except (SupervisorUnreachable, TimedOut):
+            return False
+
+    def call(self, method: str, **params: object) -> Any:
+        """One request to the control socket. It costs a fraction of starting forqctl."""
+        control = ControlClient(str(self.state_dir / "control.sock"), _ANSWER_SECONDS)
+        try:
+            return control.call(method, params)
+        finally:
+            control.close()
 
     def run_ctl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(BIN / "forqctl"), *arguments]
@@ -124,7 +136,7 @@ class Forq:
         self.ctl("create", name, "--handler", f"traced:{function}", "--path", str(HANDLERS), *settings)
 
     def status(self, *names: str) -> dict[str, Any]:
-        return json.loads(self.ctl("status", *names, "--json"))  # type: ignore[no-any-return]
+        return self.call("status", **({"names": names} if names else {}))  # type: ignore[no-any-return]
 
     def queue_status(self, name: str) -> dict[str, Any]:
         return self.status(name)["queues"][0]  # type: ignore[no-any-return]
