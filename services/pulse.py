@@ -38,6 +38,7 @@ CALL_TIMEOUT_SECONDS = 3.0
 DRAIN_AGAIN_SECONDS = (0.1, 1.0)
 WATCH_SECONDS = 0.02
 RESCUE_AFTER_MS = 20.0
+RESCUES_LOG_SECONDS = 60.0
 # Looks without any batch in sight before pulse stops looking.
 QUIET_LOOKS = 50
 # Further ahead than this nothing is planned: heartbeats tell of the next job again and again.
@@ -86,6 +87,8 @@ class Pulse:
         self._patient_until = time.monotonic() + FIRST_ANSWER_SECONDS
         self._quiet_looks = 0
         self._rescued: dict[int, int] = {}
+        # Jobs rescued since the last line about it, of queues that have had one within the last minute.
+        self._rescued_jobs: dict[str, int] = {}
         self._ears = Listener(settings.url, due_channels(settings.prefix), name="forq-pulse-ears")
         self._due: dict[str, float] = {}
 
@@ -299,8 +302,25 @@ class Pulse:
             log.warning("rescue failed queue=%s error=%s", queue, exc)
             return False
         if rescued:
-            log.info("rescued jobs that were stuck behind a slow one queue=%s jobs=%s", queue, rescued)
+            self._note_rescued(queue, rescued)
         return True
+
+    def _note_rescued(self, queue: str, jobs: int) -> None:
+        """A busy queue may need several rescues a second: the first is logged at once, the others once a minute."""
+        if queue in self._rescued_jobs:
+            self._rescued_jobs[queue] += jobs
+        else:
+            self._log_rescued(queue, jobs)
+
+    def _log_rescued(self, queue: str, jobs: int) -> None:
+        log.info("rescued jobs that were stuck behind a slow one queue=%s jobs=%s", queue, jobs)
+        self._rescued_jobs[queue] = 0
+        self._later(RESCUES_LOG_SECONDS, partial(self._log_more_rescued, queue))
+
+    def _log_more_rescued(self, queue: str) -> None:
+        more = self._rescued_jobs.pop(queue)
+        if more:
+            self._log_rescued(queue, more)
 
     def _end_with_supervisor(self) -> None:
         """Each child kills what is below it and ends; one whose interpreter is stuck is killed from here."""

@@ -4,7 +4,7 @@
 2. Before each job it publishes its position in one word of the scoreboard, so that whoever finds this worker dead or
    held up knows which job was running, which ones had run, and which had not been started.
 3. After a slow job it takes a turn before it starts another job that it already holds: the rest of its batch may have
-   been given to others meanwhile.
+   been given to others meanwhile. A batch that takes longer than its budget is cut short, and the rest given back.
 4. After a lost reply it takes the same turn again and keeps nothing: the script sorts out what it holds.
 """
 
@@ -44,6 +44,8 @@ MAX_BATCH = 128
 # A batch is sized to take about this long; jobs slower than PREFETCH_BELOW are never taken ahead of time.
 BATCH_NS = 16_000_000
 PREFETCH_BELOW_NS = 8_000_000
+# A batch that has taken this long is not what it was sized for: the rest of it goes back, for workers that are idle.
+BUDGET_NS = 2 * BATCH_NS
 # Of jobs above this a worker that was idle takes one: others may be idle too, and jobs would wait for each other.
 QUICK_NS = 500_000
 # Well below the age at which pulse rescues the rest of a batch (pulse.RESCUE_AFTER_MS): see duty 3.
@@ -54,6 +56,8 @@ RESULTS_BYTES = 4 << 20
 
 # What shorter jobs write past Python may go without their ids: to look at the end of each would take too long.
 MARKED_US = 100
+
+REFUSED_LOG_NS = 60 * 10**9
 
 RECONNECT_SECONDS = (0.02, 0.1, 0.25, 0.5, 1.0)
 
@@ -127,6 +131,7 @@ class WorkerLoop:
         # A turn that was taken while it waited for work.
         self._ahead: Turn | None = None
         self._short_of_memory = False
+        self._refused = self._tell_refused_ns = 0
         self._fence = ""
 
     @property
@@ -236,12 +241,19 @@ class WorkerLoop:
     def _took(self, turn: Turn) -> None:
         """All that had run is settled."""
         if turn.refused:
-            log.info("already settled or given back queue=%s jobs=%s", self.consumer.queue, len(turn.refused))
+            self._count_refused(len(turn.refused))
         self.slot.words[WORD] = self._number << TURN_SHIFT
         self.slot.words[DONE] += self._unsettled
         self._limits = turn.limits
         self._done, self._failed, self._unsettled = [], [], 0
         self._results, self._results_bytes = [], 0
+
+    def _count_refused(self, jobs: int) -> None:
+        """Every rescue brings some: one line a minute tells how many."""
+        self._refused += jobs
+        if self._now() >= self._tell_refused_ns:
+            log.info("already settled or given back queue=%s jobs=%s", self.consumer.queue, self._refused)
+            self._refused, self._tell_refused_ns = 0, self._now() + REFUSED_LOG_NS
 
     def _run_batch(self, batch: Claimed) -> None:
         words = self.slot.words
@@ -262,10 +274,14 @@ class WorkerLoop:
             # The clock is read again after the position was published: whoever saw the position before this one for
             # long enough to rescue the batch saw it before now, so the difference shows it here.
             slow = previous and self._now() - previous > SLOW_NS
-            if slow:
+            overrun = ran and started - first_started > BUDGET_NS
+            if slow or overrun:
                 # What was taken ahead of time behind it went back, or will: that costs more than it saves.
                 self._most = max(1, self._most // 2)
                 self._want = min(self._want, self._most)
+            if overrun:
+                # The next turn settles what ran and keeps nothing.
+                break
             if self._failed or slow or self._results_bytes > RESULTS_BYTES:
                 if not self._failed:
                     words[WORD] = base | index << INDEX_SHIFT

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,6 +130,22 @@ def test_recovery_is_not_forgotten_when_pulse_dies_while_redis_is_frozen(server:
         finally:
             os.kill(server.pid, signal.SIGCONT)
         wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id], 15.0, "the job runs again")
+
+
+def test_workers_share_what_one_of_them_has_taken_too_much_of(forq: Forq) -> None:
+    """Quick jobs make batches large; the first batch of slower ones must not stay with the worker that claimed it."""
+    forq.create("shared", "share", concurrency=4)
+    queue = forq.client().queue("shared")
+    forq.wait_for_child("shared")
+    forq.ctl("pause", "shared")
+    queue.enqueue_many([0.00005] * 2000 + [0.008] * 100)
+    forq.ctl("resume", "shared")
+    wait_until(lambda: forq.queue_status("shared")["processed"] == 2100)
+    per_worker = Counter(trace.event for trace in forq.traces() if trace.queue == "shared")
+    assert sum(per_worker.values()) >= 100
+    assert len(per_worker) == 4, per_worker
+    assert max(per_worker.values()) <= 50, per_worker
+    forq.ctl("delete", "shared", "--force")
 
 
 def test_rescue_works_after_pulse_was_replaced(forq: Forq) -> None:

@@ -1,8 +1,10 @@
 """The worker's loop against a scripted broker: what it publishes, settles and drops, step by step."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from forq.scoreboard import Scoreboard, Slot, State, Word, unpack_word
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
-from forq.workers.loop import MAX_BATCH, RESULTS_BYTES, SLOW_NS, WorkerLoop
+from forq.workers.loop import BUDGET_NS, MAX_BATCH, REFUSED_LOG_NS, RESULTS_BYTES, SLOW_NS, WorkerLoop
 from forq.workers.recycling import Recycling
 
 
@@ -257,6 +259,35 @@ def test_slow_jobs_among_quick_ones_make_batches_small_and_quick_ones_make_them_
     assert rig.loop._want == MAX_BATCH
 
 
+def test_a_batch_that_takes_longer_than_its_budget_is_cut_short_and_the_rest_given_back() -> None:
+    """No job is slow by itself, so nobody rescues the rest: workers beside this one would idle."""
+
+    def handle(data: Any, job: Any) -> None:
+        ran.append(job.id)
+        rig.clock.ns += SLOW_NS - 2_000_000
+
+    ran: list[str] = []
+    rig = Rig(handle, jobs(*(f"j{n}" for n in range(100))), NOTHING)
+    rig.loop._want = MAX_BATCH
+    rig.step()
+    assert len(ran) == BUDGET_NS // (SLOW_NS - 2_000_000)
+    assert (rig.word.index, rig.word.running) == (len(ran), False)
+    rig.step()
+    claim = rig.consumer.calls[1]
+    assert [job_id.decode() for job_id in claim.done[::3]] == ran
+    assert (claim.keep, claim.want) == (0, 1)
+
+
+def test_a_worker_that_was_stopped_for_long_before_its_first_job_runs_it_all_the_same() -> None:
+    """Else a worker on a machine that is always late would give back every batch that it claims."""
+    ran: list[str] = []
+    rig = Rig(lambda data, job: ran.append(job.id), jobs("a", "b"), NOTHING)
+    readings = chain([1], count(2 * BUDGET_NS, 1000))
+    rig.loop._now = lambda: next(readings)
+    rig.step()
+    assert ran == ["a"]
+
+
 def test_a_stop_ends_the_batch_after_the_running_job() -> None:
     ran: list[str] = []
 
@@ -268,6 +299,20 @@ def test_a_stop_ends_the_batch_after_the_running_job() -> None:
     rig.step()
     assert ran == ["a"]
     assert (rig.word.index, rig.word.running) == (1, False)
+
+
+def test_settlings_that_are_refused_are_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    refused = replace(jobs("a"), refused=[b"x", b"y"])
+    rig = Rig(lambda data, job: None, *[refused] * 12)
+    caplog.set_level(logging.INFO, "forq")
+    for _ in range(10):
+        rig.step()
+    rig.clock.ns += REFUSED_LOG_NS
+    rig.step()
+    assert [record.getMessage() for record in caplog.records] == [
+        "already settled or given back queue=q jobs=2",
+        "already settled or given back queue=q jobs=20",
+    ]
 
 
 def test_whoever_watches_is_told_of_every_batch() -> None:

@@ -39,6 +39,15 @@ def sleep(data: Any, job: Job) -> None:
     trace(job, "end")
 
 
+def share(data: Any, job: Job) -> None:
+    """Takes data seconds; leaves the thread it ran in, unless it was quick."""
+    time.sleep(data)
+    if data > 0.001:
+        import threading
+
+        trace(job, f"thread={threading.get_ident()}")
+
+
 def tell(data: Any, job: Job) -> None:
     """Tells each [fraction, text] of data, and then waits until the file that comes last is there (or is killed)."""
     *steps, gate = data
