@@ -15,13 +15,13 @@ if jobs > 0 and ARGV[1] ~= '1' then return { NOT_EMPTY, jobs } end
 
 -- The name may be used again at once, and a worker of the old queue may still be served by a BLMOVE on the new one's
 -- list: the old workers stay in `graves`, which outlives the queue.
-local GRAVE_MS = 24 * 3600 * 1000
+local GRAVE_MS, WORKER_GRAVE_MS = 24 * 3600 * 1000, 3600 * 1000
 local processors = redis.call('ZRANGE', key('processors'), 0, -1)
 for _, half_evicted in ipairs(redis.call('HKEYS', key('evicting'))) do processors[#processors + 1] = half_evicted end
 for _, processor in ipairs(processors) do
   for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
     redis.call('UNLINK', worker_key(processor, worker, 'processing'), worker_key(processor, worker, 'wake'))
-    redis.call('ZADD', key('graves'), now_ms + GRAVE_MS, processor .. ' ' .. worker)
+    redis.call('ZADD', key('graves'), now_ms + WORKER_GRAVE_MS, processor .. ' ' .. worker)
   end
   while redis.call('LMOVE', key_of('outbox', processor), key('outbox'), 'RIGHT', 'LEFT') do end
   redis.call('UNLINK', workers_key(processor), key_of('processor', processor .. ':positions'))

@@ -167,6 +167,76 @@ def test_graves_are_drained_and_forgotten(queue: OneQueue) -> None:
     assert queue.redis.zcard(queue.key("graves")) == 0
 
 
+def graves(queue: OneQueue) -> set[str]:
+    return {grave.decode() for grave in queue.redis.zrange(queue.key("graves"), 0, -1)}
+
+
+def dig_graves(queue: OneQueue, number: int, *, ms: int) -> list[str]:
+    """Graves of workers that are forgotten in this time, one millisecond after the other."""
+    seconds, _ = queue.redis.time()
+    workers = [f"old{n}" for n in range(number)]
+    queue.redis.zadd(queue.key("graves"), {f"p9 {worker}": seconds * 1000 + ms + n for n, worker in enumerate(workers)})
+    return workers
+
+
+def test_a_worker_s_grave_is_forgotten_after_an_hour_and_a_processor_s_after_a_day(queue: OneQueue) -> None:
+    queue.recover(queue.worker())
+    queue.worker("w2", "p2")
+    queue.keeper().evict(queue.name, "p2", "supervisor_lost")
+    assert graves(queue) == {"p1 w1", "p2", "p2 w2"}
+    pass_time(queue, 3600 * 1000 - 10_000)
+    beat(queue)
+    assert graves(queue) == {"p1 w1", "p2", "p2 w2"}
+    pass_time(queue, 20_000)
+    beat(queue)
+    assert graves(queue) == {"p2"}
+    pass_time(queue, 23 * 3600 * 1000 - 20_000)
+    with pytest.raises(Fenced):
+        beat(queue, "p2")
+    pass_time(queue, 20_000)
+    beat(queue)
+    assert graves(queue) == set()
+
+
+def test_a_grave_is_looked_into_before_it_is_forgotten(queue: OneQueue) -> None:
+    """Nobody served the queue for hours after a late BLMOVE."""
+    worker = queue.worker()
+    queue.recover(worker)
+    queue.enqueue("a")
+    worker.block()
+    pass_time(queue, 25 * 3600 * 1000)
+    beat(queue)
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+    assert graves(queue) == set()
+
+
+def test_only_the_newest_graves_of_workers_are_kept(queue: OneQueue) -> None:
+    dig_graves(queue, 4095, ms=60_000)
+    # It was evicted 23 hours ago.
+    queue.redis.zadd(queue.key("graves"), {"p2": queue.redis.time()[0] * 1000 + 30_000})
+    queue.enqueue("a", "b")
+    for n, job_id in enumerate("ab"):
+        queue.redis.lmove(queue.key("pending"), queue.key(f"processor:p9:worker:old{n}:processing"), "LEFT", "RIGHT")
+        queue.recover(queue.worker(f"w{n}"))
+        assert queue.redis.zcard(queue.key("graves")) <= 4097, job_id
+    assert queue.redis.zscore(queue.key("graves"), "p2")
+    assert {"p1 w0", "p1 w1", "p9 old4094"} <= graves(queue)
+    assert "p9 old0" not in graves(queue)
+    assert "a" in queue.pending(), "it was looked for before its grave was forgotten"
+
+
+def test_many_graves_are_looked_into_in_rotation(queue: OneQueue) -> None:
+    workers = dig_graves(queue, 4000, ms=3_000_000)
+    ids = [f"j{n}" for n in range(40)]
+    queue.enqueue(*ids)
+    for worker in workers[::100]:
+        queue.redis.lmove(queue.key("pending"), queue.key(f"processor:p9:worker:{worker}:processing"), "LEFT", "RIGHT")
+    assert queue.pending() == []
+    for _ in range(4000 // 200 + 1):
+        beat(queue)
+    assert set(queue.pending()) == set(ids)
+
+
 def test_a_queue_that_was_deleted_and_one_that_was_lost_are_told_apart(queue: OneQueue) -> None:
     queue.registry.delete(queue.name, force=True)
     with pytest.raises(QueueGone) as deleted:

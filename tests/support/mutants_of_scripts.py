@@ -195,7 +195,7 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "delete.lua",
-        "    redis.call('ZADD', key('graves'), now_ms + GRAVE_MS, processor .. ' ' .. worker)\n",
+        "    redis.call('ZADD', key('graves'), now_ms + WORKER_GRAVE_MS, processor .. ' ' .. worker)\n",
         "",
         "a frozen worker of the old queue swallows jobs of the new one",
         "registry test_what_a_deleted_queue_held_is_logged_and_then_gone",
