@@ -43,7 +43,11 @@ class Desk:
 
     def serve(self) -> bool:
         """Reads what is there and answers it; False when the supervisor is gone."""
-        received = self._leash.recv(READ_BYTES)
+        try:
+            received = self._leash.recv(READ_BYTES)
+        except ConnectionError:
+            # A supervisor that is killed with something of ours unread resets the leash instead of ending it.
+            received = b""
         if not received:
             return False
         self._lines.push(received)
@@ -53,7 +57,7 @@ class Desk:
 
     def tell(self, event: str, **fields: object) -> None:
         """Something the supervisor should know without having asked."""
-        self._leash.sendall(wire.encode({"event": event, **fields}) + b"\n")
+        self._write(wire.encode({"event": event, **fields}) + b"\n")
 
     def _answer(self, call: wire.Call) -> None:
         verb = self._verbs.get(call.method)
@@ -76,4 +80,11 @@ class Desk:
             answer = wire.failure(number, value) if isinstance(value, ForqError) else wire.result(number, value)
         except InvalidData as exc:  # data that is nested too deeply, say
             answer = wire.failure(number, exc)
-        self._leash.sendall(answer)
+        self._write(answer)
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._leash.sendall(line)
+        except ConnectionError as exc:
+            # The supervisor is gone: the next `serve` says so, and the service ends in its own way.
+            log.info("supervisor is gone, nobody to answer error=%s", exc)
