@@ -1,7 +1,11 @@
 """What every test may use: a real server, an empty one per test, and reports of what is shown by which test."""
 
 import os
+import random
+import shutil
+import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.support.fault_rows import fault_rows
 from tests.support.mark_report import MarkReport
 from tests.support.redis_cluster import RedisCluster, redis_cluster
-from tests.support.server import Server
+from tests.support.server import Server, put_on_path
 from tests.support.spec_ids import SPEC_IDS
+
+# What the tests draw at random, they draw with this.
+SEED = "FORQ_TEST_SEED"
 
 
 @pytest.fixture(scope="session")
@@ -48,12 +55,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("it restarts or looks at the one server itself")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"To repeat the random choices of this run: {SEED}={os.environ[SEED]}")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--spec-report", action="store_true", help="which test shows which behaviour of docs/spec.md")
     parser.addoption("--fault-report", action="store_true", help="which test shows which row of docs/faults.md")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="forq-server-"))
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    put_on_path(folder, os.environ)
+    # A shell that starts this in the background has it ignore Ctrl-C, and so would everything that the tests start.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not int(os.environ.get(SEED, "0")):
+        os.environ[SEED] = str(random.randrange(1, 10**6))
     if config.getoption("--spec-report"):
         config.pluginmanager.register(MarkReport("spec", SPEC_IDS), "spec-report")
     if config.getoption("--fault-report"):

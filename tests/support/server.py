@@ -5,15 +5,30 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+import pytest
 import redis
 
+from forq.supervisor import embedded
 from forq.supervisor.embedded import find_server
+
+# Which server the tests use; the one of the Python packages if it is not set.
+CHOSEN = "FORQ_TEST_SERVER"
 
 _START_SECONDS = 20
 _STOP_SECONDS = 20
+
+
+def put_on_path(folder: Path, environ: MutableMapping[str, str]) -> None:
+    """Makes the chosen server the one that forq finds, whatever else is installed on this machine."""
+    wanted = environ.get(CHOSEN) or embedded._bundled() or "valkey-server"
+    program = shutil.which(wanted)
+    if program is None:
+        raise pytest.UsageError(f"no server at {wanted}: `make tools` installs one, {CHOSEN}=PATH names another")
+    (folder / "valkey-server").symlink_to(Path(program).absolute())
+    environ["PATH"] = f"{folder}:{environ['PATH']}"
 
 
 class Server:
