@@ -7,7 +7,8 @@ from forq.broker.viewing import Counts
 from forq.options import WORK
 from forq.services.metrics_look import Look, Work, queues_of
 
-SERVED_STATES = ("running", "draining")
+SERVED_STATES = ("running", "starting", "draining")
+CONSUMING_STATES = ("running", "starting")
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ def faults_in(look: Look, health_seconds: float) -> list[Fault]:
         if state not in SERVED_STATES:
             reason = f"is {state}" + (f": {queue['reason']}" if queue["reason"] else "")
             faults.append(Fault("state", reason, name))
-        elif state == "running" and not any(map(_is_live_main, queue["children"])):
+        elif state in CONSUMING_STATES and not any(map(_is_live_main, queue["children"])):
             faults.append(Fault("process", "has no main process", name))
-        elif state == "running" and name not in starved:
+        elif state in CONSUMING_STATES and name not in starved:
             faults += _stuck(queue, look, health_seconds)
     return faults
 

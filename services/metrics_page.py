@@ -165,7 +165,7 @@ def _of_queues(look: Look) -> Iterator[Metric]:
     restarts = CounterMetricFamily("forq_restarts", "Deaths that were made good", labels=["queue", "role"])
     for queue in queues_of(look):
         name, state, counts = queue["name"], queue["state"], look.counts.get(queue["name"])
-        if state == "running" and counts is not None and counts.paused:
+        if state in ("running", "starting", "draining") and counts is not None and counts.paused:
             state = "paused"
         states.add_metric([name, queue["mode"] or "", state], 1)
         children = queue["children"]

@@ -179,6 +179,9 @@ class Child:
             received = self._leash.recv(READ_BYTES)
         except BlockingIOError:
             return
+        except ConnectionResetError:
+            # It ended before it had read all that it was told: an end like any other.
+            received = b""
         except OSError as exc:
             log.warning("leash broke child=%s error=%s", self.name, exc)
             received = b""

@@ -52,6 +52,7 @@ class QueueUnit:
         self._start_again: Callable[[], None] | None = None
         self._opened = False
         self._when_opened: list[Callable[[], None]] = []
+        self._last_end = "no death yet"
 
     @property
     def state(self) -> str:
@@ -61,7 +62,28 @@ class QueueUnit:
             return "stopped"
         if any(self._flapping(seat) for seat in self._seats):
             return "flapping"
-        return "draining" if self.draining else "running"
+        if self.draining:
+            return "draining"
+        return "running" if self._main_is_ready() else "starting"
+
+    def trouble(self) -> str | None:
+        """Why its main process does not take jobs now, in a sentence; None if it does."""
+        seat = self._seats[0]
+        if self._wanted and self._flapping(seat):
+            deaths = f"its processes keep dying before they settle a job ({seat.restarts} restarts, {self._last_end})"
+            return f"its queue is flapping: {deaths}; `forqctl logs {self.spec.name}` shows what they wrote"
+        if not self._wanted or self._main_is_ready():
+            return None
+        if seat.process is None:
+            return f"its queue has no process at the moment: the last one ended with {self._last_end}"
+        seconds = seat.process.child.uptime_seconds()
+        return (
+            f"its queue is starting: process {seat.process.pid} has been importing the handler for {seconds:.1f} s; "
+            f"`forqctl stack {self.spec.name}` shows where it is"
+        )
+
+    def _main_is_ready(self) -> bool:
+        return any(process.ready for process in self._processes() if process.role == Role.MAIN)
 
     def _flapping(self, seat: _Seat) -> bool:
         """It died again and again; the one that runs now has not shown yet that it does better."""
@@ -217,6 +239,7 @@ class QueueUnit:
             lived = process.child.uptime_seconds()
             delay = seat.respawn.delay_after_death(lived, progressed=progressed, began=began)
             log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", name, role, how.text, delay)
+            self._last_end = how.text
             seat.timer = self._around.nursery.loop.call_later(delay, lambda: self._spawn(seat))
 
     def _tell_if_stopped(self) -> None:

@@ -145,7 +145,14 @@ class Queues:
 
         def made(answer: Any) -> None:
             error = answer if isinstance(answer, ForqError) else None
-            if not self.serves(unit):
+            if self._stopping:
+                made_it = error is None and answer is not None
+                error = error or ForqError(
+                    f"queue {name!r} is not served: this supervisor is stopping"
+                    + (" (Redis has the queue)" if made_it else "")
+                    + f"; when it runs again: forqctl create {name} …"
+                )
+            elif not self.serves(unit):
                 error = UnknownQueue(f"queue {name!r} was deleted meanwhile")
             elif error is None:
                 if answer is not None and answer["unscheduled"]:
@@ -219,6 +226,9 @@ class Queues:
 
     def restart(self, unit: QueueUnit, then: Callable[[ForqError | None], None]) -> None:
         """New processes, also for a queue that could not be served until now."""
+        if self._stopping:
+            then(ForqError(f"queue {unit.spec.name!r} is not restarted: this supervisor is stopping"))
+            return
         if unit.refused:
             self.open(unit, then)
             return

@@ -95,7 +95,7 @@ class Status:
     def _describe(self, name: str, counts: dict[str, Any] | None, *, items: bool) -> dict[str, Any]:
         unit = self._queues.units.get(name)
         state = unit.state if unit is not None else "stopped"
-        if state == "running" and counts is not None and counts["paused"]:
+        if state in ("running", "starting", "draining") and counts is not None and counts["paused"]:
             state = "paused"
         described = {
             "name": name,

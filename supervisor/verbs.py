@@ -200,12 +200,20 @@ class Verbs:
             return
 
         def answer(found: Any) -> None:
-            seconds = self._queues.grants.waiting_seconds(f"{request.params.get('name')} main")
-            if not isinstance(found, ForqError) and found["state"] == "waiting" and seconds is not None:
-                found["why"] += f"; its queue has waited {seconds:.1f} s for capacity"
+            if not isinstance(found, ForqError) and found["state"] == "waiting":
+                found["why"] = self._why_waiting(str(request.params.get("name")), found["why"])
             _answer_to(request)(found)
 
         self._ask_clerk(request, "why", request.params, answer)
+
+    def _why_waiting(self, name: str, in_redis: str) -> str:
+        """What Redis knows of a job that waits, and what only its processes here can tell."""
+        unit = self._queues.units.get(name)
+        trouble = None if unit is None else unit.trouble()
+        if trouble is not None:
+            return f"on this supervisor {trouble}"
+        seconds = self._queues.grants.waiting_seconds(f"{name} main")
+        return in_redis if seconds is None else f"{in_redis}; its queue has waited {seconds:.1f} s for capacity"
 
     def restart(self, request: Request) -> None:
         unit = self._queues.find(request.params.get("name"))

@@ -1,6 +1,7 @@
 """Finds the functions, and programs, that a queue's jobs are given to."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,22 +52,35 @@ def load_handlers(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers:
             sys.path.insert(0, directory)
     by_type: dict[str | None, Handler] = {}
     if spec.handler is not None:
-        by_type[None] = _load(spec.handler, spec.name, keep_fds)
+        by_type[None] = _load(spec.handler, spec, keep_fds)
     for job_type, path in spec.handlers.items():
-        by_type[job_type] = _load(path, spec.name, keep_fds)
+        by_type[job_type] = _load(path, spec, keep_fds)
     return Handlers(by_type)
 
 
 def load_fail_handler(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers | None:
     """The handler for jobs that failed for good, if the queue has one. After load_handlers, which sets the path."""
-    return None if spec.fail_handler is None else Handlers({None: _load(spec.fail_handler, spec.name, keep_fds)})
+    return None if spec.fail_handler is None else Handlers({None: _load(spec.fail_handler, spec, keep_fds)})
 
 
-def _load(handler: str, queue: str, keep_fds: Sequence[int]) -> Handler:
-    if not is_program(handler):
+def _load(handler: str, spec: QueueSpec, keep_fds: Sequence[int]) -> Handler:
+    if is_program(handler):
+        line = check_program(handler)
+        return ExecOnceHandler(line, keep_fds) if line.once else ExecHandler(line, spec.name, keep_fds=keep_fds)
+    try:
         return load_handler(handler)
-    line = check_program(handler)
-    return ExecOnceHandler(line, keep_fds) if line.once else ExecHandler(line, queue, keep_fds=keep_fds)
+    except ConfigError as exc:
+        missing = [text for directory in spec.path if (text := _why_unusable(directory))]
+        if missing and isinstance(exc.__cause__, ModuleNotFoundError):
+            raise ConfigError(f"{exc}; {'; '.join(missing)}") from exc
+        raise
+
+
+def _why_unusable(directory: str) -> str | None:
+    """What keeps Python from looking into a directory of `path`; Python itself passes over it without a word."""
+    if not os.path.exists(directory):
+        return f"its path {directory} does not exist"
+    return None if os.access(directory, os.R_OK) else f"its path {directory} may not be read by user {os.geteuid()}"
 
 
 def load_handler(path: str) -> Handler:

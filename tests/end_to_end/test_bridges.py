@@ -61,10 +61,10 @@ def serves(forq: Forq, name: str) -> bool:
 def test_a_queue_that_a_worker_names_is_made_found_and_shown(forq: Forq, client: Client) -> None:
     client.say("worker_idle", queue_name="named", worker_uuid="w")
     wait_until(lambda: serves(forq, "named"), seconds=5)
-    queue = forq.queue_status("named")
-    assert (queue["mode"], queue["state"]) == ("external", "running")
     wait_until(lambda: forq.awaiters("named") == 1)
     child = forq.wait_for_child("named")
+    queue = forq.queue_status("named")
+    assert (queue["mode"], queue["state"]) == ("external", "running")
     assert "external" in " ".join(psutil.Process(child["pid"]).cmdline())
     job_id = forq.ctl("push", "named", '{"command": "c", "args": [1]}')
     assignment = client.wait_for("job_assignment")

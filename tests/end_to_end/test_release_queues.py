@@ -44,6 +44,7 @@ def test_mode_and_release_options_never_change_while_the_queue_exists(forq: Forq
         forq.client().create_queue("fixed", mode="auto_release", release_interval=1)
     assert forq.ctl("set", "fixed", "max_items=3") == "set max_items=3 of fixed"
     assert forq.ctl("create", "fixed", "--mode", "auto_release", "--set", "max_items=4") == "joined fixed"
+    forq.wait_for_child("fixed")
     queue = forq.queue_status("fixed")
     assert (queue["state"], queue["reason"], forq.child("fixed")["pid"]) == ("running", None, pid)
 
@@ -159,6 +160,7 @@ def test_status_shows_what_waits_without_data_and_remove_takes_one_away(forq: Fo
     queue = forq.queue_status("shown")
     assert queue["items"] == [{"id": first, "identifier": "order 7"}, {"id": second, "identifier": second}]
     assert "secret" not in forq.ctl("status", "shown", "--json")
+    forq.wait_for_child("shown")
     table = [line.split()[:3] for line in forq.ctl("status").splitlines()]
     assert ["shown", "on_request", "running"] in table
     forq.ctl("remove", "shown", first)

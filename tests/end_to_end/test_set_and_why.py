@@ -48,6 +48,65 @@ def test_what_cannot_be_set_is_refused(forq: Forq, arguments: list[str], code: i
     assert (done.returncode, says in done.stderr) == (code, True), done.stderr
 
 
+def write_handler(forq: Forq, name: str, source: str) -> list[str]:
+    """The arguments of create for a module with this text."""
+    (forq.directory / f"{name}.py").write_text(source)
+    return ["--handler", f"{name}:handle", "--path", str(forq.directory)]
+
+
+def test_why_says_that_the_processes_of_a_queue_keep_dying(forq: Forq) -> None:
+    dies = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    forq.ctl("create", "dying", *write_handler(forq, "dies_at_import", dies))
+    job_id = forq.ctl("push", "dying", "1")
+    wait_until(lambda: forq.queue_status("dying")["state"] == "flapping")
+    reason = forq.ctl("why", "dying", job_id)
+    assert "its queue is flapping: its processes keep dying" in reason
+    assert "signal 9 (SIGKILL)" in reason
+    assert "next one" not in reason
+    forq.ctl("delete", "dying", "--force")
+
+
+def test_a_queue_whose_import_hangs_is_starting_and_why_says_so(forq: Forq) -> None:
+    gate = forq.directory / "gate"
+    waits = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\ndef handle(d, j): pass\n"
+    forq.ctl("create", "hanging", *write_handler(forq, "hangs_at_import", waits))
+    job_id = forq.ctl("push", "hanging", "1")
+    assert forq.queue_status("hanging")["state"] == "starting"
+    reason = forq.ctl("why", "hanging", job_id)
+    assert f"its queue is starting: process {forq.child('hanging')['pid']} has been importing the handler" in reason
+    assert "next one" not in reason
+    assert "hangs_at_import" in forq.ctl("stack", "hanging")
+    gate.touch()
+    wait_until(lambda: forq.queue_status("hanging")["processed"] == 1)
+    assert forq.queue_status("hanging")["state"] == "running"
+
+
+def test_create_while_the_supervisor_stops_says_so() -> None:
+    with running() as forq:
+        forq.create("busy", "sleep", stop_grace="60s")
+        forq.ctl("push", "busy", "60")
+        wait_until(lambda: forq.traces("start"))
+        forq.ctl("shutdown")
+        done = forq.run_ctl("create", "late", "--handler", "traced:noop", "--path", str(HANDLERS))
+        assert done.returncode == 1
+        assert "queue 'late' is not served: this supervisor is stopping; when it runs again: " in done.stderr
+        assert "is stopping" in forq.run_ctl("restart", "busy").stderr
+        assert forq.child("busy")["state"] == "stopping"
+        forq.ctl("shutdown", "--now")
+
+
+def test_a_paused_queue_that_is_drained_is_shown_as_paused(forq: Forq) -> None:
+    forq.create("halted")
+    forq.ctl("pause", "halted")
+    forq.ctl("push", "halted", "1")
+    draining = forq.begin_ctl("drain", "halted")
+    assert draining.stderr is not None
+    assert "forqctl resume halted" in draining.stderr.readline()
+    assert forq.queue_status("halted")["state"] == "paused"
+    forq.ctl("resume", "halted")
+    assert draining.communicate(timeout=20)[0] == "drained halted\n"
+
+
 def test_why_tells_each_state_apart(forq: Forq) -> None:
     forq.create("asked", "sleep", max_retries=1, min_backoff="100s", max_backoff="100s")
     running_id = forq.ctl("push", "asked", "30")

@@ -592,6 +592,31 @@ def test_colour_is_for_terminals_without_no_color(fake: FakeSupervisor) -> None:
     assert "\x1b" not in on_a_terminal(fake, "status", TERM="xterm", NO_COLOR="1")
 
 
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ("paused", "queue emails is paused, so it does not drain: forqctl resume emails"),
+        ("flapping", "queue emails is flapping, so it may not drain: forqctl logs emails"),
+        ("config_error", "queue emails cannot be served, so it does not drain: no such module; when mended: forqctl "),
+    ],
+)
+def test_drain_says_what_keeps_a_queue_from_draining(fake: FakeSupervisor, state: str, says: str) -> None:
+    held: list[Request] = []
+
+    def status(params: dict[str, Any]) -> dict[str, Any]:
+        # At the second look, which finds the same and so has nothing to say.
+        if [method for method, _ in fake.calls].count("status") == 2:
+            held[0].reply({"name": "emails"})
+        return whole_status(queue_status(state=state, reason="no such module"))
+
+    fake._server._verbs["queue.drain"] = held.append  # type: ignore[index]
+    fake.answers["status"] = status
+    code, out, err = forqctl(fake, "drain", "emails")
+    assert (code, out) == (0, "drained emails\n")
+    assert err.startswith(f"forqctl: {says}"), err
+    assert err.count("\n") == 1
+
+
 def test_drain_on_a_terminal_shows_what_is_left(fake: FakeSupervisor) -> None:
     held: list[Request] = []
 

@@ -31,6 +31,13 @@ def test_a_function_or_a_module_with_handle(tmp_path: Path) -> None:
     assert handlers.for_type("o")(0, None) == 2  # type: ignore[arg-type]
 
 
+def test_a_directory_of_the_path_that_is_missing_is_named(tmp_path: Path) -> None:
+    mapping = {"handler": "somewhere_else:f", "path": [str(tmp_path), str(tmp_path / "gone")]}
+    with pytest.raises(ConfigError) as caught:
+        load_handlers(QueueSpec.from_mapping("q", mapping, "test"))
+    assert str(caught.value).endswith(f"No module named 'somewhere_else'; its path {tmp_path}/gone does not exist")
+
+
 @pytest.mark.parametrize(
     ("source", "path", "says"),
     [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 from forq.errors import ForqError, TimedOut, UsageError
 from forq.supervisor.ctl.client import Client, connect
-from forq.supervisor.ctl.tables import show_json
+from forq.supervisor.ctl.tables import printable, show_json
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 POLL_SECONDS = 1.0
+FIRST_POLL_SECONDS = 0.2
 
 
 def create(args: Namespace) -> int:
@@ -73,22 +75,25 @@ def drain(args: Namespace) -> int:
 
 
 def _watch_drain(client: Client, name: str, deadline: float | None) -> Any:
-    """The answer to drain. On a terminal the count of what is left is asked for meanwhile."""
+    """The answer to drain. Meanwhile the queue's state is asked for: what keeps it from draining is said on stderr, and
+    on a terminal how much is left."""
     from forq.supervisor.ctl.progress import ProgressLine
 
     progress = ProgressLine()
     drained = client.send("queue.drain", {"name": name})
     polled = None
-    next_poll = time.monotonic()
+    told = None
+    # A drain that is over at once needs no look.
+    next_poll = time.monotonic() + (0.0 if progress.shown else FIRST_POLL_SECONDS)
     try:
         while True:
             now = time.monotonic()
             if deadline is not None and now >= deadline:
                 raise TimedOut(f"queue {name} is not drained yet; it goes on draining")
-            if progress.shown and polled is None and now >= next_poll:
+            if polled is None and now >= next_poll:
                 polled = client.send("status", {"names": [name]})
                 next_poll = now + POLL_SECONDS
-            answer = _next_answer(client, _earliest(deadline, next_poll if progress.shown else None))
+            answer = _next_answer(client, _earliest(deadline, next_poll))
             if answer is None:
                 continue
             answered, value = answer
@@ -99,6 +104,11 @@ def _watch_drain(client: Client, name: str, deadline: float | None) -> Any:
             if answered == polled:
                 polled = None
                 if not isinstance(value, ForqError):
+                    obstacle = _obstacle(value["queues"][0])
+                    if obstacle is not None and obstacle != told:
+                        progress.clear()
+                        print(f"forqctl: {obstacle}", file=sys.stderr, flush=True)
+                    told = obstacle
                     progress.say(_left(value))
     finally:
         progress.clear()
@@ -113,6 +123,19 @@ def _next_answer(client: Client, until: float | None) -> tuple[str | int | None,
 
 def _earliest(*moments: float | None) -> float | None:
     return min((moment for moment in moments if moment is not None), default=None)
+
+
+def _obstacle(queue: dict[str, Any]) -> str | None:
+    """Why nothing of the queue runs now, and what to do about it."""
+    name, state = printable(queue["name"]), queue["state"]
+    if state == "paused":
+        return f"queue {name} is paused, so it does not drain: forqctl resume {name}"
+    if state == "flapping":
+        return f"queue {name} is flapping, so it may not drain: forqctl logs {name}"
+    if state == "config_error":
+        reason = printable(str(queue["reason"]))
+        return f"queue {name} cannot be served, so it does not drain: {reason}; when mended: forqctl restart {name}"
+    return None
 
 
 def _left(status: Any) -> str:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 NOT_HEALTHY = 3
-HEALTHY_STATES = ("running", "paused", "draining")
+HEALTHY_STATES = ("running", "starting", "paused", "draining")
+# A handler whose import takes longer than this counts as stuck.
+STARTING_SECONDS = 30.0
 _COLUMNS: tuple[tuple[str, str], ...] = (
     ("QUEUE", "name"),
     ("STATE", "state"),
@@ -54,9 +56,16 @@ def faults_in(status: dict[str, Any]) -> list[str]:
     for queue in status["queues"]:
         if queue["state"] not in HEALTHY_STATES:
             faults.append(f"queue {queue['name']} is {queue['state']}")
-        elif queue["state"] == "running" and not any(map(_is_live_main, queue["children"])):
+        elif queue["state"] in ("running", "starting") and not any(map(_is_live_main, queue["children"])):
             faults.append(f"queue {queue['name']} has no main process")
+        elif queue["state"] == "starting" and (seconds := _starting_seconds(queue)) > STARTING_SECONDS:
+            faults.append(f"queue {queue['name']} is starting for {span(seconds)}: the import of its handler hangs")
     return faults
+
+
+def _starting_seconds(queue: dict[str, Any]) -> float:
+    ages = (child["uptime_seconds"] for child in queue["children"] if child["role"] == "main")
+    return max((age for age in ages if age is not None), default=0.0)
 
 
 def _is_live_main(child: dict[str, Any]) -> bool:
