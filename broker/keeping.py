@@ -8,7 +8,7 @@ from typing import Any, Literal
 import orjson
 
 from forq.broker.codes import FENCED, NO_QUEUE, OK, error_for
-from forq.broker.firing import Firing, due_ticks
+from forq.broker.firing import Firing
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import script
@@ -116,11 +116,7 @@ class Keeper:
 
     def promote(self, queue: str) -> int | None:
         """Makes waiting what is due, and fires ticks; in how many ms the next is due (None: there is none)."""
-        reply = self._link.run(script("promote"), queue_base(self._prefix, queue))
-        if reply[0] == NO_QUEUE:
-            return None
-        wait_ms = None if reply[1] < 0 else int(reply[1])
-        return self._firing.fire_all(queue, due_ticks(reply), int(reply[2]), wait_ms)
+        return self._firing.promote(queue)
 
     def recover(
         self,

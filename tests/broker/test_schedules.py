@@ -482,13 +482,41 @@ def test_a_tick_that_cannot_be_fired_holds_up_nobody_and_is_told_of_with_heartbe
         hand.redis.hset(hand.queue.key("schedules"), key, definition)
         hand.redis.zadd(hand.queue.key("schedules:next"), {key: 1})
     hand.set()
-    assert hand.promote() == 0, "what was fired may have left more that is due"
-    assert hand.promote() == pytest.approx(HOUR_MS, abs=2000), "and what cannot be fired does not bring us back at once"
+    assert hand.promote() == pytest.approx(HOUR_MS, abs=2000), "what cannot be fired does not bring us back at once"
     assert hand.counts() == (1, 0, 0)
     assert hand.queue.keeper().heartbeat("q", 15_000, []).due_ms == 0
     assert "schedule=a error=broken definition" in caplog.text
     assert "schedule=b error=zone 'Moon/Crater' is not allowed" in caplog.text
     assert [one.get("error") is None for one in hand.schedules.all()] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        pytest.param(b'{"cron":"* * * * *","zone":"Moon/Crater"}\n{"catch_up":"once"}\n1', id="a zone"),
+        pytest.param(b'{"cron":"H 2 * * *","zone":"UTC"}\n{"catch_up":"once"}\n1', id="a field of cron"),
+        pytest.param(b'{"every_ms":0}\n{"catch_up":"once"}\n1', id="an interval"),
+        pytest.param(b'{"every_ms":1000}\n{"catch_up":"once","spread_ms":1}\n1', id="a policy that the script refuses"),
+    ],
+)
+def test_any_number_of_ticks_that_this_host_cannot_fire_hides_no_other_tick(
+    hand: HandSchedules, caplog: pytest.LogCaptureFixture, definition: bytes
+) -> None:
+    broken = {f"broken{number}": definition for number in range(250)}
+    hand.redis.hset(hand.queue.key("schedules"), mapping=broken)
+    hand.redis.zadd(hand.queue.key("schedules:next"), dict.fromkeys(broken, 1))
+    hand.set("good")
+    keeper = hand.queue.keeper()
+    assert keeper.promote(hand.queue.name) == pytest.approx(HOUR_MS, abs=5000)
+    assert hand.counts("good") == (1, 0, 0)
+    assert {hand.next_ms(key) for key in broken} == {1}, "they stay due, for a host that can"
+    assert hand.due(refused=[*broken])[0] == [], "whoever says that he cannot fire them is not told of them again"
+    assert caplog.text.count("a tick cannot be fired") == 250
+    keeper.promote(hand.queue.name)
+    assert caplog.text.count("a tick cannot be fired") == 250, "the same is not logged again with each heartbeat"
+    hand.redis.hset(hand.queue.key("schedules"), "broken7", pack_schedule(Schedule.from_mapping("k", {"every": "1h"})))
+    keeper.promote(hand.queue.name)
+    assert hand.counts("broken7")[0] == 1, "one that was mended is fired by the next look"
 
 
 def test_a_tick_without_a_schedule_is_forgotten(hand: HandSchedules) -> None:

@@ -369,10 +369,31 @@ MUTANTS_OF_SCHEDULES = (
     ),
     Mutant(
         "lib/ticks.lua",
-        "    else\n      redis.call('ZREM', key('schedules:next'), due[at])\n",
+        "    elseif not leave_out[due[at]] then\n      redis.call('ZREM', key('schedules:next'), due[at])\n",
         "",
         "a tick without a schedule is looked at for ever",
         "schedules test_a_tick_without_a_schedule",
+    ),
+    Mutant(
+        "lib/ticks.lua",
+        "    elseif not leave_out[due[at]] then\n",
+        "    else\n",
+        "a schedule that one host cannot fire is fired by no host any more",
+        "schedules test_any_number_of_ticks",
+    ),
+    Mutant(
+        "lib/ticks.lua",
+        "local definition = not leave_out[due[at]] and ",
+        "local definition = ",
+        "ticks that a host cannot fire hide the others",
+        "schedules test_any_number_of_ticks",
+    ),
+    Mutant(
+        "lib/ticks.lua",
+        "TOLD_PER_CALL + #refused)",
+        "TOLD_PER_CALL)",
+        "a hundred ticks that a host cannot fire hide the others",
+        "schedules test_any_number_of_ticks",
     ),
     Mutant(
         "lib/ticks.lua",

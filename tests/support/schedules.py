@@ -1,5 +1,6 @@
 """A queue with schedules, driven by hand: time is made to pass by moving the next tick back."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from forq.broker.firing import DueTick, Firing, due_ticks
@@ -44,9 +45,9 @@ class HandSchedules:
     def promote(self) -> int | None:
         return self.queue.keeper().promote(self.queue.name)
 
-    def due(self, link: Link | None = None) -> tuple[list[DueTick], int]:
-        """What promote tells of, and the server's time."""
-        reply = (link or self.queue.link).run(script("promote"), self.queue.base)
+    def due(self, link: Link | None = None, refused: Sequence[str] = ()) -> tuple[list[DueTick], int]:
+        """What promote tells of one that cannot fire `refused`, and the server's time."""
+        reply = (link or self.queue.link).run(script("promote"), self.queue.base, *refused)
         return due_ticks(reply), int(reply[2])
 
     def fire(self, due: DueTick, now_ms: int) -> bool:

@@ -9,17 +9,19 @@ local function read_definition(definition)
   return string.match(definition, '^([^\n]*\n[^\n]*)\n(.*)$')
 end
 
--- KEY, tick and head of each tick that is due, behind what `reply` has already.
-local function tell_due_ticks(reply)
+-- KEY, tick and head of each tick that is due, behind what `reply` has already; not of those that the caller cannot fire.
+local function tell_due_ticks(reply, refused)
+  local leave_out = {}
+  for _, name in ipairs(refused) do leave_out[name] = true end
   local due = redis.call('ZRANGEBYSCORE', key('schedules:next'), '-inf', string.format('%.0f', now_ms), 'WITHSCORES',
-    'LIMIT', 0, TOLD_PER_CALL)
+    'LIMIT', 0, TOLD_PER_CALL + #refused)
   for at = 1, #due, 2 do
-    local definition = redis.call('HGET', key('schedules'), due[at])
+    local definition = not leave_out[due[at]] and redis.call('HGET', key('schedules'), due[at])
     if definition then
       reply[#reply + 1] = due[at]
       reply[#reply + 1] = due[at + 1]
       reply[#reply + 1] = read_definition(definition) or ''
-    else
+    elseif not leave_out[due[at]] then
       redis.call('ZREM', key('schedules:next'), due[at])
     end
   end
