@@ -21,8 +21,8 @@ from forq.broker.record import unpack
 from forq.errors import InvalidData
 from forq.job import Job, Reporter
 from forq.scoreboard import WORD, Slot
-from forq.workers.exec_messages import ProgramFailed
-from forq.workers.handlers import Handlers
+from forq.workers.exec_messages import MAX_NAME, ProgramFailed
+from forq.workers.handlers import Handlers, leave_if_copy_of
 from forq.workers.output import tell_failure
 from forq.workers.output_writer import CURRENT_JOB
 from forq.workers.results import encode_result
@@ -89,14 +89,12 @@ class Attempts:
             if self.max_result_bytes:
                 self.result = encode_result(result, self.max_result_bytes)
         except BaseException as exc:  # a handler may raise anything, SystemExit too; the worker must outlive it
+            leave_if_copy_of(self._pid)
             failure = describe_failure(exc)
             tell_failure(job_id, failure.error)
             return failure
         finally:
-            # A copy of this process that the handler forked and that came back from it must not work on as a second
-            # worker under the same name.
-            if os.getpid() != self._pid:
-                os._exit(0)
+            leave_if_copy_of(self._pid)
         return None
 
     def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
@@ -185,7 +183,7 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
 
 def describe_failure(exc: BaseException) -> Failure:
     """Name, message, kind and traceback of an exception: text only, nothing that could be rebuilt into code."""
-    name = "TimeoutError" if isinstance(exc, _DeadlinePassed) else _said(lambda: _name(exc))
+    name = "TimeoutError" if isinstance(exc, _DeadlinePassed) else _said(lambda: _name(exc))[:MAX_NAME]
     kind = "permanent" if _said(lambda: getattr(exc, "kind", None)) == "permanent" else "retriable"
     if isinstance(exc, _DeadlinePassed):
         kind = "timeout"
@@ -219,7 +217,7 @@ def _retry_at_ms(exc: BaseException) -> int | None:
             raise ValueError(f"retry_at = {when} is not a time in epoch seconds")
         return math.ceil(when * 1000)
     except Exception:  # the user's own property, a date out of range, NaN
-        log.warning("retry_at of an exception cannot be used exception=%s", type(exc).__name__)
+        log.warning("retry_at of an exception cannot be used exception=%s", type(exc).__name__[:MAX_NAME])
         return None
 
 

@@ -12,6 +12,9 @@ from forq.options import QueueSpec
 from forq.program_line import check_program, is_program
 from forq.workers.exec_handler import ExecHandler, ExecOnceHandler, close_handlers
 
+# Characters of an exception's name and message.
+MAX_REASON = 2000
+
 Handler = Callable[[Any, Job], Any]
 
 
@@ -83,14 +86,32 @@ def _why_unusable(directory: str) -> str | None:
     return None if os.access(directory, os.R_OK) else f"its path {directory} may not be read by user {os.geteuid()}"
 
 
+def leave_if_copy_of(pid: int) -> None:
+    """After user code: a copy of process `pid` that the code forked, and that came back from it, ends here. It must not
+    go on as a second worker under the same name."""
+    if os.getpid() != pid:
+        os._exit(0)
+
+
+def _told(exc: BaseException) -> str:
+    """What an exception says of itself: it may be long, and its own methods may raise anything."""
+    try:
+        return f"{type(exc).__name__}: {exc}"[:MAX_REASON]
+    except BaseException:
+        return type(exc).__name__[:MAX_REASON]
+
+
 def load_handler(path: str) -> Handler:
     """`package.module:function`, or a module that has a function `handle`."""
     module_name, _, function = path.partition(":")
     function = function or "handle"
+    pid = os.getpid()
     try:
         module = importlib.import_module(module_name)
     except BaseException as exc:  # user code: whatever it raises at import is a reason to show, even SystemExit
-        raise ConfigError(f"handler {path!r} cannot be imported: {type(exc).__name__}: {exc}") from exc
+        raise ConfigError(f"handler {path!r} cannot be imported: {_told(exc)}") from exc
+    finally:
+        leave_if_copy_of(pid)
     handler = getattr(module, function, None)
     if not callable(handler):
         raise ConfigError(f"handler {path!r}: module {module_name} has no function {function}")

@@ -138,3 +138,42 @@ def test_a_process_that_a_handler_forks_dies_of_a_term_that_comes_at_once(forq: 
     told = wait_until(lambda: [t for t in forq.traces() if t.queue == "forks"], 40.0, "it is done")
     assert told[0].event == "survived=0"
     assert forq.child("forks")["pid"] == pid, "and none was taken for one to the worker"
+
+
+@pytest.mark.parametrize("copy", ["pass", "raise SystemExit(78)", "raise ValueError('of the copy')"])
+def test_a_module_that_forks_at_import_makes_no_second_worker(forq: Forq, tmp_path: Path, copy: str) -> None:
+    (tmp_path / "forks_at_import.py").write_text(
+        f"import os\nfrom traced import record\n\nif os.fork() == 0:\n    {copy}\n\nhandle = record\n"
+    )
+    name = f"forks-{len(copy)}"
+    paths = [f"--path={path}" for path in (tmp_path, HANDLERS)]
+    forq.ctl("create", name, "--handler", "forks_at_import", *paths)
+    child = forq.wait_for_child(name)
+    ids = forq.client().queue(name).enqueue_many(range(300))
+    wait_until(lambda: forq.queue_status(name)["processed"] == 300, what="all jobs ran")
+    assert sorted(trace.job for trace in traces(forq, name)) == sorted(ids)
+    assert {trace.pid for trace in traces(forq, name)} == {child["pid"]}
+    assert forq.child(name)["restarts"] == 0
+
+
+def test_a_copy_of_the_process_that_comes_back_from_a_handler_says_nothing(forq: Forq, tmp_path: Path) -> None:
+    (tmp_path / "forks_and_raises.py").write_text(
+        "import os\nfrom traced import trace\n\ndef handle(data, job):\n    pid = os.fork()\n    if pid == 0:\n"
+        "        raise ValueError('of the copy')\n    os.waitpid(pid, 0)\n    trace(job, 'end')\n"
+    )
+    paths = [f"--path={path}" for path in (tmp_path, HANDLERS)]
+    forq.ctl("create", "copies", "--handler", "forks_and_raises", *paths)
+    forq.client().queue("copies").enqueue_many(range(20))
+    wait_until(lambda: forq.queue_status("copies")["processed"] == 20, what="all jobs ran")
+    assert len(traces(forq, "copies")) == 20
+    assert "of the copy" not in forq.ctl("logs", "copies")
+
+
+def test_the_name_of_an_exception_is_cut(forq: Forq, tmp_path: Path) -> None:
+    (tmp_path / "long_name.py").write_text(
+        "def handle(data, job):\n    raise type('E' * 10_000_000, (Exception,), {})\n"
+    )
+    forq.ctl("create", "names", "--handler", "long_name", "--path", str(tmp_path), "--set=max_retries=0")
+    job_id = forq.ctl("push", "names", "1")
+    wait_until(lambda: forq.queue_status("names")["dead"] == 1, what="it is dead, and counted")
+    assert f"it failed for good: {'E' * 200}: ;" in forq.ctl("why", "names", job_id)

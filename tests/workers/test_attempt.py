@@ -93,3 +93,12 @@ def test_only_a_time_that_can_be_used_is_taken_from_an_exception(retry_at: Any, 
     failure = Attempts("q", Handlers({"mail": handle})).attempt("id1", PLAIN, 9)
     assert failure is not None
     assert failure.retry_at_ms == expected
+
+
+def test_the_name_of_an_exception_is_cut_to_200_characters() -> None:
+    def handle(data: Any, job: Job) -> None:
+        raise type("E" * 10_000_000, (Exception,), {})("why")
+
+    error = attempt(handle)
+    assert (error["name"], error["message"]) == ("E" * 200, "why")
+    assert len(orjson.dumps(error)) < 10_000
