@@ -3,10 +3,12 @@
 import argparse
 import sys
 
+from forq.standard_streams import open_missing_streams
 from forq.version import VERSION
 
 
 def main() -> int:
+    open_missing_streams()
     arguments = parser_for(sys.argv[1:]).parse_args()
     if arguments.command == "pipeline":
         from forq.pipeline import cli

@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 from forq.errors import ForqError, UsageError
+from forq.standard_streams import open_missing_streams
 from forq.supervisor.ctl.commands import BY_NAME, GLOBALS, Command
 
 TYPE_CHECKING = False
@@ -32,6 +33,7 @@ class _Parser(ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
+    open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal cannot show must not end in a traceback.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

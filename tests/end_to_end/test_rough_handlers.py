@@ -5,9 +5,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.support.running import HANDLERS, Forq, Trace, running, wait_until
+from tests.support.running import HANDLERS, Forq, Trace, alive, running, wait_until
 from tests.support.server import Server
 
 pytestmark = pytest.mark.timeout(120)
@@ -149,6 +150,8 @@ def test_a_module_that_forks_at_import_makes_no_second_worker(forq: Forq, tmp_pa
     paths = [f"--path={path}" for path in (tmp_path, HANDLERS)]
     forq.ctl("create", name, "--handler", "forks_at_import", *paths)
     child = forq.wait_for_child(name)
+    copies = {process.pid for process in psutil.Process(child["pid"]).children()}
+    wait_until(lambda: not alive(copies), 5.0, "the copy has ended")
     ids = forq.client().queue(name).enqueue_many(range(300))
     wait_until(lambda: forq.queue_status(name)["processed"] == 300, what="all jobs ran")
     assert sorted(trace.job for trace in traces(forq, name)) == sorted(ids)
