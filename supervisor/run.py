@@ -16,7 +16,7 @@ from forq.logging_setup import configure
 from forq.options import QueueSpec
 from forq.supervisor import entry_points, systemd
 from forq.supervisor.config import Config, load
-from forq.supervisor.control import ControlServer
+from forq.supervisor.control import ControlServer, warn_of_few_descriptors
 from forq.supervisor.loop import Loop
 from forq.supervisor.statedir import StateDir
 from forq.supervisor.supervisor import Supervisor
@@ -65,6 +65,7 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: syst
     for spec in specs:
         supervisor.queues.add(spec)
     supervisor.start()
+    warn_of_few_descriptors(len(specs), in_use=len(os.listdir("/proc/self/fd")))
     log.info(
         "serving queues=%s socket=%s redis=%s", len(specs), control.path, supervisor.services.status_of_redis()["url"]
     )

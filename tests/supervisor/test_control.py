@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import queue
+import select
 import socket
 import stat
 import tempfile
@@ -459,6 +460,59 @@ def test_connections_over_the_limit_are_refused_with_a_line(serving: Serving, mo
     assert again.hear()["result"] == {}
     for talk in [*inside[1:], outside, again]:
         talk.close()
+
+
+@pytest.mark.fault("control socket attacked")
+def test_clients_leave_descriptors_for_children(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each end of a connection is in this process, so two numbers go with each client."""
+    first = Talk(serving.path)
+    eventually(lambda: serving.connections() == 1)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    monkeypatch.setattr(control, "_descriptor_limit", lambda: lowest_free + 10 + control.RESERVED_DESCRIPTORS)
+    talks = [Talk(serving.path) for _ in range(12)]
+
+    def answered() -> list[Talk]:
+        return [talk for talk in talks if select.select([talk.sock], [], [], 0)[0]]
+
+    eventually(lambda: serving.connections() + len(answered()) == 13)
+    refused = answered()
+    assert 0 < len(refused) < 12
+    assert all("the supervisor may open" in talk.hear()["error"]["message"] for talk in refused)
+    for talk in [first, *talks]:
+        talk.close()
+    eventually(lambda: serving.connections() == 0)
+    again = Talk(serving.path)
+    again.say("echo")
+    assert again.hear()["result"] == {}
+    again.close()
+
+
+def test_a_socket_that_was_removed_is_made_again(serving: Serving) -> None:
+    before = Talk(serving.path)
+    eventually(lambda: serving.connections() == 1)
+    for _ in range(3):
+        os.unlink(serving.path)
+        eventually(lambda: os.path.exists(serving.path))
+        assert stat.S_IMODE(os.stat(serving.path).st_mode) == 0o600
+        talk = Talk(serving.path)
+        talk.say("echo", a=1)
+        assert talk.hear()["result"] == {"a": 1}
+        talk.close()
+    before.say("echo", b=1)
+    assert before.hear()["result"] == {"b": 1}
+    before.close()
+
+
+def test_what_somebody_put_in_the_place_of_the_socket_is_left_alone(serving: Serving, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    os.rename(tmp_path / "mine", serving.path)
+    (tmp_path / "other").touch()
+    os.unlink(tmp_path / "other")
+    serving.run(lambda: None)
+    assert Path(serving.path).read_text() == "mine"
+    os.unlink(serving.path)
+    eventually(lambda: os.path.exists(serving.path) and stat.S_ISSOCK(os.stat(serving.path).st_mode))
 
 
 def test_many_short_connections_leave_nothing_behind(serving: Serving) -> None:

@@ -13,6 +13,7 @@ MAY_FOLLOW = {
     "src/forq/cgroup.py": "files of the kernel",
     "services/forwarding.py": "/proc/self/fd/2, which is a link",
     "supervisor/ctl/main.py": "/dev/null",
+    "src/forq/standard_streams.py": "/dev/null",
     "supervisor/stacks.py": "/proc/PID/fd, which are links",
     "src/forq/treekill.py": "files of /proc",
     "workers/tracing.py": "the operator names it, and may mean a link such as /dev/stdout",
