@@ -1,4 +1,4 @@
-"""What an idle tree costs: CPU, Redis commands and private memory of 50 queues; and how soon a new queue consumes.
+"""What an idle tree of 50 queues costs: CPU, wakeups, Redis commands and memory; and how soon a new queue consumes.
 
 python benchmarks/idle.py [--queues 50] [--seconds 30]
 """
@@ -18,6 +18,15 @@ from tests.support.running import Forq, running, wait_until
 def ticks(pid: int) -> int:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
+
+
+def wakeups(pid: int) -> int:
+    """How often the threads of this process have waited for something."""
+    found = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        lines = (task / "status").read_text().splitlines()
+        found += next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+    return found
 
 
 def private_kb(pid: int) -> int:
@@ -63,9 +72,11 @@ def main() -> None:
         time.sleep(5)  # let titles and beats of the last jobs come to rest: what is measured is the idle tree
         pids = {process.pid: " ".join(process.cmdline()).strip()[:24] for process in forq.processes()}
         before, ticks_before = commands(forq), {pid: ticks(pid) for pid in pids}
+        wakeups_before = {pid: wakeups(pid) for pid in pids}
         time.sleep(arguments.seconds)
         after = commands(forq)
         spent = {pid: ticks(pid) - ticks_before[pid] for pid in pids}
+        woken = {pid: (wakeups(pid) - wakeups_before[pid]) / arguments.seconds for pid in pids}
         queue_pids = [c["pid"] for q in forq.status()["queues"] for c in q["children"]]
         private = [private_kb(pid) for pid in queue_pids]
         shares = [pss_kb(pid) for pid in queue_pids]
@@ -77,6 +88,9 @@ def main() -> None:
         )
         for pid, used in sorted(spent.items(), key=lambda item: -item[1])[:4]:
             print(f"    {used:4} ticks  {pids[pid]}")
+        print(f"wakeups of the whole tree: {sum(woken.values()):.1f} per second")
+        for pid, per_second in sorted(woken.items(), key=lambda item: -item[1])[:7]:
+            print(f"    {per_second:6.2f} per second  {pids[pid]}")
         used_commands = {name: after[name] - before.get(name, 0) for name in after}
         used_commands = {name: count for name, count in used_commands.items() if count}
         calls = sum(count for name, count in used_commands.items() if name in ("fcall", "blmove", "blpop"))

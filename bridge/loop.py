@@ -21,6 +21,7 @@ from forq.bridge.peers import Connection, Peer
 from forq.broker.keys import queue_of_channel
 from forq.broker.listening import Listener
 from forq.errors import ForqError, RedisUnavailable
+from forq.liveness import passed
 from forq.names import shown
 
 RETRY_SECONDS = 0.25
@@ -28,6 +29,8 @@ LINES_PER_TURN = 50
 # A connection takes a descriptor, and up to a line of 1 MiB that is not complete.
 MAX_CLIENTS = 1000
 ACCEPT_PAUSE_SECONDS = 0.5
+# The supervisor sends nothing else, one short line at a time.
+PING_BYTES = 4096
 # How long a peer that has ended gets to read what was answered.
 FAREWELL_SECONDS = 30.0
 # A worker that was not heard for so long is not remembered.
@@ -47,7 +50,7 @@ class Bound:
 
 
 class Bridge:
-    """`watched`: descriptors whose end (or first byte) ends the bridge."""
+    """`watched`: descriptors whose first byte ends the bridge. `leash`: its end does; what comes on it are pings."""
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class Bridge:
         peers: tuple[Peer, ...] = (),
         listener: socket.socket | None = None,
         watched: tuple[int, ...] = (),
+        leash: socket.socket | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._desk = desk
@@ -67,7 +71,8 @@ class Bridge:
         self._tick_seconds = tick_seconds
         self._peers: dict[Peer, float | None] = dict.fromkeys(peers)  # and since when it is about to leave
         self._listener = listener
-        self._watched = watched
+        self._watched = watched if leash is None else (*watched, leash.fileno())
+        self._leash = leash
         self._now = now
         self._poll = select.poll()
         self._polled: dict[int, int] = {}
@@ -126,6 +131,7 @@ class Bridge:
             if self._polled.get(fd) != events:
                 self._poll.register(fd, events)
         self._polled = wanted
+        passed()
         return self._poll.poll(self._patience_ms())
 
     def _patience_ms(self) -> float:
@@ -140,7 +146,10 @@ class Bridge:
         return max(0.0, min(times) - now) * 1000 + 1
 
     def _dispatch(self, fd: int, events: int) -> None:
-        if fd in self._watched:
+        if self._leash is not None and fd == self._leash.fileno():
+            if not self._leash.recv(PING_BYTES):
+                self.stop()
+        elif fd in self._watched:
             self.stop()
         elif self._ears.connected and fd == self._ears.fileno():
             self._hear()

@@ -94,7 +94,8 @@ def run_bridge(settings: BridgeSettings) -> int:
             tick_seconds=settings.tick_seconds,
             peers=stdio,
             listener=listener,
-            watched=(told,) if settings.leash is None else (told, settings.leash.fileno()),
+            watched=(told,),
+            leash=settings.leash,
         )
         try:
             bridge.run()

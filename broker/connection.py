@@ -11,6 +11,7 @@ from typing import Any
 
 import hiredis
 
+from forq import liveness
 from forq.broker.server_url import ServerAddress, read_server_url
 
 # From 128 KiB on malloc would get each buffer from the kernel, and give it back: 11 µs per call.
@@ -29,6 +30,8 @@ class Connection:
 
     def __init__(self, url: str, *, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> None:
         address = read_server_url(url)
+        self._timeout_seconds = timeout_seconds
+        liveness.may_take(connect_timeout_seconds + (0.0 if address.path else liveness.LOOKUP_SECONDS))
         self.socket = _connect(address, connect_timeout_seconds)
         _limit(self.socket, timeout_seconds)
         self._reader = hiredis.Reader(notEnoughData=NOT_YET)
@@ -48,6 +51,8 @@ class Connection:
         """The next answer; a refusal is returned (hiredis.ReplyError), not raised."""
         answer = self._reader.gets()
         while answer is NOT_YET:
+            if liveness.watched:
+                liveness.may_take(self._timeout_seconds)
             received = self.socket.recv(READ_BYTES)
             if not received:
                 raise ConnectionResetError("the server closed the connection")

@@ -22,6 +22,7 @@ from forq.broker.server_check import check_server
 from forq.broker.stored_options import changed_for_fail_queue, stored, stored_defaults, stored_for_fail_queue
 from forq.broker.viewing import Viewer, counts_of
 from forq.errors import BeingDeleted, UnknownQueue, UsageError
+from forq.liveness import DISK_SECONDS, may_take, passed
 from forq.names import check_queue_name, shown
 from forq.options import WORK, check_changes
 from forq.schedules import Schedule
@@ -52,6 +53,7 @@ def run_clerk(settings: ClerkSettings) -> int:
     desk = Desk(settings.leash, clerk.verbs())
     poll.register(desk.fileno(), select.POLLIN)
     while True:
+        passed()
         for fd, _ in poll.poll(clerk.patience_ms()):
             if fd == desk.fileno():
                 if not desk.serve():
@@ -161,6 +163,7 @@ class Clerk:
 
     def _purge(self, name: str) -> bool:
         directory, max_bytes = self._settings.logs_dir / name, self._settings.failed_log_max
+        may_take(DISK_SECONDS)
         return self._registry.purge(name, lambda jobs: append_lines(directory, jobs, max_bytes))
 
     def pause(self, params: dict[str, Any]) -> object:
@@ -259,6 +262,7 @@ class Clerk:
 
         found: dict[str, int] = {}
         for pid in params["pids"]:
+            may_take()
             with suppress(psutil.Error):  # it has ended meanwhile
                 found[str(pid)] = psutil.Process(pid).memory_full_info().pss
         return found

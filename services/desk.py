@@ -8,6 +8,7 @@ from typing import Any
 
 from forq import wire
 from forq.errors import ForqError, InvalidData, UnknownVerb
+from forq.liveness import may_take
 
 READ_BYTES = 64 * 1024
 # The supervisor and its services trust each other: the cap is there to notice a fault, not to fend one off.
@@ -52,7 +53,11 @@ class Desk:
             return False
         self._lines.push(received)
         while (line := self._lines.pop()) is not None:
-            self._answer(wire.read_request(line))
+            call = wire.read_request(line)
+            if call.expects_answer:
+                may_take()
+                self._answer(call)
+            # Anything else is a ping: the loop comes round, and that is the answer.
         return True
 
     def tell(self, event: str, **fields: object) -> None:

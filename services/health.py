@@ -13,7 +13,7 @@ CONSUMING_STATES = ("running", "starting")
 
 @dataclass(frozen=True)
 class Fault:
-    """`check`: supervisor, redis, state, process or stuck; `queue`: of the last three, which."""
+    """`check`: supervisor, service, redis, state, process or stuck; `queue`: of the last three, which."""
 
     check: str
     reason: str
@@ -28,6 +28,9 @@ def faults_in(look: Look, health_seconds: float) -> list[Fault]:
     faults = []
     if look.status is None:
         faults.append(Fault("supervisor", look.status_error))
+    services = [] if look.status is None else look.status["supervisor"]["services"]
+    unresponsive = [service["name"] for service in services if service["state"] == "unresponsive"]
+    faults += [Fault("service", f"service {name} is unresponsive") for name in unresponsive]
     if look.round_trip_seconds is None:
         faults.append(Fault("redis", look.redis_error))
     starved = _waiting_for_capacity(look)

@@ -17,6 +17,7 @@ from typing import Any
 
 from forq import exits
 from forq.errors import ForqError
+from forq.liveness import DISK_SECONDS, may_take, passed
 from forq.log_format import LogFormat
 from forq.output_pipe import NAME, RATE, open_pipe
 from forq.redaction import Redaction
@@ -72,6 +73,7 @@ class Logger:
 
     def run(self) -> int:
         while True:
+            passed()
             for fd, _ in self._epoll.poll(self._patience_seconds(), EVENTS):
                 if fd != self._desk.fileno():
                     self._read(self._by_fd[fd], time.monotonic())
@@ -161,6 +163,7 @@ class Logger:
             return
         if self._redact:
             records = [{**record, "message": self._redact(record["message"])} for record in records]
+        may_take(DISK_SECONDS)
         output.keep(records)
         log_format = self._settings.log_format
         for record in records:
@@ -177,6 +180,7 @@ class Logger:
 
     def _sweep(self, now: float) -> None:
         self._sweep_at = now + SWEEP_SECONDS
+        may_take(DISK_SECONDS)
         try:
             swept = sweep(self._settings.logs_dir, self._served, time.time())
         except OSError as exc:

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 
 from forq import exits
+from forq.liveness import may_take, passed
 from forq.scoreboard import Scoreboard
 from forq.services.desk import Desk
 from forq.services.health import Fault, faults_in
@@ -23,6 +24,9 @@ LOOK_SECONDS = 1.0
 # A process that died is replaced by then, a queue that is being made is served. A job that was scheduled looks as if
 # it had waited all the time at the moment it becomes due; by then it has begun.
 AGAIN_SECONDS = 0.5
+
+# A supervisor and a Redis that answer late, twice.
+LOOK_MOST_SECONDS = 15.0
 
 INDEX = b"forq\n\n/metrics   for Prometheus\n/healthz   200 if jobs are consumed, else 503 with the reasons\n"
 
@@ -47,6 +51,7 @@ def run_metrics(settings: MetricsSettings) -> int:
         poll = select.poll()
         for fd, events in {**server.interest(), desk.fileno(): select.POLLIN}.items():
             poll.register(fd, events)
+        passed()
         for fd, _ in poll.poll(server.patience_ms()):
             if fd != desk.fileno():
                 server.ready(fd)
@@ -101,6 +106,7 @@ class Pages:
     def _look_again(self) -> Look:
         if self._look is not None and time.monotonic() - self._looked_at < LOOK_SECONDS:
             return self._look
+        may_take(LOOK_MOST_SECONDS)
         known = _queues_in(self._faults)
         look = self._looker.look()
         faults = faults_in(look, self._health_seconds)

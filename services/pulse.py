@@ -29,6 +29,7 @@ from forq.broker.listening import Listener
 from forq.broker.registry import Registry
 from forq.cgroup import Cgroup, Cgroups
 from forq.errors import Fenced, ForqError, RedisUnavailable
+from forq.liveness import passed
 from forq.scoreboard import Role, Scoreboard, State, age_ms, unpack_word
 from forq.services.desk import Desk
 from forq.treekill import kill_tree
@@ -101,6 +102,7 @@ class Pulse:
         self._board.watching = 1
         self._later(0, self._look)
         while True:
+            passed()
             for fd, _ in poll.poll(self._patience_ms()):
                 if fd == self._settings.watch_fd:
                     self._start_watching()

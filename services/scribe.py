@@ -18,6 +18,7 @@ from forq import exits
 from forq.broker.link import Link
 from forq.broker.outbox import Bell, Outbox, read_line
 from forq.errors import Fenced, ForqError, RedisUnavailable, UnknownQueue
+from forq.liveness import DISK_SECONDS, may_take, passed
 from forq.services.append_only_sync import AppendOnlySync
 from forq.services.desk import Desk
 from forq.services.failed_log import append_lines
@@ -86,6 +87,7 @@ class Scribe:
             poll.register(self._desk.fileno(), select.POLLIN)
             if self._bell.connected:
                 poll.register(self._bell.fileno(), select.POLLIN)
+            passed()
             ready = [fd for fd, _ in poll.poll(self._patience_ms())]
             if self._bell.connected and self._bell.fileno() in ready:
                 self._listen()
@@ -162,6 +164,7 @@ class Scribe:
         if self._written.get(queue) == lines:
             return
         directory = self._settings.logs_dir / queue
+        may_take(DISK_SECONDS)
         append_lines(directory, [read_line(queue, line) for line in lines], self._settings.failed_log_max)
         self._written[queue] = lines
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forq import exits
+from forq.liveness import may_take, passed
 from forq.memory import pss_bytes
 from forq.resources import OUT_OF_MEMORY, TOO_MANY_TASKS, Exceeded, Resources
 from forq.scoreboard import Scoreboard
@@ -70,6 +71,7 @@ class Warden:
         poll = select.poll()
         poll.register(self._desk.fileno(), select.POLLIN)
         while True:
+            passed()
             patience = self._pause_seconds * 1000 if self._watched else None
             if poll.poll(patience) and not self._desk.serve():
                 return exits.STOPPED
@@ -81,6 +83,7 @@ class Warden:
         if idle_too:
             self._idle_look_at = began + IDLE_LOOK_SECONDS
         for watched in list(self._watched.values()):
+            may_take()
             if (idle_too or self._is_busy(watched)) and (found := look_at_tree(watched.pid, watched.resources)):
                 # Once: the supervisor ends it.
                 del self._watched[watched.key]

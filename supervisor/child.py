@@ -34,6 +34,8 @@ class Nursery:
     keep_fds: tuple[int, ...]
     cgroups: Cgroups | None
     pids: set[int] = field(default_factory=set)
+    # Who wants to know that a child was stopped by a signal, or goes on.
+    stops: dict[int, Callable[[bool], None]] = field(default_factory=dict)
     named: int = 0
     _dead: list[Callable[[], None]] = field(default_factory=list)
 
@@ -42,6 +44,19 @@ class Nursery:
             return None
         self.named += 1
         return self.cgroups.add(f"{name}-{self.named}")
+
+    def watch_stops(self) -> None:
+        """From now on children learn when a signal stops or continues them."""
+        self.loop.on_signal(signal.SIGCHLD, self._look_for_stops)
+
+    def _look_for_stops(self) -> None:
+        """Those that have ended are left to their pidfds."""
+        try:
+            while (found := os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)) is not None:
+                if (tell := self.stops.get(found.si_pid)) is not None:
+                    tell(found.si_code != os.CLD_CONTINUED)
+        except ChildProcessError:
+            return
 
     def bury(self, then: Callable[[], None]) -> None:
         """Calls back when nothing is left of what a dead child had started. To look for that takes a time that grows
@@ -72,7 +87,8 @@ class Nursery:
 class Child:
     """A forked child. `on_line` gets what it says on its leash, `on_end` how it ended, once its tree is gone.
     `keep_fds`: descriptors that it inherits besides those that all do. `resources`: what it may take of the machine;
-    `kernel_keeps` says whether the kernel sees to that.
+    `kernel_keeps` says whether the kernel sees to that. `stopped`: a signal has stopped it; `on_stop` is called when
+    that changes.
 
     Making one raises OSError when the system has no process, descriptor or control group left to give.
     """
@@ -89,11 +105,14 @@ class Child:
         resources: Resources | None = None,
         on_line: Callable[[bytes], None],
         on_end: Callable[[Exit], None],
+        on_stop: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.started = time.monotonic()
         self.stopping = False
         self.ended = False
+        self.stopped = False
+        self._on_stop = on_stop
         self._nursery = nursery
         self._on_line = on_line
         self._on_end = on_end
@@ -114,6 +133,7 @@ class Child:
         finally:
             theirs.close()
         nursery.pids.add(self.pid)
+        nursery.stops[self.pid] = self._stopped_or_continued
         nursery.loop.add_reader(self._leash.fileno(), self._read)
         nursery.loop.watch_child(self._spawned.pidfd, self._ended)
 
@@ -165,6 +185,11 @@ class Child:
             handled=handled,
         )
 
+    def _stopped_or_continued(self, stopped: bool) -> None:
+        self.stopped = stopped
+        if self._on_stop is not None:
+            self._on_stop()
+
     def _term_group(self) -> None:
         try:
             os.killpg(self.pid, signal.SIGTERM)
@@ -215,6 +240,7 @@ class Child:
             self._timer.cancel()
         self.ended = True
         self._nursery.pids.discard(self.pid)
+        self._nursery.stops.pop(self.pid, None)
         try:
             if self._cgroup is not None:
                 self._cgroup.kill()

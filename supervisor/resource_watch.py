@@ -23,8 +23,15 @@ class Restrained(Protocol):
 
 
 class ResourceWatch:
-    def __init__(self, nursery: Nursery, run_warden: Callable[[socket.socket], int]) -> None:
-        self._warden = Service(nursery, "warden", run_warden, on_event=self._heard, on_start=self._tell)
+    def __init__(
+        self,
+        nursery: Nursery,
+        run_warden: Callable[[socket.socket], int],
+        on_stop: Callable[[], None] | None = None,
+    ) -> None:
+        self._warden = Service(
+            nursery, "warden", run_warden, on_event=self._heard, on_start=self._tell, on_stop=on_stop
+        )
         self._started = False
         self._keys = count(1)
         self._watched: dict[int, Restrained] = {}

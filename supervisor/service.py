@@ -2,16 +2,21 @@
 
 import logging
 import socket
+import time
 from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from forq import wire
+from forq import liveness, wire
 from forq.errors import ForqError, OutcomeUnknown
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.loop import Timer
 from forq.supervisor.respawn import Respawn
 from forq.supervisor.spawn import Exit
+
+# What a new process may take before it comes round its loop for the first time.
+FIRST_PASS_SECONDS = 10.0
+PING = wire.notification("ping")
 
 log = logging.getLogger("forq")
 
@@ -31,15 +36,22 @@ class Service:
         keep_fds: tuple[int, ...] = (),
         on_event: Callable[[dict[str, Any]], None] | None = None,
         on_start: Callable[[], None] | None = None,
+        on_stop: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.child: Child | None = None
         self.restarts = 0
+        # Kept by the watch over all services: whether it is frozen or stuck, and for how long it owes an answer.
+        self.unresponsive = False
+        self.unanswered_seconds = 0.0
+        self._liveness = liveness.Liveness()
+        self._pinged_ns = 0
         self._nursery = nursery
         self._run = run
         self._keep_fds = keep_fds
         self._on_event = on_event
         self._on_start = on_start
+        self._on_stop = on_stop
         self._respawn = Respawn()
         self._ids = count(1)
         self._pending: dict[int, tuple[str, dict[str, Any], Answer | None, bool]] = {}
@@ -51,14 +63,17 @@ class Service:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
+        self._liveness.begin(FIRST_PASS_SECONDS)
+        self._pinged_ns, self.unanswered_seconds = time.monotonic_ns(), 0.0
         try:
             self.child = Child(
                 self._nursery,
                 self.name,
-                self._run,
+                self._run_watched,
                 keep_fds=self._keep_fds,
                 on_line=self._read,
                 on_end=self._ended,
+                on_stop=self._on_stop,
             )
         except OSError as exc:
             log.error("cannot start service service=%s error=%s", self.name, exc)
@@ -76,6 +91,23 @@ class Service:
         if self.child is not None:
             self.child.send(wire.request(number, method, params))
 
+    def has_passed(self) -> bool:
+        """Whether it has come round its loop since its start, or since its last ping."""
+        return self._liveness.passed_ns > self._pinged_ns
+
+    def is_busy(self) -> bool:
+        """Whether it has said that what it does now may take this long."""
+        return self._liveness.busy_until_ns > time.monotonic_ns()
+
+    def ping_if_quiet(self, seconds: float) -> bool:
+        """Wakes it if it has not passed its loop for so long; whether it did."""
+        now_ns = time.monotonic_ns()
+        if self.child is None or now_ns - self._liveness.passed_ns < seconds * 1e9:
+            return False
+        self._pinged_ns = now_ns
+        self.child.send(PING)
+        return True
+
     def restart(self, then: Callable[[], None]) -> None:
         """A new process, which starts with what the supervisor knows now."""
         if self.child is not None:
@@ -89,6 +121,10 @@ class Service:
         self._stopped = True
         if self.child is not None:
             self.child.kill()
+
+    def _run_watched(self, leash: socket.socket) -> int:
+        liveness.be_watched(self._liveness)
+        return self._run(leash)
 
     def _read(self, line: bytes) -> None:
         message = wire.decode(line)

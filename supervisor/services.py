@@ -24,6 +24,7 @@ from forq.supervisor.outputs import Outputs
 from forq.supervisor.redis_child import RedisChild
 from forq.supervisor.resource_watch import ResourceWatch
 from forq.supervisor.service import Service
+from forq.supervisor.service_watch import ServiceWatch
 from forq.supervisor.statedir import StateDir
 from forq.tallies import Tallies
 
@@ -75,18 +76,15 @@ class Services:
         self._logs_dir = Path(state.path) / "logs"
         self.outputs = Outputs(self._logs_dir)
         self.redis = self._redis_child() if config.redis is None else None
-        self.pulse = Service(
-            self.nursery, "pulse", self._run_pulse, on_event=self._pulse_event, on_start=self.tell_served
-        )
-        self.scribe = Service(
-            self.nursery, "scribe", self._run_scribe, on_event=self._scribe_event, on_start=self._scribe_started
-        )
-        self.clerk = Service(self.nursery, "clerk", self._run_clerk)
-        self.logger = Service(self.nursery, "logger", self._run_logger, on_start=self._tell_logger)
-        self.resource_watch = ResourceWatch(self.nursery, self._run_warden)
+        self.watch = ServiceWatch(loop, lambda: self.all)
+        service = partial(Service, self.nursery, on_stop=self.watch.look_soon)
+        self.pulse = service("pulse", self._run_pulse, on_event=self._pulse_event, on_start=self.tell_served)
+        self.scribe = service("scribe", self._run_scribe, on_event=self._scribe_event, on_start=self._scribe_started)
+        self.clerk = service("clerk", self._run_clerk)
+        self.logger = service("logger", self._run_logger, on_start=self._tell_logger)
+        self.resource_watch = ResourceWatch(self.nursery, self._run_warden, on_stop=self.watch.look_soon)
         self.bridges = tuple(
-            Service(self.nursery, f"bridge {place.listen}", partial(self._run_bridge, place))
-            for place in config.bridges
+            service(f"bridge {place.listen}", partial(self._run_bridge, place)) for place in config.bridges
         )
         self.metrics = () if self._metrics_listener is None else (self._metrics_service(self._metrics_listener),)
 
@@ -100,11 +98,14 @@ class Services:
     def start(self) -> None:
         if self.redis is not None:
             self.redis.start()
+        self.nursery.watch_stops()
         for service in self.all:
             service.start()
+        self.watch.start()
 
     def stop(self, then: Callable[[], None]) -> None:
         left = {"logger", "redis"}
+        self.watch.stop()
 
         def stopped(what: str) -> None:
             if what in left:
@@ -288,7 +289,7 @@ class Services:
 
     def _metrics_service(self, listener: socket.socket) -> Service:
         run = partial(self._run_metrics, listener)
-        return Service(self.nursery, "metrics", run, keep_fds=(listener.fileno(),))
+        return Service(self.nursery, "metrics", run, keep_fds=(listener.fileno(),), on_stop=self.watch.look_soon)
 
     def _run_metrics(self, listener: socket.socket, leash: socket.socket) -> int:
         assert self._config.metrics is not None

@@ -113,7 +113,10 @@ class Status:
         supervisor = self._supervisor
         # From question to answer, by way of the clerk: what a caller waits for, and not a bare round trip.
         redis = self._services.status_of_redis() | {"counts_ms": counts_ms}
-        if isinstance(counts, ForqError):
+        if isinstance(counts, ForqError) and self._clerk.unresponsive:
+            # That says nothing about Redis: the clerk is named among the services.
+            redis |= {"counts_ms": None}
+        elif isinstance(counts, ForqError):
             redis |= {"ok": False, "error": str(counts), "counts_ms": None}
         return {
             "pid": os.getpid(),
@@ -126,6 +129,7 @@ class Status:
                     "name": service.name,
                     "pid": service.child.pid if service.child is not None else None,
                     "restarts": service.restarts,
+                    "state": "unresponsive" if service.unresponsive else "running" if service.child else "starting",
                 }
                 for service in self._services.all
             ],

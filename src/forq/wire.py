@@ -103,6 +103,11 @@ def request(id: str | int, method: str, params: dict[str, Any]) -> bytes:
     return encode({"jsonrpc": "2.0", "id": id, "method": method, "params": params}) + b"\n"
 
 
+def notification(method: str) -> bytes:
+    """A line that nobody answers."""
+    return encode({"jsonrpc": "2.0", "method": method}) + b"\n"
+
+
 def result(id: str | int | None, value: object) -> bytes:
     return encode({"jsonrpc": "2.0", "id": id, "result": value}) + b"\n"
 

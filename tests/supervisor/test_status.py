@@ -21,6 +21,7 @@ class Asked:
         services.redis_state = {"ok": True, "error": None}
         services.status_of_redis.return_value = {"url": "unix://x", "ok": True, "error": None}
         services.all, services.failed_log_errors = (), {}
+        services.clerk.unresponsive = False
         services.clerk.ask.side_effect = self._ask
 
     def _ask(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> None:

@@ -78,7 +78,7 @@ def look_at(
         "processor": "p",
         "uptime_seconds": 5.0,
         "redis": {"ok": True, "server": "Valkey 9"},
-        "services": [{"name": "pulse", "restarts": 0}],
+        "services": [{"name": "pulse", "restarts": 0, "state": "running"}],
         "failed_log": {"errors": {}},
     }
     capacity = {"units": 100, "in_use": 0, "free": 100, "waiting": capacity_waiting or []}

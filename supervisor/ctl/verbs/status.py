@@ -51,6 +51,7 @@ def faults_in(status: dict[str, Any]) -> list[str]:
     """Why this is not healthy; empty when it is."""
     redis = status["supervisor"]["redis"]
     faults = [] if redis["ok"] else [f"redis is down: {redis['error']}"]
+    faults += [f"service {name} is unresponsive" for name in unresponsive_services(status)]
     unwritten = status["supervisor"].get("failed_log", {}).get("errors", {})
     faults += [f"failed log of queue {name}: {error}" for name, error in unwritten.items()]
     for queue in status["queues"]:
@@ -66,6 +67,11 @@ def faults_in(status: dict[str, Any]) -> list[str]:
 def _starting_seconds(queue: dict[str, Any]) -> float:
     ages = (child["uptime_seconds"] for child in queue["children"] if child["role"] == "main")
     return max((age for age in ages if age is not None), default=0.0)
+
+
+def unresponsive_services(status: dict[str, Any]) -> list[str]:
+    services = status["supervisor"].get("services", [])
+    return [service["name"] for service in services if service.get("state") == "unresponsive"]
 
 
 def _is_live_main(child: dict[str, Any]) -> bool:
@@ -103,6 +109,8 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
     redis = status["supervisor"]["redis"]
     for name, error in status["supervisor"].get("failed_log", {}).get("errors", {}).items():
         print(f"{printable(name)}: failed log: {printable(error)}")
+    for name in unresponsive_services(status):
+        print(f"{name}: unresponsive: this service does not answer and is being replaced")
     if not redis["ok"]:
         print(f"redis: down: {cell(redis['error'])}")
 

@@ -1,0 +1,65 @@
+"""Whether a service still passes its loop: two words of shared memory that it writes and the supervisor reads.
+
+A service that answers on its leash would wake the supervisor each time; these words cost nobody anything. They belong
+to the process: every connection to Redis in it can say how long a call may take. In any other process they are private
+and nobody reads them.
+"""
+
+import mmap
+import time
+
+# What one pass of a service's loop may take unless it says otherwise.
+PASS_SECONDS = 3.0
+# A disk that is slow is waited for: another process would wait for it, too.
+DISK_SECONDS = 30.0
+# A host name has to be looked up first, and that has time limits of its own.
+LOOKUP_SECONDS = 30.0
+
+_PASSED, _BUSY_UNTIL = 0, 1
+
+
+class Liveness:
+    """The words of one service, made by the supervisor before it forks."""
+
+    def __init__(self) -> None:
+        # Mapped by the supervisor, so that all its children share it.
+        self.words = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
+
+    @property
+    def passed_ns(self) -> int:
+        """When it last came round its loop; 0: not yet."""
+        return self.words[_PASSED]
+
+    @property
+    def busy_until_ns(self) -> int:
+        """Until when the present pass may last, as far as the service has said; 0: it waits for something to do."""
+        return self.words[_BUSY_UNTIL]
+
+    def begin(self, seconds: float) -> None:
+        """From the supervisor, before a start: what the first pass may take."""
+        self.words[_PASSED] = 0
+        self.words[_BUSY_UNTIL] = time.monotonic_ns() + int(seconds * 1e9)
+
+
+_words: "list[int] | memoryview[int]" = [0, 0]
+# Whether anybody reads the words of this process.
+watched = False
+
+
+def be_watched(liveness: Liveness) -> None:
+    """In the service's process: from now on it writes these words."""
+    global _words, watched
+    _words, watched = liveness.words, True
+
+
+def passed() -> None:
+    """Right before the loop waits: what was due is done."""
+    _words[_BUSY_UNTIL] = 0
+    _words[_PASSED] = time.monotonic_ns()
+
+
+def may_take(seconds: float = PASS_SECONDS) -> None:
+    """What comes next may block, or keep this process busy, for this long."""
+    until = time.monotonic_ns() + int(seconds * 1e9)
+    if until > _words[_BUSY_UNTIL]:
+        _words[_BUSY_UNTIL] = until

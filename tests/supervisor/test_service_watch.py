@@ -1,0 +1,192 @@
+"""Services that no longer pass their loop are replaced; those that say why they take longer are not."""
+
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forq.awake import LATE_SECONDS, SLICE_SECONDS, AwakeTime
+from forq.liveness import may_take, passed
+from forq.services.desk import Desk
+from forq.supervisor.child import Nursery
+from forq.supervisor.loop import Loop
+from forq.supervisor.service import Service
+from forq.supervisor.service_watch import ServiceWatch
+
+Run = Callable[[socket.socket], int]
+
+
+def serve(leash: socket.socket, verbs: dict[str, Callable[[dict[str, object]], object]] | None = None) -> int:
+    """A service's loop."""
+    desk = Desk(leash, verbs or {})
+    poll = select.poll()
+    poll.register(desk.fileno(), select.POLLIN)
+    while True:
+        passed()
+        poll.poll()
+        if not desk.serve():
+            return 0
+
+
+class Watched:
+    """One service under a real loop. Counts how often it was shown as unresponsive."""
+
+    def __init__(self, run: Run) -> None:
+        self.loop = Loop()
+        self.nursery = Nursery(self.loop, (), None)
+        self.nursery.watch_stops()
+        self.service = Service(self.nursery, "watched", run, on_stop=lambda: self.watch.look_soon())
+        self.watch = ServiceWatch(self.loop, lambda: (self.service,))
+        self.service.start()
+        self.watch.start()
+        self.seen_unresponsive = False
+
+    def run_until(self, condition: Callable[[], bool], seconds: float = 30.0) -> float:
+        """How long that took."""
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() - began < seconds, "the condition was not met in time"
+            self.loop.tick(0.02)
+            self.seen_unresponsive |= self.service.unresponsive
+        return time.monotonic() - began
+
+    def replaced(self) -> bool:
+        return self.service.restarts > 0 and self.service.child is not None and not self.service.unresponsive
+
+    def close(self) -> None:
+        self.watch.stop()
+        self.service.kill()
+        self.run_until(lambda: self.service.child is None)
+        self.loop.close()
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[Run], Watched]]:
+    all_of_them: list[Watched] = []
+
+    def start(run: Run) -> Watched:
+        all_of_them.append(Watched(run))
+        return all_of_them[-1]
+
+    yield start
+    for one in all_of_them:
+        one.close()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    before = logging.getLogger("forq").level
+    logging.getLogger("forq").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("forq").setLevel(before)
+
+
+def test_an_idle_service_answers_pings_and_is_left_alone(started: Callable[[Run], Watched]) -> None:
+    one = started(serve)
+    pid = one.service.child and one.service.child.pid
+    until = time.monotonic() + 5
+    one.run_until(lambda: time.monotonic() > until)
+    assert (one.service.child and one.service.child.pid, one.service.restarts) == (pid, 0)
+    assert not one.seen_unresponsive
+
+
+@pytest.mark.fault("service frozen")
+def test_a_service_that_never_comes_back_to_its_loop_is_replaced(
+    started: Callable[[Run], Watched], tmp_path: Path
+) -> None:
+    def spin(leash: socket.socket) -> int:
+        if (tmp_path / "spun").exists():
+            return serve(leash)
+        (tmp_path / "spun").touch()
+        passed()
+        while True:
+            pass
+
+    one = started(spin)
+    one.run_until(lambda: (tmp_path / "spun").exists())
+    took = one.run_until(one.replaced)
+    assert one.seen_unresponsive
+    assert took < 5
+
+
+def test_a_service_stopped_by_a_signal_is_replaced_although_it_said_it_would_be_busy(
+    started: Callable[[Run], Watched], tmp_path: Path
+) -> None:
+    def busy(leash: socket.socket) -> int:
+        if (tmp_path / "busy").exists():
+            return serve(leash)
+        may_take(3600)
+        (tmp_path / "busy").touch()
+        time.sleep(3600)
+        return 0
+
+    one = started(busy)
+    one.run_until(lambda: (tmp_path / "busy").exists())
+    assert one.service.child is not None
+    os.kill(one.service.child.pid, signal.SIGSTOP)
+    assert one.run_until(one.replaced) < 5
+    assert one.seen_unresponsive
+
+
+def test_a_service_in_a_call_that_may_take_long_is_waited_for(
+    started: Callable[[Run], Watched], tmp_path: Path
+) -> None:
+    """Longer than any service may be silent without a word."""
+    seconds = 5.0
+
+    def wait(leash: socket.socket) -> int:
+        passed()
+        may_take(seconds + 1)
+        time.sleep(seconds)
+        (tmp_path / "back").touch()
+        return serve(leash)
+
+    one = started(wait)
+    one.run_until(lambda: (tmp_path / "back").exists())
+    until = time.monotonic() + 2.5
+    one.run_until(lambda: time.monotonic() > until)
+    assert one.service.restarts == 0
+    assert not one.seen_unresponsive
+
+
+def test_a_service_that_goes_on_in_time_is_not_replaced(started: Callable[[Run], Watched]) -> None:
+    one = started(serve)
+    assert one.service.child is not None
+    pid = one.service.child.pid
+    os.kill(pid, signal.SIGSTOP)
+    one.run_until(lambda: one.service.unresponsive)
+    os.kill(pid, signal.SIGCONT)
+    one.run_until(lambda: not one.service.unresponsive)
+    assert (one.service.child.pid, one.service.restarts) == (pid, 0)
+
+
+def test_time_in_which_the_judge_did_not_run_counts_for_nobody() -> None:
+    awake = AwakeTime(100.0)
+    assert awake.count(100.0 + SLICE_SECONDS) == SLICE_SECONDS
+    assert awake.count(100.0 + 3 * SLICE_SECONDS) == SLICE_SECONDS, "a slice that ends late is one slice"
+    assert awake.count(200.0) == 0, "the machine slept"
+    assert awake.count(200.0 + SLICE_SECONDS) == SLICE_SECONDS
+    assert awake.count(200.0 + SLICE_SECONDS + 0.001) == 0, "no slice has passed"
+    awake.restart(300.0)
+    assert awake.count(300.0 + LATE_SECONDS + SLICE_SECONDS) == 0
+
+
+def test_a_supervisor_that_was_stopped_itself_replaces_nobody(started: Callable[[Run], Watched]) -> None:
+    """Its services were stopped with it, and go on a little later than it does."""
+    one = started(serve)
+    assert one.service.child is not None
+    pid = one.service.child.pid
+    os.kill(pid, signal.SIGSTOP)
+    one.run_until(lambda: one.service.unresponsive)
+    time.sleep(LATE_SECONDS + 1)  # the loop does not run: the judge sleeps
+    one.loop.tick(0)
+    assert one.service.unanswered_seconds < 0.5
+    os.kill(pid, signal.SIGCONT)
+    one.run_until(lambda: not one.service.unresponsive)
+    assert one.service.restarts == 0
