@@ -110,6 +110,15 @@ def _milliseconds(seconds: object, name: str, given: object) -> int:
 
 DEFAULT_UPDATE = Update()
 _DEFAULT_ARGUMENTS = ("update", 1, "true", 1)
+_LEAVE_ARGUMENTS = ("leave", 0, "false", 0)
+
+
+class PutBack(NamedTuple):
+    """How many jobs were stored, how many a token showed to be stored before, and the places of those left out."""
+
+    stored: int
+    known: int
+    left: list[int]
 
 
 class Producer:
@@ -127,17 +136,12 @@ class Producer:
             return []
         if on_replica:
             check_has_replica(self.link, self._base)
-        args: list[Any] = [PROTOCOL, *how, len(jobs)]
-        for job in jobs:
-            args += job
-        reply = self.link.run(script("enqueue"), self._base, *args)
-        if reply[0] != OK:
-            raise error_for(self.name, reply)
+        reply = self._store(jobs, how)
         if on_replica:
             wait_for_replica(self.link, self._base)
         ids = [job.id for job in jobs]
-        for index, stored in zip(reply[1::2], reply[2::2], strict=True):
-            ids[index - 1] = stored.decode()
+        for index, stored_id in _told(reply):
+            ids[index - 1] = stored_id
         return ids
 
     def enqueue_many(
@@ -154,6 +158,27 @@ class Producer:
             raise PartlyStored(ids, exc) from exc
         return ids
 
+    def put_back(self, jobs: Iterable[NewJob]) -> "PutBack":
+        """Stores jobs that had left the queue, each with a token of its own. One whose id is live is left out, and its
+        token with it: a later call stores it, when the other job has ended."""
+        stored, known, left, at = 0, 0, [], 0
+        for chunk in chunks(jobs):
+            reply = self._store(chunk, _LEAVE_ARGUMENTS)
+            left += [at + index - 1 for index, stored_id in _told(reply) if not stored_id]
+            known += sum(1 for _, stored_id in _told(reply) if stored_id)
+            at += len(chunk)
+            stored = at - known - len(left)
+        return PutBack(stored, known, left)
+
+    def _store(self, jobs: list[NewJob], how: tuple[str, int, str, int]) -> list[Any]:
+        args: list[Any] = [PROTOCOL, *how, len(jobs)]
+        for job in jobs:
+            args += job
+        reply = self.link.run(script("enqueue"), self._base, *args)
+        if reply[0] != OK:
+            raise error_for(self.name, reply)
+        return reply
+
     def cancel(self, job_id: str) -> bool:
         """Takes a waiting, scheduled or blocked job away; False if there is none."""
         return self._take_away(job_id, mark_active=False) == 1
@@ -167,6 +192,11 @@ class Producer:
         if reply[0] != OK:
             raise error_for(self.name, reply)
         return int(reply[1])
+
+
+def _told(reply: list[Any]) -> Iterator[tuple[int, str]]:
+    """What enqueue.lua answers about single jobs."""
+    return ((index, stored_id.decode()) for index, stored_id in zip(reply[1::2], reply[2::2], strict=True))
 
 
 class PartlyStored(ForqError):

@@ -11,7 +11,6 @@ from typing import Any
 from forq import exits
 from forq.broker.awaiting import Awaiting
 from forq.broker.dead import Chunk, DeadJobs
-from forq.broker.known import count_known
 from forq.broker.link import Link
 from forq.broker.producing import NewJob, Producer, Update, new_job
 from forq.broker.reasons import why
@@ -95,6 +94,7 @@ class Clerk:
             "why": self.why,
             "push": self.push,
             "push_many": self.push_many,
+            "recover": self.recover,
             "cancel": self.cancel,
             "remove": self.remove,
             "job": self.job,
@@ -188,15 +188,12 @@ class Clerk:
         return {"id": ids[0]}
 
     def push_many(self, params: dict[str, Any]) -> object:
-        jobs = params.get("jobs")
-        if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-            raise UsageError("jobs is a list of objects")
-        checked = [_read_job(job) for job in jobs]
-        producer = self._producer(params)
-        known = {}
-        if params.get("count_known"):
-            known["known"] = count_known(self._link, self._settings.prefix, producer.name, checked)
-        return {"ids": producer.enqueue_many(checked, _read_update(params), params.get("durable")), **known}
+        jobs = _read_jobs(params)
+        return {"ids": self._producer(params).enqueue_many(jobs, _read_update(params), params.get("durable"))}
+
+    def recover(self, params: dict[str, Any]) -> object:
+        back = self._producer(params).put_back(_read_jobs(params))
+        return {"recovered": back.stored, "known": back.known, "left": back.left}
 
     def cancel(self, params: dict[str, Any]) -> object:
         return {"cancelled": self._producer(params).cancel(params.get("id", ""))}
@@ -302,6 +299,13 @@ def _read_update(params: dict[str, Any]) -> Update:
         if not isinstance(given.get(key, True), bool):
             raise UsageError(f"{key} {shown(given[key])} is not allowed: true or false")
     return Update(**given)
+
+
+def _read_jobs(params: dict[str, Any]) -> list[NewJob]:
+    jobs = params.get("jobs")
+    if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
+        raise UsageError("jobs is a list of objects")
+    return [_read_job(job) for job in jobs]
 
 
 def _read_job(fields: dict[str, Any]) -> NewJob:

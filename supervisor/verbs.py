@@ -46,7 +46,7 @@ class Verbs:
             "ping": lambda request: request.reply({"pong": True, "pid": os.getpid()}),
             "version": lambda request: request.reply({"version": VERSION, "protocol": PROTOCOL}),
             "shutdown": self.shutdown,
-            **dict.fromkeys(("push", "push_many", "cancel", "remove", "job", "jobs"), self._pass_on),
+            **dict.fromkeys(("push", "push_many", "recover", "cancel", "remove", "job", "jobs"), self._pass_on),
             # Whose clerk dies meanwhile asks the next one.
             "watch": lambda request: self._ask_clerk(request, "watch", request.params, repeat=True),
             # Nothing of it is in Redis: it need not wait for that.

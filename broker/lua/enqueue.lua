@@ -3,10 +3,11 @@
 -- or blocked behind it while it is active.
 --
 -- KEYS[1]  the queue's base
--- ARGV     protocol, what to do about an id that is there ('update' | 'skip' | 'refuse'), update_data ('1' | '0'),
+-- ARGV     protocol, what to do about an id that is there ('update' | 'skip' | 'refuse' | 'leave'), update_data ('1' | '0'),
 --          update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), number of jobs, then
 --          per job: id, priority, body, token ('' = none), run_at (ms; '+ms' from now; '' = at once)
--- Returns  {OK, index, id, index, id ...}: the jobs (from 1) that a token shows to be stored already, with their id;
+-- Returns  {OK, index, id, index, id ...}: the jobs (from 1) that a token shows to be stored already, with their id, and
+--          those that were left out ('leave') with '';
 --          {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index}; {TOO_LARGE, index, max_data}
 -- States   (new) -> waiting | scheduled; (new) -> blocked; waiting <-> scheduled (updated)
 --@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked blocking
@@ -64,9 +65,10 @@ for i = 1, count do
   local id, body, token = ARGV[at], ARGV[at + 2], ARGV[at + 3]
   local stored = token ~= '' and (tokens[token] or redis.call('GET', token_key(token)))
   if #body > max_data then return { TOO_LARGE, i, max_data } end
-  if stored then
+  local left = not stored and if_exists == 'leave' and (existing[i] or seen[id])
+  if stored or left then
     reply[#reply + 1] = i
-    reply[#reply + 1] = stored
+    reply[#reply + 1] = stored or ''
   elseif existing[i] or seen[id] then
     if if_exists == 'refuse' then return { EXISTS, i } end
     if if_exists == 'update' then changes[#changes + 1] = at end
@@ -74,8 +76,9 @@ for i = 1, count do
     seen[id] = true
     new[#new + 1] = at
   end
-  -- Also of a job that was skipped: the repeated call is to skip it too, even if the job has run meanwhile.
-  if token ~= '' and not stored then tokens[token] = id end
+  -- Also of a job that was skipped: the repeated call is to skip it too, even if the job has run meanwhile. Not of one that
+  -- was left out: a later call is to store it.
+  if token ~= '' and not stored and not left then tokens[token] = id end
 end
 
 -- How many items this call adds: what is updated or blocked already is none.

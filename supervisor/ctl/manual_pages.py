@@ -156,9 +156,12 @@ PAGES = {
         {1: "some were refused: a live job has the id", 4: "no such queue or job"},
     ),
     "recover": Page(
-        "For jobs that are no longer dead in Redis. A second run within dedup_ttl changes nothing.",
+        "For jobs that are no longer dead in Redis. A second run within dedup_ttl pushes only lines that were left.",
         (("see first what would be pushed", "recover /var/lib/forq/logs/mails/failed.jsonl --dry-run"),),
-        {1: "some lines could not be used; they are named", 4: "no such queue"},
+        {
+            1: "some lines could not be used, or were left because a live job has their id; they are named",
+            4: "no such queue",
+        },
     ),
     "remove": Page(
         "",

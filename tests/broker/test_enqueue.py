@@ -8,7 +8,7 @@ import pytest
 
 from forq.broker.keys import pending_key
 from forq.broker.link import Link
-from forq.broker.producing import CHUNK_BYTES, CHUNK_JOBS, PartlyStored, Producer, Update, chunks, new_job
+from forq.broker.producing import CHUNK_BYTES, CHUNK_JOBS, PartlyStored, Producer, PutBack, Update, chunks, new_job
 from forq.broker.record import unpack
 from forq.errors import Exists, IncompatibleProtocol, InvalidData, InvalidId, QueueFull, UnknownQueue, UsageError
 from tests.support.one_queue import OneQueue, State, one_queue
@@ -162,6 +162,26 @@ def test_a_skipped_job_stays_skipped_when_its_call_is_repeated_later(queue: OneQ
     worker.turn(done="a")
     assert queue.enqueue("a", token="t", if_exists="skip") == ["a"]
     assert queue.state() == State(jobs=set())
+
+
+def test_what_is_put_back_and_left_since_its_id_is_live_is_stored_by_a_later_call(queue: OneQueue) -> None:
+    lines = [new_job(1, id="a", token="1"), new_job(2, id="a", token="2"), new_job(1, id="a", token="1")]
+    assert queue.producer.put_back(lines) == PutBack(stored=1, known=1, left=[1])
+    assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
+    assert queue.producer.put_back(lines) == PutBack(stored=0, known=2, left=[1])
+    worker = queue.worker()
+    worker.turn(want=1)
+    assert queue.producer.put_back(lines) == PutBack(stored=0, known=2, left=[1]), "it is active"
+    worker.turn(done="a")
+    assert queue.producer.put_back(lines) == PutBack(stored=1, known=2, left=[])
+    assert queue.viewer.job("a")["data"] == 2
+
+
+def test_many_that_are_put_back_are_told_by_their_places_over_all_chunks(queue: OneQueue) -> None:
+    queue.enqueue("j3", "j700")
+    assert queue.producer.put_back(new_job(1, id=f"j{n}", token=f"t{n}") for n in range(800)) == PutBack(
+        798, 0, [3, 700]
+    )
 
 
 def test_a_token_of_a_refused_chunk_is_not_remembered(queue: OneQueue) -> None:

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from forq.broker.consuming import Results, Settled, Turn
 from forq.broker.keeping import Outcome, Position
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.producing import Update, new_job
+from forq.broker.producing import PutBack, Update, new_job
 from forq.broker.reporting import report_progress
 from forq.errors import Exists, Fenced, QueueFull
 from tests.support.model_checks import MINUTE_MS, Checks, pass_time
@@ -135,6 +135,22 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(job_ids=SEVERAL_IDS, priority=PRIORITIES)
     def enqueue_what_is_not_there(self, job_ids: str, priority: int) -> None:
         self._enqueue(job_ids, self._dispatch(priority, "now"), "skip")
+
+    @rule(job_ids=SEVERAL_IDS, priority=PRIORITIES, deaths=st.lists(st.integers(1, 3), min_size=4, max_size=4))
+    def put_back(self, job_ids: str, priority: int, deaths: list[int]) -> None:
+        """Of lines of a failed log: several may be of one id, and the same line may be there twice."""
+        dispatch = self._dispatch(priority, "now")
+        lines = [(job_id, f"{job_id}@{death}") for job_id, death in zip(job_ids, deaths, strict=False)]
+        jobs = [new_job(dispatch.data, id=job_id, priority=priority, token=token) for job_id, token in lines]
+        try:
+            outcomes = self.model.put_back(lines, dispatch)
+        except Full:
+            with pytest.raises(QueueFull):
+                self.queue.producer.put_back(jobs)
+        else:
+            left = [at for at, outcome in enumerate(outcomes) if outcome == "left"]
+            expected = PutBack(outcomes.count("stored"), outcomes.count("known"), left)
+            assert self.queue.producer.put_back(jobs) == expected
 
     def _dispatch(
         self,

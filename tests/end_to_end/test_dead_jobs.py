@@ -30,10 +30,10 @@ def scribe(forq: Forq) -> dict[str, Any]:
     return next(service for service in services if service["name"] == "scribe")
 
 
-def fail_by_hand(forq: Forq, queue: str, *jobs: str) -> None:
+def fail_by_hand(forq: Forq, queue: str, *jobs: str, fence: int = 7) -> None:
     """What the script that fails a job for good does."""
     key = f"forq:queue:{{{queue}}}:outbox"
-    entry = {"fence": "7", "died_ms": 5000, "priority": 3, "enqueued_ms": 1000, "counts": [1, 0, 0]}
+    entry = {"fence": str(fence), "died_ms": 5000, "priority": 3, "enqueued_ms": 1000, "counts": [1, 0, 0]}
     with redis.Redis.from_url(forq.url) as store:
         for job in jobs:
             line = {**entry, "id": job, "body": [f"name of {job}", None, {"n": job}], "error": {"name": "E"}}
@@ -93,15 +93,35 @@ def test_what_failed_for_good_is_in_the_log_and_recover_puts_it_back_once(forq: 
     wait_until(lambda: [line["id"] for line in logged(forq, "logged")] == ["x", "y"], seconds=10)
     forq.ctl("push", "logged", "1", "--id", "y")
     file = str(log_of(forq, "logged"))
-    assert forq.ctl("recover", file, "--dry-run") == "would push 2, already there 0, broken 0"
-    assert forq.ctl("recover", file) == "recovered 1, already there 1, broken 0"
+    assert forq.ctl("recover", file, "--dry-run") == "would push 2, already there 0, left 0, broken 0"
+    first = forq.run_ctl("recover", file)
+    assert (first.returncode, first.stdout) == (1, "recovered 1, already there 0, left 1, broken 0\n")
+    assert "line 2: left: job y of queue logged is live" in first.stderr
     job = json.loads(forq.ctl("job", "logged", "x", "--json"))
     assert (job["data"], job["identifier"], job["priority"]) == ({"n": "x"}, "name of x", 3)
     forq.ctl("resume", "logged")
     wait_until(lambda: {t.job for t in forq.traces("end") if t.queue == "logged"} == {"x", "y"})
     forq.ctl("drain", "logged")
-    assert forq.ctl("recover", file) == "recovered 0, already there 2, broken 0"
-    assert forq.queue_status("logged")["processed"] == 2
+    assert forq.ctl("recover", file) == "recovered 1, already there 1, left 0, broken 0"
+    forq.ctl("drain", "logged")
+    assert forq.ctl("recover", file) == "recovered 0, already there 2, left 0, broken 0"
+    assert forq.queue_status("logged")["processed"] == 3
+
+
+def test_each_line_of_an_id_that_died_several_times_can_be_recovered(forq: Forq) -> None:
+    forq.create("again", "record")
+    forq.ctl("pause", "again")
+    for fence in (7, 8, 9):
+        fail_by_hand(forq, "again", "x", fence=fence)
+    wait_until(lambda: [line["id"] for line in logged(forq, "again")] == ["x"] * 3, seconds=10)
+    file = str(log_of(forq, "again"))
+    for known in range(3):
+        ran = forq.run_ctl("recover", file)
+        assert ran.stdout == f"recovered 1, already there {known}, left {2 - known}, broken 0\n"
+        forq.ctl("resume", "again")
+        forq.ctl("drain", "again")
+        forq.ctl("pause", "again")
+    assert forq.queue_status("again")["processed"] == 3
 
 
 def test_recover_takes_what_delete_wrote(forq: Forq) -> None:
@@ -113,7 +133,7 @@ def test_recover_takes_what_delete_wrote(forq: Forq) -> None:
     assert refused.returncode == 4
     assert "'moved'" in refused.stderr
     forq.create("moved", "record")
-    assert forq.ctl("recover", str(log_of(forq, "moved"))) == "recovered 1, already there 0, broken 0"
+    assert forq.ctl("recover", str(log_of(forq, "moved"))) == "recovered 1, already there 0, left 0, broken 0"
     wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id])
 
 

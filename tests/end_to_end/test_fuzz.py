@@ -44,6 +44,7 @@ VERBS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("job", "why", "cancel", "remove", "kill", "dead.show", "dead.retry", "dead.discard"), JOB),
     "push": {**JOB, "data": {"n": 1}, "identifier": "i", "priority": 5, "run_in": 60, "token": "t"},
     "push_many": {"name": "box", "jobs": [{"data": 1}, {"data": 2, "id": "b"}]},
+    "recover": {"name": "box", "jobs": [{"data": 1, "id": "c", "token": "c"}]},
     "dequeue": {"name": "box", "wait": 0.001},
     "await": {"name": "gate", "wait": 0.001},
     "ack": {**JOB, "fence": 1, "awaiter": "w"},

@@ -21,7 +21,21 @@ READERS, OPERATORS, OTHERS = "games", "staff", "mail"
 SECRET = "4711-secret"
 REFUSED = (
     *("queue.create", "queue.delete", "queue.pause", "queue.resume", "queue.drain", "queue.set", "queue.restart"),
-    *("push", "push_many", "cancel", "remove", "kill", "stack", "logs", "watch", "shutdown", "await", "dequeue", "ack"),
+    *(
+        "push",
+        "push_many",
+        "recover",
+        "cancel",
+        "remove",
+        "kill",
+        "stack",
+        "logs",
+        "watch",
+        "shutdown",
+        "await",
+        "dequeue",
+        "ack",
+    ),
     *("schedule", "schedules", "unschedule", "trigger", "dead.list", "dead.show", "dead.retry", "dead.discard"),
 )
 

@@ -101,13 +101,15 @@ def test_dead_jobs_are_listed_shown_retried_and_discarded(clerk: Clerk, redis_ur
             verbs["dead.discard"](params)
 
 
-def test_push_many_counts_what_the_queue_knows_by_id_or_token(clerk: Clerk) -> None:
-    jobs = [{"data": 1, "id": "a", "token": "ta"}, {"data": 2, "id": "b", "token": "tb"}, {"data": 3, "id": "a"}]
-    params = {"name": "q", "jobs": jobs, "if_exists": "skip", "count_known": True}
-    assert clerk.push_many(params) == {"ids": ["a", "b", "a"], "known": 1}
+def test_recover_tells_what_was_stored_before_and_what_was_left(clerk: Clerk) -> None:
+    jobs = [{"data": n, "id": job_id, "token": str(n)} for n, job_id in enumerate("aba")]
+    assert clerk.recover({"name": "q", "jobs": jobs}) == {"recovered": 2, "known": 0, "left": [2]}
     clerk.cancel({"name": "q", "id": "b"})
-    assert clerk.push_many(params) == {"ids": ["a", "b", "a"], "known": 3}
-    assert clerk.push_many({"name": "q", "jobs": [{"data": 1, "id": "c"}]}) == {"ids": ["c"]}
+    assert clerk.recover({"name": "q", "jobs": jobs}) == {"recovered": 0, "known": 2, "left": [2]}
+    clerk.cancel({"name": "q", "id": "a"})
+    assert clerk.recover({"name": "q", "jobs": jobs}) == {"recovered": 1, "known": 2, "left": []}
+    with pytest.raises(UsageError, match="jobs is a list of objects"):
+        clerk.recover({"name": "q", "jobs": {}})
 
 
 def test_a_verb_that_breaks_is_answered_and_the_desk_goes_on() -> None:

@@ -402,7 +402,7 @@ def log_line(job: str, queue: str = "q", **changes: Any) -> bytes:
 
 
 def known_none(params: dict[str, Any]) -> dict[str, Any]:
-    return {"ids": [job["id"] for job in params["jobs"]], "known": 0}
+    return {"recovered": len(params["jobs"]), "known": 0, "left": []}
 
 
 def test_recover_pushes_each_job_as_it_was_with_a_token_of_its_own(fake: FakeSupervisor, tmp_path: Path) -> None:
@@ -413,8 +413,8 @@ def test_recover_pushes_each_job_as_it_was_with_a_token_of_its_own(fake: FakeSup
         + log_line("b", fence=8)
         + log_line("c", fence=None, cause="deleted")
     )
-    fake.answers["push_many"] = known_none
-    assert forqctl(fake, "recover", "log", cwd=tmp_path) == (0, "recovered 4, already there 0, broken 0\n", "")
+    fake.answers["recover"] = known_none
+    assert forqctl(fake, "recover", "log", cwd=tmp_path) == (0, "recovered 4, already there 0, left 0, broken 0\n", "")
     ((_, params),) = fake.calls
     tokens = [job.pop("token") for job in params["jobs"]]
     assert params["jobs"] == [
@@ -423,7 +423,7 @@ def test_recover_pushes_each_job_as_it_was_with_a_token_of_its_own(fake: FakeSup
         {"id": "b", "data": 1, "priority": 5},
         {"id": "c", "data": 1, "priority": 5},
     ]
-    assert (params["name"], params["if_exists"]) == ("q", "skip")
+    assert params["name"] == "q"
     assert len(set(tokens)) == 4
     assert all(token.startswith("recover:") and len(token) == 40 for token in tokens)
     forqctl(fake, "recover", "log", cwd=tmp_path)
@@ -431,7 +431,7 @@ def test_recover_pushes_each_job_as_it_was_with_a_token_of_its_own(fake: FakeSup
 
 
 def test_recover_counts_what_is_there_and_names_what_is_broken(fake: FakeSupervisor) -> None:
-    fake.answers["push_many"] = lambda params: {"ids": [], "known": 1}
+    fake.answers["recover"] = {"recovered": 1, "known": 1, "left": []}
     bad = [
         b"{\n",
         b'{"queue":"q","id":"x"}\n',
@@ -441,17 +441,18 @@ def test_recover_counts_what_is_there_and_names_what_is_broken(fake: FakeSupervi
     ]
     stdin = log_line("a") + b"".join(bad) + log_line("e", data="x" * 3_000_000) + log_line("f")
     code, out, err = forqctl(fake, "recover", "-", stdin=stdin)
-    assert (code, out) == (1, "recovered 1, already there 1, broken 6\n")
+    assert (code, out) == (1, "recovered 1, already there 1, left 0, broken 6\n")
     assert [line.split(": ")[2] for line in err.splitlines()] == [f"line {number}" for number in range(2, 8)]
     assert [job["id"] for job in fake.calls[0][1]["jobs"]] == ["a", "f"]
 
 
 def test_recover_sends_chunks_per_queue_or_all_to_one(fake: FakeSupervisor) -> None:
-    fake.answers["push_many"] = known_none
+    fake.answers["recover"] = known_none
     stdin = b"".join(log_line(f"a{n}") for n in range(700)) + log_line("b", queue="r")
     assert json.loads(forqctl(fake, "recover", "-", "--json", stdin=stdin)[1]) == {
         "recovered": 701,
         "already_there": 0,
+        "left": 0,
         "broken": 0,
         "dry_run": False,
     }
@@ -464,12 +465,12 @@ def test_recover_sends_chunks_per_queue_or_all_to_one(fake: FakeSupervisor) -> N
 def test_recover_dry_run_pushes_nothing_and_needs_no_supervisor() -> None:
     stdin = log_line("a") + b"rubbish\n"
     code, out, err = forqctl(None, "recover", "-", "--dry-run", stdin=stdin)
-    assert (code, out) == (1, "would push 1, already there 0, broken 1\n")
+    assert (code, out) == (1, "would push 1, already there 0, left 0, broken 1\n")
     assert "stdin: line 2: not JSON" in err
 
 
 def test_recover_ends_with_4_and_the_name_when_there_is_no_such_queue(fake: FakeSupervisor) -> None:
-    fake.answers["push_many"] = errors.UnknownQueue("no queue 'q'")
+    fake.answers["recover"] = errors.UnknownQueue("no queue 'q'")
     assert forqctl(fake, "recover", "-", stdin=log_line("a")) == (
         4,
         "",
@@ -484,11 +485,25 @@ def test_recover_finds_the_one_job_that_is_too_much_for_its_queue(fake: FakeSupe
         large = any(len(str(job["data"])) > 10 for job in params["jobs"])
         return errors.InvalidData("larger than max_data") if large else known_none(params)
 
-    fake.answers["push_many"] = push
+    fake.answers["recover"] = push
     stdin = log_line("a") + log_line("b", data="x" * 20) + log_line("c")
     code, out, err = forqctl(fake, "recover", "-", stdin=stdin)
-    assert (code, out) == (1, "recovered 2, already there 0, broken 1\n")
+    assert (code, out) == (1, "recovered 2, already there 0, left 0, broken 1\n")
     assert err == "forqctl: stdin: line 2: larger than max_data\n"
+
+
+def test_recover_names_the_lines_that_it_left_and_says_what_to_do(fake: FakeSupervisor) -> None:
+    fake.answers["recover"] = {"recovered": 1, "known": 0, "left": [1]}
+    code, out, err = forqctl(fake, "recover", "-", stdin=b"\n" + log_line("a") + log_line("a", fence=8))
+    assert (code, out) == (1, "recovered 1, already there 0, left 1, broken 0\n")
+    assert err.splitlines() == [
+        "forqctl: stdin: line 3: left: job a of queue q is live",
+        "forqctl: lines that were left: 1; run the same command again when the jobs that have their ids have ended",
+    ]
+    fake.answers["recover"] = lambda params: {"recovered": 0, "known": 0, "left": [*range(len(params["jobs"]))]}
+    code, out, err = forqctl(fake, "recover", "-", stdin=b"".join(log_line(f"j{n}") for n in range(700)))
+    assert (code, out) == (1, "recovered 0, already there 0, left 700, broken 0\n")
+    assert len(err.splitlines()) == 11, "of many only the first are named"
 
 
 def test_status_tells_of_a_failed_log_that_cannot_be_written(fake: FakeSupervisor) -> None:

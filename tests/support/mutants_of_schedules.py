@@ -446,7 +446,7 @@ MUTANTS_OF_SCHEDULES = (
     ),
     Mutant(
         "promote.lua",
-        "return tell_due_ticks({ OK, next_timer_ms(true), now_ms })",
+        "return tell_due_ticks({ OK, next_timer_ms(true), now_ms }, ARGV)",
         "return { OK, next_timer_ms(true), now_ms }",
         "nobody hears of ticks that are due",
         "schedules test_a_tick_is_fired_once",

@@ -300,10 +300,24 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "enqueue.lua",
-        "if token ~= '' and not stored then tokens[token] = id end",
-        "if token ~= '' then tokens[token] = id end",
+        "if token ~= '' and not stored and not left then tokens[token] = id end",
+        "if token ~= '' and not left then tokens[token] = id end",
         "a repeated call changes which id its token stands for",
         "guards test_a_token_stands_for_its_first_id_however_often_the_call_is_repeated",
+    ),
+    Mutant(
+        "enqueue.lua",
+        " and not left then tokens[token] = id end",
+        " then tokens[token] = id end",
+        "a job that was left out can never be put back",
+        "enqueue test_what_is_put_back_and_left",
+    ),
+    Mutant(
+        "enqueue.lua",
+        "if_exists == 'leave' and (existing[i] or seen[id])",
+        "if_exists == 'leave' and existing[i]",
+        "of several lines of one id all but the first are lost",
+        "enqueue test_what_is_put_back_and_left",
     ),
     Mutant(
         "enqueue.lua",

@@ -164,6 +164,22 @@ class ModelQueue:
             self.tokens[token] = ids[0]
         return ids
 
+    def put_back(self, lines: list[tuple[str, str]], dispatch: Dispatch) -> list[str]:
+        """What becomes of each (id, token): "stored", "known" or "left"; raises Full, and then nothing has changed."""
+        ids, tokens, outcomes = set(self.jobs), set(self.tokens), []
+        for job_id, token in lines:
+            outcomes.append("known" if token in tokens else "left" if job_id in ids else "stored")
+            if outcomes[-1] == "stored":
+                ids.add(job_id)
+                tokens.add(token)
+        stored = [line for line, outcome in zip(lines, outcomes, strict=True) if outcome == "stored"]
+        if stored and self.items() + len(stored) > MAX_ITEMS:
+            raise Full
+        for job_id, token in stored:
+            self._dispatch(job_id, dispatch, "leave")
+            self.tokens[token] = job_id
+        return outcomes
+
     def items(self) -> int:
         return len(self.jobs) + sum(bool(job.blocked) for job in self.jobs.values())
 

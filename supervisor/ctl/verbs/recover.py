@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MAX_LINE_BYTES = 2 * wire.MAX_LINE_BYTES
 # What a request has besides the job.
 REQUEST_BYTES = 1024
+# Of the lines that are left: there may be as many as the file has.
+NAMED_LEFT = 10
 
 
 def recover(args: Namespace) -> int:
@@ -37,20 +39,29 @@ def recover(args: Namespace) -> int:
         recovery.read(file, args.queue)
     except OSError as exc:
         raise UsageError(f"cannot read {path}: {exc.strerror}") from exc
-    counts = {"recovered": recovery.recovered, "already_there": recovery.known, "broken": recovery.broken}
+    counts = {
+        "recovered": recovery.recovered,
+        "already_there": recovery.known,
+        "left": recovery.left,
+        "broken": recovery.broken,
+    }
     if args.json:
         show_json(counts | {"dry_run": args.dry_run})
     else:
         verb = "would push" if args.dry_run else "recovered"
-        print(f"{verb} {recovery.recovered}, already there {recovery.known}, broken {recovery.broken}")
-    return 1 if recovery.broken else 0
+        others = f"already there {recovery.known}, left {recovery.left}, broken {recovery.broken}"
+        print(f"{verb} {recovery.recovered}, {others}")
+    if recovery.left:
+        again = "run the same command again when the jobs that have their ids have ended"
+        print(f"forqctl: lines that were left: {recovery.left}; {again}", file=sys.stderr)
+    return 1 if recovery.broken or recovery.left else 0
 
 
 class Recovery:
     """One run over one file. Without a client it only reads."""
 
     def __init__(self, client: Client | None, path: str) -> None:
-        self.recovered = self.known = self.broken = 0
+        self.recovered = self.known = self.left = self.broken = 0
         self._client = client
         self._path = path
         self._progress = ProgressLine()
@@ -92,20 +103,23 @@ class Recovery:
 
     def _name_broken(self, number: int, exc: ForqError) -> None:
         self.broken += 1
+        self._name(number, str(exc))
+
+    def _name(self, number: int, text: str) -> None:
         self._progress.clear()
-        print(f"forqctl: {printable(f'{self._path}: line {number}: {exc}')}", file=sys.stderr)
+        print(f"forqctl: {printable(f'{self._path}: line {number}: {text}')}", file=sys.stderr)
 
     def _send(self) -> None:
         chunk, self._chunk = self._chunk, Chunk()
         if not chunk.jobs:
             return
         try:
-            self._push(chunk.jobs)
+            self._push(chunk.jobs, chunk.numbers)
         except InvalidData:
             # One of them is more than the queue takes: which one shows when they go one by one.
             for job, number in zip(chunk.jobs, chunk.numbers, strict=True):
                 try:
-                    self._push([job])
+                    self._push([job], [number])
                 except InvalidData as exc:
                     self._name_broken(number, exc)
         except UnknownQueue as exc:
@@ -113,17 +127,20 @@ class Recovery:
         except ForqError as exc:
             raise type(exc)(f"lines {chunk.first_line} to {chunk.last_line}: {exc}") from exc
 
-    def _push(self, jobs: list[dict[str, Any]]) -> None:
-        known = 0
-        if self._client is not None:
-            params = {"name": self._queue, "jobs": jobs, "if_exists": "skip", "count_known": True}
-            known = self._client.call("push_many", params)["known"]
-        self.known += known
-        self.recovered += len(jobs) - known
+    def _push(self, jobs: list[dict[str, Any]], numbers: list[int]) -> None:
+        if self._client is None:
+            self.recovered += len(jobs)
+            return
+        answer = self._client.call("recover", {"name": self._queue, "jobs": jobs})
+        self.recovered += answer["recovered"]
+        self.known += answer["known"]
+        for at in answer["left"][: max(0, NAMED_LEFT - self.left)]:
+            self._name(numbers[at], f"left: job {jobs[at]['id']} of queue {self._queue} is live")
+        self.left += len(answer["left"])
 
 
 def job_on(line: bytes) -> tuple[str, dict[str, Any]]:
-    """The queue of a line of the failed log, and the job as push_many takes it."""
+    """The queue of a line of the failed log, and the job as the verb `recover` takes it."""
     if len(line) > MAX_LINE_BYTES:
         raise InvalidData(f"longer than {MAX_LINE_BYTES} bytes")
     entry = wire.decode(line)
