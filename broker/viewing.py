@@ -54,6 +54,8 @@ class Counts:
     next_due_seconds: float | None
     # None: it has none. Else its rate and max_active, how many jobs may begin now, how many workers wait for that.
     limits: dict[str, Any] | None
+    # Of the scheduled jobs those whose time has come: they are made waiting in a moment.
+    overdue: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,7 @@ def _read_counts(reply: list[Any]) -> Counts:
         done=reply[24],
         next_due_seconds=reply[25] / 1000 if reply[25] >= 0 else None,
         limits=_read_limits(*reply[26:31]),
+        overdue=reply[31],
     )
 
 

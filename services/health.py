@@ -72,13 +72,14 @@ def _stuck(queue: dict[str, Any], look: Look, health_seconds: float) -> list[Fau
     if quiet is not None and quiet < health_seconds:
         return []
     since = "yet" if quiet is None else f"for {quiet:.0f} s"
-    waits = f"{counts.waiting} jobs wait, the oldest for {counts.oldest_waiting_seconds:.0f} s"
+    number = counts.waiting + counts.retry + counts.overdue
+    waits = f"{number} jobs wait, the oldest for {counts.oldest_waiting_seconds:.0f} s"
     return [Fault("stuck", f"{waits}, and nothing has begun or ended {since}", name)]
 
 
 def _should_consume(queue: dict[str, Any], counts: Counts, health_seconds: float) -> bool:
-    """Whether something waits that nothing holds back."""
-    if queue["mode"] != WORK or counts.paused or counts.waiting <= 0:
+    """Whether something waits, in whatever way, that nothing holds back."""
+    if queue["mode"] != WORK or counts.paused:
         return False
     if counts.oldest_waiting_seconds is None or counts.oldest_waiting_seconds < health_seconds:
         return False

@@ -102,7 +102,7 @@ _COUNTED: tuple[tuple[_Family, str, str, Callable[[Counts], float | None]], ...]
     (
         GaugeMetricFamily,
         "forq_oldest_waiting_seconds",
-        "Since when the oldest waiting job is in the queue",
+        "How long the oldest waiting job has waited",
         lambda it: it.oldest_waiting_seconds or 0.0,
     ),
     (GaugeMetricFamily, "forq_next_due_seconds", "Until a job or a tick is due", lambda it: it.next_due_seconds),

@@ -1,10 +1,12 @@
 """counts, one job, pages of jobs."""
 
+import re
 from typing import Any
 
 import pytest
 
 from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.producing import new_job
 from forq.broker.viewing import counts_of
 from forq.errors import UnknownJob, UnknownQueue, UsageError
 from tests.support.one_queue import OneQueue, one_queue
@@ -63,6 +65,86 @@ def test_the_oldest_waiting_job_is_found_in_any_list_behind_stale_hints(queue: O
     queue.redis.hset(queue.key("jobs"), "b", "p5 1000000\n[null,null,1]")
     now = int(queue.redis.time()[0])
     assert queue.viewer.counts().oldest_waiting_seconds == pytest.approx(now - 1000, abs=5)
+
+
+def enqueued_at(queue: OneQueue, job_id: str, seconds: float) -> None:
+    """Makes a job look as if it had been enqueued at this time."""
+    flag, _, rest = queue.redis.hget(queue.key("jobs"), job_id).decode().partition(" ")
+    old = re.sub(r"^\d+", str(round(seconds * 1000)), rest)
+    queue.redis.hset(queue.key("jobs"), job_id, f"{flag} {old}")
+
+
+def oldest(queue: OneQueue) -> object:
+    """Since when the oldest waiting job waits: epoch seconds, give or take what a test may take."""
+    age = queue.viewer.counts().oldest_waiting_seconds
+    return None if age is None else pytest.approx(queue.redis.time()[0] - age, abs=60)
+
+
+@pytest.mark.parametrize("place", ["priority", "suspect", "retry"])
+def test_every_kind_of_waiting_has_an_age(redis_url: str, place: str) -> None:
+    with one_queue(redis_url, retry_lane_retries=1, min_backoff_ms=0, max_backoff_ms=0) as queue:
+        worker = queue.worker()
+        queue.enqueue("a", priority=9 if place == "priority" else 5)
+        enqueued_at(queue, "a", 1000)
+        if place != "priority":
+            worker.turn(want=1)
+            assert oldest(queue) is None, "what runs does not wait"
+        if place == "suspect":
+            queue.recover(worker, running=True, outcome="suspect")
+        elif place == "retry":
+            worker.turn(failed="a")
+            assert queue.viewer.job("a")["state"] == "retry"
+            queue.redis.hdel(queue.key("counts"), "idle_until_ms")
+        queue.enqueue("b")
+        assert oldest(queue) == 1000
+
+
+def test_a_job_that_is_due_waits_since_its_time(queue: OneQueue) -> None:
+    now = queue.redis.time()[0]
+    queue.producer.enqueue([new_job(1, id="a", run_at=now + 1000), new_job(1, id="b", run_at=now + 2000)])
+    assert oldest(queue) is None
+    queue.redis.zadd(queue.key("scheduled"), {"a": (now - 500) * 1000})
+    assert oldest(queue) == now - 500
+    assert queue.viewer.counts().overdue == 1
+
+
+def test_a_job_that_had_a_time_ahead_has_not_waited_before_it(queue: OneQueue) -> None:
+    queue.producer.enqueue([new_job(1, id="a", run_at=4_000_000_000)])
+    enqueued_at(queue, "a", 1000)
+    queue.redis.zadd(queue.key("scheduled"), {"a": 1})
+    queue.keeper().promote(queue.name)
+    assert queue.viewer.counts().oldest_waiting_seconds == pytest.approx(0, abs=60)
+    queue.redis.hincrby(queue.key("counts"), "idle_until_ms", -500_000)
+    assert queue.viewer.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "from then on it does"
+    queue.producer.enqueue([new_job(1, id="b", run_at=4_000_000_000)])
+    queue.redis.zadd(queue.key("scheduled"), {"b": 1})
+    queue.keeper().promote(queue.name)
+    assert queue.viewer.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "with others behind it, too"
+
+
+def test_the_oldest_is_not_always_the_first(queue: OneQueue) -> None:
+    """What comes back goes to the front, the last one first."""
+    queue.enqueue("a", "b", "c")
+    enqueued_at(queue, "a", 1000)
+    workers = [queue.worker(f"w{number}") for number in range(2)]
+    for worker in workers:
+        worker.turn(want=1)
+    for worker in workers:
+        worker.turn()
+    assert queue.pending() == ["b", "a", "c"]
+    assert oldest(queue) == 1000
+
+
+def test_a_hint_that_is_skipped_has_no_age(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    queue.producer.cancel("a")
+    queue.producer.enqueue([new_job(1, id="a", run_at=4_000_000_000)])
+    enqueued_at(queue, "a", 1000)
+    assert queue.state().waiting == {5: ["a", "b"]}
+    assert oldest(queue) == queue.redis.time()[0]
+    queue.redis.hdel(queue.key("stale"), "5:a")
+    queue.redis.hset(queue.key("active"), "a", "w9:1")
+    assert oldest(queue) == queue.redis.time()[0], "nor has that of a job that runs"
 
 
 @pytest.mark.spec("N6")

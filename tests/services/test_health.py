@@ -91,6 +91,8 @@ def test_what_excuses_a_queue(excuse: dict[str, Any]) -> None:
                 waiting=3, oldest_waiting_seconds=100.0, limits={"may_begin": 1, "limited_workers": 0}
             )
         },
+        {"counts": queue_counts(waiting=0, retry=1, oldest_waiting_seconds=100.0)},
+        {"counts": queue_counts(waiting=0, scheduled=1, overdue=1, oldest_waiting_seconds=100.0)},
         {"work": Work(started_ns=NOW_NS - AGO, running=[(102.0, 101.0)])},
         {"work": Work(started_ns=NOW_NS - AGO, running=[(100.0, 0.0)])},
         {"last_ns": NOW_NS - int(61e9)},

@@ -39,6 +39,7 @@ _COUNTS = Counts(
     awaiters=0,
     next_due_seconds=None,
     limits=None,
+    overdue=0,
 )
 
 

@@ -97,8 +97,8 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "counts.lua",
-        "if enqueued then return tonumber(enqueued) end",
-        "return tonumber(enqueued)",
+        "local HEADS = 16",
+        "local HEADS = 1",
         "a stale hint hides the age of the oldest job",
         "viewing test_the_oldest_waiting_job_is_found_in_any_list_behind_stale_hints",
     ),

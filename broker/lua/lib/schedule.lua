@@ -55,5 +55,7 @@ local function promote()
     end
   end
   for place, ids in pairs(by_place) do push_back(place, ids) end
+  -- Nothing else waits: whatever waits from now on has not waited for longer, however long ago it was enqueued (counts.lua).
+  if main_waiting() + in_lane == #promoted then remember('idle_until_ms', string.format('%.0f', now_ms)) end
   note_ids('promoted', 0, promoted)
 end
