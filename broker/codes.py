@@ -36,6 +36,7 @@ EXISTS = -9
 TOO_LARGE = -10
 WRONG_MODE = -11
 LAPSED = -12
+STALE = -13
 OTHER_OPTION = -20
 BROKEN = -30
 NO_SCHEDULE = -40
@@ -61,6 +62,8 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         return UnknownQueue(f"no queue {queue!r}")
     if code == FENCED:
         return Fenced(f"this worker of queue {queue!r} has been removed")
+    if code == STALE:
+        return Fenced(f"another process takes turns under the name of this worker of queue {queue!r}")
     if code == OTHER_PROTOCOL:
         return IncompatibleProtocol(f"queue {queue!r} speaks protocol {detail[0]}, this forq speaks {PROTOCOL}")
     if code == OTHER_MODE:

@@ -45,7 +45,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a worker is: the number of its last turn, how many jobs it has finished since, whether one is running."""
+    """Where a worker is: the whole number of its last turn, how many jobs it has finished since, whether one runs."""
 
     worker: str
     turn: int

@@ -30,7 +30,7 @@ from forq.broker.registry import Registry
 from forq.cgroup import Cgroup, Cgroups
 from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.liveness import passed
-from forq.scoreboard import Role, Scoreboard, State, age_ms, unpack_word
+from forq.scoreboard import Role, Scoreboard, State, age_ms
 from forq.services.desk import Desk
 from forq.treekill import kill_tree
 
@@ -244,8 +244,8 @@ class Pulse:
         for number in range(self._board.highest):
             slot = self._board.slot(number)
             if slot.state not in (State.EMPTY, State.STARTING):
-                word = unpack_word(slot.word)
-                position = Position(slot.worker, word.turn, word.index, word.running)
+                at = slot.place()
+                position = Position(slot.worker, at.turn, at.index, at.running)
                 found.setdefault(slot.queue, []).append(position)
                 if slot.role == Role.RETRY:
                     found.setdefault(fail_queue(slot.queue), []).append(position)
@@ -290,9 +290,9 @@ class Pulse:
             if slot.held < 2 or self._rescued.get(number) == raw:
                 continue
             batches = True
-            word = unpack_word(raw)
-            position = Position(slot.worker, word.turn, word.index, True)
-            if word.running and age_ms(raw, now) > RESCUE_AFTER_MS and self._rescue(slot.queue, position):
+            at = slot.place(raw)
+            position = Position(slot.worker, at.turn, at.index, True)
+            if at.running and age_ms(raw, now) > RESCUE_AFTER_MS and self._rescue(slot.queue, position):
                 self._rescued[number] = raw
         return batches
 

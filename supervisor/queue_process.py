@@ -18,7 +18,7 @@ from forq import wire
 from forq.errors import ForqError, InvalidData
 from forq.options import QueueSpec, Value
 from forq.resources import Exceeded, Resources
-from forq.scoreboard import Role, Scoreboard, Slot, State, unpack_word
+from forq.scoreboard import Role, Scoreboard, Slot, State
 from forq.stackdump import stack_of_thread
 from forq.supervisor.admission import Admission
 from forq.supervisor.child import Child, Nursery
@@ -306,7 +306,7 @@ class QueueProcess:
                 give_back()
 
     def _last_position(self, slot: Slot, how: Exit, running: int) -> dict[str, Any]:
-        word = unpack_word(slot.word)
+        at = slot.place()
         since = slot.running_since_ns()
         condemned = self._condemned.get(slot.number)
         over = self._over(how)
@@ -324,9 +324,9 @@ class QueueProcess:
             "processor": self.processor,
             "with_fail_queue": self.role == Role.RETRY and self.spec.fail_handler is not None,
             "worker": slot.worker,
-            "turn": word.turn,
-            "index": word.index,
-            "running": word.running,
+            "turn": at.turn,
+            "index": at.index,
+            "running": at.running,
             "outcome": outcome,
             "cause": cause,
             "micros": None if since is None else (time.monotonic_ns() - since[1]) // 1000,

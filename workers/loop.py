@@ -22,6 +22,7 @@ from forq.scoreboard import (
     GUARDED,
     HELD,
     INDEX_SHIFT,
+    NUMBER,
     STARTED,
     STATE,
     TICK_MASK,
@@ -66,13 +67,17 @@ Claimed = list[tuple[bytes, bytes]]  # id, record
 
 
 class TurnNumbers:
-    """Counts the turns of one worker, over all queues that it works on: a position then belongs to one of them only."""
+    """Counts the turns of one worker, over all queues that it works on: a position then belongs to one of them only.
+
+    A number is never used again, not even for a turn whose answer was lost: by it the server tells a request that
+    arrives late, over a connection that the worker has given up, from what the worker has sent since.
+    """
 
     def __init__(self) -> None:
         self._last = 0
 
     def next(self) -> int:
-        self._last = (self._last + 1) & TURN_MASK
+        self._last += 1
         return self._last
 
 
@@ -242,7 +247,7 @@ class WorkerLoop:
         """All that had run is settled."""
         if turn.refused:
             self._count_refused(len(turn.refused))
-        self.slot.words[WORD] = self._number << TURN_SHIFT
+        self._publish_turn()
         self.slot.words[DONE] += self._unsettled
         self._limits = turn.limits
         self._done, self._failed, self._unsettled = [], [], 0
@@ -255,6 +260,15 @@ class WorkerLoop:
             log.info("already settled or given back queue=%s jobs=%s", self.consumer.queue, self._refused)
             self._refused, self._tell_refused_ns = 0, self._now() + REFUSED_LOG_NS
 
+    def _publish_turn(self) -> None:
+        """The position at the start of this turn. The whole number first: see Slot.place."""
+        words = self.slot.words
+        words[NUMBER] = self._number
+        words[WORD] = self._turn_bits()
+
+    def _turn_bits(self) -> int:
+        return (self._number & TURN_MASK) << TURN_SHIFT
+
     def _run_batch(self, batch: Claimed) -> None:
         words = self.slot.words
         count = len(batch)
@@ -263,7 +277,7 @@ class WorkerLoop:
         self._set_limits()
         self._on_batch(count)
         first_started = self._now()
-        index, base, previous = 0, self._number << TURN_SHIFT, 0
+        index, base, previous = 0, self._turn_bits(), 0
         ran = 0
         while index < count and not self.stopping:
             started = self._now()
@@ -291,7 +305,7 @@ class WorkerLoop:
                 words[STATE] = State.BUSY
                 self._set_limits()
                 batch, count, index = batch[index:], count - index, 0
-                base, previous = self._number << TURN_SHIFT, 0
+                base, previous = self._turn_bits(), 0
                 continue
             self._run_one(batch[index], started)
             previous = started
@@ -412,7 +426,7 @@ class WorkerLoop:
         try:
             self._number = self._numbers.next()
             self.consumer.turn(self._number, self._done, self._failed, 0, 0, self._results)
-            self.slot.words[WORD] = self._number << TURN_SHIFT
+            self._publish_turn()
             self.consumer.leave(self._number)
         except ForqError as exc:
             log.warning("could not leave in order, recovery will do it queue=%s error=%s", self.consumer.queue, exc)

@@ -1,13 +1,14 @@
 #!lua flags=allow-oom
 -- heartbeat: a processor says that it lives and where its workers are; it goes on with an eviction that is under way,
--- or sweeps one processor that has fallen silent; drains graves, forgets done jobs, and repeats the wake token as a backstop.
+-- or sweeps one processor that has fallen silent; drains graves, gives back what late BLMOVEs have parked, forgets done jobs,
+-- and repeats the wake token as a backstop.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     processor, how long it may stay silent (ms), then (worker, turn, index, running) per worker
 -- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not finished};
 --          {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
 -- States   active -> done, waiting (of a processor that is evicted)
---@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings done_jobs forgetting positions losses graves eviction fences bury_job hands handing expiring
+--@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings parked done_jobs forgetting positions losses graves eviction fences bury_job hands handing expiring
 
 if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end
 local FORGOTTEN_DONE_PER_BEAT = 1000
@@ -15,10 +16,16 @@ local processor, expiry_ms = ARGV[1], tonumber(ARGV[2])
 local expires_at = redis.call('ZSCORE', key('processors'), processor)
 if not expires_at and redis.call('ZSCORE', key('graves'), processor) then return { FENCED } end
 
-local positions = {}
+-- Whoever takes turns looks at its own list; the others may be busy for long.
+local workers, positions, unturned = {}, {}, {}
 for at = 3, #ARGV, 4 do
+  workers[#workers + 1] = ARGV[at]
   positions[#positions + 1] = ARGV[at]
   positions[#positions + 1] = ARGV[at + 1] .. ' ' .. ARGV[at + 2] .. ' ' .. ARGV[at + 3]
+end
+local before = #workers > 0 and redis.call('HMGET', positions_key(processor), unpack(workers)) or {}
+for i, worker in ipairs(workers) do
+  if before[i] and string.match(before[i], '^%S+') == ARGV[4 * i] then unturned[#unturned + 1] = worker end
 end
 redis.call('ZADD', key('processors'), now_ms + expiry_ms, processor)
 redis.call('DEL', positions_key(processor))
@@ -39,6 +46,7 @@ if not continue_eviction() and now_ms >= sweep_after_ms then
   for _, silent in ipairs(evicted) do evict(silent, 'host_lost') end
 end
 drain_graves()
+for _, worker in ipairs(unturned) do return_parked(processor, worker) end
 lapse()
 expire()
 promote()

@@ -4,18 +4,19 @@
 -- its processing list that it neither settles nor keeps goes back to the front first.
 --
 -- KEYS[1]  the queue's base
--- ARGV     epoch, processor, worker, turn number, want, keep (how many unstarted jobs of earlier turns it still
+-- ARGV     epoch, processor, worker, turn number (up to 53 bits, growing), want, keep (how many unstarted jobs of earlier turns it still
 --          counts on), lane ('main' | 'retry': where to claim), number done, number failed, then (id, fence, micros) per done job and
 --          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one; if the queue keeps results,
 --          (number of the done job in this turn, from 1; its result or '!' and why it has none) per done job
 -- Returns  {OK, PAUSED or LIMITED (something waits and may not begin now: the worker is woken), held (0: the kept jobs have been
 --          given to others), ids whose settling was refused, fence, timeout_ms, size, priority, how long a result may be (bytes;
 --          0: none is kept), id, record, id, record ...};
---          {NO_QUEUE}; {FENCED} if the worker is not registered
+--          {NO_QUEUE}; {FENCED} if the worker is not registered; {STALE} if its number is not above the last one: it was sent before a
+--          turn that has been taken, and has arrived late
 -- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out);
 --          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active;
 --          waiting -> dead (it stalled or timed out too often)
---@include base codes journal hints limits limited records schedule attempts blocked progress waiters holdings done_jobs fences bury_job failing used_up
+--@include base codes journal hints limits limited records schedule attempts blocked progress waiters holdings parked done_jobs fences bury_job failing used_up
 
 local MAX_SKIPS = 1000
 local MANY = 8
@@ -29,12 +30,26 @@ local processor, worker, turn = ARGV[2], ARGV[3], ARGV[4]
 local want, keep, lane = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
 local done_count, failed_count = tonumber(ARGV[8]), tonumber(ARGV[9])
 
-if epoch ~= ARGV[1] then return { NO_QUEUE } end
--- One that is not registered would be new there.
-if redis.call('HSET', workers_key(processor), worker, turn) == 1 then
-  redis.call('HDEL', workers_key(processor), worker)
-  return { FENCED }
+-- Registers the turn, or says why it must not be taken.
+local function refuse_turn()
+  local registrations = workers_key(processor)
+  local registered = redis.call('HGET', registrations, worker)
+  if not registered then return FENCED end
+  if tonumber(turn) > number_of(registered) then
+    redis.call('HSET', registrations, worker, turn)
+    return nil
+  end
+  -- The worker has gone on since: this turn would take away what it runs now. A BLMOVE that was sent along with it could not
+  -- be refused.
+  return_parked(processor, worker)
+  wake_idle_worker()
+  write_journal(worker)
+  return STALE
 end
+
+if epoch ~= ARGV[1] then return { NO_QUEUE } end
+local refusal = refuse_turn()
+if refusal then return { refusal } end
 
 -- A queue made by an earlier release lacks some of them.
 local max_stalls, max_timeouts = tonumber(options.max_stalls or 3), tonumber(options.max_timeouts or 3)

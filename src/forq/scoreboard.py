@@ -19,7 +19,7 @@ HEADER_BYTES = 4096
 SLOT_BYTES = 512
 
 WORD, HELD, DONE, BEAT, STARTED, STATE, PID, EPOCH, ROLE, TIMEOUT, LENIENCE, GUARDED, THREAD = range(13)
-PROGRESS, PROGRESS_OF = 13, 14
+PROGRESS, PROGRESS_OF, NUMBER = 13, 14, 15
 PROGRESS_PARTS = 1_000_000
 
 JOB_AT, JOB_MAX = 128, 128
@@ -74,6 +74,15 @@ def pack_word(started_ns: int, turn: int, index: int, running: bool) -> int:
         | (index & INDEX_MASK) << INDEX_SHIFT
         | running
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker is: the whole number of its last turn, how many jobs it has finished since, whether one runs."""
+
+    turn: int
+    index: int
+    running: bool
 
 
 def unpack_word(word: int) -> Word:
@@ -153,6 +162,8 @@ class Slot:
     epoch = _Cell(EPOCH)
     role = _Cell(ROLE)
     word = _Cell(WORD)
+    # The whole number of the last turn whose answer the worker has read. The loop writes it before WORD.
+    turn = _Cell(NUMBER)
     # What one job may take (ms; 0: as long as it likes), and for how long after that its worker deals with it itself.
     timeout_ms = _Cell(TIMEOUT)
     lenience_ms = _Cell(LENIENCE)
@@ -202,6 +213,16 @@ class Slot:
         if not word & 1 or started >> TICK_NS_SHIFT & TICK_MASK != word >> TICK_SHIFT & TICK_MASK:
             return None
         return word, started
+
+    def place(self, word: int | None = None) -> Place:
+        """Where the worker is, or was when `word` was read.
+
+        WORD has only the low bits of the turn's number. NUMBER is written before it, so read after it NUMBER is that
+        of the same turn or of one shortly after: also if the worker died between the two.
+        """
+        at = unpack_word(self.word if word is None else word)
+        number = self.turn
+        return Place(number - ((number - at.turn) & TURN_MASK), at.index, at.running)
 
     def describe(self) -> SlotView:
         return SlotView(

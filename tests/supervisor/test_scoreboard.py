@@ -12,6 +12,7 @@ from forq.scoreboard import (
     SLOT_BYTES,
     TICK_MS,
     WORD,
+    Place,
     Role,
     Scoreboard,
     State,
@@ -41,6 +42,18 @@ def test_a_job_that_started_after_the_reader_took_its_time_has_age_zero() -> Non
 
 def test_turn_and_index_wrap_instead_of_spilling_into_their_neighbours() -> None:
     assert unpack_word(pack_word(0, 2**20 + 3, 2**15 + 7, False)) == Word(0, 3, 7, False)
+
+
+@given(st.integers(0, 2**53 - 1), st.integers(0, 2**20 - 1))
+def test_a_place_has_the_whole_number_of_its_turn_also_between_the_two_stores(number: int, later: int) -> None:
+    board = Scoreboard.create(slots=1)
+    slot = board.slot(board.take())
+    slot.turn = number
+    slot.word = word = pack_word(10**12, number, 7, True)
+    assert slot.place() == Place(number, 7, True)
+    # The next turn that the worker took; it died before it published its position there.
+    slot.turn = number + later
+    assert slot.place() == slot.place(word) == Place(number, 7, True)
 
 
 def test_take_gives_the_lowest_free_slot_zeroed() -> None:

@@ -699,8 +699,8 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "join.lua",
-        "if redis.call('ZSCORE', key('graves'), processor) then return { FENCED } end\n",
-        "",
+        "if removed[1] or removed[2] then",
+        "if removed[2] then",
         "a worker of an evicted processor goes on, and nobody recovers it",
         "heartbeat test_an_evicted_processor_is_fenced_in_every_call",
     ),
@@ -881,16 +881,9 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "turn.lua",
-        "  redis.call('HDEL', workers_key(processor), worker)\n  return { FENCED }\n",
-        "",
+        "  if not registered then return FENCED end\n",
+        "  registered = registered or '0'\n",
         "a worker that was removed goes on",
-        "turn test_a_worker_that_is_not_registered_is_fenced",
-    ),
-    Mutant(
-        "turn.lua",
-        "  redis.call('HDEL', workers_key(processor), worker)\n  return { FENCED }\n",
-        "  return { FENCED }\n",
-        "a worker that was fenced is registered by that",
         "turn test_a_worker_that_is_not_registered_is_fenced",
     ),
     Mutant(
@@ -1217,8 +1210,8 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "turn.lua",
-        "if redis.call('HSET', workers_key(processor), worker, turn) == 1 then\n",
-        "if not redis.call('HGET', workers_key(processor), worker) then\n",
+        "    redis.call('HSET', registrations, worker, turn)\n",
+        "",
         "a crash settles by the place of an earlier turn",
         "turn test_a_hint_that_arrives_late_does_not_stand_for_a_kept_job",
     ),
@@ -1238,8 +1231,8 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "turn.lua",
-        "wake_idle_worker()\n",
-        "",
+        "tell_refill() end\nwake_idle_worker()\n",
+        "tell_refill() end\n",
         "nobody wakes for the rest of other priorities",
         "recover test_recovered_jobs_go_back_to_the_list_of_their_priority",
     ),
