@@ -11,6 +11,7 @@ bottom, and `_library` takes apart what begins at the margin:
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,7 @@ from importlib.resources import files
 from forq.broker.codes import LUA_CONSTANTS
 
 _INCLUDE = re.compile(r"^--@include (.+)$", re.MULTILINE)
+_WORD = re.compile(r"\w+")
 _FUNCTION = re.compile(r"local function (\w+)")
 _VARIABLES = re.compile(r"local ([\w, ]+?)\s*(=.*)?$", re.DOTALL)
 # A statement ends before the next line at the margin that does not close it.
@@ -52,19 +54,41 @@ def as_function(verb: str, source: str) -> Script:
     head, _, rest = source.partition("\n")
     names = _INCLUDE.search(rest)
     parts = [_read(f"lib/{name}.lua") for name in names[1].split() if name != "codes"] if names else []
-    parts = [_constants([*parts, rest]), *parts, rest]
-    body, flags = _library(parts), head.partition("flags=")[2]
+    needed = _needed([list(_statements(part)) for part in [_constants([*parts, rest]), *parts, rest]])
+    body, flags = _library(needed), head.partition("flags=")[2]
     name = f"forq_{verb}_{hashlib.sha256((head + body).encode()).hexdigest()[:16]}"
     registered = f"redis.register_function{{function_name='{name}', callback=call, flags={{{flags and repr(flags)}}}}}"
-    return Script(verb, "\n".join([head, *parts]), f"#!lua name={name}\n{body}\n{registered}\n", name)
+    source = "\n".join([head, *(statement for part in needed for statement in part)])
+    return Script(verb, source, f"#!lua name={name}\n{body}\n{registered}\n", name)
 
 
-def _library(parts: list[str]) -> str:
+def _needed(parts: list[list[str]]) -> list[list[str]]:
+    """Without functions and constants that nothing uses: Lua allows 200 names, and files are included as a whole."""
+    words = {statement: set(_WORD.findall(statement)) for part in parts for statement in part}
+    defined = {statement: names for statement in words if (names := _defined_once(statement))}
+    uses = Counter(word for used in words.values() for word in used)
+    while unused := [statement for statement, names in defined.items() if all(uses[name] == 1 for name in names)]:
+        for statement in unused:
+            uses.subtract(words.pop(statement))
+            del defined[statement]
+    return [[statement for statement in part if statement in words] for part in parts]
+
+
+def _defined_once(statement: str) -> set[str]:
+    """The names of a statement that is carried out when the library is loaded: of a function or of constants."""
+    if function := _FUNCTION.match(statement):
+        return {function[1]}
+    declared = _VARIABLES.match(statement)
+    names = set(declared[1].split(", ")) if declared else set()
+    return names if all(name.isupper() for name in names) else set()
+
+
+def _library(parts: list[list[str]]) -> str:
     """The parts in their order. Each is a function: one for all might use more variables than Lua allows a function."""
     defined, variables, lines, calls = ["KEYS", "ARGV"], ["KEYS", "ARGV"], [], []
     for number, part in enumerate(parts):
         body = []
-        for statement in _statements(part):
+        for statement in part:
             function, declared = _FUNCTION.match(statement), _VARIABLES.match(statement)
             names = [function[1]] if function else declared[1].split(", ") if declared else []
             defined += names

@@ -151,6 +151,24 @@ def test_a_name_that_would_hide_another_one_is_refused(line: str) -> None:
         as_function("wrong", f"#!lua\n--@include base\n{line}\nreturn 1\n")
 
 
+def test_a_function_or_constant_that_nothing_uses_is_left_out() -> None:
+    source = """#!lua
+local LIMIT, UNUSED = 3, 4
+local LONELY = 5
+local function inner() return LONELY end
+local function outer() return inner() end
+local function needed() return LIMIT end
+local kept = 1
+return needed()
+"""
+    made = as_function("lean", source)
+    for text in (made.source, made.library):
+        assert "needed" in text
+        assert "LIMIT" in text
+        assert "kept" in text
+        assert not any(name in text for name in ("outer", "inner", "LONELY"))
+
+
 def test_another_source_or_another_flag_is_another_function() -> None:
     sources = ["#!lua\nreturn 1\n", "#!lua\nreturn 2\n", "#!lua flags=allow-oom\nreturn 1\n"]
     assert len({as_function("same", source).name for source in sources}) == len(sources)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """One mutant per guard against requests that arrive late."""
 
 from tests.support.mutants import Mutant
