@@ -25,10 +25,12 @@ from forq.supervisor.redis_child import RedisChild
 from forq.supervisor.resource_watch import ResourceWatch
 from forq.supervisor.service import Service
 from forq.supervisor.service_watch import ServiceWatch
-from forq.supervisor.statedir import StateDir
+from forq.supervisor.statedir import StateDir, new_processor_name
 from forq.tallies import Tallies
 
 RETRY_SECONDS = 0.25
+# How soon the name of this run is written once more after that has failed.
+SAVE_AGAIN_SECONDS = 5.0
 # Pulse, scribe and logger are told of all queues at once, and look at each: with a thousand of them once a second.
 TELL_SECONDS_PER_QUEUE = 0.001
 # How long a stop waits for the logger to read what was written last.
@@ -135,9 +137,18 @@ class Services:
 
     def new_processor(self) -> str:
         """From now on everything is done under another name; returns the one before."""
-        before = self.processor
-        self.processor, _ = self._state.take_processor()
+        before, self.processor = self.processor, new_processor_name()
+        self._save_processor()
         return before
+
+    def _save_processor(self) -> None:
+        """This run goes on without it. But if it were killed, its jobs would come back only after `expiry`, since its
+        successor would not know whom to evict."""
+        try:
+            self._state.save_processor(self.processor)
+        except ForqError as exc:
+            log.error("%s; trying again in %.0f s", exc, SAVE_AGAIN_SECONDS)
+            self._loop.call_later(SAVE_AGAIN_SECONDS, self._save_processor)
 
     def recover(self, params: dict[str, Any], then: Callable[[], None]) -> None:
         self._insist("recover", params, then)
@@ -203,7 +214,7 @@ class Services:
 
     def _redis_child(self) -> RedisChild:
         program = embedded.find_server(self._config.embedded_server)
-        self._state.redis_dir.mkdir(mode=0o700, exist_ok=True)
+        self._state.make_redis_dir()
         return RedisChild(self.nursery, embedded.command(program, self._state))
 
     def child(

@@ -14,7 +14,8 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +92,27 @@ class StateDir:
             predecessor = _read(path).decode("ascii", "replace").strip() or None
         except FileNotFoundError:
             predecessor = None
-        name = uuid.uuid4().hex
-        _replace(path, f"{name}\n".encode())
+        name = new_processor_name()
+        self.save_processor(name)
         return name, predecessor
+
+    def save_processor(self, name: str) -> None:
+        """Raises ForqError when it cannot be written."""
+        path = self.path / "processor"
+        with _writing(path):
+            _replace(path, f"{name}\n".encode())
 
     def save_queue(self, name: str, definition: dict[str, Any]) -> None:
         """Raises ForqError when it cannot be written."""
         path = self._queue_file(name)
-        try:
+        with _writing(path):
             path.parent.mkdir(mode=0o700, exist_ok=True)
             _replace(path, json.dumps(definition, indent=2, sort_keys=True).encode() + b"\n")
-        except OSError as exc:
-            raise ForqError(f"queue definition {path} cannot be written: {exc.strerror}") from exc
+
+    def make_redis_dir(self) -> None:
+        """Raises ForqError when it cannot be made."""
+        with _writing(self.redis_dir):
+            self.redis_dir.mkdir(mode=0o700, exist_ok=True)
 
     def drop_queue(self, name: str) -> None:
         """Safe to repeat. Raises ForqError when it cannot be removed."""
@@ -136,8 +146,13 @@ class StateDir:
                 os.close(fd)
                 raise ForqError(f"another supervisor (pid {holder or '?'}) runs on state directory {self.path}")
             time.sleep(POLL_SECONDS)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            with _writing(path):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        except ForqError:
+            os.close(fd)
+            raise
         return fd
 
     def _lock_tree(self, deadline: float, on_wait: Callable[[list[int]], None] | None) -> int:
@@ -156,6 +171,25 @@ class StateDir:
                 kill_tree(pid, deadline_seconds=max(0.05, deadline - time.monotonic()))
             time.sleep(POLL_SECONDS)
         return fd
+
+
+def new_processor_name() -> str:
+    return uuid.uuid4().hex
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Says what cannot be written, and if that is so because the disk is full, where to make room."""
+    try:
+        yield
+    except OSError as exc:
+        raise ForqError(f"{path} cannot be written: {exc.strerror}{_where_to_make_room(path, exc)}") from exc
+
+
+def _where_to_make_room(path: Path, exc: OSError) -> str:
+    if exc.errno == errno.ENOSPC:
+        return f"; the file system is full: make room (df -h {path.parent}; df -i {path.parent})"
+    return "; the quota of this user is used up: make room (quota -s)" if exc.errno == errno.EDQUOT else ""
 
 
 def _check_owner(path: Path) -> None:
@@ -208,6 +242,8 @@ def _open_lock(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | SAFE_FLAGS, 0o600)
     except OSError as exc:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ForqError(f"lock {path}: {exc.strerror}{_where_to_make_room(path, exc)}") from exc
         reason = "is a symbolic link" if exc.errno == errno.ELOOP else exc.strerror
         raise ConfigError(f"lock {path}: {reason}") from exc
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from forq.broker.keeping import Keeper
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.link import Link
 from forq.errors import BackPressure, RedisUnavailable
 from tests.support.faulty_servers import SmallDiskServer
 from tests.support.running import Forq, running, wait_until
@@ -140,3 +143,50 @@ def test_a_full_disk_keeps_the_lines_of_the_failed_log_in_redis_until_there_is_r
         wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 3, what="they are written")
         assert len({json.loads(line)["id"] for line in log.read_text().splitlines()}) == 3
         wait_until(lambda: forq.status()["supervisor"]["failed_log"]["ok"], what="all is well")
+
+
+def always_full(path: Path) -> None:
+    """A file that cannot be written to."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.unlink(missing_ok=True)
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 7))  # /dev/full
+    except PermissionError:
+        pytest.skip("a device that is always full needs root")
+
+
+@pytest.mark.parametrize("file", ["supervisor.lock", "processor.tmp"])
+def test_a_supervisor_whose_disk_is_full_at_its_start_says_what_is_full(redis_url: str, file: str) -> None:
+    forq = Forq(redis=redis_url)
+    try:
+        always_full(forq.state_dir / file)
+        forq.start(ready=False)
+        assert forq.process is not None
+        assert forq.process.wait(30) == 1
+        name = forq.state_dir / file.removesuffix(".tmp")
+        where = forq.state_dir
+        reason = f"make room (df -h {where}; df -i {where})"
+        assert (
+            forq.log == f"forq: {name} cannot be written: No space left on device; the file system is full: {reason}\n"
+        )
+    finally:
+        forq.remove()
+
+
+def test_a_supervisor_that_is_evicted_while_its_disk_is_full_begins_anew(redis_url: str) -> None:
+    with running(redis=redis_url, settings=STEADY) as forq:
+        forq.create("work", "record")
+        forq.wait_for_child("work")
+        always_full(forq.state_dir / "processor.tmp")
+        before = forq.status()["supervisor"]["processor"]
+        link = Link(redis_url)
+        Keeper(link, DEFAULT_PREFIX, "another").evict("work", before, "host_lost")
+        link.close()
+        forq.client().queue("work").enqueue(1)
+        wait_until(lambda: len(forq.traces("end")) == 1, what="a job runs")
+        after = forq.status()["supervisor"]["processor"]
+        assert after != before
+        assert "processor cannot be written: No space left on device" in forq.log
+        assert "Traceback" not in forq.log
+        (forq.state_dir / "processor.tmp").unlink()
+        wait_until(lambda: (forq.state_dir / "processor").read_text() == f"{after}\n", what="its name is written")
