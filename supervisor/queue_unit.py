@@ -51,7 +51,7 @@ class QueueUnit:
         self._then: list[Callable[[], None]] = []
         self._start_again: Callable[[], None] | None = None
         self._opened = False
-        self._when_opened: list[Callable[[], None]] = []
+        self._when_opened: list[tuple[Callable[[], None], Callable[[], None] | None]] = []
         self._last_end = "no death yet"
 
     @property
@@ -111,13 +111,21 @@ class QueueUnit:
         """Whether Redis has a queue of that name that does not fit: it must not be served before that has changed."""
         return not self._opened and self.config_error is not None
 
-    def when_opened(self, call: Callable[[], None]) -> None:
-        self._when_opened.append(call)
+    def when_opened(self, call: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
+        """Calls back when the queue is in Redis; `otherwise` is called if it will not be opened."""
+        self._when_opened.append((call, otherwise))
+
+    def abandon(self) -> None:
+        """It will not be opened: another one takes its place, somebody has deleted it, or Redis refuses it."""
+        waiting, self._when_opened = self._when_opened, []
+        for _, otherwise in waiting:
+            if otherwise is not None:
+                otherwise()
 
     def start(self) -> None:
         self._wanted = self._opened = True
         waiting, self._when_opened = self._when_opened, []
-        for call in waiting:
+        for call, _ in waiting:
             call()
         self.config_error = None
         for seat in self._seats:

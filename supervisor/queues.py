@@ -198,12 +198,14 @@ class Queues:
         else:
             log.error("queue cannot be served queue=%s reason=%s", name, error)
             unit.config_error = str(error)
+            unit.abandon()
             if isinstance(error, IncompatibleProtocol):
                 self._fail(exits.INCOMPATIBLE, str(error))
 
     def replace(self, old: QueueUnit, spec: QueueSpec, then: Callable[[ForqError | None], None]) -> None:
         """Another definition for a queue that is served: its children end in order, then the new ones start."""
         unit = self.add(spec)
+        old.abandon()
         self._leaving.add(old)
 
         def ended() -> None:
@@ -243,6 +245,8 @@ class Queues:
     def drop(self, name: str, then: Callable[[], None]) -> None:
         """Ends the queue's processes at once, with everything below them, and forgets its definition."""
         unit = self.units.pop(name, None)
+        if unit is not None:
+            unit.abandon()
         self._services.outputs.remove(name)
         self._changed()
         self._services.tell_served()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from forq.errors import ForqError, InvalidOption, QueueExists, RedisUnavailable, UnknownQueue, UsageError
+from forq.errors import ForqError, InvalidOption, QueueExists, RedisUnavailable, TimedOut, UnknownQueue, UsageError
 from forq.names import check_queue_name
 from forq.options import SHARED_MODES, QueueSpec, parse_options
 from forq.supervisor.config import check_size
@@ -74,6 +74,7 @@ class Verbs:
             if error is not None:
                 if self._queues.units.get(name) is unit:
                     del self._queues.units[name]
+                    unit.abandon()
                     self._services.outputs.remove(name)
                 request.fail(error)
                 return
@@ -252,16 +253,24 @@ class Verbs:
         if unit is None or not unit.opening:
             self._clerk.ask(verb, params, answer, repeat=repeat)
             return
-        reason = self._services.redis_state["error"] or "it is just being started"
-        late = RedisUnavailable(f"queue {unit.spec.name!r} cannot be reached yet: {reason}")
-        timer = self._supervisor.loop.call_later(max(OPENING_SECONDS, patience_seconds), lambda: request.fail(late))
+        name = unit.spec.name
 
-        def opened() -> None:
+        def late() -> None:
+            if self._services.redis_state["ok"]:
+                request.fail(TimedOut(f"queue {name!r} is still being made; try again"))
+            else:
+                reason = self._services.redis_state["error"] or "Redis has not answered yet"
+                request.fail(RedisUnavailable(f"queue {name!r} cannot be reached yet: {reason}"))
+
+        timer = self._supervisor.loop.call_later(max(OPENING_SECONDS, patience_seconds), late)
+
+        def ask() -> None:
             if not request.answered and not request.gone:
                 timer.cancel()
                 self._clerk.ask(verb, params, answer, repeat=repeat)
 
-        unit.when_opened(opened)
+        # If it is not opened, Redis knows best what there is of that name.
+        unit.when_opened(ask, otherwise=ask)
 
 
 def _answer_to(request: Request) -> Callable[[Any], None]:

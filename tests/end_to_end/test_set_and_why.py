@@ -1,10 +1,14 @@
 """Live options, and one sentence about why a job is not running."""
 
 import json
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from forq.errors import ForqError, QueueExists, TooManyQueues, UnknownQueue
+from forq.supervisor.ctl.client import Client
+from forq.supervisor.verbs import OPENING_SECONDS
 from tests.support.running import HANDLERS, Forq, running, wait_until
 
 
@@ -129,3 +133,39 @@ def test_why_tells_each_state_apart(forq: Forq) -> None:
     waiting = forq.ctl("push", "cannot", "1")
     assert "not_there" in forq.ctl("why", "cannot", waiting)
     forq.ctl("delete", "asked", "--force")
+
+
+def test_who_waits_for_a_queue_that_cannot_be_made_is_told_at_once() -> None:
+    with running(settings="max_queues = 1\n") as forq:
+        forq.create("only")
+        client = Client(str(forq.state_dir / "control.sock"), 30.0)
+        began = time.monotonic()
+        created = client.send("queue.create", {"name": "second", "handler": "traced:noop", "path": [str(HANDLERS)]})
+        pushed = client.send("push", {"name": "second", "data": 1})
+        answers = dict(client.receive(began + 30.0) for _ in range(2))
+        assert isinstance(answers[created], TooManyQueues)
+        assert isinstance(answers[pushed], UnknownQueue)
+        assert time.monotonic() - began < OPENING_SECONDS
+        client.close()
+
+
+def test_creating_deleting_and_using_a_queue_at_once_never_blames_redis() -> None:
+    with running() as forq:
+        client = Client(str(forq.state_dir / "control.sock"), 30.0)
+        asked = []
+        for turn in range(60):
+            definition = {"name": "q", "handler": "traced:noop", "path": [str(HANDLERS)]}
+            asked += [
+                client.send("queue.create", {**definition, "options": {"max_retries": turn % 3}}),
+                client.send("push", {"name": "q", "data": 1}),
+                client.send("queue.delete", {"name": "q", "force": True}),
+                client.send("push", {"name": "q", "data": 1}),
+                client.send("queue.pause", {"name": "q"}),
+            ]
+            if len(asked) >= 50:
+                answers = dict(client.receive(time.monotonic() + 30.0) for _ in asked)
+                assert set(answers) == set(asked)
+                faults = [answer for answer in answers.values() if isinstance(answer, ForqError)]
+                assert {type(fault) for fault in faults} <= {UnknownQueue, QueueExists}, faults
+                asked = []
+        client.close()
