@@ -48,7 +48,9 @@ demo: setup ## a guided tour of about two minutes: kill -9, daemons, timeouts, r
 man: setup ## write the man pages anew, from the tables of commands
 	$(BIN)/python etc/man/write.py
 
-test: lint types imports unit wheel ## everything that must pass before a commit
+test: lint types imports unit wheel ## everything but Spark: what must pass before a commit
+
+test-all: test spark ## and Spark: what CI runs
 
 lint: tools ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
@@ -60,14 +62,15 @@ types: tools ## mypy --strict
 imports: tools ## which folder may import which
 	$(BIN)/lint-imports
 
-# Which folders need most time and least of the machine: they run beside the others.
-BESIDE := tests/pipeline tests/faults tests/servers
+# Tests mostly wait for processes: about two runs per core keep the machine busy.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 6 ? 2 * n + 1 : 12)))
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal -m 'not slow'
 
-unit: tools ## pytest, without the slow suites, in two runs side by side
-	@echo 'Beside these run: $(BESIDE). What they say comes at the end.'
-	@$(BIN)/pytest -m 'not slow' -p no:cacheprovider $(BESIDE) > $(VENV)/beside.log 2>&1 & beside=$$!; \
-	$(BIN)/pytest -m 'not slow' $(addprefix --ignore=,$(BESIDE)); core=$$?; \
-	wait $$beside; late=$$?; cat $(VENV)/beside.log; exit $$((core | late))
+unit: tools ## pytest, without Spark and the slow suites (WORKERS=n: how many runs side by side)
+	$(PYTEST) --ignore=tests/pipeline
+
+spark: tools ## pytest, the Spark pipeline
+	$(BIN)/pytest -m 'not slow' -p no:cacheprovider tests/pipeline
 
 kills: tools ## KILLS=1000 kill -9s at random moments over JOBS=50000 jobs (SEED=n repeats a run)
 	FORQ_TEST_KILLS=$(or $(KILLS),1000) FORQ_TEST_JOBS=$(or $(JOBS),50000) FORQ_TEST_SEED=$(or $(SEED),0) \
