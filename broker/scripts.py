@@ -25,6 +25,8 @@ _FUNCTION = re.compile(r"local function (\w+)")
 _VARIABLES = re.compile(r"local ([\w, ]+?)\s*(=.*)?$", re.DOTALL)
 # A statement ends before the next line at the margin that does not close it.
 _CLOSING = ("end", "else", ")", "}")
+# Lua allows a function to use 60 variables of those around it.
+MOST_UPVALUES = 55
 # A variable of such a name at the margin would take its place in every function of the library.
 _LUAS_OWN = frozenset(("error", "ipairs", "math", "next", "pairs", "redis", "string", "table", "type", "unpack"))
 
@@ -84,9 +86,9 @@ def _defined_once(statement: str) -> set[str]:
 
 
 def _library(parts: list[list[str]]) -> str:
-    """The parts in their order. Each is a function: one for all might use more variables than Lua allows a function."""
-    defined, variables, lines, calls = ["KEYS", "ARGV"], ["KEYS", "ARGV"], [], []
-    for number, part in enumerate(parts):
+    """Definitions first, then what each call runs."""
+    defined, variables, lines, bodies = ["KEYS", "ARGV"], ["KEYS", "ARGV"], [], []
+    for part in parts:
         body = []
         for statement in part:
             function, declared = _FUNCTION.match(statement), _VARIABLES.match(statement)
@@ -100,13 +102,27 @@ def _library(parts: list[list[str]]) -> str:
             else:
                 body.append(statement)
         if body:
-            lines.append(f"local function part_{number}()\n" + "\n".join(body) + "\nend")
-            calls.append(f"part_{number}()")
+            bodies.append("\n".join(body))
     if hidden := {name for name in defined if name in _LUAS_OWN or defined.count(name) > 1}:
         raise ValueError(f"declared twice, or Lua's own: {', '.join(sorted(hidden))}")
+    together = _together(bodies, set(defined))
+    lines += [f"local function part_{number}()\n{body}\nend" for number, body in enumerate(together)]
+    calls = [f"part_{number}()" for number in range(len(together))]
     calls[-1] = f"return {calls[-1]}"
     call = "\n".join(["local function call(keys, args)", "KEYS, ARGV = keys, args", *calls, "end"])
     return "\n".join([f"local {', '.join(variables)}", *lines, call])
+
+
+def _together(bodies: list[str], defined: set[str]) -> list[str]:
+    """As few functions as use no more variables of the library each than Lua allows a function."""
+    together: list[str] = []
+    for body in bodies:
+        joined = f"{together[-1]}\n{body}" if together else body
+        if together and len(defined & set(_WORD.findall(joined))) > MOST_UPVALUES:
+            together.append(body)
+        else:
+            together[-1:] = [joined]
+    return together
 
 
 def _statements(part: str) -> Iterator[str]:

@@ -13,7 +13,8 @@
 
 if not epoch then return { NO_QUEUE } end
 
-local HEADS = 16 -- hints looked at per list; more than that many stale ones at the head only hide the age
+-- Hints looked at per list; more than that many stale ones at the head only hide the age.
+local HEADS, LISTS = 16, 12
 
 local in_flight = 0
 local processors = redis.call('ZRANGE', key('processors'), 0, -1)
@@ -22,6 +23,17 @@ for _, processor in ipairs(processors) do
   for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
     in_flight = in_flight + redis.call('LLEN', worker_key(processor, worker, 'processing'))
   end
+end
+
+-- Of long records only the first ones.
+local function records_of(hints)
+  local records, bytes, most = {}, 0, READ_BYTES / LISTS
+  if readable(#hints, most) == #hints then return redis.call('HMGET', key('jobs'), unpack(hints)) end
+  for i, id in ipairs(hints) do
+    records[i] = bytes < most and redis.call('HGET', key('jobs'), id)
+    bytes = bytes + (records[i] and #records[i] or 0)
+  end
+  return records
 end
 
 -- The earliest time at which one of the first jobs of a list was enqueued; nil if none of them waits. Not that of the first
@@ -33,7 +45,7 @@ local function oldest_enqueued_ms(place)
   for i, id in ipairs(hints) do fields[i] = place .. ':' .. id end
   local counted_stale = redis.call('HMGET', key('stale'), unpack(fields))
   local owners = redis.call('HMGET', key('active'), unpack(hints))
-  for i, record in ipairs(redis.call('HMGET', key('jobs'), unpack(hints))) do
+  for i, record in ipairs(records_of(hints)) do
     local id = hints[i]
     stale[id] = stale[id] or tonumber(counted_stale[i] or 0)
     local enqueued_ms = record and tonumber(string.match(record, '^.%d (%d+)'))

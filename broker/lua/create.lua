@@ -25,7 +25,7 @@ if made then
   epoch = string.format('%.0f', now_us)
   -- What every script reads stands first: a small hash is searched from its beginning.
   redis.call('HSET', key('options'), 'epoch', epoch, 'version', '0', 'protocol', ARGV[1], 'mode', ARGV[2], 'paused', '0', 'journal', '0',
-    'journal_max', '0', 'rate_count', '0', 'max_active', '0')
+    'journal_max', '0', 'rate_count', '0', 'max_active', '0', 'largest_record', '8192')
   for at = first_default, first_given - 1, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
 end
 for at = first_given, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end

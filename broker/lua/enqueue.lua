@@ -27,6 +27,7 @@ local function stores_one()
   local usual = count == 1 and ARGV[FIRST + 3] == '' and ARGV[FIRST + 4] == '' and mode == 'work'
   if not usual or max_items > 0 or #body > max_data then return false end
   if redis.call('HSETNX', key('jobs'), id, 'p' .. priority .. stored_at .. body) == 0 then return false end
+  note_size(#body, base)
   push_back(priority, { id })
   note('enqueued 0 ' .. id)
   wake_idle_worker()
@@ -57,14 +58,21 @@ end
 
 local ids = {}
 for i = 1, count do ids[i] = ARGV[FIRST + WIDTH * (i - 1)] end
-local existing = redis.call('HMGET', key('jobs'), unpack(ids))
+-- Whether they exist: of small records it costs least to read them.
+local existing = {}
+if readable(count, READ_BYTES) == count then
+  existing = redis.call('HMGET', key('jobs'), unpack(ids))
+else
+  for i, id in ipairs(ids) do existing[i] = redis.call('HEXISTS', key('jobs'), id) == 1 end
+end
 
-local reply, new, changes, seen, tokens = { OK }, {}, {}, {}, {}
+local reply, new, changes, seen, tokens, longest = { OK }, {}, {}, {}, {}, 0
 for i = 1, count do
   local at = FIRST + WIDTH * (i - 1)
   local id, body, token = ARGV[at], ARGV[at + 2], ARGV[at + 3]
   local stored = token ~= '' and (tokens[token] or redis.call('GET', token_key(token)))
   if #body > max_data then return { TOO_LARGE, i, max_data } end
+  if #body > longest then longest = #body end
   local left = not stored and if_exists == 'leave' and (existing[i] or seen[id])
   if stored or left then
     reply[#reply + 1] = i
@@ -100,6 +108,7 @@ if max_items > 0 then
   if added > 0 and items + added > max_items then return { FULL, max_items } end
 end
 
+note_size(longest, base)
 for token, id in pairs(tokens) do redis.call('SET', token_key(token), id, 'PX', dedup_ttl_ms) end
 
 local function store_new()

@@ -6,10 +6,9 @@
 -- Returns  {OK, per member: 1 revived | 0 not there | EXISTS a live job has its id | FULL | BROKEN ...}, shorter than what
 --          was asked when enough has been moved for one call; {NO_QUEUE}
 -- States   dead -> waiting
---@include base codes journal hints awaiters ringing timers item_ages
+--@include base codes journal hints records awaiters ringing timers item_ages
 
 if not epoch then return { NO_QUEUE } end
-local MOVED_BYTES = 4 * 1024 * 1024
 local max_items = option('max_items')
 
 -- Priority and body of HEAD '\n' BODY '\n' ERROR ['\n' ATTEMPTS]; error is an object, attempts a list (dead.py).
@@ -33,6 +32,7 @@ local function revive(member, packed)
     return FULL
   end
   redis.call('HSET', key('jobs'), id, 'p' .. priority .. string.format(' %.0f\n', now_ms) .. body)
+  note_size(#body, base)
   push_back(priority, { id })
   if mode ~= 'work' then set_expiry(id, 0) end
   redis.call('HDEL', key('dead:jobs'), member)
@@ -43,7 +43,7 @@ end
 
 local reply, moved = { OK }, 0
 for i, member in ipairs(ARGV) do
-  if moved > MOVED_BYTES then break end
+  if moved > READ_BYTES then break end
   local packed = redis.call('HGET', key('dead:jobs'), member)
   moved = moved + (packed and #packed or 0)
   reply[i + 1] = revive(member, packed)

@@ -117,6 +117,7 @@ local moved = {}
 
 local function may_begin(ids)
   if #ids == 0 or lane ~= 'main' or #ids > want or other_hints > 0 or paused or has_limits then return false end
+  if #ids > 1 and readable(#ids, READ_BYTES) < #ids then return false end
   for _, owner in ipairs(redis.call('HMGET', key('active'), unpack(ids))) do
     if owner then return false end
   end
@@ -155,6 +156,9 @@ end
 -- last.
 local taken, reply, spent, again = {}, { 0, 0, 0, 0, 0, 0, 0, 0 }, {}, {}
 
+-- What may still be read of records; counted only if so many could be too much.
+local bytes_left, may_be_much = READ_BYTES, false
+
 local first_byte, COUNTED = string.byte, string.byte('c')
 
 local function take(priority, ids)
@@ -162,6 +166,9 @@ local function take(priority, ids)
   local free = ids == moved or (#ids > MANY and redis.call('HLEN', key('active')) == 0)
   local owners = free and {} or redis.call('HMGET', key('active'), unpack(ids))
   local records = redis.call('HMGET', key('jobs'), unpack(ids))
+  if may_be_much then
+    for i = 1, #ids do bytes_left = bytes_left - (records[i] and #records[i] or 0) end
+  end
   for i = 1, #ids do
     local id = ids[i]
     local claimable = id ~= '' and not ignore_hint(priority, id)
@@ -185,9 +192,20 @@ local function take(priority, ids)
   end
 end
 
+-- How many hints of a list are to be taken next, so that their records are not too much: 0 if the next one would be.
+local function claimable_hints(priority)
+  local count = readable(want - #taken, bytes_left)
+  if count > 0 then return count end
+  -- It may be shorter than the longest one.
+  local next_id = bytes_left < READ_BYTES and redis.call('LINDEX', pending_key(priority), 0)
+  return next_id and redis.call('HSTRLEN', key('jobs'), next_id) > bytes_left and 0 or 1
+end
+
+-- How many hints may still be skipped; 0 also if no more bytes may be read: what is in the next list must not go first.
 local function claim_from(priority, skips)
   while #taken < want and skips > 0 do
-    local count = want - #taken
+    local count = may_be_much and claimable_hints(priority) or want - #taken
+    if count == 0 then return 0 end
     local ids = redis.call('LPOP', pending_key(priority), count)
     if not ids then return skips end
     if priority ~= LANE then count_hints(priority, -#ids) end
@@ -199,6 +217,7 @@ local function claim_from(priority, skips)
 end
 
 local function claim()
+  may_be_much = readable(want, READ_BYTES) < want
   if lane == 'retry' and not parent then
     -- One job at a time: whatever kills the process now, it was this one.
     want = 1

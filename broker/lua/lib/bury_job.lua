@@ -36,6 +36,7 @@ local function bury_jobs(jobs)
     local record = string.format('p5 %.0f\n[null,null,[', now_ms) .. job.body .. ',' .. about .. ',' .. brief .. ']]'
     local fail_id = id .. ':' .. fence
     redis.call('HSET', base .. ':fail:jobs', fail_id, record)
+    note_size(#record, base .. ':fail')
     redis.call('RPUSH', base .. ':fail:pending', fail_id)
     wake_retry_child(key('failed'))
     note('failing ' .. fence .. ' ' .. id)

@@ -17,8 +17,10 @@ end
 
 -- The next workers of a processor; how many were taken out, and how many are left.
 local function evict_workers(silent, cause)
-  local workers = redis.call('HRANDFIELD', workers_key(silent), EVICTED_PER_CALL)
-  for _, worker in ipairs(workers) do
+  local taken_out = 0
+  for _, worker in ipairs(redis.call('HRANDFIELD', workers_key(silent), EVICTED_PER_CALL)) do
+    if returned_bytes > READ_BYTES then break end
+    taken_out = taken_out + 1
     local known = redis.call('HGET', positions_key(silent), worker) or '- 0 0'
     local turn, index, running = string.match(known, '^(%S+) (%d+) (%d)$')
     local lost = { outcome = 'stalled', cause = cause, silent = true }
@@ -29,7 +31,7 @@ local function evict_workers(silent, cause)
     redis.call('UNLINK', positions_key(silent))
     redis.call('HDEL', key('evicting'), silent)
   end
-  return #workers, left
+  return taken_out, left
 end
 
 -- The first step; safe to repeat.

@@ -1,10 +1,9 @@
 -- Items that are older than `item_timeout` are given up: each is dead, and has a line in the failed log.
 
 local EXPIRED_PER_CALL = 200
-local EXPIRED_BYTES = 4 * 1024 * 1024
 
 local function expire()
-  local due = redis.call('ZRANGEBYSCORE', key('expiries'), '-inf', string.format('%.0f', now_ms), 'LIMIT', 0, EXPIRED_PER_CALL)
+  local due = redis.call('ZRANGEBYSCORE', key('expiries'), '-inf', string.format('%.0f', now_ms), 'LIMIT', 0, math.max(1, readable(EXPIRED_PER_CALL, READ_BYTES)))
   if #due == 0 then return end
 
   -- The oldest are mostly at the head of their list: such hints go at once. `heads`: place -> the first ones, how many of
@@ -30,7 +29,7 @@ local function expire()
       -- It is in somebody's hands: it is looked at again when it comes back. The half tells that it was too old before.
       local lapses = redis.call('ZSCORE', key('leases'), id) or now_ms
       redis.call('ZADD', key('expiries'), string.format('%.1f', tonumber(lapses) + 0.5), id)
-    elseif bytes < EXPIRED_BYTES then
+    elseif bytes < READ_BYTES then
       local job = read_record(record)
       if scheduled[i] then
         redis.call('ZREM', key('scheduled'), id)

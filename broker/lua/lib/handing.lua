@@ -77,6 +77,7 @@ end
 local function lapse()
   local due = redis.call('ZRANGEBYSCORE', key('leases'), '-inf', string.format('%.0f', now_ms), 'LIMIT', 0, LAPSED_PER_CALL)
   for i = #due, 1, -1 do
+    if returned_bytes > READ_BYTES then break end
     local id = due[i]
     local owner = redis.call('HGET', key('active'), id)
     if owner then

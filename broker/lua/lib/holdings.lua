@@ -2,6 +2,8 @@
 -- followed by ':removed' once somebody asked to remove the running job).
 
 local REMOVED = ':removed'
+-- What was read of the records of jobs that this call has given back: a call for many owners ends when that is much.
+local returned_bytes = 0
 
 local function is_removed(owner)
   return string.sub(owner, -#REMOVED) == REMOVED
@@ -27,6 +29,7 @@ local function hand_back(worker, list, lost, kept)
   local front, back, later, freed, removed, returned, seen = {}, nil, {}, {}, {}, {}, {}
   for i, id in ipairs(list) do
     local owner, record = owners[i], records[i]
+    returned_bytes = returned_bytes + (record and #record or 0)
     local owned = is_owner(worker, owner) and not seen[id] and not (kept and kept[id])
     if owned then
       seen[id] = true

@@ -5,6 +5,41 @@
 
 local SUSPECT = -1
 
+-- No call reads more than so many bytes of records, unless one alone is longer: the server does nothing else meanwhile.
+local READ_BYTES = 4 * 1024 * 1024
+-- The option `largest_record`: no record of the queue is longer, counts included. It is a power of two, from SMALL_RECORD on, and
+-- an option since those are known without being read. So what is small need not be measured.
+local SMALL_RECORD, HEAD_BYTES = 8192, 64
+
+local function largest_record()
+  local largest = option('largest_record')
+  -- Of a queue made by a release that did not note it.
+  return largest > 0 and largest or math.max(SMALL_RECORD, option('max_data') + SMALL_RECORD)
+end
+
+-- How many records may be read at once, at most `wanted`, if `bytes` may be.
+local function readable(wanted, bytes)
+  return math.min(wanted, math.floor(bytes / largest_record()))
+end
+
+-- A record with a body of so many bytes is about to be stored in the queue of `of`, this one or its fail queue.
+local function note_size(bytes, of)
+  local size = SMALL_RECORD
+  if bytes + HEAD_BYTES <= size then return end
+  local known = tonumber(redis.call('HGET', of .. ':options', 'largest_record') or 0)
+  if known == 0 or bytes + HEAD_BYTES <= known then return end
+  while size < bytes + HEAD_BYTES do size = 2 * size end
+  redis.call('HSET', of .. ':options', 'largest_record', string.format('%.0f', size))
+  redis.call('HINCRBY', of .. ':options', 'version', 1)
+end
+
+-- An empty queue has small records only. For heartbeats: options that change with every job would have to be read with every job.
+local function forget_sizes()
+  if largest_record() == SMALL_RECORD or redis.call('HLEN', key('jobs')) > 0 then return end
+  redis.call('HSET', key('options'), 'largest_record', SMALL_RECORD)
+  redis.call('HINCRBY', key('options'), 'version', 1)
+end
+
 -- The parts of a record; nil if it is broken.
 local function read_record(record)
   local priority, enqueued, retries, stalls, timeouts, lane, body =

@@ -15,8 +15,9 @@ end
 
 local function store_run(id, policy, identifier, data, run_at_ms)
   local priority = string.format('%d', policy.priority)
-  redis.call('HSET', key('jobs'), id, string.format('%s%s %.0f\n', run_at_ms > now_ms and 'd' or 'p', priority, now_ms)
-    .. '[' .. identifier .. ',' .. cjson.encode(policy.type) .. ',' .. data .. ']')
+  local body = '[' .. identifier .. ',' .. cjson.encode(policy.type) .. ',' .. data .. ']'
+  redis.call('HSET', key('jobs'), id, string.format('%s%s %.0f\n', run_at_ms > now_ms and 'd' or 'p', priority, now_ms) .. body)
+  note_size(#body, base)
   note_ids('enqueued', 0, { id })
   make_ready(id, priority, run_at_ms)
   set_expiry(id, run_at_ms)

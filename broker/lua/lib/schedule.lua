@@ -37,7 +37,7 @@ end
 -- What is due becomes waiting, in order.
 local function promote()
   local due = redis.call('ZRANGEBYSCORE', key('scheduled'), '-inf', '(' .. string.format('%d', now_ms + 1),
-    'LIMIT', 0, PROMOTED_PER_CALL)
+    'LIMIT', 0, math.max(1, readable(PROMOTED_PER_CALL, READ_BYTES)))
   if #due == 0 then return end
   redis.call('ZREM', key('scheduled'), unpack(due))
   local records = redis.call('HMGET', key('jobs'), unpack(due))

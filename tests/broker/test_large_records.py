@@ -1,0 +1,281 @@
+"""No call reads more than 4 MiB of records at once, unless one alone is longer."""
+
+from collections.abc import Iterator
+from itertools import chain
+
+import pytest
+
+from forq import Client
+from forq.broker.dead import DeadJobs
+from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
+from forq.broker.producing import Update, new_job
+from forq.broker.scheduling import Schedules
+from forq.broker.scripts import script
+from forq.errors import Exists
+from tests.support.gate import gate
+from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue, one_queue
+
+MB = 1_000_000
+BUDGET = 4 * 2**20
+SMALL = 8192
+
+
+@pytest.fixture
+def queue(redis_url: str) -> Iterator[OneQueue]:
+    with one_queue(redis_url, max_data=64 * MB) as queue:
+        yield queue
+
+
+def enqueue(queue: OneQueue, sizes: dict[str, int], *, priority: int = 5, run_at: float | None = None) -> None:
+    for job_id, size in sizes.items():
+        queue.producer.enqueue([new_job("x" * size, id=job_id, priority=priority, run_at=run_at)], Update("refuse"))
+
+
+def claim(worker: HandWorker, want: int = 128) -> tuple[list[str], int]:
+    """The ids of one turn, which settles those of the turn before, and the bytes of their records."""
+    worker.number += 1
+    done: list[bytes | str | int] = [part for job_id in worker.held() for part in (job_id, worker.fence, 7)]
+    turn = worker.consumer.turn(worker.number, done, [], 0, want)
+    worker.fence = turn.fence or worker.fence
+    return [job_id.decode() for job_id in turn.jobs[::2]], sum(len(record) for record in turn.jobs[1::2])
+
+
+def claim_all(worker: HandWorker) -> list[list[str]]:
+    """Turns until nothing is left; each is within the budget, or is one job."""
+    turns: list[list[str]] = []
+    while True:
+        ids, size = claim(worker)
+        if not ids:
+            return turns
+        assert size <= BUDGET or len(ids) == 1
+        turns.append(ids)
+
+
+def largest(queue: OneQueue) -> int:
+    return int(queue.hash("options").get("largest_record", 0))
+
+
+def calls(queue: OneQueue, command: str) -> int:
+    return int(queue.redis.info("commandstats").get(f"cmdstat_{command}", {"calls": 0})["calls"])
+
+
+def test_a_claim_of_large_jobs_stays_within_the_budget_and_in_order(queue: OneQueue) -> None:
+    ids = [f"j{n}" for n in range(20)]
+    enqueue(queue, dict.fromkeys(ids, MB))
+    turns = claim_all(queue.worker())
+    assert list(chain(*turns)) == ids
+    assert [len(turn) for turn in turns] == [4] * 5
+
+
+def test_a_job_longer_than_the_budget_is_claimed_alone(queue: OneQueue) -> None:
+    enqueue(queue, {"a": 10, "huge": 5 * MB, "huger": 6 * MB, "b": 10, "c": 10})
+    assert claim_all(queue.worker()) == [["a"], ["huge"], ["huger"], ["b", "c"]]
+
+
+def test_small_jobs_are_claimed_together_after_a_large_one_was_stored(queue: OneQueue) -> None:
+    small = {f"s{n}": 10 for n in range(50)}
+    enqueue(queue, small)
+    enqueue(queue, {"large": 5 * MB})
+    assert claim_all(queue.worker()) == [list(small), ["large"]]
+
+
+def test_what_does_not_fit_is_not_overtaken_by_a_lower_priority(queue: OneQueue) -> None:
+    enqueue(queue, {"a": 3 * MB, "b": 3 * MB}, priority=2)
+    enqueue(queue, {"c": 10})
+    assert claim_all(queue.worker()) == [["a"], ["b", "c"]]
+
+
+def test_stale_hints_among_large_jobs_are_skipped(queue: OneQueue) -> None:
+    ids = [f"j{n}" for n in range(9)]
+    enqueue(queue, dict.fromkeys(ids, MB))
+    for job_id in ids[1:8:2]:
+        queue.producer.cancel(job_id)
+    assert list(chain(*claim_all(queue.worker()))) == ids[::2]
+
+
+def test_what_waiting_has_brought_counts_too(queue: OneQueue) -> None:
+    ids = [f"j{n}" for n in range(12)]
+    enqueue(queue, dict.fromkeys(ids, MB))
+    worker = queue.worker()
+    for _ in range(6):
+        worker.block()
+    worker.number += 1
+    turn = worker.consumer.turn(worker.number, [], [], 0, 128)
+    assert [job_id.decode() for job_id in turn.jobs[::2]] == ids[:4]
+    worker.fence = turn.fence
+    assert list(chain(*claim_all(worker))) == ids[4:]
+
+
+def test_a_queue_of_small_jobs_is_read_at_once(queue: OneQueue) -> None:
+    enqueue(queue, {f"s{n}": 100 for n in range(128)})
+    queue.redis.config_resetstat()
+    assert len(claim(queue.worker())[0]) == 128
+    assert (calls(queue, "lpop"), calls(queue, "hstrlen"), calls(queue, "lindex")) == (1, 0, 0)
+
+
+def test_every_way_to_store_a_record_notes_how_large_it_is(queue: OneQueue) -> None:
+    assert largest(queue) == SMALL
+    enqueue(queue, {"a": 8100})
+    assert largest(queue) == SMALL
+    enqueue(queue, {"b": 8192})
+    assert largest(queue) == 2 * SMALL
+    version = queue.hash("options")["version"]
+    enqueue(queue, {"c": 8192})
+    assert queue.hash("options")["version"] == version
+    queue.producer.enqueue([new_job(1, id="d"), new_job("x" * 20_000, id="e"), new_job(1, id="f")])
+    assert largest(queue) == 4 * SMALL
+    queue.producer.enqueue([new_job("x" * 40_000, id="a")], Update("update"))
+    assert largest(queue) == 8 * SMALL, "an update"
+    assert queue.hash("options")["version"] > version, "whoever has read the options reads them again"
+    worker = queue.worker()
+    claim(worker, want=1)
+    queue.producer.enqueue([new_job("x" * 80_000, id="a")], Update("update"))
+    assert largest(queue) == 16 * SMALL, "a blocked one, which becomes a job by itself"
+
+
+def test_an_enqueue_that_is_refused_notes_nothing(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    version = queue.hash("options")["version"]
+    with pytest.raises(Exists):
+        enqueue(queue, {"a": 8192})
+    assert (largest(queue), queue.hash("options")["version"]) == (SMALL, version)
+
+
+def test_a_revived_job_is_large_again(queue: OneQueue) -> None:
+    enqueue(queue, {"a": MB})
+    worker = queue.worker()
+    worker.turn(want=1)
+    worker.turn(failed="a")
+    queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+    assert largest(queue) == SMALL
+    [member] = queue.redis.zrange(queue.key("dead"), 0, -1)
+    DeadJobs(queue.link, DEFAULT_PREFIX, queue.name).retry(member.decode())
+    assert largest(queue) == 2**20
+
+
+def test_the_fail_queue_knows_how_large_its_own_jobs_are(queue: OneQueue) -> None:
+    queue.registry.create(queue.name, "work", 100, {}, {"fail_handler": 1}, fail_options={"max_data": 2**40})
+    enqueue(queue, {"a": MB})
+    worker = queue.worker()
+    worker.turn(want=1)
+    worker.turn(failed="a")
+    base = queue_base(DEFAULT_PREFIX, fail_queue(queue.name))
+    assert int(queue.redis.hget(f"{base}:options", "largest_record")) == 2**20
+
+
+def test_an_empty_queue_is_one_of_small_jobs_again_from_the_next_heartbeat_on(queue: OneQueue) -> None:
+    enqueue(queue, {"a": MB})
+    queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+    assert largest(queue) == 2**20
+    claim_all(queue.worker())
+    assert largest(queue) == 2**20
+    queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+    assert largest(queue) == SMALL
+    version = queue.hash("options")["version"]
+    queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+    assert queue.hash("options")["version"] == version
+
+
+def test_an_empty_queue_is_claimed_from_as_before(queue: OneQueue) -> None:
+    enqueue(queue, {"a": 5 * MB})
+    worker = queue.worker()
+    claim_all(worker)
+    queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+    enqueue(queue, {f"s{n}": 100 for n in range(20)})
+    queue.redis.config_resetstat()
+    assert len(claim(worker)[0]) == 20
+    assert calls(queue, "lpop") <= 2
+
+
+def test_a_job_of_a_schedule_is_noted(queue: OneQueue) -> None:
+    Client(queue.url).queue(queue.name).schedule("s", data="x" * 20_000, every=3600)
+    Schedules(queue.link, DEFAULT_PREFIX, queue.name).trigger("s")
+    assert largest(queue) == 4 * SMALL
+
+
+def test_a_job_longer_than_the_budget_becomes_waiting(queue: OneQueue) -> None:
+    enqueue(queue, {"a": 5 * MB}, run_at=2_000_000_000)
+    queue.redis.zadd(queue.key("scheduled"), {"a": 1})
+    queue.keeper().promote(queue.name)
+    assert queue.pending() == ["a"]
+
+
+def test_large_items_that_are_too_old_are_given_up_some_per_call(redis_url: str) -> None:
+    with gate(redis_url, "on_request", item_timeout_ms=3_600_000, max_data=64 * MB) as items:
+        enqueue(items, {"huge": 5 * MB})
+        items.come("expiries", "huge")
+        items.promote()
+        assert items.state().dead == ["huge"]
+        items.keeper().heartbeat(items.name, EXPIRY_MS, [])
+        ids = [f"j{n}" for n in range(6)]
+        enqueue(items, dict.fromkeys(ids, MB))
+        items.come("expiries", *ids)
+        items.promote()
+        assert len(items.state().dead) == 5
+        items.promote()
+        assert len(items.state().dead) == 7
+
+
+def test_large_items_whose_leases_lapse_go_back_some_per_call_in_order(redis_url: str) -> None:
+    with gate(redis_url, "on_request", max_data=64 * MB) as items:
+        ids = [f"j{n}" for n in range(8)]
+        enqueue(items, dict.fromkeys(ids, MB))
+        assert [items.got(name) for name in "abcdefgh"] == ids
+        items.come("leases", *ids)
+        items.promote()
+        assert 0 < len(items.pending()) < 8
+        items.promote()
+        assert items.pending() == ids
+
+
+def test_of_a_queue_that_never_noted_it_every_record_may_be_large(queue: OneQueue) -> None:
+    ids = [f"j{n}" for n in range(6)]
+    enqueue(queue, dict.fromkeys(ids, MB))
+    queue.redis.hdel(queue.key("options"), "largest_record")
+    queue.redis.hincrby(queue.key("options"), "version", 1)
+    enqueue(queue, {"last": 2 * MB})
+    assert largest(queue) == 0
+    assert [len(turn) for turn in claim_all(queue.worker())] == [4, 3]
+    queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+    assert largest(queue) == SMALL
+
+
+def test_large_jobs_that_are_due_together_become_waiting_some_per_call(queue: OneQueue) -> None:
+    ids = [f"j{n}" for n in range(9)]
+    enqueue(queue, dict.fromkeys(ids, MB), run_at=2_000_000_000)
+    for n, job_id in enumerate(ids):
+        queue.redis.zadd(queue.key("scheduled"), {job_id: n + 1})
+    for waiting in (4, 8, 9):
+        due_ms = queue.keeper().promote(queue.name)
+        assert queue.pending() == ids[:waiting]
+        assert due_ms == (0 if waiting < 9 else None)
+
+
+def test_an_enqueue_does_not_read_large_records_to_know_that_they_are_there(queue: OneQueue) -> None:
+    ids = [f"j{n}" for n in range(10)]
+    enqueue(queue, dict.fromkeys(ids, MB))
+    queue.redis.config_resetstat()
+    stored = queue.producer.enqueue([new_job(1, id=job_id) for job_id in [*ids, "new"]], Update("skip"))
+    assert stored == [*ids, "new"]
+    assert calls(queue, "hexists") == 11
+    assert set(queue.pending()) == {*ids, "new"}
+
+
+def test_an_eviction_gives_back_large_jobs_of_some_workers_per_call(queue: OneQueue) -> None:
+    ids = [f"j{n}" for n in range(12)]
+    enqueue(queue, dict.fromkeys(ids, MB))
+    workers = [queue.worker(f"w{n}", "p2") for n in range(4)]
+    for worker in workers:
+        assert len(claim(worker, want=3)[0]) == 3
+    left = [queue.link.run(script("evict"), queue.base, "p2", "supervisor_lost")[1:] for _ in range(3)]
+    assert left == [[2, 2], [0, 2], [0, 0]]
+    assert set(queue.pending()) == set(ids)
+
+
+def test_counts_look_at_few_large_jobs(queue: OneQueue) -> None:
+    enqueue(queue, {f"j{n}": MB for n in range(16)})
+    queue.producer.cancel("j0")
+    queue.redis.config_resetstat()
+    counts = queue.viewer.counts()
+    assert (counts.waiting, counts.oldest_waiting_seconds is None) == (15, False)
+    assert calls(queue, "hget") == 2, "that of the stale hint, and that of a live one"
