@@ -111,9 +111,7 @@ class Queues:
 
     def open_all(self) -> None:
         self._may_open = True
-        if self._services.predecessor is not None:
-            self._services.evict(self._services.predecessor, "supervisor_lost", list(self.units))
-            self._services.predecessor = None
+        self._services.end_predecessor(list(self.units))
         declared = {spec.name for spec in self._config.queues}
         for unit in self.units.values():
             if not unit.wanted:

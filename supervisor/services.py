@@ -150,6 +150,24 @@ class Services:
             log.error("%s; trying again in %.0f s", exc, SAVE_AGAIN_SECONDS)
             self._loop.call_later(SAVE_AGAIN_SECONDS, self._save_processor)
 
+    def end_predecessor(self, queues: list[str]) -> None:
+        """The last run on this state directory holds nothing any more, if it is proven that it has ended.
+
+        Its locks prove that, unless this directory is a copy: its original may be at work. Then its heartbeats decide,
+        like those of any other supervisor. Nobody but us has ever used the server that we have just started.
+        """
+        predecessor, self.predecessor = self.predecessor, None
+        if predecessor is None:
+            return
+        if self.redis is not None or not predecessor.doubt:
+            self.evict(predecessor.name, "supervisor_lost", queues)
+            return
+        log.warning(
+            "what the last run of this state directory held comes back when its heartbeats expire "
+            "processor=%s expiry=%gs reason=%s",
+            *(predecessor.name, self._config.expiry_seconds, predecessor.doubt),
+        )
+
     def recover(self, params: dict[str, Any], then: Callable[[], None]) -> None:
         self._insist("recover", params, then)
 

@@ -3,12 +3,14 @@
 1. `supervisor.lock` is held by the supervisor alone: one per directory.
 2. `tree.lock` is held by every process of its tree: a flock belongs to the open file, which forks share, so that it is
    free exactly when the last of them has gone. Only then may a successor recover what they worked on.
-3. `processor` names the present incarnation; `queues/NAME.json` are the queues made at run time. They are replaced as
-   a whole and synced, so that a crash leaves the old or the new one.
+3. `processor` names the present incarnation, and says where it runs: the locks of a copied directory prove nothing.
+4. `queues/NAME.json` are the queues made at run time. Both are replaced as a whole and synced, so that a crash leaves
+   the old or the new one.
 """
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import stat
@@ -16,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,17 @@ from forq.names import check_queue_name
 from forq.treekill import kill_tree, look_at
 
 POLL_SECONDS = 0.005
+MACHINE_ID = Path("/etc/machine-id")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SAFE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """The last incarnation that used this directory. `doubt`: why the locks do not prove that it is gone, or ""."""
+
+    name: str
+    doubt: str
 
 
 class StateDir:
@@ -85,22 +98,23 @@ class StateDir:
                 os.close(fd)
         self._supervisor_fd = self._tree_fd = None
 
-    def take_processor(self) -> tuple[str, str | None]:
-        """A new name for this incarnation, and the predecessor's, or None when there was none."""
+    def take_processor(self) -> tuple[str, EarlierRun | None]:
+        """A new name for this incarnation, and its predecessor, or None when there was none."""
         path = self.path / "processor"
         try:
-            predecessor = _read(path).decode("ascii", "replace").strip() or None
+            name, *told = _read(path).decode("ascii", "replace").split() or [""]
         except FileNotFoundError:
-            predecessor = None
-        name = new_processor_name()
-        self.save_processor(name)
-        return name, predecessor
+            name, told = "", []
+        doubt = _doubt(told, _place(self.tree_lock_fd))
+        own = new_processor_name()
+        self.save_processor(own)
+        return own, EarlierRun(name, doubt) if name else None
 
     def save_processor(self, name: str) -> None:
         """Raises ForqError when it cannot be written."""
         path = self.path / "processor"
         with _writing(path):
-            _replace(path, f"{name}\n".encode())
+            _replace(path, f"{name} {' '.join(_place(self.tree_lock_fd))}\n".encode())
 
     def save_queue(self, name: str, definition: dict[str, Any]) -> None:
         """Raises ForqError when it cannot be written."""
@@ -199,6 +213,33 @@ def _check_owner(path: Path) -> None:
         raise ConfigError(f"state directory {path}: it belongs to user {status.st_uid}, who could choose code to run")
     if status.st_mode & stat.S_IWOTH:
         raise ConfigError(f"{path}: everybody may write there, and choose code to run: chmod o-w {path}")
+
+
+def _place(lock_fd: int) -> list[str]:
+    """Where a lock holds: machine, boot of its kernel, and the file itself; "-" if that cannot be told."""
+    # A machine id is not for others to know.
+    machine = hashlib.sha256(b"forq " + machine_id).hexdigest()[:16] if (machine_id := _line(MACHINE_ID)) else "-"
+    boot = _line(BOOT_ID).decode("ascii", "replace") or "-"
+    lock = os.fstat(lock_fd)
+    return [machine, boot, f"{lock.st_dev}:{lock.st_ino}"]
+
+
+def _doubt(told: list[str], here: list[str]) -> str:
+    """Whoever holds a lock is seen by those who open the same file under the same kernel, and by nobody else."""
+    if len(told) != len(here):
+        return "an earlier release did not say where it ran"
+    if told[0] != here[0]:
+        return "the directory was used on another machine: it was moved or copied"
+    if told[1] != here[1] or here[1] == "-":
+        return "the machine was started again since, or is a copy"
+    return "" if told[2] == here[2] else "the directory is a copy, or its file system was mounted again"
+
+
+def _line(path: Path) -> bytes:
+    try:
+        return _read(path).strip()
+    except OSError:
+        return b""
 
 
 def holders_of_lock(path: Path) -> list[int]:

@@ -3,6 +3,7 @@
 import os
 import signal
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -166,6 +167,50 @@ def test_a_killed_supervisor_s_job_runs_again_as_soon_as_it_is_restarted(forq: F
     forq.start()
     wait_until(lambda: len(starts_of(forq, job_id)) == 2, 5.0, "the job runs again before the heartbeat expires")
     wait_until(lambda: forq.queue_status("survivor")["processed"] == 1)
+
+
+def copy_of(original: Forq, settings: str = "") -> Forq:
+    """Another supervisor, not started, with a copy of this one's state directory."""
+    copy = Forq(redis=original.redis, settings=settings, trace=original.trace_file)
+    subprocess.run(["cp", "-a", str(original.state_dir), str(copy.state_dir)], check=True)
+    return copy
+
+
+@pytest.mark.fault("state directory copied")
+def test_a_supervisor_on_a_copy_of_a_state_directory_leaves_the_original_alone(redis_url: str) -> None:
+    with running(redis=redis_url) as original:
+        original.create("copied", "sleep")
+        job_id = original.ctl("push", "copied", "4")
+        wait_until(lambda: starts_of(original, job_id))
+        copy = copy_of(original)
+        try:
+            copy.start()
+            copy.wait_for_child("copied")
+            wait_until(lambda: original.queue_status("copied")["processed"] == 1)
+            assert len(starts_of(original, job_id)) == 1
+            assert "this processor was removed from Redis" not in original.log
+            assert "what the last run of this state directory held comes back when its heartbeats expire" in copy.log
+        finally:
+            copy.remove()
+
+
+@pytest.mark.fault("state directory copied")
+def test_on_a_copy_the_jobs_of_a_lost_original_come_back_when_its_heartbeats_expire(redis_url: str) -> None:
+    settings = 'heartbeat = "500ms"\nexpiry = "2s"\n'
+    with running(redis=redis_url, settings=settings) as original:
+        original.create("moved", "sleep")
+        job_id = original.ctl("push", "moved", "0.5")
+        wait_until(lambda: starts_of(original, job_id))
+        os.kill(original.pid, signal.SIGKILL)
+        assert original.process is not None
+        original.process.wait()
+        copy = copy_of(original, settings)
+        try:
+            copy.start()
+            wait_until(lambda: copy.queue_status("moved")["processed"] == 1)
+            assert "took over from silent processors" in copy.log
+        finally:
+            copy.remove()
 
 
 @pytest.mark.fault("supervisor killed")

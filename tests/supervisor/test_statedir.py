@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ConfigError, ForqError, InvalidName
+from forq.supervisor import statedir
 from forq.supervisor.spawn import Spawned, exec_program, reap, spawn
-from forq.supervisor.statedir import StateDir, holders_of_lock
+from forq.supervisor.statedir import EarlierRun, StateDir, holders_of_lock
 from forq.treekill import kill_tree, look_at
 
 
@@ -201,11 +203,83 @@ def test_a_lock_file_that_is_a_symbolic_link_is_refused(state: StateDir, tmp_pat
 
 
 def test_each_incarnation_learns_its_predecessors_name(state: StateDir) -> None:
+    state.lock()
     first, before_first = state.take_processor()
-    second, before_second = StateDir(state.path).take_processor()
+    state.unlock()
+    state.lock()
+    second, before_second = state.take_processor()
     assert before_first is None
-    assert before_second == first != second
+    assert before_second == EarlierRun(first, doubt="")
+    assert first != second
     assert len(first) == len(second) == 32
+
+
+def successor_of(state: StateDir) -> EarlierRun:
+    """Whom the next supervisor of a directory takes for its predecessor."""
+    state.lock()
+    try:
+        predecessor = state.take_processor()[1]
+    finally:
+        state.unlock()
+    assert predecessor is not None
+    return predecessor
+
+
+def test_a_copy_of_the_directory_proves_nothing_about_its_original(state: StateDir, tmp_path: Path) -> None:
+    state.lock()
+    name, _ = state.take_processor()
+    shutil.copytree(state.path, tmp_path / "copy")
+    copy = StateDir(tmp_path / "copy")
+    assert successor_of(copy) == EarlierRun(name, "the directory is a copy, or its file system was mounted again")
+    assert successor_of(copy).doubt == "", "from then on it is a directory of its own"
+
+
+def test_another_machine_or_another_boot_proves_nothing(
+    state: StateDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, boot = tmp_path / "machine-id", tmp_path / "boot_id"
+    monkeypatch.setattr(statedir, "MACHINE_ID", machine)
+    monkeypatch.setattr(statedir, "BOOT_ID", boot)
+    machine.write_text("0" * 32 + "\n")
+    boot.write_text("b1\n")
+    state.lock()
+    state.take_processor()
+    state.unlock()
+    assert "0" * 32 not in (state.path / "processor").read_text(), "a machine id is confidential"
+    assert successor_of(state).doubt == ""
+    boot.write_text("b2\n")
+    assert successor_of(state).doubt == "the machine was started again since, or is a copy"
+    assert successor_of(state).doubt == ""
+    machine.write_text("1" * 32 + "\n")
+    assert successor_of(state).doubt == "the directory was used on another machine: it was moved or copied"
+
+
+def test_without_a_machine_id_the_boot_and_the_file_decide(
+    state: StateDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot = tmp_path / "boot_id"
+    boot.write_text("b1\n")
+    monkeypatch.setattr(statedir, "MACHINE_ID", tmp_path / "none")
+    monkeypatch.setattr(statedir, "BOOT_ID", boot)
+    state.lock()
+    state.take_processor()
+    state.unlock()
+    assert successor_of(state).doubt == ""
+    boot.write_text("b2\n")
+    assert successor_of(state).doubt != ""
+    boot.unlink()
+    successor_of(state)
+    assert successor_of(state).doubt != "", "what is not known proves nothing"
+
+
+@pytest.mark.parametrize("content", ["", "old", "old\n", "a b\n"])
+def test_a_name_that_an_earlier_release_or_a_crash_left_proves_nothing(state: StateDir, content: str) -> None:
+    (state.path / "processor").write_text(content)
+    state.lock()
+    _, predecessor = state.take_processor()
+    assert predecessor == (
+        EarlierRun(content.split()[0], "an earlier release did not say where it ran") if content else None
+    )
 
 
 def test_queues_are_saved_replaced_and_dropped(state: StateDir) -> None:
