@@ -1,11 +1,13 @@
 """Live options, and one sentence about why a job is not running."""
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from forq import wire
 from forq.errors import ForqError, QueueExists, TooManyQueues, UnknownQueue
 from forq.supervisor.ctl.client import Client
 from forq.supervisor.verbs import OPENING_SECONDS
@@ -138,15 +140,19 @@ def test_why_tells_each_state_apart(forq: Forq) -> None:
 def test_who_waits_for_a_queue_that_cannot_be_made_is_told_at_once() -> None:
     with running(settings="max_queues = 1\n") as forq:
         forq.create("only")
-        client = Client(str(forq.state_dir / "control.sock"), 30.0)
+        create = {"name": "second", "handler": "traced:noop", "path": [str(HANDLERS)]}
         began = time.monotonic()
-        created = client.send("queue.create", {"name": "second", "handler": "traced:noop", "path": [str(HANDLERS)]})
-        pushed = client.send("push", {"name": "second", "data": 1})
-        answers = dict(client.receive(began + 30.0) for _ in range(2))
-        assert isinstance(answers[created], TooManyQueues)
-        assert isinstance(answers[pushed], UnknownQueue)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(30.0)
+            client.connect(str(forq.state_dir / "control.sock"))
+            # Both at once: the push is read before Redis can have refused the queue.
+            client.sendall(
+                wire.request(1, "queue.create", create) + wire.request(2, "push", {"name": "second", "data": 1})
+            )
+            with client.makefile("rb") as lines:
+                answers = dict(wire.read_answer(lines.readline()) for _ in range(2))
+        assert [type(answers[number]) for number in (1, 2)] == [TooManyQueues, UnknownQueue]
         assert time.monotonic() - began < OPENING_SECONDS
-        client.close()
 
 
 def test_creating_deleting_and_using_a_queue_at_once_never_blames_redis() -> None:
