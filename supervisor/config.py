@@ -7,7 +7,6 @@ Every mistake is a ConfigError that says where it is, what was given, and what i
 import grp
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from forq.redis_address import ALLOWED, read_address, shown_url
 from forq.schedules import read_schedules
 from forq.supervisor.embedded import check_socket_path
 from forq.supervisor.metrics_place import MetricsPlace, read_metrics
+from forq.supervisor.ownership import refuse_changeable, strict_modes
 from forq.trace_context import FILE, OFF, OTLP, can_trace
 
 UNITS_PER_CPU = 100
@@ -115,7 +115,7 @@ def load(argv_overrides: Mapping[str, object], environ: Mapping[str, str]) -> Co
     """argv_overrides holds settings by name, and `config`, the file; None stands for a flag that was not given."""
     flags = {name: value for name, value in argv_overrides.items() if value is not None}
     file = _find_file(flags.pop("config", None), environ)
-    table = _read_toml(file) if file else {}
+    table = _read_toml(file, strict=strict_modes(environ)) if file else {}
     queue_tables = table.pop("queues", {})
     pipeline = _read_pipeline(table.pop("pipeline"), file) if file and "pipeline" in table else None
     bridges = _read_bridges(table.pop("bridge", []), file) if file else ()
@@ -139,11 +139,11 @@ def _find_file(flag: object, environ: Mapping[str, str]) -> Path | None:
     return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
 
 
-def _read_toml(file: Path) -> dict[str, object]:
+def _read_toml(file: Path, *, strict: bool) -> dict[str, object]:
     try:
         with file.open("rb") as stream:
-            if os.fstat(stream.fileno()).st_mode & stat.S_IWOTH:
-                raise ConfigError(f"{file}: everybody may write to it, and choose code to run: chmod o-w {file}")
+            if strict:
+                refuse_changeable(file, "config file", os.fstat(stream.fileno()))
             return tomllib.load(stream)
     except OSError as exc:
         raise ConfigError(f"{file}: cannot be read: {exc.strerror}") from exc

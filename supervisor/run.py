@@ -18,6 +18,7 @@ from forq.supervisor import entry_points, systemd
 from forq.supervisor.config import Config, load
 from forq.supervisor.control import ControlServer, warn_of_few_descriptors
 from forq.supervisor.loop import Loop
+from forq.supervisor.ownership import changeable_by, strict_modes
 from forq.supervisor.statedir import StateDir
 from forq.supervisor.supervisor import Supervisor
 from forq.supervisor.verbs import Verbs
@@ -34,7 +35,7 @@ def run(overrides: Mapping[str, object]) -> int:
         handed = systemd.take(os.environ, os.getpid())
         config = load(overrides, os.environ)
         configure(config.log_format, config.log_level, config.log_redact)
-        state = StateDir(config.state_dir)
+        state = StateDir(config.state_dir, strict_modes=strict_modes(os.environ))
         state.lock(on_wait=lambda pids: log.warning("killing what an earlier run left behind pids=%s", pids))
         return _serve(config, state, _specs(config, state), handed)
     except ForqError as exc:
@@ -63,6 +64,7 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: syst
         listener=listener,
     )
     for spec in specs:
+        _warn_of_strangers(spec)
         supervisor.queues.add(spec)
     supervisor.start()
     warn_of_few_descriptors(len(specs), in_use=len(os.listdir("/proc/self/fd")))
@@ -74,6 +76,13 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: syst
     supervisor.close()
     log.info("stopped")
     return supervisor.exit_code
+
+
+def _warn_of_strangers(spec: QueueSpec) -> None:
+    """Code is often deployed by a user of its own: that is for the operator to decide, who should know."""
+    for directory in spec.path:
+        if (stranger := changeable_by(directory)) is not None:
+            log.warning("its code can be changed by %s queue=%s path=%s", stranger, spec.name, directory)
 
 
 def _specs(config: Config, state: StateDir) -> list[QueueSpec]:

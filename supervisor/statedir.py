@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import json
 import os
-import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from typing import Any
 
 from forq.errors import ConfigError, ForqError
 from forq.names import check_queue_name
+from forq.supervisor.ownership import refuse_changeable
 from forq.treekill import kill_tree, look_at
 
 POLL_SECONDS = 0.005
@@ -41,8 +41,8 @@ class EarlierRun:
 
 
 class StateDir:
-    def __init__(self, path: Path) -> None:
-        """Makes the directory (0700) if it is missing."""
+    def __init__(self, path: Path, *, strict_modes: bool = True) -> None:
+        """Makes the directory (0700) if it is missing. `strict_modes`: refuses it if somebody else could change it."""
         self.path = Path(os.path.abspath(path))
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -52,7 +52,9 @@ class StateDir:
             raise ConfigError(f"state directory {self.path}: {exc.strerror}") from exc
         if not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
             raise ConfigError(f"state directory {self.path}: not writable for user {os.geteuid()}")
-        _check_owner(self.path)
+        self._strict_modes = strict_modes
+        if strict_modes:
+            refuse_changeable(self.path, "state directory")
         self._supervisor_fd: int | None = None
         self._tree_fd: int | None = None
 
@@ -139,6 +141,10 @@ class StateDir:
             raise ForqError(f"queue definition {path} cannot be removed: {exc.strerror}") from exc
 
     def load_queues(self) -> dict[str, dict[str, Any]]:
+        if self._strict_modes:
+            for path in (self.path / "queues", *self._queue_files()):
+                if path.exists():
+                    refuse_changeable(path, "queue definition")
         return {path.name.removesuffix(".json"): _load_queue(path) for path in self._queue_files()}
 
     def _queue_file(self, name: str) -> Path:
@@ -204,15 +210,6 @@ def _where_to_make_room(path: Path, exc: OSError) -> str:
     if exc.errno == errno.ENOSPC:
         return f"; the file system is full: make room (df -h {path.parent}; df -i {path.parent})"
     return "; the quota of this user is used up: make room (quota -s)" if exc.errno == errno.EDQUOT else ""
-
-
-def _check_owner(path: Path) -> None:
-    """Who can write here chooses the code that queues run: their definitions are read from here."""
-    status = os.stat(path)
-    if status.st_uid not in (0, os.geteuid()):
-        raise ConfigError(f"state directory {path}: it belongs to user {status.st_uid}, who could choose code to run")
-    if status.st_mode & stat.S_IWOTH:
-        raise ConfigError(f"{path}: everybody may write there, and choose code to run: chmod o-w {path}")
 
 
 def _place(lock_fd: int) -> list[str]:

@@ -1,0 +1,123 @@
+"""Refuses files that somebody else could change: who can, chooses the code that forq runs. The rules are sshd's.
+
+1. A file or directory belongs to root or to the user that forq runs as.
+2. Neither its group nor others may write to it. A group of which that user is the only member (a user private group)
+   is no other.
+3. The same holds for each directory above it, or its name could be given to something else. One that is sticky, such as
+   /tmp, may be open to all: there nobody can rename what belongs to others.
+"""
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from forq.errors import ConfigError
+
+VARIABLE = "FORQ_STRICT_MODES"
+_WORDS = {"yes": True, "no": False}
+
+
+def strict_modes(environ: Mapping[str, str]) -> bool:
+    """Whether ownership is checked. Not a setting of the config file, which would have to be believed first."""
+    word = environ.get(VARIABLE) or "yes"
+    if word not in _WORDS:
+        raise ConfigError(f"{VARIABLE} = {word!r} is not allowed: yes or no")
+    return _WORDS[word]
+
+
+def refuse_changeable(path: Path, what: str, status: os.stat_result | None = None) -> None:
+    """ConfigError if another user could change the file or directory, or put something else in its place. `status`: of
+    what was opened under this name, if it was."""
+    real = Path(os.path.realpath(path))
+    _refuse(real, f"{what} {path}", status or os.stat(real), sticky_is_safe=False)
+    # Also where the name itself is, in case it is a link.
+    for directory in dict.fromkeys([*real.parents, *Path(os.path.realpath(path.parent)).parents]):
+        _refuse(directory, f"{what} {path}: its directory {directory}", os.stat(directory), sticky_is_safe=True)
+
+
+def changeable_by(path: str) -> str | None:
+    """Who beside root and the user of this process could change it, for a warning; None: nobody, or it is not there."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return _stranger(path, status, sticky_is_safe=False)
+
+
+def _refuse(path: Path, named: str, status: os.stat_result, *, sticky_is_safe: bool) -> None:
+    stranger = _stranger(str(path), status, sticky_is_safe=sticky_is_safe)
+    if stranger is None:
+        return
+    if stranger.startswith("user"):
+        mend = f"chown {_user_name(os.geteuid())} {path}"
+    else:
+        mend = f"chmod {'g' if stranger.startswith('group') else 'o'}-w {path}"
+    raise ConfigError(
+        f"{named} can be changed by {stranger}, who could choose code that runs as user {_user_name(os.geteuid())}: "
+        f"{mend} (or {VARIABLE}=no, where nobody else has an account)"
+    )
+
+
+def _stranger(path: str, status: os.stat_result, *, sticky_is_safe: bool) -> str | None:
+    if status.st_uid not in (0, os.geteuid()) and not _is_unmapped(status.st_uid):
+        return f"user {_user_name(status.st_uid)}"
+    if not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or _is_read_only(path):
+        return None
+    if sticky_is_safe and status.st_mode & stat.S_ISVTX:
+        return None
+    if status.st_mode & stat.S_IWOTH:
+        return "everybody"
+    return None if _is_private(status.st_gid) else f"group {_group_name(status.st_gid)}"
+
+
+def _is_private(gid: int) -> bool:
+    """Whether the group has no member but root and the user of this process."""
+    trusted = {0, os.geteuid()}
+    try:
+        members = grp.getgrgid(gid).gr_mem
+    except KeyError:
+        members = []
+    if any(_uid(name) not in trusted for name in members):
+        return False
+    primary = {entry.pw_uid for entry in pwd.getpwall() if entry.pw_gid == gid}
+    # A group that nobody has here may have members elsewhere, where the disk comes from.
+    return primary <= trusted and (bool(primary & trusted) or bool(members) or gid == os.getegid())
+
+
+def _is_read_only(path: str) -> bool:
+    """Volumes of containers are often open to all, and mounted so that nobody can write to them."""
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+
+
+def _is_unmapped(uid: int) -> bool:
+    """Whether it stands for an owner from outside of this user namespace: whom nobody in here can become."""
+    try:
+        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        whole = Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
+    except (OSError, ValueError):
+        return False
+    return uid == overflow and not whole
+
+
+def _uid(name: str) -> int | None:
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return None
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
