@@ -125,6 +125,9 @@ flood: tools ## a gigabyte of output from one handler, raw and printed, while ot
 isolation: tools ## a fork bomb, a leak and a gigabyte of output in one queue, three times; what its neighbour feels
 	FORQ_TEST_ISOLATION_ROUNDS=3 FORQ_TEST_FLOOD_MB=1000 $(BIN)/pytest -s --timeout 900 tests/end_to_end/test_isolation.py
 
+exits: tools ## every exit code and every signal from a handler, three times each; what its neighbour and the supervisor feel
+	FORQ_TEST_EXITS=3 $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_exit_codes.py -k no_exit_code
+
 cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py
 

@@ -80,7 +80,8 @@ class Pulse:
         link = Link(settings.url, name="forq-pulse", timeout_seconds=CALL_TIMEOUT_SECONDS)
         self._keeper = Keeper(link, settings.prefix, settings.processor)
         self._registry = Registry(link, settings.prefix)
-        self._desk = Desk(settings.leash, {"serve": self._serve, "recover": self._recover, "evict": self._evict})
+        verbs = {"serve": self._serve, "beat": self._beat_now, "recover": self._recover, "evict": self._evict}
+        self._desk = Desk(settings.leash, verbs)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._queues: list[str] = []
@@ -119,6 +120,11 @@ class Pulse:
         new = set(served) - set(self._queues)
         self._queues = served
         self._heartbeats(sorted(new))
+        return {}
+
+    def _beat_now(self, params: dict[str, Any]) -> object:
+        """A child says that this processor was evicted: Redis has the last word."""
+        self._heartbeats(params["queues"])
         return {}
 
     def _recover(self, params: dict[str, Any]) -> object:

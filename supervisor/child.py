@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from forq import wire
 from forq.cgroup import Cgroup, Cgroups
 from forq.cgroup_limits import exceeded, limit
-from forq.errors import ForqError
+from forq.errors import ForqError, InvalidData
 from forq.resources import Exceeded, Resources
 from forq.supervisor.loop import Loop, Timer
 from forq.supervisor.spawn import Exit, Spawned, reap, signal_child, spawn
@@ -20,6 +20,11 @@ from forq.treekill import kill_orphans, kill_tree, signal_descendants
 TERM_GROUP_SECONDS = 2.0
 MAX_LINE_BYTES = 64 * 1024 * 1024
 READ_BYTES = 64 * 1024
+# Then the others have their turn, so that no child can keep the loop to itself.
+LINES_PER_PASS = 64
+SHOWN_BYTES = 200
+# Of the last words of a dead child. More does not fit into a leash, unless something still writes to it.
+MAX_LAST_BYTES = 1024 * 1024
 
 log = logging.getLogger("forq")
 
@@ -86,6 +91,8 @@ class Nursery:
 
 class Child:
     """A forked child. `on_line` gets what it says on its leash, `on_end` how it ended, once its tree is gone.
+    A line above `max_line_bytes`, and one for which `on_line` raises InvalidData, is its last: it is killed.
+    `on_garbage` is called right before that.
     `keep_fds`: descriptors that it inherits besides those that all do. `resources`: what it may take of the machine;
     `kernel_keeps` says whether the kernel sees to that. `stopped`: a signal has stopped it; `on_stop` is called when
     that changes.
@@ -103,7 +110,9 @@ class Child:
         runs_user_code: bool = False,
         keep_fds: tuple[int, ...] = (),
         resources: Resources | None = None,
+        max_line_bytes: int = MAX_LINE_BYTES,
         on_line: Callable[[bytes], None],
+        on_garbage: Callable[[], None] | None = None,
         on_end: Callable[[Exit], None],
         on_stop: Callable[[], None] | None = None,
     ) -> None:
@@ -115,8 +124,10 @@ class Child:
         self._on_stop = on_stop
         self._nursery = nursery
         self._on_line = on_line
+        self._on_garbage = on_garbage
         self._on_end = on_end
-        self._lines = wire.Lines(MAX_LINE_BYTES)
+        self._lines = wire.Lines(max_line_bytes)
+        self._deaf = False
         self._output = bytearray()
         self._timer: Timer | None = None
         self._cgroup = nursery.cgroup(name.replace(" ", "-")) if runs_user_code else None
@@ -144,6 +155,10 @@ class Child:
     def uptime_seconds(self) -> float:
         return time.monotonic() - self.started
 
+    @property
+    def unsent_bytes(self) -> int:
+        return len(self._output)
+
     def send(self, line: bytes) -> None:
         self._output += line
         self._write()
@@ -168,6 +183,15 @@ class Child:
         if self._cgroup is not None and self._cgroup.kill():
             return
         kill_tree(self.pid)
+
+    def kill_unheard(self) -> None:
+        """Kills it; nothing that it has said or is still saying is read any more."""
+        if self._on_garbage is not None:
+            self._on_garbage()
+        self._deaf = True
+        self._lines.clear()
+        self._nursery.loop.remove_reader(self._leash.fileno())
+        self.kill()
 
     def _fork(
         self,
@@ -200,10 +224,15 @@ class Child:
         self._timer = self._nursery.loop.call_later(TERM_GROUP_SECONDS, self.kill)
 
     def _read(self) -> None:
+        if self._receive():
+            self._hear()
+
+    def _receive(self) -> int:
+        """Reads once; 0 when there is nothing more to come."""
         try:
             received = self._leash.recv(READ_BYTES)
         except BlockingIOError:
-            return
+            return 0
         except ConnectionResetError:
             # It ended before it had read all that it was told: an end like any other.
             received = b""
@@ -212,10 +241,41 @@ class Child:
             received = b""
         if not received:
             self._nursery.loop.remove_reader(self._leash.fileno())
-            return
         self._lines.push(received)
-        while (line := self._lines.pop()) is not None:
-            self._on_line(line)
+        return len(received)
+
+    def _hear(self) -> None:
+        """Passes on what it has said, a part in each pass of the loop; reads on only when all of it is dealt with."""
+        loop = self._nursery.loop
+        if self._hear_some() and not self.ended:
+            loop.remove_reader(self._leash.fileno())
+            loop.call_later(0.0, self._hear_on)
+
+    def _hear_on(self) -> None:
+        if self.ended or self._deaf:
+            # What is left is dealt with at its burial, or by nobody.
+            return
+        self._nursery.loop.add_reader(self._leash.fileno(), self._read)
+        self._hear()
+
+    def _hear_some(self) -> bool:
+        """True if there may be more."""
+        line: bytes | None = None
+        try:
+            for _ in range(LINES_PER_PASS):
+                line = None
+                line = self._lines.pop()
+                if line is None:
+                    return False
+                self._on_line(line)
+                if self._deaf:
+                    return False
+        except InvalidData as exc:
+            begins = (self._lines.peek(SHOWN_BYTES) if line is None else line)[:SHOWN_BYTES]
+            log.error("invalid message from child; killing it child=%s line=%r error=%s", self.name, begins, exc)
+            self.kill_unheard()
+            return False
+        return True
 
     def _write(self) -> None:
         fd = self._leash.fileno()
@@ -254,12 +314,25 @@ class Child:
         try:
             if self._cgroup is not None:
                 self._cgroup.remove()
-            self._read()
         except Exception:  # whatever could not be cleared away, the supervisor must learn that the child is gone
             log.exception("burial failed child=%s", self.name)
         finally:
             loop.remove_reader(self._leash.fileno())
             loop.remove_writer(self._leash.fileno())
-            self._leash.close()
-            self._spawned.close()
-            self._on_end(ended)
+            self._hear_last_words(ended, 0)
+
+    def _hear_last_words(self, ended: Exit, heard_bytes: int) -> None:
+        """All of them, a part in each pass of the loop; then it is over."""
+        more = False
+        try:
+            more = self._hear_some()
+            if not more and not self._deaf and heard_bytes < MAX_LAST_BYTES and (count := self._receive()):
+                more, heard_bytes = True, heard_bytes + count
+        except Exception:  # the supervisor must learn that the child is gone
+            log.exception("last words of a child could not be used child=%s", self.name)
+        if more:
+            self._nursery.loop.call_later(0.0, lambda: self._hear_last_words(ended, heard_bytes))
+            return
+        self._leash.close()
+        self._spawned.close()
+        self._on_end(ended)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from forq import wire
 from forq.errors import ForqError, InvalidData
-from forq.options import QueueSpec, Value
+from forq.options import OPTIONS, QueueSpec, Value
 from forq.resources import Exceeded, Resources
 from forq.scoreboard import Role, Scoreboard, Slot, State
 from forq.stackdump import stack_of_thread
@@ -33,6 +33,11 @@ from forq.tallies import Tallies
 ANSWER_SECONDS = 0.5
 # How long a process whose workers have all left gets to end.
 LAST_SECONDS = 5.0
+# All that its own code says is far shorter; a handler that has found the leash may write anything.
+MAX_LINE_BYTES = 64 * 1024
+# A process that says much and reads nothing.
+MAX_UNSENT_BYTES = 256 * 1024
+MAX_REASON = 4000
 
 OVERDUE = "timeout"
 
@@ -52,7 +57,7 @@ class Surroundings:
     child: Callable[[str, QueueSpec, Mapping[str, Value], Role, tuple[int, ...]], Callable[[socket.socket], int]]
     recover: Callable[[dict[str, Any], Callable[[], None]], None]
     queue_gone: Callable[[str], None]
-    evicted: Callable[[], None]
+    perhaps_evicted: Callable[[str], None]
     changed: Callable[[], None]
     processor: Callable[[], str]
     resource_watch: ResourceWatch
@@ -90,6 +95,7 @@ class QueueProcess:
         self.ready = False
         self.retiring = False
         self.last_words: str | None = None
+        self._announced: int | None = None
         self.resources = Resources.of(options)
         self.slots: tuple[int, ...] = ()
         self._around = around
@@ -154,6 +160,17 @@ class QueueProcess:
 
     def tell(self, message: dict[str, Any]) -> None:
         self.child.send(wire.encode(message) + b"\n")
+        if self.child.unsent_bytes > MAX_UNSENT_BYTES and not self.child.stopping:
+            log.error("child does not read its leash; killing it child=%s", self.name)
+            self.child.kill_unheard()
+
+    def meant(self, how: Exit) -> int | None:
+        """The exit code, if the process's own code has announced it and no job was running; None for any other end.
+
+        A handler can end its process with any code: that is a crash of its job, whatever the number.
+        """
+        running = any(slot.word & 1 and slot.state == State.BUSY for slot in self._slots())
+        return None if running or how.code != self._announced else how.code
 
     def retire(self) -> None:
         """It takes no more jobs and ends after those that it runs, however long they take."""
@@ -215,43 +232,58 @@ class QueueProcess:
             handled=(signal.SIGTERM,),
             runs_user_code=True,
             resources=self.resources,
+            max_line_bytes=MAX_LINE_BYTES,
             on_line=self._heard,
+            on_garbage=self._garbage,
             on_end=self._ended,
         )
 
     def _heard(self, line: bytes) -> None:
         """Only its own code speaks on the leash; if something else does, nothing that it says can be relied on."""
+        message = wire.decode(line)
+        if not isinstance(message, dict):
+            raise InvalidData("a message is a JSON object")
         try:
-            message = wire.decode(line)
             numbers = [message[key] for key in ("want", "done", "unguarded", "left") if key in message]
             if any(number not in self.slots for number in numbers):
                 raise InvalidData(f"there is no worker {numbers}")
             self._understand(message)
+        except InvalidData:
+            raise
         except (ForqError, LookupError, TypeError) as exc:
-            log.error("cannot understand a child, ending it child=%s line=%r error=%s", self.name, line[:200], exc)
-            for slot in self._slots():
-                if slot.word & 1:
-                    self._condemned[slot.number] = Condemned(slot.word, "stalled", "garbage_on_leash")
-            self.child.kill()
+            raise InvalidData(f"not understood: {type(exc).__name__}: {exc}") from exc
+
+    def _garbage(self) -> None:
+        """It is about to be killed for what was said on its leash: the job that runs there has done it."""
+        running = [slot for slot in self._slots() if slot.word & 1]
+        outcome = "stalled" if len(running) == 1 else "suspect"
+        for slot in running:
+            self._condemned[slot.number] = Condemned(slot.word, outcome, "garbage_on_leash")
 
     def _understand(self, message: dict[str, Any]) -> None:
         if "want" in message or "done" in message:
-            self._around.grants.hear(message)
+            self._around.grants.hear(_checked_wish(message))
         elif "unguarded" in message:
             self._deadlines.guard(message["unguarded"])
         elif "left" in message:
             self._one_left(message["left"])
         elif "replace" in message:
-            self._owner.replace(self, message["replace"])
+            if not self.retiring:
+                self._owner.replace(self, str(message["replace"])[:MAX_REASON])
         elif "stack_fd" in message:
-            self.stacks.fd = message["stack_fd"]
-        elif "error" in message:
-            self.last_words = str(message["error"])
+            self.stacks.fd = _checked(message, "stack_fd", 0, 2**31 - 1)
+        elif "exiting" in message:
+            self._announced = _checked(message, "exiting", 0, 255)
+            self.last_words = str(message["reason"])[:MAX_REASON]
         elif "ready" in message:
             self.ready = True
             self._around.admission.end(self)
+        else:
+            raise InvalidData("no such message")
 
     def _one_left(self, number: int) -> None:
+        if number in self._left:
+            return
         self._left.add(number)
         self._end_if_only_condemned()
         if self._left >= set(self.slots):
@@ -339,3 +371,23 @@ class QueueProcess:
         if self._exceeded is not None:
             return self._exceeded
         return self.child.killed_by_kernel if how.signal == signal.SIGKILL else None
+
+
+def _checked_wish(message: dict[str, Any]) -> dict[str, Any]:
+    """What a worker wants of the capacity, within what its options can say: others share it."""
+    if "want" in message:
+        _checked(message, "units", *_limits_of("size"))
+        _checked(message, "priority", *_limits_of("priority"))
+    return message
+
+
+def _limits_of(option: str) -> tuple[int, int]:
+    row = OPTIONS[option]
+    return int(row.lowest), int(row.highest)
+
+
+def _checked(message: dict[str, Any], key: str, lowest: int, highest: int) -> int:
+    value = message[key]
+    if type(value) is not int or not lowest <= value <= highest:
+        raise InvalidData(f"{key} is a whole number from {lowest} to {highest}")
+    return value

@@ -18,6 +18,9 @@ from forq.supervisor.queue_process import QueueProcess, Surroundings
 from forq.supervisor.respawn import SETTLED_SECONDS, Respawn
 from forq.supervisor.spawn import Exit
 
+# So many processes of a queue may be on their way out, each with a job that takes long, before a successor has to wait.
+MOST_LEAVING = 32
+
 log = logging.getLogger("forq")
 
 
@@ -194,8 +197,7 @@ class QueueUnit:
             if seat.process is process:
                 seat.process = None
                 self._leaving.append(process)
-                if self._wanted:
-                    self._spawn(seat)
+                self._seat_successor(seat)
 
     def ended(self, process: QueueProcess, how: Exit) -> None:
         seat = next((seat for seat in self._seats if seat.process is process), None)
@@ -204,16 +206,29 @@ class QueueUnit:
         else:
             seat.process = None
         self._around.changed()
-        done, began = process.done(), process.began()
+        done, began, code = process.done(), process.began(), process.meant(how)
         process.recover(how)
         if seat is None or not self._wanted:
             self._tell_if_stopped()
+            for waiting in self._seats:
+                self._seat_successor(waiting)
             return
         seat.restarts += 1
         if process.was_condemned:
             self._spawn(seat)
         else:
-            self._decide(seat, process, how, progressed=done > 0, began=began)
+            self._decide(seat, process, how, code, progressed=done > 0, began=began)
+
+    def _seat_successor(self, seat: _Seat) -> None:
+        """At once, unless too many of its predecessors still run: a handler that asks for successors without end must
+        not take the processes that other queues need."""
+        if self._wanted and seat.process is None and seat.timer is None:
+            if len(self._leaving) < MOST_LEAVING:
+                self._spawn(seat)
+            else:
+                log.warning(
+                    "successor waits until a process leaves queue=%s leaving=%s", self.spec.name, len(self._leaving)
+                )
 
     def _processes(self) -> list[QueueProcess]:
         return [seat.process for seat in self._seats if seat.process is not None] + self._leaving
@@ -231,19 +246,22 @@ class QueueUnit:
             log.error("cannot start child queue=%s error=%s again_in=%.2fs", self.spec.name, exc, delay)
             seat.timer = self._around.nursery.loop.call_later(delay, lambda: self._spawn(seat))
 
-    def _decide(self, seat: _Seat, process: QueueProcess, how: Exit, *, progressed: bool, began: bool) -> None:
-        """What follows a death that nobody asked for."""
+    def _decide(
+        self, seat: _Seat, process: QueueProcess, how: Exit, code: int | None, *, progressed: bool, began: bool
+    ) -> None:
+        """What follows a death that nobody asked for. `code`: its exit code, if it meant something by it."""
         name, role = self.spec.name, seat.role.name.lower()
-        if how.code in (exits.CONFIG, exits.INCOMPATIBLE):
+        if code in (exits.CONFIG, exits.INCOMPATIBLE):
             log.error("queue cannot be served queue=%s reason=%s", name, process.last_words)
             reason = process.last_words or how.text
             self.stop()
             self.config_error = reason
-        elif how.code == exits.QUEUE_GONE:
+        elif code == exits.QUEUE_GONE:
             self._around.queue_gone(name)
-        elif how.code == exits.FENCED:
-            self._around.evicted()
         else:
+            if code == exits.FENCED:
+                # If that is so, all queues begin anew. One process may be mistaken, so pulse has to find it, too.
+                self._around.perhaps_evicted(name)
             lived = process.child.uptime_seconds()
             delay = seat.respawn.delay_after_death(lived, progressed=progressed, began=began)
             log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", name, role, how.text, delay)

@@ -63,7 +63,7 @@ class Queues:
             child=services.child,
             recover=services.recover,
             queue_gone=self.gone,
-            evicted=self.rejoin,
+            perhaps_evicted=services.look_for_eviction,
             changed=changed,
             processor=lambda: services.processor,
             resource_watch=services.resource_watch,

@@ -175,6 +175,10 @@ class Services:
         """Takes a processor that is gone out of every queue, at once and not after its expiry."""
         self._insist("evict", {"processor": processor, "cause": cause, "queues": queues}, lambda: None)
 
+    def look_for_eviction(self, queue: str) -> None:
+        """Pulse sends a heartbeat of this queue now, and says so if Redis does not know this processor any more."""
+        self.pulse.ask("beat", {"queues": [queue]})
+
     def _insist(self, verb: str, params: dict[str, Any], then: Callable[[], None]) -> None:
         """Asks pulse until Redis has taken it."""
         self.unrecovered += 1

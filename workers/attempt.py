@@ -4,15 +4,15 @@ Only this module turns exceptions into outcomes; everything else returns or rais
 """
 
 import asyncio
-import inspect
 import logging
 import math
 import os
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import nullcontext
 from datetime import datetime
-from typing import Any, NamedTuple
+from types import CoroutineType
+from typing import Any, NamedTuple, cast
 
 import orjson
 
@@ -22,7 +22,7 @@ from forq.errors import InvalidData
 from forq.job import Job, Reporter
 from forq.scoreboard import WORD, Slot
 from forq.workers.exec_messages import MAX_NAME, ProgramFailed
-from forq.workers.handlers import Handlers, leave_if_copy_of
+from forq.workers.handlers import Handlers, leave_if_copy_of, name_of, said
 from forq.workers.output import tell_failure
 from forq.workers.output_writer import CURRENT_JOB
 from forq.workers.results import encode_result
@@ -84,7 +84,8 @@ class Attempts:
                 job._reporter, job._position = self._reporter, self._slot.words[WORD]
             with _UNTRACED if self._tracing is None else self._tracing.attempt(job):
                 result = self._handlers.for_type(job.type)(data, job)
-                if inspect.iscoroutine(result):
+                # Not isinstance: that asks the object, and what a handler returns may answer with an exception.
+                if type(result) is CoroutineType:
                     result = self._run_async(_of_job(job_id, result))
             if self.max_result_bytes:
                 self.result = encode_result(result, self.max_result_bytes)
@@ -183,26 +184,34 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
 
 def describe_failure(exc: BaseException) -> Failure:
     """Name, message, kind and traceback of an exception: text only, nothing that could be rebuilt into code."""
-    name = "TimeoutError" if isinstance(exc, _DeadlinePassed) else _said(lambda: _name(exc))[:MAX_NAME]
-    kind = "permanent" if _said(lambda: getattr(exc, "kind", None)) == "permanent" else "retriable"
-    if isinstance(exc, _DeadlinePassed):
+    late = issubclass(type(exc), _DeadlinePassed)
+    name = "TimeoutError" if late else said(lambda: _name(exc))[:MAX_NAME]
+    kind = "permanent" if said(lambda: getattr(exc, "kind", None)) == "permanent" else "retriable"
+    if late:
         kind = "timeout"
     brief = {
         "name": name,
-        "message": _said(lambda: str(exc))[:MAX_MESSAGE],
+        "message": said(lambda: str(exc))[:MAX_MESSAGE],
         "kind": kind,
     }
-    error = {**brief, "traceback": _said(lambda: _trace(exc))[-MAX_TRACEBACK:]}
+    error = {**brief, "traceback": said(lambda: _trace(exc))[-MAX_TRACEBACK:]}
     return Failure(orjson.dumps(error), orjson.dumps(brief), kind, _retry_at_ms(exc))
 
 
 def _name(exc: BaseException) -> str:
-    return exc.name if isinstance(exc, ProgramFailed) else type(exc).__name__
+    program = _program(exc)
+    return name_of(type(exc)) if program is None else program.name
 
 
 def _trace(exc: BaseException) -> str:
     """Of a program, what it says itself: our own stack tells nothing about it."""
-    return exc.trace if isinstance(exc, ProgramFailed) else "".join(traceback.format_exception(exc))
+    program = _program(exc)
+    return "".join(traceback.format_exception(exc)) if program is None else program.trace
+
+
+def _program(exc: BaseException) -> ProgramFailed | None:
+    """Not by isinstance: that asks the exception itself."""
+    return cast(ProgramFailed, exc) if issubclass(type(exc), ProgramFailed) else None
 
 
 def _retry_at_ms(exc: BaseException) -> int | None:
@@ -216,19 +225,6 @@ def _retry_at_ms(exc: BaseException) -> int | None:
         if not 0 <= when <= MAX_SECONDS:
             raise ValueError(f"retry_at = {when} is not a time in epoch seconds")
         return math.ceil(when * 1000)
-    except Exception:  # the user's own property, a date out of range, NaN
-        log.warning("retry_at of an exception cannot be used exception=%s", type(exc).__name__[:MAX_NAME])
+    except BaseException:  # the user's own property, a date out of range, NaN
+        log.warning("retry_at of an exception cannot be used exception=%s", name_of(type(exc))[:MAX_NAME])
         return None
-
-
-def _said(ask: Callable[[], object]) -> str:
-    """What the user's own class says of itself; it may raise or not be text at all."""
-    try:
-        return _clean(str(ask()))
-    except Exception as broken:
-        return f"(cannot be told: {type(broken).__name__})"
-
-
-def _clean(text: str) -> str:
-    """Without lone surrogates, which JSON cannot hold."""
-    return text.encode("utf-8", "replace").decode()

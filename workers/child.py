@@ -20,7 +20,7 @@ from forq.tallies import Tallies
 from forq.trace_context import OFF
 from forq.workers.attempt import Attempts, FailAttempts
 from forq.workers.grant import Grant
-from forq.workers.handlers import Handlers, load_fail_handler, load_handlers
+from forq.workers.handlers import Handlers, described, load_fail_handler, load_handlers, said
 from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
 from forq.workers.output import install
@@ -31,6 +31,9 @@ from forq.workers.resources import restrain
 from forq.workers.retry_loop import RetryLoop
 from forq.workers.stack import offer_stack
 from forq.workers.tracing import Tracing
+
+# Of what the supervisor is told: a line that is too long would count as garbage.
+MAX_REASON = 4000
 
 log = logging.getLogger("forq")
 
@@ -74,7 +77,7 @@ def run_child(settings: ChildSettings, leash: socket.socket) -> int:
         handlers = load_handlers(settings.spec, (settings.tree_lock_fd,))
         fail_handler = load_fail_handler(settings.spec, (settings.tree_lock_fd,))
     except ConfigError as exc:
-        tell_supervisor(leash, {"error": str(exc)})
+        tell_supervisor(leash, {"exiting": exits.CONFIG, "reason": said(exc.__str__)[:MAX_REASON]})
         return exits.CONFIG
     return _Crew(settings, leash, minder).run(handlers, fail_handler)
 
@@ -112,6 +115,7 @@ class _Crew:
         self._tracing = _start_tracing(settings)
         self._loops: list[Loop] = []
         self._code = exits.STOPPED
+        self._reason = ""
         self._ready = 0
         self._lock = threading.Lock()
 
@@ -136,6 +140,9 @@ class _Crew:
                 thread.join()
         if self._tracing is not None:
             self._tracing.close()
+        if self._code:
+            # Only now, when no handler can end the process any more: the code alone would mean nothing.
+            self._tell({"exiting": self._code, "reason": self._reason})
         return self._code
 
     def _slot(self, number: int) -> Slot:
@@ -220,7 +227,7 @@ class _Crew:
             self._end(exits.FENCED, exc)
         except IncompatibleProtocol as exc:
             self._end(exits.INCOMPATIBLE, exc)
-        except Exception as exc:  # a fault of ours: the process ends, the supervisor recovers and starts another
+        except BaseException as exc:  # a fault of ours, or a SystemExit that a thread of a handler has sent here
             log.exception("worker failed queue=%s", loop.queue)
             self._end(exits.FAILED, exc)
         finally:
@@ -246,12 +253,11 @@ class _Crew:
         self._tell({"replace": reason})
         self._stop()
 
-    def _end(self, code: int, exc: Exception | None) -> None:
-        """One worker cannot go on: all stop, and the process says why."""
+    def _end(self, code: int, exc: BaseException | None) -> None:
+        """One worker cannot go on: all stop, and the process says why at its end."""
         with self._lock:
-            self._code = self._code or code
-        if exc is not None:
-            self._tell({"error": f"{type(exc).__name__}: {exc}"})
+            if not self._code:
+                self._code, self._reason = code, "" if exc is None else described(exc)
         self._stop()
 
     def _stop(self) -> None:

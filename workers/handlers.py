@@ -93,26 +93,37 @@ def leave_if_copy_of(pid: int) -> None:
         os._exit(0)
 
 
-def _told(exc: BaseException) -> str:
-    """What an exception says of itself: it may be long, and its own methods may raise anything."""
-    try:
-        return f"{type(exc).__name__}: {exc}"[:MAX_REASON]
-    except BaseException:
-        return type(exc).__name__[:MAX_REASON]
-
-
 def load_handler(path: str) -> Handler:
     """`package.module:function`, or a module that has a function `handle`."""
     module_name, _, function = path.partition(":")
     function = function or "handle"
     pid = os.getpid()
     try:
-        module = importlib.import_module(module_name)
+        handler: Any = getattr(importlib.import_module(module_name), function, None)
+        usable = callable(handler)
     except BaseException as exc:  # user code: whatever it raises at import is a reason to show, even SystemExit
-        raise ConfigError(f"handler {path!r} cannot be imported: {_told(exc)}") from exc
+        raise ConfigError(f"handler {path!r} cannot be imported: {described(exc)}") from exc
     finally:
         leave_if_copy_of(pid)
-    handler = getattr(module, function, None)
-    if not callable(handler):
+    if not usable:
         raise ConfigError(f"handler {path!r}: module {module_name} has no function {function}")
     return handler  # type: ignore[no-any-return]
+
+
+# The name of a class, past its metaclass, which may have a property of that name.
+name_of: Callable[[type], str] = type.__dict__["__name__"].__get__
+
+
+def said(ask: Callable[[], object]) -> str:
+    """What a class of the user's says of itself. It may raise anything, SystemExit too, or not be text at all; lone
+    surrogates, which JSON cannot hold, are replaced."""
+    try:
+        # The method of `str` itself: the answer may be of a subclass with methods of its own.
+        return str.encode(str(ask()), "utf-8", "replace").decode()
+    except BaseException as broken:
+        return f"(cannot be told: {name_of(type(broken))})"
+
+
+def described(exc: BaseException) -> str:
+    """An exception in a line or more, whatever its class does."""
+    return f"{name_of(type(exc))}: {said(lambda: str(exc))}"[:MAX_REASON]

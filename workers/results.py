@@ -27,5 +27,5 @@ def _reason(exc: BaseException) -> str:
 
 
 def _no_result(reason: str) -> bytes:
-    """One line, without lone surrogates."""
-    return b"!" + " ".join(reason.split())[:MAX_REASON].encode("utf-8", "replace")
+    """One line, without lone surrogates. The reason may be of a subclass of the user's, with methods of its own."""
+    return b"!" + " ".join(str.split(reason))[:MAX_REASON].encode("utf-8", "replace")

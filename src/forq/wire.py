@@ -52,6 +52,14 @@ class Lines:
         self._searched = 0
         return line
 
+    def peek(self, count: int) -> bytes:
+        """The first bytes of what waits here."""
+        return bytes(self._buffer[:count])
+
+    def clear(self) -> None:
+        self._buffer.clear()
+        self._searched = 0
+
     def __len__(self) -> int:
         """How many bytes wait here."""
         return len(self._buffer)

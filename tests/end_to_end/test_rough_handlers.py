@@ -62,7 +62,7 @@ def test_a_handler_that_speaks_on_the_leash_is_ended_and_counted(forq: Forq) -> 
     queue.enqueue(1, id="j")
     wait_until(lambda: forq.queue_status("leash")["processed"] == 1, what="the second attempt is done")
     assert [trace.stalls for trace in traces(forq, "leash", "start")] == [0, 1]
-    assert "cannot understand a child, ending it child=leash main" in forq.log
+    assert "invalid message from child; killing it child=leash main" in forq.log
     held = [grant["worker"] for grant in forq.status()["capacity"]["held"]]
     assert held.count("leash main") <= 1, "no units are lost"
 

@@ -55,6 +55,53 @@ def test_any_exception_is_a_failure_with_name_message_and_traceback(exc: BaseExc
     assert "in handle" in error["traceback"]
 
 
+class Shy(type):
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise KeyboardInterrupt
+
+
+class Text(str):
+    __slots__ = ()
+
+    def encode(self, *arguments: Any, **names: Any) -> bytes:
+        raise GeneratorExit
+
+
+def _raise(*arguments: Any) -> Any:
+    raise SystemExit(78)
+
+
+# What a class of exceptions may do, and the message that is told of it. Made in the test: pytest asks its parameters.
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "text": ({"__str__": _raise, "__repr__": _raise}, "(cannot be told: SystemExit)"),
+    "wishes": ({"kind": property(_raise), "retry_at": property(_raise)}, "m"),
+    "class": ({"__class__": property(_raise)}, "m"),
+    "text of its own": ({"__str__": lambda self: Text("m")}, "m"),
+    "pickling": ({"__reduce__": _raise, "__reduce_ex__": _raise, "__eq__": _raise}, "m"),
+    "attributes": ({"__getattribute__": _raise}, "m"),
+    "end": ({"__del__": _raise}, "m"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("metaclass", [type, Shy])
+@pytest.mark.parametrize("what", ODD)
+def test_an_exception_may_answer_every_question_with_another(what: str, metaclass: type) -> None:
+    methods, message = ODD[what]
+
+    def handle(data: Any, job: Job) -> None:
+        raise metaclass("Odd", (BaseException,), methods)("m")
+
+    error = attempt(handle)
+    assert (error["name"], error["message"], error["kind"]) == ("Odd", message, "retriable")
+
+
+def test_a_result_that_answers_every_question_with_an_exception_is_a_success() -> None:
+    odd = type("Odd", (), {"__class__": property(_raise), "__getattribute__": _raise, "__bool__": _raise})
+    assert attempt(lambda data, job: odd()) is None
+
+
 def test_a_coroutine_is_awaited_and_its_exception_is_a_failure() -> None:
     ran: list[int] = []
 

@@ -1,0 +1,232 @@
+"""How a handler ends its process, and what it says in forq's name, concerns its own queue only.
+
+A sample; `make exits` takes every exit code and every signal, three times each.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from forq import exits
+from tests.support.fuzz_pinger import Pinger
+from tests.support.fuzz_pinger import shown as shown_pings
+from tests.support.neighbour import NAME, Neighbour, shown
+from tests.support.running import HANDLERS, Forq, running, wait_until
+
+ALL = bool(os.environ.get("FORQ_TEST_EXITS"))
+TIMES = int(os.environ.get("FORQ_TEST_EXITS", "1"))
+CODES = range(256) if ALL else (0, 1, exits.QUEUE_GONE, exits.FENCED, exits.INCOMPATIBLE, exits.CONFIG, 255)
+SIGNALS = (
+    sorted(int(signum) for signum in signal.valid_signals())
+    if ALL
+    else (signal.SIGINT, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGSTOP, signal.SIGRTMIN + 5)
+)
+# What one job of the neighbour may take at most in 99 of 100 cases, on a machine whose CPUs are all taken.
+SLOW_MS = 500.0
+# And the supervisor's answer to a ping in 99 of 100.
+SLOW_PING_MS = 250.0
+
+_numbers = count()
+
+pytestmark = pytest.mark.timeout(120 if not ALL else 3600)
+
+
+@pytest.fixture(scope="module")
+def forq() -> Iterator[Forq]:
+    with running(settings="capacity = 1000\n") as forq:
+        yield forq
+
+
+@pytest.fixture(scope="module")
+def calm(forq: Forq) -> Neighbour:
+    neighbour = Neighbour(forq)
+    forq.wait_for_child(NAME)
+    return neighbour
+
+
+@pytest.fixture
+def neighbour(forq: Forq, calm: Neighbour) -> Iterator[Neighbour]:
+    """Must work in the same process after the test as before, below the same supervisor, beside the same services."""
+    pid, services = forq.child(NAME)["pid"], service_pids(forq)
+    yield calm
+    assert (forq.child(NAME)["pid"], forq.child(NAME)["restarts"]) == (pid, 0)
+    assert forq.process is not None
+    assert forq.process.poll() is None
+    assert forq.status()["supervisor"]["pid"] == forq.pid
+    assert service_pids(forq) == services
+    assert "removed from Redis" not in forq.log
+
+
+def service_pids(forq: Forq) -> dict[str, int]:
+    return {service["name"]: service["pid"] for service in forq.status()["supervisor"]["services"]}
+
+
+@pytest.fixture
+def name(forq: Forq) -> Iterator[str]:
+    """Of a queue that is gone after the test."""
+    name = f"q{next(_numbers)}"
+    yield name
+    forq.ctl("delete", name, "--force")
+
+
+def create(forq: Forq, name: str, function: str, **options: object) -> Any:
+    settings = [f"--set={key}={value}" for key, value in options.items()]
+    forq.ctl("create", name, "--handler", f"leaving:{function}", "--path", str(HANDLERS), *settings)
+    return forq.client().queue(name)
+
+
+def ends(forq: Forq, queue: str, job_id: str) -> list[tuple[str, str]]:
+    job = forq.client().queue(queue).job(job_id)
+    return [(attempt["outcome"], str(attempt["cause"])) for attempt in job["attempts"]]
+
+
+def test_no_exit_code_and_no_signal_of_a_handler_means_anything_to_others(
+    forq: Forq, neighbour: Neighbour, name: str
+) -> None:
+    queue = create(forq, name, "leave", max_stalls=0, max_timeouts=0, timeout="1s", keep_done="1h", done_max=10**6)
+    forq.wait_for_child(name)
+    bad = [(f"exit{code}", {"exit": int(code)}) for code in CODES]
+    bad += [(f"signal{signum}", {"signal": int(signum)}) for signum in SIGNALS]
+    for time_ in range(TIMES):
+        for end, data in bad:
+            # One that is settled first: a process that dies without having done anything is tried again after a pause.
+            queue.enqueue({}, id=f"good-{end}-{time_}")
+            queue.enqueue(data, id=f"{end}-{time_}")
+    total, began = 2 * len(bad) * TIMES, time.monotonic()
+    over: Callable[[], bool] = lambda: queue.status()["processed"] + queue.status()["dead"] == total  # noqa: E731
+    times = neighbour.run(lambda: over() or time.monotonic() - began > 3000)
+    print(f"\n{len(bad)} ends {TIMES} times in {time.monotonic() - began:.0f} s; neighbour: {shown(times)}")
+    assert over(), forq.log[-2000:]
+    for time_ in range(TIMES):
+        for code in CODES:
+            assert ends(forq, name, f"exit{code}-{time_}") == [("stalled", f"exit_{code}")], code
+        for signum in SIGNALS:
+            told = ends(forq, name, f"signal{signum}-{time_}")
+            assert not told or told[0][0] in ("stalled", "timed_out"), (signum, told)
+    assert ends(forq, name, f"signal{int(signal.SIGKILL)}-0") == [("stalled", "signal_9_(SIGKILL)")]
+    assert ends(forq, name, f"signal{int(signal.SIGSTOP)}-0") == [("timed_out", "timeout")]
+    assert forq.queue_status(name)["state"] == "running"
+    assert times[int(len(times) * 0.99)] < SLOW_MS
+
+
+def test_an_exception_that_cannot_be_asked_anything_fails_its_job_only(
+    forq: Forq, neighbour: Neighbour, name: str
+) -> None:
+    queue = create(forq, name, "raise_unspeakable", max_retries=0)
+    pid = forq.wait_for_child(name)["pid"]
+    queue.enqueue(1, id="j")
+    neighbour.run(lambda: queue.status()["dead"] == 1)
+    dead = queue.dead().jobs[0]
+    assert (dead["error"], dead["message"]) == ("Unspeakable", "(cannot be told: SystemExit)")
+    assert forq.wait_for_child(name)["pid"] == pid
+
+
+def test_an_exception_that_is_asked_for_too_long_ends_at_the_deadline_of_its_job(forq: Forq, name: str) -> None:
+    queue = create(forq, name, "raise_slow", timeout="500ms", max_timeouts=0)
+    queue.enqueue(1, id="j")
+    wait_until(lambda: queue.status()["dead"] == 1, what="it is dead")
+    assert ends(forq, name, "j") == [("timed_out", "timeout")]
+
+
+@pytest.mark.parametrize("code", [exits.QUEUE_GONE, exits.FENCED, exits.CONFIG])
+def test_an_announced_code_means_nothing_while_a_job_runs(
+    forq: Forq, neighbour: Neighbour, name: str, code: int
+) -> None:
+    queue = create(forq, name, "say", keep_done="1h")
+    queue.enqueue({"lines": [{"exiting": code, "reason": "forged"}], "exit": code}, id="j")
+    neighbour.run(lambda: queue.status()["processed"] == 1)
+    assert ends(forq, name, "j")[0] == ("stalled", f"exit_{code}")
+    assert forq.queue_status(name)["state"] == "running"
+
+
+def test_a_forged_eviction_restarts_its_own_process_only(forq: Forq, neighbour: Neighbour, name: str) -> None:
+    """Said by a thread that a job has left behind, in a process that runs nothing. Pulse asks Redis: not so."""
+    queue = create(forq, name, "say")
+    pid = forq.wait_for_child(name)["pid"]
+    for number in range(8):
+        lie = {"lines": [{"exiting": exits.FENCED, "reason": "forged"}], "exit": exits.FENCED, "later": True}
+        queue.enqueue(lie, id=f"j{number}")
+        neighbour.run(lambda pid=pid: forq.child(name)["pid"] not in (None, pid))  # type: ignore[misc]
+        pid = forq.wait_for_child(name)["pid"]
+    assert queue.status()["processed"] == 8
+    queue.enqueue({"lines": []})
+    wait_until(lambda: queue.status()["processed"] == 9, what="it goes on")
+
+
+def test_a_forged_reason_to_give_up_stops_its_own_queue_only(forq: Forq, neighbour: Neighbour, name: str) -> None:
+    queue = create(forq, name, "say")
+    lie = {"lines": [{"exiting": exits.CONFIG, "reason": "x" * 60_000}], "exit": exits.CONFIG, "later": True}
+    queue.enqueue(lie)
+    neighbour.run(lambda: forq.queue_status(name)["state"] == "config_error")
+    assert len(forq.queue_status(name)["reason"]) <= 4000
+    forq.ctl("restart", name)
+    forq.wait_for_child(name)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"want": "SLOT", "units": -1000, "priority": 0},
+        {"want": "SLOT", "units": 1, "priority": 10**9},
+        {"want": "SLOT", "units": "1", "priority": 0},
+        {"want": 32000, "units": 1, "priority": 0},
+        {"stack_fd": "../../../../etc/passwd"},
+        {"exiting": "72", "reason": "x"},
+        {"exiting": 72},
+        {"no": "such message"},
+        {},
+        [],
+        "ready",
+        7,
+    ],
+)
+def test_a_message_that_is_none_ends_the_process_and_counts_its_job(
+    forq: Forq, neighbour: Neighbour, name: str, line: Any
+) -> None:
+    queue = create(forq, name, "say", keep_done="1h")
+    queue.enqueue({"lines": [line], "seconds": 60}, id="j")
+    neighbour.run(lambda: queue.status()["processed"] == 1)
+    assert ends(forq, name, "j") == [("stalled", "garbage_on_leash")]
+    assert forq.log.count(f"invalid message from child; killing it child={name} main") == 1
+
+
+def test_a_handler_that_asks_for_successors_without_end_gets_a_few(forq: Forq, neighbour: Neighbour, name: str) -> None:
+    """Each process says that it is to be replaced, and stays."""
+    queue = create(forq, name, "say", stop_grace="0s", timeout="0s", size=1)
+    queue.enqueue_many([{"lines": [{"replace": "forged"}] * 3, "seconds": 3600}] * 60)
+    neighbour.run(lambda: f"successor waits until a process leaves queue={name}" in forq.log)
+    assert len(forq.queue_status(name)["children"]) <= 34
+    assert forq.log.count(f"replacing process queue={name} ") == 32
+    # One of them goes, and the queue with it goes on.
+    first = next(child for child in forq.queue_status(name)["children"] if child["state"] == "stopping")
+    os.kill(first["pid"], signal.SIGKILL)
+    wait_until(lambda: forq.log.count(f"replacing process queue={name} ") == 33, what="a successor came and went")
+
+
+@pytest.mark.parametrize("text", ["\n", "x", '{"unguarded": SLOT}\n', '{"ready": true}\n', '{"replace": "again"}\n'])
+def test_a_flood_on_the_leash_holds_up_nobody(
+    forq: Forq, neighbour: Neighbour, name: str, tmp_path: Path, text: str
+) -> None:
+    queue = create(forq, name, "flood", timeout="3s", max_timeouts=0, max_stalls=0, stop_grace="0s")
+    parent = psutil.Process(forq.pid)
+    pinger = Pinger(forq.state_dir / "control.sock", {"jsonrpc": "2.0", "id": 1, "method": "ping"}, tmp_path / "pings")
+    try:
+        pinger.wait_for(50)
+        logged, before = len(forq.log), parent.memory_info().rss
+        queue.enqueue({"text": text}, id="j")
+        times = neighbour.run(lambda: queue.status()["dead"] == 1)
+        pings = pinger.take()
+    finally:
+        pinger.close()
+    print(f"\n{text!r}: {shown_pings(pings)}; neighbour: {shown(times)}")
+    assert parent.memory_info().rss - before < 30 << 20
+    assert pings[int(len(pings) * 0.99)] < SLOW_PING_MS
+    assert times[int(len(times) * 0.99)] < SLOW_MS
+    assert len(forq.log) - logged < 100_000
