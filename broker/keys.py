@@ -17,7 +17,7 @@ QUEUE_KEYS = (
     "stale",  # hash: PRIORITY:ID -> number of hints to ignore
     "scheduled",  # zset: ids by due time (ms, with a sequence in the fraction)
     "retry",  # list: hints of jobs in the retry lane
-    "suspects",  # list: hints of jobs that run alone next time, since one of them may have killed its process
+    "suspects",  # zset: jobs that run alone next time, since one may have killed its process, by their enqueue time
     "fail:*",  # the fail queue: the same keys once more, for the permanent failures that a fail handler gets
     "due",  # channel: ms until the new head of `scheduled` is due
     "attempts",  # hash: id -> its last attempts that did not succeed, as JSON lines

@@ -90,12 +90,12 @@ def _with_worker(link: Link, base: str, job: dict[str, Any]) -> str:
 
 
 def _suspect(link: Link, base: str, job: dict[str, Any]) -> str:
-    ahead = link.call("LPOS", suspects_key(base), job["id"], "MAXLEN", LOOKED_AT)
-    others = {0: "it is the next one", 1: "1 such job comes before it", None: "many such jobs come before it"}
+    ahead = link.call("ZRANK", suspects_key(base), job["id"])
+    others = {0: "it is the next one", 1: "1 such job comes before it", None: "it is about to begin"}
     before = others.get(ahead, f"{ahead} such jobs come before it")
     return (
         "its process died while several jobs ran there, and nobody knows which of them did it: "
-        f"it waits for the retry child, to run alone; {before}"
+        f"it waits to run alone, in a process of its own; {before}"
     )
 
 

@@ -152,14 +152,16 @@ class Viewer:
     def _waiting_page(self, limit: int, position: str, *, follow_with_scheduled: bool) -> Page:
         priority, offset = (int(part) for part in position.split("."))
         jobs: list[dict[str, str]] = []
-        places = [*(pending_key(self._base, each) for each in range(_SUSPECTS)), suspects_key(self._base)]
+        places = [pending_key(self._base, each) for each in range(_SUSPECTS)]
+        suspects = suspects_key(self._base)
         # All at once: far from the server, a round trip for each empty list would take longer than a status may.
-        lengths = self._link.pipeline([("LLEN", place) for place in places])
+        lengths = self._link.pipeline([*(("LLEN", place) for place in places), ("ZCARD", suspects)])
         while priority <= _SUSPECTS and len(jobs) < limit:
             if offset >= lengths[priority]:
                 priority, offset = priority + 1, 0
                 continue
-            hints = self._link.call("LRANGE", places[priority], offset, offset + limit - len(jobs) - 1)
+            look = ("ZRANGE", suspects) if priority == _SUSPECTS else ("LRANGE", places[priority])
+            hints = self._link.call(*look, offset, offset + limit - len(jobs) - 1)
             # A job that was cancelled and enqueued again may have two hints.
             jobs += self._named([(job_id, "waiting") for job_id in dict.fromkeys(hints) if job_id])
             offset = offset + len(hints) if hints else lengths[priority]

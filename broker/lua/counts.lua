@@ -39,7 +39,9 @@ end
 -- The earliest time at which one of the first jobs of a list was enqueued; nil if none of them waits. Not that of the first
 -- alone: what comes back goes to the front, whatever its age. A hint that a claim would skip does not count.
 local function oldest_enqueued_ms(place)
-  local hints = redis.call('LRANGE', pending_key(place), 0, HEADS - 1)
+  local first, list = 'LRANGE', place ~= 's' and pending_key(place)
+  if not list then first, list = 'ZRANGE', key('suspects') end
+  local hints = redis.call(first, list, 0, HEADS - 1)
   if #hints == 0 then return nil end
   local fields, stale, oldest_ms = {}, {}, nil
   for i, id in ipairs(hints) do fields[i] = place .. ':' .. id end

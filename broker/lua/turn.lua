@@ -5,7 +5,7 @@
 --
 -- KEYS[1]  the queue's base
 -- ARGV     epoch, processor, worker, turn number (up to 53 bits, growing), want, keep (how many unstarted jobs of earlier turns it still
---          counts on), lane ('main' | 'retry': where to claim), number done, number failed, then (id, fence, micros) per done job and
+--          counts on), lane ('main' | 'retry' | 'suspects': where to claim), number done, number failed, then (id, fence, micros) per done job and
 --          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one; if the queue keeps results,
 --          (number of the done job in this turn, from 1; its result or '!' and why it has none) per done job
 -- Returns  {OK, PAUSED or LIMITED (something waits and may not begin now: the worker is woken), held (0: the kept jobs have been
@@ -216,14 +216,26 @@ local function claim_from(priority, skips)
   return skips
 end
 
+local function claim_suspect()
+  local skips = MAX_SKIPS
+  while #taken == 0 and skips > 0 and bytes_left > 0 do
+    local id = redis.call('ZPOPMIN', key('suspects'))[1]
+    if not id then return end
+    count_hints(SUSPECTS, -1)
+    local spent_before = #spent
+    take(SUSPECTS, { id })
+    skips = skips - (#spent > spent_before and SKIPS_PER_BURIAL or 1)
+  end
+end
+
 local function claim()
   may_be_much = readable(want, READ_BYTES) < want
-  if lane == 'retry' and not parent then
-    -- One job at a time: whatever kills the process now, it was this one.
-    want = 1
-    if suspect_hints > 0 then claim_from(SUSPECTS, MAX_SKIPS) end
+  if lane ~= 'main' and not parent then
+    -- One job at a time: whatever kills the process now, it was this one. It may come after many that are buried.
+    want, may_be_much = 1, true
+    if suspect_hints > 0 then claim_suspect() end
     -- The second chance comes only while nothing else waits.
-    if in_lane > 0 and main_waiting() == 0 then claim_from(LANE, MAX_SKIPS) end
+    if lane == 'retry' and in_lane > 0 and main_waiting() == 0 then claim_from(LANE, MAX_SKIPS) end
   elseif other_hints == 0 then
     if #moved > 0 then take('5', moved) end
     claim_from('5', MAX_SKIPS)
@@ -275,7 +287,7 @@ if has_limits then
     if lane == 'main' then left = left - left_to_suspects() end
     if max_active > 0 then left = math.min(left, 1) end
     if left > 0 then
-      if lane == 'retry' and left_to_suspects() > 0 then leave_place(0) end
+      if lane ~= 'main' and left_to_suspects() > 0 then leave_place(0) end
       return math.min(want, left)
     end
     if lane == 'main' then

@@ -60,10 +60,11 @@ PROGRESS = st.sampled_from((0, 1, 2, 9, 9))
 FAILURES = st.sampled_from((None, None, None, "backoff", "backoff", "now", "soon", "permanent", "timeout"))
 OUTCOMES: st.SearchStrategy[Outcome] = st.sampled_from(("stalled", "timed_out", "interrupted", "suspect", "suspect"))
 WANT = st.sampled_from((0, 1, 2, 4))
-# The last one is the retry child's.
-WORKERS = st.integers(0, 3)
+# The last two: the retry child's, and that of a process that runs suspects only.
+WORKERS = st.integers(0, 4)
 RETRY = 3
-PROCESSORS = ("p1", "p2", "p2", "p1")
+LANES = ("main", "main", "main", "retry", "suspects")
+PROCESSORS = ("p1", "p2", "p2", "p1", "p1")
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -96,12 +97,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.workers: list[ModelWorker] = []
 
     @initialize()
-    def four_workers_join(self) -> None:
+    def all_workers_join(self) -> None:
         self.workers = [self._join(which) for which in range(len(PROCESSORS))]
 
     def _join(self, which: int) -> ModelWorker:
         name, processor = f"w{next(self.numbers)}", self.processors[which]
-        lane = "retry" if which == RETRY else "main"
+        lane = LANES[which]
         self.real[name] = HandWorker(self.queue, name, processor, lane)
         self.real[name].consumer.link = self.queue.link
         self.real[name].consumer.join(EXPIRY_MS)
@@ -209,9 +210,9 @@ class QueueMachine(RuleBasedStateMachine):
     def settle_and_claim_unheard(self, which: int, want: int) -> None:
         self._take_turn(self._run(which, 9), want=want, lose=True)
 
-    @rule(want=st.integers(1, 4))
-    def run_a_suspect(self, want: int) -> None:
-        self._take_turn(self._run(RETRY, 9), want=want)
+    @rule(which=st.sampled_from((RETRY, RETRY + 1)), want=st.integers(1, 4))
+    def run_a_suspect(self, which: int, want: int) -> None:
+        self._take_turn(self._run(which, 9), want=want)
 
     @rule(which=WORKERS, fail=FAILURES)
     def fail_what_runs(self, which: int, fail: str | None) -> None:
@@ -230,7 +231,7 @@ class QueueMachine(RuleBasedStateMachine):
         held = left == list(rest) and all(self.model.owns(worker, job_id) for job_id in rest)
         if not held:
             self.model.hand_back(self.model.owned(worker))
-        if worker.lane == "retry":
+        if worker.lane != "main":
             want = min(want, 1)
         state = self.queue.state()
         self.model.promote()
@@ -252,6 +253,9 @@ class QueueMachine(RuleBasedStateMachine):
         assert len(claimed) <= want
         self.checks.limits.check_answer(worker, answer, limited=0 < wanted > want == 0)
         assert len(claimed) >= min(want, len(set(claimable) - spent))
+        if claimed and worker.lane != "main":
+            in_line = [job_id for job_id in state.suspects if job_id in claimable and job_id not in spent]
+            assert claimed[0] not in in_line[1:], "another suspect is older"
         if claimed:
             self.model.claim(worker, claimed, answer.fence)
         worker.turn, worker.shift = real.number, 0

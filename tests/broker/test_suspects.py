@@ -1,4 +1,6 @@
-"""Suspects: jobs that were running together when their process died. Each runs alone next time, in the retry child."""
+"""Suspects: jobs that were running together when their process died. Each runs alone next time, the oldest first."""
+
+import re
 
 import pytest
 
@@ -12,12 +14,19 @@ from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
 FUTURE = 4_000_000_000  # epoch seconds
 
 
+def enqueued_at(queue: OneQueue, job_id: str, ms: int) -> None:
+    """Makes a job look as if it had been enqueued at this time."""
+    record = queue.redis.hget(queue.key("jobs"), job_id).decode()
+    queue.redis.hset(queue.key("jobs"), job_id, re.sub(r" \d+", f" {ms}", record, count=1))
+
+
 def suspect(queue: OneQueue, *ids: str) -> None:
     """These jobs were running, each in a worker of its own, when the process of these workers died."""
     queue.enqueue(*ids)
     workers = [queue.worker(f"s{len(queue.workers)}") for _ in ids]
-    for worker, job_id in zip(workers, ids, strict=True):
+    for ms, (worker, job_id) in enumerate(zip(workers, ids, strict=True), 1000):
         assert worker.turn(want=1) == [job_id]
+        enqueued_at(queue, job_id, ms)
     for worker in reversed(workers):
         queue.recover(worker, running=True, outcome="suspect")
 
@@ -186,6 +195,24 @@ def test_a_suspect_that_keeps_killing_its_process_dies_at_the_claim(redis_url: s
         assert queue.viewer.job("a")["error"]["name"] == "StallError"
 
 
+@pytest.mark.parametrize(("size", "number", "at_once"), [(0, 150, 100), (2 << 20, 4, 2)])
+def test_one_claim_buries_a_bounded_number_of_suspects(redis_url: str, size: int, number: int, at_once: int) -> None:
+    """A burial costs the server as much as skipping ten hints, and more with its bytes: many would hold it up."""
+    with one_queue(redis_url, max_stalls=0) as queue:
+        ids = [f"j{each}" for each in range(number)]
+        queue.enqueue(*ids)
+        for job_id in ids:
+            queue.redis.hset(queue.key("jobs"), job_id, f'c5 1000 0 1 0 -1\n[null,null,"{"x" * size}"]')
+        queue.redis.zadd(queue.key("suspects"), dict.fromkeys(ids, 1000))
+        queue.redis.hset(queue.key("counts"), "suspect_hints", len(ids))
+        retry = queue.worker("r1", lane="retry")
+        assert retry.turn(want=1) == []
+        assert len(queue.state().dead) == at_once
+        assert queue.state().retry_tokens == 1, "the rest comes with the next claim"
+        assert retry.turn(want=1) == []
+        assert len(queue.state().dead) == min(2 * at_once, number)
+
+
 def test_a_suspect_without_other_counts_keeps_its_mark_beside_one_retry(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=5, min_backoff_ms=0, max_backoff_ms=0) as queue:
         worker = queue.worker()
@@ -207,14 +234,59 @@ def test_cancel_takes_a_suspect_and_its_hint(queue: OneQueue, retry: HandWorker)
     assert queue.hash("counts")["suspect_hints"] == "0"
 
 
-def test_the_stale_hint_of_a_cancelled_suspect_is_skipped(queue: OneQueue, retry: HandWorker) -> None:
+def test_a_cancelled_suspect_leaves_no_hint_behind(queue: OneQueue, retry: HandWorker) -> None:
     suspect(queue, "a", "b")
     queue.producer.cancel("a")
     queue.enqueue("a")
-    assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a"]}, suspects=["a", "b"], stale={"s:a": 1})
+    assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a"]}, suspects=["b"])
+    assert queue.hash("counts")["suspect_hints"] == "1"
     assert retry.turn(want=1) == ["b"]
-    assert queue.state().stale == {}
     assert queue.worker().turn(want=1) == ["a"]
+
+
+def test_suspects_run_in_the_order_of_their_enqueues_however_their_processes_died(queue: OneQueue) -> None:
+    """Three processes died, that of the youngest jobs first."""
+    queue.enqueue(*"abcdef")
+    workers = [queue.worker(f"s{number}") for number in range(6)]
+    for ms, (job_id, worker) in enumerate(zip("abcdef", workers, strict=True), 1000):
+        assert worker.turn(want=1) == [job_id]
+        enqueued_at(queue, job_id, ms)
+    for number in (5, 4, 0, 1, 3, 2):
+        queue.recover(workers[number], running=True, outcome="suspect")
+    assert queue.state().suspects == list("abcdef")
+    retry, other = queue.worker("r1", lane="retry"), queue.worker("o1", lane="suspects")
+    assert [retry.turn(want=1), other.turn(want=1)] == [["a"], ["b"]]
+    assert retry.turn(want=1, done="a") == ["c"]
+
+
+def test_suspects_of_one_millisecond_run_in_the_order_in_which_they_came_back(queue: OneQueue) -> None:
+    queue.enqueue(*"abc")
+    workers = [queue.worker(f"s{number}") for number in range(3)]
+    for job_id, worker in zip("abc", workers, strict=True):
+        assert worker.turn(want=1) == [job_id]
+        enqueued_at(queue, job_id, 1000)
+    for number in (2, 0, 1):
+        queue.recover(workers[number], running=True, outcome="suspect")
+    assert queue.state().suspects == ["c", "a", "b"]
+
+
+def test_a_process_for_suspects_takes_nothing_else(redis_url: str) -> None:
+    with one_queue(redis_url, retry_lane_retries=2, min_backoff_ms=0, max_backoff_ms=0) as queue:
+        worker, retry = queue.worker(), queue.worker("r1", lane="retry")
+        alone = [queue.worker(f"a{number}", lane="suspects") for number in range(3)]
+        queue.enqueue("y", "z")
+        worker.turn(want=2)
+        worker.turn(failed="yz")
+        suspect(queue, "a", "b")
+        assert [each.turn(want=9) for each in alone] == [["a"], ["b"], []]
+        queue.enqueue("m")
+        assert alone[2].turn(want=9) == []
+        assert worker.turn(want=1) == ["m"]
+        assert alone[2].turn(want=9) == [], "nor the retry lane, although nothing else waits"
+        assert retry.turn(want=9) == ["y"], "which is the retry child's, one job at a time"
+        assert alone[0].turn(done="a") == []
+        assert alone[1].turn(failed="b") == []
+        assert queue.viewer.counts().processed == 1
 
 
 @pytest.mark.spec("Q28")

@@ -11,7 +11,7 @@ from tests.chaos.stage import QUEUES, Stage
 from tests.support.running import Trace, tree_of
 
 Entry = dict[bytes, bytes]
-_LISTS = ("pending", *(f"pending:{priority}" for priority in range(10)), "retry", "suspects", "failed")
+_LISTS = ("pending", *(f"pending:{priority}" for priority in range(10)), "retry", "failed")
 
 
 @dataclass
@@ -79,7 +79,7 @@ def _queue_end(client: Any, name: str) -> QueueEnd:
     entries = [fields for _, fields in client.xrange(f"{base}:events")]
     events = [event for fields in entries for event in read_entry(fields, name)]
     places = {key: set(client.hkeys(f"{base}:{key}")) for key in ("jobs", "active", "blocked")}
-    places["scheduled"] = set(client.zrange(f"{base}:scheduled", 0, -1))
+    places |= {key: set(client.zrange(f"{base}:{key}", 0, -1)) for key in ("scheduled", "suspects")}
     places |= {key: set(client.lrange(f"{base}:{key}", 0, -1)) for key in _LISTS}
     lists = [key.decode() for key in client.scan_iter(match=f"{base}:processor:*:processing", count=1000)]
     places |= {key: set(client.lrange(key, 0, -1)) for key in lists}

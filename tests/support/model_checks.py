@@ -54,7 +54,7 @@ class Checks:
             job_id
             for job_id, job in self._model.jobs.items()
             if job.waits
-            and job.suspect == (lane == "retry")
+            and job.suspect == (lane != "main")
             and (state.suspects if job.suspect else state.waiting.get(job.priority, [])).count(job_id)
             > state.stale.get(f"{job.place}:{job_id}", 0)
         ]
@@ -116,6 +116,10 @@ class Checks:
         others = sum(len(ids) for priority, ids in state.waiting.items() if priority != 5)
         assert int(state.counts.get("other_hints", 0)) == others
         assert int(state.counts.get("suspect_hints", 0)) == len(state.suspects)
+        assert all(not field.startswith("s:") for field in state.stale)
+        for job_id, ms in state.suspect_ms.items():
+            enqueued_ms = unpack(state.records[job_id]).enqueued_ms
+            assert ms == enqueued_ms or (ms > enqueued_ms and not self._model.jobs[job_id].by_age)
 
     def _not_begun(self, state: State, name: str) -> list[str]:
         left = list(state.processing[name])

@@ -454,7 +454,7 @@ MUTANTS_OF_LIB = (
     ),
     Mutant(
         "lib/hints.lua",
-        "unpack(reversed))\n    count_hints(priority, #ids)",
+        "unpack(reversed))\n      count_hints(priority, #ids)",
         "unpack(reversed))",
         "returned work of other priorities is not found",
         "turn test_a_hint_that_arrives_late_does_not_stand_for_a_kept_job",
@@ -740,9 +740,9 @@ MUTANTS_OF_LIB = (
         "guards test_a_new_head_of_what_is_scheduled_is_told_and_nothing_else",
     ),
     Mutant(
-        "lib/schedule.lua",
-        "due_ms + step / steps",
-        "due_ms",
+        "lib/hints.lua",
+        "  return ms + step / steps\n",
+        "  return ms\n",
         "jobs that are due together lose their order",
         "retry test_what_is_due_at_the_same_time_keeps_its_order",
     ),

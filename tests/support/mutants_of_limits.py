@@ -474,7 +474,7 @@ MUTANTS_OF_LIMITS = (
     ),
     Mutant(
         "turn.lua",
-        "      if lane == 'retry' and left_to_suspects() > 0 then leave_place(0) end\n",
+        "      if lane ~= 'main' and left_to_suspects() > 0 then leave_place(0) end\n",
         "",
         "a place stays left to a retry child that is busy",
         "limited_workers test_a_suspect_gets_the_next_place",

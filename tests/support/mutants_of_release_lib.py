@@ -418,8 +418,8 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/hints.lua",
-        "    note_ready(ids)\n  end\nend",
-        "  end\nend",
+        "      note_ready(ids)\n    end\n  end\nend",
+        "    end\n  end\nend",
         "an item that comes back rings nobody",
         "dequeue test_whatever_makes_an_item_ready_rings_who_awaits_it",
     ),

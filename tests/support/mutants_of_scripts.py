@@ -1238,8 +1238,8 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "turn.lua",
-        "if in_lane > 0 and main_waiting() == 0 then claim_from",
-        "if in_lane > 0 then claim_from",
+        "in_lane > 0 and main_waiting() == 0 then claim_from",
+        "in_lane > 0 then claim_from",
         "the retry lane starts while others wait",
         "fail_queue test_the_lane_opens_only_while_nothing_else_waits",
     ),

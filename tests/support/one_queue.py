@@ -28,6 +28,7 @@ class State:
     jobs: set[str]
     waiting: dict[int, list[str]] = field(default_factory=dict)
     suspects: list[str] = field(default_factory=list)
+    suspect_ms: dict[str, int] = field(default_factory=dict, compare=False)
     active: dict[str, str] = field(default_factory=dict)
     processing: dict[str, list[str]] = field(default_factory=dict)
     stale: dict[str, int] = field(default_factory=dict)
@@ -124,12 +125,14 @@ class OneQueue:
             for priority in range(10):
                 look.lrange(pending_key(self.base, priority), 0, -1)
             look.zrange(self.key("dead"), 0, -1)
-            look.lrange(suspects_key(self.base), 0, -1)
+            look.zrange(suspects_key(self.base), 0, -1, withscores=True)
             look.lrange(self.key("failed"), 0, -1)
             for worker in self.workers:
                 look.lrange(worker.processing, 0, -1)
             found = look.execute()
         jobs, owners, stale, counts = ({k.decode(): v for k, v in flat.items()} for flat in found[:4])
+        suspect_ms = {job_id.decode(): int(score) for job_id, score in found[15]}
+        found[15] = [job_id for job_id, _ in found[15]]
         lists = [[entry.decode() for entry in entries] for entries in found[4:]]
         dead, suspects, failed = lists[10:13]
         processing = {worker.name: held for worker, held in zip(self.workers, lists[13:], strict=True)}
@@ -137,6 +140,7 @@ class OneQueue:
             jobs=set(jobs),
             waiting={p: [hint for hint in lists[p] if hint] for p in range(10) if any(lists[p])},
             suspects=suspects,
+            suspect_ms=suspect_ms,
             active={job_id: owner.decode().split(":")[0] for job_id, owner in owners.items()},
             processing={name: held for name, held in processing.items() if held},
             stale={name: int(number) for name, number in stale.items()},

@@ -73,6 +73,7 @@ class ModelJob:
     stalls: int = 0
     timeouts: int = 0
     suspect: bool = False
+    by_age: bool = False  # a suspect that has come back and waits where it belongs by its age
     attempts: int = 0
     progress: str | None = None  # of this attempt
     blocked: list[Dispatch] = field(default_factory=list)
@@ -194,6 +195,7 @@ class ModelQueue:
             self._ready(job)
 
     def _ready(self, job: ModelJob) -> ModelJob:
+        job.by_age = False
         job.scheduled = job.run_at > self.now_ms
         job.run_at = job.run_at if job.scheduled else 0
         return job
@@ -315,6 +317,7 @@ class ModelQueue:
             if job_id == running:
                 job.lost(outcome)
             self._come_back(job, 0)
+            job.by_age = job.suspect and job.waits and not (job_id == running and outcome == "timed_out")
 
     def claim(self, worker: ModelWorker, job_ids: list[str], fence: str) -> None:
         assert int(fence) > self.last_fence, "fences grow"
@@ -326,7 +329,7 @@ class ModelQueue:
             job = self.jobs[job_id]
             assert job.waits, f"{job_id} is active twice, or begun before its time"
             assert not job.spent, f"{job_id} is begun once too often"
-            assert job.suspect == (worker.lane == "retry"), f"{job_id} is begun in the wrong process"
+            assert job.suspect == (worker.lane != "main"), f"{job_id} is begun in the wrong process"
             job.owner = f"{worker.name}:{fence}"
         self.limits.begin(len(job_ids), self.active())
 
@@ -339,7 +342,7 @@ class ModelQueue:
             job = self.jobs.pop(job_id)
             assert job.spent
             assert job.waits
-            assert job.suspect == (lane == "retry")
+            assert job.suspect == (lane != "main")
             self.dead += 1
 
     def lose_worker(self, worker: ModelWorker, outcome: str, only: str | None = None) -> None:

@@ -33,7 +33,6 @@ end
 local function pending_key(priority)
   if priority == '5' then return key('pending') end
   if priority == 'r' then return key('retry') end
-  if priority == 's' then return key('suspects') end
   return key('pending:' .. priority)
 end
 

@@ -4,6 +4,7 @@ local TRIMMED_PER_CALL = 100
 
 -- The waiting job `id` (its record is gone by now, or it waits elsewhere) leaves its list without being claimed.
 local function forget_hint(priority, id)
+  if priority == SUSPECTS then return count_hints(SUSPECTS, -redis.call('ZREM', key('suspects'), id)) end
   local list = pending_key(priority)
   redis.call('HINCRBY', key('stale'), priority .. ':' .. id, 1)
   may_be_stale = true

@@ -4,7 +4,8 @@
 
 -- The retry lane is a list like the others, for jobs that get a second chance once nothing else waits.
 local LANE = 'r'
--- So are the suspects: jobs of which one may have killed its process. The retry child runs them, each alone.
+-- The suspects: jobs of which one may have killed its process. Each runs alone, the oldest first: they are in a zset, by the
+-- time (ms) at which they were enqueued. Their hints never go stale: one that goes is taken out.
 local SUSPECTS = 's'
 
 -- How many hints sit in the lists of the priorities other than 5: while it is 0 a claim looks at one list only.
@@ -51,20 +52,45 @@ local function note_ready(ids)
   for _, id in ipairs(ids) do made_ready[#made_ready + 1] = id end
 end
 
+-- The score of what comes last among those of the same ms in a zset that is ordered by time.
+local function last_of_its_ms(zset, ms)
+  local last = redis.call('ZREVRANGEBYSCORE', zset, '(' .. string.format('%.0f', ms + 1), string.format('%.0f', ms),
+    'WITHSCORES', 'LIMIT', 0, 1)
+  -- What a double leaves below a millisecond, less from 2039 on; beyond that many of one ms, ties go by id.
+  local steps = ms < 2 ^ 41 and 4096 or 1024
+  local step = last[2] and math.min((tonumber(last[2]) - ms) * steps + 1, steps - 1) or 0
+  return ms + step / steps
+end
+
+-- `by_age`: in the order in which they were enqueued; else they come after all that are there.
+local function add_suspects(ids, by_age)
+  local records = by_age and redis.call('HMGET', key('jobs'), unpack(ids)) or {}
+  for i, id in ipairs(ids) do
+    local enqueued_ms = records[i] and tonumber(string.match(records[i], '^.%d (%d+)'))
+    local score = last_of_its_ms(key('suspects'), enqueued_ms or now_ms)
+    count_hints(SUSPECTS, redis.call('ZADD', key('suspects'), score, id))
+  end
+end
+
 local function push_back(priority, ids)
+  if priority == SUSPECTS then return add_suspects(ids, false) end
   redis.call('RPUSH', pending_key(priority), unpack(ids))
   count_hints(priority, #ids)
   note_ready(ids)
 end
 
--- Puts ids, in their order, before everything that waits.
+-- Puts ids, in their order, before everything that waits; suspects where they belong by their age.
 local function push_front(by_priority)
   for priority, ids in pairs(by_priority) do
-    local reversed = {}
-    for i = #ids, 1, -1 do reversed[#reversed + 1] = ids[i] end
-    redis.call('LPUSH', pending_key(priority), unpack(reversed))
-    count_hints(priority, #ids)
-    note_ready(ids)
+    if priority == SUSPECTS then
+      add_suspects(ids, true)
+    else
+      local reversed = {}
+      for i = #ids, 1, -1 do reversed[#reversed + 1] = ids[i] end
+      redis.call('LPUSH', pending_key(priority), unpack(reversed))
+      count_hints(priority, #ids)
+      note_ready(ids)
+    end
   end
 end
 

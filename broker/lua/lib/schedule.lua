@@ -17,12 +17,7 @@ end
 local function schedule(id, due_ms)
   local head = next_due_ms()
   redis.call('ZREM', key('scheduled'), id)
-  local last = redis.call('ZREVRANGEBYSCORE', key('scheduled'), '(' .. string.format('%.0f', due_ms + 1),
-    string.format('%.0f', due_ms), 'WITHSCORES', 'LIMIT', 0, 1)
-  -- What a double leaves below a millisecond, less from 2039 on; beyond that many jobs of one ms, ties go by id.
-  local steps = due_ms < 2 ^ 41 and 4096 or 1024
-  local step = last[2] and math.min((tonumber(last[2]) - due_ms) * steps + 1, steps - 1) or 0
-  redis.call('ZADD', key('scheduled'), due_ms + step / steps, id)
+  redis.call('ZADD', key('scheduled'), last_of_its_ms(key('scheduled'), due_ms), id)
   note_scheduled(id, due_ms)
   if not head or due_ms < head then
     redis.call('PUBLISH', key('due'), string.format('%.0f', math.max(0, due_ms - now_ms)))
