@@ -17,14 +17,13 @@ from forq.bridge.loop import Bridge
 from forq.bridge.messages import Envelopes
 from forq.bridge.peers import Peer, Standard
 from forq.broker.awaiting import handed_channels
-from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.errors import ForqError
 from forq.ids import new_id
 from forq.logging_setup import configure
 from forq.options import Option
-from forq.places import redis_url
+from forq.places import key_prefix, redis_url
 from forq.unix_socket import listen
 
 CALL_TIMEOUT_SECONDS = 5.0
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--redis", metavar="URL", help="redis://, unix://, redis+cluster:// or redis+sentinel:// (FORQ_REDIS)"
     )
-    parser.add_argument("--prefix", metavar="P", default=DEFAULT_PREFIX, help="of all keys in Redis")
+    parser.add_argument("--prefix", metavar="P", help="of all keys in Redis (FORQ_PREFIX; forq:)")
     parser.add_argument("--tick", metavar="TIME", default="3s", help="how often a worker has to say something (3s)")
     parser.add_argument(
         "--max-queues",
@@ -66,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         settings = BridgeSettings(
             url=arguments.redis or redis_url(),
-            prefix=arguments.prefix,
+            prefix=key_prefix() if arguments.prefix is None else arguments.prefix,
             tick_seconds=float(TICK.parse(arguments.tick, "--tick")),
             max_queues=arguments.max_queues,
             path=arguments.listen and os.path.abspath(arguments.listen),

@@ -6,9 +6,8 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 
-from forq.broker.keys import DEFAULT_PREFIX
 from forq.errors import ConfigError, ForqError
-from forq.places import redis_url, state_dir
+from forq.places import key_prefix, redis_url, state_dir
 
 COMMANDS = {
     "ingest": "read the journals into the history, each event once",
@@ -32,7 +31,9 @@ def add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--redis", metavar="URL", default=redis_url(), help="default: FORQ_REDIS, else the local embedded server"
     )
-    command.add_argument("--prefix", default=DEFAULT_PREFIX, help="in front of every key in Redis (default: forq:)")
+    command.add_argument(
+        "--prefix", default=key_prefix(), help="in front of every key in Redis (default: FORQ_PREFIX, else forq:)"
+    )
     command.add_argument(
         "--history",
         metavar="DIR",

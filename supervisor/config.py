@@ -33,7 +33,7 @@ PIPELINE_HANDLER = "forq.pipeline.task:ingest"
 # It is never given up: what it has not read is still in the journals, or shows there as a gap.
 _PIPELINE_OPTIONS = {"max_retries": 10**6, "max_timeouts": 10**6, "max_stalls": 10**6, "timeout": "1h", "size": 1}
 DEFAULT_FILE = Path("/etc/forq/forq.toml")
-ENVIRONMENT = {"state_dir": "FORQ_STATE_DIR", "socket": "FORQ_SOCKET", "redis": "FORQ_REDIS"}
+ENVIRONMENT = {"state_dir": "FORQ_STATE_DIR", "socket": "FORQ_SOCKET", "redis": "FORQ_REDIS", "prefix": "FORQ_PREFIX"}
 
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{0,64}")
 

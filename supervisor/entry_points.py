@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 
-def preload(url: str) -> None:
+def preload(url: str, prefix: str) -> None:
     """Their code is imported by now, and what all of them would do is done here. Keeps the collector off it, so that
     children share those pages."""
     for name in forq.__all__:
         getattr(forq, name)
     # So that a handler's own Client() finds the same queues.
-    os.environ["FORQ_REDIS"] = url
+    os.environ["FORQ_REDIS"], os.environ["FORQ_PREFIX"] = url, prefix
     if read_address(url).kind == SERVER:
         read_server_url(url)
     for verb in (

@@ -54,7 +54,7 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: syst
         # Where systemd listens is where our own processes have to ask.
         config = replace(config, socket=Path(listener.getsockname()))
     supervisor = Supervisor(config, state, loop)
-    entry_points.preload(supervisor.services.redis_url)
+    entry_points.preload(supervisor.services.redis_url, config.prefix)
     verbs = Verbs(supervisor)
     control = ControlServer(
         *(loop, str(config.socket), verbs.table()),

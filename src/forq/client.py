@@ -11,7 +11,7 @@ from forq import releases
 from forq.broker.awaiting import Awaiting
 from forq.broker.dead import DeadJobs, DeadPage
 from forq.broker.ends import Ends
-from forq.broker.keys import DEFAULT_PREFIX, DEFAULT_PRIORITY
+from forq.broker.keys import DEFAULT_PRIORITY
 from forq.broker.link import Link
 from forq.broker.producing import NewJob, PartlyStored, Producer, Update, new_job, plain_jobs
 from forq.broker.registry import Registry
@@ -21,7 +21,7 @@ from forq.broker.viewing import Page, Viewer
 from forq.errors import UsageError
 from forq.names import check_queue_name, shown
 from forq.options import check_mode, parse_options
-from forq.places import redis_url
+from forq.places import key_prefix, redis_url
 from forq.releases import Release
 from forq.schedules import Schedule
 from forq.waiting import wait_for_result
@@ -33,14 +33,15 @@ MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 0.1, 86400.0
 
 
 class Client:
-    """Finds Redis by `url`, else FORQ_REDIS, else the embedded server of the local state directory.
+    """Finds Redis by `url`, else FORQ_REDIS, else the embedded server of the local state directory. `prefix`: what all
+    keys there begin with; FORQ_PREFIX if it is not given, else "forq:".
 
     Safe to share between threads and across a fork: each thread has its own connection, made when first used.
     """
 
-    def __init__(self, url: str | None = None, *, prefix: str = DEFAULT_PREFIX) -> None:
+    def __init__(self, url: str | None = None, *, prefix: str | None = None) -> None:
         self.url = url or redis_url()
-        self.prefix = prefix
+        self.prefix = key_prefix() if prefix is None else prefix
         self._local = threading.local()
 
     def queue(self, name: str) -> "Queue":

@@ -1,9 +1,10 @@
-"""Where forq keeps its state and its control socket, when nobody says otherwise."""
+"""Where forq keeps its state and its control socket, and where clients find Redis, when nobody says otherwise."""
 
 import os
 
 SOCKET_NAME = "control.sock"
 SYSTEM_SOCKET = "/run/forq/control.sock"
+DEFAULT_PREFIX = "forq:"
 
 
 def state_dir() -> str:
@@ -40,3 +41,8 @@ def control_socket_candidates() -> list[str]:
 def redis_url() -> str:
     """Where a client finds Redis: FORQ_REDIS, else the embedded server of the local state directory."""
     return os.environ.get("FORQ_REDIS") or f"unix://{os.path.join(state_dir(), 'redis.sock')}"
+
+
+def key_prefix() -> str:
+    """What all keys in Redis begin with: FORQ_PREFIX, which handlers and services inherit, else forq:."""
+    return os.environ.get("FORQ_PREFIX", DEFAULT_PREFIX)

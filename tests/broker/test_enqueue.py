@@ -1,6 +1,11 @@
 """enqueue: stored whole or not at all."""
 
+import json
+import re
+from collections import OrderedDict
 from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
 from typing import Any
 from uuid import UUID
 
@@ -50,6 +55,32 @@ def test_the_system_gives_the_id_and_the_user_the_identifier(queue: OneQueue) ->
 def test_an_id_serves_as_identifier_where_none_is_given(queue: OneQueue) -> None:
     queue.enqueue("a")
     assert queue.viewer.job("a")["identifier"] == "a"
+
+
+class Shade(Enum):
+    NONE = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("data", "where"),
+    [
+        ({"order": {"total": Decimal(1)}}, "data['order']['total'] is of type Decimal; allowed are str, int"),
+        ([1, {"id": UUID(int=1)}], "data[1]['id'] is of type UUID;"),
+        ({"shade": Shade.NONE}, "data['shade'] is of type Shade, an Enum;"),
+        ({"at": datetime.now(UTC)}, "data['at'] is of type datetime;"),
+        ({"ids": [{7: 1}]}, "data['ids'][0] has the key 7, and keys are texts"),
+        ({"none": None, "rate": float("inf")}, "data['rate'] is NaN or Infinity"),
+    ],
+)
+def test_data_that_json_cannot_hold_is_refused_and_its_place_named(data: Any, where: str) -> None:
+    with pytest.raises(InvalidData, match=f"^job data is not JSON: {re.escape(where)}"):
+        new_job(data)
+
+
+@pytest.mark.parametrize("data", [OrderedDict(a=1), {"pair": (1, 2)}, [True, None, 1.5, "ü"]])
+def test_subclasses_of_json_types_and_tuples_are_stored(queue: OneQueue, data: Any) -> None:
+    [job_id] = queue.producer.enqueue([new_job(data)])
+    assert queue.viewer.job(job_id)["data"] == json.loads(json.dumps(data))
 
 
 @pytest.mark.spec("Q22")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from forq import Client
 from forq.errors import Exists, InvalidData, QueueFull, UnknownQueue
 from tests.support.running import HANDLERS, Forq, running, wait_until
 
@@ -213,3 +214,11 @@ def test_a_handler_reaches_its_own_redis_without_being_told_where_it_is(redis_ur
         forq.create("chain", "enqueue_another")
         forq.client().queue("chain").enqueue(3)
         wait_until(lambda: forq.queue_status("chain")["processed"] == 4)
+
+
+def test_a_handler_finds_the_queues_of_its_own_prefix() -> None:
+    with running(settings='prefix = "mine:"\n') as forq:
+        forq.create("chain", "enqueue_another")
+        queue = Client(forq.url, prefix="mine:").queue("chain")
+        queue.enqueue(2)
+        wait_until(lambda: queue.status()["processed"] == 3, what="each job has enqueued the next one")

@@ -107,7 +107,7 @@ def test_each_job_of_a_large_batch_has_its_own_result(forq: Forq, function: str)
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("object", "not JSON: Type is not JSON serializable: object"),
+        ("object", "not JSON: result is of type object"),
         ("recursive", "not JSON: Recursion limit"),
         ("deadly", "never"),
         ("nan", "NaN"),

@@ -18,7 +18,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from forq.broker.journal import Event
 from forq.broker.stored_options import stored_defaults
-from forq.errors import ConfigError, ForqError
+from forq.errors import ConfigError, ForqError, UnknownQueue
 from forq.pipeline import compaction, ingest
 from forq.pipeline.folder import Folder
 from forq.pipeline.history import History, read_history
@@ -244,13 +244,23 @@ def test_the_command_sums_up_what_it_did(
     fill(queue, 7)
     parser = argparse.ArgumentParser()
     ingest.add_arguments(parser)
-    common = {"history": str(tmp_path), "redis": queue.url, "prefix": None}
+    common = {"history": str(tmp_path), "redis": queue.url, "prefix": "forq:"}
     assert ingest.run(parser.parse_args(["--json"], argparse.Namespace(**common))) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["rows"], said["batches"]) == (len(events_of(queue)), 1)
     assert 0 <= said["lag_seconds"] < 60
     assert ingest.run(parser.parse_args([], argparse.Namespace(**common))) == 0
     assert capsys.readouterr().out.startswith("0 rows in 0 batches")
+
+
+def test_the_command_refuses_a_prefix_that_no_queue_has(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    ingest.add_arguments(parser)
+    common = argparse.Namespace(history=str(tmp_path), redis=queue.url, prefix="other:")
+    with pytest.raises(
+        UnknownQueue, match=r"no queue whose keys begin with 'other:'.* give --prefix, or set FORQ_PREFIX"
+    ):
+        ingest.run(parser.parse_args([], common))
 
 
 @pytest.mark.timeout(60 + 60 * KILLS)

@@ -123,7 +123,7 @@ def test_a_job_that_is_there_is_left_or_updated_as_asked(spark: SparkSession, qu
             "'q' queue, to_json(array(repeat('1', 2000000))) data, 'big' id",
             "row 0 of partition 0 .id 'big'.: .* larger than max_data",
         ),
-        ("'q' queue, double('nan') data", "row 0 of partition 0 .*: job data is not JSON: NaN"),
+        ("'q' queue, double('nan') data", "row 0 of partition 0 .*: job data is not JSON: data is NaN"),
         ("'q' queue", "has no column 'data'"),
         ("'q' queue, 1 data, 2 priorty", "has a column 'priorty' that jobs do not have"),
         ("'q' queue, 1 data, 2 id", "column id is int, not a string"),

@@ -21,7 +21,7 @@ async def echo_async(data: Any, job: Job) -> Any:
 
 
 class Deadly(dict[str, Any]):
-    def values(self) -> Any:
+    def items(self) -> Any:
         raise SystemExit("never")
 
 
