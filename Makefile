@@ -20,18 +20,24 @@ help: ## list the targets
 setup: $(READY) ## make .venv with forq; quick when nothing changed
 
 $(READY): setup.cfg setup.py pyproject.toml
-	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "make: $(PYTHON) must be Python 3.11 or newer with venv (on Debian: apt install python3-venv); choose another with PYTHON=..." >&2; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "make: there is no $(PYTHON): install Python 3.11 or newer (on Debian: apt install python3 python3-venv), or choose one with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: $(PYTHON) is $$($(PYTHON) --version), and forq needs 3.11 or newer; choose another with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "make: $(PYTHON) has no venv: on Debian apt install python3-venv; or choose another Python with PYTHON=..." >&2; exit 1; }
 	@test -d src/forq/supervisor || { \
 	  echo "make: src/forq/supervisor is not a link to a folder: clone with symbolic links (git config core.symlinks true)" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@echo 'make: installing forq and its packages into $(VENV) (once, about half a minute)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
 tools: $(TOOLS) ## and with the tools, Spark and a Java for it: what tests need (500 MB)
 
 $(TOOLS): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,pipeline,java,metrics,top,tracing]'
+	@echo 'make: installing the test tools and Spark into $(VENV) (once, 500 MB, one or two minutes)'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,pipeline,java,metrics,top,tracing]'
 	@touch $@
 
 run: setup ## start a supervisor with two sample queues, in the foreground
