@@ -17,13 +17,13 @@ from typing import Any
 
 from forq import exits
 from forq.errors import ForqError
+from forq.forwarding import Forwarder
 from forq.liveness import DISK_SECONDS, may_take, passed
 from forq.log_format import LogFormat
 from forq.output_pipe import NAME, RATE, open_pipe
 from forq.redaction import Redaction
 from forq.scoreboard import Scoreboard
 from forq.services.desk import Desk
-from forq.services.forwarding import Forwarder
 from forq.services.output_lines import Record
 from forq.services.output_ring import Ring, sweep
 from forq.services.queue_output import QueueOutput, RunningJobs

@@ -210,7 +210,10 @@ class Connection:
         if not self._writing:
             self._flush()
         if len(self._output) > MAX_OUTPUT_BYTES:
-            log.warning("a client does not read its answers: dropped", extra={"peer": self.peer._asdict()})
+            log.warning(
+                "a client does not read its answers: dropped",
+                extra={"peer_uid": self.peer.uid, "peer_pid": self.peer.pid},
+            )
             self.close()
 
     def _flush(self) -> None:

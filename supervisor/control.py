@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from forq import wire
 from forq.errors import ForqError, PermissionRefused
+from forq.logging_setup import Seldom
 from forq.supervisor.connection import Connection, Peer, Request
 from forq.supervisor.directory_watch import DirectoryWatch
 from forq.unix_socket import listen
@@ -75,6 +76,9 @@ class ControlServer:
         self._watch = self._watch_directory() if listener is None else None
         self._again_timer: Timer | None = None
         self._foreign_inode: int | None = None
+        # Whoever may not use the socket must not be able to fill the log.
+        self._refused = Seldom(log, loop.call_later)
+        self._unreadable = Seldom(log, loop.call_later)
         loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
@@ -164,7 +168,7 @@ class ControlServer:
         peer = Peer(*struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
         verbs = self._verbs_for(sock, peer)
         if verbs is None:
-            log.warning("a client was refused", extra={"peer": peer._asdict()})
+            self._refused.warn(f"client refused uid={peer.uid} gid={peer.gid} pid={peer.pid}")
             _turn_away(sock, PermissionRefused(f"user {peer.uid} may not use this control socket"))
         elif len(self._connections) >= MAX_CONNECTIONS:
             _turn_away(sock, ForqError(f"too many connections: at most {MAX_CONNECTIONS} at a time"))
@@ -186,10 +190,19 @@ class ControlServer:
             return self._verbs
         if self._group is None and self._readers is None:
             return None
-        groups = {peer.gid, *_groups_of(sock)}
+        groups = {peer.gid, *self._groups_of(sock)}
         if self._group in groups:
             return self._verbs
         return self._read_verbs if self._readers in groups else None
+
+    def _groups_of(self, sock: socket.socket) -> tuple[int, ...]:
+        """The supplementary groups the client had when it connected, from the kernel: a lookup by name may block."""
+        try:
+            packed = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _PEERGROUPS_BYTES)
+        except OSError as exc:
+            self._unreadable.warn(f"cannot read the groups of a client error={exc}")
+            return ()
+        return struct.unpack(f"{len(packed) // 4}I", packed)
 
     def _pause_accepting(self, reason: OSError) -> None:
         log.warning("no new clients for a while", extra={"reason": str(reason)})
@@ -225,13 +238,3 @@ def _turn_away(sock: socket.socket, error: ForqError) -> None:
         log.debug("a client left before it was refused", extra={"reason": str(exc)})
     finally:
         sock.close()
-
-
-def _groups_of(sock: socket.socket) -> tuple[int, ...]:
-    """The supplementary groups the client had when it connected. Asked of the kernel: a lookup by name may block."""
-    try:
-        packed = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _PEERGROUPS_BYTES)
-    except OSError as exc:
-        log.warning("cannot read the groups of a client", extra={"reason": str(exc)})
-        return ()
-    return struct.unpack(f"{len(packed) // 4}I", packed)

@@ -12,7 +12,7 @@ from pathlib import Path
 from setproctitle import setproctitle
 
 from forq.errors import ConfigError, ForqError
-from forq.logging_setup import configure
+from forq.logging_setup import Stderr, configure
 from forq.options import QueueSpec
 from forq.supervisor import entry_points, systemd
 from forq.supervisor.config import Config, load
@@ -29,12 +29,12 @@ log = logging.getLogger("forq")
 
 def run(overrides: Mapping[str, object]) -> int:
     """Serves until it is told to stop; returns the exit code."""
-    configure()
+    configure(waits=False)
     try:
         # Before anything is started that could take them for its own.
         handed = systemd.take(os.environ, os.getpid())
         config = load(overrides, os.environ)
-        configure(config.log_format, config.log_level, config.log_redact)
+        configure(config.log_format, config.log_level, config.log_redact, waits=False)
         state = StateDir(config.state_dir, strict_modes=strict_modes(os.environ))
         state.lock(on_wait=lambda pids: log.warning("killing what an earlier run left behind pids=%s", pids))
         return _serve(config, state, _specs(config, state), handed)
@@ -49,6 +49,9 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: syst
     faulthandler.enable()
     setproctitle("forq: supervisor")
     loop = Loop()
+    for handler in logging.root.handlers:
+        if isinstance(handler, Stderr):
+            handler.attach(loop)
     listener = systemd.control_listener(handed)
     if listener is not None:
         # Where systemd listens is where our own processes have to ask.

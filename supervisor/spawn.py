@@ -24,6 +24,7 @@ from typing import NoReturn
 from setproctitle import setproctitle
 
 from forq.cgroup import Cgroup
+from forq.forwarding import Forwarder
 from forq.raw_signals import set_handler, set_mask
 from forq.supervisor.loop import Loop
 from forq.treekill import become_subreaper, set_parent_death_signal
@@ -230,9 +231,12 @@ def _exec(argv: list[str], env: Mapping[str, str]) -> int:
 
 
 def _complain(text: str) -> None:
-    """To the descriptor itself: the stream may have been replaced, or its descriptor closed."""
+    """To the descriptor itself: the stream may have been replaced, or its descriptor closed. A process that ends must
+    not wait for somebody to read why."""
     with suppress(OSError):
-        os.write(2, text.encode("utf-8", "backslashreplace"))
+        forwarder = Forwarder(2)
+        forwarder.send(text.encode("utf-8", "backslashreplace"))
+        forwarder.flush()
 
 
 def _flush_stdio() -> None:

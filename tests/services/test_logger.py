@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from forq import wire
+from forq.forwarding import Forwarder
 from forq.log_format import LogFormat
 from forq.output_pipe import Line, open_pipe, pack_line, pack_note
 from forq.scoreboard import Scoreboard
-from forq.services.forwarding import Forwarder
 from forq.services.logger import Logger, LoggerSettings
 from tests.support.running import wait_until
 

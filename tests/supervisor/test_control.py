@@ -253,6 +253,35 @@ def forked_as(uid: int, gid: int, groups: list[int], path: str) -> dict[str, Any
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_user_who_is_refused_again_and_again_gets_a_line_a_second_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="forq-") as directory:
+        os.chmod(directory, 0o755)
+        serving = Serving(os.path.join(directory, "c.sock"), group=54321)
+        os.chmod(serving.path, 0o666)
+        began = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setgroups([])
+                os.setgid(1)
+                os.setuid(65534)
+                for _ in range(1000):
+                    with socket.socket(socket.AF_UNIX) as sock:
+                        sock.connect(serving.path)
+                        sock.recv(1)
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        seconds = time.monotonic() - began
+        told = [each.getMessage() for each in caplog.records if "client refused" in each.getMessage()]
+        serving.close()
+    assert 1 <= len(told) <= 2 + seconds
+    assert told[0] == f"client refused uid=65534 gid=1 pid={pid}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize(
     ("gid", "groups", "admitted"), [(54321, [], True), (1, [2, 54321], True), (1, [], False), (1, [2], False)]
 )

@@ -11,7 +11,7 @@ FOLDERS = ("supervisor", "services", "workers", "broker", "bridge", "src/forq")
 # Where a link does no harm, and why.
 MAY_FOLLOW = {
     "src/forq/cgroup.py": "files of the kernel",
-    "services/forwarding.py": "/proc/self/fd/2, which is a link",
+    "src/forq/forwarding.py": "/proc/self/fd/2, which is a link",
     "supervisor/ctl/main.py": "/dev/null",
     "src/forq/standard_streams.py": "/dev/null",
     "supervisor/stacks.py": "/proc/PID/fd, which are links",

@@ -65,6 +65,8 @@ class Forq:
         self.redis = redis
         self.environment = dict(environment or {})
         self.process: subprocess.Popen[bytes] | None = None
+        # Where its log goes, if not into a file.
+        self.stderr: int | None = None
         self.config.write_text(settings)
 
     @property
@@ -95,7 +97,11 @@ class Forq:
             command += ["--redis", self.redis]
         with open(self.directory / "log", "ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environ()
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log if self.stderr is None else self.stderr,
+                env=self.environ(),
             )
         if ready:
             wait_until(self._is_up, _START_SECONDS, f"supervisor up ({self.log})")

@@ -5,7 +5,7 @@ import socket
 import time
 from pathlib import Path
 
-from forq.services.forwarding import MAX_WAITING_BYTES, Forwarder
+from forq.forwarding import MAX_WAITING_BYTES, Forwarder
 
 
 def test_a_pipe_that_is_not_read_holds_up_nobody_and_goes_on_where_it_was() -> None:
