@@ -1,7 +1,7 @@
 """Waiting for the end of a job: one look at it, by which whoever looks is also written down, and what is heard then."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from forq.broker.codes import OK, error_for
 from forq.broker.dead import DeadJobs
@@ -13,22 +13,31 @@ from forq.broker.scripts import script
 from forq.errors import UnknownJob
 from forq.names import check_job_id, check_queue_name
 
+State = Literal["live", "done", "dead", "cancelled", "gone"]
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which job is waited for: that of this epoch of its queue whose last attempt has this fence or a later one."""
+    """Which job is waited for: that of this epoch of its queue that has this mark ('': the one that ended last)."""
 
     epoch: str
-    fence: int
+    mark: str
+
+    @property
+    def enqueued_ms(self) -> int | None:
+        enqueued = self.mark.partition("-")[2]
+        return int(enqueued) if enqueued.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """`done`: it has ended so. Neither `live` nor done: it is not there (any more), or dead."""
+    """What has become of the job. `fence`: of its last attempt, if it is done or dead. `done`: None if nothing of it is
+    kept. Gone: nobody knows how it ended, or it is dead since long."""
 
     place: Place
-    live: bool
-    done: DoneJob | None
+    state: State
+    fence: int = 0
+    done: DoneJob | None = None
 
 
 class Ends:
@@ -49,17 +58,29 @@ class Ends:
 
         UsageError if the queue keeps nothing, UnknownQueue if it is gone, also if it was made anew meanwhile.
         """
-        since = ("", "") if place is None else (place.epoch, str(place.fence))
+        since = ("", "") if place is None else (place.epoch, place.mark)
         reply = self._link.run(script("wait"), self._base, self.job_id, *since, valid_ms)
         if reply[0] != OK:
             raise error_for(self.queue, reply)
-        at = Place(reply[2].decode(), int(reply[3]))
-        return Look(at, reply[1] == b"live", read_done(reply[4]) if reply[1] == b"done" else None)
+        state, epoch, mark = (part.decode() for part in reply[1:4])
+        fence = int(reply[4]) if len(reply) > 4 else 0
+        return Look(Place(epoch, mark), state, fence, read_done(reply[5]) if len(reply) > 5 else None)
 
-    def error_of_dead(self, place: Place) -> Any:
-        """The error of this job if it is dead, else None."""
+    def error_of_dead(self, fence: int) -> Any:
+        """The error that the job died of in this attempt; None if nothing is kept of it."""
+        shown = self._shown(f"{self.job_id}@{fence}")
+        return None if shown is None else shown["error"]
+
+    def error_of_last_dead(self, place: Place, after: int = 0) -> Any:
+        """The error of the last dead job of this id, if it is the one of `place` and died in an attempt after that."""
+        shown = self._shown(self.job_id)
+        if shown is None or shown["fence"] <= after:
+            return None
+        other = place.enqueued_ms is not None and round(shown["enqueued_at"] * 1000) != place.enqueued_ms
+        return None if other else shown["error"]
+
+    def _shown(self, reference: str) -> dict[str, Any] | None:
         try:
-            shown = self._dead.show(self.job_id)
+            return self._dead.show(reference)
         except UnknownJob:
             return None
-        return shown["error"] if shown["fence"] >= place.fence else None

@@ -33,8 +33,9 @@ QUEUE_KEYS = (
     "handed:C",  # channel: an awaiter that the clerk C speaks for has something in its list
     "done",  # zset: done jobs that are kept, by the time they ended (ms)
     "done:jobs",  # hash: id -> ENDED_MS FENCE MICROS, result, record and attempts of a done job
-    "waiters",  # hash: id -> until when (ms) somebody waits for the end of that job; expires
+    "waiters",  # hash: id -> UNTIL_MS MARK: until when somebody waits for the end of that job, and which it is; expires
     "ended:ID",  # channel: how that job ended, for those who wait
+    "told:MARK:ID",  # string: how the job of this mark ended, and its result, for those who wait; expires
     "dead",  # zset: id@fence by time of death (ms)
     "dead:jobs",  # hash: id@fence -> record and error
     "outbox",  # list: lines for the failed log that no scribe has taken yet; also the channel that says so

@@ -8,13 +8,12 @@
 import select
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from forq.broker.done import DoneJob
-from forq.broker.ends import Ends, Look, Place
+from forq.broker.ends import Ends, Place
 from forq.broker.listening import Listener
-from forq.errors import JobDead, NoResult, RedisUnavailable, UnknownJob, UnknownQueue, WaitTimeout
+from forq.errors import JobDead, NoResult, RedisUnavailable, UnknownJob, WaitTimeout
 
 VALID_SECONDS = 60.0
 RECONNECT_SECONDS = (0.02, 0.1, 0.25, 0.5, 1.0)
@@ -55,45 +54,39 @@ class _Wait:
             self._listener.close()
 
     def _listen_until_done(self) -> DoneJob:
-        # A death that nobody heard has to be looked for; another job of that id may be live by now.
-        unheard, how = self._place is not None, None
         while True:
-            first = self._place is None
             look = self._ends.look(self._place, round(VALID_SECONDS * 1000))
             self._place = look.place
-            if look.done is not None:
-                if first:
-                    # Who comes after the end gets what ended last: a later job of that id may be dead.
-                    self._raise_if_dead(replace(look.place, fence=look.done.fence + 1))
-                return look.done
-            if how == "done":
-                raise UnknownJob(f"{self._job} is done, and its result is not kept (any more)")
-            if unheard or not look.live:
-                self._raise_if_dead(look.place)
-            if not look.live:
-                raise UnknownJob(f"{self._job} is not there, and no result of it is kept")
-            unheard, how = False, self._hear(look)
-            if how == "dead":
-                self._raise_if_dead(look.place)
-                raise JobDead(f"{self._job} failed for good, and its error is not kept any more")
+            match look.state:
+                case "live":
+                    self._hear(look.place)
+                case "done" if look.done is not None:
+                    if not look.place.mark:
+                        # Who comes after the end gets what ended last: a later job of that id may be dead.
+                        self._raise_if_dead(self._ends.error_of_last_dead(look.place, look.done.fence))
+                    return look.done
+                case "done":
+                    raise UnknownJob(f"{self._job} is done, and its result is not kept (any more)")
+                case "dead":
+                    self._raise_if_dead(self._ends.error_of_dead(look.fence))
+                    raise JobDead(f"{self._job} failed for good, and its error is not kept any more")
+                case "gone":
+                    self._raise_if_dead(self._ends.error_of_last_dead(look.place))
+                    raise UnknownJob(f"{self._job} is not there, and no result of it is kept")
+                case "cancelled":
+                    raise UnknownJob(f"{self._job} was cancelled or removed")
 
-    def _hear(self, look: Look) -> str | None:
-        """How the job has ended; None if it is time to look again."""
+    def _hear(self, place: Place) -> None:
+        """Returns when the job may have ended, or it is time to look again."""
         look_again_at = self._now() + VALID_SECONDS / 2
-        while True:
+        while self._now() < look_again_at:
             self._check_time()
             wake_at = look_again_at if self._deadline is None else min(look_again_at, self._deadline)
-            for how, fence in _heard(self._listener, wake_at - self._now()):
-                if how == "deleted":
-                    raise UnknownQueue(f"queue {self._ends.queue!r} was deleted")
-                # What has an earlier fence is the end of an earlier job, which was on its way before the look.
-                if how == "cancelled" or fence >= look.place.fence:
-                    return how
-            if self._now() >= look_again_at:
-                return None
+            # That of another job of this id may have been on its way before the look. An earlier release tells no mark.
+            if any(mark in (place.mark, "", "-") for mark in _marks_heard(self._listener, wake_at - self._now())):
+                return
 
-    def _raise_if_dead(self, place: Place) -> None:
-        error = self._ends.error_of_dead(place)
+    def _raise_if_dead(self, error: Any) -> None:
         if error is not None:
             raise JobDead(f"{self._job} failed for good: {_shown(error)}", error)
 
@@ -116,13 +109,12 @@ class _Wait:
         time.sleep(seconds)
 
 
-def _heard(listener: Listener, seconds: float) -> list[tuple[str, int]]:
-    """What comes within so long: how it ended, and the fence of its last attempt (0: it had none)."""
+def _marks_heard(listener: Listener, seconds: float) -> list[str]:
+    """Which jobs have ended, of those that end within so long: each message is HOW FENCE MARK."""
     poll = select.poll()
     poll.register(listener.fileno(), select.POLLIN)
     poll.poll(max(0.0, seconds) * 1000)
-    messages = (message.partition(" ") for _, message in listener.hear())
-    return [(how, int(fence) if fence.isdigit() else 0) for how, _, fence in messages]
+    return [(*message.split(" "), "", "")[2] for _, message in listener.hear()]
 
 
 def _shown(error: Any) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from forq import Client
-from forq.broker.ends import Ends, Place
+from forq.broker.ends import Ends, Look
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.listening import Listener
+from forq.broker.producing import Update, new_job
 from forq.errors import (
     BY_CODE,
     ForqError,
@@ -77,6 +78,10 @@ class Waiting:
 
 def waiters(queue: OneQueue) -> dict[str, str]:
     return queue.hash("waiters")
+
+
+def valid_until(queue: OneQueue, job_id: str = "a") -> int:
+    return int(waiters(queue)[job_id].split(" ")[0])
 
 
 def claimed(queue: OneQueue, *ids: str) -> HandWorker:
@@ -227,6 +232,18 @@ def test_an_earlier_result_is_not_that_of_a_job_that_was_cancelled(queue: OneQue
         waiting.result()
 
 
+def test_an_earlier_result_is_not_that_of_a_job_that_was_removed(queue: OneQueue) -> None:
+    worker = claimed(queue, "a")
+    worker.turn(done="a", results={"a": '"earlier"'})
+    queue.enqueue("a")
+    worker.turn(want=1)
+    waiting = Waiting(queue).begun()
+    queue.producer.remove("a")
+    worker.turn(done="a", results={"a": '"removed"'})
+    with pytest.raises(UnknownJob, match="is done, and its result is not kept"):
+        waiting.result()
+
+
 def test_who_waits_for_nothing_is_told_at_once(queue: OneQueue) -> None:
     jobs = Client(queue.url).queue("q")
     with pytest.raises(UnknownJob):
@@ -292,7 +309,8 @@ def test_a_queue_that_is_deleted_is_unknown_to_all_who_wait(queue: OneQueue) -> 
 
 def test_a_queue_for_which_very_many_wait_can_be_deleted(queue: OneQueue) -> None:
     queue.redis.hset(queue.key("waiters"), mapping={f"j{number}": 1 for number in range(10_000)})
-    assert heard(queue, "j9999", lambda: queue.registry.delete("q", force=True)) == ["deleted 0"]
+    assert heard(queue, "j9999", lambda: queue.registry.delete("q", force=True)) == ["deleted 0 -"]
+    assert queue.redis.keys("*:told:*") == []
 
 
 def test_a_queue_that_was_made_again_while_nobody_heard_is_another(queue: OneQueue) -> None:
@@ -397,22 +415,176 @@ def test_out_of_memory_one_can_still_wait(queue: OneQueue) -> None:
 # The script.
 
 
-def test_which_job_is_meant_is_told_by_the_first_look(queue: OneQueue) -> None:
-    worker = claimed(queue, "a")
-    queue.enqueue("b")
-    fence = int(worker.fence)
-    assert ends(queue, "a").look(None, VALID_MS).place.fence == fence
-    assert ends(queue, "b").look(None, VALID_MS).place.fence == fence + 1
-    queue.producer.remove("a")
-    assert ends(queue, "a").look(None, VALID_MS).place.fence == fence, "also of a job that was removed"
-    worker.turn(done="a")
+def again(queue: OneQueue, look: Look, job_id: str = "a") -> Look:
+    return ends(queue, job_id).look(look.place, VALID_MS)
+
+
+def run_next(queue: OneQueue, worker: HandWorker, result: str) -> None:
+    """The job of that id that waits is claimed and done."""
+    assert worker.turn(want=1) == ["a"]
+    worker.turn(done="a", results={"a": f'"{result}"'})
+
+
+def test_all_who_wait_for_one_job_have_its_mark_and_those_of_the_next_another(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    first = ends(queue).look(None, VALID_MS)
+    worker = queue.worker()
     worker.turn(want=1)
-    worker.turn(done="b", results={"b": "1"})
-    place = ends(queue, "b").look(None, VALID_MS).place
-    assert place.fence == 0, "it has ended: any will do"
-    later = Place(place.epoch, int(worker.fence) + 1)
-    assert ends(queue, "b").look(later, VALID_MS).done is None
-    assert ends(queue, "b").look(Place(place.epoch, int(worker.fence)), VALID_MS).done is not None
+    assert ends(queue).look(None, VALID_MS).place == first.place, "it is claimed, and the same job"
+    queue.enqueue("a", if_exists="update")
+    worker.turn(done="a", results={"a": "1"})
+    second = ends(queue).look(None, VALID_MS)
+    assert (second.state, second.place == first.place) == ("live", False)
+    run_next(queue, worker, "second")
+    last = ends(queue).look(None, VALID_MS)
+    assert (last.state, last.place.mark, last.fence) == ("done", "", int(worker.fence))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("behind", ["blocked", "afterwards"])
+def test_the_result_of_the_next_job_of_that_id_is_never_taken_for_its_own(
+    queue: OneQueue, begun: bool, behind: str
+) -> None:
+    """Both are done before who waits for the first one looks."""
+    queue.enqueue("a")
+    worker = queue.worker()
+    if begun:
+        worker.turn(want=1)
+    look = ends(queue).look(None, VALID_MS)
+    if not begun:
+        worker.turn(want=1)
+    if behind == "blocked":
+        queue.enqueue("a", if_exists="update")
+    worker.turn(done="a", results={"a": '"first"'})
+    if behind == "afterwards":
+        queue.enqueue("a")
+    other = ends(queue).look(None, VALID_MS)
+    run_next(queue, worker, "second")
+    assert [again(queue, each).done.result for each in (look, other)] == ["first", "second"]  # type: ignore[union-attr]
+
+
+def test_a_job_that_waits_for_its_time_and_is_updated_stays_the_same(queue: OneQueue) -> None:
+    queue.producer.enqueue([new_job(1, id="a", run_in=3600)])
+    look = ends(queue).look(None, VALID_MS)
+    queue.producer.enqueue([new_job(2, id="a")], Update("update"))
+    assert again(queue, look).place == look.place
+    run_next(queue, queue.worker(), "updated")
+    queue.enqueue("a")
+    assert again(queue, look).done.result == "updated"  # type: ignore[union-attr]
+
+
+def test_a_job_that_comes_back_with_what_was_blocked_behind_it_stays_the_same(queue: OneQueue) -> None:
+    worker = claimed(queue, "a")
+    look = ends(queue).look(None, VALID_MS)
+    queue.enqueue("a", if_exists="update")
+    queue.recover(worker)
+    assert again(queue, look).state == "live"
+    run_next(queue, queue.worker("w2"), "at last")
+    assert again(queue, look).done.result == "at last"  # type: ignore[union-attr]
+
+
+def test_a_cancelled_job_is_not_the_one_that_was_enqueued_after_it(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    waiting = Waiting(queue).begun()
+    look = ends(queue).look(None, VALID_MS)
+    queue.producer.cancel("a")
+    queue.enqueue("a")
+    with pytest.raises(UnknownJob, match="cancelled"):
+        waiting.result()
+    run_next(queue, queue.worker(), "of the other one")
+    assert again(queue, look).state == "cancelled"
+
+
+def test_a_dead_job_is_not_the_one_that_was_done_after_it(queue: OneQueue) -> None:
+    worker = claimed(queue, "a")
+    look = ends(queue).look(None, VALID_MS)
+    queue.enqueue("a", if_exists="update")
+    worker.turn(failed="a", error='{"name":"Oops","message":"no"}')
+    died = int(worker.fence)
+    run_next(queue, worker, "of the other one")
+    seen = again(queue, look)
+    assert (seen.state, seen.fence) == ("dead", died)
+    assert ends(queue).error_of_dead(died) == {"name": "Oops", "message": "no"}
+
+
+def test_a_result_that_is_kept_no_more_is_still_told_to_who_waits(queue: OneQueue) -> None:
+    queue.registry.configure("q", {"done_max": 1}, {})
+    worker = claimed(queue, "a", "b")
+    look = ends(queue).look(None, VALID_MS)
+    worker.turn(done="a", keep=1, results={"a": '"first"'})
+    worker.turn(done="b", results={"b": "2"})
+    assert queue.hash("done:jobs").keys() == {"b"}
+    assert again(queue, look).done.result == "first"  # type: ignore[union-attr]
+
+
+def test_what_was_told_is_forgotten_after_a_minute(queue: OneQueue) -> None:
+    worker = claimed(queue, "a", "b")
+    look = ends(queue).look(None, VALID_MS)
+    worker.turn(done="ab", results={"a": "1", "b": "2"})
+    [told] = queue.redis.keys("*:told:*")
+    assert told.decode() == queue.key(f"told:{look.place.mark}:a")
+    assert 50_000 < queue.redis.pttl(told) <= 60_000
+
+
+def forget_who_waits(queue: OneQueue) -> None:
+    """He was away for longer than he was written down for."""
+    queue.redis.delete(queue.key("waiters"), *queue.redis.keys("*:told:*"))
+
+
+def test_who_was_away_for_long_finds_his_job_by_the_time_it_was_enqueued(queue: OneQueue) -> None:
+    worker = claimed(queue, "a")
+    look = ends(queue).look(None, VALID_MS)
+    forget_who_waits(queue)
+    other = ends(queue).look(None, VALID_MS)
+    assert other.place != look.place
+    seen = again(queue, look)
+    assert (seen.state, seen.place) == ("live", other.place), "both are told"
+    worker.turn(done="a", results={"a": '"mine"'})
+    forget_who_waits(queue)
+    assert again(queue, look).done.result == "mine"  # type: ignore[union-attr]
+    time.sleep(0.002)
+    queue.enqueue("a")
+    assert again(queue, look).done.result == "mine", "another one is live"  # type: ignore[union-attr]
+    run_next(queue, worker, "of the other one")
+    assert again(queue, look).state == "gone"
+
+
+def test_who_was_away_for_long_finds_a_dead_job_by_the_time_it_was_enqueued(queue: OneQueue) -> None:
+    worker = claimed(queue, "a")
+    look = ends(queue).look(None, VALID_MS)
+    worker.turn(failed="a", error='{"name":"Oops"}')
+    forget_who_waits(queue)
+    assert again(queue, look).state == "gone"
+    assert ends(queue).error_of_last_dead(look.place) == {"name": "Oops"}
+    time.sleep(0.002)
+    queue.enqueue("a")
+    other = ends(queue).look(None, VALID_MS)
+    assert ends(queue).error_of_last_dead(other.place) is None
+
+
+def test_an_end_that_is_told_without_a_mark_is_found(queue: OneQueue) -> None:
+    """By an earlier release."""
+    worker = claimed(queue, "a")
+    waiting = Waiting(queue).begun()
+    queue.redis.hset(queue.key("waiters"), "a", 2**42)
+    assert ends(queue).look(None, VALID_MS).state == "live"
+    queue.redis.hdel(queue.key("waiters"), "a")
+    worker.turn(done="a", results={"a": '"found"'})
+    queue.redis.publish(queue.key("ended:a"), f"done {worker.fence}")
+    assert waiting.result() == "found"
+
+
+def test_many_jobs_of_one_id_one_behind_the_other_give_each_its_own_result(queue: OneQueue) -> None:
+    worker = claimed(queue, "a")
+    waits = []
+    for number in range(30):
+        waits.append(Waiting(queue).begun())
+        queue.enqueue("a", if_exists="update")
+        worker.turn(done="a", results={"a": str(number)})
+        run_next(queue, worker, "of the other one")
+        queue.enqueue("a")
+        worker.turn(want=1)
+    assert [waiting.result() for waiting in waits] == list(range(30))
 
 
 def test_a_waiter_is_written_down_for_a_while_and_the_last_to_go_counts(queue: OneQueue) -> None:
@@ -420,9 +592,9 @@ def test_a_waiter_is_written_down_for_a_while_and_the_last_to_go_counts(queue: O
     ends(queue).look(None, 60_000)
     seconds, micros = queue.redis.time()
     now_ms = seconds * 1000 + micros // 1000
-    assert abs(int(waiters(queue)["a"]) - now_ms - 60_000) < 10_000
+    assert abs(valid_until(queue) - now_ms - 60_000) < 10_000
     ends(queue).look(None, 1000)
-    assert int(waiters(queue)["a"]) > now_ms + 40_000
+    assert valid_until(queue) > now_ms + 40_000
     ends(queue).look(None, 60_000)
     assert 100_000 < queue.redis.pttl(queue.key("waiters")) <= 120_000
 
@@ -454,15 +626,15 @@ def heard(queue: OneQueue, job_id: str, act: Callable[[], object]) -> list[str]:
 def test_only_who_waits_is_told_how_a_job_ended_and_once(queue: OneQueue) -> None:
     worker = claimed(queue, "a", "b", "c", "d")
     queue.enqueue("waits", priority=9)
-    for job_id in ("a", "b", "c", "waits"):
-        ends(queue, job_id).look(None, VALID_MS)
+    mark = {job_id: ends(queue, job_id).look(None, VALID_MS).place.mark for job_id in ("a", "b", "c", "waits")}
     fence = worker.fence
-    assert heard(queue, "a", lambda: worker.turn(done="a", keep=3)) == [f"done {fence}"]
-    assert heard(queue, "b", lambda: worker.turn(failed="b", keep=2)) == [f"dead {fence}"]
+    assert heard(queue, "a", lambda: worker.turn(done="a", keep=3)) == [f"done {fence} {mark['a']}"]
+    assert heard(queue, "b", lambda: worker.turn(failed="b", keep=2)) == [f"dead {fence} {mark['b']}"]
     queue.producer.remove("c")
-    assert heard(queue, "c", lambda: worker.turn(failed="c", keep=1)) == ["cancelled 0"]
+    assert heard(queue, "c", lambda: worker.turn(failed="c", keep=1)) == [f"cancelled 0 {mark['c']}"]
     assert heard(queue, "d", lambda: worker.turn(done="d")) == []
-    worker = claimed(queue, "a")
+    queue.enqueue("a")
+    worker.turn(want=1)
     assert heard(queue, "a", lambda: worker.turn(done="a")) == [], "that was told to somebody else"
 
 

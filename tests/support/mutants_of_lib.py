@@ -769,7 +769,7 @@ MUTANTS_OF_LIB = (
     ),
     Mutant(
         "lib/schedule.lua",
-        "    'LIMIT', 0, PROMOTED_PER_CALL)",
+        "    'LIMIT', 0, math.max(1, readable(PROMOTED_PER_CALL, READ_BYTES)))",
         "    'LIMIT', 0, 100000)",
         "many jobs that are due together hold the server up",
         "guards test_many_jobs_that_are_due_together_are_promoted_in_slices",

@@ -97,8 +97,8 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "counts.lua",
-        "local HEADS = 16",
-        "local HEADS = 1",
+        "HEADS, LISTS = 16, 12",
+        "HEADS, LISTS = 1, 12",
         "a stale hint hides the age of the oldest job",
         "viewing test_the_oldest_waiting_job_is_found_in_any_list_behind_stale_hints",
     ),
@@ -1399,7 +1399,7 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "revive.lua",
-        "  if moved > MOVED_BYTES then break end\n",
+        "  if moved > READ_BYTES then break end\n",
         "",
         "one call moves gigabytes",
         "dead test_large_records_are_moved_in_smaller_steps",
