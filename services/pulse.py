@@ -50,6 +50,8 @@ MADE = "new"
 # How long Redis may take for its first answer before that is told: less than the time between two tries to reach it.
 FIRST_ANSWER_SECONDS = 0.5
 TRY_AGAIN_SECONDS = 1.0
+# A subscription that broke is made again after this, and every queue is looked at then.
+LISTEN_AGAIN_SECONDS = 0.1
 # How long children get to end by themselves when the supervisor is gone.
 OWN_END_SECONDS = 0.3
 
@@ -80,7 +82,13 @@ class Pulse:
         link = Link(settings.url, name="forq-pulse", timeout_seconds=CALL_TIMEOUT_SECONDS)
         self._keeper = Keeper(link, settings.prefix, settings.processor)
         self._registry = Registry(link, settings.prefix)
-        verbs = {"serve": self._serve, "beat": self._beat_now, "recover": self._recover, "evict": self._evict}
+        verbs = {
+            "serve": self._serve,
+            "serve_also": self._serve_also,
+            "beat": self._beat_now,
+            "recover": self._recover,
+            "evict": self._evict,
+        }
         self._desk = Desk(settings.leash, verbs)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -93,6 +101,8 @@ class Pulse:
         self._rescued_jobs: dict[str, int] = {}
         self._ears = Listener(settings.url, due_channels(settings.prefix), name="forq-pulse-ears")
         self._due: dict[str, float] = {}
+        # Queues that release, made a moment ago: the supervisor is about to serve them.
+        self._made: set[str] = set()
 
     def run(self) -> int:
         poll = self._poll = select.poll()
@@ -119,7 +129,16 @@ class Pulse:
         served = [*params["queues"], *map(fail_queue, params["with_fail_queue"])]
         new = set(served) - set(self._queues)
         self._queues = served
-        self._heartbeats(sorted(new))
+        self._made -= new
+        self._listen_to(sorted(new))
+        return {}
+
+    def _serve_also(self, params: dict[str, Any]) -> object:
+        """One queue more. Whoever has made it is answered after this, so that the times of its first jobs are heard."""
+        queue = params["queue"]
+        new = [queue, fail_queue(queue)] if params["with_fail_queue"] else [queue]
+        self._queues = [name for name in self._queues if name not in new] + new
+        self._listen_to(new)
         return {}
 
     def _beat_now(self, params: dict[str, Any]) -> object:
@@ -165,13 +184,15 @@ class Pulse:
             heard = self._ears.hear()
         except RedisUnavailable as exc:
             self._poll.unregister(fd)
-            log.info("timers are deaf until the next heartbeat error=%s", exc)
+            log.info("lost timer subscription; subscribing again error=%s", exc)
+            self._later(LISTEN_AGAIN_SECONDS, self._listen_again)
             return
         for channel, delay_ms in heard:
             queue = queue_of_channel(channel)
             if delay_ms == MADE:
+                self._made.add(queue)
                 self._later(0, self._find_queues)
-            elif queue in self._queues and delay_ms.isdigit():
+            elif delay_ms.isdigit() and (queue in self._queues or queue in self._made):
                 self._promote_in(queue, min(int(delay_ms), LONGEST_TIMER_MS))
 
     def _promote_in(self, queue: str, delay_ms: int | None) -> None:
@@ -192,17 +213,27 @@ class Pulse:
                 # What is due stays due; heartbeats say that Redis is gone.
                 self._promote_in(queue, PROMOTE_AGAIN_MS)
 
-    def _listen(self) -> None:
-        if not self._ears.connected:
-            self._ears.connect()
-            self._poll.register(self._ears.fileno(), select.POLLIN)
-
-    def _beat(self) -> None:
+    def _listen_to(self, queues: list[str]) -> None:
+        """Hears of the times of these queues from now on, and looks at those that they have."""
+        was_deaf = not self._ears.connected
         try:
-            self._listen()
+            if was_deaf:
+                self._ears.connect()
+                self._poll.register(self._ears.fileno(), select.POLLIN)
         except RedisUnavailable as exc:
             self._note_redis(exc)
-        self._heartbeats(self._queues)
+        # What was published while nobody heard it is lost, of every queue.
+        self._heartbeats(self._queues if was_deaf and self._ears.connected else queues)
+
+    def _listen_again(self) -> None:
+        if not self._ears.connected:
+            self._listen_to([])
+        if not self._ears.connected:
+            self._later(TRY_AGAIN_SECONDS, self._listen_again)
+
+    def _beat(self) -> None:
+        self._listen_to(self._queues)
+        self._made.clear()
         self._later(0, self._find_queues)
         seconds = self._settings.heartbeat_seconds
         self._later(seconds if self._redis_ok else min(seconds, TRY_AGAIN_SECONDS), self._beat)

@@ -157,6 +157,11 @@ class Queues:
                     log.warning("the config file has them no more queue=%s unscheduled=%s", name, answer["unscheduled"])
                 unit.start()
                 self._services.tell_served()
+                if then is not None:
+                    # Else the first jobs that the caller delays could be due before anybody knows.
+                    failing = unit.spec.fail_handler is not None
+                    self._services.serve_first(name, with_fail_queue=failing, then=lambda: then(None))
+                return
             if then is not None:
                 then(error)
             if error is not None and self.serves(unit):

@@ -204,6 +204,10 @@ class Services:
             wait_seconds = self._told_at + TELL_SECONDS_PER_QUEUE * len(self.outputs.names) - self._loop.now()
             self._telling = self._loop.call_later(max(0.0, wait_seconds), self._tell_served)
 
+    def serve_first(self, queue: str, *, with_fail_queue: bool, then: Callable[[], None]) -> None:
+        """When `then` is called pulse hears of this queue's times; or it has died, and its successor is told of all."""
+        self.pulse.ask("serve_also", {"queue": queue, "with_fail_queue": with_fail_queue}, lambda answer: then())
+
     def _tell_served(self) -> None:
         self._telling, self._told_at = None, self._loop.now()
         queues, failing = self._served()

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.support.delayed_jobs import DelayedJobs, Lateness
-from tests.support.running import Forq, running
+from tests.support.running import HANDLERS, Forq, running, wait_until
 from tests.support.server import Server
 
 JOBS = int(os.environ.get("FORQ_TEST_DELAYED", "1700"))
@@ -96,3 +96,28 @@ def test_jobs_of_one_time_run_in_the_order_in_which_they_were_stored(server: Ser
         jobs.wait_until_all_ran(60)
         assert [event.job for event in jobs.events() if event.verb == "promoted"] == jobs.ids
         assert [number for number, _ in jobs.runs()] == list(range(IN_ORDER))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.one_server
+def test_who_hears_of_due_times_hears_of_a_new_queue_s_when_create_has_answered(server: Server, redis_url: str) -> None:
+    """Redis comes back just before: the next heartbeat, and so the next look, is far away."""
+    server.stop()
+    forq = Forq(redis=redis_url, settings=RARE_BEATS)
+    try:
+        forq.start(ready=False)
+        wait_until(lambda: "redis is gone" in forq.log)
+        server.start()
+        create = ("create", "later", "--handler", "delayed:note_run", "--path", str(HANDLERS))
+        wait_until(lambda: forq.run_ctl(*create).returncode == 0)
+        with server.connect() as redis:
+            ears = [client["psub"] for client in redis.client_list() if client["name"] == "forq-pulse-ears"]
+            assert ears == ["1"], "pulse listens"
+            assert redis.hget("forq:queue:{later}:counts", "last_beat_ms")
+        forq.wait_for_child("later")
+        jobs = DelayedJobs(forq, server, made=True)
+        jobs.store([round((time.time() + 0.5) * 1000) + 10 * number for number in range(100)])
+        jobs.wait_until_all_ran(60)
+        check(jobs, "the first jobs of a new queue")
+    finally:
+        forq.remove()

@@ -40,12 +40,17 @@ def lateness(late_us: list[float]) -> Lateness:
 
 
 class DelayedJobs:
-    def __init__(self, forq: Forq, server: Server, name: str = "later", concurrency: int = 2) -> None:
+    """`made`: the queue is there already."""
+
+    def __init__(
+        self, forq: Forq, server: Server, name: str = "later", concurrency: int = 2, *, made: bool = False
+    ) -> None:
         self._forq = forq
         self._server = server
         self.name = name
         settings = [f"--set=concurrency={concurrency}", "--set=journal_max=1gb"]
-        forq.ctl("create", name, "--handler", "delayed:note_run", "--path", str(HANDLERS), *settings)
+        if not made:
+            forq.ctl("create", name, "--handler", "delayed:note_run", "--path", str(HANDLERS), *settings)
         forq.wait_for_child(name)
         self.queue: Queue = forq.client().queue(name)
         self.ids: list[str] = []
