@@ -86,6 +86,9 @@ class Cluster:
     def masters(self) -> list["Link"]:
         return [self._link(url) for url in self._map().masters()]
 
+    def missed(self) -> int:
+        return sum(link.missed() for link in self._links.values())
+
     def close(self) -> None:
         for link in self._links.values():
             link.close()

@@ -11,6 +11,7 @@ import os
 import select
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,8 @@ class Link:
         self._connection: Connection | None = None
         self._pid = 0
         self._used_at = 0.0
+        # How often the server lacked a function that was called.
+        self._missed = 0
         # Of the present connection; None until learn_client_id has asked.
         self.known_client_id: int | None = None
 
@@ -89,11 +92,18 @@ class Link:
             return self.pipeline([(*how, 1, base) for base in bases])
 
     def offer(self, script: Script) -> None:
-        """Gives the server a script, for those who may call it and may not do that themselves."""
-        self._load(script)
+        """Gives every server a script, for those who may call it and may not do that themselves."""
+        for master in self.masters():
+            with suppress(_ScriptKnown):
+                master.call("FUNCTION", "LOAD", script.library)
+
+    def missed(self) -> int:
+        """Grows when a server turns out to have lost its functions: by a restart without its data, or a flush."""
+        return self._missed if self._cluster is None else self._cluster.missed()
 
     def _load(self, script: Script) -> tuple[str, str]:
         """Gives the server a script; how it is to be called then."""
+        self._missed += 1
         try:
             self.call("FUNCTION", "LOAD", script.library)
         except _ScriptKnown:
@@ -101,6 +111,11 @@ class Link:
         except BackPressure:
             # A server that is out of memory takes no new function, but runs a script that may go beyond that.
             return "EVAL", script.source
+        except _NotAllowed as exc:
+            raise RedisUnavailable(
+                f"Redis at {self.shown_url} does not have function {script.name}, which a supervisor of this release "
+                f"loads when it reaches Redis; this user may not load it: {exc}"
+            ) from exc
         return "FCALL", script.name
 
     def call_together(self, *commands: tuple[Any, ...]) -> list[Any]:
@@ -237,6 +252,8 @@ class Link:
             return _ScriptMissing(f"Redis at {self.shown_url} has forgotten a function: {text}")
         if text.startswith("ERR Library") and text.endswith("already exists"):
             return _ScriptKnown(text)
+        if text.startswith("NOPERM"):
+            return _NotAllowed(f"Redis at {self.shown_url} refused the call: {text}")
         if "OOM" in text[:80]:
             return BackPressure(f"Redis at {self.shown_url} is out of memory: {text}")
         if text.startswith(_NOT_NOW):
@@ -276,6 +293,10 @@ def _text(exc: Exception) -> str:
 
 class _ScriptMissing(RedisUnavailable):
     """The server does not know the script: it was not run."""
+
+
+class _NotAllowed(ForqError):
+    """The server's rules (ACL) do not allow this user to make the call."""
 
 
 class _ScriptKnown(ForqError):

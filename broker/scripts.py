@@ -31,8 +31,11 @@ MOST_UPVALUES = 55
 _LUAS_OWN = frozenset(("error", "ipairs", "math", "next", "pairs", "redis", "string", "table", "type", "unpack"))
 
 
-# What a client uses that enqueues jobs, looks at them, and awaits results and releases.
-OF_CLIENTS = ("enqueue", "cancel", "counts", "wait", "await", "unawait", "ack")
+# What the methods of a Queue (src/forq/client.py) use, so that a producer that may not load functions may call them.
+OF_CLIENTS = (
+    *("enqueue", "cancel", "counts", "wait", "await", "unawait", "ack"),
+    *("revive", "discard", "set_schedule", "drop_schedule", "trigger"),
+)
 
 
 @dataclass(frozen=True, slots=True)

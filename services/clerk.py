@@ -123,7 +123,7 @@ class Clerk:
         return {"server": check_server(self._link)}
 
     def offer(self, params: dict[str, Any]) -> object:
-        """Clients need not have the right to give the server functions: it has got those that they use."""
+        """Clients need not have the right to load functions: the server gets those that they use."""
         for verb in OF_CLIENTS:
             self._link.offer(script(verb))
         return {}

@@ -5,8 +5,9 @@
    a BLMOVE that was under way may still be served to a connection that is already dead.
 3. Rescue: while some worker holds a batch, it looks at the scoreboard and gives back what is stuck behind a slow job.
 4. Timers: it hears when the next scheduled job or tick of a queue is due, and makes it waiting, or fires it, on time.
-5. It finds queues that release and are not served here: with each heartbeat, and when it hears that one was made.
-6. When the supervisor dies, it kills the children that cannot do so themselves.
+5. It tells when Redis is back, or has lost its functions: clients may not be allowed to load those that they use.
+6. It finds queues that release and are not served here: with each heartbeat, and when it hears that one was made.
+7. When the supervisor dies, it kills the children that cannot do so themselves.
 """
 
 import heapq
@@ -79,7 +80,7 @@ class Pulse:
     def __init__(self, settings: PulseSettings) -> None:
         self._settings = settings
         self._board = settings.scoreboard
-        link = Link(settings.url, name="forq-pulse", timeout_seconds=CALL_TIMEOUT_SECONDS)
+        link = self._link = Link(settings.url, name="forq-pulse", timeout_seconds=CALL_TIMEOUT_SECONDS)
         self._keeper = Keeper(link, settings.prefix, settings.processor)
         self._registry = Registry(link, settings.prefix)
         verbs = {
@@ -220,6 +221,7 @@ class Pulse:
             if was_deaf:
                 self._ears.connect()
                 self._poll.register(self._ears.fileno(), select.POLLIN)
+                self._desk.tell("redis_back")
         except RedisUnavailable as exc:
             self._note_redis(exc)
         # What was published while nobody heard it is lost, of every queue.
@@ -253,6 +255,7 @@ class Pulse:
 
     def _heartbeats(self, queues: list[str]) -> None:
         away: RedisUnavailable | None = None
+        missed = self._link.missed()
         for queue, beat in self._keeper.heartbeats(queues, self._settings.expiry_ms, self._positions()):
             if isinstance(beat, RedisUnavailable):
                 away = beat
@@ -263,6 +266,8 @@ class Pulse:
                 self._hear_beat(queue, beat)
         if queues:
             self._note_redis(away)
+        if self._link.missed() != missed:
+            self._desk.tell("redis_back")
 
     def _hear_beat(self, queue: str, beat: Beat | ForqError) -> None:
         if isinstance(beat, QueueGone):

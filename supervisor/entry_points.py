@@ -51,6 +51,7 @@ def preload(url: str, prefix: str) -> None:
         "join",
         "recover",
         "heartbeat",
+        "promote",
         "rescue",
         "counts",
         "collect",

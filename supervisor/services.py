@@ -11,7 +11,7 @@ from typing import Any
 
 from forq.cgroup import Cgroup, Cgroups
 from forq.cgroup_limits import Delegation
-from forq.errors import ForqError, RedisUnavailable
+from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.log_format import choose
 from forq.options import QueueSpec, Value
 from forq.redis_address import shown_url
@@ -29,6 +29,7 @@ from forq.supervisor.statedir import StateDir, new_processor_name
 from forq.tallies import Tallies
 
 RETRY_SECONDS = 0.25
+OFFER_AGAIN_SECONDS = 1.0
 # How soon the name of this run is written once more after that has failed.
 SAVE_AGAIN_SECONDS = 5.0
 # Pulse, scribe and logger are told of all queues at once, and look at each: with a thousand of them once a second.
@@ -62,6 +63,9 @@ class Services:
         self.failed_log_errors: dict[str, str] = {}
         # How many requests to pulse Redis has not taken yet.
         self.unrecovered = 0
+        # Whether the clerk is giving Redis functions; None before the first time.
+        self._offering: bool | None = None
+        self._offer_missed = False
         self._telling: Timer | None = None
         self._told_at = float("-inf")
         self.scoreboard = Scoreboard.create()
@@ -222,6 +226,29 @@ class Services:
     def status_of_redis(self) -> dict[str, Any]:
         return {"url": shown_url(self.redis_url), "embedded": self.redis is not None, **self.redis_state}
 
+    def offer(self) -> None:
+        """Gives Redis the functions that clients use, now and whenever it is back: it may have come without them."""
+        self._offering = True
+        self._offer_missed = False
+
+        def offered(answer: Any) -> None:
+            self._offering = False
+            if isinstance(answer, RedisUnavailable | BackPressure):
+                self._loop.call_later(OFFER_AGAIN_SECONDS, self._offer_again)
+            elif isinstance(answer, ForqError):
+                log.error("cannot give Redis the functions that clients use error=%s", answer)
+            elif self._offer_missed:
+                self.offer()
+
+        self.clerk.ask("offer", {}, offered)
+
+    def _offer_again(self) -> None:
+        """Not before the first time, which is when all else is done; and once more after an offer that is under way."""
+        if self._offering is False:
+            self.offer()
+        else:
+            self._offer_missed = True
+
     def _scribe_started(self) -> None:
         self.failed_log_errors.clear()
         self.tell_served()
@@ -233,7 +260,9 @@ class Services:
             self.failed_log_errors[message["queue"]] = f"{message['error']} (tried {message['failures']} times)"
 
     def _pulse_event(self, message: dict[str, Any]) -> None:
-        if message["event"] == "redis":
+        if message["event"] == "redis_back":
+            self._offer_again()
+        elif message["event"] == "redis":
             self.redis_state = {**self.redis_state, "ok": message["ok"], "error": message["error"]}
         else:
             self._on_pulse(message)

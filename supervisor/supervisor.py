@@ -104,7 +104,7 @@ class Supervisor:
                 self.services.redis_state = {"ok": True, "error": None, "server": answer["server"]}
                 self.queues.open_all()
                 # Last: nothing here waits for it.
-                self.services.clerk.ask("offer", {})
+                self.services.offer()
 
         self.services.clerk.ask("check", {}, checked)
 

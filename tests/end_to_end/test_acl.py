@@ -1,17 +1,19 @@
 """etc/redis-acl.conf: forq works with it, and each user can do no more than it says."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import redis
 
-from forq import Client
+from forq import Client, Queue
 from forq.broker import scripts
 from forq.broker.scripts import OF_CLIENTS, script
-from forq.errors import ForqError
-from tests.support.running import Forq, running, wait_until
+from forq.client import new_job
+from forq.errors import ForqError, RedisUnavailable, UnknownJob, UnknownQueue
+from tests.support.running import HANDLERS, Forq, running, wait_until
 from tests.support.server import Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,10 +23,10 @@ USERS = ("worker", "producer", "monitor")
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@contextmanager
+def server_with_recipe(directory: Path) -> Iterator[Server]:
     """With the recipe as it is, and one more user who looks after the test."""
-    conf = tmp_path_factory.mktemp("acl") / "acl.conf"
+    conf = directory / "acl.conf"
     conf.write_text(RECIPE + "\nuser admin on >admin ~* &* +@all\n")
     server = Server(include=conf, user="admin:admin@")
     try:
@@ -32,6 +34,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
     finally:
         server.remove()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with server_with_recipe(tmp_path_factory.mktemp("acl")) as server:
+        yield server
 
 
 def url(server: Server, user: str) -> str:
@@ -139,6 +147,94 @@ def test_a_producer_may_enqueue_look_cancel_and_wait_and_nothing_else(forq: Forq
             raw.execute_command("FUNCTION", "LOAD", script("enqueue").library)
         with pytest.raises(redis.exceptions.NoPermissionError):
             raw.hset("forq:queues", "p", "x")
+
+
+def whole_api(client: Client) -> dict[str, Callable[[], object]]:
+    """A call of each method that a queue has for producers, none of which needs another user to have done something
+    before; and what it raises, if that is so by what it says."""
+    work, gate, box = client.queue("api"), client.queue("api-gate"), client.queue("api-box")
+    return {
+        "enqueue": lambda: work.enqueue(1, id="a", run_in=3600),
+        "enqueue_many": lambda: work.enqueue_many([]),
+        "enqueue_jobs": lambda: work.enqueue_jobs([new_job(1, id="b", run_in=3600)]),
+        "cancel": lambda: work.cancel("a"),
+        "remove": lambda: work.remove("b"),
+        "wait_release": lambda: gate.wait_release("x", timeout=0.01),
+        "next_release": lambda: gate.next_release(timeout=0.01),
+        "dequeue": box.dequeue,
+        "wait": lambda: raises(UnknownJob, lambda: work.wait("gone", timeout=1)),
+        "job": lambda: raises(UnknownJob, lambda: work.job("gone")),
+        "jobs": work.jobs,
+        "dead": work.dead,
+        "retry_dead": lambda: raises(UnknownJob, lambda: work.retry_dead("gone")),
+        "discard_dead": lambda: raises(UnknownJob, lambda: work.discard_dead("gone")),
+        "schedule": lambda: work.schedule("yearly", cron="0 0 1 1 *"),
+        "schedules": work.schedules,
+        "trigger": lambda: work.trigger("yearly"),
+        "unschedule": lambda: work.unschedule("yearly"),
+        "status": work.status,
+    }
+
+
+def raises(expected: type[ForqError], call: Callable[[], object]) -> None:
+    with pytest.raises(expected):
+        call()
+
+
+def create_for_api(forq: Forq) -> None:
+    forq.ctl("create", "api", "--handler", "traced:noop", "--path", str(HANDLERS), "--set=keep_done=1m")
+    forq.ctl("create", "api-gate", "--mode", "auto_release")
+    forq.ctl("create", "api-box", "--mode", "on_request")
+
+
+def call_whole_api(server: Server) -> None:
+    """As soon as the server has the functions of clients, which it gets as one."""
+    client = Client(url(server, "producer"))
+    wait_until(lambda: not fails(lambda: client.queue("api").schedule("yearly", cron="0 0 1 1 *")), 60)
+    for call in whole_api(client).values():
+        call()
+
+
+def fails(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except (RedisUnavailable, UnknownQueue):
+        return True
+    return False
+
+
+def test_a_producer_may_call_every_method_of_a_queue_and_no_other_user_has_to_call_it_first(tmp_path: Path) -> None:
+    with server_with_recipe(tmp_path) as server, running(redis=url(server, "worker")) as forq:
+        create_for_api(forq)
+        client = Client(url(server, "producer"))
+        assert set(whole_api(client)) == {name for name in vars(Queue) if not name.startswith("_")}
+        call_whole_api(server)
+        assert [line for line in refusals(server) if "producer" in line and "load" not in line] == []
+
+
+@pytest.mark.parametrize("how", ["flush", "restart"])
+def test_a_server_that_lost_its_functions_has_those_of_producers_again_by_itself(tmp_path: Path, how: str) -> None:
+    with (
+        server_with_recipe(tmp_path) as server,
+        running(redis=url(server, "worker"), settings='heartbeat = "1s"\nexpiry = "10s"\n') as forq,
+    ):
+        create_for_api(forq)
+        call_whole_api(server)
+        if how == "flush":
+            with server.connect() as admin:
+                admin.function_flush()
+        else:
+            server.restart()
+        client = Client(url(server, "producer"))
+        wait_until(lambda: not fails(lambda: client.queue("api").enqueue(1)), 60)
+        call_whole_api(server)
+
+
+def test_a_producer_that_comes_before_the_functions_is_told_so(tmp_path: Path) -> None:
+    with server_with_recipe(tmp_path) as server:
+        Client(server.url).create_queue("early")
+        with pytest.raises(RedisUnavailable, match=r"a supervisor of this release loads when it reaches Redis.*NOPERM"):
+            Client(url(server, "producer")).queue("early").enqueue(1)
 
 
 def test_a_monitor_may_look_and_change_nothing(forq: Forq, server: Server) -> None:

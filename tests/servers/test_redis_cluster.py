@@ -263,3 +263,29 @@ def test_with_one_node_away_the_queues_of_the_others_go_on() -> None:
         # It has forgotten everything, as it keeps nothing on disk.
         with pytest.raises(UnknownQueue):
             client.queue("q0").enqueue(1)
+
+
+def test_every_node_is_offered_a_function(cluster: RedisCluster) -> None:
+    offered = script("discard")
+    for node in cluster.nodes:
+        ask(node, "FUNCTION", "FLUSH")
+    link = Link(cluster.url)
+    for _ in range(2):
+        link.offer(offered)
+    for node in cluster.nodes:
+        assert len(ask(node, "FUNCTION", "LIST", "LIBRARYNAME", offered.name)) == 1
+    link.close()
+
+
+def test_a_function_that_some_node_had_lost_is_noticed(cluster: RedisCluster, client: Client) -> None:
+    for name in NAMES:
+        client.create_queue(name)
+    link = Link(cluster.url)
+    counts_of(link, DEFAULT_PREFIX, NAMES)
+    before = link.missed()
+    counts_of(link, DEFAULT_PREFIX, NAMES)
+    assert link.missed() == before
+    ask(cluster.node_of(queue_base(DEFAULT_PREFIX, NAMES[0])), "FUNCTION", "FLUSH")
+    counts_of(link, DEFAULT_PREFIX, NAMES)
+    assert link.missed() > before
+    link.close()
