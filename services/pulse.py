@@ -33,6 +33,7 @@ from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.liveness import passed
 from forq.scoreboard import Role, Scoreboard, State, age_ms
 from forq.services.desk import Desk
+from forq.tree_mark import TreeMark
 from forq.treekill import kill_tree
 
 CALL_TIMEOUT_SECONDS = 3.0
@@ -55,6 +56,8 @@ TRY_AGAIN_SECONDS = 1.0
 LISTEN_AGAIN_SECONDS = 0.1
 # How long children get to end by themselves when the supervisor is gone.
 OWN_END_SECONDS = 0.3
+# How long what they have left behind is looked for and killed.
+LAST_KILL_SECONDS = 5.0
 
 log = logging.getLogger("forq")
 
@@ -70,6 +73,7 @@ class PulseSettings:
     leash: socket.socket
     watch_fd: int
     cgroups: Cgroups | None
+    tree_mark: TreeMark | None = None
 
 
 def run_pulse(settings: PulseSettings) -> int:
@@ -377,6 +381,11 @@ class Pulse:
             time.sleep(0.01)
         for pid in pids:
             kill_tree(pid)
+        # What was left by children that died at the same moment as the supervisor, which would have adopted it.
+        mark = self._settings.tree_mark
+        killed, left = (set(), set()) if mark is None else mark.kill(mark.find, LAST_KILL_SECONDS)
+        if killed or left:
+            log.warning("killed what dead children had left behind pids=%s survivors=%s", sorted(killed), sorted(left))
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), call))

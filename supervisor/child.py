@@ -15,9 +15,11 @@ from forq.errors import ForqError, InvalidData
 from forq.resources import Exceeded, Resources
 from forq.supervisor.loop import Loop, Timer
 from forq.supervisor.spawn import Exit, Spawned, reap, signal_child, spawn
+from forq.tree_mark import TreeMark
 from forq.treekill import kill_orphans, kill_tree, signal_descendants
 
 TERM_GROUP_SECONDS = 2.0
+ESCAPED_SECONDS = 1.0
 MAX_LINE_BYTES = 64 * 1024 * 1024
 READ_BYTES = 64 * 1024
 # Then the others have their turn, so that no child can keep the loop to itself.
@@ -42,6 +44,8 @@ class Nursery:
     # Who wants to know that a child was stopped by a signal, or goes on.
     stops: dict[int, Callable[[bool], None]] = field(default_factory=dict)
     named: int = 0
+    # None: nothing below a queue's process is marked.
+    tree_mark: TreeMark | None = None
     _dead: list[Callable[[], None]] = field(default_factory=list)
 
     def cgroup(self, name: str) -> Cgroup | None:
@@ -85,6 +89,9 @@ class Nursery:
     def _bury_orphans(self) -> None:
         """Whatever the supervisor adopted belonged to a child that is dead."""
         killed = kill_orphans(self.pids)
+        if self.tree_mark is not None:
+            # None should have got out of our reach. To look costs as much as our ancestors have children.
+            killed += sorted(self.tree_mark.kill(self.tree_mark.find_escaped, ESCAPED_SECONDS)[0])
         if killed:
             log.warning("killed processes that a dead child had left behind pids=%s", killed)
 

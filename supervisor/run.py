@@ -11,6 +11,7 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
+from forq import tree_mark
 from forq.errors import ConfigError, ForqError
 from forq.logging_setup import Stderr, configure
 from forq.options import QueueSpec
@@ -33,6 +34,8 @@ def run(overrides: Mapping[str, object]) -> int:
     try:
         # Before anything is started that could take them for its own.
         handed = systemd.take(os.environ, os.getpid())
+        # Of a forq whose handler has started this one: what runs here is marked as ours, or not at all.
+        os.environ.pop(tree_mark.VARIABLE, None)
         config = load(overrides, os.environ)
         configure(config.log_format, config.log_level, config.log_redact, waits=False)
         state = StateDir(config.state_dir, strict_modes=strict_modes(os.environ))

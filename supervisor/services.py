@@ -77,7 +77,7 @@ class Services:
         self._delegation = None if self._cgroups is None else Delegation(self._cgroups)
         if self._delegation is not None:
             self._delegation.begin()
-        self.nursery = Nursery(loop, (state.tree_lock_fd, self._watch_fd), self._cgroups)
+        self.nursery = Nursery(loop, (state.tree_lock_fd, self._watch_fd), self._cgroups, tree_mark=state.tree_mark)
         self.processor, self.predecessor = state.take_processor()
         self._logs_dir = Path(state.path) / "logs"
         self.outputs = Outputs(self._logs_dir)
@@ -290,6 +290,7 @@ class Services:
             slots=slots,
             watch_fd=self._watch_fd,
             tree_lock_fd=self._state.tree_lock_fd,
+            tree_mark=self._state.tree_mark,
             tracing=self._config.tracing,
             tallies=self.tallies,
             output=self.outputs.directory(spec.name),
@@ -309,6 +310,7 @@ class Services:
                 leash=leash,
                 watch_fd=self._watch_fd,
                 cgroups=self._cgroups,
+                tree_mark=self._state.tree_mark,
             )
         )
 

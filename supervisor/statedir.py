@@ -24,9 +24,11 @@ from typing import Any
 from forq.errors import ConfigError, ForqError
 from forq.names import check_queue_name
 from forq.supervisor.ownership import refuse_changeable
+from forq.tree_mark import TreeMark
 from forq.treekill import kill_tree, look_at
 
 POLL_SECONDS = 0.005
+SECRET_BYTES = 16
 MACHINE_ID = Path("/etc/machine-id")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SAFE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -57,6 +59,7 @@ class StateDir:
             refuse_changeable(self.path, "state directory")
         self._supervisor_fd: int | None = None
         self._tree_fd: int | None = None
+        self._tree_mark: TreeMark | None = None
 
     @property
     def control_socket(self) -> Path:
@@ -80,6 +83,13 @@ class StateDir:
             raise ForqError(f"state directory {self.path} is not locked")
         return self._tree_fd
 
+    @property
+    def tree_mark(self) -> TreeMark:
+        """What is on everything that runs below a queue's process."""
+        if self._tree_mark is None:
+            raise ForqError(f"state directory {self.path} is not locked")
+        return self._tree_mark
+
     def lock(self, wait_seconds: float = 10.0, on_wait: Callable[[list[int]], None] | None = None) -> None:
         """Make this process the directory's supervisor; what is left of its predecessor is killed first.
 
@@ -89,6 +99,8 @@ class StateDir:
         self._supervisor_fd = self._lock_supervisor(deadline)
         try:
             self._tree_fd = self._lock_tree(deadline, on_wait)
+            self._tree_mark = self._read_tree_mark(self._tree_fd)
+            self._kill_marked(self._tree_mark, deadline, on_wait)
         except BaseException:
             self.unlock()
             raise
@@ -174,6 +186,34 @@ class StateDir:
             os.close(fd)
             raise
         return fd
+
+    def _read_tree_mark(self, tree_fd: int) -> TreeMark:
+        path = self.path / "tree.secret"
+        try:
+            secret = _read(path)
+        except FileNotFoundError:
+            secret = b""
+        if len(secret) < SECRET_BYTES:
+            secret = os.urandom(SECRET_BYTES).hex().encode()
+            with _writing(path):
+                _replace(path, secret)
+        lock = os.fstat(tree_fd)
+        return TreeMark(secret, f"{lock.st_dev}:{lock.st_ino}")
+
+    def _kill_marked(self, mark: TreeMark, deadline: float, on_wait: Callable[[list[int]], None] | None) -> None:
+        """What had lost the lock's descriptor, as programs do, and was left when all of the tree died at once."""
+        found = mark.find()
+        if found and on_wait:
+            on_wait(found)
+        left = mark.kill(mark.find, max(0.05, deadline - time.monotonic()))[1] if found else set()
+        # From now on only those that come are looked at.
+        mark.find_escaped()
+        if left:
+            pids = " ".join(map(str, sorted(left)))
+            raise ForqError(
+                f"processes that handlers of an earlier run on {self.path} have started are still there: pids {pids}; "
+                f"as root: kill -9 {pids}"
+            )
 
     def _lock_tree(self, deadline: float, on_wait: Callable[[list[int]], None] | None) -> int:
         path = self.path / "tree.lock"

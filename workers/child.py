@@ -18,6 +18,7 @@ from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Scoreboard, Slot, State
 from forq.tallies import Tallies
 from forq.trace_context import OFF
+from forq.tree_mark import TreeMark
 from forq.workers.attempt import Attempts, FailAttempts
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers, described, load_fail_handler, load_handlers, said
@@ -57,6 +58,7 @@ class ChildSettings:
     slots: tuple[int, ...]
     watch_fd: int
     tree_lock_fd: int
+    tree_mark: TreeMark
     tracing: str = OFF
     # None: nobody wants to know how long jobs wait and run.
     tallies: Tallies | None = None
@@ -67,6 +69,7 @@ class ChildSettings:
 
 def run_child(settings: ChildSettings, leash: socket.socket) -> int:
     """The entry point: returns the process's exit code."""
+    settings.tree_mark.put_on()
     _redirect_output(settings)
     base = queue_base(settings.prefix, settings.spec.name)
     minder = Minder(name=settings.name, url=settings.url, base=base, leash=leash)

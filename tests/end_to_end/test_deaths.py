@@ -156,6 +156,55 @@ def end_with_a_chain(cgroup: str, end: str) -> None:
         wait_until(lambda: not tree_of(forq.state_dir), TREE_SECONDS, "no process is left")
 
 
+def programs_of(forq: Forq) -> list[int]:
+    """The pids of what the attempts so far have started."""
+    return [int(trace.event.removeprefix("program=")) for trace in forq.traces() if trace.event.startswith("program=")]
+
+
+def kill_all_at_once(forq: Forq, spare: set[int]) -> None:
+    """Nobody gets to see the death of another."""
+    processes = [process for process in forq.processes() if process.pid not in spare]
+    for process in processes:
+        process.suspend()
+    for process in processes:
+        process.kill()
+    assert forq.process is not None
+    forq.process.wait(TREE_SECONDS)
+    wait_until(lambda: not alive({process.pid for process in processes}), TREE_SECONDS, "all are dead")
+
+
+@pytest.mark.fault("supervisor killed")
+@pytest.mark.parametrize("function", ["leave_program", "leave_copy"])
+def test_a_second_attempt_does_not_run_beside_what_the_first_has_left(function: str) -> None:
+    """Without control groups, when all of forq dies at once: nobody is left who could kill or adopt it."""
+    with running(settings='cgroup = "off"\n') as forq:
+        forq.create("leaving", function)
+        forq.ctl("push", "leaving", "1")
+        (program,) = wait_until(lambda: programs_of(forq), what="the program runs")
+        redis = {p.pid for p in forq.processes() if "redis" in " ".join(p.cmdline()) or "valkey" in p.name()}
+        kill_all_at_once(forq, spare={program, *redis})
+        assert alive({program}) == {program}
+        forq.start()
+        wait_until(lambda: len(programs_of(forq)) == 2, what="the second attempt")
+        assert not alive({program})
+        assert f"killing what an earlier run left behind pids=[{program}]" in forq.log
+        forq.ctl("shutdown", "--now")
+        assert forq.process is not None
+        forq.process.wait(TREE_SECONDS)
+        assert not alive(set(programs_of(forq)))
+
+
+@pytest.mark.fault("supervisor killed")
+def test_what_a_child_left_that_died_with_the_supervisor_is_killed_by_pulse() -> None:
+    with running(settings='cgroup = "off"\n') as forq:
+        forq.create("leaving", "leave_program")
+        forq.ctl("push", "leaving", "1")
+        (program,) = wait_until(lambda: programs_of(forq), what="the program runs")
+        pulse = next(s["pid"] for s in forq.status()["supervisor"]["services"] if s["name"] == "pulse")
+        kill_all_at_once(forq, spare={program, pulse})
+        wait_until(lambda: not alive({program, pulse}), TREE_SECONDS, "the program is dead, and pulse has ended")
+
+
 @pytest.mark.fault("supervisor killed")
 def test_a_killed_supervisor_s_job_runs_again_as_soon_as_it_is_restarted(forq: Forq) -> None:
     forq.create("survivor", "sleep")

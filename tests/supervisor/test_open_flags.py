@@ -15,6 +15,7 @@ MAY_FOLLOW = {
     "supervisor/ctl/main.py": "/dev/null",
     "src/forq/standard_streams.py": "/dev/null",
     "supervisor/stacks.py": "/proc/PID/fd, which are links",
+    "src/forq/tree_mark.py": "files of /proc",
     "src/forq/treekill.py": "files of /proc",
     "workers/tracing.py": "the operator names it, and may mean a link such as /dev/stdout",
 }

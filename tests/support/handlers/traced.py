@@ -105,6 +105,28 @@ def chain(data: Any, job: Job) -> None:
     time.sleep(3600)
 
 
+def leave_program(data: Any, job: Job) -> None:
+    """Starts a program in a session of its own, and waits for it. Its pid is the end of the event."""
+    import subprocess
+
+    code = "import time; time.sleep(3600)"
+    program = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    trace(job, f"program={program.pid}")
+    program.wait()
+
+
+def leave_copy(data: Any, job: Job) -> None:
+    """Forks a daemon that closes all its files, and takes its time. Its pid is the end of the event."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.closerange(0, 1024)
+        time.sleep(3600)
+        os._exit(0)
+    trace(job, f"program={pid}")
+    time.sleep(3600)
+
+
 def spin_in_c(data: Any, job: Job) -> None:
     """Holds the GIL in one C call for very long."""
     trace(job, "start")
