@@ -45,7 +45,10 @@ class TreeMark:
 
     def is_on(self, pid: int) -> bool:
         """False also for one that may not be looked at, and for a zombie."""
-        return self._in_environment in _read(pid, "environ").split(b"\0") or self._in_maps in _read(pid, "maps")
+        if self._in_environment in _read(pid, "environ").split(b"\0"):
+            return True
+        # To read the mappings takes long, and only what was forked from a process of ours can have that one.
+        return _runs_our_program(pid) and self._in_maps in _read(pid, "maps")
 
     def find(self) -> list[int]:
         """Every marked process of this machine but the caller and its ancestors."""
@@ -138,6 +141,15 @@ def _self_and_ancestors() -> set[int]:
         found.add(process.pid)
         process = look_at(process.ppid)
     return found
+
+
+def _runs_our_program(pid: int) -> bool:
+    """Also if it was replaced on the disk since, by an upgrade."""
+    try:
+        program = os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return False
+    return program.endswith(" (deleted)") or program == os.readlink("/proc/self/exe")
 
 
 def _read(pid: int, name: str) -> bytes:
