@@ -1,5 +1,5 @@
 #!/bin/sh
-# Checks claim.pml with Spin: with the fence it must hold, without it must fail. `make model` runs it.
+# Checks claim.pml with Spin: with the fence and the numbers of turns it must hold, without either it must fail. `make model` runs it.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 for tool in spin gcc; do
@@ -23,9 +23,20 @@ check() {
   [ "$found" = "$2" ] || { cat pan.log >&2; echo "model: $1: that $2 was expected" >&2; exit 1; }
 }
 
-check 'fenced: only the attempt that runs now settles' holds '-DSAFETY -DNOCLAIM' ''
-check 'fenced: settled once at most' holds '' '-a -N once'
-check 'fenced: the job is done at last' holds '-DNFAIR=4' '-a -f -N ends'
-check 'unfenced: a zombie settles what another runs' fails '-DSAFETY -DNOCLAIM -DREACH' '-i' '-DUNFENCED'
-echo 'how it goes wrong without the fence:'
-spin -k claim.pml.trail -DUNFENCED "$here/claim.pml" | sed -n 's/^ *\(worker [0-9] .*\)/  \1/p'
+on_time='-DDEATHS=2 -DMISTAKES=2 -DDELAYS=0'
+check 'fenced: only the attempt that runs now settles' holds '-DSAFETY -DNOCLAIM' '' "$on_time"
+check 'fenced: settled once at most' holds '' '-a -N once' "$on_time"
+check 'fenced: the job is done at last' holds '-DNFAIR=5' '-a -f -N ends' "$on_time"
+check 'numbered: a late request makes no job run again' holds '-DSAFETY -DNOCLAIM' ''
+check 'numbered: settled once at most' holds '' '-a -N once'
+check 'numbered: the job is done at last' holds '-DNFAIR=5' '-a -f -N ends'
+
+# fails NAME WHAT SPIN-OPTIONS: shows the shortest way in which it does.
+fails() {
+  check "$1" fails '-DSAFETY -DNOCLAIM -DREACH' '-i' "$3"
+  echo "how it goes wrong without $2:"
+  spin -k claim.pml.trail $3 "$here/claim.pml" | sed -n 's/^ *\(\(worker\|turn\|a late\|the job\) .*\)/  \1/p'
+}
+
+fails 'unfenced: a zombie settles what another runs' 'the fence' "$on_time -DUNFENCED"
+fails 'unnumbered: a late request takes a running job away' 'the number' -DUNNUMBERED

@@ -18,14 +18,15 @@ def without_states(text: str) -> str:
 @pytest.mark.skipif(
     not (shutil.which("spin") and shutil.which("gcc")), reason="spin and gcc are not installed (apt install spin gcc)"
 )
-def test_the_model_holds_with_the_fence_and_fails_without() -> None:
-    done = subprocess.run([str(MODEL / "check.sh")], capture_output=True, text=True, timeout=100, check=False)
+@pytest.mark.timeout(400)
+def test_the_model_holds_with_fence_and_numbers_and_fails_without() -> None:
+    done = subprocess.run([str(MODEL / "check.sh")], capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^(fenced|unfenced): .*: (holds|fails) \(\d+ states\)$", done.stdout, re.MULTILINE) == [
-        ("fenced", "holds"),
-        ("fenced", "holds"),
-        ("fenced", "holds"),
+    assert re.findall(r"^(\w+): .*: (holds|fails) \(\d+ states\)$", done.stdout, re.MULTILINE) == [
+        *[("fenced", "holds")] * 3,
+        *[("numbered", "holds")] * 3,
         ("unfenced", "fails"),
+        ("unnumbered", "fails"),
     ]
     assert without_states(done.stdout) in without_states((MODEL / "README.md").read_text()), (
         "the page shows what it says"

@@ -5,7 +5,7 @@ from functools import partial
 from tests.chaos.crash_points import CRASH_POINTS
 from tests.chaos.ground import lines
 from tests.chaos.hit import Fault
-from tests.chaos.link_faults import LINKS, cut, delay, drop_reply, freeze_link, half_open
+from tests.chaos.link_faults import LINKS, cut, delay, drop_reply, freeze_link, half_open, late_request, refused_late
 from tests.chaos.process_faults import (
     crash_at,
     kill_child,
@@ -45,6 +45,7 @@ FAULTS: dict[str, tuple[float, Fault]] = {
     "pause": (5, pause),
     "cancel": (90, cancel),
     "drop_reply": (60, drop_reply),
+    "late_request": (20, late_request),
     "cut": (6, cut),
     "delay": (4, delay),
     "freeze_link": (4, freeze_link),
@@ -62,6 +63,11 @@ def fired(stage: Stage, struck: dict[str, list[str]]) -> dict[str, list[str]]:
     if "drop_reply" in found:
         found["drop_reply"] = [
             link for link, proxy in zip(LINKS, stage.proxies, strict=True) for _ in range(proxy.dropped)
+        ]
+    if "late_request" in found:
+        workers = [f"a worker of {link}" for link in LINKS]
+        found["late_request"] = [
+            whom for whom, proxy in zip(workers, stage.proxies, strict=True) for _ in range(refused_late(proxy))
         ]
     crashed = [words[0] for words in lines(stage.ground.crashed)]
     for point, whom in CRASH_POINTS.items():

@@ -2,11 +2,16 @@
 
 import random
 
+from forq.broker.codes import STALE
 from tests.chaos.hit import Hit
+from tests.chaos.proxy import Proxy
 from tests.chaos.stage import Stage
 
 # By the number of their proxy.
 LINKS = ("producers", "supervisor 1", "supervisor 2")
+# What only a worker's turn has in it, and what the server answers to one that comes late.
+TURN = b"forq_turn_"
+STALE_ANSWER = f"*1\r\n:{STALE}\r\n".encode()
 
 
 def drop_reply(stage: Stage, chance: random.Random) -> Hit | None:
@@ -14,6 +19,17 @@ def drop_reply(stage: Stage, chance: random.Random) -> Hit | None:
     number = chance.randrange(3)
     stage.proxies[number].drop_reply(chance.choice((1, 2, 3, 5, 8, 13)))
     return Hit(LINKS[number])
+
+
+def late_request(stage: Stage, chance: random.Random) -> Hit | None:
+    """A turn arrives after its worker has connected anew. Counted when the server has refused it: `fired` looks."""
+    number = chance.choice((1, 2))
+    stage.proxies[number].hold_request(TURN, chance.choice((0.5, 1.5, 3.0)))
+    return Hit(f"a worker of {LINKS[number]}")
+
+
+def refused_late(proxy: Proxy) -> int:
+    return sum(STALE_ANSWER in answer for answer in proxy.late_answers())
 
 
 def cut(stage: Stage, chance: random.Random) -> Hit | None:

@@ -1,7 +1,8 @@
-"""A proxy between clients and a server, on unix sockets, that can lose the n-th reply, cut, delay and freeze.
+"""A proxy between clients and a server, on unix sockets, that can lose the n-th reply, cut, delay, freeze, and
+deliver a request late.
 
 One thread serves all connections. Nothing of the protocol is read: what arrives from the server in one piece counts as
-one reply.
+one reply, and what arrives from a client in one piece as one request.
 """
 
 import os
@@ -30,6 +31,25 @@ class _Way:
     pieces: deque[tuple[float, bytes]] = field(default_factory=deque)
 
 
+@dataclass(frozen=True)
+class _Hold:
+    """The next request with this text is to be delivered so much later."""
+
+    text: bytes
+    seconds: float
+
+
+@dataclass(eq=False)
+class _Late:
+    """A request whose client has been hung up on, and when the server gets it."""
+
+    server: socket.socket
+    request: bytes
+    due: float
+    delivered: bool = False
+    answer: bytes = b""
+
+
 class Proxy:
     """Listens at `path` from the start until `close`; every method may be called from any thread."""
 
@@ -44,6 +64,9 @@ class Proxy:
         self._delay_seconds = 0.0
         self._frozen = self._closing = False
         self._drop_after = 0
+        self._holds: deque[_Hold] = deque()
+        self._late: dict[socket.socket, _Late] = {}
+        self._delivered: list[_Late] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(_BACKLOG)
@@ -57,6 +80,14 @@ class Proxy:
     def drop_reply(self, number: int) -> None:
         """The number-th reply from now on is lost, and its connection is cut."""
         self._order(lambda: setattr(self, "_drop_after", number))
+
+    def hold_request(self, text: bytes, seconds: float) -> None:
+        """The next request with this text reaches the server so much later; its connection is closed to the client."""
+        self._order(lambda: self._holds.append(_Hold(text, seconds)))
+
+    def late_answers(self) -> list[bytes]:
+        """What the server has answered, by now, to each request that it got late."""
+        return [late.answer for late in self._delivered]
 
     def cut(self) -> None:
         """Every connection is closed."""
@@ -88,7 +119,7 @@ class Proxy:
     def close(self) -> None:
         self._order(lambda: setattr(self, "_closing", True))
         self._thread.join()
-        self._cut()
+        self._heal()
         self._listener.close()
         self._selector.close()
         os.close(self._wake)
@@ -99,6 +130,9 @@ class Proxy:
 
     def _heal(self) -> None:
         self._frozen, self._delay_seconds, self._drop_after = False, 0.0, 0
+        self._holds.clear()
+        for late in list(self._late.values()):
+            self._end_late(late)
         self._cut()
 
     def _run(self) -> None:
@@ -113,8 +147,12 @@ class Proxy:
                     self._accept()
                 # An order of this pass may have taken it out.
                 elif isinstance(key.fileobj, socket.socket) and self._selector.get_map().get(key.fd) == key:
-                    self._read(key.fileobj)
+                    if (late := self._late.get(key.fileobj)) is not None:
+                        self._read_answer(late)
+                    else:
+                        self._read(key.fileobj)
             self._send_due()
+            self._deliver_late()
 
     def _wait_for_orders(self) -> list[tuple[selectors.SelectorKey, int]]:
         with selectors.DefaultSelector() as orders:
@@ -130,6 +168,7 @@ class Proxy:
 
     def _patience(self) -> float | None:
         heads = [way.pieces[0][0] for way in self._ways.values() if way.pieces]
+        heads += [late.due for late in self._late.values() if not late.delivered]
         return max(_CLOGGED_SECONDS, min(heads) - time.monotonic()) if heads else None
 
     def _accept(self) -> None:
@@ -163,6 +202,9 @@ class Proxy:
         if not piece or (way.is_reply and self._is_to_be_dropped()):
             self._end(way)
             return
+        if not way.is_reply and self._holds and self._holds[0].text in piece:
+            self._hold_back(way, piece, self._holds.popleft().seconds)
+            return
         way.pieces.append((time.monotonic() + self._delay_seconds, piece))
 
     def _is_to_be_dropped(self) -> bool:
@@ -173,6 +215,46 @@ class Proxy:
             return False
         self.dropped += 1
         return True
+
+    def _hold_back(self, way: _Way, piece: bytes, seconds: float) -> None:
+        """The client sees the end of its connection now; the server has one on which nothing has come yet."""
+        client, server = way.source, way.sink
+        with self._lock:
+            del self._ways[client], self._ways[server]
+        self._selector.unregister(client)
+        client.close()
+        request = b"".join(earlier for _, earlier in way.pieces) + piece
+        self._late[server] = _Late(server, request, time.monotonic() + seconds)
+
+    def _deliver_late(self) -> None:
+        now = time.monotonic()
+        for late in [late for late in self._late.values() if not late.delivered and late.due <= now]:
+            late.delivered = True
+            try:
+                late.server.setblocking(True)
+                late.server.sendall(late.request)
+                late.server.setblocking(False)
+            except OSError:
+                self._end_late(late)
+            else:
+                self._delivered.append(late)
+
+    def _read_answer(self, late: _Late) -> None:
+        """It may come in pieces: the connection stays until the server ends it, or the proxy is healed."""
+        try:
+            piece = late.server.recv(_PIECE)
+        except OSError:
+            piece = b""
+        if not piece:
+            self._end_late(late)
+        elif late.delivered:
+            late.answer += piece
+
+    def _end_late(self, late: _Late) -> None:
+        del self._late[late.server]
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(late.server)
+        late.server.close()
 
     def _send_due(self) -> None:
         now = time.monotonic()

@@ -43,6 +43,33 @@ def test_the_nth_reply_is_lost_after_its_command_was_carried_out(proxy: Proxy, l
     assert link.call("INCR", "n") == 4, "the next connection works"
 
 
+def test_a_request_that_is_held_arrives_after_what_its_client_has_sent_since(
+    proxy: Proxy, link: Link, server: Server
+) -> None:
+    proxy.hold_request(b"early", 0.3)
+    assert link.call("RPUSH", "l", "another") == 1
+    with pytest.raises(OutcomeUnknown):
+        link.call("RPUSH", "l", "early")
+    assert link.call("RPUSH", "l", "later") == 2, "the next connection works"
+    wait_until(lambda: proxy.late_answers() == [b":3\r\n"], what="the late request is answered")
+    assert link.call("LRANGE", "l", 0, -1) == [b"another", b"later", b"early"]
+    assert proxy.connections() == 1
+
+
+def test_a_request_that_is_held_when_the_proxy_is_healed_never_arrives(
+    proxy: Proxy, link: Link, server: Server
+) -> None:
+    proxy.hold_request(b"INCR", 3600)
+    with pytest.raises(OutcomeUnknown):
+        link.call("INCR", "n")
+    proxy.heal()
+    proxy.hold_request(b"another", 0)
+    with pytest.raises(OutcomeUnknown):
+        link.call("SET", "another", 1)
+    wait_until(lambda: proxy.late_answers() == [b"+OK\r\n"], what="a later one arrives")
+    assert in_server(server) == 0
+
+
 def test_a_cut_ends_connections_and_nothing_else(proxy: Proxy, link: Link) -> None:
     proxy.cut()
     wait_until(lambda: proxy.connections() == 0)

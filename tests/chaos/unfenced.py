@@ -13,8 +13,8 @@ _WRONG = "a turn settles what was given to others"
 UNFENCED = (
     Mutant(
         "turn.lua",
-        "if redis.call('HSET', workers_key(processor), worker, turn) == 1 then\n",
-        "redis.call('HSET', workers_key(processor), worker, turn)\nif false then\n",
+        "  if not registered then return FENCED end\n",
+        "  registered = registered or '0'\n",
         _WRONG,
         "chaos",
     ),
