@@ -123,7 +123,8 @@ class Consumer:
         trip earlier. If time is up, the turn was taken all the same.
         """
         wait = ("BLMOVE", self._source, self._processing, "LEFT", "RIGHT", self._block_seconds)
-        turn = ("FCALL", self._script.name, 1, self._base, *self._about(number, 0, want), 0, 0)
+        *about, _ = self._about(number, 0, want)
+        turn = ("FCALL", self._script.name, 1, self._base, *about, "waiting", 0, 0)
         moved, reply = self.link.call_together(wait, turn)
         taken = None if isinstance(reply, ForqError) else self._read(reply)
         if isinstance(moved, ForqError) and not (taken and taken.jobs):

@@ -9,7 +9,7 @@ import orjson
 
 from forq.broker.codes import FENCED, NO_QUEUE, OK, error_for
 from forq.broker.firing import Firing
-from forq.broker.keys import queue_base
+from forq.broker.keys import queue_base, workers_key
 from forq.broker.link import Link
 from forq.broker.scripts import script
 from forq.errors import Fenced, ForqError, RedisUnavailable
@@ -35,12 +35,14 @@ class QueueGone(ForqError):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat's answer: the processors that were evicted, in how many ms the next scheduled job is due, and whether
-    an eviction is not finished, so that another heartbeat should follow at once."""
+    """A heartbeat's answer: the processors that were evicted, in how many ms the next scheduled job is due, whether an
+    eviction is not finished, so that another heartbeat should follow at once, and the last turns of workers that run
+    nothing and were at an earlier one."""
 
     evicted: list[str]
     due_ms: int | None
     more: bool
+    unread: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,9 @@ class Keeper:
             raise QueueGone(queue, deleted=bool(reply[1]))
         if reply[0] == FENCED:
             raise Fenced(f"processor {self.processor} has been evicted from queue {queue!r}")
-        return Beat([silent.decode() for silent in reply[1]], None if reply[2] < 0 else reply[2], bool(reply[3]))
+        due_ms, unread = None if reply[2] < 0 else reply[2], reply[4]
+        turns = {worker.decode(): int(turn) for worker, turn in zip(unread[::2], unread[1::2], strict=True)}
+        return Beat([silent.decode() for silent in reply[1]], due_ms, bool(reply[3]), turns)
 
     def promote(self, queue: str) -> int | None:
         """Makes waiting what is due, and fires ticks; in how many ms the next is due (None: there is none)."""
@@ -141,10 +145,20 @@ class Keeper:
         return 0 if reply[0] == NO_QUEUE else int(reply[1])
 
     def rescue(self, queue: str, at: Position) -> int:
-        """Gives back what a held-up worker has not started; how many jobs that were."""
+        """Gives back what a held-up worker has not started; how many jobs that were. One that is not running has begun
+        nothing of its turn."""
         base = queue_base(self._prefix, queue)
-        reply = self._link.run(script("rescue"), base, self.processor, at.worker, at.turn, at.index)
+        position = (at.worker, at.turn, at.index, int(at.running))
+        reply = self._link.run(script("rescue"), base, self.processor, *position)
         return 0 if reply[0] == NO_QUEUE else int(reply[1])
+
+    def registered(self, queue: str) -> dict[str, int]:
+        """The number of the last turn of each worker that this processor has in the queue."""
+        found = self._link.call("HGETALL", workers_key(queue_base(self._prefix, queue), self.processor))
+        # NUMBER or NUMBER:SHIFT.
+        return {
+            worker.decode(): int(turn.partition(b":")[0]) for worker, turn in zip(found[::2], found[1::2], strict=True)
+        }
 
     def evict(self, queue: str, processor: str, cause: str) -> int:
         """Takes out a whole processor that is proven gone; how many workers it had."""

@@ -97,8 +97,13 @@ def queue_base(prefix: str, name: str) -> str:
     return f"{prefix}queue:{{{name}}}"
 
 
+def workers_key(base: str, processor: str) -> str:
+    return f"{base}:processor:{processor}:workers"
+
+
 def due_channels(prefix: str) -> str:
-    """The pattern of the channels on which queues tell when their next scheduled job is due."""
+    """The pattern of the channels on which queues tell when their next scheduled job is due, and of what pulse should
+    look at."""
     return f"{prefix}queue:*:due"
 
 

@@ -1,5 +1,6 @@
 """Why a job is not running, in one sentence."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from forq.broker.keys import pending_key, queue_base, suspects_key
@@ -12,15 +13,30 @@ from forq.progress import show_progress
 LOOKED_AT = 10_000
 
 
-def why(link: Link, prefix: str, name: str, job_id: str, *, messages: bool = True) -> tuple[str, str]:
+def why(
+    link: Link,
+    prefix: str,
+    name: str,
+    job_id: str,
+    *,
+    messages: bool = True,
+    unresponsive: Mapping[str, int] | None = None,
+) -> tuple[str, str]:
     """The job's state and the reason; raises UnknownJob if the queue has no job of that id.
 
-    Without `messages` nothing is told that may quote the job's data: of an error only its name.
+    Without `messages` nothing is told that may quote the job's data: of an error only its name. `unresponsive`: workers
+    that run nothing and whose process does not answer, with its pid.
     """
     viewer = Viewer(link, prefix, name)
     job = viewer.job(job_id)
     if not messages:
         _drop_messages(job)
+    pid = (unresponsive or {}).get(str(job.get("worker")))
+    if job["state"] == "active" and pid is not None:
+        return job["state"], (
+            f"worker {job['worker']} has claimed it and has not begun it: its process {pid} is unresponsive; "
+            "the job goes back in line, uncounted, and the process is replaced"
+        )
     return job["state"], _reason(link, prefix, viewer, job)
 
 

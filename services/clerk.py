@@ -179,7 +179,12 @@ class Clerk:
     def why(self, params: dict[str, Any]) -> object:
         name = check_queue_name(params.get("name"))
         messages = params.get("messages") is not False
-        state, reason = why(self._link, self._settings.prefix, name, params.get("id", ""), messages=messages)
+        unresponsive = params.get("unresponsive")
+        state, reason = why(
+            *(self._link, self._settings.prefix, name, params.get("id", "")),
+            messages=messages,
+            unresponsive=unresponsive if isinstance(unresponsive, dict) else {},
+        )
         return {"state": state, "why": reason}
 
     def push(self, params: dict[str, Any]) -> object:

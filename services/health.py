@@ -41,6 +41,8 @@ def faults_in(look: Look, health_seconds: float) -> list[Fault]:
         if state not in SERVED_STATES:
             reason = f"is {state}" + (f": {queue['reason']}" if queue["reason"] else "")
             faults.append(Fault("state", reason, name))
+        elif silent := [child["pid"] for child in queue["children"] if child["state"] == "unresponsive"]:
+            faults.append(Fault("process", f"process {silent[0]} is unresponsive", name))
         elif state in CONSUMING_STATES and not any(map(_is_live_main, queue["children"])):
             faults.append(Fault("process", "has no main process", name))
         elif state in CONSUMING_STATES and name not in starved:

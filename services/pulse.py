@@ -4,10 +4,11 @@
 2. Recovery of workers whose process has ended (the supervisor asks until Redis has taken it), and again shortly after:
    a BLMOVE that was under way may still be served to a connection that is already dead.
 3. Rescue: while some worker holds a batch, it looks at the scoreboard and gives back what is stuck behind a slow job.
-4. Timers: it hears when the next scheduled job or tick of a queue is due, and makes it waiting, or fires it, on time.
-5. It tells when Redis is back, or has lost its functions: clients may not be allowed to load those that they use.
-6. It finds queues that release and are not served here: with each heartbeat, and when it hears that one was made.
-7. When the supervisor dies, it kills the children that cannot do so themselves.
+4. The same for workers whose process does not answer (unread.py).
+5. Timers: it hears when the next scheduled job or tick of a queue is due, and makes it waiting, or fires it, on time.
+6. It tells when Redis is back, or has lost its functions: clients may not be allowed to load those that they use.
+7. It finds queues that release and are not served here: with each heartbeat, and when it hears that one was made.
+8. When the supervisor dies, it kills the children that cannot do so themselves.
 """
 
 import heapq
@@ -33,6 +34,7 @@ from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.liveness import passed
 from forq.scoreboard import Role, Scoreboard, State, age_ms
 from forq.services.desk import Desk
+from forq.services.unread import Unread
 from forq.tree_mark import TreeMark
 from forq.treekill import kill_tree
 
@@ -49,6 +51,8 @@ LONGEST_TIMER_MS = 3_600_000
 PROMOTE_AGAIN_MS = 250
 # What is heard in place of a time when a queue that releases was made.
 MADE = "new"
+# And when jobs were given to a worker that had waited for them: its name and the number of its turn follow.
+LOOK = "look "
 # How long Redis may take for its first answer before that is told: less than the time between two tries to reach it.
 FIRST_ANSWER_SECONDS = 0.5
 TRY_AGAIN_SECONDS = 1.0
@@ -93,8 +97,15 @@ class Pulse:
             "beat": self._beat_now,
             "recover": self._recover,
             "evict": self._evict,
+            "look": self._look_for_unread,
         }
         self._desk = Desk(settings.leash, verbs)
+        self._unread = Unread(
+            self._keeper,
+            settings.scoreboard,
+            later=self._later,
+            challenge=lambda slots: self._desk.tell("unread", slots=slots),
+        )
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._queues: list[str] = []
@@ -176,6 +187,11 @@ class Pulse:
             self._later(seconds, drain_again)
         return {}
 
+    def _look_for_unread(self, params: dict[str, Any]) -> object:
+        """A process of this queue does not answer: its workers may hold jobs that they have not begun."""
+        self._unread.look(params["queue"])
+        return {}
+
     def _evict(self, params: dict[str, Any]) -> object:
         """An earlier run of this supervisor is proven gone: nobody has to wait for its expiry."""
         for queue in params["queues"]:
@@ -197,6 +213,9 @@ class Pulse:
             if delay_ms == MADE:
                 self._made.add(queue)
                 self._later(0, self._find_queues)
+            elif delay_ms.startswith(LOOK):
+                _, worker, turn = delay_ms.split(" ")
+                self._unread.told(queue, worker, int(turn))
             elif delay_ms.isdigit() and (queue in self._queues or queue in self._made):
                 self._promote_in(queue, min(int(delay_ms), LONGEST_TIMER_MS))
 
@@ -280,6 +299,7 @@ class Pulse:
             log.error("heartbeat refused queue=%s error=%s", queue, beat)
         else:
             self._promote_in(queue, beat.due_ms)
+            self._unread.lags(queue, beat.unread)
             if beat.more:
                 self._later(0, partial(self._heartbeats, [queue]))
             if beat.evicted:

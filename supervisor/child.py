@@ -174,6 +174,10 @@ class Child:
         """False when it has ended."""
         return not self.ended and signal_child(self._spawned, signum)
 
+    def frozen(self) -> bool:
+        """Whether somebody has frozen its control group."""
+        return self._cgroup is not None and self._cgroup.frozen()
+
     def stop(self, grace_seconds: float) -> None:
         """TERM; after the grace period TERM to its group and all below it; then its whole tree is killed."""
         if self.stopping or self.ended:

@@ -24,6 +24,7 @@ from forq.supervisor.admission import Admission
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.deadlines import Deadlines
 from forq.supervisor.grants import Grants
+from forq.supervisor.process_watch import ProcessWatch
 from forq.supervisor.resource_watch import ResourceWatch
 from forq.supervisor.spawn import Exit
 from forq.supervisor.stacks import Stacks
@@ -40,6 +41,7 @@ MAX_UNSENT_BYTES = 256 * 1024
 MAX_REASON = 4000
 
 OVERDUE = "timeout"
+UNRESPONSIVE = "unresponsive"
 
 _ROLES = {int(role): role.name.lower() for role in Role}
 
@@ -60,6 +62,8 @@ class Surroundings:
     perhaps_evicted: Callable[[str], None]
     changed: Callable[[], None]
     processor: Callable[[], str]
+    # Tells pulse to look for jobs that this queue's workers were given and do not begin.
+    look_for_unread: Callable[[str], None]
     resource_watch: ResourceWatch
     # None: nobody wants to know.
     tallies: Tallies | None = None
@@ -71,6 +75,8 @@ class Owner(Protocol):
     def ended(self, process: "QueueProcess", how: Exit) -> None: ...
 
     def replace(self, process: "QueueProcess", reason: str) -> None: ...
+
+    def may_replace(self, process: "QueueProcess") -> bool: ...
 
 
 @dataclass
@@ -104,6 +110,7 @@ class QueueProcess:
         self._counting: list[int] = []
         self._condemned: dict[int, Condemned] = {}
         self._exceeded: Exceeded | None = None
+        self._hopeless = False
         board = around.scoreboard
         taken: list[int] = []
         try:
@@ -123,6 +130,15 @@ class QueueProcess:
             slot.pid = self.child.pid
         self._deadlines = Deadlines(around.nursery.loop, self._slots(), self._overdue)
         self.stacks = Stacks(around.nursery.loop, self.child)
+        self.watch = ProcessWatch(
+            around.nursery.loop,
+            self.child,
+            self._slots(),
+            ping=lambda: self.tell({"ping": 0}),
+            on_unresponsive=lambda: around.look_for_unread(spec.name),
+            on_hopeless=self._end_unresponsive,
+            replace=self._replace_unresponsive,
+        )
         around.grants.enter(self)
         if not self.child.kernel_keeps:
             around.resource_watch.add(self)
@@ -138,8 +154,8 @@ class QueueProcess:
 
     @property
     def was_condemned(self) -> bool:
-        """Whether it was to be killed because of a job."""
-        return bool(self._condemned) or self._exceeded is not None
+        """Whether it was to be killed because of a job, or since it did not answer."""
+        return bool(self._condemned) or self._exceeded is not None or self._hopeless
 
     def done(self) -> int:
         return sum(slot.done for slot in self._slots())
@@ -150,11 +166,21 @@ class QueueProcess:
     def busy(self) -> list[Slot]:
         return [slot for slot in self._slots() if slot.state == State.BUSY]
 
+    def running(self) -> int:
+        """How many jobs run in it, not only held by a worker."""
+        return sum(slot.word & 1 for slot in self._slots())
+
+    def resting_workers(self) -> list[str]:
+        """Those that run no job."""
+        return [slot.worker for slot in self._slots() if slot.worker and not slot.word & 1]
+
     def state(self) -> str:
         if self.child.stopping or self.retiring:
             return "stopping"
         if not self.ready:
             return "starting"
+        if self.watch.unresponsive:
+            return UNRESPONSIVE
         states = [State(slot.state) for slot in self._slots()]
         return "busy" if State.BUSY in states or State.SETTLING in states else states[0].name.lower()
 
@@ -236,6 +262,7 @@ class QueueProcess:
             on_line=self._heard,
             on_garbage=self._garbage,
             on_end=self._ended,
+            on_stop=lambda: self.watch.stopped_or_continued(),
         )
 
     def _heard(self, line: bytes) -> None:
@@ -315,8 +342,18 @@ class QueueProcess:
             log.warning("the interpreter is stuck, ending the process queue=%s pid=%s", self.spec.name, self.child.pid)
             self.child.kill()
 
+    def _end_unresponsive(self) -> None:
+        self._hopeless = True
+        self.child.kill()
+
+    def _replace_unresponsive(self) -> None:
+        """Its job may keep the interpreter until its timeout; what others of its workers were given runs elsewhere."""
+        if self.role == Role.MAIN and not self.retiring and self._owner.may_replace(self):
+            self._owner.replace(self, UNRESPONSIVE)
+
     def _ended(self, how: Exit) -> None:
         self._deadlines.stop()
+        self.watch.stop()
         self._around.admission.end(self)
         self._around.grants.leave(self)
         self._around.resource_watch.remove(self)
@@ -347,7 +384,7 @@ class QueueProcess:
         if condemned is not None and condemned.word == slot.word:
             outcome, cause, stack = condemned.outcome, condemned.cause, condemned.stack
         elif over is None and self.child.stopping:
-            outcome = cause = "interrupted"
+            outcome, cause = "interrupted", UNRESPONSIVE if self._hopeless else "interrupted"
         else:
             # With several jobs running nobody knows which of them did it: each is run again alone.
             outcome = "stalled" if running == 1 else "suspect"

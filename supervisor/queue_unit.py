@@ -199,6 +199,22 @@ class QueueUnit:
                 self._leaving.append(process)
                 self._seat_successor(seat)
 
+    def may_replace(self, process: QueueProcess) -> bool:
+        """Whether a successor may start although this one runs on: not if as many jobs as the queue may run at once are
+        left in processes that take no more."""
+        return sum(each.running() for each in (process, *self._leaving)) < int(self.options.get("concurrency", 1))
+
+    def unresponsive_workers(self) -> dict[str, int]:
+        """The workers that run nothing in processes that do not answer, with their pids."""
+        silent = [process for process in self._processes() if process.watch.unresponsive]
+        return {worker: process.pid for process in silent for worker in process.resting_workers()}
+
+    def challenge(self, numbers: set[int]) -> None:
+        """The workers in these slots were given jobs that they do not read."""
+        for process in self._processes():
+            if process.ready and numbers & set(process.slots):
+                process.watch.challenge(unread=True)
+
     def ended(self, process: QueueProcess, how: Exit) -> None:
         seat = next((seat for seat in self._seats if seat.process is process), None)
         if seat is None:

@@ -66,6 +66,7 @@ class Queues:
             perhaps_evicted=services.look_for_eviction,
             changed=changed,
             processor=lambda: services.processor,
+            look_for_unread=lambda name: services.pulse.ask("look", {"queue": name}),
             resource_watch=services.resource_watch,
             tallies=services.tallies,
         )
@@ -74,6 +75,11 @@ class Queues:
         """The names of the queues that are served, and of those among them that have a fail queue."""
         served = [unit.spec for unit in self.units.values() if unit.wanted]
         return [spec.name for spec in served], [spec.name for spec in served if spec.fail_handler is not None]
+
+    def challenge(self, slots: list[int]) -> None:
+        """Asks the processes of these workers whether they still answer."""
+        for unit in self.units.values():
+            unit.challenge(set(slots))
 
     def add(self, spec: QueueSpec, *, found: bool = False) -> QueueUnit:
         self._services.outputs.open(spec.name)

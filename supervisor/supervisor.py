@@ -127,6 +127,8 @@ class Supervisor:
             self.queues.gone(message["queue"], deleted=message["deleted"])
         elif message["event"] == "queue_found":
             self.queues.found(message["queue"], message["mode"])
+        elif message["event"] == "unread":
+            self.queues.challenge(message["slots"])
         elif message["event"] == "evicted":
             self.queues.rejoin()
 

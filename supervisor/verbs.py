@@ -205,7 +205,8 @@ class Verbs:
                 found["why"] = self._why_waiting(str(request.params.get("name")), found["why"])
             _answer_to(request)(found)
 
-        self._ask_clerk(request, "why", request.params, answer)
+        unresponsive = {} if unit is None else unit.unresponsive_workers()
+        self._ask_clerk(request, "why", {**request.params, "unresponsive": unresponsive}, answer)
 
     def _why_waiting(self, name: str, in_redis: str) -> str:
         """What Redis knows of a job that waits, and what only its processes here can tell."""

@@ -5,6 +5,7 @@
    held up knows which job was running, which ones had run, and which had not been started.
 3. After a slow job it takes a turn before it starts another job that it already holds: the rest of its batch may have
    been given to others meanwhile. A batch that takes longer than its budget is cut short, and the rest given back.
+   The same before the first job, if its slot says that what it was given is being taken away.
 4. After a lost reply it takes the same turn again and keeps nothing: the script sorts out what it holds.
 """
 
@@ -25,6 +26,7 @@ from forq.scoreboard import (
     NUMBER,
     STARTED,
     STATE,
+    TAKEN,
     TICK_MASK,
     TICK_NS_SHIFT,
     TICK_SHIFT,
@@ -287,6 +289,7 @@ class WorkerLoop:
                 words[WORD] = (started >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT | base | index << INDEX_SHIFT | 1
             # The clock is read again after the position was published: whoever saw the position before this one for
             # long enough to rescue the batch saw it before now, so the difference shows it here.
+            taken = not index and words[TAKEN] == self._number
             slow = previous and self._now() - previous > SLOW_NS
             overrun = ran and started - first_started > BUDGET_NS
             if slow or overrun:
@@ -296,7 +299,7 @@ class WorkerLoop:
             if overrun:
                 # The next turn settles what ran and keeps nothing.
                 break
-            if self._failed or slow or self._results_bytes > RESULTS_BYTES:
+            if self._failed or slow or taken or self._results_bytes > RESULTS_BYTES:
                 if not self._failed:
                     words[WORD] = base | index << INDEX_SHIFT
                 turn = self._turn(keep=count - index, want=0)

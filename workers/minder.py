@@ -80,6 +80,7 @@ class Minder:
         self._asleep = False
         self._quiet_beats = 0
         self._zombies = AdoptedZombies()
+        self._thread = 0
 
     def start(self) -> None:
         """From the main thread: installs the signal handler and starts the thread."""
@@ -126,6 +127,7 @@ class Minder:
         return f"forq: {self._name} {doing} {done:,} done"
 
     def _run(self) -> None:
+        self._thread = _thread.get_native_id()
         poll = select.poll()
         for fd in (self._leash.fileno(), self._signals_fd, self._rouse_fd):
             poll.register(fd, select.POLLIN)
@@ -157,7 +159,8 @@ class Minder:
         return bool(self._loops) and self._loops[0].stopping
 
     def _hear(self) -> None:
-        """One line per worker that is spoken to: {"go" | "wait" | "yield": number of its slot}."""
+        """One line per worker that is spoken to: {"go" | "wait" | "yield": number of its slot}. The beat that follows
+        answers a ping."""
         try:
             received = self._leash.recv(4096)
         except OSError:
@@ -167,7 +170,8 @@ class Minder:
         self._said.push(received)
         while (line := self._said.pop()) is not None:
             ((word, number),) = orjson.loads(line).items()
-            self._grants[number].hear(word)
+            if word != "ping":
+                self._grants[number].hear(word)
 
     def _end_with_supervisor(self) -> None:
         kill_descendants(os.getpid())
@@ -184,6 +188,7 @@ class Minder:
         now = time.monotonic_ns()
         busy = False
         for loop in self._loops:
+            loop.slot.minder = self._thread
             loop.slot.beat_ns = now
             busy = busy or loop.slot.state == State.BUSY
         self.show()

@@ -5,7 +5,8 @@
 --
 -- KEYS[1]  the queue's base
 -- ARGV     processor, how long it may stay silent (ms), then (worker, turn, index, running) per worker
--- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not finished};
+-- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not finished,
+--          (worker, number of its last turn) per worker that runs nothing and was at an earlier turn};
 --          {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
 -- States   active -> done, waiting (of a processor that is evicted)
 --@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings parked done_jobs forgetting positions losses graves eviction fences bury_job hands handing expiring
@@ -22,6 +23,15 @@ for at = 3, #ARGV, 4 do
   workers[#workers + 1] = ARGV[at]
   positions[#positions + 1] = ARGV[at]
   positions[#positions + 1] = ARGV[at + 1] .. ' ' .. ARGV[at + 2] .. ' ' .. ARGV[at + 3]
+end
+local registered = #workers > 0 and redis.call('HMGET', workers_key(processor), unpack(workers)) or {}
+local unread = {}
+for i, worker in ipairs(workers) do
+  local number = registered[i] and number_of(registered[i])
+  if number and number > tonumber(ARGV[4 * i]) and ARGV[4 * i + 2] == '0' then
+    unread[#unread + 1] = worker
+    unread[#unread + 1] = string.format('%.0f', number)
+  end
 end
 local before = #workers > 0 and redis.call('HMGET', positions_key(processor), unpack(workers)) or {}
 for i, worker in ipairs(workers) do
@@ -56,4 +66,4 @@ forget_sizes()
 wake_idle_worker()
 write_journal(processor)
 trim_journal(false)
-return { OK, evicted, next_timer_ms(), redis.call('EXISTS', key('evicting')) }
+return { OK, evicted, next_timer_ms(), redis.call('EXISTS', key('evicting')), unread }

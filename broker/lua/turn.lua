@@ -5,7 +5,8 @@
 --
 -- KEYS[1]  the queue's base
 -- ARGV     epoch, processor, worker, turn number (up to 53 bits, growing), want, keep (how many unstarted jobs of earlier turns it still
---          counts on), lane ('main' | 'retry' | 'suspects': where to claim), number done, number failed, then (id, fence, micros) per done job and
+--          counts on), lane ('main' | 'waiting' (main, sent along with the BLMOVE that waits for a job) | 'retry' | 'suspects': where
+--          to claim), number done, number failed, then (id, fence, micros) per done job and
 --          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one; if the queue keeps results,
 --          (number of the done job in this turn, from 1; its result or '!' and why it has none) per done job
 -- Returns  {OK, PAUSED or LIMITED (something waits and may not begin now: the worker is woken), held (0: the kept jobs have been
@@ -24,10 +25,12 @@ local MANY = 8
 local SKIPS_PER_BURIAL = 10
 -- Its worker was not asked for it: its queue has begun to keep results since.
 local UNTOLD = '!it ran before its queue kept results'
+-- How often at most pulse is told that jobs were given to a worker that may not be there to read them.
+local LOOK_MS = 2000
 local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
 
 local processor, worker, turn = ARGV[2], ARGV[3], ARGV[4]
-local want, keep, lane = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
+local want, keep, lane = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7] == 'waiting' and 'main' or ARGV[7]
 local done_count, failed_count = tonumber(ARGV[8]), tonumber(ARGV[9])
 
 -- Registers the turn, or says why it must not be taken.
@@ -228,6 +231,14 @@ local function claim_suspect()
   end
 end
 
+-- A claim that was sent before there was a job comes from a process that may have been stopped since.
+local function tell_of_claim()
+  -- Only this server remembers when it told last: if that is lost, pulse is told once more.
+  if math.abs(now_ms - (memo.told_ms or 0)) < LOOK_MS then return end
+  memo.told_ms = now_ms
+  redis.call('PUBLISH', key('due'), 'look ' .. worker .. ' ' .. turn)
+end
+
 local function claim()
   may_be_much = readable(want, READ_BYTES) < want
   if lane ~= 'main' and not parent then
@@ -275,6 +286,7 @@ local function claim()
     end
     note_ids('claimed', fence .. ' ' .. attempt, alike)
   end
+  if ARGV[7] == 'waiting' then tell_of_claim() end
   return fence
 end
 

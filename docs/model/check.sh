@@ -1,5 +1,5 @@
 #!/bin/sh
-# Checks claim.pml with Spin: with the fence and the numbers of turns it must hold, without either it must fail. `make model` runs it.
+# Checks claim.pml and taken.pml with Spin: with their guards they must hold, without any they must fail. `make model` runs it.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 for tool in spin gcc; do
@@ -9,9 +9,10 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 
+model=claim.pml
 # check NAME WANTED GCC-OPTIONS PAN-OPTIONS [SPIN-OPTIONS]: WANTED is `holds` or `fails`.
 check() {
-  spin -a ${5:-} "$here/claim.pml" > spin.log 2>&1 || { cat spin.log >&2; exit 1; }
+  spin -a ${5:-} "$here/$model" > spin.log 2>&1 || { cat spin.log >&2; exit 1; }
   gcc -O2 -w $3 -o pan pan.c
   ./pan -m100000 $4 > pan.log || { cat pan.log >&2; exit 1; }
   grep -q 'max search depth too small' pan.log && { cat pan.log >&2; exit 1; }
@@ -40,3 +41,9 @@ fails() {
 
 fails 'unfenced: a zombie settles what another runs' 'the fence' "$on_time -DUNFENCED"
 fails 'unnumbered: a late request takes a running job away' 'the number' -DUNNUMBERED
+
+model=taken.pml
+check 'marked: what is given back is not begun' holds '-DSAFETY' ''
+check 'unmarked: a worker that does not read the mark begins what others have' fails '-DSAFETY' '' '-DUNMARKED'
+check 'misordered: so does one that reads the mark before it has published its position' fails '-DSAFETY' '' '-DMARK_FIRST'
+check 'uncompared: so does one whose turn a rescue does not compare' fails '-DSAFETY' '' '-DUNNUMBERED'

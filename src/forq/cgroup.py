@@ -31,8 +31,15 @@ class Cgroup:
 
     def populated(self) -> bool:
         """Whether a process that is not a zombie is left in the group or below it."""
+        return self._has_event("populated 1")
+
+    def frozen(self) -> bool:
+        """Whether everything in it is frozen, by itself or with a group above it."""
+        return self._has_event("frozen 1")
+
+    def _has_event(self, event: str) -> bool:
         try:
-            return "populated 1" in (self.path / "cgroup.events").read_text().splitlines()
+            return event in (self.path / "cgroup.events").read_text().splitlines()
         except OSError as exc:
             if exc.errno in (errno.ENOENT, errno.ENODEV):
                 return False

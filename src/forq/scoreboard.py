@@ -4,7 +4,7 @@ Children store what they are doing in tens of nanoseconds; the parent and pulse 
 while Redis is down. It is mapped before the forks: children inherit the mapping and do not need its descriptor.
 
 A slot is 512 bytes: 16 words of 8 bytes, each written in one aligned store (never torn), then four texts with a length
-byte in front (which a reader may see half written: they are for people).
+byte in front (which a reader may see half written: they are for people), then two words more.
 """
 
 import heapq
@@ -25,7 +25,8 @@ PROGRESS_PARTS = 1_000_000
 JOB_AT, JOB_MAX = 128, 128
 QUEUE_AT, QUEUE_MAX = 264, 64
 WORKER_AT, WORKER_MAX = 330, 48
-PROGRESS_AT, PROGRESS_MAX = 384, 127
+PROGRESS_AT, PROGRESS_MAX = 384, 111
+TAKEN, MINDER = 62, 63
 
 _WATCHING, _HIGHEST = 0, 1
 
@@ -170,6 +171,10 @@ class Slot:
     # Not zero while the parent has a timer for this worker; written by the parent.
     guarded = _Cell(GUARDED)
     thread = _Cell(THREAD)
+    # The number of a turn whose jobs pulse is giving back, since the worker does not begin them; written by pulse.
+    taken = _Cell(TAKEN)
+    # The thread of the minder, as the kernel calls it.
+    minder = _Cell(MINDER)
     queue = _Text(QUEUE_AT, QUEUE_MAX)
     worker = _Text(WORKER_AT, WORKER_MAX)
     progress_text = _Text(PROGRESS_AT, PROGRESS_MAX)

@@ -342,6 +342,20 @@ class QueueMachine(RuleBasedStateMachine):
         self._take_turn(self._run(which, 9), want=4)
         self._rescue(self._run(which, progress))
 
+    @rule(which=WORKERS, claims=st.booleans(), lose=st.booleans())
+    def freeze_before_it_begins(self, which: int, claims: bool, lose: bool) -> None:
+        """Its process does not answer, and it has begun nothing of what its last turn gave it, read or not."""
+        worker = self._run(which, 9)
+        if claims:
+            self._take_turn(worker, want=4, lose=lose)
+        if worker.seen_turn == worker.turn and (worker.running or worker.index):
+            return
+        held = self.real[worker.name].held()
+        at = Position(worker.name, worker.turn, 0, False)
+        assert self.queue.keeper(worker.processor).rescue(self.queue.name, at) == len(held)
+        self.model.hand_back(self.model.owned(worker))
+        worker.rescued = True
+
     def _rescue(self, worker: ModelWorker) -> None:
         if not worker.running:
             return

@@ -19,7 +19,7 @@ def without_states(text: str) -> str:
     not (shutil.which("spin") and shutil.which("gcc")), reason="spin and gcc are not installed (apt install spin gcc)"
 )
 @pytest.mark.timeout(400)
-def test_the_model_holds_with_fence_and_numbers_and_fails_without() -> None:
+def test_the_models_hold_with_their_guards_and_fail_without() -> None:
     done = subprocess.run([str(MODEL / "check.sh")], capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^(\w+): .*: (holds|fails) \(\d+ states\)$", done.stdout, re.MULTILINE) == [
@@ -27,6 +27,10 @@ def test_the_model_holds_with_fence_and_numbers_and_fails_without() -> None:
         *[("numbered", "holds")] * 3,
         ("unfenced", "fails"),
         ("unnumbered", "fails"),
+        ("marked", "holds"),
+        ("unmarked", "fails"),
+        ("misordered", "fails"),
+        ("uncompared", "fails"),
     ]
     assert without_states(done.stdout) in without_states((MODEL / "README.md").read_text()), (
         "the page shows what it says"

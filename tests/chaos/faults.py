@@ -8,6 +8,8 @@ from tests.chaos.hit import Fault
 from tests.chaos.link_faults import LINKS, cut, delay, drop_reply, freeze_link, half_open, late_request, refused_late
 from tests.chaos.process_faults import (
     crash_at,
+    freeze_child,
+    freeze_service,
     kill_child,
     kill_producer,
     kill_service,
@@ -34,6 +36,8 @@ FAULTS: dict[str, tuple[float, Fault]] = {
     "kill_scribe": (4, partial(kill_service, "scribe")),
     "kill_producer": (3, kill_producer),
     "kill_supervisor": (4, kill_supervisor),
+    "freeze_child": (6, freeze_child),
+    "freeze_service": (5, freeze_service),
     "zombie": (4, zombie),
     "partition": (2, partition),
     "kill_redis": (3, kill_redis),

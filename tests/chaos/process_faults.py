@@ -16,6 +16,7 @@ from tests.chaos.stage import EXPIRY_SECONDS, Stage, Supervisor
 # Of the trace: what was running lately.
 _RECENT_BYTES = 20_000
 _LONGEST_ZOMBIE_SECONDS = 5 * EXPIRY_SECONDS
+_FROZEN_SECONDS = 4.0
 _TOOK_OVER = "took over from silent processors"
 
 
@@ -40,6 +41,40 @@ def kill_service(name: str, stage: Stage, chance: random.Random) -> Hit | None:
     supervisor = chance.choice(stage.supervisors)
     pids = [] if supervisor.down else [pid for pid, title in supervisor.children() if title.startswith(f"forq: {name}")]
     return _kill(pids[0], supervisor.name) if pids else None
+
+
+def _freeze(process: psutil.Process, what: str) -> Hit | None:
+    """Longer than it may last unnoticed. One that runs a job wakes up again; any other is replaced by then."""
+    try:
+        process.suspend()
+    except psutil.NoSuchProcess:
+        return None
+
+    def undo() -> bool:
+        _resume([process])
+        return True
+
+    return Hit(what, undo, _FROZEN_SECONDS, lambda: not process.is_running())
+
+
+def freeze_child(stage: Stage, chance: random.Random) -> Hit | None:
+    supervisor = chance.choice(stage.supervisors)
+    children = [] if supervisor.down else supervisor.queue_children()
+    if not children:
+        return None
+    pid, title = chance.choice(children)
+    with suppress(psutil.NoSuchProcess):
+        return _freeze(psutil.Process(pid), " ".join(title.split(" ")[1:3]))
+    return None
+
+
+def freeze_service(stage: Stage, chance: random.Random) -> Hit | None:
+    supervisor = chance.choice(stage.supervisors)
+    name = chance.choice(("pulse", "scribe", "clerk", "logger"))
+    pids = [] if supervisor.down else [pid for pid, title in supervisor.children() if title.startswith(f"forq: {name}")]
+    with suppress(psutil.NoSuchProcess):
+        return _freeze(psutil.Process(pids[0]), f"{name} of {supervisor.name}") if pids else None
+    return None
 
 
 def kill_producer(stage: Stage, chance: random.Random) -> Hit | None:

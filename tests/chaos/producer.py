@@ -35,6 +35,7 @@ MISDEEDS = {
     "segfault": (6, (1, 9)),
     "hang": (3, (1, 9)),
     "daemonise": (8, (1,)),
+    "keep": (3, (1,)),
 }
 # Always asked for: without failures there is nothing to do for fail handlers and scribes.
 USUAL = ("permanent",)

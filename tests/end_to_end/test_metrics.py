@@ -235,21 +235,21 @@ def test_health_is_green_while_a_job_runs_within_its_timeout() -> None:
         assert scraper.health() == (200, [])
 
 
-def test_health_is_red_while_a_worker_is_frozen_and_green_when_it_goes_on() -> None:
+def test_health_is_red_while_a_job_without_a_timeout_hangs_and_green_when_it_is_killed() -> None:
     with measured() as (forq, scraper):
-        forq.create("q", "noop")
-        pid = forq.wait_for_child("q")["pid"]
-        os.kill(pid, signal.SIGSTOP)
+        forq.create("q", "sleep", timeout=0, stop_grace=0)
         queue = forq.client().queue("q")
+        queue.enqueue(3600, id="hangs")
+        wait_until(lambda: forq.traces("start"), what="it runs")
         queue.enqueue_many([0] * 3)
         wait_until(lambda: faults(scraper) == [("stuck", "q")], what="a fault")
         forq.ctl("pause", "q")
         wait_until(lambda: faults(scraper) == [], what="a paused queue is not judged")
         forq.ctl("resume", "q")
         wait_until(lambda: faults(scraper) == [("stuck", "q")], what="a fault again")
-        os.kill(pid, signal.SIGCONT)
+        forq.ctl("kill", "q", "hangs")
         wait_until(lambda: faults(scraper) == [], what="no fault")
-        assert queue.status()["processed"] == 3
+        wait_until(lambda: queue.status()["processed"] == 3, what="the others ran")
 
 
 def test_health_is_red_while_redis_is_down_and_green_when_it_is_back() -> None:

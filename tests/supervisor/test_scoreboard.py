@@ -141,7 +141,7 @@ def test_progress_belongs_to_one_position_and_its_text_ends_with_a_whole_charact
     slot.words[WORD] = first
     assert slot.progress() is None
     assert slot.show_progress(first, 0.29, "ü" * 100)
-    assert slot.progress() == (0.29, "ü" * 63)
+    assert slot.progress() == (0.29, "ü" * 55)
     assert bytes(neighbour.bytes) == bytes(SLOT_BYTES)
     slot.words[WORD] = second
     assert slot.progress() is None

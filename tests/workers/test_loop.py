@@ -12,7 +12,7 @@ import pytest
 from forq.broker.consuming import Limits, Turn
 from forq.errors import OutcomeUnknown
 from forq.options import defaults
-from forq.scoreboard import Scoreboard, Slot, State, Word, unpack_word
+from forq.scoreboard import TAKEN, WORD, Scoreboard, Slot, State, Word, unpack_word
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
@@ -487,3 +487,46 @@ def test_a_worker_that_leaves_gives_its_results() -> None:
     rig.consumer.leave = rig.consumer.close = lambda *_: None  # type: ignore[attr-defined]
     rig.loop.leave()
     assert rig.consumer.calls[1].results == [1, b"5"]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_batch_that_is_being_taken_away_is_not_begun_before_a_turn_says_whose_it_is(held: bool) -> None:
+    """The mark is written after the answer was read, and before the first position is published."""
+    ran: list[str] = []
+    rig = Rig(lambda data, job: ran.append(job.id), jobs("a", "b"), replace(NOTHING, held=held), NOTHING)
+    seen: list[Word] = []
+    rig.loop._on_batch = lambda count: setattr(rig.slot, "taken", rig.slot.turn)
+    rig.consumer.on_turn = lambda: seen.append(rig.word)
+    rig.step()
+    assert (rig.consumer.calls[1].keep, rig.consumer.calls[1].want, rig.consumer.calls[1].done) == (2, 0, [])
+    assert not seen[1].running, "nothing runs while it asks"
+    assert ran == (["a", "b"] if held else [])
+
+
+def test_a_mark_on_an_earlier_turn_concerns_nobody() -> None:
+    ran: list[str] = []
+    rig = Rig(lambda data, job: ran.append(job.id), jobs("a"), jobs("b"), NOTHING)
+    rig.step()
+    rig.slot.taken = rig.slot.turn
+    rig.step()
+    assert (ran, len(rig.consumer.calls)) == (["a", "b"], 2)
+
+
+def test_the_mark_is_read_after_the_position_is_published() -> None:
+    """Else neither the worker nor the one who takes its batch away would see what the other does."""
+    order: list[str] = []
+    rig = Rig(lambda data, job: None, jobs("a"), NOTHING)
+    words = rig.slot.words
+
+    class Watched:
+        def __getitem__(self, at: int) -> int:
+            order.extend(["mark"] if at == TAKEN else [])
+            return words[at]
+
+        def __setitem__(self, at: int, value: int) -> None:
+            order.extend(["position"] if at == WORD and value & 1 else [])
+            words[at] = value
+
+    rig.slot.words = Watched()  # type: ignore[assignment]
+    rig.step()
+    assert order == ["position", "mark"]

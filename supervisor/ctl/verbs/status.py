@@ -55,6 +55,8 @@ def faults_in(status: dict[str, Any]) -> list[str]:
     unwritten = status["supervisor"].get("failed_log", {}).get("errors", {})
     faults += [f"failed log of queue {name}: {error}" for name, error in unwritten.items()]
     for queue in status["queues"]:
+        silent = [child["pid"] for child in queue["children"] if child["state"] == "unresponsive"]
+        faults += [f"process {pid} of queue {queue['name']} is unresponsive" for pid in silent]
         if queue["state"] not in HEALTHY_STATES:
             faults.append(f"queue {queue['name']} is {queue['state']}")
         elif queue["state"] in ("running", "starting") and not any(map(_is_live_main, queue["children"])):

@@ -5,12 +5,14 @@ import signal
 import time
 from typing import Any
 
+from keeping import leave_keeper  # type: ignore[import-not-found]
 from traced import hang, trace  # type: ignore[import-not-found]
 
 from forq import Job, Permanent
 
 _SLICE_SECONDS = 0.02
 _DAEMON_SECONDS = 600
+_KEPT_SECONDS = 4.0
 
 
 def handle(data: Any, job: Job) -> None:
@@ -72,6 +74,11 @@ def _daemonise(job: Job) -> None:
     os.waitpid(child, 0)
 
 
+def _keep(job: Job) -> None:
+    """Leaves a thread that soon keeps the interpreter to itself; the job goes on to its end."""
+    leave_keeper(_KEPT_SECONDS)
+
+
 _MISDEEDS = {
     "raise": _raise,
     "permanent": _permanent,
@@ -79,4 +86,5 @@ _MISDEEDS = {
     "segfault": _segfault,
     "hang": _hang,
     "daemonise": _daemonise,
+    "keep": _keep,
 }

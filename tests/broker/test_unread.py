@@ -1,0 +1,138 @@
+"""Jobs that were given to a worker which does not begin them: how that is told, and how they go back."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from forq.broker.keeping import Position
+from forq.broker.keys import due_channels, queue_base
+from forq.broker.listening import Listener
+from forq.ids import new_id
+from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
+
+PREFIX = "forq:"
+
+
+@pytest.fixture
+def worker(queue: OneQueue) -> HandWorker:
+    """A worker that was given a, b and c; d waits behind them."""
+    queue.enqueue("a", "b", "c", "d")
+    worker = queue.worker()
+    assert worker.turn(want=3) == ["a", "b", "c"]
+    return worker
+
+
+@pytest.fixture
+def heard(queue: OneQueue, redis_url: str) -> Iterator[Listener]:
+    listener = Listener(redis_url, due_channels(PREFIX), name="ears")
+    listener.connect()
+    yield listener
+    listener.close()
+
+
+def give_back(queue: OneQueue, worker: HandWorker, turn: int | None = None, index: int = 0) -> int:
+    at = Position(worker.name, worker.number if turn is None else turn, index, False)
+    return queue.keeper(worker.processor).rescue(queue.name, at)
+
+
+def wait_for_turn(queue: OneQueue, worker: HandWorker, want: int = 1) -> list[bytes]:
+    """What an idle worker does: BLMOVE and the claim, sent together."""
+    worker.number += 1
+    turn = worker.consumer.wait_for_turn(worker.number, want)
+    assert turn is not None
+    return turn.jobs[::2]
+
+
+def test_all_that_a_worker_has_not_begun_goes_back_uncounted_and_in_order(queue: OneQueue, worker: HandWorker) -> None:
+    assert give_back(queue, worker) == 3
+    assert queue.state() == State(jobs=set("abcd"), waiting={5: list("abcd")})
+    assert [queue.stall_count(job_id) for job_id in "abcd"] == [0, 0, 0, 0]
+    assert queue.viewer.counts().processed == 0
+
+
+def test_others_are_woken_for_what_goes_back(queue: OneQueue) -> None:
+    """By the token in `pending`, since the jobs are in another list."""
+    queue.enqueue("a", priority=3)
+    worker, other = queue.worker(), queue.worker("w2")
+    assert worker.turn(want=1) == ["a"]
+    assert give_back(queue, worker) == 1
+    assert other.block() == ""
+    assert other.turn(want=1) == ["a"]
+
+
+def test_a_worker_that_wakes_up_is_told_that_nothing_is_left(queue: OneQueue, worker: HandWorker) -> None:
+    give_back(queue, worker)
+    turn = worker.whole_turn(keep=3)
+    assert not turn.held
+    assert queue.state() == State(jobs=set("abcd"), waiting={5: list("abcd")})
+    assert worker.turn(want=4) == ["a", "b", "c", "d"]
+
+
+def test_a_worker_that_has_taken_another_turn_keeps_what_that_gave_it(queue: OneQueue, worker: HandWorker) -> None:
+    number = worker.number
+    worker.turn(keep=3)
+    before = queue.state()
+    assert give_back(queue, worker, number) == 0
+    assert queue.state() == before
+
+
+def test_a_worker_that_has_begun_keeps_its_jobs(queue: OneQueue, worker: HandWorker) -> None:
+    before = queue.state()
+    assert give_back(queue, worker, index=1) == 0
+    assert queue.state() == before
+
+
+def test_to_give_back_twice_changes_nothing(queue: OneQueue, worker: HandWorker) -> None:
+    give_back(queue, worker)
+    other = queue.worker("w2")
+    assert other.turn(want=2) == ["a", "b"]
+    before = queue.state()
+    assert give_back(queue, worker) == 0
+    assert queue.state() == before
+
+
+def test_a_worker_that_is_removed_later_has_nothing_to_give_back(queue: OneQueue, worker: HandWorker) -> None:
+    give_back(queue, worker)
+    other = queue.worker("w2")
+    other.turn(want=4)
+    assert queue.recover(worker, 0, running=True) == 0
+    assert queue.state().active == dict.fromkeys("abcd", "w2")
+    assert [queue.stall_count(job_id) for job_id in "abcd"] == [0, 0, 0, 0]
+
+
+def test_a_heartbeat_tells_of_workers_that_have_not_read_their_last_turn(queue: OneQueue, worker: HandWorker) -> None:
+    keeper = queue.keeper(worker.processor)
+
+    def unread(turn: int, *, running: bool = False) -> dict[str, int]:
+        at = Position(worker.name, turn, 0, running)
+        return keeper.heartbeat(queue.name, 60_000, [at]).unread
+
+    assert unread(worker.number - 1) == {worker.name: worker.number}
+    assert unread(worker.number) == {}
+    assert unread(worker.number - 1, running=True) == {}, "it runs something: that is what holds it up"
+    worker.number = 2**53 - 2
+    worker.turn(want=1)
+    assert unread(2**53 - 2) == {worker.name: 2**53 - 1}, "numbers are told whole"
+    assert keeper.registered(queue.name) == {worker.name: 2**53 - 1}
+
+
+def test_registered_turns_are_read_after_a_rescue_too(queue: OneQueue, worker: HandWorker) -> None:
+    queue.rescue(worker, 1)
+    assert queue.keeper(worker.processor).registered(queue.name) == {worker.name: worker.number}
+
+
+def test_a_claim_that_was_sent_along_is_told_of_at_most_once_in_two_seconds(redis_url: str, heard: Listener) -> None:
+    # Its name is new: the server remembers when it told of a queue last.
+    with one_queue(redis_url, new_id()) as queue:
+        worker, other = queue.worker(), queue.worker("w2")
+        queue.enqueue("a", "b")
+        assert wait_for_turn(queue, worker) == [b"a"]
+        assert wait_for_turn(queue, other) == [b"b"]
+        assert heard.hear() == [(f"{queue_base(PREFIX, queue.name)}:due", f"look {worker.name} {worker.number}")]
+
+
+def test_nobody_is_told_of_a_claim_whose_worker_waits_for_the_answer(redis_url: str, heard: Listener) -> None:
+    with one_queue(redis_url, new_id()) as queue:
+        queue.enqueue("a")
+        assert queue.worker().turn(want=1) == ["a"]
+        assert heard.hear() == []

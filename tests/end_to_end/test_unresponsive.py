@@ -1,0 +1,170 @@
+"""Processes of queues that do not answer: their jobs run elsewhere, and they are replaced when that is safe."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forq.services.metrics_look import ask_status
+from tests.support.metrics import Scraper
+from tests.support.running import HANDLERS, Forq, Trace, running, wait_until
+
+SETTINGS = '[metrics]\nlisten = "./m.sock"\n'
+ELSEWHERE_SECONDS = 5.0
+
+
+@pytest.fixture(scope="module")
+def forq() -> Iterator[Forq]:
+    with running(settings=SETTINGS) as forq:
+        yield forq
+
+
+def create(forq: Forq, name: str, function: str, **options: object) -> int:
+    """A queue whose main process has this pid."""
+    settings = [f"--set={key}={value}" for key, value in options.items()]
+    forq.ctl("create", name, "--handler", f"keeping:{function}", "--path", str(HANDLERS), *settings)
+    pid: int = forq.wait_for_child(name)["pid"]
+    return pid
+
+
+def children(forq: Forq, name: str) -> dict[int, str]:
+    """The states of the queue's processes, without asking anybody but the supervisor."""
+    status = ask_status(str(forq.state_dir / "control.sock"), 10.0)
+    queue = next(queue for queue in status["queues"] if queue["name"] == name)
+    return {child["pid"]: child["state"] for child in queue["children"]}
+
+
+def runs(forq: Forq, job: str, event: str = "end") -> list[Trace]:
+    return [trace for trace in forq.traces(event) if trace.job == job]
+
+
+def ran_elsewhere(forq: Forq, job: str, pid: int, began: float) -> float:
+    """How long after `began` the job ended, in another process than this one, once and uncounted."""
+    (run,) = wait_until(lambda: runs(forq, job), ELSEWHERE_SECONDS + 5, f"{job} ran")
+    assert run.pid != pid
+    assert run.stalls == 0
+    assert len(runs(forq, job, "start")) == 1
+    return float(run.time - began)
+
+
+def stop(forq: Forq, pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def freeze(forq: Forq, pid: int) -> None:
+    lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    group = next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+    for mount in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
+        path = Path(mount) / group / "cgroup.freeze"
+        if "forq-" in group and path.exists() and os.access(path, os.W_OK):
+            path.write_text("1")
+            return
+    pytest.skip("processes of queues have no control group of their own here")
+
+
+@pytest.mark.fault("child frozen")
+@pytest.mark.parametrize("how", [stop, freeze])
+def test_what_a_frozen_idle_process_is_given_runs_elsewhere(
+    forq: Forq, how: Callable[[Forq, int], None], request: pytest.FixtureRequest
+) -> None:
+    name = f"{how.__name__}-idle"
+    pid = create(forq, name, "hold", timeout="2s")
+    how(forq, pid)
+    began = time.monotonic()
+    job = forq.client().queue(name).enqueue(0)
+    wait_until(lambda: children(forq, name).get(pid) == "unresponsive", ELSEWHERE_SECONDS, "it is named")
+    took = ran_elsewhere(forq, job, pid, began)
+    print(f"{how.__name__}: ran elsewhere after {took:.2f} s")
+    assert took < ELSEWHERE_SECONDS
+    wait_until(lambda: pid not in children(forq, name), what="it is replaced")
+    assert forq.run_ctl("status", "--check").returncode == 0
+
+
+@pytest.mark.fault("interpreter kept")
+def test_what_an_idle_process_with_a_busy_thread_is_given_runs_elsewhere(forq: Forq) -> None:
+    pid = create(forq, "left", "leave_thread", timeout="2s")
+    queue = forq.client().queue("left")
+    queue.enqueue(60, id="leaves")
+    wait_until(lambda: runs(forq, "leaves"), what="it has left a thread behind")
+    wait_until(lambda: queue.status()["processed"] == 1, what="it is settled")
+    time.sleep(0.5)  # the thread keeps the interpreter from here on
+    began = time.monotonic()
+    job = queue.enqueue(0)
+    wait_until(lambda: children(forq, "left").get(pid) == "unresponsive", ELSEWHERE_SECONDS, "it is named")
+    took = ran_elsewhere(forq, job, pid, began)
+    print(f"ran elsewhere after {took:.2f} s")
+    assert took < ELSEWHERE_SECONDS
+    wait_until(lambda: pid not in children(forq, "left"), what="it is replaced")
+    assert "gave back jobs that an unresponsive process had not begun queue=left jobs=1" in forq.log
+
+
+@pytest.mark.fault("interpreter kept")
+def test_jobs_beside_one_that_keeps_the_interpreter_run_elsewhere_and_it_runs_on(forq: Forq) -> None:
+    """For longer than they may wait, within its timeout."""
+    pid = create(forq, "beside", "hold", concurrency=4, timeout="60s")
+    queue = forq.client().queue("beside")
+    queue.enqueue(9, id="keeps")
+    wait_until(lambda: runs(forq, "keeps", "start"), what="it runs")
+    began = time.monotonic()
+    others = [queue.enqueue(0) for _ in range(6)]
+    times = [ran_elsewhere(forq, job, pid, began) for job in others]
+    print(f"beside a job that keeps the interpreter for 9 s: {max(times):.2f} s")
+    assert max(times) < ELSEWHERE_SECONDS
+    (end,) = wait_until(lambda: runs(forq, "keeps"), 20.0, "it ends by itself")
+    assert (end.pid, len(runs(forq, "keeps", "start"))) == (pid, 1)
+    wait_until(lambda: queue.status()["processed"] == 7, what="each is done once")
+    wait_until(lambda: pid not in children(forq, "beside"), what="its process has ended after it")
+
+
+def test_a_job_that_keeps_the_interpreter_is_still_killed_at_its_timeout(forq: Forq) -> None:
+    pid = create(forq, "overdue", "hold", concurrency=2, timeout="2s", max_timeouts=0)
+    queue = forq.client().queue("overdue")
+    queue.enqueue(60, id="keeps")
+    wait_until(lambda: runs(forq, "keeps", "start"), what="it runs")
+    job = queue.enqueue(0)
+    ran_elsewhere(forq, job, pid, time.monotonic())
+    wait_until(lambda: queue.status()["dead"] == 1, what="it is dead")
+    assert "TimeoutError" in forq.ctl("dead", "list", "overdue")
+
+
+def test_check_health_and_why_name_a_process_that_does_not_answer(forq: Forq) -> None:
+    """A process that runs a job is not killed: it can be looked at for as long as the test likes."""
+    pid = create(forq, "named", "hold", timeout=0, stop_grace=0)
+    queue = forq.client().queue("named")
+    assert forq.run_ctl("status", "--check").returncode == 0
+    os.kill(pid, signal.SIGSTOP)
+    queue.enqueue(0, id="given")
+    saying: dict[str, Any] = {}
+
+    def told() -> bool:
+        saying["why"] = forq.run_ctl("why", "named", "given").stdout
+        return "unresponsive" in saying["why"]
+
+    wait_until(told, 1.0, f"why says so, not {saying}")
+    assert f"its process {pid} is unresponsive" in saying["why"]
+    wait_until(lambda: runs(forq, "given"), what="it ran elsewhere")
+
+
+def test_check_and_health_are_red_until_a_stopped_process_goes_on(forq: Forq) -> None:
+    """It runs a job, so that it is not killed."""
+    pid = create(forq, "red", "hold", concurrency=2, timeout=0, stop_grace=0)
+    queue = forq.client().queue("red")
+    scraper = Scraper(forq.directory / "m.sock")
+    queue.enqueue(3, id="runs")
+    wait_until(lambda: runs(forq, "runs", "start"), what="it runs")
+    os.kill(pid, signal.SIGSTOP)
+    checked = wait_until(lambda: (done := forq.run_ctl("status", "--check")).returncode == 3 and done, what="--check")
+    assert f"process {pid} of queue red is unresponsive" in checked.stderr
+    fault = {"check": "process", "queue": "red", "reason": f"process {pid} is unresponsive"}
+    wait_until(lambda: scraper.health() == (503, [fault]), what="/healthz")
+    time.sleep(2)
+    assert children(forq, "red")[pid] == "unresponsive", "it is not killed while it runs a job"
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: forq.run_ctl("status", "--check").returncode == 0, what="--check is 0 again")
+    wait_until(lambda: scraper.health() == (200, []), what="/healthz again")
+    wait_until(lambda: runs(forq, "runs"), what="its job has ended")
+    assert children(forq, "red")[pid] in ("idle", "busy"), "it is the same process"
