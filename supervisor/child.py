@@ -5,7 +5,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from forq import wire
@@ -46,6 +47,9 @@ class Nursery:
     named: int = 0
     # None: nothing below a queue's process is marked.
     tree_mark: TreeMark | None = None
+    # Orphans that could not be killed and still run; those among them that the last burial has found.
+    survivors: set[int] = field(default_factory=set)
+    new_survivors: frozenset[int] = frozenset()
     _dead: list[Callable[[], None]] = field(default_factory=list)
 
     def cgroup(self, name: str) -> Cgroup | None:
@@ -88,12 +92,35 @@ class Nursery:
 
     def _bury_orphans(self) -> None:
         """Whatever the supervisor adopted belonged to a child that is dead."""
-        killed = kill_orphans(self.pids)
+        self._look_after_survivors()
+        killed, survivors = kill_orphans(self.pids | self.survivors)
+        self.new_survivors = frozenset(survivors)
+        self.survivors |= self.new_survivors
+        if survivors:
+            log.error("%s", cannot_kill(survivors))
         if self.tree_mark is not None:
             # None should have got out of our reach. To look costs as much as our ancestors have children.
             killed += sorted(self.tree_mark.kill(self.tree_mark.find_escaped, ESCAPED_SECONDS)[0])
         if killed:
             log.warning("killed processes that a dead child had left behind pids=%s", killed)
+
+    def _look_after_survivors(self) -> None:
+        """Those that could not be killed are children of this process until they end, so their pids stay theirs."""
+        for pid in list(self.survivors):
+            try:
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG) is not None
+            except ChildProcessError:
+                ended = True
+            if ended:
+                self.survivors.discard(pid)
+            else:
+                with suppress(PermissionError, ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def cannot_kill(pids: Collection[int]) -> str:
+    listed = " ".join(map(str, sorted(pids)))
+    return f"processes that a dead child has left behind cannot be killed: pids {listed}; as root: kill -9 {listed}"
 
 
 class Child:
@@ -141,6 +168,7 @@ class Child:
         limits = resources or _NO_LIMITS
         self.kernel_keeps = not limits or (self._cgroup is not None and limit(self._cgroup, limits))
         self.killed_by_kernel: Exceeded | None = None
+        self.survivors: frozenset[int] = frozenset()
         self._leash, theirs = socket.socketpair()
         self._leash.setblocking(False)
         try:
@@ -314,14 +342,18 @@ class Child:
         self._nursery.stops.pop(self.pid, None)
         try:
             if self._cgroup is not None:
-                self._cgroup.kill()
+                if not self._cgroup.kill():
+                    self.survivors = frozenset(self._cgroup.pids())
+                    log.error("%s", cannot_kill(self.survivors))
                 self.killed_by_kernel = exceeded(self._cgroup)
         finally:
             self._nursery.bury(lambda: self._bury(ended))
 
     def _bury(self, ended: Exit) -> None:
-        """Nothing is left of what it had started."""
+        """Nothing is left of what it had started, or nothing that can be killed. Of those that died with it nobody
+        knows whose a survivor was: it counts as each one's."""
         loop = self._nursery.loop
+        self.survivors |= self._nursery.new_survivors
         try:
             if self._cgroup is not None:
                 self._cgroup.remove()

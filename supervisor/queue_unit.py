@@ -46,6 +46,8 @@ class QueueUnit:
         self.found = found
         self.draining = False
         self.config_error: str | None = None
+        # What its processes had started and nobody could kill.
+        self.survivors: set[int] = set()
         self._around = around
         self._seats = [_Seat(Role.MAIN), _Seat(Role.RETRY)]
         # Processes that have a successor already and still run jobs.
@@ -222,6 +224,7 @@ class QueueUnit:
         else:
             seat.process = None
         self._around.changed()
+        self.survivors |= process.child.survivors
         done, began, code = process.done(), process.began(), process.meant(how)
         process.recover(how)
         if seat is None or not self._wanted:

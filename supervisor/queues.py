@@ -203,7 +203,7 @@ class Queues:
             self._loop.call_later(RETRY_SECONDS, lambda: self.open(unit, reopening=reopening))
         elif isinstance(error, UnknownQueue):
             log.warning("queue was deleted by another supervisor queue=%s", name)
-            self.drop(name, lambda: None)
+            self.drop(name, lambda survivors: None)
         else:
             log.error("queue cannot be served queue=%s reason=%s", name, error)
             unit.config_error = str(error)
@@ -251,8 +251,9 @@ class Queues:
         unit.spec = replace(unit.spec, options={**unit.spec.options, **changes})
         unit.options = self._config.options_of(unit.spec)
 
-    def drop(self, name: str, then: Callable[[], None]) -> None:
-        """Ends the queue's processes at once, with everything below them, and forgets its definition."""
+    def drop(self, name: str, then: Callable[[set[int]], None]) -> None:
+        """Ends the queue's processes at once, with everything below them, and forgets its definition. `then` is told
+        the pids of what could not be killed."""
         unit = self.units.pop(name, None)
         if unit is not None:
             unit.abandon()
@@ -272,7 +273,7 @@ class Queues:
         def all_gone() -> None:
             if self._services.tallies is not None:
                 self._services.tallies.forget(name)
-            then()
+            then({pid for one in leaving for pid in one.survivors})
 
         for one in leaving:
             one.stop(partial(gone, one), now=True)
@@ -287,7 +288,7 @@ class Queues:
             return
         if deleted:
             log.warning("queue was deleted by another supervisor queue=%s", name)
-            self.drop(name, lambda: None)
+            self.drop(name, lambda survivors: None)
         else:
             unit.stop(lambda: self.open(unit, reopening=True), now=True)
 

@@ -223,7 +223,8 @@ class StateDir:
             holders = holders_of_lock(path)
             if time.monotonic() >= deadline:
                 os.close(fd)
-                raise ForqError(f"processes of the previous supervisor on {self.path} are still there: pids {holders}")
+                who = f"pids {holders}" if holders else f"they cannot be seen from here; as root: fuser -k -9 {path}"
+                raise ForqError(f"processes of the previous supervisor on {self.path} are still there: {who}")
             if on_wait and holders and holders != told:
                 on_wait(holders)
                 told = holders

@@ -124,7 +124,10 @@ class Verbs:
             if isinstance(answer, ForqError):
                 request.fail(answer)
                 return
-            self._queues.drop(name, partial(purge, {"name": name, "dropped": answer["dropped"]}))
+            self._queues.drop(name, partial(dropped, answer["dropped"]))
+
+        def dropped(jobs: int, survivors: set[int]) -> None:
+            purge({"name": name, "dropped": jobs, "survivors": sorted(survivors)})
 
         def purge(done: dict[str, Any]) -> None:
             self._clerk.ask("purge", {"name": name}, partial(purged, done))

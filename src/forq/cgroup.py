@@ -8,6 +8,7 @@ apply.
 import errno
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 POLL_SECONDS = 0.001
@@ -44,6 +45,14 @@ class Cgroup:
             if exc.errno in (errno.ENOENT, errno.ENODEV):
                 return False
             raise
+
+    def pids(self) -> set[int]:
+        """Who is in the group or below it."""
+        found: set[int] = set()
+        for directory, _, _ in os.walk(self._directory):
+            with suppress(OSError):
+                found.update(map(int, Path(directory, "cgroup.procs").read_text().split()))
+        return found
 
     def kill(self, deadline_seconds: float = 5.0) -> bool:
         """SIGKILL everything in the group; True when it is empty."""

@@ -8,6 +8,9 @@ through a `Hunt`:
 2. Below a process is looked before it is killed, since its children move up when it dies.
 3. A process group is killed at once when it belongs to the tree alone, which also ends fork bombs.
 4. It is over after two looks that found nothing alive and nothing new.
+5. /proc may hide a process (hidepid, for one that is not dumpable): its parent still lists it as a child, its pidfd
+   says whether it lives, and signals reach it all the same. What is below it shows up when it is dead.
+6. One that may not be signalled, since it has become another user, is not waited for: it is a survivor.
 """
 
 import ctypes
@@ -19,6 +22,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from forq.errors import ForqError
 
@@ -149,14 +153,21 @@ def signal_descendants(pid: int, signum: int) -> None:
             os.close(pidfd)
 
 
-def kill_orphans(registered: set[int], *, deadline_seconds: float = 5.0) -> list[int]:
+class Orphans(NamedTuple):
+    """Pids of what dead children had left behind."""
+
+    killed: list[int]
+    survivors: list[int]
+
+
+def kill_orphans(registered: set[int], *, deadline_seconds: float = 5.0) -> Orphans:
     """For a subreaper: kill and reap each child of the caller that is not registered, with all below it.
 
     Such a child was left behind by a dead one. The caller must have registered whatever it started itself.
     """
     hunt = Hunt(os.getpid(), frozenset(registered), reap=True)
     hunt.kill_all(time.monotonic() + deadline_seconds)
-    return sorted(hunt.killed)
+    return Orphans(sorted(hunt.killed - hunt.survivors), sorted(hunt.survivors))
 
 
 class Hunt:
@@ -173,6 +184,8 @@ class Hunt:
         self.root = root
         self.spare = spare
         self.killed: set[int] = set()
+        # Who could not be killed: may not be signalled, or was still alive when the time was over.
+        self.survivors: set[int] = set()
         self.sessions: set[int] = set()
         self._me = os.getpid()
         self._reap = reap
@@ -180,30 +193,34 @@ class Hunt:
         self._ended: set[int] = set()
         self._ended_before: set[int] = set()
         self._news = False
+        self._refused: set[int] = set()
+        self._alive: set[int] = set()
 
     def kill_all(self, deadline: float) -> bool:
-        """Look and kill until it stays quiet; False when the deadline (monotonic) comes first."""
+        """Look and kill until it stays quiet; False when somebody may not be killed, or the deadline (monotonic) comes
+        first."""
         quiet, pause_seconds = 0, 0.0
         while True:
             self._news = False
             if quiet:
                 # The last look trusts nothing it remembers: a zombie's pid may have been reaped and used again.
                 self._ended_before, self._ended = self._ended, set()
+            self._alive = set()
             alive = self._strike_children()
             quiet = 0 if alive or self._news else quiet + 1
-            if quiet >= QUIET_LOOKS:
-                return True
-            if time.monotonic() >= deadline:
-                return False
+            if quiet >= QUIET_LOOKS or time.monotonic() >= deadline:
+                self.survivors = {pid for pid in self._alive if _lives(pid)}
+                return not self.survivors
             if alive:
                 time.sleep(pause_seconds)
                 pause_seconds = min(LONGEST_PAUSE_SECONDS, pause_seconds * 2 or FIRST_PAUSE_SECONDS)
 
     def signal_root_group(self, signum: int) -> None:
         """Signal the root with its process group, in case it leads one in which nobody is spared."""
-        process = look_at(self.root)
-        if process and process.pgid == self.root and process.sid not in self._sessions_of(self.spare):
-            _killpg(self.root, signum)
+        with suppress(ProcessLookupError):
+            leads = os.getpgid(self.root) == self.root
+            if leads and os.getsid(self.root) not in self._sessions_of(self.spare):
+                _killpg(self.root, signum)
 
     def kill_leftovers(self, deadline: float) -> bool:
         """After the root's death: kill those of its descendants that the caller has adopted."""
@@ -223,35 +240,38 @@ class Hunt:
         return alive
 
     def _strike(self, top: int) -> bool:
-        """Pin a child of the root and all below it, then kill them from the top; whether it was alive."""
+        """Pin a child of the root and all below it, then kill them from the top; whether anyone was alive who can be
+        killed."""
         pinned: list[tuple[int, Process]] = []
         parents = {self.root}
-        waiting = [top]
+        waiting = [(top, self.root)]
         try:
             while waiting:
-                pid = waiting.pop(0)
-                pin = self._pin(pid, parents)
+                pid, parent = waiting.pop(0)
+                pin = self._pin(pid, parent, parents)
                 if pin is None:
                     continue
                 pinned.append(pin)
                 parents.add(pid)
-                waiting += [p for p in children_of(pid) if p not in parents and p not in self.spare and p != self._me]
+                below = (p for p in children_of(pid) if p not in parents and p not in self.spare and p != self._me)
+                waiting += [(child, pid) for child in below]
             for pidfd, process in pinned:
                 self._kill(pidfd, process)
         finally:
             for pidfd, _ in pinned:
                 os.close(pidfd)
-        return bool(pinned)
+        return any(process.pid not in self._refused for _, process in pinned)
 
-    def _pin(self, pid: int, parents: set[int]) -> tuple[int, Process] | None:
-        """A pidfd for a live process that is still a child of one of `parents`; None for any other."""
+    def _pin(self, pid: int, parent: int, parents: set[int]) -> tuple[int, Process] | None:
+        """A pidfd for a live process that is still a child of one of `parents`; None for any other. `parent` is the one
+        that has it in its list."""
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
             # Gone already, or no descriptor is free: then those pinned so far die now, and the next look goes on.
             self._news = True
             return None
-        process = look_at(pid)
+        process = look_at(pid) or _look_at_hidden(pid, pidfd, parent)
         if process and process.alive and process.ppid in parents and self._is_wanted(process):
             return pidfd, process
         os.close(pidfd)
@@ -278,10 +298,12 @@ class Hunt:
 
     def _kill(self, pidfd: int, process: Process) -> None:
         self.killed.add(process.pid)
+        self._alive.add(process.pid)
         if process.sid not in self._foreign_sessions:
             self.sessions.add(process.sid)
             _killpg(process.pgid, signal.SIGKILL)
-        _send(pidfd, signal.SIGKILL)
+        if not _send(pidfd, signal.SIGKILL):
+            self._refused.add(process.pid)
 
     @cached_property
     def _foreign_sessions(self) -> set[int]:
@@ -294,6 +316,37 @@ class Hunt:
             with suppress(ProcessLookupError):
                 sessions.add(os.getsid(pid))
         return sessions
+
+
+def _look_at_hidden(pid: int, pidfd: int, parent: int) -> Process | None:
+    """A child of `parent` that /proc does not show, as far as system calls tell; None if there is none.
+
+    Its parent is asked again, now that it is pinned: if it is in the list and lives on after that, the list means it.
+    """
+    if pid not in children_of(parent):
+        return None
+    if _has_ended(pidfd):
+        return Process(pid, parent, 0, 0, alive=False)
+    try:
+        found = Process(pid, parent, os.getpgid(pid), os.getsid(pid), alive=True)
+    except ProcessLookupError:
+        return None
+    return None if _has_ended(pidfd) else found
+
+
+def _lives(pid: int) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        return not _has_ended(pidfd)
+    finally:
+        os.close(pidfd)
+
+
+def _has_ended(pidfd: int) -> bool:
+    return _wait_for_end(pidfd, time.monotonic())
 
 
 def _refuse_to_hunt(pid: int) -> None:
@@ -322,10 +375,15 @@ def _read(path: str) -> bytes:
         os.close(fd)
 
 
-def _send(pidfd: int, signum: int) -> None:
-    """One that may not be signalled (it runs as another user) stays alive, and the hunt ends with False."""
-    with suppress(ProcessLookupError, PermissionError):
+def _send(pidfd: int, signum: int) -> bool:
+    """False for one that may not be signalled: it runs as another user."""
+    try:
         signal.pidfd_send_signal(pidfd, signum)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return True
 
 
 def _killpg(pgid: int, signum: int) -> None:

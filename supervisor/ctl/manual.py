@@ -29,9 +29,11 @@ def exits_of(command: Command) -> dict[int, str]:
 
 
 def all_exits() -> dict[int, str]:
-    return dict(
-        sorted({**EXITS, 3: "status --check: something is not healthy", 4: "no such queue, job or schedule"}.items())
-    )
+    more = {
+        3: "status --check: something is not healthy; delete: processes are left that cannot be killed",
+        4: "no such queue, job or schedule",
+    }
+    return dict(sorted({**EXITS, **more}.items()))
 
 
 def shown_argument(argument: Argument) -> str:

@@ -49,7 +49,11 @@ PAGES = {
     "delete": Page(
         "What the queue still held is in its failed log. All processes below its own are ended too.",
         (("drop a queue with all its jobs", "delete mails --force"),),
-        {1: "it still holds jobs, and there is no --force", 4: "no such queue"},
+        {
+            1: "it still holds jobs, and there is no --force",
+            3: "it is deleted, but processes that its handlers have started cannot be killed",
+            4: "no such queue",
+        },
     ),
     "status": Page(
         ("Without Redis the processes are shown as usual, and counts are -. docs/operations.md explains every state."),

@@ -314,11 +314,11 @@ def test_kill_orphans_kills_and_reaps_only_what_is_not_registered() -> None:
         mine.hear(1)
         orphan = next(int(word) for word in orphans.hear(2) if word != "chain")
         os.close(orphans.write_fd)
-        assert orphan in kill_orphans({registered})
+        assert orphan in kill_orphans({registered}).killed
         assert orphans.all_dead()
         assert children_of(os.getpid()) == [registered]
         assert len(children_of(registered)) == 1
-        assert kill_orphans({registered}) == []
+        assert kill_orphans({registered}) == ([], [])
         assert kill_tree(registered)
         assert reap(registered) == -signal.SIGKILL
         kill_orphans(set())
@@ -336,7 +336,7 @@ def test_orphans_of_a_killed_worker_come_to_the_supervisor_and_end_there() -> No
         os.kill(worker, signal.SIGKILL)
         assert reap(worker) == -signal.SIGKILL
         assert not pipe.all_dead(0.05)
-        assert len(kill_orphans(set())) == 1
+        assert len(kill_orphans(set()).killed) == 1
         assert pipe.all_dead()
 
     in_a_subreaper(body)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 POLL_SECONDS = 1.0
+# The exit code of a delete that has left processes behind.
+SURVIVED = 3
 FIRST_POLL_SECONDS = 0.2
 
 
@@ -40,7 +42,18 @@ def create(args: Namespace) -> int:
 
 
 def delete(args: Namespace) -> int:
-    return _done(args, connect(args).call("queue.delete", {"name": args.name, "force": args.force}), "deleted")
+    result = connect(args).call("queue.delete", {"name": args.name, "force": args.force})
+    _done(args, result, "deleted")
+    # A supervisor of an earlier release does not tell.
+    survivors = " ".join(map(str, result.get("survivors", ()))) if isinstance(result, dict) else ""
+    if not survivors:
+        return 0
+    print(
+        f"forqctl: processes that its handlers have started cannot be killed: pids {survivors}; "
+        f"as root: kill -9 {survivors}",
+        file=sys.stderr,
+    )
+    return SURVIVED
 
 
 def set(args: Namespace) -> int:

@@ -127,6 +127,37 @@ def leave_copy(data: Any, job: Job) -> None:
     time.sleep(3600)
 
 
+def leave_hidden(data: Any, job: Job) -> None:
+    """Forks a daemon that is not dumpable, so that a /proc with hidepid does not show it, and a process below that."""
+    import ctypes
+
+    ready, told = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+        below = os.fork()
+        if below:
+            trace(job, f"program={below}")
+            trace(job, f"program={os.getpid()}")
+            os.write(told, b"x")
+        time.sleep(3600)
+        os._exit(0)
+    os.read(ready, 1)
+    trace(job, "start")
+    time.sleep(3600)
+
+
+def leave_program_of_root(data: Any, job: Job) -> None:
+    """Starts a program that becomes root's, by a copy of setpriv that has the right to; data is its path."""
+    import subprocess
+
+    code = "import time; time.sleep(3600)"
+    become = [data, "--reuid=0", "--regid=0", "--clear-groups"]
+    program = subprocess.Popen([*become, sys.executable, "-c", code], start_new_session=True)
+    trace(job, f"program={program.pid}")
+    time.sleep(3600)
+
+
 def spin_in_c(data: Any, job: Job) -> None:
     """Holds the GIL in one C call for very long."""
     trace(job, "start")
