@@ -53,8 +53,10 @@ def forq() -> Iterator[HiddenForq]:
         forq.start()
         yield forq
     finally:
+        # Its directory has the trace of them.
+        programs = set(forq.programs())
         forq.remove()
-        for pid in alive(set(forq.programs())):
+        for pid in alive(programs):
             psutil.Process(pid).kill()
 
 

@@ -572,12 +572,9 @@ def test_unreachable_is_7_and_says_where_and_why(tmp_path: Path) -> None:
 
 def test_the_socket_is_found_beside_the_state(fake: FakeSupervisor, tmp_path: Path) -> None:
     fake.answers["ping"] = {"pong": True, "pid": 10}
-    os.rename(fake.path, tmp_path / "control.sock")
-    try:
-        assert forqctl(None, "ping", FORQ_STATE_DIR=str(tmp_path))[0] == 0
-        assert forqctl(None, "ping", STATE_DIRECTORY=f"{tmp_path}:/other")[0] == 0
-    finally:
-        os.rename(tmp_path / "control.sock", fake.path)
+    (tmp_path / "control.sock").symlink_to(fake.path)
+    assert forqctl(None, "ping", FORQ_STATE_DIR=str(tmp_path))[0] == 0
+    assert forqctl(None, "ping", STATE_DIRECTORY=f"{tmp_path}:/other")[0] == 0
 
 
 def on_a_terminal(fake: FakeSupervisor, *args: str, **env: str) -> str:

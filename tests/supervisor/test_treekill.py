@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -376,3 +377,33 @@ def test_the_parent_death_signal_ends_a_child_with_its_parent(pipe: Pipe) -> Non
     os.kill(pid, signal.SIGKILL)
     assert reap(pid) == -signal.SIGKILL
     assert pipe.all_dead()
+
+
+def test_a_process_that_may_not_be_signalled_is_a_survivor_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body() -> None:
+        pipe = Pipe()
+        # Two orphans: one may be killed, the other is another user's, as far as the kernel says.
+        for word in ("mine", "foreign"):
+            daemonise(lambda word=word: pipe.tell(f"{word} {os.getpid()}"), wait_for_ever)  # type: ignore[misc]
+        words = pipe.hear(2)
+        mine, foreign = (int(words[words.index(word) + 1]) for word in ("mine", "foreign"))
+        send, killpg = signal.pidfd_send_signal, os.killpg
+
+        def refuse(pidfd: int, signum: int) -> None:
+            if f"Pid:\t{foreign}\n" in Path(f"/proc/self/fdinfo/{pidfd}").read_text():
+                raise PermissionError(1, "Operation not permitted")
+            send(pidfd, signum)
+
+        monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+        monkeypatch.setattr(
+            os, "killpg", lambda pgid, signum: None if pgid == os.getpgid(foreign) else killpg(pgid, signum)
+        )
+        began = time.monotonic()
+        orphans = kill_orphans(set())
+        assert time.monotonic() - began < 2.0
+        assert orphans == ([mine], [foreign])
+        send(os.pidfd_open(foreign), signal.SIGKILL)
+
+    in_a_subreaper(body)
