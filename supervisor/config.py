@@ -70,6 +70,7 @@ class Config:
     log_max: int = 8 * 1024**2
     log_redact: tuple[str, ...] = ()
     control_read_group: str | None = None
+    titles: str = "full"
     # Of each queue of the file its schedules, by key, as they were given.
     schedules: Mapping[str, Mapping[str, Mapping[str, object]]] = field(default_factory=dict)
 
@@ -287,6 +288,7 @@ def _assemble(
         log_max=int(_or_default("log_max", values)),
         log_redact=cast("tuple[str, ...]", values["log_redact"] or ()),
         control_read_group=cast(str | None, values["control_read_group"]),
+        titles=str(values["titles"] or "full"),
     )
     _check_together(config, given)
     return config
@@ -443,5 +445,6 @@ _SETTINGS: Mapping[str, Callable[[Given], object]] = {
     "log_format": _word_reader(FORMATS),
     "log_level": _word_reader(LEVELS),
     "log_redact": _read_patterns,
+    "titles": _word_reader(("full", "plain")),
     **{name: _number_reader(option) for name, option in _NUMBERS.items()},
 }

@@ -295,6 +295,7 @@ class Services:
             tallies=self.tallies,
             output=self.outputs.directory(spec.name),
             log_level=self._config.log_level,
+            titles=self._config.titles,
         )
         return partial(entry_points.run_child, settings)
 

@@ -65,6 +65,7 @@ class ChildSettings:
     # Where its FIFO is; None: it writes to the supervisor's stdout and stderr.
     output: str | None = None
     log_level: str = "info"
+    titles: str = "full"
 
 
 def run_child(settings: ChildSettings, leash: socket.socket) -> int:
@@ -72,7 +73,7 @@ def run_child(settings: ChildSettings, leash: socket.socket) -> int:
     settings.tree_mark.put_on()
     _redirect_output(settings)
     base = queue_base(settings.prefix, settings.spec.name)
-    minder = Minder(name=settings.name, url=settings.url, base=base, leash=leash)
+    minder = Minder(name=settings.name, url=settings.url, base=base, leash=leash, titles=settings.titles)
     minder.start()
     tell_supervisor(leash, {"stack_fd": offer_stack()})
     try:

@@ -38,6 +38,8 @@ UNBLOCK_LATER_SECONDS = 1.0
 UNBLOCK_SECONDS = 0.2
 # The title and the beat go on for so many beats after the last job, then the thread sleeps until it is roused.
 QUIET_BEATS = 2
+# Titles that tell nothing of jobs: every user of the machine can read them.
+PLAIN = "plain"
 
 # Plain numbers and texts: an enum's own are found by calls.
 _SIGTERM = int(signal.SIGTERM)
@@ -64,7 +66,7 @@ class Minded(Protocol):
 
 
 class Minder:
-    def __init__(self, *, name: str, url: str, base: str, leash: socket.socket) -> None:
+    def __init__(self, *, name: str, url: str, base: str, leash: socket.socket, titles: str = "full") -> None:
         self._name = name
         self._url = url
         self._base = base
@@ -72,6 +74,7 @@ class Minder:
         self._told_to_stop = False
         self._unblock_again_seconds = UNBLOCK_AGAIN_SECONDS
         self._leash = leash
+        self._titles = titles
         self._said = wire.Lines()
         self._grants: dict[int, Grant] = {}
         self._recycling: Recycling | None = None
@@ -119,9 +122,12 @@ class Minder:
             doing = f"{len(busy)}/{len(slots)} busy"
         elif busy:
             age = (time.monotonic_ns() - busy[0].started_ns) / 1e9
-            doing = f"busy {busy[0].job.decode(errors='replace')} {age:.1f}s"
-            if (progress := busy[0].progress()) is not None:
-                doing += f" {show_progress(*progress)},"
+            if self._titles == PLAIN:
+                doing = f"busy {age:.1f}s"
+            else:
+                doing = f"busy {busy[0].job.decode(errors='replace')} {age:.1f}s"
+                if (progress := busy[0].progress()) is not None:
+                    doing += f" {show_progress(*progress)},"
         else:
             doing = _STATE_NAMES[slots[0].state]
         return f"forq: {self._name} {doing} {done:,} done"

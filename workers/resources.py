@@ -3,13 +3,21 @@
 import os
 import resource
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from forq.errors import ConfigError
 from forq.options import Value, show_size
 
+# In thousandths of the machine's memory, added to what the process uses. The kernel ends what seems to use most, so one
+# that uses more than half of the memory beside a small handler still goes first, whoever it belongs to.
+OOM_SCORE = 500
+OOM_FILE = Path("/proc/self/oom_score_adj")
+
 
 def restrain(options: Mapping[str, Value]) -> None:
     """Raises ConfigError if the system grants less than is asked for. Programs that handlers start inherit it all."""
+    _go_first_when_memory_runs_out()
     open_files, address = int(options.get("open_files_limit", 0)), int(options.get("address_limit", 0))
     if open_files:
         _set(resource.RLIMIT_NOFILE, open_files, f"open_files_limit = {open_files}")
@@ -17,6 +25,15 @@ def restrain(options: Mapping[str, Value]) -> None:
         _set(resource.RLIMIT_AS, address, f"address_limit = {show_size(address)}")
     if nicer := int(options.get("nice", 0)):
         os.nice(nicer)
+
+
+def _go_first_when_memory_runs_out() -> None:
+    """Its job runs again. If the supervisor or the embedded server went instead, every job would."""
+    # Where /proc is hidden or not to be written, the kernel chooses by size alone.
+    with suppress(OSError, ValueError):
+        # Anybody may raise his own, and only root may lower it.
+        if int(OOM_FILE.read_text()) < OOM_SCORE:
+            OOM_FILE.write_text(str(OOM_SCORE))
 
 
 def _set(which: int, wanted: int, said: str) -> None:

@@ -11,11 +11,15 @@ NO_REDIS = 75  # cannot reach Redis at start (with require_redis)
 INCOMPATIBLE = 76  # another protocol version owns the data
 CONFIG = 78  # a setting, or of a child: its handler, cannot be used
 
+# After these another start would say the same: etc/forq.service does not try it.
+WRONG_ARGUMENTS = 2
+FINAL = (WRONG_ARGUMENTS, INCOMPATIBLE, CONFIG)
+
 # For people: what each code of `forq run` says.
 MEANINGS = {
     STOPPED: "it was stopped",
     FAILED: "another supervisor has this state directory, or the socket cannot be used",
-    2: "wrong arguments",
+    WRONG_ARGUMENTS: "wrong arguments",
     LOST_PLACE: "it was removed from Redis six times within 10 minutes: its heartbeats do not get through in time",
     NO_REDIS: "Redis cannot be reached at start, with --require-redis",
     INCOMPATIBLE: "another protocol version owns the data in Redis",

@@ -1,6 +1,7 @@
 """Progress with a whole supervisor: where it is shown, that it ends with the attempt, and forqctl watch."""
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -48,6 +49,27 @@ def watching(process: "subprocess.Popen[str]") -> list[str]:
     out, err = process.communicate(timeout=20)
     assert not err
     return out.splitlines()
+
+
+def test_plain_titles_tell_every_user_neither_the_id_of_a_job_nor_its_progress(tmp_path: Path) -> None:
+    with running(settings='titles = "plain"\n') as forq:
+        forq.create("told", "tell")
+        job = Step(forq, tmp_path, (0.4, "page 12 of 30")).begun()
+        wait_until(lambda: job.shown()["progress"])
+        process = psutil.Process(forq.child("told")["pid"])
+
+        def busy_seconds() -> float | None:
+            found = re.fullmatch(r"forq: told main busy (\d+\.\d)s 0 done", " ".join(process.cmdline()).strip())
+            return None if found is None else float(found[1])
+
+        first = wait_until(busy_seconds)
+        wait_until(lambda: (busy_seconds() or 0) > first, what="the title is written again after the progress was told")
+        for each in forq.processes():
+            title = " ".join(each.cmdline())
+            assert not [secret for secret in (job.id, "40%", "page 12") if secret in title], title
+        assert forq.child("told")["job"] == job.id, "the control socket still tells"
+        job.end()
+        job.wait_until_gone()
 
 
 def test_progress_is_shown_by_job_status_why_and_ps(forq: Forq, tmp_path: Path) -> None:

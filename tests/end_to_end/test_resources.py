@@ -3,10 +3,13 @@
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from forq.workers.resources import OOM_SCORE
 from tests.support.running import HANDLERS, Forq, alive, running, wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -130,3 +133,20 @@ def test_without_limits_there_is_no_warden() -> None:
         forq.wait_for_child("plain")
         names = {service["name"] for service in forq.status()["supervisor"]["services"]}
     assert "warden" not in names
+
+
+def test_when_memory_runs_out_queues_go_first_and_their_programs_and_nobody_else(forq: Forq) -> None:
+    forq.create("first", "run_program")
+    forq.wait_for_child("first")
+    own = score(forq.pid)
+    queues = {child["pid"] for queue in forq.status()["queues"] for child in queue["children"]} - {None}
+    assert queues
+    assert {score(pid) for pid in queues} == {max(own, OOM_SCORE)}
+    others = {process.pid for process in psutil.Process(forq.pid).children()} - queues
+    titles = " ".join(" ".join(psutil.Process(pid).cmdline()) for pid in others)
+    assert all(name in titles for name in ("forq: pulse", "forq: clerk", "forq: redis")), titles
+    assert {score(pid) for pid in (forq.pid, *others)} == {own}
+
+
+def score(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())

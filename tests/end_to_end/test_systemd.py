@@ -2,10 +2,13 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from forq.exits import FAILED, FINAL, LOST_PLACE, NO_REDIS
 from tests.support.machine import Machine, booted, why_not
 from tests.support.running import wait_until
 
@@ -175,3 +178,49 @@ def test_wrong_settings_turn_the_client_away_and_are_not_tried_again(machine: Ma
     assert machine.log().count("no_such_setting") == 1
     machine.write("/etc/forq/forq.toml", CONFIG)
     machine.run("forqctl", "ping")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "again"), [*((code, False) for code in FINAL), (FAILED, True), (LOST_PLACE, True), (NO_REDIS, True)]
+)
+def test_only_what_may_pass_is_started_again(machine: Machine, code: int, again: bool) -> None:
+    ends = f"[Service]\nType=exec\nExecStart=\nExecStart=/bin/sh -c 'exit {code}'\n"
+    machine.write("/run/units/forq.service.d/ends.conf", ends)
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "start", "forq.service", check=False)
+    if again:
+        machine.wait_for(NRestarts="^[1-9]", ExecMainStatus=f"^{code}$")
+    else:
+        machine.wait_for(ActiveState="^failed$", ExecMainStatus=f"^{code}$", NRestarts="^0$")
+
+
+@pytest.mark.slow
+def test_handlers_go_first_when_memory_runs_out_and_nothing_dumps_core(machine: Machine) -> None:
+    machine.run("systemctl", "start", "forq.service")
+    machine.wait_for(**RUNNING)
+    scores = {}
+    for pid, line in machine.processes().items():
+        scores[line] = int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+        assert re.search(r"Max core file size +0 +0 ", Path(f"/proc/{pid}/limits").read_text()), line
+    queues = {line for line in scores if re.match("forq: (work|slow|daemons|environment) ", line)}
+    assert len(queues) == 8
+    assert {scores[line] for line in queues} == {500}
+    # In a container without the right to lower it systemd leaves it as it is.
+    lowered = subprocess.run(
+        ["sh", "-c", "echo -500 > /proc/self/oom_score_adj"], stderr=subprocess.DEVNULL, check=False
+    )
+    others = {scores[line] for line in scores.keys() - queues}
+    assert others == {-500} if lowered.returncode == 0 else max(others) < 500
+    assert machine.show("OOMScoreAdjust") == {"OOMScoreAdjust": "-500"}
+
+
+@pytest.mark.slow
+def test_another_place_is_one_variable_in_a_drop_in(machine: Machine) -> None:
+    machine.run("ln", "-s", "/opt/forq", "/opt/elsewhere")
+    machine.write("/run/units/forq.service.d/place.conf", "[Service]\nEnvironment=FORQ_VENV=/opt/elsewhere\n")
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "start", "forq.service")
+    machine.wait_for(**RUNNING)
+    machine.run("forqctl", "push", "environment", "null")
+    wait_until(lambda: "FORQ_VENV=/opt/elsewhere" in machine.log(), what="the program's environment in the log")

@@ -191,6 +191,7 @@ def test_a_queue_has_the_mode_it_says_else_that_of_the_service(load_text: Load) 
         ("state_dir = 3", "state_dir = 3 is not allowed: a path"),
         ('control_group = "no-such-group"', "a group of this machine"),
         ('control_read_group = "no-such-group"', "a group of this machine"),
+        ('titles = "short"', 'titles = \'short\' is not allowed: "full" or "plain"'),
         ('log_redact = "x"', "log_redact = 'x' is not allowed: a list of regular expressions, as text"),
         ('log_redact = ["(x"]', r"a list of regular expressions, as text \(missing \)"),
         ("queues = 3", r"queues = 3 is not allowed: tables \[queues.NAME\]"),

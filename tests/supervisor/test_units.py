@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from forq.exits import FAILED, FINAL, LOST_PLACE, MEANINGS, NO_REDIS, STOPPED
+from forq.workers.resources import OOM_SCORE
+
 ETC = Path(__file__).parent.parent.parent / "etc"
 OPERATIONS = Path(__file__).parent.parent.parent / "docs" / "operations.md"
+SERVICE = (ETC / "forq.service").read_text()
 # docs/operations.md has the reasons for what is left.
 MOST_EXPOSED = 2.0
 
@@ -17,10 +21,9 @@ needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reas
 
 @pytest.fixture
 def units(tmp_path: Path) -> Path:
-    """The units as they are, but for the program, which need not be installed here."""
+    """The units as they are. Their program need not be installed here: env looks for it."""
     for name in ("forq.service", "forq.socket"):
-        text = (ETC / name).read_text()
-        (tmp_path / name).write_text(text.replace("ExecStart=/opt/forq/bin/forq", "ExecStart=/bin/true"))
+        shutil.copy(ETC / name, tmp_path / name)
     return tmp_path
 
 
@@ -30,8 +33,31 @@ def analyze(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 
 def test_units_start_the_program_where_the_docs_install_it() -> None:
-    assert "\nExecStart=/opt/forq/bin/forq run\n" in (ETC / "forq.service").read_text()
+    assert "\nEnvironment=FORQ_VENV=/opt/forq\nExecStart=/usr/bin/env ${FORQ_VENV}/bin/forq run\n" in SERVICE
     assert "/opt/forq/bin/pip install" in OPERATIONS.read_text()
+
+
+def test_no_other_line_of_the_units_names_a_place_that_one_may_have_elsewhere() -> None:
+    lines = (SERVICE + (ETC / "forq.socket").read_text()).splitlines()
+    settings = [line for line in lines if line and not line.startswith("#")]
+    places = [line for line in settings if re.search(r"/(opt|run|var|srv|usr/local|etc)\b", line)]
+    assert places == ["Environment=FORQ_VENV=/opt/forq"]
+
+
+def test_what_another_start_would_only_say_again_is_not_started_again() -> None:
+    (prevented,) = re.findall(r"^RestartPreventExitStatus=(.*)$", SERVICE, re.MULTILINE)
+    assert {int(code) for code in prevented.split()} == set(FINAL)
+    assert set(FINAL) < set(MEANINGS)
+    # Of the others the reason may pass: another supervisor ends, Redis or the network is back.
+    assert set(MEANINGS) - set(FINAL) == {STOPPED, FAILED, LOST_PLACE, NO_REDIS}
+    section = OPERATIONS.read_text().partition("\n- **Restart**")[2].partition("\n")[0]
+    assert all(f"({code})" in section for code in FINAL)
+
+
+def test_a_core_dump_holds_no_secrets_and_handlers_go_first_when_memory_runs_out() -> None:
+    assert "\nLimitCORE=0\n" in SERVICE
+    (score,) = re.findall(r"^OOMScoreAdjust=(.*)$", SERVICE, re.MULTILINE)
+    assert int(score) < 0 < OOM_SCORE
 
 
 @needs_systemd

@@ -1,0 +1,55 @@
+"""What a queue's process sets for itself: who goes first when memory runs out."""
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+
+from forq.supervisor.spawn import spawn
+from forq.workers import resources
+from forq.workers.resources import OOM_SCORE, restrain
+
+PR_SET_DUMPABLE = 4
+
+
+def own_score() -> int:
+    return int(Path("/proc/self/oom_score_adj").read_text())
+
+
+@pytest.mark.parametrize(("before", "after"), [("-500\n", OOM_SCORE), ("0\n", OOM_SCORE), ("900\n", 900)])
+def test_a_queues_process_raises_its_score_and_never_lowers_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: int
+) -> None:
+    file = tmp_path / "oom_score_adj"
+    file.write_text(before)
+    monkeypatch.setattr(resources, "OOM_FILE", file)
+    restrain({})
+    assert int(file.read_text()) == after
+
+
+@pytest.mark.parametrize("content", [None, "", "rubbish"])
+def test_where_there_is_no_score_to_raise_the_process_starts_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    file = tmp_path / "oom_score_adj"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setattr(resources, "OOM_FILE", file)
+    restrain({})
+
+
+def test_nobody_needs_root_for_it() -> None:
+    def become_nobody() -> int:
+        if os.geteuid() == 0:
+            os.setresuid(65534, 65534, 65534)
+            # After such a change /proc/self is root's, until the next exec.
+            ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+        restrain({})
+        return own_score() != OOM_SCORE
+
+    if own_score() > OOM_SCORE:
+        pytest.skip("these tests have a higher score already")
+    child = spawn(become_nobody, loop=None, keep_fds=(), title="forq: test")
+    assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == 0
+    child.close()
