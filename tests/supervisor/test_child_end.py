@@ -5,6 +5,7 @@ import os
 import socket
 import time
 
+import psutil
 import pytest
 
 from forq.supervisor.child import Child, Nursery
@@ -32,8 +33,10 @@ def test_a_child_that_ends_without_reading_its_leash_ends_like_any_other(
         os.read(gate_read, 1)
         return 0
 
+    # The server of other tests is a child of this process, too, and none of a dead one's.
+    others = {process.pid for process in psutil.Process().children()}
     child = Child(
-        *(Nursery(loop, (gate_read,), None), "test", run),
+        *(Nursery(loop, (gate_read,), None, pids=others), "test", run),
         on_line=heard.append,
         on_end=ends.append,
     )
