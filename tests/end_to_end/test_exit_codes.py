@@ -135,6 +135,26 @@ def test_an_exception_that_is_asked_for_too_long_ends_at_the_deadline_of_its_job
     assert ends(forq, name, "j") == [("timed_out", "timeout")]
 
 
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_worker_whose_thread_is_told_to_exit_takes_its_process_along(
+    forq: Forq, neighbour: Neighbour, name: str, concurrency: int
+) -> None:
+    """Else it would be gone without a word, and the job that it had just claimed with it."""
+    queue = create(forq, name, "haunt", concurrency=concurrency)
+    pid = forq.wait_for_child(name)["pid"]
+    queue.enqueue("haunt")
+    wait_until(lambda: queue.status()["processed"] == 1, what="the thread is there")
+
+    def replaced() -> bool:
+        # The exception comes when the worker wakes up.
+        queue.enqueue("wake up")
+        return forq.child(name)["pid"] not in (None, pid)
+
+    wait_until(replaced, what="another process")
+    wait_until(lambda: (counts := queue.status())["waiting"] + counts["active"] == 0, what="every job is done")
+    assert queue.status()["dead"] == 0
+
+
 @pytest.mark.parametrize("code", [exits.QUEUE_GONE, exits.FENCED, exits.CONFIG])
 def test_an_announced_code_means_nothing_while_a_job_runs(
     forq: Forq, neighbour: Neighbour, name: str, code: int
