@@ -26,6 +26,8 @@ READ_BYTES = 64 * 1024
 # Then the others have their turn, so that no child can keep the loop to itself.
 LINES_PER_PASS = 64
 SHOWN_BYTES = 200
+# A process whose leash has ended gets this long to end, too.
+MUTE_SECONDS = 2.0
 # Of the last words of a dead child. More does not fit into a leash, unless something still writes to it.
 MAX_LAST_BYTES = 1024 * 1024
 
@@ -126,7 +128,7 @@ def cannot_kill(pids: Collection[int]) -> str:
 class Child:
     """A forked child. `on_line` gets what it says on its leash, `on_end` how it ended, once its tree is gone.
     A line above `max_line_bytes`, and one for which `on_line` raises InvalidData, is its last: it is killed.
-    `on_garbage` is called right before that.
+    `on_garbage` is called right before that, with the cause.
     `keep_fds`: descriptors that it inherits besides those that all do. `resources`: what it may take of the machine;
     `kernel_keeps` says whether the kernel sees to that. `stopped`: a signal has stopped it; `on_stop` is called when
     that changes.
@@ -146,7 +148,7 @@ class Child:
         resources: Resources | None = None,
         max_line_bytes: int = MAX_LINE_BYTES,
         on_line: Callable[[bytes], None],
-        on_garbage: Callable[[], None] | None = None,
+        on_garbage: Callable[[str], None] | None = None,
         on_end: Callable[[Exit], None],
         on_stop: Callable[[], None] | None = None,
     ) -> None:
@@ -223,10 +225,10 @@ class Child:
             return
         kill_tree(self.pid)
 
-    def kill_unheard(self) -> None:
+    def kill_unheard(self, cause: str = "garbage_on_leash") -> None:
         """Kills it; nothing that it has said or is still saying is read any more."""
         if self._on_garbage is not None:
-            self._on_garbage()
+            self._on_garbage(cause)
         self._deaf = True
         self._lines.clear()
         self._nursery.loop.remove_reader(self._leash.fileno())
@@ -280,8 +282,17 @@ class Child:
             received = b""
         if not received:
             self._nursery.loop.remove_reader(self._leash.fileno())
+            if not self.ended:
+                self._nursery.loop.call_later(MUTE_SECONDS, self._end_if_mute)
         self._lines.push(received)
         return len(received)
+
+    def _end_if_mute(self) -> None:
+        """Usually its leash ends because it does. One that lives on can say nothing any more, not even that a job of it
+        needs a deadline."""
+        if not self.ended and not self.stopping:
+            log.error("child has closed its leash; killing it child=%s", self.name)
+            self.kill_unheard("leash_closed")
 
     def _hear(self) -> None:
         """Passes on what it has said, a part in each pass of the loop; reads on only when all of it is dealt with."""

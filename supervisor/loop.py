@@ -21,6 +21,7 @@ log = logging.getLogger("forq")
 Callback = Callable[[], None]
 
 WAKEUP_READ_BYTES = 65536
+MOST_TIMERS = 4096
 # Not at once again: what failed once after a pass may fail each time.
 FAILED_PASS_SECONDS = 1.0
 _SIG_DFL = int(signal.SIG_DFL)
@@ -72,6 +73,8 @@ class Loop:
         self._epoll = select.epoll()
         self._entries: dict[int, _Entry] = {}
         self._timers: list[tuple[float, int, Timer]] = []
+        # Above this many the cancelled ones among them are thrown away.
+        self._most_timers = MOST_TIMERS
         self._order = count()
         self._signals: dict[int, Callback] = {}
         self._wakeup: tuple[int, int] | None = None
@@ -114,8 +117,16 @@ class Loop:
 
     def call_later(self, seconds: float, callback: Callback) -> Timer:
         timer = Timer(self._now() + seconds, callback)
+        if len(self._timers) >= self._most_timers:
+            self._forget_cancelled()
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
         return timer
+
+    def _forget_cancelled(self) -> None:
+        """A timer that is set anew again and again would leave as many behind until the first of them is due."""
+        self._timers = [entry for entry in self._timers if not entry[2].cancelled]
+        heapq.heapify(self._timers)
+        self._most_timers = max(MOST_TIMERS, 2 * len(self._timers))
 
     def on_signal(self, signum: int, callback: Callback) -> None:
         """Call back from the loop after the signal has come; several at once may be one call."""

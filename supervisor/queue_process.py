@@ -188,7 +188,7 @@ class QueueProcess:
         self.child.send(wire.encode(message) + b"\n")
         if self.child.unsent_bytes > MAX_UNSENT_BYTES and not self.child.stopping:
             log.error("child does not read its leash; killing it child=%s", self.name)
-            self.child.kill_unheard()
+            self.child.kill_unheard("leash_unread")
 
     def meant(self, how: Exit) -> int | None:
         """The exit code, if the process's own code has announced it and no job was running; None for any other end.
@@ -280,12 +280,12 @@ class QueueProcess:
         except (ForqError, LookupError, TypeError) as exc:
             raise InvalidData(f"not understood: {type(exc).__name__}: {exc}") from exc
 
-    def _garbage(self) -> None:
-        """It is about to be killed for what was said on its leash: the job that runs there has done it."""
+    def _garbage(self, cause: str) -> None:
+        """It is about to be killed for what was done to its leash: the job that runs there did it."""
         running = [slot for slot in self._slots() if slot.word & 1]
         outcome = "stalled" if len(running) == 1 else "suspect"
         for slot in running:
-            self._condemned[slot.number] = Condemned(slot.word, outcome, "garbage_on_leash")
+            self._condemned[slot.number] = Condemned(slot.word, outcome, cause)
 
     def _understand(self, message: dict[str, Any]) -> None:
         if "want" in message or "done" in message:

@@ -155,6 +155,18 @@ def test_a_worker_whose_thread_is_told_to_exit_takes_its_process_along(
     assert queue.status()["dead"] == 0
 
 
+def test_a_process_that_can_say_nothing_any_more_is_replaced(forq: Forq, neighbour: Neighbour, name: str) -> None:
+    """Else nobody would know that its next job has a deadline."""
+    queue = create(forq, name, "fall_silent", timeout="2s")
+    pid = forq.wait_for_child(name)["pid"]
+    queue.enqueue("fall silent")
+    wait_until(lambda: queue.status()["processed"] == 1, what="it has closed its leash")
+    queue.enqueue("a long job")
+    neighbour.run(lambda: queue.status()["processed"] == 2)
+    assert forq.child(name)["pid"] != pid
+    assert f"child has closed its leash; killing it child={name} main" in forq.log
+
+
 @pytest.mark.parametrize("code", [exits.QUEUE_GONE, exits.FENCED, exits.CONFIG])
 def test_an_announced_code_means_nothing_while_a_job_runs(
     forq: Forq, neighbour: Neighbour, name: str, code: int
@@ -230,7 +242,13 @@ def test_a_handler_that_asks_for_successors_without_end_gets_a_few(forq: Forq, n
     wait_until(lambda: forq.log.count(f"replacing process queue={name} ") == 33, what="a successor came and went")
 
 
-@pytest.mark.parametrize("text", ["\n", "x", '{"unguarded": SLOT}\n', '{"ready": true}\n', '{"replace": "again"}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("\n", "x", '{"ready": true}\n', '{"replace": "again"}\n', '{"unguarded": SLOT}\n', '{"left": SLOT}\n'),
+        '{"want": SLOT, "units": 1, "priority": 0}\n{"done": SLOT}\n',
+    ],
+)
 def test_a_flood_on_the_leash_holds_up_nobody(
     forq: Forq, neighbour: Neighbour, name: str, tmp_path: Path, text: str
 ) -> None:

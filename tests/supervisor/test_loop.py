@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -194,6 +195,20 @@ def test_a_timer_that_sets_itself_again_does_not_keep_the_tick_from_ending() -> 
     loop.tick(None)
     assert len(fired) == 3
     loop.close()
+
+
+def test_a_timer_that_is_set_anew_again_and_again_leaves_nothing_behind(loop: Loop) -> None:
+    fired: list[str] = []
+    loop.call_later(0.0, lambda: fired.append("kept"))
+    tracemalloc.start()
+    try:
+        for _ in range(100_000):
+            loop.call_later(3600.0, lambda: fired.append("never")).cancel()
+        assert tracemalloc.get_traced_memory()[0] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    loop.tick(0.0)
+    assert fired == ["kept"]
 
 
 def test_tick_waits_for_the_next_timer_and_no_longer(loop: Loop) -> None:

@@ -116,3 +116,12 @@ def haunt(data: Any, job: Job) -> None:
         worker = ctypes.c_ulong(threading.get_ident())
         send = ctypes.pythonapi.PyThreadState_SetAsyncExc
         threading.Timer(0.3, send, (worker, ctypes.py_object(SystemExit))).start()
+
+
+def fall_silent(data: Any, job: Job) -> None:
+    """Closes the leash in one direction; any other job takes for ever."""
+    if data == "fall silent":
+        with socket.socket(fileno=os.dup(leash())) as found:
+            found.shutdown(socket.SHUT_WR)
+    elif job.stall_count + job.timeout_count == 0:
+        time.sleep(3600)
