@@ -36,13 +36,15 @@ class QueueGone(ForqError):
 @dataclass(frozen=True, slots=True)
 class Beat:
     """A heartbeat's answer: the processors that were evicted, in how many ms the next scheduled job is due, whether an
-    eviction is not finished, so that another heartbeat should follow at once, and the last turns of workers that run
-    nothing and were at an earlier one."""
+    eviction is not finished, so that another heartbeat should follow at once, the last turns of workers that run
+    nothing and were at an earlier one, and how many suspects may begin (of a fail queue: 1 if jobs wait and none
+    runs)."""
 
     evicted: list[str]
     due_ms: int | None
     more: bool
     unread: dict[str, int]
+    helped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class Keeper:
             raise Fenced(f"processor {self.processor} has been evicted from queue {queue!r}")
         due_ms, unread = None if reply[2] < 0 else reply[2], reply[4]
         turns = {worker.decode(): int(turn) for worker, turn in zip(unread[::2], unread[1::2], strict=True)}
-        return Beat([silent.decode() for silent in reply[1]], due_ms, bool(reply[3]), turns)
+        return Beat([silent.decode() for silent in reply[1]], due_ms, bool(reply[3]), turns, reply[5])
 
     def promote(self, queue: str) -> int | None:
         """Makes waiting what is due, and fires ticks; in how many ms the next is due (None: there is none)."""

@@ -6,9 +6,10 @@
 3. Rescue: while some worker holds a batch, it looks at the scoreboard and gives back what is stuck behind a slow job.
 4. The same for workers whose process does not answer (unread.py).
 5. Timers: it hears when the next scheduled job or tick of a queue is due, and makes it waiting, or fires it, on time.
-6. It tells when Redis is back, or has lost its functions: clients may not be allowed to load those that they use.
-7. It finds queues that release and are not served here: with each heartbeat, and when it hears that one was made.
-8. When the supervisor dies, it kills the children that cannot do so themselves.
+6. Helpers: it tells the supervisor how many suspects wait, and that fail jobs wait for a busy retry process.
+7. It tells when Redis is back, or has lost its functions: clients may not be allowed to load those that they use.
+8. It finds queues that release and are not served here: with each heartbeat, and when it hears that one was made.
+9. When the supervisor dies, it kills the children that cannot do so themselves.
 """
 
 import heapq
@@ -53,6 +54,9 @@ PROMOTE_AGAIN_MS = 250
 MADE = "new"
 # And when jobs were given to a worker that had waited for them: its name and the number of its turn follow.
 LOOK = "look "
+# And when a fail job was stored; how long an idle retry process may take to claim it.
+FAIL_JOB = "fail"
+TAKEN_SECONDS = 0.05
 # How long Redis may take for its first answer before that is told: less than the time between two tries to reach it.
 FIRST_ANSWER_SECONDS = 0.5
 TRY_AGAIN_SECONDS = 1.0
@@ -119,6 +123,7 @@ class Pulse:
         self._due: dict[str, float] = {}
         # Queues that release, made a moment ago: the supervisor is about to serve them.
         self._made: set[str] = set()
+        self._looks: set[str] = set()
 
     def run(self) -> int:
         poll = self._poll = select.poll()
@@ -185,6 +190,9 @@ class Pulse:
             )
         for seconds in DRAIN_AGAIN_SECONDS:
             self._later(seconds, drain_again)
+        if at.running:
+            # It, and those of other workers of that process, may be suspects now.
+            self._look_soon(queue, 0.0)
         return {}
 
     def _look_for_unread(self, params: dict[str, Any]) -> object:
@@ -218,6 +226,8 @@ class Pulse:
                 self._unread.told(queue, worker, int(turn))
             elif delay_ms.isdigit() and (queue in self._queues or queue in self._made):
                 self._promote_in(queue, min(int(delay_ms), LONGEST_TIMER_MS))
+            elif delay_ms == FAIL_JOB:
+                self._fail_job_waits(queue)
 
     def _promote_in(self, queue: str, delay_ms: int | None) -> None:
         """Keeps one timer per queue, for its next job or tick."""
@@ -233,9 +243,30 @@ class Pulse:
             del self._due[queue]
             try:
                 self._promote_in(queue, self._keeper.promote(queue))
+                self._fail_job_waits(main_queue(queue))
             except RedisUnavailable:
                 # What is due stays due; heartbeats say that Redis is gone.
                 self._promote_in(queue, PROMOTE_AGAIN_MS)
+
+    def _fail_job_waits(self, queue: str) -> None:
+        """An idle retry process has taken it long before this look."""
+        if fail_queue(queue) in self._queues and self._retry_is_busy(queue):
+            self._look_soon(fail_queue(queue), TAKEN_SECONDS)
+
+    def _retry_is_busy(self, queue: str) -> bool:
+        slots = map(self._board.slot, range(self._board.highest))
+        return any(slot.state != State.PARKED and slot.role == Role.RETRY and slot.queue == queue for slot in slots)
+
+    def _look_soon(self, queue: str, seconds: float) -> None:
+        """One heartbeat for all that happens until then: its answer tells how many jobs need helpers."""
+        if queue not in self._looks:
+            self._looks.add(queue)
+            self._later(seconds, partial(self._look_at, queue))
+
+    def _look_at(self, queue: str) -> None:
+        self._looks.discard(queue)
+        if queue in self._queues:
+            self._heartbeats([queue])
 
     def _listen_to(self, queues: list[str]) -> None:
         """Hears of the times of these queues from now on, and looks at those that they have."""
@@ -302,6 +333,10 @@ class Pulse:
             self._unread.lags(queue, beat.unread)
             if beat.more:
                 self._later(0, partial(self._heartbeats, [queue]))
+            if beat.helped and queue == main_queue(queue):
+                self._desk.tell("suspects", queue=queue, waiting=beat.helped)
+            elif beat.helped:
+                self._desk.tell("fail_jobs", queue=main_queue(queue))
             if beat.evicted:
                 log.warning("took over from silent processors queue=%s processors=%s", queue, beat.evicted)
 
@@ -313,7 +348,7 @@ class Pulse:
                 at = slot.place()
                 position = Position(slot.worker, at.turn, at.index, at.running)
                 found.setdefault(slot.queue, []).append(position)
-                if slot.role == Role.RETRY:
+                if Role(slot.role).runs_fail_jobs:
                     found.setdefault(fail_queue(slot.queue), []).append(position)
         return found
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from forq.scoreboard import Scoreboard, State
-from forq.supervisor.capacity import Capacity, Order
+from forq.supervisor.capacity import Capacity, CapacityView, Order
 from forq.supervisor.loop import Loop, Timer
 
 
@@ -51,6 +51,14 @@ class Grants:
         mine = [wish["waited_seconds"] for wish in waits if self._crews[wish["holder"]].name == name]
         return max(mine, default=None)
 
+    def unused_units(self) -> int:
+        """Free, or kept by workers that run nothing: they hand them over when somebody needs them."""
+        view = self.capacity.describe(self._loop.now())
+        return int(view["units"]) - self._in_use(view)
+
+    def _in_use(self, view: CapacityView) -> int:
+        return sum(grant["units"] for grant in view["holders"] if not self._is_idle(grant["holder"]))
+
     def describe(self) -> dict[str, Any]:
         """How many units are out, who holds them (in use, or only kept for the next job), and who waits for some."""
         view = self.capacity.describe(self._loop.now())
@@ -73,7 +81,7 @@ class Grants:
             }
             for wish in view["waiting"]
         ]
-        in_use = sum(grant["units"] for grant in view["holders"] if not self._is_idle(grant["holder"]))
+        in_use = self._in_use(view)
         return {"units": view["units"], "in_use": in_use, "free": view["free"], "held": held, "waiting": waiting}
 
     def _is_idle(self, number: int) -> bool:

@@ -60,6 +60,8 @@ class Surroundings:
     recover: Callable[[dict[str, Any], Callable[[], None]], None]
     queue_gone: Callable[[str], None]
     perhaps_evicted: Callable[[str], None]
+    # Asks pulse for a heartbeat of this queue: how many jobs wait for helpers.
+    look: Callable[[str], None]
     changed: Callable[[], None]
     processor: Callable[[], str]
     # Tells pulse to look for jobs that this queue's workers were given and do not begin.
@@ -392,7 +394,7 @@ class QueueProcess:
         return {
             "queue": self.spec.name,
             "processor": self.processor,
-            "with_fail_queue": self.role == Role.RETRY and self.spec.fail_handler is not None,
+            "with_fail_queue": self.role.runs_fail_jobs and self.spec.fail_handler is not None,
             "worker": slot.worker,
             "turn": at.turn,
             "index": at.index,

@@ -1,4 +1,5 @@
-"""One queue as the supervisor runs it: its main process and its retry process, their deaths and their state.
+"""One queue as the supervisor runs it: its main process and its retry process, their deaths and their state; and for a
+while processes that help them (helpers.py).
 
 A death takes this way: its tree is gone (child.py) → what it held goes to pulse for recovery → its slots are given back
 once that is done → another process is started, at once or after a pause (respawn.py).
@@ -13,8 +14,9 @@ from forq import exits
 from forq.errors import ForqError
 from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Slot
+from forq.supervisor.helpers import Helpers
 from forq.supervisor.loop import Timer
-from forq.supervisor.queue_process import QueueProcess, Surroundings
+from forq.supervisor.queue_process import Owner, QueueProcess, Surroundings
 from forq.supervisor.respawn import SETTLED_SECONDS, Respawn
 from forq.supervisor.spawn import Exit
 
@@ -52,6 +54,9 @@ class QueueUnit:
         self._seats = [_Seat(Role.MAIN), _Seat(Role.RETRY)]
         # Processes that have a successor already and still run jobs.
         self._leaving: list[QueueProcess] = []
+        self._helpers = Helpers(
+            spec.name, around, make=self._process, wanted=lambda: self._wanted, gone=self._tell_if_stopped
+        )
         self._wanted = False
         self._then: list[Callable[[], None]] = []
         self._start_again: Callable[[], None] | None = None
@@ -169,7 +174,8 @@ class QueueUnit:
 
     def describe_children(self) -> list[dict[str, Any]]:
         seated = [_describe(seat.role, seat.process, self._state(seat), seat.restarts) for seat in self._seats]
-        return seated + [_describe(process.role, process, process.state(), 0) for process in self._leaving]
+        others = (*self._leaving, *self._helpers.processes)
+        return seated + [_describe(process.role, process, process.state(), 0) for process in others]
 
     def _state(self, seat: _Seat) -> str:
         if seat.process is not None:
@@ -249,8 +255,29 @@ class QueueUnit:
                     "successor waits until a process leaves queue=%s leaving=%s", self.spec.name, len(self._leaving)
                 )
 
+    def suspects_wait(self, number: int) -> None:
+        """So many suspects wait. The retry process takes one if it is idle; the others need processes of their own."""
+        if not self._wanted:
+            return
+        size, retry = int(self.options["size"]), self._seats[1].process
+        if retry is not None and retry.state() == "parked":
+            number -= 1
+        promised = self._helpers.about_to_claim(Role.SUSPECT) * size
+        room = (self._around.grants.unused_units() - promised) // size
+        self._helpers.want(Role.SUSPECT, number, most=int(self.options["concurrency"]), room=room)
+
+    def fail_jobs_wait(self) -> None:
+        """Fail jobs wait, and none runs. If the retry process is busy with something else, they do not wait for it."""
+        retry = self._seats[1].process
+        if self._wanted and self.spec.fail_handler is not None and retry is not None and retry.busy():
+            self._helpers.want(Role.FAIL, 1, most=1, room=1)
+
+    def _process(self, role: Role, owner: Owner) -> QueueProcess:
+        return QueueProcess(self.spec, self.options, role, self._around, owner)
+
     def _processes(self) -> list[QueueProcess]:
-        return [seat.process for seat in self._seats if seat.process is not None] + self._leaving
+        seated = [seat.process for seat in self._seats if seat.process is not None]
+        return [*seated, *self._leaving, *self._helpers.processes]
 
     def _spawn(self, seat: _Seat) -> None:
         if seat.timer is not None:
@@ -258,7 +285,7 @@ class QueueUnit:
         seat.timer = None
         self._around.changed()
         try:
-            seat.process = QueueProcess(self.spec, self.options, seat.role, self._around, self)
+            seat.process = self._process(seat.role, self)
         except (OSError, ForqError) as exc:
             # No process, descriptor or slot to be had now: that may pass.
             delay = seat.respawn.delay_after_death(0.0)

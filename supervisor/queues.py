@@ -63,7 +63,8 @@ class Queues:
             child=services.child,
             recover=services.recover,
             queue_gone=self.gone,
-            perhaps_evicted=services.look_for_eviction,
+            perhaps_evicted=services.beat,
+            look=services.beat,
             changed=changed,
             processor=lambda: services.processor,
             look_for_unread=lambda name: services.pulse.ask("look", {"queue": name}),
@@ -291,6 +292,16 @@ class Queues:
             self.drop(name, lambda survivors: None)
         else:
             unit.stop(lambda: self.open(unit, reopening=True), now=True)
+
+    def suspects_wait(self, name: str, number: int) -> None:
+        unit = self.units.get(name)
+        if unit is not None and not self._stopping:
+            unit.suspects_wait(number)
+
+    def fail_jobs_wait(self, name: str) -> None:
+        unit = self.units.get(name)
+        if unit is not None and not self._stopping:
+            unit.fail_jobs_wait()
 
     def rejoin(self) -> None:
         """This processor has been evicted: its children end at once, and it starts afresh under a new name."""

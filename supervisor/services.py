@@ -179,8 +179,9 @@ class Services:
         """Takes a processor that is gone out of every queue, at once and not after its expiry."""
         self._insist("evict", {"processor": processor, "cause": cause, "queues": queues}, lambda: None)
 
-    def look_for_eviction(self, queue: str) -> None:
-        """Pulse sends a heartbeat of this queue now, and says so if Redis does not know this processor any more."""
+    def beat(self, queue: str) -> None:
+        """Pulse sends a heartbeat of this queue now: it says so if Redis does not know this processor any more, and how
+        many jobs wait for a process of their own."""
         self.pulse.ask("beat", {"queues": [queue]})
 
     def _insist(self, verb: str, params: dict[str, Any], then: Callable[[], None]) -> None:

@@ -131,6 +131,10 @@ class Supervisor:
             self.queues.challenge(message["slots"])
         elif message["event"] == "evicted":
             self.queues.rejoin()
+        elif message["event"] == "suspects":
+            self.queues.suspects_wait(message["queue"], message["waiting"])
+        elif message["event"] == "fail_jobs":
+            self.queues.fail_jobs_wait(message["queue"])
 
     def _changed(self) -> None:
         """The title follows soon, however many things change at once."""

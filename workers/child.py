@@ -29,7 +29,7 @@ from forq.workers.progress import ProgressTeller
 from forq.workers.recycling import Recycling
 from forq.workers.release_loop import IdleLoop, ReleaseLoop
 from forq.workers.resources import restrain
-from forq.workers.retry_loop import RetryLoop
+from forq.workers.retry_loop import HelperLoop, RetryLoop
 from forq.workers.stack import offer_stack
 from forq.workers.tracing import Tracing
 
@@ -38,7 +38,10 @@ MAX_REASON = 4000
 
 log = logging.getLogger("forq")
 
-Loop = WorkerLoop | RetryLoop | ReleaseLoop | IdleLoop
+Loop = WorkerLoop | RetryLoop | HelperLoop | ReleaseLoop | IdleLoop
+
+# Where the workers of a process claim; fail jobs are in a queue of their own.
+_LANES = {Role.MAIN: "main", Role.RETRY: "retry", Role.SUSPECT: "suspects", Role.FAIL: "retry"}
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,12 @@ class _Crew:
             self._loops = [IdleLoop(self._slots[0], name, mode)]
         elif self._settings.role == Role.MAIN:
             self._loops = [self._worker(slot, self._attempts(slot, handlers)) for slot in self._slots]
+        elif self._settings.role == Role.SUSPECT:
+            slot = self._slots[0]
+            self._loops = [HelperLoop(self._worker(slot, self._attempts(slot, handlers)))]
+        elif self._settings.role == Role.FAIL:
+            assert fail_handler is not None
+            self._loops = [HelperLoop(self._fail_worker(self._slots[0], fail_handler))]
         else:
             self._loops = [self._retry_worker(self._slots[0], handlers, fail_handler)]
         self._minder.mind(self._loops, self._grants, self._recycling)
@@ -177,13 +186,15 @@ class _Crew:
         return Attempts(name, handlers, slot, self._progress.reporter(slot, name), self._tracing)
 
     def _retry_worker(self, slot: Slot, handlers: Handlers, fail: Handlers | None) -> RetryLoop:
-        name, numbers = self._settings.spec.name, TurnNumbers()
+        numbers = TurnNumbers()
         lane = self._worker(slot, self._attempts(slot, handlers), numbers=numbers)
-        if fail is None:
-            return RetryLoop(lane, None)
+        return RetryLoop(lane, None if fail is None else self._fail_worker(slot, fail, numbers))
+
+    def _fail_worker(self, slot: Slot, fail: Handlers, numbers: TurnNumbers | None = None) -> WorkerLoop:
+        name = self._settings.spec.name
         fails = fail_queue(name)
         attempts = FailAttempts(name, fail, slot, self._progress.reporter(slot, fails), self._tracing)
-        return RetryLoop(lane, self._worker(slot, attempts, numbers=numbers, queue=fails))
+        return self._worker(slot, attempts, numbers=numbers, queue=fails)
 
     def _worker(
         self, slot: Slot, attempts: Attempts, *, numbers: TurnNumbers | None = None, queue: str | None = None
@@ -202,7 +213,7 @@ class _Crew:
         # Fail handlers are not counted: their jobs are none of the queue's own.
         tally = settings.tallies.of_slot(slot.number) if settings.tallies is not None and queue is None else None
         return WorkerLoop(
-            Consumer(*where, lane="main" if main else "retry"),
+            Consumer(*where, lane=_LANES[settings.role]),
             attempts,
             slot,
             expiry_ms=settings.expiry_ms,

@@ -2,6 +2,8 @@
 
 It works on two queues, the queue itself (its retry lane) and the fail queue below it, with one slot and one count of
 turns. It blocks on one list, `failed`, into which scripts put a token when there may be something for it.
+
+A helper's worker serves one of these alone, suspects or fail jobs, and ends when there is none.
 """
 
 from collections.abc import Callable
@@ -58,3 +60,43 @@ class RetryLoop:
     def close(self) -> None:
         for loop in self._all:
             loop.close()
+
+
+class HelperLoop:
+    """Serves until nothing is left to claim."""
+
+    def __init__(self, jobs: WorkerLoop) -> None:
+        self._jobs = jobs
+
+    @property
+    def slot(self) -> Slot:
+        return self._jobs.slot
+
+    @property
+    def queue(self) -> str:
+        return self._jobs.queue
+
+    @property
+    def stopping(self) -> bool:
+        return self._jobs.stopping
+
+    def stop(self) -> None:
+        self._jobs.stop()
+
+    def blocked_client(self) -> int | None:
+        """It never blocks in Redis."""
+        return None
+
+    def doing(self) -> str | None:
+        return None
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        if not self._jobs.join():
+            return
+        on_ready()
+        while not self.stopping and self._jobs.serve():
+            pass
+        self._jobs.leave()
+
+    def close(self) -> None:
+        self._jobs.close()

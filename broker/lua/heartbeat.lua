@@ -6,7 +6,8 @@
 -- KEYS[1]  the queue's base
 -- ARGV     processor, how long it may stay silent (ms), then (worker, turn, index, running) per worker
 -- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not finished,
---          (worker, number of its last turn) per worker that runs nothing and was at an earlier turn};
+--          (worker, number of its last turn) per worker that runs nothing and was at an earlier turn,
+--          suspects that may begin; of a fail queue: 1 if jobs wait and none runs};
 --          {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
 -- States   active -> done, waiting (of a processor that is evicted)
 --@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings parked done_jobs forgetting positions losses graves eviction fences bury_job hands handing expiring
@@ -66,4 +67,12 @@ forget_sizes()
 wake_idle_worker()
 write_journal(processor)
 trim_journal(false)
-return { OK, evicted, next_timer_ms(), redis.call('EXISTS', key('evicting')), unread }
+
+-- How many jobs a process of their own may be started for.
+local function needing_helpers()
+  if paused then return 0 end
+  if parent then return redis.call('HLEN', key('active')) == 0 and main_waiting() > 0 and 1 or 0 end
+  return has_limits and math.min(suspect_hints, room()) or suspect_hints
+end
+
+return { OK, evicted, next_timer_ms(), redis.call('EXISTS', key('evicting')), unread, needing_helpers() }

@@ -57,6 +57,13 @@ class State(IntEnum):
 class Role(IntEnum):
     MAIN = 0
     RETRY = 1
+    # For a while only: runs suspects, or fail jobs that the retry process is too busy for.
+    SUSPECT = 2
+    FAIL = 3
+
+    @property
+    def runs_fail_jobs(self) -> bool:
+        return self in (Role.RETRY, Role.FAIL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ import re
 import pytest
 
 from forq.broker.keeping import Outcome
-from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.keys import DEFAULT_PREFIX, fail_queue
 from forq.broker.producing import Update, new_job
 from forq.broker.reasons import why
 from forq.broker.stored_options import stored_defaults
+from tests.support.limits import ears
 from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
 
 FUTURE = 4_000_000_000  # epoch seconds
@@ -97,6 +98,55 @@ def test_whatever_leaves_a_suspect_waiting_wakes_the_retry_child(queue: OneQueue
         worker.turn(want=2)
         queue.rescue(worker, 0)
     assert queue.redis.lrange(queue.key("failed"), 0, -1) == [b""]
+
+
+def helped(queue: OneQueue, name: str | None = None) -> int:
+    """How many jobs a process of their own may be started for."""
+    return queue.keeper("p9").heartbeat(name or queue.name, 60_000, []).helped
+
+
+def test_a_heartbeat_tells_how_many_suspects_may_begin(queue: OneQueue, retry: HandWorker) -> None:
+    assert helped(queue) == 0
+    suspect(queue, "a", "b", "c")
+    queue.enqueue("m")
+    assert helped(queue) == 3
+    retry.turn(want=1)
+    assert helped(queue) == 2
+    queue.registry.pause(queue.name, paused=True)
+    assert helped(queue) == 0
+    queue.registry.pause(queue.name, paused=False)
+    queue.set_options(max_active=2)
+    assert helped(queue) == 1, "no more than the limits allow"
+
+
+def test_a_heartbeat_tells_that_fail_jobs_wait_for_something_else(queue: OneQueue) -> None:
+    fail_options = {"fail_handler": 1}
+    queue.registry.create(queue.name, "work", 100, stored_defaults(), fail_options, fail_options={"max_retries": 1})
+    fails = fail_queue(queue.name)
+    assert helped(queue, fails) == 0
+    worker = queue.worker()
+    queue.enqueue("a", "b")
+    worker.turn(want=2)
+    with ears(queue) as pulse:
+        worker.turn(failed="a")
+        assert pulse.words() == ["fail"]
+    assert (helped(queue, fails), helped(queue)) == (1, 0)
+    worker.turn(failed="b")
+    queue.claim_fail_job("r1")
+    assert helped(queue, fails) == 0, "the other waits for a fail job"
+    queue.lose_fail_worker("r1", "interrupted")
+    assert helped(queue, fails) == 1
+    queue.registry.pause(queue.name, paused=True)
+    assert helped(queue, fails) == 0
+
+
+def test_a_job_that_dies_without_a_fail_handler_tells_nobody(queue: OneQueue) -> None:
+    worker = queue.worker()
+    queue.enqueue("a")
+    worker.turn(want=1)
+    with ears(queue) as pulse:
+        worker.turn(failed="a")
+        assert pulse.words() == []
 
 
 def test_nobody_is_woken_for_suspects_while_paused(queue: OneQueue, retry: HandWorker) -> None:

@@ -52,9 +52,12 @@ class Ears:
 
     def heard(self) -> list[int]:
         """Everything since the last look; a call that has returned has published before."""
+        return [int(word) for word in self.words()]
+
+    def words(self) -> list[str]:
         told = []
         while (message := self._pubsub.get_message(timeout=0.05)) is not None:
-            told.append(int(message["data"]))
+            told.append(message["data"].decode())
         return told
 
 

@@ -74,6 +74,8 @@ local function bury_jobs(jobs)
     if has_fail_job then add_fail_job(id, fence, read, job.brief) end
     if owners[i] then ended[#ended + 1] = id end
   end
+  -- The retry child may be busy for long with something else: pulse finds that out.
+  if has_fail_job then redis.call('PUBLISH', key('due'), 'fail') end
   redis.call('HSET', key('dead:jobs'), unpack(archived))
   redis.call('ZADD', key('dead'), unpack(died))
   redis.call('INCRBY', key('failed:count'), #jobs)

@@ -251,6 +251,10 @@ def on_fail(data: Any, job: Job) -> None:
     trace(job, f"failed={original['id']}/{original_data}/{original['retry_count']}/{error['name']}/{error['kind']}")
 
 
+def on_fail_id(data: Any, job: Job) -> None:
+    trace(job, f"failed={data[1]['id']}")
+
+
 def on_fail_flaky(data: Any, job: Job) -> None:
     if job.retry_count < 2:
         raise RuntimeError("not yet")
@@ -275,8 +279,13 @@ def brief_run(data: Any, job: Job) -> None:
 
 
 def act(data: Any, job: Job) -> None:
-    """Does what data says: {"do": "sleep" | "hang" | "spin" | "die", "seconds": ..., "times": so often only}."""
+    """Does what data says: {"do": "sleep" | "hang" | "spin" | "die", "seconds": ..., "times": so often only}; or fails:
+    "refuse" for good, "retry" at the first attempt."""
     trace(job, "start")
+    if data["do"] == "refuse":
+        raise Permanent("told to")
+    if data["do"] == "retry" and job.retry_count == 0:
+        raise ValueError("told to")
     done_before = job.stall_count + job.timeout_count
     if done_before < data.get("times", 10**6):
         do(data["do"], data.get("seconds", 0.0))

@@ -1,0 +1,214 @@
+"""When helpers are started, how many, and what follows their ends. Processes, loop and admission are fakes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from forq import exits
+from forq.errors import ForqError
+from forq.scoreboard import Role
+from forq.supervisor.helpers import Helpers
+from forq.supervisor.queue_unit import QueueUnit
+from forq.supervisor.spawn import Exit
+
+FINE = Exit(exits.STOPPED, None)
+CRASHED = Exit(1, None)
+
+
+@dataclass
+class FakeProcess:
+    role: Role
+    pid: int = 7
+    now: str = "starting"
+    jobs_done: int = 0
+    begun: bool = False
+    announced: int | None = None
+    recovered: bool = False
+    retired: bool = False
+
+    def state(self) -> str:
+        return self.now
+
+    def done(self) -> int:
+        return self.jobs_done
+
+    def began(self) -> bool:
+        return self.begun
+
+    def meant(self, how: Exit) -> int | None:
+        return self.announced
+
+    def recover(self, how: Exit) -> None:
+        self.recovered = True
+
+    def retire(self) -> None:
+        self.retired = True
+
+
+@dataclass
+class Rig:
+    """`starting`: what waits for admission."""
+
+    served: bool = True
+    refused: bool = False
+    time: float = 100.0
+    units: int = 1000
+    starting: list[Callable[[], None]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    around: Any = None
+
+    def __post_init__(self) -> None:
+        around: Any = SimpleNamespace(
+            nursery=SimpleNamespace(loop=SimpleNamespace(now=lambda: self.time)),
+            admission=SimpleNamespace(ask=self.starting.append),
+            grants=SimpleNamespace(unused_units=lambda: self.units),
+            changed=lambda: None,
+            queue_gone=lambda name: self.told.append(f"gone {name}"),
+            perhaps_evicted=lambda name: self.told.append(f"evicted {name}"),
+            look=lambda name: self.told.append(f"look {name}"),
+        )
+        self.around = around
+        self.helpers = Helpers("q", around, make=self._make, wanted=lambda: self.served, gone=lambda: None)
+
+    def _make(self, role: Role, owner: Any) -> Any:
+        if self.refused:
+            raise ForqError("no slot")
+        return FakeProcess(role)
+
+    def admit(self) -> list[FakeProcess]:
+        """Everything that waits starts; all processes."""
+        waiting, self.starting[:] = list(self.starting), []
+        for start in waiting:
+            start()
+        return self.helpers.processes  # type: ignore[return-value]
+
+    def want(self, jobs: int, most: int = 4, room: int = 100) -> int:
+        """How many processes there are when all that were asked for have started."""
+        self.helpers.want(Role.SUSPECT, jobs, most=most, room=room)
+        return len(self.admit())
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+@pytest.mark.parametrize(
+    ("jobs", "most", "room", "started"), [(3, 4, 100, 3), (9, 4, 100, 4), (9, 4, 2, 2), (0, 4, 100, 0), (9, 4, -3, 0)]
+)
+def test_as_many_are_started_as_jobs_wait_within_the_bounds(jobs: int, most: int, room: int, started: int) -> None:
+    assert Rig().want(jobs, most, room) == started
+
+
+def test_who_is_about_to_claim_is_not_started_twice(rig: Rig) -> None:
+    for _ in range(5):
+        rig.helpers.want(Role.SUSPECT, 2, most=4, room=100)
+    assert len(rig.starting) == 2, "asked for and not started yet"
+    first, second = rig.admit()
+    assert rig.want(2) == 2, "starting"
+    first.now = "busy"
+    second.now = "parked"
+    assert rig.want(1) == 2, "one of them waits for capacity"
+    assert rig.want(2) == 3
+    assert rig.want(9) == 4
+
+
+def test_helpers_of_one_kind_do_not_count_for_the_other(rig: Rig) -> None:
+    assert rig.want(4) == 4
+    rig.helpers.want(Role.FAIL, 1, most=1, room=1)
+    assert [process.role for process in rig.admit()][-1] == Role.FAIL
+    rig.helpers.want(Role.FAIL, 1, most=1, room=1)
+    assert len(rig.admit()) == 5
+
+
+def test_none_is_started_after_its_queue_was_stopped(rig: Rig) -> None:
+    rig.helpers.want(Role.SUSPECT, 2, most=4, room=100)
+    rig.served = False
+    assert rig.admit() == []
+    rig.served = True
+    assert rig.want(2) == 2, "and what was asked for is forgotten"
+
+
+def test_one_that_found_nothing_ends_without_consequence(rig: Rig) -> None:
+    rig.want(1)
+    (process,) = rig.admit()
+    rig.helpers.ended(process, FINE)  # type: ignore[arg-type]
+    assert (process.recovered, rig.helpers.processes, rig.told) == (True, [], [])
+
+
+def test_after_one_that_has_run_something_it_is_looked_what_is_left(rig: Rig) -> None:
+    """It may have been recycled, or its queue may have reached a limit for a moment."""
+    rig.want(1)
+    (process,) = rig.admit()
+    rig.helpers.replace(process, "max_jobs")  # type: ignore[arg-type]
+    assert process.retired
+    process.jobs_done = 1
+    rig.helpers.ended(process, FINE)  # type: ignore[arg-type]
+    assert rig.told == ["look q"]
+
+
+def test_a_job_that_kills_its_process_holds_up_no_other(rig: Rig) -> None:
+    for _ in range(20):
+        assert rig.want(1) == 1
+        (process,) = rig.admit()
+        process.begun = True
+        rig.helpers.ended(process, CRASHED)  # type: ignore[arg-type]
+
+
+def test_one_that_dies_before_its_first_job_is_started_again_with_growing_pauses(rig: Rig) -> None:
+    pauses = []
+    for _ in range(4):
+        assert rig.want(1) == 1
+        (process,) = rig.admit()
+        rig.helpers.ended(process, CRASHED)  # type: ignore[arg-type]
+        died = rig.time
+        while rig.want(1) == 0:
+            rig.time += 0.01
+        pauses.append(rig.time - died)
+        rig.helpers.processes.clear()
+    assert 0.05 < pauses[0] < 0.2 < pauses[2] < pauses[3] < 1.5
+
+
+@pytest.mark.parametrize(("code", "told"), [(exits.QUEUE_GONE, "gone q"), (exits.FENCED, "evicted q")])
+def test_what_it_has_learned_of_its_place_is_passed_on(rig: Rig, code: int, told: str) -> None:
+    rig.want(1)
+    (process,) = rig.admit()
+    process.announced = code
+    rig.helpers.ended(process, Exit(code, None))  # type: ignore[arg-type]
+    assert rig.told == [told]
+
+
+def test_without_a_slot_or_a_process_to_be_had_the_next_look_tries_again(rig: Rig) -> None:
+    rig.refused = True
+    assert rig.want(2) == 0
+    rig.refused = False
+    assert rig.want(2) == 2
+
+
+@pytest.mark.parametrize(
+    ("waiting", "retry", "units", "started"),
+    [
+        (5, "parked", 1000, 3),
+        (3, "parked", 1000, 2),
+        (1, "parked", 1000, 0),
+        (1, "busy", 1000, 1),
+        (2, "starting", 1000, 2),
+        (5, "busy", 25, 2),
+        (5, "busy", 9, 0),
+    ],
+)
+def test_the_retry_process_takes_one_suspect_and_capacity_bounds_the_rest(
+    rig: Rig, waiting: int, retry: str, units: int, started: int
+) -> None:
+    options = {"concurrency": 3, "size": 10}
+    unit = QueueUnit(SimpleNamespace(name="q", fail_handler=None), options, rig.around)  # type: ignore[arg-type]
+    unit._wanted = True
+    unit._seats[1].process = FakeProcess(Role.RETRY, now=retry)  # type: ignore[assignment]
+    rig.units = units
+    unit.suspects_wait(waiting)
+    assert len(rig.starting) == started
+    unit.suspects_wait(waiting)
+    assert len(rig.starting) == started, "the second look changes nothing"
