@@ -86,6 +86,9 @@ chaos: tools ## SECONDS=60 of every fault at once on two supervisors, then nothi
 	$(BIN)/python -m tests.chaos.run --seed $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(1, 10**6))')) \
 	  --seconds $(or $(SECONDS),60) --faults '$(FAULTS)' $(ARGS)
 
+partition: tools ## an 18 s partition on real TCP amid a 25 s job, two supervisors: it runs once (needs root, for network namespaces)
+	$(BIN)/pytest -s --timeout 300 tests/end_to_end/test_late_requests.py -k partition
+
 mutants: tools ## take every guard out of every script: some test must fail
 	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py
 

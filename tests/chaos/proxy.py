@@ -85,6 +85,10 @@ class Proxy:
         """The next request with this text reaches the server so much later; its connection is closed to the client."""
         self._order(lambda: self._holds.append(_Hold(text, seconds)))
 
+    def deliver(self) -> None:
+        """What is held reaches the server now."""
+        self._order(self._make_due)
+
     def late_answers(self) -> list[bytes]:
         """What the server has answered, by now, to each request that it got late."""
         return [late.answer for late in self._delivered]
@@ -225,6 +229,10 @@ class Proxy:
         client.close()
         request = b"".join(earlier for _, earlier in way.pieces) + piece
         self._late[server] = _Late(server, request, time.monotonic() + seconds)
+
+    def _make_due(self) -> None:
+        for late in self._late.values():
+            late.due = 0.0
 
     def _deliver_late(self) -> None:
         now = time.monotonic()

@@ -39,6 +39,14 @@ def sleep(data: Any, job: Job) -> None:
     trace(job, "end")
 
 
+def wait_for(data: Any, job: Job) -> None:
+    """Takes until there is a file of that name; no time without a name."""
+    trace(job, "start")
+    while data and not os.path.exists(data):
+        time.sleep(0.01)
+    trace(job, "end")
+
+
 def share(data: Any, job: Job) -> None:
     """Takes data seconds; leaves the thread it ran in, unless it was quick."""
     time.sleep(data)
