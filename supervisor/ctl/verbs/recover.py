@@ -1,4 +1,4 @@
-"""recover: pushes the jobs of a failed log to their queues again. Running it twice changes nothing."""
+"""recover: pushes the jobs of a failed log to their queues again. Running it again pushes only lines that were left."""
 
 from __future__ import annotations
 
