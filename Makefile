@@ -173,6 +173,9 @@ bench-backlog: tools ## cost of enqueue and claim at 10, 10k and 1M waiting
 bench-idle: tools ## CPU, Redis commands and memory of 50 idle queues
 	$(BIN)/python benchmarks/idle.py
 
+workload: tools ## 150 workers in 11 queues, jobs from 1 ms to 20 s, 20 kills, against a simulation without overhead (SEED=n)
+	$(BIN)/python benchmarks/workload.py --seed $(or $(SEED),1)
+
 hot-code: tools ## find out anew which functions every process of a queue runs: their code is kept together in memory
 	$(BIN)/python benchmarks/hot_code.py
 
