@@ -4,49 +4,58 @@ import logging
 import os
 import socket
 import time
-
-import psutil
-import pytest
+from collections.abc import Callable
 
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.loop import Loop
-from forq.supervisor.spawn import Exit
+from forq.supervisor.spawn import Exit, spawn
 from forq.treekill import become_subreaper
 
 
-@pytest.fixture
-def loop() -> Loop:
-    return Loop()
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
-def test_a_child_that_ends_without_reading_its_leash_ends_like_any_other(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its end of the leash has unread lines when it is closed, which the supervisor sees as ECONNRESET."""
-    become_subreaper()
-    gate_read, gate_write = os.pipe()
-    ends: list[Exit] = []
-    heard: list[bytes] = []
+def in_a_process_of_its_own(check: Callable[[], None]) -> None:
+    """A burial kills every child of its process that it does not know: pytest has others."""
 
-    def run(leash: socket.socket) -> int:
-        leash.sendall(b"{}\n")
-        os.read(gate_read, 1)
+    def run() -> int:
+        become_subreaper()
+        check()
         return 0
 
-    # The server of other tests is a child of this process, too, and none of a dead one's.
-    others = {process.pid for process in psutil.Process().children()}
-    child = Child(
-        *(Nursery(loop, (gate_read,), None, pids=others), "test", run),
-        on_line=heard.append,
-        on_end=ends.append,
-    )
-    child.send(b"unread\n")
-    os.write(gate_write, b"x")
-    with caplog.at_level(logging.DEBUG):
+    child = spawn(run, loop=None, keep_fds=(), title="forq: test")
+    assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == 0
+    child.close()
+
+
+def test_a_child_that_ends_without_reading_its_leash_ends_like_any_other() -> None:
+    """Its end of the leash has unread lines when it is closed, which the supervisor sees as ECONNRESET."""
+
+    def check() -> None:
+        loop, log = Loop(), Kept()
+        logging.getLogger("forq").addHandler(log)
+        gate_read, gate_write = os.pipe()
+        ends: list[Exit] = []
+        heard: list[bytes] = []
+
+        def run(leash: socket.socket) -> int:
+            leash.sendall(b"{}\n")
+            os.read(gate_read, 1)
+            return 0
+
+        nursery = Nursery(loop, (gate_read,), None)
+        child = Child(nursery, "test", run, on_line=heard.append, on_end=ends.append)
+        child.send(b"unread\n")
+        os.write(gate_write, b"x")
         deadline = time.monotonic() + 20.0
         while not ends and time.monotonic() < deadline:
             loop.tick(0.05)
-    assert (ends, heard) == ([Exit(0, None)], [b"{}"])
-    assert caplog.records == []
-    for fd in (gate_read, gate_write):
-        os.close(fd)
+        assert (ends, heard, log.messages) == ([Exit(0, None)], [b"{}"], [])
+
+    in_a_process_of_its_own(check)

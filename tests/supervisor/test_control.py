@@ -211,11 +211,12 @@ def test_a_file_that_is_no_socket_is_never_removed(tmp_path: Path) -> None:
 def test_close_does_not_remove_the_socket_of_a_successor(tmp_path: Path) -> None:
     path = str(tmp_path / "c.sock")
     first = Serving(path)
-    os.unlink(path)
-    second = Serving(path)
-    first.close()
-    assert os.path.exists(path)
-    second.close()
+    # At once: a path without a socket would get the first one's again.
+    with socket.socket(socket.AF_UNIX) as second:
+        second.bind(f"{path}.new")
+        os.rename(f"{path}.new", path)
+        first.close()
+        assert os.path.exists(path)
 
 
 def test_a_path_that_is_too_long_is_refused_with_the_reason(tmp_path: Path) -> None:
