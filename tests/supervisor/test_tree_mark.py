@@ -70,6 +70,11 @@ def run_program() -> None:
     os.execv(sys.executable, [sys.executable, "-c", SLEEP])
 
 
+def wait_for_program(pid: int) -> None:
+    """Until then it holds the locks' descriptors."""
+    wait_until(lambda: SLEEP in Path(f"/proc/{pid}/cmdline").read_text(), what="it is a program")
+
+
 def just_sleep() -> None:
     os.closerange(0, 256)
     time.sleep(LIFETIME_SECONDS)
@@ -168,6 +173,7 @@ def test_a_marked_orphan_is_dead_when_the_directory_is_locked(orphans: Orphans, 
     state = StateDir(tmp_path / "state")
     state.lock()
     orphan = orphans.leave(run_program, mark=state.tree_mark)
+    wait_for_program(orphan)
     state.unlock()
     told: list[list[int]] = []
     successor = StateDir(tmp_path / "state")
@@ -183,6 +189,7 @@ def test_a_marked_orphan_that_cannot_be_killed_is_named(
     state = StateDir(tmp_path / "state")
     state.lock()
     orphan = orphans.leave(run_program, mark=state.tree_mark)
+    wait_for_program(orphan)
     state.unlock()
 
     def refuse(pidfd: int, signum: int) -> None:
