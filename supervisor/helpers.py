@@ -88,7 +88,7 @@ class Helpers:
             self._around.queue_gone(self._queue)
         elif code == exits.FENCED:
             self._around.perhaps_evicted(self._queue)
-        elif how.code == exits.STOPPED:
+        elif code == exits.STOPPED:
             if progressed:
                 self._around.look(self._queue)
         else:

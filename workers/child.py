@@ -153,9 +153,8 @@ class _Crew:
                 thread.join()
         if self._tracing is not None:
             self._tracing.close()
-        if self._code:
-            # Only now, when no handler can end the process any more: the code alone would mean nothing.
-            self._tell({"exiting": self._code, "reason": self._reason})
+        # Only now, when no handler can end the process any more: the code alone would mean nothing.
+        self._tell({"exiting": self._code, "reason": self._reason})
         return self._code
 
     def _slot(self, number: int) -> Slot:

@@ -135,6 +135,7 @@ def test_none_is_started_after_its_queue_was_stopped(rig: Rig) -> None:
 def test_one_that_found_nothing_ends_without_consequence(rig: Rig) -> None:
     rig.want(1)
     (process,) = rig.admit()
+    process.announced = exits.STOPPED
     rig.helpers.ended(process, FINE)  # type: ignore[arg-type]
     assert (process.recovered, rig.helpers.processes, rig.told) == (True, [], [])
 
@@ -146,6 +147,7 @@ def test_after_one_that_has_run_something_it_is_looked_what_is_left(rig: Rig) ->
     rig.helpers.replace(process, "max_jobs")  # type: ignore[arg-type]
     assert process.retired
     process.jobs_done = 1
+    process.announced = exits.STOPPED
     rig.helpers.ended(process, FINE)  # type: ignore[arg-type]
     assert rig.told == ["look q"]
 
@@ -170,6 +172,15 @@ def test_one_that_dies_before_its_first_job_is_started_again_with_growing_pauses
         pauses.append(rig.time - died)
         rig.helpers.processes.clear()
     assert 0.05 < pauses[0] < 0.2 < pauses[2] < pauses[3] < 1.5
+
+
+@pytest.mark.parametrize("code", [exits.STOPPED, exits.QUEUE_GONE, exits.FENCED])
+def test_a_code_that_was_not_announced_is_a_death_like_any_other(rig: Rig, code: int) -> None:
+    rig.want(1)
+    (process,) = rig.admit()
+    rig.helpers.ended(process, Exit(code, None))  # type: ignore[arg-type]
+    assert rig.told == []
+    assert rig.want(1) == 0, "there is a pause before the next"
 
 
 @pytest.mark.parametrize(("code", "told"), [(exits.QUEUE_GONE, "gone q"), (exits.FENCED, "evicted q")])
