@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forq.broker.codes import LIMITED, OK, PAUSED, error_for
-from forq.broker.keys import pending_key, processing_key, queue_base, retry_key, suspects_key, wake_key
+from forq.broker.keys import pending_key, processing_key, queue_base, retry_key, suspects_key, swept_key, wake_key
 from forq.broker.link import Link
 from forq.broker.scripts import Script, script
 from forq.errors import ForqError
@@ -61,6 +61,8 @@ class Consumer:
         self._base = queue_base(prefix, queue)
         self._source = pending_key(self._base) if lane == "main" else f"{self._base}:failed"
         self.lane = lane
+        retry = retry_key(self._base)
+        self._of_retry_child = (retry, swept_key(retry), suspects_key(self._base))
         self._processing = processing_key(self._base, processor, worker)
         self._wake = wake_key(self._base, processor, worker)
         self._epoch = ""
@@ -105,7 +107,7 @@ class Consumer:
 
     def lane_has_jobs(self) -> bool:
         """Whether the retry lane or the suspects have any (or hints of some that are gone)."""
-        return bool(self.link.call("EXISTS", retry_key(self._base), suspects_key(self._base)))
+        return bool(self.link.call("EXISTS", *self._of_retry_child))
 
     def wait_for_job(self) -> bool:
         """Blocks until there may be a job (True; one of the main lane is in the processing list then) or time is up."""

@@ -10,11 +10,14 @@ from forq.places import DEFAULT_PREFIX as DEFAULT_PREFIX
 QUEUE_KEYS = (
     "pending",  # list: hints (ids) of waiting jobs of priority 5; workers block on it
     "pending:0-9",  # list: the same for the other priorities
+    "pending:swept",  # list: those that come before all in `pending`, while stale hints are taken out of it
+    "pending:0-9:swept",  # list: the same for the other priorities
+    "retry:swept",  # list: the same for the retry lane
     "jobs",  # hash: id -> record, live jobs only
     "active",  # hash: id -> WORKER:FENCE of the worker that runs it
     "progress",  # hash: id -> FRACTION MS TEXT, of active jobs that have told; also the channel that says which have
     "blocked",  # hash: id -> what dispatches of an active id ask for
-    "stale",  # hash: PRIORITY:ID -> number of hints to ignore
+    "stale",  # hash: PRIORITY:ID -> number of hints to ignore; swept -> number of hints in all :swept lists
     "scheduled",  # zset: ids by due time (ms, with a sequence in the fraction)
     "retry",  # list: hints of jobs in the retry lane
     "suspects",  # zset: jobs that run alone next time, since one may have killed its process, by their enqueue time
@@ -125,6 +128,11 @@ def queue_of_channel(channel: str) -> str:
 
 def pending_key(base: str, priority: int = DEFAULT_PRIORITY) -> str:
     return f"{base}:pending" if priority == DEFAULT_PRIORITY else f"{base}:pending:{priority}"
+
+
+def swept_key(place: str) -> str:
+    """The first hints of a list, while stale ones are taken out of it."""
+    return f"{place}:swept"
 
 
 def retry_key(base: str) -> str:

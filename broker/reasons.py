@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from forq.broker.keys import pending_key, queue_base, suspects_key
+from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
 from forq.broker.link import Link
 from forq.broker.viewing import Counts, Viewer
 from forq.options import EXTERNAL, RELEASE_MODES
@@ -72,9 +72,13 @@ def _waiting(link: Link, base: str, job: dict[str, Any], counts: Counts) -> str:
     if job.get("suspect"):
         return _suspect(link, base, job)
     priority = job["priority"]
-    lists = [("LLEN", pending_key(base, before)) for before in range(priority)]
-    place = ("LPOS", pending_key(base, priority), job["id"], "MAXLEN", LOOKED_AT)
-    *lengths, ahead = link.pipeline([*lists, place])
+    own = pending_key(base, priority)
+    first = [pending_key(base, before) for before in range(priority)]
+    lists = [("LLEN", each) for place in first for each in (place, swept_key(place))]
+    places = [("LPOS", each, job["id"], "MAXLEN", LOOKED_AT) for each in (swept_key(own), own)]
+    *lengths, swept, ahead, behind = link.pipeline([*lists, ("LLEN", swept_key(own)), *places])
+    if ahead is None and behind is not None:
+        ahead = swept + behind
     before = sum(lengths) + (LOOKED_AT if ahead is None else ahead)
     at_least = "" if ahead is not None else "at least "
     if counts.mode == EXTERNAL:

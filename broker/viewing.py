@@ -9,7 +9,7 @@ import orjson
 from forq.broker.codes import OK, error_for
 from forq.broker.dead import DeadJobs, read_dead
 from forq.broker.done import read_done
-from forq.broker.keys import pending_key, queue_base, suspects_key
+from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
 from forq.broker.link import Link
 from forq.broker.record import Record, unpack, unpacked_fields
 from forq.broker.reporting import read_progress
@@ -155,16 +155,25 @@ class Viewer:
         places = [pending_key(self._base, each) for each in range(_SUSPECTS)]
         suspects = suspects_key(self._base)
         # All at once: far from the server, a round trip for each empty list would take longer than a status may.
-        lengths = self._link.pipeline([*(("LLEN", place) for place in places), ("ZCARD", suspects)])
+        heads = [swept_key(place) for place in places]
+        found = self._link.pipeline([*(("LLEN", each) for each in (*heads, *places)), ("ZCARD", suspects)])
+        swept, lengths = [*found[:_SUSPECTS], 0], found[_SUSPECTS:]
         while priority <= _SUSPECTS and len(jobs) < limit:
-            if offset >= lengths[priority]:
+            if offset >= swept[priority] + lengths[priority]:
                 priority, offset = priority + 1, 0
                 continue
-            look = ("ZRANGE", suspects) if priority == _SUSPECTS else ("LRANGE", places[priority])
-            hints = self._link.call(*look, offset, offset + limit - len(jobs) - 1)
+            first = max(0, offset - swept[priority])
+            if priority == _SUSPECTS:
+                look: tuple[object, ...] = ("ZRANGE", suspects, first)
+            elif offset < swept[priority]:
+                first = offset
+                look = ("LRANGE", heads[priority], first)
+            else:
+                look = ("LRANGE", places[priority], first)
+            hints = self._link.call(*look, first + limit - len(jobs) - 1)
             # A job that was cancelled and enqueued again may have two hints.
             jobs += self._named([(job_id, "waiting") for job_id in dict.fromkeys(hints) if job_id])
-            offset = offset + len(hints) if hints else lengths[priority]
+            offset = offset + len(hints) if hints else swept[priority] + lengths[priority]
         if priority <= _SUSPECTS:
             return Page(jobs, f"waiting/{priority}.{offset}")
         if not follow_with_scheduled:

@@ -36,12 +36,15 @@ local function records_of(hints)
   return records
 end
 
+local swept_hints = tonumber(redis.call('HGET', key('stale'), 'swept') or 0)
+
 -- The earliest time at which one of the first jobs of a list was enqueued; nil if none of them waits. Not that of the first
 -- alone: what comes back goes to the front, whatever its age. A hint that a claim would skip does not count.
 local function oldest_enqueued_ms(place)
   local first, list = 'LRANGE', place ~= 's' and pending_key(place)
   if not list then first, list = 'ZRANGE', key('suspects') end
-  local hints = redis.call(first, list, 0, HEADS - 1)
+  local hints = swept_hints > 0 and redis.call('LRANGE', list .. ':swept', 0, HEADS - 1) or {}
+  if #hints == 0 then hints = redis.call(first, list, 0, HEADS - 1) end
   if #hints == 0 then return nil end
   local fields, stale, oldest_ms = {}, {}, nil
   for i, id in ipairs(hints) do fields[i] = place .. ':' .. id end

@@ -52,7 +52,8 @@ write_journal('-')
 local journal_bytes = redis.call('HGET', key('counts'), 'journal_bytes')
 redis.call('PEXPIRE', key('events'), JOURNAL_MS)
 redis.call('PEXPIRE', key('journal:watermarks'), JOURNAL_MS)
-for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority))) end
+for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority)), swept_key(tostring(priority))) end
+redis.call('UNLINK', swept_key(LANE))
 redis.call('UNLINK', key('awaiters'), key('awaiting'), key('leases'), key('expiries'), key('accepted'), key('workers'))
 -- Done jobs need no line in the failed log: they have not failed.
 redis.call('UNLINK', key('done'), key('done:jobs'), key('waiters'))

@@ -200,7 +200,7 @@ local function claimable_hints(priority)
   local count = readable(want - #taken, bytes_left)
   if count > 0 then return count end
   -- It may be shorter than the longest one.
-  local next_id = bytes_left < READ_BYTES and redis.call('LINDEX', pending_key(priority), 0)
+  local next_id = bytes_left < READ_BYTES and redis.call('LINDEX', (first_list(priority)), 0)
   return next_id and redis.call('HSTRLEN', key('jobs'), next_id) > bytes_left and 0 or 1
 end
 
@@ -209,9 +209,8 @@ local function claim_from(priority, skips)
   while #taken < want and skips > 0 do
     local count = may_be_much and claimable_hints(priority) or want - #taken
     if count == 0 then return 0 end
-    local ids = redis.call('LPOP', pending_key(priority), count)
+    local ids = pop_hints(priority, count)
     if not ids then return skips end
-    if priority ~= LANE then count_hints(priority, -#ids) end
     local before, spent_before = #taken, #spent
     take(priority, ids)
     skips = skips - (#ids - (#taken - before)) - SKIPS_PER_BURIAL * (#spent - spent_before)

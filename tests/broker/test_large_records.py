@@ -278,4 +278,4 @@ def test_counts_look_at_few_large_jobs(queue: OneQueue) -> None:
     queue.redis.config_resetstat()
     counts = queue.viewer.counts()
     assert (counts.waiting, counts.oldest_waiting_seconds is None) == (15, False)
-    assert calls(queue, "hget") == 2, "that of the stale hint, and that of a live one"
+    assert calls(queue, "hget") == 3, "that of the stale hint, that of a live one, and a count"

@@ -43,6 +43,7 @@ from tests.support.queue_model import (
     result_of,
 )
 from tests.support.server import Server
+from tests.support.sweeping import sweeping_at_once
 
 # Every time in a run is ahead by one of these, or has come: far enough apart that the seconds of a run do not matter.
 AHEAD_MS = {"now": None, "soon": 30 * MINUTE_MS, "later": 50 * MINUTE_MS, "far": 600 * MINUTE_MS}
@@ -471,6 +472,12 @@ class QueueMachine(RuleBasedStateMachine):
 @pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 400)
 def test_no_interleaving_loses_doubles_or_strands_a_job(server: Server) -> None:
     explore(QueueMachine, server)
+
+
+@pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 400)
+def test_no_interleaving_does_so_while_stale_hints_are_taken_out(server: Server) -> None:
+    with sweeping_at_once():
+        explore(QueueMachine, server)
 
 
 def explore(machine_type: type[QueueMachine], server: Server) -> None:

@@ -113,7 +113,7 @@ class Checks:
         hints += Counter(f"s:{job_id}" for job_id in state.suspects)
         live = Counter(f"{job.place}:{job_id}" for job_id, job in self._model.jobs.items() if job.waits)
         assert hints == live + Counter(state.stale)
-        others = sum(len(ids) for priority, ids in state.waiting.items() if priority != 5)
+        others = sum(len(ids) for priority, ids in state.waiting.items() if priority != 5) + len(state.swept.get(5, []))
         assert int(state.counts.get("other_hints", 0)) == others
         assert int(state.counts.get("suspect_hints", 0)) == len(state.suspects)
         assert all(not field.startswith("s:") for field in state.stale)
@@ -134,7 +134,7 @@ class Checks:
         assert state.retry_tokens <= 1
         under_way = any(self._not_begun(state, name) for name in state.processing)
         if self.claimable(state) and not self._model.paused and not under_way:
-            assert state.tokens or state.waiting.get(5)
+            assert state.tokens or len(state.waiting.get(5, [])) > len(state.swept.get(5, []))
         if self.claimable(state, "retry") and not self._model.paused and not under_way:
             assert state.retry_tokens or self._may_sleep_on_suspects(state)
 

@@ -173,8 +173,8 @@ MUTANTS_OF_LARGE_RECORDS = (
     ),
     Mutant(
         "turn.lua",
-        "  local next_id = bytes_left < READ_BYTES and redis.call('LINDEX', pending_key(priority), 0)\n",
-        "  local next_id = redis.call('LINDEX', pending_key(priority), 0)\n",
+        "  local next_id = bytes_left < READ_BYTES and redis.call('LINDEX', (first_list(priority)), 0)\n",
+        "  local next_id = redis.call('LINDEX', (first_list(priority)), 0)\n",
         "a job longer than 4 MiB is never claimed",
         "large_records test_a_job_longer_than_the_budget_is_claimed_alone",
     ),

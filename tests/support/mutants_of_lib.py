@@ -412,7 +412,7 @@ MUTANTS_OF_LIB = (
     ),
     Mutant(
         "lib/forget_hint.lua",
-        "  redis.call('HINCRBY', key('stale'), priority .. ':' .. id, 1)\n",
+        "  redis.call('HINCRBY', key('stale'), place .. ':' .. id, 1)\n",
         "",
         "a job that was moved is claimed at its old place, and twice",
         "recover test_a_job_moved_to_a_worker_that_is_gone_comes_back_by_the_next_recover_or_heartbeat",
@@ -433,14 +433,14 @@ MUTANTS_OF_LIB = (
     ),
     Mutant(
         "lib/forget_hint.lua",
-        "    if not ignore_hint(priority, last) then return end\n",
+        "    if not ignore_hint(place, last) then return end\n",
         "",
         "stale counts outlive their hints",
         "recover test_a_job_moved_to_a_worker_that_is_gone_comes_back_by_the_next_recover_or_heartbeat",
     ),
     Mutant(
         "lib/forget_hint.lua",
-        "    redis.call('RPOP', list)\n    if priority ~= LANE then count_hints(priority, -1) end",
+        "    redis.call('RPOP', list)\n    if place ~= LANE then count_hints(place, -1) end",
         "    redis.call('RPOP', list)",
         "trimmed hints are still counted: tokens without work",
         "cancel test_coming_and_cancelling_leaves_nothing_behind",

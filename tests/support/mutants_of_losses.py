@@ -195,7 +195,7 @@ MUTANTS_OF_LOSSES = (
     ),
     Mutant(
         "lib/forget_hint.lua",
-        "  if priority == SUSPECTS then return count_hints(SUSPECTS, -redis.call('ZREM', key('suspects'), id)) end\n",
+        "  if place == SUSPECTS then return count_hints(SUSPECTS, -redis.call('ZREM', key('suspects'), id)) end\n",
         "  if priority == SUSPECTS then return redis.call('ZREM', key('suspects'), id) end\n",
         "the retry child is woken for suspects that were cancelled",
         "suspects test_a_cancelled_suspect",

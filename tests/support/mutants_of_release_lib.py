@@ -95,8 +95,8 @@ MUTANTS_OF_RELEASE_LIB = (
         "release test_an_awaiter_that_did_not_renew_gets_nothing_and_is_forgotten",
     ),
     Mutant(
-        "lib/handing.lua",
-        "    if place ~= LANE then count_hints(place, -1) end\n",
+        "lib/hints.lua",
+        "  if place ~= LANE then count_hints(place, -#ids) end\n",
         "",
         "hints that were taken count on",
         "awaiters test_hints_that_were_taken_are_not_counted_any_more",

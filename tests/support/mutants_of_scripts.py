@@ -230,7 +230,7 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "delete.lua",
-        "for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority))) end\n",
+        "for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority)), swept_key(tostring(priority))) end\n",
         "",
         "the next queue of that name begins with old hints",
         "registry test_a_queue_made_again_before_the_registry_was_marked_stays_registered",
@@ -1174,8 +1174,8 @@ MUTANTS_OF_SCRIPTS = (
         "turn test_a_claim_gets_past_many_stale_hints",
     ),
     Mutant(
-        "turn.lua",
-        "    if priority ~= LANE then count_hints(priority, -#ids) end\n",
+        "lib/hints.lua",
+        "  if place ~= LANE then count_hints(place, -#ids) end\n",
         "",
         "claimed hints are still counted: tokens without work",
         "recover test_recovered_jobs_go_back_to_the_list_of_their_priority",
@@ -1259,7 +1259,7 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "lib/forget_hint.lua",
-        "  if priority == LANE then in_lane = in_lane - 1 end\n",
+        "  if place == LANE then in_lane = in_lane - 1 end\n",
         "",
         "a cancelled job of the lane is counted on",
         "fail_queue test_cancel_and_update_reach_a_job_in_the_lane",

@@ -8,7 +8,15 @@ from typing import Any
 from forq.broker.consuming import Consumer, Results, Settled, Turn
 from forq.broker.journal import Event, read_entry
 from forq.broker.keeping import Keeper, Outcome, Position
-from forq.broker.keys import DEFAULT_PREFIX, fail_queue, pending_key, processing_key, queue_base, suspects_key
+from forq.broker.keys import (
+    DEFAULT_PREFIX,
+    fail_queue,
+    pending_key,
+    processing_key,
+    queue_base,
+    suspects_key,
+    swept_key,
+)
 from forq.broker.link import Link
 from forq.broker.producing import Producer, Update, new_job
 from forq.broker.registry import Registry
@@ -33,6 +41,8 @@ class State:
     processing: dict[str, list[str]] = field(default_factory=dict)
     stale: dict[str, int] = field(default_factory=dict)
     dead: list[str] = field(default_factory=list)
+    # Those of `waiting` that come first while stale hints are taken out.
+    swept: dict[int, list[str]] = field(default_factory=dict, compare=False)
     records: dict[str, bytes] = field(default_factory=dict, compare=False)
     owners: dict[str, str] = field(default_factory=dict, compare=False)
     counts: dict[str, str] = field(default_factory=dict, compare=False)
@@ -124,6 +134,8 @@ class OneQueue:
                 look.hgetall(self.key(name))
             for priority in range(10):
                 look.lrange(pending_key(self.base, priority), 0, -1)
+            for priority in range(10):
+                look.lrange(swept_key(pending_key(self.base, priority)), 0, -1)
             look.zrange(self.key("dead"), 0, -1)
             look.zrange(suspects_key(self.base), 0, -1, withscores=True)
             look.lrange(self.key("failed"), 0, -1)
@@ -131,14 +143,16 @@ class OneQueue:
                 look.lrange(worker.processing, 0, -1)
             found = look.execute()
         jobs, owners, stale, counts = ({k.decode(): v for k, v in flat.items()} for flat in found[:4])
-        suspect_ms = {job_id.decode(): int(score) for job_id, score in found[15]}
-        found[15] = [job_id for job_id, _ in found[15]]
+        suspect_ms = {job_id.decode(): int(score) for job_id, score in found[25]}
+        found[25] = [job_id for job_id, _ in found[25]]
         lists = [[entry.decode() for entry in entries] for entries in found[4:]]
-        dead, suspects, failed = lists[10:13]
-        processing = {worker.name: held for worker, held in zip(self.workers, lists[13:], strict=True)}
+        swept, (dead, suspects, failed) = lists[10:20], lists[20:23]
+        processing = {worker.name: held for worker, held in zip(self.workers, lists[23:], strict=True)}
+        assert int(stale.pop("swept", 0)) >= sum(len(hints) for hints in swept), "those of the retry lane count too"
         return State(
             jobs=set(jobs),
-            waiting={p: [hint for hint in lists[p] if hint] for p in range(10) if any(lists[p])},
+            waiting={p: hints for p in range(10) if (hints := [hint for hint in swept[p] + lists[p] if hint])},
+            swept={p: swept[p] for p in range(10) if swept[p]},
             suspects=suspects,
             suspect_ms=suspect_ms,
             active={job_id: owner.decode().split(":")[0] for job_id, owner in owners.items()},

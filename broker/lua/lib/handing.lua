@@ -21,9 +21,9 @@ end
 -- The next job of a list and its record; its hint is taken out. nil if there is none.
 local function take_from(place)
   for _ = 1, MAX_SKIPS do
-    local id = redis.call('LPOP', pending_key(place))
-    if not id then return nil end
-    if place ~= LANE then count_hints(place, -1) end
+    local ids = pop_hints(place, 1)
+    if not ids then return nil end
+    local id = ids[1]
     if id ~= '' and not ignore_hint(place, id) then
       if place == LANE then count_hints(place, -1) end
       local record = redis.call('HGET', key('jobs'), id)

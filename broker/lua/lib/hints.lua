@@ -1,6 +1,8 @@
 -- Waiting jobs are found through hints: ids in the pending lists. A hint may outlive what it points to
 -- (cancel and the like never search a list); `stale` counts, per list and id, the hints to ignore.
 -- An empty id in `pending` is a wake token: it wakes a worker for work that is in another list.
+-- While a list is swept (forget_hint.lua), its first hints are in LIST:swept. The field `swept` of `stale` counts those of all lists,
+-- so that they are looked for only if there are any. Those of priority 5 count as hints of other lists: nobody blocks on them.
 
 -- The retry lane is a list like the others, for jobs that get a second chance once nothing else waits.
 local LANE = 'r'
@@ -13,7 +15,7 @@ local SUSPECTS = 's'
 local other_hints, in_lane = tonumber(remembered[5] or 0), tonumber(remembered[6] or 0)
 local suspect_hints = tonumber(remembered[7] or 0)
 local other_hints_before, in_lane_before, suspect_hints_before = other_hints, in_lane, suspect_hints
-local may_be_stale = nil
+local may_be_stale, swept_hints = nil, nil
 
 -- For the modes whose items leave on request only, and nil in scripts that do not include ringing.lua and item_ages.lua.
 local ring_awaiters, set_expiry
@@ -24,10 +26,14 @@ local on_request = mode == 'on_request' or mode == 'external'
 -- Ids that have become ready in this call, of such a queue.
 local made_ready = {}
 
+local function has_stale()
+  if may_be_stale == nil then may_be_stale = redis.call('EXISTS', key('stale')) == 1 end
+  return may_be_stale
+end
+
 -- True if this hint is to be ignored; it is then used up.
 local function ignore_hint(priority, id)
-  if may_be_stale == nil then may_be_stale = redis.call('EXISTS', key('stale')) == 1 end
-  if not may_be_stale then return false end
+  if not has_stale() then return false end
   local field = priority .. ':' .. id
   local left = tonumber(redis.call('HGET', key('stale'), field) or 0)
   if left == 0 then return false end
@@ -45,6 +51,35 @@ local function count_hints(place, number)
   if place == LANE then in_lane = in_lane + number
   elseif place == SUSPECTS then suspect_hints = suspect_hints + number
   elseif place ~= '5' then other_hints = other_hints + number end
+end
+
+local function swept_key(place)
+  return pending_key(place) .. ':swept'
+end
+
+local function count_swept(place, number)
+  if place == '5' then other_hints = other_hints + number end
+  swept_hints = redis.call('HINCRBY', key('stale'), 'swept', number)
+  if swept_hints == 0 then redis.call('HDEL', key('stale'), 'swept') end
+  may_be_stale = nil
+end
+
+-- The list that has the first hints of a place, and whether that is the one of those that were swept.
+local function first_list(place)
+  if (place == '5' and other_hints == 0) or not has_stale() then return pending_key(place), false end
+  swept_hints = swept_hints or tonumber(redis.call('HGET', key('stale'), 'swept') or 0)
+  if swept_hints > 0 and redis.call('EXISTS', swept_key(place)) == 1 then return swept_key(place), true end
+  return pending_key(place), false
+end
+
+-- Takes the first hints of a place out, `number` at most; nil if there is none.
+local function pop_hints(place, number)
+  local list, swept = first_list(place)
+  local ids = redis.call('LPOP', list, number)
+  if not ids then return nil end
+  if place ~= LANE then count_hints(place, -#ids) end
+  if swept then count_swept(place, -#ids) end
+  return ids
 end
 
 local function note_ready(ids)
@@ -87,8 +122,10 @@ local function push_front(by_priority)
     else
       local reversed = {}
       for i = #ids, 1, -1 do reversed[#reversed + 1] = ids[i] end
-      redis.call('LPUSH', pending_key(priority), unpack(reversed))
+      local list, swept = first_list(priority)
+      redis.call('LPUSH', list, unpack(reversed))
       count_hints(priority, #ids)
+      if swept then count_swept(priority, #ids) end
       note_ready(ids)
     end
   end

@@ -27,6 +27,9 @@ local function hand_back(worker, list, lost, kept)
   local owners = redis.call('HMGET', key('active'), unpack(list))
   local records = redis.call('HMGET', key('jobs'), unpack(list))
   local front, back, later, freed, removed, returned, seen = {}, nil, {}, {}, {}, {}, {}
+  -- What BLMOVE took comes after the hints that were swept.
+  local _, swept = first_list('5')
+  local unbegun = {}
   for i, id in ipairs(list) do
     local owner, record = owners[i], records[i]
     returned_bytes = returned_bytes + (record and #record or 0)
@@ -55,6 +58,8 @@ local function hand_back(worker, list, lost, kept)
         later[#later + 1] = { id, run_at }
       elseif running and lost.outcome == 'timed_out' then
         back = place
+      elseif swept and not owned then
+        table.insert(unbegun, 1, id)
       else
         front[place] = front[place] or {}
         table.insert(front[place], id)
@@ -78,6 +83,7 @@ local function hand_back(worker, list, lost, kept)
     schedule(job[1], job[2])
     if set_expiry then set_expiry(job[1], job[2]) end
   end
+  if #unbegun > 0 then redis.call('LPUSH', key('pending'), unpack(unbegun)) end
   push_front(front)
   if back then push_back(back, { lost.id }) end
 end
