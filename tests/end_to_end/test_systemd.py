@@ -217,10 +217,12 @@ def test_handlers_go_first_when_memory_runs_out_and_nothing_dumps_core(machine: 
 
 @pytest.mark.slow
 def test_another_place_is_one_variable_in_a_drop_in(machine: Machine) -> None:
-    machine.run("ln", "-s", "/opt/forq", "/opt/elsewhere")
+    machine.run("mkdir", "-p", "/opt/elsewhere/bin")
+    machine.write("/opt/elsewhere/bin/forq", '#!/bin/sh\nSTARTED_BY=elsewhere exec /opt/forq/bin/forq "$@"\n')
+    machine.run("chmod", "755", "/opt/elsewhere/bin/forq")
     machine.write("/run/units/forq.service.d/place.conf", "[Service]\nEnvironment=FORQ_VENV=/opt/elsewhere\n")
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "start", "forq.service")
     machine.wait_for(**RUNNING)
     machine.run("forqctl", "push", "environment", "null")
-    wait_until(lambda: "FORQ_VENV=/opt/elsewhere" in machine.log(), what="the program's environment in the log")
+    wait_until(lambda: "STARTED_BY=elsewhere" in machine.log(), what="the program's environment in the log")
