@@ -45,6 +45,9 @@ class Beat:
     more: bool
     unread: dict[str, int]
     helped: int = 0
+    # For whom jobs wait: main workers, and the retry child.
+    main_wanted: bool = False
+    retry_wanted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,8 @@ class Keeper:
             raise Fenced(f"processor {self.processor} has been evicted from queue {queue!r}")
         due_ms, unread = None if reply[2] < 0 else reply[2], reply[4]
         turns = {worker.decode(): int(turn) for worker, turn in zip(unread[::2], unread[1::2], strict=True)}
-        return Beat([silent.decode() for silent in reply[1]], due_ms, bool(reply[3]), turns, reply[5])
+        silent, wanted = [processor.decode() for processor in reply[1]], reply[6]
+        return Beat(silent, due_ms, bool(reply[3]), turns, reply[5], bool(wanted & 1), bool(wanted & 2))
 
     def promote(self, queue: str) -> int | None:
         """Makes waiting what is due, and fires ticks; in how many ms the next is due (None: there is none)."""

@@ -108,7 +108,7 @@ class Pulse:
             self._keeper,
             settings.scoreboard,
             later=self._later,
-            challenge=lambda slots: self._desk.tell("unread", slots=slots),
+            challenge=lambda slots, unread: self._desk.tell("silent", slots=slots, unread=unread),
         )
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -310,6 +310,7 @@ class Pulse:
     def _heartbeats(self, queues: list[str]) -> None:
         away: RedisUnavailable | None = None
         missed = self._link.missed()
+        wanted: set[tuple[str, int]] = set()
         for queue, beat in self._keeper.heartbeats(queues, self._settings.expiry_ms, self._positions()):
             if isinstance(beat, RedisUnavailable):
                 away = beat
@@ -318,6 +319,9 @@ class Pulse:
                 return
             else:
                 self._hear_beat(queue, beat)
+                if isinstance(beat, Beat):
+                    wanted |= _wanted(queue, beat)
+        self._unread.ask_resting(wanted)
         if queues:
             self._note_redis(away)
         if self._link.missed() != missed:
@@ -456,6 +460,14 @@ class Pulse:
                 call()
             except ForqError as exc:
                 log.warning("pulse could not finish what was due error=%s", exc)
+
+
+def _wanted(queue: str, beat: Beat) -> set[tuple[str, int]]:
+    """The queue and role of processes whose workers should not rest. Fail jobs are the retry child's."""
+    main, retry = (main_queue(queue), int(Role.MAIN)), (main_queue(queue), int(Role.RETRY))
+    if queue != main_queue(queue):
+        return {retry} if beat.main_wanted else set()
+    return {role for role, wanted in ((main, beat.main_wanted), (retry, beat.retry_wanted)) if wanted}
 
 
 def _is_ours(pid: int) -> bool:

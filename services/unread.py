@@ -4,7 +4,8 @@ A worker that waits sends its claim along: the server may make a job active in a
 whose interpreter something else keeps.
 
 1. Such a claim is told of (`look`, with the worker and its turn), at most once in 2 s per queue; a look at the queue's
-   registrations some time later finds the claims in between. Heartbeats tell of workers that lag behind, too.
+   registrations some time later finds the claims in between. Heartbeats tell of workers that lag behind, too, and of
+   jobs that wait while workers rest.
 2. A worker lags if its queue has registered a later turn than it has read, or it has read that turn and begun nothing
    of it. The supervisor then asks its process for a sign of life; any beat after that is one.
 3. After 0.5 s without one, the turn is marked as taken in the worker's slot, and a moment later, if the worker still
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from forq.awake import SLICE_SECONDS, AwakeTime
 from forq.broker.keeping import Keeper, Position
 from forq.errors import ForqError, RedisUnavailable
-from forq.scoreboard import Role, Scoreboard, Slot, State
+from forq.scoreboard import Scoreboard, Slot, State
 
 # When a claim that was told of is looked at: usually the worker has long begun.
 CLAIM_SECONDS = 0.3
@@ -29,6 +30,8 @@ LOOK_AGAIN_SECONDS = 2.2
 ANSWER_SECONDS = 0.5
 # Between the mark and the look that decides: longer than it takes a running worker from its position to the mark.
 MARKED_SECONDS = 0.02
+
+RESTING = frozenset((State.IDLE, State.PARKED, State.LIMITED))
 
 log = logging.getLogger("forq")
 
@@ -46,7 +49,8 @@ class Lagging:
 
 
 class Unread:
-    """`later` makes a call after some seconds; `challenge` asks the supervisor to ping the processes of these slots."""
+    """`later` makes a call after some seconds; `challenge` asks the supervisor to ping the processes of these slots,
+    and says whether they have jobs that they do not begin."""
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class Unread:
         board: Scoreboard,
         *,
         later: Callable[[float, Callable[[], None]], None],
-        challenge: Callable[[list[int]], None],
+        challenge: Callable[[list[int], bool], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keeper = keeper
@@ -83,6 +87,16 @@ class Unread:
         """These workers have turns that they had not read when their positions were."""
         self._suspect(queue, turns)
 
+    def ask_resting(self, wanted: set[tuple[str, int]]) -> None:
+        """Jobs wait for these queues' processes of these roles. A worker that rests all the same may have been woken
+        and not know it, because its process does not answer."""
+        if not wanted:
+            return
+        slots = map(self._board.slot, range(self._board.highest))
+        resting = [slot.number for slot in slots if slot.state in RESTING and (slot.queue, slot.role) in wanted]
+        if resting:
+            self._challenge(resting, False)
+
     def look(self, queue: str) -> None:
         """Looks at the turns that the queue has registered for the workers of this supervisor."""
         self._suspect(queue, self._keeper.registered(queue))
@@ -109,7 +123,7 @@ class Unread:
         for one in new:
             self._inherit(one)
             known[one.slot.number] = one
-        self._challenge([one.slot.number for one in new])
+        self._challenge([one.slot.number for one in new], True)
         if not self._ticking:
             self._ticking = True
             self._plan()
@@ -167,11 +181,11 @@ class Unread:
         return worker.endswith(self._keeper.processor[-16:])
 
     def _slot_of(self, worker: str) -> Slot | None:
-        """Its slot, if it waits with its claims sent along. All slots are searched only for a name that is new."""
+        """All slots are searched only for a name that is new."""
         number = self._numbers.get(worker)
         if number is None or self._board.slot(number).worker != worker:
             slots = map(self._board.slot, range(self._board.highest))
-            self._numbers = {slot.worker: slot.number for slot in slots if slot.role == Role.MAIN and slot.worker}
+            self._numbers = {slot.worker: slot.number for slot in slots if slot.worker}
             number = self._numbers.get(worker)
         return None if number is None else self._board.slot(number)
 

@@ -217,11 +217,12 @@ class QueueUnit:
         silent = [process for process in self._processes() if process.watch.unresponsive]
         return {worker: process.pid for process in silent for worker in process.resting_workers()}
 
-    def challenge(self, numbers: set[int]) -> None:
-        """The workers in these slots were given jobs that they do not read."""
+    def challenge(self, numbers: set[int], *, unread: bool) -> None:
+        """Asks the processes of these workers whether they answer. `unread`: they were given jobs that they do not
+        read."""
         for process in self._processes():
             if process.ready and numbers & set(process.slots):
-                process.watch.challenge(unread=True)
+                process.watch.challenge(unread=unread)
 
     def ended(self, process: QueueProcess, how: Exit) -> None:
         seat = next((seat for seat in self._seats if seat.process is process), None)

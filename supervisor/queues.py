@@ -77,10 +77,11 @@ class Queues:
         served = [unit.spec for unit in self.units.values() if unit.wanted]
         return [spec.name for spec in served], [spec.name for spec in served if spec.fail_handler is not None]
 
-    def challenge(self, slots: list[int]) -> None:
+    def challenge(self, slots: list[int], *, unread: bool) -> None:
         """Asks the processes of these workers whether they still answer."""
+        numbers = set(slots)
         for unit in self.units.values():
-            unit.challenge(set(slots))
+            unit.challenge(numbers, unread=unread)
 
     def add(self, spec: QueueSpec, *, found: bool = False) -> QueueUnit:
         self._services.outputs.open(spec.name)

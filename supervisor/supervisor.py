@@ -127,8 +127,8 @@ class Supervisor:
             self.queues.gone(message["queue"], deleted=message["deleted"])
         elif message["event"] == "queue_found":
             self.queues.found(message["queue"], message["mode"])
-        elif message["event"] == "unread":
-            self.queues.challenge(message["slots"])
+        elif message["event"] == "silent":
+            self.queues.challenge(message["slots"], unread=message["unread"])
         elif message["event"] == "evicted":
             self.queues.rejoin()
         elif message["event"] == "suspects":

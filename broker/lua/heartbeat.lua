@@ -7,7 +7,8 @@
 -- ARGV     processor, how long it may stay silent (ms), then (worker, turn, index, running) per worker
 -- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not finished,
 --          (worker, number of its last turn) per worker that runs nothing and was at an earlier turn,
---          suspects that may begin; of a fail queue: 1 if jobs wait and none runs};
+--          suspects that may begin; of a fail queue: 1 if jobs wait and none runs, for whom jobs wait (0: nobody, 1: main workers,
+--          2: the retry child, 3: both)};
 --          {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
 -- States   active -> done, waiting (of a processor that is evicted)
 --@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings parked done_jobs forgetting positions losses graves eviction fences bury_job hands handing expiring
@@ -75,4 +76,12 @@ local function needing_helpers()
   return has_limits and math.min(suspect_hints, room()) or suspect_hints
 end
 
-return { OK, evicted, next_timer_ms(), redis.call('EXISTS', key('evicting')), unread, needing_helpers() }
+-- Whose workers should not rest: if they do, they may not have heard of it.
+local function wanted()
+  if paused or mode ~= 'work' then return 0 end
+  local main = main_waiting() > 0
+  local retry = suspect_hints > 0 or (in_lane > 0 and not main)
+  return (main and 1 or 0) + (retry and 2 or 0)
+end
+
+return { OK, evicted, next_timer_ms(), redis.call('EXISTS', key('evicting')), unread, needing_helpers(), wanted() }

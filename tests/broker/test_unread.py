@@ -136,3 +136,21 @@ def test_nobody_is_told_of_a_claim_whose_worker_waits_for_the_answer(redis_url: 
         queue.enqueue("a")
         assert queue.worker().turn(want=1) == ["a"]
         assert heard.hear() == []
+
+
+def test_a_heartbeat_tells_for_whom_jobs_wait(queue: OneQueue) -> None:
+    worker = queue.worker()
+
+    def wanted() -> tuple[bool, bool]:
+        beat = queue.keeper(worker.processor).heartbeat(queue.name, 60_000, [])
+        return beat.main_wanted, beat.retry_wanted
+
+    assert wanted() == (False, False)
+    queue.enqueue("a", "b")
+    assert wanted() == (True, False)
+    worker.turn(want=2)
+    assert wanted() == (False, False), "what runs waits for nobody"
+    queue.recover(worker, 0, running=True, outcome="suspect")
+    assert wanted() == (True, True)
+    queue.registry.pause(queue.name, paused=True)
+    assert wanted() == (False, False), "nobody may begin it"

@@ -168,3 +168,19 @@ def test_check_and_health_are_red_until_a_stopped_process_goes_on(forq: Forq) ->
     wait_until(lambda: scraper.health() == (200, []), what="/healthz again")
     wait_until(lambda: runs(forq, "runs"), what="its job has ended")
     assert children(forq, "red")[pid] in ("idle", "busy"), "it is the same process"
+
+
+def test_a_process_that_does_not_notice_that_its_queue_goes_on_is_replaced() -> None:
+    """It waited for that with nothing sent along: nobody is told of a claim, heartbeats see that it rests."""
+    with running(settings='heartbeat = "500ms"\nexpiry = "5s"\n') as forq:
+        pid = create(forq, "paused", "leave_thread")
+        queue = forq.client().queue("paused")
+        queue.enqueue([3, 60], id="leaves")
+        (left,) = wait_until(lambda: runs(forq, "leaves"), what="it has left a thread behind")
+        forq.ctl("pause", "paused")
+        job = queue.enqueue(0)
+        wait_until(lambda: children(forq, "paused").get(pid) == "parked", 2.0, "it knows that it is paused")
+        wait_until(lambda: time.monotonic() > left.time + 3.5, what="the thread keeps the interpreter")
+        began = time.monotonic()
+        forq.ctl("resume", "paused")
+        assert ran_elsewhere(forq, job, pid, began) < ELSEWHERE_SECONDS

@@ -26,7 +26,9 @@ class Stage:
         self.turns: dict[str, int] = {}
         self.rescued: list[tuple[str, Position]] = []
         self.looks = 0
+        # Of workers that have something they do not begin, and of those that rest while jobs wait.
         self.challenged: list[list[int]] = []
+        self.asked: list[list[int]] = []
         self.away = False
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -34,7 +36,7 @@ class Stage:
             self,  # type: ignore[arg-type]
             self.board,
             later=self._later,
-            challenge=self.challenged.append,
+            challenge=lambda slots, unread: (self.challenged if unread else self.asked).append(slots),
             now=lambda: self.now,
         )
         self.workers = [self._worker(name) for name in ("one", "two")]
@@ -223,3 +225,16 @@ def test_the_number_of_a_turn_is_compared_whole(stage: Stage) -> None:
     stage.claimed(slot, 6 + (1 << 20))
     stage.run(1)
     assert stage.given_back == ["one"]
+
+
+def test_workers_that_rest_while_jobs_wait_are_asked_for_a_sign_of_life(stage: Stage) -> None:
+    idle, busy = stage.workers
+    busy.state = State.BUSY
+    stage.unread.ask_resting({("q", Role.MAIN)})
+    assert stage.asked == [[idle.number]]
+    idle.state = State.PARKED
+    stage.unread.ask_resting({("q", Role.RETRY), ("other", Role.MAIN)})
+    assert stage.asked == [[idle.number]], "of that role and queue only"
+    stage.unread.ask_resting({("q", Role.MAIN)})
+    assert stage.asked == [[idle.number]] * 2
+    assert (stage.challenged, stage.given_back) == ([], [])

@@ -73,4 +73,25 @@ MUTANTS_OF_UNREAD = (
         "large numbers of turns are told rounded",
         "unread test_a_heartbeat_tells",
     ),
+    Mutant(
+        "heartbeat.lua",
+        "if paused or mode ~= 'work' then return 0 end",
+        "if mode ~= 'work' then return 0 end",
+        "workers of a paused queue are asked for a sign of life again and again",
+        "unread test_a_heartbeat_tells_for_whom",
+    ),
+    Mutant(
+        "heartbeat.lua",
+        "local main = main_waiting() > 0\n",
+        "local main = false\n",
+        "a process that was not woken is never asked",
+        "unread test_a_heartbeat_tells_for_whom",
+    ),
+    Mutant(
+        "heartbeat.lua",
+        "local retry = suspect_hints > 0 or",
+        "local retry =",
+        "a retry child that was not woken is never asked",
+        "unread test_a_heartbeat_tells_for_whom",
+    ),
 )

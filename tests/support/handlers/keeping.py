@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any
 
-from traced import trace  # type: ignore[import-not-found]
+from traced import trace, trace_file, trace_line  # type: ignore[import-not-found]
 
 from forq import Job
 
@@ -14,25 +14,31 @@ _c = ctypes.PyDLL(None)
 
 
 def hold(data: Any, job: Job) -> None:
-    """Keeps the interpreter for data seconds; with 0 it only leaves its trace."""
-    trace(job, "start")
+    """Keeps the interpreter for data seconds, from before its trace can be seen; with 0 it only leaves its trace."""
     if data:
+        line = trace_line(job, "start")
+        # Opened by a call that lets go of the interpreter; what follows does not.
+        fd = trace_file()
+        _c.write(fd, line, len(line))
         _c.usleep(int(data * 1_000_000))
+    else:
+        trace(job, "start")
     trace(job, "end")
 
 
 def leave_thread(data: Any, job: Job) -> None:
-    """Ends at once; a thread that it leaves behind keeps the interpreter for data seconds, a moment later."""
+    """Ends at once; a thread that it leaves behind keeps the interpreter for data seconds, a moment later. Data may
+    also be that moment and the seconds."""
     trace(job, "start")
     if data:
-        leave_keeper(data)
+        leave_keeper(*reversed(data)) if isinstance(data, list) else leave_keeper(data)
     trace(job, "end")
 
 
-def leave_keeper(seconds: float) -> None:
-    threading.Thread(target=_keep, args=(seconds,), daemon=True).start()
+def leave_keeper(seconds: float, after_seconds: float = 0.3) -> None:
+    threading.Thread(target=_keep, args=(after_seconds, seconds), daemon=True).start()
 
 
-def _keep(seconds: float) -> None:
-    time.sleep(0.3)
+def _keep(after_seconds: float, seconds: float) -> None:
+    time.sleep(after_seconds)
     _c.usleep(int(seconds * 1_000_000))

@@ -16,11 +16,19 @@ _fd = -1
 
 
 def trace(job: Job, event: str) -> None:
+    os.write(trace_file(), trace_line(job, event))
+
+
+def trace_file() -> int:
     global _fd
     if _fd < 0:
         _fd = os.open(os.environ["FORQ_TEST_TRACE"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return _fd
+
+
+def trace_line(job: Job, event: str) -> bytes:
     line = f"{job.queue} {job.id} {job.fence} {os.getpid()} {event} {time.monotonic():.6f} {job.stall_count}\n"
-    os.write(_fd, line.encode())
+    return line.encode()
 
 
 def noop(data: Any, job: Job) -> None:
