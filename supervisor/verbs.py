@@ -236,7 +236,15 @@ class Verbs:
         self._supervisor.stop(now=bool(request.params.get("now")))
 
     def _pause(self, request: Request, *, paused: bool) -> None:
-        self._ask_clerk(request, "pause", {"name": check_queue_name(request.params.get("name")), "paused": paused})
+        name, reply = check_queue_name(request.params.get("name")), _answer_to(request)
+
+        def answered(answer: Any) -> None:
+            if not paused and not isinstance(answer, ForqError) and name in self._queues.units:
+                # Suspects may have waited for this.
+                self._services.beat(name)
+            reply(answer)
+
+        self._ask_clerk(request, "pause", {"name": name, "paused": paused}, answered)
 
     def _pass_on(self, request: Request) -> None:
         self._ask_clerk(request, request.method, request.params)

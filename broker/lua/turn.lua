@@ -305,8 +305,8 @@ if has_limits then
       -- Stale hints alone bring workers here, too: they would come again and again.
       limited = main_waiting() > 0 or other_hints > 0
       if limited then limit_worker(processor, worker) end
-    elseif suspect_hints > 0 then
-      -- It is told when it may.
+    elseif lane == 'retry' and suspect_hints > 0 then
+      -- It is told when it may. A process for suspects alone ends instead: nobody would come for the place.
       leave_place(LEFT_MS + (refill_ms() or 0))
     end
     return 0

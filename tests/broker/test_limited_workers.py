@@ -207,6 +207,17 @@ def test_a_place_is_not_left_for_ever_to_a_retry_child_that_is_gone(queue: OneQu
     assert first.turn(want=1, done="c") == ["e"]
 
 
+def test_no_place_is_left_to_a_process_for_suspects_which_ends_without_one(queue: OneQueue) -> None:
+    queue.create(max_active=2)
+    first, _ = two_suspects(queue, queue.worker("r1", lane="retry"))
+    queue.redis.hdel(queue.key("counts"), "left_until_ms")
+    alone = queue.worker("o1", lane="suspects")
+    assert alone.turn(want=1) == []
+    assert "left_until_ms" not in queue.hash("counts")
+    first.turn(done="c")
+    assert alone.turn(want=1) == ["a"], "a place that is free is as good for it"
+
+
 def test_the_retry_child_asks_once_and_is_then_left_alone(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=4)
     retry = queue.worker("r1", lane="retry")

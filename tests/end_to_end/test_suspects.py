@@ -117,6 +117,22 @@ def test_helpers_end_with_their_queue(verb: str) -> None:
             assert all(start.stalls == 0 for start in starts(forq, "ends"))
 
 
+def test_suspects_of_a_paused_queue_wait_and_run_in_parallel_when_it_is_resumed() -> None:
+    """With heartbeats that are far apart: nobody waits for the next one."""
+    with running(settings='capacity = 1000\nheartbeat = "60s"\nexpiry = "10m"\n') as forq:
+        forq.create("later", "sleep", concurrency=4)
+        queue = forq.client().queue("later")
+        queue.enqueue_many([1.0] * 4)
+        wait_until(lambda: len(forq.child("later")["jobs"]) == 4, what="all run")
+        forq.ctl("pause", "later")
+        os.kill(forq.child("later")["pid"], signal.SIGKILL)
+        wait_until(lambda: forq.queue_status("later")["active"] == 0, what="they are recovered")
+        assert not helpers(forq, "later")
+        forq.ctl("resume", "later")
+        wait_until(lambda: len(runs(forq, "later")) == 4, 20.0, "all have run again")
+        assert len({start.pid for start, _ in runs(forq, "later")}) == 4
+
+
 def test_suspects_are_found_though_pulse_dies_with_the_workers(forq: Forq) -> None:
     forq.create("deaf", "sleep", concurrency=4)
     queue = forq.client().queue("deaf")

@@ -39,6 +39,14 @@ def test_status_shows_an_aligned_table(fake: FakeSupervisor) -> None:
     assert fake.calls == [("status", {})]
 
 
+def test_status_shows_a_few_of_many_processes(fake: FakeSupervisor) -> None:
+    """While suspects run there may be dozens."""
+    helpers = [{"role": "suspect", "pid": pid, "state": "busy", "job": f"j{pid}"} for pid in range(13, 20)]
+    queue = queue_status()
+    fake.answers["status"] = whole_status(queue | {"children": queue["children"] + helpers})
+    assert forqctl(fake, "status")[1].splitlines()[1].endswith("12 parked, 13 busy j13, 14 busy j14, 5 more")
+
+
 def test_status_without_queues_is_the_header(fake: FakeSupervisor) -> None:
     fake.answers["status"] = whole_status()
     code, out, _ = forqctl(fake, "status")

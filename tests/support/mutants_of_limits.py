@@ -530,10 +530,17 @@ MUTANTS_OF_LIMITS = (
     ),
     Mutant(
         "turn.lua",
-        "    elseif suspect_hints > 0 then\n",
+        "    elseif lane == 'retry' and suspect_hints > 0 then\n",
         "    else\n",
         "a place is left though there is no suspect",
         "limited_workers test_the_retry_child_is_never_limited",
+    ),
+    Mutant(
+        "turn.lua",
+        "    elseif lane == 'retry' and suspect_hints > 0 then\n",
+        "    elseif suspect_hints > 0 then\n",
+        "a place is left to a process that ends",
+        "limited_workers test_no_place_is_left_to_a_process_for_suspects",
     ),
     Mutant(
         "turn.lua",

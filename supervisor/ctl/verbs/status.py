@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 NOT_HEALTHY = 3
+SHOWN_CHILDREN = 4
 HEALTHY_STATES = ("running", "starting", "paused", "draining")
 # A handler whose import takes longer than this counts as stuck.
 STARTING_SECONDS = 30.0
@@ -93,7 +94,7 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
             (
                 *(queue.get(key) for _, key in columns),
                 span(queue["oldest_waiting_seconds"]),
-                ", ".join(map(_brief, queue["children"])),
+                _children(queue["children"]),
             )
             for queue in queues
         ],
@@ -134,6 +135,12 @@ def _show_capacity(capacity: dict[str, Any], in_detail: bool) -> None:
         ("WORKER", "", "UNITS", "PRIORITY", "FOR"),
         [(who["worker"], does, who["units"], who["priority"], span(who["seconds"])) for does, who in held + waits],
     )
+
+
+def _children(children: list[dict[str, Any]]) -> str:
+    """While suspects run there may be dozens; the details of a queue have them all."""
+    more = len(children) - SHOWN_CHILDREN
+    return ", ".join(map(_brief, children[:SHOWN_CHILDREN])) + (f", {more} more" if more > 0 else "")
 
 
 def _brief(child: dict[str, Any]) -> str:
