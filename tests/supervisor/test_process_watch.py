@@ -1,0 +1,168 @@
+"""When a process that does not answer is named, killed or replaced: with a clock and a process of the test's own."""
+
+from collections.abc import Callable
+from unittest.mock import MagicMock
+
+import pytest
+
+from forq.awake import LATE_SECONDS
+from forq.scoreboard import Scoreboard, Slot, pack_word
+from forq.supervisor.process_watch import (
+    KILL_SECONDS,
+    LONGEST_SECONDS,
+    NOTICE_SECONDS,
+    WAITING_SWITCHES,
+    ProcessWatch,
+)
+
+
+class Stage:
+    """A process with two workers, and the supervisor's timers."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._timers: list[tuple[float, MagicMock, Callable[[], None]]] = []
+        loop = MagicMock()
+        loop.now.side_effect = lambda: self.now
+        loop.call_later.side_effect = self._later
+        self.child = MagicMock(ended=False, stopped=False, pid=77)
+        self.child.frozen.return_value = False
+        board = Scoreboard.create(4)
+        self.slots: list[Slot] = [board.slot(board.take()) for _ in range(2)]
+        self.said: list[str] = []
+        self.switches = 0
+        self.watch = ProcessWatch(
+            loop,
+            self.child,
+            self.slots,
+            ping=lambda: self.said.append("ping"),
+            on_unresponsive=lambda: self.said.append("unresponsive"),
+            on_hopeless=self._kill,
+            replace=lambda: self.said.append("replace"),
+        )
+        self.watch._minder_switches = lambda: self.switches  # type: ignore[method-assign]
+
+    def _kill(self) -> None:
+        self.said.append("kill")
+        self.child.ended = True
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> MagicMock:
+        timer = MagicMock()
+        self._timers.append((self.now + seconds, timer, call))
+        return timer
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while due := sorted((each for each in self._timers if each[0] <= until), key=lambda each: each[0])[:1]:
+            self._timers.remove(due[0])
+            self.now = max(self.now, due[0][0])
+            if not due[0][1].cancel.called:
+                due[0][2]()
+        self.now = max(self.now, until)
+
+    def begin_job(self) -> None:
+        self.slots[0].word = pack_word(0, 1, 0, True)
+
+    def end_job(self) -> None:
+        self.slots[0].word = pack_word(0, 1, 1, False)
+
+    def beat(self) -> None:
+        for slot in self.slots:
+            slot.beat_ns = 2**62
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def test_a_process_that_answers_is_left_alone_and_not_looked_at_again(stage: Stage) -> None:
+    stage.watch.challenge(unread=True)
+    stage.beat()
+    stage.run(60)
+    assert stage.said == ["ping"]
+    assert stage._timers == [], "nothing is left that would wake the supervisor"
+
+
+def test_a_process_without_an_answer_is_named_and_no_sooner(stage: Stage) -> None:
+    stage.watch.challenge()
+    stage.run(NOTICE_SECONDS - 0.05)
+    assert not stage.watch.unresponsive
+    stage.run(0.2)
+    assert stage.watch.unresponsive
+    stage.beat()
+    stage.run(0.2)
+    assert not stage.watch.unresponsive
+
+
+@pytest.mark.parametrize("how", ["stopped", "frozen", "interpreter"])
+def test_an_idle_process_that_cannot_come_back_by_itself_is_killed_after_a_second(stage: Stage, how: str) -> None:
+    if how == "stopped":
+        stage.child.stopped = True
+        stage.watch.stopped_or_continued()
+        assert stage.watch.unresponsive, "that is known at once"
+    else:
+        stage.watch.challenge()
+        stage.child.frozen.return_value = how == "frozen"
+        stage.switches = WAITING_SWITCHES if how == "interpreter" else 0
+    stage.run(KILL_SECONDS - 0.2)
+    assert "kill" not in stage.said
+    stage.run(0.4)
+    assert stage.said[-1] == "kill"
+
+
+def test_an_idle_process_that_is_only_slow_gets_ten_seconds(stage: Stage) -> None:
+    stage.watch.challenge()
+    stage.switches = WAITING_SWITCHES - 1
+    stage.run(LONGEST_SECONDS - 0.5)
+    assert "kill" not in stage.said
+    stage.run(1)
+    assert stage.said[-1] == "kill"
+
+
+def test_a_process_that_runs_a_job_is_not_killed_before_the_job_has_ended(stage: Stage) -> None:
+    stage.begin_job()
+    stage.child.stopped = True
+    stage.watch.stopped_or_continued()
+    stage.run(600)
+    assert stage.said == ["unresponsive", "ping"], "no successor either: none of its workers was given anything"
+    stage.end_job()
+    stage.run(2)
+    assert stage.said[-1] == "kill"
+
+
+def test_a_process_that_runs_a_job_and_was_given_others_is_replaced_once(stage: Stage) -> None:
+    stage.begin_job()
+    stage.watch.challenge(unread=True)
+    stage.run(30)
+    assert stage.said == ["ping", "unresponsive", "replace"]
+
+
+def test_a_stopped_process_that_goes_on_is_responsive_when_it_has_answered(stage: Stage) -> None:
+    stage.child.stopped = True
+    stage.watch.stopped_or_continued()
+    stage.run(0.5)
+    stage.child.stopped = False
+    stage.watch.stopped_or_continued()
+    assert stage.watch.unresponsive
+    stage.beat()
+    stage.run(0.2)
+    assert not stage.watch.unresponsive
+    assert "kill" not in stage.said
+
+
+def test_time_in_which_the_supervisor_did_not_run_does_not_count(stage: Stage) -> None:
+    stage.watch.challenge()
+    stage.switches = WAITING_SWITCHES
+    stage.now += 100 * LATE_SECONDS
+    stage.run(0.05)
+    assert not stage.watch.unresponsive
+    stage.run(KILL_SECONDS + 0.2)
+    assert stage.said[-1] == "kill"
+
+
+def test_a_dead_process_is_not_asked(stage: Stage) -> None:
+    stage.child.ended = True
+    stage.watch.challenge(unread=True)
+    stage.run(60)
+    assert stage.said == []
