@@ -23,6 +23,11 @@ _INCLUDE = re.compile(r"^--@include (.+)$", re.MULTILINE)
 _WORD = re.compile(r"\w+")
 _FUNCTION = re.compile(r"local function (\w+)")
 _VARIABLES = re.compile(r"local ([\w, ]+?)\s*(=.*)?$", re.DOTALL)
+# Constants that are numbers or text.
+_VALUE = r"(?:-?\d+(?: \* \d+)*|'[^',]*')"
+_PLAIN = re.compile(rf"local ([A-Z_]+(?:, [A-Z_]+)*) = ({_VALUE}(?:, {_VALUE})*)\s*(?:--.*)?$")
+# Text is left alone: 'EXISTS' is a command, and EXISTS a code.
+_TEXT_OR_WORD = re.compile(r"'[^'\n]*'|\w+")
 # A statement ends before the next line at the margin that does not close it.
 _CLOSING = ("end", "else", ")", "}")
 # Lua allows a function to use 60 variables of those around it.
@@ -59,12 +64,31 @@ def as_function(verb: str, source: str) -> Script:
     head, _, rest = source.partition("\n")
     names = _INCLUDE.search(rest)
     parts = [_read(f"lib/{name}.lua") for name in names[1].split() if name != "codes"] if names else []
-    needed = _needed([list(_statements(part)) for part in [_constants([*parts, rest]), *parts, rest]])
+    statements = [list(_statements(part)) for part in [_constants([*parts, rest]), *parts, rest]]
+    needed = _needed(_with_values(statements))
     body, flags = _library(needed), head.partition("flags=")[2]
     name = f"forq_{verb}_{hashlib.sha256((head + body).encode()).hexdigest()[:16]}"
     registered = f"redis.register_function{{function_name='{name}', callback=call, flags={{{flags and repr(flags)}}}}}"
     source = "\n".join([head, *(statement for part in needed for statement in part)])
     return Script(verb, source, f"#!lua name={name}\n{body}\n{registered}\n", name)
+
+
+def _with_values(parts: list[list[str]]) -> list[list[str]]:
+    """With the values of constants in place of their names, which need no names then: Lua allows 200."""
+    values: dict[str, str] = {}
+    for statement in (statement for part in parts for statement in part):
+        if plain := _PLAIN.match(statement):
+            names, given = plain[1].split(", "), plain[2].split(", ")
+            if values.keys() & set(names) or len(names) != len(given):
+                raise ValueError(f"declared twice, or with another number of values: {plain[1]}")
+            values |= zip(names, (value if value.isdigit() else f"({value})" for value in given), strict=True)
+
+    def in_place(statement: str) -> str:
+        if _PLAIN.match(statement):
+            return statement
+        return _TEXT_OR_WORD.sub(lambda found: values.get(found[0], found[0]), statement)
+
+    return [[in_place(statement) for statement in part] for part in parts]
 
 
 def _needed(parts: list[list[str]]) -> list[list[str]]:

@@ -165,9 +165,24 @@ return needed()
     made = as_function("lean", source)
     for text in (made.source, made.library):
         assert "needed" in text
-        assert "LIMIT" in text
+        assert "return 3 end" in text
         assert "kept" in text
         assert not any(name in text for name in ("outer", "inner", "LONELY"))
+
+
+def test_a_constant_is_replaced_by_its_value_but_not_in_text() -> None:
+    source = """#!lua
+local LIMIT, LONG_MS = -4, 2 * 3600  -- why
+local MARK, TABLE = 'x ', { 1 }
+local WORD = 'LIMIT'
+return { LIMIT, 'LIMIT LONG_MS', 10 - LONG_MS, MARK, WORD, TABLE[1] }
+"""
+    made = as_function("plain", source)
+    for text in (made.source, made.library):
+        assert "return { (-4), 'LIMIT LONG_MS', 10 - (2 * 3600), MARK, ('LIMIT'), TABLE[1] }" in text
+        assert "LONG_MS =" not in text
+    with pytest.raises(ValueError, match="declared twice"):
+        as_function("plain", "#!lua\nlocal LIMIT = 1\nlocal LIMIT = 2\nreturn LIMIT\n")
 
 
 def test_another_source_or_another_flag_is_another_function() -> None:
