@@ -37,6 +37,8 @@ class Helpers:
         gone: Callable[[], None],
     ) -> None:
         self.processes: list[QueueProcess] = []
+        # What its processes had started and nobody could kill.
+        self.survivors: set[int] = set()
         self._queue = queue
         self._around = around
         self._make = make
@@ -74,6 +76,7 @@ class Helpers:
 
     def ended(self, process: QueueProcess, how: Exit) -> None:
         self.processes.remove(process)
+        self.survivors |= process.child.survivors
         self._around.changed()
         done, began, code = process.done(), process.began(), process.meant(how)
         process.recover(how)

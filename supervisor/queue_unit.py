@@ -48,8 +48,7 @@ class QueueUnit:
         self.found = found
         self.draining = False
         self.config_error: str | None = None
-        # What its processes had started and nobody could kill.
-        self.survivors: set[int] = set()
+        self._survivors: set[int] = set()
         self._around = around
         self._seats = [_Seat(Role.MAIN), _Seat(Role.RETRY)]
         # Processes that have a successor already and still run jobs.
@@ -101,6 +100,11 @@ class QueueUnit:
             return False
         process = seat.process
         return process is None or not (process.done() or process.child.uptime_seconds() > SETTLED_SECONDS)
+
+    @property
+    def survivors(self) -> set[int]:
+        """Pids of what its processes had started and nobody could kill."""
+        return self._survivors | self._helpers.survivors
 
     @property
     def running(self) -> bool:
@@ -231,7 +235,7 @@ class QueueUnit:
         else:
             seat.process = None
         self._around.changed()
-        self.survivors |= process.child.survivors
+        self._survivors |= process.child.survivors
         done, began, code = process.done(), process.began(), process.meant(how)
         process.recover(how)
         if seat is None or not self._wanted:
