@@ -28,6 +28,7 @@ class FakeProcess:
     announced: int | None = None
     recovered: bool = False
     retired: bool = False
+    child: Any = field(default_factory=lambda: SimpleNamespace(survivors=set()))
 
     def state(self) -> str:
         return self.now
