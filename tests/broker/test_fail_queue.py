@@ -30,10 +30,10 @@ def fail(worker: HandWorker, job_id: str, kind: str = "permanent") -> None:
 class RetryWorker:
     """What the retry child has: a place in both queues."""
 
-    def __init__(self, queue: OneQueue, *, fails: bool = True) -> None:
+    def __init__(self, queue: OneQueue, *, fails: bool = True, name: str = "r1") -> None:
         where = (queue.url, DEFAULT_PREFIX)
-        self.lane = Consumer(*where, queue.name, "p1", "r1", lane="retry")
-        self.fails = Consumer(*where, fail_queue(queue.name), "p1", "r1", lane="retry")
+        self.lane = Consumer(*where, queue.name, "p1", name, lane="retry")
+        self.fails = Consumer(*where, fail_queue(queue.name), "p1", name, lane="retry")
         for consumer in (self.lane, self.fails) if fails else (self.lane,):
             consumer.join(EXPIRY_MS)
         self.number = 0
@@ -184,7 +184,7 @@ def test_what_a_dead_retry_worker_held_goes_back_to_its_lane(redis_url: str) -> 
         counts = queue.viewer.counts()
         assert (counts.retry, counts.failed, counts.active) == (1, 1, 0)
         assert queue.stall_count("a") == 0, "its position belongs to the other queue"
-        other = RetryWorker(queue)
+        other = RetryWorker(queue, name="r2")
         assert other.claim(other.fails)[1][1].startswith(b"c5 ")
 
 
