@@ -243,15 +243,15 @@ class Pulse:
             del self._due[queue]
             try:
                 self._promote_in(queue, self._keeper.promote(queue))
-                self._fail_job_waits(main_queue(queue))
+                if queue != main_queue(queue):
+                    self._fail_job_waits(main_queue(queue))
             except RedisUnavailable:
                 # What is due stays due; heartbeats say that Redis is gone.
                 self._promote_in(queue, PROMOTE_AGAIN_MS)
 
     def _fail_job_waits(self, queue: str) -> None:
-        """An idle retry process has taken it long before this look."""
-        if fail_queue(queue) in self._queues and self._retry_is_busy(queue):
-            self._look_soon(fail_queue(queue), TAKEN_SECONDS)
+        """An idle retry process has taken it long before this look, which is one for all that die until then."""
+        self._look_soon(fail_queue(queue), TAKEN_SECONDS)
 
     def _retry_is_busy(self, queue: str) -> bool:
         slots = map(self._board.slot, range(self._board.highest))
@@ -265,7 +265,8 @@ class Pulse:
 
     def _look_at(self, queue: str) -> None:
         self._looks.discard(queue)
-        if queue in self._queues:
+        of = main_queue(queue)
+        if queue in self._queues and (queue == of or self._retry_is_busy(of)):
             self._heartbeats([queue])
 
     def _listen_to(self, queues: list[str]) -> None:
