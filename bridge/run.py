@@ -19,6 +19,7 @@ from forq.bridge.peers import Peer, Standard
 from forq.broker.awaiting import handed_channels
 from forq.broker.link import Link
 from forq.broker.listening import Listener
+from forq.broker.server_url import database_of
 from forq.errors import ForqError
 from forq.ids import new_id
 from forq.logging_setup import configure
@@ -83,7 +84,9 @@ def run_bridge(settings: BridgeSettings) -> int:
     listener = None if settings.path is None else listen(settings.path)
     stdio: tuple[Peer, ...] = () if settings.path is not None else (Standard(),)
     link = Link(settings.url, name="forq-bridge", timeout_seconds=CALL_TIMEOUT_SECONDS)
-    ears = Listener(settings.url, handed_channels(settings.prefix, name), name="forq-bridge-ears")
+    ears = Listener(
+        settings.url, handed_channels(settings.prefix, database_of(settings.url), name), name="forq-bridge-ears"
+    )
     desk = Desk(link, settings.prefix, name, max_queues=settings.max_queues, tick_seconds=settings.tick_seconds)
     with _told_to_end() as told:
         bridge = Bridge(

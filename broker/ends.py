@@ -10,6 +10,7 @@ from forq.broker.keys import ended_channel, queue_base
 from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.broker.scripts import script
+from forq.broker.server_url import database_of
 from forq.errors import UnknownJob
 from forq.names import check_job_id, check_queue_name
 
@@ -51,7 +52,8 @@ class Ends:
         self._dead = DeadJobs(link, prefix, queue)
 
     def listener(self) -> Listener:
-        return Listener(self._link.url, ended_channel(self._base, self.job_id), name="forq-waiter", exact=True)
+        channel = ended_channel(self._base, database_of(self._link.url), self.job_id)
+        return Listener(self._link.url, channel, name="forq-waiter", exact=True)
 
     def look(self, place: Place | None, valid_ms: int) -> Look:
         """If it is live, its end is told to who listens, for so long. Safe to repeat. `place`: None the first time.

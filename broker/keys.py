@@ -15,14 +15,13 @@ QUEUE_KEYS = (
     "retry:swept",  # list: the same for the retry lane
     "jobs",  # hash: id -> record, live jobs only
     "active",  # hash: id -> WORKER:FENCE of the worker that runs it
-    "progress",  # hash: id -> FRACTION MS TEXT, of active jobs that have told; also the channel that says which have
+    "progress",  # hash: id -> FRACTION MS TEXT, of active jobs that have told
     "blocked",  # hash: id -> what dispatches of an active id ask for
     "stale",  # hash: PRIORITY:ID -> number of hints to ignore; swept -> number of hints in all :swept lists
     "scheduled",  # zset: ids by due time (ms, with a sequence in the fraction)
     "retry",  # list: hints of jobs in the retry lane
     "suspects",  # zset: jobs that run alone next time, since one may have killed its process, by their enqueue time
     "fail:*",  # the fail queue: the same keys once more, for the permanent failures that a fail handler gets
-    "due",  # channel: ms until the new head of `scheduled` is due
     "attempts",  # hash: id -> its last attempts that did not succeed, as JSON lines
     "failed",  # list: what the retry child blocks on
     "awaiters",  # hash: AWAITER -> EXPIRES_MS ARRIVAL VIA ID, of those who await an item (release modes); expires
@@ -33,15 +32,13 @@ QUEUE_KEYS = (
     "workers",  # zset: external workers by the time (ms) they were last seen
     "progress",  # hash: id -> FRACTION MS TEXT, how far a job is that says so
     "expiries",  # zset: items by the time (ms) at which they are given up
-    "handed:C",  # channel: an awaiter that the clerk C speaks for has something in its list
     "done",  # zset: done jobs that are kept, by the time they ended (ms)
     "done:jobs",  # hash: id -> ENDED_MS FENCE MICROS, result, record and attempts of a done job
     "waiters",  # hash: id -> UNTIL_MS MARK: until when somebody waits for the end of that job, and which it is; expires
-    "ended:ID",  # channel: how that job ended, for those who wait
     "told:MARK:ID",  # string: how the job of this mark ended, and its result, for those who wait; expires
     "dead",  # zset: id@fence by time of death (ms)
     "dead:jobs",  # hash: id@fence -> record and error
-    "outbox",  # list: lines for the failed log that no scribe has taken yet; also the channel that says so
+    "outbox",  # list: lines for the failed log that no scribe has taken yet
     "outbox:P",  # list: lines that the scribe of processor P is writing
     "processors",  # zset: processor by the time (ms) at which it counts as silent
     "processor:P:workers",  # hash: worker -> number of its last turn
@@ -67,6 +64,15 @@ QUEUE_KEYS = (
     "trash:EPOCH:jobs",  # hash: records of a deleted queue until they are in the failed log
     "trash:EPOCH:dead:jobs",
     "trash:EPOCH:outbox",  # list: lines of a deleted queue that were not written yet
+)
+
+# What may follow BASE '@' DB ':' (the same test): published messages reach all databases of a server.
+CHANNELS = (
+    "due",  # ms until the new head of `scheduled` is due; or what else pulse is to look at
+    "progress",  # the jobs whose progress has changed or is over
+    "outbox",  # there are lines for the failed log
+    "handed:C",  # an awaiter that the clerk C speaks for has something in its list
+    "ended:ID",  # how that job ended, for those who wait
 )
 
 DEFAULT_PRIORITY = 5
@@ -104,26 +110,31 @@ def workers_key(base: str, processor: str) -> str:
     return f"{base}:processor:{processor}:workers"
 
 
-def due_channels(prefix: str) -> str:
+def due_channels(prefix: str, db: int) -> str:
     """The pattern of the channels on which queues tell when their next scheduled job is due, and of what pulse should
     look at."""
-    return f"{prefix}queue:*:due"
+    return f"{prefix}queue:*@{db}:due"
 
 
-def progress_channels(prefix: str) -> str:
+def progress_channels(prefix: str, db: int) -> str:
     """The pattern of the channels on which queues tell whose progress has changed or is over."""
-    return f"{prefix}queue:*:progress"
+    return f"{prefix}queue:*@{db}:progress"
 
 
-def ended_channel(base: str, job_id: str) -> str:
+def outbox_channels(prefix: str, db: int) -> str:
+    """The pattern of the channels on which queues tell that they have lines for the failed log."""
+    return f"{prefix}queue:*@{db}:outbox"
+
+
+def ended_channel(base: str, db: int, job_id: str) -> str:
     """Where those who wait for the end of a job hear of it."""
-    return f"{base}:ended:{job_id}"
+    return f"{base}@{db}:ended:{job_id}"
 
 
 def queue_of_channel(channel: str) -> str:
-    """The queue's name in a channel or key of it."""
+    """The queue's name in a channel of it."""
     name = channel.partition("{")[2].partition("}")[0]
-    return fail_queue(name) if "}:fail:" in channel else name
+    return fail_queue(name) if "}:fail@" in channel else name
 
 
 def pending_key(base: str, priority: int = DEFAULT_PRIORITY) -> str:
@@ -163,9 +174,9 @@ def awaiter_key(base: str, awaiter: str) -> str:
     return f"{base}:awaiter:{awaiter}"
 
 
-def handed_channels(prefix: str, clerk: str) -> str:
+def handed_channels(prefix: str, db: int, clerk: str) -> str:
     """The pattern of the channels on which a clerk hears of awaiters that it speaks for."""
-    return f"{prefix}queue:*:handed:{clerk}"
+    return f"{prefix}queue:*@{db}:handed:{clerk}"
 
 
 def outbox_key(base: str) -> str:

@@ -1,6 +1,6 @@
 """Lines for the failed log on their way out of Redis.
 
-The script that fails a job for good pushes its line to `outbox` and rings (PUBLISH on a channel of the same name).
+The script that fails a job for good pushes its line to `outbox` and rings (PUBLISH).
 A scribe takes lines in hand, writes them, and forgets them once they are on disk: a line may be written twice, and is
 never lost.
 """
@@ -11,10 +11,11 @@ from typing import Any
 import orjson
 
 from forq.broker.codes import OK, error_for
-from forq.broker.keys import hand_name, outbox_key, queue_base
+from forq.broker.keys import hand_name, outbox_channels, outbox_key, queue_base
 from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.broker.scripts import script
+from forq.broker.server_url import database_of
 
 MAX_LINES = 500
 MAX_BYTES = 1024 * 1024
@@ -87,7 +88,7 @@ class Bell(Listener):
     """Tells which queues have new lines."""
 
     def __init__(self, url: str, prefix: str, name: str) -> None:
-        super().__init__(url, f"{prefix}queue:*:outbox", name=name)
+        super().__init__(url, outbox_channels(prefix, database_of(url)), name=name)
 
     def rung(self) -> set[str]:
         """The queues it has rung for; to be called when there is something to read."""

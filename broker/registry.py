@@ -16,6 +16,7 @@ from forq.broker.link import Link
 from forq.broker.outbox import MAX_LINES, forget, read_line
 from forq.broker.record import unpack
 from forq.broker.scripts import script
+from forq.broker.server_url import database_of
 from forq.broker.stored_options import stored_fixed
 from forq.errors import InvalidData, UnknownQueue
 from forq.names import check_queue_name, is_queue_name
@@ -95,6 +96,8 @@ class Registry:
         names = stored_fixed(mode)
         fixed = {option: value for option, value in options.items() if option in names}
         others = {option: value for option, value in options.items() if option not in names}
+        # What the queue publishes goes to channels of its database.
+        others["db"] = database_of(self._link.url)
         args: list[object] = [PROTOCOL, mode, len(defaults), len(fixed)]
         for option, value in [*defaults.items(), *fixed.items(), *others.items()]:
             args += (option, value)

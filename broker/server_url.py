@@ -9,7 +9,7 @@ from functools import cache
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from forq.errors import UsageError
-from forq.redis_address import ALLOWED
+from forq.redis_address import ALLOWED, CLUSTER, SERVER, read_address
 
 DEFAULT_PORT = 6379
 
@@ -37,6 +37,14 @@ def read_server_url(url: str) -> ServerAddress:
         return _address(parts, {name: values[0] for name, values in parse_qs(parts.query).items()})
     except ValueError as exc:
         raise UsageError(f"the URL of Redis is not right: {exc}; allowed: {ALLOWED}") from None
+
+
+def database_of(url: str) -> int:
+    """The number of the database that a URL of any kind names; a cluster has one only."""
+    address = read_address(url)
+    if address.kind == CLUSTER:
+        return 0
+    return read_server_url(url if address.kind == SERVER else address.server_url(*address.hosts[0])).db
 
 
 def _address(parts: SplitResult, given: dict[str, str]) -> ServerAddress:

@@ -18,6 +18,7 @@ from typing import Any
 from forq.broker.awaiting import Awaiting, Hand, handed_channels
 from forq.broker.link import Link
 from forq.broker.listening import Listener
+from forq.broker.server_url import database_of
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
 from forq.ids import new_id
 from forq.services.desk import Later
@@ -52,7 +53,9 @@ class Awaiters:
         self._poll = poll
         self._now = now
         self._clerk = new_id()
-        self._ears = Listener(link.url, handed_channels(prefix, self._clerk), name="forq-clerk-ears")
+        self._ears = Listener(
+            link.url, handed_channels(prefix, database_of(link.url), self._clerk), name="forq-clerk-ears"
+        )
         self._awaiters: dict[str, Awaiter] = {}
         self._plans: list[tuple[float, int, Awaiter]] = []
         self._order = count()

@@ -30,6 +30,7 @@ from forq.broker.keys import due_channels, fail_queue, main_queue, queue_of_chan
 from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.broker.registry import Registry
+from forq.broker.server_url import database_of
 from forq.cgroup import Cgroup, Cgroups
 from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.liveness import passed
@@ -119,7 +120,9 @@ class Pulse:
         self._rescued: dict[int, int] = {}
         # Jobs rescued since the last line about it, of queues that have had one within the last minute.
         self._rescued_jobs: dict[str, int] = {}
-        self._ears = Listener(settings.url, due_channels(settings.prefix), name="forq-pulse-ears")
+        self._ears = Listener(
+            settings.url, due_channels(settings.prefix, database_of(settings.url)), name="forq-pulse-ears"
+        )
         self._due: dict[str, float] = {}
         # Queues that release, made a moment ago: the supervisor is about to serve them.
         self._made: set[str] = set()

@@ -20,6 +20,7 @@ import orjson
 from forq.broker.keys import progress_channels, queue_of_channel
 from forq.broker.link import Link
 from forq.broker.listening import Listener
+from forq.broker.server_url import database_of
 from forq.broker.viewing import Viewer
 from forq.errors import ForqError, RedisUnavailable, UnknownJob, UsageError
 from forq.names import check_job_id, check_queue_name, shown
@@ -57,7 +58,7 @@ class Watchers:
         self._prefix = prefix
         self._poll = poll
         self._now = now
-        self._ears = Listener(link.url, progress_channels(prefix), name="forq-clerk-watch")
+        self._ears = Listener(link.url, progress_channels(prefix, database_of(link.url)), name="forq-clerk-watch")
         self._watchers: list[Watcher] = []
         self._asked_at = 0.0
 

@@ -13,5 +13,5 @@ if not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
   redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
 end
 -- Who is held up by the limits that were is told by promote.
-if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', key('due'), '0') end
+if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', channel('due'), '0') end
 return { OK, redis.call('HINCRBY', key('options'), 'version', 1) }

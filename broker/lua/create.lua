@@ -30,6 +30,7 @@ if made then
 end
 for at = first_given, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
 redis.call('HINCRBY', key('options'), 'version', 1)
+options.db = redis.call('HGET', key('options'), 'db') or '0'
 if made then
   -- What the last queue of this name left in `graves` outlives its deletion; from here on each grave has its own end.
   redis.call('PERSIST', key('graves'))
@@ -46,11 +47,11 @@ if made then
   write_journal('-')
   -- Every supervisor serves a queue that releases, or whose workers are elsewhere; one that works needs code, which only its own
   -- supervisor has.
-  if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' or ARGV[2] == 'external' then redis.call('PUBLISH', key('due'), 'new') end
+  if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' or ARGV[2] == 'external' then redis.call('PUBLISH', channel('due'), 'new') end
 elseif not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
   -- Nobody wrote down what happened meanwhile: a number is left out.
   redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
 end
 -- Who is held up by the limits that were is told by promote.
-if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', key('due'), '0') end
+if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', channel('due'), '0') end
 return { OK, made and 1 or 0, epoch }

@@ -36,6 +36,6 @@ if not (before and next_ms and rule_of(before) == rule_of(definition)) then
   next_ms = first_tick()
   redis.call('ZADD', key('schedules:next'), string.format('%.0f', next_ms), name)
   -- Pulse sets its timer by it if it has none that is earlier.
-  redis.call('PUBLISH', key('due'), string.format('%.0f', math.max(0, next_ms - now_ms)))
+  redis.call('PUBLISH', channel('due'), string.format('%.0f', math.max(0, next_ms - now_ms)))
 end
 return { OK, before and 1 or 2, tonumber(next_ms) }

@@ -235,7 +235,7 @@ local function tell_of_claim()
   -- Only this server remembers when it told last: if that is lost, pulse is told once more.
   if math.abs(now_ms - (memo.told_ms or 0)) < LOOK_MS then return end
   memo.told_ms = now_ms
-  redis.call('PUBLISH', key('due'), 'look ' .. worker .. ' ' .. turn)
+  redis.call('PUBLISH', channel('due'), 'look ' .. worker .. ' ' .. turn)
 end
 
 local function claim()

@@ -233,7 +233,7 @@ def test_a_hint_too_many_does_not_hand_an_item_to_two(queue: Gate) -> None:
 
 def test_a_clerk_hears_that_its_awaiter_is_rung(asked: Gate) -> None:
     heard = asked.redis.pubsub(ignore_subscribe_messages=True)
-    heard.subscribe(asked.key("handed:clerk1"))
+    heard.subscribe(asked.channel("handed:clerk1"))
     heard.get_message(timeout=1)
     asked.ask("x", via="clerk1")
     asked.enqueue("a")

@@ -25,7 +25,7 @@ def queue(redis_url: str) -> Iterator[ExternalQueue]:
 def heard_by(queue: ExternalQueue, bridge: str) -> list[str]:
     """What a bridge would hear from now on; ask again for what came since."""
     subscriber = queue.redis.pubsub(ignore_subscribe_messages=True)
-    subscriber.subscribe(queue.key(f"handed:{bridge}"))
+    subscriber.subscribe(queue.channel(f"handed:{bridge}"))
     subscriber.get_message(timeout=1)
     queue.subscriber = subscriber  # type: ignore[attr-defined]
     return []
@@ -557,4 +557,4 @@ def test_supervisors_hear_of_a_new_external_queue(redis_url: str) -> None:
         with external_queue(redis_url, name="other") as other:
             message = subscriber.get_message(timeout=1)
             assert message is not None
-            assert (message["channel"].decode(), message["data"]) == (other.key("due"), b"new")
+            assert (message["channel"].decode(), message["data"]) == (other.channel("due"), b"new")

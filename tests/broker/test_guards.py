@@ -141,11 +141,11 @@ def test_a_hint_is_not_told_as_returned_and_not_taken_for_a_running_job(queue: O
 
 def test_a_new_head_of_what_is_scheduled_is_told_and_nothing_else(queue: OneQueue) -> None:
     listener = queue.redis.pubsub(ignore_subscribe_messages=True)
-    listener.subscribe(queue.key("due"))
+    listener.subscribe(queue.channel("due"))
     listener.get_message(timeout=5)
     for job_id, run_at in (("a", LATER), ("b", LATER + 1), ("c", FUTURE)):
         queue.producer.enqueue([new_job(1, id=job_id, run_at=run_at)])
-    queue.redis.publish(queue.key("due"), "end")
+    queue.redis.publish(queue.channel("due"), "end")
     told: list[bytes] = []
     while not told or told[-1] != b"end":
         message = listener.get_message(timeout=5)

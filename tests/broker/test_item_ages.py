@@ -173,7 +173,7 @@ def test_jobs_of_a_queue_with_a_handler_have_no_age(redis_url: str) -> None:
 
 def test_the_scribe_is_told_once_of_all_that_one_call_buries(asked: Gate) -> None:
     heard = asked.redis.pubsub(ignore_subscribe_messages=True)
-    heard.subscribe(asked.key("outbox"))
+    heard.subscribe(asked.channel("outbox"))
     heard.get_message(timeout=1)
     asked.enqueue("a", "b")
     asked.come("expiries", "a", "b")

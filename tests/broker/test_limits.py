@@ -167,7 +167,7 @@ def test_promote_is_told_when_enough_tokens_are_there(queue: OneQueue) -> None:
     queue.enqueue(*(str(number) for number in range(20)))
     worker = queue.worker()
     ears = queue.redis.pubsub(ignore_subscribe_messages=True)
-    ears.subscribe(queue.key("due"))
+    ears.subscribe(queue.channel("due"))
     ears.get_message(timeout=1)
     assert len(worker.turn(want=20)) == 10
     assert worker.whole_turn(want=20).limited
@@ -207,7 +207,7 @@ def test_a_changed_limit_is_told_to_promote_which_wakes(queue: OneQueue, by: str
     for worker in workers:
         worker.turn(want=1)
     ears = queue.redis.pubsub(ignore_subscribe_messages=True)
-    ears.subscribe(queue.key("due"))
+    ears.subscribe(queue.channel("due"))
     ears.get_message(timeout=1)
     if by == "create":
         queue.create(max_active=0)

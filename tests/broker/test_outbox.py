@@ -158,8 +158,8 @@ def test_the_bell_names_the_queues_and_tells_when_the_server_has_gone(server: Se
     assert not bell.connected
     bell.connect()
     for _ in range(3):
-        queue.redis.publish(queue.key("outbox"), "q")
-    queue.redis.publish("forq:queue:{other}:outbox", "other")
+        queue.redis.publish(queue.channel("outbox"), "q")
+    queue.redis.publish("forq:queue:{other}@0:outbox", "other")
     queue.redis.publish(queue.key("events"), "no")
     found: list[str] = []
 

@@ -173,7 +173,7 @@ def test_a_hint_that_goes_back_leaves_the_progress_of_others_alone(queue: OneQue
 
 
 def test_what_changes_and_what_ends_is_published_and_nothing_else(queue: OneQueue) -> None:
-    ears = Listener(queue.url, progress_channels(DEFAULT_PREFIX), name="ears")
+    ears = Listener(queue.url, progress_channels(DEFAULT_PREFIX, 0), name="ears")
     ears.connect()
     heard: list[tuple[str, str]] = []
 
@@ -191,7 +191,7 @@ def test_what_changes_and_what_ends_is_published_and_nothing_else(queue: OneQueu
     worker.turn(done="ab", want=2)
     report(queue, worker, "c")
     assert hear(1) == ["c"]
-    assert heard[0][0] == queue.key("progress")
+    assert heard[0][0] == queue.channel("progress")
     worker.turn(done="cd")
     assert hear(2) == ["c", "c d"]
     queue.enqueue("e")

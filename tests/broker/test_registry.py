@@ -317,8 +317,8 @@ def test_a_queue_that_releases_is_announced_once_and_one_that_works_is_not(queue
         gate(queue.registry, "other", "on_request")
         heard = [ears.get_message(timeout=5) for _ in range(2)]
         assert [(each["channel"], each["data"]) for each in heard] == [
-            (b"forq:queue:{gate}:due", b"new"),
-            (b"forq:queue:{other}:due", b"new"),
+            (b"forq:queue:{gate}@0:due", b"new"),
+            (b"forq:queue:{other}@0:due", b"new"),
         ]
         assert ears.get_message(timeout=0.05) is None
 

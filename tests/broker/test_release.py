@@ -336,7 +336,7 @@ def test_a_clerk_hears_of_the_awaiters_it_speaks_for(queue: Gate) -> None:
 
 def test_the_first_lease_of_a_queue_tells_pulse_when_it_lapses(queue: Gate) -> None:
     heard = queue.redis.pubsub(ignore_subscribe_messages=True)
-    heard.subscribe(queue.key("due"))
+    heard.subscribe(queue.channel("due"))
     heard.get_message(timeout=1)
     queue.enqueue("a", "b")
     queue.ask("x"), queue.ask("y")

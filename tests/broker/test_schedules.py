@@ -78,7 +78,7 @@ def test_the_same_definition_again_changes_nothing(hand: HandSchedules) -> None:
     hand.promote()
     next_ms = hand.next_ms()
     listener = hand.redis.pubsub(ignore_subscribe_messages=True)
-    listener.subscribe(hand.queue.key("due"))
+    listener.subscribe(hand.queue.channel("due"))
     listener.get_message(timeout=1)
     assert hand.set(data=1) == next_ms == hand.next_ms()
     assert listener.get_message(timeout=0.1) is None
@@ -88,7 +88,7 @@ def test_the_same_definition_again_changes_nothing(hand: HandSchedules) -> None:
 
 def test_pulse_is_told_of_a_new_schedule(hand: HandSchedules) -> None:
     listener = hand.redis.pubsub(ignore_subscribe_messages=True)
-    listener.subscribe(hand.queue.key("due"))
+    listener.subscribe(hand.queue.channel("due"))
     listener.get_message(timeout=1)
     hand.set()
     assert listener.get_message(timeout=1)["data"] == b"0"

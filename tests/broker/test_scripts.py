@@ -7,7 +7,7 @@ import pytest
 
 import forq.broker
 from forq.broker.codes import LUA_CONSTANTS, error_for
-from forq.broker.keys import QUEUE_KEYS, queue_base
+from forq.broker.keys import CHANNELS, QUEUE_KEYS, queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import as_function, script
 from forq.errors import ForqError
@@ -57,8 +57,11 @@ def test_a_script_says_what_it_does_takes_and_returns(verb: str) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_key_is_listed_in_keys(path: Path) -> None:
-    named = set(re.findall(r"key\('([^']+)'\)", path.read_text()))
+    named = set(re.findall(r"\bkey\('([^']+)'\)", path.read_text()))
     assert named <= set(QUEUE_KEYS)
+    published = set(re.findall(r"'PUBLISH', (\S+)", path.read_text()))
+    channels = [f"channel('{name.partition(':')[0]}" for name in CHANNELS]
+    assert all(called.startswith(tuple(channels)) for called in published), "only on channels of its database"
 
 
 def test_only_keys_that_stay_are_remembered() -> None:
@@ -172,14 +175,15 @@ return needed()
 
 def test_a_constant_is_replaced_by_its_value_but_not_in_text() -> None:
     source = """#!lua
-local LIMIT, LONG_MS = -4, 2 * 3600  -- why
+local CODE = -4
+local LONG_MS = 2 * 3600  -- why
 local MARK, TABLE = 'x ', { 1 }
-local WORD = 'LIMIT'
-return { LIMIT, 'LIMIT LONG_MS', 10 - LONG_MS, MARK, WORD, TABLE[1] }
+local WORD = 'CODE'
+return { CODE, 'CODE LONG', 10 - LONG_MS, MARK, WORD, TABLE[1] }
 """
     made = as_function("plain", source)
     for text in (made.source, made.library):
-        assert "return { (-4), 'LIMIT LONG_MS', 10 - (2 * 3600), MARK, ('LIMIT'), TABLE[1] }" in text
+        assert "return { (-4), 'CODE LONG', 10 - (2 * 3600), MARK, ('CODE'), TABLE[1] }" in text
         assert "LONG_MS =" not in text
     with pytest.raises(ValueError, match="declared twice"):
         as_function("plain", "#!lua\nlocal LIMIT = 1\nlocal LIMIT = 2\nreturn LIMIT\n")

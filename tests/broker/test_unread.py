@@ -24,7 +24,7 @@ def worker(queue: OneQueue) -> HandWorker:
 
 @pytest.fixture
 def heard(queue: OneQueue, redis_url: str) -> Iterator[Listener]:
-    listener = Listener(redis_url, due_channels(PREFIX), name="ears")
+    listener = Listener(redis_url, due_channels(PREFIX, 0), name="ears")
     listener.connect()
     yield listener
     listener.close()
@@ -128,7 +128,7 @@ def test_a_claim_that_was_sent_along_is_told_of_at_most_once_in_two_seconds(redi
         queue.enqueue("a", "b")
         assert wait_for_turn(queue, worker) == [b"a"]
         assert wait_for_turn(queue, other) == [b"b"]
-        assert heard.hear() == [(f"{queue_base(PREFIX, queue.name)}:due", f"look {worker.name} {worker.number}")]
+        assert heard.hear() == [(f"{queue_base(PREFIX, queue.name)}@0:due", f"look {worker.name} {worker.number}")]
 
 
 def test_nobody_is_told_of_a_claim_whose_worker_waits_for_the_answer(redis_url: str, heard: Listener) -> None:

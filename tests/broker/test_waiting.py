@@ -10,7 +10,7 @@ import pytest
 
 from forq import Client
 from forq.broker.ends import Ends, Look
-from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.keys import DEFAULT_PREFIX, ended_channel
 from forq.broker.listening import Listener
 from forq.broker.producing import Update, new_job
 from forq.errors import (
@@ -329,7 +329,7 @@ def test_many_wait_for_one_job_and_one_for_each_of_many(queue: OneQueue) -> None
     ids = "abcdefgh"
     worker = claimed(queue, *ids)
     waiting = [Waiting(queue, job_id) for job_id in ids for _ in range(5)]
-    channels = [queue.key(f"ended:{job_id}") for job_id in ids]
+    channels = [ended_channel(queue.base, 0, job_id) for job_id in ids]
     wait_until(lambda: [number for _, number in queue.redis.pubsub_numsub(*channels)] == [5] * len(ids))
     wait_until(lambda: set(waiters(queue)) == set(ids))
     worker.turn(done=ids, results={job_id: f'"of {job_id}"' for job_id in ids})
@@ -570,7 +570,7 @@ def test_an_end_that_is_told_without_a_mark_is_found(queue: OneQueue) -> None:
     assert ends(queue).look(None, VALID_MS).state == "live"
     queue.redis.hdel(queue.key("waiters"), "a")
     worker.turn(done="a", results={"a": '"found"'})
-    queue.redis.publish(queue.key("ended:a"), f"done {worker.fence}")
+    queue.redis.publish(ended_channel(queue.base, 0, "a"), f"done {worker.fence}")
     assert waiting.result() == "found"
 
 
@@ -611,10 +611,10 @@ def test_waiters_that_died_are_forgotten_by_chance(queue: OneQueue) -> None:
 
 
 def heard(queue: OneQueue, job_id: str, act: Callable[[], object]) -> list[str]:
-    ears = Listener(queue.url, queue.key(f"ended:{job_id}"), name="test", exact=True)
+    ears = Listener(queue.url, ended_channel(queue.base, 0, job_id), name="test", exact=True)
     ears.connect()
     act()
-    queue.redis.publish(queue.key(f"ended:{job_id}"), "over")
+    queue.redis.publish(ended_channel(queue.base, 0, job_id), "over")
     messages: list[str] = []
     while "over" not in messages:
         select.select([ears], [], [], 10)

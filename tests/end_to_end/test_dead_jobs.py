@@ -38,7 +38,7 @@ def fail_by_hand(forq: Forq, queue: str, *jobs: str, fence: int = 7) -> None:
         for job in jobs:
             line = {**entry, "id": job, "body": [f"name of {job}", None, {"n": job}], "error": {"name": "E"}}
             store.rpush(key, json.dumps(line))
-        store.publish(key, queue)
+        store.publish(f"forq:queue:{{{queue}}}@0:outbox", queue)
 
 
 def log_of(forq: Forq, queue: str) -> Path:

@@ -51,7 +51,7 @@ def test_after_a_failover_every_connection_leads_to_the_new_master(setting: tupl
     client = Client(sentinels.url)
     queue = client.create_queue("q")
     safe = queue.enqueue(1, durable="replica")
-    ears = Listener(sentinels.url, due_channels(DEFAULT_PREFIX), name="test")
+    ears = Listener(sentinels.url, due_channels(DEFAULT_PREFIX, 0), name="test")
     ears.connect()
     pair.master.kill()
     job_id = persists(lambda: queue.enqueue(2))

@@ -98,12 +98,12 @@ def test_a_server_without_tls_is_not_spoken_to(server: Server) -> None:
 
 def test_what_is_published_is_heard(port: int, authority: Authority) -> None:
     url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.file}"
-    ears = Listener(url, due_channels(DEFAULT_PREFIX), name="test")
+    ears = Listener(url, due_channels(DEFAULT_PREFIX, 0), name="test")
     ears.connect()
     assert ears.hear() == []
     queue = Client(url).create_queue("q")
     queue.enqueue(1, run_in=60)
-    assert wait_until(ears.hear)[0][0] == "forq:queue:{q}:due"
+    assert wait_until(ears.hear)[0][0] == "forq:queue:{q}@0:due"
     ears.close()
 
 

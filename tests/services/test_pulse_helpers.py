@@ -132,7 +132,7 @@ def test_a_fail_job_is_looked_for_only_if_the_retry_process_is_busy(
 ) -> None:
     slot = pulse._board.slot(pulse._board.take())
     slot.queue, slot.role, slot.state = "q", Role.RETRY, state
-    monkeypatch.setattr(pulse._ears, "hear", lambda: [("forq:queue:{q}:due", "fail")] * 5)
+    monkeypatch.setattr(pulse._ears, "hear", lambda: [("forq:queue:{q}@0:due", "fail")] * 5)
     beats.helped = {"q#fail": 1}
     if how == "it hears of it":
         pulse._hear(0)

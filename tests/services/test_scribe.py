@@ -87,7 +87,7 @@ def line(job: str) -> str:
 def fail(store: Any, *jobs: str, queue: str = "q") -> None:
     """What the script that fails jobs for good does."""
     store.rpush(key(queue), *map(line, jobs))
-    store.publish(key(queue), queue)
+    store.publish(f"forq:queue:{{{queue}}}@0:outbox", queue)
 
 
 @contextmanager

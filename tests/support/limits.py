@@ -64,7 +64,7 @@ class Ears:
 @contextmanager
 def ears(queue: OneQueue) -> Iterator[Ears]:
     pubsub = queue.redis.pubsub(ignore_subscribe_messages=True)
-    pubsub.subscribe(queue.key("due"))
+    pubsub.subscribe(queue.channel("due"))
     pubsub.get_message(timeout=1)
     try:
         yield Ears(pubsub)

@@ -19,7 +19,7 @@ class LimitChecks:
     def listen(self) -> None:
         """From here on what is published for pulse sets its timer in the model."""
         self._ears = self._queue.redis.pubsub(ignore_subscribe_messages=True)
-        self._ears.subscribe(self._queue.key("due"))
+        self._ears.subscribe(self._queue.channel("due"))
         self._ears.get_message(timeout=1)
 
     def close(self) -> None:

@@ -180,7 +180,7 @@ MUTANTS_OF_LIMITS = (
     ),
     Mutant(
         "lib/limited.lua",
-        "    if wait_ms then redis.call('PUBLISH', key('due'), string.format('%.0f', wait_ms)) end\n",
+        "    if wait_ms then redis.call('PUBLISH', channel('due'), string.format('%.0f', wait_ms)) end\n",
         "",
         "nobody tells pulse of the next tokens",
         "limits test_promote_is_told_when_enough_tokens_are_there",
@@ -649,7 +649,7 @@ MUTANTS_OF_LIMITS = (
     ),
     Mutant(
         "configure.lua",
-        "if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', key('due'), '0') end\n",
+        "if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', channel('due'), '0') end\n",
         "",
         "a changed limit wakes nobody",
         "limits test_a_changed_limit_is_told",
@@ -677,7 +677,7 @@ MUTANTS_OF_LIMITS = (
     ),
     Mutant(
         "create.lua",
-        "if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', key('due'), '0') end\n",
+        "if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', channel('due'), '0') end\n",
         "",
         "a changed limit wakes nobody",
         "limits test_a_changed_limit_is_told",

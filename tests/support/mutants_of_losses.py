@@ -531,15 +531,15 @@ MUTANTS_OF_LOSSES = (
     ),
     Mutant(
         "lib/bury_job.lua",
-        "if has_fail_job then redis.call('PUBLISH', key('due'), 'fail') end",
+        "if has_fail_job then redis.call('PUBLISH', channel('due'), 'fail') end",
         "",
         "a fail job waits until the next heartbeat",
         "suspects test_a_heartbeat_tells_that_fail_jobs",
     ),
     Mutant(
         "lib/bury_job.lua",
-        "if has_fail_job then redis.call('PUBLISH', key('due'), 'fail') end",
-        "redis.call('PUBLISH', key('due'), 'fail')",
+        "if has_fail_job then redis.call('PUBLISH', channel('due'), 'fail') end",
+        "redis.call('PUBLISH', channel('due'), 'fail')",
         "each death makes pulse look in vain",
         "suspects test_a_job_that_dies_without",
     ),

@@ -42,14 +42,14 @@ MUTANTS_OF_PROGRESS = (
     ),
     Mutant(
         "lib/progress.lua",
-        "  redis.call('PUBLISH', key('progress'), id)\n",
+        "  redis.call('PUBLISH', channel('progress'), id)\n",
         "",
         "who watches a job does not hear of its progress",
         "progress test_what_changes_and_what_ends_is_published_and_nothing_else",
     ),
     Mutant(
         "lib/progress.lua",
-        "    redis.call('PUBLISH', key('progress'), table.concat(ids, ' '))\n",
+        "    redis.call('PUBLISH', channel('progress'), table.concat(ids, ' '))\n",
         "",
         "who watches a job does not hear of its end",
         "progress test_what_changes_and_what_ends_is_published_and_nothing_else",

@@ -180,7 +180,7 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/handing.lua",
-        "  if via ~= '-' and not external then redis.call('PUBLISH', key_of('handed', via), to) end\n",
+        "  if via ~= '-' and not external then redis.call('PUBLISH', channel('handed:' .. via), to) end\n",
         "",
         "a clerk does not hear of what its awaiter was handed",
         "release test_a_clerk_hears_of_the_awaiters_it_speaks_for",
@@ -215,7 +215,7 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/ringing.lua",
-        "    redis.call('PUBLISH', key_of('handed', known.via), known.name)\n",
+        "    redis.call('PUBLISH', channel('handed:' .. known.via), known.name)\n",
         "",
         "a clerk does not hear that its awaiter was rung",
         "awaiters test_a_clerk_hears_that_its_awaiter_is_rung",

@@ -599,4 +599,18 @@ MUTANTS_OF_RESULTS = (
         "a queue that is deleted leaves a key for each who waits",
         "waiting test_a_queue_for_which_very_many_wait",
     ),
+    Mutant(
+        "lib/base.lua",
+        "  return base .. '@' .. (options.db or '0') .. ':' .. name\n",
+        "  return base .. '@0:' .. name\n",
+        "what one database publishes is heard in another",
+        "databases test_every_message_has_the_number",
+    ),
+    Mutant(
+        "create.lua",
+        "options.db = redis.call('HGET', key('options'), 'db') or '0'\n",
+        "",
+        "a new queue is told in another database",
+        "databases test_a_new_queue_is_told",
+    ),
 )

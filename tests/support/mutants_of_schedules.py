@@ -82,7 +82,7 @@ MUTANTS_OF_SCHEDULES = (
     ),
     Mutant(
         "set_schedule.lua",
-        "  redis.call('PUBLISH', key('due'), string.format('%.0f', math.max(0, next_ms - now_ms)))\n",
+        "  redis.call('PUBLISH', channel('due'), string.format('%.0f', math.max(0, next_ms - now_ms)))\n",
         "",
         "pulse hears of a new schedule with its next heartbeat only",
         "schedules test_pulse_is_told",

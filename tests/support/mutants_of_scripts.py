@@ -139,7 +139,7 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "create.lua",
-        "  if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' or ARGV[2] == 'external' then redis.call('PUBLISH', key('due'), 'new') end\n",
+        "  if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' or ARGV[2] == 'external' then redis.call('PUBLISH', channel('due'), 'new') end\n",
         "",
         "supervisors find a queue only with their next heartbeat",
         "registry test_a_queue_that_releases_is_announced",

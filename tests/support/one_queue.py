@@ -117,6 +117,10 @@ class OneQueue:
     def key(self, name: str) -> str:
         return f"{self.base}:{name}"
 
+    def channel(self, name: str) -> str:
+        """In database 0."""
+        return f"{self.base}@0:{name}"
+
     def hash(self, name: str) -> dict[str, str]:
         return {k.decode(): v.decode() for k, v in self.redis.hgetall(self.key(name)).items()}
 

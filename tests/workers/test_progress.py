@@ -130,7 +130,7 @@ def test_a_coroutine_and_its_threads_can_tell(rig: Rig) -> None:
 
 
 def test_of_a_burst_redis_hears_ten_per_second_and_the_last_one(rig: Rig) -> None:
-    ears = Listener(rig.queue.url, progress_channels(DEFAULT_PREFIX), name="ears")
+    ears = Listener(rig.queue.url, progress_channels(DEFAULT_PREFIX, 0), name="ears")
     ears.connect()
     took: list[float] = []
 

@@ -68,5 +68,11 @@ local function option(name)
   return value
 end
 
+-- Published messages reach all databases of a server, in which there may be queues of the same name: a channel has the number
+-- of the database in it. A script cannot ask for that; whoever makes or joins the queue says it.
+local function channel(name)
+  return base .. '@' .. (options.db or '0') .. ':' .. name
+end
+
 local protocol, mode, journal_on, journal_max = options.protocol, options.mode, options.journal == '1', option('journal_max')
 local rate_count, max_active = option('rate_count'), option('max_active')

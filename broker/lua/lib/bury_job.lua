@@ -75,13 +75,13 @@ local function bury_jobs(jobs)
     if owners[i] then ended[#ended + 1] = id end
   end
   -- The retry child may be busy for long with something else: pulse finds that out.
-  if has_fail_job then redis.call('PUBLISH', key('due'), 'fail') end
+  if has_fail_job then redis.call('PUBLISH', channel('due'), 'fail') end
   redis.call('HSET', key('dead:jobs'), unpack(archived))
   redis.call('ZADD', key('dead'), unpack(died))
   redis.call('INCRBY', key('failed:count'), #jobs)
   if #lines > 0 then
     redis.call('RPUSH', key('outbox'), unpack(lines))
-    redis.call('PUBLISH', key('outbox'), string.match(base, '{(.*)}'))
+    redis.call('PUBLISH', channel('outbox'), string.match(base, '{(.*)}'))
   end
   forget_attempts(ids)
   forget_progress(ended)

@@ -12,7 +12,7 @@ end
 local function return_lines(silent)
   local hand, returned = key_of('outbox', silent), false
   while redis.call('LMOVE', hand, key('outbox'), 'RIGHT', 'LEFT') do returned = true end
-  if returned then redis.call('PUBLISH', key('outbox'), string.match(base, '{(.+)}')) end
+  if returned then redis.call('PUBLISH', channel('outbox'), string.match(base, '{(.+)}')) end
 end
 
 -- The next workers of a processor; how many were taken out, and how many are left.

@@ -55,7 +55,7 @@ local function hand_over(id, record, to, via, lease_ms)
   local hand = fence .. ' ' .. id .. string.format(' %.0f', lease_ms) .. (external and ' ' .. via or '') .. '\n' .. record
   put_in_hand(to, hand, lease_ms)
   -- Of a worker it is its bridge that asked.
-  if via ~= '-' and not external then redis.call('PUBLISH', key_of('handed', via), to) end
+  if via ~= '-' and not external then redis.call('PUBLISH', channel('handed:' .. via), to) end
   forget_awaiter(to)
   return hand
 end

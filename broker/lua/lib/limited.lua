@@ -34,7 +34,7 @@ if has_limits then
 
   wake_at_refill = function()
     local wait_ms = refill_ms()
-    if wait_ms then redis.call('PUBLISH', key('due'), string.format('%.0f', wait_ms)) end
+    if wait_ms then redis.call('PUBLISH', channel('due'), string.format('%.0f', wait_ms)) end
   end
 
   -- Tokens were taken, or were short: who is limited is woken when there are enough again.

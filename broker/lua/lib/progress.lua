@@ -7,7 +7,7 @@ local some_progress
 -- `fraction` (0 to 1) and `text` (one line) were checked by who calls; so was who owns the job.
 local function set_progress(id, fraction, text)
   redis.call('HSET', key('progress'), id, string.format('%.6g %.0f ', fraction, now_ms) .. text)
-  redis.call('PUBLISH', key('progress'), id)
+  redis.call('PUBLISH', channel('progress'), id)
   some_progress = true
 end
 
@@ -16,6 +16,6 @@ local function forget_progress(ids)
   if #ids == 0 then return end
   if some_progress == nil then some_progress = redis.call('EXISTS', key('progress')) == 1 end
   if some_progress and redis.call('HDEL', key('progress'), unpack(ids)) > 0 then
-    redis.call('PUBLISH', key('progress'), table.concat(ids, ' '))
+    redis.call('PUBLISH', channel('progress'), table.concat(ids, ' '))
   end
 end

@@ -6,7 +6,7 @@ local function ring(known)
   -- It is not rung again until it asks: the next item rings the next one.
   redis.call('ZREM', key('awaiting'), known.member)
   if known.via ~= '-' then
-    redis.call('PUBLISH', key_of('handed', known.via), known.name)
+    redis.call('PUBLISH', channel('handed:' .. known.via), known.name)
     return
   end
   local list = key_of('awaiter', known.name)

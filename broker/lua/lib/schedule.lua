@@ -1,5 +1,5 @@
 -- Jobs that wait for a time: `scheduled`, ids by due time (ms), with a sequence in the fraction so that equal times
--- keep their order. Whoever changes the head tells pulse, which keeps the timers: PUBLISH key('due') ms-until-due.
+-- keep their order. Whoever changes the head tells pulse, which keeps the timers: on the channel `due`, in how many ms it is.
 
 -- As many as an enqueue stores in one call: the server is held up for about 1.5 ms.
 local PROMOTED_PER_CALL = 500
@@ -20,7 +20,7 @@ local function schedule(id, due_ms)
   redis.call('ZADD', key('scheduled'), last_of_its_ms(key('scheduled'), due_ms), id)
   note_scheduled(id, due_ms)
   if not head or due_ms < head then
-    redis.call('PUBLISH', key('due'), string.format('%.0f', math.max(0, due_ms - now_ms)))
+    redis.call('PUBLISH', channel('due'), string.format('%.0f', math.max(0, due_ms - now_ms)))
   end
 end
 

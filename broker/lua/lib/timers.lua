@@ -10,7 +10,7 @@ local function set_timer(name, id, at_ms)
   local head = head_ms(name)
   redis.call('ZADD', key(name), string.format('%.0f', at_ms), id)
   if not head or at_ms < head then
-    redis.call('PUBLISH', key('due'), string.format('%.0f', at_ms - now_ms))
+    redis.call('PUBLISH', channel('due'), string.format('%.0f', at_ms - now_ms))
   end
 end
 

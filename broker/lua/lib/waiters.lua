@@ -18,7 +18,7 @@ local function tell_waiters(ids, how, fences)
       if how ~= 'deleted' then
         redis.call('SET', key_of('told', mark .. ':' .. id), how .. ' ' .. fence .. (kept and '\n' .. kept or ''), 'PX', TOLD_MS)
       end
-      redis.call('PUBLISH', key_of('ended', id), how .. ' ' .. fence .. ' ' .. mark)
+      redis.call('PUBLISH', channel('ended:' .. id), how .. ' ' .. fence .. ' ' .. mark)
     end
   end
 end
