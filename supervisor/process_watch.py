@@ -95,6 +95,10 @@ class ProcessWatch:
         self._timer = None
         if self._child.ended:
             return
+        if not self._child.stopped and not self._slots[0].minder:
+            # It is still importing its handlers, which may take as long as it likes: nobody is there to answer.
+            self.stop()
+            return
         if not self._child.stopped and all(slot.beat_ns > self._challenged_ns for slot in self._slots):
             if self.unresponsive:
                 log.info("process is responsive again child=%s pid=%s", self._child.name, self._child.pid)

@@ -98,6 +98,9 @@ class Minder:
         """These are the workers from now on; a TERM that came before them reaches them now."""
         self._grants = grants
         self._recycling = recycling
+        for loop in loops:
+            # From now on it answers pings.
+            loop.slot.minder = self._thread
         self._loops = loops
         if self._told_to_stop:
             self._stop()

@@ -29,6 +29,8 @@ class Stage:
         self.child.frozen.return_value = False
         board = Scoreboard.create(4)
         self.slots: list[Slot] = [board.slot(board.take()) for _ in range(2)]
+        for slot in self.slots:
+            slot.minder = 78
         self.said: list[str] = []
         self.switches = 0
         self.watch = ProcessWatch(
@@ -166,3 +168,16 @@ def test_a_dead_process_is_not_asked(stage: Stage) -> None:
     stage.watch.challenge(unread=True)
     stage.run(60)
     assert stage.said == []
+
+
+def test_a_process_that_was_stopped_while_it_started_may_take_its_time_when_it_goes_on(stage: Stage) -> None:
+    for slot in stage.slots:
+        slot.minder = 0
+    stage.child.stopped = True
+    stage.watch.stopped_or_continued()
+    stage.run(0.5)
+    stage.child.stopped = False
+    stage.watch.stopped_or_continued()
+    stage.run(60)
+    assert "kill" not in stage.said
+    assert not stage.watch.unresponsive
