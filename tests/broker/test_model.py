@@ -37,6 +37,7 @@ from tests.support.queue_model import (
     Dispatch,
     Failure,
     Full,
+    LateTurn,
     ModelQueue,
     ModelWorker,
     Taken,
@@ -287,17 +288,62 @@ class QueueMachine(RuleBasedStateMachine):
         return worker.batch[: upto - len(failed)], failed, how, worker.fence, worker.batch[upto:] if keep else ""
 
     def _send_turn(self, real: HandWorker, want: int, settled: tuple[str, str, Failure, str], keep: int) -> Turn:
+        real.number += 1
+        return self._send(real, real.number, want, settled, keep)
+
+    def _send(
+        self, real: HandWorker, number: int, want: int, settled: tuple[str, str, Failure, str], keep: int = 0
+    ) -> Turn:
         done, failed, how, fence = settled
         retry_at = "" if how.retry_at is None else how.retry_at
-        real.number += 1
         succeeded: Settled = [part for job_id in done for part in (job_id, fence, 7)]
         gave_up: Settled = [
             part for job_id in failed for part in (job_id, fence, 7, "{}", "{}", how.kind, retry_at, "0.5")
         ]
         results: Results = [part for n, job_id in enumerate(done, 1) for part in (n, result_of(job_id).encode())]
-        answer = real.consumer.turn(real.number, succeeded, gave_up, keep, want, results)
+        answer = real.consumer.turn(number, succeeded, gave_up, keep, want, results)
         real.fence = answer.fence or real.fence
         return answer
+
+    @rule(which=WORKERS, progress=PROGRESS, fail=FAILURES, want=WANT)
+    def give_up_a_connection(self, which: int, progress: int, fail: str | None, want: int) -> None:
+        """The turn that was sent over it has not reached the server; the worker will repeat it under another number."""
+        worker = self._run(which, progress)
+        settled = self._to_settle(worker, fail, keep=False)[:4]
+        real = self.real[worker.name]
+        real.number += 1
+        worker.unsettled = settled
+        worker.late.append(LateTurn(real.number, want, settled))
+
+    @rule(which=WORKERS, moved=st.booleans())
+    def deliver_what_is_late(self, which: int, moved: bool) -> None:
+        """`moved`: a BLMOVE was sent along."""
+        worker = self.workers[which]
+        if worker.late and not worker.limited:
+            self._deliver(worker, worker.late.pop(0), moved)
+
+    @rule(which=WORKERS, progress=PROGRESS, want=st.integers(1, 4), moved=st.booleans())
+    def deliver_a_turn_after_the_next_one(self, which: int, progress: int, want: int, moved: bool) -> None:
+        """In one step, since the worker has to run something by then."""
+        self.give_up_a_connection(which, progress, None, want)
+        worker = self.workers[which]
+        self._take_turn(worker, want=want)
+        self._run(which, 1)
+        self._deliver(worker, worker.late.pop(), moved)
+
+    def _deliver(self, worker: ModelWorker, late: LateTurn, moved: bool) -> None:
+        real = self.real[worker.name]
+        if moved:
+            real.block()
+        if late.number > worker.turn:
+            # Nothing has come since: it is taken, and nobody hears the answer.
+            last, real.number = real.number, late.number - 1
+            self._take_turn(worker, want=late.want, lose=True)
+            real.number = last
+            return
+        with pytest.raises(Fenced):
+            self._send(real, late.number, late.want, late.settled)
+        assert all(self.model.owns(worker, job_id) for job_id in real.held()), "what is not its own went back"
 
     @rule(which=WORKERS, progress=PROGRESS, outcome=OUTCOMES, again=SELDOM)
     def crash_and_recover(self, which: int, progress: int, outcome: Outcome, again: bool) -> None:
@@ -458,6 +504,13 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.lose_worker(self.workers[which], "stalled", only[0] if len(only) == 1 else None)
             self.gone.append(self.workers[which])
             self.workers[which] = self._join(which)
+
+    @invariant()
+    def no_registered_number_has_fallen(self) -> None:
+        for worker in self.workers:
+            found = self.queue.redis.hget(self.queue.key(f"processor:{worker.processor}:workers"), worker.name)
+            assert int(found.partition(b":")[0]) == worker.turn >= worker.registered
+            worker.registered = worker.turn
 
     @invariant()
     def all_is_as_it_should_be(self) -> None:

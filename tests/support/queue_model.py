@@ -102,6 +102,15 @@ class ModelJob:
         self.attempts = min(self.attempts + 1, ATTEMPTS_KEPT)
 
 
+@dataclass(frozen=True)
+class LateTurn:
+    """A turn that was sent over a connection that its worker has given up; the server has not got it yet."""
+
+    number: int
+    want: int
+    settled: tuple[str, str, Failure, str]
+
+
 @dataclass
 class ModelWorker:
     """What a worker believes: its batch, how many of it ran, and the position that others can see."""
@@ -116,10 +125,12 @@ class ModelWorker:
     seen_turn: int = 0
     # Registered with Redis, as opposed to what the worker knows: they differ after a lost reply.
     turn: int = 0
+    registered: int = 0  # at the end of the step before
     shift: int = 0
     # What it sends again after a lost reply: (done, failed, how it failed, fence).
     unsettled: tuple[str, str, Failure, str] | None = None
     rescued: bool = False
+    late: list[LateTurn] = field(default_factory=list)
     # It was told that nothing may begin now, and sleeps until it is woken.
     limited: bool = False
 
