@@ -37,6 +37,7 @@ TOO_LARGE = -10
 WRONG_MODE = -11
 LAPSED = -12
 STALE = -13
+CHANGED = -14
 OTHER_OPTION = -20
 BROKEN = -30
 NO_SCHEDULE = -40
@@ -75,6 +76,8 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         return TooManyQueues(f"queue {queue!r} was not created: max_queues is reached")
     if code == DELETING:
         return BeingDeleted(f"an earlier queue {queue!r} is still being deleted; try again shortly")
+    if code == CHANGED:
+        return BeingDeleted(f"queue {queue!r} is deleted and made by others at the same time; try again shortly")
     if code == NOT_EMPTY:
         return QueueNotEmpty(f"queue {queue!r} still holds {detail[0]} jobs; delete it with force to drop them")
     if code == FULL:

@@ -60,6 +60,7 @@ QUEUE_KEYS = (
     "schedules:next",  # zset: KEY by its next tick (ms)
     "schedules:runs",  # hash: KEY -> LAST_RUN_MS RUNS SKIPPED MISSED
     "deleted",  # string: the queue of this name was deleted, for supervisors that have not noticed; expires
+    "freed",  # string: when the name of a deleted queue was last made free (us), for those who are making one; expires
     "trash",  # set: epochs of deleted queues of this name whose records are still here
     "trash:EPOCH:jobs",  # hash: records of a deleted queue until they are in the failed log
     "trash:EPOCH:dead:jobs",

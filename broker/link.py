@@ -138,6 +138,24 @@ class Link:
             for call, answer in zip(calls, answers, strict=True)
         ]
 
+    def run_all(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
+        """Runs a script for a queue and for its fail queue, (base, args …) per call: nobody sees what is in between."""
+        if self._cluster is not None:
+            return self._cluster.follow(calls[0][0], lambda link: link.run_all(script, calls))
+        try:
+            return self._transact(("FCALL", script.name), calls)
+        except _ScriptMissing:
+            return self._transact(self._load(script), calls)
+
+    def _transact(self, how: tuple[str, str], calls: list[tuple[Any, ...]]) -> list[list[Any]]:
+        commands = [("MULTI",), *((*how, 1, *call) for call in calls), ("EXEC",)]
+        *queued, answers = self._exchange(commands, OutcomeUnknown)
+        # What one of them was refused for is why the whole was not carried out.
+        for answer in (*queued, *([answers] if isinstance(answers, hiredis.ReplyError) else answers)):
+            if isinstance(answer, hiredis.ReplyError):
+                raise self._refusal(str(answer))
+        return list(answers)
+
     def _run_late(self, script: Script, call: tuple[Any, ...]) -> list[Any] | ForqError:
         """What was certainly not carried out."""
         try:

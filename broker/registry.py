@@ -1,8 +1,9 @@
 """Which queues exist: create, delete, pause, and the trash of deleted ones."""
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
-from forq.broker.codes import NO_QUEUE, OK, error_for
+from forq.broker.codes import CHANGED, NO_QUEUE, OK, error_for
 from forq.broker.dead import read_dead
 from forq.broker.keys import (
     deleted_queues_key,
@@ -25,7 +26,9 @@ from forq.version import PROTOCOL
 
 PURGE_CHUNK = 500
 PURGE_CHUNKS = 20
-_DELETING = "deleting"
+# How often a queue is made anew while others delete it.
+TRIES = 10
+_DELETING = b"deleting"
 
 # One job that a deletion dropped: what recovery needs.
 Dropped = dict[str, object]
@@ -41,7 +44,8 @@ class Registry:
         """Every queue with its mode; `deleting` while one is taken away. What no queue can be called is left out: then
         somebody else has written that."""
         texts = [part.decode(errors="replace") for part in self._link.call("HGETALL", self._key)]
-        return {name: mode for name, mode in zip(texts[::2], texts[1::2], strict=True) if is_queue_name(name)}
+        entries = zip(texts[::2], texts[1::2], strict=True)
+        return {name: entry.partition(" ")[0] for name, entry in entries if is_queue_name(name)}
 
     def mode(self, name: str) -> str:
         mode = self._link.call("HGET", f"{queue_base(self._prefix, name)}:options", "mode")
@@ -73,37 +77,36 @@ class Registry:
 
         Of `options` those that are fixed for the life of a queue of this mode are only compared (QueueExists).
 
-        The registry comes first: a crash in between leaves an entry that the next create completes.
+        The registry comes first: a crash in between leaves an entry that the next create completes, or `mend` removes.
+        If somebody deletes the queue meanwhile, it begins again.
         `fail_options`: with a fail queue that has these options.
         `reopening`: not if somebody has deleted the queue (UnknownQueue); only if it is there, or its data was lost.
         `joining`: only if it is there.
         """
         check_queue_name(name)
-        if reopening and self._link.call("EXISTS", f"{queue_base(self._prefix, name)}:deleted"):
-            raise UnknownQueue(f"queue {name!r} was deleted")
-        if joining:
-            self.mode(name)
-        reply = self._link.run(script("reserve"), self._key, name, mode, max_queues)
-        if reply[0] != OK:
-            raise error_for(name, reply)
-        if fail_options is not None:
-            # Only of one that is made now: of one that is there, `pause` has seen to it, and may do so at this moment.
-            paused = self._link.call("HGET", f"{queue_base(self._prefix, name)}:options", "paused") or 0
-            self._make(fail_queue(name), "fail", {**defaults, "paused": paused}, fail_options)
-        return self._make(name, mode, defaults, options)
-
-    def _make(self, name: str, mode: str, defaults: Mapping[str, object], options: Mapping[str, object]) -> bool:
-        names = stored_fixed(mode)
-        fixed = {option: value for option, value in options.items() if option in names}
-        others = {option: value for option, value in options.items() if option not in names}
+        base = queue_base(self._prefix, name)
         # What the queue publishes goes to channels of its database.
-        others["db"] = database_of(self._link.url)
-        args: list[object] = [PROTOCOL, mode, len(defaults), len(fixed)]
-        for option, value in [*defaults.items(), *fixed.items(), *others.items()]:
-            args += (option, value)
-        reply = self._link.run(script("create"), queue_base(self._prefix, name), *args)
-        if reply[0] != OK:
-            raise error_for(name, reply)
+        place = {"db": database_of(self._link.url)}
+        reply: list[Any] = [CHANGED]
+        for _ in range(TRIES):
+            deleted, freed = self._link.pipeline([("GET", f"{base}:deleted"), ("GET", f"{base}:freed")], at=base)
+            if reopening and deleted is not None:
+                raise UnknownQueue(f"queue {name!r} was deleted")
+            if joining:
+                self.mode(name)
+            reserved = self._link.run(script("reserve"), self._key, name, mode, max_queues)
+            if reserved[0] != OK:
+                raise error_for(name, reserved)
+            seen = b"%s %s" % (deleted or b"", freed or b"")
+            calls = [(base, *_creation(mode, seen, defaults, {**options, **place}))]
+            if fail_options is not None:
+                calls.append((f"{base}:fail", *_creation("fail", b"", defaults, {**fail_options, **place})))
+            reply, *of_fail_queue = self._link.run_all(script("create"), calls)
+            if reply[0] != CHANGED:
+                break
+        for each in (reply, *of_fail_queue):
+            if each[0] != OK:
+                raise error_for(name, each)
         return bool(reply[1])
 
     def configure(self, name: str, options: Mapping[str, object], fail_options: Mapping[str, object]) -> None:
@@ -117,16 +120,47 @@ class Registry:
     def delete(self, name: str, *, force: bool) -> int:
         """Ends the queue at once; how many jobs that dropped. `purge` finishes it, also after a crash."""
         check_queue_name(name)
-        reply = self._link.run(script("delete"), queue_base(self._prefix, name), int(force))
+        base = queue_base(self._prefix, name)
+        epoch = self._link.call("HGET", f"{base}:options", "epoch") or b""
+        # One that is deleted half way has no epoch; then this is about its entry.
+        reply = self._link.run_all(script("delete"), [(base, epoch, int(force)), (f"{base}:fail", "", 1)])[0]
         if reply[0] not in (OK, NO_QUEUE):
             raise error_for(name, reply)
-        registered = self._link.run(script("retire"), self._key, name, _DELETING)[1]
-        if reply[0] == NO_QUEUE and not registered:
+        entry = self._link.call("HGET", self._key, name)
+        if reply[0] == NO_QUEUE and entry is None:
             raise error_for(name, reply)
-        if registered:
+        if entry is not None:
+            self._mark(name, entry, epoch)
             self._remember(name)
-        self._delete_fail_queue(name)
         return int(reply[1]) if reply[0] == OK else 0
+
+    def _mark(self, name: str, entry: bytes, epoch: bytes) -> None:
+        if not entry.startswith(_DELETING):
+            self._link.run(script("retire"), self._key, name, entry, b"%s %s" % (_DELETING, epoch))
+
+    def halves(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Those that are in the registry and not there, or that somebody has begun to delete: with their entries."""
+        asked = [("EXISTS", f"{queue_base(self._prefix, name)}:options") for name in names]
+        there = self._link.pipeline(asked) if asked else []
+        marked = _DELETING.decode()
+        return {
+            name: entry
+            for (name, entry), exists in zip(names.items(), there, strict=True)
+            if not exists or entry.startswith(marked)
+        }
+
+    def mend(self, name: str, log: Callable[[list[Dropped]], None]) -> bool:
+        """Finishes what somebody has begun and left: a deletion, or a creation that got no further than the registry.
+
+        True while there is more to do: call it again. Whoever is still at it begins again.
+        """
+        base = queue_base(self._prefix, name)
+        entry = self._link.call("HGET", self._key, name)
+        if entry is None:
+            return False
+        if not self._link.call("EXISTS", f"{base}:options"):
+            self._mark(name, entry, self._link.call("GET", f"{base}:deleted") or b"")
+        return self.purge(name, log)
 
     def deleted(self) -> list[str]:
         """Queues that were deleted and whose journals may still be there; some may exist again."""
@@ -135,14 +169,6 @@ class Registry:
 
     def _remember(self, name: str) -> None:
         self._link.run(script("remember"), deleted_queues_key(self._prefix), name)
-
-    def _delete_fail_queue(self, name: str) -> None:
-        """Its jobs are copies of what is in the failed log already."""
-        base = queue_base(self._prefix, fail_queue(name))
-        self._link.run(script("delete"), base, 1)
-        for epoch in self._link.call("SMEMBERS", f"{base}:trash"):
-            self._link.call("UNLINK", *trash_keys(base, epoch.decode()))
-        self._link.call("DEL", f"{base}:trash")
 
     def purge(self, name: str, log: Callable[[list[Dropped]], None]) -> bool:
         """Writes what a deleted queue held through `log`, then forgets it and frees its name.
@@ -163,17 +189,15 @@ class Registry:
         return False
 
     def _free_name(self, name: str, base: str) -> None:
-        if self._link.call("HGET", self._key, name) != _DELETING.encode():
+        entry = self._link.call("HGET", self._key, name)
+        if entry is None or not entry.startswith(_DELETING):
             return
-        # Somebody may have made the queue again between its end and the mark in the registry.
-        mode = self._link.call("HGET", f"{base}:options", "mode")
-        if mode is None:
-            # Once more: whoever deleted the queue may have died before it came to these.
+        mode = self._link.run(script("free"), base)[1]
+        if not mode:
+            # Once more: whoever deleted the queue may have died before that.
             self._remember(name)
-            self._delete_fail_queue(name)
-            self._link.call("HDEL", self._key, name)
-        else:
-            self._link.run(script("retire"), self._key, name, mode)
+        # If there is a queue of this name again, its entry was marked too late.
+        self._link.run(script("retire"), self._key, name, entry, mode)
 
     def _purge_hash(
         self, trash: str, read: Callable[[bytes, bytes], Dropped], log: Callable[[list[Dropped]], None]
@@ -204,6 +228,19 @@ class Registry:
         if reply[0] != OK:
             raise error_for(name, reply)
         self._link.run(script("pause"), queue_base(self._prefix, fail_queue(name)), int(paused))
+
+
+def _creation(
+    mode: str, seen: bytes, defaults: Mapping[str, object], options: Mapping[str, object]
+) -> tuple[object, ...]:
+    """The arguments of create.lua."""
+    names = stored_fixed(mode)
+    fixed = {option: value for option, value in options.items() if option in names}
+    others = {option: value for option, value in options.items() if option not in names}
+    args: list[object] = [PROTOCOL, mode, len(defaults), len(fixed), seen]
+    for option, value in [*defaults.items(), *fixed.items(), *others.items()]:
+        args += (option, value)
+    return tuple(args)
 
 
 def _dropped(name: str, field: bytes, packed: bytes) -> Dropped:

@@ -14,7 +14,7 @@ from forq.broker.dead import Chunk, DeadJobs
 from forq.broker.link import Link
 from forq.broker.producing import NewJob, Producer, Update, new_job
 from forq.broker.reasons import why
-from forq.broker.registry import Registry
+from forq.broker.registry import Dropped, Registry
 from forq.broker.scheduling import Schedules
 from forq.broker.scripts import OF_CLIENTS, script
 from forq.broker.server_check import check_server
@@ -89,6 +89,7 @@ class Clerk:
             "create": self.create,
             "delete": self.delete,
             "purge": self.purge,
+            "mend": self.mend,
             "pause": self.pause,
             "set": self.set,
             "why": self.why,
@@ -161,10 +162,18 @@ class Clerk:
         """What a deleted queue held goes to its failed log, a slice of it per call."""
         return {"more": self._purge(check_queue_name(params["name"]))}
 
+    def mend(self, params: dict[str, Any]) -> object:
+        """A queue that somebody has left half made or half deleted, in slices like `purge`."""
+        name = check_queue_name(params["name"])
+        return {"more": self._log_dropped(name, self._registry.mend)}
+
     def _purge(self, name: str) -> bool:
+        return self._log_dropped(name, self._registry.purge)
+
+    def _log_dropped(self, name: str, drop: Callable[[str, Callable[[list[Dropped]], None]], bool]) -> bool:
         directory, max_bytes = self._settings.logs_dir / name, self._settings.failed_log_max
         may_take(DISK_SECONDS)
-        return self._registry.purge(name, lambda jobs: append_lines(directory, jobs, max_bytes))
+        return drop(name, lambda jobs: append_lines(directory, jobs, max_bytes))
 
     def pause(self, params: dict[str, Any]) -> object:
         self._registry.pause(check_queue_name(params["name"]), paused=params["paused"])

@@ -8,7 +8,8 @@
 5. Timers: it hears when the next scheduled job or tick of a queue is due, and makes it waiting, or fires it, on time.
 6. Helpers: it tells the supervisor how many suspects wait, and that fail jobs wait for a busy retry process.
 7. It tells when Redis is back, or has lost its functions: clients may not be allowed to load those that they use.
-8. It finds queues that release and are not served here: with each heartbeat, and when it hears that one was made.
+8. It finds queues that release and are not served here: with each heartbeat, and when it hears that one was made; and
+   queues that somebody has left half made or half deleted (halves.py).
 9. When the supervisor dies, it kills the children that cannot do so themselves.
 """
 
@@ -36,6 +37,7 @@ from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.liveness import passed
 from forq.scoreboard import Role, Scoreboard, State, age_ms
 from forq.services.desk import Desk
+from forq.services.halves import LOOK_SECONDS, Halves
 from forq.services.unread import Unread
 from forq.tree_mark import TreeMark
 from forq.treekill import kill_tree
@@ -96,6 +98,7 @@ class Pulse:
         link = self._link = Link(settings.url, name="forq-pulse", timeout_seconds=CALL_TIMEOUT_SECONDS)
         self._keeper = Keeper(link, settings.prefix, settings.processor)
         self._registry = Registry(link, settings.prefix)
+        self._halves = Halves(self._registry)
         verbs = {
             "serve": self._serve,
             "serve_also": self._serve_also,
@@ -133,6 +136,7 @@ class Pulse:
         poll.register(self._desk.fileno(), select.POLLIN)
         poll.register(self._settings.watch_fd, select.POLLIN)
         self._later(0, self._beat)
+        self._later(LOOK_SECONDS, self._find_halves)
         # A predecessor that died while it was watching has left the flag up: workers would not ring any more.
         self._board.watching = 1
         self._later(0, self._look)
@@ -310,6 +314,12 @@ class Pulse:
             return
         for name, mode in unserved.items():
             self._desk.tell("queue_found", queue=name, mode=mode)
+
+    def _find_halves(self) -> None:
+        self._later(LOOK_SECONDS, self._find_halves)
+        if self._redis_ok:
+            for name in self._halves.look(time.monotonic()):
+                self._desk.tell("queue_half", queue=name)
 
     def _heartbeats(self, queues: list[str]) -> None:
         away: RedisUnavailable | None = None

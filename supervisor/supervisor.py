@@ -127,6 +127,8 @@ class Supervisor:
             self.queues.gone(message["queue"], deleted=message["deleted"])
         elif message["event"] == "queue_found":
             self.queues.found(message["queue"], message["mode"])
+        elif message["event"] == "queue_half":
+            self._mend(message["queue"])
         elif message["event"] == "silent":
             self.queues.challenge(message["slots"], unread=message["unread"])
         elif message["event"] == "evicted":
@@ -135,6 +137,18 @@ class Supervisor:
             self.queues.suspects_wait(message["queue"], message["waiting"])
         elif message["event"] == "fail_jobs":
             self.queues.fail_jobs_wait(message["queue"])
+
+    def _mend(self, name: str) -> None:
+        """Somebody has died while it made or deleted this queue. In slices; if that fails, pulse tells of it again."""
+
+        def mended(answer: Any) -> None:
+            if isinstance(answer, ForqError):
+                log.warning("could not mend half a queue queue=%s error=%s", name, answer)
+            elif answer["more"]:
+                self.services.clerk.ask("mend", {"name": name}, mended)
+
+        log.info("mending a queue that was left half made or half deleted queue=%s", name)
+        self.services.clerk.ask("mend", {"name": name}, mended)
 
     def _changed(self) -> None:
         """The title follows soon, however many things change at once."""

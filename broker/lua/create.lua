@@ -3,17 +3,24 @@
 -- Fixed ones are set when it is made; a queue that has another value is not joined.
 --
 -- KEYS[1]  the queue's base
--- ARGV     protocol, mode, number of default options, number of fixed options given, then (name, value) per default, per
---          fixed option, and per other option given
+-- ARGV     protocol, mode, number of default options, number of fixed options given, what `deleted` and `freed` held before the
+--          caller looked at the registry (separated by a blank), then (name, value) per default, per fixed option, and per other
+--          option given
 -- Returns  {OK, 1 made | 0 joined, epoch}; {OTHER_MODE, its mode}; {OTHER_PROTOCOL, its number};
---          {OTHER_OPTION, name, its value}
+--          {OTHER_OPTION, name, its value}; {CHANGED} if a queue of this name was deleted, or its name made free, since then: the
+--          registry may have no entry for it any more. {NO_QUEUE}: a fail queue, and its queue is not there
 --@include base codes journal
 
 if epoch and protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
 if epoch and mode ~= ARGV[2] then return { OTHER_MODE, mode } end
 
 local made = not epoch
-local first_default = 5
+if parent and redis.call('EXISTS', parent .. ':options') == 0 then return { NO_QUEUE } end
+if made and not parent then
+  local deleted, freed = redis.call('GET', key('deleted')) or '', redis.call('GET', key('freed')) or ''
+  if deleted .. ' ' .. freed ~= ARGV[5] then return { CHANGED } end
+end
+local first_default = 6
 local first_fixed = first_default + 2 * tonumber(ARGV[3])
 local first_given = first_fixed + 2 * tonumber(ARGV[4])
 for at = first_fixed, first_given - 1, 2 do
@@ -27,6 +34,8 @@ if made then
   redis.call('HSET', key('options'), 'epoch', epoch, 'version', '0', 'protocol', ARGV[1], 'mode', ARGV[2], 'paused', '0', 'journal', '0',
     'journal_max', '0', 'rate_count', '0', 'max_active', '0', 'largest_record', '8192')
   for at = first_default, first_given - 1, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
+  -- Only of one that is made now: of one that is there, `pause` has seen to it, and may do so at this moment.
+  if parent then redis.call('HSET', key('options'), 'paused', redis.call('HGET', parent .. ':options', 'paused') or '0') end
 end
 for at = first_given, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
 redis.call('HINCRBY', key('options'), 'version', 1)

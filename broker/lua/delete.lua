@@ -3,15 +3,17 @@
 -- and unwritten lines are kept as trash until they have been written to the failed log (purge).
 --
 -- KEYS[1]  the queue's base
--- ARGV     whether jobs may be dropped ('1' | '0')
--- Returns  {OK, jobs dropped}; {NOT_EMPTY, how many}; {NO_QUEUE}
+-- ARGV     epoch (a call that arrives late must not delete the next queue of this name; of a fail queue '': it goes if its queue
+--          is gone), whether jobs may be dropped ('1' | '0')
+-- Returns  {OK, jobs dropped}; {NOT_EMPTY, how many}; {NO_QUEUE}, also if its epoch is another one
 -- States   every state -> gone
 --@include base codes journal hints awaiters ringing waiters
 
-if not epoch then return { NO_QUEUE } end
+if not epoch or not parent and epoch ~= ARGV[1] then return { NO_QUEUE } end
+if parent and redis.call('EXISTS', parent .. ':options') == 1 then return { OK, 0 } end
 local jobs = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) + redis.call('ZCARD', key('dead'))
   + redis.call('HLEN', base .. ':fail:jobs')
-if jobs > 0 and ARGV[1] ~= '1' then return { NOT_EMPTY, jobs } end
+if jobs > 0 and ARGV[2] ~= '1' then return { NOT_EMPTY, jobs } end
 
 -- The name may be used again at once, and a worker of the old queue may still be served by a BLMOVE on the new one's
 -- list: the old workers stay in `graves`, which outlives the queue.
@@ -36,11 +38,16 @@ for _, id in ipairs(redis.call('HKEYS', key('blocked'))) do
     redis.call('HSET', key('jobs'), id .. ' blocked', string.format('p%s %.0f\n', priority, now_ms) .. body)
   end
 end
-redis.call('SADD', key('trash'), epoch)
+-- The jobs of a fail queue are copies of what is in the failed log already.
+if not parent then redis.call('SADD', key('trash'), epoch) end
 -- Tells other supervisors of this queue that it was deleted, and not lost with the server's data.
 redis.call('SET', key('deleted'), epoch, 'PX', GRAVE_MS)
 for _, kept in ipairs({ 'jobs', 'dead:jobs', 'outbox' }) do
-  if redis.call('EXISTS', key(kept)) == 1 then redis.call('RENAME', key(kept), key_of('trash', epoch .. ':' .. kept)) end
+  if parent then
+    redis.call('UNLINK', key(kept))
+  elseif redis.call('EXISTS', key(kept)) == 1 then
+    redis.call('RENAME', key(kept), key_of('trash', epoch .. ':' .. kept))
+  end
 end
 -- The journal is there to be read for a while, and the next queue of this name goes on in it: how large it is stays known.
 local JOURNAL_MS = 7 * 24 * 3600 * 1000

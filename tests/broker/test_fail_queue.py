@@ -198,7 +198,7 @@ def test_delete_counts_fail_jobs_and_leaves_nothing_behind(queue: OneQueue) -> N
     while queue.registry.purge(queue.name, lambda jobs: None):
         pass
     left = {key.decode().rpartition("}")[2] for key in queue.redis.keys("*") if b"graves" not in key}
-    outlives = {":deleted", ":counts", ":events"}
+    outlives = {":deleted", ":freed", ":counts", ":events"}
     assert left <= outlives | {f":fail{name}" for name in outlives} | {"forq:queues:deleted"}
 
 

@@ -155,7 +155,7 @@ def test_what_a_deleted_queue_held_is_logged_and_then_gone(queue: OneQueue) -> N
     assert logged["b"]["error"] == {"message": "no"}
     assert queue.registry.names() == {}
     left = {key.decode() for key in queue.redis.keys("*")}
-    of_queue = {queue.key(name) for name in ("graves", "deleted", "counts", "events")}
+    of_queue = {queue.key(name) for name in ("graves", "deleted", "freed", "counts", "events")}
     assert left == {"forq:queues:deleted", *of_queue}
     assert all(queue.redis.ttl(key) > 0 for key in left), "none of them for ever"
     assert purge(queue) == []
@@ -178,7 +178,7 @@ def test_a_log_that_fails_keeps_what_was_not_written(queue: OneQueue) -> None:
 
 def test_a_crash_between_delete_and_registry_loses_nothing(queue: OneQueue) -> None:
     queue.enqueue("a")
-    queue.link.run(script("delete"), queue.base, 1)
+    queue.link.run(script("delete"), queue.base, queue.hash("options")["epoch"], 1)
     assert queue.registry.names() == {"q": "work"}
     assert queue.registry.delete(queue.name, force=False) == 0
     assert [job["id"] for job in purge(queue)] == ["a"]
@@ -190,10 +190,10 @@ def test_a_crash_between_delete_and_registry_loses_nothing(queue: OneQueue) -> N
 @pytest.mark.one_server
 def test_a_queue_made_again_before_the_registry_was_marked_stays_registered(queue: OneQueue) -> None:
     queue.enqueue("a")
-    queue.link.run(script("delete"), queue.base, 1)
+    queue.link.run(script("delete"), queue.base, queue.hash("options")["epoch"], 1)
     queue.create()
     queue.enqueue("b")
-    queue.redis.hset(registry_key(DEFAULT_PREFIX), queue.name, "deleting")
+    queue.redis.hset(registry_key(DEFAULT_PREFIX), queue.name, "deleting 1")
     assert [job["id"] for job in purge(queue)] == ["a"]
     assert queue.registry.names() == {"q": "work"}
     assert queue.state() == State(jobs={"b"}, waiting={5: ["b"]})

@@ -174,14 +174,14 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "delete.lua",
-        "if not epoch then return { NO_QUEUE } end\n",
-        "",
+        "if not epoch or not parent and epoch ~= ARGV[1] then",
+        "if not parent and epoch and epoch ~= ARGV[1] then",
         "an unknown queue can be deleted",
         "registry test_a_crash_between_delete_and_registry_loses_nothing",
     ),
     Mutant(
         "delete.lua",
-        "if jobs > 0 and ARGV[1] ~= '1' then return { NOT_EMPTY, jobs } end\n",
+        "if jobs > 0 and ARGV[2] ~= '1' then return { NOT_EMPTY, jobs } end\n",
         "",
         "jobs are dropped without force",
         "registry test_delete_needs_force_while_there_are_jobs",
@@ -216,7 +216,7 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "delete.lua",
-        "redis.call('SADD', key('trash'), epoch)\n",
+        "if not parent then redis.call('SADD', key('trash'), epoch) end\n",
         "",
         "what a deleted queue held is never logged",
         "registry test_what_a_deleted_queue_held_is_logged_and_then_gone",
@@ -867,10 +867,10 @@ MUTANTS_OF_SCRIPTS = (
     ),
     Mutant(
         "retire.lua",
-        "if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return { OK, 0 } end\n",
+        "if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return { OK, 0 } end\n",
         "",
-        "deleting an unknown queue registers it",
-        "registry test_a_crash_between_delete_and_registry_loses_nothing",
+        "the entry of a queue that others have made leaves the registry",
+        "registry_races",
     ),
     Mutant(
         "turn.lua",

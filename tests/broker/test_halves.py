@@ -1,0 +1,48 @@
+"""Queues that somebody has left half made or half deleted are found, after a while and not before."""
+
+import pytest
+
+from forq.broker.keys import DEFAULT_PREFIX, registry_key
+from forq.services import halves
+from forq.services.halves import LEFT_SECONDS, Halves
+from tests.support.one_queue import OneQueue
+
+
+def enter(queue: OneQueue, name: str, entry: str) -> None:
+    queue.redis.hset(registry_key(DEFAULT_PREFIX), name, entry)
+
+
+def test_a_half_is_told_once_it_has_been_one_for_long_and_until_it_is_mended(queue: OneQueue) -> None:
+    found = Halves(queue.registry)
+    enter(queue, "half", "work")
+    enter(queue, "marked", "deleting 7")
+    assert found.look(100.0) == []
+    assert found.look(100.0 + LEFT_SECONDS - 1) == []
+    for now in (100.0 + LEFT_SECONDS, 200.0):
+        assert sorted(found.look(now)) == ["half", "marked"]
+    for name in ("half", "marked"):
+        while queue.registry.mend(name, lambda lines: None):
+            pass
+    assert found.look(300.0) == []
+    assert queue.registry.names() == {"q": "work"}
+
+
+def test_one_that_was_whole_in_between_is_a_new_half(queue: OneQueue) -> None:
+    found = Halves(queue.registry)
+    enter(queue, "half", "work")
+    found.look(0.0)
+    queue.redis.hset("forq:queue:{half}:options", "epoch", 1)
+    found.look(20.0)
+    queue.redis.delete("forq:queue:{half}:options")
+    assert found.look(40.0) == []
+    assert found.look(40.0 + LEFT_SECONDS) == ["half"]
+
+
+def test_of_many_queues_some_are_looked_at_at_a_time(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(7):
+        enter(queue, f"half-{number}", "work")
+    found = Halves(queue.registry)
+    monkeypatch.setattr(halves, "LOOKED_AT_AT_ONCE", 3)
+    for now in (0.0, 10.0, 20.0, 30.0):
+        found.look(now)
+    assert sorted(found.look(90.0)) == [f"half-{number}" for number in range(7)]

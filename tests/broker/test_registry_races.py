@@ -1,0 +1,272 @@
+"""Two callers make and delete one queue at the same time: every order of their steps, and a death after every step.
+
+A step is one call to the server that looks at the queue or its entry in the registry, or changes them. What is done to
+the trash, and to the names of deleted queues, depends on nobody.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base, registry_key
+from forq.broker.link import Link
+from forq.broker.registry import Registry
+from forq.broker.stored_options import stored_defaults
+from forq.errors import BeingDeleted, ForqError, QueueNotEmpty, UnknownQueue
+from tests.support.server import Server
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.one_server]
+
+NAME = "q"
+BASE = queue_base(DEFAULT_PREFIX, NAME)
+FAIL_BASE = queue_base(DEFAULT_PREFIX, fail_queue(NAME))
+Caller = Callable[[Registry], object]
+
+
+class Died(BaseException):
+    """The caller's process has ended."""
+
+
+class SteppingLink(Link):
+    """Each call to the server waits until it is this caller's turn."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.may_go = threading.Semaphore(0)
+        self.has_stopped = threading.Semaphore(0)
+        self.dies = False
+
+    def call(self, *args: Any, at: str | None = None) -> Any:
+        if args[0] in ("HGET", "EXISTS", "GET") or (args[0] == "FCALL" and "remember" not in args[1]):
+            self._step()
+        return super().call(*args, at=at)
+
+    def _exchange(self, *args: Any) -> Any:
+        self._step()
+        return super()._exchange(*args)
+
+    def _step(self) -> None:
+        self.has_stopped.release()
+        self.may_go.acquire()
+        if self.dies:
+            raise Died
+
+
+class Stepper:
+    """A caller in a thread of its own that goes on step by step."""
+
+    def __init__(self, url: str, what: Caller) -> None:
+        self.link = SteppingLink(url)
+        self.over = False
+        self._what = what
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self.link.has_stopped.acquire()
+
+    def _run(self) -> None:
+        try:
+            self._what(Registry(self.link, DEFAULT_PREFIX))
+        except (ForqError, Died):
+            pass
+        finally:
+            self.over = True
+            self.link.has_stopped.release()
+
+    def step(self) -> None:
+        if not self.over:
+            self.link.may_go.release()
+            self.link.has_stopped.acquire()
+
+    def finish(self) -> None:
+        while not self.over:
+            self.step()
+        self._close()
+
+    def die(self) -> None:
+        self.link.dies = True
+        self.finish()
+
+    def _close(self) -> None:
+        self._thread.join()
+        self.link.close()
+
+
+def make(registry: Registry) -> bool:
+    return registry.create(NAME, "work", 9, stored_defaults(), {"fail_handler": 1}, fail_options={"max_retries": 1})
+
+
+def make_as_the_clerk_does(registry: Registry) -> None:
+    try:
+        make(registry)
+    except BeingDeleted:
+        while registry.purge(NAME, lambda lines: None):
+            pass
+        make(registry)
+
+
+def delete(registry: Registry) -> None:
+    """And dies before it purges, or lets others do it."""
+    registry.delete(NAME, force=True)
+
+
+def end(registry: Registry) -> None:
+    delete(registry)
+    while registry.purge(NAME, lambda lines: None):
+        pass
+
+
+def mend(registry: Registry) -> None:
+    while registry.mend(NAME, lambda lines: None):
+        pass
+
+
+# What there is before, and who meets.
+MEETINGS: list[tuple[str, Caller, Caller]] = [
+    ("a queue", make_as_the_clerk_does, end),
+    ("a queue", delete, end),
+    ("a queue", delete, mend),
+    ("nothing", make_as_the_clerk_does, make_as_the_clerk_does),
+    ("nothing", make_as_the_clerk_does, end),
+    ("half made", make_as_the_clerk_does, mend),
+    ("half deleted", make_as_the_clerk_does, mend),
+    ("half deleted", delete, mend),
+    ("marked", make, mend),
+]
+
+
+@pytest.fixture
+def registry(redis_url: str) -> Iterator[Registry]:
+    link = Link(redis_url)
+    yield Registry(link, DEFAULT_PREFIX)
+    link.close()
+
+
+def steps_of(url: str, prepare: Callable[[], None], what: Caller) -> int:
+    """How many calls it makes if nobody gets in its way."""
+    prepare()
+    alone, steps = Stepper(url, what), 0
+    while not alone.over:
+        alone.step()
+        steps += 1
+    return steps
+
+
+def orders(first: int, second: int) -> Iterator[tuple[bool, ...]]:
+    """Every order of so many steps of each; True is one of the first caller."""
+    for chosen in combinations(range(first + second), first):
+        yield tuple(number in chosen for number in range(first + second))
+
+
+def check(server: Server, after: str) -> None:
+    """What must hold at any time, also after a crash."""
+    with server.connect() as redis:
+        there, entry = bool(redis.exists(f"{BASE}:options")), redis.hget(registry_key(DEFAULT_PREFIX), NAME)
+        assert entry is not None or not there, f"a queue is not in the registry: {after}"
+        assert bool(redis.exists(f"{FAIL_BASE}:options")) == there, f"half of a queue: {after}"
+        assert redis.scard(f"{FAIL_BASE}:trash") == 0
+
+
+def check_mended(server: Server, registry: Registry, after: str) -> None:
+    """Then it is whole, or gone; and it can be made, and be deleted."""
+    mend(registry)
+    with server.connect() as redis:
+        there, entry = bool(redis.exists(f"{BASE}:options")), redis.hget(registry_key(DEFAULT_PREFIX), NAME)
+        assert entry == (b"work" if there else None), f"the registry is wrong: {after}"
+    assert make(registry) is not there
+    check(server, after)
+    end(registry)
+    assert registry.names() == {}, after
+
+
+@pytest.mark.parametrize(("before", "first", "second"), MEETINGS)
+def test_no_order_of_steps_and_no_crash_leaves_half_a_queue(
+    server: Server, redis_url: str, registry: Registry, before: str, first: Caller, second: Caller
+) -> None:
+    def prepare() -> None:
+        with server.connect() as redis:
+            redis.flushdb()
+            if before == "half made":
+                redis.hset(registry_key(DEFAULT_PREFIX), NAME, "work")
+            elif before != "nothing":
+                make(registry)
+            if before == "marked":
+                delete(registry)
+            elif before == "half deleted":
+                dying = Stepper(redis_url, delete)
+                dying.step()
+                dying.step()
+                dying.die()
+
+    lengths = steps_of(redis_url, prepare, first), steps_of(redis_url, prepare, second)
+    # One goes all its way, and the other one as far as it lives.
+    plans = {(lived, lengths[1]) for lived in range(lengths[0] + 1)} | {(lengths[0], n) for n in range(lengths[1] + 1)}
+    for plan in sorted(plans):
+        for order in orders(*plan):
+            after = f"{plan} of {lengths} steps in the order {''.join('12'[not mine] for mine in order)}"
+            prepare()
+            callers = Stepper(redis_url, first), Stepper(redis_url, second)
+            for mine in order:
+                callers[not mine].step()
+            for caller, lived, all_steps in zip(callers, plan, lengths, strict=True):
+                if lived < all_steps:
+                    caller.die()
+            for caller in callers:
+                caller.finish()
+            check(server, after)
+            check_mended(server, registry, after)
+
+
+def test_a_delete_that_arrives_late_spares_the_next_queue_of_that_name(
+    server: Server, redis_url: str, registry: Registry
+) -> None:
+    make(registry)
+    late = Stepper(redis_url, delete)
+    late.step()
+    end(registry)
+    make(registry)
+    late.finish()
+    with server.connect() as redis:
+        assert redis.exists(f"{BASE}:options", f"{FAIL_BASE}:options") == 2
+    mend(registry)
+    assert registry.names() == {NAME: "work"}
+
+
+def test_a_delete_that_is_refused_leaves_the_fail_queue(server: Server, registry: Registry) -> None:
+    make(registry)
+    with server.connect() as redis:
+        redis.hset(f"{BASE}:jobs", "a", "p5 0\n[]")
+        with pytest.raises(QueueNotEmpty):
+            registry.delete(NAME, force=False)
+        assert redis.exists(f"{FAIL_BASE}:options") == 1
+
+
+def test_a_new_queue_has_no_fail_jobs_of_the_last_one(server: Server, registry: Registry) -> None:
+    make(registry)
+    with server.connect() as redis:
+        redis.hset(f"{FAIL_BASE}:jobs", "a:1", "p5 0\n[]")
+        end(registry)
+        make(registry)
+        assert redis.exists(f"{FAIL_BASE}:jobs", f"{FAIL_BASE}:trash") == 0
+
+
+def test_an_entry_without_a_queue_is_told_and_mended(server: Server, registry: Registry) -> None:
+    make(registry)
+    with server.connect() as redis:
+        redis.hset(registry_key(DEFAULT_PREFIX), "half", "work")
+    assert registry.halves(registry.names()) == {"half": "work"}
+    while registry.mend("half", lambda lines: None):
+        pass
+    assert registry.names() == {NAME: "work"}
+    with pytest.raises(UnknownQueue):
+        registry.delete("half", force=True)
+
+
+def test_a_deletion_that_was_begun_is_told_and_finished(server: Server, registry: Registry) -> None:
+    make(registry)
+    registry.delete(NAME, force=True)
+    assert registry.halves(registry.names()) == {NAME: "deleting"}
+    mend(registry)
+    assert registry.names() == registry.halves(registry.names()) == {}
