@@ -61,18 +61,28 @@ class External:
 
     def accept(self, worker: str, job_id: str, fence: int | None = None) -> None:
         """The worker has the job; LeaseLapsed if it is not its own (any more)."""
-        self._run("accept", worker, job_id, _text(fence), "", "")
+        self._run("accept", worker, job_id, self._fence(worker, job_id, fence), "", "")
 
     def progress(self, worker: str, job_id: str, fraction: float, text: str, fence: int | None = None) -> None:
-        self._run("accept", worker, job_id, _text(fence), f"{fraction:.6g}", text)
+        self._run("accept", worker, job_id, self._fence(worker, job_id, fence), f"{fraction:.6g}", text)
 
     def finish(self, worker: str, job_id: str, fence: int | None = None, result: bytes = b"null") -> None:
         """`result`: JSON, or '!' and why there is none; kept if the queue keeps results."""
-        self._run("finish", worker, job_id, _text(fence), "done", result)
+        self._run("finish", worker, job_id, self._fence(worker, job_id, fence), "done", result)
 
     def fail(self, worker: str, job_id: str, failure: Failure, fence: int | None = None) -> None:
         why = (failure.error, failure.brief, failure.kind, _text(failure.retry_at_ms), f"{failure.chance:.6f}")
-        self._run("finish", worker, job_id, _text(fence), "failed", *why)
+        self._run("finish", worker, job_id, self._fence(worker, job_id, fence), "failed", *why)
+
+    def _fence(self, worker: str, job_id: str, fence: int | None) -> int:
+        """Workers need not tell the fence: then it is the one under which the worker holds the job now (0: none).
+
+        A call that reaches the server late must not be about a later attempt.
+        """
+        if fence is not None:
+            return fence
+        owner, _, rest = (self._link.call("HGET", f"{self._base}:active", job_id) or b"").decode().partition(":")
+        return int(rest.partition(":")[0]) if owner == worker else 0
 
     def leave(self, worker: str, bridge: str) -> bool:
         """The worker is forgotten if it is idle and spoke to this bridge last; whether a job that it held went back."""

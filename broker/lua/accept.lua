@@ -3,7 +3,7 @@
 -- begins anew. To be repeated as often as it likes.
 --
 -- KEYS[1]  the queue's base
--- ARGV     worker, id, fence ('' = whatever it holds), progress (0 to 1; '' = nothing is said of it), text
+-- ARGV     worker, id, fence, progress (0 to 1; '' = nothing is said of it), text
 -- Returns  {OK}; {LAPSED} if the worker does not hold that job; {NO_QUEUE}; {WRONG_MODE, its mode}
 --@include base codes awaiters progress holdings hands
 
@@ -11,7 +11,7 @@ local worker, id, fence = ARGV[1], ARGV[2], ARGV[3]
 if not epoch then return { NO_QUEUE } end
 if mode ~= 'external' then return { WRONG_MODE, mode } end
 local owner = redis.call('HGET', key('active'), id)
-if not is_owner(worker, owner) or fence ~= '' and fence_of(owner) ~= fence then return { LAPSED } end
+if not is_owner(worker, owner) or fence_of(owner) ~= fence then return { LAPSED } end
 
 local lease_ms = option('lease_ms')
 redis.call('ZADD', key('accepted'), string.format('%.0f', now_ms), id)

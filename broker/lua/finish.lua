@@ -3,7 +3,7 @@
 -- the worker is given another one.
 --
 -- KEYS[1]  the queue's base
--- ARGV     worker, id, fence ('' = whatever it holds), outcome ('done' | 'failed'), then of success: result (JSON; '!' and why there is none),
+-- ARGV     worker, id, fence, outcome ('done' | 'failed'), then of success: result (JSON; '!' and why there is none),
 --          of a failure: error, brief error (JSON),
 --          kind, retry at (ms or ''), chance (0 to 1)
 -- Returns  {OK}; {LAPSED} if the worker does not hold that job; {NO_QUEUE}; {WRONG_MODE, its mode}
@@ -16,7 +16,7 @@ if not epoch then return { NO_QUEUE } end
 if mode ~= 'external' then return { WRONG_MODE, mode } end
 local ended = 'ended ' .. outcome .. ' ' .. id
 local owner = redis.call('HGET', key('active'), id)
-if not is_owner(worker, owner) or fence ~= '' and fence_of(owner) ~= fence then
+if not is_owner(worker, owner) or fence_of(owner) ~= fence then
   return { redis.call('LINDEX', hand_key(worker), 0) == ended and OK or LAPSED }
 end
 

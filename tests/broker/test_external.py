@@ -198,6 +198,32 @@ def test_a_worker_whose_name_begins_like_another_s_is_not_that_one(queue: Extern
         queue.external.finish("w1", "a")
 
 
+def test_a_word_without_a_fence_that_arrives_late_is_not_about_a_later_attempt(
+    queue: ExternalQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bridge asks for the fence first: what it sends then is about that attempt, however late it arrives."""
+    queue.enqueue("a")
+    assert queue.hand() is not None
+    run, carried = queue.external._run, list[tuple[str, tuple[object, ...]]]()
+
+    def delay(verb: str, *args: object) -> list[object]:
+        carried.append((verb, args))
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queue.external, "_run", delay)
+        queue.external.accept("w1", "a")
+        queue.external.finish("w1", "a")
+    queue.come("leases", "a")
+    queue.keeper().heartbeat("q", 1000, [])
+    assert queue.idle() == "a", "the same worker, another attempt"
+    assert [verb for verb, _ in carried] == ["accept", "finish"]
+    for verb, args in carried:
+        with pytest.raises(LeaseLapsed):
+            run(verb, *args)
+    assert queue.viewer.counts().active == 1
+
+
 def test_with_a_fence_an_earlier_attempt_of_the_same_worker_is_refused(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     first = queue.hand()

@@ -154,6 +154,16 @@ def test_the_position_says_which_job_runs_and_how_many_ran_before() -> None:
     assert seen == [(1, 0, True), (1, 1, True), (1, 2, True)]
 
 
+def test_numbers_of_turns_never_wrap_and_the_slot_has_them_whole() -> None:
+    seen: list[int] = []
+    rig = Rig(lambda data, job: seen.append(rig.slot.place().turn), jobs("a"), jobs("b"))
+    rig.loop._numbers._last = 2**20 - 2
+    rig.step()
+    rig.step()
+    assert seen == [call.number for call in rig.consumer.calls] == [2**20 - 1, 2**20]
+    assert rig.word.turn == 0, "the word has the low bits only"
+
+
 def test_a_failed_job_is_settled_before_the_next_one_starts_and_never_looks_finished() -> None:
     ran: list[str] = []
 
