@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from forq.broker.codes import NO_QUEUE, OK
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base, registry_key
 from forq.broker.link import Link
 from forq.broker.registry import Registry
+from forq.broker.scripts import script
 from forq.broker.stored_options import stored_defaults
 from forq.errors import BeingDeleted, ForqError, QueueNotEmpty, UnknownQueue
+from forq.version import PROTOCOL
 from tests.support.server import Server
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.one_server]
@@ -250,6 +253,23 @@ def test_a_new_queue_has_no_fail_jobs_of_the_last_one(server: Server, registry: 
         end(registry)
         make(registry)
         assert redis.exists(f"{FAIL_BASE}:jobs", f"{FAIL_BASE}:trash") == 0
+
+
+def test_no_fail_queue_is_made_without_its_queue(server: Server, redis_url: str) -> None:
+    link = Link(redis_url)
+    assert link.run(script("create"), FAIL_BASE, PROTOCOL, "fail", 0, 0, "") == [NO_QUEUE]
+    link.close()
+    with server.connect() as redis:
+        assert redis.exists(f"{FAIL_BASE}:options") == 0
+
+
+def test_an_entry_is_left_alone_by_those_who_have_seen_another(redis_url: str, registry: Registry) -> None:
+    make(registry)
+    link = Link(redis_url)
+    for entry in ("", "on_request"):
+        assert link.run(script("retire"), registry_key(DEFAULT_PREFIX), NAME, "deleting 1", entry) == [OK, 0]
+    link.close()
+    assert registry.names() == {NAME: "work"}
 
 
 def test_an_entry_without_a_queue_is_told_and_mended(server: Server, registry: Registry) -> None:

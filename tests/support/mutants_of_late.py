@@ -141,7 +141,7 @@ MUTANTS_OF_LATE = (
         "if parent and redis.call('EXISTS', parent .. ':options') == 0 then return { NO_QUEUE } end\n",
         "",
         "a fail queue is made without its queue",
-        "registry_races test_no_order",
+        "registry_races test_no_fail_queue",
     ),
     Mutant(
         "free.lua",

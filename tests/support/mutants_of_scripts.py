@@ -870,7 +870,7 @@ MUTANTS_OF_SCRIPTS = (
         "if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return { OK, 0 } end\n",
         "",
         "the entry of a queue that others have made leaves the registry",
-        "registry_races",
+        "registry_races test_an_entry_is_left_alone",
     ),
     Mutant(
         "turn.lua",
