@@ -4,7 +4,7 @@ from forq.broker.registry import Registry
 
 # Nobody who is still at it takes so long.
 LEFT_SECONDS = 30.0
-LOOK_SECONDS = 10.0
+LOOK_SECONDS = 30.0
 LOOKED_AT_AT_ONCE = 200
 
 

@@ -155,7 +155,7 @@ def test_a_queue_that_is_deleted_amid_an_eviction_leaves_nothing_behind(queue: O
     while queue.registry.purge(queue.name, lambda jobs: None):
         pass
     left = {key.decode().rpartition("}")[2] for key in queue.redis.keys("*")}
-    outlives = {":deleted", ":graves", ":counts", ":events", "forq:queues:deleted"}
+    outlives = {":deleted", ":freed", ":graves", ":counts", ":events", "forq:queues:deleted"}
     assert left <= outlives, "the journal outlives the queue"
     graves = queue.redis.zrange(queue.key("graves"), 0, -1)
     assert len([grave for grave in graves if b" " in grave]) == 20, "a BLMOVE of any of them may still be served"

@@ -408,5 +408,6 @@ def test_a_long_result_of_an_external_worker_is_not_kept(external: ExternalQueue
 def test_a_bridge_that_knows_of_no_results_can_still_finish(external: ExternalQueue) -> None:
     external.enqueue("a")
     external.work()
-    external.external._run("finish", "w1", "a", "", "done")
+    fence = external.viewer.job("a")["fence"]
+    external.external._run("finish", "w1", "a", fence, "done")
     assert shown(external, "a", "state", "result_error") == ("done", LOST)

@@ -185,7 +185,7 @@ def test_blocked_with_run_at_0_and_blocked_without_update_run_at_are_neither_cla
         send(queue, Dispatch("first", None))
         assert worker.turn(want=1) == ["a"]
         send(queue, dispatch)
-        assert queue.worker("other").turn(want=5) == []
+        assert queue.worker(f"other-{dispatch.data[:1]}").turn(want=5) == []
         worker.turn(done="a")
         assert worker.turn(want=1) == ["a"]
         worker.turn(done="a")

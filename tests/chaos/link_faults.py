@@ -2,16 +2,17 @@
 
 import random
 
-from forq.broker.codes import STALE
+from forq.broker.codes import FENCED, STALE
 from tests.chaos.hit import Hit
 from tests.chaos.proxy import Proxy
 from tests.chaos.stage import Stage
 
 # By the number of their proxy.
 LINKS = ("producers", "supervisor 1", "supervisor 2")
-# What only a worker's turn has in it, and what the server answers to one that comes late.
+# What only a worker's turn has in it, and what the server answers to one that comes late: the worker has taken another
+# turn since, or has been removed.
 TURN = b"forq_turn_"
-STALE_ANSWER = f"*1\r\n:{STALE}\r\n".encode()
+REFUSALS = tuple(f"*1\r\n:{code}\r\n".encode() for code in (STALE, FENCED))
 
 
 def drop_reply(stage: Stage, chance: random.Random) -> Hit | None:
@@ -29,7 +30,7 @@ def late_request(stage: Stage, chance: random.Random) -> Hit | None:
 
 
 def refused_late(proxy: Proxy) -> int:
-    return sum(STALE_ANSWER in answer for answer in proxy.late_answers())
+    return sum(any(refusal in answer for refusal in REFUSALS) for answer in proxy.late_answers())
 
 
 def cut(stage: Stage, chance: random.Random) -> Hit | None:

@@ -19,6 +19,8 @@ from tests.support.running import wait_until
 _AGAIN_SECONDS = 0.05
 # How long after its end a run goes on for faults that have found nothing to hit yet, on a machine that is busy.
 _PATIENCE_SECONDS = 30.0
+# Meanwhile they strike again; longer than any of them takes to show.
+_STRIKE_AGAIN_SECONDS = 4.0
 
 
 class Nemesis:
@@ -26,7 +28,7 @@ class Nemesis:
         self.struck: dict[str, list[str]] = {fault: [] for fault in armed}
         self._stage = stage
         self._began = time.monotonic()
-        self._end = self._began + seconds
+        self._end = self._strike_again_at = self._began + seconds
         self._order = count()
         self._plan: list[tuple[float, int, Callable[[], None]]] = []
         self._to_undo: dict[int, Callable[[], bool]] = {}
@@ -53,6 +55,11 @@ class Nemesis:
         if now < self._end:
             return False
         # What is armed only (a crash point, a reply to be lost) may come later.
+        slept = [fault for fault, hits in fired(self._stage, self.struck).items() if not hits and fault in FAULTS]
+        if slept and now >= self._strike_again_at:
+            self._strike_again_at = now + _STRIKE_AGAIN_SECONDS
+            for number, fault in enumerate(slept):
+                self._striking(Strike(now - self._began, fault, number))()
         return now > self._end + _PATIENCE_SECONDS or all(fired(self._stage, self.struck).values())
 
     def _at(self, when: float, what: Callable[[], None]) -> None:
