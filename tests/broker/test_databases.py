@@ -26,6 +26,9 @@ from tests.broker.test_waiting import Waiting, run_next
 from tests.support.gate import gate
 from tests.support.one_queue import OneQueue, one_queue
 
+# A cluster has one database.
+pytestmark = pytest.mark.one_server
+
 HOUR_MS = 3_600_000
 OTHER = 3
 

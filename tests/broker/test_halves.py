@@ -9,7 +9,7 @@ from tests.support.one_queue import OneQueue
 
 
 def enter(queue: OneQueue, name: str, entry: str) -> None:
-    queue.redis.hset(registry_key(DEFAULT_PREFIX), name, entry)
+    queue.link.call("HSET", registry_key(DEFAULT_PREFIX), name, entry)
 
 
 def test_a_half_is_told_once_it_has_been_one_for_long_and_until_it_is_mended(queue: OneQueue) -> None:
@@ -31,9 +31,9 @@ def test_one_that_was_whole_in_between_is_a_new_half(queue: OneQueue) -> None:
     found = Halves(queue.registry)
     enter(queue, "half", "work")
     found.look(0.0)
-    queue.redis.hset("forq:queue:{half}:options", "epoch", 1)
+    queue.link.call("HSET", "forq:queue:{half}:options", "epoch", 1)
     found.look(20.0)
-    queue.redis.delete("forq:queue:{half}:options")
+    queue.link.call("DEL", "forq:queue:{half}:options")
     assert found.look(40.0) == []
     assert found.look(40.0 + LEFT_SECONDS) == ["half"]
 
