@@ -1,5 +1,5 @@
 """One queue as the supervisor runs it: its main process and its retry process, their deaths and their state; and for a
-while processes that help them (helpers.py).
+while processes that help them (helper_processes.py).
 
 A death takes this way: its tree is gone (child.py) → what it held goes to pulse for recovery → its slots are given back
 once that is done → another process is started, at once or after a pause (respawn.py).
@@ -14,7 +14,7 @@ from forq import exits
 from forq.errors import ForqError
 from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Slot
-from forq.supervisor.helpers import Helpers
+from forq.supervisor.helper_processes import Helpers
 from forq.supervisor.loop import Timer
 from forq.supervisor.queue_process import Owner, QueueProcess, Surroundings
 from forq.supervisor.respawn import SETTLED_SECONDS, Respawn
