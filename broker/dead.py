@@ -69,7 +69,7 @@ class DeadJobs:
         start = self._start_of_page(after)
         flat = self._link.call("ZREVRANGE", self._zset, start, start + limit - 1, "WITHSCORES")
         members, died = flat[::2], [int(float(score)) for score in flat[1::2]]
-        packed = self._link.call("HMGET", self._hash, *members) if members else []
+        packed = self._link.hash_values(self._hash, members)
         jobs = [
             _brief(member.decode(errors="replace"), died_ms, record)
             for member, died_ms, record in zip(members, died, packed, strict=True)

@@ -10,7 +10,7 @@
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ from forq.redis_address import CLUSTER, SENTINEL, Address, read_address, shown_u
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 CALL_TIMEOUT_SECONDS = 10.0
+# What one call should read at most of data that jobs bring along.
+READ_BYTES = 4 << 20
 # A connection that was idle for so long is looked at before it is used: the server may have closed it.
 IDLE_CHECK_SECONDS = 0.5
 
@@ -164,6 +166,21 @@ class Link:
             raise
         except ForqError as exc:
             return exc
+
+    def hash_values(self, key: str, fields: Sequence[Any]) -> Iterator[bytes | None]:
+        """The values of these fields, in order. No call reads more than READ_BYTES of them, unless one alone is longer:
+        the server does nothing else meanwhile."""
+        lengths = self.pipeline([("HSTRLEN", key, field) for field in fields]) if fields else []
+        piece: list[Any] = []
+        size = 0
+        for field, length in zip(fields, lengths, strict=True):
+            if piece and size + length > READ_BYTES:
+                yield from self.call("HMGET", key, *piece)
+                piece, size = [], 0
+            piece.append(field)
+            size += length
+        if piece:
+            yield from self.call("HMGET", key, *piece)
 
     def pipeline(self, commands: list[tuple[Any, ...]], *, at: str | None = None) -> list[Any]:
         """Sends several commands at once that may be repeated (most read); answers in order.

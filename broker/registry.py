@@ -13,8 +13,8 @@ from forq.broker.keys import (
     trash_keys,
     trashed_outbox_name,
 )
-from forq.broker.link import Link
-from forq.broker.outbox import MAX_LINES, forget, read_line
+from forq.broker.link import READ_BYTES, Link
+from forq.broker.outbox import forget, read_line
 from forq.broker.record import unpack
 from forq.broker.scripts import script
 from forq.broker.server_url import database_of
@@ -24,7 +24,8 @@ from forq.names import check_queue_name, is_queue_name
 from forq.options import SHARED_MODES
 from forq.version import PROTOCOL
 
-PURGE_CHUNK = 500
+# Jobs per call when a deleted queue is purged: as many at first, and at most.
+FIRST_PURGED, MOST_PURGED = 4, 500
 PURGE_CHUNKS = 20
 # How often a queue is made anew while others delete it.
 TRIES = 10
@@ -202,9 +203,10 @@ class Registry:
     def _purge_hash(
         self, trash: str, read: Callable[[bytes, bytes], Dropped], log: Callable[[list[Dropped]], None]
     ) -> bool:
-        cursor = b"0"
+        cursor, count = b"0", FIRST_PURGED
         for _ in range(PURGE_CHUNKS):
-            cursor, flat = self._link.call("HSCAN", trash, cursor, "COUNT", PURGE_CHUNK)
+            cursor, flat = self._link.call("HSCAN", trash, cursor, "COUNT", count)
+            count = _next_count(count, flat)
             if flat:
                 log([read(field, packed) for field, packed in zip(flat[::2], flat[1::2], strict=True)])
                 self._link.call("HDEL", trash, *flat[::2])
@@ -215,10 +217,12 @@ class Registry:
 
     def _purge_lines(self, name: str, base: str, trash: str, log: Callable[[list[Dropped]], None]) -> bool:
         """Jobs that had failed, and whose lines nobody had written yet. Somebody else may be doing the same."""
+        count = FIRST_PURGED
         for _ in range(PURGE_CHUNKS):
-            lines = self._link.call("LRANGE", f"{base}:{trash}", 0, MAX_LINES - 1)
+            lines = self._link.call("LRANGE", f"{base}:{trash}", 0, count - 1)
             if not lines:
                 return False
+            count = _next_count(count, lines)
             log([read_line(name, line) for line in lines])
             forget(self._link, base, trash, lines)
         return True
@@ -228,6 +232,12 @@ class Registry:
         if reply[0] != OK:
             raise error_for(name, reply)
         self._link.run(script("pause"), queue_base(self._prefix, fail_queue(name)), int(paused))
+
+
+def _next_count(count: int, read: list[bytes]) -> int:
+    """How many to read next, after so many gave this: a call should not read more than READ_BYTES."""
+    size = sum(map(len, read))
+    return max(1, min(MOST_PURGED, 4 * count, count * READ_BYTES // max(size, 1)))
 
 
 def _creation(

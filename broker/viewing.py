@@ -193,7 +193,7 @@ class Viewer:
 
     def _done_page(self, limit: int, start: int) -> Page:
         ids = self._link.call("ZREVRANGE", f"{self._base}:done", start, start + limit - 1)
-        packed = self._link.call("HMGET", f"{self._base}:done:jobs", *ids) if ids else []
+        packed = self._link.hash_values(f"{self._base}:done:jobs", ids)
         jobs = [
             _brief(job_id.decode(errors="replace"), "done", read_done(kept).record)
             for job_id, kept in zip(ids, packed, strict=True)
@@ -204,7 +204,7 @@ class Viewer:
     def _dead_page(self, limit: int, position: str) -> Page:
         start = int(position)
         members = self._link.call("ZRANGE", f"{self._base}:dead", start, start + limit - 1)
-        packed = self._link.call("HMGET", f"{self._base}:dead:jobs", *members) if members else []
+        packed = self._link.hash_values(f"{self._base}:dead:jobs", members)
         jobs = [
             _brief(member.decode(errors="replace").rpartition("@")[0], "dead", read_dead(record)[0])
             for member, record in zip(members, packed, strict=True)
@@ -217,13 +217,10 @@ class Viewer:
         if not found:
             return []
         ids = [job_id for job_id, _ in found]
-        packed, owners, due = self._link.pipeline(
-            [
-                ("HMGET", f"{self._base}:jobs", *ids),
-                ("HMGET", f"{self._base}:active", *ids),
-                ("ZMSCORE", f"{self._base}:scheduled", *ids),
-            ]
+        owners, due = self._link.pipeline(
+            [("HMGET", f"{self._base}:active", *ids), ("ZMSCORE", f"{self._base}:scheduled", *ids)]
         )
+        packed = self._link.hash_values(f"{self._base}:jobs", ids)
         return [
             _brief(job_id.decode(errors="replace"), expected, record)
             for (job_id, expected), record, owner, due_ms in zip(found, packed, owners, due, strict=True)

@@ -279,3 +279,48 @@ def test_counts_look_at_few_large_jobs(queue: OneQueue) -> None:
     counts = queue.viewer.counts()
     assert (counts.waiting, counts.oldest_waiting_seconds is None) == (15, False)
     assert calls(queue, "hget") == 3, "that of the stale hint, that of a live one, and a count"
+
+
+def replies_of(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each reply from now on."""
+    sizes: list[int] = []
+    call = queue.link.call
+
+    def measured(*command: object) -> object:
+        reply = call(*command)
+        flat = reply[1] if command[0] == "HSCAN" else reply
+        sizes.append(sum(len(part) for part in flat if isinstance(part, bytes)) if isinstance(flat, list) else 0)
+        return reply
+
+    monkeypatch.setattr(queue.link, "call", measured)
+    return sizes
+
+
+@pytest.mark.one_server  # of a cluster the link of a node makes the call, which is not this one
+def test_no_call_for_a_page_reads_more_than_the_budget(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = list("abcdefghijkl")
+    enqueue(queue, dict.fromkeys(ids, MB))
+    worker = queue.worker()
+    for job_id in ids[:6]:
+        assert worker.turn(want=1) == [job_id]
+        worker.turn(failed=job_id, kind="permanent")
+    dead = DeadJobs(queue.link, DEFAULT_PREFIX, queue.name)
+    sizes = replies_of(queue, monkeypatch)
+    assert [job["id"] for job in queue.viewer.jobs("waiting").jobs] == ids[6:]
+    assert [job["id"] for job in queue.viewer.jobs("dead").jobs] == ids[:6]
+    assert [job["id"] for job in dead.page().jobs] == ids[5::-1]
+    assert MB < max(sizes) <= BUDGET
+    assert sum(sizes) > 18 * MB
+
+
+@pytest.mark.one_server
+def test_no_call_of_a_purge_reads_much_more_than_the_budget(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = {f"j{number}" for number in range(40)}
+    enqueue(queue, dict.fromkeys(ids, MB))
+    queue.registry.delete(queue.name, force=True)
+    sizes, dropped = replies_of(queue, monkeypatch), list[str]()
+    while queue.registry.purge(queue.name, lambda jobs: dropped.extend(job["id"] for job in jobs)):
+        pass
+    assert set(dropped) == ids
+    # HSCAN takes COUNT for a hint: it reads whole buckets.
+    assert max(sizes) <= 3 * BUDGET

@@ -245,7 +245,7 @@ def test_a_queue_is_not_reopened_once_somebody_deleted_it(queue: OneQueue) -> No
 
 
 def test_a_large_queue_is_purged_in_slices(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forq.broker.registry.PURGE_CHUNK", 10)
+    monkeypatch.setattr("forq.broker.registry.MOST_PURGED", 10)
     monkeypatch.setattr("forq.broker.registry.PURGE_CHUNKS", 2)
     queue.redis.config_set("hash-max-listpack-entries", 1)
     try:

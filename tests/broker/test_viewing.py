@@ -187,7 +187,7 @@ def test_a_page_asks_for_lists_that_hold_something_and_for_no_others(
 
     monkeypatch.setattr(queue.link, "call", counted)
     assert ids(queue) == ["a", "b"]
-    assert asked == ["HSCAN", "LRANGE", "ZRANGE"]
+    assert asked == ["HSCAN", "LRANGE", "HMGET", "ZRANGE"]
 
 
 def test_paging_through_the_dead(queue: OneQueue) -> None:

@@ -190,6 +190,8 @@ def create_for_api(forq: Forq) -> None:
 def call_whole_api(server: Server) -> None:
     """As soon as the server has the functions of clients, which it gets as one."""
     client = Client(url(server, "producer"))
+    # Queues that a server has lost are made again one after the other.
+    wait_until(lambda: not fails(client.queues) and client.queues().keys() >= {"api", "api-gate", "api-box"}, 60)
     wait_until(lambda: not fails(lambda: client.queue("api").schedule("yearly", cron="0 0 1 1 *")), 60)
     for call in whole_api(client).values():
         call()
