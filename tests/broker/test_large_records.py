@@ -319,7 +319,7 @@ def test_no_call_of_a_purge_reads_much_more_than_the_budget(queue: OneQueue, mon
     enqueue(queue, dict.fromkeys(ids, MB))
     queue.registry.delete(queue.name, force=True)
     sizes, dropped = replies_of(queue, monkeypatch), list[str]()
-    while queue.registry.purge(queue.name, lambda jobs: dropped.extend(job["id"] for job in jobs)):
+    while queue.registry.purge(queue.name, lambda jobs: dropped.extend(str(job["id"]) for job in jobs)):
         pass
     assert set(dropped) == ids
     # HSCAN takes COUNT for a hint: it reads whole buckets.

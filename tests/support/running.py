@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,10 +231,15 @@ def tree_of(state_dir: Path) -> set[int]:
     found = set()
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            try:
-                links = {os.readlink(f"/proc/{entry}/fd/{fd}") for fd in os.listdir(f"/proc/{entry}/fd")}
-            except OSError:
-                continue
-            if wanted in links:
-                found.add(int(entry))
+            with suppress(OSError):  # it has ended, or is another user's
+                if any(_link(entry, fd) == wanted for fd in os.listdir(f"/proc/{entry}/fd")):
+                    found.add(int(entry))
     return alive(found)
+
+
+def _link(pid: str, fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{fd}")
+    except OSError:
+        # Closed meanwhile: its other descriptors count all the same.
+        return ""
