@@ -78,7 +78,8 @@ def test_jobs_stuck_behind_a_slow_one_run_elsewhere(forq: Forq) -> None:
     print(f"all 300 jobs behind a 60 s job had ended {worst * 1000:.0f} ms after it started")
     assert worst < 2.0
     assert not [t for t in forq.traces("end") if t.job == slow]
-    starts = [t.job for t in forq.traces("start")]
+    # Other tests share the supervisor, and kill theirs.
+    starts = [t.job for t in forq.traces("start") if t.queue == "mixed"]
     assert len(starts) == len(set(starts)), "a job ran twice"
 
 
