@@ -68,12 +68,14 @@ types: tools ## mypy --strict
 imports: tools ## which folder may import which
 	$(BIN)/lint-imports
 
-# Tests mostly wait for processes: about two runs per core keep the machine busy.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 6 ? 2 * n + 1 : 12)))
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal -m 'not slow'
+# Tests mostly wait for processes: one run more than there are cores keeps the machine busy.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
+# These fork in the process of the test, and a run of pytest-xdist has threads, whose locks a fork may find taken.
+FORKING := tests/supervisor tests/workers tests/services
 
 unit: tools ## pytest, without Spark and the slow suites (WORKERS=n: how many runs side by side)
-	$(PYTEST) --ignore=tests/pipeline
+	$(BIN)/pytest -m 'not slow' $(FORKING)
+	$(BIN)/pytest -m 'not slow' -n $(WORKERS) --dist worksteal --ignore=tests/pipeline $(addprefix --ignore=,$(FORKING))
 
 spark: tools ## pytest, the Spark pipeline
 	$(BIN)/pytest -m 'not slow' -p no:cacheprovider tests/pipeline

@@ -8,9 +8,10 @@ from forq.supervisor.child import Child
 from forq.supervisor.loop import Loop
 
 LOOK_SECONDS = 0.003
-# The dump is there when it has stopped growing; a child that does not answer for so long has none to give.
+# The dump is there when it has stopped growing; a child that does not answer for 0.2 s has none to give. Less would be
+# enough on an idle machine.
 STILL_LOOKS = 2
-MAX_LOOKS = 13
+MAX_LOOKS = 66
 MAX_DUMP_BYTES = 256 * 1024
 
 
