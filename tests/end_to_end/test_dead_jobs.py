@@ -11,7 +11,7 @@ import psutil
 import pytest
 import redis
 
-from tests.support.running import Forq, running, wait_until
+from tests.support.running import Forq, running, wait_until, whole_lines
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def log_of(forq: Forq, queue: str) -> Path:
 
 def logged(forq: Forq, queue: str) -> list[dict[str, Any]]:
     path = log_of(forq, queue)
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in whole_lines(path)]
 
 
 @pytest.mark.spec("M13")

@@ -14,7 +14,7 @@ from forq import Client
 from forq.broker.journal import Event, read_entry
 from forq.client import NewJob, new_job
 from forq.supervisor.ctl.client import Client as ControlClient
-from tests.support.running import Forq, running, wait_until
+from tests.support.running import Forq, running, wait_until, whole_lines
 
 QUICK = ("--set", "release_interval=10ms", "--set", "retry_interval=10ms")
 
@@ -64,7 +64,7 @@ def test_an_item_that_nobody_awaits_is_dead_in_the_failed_log_and_recovered(forq
     job_id = forq.ctl("push", "lost", '{"keep": "me"}', "--identifier", "order 7")
     wait_until(lambda: forq.queue_status("lost")["dead"] == 1)
     log = forq.state_dir / "logs" / "lost" / "failed.jsonl"
-    line = wait_until(lambda: log.exists() and log.read_text().splitlines())[0]
+    line = wait_until(lambda: whole_lines(log))[0]
     written = json.loads(line)
     assert (written["id"], written["identifier"], written["data"]) == (job_id, "order 7", {"keep": "me"})
     assert written["error"]["name"] == "NotAwaited"

@@ -23,7 +23,7 @@ from forq import Client
 from forq.broker.journal import Event, read_entry
 from forq.client import Release, new_job
 from forq.errors import RedisUnavailable
-from tests.support.running import BIN, Forq, running, wait_until
+from tests.support.running import BIN, Forq, running, wait_until, whole_lines
 from tests.support.server import Server
 
 ITEMS = int(os.environ.get("FORQ_TEST_AWAITED", "200"))
@@ -161,7 +161,7 @@ class Awaiters:
             process.wait()
 
     def got(self) -> list[tuple[str, int]]:
-        lines = [line.split() for file in self._folder.glob("got*") for line in file.read_text().splitlines()]
+        lines = [line.split() for file in self._folder.glob("got*") for line in whole_lines(file)]
         return [(job_id, int(fence)) for job_id, fence in lines]
 
 

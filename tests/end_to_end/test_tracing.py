@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import TracerProvider
 
 from forq import Client
-from tests.support.running import HANDLERS, Forq, running, wait_until
+from tests.support.running import HANDLERS, Forq, running, wait_until, whole_lines
 
 tracer = TracerProvider().get_tracer("producer")
 
@@ -23,7 +23,7 @@ def create(forq: Forq, name: str, function: str, *options: str) -> None:
 
 
 def spans_in(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(line) for line in whole_lines(file)]
 
 
 @pytest.mark.parametrize("function", ["inside", "inside_async"])

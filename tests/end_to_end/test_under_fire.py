@@ -14,7 +14,7 @@ import pytest
 
 from forq import Client, ForqError
 from tests.end_to_end.test_conservation import overlaps
-from tests.support.running import HANDLERS, Forq, running, wait_until
+from tests.support.running import HANDLERS, Forq, running, wait_until, whole_lines
 from tests.support.server import Server
 
 DISPATCHES = int(os.environ.get("FORQ_TEST_DISPATCHES", "3000"))
@@ -145,7 +145,7 @@ def test_every_permanent_failure_reaches_its_fail_handler_and_the_failed_log() -
         log = forq.state_dir / "logs" / "doomed"
 
         def logged() -> set[str]:
-            lines = [line for file in log.glob("failed.jsonl*") for line in file.read_text().splitlines()]
+            lines = [line for file in log.glob("failed.jsonl*") for line in whole_lines(file)]
             return {json.loads(line)["id"] for line in lines}
 
         wait_until(lambda: log.exists() and logged() == ids, 60.0, "the failed log holds every failure")

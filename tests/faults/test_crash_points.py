@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.crash import Crash, crashing
-from tests.support.running import Forq, wait_until
+from tests.support.running import Forq, wait_until, whole_lines
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -137,7 +137,7 @@ def test_the_scribe_killed_over_a_line_writes_it_again_rather_than_never(
         forq.client().queue("doomed").enqueue(1, id="j")
         crash.wait()
         log = forq.state_dir / "logs" / "doomed" / "failed.jsonl"
-        wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == copies, what="it is written")
+        wait_until(lambda: len(whole_lines(log)) == copies, what="it is written")
         assert [json.loads(line)["id"] for line in log.read_text().splitlines()] == ["j"] * copies
         assert forq.queue_status("doomed")["dead"] == 1
 

@@ -14,7 +14,7 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.errors import BackPressure, RedisUnavailable
 from tests.support.faulty_servers import SmallDiskServer
-from tests.support.running import Forq, running, wait_until
+from tests.support.running import Forq, running, wait_until, whole_lines
 from tests.support.server import Server
 
 pytestmark = pytest.mark.timeout(120)
@@ -140,7 +140,7 @@ def test_a_full_disk_keeps_the_lines_of_the_failed_log_in_redis_until_there_is_r
         assert "doomed" in forq.run_ctl("status", "--check").stderr
         wait_until(lambda: forq.client().queue("doomed").status()["dead"] == 3, what="the queue goes on")
         log.unlink()
-        wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 3, what="they are written")
+        wait_until(lambda: len(whole_lines(log)) == 3, what="they are written")
         assert len({json.loads(line)["id"] for line in log.read_text().splitlines()}) == 3
         wait_until(lambda: forq.status()["supervisor"]["failed_log"]["ok"], what="all is well")
 

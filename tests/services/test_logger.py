@@ -17,7 +17,7 @@ from forq.log_format import LogFormat
 from forq.output_pipe import Line, open_pipe, pack_line, pack_note
 from forq.scoreboard import Scoreboard
 from forq.services.logger import Logger, LoggerSettings
-from tests.support.running import wait_until
+from tests.support.running import wait_until, whole_lines
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,7 +48,7 @@ class Running:
 
     def records(self, queue: str) -> list[dict[str, Any]]:
         path = self.directory / "logs" / queue / "output.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in whole_lines(path)]
 
     def messages(self, queue: str) -> list[str]:
         return [record["message"] for record in self.records(queue)]

@@ -23,7 +23,7 @@ from forq.broker.stored_options import stored_defaults
 from forq.errors import ForqError
 from forq.services.failed_log import MAX_FILES, append_lines
 from forq.services.scribe import LOOK_SECONDS, Scribe, ScribeSettings, run_scribe
-from tests.support.running import wait_until
+from tests.support.running import wait_until, whole_lines
 from tests.support.server import Server
 
 
@@ -51,7 +51,7 @@ class Desk:
 
     def logged(self, queue: str = "q") -> list[str]:
         path = self.directory / queue / "failed.jsonl"
-        return [json.loads(line)["id"] for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line)["id"] for line in whole_lines(path)]
 
     def close(self) -> None:
         self.leash.close()

@@ -35,6 +35,14 @@ class Trace(NamedTuple):
     stalls: int
 
 
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that is being appended to; none if it is not there.
+
+    A write that crosses a page can be seen half: what stands behind the last newline is read next time.
+    """
+    return path.read_bytes().rpartition(b"\n")[0].decode().splitlines() if path.exists() else []
+
+
 def wait_until(condition: Callable[[], Any], seconds: float = 20.0, what: str = "condition") -> Any:
     """What `condition` returns once it is true; fails with its last value after so long."""
     deadline = time.monotonic() + seconds
@@ -164,10 +172,8 @@ class Forq:
         return Client(self.url)
 
     def traces(self, event: str | None = None) -> list[Trace]:
-        if not self.trace_file.exists():
-            return []
         found = []
-        for line in self.trace_file.read_text().splitlines():
+        for line in whole_lines(self.trace_file):
             queue, job, fence, pid, what, at, stalls = line.split(" ")
             if event is None or what == event:
                 found.append(Trace(queue, job, int(fence), int(pid), what, float(at), int(stalls)))
