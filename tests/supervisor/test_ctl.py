@@ -85,14 +85,35 @@ def test_status_shows_who_waits_for_capacity_and_who_holds_it(fake: FakeSupervis
         [
             "",
             "capacity: 80 of 100 units in use, 10 free",
-            "WORKER         UNITS  PRIORITY  FOR",
-            "a main  runs      80         1  1m01s",
-            "b main  keeps     10         0  5s",
-            "c main  waits     40         2  3s",
+            "PROCESS         WORKERS  UNITS  PRIORITY  FOR",
+            "a main   runs         1     80         1  1m01s",
+            "b main   keeps        1     10         0  5s",
+            "c main   waits        1     40         2  3s",
         ],
     )
     fake.answers["status"]["capacity"]["waiting"] = []
     assert "capacity" not in forqctl(fake, "status")[1], "without a shortage it is not worth a line"
+
+
+def test_status_has_one_row_for_all_workers_of_a_process_that_do_the_same(fake: FakeSupervisor) -> None:
+    def worker(queue: str, seconds: float, **more: Any) -> dict[str, Any]:
+        return {"worker": f"{queue} main", "units": 10, "priority": 0, "seconds": seconds, **more}
+
+    others = [worker(f"q{number}", 1, in_use=True) for number in range(100)]
+    mine = [worker("big", number, in_use=number < 150) for number in range(200)]
+    waits = [worker("big", 7) for _ in range(13)]
+    capacity = {"units": 4000, "in_use": 2500, "free": 0, "held": others + mine, "waiting": waits}
+    fake.answers["status"] = {**whole_status(queue_status(name="big")), "capacity": capacity}
+    lines = forqctl(fake, "status", "big")[1].splitlines()
+    begin = lines.index("capacity: 2500 of 4000 units in use, 0 free")
+    assert [line.split() for line in lines[begin + 2 : begin + 6]] == [
+        ["big", "main", "runs", "150", "1500", "0", "2m29s"],
+        ["big", "main", "keeps", "50", "500", "0", "3m19s"],
+        ["big", "main", "waits", "13", "130", "0", "7s"],
+        ["q0", "main", "runs", "1", "10", "0", "1s"],
+    ]
+    assert lines[-1] == "and 83 rows more: forqctl status --json has every worker"
+    assert len(lines[begin:]) == 23
 
 
 def test_status_while_redis_is_down_shows_dashes_and_the_reason(fake: FakeSupervisor) -> None:

@@ -11,10 +11,13 @@ from forq.supervisor.ctl.tables import cell, printable, show_json, show_table, s
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Sequence
     from typing import Any
 
 NOT_HEALTHY = 3
 SHOWN_CHILDREN = 4
+# Rows about the capacity: a supervisor may have a thousand queues.
+SHOWN_HOLDERS = 20
 HEALTHY_STATES = ("running", "starting", "paused", "draining")
 # A handler whose import takes longer than this counts as stuck.
 STARTING_SECONDS = 30.0
@@ -108,7 +111,7 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
         for queue in status["queues"]:
             _show_queue(queue)
     if "capacity" in status:
-        _show_capacity(status["capacity"], in_detail)
+        _show_capacity(status["capacity"], [queue["name"] for queue in queues] if in_detail else [])
     redis = status["supervisor"]["redis"]
     for name, error in status["supervisor"].get("failed_log", {}).get("errors", {}).items():
         print(f"{printable(name)}: failed log: {printable(error)}")
@@ -124,17 +127,30 @@ def _limits(limits: dict[str, Any]) -> str:
     return f"rate {limits['rate']}{most}: {limits['may_begin']} may begin now, workers that wait for it: {waits}"
 
 
-def _show_capacity(capacity: dict[str, Any], in_detail: bool) -> None:
-    """Only when it matters: somebody waits, or somebody asks."""
-    if not in_detail and not capacity["waiting"]:
+def _show_capacity(capacity: dict[str, Any], names: Sequence[str]) -> None:
+    """Only when it matters: somebody waits, or somebody asks. One row for all workers of a process that do the same,
+    those of the named queues first: a queue may have hundreds."""
+    if not names and not capacity["waiting"]:
         return
     print(f"\ncapacity: {capacity['in_use']} of {capacity['units']} units in use, {capacity['free']} free")
     held = [("runs" if grant["in_use"] else "keeps", grant) for grant in capacity["held"]]
     waits = [("waits", wish) for wish in capacity["waiting"]]
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for does, worker in held + waits:
+        groups.setdefault((worker["worker"], does, worker["priority"]), []).append(worker)
+    asked_first = sorted(groups.items(), key=lambda group: group[0][0].rpartition(" ")[0] not in names)
     show_table(
-        ("WORKER", "", "UNITS", "PRIORITY", "FOR"),
-        [(who["worker"], does, who["units"], who["priority"], span(who["seconds"])) for does, who in held + waits],
+        ("PROCESS", "", "WORKERS", "UNITS", "PRIORITY", "FOR"),
+        [
+            (
+                *(process, does, len(workers), sum(worker["units"] for worker in workers), priority),
+                span(max(worker["seconds"] for worker in workers)),
+            )
+            for (process, does, priority), workers in asked_first[:SHOWN_HOLDERS]
+        ],
     )
+    if (more := len(groups) - SHOWN_HOLDERS) > 0:
+        print(f"and {more} rows more: forqctl status --json has every worker")
 
 
 def _children(children: list[dict[str, Any]]) -> str:
