@@ -57,7 +57,7 @@ def forq_rates(server: Server, jobs: int, settings: str = "") -> dict[str, float
         cpu = [_cpu_seconds(pid), _cpu_seconds(server.pid)]
         began = time.perf_counter()
         forq.ctl("resume", "bench")
-        wait_until(lambda: queue.status()["processed"] == jobs, 120.0)
+        wait_until(lambda: queue.status()["done"] == jobs, 120.0)
         took = time.perf_counter() - began
         spent = [
             after - before for before, after in zip(cpu, (_cpu_seconds(pid), _cpu_seconds(server.pid)), strict=True)

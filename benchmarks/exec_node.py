@@ -49,12 +49,12 @@ def forq_rate(server: LoopbackServer, node: str, jobs: int) -> float:
         forq.ctl("create", "bench", "--handler", f"exec:{node} {HERE / 'handlers' / 'exec_noop.js'}")
         queue = forq.client().queue("bench")
         queue.enqueue(0)
-        wait_until(lambda: queue.status()["processed"] == 1, what="the program is up")
+        wait_until(lambda: queue.status()["done"] == 1, what="the program is up")
         forq.ctl("pause", "bench")
         queue.enqueue_many({"n": n} for n in range(jobs))
         began = time.perf_counter()
         forq.ctl("resume", "bench")
-        wait_until(lambda: queue.status()["processed"] == jobs + 1, 300.0)
+        wait_until(lambda: queue.status()["done"] == jobs + 1, 300.0)
         return jobs / (time.perf_counter() - began)
 
 

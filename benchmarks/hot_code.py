@@ -92,7 +92,7 @@ def find() -> list[str]:
                 forq.wait_for_child(name)
                 forq.wait_for_child(name, "parked", "retry")
                 forq.client().queue(name).enqueue(1)
-            wait_until(lambda: all(forq.queue_status(name)["processed"] == 1 for name in names))
+            wait_until(lambda: all(forq.queue_status(name)["done"] == 1 for name in names))
             time.sleep(4)  # until the minders sleep
         finally:
             forq.remove()

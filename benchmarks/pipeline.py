@@ -140,7 +140,7 @@ def journal_cost(forq: Forq, rounds: int = 5, jobs: int = 60_000) -> None:
                 queue.enqueue_many([{"n": 1}] * 5000)
             before, began = server.cpu_times(), time.monotonic()
             forq.ctl("resume", name)
-            wait_until(lambda queue=queue: queue.status()["processed"] == jobs, 60.0, "drained")  # type: ignore[misc]
+            wait_until(lambda queue=queue: queue.status()["done"] == jobs, 60.0, "drained")  # type: ignore[misc]
             seconds, after = time.monotonic() - began, server.cpu_times()
             micros = (after.user + after.system - before.user - before.system) / jobs * 1e6
             found[journal].append((jobs / seconds, micros))

@@ -164,7 +164,7 @@ def spread(forq: Forq, server: Server, queues: int, jobs: int) -> None:
         def empty() -> bool:
             """Whoever has ended is not asked again; the first that has not ends the look."""
             for number in sorted(left, reverse=True):
-                if client.queue(f"q{number}").status()["processed"] < each:
+                if client.queue(f"q{number}").status()["done"] < each:
                     return False
                 left.discard(number)
             return True
@@ -193,7 +193,7 @@ def long_backlog(server: Server, given: argparse.Namespace) -> None:
             forq.status("long")
         with timed("drained"):
             forq.ctl("resume", "long")
-            wait_until(lambda: queue.status()["processed"] == given.jobs, 600.0, "the queue is empty")
+            wait_until(lambda: queue.status()["done"] == given.jobs, 600.0, "the queue is empty")
         says("memory of the server that stays (journal)", (used_memory(server) - memory) / 1e6, "MB")
 
 
@@ -208,7 +208,7 @@ def due_at_once(server: Server, given: argparse.Namespace) -> None:
             queue.enqueue_jobs(new_job({"n": n}, run_at=due) for n in range(given.scheduled))
         if time.time() > due:
             print("  they were due before all were stored: this machine is too busy for this figure")
-        wait_until(lambda: queue.status()["processed"] == given.scheduled, 600.0, "all have run")
+        wait_until(lambda: queue.status()["done"] == given.scheduled, 600.0, "all have run")
         late_ms = [(trace.time + offset - due) * 1000 for trace in forq.traces("end")]
         says("the first ran after its time", min(late_ms), "ms")
         says("half of them within", percentile(late_ms, 50), "ms")
@@ -232,7 +232,7 @@ def many_supervisors(server: Server, given: argparse.Namespace) -> None:
         queue, jobs = every[0].client().queue("q0"), min(given.jobs, 200_000)
         with timed(f"{jobs:,} jobs of their one queue, enqueued and run"):
             queue.enqueue_many({"n": n} for n in range(jobs))
-            wait_until(lambda: queue.status()["processed"] == jobs, 300.0, "all have run")
+            wait_until(lambda: queue.status()["done"] == jobs, 300.0, "all have run")
         shares = [len(forq.traces("end")) for forq in every]
         says("the least that one of them ran", min(shares), "jobs")
         says("the most that one of them ran", max(shares), "jobs")

@@ -27,15 +27,21 @@ _SUSPECTS = 10
 
 @dataclass(frozen=True, slots=True)
 class Counts:
+    """The words of `Queue.status`, `forqctl status`, its --json and the metrics: docs/states.md has them all."""
+
+    # Jobs that are in this state now.
     waiting: int
     scheduled: int
     blocked: int
     retry: int
-    failed: int
     active: int
     dead: int
-    processed: int
-    failed_total: int
+    # Done jobs that are kept, and jobs for the fail handler.
+    kept: int
+    fail_jobs: int
+    # Jobs that have ended so since the queue was made.
+    done: int
+    failed: int
     in_flight: int
     oldest_waiting_seconds: float | None
     paused: bool
@@ -48,8 +54,6 @@ class Counts:
     journal_hash: str
     # Those who await an item of a queue of the release modes.
     awaiters: int
-    # Done jobs that are kept.
-    done: int
     # Until a scheduled job or a tick is due.
     next_due_seconds: float | None
     # None: it has none. Else its rate and max_active, how many jobs may begin now, how many workers wait for that.
@@ -237,17 +241,18 @@ def counts_of(link: Link, prefix: str, names: list[str]) -> dict[str, Counts | N
 
 
 def _read_counts(reply: list[Any]) -> Counts:
-    live, active, dead, processed, failed, in_flight, oldest, now, paused = reply[1:10]
+    live, active, dead, done, failed, in_flight, oldest, now, paused = reply[1:10]
     return Counts(
         waiting=live - active - reply[15] - reply[17],
         scheduled=reply[15],
         blocked=reply[16],
         retry=reply[17],
-        failed=reply[18],
         active=active,
         dead=dead,
-        processed=processed,
-        failed_total=failed,
+        kept=reply[24],
+        fail_jobs=reply[18],
+        done=done,
+        failed=failed,
         in_flight=in_flight,
         oldest_waiting_seconds=(now - oldest) / 1000 if oldest else None,
         paused=bool(paused),
@@ -258,7 +263,6 @@ def _read_counts(reply: list[Any]) -> Counts:
         journal_sequence=reply[21],
         journal_hash=reply[22].decode(),
         awaiters=reply[23],
-        done=reply[24],
         next_due_seconds=reply[25] / 1000 if reply[25] >= 0 else None,
         limits=_read_limits(*reply[26:31]),
         overdue=reply[31],

@@ -20,7 +20,7 @@ from forq.tallies import cumulated
 BOUNDS = (4, 6, 8, *range(10, 26), 27, 29, 31, 33)
 _LE = [repr((1 << bound) / 1e6) for bound in BOUNDS]
 _EOF = b"# EOF\n"
-JOB_STATES = ("waiting", "scheduled", "active", "blocked", "retry", "failed", "dead", "done")
+JOB_STATES = ("waiting", "scheduled", "active", "blocked", "retry", "dead", "kept", "fail_jobs")
 
 
 def render(look: Look, *, healthy: bool, accept: str) -> tuple[bytes, str]:
@@ -94,8 +94,8 @@ def _limit(counts: Counts, name: str) -> int | None:
 # What is None is left out: the queue has no such figure.
 _Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 _COUNTED: tuple[tuple[_Family, str, str, Callable[[Counts], float | None]], ...] = (
-    (CounterMetricFamily, "forq_processed", "Jobs done since the queue was made", lambda it: it.processed),
-    (CounterMetricFamily, "forq_failed", "Jobs failed for good since then", lambda it: it.failed_total),
+    (CounterMetricFamily, "forq_done", "Jobs done since the queue was made", lambda it: it.done),
+    (CounterMetricFamily, "forq_failed", "Jobs failed for good since then", lambda it: it.failed),
     (CounterMetricFamily, "forq_dropped", "Ids without a record", lambda it: it.dropped),
     (CounterMetricFamily, "forq_journal_lost", "Entries a consumer had yet to read", lambda it: it.journal["lost"]),
     (GaugeMetricFamily, "forq_journal_bytes", "Size of the journal", lambda it: it.journal["bytes"]),

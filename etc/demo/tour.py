@@ -48,7 +48,7 @@ def jobs_flow(stage: Stage) -> None:
     stage.ctl("push", "greetings", "--file", many.name)
     stage.ctl("drain", "greetings")
     stage.ctl("status", "greetings")
-    stage.claim("1001 jobs are done, each ran once", stage.queue("greetings")["processed"] == 1001)
+    stage.claim("1001 jobs are done, each ran once", stage.queue("greetings")["done"] == 1001)
     stage.claim("and the handler was called 1001 times", len(stage.notes("greetings", "began")) == 1001)
 
 

@@ -249,7 +249,7 @@ def test_an_add_whose_answer_was_lost_is_stored_once(redis_url: str) -> None:
     assert insist(encode("worker_idle", W))[0][0] == "job_assignment"
     assert insist(encode("job_finished", {**W, "uuid": "j"})) == []
     counts = Viewer(link, DEFAULT_PREFIX, "q").counts()
-    assert (counts.processed, counts.waiting, counts.active) == (1, 0, 0)
+    assert (counts.done, counts.waiting, counts.active) == (1, 0, 0)
     link.close()
 
 

@@ -267,7 +267,7 @@ def test_a_finish_without_an_accept_counts(queue: ExternalQueue) -> None:
     queue.idle()
     queue.external.finish("w1", "a")
     assert queue.traces() == {}
-    assert queue.viewer.counts().processed == 1
+    assert queue.viewer.counts().done == 1
 
 
 def test_a_failure_is_retried_after_the_backoff_and_then_dead(redis_url: str) -> None:

@@ -249,7 +249,7 @@ class ExternalMachine:
             state.active
         )
         counts = self.queue.viewer.counts()
-        assert (counts.processed, counts.failed_total) == (model.done, model.dead)
+        assert (counts.done, counts.failed) == (model.done, model.dead)
         assert counts.waiting + counts.retry == len(model.line)
         if model.limits:
             assert counts.limits is not None

@@ -54,7 +54,7 @@ def test_a_permanent_failure_writes_its_fail_job_with_everything_the_handler_nee
     worker.turn(want=1)
     fail(worker, 'a"b\\')
     assert queue.redis.lrange(queue.key("failed"), 0, -1) == [b""]
-    assert (queue.viewer.counts().failed, queue.viewer.counts().dead) == (1, 1)
+    assert (queue.viewer.counts().fail_jobs, queue.viewer.counts().dead) == (1, 1)
     retry = RetryWorker(queue)
     _, [fail_id, record] = retry.claim(retry.fails)
     assert fail_id == f'a"b\\:{worker.fence}'.encode()
@@ -78,7 +78,7 @@ def test_a_fail_job_is_tried_again_and_ends_in_its_own_dead_list(queue: OneQueue
     fence = queue.hash("fail:active")[fail_id.decode()].split(":")[1]
     retry.claim(retry.fails, failed=[fail_id, fence, 1, ERROR, BRIEF, "retriable", "", "0.5"])
     assert queue.redis.zcard(queue.key("fail:dead")) == 1
-    assert (queue.viewer.counts().failed, queue.viewer.counts().dead) == (0, 1)
+    assert (queue.viewer.counts().fail_jobs, queue.viewer.counts().dead) == (0, 1)
     assert queue.redis.llen(queue.key("outbox")) == 1
     assert not queue.redis.exists(queue.key("fail:outbox")), "only the queue's own jobs go to the failed log"
 
@@ -89,7 +89,7 @@ def test_without_a_fail_handler_there_is_no_fail_job(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker.turn(want=1)
     fail(worker, "a")
-    assert queue.viewer.counts().failed == 0
+    assert queue.viewer.counts().fail_jobs == 0
     assert queue.redis.exists(queue.key("failed")) == 0
 
 
@@ -182,7 +182,7 @@ def test_what_a_dead_retry_worker_held_goes_back_to_its_lane(redis_url: str) -> 
         for name in (queue.name, fail_queue(queue.name)):
             queue.keeper().recover(name, "p1", at, outcome="stalled", cause="signal 9")
         counts = queue.viewer.counts()
-        assert (counts.retry, counts.failed, counts.active) == (1, 1, 0)
+        assert (counts.retry, counts.fail_jobs, counts.active) == (1, 1, 0)
         assert queue.stall_count("a") == 0, "its position belongs to the other queue"
         other = RetryWorker(queue, name="r2")
         assert other.claim(other.fails)[1][1].startswith(b"c5 ")

@@ -97,7 +97,7 @@ def test_a_job_beside_its_own_hint_is_done_once(queue: OneQueue) -> None:
     worker.turn(want=2)
     queue.redis.lpush(worker.processing, "a")
     queue.recover(worker, 2)
-    assert queue.viewer.counts().processed == 1
+    assert queue.viewer.counts().done == 1
 
 
 def test_a_job_beside_its_own_stale_hint_is_given_back_once(queue: OneQueue) -> None:

@@ -22,7 +22,7 @@ def test_recover_settles_what_ran_counts_what_was_running_and_returns_the_rest_i
     assert queue.recover(worker, 1, running=True) == 4
     assert queue.state() == State(jobs={"b", "c", "d", "e"}, waiting={5: ["b", "c", "d", "e"]})
     assert [queue.stall_count(job_id) for job_id in "bcde"] == [1, 0, 0, 0]
-    assert queue.viewer.counts().processed == 1
+    assert queue.viewer.counts().done == 1
 
 
 def test_recover_counts_nothing_when_told_not_to(queue: OneQueue, worker: HandWorker) -> None:
@@ -44,7 +44,7 @@ def test_recover_with_the_place_of_another_turn_returns_all_and_counts_nothing(
     queue.recover_at(worker, worker.number + off, 2, running=True)
     assert queue.state() == State(jobs=set("abcde"), waiting={5: list("abcde")})
     assert [queue.stall_count(job_id) for job_id in "abcde"] == [0] * 5
-    assert queue.viewer.counts().processed == 0
+    assert queue.viewer.counts().done == 0
 
 
 def test_recover_again_changes_nothing(queue: OneQueue, worker: HandWorker) -> None:
@@ -118,7 +118,7 @@ def test_rescue_settles_what_ran_and_returns_what_was_not_started(queue: OneQueu
     assert queue.state() == State(
         jobs=set("bcde"), waiting={5: ["c", "d", "e"]}, active={"b": "w1"}, processing={"w1": ["b"]}
     )
-    assert queue.viewer.counts().processed == 1
+    assert queue.viewer.counts().done == 1
 
 
 def test_a_rescued_worker_is_told_that_the_rest_is_gone(queue: OneQueue, worker: HandWorker) -> None:
@@ -126,7 +126,7 @@ def test_a_rescued_worker_is_told_that_the_rest_is_gone(queue: OneQueue, worker:
     turn = worker.whole_turn(done="ab", keep=2)
     assert (turn.held, turn.refused) == (False, [b"a"])
     assert queue.state() == State(jobs=set("cde"), waiting={5: ["c", "d", "e"]})
-    assert queue.viewer.counts().processed == 2
+    assert queue.viewer.counts().done == 2
 
 
 def test_rescue_again_finds_nothing_to_do(queue: OneQueue, worker: HandWorker) -> None:

@@ -224,7 +224,7 @@ def test_a_queue_made_again_begins_from_nothing(queue: OneQueue) -> None:
     queue.create()
     assert queue.hash("options")["epoch"] > first
     counts = queue.viewer.counts()
-    assert (counts.processed, counts.failed_total, counts.dead, counts.paused) == (0, 0, 0, False)
+    assert (counts.done, counts.failed, counts.dead, counts.paused) == (0, 0, 0, False)
     assert queue.enqueue("b", token="t") == ["b"]
     with pytest.raises(UnknownQueue):
         worker.turn(want=1)

@@ -146,7 +146,7 @@ def test_an_item_is_gone_when_it_is_acknowledged_and_not_before(queue: Gate) -> 
     queue.ack("x", hand)
     assert queue.state() == State(jobs=set())
     queue.ack("x", hand)
-    assert queue.viewer.counts().processed == 1
+    assert queue.viewer.counts().done == 1
     assert queue.told() == [("enqueued", "a"), ("claimed", "a"), ("released", "a")]
     assert [(event.actor, event.fence) for event in queue.events()][-1] == ("x", hand.fence)
 

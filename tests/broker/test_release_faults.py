@@ -91,7 +91,7 @@ def test_an_acknowledgement_can_be_repeated_after_its_awaiter_has_left(queue: Ga
     queue.ack("x", hand)
     assert not queue.awaiting.leave("x")
     queue.ack("x", hand)
-    assert queue.viewer.counts().processed == 1
+    assert queue.viewer.counts().done == 1
 
 
 def test_redis_knows_an_acknowledgement_for_longer_than_it_is_repeated(queue: Gate) -> None:
@@ -176,7 +176,7 @@ def test_a_client_that_loses_every_first_reply_gets_each_item_once(
         got = [releases.get(deaf, None, mode="on_request", wait_seconds=0) for _ in range(3)]
         assert [item and item.id for item in got] == ["a", "b", None]
         assert queue.state() == State(jobs=set())
-        assert queue.viewer.counts().processed == 2
+        assert queue.viewer.counts().done == 2
         assert {"ask", "ack"} <= set(deaf.lost)
 
 

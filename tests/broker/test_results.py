@@ -59,7 +59,7 @@ def test_a_done_job_is_shown_with_its_record_and_its_result(queue: OneQueue) -> 
     assert "result_error" not in job
     assert queue.state().jobs == set(), "it is no live job"
     counts = queue.viewer.counts()
-    assert (counts.done, counts.processed, counts.waiting) == (1, 1, 0)
+    assert (counts.kept, counts.done, counts.waiting) == (1, 1, 0)
     assert why(queue.link, DEFAULT_PREFIX, "q", "a") == ("done", f"it is done since epoch second {job['ended_at']:.3f}")
 
 

@@ -184,7 +184,7 @@ def test_a_job_that_was_lost_too_often_dies_at_the_claim_and_is_not_given_out(
         assert (line["id"], line["fence"], line["error"]) == ("a", int(worker.fence), job["error"])
         fate = [(event.verb, event.fence, event.micros) for event in queue.events() if event.job == "a"][-2:]
         assert fate == [("claimed", int(worker.fence), None), ("dead", int(worker.fence), None)]
-        assert (queue.viewer.counts().failed_total, queue.viewer.counts().waiting) == (1, 0)
+        assert (queue.viewer.counts().failed, queue.viewer.counts().waiting) == (1, 0)
 
 
 def test_as_many_losses_as_allowed_are_not_too_many(redis_url: str) -> None:

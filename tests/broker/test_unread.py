@@ -47,7 +47,7 @@ def test_all_that_a_worker_has_not_begun_goes_back_uncounted_and_in_order(queue:
     assert give_back(queue, worker) == 3
     assert queue.state() == State(jobs=set("abcd"), waiting={5: list("abcd")})
     assert [queue.stall_count(job_id) for job_id in "abcd"] == [0, 0, 0, 0]
-    assert queue.viewer.counts().processed == 0
+    assert queue.viewer.counts().done == 0
 
 
 def test_others_are_woken_for_what_goes_back(queue: OneQueue) -> None:

@@ -33,7 +33,7 @@ def test_counts_say_how_many_jobs_are_in_which_state(queue: OneQueue) -> None:
     worker.turn(done="a", failed="b", keep=1)
     counts = queue.viewer.counts()
     assert (counts.waiting, counts.active, counts.dead) == (2, 1, 1)
-    assert (counts.processed, counts.failed_total, counts.in_flight) == (1, 1, 1)
+    assert (counts.done, counts.failed, counts.in_flight) == (1, 1, 1)
     assert (counts.paused, counts.mode, counts.dropped) == (False, "work", 0)
 
 

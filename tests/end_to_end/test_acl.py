@@ -106,8 +106,8 @@ def test_a_supervisor_and_its_workers_need_nothing_else(forq: Forq, server: Serv
     wait_until(lambda: forq.queue_status("f")["dead"] == 1, what="it is dead")
     for verb in (("dead", "list", "f"), ("dead", "show", "f", "dead"), ("dead", "retry", "f", "dead")):
         forq.ctl(*verb)
-    wait_until(lambda: forq.queue_status("w")["processed"] >= 103, what="all have run, a tick too")
-    wait_until(lambda: forq.queue_status("limited")["processed"] == 8, what="those with a rate have run")
+    wait_until(lambda: forq.queue_status("w")["done"] >= 103, what="all have run, a tick too")
+    wait_until(lambda: forq.queue_status("limited")["done"] == 8, what="those with a rate have run")
     for looked in (("jobs", "w"), ("job", "w", "a"), ("why", "w", "a"), ("schedules", "w")):
         forq.ctl(*looked)
     for changed in ("pause", "resume"):
@@ -129,7 +129,7 @@ def test_a_producer_may_enqueue_look_cancel_and_wait_and_nothing_else(forq: Forq
     queue.enqueue_many(range(10))
     queue.enqueue(1, id="later", run_in=3600)
     assert queue.cancel("later")
-    wait_until(lambda: queue.status()["processed"] == 11, what="all ran")
+    wait_until(lambda: queue.status()["done"] == 11, what="all ran")
     assert queue.job("one")["state"] == "done"
     assert queue.jobs(state="done").jobs
     client.queue("pgate").enqueue(7, id="r")

@@ -29,7 +29,7 @@ def ends(forq: Forq, queue: str) -> list[str]:
 def test_a_forked_copy_of_the_handler_never_becomes_a_second_worker(forq: Forq, function: str) -> None:
     forq.create(function, function)
     ids = forq.client().queue(function).enqueue_many(range(5))
-    wait_until(lambda: forq.queue_status(function)["processed"] == 5)
+    wait_until(lambda: forq.queue_status(function)["done"] == 5)
     expected = ids if function == "fork_and_exit" else [job for job in ids for _ in range(2)]
     # The copy may come back from the handler later than the worker itself.
     wait_until(lambda: len(ends(forq, function)) >= len(expected))
@@ -41,7 +41,7 @@ def test_a_pool_in_a_handler_can_be_terminated_and_the_worker_goes_on(forq: Forq
     forq.create("pools", "use_pool")
     pid = forq.wait_for_child("pools")["pid"]
     forq.client().queue("pools").enqueue_many(range(5))
-    wait_until(lambda: forq.queue_status("pools")["processed"] == 5)
+    wait_until(lambda: forq.queue_status("pools")["done"] == 5)
     assert forq.child("pools")["pid"] == pid
 
 
@@ -140,7 +140,7 @@ def test_workers_share_what_one_of_them_has_taken_too_much_of(forq: Forq) -> Non
     forq.ctl("pause", "shared")
     queue.enqueue_many([0.00005] * 2000 + [0.008] * 100)
     forq.ctl("resume", "shared")
-    wait_until(lambda: forq.queue_status("shared")["processed"] == 2100)
+    wait_until(lambda: forq.queue_status("shared")["done"] == 2100)
     per_worker = Counter(trace.event for trace in forq.traces() if trace.queue == "shared")
     assert sum(per_worker.values()) >= 100
     assert len(per_worker) == 4, per_worker
@@ -155,7 +155,7 @@ def test_rescue_works_after_pulse_was_replaced(forq: Forq) -> None:
     pulse = next(s["pid"] for s in forq.status()["supervisor"]["services"] if s["name"] == "pulse")
     queue.enqueue_many([0.0001] * 2000)
     os.kill(pulse, signal.SIGKILL)
-    wait_until(lambda: forq.queue_status("rescued")["processed"] == 2000)
+    wait_until(lambda: forq.queue_status("rescued")["done"] == 2000)
     wait_until(lambda: next(s["pid"] for s in forq.status()["supervisor"]["services"] if s["name"] == "pulse"))
     forq.ctl("pause", "rescued")
     queue.enqueue_many([0.0001] * 400)

@@ -82,13 +82,13 @@ def test_more_than_max_queues_are_refused(forq: Forq) -> None:
 def test_a_bad_line_in_a_file_is_named_and_its_chunk_is_not_sent(forq: Forq, tmp_path: Path) -> None:
     lines = tmp_path / "jobs.jsonl"
     lines.write_text('{"n": 1}\nrubbish\n')
-    before = forq.queue_status("here")["processed"]
+    before = forq.queue_status("here")["done"]
     done = forq.run_ctl("push", "here", "--file", str(lines))
     assert done.returncode == 2
     assert "line 2" in done.stderr
     lines.write_text('{"n": 1}\n2\n')
     assert forq.run_ctl("push", "here", "--file", str(lines)).returncode == 0
-    wait_until(lambda: forq.queue_status("here")["processed"] == before + 2)
+    wait_until(lambda: forq.queue_status("here")["done"] == before + 2)
 
 
 def test_a_second_supervisor_on_the_same_state_directory_is_refused(forq: Forq) -> None:

@@ -169,7 +169,7 @@ def test_workers_that_die_or_freeze_lose_no_job_and_do_none_twice(
                     make_trouble(forq, workers, chance)
                     trouble_at = time.monotonic() + chance.uniform(0.1, 0.8)
                 status = queue.status()
-                return bool(status["processed"] + status["dead"] == JOBS)
+                return bool(status["done"] + status["dead"] == JOBS)
 
             wait_until(ended, seconds=deadline - time.monotonic(), what=f"all jobs ended: {queue.status()}")
         status = queue.status()

@@ -73,7 +73,7 @@ def test_a_queue_that_a_worker_names_is_made_found_and_shown(forq: Forq, client:
     client.say("job_accepted", queue_name="named", worker_uuid="w", uuid=job_id)
     wait_until(lambda: "worker w runs it now" in forq.ctl("why", "named", job_id))
     client.say("job_finished", queue_name="named", worker_uuid="w", uuid=job_id)
-    wait_until(lambda: forq.queue_status("named")["processed"] == 1)
+    wait_until(lambda: forq.queue_status("named")["done"] == 1)
 
 
 def test_an_external_queue_made_with_forqctl_has_its_options(forq: Forq, client: Client) -> None:
@@ -138,7 +138,7 @@ def test_a_bridge_that_dies_is_started_again_and_its_workers_go_on(forq: Forq) -
     assert service(forq)["restarts"] == 1
     successor = Client(socket_of(forq))
     successor.say("job_finished", **worker, uuid="j")
-    wait_until(lambda: forq.queue_status("again")["processed"] == 1)
+    wait_until(lambda: forq.queue_status("again")["done"] == 1)
     assert successor.of("job_refused") == []
     successor.close()
 
@@ -169,7 +169,7 @@ def test_the_worker_in_node_runs_jobs_and_says_how_far_it_is(forq: Forq, client:
         wait_until(lambda: any(row["text"] == "step 2 of 4" for row in progress()))
         client.say("add_job", queue_name="node", uuid="odd", command="unheard-of")
         client.say("add_job", queue_name="node", uuid="ok", command="sh", args="true")
-        wait_until(lambda: queue.status()["processed"] == 2)
+        wait_until(lambda: queue.status()["done"] == 2)
         assert queue.dead().jobs[0]["message"] == "no command unheard-of"
         assert worker.stdout is not None
         told = [worker.stdout.readline().split()[:2] for _ in range(5)]
@@ -191,7 +191,7 @@ def test_the_worker_in_sh_runs_jobs_with_a_bridge_of_its_own(forq: Forq, tmp_pat
         wait_until(lambda: exists(forq, "shell"))
         queue = forq.client().queue("shell")
         queue.enqueue({"command": "sh", "args": f"echo done > {tmp_path}/trace"}, id="good")
-        wait_until(lambda: queue.status()["processed"] == 1)
+        wait_until(lambda: queue.status()["done"] == 1)
         assert (tmp_path / "trace").read_text() == "done\n"
         queue.enqueue({"command": "sh", "args": "exit 3"}, id="bad")
         wait_until(lambda: queue.status()["scheduled"] == 1)

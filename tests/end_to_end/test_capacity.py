@@ -149,7 +149,7 @@ def test_a_size_above_the_capacity_is_refused_when_a_queue_is_made_or_changed() 
         refused = forq.run_ctl("set", "fits", "size=21")
         assert refused.returncode == 2
         forq.ctl("push", "fits", "1")
-        wait_until(lambda: forq.queue_status("fits")["processed"] == 1)
+        wait_until(lambda: forq.queue_status("fits")["done"] == 1)
 
 
 @pytest.mark.spec("Q9", "Q12")
@@ -161,7 +161,7 @@ def test_a_size_that_is_changed_elsewhere_holds_from_the_next_claim_on(redis_url
         # Both learn it with their next turn.
         for _ in range(4):
             forq.client().queue("q").enqueue(0.05)
-        wait_until(lambda: forq.queue_status("q")["processed"] == 4)
+        wait_until(lambda: forq.queue_status("q")["done"] == 4)
         forq.client().queue("q").enqueue_many([0.3] * 8)
 
         def held() -> list[int]:

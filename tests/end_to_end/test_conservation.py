@@ -28,13 +28,13 @@ def test_twenty_queues_run_each_job_once_and_in_order() -> None:
             enqueued[name] = {p: [job.id for job in jobs if job.priority == p] for p in (2, 5, 7)}
         for name in names:
             forq.ctl("resume", name)
-        wait_until(lambda: all(q["processed"] == 2000 for q in forq.status()["queues"]), 60.0, "all jobs are done")
+        wait_until(lambda: all(q["done"] == 2000 for q in forq.status()["queues"]), 60.0, "all jobs are done")
         traces = forq.traces("end")
         for name in names:
             ran = [t.job for t in traces if t.queue == name]
             assert ran == [job for priority in (2, 5, 7) for job in enqueued[name][priority]]
         for queue in forq.status()["queues"]:
-            assert (queue["waiting"], queue["active"], queue["in_flight"], queue["failed_total"]) == (0, 0, 0, 0)
+            assert (queue["waiting"], queue["active"], queue["in_flight"], queue["failed"]) == (0, 0, 0, 0)
 
 
 DURATIONS = (0, 0, 0.0005, 0.002, 0.01)
@@ -81,7 +81,7 @@ def random_kills(forq: Forq, *, jobs: int, kills: int, seed: int) -> dict[str, i
         return all(q["waiting"] == 0 and q["active"] == 0 for q in status())
 
     wait_until(drained, 300.0 + jobs / 200, "all queues are drained")
-    processed, dead = (sum(q[count] for q in status()) for count in ("processed", "dead"))
+    settled, dead = (sum(q[count] for q in status()) for count in ("done", "dead"))
     control.close()
     assert forq.stop() == 0
     wanted = {job_id for name in names for job_id in ids[name]}
@@ -91,7 +91,7 @@ def random_kills(forq: Forq, *, jobs: int, kills: int, seed: int) -> dict[str, i
     return {
         "jobs": len(wanted),
         "kills": done,
-        "processed": processed,
+        "done": settled,
         "dead": dead,
         "survivors": len(tree_of(forq.state_dir)),
         "lost": len(wanted - set(ended)),
@@ -121,7 +121,7 @@ def test_conservation_under_random_kills() -> None:
         outcome = random_kills(forq, jobs=jobs, kills=kills, seed=seed)
         print(f"seed {seed}: {outcome}")
         assert outcome["lost"] == 0, outcome
-        assert outcome["processed"] == outcome["jobs"], outcome
+        assert outcome["done"] == outcome["jobs"], outcome
         assert outcome["overlaps"] == 0, outcome
         assert outcome["survivors"] == 0, outcome
         # A kill may hit between a job's last line and the word that says it ran: at most the running ones of a process.

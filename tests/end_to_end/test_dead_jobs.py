@@ -78,7 +78,7 @@ def test_all_dead_jobs_are_retried_once_even_if_they_die_again(forq: Forq) -> No
     ids = forq.client().queue("mended").enqueue_many(range(250))
     wait_until(lambda: forq.queue_status("mended")["dead"] == 250)
     assert forq.ctl("dead", "retry", "mended", "--all") == "retried 250 jobs of mended"
-    wait_until(lambda: forq.queue_status("mended")["failed_total"] == 500)
+    wait_until(lambda: forq.queue_status("mended")["failed"] == 500)
     forq.create("mended", "record")
     forq.ctl("dead", "retry", "mended", "--all")
     wait_until(lambda: {t.job for t in forq.traces("end")} >= set(ids))
@@ -105,7 +105,7 @@ def test_what_failed_for_good_is_in_the_log_and_recover_puts_it_back_once(forq: 
     assert forq.ctl("recover", file) == "recovered 1, already there 1, left 0, broken 0"
     forq.ctl("drain", "logged")
     assert forq.ctl("recover", file) == "recovered 0, already there 2, left 0, broken 0"
-    assert forq.queue_status("logged")["processed"] == 3
+    assert forq.queue_status("logged")["done"] == 3
 
 
 def test_each_line_of_an_id_that_died_several_times_can_be_recovered(forq: Forq) -> None:
@@ -121,7 +121,7 @@ def test_each_line_of_an_id_that_died_several_times_can_be_recovered(forq: Forq)
         forq.ctl("resume", "again")
         forq.ctl("drain", "again")
         forq.ctl("pause", "again")
-    assert forq.queue_status("again")["processed"] == 3
+    assert forq.queue_status("again")["done"] == 3
 
 
 def test_recover_takes_what_delete_wrote(forq: Forq) -> None:

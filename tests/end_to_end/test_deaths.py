@@ -42,7 +42,7 @@ def test_a_job_whose_process_is_killed_runs_again_at_once(forq: Forq) -> None:
     print(f"kill -9 to running again: median {statistics.median(gaps) * 1000:.0f} ms, max {max(gaps) * 1000:.0f} ms")
     # Generous, for loaded machines: `make bench` measures it.
     assert statistics.median(gaps) < 1.0
-    wait_until(lambda: forq.queue_status("work")["processed"] == 20)
+    wait_until(lambda: forq.queue_status("work")["done"] == 20)
 
 
 @pytest.mark.fault("worker killed mid-job")
@@ -56,7 +56,7 @@ def test_only_the_running_job_of_a_batch_is_counted_when_its_process_dies(forq: 
     forq.ctl("resume", "batch")
     first = wait_until(lambda: [t for t in forq.traces("start") if t.job == hanging])[0]
     os.kill(first.pid, signal.SIGKILL)
-    wait_until(lambda: forq.queue_status("batch")["processed"] == 464)
+    wait_until(lambda: forq.queue_status("batch")["done"] == 464)
     ends = [t.job for t in forq.traces("end")]
     assert sorted(ends) == sorted([*quick, hanging, *behind])
     assert {t.job for t in forq.traces() if t.stalls} == {hanging}
@@ -216,7 +216,7 @@ def test_a_killed_supervisor_s_job_runs_again_as_soon_as_it_is_restarted(forq: F
     forq.process.wait()
     forq.start()
     wait_until(lambda: len(starts_of(forq, job_id)) == 2, 5.0, "the job runs again before the heartbeat expires")
-    wait_until(lambda: forq.queue_status("survivor")["processed"] == 1)
+    wait_until(lambda: forq.queue_status("survivor")["done"] == 1)
 
 
 def copy_of(original: Forq, settings: str = "") -> Forq:
@@ -236,7 +236,7 @@ def test_a_supervisor_on_a_copy_of_a_state_directory_leaves_the_original_alone(r
         try:
             copy.start()
             copy.wait_for_child("copied")
-            wait_until(lambda: original.queue_status("copied")["processed"] == 1)
+            wait_until(lambda: original.queue_status("copied")["done"] == 1)
             assert len(starts_of(original, job_id)) == 1
             assert "this processor was removed from Redis" not in original.log
             assert "what the last run of this state directory held comes back when its heartbeats expire" in copy.log
@@ -257,7 +257,7 @@ def test_on_a_copy_the_jobs_of_a_lost_original_come_back_when_its_heartbeats_exp
         copy = copy_of(original, settings)
         try:
             copy.start()
-            wait_until(lambda: copy.queue_status("moved")["processed"] == 1)
+            wait_until(lambda: copy.queue_status("moved")["done"] == 1)
             assert "took over from silent processors" in copy.log
         finally:
             copy.remove()

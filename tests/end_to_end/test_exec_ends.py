@@ -91,7 +91,7 @@ def test_a_stop_lets_the_job_finish_and_ends_the_programs(tmp_path: Path) -> Non
         assert not alive(everything)
         forq.start()
         status = forq.queue_status("stop")
-        assert (status["processed"], status["waiting"], status["active"]) == (2, 0, 0)
+        assert (status["done"], status["waiting"], status["active"]) == (2, 0, 0)
 
 
 def test_after_the_grace_period_a_program_gets_a_term_before_it_is_killed(tmp_path: Path) -> None:

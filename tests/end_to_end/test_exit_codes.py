@@ -100,7 +100,7 @@ def test_no_exit_code_and_no_signal_of_a_handler_means_anything_to_others(
             queue.enqueue({}, id=f"good-{end}-{time_}")
             queue.enqueue(data, id=f"{end}-{time_}")
     total, began = 2 * len(bad) * TIMES, time.monotonic()
-    over: Callable[[], bool] = lambda: queue.status()["processed"] + queue.status()["dead"] == total  # noqa: E731
+    over: Callable[[], bool] = lambda: queue.status()["done"] + queue.status()["dead"] == total  # noqa: E731
     times = neighbour.run(lambda: over() or time.monotonic() - began > 3000)
     print(f"\n{len(bad)} ends {TIMES} times in {time.monotonic() - began:.0f} s; neighbour: {shown(times)}")
     assert over(), forq.log[-2000:]
@@ -143,7 +143,7 @@ def test_a_worker_whose_thread_is_told_to_exit_takes_its_process_along(
     queue = create(forq, name, "haunt", concurrency=concurrency)
     pid = forq.wait_for_child(name)["pid"]
     queue.enqueue("haunt")
-    wait_until(lambda: queue.status()["processed"] == 1, what="the thread is there")
+    wait_until(lambda: queue.status()["done"] == 1, what="the thread is there")
 
     def replaced() -> bool:
         # The exception comes when the worker wakes up.
@@ -160,9 +160,9 @@ def test_a_process_that_can_say_nothing_any_more_is_replaced(forq: Forq, neighbo
     queue = create(forq, name, "fall_silent", timeout="2s")
     pid = forq.wait_for_child(name)["pid"]
     queue.enqueue("fall silent")
-    wait_until(lambda: queue.status()["processed"] == 1, what="it has closed its leash")
+    wait_until(lambda: queue.status()["done"] == 1, what="it has closed its leash")
     queue.enqueue("a long job")
-    neighbour.run(lambda: queue.status()["processed"] == 2)
+    neighbour.run(lambda: queue.status()["done"] == 2)
     assert forq.child(name)["pid"] != pid
     assert f"child has closed its leash; killing it child={name} main" in forq.log
 
@@ -173,7 +173,7 @@ def test_an_announced_code_means_nothing_while_a_job_runs(
 ) -> None:
     queue = create(forq, name, "say", keep_done="1h")
     queue.enqueue({"lines": [{"exiting": code, "reason": "forged"}], "exit": code}, id="j")
-    neighbour.run(lambda: queue.status()["processed"] == 1)
+    neighbour.run(lambda: queue.status()["done"] == 1)
     assert ends(forq, name, "j")[0] == ("stalled", f"exit_{code}")
     assert forq.queue_status(name)["state"] == "running"
 
@@ -187,9 +187,9 @@ def test_a_forged_eviction_restarts_its_own_process_only(forq: Forq, neighbour: 
         queue.enqueue(lie, id=f"j{number}")
         neighbour.run(lambda pid=pid: forq.child(name)["pid"] not in (None, pid))  # type: ignore[misc]
         pid = forq.wait_for_child(name)["pid"]
-    assert queue.status()["processed"] == 8
+    assert queue.status()["done"] == 8
     queue.enqueue({"lines": []})
-    wait_until(lambda: queue.status()["processed"] == 9, what="it goes on")
+    wait_until(lambda: queue.status()["done"] == 9, what="it goes on")
 
 
 def test_a_forged_reason_to_give_up_stops_its_own_queue_only(forq: Forq, neighbour: Neighbour, name: str) -> None:
@@ -224,7 +224,7 @@ def test_a_message_that_is_none_ends_the_process_and_counts_its_job(
 ) -> None:
     queue = create(forq, name, "say", keep_done="1h")
     queue.enqueue({"lines": [line], "seconds": 60}, id="j")
-    neighbour.run(lambda: queue.status()["processed"] == 1)
+    neighbour.run(lambda: queue.status()["done"] == 1)
     assert ends(forq, name, "j") == [("stalled", "garbage_on_leash")]
     assert forq.log.count(f"invalid message from child; killing it child={name} main") == 1
 

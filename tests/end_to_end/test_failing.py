@@ -37,8 +37,8 @@ def test_the_fail_handler_gets_data_job_and_error_in_the_retry_child(forq: Forq)
     assert failures(forq, "failing") == [f"{job_id}/9/1/ValueError/retriable"]
     pids = {t.pid for t in forq.traces() if t.queue == "failing" and t.event.startswith("failed=")}
     assert pids == {forq.child("failing", "retry")["pid"]}
-    queue = wait_until(lambda: (q := forq.queue_status("failing"))["failed"] == 0 and q)
-    assert (queue["dead"], queue["failed_total"]) == (1, 1)
+    queue = wait_until(lambda: (q := forq.queue_status("failing"))["fail_jobs"] == 0 and q)
+    assert (queue["dead"], queue["failed"]) == (1, 1)
 
 
 def _handled_more_than(forq: Forq, number: int) -> bool:
@@ -50,7 +50,7 @@ def test_nothing_is_in_flight_after_the_fail_handler_has_run(forq: Forq) -> None
     for number in range(3):
         forq.ctl("push", "handled", str(number))
         wait_until(partial(_handled_more_than, forq, number))
-    wait_until(lambda: forq.queue_status("handled")["failed"] == 0)
+    wait_until(lambda: forq.queue_status("handled")["fail_jobs"] == 0)
     assert forq.queue_status("handled")["in_flight"] == 0
 
 
@@ -75,7 +75,7 @@ def test_no_fail_job_is_forgotten_when_the_retry_child_is_killed(forq: Forq) -> 
         child = wait_until(partial(_past_its_start, forq, "killed", role), what=f"the {role} child has started")
         os.kill(child["pid"], signal.SIGKILL)
     wait_until(lambda: {entry.split("/")[0] for entry in failures(forq, "killed")} == ids, 60, "all have failed")
-    wait_until(lambda: forq.queue_status("killed")["failed"] == 0)
+    wait_until(lambda: forq.queue_status("killed")["fail_jobs"] == 0)
 
 
 def _past_its_start(forq: Forq, name: str, role: str) -> dict[str, Any] | None:

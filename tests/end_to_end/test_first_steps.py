@@ -25,7 +25,7 @@ def test_a_pushed_job_runs_in_the_queue_s_own_process(forq: Forq) -> None:
     job_id = forq.ctl("push", "first", '{"n": 1}', "--identifier", "mine")
     ran = wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id])
     assert ran[0].pid == forq.child("first")["pid"] != forq.pid
-    assert wait_until(lambda: forq.queue_status("first")["processed"] == 1)
+    assert wait_until(lambda: forq.queue_status("first")["done"] == 1)
 
 
 @pytest.mark.spec("N4", "N5", "N6")
@@ -106,7 +106,7 @@ def test_a_handler_that_raises_sends_its_job_to_dead_with_the_error(forq: Forq, 
     wait_until(lambda: forq.queue_status(f"raising-{function}")["dead"] == 1)
     job = json.loads(forq.ctl("job", f"raising-{function}", job_id, "--json"))
     assert (job["state"], job["error"]["name"], job["data"]) == ("dead", name, 3)
-    assert forq.queue_status(f"raising-{function}")["failed_total"] == 1
+    assert forq.queue_status(f"raising-{function}")["failed"] == 1
 
 
 @pytest.mark.spec("M2")
@@ -143,7 +143,7 @@ def test_drain_answers_when_nothing_is_left(forq: Forq) -> None:
         forq.ctl("push", "drained", "0.05")
     forq.ctl("drain", "drained")
     queue = forq.queue_status("drained")
-    assert (queue["waiting"], queue["active"], queue["processed"]) == (0, 0, 5)
+    assert (queue["waiting"], queue["active"], queue["done"]) == (0, 0, 5)
 
 
 @pytest.mark.spec("N7", "N12")
@@ -213,7 +213,7 @@ def test_a_handler_reaches_its_own_redis_without_being_told_where_it_is(redis_ur
     with running(redis=redis_url) as forq:
         forq.create("chain", "enqueue_another")
         forq.client().queue("chain").enqueue(3)
-        wait_until(lambda: forq.queue_status("chain")["processed"] == 4)
+        wait_until(lambda: forq.queue_status("chain")["done"] == 4)
 
 
 def test_a_handler_finds_the_queues_of_its_own_prefix() -> None:
@@ -221,4 +221,4 @@ def test_a_handler_finds_the_queues_of_its_own_prefix() -> None:
         forq.create("chain", "enqueue_another")
         queue = Client(forq.url, prefix="mine:").queue("chain")
         queue.enqueue(2)
-        wait_until(lambda: queue.status()["processed"] == 3, what="each job has enqueued the next one")
+        wait_until(lambda: queue.status()["done"] == 3, what="each job has enqueued the next one")

@@ -38,7 +38,7 @@ def test_a_queue_that_runs_wild_does_not_hold_up_its_neighbour() -> None:
             wild.enqueue({"do": "leak", "size": 500}, id=f"leak{number}")
             wild.enqueue({"do": "flood", "size": FLOOD_MB}, id=f"flood{number}")
         began = time.monotonic()
-        during = neighbour.run(lambda: wild.status()["processed"] >= ROUNDS and wild.status()["dead"] >= 2 * ROUNDS)
+        during = neighbour.run(lambda: wild.status()["done"] >= ROUNDS and wild.status()["dead"] >= 2 * ROUNDS)
         seconds = time.monotonic() - began
         print(f"\nneighbour before: {shown(before)}")
         print(f"neighbour during: {shown(during)}")

@@ -37,7 +37,7 @@ def test_kill_ends_the_job_that_runs_and_cancels_it(forq: Forq) -> None:
     wait_until(lambda: traces(forq, "k2", "end"), what="the next one ran")
     assert len(traces(forq, "k1")) == 1
     status = forq.queue_status("k")
-    assert (status["dead"], status["processed"], status["failed_total"]) == (0, 1, 0)
+    assert (status["dead"], status["done"], status["failed"]) == (0, 1, 0)
 
 
 def test_a_dispatch_that_is_blocked_behind_a_killed_job_runs(forq: Forq) -> None:

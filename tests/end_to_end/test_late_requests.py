@@ -44,7 +44,7 @@ def test_a_job_that_runs_is_not_taken_away_by_a_turn_that_arrives_late(
         queue = first.client().queue("work")
         proxy.hold_request(OF_MAIN_CHILD, 3600)
         queue.enqueue("", id="short")
-        wait_until(lambda: queue.status()["processed"] == 1, what="the short one is settled by another turn")
+        wait_until(lambda: queue.status()["done"] == 1, what="the short one is settled by another turn")
         queue.enqueue(str(gate), id="long")
         wait_until(lambda: starts(first)["long"] == 1, what="the long one runs")
         with running(redis=redis_url, trace=trace) as second:
@@ -54,7 +54,7 @@ def test_a_job_that_runs_is_not_taken_away_by_a_turn_that_arrives_late(
             proxy.deliver()
             wait_until(lambda: any(proxy.late_answers()), what="the late turn is answered")
             gate.touch()
-            wait_until(lambda: queue.status()["processed"] == 2, what="the long one is settled")
+            wait_until(lambda: queue.status()["done"] == 2, what="the long one is settled")
 
             assert starts(first) == {"short": 1, "long": 1}
             assert proxy.late_answers() == [STALE_ANSWER]
@@ -157,7 +157,7 @@ def test_a_job_runs_once_across_a_partition_on_real_tcp(tmp_path: Path) -> None:
             time.sleep(PARTITION_SECONDS - (time.monotonic() - cut_at))
             assert client.hlen("forq:queue:{work}:active") == 1
             laid.mend()
-        wait_until(lambda: queue.status()["processed"] == 1, 60, "the short one is settled")
+        wait_until(lambda: queue.status()["done"] == 1, 60, "the short one is settled")
         queue.enqueue(float(JOB_SECONDS), id="long")
         wait_until(lambda: starts(first)["long"] == 1, 30, "the long one runs")
         with inside(laid.inside(laid.near), server, trace) as second:
@@ -165,7 +165,7 @@ def test_a_job_runs_once_across_a_partition_on_real_tcp(tmp_path: Path) -> None:
             second.wait_for_child("work")
             wait_until(spy.late, 60, "the turn that was sent into the cut wire arrives")
             assert not [t for t in first.traces("end") if t.job == "long"], "it arrived amid the long job"
-            wait_until(lambda: queue.status()["processed"] == 2, JOB_SECONDS + 30, "the long one is settled")
+            wait_until(lambda: queue.status()["done"] == 2, JOB_SECONDS + 30, "the long one is settled")
             status = queue.status()
             assert starts(first) == {"short": 1, "long": 1}
             assert (status["waiting"], status["active"]) == (0, 0)

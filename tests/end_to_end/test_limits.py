@@ -83,7 +83,7 @@ def test_slow_jobs_begin_at_the_rate_too(redis_url: str, tmp_path: Path) -> None
     with two_supervisors(redis_url, tmp_path / "trace", "sleep", rate=f"{rate}/1s", burst=1, workers=8) as supervisors:
         supervisors[0].client().queue("q").enqueue_many([1.0] * count)
         queue = supervisors[0].client().queue("q")
-        wait_until(lambda: queue.status()["processed"] == count, 30, "all jobs ran")
+        wait_until(lambda: queue.status()["done"] == count, 30, "all jobs ran")
         begun = sorted(event.time_us / 1e6 for event in events(redis_url) if event.verb == "claimed")
     measured = (count - 1) / (begun[-1] - begun[0])
     print(f"rate {rate}/s of jobs that take 1 s: {measured:.2f}/s")
@@ -108,7 +108,7 @@ def test_no_more_jobs_are_active_than_allowed_though_workers_are_killed(redis_ur
             victim = supervisors[number % 2].child("q")["pid"]
             os.kill(victim, signal.SIGKILL)
             wait_until(partial(is_dead, victim), what="it is dead")
-        wait_until(lambda: queue.status()["processed"] == stored, what="all jobs are done")
+        wait_until(lambda: queue.status()["done"] == stored, what="all jobs are done")
         active, most = set(), 0
         for event in events(redis_url):
             if event.verb == "claimed":
@@ -125,10 +125,10 @@ def test_a_limit_that_is_lifted_lets_every_worker_go_on_at_once(redis_url: str, 
         ids = queue.enqueue_many([0] * 100)
         for forq in supervisors:
             forq.wait_for_child("q", "limited")
-        assert queue.status()["processed"] == 1
+        assert queue.status()["done"] == 1
         assert "rate = 1/1h" in supervisors[0].ctl("why", "q", ids[-1])
         assert "rate 1/1h: 0 may begin now" in supervisors[0].ctl("status")
         supervisors[0].ctl("set", "q", "rate=off")
-        wait_until(lambda: queue.status()["processed"] == 100, 3, "all jobs ran")
+        wait_until(lambda: queue.status()["done"] == 100, 3, "all jobs ran")
         for forq in supervisors:
             forq.wait_for_child("q", "idle")

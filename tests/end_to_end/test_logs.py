@@ -227,7 +227,7 @@ def test_a_flood_is_bounded_in_time_disk_and_memory_and_holds_up_no_neighbour(fo
     began, log_before = time.monotonic(), len(forq.log)
     forq.client().queue(queue).enqueue([how, FLOOD_MB], id="flood")
     answered: list[float] = []
-    while forq.queue_status(queue)["processed"] == 0:
+    while forq.queue_status(queue)["done"] == 0:
         asked, job_id = time.monotonic(), f"n{len(answered)}"
         forq.client().queue(neighbour).enqueue([], id=job_id)
         wait_until(partial(messages, forq, neighbour, "--job", job_id), what="the neighbour is heard")

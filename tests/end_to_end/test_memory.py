@@ -43,7 +43,7 @@ def test_an_idle_process_shares_most_of_its_memory(handlers: Path) -> None:
         main, retry = median_kb(forq, names, "main"), median_kb(forq, names, "retry")
         for name in names:
             forq.client().queue(name).enqueue(1)
-        wait_until(lambda: all(forq.queue_status(name)["processed"] == 1 for name in names))
+        wait_until(lambda: all(forq.queue_status(name)["done"] == 1 for name in names))
         after_job = median_kb(forq, names, "main")
     print(f"private to a process: main {main} kB, retry {retry} kB, main after a job {after_job} kB")
     assert max(main, retry) < IDLE_KB

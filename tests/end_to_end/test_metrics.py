@@ -72,9 +72,9 @@ def fresh(scraper: Scraper) -> Samples:
 
 def run_jobs(forq: Forq, name: str, count: int) -> None:
     queue = forq.client().queue(name)
-    before = queue.status()["processed"]
+    before = queue.status()["done"]
     queue.enqueue_many([0] * count)
-    wait_until(lambda: queue.status()["processed"] == before + count, what=f"{count} jobs done")
+    wait_until(lambda: queue.status()["done"] == before + count, what=f"{count} jobs done")
 
 
 def faults(scraper: Scraper) -> list[tuple[str, str | None]]:
@@ -89,7 +89,7 @@ def test_a_scrape_tells_what_happened() -> None:
         run_jobs(forq, "good", 300)
         bad = forq.client().queue("bad")
         bad.enqueue_many([0] * 3)
-        wait_until(lambda: bad.status()["failed_total"] == 3, what="three failures")
+        wait_until(lambda: bad.status()["failed"] == 3, what="three failures")
         bad.enqueue(0, run_in=3600)
         forq.ctl("pause", "good")
         forq.client().queue("good").enqueue_many([0] * 5)
@@ -98,7 +98,7 @@ def test_a_scrape_tells_what_happened() -> None:
     def value(name: str, **labels: str) -> float:
         return samples[name, tuple(sorted(labels.items()))]
 
-    assert value("forq_processed_total", queue="good") == 300
+    assert value("forq_done_total", queue="good") == 300
     assert value("forq_failed_total", queue="bad") == 3
     assert value("forq_jobs", queue="good", state="waiting") == 5
     assert value("forq_jobs", queue="bad", state="scheduled") == 1
@@ -132,7 +132,7 @@ def test_a_wait_is_as_long_as_the_job_waited_and_a_delay_is_no_wait() -> None:
         wait_until(lambda: queue.status()["waiting"] == 3, what="all are due")
         wait_until(lambda: queue.status()["oldest_waiting_seconds"] > 0.6, what="the first has waited")
         forq.ctl("resume", "q")
-        wait_until(lambda: queue.status()["processed"] == 3, what="all done")
+        wait_until(lambda: queue.status()["done"] == 3, what="all done")
         samples = fresh(scraper)
     assert samples["forq_run_seconds_count", (("queue", "q"),)] == 3
     assert samples["forq_wait_seconds_count", (("queue", "q"),)] == 1
@@ -166,7 +166,7 @@ def test_no_counter_falls_when_workers_and_the_metrics_process_are_killed() -> N
     last = seen[-1]
     for name in ("a", "b"):
         queue = ("queue", name)
-        assert last["forq_run_seconds_count", (queue,)] == last["forq_processed_total", (queue,)] == 60
+        assert last["forq_run_seconds_count", (queue,)] == last["forq_done_total", (queue,)] == 60
         assert last["forq_restarts_total", (queue, ("role", "main"))] == 1
         assert last["forq_restarts_total", (queue, ("role", "retry"))] == 0
     assert last["forq_service_restarts_total", (("service", "metrics"),)] == 1
@@ -249,7 +249,7 @@ def test_health_is_red_while_a_job_without_a_timeout_hangs_and_green_when_it_is_
         wait_until(lambda: faults(scraper) == [("stuck", "q")], what="a fault again")
         forq.ctl("kill", "q", "hangs")
         wait_until(lambda: faults(scraper) == [], what="no fault")
-        wait_until(lambda: queue.status()["processed"] == 3, what="the others ran")
+        wait_until(lambda: queue.status()["done"] == 3, what="the others ran")
 
 
 def test_health_is_red_while_redis_is_down_and_green_when_it_is_back() -> None:
@@ -265,7 +265,7 @@ def test_health_is_red_while_redis_is_down_and_green_when_it_is_back() -> None:
             wait_until(lambda: faults(scraper) == [("redis", None)], what="a fault")
             down = fresh(scraper)
             assert down["forq_redis_up", ()] == 0
-            assert ("forq_processed_total", (("queue", "q"),)) not in down
+            assert ("forq_done_total", (("queue", "q"),)) not in down
             assert down["forq_run_seconds_count", (("queue", "q"),)] == 5
             assert down["forq_scrape_errors_total", (("source", "redis"),)] >= 1
             server.start()

@@ -24,7 +24,7 @@ def jobs_by_pid(forq: Forq, queue: str) -> Counter[int]:
 def test_after_max_jobs_the_process_is_replaced(forq: Forq) -> None:
     forq.create("jobs", "record", max_jobs=100)
     ids = forq.client().queue("jobs").enqueue_many(range(1000))
-    wait_until(lambda: forq.queue_status("jobs")["processed"] == 1000, what="all ran")
+    wait_until(lambda: forq.queue_status("jobs")["done"] == 1000, what="all ran")
     by_pid = jobs_by_pid(forq, "jobs")
     assert set(by_pid.values()) == {100}
     assert sorted(trace.job for trace in forq.traces("end") if trace.queue == "jobs") == sorted(ids), "each once"

@@ -89,7 +89,7 @@ def test_items_leave_a_queue_on_request_only(forq: Forq) -> None:
     late = forq.ctl("push", "orders", '"late"')
     assert waiting.communicate(timeout=20)[0] == f'{late} "late"\n'
     queue = forq.queue_status("orders")
-    assert (queue["dead"], queue["failed_total"], queue["waiting"], queue["active"]) == (0, 0, 0, 0)
+    assert (queue["dead"], queue["failed"], queue["waiting"], queue["active"]) == (0, 0, 0, 0)
 
 
 def test_why_tells_who_has_an_item_or_how_many_come_before_it(forq: Forq) -> None:
@@ -120,7 +120,7 @@ def test_with_a_lease_the_item_is_held_until_it_is_acknowledged_or_goes_back(for
     held = forq.client().queue("leased").job(job_id)
     assert forq.ctl("ack", "leased", job_id, str(held["fence"]), held["worker"]) == f"acknowledged {job_id}"
     queue = forq.queue_status("leased")
-    assert (queue["waiting"], queue["active"], queue["processed"]) == (0, 0, 1)
+    assert (queue["waiting"], queue["active"], queue["done"]) == (0, 0, 1)
 
 
 @pytest.mark.spec("N14")

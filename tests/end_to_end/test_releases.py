@@ -225,7 +225,7 @@ def test_whoever_is_killed_each_item_is_released_once_or_still_there_or_logged(t
             killed[kill_at_random(forq, server, awaiters, chance)] += 1
         producer.join()
         wait_until(lambda: _left(forq) == 0, 60 + RELEASES * 0.01, "nothing is in line or in somebody's hands")
-        wait_until(lambda: len(failed_log(forq, "gate")) >= forq.queue_status("gate")["failed_total"], 60)
+        wait_until(lambda: len(failed_log(forq, "gate")) >= forq.queue_status("gate")["failed"], 60)
         awaiters.end()
         events = journal(server, "gate")
         logged = {line["id"] for line in failed_log(forq, "gate")}

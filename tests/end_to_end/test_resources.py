@@ -92,7 +92,7 @@ def test_with_several_jobs_in_the_process_each_is_a_suspect_and_only_the_greedy_
     ends = [(attempt["outcome"], attempt["cause"]) for attempt in attempts(forq, "many", "greedy", 2)]
     assert ends == [("interrupted", "oom"), ("stalled", "oom")], "together with another, then alone"
     wait_until(lambda: forq.queue_status("many")["dead"] == 1, what="the greedy one is dead")
-    wait_until(lambda: forq.queue_status("many")["processed"] == 1, what="the modest one is done")
+    wait_until(lambda: forq.queue_status("many")["done"] == 1, what="the modest one is done")
     assert [trace.stalls for trace in forq.traces("start") if trace.job == "modest"] == [0, 0], "again, and not counted"
 
 

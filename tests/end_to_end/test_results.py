@@ -69,7 +69,7 @@ def test_what_a_handler_returned_is_waited_for_and_shown_later(forq: Forq) -> No
     assert queue.wait(job_id, timeout=30) == value
     job = queue.job(job_id)
     assert (job["state"], job["result"], job["identifier"], job["data"]) == ("done", value, "mine", value)
-    assert forq.queue_status("echo")["done"] == 1
+    assert forq.queue_status("echo")["kept"] == 1
     assert "KEPT" in forq.ctl("status")
     shown = forq.ctl("job", "echo", job_id)
     assert "state           done" in shown
@@ -100,7 +100,7 @@ def test_each_job_of_a_large_batch_has_its_own_result(forq: Forq, function: str)
     forq.ctl("pause", name)
     ids = queue.enqueue_many(range(1000))
     forq.ctl("resume", name)
-    wait_until(lambda: queue.status()["done"] == 1000)
+    wait_until(lambda: queue.status()["kept"] == 1000)
     assert [queue.job(job_id)["result"] for job_id in ids] == list(range(1000))
 
 
@@ -123,7 +123,7 @@ def test_whatever_a_handler_returns_the_job_is_done(forq: Forq, what: str, reaso
     assert reason in queue.job(job_id)["result_error"]
     assert forq.ctl("watch", f"odd-{what}", job_id).startswith("done: no result: ")
     status = queue.status()
-    assert (status["processed"], status["failed_total"]) == (1, 0)
+    assert (status["done"], status["failed"]) == (1, 0)
 
 
 def test_a_dead_job_raises_where_it_is_waited_for(forq: Forq) -> None:
@@ -168,7 +168,7 @@ def test_turned_off_what_is_kept_is_forgotten(forq: Forq) -> None:
     queue = forq.client().queue("off")
     queue.wait(queue.enqueue(1), 30)
     forq.ctl("set", "off", "keep_done=0")
-    wait_until(lambda: queue.status()["done"] == 0)
+    wait_until(lambda: queue.status()["kept"] == 0)
 
 
 def test_jobs_before_a_slow_one_of_their_batch_keep_their_results_and_those_behind_it_run_elsewhere(
@@ -184,7 +184,7 @@ def test_jobs_before_a_slow_one_of_their_batch_keep_their_results_and_those_behi
     wait_until(lambda: queue.status()["waiting"] == 0 and queue.job(ids[-1])["state"] == "done")
     assert queue.job(ids[300])["state"] == "active"
     gate.touch()
-    wait_until(lambda: queue.status()["done"] == 600)
+    wait_until(lambda: queue.status()["kept"] == 600)
     assert [queue.job(job_id).get("result") for job_id in ids] == [*range(300), "slow", *range(301, 600)]
 
 

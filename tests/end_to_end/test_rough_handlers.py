@@ -60,7 +60,7 @@ def test_a_handler_that_speaks_on_the_leash_is_ended_and_counted(forq: Forq) -> 
     create(forq, "leash", "write_to_sockets")
     queue = forq.client().queue("leash")
     queue.enqueue(1, id="j")
-    wait_until(lambda: forq.queue_status("leash")["processed"] == 1, what="the second attempt is done")
+    wait_until(lambda: forq.queue_status("leash")["done"] == 1, what="the second attempt is done")
     assert [trace.stalls for trace in traces(forq, "leash", "start")] == [0, 1]
     assert "invalid message from child; killing it child=leash main" in forq.log
     held = [grant["worker"] for grant in forq.status()["capacity"]["held"]]
@@ -70,7 +70,7 @@ def test_a_handler_that_speaks_on_the_leash_is_ended_and_counted(forq: Forq) -> 
 def test_tasks_that_refuse_to_end_do_not_hold_up_a_replaced_process(forq: Forq) -> None:
     create(forq, "stubborn", "leave_a_stubborn_task", max_jobs=1)
     forq.client().queue("stubborn").enqueue_many(range(5))
-    wait_until(lambda: forq.queue_status("stubborn")["processed"] == 5, what="all ran")
+    wait_until(lambda: forq.queue_status("stubborn")["done"] == 5, what="all ran")
     wait_until(lambda: len(forq.queue_status("stubborn")["children"]) == 2, what="the old processes are gone")
 
 
@@ -153,7 +153,7 @@ def test_a_module_that_forks_at_import_makes_no_second_worker(forq: Forq, tmp_pa
     copies = {process.pid for process in psutil.Process(child["pid"]).children()}
     wait_until(lambda: not alive(copies), 5.0, "the copy has ended")
     ids = forq.client().queue(name).enqueue_many(range(300))
-    wait_until(lambda: forq.queue_status(name)["processed"] == 300, what="all jobs ran")
+    wait_until(lambda: forq.queue_status(name)["done"] == 300, what="all jobs ran")
     assert sorted(trace.job for trace in traces(forq, name)) == sorted(ids)
     assert {trace.pid for trace in traces(forq, name)} == {child["pid"]}
     assert forq.child(name)["restarts"] == 0
@@ -167,7 +167,7 @@ def test_a_copy_of_the_process_that_comes_back_from_a_handler_says_nothing(forq:
     paths = [f"--path={path}" for path in (tmp_path, HANDLERS)]
     forq.ctl("create", "copies", "--handler", "forks_and_raises", *paths)
     forq.client().queue("copies").enqueue_many(range(20))
-    wait_until(lambda: forq.queue_status("copies")["processed"] == 20, what="all jobs ran")
+    wait_until(lambda: forq.queue_status("copies")["done"] == 20, what="all jobs ran")
     assert len(traces(forq, "copies")) == 20
     assert "of the copy" not in forq.ctl("logs", "copies")
 

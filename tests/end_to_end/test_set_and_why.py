@@ -83,7 +83,7 @@ def test_a_queue_whose_import_hangs_is_starting_and_why_says_so(forq: Forq) -> N
     assert "next one" not in reason
     assert "hangs_at_import" in forq.ctl("stack", "hanging")
     gate.touch()
-    wait_until(lambda: forq.queue_status("hanging")["processed"] == 1)
+    wait_until(lambda: forq.queue_status("hanging")["done"] == 1)
     assert forq.queue_status("hanging")["state"] == "running"
 
 

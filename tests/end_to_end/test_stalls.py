@@ -24,7 +24,7 @@ def test_a_job_that_kills_its_process_each_time_is_dead_after_max_stalls(forq: F
     jobs.enqueue({"do": "die"}, id="poison")
     jobs.enqueue({"do": "sleep"}, id="good")
     wait_until(lambda: forq.queue_status("poison")["dead"] == 1, what="it is dead")
-    wait_until(lambda: forq.queue_status("poison")["processed"] == 1, what="the job behind it ran")
+    wait_until(lambda: forq.queue_status("poison")["done"] == 1, what="the job behind it ran")
     assert len([trace for trace in forq.traces("start") if trace.job == "poison"]) == 3
     dead = jobs.job("poison")
     assert (dead["stall_count"], dead["error"]["name"], dead["error"]["kind"]) == (3, "StallError", "stall")
@@ -40,7 +40,7 @@ def test_of_several_jobs_in_a_dying_process_only_the_one_that_kills_it_is_counte
     wait_until(lambda: len([t for t in forq.traces("start") if t.queue == "crew"]) == 3, what="three run")
     jobs.enqueue({"do": "die", "seconds": 0.1}, id="killer")
     wait_until(lambda: forq.queue_status("crew")["dead"] == 1, what="the killer is dead")
-    wait_until(lambda: forq.queue_status("crew")["processed"] == 3, what="the others are done")
+    wait_until(lambda: forq.queue_status("crew")["done"] == 3, what="the others are done")
     dead = jobs.job("killer")
     assert (dead["state"], dead["stall_count"]) == ("dead", 2)
     assert [attempt["outcome"] for attempt in dead["attempts"]] == ["interrupted", "stalled", "stalled"]

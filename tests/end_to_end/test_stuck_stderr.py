@@ -62,7 +62,7 @@ def test_a_log_that_nobody_reads_holds_up_nobody(ends: tuple[int, int], tmp_path
             os.kill(forq.pid, signal.SIGHUP)
             time.sleep(0.0005)
         forq.client().queue("loud").enqueue_many([1] * 100)
-        wait_until(lambda: forq.queue_status("loud")["processed"] == 100, what="its queue works")
+        wait_until(lambda: forq.queue_status("loud")["done"] == 100, what="its queue works")
         pings = pinger.take()
         pinger.close()
         print(f"\n{shown(pings)}")

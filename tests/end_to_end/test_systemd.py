@@ -77,9 +77,7 @@ def test_each_queue_has_a_control_group_of_its_own_and_programs_know_nothing_of_
     assert groups
     machine.run("forqctl", "push", "environment", "null")
     wait_until(lambda: "FORQ_QUEUE=environment" in machine.log(), what="the program's environment in the log")
-    wait_until(
-        lambda: json.loads(machine.run("forqctl", "status", "--json", show=False))["queues"][1]["processed"] == 1
-    )
+    wait_until(lambda: json.loads(machine.run("forqctl", "status", "--json", show=False))["queues"][1]["done"] == 1)
     assert not re.findall(r"NOTIFY_SOCKET|LISTEN_\w+|WATCHDOG_\w+", machine.log())
 
 

@@ -93,7 +93,7 @@ def test_with_several_workers_the_others_finish_and_a_new_process_takes_over_at_
     pids = {trace.job: trace.pid for trace in forq.traces() if trace.queue == "crew" and trace.event == "start"}
     assert pids["new"] != pids["neighbour"], "the unhealthy process takes no new jobs"
     assert not starts(forq, "crew", "neighbour", "end"), "and it was replaced while it still ran one"
-    wait_until(lambda: forq.queue_status("crew")["processed"] == 3, what="all are done")
+    wait_until(lambda: forq.queue_status("crew")["done"] == 3, what="all are done")
     traces = [trace for trace in forq.traces() if (trace.queue, trace.job) == ("crew", "neighbour")]
     assert [trace.event for trace in traces] == ["start", "end"], "the neighbour ran once, undisturbed"
     runs = starts(forq, "crew", "hung")
@@ -110,7 +110,7 @@ def test_a_stuck_interpreter_is_killed_at_once_and_its_other_jobs_are_not_counte
     jobs.enqueue({"do": "sleep", "seconds": 0.7}, id="innocent")
     wait_until(lambda: starts(forq, "stuck", "innocent"), what="innocent started")
     jobs.enqueue({"do": "spin", "times": 1}, id="spinner")
-    wait_until(lambda: forq.queue_status("stuck")["processed"] == 2, seconds=30, what="both are done")
+    wait_until(lambda: forq.queue_status("stuck")["done"] == 2, seconds=30, what="both are done")
     assert len(starts(forq, "stuck", "innocent")) == 2
     stalls = [trace.stalls for trace in forq.traces("start") if trace.job == "innocent"]
     assert stalls == [0, 0]
@@ -160,4 +160,4 @@ def test_a_fail_handler_has_a_timeout_of_its_own(forq: Forq) -> None:
     forq.ctl("create", "failing", "--handler", "traced:fail", "--fail-handler", "traced:hang_in_fail", *path, *settings)
     forq.client().queue("failing").enqueue(1, id="f")
     wait_until(lambda: len([t for t in forq.traces("fail_start") if t.queue == "failing"]) >= 2, what="it was killed")
-    wait_until(lambda: forq.queue_status("failing")["failed"] == 0, what="it was given up after fail_max_retries")
+    wait_until(lambda: forq.queue_status("failing")["fail_jobs"] == 0, what="it was given up after fail_max_retries")

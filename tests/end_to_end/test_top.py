@@ -30,7 +30,7 @@ def test_keys_pause_and_resume_a_queue_and_the_screen_outlives_the_supervisor(fo
         terminal.wait_for(f"{job}: its queue is paused")
         terminal.press("r")
         terminal.wait_for("nothing waits")
-        wait_until(lambda: forq.queue_status("mails")["processed"] == 1, what="the job has run")
+        wait_until(lambda: forq.queue_status("mails")["done"] == 1, what="the job has run")
         forq.stop()
         terminal.wait_for("not reachable, trying again")
         forq.start()

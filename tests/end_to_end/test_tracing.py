@@ -35,7 +35,7 @@ def test_an_attempt_is_a_span_below_that_of_its_enqueue_and_above_those_of_its_h
         create(forq, "q", function)
         with tracer.start_as_current_span("order") as order:
             job_id = Client(redis_url).queue("q").enqueue(1, identifier="order 7")
-        wait_until(lambda: forq.queue_status("q")["processed"] == 1)
+        wait_until(lambda: forq.queue_status("q")["done"] == 1)
         forq.stop()
         attempt, inside = sorted(spans_in(file), key=lambda span: span["name"], reverse=True)
     context = order.get_span_context()
@@ -56,7 +56,7 @@ def test_each_attempt_is_a_span_and_one_that_fails_says_why(redis_url: str, tmp_
         with tracer.start_as_current_span("order") as order:
             Client(redis_url).queue("q").enqueue("fail once")
         Client(redis_url).queue("q").enqueue("without a trace")
-        wait_until(lambda: forq.queue_status("q")["processed"] == 2)
+        wait_until(lambda: forq.queue_status("q")["done"] == 2)
         forq.stop()
         attempts = [span for span in spans_in(file) if span["name"] == "process q"]
     by_number = {span["attributes"]["forq.attempt"]: span for span in attempts if span["parent_id"]}
@@ -103,7 +103,7 @@ def test_spans_reach_a_collector_when_the_process_ends_in_order(
         with running(redis=redis_url, settings='tracing = "otlp"') as forq:
             create(forq, "q", "inside")
             Client(redis_url).queue("q").enqueue_many([1] * 20)
-            wait_until(lambda: forq.queue_status("q")["processed"] == 20)
+            wait_until(lambda: forq.queue_status("q")["done"] == 20)
             forq.stop()
     resources = [resource for request in received for resource in request.resource_spans]
     spans = [span for resource in resources for scope in resource.scope_spans for span in scope.spans]
@@ -117,7 +117,7 @@ def test_a_collector_that_is_not_there_costs_no_job_anything(redis_url: str, mon
     with running(redis=redis_url, settings='tracing = "otlp"') as forq:
         create(forq, "q", "inside")
         Client(redis_url).queue("q").enqueue_many([1] * 20)
-        wait_until(lambda: forq.queue_status("q")["processed"] == 20)
+        wait_until(lambda: forq.queue_status("q")["done"] == 20)
         assert forq.stop() == 0
 
 
@@ -125,5 +125,5 @@ def test_a_file_that_cannot_be_written_costs_the_spans_and_no_job(redis_url: str
     with running(redis=redis_url, settings=f'tracing = "file:{tmp_path}/missing/spans"') as forq:
         create(forq, "q", "inside")
         Client(redis_url).queue("q").enqueue(1)
-        wait_until(lambda: forq.queue_status("q")["processed"] == 1)
+        wait_until(lambda: forq.queue_status("q")["done"] == 1)
         assert "no spans of this process" in forq.ctl("logs", "q")

@@ -152,4 +152,4 @@ def test_every_permanent_failure_reaches_its_fail_handler_and_the_failed_log() -
         took = time.monotonic() - began
         print(f"seed {seed}: {FAILURES} failures, {len(kills)} kills, all handled and logged after {took:.1f} s")
         assert kills
-        assert forq.queue_status("doomed")["failed_total"] == FAILURES
+        assert forq.queue_status("doomed")["failed"] == FAILURES

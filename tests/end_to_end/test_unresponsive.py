@@ -90,7 +90,7 @@ def test_what_an_idle_process_with_a_busy_thread_is_given_runs_elsewhere(forq: F
     queue = forq.client().queue("left")
     queue.enqueue(60, id="leaves")
     wait_until(lambda: runs(forq, "leaves"), what="it has left a thread behind")
-    wait_until(lambda: queue.status()["processed"] == 1, what="it is settled")
+    wait_until(lambda: queue.status()["done"] == 1, what="it is settled")
     time.sleep(0.5)  # the thread keeps the interpreter from here on
     began = time.monotonic()
     job = queue.enqueue(0)
@@ -116,7 +116,7 @@ def test_jobs_beside_one_that_keeps_the_interpreter_run_elsewhere_and_it_runs_on
     assert max(times) < ELSEWHERE_SECONDS
     (end,) = wait_until(lambda: runs(forq, "keeps"), 20.0, "it ends by itself")
     assert (end.pid, len(runs(forq, "keeps", "start"))) == (pid, 1)
-    wait_until(lambda: queue.status()["processed"] == 7, what="each is done once")
+    wait_until(lambda: queue.status()["done"] == 7, what="each is done once")
     wait_until(lambda: pid not in children(forq, "beside"), what="its process has ended after it")
 
 

@@ -59,12 +59,12 @@ def test_a_frozen_supervisor_finishes_nothing_when_it_wakes_and_starts_afresh(re
         wait_until(lambda: frozen.child("shared")["pid"] not in {None, *children}, what="its children are others now")
         late = frozen.client().queue("shared").enqueue_many([1] * 40)
         wait_until(lambda: {*ids, *late} <= {t.job for t in other.traces("end")}, 60.0, "every job ran")
-        wait_until(lambda: other.queue_status("shared")["processed"] == 52, what="each is done once")
+        wait_until(lambda: other.queue_status("shared")["done"] == 52, what="each is done once")
         traces = other.traces()
         finished_late = [t for t in traces if t.event == "end" and t.pid in children]
         print(
             f"\nfrozen with {len(first_run)} jobs running; it finished {len(finished_late)} of them after it woke; "
-            f"overlaps {overlaps(traces, children, frozen_at)}; done {other.queue_status('shared')['processed']} of 52"
+            f"overlaps {overlaps(traces, children, frozen_at)}; done {other.queue_status('shared')['done']} of 52"
         )
         assert finished_late == []
         assert overlaps(traces, children, frozen_at) == 0
@@ -92,13 +92,13 @@ def freeze_redis(server: Server, url: str, settings: str, seconds: float, watch_
         finally:
             os.kill(server.pid, signal.SIGCONT)
         began = time.monotonic()
-        wait_until(lambda: one.queue_status("shared")["processed"] == 6, 30.0, "what ran meanwhile is settled")
+        wait_until(lambda: one.queue_status("shared")["done"] == 6, 30.0, "what ran meanwhile is settled")
         while time.monotonic() - began < watch_seconds:
             assert not any("took over" in forq.log or "starting afresh" in forq.log for forq in supervisors)
             time.sleep(0.1)
         assert [forq.child("shared")["pid"] for forq in supervisors] == before, "nobody lost a process"
         again = three.client().queue("shared").enqueue_many([0] * 30)
-        wait_until(lambda: one.queue_status("shared")["processed"] == 36, what="all work again")
+        wait_until(lambda: one.queue_status("shared")["done"] == 36, what="all work again")
         stalls = [t.stalls for forq in supervisors for t in forq.traces("start")]
         print(f"\nredis frozen for {seconds:g} s: {len(supervisors)} supervisors, evictions 0, stalls {sum(stalls)}")
         assert len(stalls) == len(running_ids) + len(again)

@@ -59,11 +59,9 @@ def test_a_host_whose_clock_is_wrong_works_beside_one_whose_clock_is_right(
         assert delayed_run(wrong, "own", 0.3) >= 0.3
         wrong.client().queue("own").enqueue(2, id="retried")
         wrong.client().queue("hung").enqueue({"do": "hang"}, id="late")
-        wait_until(
-            lambda: wrong.client().queue("own").status()["processed"] == 2, 10.0, "a backoff is as long as it is"
-        )
+        wait_until(lambda: wrong.client().queue("own").status()["done"] == 2, 10.0, "a backoff is as long as it is")
         wait_until(lambda: wrong.client().queue("hung").status()["dead"] == 1, 10.0, "a timeout is as long as it is")
-        wait_until(lambda: right.client().queue("shared").status()["processed"] == len(running_ids), what="both worked")
+        wait_until(lambda: right.client().queue("shared").status()["done"] == len(running_ids), what="both worked")
         assert_nobody_was_evicted(wrong, right)
 
 
@@ -98,7 +96,7 @@ def test_jobs_timeouts_and_delays_do_not_notice_that_the_clock_of_their_host_jum
         for shift in (TWO_HOURS, -TWO_HOURS, 0):
             clock.shift(shift)
             assert 0.3 <= delayed_run(jumping, "later", 0.3) < 5.0
-        wait_until(lambda: steady.client().queue("shared").status()["processed"] == 2, what="both are done")
+        wait_until(lambda: steady.client().queue("shared").status()["done"] == 2, what="both are done")
         assert len(jumping.traces("start") + steady.traces("start")) == 5, "no job ran twice"
         assert_nobody_was_evicted(jumping, steady)
 
@@ -132,12 +130,12 @@ def test_a_server_whose_clock_jumps_by_an_hour_evicts_nobody(
             before = redis.time()[0]
             clock.shift(shift)
             wait_until(lambda: abs(redis.time()[0] - before - shift) < 60, what="the server sees it")
-        wait_until(lambda: one.client().queue("shared").status()["processed"] == 4, 30.0, "what ran is done")
+        wait_until(lambda: one.client().queue("shared").status()["done"] == 4, 30.0, "what ran is done")
         assert len(one.traces("start") + two.traces("start")) == 4, "and ran once"
         assert_nobody_was_evicted(one, two)
         assert [forq.child("shared")["pid"] for forq in (one, two)] == pids
         one.client().queue("shared").enqueue_many([1] * 4)
-        wait_until(lambda: two.client().queue("shared").status()["processed"] == 8, what="and both go on")
+        wait_until(lambda: two.client().queue("shared").status()["done"] == 8, what="and both go on")
 
 
 @pytest.mark.fault("clock of the server jumps")

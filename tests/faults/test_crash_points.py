@@ -18,7 +18,7 @@ def wait_until_processed(forq: Forq, name: str, count: int = 1) -> None:
     def done() -> bool:
         status = queue.status()
         held = [status[state] for state in ("waiting", "scheduled", "active", "retry", "in_flight")]
-        return status["processed"] == count and not any(held)
+        return status["done"] == count and not any(held)
 
     wait_until(done, what=f"{count} jobs of {name} are done")
 

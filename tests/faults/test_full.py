@@ -118,9 +118,7 @@ def test_a_server_that_cannot_write_is_waited_for_and_nothing_acknowledged_is_lo
             wait_until(lambda: forq.run_ctl("push", "work", "0").stdout.strip(), what="a push is taken")
         )
         wait_until(lambda: {t.job for t in forq.traces("end")} >= set(acknowledged), what="all ran")
-        wait_until(
-            lambda: forq.client().queue("work").status()["processed"] >= len(acknowledged), what="and are settled"
-        )
+        wait_until(lambda: forq.client().queue("work").status()["done"] >= len(acknowledged), what="and are settled")
         assert_nobody_was_evicted(forq)
 
 

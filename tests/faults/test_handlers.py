@@ -46,7 +46,7 @@ def attempts(forq: Forq, queue: str, job_id: str) -> list[tuple[str, str]]:
 
 def processed(forq: Forq, queue: str, count: int) -> Any:
     seen = forq.client().queue(queue)
-    return wait_until(lambda: seen.status()["processed"] == count, 30.0, f"{count} of {queue} are done")
+    return wait_until(lambda: seen.status()["done"] == count, 30.0, f"{count} of {queue} are done")
 
 
 @pytest.mark.fault("handler closes all descriptors")

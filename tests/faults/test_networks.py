@@ -43,7 +43,7 @@ def wait_until_done(forq: Forq, count: int) -> None:
 
     def done() -> bool:
         status = seen.status()
-        return status["processed"] == count and not status["waiting"] + status["active"] + status["in_flight"]
+        return status["done"] == count and not status["waiting"] + status["active"] + status["in_flight"]
 
     wait_until(done, 30.0, f"{count} jobs are done")
     starts = Counter(trace.job for trace in forq.traces("start"))

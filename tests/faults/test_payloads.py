@@ -59,7 +59,7 @@ def test_broken_records_are_dead_with_the_reason_and_their_process_runs_the_othe
     for name, record in BROKEN.items():
         store.hset("forq:queue:{fragile}:jobs", name, record)
     forq.ctl("resume", "fragile")
-    wait_until(lambda: forq.client().queue("fragile").status()["processed"] == len(BROKEN), what="the healthy ones ran")
+    wait_until(lambda: forq.client().queue("fragile").status()["done"] == len(BROKEN), what="the healthy ones ran")
     wait_until(lambda: forq.client().queue("fragile").status()["dead"] == len(BROKEN), what="the broken ones are dead")
     assert {trace.job for trace in forq.traces("end")} == {f"after-{name}" for name in BROKEN}
     assert forq.child("fragile")["pid"] == pid
@@ -119,7 +119,7 @@ def test_a_huge_record_that_is_there_all_the_same_costs_no_neighbour(forq: Forq,
     queue.enqueue(1, id="huge")
     store.hset("forq:queue:{heavy}:jobs", "huge", b'p5 1\n[null,null,"' + b"x" * (48 << 20) + b'"]')
     forq.ctl("resume", "heavy")
-    wait_until(lambda: forq.client().queue("heavy").status()["processed"] == 4, what="it runs like others")
+    wait_until(lambda: forq.client().queue("heavy").status()["done"] == 4, what="it runs like others")
 
 
 @pytest.mark.fault("queue name hostile")

@@ -203,11 +203,11 @@ def test_supervisors_go_on_with_what_is_left_after_a_power_loss() -> None:
         cut = stored + (size - stored) // 3
         with cut_copy(server, cut) as copy, one_queue(copy.url, "work") as seen:
             left = seen.state().jobs
-            expected = seen.viewer.counts().processed + len(left)
+            expected = seen.viewer.counts().done + len(left)
         assert left, "some settled jobs are unsettled again"
         os.truncate(growing_file(server), cut)
         server.start()
-        wait_until(lambda: forq.client().queue("work").status()["processed"] == expected, 30.0, "it goes on")
+        wait_until(lambda: forq.client().queue("work").status()["done"] == expected, 30.0, "it goes on")
         wait_until(lambda: holds_nothing(forq, "work"), what="nothing is left")
         assert {trace.job for trace in forq.traces("end")} == set(ids)
         assert {trace.stalls for trace in forq.traces()} == {0}, "no worker died of it"

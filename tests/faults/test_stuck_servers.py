@@ -37,7 +37,7 @@ def pair(redis_url: str, tmp_path: Path) -> Iterator[tuple[Forq, Forq]]:
 def assert_each_ran_once(pair: tuple[Forq, Forq], count: int) -> None:
     one, _ = pair
     seen = one.client().queue("shared")
-    wait_until(lambda: seen.status()["processed"] == count, 30.0, f"{count} jobs are done")
+    wait_until(lambda: seen.status()["done"] == count, 30.0, f"{count} jobs are done")
     starts = [trace.job for trace in one.traces("start")]
     assert len(starts) == len(set(starts)) == count
     assert {trace.stalls for trace in one.traces()} == {0}

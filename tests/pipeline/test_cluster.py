@@ -33,7 +33,7 @@ def test_a_cluster_gives_the_same_audit_as_one_machine(tmp_path: Path) -> None:
         forq.create("bad", "fail", max_retries=1, min_backoff="10ms")
         for name in ("good", "bad"):
             forq.client().queue(name).enqueue_many(range(500))
-        wait_until(lambda: forq.queue_status("good")["processed"] == 500)
+        wait_until(lambda: forq.queue_status("good")["done"] == 500)
         wait_until(lambda: forq.queue_status("bad")["dead"] == 500)
         ingested = cluster.submit("ingest", "--history", history, "--redis", forq.url, "--json")
         assert ingested.returncode == 0, ingested.stderr[-2000:]

@@ -37,7 +37,7 @@ def test_history_is_filled_by_a_queue_whose_java_dies_with_it(tmp_path: Path) ->
     with running(settings=f'[pipeline]\nhistory = "{history}"\nevery = "2s"\n') as forq:
         forq.create("work")
         forq.client().queue("work").enqueue_many(range(100))
-        wait_until(lambda: forq.queue_status("work")["processed"] == 100)
+        wait_until(lambda: forq.queue_status("work")["done"] == 100)
         wait_until(lambda: rows(history) >= 300, 120.0, "its events are history")
         child = forq.child("forq-pipeline")["pid"]
         java = java_below(forq, child)

@@ -95,7 +95,7 @@ def test_a_write_with_the_same_run_stores_nothing_again_not_even_what_has_ended(
         write(numbered(spark, 700), queue, run="import-1")
         write(with_ids, queue, run="import-1")
         drain(queue, worker)
-    assert queue.viewer.counts().processed == 702
+    assert queue.viewer.counts().done == 702
     write(numbered(spark, 700), queue, run="import-2")
     write(numbered(spark, 10), queue)
     write(numbered(spark, 10), queue)
@@ -202,7 +202,7 @@ def test_a_stream_that_repeats_its_last_batch_stores_nothing_again(
     for name in ("0", ".0.crc"):
         (tmp_path / "at" / "commits" / name).unlink()
     stream()
-    assert queue.viewer.counts().processed == 300
+    assert queue.viewer.counts().done == 300
     assert queue.state().jobs == set()
     numbered(spark, 300).write.mode("append").parquet(str(tmp_path / "rows"))
     stream()

@@ -109,7 +109,7 @@ def test_a_supervisor_lives_through_failovers_and_nobody_is_evicted(setting: tup
         child = forq.wait_for_child("q")
         queue = Client(sentinels.url).queue("q")
         queue.enqueue_many(range(100), durable="replica")
-        wait_until(lambda: forq.queue_status("q")["processed"] == 100)
+        wait_until(lambda: forq.queue_status("q")["done"] == 100)
         began = time.monotonic()
         sentinels.fail_over()
         wait_until(lambda: sentinels.master_port() == pair.replica.port, what="the replica is the master")

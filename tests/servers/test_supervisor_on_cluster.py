@@ -36,7 +36,7 @@ def test_jobs_run_on_every_node_and_status_tells_of_all(cluster: RedisCluster, f
     for name in names:
         forq.create(name, "record")
         client.queue(name).enqueue_many(range(50))
-    wait_until(lambda: all(forq.queue_status(name)["processed"] == 50 for name in names), what="all have run")
+    wait_until(lambda: all(forq.queue_status(name)["done"] == 50 for name in names), what="all have run")
     assert {queue["name"] for queue in forq.status()["queues"]} >= set(names)
     assert "a cluster of 3 masters" in json.dumps(forq.status()["supervisor"]["redis"])
     assert forq.status()["supervisor"]["redis"]["ok"]
@@ -77,7 +77,7 @@ def test_dead_jobs_failed_log_delete_and_recover(cluster: RedisCluster, forq: Fo
     assert name not in Client(cluster.url).queues()
     forq.create(name, "record")
     forq.ctl("recover", str(log))
-    wait_until(lambda: forq.queue_status(name)["processed"] == 1, what="it has run")
+    wait_until(lambda: forq.queue_status(name)["done"] == 1, what="it has run")
 
 
 def test_items_are_released_to_who_awaits_them(cluster: RedisCluster, forq: Forq) -> None:

@@ -127,4 +127,4 @@ def test_a_whole_supervisor_through_tls(port: int, authority: Authority) -> None
         queue = forq.client().queue("q")
         queue.enqueue_many(range(100))
         queue.enqueue(1, run_in=0.5)
-        wait_until(lambda: forq.queue_status("q")["processed"] == 101, what="all have run")
+        wait_until(lambda: forq.queue_status("q")["done"] == 101, what="all have run")

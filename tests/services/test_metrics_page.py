@@ -28,9 +28,7 @@ LIMITS = {"rate": "5/1s", "max_active": 0, "may_begin": 4, "limited_workers": 1}
 
 
 def full_look(*names: str) -> Look:
-    counts = queue_counts(
-        waiting=3, processed=5, done=6, oldest_waiting_seconds=2.5, next_due_seconds=7.0, limits=LIMITS
-    )
+    counts = queue_counts(waiting=3, done=5, kept=6, oldest_waiting_seconds=2.5, next_due_seconds=7.0, limits=LIMITS)
     return look_at(
         [queue_status(name) for name in names],
         counts=dict.fromkeys(names, counts),
@@ -53,8 +51,8 @@ def test_figures_are_under_their_names() -> None:
     samples = read_samples(page(full_look("a")))
     queue = ("queue", "a")
     assert samples["forq_jobs", (queue, ("state", "waiting"))] == 3
-    assert samples["forq_jobs", (queue, ("state", "done"))] == 6
-    assert samples["forq_processed_total", (queue,)] == 5
+    assert samples["forq_jobs", (queue, ("state", "kept"))] == 6
+    assert samples["forq_done_total", (queue,)] == 5
     assert samples["forq_oldest_waiting_seconds", (queue,)] == 2.5
     assert samples["forq_next_due_seconds", (queue,)] == 7.0
     assert samples["forq_limit_may_begin", (queue,)] == 4
@@ -90,14 +88,14 @@ def test_figures_of_redis_are_left_out_while_it_is_down() -> None:
     look = replace(full_look("a"), counts={}, round_trip_seconds=None)
     samples = read_samples(page(look))
     assert samples["forq_redis_up", ()] == 0
-    assert not [name for name, _ in samples if name in ("forq_jobs", "forq_processed_total")]
+    assert not [name for name, _ in samples if name in ("forq_jobs", "forq_done_total")]
     assert samples["forq_run_seconds_count", (("queue", "a"),)] == 8
 
 
 def test_without_the_supervisor_the_rest_is_still_told() -> None:
     samples = read_samples(page(replace(full_look("a"), status=None)))
     assert samples["forq_supervisor_up", ()] == 0
-    assert samples["forq_processed_total", (("queue", "a"),)] == 5
+    assert samples["forq_done_total", (("queue", "a"),)] == 5
 
 
 def test_a_paused_queue_is_shown_as_such() -> None:

@@ -117,7 +117,7 @@ def test_status_has_one_row_for_all_workers_of_a_process_that_do_the_same(fake: 
 
 
 def test_status_while_redis_is_down_shows_dashes_and_the_reason(fake: FakeSupervisor) -> None:
-    counts = ("waiting", "scheduled", "active", "dead", "processed", "failed_total", "oldest_waiting_seconds")
+    counts = ("waiting", "scheduled", "active", "dead", "done", "failed", "oldest_waiting_seconds")
     fake.answers["status"] = whole_status(queue_status(**dict.fromkeys(counts)), redis_error="refused")
     code, out, _ = forqctl(fake, "status")
     assert code == 0

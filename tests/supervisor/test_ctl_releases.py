@@ -79,7 +79,7 @@ def test_the_modes_are_shown_when_not_all_queues_work(fake: FakeSupervisor) -> N
     fake.answers["status"] = whole_status({**works, "awaiters": 0}, gate)
     header, first, second = forqctl(fake, "status")[1].splitlines()
     assert header.split()[:3] == ["QUEUE", "MODE", "STATE"]
-    assert "AWAITED BY" in header
+    assert "AWAITERS" in header
     assert (first.split()[:3], second.split()[:3]) == (
         ["emails", "work", "running"],
         ["gate", "auto_release", "running"],

@@ -43,7 +43,7 @@ def numbered(count: int) -> dict[str, Any]:
 def growing(per_call: int) -> Callable[[dict[str, Any]], Any]:
     """A queue whose counters grow with each status."""
     calls = iter(range(1_000_000))
-    return lambda params: whole_status(queue_status(processed=per_call * next(calls), children=[]))
+    return lambda params: whole_status(queue_status(done=per_call * next(calls), children=[]))
 
 
 # Plain and JSON.
@@ -323,7 +323,7 @@ def test_rates_are_differences_of_counters() -> None:
     figures = Figures()
 
     def rates(done: int | None, failed: int | None, now: float) -> tuple[float | None, float | None]:
-        row = figures.read(whole_status(queue_status(processed=done, failed_total=failed)), now)[0]
+        row = figures.read(whole_status(queue_status(done=done, failed=failed)), now)[0]
         return row.done_per_second, row.failed_per_second
 
     assert rates(100, 1, 10.0) == (None, None)

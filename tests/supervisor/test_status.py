@@ -1,10 +1,17 @@
-"""The verb status, when what it asks for comes late."""
+"""The verb status: when what it asks for comes late, and the words that it has in common with all others."""
 
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-from forq.supervisor.status import Status
+from forq.broker.viewing import Counts
+from forq.services.metrics_page import JOB_STATES
+from forq.supervisor.ctl.verbs.status import columns_for
+from forq.supervisor.status import COUNTS, Status
+
+STATES_PAGE = Path(__file__).resolve().parent.parent.parent / "docs/states.md"
 
 
 class Asked:
@@ -44,3 +51,18 @@ def test_counts_that_come_late_while_the_memory_is_read_are_no_second_answer() -
     redis = request.reply.call_args.args[0]["supervisor"]["redis"]
     assert redis["ok"] is False
     assert redis["error"].startswith("no answer from Redis within")
+
+
+def test_python_json_table_metrics_and_the_page_of_words_say_the_same() -> None:
+    table = STATES_PAGE.read_text().partition("### Counts")[2].partition("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    rows = [(word.strip("`"), title.partition(",")[0], metric) for word, _, title, metric in lines]
+    described = {word for word, _, _ in rows}
+    # Of the queue and its journal, and no counts.
+    others = {"paused", "mode", "epoch", "journal_sequence", "journal_hash"}
+    assert described == set(COUNTS) == {field.name for field in fields(Counts)} - others
+    shown = {title.lower() for title, key in columns_for([{"mode": "on_request", "kept": 1}]) if key in COUNTS}
+    assert shown == {key for _, key in columns_for([{"mode": "on_request", "kept": 1}]) if key in COUNTS}
+    assert {word for word, title, _ in rows if title == word.upper()} == shown
+    assert {word for word, _, metric in rows if f'forq_jobs{{state="{word}"}}' in metric} == set(JOB_STATES)
+    assert {"done", "failed"} <= {word for word, _, metric in rows if f"`forq_{word}_total`" in metric}

@@ -35,10 +35,10 @@ def queue_status(**changes: Any) -> dict[str, Any]:
         "blocked": 0,
         "active": 1,
         "retry": 0,
-        "failed": 0,
+        "fail_jobs": 0,
         "dead": 2,
-        "processed": 41207,
-        "failed_total": 3,
+        "done": 41207,
+        "failed": 3,
         "oldest_waiting_seconds": 75.4,
         "children": [child, parked],
     }

@@ -152,8 +152,8 @@ class Checks:
         assert counts.scheduled == sum(job.scheduled for job in jobs)
         assert counts.blocked == sum(bool(job.blocked) for job in jobs)
         assert counts.active == sum(job.owner is not None for job in jobs)
-        assert (counts.processed, counts.dead, counts.dropped) == (self._model.processed, self._model.dead, 0)
-        assert counts.failed_total == self._model.dead
+        assert (counts.done, counts.dead, counts.dropped) == (self._model.processed, self._model.dead, 0)
+        assert counts.failed == self._model.dead
         assert counts.paused == self._model.paused
 
     def _check_done(self) -> None:
@@ -167,7 +167,7 @@ class Checks:
             job_id: (done.fence, orjson.loads(done.result) if done.result else None, done.attempts)
             for job_id, done in self._model.kept.items()
         }
-        assert self._queue.viewer.counts().done == len(told)
+        assert self._queue.viewer.counts().kept == len(told)
         newest_ms = max(ended.values(), default=0)
         while self._server_ms() <= newest_ms:
             pass

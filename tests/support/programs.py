@@ -90,7 +90,7 @@ def create(forq: Forq, name: str, handler: str, *more: str, **options: object) -
 def wait_for_counts(forq: Forq, name: str, processed: int, dead: int = 0) -> None:
     def reached() -> bool:
         status = forq.queue_status(name)
-        return (status["processed"], status["dead"]) == (processed, dead)
+        return (status["done"], status["dead"]) == (processed, dead)
 
     wait_until(reached, 60.0, f"{processed} done and {dead} dead in {name}")
 

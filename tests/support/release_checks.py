@@ -140,7 +140,7 @@ class ReleaseChecks(Checks):
         assert counts.scheduled == sum(item.scheduled for item in items)
         assert counts.blocked == sum(bool(item.blocked) for item in items)
         assert counts.active == sum(item.owner is not None for item in items)
-        assert (counts.processed, counts.failed_total, counts.dropped) == (
+        assert (counts.done, counts.failed, counts.dropped) == (
             self._release.processed,
             self._release.dead,
             0,

@@ -100,7 +100,7 @@ all_done() {
   venv/bin/forqctl status --json | venv/bin/python -c '
 import json, sys
 queue, = json.load(sys.stdin)["queues"]
-sys.exit((queue["processed"], queue["waiting"], queue["active"]) != (int(sys.argv[1]), 0, 0))' "$jobs"
+sys.exit((queue["done"], queue["waiting"], queue["active"]) != (int(sys.argv[1]), 0, 0))' "$jobs"
 }
 until_true 30 all_done || fail "the jobs are not done: $(venv/bin/forqctl status --json 2>&1)"
 [ "$(sort ran.txt)" = "$(sort pushed.txt)" ] || fail "pushed: $(sort pushed.txt | xargs); ran: $(sort ran.txt | xargs)"

@@ -89,7 +89,7 @@ class Figures:
         )
 
     def _rates(self, queue: dict[str, Any], now: float) -> tuple[float | None, float | None]:
-        name, done, failed = queue["name"], queue["processed"], queue["failed_total"]
+        name, done, failed = queue["name"], queue["done"], queue["failed"]
         if done is None or failed is None:
             return None, None
         before = self._before.get(name)

@@ -28,8 +28,8 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
     ("SCHEDULED", "scheduled"),
     ("ACTIVE", "active"),
     ("DEAD", "dead"),
-    ("DONE", "processed"),
-    ("FAILED", "failed_total"),
+    ("DONE", "done"),
+    ("FAILED", "failed"),
 )
 
 
@@ -86,11 +86,7 @@ def _is_live_main(child: dict[str, Any]) -> bool:
 
 def _show(status: dict[str, Any], in_detail: bool) -> None:
     queues = status["queues"]
-    columns = _COLUMNS
-    if any(queue["mode"] not in (None, "work") for queue in queues):
-        columns = (*_COLUMNS[:1], ("MODE", "mode"), *_COLUMNS[1:], ("AWAITED BY", "awaiters"))
-    if any(queue.get("done") for queue in queues):
-        columns = (*columns, ("KEPT", "done"))
+    columns = columns_for(queues)
     show_table(
         (*(title for title, _ in columns), "OLDEST", "CHILDREN"),
         [
@@ -119,6 +115,16 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
         print(f"{name}: unresponsive: this service does not answer and is being replaced")
     if not redis["ok"]:
         print(f"redis: down: {cell(redis['error'])}")
+
+
+def columns_for(queues: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """The title and the key of each column; a count's title is its key."""
+    columns = _COLUMNS
+    if any(queue["mode"] not in (None, "work") for queue in queues):
+        columns = (*_COLUMNS[:1], ("MODE", "mode"), *_COLUMNS[1:], ("AWAITERS", "awaiters"))
+    if any(queue.get("kept") for queue in queues):
+        columns = (*columns, ("KEPT", "kept"))
+    return columns
 
 
 def _limits(limits: dict[str, Any]) -> str:
