@@ -327,14 +327,14 @@ MUTANTS_OF_RELEASE_LIB = (
     ),
     Mutant(
         "lib/expiring.lua",
-        "      redis.call('LPOP', pending_key(place), first.going)\n",
+        "      pop_hints(place, first.going)\n",
         "",
         "the hint of an item that expired stays",
         "item_ages test_a_heartbeat_gives_up_what_is_too_old",
     ),
     Mutant(
         "lib/expiring.lua",
-        "      count_hints(place, -first.going)\n",
+        "      if place == LANE then count_hints(LANE, -first.going) end\n",
         "",
         "hints of items that expired count on",
         "item_ages test_an_item_of_the_lane_that_is_too_old_is_dead_and_the_lane_empty",

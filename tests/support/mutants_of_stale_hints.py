@@ -150,4 +150,25 @@ MUTANTS_OF_STALE_HINTS = (
         "a claim reads more than it may while a list is swept",
         "stale_hints test_a_claim_of_large_jobs_while",
     ),
+    Mutant(
+        "lib/expiring.lua",
+        "others[#others + 1] = { place, id } end",
+        "forget_hint(place, id) end",
+        "items that expire in a list that begins to be swept take hints of others along",
+        "stale_hints test_an_item_that_expires_behind",
+    ),
+    Mutant(
+        "lib/expiring.lua",
+        "redis.call('LRANGE', (first_list(place)), 0, EXPIRED_PER_CALL - 1)",
+        "redis.call('LRANGE', pending_key(place), 0, EXPIRED_PER_CALL - 1)",
+        "items that expire while their list is swept take hints of others along",
+        "stale_hints test_items_that_expire",
+    ),
+    Mutant(
+        "lib/expiring.lua",
+        "  for _, other in ipairs(others) do forget_hint(other[1], other[2]) end\n",
+        "",
+        "hints of items that expired are not given up",
+        "stale_hints test_items_that_expire",
+    ),
 )

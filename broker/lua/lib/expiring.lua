@@ -6,13 +6,13 @@ local function expire()
   local due = redis.call('ZRANGEBYSCORE', key('expiries'), '-inf', string.format('%.0f', now_ms), 'LIMIT', 0, math.max(1, readable(EXPIRED_PER_CALL, READ_BYTES)))
   if #due == 0 then return end
 
-  -- The oldest are mostly at the head of their list: such hints go at once. `heads`: place -> the first ones, how many of
-  -- which go.
-  local heads = {}
+  -- The oldest are mostly at the head of their list: such hints go at once. `heads`: place -> the first ones, and how many of
+  -- them go. The others are given up after that: to give up a hint may change the heads.
+  local heads, others = {}, {}
   local function forget_first_hint(place, id)
-    heads[place] = heads[place] or { ids = redis.call('LRANGE', pending_key(place), 0, EXPIRED_PER_CALL - 1), going = 0 }
+    heads[place] = heads[place] or { ids = redis.call('LRANGE', (first_list(place)), 0, EXPIRED_PER_CALL - 1), going = 0 }
     local first = heads[place]
-    if first.ids[first.going + 1] == id then first.going = first.going + 1 else forget_hint(place, id) end
+    if first.ids[first.going + 1] == id then first.going = first.going + 1 else others[#others + 1] = { place, id } end
   end
 
   local records = redis.call('HMGET', key('jobs'), unpack(due))
@@ -46,9 +46,10 @@ local function expire()
   end
   for place, first in pairs(heads) do
     if first.going > 0 then
-      redis.call('LPOP', pending_key(place), first.going)
-      count_hints(place, -first.going)
+      pop_hints(place, first.going)
+      if place == LANE then count_hints(LANE, -first.going) end
     end
   end
+  for _, other in ipairs(others) do forget_hint(other[1], other[2]) end
   if #old > 0 then bury_jobs(old) end
 end
