@@ -186,7 +186,9 @@ class DeadJobs:
         return error_for(self.name, [code, self._link.call("HGET", f"{self._base}:options", "max_items")])
 
     def _unknown(self, reference: str) -> UnknownJob:
-        return UnknownJob(f"queue {self.name!r} has no dead job {reference!r}")
+        return UnknownJob(
+            f"queue {self.name!r} has no dead job {reference!r}; `forqctl jobs {self.name} --state dead` lists them"
+        )
 
 
 def _brief(member: str, died_ms: int, packed: bytes | None) -> dict[str, Any]:

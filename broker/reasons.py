@@ -6,6 +6,7 @@ from typing import Any
 from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
 from forq.broker.link import Link
 from forq.broker.viewing import Counts, Viewer
+from forq.durations import show_time
 from forq.options import EXTERNAL, RELEASE_MODES
 from forq.progress import show_progress
 
@@ -52,13 +53,13 @@ def _reason(link: Link, prefix: str, viewer: Viewer, job: dict[str, Any]) -> str
         far = job["progress"] and show_progress(job["progress"]["fraction"], job["progress"]["text"])
         return f"it is running now (worker {job['worker']}){f': {far}' if far else ''}{marked}"
     if state == "done":
-        return f"it is done since epoch second {job['ended_at']:.3f}"
+        return f"it is done since {show_time(job['ended_at'])}"
     if state == "dead":
         return f"it failed for good: {_error(job['error'])}; `forqctl dead retry {name} {job_id}` runs it again"
     if counts.paused:
         return "its queue is paused; `forqctl resume` goes on"
     if state == "scheduled":
-        return f"it waits for its time, epoch second {job['run_at']:.3f}{_last_attempt(job)}"
+        return f"it waits for its time, {show_time(job['run_at'])}{_last_attempt(job)}"
     if state == "retry":
         return (
             f"it has used up its retries and gets another chance when nothing else waits ({counts.waiting} jobs wait)"

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from forq.broker.codes import OK, error_for
+from forq.broker.codes import NO_QUEUE, OK, error_for
 from forq.broker.dead import DeadJobs, read_dead
 from forq.broker.done import read_done
 from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
@@ -14,6 +14,7 @@ from forq.broker.link import Link
 from forq.broker.record import Record, unpack, unpacked_fields
 from forq.broker.reporting import read_progress
 from forq.broker.scripts import script
+from forq.durations import show_duration
 from forq.errors import InvalidData, UnknownJob, UsageError
 from forq.names import check_job_id, check_queue_name, shown
 from forq.rates import Rate
@@ -86,7 +87,7 @@ class Viewer:
     def job(self, job_id: str) -> dict[str, Any]:
         """Everything known about one job: the live one of that id, else the one that was done or has died last."""
         check_job_id(job_id)
-        packed, owner, due_ms, attempts, blocked, progress, done, exists = self._link.pipeline(
+        packed, owner, due_ms, attempts, blocked, progress, done, options = self._link.pipeline(
             [
                 ("HGET", f"{self._base}:jobs", job_id),
                 ("HGET", f"{self._base}:active", job_id),
@@ -95,11 +96,12 @@ class Viewer:
                 ("HEXISTS", f"{self._base}:blocked", job_id),
                 ("HGET", f"{self._base}:progress", job_id),
                 ("HGET", f"{self._base}:done:jobs", job_id),
-                ("EXISTS", f"{self._base}:options"),
+                ("HMGET", f"{self._base}:options", "epoch", "keep_done_ms"),
             ]
         )
-        if not exists:
-            raise error_for(self.name, [-1])
+        epoch, keep_done_ms = options
+        if epoch is None:
+            raise error_for(self.name, [NO_QUEUE])
         if packed is not None:
             state = live_state(packed, owner, due_ms)
             tried = [orjson.loads(line) for line in (attempts or b"").splitlines()]
@@ -110,7 +112,14 @@ class Viewer:
                 "progress": read_progress(progress) if state == "active" else None,
             }
             return _job(job_id, state, packed) | times | _ownership(owner)
-        return self._ended(job_id, done) | {"progress": None}
+        try:
+            return self._ended(job_id, done) | {"progress": None}
+        except UnknownJob:
+            keeps = show_duration(int(keep_done_ms or 0) / 1000)
+            raise UnknownJob(
+                f"queue {self.name!r} has no job {job_id!r}: it never had, or the job has ended and is not kept "
+                f"(keep_done = {keeps})"
+            ) from None
 
     def _ended(self, job_id: str, packed: bytes | None) -> dict[str, Any]:
         if packed is None:

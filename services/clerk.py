@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forq import exits
 from forq.broker.awaiting import Awaiting
@@ -19,8 +19,9 @@ from forq.broker.scheduling import Schedules
 from forq.broker.scripts import OF_CLIENTS, script
 from forq.broker.server_check import check_server
 from forq.broker.stored_options import changed_for_fail_queue, stored, stored_defaults, stored_for_fail_queue
+from forq.broker.traces import unknown_job
 from forq.broker.viewing import Viewer, counts_of
-from forq.errors import BeingDeleted, UnknownQueue, UsageError
+from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
 from forq.liveness import DISK_SECONDS, may_take, passed
 from forq.names import check_queue_name, shown
 from forq.options import WORK, check_changes
@@ -32,6 +33,7 @@ from forq.services.followers import Followers
 from forq.services.watchers import Watchers
 
 CALL_TIMEOUT_SECONDS = 3.0
+Answer = TypeVar("Answer")
 _JOB_FIELDS = {"data", "id", "identifier", "priority", "type", "token", "run_at", "run_in"}
 _UPDATE_FIELDS = ("if_exists", "update_data", "update_run_at", "reset_counts")
 
@@ -189,12 +191,30 @@ class Clerk:
         name = check_queue_name(params.get("name"))
         messages = params.get("messages") is not False
         unresponsive = params.get("unresponsive")
-        state, reason = why(
-            *(self._link, self._settings.prefix, name, params.get("id", "")),
-            messages=messages,
-            unresponsive=unresponsive if isinstance(unresponsive, dict) else {},
-        )
+
+        def ask() -> tuple[str, str]:
+            return why(
+                *(self._link, self._settings.prefix, name, params.get("id", "")),
+                messages=messages,
+                unresponsive=unresponsive if isinstance(unresponsive, dict) else {},
+            )
+
+        state, reason = self._or_its_trace(params, ask)
         return {"state": state, "why": reason}
+
+    def _or_its_trace(self, params: dict[str, Any], look: Callable[[], Answer]) -> Answer:
+        """Of a job that the queue does not have, what the journal knows of it. Not for programs, which may ask again
+        and again."""
+        try:
+            return look()
+        except UnknownJob:
+            may_take()
+            error = unknown_job(self._link, self._settings.prefix, params["name"], params["id"])
+        try:
+            return look()
+        except UnknownJob:
+            # It has not come meanwhile.
+            raise error from None
 
     def push(self, params: dict[str, Any]) -> object:
         fields = {key: value for key, value in params.items() if key not in ("name", "durable", *_UPDATE_FIELDS)}
@@ -216,7 +236,7 @@ class Clerk:
         return {"removed": self._producer(params).remove(params.get("id", ""))}
 
     def job(self, params: dict[str, Any]) -> object:
-        return self._viewer(params).job(params.get("id", ""))
+        return self._or_its_trace(params, lambda: self._viewer(params).job(params.get("id", "")))
 
     def jobs(self, params: dict[str, Any]) -> object:
         return asdict(self._viewer(params).jobs(params.get("state"), _limit(params), params.get("after")))

@@ -1,4 +1,4 @@
-"""Durations as people write them ("250ms", "10s", "5m", "2h", "7d", or a number of seconds), read and shown."""
+"""Durations as people write them ("250ms", "10s", "5m", "2h", "7d", a number of seconds), read and shown; and times."""
 
 import re
 
@@ -32,6 +32,17 @@ def show_duration(seconds: float) -> str:
         if whole and whole % _UNIT_SECONDS[unit] == 0:
             return f"{whole // int(_UNIT_SECONDS[unit])}{unit}"
     return f"{whole}s"
+
+
+def show_time(epoch_seconds: float) -> str:
+    """ISO 8601 in UTC, to the second: what sentences say."""
+    from datetime import UTC, datetime  # forqctl starts faster without it
+
+    try:
+        return datetime.fromtimestamp(int(epoch_seconds), UTC).isoformat().replace("+00:00", "Z")
+    except (OverflowError, ValueError, OSError):
+        # Beyond the year 9999, which a job's time may be.
+        return f"{epoch_seconds:.0f} s after 1970"
 
 
 def _seconds_in(value: object) -> float | None:

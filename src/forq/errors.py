@@ -230,8 +230,16 @@ class RetryAt(ForqError):
     code = "retry_at"
 
     def __init__(self, retry_at: object, message: str = "") -> None:
-        super().__init__(message or f"retry at {retry_at}")
+        super().__init__(message or f"retry at {_shown_time(retry_at)}")
         self.retry_at = retry_at
+
+
+def _shown_time(moment: object) -> object:
+    if isinstance(moment, bool) or not isinstance(moment, int | float):
+        return moment
+    from forq.durations import show_time  # which needs the errors
+
+    return show_time(moment)
 
 
 def _subclasses(cls: type[ForqError]) -> list[type[ForqError]]:

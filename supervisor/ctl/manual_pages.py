@@ -82,9 +82,13 @@ PAGES = {
         {4: "no such queue"},
     ),
     "job": Page(
-        "With its data, its counts, and its last ten attempts that did not succeed.",
+        (
+            "With its data, its counts, and its last ten attempts that did not succeed. Of a job that the queue does "
+            "not have (any more) it says what the queue's journal knows of it: when it was done or cancelled, or that "
+            "it never was there."
+        ),
         (("", "job mails 01JD0Z"),),
-        {4: "no such queue or job"},
+        {4: "no such queue, or no such job (any more): the message says what is known of it"},
     ),
     "push": Page(
         (
@@ -215,9 +219,9 @@ PAGES = {
         {4: "nothing was ever kept of a queue of that name"},
     ),
     "why": Page(
-        "",
+        "Of a job that the queue does not have (any more) it says what the queue's journal knows of it.",
         (("", "why mails 01JD0Z"),),
-        {4: "no such queue or job"},
+        {4: "no such queue, or no such job (any more): the message says what is known of it"},
     ),
     "kill": Page(
         "In the same way as a timeout does; the answer does not wait for the end.",

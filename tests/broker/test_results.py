@@ -8,6 +8,7 @@ import pytest
 from forq.broker.done import LOST
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
 from forq.broker.reasons import why
+from forq.durations import show_time
 from forq.errors import UnknownJob
 from tests.support.external_queue import ExternalQueue
 from tests.support.one_queue import HandWorker, OneQueue, one_queue
@@ -60,7 +61,7 @@ def test_a_done_job_is_shown_with_its_record_and_its_result(queue: OneQueue) -> 
     assert queue.state().jobs == set(), "it is no live job"
     counts = queue.viewer.counts()
     assert (counts.kept, counts.done, counts.waiting) == (1, 1, 0)
-    assert why(queue.link, DEFAULT_PREFIX, "q", "a") == ("done", f"it is done since epoch second {job['ended_at']:.3f}")
+    assert why(queue.link, DEFAULT_PREFIX, "q", "a") == ("done", f"it is done since {show_time(job['ended_at'])}")
 
 
 def test_a_queue_that_keeps_nothing_keeps_nothing(queue: OneQueue) -> None:

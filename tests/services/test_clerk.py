@@ -12,7 +12,8 @@ import pytest
 import redis
 
 from forq import wire
-from forq.errors import ForqError, InvalidData, UnknownQueue, UsageError
+from forq.broker.traces import unknown_job
+from forq.errors import ForqError, InvalidData, UnknownJob, UnknownQueue, UsageError
 from forq.services.clerk import Clerk, ClerkSettings
 from forq.services.desk import Desk
 
@@ -41,6 +42,26 @@ def test_push_returns_the_id_and_job_shows_it(clerk: Clerk) -> None:
     answer: Any = clerk.push({"name": "q", "data": {"n": 1}, "identifier": "one", "priority": None})
     job: Any = clerk.job({"name": "q", "id": answer["id"]})
     assert (job["state"], job["data"], job["identifier"], job["priority"]) == ("waiting", {"n": 1}, "one", 5)
+
+
+def test_job_and_why_of_a_job_that_is_gone_say_what_became_of_it(clerk: Clerk) -> None:
+    clerk.push({"name": "q", "data": 1, "id": "a"})
+    clerk.cancel({"name": "q", "id": "a"})
+    for verb in (clerk.job, clerk.why):
+        with pytest.raises(UnknownJob, match="any more: it was cancelled at 20"):
+            verb({"name": "q", "id": "a"})
+        with pytest.raises(UnknownJob, match="has never had a job 'b'"):
+            verb({"name": "q", "id": "b"})
+
+
+def test_a_job_that_comes_while_the_journal_is_read_is_shown(clerk: Clerk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def come_meanwhile(*args: Any) -> UnknownJob:
+        clerk.push({"name": "q", "data": 1, "id": "a"})
+        return unknown_job(*args)
+
+    monkeypatch.setattr("forq.services.clerk.unknown_job", come_meanwhile)
+    job: Any = clerk.job({"name": "q", "id": "a"})
+    assert job["state"] == "waiting"
 
 
 @pytest.mark.parametrize(

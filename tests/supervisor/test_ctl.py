@@ -344,7 +344,7 @@ def test_remove_and_cancel_are_4_when_there_was_nothing(fake: FakeSupervisor, ve
     fake.answers[verb] = {field: True}
     assert forqctl(fake, verb, "q", "7") == (0, f"{field} 7\n", "")
     fake.answers[verb] = {field: False}
-    assert forqctl(fake, verb, "q", "7") == (4, "", f"forqctl: queue q has no job 7 to {verb}\n")
+    assert forqctl(fake, verb, "q", "7") == (4, "", f"forqctl: queue q has no job 7 to {verb}: `forqctl why q 7`\n")
     assert fake.calls == [(verb, {"name": "q", "id": "7"})] * 2
 
 

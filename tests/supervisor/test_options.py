@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forq.broker.stored_options import stored
-from forq.durations import parse_duration, show_duration
-from forq.errors import InvalidName, InvalidOption, UsageError
+from forq.durations import parse_duration, show_duration, show_time
+from forq.errors import InvalidName, InvalidOption, RetryAt, UsageError
 from forq.options import (
     OPTIONS,
     Option,
@@ -60,6 +60,21 @@ def test_a_shown_duration_is_read_back_exactly(milliseconds: int) -> None:
 )
 def test_a_duration_is_shown_in_its_largest_exact_unit(seconds: float, text: str) -> None:
     assert show_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("moment", "text"),
+    [
+        (1794926402.9, "2026-11-17T14:40:02Z"),
+        (0, "1970-01-01T00:00:00Z"),
+        (1e30, f"{1e30:.0f} s after 1970"),
+        (math.inf, "inf s after 1970"),
+        (math.nan, "nan s after 1970"),
+    ],
+)
+def test_sentences_have_times_in_iso_8601(moment: float, text: str) -> None:
+    assert show_time(moment) == text
+    assert str(RetryAt(moment)) == f"retry at {text}"
 
 
 @pytest.mark.parametrize(("text", "size"), [("1mb", 1 << 20), ("64KB", 65536), ("10", 10), (10, 10), ("2 gb", 2 << 30)])

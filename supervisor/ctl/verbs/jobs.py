@@ -79,7 +79,7 @@ def _take_out(args: Namespace, method: str, done: str) -> int:
     if args.json:
         show_json(result)
     if not result[done]:
-        raise UnknownJob(f"queue {args.name} has no job {args.id} to {method}")
+        raise UnknownJob(f"queue {args.name} has no job {args.id} to {method}: `forqctl why {args.name} {args.id}`")
     if not args.json:
         print(f"{done} {printable(args.id)}")
     return 0
