@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
+SPARK := $(VENV)/.spark
 STATE_DIR ?= .state
 CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 
@@ -38,7 +39,7 @@ tools: $(TOOLS) ## and with the tools, Spark and a Java for it: what tests need 
 $(TOOLS): $(READY)
 	@echo 'make: installing the test tools and Spark into $(VENV) (once, 500 MB, one or two minutes)'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,pipeline,java,metrics,top,tracing]'
-	@touch $@
+	@touch $@ $(SPARK)
 
 run: setup ## start a supervisor with two sample queues, in the foreground
 	@printf '%s\n' 'To try, in another terminal:' \
@@ -48,8 +49,14 @@ run: setup ## start a supervisor with two sample queues, in the foreground
 	  'Ctrl-C stops it.' ''
 	@exec $(BIN)/forq run --config etc/examples/sample.toml --state-dir $(STATE_DIR)
 
-demo: setup ## a guided tour of about two minutes: kill -9, daemons, timeouts, rates, audit (ARGS=--fast: no pauses)
+demo: setup ## a guided tour of about two minutes: kill -9, daemons, timeouts, rates, audit (ARGS=--fast: no pauses; --no-audit: no Spark)
+	@$(if $(findstring --no-audit,$(ARGS)),,$(MAKE) --no-print-directory $(SPARK) || echo 'make: the tour goes on without Spark' >&2)
 	@$(BIN)/python etc/demo/tour.py $(ARGS)
+
+$(SPARK): $(READY)
+	@echo 'make: installing Spark and a Java into $(VENV), for the audit (once, 500 MB, one or two minutes; without: make demo ARGS=--no-audit)'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[pipeline,java]'
+	@touch $@
 
 man: setup ## write the man pages anew, from the tables of commands
 	$(BIN)/python etc/man/write.py

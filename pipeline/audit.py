@@ -17,12 +17,13 @@ from pyspark.sql import functions as F
 
 from forq.broker.keys import main_queue
 from forq.broker.link import Link
-from forq.errors import RedisUnavailable, UsageError
+from forq.errors import RedisUnavailable, UnknownQueue, UsageError
 from forq.pipeline import rules
 from forq.pipeline.auditor import Audit, Auditor
 from forq.pipeline.findings import GAP, Finding
 from forq.pipeline.folder import Folder
 from forq.pipeline.history import read_history
+from forq.pipeline.reading import require_queues
 from forq.pipeline.session import spark_session
 from forq.pipeline.source import ForqSource
 from forq.pipeline.standing import Standings, read_standings
@@ -65,6 +66,8 @@ def audit_all(
     progress("Redis")
     notes: list[str] = []
     standings = _standings(url, prefix, notes)
+    if standings is not None and not standings.queues:
+        _require_deleted(spark, url, prefix, directory)
     live = None if standings is None else _live_events(spark, url, prefix, standings, directory)
     past = _history(spark, directory, notes)
     if live is None and past is None:
@@ -83,6 +86,20 @@ def _standings(url: str, prefix: str, notes: list[str]) -> Standings | None:
         return None
     finally:
         link.close()
+
+
+def _require_deleted(spark: SparkSession, url: str, prefix: str, directory: str) -> None:
+    """No queue has this prefix. If they were all deleted, their journals or the history tell so; else it is wrong, or
+    Redis has lost them all."""
+    try:
+        require_queues(url, prefix)
+    except UnknownQueue:
+        if not Folder(spark, directory).exists("events"):
+            raise
+        last = F.max_by("verb", F.struct("epoch", "sequence", "position"))
+        ends = read_history(spark, directory).groupBy("queue").agg(last.alias("verb")).collect()
+        if any(row.verb != "deleted" for row in ends if main_queue(row.queue) == row.queue):
+            raise
 
 
 def _live_events(spark: SparkSession, url: str, prefix: str, standings: Standings, directory: str) -> DataFrame:

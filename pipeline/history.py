@@ -24,7 +24,7 @@ from datetime import date
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
-from forq.errors import ConfigError, ForqError
+from forq.errors import ConfigError, ForqError, UsageError
 from forq.pipeline.compaction import STAGING, Compaction, batch_folder, marker
 from forq.pipeline.folder import Folder
 from forq.pipeline.rows import read_rows, write_rows
@@ -117,6 +117,12 @@ def read_history(
     if until is not None:
         rows = rows.where(f.col("day") <= f.lit(until))
     return rows.select(EVENTS.fieldNames())
+
+
+def require_history(spark: SparkSession, directory: str) -> None:
+    """Refuses a place where no ingest has been: a mistyped one would look like a time in which nothing happened."""
+    if not Folder(spark, directory).exists("events"):
+        raise UsageError(f"there is no history in {directory}: `forq pipeline ingest` makes one; --history says where")
 
 
 def _roots(compaction: Compaction) -> list[tuple[str, list[str]]]:

@@ -28,13 +28,12 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.durations import parse_duration
-from forq.errors import ForqError, UnknownQueue
+from forq.errors import ForqError
 from forq.pipeline.history import History
-from forq.pipeline.reading import Journals
+from forq.pipeline.reading import Journals, require_queues
 from forq.pipeline.session import spark_session
 from forq.pipeline.source import ForqSource
 from forq.places import redis_url, state_dir
-from forq.redis_address import shown_url
 
 ENTRIES_PER_BATCH = 100_000
 _LOOK_SECONDS = 0.2
@@ -56,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     every_seconds = parse_duration(args.every)
+    require_queues(args.redis or redis_url(), args.prefix)
     ingest = Ingest(
         spark_session("ingest"),
         history_directory(args.history),
@@ -66,11 +66,6 @@ def run(args: argparse.Namespace) -> int:
     )
     with stop_on_signal(ingest):
         tally = ingest.run(every_seconds if args.follow else None, shown_on(sys.stderr, args.json))
-    if not tally.rows and not ingest.has_queues():
-        raise UnknownQueue(
-            f"nothing was read: Redis at {shown_url(args.redis or redis_url())} has no queue whose keys begin with "
-            f"{args.prefix!r}; `prefix` in forq.toml says what they begin with: give --prefix, or set FORQ_PREFIX"
-        )
     print(json.dumps(tally.as_json()) if args.json else tally.summary())
     return 0
 
@@ -163,10 +158,6 @@ class Ingest:
             if not self._stopping.is_set():
                 self._compact(sys.maxsize)
         return self._tally
-
-    def has_queues(self) -> bool:
-        """Whether there is, or was, any queue with this prefix."""
-        return bool(self._journals.queues())
 
     def stop(self) -> None:
         """Ends a run soon, wherever it is: what is unfinished is finished by the next one."""

@@ -15,7 +15,7 @@ from forq.broker.journal import Event, read_entry
 from forq.broker.keys import events_key, fail_queue, queue_base, registry_key, watermarks_key
 from forq.broker.link import Link
 from forq.broker.registry import Registry
-from forq.errors import ForqError, InvalidData, OutcomeUnknown, RedisUnavailable
+from forq.errors import ForqError, InvalidData, OutcomeUnknown, RedisUnavailable, UnknownQueue
 from forq.pipeline.schema import EVENTS_ARROW
 
 # Before the first entry of any stream.
@@ -162,6 +162,21 @@ class Journals:
         if not entries:
             raise ForqError(f"the journal of queue {whole.queue!r} was trimmed while it was read")
         return read_mark(entries[0])
+
+
+def require_queues(url: str, prefix: str) -> list[str]:
+    """The queues of a prefix; refuses one that no queue has or had, since reading nothing would look like success."""
+    journals = Journals(url, prefix)
+    try:
+        queues = journals.queues()
+    finally:
+        journals.link.close()
+    if not queues:
+        raise UnknownQueue(
+            f"Redis at {journals.link.shown_url} has no queue whose keys begin with {prefix!r}; `prefix` in forq.toml "
+            "says what they begin with: give --prefix, or set FORQ_PREFIX"
+        )
+    return queues
 
 
 def read_mark(entry: list[Any]) -> Mark:

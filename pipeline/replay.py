@@ -23,7 +23,8 @@ from forq.broker.link import Link
 from forq.broker.registry import Registry
 from forq.errors import ForqError, UnknownQueue, UsageError
 from forq.names import check_queue_name
-from forq.pipeline.history import read_history
+from forq.pipeline.history import read_history, require_history
+from forq.pipeline.reading import require_queues
 from forq.pipeline.replay_lives import job_lives
 from forq.pipeline.replay_look import ALREADY, LOOKED, READY, Look
 from forq.pipeline.session import spark_session
@@ -72,13 +73,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     look = Look(args.redis or redis_url(), args.prefix, args.to and check_queue_name(args.to))
-    _check_target(look)
+    _check_queues(look)
     # Spark logs a wrong predicate at length before it raises; here the sentence is enough.
     logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)
     progress = ProgressLine()
     progress.say("starting Spark")
     spark = spark_session("replay")
     progress.say(f"reading {args.history}")
+    require_history(spark, args.history)
     events = read_history(spark, args.history)
     # For a predicate that looks at single events, or at other jobs.
     events.createOrReplaceTempView("events")
@@ -176,7 +178,8 @@ def _result(looked: DataFrame, counts: dict[str, int], stored_before: int | None
     )
 
 
-def _check_target(look: Look) -> None:
+def _check_queues(look: Look) -> None:
+    require_queues(look.redis, look.prefix)
     if look.to is None:
         return
     link = Link(look.redis, name="forq-replay")

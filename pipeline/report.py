@@ -12,7 +12,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from forq.errors import ForqError, UsageError
-from forq.pipeline.history import read_history
+from forq.pipeline.history import read_history, require_history
 from forq.pipeline.report_figures import Figures, read_figures
 from forq.pipeline.report_page import empty_page, report_page
 from forq.pipeline.report_span import moment, parse_moment
@@ -49,6 +49,7 @@ def run(args: Namespace) -> int:
 
 
 def history_figures(spark: SparkSession, history: str, since_us: int | None, until_us: int | None) -> Figures | None:
+    require_history(spark, history)
     events = read_history(spark, history, since=_day(since_us), until=_day(until_us))
     return read_figures(spark, events, since_us, until_us)
 

@@ -9,10 +9,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 BOX = 1000
 
 Value = float | None
+
+# A character of a label is at most this wide (report.css: 11.5 px), and labels have this between them.
+CHARACTER_PX = 7
+GAP_PX = 8
+# report.css leaves out labels of a class wN in places that are narrower than N px; these are the N.
+_WIDTHS = range(100, 1250, 50)
 
 # Round times in microseconds: 1 µs to 100 ms, 1 s, 10 s, 1 min, 10 min, 1 h, 10 h, 1 d, 10 d, 100 d and 1,000 d.
 _ROUND_TIMES = (*(10**power for power in range(8)), 6e7, 6e8, 3.6e9, 3.6e10, 8.64e10, 8.64e11, 8.64e12, 8.64e13)
@@ -199,9 +206,26 @@ def _svg(shapes: Sequence[str]) -> str:
 
 
 def _x_labels(ticks: Ticks) -> str:
+    """Every label, every second, every fourth …: as many as the place has room for."""
+    kinds = [""] * len(ticks)
+    every = 1
+    while every < len(ticks):
+        needed = _needed_px(ticks[::every])
+        width = next((width for width in _WIDTHS if width >= needed), _WIDTHS[-1] + 50)
+        for at in range(every, len(ticks), 2 * every):
+            kinds[at] = f' class="w{width}"'
+        every *= 2
     return "".join(
-        f'<span class="{"even" if at % 2 == 0 else "odd"}" style="left:{100 * place:.2f}%">{escape(text)}</span>'
-        for at, (place, text) in enumerate(ticks)
+        f'<span{kind} style="left:{100 * place:.2f}%">{escape(text)}</span>'
+        for (place, text), kind in zip(ticks, kinds, strict=True)
+    )
+
+
+def _needed_px(ticks: Ticks) -> float:
+    """How wide a place has to be, so that none of these labels touches the next one."""
+    return max(
+        (((len(left) + len(right)) / 2 * CHARACTER_PX + GAP_PX) / (there - here))
+        for (here, left), (there, right) in pairwise(ticks)
     )
 
 

@@ -92,7 +92,7 @@ def running(figures: Figures) -> str:
     peaks = {queue.name: queue.peak for queue in figures.queues}
     legend = [(name, tone, f"at most {peaks[name]}" if name in peaks else "") for name, tone in _tones(figures)]
     said = f"Jobs that ran at the same time, on average; at most {number(figures.peak)} at once."
-    return section("Capacity in use", said, chart + _legend(legend))
+    return section("Running jobs", said, chart + _legend(legend))
 
 
 def heat(figures: Figures) -> str:

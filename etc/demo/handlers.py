@@ -19,6 +19,7 @@ def note(job: "Job", event: str) -> None:
 
 def greet(data: Any, job: "Job") -> None:
     note(job, "began")
+    print(f"Hello, {data['name']}!")
 
 
 def deliver(data: Any, job: "Job") -> None:

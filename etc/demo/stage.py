@@ -91,6 +91,12 @@ class Stage:
     def show_command(self, command: str) -> None:
         print(self._bold.format(f"$ {command}"), flush=True)
 
+    def show_code(self, source: str) -> None:
+        for line in source.strip().splitlines():
+            print(f"    {line}".rstrip(), flush=True)
+        print(flush=True)
+        self.pause(1.5 + len(source) / 60)
+
     def ctl(self, *arguments: str, code: int = 0) -> str:
         """Runs forqctl, shows it as typed and what it printed."""
         return self.run("forqctl", *arguments, code=code)

@@ -5,6 +5,7 @@ so. All of it happens in a temporary directory, with the embedded server, and is
 """
 
 import argparse
+import inspect
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 from importlib.util import find_spec
 from types import FrameType
 
+import handlers
 import psutil
 from stage import HERE, NotSo, Stage
 
@@ -23,6 +25,9 @@ def queues_come_up(stage: Stage) -> None:
     stage.title("1. Queues come up")
     stage.say("A supervisor starts, with a server of its own. Then we make two queues; each gets processes of its own.")
     stage.start()
+    stage.say("A handler is a function of a job's data and the job itself:")
+    stage.show_code(inspect.getsource(handlers.greet))
+    stage.show_code(inspect.getsource(handlers.deliver))
     for name, handler in (("greetings", "greet"), ("parcels", "deliver")):
         stage.ctl("create", name, "--handler", f"handlers:{handler}", "--path", str(HERE))
         stage.wait_for(f"{name} is ready", lambda name=name: "main idle" in title_of_main(stage, name))  # type: ignore[misc]
@@ -41,11 +46,10 @@ def title_of_main(stage: Stage, name: str) -> str:
 
 def jobs_flow(stage: Stage) -> None:
     stage.title("2. Jobs flow")
-    stage.say("A job is JSON. One is pushed by hand, a thousand more from a file; drain waits until nothing is left.")
-    stage.ctl("push", "greetings", '{"name": "world"}')
-    many = stage.directory / "many.jsonl"
-    many.write_text("".join(f'{{"name": "number {number}"}}\n' for number in range(1000)))
-    stage.ctl("push", "greetings", "--file", many.name)
+    stage.say("This is what the application does; drain waits until nothing is left.")
+    program = HERE / "application.py"
+    stage.show_code(program.read_text().partition("\n\n")[2])
+    stage.run("python", str(program))
     stage.ctl("drain", "greetings")
     stage.ctl("status", "greetings")
     stage.claim("1001 jobs are done, each ran once", stage.queue("greetings")["done"] == 1001)
@@ -77,6 +81,7 @@ def a_worker_is_killed(stage: Stage) -> None:
 def daemons_are_wiped_out(stage: Stage) -> None:
     stage.title("4. A handler that leaves daemons behind")
     stage.say("This one forks twice, with a session of its own, as daemons do. Nothing of it may outlive its queue.")
+    stage.show_code(inspect.getsource(handlers.leave_daemons))
     stage.ctl("create", "untidy", "--handler", "handlers:leave_daemons", "--path", str(HERE))
     stage.ctl("push", "untidy", "3")
     stage.wait_for("three daemons run", lambda: len(stage.notes("untidy", "daemon")) == 3)
@@ -95,6 +100,7 @@ def a_job_hangs(stage: Stage) -> None:
     stage.say(
         "Its timeout is four seconds. Until then we can look where it is; then it is killed, with its stack kept."
     )
+    stage.show_code(inspect.getsource(handlers.hang))
     arguments = ("--set", "timeout=4s", "--set", "max_timeouts=0")
     stage.ctl("create", "stuck", "--handler", "handlers:hang", "--path", str(HERE), *arguments)
     stage.ctl("push", "stuck", "null", "--id", "hanging")
@@ -115,7 +121,9 @@ def a_rate_limit(stage: Stage) -> None:
     arguments = ("--set", "rate=5/1s", "--set", "burst=1")
     stage.ctl("create", "polite", "--handler", "handlers:greet", "--path", str(HERE), *arguments)
     many = stage.directory / "polite.jsonl"
-    many.write_text("".join(f'{{"id": "p{number}", "data": null}}\n' for number in range(RATE_JOBS)))
+    many.write_text(
+        "".join(f'{{"id": "p{number}", "data": {{"name": "guest {number}"}}}}\n' for number in range(RATE_JOBS))
+    )
     stage.ctl("push", "polite", "--records", "--file", many.name)
     stage.ctl("status", "polite")
     stage.ctl("drain", "polite")
@@ -131,7 +139,7 @@ def the_audit(stage: Stage) -> None:
     stage.title("7. The audit")
     stage.say("Each queue has a journal, chained by hashes. The audit reads them all: was anything lost, or doubled?")
     if find_spec("pyspark") is None:
-        print("  The audit needs Spark: pip install 'forq[pipeline]' (and a Java: 'forq[pipeline,java]').")
+        print("  The audit needs Spark, which is not installed: pip install 'forq[pipeline,java]' (500 MB).")
         print("  Then, with a supervisor running: forq pipeline audit")
         return
     said = stage.run("forq", "pipeline", "audit").splitlines()[-1]

@@ -16,15 +16,17 @@ from pyspark.sql import SparkSession
 
 from forq.broker.journal import VERBS
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
-from forq.errors import UsageError
+from forq.errors import UnknownQueue, UsageError
 from forq.pipeline import audit
 from forq.pipeline.auditor import CLEAN, GAPS, VIOLATIONS, Audit
 from forq.pipeline.cli import add_common
 from forq.pipeline.history import History
+from forq.pipeline.schema import EVENTS
 from forq.pipeline.source import ForqSource
 from tests.support.busy_external import BusyExternal
 from tests.support.busy_gates import BusyGate
 from tests.support.busy_queues import BusyQueue
+from tests.support.event_rows import Journal, event
 from tests.support.histories import rows_on_server
 from tests.support.one_queue import one_queue
 
@@ -132,6 +134,26 @@ def test_a_lost_record_and_a_trimmed_journal_are_told_apart(
 def test_without_redis_and_history_there_is_nothing_to_audit(spark: SparkSession, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is nothing to audit: no Redis at .* and no history in"):
         audit.audit_all(spark, f"unix://{tmp_path}/none.sock", DEFAULT_PREFIX, str(tmp_path))
+
+
+def test_a_prefix_that_no_queue_has_is_refused_unless_the_history_knows_their_end(
+    spark: SparkSession, redis_url: str, tmp_path: Path
+) -> None:
+    wrong = r"no queue whose keys begin with 'other:'.* give --prefix"
+    with one_queue(redis_url) as queue:
+        queue.enqueue("a")
+        with pytest.raises(UnknownQueue, match=wrong):
+            audit.audit_all(spark, redis_url, "other:", str(tmp_path / "none"))
+        spark.dataSource.register(ForqSource)
+        history = History(spark, str(tmp_path / "history"))
+        history.publish(0, spark.read.format("forq").option("redis", redis_url).load())
+        with pytest.raises(UnknownQueue, match=wrong):
+            audit.audit_all(spark, redis_url, "other:", str(tmp_path / "history"))
+        end = Journal(queue.name, epoch=10**15)
+        end.note(10**12, event("deleted"))
+        history.publish(1, spark.createDataFrame(end.rows(), EVENTS))
+    found, _ = audit.audit_all(spark, redis_url, "other:", str(tmp_path / "history"))
+    assert found.compared_with_redis
 
 
 def test_an_audit_whose_files_were_compacted_meanwhile_begins_anew() -> None:

@@ -261,6 +261,7 @@ def test_the_command_refuses_a_prefix_that_no_queue_has(spark: SparkSession, que
         UnknownQueue, match=r"no queue whose keys begin with 'other:'.* give --prefix, or set FORQ_PREFIX"
     ):
         ingest.run(parser.parse_args([], common))
+    assert list(tmp_path.iterdir()) == [], "it says so before it begins"
 
 
 @pytest.mark.timeout(60 + 60 * KILLS)

@@ -14,7 +14,9 @@ from forq.broker.producing import new_job
 from forq.broker.record import unpack
 from forq.errors import ForqError, UnknownQueue, UsageError
 from forq.pipeline import replay, replay_look
-from forq.pipeline.history import History
+from forq.pipeline.history import History, read_history
+from forq.pipeline.replay_lives import job_lives
+from forq.pipeline.replay_look import Look
 from forq.pipeline.schema import EVENTS
 from tests.support.event_rows import Journal, event
 from tests.support.one_queue import OneQueue, one_queue
@@ -44,10 +46,10 @@ class Replays:
         rows = [row for journal in journals for row in journal.rows()]
         History(self._spark, self._history).publish(1, self._spark.createDataFrame(rows, EVENTS))
 
-    def __call__(self, where: str, *given: str, redis: str | None = None) -> int:
+    def __call__(self, where: str, *given: str, prefix: str = DEFAULT_PREFIX) -> int:
         parser = ArgumentParser()
         replay.add_arguments(parser)
-        common = Namespace(history=self._history, redis=redis or self._queue.url, prefix=DEFAULT_PREFIX)
+        common = Namespace(history=self._history, redis=self._queue.url, prefix=prefix)
         return replay.run(parser.parse_args(["--where", where, *given], common))
 
 
@@ -262,11 +264,26 @@ def test_a_wrong_predicate_gives_one_sentence(queue: OneQueue, replays: Replays,
     assert len(str(raised.value)) < 500
 
 
-def test_a_server_that_cannot_be_reached_is_no_mistake_of_the_predicate(queue: OneQueue, replays: Replays) -> None:
+def test_a_prefix_that_no_queue_has_and_a_place_without_a_history_are_refused(
+    spark: SparkSession, queue: OneQueue, replays: Replays, tmp_path: Path
+) -> None:
+    queue.enqueue("a")
+    with pytest.raises(UsageError, match=r"there is no history in .*: `forq pipeline ingest` makes one"):
+        replays("true")
+    end_all(queue)
+    replays.ingest()
+    with pytest.raises(UnknownQueue, match=r"no queue whose keys begin with 'other:'.* give --prefix"):
+        replays("true", prefix="other:")
+
+
+def test_a_server_that_cannot_be_reached_is_no_mistake_of_the_predicate(
+    spark: SparkSession, queue: OneQueue, replays: Replays, tmp_path: Path
+) -> None:
     queue.enqueue("a")
     end_all(queue)
     replays.ingest()
+    lives = job_lives(spark, read_history(spark, str(tmp_path / "history")))
     with pytest.raises(ForqError, match=r"the jobs cannot be picked: cannot .*nowhere") as raised:
-        replays("true", redis="unix:///nowhere.sock")
+        replay.replay(lives, Look("unix:///nowhere.sock", DEFAULT_PREFIX, None), dry_run=True)
     assert raised.type is ForqError
     assert "\n" not in str(raised.value)

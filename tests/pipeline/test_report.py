@@ -225,6 +225,40 @@ def test_of_many_queues_the_busiest_have_names_and_all_are_counted(spark: SparkS
     Outline(report_page("t", "", figures))
 
 
+def labels_shown(axis: str, width_px: int) -> list[tuple[float, float]]:
+    """From where to where the labels reach that an axis of this width shows, in px; about 0.58 em per character."""
+    found = []
+    for kind, place, text in re.findall(r'<span(?: class="(\w+)")? style="left:([\d.]+)%">([^<]*)</span>', axis):
+        if not kind.startswith("w") or width_px >= int(kind[1:]):
+            middle, half = float(place) / 100 * width_px, len(text) * 0.58 * 11.5 / 2
+            found.append((middle - half, middle + half))
+    return found
+
+
+@pytest.mark.parametrize("length_us", [SECOND // 2, MINUTE, HOUR, DAY, 40 * DAY])
+def test_labels_of_an_axis_do_not_touch_each_other_at_any_width(spark: SparkSession, length_us: int) -> None:
+    journal = Journal("q")
+    for number in range(11):
+        at = number * length_us // 10
+        journal.note(at, event("enqueued", f"{number}"), event("claimed", f"{number}", fence=1, attempt=1))
+        journal.note(at + 1, event("done", f"{number}", fence=1, micros=10**number // 10))
+    page = report_page("t", "", figures_of(spark, journal))
+    axes = re.findall(r'<div class="x">(.*?)</div>|<div class="range axis"><b></b>(.*?)<small>', page)
+    assert len(axes) > 6
+    for axis in ("".join(parts) for parts in axes):
+        assert not re.search(r'<span (?:class="w\d+" )?style="left', axis) or len(labels_shown(axis, 1200)) > 2
+        for width_px in range(150, 1250, 10):
+            shown = labels_shown(axis, width_px)
+            assert all(left[1] < right[0] for left, right in pairwise(shown)), (width_px, shown)
+
+
+def test_a_chart_of_running_jobs_is_called_that(spark: SparkSession) -> None:
+    """Capacity is counted in units, of which a job takes as many as its queue's size: the journal has no sizes."""
+    text = Outline(report_page("t", "", figures_of(spark, two_attempts()))).text
+    assert "Running jobsJobs that ran at the same time, on average; at most 1 at once." in text
+    assert "Capacity" not in text
+
+
 def test_nothing_that_users_chose_becomes_markup(spark: SparkSession) -> None:
     journal = Journal(NASTY)
     journal.note(0, event("enqueued", NASTY))
@@ -291,5 +325,7 @@ def test_the_command_writes_a_page_of_a_history_and_replaces_the_old_one(
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
     assert report.run(arguments(tmp_path / "history", "--out", str(out), "--since", "2027-01-01")) == 0
     assert "nothing happened" in out.read_text()
+    with pytest.raises(UsageError, match=r"there is no history in .*/none: `forq pipeline ingest` makes one"):
+        report.run(arguments(tmp_path / "none", "--out", str(out)))
     with pytest.raises(UsageError, match="is not before --until"):
         report.run(arguments(tmp_path / "history", "--since", "2027-01-01", "--until", "2026-01-01"))

@@ -118,6 +118,35 @@ def test_a_coroutine_is_awaited_and_its_exception_is_a_failure() -> None:
     assert attempt(fails)["message"] == "later"
 
 
+def test_each_worker_has_one_event_loop_for_all_its_coroutines() -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+    steps: list[str] = []
+
+    async def leave_a_task(data: Any, job: Job) -> None:
+        loops.append(asyncio.get_running_loop())
+        loops[-1].create_task(note_later())
+
+    async def note_later() -> None:
+        await asyncio.sleep(0)
+        steps.append("went on")
+
+    async def wait(data: Any, job: Job) -> None:
+        loops.append(asyncio.get_running_loop())
+        while not steps:
+            await asyncio.sleep(0)
+
+    workers = [Attempts("q", Handlers({None: leave_a_task, "mail": wait})) for _ in range(2)]
+    try:
+        assert workers[0].attempt("a", COUNTED, 1) is None
+        assert steps == [], "what a job has not awaited stands still when it ends"
+        assert workers[0].attempt("b", PLAIN, 1) is None
+        assert workers[1].attempt("c", PLAIN, 1) is None
+    finally:
+        for worker in workers:
+            worker.close()
+    assert loops[0] is loops[1] is not loops[2]
+
+
 def test_a_type_without_a_handler_fails_for_good_and_says_which_there_are() -> None:
     error = attempt(lambda data, job: None, types=("other",))
     assert (error["kind"], "'mail'" in error["message"], "other" in error["message"]) == ("permanent", True, True)
