@@ -71,7 +71,7 @@ class Listener:
                 message: list[Any] = self._connection.receive()
                 # [b"pmessage", pattern, channel, text] or [b"message", channel, text].
                 if message[0] in (b"pmessage", b"message"):
-                    heard.append((message[-2].decode(), message[-1].decode(errors="replace")))
+                    heard.append((message[-2].decode(errors="replace"), message[-1].decode(errors="replace")))
         except (BlockingIOError, ssl.SSLWantReadError):
             return heard
         except (OSError, hiredis.HiredisError) as exc:

@@ -16,6 +16,7 @@
 import heapq
 import logging
 import os
+import re
 import select
 import socket
 import time
@@ -55,8 +56,10 @@ LONGEST_TIMER_MS = 3_600_000
 PROMOTE_AGAIN_MS = 250
 # What is heard in place of a time when a queue that releases was made.
 MADE = "new"
-# And when jobs were given to a worker that had waited for them: its name and the number of its turn follow.
-LOOK = "look "
+# And when jobs were given to a worker that had waited for them: its name and the number of its turn. Every client may
+# publish: what is heard is checked.
+_LOOK = re.compile(r"look (\S{1,100}) ([0-9]{1,16})")
+_MILLISECONDS = re.compile(r"[0-9]{1,16}")
 # And when a fail job was stored; how long an idle retry process may take to claim it.
 FAIL_JOB = "fail"
 TAKEN_SECONDS = 0.05
@@ -228,10 +231,9 @@ class Pulse:
             if delay_ms == MADE:
                 self._made.add(queue)
                 self._later(0, self._find_queues)
-            elif delay_ms.startswith(LOOK):
-                _, worker, turn = delay_ms.split(" ")
-                self._unread.told(queue, worker, int(turn))
-            elif delay_ms.isdigit() and (queue in self._queues or queue in self._made):
+            elif look := _LOOK.fullmatch(delay_ms):
+                self._unread.told(queue, look[1], int(look[2]))
+            elif _MILLISECONDS.fullmatch(delay_ms) and (queue in self._queues or queue in self._made):
                 self._promote_in(queue, min(int(delay_ms), LONGEST_TIMER_MS))
             elif delay_ms == FAIL_JOB:
                 self._fail_job_waits(queue)

@@ -141,3 +141,18 @@ def test_the_items_of_a_queue_that_a_client_has_made_are_due_in_time_before_it_i
     queue.enqueue(1, run_in=0.1)
     pulse.wait_for_event("queue_found")
     wait_until(lambda: queue.status()["waiting"] == 1)
+
+
+@pytest.mark.one_server
+@pytest.mark.parametrize("message", ["look", "look ", "look w", "look w x", "look w 1 2", "²", "-1", ""])
+def test_a_message_that_no_script_would_send_does_not_end_it(
+    pulse: LeashedPulse, server: Server, redis_url: str, message: str
+) -> None:
+    """Every producer may publish on the channels of queues, and a later release may say more."""
+    queue = Client(redis_url).create_queue("q")
+    pulse.ask("serve", queues=["q"], with_fail_queue=[])
+    with server.connect() as redis:
+        assert redis.publish("forq:queue:{q}@0:due", message) >= 1
+        assert redis.publish(b"forq:queue:{\xff}@0:due", message) >= 1
+    queue.enqueue(1, run_in=0.1)
+    wait_until(lambda: queue.status()["waiting"] == 1)
