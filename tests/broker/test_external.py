@@ -187,6 +187,11 @@ def test_a_late_word_about_a_job_that_another_worker_has_is_refused(queue: Exter
         queue.external.progress("w1", "a", 1.0, "")
     with pytest.raises(LeaseLapsed):
         queue.fail("a", "w1")
+    # A worker that tells a fence which is not its own.
+    fence = int(queue.hash("active")["a"].partition(":")[2])
+    for late in (queue.external.accept, queue.external.finish):
+        with pytest.raises(LeaseLapsed):
+            late("w1", "a", fence)
     assert queue.external.running()[0]["worker_uuid"] == "w2"
     queue.external.finish("w2", "a")
 

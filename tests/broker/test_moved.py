@@ -103,6 +103,26 @@ def test_what_was_moved_goes_back_when_it_may_not_begin(queue: OneQueue) -> None
     assert queue.pending() == ["b"]
 
 
+def test_a_job_that_was_removed_after_a_claim_whose_reply_was_lost_does_not_begin(queue: OneQueue) -> None:
+    worker = queue.worker()
+    queue.enqueue("a")
+    assert worker.turn(want=1) == ["a"]  # the worker never sees this answer
+    queue.producer.remove("a")
+    assert worker.turn(want=1) == []
+    assert queue.state() == State(jobs=set())
+
+
+def test_a_moved_hint_of_a_job_that_another_worker_runs_takes_nothing_away(queue: OneQueue) -> None:
+    worker, other = queue.worker(), queue.worker("w2")
+    queue.enqueue("a")
+    assert other.turn(want=1) == ["a"]
+    queue.redis.rpush(queue.key("pending"), "a")
+    assert worker.block() == "a"
+    assert worker.turn(want=1) == []
+    assert queue.state() == State(jobs={"a"}, active={"a": "w2"}, processing={"w2": ["a"]})
+    assert not other.whole_turn(done="a").refused
+
+
 def test_an_id_in_the_list_of_a_retry_child_goes_back(queue: OneQueue) -> None:
     worker = queue.worker(lane="retry")
     queue.enqueue("a")

@@ -1072,8 +1072,15 @@ MUTANTS_OF_SCRIPTS = (
         "turn.lua",
         "    if owner then return false end\n",
         "",
-        "what a worker holds after a lost reply is forgotten",
-        "turn test_the_same_turn_again_after_a_lost_reply",
+        "a job that was removed runs all the same after a lost reply",
+        "moved test_a_job_that_was_removed_after",
+    ),
+    Mutant(
+        "turn.lua",
+        "    if owner then return false end\n",
+        "    if is_owner(worker, owner) then return false end\n",
+        "a hint that came late takes a running job away from another worker",
+        "moved test_a_moved_hint_of_a_job_that_another_worker_runs",
     ),
     Mutant(
         "turn.lua",
