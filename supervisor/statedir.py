@@ -25,7 +25,7 @@ from forq.errors import ConfigError, ForqError
 from forq.names import check_queue_name
 from forq.supervisor.ownership import refuse_changeable
 from forq.tree_mark import TreeMark
-from forq.treekill import kill_tree, look_at
+from forq.treekill import kill_tree, look_at, self_and_ancestors
 
 POLL_SECONDS = 0.005
 SECRET_BYTES = 16
@@ -283,7 +283,7 @@ def _line(path: Path) -> bytes:
 def holders_of_lock(path: Path) -> list[int]:
     """Processes other than the caller and its ancestors that hold a flock on the file."""
     target = os.stat(path)
-    ours = _self_and_ancestors()
+    ours = self_and_ancestors()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return [pid for pid in pids if pid not in ours and _holds_lock(pid, os.path.realpath(path), target)]
 
@@ -301,15 +301,6 @@ def _holds_lock(pid: int, real_path: str, target: os.stat_result) -> bool:
         # It has gone in the meantime, or belongs to another user: then it is not of our tree.
         return False
     return False
-
-
-def _self_and_ancestors() -> set[int]:
-    found: set[int] = set()
-    process = look_at(os.getpid())
-    while process and process.pid not in found:
-        found.add(process.pid)
-        process = look_at(process.ppid)
-    return found
 
 
 def _is_running(pid: str) -> bool:

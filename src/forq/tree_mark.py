@@ -10,12 +10,11 @@ The mark is secret, and made for one state directory at one place: a copy of the
 import hashlib
 import mmap
 import os
-import select
 import signal
 import time
 from collections.abc import Callable
 
-from forq.treekill import children_of, descendants_of, look_at
+from forq.treekill import children_of, descendants_of, has_ended, look_at, read_proc, self_and_ancestors
 
 VARIABLE = "FORQ_TREE"
 PAUSE_SECONDS = 0.005
@@ -45,21 +44,21 @@ class TreeMark:
 
     def is_on(self, pid: int) -> bool:
         """False also for one that may not be looked at, and for a zombie."""
-        if self._in_environment in _read(pid, "environ").split(b"\0"):
+        if self._in_environment in read_proc(f"/proc/{pid}/environ").split(b"\0"):
             return True
         # To read the mappings takes long, and only what was forked from a process of ours can have that one.
-        return _runs_our_program(pid) and self._in_maps in _read(pid, "maps")
+        return _runs_our_program(pid) and self._in_maps in read_proc(f"/proc/{pid}/maps")
 
     def find(self) -> list[int]:
         """Every marked process of this machine but the caller and its ancestors."""
-        ours = _self_and_ancestors()
+        ours = self_and_ancestors()
         pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
         return [pid for pid in pids if pid not in ours and self.is_on(pid)]
 
     def find_escaped(self) -> list[int]:
         """The marked ones among those that an ancestor of the caller, or init, has adopted: orphans go nowhere else.
         Only those are looked at that were not there the last time: a mark does not come later."""
-        ours = _self_and_ancestors()
+        ours = self_and_ancestors()
         adopted = {child for ancestor in ours | {1} if ancestor != os.getpid() for child in children_of(ancestor)}
         marked = [pid for pid in sorted(adopted - ours - self._unmarked) if self.is_on(pid)]
         self._unmarked = adopted - set(marked)
@@ -92,7 +91,7 @@ class TreeMark:
                 return
             _pin_below(pid, pins)
             # Had it ended by now, its number might be another's, and what is below that one is not ours.
-            if not _has_ended(pins[0][1]):
+            if not has_ended(pins[0][1]):
                 for pinned, pidfd in pins:
                     _kill(pinned, pidfd, killed, refused)
         except ProcessLookupError:
@@ -128,21 +127,6 @@ def _kill(pid: int, pidfd: int, killed: set[int], refused: set[int]) -> None:
         refused.add(pid)
 
 
-def _has_ended(pidfd: int) -> bool:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
-
-
-def _self_and_ancestors() -> set[int]:
-    found: set[int] = set()
-    process = look_at(os.getpid())
-    while process and process.pid not in found:
-        found.add(process.pid)
-        process = look_at(process.ppid)
-    return found
-
-
 def _runs_our_program(pid: int) -> bool:
     """Also if it was replaced on the disk since, by an upgrade."""
     try:
@@ -150,19 +134,3 @@ def _runs_our_program(pid: int) -> bool:
     except OSError:
         return False
     return program.endswith(" (deleted)") or program == os.readlink("/proc/self/exe")
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        fd = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        parts = []
-        while part := os.read(fd, 65536):
-            parts.append(part)
-        return b"".join(parts)
-    except OSError:
-        return b""
-    finally:
-        os.close(fd)

@@ -67,7 +67,7 @@ class Process:
 
 def look_at(pid: int) -> Process | None:
     """None when there is no such process. A zombie is there, but not alive."""
-    raw = _read(f"/proc/{pid}/stat")
+    raw = read_proc(f"/proc/{pid}/stat")
     if not raw:
         return None
     fields = raw[raw.rindex(b")") + 2 :].split()
@@ -84,7 +84,7 @@ def children_of(pid: int) -> list[int]:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return []
-    return [int(child) for tid in threads for child in _read(f"/proc/{pid}/task/{tid}/children").split()]
+    return [int(child) for tid in threads for child in read_proc(f"/proc/{pid}/task/{tid}/children").split()]
 
 
 def descendants_of(pid: int) -> list[int]:
@@ -98,6 +98,15 @@ def descendants_of(pid: int) -> list[int]:
                 seen.add(child)
                 found.append(child)
                 waiting.append(child)
+    return found
+
+
+def self_and_ancestors() -> set[int]:
+    found: set[int] = set()
+    process = look_at(os.getpid())
+    while process and process.pid not in found:
+        found.add(process.pid)
+        process = look_at(process.ppid)
     return found
 
 
@@ -325,13 +334,13 @@ def _look_at_hidden(pid: int, pidfd: int, parent: int) -> Process | None:
     """
     if pid not in children_of(parent):
         return None
-    if _has_ended(pidfd):
+    if has_ended(pidfd):
         return Process(pid, parent, 0, 0, alive=False)
     try:
         found = Process(pid, parent, os.getpgid(pid), os.getsid(pid), alive=True)
     except ProcessLookupError:
         return None
-    return None if _has_ended(pidfd) else found
+    return None if has_ended(pidfd) else found
 
 
 def _lives(pid: int) -> bool:
@@ -340,12 +349,13 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     try:
-        return not _has_ended(pidfd)
+        return not has_ended(pidfd)
     finally:
         os.close(pidfd)
 
 
-def _has_ended(pidfd: int) -> bool:
+def has_ended(pidfd: int) -> bool:
+    """Also of a zombie."""
     return _wait_for_end(pidfd, time.monotonic())
 
 
@@ -359,7 +369,8 @@ def _all_processes() -> list[Process]:
     return [process for process in map(look_at, pids) if process]
 
 
-def _read(path: str) -> bytes:
+def read_proc(path: str) -> bytes:
+    """A file of /proc; nothing if it is gone, or may not be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -369,7 +380,7 @@ def _read(path: str) -> bytes:
         while part := os.read(fd, 65536):
             parts.append(part)
         return b"".join(parts)
-    except ProcessLookupError:
+    except OSError:
         return b""
     finally:
         os.close(fd)
