@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import orjson
 
@@ -19,9 +19,10 @@ from forq.errors import InvalidData, UnknownJob, UsageError
 from forq.names import check_job_id, check_queue_name, shown
 from forq.rates import Rate
 
-STATES = ("waiting", "scheduled", "active", "retry", "done", "dead")
+State = Literal["waiting", "scheduled", "active", "blocked", "retry", "done", "dead"]
+STATES: tuple[State, ...] = get_args(State)
 MAX_PAGE = 1000
-_CURSOR = re.compile(r"(active|dead|done|scheduled|retry)/[0-9]{1,20}|waiting/([0-9]|10)\.[0-9]{1,18}")
+_CURSOR = re.compile(r"(active|blocked|dead|done|scheduled|retry)/[0-9]{1,20}|waiting/([0-9]|10)\.[0-9]{1,18}")
 # In the cursor of the waiting jobs: the suspects come after the last priority.
 _SUSPECTS = 10
 
@@ -146,6 +147,8 @@ class Viewer:
             return self._done_page(limit, int(position))
         if stage == "dead":
             return self._dead_page(limit, position)
+        if stage == "blocked":
+            return self._blocked_page(limit, int(position))
         if stage == "scheduled":
             return self._scheduled_page(limit, int(position))
         if stage == "retry":
@@ -203,6 +206,18 @@ class Viewer:
         ids = self._link.call("LRANGE", f"{self._base}:retry", start, start + limit - 1)
         jobs = self._named([(job_id, "retry") for job_id in dict.fromkeys(ids)])
         return Page(jobs, f"retry/{start + limit}" if len(ids) == limit else None)
+
+    def _blocked_page(self, limit: int, start: int) -> Page:
+        """By id: there are no more of them than active jobs, each waits for another, and none is before the others."""
+        ids = sorted(self._link.call("HKEYS", f"{self._base}:blocked"))[start : start + limit]
+        entries = self._link.hash_values(f"{self._base}:blocked", ids)
+        jobs = [
+            # It has no record yet: its body comes after the line that says how it is to be made a job.
+            _brief(job_id.decode(errors="replace"), "blocked", b"p0 0\n" + entry.partition(b"\n")[2])
+            for job_id, entry in zip(ids, entries, strict=True)
+            if entry is not None
+        ]
+        return Page(jobs, f"blocked/{start + limit}" if len(ids) == limit else None)
 
     def _done_page(self, limit: int, start: int) -> Page:
         ids = self._link.call("ZREVRANGE", f"{self._base}:done", start, start + limit - 1)

@@ -45,6 +45,11 @@ GLOBALS = (
 NAME = Argument("name", metavar="NAME", help="the queue")
 ID = Argument("id", metavar="ID", help="the job")
 KEY = Argument("key", metavar="KEY", help="the schedule")
+# The same of every command that takes options of a queue.
+OPTIONS = (
+    Argument("options", nargs="*", metavar="OPTION=VALUE", help="an option of the queue"),
+    Argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="the same (repeatable)"),
+)
 ITEM = Argument("id", nargs="?", metavar="ID", help="this item (default: any)")
 
 COMMANDS = (
@@ -72,9 +77,7 @@ COMMANDS = (
             help="who gets its jobs: its handler, those who ask, external workers "
             "(default: `mode` of the config file, else work)",
         ),
-        Argument(
-            "--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of the queue (repeatable)"
-        ),
+        *OPTIONS,
     ),
     Command(
         "delete",
@@ -106,7 +109,7 @@ COMMANDS = (
         NAME,
         Argument(
             "--state",
-            choices=("waiting", "scheduled", "active", "retry", "done", "dead"),
+            choices=("waiting", "scheduled", "active", "blocked", "retry", "done", "dead"),
             help="only jobs in this state",
         ),
         Argument("--limit", type=int, metavar="N", help="at most so many"),
@@ -234,7 +237,7 @@ COMMANDS = (
         "queues",
         "change options of a queue, at once",
         NAME,
-        Argument("options", nargs="+", metavar="OPTION=VALUE", help="an option"),
+        *OPTIONS,
     ),
     Command(
         "watch",

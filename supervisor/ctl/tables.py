@@ -7,6 +7,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Iterable, Sequence
 
 _COLOURS = {
@@ -37,6 +38,16 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
             for text, width, to_right in zip(texts, widths, right, strict=True)
         ]
         print("  ".join(padded).rstrip())
+
+
+def show_more(command: str, args: Namespace, cursor: object) -> None:
+    """The command that shows the next page: on stderr, so that stdout has rows only."""
+    from shlex import join
+
+    given = [("--socket", args.socket), ("--state", getattr(args, "state", None)), ("--limit", args.limit)]
+    flags = [word for flag, value in [*given, ("--after", cursor)] if value is not None for word in (flag, str(value))]
+    sys.stdout.flush()
+    print(f"more: {printable(join(['forqctl', *command.split(), args.name, *flags]))}", file=sys.stderr)
 
 
 def show_stack(attempts: Sequence[dict[str, object]]) -> None:

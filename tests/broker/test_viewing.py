@@ -247,3 +247,15 @@ def test_an_unknown_job_and_an_unknown_queue_are_told_apart(queue: OneQueue) -> 
         queue.viewer.job("a")
     with pytest.raises(UnknownQueue):
         queue.viewer.counts()
+
+
+def test_blocked_jobs_are_listed_with_the_identifiers_of_those_that_wait(queue: OneQueue) -> None:
+    queue.enqueue(*"abcd")
+    queue.worker().turn(want=3)
+    for job_id in "cab":
+        queue.producer.enqueue([new_job({"n": 2}, id=job_id, identifier=f"second {job_id}")])
+    assert queue.viewer.jobs("blocked").jobs == [
+        {"id": job_id, "identifier": f"second {job_id}", "state": "blocked"} for job_id in "abc"
+    ]
+    assert ids(queue, "blocked", limit=2) == ["a", "b", "c"]
+    assert ids(queue) == ["a", "b", "c", "d"], "as before: those that are listed without a state"

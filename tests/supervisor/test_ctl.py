@@ -202,11 +202,31 @@ def test_drain_gives_up_after_wait_with_6(fake: FakeSupervisor) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("timeout=5m", "rate="),
+        ("--set", "timeout=5m", "--set", "rate="),
+        ("--set", "timeout=5m", "rate="),
+        ("--set=timeout=5m", "rate="),
+    ],
+)
+def test_set_and_create_take_options_in_the_same_forms(fake: FakeSupervisor, given: tuple[str, ...]) -> None:
+    fake.answers["queue.set"] = fake.answers["queue.create"] = {"name": "q"}
+    options = {"timeout": "5m", "rate": ""}
+    assert forqctl(fake, "set", "q", *given) == (0, "set timeout=5m, rate= of q\n", "")
+    assert forqctl(fake, "create", "q", "--handler", "m:f", *given)[0] == 0
+    assert [params["options"] for _, params in fake.calls] == [options, options]
+
+
 def test_jobs_shows_a_page_and_how_to_go_on(fake: FakeSupervisor) -> None:
     fake.answers["jobs"] = {"jobs": [{"id": "1", "identifier": "a\x1b[31m", "state": "dead"}], "next": "c7"}
-    out = "ID  STATE  IDENTIFIER\n1   dead   a\\x1b[31m\nmore: --after c7\n"
-    assert forqctl(fake, "jobs", "q", "--state", "dead", "--limit", "1", "--after", "c6") == (0, out, "")
+    out = "ID  STATE  IDENTIFIER\n1   dead   a\\x1b[31m\n"
+    more = "more: forqctl jobs q --state dead --limit 1 --after c7\n"
+    assert forqctl(fake, "jobs", "q", "--state", "dead", "--limit", "1", "--after", "c6") == (0, out, more)
     assert fake.calls == [("jobs", {"name": "q", "state": "dead", "limit": 1, "after": "c6"})]
+    code, _, more = forqctl(fake, "jobs", "q", "--socket", fake.path)
+    assert (code, more) == (0, f"more: forqctl jobs q --socket {fake.path} --after c7\n")
 
 
 def test_job_shows_times_as_iso_8601_and_data_as_json(fake: FakeSupervisor) -> None:
@@ -355,9 +375,8 @@ def test_dead_list_shows_a_page_and_how_to_go_on(fake: FakeSupervisor) -> None:
         0,
         "ID  FENCE  IDENTIFIER  DIED                      ERROR\n"
         "a   7      Ann         1970-01-01T00:00:00.000Z  ValueError: no\\x1b\n"
-        "a   7      Ann         1970-01-01T00:00:00.000Z  -\n"
-        "more: --after 5/a@7\n",
-        "",
+        "a   7      Ann         1970-01-01T00:00:00.000Z  -\n",
+        "more: forqctl dead list q --limit 2 --after 5/a@7\n",
     )
     assert fake.calls == [("dead.list", {"name": "q", "limit": 2, "after": "9/b@1"})]
 
@@ -570,7 +589,10 @@ def test_an_error_is_one_line_and_its_exit_code(fake: FakeSupervisor, cls: type[
         (["push", "q", "1", "--file", "x"], "push needs either JSON or --file"),
         (["push", "q", "--file", "-", "--id", "1"], "--id names one job: with --file use --records"),
         (["create", "q", "--mode", "work"], "create needs --handler M:F, or --type T=M:F for each type of job"),
-        (["create", "q", "--handler", "m:f", "--set", "x"], "--set 'x': the form is OPTION=VALUE"),
+        (["create", "q", "--handler", "m:f", "--set", "x"], "option 'x': the form is OPTION=VALUE"),
+        (["set", "q"], "set needs at least one OPTION=VALUE, such as timeout=30s"),
+        (["set", "q", "a=1", "--set", "a=2"], "option 'a' is given twice: '1' and '2'"),
+        (["create", "q", "--handler", "m:f", "a=1", "a=1"], "option 'a' is given twice: '1' and '1'"),
         (["jobs", "q", "--limit", "0"], "--limit is at least 1"),
         (["dead", "list", "q", "a"], "list takes neither ID nor --all"),
         (["dead", "list", "q", "--limit", "0"], "--limit is at least 1"),
@@ -690,6 +712,7 @@ def test_completion_for_bash_offers_commands_and_flags() -> None:
         "waiting",
         "scheduled",
         "active",
+        "blocked",
         "retry",
         "done",
         "dead",

@@ -14,7 +14,7 @@ from forq.supervisor.loop import Loop
 
 FORQCTL = [sys.executable, "-m", "forq.supervisor.ctl.main"]
 METHODS = (
-    *(f"queue.{verb}" for verb in ("create", "delete", "pause", "resume", "drain", "restart")),
+    *(f"queue.{verb}" for verb in ("create", "delete", "pause", "resume", "drain", "restart", "set")),
     *("status", "jobs", "job", "push", "push_many", "recover", "remove", "cancel", "ping", "version", "shutdown"),
     *(f"dead.{verb}" for verb in ("list", "show", "retry", "discard")),
     *("await", "dequeue", "ack", "watch", "logs", "schedule", "schedules", "unschedule", "trigger", "why"),

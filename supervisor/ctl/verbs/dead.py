@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forq.errors import ForqError, UsageError
 from forq.supervisor.ctl.client import connect
-from forq.supervisor.ctl.tables import moment, printable, show_json, show_stack, show_table
+from forq.supervisor.ctl.tables import moment, printable, show_json, show_more, show_stack, show_table
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _list(args: Namespace) -> int:
         ],
     )
     if result["next"] is not None:
-        print(f"more: --after {printable(str(result['next']))}")
+        show_more("dead list", args, result["next"])
     return 0
 
 

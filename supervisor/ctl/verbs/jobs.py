@@ -5,7 +5,7 @@ from __future__ import annotations
 from forq.errors import UnknownJob, UsageError
 from forq.progress import show_progress
 from forq.supervisor.ctl.client import connect
-from forq.supervisor.ctl.tables import moment, printable, show_json, show_stack, show_table
+from forq.supervisor.ctl.tables import moment, printable, show_json, show_more, show_stack, show_table
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def jobs(args: Namespace) -> int:
         return 0
     show_table(("ID", "STATE", "IDENTIFIER"), [(job["id"], job["state"], job["identifier"]) for job in result["jobs"]])
     if result["next"] is not None:
-        print(f"more: --after {printable(str(result['next']))}")
+        show_more("jobs", args, result["next"])
     return 0
 
 

@@ -30,7 +30,7 @@ def create(args: Namespace) -> int:
         "handler": args.handler,
         "handlers": handlers,
         "path": [os.path.abspath(path) for path in args.path],
-        "options": dict(_pair(text, "--set", "OPTION=VALUE") for text in args.set),
+        "options": _options(args),
     }
     if args.mode is not None:
         params["mode"] = args.mode
@@ -57,10 +57,12 @@ def delete(args: Namespace) -> int:
 
 
 def set(args: Namespace) -> int:
-    options = dict(_pair(text, "set", "OPTION=VALUE") for text in args.options)
+    options = _options(args)
+    if not options:
+        raise UsageError("set needs at least one OPTION=VALUE, such as timeout=30s")
     result = connect(args).call("queue.set", {"name": args.name, "options": options})
     until = " until the supervisor restarts: it is defined in the config file" if "until" in result else ""
-    return _done(args, result, f"set {', '.join(args.options)} of", until)
+    return _done(args, result, f"set {', '.join(f'{name}={value}' for name, value in options.items())} of", until)
 
 
 def pause(args: Namespace) -> int:
@@ -156,6 +158,17 @@ def _left(status: Any) -> str:
     if queue["waiting"] is None:
         return "left: unknown while Redis is down"
     return f"left: {queue['waiting']} waiting, {queue['active']} active"
+
+
+def _options(args: Namespace) -> dict[str, str]:
+    """Those that follow the name and those of --set, in the same form."""
+    given: dict[str, str] = {}
+    for text in (*args.options, *args.set):
+        name, value = _pair(text, "option", "OPTION=VALUE")
+        if name in given:
+            raise UsageError(f"option {name!a} is given twice: {given[name]!a} and {value!a}")
+        given[name] = value
+    return given
 
 
 def _pair(text: str, flag: str, form: str) -> tuple[str, str]:
