@@ -323,6 +323,20 @@ def check_size(options: Mapping[str, Value], capacity: int, where: str) -> None:
             raise InvalidOption(f"{where}: {name} = {options[name]} is not allowed: capacity is {capacity} units")
 
 
+def capacity_warning(options: Mapping[str, Value], capacity: int) -> str | None:
+    """What to say if more workers are asked for than can ever run jobs at the same time; None if all can."""
+    workers, size = int(options.get("concurrency", 1)), int(options.get("size", 1))
+    if workers * size <= capacity:
+        return None
+    most, fitting = capacity // size, capacity // workers
+    jobs = "1 of its jobs runs" if most == 1 else f"{most} of its jobs run"
+    return (
+        f"concurrency = {workers} with size = {size} needs {workers * size} units, and capacity is {capacity}: at most "
+        f"{jobs} at the same time; for all {workers}, set capacity = {workers * size} in the config file"
+        + (f" or size = {fitting}" if fitting else "")
+    )
+
+
 def _read_redis(given: Given) -> str | None:
     if given.value == "":
         return None

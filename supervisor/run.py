@@ -16,7 +16,7 @@ from forq.errors import ConfigError, ForqError
 from forq.logging_setup import Stderr, configure
 from forq.options import QueueSpec
 from forq.supervisor import entry_points, systemd
-from forq.supervisor.config import Config, load
+from forq.supervisor.config import Config, capacity_warning, load
 from forq.supervisor.control import ControlServer, warn_of_few_descriptors
 from forq.supervisor.loop import Loop
 from forq.supervisor.ownership import changeable_by, strict_modes
@@ -71,6 +71,8 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: syst
     )
     for spec in specs:
         _warn_of_strangers(spec)
+        if (warning := capacity_warning(config.options_of(spec), config.capacity)) is not None:
+            log.warning("queue=%s %s", spec.name, warning)
         supervisor.queues.add(spec)
     supervisor.start()
     warn_of_few_descriptors(len(specs), in_use=len(os.listdir("/proc/self/fd")))

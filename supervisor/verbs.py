@@ -8,7 +8,7 @@ from typing import Any
 from forq.errors import ForqError, InvalidOption, QueueExists, RedisUnavailable, TimedOut, UnknownQueue, UsageError
 from forq.names import check_queue_name
 from forq.options import SHARED_MODES, QueueSpec, parse_options
-from forq.supervisor.config import check_size
+from forq.supervisor.config import capacity_warning, check_size
 from forq.supervisor.connection import Request
 from forq.supervisor.queue_unit import QueueUnit
 from forq.supervisor.reading import verbs_for_readers
@@ -88,7 +88,12 @@ class Verbs:
         except ForqError as exc:
             request.fail(ForqError(f"the queue is served, but not after a restart: {exc}"))
             return
-        request.reply(answer)
+        request.reply(self._warned(spec, answer))
+
+    def _warned(self, spec: QueueSpec, answer: dict[str, Any]) -> dict[str, Any]:
+        """An answer, with what its sender should know although nothing was refused."""
+        warning = capacity_warning(self._supervisor.config.options_of(spec), self._supervisor.config.capacity)
+        return answer if warning is None else {**answer, "warnings": [f"queue {spec.name}: {warning}"]}
 
     def _change(self, request: Request, unit: QueueUnit, spec: QueueSpec) -> None:
         """A queue of that name is served already: the same definition changes nothing, another one replaces it."""
@@ -96,7 +101,7 @@ class Verbs:
         if unit.spec == spec:
             if unit.opening:
                 raise QueueExists(f"queue {name!r} is just being created; try again")
-            request.reply({"name": name, "created": False})
+            request.reply(self._warned(spec, {"name": name, "created": False}))
             return
         served = unit.config_error is None
         if served and unit.spec.mode != spec.mode:
@@ -191,7 +196,7 @@ class Verbs:
                 if unit.found:
                     request.reply({"name": name, "set": changes})
                 elif declared:
-                    request.reply({"name": name, "set": changes, "until": "restart"})
+                    request.reply(self._warned(unit.spec, {"name": name, "set": changes, "until": "restart"}))
                 else:
                     self._save(request, unit.spec, {"name": name, "set": changes})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.running import Forq, Trace, running, wait_until
+from tests.support.running import HANDLERS, Forq, Trace, running, wait_until
 
 CAPACITY = 100
 JOB_SECONDS = 0.02
@@ -150,6 +150,23 @@ def test_a_size_above_the_capacity_is_refused_when_a_queue_is_made_or_changed() 
         assert refused.returncode == 2
         forq.ctl("push", "fits", "1")
         wait_until(lambda: forq.queue_status("fits")["done"] == 1)
+
+
+def test_more_workers_than_can_run_jobs_at_the_same_time_are_warned_of() -> None:
+    with running(settings="capacity = 100\n[queues.declared]\nhandler = 'x:y'\nconcurrency = 11\n") as forq:
+        log = (forq.directory / "log").read_text()
+        assert "queue=declared concurrency = 11 with size = 10 needs 110 units, and capacity is 100" in log
+        made = forq.run_ctl(
+            "create", "q", "--handler", "traced:noop", "--path", str(HANDLERS), "concurrency=8", "size=40"
+        )
+        assert made.stderr == (
+            "forqctl: warning: queue q: concurrency = 8 with size = 40 needs 320 units, and capacity is 100: at most "
+            "2 of its jobs run at the same time; for all 8, set capacity = 320 in the config file or size = 12\n"
+        )
+        assert (made.returncode, made.stdout) == (0, "created q\n")
+        assert forq.run_ctl("set", "q", "size=12").stderr == ""
+        assert "at most 7 of its jobs run at the same time" in forq.run_ctl("set", "q", "size=13").stderr
+        assert "at most 1 of its jobs runs at" in json.loads(forq.ctl("set", "q", "size=51", "--json"))["warnings"][0]
 
 
 @pytest.mark.spec("Q9", "Q12")

@@ -182,5 +182,8 @@ def _done(args: Namespace, result: object, what: str, more: str = "") -> int:
     if args.json:
         show_json(result)
     else:
-        print(f"{what} {args.name}{more}")
+        print(f"{what} {args.name}{more}", flush=True)
+        warnings = result.get("warnings", ()) if isinstance(result, dict) else ()
+        for warning in warnings:
+            print(f"forqctl: warning: {printable(warning)}", file=sys.stderr)
     return 0
