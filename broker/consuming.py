@@ -8,6 +8,7 @@ from forq.broker.keys import pending_key, processing_key, queue_base, retry_key,
 from forq.broker.link import Link
 from forq.broker.scripts import Script, script
 from forq.errors import ForqError
+from forq.fates import Fate, read_fates
 from forq.version import PROTOCOL
 
 # How long a worker waits before it asks again. Across a network that shows it that the server has gone without a word;
@@ -49,6 +50,8 @@ class Turn:
     limits: Limits
     jobs: list[bytes]
     limited: bool = False
+    # Of the failed jobs that it settled, in their order.
+    fates: tuple[Fate, ...] = ()
 
 
 class Consumer:
@@ -85,17 +88,20 @@ class Consumer:
         """Settles, keeps `keep` unstarted jobs, hands back whatever else is in the list, claims up to `want`."""
         counts = (len(done) // 3, len(failed) // 8)
         about = self._about(number, keep, want)
-        return self._read(self.link.run(self._script, self._base, *about, *counts, *done, *failed, *(results or ())))
+        reply = self.link.run(self._script, self._base, *about, *counts, *done, *failed, *(results or ()))
+        # Only a turn that settles failures is answered with what follows them.
+        fates = read_fates(reply.pop(8)) if failed and len(reply) > 8 else ()
+        return self._read(reply, fates)
 
     def _about(self, number: int, keep: int, want: int) -> tuple[str | int, ...]:
         return self._epoch, self.processor, self.worker, number, want, keep, self.lane
 
-    def _read(self, reply: list[Any]) -> Turn:
+    def _read(self, reply: list[Any], fates: tuple[Fate, ...] = ()) -> Turn:
         if reply[0] not in (OK, PAUSED, LIMITED):
             raise error_for(self.queue, reply)
         limits = Limits(reply[4], reply[5], reply[6], reply[7])
         paused, limited = reply[0] == PAUSED, reply[0] == LIMITED
-        return Turn(paused, reply[1] == 1, reply[2], reply[3].decode(), limits, reply[8:], limited)
+        return Turn(paused, reply[1] == 1, reply[2], reply[3].decode(), limits, reply[8:], limited, fates)
 
     def run(self, its: Script, *args: object) -> list[Any]:
         """Another script of this worker's, which takes the queue's epoch first."""

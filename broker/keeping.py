@@ -13,6 +13,7 @@ from forq.broker.keys import queue_base, workers_key
 from forq.broker.link import Link
 from forq.broker.scripts import script
 from forq.errors import Fenced, ForqError, RedisUnavailable
+from forq.fates import Fate, read_fates
 
 # What the loss of its worker means for the job that was running there: it killed the worker (counted), it had reached
 # its timeout (counted), it is not to blame, or it may be: then it runs alone next time; or somebody has killed it.
@@ -48,6 +49,15 @@ class Beat:
     # For whom jobs wait: main workers, and the retry child.
     main_wanted: bool = False
     retry_wanted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """How many ids the list of a worker held; the job that it was running, and what follows for that one."""
+
+    held: int
+    job: str | None = None
+    fate: Fate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +149,8 @@ class Keeper:
         micros: int | None = None,
         stack: str | None = None,
         peak_bytes: int | None = None,
-    ) -> int:
-        """Takes out a worker whose process is gone; how many ids its list held.
+    ) -> Recovered:
+        """Takes out a worker whose process is gone.
 
         `outcome`, `cause`, how long it ran, its stack and the most memory are those of the job that was running.
         """
@@ -148,7 +158,11 @@ class Keeper:
         lost = (outcome, cause, "" if micros is None else micros, _stack_as_json(stack))
         peak = "" if peak_bytes is None else peak_bytes
         reply = self._link.run(script("recover"), queue_base(self._prefix, queue), *position, *lost, peak)
-        return 0 if reply[0] == NO_QUEUE else int(reply[1])
+        if reply[0] == NO_QUEUE:
+            return Recovered(0)
+        if len(reply) == 2:
+            return Recovered(reply[1])
+        return Recovered(reply[1], reply[2].decode(errors="replace"), *read_fates(reply[3:]))
 
     def rescue(self, queue: str, at: Position) -> int:
         """Gives back what a held-up worker has not started; how many jobs that were. One that is not running has begun

@@ -39,6 +39,7 @@ from forq.liveness import passed
 from forq.scoreboard import Role, Scoreboard, State, age_ms
 from forq.services.desk import Desk
 from forq.services.halves import LOOK_SECONDS, Halves
+from forq.services.loss_log import tell_loss
 from forq.services.unread import Unread
 from forq.tree_mark import TreeMark
 from forq.treekill import kill_tree
@@ -190,7 +191,7 @@ class Pulse:
                 self._keeper.recover(each, processor, nowhere, outcome="interrupted", cause="late")
 
         for each in queues:
-            self._keeper.recover(
+            recovered = self._keeper.recover(
                 *(each, processor, at),
                 outcome=params["outcome"],
                 cause=params["cause"],
@@ -198,6 +199,9 @@ class Pulse:
                 stack=params["stack"],
                 peak_bytes=params["peak_bytes"],
             )
+            if recovered.job is not None and recovered.fate is not None:
+                how = {"outcome": params["outcome"], "cause": params["cause"], "micros": params["micros"]}
+                tell_loss(params["output"], each, recovered.job, recovered.fate, **how)
         for seconds in DRAIN_AGAIN_SECONDS:
             self._later(seconds, drain_again)
         if at.running:

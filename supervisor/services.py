@@ -173,7 +173,7 @@ class Services:
         )
 
     def recover(self, params: dict[str, Any], then: Callable[[], None]) -> None:
-        self._insist("recover", params, then)
+        self._insist("recover", params | {"output": self.outputs.directory(params["queue"])}, then)
 
     def evict(self, processor: str, cause: str, queues: list[str]) -> None:
         """Takes a processor that is gone out of every queue, at once and not after its expiry."""

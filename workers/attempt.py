@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, cast
 
 import orjson
 
+import forq
 from forq.broker.producing import MAX_SECONDS
 from forq.broker.record import unpack
-from forq.errors import InvalidData
+from forq.errors import ForqError, InvalidData
 from forq.job import Job, Reporter
 from forq.scoreboard import WORD, Slot
 from forq.workers.exec_messages import MAX_NAME, ProgramFailed
 from forq.workers.handlers import Handlers, leave_if_copy_of, name_of, said
-from forq.workers.output import tell_failure
 from forq.workers.output_writer import CURRENT_JOB
 from forq.workers.results import encode_result
 from forq.workers.tracing import Tracing
@@ -34,6 +34,7 @@ CANCEL_MS = 1000
 MAX_TRACEBACK = 8000
 
 _UNTRACED = nullcontext()
+_OWN_DIRECTORIES = tuple(f"{os.path.dirname(str(module.__file__))}{os.sep}" for module in (forq, asyncio))
 
 log = logging.getLogger("forq")
 
@@ -46,14 +47,25 @@ class Failure(NamedTuple):
     kind: str
     retry_at_ms: int | None
 
+    def text(self) -> str:
+        """The error in a line, its traceback in those that follow."""
+        told = orjson.loads(self.error)
+        return f"{told['name']}: {told['message']}\n{told['traceback']}".rstrip()
 
-class _DeadlinePassed(Exception):
+
+class _DeadlinePassed(TimeoutError):
     """A coroutine was cancelled because its time was up."""
+
+
+# In tracebacks it has the name that is stored.
+_DeadlinePassed.__module__, _DeadlinePassed.__qualname__ = "builtins", "TimeoutError"
 
 
 class Attempts:
     """Runs the attempts of one worker. `timeout_seconds`: what a coroutine may take (0: as long as it likes).
     `max_result_bytes`: how long what a handler returns may be (0: it is not kept)."""
+
+    of_fail_handler = False
 
     def __init__(
         self,
@@ -67,7 +79,9 @@ class Attempts:
         self.max_result_bytes = 0
         # Of the last attempt, if it succeeded and that is to be kept.
         self.result: bytes | None = None
-        self._queue = queue
+        # Of the last attempt, if it failed. Whoever takes it clears it: it holds the handler's variables.
+        self.raised: BaseException | None = None
+        self.queue = queue
         self._handlers = handlers.for_worker()
         self._slot = slot
         self._reporter = reporter
@@ -91,15 +105,15 @@ class Attempts:
                 self.result = encode_result(result, self.max_result_bytes)
         except BaseException as exc:  # a handler may raise anything, SystemExit too; the worker must outlive it
             leave_if_copy_of(self._pid)
-            failure = describe_failure(exc)
-            tell_failure(job_id, failure.error)
-            return failure
+            cut_own_frames(exc)
+            self.raised = exc
+            return describe_failure(exc)
         finally:
             leave_if_copy_of(self._pid)
         return None
 
     def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
-        return read_job(self._queue, job_id, record, fence)
+        return read_job(self.queue, job_id, record, fence)
 
     def close(self) -> None:
         """Ends programs; cancels what coroutines have left running. What refuses ends with the process."""
@@ -130,8 +144,10 @@ class Attempts:
 class FailAttempts(Attempts):
     """Runs the fail handler: its data is [original data, original job, error]."""
 
+    of_fail_handler = True
+
     def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
-        stored, job = read_job(self._queue, job_id, record, fence)
+        stored, job = read_job(self.queue, job_id, record, fence)
         try:
             (identifier, job_type, data, *trace), original, error = stored
             original |= {"identifier": identifier or original["id"], "type": job_type}
@@ -157,7 +173,10 @@ async def _within(coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:
         # The handler may raise a TimeoutError of its own, which is a failure like others.
         if not deadline.expired():
             raise
-        raise _DeadlinePassed(f"cancelled at its deadline, after {seconds:g} s") from exc
+        # With the place at which the handler was cancelled; how asyncio did that interests nobody.
+        late = _DeadlinePassed(f"cancelled at its deadline, after {seconds:g} s")
+        cancelled = exc.__cause__
+        raise late.with_traceback(None if cancelled is None else cancelled.__traceback__) from None
 
 
 def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, Job]:
@@ -180,6 +199,20 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
     enqueued_at = record.enqueued_ms / 1000
     about = (identifier, record.type, record.priority, enqueued_at)
     return record.data, Job(queue, job_id, *about, fence, counts, record.trace)
+
+
+def cut_own_frames(exc: BaseException) -> None:
+    """The traceback of an exception begins with the first frame that is neither forq's nor asyncio's.
+
+    Without such a frame it stays as it is, unless the error is one of forq's, whose text says all.
+    """
+    # Past what the class of the exception may say itself.
+    traceback_of: Any = BaseException.__dict__["__traceback__"]
+    users = traceback_of.__get__(exc)
+    while users is not None and users.tb_frame.f_code.co_filename.startswith(_OWN_DIRECTORIES):
+        users = users.tb_next
+    if users is not None or issubclass(type(exc), ForqError):
+        traceback_of.__set__(exc, users)
 
 
 def describe_failure(exc: BaseException) -> Failure:

@@ -20,6 +20,7 @@ from forq.tallies import Tallies
 from forq.trace_context import OFF
 from forq.tree_mark import TreeMark
 from forq.workers.attempt import Attempts, FailAttempts
+from forq.workers.failure_log import FailureLog
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers, described, load_fail_handler, load_handlers, said
 from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
@@ -120,6 +121,7 @@ class _Crew:
         self._recycling = Recycling(settings.options, self._slots, self._replace)
         self._progress = ProgressTeller(settings.url, settings.prefix)
         self._tracing = _start_tracing(settings)
+        self._failure_log = FailureLog()
         self._loops: list[Loop] = []
         self._code = exits.STOPPED
         self._reason = ""
@@ -151,6 +153,7 @@ class _Crew:
                 thread.start()
             for thread in threads:
                 thread.join()
+        self._failure_log.close()
         if self._tracing is not None:
             self._tracing.close()
         # Only now, when no handler can end the process any more: the code alone would mean nothing.
@@ -229,6 +232,7 @@ class _Crew:
             claims_ahead=main,
             resting_state=State.IDLE if main else State.PARKED,
             tally=tally,
+            failure_log=self._failure_log,
         )
 
     def _serve(self, loop: Loop) -> None:

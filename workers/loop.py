@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from forq.broker.consuming import Consumer, Limits, Results, Settled, Turn
 from forq.errors import BackPressure, ForqError, RedisUnavailable
+from forq.fates import Fate
 from forq.scoreboard import (
     DONE,
     GUARDED,
@@ -39,6 +40,7 @@ from forq.scoreboard import (
 )
 from forq.tallies import Tally
 from forq.workers.attempt import Attempts
+from forq.workers.failure_log import FailedAttempt, FailureLog
 from forq.workers.grant import Grant
 from forq.workers.output import end_output, mark_end
 from forq.workers.recycling import Recycling
@@ -103,6 +105,7 @@ class WorkerLoop:
         claims_ahead: bool = True,
         resting_state: State = State.IDLE,
         tally: Tally | None = None,
+        failure_log: FailureLog | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.consumer = consumer
@@ -123,6 +126,9 @@ class WorkerLoop:
         self._tally = tally
         self._micros: list[int] = []
         self._failures = 0
+        self._failure_log = failure_log or FailureLog()
+        # An attempt that is to be told when it is known what follows.
+        self._untold: FailedAttempt | None = None
         self._now = clock_ns
         self._stop = threading.Event()
         self._number = 0
@@ -236,9 +242,13 @@ class WorkerLoop:
                 break
             except RedisUnavailable as exc:
                 keep = 0
+                self._tell_failure("what follows is decided when Redis is back")
                 tries = self._back_off(tries, exc)
                 if self.stopping:
                     return None
+            except ForqError as exc:
+                self._tell_failure(f"what follows is not known: {exc}")
+                raise
         if tries:
             # What it held before went back with the first of these calls that arrived.
             turn = replace(turn, held=False)
@@ -254,6 +264,17 @@ class WorkerLoop:
         self._limits = turn.limits
         self._done, self._failed, self._unsettled = [], [], 0
         self._results, self._results_bytes = [], 0
+        self._tell_what_follows(turn)
+
+    def _tell_what_follows(self, turn: Turn) -> None:
+        # A worker takes a turn after each failure, so there is one at most.
+        if turn.fates:
+            self._tell_failure(turn.fates[0])
+            self._untold = None
+
+    def _tell_failure(self, follows: Fate | str) -> None:
+        if self._untold is not None and (isinstance(follows, Fate) or not self._untold.told):
+            self._failure_log.tell(self._untold, follows)
 
     def _count_refused(self, jobs: int) -> None:
         """Every rescue brings some: one line a minute tells how many."""
@@ -357,6 +378,10 @@ class WorkerLoop:
         else:
             self.slot.words[STATE] = State.SETTLING
             self._failures += 1
+            about, raised = self._attempts, self._attempts.raised
+            job = named.rpartition(":")[0] if about.of_fail_handler else named
+            self._untold = FailedAttempt(about.queue, job, failure, raised, about.of_fail_handler)
+            about.raised = raised = None
             retry_at = "" if failure.retry_at_ms is None else failure.retry_at_ms
             what = (failure.error, failure.brief, failure.kind, retry_at, f"{random.random():.4f}")
             self._failed += (job_id, self._fence, micros, *what)
@@ -428,10 +453,12 @@ class WorkerLoop:
         self.slot.words[STATE] = State.STOPPING
         try:
             self._number = self._numbers.next()
-            self.consumer.turn(self._number, self._done, self._failed, 0, 0, self._results)
+            turn = self.consumer.turn(self._number, self._done, self._failed, 0, 0, self._results)
             self._publish_turn()
+            self._tell_what_follows(turn)
             self.consumer.leave(self._number)
         except ForqError as exc:
+            self._tell_failure(f"what follows is decided by its recovery, since Redis is not there: {exc}")
             log.warning("could not leave in order, recovery will do it queue=%s error=%s", self.consumer.queue, exc)
         finally:
             self.consumer.close()

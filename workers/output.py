@@ -8,8 +8,6 @@ import sys
 import threading
 from collections.abc import Sequence
 
-import orjson
-
 from forq.output_pipe import open_pipe
 from forq.scoreboard import Slot
 from forq.workers.output_streams import LineWriter, RootHandler
@@ -72,12 +70,15 @@ def mark_end(job: str) -> None:
         _installed.mark_end(job)
 
 
-def tell_failure(job: str, error: bytes) -> None:
-    """An attempt has failed; the error as it is stored."""
+def tell_past_logging(level: str, job: str, text: str) -> None:
+    """A line of forq's own that `logging` did not take."""
     if _installed is not None:
-        told = orjson.loads(error)
-        text = f"job failed error={told['name']}: {told['message']}\n{told['traceback']}".rstrip()
-        _installed.tell("log", "WARNING", text, job=job, logger="forq")
+        _installed.tell("log", level, text, job=job, logger="forq")
+
+
+def lines_of_logging() -> int:
+    """How many lines this thread has logged that are in the queue's log."""
+    return _root_handler.lines()
 
 
 def tell_program(queue: str, job: str | None, text: str) -> None:

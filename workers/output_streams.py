@@ -2,6 +2,7 @@
 
 import io
 import logging
+import threading
 
 from forq.workers.output_writer import Output
 
@@ -84,11 +85,25 @@ class RootHandler(logging.Handler):
         self._output = output
         # Otherwise it would get one that repeats level and logger.
         self.setFormatter(_MESSAGE_ALONE)
+        self._thread = threading.local()
+
+    def lines(self) -> int:
+        """How many lines of the calling thread it has passed on."""
+        return getattr(self._thread, "lines", 0)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            message = self.format(record)
+            message = _without_columns(self.format(record), record)
         except Exception:  # a message whose arguments do not fit it, say
             self.handleError(record)
             return
         self._output.tell("log", record.levelname, message, job=self._output.current_job(), logger=record.name)
+        self._thread.lines = self.lines() + 1
+
+
+def _without_columns(message: str, record: logging.LogRecord) -> str:
+    """A line of the queue's log begins with queue and job: what forq says of a job need not name them again."""
+    told = record.__dict__
+    if record.name != "forq" or "job_id" not in told:
+        return message
+    return message.replace(f" queue={told.get('queue')} job={told['job_id']}", "", 1)

@@ -8,7 +8,7 @@
 --          kind, retry at (ms or ''), chance (0 to 1)
 -- Returns  {OK}; {LAPSED} if the worker does not hold that job; {NO_QUEUE}; {WRONG_MODE, its mode}
 -- States   active -> done | scheduled (retried) | dead | cancelled; blocked -> waiting | scheduled
---@include base codes journal hints limits limited records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings done_jobs fences bury_job failing hands
+--@include base codes journal hints limits limited records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings done_jobs fences bury_job fates failing hands
 
 local ENDED_MS = 60000
 local worker, id, fence, outcome = ARGV[1], ARGV[2], ARGV[3], ARGV[4]

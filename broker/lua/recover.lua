@@ -6,9 +6,10 @@
 -- ARGV     processor, worker, its last position: turn number, index, running ('1' | '0'); what that means for the
 --          running job ('stalled' | 'timed_out' | 'interrupted' | 'suspect' | 'cancelled'), cause,
 --          micros it ran ('' = unknown), stack as JSON ('' = none), the most memory it was seen with ('' = unknown)
--- Returns  {OK, length of its list before}; {NO_QUEUE}
+-- Returns  {OK, length of its list before}, then of the job that was running, if it goes back: its id and its fate (lib/fates.lua);
+--          {NO_QUEUE}
 -- States   active -> done (it ran), active -> waiting (returned, stalled, timed out, suspected), active -> cancelled
---@include base codes journal hints limits limited records schedule attempts blocked progress waiters holdings done_jobs positions losses graves
+--@include base codes journal hints limits limited records schedule attempts blocked progress waiters holdings done_jobs positions fates losses graves
 
 if not epoch then return { NO_QUEUE } end
 local processor, worker, turn, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
@@ -17,4 +18,14 @@ local length = redis.call('LLEN', worker_key(processor, worker, 'processing'))
 remove_worker(processor, worker, turn, index, ARGV[5] == '1', lost)
 wake_idle_worker()
 write_journal(worker)
-return { OK, length }
+local job, due_ms = lost.counted, lost.run_at_ms
+if not job then return { OK, length } end
+local follows
+if lost.outcome == 'stalled' then
+  follows = fate_of_loss(due_ms, attempts_of(job), job.stalls, tonumber(options.max_stalls or 3))
+elseif lost.outcome == 'timed_out' then
+  follows = fate_of_loss(due_ms, attempts_of(job), job.timeouts, tonumber(options.max_timeouts or 3))
+else
+  follows = fate(job.lane == SUSPECT and 'suspect' or 'interrupted', due_ms, attempts_of(job) + 1, 0)
+end
+return { OK, length, lost.id, unpack(follows) }

@@ -11,13 +11,14 @@
 --          (number of the done job in this turn, from 1; its result or '!' and why it has none) per done job
 -- Returns  {OK, PAUSED or LIMITED (something waits and may not begin now: the worker is woken), held (0: the kept jobs have been
 --          given to others), ids whose settling was refused, fence, timeout_ms, size, priority, how long a result may be (bytes;
---          0: none is kept), id, record, id, record ...};
+--          0: none is kept), the fate of each failed job (4 values each, lib/fates.lua; not there if none failed),
+--          id, record, id, record ...};
 --          {NO_QUEUE}; {FENCED} if the worker is not registered; {STALE} if its number is not above the last one: it was sent before a
 --          turn that has been taken, and has arrived late
 -- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out);
 --          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active;
 --          waiting -> dead (it stalled or timed out too often)
---@include base codes journal hints limits limited records schedule attempts blocked progress waiters holdings parked done_jobs fences bury_job failing used_up
+--@include base codes journal hints limits limited records schedule attempts blocked progress waiters holdings parked done_jobs fences bury_job fates failing used_up
 
 local MAX_SKIPS = 1000
 local MANY = 8
@@ -59,6 +60,7 @@ local max_stalls, max_timeouts = tonumber(options.max_stalls or 3), tonumber(opt
 
 local processing = worker_key(processor, worker, 'processing')
 local settled, refused, limited = {}, {}, false -- ids
+local fates = failed_count > 0 and {}
 
 local function settle_successes(first)
   if done_count == 0 then return end
@@ -102,7 +104,9 @@ local function settle_failures(first)
       retry_at_ms = tonumber(ARGV[at + 6]),
       chance = tonumber(ARGV[at + 7]),
     }
-    if settle_failure(failure) then settled[#settled + 1] = id else refused[#refused + 1] = id end
+    local follows = settle_failure(failure)
+    if follows then settled[#settled + 1] = id else refused[#refused + 1] = id end
+    for _, value in ipairs(follows or { 'refused', 0, 0, 0 }) do fates[#fates + 1] = value end
   end
 end
 
@@ -237,6 +241,8 @@ local function tell_of_claim()
   memo.told_ms = now_ms
   redis.call('PUBLISH', channel('due'), 'look ' .. worker .. ' ' .. turn)
 end
+
+if fates then reply[9] = fates end
 
 local function claim()
   may_be_much = readable(want, READ_BYTES) < want

@@ -145,8 +145,9 @@ def test_a_failed_attempt_is_one_record_with_its_traceback(forq: Forq) -> None:
     create(forq, "fails", "fail", max_retries=0)
     forq.client().queue("fails").enqueue(1, id="f")
     (record,) = wait_until(lambda: logs(forq, "fails"))
-    assert (record["level"], record["job"], record["stream"], record["logger"]) == ("WARNING", "f", "log", "forq")
-    assert record["message"].startswith("job failed error=ValueError: no good: 1\nTraceback")
+    assert (record["level"], record["job"], record["stream"], record["logger"]) == ("ERROR", "f", "log", "forq")
+    headline = "job failed: attempt 1 of 1, failed for good (see: forqctl why fails f) error=ValueError: no good: 1"
+    assert record["message"].startswith(f"{headline}\nTraceback")
     assert "talking.py" in record["message"]
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from forq.broker.keeping import Beat, Position
+from forq.broker.keeping import Beat, Position, Recovered
 from forq.scoreboard import Role, Scoreboard, State
 from forq.services.pulse import Pulse, PulseSettings
 
 NOWHERE = Position("w", 1, 0, True)
-RECOVERY: dict[str, Any] = dict.fromkeys(("micros", "stack", "peak_bytes")) | {
+RECOVERY: dict[str, Any] = dict.fromkeys(("micros", "stack", "peak_bytes", "output")) | {
     "queue": "q",
     "processor": "p",
     "with_fail_queue": False,
@@ -34,7 +34,7 @@ class Beats:
         self.told: list[dict[str, Any]] = []
         pulse._queues = ["q", "q#fail"]
         monkeypatch.setattr(pulse._keeper, "heartbeats", self._beat)
-        monkeypatch.setattr(pulse._keeper, "recover", lambda *at, **how: 0)
+        monkeypatch.setattr(pulse._keeper, "recover", lambda *at, **how: Recovered(0))
         monkeypatch.setattr(pulse._keeper, "promote", lambda queue: None)
         monkeypatch.setattr(pulse._desk, "tell", lambda event, **fields: self.told.append({"event": event, **fields}))
         pulse._redis_ok = True

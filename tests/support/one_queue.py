@@ -109,7 +109,7 @@ class OneQueue:
         self, worker: "HandWorker", turn: int, index: int, *, running: bool = False, outcome: Outcome = "stalled"
     ) -> int:
         at = Position(worker.name, turn, index, running)
-        return self.keeper().recover(self.name, worker.processor, at, outcome=outcome, cause="signal 9")
+        return self.keeper().recover(self.name, worker.processor, at, outcome=outcome, cause="signal 9").held
 
     def rescue(self, worker: "HandWorker", index: int) -> int:
         return self.keeper(worker.processor).rescue(self.name, Position(worker.name, worker.number, index, True))

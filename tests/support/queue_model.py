@@ -151,6 +151,7 @@ class ModelQueue:
     tokens: dict[str, str] = field(default_factory=dict)
     processed: int = 0
     dead: int = 0
+    fates: list[tuple[str, int, int]] = field(default_factory=list)
     paused: bool = False
     last_fence: int = 0
     keeps: bool = True
@@ -287,15 +288,20 @@ class ModelQueue:
         return job_id in self.owned(worker)
 
     def settle(self, worker: ModelWorker, done: str, failed: str, how: Failure, fence: str) -> list[str]:
-        """The ids that are refused."""
+        """The ids that are refused. What is to be told of those that failed is in `fates`."""
         refused = []
+        self.fates = []
         owned = {job_id for job_id, job in self.jobs.items() if job.owner == f"{worker.name}:{fence}"}
         self._keep({job_id: result_of(job_id) for job_id in done if job_id in owned})
         for job_id in done + failed:
             if job_id not in owned:
                 refused.append(job_id)
+                if job_id in failed:
+                    self.fates.append(("refused", 0, 0))
                 continue
             job = self.jobs[job_id]
+            if job_id in failed:
+                self.fates.append(self._fate(job, how))
             if job_id in done or job.removed:
                 self._end(job_id)
             elif how.kind == "timeout":
@@ -311,6 +317,17 @@ class ModelQueue:
                 job.suspect = False
                 self._come_back(job, self.now_ms + backoff if how.retry_at is None else how.retry_at)
         return refused
+
+    def _fate(self, job: ModelJob, how: Failure) -> tuple[str, int, int]:
+        """How it goes on, the number of the attempt, and how many there can be."""
+        if job.removed:
+            return "removed", 0, 0
+        attempt = job.retries + job.stalls + job.timeouts + 1
+        if how.kind == "timeout":
+            left = max(0, MAX_TIMEOUTS - job.timeouts)
+            return "returned" if left else "dead", attempt, attempt + left
+        left = MAX_RETRIES - job.retries
+        return "dead" if how.kind == "permanent" or not left else "retried", attempt, attempt + left
 
     def ran(self, worker: ModelWorker, job_ids: str) -> None:
         """Done without a word of the worker."""

@@ -1,7 +1,9 @@
 """The worker's loop against a scripted broker: what it publishes, settles and drops, step by step."""
 
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 
 from forq.broker.consuming import Limits, Turn
-from forq.errors import OutcomeUnknown
+from forq.errors import Fenced, OutcomeUnknown
+from forq.fates import Fate
 from forq.options import defaults
 from forq.scoreboard import TAKEN, WORD, Scoreboard, Slot, State, Word, unpack_word
 from forq.workers.attempt import Attempts
@@ -18,6 +21,7 @@ from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
 from forq.workers.loop import BUDGET_NS, MAX_BATCH, REFUSED_LOG_NS, RESULTS_BYTES, SLOW_NS, WorkerLoop
 from forq.workers.recycling import Recycling
+from tests.support.running import wait_until
 
 
 class Clock:
@@ -540,3 +544,70 @@ def test_the_mark_is_read_after_the_position_is_published() -> None:
     rig.slot.words = Watched()  # type: ignore[assignment]
     rig.step()
     assert order == ["position", "mark"]
+
+
+def failing(turn: Turn, *fates: Fate) -> Turn:
+    return replace(turn, fates=fates)
+
+
+def test_a_failure_is_told_when_it_is_known_what_follows(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(data: Any, job: Any) -> None:
+        raise ValueError("no good")
+
+    rig = Rig(fail, jobs("a"), failing(NOTHING, Fate("retried", 4000, 2, 4)), NOTHING)
+    rig.step()
+    assert caplog.messages == [], "the job is not settled yet"
+    rig.step()
+    line = "job failed: attempt 2 of 4, again in 4 s queue=q job=a error=ValueError: no good"
+    assert caplog.messages == [line]
+    rig.step()
+    assert caplog.messages == [line]
+
+
+def test_a_failure_while_redis_is_gone_is_told_at_once_and_its_fate_later(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(data: Any, job: Any) -> None:
+        raise ValueError("no good")
+
+    gone = [OutcomeUnknown("gone"), OutcomeUnknown("gone")]
+    rig = Rig(fail, jobs("a"), *gone, failing(NOTHING, Fate("dead", 0, 4, 4)))
+    rig.step()
+    rig.step()
+    told = [(record.levelname, record.exc_info is not None) for record in caplog.records if "job=a" in record.message]
+    assert told == [("WARNING", True), ("ERROR", False)]
+
+
+def test_a_failure_of_a_worker_that_is_fenced_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(data: Any, job: Any) -> None:
+        raise ValueError("no good")
+
+    rig = Rig(fail, jobs("a"), Fenced("evicted"))
+    rig.step()
+    with pytest.raises(Fenced):
+        rig.step()
+    assert caplog.messages == ["job failed: what follows is not known: evicted queue=q job=a error=ValueError: no good"]
+
+
+def test_the_variables_of_a_failed_handler_are_free_once_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, which may come late: a handler may hold much."""
+
+    class Large:
+        pass
+
+    gone: list[weakref.ref[Large]] = []
+
+    def fail(data: Any, job: Any) -> None:
+        large = Large()
+        gone.append(weakref.ref(large))
+        raise ValueError("no good")
+
+    # pytest keeps every record.
+    monkeypatch.setattr(logging.getLogger("forq"), "propagate", False)
+    gc.disable()
+    try:
+        rig = Rig(fail, jobs("a"), failing(NOTHING, Fate("retried", 4000, 2, 4)))
+        rig.step()
+        assert gone[0]() is not None
+        rig.step()
+        wait_until(lambda: gone[0]() is None)
+    finally:
+        gc.enable()

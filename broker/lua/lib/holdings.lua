@@ -49,6 +49,7 @@ local function hand_back(worker, list, lost, kept)
       local job = owned and read_record(record)
       if running then lost.count(lost, owner, job) end
       local run_at = job and update_from_blocked(id, job, 0) or 0
+      if running then lost.run_at_ms = run_at end
       if job then
         local updated = write_record(job)
         if updated ~= record then redis.call('HSET', key('jobs'), id, updated) end

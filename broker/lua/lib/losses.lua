@@ -20,4 +20,6 @@ local function count_loss(lost, owner, job)
   if lost.outcome == 'timed_out' then job.timeouts = job.timeouts + 1 end
   -- In the retry lane and in the fail queue it runs alone anyway.
   if lost.outcome == 'suspect' and job.lane == 0 and not parent then job.lane = SUSPECT end
+  -- A copy: what was blocked behind it may begin its counts anew.
+  lost.counted = { retries = job.retries, stalls = job.stalls, timeouts = job.timeouts, lane = job.lane }
 end

@@ -1,0 +1,182 @@
+"""What a worker, and whoever recovers one, is told of what follows a failed or lost attempt."""
+
+import time
+from typing import Any
+
+import pytest
+
+from forq.broker.consuming import Settled
+from forq.broker.keeping import Outcome, Recovered
+from forq.broker.producing import Update, new_job
+from forq.fates import Fate
+from tests.support.one_queue import NO, HandWorker, OneQueue, one_queue
+
+OPTIONS: dict[str, Any] = {
+    "max_retries": 2,
+    "retry_lane_retries": 1,
+    "min_backoff_ms": 2000,
+    "max_backoff_ms": 60_000,
+    "jitter": 0,
+}
+
+
+def fail(worker: HandWorker, job_id: str = "a", kind: str = "retriable", retry_at_ms: int | str = "") -> Fate:
+    worker.number += 1
+    failed: Settled = [job_id, worker.fence, 7, NO, NO, kind, retry_at_ms, "0.5"]
+    (fate,) = worker.consumer.turn(worker.number, [], failed, 0, 0).fates
+    return fate
+
+
+def make_due(queue: OneQueue) -> None:
+    queue.redis.zadd(queue.key("scheduled"), {"a": 1000})
+
+
+def lose(queue: OneQueue, worker: HandWorker, outcome: Outcome) -> Recovered:
+    at = worker.position(0, running=True)
+    return queue.keeper().recover(queue.name, "p1", at, outcome=outcome, cause="signal 9")
+
+
+def test_every_failure_says_when_the_job_is_tried_again_until_it_is_dead(redis_url: str) -> None:
+    with one_queue(redis_url, **OPTIONS) as queue:
+        queue.enqueue("a")
+        worker, lane, fates = queue.worker(), queue.worker("w2", lane="retry"), []
+        for each in (worker, worker, worker, lane):
+            assert each.turn(want=1) == ["a"]
+            fates.append(fail(each))
+            make_due(queue)
+        assert fates == [
+            Fate("retried", 2000, 1, 4),
+            Fate("retried", 4000, 2, 4),
+            Fate("lane", 8000, 3, 4),
+            Fate("dead", 0, 4, 4),
+        ]
+
+
+def test_the_wait_is_that_of_the_schedule(redis_url: str) -> None:
+    """Of the options at this moment, with jitter."""
+    with one_queue(redis_url, **OPTIONS | {"jitter": 50}) as queue:
+        queue.enqueue("a")
+        worker = queue.worker()
+        worker.turn(want=1)
+        queue.set_options(min_backoff_ms=10_000, max_retries=7)
+        worker.number += 1
+        failed: Settled = ["a", worker.fence, 7, NO, NO, "retriable", "", "0.9"]
+        before_ms = time.time() * 1000
+        (fate,) = worker.consumer.turn(worker.number, [], failed, 0, 0).fates
+        due_ms = queue.redis.zscore(queue.key("scheduled"), "a")
+        assert fate == Fate("retried", 14_000, 1, 9)
+        assert -1 <= due_ms - before_ms - fate.wait_ms < 5000
+
+
+def test_a_permanent_failure_says_that_attempts_were_left(redis_url: str) -> None:
+    with one_queue(redis_url, **OPTIONS) as queue:
+        queue.enqueue("a")
+        worker = queue.worker()
+        worker.turn(want=1)
+        assert fail(worker, kind="permanent") == Fate("dead", 0, 1, 4)
+
+
+def test_the_time_that_a_handler_asked_for_is_the_wait(redis_url: str) -> None:
+    with one_queue(redis_url, **OPTIONS) as queue:
+        queue.enqueue("a")
+        worker = queue.worker()
+        worker.turn(want=1)
+        fate = fail(worker, retry_at_ms=round(time.time() * 1000) + 90_000)
+        assert (fate.how, fate.attempt, fate.of) == ("retried", 1, 4)
+        assert 80_000 < fate.wait_ms <= 90_001
+        make_due(queue)
+        worker.turn(want=1)
+        assert fail(worker, retry_at_ms=1) == Fate("retried", 0, 2, 4)
+
+
+def test_timeouts_have_a_count_of_their_own(redis_url: str) -> None:
+    with one_queue(redis_url, **OPTIONS | {"max_timeouts": 1}) as queue:
+        queue.enqueue("a")
+        worker, fates = queue.worker(), []
+        for kind in ("timeout", "retriable", "timeout"):
+            worker.turn(want=1)
+            fates.append(fail(worker, kind=kind))
+            if kind == "retriable":
+                make_due(queue)
+        assert fates == [Fate("returned", 0, 1, 2), Fate("retried", 2000, 2, 5), Fate("dead", 0, 3, 3)]
+        assert worker.turn(want=1) == []
+        assert queue.state().jobs == set(), "the next claim has buried it"
+
+
+def test_a_job_that_was_removed_or_taken_away_says_so(redis_url: str) -> None:
+    with one_queue(redis_url, **OPTIONS) as queue:
+        queue.enqueue("a", "b")
+        worker = queue.worker()
+        worker.turn(want=2)
+        queue.producer.remove("a")
+        assert fail(worker).how == "removed"
+        assert fail(worker, "b").how == "refused", "it went back with the turn before"
+
+
+def test_the_fates_of_a_turn_come_in_the_order_of_its_failures_and_before_its_jobs(redis_url: str) -> None:
+    with one_queue(redis_url, **OPTIONS) as queue:
+        queue.enqueue("a", "b", "c", "d")
+        worker = queue.worker()
+        worker.turn(want=2)
+        queue.producer.remove("a")
+        turn = worker.whole_turn(want=2, failed="ab")
+        assert [fate.how for fate in turn.fates] == ["removed", "retried"]
+        assert turn.jobs[::2] == [b"c", b"d"]
+        assert worker.whole_turn(done="cd").fates == ()
+
+
+def test_counts_that_begin_anew_behind_a_failure_do_not_change_its_number(redis_url: str) -> None:
+    with one_queue(redis_url, **OPTIONS) as queue:
+        queue.enqueue("a")
+        worker = queue.worker()
+        for number in (1, 2):
+            worker.turn(want=1)
+            if number == 2:
+                queue.producer.enqueue([new_job(2, id="a")], Update(reset_counts=True))
+            assert fail(worker).attempt == number
+            make_due(queue)
+        assert queue.viewer.job("a")["retry_count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        ("stalled", [Fate("returned", 0, 1, 2), Fate("dead", 0, 2, 2)]),
+        ("timed_out", [Fate("returned", 0, 1, 3), Fate("returned", 0, 2, 3), Fate("dead", 0, 3, 3)]),
+        ("interrupted", [Fate("interrupted", 0, 1, 1)] * 2),
+        ("suspect", [Fate("suspect", 0, 1, 1)]),
+    ],
+)
+def test_a_recovery_tells_what_follows_for_the_job_that_was_running(
+    redis_url: str, outcome: Outcome, expected: list[Fate]
+) -> None:
+    with one_queue(redis_url, **OPTIONS | {"max_stalls": 1, "max_timeouts": 2}) as queue:
+        queue.enqueue("a", "b")
+        for number, fate in enumerate(expected):
+            worker = queue.worker(f"w{number}")
+            worker.turn(want=2)
+            assert lose(queue, worker, outcome) == Recovered(2, "a", fate)
+            assert lose(queue, worker, outcome) == Recovered(0), "a second one finds nothing"
+            queue.producer.cancel("b")
+            queue.enqueue("b")
+
+
+def test_a_lost_job_that_is_scheduled_by_what_was_blocked_behind_it_says_when(redis_url: str) -> None:
+    with one_queue(redis_url, **OPTIONS) as queue:
+        queue.enqueue("a")
+        worker = queue.worker()
+        worker.turn(want=1)
+        queue.producer.enqueue([new_job(2, id="a", run_in=60)])
+        fate = lose(queue, worker, "stalled").fate
+        assert fate is not None
+        assert (fate.how, fate.attempt) == ("returned", 1)
+        assert 50_000 < fate.wait_ms <= 60_001
+
+
+def test_a_recovery_without_a_running_job_tells_nothing(redis_url: str) -> None:
+    with one_queue(redis_url, **OPTIONS) as queue:
+        queue.enqueue("a")
+        worker = queue.worker()
+        worker.turn(want=1)
+        at = worker.position(0, running=False)
+        assert queue.keeper().recover(queue.name, "p1", at, outcome="stalled", cause="x") == Recovered(1)

@@ -1,0 +1,211 @@
+"""What a failed or lost attempt leaves in the log: one line that says what follows, whatever a user does to logging."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.running import HANDLERS, Forq, running, wait_until
+
+pytestmark = pytest.mark.timeout(180)
+
+# A module with a logging handler of its own, which writes down each failure that it gets.
+LISTENER = """
+import json, logging, os, time
+
+class Listener(logging.Handler):
+    def emit(self, record):
+        if record.exc_info:
+            fields = {name: record.__dict__.get(name) for name in ("queue", "job_id", "attempt", "attempts")}
+            told = {"pid": os.getpid(), "error": repr(record.exc_info[1]), "level": record.levelname, **fields}
+            with open(SEEN, "a") as file:
+                file.write(json.dumps(told) + "\\n")
+
+def handle(data, job):
+    raise ValueError(f"no good: {data}")
+"""
+
+
+@pytest.fixture(scope="module")
+def forq() -> Iterator[Forq]:
+    with running(settings="capacity = 1000\n") as forq:
+        yield forq
+
+
+def create(forq: Forq, name: str, code: str, tmp_path: Path, **options: object) -> None:
+    """A queue whose handler is this code."""
+    (tmp_path / f"{name}_module.py").write_text(code)
+    settings = [f"--set={key}={value}" for key, value in options.items()]
+    forq.ctl("create", name, "--handler", f"{name}_module:handle", "--path", str(tmp_path), *settings)
+
+
+def logs(forq: Forq, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in forq.ctl("logs", name, "--json", "-n", "1000").splitlines()]
+
+
+def wait_for_lines(forq: Forq, name: str, count: int) -> list[dict[str, Any]]:
+    return wait_until(lambda: found if len(found := logs(forq, name)) >= count else [])  # type: ignore[no-any-return]
+
+
+def heads(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(record["level"], record["message"].partition("\n")[0]) for record in records]
+
+
+def test_the_lines_of_a_job_say_what_follows_until_it_has_failed_for_good(forq: Forq) -> None:
+    retries = ("--set=max_retries=2", "--set=retry_lane_retries=0", "--set=jitter=0", "--set=min_backoff=250ms")
+    forq.ctl("create", "thrice", "--handler", "talking:fail", "--path", str(HANDLERS), *retries)
+    forq.client().queue("thrice").enqueue("x", id="t")
+    records = wait_for_lines(forq, "thrice", 3)
+    assert heads(records) == [
+        ("WARNING", "job failed: attempt 1 of 3, again in 250 ms error=ValueError: no good: x"),
+        ("WARNING", "job failed: attempt 2 of 3, again in 500 ms error=ValueError: no good: x"),
+        (
+            "ERROR",
+            "job failed: attempt 3 of 3, failed for good (see: forqctl why thrice t) error=ValueError: no good: x",
+        ),
+    ]
+    for record in records:
+        _, title, first_frame, *_ = record["message"].splitlines()
+        assert (title, "talking.py" in first_frame) == ("Traceback (most recent call last):", True)
+        assert (record["job"], record["logger"], record["stream"]) == ("t", "forq", "log")
+    wait_until(lambda: "attempt 3 of 3" in forq.log)
+    assert [forq.log.count(f"attempt {number} of 3") for number in (1, 2, 3)] == [1, 1, 1], "never twice"
+    assert "ValueError" in forq.ctl("why", "thrice", "t"), "the command works"
+
+
+def test_logging_handlers_of_the_process_get_the_exception(forq: Forq, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    code = f"SEEN = {str(seen)!r}\n{LISTENER}\nlogging.getLogger().addHandler(Listener())\n"
+    create(forq, "heard", code, tmp_path, max_retries=0)
+    forq.client().queue("heard").enqueue(1, id="h")
+    (record,) = wait_for_lines(forq, "heard", 1)
+    assert json.loads(wait_until(lambda: seen.exists() and seen.read_text())) == {
+        "pid": forq.child("heard")["pid"],
+        "error": "ValueError('no good: 1')",
+        "level": "ERROR",
+        "queue": "heard",
+        "job_id": "h",
+        "attempt": 1,
+        "attempts": 1,
+    }
+    assert record["message"].count("no good: 1") == 2, "the line, and the end of the traceback"
+
+
+@pytest.mark.parametrize("how", ["basicConfig", "dictConfig", "propagate"])
+def test_logging_that_a_user_has_set_up_gets_the_line_alone(forq: Forq, tmp_path: Path, how: str) -> None:
+    """His own handler writes to stderr, which is captured, too."""
+    setups = {
+        "basicConfig": "logging.basicConfig(force=True, format='MINE %(levelname)s %(message)s')",
+        "dictConfig": "logging.config.dictConfig({'version': 1, 'disable_existing_loggers': False, 'formatters': "
+        "{'f': {'format': 'MINE %(levelname)s %(message)s'}}, 'handlers': {'h': {'class': 'logging.StreamHandler', "
+        "'formatter': 'f'}}, 'root': {'handlers': ['h']}})",
+        "propagate": "h = logging.StreamHandler()\n"
+        "h.setFormatter(logging.Formatter('MINE %(levelname)s %(message)s'))\n"
+        "logging.getLogger('forq').addHandler(h)\nlogging.getLogger('forq').propagate = False",
+    }
+    name = f"own-{how}"
+    module = f"import logging.config\n{setups[how]}\ndef handle(data, job):\n    raise ValueError('no good')\n"
+    (tmp_path / "own_setup.py").write_text(module)
+    forq.ctl("create", name, "--handler", "own_setup:handle", "--path", str(tmp_path), "--set=max_retries=0")
+    forq.client().queue(name).enqueue(1, id="o")
+    wait_until(lambda: any(record["message"] == "ValueError: no good" for record in logs(forq, name)))
+    records = logs(forq, name)
+    headline = f"job failed: attempt 1 of 1, failed for good (see: forqctl why {name} o) queue={name} job=o"
+    assert records[0]["message"] == f"MINE ERROR {headline} error=ValueError: no good"
+    assert (records[0]["stream"], records[0]["job"]) == ("stderr", "o")
+    assert sum("attempt 1 of 1" in record["message"] for record in records) == 1
+
+
+def test_loggers_that_are_turned_off_by_accident_leave_the_line_in_the_queue_s_log(forq: Forq, tmp_path: Path) -> None:
+    code = "import logging.config\nlogging.config.dictConfig({'version': 1})\n"
+    create(forq, "off", f"{code}def handle(data, job):\n    raise ValueError('no good')\n", tmp_path, max_retries=0)
+    forq.client().queue("off").enqueue(1, id="o")
+    (record,) = wait_for_lines(forq, "off", 1)
+    assert heads([record]) == [
+        ("ERROR", "job failed: attempt 1 of 1, failed for good (see: forqctl why off o) error=ValueError: no good")
+    ]
+
+
+def test_logging_that_blocks_or_raises_does_not_touch_worker_or_jobs(forq: Forq, tmp_path: Path) -> None:
+    code = """
+import logging, threading
+class Hostile(logging.Handler):
+    def emit(self, record):
+        if "first" in record.getMessage():
+            raise SystemExit(3)
+        if "second" in record.getMessage():
+            threading.Event().wait()
+def handle(data, job):
+    if data:
+        raise ValueError(data)
+logging.getLogger().handlers.insert(0, Hostile())
+"""
+    create(forq, "hostile", code, tmp_path, max_retries=0, timeout="60s")
+    queue = forq.client().queue("hostile")
+    ids = queue.enqueue_many(["first", "second", "third", None])
+    wait_until(lambda: forq.queue_status("hostile")["done"] == 1, what="the last job runs")
+    wait_until(lambda: forq.queue_status("hostile")["dead"] == 3)
+    assert forq.child("hostile")["restarts"] == 0
+    outcomes = {dead["id"]: dead["message"] for dead in queue.dead().jobs}
+    assert outcomes == dict(zip(ids, ("first", "second", "third"), strict=False))
+    assert "(logging raised SystemExit)" in wait_for_lines(forq, "hostile", 1)[0]["message"]
+
+
+def test_a_job_that_asks_to_be_tried_later_is_no_warning(forq: Forq, tmp_path: Path) -> None:
+    code = """
+import time
+from forq import RetryAt
+def handle(data, job):
+    if not job.retry_count:
+        raise RetryAt(time.time() + 0.2, "the bank is closed")
+"""
+    create(forq, "later", code, tmp_path, max_retries=3)
+    forq.client().queue("later").enqueue(1, id="l")
+    wait_until(lambda: forq.queue_status("later")["done"] == 1)
+    (record,) = logs(forq, "later")
+    assert record["level"] == "INFO"
+    assert record["message"].startswith("job asked to be tried again: attempt 1 of 4, again in ")
+    assert record["message"].endswith("error=RetryAt: the bank is closed")
+
+
+def test_an_attempt_that_dies_with_its_process_has_a_line_of_the_same_words(forq: Forq, tmp_path: Path) -> None:
+    code = "import os\ndef handle(data, job):\n    os.kill(os.getpid(), 9)\n"
+    create(forq, "killed", code, tmp_path, max_stalls=1)
+    forq.client().queue("killed").enqueue(1, id="k")
+    cause = "job lost with its process (signal 9 (SIGKILL))"
+    records = wait_for_lines(forq, "killed", 2)
+    assert heads(records) == [
+        ("WARNING", f"{cause}: attempt 1 of 2, again at once"),
+        ("ERROR", f"{cause}: attempt 2 of 2, failed for good (see: forqctl why killed k)"),
+    ]
+    assert {record["job"] for record in records} == {"k"}
+    wait_until(lambda: forq.queue_status("killed")["dead"] == 1, what="that was true")
+    wait_until(lambda: "killed k: job lost with its process (signal 9 (SIGKILL)): attempt 2 of 2" in forq.log)
+
+
+@pytest.mark.parametrize("kind", ["blocking", "coroutine"])
+def test_a_timeout_has_a_line_of_the_same_words(forq: Forq, tmp_path: Path, kind: str) -> None:
+    coroutine = "import asyncio\nasync def handle(data, job):\n    await asyncio.sleep(60)\n"
+    code = coroutine if kind == "coroutine" else "import time\ndef handle(data, job):\n    time.sleep(60)\n"
+    create(forq, kind, code, tmp_path, max_timeouts=1, timeout="300ms")
+    forq.client().queue(kind).enqueue(1, id="s")
+    first, last = heads(wait_for_lines(forq, kind, 2))
+    assert (first[0], last[0]) == ("WARNING", "ERROR")
+    assert "attempt 1 of 2, again at once" in first[1]
+    assert f"attempt 2 of 2, failed for good (see: forqctl why {kind} s)" in last[1]
+    assert first[1].startswith("job timed out")
+    wait_until(lambda: forq.queue_status(kind)["dead"] == 1)
+
+
+def test_a_fail_handler_that_fails_is_told_under_the_id_of_its_job(forq: Forq, tmp_path: Path) -> None:
+    code = "def handle(data, job):\n    raise ValueError(1)\ndef mourn(data, job):\n    raise KeyError(2)\n"
+    (tmp_path / "mourner.py").write_text(code)
+    options = ("--set=max_retries=0", "--set=fail_max_retries=0", "--fail-handler", "mourner:mourn")
+    forq.ctl("create", "mourned", "--handler", "mourner:handle", "--path", str(tmp_path), *options)
+    forq.client().queue("mourned").enqueue(1, id="m")
+    records = wait_for_lines(forq, "mourned", 2)
+    assert [record["job"] for record in records] == ["m", "m"]
+    expected = "fail handler failed: attempt 1 of 1, failed for good (see: forqctl why mourned m) error=KeyError: 2"
+    assert heads(records)[1] == ("ERROR", expected)
