@@ -43,6 +43,7 @@ class Supervisor:
         self.services = Services(config, state, loop, served=lambda: self.queues.served(), on_pulse=self._pulse_event)
         self.queues = Queues(config, state, loop, self.services, changed=self._changed, fail=self.fail)
         self._title_timer: Timer | None = None
+        self._mending: set[str] = set()
 
     def start(self) -> None:
         """Starts everything; returns at once."""
@@ -139,15 +140,21 @@ class Supervisor:
             self.queues.fail_jobs_wait(message["queue"])
 
     def _mend(self, name: str) -> None:
-        """Somebody has died while it made or deleted this queue. In slices; if that fails, pulse tells of it again."""
+        """Somebody has died while it made or deleted this queue. In slices; if that fails, pulse tells of it again. It
+        does so meanwhile, too: several at it would only keep the clerk busy."""
+        if name in self._mending:
+            return
 
         def mended(answer: Any) -> None:
+            if not isinstance(answer, ForqError) and answer["more"]:
+                self.services.clerk.ask("mend", {"name": name}, mended)
+                return
+            self._mending.discard(name)
             if isinstance(answer, ForqError):
                 log.warning("could not mend half a queue queue=%s error=%s", name, answer)
-            elif answer["more"]:
-                self.services.clerk.ask("mend", {"name": name}, mended)
 
         log.info("mending a queue that was left half made or half deleted queue=%s", name)
+        self._mending.add(name)
         self.services.clerk.ask("mend", {"name": name}, mended)
 
     def _changed(self) -> None:

@@ -1,0 +1,87 @@
+"""Queues that somebody has left half made or half deleted: pulse finds them, the supervisor has the clerk mend them."""
+
+import json
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from forq.broker.keys import DEFAULT_PREFIX, queue_base, registry_key
+from forq.broker.link import Link
+from forq.broker.registry import Registry
+from forq.broker.scripts import script
+from tests.support.running import Forq, wait_until, whole_lines
+
+# Of a deleted queue more than the clerk logs in one call.
+JOBS = 30_000
+IMPATIENT = """
+import sys
+from forq import cli
+from forq.services import halves, pulse
+halves.LEFT_SECONDS, pulse.LOOK_SECONDS = 0.5, 0.02
+sys.exit(cli.main())
+"""
+
+
+class ImpatientForq(Forq):
+    """Looks for halves fifty times a second, and takes one for left after half a second."""
+
+    def program(self) -> list[str]:
+        return [sys.executable, "-c", IMPATIENT]
+
+
+@pytest.fixture
+def forq() -> Iterator[ImpatientForq]:
+    forq = ImpatientForq()
+    try:
+        forq.start()
+        yield forq
+    finally:
+        forq.remove()
+
+
+@pytest.fixture
+def link(forq: ImpatientForq) -> Iterator[Link]:
+    link = Link(forq.url)
+    yield link
+    link.close()
+
+
+def entry(link: Link, name: str) -> object:
+    return link.call("HGET", registry_key(DEFAULT_PREFIX), name)
+
+
+def mendings(forq: Forq, name: str) -> int:
+    lines = (line for line in forq.log.splitlines() if "mending a queue" in line)
+    return sum(line.endswith(f"queue={name}") for line in lines)
+
+
+def test_an_entry_whose_queue_was_never_made_is_removed(forq: ImpatientForq, link: Link) -> None:
+    forq.create("whole")
+    link.run(script("reserve"), registry_key(DEFAULT_PREFIX), "half", "on_request", 100)
+    wait_until(lambda: entry(link, "half") is None)
+    assert mendings(forq, "half") >= 1
+    forq.create("half")
+    assert entry(link, "whole") == entry(link, "half") == b"work"
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_deletion_that_was_left_is_finished_and_what_it_dropped_is_logged(
+    forq: ImpatientForq, link: Link, marked: bool
+) -> None:
+    """Whoever deleted it died before the jobs were logged; or even before the entry was marked."""
+    queue = forq.client().create_queue("gate", mode="on_request")
+    queue.enqueue_many([{"n": number} for number in range(JOBS)])
+    base = queue_base(DEFAULT_PREFIX, "gate")
+    if marked:
+        assert Registry(link, DEFAULT_PREFIX).delete("gate", force=True) == JOBS
+    else:
+        epoch = link.call("HGET", f"{base}:options", "epoch")
+        assert link.run_all(script("delete"), [(base, epoch, 1), (f"{base}:fail", "", 1)])[0][1] == JOBS
+    wait_until(lambda: entry(link, "gate") is None)
+    lines = whole_lines(forq.state_dir / "logs" / "gate" / "failed.jsonl")
+    assert sorted(json.loads(line)["data"]["n"] for line in lines) == list(range(JOBS))
+    assert link.call("EXISTS", f"{base}:trash", f"{base}:options") == 0
+    # Pulse tells again and again meanwhile, and once more may be on its way at the end.
+    assert 1 <= mendings(forq, "gate") <= 2
+    assert forq.client().create_queue("gate", mode="on_request").status()["waiting"] == 0
