@@ -145,9 +145,14 @@ class Link:
         if self._cluster is not None:
             return self._cluster.follow(calls[0][0], lambda link: link.run_all(script, calls))
         try:
-            return self._transact(("FCALL", script.name), calls)
-        except _ScriptMissing:
-            return self._transact(self._load(script), calls)
+            try:
+                return self._transact(("FCALL", script.name), calls)
+            except _ScriptMissing:
+                return self._transact(self._load(script), calls)
+        except BackPressure:
+            # Redis queues no command while it is out of memory, not even one that may go beyond that: then one by one.
+            # Without this nobody could delete a queue to make room, nor a supervisor start and work off what is there.
+            return [self.run(script, *call) for call in calls]
 
     def _transact(self, how: tuple[str, str], calls: list[tuple[Any, ...]]) -> list[list[Any]]:
         commands = [("MULTI",), *((*how, 1, *call) for call in calls), ("EXEC",)]

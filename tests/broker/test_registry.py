@@ -1,5 +1,8 @@
 """create, delete, purge, pause: which queues exist."""
 
+from typing import Any
+
+import hiredis
 import pytest
 
 from forq.broker.keys import DEFAULT_PREFIX, deleted_queues_key, registry_key
@@ -14,6 +17,7 @@ from forq.errors import (
     QueueExists,
     QueueFull,
     QueueNotEmpty,
+    RedisUnavailable,
     TooManyQueues,
     UnknownQueue,
 )
@@ -54,6 +58,31 @@ def test_a_queue_past_max_queues_is_refused_and_leaves_no_trace(redis_url: str) 
         make(registry, "d")
     assert set(registry.names()) == {"a", "b", "c"}
     assert make(registry, "c") is False
+
+
+def test_queues_are_made_joined_and_deleted_on_a_server_that_is_out_of_memory(
+    queue: OneQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis then takes no command into a transaction; Valkey 9 does."""
+    exchange = Link._exchange
+
+    def as_redis(link: Link, commands: list[tuple[Any, ...]], lost: type[RedisUnavailable]) -> list[Any]:
+        if commands[0] != ("MULTI",):
+            return exchange(link, commands, lost)
+        refused = [hiredis.ReplyError("OOM command not allowed when used memory > 'maxmemory'.")] * (len(commands) - 2)
+        return [b"OK", *refused, hiredis.ReplyError("EXECABORT Transaction discarded because of previous errors.")]
+
+    monkeypatch.setattr(Link, "_exchange", as_redis)
+    queue.enqueue("a")
+    options, of_fail_queue = stored_defaults(), stored_defaults()
+    queue.redis.config_set("maxmemory", 1)
+    assert queue.registry.create("q", "work", 9, options, {}, fail_options=of_fail_queue) is False
+    assert queue.registry.create("r", "work", 9, options, {}, fail_options=of_fail_queue) is True
+    assert queue.redis.exists("forq:queue:{q}:fail:options", "forq:queue:{r}:fail:options") == 2
+    assert queue.registry.delete("q", force=True) == 1
+    assert [dropped["id"] for dropped in purge(queue)] == ["a"]
+    assert queue.registry.names() == {"r": "work"}
+    assert queue.redis.exists("forq:queue:{q}:fail:options") == 0
 
 
 def test_create_joins_and_sets_the_options_given(queue: OneQueue) -> None:
