@@ -5,6 +5,7 @@ JSON object, attempts a JSON array with the newest last.
 """
 
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,14 @@ class Chunk:
     refused: int
     left: int
     next: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeadChanged:
+    """To how many dead jobs something was done, and why not to the others, by id@fence or as they were given."""
+
+    done: int
+    refused: dict[str, ForqError]
 
 
 def read_dead(packed: bytes) -> tuple[bytes, Any, list[Any]]:
@@ -106,10 +115,19 @@ class DeadJobs:
     def discard_some(self, after: str | None = None) -> Chunk:
         return self._apply_to_some(script("discard"), after)
 
+    def retry_many(self, references: Iterable[str] | None) -> DeadChanged:
+        """The same for these, or (None) for all that are dead now. Safe to repeat: who is not dead any more is refused.
+
+        If a call in between fails, its error says how many were done before.
+        """
+        return self._apply_to_many(script("revive"), references)
+
+    def discard_many(self, references: Iterable[str] | None) -> DeadChanged:
+        return self._apply_to_many(script("discard"), references)
+
     def find(self, reference: str) -> str:
         """The id@fence that is meant; UnknownJob if there is none."""
-        if not isinstance(reference, str) or not _REFERENCE.match(reference):
-            raise InvalidId(f"{shown(reference)} is not allowed: a job's id, or id@fence")
+        _check_reference(reference)
         self._check_exists()
         if self._link.call("HEXISTS", self._hash, reference):
             return reference
@@ -168,6 +186,73 @@ class DeadJobs:
         left = max(0, int(self._link.call("ZCOUNT", self._zset, "-inf", until_ms)) - skip - refused)
         return Chunk(done, refused, left, f"{until_ms}/{skip + refused}" if left else None)
 
+    def _apply_to_many(self, verb: Script, references: Iterable[str] | None) -> DeadChanged:
+        named = self._all_dead() if references is None else self._find_many(references)
+        done = 0
+        refused: dict[str, ForqError] = {}
+        chunk: dict[str, str] = {}
+        try:
+            for reference, member in named:
+                if member is None:
+                    refused[reference] = self._unknown(reference)
+                    continue
+                chunk[member] = reference
+                if len(chunk) == CHUNK:
+                    done += self._apply_to_chunk(verb, chunk, refused)
+                    chunk = {}
+            done += self._apply_to_chunk(verb, chunk, refused)
+        except ForqError as exc:
+            raise type(exc)(f"{exc}; done before: {done}") from exc
+        return DeadChanged(done, refused)
+
+    def _apply_to_chunk(self, verb: Script, chunk: Mapping[str, str], refused: dict[str, ForqError]) -> int:
+        """How many it was done to; the others are added to `refused`."""
+        members, done = list(chunk), 0
+        errors: dict[int, ForqError] = {}
+        while members:
+            reply = self._link.run(verb, self._base, *members)
+            if reply[0] != OK:
+                raise error_for(self.name, reply)
+            # A call that has moved much ends early.
+            for member, code in zip(members, reply[1:], strict=False):
+                if code == 1:
+                    done += 1
+                elif code == 0:
+                    refused[chunk[member]] = self._unknown(chunk[member])
+                else:
+                    errors[code] = errors.get(code) or self._refusal(code)
+                    refused[chunk[member]] = errors[code]
+            members = members[len(reply) - 1 :]
+        return done
+
+    def _all_dead(self) -> Iterator[tuple[str, str]]:
+        """Those that are dead now; their names are read before anything is done, or some would be passed over."""
+        until_ms, _ = self._start_of_walk(None)
+        members = [
+            member.decode(errors="replace")
+            for start in range(0, self._link.call("ZCOUNT", self._zset, "-inf", until_ms), MAX_PAGE)
+            for member in self._link.call("ZRANGEBYSCORE", self._zset, "-inf", until_ms, "LIMIT", start, MAX_PAGE)
+        ]
+        return ((member, member) for member in members)
+
+    def _find_many(self, references: Iterable[str]) -> Iterator[tuple[str, str | None]]:
+        """Each with the id@fence that is meant: None if there is none. One walk for all, whatever their number."""
+        wanted = list(dict.fromkeys(map(_check_reference, references)))
+        self._check_exists()
+        there = self._link.pipeline([("HEXISTS", self._hash, reference) for reference in wanted]) if wanted else []
+        found: dict[str, str] = {name: name for name, exists in zip(wanted, there, strict=True) if exists}
+        ids = set(wanted) - set(found)
+        cursor = b"0"
+        while ids:
+            cursor, flat = self._link.call("ZSCAN", self._zset, cursor, "COUNT", 1000)
+            for member in map(bytes.decode, flat[::2]):
+                job_id = member.rpartition("@")[0]
+                if job_id in ids:
+                    found[job_id] = max(found.get(job_id, member), member, key=_fence_of)
+            if cursor == b"0":
+                break
+        return ((reference, found.get(reference)) for reference in wanted)
+
     def _start_of_walk(self, after: str | None) -> tuple[int, int]:
         if after is None:
             self._check_exists()
@@ -189,6 +274,12 @@ class DeadJobs:
         return UnknownJob(
             f"queue {self.name!r} has no dead job {reference!r}; `forqctl jobs {self.name} --state dead` lists them"
         )
+
+
+def _check_reference(reference: object) -> str:
+    if not isinstance(reference, str) or not _REFERENCE.match(reference):
+        raise InvalidId(f"{shown(reference)} is not allowed: a job's id, or id@fence")
+    return reference
 
 
 def _brief(member: str, died_ms: int, packed: bytes | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from forq.broker.codes import OK, error_for
@@ -20,6 +21,7 @@ CHUNK_JOBS = 500
 CHUNK_BYTES = 512 * 1024
 # Some 285,000 years: what a double holds as whole milliseconds.
 MAX_SECONDS = 9_007_199_254_740
+_MISSING = object()
 
 
 class NewJob(NamedTuple):
@@ -83,6 +85,16 @@ def plain_jobs(every_data: Iterable[Any]) -> Iterator[NewJob]:
     trace = current_trace()
     for data in every_data:
         yield NewJob(new_id(), DEFAULT_PRIORITY, pack_body(data, None, None, trace), "", "")
+
+
+def jobs_with_tokens(every_data: Iterable[Any], tokens: Iterable[str]) -> Iterator[NewJob]:
+    """The same with a token for each, in the same order."""
+    trace = current_trace()
+    for data, token in zip_longest(every_data, tokens, fillvalue=_MISSING):
+        if data is _MISSING or token is _MISSING:
+            fewer, more = ("jobs", "tokens") if data is _MISSING else ("tokens", "jobs")
+            raise UsageError(f"there are fewer {fewer} than {more}: each job needs a token of its own")
+        yield NewJob(new_id(), DEFAULT_PRIORITY, pack_body(data, None, None, trace), check_job_id(token, "token"), "")
 
 
 def _when(run_at: datetime | float | None, run_in: timedelta | float | None) -> str:

@@ -54,6 +54,10 @@ class Registry:
             raise error_for(name, [NO_QUEUE])
         return str(mode.decode())
 
+    def served(self, name: str) -> bool:
+        """Whether a supervisor runs the queue's jobs, as far as heartbeats tell."""
+        return bool(self._link.call("ZCARD", f"{queue_base(self._prefix, name)}:processors"))
+
     def unserved(self, served: Collection[str]) -> dict[str, str]:
         """The queues that every supervisor serves and that are not among these, with their modes."""
         found = {name: mode for name, mode in self.names().items() if mode in SHARED_MODES and name not in served}

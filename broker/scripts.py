@@ -38,7 +38,7 @@ _LUAS_OWN = frozenset(("error", "ipairs", "math", "next", "pairs", "redis", "str
 
 # What the methods of a Queue (src/forq/client.py) use, so that a producer that may not load functions may call them.
 OF_CLIENTS = (
-    *("enqueue", "cancel", "counts", "wait", "await", "unawait", "ack"),
+    *("enqueue", "cancel", "counts", "wait", "await", "unawait", "ack", "pause"),
     *("revive", "discard", "set_schedule", "drop_schedule", "trigger"),
 )
 

@@ -2,23 +2,24 @@
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal, overload
 
 from forq import releases
 from forq.broker.awaiting import Awaiting
-from forq.broker.dead import DeadJobs, DeadPage
+from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
 from forq.broker.ends import Ends
 from forq.broker.keys import DEFAULT_PRIORITY
 from forq.broker.link import Link
-from forq.broker.producing import NewJob, PartlyStored, Producer, Update, new_job, plain_jobs
+from forq.broker.producing import NewJob, PartlyStored, Producer, Update, jobs_with_tokens, new_job, plain_jobs
 from forq.broker.registry import Registry
 from forq.broker.scheduling import Schedules
 from forq.broker.stored_options import stored, stored_defaults
-from forq.broker.viewing import Page, Viewer
-from forq.errors import UsageError
+from forq.broker.viewing import Page, State, Viewer
+from forq.errors import UsageError, WaitTimeout
 from forq.names import check_queue_name, shown
 from forq.options import check_mode, parse_options
 from forq.places import key_prefix, redis_url
@@ -26,9 +27,11 @@ from forq.releases import Release
 from forq.schedules import Schedule
 from forq.waiting import wait_for_result
 
-__all__ = ["Client", "DeadPage", "NewJob", "Page", "PartlyStored", "Queue", "Release", "new_job"]
+__all__ = ["Client", "DeadChanged", "DeadPage", "NewJob", "Page", "PartlyStored", "Queue", "Release", "new_job"]
 
 DEFAULT_MAX_QUEUES = 1000
+# How often `drain` looks: more and more seldom.
+FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.05, 1.0
 MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 0.1, 86400.0
 
 
@@ -60,6 +63,23 @@ class Client:
         given = stored(parse_options(options, where, check_mode(mode, where)))
         Registry(self.link(), self.prefix).create(name, mode, max_queues, stored_defaults(mode), given)
         return self.queue(name)
+
+    def delete_queue(self, name: str, *, force: bool = False) -> int:
+        """Ends the queue at once; how many jobs that dropped. QueueNotEmpty if it holds any, dead ones too, unless
+        `force`.
+
+        Every supervisor that serves it ends its processes, with the jobs that run. What was dropped stays in Redis
+        until a supervisor has written it to its failed log: about a minute later, or after the next one starts. Before
+        that the name cannot be used again (BeingDeleted); that of an empty queue can at once.
+        """
+        registry = Registry(self.link(), self.prefix)
+        dropped = registry.delete(name, force=force)
+        try:
+            while registry.purge(name, _leave_to_a_supervisor):
+                pass
+        except _LeftToASupervisor:
+            pass
+        return dropped
 
     def queues(self) -> dict[str, str]:
         """Every queue with its mode."""
@@ -133,13 +153,24 @@ class Queue:
         update = Update(if_exists, update_data, update_run_at, reset_counts)
         return self._producer().enqueue([job], update, durable)[0]
 
-    def enqueue_many(self, jobs: Iterable[Any], *, durable: str | None = None) -> list[str]:
+    def enqueue_many(
+        self, jobs: Iterable[Any], *, tokens: Iterable[str] | None = None, durable: str | None = None
+    ) -> list[str]:
         """Stores many jobs, each given as its data; returns their ids.
 
         They are sent in chunks, each stored whole or not at all. PartlyStored tells what was stored before a chunk
         failed, and why it did. `durable`: as for `enqueue`, for each chunk.
+
+        With `tokens`, one for each job in the same order, the whole call may be repeated, after PartlyStored and
+        OutcomeUnknown too: what is stored is not stored again, and gets the id it got the first time.
         """
-        return self._producer().enqueue_many(plain_jobs(jobs), durable=durable)
+        if tokens is None:
+            return self._producer().enqueue_many(plain_jobs(jobs), durable=durable)
+        if isinstance(tokens, str):
+            raise UsageError(f"tokens {shown(tokens)} is not allowed: a token for each job")
+        if isinstance(jobs, Sized) and isinstance(tokens, Sized) and len(jobs) != len(tokens):
+            raise UsageError(f"there are {len(jobs)} jobs and {len(tokens)} tokens: each job needs a token of its own")
+        return self._producer().enqueue_many(jobs_with_tokens(jobs, tokens), durable=durable)
 
     def enqueue_jobs(
         self, jobs: Iterable[NewJob], *, if_exists: str = "update", durable: str | None = None
@@ -199,7 +230,36 @@ class Queue:
         """Everything known about a job; UnknownJob if the queue has none of that id."""
         return self._viewer().job(id)
 
-    def jobs(self, state: str | None = None, limit: int = 100, after: str | None = None) -> Page:
+    def pause(self) -> None:
+        """No more jobs are begun, by whatever supervisor; what runs goes on. It is kept in Redis until `resume`."""
+        self._registry().pause(self.name, paused=True)
+
+    def resume(self) -> None:
+        """Jobs are begun again: at once, but suspects, which wait for the next heartbeat of a supervisor (5 s)."""
+        self._registry().pause(self.name, paused=False)
+
+    def drain(self, timeout: float | timedelta | None = None) -> None:
+        """Returns when nothing waits or runs any more; WaitTimeout, with what is left, after `timeout` (seconds).
+
+        Jobs with a time ahead, those of the retry lane and fail jobs are not waited for. It only waits: while the queue
+        is paused, or no supervisor serves it, that lasts until somebody changes it.
+        """
+        seconds = _seconds(timeout)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        look_seconds = FIRST_LOOK_SECONDS
+        while True:
+            counts = self._viewer().counts()
+            if counts.waiting + counts.active == 0:
+                return
+            left_seconds = LAST_LOOK_SECONDS if deadline is None else deadline - time.monotonic()
+            if left_seconds <= 0:
+                paused = "; it is paused" if counts.paused else "" if self._registry().served(self.name) else _UNSERVED
+                left = f"{counts.waiting} waiting, {counts.active} active"
+                raise WaitTimeout(f"queue {self.name!r} is not drained yet: {left}{paused}")
+            time.sleep(min(look_seconds, left_seconds))
+            look_seconds = min(2 * look_seconds, LAST_LOOK_SECONDS)
+
+    def jobs(self, state: State | None = None, limit: int = 100, after: str | None = None) -> Page:
         """A page of jobs (id, identifier, state), in the order in which they will run; of done ones the last first."""
         return self._viewer().jobs(state, limit, after)
 
@@ -207,16 +267,34 @@ class Queue:
         """A page of dead jobs (id, fence, identifier, died_at, error, message), the newest first."""
         return self._dead().page(limit, after)
 
-    def retry_dead(self, id: str) -> str:
+    @overload
+    def retry_dead(self, id: str) -> str: ...  # type: ignore[overload-overlap]  # a text is an iterable of texts, too
+    @overload
+    def retry_dead(self, id: Iterable[str]) -> DeadChanged: ...
+    @overload
+    def retry_dead(self, *, all: Literal[True]) -> DeadChanged: ...
+    def retry_dead(self, id: str | Iterable[str] | None = None, *, all: bool = False) -> str | DeadChanged:
         """The dead job waits again with its counts reset. `id`: its id (the newest of that id), or id@fence.
 
         Returns its id@fence. UnknownJob if there is none, Exists if a live job has that id, QueueFull.
-        """
-        return self._dead().retry(id)
 
-    def discard_dead(self, id: str) -> str:
-        """The dead job is forgotten. Returns its id@fence; UnknownJob if there is none."""
-        return self._dead().discard(id)
+        Of several ids, or with all=True of all that are dead now, it returns how many were retried (`done`), and of the
+        others the error (`refused`, by id); they stay dead. The call may be repeated.
+        """
+        dead = self._dead()
+        return dead.retry(id) if isinstance(id, str) else dead.retry_many(_references(id, all))
+
+    @overload
+    def discard_dead(self, id: str) -> str: ...  # type: ignore[overload-overlap]
+    @overload
+    def discard_dead(self, id: Iterable[str]) -> DeadChanged: ...
+    @overload
+    def discard_dead(self, *, all: Literal[True]) -> DeadChanged: ...
+    def discard_dead(self, id: str | Iterable[str] | None = None, *, all: bool = False) -> str | DeadChanged:
+        """The dead job is forgotten. Returns its id@fence; UnknownJob if there is none. Of several ids, or of all: as
+        `retry_dead`."""
+        dead = self._dead()
+        return dead.discard(id) if isinstance(id, str) else dead.discard_many(_references(id, all))
 
     def schedule(
         self,
@@ -281,11 +359,33 @@ class Queue:
     def _dead(self) -> DeadJobs:
         return DeadJobs(self._client.link(), self._client.prefix, self.name)
 
+    def _registry(self) -> Registry:
+        return Registry(self._client.link(), self._client.prefix)
+
     def _schedules(self) -> Schedules:
         return Schedules(self._client.link(), self._client.prefix, self.name)
 
     def _viewer(self) -> Viewer:
         return Viewer(self._client.link(), self._client.prefix, self.name)
+
+
+_UNSERVED = "; no supervisor serves it"
+
+
+class _LeftToASupervisor(Exception):
+    pass
+
+
+def _leave_to_a_supervisor(dropped: list[dict[str, object]]) -> None:
+    """What a deleted queue held belongs into a failed log, which only supervisors have."""
+    if dropped:
+        raise _LeftToASupervisor
+
+
+def _references(ids: Iterable[str] | None, everything: bool) -> Iterable[str] | None:
+    if (ids is None) != everything:
+        raise UsageError("either an id, several ids, or all=True is needed")
+    return ids
 
 
 def _seconds(given: float | timedelta | None) -> float | None:

@@ -155,7 +155,7 @@ def whole_api(client: Client) -> dict[str, Callable[[], object]]:
     work, gate, box = client.queue("api"), client.queue("api-gate"), client.queue("api-box")
     return {
         "enqueue": lambda: work.enqueue(1, id="a", run_in=3600),
-        "enqueue_many": lambda: work.enqueue_many([]),
+        "enqueue_many": lambda: work.enqueue_many([], tokens=[]),
         "enqueue_jobs": lambda: work.enqueue_jobs([new_job(1, id="b", run_in=3600)]),
         "cancel": lambda: work.cancel("a"),
         "remove": lambda: work.remove("b"),
@@ -166,13 +166,16 @@ def whole_api(client: Client) -> dict[str, Callable[[], object]]:
         "job": lambda: raises(UnknownJob, lambda: work.job("gone")),
         "jobs": work.jobs,
         "dead": work.dead,
-        "retry_dead": lambda: raises(UnknownJob, lambda: work.retry_dead("gone")),
+        "retry_dead": lambda: work.retry_dead(["gone"]),
         "discard_dead": lambda: raises(UnknownJob, lambda: work.discard_dead("gone")),
         "schedule": lambda: work.schedule("yearly", cron="0 0 1 1 *"),
         "schedules": work.schedules,
         "trigger": lambda: work.trigger("yearly"),
         "unschedule": lambda: work.unschedule("yearly"),
         "status": work.status,
+        "pause": work.pause,
+        "resume": work.resume,
+        "drain": lambda: work.drain(timeout=60),
     }
 
 

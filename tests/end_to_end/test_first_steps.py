@@ -5,11 +5,12 @@ import os
 import signal
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import redis
 
 from forq import Client
-from forq.errors import Exists, InvalidData, QueueFull, UnknownQueue
+from forq.errors import Exists, InvalidData, QueueFull, UnknownQueue, WaitTimeout
 from tests.support.running import HANDLERS, Forq, running, wait_until
 
 
@@ -222,3 +223,24 @@ def test_a_handler_finds_the_queues_of_its_own_prefix() -> None:
         queue = Client(forq.url, prefix="mine:").queue("chain")
         queue.enqueue(2)
         wait_until(lambda: queue.status()["done"] == 3, what="each job has enqueued the next one")
+
+
+def test_a_queue_is_paused_drained_and_deleted_from_python(forq: Forq) -> None:
+    forq.create("py", "noop")
+    client = forq.client()
+    queue = client.queue("py")
+    queue.pause()
+    queue.enqueue_many(range(10), tokens=[f"t{number}" for number in range(10)])
+    with pytest.raises(WaitTimeout, match="10 waiting, 0 active; it is paused"):
+        queue.drain(timeout=0.2)
+    queue.resume()
+    queue.drain(timeout=60)
+    assert queue.status()["done"] == 10
+    (main, *_) = forq.queue_status("py")["children"]
+    assert client.delete_queue("py") == 0
+    # The next heartbeat tells the supervisor.
+    wait_until(
+        lambda: "py" not in {each["name"] for each in forq.status()["queues"]}, 30.0, "it is not served any more"
+    )
+    wait_until(lambda: not psutil.pid_exists(main["pid"]), what="its process has ended")
+    forq.create("py", "noop")
