@@ -9,7 +9,10 @@ from typing import Any
 
 import orjson
 
+from forq.broker.link import Link
 from forq.broker.record import read_error, show_record
+from forq.durations import show_duration, show_time
+from forq.options import EXTERNAL, OPTIONS, WORK
 
 LOST = "its result was lost: its worker died before it could tell it"
 
@@ -45,6 +48,36 @@ def read_done(packed: bytes) -> DoneJob:
     attempts = read_error(packed_attempts)
     tried = attempts if isinstance(attempts, list) else [attempts]
     return DoneJob(ended_ms or 0, fence or 0, micros, result, result_error, record, tried)
+
+
+def why_not_kept(link: Link, base: str, queue: str) -> str:
+    """Why nothing is kept of a job that has ended, and the command that keeps more from now on."""
+    (mode, keep_ms, done_max), count, oldest = link.pipeline(
+        [
+            ("HMGET", f"{base}:options", "mode", "keep_done_ms", "done_max"),
+            ("ZCARD", f"{base}:done"),
+            ("ZRANGE", f"{base}:done", 0, 0, "WITHSCORES"),
+        ]
+    )
+    if mode is not None and mode.decode() not in (WORK, EXTERNAL):
+        return f"a queue of mode {mode.decode()} keeps none"
+    # A queue made by an earlier release lacks some of them.
+    seconds, most = int(keep_ms or 0) / 1000, int(OPTIONS["done_max"].default if done_max is None else done_max)
+    if not seconds:
+        return (
+            f"its queue keeps no results; `forqctl set {queue} keep_done=1h` keeps those of jobs that end from then on"
+        )
+    if count >= most:
+        since = f", now those since {show_time(float(oldest[1]) / 1000)}" if oldest else ""
+        more = min(int(OPTIONS["done_max"].highest), max(10 * most, 10_000))
+        return (
+            f"its queue keeps the results of the last done_max = {most} jobs{since}; "
+            f"`forqctl set {queue} done_max={more}` keeps more"
+        )
+    return (
+        f"its queue keeps results for keep_done = {show_duration(seconds)} (done_max = {most}, {count} are kept); "
+        f"`forqctl set {queue} keep_done={show_duration(2 * seconds)}` keeps them for longer"
+    )
 
 
 def _read_result(packed: bytes) -> tuple[Any, str | None]:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from forq.broker.codes import OK, error_for
 from forq.broker.dead import DeadJobs
-from forq.broker.done import DoneJob, read_done
+from forq.broker.done import DoneJob, read_done, why_not_kept
 from forq.broker.keys import ended_channel, queue_base
 from forq.broker.link import Link
 from forq.broker.listening import Listener
@@ -67,6 +67,10 @@ class Ends:
         state, epoch, mark = (part.decode() for part in reply[1:4])
         fence = int(reply[4]) if len(reply) > 4 else 0
         return Look(Place(epoch, mark), state, fence, read_done(reply[5]) if len(reply) > 5 else None)
+
+    def why_not_kept(self) -> str:
+        """Why there is no result of a job that has ended, and what to do about it."""
+        return why_not_kept(self._link, self._base, self.queue)
 
     def error_of_dead(self, fence: int) -> Any:
         """The error that the job died of in this attempt; None if nothing is kept of it."""

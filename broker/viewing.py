@@ -8,13 +8,12 @@ import orjson
 
 from forq.broker.codes import NO_QUEUE, OK, error_for
 from forq.broker.dead import DeadJobs, read_dead
-from forq.broker.done import read_done
+from forq.broker.done import read_done, why_not_kept
 from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
 from forq.broker.link import Link
 from forq.broker.record import Record, unpack, unpacked_fields
 from forq.broker.reporting import read_progress
 from forq.broker.scripts import script
-from forq.durations import show_duration
 from forq.errors import InvalidData, UnknownJob, UsageError
 from forq.names import check_job_id, check_queue_name, shown
 from forq.rates import Rate
@@ -88,7 +87,7 @@ class Viewer:
     def job(self, job_id: str) -> dict[str, Any]:
         """Everything known about one job: the live one of that id, else the one that was done or has died last."""
         check_job_id(job_id)
-        packed, owner, due_ms, attempts, blocked, progress, done, options = self._link.pipeline(
+        packed, owner, due_ms, attempts, blocked, progress, done, epoch = self._link.pipeline(
             [
                 ("HGET", f"{self._base}:jobs", job_id),
                 ("HGET", f"{self._base}:active", job_id),
@@ -97,10 +96,9 @@ class Viewer:
                 ("HEXISTS", f"{self._base}:blocked", job_id),
                 ("HGET", f"{self._base}:progress", job_id),
                 ("HGET", f"{self._base}:done:jobs", job_id),
-                ("HMGET", f"{self._base}:options", "epoch", "keep_done_ms"),
+                ("HGET", f"{self._base}:options", "epoch"),
             ]
         )
-        epoch, keep_done_ms = options
         if epoch is None:
             raise error_for(self.name, [NO_QUEUE])
         if packed is not None:
@@ -116,10 +114,9 @@ class Viewer:
         try:
             return self._ended(job_id, done) | {"progress": None}
         except UnknownJob:
-            keeps = show_duration(int(keep_done_ms or 0) / 1000)
+            why = why_not_kept(self._link, self._base, self.name)
             raise UnknownJob(
-                f"queue {self.name!r} has no job {job_id!r}: it never had, or the job has ended and is not kept "
-                f"(keep_done = {keeps})"
+                f"queue {self.name!r} has no job {job_id!r}: it never had, or the job has ended and is not kept: {why}"
             ) from None
 
     def _ended(self, job_id: str, packed: bytes | None) -> dict[str, Any]:

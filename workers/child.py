@@ -20,9 +20,9 @@ from forq.tallies import Tallies
 from forq.trace_context import OFF
 from forq.tree_mark import TreeMark
 from forq.workers.attempt import Attempts, FailAttempts
-from forq.workers.failure_log import FailureLog
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers, described, load_fail_handler, load_handlers, said
+from forq.workers.job_log import JobLog
 from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
 from forq.workers.output import install
@@ -121,7 +121,7 @@ class _Crew:
         self._recycling = Recycling(settings.options, self._slots, self._replace)
         self._progress = ProgressTeller(settings.url, settings.prefix)
         self._tracing = _start_tracing(settings)
-        self._failure_log = FailureLog()
+        self._job_log = JobLog()
         self._loops: list[Loop] = []
         self._code = exits.STOPPED
         self._reason = ""
@@ -153,7 +153,7 @@ class _Crew:
                 thread.start()
             for thread in threads:
                 thread.join()
-        self._failure_log.close()
+        self._job_log.close()
         if self._tracing is not None:
             self._tracing.close()
         # Only now, when no handler can end the process any more: the code alone would mean nothing.
@@ -232,7 +232,7 @@ class _Crew:
             claims_ahead=main,
             resting_state=State.IDLE if main else State.PARKED,
             tally=tally,
-            failure_log=self._failure_log,
+            job_log=self._job_log,
         )
 
     def _serve(self, loop: Loop) -> None:

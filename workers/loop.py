@@ -40,10 +40,11 @@ from forq.scoreboard import (
 )
 from forq.tallies import Tally
 from forq.workers.attempt import Attempts
-from forq.workers.failure_log import FailedAttempt, FailureLog
 from forq.workers.grant import Grant
+from forq.workers.job_log import FailedAttempt, JobLog, UnkeptResult
 from forq.workers.output import end_output, mark_end
 from forq.workers.recycling import Recycling
+from forq.workers.results import NO_RESULT
 
 MAX_BATCH = 128
 # A batch is sized to take about this long; jobs slower than PREFETCH_BELOW are never taken ahead of time.
@@ -63,6 +64,7 @@ RESULTS_BYTES = 4 << 20
 MARKED_US = 100
 
 REFUSED_LOG_NS = 60 * 10**9
+UNKEPT_LOG_NS = 10**9
 
 RECONNECT_SECONDS = (0.02, 0.1, 0.25, 0.5, 1.0)
 
@@ -105,7 +107,7 @@ class WorkerLoop:
         claims_ahead: bool = True,
         resting_state: State = State.IDLE,
         tally: Tally | None = None,
-        failure_log: FailureLog | None = None,
+        job_log: JobLog | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.consumer = consumer
@@ -126,9 +128,12 @@ class WorkerLoop:
         self._tally = tally
         self._micros: list[int] = []
         self._failures = 0
-        self._failure_log = failure_log or FailureLog()
+        self._job_log = job_log or JobLog()
         # An attempt that is to be told when it is known what follows.
         self._untold: FailedAttempt | None = None
+        # Done jobs whose result cannot be kept: the last one, and how many there were since that was told.
+        self._unkept: UnkeptResult | None = None
+        self._unkept_count = self._tell_unkept_ns = 0
         self._now = clock_ns
         self._stop = threading.Event()
         self._number = 0
@@ -265,6 +270,8 @@ class WorkerLoop:
         self._done, self._failed, self._unsettled = [], [], 0
         self._results, self._results_bytes = [], 0
         self._tell_what_follows(turn)
+        if self._unkept is not None:
+            self._tell_unkept()
 
     def _tell_what_follows(self, turn: Turn) -> None:
         # A worker takes a turn after each failure, so there is one at most.
@@ -272,9 +279,20 @@ class WorkerLoop:
             self._tell_failure(turn.fates[0])
             self._untold = None
 
+    def _note_unkept(self, job: str, result: bytes) -> None:
+        about, reason = self._attempts, result[len(NO_RESULT) :].decode(errors="replace")
+        self._unkept = UnkeptResult(about.queue, job, reason, self._unkept_count)
+        self._unkept_count += 1
+
+    def _tell_unkept(self) -> None:
+        """Every job of a queue may return such a thing: one line a second tells how many."""
+        if self._unkept is not None and self._now() >= self._tell_unkept_ns:
+            self._job_log.tell(self._unkept)
+            self._unkept, self._unkept_count, self._tell_unkept_ns = None, 0, self._now() + UNKEPT_LOG_NS
+
     def _tell_failure(self, follows: Fate | str) -> None:
         if self._untold is not None and (isinstance(follows, Fate) or not self._untold.told):
-            self._failure_log.tell(self._untold, follows)
+            self._job_log.tell_failure(self._untold, follows)
 
     def _count_refused(self, jobs: int) -> None:
         """Every rescue brings some: one line a minute tells how many."""
@@ -375,6 +393,8 @@ class WorkerLoop:
             if (result := self._attempts.result) is not None:
                 self._results += (len(self._done) // 3, result)
                 self._results_bytes += len(result)
+                if result.startswith(NO_RESULT):
+                    self._note_unkept(named, result)
         else:
             self.slot.words[STATE] = State.SETTLING
             self._failures += 1
@@ -456,6 +476,8 @@ class WorkerLoop:
             turn = self.consumer.turn(self._number, self._done, self._failed, 0, 0, self._results)
             self._publish_turn()
             self._tell_what_follows(turn)
+            self._tell_unkept_ns = 0
+            self._tell_unkept()
             self.consumer.leave(self._number)
         except ForqError as exc:
             self._tell_failure(f"what follows is decided by its recovery, since Redis is not there: {exc}")

@@ -6,6 +6,8 @@ from forq.broker.record import pack_data
 
 # Of the reason why there is no result.
 MAX_REASON = 300
+# Which a reason begins with.
+NO_RESULT = b"!"
 
 
 def encode_result(value: Any, max_bytes: int) -> bytes:
@@ -28,4 +30,4 @@ def _reason(exc: BaseException) -> str:
 
 def _no_result(reason: str) -> bytes:
     """One line, without lone surrogates. The reason may be of a subclass of the user's, with methods of its own."""
-    return b"!" + " ".join(str.split(reason))[:MAX_REASON].encode("utf-8", "replace")
+    return NO_RESULT + " ".join(str.split(reason))[:MAX_REASON].encode("utf-8", "replace")

@@ -66,13 +66,14 @@ class _Wait:
                         self._raise_if_dead(self._ends.error_of_last_dead(look.place, look.done.fence))
                     return look.done
                 case "done":
-                    raise UnknownJob(f"{self._job} is done, and its result is not kept (any more)")
+                    raise UnknownJob(f"{self._job} is done, and its result is not kept: {self._ends.why_not_kept()}")
                 case "dead":
                     self._raise_if_dead(self._ends.error_of_dead(look.fence))
                     raise JobDead(f"{self._job} failed for good, and its error is not kept any more")
                 case "gone":
                     self._raise_if_dead(self._ends.error_of_last_dead(look.place))
-                    raise UnknownJob(f"{self._job} is not there, and no result of it is kept")
+                    why = self._ends.why_not_kept()
+                    raise UnknownJob(f"{self._job} is not there: it never was, or has ended and is not kept: {why}")
                 case "cancelled":
                     raise UnknownJob(f"{self._job} was cancelled or removed")
 

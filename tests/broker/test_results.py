@@ -1,15 +1,18 @@
 """Done jobs that are kept: with which result, for how long, and how they are forgotten."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from forq.broker.done import LOST
+from forq.broker.ends import Ends
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
 from forq.broker.reasons import why
 from forq.durations import show_time
 from forq.errors import UnknownJob
+from forq.waiting import wait_for_result
 from tests.support.external_queue import ExternalQueue
 from tests.support.one_queue import HandWorker, OneQueue, one_queue
 
@@ -206,6 +209,47 @@ def test_never_more_than_done_max_are_kept_and_the_oldest_go_first(queue: OneQue
     assert kept(queue) == list("acd")
     run(queue, worker, "efgh")
     assert kept(queue) == list("fgh")
+
+
+def why_unknown(queue: OneQueue, job_id: str) -> str:
+    """What is said of a job that is not there."""
+    with pytest.raises(UnknownJob) as looked_up:
+        queue.viewer.job(job_id)
+    _, _, told = str(looked_up.value).partition("is not kept: ")
+    ends = Ends(queue.link, DEFAULT_PREFIX, queue.name, job_id)
+    with pytest.raises(UnknownJob) as waited:
+        wait_for_result(ends, 0)
+    assert str(waited.value).endswith(told)
+    return told
+
+
+def test_a_result_that_done_max_has_dropped_says_so_and_how_to_keep_more(queue: OneQueue) -> None:
+    queue.registry.configure("q", {"done_max": 3}, {})
+    run(queue, queue.worker(), "abcde")
+    assert re.fullmatch(
+        r"its queue keeps the results of the last done_max = 3 jobs, now those since \d{4}-\d\d-\d\dT[\d:]+Z; "
+        r"`forqctl set q done_max=10000` keeps more",
+        why_unknown(queue, "a"),
+    )
+    queue.registry.configure("q", {"done_max": 5_000_000}, {})
+    assert why_unknown(queue, "a") == (
+        "its queue keeps results for keep_done = 1h (done_max = 5000000, 3 are kept); "
+        "`forqctl set q keep_done=2h` keeps them for longer"
+    )
+
+
+def test_a_queue_that_keeps_nothing_says_how_to_keep_results(queue: OneQueue) -> None:
+    queue.registry.configure("q", {"keep_done_ms": 0}, {})
+    with pytest.raises(UnknownJob, match=r"its queue keeps no results; `forqctl set q keep_done=1h` keeps those"):
+        queue.viewer.job("a")
+
+
+def test_a_queue_that_releases_does_not_speak_of_results(redis_url: str) -> None:
+    with (
+        one_queue(redis_url, "r", "on_request") as queue,
+        pytest.raises(UnknownJob, match="a queue of mode on_request keeps none"),
+    ):
+        queue.viewer.job("a")
 
 
 def test_a_queue_made_before_there_was_done_max_keeps_some(queue: OneQueue) -> None:

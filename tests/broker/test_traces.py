@@ -123,6 +123,9 @@ def test_a_program_is_told_without_a_look_at_the_journal(queue: OneQueue) -> Non
     queue.redis.config_resetstat()
     with pytest.raises(UnknownJob) as caught:
         queue.viewer.job("b")
-    known = "it never had, or the job has ended and is not kept (keep_done = 0s)"
+    known = (
+        "it never had, or the job has ended and is not kept: its queue keeps no results; "
+        "`forqctl set q keep_done=1h` keeps those of jobs that end from then on"
+    )
     assert str(caught.value) == f"queue 'q' has no job 'b': {known}"
     assert "cmdstat_xrevrange" not in queue.redis.info("commandstats")

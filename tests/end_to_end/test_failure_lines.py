@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from forq.errors import NoResult, UnknownJob
 from tests.support.running import HANDLERS, Forq, running, wait_until
 
 pytestmark = pytest.mark.timeout(180)
@@ -209,3 +210,28 @@ def test_a_fail_handler_that_fails_is_told_under_the_id_of_its_job(forq: Forq, t
     assert [record["job"] for record in records] == ["m", "m"]
     expected = "fail handler failed: attempt 1 of 1, failed for good (see: forqctl why mourned m) error=KeyError: 2"
     assert heads(records)[1] == ("ERROR", expected)
+
+
+def test_a_result_that_is_no_json_is_said_when_its_job_ends(forq: Forq, tmp_path: Path) -> None:
+    code = "from decimal import Decimal\ndef handle(data, job):\n    return {'order': {'total': Decimal(1)}}\n"
+    create(forq, "decimal", code, tmp_path, keep_done="1h")
+    queue = forq.client().queue("decimal")
+    queue.enqueue(1, id="d")
+    (record,) = wait_for_lines(forq, "decimal", 1)
+    reason = "what its handler returned is not JSON: result['order']['total'] is of type Decimal"
+    assert record["message"].startswith(f"job is done, but its result is not kept reason={reason}; allowed are str, ")
+    assert (record["level"], record["job"], record["logger"]) == ("WARNING", "d", "forq")
+    with pytest.raises(NoResult, match="of type Decimal"):
+        queue.wait("d", timeout=10)
+
+
+def test_a_batch_with_more_results_than_done_max_says_so_when_they_are_collected(forq: Forq, tmp_path: Path) -> None:
+    create(forq, "batch", "def handle(data, job):\n    return data\n", tmp_path, keep_done="1h", done_max=10)
+    queue = forq.client().queue("batch")
+    ids = queue.enqueue_many(range(30))
+    wait_until(lambda: forq.queue_status("batch")["done"] == 30)
+    assert queue.wait(ids[-1], timeout=10) == 29
+    with pytest.raises(
+        UnknownJob, match=r"last done_max = 10 jobs, now those since .*`forqctl set batch done_max=10000`"
+    ):
+        queue.wait(ids[0], timeout=10)

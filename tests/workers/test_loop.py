@@ -19,7 +19,7 @@ from forq.scoreboard import TAKEN, WORD, Scoreboard, Slot, State, Word, unpack_w
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
-from forq.workers.loop import BUDGET_NS, MAX_BATCH, REFUSED_LOG_NS, RESULTS_BYTES, SLOW_NS, WorkerLoop
+from forq.workers.loop import BUDGET_NS, MAX_BATCH, REFUSED_LOG_NS, RESULTS_BYTES, SLOW_NS, UNKEPT_LOG_NS, WorkerLoop
 from forq.workers.recycling import Recycling
 from tests.support.running import wait_until
 
@@ -611,3 +611,24 @@ def test_the_variables_of_a_failed_handler_are_free_once_it_is_told(monkeypatch:
         wait_until(lambda: gone[0]() is None)
     finally:
         gc.enable()
+
+
+def test_results_that_cannot_be_kept_are_one_line_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    keeping = replace(LIMITS, max_result_bytes=100)
+    batches = [jobs("a", limits=keeping), jobs("b", "c", limits=keeping), jobs("d", limits=keeping)]
+    rig = Rig(lambda data, job: {"order": {job.id}}, NOTHING, *batches, NOTHING)
+    rig.loop._limits = keeping
+    for _ in range(2):
+        rig.step()
+    assert caplog.messages == [], "the job is not settled yet"
+    rig.step()
+    first = "job is done, but its result is not kept queue=q job=a reason=what its handler returned is not JSON: "
+    assert [message.partition("result['order']")[0] for message in caplog.messages] == [first]
+    rig.step()
+    assert len(caplog.messages) == 1
+    rig.clock.ns += UNKEPT_LOG_NS
+    rig.step()
+    assert caplog.messages[1].startswith(
+        "job is done, but its result is not kept (and that of 2 more since the last such line) queue=q job=d "
+    )
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]

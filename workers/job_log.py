@@ -1,6 +1,7 @@
-"""Tells `logging` of attempts that failed, in the process where they did, once it is known what follows.
+"""Tells `logging` of attempts that failed, and of results that cannot be kept, in the process where that happened.
 
-1. The line goes to the logger `forq` with the exception, so that whatever listens to logging there sees it.
+1. The line goes to the logger `forq`, a failure with its exception, once it is known what follows: whatever listens to
+   logging there sees it.
 2. It goes there in a thread of its own: a handler of the user's logging may raise, block or take long, and that must
    neither hold up the worker nor change what becomes of a job. By then the job is settled.
 3. What logging does not take (it raised, it is stuck, `disable_existing_loggers` has turned forq's logger off) is in
@@ -70,19 +71,66 @@ class FailedAttempt:
             happened = "asked to be tried again"
         return headline(self.queue, self.job, self.follows, happened, of_fail_handler=self.of_fail_handler)
 
+    def record(self) -> logging.LogRecord:
+        raised = None if self.asked and not self.final else self.raised
+        error = self.failure.text()
+        about = (self.queue, self.job, error.partition("\n")[0])
+        record = _make_record(self.level, "%s queue=%s job=%s error=%s", (self.headline(), *about), raised)
+        if raised is not None and issubclass(type(raised), ProgramFailed):
+            # Python's own stack says nothing about a program.
+            record.exc_text = error.partition("\n")[2] or error
+        fields: dict[str, object] = {"queue": self.queue, "job_id": self.job}
+        if isinstance(self.follows, Fate):
+            how, wait_ms, number, of = self.follows
+            again = None if how in ("dead", "removed", "refused") else wait_ms / 1000
+            fields |= {"attempt": number, "attempts": of, "retry_in_seconds": again}
+        return _with_fields(record, fields)
 
-class FailureLog:
-    """Of one process. Its thread starts with the first line."""
+    def text(self, remark: str) -> str:
+        error = self.failure.text()
+        if self.raised is None or (self.asked and not self.final):
+            error = error.partition("\n")[0]
+        return f"{self.headline()}{remark} error={error}"
+
+
+@dataclass(frozen=True, slots=True)
+class UnkeptResult:
+    """A job is done, and what its handler returned cannot be kept. `more`: so did other jobs since the last line."""
+
+    queue: str
+    job: str
+    reason: str
+    more: int = 0
+    level: int = logging.WARNING
+
+    def headline(self) -> str:
+        more = f" (and that of {self.more} more since the last such line)" if self.more else ""
+        return f"job is done, but its result is not kept{more}"
+
+    def record(self) -> logging.LogRecord:
+        about = (self.headline(), self.queue, self.job, self.reason)
+        record = _make_record(self.level, "%s queue=%s job=%s reason=%s", about, None)
+        return _with_fields(record, {"queue": self.queue, "job_id": self.job})
+
+    def text(self, remark: str) -> str:
+        return f"{self.headline()}{remark} reason={self.reason}"
+
+
+JobLine = FailedAttempt | UnkeptResult
+
+
+class JobLog:
+    """What the workers of one process have to tell. Its thread starts with the first line."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._waiting: queue.Queue[tuple[FailedAttempt, Context, threading.Event]] = queue.Queue(MAX_WAITING)
+        self._waiting: queue.Queue[tuple[JobLine | None, Context, threading.Event]] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._impatient_until = 0.0
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
-    def tell(self, failed: FailedAttempt, follows: Fate | str) -> None:
+    def tell_failure(self, failed: FailedAttempt, follows: Fate | str) -> None:
         """Tells it with its exception; a second time, when more is known, without."""
         if failed.told and isinstance(follows, Fate) and follows.how == "refused":
             # Its answer was lost: it is settled, and nobody can say how.
@@ -90,15 +138,18 @@ class FailureLog:
         attempt = replace(failed, follows=follows)
         attempt.asked = failed.asked
         failed.raised, failed.told = None, True
+        self.tell(attempt)
+
+    def tell(self, line: JobLine) -> None:
         told = threading.Event()
         context = copy_context()
-        context.run(CURRENT_JOB.set, attempt.job)
+        context.run(CURRENT_JOB.set, line.job)
         try:
             self._start()
-            self._waiting.put_nowait((attempt, context, told))
+            self._waiting.put_nowait((line, context, told))
         except (queue.Full, RuntimeError):
             # It is stuck, or no more threads are to be had.
-            _tell_past(attempt, "logging is stuck")
+            _tell_past(line, " (logging is stuck)")
             return
         if self._now() >= self._impatient_until and not told.wait(PATIENT_SECONDS):
             self._impatient_until = self._now() + IMPATIENT_SECONDS
@@ -110,7 +161,7 @@ class FailureLog:
         if self._thread is None:
             return
         try:
-            self._waiting.put((_NOTHING, copy_context(), told), timeout=LAST_SECONDS)
+            self._waiting.put((None, copy_context(), told), timeout=LAST_SECONDS)
         except queue.Full:
             return
         told.wait(max(0.0, deadline - self._now()))
@@ -118,76 +169,54 @@ class FailureLog:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="forq-failures", daemon=True)
+                thread = threading.Thread(target=self._run, name="forq-job-log", daemon=True)
                 thread.start()
                 self._thread = thread
 
     def _run(self) -> None:
         while True:
-            attempt, context, told = self._waiting.get()
-            if attempt is not _NOTHING:
-                context.run(self._tell_logging, attempt)
+            line, context, told = self._waiting.get()
+            if line is not None:
+                context.run(self._tell_logging, line)
             told.set()
-            # What a handler has left must not live until the next failure.
-            del attempt, context
+            # What a handler has left must not live until the next line.
+            del line, context
 
-    def _tell_logging(self, attempt: FailedAttempt) -> None:
+    def _tell_logging(self, line: JobLine) -> None:
         if log.disabled:
-            _tell_past(attempt, None)
+            _tell_past(line)
             return
         lines = lines_of_logging()
         try:
-            if log.isEnabledFor(attempt.level):
-                log.handle(_record(attempt))
+            if log.isEnabledFor(line.level):
+                log.handle(line.record())
         except BaseException as exc:  # the user's own handlers, filters and formatters; SystemExit too
             if lines_of_logging() == lines:
-                _tell_past(attempt, f"logging raised {name_of(type(exc))}")
+                _tell_past(line, f" (logging raised {name_of(type(exc))})")
         finally:
             leave_if_copy_of(self._pid)
 
 
-_NOTHING = FailedAttempt("", "", Failure(b"", b"", "", None), None, False)
-
-
-def _record(attempt: FailedAttempt) -> logging.LogRecord:
-    asked, raised = attempt.asked and not attempt.final, attempt.raised
+def _make_record(
+    level: int, message: str, arguments: tuple[object, ...], raised: BaseException | None
+) -> logging.LogRecord:
     path, line, function, exc_info = "(forq)", 0, None, None
-    if raised is not None and not asked:
+    if raised is not None:
         tb = BaseException.__dict__["__traceback__"].__get__(raised)
         exc_info = (type(raised), raised, tb)
         while tb is not None:
             # Where it was raised, not where it is told.
             code, line = tb.tb_frame.f_code, tb.tb_lineno
             path, function, tb = code.co_filename, code.co_name, tb.tb_next
-    error = attempt.failure.text()
-    record = log.makeRecord(
-        log.name,
-        attempt.level,
-        path,
-        line,
-        "%s queue=%s job=%s error=%s",
-        (attempt.headline(), attempt.queue, attempt.job, error.partition("\n")[0]),
-        exc_info,
-        function,
-    )
-    if raised is not None and issubclass(type(raised), ProgramFailed):
-        # Python's own stack says nothing about a program.
-        record.exc_text = error.partition("\n")[2] or error
-    fields: dict[str, object] = {"queue": attempt.queue, "job_id": attempt.job}
-    if isinstance(attempt.follows, Fate):
-        how, wait_ms, number, of = attempt.follows
-        again = None if how in ("dead", "removed", "refused") else wait_ms / 1000
-        fields |= {"attempt": number, "attempts": of, "retry_in_seconds": again}
-    # By hand: `extra` refuses a name that a record factory of the user's has used.
+    return log.makeRecord(log.name, level, path, line, message, arguments, exc_info, function)
+
+
+def _with_fields(record: logging.LogRecord, fields: dict[str, object]) -> logging.LogRecord:
+    """By hand: `extra` refuses a name that a record factory of the user's has used."""
     for name, value in fields.items():
         record.__dict__.setdefault(name, value)
     return record
 
 
-def _tell_past(attempt: FailedAttempt, why: str | None) -> None:
-    reason = "" if why is None else f" ({why})"
-    text = attempt.failure.text()
-    if attempt.raised is None or (attempt.asked and not attempt.final):
-        text = text.partition("\n")[0]
-    level = logging.getLevelName(attempt.level)
-    tell_past_logging(level, attempt.job, f"{attempt.headline()}{reason} error={text}")
+def _tell_past(line: JobLine, remark: str = "") -> None:
+    tell_past_logging(logging.getLevelName(line.level), line.job, line.text(remark))

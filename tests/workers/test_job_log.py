@@ -15,11 +15,11 @@ import pytest
 from forq import Job, Permanent, RetryAt
 from forq.broker.record import pack_body
 from forq.fates import Fate
-from forq.workers import failure_log
+from forq.workers import job_log
 from forq.workers.attempt import Attempts, FailAttempts
 from forq.workers.exec_messages import ProgramFailed
-from forq.workers.failure_log import MAX_WAITING, PATIENT_SECONDS, FailedAttempt, FailureLog
 from forq.workers.handlers import Handlers
+from forq.workers.job_log import MAX_WAITING, PATIENT_SECONDS, FailedAttempt, JobLog
 
 RECORD = b"p5 1700000000123\n" + pack_body(1, None, None)
 AGAIN = Fate("retried", 4000, 2, 4)
@@ -61,7 +61,7 @@ def listen() -> Iterator[Listen]:
 def past(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
     """Lines that went to the queue's log past logging: level, job, text."""
     lines: list[tuple[str, str, str]] = []
-    monkeypatch.setattr(failure_log, "tell_past_logging", lambda *line: lines.append(line))
+    monkeypatch.setattr(job_log, "tell_past_logging", lambda *line: lines.append(line))
     return lines
 
 
@@ -80,7 +80,7 @@ def refuse(data: Any, job: Job) -> None:
 
 def test_a_retry_is_a_warning_with_the_exception_and_what_follows(listen: Listen, past: list[Any]) -> None:
     seen = listen()
-    FailureLog().tell(failed(refuse), AGAIN)
+    JobLog().tell_failure(failed(refuse), AGAIN)
     (record,) = seen.records
     assert record.getMessage() == ("job failed: attempt 2 of 4, again in 4 s queue=q job=j1 error=ValueError: no good")
     assert (record.name, record.levelname) == ("forq", "WARNING")
@@ -94,7 +94,7 @@ def test_a_retry_is_a_warning_with_the_exception_and_what_follows(listen: Listen
 
 def test_the_last_one_is_an_error_that_names_the_next_command(listen: Listen) -> None:
     seen = listen()
-    FailureLog().tell(failed(refuse, job="50%s of it"), OVER)
+    JobLog().tell_failure(failed(refuse, job="50%s of it"), OVER)
     (record,) = seen.records
     assert record.levelname == "ERROR"
     assert record.getMessage() == (
@@ -110,8 +110,8 @@ def test_a_job_that_asks_to_be_tried_later_is_no_failure(listen: Listen, caplog:
 
     seen = listen()
     with caplog.at_level(logging.INFO, logger="forq"):
-        FailureLog().tell(failed(later), AGAIN)
-        FailureLog().tell(failed(later), OVER)
+        JobLog().tell_failure(failed(later), AGAIN)
+        JobLog().tell_failure(failed(later), OVER)
     asked, over = seen.records
     assert (asked.levelname, asked.exc_info) == ("INFO", None)
     assert asked.getMessage().startswith("job asked to be tried again: attempt 2 of 4, again in 4 s ")
@@ -121,7 +121,7 @@ def test_a_job_that_asks_to_be_tried_later_is_no_failure(listen: Listen, caplog:
 def test_a_fail_handler_is_named_as_such(listen: Listen) -> None:
     seen = listen()
     attempt = failed(refuse, attempts=FailAttempts)
-    FailureLog().tell(attempt, AGAIN)
+    JobLog().tell_failure(attempt, AGAIN)
     assert seen.records[0].getMessage().startswith("fail handler failed: attempt 2 of 4")
 
 
@@ -130,7 +130,7 @@ def test_what_a_program_says_of_itself_stands_for_the_traceback(listen: Listen) 
         raise ProgramFailed("DiskFull", "no space", trace="at main.rb:7")
 
     seen = listen()
-    FailureLog().tell(failed(fail), AGAIN)
+    JobLog().tell_failure(failed(fail), AGAIN)
     (record,) = seen.records
     assert record.getMessage().endswith("error=DiskFull: no space")
     assert logging.Formatter("%(levelname)s").format(record) == "WARNING\nat main.rb:7"
@@ -187,9 +187,9 @@ def test_handlers_that_raise_or_exit_leave_the_line_in_the_queue_s_log(listen: L
     def leave() -> None:
         raise SystemExit(3)
 
-    seen, log = listen(leave), FailureLog()
+    seen, log = listen(leave), JobLog()
     for _ in range(2):
-        log.tell(failed(refuse), AGAIN)
+        log.tell_failure(failed(refuse), AGAIN)
     assert len(seen.records) == 2, "it is asked again"
     level, job, text = past[0]
     assert (level, job, len(past)) == ("WARNING", "j1", 2)
@@ -208,7 +208,7 @@ def test_an_exception_whose_text_raises_is_told(listen: Listen, past: list[Any],
     handler = logging.StreamHandler(sys.stderr)
     logging.getLogger("forq").addHandler(handler)
     try:
-        FailureLog().tell(failed(fail), AGAIN)
+        JobLog().tell_failure(failed(fail), AGAIN)
     finally:
         logging.getLogger("forq").removeHandler(handler)
     told = capsys.readouterr().err + "".join(text for _, _, text in past)
@@ -217,11 +217,11 @@ def test_an_exception_whose_text_raises_is_told(listen: Listen, past: list[Any],
 
 def test_a_handler_that_blocks_holds_nobody_up_and_no_line_is_lost(listen: Listen, past: list[Any]) -> None:
     free = threading.Event()
-    seen, log = listen(free.wait), FailureLog()
+    seen, log = listen(free.wait), JobLog()
     try:
         began = time.monotonic()
         for _ in range(MAX_WAITING + 4):
-            log.tell(failed(refuse), AGAIN)
+            log.tell_failure(failed(refuse), AGAIN)
         took = time.monotonic() - began
     finally:
         free.set()
@@ -232,16 +232,16 @@ def test_a_handler_that_blocks_holds_nobody_up_and_no_line_is_lost(listen: Liste
 
 
 def test_a_worker_waits_until_its_line_is_written(listen: Listen) -> None:
-    seen, log = listen(lambda: time.sleep(0.02)), FailureLog()
+    seen, log = listen(lambda: time.sleep(0.02)), JobLog()
     for number in range(3):
-        log.tell(failed(refuse), AGAIN)
+        log.tell_failure(failed(refuse), AGAIN)
         assert len(seen.records) == number + 1
 
 
 def test_a_logger_that_is_turned_off_leaves_the_queue_s_log(listen: Listen, past: list[Any]) -> None:
     seen = listen()
     logging.config.dictConfig({"version": 1, "disable_existing_loggers": True})
-    FailureLog().tell(failed(refuse), OVER)
+    JobLog().tell_failure(failed(refuse), OVER)
     assert seen.records == []
     assert past[0][2].startswith("job failed: attempt 4 of 4, failed for good (see: forqctl why q j1) error=ValueError")
 
@@ -250,8 +250,8 @@ def test_a_level_that_a_user_has_set_is_respected(listen: Listen, past: list[Any
     seen = listen()
     logging.getLogger("forq").setLevel(logging.ERROR)
     try:
-        FailureLog().tell(failed(refuse), AGAIN)
-        FailureLog().tell(failed(refuse), OVER)
+        JobLog().tell_failure(failed(refuse), AGAIN)
+        JobLog().tell_failure(failed(refuse), OVER)
     finally:
         logging.getLogger("forq").setLevel(logging.NOTSET)
     assert [record.levelname for record in seen.records] == ["ERROR"]
@@ -269,16 +269,16 @@ def test_fields_of_a_user_s_record_factory_stay(listen: Listen, past: list[Any])
     seen = listen()
     logging.setLogRecordFactory(mine)
     try:
-        FailureLog().tell(failed(refuse), AGAIN)
+        JobLog().tell_failure(failed(refuse), AGAIN)
     finally:
         logging.setLogRecordFactory(usual)
     assert (seen.records[0].__dict__["queue"], past) == ("mine", [])
 
 
 def test_what_is_told_before_redis_answers_is_told_again_without_its_exception(listen: Listen) -> None:
-    seen, log, attempt = listen(), FailureLog(), failed(refuse)
-    log.tell(attempt, "what follows is decided when Redis is back")
-    log.tell(attempt, OVER)
+    seen, log, attempt = listen(), JobLog(), failed(refuse)
+    log.tell_failure(attempt, "what follows is decided when Redis is back")
+    log.tell_failure(attempt, OVER)
     first, second = seen.records
     assert first.getMessage().startswith("job failed: what follows is decided when Redis is back queue=q job=j1 ")
     assert (first.exc_info is not None, second.exc_info) == (True, None)
@@ -286,7 +286,7 @@ def test_what_is_told_before_redis_answers_is_told_again_without_its_exception(l
 
 
 def test_a_settle_whose_answer_was_lost_is_told_once(listen: Listen) -> None:
-    seen, log, attempt = listen(), FailureLog(), failed(refuse)
-    log.tell(attempt, "what follows is decided when Redis is back")
-    log.tell(attempt, Fate("refused", 0, 0, 0))
+    seen, log, attempt = listen(), JobLog(), failed(refuse)
+    log.tell_failure(attempt, "what follows is decided when Redis is back")
+    log.tell_failure(attempt, Fate("refused", 0, 0, 0))
     assert len(seen.records) == 1
