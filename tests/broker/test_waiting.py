@@ -517,13 +517,16 @@ def test_a_result_that_is_kept_no_more_is_still_told_to_who_waits(queue: OneQueu
     assert again(queue, look).done.result == "first"  # type: ignore[union-attr]
 
 
-def test_what_was_told_is_forgotten_after_a_minute(queue: OneQueue) -> None:
-    worker = claimed(queue, "a", "b")
-    look = ends(queue).look(None, VALID_MS)
-    worker.turn(done="ab", results={"a": "1", "b": "2"})
-    [told] = queue.redis.keys("*:told:*")
-    assert told.decode() == queue.key(f"told:{look.place.mark}:a")
-    assert 50_000 < queue.redis.pttl(told) <= 60_000
+def test_what_was_told_is_forgotten_after_a_minute_and_a_result_after_ten_seconds(queue: OneQueue) -> None:
+    """Else results that are waited for would take memory for a minute, however few of them the queue keeps."""
+    worker = claimed(queue, "a", "b", "c")
+    of_a, of_b = (ends(queue, job_id).look(None, VALID_MS).place.mark for job_id in "ab")
+    worker.turn(done="ac", keep=1, results={"a": "1", "c": "3"})
+    worker.turn(failed="b", kind="permanent")
+    with_result, without = queue.key(f"told:{of_a}:a"), queue.key(f"told:{of_b}:b")
+    assert sorted(key.decode() for key in queue.redis.keys("*:told:*")) == sorted((with_result, without))
+    assert 1_000 < queue.redis.pttl(with_result) <= 10_000
+    assert 50_000 < queue.redis.pttl(without) <= 60_000
 
 
 def forget_who_waits(queue: OneQueue) -> None:

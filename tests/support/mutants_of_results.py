@@ -587,9 +587,16 @@ MUTANTS_OF_RESULTS = (
     ),
     Mutant(
         "lib/waiters.lua",
-        ", 'PX', TOLD_MS)",
+        ", 'PX', kept and RESULT_MS or TOLD_MS)",
         ")",
         "what was told stays for ever",
+        "waiting test_what_was_told_is_forgotten",
+    ),
+    Mutant(
+        "lib/waiters.lua",
+        "kept and RESULT_MS or TOLD_MS",
+        "TOLD_MS",
+        "results that are waited for take memory for a minute, however few are kept",
         "waiting test_what_was_told_is_forgotten",
     ),
     Mutant(

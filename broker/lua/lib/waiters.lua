@@ -2,7 +2,9 @@
 -- Whatever ends a job tells them, on the channel `ended:ID`: HOW ' ' FENCE ' ' MARK, FENCE being that of its last attempt (0: it had none).
 -- The same, and of a done job what is kept of it, is in `told:MARK:ID` for a while: the next job of that id may be done before they look.
 
-local TOLD_MS = 60000
+-- Whoever listens looks within milliseconds, so a copy of a result, which may be long, stays for less: later it is found in
+-- `done:jobs`, as long as that keeps it.
+local TOLD_MS, RESULT_MS = 60000, 10000
 
 -- `fences` (or nil): of the last attempts, in the order of the ids. Nobody else can wait for what has ended: whoever is told is
 -- written down no more.
@@ -16,7 +18,7 @@ local function tell_waiters(ids, how, fences)
       if kept and string.match(kept, '^%d+ (%d+)') ~= fence then kept = false end
       redis.call('HDEL', key('waiters'), id)
       if how ~= 'deleted' then
-        redis.call('SET', key_of('told', mark .. ':' .. id), how .. ' ' .. fence .. (kept and '\n' .. kept or ''), 'PX', TOLD_MS)
+        redis.call('SET', key_of('told', mark .. ':' .. id), how .. ' ' .. fence .. (kept and '\n' .. kept or ''), 'PX', kept and RESULT_MS or TOLD_MS)
       end
       redis.call('PUBLISH', channel('ended:' .. id), how .. ' ' .. fence .. ' ' .. mark)
     end
