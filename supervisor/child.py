@@ -25,6 +25,7 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 READ_BYTES = 64 * 1024
 # Then the others have their turn, so that no child can keep the loop to itself.
 LINES_PER_PASS = 64
+STOPS_PER_PASS = 64
 SHOWN_BYTES = 200
 # A process whose leash has ended gets this long to end, too.
 MUTE_SECONDS = 2.0
@@ -66,12 +67,17 @@ class Nursery:
 
     def _look_for_stops(self) -> None:
         """Those that have ended are left to their pidfds."""
-        try:
-            while (found := os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)) is not None:
-                if (tell := self.stops.get(found.si_pid)) is not None:
-                    tell(found.si_code != os.CLD_CONTINUED)
-        except ChildProcessError:
-            return
+        for _ in range(STOPS_PER_PASS):
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+            except ChildProcessError:
+                return
+            if found is None:
+                return
+            if (tell := self.stops.get(found.si_pid)) is not None:
+                tell(found.si_code != os.CLD_CONTINUED)
+        # No signal may tell of those that are left.
+        self.loop.call_later(0.0, self._look_for_stops)
 
     def bury(self, then: Callable[[], None]) -> None:
         """Calls back when nothing is left of what a dead child had started. To look for that takes a time that grows

@@ -1,10 +1,13 @@
-"""How a child's end looks from the supervisor's side of its leash."""
+"""How a child's end looks from the supervisor's side of its leash, and what one can do to the supervisor's loop."""
 
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
 
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.loop import Loop
@@ -59,3 +62,29 @@ def test_a_child_that_ends_without_reading_its_leash_ends_like_any_other() -> No
         assert (ends, heard, log.messages) == ([Exit(0, None)], [b"{}"], [])
 
     in_a_process_of_its_own(check)
+
+
+def test_a_child_that_is_stopped_and_continued_without_end_leaves_the_loop_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever does that may be as fast as the supervisor: there is always one more to hear of."""
+    loop = Loop()
+    nursery = Nursery(loop, (), None)
+    heard = 0
+    stopped = SimpleNamespace(si_pid=1, si_code=os.CLD_STOPPED)
+
+    def waitid(*_: int) -> SimpleNamespace | None:
+        nonlocal heard
+        heard += 1
+        assert heard <= 1000, "nobody else has had a turn"
+        return stopped if heard < 300 else None
+
+    monkeypatch.setattr(os, "waitid", waitid)
+    called: list[int] = []
+    loop.call_later(0.0, lambda: called.append(heard))
+    nursery._look_for_stops()
+    while heard < 300:
+        loop.tick(0.0)
+    assert called
+    assert called[0] < 100
+    assert heard == 300, "the rest follows, although no signal tells of it"
