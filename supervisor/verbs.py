@@ -237,8 +237,10 @@ class Verbs:
         self._queues.restart(unit, restarted)
 
     def shutdown(self, request: Request) -> None:
-        request.reply({"stopping": True})
-        self._supervisor.stop(now=bool(request.params.get("now")))
+        now = bool(request.params.get("now"))
+        grace_seconds = 0.0 if now else self._queues.longest_grace_seconds()
+        request.reply({"stopping": True, "pid": os.getpid(), "grace_seconds": grace_seconds})
+        self._supervisor.stop(now=now)
 
     def _pause(self, request: Request, *, paused: bool) -> None:
         name, reply = check_queue_name(request.params.get("name")), _answer_to(request)

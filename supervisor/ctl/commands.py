@@ -272,8 +272,9 @@ COMMANDS = (
     Command(
         "shutdown",
         "supervisor",
-        "stop the supervisor",
+        "stop the supervisor, and wait until it has stopped",
         Argument("--now", action="store_true", help="without letting running jobs finish"),
+        Argument("--no-wait", action="store_true", help="do not wait until it has stopped"),
     ),
     Command(
         "completion",

@@ -249,9 +249,12 @@ PAGES = {
         {},
     ),
     "shutdown": Page(
-        "Running jobs get stop_grace to end; what has not ended goes back in line, uncounted.",
+        (
+            "Running jobs get stop_grace to end; what has not ended goes back in line, uncounted. While it waits it "
+            "says on stderr for which jobs. Ctrl-C ends only the waiting."
+        ),
         (("", "shutdown"),),
-        {},
+        {6: "it has not stopped within --timeout; it goes on stopping"},
     ),
     "completion": Page(
         "Needs no supervisor.",

@@ -244,3 +244,15 @@ def test_a_queue_is_paused_drained_and_deleted_from_python(forq: Forq) -> None:
     )
     wait_until(lambda: not psutil.pid_exists(main["pid"]), what="its process has ended")
     forq.create("py", "noop")
+
+
+def test_shutdown_names_the_jobs_it_waits_for_and_returns_when_the_supervisor_has_ended() -> None:
+    with running() as forq:
+        forq.create("busy", "sleep", stop_grace="60s")
+        forq.ctl("push", "busy", "3", "--id", "long")
+        wait_until(lambda: forq.traces("start"))
+        stopped = forq.run_ctl("shutdown")
+        assert (stopped.returncode, stopped.stdout) == (0, "the supervisor has stopped\n")
+        assert "forqctl: the supervisor waits for running jobs, 1m00s at most: busy long (" in stopped.stderr
+        assert forq.process is not None
+        assert forq.process.poll() == 0, "it has ended, so that another may start at once"

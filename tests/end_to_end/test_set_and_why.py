@@ -92,7 +92,7 @@ def test_create_while_the_supervisor_stops_says_so() -> None:
         forq.create("busy", "sleep", stop_grace="60s")
         forq.ctl("push", "busy", "60")
         wait_until(lambda: forq.traces("start"))
-        forq.ctl("shutdown")
+        forq.ctl("shutdown", "--no-wait")
         done = forq.run_ctl("create", "late", "--handler", "traced:noop", "--path", str(HANDLERS))
         assert done.returncode == 1
         assert "queue 'late' is not served: this supervisor is stopping; when it runs again: " in done.stderr

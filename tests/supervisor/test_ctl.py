@@ -568,9 +568,10 @@ def test_status_tells_of_a_failed_log_that_cannot_be_written(fake: FakeSuperviso
 
 def test_ping_version_and_shutdown(fake: FakeSupervisor) -> None:
     fake.answers = {"ping": {"pong": True, "pid": 10}, "version": {"version": "9.9", "protocol": 1}, "shutdown": {}}
+    fake.answers["shutdown"] = {"stopping": True, "pid": 0, "grace_seconds": 0.0}
     assert forqctl(fake, "ping") == (0, "pong from pid 10\n", "")
     assert forqctl(fake, "version")[1].splitlines()[1] == "supervisor 9.9, protocol 1"
-    assert forqctl(fake, "shutdown", "--now") == (0, "the supervisor is stopping\n", "")
+    assert forqctl(fake, "shutdown", "--now", "--no-wait") == (0, "the supervisor is stopping\n", "")
     assert fake.calls[-1] == ("shutdown", {"now": True})
 
 
@@ -696,8 +697,57 @@ def test_drain_on_a_terminal_shows_what_is_left(fake: FakeSupervisor) -> None:
     fake._server._verbs["queue.drain"] = drain  # type: ignore[index]
     fake._server._verbs["status"] = status  # type: ignore[index]
     shown = on_a_terminal(fake, "drain", "emails")
-    assert "left: 12 waiting, 1 active" in shown
+    assert "queue emails is not drained yet: 12 waiting, 1 active" in shown
     assert shown.endswith("drained emails\r\n")
+
+
+def busy_queue(jobs: int) -> dict[str, Any]:
+    child = {"role": "main", "pid": 11, "state": "busy", "job": "j0", "uptime_seconds": 99.5, "restarts": 2}
+    child |= {
+        "jobs": [f"j{number}" for number in range(jobs)],
+        "jobs_seconds": [3.5 * number for number in range(jobs)],
+    }
+    return queue_status(children=[child], active=jobs)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "names"),
+    [(0, ""), (1, ": j0 (0s)"), (7, ": j6 (21s), j5 (17s), j4 (14s), j3 (10s), j2 (7s), 2 more")],
+)
+def test_drain_names_the_jobs_that_it_waits_for(fake: FakeSupervisor, jobs: int, names: str) -> None:
+    held: list[Request] = []
+
+    def status(params: dict[str, Any]) -> dict[str, Any]:
+        # The second look comes after more than a second.
+        if [method for method, _ in fake.calls].count("status") == 3:
+            held[0].reply({"name": "emails"})
+        return whole_status(busy_queue(jobs))
+
+    fake._server._verbs["queue.drain"] = held.append  # type: ignore[index]
+    fake.answers["status"] = status
+    code, out, err = forqctl(fake, "drain", "emails")
+    assert (code, out) == (0, "drained emails\n")
+    assert err.splitlines()[0] == f"forqctl: queue emails is not drained yet: 12 waiting, {jobs} active{names}"
+    assert len(err.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("queue", "says"),
+    [
+        (busy_queue(2), "running jobs, 10s at most: emails j1 (3s), emails j0 (0s)"),
+        (queue_status(), "the processes of emails"),
+        (queue_status(children=[]), "its services"),
+    ],
+)
+def test_shutdown_names_what_the_supervisor_waits_for(fake: FakeSupervisor, queue: dict[str, Any], says: str) -> None:
+    fake.answers["shutdown"] = {"stopping": True, "pid": 0, "grace_seconds": 10.0}
+    fake.answers["status"] = whole_status(queue)
+    code, out, err = forqctl(fake, "shutdown", "--timeout", "5s")
+    told = err.splitlines()
+    assert (code, out, told[-1]) == (6, "", "forqctl: the supervisor has not stopped yet; it goes on stopping")
+    assert set(told[:-1]) == {f"forqctl: the supervisor waits for {says}"}
+    assert len(told) <= 4, "more and more seldom"
+    assert fake.calls[1] == ("status", {"counts": False})
 
 
 def test_completion_for_bash_offers_commands_and_flags() -> None:

@@ -6,19 +6,18 @@ import os
 import sys
 import time
 
-from forq.errors import ForqError, TimedOut, UsageError
-from forq.supervisor.ctl.client import Client, connect
+from forq.errors import UsageError
+from forq.supervisor.ctl.client import connect
 from forq.supervisor.ctl.tables import printable, show_json
+from forq.supervisor.ctl.waits import Waiting, running_jobs, wait_for
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
     from typing import Any
 
-POLL_SECONDS = 1.0
 # The exit code of a delete that has left processes behind.
 SURVIVED = 3
-FIRST_POLL_SECONDS = 0.2
 
 
 def create(args: Namespace) -> int:
@@ -85,59 +84,19 @@ def drain(args: Namespace) -> int:
 
         limit_seconds = parse_duration(args.wait)
     deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
-    result = _watch_drain(connect(args), args.name, deadline)
+    client = connect(args)
+    drained = client.send("queue.drain", {"name": args.name})
+    too_late = f"queue {args.name} is not drained yet; it goes on draining"
+    result = wait_for(client, drained, {"names": [args.name]}, _tell_of_drain, deadline, too_late)
     return _done(args, result, "drained")
 
 
-def _watch_drain(client: Client, name: str, deadline: float | None) -> Any:
-    """The answer to drain. Meanwhile the queue's state is asked for: what keeps it from draining is said on stderr, and
-    on a terminal how much is left."""
-    from forq.supervisor.ctl.progress import ProgressLine
-
-    progress = ProgressLine()
-    drained = client.send("queue.drain", {"name": name})
-    polled = None
-    told = None
-    # A drain that is over at once needs no look.
-    next_poll = time.monotonic() + (0.0 if progress.shown else FIRST_POLL_SECONDS)
-    try:
-        while True:
-            now = time.monotonic()
-            if deadline is not None and now >= deadline:
-                raise TimedOut(f"queue {name} is not drained yet; it goes on draining")
-            if polled is None and now >= next_poll:
-                polled = client.send("status", {"names": [name]})
-                next_poll = now + POLL_SECONDS
-            answer = _next_answer(client, _earliest(deadline, next_poll))
-            if answer is None:
-                continue
-            answered, value = answer
-            if answered == drained:
-                if isinstance(value, ForqError):
-                    raise value
-                return value
-            if answered == polled:
-                polled = None
-                if not isinstance(value, ForqError):
-                    obstacle = _obstacle(value["queues"][0])
-                    if obstacle is not None and obstacle != told:
-                        progress.clear()
-                        print(f"forqctl: {obstacle}", file=sys.stderr, flush=True)
-                    told = obstacle
-                    progress.say(_left(value))
-    finally:
-        progress.clear()
-
-
-def _next_answer(client: Client, until: float | None) -> tuple[str | int | None, Any] | None:
-    try:
-        return client.receive(until)
-    except TimedOut:
-        return None
-
-
-def _earliest(*moments: float | None) -> float | None:
-    return min((moment for moment in moments if moment is not None), default=None)
+def _tell_of_drain(waiting: Waiting, status: Any) -> None:
+    queue = status["queues"][0]
+    obstacle = _obstacle(queue)
+    waiting.note(obstacle)
+    if obstacle is None:
+        waiting.say(f"queue {printable(queue['name'])} is not drained yet: {_left(queue)}")
 
 
 def _obstacle(queue: dict[str, Any]) -> str | None:
@@ -153,11 +112,11 @@ def _obstacle(queue: dict[str, Any]) -> str | None:
     return None
 
 
-def _left(status: Any) -> str:
-    queue = status["queues"][0]
+def _left(queue: dict[str, Any]) -> str:
     if queue["waiting"] is None:
-        return "left: unknown while Redis is down"
-    return f"left: {queue['waiting']} waiting, {queue['active']} active"
+        return "what is left is unknown while Redis is down"
+    jobs = running_jobs([queue], with_queue=False)
+    return f"{queue['waiting']} waiting, {queue['active']} active{f': {jobs}' if jobs else ''}"
 
 
 def _options(args: Namespace) -> dict[str, str]:
