@@ -46,6 +46,8 @@ class Lagging:
     turn: int
     asked_ns: int
     waited: float = 0.0
+    # Whether it was marked as taken here; an earlier pulse may have done so, and died before it gave anything back.
+    marked: bool = False
 
 
 class Unread:
@@ -147,8 +149,8 @@ class Unread:
                 del self._lagging[number]
                 continue
             one.waited += counted
-            if one.waited >= ANSWER_SECONDS and one.slot.taken != one.turn:
-                one.slot.taken = one.turn
+            if one.waited >= ANSWER_SECONDS and not one.marked:
+                one.slot.taken, one.marked = one.turn, True
                 self._later(MARKED_SECONDS, lambda one=one: self._give_back(one))  # type: ignore[misc]
         self._ticking = bool(self._lagging)
         if self._ticking:
@@ -162,7 +164,7 @@ class Unread:
         except ForqError as exc:
             log.warning("cannot give back unread jobs queue=%s error=%s", one.queue, exc)
             # The mark is written again, and this tried again, with the next slice.
-            one.slot.taken = 0
+            one.slot.taken, one.marked = 0, False
             return
         if returned:
             log.warning(

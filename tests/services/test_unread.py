@@ -133,6 +133,16 @@ def test_a_worker_that_begins_after_the_mark_and_before_the_look_keeps_its_jobs(
     assert stage.given_back == []
 
 
+def test_what_a_pulse_has_marked_before_it_died_is_given_back_by_the_next_one(stage: Stage) -> None:
+    """Its process may run another job for hours, so that nobody ends it meanwhile."""
+    slot = stage.workers[0]
+    slot.taken = 6
+    stage.turns[slot.worker] = 6
+    stage.unread.look("q")
+    stage.run(2)
+    assert stage.given_back == ["one"]
+
+
 def test_a_worker_that_has_read_and_not_begun_lags_if_it_holds_something(stage: Stage) -> None:
     idle, stuck = stage.workers
     for slot in (idle, stuck):
