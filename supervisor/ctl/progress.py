@@ -1,4 +1,5 @@
-"""One line on a terminal's stderr that says how far a long command has come. Silent anywhere else."""
+"""Says on stderr how far a long command has come: one line that is drawn again on a terminal; elsewhere, if that is
+wanted, a line every ten seconds, so that a log shows that it goes on. What is fast says nothing there."""
 
 from __future__ import annotations
 
@@ -6,31 +7,48 @@ import sys
 import time
 
 REDRAW_SECONDS = 0.1
+LINE_SECONDS = 10.0
 BAR_WIDTH = 30
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class ProgressLine:
-    def __init__(self) -> None:
+    """`shown`: on a terminal. `lines`: whether anything is said elsewhere."""
+
+    def __init__(self, *, lines: bool = False, now: Callable[[], float] = time.monotonic) -> None:
         self.shown = sys.stderr.isatty()
+        self._lines = lines and not self.shown
+        self._now = now
         self._next_draw = 0.0
+        self._next_line = now() + LINE_SECONDS
 
     def bar(self, part: int, whole: int, text: str) -> None:
         """`part` of `whole`; only the text when the whole is not known."""
-        if not self.shown or time.monotonic() < self._next_draw:
+        percent = f"{100 * min(part, whole) // whole:3}% " if whole > 0 else ""
+        if self._lines:
+            self._line(f"{percent.lstrip()}{text}")
+        if not self.shown or self._now() < self._next_draw:
             return
-        self._next_draw = time.monotonic() + REDRAW_SECONDS
-        if whole <= 0:
-            self._draw(text)
-            return
-        self._draw(f"{drawn_bar(part, whole)} {100 * min(part, whole) // whole:3}% {text}")
+        self._next_draw = self._now() + REDRAW_SECONDS
+        self._draw(f"{drawn_bar(part, whole)} {percent}{text}" if whole > 0 else text)
 
     def say(self, text: str) -> None:
+        if self._lines:
+            self._line(text)
         if self.shown:
             self._draw(text)
 
     def clear(self) -> None:
         if self.shown:
             self._draw("")
+
+    def _line(self, text: str) -> None:
+        if self._now() >= self._next_line:
+            self._next_line = self._now() + LINE_SECONDS
+            print(f"forqctl: {text}", file=sys.stderr, flush=True)
 
     def _draw(self, text: str) -> None:
         sys.stderr.write(f"\r\x1b[K{text}")

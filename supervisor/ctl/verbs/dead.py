@@ -109,7 +109,7 @@ def _all(args: Namespace) -> int:
     """In chunks, of those that were dead when it began. What is refused stays dead."""
     from forq.supervisor.ctl.progress import ProgressLine
 
-    client, progress = connect(args), ProgressLine()
+    client, progress = connect(args), ProgressLine(lines=not args.json)
     done = refused = 0
     after = None
     try:

@@ -28,6 +28,8 @@ class Chunk:
         self.jobs: list[dict[str, Any]] = []
         self.numbers: list[int] = []
         self.bytes = 0
+        # Of their lines in the file.
+        self.file_bytes = 0
         self.first_line = 0
         self.last_line = 0
 
@@ -82,7 +84,7 @@ def _push_file(args: Namespace) -> int:
 def _push_chunks(args: Namespace, client: Client, file: BinaryIO, path: str) -> tuple[int, int]:
     from forq.supervisor.ctl.progress import ProgressLine
 
-    progress = ProgressLine()
+    progress = ProgressLine(lines=not args.json)
     size = os.fstat(file.fileno()).st_size
     pushed = requests = consumed = 0
     common = {"name": args.name, **_update(args), **_with_given(args, ("durable",))}
@@ -94,8 +96,8 @@ def _push_chunks(args: Namespace, client: Client, file: BinaryIO, path: str) -> 
                 raise type(exc)(f"lines {chunk.first_line} to {chunk.last_line}: {exc}") from exc
             pushed += sum(id is not None for id in result["ids"])
             requests += 1
-            consumed += chunk.bytes
-            progress.bar(consumed, size, f"{pushed} jobs")
+            consumed += chunk.file_bytes
+            progress.bar(consumed, size, f"{pushed} jobs pushed")
     except ForqError as exc:
         raise type(exc)(f"{path}: {exc}; pushed before: {pushed}") from exc
     except OSError as exc:
@@ -120,6 +122,7 @@ def _chunks(args: Namespace, file: BinaryIO) -> Iterator[Chunk]:
             yield chunk
             chunk = Chunk()
         chunk.add(job, size, line_number)
+        chunk.file_bytes += len(line)
     if chunk.jobs:
         yield chunk
 

@@ -35,7 +35,8 @@ def recover(args: Namespace) -> int:
     path = args.file if args.file == "-" else os.path.abspath(args.file)
     try:
         file = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115 (stdin must stay open)
-        recovery = Recovery(None if args.dry_run else connect(args), "stdin" if path == "-" else path)
+        client = None if args.dry_run else connect(args)
+        recovery = Recovery(client, "stdin" if path == "-" else path, lines=not args.json)
         recovery.read(file, args.queue)
     except OSError as exc:
         raise UsageError(f"cannot read {path}: {exc.strerror}") from exc
@@ -60,11 +61,11 @@ def recover(args: Namespace) -> int:
 class Recovery:
     """One run over one file. Without a client it only reads."""
 
-    def __init__(self, client: Client | None, path: str) -> None:
+    def __init__(self, client: Client | None, path: str, *, lines: bool) -> None:
         self.recovered = self.known = self.left = self.broken = 0
         self._client = client
         self._path = path
-        self._progress = ProgressLine()
+        self._progress = ProgressLine(lines=lines)
         self._queue = ""
         self._chunk = Chunk()
 
@@ -78,7 +79,7 @@ class Recovery:
                 while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
                     line = file.readline(MAX_LINE_BYTES + 1)
                     consumed += len(line)
-                self._progress.bar(consumed, size, f"{self.recovered} jobs")
+                self._progress.bar(consumed, size, f"{self.recovered} jobs recovered")
             self._send()
         except ForqError as exc:
             raise type(exc)(f"{self._path}: {exc}; recovered before: {self.recovered}") from exc
