@@ -35,7 +35,11 @@ class TreeMark:
     def put_on(self) -> None:
         """Marks the caller, and whatever it starts from now on. It costs no memory: nobody touches the page."""
         os.environ[VARIABLE] = self.value
-        fd = os.memfd_create(f"forq-tree-{self.value}", os.MFD_CLOEXEC)
+        try:
+            fd = os.memfd_create(f"forq-tree-{self.value}", os.MFD_CLOEXEC)
+        except OSError:
+            # Hardened units filter this call. Then programs are marked, and what is only forked is not.
+            return
         try:
             os.ftruncate(fd, mmap.PAGESIZE)
             _mappings.append(mmap.mmap(fd, mmap.PAGESIZE))

@@ -13,7 +13,7 @@ import pytest
 
 from forq.errors import ForqError
 from forq.supervisor.statedir import StateDir
-from forq.tree_mark import TreeMark
+from forq.tree_mark import VARIABLE, TreeMark
 from forq.treekill import children_of
 from tests.support.running import alive, wait_until
 
@@ -198,3 +198,22 @@ def test_a_marked_orphan_that_cannot_be_killed_is_named(
     monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
     with pytest.raises(ForqError, match=rf"are still there: pids {orphan}; as root: kill -9 {orphan}$"):
         StateDir(tmp_path / "state").lock()
+
+
+def test_where_the_kernel_refuses_a_mapping_with_a_name_programs_are_marked_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with SystemCallFilter=~memfd_create: a queue is served without the mark on what it only forks."""
+
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    MARK.put_on()
+    program = subprocess.Popen([sys.executable, "-c", SLEEP])
+    try:
+        wait_until(lambda: MARK.is_on(program.pid))
+    finally:
+        program.kill()
+        program.wait()
