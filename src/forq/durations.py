@@ -34,12 +34,12 @@ def show_duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-def show_time(epoch_seconds: float) -> str:
-    """ISO 8601 in UTC, to the second: what sentences say."""
+def show_time(epoch_seconds: float, precision: str = "seconds") -> str:
+    """ISO 8601 in UTC; to the second in sentences."""
     from datetime import UTC, datetime  # forqctl starts faster without it
 
     try:
-        return datetime.fromtimestamp(int(epoch_seconds), UTC).isoformat().replace("+00:00", "Z")
+        return datetime.fromtimestamp(epoch_seconds, UTC).isoformat(timespec=precision).replace("+00:00", "Z")
     except (OverflowError, ValueError, OSError):
         # Beyond the year 9999, which a job's time may be.
         return f"{epoch_seconds:.0f} s after 1970"

@@ -102,9 +102,9 @@ def moment(epoch_seconds: float | None) -> str | None:
     """ISO 8601, in UTC."""
     if epoch_seconds is None:
         return None
-    from datetime import UTC, datetime
+    from forq.durations import show_time
 
-    return datetime.fromtimestamp(epoch_seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return show_time(epoch_seconds, "milliseconds")
 
 
 def _is_numeric(column: list[object]) -> bool:

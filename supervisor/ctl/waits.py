@@ -25,10 +25,11 @@ MOST_JOBS = 5
 
 
 class Waiting:
-    """Says what is waited for: on a terminal in one line that is drawn anew, else in a line now and then."""
+    """Says what is waited for: on a terminal in one line that is drawn anew; elsewhere, if `lines`, now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lines: bool) -> None:
         self._line = ProgressLine()
+        self._lines = lines
         self._pause_seconds = FIRST_TOLD_SECONDS
         self._next_told = time.monotonic() + FIRST_TOLD_SECONDS
         self._noted: str | None = None
@@ -36,7 +37,7 @@ class Waiting:
     def say(self, text: str) -> None:
         if self._line.shown:
             self._line.say(text)
-        elif time.monotonic() >= self._next_told:
+        elif self._lines and time.monotonic() >= self._next_told:
             print(f"forqctl: {text}", file=sys.stderr, flush=True)
             self._next_told = time.monotonic() + self._pause_seconds
             self._pause_seconds = min(2 * self._pause_seconds, LAST_TOLD_SECONDS)
@@ -62,10 +63,12 @@ def wait_for(
     tell: Callable[[Waiting, Any], None],
     deadline: float | None,
     too_late: str,
+    *,
+    lines: bool,
 ) -> Any:
     """The answer to the request `wanted`. Until it comes, `tell` gets the answers to `status` with the params `asked`.
     TimedOut with `too_late` after the deadline."""
-    waiting = Waiting()
+    waiting = Waiting(lines=lines)
     polled = None
     next_poll = time.monotonic() + waiting.first_poll_seconds()
     try:

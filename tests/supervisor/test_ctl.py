@@ -231,6 +231,13 @@ def test_jobs_shows_a_page_and_how_to_go_on(fake: FakeSupervisor) -> None:
     assert (code, more) == (0, f"more: forqctl jobs q --socket {fake.path} --after c7\n")
 
 
+def test_a_time_that_no_calendar_has_is_shown_all_the_same(fake: FakeSupervisor) -> None:
+    fake.answers["job"] = {"id": "1", "run_at": 9_007_199_254_740.0}
+    code, out, err = forqctl(fake, "job", "q", "1")
+    assert (code, err) == (0, "")
+    assert "9007199254740 s after 1970" in out
+
+
 def test_job_shows_times_as_iso_8601_and_data_as_json(fake: FakeSupervisor) -> None:
     attempt = {"started_at": 1700000000.5, "ended_at": None, "outcome": "failed", "cause": "timeout"}
     fake.answers["job"] = {"id": "1", "data": {"a": "ü"}, "run_at": None, "enqueued_at": 0, "attempts": [attempt]}

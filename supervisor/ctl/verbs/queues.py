@@ -87,7 +87,8 @@ def drain(args: Namespace) -> int:
     client = connect(args)
     drained = client.send("queue.drain", {"name": args.name})
     too_late = f"queue {args.name} is not drained yet; it goes on draining"
-    result = wait_for(client, drained, {"names": [args.name]}, _tell_of_drain, deadline, too_late)
+    asked = {"names": [args.name]}
+    result = wait_for(client, drained, asked, _tell_of_drain, deadline, too_late, lines=not args.json)
     return _done(args, result, "drained")
 
 

@@ -47,7 +47,7 @@ def shutdown(args: Namespace) -> int:
     client = connect(args)
     result = client.call("shutdown", {"now": args.now})
     if not args.no_wait:
-        _wait_for_the_end(client, result, deadline)
+        _wait_for_the_end(client, result, deadline, lines=not args.json)
     if args.json:
         show_json(result | {"stopped": not args.no_wait})
     else:
@@ -55,7 +55,7 @@ def shutdown(args: Namespace) -> int:
     return 0
 
 
-def _wait_for_the_end(client: Client, result: dict[str, Any], deadline: float | None) -> None:
+def _wait_for_the_end(client: Client, result: dict[str, Any], deadline: float | None, *, lines: bool) -> None:
     """It closes its connections at its end. Its process goes on a little, with the lock of its state directory."""
     from select import select
 
@@ -74,7 +74,7 @@ def _wait_for_the_end(client: Client, result: dict[str, Any], deadline: float | 
     try:
         too_late = "the supervisor has not stopped yet; it goes on stopping"
         # No answer has this number: only the end of the connection ends the wait.
-        wait_for(client, 0, {"counts": False}, tell, deadline, too_late)
+        wait_for(client, 0, {"counts": False}, tell, deadline, too_late, lines=lines)
     except SupervisorUnreachable:
         if process is not None and not select([process], [], [], LAST_SECONDS)[0]:
             raise TimedOut(f"the supervisor has closed its socket, but its process {result['pid']} is there") from None
