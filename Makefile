@@ -9,6 +9,9 @@ SPARK := $(VENV)/.spark
 STATE_DIR ?= .state
 CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 
+# Tests start some thousand processes of Python, and each would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The real folders: ruff skips their symlinks in src/forq.
 SOURCES := src supervisor workers broker services bridge pipeline tests etc benchmarks
 
@@ -61,9 +64,17 @@ $(SPARK): $(READY)
 man: setup ## write the man pages anew, from the tables of commands
 	$(BIN)/python etc/man/write.py
 
-test: lint types imports unit wheel ## everything but Spark: what must pass before a commit
+# Side by side, since most tests wait for processes.
+test: tools ## everything but Spark: what must pass before a commit (5 minutes on two cores)
+	@$(MAKE) --no-print-directory -j3 unit-apart unit-forking checks
 
-test-all: test spark ## and Spark: what CI runs
+test-all: tools ## the same with more examples, and Spark, and the broker on Redis 7.0: what CI runs (15 minutes)
+	@FORQ_TEST_THOROUGH=1 $(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory spark
+	@$(MAKE) --no-print-directory redis-old
+
+checks: tools # lint, types, imports, wheel
+	@MAKEFLAGS= $(HELD_BACK) $(MAKE) --no-print-directory lint types imports wheel
 
 lint: tools ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
@@ -75,14 +86,20 @@ types: tools ## mypy --strict
 imports: tools ## which folder may import which
 	$(BIN)/lint-imports
 
+HELD_BACK := tests/support/held_back.sh
 # Tests mostly wait for processes: one run more than there are cores keeps the machine busy.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 # These fork in the process of the test, and a run of pytest-xdist has threads, whose locks a fork may find taken.
 FORKING := tests/supervisor tests/workers tests/services
 
 unit: tools ## pytest, without Spark and the slow suites (WORKERS=n: how many runs side by side)
-	$(BIN)/pytest -m 'not slow' $(FORKING)
+	@$(MAKE) --no-print-directory -j2 unit-apart unit-forking
+
+unit-apart: tools
 	$(BIN)/pytest -m 'not slow' -n $(WORKERS) --dist worksteal --ignore=tests/pipeline $(addprefix --ignore=,$(FORKING))
+
+unit-forking: tools
+	@$(HELD_BACK) $(BIN)/pytest -q -p no:cacheprovider -m 'not slow' $(FORKING)
 
 spark: tools ## pytest, the Spark pipeline
 	$(BIN)/pytest -m 'not slow' -p no:cacheprovider tests/pipeline
@@ -97,6 +114,12 @@ chaos: tools ## SECONDS=60 of every fault at once on two supervisors, then nothi
 
 partition: tools ## an 18 s partition on real TCP amid a 25 s job, two supervisors: it runs once (needs root, for network namespaces)
 	$(BIN)/pytest -s --timeout 300 tests/end_to_end/test_late_requests.py -k partition
+
+redis-old: tools ## the broker's tests and the end-to-end smoke on Redis 7.0, the oldest one that forq works with
+	@server=$$(tests/support/redis70.sh $(VENV)/redis-7.0) || exit 0; \
+	echo "make: on $$($$server --version)"; \
+	FORQ_TEST_SERVER=$$server $(BIN)/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal tests/broker tests/bridge \
+	  tests/end_to_end/test_first_steps.py tests/end_to_end/test_acl.py tests/end_to_end/test_releases.py tests/end_to_end/test_results.py tests/supervisor/test_embedded.py
 
 mutants: tools ## take every guard out of every script: some test must fail
 	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py

@@ -23,8 +23,9 @@ from tests.support.external_queue import external_queue
 from tests.support.journal_replay import Replay
 from tests.support.running import wait_until
 from tests.support.server import Server
+from tests.support.thorough import examples
 
-RANDOM_LINES = int(os.environ.get("FORQ_TEST_LINES", "5000"))
+RANDOM_LINES = int(os.environ.get("FORQ_TEST_LINES", examples(2000, 5000)))
 W = {"queue_name": "q", "worker_uuid": "w1"}
 
 

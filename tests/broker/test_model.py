@@ -45,6 +45,7 @@ from tests.support.queue_model import (
 )
 from tests.support.server import Server
 from tests.support.sweeping import sweeping_at_once
+from tests.support.thorough import examples
 
 # Every time in a run is ahead by one of these, or has come: far enough apart that the seconds of a run do not matter.
 AHEAD_MS = {"now": None, "soon": 30 * MINUTE_MS, "later": 50 * MINUTE_MS, "far": 600 * MINUTE_MS}
@@ -540,7 +541,7 @@ def explore(machine_type: type[QueueMachine], server: Server) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(asked or 120),
+            max_examples=int(asked or examples(30, 120)),
             stateful_step_count=50,
             derandomize=asked is None,
             deadline=None,

@@ -15,6 +15,7 @@ from forq.broker import scripts
 from forq.broker.link import Link
 from tests.support.mutants import MUTANT, Mutant, all_mutants, use
 from tests.support.server import Server
+from tests.support.thorough import THOROUGH_VARIABLE
 
 ROOT = Path(__file__).parent.parent.parent
 LUA = ROOT / "broker" / "lua"
@@ -43,7 +44,13 @@ def test_a_script_without_this_guard_fails_its_tests(number: int) -> None:
     file, _, name = MUTANTS[number].tests.partition(" ")
     chosen = [f"tests/broker/test_{file}.py", *(("-k", name) if name else ())]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *chosen]
-    ran = subprocess.run(command, cwd=ROOT, env=os.environ | {MUTANT: str(number)}, capture_output=True, text=True)
+    ran = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {MUTANT: str(number), THOROUGH_VARIABLE: "1"},
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode == TESTS_FAILED, ran.stdout[-2000:] + ran.stderr[-2000:]
 
 

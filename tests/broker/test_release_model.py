@@ -41,6 +41,7 @@ from tests.support.release_model import (
     ReleaseModel,
 )
 from tests.support.server import Server
+from tests.support.thorough import examples
 
 # Every time in a run is ahead by one of these, or has come: far enough apart that the seconds of a run do not matter.
 AHEAD_MS = {"now": 0, "soon": 25 * MINUTE_MS, "later": 50 * MINUTE_MS, "far": 600 * MINUTE_MS}
@@ -454,7 +455,7 @@ def test_no_interleaving_loses_doubles_or_strands_an_item(server: Server) -> Non
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(asked or 100),
+            max_examples=int(asked or examples(40, 100)),
             stateful_step_count=50,
             derandomize=asked is None,
             deadline=None,

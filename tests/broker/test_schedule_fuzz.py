@@ -15,8 +15,9 @@ from forq.ticks import Every
 from tests.support.journal_replay import Replay
 from tests.support.one_queue import HandWorker, OneQueue
 from tests.support.schedules import HandSchedules
+from tests.support.thorough import examples
 
-STEPS = int(os.environ.get("FORQ_TEST_STEPS", "1500"))
+STEPS = int(os.environ.get("FORQ_TEST_STEPS", examples(500, 1500)))
 # Shorter than users may ask for: the server's time cannot be made to pass.
 EVERY_MS = (2, 3, 7, 20)
 

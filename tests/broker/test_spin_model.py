@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.thorough import only_in_test_all
+
 MODEL = Path(__file__).resolve().parents[2] / "docs" / "model"
 
 
@@ -18,6 +20,7 @@ def without_states(text: str) -> str:
 @pytest.mark.skipif(
     not (shutil.which("spin") and shutil.which("gcc")), reason="spin and gcc are not installed (apt install spin gcc)"
 )
+@only_in_test_all
 @pytest.mark.timeout(400)
 def test_the_models_hold_with_their_guards_and_fail_without() -> None:
     done = subprocess.run([str(MODEL / "check.sh")], capture_output=True, text=True, timeout=380, check=False)

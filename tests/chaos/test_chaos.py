@@ -12,12 +12,13 @@ import pytest
 from tests.chaos.run import faults_of, play, table
 from tests.chaos.stage import ROOT
 from tests.chaos.unfenced import MUTANT
+from tests.support.thorough import only_in_test_all
 
 SECONDS = 20.0
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=only_in_test_all) for seed in (2, 3))])
 def test_nothing_is_lost_doubled_or_left_whatever_happens(seed: int) -> None:
     outcome = play(seed, SECONDS, faults_of(""), audit=False)
     print(f"\n{table(outcome)}\n{outcome.figures}\n{outcome.phases}")
@@ -25,6 +26,7 @@ def test_nothing_is_lost_doubled_or_left_whatever_happens(seed: int) -> None:
     shutil.rmtree(outcome.directory)
 
 
+@only_in_test_all
 @pytest.mark.timeout(300)
 def test_without_the_fence_the_checker_finds_what_zombies_have_settled(tmp_path: Path) -> None:
     """In a process of its own: the mutated scripts stay with it."""

@@ -21,8 +21,9 @@ from forq.broker.producing import new_job
 from tests.support.journal_replay import Replay
 from tests.support.running import Forq, running, wait_until
 from tests.support.server import Server
+from tests.support.thorough import examples
 
-JOBS = int(os.environ.get("FORQ_TEST_BRIDGE_JOBS", "600"))
+JOBS = int(os.environ.get("FORQ_TEST_BRIDGE_JOBS", examples(250, 600)))
 SEED = int(os.environ.get("FORQ_TEST_SEED", "0"))
 EXAMPLES = Path(__file__).parent.parent.parent / "etc" / "examples"
 BRIDGE = f"{sys.executable} -m forq.cli bridge"

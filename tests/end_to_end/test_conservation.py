@@ -11,6 +11,7 @@ import pytest
 from forq.client import new_job
 from forq.supervisor.ctl.client import Client as ControlClient
 from tests.support.running import Forq, Trace, running, tree_of, wait_until
+from tests.support.thorough import examples
 
 
 @pytest.mark.spec("N1", "N11", "P7", "R13", "R17")
@@ -115,7 +116,8 @@ def overlaps(traces: list[Trace]) -> int:
 
 @pytest.mark.timeout(3600)
 def test_conservation_under_random_kills() -> None:
-    kills, jobs = int(os.environ.get("FORQ_TEST_KILLS", "40")), int(os.environ.get("FORQ_TEST_JOBS", "4000"))
+    kills = int(os.environ.get("FORQ_TEST_KILLS", examples(20, 40)))
+    jobs = int(os.environ.get("FORQ_TEST_JOBS", examples(2000, 4000)))
     seed = int(os.environ.get("FORQ_TEST_SEED", "0")) or random.randrange(1, 10**6)
     with running() as forq:
         outcome = random_kills(forq, jobs=jobs, kills=kills, seed=seed)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.running import Forq, alive, running, tree_of, wait_until
 from tests.support.server import Server
+from tests.support.thorough import examples
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_a_frozen_worker_that_was_removed_swallows_no_job(server: Server, redis_
 
 
 TREE_SECONDS = 10.0
-TREES = int(os.environ.get("FORQ_TEST_TREES", "2"))
+TREES = int(os.environ.get("FORQ_TEST_TREES", examples(1, 2)))
 
 
 def start_chain(forq: Forq, name: str) -> int:

@@ -23,8 +23,9 @@ from tests.support.fuzz_inputs import Inputs
 from tests.support.fuzz_pinger import Pinger, shown
 from tests.support.running import Forq, running, wait_until
 from tests.support.server import Server
+from tests.support.thorough import examples
 
-COUNT = int(os.environ.get("FORQ_TEST_FUZZ", "4000"))
+COUNT = int(os.environ.get("FORQ_TEST_FUZZ", examples(1500, 4000)))
 CONNECTIONS = int(os.environ.get("FORQ_TEST_FUZZ_CONNECTIONS", "1200"))
 SEED = int(os.environ.get("FORQ_TEST_SEED", "0")) or random.randrange(1, 10**6)
 # What caches and the allocator may add; a leak of 20 bytes per input shows in a million.

@@ -15,10 +15,11 @@ import pytest
 
 from tests.support.programs import shell, wait_for_counts
 from tests.support.running import HANDLERS, Forq, running, wait_until
+from tests.support.thorough import examples
 
 pytestmark = pytest.mark.timeout(180)
 
-FLOOD_MB = int(os.environ.get("FORQ_TEST_FLOOD_MB", "100"))
+FLOOD_MB = int(os.environ.get("FORQ_TEST_FLOOD_MB", examples(50, 100)))
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +294,8 @@ def test_following_shows_every_line_across_rotations_and_ends_quietly() -> None:
     with running(settings='log_max = "64kb"\n') as forq:
         create(forq, "follow", "say_slowly", timeout="60s")
         stop = forq.directory / "stop"
-        follower = forq.begin_ctl("logs", "follow", "-f", "--json")
+        # All that is there when it begins, too: the job may have begun before it.
+        follower = forq.begin_ctl("logs", "follow", "-f", "--json", "-n", "1000")
         assert follower.stdout is not None
         forq.client().queue("follow").enqueue(str(stop), id="f")
         numbers: list[int] = []

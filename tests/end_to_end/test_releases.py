@@ -25,10 +25,11 @@ from forq.client import Release, new_job
 from forq.errors import RedisUnavailable
 from tests.support.running import BIN, Forq, running, wait_until, whole_lines
 from tests.support.server import Server
+from tests.support.thorough import examples
 
 ITEMS = int(os.environ.get("FORQ_TEST_AWAITED", "200"))
-RELEASES = int(os.environ.get("FORQ_TEST_RELEASES", "1500"))
-AGING = int(os.environ.get("FORQ_TEST_AGING", "2000"))
+RELEASES = int(os.environ.get("FORQ_TEST_RELEASES", examples(600, 1500)))
+AGING = int(os.environ.get("FORQ_TEST_AGING", examples(1000, 2000)))
 # A loaded machine of CI is late; what a quiet one does is printed.
 LATE_SECONDS = float(os.environ.get("FORQ_TEST_LATE", "2.0"))
 INTERVAL_US = 5000

@@ -16,9 +16,10 @@ from forq import Client, ForqError
 from tests.end_to_end.test_conservation import overlaps
 from tests.support.running import HANDLERS, Forq, running, wait_until, whole_lines
 from tests.support.server import Server
+from tests.support.thorough import examples
 
-DISPATCHES = int(os.environ.get("FORQ_TEST_DISPATCHES", "3000"))
-FAILURES = int(os.environ.get("FORQ_TEST_FAILURES", "600"))
+DISPATCHES = int(os.environ.get("FORQ_TEST_DISPATCHES", examples(1200, 3000)))
+FAILURES = int(os.environ.get("FORQ_TEST_FAILURES", examples(300, 600)))
 PRODUCERS, IDS = 8, 100
 QUICK = 'heartbeat = "1s"\nexpiry = "4s"\n'
 

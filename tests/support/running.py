@@ -45,14 +45,17 @@ def whole_lines(path: Path) -> list[str]:
 
 def wait_until(condition: Callable[[], Any], seconds: float = 20.0, what: str = "condition") -> Any:
     """What `condition` returns once it is true; fails with its last value after so long."""
-    deadline = time.monotonic() + seconds
+    began = now = time.monotonic()
     while True:
-        value = condition()
+        asked, value = now, condition()
         if value:
             return value
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > began + seconds:
             raise AssertionError(f"{what} was not met within {seconds} s; last: {value!r}")
-        time.sleep(0.005)
+        # A wait that takes long, and a question that costs much, leave the processor to what is waited for.
+        time.sleep(max(0.005, min(0.03, (now - began) / 20), now - asked))
+        now = time.monotonic()
 
 
 class Forq:
