@@ -37,12 +37,17 @@ $(READY): setup.cfg setup.py pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
-tools: $(TOOLS) ## and with the tools, Spark and a Java for it: what tests need (500 MB)
+tools: $(TOOLS) ## and with what tests need
 
 $(TOOLS): $(READY)
-	@echo 'make: installing the test tools and Spark into $(VENV) (once, 500 MB, one or two minutes)'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,pipeline,java,metrics,top,tracing]'
-	@touch $@ $(SPARK)
+	@echo 'make: installing the test tools into $(VENV) (once, half a minute)'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,metrics,top,tracing]'
+	@touch $@
+
+$(SPARK): $(READY)
+	@echo 'make: installing Spark and a Java for it into $(VENV) (once, 500 MB, one or two minutes)'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[pipeline,java]'
+	@touch $@
 
 run: setup ## start a supervisor with two sample queues, in the foreground
 	@printf '%s\n' 'To try, in another terminal:' \
@@ -56,11 +61,6 @@ demo: setup ## a guided tour of about two minutes: kill -9, daemons, timeouts, r
 	@$(if $(findstring --no-audit,$(ARGS)),,$(MAKE) --no-print-directory $(SPARK) || echo 'make: the tour goes on without Spark' >&2)
 	@$(BIN)/python etc/demo/tour.py $(ARGS)
 
-$(SPARK): $(READY)
-	@echo 'make: installing Spark and a Java into $(VENV), for the audit (once, 500 MB, one or two minutes; without: make demo ARGS=--no-audit)'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[pipeline,java]'
-	@touch $@
-
 man: setup ## write the man pages anew, from the tables of commands
 	$(BIN)/python etc/man/write.py
 
@@ -68,7 +68,7 @@ man: setup ## write the man pages anew, from the tables of commands
 test: tools ## everything but Spark: what must pass before a commit (5 minutes on two cores)
 	@$(MAKE) --no-print-directory -j3 unit-apart unit-forking checks
 
-test-all: tools ## the same with more examples, and Spark, and the broker on Redis 7.0: what CI runs (15 minutes)
+test-all: tools $(SPARK) ## the same with more examples, and Spark, and the broker on Redis 7.0: what CI runs (15 minutes)
 	@FORQ_TEST_THOROUGH=1 $(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory spark
 	@$(MAKE) --no-print-directory redis-old
@@ -80,8 +80,11 @@ lint: tools ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 
+# Without Spark, the code that uses it is left to `make test-all`.
+ON_SPARK := (^|/)pipeline/|tests/support/(histories|ingest_child|failing_folder|spark_cluster|busy_gates|busy_external|busy_queues)\.py$$
+
 types: tools ## mypy --strict
-	$(BIN)/mypy
+	$(BIN)/mypy $(if $(wildcard $(SPARK)),,--exclude '$(ON_SPARK)')
 
 imports: tools ## which folder may import which
 	$(BIN)/lint-imports
@@ -101,14 +104,14 @@ unit-apart: tools
 unit-forking: tools
 	@$(HELD_BACK) $(BIN)/pytest -q -p no:cacheprovider -m 'not slow' $(FORKING)
 
-spark: tools ## pytest, the Spark pipeline
+spark: tools $(SPARK) ## pytest, the Spark pipeline
 	$(BIN)/pytest -m 'not slow' -p no:cacheprovider tests/pipeline
 
 kills: tools ## KILLS=1000 kill -9s at random moments over JOBS=50000 jobs (SEED=n repeats a run)
 	FORQ_TEST_KILLS=$(or $(KILLS),1000) FORQ_TEST_JOBS=$(or $(JOBS),50000) FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_conservation.py -k random_kills
 
-chaos: tools ## SECONDS=60 of every fault at once on two supervisors, then nothing is lost, doubled or left (SEED=n, FAULTS=a,b, ARGS=--no-audit)
+chaos: tools $(SPARK) ## SECONDS=60 of every fault at once on two supervisors, then nothing is lost, doubled or left (SEED=n, FAULTS=a,b, ARGS=--no-audit)
 	$(BIN)/python -m tests.chaos.run --seed $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(1, 10**6))')) \
 	  --seconds $(or $(SECONDS),60) --faults '$(FAULTS)' $(ARGS)
 
@@ -119,7 +122,8 @@ redis-old: tools ## the broker's tests and the end-to-end smoke on Redis 7.0, th
 	@server=$$(tests/support/redis70.sh $(VENV)/redis-7.0) || exit 0; \
 	echo "make: on $$($$server --version)"; \
 	FORQ_TEST_SERVER=$$server $(BIN)/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal tests/broker tests/bridge \
-	  tests/end_to_end/test_first_steps.py tests/end_to_end/test_acl.py tests/end_to_end/test_releases.py tests/end_to_end/test_results.py tests/supervisor/test_embedded.py
+	  tests/end_to_end/test_first_steps.py tests/end_to_end/test_acl.py tests/end_to_end/test_releases.py tests/end_to_end/test_results.py \
+	  tests/end_to_end/test_full_server.py tests/supervisor/test_embedded.py
 
 mutants: tools ## take every guard out of every script: some test must fail
 	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py
@@ -169,7 +173,7 @@ isolation: tools ## a fork bomb, a leak and a gigabyte of output in one queue, t
 exits: tools ## every exit code and every signal from a handler, three times each; what its neighbour and the supervisor feel
 	FORQ_TEST_EXITS=3 $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_exit_codes.py -k no_exit_code
 
-cluster: tools ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
+cluster: tools $(SPARK) ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py
 
 redis-cluster: tools ## forq on a real Redis Cluster, with sentinels, replicas and TLS: failovers under load, and the broker's tests
@@ -214,16 +218,16 @@ hot-code: tools ## find out anew which functions every process of a queue runs: 
 bench-metrics: tools ## what metrics cost a no-op job, and a scrape of 1,000 queues
 	$(BIN)/python benchmarks/metrics.py
 
-bench-pipeline: tools ## a million events: ingest with a driver that is killed, audit, sink; and what the journal costs
+bench-pipeline: tools $(SPARK) ## a million events: ingest with a driver that is killed, audit, sink; and what the journal costs
 	$(BIN)/python benchmarks/pipeline.py
 
 bench-exec: tools ## jobs through one Node.js process: an exec: handler against BullMQ (needs node and npm)
 	$(BIN)/python benchmarks/exec_node.py
 
-spec-report: tools ## pytest, and which test shows which behaviour of docs/spec.md
+spec-report: tools $(SPARK) ## pytest, and which test shows which behaviour of docs/spec.md
 	$(BIN)/pytest -q -m 'not slow' --spec-report
 
-fault-report: tools ## the tests of docs/faults.md, and which of them shows which row
+fault-report: tools $(SPARK) ## the tests of docs/faults.md, and which of them shows which row
 	$(BIN)/pytest -q -m 'fault and not slow' --fault-report
 
 wheel: tools ## build the wheel, install it in a clean venv, run a job there

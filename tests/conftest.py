@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,10 @@ from tests.support.mark_report import MarkReport
 from tests.support.redis_cluster import RedisCluster, redis_cluster
 from tests.support.server import Server, put_on_path
 from tests.support.spec_ids import SPEC_IDS
+
+# Spark is large, and only its own tests need it: `make test-all` installs it.
+SPARK_INSTALLED = find_spec("pyspark") is not None
+collect_ignore = [] if SPARK_INSTALLED else ["pipeline"]
 
 # What the tests draw at random, they draw with this.
 SEED = "FORQ_TEST_SEED"
@@ -48,6 +53,10 @@ def redis_url(request: pytest.FixtureRequest) -> str:
     used: Server | RedisCluster = request.getfixturevalue(place)
     used.flush()
     return used.url
+
+
+def pytest_report_header() -> str:
+    return "" if SPARK_INSTALLED else "Spark is not installed: tests/pipeline is left out (make test-all installs it)"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -37,6 +37,12 @@ def load_text(tmp_path: Path) -> Load:
     return load_text
 
 
+@pytest.fixture(autouse=True)
+def spark_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or seems to be: what the settings mean does not depend on it."""
+    monkeypatch.setattr(config_module, "find_spec", lambda name: object())
+
+
 def test_without_any_setting_the_defaults_hold() -> None:
     assert load({}, {}) == Config(
         file=None,
