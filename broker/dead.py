@@ -138,14 +138,9 @@ class DeadJobs:
 
     def _members_of(self, job_id: str) -> list[str]:
         # Looking for an id alone is rare, and `dead` is capped: a bounded walk, without the records.
-        found: list[str] = []
-        cursor, pattern = b"0", f"{_escaped(job_id)}@*"
-        while True:
-            cursor, flat = self._link.call("ZSCAN", self._zset, cursor, "MATCH", pattern, "COUNT", 1000)
-            # Ids may hold an @ themselves.
-            found += [member for member in map(bytes.decode, flat[::2]) if member.rpartition("@")[0] == job_id]
-            if cursor == b"0":
-                return found
+        found = dict(self._scan(f"{_escaped(job_id)}@*"))
+        # Ids may hold an @ themselves.
+        return [member for member in found if member.rpartition("@")[0] == job_id]
 
     def _start_of_page(self, after: str | None) -> int:
         if after is None:
@@ -226,14 +221,19 @@ class DeadJobs:
         return done
 
     def _all_dead(self) -> Iterator[tuple[str, str]]:
-        """Those that are dead now; their names are read before anything is done, or some would be passed over."""
+        """Those that are dead now, the oldest first. By a scan: pages would pass over some if others take some away."""
         until_ms, _ = self._start_of_walk(None)
-        members = [
-            member.decode(errors="replace")
-            for start in range(0, self._link.call("ZCOUNT", self._zset, "-inf", until_ms), MAX_PAGE)
-            for member in self._link.call("ZRANGEBYSCORE", self._zset, "-inf", until_ms, "LIMIT", start, MAX_PAGE)
-        ]
-        return ((member, member) for member in members)
+        died = {member: died_ms for member, died_ms in self._scan() if died_ms <= until_ms}
+        return ((member, member) for member in sorted(died, key=lambda member: died[member]))
+
+    def _scan(self, pattern: str = "*") -> Iterator[tuple[str, float]]:
+        """Every id@fence with its time of death; some may come twice."""
+        cursor = b"0"
+        while True:
+            cursor, flat = self._link.call("ZSCAN", self._zset, cursor, "MATCH", pattern, "COUNT", 1000)
+            yield from ((name.decode(), float(died_ms)) for name, died_ms in zip(flat[::2], flat[1::2], strict=True))
+            if cursor == b"0":
+                return
 
     def _find_many(self, references: Iterable[str]) -> Iterator[tuple[str, str | None]]:
         """Each with the id@fence that is meant: None if there is none. One walk for all, whatever their number."""
@@ -242,15 +242,10 @@ class DeadJobs:
         there = self._link.pipeline([("HEXISTS", self._hash, reference) for reference in wanted]) if wanted else []
         found: dict[str, str] = {name: name for name, exists in zip(wanted, there, strict=True) if exists}
         ids = set(wanted) - set(found)
-        cursor = b"0"
-        while ids:
-            cursor, flat = self._link.call("ZSCAN", self._zset, cursor, "COUNT", 1000)
-            for member in map(bytes.decode, flat[::2]):
-                job_id = member.rpartition("@")[0]
-                if job_id in ids:
-                    found[job_id] = max(found.get(job_id, member), member, key=_fence_of)
-            if cursor == b"0":
-                break
+        for member, _ in self._scan() if ids else ():
+            job_id = member.rpartition("@")[0]
+            if job_id in ids:
+                found[job_id] = max(found.get(job_id, member), member, key=_fence_of)
         return ((reference, found.get(reference)) for reference in wanted)
 
     def _start_of_walk(self, after: str | None) -> tuple[int, int]:

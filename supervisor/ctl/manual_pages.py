@@ -77,7 +77,10 @@ PAGES = {
         {7: "no supervisor there at the start (later it is tried again)"},
     ),
     "jobs": Page(
-        "In the order in which they will run. Data is not shown: see job.",
+        (
+            "In the order in which they will run. Data is not shown: see job. If there are more, the command that "
+            "shows them is on stderr, so that stdout has only rows."
+        ),
         (("the first ten that wait", "jobs mails --state waiting --limit 10"),),
         {4: "no such queue"},
     ),
