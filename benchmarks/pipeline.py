@@ -58,7 +58,7 @@ def live(forq: Forq, events: int) -> None:
 
 
 def all_quiet(forq: Forq, names: list[str]) -> bool:
-    busy = ("waiting", "scheduled", "active", "failed", "retry")
+    busy = ("waiting", "scheduled", "active", "fail_jobs", "retry")
     return not any(queue[key] for queue in forq.status(*names)["queues"] for key in busy)
 
 

@@ -30,7 +30,7 @@ from tests.chaos.stage import QUEUES, Stage
 from tests.chaos.unfenced import MUTANT, use_what_is_asked_for
 from tests.support.running import BIN, wait_until
 
-_LIVE = ("waiting", "scheduled", "blocked", "retry", "failed", "active", "in_flight")
+_LIVE = ("waiting", "scheduled", "blocked", "retry", "fail_jobs", "active", "in_flight")
 _SHOWN = 40
 
 
