@@ -129,6 +129,7 @@ def test_loggers_that_are_turned_off_by_accident_leave_the_line_in_the_queue_s_l
     ]
 
 
+@pytest.mark.fault("handler's logging raises, exits or blocks")
 def test_logging_that_blocks_or_raises_does_not_touch_worker_or_jobs(forq: Forq, tmp_path: Path) -> None:
     code = """
 import logging, threading

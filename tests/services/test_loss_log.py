@@ -1,0 +1,90 @@
+"""The line about an attempt that ended with its process: in the queue's log, else in our own."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from forq.broker.keeping import Outcome
+from forq.fates import Fate
+from forq.output_pipe import MARK, NAME, Line, open_pipe, unpack
+from forq.services.loss_log import tell_loss
+
+AGAIN = Fate("returned", 0, 1, 4)
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Iterator[int]:
+    fd = open_pipe(tmp_path)
+    yield fd
+    os.close(fd)
+
+
+def told(fifo: int) -> Line:
+    line = unpack(os.read(fifo, 65536).removeprefix(MARK).rstrip(b"\n"))
+    assert isinstance(line, Line)
+    return line
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fate", "level", "text"),
+    [
+        ("stalled", AGAIN, "WARNING", "lost with its process (signal 9 (SIGKILL)): attempt 1 of 4, again at once"),
+        (
+            "stalled",
+            Fate("dead", 0, 4, 4),
+            "ERROR",
+            "lost with its process (signal 9 (SIGKILL)): attempt 4 of 4, failed for good (see: forqctl why q 'a b')",
+        ),
+        ("timed_out", AGAIN, "WARNING", "timed out after 1.5 s: attempt 1 of 4, again at once"),
+        (
+            "suspect",
+            Fate("suspect", 0, 1, 1),
+            "WARNING",
+            "lost with others of its process (signal 9 (SIGKILL)): "
+            "attempt 1, not counted, again at once alone in its process",
+        ),
+        (
+            "interrupted",
+            Fate("interrupted", 0, 1, 1),
+            "INFO",
+            "interrupted, since its process was stopped: attempt 1, not counted, again at once",
+        ),
+    ],
+)
+def test_the_line_is_in_the_queue_s_log(
+    fifo: int, tmp_path: Path, outcome: Outcome, fate: Fate, level: str, text: str
+) -> None:
+    tell_loss(str(tmp_path), "q", "a b", fate, outcome=outcome, cause="signal_9_(SIGKILL)", micros=1_500_000)
+    line = told(fifo)
+    assert (line.level, line.job, line.logger, line.stream, line.text) == (level, "a b", "forq", "log", f"job {text}")
+
+
+def test_a_fail_job_is_told_under_the_id_of_its_job(fifo: int, tmp_path: Path) -> None:
+    tell_loss(str(tmp_path), "q#fail", "a:17", AGAIN, outcome="stalled", cause="exit_1", micros=None)
+    line = told(fifo)
+    assert (line.job, line.text) == ("a", "fail handler lost with its process (exit 1): attempt 1 of 4, again at once")
+
+
+@pytest.mark.parametrize("there", ["nothing", "full", "no reader", "unknown"])
+def test_without_its_fifo_the_line_is_in_our_own_log_and_no_fifo_is_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, there: str
+) -> None:
+    held = -1
+    if there == "full":
+        held = open_pipe(tmp_path)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(held, b"x" * 4096)
+    elif there == "no reader":
+        os.mkfifo(tmp_path / NAME)
+    directory = None if there == "unknown" else str(tmp_path / "deleted" if there == "nothing" else tmp_path)
+    try:
+        tell_loss(directory, "q", "a", AGAIN, outcome="stalled", cause="exit_1", micros=None)
+    finally:
+        if held >= 0:
+            os.close(held)
+    assert caplog.messages == ["job lost with its process (exit 1): attempt 1 of 4, again at once queue=q job=a"]
+    assert not (tmp_path / "deleted").exists()
