@@ -74,8 +74,10 @@ class FailedAttempt:
     def record(self) -> logging.LogRecord:
         raised = None if self.asked and not self.final else self.raised
         error = self.failure.text()
-        about = (self.queue, self.job, error.partition("\n")[0])
-        record = _make_record(self.level, "%s queue=%s job=%s error=%s", (self.headline(), *about), raised)
+        # The part that stays the same is the message, by which others group records; the rest are its arguments.
+        what, _, follows = self.headline().partition(": ")
+        about = (follows, self.queue, self.job, error.partition("\n")[0])
+        record = _make_record(self.level, f"{what}: %s queue=%s job=%s error=%s", about, raised)
         if raised is not None and issubclass(type(raised), ProgramFailed):
             # Python's own stack says nothing about a program.
             record.exc_text = error.partition("\n")[2] or error
@@ -108,8 +110,8 @@ class UnkeptResult:
         return f"job is done, but its result is not kept{more}"
 
     def record(self) -> logging.LogRecord:
-        about = (self.headline(), self.queue, self.job, self.reason)
-        record = _make_record(self.level, "%s queue=%s job=%s reason=%s", about, None)
+        about = (self.queue, self.job, self.reason)
+        record = _make_record(self.level, f"{self.headline()} queue=%s job=%s reason=%s", about, None)
         return _with_fields(record, {"queue": self.queue, "job_id": self.job})
 
     def text(self, remark: str) -> str:

@@ -84,6 +84,7 @@ def test_a_retry_is_a_warning_with_the_exception_and_what_follows(listen: Listen
     (record,) = seen.records
     assert record.getMessage() == ("job failed: attempt 2 of 4, again in 4 s queue=q job=j1 error=ValueError: no good")
     assert (record.name, record.levelname) == ("forq", "WARNING")
+    assert record.msg == "job failed: %s queue=%s job=%s error=%s", "by which others group records"
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], ValueError)
     fields = {name: record.__dict__[name] for name in ("queue", "job_id", "attempt", "attempts", "retry_in_seconds")}
