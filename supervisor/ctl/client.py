@@ -53,7 +53,7 @@ class Client:
         try:
             self._sock.sendall(line)
         except TimeoutError as exc:
-            raise self._too_late() from exc
+            raise self.too_late() from exc
         except OSError:
             # The supervisor closed before it read all; its reason, if any, waits to be received.
             pass
@@ -84,7 +84,7 @@ class Client:
         try:
             data = self._sock.recv(1 << 16)
         except TimeoutError as exc:
-            raise self._too_late() from exc
+            raise self.too_late() from exc
         except OSError as exc:
             raise self._unreachable(f"the connection broke: {os.strerror(exc.errno or 0)}") from exc
         if not data:
@@ -101,14 +101,15 @@ class Client:
             except BlockingIOError as exc:
                 # The queue of clients that wait to be accepted is full.
                 if time.monotonic() >= deadline:
-                    raise self._too_late() from exc
+                    raise self.too_late() from exc
                 time.sleep(RETRY_CONNECT_SECONDS)
             except FileNotFoundError as exc:
                 raise self._unreachable(f"no such file{looked_at}") from exc
             except OSError as exc:
                 raise self._unreachable((exc.strerror or str(exc)).lower()) from exc
 
-    def _too_late(self) -> TimedOut:
+    def too_late(self) -> TimedOut:
+        """The error of who has waited too long for an answer."""
         return TimedOut(f"no answer from the supervisor at {self.path} within {self.timeout_seconds:g} s")
 
     def _unreachable(self, reason: str) -> SupervisorUnreachable:

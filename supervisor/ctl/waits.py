@@ -67,20 +67,21 @@ def wait_for(
     lines: bool,
 ) -> Any:
     """The answer to the request `wanted`. Until it comes, `tell` gets the answers to `status` with the params `asked`.
-    TimedOut with `too_late` after the deadline."""
+    TimedOut with `too_late` after the deadline, or if the supervisor does not answer that in time."""
     waiting = Waiting(lines=lines)
     polled = None
-    next_poll = time.monotonic() + waiting.first_poll_seconds()
+    # When to ask next; while an answer is awaited, when the supervisor is given up.
+    next_step = time.monotonic() + waiting.first_poll_seconds()
     try:
         while True:
             now = time.monotonic()
             if deadline is not None and now >= deadline:
                 raise TimedOut(too_late)
-            if polled is None and now >= next_poll:
-                polled = client.send("status", asked)
-                next_poll = now + POLL_SECONDS
-            moments = [moment for moment in (deadline, next_poll) if moment is not None]
-            answer = _next_answer(client, min(moments))
+            if now >= next_step:
+                if polled is not None:
+                    raise client.too_late()
+                polled, next_step = client.send("status", asked), now + client.timeout_seconds
+            answer = _next_answer(client, next_step if deadline is None else min(deadline, next_step))
             if answer is None:
                 continue
             answered, value = answer
@@ -89,7 +90,7 @@ def wait_for(
                     raise value
                 return value
             if answered == polled:
-                polled = None
+                polled, next_step = None, time.monotonic() + POLL_SECONDS
                 if not isinstance(value, ForqError):
                     tell(waiting, value)
     finally:

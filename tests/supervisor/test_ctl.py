@@ -15,8 +15,10 @@ import pytest
 
 from forq import errors
 from forq.supervisor.control import Request
+from forq.supervisor.ctl.client import Client as ControlClient
 from forq.supervisor.ctl.commands import COMMANDS
 from forq.supervisor.ctl.verbs.status import faults_in
+from forq.supervisor.ctl.waits import wait_for
 from tests.support.fake_supervisor import (
     FORQCTL,
     FakeSupervisor,
@@ -755,6 +757,18 @@ def test_shutdown_names_what_the_supervisor_waits_for(fake: FakeSupervisor, queu
     assert set(told[:-1]) == {f"forqctl: the supervisor waits for {says}"}
     assert len(told) <= 4, "more and more seldom"
     assert fake.calls[1] == ("status", {"counts": False})
+
+
+def test_who_waits_gives_up_a_supervisor_that_does_not_answer(fake: FakeSupervisor) -> None:
+    """It asks for the status once, and waits for the answer without asking again."""
+    client = ControlClient(fake.path, timeout_seconds=1.0)
+    wanted = client.send("queue.drain", {"name": "q"})
+    began = time.process_time()
+    with pytest.raises(errors.TimedOut, match=r"no answer from the supervisor at .* within 1 s"):
+        wait_for(client, wanted, {}, lambda waiting, status: None, None, "", lines=False)
+    assert [method for method, _ in fake.calls] == ["queue.drain", "status"]
+    assert time.process_time() - began < 0.5, "it sleeps meanwhile"
+    client.close()
 
 
 def test_completion_for_bash_offers_commands_and_flags() -> None:
