@@ -41,6 +41,7 @@ from tests.support.release_model import (
     ReleaseModel,
 )
 from tests.support.server import Server
+from tests.support.sweeping import sweeping_at_once
 from tests.support.thorough import examples
 
 # Every time in a run is ahead by one of these, or has come: far enough apart that the seconds of a run do not matter.
@@ -450,6 +451,16 @@ class ReleaseMachine(RuleBasedStateMachine):
 @pytest.mark.spec("N13", "N14", "N15", "N16", "N17", "N21", "N22", "N23")
 @pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 400)
 def test_no_interleaving_loses_doubles_or_strands_an_item(server: Server) -> None:
+    explore(server)
+
+
+@pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 400)
+def test_no_interleaving_does_so_while_stale_hints_are_taken_out(server: Server) -> None:
+    with sweeping_at_once():
+        explore(server)
+
+
+def explore(server: Server) -> None:
     asked = os.environ.get("FORQ_MODEL_EXAMPLES")
     machine = type("Machine", (ReleaseMachine,), {"server": server})
     run_state_machine_as_test(

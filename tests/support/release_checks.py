@@ -50,12 +50,13 @@ class ReleaseChecks(Checks):
             look.zrange(key("awaiting"), 0, -1)
             look.zrange(key("leases"), 0, -1, withscores=True)
             look.zrange(key("expiries"), 0, -1, withscores=True)
+            look.lrange(key("retry:swept"), 0, -1)
             look.lrange(key("retry"), 0, -1)
             for name in self._names:
                 look.lrange(key(f"awaiter:{name}"), 0, -1)
             for each in keys:
                 look.pttl(each)
-            entries, in_line, leases, expiries, lane, *rest = look.execute()
+            entries, in_line, leases, expiries, swept_lane, lane, *rest = look.execute()
         lists = dict(zip(self._names, rest, strict=False))
         assert all(len(entries) <= 1 for entries in lists.values())
         return Awaiters(
@@ -65,7 +66,7 @@ class ReleaseChecks(Checks):
             dict(zip(keys, rest[len(self._names) :], strict=True)),
             {job_id.decode(): at for job_id, at in leases},
             {job_id.decode(): at for job_id, at in expiries},
-            [job_id.decode() for job_id in lane],
+            [job_id.decode() for job_id in swept_lane + lane],
         )
 
     def line(self, state: State, lane: str = "main") -> list[str]:
@@ -116,7 +117,7 @@ class ReleaseChecks(Checks):
         items = self._release.items_by_id
         live = Counter(f"{item.place}:{job_id}" for job_id, item in items.items() if item.waits)
         assert hints == live + Counter(state.stale)
-        others = sum(len(ids) for priority, ids in state.waiting.items() if priority != 5)
+        others = sum(len(ids) for priority, ids in state.waiting.items() if priority != 5) + len(state.swept.get(5, []))
         assert int(state.counts.get("other_hints", 0)) == others
         assert int(state.counts.get("lane", 0)) == sum(item.waits and item.lane > 0 for item in items.values())
 
@@ -128,7 +129,7 @@ class ReleaseChecks(Checks):
         if self._release.paused or any(state.processing.values()):
             return
         if self._line(state, None):
-            assert state.tokens or state.waiting.get(5)
+            assert state.tokens or len(state.waiting.get(5, [])) > len(state.swept.get(5, []))
         elif self._line(state, self._seen.lane):
             assert state.retry_tokens
 
