@@ -1121,6 +1121,13 @@ MUTANTS_OF_SCRIPTS = (
         "turn.lua",
         "  if #list > 0 then redis.call('DEL', processing) end\n",
         "",
+        "what was settled stays in the processing list of a worker that keeps something",
+        "turn test_what_a_worker_keeps_stays_with_it",
+    ),
+    Mutant(
+        "turn.lua",
+        "    if ended > 0 then redis.call('DEL', processing) end\n",
+        "",
         "what was settled stays in the processing list",
         "turn test_success_removes_the_job_from_everywhere",
     ),
