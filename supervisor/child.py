@@ -228,6 +228,8 @@ class Child:
         if self.ended:
             return
         if self._cgroup is not None and self._cgroup.kill():
+            # Just forked, it may not have entered its group yet.
+            signal_child(self._spawned, signal.SIGKILL)
             return
         kill_tree(self.pid)
 

@@ -74,6 +74,9 @@ class Helpers:
         """Its one job keeps nobody waiting: others get processes of their own."""
         return False
 
+    def imported(self, process: QueueProcess) -> None:
+        """None of them is held."""
+
     def ended(self, process: QueueProcess, how: Exit) -> None:
         self.processes.remove(process)
         self.survivors |= process.child.survivors

@@ -39,6 +39,7 @@ MAX_LINE_BYTES = 64 * 1024
 # A process that says much and reads nothing.
 MAX_UNSENT_BYTES = 256 * 1024
 MAX_REASON = 4000
+MAX_TRACEBACK = 6000
 
 OVERDUE = "timeout"
 UNRESPONSIVE = "unresponsive"
@@ -56,7 +57,7 @@ class Surroundings:
     scoreboard: Scoreboard
     grants: Grants
     admission: Admission
-    child: Callable[[str, QueueSpec, Mapping[str, Value], Role, tuple[int, ...]], Callable[[socket.socket], int]]
+    child: Callable[[str, QueueSpec, Mapping[str, Value], Role, tuple[int, ...], bool], Callable[[socket.socket], int]]
     recover: Callable[[dict[str, Any], Callable[[], None]], None]
     queue_gone: Callable[[str], None]
     perhaps_evicted: Callable[[str], None]
@@ -80,6 +81,9 @@ class Owner(Protocol):
 
     def may_replace(self, process: "QueueProcess") -> bool: ...
 
+    def imported(self, process: "QueueProcess") -> None:
+        """One that is held has imported its handlers, and waits."""
+
 
 @dataclass
 class Condemned:
@@ -92,17 +96,28 @@ class Condemned:
 
 
 class QueueProcess:
-    """Making one raises OSError or ForqError when the system has no process, descriptor or slot to give."""
+    """Making one raises OSError or ForqError when the system has no process, descriptor or slot to give. One that is
+    `held` imports its handlers and waits: it joins the queue when it is told to begin."""
 
     def __init__(
-        self, spec: QueueSpec, options: Mapping[str, Value], role: Role, around: Surroundings, owner: Owner
+        self,
+        spec: QueueSpec,
+        options: Mapping[str, Value],
+        role: Role,
+        around: Surroundings,
+        owner: Owner,
+        *,
+        held: bool = False,
     ) -> None:
         self.spec = spec
         self.role = role
         self.processor = around.processor()
+        self.held = held
+        self.imported = False
         self.ready = False
         self.retiring = False
         self.last_words: str | None = None
+        self.traceback: str | None = None
         self._announced: int | None = None
         self.resources = Resources.of(options)
         self.slots: tuple[int, ...] = ()
@@ -179,12 +194,20 @@ class QueueProcess:
     def state(self) -> str:
         if self.child.stopping or self.retiring:
             return "stopping"
+        if self.held:
+            return "imported" if self.imported else "importing"
         if not self.ready:
             return "starting"
         if self.watch.unresponsive:
             return UNRESPONSIVE
         states = [State(slot.state) for slot in self._slots()]
         return "busy" if State.BUSY in states or State.SETTLING in states else states[0].name.lower()
+
+    def begin(self, owner: Owner) -> None:
+        """It joins the queue, as a process of that owner."""
+        self._owner = owner
+        self.held = False
+        self.tell({"begin": 0})
 
     def tell(self, message: dict[str, Any]) -> None:
         self.child.send(wire.encode(message) + b"\n")
@@ -256,7 +279,7 @@ class QueueProcess:
         return Child(
             self._around.nursery,
             self.name,
-            self._around.child(self.name, self.spec, options, self.role, self.slots),
+            self._around.child(self.name, self.spec, options, self.role, self.slots, self.held),
             handled=(signal.SIGTERM,),
             runs_user_code=True,
             resources=self.resources,
@@ -304,6 +327,13 @@ class QueueProcess:
         elif "exiting" in message:
             self._announced = _checked(message, "exiting", 0, 255)
             self.last_words = str(message["reason"])[:MAX_REASON]
+            if message.get("traceback") is not None:
+                self.traceback = str(message["traceback"])[-MAX_TRACEBACK:]
+        elif "imported" in message:
+            self._around.admission.end(self)
+            if self.held and not self.imported:
+                self.imported = True
+                self._owner.imported(self)
         elif "ready" in message:
             self.ready = True
             self._around.admission.end(self)

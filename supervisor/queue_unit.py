@@ -1,5 +1,5 @@
 """One queue as the supervisor runs it: its main process and its retry process, their deaths and their state; and for a
-while processes that help them (helper_processes.py).
+while processes that help them (helper_processes.py), or that are to follow them (trial.py).
 
 A death takes this way: its tree is gone (child.py) → what it held goes to pulse for recovery → its slots are given back
 once that is done → another process is started, at once or after a pause (respawn.py).
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forq import exits
-from forq.errors import ForqError
+from forq.errors import CannotImport, ForqError
 from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Slot
 from forq.supervisor.helper_processes import Helpers
@@ -19,6 +19,7 @@ from forq.supervisor.loop import Timer
 from forq.supervisor.queue_process import Owner, QueueProcess, Surroundings
 from forq.supervisor.respawn import SETTLED_SECONDS, Respawn
 from forq.supervisor.spawn import Exit
+from forq.supervisor.trial import Trial
 
 # So many processes of a queue may be on their way out, each with a job that takes long, before a successor has to wait.
 MOST_LEAVING = 32
@@ -37,6 +38,10 @@ class _Seat:
         self.timer: Timer | None = None
 
 
+# Called when a restart is over, with the reason if it has changed nothing.
+Answer = Callable[[ForqError | None], None]
+
+
 class QueueUnit:
     """`found`: somebody else made the queue, and nothing is known of its options here."""
 
@@ -48,6 +53,9 @@ class QueueUnit:
         self.found = found
         self.draining = False
         self.config_error: str | None = None
+        # Where its handler could not be imported: when it started, or, while it works on, when it was last restarted.
+        self.traceback: str | None = None
+        self.restart_error: dict[str, Any] | None = None
         self._survivors: set[int] = set()
         self._around = around
         self._seats = [_Seat(Role.MAIN), _Seat(Role.RETRY)]
@@ -58,7 +66,11 @@ class QueueUnit:
         )
         self._wanted = False
         self._then: list[Callable[[], None]] = []
-        self._start_again: Callable[[], None] | None = None
+        self._trial: Trial | None = None
+        # The new processes have imported their code and wait for the old ones to end.
+        self._start_again = False
+        self._restart: Answer | None = None
+        self._next_restarts: list[tuple[float, Answer]] = []
         self._opened = False
         self._when_opened: list[tuple[Callable[[], None], Callable[[], None] | None]] = []
         self._last_end = "no death yet"
@@ -68,7 +80,8 @@ class QueueUnit:
         if self.config_error is not None:
             return "config_error"
         if not self._wanted:
-            return "stopped"
+            # While the old processes of a restart end, it is what they are.
+            return "stopped" if self._trial is None or self._processes() else "starting"
         if any(self._flapping(seat) for seat in self._seats):
             return "flapping"
         if self.draining:
@@ -104,16 +117,17 @@ class QueueUnit:
     @property
     def survivors(self) -> set[int]:
         """Pids of what its processes had started and nobody could kill."""
-        return self._survivors | self._helpers.survivors
-
-    @property
-    def running(self) -> bool:
-        return bool(self._processes())
+        return self._survivors | self._helpers.survivors | (self._trial.survivors if self._trial else set())
 
     @property
     def wanted(self) -> bool:
         """Whether its children run, or are about to."""
-        return self._wanted or self._start_again is not None
+        return self._wanted or self._start_again
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether new processes of it import their code, or wait to take over."""
+        return self._trial is not None
 
     @property
     def opening(self) -> bool:
@@ -141,17 +155,39 @@ class QueueUnit:
         waiting, self._when_opened = self._when_opened, []
         for call, _ in waiting:
             call()
-        self.config_error = None
+        self.config_error = self.traceback = self.restart_error = None
+        successors: Trial | None = None
+        if self._trial is not None and self._trial.passed:
+            successors, self._trial = self._trial, None
         for seat in self._seats:
+            if seat.process is not None:
+                continue
+            seat.process = None if successors is None else successors.take(seat.role, self)
             if seat.process is None:
                 self._spawn(seat)
+            else:
+                seat.timer = None
+        self._restart_again()
 
-    def stop(self, then: Callable[[], None] | None = None, *, now: bool = False) -> None:
-        """Ends its processes: in order within the grace period, or at once. `then` is called when they are gone."""
-        self._wanted = False
-        self._start_again = None
+    def stop(
+        self, then: Callable[[], None] | None = None, *, now: bool = False, reason: ForqError | None = None
+    ) -> None:
+        """Ends its processes: in order within the grace period, or at once. `then` is called when they are gone.
+        `reason`: what those are told who wait for a restart."""
+        error = reason or ForqError(f"the processes of queue {self.spec.name!r} were ended meanwhile")
         if then is not None:
             self._then.append(then)
+        self._start_again = False
+        waiting, self._next_restarts = self._next_restarts, []
+        self._end_restart(error)
+        for _, answer in waiting:
+            answer(error)
+        if self._trial is not None:
+            self._trial.end(error)
+        self._end_seated(now=now)
+
+    def _end_seated(self, *, now: bool) -> None:
+        self._wanted = False
         for seat in self._seats:
             if seat.timer is not None:
                 seat.timer.cancel()
@@ -162,23 +198,92 @@ class QueueUnit:
                 process.child.stop(float(self.options["stop_grace"]))
         self._tell_if_stopped()
 
-    def restart(self, then: Callable[[], None]) -> None:
-        """New children, with the handler's code as it is now. `then` is called also if a stop comes in between."""
+    def restart(self, seconds: float, then: Answer) -> None:
+        """New children, with the handler's code as it is now. Those that run go on until the new ones have imported it;
+        if they cannot within so many seconds, nothing changes. One at a time: what another one should import may be
+        newer than what this one has imported."""
+        if self._trial is not None or self._start_again:
+            self._next_restarts.append((seconds, then))
+            return
+        self._restart = then
+        self.try_out(self.spec, self.options, seconds, self._tried)
 
-        def start_again() -> None:
-            for seat in self._seats:
-                seat.respawn.forget()
-            self.start()
+    def try_out(self, spec: QueueSpec, options: Mapping[str, Value], seconds: float, then: Answer) -> None:
+        """Starts processes for this definition that import its handlers and wait; `then` gets the reason if they
+        cannot. Otherwise they begin with the next start, of this unit or of the one that they are handed to."""
 
-        self.stop(then)
-        if self.running:
-            self._start_again = start_again
+        def tried(error: ForqError | None) -> None:
+            if isinstance(error, CannotImport):
+                self._note_failure(error)
+            then(error)
+            if error is not None:
+                self._restart_again()
+
+        self._trial = Trial(
+            spec.name,
+            self._around,
+            [seat.role for seat in self._seats],
+            seconds=seconds,
+            make=lambda role, owner: QueueProcess(spec, options, role, self._around, owner, held=True),
+            told=tried,
+            gone=self._trial_gone,
+        )
+
+    def hand_trial_to(self, successor: "QueueUnit") -> None:
+        """What has imported the code of another definition of this queue becomes the processes of that one."""
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            trial.hand_over(None, successor._trial_gone)
+            successor._trial = trial
+        successor._next_restarts, self._next_restarts = self._next_restarts, []
+
+    def main_pid(self) -> int | None:
+        """The process that takes jobs now, if there is one."""
+        ready = [process for process in self._processes() if process.role == Role.MAIN and process.ready]
+        return ready[0].pid if ready else None
+
+    def _tried(self, error: ForqError | None) -> None:
+        if error is not None:
+            self._end_restart(error)
         else:
-            start_again()
+            self._start_again = True
+            self._end_seated(now=False)
+
+    def _note_failure(self, error: CannotImport) -> None:
+        if self.config_error is not None and self._opened:
+            self.config_error, self.traceback = str(error), error.traceback
+        else:
+            self.restart_error = {"at": round(time.time(), 3), "message": str(error), "traceback": error.traceback}
+
+    def _end_restart(self, error: ForqError | None) -> None:
+        answer, self._restart = self._restart, None
+        if answer is not None:
+            answer(error)
+
+    def _restart_again(self) -> None:
+        """For all who have asked for it meanwhile: whatever they have changed is there by now."""
+        waiting, self._next_restarts = self._next_restarts, []
+        if not waiting:
+            return
+
+        def answer_all(error: ForqError | None) -> None:
+            for _, answer in waiting:
+                answer(error)
+
+        self.restart(max(seconds for seconds, _ in waiting), answer_all)
+
+    def _trial_gone(self) -> None:
+        if self._trial is not None:
+            self._survivors |= self._trial.survivors
+        self._trial = None
+        self._tell_if_stopped()
+
+    def imported(self, process: QueueProcess) -> None:
+        """Of those in its seats none is held."""
 
     def describe_children(self) -> list[dict[str, Any]]:
         seated = [_describe(seat.role, seat.process, self._state(seat), seat.restarts) for seat in self._seats]
-        others = (*self._leaving, *self._helpers.processes)
+        others = (*self._leaving, *self._helpers.processes, *self._on_trial())
         return seated + [_describe(process.role, process, process.state(), 0) for process in others]
 
     def _state(self, seat: _Seat) -> str:
@@ -199,7 +304,8 @@ class QueueUnit:
         return sum(len(process.busy()) for process in self._processes())
 
     def busy_processes(self) -> list[QueueProcess]:
-        return [process for process in self._processes() if process.busy() or not process.ready]
+        importing = [process for process in self._on_trial() if not process.imported]
+        return [*(process for process in self._processes() if process.busy() or not process.ready), *importing]
 
     def replace(self, process: QueueProcess, reason: str) -> None:
         """The process takes no more jobs; its successor starts at once."""
@@ -284,6 +390,9 @@ class QueueUnit:
         seated = [seat.process for seat in self._seats if seat.process is not None]
         return [*seated, *self._leaving, *self._helpers.processes]
 
+    def _on_trial(self) -> list[QueueProcess]:
+        return [] if self._trial is None else self._trial.processes
+
     def _spawn(self, seat: _Seat) -> None:
         if seat.timer is not None:
             seat.timer.cancel()
@@ -305,8 +414,8 @@ class QueueUnit:
         if code in (exits.CONFIG, exits.INCOMPATIBLE):
             log.error("queue cannot be served queue=%s reason=%s", name, process.last_words)
             reason = process.last_words or how.text
-            self.stop()
-            self.config_error = reason
+            self.stop(reason=CannotImport(reason, process.traceback))
+            self.config_error, self.traceback = reason, process.traceback
         elif code == exits.QUEUE_GONE:
             self._around.queue_gone(name)
         else:
@@ -320,11 +429,18 @@ class QueueUnit:
             seat.timer = self._around.nursery.loop.call_later(delay, lambda: self._spawn(seat))
 
     def _tell_if_stopped(self) -> None:
-        if not self.running and not self._wanted:
+        if self._wanted or self._processes():
+            return
+        if self._start_again:
+            self._start_again = False
+            for seat in self._seats:
+                seat.respawn.forget()
+            answer, self._restart = self._restart, None
+            self.start()
+            if answer is not None:
+                answer(None)
+        elif self._trial is None:
             waiting, self._then = self._then, []
-            start_again, self._start_again = self._start_again, None
-            if start_again is not None:
-                start_again()
             for then in waiting:
                 then()
 

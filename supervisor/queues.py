@@ -7,7 +7,15 @@ from functools import partial
 from typing import Any
 
 from forq import exits
-from forq.errors import BackPressure, ForqError, IncompatibleProtocol, RedisUnavailable, UnknownQueue
+from forq.errors import (
+    BackPressure,
+    CannotImport,
+    ForqError,
+    IncompatibleProtocol,
+    QueueExists,
+    RedisUnavailable,
+    UnknownQueue,
+)
 from forq.names import check_queue_name
 from forq.options import WORK, QueueSpec, Value
 from forq.supervisor.admission import Admission
@@ -122,7 +130,8 @@ class Queues:
         self._services.end_predecessor(list(self.units))
         declared = {spec.name for spec in self._config.queues}
         for unit in self.units.values():
-            if not unit.wanted:
+            # Whoever creates a queue opens it when its handler is imported.
+            if not unit.wanted and not unit.on_trial:
                 self.open(unit, reopening=unit.spec.name not in declared)
         if self._config.pipeline is not None:
             self.units[PIPELINE_QUEUE].when_opened(partial(self._begin_pipeline, self._config.pipeline))
@@ -210,20 +219,70 @@ class Queues:
             log.error("queue cannot be served queue=%s reason=%s", name, error)
             unit.config_error = str(error)
             unit.abandon()
+            unit.stop(now=True)
             if isinstance(error, IncompatibleProtocol):
                 self._fail(exits.INCOMPATIBLE, str(error))
 
-    def replace(self, old: QueueUnit, spec: QueueSpec, then: Callable[[ForqError | None], None]) -> None:
-        """Another definition for a queue that is served: its children end in order, then the new ones start."""
+    def create(self, spec: QueueSpec, seconds: float | None, then: Callable[[ForqError | None], None]) -> None:
+        """A new queue. Its processes import the handler first, for at most so long: if they cannot, nothing is made.
+        Without a time it is made at once, and the import is not waited for."""
         unit = self.add(spec)
-        old.abandon()
-        self._leaving.add(old)
 
-        def ended() -> None:
+        def opened(error: ForqError | None) -> None:
+            if error is not None and self.units.get(spec.name) is unit:
+                self._discard(unit)
+            then(error)
+
+        def imported(error: ForqError | None) -> None:
+            if error is None:
+                self.open(unit, opened)
+            else:
+                opened(self._explained(f"queue {spec.name!r} is not created", error, unit))
+
+        if seconds is None or self._stopping:
+            self.open(unit, opened)
+        else:
+            unit.try_out(spec, unit.options, seconds, imported)
+
+    def _discard(self, unit: QueueUnit) -> None:
+        """A queue that was not made after all."""
+        del self.units[unit.spec.name]
+        self._leaving.add(unit)
+        unit.abandon()
+        unit.stop(lambda: self._leaving.discard(unit), now=True)
+        self._services.outputs.remove(unit.spec.name)
+        self._changed()
+
+    def replace(
+        self, old: QueueUnit, spec: QueueSpec, seconds: float | None, then: Callable[[ForqError | None], None]
+    ) -> None:
+        """Another definition for a queue that is served: new children import its handlers, then the old ones end in
+        order, then the new ones begin. Without a time for the import, the old ones end first."""
+        name = spec.name
+        if old.on_trial:
+            raise QueueExists(f"queue {name!r} is being restarted or changed by somebody else; try again")
+
+        def imported(error: ForqError | None) -> None:
+            if error is None:
+                exchange()
+            else:
+                then(self._explained(f"queue {name!r} is not changed", error, old))
+
+        def exchange() -> None:
+            unit = self.add(spec)
+            old.hand_trial_to(unit)
+            old.abandon()
+            self._leaving.add(old)
+            old.stop(partial(ended, unit))
+
+        def ended(unit: QueueUnit) -> None:
             self._leaving.discard(old)
             self.open(unit, then)
 
-        old.stop(ended)
+        if seconds is None:
+            exchange()
+        else:
+            old.try_out(spec, self._config.options_of(spec), seconds, imported)
 
     def adopt(self, unit: QueueUnit, spec: QueueSpec, then: Callable[[ForqError | None], None]) -> None:
         """Another definition for a queue that releases, if what is in Redis agrees. Its children need no other code."""
@@ -237,16 +296,41 @@ class Queues:
 
         self._services.clerk.ask("create", self._creation(spec, reopening=False, joining=False), made)
 
-    def restart(self, unit: QueueUnit, then: Callable[[ForqError | None], None]) -> None:
-        """New processes, also for a queue that could not be served until now."""
+    def restart(self, unit: QueueUnit, seconds: float, then: Callable[[ForqError | None], None]) -> None:
+        """New processes, also for a queue that could not be served until now. They have so many seconds to import their
+        handlers; if they cannot, the old ones stay."""
+        failed = f"queue {unit.spec.name!r} is not restarted"
         if self._stopping:
-            then(ForqError(f"queue {unit.spec.name!r} is not restarted: this supervisor is stopping"))
+            then(ForqError(f"{failed}: this supervisor is stopping"))
             return
-        if unit.refused:
-            self.open(unit, then)
-            return
-        unit.restart(lambda: then(None))
-        self._services.tell_served()
+
+        def restarted(error: ForqError | None) -> None:
+            if error is None:
+                self._services.tell_served()
+            then(None if error is None else self._explained(failed, error, unit))
+
+        def imported(error: ForqError | None) -> None:
+            if error is None:
+                self.open(unit, then)
+            else:
+                restarted(error)
+
+        if unit.refused and not unit.on_trial:
+            unit.try_out(unit.spec, unit.options, seconds, imported)
+        else:
+            unit.restart(seconds, restarted)
+
+    def _explained(self, failed: str, error: ForqError, unit: QueueUnit) -> ForqError:
+        """What was not done, why, and who serves the queue all the same."""
+        if self._stopping:
+            return ForqError(f"{failed}: this supervisor is stopping")
+        if not self.serves(unit):
+            return UnknownQueue(f"{failed}: it was deleted meanwhile")
+        pid = unit.main_pid()
+        remains = "" if unit.opening else f"; its old process goes on (pid {pid})" if pid else "; nothing serves it now"
+        if isinstance(error, CannotImport):
+            return CannotImport(f"{failed}: {error}{remains}", error.traceback)
+        return type(error)(f"{failed}: {error}{remains}")
 
     def redefine(self, unit: QueueUnit, changes: Mapping[str, Value]) -> None:
         """Options that were changed while the queue is served."""
@@ -292,7 +376,8 @@ class Queues:
             log.warning("queue was deleted by another supervisor queue=%s", name)
             self.drop(name, lambda survivors: None)
         else:
-            unit.stop(lambda: self.open(unit, reopening=True), now=True)
+            lost = UnknownQueue(f"queue {name!r} was deleted, or lost with its data")
+            unit.stop(lambda: self.open(unit, reopening=True), now=True, reason=lost)
 
     def suspects_wait(self, name: str, number: int) -> None:
         unit = self.units.get(name)

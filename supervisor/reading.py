@@ -37,8 +37,12 @@ def verbs_for_readers(table: Mapping[str, Verb], ask_clerk: AskClerk) -> dict[st
         request.params["messages"] = False
         table["why"](request)
 
+    def status(request: Request) -> None:
+        request.params["traces"] = False
+        table["status"](request)
+
     allowed = {name: table[name] for name in READ_VERBS}
-    return {**dict.fromkeys(table, _refuse), **allowed, "job": job, "why": why}
+    return {**dict.fromkeys(table, _refuse), **allowed, "job": job, "why": why, "status": status}
 
 
 def without_data(job: dict[str, Any]) -> dict[str, Any]:

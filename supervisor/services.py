@@ -274,7 +274,7 @@ class Services:
         return RedisChild(self.nursery, embedded.command(program, self._state))
 
     def child(
-        self, name: str, spec: QueueSpec, options: Mapping[str, Value], role: Role, slots: tuple[int, ...]
+        self, name: str, spec: QueueSpec, options: Mapping[str, Value], role: Role, slots: tuple[int, ...], held: bool
     ) -> Callable[[socket.socket], int]:
         """What the process of a queue is to run. All that can be prepared is, here in the parent: what a child does not
         have to do is memory that it goes on to share."""
@@ -297,6 +297,7 @@ class Services:
             output=self.outputs.directory(spec.name),
             log_level=self._config.log_level,
             titles=self._config.titles,
+            held=held,
         )
         return partial(entry_points.run_child, settings)
 

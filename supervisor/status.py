@@ -7,6 +7,7 @@ from typing import Any
 from forq.errors import ForqError, TimedOut, UnknownQueue, UsageError
 from forq.names import check_queue_name
 from forq.supervisor.connection import Request
+from forq.supervisor.queue_unit import QueueUnit
 from forq.supervisor.supervisor import Supervisor
 from forq.version import VERSION
 
@@ -32,6 +33,11 @@ COUNTS = (
     "next_due_seconds",
     "limits",
 )
+
+
+def _restart_error(unit: QueueUnit, *, traces: bool) -> dict[str, Any] | None:
+    error = unit.restart_error
+    return error if error is None or traces else {**error, "traceback": None}
 
 
 class Status:
@@ -63,7 +69,8 @@ class Status:
             counted = True
             counts_ms = round((self._supervisor.loop.now() - asked) * 1000, 3)
             known = {} if isinstance(counts, ForqError) else counts
-            queues = [self._describe(name, known.get(name), items=bool(wanted)) for name in names]
+            traces = request.params.get("traces") is not False
+            queues = [self._describe(name, known.get(name), items=bool(wanted), traces=traces) for name in names]
             described = {
                 "queues": queues,
                 "capacity": self._queues.grants.describe(),
@@ -94,7 +101,7 @@ class Status:
 
         self._clerk.ask("memory", {"pids": [child["pid"] for child in children if child["pid"]]}, read)
 
-    def _describe(self, name: str, counts: dict[str, Any] | None, *, items: bool) -> dict[str, Any]:
+    def _describe(self, name: str, counts: dict[str, Any] | None, *, items: bool, traces: bool) -> dict[str, Any]:
         unit = self._queues.units.get(name)
         state = unit.state if unit is not None else "stopped"
         if state in ("running", "starting", "draining") and counts is not None and counts["paused"]:
@@ -104,6 +111,8 @@ class Status:
             "mode": unit.spec.mode if unit is not None else None,
             "state": state,
             "reason": unit.config_error if unit is not None else None,
+            "traceback": unit.traceback if unit is not None and traces else None,
+            "restart_error": None if unit is None else _restart_error(unit, traces=traces),
             **{key: None if counts is None else counts[key] for key in COUNTS},
             "children": unit.describe_children() if unit is not None else [],
         }

@@ -72,7 +72,8 @@ class Supervisor:
         """Whether what it was told to serve is served, or cannot be."""
         if self.loop.now() - self.started >= READY_SECONDS:
             return True
-        return bool(self.services.redis_state["ok"]) and not any(unit.opening for unit in self.queues.units.values())
+        opening = (unit.opening and not unit.on_trial for unit in self.queues.units.values())
+        return bool(self.services.redis_state["ok"]) and not any(opening)
 
     def stop_seconds(self) -> float:
         """How long a stop may take."""

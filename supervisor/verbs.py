@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from forq.errors import ForqError, InvalidOption, QueueExists, RedisUnavailable, TimedOut, UnknownQueue, UsageError
-from forq.names import check_queue_name
+from forq.names import check_queue_name, shown
 from forq.options import SHARED_MODES, QueueSpec, parse_options
 from forq.supervisor.config import capacity_warning, check_size
 from forq.supervisor.connection import Request
@@ -21,6 +21,9 @@ from forq.version import PROTOCOL, VERSION
 DRAIN_LOOK_SECONDS = 0.1
 # How long a request waits for its queue to be opened after a start.
 OPENING_SECONDS = 5.0
+# How long a handler's import may take when it is waited for.
+IMPORT_SECONDS = 60.0
+MAX_IMPORT_SECONDS = 86400.0
 Verb = Callable[[Request], None]
 
 
@@ -62,25 +65,21 @@ class Verbs:
     def create(self, request: Request) -> None:
         params = dict(request.params)
         name = check_queue_name(params.pop("name", None))
+        seconds = _import_seconds(params.pop("wait", True))
         spec = QueueSpec.from_mapping(name, params, f"queue {name!r}", self._supervisor.config.mode)
         check_size(spec.options, self._supervisor.config.capacity, f"queue {name!r}")
         unit = self._queues.units.get(name)
         if unit is not None:
-            self._change(request, unit, spec)
+            self._change(request, unit, spec, seconds)
             return
-        unit = self._queues.add(spec)
 
-        def opened(error: ForqError | None) -> None:
+        def created(error: ForqError | None) -> None:
             if error is not None:
-                if self._queues.units.get(name) is unit:
-                    del self._queues.units[name]
-                    unit.abandon()
-                    self._services.outputs.remove(name)
                 request.fail(error)
-                return
-            self._save(request, spec, {"name": name, "created": True})
+            else:
+                self._save(request, spec, {"name": name, "created": True})
 
-        self._queues.open(unit, opened)
+        self._queues.create(spec, seconds, created)
 
     def _save(self, request: Request, spec: QueueSpec, answer: dict[str, Any]) -> None:
         try:
@@ -95,12 +94,16 @@ class Verbs:
         warning = capacity_warning(self._supervisor.config.options_of(spec), self._supervisor.config.capacity)
         return answer if warning is None else {**answer, "warnings": [f"queue {spec.name}: {warning}"]}
 
-    def _change(self, request: Request, unit: QueueUnit, spec: QueueSpec) -> None:
-        """A queue of that name is served already: the same definition changes nothing, another one replaces it."""
+    def _change(self, request: Request, unit: QueueUnit, spec: QueueSpec, seconds: float | None) -> None:
+        """A queue of that name is served already: the same definition changes nothing, another one replaces it.
+        One that cannot be served is tried once more."""
         name = spec.name
         if unit.spec == spec:
             if unit.opening:
                 raise QueueExists(f"queue {name!r} is just being created; try again")
+            if unit.config_error is not None and seconds is not None:
+                self._restart(request, unit, seconds, self._warned(spec, {"name": name, "created": False}))
+                return
             request.reply(self._warned(spec, {"name": name, "created": False}))
             return
         served = unit.config_error is None
@@ -120,7 +123,7 @@ class Verbs:
         if served and spec.mode in SHARED_MODES:
             self._queues.adopt(unit, spec, opened)
         else:
-            self._queues.replace(unit, spec, opened)
+            self._queues.replace(unit, spec, seconds, opened)
 
     def delete(self, request: Request) -> None:
         name = check_queue_name(request.params.get("name"))
@@ -205,7 +208,9 @@ class Verbs:
     def why(self, request: Request) -> None:
         unit = self._queues.units.get(str(request.params.get("name")))
         if unit is not None and unit.config_error is not None:
-            request.reply({"state": None, "why": f"its queue cannot be served: {unit.config_error}"})
+            trace = None if request.params.get("messages") is False else unit.traceback
+            reason = f"its queue cannot be served: {unit.config_error}"
+            request.reply({"state": None, "why": reason, **({"traceback": trace} if trace else {})})
             return
 
         def answer(found: Any) -> None:
@@ -223,18 +228,29 @@ class Verbs:
         if trouble is not None:
             return f"on this supervisor {trouble}"
         seconds = self._queues.grants.waiting_seconds(f"{name} main")
-        return in_redis if seconds is None else f"{in_redis}; its queue has waited {seconds:.1f} s for capacity"
+        why = in_redis if seconds is None else f"{in_redis}; its queue has waited {seconds:.1f} s for capacity"
+        if unit is None or unit.restart_error is None:
+            return why
+        return (
+            f"{why}; its queue runs older code since a restart failed: {unit.restart_error['message']} "
+            f"(`forqctl status {name}` shows the traceback)"
+        )
 
     def restart(self, request: Request) -> None:
         unit = self._queues.find(request.params.get("name"))
+        seconds = _import_seconds(request.params.get("wait", True))
+        if seconds is None:
+            raise UsageError("a restart waits for the import: the old process stays if it fails")
+        self._restart(request, unit, seconds, {"name": unit.spec.name})
 
+    def _restart(self, request: Request, unit: QueueUnit, seconds: float, answer: dict[str, Any]) -> None:
         def restarted(error: ForqError | None) -> None:
             if error is None:
-                request.reply({"name": unit.spec.name})
+                request.reply(answer)
             else:
                 request.fail(error)
 
-        self._queues.restart(unit, restarted)
+        self._queues.restart(unit, seconds, restarted)
 
     def shutdown(self, request: Request) -> None:
         now = bool(request.params.get("now"))
@@ -290,6 +306,18 @@ class Verbs:
 
         # If it is not opened, Redis knows best what there is of that name.
         unit.when_opened(ask, otherwise=ask)
+
+
+def _import_seconds(wait: object) -> float | None:
+    """How long the import of a handler may take: true is the usual time, a number so many seconds; false: it is not
+    waited for."""
+    if wait is True:
+        return IMPORT_SECONDS
+    if wait is False:
+        return None
+    if not isinstance(wait, int | float) or not 0 < wait <= MAX_IMPORT_SECONDS:
+        raise UsageError(f"wait {shown(wait)} is not allowed: true, false, or seconds up to {MAX_IMPORT_SECONDS:g}")
+    return float(wait)
 
 
 def _answer_to(request: Request) -> Callable[[Any], None]:

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import orjson
+from setproctitle import setproctitle
 
 from forq import exits
 from forq.broker.consuming import Consumer, Limits
 from forq.broker.keys import fail_queue, queue_base
-from forq.errors import ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
+from forq.errors import CannotImport, ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
 from forq.ids import new_id
 from forq.options import QueueSpec, Value
 from forq.scoreboard import Role, Scoreboard, Slot, State
@@ -70,6 +71,8 @@ class ChildSettings:
     output: str | None = None
     log_level: str = "info"
     titles: str = "full"
+    # It imports its handlers, says so, and does nothing more until it is told to begin.
+    held: bool = False
 
 
 def run_child(settings: ChildSettings, leash: socket.socket) -> int:
@@ -80,13 +83,23 @@ def run_child(settings: ChildSettings, leash: socket.socket) -> int:
     minder = Minder(name=settings.name, url=settings.url, base=base, leash=leash, titles=settings.titles)
     minder.start()
     tell_supervisor(leash, {"stack_fd": offer_stack()})
+    if settings.held:
+        setproctitle(f"forq: {settings.name} (next) importing")
     try:
         restrain(settings.options)
         handlers = load_handlers(settings.spec, (settings.tree_lock_fd,))
         fail_handler = load_fail_handler(settings.spec, (settings.tree_lock_fd,))
     except ConfigError as exc:
-        tell_supervisor(leash, {"exiting": exits.CONFIG, "reason": said(exc.__str__)[:MAX_REASON]})
+        trace = exc.traceback if isinstance(exc, CannotImport) else None
+        reason = said(exc.__str__)[:MAX_REASON]
+        tell_supervisor(leash, {"exiting": exits.CONFIG, "reason": reason, "traceback": trace})
         return exits.CONFIG
+    if settings.held:
+        setproctitle(f"forq: {settings.name} (next) imported, waits")
+        tell_supervisor(leash, {"imported": True})
+        if not minder.wait_to_begin():
+            tell_supervisor(leash, {"exiting": exits.STOPPED, "reason": ""})
+            return exits.STOPPED
     return _Crew(settings, leash, minder).run(handlers, fail_handler)
 
 

@@ -1,19 +1,26 @@
 """Finds the functions, and programs, that a queue's jobs are given to."""
 
 import importlib
+import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
-from forq.errors import ConfigError, Permanent
+import forq
+from forq.errors import CannotImport, Permanent
 from forq.job import Job
 from forq.options import QueueSpec
 from forq.program_line import check_program, is_program
 from forq.workers.exec_handler import ExecHandler, ExecOnceHandler, close_handlers
 
-# Characters of an exception's name and message.
+# Characters of an exception's name and message, and of a traceback.
 MAX_REASON = 2000
+MAX_TRACEBACK = 6000
+SHOWN_FUNCTIONS = 10
 
 Handler = Callable[[Any, Job], Any]
 
@@ -72,10 +79,10 @@ def _load(handler: str, spec: QueueSpec, keep_fds: Sequence[int]) -> Handler:
         return ExecOnceHandler(line, keep_fds) if line.once else ExecHandler(line, spec.name, keep_fds=keep_fds)
     try:
         return load_handler(handler)
-    except ConfigError as exc:
+    except CannotImport as exc:
         missing = [text for directory in spec.path if (text := _why_unusable(directory))]
         if missing and isinstance(exc.__cause__, ModuleNotFoundError):
-            raise ConfigError(f"{exc}; {'; '.join(missing)}") from exc
+            raise CannotImport(f"{exc}; {'; '.join(missing)}", exc.traceback) from exc
         raise
 
 
@@ -94,20 +101,94 @@ def leave_if_copy_of(pid: int) -> None:
 
 
 def load_handler(path: str) -> Handler:
-    """`package.module:function`, or a module that has a function `handle`."""
+    """`package.module:function`, or a module that has a function `handle`. CannotImport if it cannot be had, or cannot
+    be called with (data, job)."""
     module_name, _, function = path.partition(":")
     function = function or "handle"
     pid = os.getpid()
     try:
-        handler: Any = getattr(importlib.import_module(module_name), function, None)
+        module = importlib.import_module(module_name)
+        handler: Any = getattr(module, function, None)
         usable = callable(handler)
+        mismatch = _why_not_callable_with_job(handler) if usable else None
     except BaseException as exc:  # user code: whatever it raises at import is a reason to show, even SystemExit
-        raise ConfigError(f"handler {path!r} cannot be imported: {described(exc)}") from exc
+        trace, place = user_traceback(exc)
+        reason = f"handler {path!r} cannot be imported: {described(exc)}{place}"
+        raise CannotImport(reason, trace) from exc
     finally:
         leave_if_copy_of(pid)
     if not usable:
-        raise ConfigError(f"handler {path!r}: module {module_name} has no function {function}")
+        others = _functions_of(module)
+        raise CannotImport(f"handler {path!r}: module {module_name} has no function {function}; it has {others}")
+    if mismatch is not None:
+        raise CannotImport(f"handler {path!r} cannot be called with (data, job): {mismatch}")
     return handler  # type: ignore[no-any-return]
+
+
+def _functions_of(module: ModuleType) -> str:
+    """Those that are defined in it, by name."""
+    found = [name for name, value in vars(module).items() if type(value) is FunctionType and name.isidentifier()]
+    more = "" if len(found) <= SHOWN_FUNCTIONS else f" and {len(found) - SHOWN_FUNCTIONS} more"
+    return (", ".join(found[:SHOWN_FUNCTIONS]) or "none") + more
+
+
+def _why_not_callable_with_job(handler: Any) -> str | None:
+    """None if it takes two arguments, or if nobody can say: some callables of C code have no signature. Of a decorated
+    one its own counts, and not that of what it wraps."""
+    if type(handler) is FunctionType and _takes_two(handler):
+        return None
+    try:
+        signature = inspect.signature(handler, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(None, None)
+        return None
+    except TypeError as exc:
+        code = getattr(handler, "__code__", None)
+        place = "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
+        name = getattr(handler, "__name__", type(handler).__name__)
+        return f"it is {name}{signature}{place}, {exc}; the form is def {name}(data, job)"
+
+
+def _takes_two(function: FunctionType) -> bool:
+    """The usual case, without inspect: what that touches is memory which each of many processes has for itself."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    if code.co_kwonlyargcount:
+        return False
+    return code.co_argcount - len(defaults) <= 2 and (code.co_argcount >= 2 or bool(code.co_flags & inspect.CO_VARARGS))
+
+
+_OUR_FRAMES = ("<frozen importlib", importlib.__file__, str(Path(forq.__file__).parent) + os.sep)
+
+
+def user_traceback(exc: BaseException) -> tuple[str | None, str]:
+    """The traceback without the frames of importlib and of forq's own way to it, and the place in it as a remark; None
+    and no remark if nothing is left."""
+    try:
+        trace = traceback.TracebackException.from_exception(exc)
+        lines = "".join(_without_ours(trace).format())
+        last = trace.stack[-1] if trace.stack else None
+    except BaseException:  # the user's own exceptions may do anything when they are looked at
+        return None, ""
+    if last is None and not isinstance(exc, SyntaxError):
+        return None, ""
+    place = "" if last is None else f" ({last.filename}, line {last.lineno})"
+    text = str.encode(lines, "utf-8", "replace").decode()
+    if len(text) > MAX_TRACEBACK:
+        tail = text[-MAX_TRACEBACK:]
+        text = "…\n" + (tail.partition("\n")[2] or tail)
+    return text.rstrip("\n"), place
+
+
+def _without_ours(trace: traceback.TracebackException) -> traceback.TracebackException:
+    """Also in the exceptions that led to it."""
+    kept = [frame for frame in trace.stack if not frame.filename.startswith(_OUR_FRAMES)]
+    trace.stack = traceback.StackSummary.from_list(kept)
+    for earlier in (trace.__cause__, trace.__context__):
+        if earlier is not None:
+            _without_ours(earlier)
+    return trace
 
 
 # The name of a class, past its metaclass, which may have a property of that name.

@@ -72,6 +72,9 @@ class Minder:
         self._base = base
         self._loops: Sequence[Minded] = ()
         self._told_to_stop = False
+        # Released when it may begin. An Event has more to it, in each of many processes.
+        self._held = _thread.allocate_lock()
+        self._held.acquire()
         self._unblock_again_seconds = UNBLOCK_AGAIN_SECONDS
         self._leash = leash
         self._titles = titles
@@ -104,6 +107,15 @@ class Minder:
         self._loops = loops
         if self._told_to_stop:
             self._stop()
+
+    def wait_to_begin(self) -> bool:
+        """From the main thread, before there are workers. False: it is to end instead."""
+        self._held.acquire()
+        return not self._told_to_stop
+
+    def _let_go(self) -> None:
+        if self._held.locked():
+            self._held.release()
 
     def rouse(self) -> None:
         """From a worker that begins to run jobs; costs nothing while the minder is awake."""
@@ -168,8 +180,8 @@ class Minder:
         return bool(self._loops) and self._loops[0].stopping
 
     def _hear(self) -> None:
-        """One line per worker that is spoken to: {"go" | "wait" | "yield": number of its slot}. The beat that follows
-        answers a ping."""
+        """One line per worker that is spoken to: {"go" | "wait" | "yield": number of its slot}; or `begin` to all of
+        them. The beat that follows answers a ping."""
         try:
             received = self._leash.recv(4096)
         except OSError:
@@ -179,7 +191,9 @@ class Minder:
         self._said.push(received)
         while (line := self._said.pop()) is not None:
             ((word, number),) = orjson.loads(line).items()
-            if word != "ping":
+            if word == "begin":
+                self._let_go()
+            elif word != "ping":
                 self._grants[number].hear(word)
 
     def _end_with_supervisor(self) -> None:
@@ -188,6 +202,7 @@ class Minder:
 
     def _stop(self) -> None:
         self._told_to_stop = True
+        self._let_go()
         for loop in self._loops:
             loop.stop()
 

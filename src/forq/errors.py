@@ -12,10 +12,22 @@ class ForqError(Exception):
 
 
 class ConfigError(ForqError):
-    """A setting is unknown, of the wrong type or out of range; or a handler cannot be imported."""
+    """A setting is unknown, of the wrong type or out of range."""
 
     code = "config"
     exit_code = 78
+
+
+class CannotImport(ConfigError):
+    """A handler cannot be imported, or cannot be called with (data, job). `traceback`: where, if Python can tell; only
+    what is not forq's own."""
+
+    code = "cannot_import"
+    exit_code = 1
+
+    def __init__(self, message: str, traceback: str | None = None) -> None:
+        super().__init__(message)
+        self.traceback = traceback
 
 
 class UsageError(ForqError):

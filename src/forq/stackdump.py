@@ -10,6 +10,8 @@ MAX_STACK = 8000
 
 # From here on outwards it is forq's own code.
 _ATTEMPT = re.compile(r"^  File \"[^\"\n]*workers/attempt\.py\", line \d+ in attempt$", re.MULTILINE)
+_IMPORT = re.compile(r"^  File \"[^\"\n]*workers/handlers\.py\", line \d+ in load_handler$", re.MULTILINE)
+_IMPORTLIB = re.compile(r"^  File \"(?:<frozen importlib|[^\"\n]*/importlib/__init__\.py\")")
 _HEAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n", re.MULTILINE)
 
 
@@ -22,3 +24,12 @@ def stack_of_thread(dump: str, thread: int) -> str:
             frames = dump[head.end() : end]
             return _ATTEMPT.split(frames)[0].rstrip()[:MAX_STACK]
     return dump.strip()[:MAX_STACK]
+
+
+def stack_of_import(dump: str) -> str:
+    """The frames of a handler's import, the innermost first, without importlib's own; empty if none is under way."""
+    for thread in _HEAD.split(dump)[2::2]:
+        frames = _IMPORT.split(thread)
+        if len(frames) > 1:
+            return "\n".join(line for line in frames[0].splitlines() if not _IMPORTLIB.match(line))[:MAX_STACK]
+    return ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 
-from forq.errors import BY_CODE, ForqError, InvalidData, UnknownVerb, UsageError
+from forq.errors import BY_CODE, CannotImport, ForqError, InvalidData, UnknownVerb, UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -125,7 +125,10 @@ def failure(id: str | int | None, error: ForqError, rpc_code: int | None = None)
         rpc_code = UNKNOWN_METHOD if isinstance(error, UnknownVerb) else SERVER_ERROR
     # A message may quote what was sent; what cannot be encoded must not prevent the answer.
     message = str(error).encode(errors="backslashreplace").decode()
-    body = {"code": rpc_code, "message": message, "data": {"code": error.code}}
+    data = {"code": error.code}
+    if isinstance(error, CannotImport) and error.traceback:
+        data["traceback"] = error.traceback.encode(errors="backslashreplace").decode()
+    body = {"code": rpc_code, "message": message, "data": data}
     return encode({"jsonrpc": "2.0", "id": id, "error": body}) + b"\n"
 
 
@@ -168,7 +171,10 @@ def to_error(body: object) -> ForqError:
     data = body.get("data")
     code = data.get("code") if isinstance(data, dict) else None
     cls = BY_CODE.get(code, ForqError) if isinstance(code, str) else ForqError
-    return cls(str(body.get("message", "failed, without a message")))
+    error = cls(str(body.get("message", "failed, without a message")))
+    if isinstance(error, CannotImport) and isinstance(data, dict) and isinstance(data.get("traceback"), str):
+        error.traceback = data["traceback"]
+    return error
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -51,6 +51,7 @@ OPTIONS = (
     Argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="the same (repeatable)"),
 )
 ITEM = Argument("id", nargs="?", metavar="ID", help="this item (default: any)")
+IMPORT_WAIT = Argument("--wait", metavar="D", help="how long the import of its handler may take (default: 60s)")
 
 COMMANDS = (
     Command(
@@ -70,6 +71,8 @@ COMMANDS = (
             metavar="DIR",
             help="where handlers are imported from (repeatable)",
         ),
+        IMPORT_WAIT,
+        Argument("--no-wait", action="store_true", help="make the queue whether its handler can be imported or not"),
         Argument("--fail-handler", metavar="M:F", help="the function for jobs that failed for good"),
         Argument(
             "--mode",
@@ -266,7 +269,13 @@ COMMANDS = (
         Argument("--retry", action="store_true", help="put it back in line instead, uncounted"),
     ),
     Command("stack", "running", "show where the running jobs of a queue are", NAME),
-    Command("restart", "queues", "replace a queue's processes by new ones", NAME),
+    Command(
+        "restart",
+        "queues",
+        "replace a queue's processes by new ones, once these have imported the handler",
+        NAME,
+        IMPORT_WAIT,
+    ),
     Command("ping", "supervisor", "ask whether the supervisor answers"),
     Command("version", "supervisor", "show the versions of forqctl and the supervisor"),
     Command(

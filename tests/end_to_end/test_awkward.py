@@ -87,7 +87,7 @@ def test_the_retry_child_takes_no_jobs_of_the_main_lane(forq: Forq) -> None:
 def test_an_import_that_hangs_ends_with_the_supervisor(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)\n")
     with running(settings='cgroup = "off"\n') as forq:
-        forq.ctl("create", "hanging", "--handler", "hanging", "--path", str(tmp_path))
+        forq.ctl("create", "hanging", "--handler", "hanging", "--path", str(tmp_path), "--no-wait")
         pids = {child["pid"] for child in forq.queue_status("hanging")["children"]}
         assert {child["state"] for child in forq.queue_status("hanging")["children"]} == {"starting"}
         os.kill(forq.pid, signal.SIGKILL)

@@ -96,7 +96,9 @@ def test_a_program_that_cannot_be_run_is_a_config_error_and_one_that_vanishes_fa
     forq: Forq, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.sh"
-    create(forq, "none", f"exec:{program}", max_retries=0)
+    refused = forq.run_ctl("create", "none", "--handler", f"exec:{program}")
+    assert (refused.returncode, f"{program} is not a file" in refused.stderr) == (1, True)
+    forq.ctl("create", "none", "--handler", f"exec:{program}", "--set", "max_retries=0", "--no-wait")
     wait_until(lambda: forq.queue_status("none")["state"] == "config_error", what="config_error")
     assert f"{program} is not a file" in forq.ctl("status", "none")
     shell(tmp_path, "exit 0")

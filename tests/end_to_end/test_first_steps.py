@@ -120,7 +120,7 @@ def test_a_job_s_type_picks_its_handler(forq: Forq) -> None:
 
 
 def test_a_handler_that_cannot_be_imported_is_shown_and_retried_on_change(forq: Forq) -> None:
-    forq.ctl("create", "broken", "--handler", "no_such_module:f", "--path", str(HANDLERS))
+    forq.ctl("create", "broken", "--handler", "no_such_module:f", "--path", str(HANDLERS), "--no-wait")
     queue = wait_until(lambda: (q := forq.queue_status("broken"))["state"] == "config_error" and q)
     assert "no_such_module" in queue["reason"]
     forq.ctl("create", "broken", "--handler", "traced:record", "--path", str(HANDLERS))

@@ -164,7 +164,7 @@ def test_what_a_program_writes_has_its_job(forq: Forq, tmp_path: Path) -> None:
 
 def test_a_handler_that_cannot_be_imported_says_so_in_the_log(forq: Forq, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("print('importing', flush=True)\nraise RuntimeError('no')\n")
-    forq.ctl("create", "broken", "--handler", "broken:handle", "--path", str(tmp_path))
+    forq.ctl("create", "broken", "--handler", "broken:handle", "--path", str(tmp_path), "--no-wait")
     wait_for_message(forq, "broken", "importing")
 
 

@@ -289,7 +289,7 @@ def test_health_is_red_while_the_supervisor_is_frozen() -> None:
 
 def test_a_queue_that_cannot_be_served_is_a_fault() -> None:
     with measured() as (forq, scraper):
-        forq.ctl("create", "q", "--handler", "no_such_module:f")
+        forq.ctl("create", "q", "--handler", "no_such_module:f", "--no-wait")
         wait_until(lambda: faults(scraper) == [("state", "q")], what="a fault")
 
 

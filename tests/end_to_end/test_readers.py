@@ -114,6 +114,18 @@ def test_a_reader_sees_how_a_job_stands(forq: Forq) -> None:
     assert why.startswith("it failed for good: ValueError; ")
 
 
+def test_a_reader_sees_why_a_queue_cannot_be_served_but_none_of_its_code(forq: Forq) -> None:
+    (forq.directory / "broken.py").write_text(f"{SECRET!r} + 1\n")
+    forq.ctl("create", "broken", "--handler=broken:f", f"--path={forq.directory}", "--no-wait")
+    wait_until(lambda: forq.queue_status("broken")["state"] == "config_error", what="it is config_error")
+    assert SECRET in ask_as(OPERATORS, forq, "status")["result"]["queues"][0]["traceback"]
+    for method, params in (("status", {}), ("why", {"name": "broken", "id": "none"})):
+        told = json.dumps(ask_as(READERS, forq, method, **params)["result"])
+        assert "TypeError" in told
+        assert SECRET not in told
+    forq.ctl("delete", "broken")
+
+
 @pytest.mark.parametrize("method", REFUSED)
 def test_everything_else_is_refused_with_the_reason(forq: Forq, method: str) -> None:
     error = ask_as(READERS, forq, method, name="q", id="waiting")["error"]

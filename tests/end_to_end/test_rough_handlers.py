@@ -107,7 +107,7 @@ def test_a_queue_that_was_config_error_is_kept_alive_after_a_restart(redis_url: 
     module = tmp_path / "mended.py"
     module.write_text("raise ImportError('typo')\n")
     with running(redis=redis_url, settings='heartbeat = "200ms"\nexpiry = "600ms"\n') as forq:
-        forq.ctl("create", "c", "--handler", "mended:handle", "--path", str(tmp_path))
+        forq.ctl("create", "c", "--handler", "mended:handle", "--path", str(tmp_path), "--no-wait")
         wait_until(lambda: forq.queue_status("c")["state"] == "config_error")
         pulse = next(s["pid"] for s in forq.status()["supervisor"]["services"] if s["name"] == "pulse")
         import os

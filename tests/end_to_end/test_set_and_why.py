@@ -62,7 +62,7 @@ def write_handler(forq: Forq, name: str, source: str) -> list[str]:
 
 def test_why_says_that_the_processes_of_a_queue_keep_dying(forq: Forq) -> None:
     dies = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
-    forq.ctl("create", "dying", *write_handler(forq, "dies_at_import", dies))
+    forq.ctl("create", "dying", "--no-wait", *write_handler(forq, "dies_at_import", dies))
     job_id = forq.ctl("push", "dying", "1")
     wait_until(lambda: forq.queue_status("dying")["state"] == "flapping")
     reason = forq.ctl("why", "dying", job_id)
@@ -75,7 +75,7 @@ def test_why_says_that_the_processes_of_a_queue_keep_dying(forq: Forq) -> None:
 def test_a_queue_whose_import_hangs_is_starting_and_why_says_so(forq: Forq) -> None:
     gate = forq.directory / "gate"
     waits = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\ndef handle(d, j): pass\n"
-    forq.ctl("create", "hanging", *write_handler(forq, "hangs_at_import", waits))
+    forq.ctl("create", "hanging", "--no-wait", *write_handler(forq, "hangs_at_import", waits))
     job_id = forq.ctl("push", "hanging", "1")
     assert forq.queue_status("hanging")["state"] == "starting"
     reason = forq.ctl("why", "hanging", job_id)
@@ -130,7 +130,7 @@ def test_why_tells_each_state_apart(forq: Forq) -> None:
     dead = forq.ctl("push", "ending", "1")
     wait_until(lambda: forq.queue_status("ending")["dead"] == 1)
     assert "ValueError: no good: 1" in forq.ctl("why", "ending", dead)
-    forq.ctl("create", "cannot", "--handler", "not_there:f", "--path", str(HANDLERS))
+    forq.ctl("create", "cannot", "--handler", "not_there:f", "--path", str(HANDLERS), "--no-wait")
     wait_until(lambda: forq.queue_status("cannot")["state"] == "config_error")
     waiting = forq.ctl("push", "cannot", "1")
     assert "not_there" in forq.ctl("why", "cannot", waiting)

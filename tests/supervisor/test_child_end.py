@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from forq.cgroup import Cgroup, Cgroups
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.loop import Loop
 from forq.supervisor.spawn import Exit, spawn
@@ -88,3 +90,24 @@ def test_a_child_that_is_stopped_and_continued_without_end_leaves_the_loop_to_ot
     assert called
     assert called[0] < 100
     assert heard == 300, "the rest follows, although no signal tells of it"
+
+
+def test_a_child_that_is_killed_before_it_has_entered_its_control_group_ends_too() -> None:
+    groups = Cgroups.find(f"forq-test-{os.getpid()}")
+    if groups is None:
+        pytest.skip("no writable cgroup2 with cgroup.kill here")
+
+    def check() -> None:
+        Cgroup.join = lambda group, pid: signal.pause()  # type: ignore[assignment, misc]
+        loop = Loop()
+        ends: list[Exit] = []
+        nursery = Nursery(loop, (), groups)
+        child = Child(nursery, "test", lambda leash: 0, runs_user_code=True, on_line=print, on_end=ends.append)
+        child.kill()
+        deadline = time.monotonic() + 20.0
+        while not ends and time.monotonic() < deadline:
+            loop.tick(0.05)
+        assert ends == [Exit(None, signal.SIGKILL)]
+
+    in_a_process_of_its_own(check)
+    assert groups.remove()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from forq.errors import ConfigError
+from forq.errors import CannotImport, ConfigError
 from forq.options import QueueSpec
-from forq.workers.handlers import load_handler, load_handlers
+from forq.workers.handlers import MAX_TRACEBACK, load_handler, load_handlers
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,91 @@ def test_what_cannot_be_imported_is_named_with_its_reason(
         (tmp_path / "broken_one.py").write_text(source)
     with pytest.raises(ConfigError, match=says):
         load_handler(path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def handle(data, job): pass",
+        "async def handle(data, job): pass",
+        "def handle(data, job=None, more=1): pass",
+        "def handle(data, /, job, **rest): pass",
+        "def handle(*given): pass",
+        "handle = lambda one, two: None",
+        "class handle:\n    def __init__(self, data, job): pass",
+        "class C:\n    def __call__(self, data, job): pass\nhandle = C()",
+        "class C:\n    def run(self, data, job): pass\nhandle = C().run",
+        "from functools import partial\nhandle = partial(lambda db, data, job: None, 7)",
+        "from functools import wraps\ndef inner(data, job, db): pass\n@wraps(inner)\ndef handle(data, job): pass",
+        "from unittest.mock import Mock\nhandle = Mock()",
+        "handle = max",
+        "class C:\n    def __call__(self, *a): pass\n    __signature__ = 'none'\nhandle = C()",
+    ],
+)
+def test_whatever_takes_data_and_job_is_a_handler(tmp_path: Path, source: str) -> None:
+    (tmp_path / "takes_both.py").write_text(source + "\n")
+    sys.path.insert(0, str(tmp_path))
+    assert callable(load_handler("takes_both"))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("def handle(): pass", "it is handle() (FILE, line 1), too many positional arguments; the form is def handle("),
+        ("\ndef handle(data): pass", "it is handle(data) (FILE, line 2), too many positional arguments; the form is "),
+        ("def handle(data, *, job): pass", "it is handle(data, *, job) (FILE, line 1), too many positional arguments"),
+        (
+            "def handle(data, job, db): pass",
+            "it is handle(data, job, db) (FILE, line 1), missing a required argument: ",
+        ),
+        ("class handle:\n    def __init__(self, data): pass", "it is handle(data), too many positional arguments"),
+        ("class C:\n    def run(data, job): pass\nhandle = C().run", "it is run(job)"),
+    ],
+)
+def test_what_cannot_take_data_and_job_is_refused_at_import(tmp_path: Path, source: str, says: str) -> None:
+    file = tmp_path / "takes_other.py"
+    file.write_text(source + "\n")
+    sys.path.insert(0, str(tmp_path))
+    with pytest.raises(CannotImport) as caught:
+        load_handler("takes_other")
+    told = str(caught.value)
+    assert told.startswith("handler 'takes_other' cannot be called with (data, job): ")
+    assert says.replace("FILE", str(file)) in told
+
+
+def test_a_traceback_has_the_user_s_frames_only_also_of_what_led_to_it(tmp_path: Path) -> None:
+    (tmp_path / "deep_one.py").write_text(
+        "import importlib\ntry:\n    importlib.import_module('deep_two')\n"
+        "except ZeroDivisionError as exc:\n    raise RuntimeError('no') from exc\n"
+    )
+    (tmp_path / "deep_two.py").write_text("from forq.names import check_queue_name\nx = 1\n1 / 0\n")
+    sys.path.insert(0, str(tmp_path))
+    with pytest.raises(CannotImport) as caught:
+        load_handler("deep_one:f")
+    assert str(caught.value) == (
+        f"handler 'deep_one:f' cannot be imported: RuntimeError: no ({tmp_path}/deep_one.py, line 5)"
+    )
+    assert caught.value.traceback is not None
+    frames = [line.strip() for line in caught.value.traceback.splitlines() if line.startswith("  File")]
+    assert frames == [
+        f'File "{tmp_path}/deep_one.py", line 3, in <module>',
+        f'File "{tmp_path}/deep_two.py", line 3, in <module>',
+        f'File "{tmp_path}/deep_one.py", line 5, in <module>',
+    ]
+    assert caught.value.traceback.endswith("\nRuntimeError: no")
+
+
+def test_a_traceback_is_cut_at_its_beginning_and_a_strange_exception_has_none(tmp_path: Path) -> None:
+    (tmp_path / "long_one.py").write_text(f"raise ValueError({'x' * 50!r} * 1000)\n")
+    (tmp_path / "strange_one.py").write_text(
+        "class Strange(Exception):\n    def __str__(self): raise SystemExit(3)\nraise Strange\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    for name in ("long_one", "strange_one"):
+        with pytest.raises(CannotImport) as caught:
+            load_handler(name)
+        assert len(caught.value.traceback or "") <= MAX_TRACEBACK + 2
+        assert len(str(caught.value)) < 3000
 
 
 def test_the_queue_s_own_directories_come_first_and_in_order(tmp_path: Path) -> None:

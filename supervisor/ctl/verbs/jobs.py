@@ -34,6 +34,8 @@ def why(args: Namespace) -> int:
         show_json(result)
     else:
         print(printable(result["why"]))
+        for line in (result.get("traceback") or "").splitlines():
+            print(printable(line))
     return 0
 
 

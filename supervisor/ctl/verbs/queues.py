@@ -6,9 +6,9 @@ import os
 import sys
 import time
 
-from forq.errors import UsageError
+from forq.errors import CannotImport, UsageError
 from forq.supervisor.ctl.client import connect
-from forq.supervisor.ctl.tables import printable, show_json
+from forq.supervisor.ctl.tables import printable, show_json, span
 from forq.supervisor.ctl.waits import Waiting, running_jobs, wait_for
 
 TYPE_CHECKING = False
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from typing import Any
 
+# How long a supervisor waits for an import, unless it is told otherwise.
+IMPORT_SECONDS = 60.0
 # The exit code of a delete that has left processes behind.
 SURVIVED = 3
 
@@ -35,7 +37,10 @@ def create(args: Namespace) -> int:
         params["mode"] = args.mode
     if args.fail_handler is not None:
         params["fail_handler"] = args.fail_handler
-    result = connect(args).call("queue.create", params)
+    try:
+        result = _call_and_import(args, "queue.create", params, wait=not args.no_wait)
+    except CannotImport as exc:
+        return _cannot_import(args, exc, "mend it, then repeat this command; nothing was made or changed")
     joined = isinstance(result, dict) and result.get("created") is False
     return _done(args, result, "joined" if joined else "created")
 
@@ -73,7 +78,53 @@ def resume(args: Namespace) -> int:
 
 
 def restart(args: Namespace) -> int:
-    return _done(args, connect(args).call("queue.restart", {"name": args.name}), "restarted")
+    try:
+        return _done(args, _call_and_import(args, "queue.restart", {"name": args.name}), "restarted")
+    except CannotImport as exc:
+        return _cannot_import(args, exc, f"mend it, then: forqctl restart {args.name}")
+
+
+def _call_and_import(args: Namespace, method: str, params: dict[str, Any], *, wait: bool = True) -> Any:
+    """Of a call that waits for the import of a handler, for as long as --wait says, else as an explicit --timeout says,
+    else as the supervisor does."""
+    if not wait:
+        return connect(args).call(method, {**params, "wait": False})
+    seconds = args.timeout_seconds
+    if args.wait is not None:
+        from forq.durations import parse_duration
+
+        seconds = parse_duration(args.wait)
+    given = {} if seconds is None else {"wait": seconds}
+    client = connect(args)
+    sent = client.send(method, {**params, **given})
+    # Its old process may take as long to end as any answer.
+    limit_seconds = client.timeout_seconds + (IMPORT_SECONDS if seconds is None else seconds)
+    deadline, name = time.monotonic() + limit_seconds, args.name
+    too_late = f"no answer within {limit_seconds:g} s; it goes on: forqctl status {name}"
+    return wait_for(client, sent, {"names": [name]}, _tell_of_import, deadline, too_late, lines=not args.json)
+
+
+def _tell_of_import(waiting: Waiting, status: Any) -> None:
+    queue = status["queues"][0]
+    name = printable(queue["name"])
+    for child in queue["children"]:
+        if child["state"] == "importing":
+            where = f"(process {child['pid']}, {span(child['uptime_seconds'])}; forqctl stack {name} shows where it is)"
+            waiting.say(f"the handler of {name} is being imported {where}")
+            return
+    if jobs := running_jobs([queue], with_queue=False):
+        waiting.say(f"new processes of {name} are ready; the old ones still run: {jobs}")
+
+
+def _cannot_import(args: Namespace, error: CannotImport, what_to_do: str) -> int:
+    if args.json:
+        about = {"code": error.code, "message": str(error), "traceback": error.traceback}
+        show_json({"name": args.name, "error": about})
+    print(f"forqctl: {printable(str(error))}", file=sys.stderr)
+    for line in (error.traceback or "").splitlines():
+        print(printable(line), file=sys.stderr)
+    print(f"forqctl: {what_to_do}", file=sys.stderr)
+    return error.exit_code
 
 
 def drain(args: Namespace) -> int:

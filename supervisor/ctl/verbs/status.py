@@ -6,7 +6,7 @@ import sys
 
 from forq.progress import show_progress
 from forq.supervisor.ctl.client import connect
-from forq.supervisor.ctl.tables import cell, printable, show_json, show_table, span
+from forq.supervisor.ctl.tables import cell, moment, printable, show_json, show_table, span
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def faults_in(status: dict[str, Any]) -> list[str]:
 
 
 def _starting_seconds(queue: dict[str, Any]) -> float:
-    ages = (child["uptime_seconds"] for child in queue["children"] if child["role"] == "main")
+    mains = [child for child in queue["children"] if child["role"] == "main"]
+    ages = (child["uptime_seconds"] for child in mains if child["state"] in ("starting", "importing"))
     return max((age for age in ages if age is not None), default=0.0)
 
 
@@ -101,6 +102,11 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
     for queue in status["queues"]:
         if queue.get("reason"):
             print(f"{printable(queue['name'])}: {queue['state']}: {printable(queue['reason'])}")
+            _show_traceback(queue.get("traceback"), in_detail)
+        if failed := queue.get("restart_error"):
+            when, why = moment(failed["at"]), printable(failed["message"])
+            print(f"{printable(queue['name'])}: runs older code: not restarted at {when}: {why}")
+            _show_traceback(failed["traceback"], in_detail)
         if queue.get("limits") and (in_detail or queue["limits"]["limited_workers"]):
             print(f"{printable(queue['name'])}: {_limits(queue['limits'])}")
     if in_detail:
@@ -125,6 +131,11 @@ def columns_for(queues: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
     if any(queue.get("kept") for queue in queues):
         columns = (*columns, ("KEPT", "kept"))
     return columns
+
+
+def _show_traceback(traceback: str | None, in_detail: bool) -> None:
+    for line in (traceback or "").splitlines() if in_detail else ():
+        print(f"  {printable(line)}")
 
 
 def _limits(limits: dict[str, Any]) -> str:
