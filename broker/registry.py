@@ -21,7 +21,7 @@ from forq.broker.server_url import database_of
 from forq.broker.stored_options import stored_fixed
 from forq.errors import InvalidData, UnknownQueue
 from forq.names import check_queue_name, is_queue_name
-from forq.options import SHARED_MODES
+from forq.options import SHARED_MODES, WORK
 from forq.version import PROTOCOL
 
 # Jobs per call when a deleted queue is purged: as many at first, and at most.
@@ -65,6 +65,17 @@ class Registry:
         asked = [("EXISTS", f"{queue_base(self._prefix, name)}:options") for name in found]
         there = self._link.pipeline(asked) if asked else []
         return {name: mode for (name, mode), exists in zip(found.items(), there, strict=True) if exists}
+
+    def without_supervisor(self, served: Collection[str]) -> list[str]:
+        """The queues of mode work that run nowhere: they are not among these, and no supervisor that has told of itself
+        in time has them."""
+        others = sorted(name for name, mode in self.names().items() if mode == WORK and name not in served)
+        if not others:
+            return []
+        seconds, micros = map(int, self._link.call("TIME"))
+        now_ms = seconds * 1000 + micros // 1000
+        asked = [("ZCOUNT", f"{queue_base(self._prefix, name)}:processors", now_ms, "+inf") for name in others]
+        return [name for name, alive in zip(others, self._link.pipeline(asked), strict=True) if not alive]
 
     def create(
         self,

@@ -118,6 +118,7 @@ class Clerk:
             "unschedule": self.unschedule,
             "trigger": lambda params: {"id": self._schedules(params).trigger(params.get("key", ""))},
             "counts": self.counts,
+            "overview": self.overview,
             "memory": self.memory,
         }
 
@@ -285,6 +286,13 @@ class Clerk:
                 page = Viewer(self._link, self._settings.prefix, name).jobs(limit=100)
                 answer[name]["items"] = [{"id": job["id"], "identifier": job["identifier"]} for job in page.jobs]
         return answer
+
+    def overview(self, params: dict[str, Any]) -> object:
+        """The counts of the named queues, else of those that are served and of those that no supervisor serves."""
+        served, named = params["served"], params["names"]
+        unserved = self._registry.without_supervisor(served)
+        names = named or [*served, *unserved]
+        return {"counts": self.counts({"names": names, "items": named}), "unserved": unserved}
 
     def memory(self, params: dict[str, Any]) -> object:
         """Each process's share of memory (PSS) in bytes: pages that n processes share count 1/n to each."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from forq import wire
 from forq.broker.link import Link
+from forq.broker.registry import Registry
 from forq.broker.viewing import Counts, counts_of
 from forq.errors import ForqError, RedisUnavailable, SupervisorUnreachable
 from forq.scoreboard import Scoreboard, State
@@ -51,6 +52,8 @@ class Look:
     took_seconds: float
     looks: int
     errors: dict[str, int]
+    # Queues that no supervisor serves.
+    unserved: list[str] = field(default_factory=list)
 
 
 class Looker:
@@ -74,12 +77,14 @@ class Looker:
             status_error = str(exc)
             header[SUPERVISOR_ERRORS] += 1
         counts: dict[str, Counts | None] = {}
+        unserved: list[str] = []
         round_trip: float | None = None
         try:
             round_trip = self._ping()
-            counts = self._counts(self._names)
+            unserved = Registry(self._link, self._prefix).without_supervisor(self._names)
+            counts = self._counts([*self._names, *unserved])
         except ForqError as exc:
-            redis_error, counts, round_trip = str(exc), {}, None
+            redis_error, counts, unserved, round_trip = str(exc), {}, [], None
             header[REDIS_ERRORS] += 1
         header[LOOKS] += 1
         now_ns = time.monotonic_ns()
@@ -95,6 +100,7 @@ class Looker:
             took_seconds=time.monotonic() - began,
             looks=header[LOOKS],
             errors={"redis": header[REDIS_ERRORS], "supervisor": header[SUPERVISOR_ERRORS]},
+            unserved=[name for name in unserved if counts[name] is not None],
         )
 
     def _ping(self) -> float:

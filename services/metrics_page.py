@@ -13,6 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from forq.broker.viewing import Counts
+from forq.options import WORK
 from forq.services.metrics_look import Look, queues_of
 from forq.tallies import cumulated
 
@@ -173,6 +174,8 @@ def _of_queues(look: Look) -> Iterator[Metric]:
             processes.add_metric([name, role, its], number)
         for role in dict.fromkeys(child["role"] for child in children):
             restarts.add_metric([name, role], sum(child["restarts"] for child in children if child["role"] == role))
+    for name in look.unserved:
+        states.add_metric([name, WORK, "unserved"], 1)
     yield states
     yield processes
     yield restarts

@@ -40,6 +40,22 @@ def _restart_error(unit: QueueUnit, *, traces: bool) -> dict[str, Any] | None:
     return error if error is None or traces else {**error, "traceback": None}
 
 
+def _describe_other(name: str, counts: dict[str, Any], *, unserved: bool, items: bool) -> dict[str, Any]:
+    """A queue that this supervisor does not serve."""
+    how = f"`forqctl create {name} --handler MODULE:FUNCTION --path DIR` makes this one serve it"
+    return {
+        "name": name,
+        "mode": counts["mode"],
+        "state": "unserved" if unserved else "elsewhere",
+        "reason": f"no supervisor serves it; {how}" if unserved else f"another supervisor serves it; {how}, too",
+        "traceback": None,
+        "restart_error": None,
+        **{key: counts[key] for key in COUNTS},
+        "children": [],
+        **({"items": counts.get("items")} if items else {}),
+    }
+
+
 class Status:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -51,12 +67,10 @@ class Status:
         wanted = request.params.get("names") or []
         if not isinstance(wanted, list):
             raise UsageError("names is a list of queue names")
-        units = self._queues.units
-        for name in wanted:
-            if check_queue_name(name) not in units:
-                raise UnknownQueue(f"no queue {name!r}")
-        names = wanted or sorted(units)
-
+        served = sorted(self._queues.units)
+        others = [name for name in wanted if check_queue_name(name) not in served]
+        if others and request.params.get("counts") is False:
+            raise UnknownQueue(f"this supervisor serves no queue {others[0]!r}")
         asked = self._supervisor.loop.now()
         counted = False
 
@@ -68,9 +82,20 @@ class Status:
                 return
             counted = True
             counts_ms = round((self._supervisor.loop.now() - asked) * 1000, 3)
-            known = {} if isinstance(counts, ForqError) else counts
+            known, unserved = ({}, []) if isinstance(counts, ForqError) else (counts["counts"], counts["unserved"])
+            if missing := [name for name in others if known.get(name) is None]:
+                down = f": {counts}" if isinstance(counts, ForqError) else ""
+                request.fail(UnknownQueue(f"no queue {missing[0]!r}{down}"))
+                return
+            # One whose entry is there and whose counts are not is just being made or deleted.
+            names = wanted or [*served, *(name for name in unserved if known.get(name) is not None)]
             traces = request.params.get("traces") is not False
-            queues = [self._describe(name, known.get(name), items=bool(wanted), traces=traces) for name in names]
+            queues = [
+                self._describe(name, known.get(name), items=bool(wanted), traces=traces)
+                if name in served
+                else _describe_other(name, known[name], unserved=name in unserved, items=bool(wanted))
+                for name in names
+            ]
             described = {
                 "queues": queues,
                 "capacity": self._queues.grants.describe(),
@@ -84,9 +109,9 @@ class Status:
         late = TimedOut(f"no answer from Redis within {COUNTS_SECONDS} s")
         timer = self._supervisor.loop.call_later(COUNTS_SECONDS, lambda: answer(late))
         if request.params.get("counts") is False:
-            answer({})
+            answer({"counts": {}, "unserved": []})
         elif self._services.redis_state["ok"]:
-            self._clerk.ask("counts", {"names": names, "items": wanted}, answer)
+            self._clerk.ask("overview", {"names": wanted, "served": served}, answer)
         else:
             answer(ForqError(self._services.redis_state["error"] or "not reached yet"))
 

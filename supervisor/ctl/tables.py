@@ -17,6 +17,7 @@ _COLOURS = {
     "draining": "33",
     "starting": "33",
     "stopping": "33",
+    "unserved": "33",
     "flapping": "31",
     "config_error": "31",
     "stopped": "31",

@@ -45,7 +45,7 @@ def test_counts_that_come_late_while_the_memory_is_read_are_no_second_answer() -
     request = MagicMock(params={"memory": True}, answered=False)
     Status(asked.supervisor).status(request)
     asked.time_is_over()
-    asked.answers["counts"]({})
+    asked.answers["overview"]({"counts": {}, "unserved": []})
     asked.answers["memory"]({})
     request.reply.assert_called_once()
     redis = request.reply.call_args.args[0]["supervisor"]["redis"]

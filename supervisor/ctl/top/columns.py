@@ -13,7 +13,7 @@ from forq.supervisor.ctl.tables import cell
 
 STYLES = {
     **dict.fromkeys(("running", "busy"), "green"),
-    **dict.fromkeys(("paused", "draining", "starting", "stopping", "limited"), "yellow"),
+    **dict.fromkeys(("paused", "draining", "starting", "stopping", "limited", "unserved"), "yellow"),
     **dict.fromkeys(("flapping", "config_error", "stopped", "backoff"), "red"),
 }
 T = TypeVar("T")

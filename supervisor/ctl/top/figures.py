@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from forq.supervisor.ctl.tables import printable, span
 
 # In this order when sorted by state.
-TROUBLES_FIRST = ("config_error", "flapping", "stopped", "starting", "draining", "paused", "running")
+TROUBLES_FIRST = ("config_error", "flapping", "stopped", "unserved", "starting", "draining", "paused", "running")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ NOT_HEALTHY = 3
 SHOWN_CHILDREN = 4
 # Rows about the capacity: a supervisor may have a thousand queues.
 SHOWN_HOLDERS = 20
-HEALTHY_STATES = ("running", "starting", "paused", "draining")
+HEALTHY_STATES = ("running", "starting", "paused", "draining", "elsewhere")
 # A handler whose import takes longer than this counts as stuck.
 STARTING_SECONDS = 30.0
 _COLUMNS: tuple[tuple[str, str], ...] = (
@@ -61,7 +61,10 @@ def faults_in(status: dict[str, Any]) -> list[str]:
     for queue in status["queues"]:
         silent = [child["pid"] for child in queue["children"] if child["state"] == "unresponsive"]
         faults += [f"process {pid} of queue {queue['name']} is unresponsive" for pid in silent]
-        if queue["state"] not in HEALTHY_STATES:
+        if queue["state"] == "unserved":
+            if queue["waiting"]:
+                faults.append(f"queue {queue['name']} is unserved, and {queue['waiting']} of its jobs wait")
+        elif queue["state"] not in HEALTHY_STATES:
             faults.append(f"queue {queue['name']} is {queue['state']}")
         elif queue["state"] in ("running", "starting") and not any(map(_is_live_main, queue["children"])):
             faults.append(f"queue {queue['name']} has no main process")

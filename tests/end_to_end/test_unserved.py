@@ -1,0 +1,99 @@
+"""Queues that are in Redis and that no supervisor serves: status knows them, and says what to do."""
+
+import json
+import signal
+
+import pytest
+
+from forq import Client
+from tests.support.metrics import Scraper
+from tests.support.running import Forq, running, wait_until
+from tests.support.server import Server
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def states(forq: Forq) -> dict[str, str]:
+    return {queue["name"]: queue["state"] for queue in forq.status()["queues"]}
+
+
+def test_a_queue_that_nobody_serves_is_listed_with_what_to_do(redis_url: str) -> None:
+    orphan = Client(redis_url).create_queue("orphan")
+    with running(redis=redis_url) as forq:
+        forq.create("mine")
+        forq.wait_for_child("mine")
+        assert states(forq) == {"mine": "running", "orphan": "unserved"}
+        assert forq.run_ctl("status", "--check").returncode == 0, "nothing waits in it"
+        orphan.enqueue_many([1, 2, 3])
+        rows = [line.split() for line in forq.ctl("status").splitlines()]
+        assert rows[2][:3] == ["orphan", "unserved", "3"]
+        told = (
+            "orphan: unserved: no supervisor serves it; "
+            "`forqctl create orphan --handler MODULE:FUNCTION --path DIR` makes this one serve it"
+        )
+        assert told in forq.ctl("status").splitlines()
+        assert told in forq.ctl("status", "orphan").splitlines()
+        shown = json.loads(forq.ctl("status", "orphan", "--json"))["queues"][0]
+        assert (shown["state"], shown["mode"], shown["waiting"], shown["children"]) == ("unserved", "work", 3, [])
+        assert len(shown["items"]) == 3
+        check = forq.run_ctl("status", "--check")
+        assert (check.returncode, check.stderr) == (
+            3,
+            "forqctl: not healthy: queue orphan is unserved, and 3 of its jobs wait\n",
+        )
+        missing = forq.run_ctl("status", "nowhere")
+        assert (missing.returncode, missing.stderr) == (4, "forqctl: no queue 'nowhere'\n")
+
+        forq.create("orphan", "record")
+        wait_until(lambda: orphan.status()["done"] == 3, what="its jobs have run")
+        assert states(forq) == {"mine": "running", "orphan": "running"}
+        assert forq.run_ctl("status", "--check").returncode == 0
+
+
+def test_a_queue_of_another_supervisor_is_not_listed_until_that_one_is_gone(redis_url: str) -> None:
+    beats = 'heartbeat = "200ms"\nexpiry = "1s"\n'
+    with running(redis=redis_url, settings=beats) as one, running(redis=redis_url, settings=beats) as two:
+        two.create("theirs")
+        two.wait_for_child("theirs")
+        wait_until(lambda: states(one) == {}, what="it is known that somebody serves it")
+        shown = one.ctl("status", "theirs")
+        assert "theirs: elsewhere: another supervisor serves it" in shown
+        two.ctl("pause", "theirs")
+        two.ctl("push", "theirs", "1")
+        assert one.run_ctl("status", "theirs", "--check").returncode == 0
+        for process in two.processes():
+            process.send_signal(signal.SIGSTOP)
+        try:
+            wait_until(lambda: states(one) == {"theirs": "unserved"}, what="the other is silent")
+        finally:
+            for process in two.processes():
+                process.send_signal(signal.SIGCONT)
+        wait_until(lambda: states(one) == {}, what="and is heard again")
+
+
+def test_metrics_have_queues_that_nobody_serves(redis_url: str) -> None:
+    Client(redis_url).create_queue("orphan").enqueue_many([1, 2])
+    with running(redis=redis_url, settings='[metrics]\nlisten = "./m.sock"\n') as forq:
+        scraper = Scraper(forq.directory / "m.sock")
+        labels = {"queue": "orphan", "mode": "work", "state": "unserved"}
+        wait_until(lambda: scraper.value("forq_queue_state", **labels) == 1, what="its state is told")
+        assert scraper.value("forq_jobs", queue="orphan", state="waiting") == 2
+        forq.create("orphan", "record")
+        wait_until(lambda: scraper.value("forq_jobs", queue="orphan", state="waiting") == 0, what="it is served")
+        wait_until(lambda: scraper.value("forq_queue_state", **labels) is None, what="and its state is another")
+
+
+@pytest.mark.one_server
+def test_while_redis_is_away_only_its_own_queues_are_known(server: Server, redis_url: str) -> None:
+    Client(redis_url).create_queue("orphan")
+    with running(redis=redis_url) as forq:
+        forq.create("mine")
+        wait_until(lambda: set(states(forq)) == {"mine", "orphan"}, what="both are known")
+        server.kill()
+        try:
+            wait_until(lambda: not forq.status()["supervisor"]["redis"]["ok"], what="Redis is away")
+            assert set(states(forq)) == {"mine"}
+            missing = forq.run_ctl("status", "orphan")
+            assert (missing.returncode, missing.stderr.startswith("forqctl: no queue 'orphan': ")) == (4, True)
+        finally:
+            server.start()
