@@ -23,6 +23,9 @@ def tell_loss(
         queue, job = main_queue(queue), job.rpartition(":")[0]
     text = headline(queue, job, fate, _happened(outcome, cause, micros), of_fail_handler=of_fail_handler)
     level = logging.ERROR if fate.final else logging.INFO if outcome == "interrupted" else logging.WARNING
+    if not log.isEnabledFor(level):
+        # As set by log_level, which holds for the lines of a queue's own processes, too.
+        return
     if directory is None or not _write(directory, job, logging.getLevelName(level), text):
         log.log(level, "%s queue=%s job=%s", text, queue, job)
 

@@ -221,4 +221,7 @@ def _with_fields(record: logging.LogRecord, fields: dict[str, object]) -> loggin
 
 
 def _tell_past(line: JobLine, remark: str = "") -> None:
+    # The level holds whatever has become of the logger; isEnabledFor says no of one that is disabled.
+    if line.level < log.getEffectiveLevel():
+        return
     tell_past_logging(logging.getLevelName(line.level), line.job, line.text(remark))

@@ -95,6 +95,9 @@ class RootHandler(logging.Handler):
         try:
             message = _without_columns(self.format(record), record)
         except Exception:  # a message whose arguments do not fit it, say
+            if _is_about_a_job(record):
+                # Whoever tells of it knows how to do so without the exception's own methods.
+                raise
             self.handleError(record)
             return
         self._output.tell("log", record.levelname, message, job=self._output.current_job(), logger=record.name)
@@ -103,7 +106,12 @@ class RootHandler(logging.Handler):
 
 def _without_columns(message: str, record: logging.LogRecord) -> str:
     """A line of the queue's log begins with queue and job: what forq says of a job need not name them again."""
-    told = record.__dict__
-    if record.name != "forq" or "job_id" not in told:
+    if not _is_about_a_job(record):
         return message
+    told = record.__dict__
     return message.replace(f" queue={told.get('queue')} job={told['job_id']}", "", 1)
+
+
+def _is_about_a_job(record: logging.LogRecord) -> bool:
+    """Whether it is a line of job_log.py."""
+    return record.name == "forq" and "job_id" in record.__dict__

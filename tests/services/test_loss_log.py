@@ -1,5 +1,6 @@
 """The line about an attempt that ended with its process: in the queue's log, else in our own."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -55,11 +56,19 @@ def told(fifo: int) -> Line:
     ],
 )
 def test_the_line_is_in_the_queue_s_log(
-    fifo: int, tmp_path: Path, outcome: Outcome, fate: Fate, level: str, text: str
+    fifo: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, outcome: Outcome, fate: Fate, level: str, text: str
 ) -> None:
+    caplog.set_level(logging.INFO)
     tell_loss(str(tmp_path), "q", "a b", fate, outcome=outcome, cause="signal_9_(SIGKILL)", micros=1_500_000)
     line = told(fifo)
     assert (line.level, line.job, line.logger, line.stream, line.text) == (level, "a b", "forq", "log", f"job {text}")
+
+
+def test_log_level_holds_for_these_lines_too(fifo: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    tell_loss(str(tmp_path), "q", "a", AGAIN, outcome="stalled", cause="exit_1", micros=None)
+    tell_loss(str(tmp_path), "q", "b", Fate("dead", 0, 4, 4), outcome="stalled", cause="exit_1", micros=None)
+    assert told(fifo).job == "b"
 
 
 def test_a_fail_job_is_told_under_the_id_of_its_job(fifo: int, tmp_path: Path) -> None:

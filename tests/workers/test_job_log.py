@@ -20,6 +20,8 @@ from forq.workers.attempt import Attempts, FailAttempts
 from forq.workers.exec_messages import ProgramFailed
 from forq.workers.handlers import Handlers
 from forq.workers.job_log import MAX_WAITING, PATIENT_SECONDS, FailedAttempt, JobLog
+from forq.workers.output_streams import RootHandler
+from forq.workers.output_writer import Output
 
 RECORD = b"p5 1700000000123\n" + pack_body(1, None, None)
 AGAIN = Fate("retried", 4000, 2, 4)
@@ -214,6 +216,35 @@ def test_an_exception_whose_text_raises_is_told(listen: Listen, past: list[Any],
         logging.getLogger("forq").removeHandler(handler)
     told = capsys.readouterr().err + "".join(text for _, _, text in past)
     assert "error=Silent: (cannot be told: SystemExit)" in told
+
+
+def test_an_exception_that_cannot_be_shown_is_in_the_queue_s_log(past: list[Any]) -> None:
+    class Secretive(Exception):
+        @property
+        def __notes__(self) -> list[str]:  # type: ignore[override]
+            raise RuntimeError("none of your business")
+
+    def fail(data: Any, job: Job) -> None:
+        raise Secretive("no good")
+
+    ours = RootHandler(Output())
+    logging.getLogger("forq").addHandler(ours)
+    try:
+        JobLog().tell_failure(failed(fail), AGAIN)
+    finally:
+        logging.getLogger("forq").removeHandler(ours)
+    assert len(past) == 1
+    assert past[0][2].startswith(
+        "job failed: attempt 2 of 4, again in 4 s (logging raised RuntimeError) error=Secretive"
+    )
+
+
+def test_a_level_holds_for_what_logging_did_not_take(past: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("forq"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("forq"), "level", logging.ERROR)
+    JobLog().tell_failure(failed(refuse), AGAIN)
+    JobLog().tell_failure(failed(refuse), OVER)
+    assert [level for level, _, _ in past] == ["ERROR"]
 
 
 def test_a_handler_that_blocks_holds_nobody_up_and_no_line_is_lost(listen: Listen, past: list[Any]) -> None:
