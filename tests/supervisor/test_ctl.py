@@ -740,6 +740,36 @@ def test_drain_names_the_jobs_that_it_waits_for(fake: FakeSupervisor, jobs: int,
     assert len(err.splitlines()) <= 2
 
 
+@pytest.mark.parametrize("verb", [("restart", "emails"), ("create", "emails", "--handler", "m:f")])
+@pytest.mark.parametrize(
+    ("importing", "says"),
+    [
+        (True, "the handler of emails is being imported (process 12, 4s; forqctl stack emails shows where it is)"),
+        (False, "new processes of emails are ready; the old ones still run: j1 (3s), j0 (0s)"),
+    ],
+)
+def test_restart_and_create_name_what_they_wait_for(
+    fake: FakeSupervisor, verb: tuple[str, ...], importing: bool, says: str
+) -> None:
+    held: list[Request] = []
+    queue = busy_queue(2)
+    state = "importing" if importing else "imported"
+    queue["children"].append({**queue["children"][0], "pid": 12, "state": state, "uptime_seconds": 4.2, "jobs": []})
+
+    def status(params: dict[str, Any]) -> dict[str, Any]:
+        # The second look comes after more than a second.
+        if [method for method, _ in fake.calls].count("status") == 3:
+            held[0].reply({"name": "emails"})
+        return whole_status(queue)
+
+    fake._server._verbs[f"queue.{verb[0]}"] = held.append  # type: ignore[index]
+    fake.answers["status"] = status
+    code, _, err = forqctl(fake, *verb)
+    assert code == 0
+    assert set(err.splitlines()) == {f"forqctl: {says}"}
+    assert len(err.splitlines()) <= 2
+
+
 @pytest.mark.parametrize(
     ("queue", "says"),
     [
