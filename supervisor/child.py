@@ -136,8 +136,8 @@ class Child:
     A line above `max_line_bytes`, and one for which `on_line` raises InvalidData, is its last: it is killed.
     `on_garbage` is called right before that, with the cause.
     `keep_fds`: descriptors that it inherits besides those that all do. `resources`: what it may take of the machine;
-    `kernel_keeps` says whether the kernel sees to that. `stopped`: a signal has stopped it; `on_stop` is called when
-    that changes.
+    `kernel_keeps` says whether the kernel sees to that. `stopped`: a signal has stopped it; `resumed`: how often it
+    went on after that; `on_stop` is called when they change.
 
     Making one raises OSError when the system has no process, descriptor or control group left to give.
     """
@@ -163,6 +163,7 @@ class Child:
         self.stopping = False
         self.ended = False
         self.stopped = False
+        self.resumed = 0
         self._on_stop = on_stop
         self._nursery = nursery
         self._on_line = on_line
@@ -260,6 +261,7 @@ class Child:
 
     def _stopped_or_continued(self, stopped: bool) -> None:
         self.stopped = stopped
+        self.resumed += not stopped
         if self._on_stop is not None:
             self._on_stop()
 

@@ -77,8 +77,9 @@ class ProcessWatch:
 
     def stopped_or_continued(self) -> None:
         """A signal has stopped the process, or it goes on."""
-        if self._child.stopped and not self.unresponsive:
-            self._notice()
+        if not self._child.stopped:
+            # One that is throttled (cpulimit stops and continues it ten times a second) is slow, and not stuck.
+            self._waited = 0.0
         self.challenge()
 
     def stop(self) -> None:

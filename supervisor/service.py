@@ -41,9 +41,11 @@ class Service:
         self.name = name
         self.child: Child | None = None
         self.restarts = 0
-        # Kept by the watch over all services: whether it is frozen or stuck, and for how long it owes an answer.
+        # Kept by the watch over all services: whether it is frozen or stuck, for how long it owes an answer, and how
+        # often it went on after a stop.
         self.unresponsive = False
         self.unanswered_seconds = 0.0
+        self.resumed = 0
         self._liveness = liveness.Liveness()
         self._pinged_ns = 0
         self._nursery = nursery
@@ -64,7 +66,7 @@ class Service:
             self._timer.cancel()
         self._timer = None
         self._liveness.begin(FIRST_PASS_SECONDS)
-        self._pinged_ns, self.unanswered_seconds = time.monotonic_ns(), 0.0
+        self._pinged_ns, self.unanswered_seconds, self.resumed = time.monotonic_ns(), 0.0, 0
         try:
             self.child = Child(
                 self._nursery,

@@ -41,8 +41,9 @@ class ServiceWatch:
         self._timer = None
 
     def look_soon(self) -> None:
-        """A service was stopped, or goes on."""
-        if self._timer is not None:
+        """A service was stopped, or goes on. A look that is due by then is not put off: one that is stopped and
+        continued again and again must not keep the others from being looked at."""
+        if self._timer is not None and self._timer.due > self._loop.now() + SLICE_SECONDS:
             self._timer.cancel()
             self._plan(SLICE_SECONDS)
 
@@ -66,9 +67,12 @@ class ServiceWatch:
                 log.info("service is responsive again service=%s", service.name)
             service.unresponsive, service.unanswered_seconds = False, 0.0
             return service.ping_if_quiet(QUIET_SECONDS)
-        if child.stopped or not service.is_busy():
+        if child.resumed != service.resumed:
+            # One that is throttled (cpulimit stops and continues it ten times a second) is slow, and not stuck.
+            service.resumed, service.unanswered_seconds = child.resumed, 0.0
+        elif child.stopped or not service.is_busy():
             service.unanswered_seconds += counted
-        if child.stopped or service.unanswered_seconds >= NOTICE_SECONDS:
+        if service.unanswered_seconds >= NOTICE_SECONDS:
             service.unresponsive = True
         if service.unanswered_seconds >= (STOPPED_SECONDS if child.stopped else REPLACE_SECONDS):
             how = "stopped by a signal" if child.stopped else "no answer to a ping"

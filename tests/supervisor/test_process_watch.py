@@ -102,7 +102,6 @@ def test_an_idle_process_that_cannot_come_back_by_itself_is_killed_after_a_secon
     if how == "stopped":
         stage.child.stopped = True
         stage.watch.stopped_or_continued()
-        assert stage.watch.unresponsive, "that is known at once"
     else:
         stage.watch.challenge()
         stage.child.frozen.return_value = how == "frozen"
@@ -111,6 +110,18 @@ def test_an_idle_process_that_cannot_come_back_by_itself_is_killed_after_a_secon
     assert "kill" not in stage.said
     stage.run(0.4)
     assert stage.said[-1] == "kill"
+
+
+def test_a_process_that_is_throttled_by_stops_is_not_stuck(stage: Stage) -> None:
+    """As by cpulimit, ten times a second."""
+    for _ in range(50):
+        stage.child.stopped = True
+        stage.watch.stopped_or_continued()
+        stage.run(0.05)
+        stage.child.stopped = False
+        stage.watch.stopped_or_continued()
+        stage.run(0.05)
+    assert set(stage.said) == {"ping"}
 
 
 def test_an_idle_process_that_is_only_slow_gets_ten_seconds(stage: Stage) -> None:
@@ -127,7 +138,7 @@ def test_a_process_that_runs_a_job_is_not_killed_before_the_job_has_ended(stage:
     stage.child.stopped = True
     stage.watch.stopped_or_continued()
     stage.run(600)
-    assert stage.said == ["unresponsive", "ping"], "no successor either: none of its workers was given anything"
+    assert stage.said == ["ping", "unresponsive"], "no successor either: none of its workers was given anything"
     stage.end_job()
     stage.run(2)
     assert stage.said[-1] == "kill"

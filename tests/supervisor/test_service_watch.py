@@ -166,6 +166,30 @@ def test_a_service_that_goes_on_in_time_is_not_replaced(started: Callable[[Run],
     assert (one.service.child.pid, one.service.restarts) == (pid, 0)
 
 
+def test_a_service_that_is_throttled_by_stops_is_left_alone_and_the_looks_go_on(
+    started: Callable[[Run], Watched],
+) -> None:
+    """As by cpulimit, ten times a second: others may be stuck meanwhile."""
+    one = started(serve)
+    one.run_until(one.service.has_passed)
+    assert one.service.child is not None
+    pid, looks = one.service.child.pid, 0
+
+    def services() -> tuple[Service]:
+        nonlocal looks
+        looks += 1
+        return (one.service,)
+
+    one.watch._services = services
+    for _ in range(30):
+        for signum in (signal.SIGSTOP, signal.SIGCONT):
+            os.kill(pid, signum)
+            until = time.monotonic() + 0.05
+            one.run_until(lambda until=until: time.monotonic() > until)  # type: ignore[misc]
+    assert (one.service.child.pid, one.service.restarts, one.seen_unresponsive) == (pid, 0, False)
+    assert looks >= 10
+
+
 def test_time_in_which_the_judge_did_not_run_counts_for_nobody() -> None:
     awake = AwakeTime(100.0)
     assert awake.count(100.0 + SLICE_SECONDS) == SLICE_SECONDS
@@ -184,9 +208,10 @@ def test_a_supervisor_that_was_stopped_itself_replaces_nobody(started: Callable[
     pid = one.service.child.pid
     os.kill(pid, signal.SIGSTOP)
     one.run_until(lambda: one.service.unresponsive)
+    before = one.service.unanswered_seconds
     time.sleep(LATE_SECONDS + 1)  # the loop does not run: the judge sleeps
     one.loop.tick(0)
-    assert one.service.unanswered_seconds < 0.5
+    assert one.service.unanswered_seconds == before
     os.kill(pid, signal.SIGCONT)
     one.run_until(lambda: not one.service.unresponsive)
     assert one.service.restarts == 0
