@@ -149,7 +149,7 @@ def test_a_prefix_that_no_queue_has_is_refused_unless_the_history_knows_their_en
         history.publish(0, spark.read.format("forq").option("redis", redis_url).load())
         with pytest.raises(UnknownQueue, match=wrong):
             audit.audit_all(spark, redis_url, "other:", str(tmp_path / "history"))
-        end = Journal(queue.name, epoch=10**15)
+        end = Journal(queue.name, epoch=10**18)
         end.note(10**12, event("deleted"))
         history.publish(1, spark.createDataFrame(end.rows(), EVENTS))
     found, _ = audit.audit_all(spark, redis_url, "other:", str(tmp_path / "history"))
