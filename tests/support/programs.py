@@ -37,7 +37,8 @@ def python_program(directory: Path, act: str, *, before: str = "", name: str = "
 def script(directory: Path, source: str, name: str = "program") -> str:
     path = directory / f"{name}.py"
     path.write_text(source)
-    return f"exec:{sys.executable} {path}"
+    # Unbuffered: what it prints is an answer that somebody waits for.
+    return f"exec:{sys.executable} -u {path}"
 
 
 def shell(directory: Path, source: str, name: str = "program", *, once: bool = True) -> str:
