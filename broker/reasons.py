@@ -5,6 +5,7 @@ from typing import Any
 
 from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
 from forq.broker.link import Link
+from forq.broker.registry import now_ms
 from forq.broker.viewing import Counts, Viewer
 from forq.durations import show_time
 from forq.options import EXTERNAL, RELEASE_MODES
@@ -64,12 +65,13 @@ def _reason(link: Link, prefix: str, viewer: Viewer, job: dict[str, Any]) -> str
         return (
             f"it has used up its retries and gets another chance when nothing else waits ({counts.waiting} jobs wait)"
         )
-    return _waiting(link, queue_base(prefix, name), job, counts)
+    return _waiting(link, prefix, name, job, counts)
 
 
-def _waiting(link: Link, base: str, job: dict[str, Any], counts: Counts) -> str:
-    if counts.mode != EXTERNAL and not link.call("ZCARD", f"{base}:processors"):
-        return "no supervisor serves its queue"
+def _waiting(link: Link, prefix: str, name: str, job: dict[str, Any], counts: Counts) -> str:
+    base = queue_base(prefix, name)
+    if counts.mode != EXTERNAL and not link.call("ZCOUNT", f"{base}:processors", now_ms(link), "+inf"):
+        return f"no supervisor serves its queue; `forqctl status {name}` says what to do"
     if job.get("suspect"):
         return _suspect(link, base, job)
     priority = job["priority"]

@@ -72,9 +72,8 @@ class Registry:
         others = sorted(name for name, mode in self.names().items() if mode == WORK and name not in served)
         if not others:
             return []
-        seconds, micros = map(int, self._link.call("TIME"))
-        now_ms = seconds * 1000 + micros // 1000
-        asked = [("ZCOUNT", f"{queue_base(self._prefix, name)}:processors", now_ms, "+inf") for name in others]
+        now = now_ms(self._link)
+        asked = [("ZCOUNT", f"{queue_base(self._prefix, name)}:processors", now, "+inf") for name in others]
         return [name for name, alive in zip(others, self._link.pipeline(asked), strict=True) if not alive]
 
     def create(
@@ -247,6 +246,12 @@ class Registry:
         if reply[0] != OK:
             raise error_for(name, reply)
         self._link.run(script("pause"), queue_base(self._prefix, fail_queue(name)), int(paused))
+
+
+def now_ms(link: Link) -> int:
+    """The server's time, by which processors have told of themselves."""
+    seconds, micros = map(int, link.call("TIME"))
+    return seconds * 1000 + micros // 1000
 
 
 def _next_count(count: int, read: list[bytes]) -> int:

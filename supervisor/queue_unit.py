@@ -91,8 +91,11 @@ class QueueUnit:
     def trouble(self) -> str | None:
         """Why its main process does not take jobs now, in a sentence; None if it does."""
         seat = self._seats[0]
-        if self._wanted and self._flapping(seat):
-            deaths = f"its processes keep dying before they settle a job ({seat.restarts} restarts, {self._last_end})"
+        flapping = [each for each in self._seats if self._flapping(each)]
+        # The retry process may be the first of two that keep dying: then the state says so already.
+        if self._wanted and (seat in flapping or (flapping and not self._main_is_ready())):
+            restarts = max(each.restarts for each in flapping)
+            deaths = f"its processes keep dying before they settle a job ({restarts} restarts, {self._last_end})"
             return f"its queue is flapping: {deaths}; `forqctl logs {self.spec.name}` shows what they wrote"
         if not self._wanted or self._main_is_ready():
             return None

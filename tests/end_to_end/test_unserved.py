@@ -41,6 +41,8 @@ def test_a_queue_that_nobody_serves_is_listed_with_what_to_do(redis_url: str) ->
             3,
             "forqctl: not healthy: queue orphan is unserved, and 3 of its jobs wait\n",
         )
+        reason = forq.ctl("why", "orphan", shown["items"][0]["id"])
+        assert reason == "no supervisor serves its queue; `forqctl status orphan` says what to do"
         missing = forq.run_ctl("status", "nowhere")
         assert (missing.returncode, missing.stderr) == (4, "forqctl: no queue 'nowhere'\n")
 

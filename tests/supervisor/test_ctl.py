@@ -75,6 +75,15 @@ def test_status_of_a_name_shows_processes_and_items(fake: FakeSupervisor) -> Non
     assert fake.calls == [("status", {"names": ["emails"]})]
 
 
+def test_status_of_a_queue_shows_its_first_items_and_how_to_see_more(fake: FakeSupervisor) -> None:
+    items = [{"id": str(number), "identifier": None} for number in range(100)]
+    fake.answers["status"] = whole_status(queue_status(items=items))
+    lines = forqctl(fake, "status", "emails")[1].splitlines()
+    assert lines[-2:] == ["19  -", "more of them: forqctl jobs emails"]
+    fake.answers["status"] = whole_status(queue_status(items=items[:20]))
+    assert forqctl(fake, "status", "emails")[1].splitlines()[-1] == "19  -"
+
+
 def test_status_shows_who_waits_for_capacity_and_who_holds_it(fake: FakeSupervisor) -> None:
     holds = {"worker": "a main", "units": 80, "priority": 1, "in_use": True, "seconds": 61.2}
     keeps = {"worker": "b main", "units": 10, "priority": 0, "in_use": False, "seconds": 5}

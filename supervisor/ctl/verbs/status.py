@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 NOT_HEALTHY = 3
 SHOWN_CHILDREN = 4
+SHOWN_ITEMS = 20
 # Rows about the capacity: a supervisor may have a thousand queues.
 SHOWN_HOLDERS = 20
 HEALTHY_STATES = ("running", "starting", "paused", "draining", "elsewhere")
@@ -158,6 +159,8 @@ def _show_capacity(capacity: dict[str, Any], names: Sequence[str]) -> None:
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for does, worker in held + waits:
         groups.setdefault((worker["worker"], does, worker["priority"]), []).append(worker)
+    if not groups:
+        return
     asked_first = sorted(groups.items(), key=lambda group: group[0][0].rpartition(" ")[0] not in names)
     show_table(
         ("PROCESS", "", "WORKERS", "UNITS", "PRIORITY", "FOR"),
@@ -192,6 +195,17 @@ def _progress(child: dict[str, Any]) -> str | None:
 def _show_queue(queue: dict[str, Any]) -> None:
     if queue.get("next_due_seconds") is not None:
         print(f"{printable(queue['name'])}: the next job or tick is due in {span(queue['next_due_seconds'])}")
+    if queue["children"]:
+        _show_processes(queue)
+    if queue.get("items"):
+        shown = queue["items"][:SHOWN_ITEMS]
+        print(f"\n{printable(queue['name'])}: items")
+        show_table(("ID", "IDENTIFIER"), [(item["id"], item["identifier"]) for item in shown])
+        if len(queue["items"]) > len(shown):
+            print(f"more of them: forqctl jobs {printable(queue['name'])}")
+
+
+def _show_processes(queue: dict[str, Any]) -> None:
     print(f"\n{printable(queue['name'])}: processes")
     told = any(child.get("progress") for child in queue["children"])
     show_table(
@@ -209,6 +223,3 @@ def _show_queue(queue: dict[str, Any]) -> None:
             for child in queue["children"]
         ],
     )
-    if queue.get("items"):
-        print(f"\n{printable(queue['name'])}: items")
-        show_table(("ID", "IDENTIFIER"), [(item["id"], item["identifier"]) for item in queue["items"]])
