@@ -128,10 +128,11 @@ def test_a_heartbeat_tells_that_fail_jobs_wait_for_something_else(queue: OneQueu
     queue.enqueue("a", "b")
     worker.turn(want=2)
     with ears(queue) as pulse:
-        worker.turn(failed="a")
+        worker.turn(failed="a", keep=1)
         assert pulse.words() == ["fail"]
     assert (helped(queue, fails), helped(queue)) == (1, 0)
     worker.turn(failed="b")
+    assert queue.redis.hlen(queue.key("fail:jobs")) == 2
     queue.claim_fail_job("r1")
     assert helped(queue, fails) == 0, "the other waits for a fail job"
     queue.lose_fail_worker("r1", "interrupted")
