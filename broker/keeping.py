@@ -1,7 +1,7 @@
 """What is done for workers that cannot speak for themselves: heartbeats, recovery, rescue, eviction; and on time: jobs
 that are due, and ticks of schedules."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,6 +49,8 @@ class Beat:
     # For whom jobs wait: main workers, and the retry child.
     main_wanted: bool = False
     retry_wanted: bool = False
+    # Jobs that were running in processors that were evicted.
+    lost: Sequence[tuple[str, Fate]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,8 @@ class Keeper:
         due_ms, unread = None if reply[2] < 0 else reply[2], reply[4]
         turns = {worker.decode(): int(turn) for worker, turn in zip(unread[::2], unread[1::2], strict=True)}
         silent, wanted = [processor.decode() for processor in reply[1]], reply[6]
-        return Beat(silent, due_ms, bool(reply[3]), turns, reply[5], bool(wanted & 1), bool(wanted & 2))
+        main_wanted, retry_wanted, lost = bool(wanted & 1), bool(wanted & 2), _read_lost(reply[7])
+        return Beat(silent, due_ms, bool(reply[3]), turns, reply[5], main_wanted, retry_wanted, lost)
 
     def promote(self, queue: str) -> int | None:
         """Makes waiting what is due, and fires ticks; in how many ms the next is due (None: there is none)."""
@@ -180,8 +183,11 @@ class Keeper:
             worker.decode(): int(turn.partition(b":")[0]) for worker, turn in zip(found[::2], found[1::2], strict=True)
         }
 
-    def evict(self, queue: str, processor: str, cause: str) -> int:
-        """Takes out a whole processor that is proven gone; how many workers it had."""
+    def evict(
+        self, queue: str, processor: str, cause: str, on_lost: Callable[[str, Fate], None] = lambda job, fate: None
+    ) -> int:
+        """Takes out a whole processor that is proven gone; how many workers it had. `on_lost` is called with each job
+        that was running there."""
         workers, left = 0, 1
         while left:
             reply = self._link.run(script("evict"), queue_base(self._prefix, queue), processor, cause)
@@ -190,7 +196,15 @@ class Keeper:
             if reply[0] != OK:
                 raise error_for(queue, reply)
             left, workers = reply[1], workers + reply[2]
+            for job, fate in _read_lost(reply[3]):
+                on_lost(job, fate)
         return workers
+
+
+def _read_lost(values: list[Any]) -> list[tuple[str, Fate]]:
+    """An id and its fate: five values each."""
+    jobs = [job.decode(errors="replace") for job in values[::5]]
+    return list(zip(jobs, read_fates([value for at, value in enumerate(values) if at % 5]), strict=True))
 
 
 def _stack_as_json(stack: str | None) -> bytes:

@@ -35,6 +35,7 @@ from forq.broker.registry import Registry
 from forq.broker.server_url import database_of
 from forq.cgroup import Cgroup, Cgroups
 from forq.errors import Fenced, ForqError, RedisUnavailable
+from forq.fates import Fate
 from forq.liveness import passed
 from forq.scoreboard import Role, Scoreboard, State, age_ms
 from forq.services.desk import Desk
@@ -217,8 +218,9 @@ class Pulse:
     def _evict(self, params: dict[str, Any]) -> object:
         """An earlier run of this supervisor is proven gone: nobody has to wait for its expiry."""
         for queue in params["queues"]:
-            self._keeper.evict(queue, params["processor"], params["cause"])
-            self._keeper.evict(fail_queue(queue), params["processor"], params["cause"])
+            for each in (queue, fail_queue(queue)):
+                tell = partial(_tell_eviction, each, params["cause"])
+                self._keeper.evict(each, params["processor"], params["cause"], tell)
         return {}
 
     def _hear(self, fd: int) -> None:
@@ -363,6 +365,8 @@ class Pulse:
                 self._desk.tell("fail_jobs", queue=main_queue(queue))
             if beat.evicted:
                 log.warning("took over from silent processors queue=%s processors=%s", queue, beat.evicted)
+            for job, fate in beat.lost:
+                _tell_eviction(queue, "host_lost", job, fate)
 
     def _positions(self) -> dict[str, list[Position]]:
         found: dict[str, list[Position]] = {}
@@ -497,3 +501,8 @@ def _is_ours(pid: int) -> bool:
             return cmdline.read(6) == b"forq: "
     except OSError:
         return False
+
+
+def _tell_eviction(queue: str, cause: str, job: str, fate: Fate) -> None:
+    """A job was running in a supervisor that is gone."""
+    tell_loss(None, queue, job, fate, outcome="stalled", cause=cause, micros=None)

@@ -8,10 +8,10 @@
 -- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not finished,
 --          (worker, number of its last turn) per worker that runs nothing and was at an earlier turn,
 --          suspects that may begin; of a fail queue: 1 if jobs wait and none runs, for whom jobs wait (0: nobody, 1: main workers,
---          2: the retry child, 3: both)};
+--          2: the retry child, 3: both), {the jobs of evicted processors that were running: id and fate (lib/fates.lua) each}};
 --          {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
 -- States   active -> done, waiting (of a processor that is evicted)
---@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings parked done_jobs forgetting positions losses graves eviction fences bury_job hands handing expiring
+--@include base codes journal hints limits limited forget_hint records schedule attempts awaiters ringing timers item_ages blocked progress waiters holdings parked done_jobs forgetting positions fates losses graves eviction fences bury_job hands handing expiring
 
 if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end
 local FORGOTTEN_DONE_PER_BEAT = 1000
@@ -84,4 +84,4 @@ local function wanted()
   return (main and 1 or 0) + (retry and 2 or 0)
 end
 
-return { OK, evicted, next_timer_ms(), redis.call('EXISTS', key('evicting')), unread, needing_helpers(), wanted() }
+return { OK, evicted, next_timer_ms(), redis.call('EXISTS', key('evicting')), unread, needing_helpers(), wanted(), lost_jobs }

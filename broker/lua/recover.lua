@@ -18,14 +18,5 @@ local length = redis.call('LLEN', worker_key(processor, worker, 'processing'))
 remove_worker(processor, worker, turn, index, ARGV[5] == '1', lost)
 wake_idle_worker()
 write_journal(worker)
-local job, due_ms = lost.counted, lost.run_at_ms
-if not job then return { OK, length } end
-local follows
-if lost.outcome == 'stalled' then
-  follows = fate_of_loss(due_ms, attempts_of(job), job.stalls, tonumber(options.max_stalls or 3))
-elseif lost.outcome == 'timed_out' then
-  follows = fate_of_loss(due_ms, attempts_of(job), job.timeouts, tonumber(options.max_timeouts or 3))
-else
-  follows = fate(job.lane == SUSPECT and 'suspect' or 'interrupted', due_ms, attempts_of(job) + 1, 0)
-end
-return { OK, length, lost.id, unpack(follows) }
+if not lost.counted then return { OK, length } end
+return { OK, length, lost.id, unpack(fate_of_lost(lost)) }

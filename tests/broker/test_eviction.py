@@ -17,7 +17,7 @@ def beat(queue: OneQueue, processor: str = "p1", *positions: Position) -> Beat:
 
 def evict_once(queue: OneQueue, processor: str, cause: str = "supervisor_lost") -> list[int]:
     link: Link = queue.link
-    return link.run(script("evict"), queue.base, processor, cause)
+    return link.run(script("evict"), queue.base, processor, cause)[:3]
 
 
 def crowd(queue: OneQueue, workers: int, processor: str = "p2") -> list[str]:

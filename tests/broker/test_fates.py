@@ -9,7 +9,7 @@ from forq.broker.consuming import Settled
 from forq.broker.keeping import Outcome, Recovered
 from forq.broker.producing import Update, new_job
 from forq.fates import Fate
-from tests.support.one_queue import NO, HandWorker, OneQueue, one_queue
+from tests.support.one_queue import EXPIRY_MS, NO, HandWorker, OneQueue, one_queue
 
 OPTIONS: dict[str, Any] = {
     "max_retries": 2,
@@ -180,3 +180,33 @@ def test_a_recovery_without_a_running_job_tells_nothing(redis_url: str) -> None:
         worker.turn(want=1)
         at = worker.position(0, running=False)
         assert queue.keeper().recover(queue.name, "p1", at, outcome="stalled", cause="x") == Recovered(1)
+
+
+def lost_supervisor(queue: OneQueue) -> None:
+    """Processor p2 runs "a" and "b", and has "c" in its hands."""
+    queue.enqueue("a", "b", "c")
+    first, second = queue.worker("w1", "p2"), queue.worker("w2", "p2")
+    first.turn(want=1)
+    second.turn(want=2)
+    at = [first.position(0, running=True), second.position(0, running=True)]
+    queue.keeper("p2").heartbeat(queue.name, EXPIRY_MS, at)
+
+
+LOST = [("a", Fate("returned", 0, 1, 2)), ("b", Fate("returned", 0, 1, 2))]
+
+
+def test_an_eviction_tells_what_follows_for_each_job_that_was_running(redis_url: str) -> None:
+    with one_queue(redis_url, **OPTIONS | {"max_stalls": 1}) as queue:
+        lost_supervisor(queue)
+        told: list[tuple[str, Fate]] = []
+        queue.keeper().evict(queue.name, "p2", "supervisor_lost", lambda job, fate: told.append((job, fate)))
+        assert sorted(told) == LOST
+
+
+def test_a_heartbeat_that_takes_over_tells_the_same_once(redis_url: str) -> None:
+    with one_queue(redis_url, **OPTIONS | {"max_stalls": 1}) as queue:
+        lost_supervisor(queue)
+        queue.redis.zadd(queue.key("processors"), {"p2": 1})
+        queue.redis.hset(queue.key("counts"), "sweep_after_ms", 0)
+        assert sorted(queue.keeper().heartbeat(queue.name, EXPIRY_MS, []).lost) == LOST
+        assert queue.keeper().heartbeat(queue.name, EXPIRY_MS, []).lost == []

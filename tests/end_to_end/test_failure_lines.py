@@ -1,6 +1,8 @@
 """What a failed or lost attempt leaves in the log: one line that says what follows, whatever a user does to logging."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -236,3 +238,16 @@ def test_a_batch_with_more_results_than_done_max_says_so_when_they_are_collected
         UnknownJob, match=r"last done_max = 10 jobs, now those since .*`forqctl set batch done_max=10000`"
     ):
         queue.wait(ids[0], timeout=10)
+
+
+def test_a_job_that_is_lost_with_its_supervisor_has_a_line_after_the_next_start(tmp_path: Path) -> None:
+    with running() as forq:
+        create(forq, "long", "import time\ndef handle(data, job):\n    time.sleep(60)\n", tmp_path)
+        forq.client().queue("long").enqueue(1, id="l")
+        wait_until(lambda: forq.client().queue("long").job("l")["state"] == "active")
+        assert forq.process is not None
+        os.kill(forq.pid, signal.SIGKILL)
+        forq.process.wait()
+        forq.start()
+        line = "job lost with its process (supervisor lost): attempt 1 of 4, again at once queue=long job=l"
+        wait_until(lambda: line in forq.log)

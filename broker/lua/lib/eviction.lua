@@ -15,6 +15,9 @@ local function return_lines(silent)
   if returned then redis.call('PUBLISH', channel('outbox'), string.match(base, '{(.+)}')) end
 end
 
+-- The jobs that were running and come back, each with its fate: five values.
+local lost_jobs = {}
+
 -- The next workers of a processor; how many were taken out, and how many are left.
 local function evict_workers(silent, cause)
   local taken_out = 0
@@ -25,6 +28,10 @@ local function evict_workers(silent, cause)
     local turn, index, running = string.match(known, '^(%S+) (%d+) (%d)$')
     local lost = { outcome = 'stalled', cause = cause, silent = true }
     remove_worker(silent, worker, turn, tonumber(index), running == '1', lost)
+    if lost.counted then
+      lost_jobs[#lost_jobs + 1] = lost.id
+      for _, value in ipairs(fate_of_lost(lost)) do lost_jobs[#lost_jobs + 1] = value end
+    end
   end
   local left = redis.call('HLEN', workers_key(silent))
   if left == 0 then

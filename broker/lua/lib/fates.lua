@@ -24,3 +24,14 @@ local function fate_of_loss(due_ms, attempt, count, most)
   local left = math.max(0, most + 1 - count)
   return fate(left == 0 and 'dead' or 'returned', due_ms, attempt, left)
 end
+
+-- `lost`: a job that was running when its worker was lost (losses.lua), and was counted.
+local function fate_of_lost(lost)
+  local job, due_ms = lost.counted, lost.run_at_ms
+  if lost.outcome == 'stalled' then
+    return fate_of_loss(due_ms, attempts_of(job), job.stalls, tonumber(options.max_stalls or 3))
+  elseif lost.outcome == 'timed_out' then
+    return fate_of_loss(due_ms, attempts_of(job), job.timeouts, tonumber(options.max_timeouts or 3))
+  end
+  return fate(job.lane == SUSPECT and 'suspect' or 'interrupted', due_ms, attempts_of(job) + 1, 0)
+end
