@@ -5,7 +5,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from forq.errors import ForqError, InvalidOption, QueueExists, RedisUnavailable, TimedOut, UnknownQueue, UsageError
+from forq.errors import (
+    ForqError,
+    InvalidOption,
+    QueueExists,
+    RedisUnavailable,
+    TimedOut,
+    UnknownJob,
+    UnknownQueue,
+    UsageError,
+)
 from forq.names import check_queue_name, shown
 from forq.options import SHARED_MODES, QueueSpec, parse_options
 from forq.supervisor.config import capacity_warning, check_size
@@ -207,14 +216,17 @@ class Verbs:
 
     def why(self, request: Request) -> None:
         unit = self._queues.units.get(str(request.params.get("name")))
-        if unit is not None and unit.config_error is not None:
-            trace = None if request.params.get("messages") is False else unit.traceback
-            reason = f"its queue cannot be served: {unit.config_error}"
-            request.reply({"state": None, "why": reason, **({"traceback": trace} if trace else {})})
-            return
 
         def answer(found: Any) -> None:
-            if not isinstance(found, ForqError) and found["state"] == "waiting":
+            state = None if isinstance(found, ForqError) else found["state"]
+            # What has ended, never was there or runs elsewhere does not wait for the queue to be served here.
+            known = isinstance(found, UnknownJob | UsageError) or state in ("active", "done", "dead")
+            if not known and unit is not None and unit.config_error is not None:
+                trace = None if request.params.get("messages") is False else unit.traceback
+                reason = f"its queue cannot be served: {unit.config_error}"
+                request.reply({"state": state, "why": reason, **({"traceback": trace} if trace else {})})
+                return
+            if state == "waiting":
                 found["why"] = self._why_waiting(str(request.params.get("name")), found["why"])
             _answer_to(request)(found)
 

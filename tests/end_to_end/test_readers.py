@@ -119,11 +119,12 @@ def test_a_reader_sees_why_a_queue_cannot_be_served_but_none_of_its_code(forq: F
     forq.ctl("create", "broken", "--handler=broken:f", f"--path={forq.directory}", "--no-wait")
     wait_until(lambda: forq.queue_status("broken")["state"] == "config_error", what="it is config_error")
     assert SECRET in ask_as(OPERATORS, forq, "status")["result"]["queues"][0]["traceback"]
-    for method, params in (("status", {}), ("why", {"name": "broken", "id": "none"})):
+    forq.ctl("push", "broken", "1", "--id", "waits")
+    for method, params in (("status", {}), ("why", {"name": "broken", "id": "waits"})):
         told = json.dumps(ask_as(READERS, forq, method, **params)["result"])
         assert "TypeError" in told
         assert SECRET not in told
-    forq.ctl("delete", "broken")
+    forq.ctl("delete", "broken", "--force")
 
 
 @pytest.mark.parametrize("method", REFUSED)

@@ -175,3 +175,15 @@ def test_creating_deleting_and_using_a_queue_at_once_never_blames_redis() -> Non
                 assert {type(fault) for fault in faults} <= {UnknownQueue, QueueExists}, faults
                 asked = []
         client.close()
+
+
+def test_in_a_queue_that_cannot_be_served_why_tells_what_waits_from_what_has_ended() -> None:
+    with running(settings="[queues.broken]\nhandler = 'nowhere:handle'\n") as forq:
+        wait_until(lambda: forq.queue_status("broken")["state"] == "config_error")
+        for job_id in ("waits", "ended"):
+            forq.ctl("push", "broken", "1", "--id", job_id)
+        forq.ctl("cancel", "broken", "ended")
+        assert forq.ctl("why", "broken", "waits").startswith("its queue cannot be served: ")
+        assert "it was cancelled at 20" in forq.run_ctl("why", "broken", "ended").stderr
+        assert "has never had a job 'other'" in forq.run_ctl("why", "broken", "other").stderr
+        assert forq.run_ctl("why", "broken", "no id").returncode == 2
