@@ -78,6 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="forq-server-"))
     config.add_cleanup(lambda: shutil.rmtree(folder))
     put_on_path(folder, os.environ)
+    # With it, programs of tests that forget to flush pass here and hang elsewhere.
+    os.environ.pop("PYTHONUNBUFFERED", None)
     # A shell that starts this in the background has it ignore Ctrl-C, and so would everything that the tests start.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -75,8 +75,15 @@ def shown_url(url: str) -> str:
     return re.sub(r"(username|password)=[^&]*", r"\1=***", re.sub(r"://.*@", "://***@", url))
 
 
+def _split(url: str) -> SplitResult:
+    """urlsplit, which in newer releases of Python refuses brackets of IPv6 behind anything else: in a list of hosts."""
+    scheme, mark, rest = url.partition("://")
+    end = next((at for at, sign in enumerate(rest) if sign in "/?#"), len(rest))
+    return urlsplit(f"{scheme}{mark}{rest[end:]}")._replace(netloc=rest[:end])
+
+
 def _read(url: str) -> Address:
-    parts = urlsplit(url)
+    parts = _split(url)
     _check_db(dict(parse_qsl(parts.query)).get("db", ""))
     if parts.scheme == "unix":
         if not url.startswith("unix://") or parts.hostname or len(parts.path) < 2:

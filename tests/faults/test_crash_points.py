@@ -32,7 +32,7 @@ def run_one(crash: Crash, function: str = "sleep", data: object = 0, **options: 
     forq.client().queue("work").enqueue(data, id="j")
     died = crash.wait()
     wait_until_processed(forq, "work")
-    assert forq.child("work")["pid"] != died
+    wait_until(lambda: forq.child("work")["pid"] != died, what="its death is noticed")
     forq.client().queue("beside").enqueue(1)
     wait_until_processed(forq, "beside")
     assert forq.child("beside")["restarts"] == 0, "other queues are not touched"

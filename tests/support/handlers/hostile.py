@@ -56,6 +56,8 @@ def change_surroundings(data: Any, job: Job) -> None:
 
     traced.trace(job, "start")
     os.makedirs(data, exist_ok=True)
+    # The umask of the job before it would keep all but root out.
+    os.chmod(data, 0o700)
     os.chdir(data)
     os.rmdir(data)
     os.umask(0o777)
