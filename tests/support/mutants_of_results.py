@@ -338,7 +338,7 @@ MUTANTS_OF_RESULTS = (
         "  redis.call('LTRIM', processing, 0, at)\n",
         "  redis.call('LTRIM', processing, at, at)\n",
         "what ran is in nobody's hands",
-        "model",
+        "results test_what_ran_before_a_slow_job",
     ),
     Mutant(
         "rescue.lua",
