@@ -16,6 +16,7 @@ from forq.errors import Fenced, OutcomeUnknown
 from forq.fates import Fate
 from forq.options import defaults
 from forq.scoreboard import TAKEN, WORD, Scoreboard, Slot, State, Word, unpack_word
+from forq.workers import job_log
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
@@ -544,6 +545,12 @@ def test_the_mark_is_read_after_the_position_is_published() -> None:
     rig.slot.words = Watched()  # type: ignore[assignment]
     rig.step()
     assert order == ["position", "mark"]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the thread that logs may take long to begin."""
+    monkeypatch.setattr(job_log, "PATIENT_SECONDS", 30.0)
 
 
 def failing(turn: Turn, *fates: Fate) -> Turn:
