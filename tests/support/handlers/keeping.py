@@ -1,6 +1,7 @@
 """Handlers that keep the interpreter to themselves: a call into C that does not let go of it."""
 
 import ctypes
+import sys
 import threading
 import time
 from typing import Any
@@ -19,8 +20,12 @@ def hold(data: Any, job: Job) -> None:
         line = trace_line(job, "start")
         # Opened by a call that lets go of the interpreter; what follows does not.
         fd = trace_file()
+        # Nor does it between these two calls, however long this thread does not run there.
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(3600)
         _c.write(fd, line, len(line))
         _c.usleep(int(data * 1_000_000))
+        sys.setswitchinterval(interval)
     else:
         trace(job, "start")
     trace(job, "end")
