@@ -61,7 +61,7 @@ demo: setup ## a guided tour of about two minutes: kill -9, daemons, timeouts, r
 	@$(if $(findstring --no-audit,$(ARGS)),,$(MAKE) --no-print-directory $(SPARK) || echo 'make: the tour goes on without Spark' >&2)
 	@$(BIN)/python etc/demo/tour.py $(ARGS)
 
-man: setup ## write the man pages anew, from the tables of commands
+man: setup $(SPARK) ## write the man pages anew, from the tables of commands
 	$(BIN)/python etc/man/write.py
 
 # Side by side, since most tests wait for processes.

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,19 @@ from tests.support.fake_supervisor import forqctl
 
 ROOT = Path(__file__).resolve().parents[2]
 MAN = ROOT / "etc" / "man"
+with_spark = pytest.mark.skipif(
+    find_spec("pyspark") is None, reason="the options of forq pipeline are known with Spark only: make test-all"
+)
 REQUESTS = (".TH", ".SH", ".SS", ".PP", ".TP", ".RS", ".RE", ".nf", ".fi", ".br", ".nh", ".ad", '.\\"')
 
 
+@with_spark
 def test_the_man_pages_are_up_to_date() -> None:
     done = subprocess.run([sys.executable, str(MAN / "write.py"), "--check"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@with_spark
 def test_an_old_man_page_is_noticed_and_written_anew(tmp_path: Path) -> None:
     for name in ("write.py", "roff.py", "forq.1"):
         shutil.copy(MAN / name, tmp_path)
