@@ -34,10 +34,13 @@ class Module:
         self.name = name
         self.file = directory / f"{name}.py"
         self.directory = directory
+        self.written = time.time()
 
     def write(self, source: str) -> None:
+        self.file.write_text(source)
         # Python would take a file of the same size and second for the one that it has compiled.
-        self.file.write_text(f"{source}# {os.urandom(4).hex() * len(source)}\n")
+        self.written += 10
+        os.utime(self.file, (self.written, self.written))
 
     def arguments(self, handler: str = "handle") -> list[str]:
         return [f"--handler={self.name}:{handler}", f"--path={self.directory}", f"--path={HANDLERS}"]

@@ -18,8 +18,8 @@ from forq.log_format import LogFormat
 from forq.logging_setup import Lines, Seldom, Stderr
 from forq.supervisor.loop import Loop
 
-# What a line takes at most while nobody reads, on a machine whose CPUs are all taken.
-SOON_SECONDS = 0.5
+# What a line takes at most while nobody reads, on a machine whose CPUs are all taken. One that waits, waits for ever.
+SOON_SECONDS = 5.0
 # As many as fit into a pipe that holds 16 pieces, and is read afterwards.
 WORDS = 15
 
