@@ -6,6 +6,8 @@
 # stage/run/units and no others: the distribution's would empty temporary directories and start services. Everything is
 # in CGROUP: to kill that ends it.
 set -euo pipefail
+# A shell of root may leave out where root's tools are.
+PATH=$PATH:/usr/sbin:/sbin
 CGROUP=$1
 export STAGE=$2/stage ROOM=$2/room PYTHON=$3
 mkdir "$ROOM"
