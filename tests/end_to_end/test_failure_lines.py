@@ -212,7 +212,8 @@ def test_a_fail_handler_that_fails_is_told_under_the_id_of_its_job(forq: Forq, t
     records = wait_for_lines(forq, "mourned", 2)
     assert [record["job"] for record in records] == ["m", "m"]
     expected = "fail handler failed: attempt 1 of 1, failed for good (see: forqctl why mourned m) error=KeyError: 2"
-    assert heads(records)[1] == ("ERROR", expected)
+    # Two processes wrote them, each when it got round to it.
+    assert ("ERROR", expected) in heads(records)
 
 
 def test_a_result_that_is_no_json_is_said_when_its_job_ends(forq: Forq, tmp_path: Path) -> None:

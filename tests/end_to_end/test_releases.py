@@ -176,9 +176,8 @@ def aof_server() -> Iterator[Server]:
         server.remove()
 
 
-def kill_at_random(forq: Forq, server: Server, awaiters: Awaiters, chance: random.Random) -> str:
-    """Kills a child, an awaiter or the server (which is started again); what it was."""
-    what = chance.choices(("child", "awaiter", "redis"), (5, 5, 1))[0]
+def kill(what: str, forq: Forq, server: Server, awaiters: Awaiters, chance: random.Random) -> None:
+    """Kills a child, an awaiter or the server (which is started again)."""
     if what == "awaiter":
         awaiters.kill_one(chance)
     elif what == "redis":
@@ -191,7 +190,6 @@ def kill_at_random(forq: Forq, server: Server, awaiters: Awaiters, chance: rando
         pids = [child["pid"] for child in children if child["pid"]]
         with suppress(ProcessLookupError, IndexError):
             os.kill(chance.choice(pids), signal.SIGKILL)
-    return what
 
 
 def enqueue_all(url: str, ids: list[str]) -> None:
@@ -221,9 +219,13 @@ def test_whoever_is_killed_each_item_is_released_once_or_still_there_or_logged(t
         producer = threading.Thread(target=enqueue_all, args=(server.url, ids))
         producer.start()
         deadline = time.monotonic() + 60 + RELEASES * 0.03
-        while len(set(awaiters.got())) < RELEASES * 0.95 and time.monotonic() < deadline:
+        # One of each to begin with: a quick machine may be done soon.
+        first = ["awaiter", "child"]
+        while first or (len(set(awaiters.got())) < RELEASES * 0.95 and time.monotonic() < deadline):
             time.sleep(chance.random() * 0.5)
-            killed[kill_at_random(forq, server, awaiters, chance)] += 1
+            what = first.pop() if first else chance.choices(("child", "awaiter", "redis"), (5, 5, 1))[0]
+            kill(what, forq, server, awaiters, chance)
+            killed[what] += 1
         producer.join()
         wait_until(lambda: _left(forq) == 0, 60 + RELEASES * 0.01, "nothing is in line or in somebody's hands")
         wait_until(lambda: len(failed_log(forq, "gate")) >= forq.queue_status("gate")["failed"], 60)
@@ -240,8 +242,6 @@ def test_whoever_is_killed_each_item_is_released_once_or_still_there_or_logged(t
     assert set(got) <= set(released)
     assert {job for job, _ in released} | logged == set(ids)
     assert {job for job, _ in released} & logged == set()
-    assert killed["child"]
-    assert killed["awaiter"]
 
 
 def _left(forq: Forq) -> int | None:
