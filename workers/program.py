@@ -202,20 +202,22 @@ class Program:
         raise InvalidData("it has closed its stdout")
 
     def _ended_meanwhile(self) -> bool:
-        """From the watch."""
-        self._reap()
-        return False
+        """From the watch, which goes on if this is True: the event may have been that of an earlier program, whose
+        descriptor had the same number."""
+        return not self._reap(has_ended=False)
 
-    def _reap(self) -> None:
+    def _reap(self, *, has_ended: bool = True) -> bool:
+        """Whether it has ended. `has_ended`: it is an error if it has not."""
         with self._lock:
             if self._reaped:
-                return
+                return True
             try:
                 end = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
                 if end is None:
-                    # It runs as another user, say: its parent's end is all that it will see.
-                    log.error("cannot end a program queue=%s pid=%s", self._queue, self.pid)
-                    return
+                    if has_ended:
+                        # It runs as another user, say: its parent's end is all that it will see.
+                        log.error("cannot end a program queue=%s pid=%s", self._queue, self.pid)
+                    return False
                 self._returncode = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
             except ChildProcessError:
                 log.warning("somebody else has reaped a program queue=%s pid=%s", self._queue, self.pid)
@@ -223,6 +225,7 @@ class Program:
             # So that subprocess does not look after it either.
             self._process.returncode = self._returncode or 0
             _pids.discard(self.pid)
+            return True
 
 
 def end_programs(programs: Sequence[Program]) -> None:

@@ -13,6 +13,7 @@ from forq.workers.adopted import AdoptedZombies
 from forq.workers.exec_handler import ExecHandler, ExecOnceHandler, close_handlers
 from forq.workers.handlers import Handlers, load_handlers
 from forq.workers.program import Program, running_programs
+from forq.workers.program_output import WATCH
 from forq.workers.recycling import programs_bytes
 from tests.support.exec_attempts import Made, failure_of, job, pid_of
 from tests.support.programs import python_program, shell
@@ -96,6 +97,19 @@ def test_the_reaper_of_strangers_leaves_programs_alone(tmp_path: Path) -> None:
         zombies.look(idle=True)
     assert program.returncode() == 7
     program.discard()
+
+
+def test_an_event_of_an_earlier_program_does_not_keep_a_later_one_from_being_reaped(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    """The watch may have heard of a descriptor that was closed meanwhile, and whose number the later one has."""
+    program = Program(read_program(shell(tmp_path, "read line", once=False)), job())
+    watched = WATCH._callbacks[program._pidfd]
+    assert watched(), "it is watched on"
+    program.close_stdin()
+    wait_until(lambda: program.pid not in running_programs(), what="it is reaped while nobody needs it")
+    program.discard()
+    assert "cannot end a program" not in logged.text
 
 
 @pytest.mark.parametrize(
