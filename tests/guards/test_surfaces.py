@@ -1,0 +1,70 @@
+"""What users type and import: every --help, the completions, the public names with their signatures."""
+
+import inspect
+import re
+import subprocess
+from collections.abc import Iterator
+
+import forq
+from tests.guards.recording import compare, same_python
+from tests.support.running import BIN
+
+pytestmark = same_python
+SUBCOMMANDS = {"forq": [["run"], ["bridge"], ["pipeline"]], "pipeline": [["ingest"], ["audit"], ["report"], ["replay"]]}
+
+
+def output(*command: str) -> str:
+    environment = {"PATH": "/usr/bin:/bin", "COLUMNS": "100", "LC_ALL": "C.UTF-8"}
+    done = subprocess.run([BIN / command[0], *command[1:]], env=environment, capture_output=True, text=True, check=True)
+    return f"$ {' '.join(command)}\n{done.stdout}{done.stderr}\n"
+
+
+def ctl_commands() -> list[str]:
+    listed = output("forqctl", "--help").partition("\ncommands:\n")[2].partition("\n\n")[0]
+    names = [line.split()[0] for line in listed.splitlines() if re.match(r"  [a-z]", line)]
+    assert "status" in names
+    return names
+
+
+def test_every_help() -> None:
+    texts = [output("forqctl", "--help"), *(output("forqctl", name, "--help") for name in ctl_commands())]
+    texts += [output("forq", "--help"), *(output("forq", *words, "--help") for words in SUBCOMMANDS["forq"])]
+    texts += [output("forq", "pipeline", *words, "--help") for words in SUBCOMMANDS["pipeline"]]
+    compare("help.txt", "".join(texts))
+
+
+def test_every_completion() -> None:
+    compare("completion.txt", "".join(output("forqctl", "completion", shell) for shell in ("bash", "zsh", "fish")))
+
+
+def test_the_public_names_and_their_signatures() -> None:
+    lines = [line for name in forq.__all__ for line in described(name, getattr(forq, name))]
+    lines += [line for name in sorted(errors()) for line in described(name, errors()[name])]
+    compare("signatures.txt", "\n".join(lines) + "\n")
+
+
+def errors() -> dict[str, type]:
+    from forq import errors
+
+    return {name: each for name, each in vars(errors).items() if inspect.isclass(each) and issubclass(each, Exception)}
+
+
+def described(name: str, value: object) -> Iterator[str]:
+    if not inspect.isclass(value):
+        yield f"{name}: {type(value).__name__}"
+        return
+    yield f"class {name}({', '.join(base.__name__ for base in value.__bases__)}){_signature(value)}"
+    for member in sorted(vars(value)):
+        if not member.startswith("_"):
+            found = inspect.getattr_static(value, member)
+            function = found.__func__ if isinstance(found, classmethod | staticmethod) else found
+            shown = repr(found) if isinstance(found, str | int) else _signature(function)
+            yield f"    {member}: {type(found).__name__} {shown}".rstrip()
+
+
+def _signature(of: object) -> str:
+    try:
+        # Where a class stands may change.
+        return re.sub(r"\bforq(\.[a-z_]+)*\.(?=[A-Z])", "", str(inspect.signature(of))) if callable(of) else ""
+    except ValueError:
+        return ""
