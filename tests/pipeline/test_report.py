@@ -246,7 +246,8 @@ def test_labels_of_an_axis_do_not_touch_each_other_at_any_width(spark: SparkSess
     axes = re.findall(r'<div class="x">(.*?)</div>|<div class="range axis"><b></b>(.*?)<small>', page)
     assert len(axes) > 6
     for axis in ("".join(parts) for parts in axes):
-        assert not re.search(r'<span (?:class="w\d+" )?style="left', axis) or len(labels_shown(axis, 1200)) > 2
+        labels = len(labels_shown(axis, 10**6))
+        assert len(labels_shown(axis, 1200)) >= min(3, labels)
         for width_px in range(150, 1250, 10):
             shown = labels_shown(axis, width_px)
             assert all(left[1] < right[0] for left, right in pairwise(shown)), (width_px, shown)
