@@ -65,10 +65,10 @@ man: setup $(SPARK) ## write the man pages anew, from the tables of commands
 	$(BIN)/python etc/man/write.py
 
 # Side by side, since most tests wait for processes.
-test: tools ## everything but Spark: what must pass before a commit (5 minutes on two cores)
+test: tools ## everything but Spark: what must pass before a commit (7 minutes on two cores)
 	@$(MAKE) --no-print-directory -j3 unit-apart unit-forking checks
 
-test-all: tools $(SPARK) ## the same with more examples, and Spark, and the broker on Redis 7.0: what CI runs (15 minutes)
+test-all: tools $(SPARK) ## the same with more examples, and Spark, and the broker on Redis 7.0: what CI runs (18 minutes)
 	@FORQ_TEST_THOROUGH=1 $(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory spark
 	@$(MAKE) --no-print-directory redis-old
