@@ -12,8 +12,8 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 # Tests start some thousand processes of Python, and each would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The real folders: ruff skips their symlinks in src/forq.
-SOURCES := src supervisor workers broker services bridge pipeline tests etc benchmarks
+# The real folders: ruff skips the two symbolic links in src/forq.
+SOURCES := src supervisor workers tests etc benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
@@ -93,7 +93,7 @@ HELD_BACK := tests/support/held_back.sh
 # Tests mostly wait for processes: one run more than there are cores keeps the machine busy.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 # These fork in the process of the test, and a run of pytest-xdist has threads, whose locks a fork may find taken.
-FORKING := tests/supervisor tests/workers tests/services
+FORKING := tests/supervisor tests/workers tests/services tests/procs tests/output tests/ctl
 
 unit: tools ## pytest, without Spark and the slow suites (WORKERS=n: how many runs side by side)
 	@$(MAKE) --no-print-directory -j2 unit-apart unit-forking

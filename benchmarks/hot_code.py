@@ -1,7 +1,7 @@
 """Which functions run in a supervisor that starts processes of queues, and in such a process until it has run a job and
-waits again: the list that forq.shared_pages goes by.
+waits again: the list that forq.procs.shared_pages goes by.
 
-python benchmarks/hot_code.py     writes src/forq/hot_code.txt anew
+python benchmarks/hot_code.py     writes src/forq/procs/hot_code.txt anew
 """
 
 import gc
@@ -15,14 +15,14 @@ from types import FrameType, FunctionType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LIST = ROOT / "src" / "forq" / "hot_code.txt"
+LIST = ROOT / "src" / "forq" / "procs" / "hot_code.txt"
 QUEUES = 4
 
 
 def supervise() -> int:
     """`forq run`, noting what is called in it and in the processes of queues."""
     from forq.cli import main
-    from forq.shared_pages import name_of
+    from forq.procs.shared_pages import name_of
     from forq.supervisor import entry_points
     from forq.workers.minder import Minder
 

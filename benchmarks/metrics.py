@@ -19,17 +19,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from drain import forq_rates
 
-from forq import wire
 from forq.broker.link import Link
 from forq.broker.registry import Registry
 from forq.broker.stored_options import stored, stored_defaults
 from forq.options import WORK, defaults
-from forq.scoreboard import Scoreboard
+from forq.procs import wire
+from forq.procs.scoreboard import Scoreboard
+from forq.procs.tallies import Tallies
+from forq.procs.unix_socket import listen
 from forq.services.health import faults_in
 from forq.services.metrics_look import Looker
 from forq.services.metrics_page import render
-from forq.tallies import Tallies
-from forq.unix_socket import listen
 from tests.support.metrics import look_at, queue_status
 from tests.support.server import Server
 

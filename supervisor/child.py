@@ -9,15 +9,15 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from forq import wire
-from forq.cgroup import Cgroup, Cgroups
-from forq.cgroup_limits import exceeded, limit
 from forq.errors import ForqError, InvalidData
-from forq.resources import Exceeded, Resources
+from forq.procs import wire
+from forq.procs.cgroup import Cgroup, Cgroups
+from forq.procs.cgroup_limits import exceeded, limit
+from forq.procs.resources import Exceeded, Resources
+from forq.procs.tree_mark import TreeMark
+from forq.procs.treekill import kill_orphans, kill_tree, signal_descendants
 from forq.supervisor.loop import Loop, Timer
 from forq.supervisor.spawn import Exit, Spawned, reap, signal_child, spawn
-from forq.tree_mark import TreeMark
-from forq.treekill import kill_orphans, kill_tree, signal_descendants
 
 TERM_GROUP_SECONDS = 2.0
 ESCAPED_SECONDS = 1.0

@@ -14,8 +14,8 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from forq import wire
 from forq.errors import ForqError, InvalidData, TimedOut, UnknownVerb
+from forq.procs import wire
 
 if TYPE_CHECKING:
     from forq.supervisor.loop import Loop, Timer

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from forq import wire
 from forq.errors import ForqError, PermissionRefused
 from forq.logging_setup import Seldom
+from forq.procs import wire
+from forq.procs.unix_socket import listen
 from forq.supervisor.connection import Connection, Peer, Request
 from forq.supervisor.directory_watch import DirectoryWatch
-from forq.unix_socket import listen
 
 if TYPE_CHECKING:
     from forq.supervisor.loop import Loop, Timer

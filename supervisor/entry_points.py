@@ -6,14 +6,14 @@ import forq
 from forq.bridge.run import BridgeSettings, run_bridge
 from forq.broker.scripts import script
 from forq.broker.server_url import read_server_url
+from forq.output.logger import LoggerSettings, run_logger
+from forq.procs.shared_pages import share_pages
 from forq.redis_address import SERVER, read_address
 from forq.services.clerk import ClerkSettings, run_clerk
-from forq.services.logger import LoggerSettings, run_logger
 from forq.services.metrics import MetricsSettings, run_metrics
 from forq.services.pulse import PulseSettings, run_pulse
 from forq.services.scribe import ScribeSettings, run_scribe
 from forq.services.warden import WardenSettings, run_warden
-from forq.shared_pages import share_pages
 from forq.workers.child import ChildSettings, run_child
 
 __all__ = [

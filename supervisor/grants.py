@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from forq.scoreboard import Scoreboard, State
+from forq.procs.scoreboard import Scoreboard, State
 from forq.supervisor.capacity import Capacity, CapacityView, Order
 from forq.supervisor.loop import Loop, Timer
 

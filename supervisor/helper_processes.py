@@ -15,7 +15,7 @@ from functools import partial
 
 from forq import exits
 from forq.errors import ForqError
-from forq.scoreboard import Role
+from forq.procs.scoreboard import Role
 from forq.supervisor.queue_process import Owner, QueueProcess, Surroundings
 from forq.supervisor.respawn import Respawn
 from forq.supervisor.spawn import Exit

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 
-from forq.raw_signals import set_handler
+from forq.procs.raw_signals import set_handler
 
 log = logging.getLogger("forq")
 

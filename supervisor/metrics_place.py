@@ -12,8 +12,8 @@ from pathlib import Path
 from forq.errors import ConfigError, ForqError, UsageError
 from forq.names import shown
 from forq.options import Option, nearest
+from forq.procs.unix_socket import listen
 from forq.supervisor.embedded import check_socket_path
-from forq.unix_socket import listen
 
 DEFAULT_LISTEN = "127.0.0.1:9464"
 BACKLOG = 128

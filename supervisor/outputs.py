@@ -6,8 +6,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from forq import output_pipe
 from forq.errors import ForqError
+from forq.output import pipe as output_pipe
 
 log = logging.getLogger("forq")
 

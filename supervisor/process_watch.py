@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from forq.awake import SLICE_SECONDS, AwakeTime
-from forq.scoreboard import Slot
+from forq.procs.awake import SLICE_SECONDS, AwakeTime
+from forq.procs.scoreboard import Slot
 from forq.supervisor.child import Child
 from forq.supervisor.loop import Loop, Timer
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from forq import wire
 from forq.errors import ForqError, InvalidData
 from forq.options import OPTIONS, QueueSpec, Value
-from forq.resources import Exceeded, Resources
-from forq.scoreboard import Role, Scoreboard, Slot, State
-from forq.stackdump import stack_of_thread
+from forq.procs import wire
+from forq.procs.resources import Exceeded, Resources
+from forq.procs.scoreboard import Role, Scoreboard, Slot, State
+from forq.procs.stackdump import stack_of_thread
+from forq.procs.tallies import Tallies
 from forq.supervisor.admission import Admission
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.deadlines import Deadlines
@@ -28,7 +29,6 @@ from forq.supervisor.process_watch import ProcessWatch
 from forq.supervisor.resource_watch import ResourceWatch
 from forq.supervisor.spawn import Exit
 from forq.supervisor.stacks import Stacks
-from forq.tallies import Tallies
 
 # How long the second thread of a process gets to answer a TERM before its interpreter counts as stuck.
 ANSWER_SECONDS = 0.5

@@ -13,7 +13,7 @@ from typing import Any
 from forq import exits
 from forq.errors import CannotImport, ForqError
 from forq.options import QueueSpec, Value
-from forq.scoreboard import Role, Slot
+from forq.procs.scoreboard import Role, Slot
 from forq.supervisor.helper_processes import Helpers
 from forq.supervisor.loop import Timer
 from forq.supervisor.queue_process import Owner, QueueProcess, Surroundings

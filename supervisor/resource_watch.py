@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 
-from forq.resources import Exceeded, Resources
+from forq.procs.resources import Exceeded, Resources
 from forq.supervisor.child import Nursery
 from forq.supervisor.service import Service
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
-from forq import tree_mark
 from forq.errors import ConfigError, ForqError
 from forq.logging_setup import Stderr, configure
 from forq.options import QueueSpec
+from forq.procs import tree_mark
+from forq.procs.treekill import become_subreaper
 from forq.supervisor import entry_points, systemd
 from forq.supervisor.config import Config, capacity_warning, load
 from forq.supervisor.control import ControlServer, warn_of_few_descriptors
@@ -23,7 +24,6 @@ from forq.supervisor.ownership import changeable_by, strict_modes
 from forq.supervisor.statedir import StateDir
 from forq.supervisor.supervisor import Supervisor
 from forq.supervisor.verbs import Verbs
-from forq.treekill import become_subreaper
 
 log = logging.getLogger("forq")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from forq import liveness, wire
 from forq.errors import ForqError, OutcomeUnknown
+from forq.procs import liveness, wire
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.loop import Timer
 from forq.supervisor.respawn import Respawn

@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forq.cgroup import Cgroup, Cgroups
-from forq.cgroup_limits import Delegation
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.log_format import choose
 from forq.options import QueueSpec, Value
+from forq.procs.cgroup import Cgroup, Cgroups
+from forq.procs.cgroup_limits import Delegation
+from forq.procs.scoreboard import Role, Scoreboard
+from forq.procs.tallies import Tallies
 from forq.redis_address import shown_url
-from forq.scoreboard import Role, Scoreboard
 from forq.supervisor import embedded, entry_points
 from forq.supervisor.child import Nursery
 from forq.supervisor.config import BridgePlace, Config
@@ -26,7 +27,6 @@ from forq.supervisor.resource_watch import ResourceWatch
 from forq.supervisor.service import Service
 from forq.supervisor.service_watch import ServiceWatch
 from forq.supervisor.statedir import StateDir, new_processor_name
-from forq.tallies import Tallies
 
 RETRY_SECONDS = 0.25
 OFFER_AGAIN_SECONDS = 1.0

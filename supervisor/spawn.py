@@ -23,11 +23,11 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from forq.cgroup import Cgroup
-from forq.forwarding import Forwarder
-from forq.raw_signals import set_handler, set_mask
+from forq.output.forwarding import Forwarder
+from forq.procs.cgroup import Cgroup
+from forq.procs.raw_signals import set_handler, set_mask
+from forq.procs.treekill import become_subreaper, set_parent_death_signal
 from forq.supervisor.loop import Loop
-from forq.treekill import become_subreaper, set_parent_death_signal
 
 CANNOT_EXEC = 127
 _IGNORED_BY_PYTHON = frozenset({signal.SIGPIPE, signal.SIGXFSZ})

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from forq.stackdump import STACK_FILE, STACK_SIGNAL
+from forq.procs.stackdump import STACK_FILE, STACK_SIGNAL
 from forq.supervisor.child import Child
 from forq.supervisor.loop import Loop
 

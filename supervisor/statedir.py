@@ -23,9 +23,9 @@ from typing import Any
 
 from forq.errors import ConfigError, ForqError
 from forq.names import check_queue_name
+from forq.procs.tree_mark import TreeMark
+from forq.procs.treekill import kill_tree, look_at, self_and_ancestors
 from forq.supervisor.ownership import refuse_changeable
-from forq.tree_mark import TreeMark
-from forq.treekill import kill_tree, look_at, self_and_ancestors
 
 POLL_SECONDS = 0.005
 SECRET_BYTES = 16

@@ -8,7 +8,7 @@ one look ago, and still is, is reaped: nobody waits for it. The programs of exec
 import os
 from contextlib import suppress
 
-from forq.treekill import children_of, look_at
+from forq.procs.treekill import children_of, look_at
 from forq.workers.program import running_programs
 
 

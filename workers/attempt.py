@@ -21,10 +21,10 @@ from forq.broker.producing import MAX_SECONDS
 from forq.broker.record import unpack
 from forq.errors import ForqError, InvalidData
 from forq.job import Job, Reporter
-from forq.scoreboard import WORD, Slot
+from forq.output.writer import CURRENT_JOB
+from forq.procs.scoreboard import WORD, Slot
 from forq.workers.exec_messages import MAX_NAME, ProgramFailed
 from forq.workers.handlers import Handlers, leave_if_copy_of, name_of, said
-from forq.workers.output_writer import CURRENT_JOB
 from forq.workers.results import encode_result
 from forq.workers.tracing import Tracing
 

@@ -16,17 +16,17 @@ from forq.broker.keys import fail_queue, queue_base
 from forq.errors import CannotImport, ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
 from forq.ids import new_id
 from forq.options import QueueSpec, Value
-from forq.scoreboard import Role, Scoreboard, Slot, State
-from forq.tallies import Tallies
+from forq.output.capture import install
+from forq.procs.scoreboard import Role, Scoreboard, Slot, State
+from forq.procs.tallies import Tallies
+from forq.procs.tree_mark import TreeMark
 from forq.trace_context import OFF
-from forq.tree_mark import TreeMark
 from forq.workers.attempt import Attempts, FailAttempts
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers, described, load_fail_handler, load_handlers, said
 from forq.workers.job_log import JobLog
 from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
-from forq.workers.output import install
 from forq.workers.progress import ProgressTeller
 from forq.workers.recycling import Recycling
 from forq.workers.release_loop import IdleLoop, ReleaseLoop

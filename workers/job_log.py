@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 
 from forq.errors import RetryAt
 from forq.fates import Fate, headline
+from forq.output.capture import lines_of_logging, tell_past_logging
+from forq.output.writer import CURRENT_JOB
 from forq.workers.attempt import Failure
 from forq.workers.exec_messages import ProgramFailed
 from forq.workers.handlers import leave_if_copy_of, name_of
-from forq.workers.output import lines_of_logging, tell_past_logging
-from forq.workers.output_writer import CURRENT_JOB
 
 # How long a worker waits until its line is written, so that lines are in the order of what happened; and if that was in
 # vain, for how long it does not wait again.

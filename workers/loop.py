@@ -19,7 +19,8 @@ from dataclasses import replace
 from forq.broker.consuming import Consumer, Limits, Results, Settled, Turn
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.fates import Fate
-from forq.scoreboard import (
+from forq.output.capture import end_output, mark_end
+from forq.procs.scoreboard import (
     DONE,
     GUARDED,
     HELD,
@@ -38,11 +39,10 @@ from forq.scoreboard import (
     Slot,
     State,
 )
-from forq.tallies import Tally
+from forq.procs.tallies import Tally
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
 from forq.workers.job_log import FailedAttempt, JobLog, UnkeptResult
-from forq.workers.output import end_output, mark_end
 from forq.workers.recycling import Recycling
 from forq.workers.results import NO_RESULT
 

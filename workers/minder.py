@@ -20,13 +20,14 @@ from typing import Protocol
 import orjson
 from setproctitle import setproctitle
 
-from forq import exits, wire
+from forq import exits
 from forq.broker.link import Link
 from forq.errors import ForqError
+from forq.procs import wire
+from forq.procs.raw_signals import set_handler, set_mask
+from forq.procs.scoreboard import Slot, State
+from forq.procs.treekill import kill_descendants
 from forq.progress import show_progress
-from forq.raw_signals import set_handler, set_mask
-from forq.scoreboard import Slot, State
-from forq.treekill import kill_descendants
 from forq.workers.adopted import AdoptedZombies
 from forq.workers.grant import Grant
 from forq.workers.recycling import Recycling

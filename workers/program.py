@@ -18,12 +18,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from forq import wire
 from forq.errors import InvalidData
 from forq.job import Job
+from forq.output.programs import READ_BYTES, WATCH, ProgramOutput
+from forq.procs import wire
+from forq.procs.treekill import kill_tree
 from forq.program_line import ProgramLine
-from forq.treekill import kill_tree
-from forq.workers.program_output import READ_BYTES, WATCH, ProgramOutput
 
 # How long a program that has closed its stdout gets to end.
 LAST_SECONDS = 1.0

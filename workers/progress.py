@@ -13,7 +13,7 @@ from collections.abc import Callable
 from forq.broker.link import Link
 from forq.broker.reporting import report_progress
 from forq.errors import ForqError, RedisUnavailable
-from forq.scoreboard import Slot
+from forq.procs.scoreboard import Slot
 
 # At most ten writes per second and job.
 PAUSE_SECONDS = 0.1

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from forq.broker.consuming import Consumer
 from forq.broker.releasing import Releaser
 from forq.errors import BackPressure, ForqError, RedisUnavailable
-from forq.scoreboard import DONE, STATE, Slot, State
+from forq.procs.scoreboard import DONE, STATE, Slot, State
 from forq.workers.loop import RECONNECT_SECONDS
 
 log = logging.getLogger("forq")

@@ -8,7 +8,7 @@ A helper's worker serves one of these alone, suspects or fail jobs, and ends whe
 
 from collections.abc import Callable
 
-from forq.scoreboard import Slot
+from forq.procs.scoreboard import Slot
 from forq.workers.loop import WorkerLoop
 
 

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 from stage import HERE, NotSo, Stage
 
-from forq.supervisor.ctl.client import Client
-from forq.supervisor.ctl.top.feed import Feed
-from forq.supervisor.ctl.top.screen import Screen
+from forq.ctl.client import Client
+from forq.ctl.top.feed import Feed
+from forq.ctl.top.screen import Screen
 
 DOCS = HERE.parents[1] / "docs"
 WIDTH, HEIGHT = 120, 24

@@ -10,10 +10,10 @@ from pathlib import Path
 import roff
 
 from forq.cli import parser_for
+from forq.ctl.commands import COMMANDS, GLOBALS, Command
+from forq.ctl.manual import ABOUT, ENVIRONMENT, all_exits, exits_of, shown_argument
+from forq.ctl.manual_pages import PAGES
 from forq.exits import MEANINGS
-from forq.supervisor.ctl.commands import COMMANDS, GLOBALS, Command
-from forq.supervisor.ctl.manual import ABOUT, ENVIRONMENT, all_exits, exits_of, shown_argument
-from forq.supervisor.ctl.manual_pages import PAGES
 from forq.version import VERSION
 
 HERE = Path(__file__).resolve().parent

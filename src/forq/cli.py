@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from forq.standard_streams import open_missing_streams
+from forq.procs.standard_streams import open_missing_streams
 from forq.version import VERSION
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from forq import wire
 from forq.durations import parse_duration
 from forq.errors import ForqError, UsageError
 from forq.names import check_schedule_key, check_type, shown
 from forq.options import nearest
+from forq.procs import wire
 from forq.ticks import LONGEST_MS, SHORTEST_MS, Every, Rule, read_cron
 
 OVERLAPS = ("skip", "queue")

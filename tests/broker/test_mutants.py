@@ -18,7 +18,9 @@ from tests.support.server import Server
 from tests.support.thorough import THOROUGH_VARIABLE, sample
 
 ROOT = Path(__file__).parent.parent.parent
-LUA = ROOT / "broker" / "lua"
+LUA = Path(scripts.__file__).parent / "lua"
+FILES = sorted(LUA.rglob("*.lua"))
+assert len(FILES) > 60, f"no scripts in {LUA}"
 MUTANTS = all_mutants()
 SAMPLE = 6
 TESTS_FAILED = 1
@@ -54,7 +56,7 @@ def test_a_script_without_this_guard_fails_its_tests(number: int) -> None:
     assert ran.returncode == TESTS_FAILED, ran.stdout[-2000:] + ran.stderr[-2000:]
 
 
-@pytest.mark.parametrize("path", sorted(LUA.rglob("*.lua")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_file_has_mutants(path: Path) -> None:
     assert any(mutant.file == str(path.relative_to(LUA)) for mutant in MUTANTS)
 

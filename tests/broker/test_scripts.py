@@ -16,6 +16,7 @@ from tests.support.one_queue import OneQueue
 LUA = Path(forq.broker.__file__).parent / "lua"
 SCRIPTS = sorted(path.stem for path in LUA.glob("*.lua"))
 FILES = sorted(LUA.rglob("*.lua"))
+assert len(SCRIPTS) > 30, f"no scripts in {LUA}"
 # What one call does must not depend on how many jobs wait.
 FORBIDDEN = [
     "KEYS",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forq.client import new_job
-from forq.supervisor.ctl.client import Client as ControlClient
+from forq.ctl.client import Client as ControlClient
 from tests.support.running import Forq, Trace, running, tree_of, wait_until
 from tests.support.thorough import examples
 

@@ -13,7 +13,7 @@ import pytest
 from forq import Client
 from forq.broker.journal import Event, read_entry
 from forq.client import NewJob, new_job
-from forq.supervisor.ctl.client import Client as ControlClient
+from forq.ctl.client import Client as ControlClient
 from tests.support.running import Forq, running, wait_until, whole_lines
 
 QUICK = ("--set", "release_interval=10ms", "--set", "retry_interval=10ms")

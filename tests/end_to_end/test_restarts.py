@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from forq.ctl.client import Client
 from forq.errors import UnknownQueue, UsageError
-from forq.supervisor.ctl.client import Client
 from tests.support.running import HANDLERS, Forq, alive, running, tree_of, wait_until
 
 pytestmark = pytest.mark.timeout(120)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from forq import wire
+from forq.ctl.client import Client
 from forq.errors import ForqError, QueueExists, TooManyQueues, UnknownQueue
-from forq.supervisor.ctl.client import Client
+from forq.procs import wire
 from forq.supervisor.verbs import OPENING_SECONDS
 from tests.support.running import HANDLERS, Forq, running, wait_until
 

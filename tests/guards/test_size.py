@@ -12,13 +12,14 @@ TABLE = RECORDED / "size.txt"
 def product() -> dict[str, tuple[int, int]]:
     """Files and lines of each folder of the product; those of src/forq's own files under its name."""
     files, lines = Counter[str](), Counter[str]()
-    for top in ("src", "supervisor", "workers", "broker", "services", "bridge", "pipeline"):
+    for top in ("src", "supervisor", "workers"):
         for path in (ROOT / top).rglob("*.py"):
             folder = path.relative_to(ROOT).parts
             if not any((ROOT / Path(*folder[:depth])).is_symlink() for depth in range(1, len(folder))):
                 name = folder[2] if folder[0] == "src" and len(folder) > 3 else folder[0]
                 files[name] += 1
                 lines[name] += len(path.read_text().splitlines())
+    assert {"broker", "ctl", "pipeline", "services", "supervisor", "workers"} <= set(files), "each is found once"
     return {name: (files[name], lines[name]) for name in sorted(files)}
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 import forq
-from tests.guards.recording import compare, same_python
+from tests.guards.recording import RECORD, RECORDED, compare, same_python
 from tests.support.running import BIN
 
 pytestmark = same_python
@@ -43,6 +43,22 @@ def test_every_help_of_the_pipeline() -> None:
 
 def test_every_completion() -> None:
     compare("completion.txt", "".join(output("forqctl", "completion", shell) for shell in ("bash", "zsh", "fish")))
+
+
+def test_what_forqctl_imports_before_its_first_command() -> None:
+    """Its start is 30 ms: socket would add 8, typing 10. Modules of forq itself may come and go."""
+    program = (
+        "import sys; bare = set(sys.modules); from forq.ctl.main import main; "
+        "main(['--socket', '/nonexistent/socket', 'ping']); "
+        "print(*sorted(name for name in set(sys.modules) - bare if not name.startswith('forq')), sep='\\n')"
+    )
+    done = subprocess.run([BIN / "python", "-I", "-c", program], capture_output=True, text=True, check=True)
+    if RECORD:
+        (RECORDED / "start.txt").write_text(done.stdout)
+    loaded, recorded = done.stdout.split(), (RECORDED / "start.txt").read_text().split()
+    assert "argparse" in loaded
+    # Of what it needs, an environment may have loaded something before.
+    assert set(loaded) <= set(recorded)
 
 
 def test_the_public_names_and_their_signatures() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import redis
 
-from forq import wire
 from forq.broker.traces import unknown_job
 from forq.errors import ForqError, InvalidData, UnknownJob, UnknownQueue, UsageError
+from forq.procs import wire
 from forq.services.clerk import Clerk, ClerkSettings
 from forq.services.desk import Desk
 

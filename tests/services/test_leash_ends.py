@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from forq.scoreboard import Scoreboard, State
+from forq.procs.scoreboard import Scoreboard, State
 from forq.services.desk import Desk
 from forq.services.pulse import Pulse, PulseSettings
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from forq.scoreboard import Scoreboard
+from forq.procs.scoreboard import Scoreboard
+from forq.procs.tallies import Tallies
 from forq.services import metrics
 from forq.services.http_server import Asked
 from forq.services.metrics import MetricsSettings, Pages
 from forq.services.metrics_look import Look
-from forq.tallies import Tallies
 from tests.support.metrics import look_at, queue_status
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from forq import Client, wire
+from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.scoreboard import Scoreboard
+from forq.procs import wire
+from forq.procs.scoreboard import Scoreboard
 from forq.services.pulse import Pulse, PulseSettings
 from tests.support.running import wait_until
 from tests.support.server import Server

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forq.broker.keeping import Beat, Position, Recovered
-from forq.scoreboard import Role, Scoreboard, State
+from forq.procs.scoreboard import Role, Scoreboard, State
 from forq.services.pulse import Pulse, PulseSettings
 
 NOWHERE = Position("w", 1, 0, True)

@@ -7,10 +7,10 @@ from itertools import count
 
 import pytest
 
-from forq.awake import LATE_SECONDS
 from forq.broker.keeping import Position
 from forq.errors import RedisUnavailable
-from forq.scoreboard import TURN_SHIFT, Role, Scoreboard, Slot, State, pack_word
+from forq.procs.awake import LATE_SECONDS
+from forq.procs.scoreboard import TURN_SHIFT, Role, Scoreboard, Slot, State, pack_word
 from forq.services.unread import ANSWER_SECONDS, CLAIM_SECONDS, LOOK_AGAIN_SECONDS, Unread
 
 PROCESSOR = "p" * 16

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forq import wire
-from forq.resources import Exceeded, Resources
-from forq.scoreboard import Scoreboard
+from forq.procs import wire
+from forq.procs.resources import Exceeded, Resources
+from forq.procs.scoreboard import Scoreboard
 from forq.services import warden as module
 from forq.services.warden import IDLE_LOOK_SECONDS, LOOK_SECONDS, Warden, WardenSettings, look_at_tree
 

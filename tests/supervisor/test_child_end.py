@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from forq.cgroup import Cgroup, Cgroups
+from forq.procs.cgroup import Cgroup, Cgroups
+from forq.procs.treekill import become_subreaper
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.loop import Loop
 from forq.supervisor.spawn import Exit, spawn
-from forq.treekill import become_subreaper
 
 
 class Kept(logging.Handler):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forq.scoreboard import Scoreboard, Slot, State, pack_word
+from forq.procs.scoreboard import Scoreboard, Slot, State, pack_word
 from forq.supervisor.deadlines import Deadlines
 from forq.supervisor.loop import Loop
 

@@ -9,7 +9,7 @@ import pytest
 
 from forq import exits
 from forq.errors import ForqError
-from forq.scoreboard import Role
+from forq.procs.scoreboard import Role
 from forq.supervisor.helper_processes import Helpers
 from forq.supervisor.queue_unit import QueueUnit
 from forq.supervisor.spawn import Exit

@@ -5,8 +5,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from forq.awake import LATE_SECONDS
-from forq.scoreboard import Scoreboard, Slot, pack_word
+from forq.procs.awake import LATE_SECONDS
+from forq.procs.scoreboard import Scoreboard, Slot, pack_word
 from forq.supervisor.process_watch import (
     KILL_SECONDS,
     LONGEST_SECONDS,

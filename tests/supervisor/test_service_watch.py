@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from forq.awake import LATE_SECONDS, SLICE_SECONDS, AwakeTime
-from forq.liveness import may_take, passed
+from forq.procs.awake import LATE_SECONDS, SLICE_SECONDS, AwakeTime
+from forq.procs.liveness import may_take, passed
 from forq.services.desk import Desk
 from forq.supervisor.child import Nursery
 from forq.supervisor.loop import Loop

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from forq.cgroup import Cgroups
+from forq.procs.cgroup import Cgroups
+from forq.procs.treekill import kill_tree
 from forq.supervisor.loop import Loop
 from forq.supervisor.spawn import Exit, Spawned, exec_program, reap, signal_child, spawn
-from forq.treekill import kill_tree
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ConfigError, ForqError, InvalidName
+from forq.procs.treekill import kill_tree, look_at
 from forq.supervisor import statedir
 from forq.supervisor.spawn import Spawned, exec_program, reap, spawn
 from forq.supervisor.statedir import EarlierRun, StateDir, holders_of_lock
-from forq.treekill import kill_tree, look_at
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from forq.broker.viewing import Counts
+from forq.ctl.verbs.status import columns_for
 from forq.services.metrics_page import JOB_STATES
-from forq.supervisor.ctl.verbs.status import columns_for
 from forq.supervisor.status import COUNTS, Status
 
 STATES_PAGE = Path(__file__).resolve().parent.parent.parent / "docs/states.md"

@@ -12,7 +12,7 @@ from forq import errors
 from forq.supervisor.control import ControlServer, Request
 from forq.supervisor.loop import Loop
 
-FORQCTL = [sys.executable, "-m", "forq.supervisor.ctl.main"]
+FORQCTL = [sys.executable, "-m", "forq.ctl.main"]
 METHODS = (
     *(f"queue.{verb}" for verb in ("create", "delete", "pause", "resume", "drain", "restart", "set")),
     *("status", "jobs", "job", "push", "push_many", "recover", "remove", "cancel", "ping", "version", "shutdown"),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forq.cgroup import Cgroup
+from forq.procs.cgroup import Cgroup
 from tests.support.running import HANDLERS, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -176,7 +176,7 @@ def install(stage: Path, config: str) -> None:
     programs.mkdir()
     (programs / "python").symlink_to(f"/opt/python/bin/python3.{sys.version_info.minor}")
     (stage / "opt/forq/pyvenv.cfg").write_text("home = /opt/python/bin\ninclude-system-site-packages = false\n")
-    for name, module in (("forq", "forq.cli"), ("forqctl", "forq.supervisor.ctl.main")):
+    for name, module in (("forq", "forq.cli"), ("forqctl", "forq.ctl.main")):
         program = programs / name
         program.write_text(f"#!/opt/forq/bin/python\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
         program.chmod(0o755)

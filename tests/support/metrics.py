@@ -10,8 +10,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from forq.broker.viewing import Counts
+from forq.procs.tallies import BUCKETS, Tallied
 from forq.services.metrics_look import Look, Work
-from forq.tallies import BUCKETS, Tallied
 
 NOW_NS = 10**15
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from forq import Client
+from forq.ctl.client import Client as ControlClient
 from forq.errors import SupervisorUnreachable, TimedOut
-from forq.supervisor.ctl.client import Client as ControlClient
 
 HANDLERS = Path(__file__).parent / "handlers"
 BIN = Path(sys.executable).parent

@@ -66,8 +66,9 @@ unset PYTHONPATH FORQ_CONFIG FORQ_SOCKET FORQ_REDIS STATE_DIRECTORY
 export FORQ_STATE_DIR=$work/state
 
 venv/bin/forq --version | grep -q '^forq [0-9]' || fail "forq --version says: $(venv/bin/forq --version 2>&1)"
-(cd "$root" && find src/forq/ supervisor workers broker services bridge pipeline -name '*.py' -o -name '*.lua' -o -name py.typed) |
+(cd "$root" && find src/forq/ supervisor workers -name '*.py' -o -name '*.lua' -o -name py.typed) |
   sed 's,^src/forq/,,' | sort -u >tree.txt
+[ "$(wc -l <tree.txt)" -gt 100 ] || fail "the tree has only $(wc -l <tree.txt) files"
 installed=$(venv/bin/python -c 'import forq, os; print(os.path.dirname(forq.__file__))')
 while read -r file; do
   [ -f "$installed/$file" ] || fail "the wheel lacks $file"

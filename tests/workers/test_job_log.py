@@ -15,13 +15,13 @@ import pytest
 from forq import Job, Permanent, RetryAt
 from forq.broker.record import pack_body
 from forq.fates import Fate
+from forq.output.streams import RootHandler
+from forq.output.writer import Output
 from forq.workers import job_log
 from forq.workers.attempt import Attempts, FailAttempts
 from forq.workers.exec_messages import ProgramFailed
 from forq.workers.handlers import Handlers
 from forq.workers.job_log import MAX_WAITING, PATIENT_SECONDS, FailedAttempt, JobLog
-from forq.workers.output_streams import RootHandler
-from forq.workers.output_writer import Output
 from tests.support.running import wait_until
 
 RECORD = b"p5 1700000000123\n" + pack_body(1, None, None)

@@ -8,12 +8,12 @@ import pytest
 
 from forq.errors import ConfigError
 from forq.options import QueueSpec
+from forq.output.programs import WATCH
 from forq.program_line import read_program
 from forq.workers.adopted import AdoptedZombies
 from forq.workers.exec_handler import ExecHandler, ExecOnceHandler, close_handlers
 from forq.workers.handlers import Handlers, load_handlers
 from forq.workers.program import Program, running_programs
-from forq.workers.program_output import WATCH
 from forq.workers.recycling import programs_bytes
 from tests.support.exec_attempts import Made, failure_of, job, pid_of
 from tests.support.programs import python_program, shell

@@ -16,8 +16,8 @@ from forq import Job
 from forq.broker.keys import DEFAULT_PREFIX, progress_channels
 from forq.broker.listening import Listener
 from forq.errors import InvalidData
+from forq.procs.scoreboard import WORD, Scoreboard, Slot, State, pack_word
 from forq.progress import check_progress, show_progress
-from forq.scoreboard import WORD, Scoreboard, Slot, State, pack_word
 from forq.workers.attempt import Attempts
 from forq.workers.handlers import Handler, Handlers
 from forq.workers.progress import PAUSE_SECONDS, ProgressTeller

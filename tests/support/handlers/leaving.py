@@ -105,7 +105,7 @@ def flood(data: Any, job: Job) -> None:
 def _slot() -> int:
     import gc
 
-    from forq.scoreboard import Slot
+    from forq.procs.scoreboard import Slot
 
     return next(found.number for found in gc.get_objects() if isinstance(found, Slot) and found.pid == os.getpid())
 

@@ -1,0 +1,127 @@
+"""`forq bridge`: on stdin and stdout, or for every connection to a Unix socket; and the same below a supervisor."""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from setproctitle import setproctitle
+
+from forq import exits
+from forq.bridge.desk import Desk
+from forq.bridge.loop import Bridge
+from forq.bridge.messages import Envelopes
+from forq.bridge.peers import Peer, Standard
+from forq.broker.awaiting import handed_channels
+from forq.broker.link import Link
+from forq.broker.listening import Listener
+from forq.broker.server_url import database_of
+from forq.errors import ForqError
+from forq.ids import new_id
+from forq.logging_setup import configure
+from forq.options import Option
+from forq.places import key_prefix, redis_url
+from forq.procs.unix_socket import listen
+
+CALL_TIMEOUT_SECONDS = 5.0
+DEFAULT_MAX_QUEUES = 1000
+TICK = Option("tick", "duration", 3.0, 0.1, 3600.0, "how often a worker has to say something")
+
+
+@dataclass(frozen=True)
+class BridgeSettings:
+    """`path` None: stdin and stdout. `leash`: its end is the supervisor's."""
+
+    url: str
+    prefix: str
+    tick_seconds: float
+    max_queues: int
+    path: str | None = None
+    leash: socket.socket | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--redis", metavar="URL", help="redis://, unix://, redis+cluster:// or redis+sentinel:// (FORQ_REDIS)"
+    )
+    parser.add_argument("--prefix", metavar="P", help="of all keys in Redis (FORQ_PREFIX; forq:)")
+    parser.add_argument("--tick", metavar="TIME", default="3s", help="how often a worker has to say something (3s)")
+    parser.add_argument(
+        "--max-queues",
+        dest="max_queues",
+        type=int,
+        default=DEFAULT_MAX_QUEUES,
+        metavar="N",
+        help="how many queues there may be in Redis (1000)",
+    )
+    parser.add_argument("--listen", metavar="PATH", help="serve connections to this Unix socket")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    configure()
+    try:
+        settings = BridgeSettings(
+            url=arguments.redis or redis_url(),
+            prefix=key_prefix() if arguments.prefix is None else arguments.prefix,
+            tick_seconds=float(TICK.parse(arguments.tick, "--tick")),
+            max_queues=arguments.max_queues,
+            path=arguments.listen and os.path.abspath(arguments.listen),
+        )
+        setproctitle(f"forq: bridge {settings.path or '-'}")
+        return run_bridge(settings)
+    except ForqError as exc:
+        print(f"forq: {exc}", file=sys.stderr)
+        return exc.exit_code
+
+
+def run_bridge(settings: BridgeSettings) -> int:
+    """Serves until nobody can say anything any more, or it is told to end. What was read is dealt with first."""
+    name = new_id()
+    listener = None if settings.path is None else listen(settings.path)
+    stdio: tuple[Peer, ...] = () if settings.path is not None else (Standard(),)
+    link = Link(settings.url, name="forq-bridge", timeout_seconds=CALL_TIMEOUT_SECONDS)
+    ears = Listener(
+        settings.url, handed_channels(settings.prefix, database_of(settings.url), name), name="forq-bridge-ears"
+    )
+    desk = Desk(link, settings.prefix, name, max_queues=settings.max_queues, tick_seconds=settings.tick_seconds)
+    with _told_to_end() as told:
+        bridge = Bridge(
+            desk,
+            ears,
+            Envelopes(name),
+            tick_seconds=settings.tick_seconds,
+            peers=stdio,
+            listener=listener,
+            watched=(told,),
+            leash=settings.leash,
+        )
+        try:
+            bridge.run()
+        finally:
+            ears.close()
+            link.close()
+            if listener is not None and settings.path is not None:
+                listener.close()
+                os.unlink(settings.path)
+    return exits.FAILED if any(peer.gone for peer in stdio) else exits.STOPPED
+
+
+@contextmanager
+def _told_to_end() -> Iterator[int]:
+    """A descriptor that has something to read once TERM or INT has come."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: None)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    try:
+        yield reading
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(writing)

@@ -1,0 +1,128 @@
+"""forqctl's end of the control socket: connect, send a request, wait for its answer."""
+
+from __future__ import annotations
+
+# The socket module builds its enums at import, which costs more than the whole conversation.
+import _socket
+import os
+import time
+
+from forq.errors import ForqError, InvalidData, SupervisorUnreachable, TimedOut
+from forq.procs import wire
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from typing import Any
+
+DEFAULT_TIMEOUT_SECONDS = 30.0
+# Answers may be larger than requests: a job's data can be almost as long as a request, and is quoted in its answer.
+MAX_ANSWER_BYTES = 16 << 20
+RETRY_CONNECT_SECONDS = 0.02
+
+
+class Client:
+    """One connection. Requests may overlap: send gives the id under which receive returns the answer."""
+
+    def __init__(self, path: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, looked_at: str = "") -> None:
+        self.path = path
+        self.timeout_seconds = timeout_seconds
+        self._lines = wire.Lines(MAX_ANSWER_BYTES)
+        self._last_id = 0
+        self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        self._connect(looked_at)
+
+    def call(self, method: str, params: dict[str, Any], *, wait_seconds: float = 0.0) -> Any:
+        """The result of one request, which may take `wait_seconds` longer than others. Raises what the supervisor
+        refused it with, or TimedOut."""
+        deadline = time.monotonic() + self.timeout_seconds + wait_seconds
+        wanted = self.send(method, params)
+        while True:
+            answered, value = self.receive(deadline)
+            if answered == wanted:
+                if isinstance(value, ForqError):
+                    raise value
+                return value
+
+    def send(self, method: str, params: dict[str, Any]) -> int:
+        self._last_id += 1
+        line = wire.request(self._last_id, method, params)
+        if len(line) > wire.MAX_LINE_BYTES:
+            raise InvalidData(f"the request is too large: at most {wire.MAX_LINE_BYTES} bytes are allowed")
+        self._sock.settimeout(self.timeout_seconds)
+        try:
+            self._sock.sendall(line)
+        except TimeoutError as exc:
+            raise self.too_late() from exc
+        except OSError:
+            # The supervisor closed before it read all; its reason, if any, waits to be received.
+            pass
+        return self._last_id
+
+    def receive(self, deadline: float | None) -> tuple[str | int | None, Any]:
+        """The next answer: its id, and the result or the error. Raises an error that belongs to no request."""
+        while (line := self._lines.pop()) is None:
+            self._fill(deadline)
+        answered, value = wire.read_answer(line)
+        if answered is None and isinstance(value, ForqError):
+            raise value
+        return answered, value
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def fileno(self) -> int:
+        """To wait for an answer together with other things."""
+        return self._sock.fileno()
+
+    def _fill(self, deadline: float | None) -> None:
+        if deadline is None:
+            self._sock.settimeout(None)
+        else:
+            # Zero would mean non-blocking, and a late answer that is already here should still be read.
+            self._sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            data = self._sock.recv(1 << 16)
+        except TimeoutError as exc:
+            raise self.too_late() from exc
+        except OSError as exc:
+            raise self._unreachable(f"the connection broke: {os.strerror(exc.errno or 0)}") from exc
+        if not data:
+            raise self._unreachable("it closed the connection without an answer")
+        self._lines.push(data)
+
+    def _connect(self, looked_at: str) -> None:
+        deadline = time.monotonic() + self.timeout_seconds
+        self._sock.settimeout(self.timeout_seconds)
+        while True:
+            try:
+                self._sock.connect(self.path)
+                return
+            except BlockingIOError as exc:
+                # The queue of clients that wait to be accepted is full.
+                if time.monotonic() >= deadline:
+                    raise self.too_late() from exc
+                time.sleep(RETRY_CONNECT_SECONDS)
+            except FileNotFoundError as exc:
+                raise self._unreachable(f"no such file{looked_at}") from exc
+            except OSError as exc:
+                raise self._unreachable((exc.strerror or str(exc)).lower()) from exc
+
+    def too_late(self) -> TimedOut:
+        """The error of who has waited too long for an answer."""
+        return TimedOut(f"no answer from the supervisor at {self.path} within {self.timeout_seconds:g} s")
+
+    def _unreachable(self, reason: str) -> SupervisorUnreachable:
+        return SupervisorUnreachable(f"cannot reach the supervisor at {self.path}: {reason}")
+
+
+def connect(args: Namespace) -> Client:
+    """As the global flags say."""
+    timeout_seconds = DEFAULT_TIMEOUT_SECONDS if args.timeout_seconds is None else args.timeout_seconds
+    if args.socket is not None:
+        return Client(os.path.abspath(args.socket), timeout_seconds)
+    from forq.places import control_socket, control_socket_candidates
+
+    path = control_socket()
+    others = [candidate for candidate in control_socket_candidates() if candidate != path]
+    return Client(path, timeout_seconds, f" (nor {', '.join(others)})" if others else "")

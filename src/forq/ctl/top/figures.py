@@ -1,0 +1,164 @@
+"""What top shows of each queue: a status made into rows, and rates made from the counters of two of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from forq.ctl.tables import printable, span
+
+# In this order when sorted by state.
+TROUBLES_FIRST = ("config_error", "flapping", "stopped", "unserved", "starting", "draining", "paused", "running")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One queue. None is unknown: Redis is down, or there is nothing to compare with yet."""
+
+    name: str
+    mode: str | None
+    state: str
+    reason: str | None
+    waiting: int | None
+    active: int | None
+    scheduled: int | None
+    dead: int | None
+    done_per_second: float | None
+    failed_per_second: float | None
+    oldest_waiting_seconds: float | None
+    job: str | None
+    job_seconds: float | None
+    running: int
+    restarts: int
+    limits: dict[str, Any] | None
+    children: list[dict[str, Any]]
+
+
+class RunningJob(NamedTuple):
+    id: str
+    pid: int
+    seconds: float | None
+    progress: dict[str, Any] | None
+
+
+def running_jobs(child: dict[str, Any]) -> list[RunningJob]:
+    """What a child of a queue runs: one per busy worker."""
+    ids = child.get("jobs") or ([child["job"]] if child["job"] is not None else [])
+    ages = child.get("jobs_seconds") or [child.get("job_seconds")]
+    told = child.get("jobs_progress") or [child.get("progress")]
+    return [RunningJob(job, child["pid"], age, of) for job, age, of in zip_longest(ids, ages, told) if job is not None]
+
+
+class Figures:
+    """Remembers the counters of the last status."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[float, int, int]] = {}
+
+    def read(self, status: dict[str, Any], now: float) -> list[Row]:
+        queues = status["queues"]
+        rows = [self._row(queue, now) for queue in queues]
+        for gone in self._before.keys() - {queue["name"] for queue in queues}:
+            del self._before[gone]
+        return rows
+
+    def _row(self, queue: dict[str, Any], now: float) -> Row:
+        children = queue["children"]
+        running = [job for child in children for job in running_jobs(child)]
+        oldest = max(running, key=lambda job: job.seconds or 0.0, default=None)
+        done, failed = self._rates(queue, now)
+        return Row(
+            name=queue["name"],
+            mode=queue["mode"],
+            state=queue["state"],
+            reason=queue.get("reason"),
+            waiting=queue["waiting"],
+            active=queue["active"],
+            scheduled=queue["scheduled"],
+            dead=queue["dead"],
+            done_per_second=done,
+            failed_per_second=failed,
+            oldest_waiting_seconds=queue["oldest_waiting_seconds"],
+            job=oldest.id if oldest else None,
+            job_seconds=oldest.seconds if oldest else None,
+            running=len(running),
+            restarts=sum(child["restarts"] for child in children),
+            limits=queue.get("limits"),
+            children=children,
+        )
+
+    def _rates(self, queue: dict[str, Any], now: float) -> tuple[float | None, float | None]:
+        name, done, failed = queue["name"], queue["done"], queue["failed"]
+        if done is None or failed is None:
+            return None, None
+        before = self._before.get(name)
+        self._before[name] = (now, done, failed)
+        # Counters that went back belong to another queue of the same name.
+        if before is None or now <= before[0] or done < before[1] or failed < before[2]:
+            return None, None
+        seconds = now - before[0]
+        return (done - before[1]) / seconds, (failed - before[2]) / seconds
+
+
+def about_supervisor(status: dict[str, Any]) -> str:
+    supervisor = status["supervisor"]
+    states = [queue["state"] for queue in status["queues"]]
+    counted = [f"{len(states)} {'queue' if len(states) == 1 else 'queues'}"]
+    counted += [f"{states.count(state)} {state}" for state in TROUBLES_FIRST[:-1] if state in states]
+    version, up = printable(str(supervisor["version"])), span(supervisor["uptime_seconds"])
+    return f"forq {version}, pid {supervisor['pid']}, up {up}: {', '.join(counted)}"
+
+
+def about_redis(status: dict[str, Any]) -> str:
+    redis = status["supervisor"]["redis"]
+    where = printable(str(redis.get("url") or ""))
+    if not redis["ok"]:
+        return f"redis: down: {printable(str(redis['error']))}"
+    asked = redis.get("counts_ms")
+    return f"redis: ok, counts in {asked:.1f} ms, {where}" if asked is not None else f"redis: ok, {where}"
+
+
+def about_capacity(status: dict[str, Any]) -> str:
+    capacity = status.get("capacity")
+    if capacity is None:
+        return "capacity: unknown"
+    waiting = capacity["waiting"]
+    waits = f", {len(waiting)} waiting since {span(max(wish['seconds'] for wish in waiting))}" if waiting else ""
+    return f"capacity: {capacity['in_use']} of {capacity['units']} units in use, {capacity['free']} free{waits}"
+
+
+def shown_limits(limits: dict[str, Any] | None) -> str | None:
+    """`50/1s`, `max 4`, `50/1s max 4`; with `!` while workers wait because of them."""
+    if limits is None:
+        return None
+    parts = [limits["rate"] if limits["rate"] != "off" else "", f"max {limits['max_active']}"]
+    text = " ".join(part for part in parts if part and part != "max 0")
+    return f"{text} !" if limits["limited_workers"] else text
+
+
+def shown_job(row: Row) -> str | None:
+    """The job that has run longest, its age, and how many run beside it."""
+    if row.job is None:
+        return None
+    beside = f" +{row.running - 1}" if row.running > 1 else ""
+    age = f" {span(row.job_seconds)}" if row.job_seconds is not None else ""
+    return f"{printable(row.job)}{age}{beside}"
+
+
+def shown_rate(per_second: float | None) -> str | None:
+    if per_second is None:
+        return None
+    if 0 < per_second < 10:
+        return f"{per_second:.1f}"
+    return shown_count(round(per_second))
+
+
+def shown_count(count: int | None) -> str | None:
+    """At most six characters."""
+    if count is None or count < 1_000_000:
+        return None if count is None else str(count)
+    for unit, size in (("M", 10**6), ("G", 10**9)):
+        if count < 1000 * size:
+            return f"{count / size:.1f}{unit}"
+    return f"{count / 10**12:.1f}T"

@@ -1,0 +1,132 @@
+"""dead list, show, retry, discard."""
+
+from __future__ import annotations
+
+from forq.ctl.client import connect
+from forq.ctl.tables import moment, printable, show_json, show_more, show_stack, show_table
+from forq.errors import ForqError, UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from typing import Any
+
+PAST = {"retry": "retried", "discard": "discarded"}
+LABEL_WIDTH = 15
+
+
+def dead(args: Namespace) -> int:
+    if args.action == "list":
+        return _list(args)
+    if args.limit is not None or args.after is not None:
+        raise UsageError("--limit and --after go with list")
+    if args.action == "show":
+        return _show(args)
+    if (args.id is None) != args.all:
+        raise UsageError(f"{args.action} needs either ID or --all")
+    return _all(args) if args.all else _one(args)
+
+
+def _list(args: Namespace) -> int:
+    if args.id is not None or args.all:
+        raise UsageError("list takes neither ID nor --all")
+    if args.limit is not None and args.limit < 1:
+        raise UsageError("--limit is at least 1")
+    given = {"limit": args.limit, "after": args.after}
+    params = {"name": args.name, **{key: value for key, value in given.items() if value is not None}}
+    result = connect(args).call("dead.list", params)
+    if args.json:
+        show_json(result)
+        return 0
+    show_table(
+        ("ID", "FENCE", "IDENTIFIER", "DIED", "ERROR"),
+        [
+            (job["id"], str(job["fence"]), job["identifier"], moment(job["died_at"]), _error(job))
+            for job in result["jobs"]
+        ],
+    )
+    if result["next"] is not None:
+        show_more("dead list", args, result["next"])
+    return 0
+
+
+def _error(job: dict[str, Any]) -> str:
+    return ": ".join(str(part) for part in (job["error"], job["message"]) if part)
+
+
+def _show(args: Namespace) -> int:
+    if args.id is None or args.all:
+        raise UsageError("show needs an ID")
+    result = connect(args).call("dead.show", {"name": args.name, "id": args.id})
+    if args.json:
+        show_json(result)
+        return 0
+    error = result.pop("error")
+    attempts = result.pop("attempts")
+    known = error if isinstance(error, dict) else {"message": error}
+    traceback = known.pop("traceback", None)
+    for key, value in [*result.items(), *((f"error {key}", value) for key, value in known.items())]:
+        print(f"{printable(key):<{LABEL_WIDTH}}{_shown(key, value)}")
+    for number, attempt in enumerate(attempts, start=1):
+        print(f"{f'attempt {number}':<{LABEL_WIDTH}}{_shown_attempt(attempt)}")
+    show_stack([attempt for attempt in attempts if isinstance(attempt, dict)])
+    if traceback:
+        print()
+        for line in str(traceback).splitlines():
+            print(printable(line))
+    return 0
+
+
+def _shown(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if key.endswith("_at") and isinstance(value, int | float):
+        return moment(value) or "-"
+    if isinstance(value, str) and key != "data":
+        return printable(value)
+    from forq.procs.wire import encode
+
+    return printable(encode(value).decode())
+
+
+def _shown_attempt(attempt: Any) -> str:
+    if not isinstance(attempt, dict):
+        return _shown("data", attempt)
+    known = {key: value for key, value in attempt.items() if value is not None and key != "stack"}
+    return "  ".join(f"{printable(key)}={_shown(key, value)}" for key, value in known.items())
+
+
+def _one(args: Namespace) -> int:
+    result = connect(args).call(f"dead.{args.action}", {"name": args.name, "id": args.id})
+    if args.json:
+        show_json(result)
+    else:
+        print(f"{PAST[args.action]} {printable(result['id'])}")
+    return 0
+
+
+def _all(args: Namespace) -> int:
+    """In chunks, of those that were dead when it began. What is refused stays dead."""
+    from forq.progress_line import ProgressLine
+
+    client, progress = connect(args), ProgressLine(lines=not args.json)
+    done = refused = 0
+    after = None
+    try:
+        while True:
+            params = {"name": args.name, "all": True, **({} if after is None else {"after": after})}
+            result = client.call(f"dead.{args.action}", params)
+            done, refused, after = done + result["done"], refused + result["refused"], result["next"]
+            progress.bar(done + refused, done + refused + result["left"], f"{done} {PAST[args.action]}")
+            if after is None:
+                break
+    except ForqError as exc:
+        raise type(exc)(f"{exc}; {PAST[args.action]} before: {done}") from exc
+    finally:
+        progress.clear()
+    if args.json:
+        show_json({PAST[args.action]: done, "refused": refused})
+    else:
+        left = f", {refused} refused (a live job has the id, or the record is broken)" if refused else ""
+        print(f"{PAST[args.action]} {done} {'job' if done == 1 else 'jobs'} of {args.name}{left}")
+    return 1 if refused else 0

@@ -1,0 +1,225 @@
+"""status: all queues in one table, or some in detail; --check for monitoring."""
+
+from __future__ import annotations
+
+import sys
+
+from forq.ctl.client import connect
+from forq.ctl.tables import cell, moment, printable, show_json, show_table, span
+from forq.progress import show_progress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Sequence
+    from typing import Any
+
+NOT_HEALTHY = 3
+SHOWN_CHILDREN = 4
+SHOWN_ITEMS = 20
+# Rows about the capacity: a supervisor may have a thousand queues.
+SHOWN_HOLDERS = 20
+HEALTHY_STATES = ("running", "starting", "paused", "draining", "elsewhere")
+# A handler whose import takes longer than this counts as stuck.
+STARTING_SECONDS = 30.0
+_COLUMNS: tuple[tuple[str, str], ...] = (
+    ("QUEUE", "name"),
+    ("STATE", "state"),
+    ("WAITING", "waiting"),
+    ("SCHEDULED", "scheduled"),
+    ("ACTIVE", "active"),
+    ("DEAD", "dead"),
+    ("DONE", "done"),
+    ("FAILED", "failed"),
+)
+
+
+def status(args: Namespace) -> int:
+    params: dict[str, Any] = {"names": args.names} if args.names else {}
+    if args.memory:
+        params["memory"] = True
+    result = connect(args).call("status", params)
+    if args.json:
+        show_json(result)
+    else:
+        _show(result, in_detail=bool(args.names))
+    if not args.check:
+        return 0
+    faults = [printable(fault) for fault in faults_in(result)]
+    if faults:
+        sys.stdout.flush()
+        print(f"forqctl: not healthy: {'; '.join(faults)}", file=sys.stderr)
+    return NOT_HEALTHY if faults else 0
+
+
+def faults_in(status: dict[str, Any]) -> list[str]:
+    """Why this is not healthy; empty when it is."""
+    redis = status["supervisor"]["redis"]
+    faults = [] if redis["ok"] else [f"redis is down: {redis['error']}"]
+    faults += [f"service {name} is unresponsive" for name in unresponsive_services(status)]
+    unwritten = status["supervisor"].get("failed_log", {}).get("errors", {})
+    faults += [f"failed log of queue {name}: {error}" for name, error in unwritten.items()]
+    for queue in status["queues"]:
+        silent = [child["pid"] for child in queue["children"] if child["state"] == "unresponsive"]
+        faults += [f"process {pid} of queue {queue['name']} is unresponsive" for pid in silent]
+        if queue["state"] == "unserved":
+            if queue["waiting"]:
+                faults.append(f"queue {queue['name']} is unserved, and {queue['waiting']} of its jobs wait")
+        elif queue["state"] not in HEALTHY_STATES:
+            faults.append(f"queue {queue['name']} is {queue['state']}")
+        elif queue["state"] in ("running", "starting") and not any(map(_is_live_main, queue["children"])):
+            faults.append(f"queue {queue['name']} has no main process")
+        elif queue["state"] == "starting" and (seconds := _starting_seconds(queue)) > STARTING_SECONDS:
+            faults.append(f"queue {queue['name']} is starting for {span(seconds)}: the import of its handler hangs")
+    return faults
+
+
+def _starting_seconds(queue: dict[str, Any]) -> float:
+    mains = [child for child in queue["children"] if child["role"] == "main"]
+    ages = (child["uptime_seconds"] for child in mains if child["state"] in ("starting", "importing"))
+    return max((age for age in ages if age is not None), default=0.0)
+
+
+def unresponsive_services(status: dict[str, Any]) -> list[str]:
+    services = status["supervisor"].get("services", [])
+    return [service["name"] for service in services if service.get("state") == "unresponsive"]
+
+
+def _is_live_main(child: dict[str, Any]) -> bool:
+    return child["role"] == "main" and bool(child["pid"]) and child["state"] != "backoff"
+
+
+def _show(status: dict[str, Any], in_detail: bool) -> None:
+    queues = status["queues"]
+    columns = columns_for(queues)
+    show_table(
+        (*(title for title, _ in columns), "OLDEST", "CHILDREN"),
+        [
+            (
+                *(queue.get(key) for _, key in columns),
+                span(queue["oldest_waiting_seconds"]),
+                _children(queue["children"]),
+            )
+            for queue in queues
+        ],
+    )
+    for queue in status["queues"]:
+        if queue.get("reason"):
+            print(f"{printable(queue['name'])}: {queue['state']}: {printable(queue['reason'])}")
+            _show_traceback(queue.get("traceback"), in_detail)
+        if failed := queue.get("restart_error"):
+            when, why = moment(failed["at"]), printable(failed["message"])
+            print(f"{printable(queue['name'])}: runs older code: not restarted at {when}: {why}")
+            _show_traceback(failed["traceback"], in_detail)
+        if queue.get("limits") and (in_detail or queue["limits"]["limited_workers"]):
+            print(f"{printable(queue['name'])}: {_limits(queue['limits'])}")
+    if in_detail:
+        for queue in status["queues"]:
+            _show_queue(queue)
+    if "capacity" in status:
+        _show_capacity(status["capacity"], [queue["name"] for queue in queues] if in_detail else [])
+    redis = status["supervisor"]["redis"]
+    for name, error in status["supervisor"].get("failed_log", {}).get("errors", {}).items():
+        print(f"{printable(name)}: failed log: {printable(error)}")
+    for name in unresponsive_services(status):
+        print(f"{name}: unresponsive: this service does not answer and is being replaced")
+    if not redis["ok"]:
+        print(f"redis: down: {cell(redis['error'])}")
+
+
+def columns_for(queues: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """The title and the key of each column; a count's title is its key."""
+    columns = _COLUMNS
+    if any(queue["mode"] not in (None, "work") for queue in queues):
+        columns = (*_COLUMNS[:1], ("MODE", "mode"), *_COLUMNS[1:], ("AWAITERS", "awaiters"))
+    if any(queue.get("kept") for queue in queues):
+        columns = (*columns, ("KEPT", "kept"))
+    return columns
+
+
+def _show_traceback(traceback: str | None, in_detail: bool) -> None:
+    for line in (traceback or "").splitlines() if in_detail else ():
+        print(f"  {printable(line)}")
+
+
+def _limits(limits: dict[str, Any]) -> str:
+    most = f", at most {limits['max_active']} at the same time" if limits["max_active"] else ""
+    waits = limits["limited_workers"]
+    return f"rate {limits['rate']}{most}: {limits['may_begin']} may begin now, workers that wait for it: {waits}"
+
+
+def _show_capacity(capacity: dict[str, Any], names: Sequence[str]) -> None:
+    """Only when it matters: somebody waits, or somebody asks. One row for all workers of a process that do the same,
+    those of the named queues first: a queue may have hundreds."""
+    if not names and not capacity["waiting"]:
+        return
+    print(f"\ncapacity: {capacity['in_use']} of {capacity['units']} units in use, {capacity['free']} free")
+    held = [("runs" if grant["in_use"] else "keeps", grant) for grant in capacity["held"]]
+    waits = [("waits", wish) for wish in capacity["waiting"]]
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for does, worker in held + waits:
+        groups.setdefault((worker["worker"], does, worker["priority"]), []).append(worker)
+    if not groups:
+        return
+    asked_first = sorted(groups.items(), key=lambda group: group[0][0].rpartition(" ")[0] not in names)
+    show_table(
+        ("PROCESS", "", "WORKERS", "UNITS", "PRIORITY", "FOR"),
+        [
+            (
+                *(process, does, len(workers), sum(worker["units"] for worker in workers), priority),
+                span(max(worker["seconds"] for worker in workers)),
+            )
+            for (process, does, priority), workers in asked_first[:SHOWN_HOLDERS]
+        ],
+    )
+    if (more := len(groups) - SHOWN_HOLDERS) > 0:
+        print(f"and {more} rows more: forqctl status --json has every worker")
+
+
+def _children(children: list[dict[str, Any]]) -> str:
+    """While suspects run there may be dozens; the details of a queue have them all."""
+    more = len(children) - SHOWN_CHILDREN
+    return ", ".join(map(_brief, children[:SHOWN_CHILDREN])) + (f", {more} more" if more > 0 else "")
+
+
+def _brief(child: dict[str, Any]) -> str:
+    memory = f"{child['pss_bytes'] / 1e6:.1f}MB" if child.get("pss_bytes") else None
+    return " ".join(str(part) for part in (child["pid"], child["state"], child["job"], memory) if part is not None)
+
+
+def _progress(child: dict[str, Any]) -> str | None:
+    progress = child.get("progress")
+    return None if progress is None else show_progress(progress["fraction"], progress["text"])
+
+
+def _show_queue(queue: dict[str, Any]) -> None:
+    if queue.get("next_due_seconds") is not None:
+        print(f"{printable(queue['name'])}: the next job or tick is due in {span(queue['next_due_seconds'])}")
+    if queue["children"]:
+        _show_processes(queue)
+    if queue.get("items"):
+        shown = queue["items"][:SHOWN_ITEMS]
+        print(f"\n{printable(queue['name'])}: items")
+        show_table(("ID", "IDENTIFIER"), [(item["id"], item["identifier"]) for item in shown])
+        if len(queue["items"]) > len(shown):
+            print(f"more of them: forqctl jobs {printable(queue['name'])}")
+
+
+def _show_processes(queue: dict[str, Any]) -> None:
+    print(f"\n{printable(queue['name'])}: processes")
+    told = any(child.get("progress") for child in queue["children"])
+    show_table(
+        ("ROLE", "PID", "STATE", "JOB", "UPTIME", "RESTARTS", *(("PROGRESS",) if told else ())),
+        [
+            (
+                child["role"],
+                child["pid"],
+                child["state"],
+                child["job"],
+                span(child["uptime_seconds"]),
+                child["restarts"],
+                *((_progress(child),) if told else ()),
+            )
+            for child in queue["children"]
+        ],
+    )

@@ -1,0 +1,176 @@
+"""What the programs of exec handlers write for people: read as it comes, and logged line by line.
+
+1. A ProgramOutput belongs to one program. Lines that come while it has a job are logged with the job's id. Nothing is
+   kept but the last few lines, which become part of an error.
+2. One thread (WATCH) reads for all programs of the process, so that none of them ever waits for its reader. A flood is
+   read, counted and left out of the log.
+"""
+
+import logging
+import os
+import re
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import IO
+
+from forq.output.capture import tell_program
+
+# The size of a pipe: one read takes all that was in it.
+READ_BYTES = 65536
+MAX_LINE_BYTES = 2000
+TAIL_LINES = 10
+# So many lines are logged at once, and then so many per second.
+BURST_LINES = 1000
+LINES_PER_SECOND = 100
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
+
+log = logging.getLogger("forq")
+
+
+class ProgramOutput:
+    """Owns the pipe. Called from its worker's thread and from the watch."""
+
+    def __init__(
+        self, pipe: IO[bytes], queue: str, job_id: str | None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pipe = pipe
+        self._fd = pipe.fileno()
+        os.set_blocking(self._fd, False)
+        self._queue = queue
+        self._now = now
+        self._lock = threading.Lock()
+        self._open = True
+        self._partial = b""
+        self._job = job_id
+        self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self._allowance = float(BURST_LINES)
+        self._counted_at = now()
+        self._left_out = 0
+        WATCH.add(self._fd, self.read)
+
+    def begin(self, job_id: str) -> None:
+        """From now on it is about this job."""
+        with self._lock:
+            self._end_part()
+            self._job = job_id
+            self._tail.clear()
+
+    def end(self) -> list[str]:
+        """The job is over; its last lines."""
+        with self._lock:
+            self._end_part()
+            self._job = None
+            return [_readable(line) for line in self._tail]
+
+    def read(self) -> bool:
+        """Takes what is there; False when no more will come."""
+        with self._lock:
+            return self._open and self._read()
+
+    def close(self) -> None:
+        WATCH.remove(self._fd, self.read)
+        with self._lock:
+            if self._open:
+                self._end_part()
+                self._open = False
+                self._pipe.close()
+
+    def _read(self) -> bool:
+        try:
+            chunk = os.read(self._fd, READ_BYTES)
+        except BlockingIOError:
+            return True
+        if chunk:
+            self._take(chunk)
+        return bool(chunk)
+
+    def _end_part(self) -> None:
+        """What was written so far belongs to what was going on so far."""
+        if self._open:
+            self._read()
+        if self._partial:
+            self._take(b"\n")
+        if self._left_out:
+            self._tell_left_out()
+
+    def _take(self, chunk: bytes) -> None:
+        allowed = self._refill()
+        *lines, rest = (self._partial + chunk).split(b"\n", allowed)
+        if lines and self._left_out:
+            self._tell_left_out()
+        for line in lines:
+            self._write(line)
+        self._allowance -= len(lines)
+        self._tail.extend(line[:MAX_LINE_BYTES] for line in lines[-TAIL_LINES:])
+        if b"\n" in rest:
+            flood, _, rest = rest.rpartition(b"\n")
+            self._left_out += flood.count(b"\n") + 1
+            self._tail.extend(line[:MAX_LINE_BYTES] for line in flood.rsplit(b"\n", TAIL_LINES)[-TAIL_LINES:])
+        # One byte more than is shown, so that it shows that it was cut.
+        self._partial = rest[: MAX_LINE_BYTES + 1]
+
+    def _refill(self) -> int:
+        now = self._now()
+        self._allowance = min(BURST_LINES, self._allowance + (now - self._counted_at) * LINES_PER_SECOND)
+        self._counted_at = now
+        return int(self._allowance)
+
+    def _write(self, line: bytes) -> None:
+        tell_program(self._queue, self._job, _readable(line))
+
+    def _tell_left_out(self) -> None:
+        log.warning("program wrote too much queue=%s job=%s lines_left_out=%s", self._queue, self._job, self._left_out)
+        self._left_out = 0
+
+
+def _readable(line: bytes) -> str:
+    """One line of text, whatever was in it."""
+    cut = "…" if len(line) > MAX_LINE_BYTES else ""
+    text = line[:MAX_LINE_BYTES].decode(errors="backslashreplace").removesuffix("\r")
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text) + cut
+
+
+class Watch:
+    """A thread that calls back when a descriptor can be read; it is started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callbacks: dict[int, Callable[[], bool]] = {}
+        self._epoll: select.epoll | None = None
+
+    def add(self, fd: int, callback: Callable[[], bool]) -> None:
+        """Until the callback says False, or remove is called."""
+        with self._lock:
+            if self._epoll is None:
+                self._epoll = select.epoll()
+                threading.Thread(target=self._run, args=(self._epoll,), name="programs", daemon=True).start()
+            self._callbacks[fd] = callback
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def remove(self, fd: int, callback: Callable[[], bool]) -> None:
+        """Before the descriptor is closed. Another callback that has come under the same number is left alone."""
+        with self._lock:
+            if self._epoll is not None and self._callbacks.get(fd) == callback:
+                del self._callbacks[fd]
+                self._epoll.unregister(fd)
+
+    def _run(self, epoll: select.epoll) -> None:
+        while True:
+            for fd, _ in epoll.poll():
+                callback = self._callbacks.get(fd)
+                if callback is not None and not self._call(callback):
+                    self.remove(fd, callback)
+
+    def _call(self, callback: Callable[[], bool]) -> bool:
+        try:
+            return callback()
+        except Exception:  # without this thread every program would stand still once its pipe is full
+            log.exception("cannot attend to a program")
+            return False
+
+
+WATCH = Watch()

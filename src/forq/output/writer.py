@@ -1,0 +1,236 @@
+"""The lines of a queue's process on their way to its FIFO, each with the job it belongs to.
+
+1. A line is written at once: what was printed before a crash is not lost.
+2. A flood is left out before it is written, and counted; so is what finds the FIFO full for longer than a moment. Who
+   prints is never held up for long, and never sees an error.
+
+No locks: a handler may fork, or be interrupted by a signal, anywhere in here.
+"""
+
+import fcntl
+import os
+import select
+import struct
+import termios
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from threading import get_ident
+
+from forq.output.pipe import (
+    BURST,
+    CUT,
+    LINE_COST,
+    MAX_LOGGER,
+    MAX_MESSAGE,
+    RATE,
+    URGENT_BURST,
+    URGENT_LEVELS,
+    URGENT_RATE,
+    Allowance,
+    Line,
+    pack_line,
+    pack_note,
+)
+from forq.procs.scoreboard import Slot
+
+# How long a full FIFO is waited for; and if that was in vain, for how long not again.
+FULL_SECONDS = 0.2
+IMPATIENT_SECONDS = 5.0
+# To find out that a flood is left out has to be quick: it is assumed for so long.
+FLOODED_SECONDS = 0.25
+# Lines that are written in one call share a write while they are no longer than this, whatever their characters.
+GROUP_CHARS = 900
+
+# Of what does not run in its worker's thread, or may outlive its job: tasks, asyncio.to_thread, forked processes.
+CURRENT_JOB: ContextVar[str | None] = ContextVar("forq_job", default=None)
+
+
+class Output:
+    """`slots`: of the workers of this process. They tell which job a thread runs, so that a job that prints nothing
+    costs nothing. Without a descriptor nothing is written until `begin`."""
+
+    def __init__(
+        self, fd: int | None = None, slots: Sequence[Slot] = (), now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fd = -1
+        self._identity = (0, 0)
+        self._slots = slots
+        self._now = now
+        if fd is not None:
+            self.begin(fd, slots)
+        self._allowance = Allowance(RATE, BURST, now())
+        self._urgent = Allowance(URGENT_RATE, URGENT_BURST, now())
+        # Lines without an end, by thread and stream.
+        self._begun: dict[tuple[int, str], tuple[str | None, str]] = {}
+        self._left_out = [0, 0]
+        self._impatient_until = 0.0
+        self._flooded = self._in_line = False
+        self._flooded_until = 0.0
+
+    def begin(self, fd: int, slots: Sequence[Slot]) -> None:
+        self._fd = fd
+        self._identity = _identity(fd)
+        self._slots = slots
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether `end` has something to do."""
+        return bool(self._begun) or self._left_out[0] > 0
+
+    def write(self, stream: str, text: str) -> None:
+        """What a stream is given: complete lines go out, the rest waits for its end."""
+        if self._flooded and self._is_left_out(text):
+            return
+        job, key = self.current_job(), (get_ident(), stream)
+        begun = self._begun.pop(key, None)
+        if begun is not None:
+            if begun[0] == job:
+                text = begun[1] + text
+            else:
+                self._send_lines(stream, begun[0], begun[1])
+        lines, newline, rest = text.rpartition("\n")
+        if newline:
+            self._send_lines(stream, job, lines)
+        if rest:
+            # One more than is shown, so that it shows that it was cut.
+            self._begun[key] = (job, rest[: MAX_MESSAGE + 1])
+
+    def _is_left_out(self, text: str) -> bool:
+        """During a flood: whether this is only counted. It ends with a line, so that no half of one is shown."""
+        if self._now() >= self._flooded_until and not self._in_line:
+            self._flooded = False
+            return False
+        self._in_line = not text.endswith("\n")
+        self._left_out[0] += text.count("\n")
+        self._left_out[1] += len(text)
+        return True
+
+    def flush(self, stream: str) -> None:
+        """A line without an end is shown, too; what follows is joined to it."""
+        begun = self._begun.pop((get_ident(), stream), None)
+        if begun is not None:
+            self._send(self._line(stream, "INFO", begun[0], begun[1], more=True))
+
+    def end(self) -> None:
+        """The thread's jobs are over: what is begun goes out, and what was left out is told."""
+        for stream in ("stdout", "stderr"):
+            begun = self._begun.pop((get_ident(), stream), None)
+            if begun is not None:
+                self._send_lines(stream, begun[0], begun[1])
+        if self._left_out[0]:
+            self._tell_left_out()
+
+    def mark_end(self, job: str) -> None:
+        """Raw output of this job that nobody has read yet is its own; the next one's comes after this mark."""
+        try:
+            (unread,) = struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, b"\0" * 4))
+        except OSError:
+            return
+        if unread and len(self._slots) == 1:
+            self._write(pack_note({"end": job}))
+
+    def tell(
+        self, stream: str, level: str, message: str, *, job: str | None, logger: str | None = None, pid: int = 0
+    ) -> None:
+        """One message, which may have several lines."""
+        if len(message) > MAX_MESSAGE:
+            half = MAX_MESSAGE // 2
+            message = f"{message[:half]}\n{CUT}\n{message[-half:]}"
+        line = self._line(stream, level, job, message)
+        self._send(line._replace(logger=logger and logger[:MAX_LOGGER], pid=pid or line.pid))
+
+    def current_job(self) -> str | None:
+        """The job that the calling task or thread runs; of a strange thread the only one that runs, if that is so."""
+        job = CURRENT_JOB.get()
+        if job is not None:
+            return job
+        thread = get_ident()
+        running = []
+        for slot in self._slots:
+            if slot.thread == thread:
+                return _job_of(slot) if slot.word & 1 else None
+            if slot.word & 1:
+                running.append(slot)
+        return _job_of(running[0]) if len(running) == 1 else None
+
+    def _line(self, stream: str, level: str, job: str | None, text: str, *, more: bool = False) -> Line:
+        return Line(stream, level, int(time.time() * 1000), os.getpid(), get_ident(), job, None, more, text)
+
+    def _send_lines(self, stream: str, job: str | None, text: str) -> None:
+        if len(text) <= GROUP_CHARS:
+            self._send(self._line(stream, "INFO", job, text))
+            return
+        at = 0
+        while at <= len(text):
+            end = text.rfind("\n", at, at + GROUP_CHARS) if len(text) - at > GROUP_CHARS else len(text)
+            if end < 0:
+                found = text.find("\n", at)
+                end = found if found >= 0 else len(text)
+            part = text[at : min(end, at + MAX_MESSAGE + 1)]
+            if not self._send(self._line(stream, "INFO", job, part)):
+                # The rest of a flood is only counted.
+                self._left_out[0] += text.count("\n", end)
+                self._left_out[1] += len(text) - end
+                return
+            at = end + 1
+
+    def _send(self, line: Line) -> bool:
+        now, size = self._now(), len(line.text) + LINE_COST
+        allowed = self._allowance.take(size + LINE_COST * line.text.count("\n"), now)
+        if not allowed and line.level in URGENT_LEVELS:
+            allowed = self._urgent.take(size, now)
+        if not allowed:
+            self._flooded, self._flooded_until = True, now + FLOODED_SECONDS
+        elif self._left_out[0]:
+            self._tell_left_out()
+        if allowed and all(self._write(data) for data in pack_line(line)):
+            return True
+        self._left_out[0] += line.text.count("\n") + 1
+        self._left_out[1] += len(line.text)
+        return False
+
+    def _tell_left_out(self) -> None:
+        lines, size = self._left_out
+        if self._write(pack_note({"left_out": [lines, size]})):
+            self._left_out[0] -= lines
+            self._left_out[1] -= size
+
+    def _write(self, data: bytes) -> bool:
+        try:
+            if _identity(self._fd) != self._identity:
+                # A handler has closed it, and somebody else may have its number now.
+                return False
+            os.write(self._fd, data)
+        except BlockingIOError:
+            return self._wait_for_room(data)
+        except OSError:
+            return False
+        return True
+
+    def _wait_for_room(self, data: bytes) -> bool:
+        if self._now() < self._impatient_until:
+            return False
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        until = self._now() + FULL_SECONDS
+        while (left := until - self._now()) > 0:
+            poll.poll(left * 1000)
+            try:
+                os.write(self._fd, data)
+            except BlockingIOError:
+                # Room for less than this: poll would answer at once, again and again.
+                time.sleep(0.001)
+            else:
+                return True
+        self._impatient_until = self._now() + IMPATIENT_SECONDS
+        return False
+
+
+def _job_of(slot: Slot) -> str:
+    return slot.job.decode(errors="replace")
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino

@@ -1,0 +1,1 @@
+"""What every process of forq shares: memory they look into, process trees, control groups, sockets, lines."""

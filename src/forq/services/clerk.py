@@ -1,0 +1,359 @@
+"""The clerk: answers the control socket's requests for data, so that the supervisor never opens Redis itself."""
+
+import select
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from forq import exits
+from forq.broker.awaiting import Awaiting
+from forq.broker.dead import Chunk, DeadJobs
+from forq.broker.link import Link
+from forq.broker.producing import NewJob, Producer, Update, new_job
+from forq.broker.reasons import why
+from forq.broker.registry import Dropped, Registry
+from forq.broker.scheduling import Schedules
+from forq.broker.scripts import OF_CLIENTS, script
+from forq.broker.server_check import check_server
+from forq.broker.stored_options import changed_for_fail_queue, stored, stored_defaults, stored_for_fail_queue
+from forq.broker.traces import unknown_job
+from forq.broker.viewing import Viewer, counts_of
+from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
+from forq.names import check_queue_name, shown
+from forq.options import WORK, check_changes
+from forq.procs.liveness import DISK_SECONDS, may_take, passed
+from forq.schedules import Schedule
+from forq.services.awaiters import Awaiters
+from forq.services.desk import Desk
+from forq.services.failed_log import DEFAULT_MAX_BYTES, append_lines
+from forq.services.followers import Followers
+from forq.services.watchers import Watchers
+
+CALL_TIMEOUT_SECONDS = 3.0
+Answer = TypeVar("Answer")
+_JOB_FIELDS = {"data", "id", "identifier", "priority", "type", "token", "run_at", "run_in"}
+_UPDATE_FIELDS = ("if_exists", "update_data", "update_run_at", "reset_counts")
+
+
+@dataclass(frozen=True)
+class ClerkSettings:
+    url: str
+    prefix: str
+    max_queues: int
+    logs_dir: Path
+    leash: socket.socket
+    failed_log_max: int = DEFAULT_MAX_BYTES
+
+
+def run_clerk(settings: ClerkSettings) -> int:
+    poll = select.poll()
+    clerk = Clerk(settings, poll)
+    desk = Desk(settings.leash, clerk.verbs())
+    poll.register(desk.fileno(), select.POLLIN)
+    while True:
+        passed()
+        for fd, _ in poll.poll(clerk.patience_ms()):
+            if fd == desk.fileno():
+                if not desk.serve():
+                    return exits.STOPPED
+            elif fd == clerk.watchers.fileno():
+                clerk.watchers.hear(fd)
+            else:
+                clerk.awaiters.hear(fd)
+        clerk.awaiters.tick()
+        clerk.watchers.tick()
+        clerk.followers.tick()
+
+
+class Clerk:
+    """`poll`: what its loop waits for; awaiters and watchers add what they hear."""
+
+    def __init__(self, settings: ClerkSettings, poll: "select.poll") -> None:
+        self._settings = settings
+        self._link = Link(settings.url, name="forq-clerk", timeout_seconds=CALL_TIMEOUT_SECONDS)
+        self._registry = Registry(self._link, settings.prefix)
+        self.awaiters = Awaiters(self._link, settings.prefix, poll)
+        self.watchers = Watchers(self._link, settings.prefix, poll)
+        self.followers = Followers(settings.logs_dir)
+
+    def patience_ms(self) -> float | None:
+        """How long nothing is due."""
+        due = [self.awaiters.patience_ms(), self.watchers.patience_ms(), self.followers.patience_ms()]
+        return min((ms for ms in due if ms is not None), default=None)
+
+    def verbs(self) -> dict[str, Any]:
+        return {
+            "check": self.check,
+            "offer": self.offer,
+            "create": self.create,
+            "delete": self.delete,
+            "purge": self.purge,
+            "mend": self.mend,
+            "pause": self.pause,
+            "set": self.set,
+            "why": self.why,
+            "push": self.push,
+            "push_many": self.push_many,
+            "recover": self.recover,
+            "cancel": self.cancel,
+            "remove": self.remove,
+            "job": self.job,
+            "jobs": self.jobs,
+            "dead.list": self.dead_list,
+            "dead.show": lambda params: self._dead(params).show(params.get("id", "")),
+            "dead.retry": lambda params: _to_dead(params, self._dead(params).retry, self._dead(params).retry_some),
+            "dead.discard": lambda params: _to_dead(
+                params, self._dead(params).discard, self._dead(params).discard_some
+            ),
+            "await": self.awaiters.ask,
+            "leave": self.awaiters.leave,
+            "watch": self.watchers.watch,
+            "logs": self.followers.logs,
+            "ack": self.ack,
+            "schedule": self.schedule,
+            "schedules": self.schedules,
+            "unschedule": self.unschedule,
+            "trigger": lambda params: {"id": self._schedules(params).trigger(params.get("key", ""))},
+            "counts": self.counts,
+            "overview": self.overview,
+            "memory": self.memory,
+        }
+
+    def check(self, params: dict[str, Any]) -> object:
+        """Whether the server can be used at all."""
+        return {"server": check_server(self._link)}
+
+    def offer(self, params: dict[str, Any]) -> object:
+        """Clients need not have the right to load functions: the server gets those that they use."""
+        for verb in OF_CLIENTS:
+            self._link.offer(script(verb))
+        return {}
+
+    def create(self, params: dict[str, Any]) -> object:
+        try:
+            made = self._create(params)
+        except BeingDeleted:
+            # Whoever deleted it may have died half way: finish that first.
+            while self._purge(params["name"]):
+                pass
+            made = self._create(params)
+        # With the queue, so that a call that is repeated until it succeeds sets them too.
+        given = params.get("schedules")
+        dropped = [] if given is None else self._schedules(params).follow(given)
+        return {"created": made, "unscheduled": dropped}
+
+    def _create(self, params: dict[str, Any]) -> bool:
+        mode, options = params["mode"], params["options"]
+        return self._registry.create(
+            params["name"],
+            mode,
+            self._settings.max_queues,
+            stored_defaults(mode),
+            stored(options) | ({"fail_handler": int(params["fail_handler"])} if mode == WORK else {}),
+            fail_options=stored_for_fail_queue(options) if params["fail_handler"] else None,
+            reopening=params["reopening"],
+            joining=params["joining"],
+        )
+
+    def delete(self, params: dict[str, Any]) -> object:
+        return {"dropped": self._registry.delete(params["name"], force=bool(params.get("force")))}
+
+    def purge(self, params: dict[str, Any]) -> object:
+        """What a deleted queue held goes to its failed log, a slice of it per call."""
+        return {"more": self._purge(check_queue_name(params["name"]))}
+
+    def mend(self, params: dict[str, Any]) -> object:
+        """A queue that somebody has left half made or half deleted, in slices like `purge`."""
+        name = check_queue_name(params["name"])
+        return {"more": self._log_dropped(name, self._registry.mend)}
+
+    def _purge(self, name: str) -> bool:
+        return self._log_dropped(name, self._registry.purge)
+
+    def _log_dropped(self, name: str, drop: Callable[[str, Callable[[list[Dropped]], None]], bool]) -> bool:
+        directory, max_bytes = self._settings.logs_dir / name, self._settings.failed_log_max
+        may_take(DISK_SECONDS)
+        return drop(name, lambda jobs: append_lines(directory, jobs, max_bytes))
+
+    def pause(self, params: dict[str, Any]) -> object:
+        self._registry.pause(check_queue_name(params["name"]), paused=params["paused"])
+        return {}
+
+    def set(self, params: dict[str, Any]) -> object:
+        name, options = check_queue_name(params["name"]), params["options"]
+        check_changes(options, self._registry.mode(name), f"queue {name!r}")
+        self._registry.configure(name, stored(options), changed_for_fail_queue(options))
+        return {}
+
+    def why(self, params: dict[str, Any]) -> object:
+        name = check_queue_name(params.get("name"))
+        messages = params.get("messages") is not False
+        unresponsive = params.get("unresponsive")
+
+        def ask() -> tuple[str, str]:
+            return why(
+                *(self._link, self._settings.prefix, name, params.get("id", "")),
+                messages=messages,
+                unresponsive=unresponsive if isinstance(unresponsive, dict) else {},
+            )
+
+        state, reason = self._or_its_trace(params, ask)
+        return {"state": state, "why": reason}
+
+    def _or_its_trace(self, params: dict[str, Any], look: Callable[[], Answer]) -> Answer:
+        """Of a job that the queue does not have, what the journal knows of it. Not for programs, which may ask again
+        and again."""
+        try:
+            return look()
+        except UnknownJob:
+            may_take()
+            error = unknown_job(self._link, self._settings.prefix, params["name"], params["id"])
+        try:
+            return look()
+        except UnknownJob:
+            # It has not come meanwhile.
+            raise error from None
+
+    def push(self, params: dict[str, Any]) -> object:
+        fields = {key: value for key, value in params.items() if key not in ("name", "durable", *_UPDATE_FIELDS)}
+        ids = self._producer(params).enqueue([_read_job(fields)], _read_update(params), params.get("durable"))
+        return {"id": ids[0]}
+
+    def push_many(self, params: dict[str, Any]) -> object:
+        jobs = _read_jobs(params)
+        return {"ids": self._producer(params).enqueue_many(jobs, _read_update(params), params.get("durable"))}
+
+    def recover(self, params: dict[str, Any]) -> object:
+        back = self._producer(params).put_back(_read_jobs(params))
+        return {"recovered": back.stored, "known": back.known, "left": back.left}
+
+    def cancel(self, params: dict[str, Any]) -> object:
+        return {"cancelled": self._producer(params).cancel(params.get("id", ""))}
+
+    def remove(self, params: dict[str, Any]) -> object:
+        return {"removed": self._producer(params).remove(params.get("id", ""))}
+
+    def job(self, params: dict[str, Any]) -> object:
+        return self._or_its_trace(params, lambda: self._viewer(params).job(params.get("id", "")))
+
+    def jobs(self, params: dict[str, Any]) -> object:
+        return asdict(self._viewer(params).jobs(params.get("state"), _limit(params), params.get("after")))
+
+    def ack(self, params: dict[str, Any]) -> object:
+        Awaiting(self._link, self._settings.prefix, params["name"]).ack(
+            params["awaiter"], params["id"], params["fence"]
+        )
+        return {"id": params["id"]}
+
+    def schedule(self, params: dict[str, Any]) -> object:
+        fields = {name: value for name, value in params.items() if name not in ("name", "key", "dry_run")}
+        schedule, schedules = Schedule.from_mapping(params.get("key"), fields), self._schedules(params)
+        if params.get("dry_run"):
+            return {"upcoming": schedules.preview(schedule)}
+        schedules.set(schedule)
+        return schedules.one(schedule.key)
+
+    def schedules(self, params: dict[str, Any]) -> object:
+        """Of one queue, or of all; of one key with its next ticks."""
+        if params.get("key") is not None:
+            return {"schedules": [self._schedules(params).one(params["key"])]}
+        if params.get("name") is not None:
+            return {"schedules": self._schedules(params).all()}
+        found: list[dict[str, Any]] = []
+        for name in sorted(self._registry.names()):
+            with suppress(UnknownQueue):  # it is being made or deleted
+                found += self._schedules({"name": name}).all()
+        return {"schedules": found}
+
+    def unschedule(self, params: dict[str, Any]) -> object:
+        schedules, key = self._schedules(params), params.get("key", "")
+        origin = schedules.one(key)["origin"]
+        return {"key": key, "removed": schedules.drop(key), "origin": origin}
+
+    def dead_list(self, params: dict[str, Any]) -> object:
+        return asdict(self._dead(params).page(_limit(params), params.get("after")))
+
+    def counts(self, params: dict[str, Any]) -> object:
+        """Of each named queue its counts (null: it is gone); of `items` also the first jobs."""
+        names = [check_queue_name(name) for name in params["names"]]
+        found = counts_of(self._link, self._settings.prefix, names)
+        answer: dict[str, Any] = {name: None if counts is None else asdict(counts) for name, counts in found.items()}
+        for name in params.get("items") or ():
+            if answer.get(name) is not None:
+                page = Viewer(self._link, self._settings.prefix, name).jobs(limit=100)
+                answer[name]["items"] = [{"id": job["id"], "identifier": job["identifier"]} for job in page.jobs]
+        return answer
+
+    def overview(self, params: dict[str, Any]) -> object:
+        """The counts of the named queues, else of those that are served and of those that no supervisor serves."""
+        served, named = params["served"], params["names"]
+        unserved = self._registry.without_supervisor(served)
+        names = named or [*served, *unserved]
+        return {"counts": self.counts({"names": names, "items": named}), "unserved": unserved}
+
+    def memory(self, params: dict[str, Any]) -> object:
+        """Each process's share of memory (PSS) in bytes: pages that n processes share count 1/n to each."""
+        # Not at the top: the supervisor would have it, too, and each fork copies what the supervisor maps.
+        import psutil
+
+        found: dict[str, int] = {}
+        for pid in params["pids"]:
+            may_take()
+            with suppress(psutil.Error):  # it has ended meanwhile
+                found[str(pid)] = psutil.Process(pid).memory_full_info().pss
+        return found
+
+    def _producer(self, params: dict[str, Any]) -> Producer:
+        return Producer(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+
+    def _dead(self, params: dict[str, Any]) -> DeadJobs:
+        return DeadJobs(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+
+    def _schedules(self, params: dict[str, Any]) -> Schedules:
+        return Schedules(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+
+    def _viewer(self, params: dict[str, Any]) -> Viewer:
+        return Viewer(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+
+
+def _limit(params: dict[str, Any]) -> int:
+    limit = params.get("limit") or 100
+    if not isinstance(limit, int):
+        raise UsageError(f"limit {shown(limit)} is not a whole number")
+    return limit
+
+
+def _to_dead(
+    params: dict[str, Any], to_one: Callable[[str], str], to_some: Callable[[str | None], Chunk]
+) -> dict[str, Any]:
+    """What is done to the dead job `id`, or with `all` to the next ones of all."""
+    if bool(params.get("all")) == (params.get("id") is not None):
+        raise UsageError("either id or all is needed")
+    return asdict(to_some(params.get("after"))) if params.get("all") else {"id": to_one(params["id"])}
+
+
+def _read_update(params: dict[str, Any]) -> Update:
+    given = {key: params[key] for key in _UPDATE_FIELDS if params.get(key) is not None}
+    for key in ("update_data", "reset_counts"):
+        if not isinstance(given.get(key, True), bool):
+            raise UsageError(f"{key} {shown(given[key])} is not allowed: true or false")
+    return Update(**given)
+
+
+def _read_jobs(params: dict[str, Any]) -> list[NewJob]:
+    jobs = params.get("jobs")
+    if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
+        raise UsageError("jobs is a list of objects")
+    return [_read_job(job) for job in jobs]
+
+
+def _read_job(fields: dict[str, Any]) -> NewJob:
+    unknown = set(fields) - _JOB_FIELDS
+    if unknown:
+        raise UsageError(f"a job has no field {shown(min(unknown))}; it may have {', '.join(sorted(_JOB_FIELDS))}")
+    if "data" not in fields:
+        raise UsageError("a job needs data (null is allowed)")
+    return new_job(**{key: value for key, value in fields.items() if key == "data" or value is not None})

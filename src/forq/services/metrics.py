@@ -1,0 +1,124 @@
+"""The metrics process: /metrics for Prometheus and /healthz for probes, from one look per second at most.
+
+1. Who asks gets the last look if it is younger than a second, else a new one; nothing is looked at for nobody.
+2. A queue is at fault only if it was at two looks: see AGAIN_SECONDS.
+3. It ends when the supervisor does.
+"""
+
+import json
+import select
+import socket
+import time
+from dataclasses import dataclass
+
+from forq import exits
+from forq.procs.liveness import may_take, passed
+from forq.procs.scoreboard import Scoreboard
+from forq.procs.tallies import Tallies
+from forq.services.desk import Desk
+from forq.services.health import Fault, faults_in
+from forq.services.http_server import Asked, HttpServer, Page
+from forq.services.metrics_look import Look, Looker
+
+LOOK_SECONDS = 1.0
+# A process that died is replaced by then, a queue that is being made is served. A job that was scheduled looks as if
+# it had waited all the time at the moment it becomes due; by then it has begun.
+AGAIN_SECONDS = 0.5
+
+# A supervisor and a Redis that answer late, twice.
+LOOK_MOST_SECONDS = 15.0
+
+INDEX = b"forq\n\n/metrics   for Prometheus\n/healthz   200 if jobs are consumed, else 503 with the reasons\n"
+
+
+@dataclass(frozen=True)
+class MetricsSettings:
+    url: str
+    prefix: str
+    control_socket: str
+    health_seconds: float
+    scoreboard: Scoreboard
+    tallies: Tallies
+    listener: socket.socket
+    leash: socket.socket
+
+
+def run_metrics(settings: MetricsSettings) -> int:
+    """The entry point: returns the process's exit code."""
+    desk = Desk(settings.leash, {})
+    server = HttpServer(settings.listener, Pages(settings).answer)
+    while True:
+        poll = select.poll()
+        for fd, events in {**server.interest(), desk.fileno(): select.POLLIN}.items():
+            poll.register(fd, events)
+        passed()
+        for fd, _ in poll.poll(server.patience_ms()):
+            if fd != desk.fileno():
+                server.ready(fd)
+            elif not desk.serve():
+                return exits.STOPPED
+        server.tick()
+
+
+class Pages:
+    """What is answered to whom."""
+
+    def __init__(self, settings: MetricsSettings) -> None:
+        self._health_seconds = settings.health_seconds
+        self._looker = Looker(
+            url=settings.url,
+            prefix=settings.prefix,
+            control_socket=settings.control_socket,
+            board=settings.scoreboard,
+            tallies=settings.tallies,
+        )
+        self._look: Look | None = None
+        self._looked_at = 0.0
+        self._faults: list[Fault] = []
+        self._rendered: dict[str, Page] = {}
+
+    def answer(self, asked: Asked) -> Page:
+        if asked.path == "/metrics":
+            return self._metrics(asked.headers.get("accept", ""))
+        if asked.path == "/healthz":
+            return self._healthz()
+        if asked.path == "/":
+            return Page(INDEX)
+        return Page(b"there is /metrics and /healthz\n", 404)
+
+    def _healthz(self) -> Page:
+        self._look_again()
+        body = {"ok": not self._faults, "faults": [fault.describe() for fault in self._faults]}
+        text = json.dumps(body, separators=(",", ":")) + "\n"
+        return Page(text.encode(), 503 if self._faults else 200, "application/json")
+
+    def _metrics(self, accept: str) -> Page:
+        # Imported where it is needed: it is an extra, and no other process should pay for it.
+        from forq.services.metrics_page import render
+
+        look = self._look_again()
+        if accept not in self._rendered:
+            body, content_type = render(look, healthy=not self._faults, accept=accept)
+            # Of many clients that each ask for something else only the last is remembered.
+            self._rendered = {accept: Page(body, content_type=content_type)}
+        return self._rendered[accept]
+
+    def _look_again(self) -> Look:
+        if self._look is not None and time.monotonic() - self._looked_at < LOOK_SECONDS:
+            return self._look
+        may_take(LOOK_MOST_SECONDS)
+        known = _queues_in(self._faults)
+        look = self._looker.look()
+        faults = faults_in(look, self._health_seconds)
+        seen = _queues_in(faults)
+        if seen - known:
+            time.sleep(AGAIN_SECONDS)
+            look = self._looker.look()
+            faults = [fault for fault in faults_in(look, self._health_seconds) if fault.queue in {None, *seen}]
+        self._look, self._faults, self._rendered = look, faults, {}
+        self._looked_at = time.monotonic()
+        return look
+
+
+def _queues_in(faults: list[Fault]) -> set[str]:
+    return {fault.queue for fault in faults if fault.queue is not None}

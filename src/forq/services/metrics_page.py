@@ -1,0 +1,199 @@
+"""The metrics of one look, for Prometheus. docs/metrics.md describes each of them.
+
+The only module that knows prometheus_client, which is imported in the metrics process alone.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from forq.broker.viewing import Counts
+from forq.options import WORK
+from forq.procs.tallies import cumulated
+from forq.services.metrics_look import Look, queues_of
+
+# Powers of two in µs: what is common finely, the rest coarsely, so that a thousand queues stay readable.
+BOUNDS = (4, 6, 8, *range(10, 26), 27, 29, 31, 33)
+_LE = [repr((1 << bound) / 1e6) for bound in BOUNDS]
+_EOF = b"# EOF\n"
+JOB_STATES = ("waiting", "scheduled", "active", "blocked", "retry", "dead", "kept", "fail_jobs")
+
+
+def render(look: Look, *, healthy: bool, accept: str) -> tuple[bytes, str]:
+    """The page and its content type, in the format that the client asks for."""
+    encode, content_type = choose_encoder(accept)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected(look, healthy))
+    page = encode(registry)
+    # OpenMetrics ends with this line.
+    body = page.removesuffix(_EOF)
+    return body + _histograms(look).encode() + page[len(body) :], content_type
+
+
+class _Collected(Collector):
+    def __init__(self, look: Look, healthy: bool) -> None:
+        self._look = look
+        self._healthy = healthy
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        look = self._look
+        yield from _of_the_look(look, self._healthy)
+        yield from _of_redis(look)
+        yield from _of_tallies(look)
+        yield from _of_workers(look)
+        if look.status is not None:
+            yield from _of_queues(look)
+            yield from _of_supervisor(look.status)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _of_the_look(look: Look, healthy: bool) -> Iterator[Metric]:
+    yield _gauge("forq_healthy", "1 if /healthz would answer 200", float(healthy))
+    yield _gauge("forq_supervisor_up", "1 if the supervisor answered in time", float(look.status is not None))
+    yield _gauge("forq_redis_up", "1 if Redis answered in time", float(look.round_trip_seconds is not None))
+    if look.round_trip_seconds is not None:
+        yield _gauge("forq_redis_round_trip_seconds", "Of a PING, at the last look", look.round_trip_seconds)
+    yield _gauge("forq_look_seconds", "How long the last look took", look.took_seconds)
+    yield CounterMetricFamily("forq_looks", "Looks at the supervisor and Redis", value=look.looks)
+    errors = CounterMetricFamily("forq_scrape_errors", "Looks without an answer of this source", labels=["source"])
+    for source, number in look.errors.items():
+        errors.add_metric([source], number)
+    yield errors
+
+
+def _of_redis(look: Look) -> Iterator[Metric]:
+    found = {name: counts for name, counts in look.counts.items() if counts is not None}
+    jobs = GaugeMetricFamily("forq_jobs", "Jobs by state", labels=["queue", "state"])
+    for name, counts in found.items():
+        for state in JOB_STATES:
+            jobs.add_metric([name, state], getattr(counts, state))
+    yield jobs
+    for family, metric, text, read in _COUNTED:
+        of_queues = family(metric, text, labels=["queue"])
+        for name, counts in found.items():
+            value = read(counts)
+            if value is not None:
+                of_queues.add_metric([name], value)
+        yield of_queues
+
+
+def _limit(counts: Counts, name: str) -> int | None:
+    return None if counts.limits is None else int(counts.limits[name])
+
+
+# What is None is left out: the queue has no such figure.
+_Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
+_COUNTED: tuple[tuple[_Family, str, str, Callable[[Counts], float | None]], ...] = (
+    (CounterMetricFamily, "forq_done", "Jobs done since the queue was made", lambda it: it.done),
+    (CounterMetricFamily, "forq_failed", "Jobs failed for good since then", lambda it: it.failed),
+    (CounterMetricFamily, "forq_dropped", "Ids without a record", lambda it: it.dropped),
+    (CounterMetricFamily, "forq_journal_lost", "Entries a consumer had yet to read", lambda it: it.journal["lost"]),
+    (GaugeMetricFamily, "forq_journal_bytes", "Size of the journal", lambda it: it.journal["bytes"]),
+    (
+        GaugeMetricFamily,
+        "forq_oldest_waiting_seconds",
+        "How long the oldest waiting job has waited",
+        lambda it: it.oldest_waiting_seconds or 0.0,
+    ),
+    (GaugeMetricFamily, "forq_next_due_seconds", "Until a job or a tick is due", lambda it: it.next_due_seconds),
+    (GaugeMetricFamily, "forq_awaiters", "Who awaits an item", lambda it: it.awaiters),
+    (GaugeMetricFamily, "forq_limit_may_begin", "Jobs that may begin now", lambda it: _limit(it, "may_begin")),
+    (GaugeMetricFamily, "forq_limited_workers", "Who waits for that", lambda it: _limit(it, "limited_workers")),
+)
+
+
+def _of_tallies(look: Look) -> Iterator[Metric]:
+    attempts = CounterMetricFamily("forq_attempts", "Attempts that came back", labels=["queue", "outcome"])
+    for name, tallied in look.tallied.items():
+        attempts.add_metric([name, "returned"], sum(tallied.run) - tallied.failed)
+        attempts.add_metric([name, "raised"], tallied.failed)
+    yield attempts
+
+
+def _histograms(look: Look) -> str:
+    """Written here: they are two thirds of all lines, and the library takes ten times as long for each."""
+    waits, runs = [_HEADER % (_WAIT, _WAIT_TEXT, _WAIT)], [_HEADER % (_RUN, _RUN_TEXT, _RUN)]
+    for name, tallied in look.tallied.items():
+        queue = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        waits.append(_histogram(_WAIT_LINES, queue, tallied.wait, tallied.wait_micros))
+        runs.append(_histogram(_RUN_LINES, queue, tallied.run, tallied.run_micros))
+    return "".join(waits) + "".join(runs)
+
+
+def _histogram(lines: str, queue: str, counted: list[int], micros: int) -> str:
+    total = sum(counted)
+    return lines.format(*cumulated(counted, BOUNDS), total, total, micros / 1e6, queue=queue)
+
+
+def _lines_of(metric: str) -> str:
+    """What is said of one queue, with a place for each figure."""
+    buckets = [f'{metric}_bucket{{{{queue="{{queue}}",le="{le}"}}}} {{}}\n' for le in (*_LE, "+Inf")]
+    return "".join([*buckets, *(f'{metric}_{what}{{{{queue="{{queue}}"}}}} {{}}\n' for what in ("count", "sum"))])
+
+
+_HEADER = "# HELP %s %s\n# TYPE %s histogram\n"
+_WAIT, _WAIT_TEXT = "forq_wait_seconds", "From enqueue to claim, of first attempts"
+_RUN, _RUN_TEXT = "forq_run_seconds", "What handlers took"
+_WAIT_LINES, _RUN_LINES = _lines_of(_WAIT), _lines_of(_RUN)
+
+
+def _of_workers(look: Look) -> Iterator[Metric]:
+    busy = GaugeMetricFamily("forq_workers_busy", "Workers that run a job", labels=["queue"])
+    longest = GaugeMetricFamily(
+        "forq_longest_running_seconds", "How long the oldest running job has been running", labels=["queue"]
+    )
+    for name, work in look.work.items():
+        busy.add_metric([name], work.busy)
+        longest.add_metric([name], work.longest_seconds)
+    yield busy
+    yield longest
+
+
+def _of_queues(look: Look) -> Iterator[Metric]:
+    states = GaugeMetricFamily("forq_queue_state", "1 for the queue's state", labels=["queue", "mode", "state"])
+    processes = GaugeMetricFamily("forq_processes", "Processes by state", labels=["queue", "role", "state"])
+    restarts = CounterMetricFamily("forq_restarts", "Deaths that were made good", labels=["queue", "role"])
+    for queue in queues_of(look):
+        name, state, counts = queue["name"], queue["state"], look.counts.get(queue["name"])
+        if state in ("running", "starting", "draining") and counts is not None and counts.paused:
+            state = "paused"
+        states.add_metric([name, queue["mode"] or "", state], 1)
+        children = queue["children"]
+        for (role, its), number in Counter((child["role"], child["state"]) for child in children).items():
+            processes.add_metric([name, role, its], number)
+        for role in dict.fromkeys(child["role"] for child in children):
+            restarts.add_metric([name, role], sum(child["restarts"] for child in children if child["role"] == role))
+    for name in look.unserved:
+        states.add_metric([name, WORK, "unserved"], 1)
+    yield states
+    yield processes
+    yield restarts
+
+
+def _of_supervisor(status: dict[str, Any]) -> Iterator[Metric]:
+    supervisor, capacity = status["supervisor"], status["capacity"]
+    info = GaugeMetricFamily("forq_supervisor_info", "Always 1", labels=["version", "processor", "server"])
+    info.add_metric([supervisor["version"], supervisor["processor"], str(supervisor["redis"].get("server", ""))], 1)
+    yield info
+    yield _gauge("forq_supervisor_uptime_seconds", "Since its start", supervisor["uptime_seconds"])
+    restarts = CounterMetricFamily("forq_service_restarts", "Deaths that were made good", labels=["service"])
+    for service in supervisor["services"]:
+        restarts.add_metric([service["name"]], service["restarts"])
+    yield restarts
+    errors = len(supervisor["failed_log"]["errors"])
+    yield _gauge("forq_failed_log_errors", "Queues whose failed log cannot be written", errors)
+    yield _gauge("forq_capacity_units", "Units of this supervisor", capacity["units"])
+    yield _gauge("forq_capacity_in_use_units", "Units held by workers that run jobs", capacity["in_use"])
+    yield _gauge("forq_capacity_free_units", "Units held by nobody", capacity["free"])
+    yield _gauge("forq_capacity_waiting_workers", "Workers that wait for units", len(capacity["waiting"]))

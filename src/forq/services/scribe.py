@@ -1,0 +1,192 @@
+"""The scribe: writes the failed log, one line per job that failed for good.
+
+1. It drains a queue's outbox when it is told of new lines, when it begins to serve the queue, after it has lost its
+   subscription, and every 30 s in case it was not told.
+2. A batch is written and synced, then forgotten in Redis. Whatever happens in between, the lines are written again.
+3. While a log cannot be written, or Redis cannot be reached, nothing is removed: it tries again, in growing pauses.
+"""
+
+import logging
+import select
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forq import exits
+from forq.broker.link import Link
+from forq.broker.outbox import Bell, Outbox, read_line
+from forq.errors import Fenced, ForqError, RedisUnavailable, UnknownQueue
+from forq.procs.liveness import DISK_SECONDS, may_take, passed
+from forq.services.append_only_sync import AppendOnlySync
+from forq.services.desk import Desk
+from forq.services.failed_log import append_lines
+
+CALL_TIMEOUT_SECONDS = 3.0
+LOOK_SECONDS = 30.0
+FIRST_PAUSE_SECONDS = 0.25
+LONGEST_PAUSE_SECONDS = 30.0
+
+log = logging.getLogger("forq")
+
+
+@dataclass(frozen=True)
+class ScribeSettings:
+    url: str
+    prefix: str
+    processor: str
+    expiry_ms: int
+    logs_dir: Path
+    failed_log_max: int
+    leash: socket.socket
+    # Of the embedded server; None: there is none.
+    redis_dir: Path | None = None
+
+
+@dataclass
+class Streak:
+    """Failures in a row: how many, and how long to wait after each."""
+
+    failures: int = 0
+    pause_seconds: float = field(default=FIRST_PAUSE_SECONDS)
+
+    def grow(self) -> float:
+        """Counts a failure; the pause after it."""
+        self.failures += 1
+        pause = self.pause_seconds
+        self.pause_seconds = min(pause * 2, LONGEST_PAUSE_SECONDS)
+        return pause
+
+
+def run_scribe(settings: ScribeSettings) -> int:
+    if settings.redis_dir is not None:
+        AppendOnlySync(settings.redis_dir).start()
+    return Scribe(settings).run()
+
+
+class Scribe:
+    def __init__(self, settings: ScribeSettings) -> None:
+        self._settings = settings
+        link = Link(settings.url, name="forq-scribe", timeout_seconds=CALL_TIMEOUT_SECONDS)
+        self._outbox = Outbox(link, settings.prefix, settings.processor, settings.expiry_ms)
+        self._bell = Bell(settings.url, settings.prefix, "forq-scribe-bell")
+        self._desk = Desk(settings.leash, {"serve": self._serve})
+        self._queues: list[str] = []
+        # When each queue that has lines is to be drained, and when to look for such queues.
+        self._due: dict[str, float] = {}
+        self._look_at = 0.0
+        self._disk: dict[str, Streak] = {}
+        self._redis = Streak()
+        # Written but perhaps not forgotten: if only the reply was lost, they need not be written twice.
+        self._written: dict[str, list[bytes]] = {}
+
+    def run(self) -> int:
+        while True:
+            poll = select.poll()
+            poll.register(self._desk.fileno(), select.POLLIN)
+            if self._bell.connected:
+                poll.register(self._bell.fileno(), select.POLLIN)
+            passed()
+            ready = [fd for fd, _ in poll.poll(self._patience_ms())]
+            if self._bell.connected and self._bell.fileno() in ready:
+                self._listen()
+            if self._desk.fileno() in ready and not self._desk.serve():
+                return exits.STOPPED
+            self.tick(time.monotonic())
+
+    def tick(self, now: float) -> None:
+        """Everything that is due: connect, look for lines, write one batch of each queue."""
+        try:
+            looking = now >= self._look_at
+            if looking:
+                self._look(now)
+            for queue in [queue for queue, at in self._due.items() if at <= now]:
+                self._drain(queue, now)
+            # A server that only refuses to write lets us look: the streak ends when the writing works too.
+            if looking and self._redis.failures:
+                log.info("failed logs can be drained again failures=%s", self._redis.failures)
+                self._redis = Streak()
+        except RedisUnavailable as exc:
+            self._redis_failed(exc, now)
+
+    def _serve(self, params: dict[str, Any]) -> object:
+        """Which queues this supervisor serves from now on."""
+        for queue in set(self._queues) - set(params["queues"]):
+            self._due.pop(queue, None)
+            self._written.pop(queue, None)
+            self._disk_works(queue)
+        if set(params["queues"]) - set(self._queues) and not self._redis.failures:
+            self._look_at = 0.0
+        self._queues = list(params["queues"])
+        return {}
+
+    def _look(self, now: float) -> None:
+        if not self._queues:
+            self._look_at = now + LOOK_SECONDS
+            return
+        # First the subscription, then the look: what comes in between is seen by both.
+        if not self._bell.connected:
+            self._bell.connect()
+        for queue in self._outbox.waiting(self._queues):
+            self._due.setdefault(queue, now)
+        self._look_at = now + LOOK_SECONDS
+
+    def _listen(self) -> None:
+        try:
+            for queue in self._bell.rung() & set(self._queues):
+                self._due.setdefault(queue, self._look_at if self._redis.failures else 0.0)
+        except RedisUnavailable:
+            self._look_at = 0.0
+
+    def _drain(self, queue: str, now: float) -> None:
+        """One batch, so that other queues and the supervisor get their turn."""
+        try:
+            lines = self._outbox.collect(queue)
+            if lines:
+                self._write(queue, lines)
+                self._outbox.forget(queue, lines)
+            self._written.pop(queue, None)
+        except RedisUnavailable:
+            raise
+        except (UnknownQueue, Fenced) as exc:
+            # Deleted, or this processor was evicted: its lines are in other hands, and pulse tells the supervisor.
+            log.info("lines for the failed log went elsewhere queue=%s reason=%s", queue, exc)
+            del self._due[queue]
+        except ForqError as exc:
+            self._disk_failed(queue, exc, now)
+        else:
+            self._disk_works(queue)
+            if not lines:
+                del self._due[queue]
+
+    def _write(self, queue: str, lines: list[bytes]) -> None:
+        if self._written.get(queue) == lines:
+            return
+        directory = self._settings.logs_dir / queue
+        may_take(DISK_SECONDS)
+        append_lines(directory, [read_line(queue, line) for line in lines], self._settings.failed_log_max)
+        self._written[queue] = lines
+
+    def _disk_failed(self, queue: str, exc: ForqError, now: float) -> None:
+        streak = self._disk.setdefault(queue, Streak())
+        self._due[queue] = now + streak.grow()
+        if streak.failures == 1:
+            log.error("failed log cannot be written, its lines stay in Redis queue=%s error=%s", queue, exc)
+        self._desk.tell("failed_log", queue=queue, error=str(exc), failures=streak.failures)
+
+    def _disk_works(self, queue: str) -> None:
+        streak = self._disk.pop(queue, None)
+        if streak is not None:
+            log.info("failed log can be written again queue=%s failures=%s", queue, streak.failures)
+            self._desk.tell("failed_log", queue=queue, error=None, failures=streak.failures)
+
+    def _redis_failed(self, exc: RedisUnavailable, now: float) -> None:
+        """Which queues have lines is looked up again when Redis is back."""
+        self._look_at = now + self._redis.grow()
+        self._due = {queue: max(at, self._look_at) for queue, at in self._due.items()}
+        if self._redis.failures == 1:
+            log.warning("failed logs cannot be drained error=%s", exc)
+
+    def _patience_ms(self) -> float:
+        return max(0.0, min([self._look_at, *self._due.values()]) - time.monotonic()) * 1000

@@ -1,0 +1,132 @@
+"""The warden: watches what the processes of queues take of the machine, where the kernel does not keep the limits.
+
+1. While jobs run it looks every LOOK_SECONDS: all that is below a process counts, daemons included. While none run it
+   looks once a second, for what a job has left behind.
+2. A cheap sum comes first (RSS: shared pages count again and again); the exact one (PSS) only if that is too much.
+3. It kills nothing: it tells the supervisor, which knows what else hangs on that process.
+"""
+
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from forq import exits
+from forq.procs.liveness import may_take, passed
+from forq.procs.memory import pss_bytes
+from forq.procs.resources import OUT_OF_MEMORY, TOO_MANY_TASKS, Exceeded, Resources
+from forq.procs.scoreboard import Scoreboard
+from forq.procs.treekill import descendants_of
+from forq.services.desk import Desk
+
+LOOK_SECONDS = 0.05
+IDLE_LOOK_SECONDS = 1.0
+# Of one CPU, for all looks together: 1 part in so many.
+SHARE = 10
+# It must get to look also while a queue takes every CPU. Granted to root only.
+NICER = -5
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+log = logging.getLogger("forq")
+
+
+@dataclass(frozen=True)
+class WardenSettings:
+    scoreboard: Scoreboard
+    leash: socket.socket
+
+
+@dataclass(frozen=True)
+class Watched:
+    """`key`: what the supervisor calls this process; a pid may be used again."""
+
+    key: int
+    pid: int
+    slots: tuple[int, ...]
+    resources: Resources
+
+
+def run_warden(settings: WardenSettings) -> int:
+    with suppress(PermissionError):
+        os.nice(NICER)
+    return Warden(settings).run()
+
+
+class Warden:
+    def __init__(self, settings: WardenSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scoreboard = settings.scoreboard
+        self._desk = Desk(settings.leash, {"watch": self._watch})
+        self._clock = clock
+        self._watched: dict[int, Watched] = {}
+        self._idle_look_at = 0.0
+        self._pause_seconds = LOOK_SECONDS
+
+    def run(self) -> int:
+        poll = select.poll()
+        poll.register(self._desk.fileno(), select.POLLIN)
+        while True:
+            passed()
+            patience = self._pause_seconds * 1000 if self._watched else None
+            if poll.poll(patience) and not self._desk.serve():
+                return exits.STOPPED
+            self.tick()
+
+    def tick(self) -> None:
+        began = self._clock()
+        idle_too = began >= self._idle_look_at
+        if idle_too:
+            self._idle_look_at = began + IDLE_LOOK_SECONDS
+        for watched in list(self._watched.values()):
+            may_take()
+            if (idle_too or self._is_busy(watched)) and (found := look_at_tree(watched.pid, watched.resources)):
+                # Once: the supervisor ends it.
+                del self._watched[watched.key]
+                self._desk.tell("exceeded", key=watched.key, cause=found.cause, peak=found.peak_bytes)
+        self._pause_seconds = max(LOOK_SECONDS, (self._clock() - began) * (SHARE - 1))
+
+    def _watch(self, params: dict[str, Any]) -> object:
+        """Which processes there are from now on."""
+        self._watched = {
+            each["key"]: Watched(
+                each["key"], each["pid"], tuple(each["slots"]), Resources(each["memory_bytes"], each["tasks"])
+            )
+            for each in params["processes"]
+        }
+        return {}
+
+    def _is_busy(self, watched: Watched) -> bool:
+        return any(self._scoreboard.slot(number).word & 1 for number in watched.slots)
+
+
+def look_at_tree(pid: int, resources: Resources) -> Exceeded | None:
+    """Whether this process and all below it take more than they may."""
+    pids = [pid, *descendants_of(pid)]
+    tasks = resident = 0
+    for each in pids:
+        threads, resident_bytes = _threads_and_resident(each)
+        tasks += threads
+        resident += resident_bytes
+    if resources.tasks and tasks > resources.tasks:
+        return Exceeded(TOO_MANY_TASKS, sum(map(pss_bytes, pids[: resources.tasks])))
+    if resources.memory_bytes and resident > resources.memory_bytes:
+        memory = sum(map(pss_bytes, pids))
+        if memory > resources.memory_bytes:
+            return Exceeded(OUT_OF_MEMORY, memory)
+    return None
+
+
+def _threads_and_resident(pid: int) -> tuple[int, int]:
+    """(0, 0) of one that is gone. A zombie is a task, as the kernel counts them."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            raw = stat.read()
+    except OSError:
+        return 0, 0
+    fields = raw[raw.rindex(b")") + 2 :].split()
+    return max(1, int(fields[17])), int(fields[21]) * _PAGE_BYTES

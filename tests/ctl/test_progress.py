@@ -1,0 +1,88 @@
+"""What long commands of forqctl say of how far they are: on a terminal always, elsewhere every ten seconds at most."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from forq import progress_line
+from forq.ctl import main as ctl
+from forq.progress_line import LINE_SECONDS, ProgressLine
+from tests.support.fake_supervisor import FakeSupervisor, forqctl
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_elsewhere_a_line_is_said_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    line = ProgressLine(lines=True, now=clock)
+    for part in range(1, 26):
+        clock.seconds += 1
+        line.bar(part, 100, f"{part} jobs pushed")
+    line.clear()
+    assert capsys.readouterr().err == "forqctl: 10% 10 jobs pushed\nforqctl: 20% 20 jobs pushed\n"
+    clock.seconds += LINE_SECONDS
+    line.bar(7, 0, "7 jobs pushed")
+    assert capsys.readouterr().err == "forqctl: 7 jobs pushed\n", "of a pipe nobody knows the length"
+
+
+def test_elsewhere_nothing_is_said_unless_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    line = ProgressLine(now=clock)
+    clock.seconds += 10 * LINE_SECONDS
+    line.bar(1, 2, "x")
+    line.say("x")
+    line.clear()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_one_line_that_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, terminal = Clock(), Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    line = ProgressLine(lines=True, now=clock)
+    for part in (1, 2, 3):
+        clock.seconds += LINE_SECONDS
+        line.bar(part, 4, f"{part} jobs pushed")
+    line.clear()
+    assert "\n" not in terminal.getvalue()
+    assert terminal.getvalue().split("\r\x1b[K")[1:] == [
+        "[#######.......................]  25% 1 jobs pushed",
+        "[###############...............]  50% 2 jobs pushed",
+        "[######################........]  75% 3 jobs pushed",
+        "",
+    ]
+
+
+def test_a_bulk_push_says_how_far_it_is_and_its_output_stays_as_it_is(
+    fake: FakeSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.answers["push_many"] = lambda params: {"ids": ["x"] * len(params["jobs"])}
+    (tmp_path / "jobs").write_text("1\n" * 1200)
+    push = ["--socket", fake.path, "push", "q", "--file", str(tmp_path / "jobs")]
+    monkeypatch.setattr(progress_line, "LINE_SECONDS", 0.0)
+    assert ctl.main(push) == 0
+    out, err = capsys.readouterr()
+    assert out == "pushed 1200 jobs to q\n"
+    assert err.splitlines() == [
+        f"forqctl: {percent}% {number} jobs pushed" for percent, number in ((41, 500), (83, 1000), (100, 1200))
+    ]
+    assert ctl.main([*push, "--json"]) == 0
+    assert capsys.readouterr() == ('{"pushed":1200,"requests":3}\n', "")
+
+
+def test_what_is_fast_says_nothing_elsewhere(fake: FakeSupervisor, tmp_path: Path) -> None:
+    fake.answers["push_many"] = lambda params: {"ids": ["x"] * len(params["jobs"])}
+    (tmp_path / "jobs").write_text("1\n" * 1200)
+    assert forqctl(fake, "push", "q", "--file", "jobs", cwd=tmp_path) == (0, "pushed 1200 jobs to q\n", "")

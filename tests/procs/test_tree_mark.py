@@ -1,0 +1,219 @@
+"""The mark by which orphans are found that nothing leads to."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from forq.errors import ForqError
+from forq.procs.tree_mark import VARIABLE, TreeMark
+from forq.procs.treekill import children_of
+from forq.supervisor.statedir import StateDir
+from tests.support.running import alive, wait_until
+
+MARK = TreeMark(os.urandom(16), "here")
+FOREIGN = TreeMark(os.urandom(16), "here")
+LIFETIME_SECONDS = 60
+SLEEP = f"import time; time.sleep({LIFETIME_SECONDS})"
+
+
+class Orphans:
+    """Starts processes whose parents die at once, so that init or another subreaper adopts them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.pids: list[int] = []
+
+    def leave(self, live: Callable[[], object], mark: TreeMark | None = MARK) -> int:
+        """The pid of an orphan that calls `live`; `mark` is put on its parent."""
+        file = self._directory / str(len(self.pids))
+        parent = os.fork()
+        if parent == 0:
+            try:
+                if mark is not None:
+                    mark.put_on()
+                orphan = os.fork()
+                if orphan == 0:
+                    os.setsid()
+                    live()
+                else:
+                    # Whole at once, or not there.
+                    file.with_suffix(".new").write_text(str(orphan))
+                    file.with_suffix(".new").rename(file)
+            finally:
+                os._exit(0)
+        os.waitpid(parent, 0)
+        pid = int(wait_until(file.exists) and file.read_text())
+        self.pids.append(pid)
+        return pid
+
+    def end(self) -> None:
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def orphans(tmp_path: Path) -> Iterator[Orphans]:
+    orphans = Orphans(tmp_path)
+    yield orphans
+    orphans.end()
+
+
+def run_program() -> None:
+    os.execv(sys.executable, [sys.executable, "-c", SLEEP])
+
+
+def wait_for_program(pid: int) -> None:
+    """Until then it holds the locks' descriptors."""
+    wait_until(lambda: SLEEP in Path(f"/proc/{pid}/cmdline").read_text(), what="it is a program")
+
+
+def just_sleep() -> None:
+    os.closerange(0, 256)
+    time.sleep(LIFETIME_SECONDS)
+
+
+def run_program_of_a_shell_without_environment() -> None:
+    code = f"{sys.executable} -c '{SLEEP}'"
+    os.execv("/bin/sh", ["/bin/sh", "-c", f"env -i {code} & wait"])
+
+
+@pytest.mark.parametrize("live", [run_program, just_sleep, run_program_of_a_shell_without_environment])
+def test_an_orphan_is_found_and_killed_and_nobody_else_is(orphans: Orphans, live: Callable[[], None]) -> None:
+    wanted = orphans.leave(live)
+    others = [orphans.leave(live, mark=None), orphans.leave(live, mark=FOREIGN)]
+    wait_until(lambda: MARK.find() == [wanted], what="it is found")
+    assert wanted in MARK.find_escaped()
+    killed, left = MARK.kill(MARK.find, 10.0)
+    assert wanted in killed
+    assert left == set()
+    wait_until(lambda: not alive(killed), what="it is dead")
+    assert alive(set(others)) == set(others)
+    assert MARK.find() == []
+    FOREIGN.kill(FOREIGN.find, 10.0)
+
+
+def test_a_program_that_its_handler_gave_an_empty_environment_ends_with_what_started_it(orphans: Orphans) -> None:
+    shell = orphans.leave(run_program_of_a_shell_without_environment)
+    wait_until(lambda: MARK.find() == [shell])
+    pids = wait_until(lambda: set(children_of(shell)), what="its program runs")
+    killed, _ = MARK.kill(MARK.find, 10.0)
+    assert killed >= pids
+    wait_until(lambda: not alive({shell, *pids}))
+
+
+def test_the_caller_and_its_ancestors_are_never_found() -> None:
+    """A handler may start a supervisor of the same directory."""
+    script = (
+        "import sys; from forq.procs.tree_mark import TreeMark; "
+        "mark = TreeMark(bytes.fromhex(sys.argv[1]), 'here'); assert mark.is_on(__import__('os').getpid()); "
+        "print(mark.find())"
+    )
+    secret = os.urandom(16)
+    mark = TreeMark(secret, "here")
+    environ = {**os.environ, "FORQ_TREE": mark.value}
+    done = subprocess.run(
+        [sys.executable, "-c", script, secret.hex()], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_a_pid_that_was_used_again_is_not_killed(orphans: Orphans) -> None:
+    """Between the look and the kill the marked process ends, and its number goes to another."""
+    innocent = orphans.leave(run_program, mark=None)
+    looks = [[innocent], [], []]
+    assert MARK.kill(lambda: looks.pop(0) if looks else [], 1.0) == (set(), set())
+    assert alive({innocent}) == {innocent}
+
+
+def test_only_those_who_came_since_the_last_look_are_looked_at(
+    orphans: Orphans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = TreeMark(os.urandom(16), "here")
+    looked: list[int] = []
+    orphans.leave(run_program, mark=None)
+    mark.find_escaped()
+
+    def is_on(self: TreeMark, pid: int) -> bool:
+        looked.append(pid)
+        return False
+
+    monkeypatch.setattr(TreeMark, "is_on", is_on)
+    later = orphans.leave(run_program, mark=None)
+    mark.find_escaped()
+    assert later in looked
+    assert orphans.pids[0] not in looked
+
+
+def test_each_state_directory_has_a_mark_of_its_own_and_so_has_a_copy(tmp_path: Path) -> None:
+    first = StateDir(tmp_path / "one")
+    first.lock()
+    mark = first.tree_mark.value
+    first.unlock()
+    again = StateDir(tmp_path / "one")
+    again.lock()
+    assert again.tree_mark.value == mark
+    again.unlock()
+    subprocess.run(["cp", "-a", str(tmp_path / "one"), str(tmp_path / "two")], check=True)
+    copy = StateDir(tmp_path / "two")
+    copy.lock()
+    assert copy.tree_mark.value != mark
+    copy.unlock()
+    assert (tmp_path / "one" / "tree.secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_marked_orphan_is_dead_when_the_directory_is_locked(orphans: Orphans, tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    state.lock()
+    orphan = orphans.leave(run_program, mark=state.tree_mark)
+    wait_for_program(orphan)
+    state.unlock()
+    told: list[list[int]] = []
+    successor = StateDir(tmp_path / "state")
+    successor.lock(on_wait=told.append)
+    assert told == [[orphan]]
+    assert not alive({orphan})
+    successor.unlock()
+
+
+def test_a_marked_orphan_that_cannot_be_killed_is_named(
+    orphans: Orphans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = StateDir(tmp_path / "state")
+    state.lock()
+    orphan = orphans.leave(run_program, mark=state.tree_mark)
+    wait_for_program(orphan)
+    state.unlock()
+
+    def refuse(pidfd: int, signum: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    with pytest.raises(ForqError, match=rf"are still there: pids {orphan}; as root: kill -9 {orphan}$"):
+        StateDir(tmp_path / "state").lock()
+
+
+def test_where_the_kernel_refuses_a_mapping_with_a_name_programs_are_marked_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with SystemCallFilter=~memfd_create: a queue is served without the mark on what it only forks."""
+
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    MARK.put_on()
+    program = subprocess.Popen([sys.executable, "-c", SLEEP])
+    try:
+        wait_until(lambda: MARK.is_on(program.pid))
+    finally:
+        program.kill()
+        program.wait()

@@ -1,0 +1,130 @@
+"""The wire format: lines, requests, answers, errors."""
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forq import errors
+from forq.procs import wire
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def all_lines(lines: wire.Lines) -> list[bytes]:
+    found = []
+    while (line := lines.pop()) is not None:
+        found.append(line)
+    return found
+
+
+@given(st.lists(st.binary(max_size=30).map(lambda raw: raw.replace(b"\n", b"")), max_size=8), st.integers(1, 7))
+def test_lines_are_the_same_however_the_bytes_are_cut(wanted: list[bytes], step: int) -> None:
+    stream = b"".join(line + b"\n" for line in wanted) + b"rest"
+    lines = wire.Lines()
+    found = []
+    for start in range(0, len(stream), step):
+        lines.push(stream[start : start + step])
+        found += all_lines(lines)
+    assert found == wanted
+    assert len(lines) == len(b"rest")
+
+
+def test_a_line_of_the_limit_passes_and_one_byte_more_is_refused() -> None:
+    lines = wire.Lines(limit=10)
+    lines.push(b"x" * 10 + b"\n")
+    assert lines.pop() == b"x" * 10
+    lines.push(b"x" * 11)
+    with pytest.raises(errors.InvalidData, match="too long"):
+        lines.pop()
+
+
+def test_whole_lines_before_a_too_long_one_are_still_given() -> None:
+    lines = wire.Lines(limit=5)
+    lines.push(b"good\n" + b"x" * 6 + b"\n")
+    assert lines.pop() == b"good"
+    with pytest.raises(errors.InvalidData):
+        lines.pop()
+
+
+@given(json_values)
+def test_a_request_is_read_back_as_it_was_sent(value: object) -> None:
+    line = wire.request(7, "push", {"data": value})
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    call = wire.read_request(line[:-1])
+    assert (call.id, call.method, call.params, call.expects_answer) == (7, "push", {"data": value}, True)
+
+
+@given(json_values)
+def test_a_result_is_read_back_as_it_was_sent(value: object) -> None:
+    assert wire.read_answer(wire.result("a", value)) == ("a", value)
+
+
+def test_a_request_without_id_expects_no_answer() -> None:
+    assert not wire.read_request(b'{"jsonrpc":"2.0","method":"ping"}').expects_answer
+
+
+@pytest.mark.parametrize(
+    ("line", "rpc_code", "code", "id"),
+    [
+        (b"{", -32700, "invalid_data", None),
+        (b"\xff", -32700, "invalid_data", None),
+        (b'{"jsonrpc":"2.0","id":1,"method":"x","params":{"a":NaN}}', -32700, "invalid_data", None),
+        (b'{"jsonrpc":"2.0","id":1,"method":"x","params":{"a":1e999}}', -32700, "invalid_data", None),
+        (b'{"jsonrpc":"2.0","id":1,"method":"x","params":{"a":"\\ud800"}}', -32700, "invalid_data", None),
+        (b"[" * 100_000, -32700, "invalid_data", None),
+        (b"9" * 100_000, -32700, "invalid_data", None),
+        (b'[{"jsonrpc":"2.0","id":1,"method":"ping"}]', -32600, "usage", None),
+        (b"1", -32600, "usage", None),
+        (b'{"id":1,"method":"ping"}', -32600, "usage", 1),
+        (b'{"jsonrpc":"2.0","id":1}', -32600, "usage", 1),
+        (b'{"jsonrpc":"2.0","id":true,"method":"ping"}', -32600, "usage", None),
+        (b'{"jsonrpc":"2.0","id":{},"method":"ping"}', -32600, "usage", None),
+        (b'{"jsonrpc":"2.0","id":"q","method":"ping","params":[1]}', -32602, "usage", "q"),
+    ],
+)
+def test_a_malformed_request_is_refused_with_its_code(line: bytes, rpc_code: int, code: str, id: object) -> None:
+    with pytest.raises(wire.Malformed) as caught:
+        wire.read_request(line)
+    assert (caught.value.rpc_code, caught.value.code, caught.value.id) == (rpc_code, code, id)
+
+
+@given(st.binary(max_size=200))
+def test_reading_any_bytes_gives_a_call_or_malformed(line: bytes) -> None:
+    with contextlib.suppress(wire.Malformed):
+        wire.read_request(line)
+
+
+@pytest.mark.parametrize("code", sorted(errors.BY_CODE))
+def test_every_error_arrives_as_its_own_class(code: str) -> None:
+    id, error = wire.read_answer(wire.failure(3, errors.BY_CODE[code]("what happened")))
+    assert id == 3
+    assert type(error) is errors.BY_CODE[code]
+    assert str(error) == "what happened"
+
+
+def test_failure_carries_the_numbers_of_the_standard() -> None:
+    def number(line: bytes) -> object:
+        return json.loads(line)["error"]["code"]
+
+    assert number(wire.failure(1, errors.UnknownVerb("x"))) == -32601
+    assert number(wire.failure(1, errors.UnknownQueue("x"))) == -32000
+    assert number(wire.failure(1, errors.ForqError("x"), wire.INTERNAL_ERROR)) == -32603
+
+
+@pytest.mark.parametrize("body", [None, [], {"data": {"code": "KeyboardInterrupt"}}, {"data": {"code": ["x"]}}, {}])
+def test_an_unknown_error_becomes_the_base_class_and_nothing_else(body: object) -> None:
+    assert type(wire.to_error(body)) is errors.ForqError
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), "\ud800", {1, 2}])
+def test_what_json_does_not_have_is_refused(value: object) -> None:
+    with pytest.raises(errors.InvalidData):
+        wire.encode({"data": value})
