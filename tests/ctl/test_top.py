@@ -186,6 +186,8 @@ def test_ctrl_z_gives_the_terminal_back_until_it_goes_on(fake: FakeSupervisor, t
     terminal.press("\x1a")
     wait_until(lambda: psutil.Process(terminal.process.pid).status() == psutil.STATUS_STOPPED, what="stopped")
     assert terminal.modes_now() == terminal.modes
+    # Else what it drew before it stopped could pass for what it draws when it goes on.
+    terminal.read_the_rest()
     terminal.screen.reset()
     terminal.process.send_signal(signal.SIGCONT)
     terminal.wait_for("q0000")

@@ -53,6 +53,11 @@ class OnTerminal:
             self.written += data
             self._stream.feed(data)
 
+    def read_the_rest(self) -> None:
+        """What a program that is stopped has written."""
+        while select.select([self._ours], [], [], 0)[0]:
+            self.read(0)
+
     def wait_for(self, condition: str | Callable[[str], object], seconds: float = 20.0) -> str:
         """The text of the screen once it has this text, or is as the function says."""
         deadline = time.monotonic() + seconds
