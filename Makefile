@@ -212,9 +212,6 @@ bench-idle: tools ## CPU, Redis commands and memory of 50 idle queues
 workload: tools ## 150 workers in 11 queues, jobs from 1 ms to 20 s, 20 kills, against a simulation without overhead (SEED=n)
 	$(BIN)/python benchmarks/workload.py --seed $(or $(SEED),1)
 
-hot-code: tools ## find out anew which functions every process of a queue runs: their code is kept together in memory
-	$(BIN)/python benchmarks/hot_code.py
-
 bench-metrics: tools ## what metrics cost a no-op job, and a scrape of 1,000 queues
 	$(BIN)/python benchmarks/metrics.py
 

@@ -1,13 +1,14 @@
 """The one place where the supervisor names the code of its children. Nothing of it runs in the parent."""
 
+import gc
 import os
+import sys
 
 import forq
 from forq.bridge.run import BridgeSettings, run_bridge
 from forq.broker.scripts import script
 from forq.broker.server_url import read_server_url
 from forq.output.logger import LoggerSettings, run_logger
-from forq.procs.shared_pages import share_pages
 from forq.redis_address import SERVER, read_address
 from forq.services.clerk import ClerkSettings, run_clerk
 from forq.services.metrics import MetricsSettings, run_metrics
@@ -62,4 +63,8 @@ def preload(url: str, prefix: str) -> None:
         "finish",
     ):
         script(verb)
-    share_pages()
+    gc.collect()
+    # The cache of attributes holds names from hundreds of imports. A child that replaces one writes to its page.
+    # Python 3.13 has this function, earlier releases the other one.
+    getattr(sys, "_clear_internal_caches", sys._clear_type_cache)()
+    gc.freeze()

@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from itertools import count
 
-from forq.procs.raw_signals import set_handler
-
 log = logging.getLogger("forq")
 
 Callback = Callable[[], None]
@@ -24,7 +22,6 @@ WAKEUP_READ_BYTES = 65536
 MOST_TIMERS = 4096
 # Not at once again: what failed once after a pass may fail each time.
 FAILED_PASS_SECONDS = 1.0
-_SIG_DFL = int(signal.SIG_DFL)
 
 
 class Timer:
@@ -186,7 +183,7 @@ class Loop:
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
             for signum in self._signals:
-                set_handler(signum, _SIG_DFL)
+                signal.signal(signum, signal.SIG_DFL)
             for fd in self._wakeup:
                 os.close(fd)
         self._wakeup = None

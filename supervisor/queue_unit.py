@@ -12,7 +12,7 @@ from typing import Any
 
 from forq import exits
 from forq.errors import CannotImport, ForqError
-from forq.options import QueueSpec, Value
+from forq.options import EXTERNAL, ON_REQUEST, QueueSpec, Value
 from forq.procs.scoreboard import Role, Slot
 from forq.supervisor.helper_processes import Helpers
 from forq.supervisor.loop import Timer
@@ -58,7 +58,9 @@ class QueueUnit:
         self.restart_error: dict[str, Any] | None = None
         self._survivors: set[int] = set()
         self._around = around
-        self._seats = [_Seat(Role.MAIN), _Seat(Role.RETRY)]
+        # A queue whose items others take has nothing that a retry process could do.
+        serves = spec.mode not in (ON_REQUEST, EXTERNAL)
+        self._seats = [_Seat(role) for role in ((Role.MAIN, Role.RETRY) if serves else (Role.MAIN,))]
         # Processes that have a successor already and still run jobs.
         self._leaving: list[QueueProcess] = []
         self._helpers = Helpers(
@@ -373,7 +375,7 @@ class QueueUnit:
         """So many suspects wait. The retry process takes one if it is idle; the others need processes of their own."""
         if not self._wanted:
             return
-        size, retry = int(self.options["size"]), self._seats[1].process
+        size, retry = int(self.options["size"]), self._retry_process()
         if retry is not None and retry.state() == "parked":
             number -= 1
         promised = self._helpers.about_to_claim(Role.SUSPECT) * size
@@ -382,9 +384,12 @@ class QueueUnit:
 
     def fail_jobs_wait(self) -> None:
         """Fail jobs wait, and none runs. If the retry process is busy with something else, they do not wait for it."""
-        retry = self._seats[1].process
+        retry = self._retry_process()
         if self._wanted and self.spec.fail_handler is not None and retry is not None and retry.busy():
             self._helpers.want(Role.FAIL, 1, most=1, room=1)
+
+    def _retry_process(self) -> QueueProcess | None:
+        return next((seat.process for seat in self._seats if seat.role == Role.RETRY), None)
 
     def _process(self, role: Role, owner: Owner) -> QueueProcess:
         return QueueProcess(self.spec, self.options, role, self._around, owner)

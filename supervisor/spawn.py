@@ -25,7 +25,6 @@ from setproctitle import setproctitle
 
 from forq.output.forwarding import Forwarder
 from forq.procs.cgroup import Cgroup
-from forq.procs.raw_signals import set_handler, set_mask
 from forq.procs.treekill import become_subreaper, set_parent_death_signal
 from forq.supervisor.loop import Loop
 
@@ -34,7 +33,6 @@ _IGNORED_BY_PYTHON = frozenset({signal.SIGPIPE, signal.SIGXFSZ})
 _FIXED = frozenset({signal.SIGKILL, signal.SIGSTOP})
 _ALL = frozenset(map(int, signal.valid_signals()))
 _RESET = tuple(_ALL - _FIXED - _IGNORED_BY_PYTHON)
-_SIG_DFL = int(signal.SIG_DFL)
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ def spawn(
     def child() -> int:
         _enter(loop, cgroup, subreaper)
         _close_all_except(keep_fds)
-        set_mask(signal.SIG_SETMASK, handled)
+        signal.pthread_sigmask(signal.SIG_SETMASK, handled)
         setproctitle(title)
         return run()
 
@@ -152,7 +150,7 @@ def signal_child(spawned: Spawned, signum: int) -> bool:
 
 def _fork(child: Callable[[], int]) -> Spawned:
     _flush_stdio()
-    mask = set_mask(signal.SIG_BLOCK, _ALL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL)
     try:
         pid = os.fork()
         if pid == 0:
@@ -164,7 +162,7 @@ def _fork(child: Callable[[], int]) -> Spawned:
             os.waitpid(pid, 0)
             raise
     finally:
-        set_mask(signal.SIG_SETMASK, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _call_and_exit(child: Callable[[], int]) -> NoReturn:
@@ -202,7 +200,7 @@ def _enter(loop: Loop | None, cgroup: Cgroup | None, subreaper: bool) -> None:
     # Else it counts as enabled in the child, where its handlers are gone, and to enable it there would do nothing.
     faulthandler.disable()
     for signum in _RESET:
-        set_handler(signum, _SIG_DFL)
+        signal.signal(signum, signal.SIG_DFL)
     os.setsid()
     if subreaper:
         become_subreaper()

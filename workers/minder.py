@@ -24,7 +24,6 @@ from forq import exits
 from forq.broker.link import Link
 from forq.errors import ForqError
 from forq.procs import wire
-from forq.procs.raw_signals import set_handler, set_mask
 from forq.procs.scoreboard import Slot, State
 from forq.procs.treekill import kill_descendants
 from forq.progress import show_progress
@@ -43,8 +42,6 @@ QUIET_BEATS = 2
 PLAIN = "plain"
 
 # Plain numbers and texts: an enum's own are found by calls.
-_SIGTERM = int(signal.SIGTERM)
-_SIG_SETMASK = int(signal.SIG_SETMASK)
 _STATE_NAMES = {int(state): state.name.lower() for state in State}
 
 log = logging.getLogger("forq")
@@ -93,8 +90,8 @@ class Minder:
         """From the main thread: installs the signal handler and starts the thread."""
         os.register_at_fork(before=_hold_term, after_in_parent=_release_term, after_in_child=_forget_signals)
         signal.set_wakeup_fd(self._signals_to, warn_on_full_buffer=False)
-        set_handler(_SIGTERM, _do_nothing)
-        set_mask(_SIG_SETMASK, ())
+        signal.signal(signal.SIGTERM, _do_nothing)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         # Not a threading.Thread: nobody joins it, and the objects around one are pages in each of many processes.
         _thread.start_new_thread(self._run, ())
 

@@ -3,7 +3,7 @@
 1. ReleaseLoop (auto_release): one try after the other to release the item at the head of the line, when the gate opens.
    The gate is in Redis; whoever comes too early is told how long to wait, and so one item is tried per interval,
    however many supervisors there are. With nothing in line it blocks, like any worker.
-2. IdleLoop (on_request, external, and the retry child of such a queue): items leave when somebody asks for them;
+2. IdleLoop (on_request, external): items leave when somebody asks for them;
    nothing is to be done here but to be there.
 """
 

@@ -4,7 +4,6 @@ import os
 import resource
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from forq.errors import ConfigError
 from forq.options import Value, show_size
@@ -12,7 +11,7 @@ from forq.options import Value, show_size
 # In thousandths of the machine's memory, added to what the process uses. The kernel ends what seems to use most, so one
 # that uses more than half of the memory beside a small handler still goes first, whoever it belongs to.
 OOM_SCORE = 500
-OOM_FILE = Path("/proc/self/oom_score_adj")
+OOM_FILE = "/proc/self/oom_score_adj"
 
 
 def restrain(options: Mapping[str, Value]) -> None:
@@ -32,8 +31,13 @@ def _go_first_when_memory_runs_out() -> None:
     # Where /proc is hidden or not to be written, the kernel chooses by size alone.
     with suppress(OSError, ValueError):
         # Anybody may raise his own, and only root may lower it.
-        if int(OOM_FILE.read_text()) < OOM_SCORE:
-            OOM_FILE.write_text(str(OOM_SCORE))
+        # Without text files: what those touch is memory that each of many processes would have for itself (0.2 MB).
+        fd = os.open(OOM_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if int(os.read(fd, 32)) < OOM_SCORE:
+                os.pwrite(fd, f"{OOM_SCORE}\n".encode(), 0)
+        finally:
+            os.close(fd)
 
 
 def _set(which: int, wanted: int, said: str) -> None:

@@ -182,6 +182,19 @@ def test_children_say_in_their_titles_what_they_do(forq: Forq) -> None:
         wait_until(lambda pid=pid, title=title: _title(pid) == title, what=title)  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    ("mode", "roles"),
+    [("auto_release", ["main", "retry"]), ("on_request", ["main"]), ("external", ["main"])],
+)
+def test_a_queue_whose_items_others_take_has_one_process(forq: Forq, mode: str, roles: list[str]) -> None:
+    forq.ctl("create", f"roles-{mode}", "--mode", mode)
+    forq.wait_for_child(f"roles-{mode}")
+    assert [child["role"] for child in forq.queue_status(f"roles-{mode}")["children"]] == roles
+    forq.ctl("restart", f"roles-{mode}")
+    forq.wait_for_child(f"roles-{mode}")
+    assert [child["role"] for child in forq.queue_status(f"roles-{mode}")["children"]] == roles
+
+
 def test_queues_that_release_take_no_capacity(forq: Forq) -> None:
     forq.ctl("create", "light", "--mode", "on_request")
     forq.wait_for_child("light")
