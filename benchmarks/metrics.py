@@ -21,8 +21,6 @@ from drain import forq_rates
 
 from forq.broker.link import Link
 from forq.broker.registry import Registry
-from forq.broker.stored_options import stored, stored_defaults
-from forq.options import WORK, defaults
 from forq.procs import wire
 from forq.procs.scoreboard import Scoreboard
 from forq.procs.tallies import Tallies
@@ -30,6 +28,7 @@ from forq.procs.unix_socket import listen
 from forq.services.health import faults_in
 from forq.services.metrics_look import Looker
 from forq.services.metrics_page import render
+from forq.settings import WORK, defaults, stored, stored_defaults
 from tests.support.metrics import look_at, queue_status
 from tests.support.server import Server
 

@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any, Protocol
 
 from forq.errors import ForqError, InvalidData
-from forq.options import OPTIONS, QueueSpec, Value
 from forq.procs import wire
 from forq.procs.resources import Exceeded, Resources
 from forq.procs.scoreboard import Role, Scoreboard, Slot, State
 from forq.procs.stackdump import stack_of_thread
 from forq.procs.tallies import Tallies
+from forq.queue_spec import QueueSpec
+from forq.settings import OPTIONS, Value
 from forq.supervisor.admission import Admission
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.deadlines import Deadlines

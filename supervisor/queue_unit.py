@@ -12,8 +12,9 @@ from typing import Any
 
 from forq import exits
 from forq.errors import CannotImport, ForqError
-from forq.options import EXTERNAL, ON_REQUEST, QueueSpec, Value
 from forq.procs.scoreboard import Role, Slot
+from forq.queue_spec import QueueSpec
+from forq.settings import EXTERNAL, ON_REQUEST, Value
 from forq.supervisor.helper_processes import Helpers
 from forq.supervisor.loop import Timer
 from forq.supervisor.queue_process import Owner, QueueProcess, Surroundings

@@ -17,7 +17,8 @@ from forq.errors import (
     UnknownQueue,
 )
 from forq.names import check_queue_name
-from forq.options import WORK, QueueSpec, Value
+from forq.queue_spec import QueueSpec
+from forq.settings import WORK, Value
 from forq.supervisor.admission import Admission
 from forq.supervisor.config import PIPELINE_QUEUE, Config, Pipeline
 from forq.supervisor.grants import Grants

@@ -13,9 +13,9 @@ from setproctitle import setproctitle
 
 from forq.errors import ConfigError, ForqError
 from forq.logging_setup import Stderr, configure
-from forq.options import QueueSpec
 from forq.procs import tree_mark
 from forq.procs.treekill import become_subreaper
+from forq.queue_spec import QueueSpec
 from forq.supervisor import entry_points, systemd
 from forq.supervisor.config import Config, capacity_warning, load
 from forq.supervisor.control import ControlServer, warn_of_few_descriptors

@@ -11,12 +11,13 @@ from typing import Any
 
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.log_format import choose
-from forq.options import QueueSpec, Value
 from forq.procs.cgroup import Cgroup, Cgroups
 from forq.procs.cgroup_limits import Delegation
 from forq.procs.scoreboard import Role, Scoreboard
 from forq.procs.tallies import Tallies
+from forq.queue_spec import QueueSpec
 from forq.redis_address import shown_url
+from forq.settings import Value
 from forq.supervisor import embedded, entry_points
 from forq.supervisor.child import Nursery
 from forq.supervisor.config import BridgePlace, Config

@@ -16,7 +16,8 @@ from forq.errors import (
     UsageError,
 )
 from forq.names import check_queue_name, shown
-from forq.options import SHARED_MODES, QueueSpec, parse_options
+from forq.queue_spec import QueueSpec
+from forq.settings import SHARED_MODES, parse_options
 from forq.supervisor.config import capacity_warning, check_size
 from forq.supervisor.connection import Request
 from forq.supervisor.queue_unit import QueueUnit

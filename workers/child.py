@@ -15,11 +15,12 @@ from forq.broker.consuming import Consumer, Limits
 from forq.broker.keys import fail_queue, queue_base
 from forq.errors import CannotImport, ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
 from forq.ids import new_id
-from forq.options import QueueSpec, Value
 from forq.output.capture import install
 from forq.procs.scoreboard import Role, Scoreboard, Slot, State
 from forq.procs.tallies import Tallies
 from forq.procs.tree_mark import TreeMark
+from forq.queue_spec import QueueSpec
+from forq.settings import Value
 from forq.trace_context import OFF
 from forq.workers.attempt import Attempts, FailAttempts
 from forq.workers.grant import Grant

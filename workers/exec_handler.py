@@ -17,7 +17,7 @@ import orjson
 from forq.errors import InvalidData
 from forq.ids import new_id
 from forq.job import Job
-from forq.program_line import ProgramLine
+from forq.queue_spec import ProgramLine
 from forq.workers.exec_messages import (
     EXIT_FOR_GOOD,
     Finished,

@@ -13,8 +13,7 @@ from typing import Any
 import forq
 from forq.errors import CannotImport, Permanent
 from forq.job import Job
-from forq.options import QueueSpec
-from forq.program_line import check_program, is_program
+from forq.queue_spec import QueueSpec, check_program, is_program
 from forq.workers.exec_handler import ExecHandler, ExecOnceHandler, close_handlers
 
 # Characters of an exception's name and message, and of a traceback.

@@ -23,7 +23,7 @@ from forq.job import Job
 from forq.output.programs import READ_BYTES, WATCH, ProgramOutput
 from forq.procs import wire
 from forq.procs.treekill import kill_tree
-from forq.program_line import ProgramLine
+from forq.queue_spec import ProgramLine
 
 # How long a program that has closed its stdout gets to end.
 LAST_SECONDS = 1.0

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from forq.errors import ConfigError
-from forq.options import Value, show_size
+from forq.settings import Value
+from forq.values import show_size
 
 # In thousandths of the machine's memory, added to what the process uses. The kernel ends what seems to use most, so one
 # that uses more than half of the memory beside a small handler still goes first, whoever it belongs to.

@@ -17,14 +17,13 @@ from forq.broker.link import Link
 from forq.broker.producing import NewJob, PartlyStored, Producer, Update, jobs_with_tokens, new_job, plain_jobs
 from forq.broker.registry import Registry
 from forq.broker.scheduling import Schedules
-from forq.broker.stored_options import stored, stored_defaults
 from forq.broker.viewing import Page, State, Viewer
 from forq.errors import UsageError, WaitTimeout
 from forq.names import check_queue_name, shown
-from forq.options import check_mode, parse_options
 from forq.places import key_prefix, redis_url
 from forq.releases import Release
 from forq.schedules import Schedule
+from forq.settings import check_mode, parse_options, stored, stored_defaults
 from forq.waiting import wait_for_result
 
 __all__ = ["Client", "DeadChanged", "DeadPage", "NewJob", "Page", "PartlyStored", "Queue", "Release", "new_job"]

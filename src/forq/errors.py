@@ -249,7 +249,7 @@ class RetryAt(ForqError):
 def _shown_time(moment: object) -> object:
     if isinstance(moment, bool) or not isinstance(moment, int | float):
         return moment
-    from forq.durations import show_time  # which needs the errors
+    from forq.values import show_time  # which needs the errors
 
     return show_time(moment)
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from forq.durations import parse_duration
 from forq.errors import ForqError, UsageError
 from forq.names import check_schedule_key, check_type, shown
-from forq.options import nearest
 from forq.procs import wire
+from forq.settings import nearest
 from forq.ticks import LONGEST_MS, SHORTEST_MS, Every, Rule, read_cron
+from forq.values import parse_duration
 
 OVERLAPS = ("skip", "queue")
 CATCH_UPS = ("once", "all", "none")

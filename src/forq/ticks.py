@@ -13,9 +13,9 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cronsim import CronSim, CronSimError
 
-from forq.durations import show_duration
 from forq.errors import UsageError
 from forq.names import shown
+from forq.values import show_duration
 
 SHORTEST_MS, LONGEST_MS = 100, 3650 * 86_400_000
 MAX_EXPRESSION = 100

@@ -7,7 +7,7 @@ import pytest
 from forq.broker.consuming import Consumer, Settled
 from forq.broker.journal import read_entry
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
-from forq.broker.stored_options import stored_defaults
+from forq.settings import stored_defaults
 from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue, one_queue
 
 ERROR = '{"name":"ValueError","message":"no","kind":"permanent","traceback":"..."}'

@@ -7,7 +7,7 @@ import pytest
 from forq.broker.journal import Event, read_entry
 from forq.broker.keeping import Outcome
 from forq.broker.producing import Update, new_job
-from forq.broker.stored_options import stored_defaults
+from forq.settings import stored_defaults
 from forq.workers.attempt import describe_failure
 from tests.support.journal_replay import ImpossibleEvent, Replay
 from tests.support.one_queue import OneQueue, one_queue

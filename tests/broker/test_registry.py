@@ -10,7 +10,6 @@ from forq.broker.link import Link
 from forq.broker.producing import new_job
 from forq.broker.registry import Dropped, Registry
 from forq.broker.scripts import script
-from forq.broker.stored_options import stored_defaults
 from forq.errors import (
     IncompatibleProtocol,
     InvalidName,
@@ -21,6 +20,7 @@ from forq.errors import (
     TooManyQueues,
     UnknownQueue,
 )
+from forq.settings import stored_defaults
 from tests.support.one_queue import OneQueue, State, one_queue
 
 

@@ -17,8 +17,8 @@ from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base, registry_ke
 from forq.broker.link import Link
 from forq.broker.registry import Registry
 from forq.broker.scripts import script
-from forq.broker.stored_options import stored_defaults
 from forq.errors import BeingDeleted, ForqError, QueueNotEmpty, UnknownQueue
+from forq.settings import stored_defaults
 from forq.version import PROTOCOL
 from tests.support.server import Server
 from tests.support.thorough import sample

@@ -10,8 +10,8 @@ from forq.broker.done import LOST
 from forq.broker.ends import Ends
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
 from forq.broker.reasons import why
-from forq.durations import show_time
 from forq.errors import UnknownJob
+from forq.values import show_time
 from forq.waiting import wait_for_result
 from tests.support.external_queue import ExternalQueue
 from tests.support.one_queue import HandWorker, OneQueue, one_queue

@@ -7,7 +7,7 @@ import pytest
 
 from forq.broker.consuming import Limits
 from forq.broker.keeping import MAX_STACK, Outcome, Position
-from forq.broker.stored_options import stored_defaults
+from forq.settings import stored_defaults
 from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
 
 

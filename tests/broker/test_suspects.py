@@ -8,7 +8,7 @@ from forq.broker.keeping import Outcome
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue
 from forq.broker.producing import Update, new_job
 from forq.broker.reasons import why
-from forq.broker.stored_options import stored_defaults
+from forq.settings import stored_defaults
 from tests.support.limits import ears
 from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
 

@@ -7,21 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forq.broker.stored_options import stored
-from forq.durations import parse_duration, show_duration, show_time
 from forq.errors import InvalidName, InvalidOption, RetryAt, UsageError
-from forq.options import (
-    OPTIONS,
-    Option,
-    QueueSpec,
-    check_changes,
-    defaults,
-    fixed_options,
-    parse_options,
-    parse_size,
-    show_size,
-)
-from forq.program_line import read_program
+from forq.queue_spec import QueueSpec, read_program
+from forq.settings import OPTIONS, Setting, check_changes, defaults, fixed_options, parse_options, stored
+from forq.values import parse_duration, parse_size, show_duration, show_size, show_time
 
 
 @pytest.mark.parametrize(
@@ -148,7 +137,7 @@ def test_a_limit_that_is_off_by_default_has_a_lowest_value_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: option.name)
-def test_each_default_and_each_end_of_a_range_is_allowed(option: Option) -> None:
+def test_each_default_and_each_end_of_a_range_is_allowed(option: Setting) -> None:
     ends = () if option.kind == "rate" else (option.lowest, option.highest)
     for value in (option.default, *ends):
         assert parse_options({option.name: value}, "here") == {option.name: value}

@@ -17,13 +17,13 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from forq.broker.journal import Event
-from forq.broker.stored_options import stored_defaults
 from forq.errors import ConfigError, ForqError, UnknownQueue
 from forq.pipeline import compaction, ingest
 from forq.pipeline.folder import Folder
 from forq.pipeline.history import History, read_history
 from forq.pipeline.ingest import Ingest
 from forq.pipeline.schema import EVENTS
+from forq.settings import stored_defaults
 from tests.support.busy_queue import drain, events_of, fill
 from tests.support.failing_folder import killed_at
 from tests.support.one_queue import OneQueue, one_queue

@@ -13,9 +13,9 @@ from pyspark.sql.pandas.types import to_arrow_schema
 
 from forq.broker.journal import Event
 from forq.broker.producing import new_job
-from forq.broker.stored_options import stored_defaults
 from forq.pipeline.reading import BEGINNING, Journals, Range, id_key
 from forq.pipeline.schema import EVENTS, EVENTS_ARROW, JOBS, JOBS_ARROW
+from forq.settings import stored_defaults
 from tests.support.busy_queue import drain, events_of, fill
 from tests.support.one_queue import OneQueue, one_queue
 

@@ -18,11 +18,11 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.broker.outbox import Outbox
 from forq.broker.registry import Registry
-from forq.broker.stored_options import stored_defaults
 from forq.errors import ForqError
 from forq.procs import wire
 from forq.services.failed_log import MAX_FILES, append_lines
 from forq.services.scribe import LOOK_SECONDS, Scribe, ScribeSettings, run_scribe
+from forq.settings import stored_defaults
 from tests.support.running import wait_until, whole_lines
 from tests.support.server import Server
 

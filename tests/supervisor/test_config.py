@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ConfigError
-from forq.options import OPTIONS, QueueSpec, defaults
+from forq.queue_spec import QueueSpec
 from forq.redis_address import shown_url
+from forq.settings import OPTIONS, SERVICE, defaults
 from forq.supervisor import config as config_module
 from forq.supervisor.config import BridgePlace, Config, Pipeline, load
 
@@ -93,7 +94,7 @@ def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Lo
     releasing = {name for name, option in OPTIONS.items() if "work" not in option.modes}
     assert gate.options == {name: defaults("auto_release")[name] for name in {*releasing, "retry_lane_retries"}}
     assert config.options_of(gate) == defaults("auto_release")
-    for name in config_module._SETTINGS:
+    for name in SERVICE:
         assert re.search(rf"(?m)^{name} = ", enabled), f"{name} is not in the sample"
 
 

@@ -12,8 +12,8 @@ from forq.broker.keys import DEFAULT_PREFIX, fail_queue
 from forq.broker.link import Link
 from forq.broker.producing import Producer, Update, new_job
 from forq.broker.registry import Registry
-from forq.broker.stored_options import stored_defaults
 from forq.errors import ForqError
+from forq.settings import stored_defaults
 
 EXPIRY_MS = 600_000
 OUTCOMES: tuple[Outcome, ...] = ("stalled", "timed_out", "interrupted", "suspect", "cancelled")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from forq.broker.awaiting import Hand
 from forq.broker.external import External, Failure
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.stored_options import stored_defaults
+from forq.settings import stored_defaults
 from tests.support.one_queue import OneQueue
 
 ERROR = b'{"name":"Oops","message":"no","kind":"retriable"}'

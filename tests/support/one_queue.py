@@ -20,8 +20,8 @@ from forq.broker.keys import (
 from forq.broker.link import Link
 from forq.broker.producing import Producer, Update, new_job
 from forq.broker.registry import Registry
-from forq.broker.stored_options import stored_defaults
 from forq.broker.viewing import Viewer
+from forq.settings import stored_defaults
 from tests.support.redis_cluster import connect
 
 EXPIRY_MS = 15_000

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from forq.program_line import read_program
+from forq.queue_spec import read_program
 from forq.workers.attempt import describe_failure
 from forq.workers.exec_handler import ExecOnceHandler
 from forq.workers.exec_messages import ProgramFailed

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forq.errors import CannotImport, ConfigError
-from forq.options import QueueSpec
+from forq.queue_spec import QueueSpec
 from forq.workers.handlers import MAX_TRACEBACK, load_handler, load_handlers
 
 

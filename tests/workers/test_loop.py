@@ -14,8 +14,8 @@ import pytest
 from forq.broker.consuming import Limits, Turn
 from forq.errors import Fenced, OutcomeUnknown
 from forq.fates import Fate
-from forq.options import defaults
 from forq.procs.scoreboard import TAKEN, WORD, Scoreboard, Slot, State, Word, unpack_word
+from forq.settings import defaults
 from forq.workers import job_log
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ConfigError
-from forq.options import QueueSpec
 from forq.output.programs import WATCH
-from forq.program_line import read_program
+from forq.queue_spec import QueueSpec, read_program
 from forq.workers.adopted import AdoptedZombies
 from forq.workers.exec_handler import ExecHandler, ExecOnceHandler, close_handlers
 from forq.workers.handlers import Handlers, load_handlers

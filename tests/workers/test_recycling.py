@@ -4,9 +4,9 @@ import mmap
 
 import pytest
 
-from forq.options import defaults
 from forq.procs.memory import pss_bytes
 from forq.procs.scoreboard import Scoreboard, Slot
+from forq.settings import defaults
 from forq.workers import recycling
 from forq.workers.recycling import Recycling
 

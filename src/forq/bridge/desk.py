@@ -28,10 +28,9 @@ from forq.broker.link import Link
 from forq.broker.producing import Producer, new_job
 from forq.broker.record import MAX_IDENTIFIER
 from forq.broker.registry import Registry
-from forq.broker.stored_options import stored, stored_defaults
 from forq.broker.viewing import Viewer
 from forq.errors import LeaseLapsed, UnknownQueue
-from forq.options import EXTERNAL
+from forq.settings import EXTERNAL, stored, stored_defaults
 
 # A worker that asks while many jobs are to be skipped is told to ask again.
 MOST_QUESTIONS = 1000

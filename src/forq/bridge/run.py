@@ -23,13 +23,11 @@ from forq.broker.server_url import database_of
 from forq.errors import ForqError
 from forq.ids import new_id
 from forq.logging_setup import configure
-from forq.options import Option
 from forq.places import key_prefix, redis_url
 from forq.procs.unix_socket import listen
+from forq.settings import BRIDGE, SERVICE
 
 CALL_TIMEOUT_SECONDS = 5.0
-DEFAULT_MAX_QUEUES = 1000
-TICK = Option("tick", "duration", 3.0, 0.1, 3600.0, "how often a worker has to say something")
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-queues",
         dest="max_queues",
         type=int,
-        default=DEFAULT_MAX_QUEUES,
+        default=SERVICE["max_queues"].default,
         metavar="N",
         help="how many queues there may be in Redis (1000)",
     )
@@ -67,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings = BridgeSettings(
             url=arguments.redis or redis_url(),
             prefix=key_prefix() if arguments.prefix is None else arguments.prefix,
-            tick_seconds=float(TICK.parse(arguments.tick, "--tick")),
+            tick_seconds=BRIDGE["tick"].parse(arguments.tick, "--tick"),
             max_queues=arguments.max_queues,
             path=arguments.listen and os.path.abspath(arguments.listen),
         )

@@ -1,6 +1,5 @@
 """What scripts answer: small integers, and the error each one stands for. The loader gives the names to Lua."""
 
-from forq.broker.stored_options import shown_option
 from forq.errors import (
     BeingDeleted,
     Exists,
@@ -19,6 +18,7 @@ from forq.errors import (
     UsageError,
     WrongMode,
 )
+from forq.settings import shown_option
 from forq.version import PROTOCOL
 
 OK = 1

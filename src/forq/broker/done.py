@@ -11,8 +11,8 @@ import orjson
 
 from forq.broker.link import Link
 from forq.broker.record import read_error, show_record
-from forq.durations import show_duration, show_time
-from forq.options import EXTERNAL, OPTIONS, WORK
+from forq.settings import EXTERNAL, OPTIONS, WORK
+from forq.values import show_duration, show_time
 
 LOST = "its result was lost: its worker died before it could tell it"
 

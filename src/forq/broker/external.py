@@ -17,7 +17,7 @@ from forq.broker.link import Link
 from forq.broker.scripts import script
 from forq.errors import InvalidData
 from forq.names import check_queue_name
-from forq.options import EXTERNAL
+from forq.settings import EXTERNAL
 
 LOOKED_AT_AT_ONCE = 500
 

@@ -7,9 +7,9 @@ from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
 from forq.broker.link import Link
 from forq.broker.registry import now_ms
 from forq.broker.viewing import Counts, Viewer
-from forq.durations import show_time
-from forq.options import EXTERNAL, RELEASE_MODES
 from forq.progress import show_progress
+from forq.settings import EXTERNAL, RELEASE_MODES
+from forq.values import show_time
 
 # How far down its list a job's place is looked for.
 LOOKED_AT = 10_000

@@ -18,10 +18,9 @@ from forq.broker.outbox import forget, read_line
 from forq.broker.record import unpack
 from forq.broker.scripts import script
 from forq.broker.server_url import database_of
-from forq.broker.stored_options import stored_fixed
 from forq.errors import InvalidData, UnknownQueue
 from forq.names import check_queue_name, is_queue_name
-from forq.options import SHARED_MODES, WORK
+from forq.settings import SHARED_MODES, WORK, stored_fixed
 from forq.version import PROTOCOL
 
 # Jobs per call when a deleted queue is purged: as many at first, and at most.

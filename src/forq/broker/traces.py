@@ -7,10 +7,10 @@ from forq.broker.codes import NO_QUEUE, error_for
 from forq.broker.journal import Event, read_entry
 from forq.broker.keys import queue_base
 from forq.broker.link import READ_BYTES, Link
-from forq.durations import show_duration, show_time
 from forq.errors import InvalidData, UnknownJob
 from forq.names import check_job_id, check_queue_name
-from forq.options import EXTERNAL, WORK
+from forq.settings import EXTERNAL, WORK
+from forq.values import show_duration, show_time
 
 # How much of the journal is read, the newest first: at most about 0.3 s of the caller, 2 ms of the server per call.
 LOOKED_AT_BYTES, LOOKED_AT_ENTRIES = 16 << 20, 20_000

@@ -16,7 +16,7 @@ from forq.broker.reporting import read_progress
 from forq.broker.scripts import script
 from forq.errors import InvalidData, UnknownJob, UsageError
 from forq.names import check_job_id, check_queue_name, shown
-from forq.rates import Rate
+from forq.values import show_rate
 
 State = Literal["waiting", "scheduled", "active", "blocked", "retry", "done", "dead"]
 STATES: tuple[State, ...] = get_args(State)
@@ -293,7 +293,7 @@ def _read_counts(reply: list[Any]) -> Counts:
 def _read_limits(count: int, period_ms: int, max_active: int, may_begin: int, waiting: int) -> dict[str, Any] | None:
     if not count and not max_active:
         return None
-    rate = str(Rate(count, period_ms / 1000))
+    rate = show_rate(count, period_ms / 1000)
     return {"rate": rate, "max_active": max_active, "may_begin": may_begin, "limited_workers": waiting}
 
 

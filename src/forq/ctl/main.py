@@ -126,7 +126,7 @@ def _unknown(verb: str) -> str:
 def _seconds(text: str | None) -> float | None:
     if text is None:
         return None
-    from forq.durations import parse_duration
+    from forq.values import parse_duration
 
     return parse_duration(text)
 

@@ -103,7 +103,7 @@ def moment(epoch_seconds: float | None) -> str | None:
     """ISO 8601, in UTC."""
     if epoch_seconds is None:
         return None
-    from forq.durations import show_time
+    from forq.values import show_time
 
     return show_time(epoch_seconds, "milliseconds")
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from forq.durations import parse_duration
 from forq.errors import UsageError
 from forq.names import shown
+from forq.values import parse_duration
 
 SECOND = 1_000_000
 MINUTE = 60 * SECOND

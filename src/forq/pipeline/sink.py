@@ -26,12 +26,12 @@ from pyspark.sql.types import StringType, StructType, TimestampType
 from forq.broker.keys import DEFAULT_PRIORITY
 from forq.broker.link import Link
 from forq.broker.producing import CHUNK_BYTES, CHUNK_JOBS, NewJob, Producer, Update, new_job
-from forq.durations import parse_duration
 from forq.errors import BackPressure, ForqError, InvalidData, RedisUnavailable, UsageError
 from forq.ids import new_id
 from forq.names import shown
 from forq.pipeline.json_values import json_reader
 from forq.pipeline.source_options import SourceOptions, one_of
+from forq.values import parse_duration
 
 _NEEDED = ("queue", "data")
 _ALLOWED = (*_NEEDED, "id", "identifier", "run_at", "priority", "type", "token")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forq.options import Value
+from forq.settings import Value
 
 # Causes of an attempt that took more.
 OUT_OF_MEMORY, TOO_MANY_TASKS = "oom", "pids"

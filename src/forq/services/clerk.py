@@ -18,12 +18,10 @@ from forq.broker.registry import Dropped, Registry
 from forq.broker.scheduling import Schedules
 from forq.broker.scripts import OF_CLIENTS, script
 from forq.broker.server_check import check_server
-from forq.broker.stored_options import changed_for_fail_queue, stored, stored_defaults, stored_for_fail_queue
 from forq.broker.traces import unknown_job
 from forq.broker.viewing import Viewer, counts_of
 from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
 from forq.names import check_queue_name, shown
-from forq.options import WORK, check_changes
 from forq.procs.liveness import DISK_SECONDS, may_take, passed
 from forq.schedules import Schedule
 from forq.services.awaiters import Awaiters
@@ -31,6 +29,7 @@ from forq.services.desk import Desk
 from forq.services.failed_log import DEFAULT_MAX_BYTES, append_lines
 from forq.services.followers import Followers
 from forq.services.watchers import Watchers
+from forq.settings import WORK, changed_for_fail_queue, check_changes, stored, stored_defaults, stored_for_fail_queue
 
 CALL_TIMEOUT_SECONDS = 3.0
 Answer = TypeVar("Answer")

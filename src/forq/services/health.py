@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from forq.broker.viewing import Counts
-from forq.options import WORK
 from forq.services.metrics_look import Look, Work, queues_of
+from forq.settings import WORK
 
 SERVED_STATES = ("running", "starting", "draining")
 CONSUMING_STATES = ("running", "starting")

@@ -13,9 +13,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from forq.broker.viewing import Counts
-from forq.options import WORK
 from forq.procs.tallies import cumulated
 from forq.services.metrics_look import Look, queues_of
+from forq.settings import WORK
 
 # Powers of two in µs: what is common finely, the rest coarsely, so that a thousand queues stay readable.
 BOUNDS = (4, 6, 8, *range(10, 26), 27, 29, 31, 33)

@@ -160,7 +160,7 @@ def _when(args: Namespace) -> dict[str, Any]:
     if args.run_in is not None and args.run_at is not None:
         raise UsageError("--in and --at cannot be given both")
     if args.run_in is not None:
-        from forq.durations import parse_duration
+        from forq.values import parse_duration
 
         return {"run_in": parse_duration(args.run_in)}
     return {} if args.run_at is None else {"run_at": _time(args.run_at)}

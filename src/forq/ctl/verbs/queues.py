@@ -91,7 +91,7 @@ def _call_and_import(args: Namespace, method: str, params: dict[str, Any], *, wa
         return connect(args).call(method, {**params, "wait": False})
     seconds = args.timeout_seconds
     if args.wait is not None:
-        from forq.durations import parse_duration
+        from forq.values import parse_duration
 
         seconds = parse_duration(args.wait)
     given = {} if seconds is None else {"wait": seconds}
@@ -131,7 +131,7 @@ def drain(args: Namespace) -> int:
     """Waits as long as --wait says, else as an explicit --timeout says, else for ever."""
     limit_seconds = args.timeout_seconds
     if args.wait is not None:
-        from forq.durations import parse_duration
+        from forq.values import parse_duration
 
         limit_seconds = parse_duration(args.wait)
     deadline = None if limit_seconds is None else time.monotonic() + limit_seconds

@@ -106,6 +106,6 @@ def _show(args: Namespace, item: dict[str, Any], fields: tuple[str, ...]) -> int
 
 
 def _seconds(text: str) -> float:
-    from forq.durations import parse_duration
+    from forq.values import parse_duration
 
     return parse_duration(text)

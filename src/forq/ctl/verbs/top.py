@@ -15,7 +15,7 @@ SHORTEST_INTERVAL_SECONDS = 0.1
 
 
 def top(args: Namespace) -> int:
-    from forq.durations import parse_duration
+    from forq.values import parse_duration
 
     interval_seconds = parse_duration(args.interval)
     if interval_seconds < SHORTEST_INTERVAL_SECONDS:

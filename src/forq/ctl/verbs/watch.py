@@ -25,7 +25,7 @@ DEAD = 1
 
 
 def watch(args: Namespace) -> int:
-    from forq.durations import parse_duration
+    from forq.values import parse_duration
 
     until = None if args.wait is None else time.monotonic() + parse_duration(args.wait)
     screen = _Screen(args.json)

@@ -1,0 +1,257 @@
+"""Values as people write them: how each kind is read, what is allowed, and how it is shown.
+
+Durations ("250ms", "5m", a number of seconds), sizes ("64kb", "1mb"), rates ("100/1m"), times, paths, addresses.
+forqctl imports this while its user waits, so it imports little.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+
+from forq.errors import UsageError
+from forq.names import shown
+
+OFF = "off"
+
+_UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNIT_BYTES = {"gb": 1024**3, "mb": 1024**2, "kb": 1024, "b": 1}
+_FLAGS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+# A hundred years: whatever is added to a clock afterwards still fits into every integer and date.
+_LONGEST_SECONDS = 36525 * 86400.0
+_MAX_RATE_COUNT = 1_000_000
+_MIN_RATE_SECONDS, _MAX_RATE_SECONDS = 0.001, 30 * 86400.0
+
+# Compiled where they are used, which costs forqctl less.
+_DURATION = r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d)?"
+_SIZE = r"([0-9]{1,18})\s*(b|kb|mb|gb)?"
+_RATE = r"([0-9]{1,7})\s*/\s*(\S.*)"
+_INT = r"[+-]?[0-9]{1,18}"
+# Braces would take the hash tag away from the queue's name.
+_PREFIX = r"[A-Za-z0-9_.:-]{0,64}"
+_ADDRESS = r"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})"
+
+_ALLOWED = {
+    "flag": "true or false",
+    "rate": '"COUNT/DURATION", such as "50/1s", "100/1m", "5/s", or "off"',
+    "path": "a path, as text",
+    "program": "a path, as text",
+    "prefix": "up to 64 of A-Z a-z 0-9 _ . : -",
+    "group": "the name of a group, as text",
+    "patterns": "a list of regular expressions, as text",
+    "tracing": '"off", "otlp" or "file:PATH"',
+    "history": "a directory or a file-system URL",
+    "listen": '"HOST:PORT" with a port from 1 to 65535, or the path of a Unix socket, with a slash in it',
+}
+
+
+def parse_duration(value: str | int | float) -> float:
+    """Seconds. Refuses what is negative, endless, not a number, or a boolean."""
+    seconds = _seconds_in(value)
+    # "not (0 <= x)" is true for NaN as well.
+    if seconds is None or not 0 <= seconds <= _LONGEST_SECONDS:
+        raise UsageError(
+            f"duration {shown(value)} is not allowed: allowed are seconds (10, 0.5) or text such as "
+            '"250ms", "10s", "5m", "2h", "7d", from 0 to 36525d'
+        )
+    return seconds
+
+
+def _seconds_in(value: object) -> float | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        # An int beyond the range of a float would raise OverflowError in float().
+        return float(value) if not isinstance(value, int) or abs(value) <= _LONGEST_SECONDS else None
+    if not isinstance(value, str):
+        return None
+    match = re.fullmatch(_DURATION, value.strip(), re.ASCII)
+    if match is None:
+        return None
+    number, unit = match.groups()
+    if unit == "ms":
+        return float(number) / 1000
+    return float(number) * _UNIT_SECONDS[unit or "s"]
+
+
+def show_duration(seconds: float) -> str:
+    """The shortest exact text that parse_duration reads back."""
+    milliseconds = round(seconds * 1000, 3)
+    if milliseconds % 1000:
+        return f"{milliseconds:.3f}".rstrip("0").rstrip(".") + "ms"
+    whole = int(milliseconds // 1000)
+    for unit in ("d", "h", "m"):
+        if whole and whole % _UNIT_SECONDS[unit] == 0:
+            return f"{whole // int(_UNIT_SECONDS[unit])}{unit}"
+    return f"{whole}s"
+
+
+def show_time(epoch_seconds: float, precision: str = "seconds") -> str:
+    """ISO 8601 in UTC; to the second in sentences."""
+    from datetime import UTC, datetime  # forqctl starts faster without it
+
+    try:
+        return datetime.fromtimestamp(epoch_seconds, UTC).isoformat(timespec=precision).replace("+00:00", "Z")
+    except (OverflowError, ValueError, OSError):
+        # Beyond the year 9999, which a job's time may be.
+        return f"{epoch_seconds:.0f} s after 1970"
+
+
+def parse_size(value: object) -> int:
+    """Bytes, from a number or from text such as "64kb" or "1mb" (1 kb = 1024 bytes)."""
+    text = str(value).strip() if isinstance(value, int | str) and not isinstance(value, bool) else ""
+    match = re.fullmatch(_SIZE, text, re.IGNORECASE)
+    if match is None:
+        raise UsageError(f'size {shown(value)} is not allowed: a number of bytes, or text such as "64kb", "1mb", "2gb"')
+    return int(match[1]) * _UNIT_BYTES[(match[2] or "b").lower()]
+
+
+def show_size(size: int) -> str:
+    """The shortest exact text that parse_size reads back."""
+    for unit, unit_bytes in _UNIT_BYTES.items():
+        if size and unit != "b" and size % unit_bytes == 0:
+            return f"{size // unit_bytes}{unit}"
+    return str(size)
+
+
+def parse_rate(value: object) -> tuple[int, float]:
+    """A count and the seconds it is allowed in; a count of 0 means any number."""
+    if value in (OFF, "", 0) and not isinstance(value, bool):
+        return 0, 0.0
+    match = re.fullmatch(_RATE, value.strip(), re.ASCII) if isinstance(value, str) else None
+    if match is None:
+        raise UsageError(f"rate {shown(value)} is not allowed: {_ALLOWED['rate']}")
+    count = int(match[1])
+    seconds = parse_duration(f"1{match[2]}" if match[2] in _UNIT_SECONDS else match[2])
+    if not 1 <= count <= _MAX_RATE_COUNT or not _MIN_RATE_SECONDS <= seconds <= _MAX_RATE_SECONDS:
+        raise UsageError(f"rate {shown(value)} is not allowed: 1 to {_MAX_RATE_COUNT} in 1ms to 30d")
+    return count, seconds
+
+
+def show_rate(count: int, seconds: float) -> str:
+    return f"{count}/{show_duration(seconds)}" if count else OFF
+
+
+class Refused(UsageError):
+    """Says what is allowed, where allowed_values is too general."""
+
+
+def read_value(kind: str, value: object, base: str = "") -> object:
+    """A value from TOML, JSON or text; relative paths are relative to `base`. UsageError if it is not of this kind."""
+    read = _READERS.get(kind)
+    return read(value) if read else _PATH_READERS[kind](value, base)
+
+
+def allowed_values(kind: str) -> str:
+    if kind == "redis":
+        from forq.redis_address import ALLOWED
+
+        return ALLOWED
+    return _ALLOWED[kind]
+
+
+def _read_int(value: object) -> int:
+    if isinstance(value, str) and re.fullmatch(_INT, value.strip()):
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError
+    return value
+
+
+def _read_flag(value: object) -> bool:
+    found = value if isinstance(value, bool) else _FLAGS.get(value.lower()) if isinstance(value, str) else None
+    if found is None:
+        raise UsageError
+    return found
+
+
+def _read_text(value: object) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise UsageError
+    return value
+
+
+def _read_path(value: object, base: str) -> str | None:
+    path = _read_text(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    return os.path.abspath(os.path.join(base, path)) if path else None
+
+
+def _read_program(value: object, base: str) -> str | None:
+    """A bare name stays one: it is looked for on PATH."""
+    path = _read_path(value, base)
+    return path if "/" in str(value) else str(value) or None
+
+
+def _read_redis(value: object) -> str | None:
+    from forq.redis_address import read_address
+
+    return read_address(_read_text(value)).url if value != "" else None
+
+
+def _read_prefix(value: object) -> str:
+    if not re.fullmatch(_PREFIX, _read_text(value)):
+        raise UsageError
+    return str(value)
+
+
+def _read_group(value: object) -> str | None:
+    import grp
+
+    try:
+        return grp.getgrnam(value).gr_name if isinstance(value, str) and value else _read_text(value) or None
+    except (KeyError, ValueError) as exc:
+        raise Refused("a group of this machine") from exc
+
+
+def _read_patterns(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
+        raise UsageError
+    try:
+        return tuple(re.compile(pattern).pattern for pattern in value)
+    except re.error as exc:
+        raise Refused(f"{_ALLOWED['patterns']} ({exc})") from exc
+
+
+def _read_tracing(value: object, base: str) -> str:
+    kind, _, path = _read_text(value).partition(":")
+    if kind == "file" and path:
+        return f"file:{os.path.abspath(os.path.join(base, path))}"
+    if value not in (OFF, "otlp"):
+        raise UsageError
+    return str(value)
+
+
+def _read_history(value: object, base: str) -> str | None:
+    """hdfs://… and the like are taken as they are."""
+    return _read_text(value) if "://" in str(value) else _read_path(value, base)
+
+
+def _read_listen(value: object, base: str) -> str:
+    if "://" in _read_text(value):
+        raise UsageError
+    if "/" in str(value):
+        return os.path.abspath(os.path.join(base, str(value)))
+    found = re.fullmatch(_ADDRESS, str(value))
+    if found is None or not 1 <= int(found[1]) <= 65535:
+        raise UsageError
+    return str(value)
+
+
+_READERS: Mapping[str, Callable[..., object]] = {
+    "int": _read_int,
+    "duration": parse_duration,
+    "size": parse_size,
+    "flag": _read_flag,
+    "rate": lambda value: show_rate(*parse_rate(value)),
+    "word": _read_text,
+    "redis": _read_redis,
+    "prefix": _read_prefix,
+    "group": _read_group,
+    "patterns": _read_patterns,
+}
+_PATH_READERS: Mapping[str, Callable[[object, str], object]] = {
+    "path": _read_path,
+    "program": _read_program,
+    "tracing": _read_tracing,
+    "history": _read_history,
+    "listen": _read_listen,
+}
