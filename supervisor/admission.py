@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
 
-from forq.supervisor.loop import Loop, Timer
+from forq.procs.loop import Loop, Timer
 
 PER_CORE = 8
 LONGEST_SECONDS = 0.5

@@ -10,19 +10,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from forq.errors import ForqError, InvalidData
-from forq.procs import wire
 from forq.procs.cgroup import Cgroup, Cgroups
 from forq.procs.cgroup_limits import exceeded, limit
+from forq.procs.lines import LineConnection, Lines
+from forq.procs.loop import Loop, Timer
 from forq.procs.resources import Exceeded, Resources
 from forq.procs.tree_mark import TreeMark
 from forq.procs.treekill import kill_orphans, kill_tree, signal_descendants
-from forq.supervisor.loop import Loop, Timer
 from forq.supervisor.spawn import Exit, Spawned, reap, signal_child, spawn
 
 TERM_GROUP_SECONDS = 2.0
 ESCAPED_SECONDS = 1.0
 MAX_LINE_BYTES = 64 * 1024 * 1024
-READ_BYTES = 64 * 1024
 # Then the others have their turn, so that no child can keep the loop to itself.
 LINES_PER_PASS = 64
 STOPS_PER_PASS = 64
@@ -169,27 +168,24 @@ class Child:
         self._on_line = on_line
         self._on_garbage = on_garbage
         self._on_end = on_end
-        self._lines = wire.Lines(max_line_bytes)
         self._deaf = False
-        self._output = bytearray()
         self._timer: Timer | None = None
         self._cgroup = nursery.cgroup(name.replace(" ", "-")) if runs_user_code else None
         limits = resources or _NO_LIMITS
         self.kernel_keeps = not limits or (self._cgroup is not None and limit(self._cgroup, limits))
         self.killed_by_kernel: Exceeded | None = None
         self.survivors: frozenset[int] = frozenset()
-        self._leash, theirs = socket.socketpair()
-        self._leash.setblocking(False)
+        ours, theirs = socket.socketpair()
         try:
             self._spawned = self._fork(theirs, run, handled, keep_fds)
         except OSError:
-            self._leash.close()
+            ours.close()
             raise
         finally:
             theirs.close()
+        self._leash = LineConnection(nursery.loop, ours, self._heard, lines=Lines(max_line_bytes))
         nursery.pids.add(self.pid)
         nursery.stops[self.pid] = self._stopped_or_continued
-        nursery.loop.add_reader(self._leash.fileno(), self._read)
         nursery.loop.watch_child(self._spawned.pidfd, self._ended)
 
     @property
@@ -201,11 +197,11 @@ class Child:
 
     @property
     def unsent_bytes(self) -> int:
-        return len(self._output)
+        return self._leash.unsent_bytes
 
     def send(self, line: bytes) -> None:
-        self._output += line
-        self._write()
+        """When it is dying this does nothing: its end is on the way, and whoever asked is told then."""
+        self._leash.send(line)
 
     def signal(self, signum: int) -> bool:
         """False when it has ended."""
@@ -239,8 +235,8 @@ class Child:
         if self._on_garbage is not None:
             self._on_garbage(cause)
         self._deaf = True
-        self._lines.clear()
-        self._nursery.loop.remove_reader(self._leash.fileno())
+        self._leash.lines.clear()
+        self._leash.read(False)
         self.kill()
 
     def _fork(
@@ -274,28 +270,14 @@ class Child:
         signal_descendants(self.pid, signal.SIGTERM)
         self._timer = self._nursery.loop.call_later(TERM_GROUP_SECONDS, self.kill)
 
-    def _read(self) -> None:
-        if self._receive():
+    def _heard(self) -> None:
+        if not self._leash.ended:
             self._hear()
-
-    def _receive(self) -> int:
-        """Reads once; 0 when there is nothing more to come."""
-        try:
-            received = self._leash.recv(READ_BYTES)
-        except BlockingIOError:
-            return 0
-        except ConnectionResetError:
-            # It ended before it had read all that it was told: an end like any other.
-            received = b""
-        except OSError as exc:
-            log.warning("leash broke child=%s error=%s", self.name, exc)
-            received = b""
-        if not received:
-            self._nursery.loop.remove_reader(self._leash.fileno())
-            if not self.ended:
-                self._nursery.loop.call_later(MUTE_SECONDS, self._end_if_mute)
-        self._lines.push(received)
-        return len(received)
+        elif not self.ended:
+            # One that is reset ended before it had read all that it was told: an end like any other.
+            if self._leash.error is not None and not isinstance(self._leash.error, ConnectionResetError):
+                log.warning("leash broke child=%s error=%s", self.name, self._leash.error)
+            self._nursery.loop.call_later(MUTE_SECONDS, self._end_if_mute)
 
     def _end_if_mute(self) -> None:
         """Usually its leash ends because it does. One that lives on can say nothing any more, not even that a job of it
@@ -306,16 +288,15 @@ class Child:
 
     def _hear(self) -> None:
         """Passes on what it has said, a part in each pass of the loop; reads on only when all of it is dealt with."""
-        loop = self._nursery.loop
         if self._hear_some() and not self.ended:
-            loop.remove_reader(self._leash.fileno())
-            loop.call_later(0.0, self._hear_on)
+            self._leash.read(False)
+            self._nursery.loop.call_later(0.0, self._hear_on)
 
     def _hear_on(self) -> None:
         if self.ended or self._deaf:
             # What is left is dealt with at its burial, or by nobody.
             return
-        self._nursery.loop.add_reader(self._leash.fileno(), self._read)
+        self._leash.read(True)
         self._hear()
 
     def _hear_some(self) -> bool:
@@ -324,33 +305,18 @@ class Child:
         try:
             for _ in range(LINES_PER_PASS):
                 line = None
-                line = self._lines.pop()
+                line = self._leash.lines.pop()
                 if line is None:
                     return False
                 self._on_line(line)
                 if self._deaf:
                     return False
         except InvalidData as exc:
-            begins = (self._lines.peek(SHOWN_BYTES) if line is None else line)[:SHOWN_BYTES]
+            begins = (self._leash.lines.peek(SHOWN_BYTES) if line is None else line)[:SHOWN_BYTES]
             log.error("invalid message from child; killing it child=%s line=%r error=%s", self.name, begins, exc)
             self.kill_unheard()
             return False
         return True
-
-    def _write(self) -> None:
-        fd = self._leash.fileno()
-        if fd < 0:
-            return
-        try:
-            while self._output:
-                del self._output[: self._leash.send(self._output)]
-        except BlockingIOError:
-            self._nursery.loop.add_writer(fd, self._write)
-            return
-        except OSError:
-            # It is dying; its end is on the way, and whoever asked is told then.
-            self._output.clear()
-        self._nursery.loop.remove_writer(fd)
 
     def _ended(self) -> None:
         ended = reap(self._spawned)
@@ -373,7 +339,6 @@ class Child:
     def _bury(self, ended: Exit) -> None:
         """Nothing is left of what it had started, or nothing that can be killed. Of those that died with it nobody
         knows whose a survivor was: it counts as each one's."""
-        loop = self._nursery.loop
         self.survivors |= self._nursery.new_survivors
         try:
             if self._cgroup is not None:
@@ -381,8 +346,7 @@ class Child:
         except Exception:  # whatever could not be cleared away, the supervisor must learn that the child is gone
             log.exception("burial failed child=%s", self.name)
         finally:
-            loop.remove_reader(self._leash.fileno())
-            loop.remove_writer(self._leash.fileno())
+            self._leash.read(False)
             self._hear_last_words(ended, 0)
 
     def _hear_last_words(self, ended: Exit, heard_bytes: int) -> None:
@@ -390,7 +354,7 @@ class Child:
         more = False
         try:
             more = self._hear_some()
-            if not more and not self._deaf and heard_bytes < MAX_LAST_BYTES and (count := self._receive()):
+            if not more and not self._deaf and heard_bytes < MAX_LAST_BYTES and (count := self._leash.receive()):
                 more, heard_bytes = True, heard_bytes + count
         except Exception:  # the supervisor must learn that the child is gone
             log.exception("last words of a child could not be used child=%s", self.name)

@@ -1,6 +1,6 @@
 """One client of the control socket, and its requests.
 
-1. Connection reads lines, writes answers, and holds its client to the limits below.
+1. Connection answers the lines of one client, and holds it to the limits below.
 2. Request is what a verb gets: it answers once, now or later.
 
 Nothing here blocks, and no client can make it: whoever is too fast, too slow or broken loses its own connection only.
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from forq.errors import ForqError, InvalidData, TimedOut, UnknownVerb
 from forq.procs import wire
+from forq.procs.lines import LineConnection, Lines
 
 if TYPE_CHECKING:
-    from forq.supervisor.loop import Loop, Timer
+    from forq.procs.loop import Loop, Timer
 
 log = logging.getLogger("forq.control")
 
@@ -108,35 +109,20 @@ class Connection:
         self._verbs = verbs
         self._on_close = on_close
         self._loop = loop
-        self._sock = sock
-        self._lines = wire.Lines()
-        self._output = bytearray()
         self._unanswered: set[Request] = set()
-        self._reading = False
-        self._writing = False
         self._serving = False
-        self._ended = False
         self._farewell = False
         self._half_line_timer: Timer | None = None
         self._watch_timer: Timer | None = None
-        self._start_reading()
+        self._io = LineConnection(
+            loop, sock, self._heard, lines=Lines(), on_output=self._all_sent, read_bytes=READ_BYTES
+        )
 
-    def _readable(self) -> None:
-        try:
-            data = self._sock.recv(READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
+    def _heard(self) -> None:
+        if self._io.ended and (self._io.error or self._hung_up()):
             self.close()
-            return
-        if data:
-            self._lines.push(data)
         else:
-            self._ended = True
-            if self._hung_up():
-                self.close()
-                return
-        self._serve()
+            self._serve()
 
     def _serve(self) -> None:
         """Handle the lines that are here, as far as the limit on unanswered requests allows."""
@@ -145,7 +131,7 @@ class Connection:
         self._serving = True
         try:
             while len(self._unanswered) < MAX_UNANSWERED and not self.closed:
-                line = self._lines.pop()
+                line = self._io.lines.pop()
                 if line is None:
                     break
                 self._stop_half_line_timer()
@@ -185,57 +171,37 @@ class Connection:
         """Read on, stop for a while, or end, as the state of this connection asks."""
         if self.closed or self._farewell:
             return
-        if self._ended and not self._unanswered and not self._output:
+        if self._io.ended and not self._unanswered and not self._io.unsent_bytes:
             self.close()
-        elif self._ended or len(self._unanswered) >= MAX_UNANSWERED:
+        elif self._io.ended or len(self._unanswered) >= MAX_UNANSWERED:
             self._stop_half_line_timer()
             self._stop_reading()
         else:
             self._start_reading()
             # Further bytes do not extend it: one byte now and then must not hold the connection for ever.
-            if len(self._lines) and self._half_line_timer is None:
+            if len(self._io.lines) and self._half_line_timer is None:
                 self._half_line_timer = self._loop.call_later(HALF_LINE_SECONDS, self._half_line_expired)
 
     def settle(self, request: Request, line: bytes) -> None:
         """Send the answer, and take up what had to wait for it."""
         self._unanswered.discard(request)
         self._send(line)
-        if not self._reading:
+        if not self._io.reading:
             self._serve()
 
     def _send(self, line: bytes) -> None:
-        if self.closed or not line:
-            return
-        self._output += line
-        if not self._writing:
-            self._flush()
-        if len(self._output) > MAX_OUTPUT_BYTES:
+        self._io.send(line)
+        if self._io.gone:
+            self.close()
+        elif self._io.unsent_bytes > MAX_OUTPUT_BYTES:
             log.warning(
                 "a client does not read its answers: dropped",
                 extra={"peer_uid": self.peer.uid, "peer_pid": self.peer.pid},
             )
             self.close()
 
-    def _flush(self) -> None:
-        try:
-            del self._output[: self._sock.send(self._output)]
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
-            self.close()
-            return
-        if bool(self._output) != self._writing:
-            self._writing = not self._writing
-            if self._writing:
-                self._loop.add_writer(self._sock.fileno(), self._writable)
-            else:
-                self._loop.remove_writer(self._sock.fileno())
-
-    def _writable(self) -> None:
-        self._flush()
-        if self._output or self.closed:
-            return
-        if self._farewell:
+    def _all_sent(self) -> None:
+        if self._io.gone or self._farewell:
             self.close()
         else:
             self._settle_reading()
@@ -243,7 +209,7 @@ class Connection:
     def _say_goodbye(self, error: ForqError) -> None:
         """Send one last error line, and close when it has been read, or soon."""
         self._send(wire.failure(None, error, wire.INVALID_REQUEST))
-        if not self._output:
+        if not self._io.unsent_bytes:
             self.close()
         if self.closed:
             return
@@ -262,17 +228,13 @@ class Connection:
             self._half_line_timer = None
 
     def _start_reading(self) -> None:
-        if not self._reading:
-            self._reading = True
-            self._loop.add_reader(self._sock.fileno(), self._readable)
+        self._io.read(True)
         if self._watch_timer is not None:
             self._watch_timer.cancel()
             self._watch_timer = None
 
     def _stop_reading(self) -> None:
-        if self._reading:
-            self._reading = False
-            self._loop.remove_reader(self._sock.fileno())
+        self._io.read(False)
         if self._watch_timer is None:
             self._watch_timer = self._loop.call_later(HANGUP_CHECK_SECONDS, self._watch)
 
@@ -286,21 +248,17 @@ class Connection:
     def _hung_up(self) -> bool:
         """True when the client closed its end, false when it only said that it sends no more."""
         poll = select.poll()
-        poll.register(self._sock.fileno(), 0)
+        poll.register(self._io.fileno(), 0)
         return bool(poll.poll(0))
 
     def close(self) -> None:
         if self.closed:
             return
         self.closed = True
-        if self._reading:
-            self._loop.remove_reader(self._sock.fileno())
-        if self._writing:
-            self._loop.remove_writer(self._sock.fileno())
         self._stop_half_line_timer()
         if self._watch_timer is not None:
             self._watch_timer.cancel()
-        self._sock.close()
+        self._io.close()
         self._on_close(self)
         for request in self._unanswered:
             request.client_left()

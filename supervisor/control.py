@@ -20,7 +20,7 @@ from forq.supervisor.connection import Connection, Peer, Request
 from forq.supervisor.directory_watch import DirectoryWatch
 
 if TYPE_CHECKING:
-    from forq.supervisor.loop import Loop, Timer
+    from forq.procs.loop import Loop, Timer
 
 __all__ = ["ControlServer", "Peer", "Request"]
 

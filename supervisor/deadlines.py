@@ -8,8 +8,8 @@ it says so, and from then on there is a timer for the earliest moment at which o
 import time
 from collections.abc import Callable, Sequence
 
+from forq.procs.loop import Loop, Timer
 from forq.procs.scoreboard import Slot, State
-from forq.supervisor.loop import Loop, Timer
 
 NS_PER_MS = 1_000_000
 # A job that is just beginning: its start is not written yet.

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from forq.supervisor.loop import Loop
+from forq.procs.loop import Loop
 
 _IN_MOVED_FROM = 0x040
 _IN_MOVED_TO = 0x080

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from forq.procs.loop import Loop, Timer
 from forq.procs.scoreboard import Scoreboard, State
 from forq.supervisor.capacity import Capacity, CapacityView, Order
-from forq.supervisor.loop import Loop, Timer
 
 
 class Crew(Protocol):

@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from forq.procs.awake import SLICE_SECONDS, AwakeTime
+from forq.procs.loop import Loop, Timer
 from forq.procs.scoreboard import Slot
 from forq.supervisor.child import Child
-from forq.supervisor.loop import Loop, Timer
 
 NOTICE_SECONDS = 0.5
 # Stopped or frozen, it does not come back by itself; otherwise its minder shows whether it waits for the interpreter: a

@@ -12,11 +12,11 @@ from typing import Any
 
 from forq import exits
 from forq.errors import CannotImport, ForqError
+from forq.procs.loop import Timer
 from forq.procs.scoreboard import Role, Slot
 from forq.queue_spec import QueueSpec
 from forq.settings import EXTERNAL, ON_REQUEST, Value
 from forq.supervisor.helper_processes import Helpers
-from forq.supervisor.loop import Timer
 from forq.supervisor.queue_process import Owner, QueueProcess, Surroundings
 from forq.supervisor.respawn import SETTLED_SECONDS, Respawn
 from forq.supervisor.spawn import Exit

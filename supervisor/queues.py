@@ -17,12 +17,12 @@ from forq.errors import (
     UnknownQueue,
 )
 from forq.names import check_queue_name
+from forq.procs.loop import Loop
 from forq.queue_spec import QueueSpec
 from forq.settings import WORK, Value
 from forq.supervisor.admission import Admission
 from forq.supervisor.config import PIPELINE_QUEUE, Config, Pipeline
 from forq.supervisor.grants import Grants
-from forq.supervisor.loop import Loop
 from forq.supervisor.queue_process import Surroundings
 from forq.supervisor.queue_unit import QueueUnit
 from forq.supervisor.services import RETRY_SECONDS, Services

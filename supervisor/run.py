@@ -14,12 +14,12 @@ from setproctitle import setproctitle
 from forq.errors import ConfigError, ForqError
 from forq.logging_setup import Stderr, configure
 from forq.procs import tree_mark
+from forq.procs.loop import Loop
 from forq.procs.treekill import become_subreaper
 from forq.queue_spec import QueueSpec
 from forq.supervisor import entry_points, systemd
 from forq.supervisor.config import Config, capacity_warning, load
 from forq.supervisor.control import ControlServer, warn_of_few_descriptors
-from forq.supervisor.loop import Loop
 from forq.supervisor.ownership import changeable_by, strict_modes
 from forq.supervisor.statedir import StateDir
 from forq.supervisor.supervisor import Supervisor

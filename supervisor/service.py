@@ -9,8 +9,8 @@ from typing import Any
 
 from forq.errors import ForqError, OutcomeUnknown
 from forq.procs import liveness, wire
+from forq.procs.loop import Timer
 from forq.supervisor.child import Child, Nursery
-from forq.supervisor.loop import Timer
 from forq.supervisor.respawn import Respawn
 from forq.supervisor.spawn import Exit
 

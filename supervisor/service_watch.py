@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from forq.procs.awake import SLICE_SECONDS, AwakeTime
-from forq.supervisor.loop import Loop, Timer
+from forq.procs.loop import Loop, Timer
 from forq.supervisor.service import Service
 
 PING_SECONDS = 2.0

@@ -13,6 +13,7 @@ from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.log_format import choose
 from forq.procs.cgroup import Cgroup, Cgroups
 from forq.procs.cgroup_limits import Delegation
+from forq.procs.loop import Loop, Timer
 from forq.procs.scoreboard import Role, Scoreboard
 from forq.procs.tallies import Tallies
 from forq.queue_spec import QueueSpec
@@ -21,7 +22,6 @@ from forq.settings import Value
 from forq.supervisor import embedded, entry_points
 from forq.supervisor.child import Nursery
 from forq.supervisor.config import BridgePlace, Config
-from forq.supervisor.loop import Loop, Timer
 from forq.supervisor.outputs import Outputs
 from forq.supervisor.redis_child import RedisChild
 from forq.supervisor.resource_watch import ResourceWatch

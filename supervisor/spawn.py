@@ -25,8 +25,8 @@ from setproctitle import setproctitle
 
 from forq.output.forwarding import Forwarder
 from forq.procs.cgroup import Cgroup
+from forq.procs.loop import Loop
 from forq.procs.treekill import become_subreaper, set_parent_death_signal
-from forq.supervisor.loop import Loop
 
 CANNOT_EXEC = 127
 _IGNORED_BY_PYTHON = frozenset({signal.SIGPIPE, signal.SIGXFSZ})

@@ -3,9 +3,9 @@
 import os
 from collections.abc import Callable
 
+from forq.procs.loop import Loop
 from forq.procs.stackdump import STACK_FILE, STACK_SIGNAL
 from forq.supervisor.child import Child
-from forq.supervisor.loop import Loop
 
 LOOK_SECONDS = 0.003
 # The dump is there when it has stopped growing; a child that does not answer for 0.2 s has none to give. Less would be

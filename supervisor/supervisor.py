@@ -14,8 +14,8 @@ from setproctitle import setproctitle
 
 from forq import exits
 from forq.errors import ForqError, IncompatibleServer
+from forq.procs.loop import Loop, Timer
 from forq.supervisor.config import Config
-from forq.supervisor.loop import Loop, Timer
 from forq.supervisor.queues import Queues
 from forq.supervisor.services import RETRY_SECONDS, Services
 from forq.supervisor.statedir import StateDir

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from forq import exits
 from forq.errors import CannotImport, ForqError
+from forq.procs.loop import Timer
 from forq.procs.scoreboard import Role
 from forq.procs.stackdump import stack_of_import
-from forq.supervisor.loop import Timer
 from forq.supervisor.queue_process import Owner, QueueProcess, Surroundings
 from forq.supervisor.spawn import Exit
 

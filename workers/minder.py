@@ -23,7 +23,7 @@ from setproctitle import setproctitle
 from forq import exits
 from forq.broker.link import Link
 from forq.errors import ForqError
-from forq.procs import wire
+from forq.procs.lines import Lines
 from forq.procs.scoreboard import Slot, State
 from forq.procs.treekill import kill_descendants
 from forq.progress import show_progress
@@ -76,7 +76,7 @@ class Minder:
         self._unblock_again_seconds = UNBLOCK_AGAIN_SECONDS
         self._leash = leash
         self._titles = titles
-        self._said = wire.Lines()
+        self._said = Lines()
         self._grants: dict[int, Grant] = {}
         self._recycling: Recycling | None = None
         self._signals_fd, self._signals_to = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

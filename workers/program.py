@@ -21,7 +21,7 @@ from typing import IO
 from forq.errors import InvalidData
 from forq.job import Job
 from forq.output.programs import READ_BYTES, WATCH, ProgramOutput
-from forq.procs import wire
+from forq.procs.lines import Lines
 from forq.procs.treekill import kill_tree
 from forq.queue_spec import ProgramLine
 
@@ -51,7 +51,7 @@ class Program:
         self._lock = threading.Lock()
         self._returncode: int | None = None
         self._reaped = False
-        self._lines = wire.Lines()
+        self._lines = Lines()
         self._unwritten = memoryview(b"")
         self._written = 0
         self._process = subprocess.Popen(

@@ -16,7 +16,7 @@ import pytest
 from forq.log_format import LogFormat
 from forq.logging_setup import Lines, Seldom, Stderr
 from forq.output.forwarding import MAX_WAITING_BYTES
-from forq.supervisor.loop import Loop
+from forq.procs.loop import Loop
 
 # What a line takes at most while nobody reads, on a machine whose CPUs are all taken. One that waits, waits for ever.
 SOON_SECONDS = 5.0

@@ -1,4 +1,4 @@
-"""The wire format: lines, requests, answers, errors."""
+"""The wire format: requests, answers, errors."""
 
 import contextlib
 import json
@@ -15,42 +15,6 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
-
-
-def all_lines(lines: wire.Lines) -> list[bytes]:
-    found = []
-    while (line := lines.pop()) is not None:
-        found.append(line)
-    return found
-
-
-@given(st.lists(st.binary(max_size=30).map(lambda raw: raw.replace(b"\n", b"")), max_size=8), st.integers(1, 7))
-def test_lines_are_the_same_however_the_bytes_are_cut(wanted: list[bytes], step: int) -> None:
-    stream = b"".join(line + b"\n" for line in wanted) + b"rest"
-    lines = wire.Lines()
-    found = []
-    for start in range(0, len(stream), step):
-        lines.push(stream[start : start + step])
-        found += all_lines(lines)
-    assert found == wanted
-    assert len(lines) == len(b"rest")
-
-
-def test_a_line_of_the_limit_passes_and_one_byte_more_is_refused() -> None:
-    lines = wire.Lines(limit=10)
-    lines.push(b"x" * 10 + b"\n")
-    assert lines.pop() == b"x" * 10
-    lines.push(b"x" * 11)
-    with pytest.raises(errors.InvalidData, match="too long"):
-        lines.pop()
-
-
-def test_whole_lines_before_a_too_long_one_are_still_given() -> None:
-    lines = wire.Lines(limit=5)
-    lines.push(b"good\n" + b"x" * 6 + b"\n")
-    assert lines.pop() == b"good"
-    with pytest.raises(errors.InvalidData):
-        lines.pop()
 
 
 @given(json_values)

@@ -1,6 +1,5 @@
 """The clerk speaks for many awaiters: the real class and a real server, the clock and the loop in the test's hands."""
 
-import select
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -11,6 +10,7 @@ from forq import Client
 from forq.broker.link import Link
 from forq.client import NewJob, new_job
 from forq.errors import ForqError, RedisUnavailable, UnknownQueue, WrongMode
+from forq.procs.loop import service_loop
 from forq.services.awaiters import Awaiters
 from forq.services.desk import Later
 from tests.support.running import wait_until
@@ -27,9 +27,9 @@ class Hall:
         self.client = Client(url)
         self.queue = self.client.create_queue("q", mode="on_request")
         self.answers: dict[str, object] = {}
-        self._poll = select.poll()
+        self._loop = service_loop()
         self.link = Link(url, name="forq-clerk")
-        self.awaiters = Awaiters(self.link, PREFIX, self._poll, now=self.now)
+        self.awaiters = Awaiters(self.link, PREFIX, self._loop, now=self.now)
 
     def now(self) -> float:
         return time.monotonic() + self.clock
@@ -43,11 +43,11 @@ class Hall:
             answer.promise(lambda value: self.answers.update({awaiter: value}))
         return answer
 
-    def step(self, patience_ms: float = 20.0) -> None:
-        planned = self.awaiters.patience_ms()
-        for fd, _ in self._poll.poll(patience_ms if planned is None else min(patience_ms, planned)):
-            self.awaiters.hear(fd)
-        self.awaiters.tick()
+    def step(self, patience_seconds: float = 0.02) -> float | None:
+        """As the clerk's loop does it; how long nothing is due then."""
+        planned = self.awaiters.tick()
+        self._loop.tick(patience_seconds if planned is None else min(patience_seconds, planned))
+        return self.awaiters.tick()
 
     def until(self, condition: Callable[[], Any], seconds: float = 20.0) -> Any:
         def stepped() -> Any:
@@ -121,15 +121,16 @@ def test_when_time_is_up_the_awaiter_is_forgotten_and_gets_nothing(hall: Hall) -
 
 def test_a_registration_is_renewed_in_half_the_time_that_it_is_valid(hall: Hall) -> None:
     hall.ask("w", wait=None)
-    patience_ms = hall.awaiters.patience_ms()
-    assert patience_ms is not None
+    patience_seconds = hall.awaiters.tick()
+    assert patience_seconds is not None
     expires_ms = int(hall.link.call("HGET", "forq:queue:{q}:awaiters", "w").split()[0])
     left_ms = expires_ms - time.time() * 1000
-    assert patience_ms == pytest.approx(left_ms / 2, abs=200)
-    hall.clock += patience_ms / 1000
-    hall.step()
+    assert patience_seconds * 1000 == pytest.approx(left_ms / 2, abs=200)
+    hall.clock += patience_seconds
+    again_seconds = hall.step()
+    assert again_seconds is not None
     assert int(hall.link.call("HGET", "forq:queue:{q}:awaiters", "w").split()[0]) >= expires_ms
-    assert hall.awaiters.patience_ms() == pytest.approx(left_ms / 2, abs=200)
+    assert again_seconds * 1000 == pytest.approx(left_ms / 2, abs=200)
 
 
 def test_one_that_leaves_is_answered_with_nothing_and_its_item_goes_back(hall: Hall) -> None:
@@ -189,7 +190,7 @@ def test_one_failure_is_enough_to_know_that_redis_is_away(
     monkeypatch.setattr(hall.awaiters._ears, "connect", unreachable)
     hall.clock += 6
     for _ in range(5):
-        hall.step(1)
+        hall.step(0.001)
     assert len(calls) == 1
     assert len(hall.awaiters) == 50
 

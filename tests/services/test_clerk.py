@@ -2,7 +2,6 @@
 
 import json
 import os
-import select
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import redis
 from forq.broker.traces import unknown_job
 from forq.errors import ForqError, InvalidData, UnknownJob, UnknownQueue, UsageError
 from forq.procs import wire
+from forq.procs.loop import service_loop
 from forq.services.clerk import Clerk, ClerkSettings
 from forq.services.desk import Desk
 
@@ -22,7 +22,7 @@ from forq.services.desk import Desk
 def clerk(redis_url: str, tmp_path: Path) -> Iterator[Clerk]:
     ours, theirs = socket.socketpair()
     settings = ClerkSettings(redis_url, "forq:", 10, tmp_path / "logs", theirs)
-    clerk = Clerk(settings, select.poll())
+    clerk = Clerk(settings, service_loop())
     clerk.create(
         {
             "name": "q",
@@ -139,14 +139,15 @@ def test_a_verb_that_breaks_is_answered_and_the_desk_goes_on() -> None:
     def broken(params: dict[str, Any]) -> object:
         raise RuntimeError("oh")
 
-    desk = Desk(theirs, {"broken": broken, "fine": lambda params: params})
+    loop = service_loop()
+    Desk(loop, theirs, {"broken": broken, "fine": lambda params: params})
     for number, verb in enumerate(["broken", "missing", "fine"]):
         ours.sendall(wire.request(number, verb, {"x": number}))
-    assert desk.serve()
+    loop.tick(5)
     answers = [wire.read_answer(line)[1] for line in ours.recv(65536).splitlines()]
     assert "RuntimeError" in str(answers[0])
     assert "missing" in str(answers[1])
     assert answers[2] == {"x": 2}
     ours.close()
-    assert not desk.serve()
+    loop.run()
     theirs.close()

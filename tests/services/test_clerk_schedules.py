@@ -1,6 +1,5 @@
 """The clerk's answers about schedules, without a supervisor around it."""
 
-import select
 import socket
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from forq.errors import InvalidId, UnknownQueue, UnknownSchedule, UsageError
+from forq.procs.loop import service_loop
 from forq.services.clerk import Clerk, ClerkSettings
 
 QUEUE = {"mode": "work", "options": {}, "fail_handler": False, "reopening": False, "joining": False}
@@ -18,7 +18,7 @@ QUEUE = {"mode": "work", "options": {}, "fail_handler": False, "reopening": Fals
 @pytest.fixture
 def clerk(redis_url: str, tmp_path: Path) -> Iterator[Clerk]:
     ours, theirs = socket.socketpair()
-    clerk = Clerk(ClerkSettings(redis_url, "forq:", 10, tmp_path / "logs", theirs), select.poll())
+    clerk = Clerk(ClerkSettings(redis_url, "forq:", 10, tmp_path / "logs", theirs), service_loop())
     clerk.create({"name": "q", **QUEUE})
     yield clerk
     ours.close()

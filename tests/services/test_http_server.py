@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from forq.procs.loop import Loop
 from forq.services import http_server
 from forq.services.http_server import Asked, HttpServer, Page
 
@@ -19,7 +20,9 @@ class Hand:
         self.time = 1000.0
         self.asked: list[Asked] = []
         self.page = Page(b"hello\n")
-        self.server = HttpServer(self.listener, self._answer, lambda: self.time)
+        self.poller = select.poll()
+        self.loop = Loop(lambda: self.time, poller=self.poller)
+        self.server = HttpServer(self.loop, self.listener, self._answer)
         self.sockets: list[socket.socket] = []
 
     def _answer(self, asked: Asked) -> Page:
@@ -38,16 +41,9 @@ class Hand:
 
     def serve(self) -> None:
         """Until nothing happens any more."""
-        while True:
-            poll = select.poll()
-            for fd, events in self.server.interest().items():
-                poll.register(fd, events)
-            ready = poll.poll(20)
-            for fd, _ in ready:
-                self.server.ready(fd)
-            self.server.tick()
-            if not ready:
-                return
+        while self.poller.poll(20):
+            self.loop.tick(0)
+        self.loop.tick(0)
 
     def close(self) -> None:
         for each in (*self.sockets, self.listener):
@@ -112,11 +108,11 @@ def test_whoever_says_nothing_has_to_go_when_its_time_is_up(hand: Hand) -> None:
     silent = hand.connect(b"GET / HT")
     hand.time += http_server.CONNECTION_SECONDS - 0.1
     hand.serve()
-    assert len(hand.server.interest()) == 2
+    assert len(hand.server) == 1
     hand.time += 0.2
     hand.serve()
     assert read_all(silent) == b""
-    assert len(hand.server.interest()) == 1
+    assert len(hand.server) == 0
 
 
 def test_whoever_does_not_read_has_to_go_and_others_are_served_meanwhile(hand: Hand) -> None:
@@ -126,7 +122,7 @@ def test_whoever_does_not_read_has_to_go_and_others_are_served_meanwhile(hand: H
     assert read_all(hand.connect(b"GET / HTTP/1.1\r\n\r\n")).endswith(b"small")
     hand.time += http_server.CONNECTION_SECONDS + 0.1
     hand.serve()
-    assert len(hand.server.interest()) == 1
+    assert len(hand.server) == 0
     try:
         received = len(read_all(deaf))
     except ConnectionResetError:
@@ -136,7 +132,7 @@ def test_whoever_does_not_read_has_to_go_and_others_are_served_meanwhile(hand: H
 
 def test_more_silent_clients_than_places_keep_nobody_out(hand: Hand) -> None:
     silent = [hand.connect() for _ in range(http_server.MAX_CONNECTIONS + 10)]
-    assert len(hand.server.interest()) == http_server.MAX_CONNECTIONS + 1
+    assert len(hand.server) == http_server.MAX_CONNECTIONS
     assert b"200 OK" in read_all(hand.connect(b"GET / HTTP/1.1\r\n\r\n"))
     # The oldest had to go.
     assert read_all(silent[0]) == b""

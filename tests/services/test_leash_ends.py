@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from forq.procs.loop import service_loop
 from forq.procs.scoreboard import Scoreboard, State
 from forq.services.desk import Desk
 from forq.services.pulse import Pulse, PulseSettings
@@ -35,18 +36,19 @@ def stuck() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_reset_is_the_end_of_the_leash() -> None:
     ours, theirs = socket.socketpair()
-    desk = Desk(theirs, {})
-    desk.tell("something", nobody="reads it")
+    loop = service_loop()
+    Desk(loop, theirs, {}).tell("something", nobody="reads it")
     ours.close()
-    assert not desk.serve()
+    loop.run()
 
 
 def test_a_service_outlives_a_word_to_a_supervisor_that_is_gone() -> None:
     ours, theirs = socket.socketpair()
-    desk = Desk(theirs, {})
+    loop = service_loop()
+    desk = Desk(loop, theirs, {})
     ours.close()
     desk.tell("too", late=True)
-    assert not desk.serve()
+    loop.run()
 
 
 def test_pulse_kills_stuck_children_also_when_its_leash_is_reset(

@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,8 @@ from forq.broker.keeping import Beat, Position, Recovered
 from forq.procs.scoreboard import Role, Scoreboard, State
 from forq.services.pulse import Pulse, PulseSettings
 
+# What the clock of its timers says.
+CLOCK = [1000.0]
 NOWHERE = Position("w", 1, 0, True)
 RECOVERY: dict[str, Any] = dict.fromkeys(("micros", "stack", "peak_bytes", "output")) | {
     "queue": "q",
@@ -51,11 +52,8 @@ def beats(pulse: Pulse, monkeypatch: pytest.MonkeyPatch) -> Beats:
 
 def call_timers(pulse: Pulse, within: float) -> None:
     """Those that are due within so many seconds."""
-    deadline = time.monotonic() + within
-    due = [timer for timer in pulse._timers if timer[0] <= deadline]
-    pulse._timers = [timer for timer in pulse._timers if timer[0] > deadline]
-    for _, _, call in due:
-        call()
+    CLOCK[0] += within
+    pulse._loop.tick(0)
 
 
 @pytest.fixture
@@ -72,7 +70,7 @@ def pulse() -> Iterator[Pulse]:
         watch_fd=-1,
         cgroups=None,
     )
-    yield Pulse(settings)
+    yield Pulse(settings, now=lambda: CLOCK[0])
     ours.close()
     theirs.close()
 
@@ -81,9 +79,7 @@ def test_many_rescues_are_one_line_a_minute_per_queue(
     pulse: Pulse, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def end_of_the_minute() -> None:
-        timers, pulse._timers = pulse._timers, []
-        for _, _, call in timers:
-            call()
+        call_timers(pulse, 60)
 
     def lines() -> list[str]:
         found = [record.getMessage().partition(" queue=")[2] for record in caplog.records]
@@ -100,7 +96,7 @@ def test_many_rescues_are_one_line_a_minute_per_queue(
     assert lines() == ["a jobs=297"]
     end_of_the_minute()
     assert lines() == []
-    assert pulse._timers == [], "nothing is left that would wake pulse"
+    assert pulse._loop._timers == [], "nothing is left that would wake pulse"
     assert pulse._rescue("a", NOWHERE)
     assert lines() == ["a jobs=3"]
 
@@ -135,7 +131,7 @@ def test_a_fail_job_is_looked_for_only_if_the_retry_process_is_busy(
     monkeypatch.setattr(pulse._ears, "hear", lambda: [("forq:queue:{q}@0:due", "fail")] * 5)
     beats.helped = {"q#fail": 1}
     if how == "it hears of it":
-        pulse._hear(0)
+        pulse._hear()
     else:
         pulse._due["q#fail"] = 1.0
         pulse._promote("q#fail", 1.0)

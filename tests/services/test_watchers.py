@@ -1,6 +1,5 @@
 """The clerk's verb `watch`: the real class and a real server, the clock and the loop in the test's hands."""
 
-import select
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.reporting import report_progress
 from forq.errors import ForqError, InvalidId, InvalidName, RedisUnavailable, UnknownJob, UnknownQueue, UsageError
+from forq.procs.loop import service_loop
 from forq.services.desk import Later
 from forq.services.watchers import LISTEN_SECONDS, LONGEST_WAIT_SECONDS, LOOK_SECONDS, Watchers
 from tests.support.one_queue import OneQueue, one_queue
@@ -25,8 +25,8 @@ class Gallery:
         self.worker = queue.worker()
         self.time = time.monotonic()
         self.answers: list[Any] = []
-        self._poll = select.poll()
-        self.watchers = Watchers(queue.link, DEFAULT_PREFIX, self._poll, now=lambda: self.time)
+        self._loop = service_loop()
+        self.watchers = Watchers(queue.link, DEFAULT_PREFIX, self._loop, now=lambda: self.time)
 
     def watch(self, seen: str | None = None, job_id: str = "a", **more: Any) -> Any:
         """What the verb answers at once; else the answer will be in `answers`."""
@@ -36,11 +36,12 @@ class Gallery:
         return answer
 
     def step(self) -> list[Any]:
-        for fd, _ in self._poll.poll(10):
-            assert fd == self.watchers.fileno()
-            self.watchers.hear(fd)
+        self._loop.tick(0.01)
         self.watchers.tick()
         return self.answers
+
+    def listens(self) -> bool:
+        return self.watchers._ears.connected
 
     def until(self, condition: Callable[[], Any]) -> Any:
         def stepped() -> Any:
@@ -124,9 +125,7 @@ def test_a_job_that_tells_nothing_is_looked_at_once_a_second(gallery: Gallery) -
     gallery.watch(gallery.watch()["seen"])
     gallery.worker.turn(want=1)
     assert gallery.step() == []
-    patience_ms = gallery.watchers.patience_ms()
-    assert patience_ms is not None
-    assert patience_ms == pytest.approx(LOOK_SECONDS * 1000)
+    assert gallery.watchers.tick() == pytest.approx(LOOK_SECONDS)
     gallery.time += LOOK_SECONDS
     assert [answer["state"] for answer in gallery.step()] == ["active"]
 
@@ -191,15 +190,15 @@ def test_a_wrong_question_is_refused(gallery: Gallery, wrong: dict[str, Any], er
 
 def test_it_listens_only_while_somebody_watches(gallery: Gallery) -> None:
     gallery.queue.enqueue("a")
-    assert (gallery.watchers.fileno(), gallery.watchers.patience_ms()) == (-1, None)
+    assert (gallery.listens(), gallery.watchers.tick()) == (False, None)
     gallery.watch()
     assert gallery.queue.redis.pubsub_numpat() == 1
     gallery.step()
-    assert gallery.watchers.fileno() >= 0
+    assert gallery.listens()
+    assert gallery.watchers.tick() == LISTEN_SECONDS
     gallery.time += LISTEN_SECONDS
-    assert gallery.watchers.patience_ms() == 0
     gallery.step()
-    assert (gallery.watchers.fileno(), gallery.watchers.patience_ms()) == (-1, None)
+    assert (gallery.listens(), gallery.watchers.tick()) == (False, None)
     wait_until(lambda: gallery.queue.redis.pubsub_numpat() == 0)
 
 
@@ -207,7 +206,7 @@ def test_when_redis_goes_who_watches_is_told_so(gallery: Gallery, server: Server
     gallery.queue.enqueue("a")
     gallery.watch(gallery.watch()["seen"])
     server.stop()
-    gallery.until(lambda: gallery.watchers.fileno() == -1)
+    gallery.until(lambda: not gallery.listens())
     gallery.time += LOOK_SECONDS
     (answer,) = gallery.step()
     assert isinstance(answer, RedisUnavailable)

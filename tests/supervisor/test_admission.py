@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from forq.procs.loop import Loop
 from forq.supervisor.admission import LONGEST_SECONDS, Admission
-from forq.supervisor.loop import Loop
 
 
 class Clock:

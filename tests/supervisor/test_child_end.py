@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from forq.procs.cgroup import Cgroup, Cgroups
+from forq.procs.loop import Loop
 from forq.procs.treekill import become_subreaper
 from forq.supervisor.child import Child, Nursery
-from forq.supervisor.loop import Loop
 from forq.supervisor.spawn import Exit, spawn
 
 

@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forq.errors import ForqError, UnknownQueue
+from forq.procs.loop import Loop
 from forq.supervisor import connection, control
 from forq.supervisor.control import ControlServer, Request
-from forq.supervisor.loop import Loop
 
 DEADLINE_SECONDS = 10.0
 

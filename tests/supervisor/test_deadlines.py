@@ -2,9 +2,9 @@
 
 import pytest
 
+from forq.procs.loop import Loop
 from forq.procs.scoreboard import Scoreboard, Slot, State, pack_word
 from forq.supervisor.deadlines import Deadlines
-from forq.supervisor.loop import Loop
 
 MS = 1_000_000
 

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import select
 import signal
 import socket
 import time
@@ -13,9 +12,9 @@ import pytest
 
 from forq.procs.awake import LATE_SECONDS, SLICE_SECONDS, AwakeTime
 from forq.procs.liveness import may_take, passed
+from forq.procs.loop import Loop, service_loop
 from forq.services.desk import Desk
 from forq.supervisor.child import Nursery
-from forq.supervisor.loop import Loop
 from forq.supervisor.service import Service
 from forq.supervisor.service_watch import ServiceWatch
 
@@ -24,14 +23,10 @@ Run = Callable[[socket.socket], int]
 
 def serve(leash: socket.socket, verbs: dict[str, Callable[[dict[str, object]], object]] | None = None) -> int:
     """A service's loop."""
-    desk = Desk(leash, verbs or {})
-    poll = select.poll()
-    poll.register(desk.fileno(), select.POLLIN)
-    while True:
-        passed()
-        poll.poll()
-        if not desk.serve():
-            return 0
+    loop = service_loop()
+    Desk(loop, leash, verbs or {})
+    loop.run()
+    return 0
 
 
 class Watched:

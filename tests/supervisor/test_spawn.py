@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from forq.procs.cgroup import Cgroups
+from forq.procs.loop import Loop
 from forq.procs.treekill import kill_tree
-from forq.supervisor.loop import Loop
 from forq.supervisor.spawn import Exit, Spawned, exec_program, reap, signal_child, spawn
 
 

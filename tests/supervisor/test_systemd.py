@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ConfigError
+from forq.procs.loop import Loop
 from forq.supervisor import systemd
 from forq.supervisor.control import ControlServer
-from forq.supervisor.loop import Loop
 from forq.supervisor.spawn import reap, spawn
 from forq.supervisor.systemd import Handed, Notifier, control_listener, take
 from tests.support.metrics import Scraper

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from forq import errors
+from forq.procs.loop import Loop
 from forq.supervisor.control import ControlServer, Request
-from forq.supervisor.loop import Loop
 
 FORQCTL = [sys.executable, "-m", "forq.ctl.main"]
 METHODS = (

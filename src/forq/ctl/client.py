@@ -9,6 +9,7 @@ import time
 
 from forq.errors import ForqError, InvalidData, SupervisorUnreachable, TimedOut
 from forq.procs import wire
+from forq.procs.lines import Lines
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Client:
     def __init__(self, path: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, looked_at: str = "") -> None:
         self.path = path
         self.timeout_seconds = timeout_seconds
-        self._lines = wire.Lines(MAX_ANSWER_BYTES)
+        self._lines = Lines(MAX_ANSWER_BYTES)
         self._last_id = 0
         self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         self._connect(looked_at)

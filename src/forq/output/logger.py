@@ -23,7 +23,8 @@ from forq.output.forwarding import Forwarder
 from forq.output.lines import Record
 from forq.output.pipe import NAME, RATE, open_pipe
 from forq.output.queue_output import QueueOutput, RunningJobs
-from forq.procs.liveness import DISK_SECONDS, may_take, passed
+from forq.procs.liveness import DISK_SECONDS, may_take
+from forq.procs.loop import service_loop
 from forq.procs.scoreboard import Scoreboard
 from forq.redaction import Redaction
 from forq.services.desk import Desk
@@ -57,13 +58,11 @@ def run_logger(settings: LoggerSettings) -> int:
 class Logger:
     def __init__(self, settings: LoggerSettings, forwarder: Forwarder | None = None) -> None:
         self._settings = settings
-        self._desk = Desk(settings.leash, {"serve": self._serve, "drain": self._drain})
+        self._loop = service_loop(poller=select.epoll(), most_events=EVENTS)
+        self._desk = Desk(self._loop, settings.leash, {"serve": self._serve, "drain": self._drain})
         self._forwarder = forwarder or Forwarder()
         self._redact = Redaction(settings.redact)
         self._jobs = RunningJobs(settings.scoreboard)
-        self._epoll = select.epoll()
-        self._epoll.register(self._desk.fileno(), select.EPOLLIN)
-        self._by_fd: dict[int, QueueOutput] = {}
         self._by_name: dict[str, QueueOutput] = {}
         self._restless: set[QueueOutput] = set()
         self._served: set[str] = set()
@@ -72,15 +71,15 @@ class Logger:
         self._busy: set[QueueOutput] = set()
 
     def run(self) -> int:
-        while True:
-            passed()
-            for fd, _ in self._epoll.poll(self._patience_seconds(), EVENTS):
-                if fd != self._desk.fileno():
-                    self._read(self._by_fd[fd], time.monotonic())
-                elif not self._desk.serve():
-                    self._drain({})
-                    return exits.STOPPED
-            self.tick(time.monotonic())
+        self._loop.run(self._after_pass)
+        self._drain({})
+        return exits.STOPPED
+
+    def _after_pass(self) -> float | None:
+        self.tick(time.monotonic())
+        if self._restless or self._forwarder.waiting:
+            return LOOK_SECONDS
+        return None if self._sweep_at is None else max(0.0, self._sweep_at - time.monotonic())
 
     def tick(self, now: float) -> None:
         """Everything that is due."""
@@ -125,8 +124,8 @@ class Logger:
             log.error("output cannot be read queue=%s error=%s", name, exc)
             return
         output = QueueOutput(name, fd, Ring(directory, self._settings.log_max), time.monotonic())
-        self._by_name[name] = self._by_fd[fd] = output
-        self._epoll.register(fd, select.EPOLLIN)
+        self._by_name[name] = output
+        self._loop.add_reader(fd, lambda: self._read(output, time.monotonic()))
 
     def _is_current(self, output: QueueOutput) -> bool:
         """A queue of the same name may have been deleted and made again."""
@@ -138,8 +137,8 @@ class Logger:
     def _close(self, output: QueueOutput) -> None:
         self._empty(output, time.monotonic() + DRAIN_SECONDS)
         self._put(output, output.end())
-        self._epoll.unregister(output.fd)
-        del self._by_name[output.name], self._by_fd[output.fd]
+        self._loop.remove_reader(output.fd)
+        del self._by_name[output.name]
         self._restless.discard(output)
         self._busy.discard(output)
         output.close()
@@ -188,8 +187,3 @@ class Logger:
             return
         if swept:
             log.info("removed the output of queues that are gone queues=%s", swept)
-
-    def _patience_seconds(self) -> float:
-        if self._restless or self._forwarder.waiting:
-            return LOOK_SECONDS
-        return max(0.0, self._sweep_at - time.monotonic()) if self._sweep_at is not None else -1

@@ -1,8 +1,7 @@
 """The control protocol on the wire: newline-delimited JSON-RPC 2.0 (docs/protocol.md), for both ends.
 
-1. Lines: cuts a byte stream into lines, with a cap.
-2. encode, decode: one strict JSON, without NaN, Infinity or lone surrogates.
-3. request, result, failure: the three kinds of line; read_request, read_answer: the way back.
+1. encode, decode: one strict JSON, without NaN, Infinity or lone surrogates.
+2. request, result, failure: the three kinds of line; read_request, read_answer: the way back.
 
 The standard library's json on purpose: importing orjson costs forqctl more than all the rest of its start.
 """
@@ -12,12 +11,11 @@ from __future__ import annotations
 import json
 
 from forq.errors import BY_CODE, CannotImport, ForqError, InvalidData, UnknownVerb, UsageError
+from forq.procs.lines import MAX_LINE_BYTES as MAX_LINE_BYTES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
-
-MAX_LINE_BYTES = 1 << 20
 
 PARSE_ERROR = -32700
 INVALID_REQUEST = -32600
@@ -25,44 +23,6 @@ UNKNOWN_METHOD = -32601
 INVALID_PARAMS = -32602
 INTERNAL_ERROR = -32603
 SERVER_ERROR = -32000
-
-
-class Lines:
-    """Takes bytes as they come, gives whole lines one at a time."""
-
-    def __init__(self, limit: int = MAX_LINE_BYTES) -> None:
-        self._limit = limit
-        self._buffer = bytearray()
-        self._searched = 0
-
-    def push(self, data: bytes) -> None:
-        self._buffer += data
-
-    def pop(self) -> bytes | None:
-        """The next whole line without its newline, or None. Raises InvalidData when a line is over the limit."""
-        end = self._buffer.find(b"\n", self._searched)
-        length = len(self._buffer) if end < 0 else end
-        if length > self._limit:
-            raise InvalidData(f"line too long: at most {self._limit} bytes are allowed")
-        if end < 0:
-            self._searched = length
-            return None
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        self._searched = 0
-        return line
-
-    def peek(self, count: int) -> bytes:
-        """The first bytes of what waits here."""
-        return bytes(self._buffer[:count])
-
-    def clear(self) -> None:
-        self._buffer.clear()
-        self._searched = 0
-
-    def __len__(self) -> int:
-        """How many bytes wait here."""
-        return len(self._buffer)
 
 
 class Call:

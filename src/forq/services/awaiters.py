@@ -8,7 +8,6 @@
 
 import heapq
 import logging
-import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from forq.broker.listening import Listener
 from forq.broker.server_url import database_of
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
 from forq.ids import new_id
+from forq.procs.loop import Loop
 from forq.services.desk import Later
 
 RETRY_SECONDS = 0.5
@@ -45,12 +45,10 @@ class Awaiter:
 
 
 class Awaiters:
-    def __init__(
-        self, link: Link, prefix: str, poll: "select.poll", *, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, link: Link, prefix: str, loop: Loop, *, now: Callable[[], float] = time.monotonic) -> None:
         self._link = link
         self._prefix = prefix
-        self._poll = poll
+        self._loop = loop
         self._now = now
         self._clerk = new_id()
         self._ears = Listener(
@@ -99,12 +97,13 @@ class Awaiters:
             log.info("an awaiter is forgotten when its lease lapses queue=%s error=%s", params["name"], exc)
         return {}
 
-    def hear(self, fd: int) -> None:
+    def _hear(self) -> None:
         """Somebody has something in its list."""
+        fd = self._ears.fileno()
         try:
             heard = self._ears.hear()
         except RedisUnavailable as exc:
-            self._poll.unregister(fd)
+            self._loop.remove_reader(fd)
             log.info("awaiters are deaf until the next connect awaiters=%s error=%s", len(self), exc)
             for one in self._awaiters.values():
                 self._plan(one, self._now())
@@ -113,21 +112,18 @@ class Awaiters:
             if name in self._awaiters:
                 self._plan(self._awaiters[name], self._now())
 
-    def patience_ms(self) -> float | None:
-        """How long nothing is due."""
-        while self._plans and not self._is_current(*self._plans[0]):
-            heapq.heappop(self._plans)
-        return max(0.0, self._plans[0][0] - self._now()) * 1000 if self._plans else None
-
-    def tick(self) -> None:
-        """Looks after those whose time has come."""
+    def tick(self) -> float | None:
+        """Looks after those whose time has come; how long nothing is due then."""
         now = self._now()
         for _ in range(SLICE):
             if not self._plans or self._plans[0][0] > now:
-                return
+                break
             plan = heapq.heappop(self._plans)
             if self._is_current(*plan):
                 self._serve(plan[2])
+        while self._plans and not self._is_current(*self._plans[0]):
+            heapq.heappop(self._plans)
+        return max(0.0, self._plans[0][0] - self._now()) if self._plans else None
 
     def _serve(self, one: Awaiter) -> None:
         last = one.until <= self._now()
@@ -177,7 +173,7 @@ class Awaiters:
     def _listen(self) -> None:
         if not self._ears.connected:
             self._ears.connect()
-            self._poll.register(self._ears.fileno(), select.POLLIN)
+            self._loop.add_reader(self._ears.fileno(), self._hear)
 
     def _plan(self, one: Awaiter, at: float) -> None:
         one.due = at

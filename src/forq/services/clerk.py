@@ -1,6 +1,5 @@
 """The clerk: answers the control socket's requests for data, so that the supervisor never opens Redis itself."""
 
-import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +21,8 @@ from forq.broker.traces import unknown_job
 from forq.broker.viewing import Viewer, counts_of
 from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
 from forq.names import check_queue_name, shown
-from forq.procs.liveness import DISK_SECONDS, may_take, passed
+from forq.procs.liveness import DISK_SECONDS, may_take
+from forq.procs.loop import Loop, service_loop
 from forq.schedules import Schedule
 from forq.services.awaiters import Awaiters
 from forq.services.desk import Desk
@@ -48,40 +48,26 @@ class ClerkSettings:
 
 
 def run_clerk(settings: ClerkSettings) -> int:
-    poll = select.poll()
-    clerk = Clerk(settings, poll)
-    desk = Desk(settings.leash, clerk.verbs())
-    poll.register(desk.fileno(), select.POLLIN)
-    while True:
-        passed()
-        for fd, _ in poll.poll(clerk.patience_ms()):
-            if fd == desk.fileno():
-                if not desk.serve():
-                    return exits.STOPPED
-            elif fd == clerk.watchers.fileno():
-                clerk.watchers.hear(fd)
-            else:
-                clerk.awaiters.hear(fd)
-        clerk.awaiters.tick()
-        clerk.watchers.tick()
-        clerk.followers.tick()
+    loop = service_loop()
+    clerk = Clerk(settings, loop)
+    Desk(loop, settings.leash, clerk.verbs())
+    loop.run(clerk.after_pass)
+    return exits.STOPPED
 
 
 class Clerk:
-    """`poll`: what its loop waits for; awaiters and watchers add what they hear."""
-
-    def __init__(self, settings: ClerkSettings, poll: "select.poll") -> None:
+    def __init__(self, settings: ClerkSettings, loop: Loop) -> None:
         self._settings = settings
         self._link = Link(settings.url, name="forq-clerk", timeout_seconds=CALL_TIMEOUT_SECONDS)
         self._registry = Registry(self._link, settings.prefix)
-        self.awaiters = Awaiters(self._link, settings.prefix, poll)
-        self.watchers = Watchers(self._link, settings.prefix, poll)
+        self.awaiters = Awaiters(self._link, settings.prefix, loop)
+        self.watchers = Watchers(self._link, settings.prefix, loop)
         self.followers = Followers(settings.logs_dir)
 
-    def patience_ms(self) -> float | None:
-        """How long nothing is due."""
-        due = [self.awaiters.patience_ms(), self.watchers.patience_ms(), self.followers.patience_ms()]
-        return min((ms for ms in due if ms is not None), default=None)
+    def after_pass(self) -> float | None:
+        """Does what is due, and says how long nothing else is."""
+        waits = [one.tick() for one in (self.awaiters, self.watchers, self.followers)]
+        return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def verbs(self) -> dict[str, Any]:
         return {

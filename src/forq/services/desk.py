@@ -8,9 +8,10 @@ from typing import Any
 
 from forq.errors import ForqError, InvalidData, UnknownVerb
 from forq.procs import wire
+from forq.procs.lines import LineConnection, Lines
 from forq.procs.liveness import may_take
+from forq.procs.loop import Loop
 
-READ_BYTES = 64 * 1024
 # The supervisor and its services trust each other: the cap is there to notice a fault, not to fend one off.
 MAX_LINE_BYTES = 64 * 1024 * 1024
 
@@ -34,35 +35,26 @@ class Later:
 
 
 class Desk:
-    def __init__(self, leash: socket.socket, verbs: Mapping[str, Verb]) -> None:
-        self._leash = leash
+    """Ends the loop when the supervisor is gone."""
+
+    def __init__(self, loop: Loop, leash: socket.socket, verbs: Mapping[str, Verb]) -> None:
+        self._loop = loop
         self._verbs = verbs
-        self._lines = wire.Lines(MAX_LINE_BYTES)
+        self._leash = LineConnection(loop, leash, self._serve, lines=Lines(MAX_LINE_BYTES))
 
-    def fileno(self) -> int:
-        return self._leash.fileno()
-
-    def serve(self) -> bool:
-        """Reads what is there and answers it; False when the supervisor is gone."""
-        try:
-            received = self._leash.recv(READ_BYTES)
-        except ConnectionError:
-            # A supervisor that is killed with something of ours unread resets the leash instead of ending it.
-            received = b""
-        if not received:
-            return False
-        self._lines.push(received)
-        while (line := self._lines.pop()) is not None:
+    def _serve(self) -> None:
+        if self._leash.ended:
+            self._loop.stop()
+        while (line := self._leash.lines.pop()) is not None:
             call = wire.read_request(line)
             if call.expects_answer:
                 may_take()
                 self._answer(call)
             # Anything else is a ping: the loop comes round, and that is the answer.
-        return True
 
     def tell(self, event: str, **fields: object) -> None:
         """Something the supervisor should know without having asked."""
-        self._write(wire.encode({"event": event, **fields}) + b"\n")
+        self._leash.send(wire.encode({"event": event, **fields}) + b"\n")
 
     def _answer(self, call: wire.Call) -> None:
         verb = self._verbs.get(call.method)
@@ -85,11 +77,4 @@ class Desk:
             answer = wire.failure(number, value) if isinstance(value, ForqError) else wire.result(number, value)
         except InvalidData as exc:  # data that is nested too deeply, say
             answer = wire.failure(number, exc)
-        self._write(answer)
-
-    def _write(self, line: bytes) -> None:
-        try:
-            self._leash.sendall(line)
-        except ConnectionError as exc:
-            # The supervisor is gone: the next `serve` says so, and the service ends in its own way.
-            log.info("supervisor is gone, nobody to answer error=%s", exc)
+        self._leash.send(answer)

@@ -60,20 +60,17 @@ class Followers:
         self._followers.append(one)
         return one.later
 
-    def patience_ms(self) -> float | None:
-        return max(0.0, self._look_at - self._now()) * 1000 if self._followers else None
-
-    def tick(self) -> None:
-        """Answers those for whom something has come, or who have waited long enough."""
+    def tick(self) -> float | None:
+        """Answers those for whom something has come, or who have waited long enough; how long nothing is due then."""
         now = self._now()
-        if not self._followers or now < self._look_at:
-            return
-        self._look_at = now + LOOK_SECONDS
-        for one in list(self._followers):
-            answer = self._look(one, now)
-            if answer is not None:
-                self._followers.remove(one)
-                one.later.answer(answer)
+        if self._followers and now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            for one in list(self._followers):
+                answer = self._look(one, now)
+                if answer is not None:
+                    self._followers.remove(one)
+                    one.later.answer(answer)
+        return max(0.0, self._look_at - self._now()) if self._followers else None
 
     def _look(self, one: Follower, now: float) -> object:
         try:

@@ -5,11 +5,11 @@ MAX_HEAD_BYTES; when MAX_CONNECTIONS are open, the oldest that has not asked yet
 """
 
 import logging
-import select
 import socket
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from forq.procs.loop import Loop, Timer
 
 MAX_CONNECTIONS = 64
 MAX_HEAD_BYTES = 8192
@@ -43,67 +43,33 @@ class Asked:
 Answer = Callable[[Asked], Page]
 
 
+@dataclass(eq=False)
 class _Client:
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self.sock = sock
-        self.deadline = deadline
-        self.head = bytearray()
-        # None: it has not asked yet. A page is shared by all who get it.
-        self.unsent: list[memoryview] | None = None
+    """`unsent` None: it has not asked yet. A page is shared by all who get it."""
 
-    def close(self) -> None:
-        self.sock.close()
+    sock: socket.socket
+    timer: Timer
+    head: bytearray = field(default_factory=bytearray)
+    unsent: list[memoryview] | None = None
 
 
 class HttpServer:
     """Serves who connects to `listener`. `answer` gets one request at a time; what it raises is answered with 500."""
 
-    def __init__(self, listener: socket.socket, answer: Answer, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, loop: Loop, listener: socket.socket, answer: Answer) -> None:
+        self._loop = loop
         self._listener = listener
         self._answer = answer
-        self._now = now
-        self._clients: dict[int, _Client] = {}
-        self._accept_after = 0.0
+        # In the order in which they came.
+        self._clients: dict[_Client, None] = {}
+        self._start_accepting()
 
-    def interest(self) -> dict[int, int]:
-        """Which descriptors it waits for, and for what."""
-        wanted = {
-            fd: select.POLLIN if client.unsent is None else select.POLLOUT for fd, client in self._clients.items()
-        }
-        if self._now() >= self._accept_after:
-            wanted[self._listener.fileno()] = select.POLLIN
-        return wanted
+    def __len__(self) -> int:
+        """How many connections are open."""
+        return len(self._clients)
 
-    def patience_ms(self) -> float | None:
-        """How long nothing is due."""
-        now = self._now()
-        times = [client.deadline for client in self._clients.values()]
-        if self._accept_after > now:
-            times.append(self._accept_after)
-        return max(0.0, min(times) - now) * 1000 + 1 if times else None
-
-    def ready(self, fd: int) -> None:
-        if fd == self._listener.fileno():
-            self._accept()
-            return
-        client = self._clients.get(fd)
-        if client is None:  # another had to make room for it
-            return
-        try:
-            if client.unsent is None:
-                self._read(client)
-            else:
-                self._write(client)
-        except BlockingIOError:
-            return
-        except OSError:  # it has gone
-            self._drop(client)
-
-    def tick(self) -> None:
-        """Whose time is up has to go."""
-        now = self._now()
-        for client in [client for client in self._clients.values() if client.deadline <= now]:
-            self._drop(client)
+    def _start_accepting(self) -> None:
+        self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
         try:
@@ -112,13 +78,24 @@ class HttpServer:
             return
         except OSError as exc:
             log.warning("metrics: no new connections for a while error=%s", exc)
-            self._accept_after = self._now() + ACCEPT_PAUSE_SECONDS
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._start_accepting)
             return
         sock.setblocking(False)
         if len(self._clients) >= MAX_CONNECTIONS:
-            silent = [client for client in self._clients.values() if client.unsent is None]
-            self._drop(min(silent or self._clients.values(), key=lambda client: client.deadline))
-        self._clients[sock.fileno()] = _Client(sock, self._now() + CONNECTION_SECONDS)
+            silent = [client for client in self._clients if client.unsent is None]
+            self._drop(min(silent or self._clients, key=lambda client: client.timer.due))
+        client = _Client(sock, self._loop.call_later(CONNECTION_SECONDS, lambda: self._drop(client)))
+        self._clients[client] = None
+        self._loop.add_reader(sock.fileno(), lambda: self._try(self._read, client))
+
+    def _try(self, step: Callable[[_Client], None], client: _Client) -> None:
+        try:
+            step(client)
+        except BlockingIOError:
+            return
+        except OSError:  # it has gone
+            self._drop(client)
 
     def _read(self, client: _Client) -> None:
         received = client.sock.recv(READ_BYTES)
@@ -156,7 +133,10 @@ class HttpServer:
         )
         client.unsent = [memoryview(head.encode()), *([memoryview(page.body)] if with_body and page.body else [])]
         # It may have taken a while to answer; reading the answer is not the client's fault.
-        client.deadline = self._now() + CONNECTION_SECONDS
+        client.timer.cancel()
+        client.timer = self._loop.call_later(CONNECTION_SECONDS, lambda: self._drop(client))
+        self._loop.remove_reader(client.sock.fileno())
+        self._loop.add_writer(client.sock.fileno(), lambda: self._try(self._write, client))
         self._write(client)
 
     def _write(self, client: _Client) -> None:
@@ -175,5 +155,9 @@ class HttpServer:
             self._drop(client)
 
     def _drop(self, client: _Client) -> None:
-        self._clients.pop(client.sock.fileno(), None)
-        client.close()
+        if client in self._clients:
+            del self._clients[client]
+            client.timer.cancel()
+            self._loop.remove_reader(client.sock.fileno())
+            self._loop.remove_writer(client.sock.fileno())
+            client.sock.close()

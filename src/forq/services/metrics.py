@@ -6,13 +6,13 @@
 """
 
 import json
-import select
 import socket
 import time
 from dataclasses import dataclass
 
 from forq import exits
-from forq.procs.liveness import may_take, passed
+from forq.procs.liveness import may_take
+from forq.procs.loop import service_loop
 from forq.procs.scoreboard import Scoreboard
 from forq.procs.tallies import Tallies
 from forq.services.desk import Desk
@@ -45,19 +45,11 @@ class MetricsSettings:
 
 def run_metrics(settings: MetricsSettings) -> int:
     """The entry point: returns the process's exit code."""
-    desk = Desk(settings.leash, {})
-    server = HttpServer(settings.listener, Pages(settings).answer)
-    while True:
-        poll = select.poll()
-        for fd, events in {**server.interest(), desk.fileno(): select.POLLIN}.items():
-            poll.register(fd, events)
-        passed()
-        for fd, _ in poll.poll(server.patience_ms()):
-            if fd != desk.fileno():
-                server.ready(fd)
-            elif not desk.serve():
-                return exits.STOPPED
-        server.tick()
+    loop = service_loop()
+    Desk(loop, settings.leash, {})
+    HttpServer(loop, settings.listener, Pages(settings).answer)
+    loop.run()
+    return exits.STOPPED
 
 
 class Pages:

@@ -11,6 +11,7 @@ from forq.broker.registry import Registry
 from forq.broker.viewing import Counts, counts_of
 from forq.errors import ForqError, RedisUnavailable, SupervisorUnreachable
 from forq.procs import wire
+from forq.procs.lines import Lines
 from forq.procs.scoreboard import Scoreboard, State
 from forq.procs.tallies import LOOKS, REDIS_ERRORS, SUPERVISOR_ERRORS, Tallied, Tallies
 
@@ -143,7 +144,7 @@ def read_work(board: Scoreboard, now_ns: int) -> dict[str, Work]:
 def ask_status(path: str, seconds: float) -> dict[str, Any]:
     """`status` without counts. Raises SupervisorUnreachable if there is no answer in time."""
     deadline = time.monotonic() + seconds
-    lines = wire.Lines(MAX_ANSWER_BYTES)
+    lines = Lines(MAX_ANSWER_BYTES)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
             control.settimeout(seconds)

@@ -13,7 +13,6 @@
 9. When the supervisor dies, it kills the children that cannot do so themselves.
 """
 
-import heapq
 import logging
 import os
 import re
@@ -23,7 +22,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any
 
 from forq import exits
@@ -36,7 +34,7 @@ from forq.broker.server_url import database_of
 from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.fates import Fate
 from forq.procs.cgroup import Cgroup, Cgroups
-from forq.procs.liveness import passed
+from forq.procs.loop import Loop
 from forq.procs.scoreboard import Role, Scoreboard, State, age_ms
 from forq.procs.tree_mark import TreeMark
 from forq.procs.treekill import kill_tree
@@ -97,7 +95,7 @@ def run_pulse(settings: PulseSettings) -> int:
 
 
 class Pulse:
-    def __init__(self, settings: PulseSettings) -> None:
+    def __init__(self, settings: PulseSettings, now: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._board = settings.scoreboard
         link = self._link = Link(settings.url, name="forq-pulse", timeout_seconds=CALL_TIMEOUT_SECONDS)
@@ -112,15 +110,15 @@ class Pulse:
             "evict": self._evict,
             "look": self._look_for_unread,
         }
-        self._desk = Desk(settings.leash, verbs)
+        self._loop = Loop(now, poller=select.poll(), on_error=_could_not_finish)
+        self._later = self._loop.call_later
+        self._desk = Desk(self._loop, settings.leash, verbs)
         self._unread = Unread(
             self._keeper,
             settings.scoreboard,
             later=self._later,
             challenge=lambda slots, unread: self._desk.tell("silent", slots=slots, unread=unread),
         )
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()
         self._queues: list[str] = []
         self._redis_ok: bool | None = None
         self._patient_until = time.monotonic() + FIRST_ANSWER_SECONDS
@@ -137,25 +135,15 @@ class Pulse:
         self._looks: set[str] = set()
 
     def run(self) -> int:
-        poll = self._poll = select.poll()
-        poll.register(self._desk.fileno(), select.POLLIN)
-        poll.register(self._settings.watch_fd, select.POLLIN)
+        self._loop.add_reader(self._settings.watch_fd, self._start_watching)
         self._later(0, self._beat)
         self._later(LOOK_SECONDS, self._find_halves)
         # A predecessor that died while it was watching has left the flag up: workers would not ring any more.
         self._board.watching = 1
         self._later(0, self._look)
-        while True:
-            passed()
-            for fd, _ in poll.poll(self._patience_ms()):
-                if fd == self._settings.watch_fd:
-                    self._start_watching()
-                elif fd != self._desk.fileno():
-                    self._hear(fd)
-                elif not self._desk.serve():
-                    self._end_with_supervisor()
-                    return exits.STOPPED
-            self._call_due()
+        self._loop.run()
+        self._end_with_supervisor()
+        return exits.STOPPED
 
     def _serve(self, params: dict[str, Any]) -> object:
         """Which queues this processor serves from now on."""
@@ -223,12 +211,13 @@ class Pulse:
                 self._keeper.evict(each, params["processor"], params["cause"], tell)
         return {}
 
-    def _hear(self, fd: int) -> None:
+    def _hear(self) -> None:
         """Somebody has scheduled a job that is due before all others of its queue, or has made a queue."""
+        fd = self._ears.fileno()
         try:
             heard = self._ears.hear()
         except RedisUnavailable as exc:
-            self._poll.unregister(fd)
+            self._loop.remove_reader(fd)
             log.info("lost timer subscription; subscribing again error=%s", exc)
             self._later(LISTEN_AGAIN_SECONDS, self._listen_again)
             return
@@ -290,7 +279,7 @@ class Pulse:
         try:
             if was_deaf:
                 self._ears.connect()
-                self._poll.register(self._ears.fileno(), select.POLLIN)
+                self._loop.add_reader(self._ears.fileno(), self._hear)
                 self._desk.tell("redis_back")
         except RedisUnavailable as exc:
             self._note_redis(exc)
@@ -470,20 +459,12 @@ class Pulse:
         if killed or left:
             log.warning("killed what dead children had left behind pids=%s survivors=%s", sorted(killed), sorted(left))
 
-    def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), call))
 
-    def _patience_ms(self) -> float | None:
-        return max(0.0, self._timers[0][0] - time.monotonic()) * 1000 if self._timers else None
-
-    def _call_due(self) -> None:
-        now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            call = heapq.heappop(self._timers)[2]
-            try:
-                call()
-            except ForqError as exc:
-                log.warning("pulse could not finish what was due error=%s", exc)
+def _could_not_finish(exc: Exception) -> None:
+    """Redis is away, say: it is due again later. Anything else is a fault, and ends this process."""
+    if not isinstance(exc, ForqError):
+        raise exc
+    log.warning("pulse could not finish what was due error=%s", exc)
 
 
 def _wanted(queue: str, beat: Beat) -> set[tuple[str, int]]:

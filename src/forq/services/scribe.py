@@ -7,7 +7,6 @@
 """
 
 import logging
-import select
 import socket
 import time
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ from forq import exits
 from forq.broker.link import Link
 from forq.broker.outbox import Bell, Outbox, read_line
 from forq.errors import Fenced, ForqError, RedisUnavailable, UnknownQueue
-from forq.procs.liveness import DISK_SECONDS, may_take, passed
+from forq.procs.liveness import DISK_SECONDS, may_take
+from forq.procs.loop import service_loop
 from forq.services.append_only_sync import AppendOnlySync
 from forq.services.desk import Desk
 from forq.services.failed_log import append_lines
@@ -71,7 +71,8 @@ class Scribe:
         link = Link(settings.url, name="forq-scribe", timeout_seconds=CALL_TIMEOUT_SECONDS)
         self._outbox = Outbox(link, settings.prefix, settings.processor, settings.expiry_ms)
         self._bell = Bell(settings.url, settings.prefix, "forq-scribe-bell")
-        self._desk = Desk(settings.leash, {"serve": self._serve})
+        self._loop = service_loop()
+        self._desk = Desk(self._loop, settings.leash, {"serve": self._serve})
         self._queues: list[str] = []
         # When each queue that has lines is to be drained, and when to look for such queues.
         self._due: dict[str, float] = {}
@@ -82,18 +83,12 @@ class Scribe:
         self._written: dict[str, list[bytes]] = {}
 
     def run(self) -> int:
-        while True:
-            poll = select.poll()
-            poll.register(self._desk.fileno(), select.POLLIN)
-            if self._bell.connected:
-                poll.register(self._bell.fileno(), select.POLLIN)
-            passed()
-            ready = [fd for fd, _ in poll.poll(self._patience_ms())]
-            if self._bell.connected and self._bell.fileno() in ready:
-                self._listen()
-            if self._desk.fileno() in ready and not self._desk.serve():
-                return exits.STOPPED
-            self.tick(time.monotonic())
+        self._loop.run(self._after_pass)
+        return exits.STOPPED
+
+    def _after_pass(self) -> float:
+        self.tick(time.monotonic())
+        return max(0.0, min([self._look_at, *self._due.values()]) - time.monotonic())
 
     def tick(self, now: float) -> None:
         """Everything that is due: connect, look for lines, write one batch of each queue."""
@@ -128,15 +123,18 @@ class Scribe:
         # First the subscription, then the look: what comes in between is seen by both.
         if not self._bell.connected:
             self._bell.connect()
+            self._loop.add_reader(self._bell.fileno(), self._listen)
         for queue in self._outbox.waiting(self._queues):
             self._due.setdefault(queue, now)
         self._look_at = now + LOOK_SECONDS
 
     def _listen(self) -> None:
+        fd = self._bell.fileno()
         try:
             for queue in self._bell.rung() & set(self._queues):
                 self._due.setdefault(queue, self._look_at if self._redis.failures else 0.0)
         except RedisUnavailable:
+            self._loop.remove_reader(fd)
             self._look_at = 0.0
 
     def _drain(self, queue: str, now: float) -> None:
@@ -187,6 +185,3 @@ class Scribe:
         self._due = {queue: max(at, self._look_at) for queue, at in self._due.items()}
         if self._redis.failures == 1:
             log.warning("failed logs cannot be drained error=%s", exc)
-
-    def _patience_ms(self) -> float:
-        return max(0.0, min([self._look_at, *self._due.values()]) - time.monotonic()) * 1000

@@ -59,7 +59,7 @@ class Unread:
         keeper: Keeper,
         board: Scoreboard,
         *,
-        later: Callable[[float, Callable[[], None]], None],
+        later: Callable[[float, Callable[[], None]], object],
         challenge: Callable[[list[int], bool], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -8,7 +8,6 @@
 
 import logging
 import os
-import select
 import socket
 import time
 from collections.abc import Callable
@@ -17,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from forq import exits
-from forq.procs.liveness import may_take, passed
+from forq.procs.liveness import may_take
+from forq.procs.loop import service_loop
 from forq.procs.memory import pss_bytes
 from forq.procs.resources import OUT_OF_MEMORY, TOO_MANY_TASKS, Exceeded, Resources
 from forq.procs.scoreboard import Scoreboard
@@ -61,21 +61,20 @@ def run_warden(settings: WardenSettings) -> int:
 class Warden:
     def __init__(self, settings: WardenSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._scoreboard = settings.scoreboard
-        self._desk = Desk(settings.leash, {"watch": self._watch})
+        self._loop = service_loop()
+        self._desk = Desk(self._loop, settings.leash, {"watch": self._watch})
         self._clock = clock
         self._watched: dict[int, Watched] = {}
         self._idle_look_at = 0.0
         self._pause_seconds = LOOK_SECONDS
 
     def run(self) -> int:
-        poll = select.poll()
-        poll.register(self._desk.fileno(), select.POLLIN)
-        while True:
-            passed()
-            patience = self._pause_seconds * 1000 if self._watched else None
-            if poll.poll(patience) and not self._desk.serve():
-                return exits.STOPPED
-            self.tick()
+        self._loop.run(self._after_pass)
+        return exits.STOPPED
+
+    def _after_pass(self) -> float | None:
+        self.tick()
+        return self._pause_seconds if self._watched else None
 
     def tick(self) -> None:
         began = self._clock()

@@ -9,7 +9,6 @@
 import hashlib
 import logging
 import re
-import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from forq.broker.server_url import database_of
 from forq.broker.viewing import Viewer
 from forq.errors import ForqError, RedisUnavailable, UnknownJob, UsageError
 from forq.names import check_job_id, check_queue_name, shown
+from forq.procs.loop import Loop
 from forq.services.desk import Later
 
 LOOK_SECONDS = 1.0
@@ -51,12 +51,10 @@ class Watcher:
 
 
 class Watchers:
-    def __init__(
-        self, link: Link, prefix: str, poll: "select.poll", *, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, link: Link, prefix: str, loop: Loop, *, now: Callable[[], float] = time.monotonic) -> None:
         self._link = link
         self._prefix = prefix
-        self._poll = poll
+        self._loop = loop
         self._now = now
         self._ears = Listener(link.url, progress_channels(prefix, database_of(link.url)), name="forq-clerk-watch")
         self._watchers: list[Watcher] = []
@@ -64,10 +62,6 @@ class Watchers:
 
     def __len__(self) -> int:
         return len(self._watchers)
-
-    def fileno(self) -> int:
-        """-1 while nobody watches."""
-        return self._ears.fileno()
 
     def watch(self, params: dict[str, Any]) -> object:
         """The verb: what there is to say of the job, once that differs from `seen`, or after `wait` seconds."""
@@ -85,11 +79,12 @@ class Watchers:
         self._watchers.append(one)
         return one.later
 
-    def hear(self, fd: int) -> None:
+    def _hear(self) -> None:
+        fd = self._ears.fileno()
         try:
             heard = self._ears.hear()
         except RedisUnavailable as exc:
-            self._poll.unregister(fd)
+            self._loop.remove_reader(fd)
             log.info("watchers are deaf until the next one comes watchers=%s error=%s", len(self), exc)
             return
         changed = {(queue_of_channel(channel), job_id) for channel, ids in heard for job_id in ids.split(" ")}
@@ -97,15 +92,9 @@ class Watchers:
             if (one.viewer.name, one.job_id) in changed:
                 one.due = self._now()
 
-    def patience_ms(self) -> float | None:
-        """How long nothing is due."""
-        due = [one.due for one in self._watchers]
-        if not due and self._ears.connected:
-            due = [self._asked_at + LISTEN_SECONDS]
-        return max(0.0, min(due) - self._now()) * 1000 if due else None
-
-    def tick(self) -> None:
-        """Looks at what is due, and answers those who have something to hear or have waited long enough."""
+    def tick(self) -> float | None:
+        """Looks at what is due, and answers those who have something to hear or have waited long enough; how long
+        nothing is due then."""
         now = self._now()
         for one in [one for one in self._watchers if one.due <= now]:
             answer: object
@@ -123,6 +112,10 @@ class Watchers:
             one.later.answer(answer)
         if self._ears.connected and not self._watchers and now >= self._asked_at + LISTEN_SECONDS:
             self._stop_listening()
+        due = [one.due for one in self._watchers]
+        if not due and self._ears.connected:
+            due = [self._asked_at + LISTEN_SECONDS]
+        return max(0.0, min(due) - self._now()) if due else None
 
     def _look(self, one: Watcher) -> dict[str, Any]:
         try:
@@ -151,10 +144,10 @@ class Watchers:
     def _listen(self) -> None:
         if not self._ears.connected:
             self._ears.connect()
-            self._poll.register(self._ears.fileno(), select.POLLIN)
+            self._loop.add_reader(self._ears.fileno(), self._hear)
 
     def _stop_listening(self) -> None:
-        self._poll.unregister(self._ears.fileno())
+        self._loop.remove_reader(self._ears.fileno())
         self._ears.close()
 
 

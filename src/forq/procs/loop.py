@@ -1,7 +1,7 @@
-"""The parent's event loop: descriptors, timers, dead children and signals, in one thread.
+"""The event loop of every process of ours: descriptors, timers, dead children and signals, in one thread.
 
-No asyncio and no threads: both break fork. A callback that raises is logged and the loop goes on. A descriptor must be
-removed from the loop before it is closed: as long as a child holds a copy of it, epoll keeps reporting it.
+No asyncio and no threads: both break fork. A descriptor must be removed from the loop before it is closed: as long as a
+child holds a copy of it, epoll keeps reporting it. Each pass marks the process as alive (liveness.py) before it waits.
 """
 
 import errno
@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable
 from itertools import count
 
+from forq.procs.liveness import passed
+
 log = logging.getLogger("forq")
 
-Callback = Callable[[], None]
+Callback = Callable[[], object]
 
 WAKEUP_READ_BYTES = 65536
 MOST_TIMERS = 4096
@@ -64,10 +66,27 @@ def _do_nothing(signum: int, frame: object) -> None:
     """The interpreter has written the signal's number to the wakeup pipe by now; that is all we need."""
 
 
+def log_and_go_on(exc: Exception) -> None:
+    """For the parent: no callback may end it."""
+    log.exception("a callback of the loop failed")
+
+
 class Loop:
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    """`poller`: epoll where there are many descriptors or children are forked, else poll, which is cheaper to make.
+    `on_error` gets what a callback raises. `most_events`: how many of them one pass of epoll takes; None: all."""
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        poller: "select.epoll | select.poll | None" = None,
+        on_error: Callable[[Exception], None] = log_and_go_on,
+        most_events: int | None = None,
+    ) -> None:
         self._now = now
-        self._epoll = select.epoll()
+        self._poller = poller or select.epoll()
+        self._on_error = on_error
+        self._most_events = most_events
         self._entries: dict[int, _Entry] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         # Above this many the cancelled ones among them are thrown away.
@@ -148,7 +167,11 @@ class Loop:
 
     def _wait(self, patience_seconds: float | None) -> list[tuple[_Entry, int]]:
         """Who waits for what has happened, as of now."""
-        happened = self._epoll.poll(patience_seconds, max(len(self._entries), 1))
+        passed()
+        if isinstance(self._poller, select.epoll):
+            happened = self._poller.poll(patience_seconds, self._most_events or max(len(self._entries), 1))
+        else:
+            happened = self._poller.poll(None if patience_seconds is None else patience_seconds * 1000)
         return [(self._entries[fd], events) for fd, events in happened if fd in self._entries]
 
     def run(self, after_pass: Callable[[], float | None] | None = None) -> None:
@@ -187,21 +210,22 @@ class Loop:
             for fd in self._wakeup:
                 os.close(fd)
         self._wakeup = None
-        self._epoll.close()
+        if isinstance(self._poller, select.epoll):
+            self._poller.close()
 
     def _update(self, fd: int, entry: _Entry) -> None:
-        """Tell epoll what is waited for at fd now."""
+        """Tell the poller what is waited for at fd now."""
         known = fd in self._entries
         if events := entry.events():
             if known:
-                self._epoll.modify(fd, events)
+                self._poller.modify(fd, events)
             else:
-                self._epoll.register(fd, events)
+                self._poller.register(fd, events)
             self._entries[fd] = entry
         elif known:
             del self._entries[fd]
             try:
-                self._epoll.unregister(fd)
+                self._poller.unregister(fd)
             except OSError as exc:
                 # Closed before it was removed.
                 if exc.errno not in (errno.EBADF, errno.ENOENT):
@@ -239,12 +263,21 @@ class Loop:
     def _after(self, after_pass: Callable[[], float | None]) -> float | None:
         try:
             return after_pass()
-        except Exception:
-            log.exception("what follows a pass of the loop failed")
+        except Exception as exc:
+            self._on_error(exc)
             return FAILED_PASS_SECONDS
 
     def _call(self, callback: Callback) -> None:
         try:
             callback()
-        except Exception:
-            log.exception("a callback of the loop failed")
+        except Exception as exc:
+            self._on_error(exc)
+
+
+def service_loop(*, poller: "select.epoll | select.poll | None" = None, most_events: int | None = None) -> Loop:
+    """Of a process that ends when a callback fails: the supervisor replaces it."""
+
+    def end(exc: Exception) -> None:
+        raise exc
+
+    return Loop(poller=poller or select.poll(), on_error=end, most_events=most_events)

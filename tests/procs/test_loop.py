@@ -1,7 +1,8 @@
-"""The parent's loop: descriptors, timers, signals, dead children, and what a fork does to it."""
+"""The loop: descriptors, timers, signals, dead children, and what a fork does to it."""
 
 import logging
 import os
+import select
 import signal
 import socket
 import time
@@ -10,12 +11,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forq.supervisor.loop import Loop
+from forq.procs.loop import Loop, service_loop
 
 
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    loop = Loop()
+@pytest.fixture(params=["epoll", "poll"])
+def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
+    loop = Loop(poller=select.epoll() if request.param == "epoll" else select.poll())
     yield loop
     loop.close()
 
@@ -290,3 +291,35 @@ def test_a_child_that_closes_the_loop_leaves_the_parent_hearing(
     os.kill(os.getpid(), signal.SIGUSR1)
     tick_until(loop, lambda: len(heard) > 1)
     assert heard == ["data", "usr1"]
+
+
+def test_each_pass_marks_the_process_as_alive_before_it_waits(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr("forq.procs.loop.passed", lambda: order.append("passed"))
+    loop.call_later(0.0, lambda: order.append("called"))
+    loop.tick(0)
+    loop.tick(0)
+    assert order == ["passed", "called", "passed"]
+
+
+def test_a_service_ends_with_what_its_callback_raises() -> None:
+    loop = service_loop()
+    loop.call_later(0.0, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.run()
+
+
+def test_one_pass_takes_no_more_events_than_it_may_and_the_next_takes_the_others() -> None:
+    loop = Loop(most_events=2)
+    pairs = [socket.socketpair() for _ in range(5)]
+    heard: list[int] = []
+    for number, (left, right) in enumerate(pairs):
+        loop.add_reader(left.fileno(), lambda number=number: heard.append(number))  # type: ignore[misc]
+        right.send(b"x")
+    for count in (2, 4, 5):
+        loop.tick(0)
+        assert len(set(heard)) == count
+    loop.close()
+    for left, right in pairs:
+        left.close()
+        right.close()

@@ -1,0 +1,167 @@
+"""Lines: how a stream is cut, what becomes of a line that is too long, and a socket that never blocks its loop."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forq import errors
+from forq.procs.lines import LineConnection, Lines
+from forq.procs.loop import Loop
+
+
+def all_lines(lines: Lines) -> list[bytes]:
+    found = []
+    while (line := lines.pop()) is not None:
+        found.append(line)
+    return found
+
+
+@given(st.lists(st.binary(max_size=30).map(lambda raw: raw.replace(b"\n", b"")), max_size=8), st.integers(1, 7))
+def test_lines_are_the_same_however_the_bytes_are_cut(wanted: list[bytes], step: int) -> None:
+    stream = b"".join(line + b"\n" for line in wanted) + b"rest"
+    lines = Lines()
+    found = []
+    for start in range(0, len(stream), step):
+        lines.push(stream[start : start + step])
+        found += all_lines(lines)
+    assert found == wanted
+    assert len(lines) == len(b"rest")
+
+
+def test_a_line_of_the_limit_passes_and_one_byte_more_is_refused() -> None:
+    lines = Lines(limit=10)
+    lines.push(b"x" * 10 + b"\n")
+    assert lines.pop() == b"x" * 10
+    lines.push(b"x" * 11)
+    with pytest.raises(errors.InvalidData, match="too long"):
+        lines.pop()
+
+
+def test_whole_lines_before_a_too_long_one_are_still_given() -> None:
+    lines = Lines(limit=5)
+    lines.push(b"good\n" + b"x" * 6 + b"\n")
+    assert lines.pop() == b"good"
+    with pytest.raises(errors.InvalidData):
+        lines.pop()
+
+
+@given(st.lists(st.integers(0, 12), max_size=12), st.integers(1, 7))
+def test_skipped_lines_are_told_once_and_numbered_like_the_others(lengths: list[int], step: int) -> None:
+    stream = b"".join(b"x" * length + b"\n" for length in lengths)
+    lines = Lines(limit=6, skip_too_long=True)
+    found: list[tuple[int, bool]] = []
+    for start in range(0, len(stream), step):
+        lines.push(stream[start : start + step])
+        while lines.has_line():
+            try:
+                if (line := lines.pop()) is not None:
+                    found.append((lines.number, len(line) == lengths[lines.number - 1]))
+            except errors.InvalidData:
+                found.append((lines.number, lengths[lines.number - 1] > 6))
+    assert found == [(number, True) for number in range(1, len(lengths) + 1)]
+
+
+def test_a_line_that_is_skipped_takes_no_more_memory_than_the_limit() -> None:
+    lines = Lines(limit=100, skip_too_long=True)
+    refused = 0
+    for _ in range(1000):
+        lines.push(b"x" * 60)
+        try:
+            assert lines.pop() is None
+        except errors.InvalidData:
+            refused += 1
+        assert len(lines) <= 160
+    lines.push(b"\nnext\n")
+    assert (refused, lines.pop(), lines.number) == (1, b"next", 2)
+
+
+def test_what_is_left_at_the_end_is_a_line_too() -> None:
+    lines = Lines()
+    lines.push(b"one\ntwo")
+    lines.end()
+    lines.end()
+    assert (lines.count(), all_lines(lines)) == (2, [b"one", b"two"])
+
+
+class Ends:
+    """A connection on a loop, and the socket at its other end."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        ours, self.theirs = socket.socketpair()
+        self.theirs.settimeout(5)
+        self.heard: list[bytes] = []
+        self.emptied = 0
+        self.connection = LineConnection(
+            self.loop, ours, self._input, lines=Lines(), on_output=self._output, read_bytes=100
+        )
+
+    def _input(self) -> None:
+        self.heard += all_lines(self.connection.lines)
+
+    def _output(self) -> None:
+        self.emptied += 1
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.connection.close()
+    ends.theirs.close()
+    ends.loop.close()
+
+
+def test_lines_come_and_go(ends: Ends) -> None:
+    ends.theirs.sendall(b"one\ntwo\nth")
+    ends.loop.tick(5)
+    assert ends.heard == [b"one", b"two"]
+    ends.connection.send(b"answer\n")
+    assert ends.theirs.recv(100) == b"answer\n"
+    assert ends.emptied == 0, "it was sent at once"
+
+
+def test_nothing_is_read_while_it_is_not_wanted(ends: Ends) -> None:
+    ends.connection.read(False)
+    ends.theirs.sendall(b"later\n")
+    ends.loop.tick(0.05)
+    assert ends.heard == []
+    ends.connection.read(True)
+    ends.loop.tick(5)
+    assert ends.heard == [b"later"]
+
+
+def test_a_slow_reader_blocks_nobody_and_gets_all_of_it(ends: Ends) -> None:
+    data = b"x" * 3_000_000 + b"\n"
+    ends.connection.send(data)
+    ends.connection.send(b"end\n")
+    assert ends.connection.unsent_bytes > 2_000_000
+    received = 0
+    while received < len(data) + 4:
+        ends.loop.tick(0)
+        received += len(ends.theirs.recv(1 << 20))
+    assert (ends.connection.unsent_bytes, ends.emptied) == (0, 1)
+
+
+def test_an_end_is_told_once_and_what_came_before_it_is_kept(ends: Ends) -> None:
+    ends.theirs.sendall(b"last\n")
+    ends.theirs.close()
+    while not ends.connection.ended:
+        ends.loop.tick(5)
+    assert ends.heard == [b"last"]
+    assert not ends.connection.reading
+    ends.connection.read(True)
+    assert not ends.connection.reading, "there is nothing to read any more"
+
+
+def test_one_that_is_gone_takes_nothing_more(ends: Ends) -> None:
+    ends.connection.send(b"x" * 3_000_000)
+    ends.theirs.close()
+    while not ends.connection.gone:
+        ends.loop.tick(5)
+    assert (ends.connection.unsent_bytes, ends.emptied) == (0, 1)
+    ends.connection.send(b"more")
+    assert ends.connection.unsent_bytes == 0
