@@ -61,8 +61,8 @@ demo: setup ## a guided tour of about two minutes: kill -9, daemons, timeouts, r
 	@$(if $(findstring --no-audit,$(ARGS)),,$(MAKE) --no-print-directory $(SPARK) || echo 'make: the tour goes on without Spark' >&2)
 	@$(BIN)/python etc/demo/tour.py $(ARGS)
 
-man: setup $(SPARK) ## write the man pages anew, from the tables of commands
-	$(BIN)/python etc/man/write.py
+reference: tools $(SPARK) ## write man pages, completion and docs/reference/forqctl.md anew, from the declarations of commands
+	$(BIN)/python etc/reference.py
 
 # Side by side, since most tests wait for processes.
 test: tools ## everything but Spark: what must pass before a commit (7 minutes on two cores)

@@ -10,8 +10,7 @@ from rich.text import Text
 from stage import HERE, NotSo, Stage
 
 from forq.ctl.client import Client
-from forq.ctl.top.feed import Feed
-from forq.ctl.top.screen import Screen
+from forq.ctl.screen import Feed, Screen
 
 DOCS = HERE.parents[1] / "docs"
 WIDTH, HEIGHT = 120, 24

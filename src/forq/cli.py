@@ -9,7 +9,7 @@ from forq.version import VERSION
 
 def main() -> int:
     open_missing_streams()
-    arguments = parser_for(sys.argv[1:]).parse_args()
+    arguments = parser_for(*sys.argv[1:2]).parse_args()
     if arguments.command == "pipeline":
         from forq.pipeline import cli
 
@@ -24,8 +24,8 @@ def main() -> int:
     return run(given)
 
 
-def parser_for(argv: list[str]) -> argparse.ArgumentParser:
-    """With the arguments of the command that `argv` begins with; of others only that they exist."""
+def parser_for(*names: str) -> argparse.ArgumentParser:
+    """With the arguments of run and of these commands; of others only that they exist."""
     parser = argparse.ArgumentParser(prog="forq", description="fork per queue: job queues with a process each")
     parser.add_argument("--version", action="version", version=f"forq {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -46,12 +46,12 @@ def parser_for(argv: list[str]) -> argparse.ArgumentParser:
         help="end with 75 if Redis cannot be reached at start",
     )
     bridge = commands.add_parser("bridge", help="producers and workers in any language, one JSON message per line")
-    if argv[:1] == ["bridge"]:
+    if "bridge" in names:
         from forq.bridge.run import add_arguments
 
         add_arguments(bridge)
     pipeline = commands.add_parser("pipeline", help="history, audit, report and replay, on Spark (forq[pipeline])")
-    if argv[:1] == ["pipeline"]:
+    if "pipeline" in names:
         # Only then: to import Spark takes longer than to start a supervisor.
         from forq.pipeline.cli import add_commands
 

@@ -15,9 +15,9 @@ import pytest
 
 from forq import errors
 from forq.ctl.client import Client as ControlClient
-from forq.ctl.commands import COMMANDS
-from forq.ctl.verbs.status import faults_in
-from forq.ctl.waits import wait_for
+from forq.ctl.client import wait_for
+from forq.ctl.commands import MODULES
+from forq.ctl.commands.service import faults_in
 from forq.supervisor.control import Request
 from tests.support.fake_supervisor import (
     FORQCTL,
@@ -815,7 +815,7 @@ def test_completion_for_bash_offers_commands_and_flags() -> None:
 
     def offered(*words: str) -> list[str]:
         line = f"{script}\nCOMP_WORDS=({' '.join(repr(word) for word in words)}); COMP_CWORD={len(words) - 1}\n"
-        shell = ["bash", "-c", line + '_forqctl; printf "%s\\n" "${COMPREPLY[@]}"']
+        shell = ["bash", "-c", line + '_shtab_forqctl; printf "%s\\n" "${COMPREPLY[@]}"']
         return subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split()
 
     assert offered("forqctl", "re") == ["recover", "remove", "resume", "restart"]
@@ -836,14 +836,14 @@ def test_completion_for_bash_offers_commands_and_flags() -> None:
 def test_completion_knows_every_command(shell: str) -> None:
     code, out, _ = forqctl(None, "completion", shell)
     assert code == 0
-    assert [command.name for command in COMMANDS if command.name not in out] == []
+    assert [name for name in MODULES if name not in out] == []
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_every_command_has_help(command: Any) -> None:
-    code, out, _ = forqctl(None, command.name, "--help")
+@pytest.mark.parametrize("name", MODULES)
+def test_every_command_has_help(name: str) -> None:
+    code, out, _ = forqctl(None, name, "--help")
     assert code == 0
-    assert f"usage: forqctl {command.name}" in out
+    assert f"usage: forqctl {name}" in out
 
 
 def test_a_reader_that_leaves_early_causes_no_traceback(fake: FakeSupervisor) -> None:

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from forq import errors
-from forq.ctl.top.figures import Figures, shown_count, shown_limits, shown_rate
-from forq.ctl.top.keys import Keys
+from forq.ctl.terminal import Keys
+from forq.ctl.top import Figures, shown_count, shown_limits, shown_rate
 from tests.support.fake_supervisor import FORQCTL, FakeSupervisor, environment, forqctl, queue_status, whole_status
 from tests.support.running import wait_until
 from tests.support.terminal import OnTerminal
@@ -129,12 +129,12 @@ def test_nobody_there_at_the_start_is_7(tmp_path: Path) -> None:
     assert forqctl(None, "top", "--plain", "--socket", str(tmp_path / "none"))[0] == 7
 
 
-def test_plain_and_status_import_neither_rich_nor_the_manual(fake: FakeSupervisor) -> None:
+def test_plain_and_status_do_not_import_rich(fake: FakeSupervisor) -> None:
     fake.answers["status"] = numbered(1)
     for command in ("['top', '--plain', '--count', '1']", "['status']"):
         code = (
             f"import sys; from forq.ctl.main import main; main({command}); "
-            "print(sorted({'rich', 'forq.ctl.manual_pages'} & set(sys.modules)), file=sys.stderr)"
+            "print(sorted({'rich', 'forq.ctl.screen'} & set(sys.modules)), file=sys.stderr)"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(fake))
         assert done.stderr == "[]\n"

@@ -78,6 +78,10 @@ for file in forq.toml forq.service forq.socket forq.sysusers.conf forq.tmpfiles.
   cmp -s "$root/etc/$file" "venv/share/forq/$file" || fail "the wheel lacks share/forq/$file"
 done
 
+for shell in bash zsh fish; do
+  venv/bin/forqctl completion "$shell" | cmp -s - "$root/src/forq/ctl/completion/forqctl.$shell" || fail "the wheel lacks the completion for $shell"
+done
+
 say "running $jobs jobs"
 mkdir app
 cat >app/smoke.py <<'PYTHON'

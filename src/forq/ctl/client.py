@@ -1,8 +1,7 @@
-"""forqctl's end of the control socket: connect, send a request, wait for its answer."""
+"""forqctl's end of the control socket: connect, send a request, wait for its answer, also for one that takes long."""
 
 from __future__ import annotations
 
-# The socket module builds its enums at import, which costs more than the whole conversation.
 import _socket
 import os
 import time
@@ -14,12 +13,17 @@ from forq.procs.lines import Lines
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Callable
     from typing import Any
+
+    from forq.ctl.output import Waiting
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
 # Answers may be larger than requests: a job's data can be almost as long as a request, and is quoted in its answer.
 MAX_ANSWER_BYTES = 16 << 20
 RETRY_CONNECT_SECONDS = 0.02
+# How often status is asked while something else is awaited.
+POLL_SECONDS = 1.0
 
 
 class Client:
@@ -127,3 +131,53 @@ def connect(args: Namespace) -> Client:
     path = control_socket()
     others = [candidate for candidate in control_socket_candidates() if candidate != path]
     return Client(path, timeout_seconds, f" (nor {', '.join(others)})" if others else "")
+
+
+def wait_for(
+    client: Client,
+    wanted: int,
+    asked: dict[str, Any],
+    tell: Callable[[Waiting, Any], None],
+    deadline: float | None,
+    too_late: str,
+    *,
+    lines: bool,
+) -> Any:
+    """The answer to the request `wanted`. Until it comes, `tell` gets the answers to `status` with the params `asked`.
+    TimedOut with `too_late` after the deadline, or if the supervisor does not answer that in time."""
+    from forq.ctl.output import Waiting
+
+    waiting = Waiting(lines=lines)
+    polled = None
+    # When to ask next; while an answer is awaited, when the supervisor is given up.
+    next_step = time.monotonic() + waiting.first_poll_seconds()
+    try:
+        while True:
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                raise TimedOut(too_late)
+            if now >= next_step:
+                if polled is not None:
+                    raise client.too_late()
+                polled, next_step = client.send("status", asked), now + client.timeout_seconds
+            answer = _next_answer(client, next_step if deadline is None else min(deadline, next_step))
+            if answer is None:
+                continue
+            answered, value = answer
+            if answered == wanted:
+                if isinstance(value, ForqError):
+                    raise value
+                return value
+            if answered == polled:
+                polled, next_step = None, time.monotonic() + POLL_SECONDS
+                if not isinstance(value, ForqError):
+                    tell(waiting, value)
+    finally:
+        waiting.end()
+
+
+def _next_answer(client: Client, until: float) -> tuple[str | int | None, Any] | None:
+    try:
+        return client.receive(until)
+    except TimedOut:
+        return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from forq.ctl.client import connect
-from forq.ctl.tables import moment, printable, show_json, show_more, show_stack, show_table
+from forq.ctl.command import AFTER, NAME, Argument, Command
+from forq.ctl.output import field, moment, printable, show, show_json, show_more, show_stack, show_table
 from forq.errors import ForqError, UsageError
 
 TYPE_CHECKING = False
@@ -15,6 +16,25 @@ PAST = {"retry": "retried", "discard": "discarded"}
 LABEL_WIDTH = 15
 
 
+@Command(
+    "dead",
+    "list, show, retry or discard dead jobs",
+    Argument("action", choices=("list", "show", "retry", "discard"), help="what to do"),
+    NAME,
+    Argument("id", nargs="?", metavar="ID", help="the job (the newest of that id), or id@fence"),
+    Argument("--all", action="store_true", help="retry or discard all that are dead now"),
+    Argument("--limit", type=int, metavar="N", help="list at most so many"),
+    AFTER,
+    more="A dead job failed for good. retry puts it in line again with all counts 0; discard forgets it.",
+    examples=[
+        "dead list mails --limit 10  # the newest",
+        "dead show mails 01JD0Z  # error, attempts and traceback of one",
+        "dead retry mails --all  # all of them again",
+    ],
+    json="the result of `dead.list`, `dead.show`, `dead.retry` or `dead.discard`; with --all `retried` or `discarded`, "
+    "and `refused`, as numbers",
+    exits={1: "some were refused: a live job has the id", 4: "no such queue or job"},
+)
 def dead(args: Namespace) -> int:
     if args.action == "list":
         return _list(args)
@@ -66,7 +86,7 @@ def _show(args: Namespace) -> int:
     known = error if isinstance(error, dict) else {"message": error}
     traceback = known.pop("traceback", None)
     for key, value in [*result.items(), *((f"error {key}", value) for key, value in known.items())]:
-        print(f"{printable(key):<{LABEL_WIDTH}}{_shown(key, value)}")
+        print(f"{printable(key):<{LABEL_WIDTH}}{field(key, value)}")
     for number, attempt in enumerate(attempts, start=1):
         print(f"{f'attempt {number}':<{LABEL_WIDTH}}{_shown_attempt(attempt)}")
     show_stack([attempt for attempt in attempts if isinstance(attempt, dict)])
@@ -77,32 +97,16 @@ def _show(args: Namespace) -> int:
     return 0
 
 
-def _shown(key: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if key.endswith("_at") and isinstance(value, int | float):
-        return moment(value) or "-"
-    if isinstance(value, str) and key != "data":
-        return printable(value)
-    from forq.procs.wire import encode
-
-    return printable(encode(value).decode())
-
-
 def _shown_attempt(attempt: Any) -> str:
     if not isinstance(attempt, dict):
-        return _shown("data", attempt)
+        return field("data", attempt)
     known = {key: value for key, value in attempt.items() if value is not None and key != "stack"}
-    return "  ".join(f"{printable(key)}={_shown(key, value)}" for key, value in known.items())
+    return "  ".join(f"{printable(key)}={field(key, value)}" for key, value in known.items())
 
 
 def _one(args: Namespace) -> int:
     result = connect(args).call(f"dead.{args.action}", {"name": args.name, "id": args.id})
-    if args.json:
-        show_json(result)
-    else:
-        print(f"{PAST[args.action]} {printable(result['id'])}")
-    return 0
+    return show(args, result, f"{PAST[args.action]} {printable(result['id'])}")
 
 
 def _all(args: Namespace) -> int:
@@ -124,9 +128,7 @@ def _all(args: Namespace) -> int:
         raise type(exc)(f"{exc}; {PAST[args.action]} before: {done}") from exc
     finally:
         progress.clear()
-    if args.json:
-        show_json({PAST[args.action]: done, "refused": refused})
-    else:
-        left = f", {refused} refused (a live job has the id, or the record is broken)" if refused else ""
-        print(f"{PAST[args.action]} {done} {'job' if done == 1 else 'jobs'} of {args.name}{left}")
+    left = f", {refused} refused (a live job has the id, or the record is broken)" if refused else ""
+    text = f"{PAST[args.action]} {done} {'job' if done == 1 else 'jobs'} of {args.name}{left}"
+    show(args, {PAST[args.action]: done, "refused": refused}, text)
     return 1 if refused else 0

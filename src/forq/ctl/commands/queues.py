@@ -1,4 +1,4 @@
-"""create, delete, set, pause, resume, drain, restart."""
+"""create, delete, pause, resume, drain, set, restart: the queues themselves."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import sys
 import time
 
-from forq.ctl.client import connect
-from forq.ctl.tables import printable, show_json, span
-from forq.ctl.waits import Waiting, running_jobs, wait_for
+from forq.ctl.client import connect, wait_for
+from forq.ctl.command import NAME, NO_QUEUE, WAIT, Argument, Command, seconds
+from forq.ctl.output import printable, running_jobs, show, show_json, span
 from forq.errors import CannotImport, UsageError
 
 TYPE_CHECKING = False
@@ -16,12 +16,66 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from typing import Any
 
+    from forq.ctl.output import Waiting
+
 # How long a supervisor waits for an import, unless it is told otherwise.
 IMPORT_SECONDS = 60.0
 # The exit code of a delete that has left processes behind.
 SURVIVED = 3
+# Of every command that takes options of a queue.
+OPTIONS = (
+    Argument("options", nargs="*", completes="option", metavar="OPTION=VALUE", help="an option of the queue"),
+    Argument(
+        "--set", action="append", default=[], completes="option", metavar="OPTION=VALUE", help="the same (repeatable)"
+    ),
+)
+IMPORT_WAIT = Argument(
+    "--wait",
+    dest="wait_seconds",
+    type=seconds,
+    metavar="D",
+    help="how long the import of its handler may take (default: 60s)",
+)
+
+IMPORTED = "the result of `{}`; if the handler cannot be imported `name` and `error` (`code`, `message`, `traceback`)"
 
 
+@Command(
+    "create",
+    "make a queue and start its processes",
+    NAME,
+    Argument("--handler", metavar="M:F", help="the function that handles its jobs, or exec:PROGRAM"),
+    Argument(
+        "--type", action="append", default=[], metavar="T=M:F", help="the function for jobs of type T (repeatable)"
+    ),
+    Argument(
+        "--path",
+        action="append",
+        default=[],
+        completes="dir",
+        metavar="DIR",
+        help="where handlers are imported from (repeatable)",
+    ),
+    IMPORT_WAIT,
+    Argument("--no-wait", action="store_true", help="make the queue whether its handler can be imported or not"),
+    Argument("--fail-handler", metavar="M:F", help="the function for jobs that failed for good"),
+    Argument(
+        "--mode",
+        choices=("work", "auto_release", "on_request", "external"),
+        help="who gets its jobs: its handler, those who ask, external workers "
+        "(default: `mode` of the config file, else work)",
+    ),
+    *OPTIONS,
+    more="The definition is kept in the state directory, and the queue is served again after a restart. With the same "
+    "name and another definition the queue is replaced, with its jobs kept; its mode never changes.",
+    examples=[
+        "create mails --handler app.mails:send --path /srv/app --set timeout=30s  # a queue with a Python handler",
+        "create video --handler 'exec:/usr/bin/node /srv/video.js' --set concurrency=2"
+        "  # one whose handler is a program",
+    ],
+    json=IMPORTED.format("queue.create"),
+    exits={1: "refused: another mode, too many queues, or the config file defines it"},
+)
 def create(args: Namespace) -> int:
     handlers = dict(_pair(text, "--type", "T=M:F") for text in args.type)
     if args.mode == "work" and args.handler is None and not handlers:
@@ -45,6 +99,20 @@ def create(args: Namespace) -> int:
     return _done(args, result, "joined" if joined else "created")
 
 
+@Command(
+    "delete",
+    "stop a queue's processes and remove it",
+    NAME,
+    Argument("--force", action="store_true", help="also when it still holds jobs"),
+    more="What the queue still held is in its failed log. All processes below its own are ended too.",
+    examples=["delete mails --force  # drop a queue with all its jobs"],
+    json="queue.delete",
+    exits={
+        1: "it still holds jobs, and there is no --force",
+        3: "it is deleted, but processes that its handlers have started cannot be killed",
+        **NO_QUEUE,
+    },
+)
 def delete(args: Namespace) -> int:
     result = connect(args).call("queue.delete", {"name": args.name, "force": args.force})
     _done(args, result, "deleted")
@@ -60,6 +128,17 @@ def delete(args: Namespace) -> int:
     return SURVIVED
 
 
+@Command(
+    "set",
+    "change options of a queue, at once",
+    NAME,
+    *OPTIONS,
+    more="For everything that is in the queue, too. Of a queue of the config file it holds until the supervisor "
+    "restarts.",
+    examples=["set mails timeout=2m max_retries=5"],
+    json="queue.set",
+    exits=NO_QUEUE,
+)
 def set(args: Namespace) -> int:
     options = _options(args)
     if not options:
@@ -69,14 +148,41 @@ def set(args: Namespace) -> int:
     return _done(args, result, f"set {', '.join(f'{name}={value}' for name, value in options.items())} of", until)
 
 
+@Command(
+    "pause",
+    "start no more jobs of a queue",
+    NAME,
+    more="What runs goes on. It holds for all supervisors, and over restarts.",
+    examples=["pause mails"],
+    json="queue.pause",
+    exits=NO_QUEUE,
+)
 def pause(args: Namespace) -> int:
     return _done(args, connect(args).call("queue.pause", {"name": args.name}), "paused")
 
 
+@Command(
+    "resume",
+    "start jobs of a paused queue again",
+    NAME,
+    examples=["resume mails"],
+    json="queue.resume",
+    exits=NO_QUEUE,
+)
 def resume(args: Namespace) -> int:
     return _done(args, connect(args).call("queue.resume", {"name": args.name}), "resumed")
 
 
+@Command(
+    "restart",
+    "replace a queue's processes by new ones, once these have imported the handler",
+    NAME,
+    IMPORT_WAIT,
+    more="The running job ends first, within stop_grace. The new processes have the handler's code as it is now.",
+    examples=["restart mails  # after new code"],
+    json=IMPORTED.format("queue.restart"),
+    exits=NO_QUEUE,
+)
 def restart(args: Namespace) -> int:
     try:
         return _done(args, _call_and_import(args, "queue.restart", {"name": args.name}), "restarted")
@@ -89,16 +195,12 @@ def _call_and_import(args: Namespace, method: str, params: dict[str, Any], *, wa
     else as the supervisor does."""
     if not wait:
         return connect(args).call(method, {**params, "wait": False})
-    seconds = args.timeout_seconds
-    if args.wait is not None:
-        from forq.values import parse_duration
-
-        seconds = parse_duration(args.wait)
-    given = {} if seconds is None else {"wait": seconds}
+    import_seconds = args.timeout_seconds if args.wait_seconds is None else args.wait_seconds
+    given = {} if import_seconds is None else {"wait": import_seconds}
     client = connect(args)
     sent = client.send(method, {**params, **given})
     # Its old process may take as long to end as any answer.
-    limit_seconds = client.timeout_seconds + (IMPORT_SECONDS if seconds is None else seconds)
+    limit_seconds = client.timeout_seconds + (IMPORT_SECONDS if import_seconds is None else import_seconds)
     deadline, name = time.monotonic() + limit_seconds, args.name
     too_late = f"no answer within {limit_seconds:g} s; it goes on: forqctl status {name}"
     return wait_for(client, sent, {"names": [name]}, _tell_of_import, deadline, too_late, lines=not args.json)
@@ -127,13 +229,19 @@ def _cannot_import(args: Namespace, error: CannotImport, what_to_do: str) -> int
     return error.exit_code
 
 
+@Command(
+    "drain",
+    "wait until a queue has nothing left to do",
+    NAME,
+    WAIT,
+    more="Jobs may still be pushed meanwhile. What is scheduled for later does not count.",
+    examples=["drain mails --wait 10m  # before an upgrade"],
+    json="queue.drain",
+    exits={**NO_QUEUE, 6: "not drained within --wait; it goes on draining"},
+)
 def drain(args: Namespace) -> int:
     """Waits as long as --wait says, else as an explicit --timeout says, else for ever."""
-    limit_seconds = args.timeout_seconds
-    if args.wait is not None:
-        from forq.values import parse_duration
-
-        limit_seconds = parse_duration(args.wait)
+    limit_seconds = args.timeout_seconds if args.wait_seconds is None else args.wait_seconds
     deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
     client = connect(args)
     drained = client.send("queue.drain", {"name": args.name})
@@ -190,11 +298,7 @@ def _pair(text: str, flag: str, form: str) -> tuple[str, str]:
 
 
 def _done(args: Namespace, result: object, what: str, more: str = "") -> int:
-    if args.json:
-        show_json(result)
-    else:
-        print(f"{what} {args.name}{more}", flush=True)
-        warnings = result.get("warnings", ()) if isinstance(result, dict) else ()
-        for warning in warnings:
-            print(f"forqctl: warning: {printable(warning)}", file=sys.stderr)
+    show(args, result, f"{what} {args.name}{more}")
+    for warning in result.get("warnings", ()) if isinstance(result, dict) and not args.json else ():
+        print(f"forqctl: warning: {printable(warning)}", file=sys.stderr)
     return 0

@@ -9,33 +9,34 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from forq.ctl.client import connect
-from forq.ctl.tables import printable, span
-from forq.ctl.top.feed import RECONNECT_SECONDS, Feed
-from forq.ctl.top.figures import Figures, Row
-from forq.ctl.top.overview import Overview
-from forq.ctl.top.queue_page import QueuePage
-from forq.ctl.top.terminal import ENDING, Terminal
-from forq.errors import ForqError
+from forq.ctl.client import Client, connect
+from forq.ctl.output import printable, span
+from forq.ctl.pages import Overview, QueuePage
+from forq.ctl.terminal import ENDING, Terminal
+from forq.ctl.top import Figures, Row
+from forq.errors import ForqError, PermissionRefused, SupervisorUnreachable, TimedOut
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
+RECONNECT_SECONDS = 0.5
+Then = Callable[[Any], None]
 # An answer that is late by so much is worth a word.
 LATE_SECONDS = 2.0
 VERBS = {"p": ("queue.pause", "paused"), "r": ("queue.resume", "resumed")}
 
 
-def show(args: Namespace, interval_seconds: float) -> int:
+def show_screen(args: Namespace) -> int:
     feed = Feed(lambda: connect(args))
     try:
         with Terminal() as terminal:
-            return Screen(feed, interval_seconds).run(terminal)
+            return Screen(feed, args.interval_seconds).run(terminal)
     finally:
         feed.close()
 
@@ -146,3 +147,69 @@ class Screen:
         with self._console.capture() as captured:
             self._console.print(line, end="", no_wrap=True, overflow="ignore", crop=False)
         return captured.get()
+
+
+class Feed:
+    """The questions that the screen asks, on one connection that is made again when it breaks. Never waits for an
+    answer: each goes to the function that was given with its question, which gets an error if the connection breaks
+    first. `trouble` says why nobody can be asked now; None while somebody can."""
+
+    def __init__(self, connect: Callable[[], Client]) -> None:
+        self.trouble: str | None = None
+        self._connect = connect
+        self._client: Client | None = None
+        self._asked: dict[int, Then] = {}
+        self._next_try = 0.0
+
+    def fileno(self) -> int | None:
+        return None if self._client is None else self._client.fileno()
+
+    def open(self, now: float) -> bool:
+        """Whether there is a connection; tries to make one, though not all the time."""
+        if self._client is None and now >= self._next_try:
+            self._next_try = now + RECONNECT_SECONDS
+            try:
+                self._client = self._connect()
+            except (SupervisorUnreachable, TimedOut) as exc:
+                self.trouble = str(exc)
+        return self._client is not None
+
+    def ask(self, method: str, params: dict[str, Any], then: Then) -> bool:
+        """`then` gets the result or the error. False if nobody can be asked."""
+        if self._client is None:
+            return False
+        try:
+            self._asked[self._client.send(method, params)] = then
+        except TimedOut as exc:
+            self._lose(exc)
+            return False
+        return True
+
+    def read(self) -> None:
+        """Hands out the answers that are there; part of one stays for the next time."""
+        while self._client is not None:
+            try:
+                answered, value = self._client.receive(time.monotonic())
+            except TimedOut:
+                return
+            except PermissionRefused:
+                raise
+            except ForqError as exc:
+                self._lose(exc)
+                return
+            self.trouble = None
+            then = self._asked.pop(answered, None) if isinstance(answered, int) else None
+            if then is not None:
+                then(value)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+    def _lose(self, why: ForqError) -> None:
+        self.trouble = str(why)
+        self.close()
+        unanswered, self._asked = list(self._asked.values()), {}
+        for then in unanswered:
+            then(why)

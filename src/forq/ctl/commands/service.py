@@ -1,18 +1,27 @@
-"""status: all queues in one table, or some in detail; --check for monitoring."""
+"""status: all queues in one table, or some in detail; --check for monitoring.
+
+ping, version, shutdown: the supervisor itself. completion: needs none.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 
-from forq.ctl.client import connect
-from forq.ctl.tables import cell, moment, printable, show_json, show_table, span
-from forq.progress import show_progress
+from forq.ctl.client import Client, connect, wait_for
+from forq.ctl.command import EXITS, Argument, Command
+from forq.ctl.output import cell, moment, printable, running_jobs, show, show_json, show_table, span
+from forq.errors import SupervisorUnreachable, TimedOut
+from forq.version import VERSION
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
     from typing import Any
+
+    from forq.ctl.output import Waiting
 
 NOT_HEALTHY = 3
 SHOWN_CHILDREN = 4
@@ -22,6 +31,9 @@ SHOWN_HOLDERS = 20
 HEALTHY_STATES = ("running", "starting", "paused", "draining", "elsewhere")
 # A handler whose import takes longer than this counts as stuck.
 STARTING_SECONDS = 30.0
+# From the end of the connection to that of the process.
+LAST_SECONDS = 10.0
+MOST_QUEUES = 5
 _COLUMNS: tuple[tuple[str, str], ...] = (
     ("QUEUE", "name"),
     ("STATE", "state"),
@@ -34,6 +46,20 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
 )
 
 
+@Command(
+    "status",
+    "show the queues, or some of them in detail",
+    Argument("names", nargs="*", metavar="NAME", help="a queue"),
+    Argument("--check", action="store_true", help="exit with 3 unless everything is healthy"),
+    Argument("--memory", action="store_true", help="with each process's share of memory (PSS)"),
+    more="Without Redis the processes are shown as usual, and counts are -. docs/operations.md explains every state.",
+    examples=[
+        "status --check  # for monitoring",
+        "status mails  # one queue, with its processes and first jobs",
+    ],
+    json="status",
+    exits={3: "with --check: something is not healthy", 4: "no such queue"},
+)
 def status(args: Namespace) -> int:
     params: dict[str, Any] = {"names": args.names} if args.names else {}
     if args.memory:
@@ -188,6 +214,8 @@ def _brief(child: dict[str, Any]) -> str:
 
 
 def _progress(child: dict[str, Any]) -> str | None:
+    from forq.progress import show_progress
+
     progress = child.get("progress")
     return None if progress is None else show_progress(progress["fraction"], progress["text"])
 
@@ -223,3 +251,97 @@ def _show_processes(queue: dict[str, Any]) -> None:
             for child in queue["children"]
         ],
     )
+
+
+@Command("ping", "ask whether the supervisor answers", examples=["ping --timeout 2s"], json="ping")
+def ping(args: Namespace) -> int:
+    result = connect(args).call("ping", {})
+    return show(args, result, f"pong from pid {result['pid']}")
+
+
+@Command(
+    "version",
+    "show the versions of forqctl and the supervisor",
+    examples=["version --json"],
+    json="the result of `version`, and `forqctl`: its own version",
+)
+def version(args: Namespace) -> int:
+    result = connect(args).call("version", {})
+    release, protocol = printable(str(result["version"])), printable(str(result["protocol"]))
+    text = f"forqctl {VERSION}\nsupervisor {release}, protocol {protocol}"
+    return show(args, {"forqctl": VERSION, **result}, text)
+
+
+@Command(
+    "shutdown",
+    "stop the supervisor, and wait until it has stopped",
+    Argument("--now", action="store_true", help="without letting running jobs finish"),
+    Argument("--no-wait", action="store_true", help="do not wait until it has stopped"),
+    more="Running jobs get stop_grace to end; what has not ended goes back in line, uncounted. While it waits it says "
+    "on stderr for which jobs. Ctrl-C ends only the waiting.",
+    examples=["shutdown"],
+    json="the result of `shutdown`, and `stopped`: whether it was waited for",
+    exits={6: "it has not stopped within --timeout; it goes on stopping"},
+)
+def shutdown(args: Namespace) -> int:
+    """Waits until it has ended, unless --no-wait; at most as long as an explicit --timeout says."""
+    deadline = None if args.timeout_seconds is None else time.monotonic() + args.timeout_seconds
+    client = connect(args)
+    result = client.call("shutdown", {"now": args.now})
+    if not args.no_wait:
+        _wait_for_the_end(client, result, deadline, lines=not args.json)
+    text = "the supervisor is stopping" if args.no_wait else "the supervisor has stopped"
+    return show(args, result | {"stopped": not args.no_wait}, text)
+
+
+def _wait_for_the_end(client: Client, result: dict[str, Any], deadline: float | None, *, lines: bool) -> None:
+    """It closes its connections at its end. Its process goes on a little, with the lock of its state directory."""
+    from select import select
+
+    grace_seconds = result["grace_seconds"]
+
+    def tell(waiting: Waiting, status: Any) -> None:
+        waiting.say(_awaited(status["queues"], grace_seconds))
+
+    try:
+        process: int | None = os.pidfd_open(result["pid"])
+    except OSError:
+        # In another namespace of processes, or gone.
+        process = None
+    try:
+        too_late = "the supervisor has not stopped yet; it goes on stopping"
+        # No answer has this number: only the end of the connection ends the wait.
+        wait_for(client, 0, {"counts": False}, tell, deadline, too_late, lines=lines)
+    except SupervisorUnreachable:
+        if process is not None and not select([process], [], [], LAST_SECONDS)[0]:
+            raise TimedOut(f"the supervisor has closed its socket, but its process {result['pid']} is there") from None
+    finally:
+        if process is not None:
+            os.close(process)
+
+
+def _awaited(queues: list[dict[str, Any]], grace_seconds: float) -> str:
+    jobs = running_jobs(queues, with_queue=True)
+    if jobs:
+        return f"the supervisor waits for running jobs, {span(grace_seconds)} at most: {jobs}"
+    names = [printable(queue["name"]) for queue in queues if any(child["pid"] for child in queue["children"])]
+    if names:
+        more = f", {len(names) - MOST_QUEUES} more" if len(names) > MOST_QUEUES else ""
+        return f"the supervisor waits for the processes of {', '.join(names[:MOST_QUEUES])}{more}"
+    return "the supervisor waits for its services"
+
+
+@Command(
+    "completion",
+    "print a script that completes forqctl's commands in a shell",
+    Argument("shell", choices=("bash", "zsh", "fish"), help="the shell"),
+    more="Needs no supervisor.",
+    examples=["completion bash > /etc/bash_completion.d/forqctl  # for all users"],
+    json="nothing: it always prints the script",
+    common_exits={code: EXITS[code] for code in (0, 2)},
+)
+def completion(args: Namespace) -> int:
+    folder = os.path.join(os.path.dirname(os.path.dirname(__file__)), "completion")
+    with open(os.path.join(folder, f"forqctl.{args.shell}"), encoding="utf-8") as script:
+        print(script.read(), end="")
+    return 0

@@ -1,4 +1,4 @@
-"""await, dequeue, ack.
+"""await, dequeue, ack: items for those who ask for them.
 
 Without --lease the item is acknowledged before it is printed: what was printed has left the queue. If forqctl dies in
 between, the item goes back in line when its lease lapses.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 
 from forq.ctl.client import Client, connect
-from forq.ctl.tables import printable, show_json
+from forq.ctl.command import ID, NAME, WAIT, Argument, Command, seconds
+from forq.ctl.output import as_json, printable, show
 from forq.errors import ForqError, LeaseLapsed, RedisUnavailable, TimedOut
 
 TYPE_CHECKING = False
@@ -18,37 +19,89 @@ if TYPE_CHECKING:
     from typing import Any
 
 ACK_AGAIN_SECONDS = 0.1
+ITEM = Argument("id", nargs="?", metavar="ID", help="this item (default: any)")
 
 
+@Command(
+    "await",
+    "wait until a queue of mode auto_release releases an item, and print it",
+    NAME,
+    ITEM,
+    WAIT,
+    examples=["await crawl --wait 30s"],
+    json="`id`, `identifier` and `data` of the item",
+    exits={
+        1: "refused, such as a queue of another mode",
+        4: "no such queue",
+        6: "nothing was released within --wait, or no answer in time",
+    },
+)
 def await_release(args: Namespace) -> int:
     """Waits as long as --wait says, else as an explicit --timeout says, else for ever."""
-    wait_seconds = args.timeout_seconds if args.wait is None else _seconds(args.wait)
+    wait_seconds = args.timeout_seconds if args.wait_seconds is None else args.wait_seconds
     item = _get(connect(args), "await", {"name": args.name, "id": args.id}, wait_seconds)
     if item is None:
         raise TimedOut(f"queue {args.name} has released {'nothing' if args.id is None else f'no {args.id}'} in time")
     return _show(args, item, ("id", "identifier", "data"))
 
 
+@Command(
+    "dequeue",
+    "take an item out of a queue of mode on_request, and print it",
+    NAME,
+    ITEM,
+    Argument(
+        "--wait",
+        dest="wait_seconds",
+        type=seconds,
+        default=0.0,
+        metavar="D",
+        help="wait so long for one (default: not at all)",
+    ),
+    Argument(
+        "--lease",
+        dest="lease_seconds",
+        type=seconds,
+        metavar="D",
+        help="it goes back in line unless it is acknowledged (ack) within this time",
+    ),
+    examples=[
+        "dequeue orders  # take one and keep it",
+        "dequeue orders --lease 10s  # take one for ten seconds, to be acknowledged",
+    ],
+    json="`id`, `identifier` and `data` of the item; with --lease also `fence`, `awaiter` and `lease_seconds`",
+    exits={
+        1: "refused, such as a queue of another mode",
+        4: "no such queue",
+        6: "there was no item within --wait, or no answer in time",
+    },
+)
 def dequeue(args: Namespace) -> int:
     params: dict[str, Any] = {"name": args.name, "id": args.id}
     fields: tuple[str, ...] = ("id", "identifier", "data")
-    if args.lease is not None:
-        params["lease"] = _seconds(args.lease)
+    if args.lease_seconds is not None:
+        params["lease"] = args.lease_seconds
         fields = (*fields, "fence", "awaiter", "lease_seconds")
-    item = _get(connect(args), "dequeue", params, 0.0 if args.wait is None else _seconds(args.wait))
+    item = _get(connect(args), "dequeue", params, args.wait_seconds)
     if item is None:
         raise TimedOut(f"queue {args.name} has {'nothing' if args.id is None else f'no {args.id}'} to hand out")
     return _show(args, item, fields)
 
 
+@Command(
+    "ack",
+    "acknowledge an item that was dequeued with a lease",
+    NAME,
+    ID,
+    Argument("fence", type=int, metavar="FENCE", help="as dequeue printed it"),
+    Argument("awaiter", metavar="AWAITER", help="as dequeue printed it"),
+    examples=["ack orders o1 1794849575579031 01a1e55f129976bd"],
+    json="ack",
+    exits={1: "too late: the item has gone back in line", 4: "no such queue or item"},
+)
 def ack(args: Namespace) -> int:
     params = {"name": args.name, "id": args.id, "fence": args.fence, "awaiter": args.awaiter}
-    result = connect(args).call("ack", params)
-    if args.json:
-        show_json(result)
-    else:
-        print(f"acknowledged {printable(args.id)}")
-    return 0
+    return show(args, connect(args).call("ack", params), f"acknowledged {printable(args.id)}")
 
 
 def _get(client: Client, method: str, params: dict[str, Any], wait_seconds: float | None) -> dict[str, Any] | None:
@@ -95,17 +148,6 @@ def _acknowledge(client: Client, name: str, item: dict[str, Any]) -> None:
 
 
 def _show(args: Namespace, item: dict[str, Any], fields: tuple[str, ...]) -> int:
-    if args.json:
-        show_json({field: item[field] for field in fields})
-        return 0
-    from forq.procs.wire import encode
-
     who = [item["id"], str(item["fence"]), item["awaiter"]] if "fence" in fields else [item["id"]]
-    print(printable(" ".join([*who, encode(item["data"]).decode()])))
-    return 0
-
-
-def _seconds(text: str) -> float:
-    from forq.values import parse_duration
-
-    return parse_duration(text)
+    text = " ".join([printable(" ".join(who)), as_json(item["data"])])
+    return show(args, {field: item[field] for field in fields}, text)

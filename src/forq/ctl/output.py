@@ -1,15 +1,27 @@
-"""How forqctl shows things to people: aligned tables, colour on a terminal, times and durations; and JSON."""
+"""What forqctl prints: JSON; for people aligned tables, with colour on a terminal, times and durations.
+
+While it waits for something, it says on stderr what for.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+
+from forq.progress_line import ProgressLine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterable, Sequence
+    from typing import Any
 
+# What is over at once needs no look.
+FIRST_POLL_SECONDS = 0.2
+# Where no terminal is, a line is written after this time, and then more and more seldom.
+FIRST_TOLD_SECONDS, LAST_TOLD_SECONDS = 1.0, 60.0
+MOST_JOBS = 5
 _COLOURS = {
     "running": "32",
     "busy": "32",
@@ -24,6 +36,15 @@ _COLOURS = {
     "backoff": "31",
     "dead": "31",
 }
+
+
+def show(args: Namespace, result: object, text: str) -> int:
+    """The result of a command that says one thing: as JSON if that is wanted, else the text. Exit code 0."""
+    if args.json:
+        show_json(result)
+    else:
+        print(text, flush=True)
+    return 0
 
 
 def show_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -66,6 +87,23 @@ def show_json(value: object) -> None:
     sys.stdout.flush()
     sys.stdout.buffer.write(encode(value) + b"\n")
     sys.stdout.buffer.flush()
+
+
+def field(key: str, value: Any) -> str:
+    """The value of a job's field `key`: a time, a text, or JSON."""
+    if value is None:
+        return "-"
+    if key.endswith("_at") and isinstance(value, int | float):
+        return moment(value) or "-"
+    if isinstance(value, str) and key not in ("data", "result"):
+        return printable(value)
+    return as_json(value)
+
+
+def as_json(value: object) -> str:
+    from forq.procs.wire import encode
+
+    return printable(encode(value).decode())
 
 
 def cell(value: object) -> str:
@@ -116,3 +154,49 @@ def _is_numeric(column: list[object]) -> bool:
 def _paint(text: str, padded: str, colour: bool) -> str:
     code = _COLOURS.get(text) if colour else None
     return f"\x1b[{code}m{padded}\x1b[0m" if code else padded
+
+
+class Waiting:
+    """Says what is waited for: on a terminal in one line that is drawn anew; elsewhere, if `lines`, now and then."""
+
+    def __init__(self, *, lines: bool) -> None:
+        self._line = ProgressLine()
+        self._lines = lines
+        self._pause_seconds = FIRST_TOLD_SECONDS
+        self._next_told = time.monotonic() + FIRST_TOLD_SECONDS
+        self._noted: str | None = None
+
+    def say(self, text: str) -> None:
+        if self._line.shown:
+            self._line.say(text)
+        elif self._lines and time.monotonic() >= self._next_told:
+            print(f"forqctl: {text}", file=sys.stderr, flush=True)
+            self._next_told = time.monotonic() + self._pause_seconds
+            self._pause_seconds = min(2 * self._pause_seconds, LAST_TOLD_SECONDS)
+
+    def note(self, text: str | None) -> None:
+        """What stays on the terminal, once: it does not pass by itself. None: there is nothing of the kind."""
+        if text is not None and text != self._noted:
+            self._line.clear()
+            print(f"forqctl: {text}", file=sys.stderr, flush=True)
+        self._noted = text
+
+    def first_poll_seconds(self) -> float:
+        return 0.0 if self._line.shown else FIRST_POLL_SECONDS
+
+    def end(self) -> None:
+        self._line.clear()
+
+
+def running_jobs(queues: list[dict[str, Any]], *, with_queue: bool) -> str:
+    """The jobs that run here, those that run longest first: some with id and time, and how many more."""
+    found = [
+        (seconds or 0.0, f"{queue['name']} {job}" if with_queue else str(job))
+        for queue in queues
+        for child in queue["children"]
+        for job, seconds in zip(child.get("jobs", ()), child.get("jobs_seconds", ()), strict=False)
+    ]
+    found.sort(key=lambda job: -job[0])
+    shown = [f"{printable(name)} ({span(seconds)})" for seconds, name in found[:MOST_JOBS]]
+    more = len(found) - MOST_JOBS
+    return ", ".join([*shown, *([f"{more} more"] if more > 0 else [])])

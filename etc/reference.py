@@ -1,0 +1,232 @@
+"""Writes what is made of the declarations of commands (`make reference`). With --check it only names what is old.
+
+1. The completion of forqctl for bash, zsh and fish, by shtab.
+2. The man pages of forqctl and forq, by argparse-manpage. The options of forq pipeline are known with Spark only, so
+   without it forq.1 is left alone.
+3. docs/reference/forqctl.md, and the table of commands in README.md.
+"""
+
+import argparse
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import shtab
+from argparse_manpage.manpage import Manpage
+
+from forq.cli import parser_for
+from forq.ctl.command import ABOUT, ALL_EXITS, DURATIONS, ENVIRONMENT, GLOBALS, Argument, Command
+from forq.ctl.commands import all_declared
+from forq.exits import MEANINGS
+from forq.version import VERSION
+
+ROOT = Path(__file__).resolve().parents[1]
+SHELLS = ("bash", "zsh", "fish")
+COMPLETES = {"file": shtab.FILE, "dir": shtab.DIRECTORY}
+ABOUT_FORQ = (
+    "forq run starts a supervisor: a process that gives each queue processes of its own, starts them again when they "
+    "die, and kills what hangs. Jobs are kept in Redis, in an embedded server if no other is named. forqctl(1) "
+    "controls it."
+)
+SIGNALS = {
+    "TERM, INT": "running jobs get stop_grace to end, then everything is stopped; the same again kills at once",
+    "HUP": "refused: settings are read at start only",
+}
+FILES = {
+    "/etc/forq/forq.toml": "settings, if neither --config nor FORQ_CONFIG names another file",
+    "/var/lib/forq": "the state directory of root, if nothing else is said",
+    "~/.local/state/forq": "that of others",
+}
+
+
+class Formatter(argparse.HelpFormatter):
+    """The width of a man page on a terminal of 80 columns, whatever the one is that this runs in."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=72)
+
+
+def forqctl_parser(*, for_man: bool) -> argparse.ArgumentParser:
+    """All commands below one parser. A man page has the arguments of every command once, but examples and exit codes
+    with each command."""
+    parser = argparse.ArgumentParser(
+        prog="forqctl", description=f"{ABOUT}\n\n{DURATIONS}", add_help=False, formatter_class=Formatter
+    )
+    for argument in GLOBALS:
+        _add(parser, argument)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in all_declared():
+        below = commands.add_parser(
+            command.name,
+            help=command.summary,
+            description=_about(command) if for_man else None,
+            add_help=False,
+            formatter_class=Formatter,
+        )
+        for argument in command.arguments if for_man else (*command.arguments, *GLOBALS):
+            _add(below, argument)
+    return parser
+
+
+def _add(parser: argparse.ArgumentParser, argument: Argument) -> None:
+    action = parser.add_argument(*argument.names, **argument.keywords)
+    if argument.completes in COMPLETES:
+        action.complete = COMPLETES[argument.completes]  # type: ignore[attr-defined]
+
+
+def _about(command: Command) -> str:
+    """A line that begins with a blank is not filled."""
+    parts = [command.more] if command.more else []
+    for typed, purpose in command.examples:
+        parts.append("\n".join([*([f"  # {purpose}"] if purpose else []), f"  forqctl {typed}"]))
+    parts.append(f"With --json it prints {_json(command)}.")
+    if command.own_exits:
+        parts.append("Exit status: " + "; ".join(f"{code} {means}" for code, means in command.own_exits.items()) + ".")
+    return "\n\n".join(parts)
+
+
+def _json(command: Command) -> str:
+    is_method = re.fullmatch(r"[a-z_.]+", command.json)
+    return f"the result of `{command.json}`" if is_method else command.json
+
+
+def man_page(parser: argparse.ArgumentParser, about: str, sections: dict[str, list[str]]) -> str:
+    """Quotes are shown as they are typed; ASCII only. No date, which would differ each day."""
+    page = Manpage(parser, format="single-commands-section")
+    page.description, page.source, page.manual, page.date = about, f"forq {VERSION}", "forq", ""
+    for heading, lines in sections.items():
+        page.add_section(heading, ">", "\n".join(lines).replace("-", "\\-"))
+    head, _, body = str(page).partition("\n")
+    body = body.replace("'", "\\(aq").replace("`", "\\(ga")
+    body = "".join(char if char.isascii() else f"\\[u{ord(char):04X}]" for char in body)
+    written = '.\\" Written by make reference: change the declarations of the commands, not this file.'
+    return "\n".join([written, head, ".nh", ".ad l", body])
+
+
+def _entries(meanings: dict[str, str] | dict[int, str]) -> list[str]:
+    return [line for tag, means in meanings.items() for line in (".TP", f"\\fB{tag}\\fR", means)]
+
+
+def forqctl_man() -> str:
+    exits = dict(sorted(ALL_EXITS.items()))
+    sections = {"environment": _entries(ENVIRONMENT), "exit status": _entries(exits), "see also": ["forq(1)"]}
+    return man_page(forqctl_parser(for_man=True), "control a forq supervisor", sections)
+
+
+def forq_man() -> str:
+    parser = parser_for("bridge", "pipeline")
+    for each in _with_those_below(parser):
+        each.formatter_class = Formatter
+    about, parser.description = parser.description or "", ABOUT_FORQ
+    if parser._subparsers is not None:
+        parser._subparsers.title = "commands"
+    sections = {
+        "signals": _entries(SIGNALS),
+        "files": _entries(FILES),
+        "exit status": ["Of forq run:", *_entries(MEANINGS)],
+        "see also": ["forqctl(1)"],
+    }
+    return man_page(parser, about, sections)
+
+
+def _with_those_below(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [
+        parser,
+        *(each for action in below for child in action.choices.values() for each in _with_those_below(child)),
+    ]
+
+
+def markdown() -> str:
+    lines = [
+        "# forqctl",
+        "",
+        f"{ABOUT} {DURATIONS}",
+        "",
+        "Written by `make reference` from the declarations in `src/forq/ctl/commands`.",
+        "",
+        *_table("for every command", {argument.shown(): argument.keywords["help"] for argument in GLOBALS}),
+        "",
+        *_table("exit code", {str(code): means for code, means in sorted(ALL_EXITS.items())}),
+    ]
+    for command in all_declared():
+        lines += ["", f"## {command.name}", "", *_described(command)]
+    return "\n".join(lines) + "\n"
+
+
+def _described(command: Command) -> list[str]:
+    more = f" {command.more}" if command.more else ""
+    lines = [f"{command.summary[0].upper()}{command.summary[1:]}.{more}", ""]
+    if command.arguments:
+        arguments = {argument.shown(): argument.keywords["help"] for argument in command.arguments}
+        lines += [*_table("argument", arguments), ""]
+    for typed, purpose in command.examples:
+        lines += [f"    forqctl {typed}" + (f"  # {purpose}" if purpose else "")]
+    lines += ["", f"With `--json` it prints {_linked(_json(command))}."]
+    if command.own_exits:
+        own = "; ".join(f"{code} {means}" for code, means in command.own_exits.items())
+        lines += ["", f"Exit codes of its own: {own}."]
+    return lines
+
+
+def readme() -> str:
+    """With a table of the commands between its two marks."""
+    commands = {f"[{each.name}](docs/reference/forqctl.md#{each.name})": each.summary for each in all_declared()}
+    rows = "\n".join(["| command | does |", "|---|---|", *(f"| {name} | {does} |" for name, does in commands.items())])
+    before, begin, rest = (ROOT / "README.md").read_text().partition("<!-- Written by make reference: from here -->\n")
+    _, end, after = rest.partition("<!-- to here -->\n")
+    return f"{before}{begin}{rows}\n{end}{after}"
+
+
+def _table(title: str, meanings: dict[str, str]) -> list[str]:
+    rows = [f"| `{tag}` | {means} |" for tag, means in meanings.items()]
+    return [f"| {title} | |", "|---|---|", *rows]
+
+
+def _linked(text: str) -> str:
+    """Names of methods as links to what docs/protocol.md says of them."""
+    return re.sub(
+        r"`([a-z_.]+)`", lambda name: f"[{name[0]}]({METHODS[name[1]]})" if name[1] in METHODS else name[0], text
+    )
+
+
+def _methods() -> dict[str, str]:
+    """The methods of the control socket, and where each is described."""
+    headings = re.findall(r"^### (.+)$", (ROOT / "docs" / "protocol.md").read_text(), re.MULTILINE)
+    anchors = {heading: re.sub(r"[^a-z_ -]", "", heading).replace(" ", "-") for heading in headings}
+    return {name: f"../protocol.md#{anchor}" for heading, anchor in anchors.items() for name in heading.split(", ")}
+
+
+METHODS = _methods()
+
+
+def generated() -> dict[Path, str]:
+    texts = {
+        ROOT / "src/forq/ctl/completion" / f"forqctl.{shell}": shtab.complete(forqctl_parser(for_man=False), shell)
+        for shell in SHELLS
+    }
+    texts[ROOT / "docs/reference/forqctl.md"] = markdown()
+    texts[ROOT / "README.md"] = readme()
+    texts[ROOT / "etc/man/forqctl.1"] = forqctl_man()
+    if find_spec("pyspark") is not None:
+        texts[ROOT / "etc/man/forq.1"] = forq_man()
+    return texts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="reference.py")
+    parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
+    check, old = parser.parse_args().check, []
+    for path, text in generated().items():
+        if not path.exists() or path.read_text() != text:
+            old.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.write_text(text)
+    if check and old:
+        print(f"not up to date: {', '.join(old)} (make reference writes them)", file=sys.stderr)
+    return 1 if check and old else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

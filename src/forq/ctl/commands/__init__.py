@@ -1,0 +1,41 @@
+"""The commands of forqctl, declared in the modules of this folder: which module has which command."""
+
+from __future__ import annotations
+
+from forq.ctl.command import DECLARED
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from forq.ctl.command import Command
+
+# In the order of `forqctl --help`.
+MODULES = {
+    name: module
+    for module, names in (
+        ("queues", "create delete"),
+        ("service", "status"),
+        ("watch", "top"),
+        ("jobs", "jobs job"),
+        ("push", "push"),
+        ("releases", "await dequeue ack"),
+        ("schedules", "schedule schedules unschedule trigger"),
+        ("dead", "dead"),
+        ("push", "recover"),
+        ("jobs", "remove cancel"),
+        ("queues", "pause resume drain set"),
+        ("watch", "watch logs"),
+        ("jobs", "why kill stack"),
+        ("queues", "restart"),
+        ("service", "ping version shutdown completion"),
+    )
+    for name in names.split()
+}
+
+
+def declared(name: str) -> Command:
+    __import__(f"forq.ctl.commands.{MODULES[name]}")
+    return DECLARED[name]
+
+
+def all_declared() -> list[Command]:
+    return [declared(name) for name in MODULES]

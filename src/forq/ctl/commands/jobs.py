@@ -1,0 +1,198 @@
+"""jobs, job, why, remove, cancel, kill, stack: the jobs of a queue."""
+
+from __future__ import annotations
+
+from forq.ctl.client import connect
+from forq.ctl.command import AFTER, ID, NAME, NO_QUEUE, Argument, Command
+from forq.ctl.output import field, moment, printable, show, show_json, show_more, show_stack, show_table, span
+from forq.errors import UnknownJob, UsageError
+from forq.progress import show_progress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from typing import Any
+
+
+NOT_THERE = {4: "no such queue, or no such job (any more): the message says what is known of it"}
+
+
+@Command(
+    "jobs",
+    "list the jobs of a queue",
+    NAME,
+    Argument(
+        "--state",
+        choices=("waiting", "scheduled", "active", "blocked", "retry", "done", "dead"),
+        help="only jobs in this state",
+    ),
+    Argument("--limit", type=int, metavar="N", help="at most so many"),
+    AFTER,
+    more="In the order in which they will run. Data is not shown: see job. If there are more, the command that shows "
+    "them is on stderr, so that stdout has only rows.",
+    examples=["jobs mails --state waiting --limit 10  # the first ten that wait"],
+    json="jobs",
+    exits=NO_QUEUE,
+)
+def jobs(args: Namespace) -> int:
+    if args.limit is not None and args.limit < 1:
+        raise UsageError("--limit is at least 1")
+    given = {"state": args.state, "limit": args.limit, "after": args.after}
+    params = {"name": args.name, **{key: value for key, value in given.items() if value is not None}}
+    result = connect(args).call("jobs", params)
+    if args.json:
+        show_json(result)
+        return 0
+    show_table(("ID", "STATE", "IDENTIFIER"), [(job["id"], job["state"], job["identifier"]) for job in result["jobs"]])
+    if result["next"] is not None:
+        show_more("jobs", args, result["next"])
+    return 0
+
+
+@Command(
+    "why",
+    "say why a job is not running",
+    NAME,
+    ID,
+    more="Of a job that the queue does not have (any more) it says what the queue's journal knows of it.",
+    examples=["why mails 01JD0Z"],
+    json="why",
+    exits=NOT_THERE,
+)
+def why(args: Namespace) -> int:
+    result = connect(args).call("why", {"name": args.name, "id": args.id})
+    if args.json:
+        show_json(result)
+    else:
+        print(printable(result["why"]))
+        for line in (result.get("traceback") or "").splitlines():
+            print(printable(line))
+    return 0
+
+
+@Command(
+    "job",
+    "show one job",
+    NAME,
+    ID,
+    more="With its data, its counts, and its last ten attempts that did not succeed. Of a job that the queue does not "
+    "have (any more) it says what the queue's journal knows of it: when it was done or cancelled, or that it never was "
+    "there.",
+    examples=["job mails 01JD0Z"],
+    json="job",
+    exits=NOT_THERE,
+)
+def job(args: Namespace) -> int:
+    result = connect(args).call("job", {"name": args.name, "id": args.id})
+    if args.json:
+        show_json(result)
+        return 0
+    for key, value in result.items():
+        if key != "attempts":
+            print(f"{key:<16}{_shown(key, value)}")
+    if result.get("attempts"):
+        print()
+        _show_attempts(result["attempts"])
+        show_stack(result["attempts"])
+    return 0
+
+
+def _show_attempts(attempts: list[dict[str, Any]]) -> None:
+    """With the most memory that each was seen with, if any was ended because of what it took of the machine."""
+    header: tuple[str, ...] = ("STARTED", "ENDED", "OUTCOME", "CAUSE")
+    rows: list[tuple[object, ...]] = [
+        (moment(attempt["started_at"]), moment(attempt["ended_at"]), attempt["outcome"], attempt["cause"])
+        for attempt in attempts
+    ]
+    if any(attempt.get("peak_memory") for attempt in attempts):
+        header = (*header, "PEAK")
+        peaks = [attempt.get("peak_memory") for attempt in attempts]
+        rows = [(*row, f"{peak / 1e6:.1f}MB" if peak else None) for row, peak in zip(rows, peaks, strict=True)]
+    show_table(header, rows)
+
+
+@Command(
+    "remove",
+    "remove a job; one that runs is forgotten when it ends",
+    NAME,
+    ID,
+    examples=["remove mails 01JD0Z"],
+    json="remove",
+    exits={4: "no such queue, or it has no such job"},
+)
+def remove(args: Namespace) -> int:
+    return _take_out(args, "remove", "removed")
+
+
+@Command(
+    "cancel",
+    "cancel a job that has not started",
+    NAME,
+    ID,
+    examples=["cancel mails 01JD0Z"],
+    json="cancel",
+    exits={4: "no such queue, or it has no such job that waits"},
+)
+def cancel(args: Namespace) -> int:
+    return _take_out(args, "cancel", "cancelled")
+
+
+def _take_out(args: Namespace, method: str, done: str) -> int:
+    result = connect(args).call(method, {"name": args.name, "id": args.id})
+    if args.json:
+        show_json(result)
+    if not result[done]:
+        raise UnknownJob(f"queue {args.name} has no job {args.id} to {method}: `forqctl why {args.name} {args.id}`")
+    if not args.json:
+        print(f"{done} {printable(args.id)}")
+    return 0
+
+
+def _shown(key: str, value: Any) -> str:
+    if key == "progress" and value is not None:
+        return f"{printable(show_progress(value['fraction'], value['text']))} ({moment(value['at'])})"
+    return field(key, value)
+
+
+@Command(
+    "kill",
+    "end a job that is running; it is cancelled",
+    NAME,
+    ID,
+    Argument("--retry", action="store_true", help="put it back in line instead, uncounted"),
+    more="In the same way as a timeout does; the answer does not wait for the end.",
+    examples=["kill mails 01JD0Z --retry"],
+    json="kill",
+    exits={4: "no such queue, or no process of this supervisor runs the job"},
+)
+def kill(args: Namespace) -> int:
+    result = connect(args).call("kill", {"name": args.name, "id": args.id, "retry": args.retry})
+    then = "it goes back in line" if result["outcome"] == "interrupted" else "it is cancelled"
+    others = len(result["others"])
+    jobs = "the other job of its process has" if others == 1 else f"{others} other jobs of its process have"
+    when = f"when {jobs} ended" if others else "now"
+    return show(args, result, f"killing {printable(result['id'])} (process {result['pid']}) {when}; {then}")
+
+
+@Command(
+    "stack",
+    "show where the running jobs of a queue are",
+    NAME,
+    more="The innermost frame comes first. It does the jobs no harm.",
+    examples=["stack mails"],
+    json="stack",
+    exits=NO_QUEUE,
+)
+def stack(args: Namespace) -> int:
+    result = connect(args).call("stack", {"name": args.name})
+    if args.json:
+        show_json(result)
+        return 0
+    if not result["stacks"]:
+        print("no job is running")
+    for entry in result["stacks"]:
+        doing = f"job {printable(entry['job'])}, {span(entry['seconds'])}" if entry["job"] else "starting"
+        print(f"{entry['role']} process {entry['pid']}: {doing}")
+        for line in (entry["stack"] or "  (no stack to be had)").splitlines():
+            print(printable(line))
+    return 0

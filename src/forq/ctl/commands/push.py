@@ -1,0 +1,395 @@
+"""push: one job from the command line, or one per line of a file, sent in chunks.
+
+recover: the jobs of a failed log, pushed to their queues again. Running it again pushes only lines that were left.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from forq.ctl.client import Client, connect
+from forq.ctl.command import NAME, NO_QUEUE, PRIORITY, TYPE, Argument, Command, seconds
+from forq.ctl.output import printable, show
+from forq.errors import ForqError, InvalidData, UnknownQueue, UsageError
+from forq.procs import wire
+from forq.progress_line import ProgressLine
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterator
+    from typing import Any, BinaryIO
+
+MAX_CHUNK_JOBS = 500
+MAX_CHUNK_BYTES = 512 << 10
+# A line of a failed log has the data, which must fit in a request, and the error with its traceback.
+MAX_FAILED_LINE_BYTES = 2 * wire.MAX_LINE_BYTES
+# What a request has besides the job.
+REQUEST_BYTES = 1024
+# Of the lines that are left: there may be as many as the file has.
+NAMED_LEFT = 10
+RECORD_KEYS = ("data", "id", "identifier", "priority", "type", "token", "run_at", "run_in")
+
+
+class Chunk:
+    """Jobs that are sent in one request, and the lines of the file they come from."""
+
+    def __init__(self) -> None:
+        self.jobs: list[dict[str, Any]] = []
+        self.numbers: list[int] = []
+        self.bytes = 0
+        # Of their lines in the file.
+        self.file_bytes = 0
+        self.first_line = 0
+        self.last_line = 0
+
+    def has_room_for(self, size: int) -> bool:
+        return not self.jobs or (len(self.jobs) < MAX_CHUNK_JOBS and self.bytes + size <= MAX_CHUNK_BYTES)
+
+    def add(self, job: dict[str, Any], size: int, line_number: int) -> None:
+        self.jobs.append(job)
+        self.numbers.append(line_number)
+        self.bytes += size
+        self.first_line = self.first_line or line_number
+        self.last_line = line_number
+
+
+@Command(
+    "push",
+    "add a job, or one per line of a file",
+    NAME,
+    Argument("data", nargs="?", metavar="JSON", help="the job's data"),
+    Argument("--file", completes="file", metavar="F.jsonl", help="a file with one JSON value per line; - is stdin"),
+    Argument("--records", action="store_true", help="each line of the file is an object with data, id, priority …"),
+    Argument("--id", metavar="ID", help="the job's id (default: a new one)"),
+    Argument("--identifier", metavar="TEXT", help="a text to recognise the job by"),
+    PRIORITY,
+    Argument("--token", metavar="T", help="makes repeating this call harmless"),
+    TYPE,
+    Argument("--in", dest="run_in", type=seconds, metavar="D", help="not before this time has passed (90s, 10m, 2h)"),
+    Argument("--at", dest="run_at", metavar="TIME", help="not before this time (2026-12-01T09:00+01:00)"),
+    Argument(
+        "--if-exists", choices=("update", "skip", "refuse"), help="when the id is taken (default: update that job)"
+    ),
+    Argument("--no-update-data", action="store_true", help="when the id is taken: leave that job's data"),
+    Argument(
+        "--update-run-at",
+        choices=("true", "false", "if_later", "if_earlier"),
+        help="when the id is taken: change its time (default: true)",
+    ),
+    Argument("--reset-counts", choices=("yes", "no"), help="when the id is taken: its counts (default: as the data)"),
+    Argument("--durable", choices=("replica",), help="succeed only if it is on a replica of Redis too"),
+    more="Prints the job's id, when it is stored. A job whose id is taken updates the one that is there, or waits "
+    "behind it while it runs.",
+    examples=[
+        'push mails \'{"to": "a@b.c"}\'  # one job',
+        "push mails '{}' --in 1d --token nightly-17  # tomorrow, and safe to repeat",
+        "push mails --file mails.jsonl  # one per line",
+    ],
+    json="the result of `push`; with --file `pushed` and `requests`, as numbers",
+    exits={
+        1: "refused: the queue is full, the id is taken (--if-exists refuse), Redis is away or out of memory",
+        **NO_QUEUE,
+    },
+)
+def push(args: Namespace) -> int:
+    if (args.data is None) == (args.file is None):
+        raise UsageError("push needs either JSON or --file")
+    return _push_one(args) if args.file is None else _push_file(args)
+
+
+def _push_one(args: Namespace) -> int:
+    if args.records:
+        raise UsageError("--records goes with --file")
+    data = wire.decode(os.fsencode(args.data))
+    job = _with_given(args, ("id", "identifier", "priority", "token", "type"))
+    how = {**_update(args), **_with_given(args, ("durable",))}
+    result = connect(args).call("push", {"name": args.name, "data": data, **job, **_when(args), **how})
+    return show(args, result, printable(result["id"]))
+
+
+def _push_file(args: Namespace) -> int:
+    for name in ("id", "identifier", "token"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name} names one job: with --file use --records")
+    file, path = _opened(args.file)
+    pushed, requests = _push_chunks(args, connect(args), file, path)
+    text = f"pushed {pushed} {'job' if pushed == 1 else 'jobs'} to {args.name}"
+    return show(args, {"pushed": pushed, "requests": requests}, text)
+
+
+def _opened(name: str) -> tuple[BinaryIO, str]:
+    """The file, and how messages call it."""
+    if name == "-":
+        return sys.stdin.buffer, "stdin"
+    path = os.path.abspath(name)
+    try:
+        return open(path, "rb"), path
+    except OSError as exc:
+        raise UsageError(f"cannot read {path}: {exc.strerror}") from exc
+
+
+def _push_chunks(args: Namespace, client: Client, file: BinaryIO, path: str) -> tuple[int, int]:
+    progress = ProgressLine(lines=not args.json)
+    size = os.fstat(file.fileno()).st_size
+    pushed = requests = consumed = 0
+    common = {"name": args.name, **_update(args), **_with_given(args, ("durable",))}
+    try:
+        for chunk in _chunks(args, file):
+            try:
+                result = client.call("push_many", {**common, "jobs": chunk.jobs})
+            except ForqError as exc:
+                raise type(exc)(f"lines {chunk.first_line} to {chunk.last_line}: {exc}") from exc
+            pushed += sum(id is not None for id in result["ids"])
+            requests += 1
+            consumed += chunk.file_bytes
+            progress.bar(consumed, size, f"{pushed} jobs pushed")
+    except ForqError as exc:
+        raise type(exc)(f"{path}: {exc}; pushed before: {pushed}") from exc
+    except OSError as exc:
+        raise ForqError(f"cannot read {path}: {exc.strerror}; pushed before: {pushed}") from exc
+    finally:
+        progress.clear()
+    return pushed, requests
+
+
+def _chunks(args: Namespace, file: BinaryIO) -> Iterator[Chunk]:
+    defaults = {**_with_given(args, ("priority", "type")), **_when(args)}
+    chunk = Chunk()
+    line_number = 0
+    while line := file.readline(wire.MAX_LINE_BYTES + 1):
+        line_number += 1
+        if not line.strip():
+            continue
+        job = {**defaults, **_job_on(line, line_number, args.records)}
+        # As it is sent, without the spaces of the file but with the names of its fields.
+        size = len(wire.encode(job)) + 1
+        if not chunk.has_room_for(size):
+            yield chunk
+            chunk = Chunk()
+        chunk.add(job, size, line_number)
+        chunk.file_bytes += len(line)
+    if chunk.jobs:
+        yield chunk
+
+
+def _job_on(line: bytes, number: int, is_record: bool) -> dict[str, Any]:
+    if len(line) > wire.MAX_LINE_BYTES:
+        raise InvalidData(f"line {number}: longer than {wire.MAX_LINE_BYTES} bytes")
+    try:
+        value = wire.decode(line)
+    except InvalidData as exc:
+        raise InvalidData(f"line {number}: {exc}") from exc
+    if not is_record:
+        return {"data": value}
+    if not isinstance(value, dict) or "data" not in value:
+        raise InvalidData(f'line {number}: a record is an object with "data"')
+    for key in value:
+        if key not in RECORD_KEYS:
+            raise InvalidData(f"line {number}: unknown field {key!a}; allowed are {', '.join(RECORD_KEYS)}")
+    return value
+
+
+def _update(args: Namespace) -> dict[str, Any]:
+    """What becomes of a job whose id is there."""
+    given = _with_given(args, ("if_exists",))
+    if args.no_update_data:
+        given["update_data"] = False
+    if args.update_run_at is not None:
+        given["update_run_at"] = {"true": True, "false": False}.get(args.update_run_at, args.update_run_at)
+    if args.reset_counts is not None:
+        given["reset_counts"] = args.reset_counts == "yes"
+    return given
+
+
+def _when(args: Namespace) -> dict[str, Any]:
+    if args.run_in is not None and args.run_at is not None:
+        raise UsageError("--in and --at cannot be given both")
+    if args.run_in is not None:
+        return {"run_in": args.run_in}
+    return {} if args.run_at is None else {"run_at": _time(args.run_at)}
+
+
+def _time(text: str) -> float:
+    """Epoch seconds, from a number or from ISO 8601 with a zone."""
+    seconds = _epoch_seconds(text)
+    # "not (0 <= x)" is true for NaN as well.
+    if seconds is None or not 0 <= seconds < float("inf"):
+        raise UsageError(
+            f"--at {text!a} is not allowed: epoch seconds, or a date with a zone, from 1970 on (2026-12-01T09:00+01:00)"
+        )
+    return seconds
+
+
+def _epoch_seconds(text: str) -> float | None:
+    from datetime import datetime
+
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return None if when.tzinfo is None else when.timestamp()
+
+
+def _with_given(args: Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+@Command(
+    "recover",
+    "push the jobs of a failed log again",
+    Argument("file", completes="file", metavar="FILE", help="logs/NAME/failed.jsonl of a state directory; - is stdin"),
+    Argument("--queue", metavar="NAME", help="push them to this queue instead of their own"),
+    Argument("--dry-run", action="store_true", help="only read the file and say what would be pushed"),
+    more="For jobs that are no longer dead in Redis. A second run within dedup_ttl pushes only lines that were left.",
+    examples=["recover /var/lib/forq/logs/mails/failed.jsonl --dry-run  # see first what would be pushed"],
+    json="`recovered`, `already_there`, `left` and `broken`, as numbers of lines, and `dry_run`",
+    exits={
+        1: "some lines could not be used, or were left because a live job has their id; they are named",
+        **NO_QUEUE,
+    },
+)
+def recover(args: Namespace) -> int:
+    from forq.names import check_queue_name
+
+    if args.queue is not None:
+        check_queue_name(args.queue)
+    file, path = _opened(args.file)
+    recovery = Recovery(None if args.dry_run else connect(args), path, lines=not args.json)
+    try:
+        recovery.read(file, args.queue)
+    except OSError as exc:
+        raise UsageError(f"cannot read {path}: {exc.strerror}") from exc
+    counts = {
+        "recovered": recovery.recovered,
+        "already_there": recovery.known,
+        "left": recovery.left,
+        "broken": recovery.broken,
+        "dry_run": args.dry_run,
+    }
+    others = f"already there {recovery.known}, left {recovery.left}, broken {recovery.broken}"
+    show(args, counts, f"{'would push' if args.dry_run else 'recovered'} {recovery.recovered}, {others}")
+    if recovery.left:
+        again = "run the same command again when the jobs that have their ids have ended"
+        print(f"forqctl: lines that were left: {recovery.left}; {again}", file=sys.stderr)
+    return 1 if recovery.broken or recovery.left else 0
+
+
+class Recovery:
+    """One run over one file. Without a client it only reads."""
+
+    def __init__(self, client: Client | None, path: str, *, lines: bool) -> None:
+        self.recovered = self.known = self.left = self.broken = 0
+        self._client = client
+        self._path = path
+        self._progress = ProgressLine(lines=lines)
+        self._queue = ""
+        self._chunk = Chunk()
+
+    def read(self, file: BinaryIO, queue: str | None) -> None:
+        size, consumed, number = os.fstat(file.fileno()).st_size, 0, 0
+        try:
+            while line := file.readline(MAX_FAILED_LINE_BYTES + 1):
+                number += 1
+                consumed += len(line)
+                self._take(line, number, queue)
+                while len(line) > MAX_FAILED_LINE_BYTES and not line.endswith(b"\n"):
+                    line = file.readline(MAX_FAILED_LINE_BYTES + 1)
+                    consumed += len(line)
+                self._progress.bar(consumed, size, f"{self.recovered} jobs recovered")
+            self._send()
+        except ForqError as exc:
+            raise type(exc)(f"{self._path}: {exc}; recovered before: {self.recovered}") from exc
+        finally:
+            self._progress.clear()
+
+    def _take(self, line: bytes, number: int, queue: str | None) -> None:
+        if not line.strip():
+            return
+        try:
+            own, job = job_on(line)
+            size = len(wire.encode(job)) + 1
+            if size + REQUEST_BYTES > wire.MAX_LINE_BYTES:
+                raise InvalidData("the job is too large for the control socket")
+        except UsageError as exc:
+            self._name_broken(number, exc)
+            return
+        if (queue or own) != self._queue or not self._chunk.has_room_for(size):
+            self._send()
+        self._queue = queue or own
+        self._chunk.add(job, size, number)
+
+    def _name_broken(self, number: int, exc: ForqError) -> None:
+        self.broken += 1
+        self._name(number, str(exc))
+
+    def _name(self, number: int, text: str) -> None:
+        self._progress.clear()
+        print(f"forqctl: {printable(f'{self._path}: line {number}: {text}')}", file=sys.stderr)
+
+    def _send(self) -> None:
+        chunk, self._chunk = self._chunk, Chunk()
+        if not chunk.jobs:
+            return
+        try:
+            self._push(chunk.jobs, chunk.numbers)
+        except InvalidData:
+            # One of them is more than the queue takes: which one shows when they go one by one.
+            for job, number in zip(chunk.jobs, chunk.numbers, strict=True):
+                try:
+                    self._push([job], [number])
+                except InvalidData as exc:
+                    self._name_broken(number, exc)
+        except UnknownQueue as exc:
+            raise UnknownQueue(f"line {chunk.first_line}: no queue {self._queue!r}") from exc
+        except ForqError as exc:
+            raise type(exc)(f"lines {chunk.first_line} to {chunk.last_line}: {exc}") from exc
+
+    def _push(self, jobs: list[dict[str, Any]], numbers: list[int]) -> None:
+        if self._client is None:
+            self.recovered += len(jobs)
+            return
+        answer = self._client.call("recover", {"name": self._queue, "jobs": jobs})
+        self.recovered += answer["recovered"]
+        self.known += answer["known"]
+        for at in answer["left"][: max(0, NAMED_LEFT - self.left)]:
+            self._name(numbers[at], f"left: job {jobs[at]['id']} of queue {self._queue} is live")
+        self.left += len(answer["left"])
+
+
+def job_on(line: bytes) -> tuple[str, dict[str, Any]]:
+    """The queue of a line of the failed log, and the job as the verb `recover` takes it."""
+    from forq.names import check_job_id, check_queue_name, check_type
+
+    if len(line) > MAX_FAILED_LINE_BYTES:
+        raise InvalidData(f"longer than {MAX_FAILED_LINE_BYTES} bytes")
+    entry = wire.decode(line)
+    if not isinstance(entry, dict) or "data" not in entry:
+        raise InvalidData('not an object with "data"')
+    queue, job_id = check_queue_name(entry.get("queue")), check_job_id(entry.get("id"))
+    job: dict[str, Any] = {"id": job_id, "data": entry["data"], "token": token_of(entry)}
+    identifier, priority, job_type = entry.get("identifier"), entry.get("priority"), entry.get("type")
+    if identifier is not None and identifier != job_id:
+        if not isinstance(identifier, str):
+            raise InvalidData("identifier is not text")
+        job["identifier"] = identifier
+    if priority is not None:
+        if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= 9:
+            raise InvalidData("priority is not a number from 0 to 9")
+        job["priority"] = priority
+    if job_type is not None:
+        job["type"] = check_type(job_type)
+    return queue, job
+
+
+def token_of(entry: dict[str, Any]) -> str:
+    """The same for every line about the same end of the same job."""
+    from hashlib import sha256
+
+    end = entry.get("fence") if entry.get("fence") is not None else entry.get("enqueued_at")
+    return "recover:" + sha256(f"{entry['queue']}\0{entry['id']}\0{end}".encode()).hexdigest()[:32]

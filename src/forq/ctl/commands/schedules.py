@@ -1,0 +1,140 @@
+"""schedule, schedules, unschedule, trigger: jobs that are made again and again."""
+
+from __future__ import annotations
+
+import os
+
+from forq.ctl.client import connect
+from forq.ctl.command import NAME, NO_QUEUE, PRIORITY, TYPE, Argument, Command
+from forq.ctl.output import as_json, moment, printable, show, show_json, show_table
+from forq.errors import UsageError
+from forq.procs import wire
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from typing import Any
+
+LABEL_WIDTH = 10
+KEY = Argument("key", metavar="KEY", help="the schedule")
+NOT_THERE = {4: "no such queue or schedule"}
+_FIELDS = ("every", "cron", "zone", "priority", "type", "overlap", "catch_up", "jitter")
+
+
+@Command(
+    "schedule",
+    "make a job again and again: every so often, or at the times of a cron expression",
+    NAME,
+    KEY,
+    Argument("--every", metavar="D", help="how often (30s, 5m, 1d); the first time is now"),
+    Argument("--cron", metavar="EXPR", help="when: minute hour day month weekday"),
+    Argument("--zone", metavar="Z", help="the time zone of the cron expression (default: UTC)"),
+    Argument("--data", metavar="JSON", help="the data of the jobs (default: null)"),
+    PRIORITY,
+    TYPE,
+    Argument("--overlap", choices=("skip", "queue"), help="when the last job is unfinished (default: skip that time)"),
+    Argument("--catch-up", choices=("once", "all", "none"), help="for times when nobody was there (default: once)"),
+    Argument("--jitter", metavar="D", help="each job is late by a random part of this (default: 0)"),
+    Argument("--dry-run", action="store_true", help="only show the next five times"),
+    more="With a key that is there the schedule is replaced; the same rule keeps its next time.",
+    examples=[
+        'schedule mails digest --every 5m --data \'{"kind": "digest"}\'  # every five minutes',
+        "schedule mails nightly --cron '30 2 * * *' --zone Europe/Berlin  # at half past two in Berlin",
+    ],
+    json="schedule",
+    exits=NO_QUEUE,
+)
+def schedule(args: Namespace) -> int:
+    if (args.every is None) == (args.cron is None):
+        raise UsageError("schedule needs either --every D or --cron EXPR")
+    params: dict[str, Any] = {"name": args.name, "key": args.key}
+    params |= {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
+    if args.data is not None:
+        params["data"] = wire.decode(os.fsencode(args.data))
+    if args.dry_run:
+        params["dry_run"] = True
+    result = connect(args).call("schedule", params)
+    if args.json:
+        show_json(result)
+        return 0
+    if not args.dry_run:
+        print(f"scheduled {args.key} of {args.name}: {printable(result['rule'])}")
+    _show_upcoming(result)
+    return 0
+
+
+@Command(
+    "schedules",
+    "list the schedules of all queues, or of one, or show one with its next five times",
+    Argument("name", nargs="?", metavar="NAME", help="the queue"),
+    Argument("key", nargs="?", metavar="KEY", help="the schedule"),
+    examples=["schedules mails nightly"],
+    json="schedules",
+    exits=NOT_THERE,
+)
+def schedules(args: Namespace) -> int:
+    given = {"name": args.name, "key": args.key}
+    result = connect(args).call("schedules", {name: value for name, value in given.items() if value is not None})
+    found = result["schedules"]
+    if args.json:
+        show_json(result)
+    elif args.key is not None:
+        for shown in found:
+            _show_one(shown)
+    else:
+        show_table(
+            ("QUEUE", "KEY", "RULE", "ZONE", "NEXT", "LAST RUN", "RUNS", "SKIPPED", "MISSED"),
+            [
+                (
+                    *(each["queue"], each["key"], each["rule"] or each["error"], each.get("zone")),
+                    *(moment(each["next_at"]), moment(each["last_at"])),
+                    *(each["runs"], each["skipped"], each["missed"]),
+                )
+                for each in found
+            ],
+        )
+    return 0
+
+
+@Command(
+    "unschedule",
+    "end a schedule; the jobs that it has made stay",
+    NAME,
+    KEY,
+    examples=["unschedule mails nightly"],
+    json="unschedule",
+    exits=NOT_THERE,
+)
+def unschedule(args: Namespace) -> int:
+    result = connect(args).call("unschedule", {"name": args.name, "key": args.key})
+    until = " until the next start: it is in the config file" if result["origin"] == "config" else ""
+    return show(args, result, f"unscheduled {args.key} of {args.name}{until}")
+
+
+@Command(
+    "trigger",
+    "let a schedule make a job now, and print its id",
+    NAME,
+    KEY,
+    examples=["trigger mails nightly"],
+    json="trigger",
+    exits=NOT_THERE,
+)
+def trigger(args: Namespace) -> int:
+    result = connect(args).call("trigger", {"name": args.name, "key": args.key})
+    return show(args, result, printable(result["id"]))
+
+
+def _show_one(shown: dict[str, Any]) -> None:
+    for name, value in shown.items():
+        if name in ("next_at", "last_at"):
+            print(f"{name:<{LABEL_WIDTH}}{moment(value) or '-'}")
+        elif name != "upcoming":
+            text = printable(value) if isinstance(value, str) and name != "data" else as_json(value)
+            print(f"{name:<{LABEL_WIDTH}}{'-' if value is None and name != 'data' else text}")
+    _show_upcoming(shown)
+
+
+def _show_upcoming(result: dict[str, Any]) -> None:
+    for tick in result["upcoming"]:
+        print(f"  {printable(tick['local'])}")

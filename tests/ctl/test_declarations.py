@@ -1,0 +1,147 @@
+"""The declarations of commands, and what is made of them: help, man pages, completion, reference; true, up to date."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from forq import errors, exits
+from forq.ctl.command import ALL_EXITS, DECLARED, Command
+from forq.ctl.commands import MODULES, all_declared
+from forq.ctl.main import LARGEST_EXIT_CODE
+from tests.support.fake_supervisor import forqctl
+
+ROOT = Path(__file__).resolve().parents[2]
+MAN = ROOT / "etc" / "man"
+REFERENCE = ROOT / "etc" / "reference.py"
+COMMANDS = all_declared()
+each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+REQUESTS = (".TH", ".SH", ".SS", ".TP", ".RS", ".RE", ".B", ".nh", ".ad", '.\\"')
+
+
+def test_the_index_has_every_declared_command_in_its_module() -> None:
+    for module in sorted(set(MODULES.values())):
+        text = (ROOT / "src/forq/ctl/commands" / f"{module}.py").read_text()
+        named = re.findall(r'^@Command\(\s*"(\w+)"', text, re.MULTILINE)
+        assert sorted(named) == sorted(name for name, home in MODULES.items() if home == module)
+    assert sorted(DECLARED) == sorted(MODULES)
+    modules = {path.stem for path in (ROOT / "src/forq/ctl/commands").glob("*.py")}
+    assert modules == {"__init__", *MODULES.values()}
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of argparse word usage differently")
+@pytest.mark.skipif(find_spec("shtab") is None or find_spec("argparse_manpage") is None, reason="pip install '.[dev]'")
+def test_what_is_made_of_the_declarations_is_up_to_date() -> None:
+    """Without Spark all but forq.1."""
+    done = subprocess.run([sys.executable, str(REFERENCE), "--check"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(find_spec("shtab") is None or find_spec("argparse_manpage") is None, reason="pip install '.[dev]'")
+def test_what_is_out_of_date_is_named_and_written_anew(tmp_path: Path) -> None:
+    for folder in ("etc/man", "docs/reference", "src/forq/ctl/completion"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "docs/protocol.md", tmp_path / "docs")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    write = [sys.executable, shutil.copy(REFERENCE, tmp_path / "etc")]
+    assert subprocess.run(write).returncode == 0
+    page = tmp_path / "docs/reference/forqctl.md"
+    page.write_text("old")
+    done = subprocess.run([*write, "--check"], capture_output=True, text=True)
+    wanted = "not up to date: docs/reference/forqctl.md (make reference writes them)\n"
+    assert (done.returncode, done.stderr, page.read_text()) == (1, wanted, "old")
+    assert subprocess.run(write).returncode == 0
+    assert page.read_text().startswith("# forqctl\n")
+
+
+@pytest.mark.parametrize("page", ["forq.1", "forqctl.1"])
+def test_a_man_page_has_no_mistakes(page: str) -> None:
+    lines = (MAN / page).read_text().splitlines()
+    assert [line for line in lines if line[:1] in (".", "'") and not line.startswith(REQUESTS)] == []
+    assert [line for line in lines if not line.isascii()] == []
+    if shutil.which("groff") is None:
+        pytest.skip("groff is not installed: only the requests were looked at")
+    done = subprocess.run(["groff", "-ww", "-man", "-Tutf8", "-z", str(MAN / page)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_man_page_shows_words_as_they_are_typed() -> None:
+    if shutil.which("groff") is None:
+        pytest.skip("groff is not installed")
+    command = ["groff", "-man", "-Tutf8", "-P-c", "-P-b", "-P-u", "-rLL=200n", str(MAN / "forqctl.1")]
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    for declared in COMMANDS:
+        for typed, _ in declared.examples:
+            assert f"forqctl {typed}\n" in shown
+
+
+@each_command
+def test_every_example_can_be_typed(command: Command) -> None:
+    assert command.examples
+    for typed, _ in command.examples:
+        name, *arguments = shlex.split(typed.partition(" > ")[0])
+        assert name == command.name
+        command.parser().parse_intermixed_args(arguments)
+
+
+@each_command
+def test_what_json_prints_names_methods_that_the_protocol_has(command: Command) -> None:
+    methods = re.findall(r"^### (.+)$", (ROOT / "docs" / "protocol.md").read_text(), re.MULTILINE)
+    named = [name for heading in methods for name in heading.split(", ")]
+    assert command.json
+    if re.fullmatch(r"[a-z_.]+", command.json):
+        assert command.json in named
+
+
+@each_command
+def test_help_has_arguments_examples_and_exit_codes(command: Command) -> None:
+    code, out, err = forqctl(None, command.name, "--help")
+    assert (code, err) == (0, "")
+    assert all(argument.keywords.get("help") for argument in command.arguments)
+    below = out[out.index("examples:") :]
+    assert f"forqctl {command.examples[0][0]}" in below
+    assert [int(line.split()[0]) for line in below[below.index("exit codes:") :].splitlines()[1:]] == [*command.exits]
+
+
+def test_the_overview_has_every_command_and_every_exit_code() -> None:
+    code, out, _ = forqctl(None, "--help")
+    assert code == 0
+    assert [name for name in MODULES if f"  {name} " not in out] == []
+    raised = {cls.exit_code for cls in errors.BY_CODE.values() if cls.exit_code <= LARGEST_EXIT_CODE}
+    assert raised <= set(ALL_EXITS)
+    assert all(f"  {number:<5}{means}" in out for number, means in ALL_EXITS.items())
+
+
+def test_operations_md_has_every_exit_code() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    table = text[text.index("## Exit codes") :].split("\n## ")[0]
+    listed = {int(number) for row in re.findall(r"^\| ([0-9, ]+) \|", table, re.MULTILINE) for number in row.split(",")}
+    assert listed == set(exits.MEANINGS) | set(ALL_EXITS) | {exits.QUEUE_GONE, exits.FENCED}
+
+
+def test_bash_takes_the_completion(tmp_path: Path) -> None:
+    script = tmp_path / "forqctl.bash"
+    script.write_text(forqctl(None, "completion", "bash")[1])
+    asked = "COMP_WORDS=(forqctl top --); COMP_CWORD=2; _shtab_forqctl; echo ${COMPREPLY[@]}"
+    line = f"source {script}; complete -p forqctl; {asked}"
+    done = subprocess.run(["bash", "--norc", "-euc", line], capture_output=True, text=True, env=dict(os.environ))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "complete -o bashdefault -F _shtab_forqctl forqctl",
+        "--interval --plain --count --socket --json --timeout",
+    ]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_the_other_shells_take_theirs(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    script = tmp_path / "script"
+    script.write_text(forqctl(None, "completion", shell)[1])
+    assert subprocess.run([shell, "-n", str(script)], capture_output=True).returncode == 0
