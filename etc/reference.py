@@ -8,6 +8,7 @@
 
 import argparse
 import re
+import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,11 +20,30 @@ from forq.cli import parser_for
 from forq.ctl.command import ABOUT, ALL_EXITS, DURATIONS, ENVIRONMENT, GLOBALS, Argument, Command
 from forq.ctl.commands import all_declared
 from forq.exits import MEANINGS
+from forq.settings import option_names
 from forq.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 SHELLS = ("bash", "zsh", "fish")
-COMPLETES = {"file": shtab.FILE, "dir": shtab.DIRECTORY}
+OPTIONS = "_forqctl_options"
+COMPLETES = {
+    "file": shtab.FILE,
+    "dir": shtab.DIRECTORY,
+    "option": {"bash": OPTIONS, "zsh": OPTIONS, "fish": f"({OPTIONS})"},
+}
+AMENDED = {
+    # After "timeout=" follows its value, not a blank. Only the function that bash calls can say so.
+    "bash": {
+        "complete -o bashdefault -F _shtab_forqctl forqctl": "_forqctl() {\n  _shtab_forqctl\n"
+        "  [[ ${COMPREPLY[0]-} != *= ]] || compopt -o nospace 2>/dev/null || :\n}\n"
+        "complete -o bashdefault -F _forqctl forqctl"
+    },
+    # `source` registers it, too; and any number of options is completed, not one.
+    "zsh": {
+        "$zsh_eval_context[-1] == eval": "$zsh_eval_context[-1] != loadautofunc",
+        f'"(*)::an option of the queue:{OPTIONS}"': f'"*:an option of the queue:{OPTIONS}"',
+    },
+}
 ABOUT_FORQ = (
     "forq run starts a supervisor: a process that gives each queue processes of its own, starts them again when they "
     "die, and kills what hangs. Jobs are kept in Redis, in an embedded server if no other is named. forqctl(1) "
@@ -73,6 +93,27 @@ def _add(parser: argparse.ArgumentParser, argument: Argument) -> None:
     action = parser.add_argument(*argument.names, **argument.keywords)
     if argument.completes in COMPLETES:
         action.complete = COMPLETES[argument.completes]  # type: ignore[attr-defined]
+
+
+def completion(shell: str) -> str:
+    """What shtab makes of the parser, with a function that offers the names of a queue's options."""
+    script = shtab.complete(forqctl_parser(for_man=False), shell, preamble={shell: _option_names(shell)})
+    for made, wanted in AMENDED.get(shell, {}).items():
+        if made not in script:
+            raise SystemExit(f"shtab {shtab.__version__} writes another script for {shell}: it lacks {made!r}")
+        script = script.replace(made, wanted)
+    return script
+
+
+def _option_names(shell: str) -> str:
+    names = option_names()
+    if shell == "bash":
+        return f'{OPTIONS}() {{ compgen -W "{" ".join(f"{name}=" for name in names)}" -- "$1"; }}'
+    if shell == "zsh":
+        described = " ".join(shlex.quote(f"{name}:{help_text}") for name, help_text in names.items())
+        return f"{OPTIONS}() {{ local -a names=({described}); _describe option names -S =; }}"
+    described = " ".join(shlex.quote(f"{name}=\t{help_text}") for name, help_text in names.items())
+    return f"function {OPTIONS}\n  printf '%s\\n' {described}\nend"
 
 
 def _about(command: Command) -> str:
@@ -202,10 +243,7 @@ METHODS = _methods()
 
 
 def generated() -> dict[Path, str]:
-    texts = {
-        ROOT / "src/forq/ctl/completion" / f"forqctl.{shell}": shtab.complete(forqctl_parser(for_man=False), shell)
-        for shell in SHELLS
-    }
+    texts = {ROOT / "src/forq/ctl/completion" / f"forqctl.{shell}": completion(shell) for shell in SHELLS}
     texts[ROOT / "docs/reference/forqctl.md"] = markdown()
     texts[ROOT / "README.md"] = readme()
     texts[ROOT / "etc/man/forqctl.1"] = forqctl_man()

@@ -815,7 +815,7 @@ def test_completion_for_bash_offers_commands_and_flags() -> None:
 
     def offered(*words: str) -> list[str]:
         line = f"{script}\nCOMP_WORDS=({' '.join(repr(word) for word in words)}); COMP_CWORD={len(words) - 1}\n"
-        shell = ["bash", "-c", line + '_shtab_forqctl; printf "%s\\n" "${COMPREPLY[@]}"']
+        shell = ["bash", "-c", line + '_forqctl; printf "%s\\n" "${COMPREPLY[@]}"']
         return subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split()
 
     assert offered("forqctl", "re") == ["recover", "remove", "resume", "restart"]
@@ -830,6 +830,8 @@ def test_completion_for_bash_offers_commands_and_flags() -> None:
         "dead",
     ]
     assert "--if-exists" in offered("forqctl", "push", "q", "--i")
+    assert offered("forqctl", "set", "q", "max_re") == ["max_retries="]
+    assert offered("forqctl", "create", "q", "--set", "concurr") == ["concurrency="]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

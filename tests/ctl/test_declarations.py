@@ -128,12 +128,12 @@ def test_operations_md_has_every_exit_code() -> None:
 def test_bash_takes_the_completion(tmp_path: Path) -> None:
     script = tmp_path / "forqctl.bash"
     script.write_text(forqctl(None, "completion", "bash")[1])
-    asked = "COMP_WORDS=(forqctl top --); COMP_CWORD=2; _shtab_forqctl; echo ${COMPREPLY[@]}"
+    asked = "COMP_WORDS=(forqctl top --); COMP_CWORD=2; _forqctl; echo ${COMPREPLY[@]}"
     line = f"source {script}; complete -p forqctl; {asked}"
     done = subprocess.run(["bash", "--norc", "-euc", line], capture_output=True, text=True, env=dict(os.environ))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        "complete -o bashdefault -F _shtab_forqctl forqctl",
+        "complete -o bashdefault -F _forqctl forqctl",
         "--interval --plain --count --socket --json --timeout",
     ]
 
@@ -145,3 +145,20 @@ def test_the_other_shells_take_theirs(shell: str, tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text(forqctl(None, "completion", shell)[1])
     assert subprocess.run([shell, "-n", str(script)], capture_output=True).returncode == 0
+
+
+def test_fish_offers_commands_values_and_names_of_options(tmp_path: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed")
+    script = tmp_path / "forqctl.fish"
+    script.write_text(forqctl(None, "completion", "fish")[1])
+
+    def offered(line: str) -> list[str]:
+        command = ["fish", "--no-config", "-c", f"source {script}; complete -C {shlex.quote(line)}"]
+        home = {**os.environ, "HOME": str(tmp_path)}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=home)
+        return [each.partition("\t")[0] for each in done.stdout.splitlines()]
+
+    assert offered("forqctl un") == ["unschedule"]
+    assert offered("forqctl dead re") == ["retry"]
+    assert offered("forqctl set mails max_re") == ["max_retries="]

@@ -41,7 +41,9 @@ _shtab_forqctl_shutdown_option_strings=(--now --no-wait --socket --json --timeou
 _shtab_forqctl_completion_option_strings=(--socket --json --timeout)
 _shtab_forqctl_option_strings=(--socket --json --timeout)
 
+_shtab_forqctl_create_pos_1_COMPGEN=_forqctl_options
 _shtab_forqctl_create___path_COMPGEN=_shtab_compgen_dirs
+_shtab_forqctl_create___set_COMPGEN=_forqctl_options
 _shtab_forqctl_create___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_delete___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_status___socket_COMPGEN=_shtab_compgen_files
@@ -65,6 +67,8 @@ _shtab_forqctl_cancel___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_pause___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_resume___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_drain___socket_COMPGEN=_shtab_compgen_files
+_shtab_forqctl_set_pos_1_COMPGEN=_forqctl_options
+_shtab_forqctl_set___set_COMPGEN=_forqctl_options
 _shtab_forqctl_set___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_watch___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_logs___socket_COMPGEN=_shtab_compgen_files
@@ -145,6 +149,10 @@ _shtab_forqctl_completion___json_nargs=0
 _shtab_forqctl_pos_0_nargs=A...
 _shtab_forqctl___json_nargs=0
 
+
+# Custom Preamble
+_forqctl_options() { compgen -W "max_items= max_data= stop_grace= concurrency= max_jobs= max_age= max_memory= memory_limit= pids_limit= address_limit= open_files_limit= nice= size= priority= timeout= max_timeouts= max_stalls= max_retries= min_backoff= max_backoff= jitter= retry_lane_retries= fail_max_retries= fail_min_backoff= fail_max_backoff= fail_timeout= fail_size= rate= burst= max_active= keep_done= done_max= dead_max= dead_ttl= dedup_ttl= journal= journal_max= release_interval= release_retries= retry_interval= lease= item_timeout=" -- "$1"; }
+# End Custom Preamble
 
 # $1=COMP_WORDS[1]
 _shtab_compgen_files() {
@@ -295,4 +303,8 @@ _shtab_forqctl() {
   return 0
 }
 
-complete -o bashdefault -F _shtab_forqctl forqctl
+_forqctl() {
+  _shtab_forqctl
+  [[ ${COMPREPLY[0]-} != *= ]] || compopt -o nospace 2>/dev/null || :
+}
+complete -o bashdefault -F _forqctl forqctl

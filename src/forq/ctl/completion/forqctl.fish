@@ -4,6 +4,11 @@
 # 2) Ensure a binary named forqctl is in your PATH
 # See also: https://fishshell.com/docs/current/completions.html#where-to-put-completions
 
+# Custom Preamble
+function _forqctl_options
+  printf '%s\n' 'max_items=	Jobs that the queue may hold; more are refused. 0: no limit.' 'max_data=	Largest data of a job as JSON, with identifier and type.' 'stop_grace=	Time that a running job has to finish when its process must stop.' 'concurrency=	Workers in the queue'"'"'s process.' 'max_jobs=	Replace the process after this many jobs. 0: never.' 'max_age=	Replace the process at this age, between jobs. 0: never.' 'max_memory=	Replace the process when it uses this much memory (PSS), between jobs. 0: never.' 'memory_limit=	Kill the process, with all it has started, at this much memory while a job runs; the attempt has the cause oom. 0: no limit.' 'pids_limit=	Kill it at this many processes and threads, its own and those it has started; the attempt has the cause pids. 0: no limit.' 'address_limit=	Address space of each of its processes; past it the job gets an error. 0: no limit.' 'open_files_limit=	Open files of each of its processes; past it the job gets an error. 0: as many as the supervisor.' 'nice=	Niceness: how far it gives way to others when CPUs are short.' 'size=	Capacity units per running job, at most `capacity`.' 'priority=	When capacity is short, the queue with the higher priority is first.' 'timeout=	Time for one attempt at a job; a process that overruns it is killed. 0: no limit.' 'max_timeouts=	Timeouts allowed before the job is dead.' 'max_stalls=	Process crashes allowed before the job is dead.' 'max_retries=	Retries of a job that failed, before it is dead.' 'min_backoff=	Wait before the first retry. It doubles each time.' 'max_backoff=	Longest wait before a retry.' 'jitter=	Percentage by which these waits vary at random.' 'retry_lane_retries=	Retries after all others, while nothing else waits in the queue.' 'fail_max_retries=	Retries of a fail handler that failed.' 'fail_min_backoff=	Wait before its first retry. It doubles each time.' 'fail_max_backoff=	Longest wait before its retry.' 'fail_timeout=	Time for one run of the fail handler. 0: no limit.' 'fail_size=	Capacity units per running fail handler, at most `capacity`.' 'rate=	Jobs that may begin per time, on all machines together: "50/1s", "100/1m" (docs/limits.md).' 'burst=	Jobs of the rate that may begin at once. 0: what the rate allows in 100 ms, at least 1.' 'max_active=	Jobs that may run at once, on all machines together. 0: no limit.' 'keep_done=	Time that a done job is kept, with its result (docs/results.md). 0: not kept.' 'done_max=	Done jobs that are kept.' 'dead_max=	Dead jobs that are kept.' 'dead_ttl=	Time that a dead job is kept.' 'dedup_ttl=	Time that the token of an enqueue is remembered.' 'journal=	Write what happens to the queue'"'"'s journal.' 'journal_max=	Size that the journal is trimmed to.' 'release_interval=	Time from one try to release an item to the next, over all hosts.' 'release_retries=	Retries of an item that nobody awaited, before it moves to the retry lane.' 'retry_interval=	Wait of such an item before its next try, behind the others.' 'lease=	Time that an item is held for whoever it was handed to, until it is acknowledged.' 'item_timeout=	Age at which an item is dead and goes to the failed log. 0: never.'
+end
+# End Custom Preamble
 
 # Parse current commandline:
 # - _shtab_forqctl_cmdpath=(sub)command path seen so far
@@ -67,10 +72,11 @@ complete -c forqctl -n '_shtab_forqctl_using create' -l wait -x -d 'how long the
 complete -c forqctl -n '_shtab_forqctl_using create' -l no-wait -d 'make the queue whether its handler can be imported or not'
 complete -c forqctl -n '_shtab_forqctl_using create' -l fail-handler -x -d 'the function for jobs that failed for good'
 complete -c forqctl -n '_shtab_forqctl_using create' -l mode -xka "work auto_release on_request external" -d 'who gets its jobs: its handler, those who ask, external workers (default: `mode` of the config file, else work)'
-complete -c forqctl -n '_shtab_forqctl_using create' -l set -x -d 'the same (repeatable)'
+complete -c forqctl -n '_shtab_forqctl_using create' -l set -xka "(_forqctl_options)" -d 'the same (repeatable)'
 complete -c forqctl -n '_shtab_forqctl_using create' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET)'
 complete -c forqctl -n '_shtab_forqctl_using create' -l json -d 'print one JSON document'
 complete -c forqctl -n '_shtab_forqctl_using create' -l timeout -x -d 'how long to wait for an answer (default: 30s)'
+complete -c forqctl -n '_shtab_forqctl_using create; and test $_shtab_forqctl_npos -ge 1' -ka "(_forqctl_options)" -d 'an option of the queue'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a delete -d 'stop a queue'"'"'s processes and remove it'
 complete -c forqctl -n '_shtab_forqctl_using delete' -l force -d 'also when it still holds jobs'
 complete -c forqctl -n '_shtab_forqctl_using delete' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET)'
@@ -196,10 +202,11 @@ complete -c forqctl -n '_shtab_forqctl_using drain' -l socket -xka "(__fish_comp
 complete -c forqctl -n '_shtab_forqctl_using drain' -l json -d 'print one JSON document'
 complete -c forqctl -n '_shtab_forqctl_using drain' -l timeout -x -d 'how long to wait for an answer (default: 30s)'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a set -d 'change options of a queue, at once'
-complete -c forqctl -n '_shtab_forqctl_using set' -l set -x -d 'the same (repeatable)'
+complete -c forqctl -n '_shtab_forqctl_using set' -l set -xka "(_forqctl_options)" -d 'the same (repeatable)'
 complete -c forqctl -n '_shtab_forqctl_using set' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET)'
 complete -c forqctl -n '_shtab_forqctl_using set' -l json -d 'print one JSON document'
 complete -c forqctl -n '_shtab_forqctl_using set' -l timeout -x -d 'how long to wait for an answer (default: 30s)'
+complete -c forqctl -n '_shtab_forqctl_using set; and test $_shtab_forqctl_npos -ge 1' -ka "(_forqctl_options)" -d 'an option of the queue'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a watch -d 'follow a job until it leaves the queue; exits with 1 if it failed for good'
 complete -c forqctl -n '_shtab_forqctl_using watch' -l wait -x -d 'give up after this time (default: never)'
 complete -c forqctl -n '_shtab_forqctl_using watch' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET)'

@@ -109,12 +109,12 @@ _shtab_forqctl_create_options=(
   "--no-wait[make the queue whether its handler can be imported or not]"
   "--fail-handler[the function for jobs that failed for good]:M:F:"
   "--mode[who gets its jobs\: its handler, those who ask, external workers (default\: \`mode\` of the config file, else work)]:mode:(work auto_release on_request external)"
-  "*--set[the same (repeatable)]:OPTION=VALUE:"
+  "*--set[the same (repeatable)]:OPTION=VALUE:_forqctl_options"
   "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
   "--json[print one JSON document]"
   "--timeout[how long to wait for an answer (default\: 30s)]:D:"
   ":the queue:"
-  "(*)::an option of the queue:"
+  "*:an option of the queue:_forqctl_options"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -340,12 +340,12 @@ _shtab_forqctl_schedules_options=(
 _shtab_forqctl_schedules_defaults_added=0
 
 _shtab_forqctl_set_options=(
-  "*--set[the same (repeatable)]:OPTION=VALUE:"
+  "*--set[the same (repeatable)]:OPTION=VALUE:_forqctl_options"
   "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
   "--json[print one JSON document]"
   "--timeout[how long to wait for an answer (default\: 30s)]:D:"
   ":the queue:"
-  "(*)::an option of the queue:"
+  "*:an option of the queue:_forqctl_options"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -505,11 +505,14 @@ _shtab_forqctl() {
   esac
 }
 
+# Custom Preamble
+_forqctl_options() { local -a names=('max_items:Jobs that the queue may hold; more are refused. 0: no limit.' 'max_data:Largest data of a job as JSON, with identifier and type.' 'stop_grace:Time that a running job has to finish when its process must stop.' 'concurrency:Workers in the queue'"'"'s process.' 'max_jobs:Replace the process after this many jobs. 0: never.' 'max_age:Replace the process at this age, between jobs. 0: never.' 'max_memory:Replace the process when it uses this much memory (PSS), between jobs. 0: never.' 'memory_limit:Kill the process, with all it has started, at this much memory while a job runs; the attempt has the cause oom. 0: no limit.' 'pids_limit:Kill it at this many processes and threads, its own and those it has started; the attempt has the cause pids. 0: no limit.' 'address_limit:Address space of each of its processes; past it the job gets an error. 0: no limit.' 'open_files_limit:Open files of each of its processes; past it the job gets an error. 0: as many as the supervisor.' 'nice:Niceness: how far it gives way to others when CPUs are short.' 'size:Capacity units per running job, at most `capacity`.' 'priority:When capacity is short, the queue with the higher priority is first.' 'timeout:Time for one attempt at a job; a process that overruns it is killed. 0: no limit.' 'max_timeouts:Timeouts allowed before the job is dead.' 'max_stalls:Process crashes allowed before the job is dead.' 'max_retries:Retries of a job that failed, before it is dead.' 'min_backoff:Wait before the first retry. It doubles each time.' 'max_backoff:Longest wait before a retry.' 'jitter:Percentage by which these waits vary at random.' 'retry_lane_retries:Retries after all others, while nothing else waits in the queue.' 'fail_max_retries:Retries of a fail handler that failed.' 'fail_min_backoff:Wait before its first retry. It doubles each time.' 'fail_max_backoff:Longest wait before its retry.' 'fail_timeout:Time for one run of the fail handler. 0: no limit.' 'fail_size:Capacity units per running fail handler, at most `capacity`.' 'rate:Jobs that may begin per time, on all machines together: "50/1s", "100/1m" (docs/limits.md).' 'burst:Jobs of the rate that may begin at once. 0: what the rate allows in 100 ms, at least 1.' 'max_active:Jobs that may run at once, on all machines together. 0: no limit.' 'keep_done:Time that a done job is kept, with its result (docs/results.md). 0: not kept.' 'done_max:Done jobs that are kept.' 'dead_max:Dead jobs that are kept.' 'dead_ttl:Time that a dead job is kept.' 'dedup_ttl:Time that the token of an enqueue is remembered.' 'journal:Write what happens to the queue'"'"'s journal.' 'journal_max:Size that the journal is trimmed to.' 'release_interval:Time from one try to release an item to the next, over all hosts.' 'release_retries:Retries of an item that nobody awaited, before it moves to the retry lane.' 'retry_interval:Wait of such an item before its next try, behind the others.' 'lease:Time that an item is held for whoever it was handed to, until it is acknowledged.' 'item_timeout:Age at which an item is dead and goes to the failed log. 0: never.'); _describe option names -S =; }
+# End Custom Preamble
 
 
 typeset -A opt_args
 
-if [[ $zsh_eval_context[-1] == eval ]]; then
+if [[ $zsh_eval_context[-1] != loadautofunc ]]; then
   # eval/source/. command, register function for later
   compdef _shtab_forqctl -N forqctl
 else
