@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from forq.broker.journal import VERBS
-from forq.pipeline import rules
+from forq.pipeline import verbs
 
 STATES = Path(__file__).resolve().parents[2] / "docs" / "states.md"
 OF_QUEUES = {"created", "deleted", "paused", "resumed"}
@@ -13,10 +13,10 @@ OWN_NAMES = {"born", "cancelled_run"}
 
 
 def test_every_verb_of_the_journal_has_its_place() -> None:
-    told = {*rules.LIFE, *rules.BLOCKING, *rules.ARCHIVE} - OWN_NAMES
+    told = {*verbs.LIFE, *verbs.BLOCKING, *verbs.ARCHIVE} - OWN_NAMES
     assert told == VERBS - OF_QUEUES
-    assert set(rules.AFTER) == set(rules.LIFE)
-    assert len(rules.LIFE) == len(set(rules.LIFE))
+    assert set(verbs.AFTER) == set(verbs.LIFE)
+    assert len(verbs.LIFE) == len(set(verbs.LIFE))
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS - OF_QUEUES))
@@ -26,5 +26,5 @@ def test_the_documentation_of_states_names_every_verb_about_a_job(verb: str) -> 
 
 def test_every_step_either_has_the_fence_of_a_run_or_none() -> None:
     with_own_fence = {"claimed", "revived", "born"}
-    assert {*rules.FENCED, *rules.UNFENCED, *with_own_fence} >= {*rules.LIFE, *rules.BLOCKING}
-    assert not set(rules.FENCED) & set(rules.UNFENCED)
+    assert {*verbs.FENCED, *verbs.UNFENCED, *with_own_fence} >= {*verbs.LIFE, *verbs.BLOCKING}
+    assert not set(verbs.FENCED) & set(verbs.UNFENCED)

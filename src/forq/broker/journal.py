@@ -206,3 +206,5 @@ def _shapes() -> dict[str, tuple[re.Pattern[str], Callable[[str], list[_Subject]
 
 _SHAPES = _shapes()
 VERBS = frozenset(_SHAPES)
+# How the life of a job ends.
+ENDS = ("done", "released", "cancelled", "dead", "dropped")

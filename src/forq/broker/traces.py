@@ -16,7 +16,6 @@ from forq.values import show_duration, show_time
 LOOKED_AT_BYTES, LOOKED_AT_ENTRIES = 16 << 20, 20_000
 FIRST_ENTRIES, MOST_ENTRIES = 16, 1000
 
-_ENDS = ("done", "released", "cancelled", "dead", "dropped")
 _FORGOTTEN = ("discarded", "forgotten")
 
 

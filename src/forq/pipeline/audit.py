@@ -18,8 +18,7 @@ from pyspark.sql import functions as F
 from forq.broker.keys import main_queue
 from forq.broker.link import Link
 from forq.errors import RedisUnavailable, UnknownQueue, UsageError
-from forq.pipeline import rules
-from forq.pipeline.auditor import Audit, Auditor
+from forq.pipeline.auditor import RULES, Audit, Auditor
 from forq.pipeline.findings import GAP, Finding
 from forq.pipeline.folder import Folder
 from forq.pipeline.history import read_history
@@ -191,7 +190,7 @@ def _as_dict(audit: Audit, notes: list[str]) -> dict[str, Any]:
         "rules": [
             {
                 "rule": verdict.rule,
-                "says": rules.RULES[verdict.rule],
+                "says": RULES[verdict.rule],
                 "checked": verdict.checked,
                 "violations": verdict.violations,
                 "gaps": verdict.gaps,

@@ -13,7 +13,7 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from forq.pipeline import balance, chain, lives, rules
+from forq.pipeline import balance, chain, lives
 from forq.pipeline.findings import GAP, VIOLATION, Finding, Verdict, as_finding
 from forq.pipeline.standing import Standings, places_table
 from forq.pipeline.steps import steps_of
@@ -21,6 +21,16 @@ from forq.pipeline.steps import steps_of
 CLEAN, VIOLATIONS, GAPS = 0, 1, 2
 # Findings per rule that are told; the others are counted.
 MAX_TOLD = 100
+# Name of each rule -> what it says, as the audit shows it.
+RULES = {
+    "chain": "sequence, hash and time of every entry follow from the one before",
+    "rows": "the rows of every entry are what its text says",
+    "paths": "every job's events are a path of the state table",
+    "conservation": "born = ended + still there, and Redis holds what is still there",
+    "overlap": "no two runs of one id overlap",
+    "fail_jobs": "every permanent failure of a queue with a fail handler has its fail job",
+    "states": "no record was lost, and nothing is in two states",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,7 @@ class Auditor:
         self._limit = limit
         self._progress = progress
         self._kept: list[DataFrame] = []
-        self._verdicts = {rule: Verdict(rule) for rule in rules.RULES}
+        self._verdicts = {rule: Verdict(rule) for rule in RULES}
         self._rows = _in_micros(events) if standings is None else _up_to_now(_in_micros(events), standings)
 
     def run(self) -> Audit:

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from forq.broker.keys import fail_queue, main_queue
-from forq.pipeline import rules
+from forq.pipeline import verbs
 from forq.pipeline.chain import Epoch, Hole
 from forq.pipeline.findings import GAP, VIOLATION, Finding, all_of, findings_where, told
 from forq.pipeline.standing import Standing, Standings
@@ -98,7 +98,7 @@ def _end_of_queue(epoch: Epoch | None, standing: Standing | None, standings: Sta
 def sums_of(lives: DataFrame, archive: DataFrame) -> dict[Key, Sums]:
     step, last = F.col("step"), F.col("last")
     counted = {
-        "born": step.isin(*rules.BIRTHS),
+        "born": step.isin(*verbs.BIRTHS),
         "done": step == "done",
         "released": step == "released",
         "cancelled": step.isin("cancelled", "cancelled_run"),
@@ -132,7 +132,7 @@ def fail_jobs_at_deletion(lives: DataFrame, epochs: Sequence[Epoch]) -> dict[Key
     deleted = lives.sparkSession.createDataFrame(
         moments, "history int, queue string, epoch long, moment long, parent long"
     )
-    change = F.when(F.col("step").isin(*rules.BIRTHS), 1).when(F.col("step").isin(*rules.GONE), -1).otherwise(0)
+    change = F.when(F.col("step").isin(*verbs.BIRTHS), 1).when(F.col("step").isin(*verbs.GONE), -1).otherwise(0)
     rows = (
         lives.join(F.broadcast(deleted), list(_EPOCH))
         .where(F.col("time") <= F.col("moment"))

@@ -10,7 +10,7 @@ from functools import reduce
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from forq.pipeline import rules
+from forq.pipeline import verbs
 from forq.pipeline.findings import all_of, findings_where, told
 from forq.pipeline.steps import FAIL, JOB
 
@@ -24,15 +24,15 @@ def lives_of(steps: DataFrame) -> DataFrame:
     seen = _with_what_was_before(steps)
     step = F.col("step")
     # `returned` tells no fence: it ends the last claim.
-    run = F.when((step == "claimed") | step.isin(*rules.FENCED), F.col("fence")).otherwise(F.col("origin.fence"))
+    run = F.when((step == "claimed") | step.isin(*verbs.FENCED), F.col("fence")).otherwise(F.col("origin.fence"))
     return seen.select(
         *JOB,
         *("sequence", "position", "time", "step", "fence", "last"),
-        _state_after(rules.READY).alias("ready"),
+        _state_after(verbs.READY).alias("ready"),
         _state_after(("scheduled",)).alias("due"),
-        _state_after(rules.ACTIVE).alias("running"),
+        _state_after(verbs.ACTIVE).alias("running"),
         _blocked_after().alias("followed"),
-        F.coalesce(F.col("before.step").isin(*rules.READY, *rules.ACTIVE), F.lit(False)).alias("was_there"),
+        F.coalesce(F.col("before.step").isin(*verbs.READY, *verbs.ACTIVE), F.lit(False)).alias("was_there"),
         run.alias("run"),
         # One number: texts are made only of the rows in which something is wrong.
         reduce(Column.bitwiseOR, (F.when(test, 1 << bit).otherwise(0) for bit, test in enumerate(_wrong()))).alias(
@@ -57,13 +57,13 @@ def _with_what_was_before(steps: DataFrame) -> DataFrame:
     return steps.select(
         *JOB,
         *("sequence", "position", "time", "step", "fence", "attempt", "segment", "orphans"),
-        last(rules.LIFE, F.struct("step", "fence", "sequence", "segment")).alias("before"),
-        last(rules.BLOCKING, F.struct("step", "segment")).alias("blocking"),
-        last(("claimed", *rules.BIRTHS), F.struct("step", "fence", "attempt", "segment", place.alias("place"))).alias(
+        last(verbs.LIFE, F.struct("step", "fence", "sequence", "segment")).alias("before"),
+        last(verbs.BLOCKING, F.struct("step", "segment")).alias("blocking"),
+        last(("claimed", *verbs.BIRTHS), F.struct("step", "fence", "attempt", "segment", place.alias("place"))).alias(
             "origin"
         ),
-        last(rules.COUNTED, place).alias("counted"),
-        last(rules.MAY_RESET, place).alias("reset"),
+        last(verbs.COUNTED, place).alias("counted"),
+        last(verbs.MAY_RESET, place).alias("reset"),
         F.max(F.when(step == "claimed", F.col("fence"))).over(so_far).alias("claimed_before"),
         F.lag(F.struct("step", "sequence")).over(in_order).alias("beside"),
         F.lead("sequence").over(in_order).isNull().alias("last"),
@@ -71,12 +71,12 @@ def _with_what_was_before(steps: DataFrame) -> DataFrame:
 
 
 def _state_after(steps: tuple[str, ...]) -> Column:
-    state = F.coalesce(F.when(F.col("step").isin(*rules.LIFE), F.col("step")), F.col("before.step"))
+    state = F.coalesce(F.when(F.col("step").isin(*verbs.LIFE), F.col("step")), F.col("before.step"))
     return F.coalesce(state.isin(*steps), F.lit(False))
 
 
 def _blocked_after() -> Column:
-    side = F.coalesce(F.when(F.col("step").isin(*rules.BLOCKING), F.col("step")), F.col("blocking.step"))
+    side = F.coalesce(F.when(F.col("step").isin(*verbs.BLOCKING), F.col("step")), F.col("blocking.step"))
     return F.coalesce(side == "blocked", F.lit(False))
 
 
@@ -104,18 +104,18 @@ def path_findings(lives: DataFrame) -> DataFrame:
 def _wrong() -> list[Column]:
     """What must not be; the first is a rule of its own, the others are told by `_texts`, in the same order."""
     step, fence, known = F.col("step"), F.col("fence"), _known()
-    pair = F.concat_ws(">", F.coalesce("before.step", F.lit(rules.BEGINNING)), step)
-    allowed = pair.isin(*rules.pairs())
-    was_there = F.col("before.step").isin(*rules.READY, *rules.ACTIVE)
+    pair = F.concat_ws(">", F.coalesce("before.step", F.lit(verbs.BEGINNING)), step)
+    allowed = pair.isin(*verbs.pairs())
+    was_there = F.col("before.step").isin(*verbs.READY, *verbs.ACTIVE)
     return [
         (step == "dropped") & known & was_there,
-        step.isin(*rules.LIFE) & known & ~allowed,
-        known & pair.isin(*rules.pairs_of_one_entry()) & (F.col("before.sequence") != F.col("sequence")),
-        known & allowed & step.isin(*rules.FENCED) & (fence != F.col("before.fence")),
-        step.isin(*rules.UNFENCED) & (fence != 0),
+        step.isin(*verbs.LIFE) & known & ~allowed,
+        known & pair.isin(*verbs.pairs_of_one_entry()) & (F.col("before.sequence") != F.col("sequence")),
+        known & allowed & step.isin(*verbs.FENCED) & (fence != F.col("before.fence")),
+        step.isin(*verbs.UNFENCED) & (fence != 0),
         (step == "claimed") & (fence <= F.coalesce("claimed_before", F.lit(0))),
         (step == "claimed") & known & allowed & ~_attempt_is_right(),
-        F.col("last") & _state_after(rules.LOSSES),
+        F.col("last") & _state_after(verbs.LOSSES),
         *_wrong_with_blocked(known),
     ]
 
@@ -154,16 +154,16 @@ def _wrong_with_blocked(known: Column) -> list[Column]:
     side_known = F.when(F.col("blocking").isNull(), F.col("segment") == 0).otherwise(
         F.col("blocking.segment") == F.col("segment")
     )
-    is_active = F.coalesce(F.col("before.step").isin(*rules.ACTIVE), F.lit(False))
+    is_active = F.coalesce(F.col("before.step").isin(*verbs.ACTIVE), F.lit(False))
     is_blocked = F.coalesce(was == "blocked", F.lit(False))
-    merged_in_time = step.isin(*rules.MERGED_BEFORE) & (F.col("beside.sequence") == F.col("sequence"))
+    merged_in_time = step.isin(*verbs.MERGED_BEFORE) & (F.col("beside.sequence") == F.col("sequence"))
     return [
         step.isin("blocked", "merged", "withdrawn") & known & ~is_active,
         step.isin("unblocked", "merged", "withdrawn") & side_known & ~is_blocked,
-        step.isin(*rules.NOT_WHILE_BLOCKED) & side_known & is_blocked,
+        step.isin(*verbs.NOT_WHILE_BLOCKED) & side_known & is_blocked,
         (F.col("beside.step") == "merged") & ~merged_in_time,
         F.col("last") & (step == "merged"),
-        F.col("last") & _blocked_after() & side_known & known & ~_state_after(rules.ACTIVE),
+        F.col("last") & _blocked_after() & side_known & known & ~_state_after(verbs.ACTIVE),
     ]
 
 
@@ -191,7 +191,7 @@ def fence_findings(steps: DataFrame) -> DataFrame:
 def archive_of(steps: DataFrame) -> DataFrame:
     """The steps of dead jobs, each (job, fence) on its own; `last` is the last one."""
     in_order = Window.partitionBy(*JOB, "fence").orderBy("sequence", "position")
-    of_dead = steps.where(F.col("step").isin(*rules.ARCHIVE)).select(
+    of_dead = steps.where(F.col("step").isin(*verbs.ARCHIVE)).select(
         *JOB, "sequence", "position", "time", "step", "fence", "fail_job", "segment"
     )
     return (
@@ -202,7 +202,7 @@ def archive_of(steps: DataFrame) -> DataFrame:
 
 
 def archive_findings(archive: DataFrame) -> DataFrame:
-    step, before = F.col("step"), F.coalesce("before.step", F.lit(rules.BEGINNING))
+    step, before = F.col("step"), F.coalesce("before.step", F.lit(verbs.BEGINNING))
     known = F.when(F.col("before").isNull(), F.col("segment") == 0).otherwise(
         F.col("before.segment") == F.col("segment")
     )
@@ -215,9 +215,9 @@ def archive_findings(archive: DataFrame) -> DataFrame:
         F.lit(False),
     )
     once = [
-        ((step == "dead") & known & (before != rules.BEGINNING), told("dead a second time with one fence")),
+        ((step == "dead") & known & (before != verbs.BEGINNING), told("dead a second time with one fence")),
         (
-            step.isin(*rules.ARCHIVE_ENDS) & known & ~before.isin("dead", "failing"),
+            step.isin(*verbs.ARCHIVE_ENDS) & known & ~before.isin("dead", "failing"),
             told(step, " though it is not in the archive; the last was ", before),
         ),
     ]
@@ -231,7 +231,7 @@ def archive_findings(archive: DataFrame) -> DataFrame:
 def runs_of(lives: DataFrame) -> DataFrame:
     """Claims with what ended them. One whose end was refused has none, and is no run."""
     step = F.col("step")
-    ends = step.isin(*rules.RUN_ENDS)
+    ends = step.isin(*verbs.RUN_ENDS)
     return (
         lives.where((step == "claimed") | ends)
         .groupBy(*JOB, F.col("run").alias("fence"))

@@ -6,12 +6,11 @@ life has no row until it is a job of its own.
 
 from pyspark.sql import DataFrame, SparkSession
 
-# How a life ends.
-_ENDS = "'done', 'released', 'cancelled', 'dead', 'dropped'"
-# What is about a blocked dispatch, an archived job or a queue, and not about the life itself.
-_ABOUT_OTHERS = (
-    "'blocked', 'merged', 'withdrawn', 'failing', 'discarded', 'forgotten', 'created', 'deleted', 'paused', 'resumed'"
-)
+from forq.pipeline import verbs
+from forq.pipeline.verbs import quoted
+
+_ENDS = quoted(*verbs.ENDS)
+_ABOUT_OTHERS = quoted(*verbs.ABOUT_OTHERS)
 
 # A job that a claim buries was not tried again: what cut short its attempts says more.
 _BY_CLAIM = "verb = 'dead' and micros is null and cause in ('StallError', 'TimeoutError')"
@@ -20,7 +19,7 @@ _LIVES = f"""
 select life.queue, life.epoch, life.job, life.number as life, life.enqueued_at,
   case when last_verb in ({_ENDS}) then last_verb
     when deletion.time is not null then 'deleted'
-    when last_verb in ('claimed', 'marked', 'stalled', 'timed_out', 'suspected', 'interrupted') then 'active'
+    when last_verb in ({quoted(*verbs.ACTIVE)}) then 'active'
     else 'ready' end as state,
   last_verb as verb,
   case when last_verb in ({_ENDS}) then last_at else deletion.time end as ended_at,
@@ -46,7 +45,7 @@ left join (
   on life.queue = deletion.queue and life.epoch = deletion.epoch
 left join (
   select queue, epoch, job, fence as of_fence, min(verb) as fate
-  from {{events}} where verb in ('revived', 'discarded', 'forgotten') group by queue, epoch, job, fence
+  from {{events}} where verb in ({quoted(*verbs.ARCHIVE_ENDS)}) group by queue, epoch, job, fence
 ) as archived
   on life.queue = archived.queue and life.epoch = archived.epoch and life.job = archived.job
     and life.fence = archived.of_fence

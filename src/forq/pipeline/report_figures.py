@@ -13,6 +13,7 @@ from pyspark.sql import functions as F
 
 from forq.pipeline import report_sql as sql
 from forq.pipeline.report_span import HOUR, Heat, Span, heat_of
+from forq.pipeline.verbs import ENDED_WELL, FAILED
 
 BUSIEST = 12
 MAX_QUEUES_LISTED = 250
@@ -232,7 +233,7 @@ class _Reading:
 
 def _size(verbs: dict[str, int]) -> int:
     """How busy a queue was: what ended there, then what came in."""
-    ends = sum(verbs.get(verb, 0) for verb in ("done", "released", "retried", "dead", "stalled", "timed_out"))
+    ends = sum(verbs.get(verb, 0) for verb in (*ENDED_WELL, *FAILED))
     return 1_000_000 * ends + verbs.get("enqueued", 0)
 
 

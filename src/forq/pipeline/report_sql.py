@@ -3,16 +3,14 @@
 Events → steps (with what is before and after) → ended (an attempt per row) → attempts (with how long it ran).
 """
 
+from forq.pipeline import verbs
+from forq.pipeline.verbs import quoted
+
 MAX_CAUSES = 25
 MAX_JOBS_LISTED = 15
 
-# What can follow a claim; `returned` at once means that the job was handed back before it began.
-ENDS = (
-    "'done', 'released', 'retried', 'dead', 'stalled', 'timed_out', 'suspected', 'interrupted', 'cancelled', 'returned'"
-)
-ENDED_WELL = "'done', 'released'"
-LOST = "'stalled', 'timed_out', 'suspected', 'interrupted', 'cancelled', 'deleted'"
-FAILED = "'retried', 'dead', 'stalled', 'timed_out'"
+AFTER_CLAIM = quoted(*verbs.AFTER_CLAIM)
+ENDED_WELL, FAILED = quoted(*verbs.ENDED_WELL), quoted(*verbs.FAILED)
 
 # A job is ready from the verb that made it so, or from when it is due. `promoted` counts only if what was before it
 # lies before the report's time. What a worker settles in one entry it has run one after the other: `until_us` is when
@@ -29,12 +27,12 @@ select queue, epoch, verb, us, until_us, job, fence, attempt,
 from (
   select *, unix_micros(time) as us,
     case when verb = 'scheduled' then unix_micros(due)
-      when verb in ('enqueued', 'unblocked', 'returned', 'retried', 'revived') then unix_micros(time) end as ready_us,
+      when verb in ({quoted(*verbs.READY_AT_ONCE)}) then unix_micros(time) end as ready_us,
     unix_micros(time) - coalesce(sum(if(verb in ('done', 'retried', 'dead'), micros, 0)) over (
       partition by queue, epoch, sequence order by position rows between 1 following and unbounded following
     ), 0) as until_us
   from report_events
-  where verb in ('enqueued', 'unblocked', 'revived', 'scheduled', 'promoted', 'claimed', {ENDS})
+  where verb in ('enqueued', 'unblocked', 'revived', 'scheduled', 'promoted', 'claimed', {AFTER_CLAIM})
 )
 window life as (partition by queue, epoch, job order by sequence, position),
   before as (
@@ -49,13 +47,13 @@ select queue, epoch, job, attempt, fence, us as claimed_us, greatest(0, us - rea
 from report_steps where verb = 'claimed'
 union all
 select queue, epoch, job, attempt, fence, null, null, verb, us, until_us, micros, cause
-from report_steps where previous_verb is null and verb in ({ENDS}) and fence > 0
+from report_steps where previous_verb is null and verb in ({AFTER_CLAIM}) and fence > 0
 """
 
 ATTEMPTS = f"""
 select *,
-  case when verb in ({LOST}) then coalesce(micros, ended_us - coalesce(claimed_us, {{from_us}}))
-    else micros end as run_us
+  case when verb in ({quoted(*verbs.CUT_SHORT, "deleted")})
+    then coalesce(micros, ended_us - coalesce(claimed_us, {{from_us}})) else micros end as run_us
 from (
   select ended.queue, job, attempt, fence, claimed_us, wait_us, micros, cause,
     if(verb is null and deleted_us is not null, 'deleted', verb) as verb, coalesce(ended_us, deleted_us) as ended_us,

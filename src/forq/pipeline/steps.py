@@ -1,4 +1,4 @@
-"""The events about jobs as steps (rules.py), fail jobs with their birth, each with its segment.
+"""The events about jobs as steps (verbs.py), fail jobs with their birth, each with its segment.
 
 A **segment** is a stretch of a queue's journal without a hole. What came before its beginning is not known, so nothing
 is said about it: the hole has been reported.

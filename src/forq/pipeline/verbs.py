@@ -1,4 +1,4 @@
-"""What may happen to a job, as tables: the audit's side of docs/states.md. Nothing here knows Spark.
+"""The verbs of the journal in sets: what may happen to a job, and in which order (docs/states.md); without Spark.
 
 A **step** is a verb of the journal, with two names of the audit's own: `cancelled_run` is `cancelled` with a fence (the
 job was active), and `born` is the birth of a fail job, which is told as `failing` in the journal of its parent's queue.
@@ -11,6 +11,8 @@ Three things are told apart, each with its own path:
 """
 
 from typing import Final
+
+from forq.broker import journal
 
 BEGINNING: Final = ""
 
@@ -103,16 +105,18 @@ MERGED_BEFORE: Final = ("retried", "returned")
 ARCHIVE: Final = ("dead", "failing", "revived", "discarded", "forgotten")
 ARCHIVE_ENDS: Final = ("revived", "discarded", "forgotten")
 
-# Name of each rule -> what it says, as the audit shows it.
-RULES: Final = {
-    "chain": "sequence, hash and time of every entry follow from the one before",
-    "rows": "the rows of every entry are what its text says",
-    "paths": "every job's events are a path of the state table",
-    "conservation": "born = ended + still there, and Redis holds what is still there",
-    "overlap": "no two runs of one id overlap",
-    "fail_jobs": "every permanent failure of a queue with a fail handler has its fail job",
-    "states": "no record was lost, and nothing is in two states",
-}
+# Steps from which a job may be claimed at once.
+READY_AT_ONCE: Final = ("enqueued", "unblocked", "returned", "retried", "revived")
+# How a life ends, in the words of the journal.
+ENDS: Final = journal.ENDS
+ENDED_WELL: Final = ("done", "released")
+FAILED: Final = ("retried", "dead", "stalled", "timed_out")
+# Ends of a run of which the worker told no time.
+CUT_SHORT: Final = (*LOSSES, "cancelled")
+# What can follow a claim; `returned` at once means that the job was handed back before it began.
+AFTER_CLAIM: Final = ("done", "released", "retried", "dead", *CUT_SHORT, "returned")
+# What is about a blocked dispatch, an archived job or a queue, and not about the life of a job.
+ABOUT_OTHERS: Final = tuple(sorted(journal.VERBS - set(LIFE)))
 
 
 def pairs() -> frozenset[str]:
@@ -122,3 +126,8 @@ def pairs() -> frozenset[str]:
 
 def pairs_of_one_entry() -> frozenset[str]:
     return frozenset(f"{before}>{step}" for before, step in IN_ONE_ENTRY)
+
+
+def quoted(*verbs: str) -> str:
+    """For `in (…)` of SQL."""
+    return ", ".join(f"'{verb}'" for verb in verbs)
