@@ -64,6 +64,9 @@ demo: setup ## a guided tour of about two minutes: kill -9, daemons, timeouts, r
 reference: tools $(SPARK) ## write man pages, completion and docs/reference/forqctl.md anew, from the declarations of commands
 	$(BIN)/python etc/reference.py
 
+settings: setup ## write etc/forq.toml and docs/reference/settings.md anew, from the table of settings
+	$(BIN)/python etc/write_settings.py
+
 # Side by side, since most tests wait for processes.
 test: tools ## everything but Spark: what must pass before a commit (7 minutes on two cores)
 	@$(MAKE) --no-print-directory -j3 unit-apart unit-forking checks

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from forq.procs.standard_streams import open_missing_streams
+from forq.settings import SERVICE
 from forq.version import VERSION
 
 
@@ -31,20 +32,14 @@ def parser_for(*names: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a supervisor in the foreground")
     run.add_argument("--config", metavar="FILE", help="settings (FORQ_CONFIG; else /etc/forq/forq.toml if it exists)")
-    run.add_argument("--state-dir", dest="state_dir", metavar="DIR", help="where forq keeps its state (FORQ_STATE_DIR)")
-    run.add_argument("--socket", metavar="PATH", help="the control socket (FORQ_SOCKET)")
-    run.add_argument(
-        "--redis",
-        metavar="URL",
-        help="redis://, unix://, redis+cluster:// or redis+sentinel:// (FORQ_REDIS; default: an embedded one)",
-    )
-    run.add_argument(
-        "--require-redis",
-        dest="require_redis",
-        action="store_true",
-        default=None,
-        help="end with 75 if Redis cannot be reached at start",
-    )
+    for setting in SERVICE.values():
+        if setting.flag is not None:
+            run.add_argument(
+                f"--{setting.name.replace('_', '-')}",
+                dest=setting.name,
+                help=setting.flag_help,
+                **({"metavar": setting.flag} if setting.flag else {"action": "store_true", "default": None}),
+            )
     bridge = commands.add_parser("bridge", help="producers and workers in any language, one JSON message per line")
     if "bridge" in names:
         from forq.bridge.run import add_arguments

@@ -6,9 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-FORMATS = ("auto", "json", "text")
-LEVELS = ("debug", "info", "warning", "error")
-
 _PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
 _COLOURS = {"DEBUG": "2", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

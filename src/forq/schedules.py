@@ -8,16 +8,12 @@ from typing import Any
 from forq.errors import ForqError, UsageError
 from forq.names import check_schedule_key, check_type, shown
 from forq.procs import wire
-from forq.settings import nearest
-from forq.ticks import LONGEST_MS, SHORTEST_MS, Every, Rule, read_cron
+from forq.settings import SCHEDULE, nearest
+from forq.ticks import Every, Rule, read_cron
 from forq.values import parse_duration
 
-OVERLAPS = ("skip", "queue")
-CATCH_UPS = ("once", "all", "none")
 # Who has made it: a config file, whose next reading may remove it, or somebody.
 CONFIG, USER = "config", "user"
-FIELDS = ("every", "cron", "zone", "data", "priority", "type", "overlap", "catch_up", "jitter")
-LONGEST_JITTER_MS = 86_400_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +32,11 @@ class Schedule:
     def from_mapping(cls, key: object, given: Mapping[str, Any], origin: str = USER) -> "Schedule":
         """What is None counts as not given."""
         for name in given:
-            if name not in FIELDS:
-                raise UsageError(f"a schedule has no {shown(name)}{nearest(name, FIELDS)}")
-        fields = {name: value for name, value in given.items() if value is not None}
-        priority = fields.get("priority", 5)
+            if name not in SCHEDULE:
+                raise UsageError(f"a schedule has no {shown(name)}{nearest(name, SCHEDULE)}")
+        defaults = {name: row.default for name, row in SCHEDULE.items() if row.default is not None and name != "zone"}
+        fields = defaults | {name: value for name, value in given.items() if value is not None}
+        priority = fields["priority"]
         if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= 9:
             raise UsageError(f"priority {shown(priority)} is not allowed: 0 (first) to 9 (last)")
         # Whether it is JSON is known here, and not at the first tick.
@@ -50,9 +47,9 @@ class Schedule:
             fields.get("data"),
             priority,
             check_type(fields["type"]) if "type" in fields else None,
-            _one_of("overlap", fields.get("overlap", "skip"), OVERLAPS),
-            _one_of("catch_up", fields.get("catch_up", "once"), CATCH_UPS),
-            _milliseconds("jitter", fields.get("jitter", 0), 0, LONGEST_JITTER_MS),
+            _word("overlap", fields["overlap"]),
+            _word("catch_up", fields["catch_up"]),
+            _milliseconds("jitter", fields["jitter"]),
             origin,
         )
 
@@ -73,13 +70,14 @@ def _read_rule(fields: Mapping[str, Any]) -> Rule:
     if ("every" in fields) == ("cron" in fields):
         raise UsageError("a schedule needs either every or cron")
     if "cron" in fields:
-        return read_cron(fields["cron"], fields.get("zone", "UTC"))
+        return read_cron(fields["cron"], fields.get("zone", SCHEDULE["zone"].default))
     if "zone" in fields:
         raise UsageError("zone goes with cron: every knows no zone")
-    return Every(_milliseconds("every", fields["every"], SHORTEST_MS, LONGEST_MS))
+    return Every(_milliseconds("every", fields["every"]))
 
 
-def _milliseconds(name: str, given: object, lowest: int, highest: int) -> int:
+def _milliseconds(name: str, given: object) -> int:
+    lowest, highest = (round(1000 * seconds) for seconds in SCHEDULE[name].range)
     value = given.total_seconds() if isinstance(given, timedelta) else given
     try:
         found = round(parse_duration(value) * 1000)  # type: ignore[arg-type]
@@ -90,7 +88,7 @@ def _milliseconds(name: str, given: object, lowest: int, highest: int) -> int:
     return found
 
 
-def _one_of(name: str, given: object, allowed: tuple[str, ...]) -> str:
-    if given not in allowed:
-        raise UsageError(f"{name} {shown(given)} is not allowed: {', '.join(allowed)}")
+def _word(name: str, given: object) -> str:
+    if given not in SCHEDULE[name].range:
+        raise UsageError(f"{name} {shown(given)} is not allowed: {', '.join(SCHEDULE[name].range)}")
     return str(given)

@@ -104,6 +104,12 @@ class Setting:
             return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
         return allowed_values(self.kind)
 
+    @property
+    def flag_help(self) -> str:
+        """The first sentence of its help, as the help of a flag."""
+        sentence = self.help.partition(". ")[0].removesuffix(".")
+        return f"{sentence[0].lower()}{sentence[1:]}{f' ({self.variable})' if self.variable else ''}"
+
     def fields(self, value: Value) -> dict[str, int]:
         """How Redis stores it: integers, durations in milliseconds."""
         if self.kind == "duration":
@@ -133,8 +139,8 @@ SERVICE: Mapping[str, Setting] = _rows(
             variable="FORQ_SOCKET", flag="PATH"),
     Setting("redis", "redis", None, (),
             "The server: redis://[USER:PASSWORD@]HOST[:PORT][/DB], rediss://..., unix:///PATH, "
-            'redis+cluster://HOST,HOST or redis+sentinel://HOST,HOST/MASTER (docs/redis.md). With "": a private '
-            "server in the state directory.", variable="FORQ_REDIS", flag="URL"),
+            'redis+cluster://HOST,HOST or redis+sentinel://HOST,HOST/MASTER; or "" for a private one in the state '
+            "directory. See docs/redis.md.", variable="FORQ_REDIS", flag="URL"),
     Setting("embedded_server", "program", None, (),
             'Program of that private server, Redis or Valkey 7.0 or newer: a path, or a name on PATH. With "": '
             "valkey-server or redis-server on PATH, else the one that was installed with forq."),
@@ -215,17 +221,17 @@ DEFINITION: Mapping[str, Setting] = _rows(
     Setting("mode", "word", WORK, MODES,
             '"work" runs the jobs; "auto_release" and "on_request" release them to callers (docs/releases.md); '
             '"external" hands them to workers in other languages (docs/bridge.md). It never changes while the queue '
-            "exists."),
-    Setting("handler", "text", None, (),
+            "exists.", fixed_in=MODES),
+    Setting("handler", "handler", None, (),
             '"package.module:function", or "package.module" with a function `handle`, called as handle(data, job). Or '
             'a program: "exec:/path/program ARGS..." keeps running, "exec-once:/path/program ARGS..." is started per '
             "job.", sample='"hello:handle"', modes=(WORK,)),
-    Setting("fail_handler", "text", None, (),
+    Setting("fail_handler", "handler", None, (),
             "Handler of the jobs that failed for good, in the same form.", sample='"hello:handle"', modes=(WORK,)),
-    Setting("path", "text", None, (),
+    Setting("path", "path or list", None, (),
             "Directory, or list of directories, to put first on the sys.path of the handlers.",
             sample='["examples"]', modes=(WORK,)),
-    Setting("handlers", "text", None, (),
+    Setting("handlers", "table", None, (),
             "Handlers by the type of a job, beside or instead of `handler`.",
             sample='{ greeting = "hello:greet" }', modes=(WORK,)),
     live=False,
@@ -338,10 +344,10 @@ OPTIONS: Mapping[str, Setting] = {
 
 # What schedules.py reads.
 SCHEDULE: Mapping[str, Setting] = _rows(
+    Setting("every", "duration", None, (0.1, _TEN_YEARS), "Interval of the ticks, instead of `cron`."),
     Setting("cron", "text", None, (), "When: minute hour day month weekday.", sample='"30 2 * * *"'),
     Setting("zone", "text", "UTC", (), "Time zone of `cron`.", sample='"Europe/Berlin"'),
-    Setting("every", "duration", None, (0.1, _TEN_YEARS), "Interval, instead of `cron`."),
-    Setting("data", "text", None, (), "Data of its jobs: any value of JSON.", sample="{}"),
+    Setting("data", "JSON", None, (), "Data of its jobs: any value of JSON.", sample="{}"),
     Setting("priority", "int", 5, (0, 9), "Priority of its jobs; 0 is first."),
     Setting("type", "text", None, (), "Type of its jobs.", sample='"greeting"'),
     Setting("overlap", "word", "skip", ("skip", "queue"),

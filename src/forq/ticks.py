@@ -17,7 +17,6 @@ from forq.errors import UsageError
 from forq.names import shown
 from forq.values import show_duration
 
-SHORTEST_MS, LONGEST_MS = 100, 3650 * 86_400_000
 MAX_EXPRESSION = 100
 # A tick that is less late than this was not missed, whatever catch_up says.
 ON_TIME_MS = 1000

@@ -82,6 +82,7 @@ def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Lo
         "queues": (),
         "pipeline": None,
         "metrics": None,
+        "bridges": (),
         "schedules": {},
     }
     assert config.__dict__ | defaults_of_all == load({}, {}).__dict__
@@ -90,6 +91,7 @@ def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Lo
     assert config.pipeline == Pipeline("/srv/state/history", 60.0)
     assert config.metrics is not None
     assert (config.metrics.listen, config.metrics.health_seconds) == ("127.0.0.1:9464", 60.0)
+    assert [bridge.tick_seconds for bridge in config.bridges] == [3.0]
     assert queue.options == defaults("work")
     releasing = {name for name, option in OPTIONS.items() if "work" not in option.modes}
     assert gate.options == {name: defaults("auto_release")[name] for name in {*releasing, "retry_lane_retries"}}

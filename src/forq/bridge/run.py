@@ -26,6 +26,7 @@ from forq.logging_setup import configure
 from forq.places import key_prefix, redis_url
 from forq.procs.unix_socket import listen
 from forq.settings import BRIDGE, SERVICE
+from forq.values import show_duration
 
 CALL_TIMEOUT_SECONDS = 5.0
 
@@ -47,14 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--redis", metavar="URL", help="redis://, unix://, redis+cluster:// or redis+sentinel:// (FORQ_REDIS)"
     )
     parser.add_argument("--prefix", metavar="P", help="of all keys in Redis (FORQ_PREFIX; forq:)")
-    parser.add_argument("--tick", metavar="TIME", default="3s", help="how often a worker has to say something (3s)")
+    tick, most = show_duration(BRIDGE["tick"].default), SERVICE["max_queues"].default
+    parser.add_argument(
+        "--tick", metavar="TIME", default=tick, help=f"how often a worker has to say something ({tick})"
+    )
     parser.add_argument(
         "--max-queues",
         dest="max_queues",
         type=int,
-        default=SERVICE["max_queues"].default,
+        default=most,
         metavar="N",
-        help="how many queues there may be in Redis (1000)",
+        help=f"how many queues there may be in Redis ({most})",
     )
     parser.add_argument("--listen", metavar="PATH", help="serve connections to this Unix socket")
 
