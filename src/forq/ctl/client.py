@@ -37,10 +37,10 @@ class Client:
         self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         self._connect(looked_at)
 
-    def call(self, method: str, params: dict[str, Any], *, wait_seconds: float = 0.0) -> Any:
-        """The result of one request, which may take `wait_seconds` longer than others. Raises what the supervisor
-        refused it with, or TimedOut."""
-        deadline = time.monotonic() + self.timeout_seconds + wait_seconds
+    def call(self, method: str, params: dict[str, Any], *, wait_seconds: float | None = 0.0) -> Any:
+        """The result of one request, which may take `wait_seconds` longer than others (None: for ever). Raises what the
+        supervisor refused it with, or TimedOut."""
+        deadline = None if wait_seconds is None else time.monotonic() + self.timeout_seconds + wait_seconds
         wanted = self.send(method, params)
         while True:
             answered, value = self.receive(deadline)

@@ -134,30 +134,32 @@ class Command:
 DECLARED: dict[str, Command] = {}
 
 
-def seconds(text: str) -> float:
-    """The type of an argument that is a duration."""
+def duration(name: str, help: str, **keywords: Any) -> Argument:
+    """An argument whose value is a duration: --wait is wait_seconds."""
+    keywords.setdefault("dest", f"{name[2:]}_seconds")
+    return Argument(name, type=_seconds, metavar="D", help=help, **keywords)
+
+
+def _seconds(text: str) -> float:
     from forq.values import parse_duration
 
     return parse_duration(text)
 
 
+def given(args: Namespace, *names: str) -> dict[str, Any]:
+    """Those of these arguments that were given."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
 GLOBALS = (
     Argument("--socket", completes="file", metavar="PATH", help="the control socket (default: FORQ_SOCKET)"),
     Argument("--json", action="store_true", help="print one JSON document"),
-    Argument(
-        "--timeout",
-        dest="timeout_seconds",
-        type=seconds,
-        metavar="D",
-        help="how long to wait for an answer (default: 30s)",
-    ),
+    duration("--timeout", "how long to wait for an answer (default: 30s)"),
 )
 # What several commands take.
 NAME = Argument("name", metavar="NAME", help="the queue")
 ID = Argument("id", metavar="ID", help="the job")
-WAIT = Argument(
-    "--wait", dest="wait_seconds", type=seconds, metavar="D", help="give up after this time (default: never)"
-)
+WAIT = duration("--wait", "give up after this time (default: never)")
 PRIORITY = Argument("--priority", type=int, choices=range(10), metavar="0-9", help="0 is served first (default: 5)")
 TYPE = Argument("--type", metavar="T", help="picks one of the queue's handlers")
 AFTER = Argument("--after", metavar="CURSOR", help="go on where the last page ended")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forq.ctl.client import connect
-from forq.ctl.command import AFTER, NAME, Argument, Command
+from forq.ctl.command import AFTER, NAME, Argument, Command, given
 from forq.ctl.output import field, moment, printable, show, show_json, show_more, show_stack, show_table
 from forq.errors import ForqError, UsageError
 
@@ -52,9 +52,7 @@ def _list(args: Namespace) -> int:
         raise UsageError("list takes neither ID nor --all")
     if args.limit is not None and args.limit < 1:
         raise UsageError("--limit is at least 1")
-    given = {"limit": args.limit, "after": args.after}
-    params = {"name": args.name, **{key: value for key, value in given.items() if value is not None}}
-    result = connect(args).call("dead.list", params)
+    result = connect(args).call("dead.list", {"name": args.name, **given(args, "limit", "after")})
     if args.json:
         show_json(result)
         return 0

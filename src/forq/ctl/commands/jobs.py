@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forq.ctl.client import connect
-from forq.ctl.command import AFTER, ID, NAME, NO_QUEUE, Argument, Command
+from forq.ctl.command import AFTER, ID, NAME, NO_QUEUE, Argument, Command, given
 from forq.ctl.output import field, moment, printable, show, show_json, show_more, show_stack, show_table, span
 from forq.errors import UnknownJob, UsageError
 from forq.progress import show_progress
@@ -37,9 +37,7 @@ NOT_THERE = {4: "no such queue, or no such job (any more): the message says what
 def jobs(args: Namespace) -> int:
     if args.limit is not None and args.limit < 1:
         raise UsageError("--limit is at least 1")
-    given = {"state": args.state, "limit": args.limit, "after": args.after}
-    params = {"name": args.name, **{key: value for key, value in given.items() if value is not None}}
-    result = connect(args).call("jobs", params)
+    result = connect(args).call("jobs", {"name": args.name, **given(args, "state", "limit", "after")})
     if args.json:
         show_json(result)
         return 0

@@ -9,7 +9,7 @@ import os
 import sys
 
 from forq.ctl.client import Client, connect
-from forq.ctl.command import NAME, NO_QUEUE, PRIORITY, TYPE, Argument, Command, seconds
+from forq.ctl.command import NAME, NO_QUEUE, PRIORITY, TYPE, Argument, Command, duration, given
 from forq.ctl.output import printable, show
 from forq.errors import ForqError, InvalidData, UnknownQueue, UsageError
 from forq.procs import wire
@@ -55,6 +55,31 @@ class Chunk:
         self.last_line = line_number
 
 
+def _time(text: str) -> float:
+    """Epoch seconds, from a number or from ISO 8601 with a zone."""
+    seconds = _epoch_seconds(text)
+    # "not (0 <= x)" is true for NaN as well.
+    if seconds is None or not 0 <= seconds < float("inf"):
+        raise UsageError(
+            f"--at {text!a} is not allowed: epoch seconds, or a date with a zone, from 1970 on (2026-12-01T09:00+01:00)"
+        )
+    return seconds
+
+
+def _epoch_seconds(text: str) -> float | None:
+    from datetime import datetime
+
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return None if when.tzinfo is None else when.timestamp()
+
+
 @Command(
     "push",
     "add a job, or one per line of a file",
@@ -67,8 +92,8 @@ class Chunk:
     PRIORITY,
     Argument("--token", metavar="T", help="makes repeating this call harmless"),
     TYPE,
-    Argument("--in", dest="run_in", type=seconds, metavar="D", help="not before this time has passed (90s, 10m, 2h)"),
-    Argument("--at", dest="run_at", metavar="TIME", help="not before this time (2026-12-01T09:00+01:00)"),
+    duration("--in", "not before this time has passed (90s, 10m, 2h)", dest="run_in"),
+    Argument("--at", dest="run_at", type=_time, metavar="TIME", help="not before this time (2026-12-01T09:00+01:00)"),
     Argument(
         "--if-exists", choices=("update", "skip", "refuse"), help="when the id is taken (default: update that job)"
     ),
@@ -103,9 +128,8 @@ def _push_one(args: Namespace) -> int:
     if args.records:
         raise UsageError("--records goes with --file")
     data = wire.decode(os.fsencode(args.data))
-    job = _with_given(args, ("id", "identifier", "priority", "token", "type"))
-    how = {**_update(args), **_with_given(args, ("durable",))}
-    result = connect(args).call("push", {"name": args.name, "data": data, **job, **_when(args), **how})
+    job = given(args, "id", "identifier", "priority", "token", "type")
+    result = connect(args).call("push", {"name": args.name, "data": data, **job, **_when(args), **_update(args)})
     return show(args, result, printable(result["id"]))
 
 
@@ -134,7 +158,7 @@ def _push_chunks(args: Namespace, client: Client, file: BinaryIO, path: str) -> 
     progress = ProgressLine(lines=not args.json)
     size = os.fstat(file.fileno()).st_size
     pushed = requests = consumed = 0
-    common = {"name": args.name, **_update(args), **_with_given(args, ("durable",))}
+    common = {"name": args.name, **_update(args)}
     try:
         for chunk in _chunks(args, file):
             try:
@@ -155,7 +179,7 @@ def _push_chunks(args: Namespace, client: Client, file: BinaryIO, path: str) -> 
 
 
 def _chunks(args: Namespace, file: BinaryIO) -> Iterator[Chunk]:
-    defaults = {**_with_given(args, ("priority", "type")), **_when(args)}
+    defaults = {**given(args, "priority", "type"), **_when(args)}
     chunk = Chunk()
     line_number = 0
     while line := file.readline(wire.MAX_LINE_BYTES + 1):
@@ -192,52 +216,17 @@ def _job_on(line: bytes, number: int, is_record: bool) -> dict[str, Any]:
 
 
 def _update(args: Namespace) -> dict[str, Any]:
-    """What becomes of a job whose id is there."""
-    given = _with_given(args, ("if_exists",))
-    if args.no_update_data:
-        given["update_data"] = False
-    if args.update_run_at is not None:
-        given["update_run_at"] = {"true": True, "false": False}.get(args.update_run_at, args.update_run_at)
-    if args.reset_counts is not None:
-        given["reset_counts"] = args.reset_counts == "yes"
-    return given
+    """What becomes of a job whose id is there, and where all are stored."""
+    words = {"true": True, "false": False, "yes": True, "no": False}
+    how = given(args, "if_exists", "update_run_at", "reset_counts", "durable")
+    how = {name: words.get(value, value) for name, value in how.items()}
+    return {**how, "update_data": False} if args.no_update_data else how
 
 
 def _when(args: Namespace) -> dict[str, Any]:
     if args.run_in is not None and args.run_at is not None:
         raise UsageError("--in and --at cannot be given both")
-    if args.run_in is not None:
-        return {"run_in": args.run_in}
-    return {} if args.run_at is None else {"run_at": _time(args.run_at)}
-
-
-def _time(text: str) -> float:
-    """Epoch seconds, from a number or from ISO 8601 with a zone."""
-    seconds = _epoch_seconds(text)
-    # "not (0 <= x)" is true for NaN as well.
-    if seconds is None or not 0 <= seconds < float("inf"):
-        raise UsageError(
-            f"--at {text!a} is not allowed: epoch seconds, or a date with a zone, from 1970 on (2026-12-01T09:00+01:00)"
-        )
-    return seconds
-
-
-def _epoch_seconds(text: str) -> float | None:
-    from datetime import datetime
-
-    try:
-        return float(text)
-    except ValueError:
-        pass
-    try:
-        when = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return None if when.tzinfo is None else when.timestamp()
-
-
-def _with_given(args: Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return given(args, "run_in", "run_at")
 
 
 @Command(

@@ -7,7 +7,7 @@ import sys
 import time
 
 from forq.ctl.client import connect, wait_for
-from forq.ctl.command import NAME, NO_QUEUE, WAIT, Argument, Command, seconds
+from forq.ctl.command import NAME, NO_QUEUE, WAIT, Argument, Command, duration, given
 from forq.ctl.output import printable, running_jobs, show, show_json, span
 from forq.errors import CannotImport, UsageError
 
@@ -29,13 +29,7 @@ OPTIONS = (
         "--set", action="append", default=[], completes="option", metavar="OPTION=VALUE", help="the same (repeatable)"
     ),
 )
-IMPORT_WAIT = Argument(
-    "--wait",
-    dest="wait_seconds",
-    type=seconds,
-    metavar="D",
-    help="how long the import of its handler may take (default: 60s)",
-)
+IMPORT_WAIT = duration("--wait", "how long the import of its handler may take (default: 60s)")
 
 IMPORTED = "the result of `{}`; if the handler cannot be imported `name` and `error` (`code`, `message`, `traceback`)"
 
@@ -86,11 +80,8 @@ def create(args: Namespace) -> int:
         "handlers": handlers,
         "path": [os.path.abspath(path) for path in args.path],
         "options": _options(args),
+        **given(args, "mode", "fail_handler"),
     }
-    if args.mode is not None:
-        params["mode"] = args.mode
-    if args.fail_handler is not None:
-        params["fail_handler"] = args.fail_handler
     try:
         result = _call_and_import(args, "queue.create", params, wait=not args.no_wait)
     except CannotImport as exc:
@@ -162,12 +153,7 @@ def pause(args: Namespace) -> int:
 
 
 @Command(
-    "resume",
-    "start jobs of a paused queue again",
-    NAME,
-    examples=["resume mails"],
-    json="queue.resume",
-    exits=NO_QUEUE,
+    "resume", "start jobs of a paused queue again", NAME, examples=["resume mails"], json="queue.resume", exits=NO_QUEUE
 )
 def resume(args: Namespace) -> int:
     return _done(args, connect(args).call("queue.resume", {"name": args.name}), "resumed")
@@ -196,9 +182,8 @@ def _call_and_import(args: Namespace, method: str, params: dict[str, Any], *, wa
     if not wait:
         return connect(args).call(method, {**params, "wait": False})
     import_seconds = args.timeout_seconds if args.wait_seconds is None else args.wait_seconds
-    given = {} if import_seconds is None else {"wait": import_seconds}
     client = connect(args)
-    sent = client.send(method, {**params, **given})
+    sent = client.send(method, params if import_seconds is None else {**params, "wait": import_seconds})
     # Its old process may take as long to end as any answer.
     limit_seconds = client.timeout_seconds + (IMPORT_SECONDS if import_seconds is None else import_seconds)
     deadline, name = time.monotonic() + limit_seconds, args.name
@@ -281,13 +266,13 @@ def _left(queue: dict[str, Any]) -> str:
 
 def _options(args: Namespace) -> dict[str, str]:
     """Those that follow the name and those of --set, in the same form."""
-    given: dict[str, str] = {}
+    options: dict[str, str] = {}
     for text in (*args.options, *args.set):
         name, value = _pair(text, "option", "OPTION=VALUE")
-        if name in given:
-            raise UsageError(f"option {name!a} is given twice: {given[name]!a} and {value!a}")
-        given[name] = value
-    return given
+        if name in options:
+            raise UsageError(f"option {name!a} is given twice: {options[name]!a} and {value!a}")
+        options[name] = value
+    return options
 
 
 def _pair(text: str, flag: str, form: str) -> tuple[str, str]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 
 from forq.ctl.client import Client, connect
-from forq.ctl.command import ID, NAME, WAIT, Argument, Command, seconds
+from forq.ctl.command import ID, NAME, WAIT, Argument, Command, duration
 from forq.ctl.output import as_json, printable, show
-from forq.errors import ForqError, LeaseLapsed, RedisUnavailable, TimedOut
+from forq.errors import LeaseLapsed, RedisUnavailable, TimedOut
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,21 +50,8 @@ def await_release(args: Namespace) -> int:
     "take an item out of a queue of mode on_request, and print it",
     NAME,
     ITEM,
-    Argument(
-        "--wait",
-        dest="wait_seconds",
-        type=seconds,
-        default=0.0,
-        metavar="D",
-        help="wait so long for one (default: not at all)",
-    ),
-    Argument(
-        "--lease",
-        dest="lease_seconds",
-        type=seconds,
-        metavar="D",
-        help="it goes back in line unless it is acknowledged (ack) within this time",
-    ),
+    duration("--wait", "wait so long for one (default: not at all)", default=0.0),
+    duration("--lease", "it goes back in line unless it is acknowledged (ack) within this time"),
     examples=[
         "dequeue orders  # take one and keep it",
         "dequeue orders --lease 10s  # take one for ten seconds, to be acknowledged",
@@ -109,7 +96,8 @@ def _get(client: Client, method: str, params: dict[str, Any], wait_seconds: floa
     until = None if wait_seconds is None else time.monotonic() + wait_seconds
     while True:
         left_seconds = None if until is None else max(0.0, until - time.monotonic())
-        item = _ask(client, method, {**params, "wait": left_seconds})
+        # The supervisor answers when time is up; it gets as long as for any other answer to say so.
+        item: dict[str, Any] | None = client.call(method, {**params, "wait": left_seconds}, wait_seconds=left_seconds)
         if item is None or "lease" in params:
             return item
         try:
@@ -117,20 +105,6 @@ def _get(client: Client, method: str, params: dict[str, Any], wait_seconds: floa
         except LeaseLapsed:
             continue
         return item
-
-
-def _ask(client: Client, method: str, params: dict[str, Any]) -> dict[str, Any] | None:
-    """The supervisor answers when time is up; it gets as long as for any other answer to say so."""
-    number = client.send(method, params)
-    wait_seconds = params["wait"]
-    deadline = None if wait_seconds is None else time.monotonic() + wait_seconds + client.timeout_seconds
-    while True:
-        answered, value = client.receive(deadline)
-        if answered == number:
-            if isinstance(value, ForqError):
-                raise value
-            item: dict[str, Any] | None = value
-            return item
 
 
 def _acknowledge(client: Client, name: str, item: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from forq.ctl.client import connect
-from forq.ctl.command import NAME, NO_QUEUE, PRIORITY, TYPE, Argument, Command
+from forq.ctl.command import NAME, NO_QUEUE, PRIORITY, TYPE, Argument, Command, given
 from forq.ctl.output import as_json, moment, printable, show, show_json, show_table
 from forq.errors import UsageError
 from forq.procs import wire
@@ -47,8 +47,7 @@ _FIELDS = ("every", "cron", "zone", "priority", "type", "overlap", "catch_up", "
 def schedule(args: Namespace) -> int:
     if (args.every is None) == (args.cron is None):
         raise UsageError("schedule needs either --every D or --cron EXPR")
-    params: dict[str, Any] = {"name": args.name, "key": args.key}
-    params |= {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
+    params = {"name": args.name, "key": args.key, **given(args, *_FIELDS)}
     if args.data is not None:
         params["data"] = wire.decode(os.fsencode(args.data))
     if args.dry_run:
@@ -73,8 +72,7 @@ def schedule(args: Namespace) -> int:
     exits=NOT_THERE,
 )
 def schedules(args: Namespace) -> int:
-    given = {"name": args.name, "key": args.key}
-    result = connect(args).call("schedules", {name: value for name, value in given.items() if value is not None})
+    result = connect(args).call("schedules", given(args, "name", "key"))
     found = result["schedules"]
     if args.json:
         show_json(result)

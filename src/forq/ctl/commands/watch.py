@@ -10,7 +10,7 @@ import sys
 import time
 
 from forq.ctl.client import Client, connect
-from forq.ctl.command import ID, NAME, WAIT, Argument, Command, seconds
+from forq.ctl.command import ID, NAME, WAIT, Argument, Command, duration
 from forq.ctl.output import as_json, coloured, moment, printable, show_json
 from forq.errors import RedisUnavailable, TimedOut, UsageError
 from forq.progress import show_progress
@@ -190,14 +190,7 @@ class _LogScreen:
 @Command(
     "top",
     "show the queues as they are now, again and again, with keys to pause and resume them",
-    Argument(
-        "--interval",
-        dest="interval_seconds",
-        type=seconds,
-        default="1s",
-        metavar="D",
-        help="how often (default: 1s)",
-    ),
+    duration("--interval", "how often (default: 1s)", default=1.0),
     Argument("--plain", action="store_true", help="a block of text each time, also on a terminal"),
     Argument("--count", type=int, metavar="N", help="end after so many blocks (plain or JSON)"),
     more="On a terminal it is a screen: arrows or j and k move, enter shows one queue, p pauses, r resumes, s sorts, q "
