@@ -71,10 +71,11 @@ settings: setup ## write etc/forq.toml and docs/reference/settings.md anew, from
 test: tools ## everything but Spark: what must pass before a commit (7 minutes on two cores)
 	@$(MAKE) --no-print-directory -j3 unit-apart unit-forking checks
 
-test-all: tools $(SPARK) ## the same with more examples, and Spark, and the broker on Redis 7.0: what CI runs (18 minutes)
+test-all: tools $(SPARK) ## the same with more examples, and Spark, and the broker on Redis 7.0 and on redis-py 6.4: what CI runs (18 minutes)
 	@FORQ_TEST_THOROUGH=1 $(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory spark
 	@$(MAKE) --no-print-directory redis-old
+	@$(MAKE) --no-print-directory redis-py-old
 
 checks: tools # lint, types, imports, wheel
 	@MAKEFLAGS= $(HELD_BACK) $(MAKE) --no-print-directory lint types imports wheel
@@ -127,6 +128,17 @@ redis-old: tools ## the broker's tests and the end-to-end smoke on Redis 7.0, th
 	FORQ_TEST_SERVER=$$server $(BIN)/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal tests/broker tests/bridge \
 	  tests/end_to_end/test_first_steps.py tests/end_to_end/test_acl.py tests/end_to_end/test_releases.py tests/end_to_end/test_results.py \
 	  tests/end_to_end/test_full_server.py tests/supervisor/test_embedded.py
+
+OLD_CLIENT := $(VENV)/redis-py-6.4
+REDIS_PY_TESTS := tests/broker/test_redis_py.py tests/broker/test_connection.py tests/broker/test_faults.py tests/end_to_end/test_first_steps.py
+
+redis-py-old: tools ## connections and the end-to-end smoke on redis-py 6.4, the oldest one that forq works with, with hiredis and without
+	@test -x $(OLD_CLIENT)/bin/pytest || { $(PYTHON) -m venv $(OLD_CLIENT) && \
+	  $(OLD_CLIENT)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 'redis==6.4.0'; }
+	@$(OLD_CLIENT)/bin/python -m pip install --quiet --disable-pip-version-check 'hiredis>=3'
+	$(OLD_CLIENT)/bin/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal $(REDIS_PY_TESTS)
+	@$(OLD_CLIENT)/bin/python -m pip uninstall --quiet --yes hiredis
+	$(OLD_CLIENT)/bin/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal $(REDIS_PY_TESTS)
 
 mutants: tools ## take every guard out of every script: some test must fail
 	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py

@@ -6,10 +6,9 @@ import sys
 
 import forq
 from forq.bridge.run import BridgeSettings, run_bridge
+from forq.broker.connection import warm
 from forq.broker.scripts import script
-from forq.broker.server_url import read_server_url
 from forq.output.logger import LoggerSettings, run_logger
-from forq.redis_address import SERVER, read_address
 from forq.services.clerk import ClerkSettings, run_clerk
 from forq.services.metrics import MetricsSettings, run_metrics
 from forq.services.pulse import PulseSettings, run_pulse
@@ -45,8 +44,7 @@ def preload(url: str, prefix: str) -> None:
         getattr(forq, name)
     # So that a handler's own Client() finds the same queues.
     os.environ["FORQ_REDIS"], os.environ["FORQ_PREFIX"] = url, prefix
-    if read_address(url).kind == SERVER:
-        read_server_url(url)
+    warm(url)
     for verb in (
         "turn",
         "join",

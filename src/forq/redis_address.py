@@ -15,6 +15,22 @@ ALLOWED = (
 SERVER, CLUSTER, SENTINEL = "server", "cluster", "sentinel"
 _KINDS = {"": SERVER, "cluster": CLUSTER, "sentinel": SENTINEL}
 _PORTS = {SERVER: 6379, CLUSTER: 6379, SENTINEL: 26379}
+# What of redis-py's own parameters may stand in a URL; timeouts, retries and the protocol are forq's.
+_OPTIONS = ("db", "username", "password")
+_TLS_OPTIONS = (
+    "ssl_ca_certs",
+    "ssl_ca_path",
+    "ssl_ca_data",
+    "ssl_cert_reqs",
+    "ssl_check_hostname",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_password",
+    "ssl_min_version",
+    "ssl_ciphers",
+)
+# The numbers of TLS 1.2 and 1.3.
+_VALUES = {"ssl_cert_reqs": ("none", "optional", "required"), "ssl_min_version": ("771", "772")}
 # What only the sentinels are told: they may have other passwords than the servers that they watch.
 _OF_SENTINELS = {"sentinel_username": "username", "sentinel_password": "password"}
 
@@ -29,6 +45,7 @@ class Address:
     kind: str
     hosts: tuple[Host, ...]
     master: str
+    db: int
     _parts: SplitResult
     _path: str
 
@@ -84,20 +101,28 @@ def _split(url: str) -> SplitResult:
 
 def _read(url: str) -> Address:
     parts = _split(url)
-    _check_db(dict(parse_qsl(parts.query)).get("db", ""))
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    secure, _, what = parts.scheme.partition("+")
     if parts.scheme == "unix":
         if not url.startswith("unix://") or parts.hostname or len(parts.path) < 2:
             raise _Wrong("a unix socket is given by its absolute path")
-        return Address(url, SERVER, (), "", parts, parts.path)
-    secure, _, what = parts.scheme.partition("+")
+        _check_options(options, SERVER, tls=False)
+        return Address(url, SERVER, (), "", _db(options.get("db", "")), parts, parts.path)
     if secure not in ("redis", "rediss") or what not in _KINDS:
         raise _Wrong("its scheme is unknown")
     kind = _KINDS[what]
     hosts = tuple(_host(text, _PORTS[kind]) for text in parts.netloc.rpartition("@")[2].split(","))
     if kind == SERVER and len(hosts) > 1:
         raise _Wrong("of one server there is one host")
-    master, db = _path(kind, unquote(parts.path).strip("/"))
-    return Address(url, kind, hosts, master, parts, f"/{db}" if db else "")
+    path = unquote(parts.path).strip("/")
+    master, _, in_path = path.partition("/") if kind == SENTINEL else ("", "", path)
+    if kind == SENTINEL and not master:
+        raise _Wrong("the name of the master is missing")
+    _check_options(options, kind, tls=secure == "rediss")
+    db = _db(options.get("db") or in_path)
+    if kind == CLUSTER and db:
+        raise _Wrong("a cluster has no databases")
+    return Address(url, kind, hosts, master, db, parts, f"/{in_path}" if in_path else "")
 
 
 def _host(text: str, default_port: int) -> Host:
@@ -109,17 +134,23 @@ def _host(text: str, default_port: int) -> Host:
     return host, default_port if port is None else port
 
 
-def _path(kind: str, path: str) -> tuple[str, str]:
-    """The name of the master, and the database."""
-    master, _, db = path.partition("/") if kind == SENTINEL else ("", "", path)
-    if kind == SENTINEL and not master:
-        raise _Wrong("the name of the master is missing")
-    if kind == CLUSTER and db not in ("", "0"):
-        raise _Wrong("a cluster has no databases")
-    _check_db(db)
-    return master, db
+def _check_options(options: dict[str, str], kind: str, *, tls: bool) -> None:
+    """redis-py passes on what it does not know, and takes timeouts and retries, which forq sets itself."""
+    allowed = (*_OPTIONS, *(_OF_SENTINELS if kind == SENTINEL else ()), *(_TLS_OPTIONS if tls else ()))
+    for name in options:
+        if name not in allowed:
+            why = "is for TLS (rediss://...)" if name in _TLS_OPTIONS else "is unknown"
+            raise _Wrong(f"the option {name!r} {why}, the options of this URL are {', '.join(allowed)}")
+        if name in _VALUES and options[name] not in _VALUES[name]:
+            raise _Wrong(f"{name} is {options[name]!r}, and may be {', '.join(_VALUES[name])}")
 
 
-def _check_db(db: str) -> None:
-    if db and not (db.isascii() and db.isdigit()):
-        raise _Wrong(f"the database {db!r} is no number")
+def _db(text: str) -> int:
+    if text and not (text.isascii() and text.isdigit()):
+        raise _Wrong(f"the database {text!r} is no number")
+    return int(text or 0)
+
+
+def database_of(url: str) -> int:
+    """The number of the database that a URL of any kind names; a cluster has one only."""
+    return read_address(url).db

@@ -20,8 +20,8 @@ from forq.broker.listening import Listener
 from forq.broker.outbox import Bell
 from forq.broker.producing import new_job
 from forq.broker.reporting import report_progress
-from forq.broker.server_url import database_of
 from forq.errors import UnknownJob
+from forq.redis_address import database_of
 from tests.broker.test_waiting import Waiting, run_next
 from tests.support.gate import gate
 from tests.support.one_queue import OneQueue, one_queue

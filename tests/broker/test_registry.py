@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import hiredis
 import pytest
+from redis.exceptions import ResponseError
 
 from forq.broker.keys import DEFAULT_PREFIX, deleted_queues_key, registry_key
 from forq.broker.link import Link
@@ -69,8 +69,8 @@ def test_queues_are_made_joined_and_deleted_on_a_server_that_is_out_of_memory(
     def as_redis(link: Link, commands: list[tuple[Any, ...]], lost: type[RedisUnavailable]) -> list[Any]:
         if commands[0] != ("MULTI",):
             return exchange(link, commands, lost)
-        refused = [hiredis.ReplyError("OOM command not allowed when used memory > 'maxmemory'.")] * (len(commands) - 2)
-        return [b"OK", *refused, hiredis.ReplyError("EXECABORT Transaction discarded because of previous errors.")]
+        refused = [ResponseError("OOM command not allowed when used memory > 'maxmemory'.")] * (len(commands) - 2)
+        return [b"OK", *refused, ResponseError("EXECABORT Transaction discarded because of previous errors.")]
 
     monkeypatch.setattr(Link, "_exchange", as_redis)
     queue.enqueue("a")

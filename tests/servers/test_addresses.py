@@ -22,11 +22,11 @@ def test_nodes_of_a_cluster_get_its_user_and_options() -> None:
 
 
 def test_sentinels_have_passwords_of_their_own() -> None:
-    url = "redis+sentinel://me:hush@a,b:7001/main/3?sentinel_username=s&sentinel_password=quiet&ssl_ca_certs=/ca"
+    url = "rediss+sentinel://me:hush@a,b:7001/main/3?sentinel_username=s&sentinel_password=quiet&ssl_ca_certs=/ca"
     address = read_address(url)
     assert (address.kind, address.master, address.hosts) == (SENTINEL, "main", (("a", 26379), ("b", 7001)))
-    assert address.server_url("c", 7003) == "redis://me:hush@c:7003/3?ssl_ca_certs=%2Fca"
-    assert address.sentinel_url("a", 26379) == "redis://a:26379?ssl_ca_certs=%2Fca&username=s&password=quiet"
+    assert address.server_url("c", 7003) == "rediss://me:hush@c:7003/3?ssl_ca_certs=%2Fca"
+    assert address.sentinel_url("a", 26379) == "rediss://a:26379?ssl_ca_certs=%2Fca&username=s&password=quiet"
 
 
 @pytest.mark.parametrize("url", ["redis+cluster://a,b:7001", "rediss+cluster://u:p@a/0", "redis+sentinel://a,b/main/1"])

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from forq import Client
-from tests.support.redis_cluster import RedisCluster, ask, redis_cluster
+from tests.support.redis_cluster import RedisCluster, redis_cluster
 from tests.support.running import Forq, running, wait_until
 
 
@@ -138,8 +138,8 @@ def is_awaited(client: Client, name: str) -> bool:
 
 def processors(cluster: RedisCluster, name: str) -> dict[bytes, float]:
     """Who serves the queue, and until when that is believed (ms)."""
-    found = ask(cluster.node_of(f"{{{name}}}"), "ZRANGE", f"forq:queue:{{{name}}}:processors", 0, -1, "WITHSCORES")
-    return {processor: float(until_ms) for processor, until_ms in found}
+    with cluster.node_of(f"{{{name}}}").connect() as client:
+        return dict(client.zrange(f"forq:queue:{{{name}}}:processors", 0, -1, withscores=True))
 
 
 def is_renewed(cluster: RedisCluster, name: str, before: dict[bytes, float]) -> bool:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import redis
 import trustme
 
 from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX, due_channels
 from forq.broker.link import Link
 from forq.broker.listening import Listener
-from forq.errors import RedisUnavailable
+from forq.errors import OutcomeUnknown, RedisUnavailable
 from tests.support.redis_cluster import free_ports, redis_cluster
 from tests.support.relay import relay
 from tests.support.running import running, wait_until
@@ -72,6 +73,35 @@ def test_one_for_another_host_is_refused_unless_the_url_says_otherwise(server: S
             Link(url).call("PING")
         assert Link(f"{url}&ssl_check_hostname=false").call("PING") == b"PONG"
         assert Link(f"rediss://127.0.0.1:{port}?ssl_cert_reqs=none").call("PING") == b"PONG"
+
+
+def test_the_authority_of_the_url_is_the_only_one(
+    server: Server, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = trustme.CA()
+    other.cert_pem.write_to_path(str(tmp_path / "system.pem"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "system.pem"))
+    with relay(server, context=Authority(other, authority.file).context("127.0.0.1")) as port:
+        assert Link(f"rediss://127.0.0.1:{port}").call("PING") == b"PONG"
+        url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.file}"
+        with pytest.raises(RedisUnavailable, match="certificate verify failed"):
+            Link(url).call("PING")
+        # redis-py itself believes the system's authorities, too.
+        with redis.Redis.from_url(url) as client:
+            assert client.ping()
+
+
+def test_a_call_through_tls_has_a_time_limit(port: int, authority: Authority) -> None:
+    link = Link(f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.file}", timeout_seconds=0.3)
+    with pytest.raises(OutcomeUnknown, match="timed out"):
+        link.call("BLPOP", "nothing", 1)
+
+
+def test_versions_and_ciphers_of_the_url_count(port: int, authority: Authority) -> None:
+    url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.file}"
+    assert Link(f"{url}&ssl_min_version={int(ssl.TLSVersion.TLSv1_3)}&ssl_ciphers=ECDHE").call("PING") == b"PONG"
+    with pytest.raises(RedisUnavailable, match="cipher"):
+        Link(f"{url}&ssl_ciphers=none-such").call("PING")
 
 
 def test_a_server_may_ask_for_the_certificate_of_the_client(

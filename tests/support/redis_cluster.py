@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import redis
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 
-from forq.broker.nodes import ask_nodes
-from forq.broker.slots import SLOTS, slot_of
+from forq.broker.nodes import ask_nodes, slot_of
 from forq.redis_address import CLUSTER, read_address
 from tests.support.running import wait_until
 from tests.support.server import Server
@@ -38,9 +38,9 @@ class RedisCluster:
     def start(self) -> None:
         for node in self.nodes:
             node.start()
-        part = SLOTS // len(self.masters) + 1
+        part = REDIS_CLUSTER_HASH_SLOTS // len(self.masters) + 1
         for number, node in enumerate(self.masters):
-            ask(node, "CLUSTER", "ADDSLOTSRANGE", number * part, min(SLOTS, (number + 1) * part) - 1)
+            ask(node, "CLUSTER", "ADDSLOTSRANGE", number * part, min(REDIS_CLUSTER_HASH_SLOTS, (number + 1) * part) - 1)
         first = self.masters[0]
         for node in self.nodes[1:]:
             bus = node.settings["cluster-port"]

@@ -113,7 +113,7 @@ class Sentinels:
     def _is_ready(self, port: int) -> bool:
         try:
             with redis.Redis(port=port) as client:
-                state = client.sentinel_master(MASTER)
+                state = client.sentinel_masters()[MASTER]
         except redis.ConnectionError:
             return False
         return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1 and not state["is_disconnected"])

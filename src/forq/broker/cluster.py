@@ -11,8 +11,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from forq.broker.nodes import Nodes, ask_nodes, node_url
-from forq.broker.slots import slot_of
+from forq.broker.nodes import Nodes, ask_nodes, node_url, slot_of
 from forq.errors import ForqError, RedisUnavailable
 from forq.redis_address import Address
 

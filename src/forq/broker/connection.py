@@ -1,87 +1,214 @@
-"""A socket to one Redis server that speaks RESP through hiredis.
+"""Connections to one Redis server: redis-py's own classes, used at connection level.
 
-redis-py's connection does the same and more, at a price that each of many small processes pays: 2 MB of private memory,
-and about twice the CPU time of a small call.
+1. `send` and `receive` go straight to the socket and to redis-py's parser. A connection that broke stays broken:
+   redis-py's own send would connect again behind the caller's back, and its retries would repeat a BLMOVE or an enqueue
+   whose reply was lost.
+2. An answer that is a refusal is returned, with its code: redis-py's parser takes the code off, and makes of some
+   (LOADING) the end of the connection.
+3. Every other failure is an OSError: BlockingIOError if there is nothing to read in time, or at all.
+
+To import this module takes redis-py's 0.15 s: others import it when they connect.
 """
 
 import socket
+import ssl
 import struct
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
-import hiredis
+import redis.connection
+from redis import ConnectionPool, Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+from redis.retry import Retry
+from redis.sentinel import MasterNotFoundError, Sentinel
 
-from forq.broker.server_url import ServerAddress, read_server_url
 from forq.procs import liveness
+from forq.redis_address import Address, read_address
 
 # From 128 KiB on malloc would get each buffer from the kernel, and give it back: 11 µs per call.
 READ_BYTES = 64 * 1024
-NOT_YET = object()
 # A connection that only listens has no other way to notice that the server's machine is gone and another has taken
 # over: after 10 s without a word it is asked every 3 s, and given up on after the third time.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
+# Sentinels are asked one after another: one that does not answer must not take the time of all.
+ASK_SECONDS = 1.0
 
 _TIMEVAL = struct.Struct("ll")
+# Else each connection tells the server redis-py's version, which newer releases read from its metadata every time.
+_NO_LIBRARY_NAME: dict[str, Any] = (
+    {"driver_info": None} if find_spec("redis.driver_info") else {"lib_name": None, "lib_version": None}
+)
+
+try:
+    # redis-py would go through the arguments once more before it calls this: 2 µs of an enqueue.
+    from hiredis import pack_command as _pack
+except ImportError:
+    _packer = redis.connection.Connection(**_NO_LIBRARY_NAME)
+
+    def _pack(command: tuple[Any, ...]) -> bytes:  # type: ignore[misc]  # hiredis names other types
+        return b"".join(_packer.pack_command(*command))
 
 
 class Connection:
-    """Connected, logged in and named when it is made. Every error is an OSError or a hiredis error; BlockingIOError or
-    TimeoutError when time is up."""
+    """Connected, logged in and named when it is made; never connected again."""
 
     def __init__(self, url: str, *, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> None:
-        address = read_server_url(url)
+        kind, options = _options(url)
         self._timeout_seconds = timeout_seconds
-        liveness.may_take(connect_timeout_seconds + (0.0 if address.path else liveness.LOOKUP_SECONDS))
-        self.socket = _connect(address, connect_timeout_seconds)
-        _limit(self.socket, timeout_seconds)
-        self._reader = hiredis.Reader(notEnoughData=NOT_YET)
+        liveness.may_take(connect_timeout_seconds + (0.0 if "path" in options else liveness.LOOKUP_SECONDS))
+        limits = {"socket_connect_timeout": connect_timeout_seconds, "socket_timeout": timeout_seconds}
+        self._redis = kind(**options, **limits, client_name=name)
         try:
-            self._greet(address, name)
-        except BaseException:
-            self.close()
-            raise
+            self._redis.connect()
+        except RedisError as exc:
+            raise _broken(exc) from exc
+        self.socket: socket.socket = self._redis._sock
+        _limit(self.socket, timeout_seconds)
+        self._read = self._redis._parser.read_response
 
     def send(self, command: tuple[Any, ...]) -> None:
-        self.socket.sendall(hiredis.pack_command(command))
+        self.socket.sendall(_pack(command))
 
     def send_many(self, commands: Sequence[tuple[Any, ...]]) -> None:
-        self.socket.sendall(b"".join(map(hiredis.pack_command, commands)))
+        self.socket.sendall(b"".join(map(_pack, commands)))
 
     def receive(self) -> Any:
-        """The next answer; a refusal is returned (hiredis.ReplyError), not raised."""
-        answer = self._reader.gets()
-        while answer is NOT_YET:
-            if liveness.watched:
-                liveness.may_take(self._timeout_seconds)
-            received = self.socket.recv(READ_BYTES)
-            if not received:
-                raise ConnectionResetError("the server closed the connection")
-            self._reader.feed(received)
-            answer = self._reader.gets()
-        return answer
+        """The next answer; a refusal is returned, as an exception with what the server said."""
+        if liveness.watched:
+            liveness.may_take(self._timeout_seconds)
+        try:
+            return self._read()
+        except RedisError as exc:
+            raise _broken(exc) from exc
 
     def close(self) -> None:
-        self.socket.close()
+        self._redis.disconnect()
 
-    def _greet(self, address: ServerAddress, name: str) -> None:
-        greeting: list[tuple[Any, ...]] = []
-        if address.password or address.username:
-            user = (address.username,) if address.username else ()
-            greeting.append(("AUTH", *user, address.password or ""))
-        if address.db:
-            greeting.append(("SELECT", address.db))
-        greeting.append(("CLIENT", "SETNAME", name))
-        self.send_many(greeting)
-        for command in greeting:
-            answer = self.receive()
-            if isinstance(answer, hiredis.ReplyError):
-                raise ConnectionRefusedError(f"{command[0]} was refused: {answer}")
+
+class _Parser(redis.connection.DefaultParser):  # type: ignore[misc,valid-type]  # without hiredis it is another
+    @classmethod
+    def parse_error(cls, response: str) -> ResponseError:
+        return ResponseError(response)
+
+    def read_from_socket(self, *args: Any, **kwargs: Any) -> Any:
+        # A long answer takes several reads, and each has the whole time limit.
+        if liveness.watched:
+            liveness.may_take(self._socket_timeout)
+        return super().read_from_socket(*args, **kwargs)
+
+
+class _TlsConnection(redis.connection.SSLConnection):
+    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
+        """redis-py's own adds the authorities of the URL to those of the system: it believes more than the URL says,
+        and takes 37 ms to load them all, each time."""
+        context = ssl.create_default_context(cafile=self.ca_certs, capath=self.ca_path, cadata=self.ca_data)
+        context.check_hostname = self.check_hostname
+        context.verify_mode = self.cert_reqs
+        if self.certfile:
+            context.load_cert_chain(self.certfile, self.keyfile, self.certificate_password)
+        if self.ssl_min_version is not None:
+            context.minimum_version = ssl.TLSVersion(int(self.ssl_min_version))
+        if self.ssl_ciphers:
+            context.set_ciphers(self.ssl_ciphers)
+        sock.settimeout(self.socket_connect_timeout)
+        return context.wrap_socket(sock, server_hostname=self.host)
+
+
+@cache
+def _options(url: str) -> tuple[Any, dict[str, Any]]:
+    """redis-py's class for the one server of this URL, and what it is made with but for its name and time limits."""
+    # This says what is wrong, without the password. redis-py would take `/abc` for database 0.
+    read_address(url)
+    options: dict[str, Any] = redis.connection.parse_url(url)
+    kind = options.pop("connection_class", redis.connection.Connection)
+    if kind is not redis.connection.UnixDomainSocketConnection:
+        options |= {"socket_keepalive": True, "socket_keepalive_options": KEEPALIVE}
+    options |= _NO_LIBRARY_NAME | {
+        "protocol": 2,
+        "decode_responses": False,
+        "health_check_interval": 0,
+        "retry": Retry(NoBackoff(), 0),
+        "parser_class": _Parser,
+        "socket_read_size": READ_BYTES,
+    }
+    return _TlsConnection if kind is redis.connection.SSLConnection else kind, options
+
+
+def open_master(address: Address, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> Connection:
+    """A connection to the present master. Nothing is remembered: each new connection asks the sentinels.
+
+    One that has not heard of a failover yet names the old master: so the server that it names is asked whether it is
+    one, and if not, the next sentinel is asked. OSError says what each sentinel said.
+    """
+    found: list[str] = []
+    for host, port in address.hosts:
+        said = ""
+        try:
+            place = _ask_sentinel(address, host, port, name)
+            said = f"it names {place[0]}:{place[1]}, "
+            return _open_if_master(address.server_url(*place), name, connect_timeout_seconds, timeout_seconds)
+        except OSError as exc:
+            found.append(f"{host}:{port}: {said}{exc}")
+    raise ConnectionError(f"no sentinel leads to a master {address.master!r} ({'; '.join(found)})")
+
+
+def _ask_sentinel(address: Address, host: str, port: int, name: str) -> tuple[str, int]:
+    kind, options = _options(address.sentinel_url(host, port))
+    limits: dict[str, Any] = {"socket_connect_timeout": ASK_SECONDS, "socket_timeout": ASK_SECONDS}
+    liveness.may_take(2 * ASK_SECONDS + liveness.LOOKUP_SECONDS)
+    pool, sentinels = ConnectionPool(kind, client_name=name, **options, **limits), Sentinel([])
+    try:
+        # This connects. What discover_master says of a sentinel that it cannot reach has the password in it.
+        sentinels.sentinels = [Redis(connection_pool=pool, single_connection_client=True)]
+        place: tuple[str, int] = sentinels.discover_master(address.master)
+    except MasterNotFoundError:
+        raise ConnectionError("it knows no master of that name, or it is down") from None
+    except RedisError as exc:
+        raise _broken(exc) from exc
+    finally:
+        pool.disconnect()
+    return place
+
+
+def _open_if_master(url: str, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> Connection:
+    connection = Connection(
+        url, name=name, connect_timeout_seconds=connect_timeout_seconds, timeout_seconds=timeout_seconds
+    )
+    try:
+        connection.send(("INFO", "replication"))
+        answer = connection.receive()
+        if isinstance(answer, Exception):
+            raise ConnectionError(str(answer))
+        if b"role:master" not in answer:
+            raise ConnectionError("which is no master (any more)")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def warm(url: str) -> None:
+    """Does once, before a supervisor forks, what each connection does: its children share the memory that it takes."""
+    address = read_address(url)
+    kind, options = _options(address.server_url(*address.hosts[0]) if address.hosts else url)
+    connection = kind(**options)
+    connection._sock, server = socket.socketpair()
+    with server:
+        # For AUTH, CLIENT, SELECT and PING.
+        server.sendall(b"+OK\r\n" * 4)
+        connection.on_connect()
+        connection.send_command("PING")
+        connection.read_response()
+        connection.disconnect()
 
 
 def _limit(connection: socket.socket, seconds: float) -> None:
     """A time limit that the kernel keeps: Python's own asks with poll before each call whether it would block."""
-    if type(connection) is not socket.socket:
-        connection.settimeout(seconds)  # TLS
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(seconds)
         return
     limit = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1_000_000))
     connection.settimeout(None)
@@ -89,38 +216,8 @@ def _limit(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-def _connect(address: ServerAddress, timeout_seconds: float) -> socket.socket:
-    if address.path is not None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.settimeout(timeout_seconds)
-            connection.connect(address.path)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-    connection = socket.create_connection((address.host, address.port), timeout_seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    return connection if address.tls is None else _encrypted(connection, address.host, address.tls)
-
-
-def _encrypted(connection: socket.socket, host: str, given: dict[str, str]) -> socket.socket:
-    """TLS, with the certificate checked unless the URL says ssl_cert_reqs=none."""
-    import ssl
-
-    context = ssl.create_default_context(cafile=given.get("ssl_ca_certs"), capath=given.get("ssl_ca_path"))
-    if given.get("ssl_cert_reqs") == "none":
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    if given.get("ssl_check_hostname", "").lower() in ("false", "0", "no", "n", "f"):
-        context.check_hostname = False
-    if certificate := given.get("ssl_certfile"):
-        context.load_cert_chain(certificate, given.get("ssl_keyfile"))
-    try:
-        return context.wrap_socket(connection, server_hostname=host)
-    except BaseException:
-        connection.close()
-        raise
+def _broken(exc: RedisError) -> OSError:
+    """Of a time limit that the kernel keeps redis-py says: Resource temporarily unavailable."""
+    if isinstance(exc.__context__, BlockingIOError | ssl.SSLWantReadError):
+        return BlockingIOError("timed out")
+    return TimeoutError("timed out") if isinstance(exc, redis.TimeoutError) else ConnectionError(str(exc))

@@ -10,9 +10,9 @@ from forq.broker.keys import ended_channel, queue_base
 from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.broker.scripts import script
-from forq.broker.server_url import database_of
 from forq.errors import UnknownJob
 from forq.names import check_job_id, check_queue_name
+from forq.redis_address import database_of
 
 State = Literal["live", "done", "dead", "cancelled", "gone"]
 

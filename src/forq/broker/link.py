@@ -4,7 +4,7 @@
    knows what to do about it (redis-py's own retries would repeat a BLMOVE or an enqueue).
 2. A call that was certainly not carried out is RedisUnavailable.
 3. The connection is made on demand and never shared with a forked process.
-4. Of a cluster there is one per node that is needed (cluster.py); with sentinels it is to the master (sentinel.py).
+4. Of a cluster there is one per node that is needed (cluster.py); with sentinels it is to the master (connection.py).
 """
 
 import os
@@ -12,17 +12,15 @@ import select
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any
-
-import hiredis
+from typing import TYPE_CHECKING, Any
 
 from forq.broker.cluster import Cluster, Moved
-from forq.broker.connection import Connection
 from forq.broker.scripts import Script
-from forq.broker.sentinel import connect_to_master
 from forq.errors import BackPressure, ForqError, OutcomeUnknown, RedisUnavailable
 from forq.redis_address import CLUSTER, SENTINEL, Address, read_address, shown_url
+
+if TYPE_CHECKING:
+    from forq.broker.connection import Connection
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 CALL_TIMEOUT_SECONDS = 10.0
@@ -61,7 +59,7 @@ class Link:
         try:
             connection.send(args)
             answer = connection.receive()
-        except (OSError, hiredis.HiredisError) as exc:
+        except OSError as exc:
             self.close()
             raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
         except BaseException:
@@ -69,7 +67,7 @@ class Link:
             self.close()
             raise
         self._used_at = time.monotonic()
-        if isinstance(answer, hiredis.ReplyError):
+        if isinstance(answer, Exception):
             raise self._refusal(str(answer))
         return answer
 
@@ -126,7 +124,7 @@ class Link:
         if self._cluster is not None:
             return self._cluster.call_together(commands)
         answers = self._exchange(commands, OutcomeUnknown)
-        return [self._refusal(str(a)) if isinstance(a, hiredis.ReplyError) else a for a in answers]
+        return [self._refusal(str(a)) if isinstance(a, Exception) else a for a in answers]
 
     def run_many(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any] | ForqError]:
         """Runs a script for several queues of one server, sent at once: (base, args …) per call. What the server
@@ -158,8 +156,8 @@ class Link:
         commands = [("MULTI",), *((*how, 1, *call) for call in calls), ("EXEC",)]
         *queued, answers = self._exchange(commands, OutcomeUnknown)
         # What one of them was refused for is why the whole was not carried out.
-        for answer in (*queued, *([answers] if isinstance(answers, hiredis.ReplyError) else answers)):
-            if isinstance(answer, hiredis.ReplyError):
+        for answer in (*queued, *([answers] if isinstance(answers, Exception) else answers)):
+            if isinstance(answer, Exception):
                 raise self._refusal(str(answer))
         return list(answers)
 
@@ -196,7 +194,7 @@ class Link:
             return self._cluster.pipeline(commands, at)
         answers = self._exchange(commands, RedisUnavailable)
         for answer in answers:
-            if isinstance(answer, hiredis.ReplyError):
+            if isinstance(answer, Exception):
                 raise self._refusal(str(answer))
         return answers
 
@@ -205,7 +203,7 @@ class Link:
         try:
             connection.send_many(commands)
             answers = [connection.receive() for _ in commands]
-        except (OSError, hiredis.HiredisError) as exc:
+        except OSError as exc:
             self.close()
             raise if_it_breaks(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
         except BaseException:
@@ -231,11 +229,11 @@ class Link:
             marked, acknowledged = connection.receive(), connection.receive()
         except BaseException as exc:
             self.close()
-            if isinstance(exc, OSError | hiredis.HiredisError):
+            if isinstance(exc, OSError):
                 raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
             raise
         for answer in (marked, acknowledged):
-            if isinstance(answer, hiredis.ReplyError):
+            if isinstance(answer, Exception):
                 raise OutcomeUnknown(f"Redis at {self.shown_url} refused to tell: {answer}")
         return int(acknowledged)
 
@@ -271,7 +269,7 @@ class Link:
         """The URL without its password."""
         return shown_url(self.url)
 
-    def _ready(self) -> Connection:
+    def _ready(self) -> "Connection":
         connection = self._connection
         if connection is not None and self._pid == os.getpid():
             if time.monotonic() - self._used_at < IDLE_CHECK_SECONDS or not _hung_up(connection):
@@ -279,7 +277,7 @@ class Link:
             self.close()
         try:
             connection = connect(self._address, self.name, self.timeout_seconds)
-        except (OSError, hiredis.HiredisError) as exc:
+        except OSError as exc:
             raise RedisUnavailable(f"cannot reach Redis at {self.shown_url}: {_text(exc)}") from exc
         self._connection, self._pid = connection, os.getpid()
         return connection
@@ -309,18 +307,18 @@ class Link:
         return ForqError(f"Redis at {self.shown_url} refused the call: {text}")
 
 
-def connect(address: Address, name: str, timeout_seconds: float) -> Connection:
+def connect(address: Address, name: str, timeout_seconds: float) -> "Connection":
     """To the server of this address, or to the present master if sentinels know it."""
-    if address.kind != SENTINEL:
-        return _connect(name, timeout_seconds, address.url)
-    return connect_to_master(address, name, partial(_connect, name, timeout_seconds))
+    # This imports redis-py, which takes 0.15 s: a Client that was only made need not.
+    from forq.broker.connection import Connection, open_master
+
+    if address.kind == SENTINEL:
+        return open_master(address, name, CONNECT_TIMEOUT_SECONDS, timeout_seconds)
+    limits = {"connect_timeout_seconds": CONNECT_TIMEOUT_SECONDS, "timeout_seconds": timeout_seconds}
+    return Connection(address.url, name=name, **limits)
 
 
-def _connect(name: str, timeout_seconds: float, url: str) -> Connection:
-    return Connection(url, name=name, connect_timeout_seconds=CONNECT_TIMEOUT_SECONDS, timeout_seconds=timeout_seconds)
-
-
-def _hung_up(connection: Connection) -> bool:
+def _hung_up(connection: "Connection") -> bool:
     """True if an idle connection has something to read: that can only be its end."""
     poll = select.poll()
     poll.register(connection.socket, select.POLLIN)
@@ -328,7 +326,7 @@ def _hung_up(connection: Connection) -> bool:
 
 
 def _text(exc: Exception) -> str:
-    return "timed out" if isinstance(exc, BlockingIOError) else str(exc) or type(exc).__name__
+    return "timed out" if isinstance(exc, BlockingIOError | TimeoutError) else str(exc) or type(exc).__name__
 
 
 class _ScriptMissing(RedisUnavailable):

@@ -1,16 +1,14 @@
 """A connection that hears what scripts publish, to be watched in a poll loop."""
 
-import ssl
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import hiredis
-
-from forq.broker.connection import Connection
 from forq.broker.link import CONNECT_TIMEOUT_SECONDS, connect
-from forq.broker.nodes import ask_nodes
-from forq.broker.slots import slot_of
+from forq.broker.nodes import ask_nodes, slot_of
 from forq.errors import RedisUnavailable
 from forq.redis_address import CLUSTER, read_address
+
+if TYPE_CHECKING:
+    from forq.broker.connection import Connection
 
 
 class Listener:
@@ -41,15 +39,15 @@ class Listener:
             self._connection = self._connect()
             self._connection.send(("SUBSCRIBE" if self._exact else "PSUBSCRIBE", self._pattern))
             answer = self._connection.receive()
-        except (OSError, hiredis.HiredisError) as exc:
+        except OSError as exc:
             self.close()
             raise RedisUnavailable(f"cannot listen: {str(exc) or type(exc).__name__}") from exc
-        if isinstance(answer, hiredis.ReplyError):
+        if isinstance(answer, Exception):
             self.close()
             raise RedisUnavailable(f"cannot listen: {answer}")
         self._connection.socket.setblocking(False)
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> "Connection":
         if self._address.kind != CLUSTER:
             return connect(self._address, self._name, CONNECT_TIMEOUT_SECONDS)
         nodes = ask_nodes(self._address, (), self._name)
@@ -58,7 +56,7 @@ class Listener:
         for url in sorted(nodes.masters(), key=lambda url: url != own):
             try:
                 return connect(read_address(url), self._name, CONNECT_TIMEOUT_SECONDS)
-            except (OSError, hiredis.HiredisError) as exc:
+            except OSError as exc:
                 last: Exception = exc
         raise last
 
@@ -72,9 +70,9 @@ class Listener:
                 # [b"pmessage", pattern, channel, text] or [b"message", channel, text].
                 if message[0] in (b"pmessage", b"message"):
                     heard.append((message[-2].decode(errors="replace"), message[-1].decode(errors="replace")))
-        except (BlockingIOError, ssl.SSLWantReadError):
+        except BlockingIOError:
             return heard
-        except (OSError, hiredis.HiredisError) as exc:
+        except OSError as exc:
             self.close()
             raise RedisUnavailable(f"the connection that listens broke: {str(exc) or type(exc).__name__}") from exc
 

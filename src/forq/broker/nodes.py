@@ -9,9 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import hiredis
-
-from forq.broker.connection import Connection
 from forq.redis_address import Address
 
 # The question is put to one node after another: one that does not answer must not take the time of all.
@@ -34,6 +31,13 @@ class Nodes:
         return list(dict.fromkeys(self.urls))
 
 
+def slot_of(key: str) -> int:
+    """Which of the 16,384 slots a key is in: all keys with the same {tag} are in one."""
+    from redis.crc import key_slot
+
+    return key_slot(key.encode())
+
+
 def ask_nodes(address: Address, known: Iterable[str], name: str) -> Nodes:
     """The map, from the first that has one: of those known before and those in the URL. OSError if none has."""
     found: list[str] = []
@@ -42,12 +46,14 @@ def ask_nodes(address: Address, known: Iterable[str], name: str) -> Nodes:
     for url in random.sample(urls, len(urls)):
         try:
             return _ask(address, url, name)
-        except (OSError, hiredis.HiredisError) as exc:
+        except OSError as exc:
             found.append(f"{_place(url)}: {exc or type(exc).__name__}")
     raise ConnectionError(f"no node of the cluster says where to go ({'; '.join(found)})")
 
 
 def _ask(address: Address, url: str, name: str) -> Nodes:
+    from forq.broker.connection import Connection
+
     connection = Connection(url, name=name, connect_timeout_seconds=ASK_SECONDS, timeout_seconds=ASK_SECONDS)
     try:
         connection.send_many([("CLUSTER", "INFO"), ("CLUSTER", "SLOTS")])
@@ -55,7 +61,7 @@ def _ask(address: Address, url: str, name: str) -> Nodes:
     finally:
         connection.close()
     for answer in (info, ranges):
-        if isinstance(answer, hiredis.ReplyError):
+        if isinstance(answer, Exception):
             raise ConnectionError(str(answer))
     if b"cluster_state:ok" not in info:
         raise ConnectionError("it is not in touch with the cluster (cluster_state:fail)")

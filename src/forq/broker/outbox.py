@@ -15,7 +15,7 @@ from forq.broker.keys import hand_name, outbox_channels, outbox_key, queue_base
 from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.broker.scripts import script
-from forq.broker.server_url import database_of
+from forq.redis_address import database_of
 
 MAX_LINES = 500
 MAX_BYTES = 1024 * 1024

@@ -17,9 +17,9 @@ from forq.broker.link import READ_BYTES, Link
 from forq.broker.outbox import forget, read_line
 from forq.broker.record import unpack
 from forq.broker.scripts import script
-from forq.broker.server_url import database_of
 from forq.errors import InvalidData, UnknownQueue
 from forq.names import check_queue_name, is_queue_name
+from forq.redis_address import database_of
 from forq.settings import SHARED_MODES, WORK, stored_fixed
 from forq.version import PROTOCOL
 

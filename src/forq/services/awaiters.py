@@ -17,10 +17,10 @@ from typing import Any
 from forq.broker.awaiting import Awaiting, Hand, handed_channels
 from forq.broker.link import Link
 from forq.broker.listening import Listener
-from forq.broker.server_url import database_of
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
 from forq.ids import new_id
 from forq.procs.loop import Loop
+from forq.redis_address import database_of
 from forq.services.desk import Later
 
 RETRY_SECONDS = 0.5

@@ -30,7 +30,6 @@ from forq.broker.keys import due_channels, fail_queue, main_queue, queue_of_chan
 from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.broker.registry import Registry
-from forq.broker.server_url import database_of
 from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.fates import Fate
 from forq.procs.cgroup import Cgroup, Cgroups
@@ -38,6 +37,7 @@ from forq.procs.loop import Loop
 from forq.procs.scoreboard import Role, Scoreboard, State, age_ms
 from forq.procs.tree_mark import TreeMark
 from forq.procs.treekill import kill_tree
+from forq.redis_address import database_of
 from forq.services.desk import Desk
 from forq.services.halves import LOOK_SECONDS, Halves
 from forq.services.loss_log import tell_loss

@@ -19,11 +19,11 @@ import orjson
 from forq.broker.keys import progress_channels, queue_of_channel
 from forq.broker.link import Link
 from forq.broker.listening import Listener
-from forq.broker.server_url import database_of
 from forq.broker.viewing import Viewer
 from forq.errors import ForqError, RedisUnavailable, UnknownJob, UsageError
 from forq.names import check_job_id, check_queue_name, shown
 from forq.procs.loop import Loop
+from forq.redis_address import database_of
 from forq.services.desk import Later
 
 LOOK_SECONDS = 1.0
