@@ -106,7 +106,7 @@ class Command:
         return run
 
     def parser(self) -> ArgumentParser:
-        """Only of this command: the parsers of all commands would take longer than the rest of the start."""
+        """Only of this command: those of all commands would add 5 ms to a start, and the import of all modules 15."""
         parser = Parser(
             prog=f"forqctl {self.name}", description=self.summary, formatter_class=Formatter, allow_abbrev=False
         )

@@ -22,20 +22,13 @@ FIRST_POLL_SECONDS = 0.2
 # Where no terminal is, a line is written after this time, and then more and more seldom.
 FIRST_TOLD_SECONDS, LAST_TOLD_SECONDS = 1.0, 60.0
 MOST_JOBS = 5
-_COLOURS = {
-    "running": "32",
-    "busy": "32",
-    "paused": "33",
-    "draining": "33",
-    "starting": "33",
-    "stopping": "33",
-    "unserved": "33",
-    "flapping": "31",
-    "config_error": "31",
-    "stopped": "31",
-    "backoff": "31",
-    "dead": "31",
+# Of a state, by name: rich calls them the same.
+COLOURS = {
+    **dict.fromkeys(("running", "busy"), "green"),
+    **dict.fromkeys(("paused", "draining", "starting", "stopping", "limited", "unserved"), "yellow"),
+    **dict.fromkeys(("flapping", "config_error", "stopped", "backoff", "dead"), "red"),
 }
+_SEQUENCES = {"green": "32", "yellow": "33", "red": "31"}
 
 
 def show(args: Namespace, result: object, text: str) -> int:
@@ -79,6 +72,11 @@ def show_stack(attempts: Sequence[dict[str, object]]) -> None:
         print("\nstack of the last attempt that was ended:")
         for line in str(stacks[-1]).splitlines():
             print(printable(line))
+
+
+def dead_error(job: dict[str, Any]) -> str:
+    """`KeyError: 'to'` of a dead job, as listed."""
+    return ": ".join(str(part) for part in (job["error"], job["message"]) if part)
 
 
 def show_json(value: object) -> None:
@@ -152,8 +150,7 @@ def _is_numeric(column: list[object]) -> bool:
 
 
 def _paint(text: str, padded: str, colour: bool) -> str:
-    code = _COLOURS.get(text) if colour else None
-    return f"\x1b[{code}m{padded}\x1b[0m" if code else padded
+    return f"\x1b[{_SEQUENCES[COLOURS[text]]}m{padded}\x1b[0m" if colour and text in COLOURS else padded
 
 
 class Waiting:

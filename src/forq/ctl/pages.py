@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from forq.ctl.output import cell, moment, printable, span
+from forq.ctl.output import COLOURS, cell, dead_error, moment, printable, span
 from forq.ctl.top import (
     TROUBLES_FIRST,
     Row,
@@ -30,11 +30,6 @@ from forq.progress import show_progress
 if TYPE_CHECKING:
     from forq.ctl.screen import Feed
 
-STYLES = {
-    **dict.fromkeys(("running", "busy"), "green"),
-    **dict.fromkeys(("paused", "draining", "starting", "stopping", "limited", "unserved"), "yellow"),
-    **dict.fromkeys(("flapping", "config_error", "stopped", "backoff"), "red"),
-}
 T = TypeVar("T")
 
 
@@ -94,7 +89,7 @@ def _padded(text: str, width: int, right: bool) -> str:
 OVERVIEW_HELP = "q quit  ↑↓ move  enter look  p pause  r resume  s sort: {}"
 QUEUES: tuple[Column[Row], ...] = (
     Column("QUEUE", 0, lambda row: row.name, least=10, most=32, right=False),
-    Column("STATE", 1, lambda row: row.state, right=False, style=lambda row: STYLES.get(row.state, "")),
+    Column("STATE", 1, lambda row: row.state, right=False, style=lambda row: COLOURS.get(row.state, "")),
     Column("WAITING", 2, lambda row: shown_count(row.waiting)),
     Column("ACTIVE", 4, lambda row: shown_count(row.active)),
     Column("SCHED", 8, lambda row: shown_count(row.scheduled)),
@@ -211,7 +206,7 @@ Child = dict[str, Any]
 CHILDREN: tuple[Column[Child], ...] = (
     Column("ROLE", 0, lambda child: child["role"], right=False),
     Column("PID", 1, lambda child: child["pid"]),
-    Column("STATE", 2, lambda child: child["state"], right=False, style=lambda child: STYLES.get(child["state"], "")),
+    Column("STATE", 2, lambda child: child["state"], right=False, style=lambda child: COLOURS.get(child["state"], "")),
     Column("UPTIME", 3, lambda child: span(child["uptime_seconds"])),
     Column("DONE", 4, lambda child: shown_count(child.get("done"))),
     Column("RESTARTS", 5, lambda child: child["restarts"]),
@@ -225,7 +220,7 @@ RUNNING: tuple[Column[RunningJob], ...] = (
 DEAD: tuple[Column[dict[str, Any]], ...] = (
     Column("JOB", 0, lambda job: job["id"], least=10, most=40, right=False),
     Column("DIED", 2, lambda job: moment(job["died_at"]), right=False),
-    Column("ERROR", 1, lambda job: _error(job), least=12, most=120, right=False, style=lambda _job: "red"),
+    Column("ERROR", 1, dead_error, least=12, most=120, right=False, style=lambda _job: "red"),
 )
 
 
@@ -283,7 +278,7 @@ class QueuePage:
         if row is None:
             return [Text(f"{printable(self.name)} is gone", style="bold red")]
         title = Text(f"{printable(row.name)}  ", style="bold")
-        title.append(row.state, style=STYLES.get(row.state, ""))
+        title.append(row.state, style=COLOURS.get(row.state, ""))
         running = [job for child in row.children for job in running_jobs(child)]
         lines = [
             title,
@@ -316,10 +311,6 @@ def _counted(row: Row) -> str:
 
 def _progress(job: RunningJob) -> str | None:
     return None if job.progress is None else show_progress(job.progress["fraction"], job.progress["text"])
-
-
-def _error(job: dict[str, Any]) -> str:
-    return ": ".join(str(part) for part in (job["error"], job["message"]) if part)
 
 
 def _section(title: str, columns: Any, rows: list[Any], width: int, nothing: str) -> list[Text]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forq.ctl.client import connect
 from forq.ctl.command import AFTER, NAME, Argument, Command, given
-from forq.ctl.output import field, moment, printable, show, show_json, show_more, show_stack, show_table
+from forq.ctl.output import dead_error, field, moment, printable, show, show_json, show_more, show_stack, show_table
 from forq.errors import ForqError, UsageError
 
 TYPE_CHECKING = False
@@ -59,17 +59,13 @@ def _list(args: Namespace) -> int:
     show_table(
         ("ID", "FENCE", "IDENTIFIER", "DIED", "ERROR"),
         [
-            (job["id"], str(job["fence"]), job["identifier"], moment(job["died_at"]), _error(job))
+            (job["id"], str(job["fence"]), job["identifier"], moment(job["died_at"]), dead_error(job))
             for job in result["jobs"]
         ],
     )
     if result["next"] is not None:
         show_more("dead list", args, result["next"])
     return 0
-
-
-def _error(job: dict[str, Any]) -> str:
-    return ": ".join(str(part) for part in (job["error"], job["message"]) if part)
 
 
 def _show(args: Namespace) -> int:
