@@ -61,7 +61,7 @@ demo: setup ## a guided tour of about two minutes: kill -9, daemons, timeouts, r
 	@$(if $(findstring --no-audit,$(ARGS)),,$(MAKE) --no-print-directory $(SPARK) || echo 'make: the tour goes on without Spark' >&2)
 	@$(BIN)/python etc/demo/tour.py $(ARGS)
 
-reference: tools $(SPARK) ## write man pages, completion and docs/reference/forqctl.md anew, from the declarations of commands
+reference: tools $(SPARK) settings ## write man pages, completion and docs/reference anew, from the declarations of commands and the settings
 	$(BIN)/python etc/reference.py
 
 settings: setup ## write etc/forq.toml and docs/reference/settings.md anew, from the table of settings

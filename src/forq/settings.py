@@ -31,7 +31,7 @@ _DAY = 86400.0
 _YEAR, _TEN_YEARS = 365 * _DAY, 3650 * _DAY
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     """One row. `range`: the lowest and the highest number, or the words that are allowed.
 
@@ -59,15 +59,13 @@ class Setting:
 
     def parse(self, value: object, where: str, base: str = "") -> Any:
         """The value of this setting. `where` goes into the error; relative paths are relative to `base`."""
-        allowed = self.allowed
         try:
             parsed = read_value(self.kind, value, base)
             if self._takes(parsed):
                 return parsed
-        except Refused as exc:
-            allowed = str(exc)
-        except UsageError:
-            pass
+            allowed = self.allowed
+        except UsageError as exc:
+            allowed = str(exc) if isinstance(exc, Refused) else self.allowed
         if self.kind == "redis" and isinstance(value, str):
             from forq.redis_address import shown_url
 
