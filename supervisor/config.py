@@ -51,19 +51,19 @@ class Config:
     control_group: str | None
     cgroup: str
     embedded_server: str | None
-    queues: tuple[QueueSpec, ...]
     # Of the queues that do not say theirs.
-    mode: str = WORK
-    tracing: str = OFF
+    mode: str
+    tracing: str
+    log_format: str
+    log_level: str
+    log_max: int
+    log_redact: tuple[str, ...]
+    control_read_group: str | None
+    titles: str
+    queues: tuple[QueueSpec, ...] = ()
     pipeline: "Pipeline | None" = None
     bridges: "tuple[BridgePlace, ...]" = ()
     metrics: MetricsPlace | None = None
-    log_format: str = "auto"
-    log_level: str = "info"
-    log_max: int = 8 * 1024**2
-    log_redact: tuple[str, ...] = ()
-    control_read_group: str | None = None
-    titles: str = "full"
     # Of each queue of the file its schedules, by key, as they were given.
     schedules: Mapping[str, Mapping[str, Mapping[str, object]]] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ def _load(flags: dict[str, object], environ: Mapping[str, str]) -> Config:
     socket = Path(values.pop("socket") or state_dir / places.SOCKET_NAME)
     capacity = values.pop("capacity") or UNITS_PER_CPU * len(os.sched_getaffinity(0))
     named = {f"{name}_seconds" if SERVICE[name].kind == "duration" else name: value for name, value in values.items()}
-    config = Config(file=file, state_dir=state_dir, socket=socket, capacity=capacity, queues=(), **named)
+    config = Config(file=file, state_dir=state_dir, socket=socket, capacity=capacity, **named)
     if file:
         config = _with_sections(config, file, sections)
     _check_together(config, sources)

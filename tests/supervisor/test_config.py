@@ -62,6 +62,14 @@ def test_without_any_setting_the_defaults_hold() -> None:
         control_group=None,
         cgroup="auto",
         embedded_server=None,
+        mode="work",
+        tracing="off",
+        log_format="auto",
+        log_level="info",
+        log_max=8 * 1024**2,
+        log_redact=(),
+        control_read_group=None,
+        titles="full",
         queues=(),
     )
 

@@ -1,4 +1,4 @@
-"""Durations, sizes, the table of queue options, and QueueSpec."""
+"""Values, the table of settings, and the definition of a queue."""
 
 import json
 import math

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forq.settings import BRIDGE, DEFINITION, METRICS, OPTIONS, PIPELINE, SCHEDULE, SERVICE, option_names
+from forq.ctl.commands import all_declared
+from forq.settings import BRIDGE, DEFINITION, METRICS, OPTIONS, PIPELINE, SCHEDULE, SERVICE, Setting, option_names
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("etc/forq.toml", "docs/reference/settings.md")
@@ -41,6 +42,21 @@ def test_every_setting_is_in_both_files_with_its_help(file: str) -> None:
             assert name in words
             # A reference to another page is a link in one of them.
             assert row.help.partition("docs/")[0].rstrip("( ") in words, name
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "row"),
+    [
+        ("create", "--mode", DEFINITION["mode"]),
+        ("schedule", "--overlap", SCHEDULE["overlap"]),
+        ("schedule", "--catch-up", SCHEDULE["catch_up"]),
+    ],
+)
+def test_forqctl_offers_the_words_of_the_table(command: str, flag: str, row: Setting) -> None:
+    """It does not import the table, which takes time."""
+    [declared] = [each for each in all_declared() if each.name == command]
+    [argument] = [each for each in declared.arguments if flag in each.names]
+    assert argument.keywords["choices"] == row.range
 
 
 def test_completion_knows_every_option_with_a_help_of_one_line() -> None:
