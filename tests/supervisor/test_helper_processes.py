@@ -216,7 +216,7 @@ def test_the_retry_process_takes_one_suspect_and_capacity_bounds_the_rest(
     rig: Rig, waiting: int, retry: str, units: int, started: int
 ) -> None:
     options = {"concurrency": 3, "size": 10}
-    unit = QueueUnit(SimpleNamespace(name="q", fail_handler=None), options, rig.around)  # type: ignore[arg-type]
+    unit = QueueUnit(SimpleNamespace(name="q", mode="work", fail_handler=None), options, rig.around)  # type: ignore[arg-type]
     unit._wanted = True
     unit._seats[1].process = FakeProcess(Role.RETRY, now=retry)  # type: ignore[assignment]
     rig.units = units
