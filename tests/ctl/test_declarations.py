@@ -35,6 +35,18 @@ def test_the_index_has_every_declared_command_in_its_module() -> None:
     assert modules == {"__init__", *MODULES.values()}
 
 
+@pytest.mark.parametrize("name", ["ping", "pause", "jobs", "trigger"])
+def test_a_command_imports_its_own_module_only(name: str) -> None:
+    """The index is there for that: the modules of all commands would make every start half as long again."""
+    typed = [name, *{"ping": [], "trigger": ["q", "key"]}.get(name, ["q"])]
+    program = (
+        f"import sys; from forq.ctl.main import main; main(['--socket', '/nonexistent/socket', *{typed}]); "
+        "print(*(each for each in sys.modules if each.startswith('forq.ctl.commands.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"forq.ctl.commands.{MODULES[name]}"]
+
+
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of argparse word usage differently")
 @pytest.mark.skipif(find_spec("shtab") is None or find_spec("argparse_manpage") is None, reason="pip install '.[dev]'")
 def test_what_is_made_of_the_declarations_is_up_to_date() -> None:

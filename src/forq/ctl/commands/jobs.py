@@ -59,13 +59,8 @@ def jobs(args: Namespace) -> int:
 )
 def why(args: Namespace) -> int:
     result = connect(args).call("why", {"name": args.name, "id": args.id})
-    if args.json:
-        show_json(result)
-    else:
-        print(printable(result["why"]))
-        for line in (result.get("traceback") or "").splitlines():
-            print(printable(line))
-    return 0
+    lines = [result["why"], *(result.get("traceback") or "").splitlines()]
+    return show(args, result, "\n".join(map(printable, lines)))
 
 
 @Command(
