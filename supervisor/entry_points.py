@@ -45,22 +45,8 @@ def preload(url: str, prefix: str) -> None:
     # So that a handler's own Client() finds the same queues.
     os.environ["FORQ_REDIS"], os.environ["FORQ_PREFIX"] = url, prefix
     warm(url)
-    for verb in (
-        "turn",
-        "join",
-        "recover",
-        "heartbeat",
-        "promote",
-        "rescue",
-        "counts",
-        "collect",
-        "release",
-        "await",
-        "progress",
-        "accept",
-        "finish",
-    ):
-        script(verb)
+    # The text of the Lua library.
+    script("turn")
     gc.collect()
     # The cache of attributes holds names from hundreds of imports. A child that replaces one writes to its page.
     # Python 3.13 has this function, earlier releases the other one.

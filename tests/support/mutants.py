@@ -32,10 +32,16 @@ class Mutant:
 
 
 def use(mutant: Mutant) -> None:
-    """From here on this process sends the mutated script."""
+    """From here on this process sends the mutated library."""
     read = scripts._read
-    scripts.script.cache_clear()
-    scripts._read = lambda path: mutant.of(read(path)) if path == mutant.file else read(path)  # type: ignore[assignment]
+    changed = mutant.of(read(mutant.file.removesuffix(".lua")))
+    scripts._read = lambda name: changed if f"{name}.lua" == mutant.file else read(name)  # type: ignore[assignment]
+    forget_texts()
+
+
+def forget_texts() -> None:
+    for cached in (scripts.script, scripts._text, scripts._build):
+        cached.cache_clear()
 
 
 def all_mutants() -> tuple[Mutant, ...]:

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from forq.broker import scripts
-from tests.support.mutants import Mutant, use
+from tests.support.mutants import Mutant, forget_texts, use
 
-_FILE = "lib/forget_hint.lua"
+_FILE = "hints.lua"
 _AT_ONCE = Mutant(
     _FILE,
-    "if length <= SPARE_HINTS or length <= 2 * (main_waiting() + in_lane) + SPARE_HINTS then return end",
+    "if length <= SPARE_HINTS or length <= 2 * (hints.main_waiting() + in_lane) + SPARE_HINTS then return end",
     "if length == 0 then return end",
     "",
     "",
@@ -26,4 +26,4 @@ def sweeping_at_once() -> Iterator[None]:
         yield
     finally:
         scripts._read = read
-        scripts.script.cache_clear()
+        forget_texts()

@@ -8,6 +8,7 @@
 """
 
 import os
+import re
 import select
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ CALL_TIMEOUT_SECONDS = 10.0
 READ_BYTES = 4 << 20
 # A connection that was idle for so long is looked at before it is used: the server may have closed it.
 IDLE_CHECK_SECONDS = 0.5
+# How long calls go through EVAL after a server refused the library, before it is offered again.
+EVALUATES_SECONDS = 1.0
 
 # Answers to calls that were not carried out, and may be if they are made again.
 _NOT_NOW = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF", "BUSY", "READONLY", "UNBLOCKED")
@@ -46,8 +49,10 @@ class Link:
         self._connection: Connection | None = None
         self._pid = 0
         self._used_at = 0.0
-        # How often the server lacked a function that was called.
+        # How often the server lacked the library and got it.
         self._missed = 0
+        # A server that takes no library runs it through EVAL until then (monotonic).
+        self._evaluates_until = 0.0
         # Of the present connection; None until learn_client_id has asked.
         self.known_client_id: int | None = None
 
@@ -76,9 +81,10 @@ class Link:
         if self._cluster is not None:
             return self._cluster.follow(base, lambda link: link.run(script, base, *args))
         try:
-            answer: list[Any] = self.call("FCALL", script.name, 1, base, *args)
+            answer: list[Any] = self.call(*self._command(script, base, *args))
         except _ScriptMissing:
-            answer = self.call(*self._load(script), 1, base, *args)
+            self._load(script)
+            answer = self.call(*self._command(script, base, *args))
         return answer
 
     def run_each(self, script: Script, bases: list[str]) -> list[Any]:
@@ -86,37 +92,37 @@ class Link:
         if self._cluster is not None:
             return self._cluster.run_each(script, bases)
         try:
-            return self.pipeline([("FCALL", script.name, 1, base) for base in bases])
+            return self.pipeline([self._command(script, base) for base in bases])
         except _ScriptMissing:
-            how = self._load(script)
-            return self.pipeline([(*how, 1, base) for base in bases])
+            self._load(script)
+            return self.pipeline([self._command(script, base) for base in bases])
 
     def offer(self, script: Script) -> None:
-        """Gives every server a script, for those who may call it and may not do that themselves."""
+        """Gives every server the library, for those who may call it and may not do that themselves."""
         for master in self.masters():
-            with suppress(_ScriptKnown):
+            with suppress(_ScriptKnown, _NotAllowed):
                 master.call("FUNCTION", "LOAD", script.library)
 
     def missed(self) -> int:
         """Grows when a server turns out to have lost its functions: by a restart without its data, or a flush."""
         return self._missed if self._cluster is None else self._cluster.missed()
 
-    def _load(self, script: Script) -> tuple[str, str]:
-        """Gives the server a script; how it is to be called then."""
-        self._missed += 1
+    def _load(self, script: Script) -> None:
+        """Gives the server the library. If it takes none, calls go through EVAL for a while: it is out of memory, does not
+        let this user, or has no functions."""
         try:
             self.call("FUNCTION", "LOAD", script.library)
         except _ScriptKnown:
             pass
-        except BackPressure:
-            # A server that is out of memory takes no new function, but runs a script that may go beyond that.
-            return "EVAL", script.source
-        except _NotAllowed as exc:
-            raise RedisUnavailable(
-                f"Redis at {self.shown_url} does not have function {script.name}, which a supervisor of this release "
-                f"loads when it reaches Redis; this user may not load it: {exc}"
-            ) from exc
-        return "FCALL", script.name
+        except (BackPressure, _NotAllowed):
+            self._evaluates_until = time.monotonic() + EVALUATES_SECONDS
+            return
+        self._missed += 1
+
+    def _command(self, script: Script, *call: Any) -> tuple[Any, ...]:
+        if time.monotonic() < self._evaluates_until:
+            return ("EVAL", script.source, 1, *call, script.verb)
+        return ("FCALL", script.name, 1, *call)
 
     def call_together(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Sends several commands about one queue at once, the later ones whatever becomes of the others; their
@@ -132,7 +138,7 @@ class Link:
         if self._cluster is not None:
             answers = self._cluster.follow(calls[0][0], lambda link: link.run_many(script, calls))
         else:
-            answers = self.call_together(*(("FCALL", script.name, 1, *call) for call in calls))
+            answers = self.call_together(*(self._command(script, *call) for call in calls))
         return [
             self._run_late(script, call) if isinstance(answer, _ScriptMissing | Moved) else answer
             for call, answer in zip(calls, answers, strict=True)
@@ -144,16 +150,17 @@ class Link:
             return self._cluster.follow(calls[0][0], lambda link: link.run_all(script, calls))
         try:
             try:
-                return self._transact(("FCALL", script.name), calls)
+                return self._transact(script, calls)
             except _ScriptMissing:
-                return self._transact(self._load(script), calls)
+                self._load(script)
+                return self._transact(script, calls)
         except BackPressure:
             # Redis queues no command while it is out of memory, not even one that may go beyond that: then one by one.
             # Without this nobody could delete a queue to make room, nor a supervisor start and work off what is there.
             return [self.run(script, *call) for call in calls]
 
-    def _transact(self, how: tuple[str, str], calls: list[tuple[Any, ...]]) -> list[list[Any]]:
-        commands = [("MULTI",), *((*how, 1, *call) for call in calls), ("EXEC",)]
+    def _transact(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
+        commands = [("MULTI",), *(self._command(script, *call) for call in calls), ("EXEC",)]
         *queued, answers = self._exchange(commands, OutcomeUnknown)
         # What one of them was refused for is why the whole was not carried out.
         for answer in (*queued, *([answers] if isinstance(answers, Exception) else answers)):
@@ -286,11 +293,17 @@ class Link:
         return Link(url, name=self.name, timeout_seconds=self.timeout_seconds)
 
     def _refusal(self, text: str) -> ForqError:
-        if text.startswith("ERR Function not found"):
+        if text.startswith("ERR Function not found") or _names_command(text, "FCALL"):
             return _ScriptMissing(f"Redis at {self.shown_url} has forgotten a function: {text}")
         if text.startswith("ERR Library") and text.endswith("already exists"):
             return _ScriptKnown(text)
-        if text.startswith("NOPERM"):
+        if _names_command(text, "EVAL"):
+            self._evaluates_until = 0.0
+            return RedisUnavailable(
+                f"Redis at {self.shown_url} does not have the functions that a supervisor of this release loads when it "
+                f"reaches Redis; this user may neither load them nor use EVAL: {text}"
+            )
+        if text.startswith("NOPERM") or _names_command(text, "FUNCTION"):
             return _NotAllowed(f"Redis at {self.shown_url} refused the call: {text}")
         if "OOM" in text[:80]:
             return BackPressure(f"Redis at {self.shown_url} is out of memory: {text}")
@@ -318,6 +331,11 @@ def connect(address: Address, name: str, timeout_seconds: float) -> "Connection"
     return Connection(address.url, name=name, **limits)
 
 
+def _names_command(text: str, command: str) -> bool:
+    """Whether a refusal says that this command does not exist, or is not for this user."""
+    return text.startswith(("NOPERM", "ERR unknown command")) and bool(re.search(rf"'{command}\b", text, re.IGNORECASE))
+
+
 def _hung_up(connection: "Connection") -> bool:
     """True if an idle connection has something to read: that can only be its end."""
     poll = select.poll()
@@ -334,7 +352,7 @@ class _ScriptMissing(RedisUnavailable):
 
 
 class _NotAllowed(ForqError):
-    """The server's rules (ACL) do not allow this user to make the call."""
+    """The server's rules (ACL) do not allow this user to make the call, or it has no functions."""
 
 
 class _ScriptKnown(ForqError):

@@ -15,7 +15,7 @@ from forq.broker.producing import NewJob, Producer, Update, new_job
 from forq.broker.reasons import why
 from forq.broker.registry import Dropped, Registry
 from forq.broker.scheduling import Schedules
-from forq.broker.scripts import OF_CLIENTS, script
+from forq.broker.scripts import script
 from forq.broker.server_check import check_server
 from forq.broker.traces import unknown_job
 from forq.broker.viewing import Viewer, counts_of
@@ -112,9 +112,8 @@ class Clerk:
         return {"server": check_server(self._link)}
 
     def offer(self, params: dict[str, Any]) -> object:
-        """Clients need not have the right to load functions: the server gets those that they use."""
-        for verb in OF_CLIENTS:
-            self._link.offer(script(verb))
+        """Clients need not have the right to load functions: the server gets them here."""
+        self._link.offer(script("enqueue"))
         return {}
 
     def create(self, params: dict[str, Any]) -> object:

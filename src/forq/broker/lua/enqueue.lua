@@ -1,4 +1,20 @@
-#!lua
+-- Where the jobs begin in ARGV, and how many values each has.
+local FIRST, WIDTH = 7, 5
+
+-- The usual call: one new job that may run at once. That it is new is found out by storing it.
+local function stores_one(count, max_items, max_data, stored_at)
+  local id, priority, body = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
+  local usual = count == 1 and ARGV[FIRST + 3] == '' and ARGV[FIRST + 4] == '' and mode == 'work'
+  if not usual or max_items > 0 or #body > max_data then return false end
+  if redis.call('HSETNX', key('jobs'), id, 'p' .. priority .. stored_at .. body) == 0 then return false end
+  records.note_size(#body, base)
+  hints.push_back(priority, { id })
+  journal.note('enqueued 0 ' .. id)
+  hints.wake_idle(RING_AWAITERS)
+  journal.write('-')
+  return true
+end
+
 -- enqueue: stores jobs and makes them waiting or scheduled; all of them or none. A job whose id is there is updated,
 -- or blocked behind it while it is active.
 --
@@ -10,183 +26,206 @@
 --          those that were left out ('leave') with '';
 --          {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index}; {TOO_LARGE, index, max_data}
 -- States   (new) -> waiting | scheduled; (new) -> blocked; waiting <-> scheduled (updated)
---@include base codes journal hints forget_hint records schedule attempts awaiters ringing timers item_ages blocked blocking
+function verbs.enqueue()
+  if not epoch then return { NO_QUEUE } end
+  if protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
 
-if not epoch then return { NO_QUEUE } end
-if protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
+  local if_exists, count = ARGV[2], tonumber(ARGV[6])
+  local max_items, max_data, dedup_ttl_ms = option('max_items'), option('max_data'), option('dedup_ttl_ms')
 
-local FIRST, WIDTH = 7, 5
-local if_exists, count = ARGV[2], tonumber(ARGV[6])
-local max_items, max_data, dedup_ttl_ms = option('max_items'), option('max_data'), option('dedup_ttl_ms')
+  local stored_at = string.format(' %d\n', now_ms)
 
-local stored_at = string.format(' %d\n', now_ms)
+  if stores_one(count, max_items, max_data, stored_at) then return { OK } end
 
--- The usual call: one new job that may run at once. That it is new is found out by storing it.
-local function stores_one()
-  local id, priority, body = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
-  local usual = count == 1 and ARGV[FIRST + 3] == '' and ARGV[FIRST + 4] == '' and mode == 'work'
-  if not usual or max_items > 0 or #body > max_data then return false end
-  if redis.call('HSETNX', key('jobs'), id, 'p' .. priority .. stored_at .. body) == 0 then return false end
-  note_size(#body, base)
-  push_back(priority, { id })
-  note('enqueued 0 ' .. id)
-  wake_idle_worker()
-  write_journal('-')
-  return true
-end
-if stores_one() then return { OK } end
+  local function token_key(token)
+    return key_of('token', epoch .. ':' .. token)
+  end
 
-local function token_key(token)
-  return key_of('token', epoch .. ':' .. token)
-end
+  local function dispatch_at(at)
+    local run_at = ARGV[at + 4]
+    if run_at == '' then run_at = 0
+    elseif string.sub(run_at, 1, 1) == '+' then run_at = now_ms + tonumber(string.sub(run_at, 2))
+    else run_at = tonumber(run_at) end
+    return {
+      id = ARGV[at],
+      priority = ARGV[at + 1],
+      body = ARGV[at + 2],
+      run_at = run_at,
+      update_data = ARGV[3] == '1',
+      update_run_at = ARGV[4],
+      reset = ARGV[5] == '1',
+    }
+  end
 
-local function dispatch_at(at)
-  local run_at = ARGV[at + 4]
-  if run_at == '' then run_at = 0
-  elseif string.sub(run_at, 1, 1) == '+' then run_at = now_ms + tonumber(string.sub(run_at, 2))
-  else run_at = tonumber(run_at) end
-  return {
-    id = ARGV[at],
-    priority = ARGV[at + 1],
-    body = ARGV[at + 2],
-    run_at = run_at,
-    update_data = ARGV[3] == '1',
-    update_run_at = ARGV[4],
-    reset = ARGV[5] == '1',
-  }
-end
-
-local ids = {}
-for i = 1, count do ids[i] = ARGV[FIRST + WIDTH * (i - 1)] end
--- Whether they exist: of small records it costs least to read them.
-local existing = {}
-if readable(count, READ_BYTES) == count then
-  existing = redis.call('HMGET', key('jobs'), unpack(ids))
-else
-  for i, id in ipairs(ids) do existing[i] = redis.call('HEXISTS', key('jobs'), id) == 1 end
-end
-
-local reply, new, changes, seen, tokens, longest = { OK }, {}, {}, {}, {}, 0
-for i = 1, count do
-  local at = FIRST + WIDTH * (i - 1)
-  local id, body, token = ARGV[at], ARGV[at + 2], ARGV[at + 3]
-  local stored = token ~= '' and (tokens[token] or redis.call('GET', token_key(token)))
-  if #body > max_data then return { TOO_LARGE, i, max_data } end
-  if #body > longest then longest = #body end
-  local left = not stored and if_exists == 'leave' and (existing[i] or seen[id])
-  if stored or left then
-    reply[#reply + 1] = i
-    reply[#reply + 1] = stored or ''
-  elseif existing[i] or seen[id] then
-    if if_exists == 'refuse' then return { EXISTS, i } end
-    if if_exists == 'update' then changes[#changes + 1] = at end
+  local ids = {}
+  for i = 1, count do ids[i] = ARGV[FIRST + WIDTH * (i - 1)] end
+  -- Whether they exist: of small records it costs least to read them.
+  local existing = {}
+  if records.readable(count, READ_BYTES) == count then
+    existing = redis.call('HMGET', key('jobs'), unpack(ids))
   else
-    seen[id] = true
-    new[#new + 1] = at
+    for i, id in ipairs(ids) do existing[i] = redis.call('HEXISTS', key('jobs'), id) == 1 end
   end
-  -- Also of a job that was skipped: the repeated call is to skip it too, even if the job has run meanwhile. Not of one that
-  -- was left out: a later call is to store it.
-  if token ~= '' and not stored and not left then tokens[token] = id end
-end
 
--- How many items this call adds: what is updated or blocked already is none.
-local function growth()
-  local added, behind = #new, {}
-  for _, at in ipairs(changes) do
-    local id = ARGV[at]
-    if not behind[id] and redis.call('HEXISTS', key('active'), id) == 1
-      and redis.call('HEXISTS', key('blocked'), id) == 0 then
-      behind[id] = true
-      added = added + 1
-    end
-  end
-  return added
-end
-if max_items > 0 then
-  local added = growth()
-  local items = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked'))
-  if added > 0 and items + added > max_items then return { FULL, max_items } end
-end
-
-note_size(longest, base)
-for token, id in pairs(tokens) do redis.call('SET', token_key(token), id, 'PX', dedup_ttl_ms) end
-
-local function store_new()
-  if #new == 0 then return end
-  local records, by_priority, stored_ids, later = {}, {}, {}, {}
-  for i, at in ipairs(new) do
-    local id, priority = ARGV[at], ARGV[at + 1]
-    records[2 * i - 1] = id
-    stored_ids[i] = id
-    local run_at = ARGV[at + 4] ~= '' and dispatch_at(at).run_at or 0
-    records[2 * i] = (run_at > now_ms and 'd' or 'p') .. priority .. stored_at .. ARGV[at + 2]
-    if run_at > now_ms then
-      later[#later + 1] = { id, run_at }
+  local reply, new, changes, seen, tokens, longest = { OK }, {}, {}, {}, {}, 0
+  for i = 1, count do
+    local at = FIRST + WIDTH * (i - 1)
+    local id, body, token = ARGV[at], ARGV[at + 2], ARGV[at + 3]
+    local stored = token ~= '' and (tokens[token] or redis.call('GET', token_key(token)))
+    if #body > max_data then return { TOO_LARGE, i, max_data } end
+    if #body > longest then longest = #body end
+    local left = not stored and if_exists == 'leave' and (existing[i] or seen[id])
+    if stored or left then
+      reply[#reply + 1] = i
+      reply[#reply + 1] = stored or ''
+    elseif existing[i] or seen[id] then
+      if if_exists == 'refuse' then return { EXISTS, i } end
+      if if_exists == 'update' then changes[#changes + 1] = at end
     else
-      by_priority[priority] = by_priority[priority] or {}
-      table.insert(by_priority[priority], id)
+      seen[id] = true
+      new[#new + 1] = at
+    end
+    -- Also of a job that was skipped: the repeated call is to skip it too, even if the job has run meanwhile. Not of one that
+    -- was left out: a later call is to store it.
+    if token ~= '' and not stored and not left then tokens[token] = id end
+  end
+
+  -- How many items this call adds: what is updated or blocked already is none.
+  local function growth()
+    local added, behind = #new, {}
+    for _, at in ipairs(changes) do
+      local id = ARGV[at]
+      if not behind[id] and redis.call('HEXISTS', key('active'), id) == 1
+        and redis.call('HEXISTS', key('blocked'), id) == 0 then
+        behind[id] = true
+        added = added + 1
+      end
+    end
+    return added
+  end
+  if max_items > 0 then
+    local added = growth()
+    local items = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked'))
+    if added > 0 and items + added > max_items then return { FULL, max_items } end
+  end
+
+  records.note_size(longest, base)
+  for token, id in pairs(tokens) do redis.call('SET', token_key(token), id, 'PX', dedup_ttl_ms) end
+
+  local function store_new()
+    if #new == 0 then return end
+    local packed, by_priority, stored_ids, later = {}, {}, {}, {}
+    for i, at in ipairs(new) do
+      local id, priority = ARGV[at], ARGV[at + 1]
+      packed[2 * i - 1] = id
+      stored_ids[i] = id
+      local run_at = ARGV[at + 4] ~= '' and dispatch_at(at).run_at or 0
+      packed[2 * i] = (run_at > now_ms and 'd' or 'p') .. priority .. stored_at .. ARGV[at + 2]
+      if run_at > now_ms then
+        later[#later + 1] = { id, run_at }
+      else
+        by_priority[priority] = by_priority[priority] or {}
+        table.insert(by_priority[priority], id)
+      end
+    end
+    redis.call('HSET', key('jobs'), unpack(packed))
+    for priority, list in pairs(by_priority) do hints.push_back(priority, list) end
+    journal.note_ids('enqueued', 0, stored_ids)
+    for _, job in ipairs(later) do timers.schedule(job[1], job[2]) end
+    if mode ~= 'work' then
+      for _, at in ipairs(new) do timers.set_expiry(ARGV[at], dispatch_at(at).run_at) end
     end
   end
-  redis.call('HSET', key('jobs'), unpack(records))
-  for priority, list in pairs(by_priority) do push_back(priority, list) end
-  note_ids('enqueued', 0, stored_ids)
-  for _, job in ipairs(later) do schedule(job[1], job[2]) end
-  if mode ~= 'work' then
-    for _, at in ipairs(new) do set_expiry(ARGV[at], dispatch_at(at).run_at) end
+
+  -- A job that waits or is scheduled changes in place, and changes its place if its time or its priority did.
+  local function update(dispatch)
+    local id = dispatch.id
+    local job = records.read(redis.call('HGET', key('jobs'), id))
+    local due = redis.call('ZSCORE', key('scheduled'), id)
+    local run_at = due and math.floor(tonumber(due)) or 0
+    local lo, hi = blocked.fold_bounds(0, FAR, dispatch.update_run_at, dispatch.run_at)
+    local new_run_at = blocked.clamp(run_at, lo, hi)
+    if not job then
+      -- A broken record: nobody knows its priority, so its hint is found where a claim looks first.
+      job = { priority = '5', enqueued_ms = string.format('%.0f', now_ms) }
+      records.reset_counts(job)
+      dispatch.update_data = true
+    end
+    local place = records.place_for(job)
+    if dispatch.update_data then job.body, job.priority = dispatch.body, dispatch.priority end
+    if dispatch.reset then
+      records.reset_counts(job)
+      attempts.forget({ id })
+    end
+    local new_place = records.place_for(job)
+    job.delayed = job.delayed or new_run_at > now_ms
+    redis.call('HSET', key('jobs'), id, records.write(job))
+    journal.note('updated 0 ' .. id)
+    -- Its age counts from its time. One that waits, or waits for its next try, gets no younger by an update.
+    if mode ~= 'work' and new_run_at ~= run_at then timers.set_expiry(id, new_run_at, new_run_at <= now_ms) end
+    if due and new_run_at > now_ms then
+      -- The journal says that it is scheduled even if nothing changes: without that it would say that the job waits.
+      if new_run_at ~= run_at then timers.schedule(id, new_run_at) else timers.note_scheduled(id, run_at) end
+    elseif due then
+      redis.call('ZREM', key('scheduled'), id)
+      hints.push_back(new_place, { id })
+    elseif new_run_at > now_ms then
+      hints.forget(place, id)
+      timers.schedule(id, new_run_at)
+    elseif new_place ~= place then
+      hints.forget(place, id)
+      hints.push_back(new_place, { id })
+    end
   end
+
+  store_new()
+  for _, at in ipairs(changes) do
+    local dispatch = dispatch_at(at)
+    if redis.call('HEXISTS', key('active'), dispatch.id) == 1 then
+      blocked.add(dispatch.id, dispatch)
+      journal.note_ids('blocked', 0, { dispatch.id })
+    else
+      update(dispatch)
+    end
+  end
+  hints.wake_idle(RING_AWAITERS)
+  journal.write('-')
+  return reply
 end
 
--- A job that waits or is scheduled changes in place, and changes its place if its time or its priority did.
-local function update(dispatch)
-  local id = dispatch.id
-  local job = read_record(redis.call('HGET', key('jobs'), id))
-  local due = redis.call('ZSCORE', key('scheduled'), id)
-  local run_at = due and math.floor(tonumber(due)) or 0
-  local lo, hi = fold_bounds(0, FAR, dispatch.update_run_at, dispatch.run_at)
-  local new_run_at = clamp(run_at, lo, hi)
-  if not job then
-    -- A broken record: nobody knows its priority, so its hint is found where a claim looks first.
-    job = { priority = '5', enqueued_ms = string.format('%.0f', now_ms) }
-    reset_counts(job)
-    dispatch.update_data = true
-  end
-  local place = place_for(job)
-  if dispatch.update_data then job.body, job.priority = dispatch.body, dispatch.priority end
-  if dispatch.reset then
-    reset_counts(job)
-    forget_attempts({ id })
-  end
-  local new_place = place_for(job)
-  job.delayed = job.delayed or new_run_at > now_ms
-  redis.call('HSET', key('jobs'), id, write_record(job))
-  note('updated 0 ' .. id)
-  -- Its age counts from its time. One that waits, or waits for its next try, gets no younger by an update.
-  if mode ~= 'work' and new_run_at ~= run_at then set_expiry(id, new_run_at, new_run_at <= now_ms) end
-  if due and new_run_at > now_ms then
-    -- The journal says that it is scheduled even if nothing changes: without that it would say that the job waits.
-    if new_run_at ~= run_at then schedule(id, new_run_at) else note_scheduled(id, run_at) end
-  elseif due then
-    redis.call('ZREM', key('scheduled'), id)
-    push_back(new_place, { id })
-  elseif new_run_at > now_ms then
-    forget_hint(place, id)
-    schedule(id, new_run_at)
-  elseif new_place ~= place then
-    forget_hint(place, id)
-    push_back(new_place, { id })
-  end
-end
+-- cancel: takes a job away that waits, is scheduled or is blocked behind an active one. remove: the same; of a running job it only marks that it is to be forgotten:
+-- the id stays taken until its owner settles or dies.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     id, whether to mark a running job ('1' | '0')
+-- Returns  {OK, 1 taken away | 2 marked | 0 neither}; {NO_QUEUE}
+-- States   waiting, scheduled, blocked -> cancelled
+function verbs.cancel()
+  if not epoch then return { NO_QUEUE } end
+  local id, mark_active = ARGV[1], ARGV[2] == '1'
+  local record = redis.call('HGET', key('jobs'), id)
+  if not record then return { OK, 0 } end
 
-store_new()
-for _, at in ipairs(changes) do
-  local dispatch = dispatch_at(at)
-  if redis.call('HEXISTS', key('active'), dispatch.id) == 1 then
-    block(dispatch.id, dispatch)
-    note_ids('blocked', 0, { dispatch.id })
-  else
-    update(dispatch)
+  local owner = redis.call('HGET', key('active'), id)
+  if owner then
+    local withdrawn = redis.call('HDEL', key('blocked'), id)
+    if withdrawn == 1 then journal.note('withdrawn 0 ' .. id) end
+    if mark_active and not string.find(owner, ':removed', 1, true) then
+      redis.call('HSET', key('active'), id, owner .. ':removed')
+      journal.note('marked ' .. string.match(owner, ':(%d+)') .. ' ' .. id)
+    end
+    journal.write('-')
+    return { OK, mark_active and 2 or withdrawn }
   end
+
+  redis.call('HDEL', key('jobs'), id)
+  if mode ~= 'work' then redis.call('ZREM', key('expiries'), id) end
+  attempts.forget({ id })
+  local place = records.place_of(record)
+  if redis.call('ZREM', key('scheduled'), id) == 0 and place then hints.forget(place, id) end
+  hints.wake_idle()
+  journal.note_ids('cancelled', 0, { id })
+  waiters.tell({ id }, 'cancelled')
+  journal.write('-')
+  return { OK, 1 }
 end
-wake_idle_worker()
-write_journal('-')
-return reply

@@ -1,4 +1,182 @@
-#!lua flags=allow-oom
+-- await: somebody asks for an item, this one or any; to be repeated under the same name until it gets one. Of a queue of mode
+-- on_request it takes what is there; else, or if nothing is there, it is registered for some time. A worker of a queue of mode
+-- external asks so for jobs, again and again under the same name.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     awaiter, id ('' = any), the mode that it expects, the lease (ms; '' = the queue's), whether to wait ('1' | '0'; 'rung':
+--          the bridge asks for a worker that it told of work; that is no sign of life),
+--          the clerk that is to be told ('-': the awaiter blocks on its own list), or the bridge
+-- Returns  {OK, for how long it is registered (ms; 0: ask again at once), what it was handed: FENCE ' ' ID ' ' LEASE_MS '\n' RECORD (if anything)};
+--          {NO_QUEUE}; {WRONG_MODE, its mode}; {LAPSED} if this awaiter has acknowledged an item already
+-- States   waiting, retry -> active; waiting, retry -> dead (it stalled too often); active -> waiting (its lease lapsed; its worker says that it is idle)
+function verbs.await()
+  local awaiter, wanted, via = ARGV[1], ARGV[2], ARGV[6]
+  if not epoch then return { NO_QUEUE } end
+  if mode ~= ARGV[3] then return { WRONG_MODE, mode } end
+
+  local BURIED_PER_CALL = 100
+  local external, rung = mode == 'external', ARGV[5] == 'rung'
+  local valid_ms = external and option('lease_ms') or 10000
+
+  local function take_wanted()
+    local record = redis.call('HGET', key('jobs'), wanted)
+    if not record or redis.call('HEXISTS', key('active'), wanted) == 1 then return nil end
+    if redis.call('ZSCORE', key('scheduled'), wanted) then return nil end
+    hints.forget(records.place_of(record) or '5', wanted)
+    return wanted, record
+  end
+
+  -- The next job of a worker: one that has stalled too often is dead instead, and the retry lane comes when nothing else waits.
+  local function take_job()
+    for _ = 1, BURIED_PER_CALL do
+      local id, record = leases.take_next()
+      if not id and not skipped_enough and in_lane > 0 and hints.main_waiting() == 0 then id, record = leases.take_from(LANE) end
+      local job = id and records.read(record)
+      local error = job and failures.used_up(job, option('max_stalls'), math.huge)
+      if not error then return id, record end
+      local fence = holdings.next_fence()
+      journal.note('claimed ' .. fence .. ' ' .. attempts.number(job) .. ' ' .. id)
+      dead.bury({ { id = id, fence = fence, micros = '-', record = record, error = error, brief = error } })
+    end
+    skipped_enough = true
+  end
+
+  local function take()
+    local id, record
+    if external then
+      if has_limits and limits.room() < 1 then return nil end
+      id, record = take_job()
+    elseif wanted == '' then
+      id, record = leases.take_next()
+    else
+      id, record = take_wanted()
+    end
+    if not id then return nil end
+    if has_limits then limits.take_tokens(1) end
+    return leases.hand_over(id, record, awaiter, external and via or '-', tonumber(ARGV[4]) or option('lease_ms'))
+  end
+
+  -- A worker that says it is idle is given again what it has not accepted; what it has accepted it has lost.
+  local function worker_asks()
+    local id, accepted, told = leases.in_hand(awaiter)
+    local known = rung and awaiters.read(awaiter)
+    if rung and (accepted or not id and not (known and known.expires_ms > now_ms)) then return false end
+    if not rung then leases.see_worker(awaiter) end
+    if not id then return true end
+    local owner = redis.call('HGET', key('active'), id)
+    if not holdings.is_owner(awaiter, owner) then
+      redis.call('UNLINK', leases.hand_key(awaiter))
+    elseif accepted then
+      leases.take_back(awaiter, owner, id, 'idle')
+    elseif told ~= via then
+      local hand = redis.call('LINDEX', leases.hand_key(awaiter), 0)
+      local left_ms = math.max(1, redis.call('PTTL', leases.hand_key(awaiter)))
+      leases.put_in_hand(awaiter, (string.gsub(hand, '^(%d+ %S+ %d+) %S+', '%1 ' .. via, 1)), left_ms)
+    end
+    return true
+  end
+
+  local hand
+  if external then
+    leases.lapse()
+    if not worker_asks() then
+      hints.wake_idle(RING_AWAITERS, WAKE_LIMITED)
+      journal.write(awaiter)
+      return { OK, valid_ms }
+    end
+    hand = leases.in_hand(awaiter) and redis.call('LINDEX', leases.hand_key(awaiter), 0)
+  else
+    hand = redis.call('LINDEX', leases.hand_key(awaiter), 0)
+    if hand and string.sub(hand, 1, 6) == 'acked ' then return { LAPSED } end
+    if hand and leases.is_held(awaiter, hand) then return { OK, valid_ms, hand } end
+    if hand then redis.call('DEL', leases.hand_key(awaiter)) end
+    hand = nil
+    leases.lapse()
+  end
+
+  leases.expire()
+  timers.promote()
+  hand = hand or on_request and not paused and take() or nil
+  if not hand and rung then
+    redis.call('ZADD', key('awaiting'), 0, awaiters.read(awaiter).member)
+  elseif not hand and ARGV[5] == '1' then
+    awaiters.register(awaiter, wanted, via, valid_ms)
+  elseif not hand then
+    awaiters.forget(awaiter)
+  end
+  hints.wake_idle(RING_AWAITERS, WAKE_LIMITED)
+  journal.write(awaiter)
+  return { OK, not hand and skipped_enough and 0 or valid_ms, hand }
+end
+
+-- unawait: an awaiter leaves; what it was handed and has not acknowledged goes back to the front. A worker of a queue of mode
+-- external leaves with its bridge, unless it has spoken to another one since; what it has accepted stays with it.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     awaiter, the bridge ('': it is no worker)
+-- Returns  {OK, 1 an item went back | 0}; {NO_QUEUE}
+-- States   active -> waiting (returned)
+function verbs.unawait()
+  if not epoch then return { NO_QUEUE } end
+  local awaiter, bridge = ARGV[1], ARGV[2]
+  local id, _, told = leases.in_hand(awaiter)
+  local known = awaiters.read(awaiter)
+  if mode == 'external' then
+    -- What it has accepted names no bridge.
+    if (told or known and known.via) ~= bridge then return { OK, 0 } end
+    redis.call('ZREM', key('workers'), awaiter)
+  end
+  local owner = id and redis.call('HGET', key('active'), id)
+  local held = holdings.is_owner(awaiter, owner)
+  -- It may have been rung for an item that others await too.
+  if known and redis.call('HEXISTS', key('jobs'), known.id) == 1 then hints.note_ready({ known.id }) end
+  awaiters.forget(awaiter)
+  if held then
+    leases.take_back(awaiter, owner, id, '-')
+    local expires = redis.call('ZSCORE', key('expiries'), id)
+    -- It was too old before (expiring.lua): it need not wait until its lease would have lapsed.
+    if expires and tonumber(expires) % 1 > 0 then timers.set('expiries', id, now_ms) end
+  end
+  -- An acknowledgement may still be repeated.
+  if string.sub(redis.call('LINDEX', leases.hand_key(awaiter), 0) or '', 1, 6) ~= 'acked ' then redis.call('UNLINK', leases.hand_key(awaiter)) end
+  hints.wake_idle(RING_AWAITERS, WAKE_LIMITED)
+  journal.write(awaiter)
+  return { OK, held and 1 or 0 }
+end
+
+-- ack: the awaiter has the item that it was handed: it is released, and gone.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     awaiter, id, fence
+-- Returns  {OK}, also when it is repeated within a minute; {LAPSED} if the item has gone back; {WRONG_MODE, its mode}; {NO_QUEUE}
+-- States   active -> released; blocked -> waiting | scheduled
+function verbs.ack()
+  local ACKED_MS = 60000
+  local awaiter, id, fence = ARGV[1], ARGV[2], ARGV[3]
+  if not epoch then return { NO_QUEUE } end
+  if mode == 'external' then return { WRONG_MODE, mode } end
+  local list = key_of('awaiter', awaiter)
+  if redis.call('LINDEX', list, 0) == 'acked ' .. fence then return { OK } end
+  local owner = redis.call('HGET', key('active'), id)
+  if owner ~= awaiter .. ':' .. fence and owner ~= awaiter .. ':' .. fence .. REMOVED then return { LAPSED } end
+
+  redis.call('HDEL', key('jobs'), id)
+  redis.call('HDEL', key('active'), id)
+  progress.forget({ id })
+  redis.call('ZREM', key('leases'), id)
+  redis.call('ZREM', key('expiries'), id)
+  redis.call('INCR', key('processed:count'))
+  -- A fence is the time of its claim, unless the clock was set back.
+  journal.note('released ' .. fence .. ' ' .. id .. string.format(' %.0f', math.max(0, now_us - tonumber(fence))))
+  redis.call('DEL', list)
+  redis.call('RPUSH', list, 'acked ' .. fence)
+  redis.call('PEXPIRE', list, ACKED_MS)
+  blocked.unblock({ id })
+  hints.wake_idle(RING_AWAITERS)
+  journal.write(awaiter)
+  return { OK }
+end
+
 -- release: one try to release the item at the head of the line (mode auto_release), if the gate is open.
 --
 -- KEYS[1]  the queue's base
@@ -6,79 +184,150 @@
 -- Returns  {OK, 1 handed over | 0 nobody awaited it | -1 no try was made, µs until the gate opens (0: nothing is in line)};
 --          {PAUSED}; {NO_QUEUE}; {FENCED} if the worker is not registered
 -- States   waiting, retry -> active; waiting -> scheduled | retry; waiting, retry -> dead; active -> waiting (its lease lapsed)
---@include base codes journal hints forget_hint records schedule attempts awaiters timers item_ages blocked progress waiters holdings losses fences bury_job hands handing expiring
+function verbs.release()
+  local processor, worker, lane = ARGV[2], ARGV[3], ARGV[4]
+  if epoch ~= ARGV[1] then return { NO_QUEUE } end
+  if not redis.call('HGET', workers_key(processor), worker) then return { FENCED } end
 
-local processor, worker, lane = ARGV[2], ARGV[3], ARGV[4]
-if epoch ~= ARGV[1] then return { NO_QUEUE } end
-if not redis.call('HGET', workers_key(processor), worker) then return { FENCED } end
-
--- Nobody awaited it: it is tried again later, behind the others; then while nothing else waits; then never.
-local function put_off(id, record)
-  local job = read_record(record)
-  local fence = next_fence()
-  note('claimed ' .. fence .. ' ' .. attempt_number(job) .. ' ' .. id)
-  local in_main = job and job.lane == 0 and job.retries < option('release_retries')
-  if not in_main and not (job and job.lane < option('retry_lane_retries')) then
-    local error = string.format('{"name":"NotAwaited","message":"nobody awaited it in %d tries","kind":"permanent","traceback":null}',
-      attempt_number(job))
-    return bury_jobs({ { id = id, fence = fence, micros = '-', record = record, error = error, brief = error } })
+  -- Nobody awaited it: it is tried again later, behind the others; then while nothing else waits; then never.
+  local function put_off(id, record)
+    local job = records.read(record)
+    local fence = holdings.next_fence()
+    journal.note('claimed ' .. fence .. ' ' .. attempts.number(job) .. ' ' .. id)
+    local in_main = job and job.lane == 0 and job.retries < option('release_retries')
+    if not in_main and not (job and job.lane < option('retry_lane_retries')) then
+      local error = string.format('{"name":"NotAwaited","message":"nobody awaited it in %d tries","kind":"permanent","traceback":null}',
+        attempts.number(job))
+      return dead.bury({ { id = id, fence = fence, micros = '-', record = record, error = error, brief = error } })
+    end
+    job.retries = job.retries + 1
+    if not in_main then job.lane = job.lane + 1 end
+    redis.call('HSET', key('jobs'), id, records.write(job))
+    journal.note('retried ' .. fence .. ' ' .. id .. ' - NotAwaited')
+    timers.make_ready(id, records.place_for(job), in_main and now_ms + option('retry_interval_ms') or 0)
   end
-  job.retries = job.retries + 1
-  if not in_main then job.lane = job.lane + 1 end
-  redis.call('HSET', key('jobs'), id, write_record(job))
-  note('retried ' .. fence .. ' ' .. id .. ' - NotAwaited')
-  make_ready(id, place_for(job), in_main and now_ms + option('retry_interval_ms') or 0)
-end
 
--- What there is to try; in the retry lane only while nothing else waits.
-local function in_line()
-  if lane == 'retry' then return in_lane > 0 and main_waiting() == 0 end
-  return main_waiting() > 0
-end
-
-local function try()
-  local gate_us = tonumber(redis.call('HGET', key('counts'), 'gate_us') or 0)
-  local interval_us = option('release_interval_ms') * 1000
-  local function close_gate()
-    remember('gate_us', string.format('%.0f', now_us + interval_us))
+  -- What there is to try; in the retry lane only while nothing else waits.
+  local function in_line()
+    if lane == 'retry' then return in_lane > 0 and hints.main_waiting() == 0 end
+    return hints.main_waiting() > 0
   end
-  if not in_line() then return -1, 0 end
-  if gate_us > now_us + interval_us then
-    -- The clock was set back: the gate is not closed for longer than it ever is.
+
+  local function try()
+    local gate_us = tonumber(redis.call('HGET', key('counts'), 'gate_us') or 0)
+    local interval_us = option('release_interval_ms') * 1000
+    local function close_gate()
+      journal.remember('gate_us', string.format('%.0f', now_us + interval_us))
+    end
+    if not in_line() then return -1, 0 end
+    if gate_us > now_us + interval_us then
+      -- The clock was set back: the gate is not closed for longer than it ever is.
+      close_gate()
+      return -1, interval_us
+    end
+    if gate_us > now_us then return -1, gate_us - now_us end
+    local id, record
+    if lane == 'retry' then id, record = leases.take_from(LANE) else id, record = leases.take_next() end
+    if not id then return -1, 0 end
+    local to = awaiters.first(id) or awaiters.first('')
+    if not to and forgot_enough then
+      -- Nobody knows yet whether somebody awaits it: that is no try.
+      hints.push_front({ [records.place_of(record) or '5'] = { id } })
+      return -1, 0
+    end
     close_gate()
-    return -1, interval_us
+    if to then
+      leases.hand_over(id, record, to.name, to.via, option('lease_ms'))
+    else
+      put_off(id, record)
+    end
+    return to and 1 or 0, interval_us
   end
-  if gate_us > now_us then return -1, gate_us - now_us end
-  local id, record
-  if lane == 'retry' then id, record = take_from(LANE) else id, record = take_next() end
-  if not id then return -1, 0 end
-  local to = first_awaiter(id) or first_awaiter('')
-  if not to and forgot_enough then
-    -- Nobody knows yet whether somebody awaits it: that is no try.
-    push_front({ [place_of(record) or '5'] = { id } })
-    return -1, 0
+
+  local processing = worker_key(processor, worker, 'processing')
+  local moved = redis.call('LRANGE', processing, 0, -1)
+  if #moved > 0 then
+    holdings.hand_back(worker, moved)
+    redis.call('DEL', processing)
   end
-  close_gate()
-  if to then
-    hand_over(id, record, to.name, to.via, option('lease_ms'))
-  else
-    put_off(id, record)
-  end
-  return to and 1 or 0, interval_us
+  leases.lapse()
+  leases.expire()
+  timers.promote()
+  local outcome, wait_us = -1, 0
+  if not paused then outcome, wait_us = try() end
+  hints.wake_idle()
+  journal.write(worker)
+  if paused then return { PAUSED } end
+  return { OK, outcome, wait_us }
 end
 
-local processing = worker_key(processor, worker, 'processing')
-local moved = redis.call('LRANGE', processing, 0, -1)
-if #moved > 0 then
-  hand_back(worker, moved)
-  redis.call('DEL', processing)
+-- accept: a worker of a queue of mode external has got what it was assigned, or says how far it is: it is alive, and its lease
+-- begins anew. To be repeated as often as it likes.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     worker, id, fence, progress (0 to 1; '' = nothing is said of it), text
+-- Returns  {OK}; {LAPSED} if the worker does not hold that job; {NO_QUEUE}; {WRONG_MODE, its mode}
+function verbs.accept()
+  local worker, id, fence = ARGV[1], ARGV[2], ARGV[3]
+  if not epoch then return { NO_QUEUE } end
+  if mode ~= 'external' then return { WRONG_MODE, mode } end
+  local owner = redis.call('HGET', key('active'), id)
+  if not holdings.is_owner(worker, owner) or holdings.fence_of(owner) ~= fence then return { LAPSED } end
+
+  local lease_ms = option('lease_ms')
+  redis.call('ZADD', key('accepted'), string.format('%.0f', now_ms), id)
+  redis.call('ZADD', key('leases'), string.format('%.0f', now_ms + lease_ms), id)
+  -- Longer than the lease: what is in hand is there as long as the job is.
+  leases.put_in_hand(worker, 'accepted ' .. holdings.fence_of(owner) .. ' ' .. id, 10 * lease_ms)
+  leases.see_worker(worker)
+  if ARGV[4] ~= '' then progress.set(id, ARGV[4], ARGV[5]) end
+  return { OK }
 end
-lapse()
-expire()
-promote()
-local outcome, wait_us = -1, 0
-if not paused then outcome, wait_us = try() end
-wake_idle_worker()
-write_journal(worker)
-if paused then return { PAUSED } end
-return { OK, outcome, wait_us }
+
+-- finish: a worker of a queue of mode external is done with its job, or has failed. Repeating it is harmless for a minute, until
+-- the worker is given another one.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     worker, id, fence, outcome ('done' | 'failed'), then of success: result (JSON; '!' and why there is none),
+--          of a failure: error, brief error (JSON),
+--          kind, retry at (ms or ''), chance (0 to 1)
+-- Returns  {OK}; {LAPSED} if the worker does not hold that job; {NO_QUEUE}; {WRONG_MODE, its mode}
+-- States   active -> done | scheduled (retried) | dead | cancelled; blocked -> waiting | scheduled
+function verbs.finish()
+  local ENDED_MS = 60000
+  local worker, id, fence, outcome = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+  if not epoch then return { NO_QUEUE } end
+  if mode ~= 'external' then return { WRONG_MODE, mode } end
+  local ended = 'ended ' .. outcome .. ' ' .. id
+  local owner = redis.call('HGET', key('active'), id)
+  if not holdings.is_owner(worker, owner) or holdings.fence_of(owner) ~= fence then
+    return { redis.call('LINDEX', leases.hand_key(worker), 0) == ended and OK or LAPSED }
+  end
+
+  fence = holdings.fence_of(owner)
+  -- A fence is the time of its claim, unless the clock was set back.
+  local micros = string.format('%.0f', math.max(0, now_us - tonumber(fence)))
+  redis.call('ZREM', key('leases'), id)
+  redis.call('ZREM', key('accepted'), id)
+  leases.put_in_hand(worker, ended, ENDED_MS)
+  leases.see_worker(worker)
+  if outcome == 'done' then
+    done.settle({ id }, { [fence] = { id .. ' ' .. micros } }, { [id] = { micros = micros, result = ARGV[5] or '' } })
+  else
+    local settled = failures.settle({
+      id = id,
+      owner = worker .. ':' .. fence,
+      micros = micros,
+      error = ARGV[5],
+      brief = ARGV[6],
+      kind = ARGV[7],
+      retry_at_ms = tonumber(ARGV[8]),
+      chance = tonumber(ARGV[9]),
+    })
+    -- Its record is gone.
+    if not settled then holdings.hand_back(worker, { id }) end
+  end
+  hints.wake_idle(RING_AWAITERS, WAKE_LIMITED)
+  journal.write(worker)
+  return { OK }
+end

@@ -1,26 +1,4 @@
-#!lua flags=allow-oom
--- turn: a worker settles what it ran, says what it still holds, and claims what comes next.
--- It is also how a worker begins what BLMOVE gave it, and how it finds its place after a lost reply: whatever is in
--- its processing list that it neither settles nor keeps goes back to the front first.
---
--- KEYS[1]  the queue's base
--- ARGV     epoch, processor, worker, turn number (up to 53 bits, growing), want, keep (how many unstarted jobs of earlier turns it still
---          counts on), lane ('main' | 'waiting' (main, sent along with the BLMOVE that waits for a job) | 'retry' | 'suspects': where
---          to claim), number done, number failed, then (id, fence, micros) per done job and
---          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one; if the queue keeps results,
---          (number of the done job in this turn, from 1; its result or '!' and why it has none) per done job
--- Returns  {OK, PAUSED or LIMITED (something waits and may not begin now: the worker is woken), held (0: the kept jobs have been
---          given to others), ids whose settling was refused, fence, timeout_ms, size, priority, how long a result may be (bytes;
---          0: none is kept), the fate of each failed job (4 values each, lib/fates.lua; not there if none failed),
---          id, record, id, record ...};
---          {NO_QUEUE}; {FENCED} if the worker is not registered; {STALE} if its number is not above the last one: it was sent before a
---          turn that has been taken, and has arrived late
--- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out);
---          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active;
---          waiting -> dead (it stalled or timed out too often)
---@include base codes journal hints limits limited records schedule attempts blocked progress waiters holdings parked done_jobs fences bury_job fates failing used_up
-
-local MAX_SKIPS = 1000
+local SKIPS_PER_TURN = 1000
 local MANY = 8
 -- A job that is buried by a claim costs about as much as so many hints that are skipped.
 local SKIPS_PER_BURIAL = 10
@@ -28,41 +6,41 @@ local SKIPS_PER_BURIAL = 10
 local UNTOLD = '!it ran before its queue kept results'
 -- How often at most pulse is told that jobs were given to a worker that may not be there to read them.
 local LOOK_MS = 2000
+-- The byte 'c': the record has counts.
+local COUNTED = 99
 local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
 
-local processor, worker, turn = ARGV[2], ARGV[3], ARGV[4]
-local want, keep, lane = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7] == 'waiting' and 'main' or ARGV[7]
-local done_count, failed_count = tonumber(ARGV[8]), tonumber(ARGV[9])
+-- Of this turn: what it was called with, and what the queue says about it.
+local processor, worker, turn, want, keep, lane, done_count, failed_count
+local max_stalls, max_timeouts, processing
+-- Ids that were settled, or whose settling was refused; whether the limits held the worker up; the fates of what failed.
+local settled, refused, limited, fates
+-- Hints that waiting has brought, if they are what a claim would find first: then they need not go back before they are taken.
+local moved
+-- `taken`: ids. `spent`: jobs that are buried. `again`: the ids whose record is not plain, with the number of the attempt that
+-- begins. `reply`: what there is before the jobs comes last.
+local taken, reply, spent, again
+-- What may still be read of records; counted only if so many could be too much.
+local bytes_left, may_be_much
 
 -- Registers the turn, or says why it must not be taken.
-local function refuse_turn()
+function turns.refuse()
   local registrations = workers_key(processor)
   local registered = redis.call('HGET', registrations, worker)
   if not registered then return FENCED end
-  if tonumber(turn) > number_of(registered) then
+  if tonumber(turn) > holdings.number_of(registered) then
     redis.call('HSET', registrations, worker, turn)
     return nil
   end
   -- The worker has gone on since: this turn would take away what it runs now. A BLMOVE that was sent along with it could not
   -- be refused.
-  return_parked(processor, worker)
-  wake_idle_worker()
-  write_journal(worker)
+  holdings.return_parked(processor, worker)
+  hints.wake_idle(nil, WAKE_LIMITED)
+  journal.write(worker)
   return STALE
 end
 
-if epoch ~= ARGV[1] then return { NO_QUEUE } end
-local refusal = refuse_turn()
-if refusal then return { refusal } end
-
--- A queue made by an earlier release lacks some of them.
-local max_stalls, max_timeouts = tonumber(options.max_stalls or 3), tonumber(options.max_timeouts or 3)
-
-local processing = worker_key(processor, worker, 'processing')
-local settled, refused, limited = {}, {}, false -- ids
-local fates = failed_count > 0 and {}
-
-local function settle_successes(first)
+function turns.settle_successes(first)
   if done_count == 0 then return end
   local results, told = {}, {}
   for at = first + 3 * done_count + 8 * failed_count, #ARGV, 2 do results[tonumber(ARGV[at])] = ARGV[at + 1] end
@@ -87,10 +65,10 @@ local function settle_successes(first)
       refused[#refused + 1] = id
     end
   end
-  settle_done(settled, notes, told)
+  done.settle(settled, notes, told)
 end
 
-local function settle_failures(first)
+function turns.settle_failures(first)
   for i = 0, failed_count - 1 do
     local at = first + 8 * i
     local id = ARGV[at]
@@ -104,27 +82,24 @@ local function settle_failures(first)
       retry_at_ms = tonumber(ARGV[at + 6]),
       chance = tonumber(ARGV[at + 7]),
     }
-    local follows = settle_failure(failure)
+    local follows = failures.settle(failure)
     if follows then settled[#settled + 1] = id else refused[#refused + 1] = id end
     for _, value in ipairs(follows or { 'refused', 0, 0, 0 }) do fates[#fates + 1] = value end
   end
 end
 
 -- A hint that reached the list late may make up the number of a job that was given to others.
-local function owns_all(ids)
+function turns.owns_all(ids)
   if #ids == 0 then return true end
   for _, owner in ipairs(redis.call('HMGET', key('active'), unpack(ids))) do
-    if not is_owner(worker, owner) then return false end
+    if not holdings.is_owner(worker, owner) then return false end
   end
   return true
 end
 
--- Hints that waiting has brought, if they are what a claim would find first: then they need not go back before they are taken.
-local moved = {}
-
-local function may_begin(ids)
+function turns.may_begin(ids)
   if #ids == 0 or lane ~= 'main' or #ids > want or other_hints > 0 or paused or has_limits then return false end
-  if #ids > 1 and readable(#ids, READ_BYTES) < #ids then return false end
+  if #ids > 1 and records.readable(#ids, READ_BYTES) < #ids then return false end
   for _, owner in ipairs(redis.call('HMGET', key('active'), unpack(ids))) do
     if owner then return false end
   end
@@ -132,7 +107,7 @@ local function may_begin(ids)
 end
 
 -- Leaves in the processing list what the worker rightly still holds; true if that is all it counts on.
-local function keep_or_return()
+function turns.keep_or_return()
   local ended = done_count + failed_count
   if keep == 0 and #refused == 0 and redis.call('LLEN', processing) == ended then
     -- What a worker owns is in its list: one that is no longer holds nothing else.
@@ -146,128 +121,117 @@ local function keep_or_return()
     -- Only once: if the id is there twice, the second one is a hint.
     if over[id] then over[id] = nil else rest[#rest + 1] = id end
   end
-  local held = #rest == keep and owns_all(rest)
+  local held = #rest == keep and turns.owns_all(rest)
   if #rest == #list and held then return true end
   if #list > 0 then redis.call('DEL', processing) end
-  if not held and may_begin(rest) then
+  if not held and turns.may_begin(rest) then
     moved = rest
   elseif not held then
-    hand_back(worker, rest)
+    holdings.hand_back(worker, rest)
   elseif keep > 0 then
     redis.call('RPUSH', processing, unpack(rest))
   end
   return held
 end
 
--- `again`: the ids whose record is not plain, with the number of the attempt that begins. `reply`: what there is before the jobs comes
--- last.
-local taken, reply, spent, again = {}, { 0, 0, 0, 0, 0, 0, 0, 0 }, {}, {}
-
--- What may still be read of records; counted only if so many could be too much.
-local bytes_left, may_be_much = READ_BYTES, false
-
-local first_byte, COUNTED = string.byte, string.byte('c')
-
-local function take(priority, ids)
+function turns.take(priority, ids)
   -- Of many it costs less to ask first whether anybody has a job.
   local free = ids == moved or (#ids > MANY and redis.call('HLEN', key('active')) == 0)
   local owners = free and {} or redis.call('HMGET', key('active'), unpack(ids))
-  local records = redis.call('HMGET', key('jobs'), unpack(ids))
+  local packed = redis.call('HMGET', key('jobs'), unpack(ids))
   if may_be_much then
-    for i = 1, #ids do bytes_left = bytes_left - (records[i] and #records[i] or 0) end
+    for i = 1, #ids do bytes_left = bytes_left - (packed[i] and #packed[i] or 0) end
   end
   for i = 1, #ids do
     local id = ids[i]
-    local claimable = id ~= '' and not ignore_hint(priority, id)
+    local claimable = id ~= '' and not hints.ignore(priority, id)
     if claimable and priority == LANE then in_lane = in_lane - 1 end
-    if claimable and not records[i] then
-      drop(id)
+    if claimable and not packed[i] then
+      hints.drop(id)
     elseif claimable and not owners[i] and not taken[id] then
       taken[id] = true
       -- Only a record that is not plain has counts to look at.
-      local job = first_byte(records[i]) == COUNTED and read_record(records[i])
-      local error = job and used_up(job, max_stalls, max_timeouts)
+      local job = string.byte(packed[i]) == COUNTED and records.read(packed[i])
+      local error = job and failures.used_up(job, max_stalls, max_timeouts)
       if job then again[id] = job.retries + job.stalls + job.timeouts + 1 end
       if error then
-        spent[#spent + 1] = { id = id, record = records[i], error = error }
+        spent[#spent + 1] = { id = id, record = packed[i], error = error }
       else
         taken[#taken + 1] = id
         reply[#reply + 1] = id
-        reply[#reply + 1] = records[i]
+        reply[#reply + 1] = packed[i]
       end
     end
   end
 end
 
 -- How many hints of a list are to be taken next, so that their records are not too much: 0 if the next one would be.
-local function claimable_hints(priority)
-  local count = readable(want - #taken, bytes_left)
+function turns.claimable_hints(priority)
+  local count = records.readable(want - #taken, bytes_left)
   if count > 0 then return count end
   -- It may be shorter than the longest one.
-  local next_id = bytes_left < READ_BYTES and redis.call('LINDEX', (first_list(priority)), 0)
+  local next_id = bytes_left < READ_BYTES and redis.call('LINDEX', (hints.first_list(priority)), 0)
   return next_id and redis.call('HSTRLEN', key('jobs'), next_id) > bytes_left and 0 or 1
 end
 
 -- How many hints may still be skipped; 0 also if no more bytes may be read: what is in the next list must not go first.
-local function claim_from(priority, skips)
+function turns.claim_from(priority, skips)
   while #taken < want and skips > 0 do
-    local count = may_be_much and claimable_hints(priority) or want - #taken
+    local count = may_be_much and turns.claimable_hints(priority) or want - #taken
     if count == 0 then return 0 end
-    local ids = pop_hints(priority, count)
+    local ids = hints.pop(priority, count)
     if not ids then return skips end
     local before, spent_before = #taken, #spent
-    take(priority, ids)
+    turns.take(priority, ids)
     skips = skips - (#ids - (#taken - before)) - SKIPS_PER_BURIAL * (#spent - spent_before)
   end
   return skips
 end
 
-local function claim_suspect()
-  local skips = MAX_SKIPS
+function turns.claim_suspect()
+  local skips = SKIPS_PER_TURN
   while #taken == 0 and skips > 0 and bytes_left > 0 do
     local id = redis.call('ZPOPMIN', key('suspects'))[1]
     if not id then return end
-    count_hints(SUSPECTS, -1)
+    hints.count(SUSPECTS, -1)
     local spent_before = #spent
-    take(SUSPECTS, { id })
+    turns.take(SUSPECTS, { id })
     skips = skips - (#spent > spent_before and SKIPS_PER_BURIAL or 1)
   end
 end
 
 -- A claim that was sent before there was a job comes from a process that may have been stopped since.
-local function tell_of_claim()
+function turns.tell_of_claim()
   -- Only this server remembers when it told last: if that is lost, pulse is told once more.
   if math.abs(now_ms - (memo.told_ms or 0)) < LOOK_MS then return end
   memo.told_ms = now_ms
   redis.call('PUBLISH', channel('due'), 'look ' .. worker .. ' ' .. turn)
 end
 
-if fates then reply[9] = fates end
-
-local function claim()
-  may_be_much = readable(want, READ_BYTES) < want
+function turns.claim()
+  may_be_much = records.readable(want, READ_BYTES) < want
   if lane ~= 'main' and not parent then
     -- One job at a time: whatever kills the process now, it was this one. It may come after many that are buried.
     want, may_be_much = 1, true
-    if suspect_hints > 0 then claim_suspect() end
+    if suspect_hints > 0 then turns.claim_suspect() end
     -- The second chance comes only while nothing else waits.
-    if lane == 'retry' and in_lane > 0 and main_waiting() == 0 then claim_from(LANE, MAX_SKIPS) end
+    if lane == 'retry' and in_lane > 0 and hints.main_waiting() == 0 then turns.claim_from(LANE, SKIPS_PER_TURN) end
   elseif other_hints == 0 then
-    if #moved > 0 then take('5', moved) end
-    claim_from('5', MAX_SKIPS)
+    if #moved > 0 then turns.take('5', moved) end
+    turns.claim_from('5', SKIPS_PER_TURN)
   else
-    local skips = MAX_SKIPS
-    for _, priority in ipairs(PRIORITIES) do skips = claim_from(priority, skips) end
+    local skips = SKIPS_PER_TURN
+    for _, priority in ipairs(PRIORITIES) do skips = turns.claim_from(priority, skips) end
   end
   if #taken + #spent == 0 then return '' end
-  local fence = next_fence()
+  local fence = holdings.next_fence()
   -- What stalled or timed out too often ends here: its handler is not called.
   for _, job in ipairs(spent) do
-    note('claimed ' .. fence .. ' ' .. again[job.id] .. ' ' .. job.id)
+    journal.note('claimed ' .. fence .. ' ' .. again[job.id] .. ' ' .. job.id)
     job.fence, job.micros, job.brief = fence, '-', job.error
   end
-  if #spent > 0 then bury_jobs(spent) end
-  if has_limits then take_tokens(#taken) end
+  if #spent > 0 then dead.bury(spent) end
+  if has_limits then limits.take_tokens(#taken) end
   if #taken == 0 then return '' end
   local owner = worker .. ':' .. fence
   local pairs_to_set = {}
@@ -278,60 +242,93 @@ local function claim()
   redis.call('HSET', key('active'), unpack(pairs_to_set))
   redis.call('RPUSH', processing, unpack(taken, 1, #taken))
   if next(again) == nil then
-    note_ids('claimed', fence .. ' 1', taken)
+    journal.note_ids('claimed', fence .. ' 1', taken)
   else
     -- In their order, a line for those next to each other that are at the same attempt.
     local alike, attempt = {}, 1
     for _, id in ipairs(taken) do
       if (again[id] or 1) ~= attempt then
-        note_ids('claimed', fence .. ' ' .. attempt, alike)
+        journal.note_ids('claimed', fence .. ' ' .. attempt, alike)
         alike, attempt = {}, again[id] or 1
       end
       alike[#alike + 1] = id
     end
-    note_ids('claimed', fence .. ' ' .. attempt, alike)
+    journal.note_ids('claimed', fence .. ' ' .. attempt, alike)
   end
-  if ARGV[7] == 'waiting' then tell_of_claim() end
+  if ARGV[7] == 'waiting' then turns.tell_of_claim() end
   return fence
 end
 
-local within_limits
-if has_limits then
-  -- How many it may claim now, at most as many as it wants. Of the places of max_active one: what is claimed ahead of its time
-  -- would keep others out.
-  within_limits = function()
-    local left = room()
-    if lane == 'main' then left = left - left_to_suspects() end
-    if max_active > 0 then left = math.min(left, 1) end
-    if left > 0 then
-      if lane ~= 'main' and left_to_suspects() > 0 then leave_place(0) end
-      return math.min(want, left)
-    end
-    if lane == 'main' then
-      -- Stale hints alone bring workers here, too: they would come again and again.
-      limited = main_waiting() > 0 or other_hints > 0
-      if limited then limit_worker(processor, worker) end
-    elseif lane == 'retry' and suspect_hints > 0 then
-      -- It is told when it may. A process for suspects alone ends instead: nobody would come for the place.
-      leave_place(LEFT_MS + (refill_ms() or 0))
-    end
-    return 0
+-- How many it may claim now, at most as many as it wants. Of the places of max_active one: what is claimed ahead of its time
+-- would keep others out.
+function turns.within_limits()
+  local left = limits.room()
+  if lane == 'main' then left = left - limits.left_to_suspects() end
+  if max_active > 0 then left = math.min(left, 1) end
+  if left > 0 then
+    if lane ~= 'main' and limits.left_to_suspects() > 0 then limits.leave_place(0) end
+    return math.min(want, left)
   end
+  if lane == 'main' then
+    -- Stale hints alone bring workers here, too: they would come again and again.
+    limited = hints.main_waiting() > 0 or other_hints > 0
+    if limited then limits.hold(processor, worker) end
+  elseif lane == 'retry' and suspect_hints > 0 then
+    -- It is told when it may. A process for suspects alone ends instead: nobody would come for the place.
+    limits.leave_place(LEFT_MS + (limits.refill_ms() or 0))
+  end
+  return 0
 end
 
-if has_limits then unlimit_worker(processor, worker) end
-settle_successes(10)
-settle_failures(10 + 3 * done_count)
-promote()
-local held = keep_or_return()
-local fence = ''
-if has_limits and want > 0 and not paused then want = within_limits() end
-if want > 0 and not paused then fence = claim() end
-if rate_count > 0 and (limited or fence ~= '') then tell_refill() end
-wake_idle_worker()
-write_journal(worker)
+-- turn: a worker settles what it ran, says what it still holds, and claims what comes next.
+-- It is also how a worker begins what BLMOVE gave it, and how it finds its place after a lost reply: whatever is in
+-- its processing list that it neither settles nor keeps goes back to the front first.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     epoch, processor, worker, turn number (up to 53 bits, growing), want, keep (how many unstarted jobs of earlier turns it still
+--          counts on), lane ('main' | 'waiting' (main, sent along with the BLMOVE that waits for a job) | 'retry' | 'suspects': where
+--          to claim), number done, number failed, then (id, fence, micros) per done job and
+--          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one; if the queue keeps results,
+--          (number of the done job in this turn, from 1; its result or '!' and why it has none) per done job
+-- Returns  {OK, PAUSED or LIMITED (something waits and may not begin now: the worker is woken), held (0: the kept jobs have been
+--          given to others), ids whose settling was refused, fence, timeout_ms, size, priority, how long a result may be (bytes;
+--          0: none is kept), the fate of each failed job (4 values each, lib/fates.lua; not there if none failed),
+--          id, record, id, record ...};
+--          {NO_QUEUE}; {FENCED} if the worker is not registered; {STALE} if its number is not above the last one: it was sent before a
+--          turn that has been taken, and has arrived late
+-- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out);
+--          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active;
+--          waiting -> dead (it stalled or timed out too often)
+function verbs.turn()
+  if epoch ~= ARGV[1] then return { NO_QUEUE } end
+  processor, worker, turn = ARGV[2], ARGV[3], ARGV[4]
+  want, keep, lane = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7] == 'waiting' and 'main' or ARGV[7]
+  done_count, failed_count = tonumber(ARGV[8]), tonumber(ARGV[9])
+  -- A queue made by an earlier release lacks some of them.
+  max_stalls, max_timeouts = tonumber(options.max_stalls or 3), tonumber(options.max_timeouts or 3)
+  processing = worker_key(processor, worker, 'processing')
+  settled, refused, limited, fates, moved = {}, {}, false, failed_count > 0 and {} or nil, {}
+  taken, reply, spent, again = {}, { 0, 0, 0, 0, 0, 0, 0, 0 }, {}, {}
+  if fates then reply[9] = fates end
+  bytes_left, may_be_much = READ_BYTES, false
 
-reply[1], reply[2], reply[3], reply[4] = paused and PAUSED or limited and LIMITED or OK, held and 1 or 0, refused, fence
-reply[5], reply[6], reply[7] = option('timeout_ms'), tonumber(options.size or 1), option('priority')
-reply[8] = option('keep_done_ms') > 0 and option('max_data') or 0
-return reply
+  local refusal = turns.refuse()
+  if refusal then return { refusal } end
+
+  if has_limits then limits.release(processor, worker) end
+  turns.settle_successes(10)
+  turns.settle_failures(10 + 3 * done_count)
+  timers.promote()
+  local held = turns.keep_or_return()
+  local fence = ''
+  if has_limits and want > 0 and not paused then want = turns.within_limits() end
+  if want > 0 and not paused then fence = turns.claim() end
+  if rate_count > 0 and (limited or fence ~= '') then limits.tell_refill() end
+  hints.wake_idle(nil, WAKE_LIMITED)
+  journal.write(worker)
+
+  reply[1], reply[2], reply[3], reply[4] = paused and PAUSED or limited and LIMITED or OK, held and 1 or 0, refused, fence
+  reply[5], reply[6], reply[7] = option('timeout_ms'), tonumber(options.size or 1), option('priority')
+  reply[8] = option('keep_done_ms') > 0 and option('max_data') or 0
+  return reply
+end

@@ -1,0 +1,162 @@
+-- The number of the claims of one call: max(last + 1, server time). It never goes back, not even after a failover to a
+-- slower clock. No id is claimed twice in one call.
+
+function holdings.next_fence()
+  if not fence_of_this_call then
+    fence_of_this_call = string.format('%d', math.max(tonumber(remembered[4] or 0) + 1, now_us))
+    journal.remember('fence', fence_of_this_call)
+  end
+  return fence_of_this_call
+end
+
+-- What a worker holds: its processing list (ids) and its entries in `active` (id -> OWNER, OWNER = WORKER:FENCE,
+-- followed by ':removed' once somebody asked to remove the running job).
+
+local REMOVED = ':removed'
+
+function holdings.is_removed(owner)
+  return string.sub(owner, -#REMOVED) == REMOVED
+end
+
+function holdings.is_owner(worker, owner)
+  return owner and string.sub(owner, 1, #worker + 1) == worker .. ':'
+end
+
+function holdings.fence_of(owner)
+  return string.match(owner, ':(%d+)')
+end
+
+-- Gives the ids of `list` back, in order, before all that waits. Owned ids lose their owner; ids that were moved
+-- here but never begun are hints of priority 5 and are treated as such. The caller empties the processing list.
+-- `lost` (or nil): the job that was running when its worker was lost: its id, its outcome, and what counts it (losses.lua).
+-- One that timed out goes to the back of its place, one that was killed is cancelled.
+-- `kept` (or nil): ids (as keys) that stay with the worker; one that is in `list` too is a hint there.
+function holdings.hand_back(worker, list, lost, kept)
+  if #list == 0 then return end
+  local owners = redis.call('HMGET', key('active'), unpack(list))
+  local packed = redis.call('HMGET', key('jobs'), unpack(list))
+  local front, back, later, freed, removed, returned, seen = {}, nil, {}, {}, {}, {}, {}
+  -- What BLMOVE took comes after the hints that were swept.
+  local _, swept = hints.first_list('5')
+  local unbegun = {}
+  for i, id in ipairs(list) do
+    local owner, record = owners[i], packed[i]
+    returned_bytes = returned_bytes + (record and #record or 0)
+    local owned = holdings.is_owner(worker, owner) and not seen[id] and not (kept and kept[id])
+    if owned then
+      seen[id] = true
+      freed[#freed + 1] = id
+    end
+    -- A hint that goes uses up its stale count whatever became of the job: a count that outlived its hint would
+    -- swallow the hint of the next job of that id.
+    local stale = not owned and id ~= '' and hints.ignore('5', id)
+    local running = owned and lost and id == lost.id
+    if owned and (holdings.is_removed(owner) or not record or (running and lost.outcome == 'cancelled')) then
+      removed[#removed + 1] = id
+      journal.note('cancelled ' .. holdings.fence_of(owner) .. ' ' .. id)
+    elseif owned or (id ~= '' and not stale and record and not owner) then
+      local job = owned and records.read(record)
+      if running then lost.count(lost, owner, job) end
+      local run_at = job and blocked.update(id, job, 0) or 0
+      if running then lost.run_at_ms = run_at end
+      if job then
+        local updated = records.write(job)
+        if updated ~= record then redis.call('HSET', key('jobs'), id, updated) end
+      end
+      local place = job and records.place_for(job) or records.place_of(record) or '5'
+      if run_at > now_ms then
+        later[#later + 1] = { id, run_at }
+      elseif running and lost.outcome == 'timed_out' then
+        back = place
+      elseif swept and not owned then
+        table.insert(unbegun, 1, id)
+      else
+        front[place] = front[place] or {}
+        table.insert(front[place], id)
+      end
+      if owned then returned[#returned + 1] = id end
+    elseif id ~= '' and not stale and not owner then
+      hints.drop(id)
+    end
+  end
+  if #freed > 0 then redis.call('HDEL', key('active'), unpack(freed)) end
+  progress.forget(freed)
+  if #removed > 0 then
+    redis.call('HDEL', key('jobs'), unpack(removed))
+    if mode ~= 'work' then redis.call('ZREM', key('expiries'), unpack(removed)) end
+    attempts.forget(removed)
+    blocked.unblock(removed)
+    waiters.tell(removed, 'cancelled')
+  end
+  journal.note_ids('returned', 0, returned)
+  for _, job in ipairs(later) do
+    timers.schedule(job[1], job[2])
+    timers.set_expiry(job[1], job[2])
+  end
+  if #unbegun > 0 then redis.call('LPUSH', key('pending'), unpack(unbegun)) end
+  hints.push_front(front)
+  if back then hints.push_back(back, { lost.id }) end
+end
+
+-- A BLMOVE over a connection that its worker has given up cannot be refused: it parks an id in the worker's list, behind what
+-- the worker runs, and nobody else sees it there.
+
+-- The number of the last turn in a registration, NUMBER or NUMBER:SHIFT (positions.lua).
+function holdings.number_of(registered)
+  return tonumber(registered) or tonumber(string.match(registered, '^%d+'))
+end
+
+-- Gives back what is in the list of a worker and is not its own. What it owns keeps its place there: positions count on it.
+function holdings.return_parked(processor, worker)
+  local processing = worker_key(processor, worker, 'processing')
+  local list = redis.call('LRANGE', processing, 0, -1)
+  if #list == 0 then return end
+  local owners = redis.call('HMGET', key('active'), unpack(list))
+  local own, parked, kept = {}, {}, {}
+  for i, id in ipairs(list) do
+    -- Only once: if the id is there twice, the second one is a hint.
+    if holdings.is_owner(worker, owners[i]) and not kept[id] then
+      kept[id] = true
+      own[#own + 1] = id
+    else
+      parked[#parked + 1] = id
+    end
+  end
+  if #parked == 0 then return end
+  holdings.hand_back(worker, parked, nil, kept)
+  redis.call('DEL', processing)
+  if #own > 0 then redis.call('RPUSH', processing, unpack(own)) end
+end
+
+-- What a worker has done of its batch, when others have to say it: its position tells which jobs it ran.
+
+-- A worker's registration holds the number of its last turn and, after a rescue, how many entries have left the head
+-- of its processing list since: TURN or TURN:SHIFT. Its position in that list, or nil if it does not belong to this turn.
+function holdings.position(processor, worker, turn, index)
+  local registered = redis.call('HGET', workers_key(processor), worker)
+  if not registered then return nil end
+  local last, shift = string.match(registered, '^(%d+):?(%d*)$')
+  if last ~= turn then return nil end
+  return index - (tonumber(shift) or 0)
+end
+
+-- The ids of `list` that `worker` owns count as done: it ran them, but did not live to say so. Returns the others.
+function holdings.settle_ran(worker, list)
+  if #list == 0 then return {} end
+  local owners = redis.call('HMGET', key('active'), unpack(list))
+  local ids, notes, others, seen = {}, {}, {}, {}
+  for i, id in ipairs(list) do
+    local owner = owners[i]
+    if seen[id] or not holdings.is_owner(worker, owner) then
+      others[#others + 1] = id
+    else
+      seen[id] = true
+      ids[#ids + 1] = id
+      local fence = holdings.fence_of(owner)
+      notes[fence] = notes[fence] or {}
+      table.insert(notes[fence], id .. ' -')
+    end
+  end
+  done.settle(ids, notes)
+  return others
+end

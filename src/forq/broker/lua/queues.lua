@@ -1,0 +1,350 @@
+-- reserve: enters a queue in the registry, within the limit; one that is there is joined.
+--
+-- KEYS[1]  the registry
+-- ARGV     name, mode, max_queues
+-- Returns  {OK}; {TOO_MANY}; {OTHER_MODE, its mode}; {DELETING} while an earlier queue of that name is taken away
+function verbs.reserve()
+  local entry = redis.call('HGET', KEYS[1], ARGV[1])
+  if entry and string.sub(entry, 1, 8) == 'deleting' then return { DELETING } end
+  if entry and entry ~= ARGV[2] then return { OTHER_MODE, entry } end
+  if entry then return { OK } end
+  if redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[3]) then return { TOO_MANY } end
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+  return { OK }
+end
+
+-- retire: changes the entry of a queue in the registry, if it still is what the caller has seen. A queue that was deleted is
+-- marked, so that its name is not used again before its jobs are logged; then its entry is removed, or the mark is taken back.
+--
+-- KEYS[1]  the registry
+-- ARGV     name, the entry as it was seen, the entry as it is to be: 'deleting EPOCH', a mode, or '' (none)
+-- Returns  {OK, 1 changed | 0 it is another one by now}
+function verbs.retire()
+  if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return { OK, 0 } end
+  if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
+  return { OK, 1 }
+end
+
+-- remember: keeps the name of a deleted queue for those who read its journal, which outlives it. It is apart from retire, as
+-- a script may only touch what is in one slot of a cluster.
+--
+-- KEYS[1]  the names of deleted queues
+-- ARGV     name
+-- Returns  {OK}
+function verbs.remember()
+  -- A day more than delete.lua keeps a journal.
+  local KEPT_MS = 8 * 24 * 3600 * 1000
+  local today_ms = tonumber(redis.call('TIME')[1]) * 1000
+  redis.call('ZADD', KEYS[1], string.format('%.0f', today_ms), ARGV[1])
+  redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', today_ms - KEPT_MS))
+  redis.call('PEXPIRE', KEYS[1], string.format('%.0f', KEPT_MS))
+  return { OK }
+end
+
+-- free: before the entry of a deleted queue leaves the registry: whoever is about to make a queue of this name, and has seen
+-- that entry, has to begin again. The registry is in another slot of a cluster, so one script cannot do both.
+--
+-- KEYS[1]  the queue's base
+-- Returns  {OK, ''}; {OK, its mode} if there is a queue of this name again
+function verbs.free()
+  local FREED_MS = 24 * 3600 * 1000
+  if epoch then return { OK, mode } end
+  redis.call('SET', key('freed'), string.format('%.0f', now_us), 'PX', FREED_MS)
+  return { OK, '' }
+end
+
+-- create: makes the queue, or joins it if it exists with the same mode and protocol; then sets the options given.
+-- Fixed ones are set when it is made; a queue that has another value is not joined.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     protocol, mode, number of default options, number of fixed options given, what `deleted` and `freed` held before the
+--          caller looked at the registry (separated by a blank), then (name, value) per default, per fixed option, and per other
+--          option given
+-- Returns  {OK, 1 made | 0 joined, epoch}; {OTHER_MODE, its mode}; {OTHER_PROTOCOL, its number};
+--          {OTHER_OPTION, name, its value}; {CHANGED} if a queue of this name was deleted, or its name made free, since then: the
+--          registry may have no entry for it any more. {NO_QUEUE}: a fail queue, and its queue is not there
+function verbs.create()
+  if epoch and protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
+  if epoch and mode ~= ARGV[2] then return { OTHER_MODE, mode } end
+
+  local made = not epoch
+  if parent and redis.call('EXISTS', parent .. ':options') == 0 then return { NO_QUEUE } end
+  if made and not parent then
+    local deleted, freed = redis.call('GET', key('deleted')) or '', redis.call('GET', key('freed')) or ''
+    if deleted .. ' ' .. freed ~= ARGV[5] then return { CHANGED } end
+  end
+  local first_default = 6
+  local first_fixed = first_default + 2 * tonumber(ARGV[3])
+  local first_given = first_fixed + 2 * tonumber(ARGV[4])
+  for at = first_fixed, first_given - 1, 2 do
+    local value = redis.call('HGET', key('options'), ARGV[at])
+    if epoch and value ~= ARGV[at + 1] then return { OTHER_OPTION, ARGV[at], value or '' } end
+  end
+  if made then
+    redis.call('DEL', key('deleted'))
+    epoch = string.format('%.0f', now_us)
+    -- What every script reads stands first: a small hash is searched from its beginning.
+    redis.call('HSET', key('options'), 'epoch', epoch, 'version', '0', 'protocol', ARGV[1], 'mode', ARGV[2], 'paused', '0', 'journal', '0',
+      'journal_max', '0', 'rate_count', '0', 'max_active', '0', 'largest_record', '8192')
+    for at = first_default, first_given - 1, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
+    -- Only of one that is made now: of one that is there, `pause` has seen to it, and may do so at this moment.
+    if parent then redis.call('HSET', key('options'), 'paused', redis.call('HGET', parent .. ':options', 'paused') or '0') end
+  end
+  for at = first_given, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
+  redis.call('HINCRBY', key('options'), 'version', 1)
+  options.db = redis.call('HGET', key('options'), 'db') or '0'
+  if made then
+    -- What the last queue of this name left in `graves` outlives its deletion; from here on each grave has its own end.
+    redis.call('PERSIST', key('graves'))
+    local given = redis.call('HMGET', key('options'), 'journal', 'journal_max')
+    journal_on, journal_max = given[1] == '1', tonumber(given[2] or 0)
+    -- Its journal goes on in the stream of the last queue of this name.
+    redis.call('PERSIST', key('events'))
+    redis.call('PERSIST', key('journal:watermarks'))
+    redis.call('PERSIST', key('counts'))
+    remembered[1], remembered[2] = false, false
+    journal.note('created 0 ' .. epoch)
+    -- The fail queue of one that is paused.
+    if redis.call('HGET', key('options'), 'paused') == '1' then journal.note('paused 0') end
+    journal.write('-')
+    -- Every supervisor serves a queue that releases, or whose workers are elsewhere; one that works needs code, which only its own
+    -- supervisor has.
+    if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' or ARGV[2] == 'external' then redis.call('PUBLISH', channel('due'), 'new') end
+  elseif not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
+    -- Nobody wrote down what happened meanwhile: a number is left out.
+    redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
+  end
+  -- Who is held up by the limits that were is told by promote.
+  if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', channel('due'), '0') end
+  return { OK, made and 1 or 0, epoch }
+end
+
+-- configure: sets options of a queue that exists; they apply from the next call on, whatever is waiting.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     (name, value) per option
+-- Returns  {OK, version of the options}; {NO_QUEUE}
+function verbs.configure()
+  if not epoch then return { NO_QUEUE } end
+  for at = 1, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
+  if not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
+    -- Nobody wrote down what happened meanwhile: a number is left out.
+    redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
+  end
+  -- Who is held up by the limits that were is told by promote.
+  if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', channel('due'), '0') end
+  return { OK, redis.call('HINCRBY', key('options'), 'version', 1) }
+end
+
+-- pause: no job of the queue is begun until it is resumed; what runs goes on. resume wakes every worker.
+--
+-- KEYS[1]  the queue's base
+-- ARGV     '1' to pause, '0' to resume
+-- Returns  {OK}; {NO_QUEUE}
+function verbs.pause()
+  if not epoch then return { NO_QUEUE } end
+  local was_paused = paused
+  paused = ARGV[1] == '1'
+  if paused == was_paused then return { OK } end
+  redis.call('HSET', key('options'), 'paused', ARGV[1])
+  if not paused then
+    for _, processor in ipairs(redis.call('ZRANGE', key('processors'), 0, -1)) do
+      for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
+        redis.call('RPUSH', worker_key(processor, worker, 'wake'), '')
+        redis.call('EXPIRE', worker_key(processor, worker, 'wake'), 60)
+      end
+    end
+    hints.wake_idle(RING_AWAITERS)
+    if on_request then awaiters.ring_all() end
+  end
+  journal.note(paused and 'paused 0' or 'resumed 0')
+  journal.write('-')
+  return { OK }
+end
+
+-- delete: ends the queue in one step, whatever its size. Every later call with its epoch is refused; the records
+-- and unwritten lines are kept as trash until they have been written to the failed log (purge).
+--
+-- KEYS[1]  the queue's base
+-- ARGV     epoch (a call that arrives late must not delete the next queue of this name; of a fail queue '': it goes if its queue
+--          is gone), whether jobs may be dropped ('1' | '0')
+-- Returns  {OK, jobs dropped}; {NOT_EMPTY, how many}; {NO_QUEUE}, also if its epoch is another one
+-- States   every state -> gone
+function verbs.delete()
+  if not epoch or not parent and epoch ~= ARGV[1] then return { NO_QUEUE } end
+  if parent and redis.call('EXISTS', parent .. ':options') == 1 then return { OK, 0 } end
+  local jobs = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) + redis.call('ZCARD', key('dead'))
+    + redis.call('HLEN', base .. ':fail:jobs')
+  if jobs > 0 and ARGV[2] ~= '1' then return { NOT_EMPTY, jobs } end
+
+  -- The name may be used again at once, and a worker of the old queue may still be served by a BLMOVE on the new one's
+  -- list: the old workers stay in `graves`, which outlives the queue.
+  local processors = redis.call('ZRANGE', key('processors'), 0, -1)
+  for _, half_evicted in ipairs(redis.call('HKEYS', key('evicting'))) do processors[#processors + 1] = half_evicted end
+  for _, processor in ipairs(processors) do
+    for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
+      redis.call('UNLINK', worker_key(processor, worker, 'processing'), worker_key(processor, worker, 'wake'))
+      redis.call('ZADD', key('graves'), now_ms + WORKER_GRAVE_MS, processor .. ' ' .. worker)
+    end
+    while redis.call('LMOVE', key_of('outbox', processor), key('outbox'), 'RIGHT', 'LEFT') do end
+    redis.call('UNLINK', workers_key(processor), key_of('processor', processor .. ':positions'))
+  end
+  redis.call('PEXPIRE', key('graves'), GRAVE_MS)
+
+  -- What is blocked is a job too; its id is that of an active one, so that it gets a name of its own in the trash.
+  for _, id in ipairs(redis.call('HKEYS', key('blocked'))) do
+    local entry = redis.call('HGET', key('blocked'), id)
+    local priority, body = string.match(entry, '^%d %d (%d) [^\n]*\n(.*)$')
+    if body then
+      redis.call('HSET', key('jobs'), id .. ' blocked', string.format('p%s %.0f\n', priority, now_ms) .. body)
+    end
+  end
+  -- The jobs of a fail queue are copies of what is in the failed log already.
+  if not parent then redis.call('SADD', key('trash'), epoch) end
+  -- Tells other supervisors of this queue that it was deleted, and not lost with the server's data.
+  redis.call('SET', key('deleted'), epoch, 'PX', GRAVE_MS)
+  for _, kept in ipairs({ 'jobs', 'dead:jobs', 'outbox' }) do
+    if parent then
+      redis.call('UNLINK', key(kept))
+    elseif redis.call('EXISTS', key(kept)) == 1 then
+      redis.call('RENAME', key(kept), key_of('trash', epoch .. ':' .. kept))
+    end
+  end
+  -- The journal is there to be read for a while, and the next queue of this name goes on in it: how large it is stays known.
+  local JOURNAL_MS = 7 * 24 * 3600 * 1000
+  journal.note('deleted 0 ' .. jobs)
+  -- They ask again, and hear that it is gone.
+  if mode ~= 'work' then awaiters.ring_all() end
+  for _, id in ipairs(redis.call('HKEYS', key('waiters'))) do waiters.tell({ id }, 'deleted') end
+  journal.write('-')
+  local journal_bytes = redis.call('HGET', key('counts'), 'journal_bytes')
+  redis.call('PEXPIRE', key('events'), JOURNAL_MS)
+  redis.call('PEXPIRE', key('journal:watermarks'), JOURNAL_MS)
+  for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority)), hints.swept_key(tostring(priority))) end
+  redis.call('UNLINK', hints.swept_key(LANE))
+  redis.call('UNLINK', key('awaiters'), key('awaiting'), key('leases'), key('expiries'), key('accepted'), key('workers'))
+  -- Done jobs need no line in the failed log: they have not failed.
+  redis.call('UNLINK', key('done'), key('done:jobs'), key('waiters'))
+  redis.call('UNLINK', key('schedules'), key('schedules:next'), key('schedules:runs'))
+  redis.call('UNLINK', key('active'), key('progress'), key('scheduled'), key('attempts'), key('blocked'), key('retry'),
+    key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('limited'), key('options'), key('counts'), key('processed:count'),
+    key('failed:count'))
+  if redis.call('EXISTS', key('events')) == 1 then
+    redis.call('HSET', key('counts'), 'journal_bytes', journal_bytes or 0)
+    redis.call('PEXPIRE', key('counts'), JOURNAL_MS)
+  end
+  return { OK, jobs }
+end
+
+-- counts: how many jobs are in which state, exactly and in one look, and how old the oldest waiting one is.
+--
+-- KEYS[1]  the queue's base
+-- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, time since when the oldest waiting job waits
+--          (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries trimmed,
+--          scheduled, blocked, waiting in the retry lane, fail jobs, journal entries lost, epoch, sequence number and
+--          hash of the last journal entry, awaiters, done jobs that are kept, ms until a job or a tick is due (-1: none has a
+--          time), rate: count and ms (0: any), max_active (0: any), how many may begin now (-1: any number), workers that wait
+--          for that, scheduled jobs that are due};
+--          {NO_QUEUE}
+function verbs.counts()
+  if not epoch then return { NO_QUEUE } end
+
+  -- Hints looked at per list; more than that many stale ones at the head only hide the age.
+  local HEADS, LISTS = 16, 12
+
+  local in_flight = 0
+  local processors = redis.call('ZRANGE', key('processors'), 0, -1)
+  for _, half_evicted in ipairs(redis.call('HKEYS', key('evicting'))) do processors[#processors + 1] = half_evicted end
+  for _, processor in ipairs(processors) do
+    for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
+      in_flight = in_flight + redis.call('LLEN', worker_key(processor, worker, 'processing'))
+    end
+  end
+
+  -- Of long records only the first ones.
+  local function records_of(first_ids)
+    local packed, bytes, most = {}, 0, READ_BYTES / LISTS
+    if records.readable(#first_ids, most) == #first_ids then return redis.call('HMGET', key('jobs'), unpack(first_ids)) end
+    for i, id in ipairs(first_ids) do
+      packed[i] = bytes < most and redis.call('HGET', key('jobs'), id)
+      bytes = bytes + (packed[i] and #packed[i] or 0)
+    end
+    return packed
+  end
+
+  local swept_in_all = tonumber(redis.call('HGET', key('stale'), 'swept') or 0)
+
+  -- The earliest time at which one of the first jobs of a list was enqueued; nil if none of them waits. Not that of the first
+  -- alone: what comes back goes to the front, whatever its age. A hint that a claim would skip does not count.
+  local function oldest_enqueued_ms(place)
+    local first, list = 'LRANGE', place ~= 's' and pending_key(place)
+    if not list then first, list = 'ZRANGE', key('suspects') end
+    local first_ids = swept_in_all > 0 and redis.call('LRANGE', list .. ':swept', 0, HEADS - 1) or {}
+    if #first_ids == 0 then first_ids = redis.call(first, list, 0, HEADS - 1) end
+    if #first_ids == 0 then return nil end
+    local fields, stale, oldest_ms = {}, {}, nil
+    for i, id in ipairs(first_ids) do fields[i] = place .. ':' .. id end
+    local counted_stale = redis.call('HMGET', key('stale'), unpack(fields))
+    local owners = redis.call('HMGET', key('active'), unpack(first_ids))
+    for i, record in ipairs(records_of(first_ids)) do
+      local id = first_ids[i]
+      stale[id] = stale[id] or tonumber(counted_stale[i] or 0)
+      local enqueued_ms = record and tonumber(string.match(record, '^.%d (%d+)'))
+      if stale[id] > 0 then
+        stale[id] = stale[id] - 1
+      elseif enqueued_ms and not owners[i] and (not oldest_ms or enqueued_ms < oldest_ms) then
+        oldest_ms = enqueued_ms
+      end
+    end
+    return oldest_ms
+  end
+
+  local counted = redis.call('HMGET', key('counts'), 'dropped', 'journal_bytes', 'journal_trimmed', 'journal_lost',
+    'journal_sequence', 'journal_hash', 'lane', 'idle_until_ms')
+
+  local scheduled_ms = tonumber(redis.call('ZRANGE', key('scheduled'), 0, 0, 'WITHSCORES')[2])
+  local tick_ms = tonumber(redis.call('ZRANGE', key('schedules:next'), 0, 0, 'WITHSCORES')[2])
+  local due_ms = math.min(scheduled_ms or math.huge, tick_ms or math.huge)
+
+  -- Every kind of waiting: each priority, the suspects, the retry lane, and what is due and was not promoted yet.
+  -- A job that had a time ahead did not wait before that.
+  local oldest = math.huge
+  for place in string.gmatch('0123456789sr', '.') do oldest = math.min(oldest, oldest_enqueued_ms(place) or math.huge) end
+  oldest = math.max(oldest, math.min(now_ms, tonumber(counted[8] or 0)))
+  if scheduled_ms and scheduled_ms <= now_ms then oldest = math.min(oldest, math.floor(scheduled_ms)) end
+
+  return {
+    OK,
+    redis.call('HLEN', key('jobs')),
+    redis.call('HLEN', key('active')),
+    redis.call('ZCARD', key('dead')),
+    tonumber(redis.call('GET', key('processed:count')) or 0),
+    tonumber(redis.call('GET', key('failed:count')) or 0),
+    in_flight,
+    oldest < math.huge and oldest or 0,
+    now_ms,
+    paused and 1 or 0,
+    mode or false,
+    tonumber(counted[1] or 0),
+    redis.call('XLEN', key('events')),
+    tonumber(counted[2] or 0),
+    tonumber(counted[3] or 0),
+    redis.call('ZCARD', key('scheduled')),
+    redis.call('HLEN', key('blocked')),
+    tonumber(counted[7] or 0),
+    redis.call('HLEN', base .. ':fail:jobs'),
+    tonumber(counted[4] or 0),
+    tonumber(epoch),
+    tonumber(counted[5] or 0),
+    counted[6] or '',
+    redis.call('HLEN', key('awaiters')),
+    redis.call('ZCARD', key('done')),
+    due_ms < math.huge and math.max(0, math.floor(due_ms) - now_ms) or -1,
+    rate_count,
+    option('rate_ms'),
+    max_active,
+    has_limits and limits.room() or -1,
+    redis.call('ZCARD', key('limited')),
+    redis.call('ZCOUNT', key('scheduled'), '-inf', string.format('%.0f', now_ms)),
+  }
+end

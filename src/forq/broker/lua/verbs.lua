@@ -1,0 +1,66 @@
+-- The verbs, as functions of the server: the name of each, how its call begins, and what the server has to know of it.
+-- 'allow-oom': it may run while the server is out of memory, since it makes room or must not be lost. 'no-writes': it
+-- only reads.
+
+local VERBS = {
+  { 'accept', open, 'allow-oom' },
+  { 'ack', open_counts, 'allow-oom' },
+  { 'await', open_counts, 'allow-oom' },
+  { 'cancel', open_counts, 'allow-oom' },
+  { 'collect', open, 'allow-oom' },
+  { 'configure', open, 'allow-oom' },
+  { 'counts', open, 'no-writes' },
+  { 'create', open_counts, 'allow-oom' },
+  { 'delete', open_counts, 'allow-oom' },
+  { 'discard', open_counts, 'allow-oom' },
+  { 'drop_schedule', open, 'allow-oom' },
+  { 'enqueue', open_counts, '' },
+  { 'evict', open_counts, 'allow-oom' },
+  { 'finish', open_counts, 'allow-oom' },
+  { 'fire', open_counts, '' },
+  { 'forget', open, 'allow-oom' },
+  { 'free', open, 'allow-oom' },
+  { 'heartbeat', open_counts, 'allow-oom' },
+  { 'join', open, 'allow-oom' },
+  { 'pause', open_counts, 'allow-oom' },
+  { 'progress', open, '' },
+  { 'promote', open_counts, 'allow-oom' },
+  { 'recover', open_counts, 'allow-oom' },
+  { 'release', open_counts, 'allow-oom' },
+  { 'remember', begin, 'allow-oom' },
+  { 'rescue', open_counts, 'allow-oom' },
+  { 'reserve', begin, 'allow-oom' },
+  { 'retire', begin, 'allow-oom' },
+  { 'revive', open_counts, 'allow-oom' },
+  { 'set_schedule', open, 'allow-oom' },
+  { 'trigger', open_counts, '' },
+  { 'turn', open_counts, 'allow-oom' },
+  { 'unawait', open_counts, 'allow-oom' },
+  { 'wait', open, 'allow-oom' },
+}
+
+-- No library function of Lua is there while a library is loaded, not even pairs.
+if not EVAL_KEYS then
+  for i = 1, #VERBS do
+    local name, start, flag = VERBS[i][1], VERBS[i][2], VERBS[i][3]
+    local run = verbs[name]
+    redis.register_function({
+      function_name = 'forq_' .. name .. '_' .. BUILD,
+      callback = function(keys, args)
+        start(keys, args)
+        return run()
+      end,
+      flags = flag ~= '' and { flag } or {},
+    })
+  end
+  return
+end
+
+-- The same text runs through EVAL where the server takes no functions: then the verb is the last argument.
+local asked = table.remove(EVAL_ARGV)
+for i = 1, #VERBS do
+  if VERBS[i][1] == asked then
+    VERBS[i][2](EVAL_KEYS, EVAL_ARGV)
+    return verbs[asked]()
+  end
+end
