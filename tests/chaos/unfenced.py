@@ -15,17 +15,17 @@ UNFENCED = (
         "turn.lua",
         "  if not registered then return FENCED end\n",
         "  registered = registered or '0'\n",
-        _WRONG,
         "chaos",
+        _WRONG,
     ),
     Mutant(
         "turn.lua",
         "if owners[i] == owner or owners[i] == owner .. REMOVED then",
         "if owners[i] then",
-        _WRONG,
         "chaos",
+        _WRONG,
     ),
-    Mutant("lib/failing.lua", "if owner == failure.owner and record then", "if owner and record then", _WRONG, "chaos"),
+    Mutant("failures.lua", "if owner == failure.owner and record then", "if owner and record then", "chaos", _WRONG),
 )
 
 

@@ -1,34 +1,35 @@
-"""The scripts with one guard taken out: what each guard is for, and which tests notice that it is gone.
+"""The Lua library with one guard taken out: what each guard is for, and which tests notice that it is gone.
 
-The lists are in mutants_of_*.py.
+The lists are in tests/mutants/, one per file of the library, a JSON object per line: the fields of a Mutant.
 """
 
+import json
 import os
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from forq.broker import scripts
 
-# The number of a mutant in the environment of pytest; tests/broker/conftest.py puts it in place of the real script.
+# The number of a mutant in the environment of pytest; tests/broker/conftest.py puts it in place of the real library.
 MUTANT = "FORQ_MUTANT"
+LISTS = Path(__file__).resolve().parent.parent / "mutants"
 
 
 @dataclass(frozen=True)
 class Mutant:
     file: str  # in broker/lua
-    text: str  # occurs once in it
-    replacement: str
-    wrong: str  # what goes wrong then
+    old: str  # occurs once in it
+    new: str
     tests: str  # whose tests notice: the X of tests/broker/test_X.py, and after a blank one test's name or a part of it
+    wrong: str  # what goes wrong then
 
     def __str__(self) -> str:
         return f"{self.file}: {self.wrong}"
 
     def of(self, source: str) -> str:
-        found = source.count(self.text)
-        assert found == 1, f"{self.file} has {found} times: {self.text!r}"
-        return source.replace(self.text, self.replacement)
+        found = source.count(self.old)
+        assert found == 1, f"{self.file} has {found} times: {self.old!r}"
+        return source.replace(self.old, self.new)
 
 
 def use(mutant: Mutant) -> None:
@@ -45,12 +46,8 @@ def forget_texts() -> None:
 
 
 def all_mutants() -> tuple[Mutant, ...]:
-    """Those of every list: MUTANTS_OF_X in mutants_of_x.py."""
-    found: list[Mutant] = []
-    for path in sorted(Path(__file__).parent.glob("mutants_of_*.py")):
-        module = import_module(f"tests.support.{path.stem}")
-        found += getattr(module, path.stem.upper())
-    return tuple(found)
+    lines = [line for path in sorted(LISTS.glob("*.jsonl")) for line in path.read_text(encoding="utf-8").splitlines()]
+    return tuple(Mutant(**json.loads(line)) for line in lines)
 
 
 def use_the_one_asked_for() -> None:
