@@ -80,9 +80,12 @@ test-all: tools $(SPARK) ## the same with more examples, and Spark, and the brok
 checks: tools # lint, types, imports, wheel
 	@MAKEFLAGS= $(HELD_BACK) $(MAKE) --no-print-directory lint types imports wheel
 
-lint: tools ## ruff: rules and format
+lint: tools ## ruff: rules and format; luacheck, where it is installed
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	@command -v luacheck >/dev/null || echo 'make: the Lua library was not checked: there is no luacheck (on Debian: apt install lua-check)'
+	@command -v luacheck >/dev/null || exit 0; \
+	$(BIN)/python -c 'from forq.broker.scripts import script; print(script("turn").library.partition("\n")[2], end="")' | luacheck --quiet -
 
 # Without Spark, the code that uses it is left to `make test-all`.
 ON_SPARK := (^|/)pipeline/|tests/support/(histories|ingest_child|failing_folder|spark_cluster|busy_gates|busy_external|busy_queues)\.py$$
@@ -140,7 +143,7 @@ redis-py-old: tools ## connections and the end-to-end smoke on redis-py 6.4, the
 	@$(OLD_CLIENT)/bin/python -m pip uninstall --quiet --yes hiredis
 	$(OLD_CLIENT)/bin/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal $(REDIS_PY_TESTS)
 
-mutants: tools ## take every guard out of every script: some test must fail
+mutants: tools ## take every guard out of the Lua library: some test must fail
 	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py
 
 trees: tools ## daemonising handlers, 20 times each: delete, shutdown and kill -9 leave no process

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from forq.broker.link import Link
-from forq.broker.scripts import as_function
+from forq.broker.scripts import Script
 from forq.ids import new_id
 from tests.support.server import Server
 
@@ -48,6 +48,14 @@ LAYOUTS = {
         "redis.call('HSET', '{q}job:' .. id, 'state', 'active') end " + _INTERLEAVE,
     ),
 }
+
+
+def as_function(name: str, source: str) -> Script:
+    """A library with one function."""
+    body = source.partition("\n")[2]
+    called = f"local function call(KEYS, ARGV)\n{body}\nend"
+    library = f"#!lua name={name}\n{called}\nredis.register_function('{name}', call)\n"
+    return Script(verb=name, name=name, library=library, source=source)
 
 
 def claim_source(layout: str) -> str:

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import orjson
 
-from benchmarks.layouts import claim_source, fill
+from benchmarks.layouts import as_function, claim_source, fill
 from benchmarks.processes import DISTURBED_CORES, Quiet, cpu_seconds
 from forq.broker.link import Link
-from forq.broker.scripts import Script, as_function
+from forq.broker.scripts import Script
 from tests.support.server import Server
 
 BATCHES = (1, 8, 64, 128)

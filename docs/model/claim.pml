@@ -33,7 +33,7 @@ byte delays = 0;
 typedef Request { byte number; byte fence };
 Request late[WORKERS];
 
-/* lib/parked.lua: what is in the list of this worker and is not its own goes back. */
+/* holdings.lua, return_parked: what is in the list of this worker and is not its own goes back. */
 inline unpark(whom) {
   if
   :: job == parked && owner == whom -> job = waiting; owner = NOBODY
@@ -41,7 +41,7 @@ inline unpark(whom) {
   fi
 }
 
-/* recover.lua, and a turn that keeps nothing: so does what it holds. */
+/* recover, and a turn that keeps nothing: so does what it holds. */
 inline give_back(whom) {
   if
   :: job == running && owner == whom -> job = waiting; owner = NOBODY; printf("the job of worker %d goes back\n", whom)
@@ -49,7 +49,7 @@ inline give_back(whom) {
   fi
 }
 
-/* turn.lua, first: what the worker ran is done, if it is still its own under the fence that it got it with. */
+/* turn, first: what the worker ran is done, if it is still its own under the fence that it got it with. */
 inline settle(me, mine) {
   if
 #ifdef UNFENCED
@@ -64,7 +64,7 @@ inline settle(me, mine) {
   fi
 }
 
-/* turn.lua: settles, hands back. Whoever takes it for STALE only gives back what a late BLMOVE has parked. */
+/* turn: settles, hands back. Whoever takes it for STALE only gives back what a late BLMOVE has parked. */
 inline take_turn(me, its_number, its_fence) {
   if
 #ifdef UNNUMBERED

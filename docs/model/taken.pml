@@ -12,7 +12,7 @@ byte turn = 1;                   /* the number that Redis has registered */
 bool held = true;                /* `active`: the job is the worker's */
 bool started = false;
 
-/* turn.lua: a new number; says whether the job is still the worker's. */
+/* turn: a new number; says whether the job is still the worker's. */
 inline take_turn(mine) {
   atomic { turn++; mine = held; printf("worker takes a turn, holds the job: %d\n", mine) }
 }
@@ -46,7 +46,7 @@ active proctype pulse() {
   if
   :: !position ->
      printf("pulse sees no position\n");
-     /* rescue.lua: gives the job back, if the worker has taken no other turn since. */
+     /* rescue: gives the job back, if the worker has taken no other turn since. */
      atomic {
        if
 #ifdef UNNUMBERED

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Fate(NamedTuple):
-    """As the scripts say it (broker/lua/lib/fates.lua). `of`: how many attempts there are if all end like this one."""
+    """As the scripts say it (broker/lua/failures.lua). `of`: how many attempts there are if all end like this one."""
 
     how: str
     wait_ms: int

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from forq.broker.connection import KEEPALIVE, Connection
+from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.broker.scripts import script
+from forq.broker.viewing import counts_of
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
+from tests.support.one_queue import one_queue
 from tests.support.relay import relay
 from tests.support.server import Server
 
@@ -97,6 +100,56 @@ def test_a_script_is_run_for_several_queues_at_once_also_if_the_server_has_forgo
     assert [type(answer) for answer in answers] == [list, ForqError, list]
     assert "WRONGTYPE" in str(answers[1])
     assert answers[0] == answers[2]
+
+
+NO_FUNCTIONS = {
+    "the server has no functions": 'rename-command FUNCTION ""\nrename-command FCALL ""\n',
+    "the user may not load any": "user default on nopass ~* &* +@all -function\n",
+    "the user may not call any": "user default on nopass ~* &* +@all -function -fcall\n",
+}
+
+
+@pytest.mark.parametrize("why", NO_FUNCTIONS)
+def test_where_functions_are_refused_the_library_runs_through_eval(tmp_path: Path, why: str) -> None:
+    conf = tmp_path / "redis.conf"
+    conf.write_text(NO_FUNCTIONS[why])
+    server = Server(include=conf)
+    server.start()
+    try:
+        with one_queue(server.url) as queue:
+            queue.link.offer(script("turn"))
+            worker = queue.worker()
+            assert queue.enqueue("a", "b") == ["a", "b"]
+            assert worker.turn(want=2) == ["a", "b"]
+            worker.turn(done="a", keep=1)
+            queue.registry.pause(queue.name, paused=True)
+            assert counts_of(queue.link, DEFAULT_PREFIX, [queue.name])[queue.name] == queue.viewer.counts()
+            queue.enqueue("c")
+            # What is sent along with a BLMOVE is not repeated: the next turn is an ordinary one.
+            assert worker.consumer.wait_for_turn(worker.number + 1, 1) is None
+            assert queue.registry.delete(queue.name, force=True) == 2
+            assert queue.link.missed() == 0
+    finally:
+        server.remove()
+
+
+def test_functions_are_used_again_as_soon_as_a_server_takes_them() -> None:
+    server = Server()
+    server.start()
+    try:
+        with one_queue(server.url) as queue:
+            before = queue.link.missed()
+            queue.redis.function_flush()
+            queue.redis.execute_command("ACL", "SETUSER", "default", "-function")
+            assert queue.enqueue("a") == ["a"]
+            queue.redis.execute_command("ACL", "SETUSER", "default", "+function")
+            assert queue.redis.function_list() == []
+            queue.link._evaluates_until = 0.0
+            assert queue.enqueue("b") == ["b"]
+            assert len(queue.redis.function_list()) == 1
+            assert queue.link.missed() == before + 1
+    finally:
+        server.remove()
 
 
 def test_a_connection_over_tcp_notices_that_the_other_machine_is_gone(server: Server) -> None:

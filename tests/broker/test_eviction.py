@@ -8,7 +8,7 @@ from forq.broker.scripts import script
 from forq.errors import Fenced
 from tests.support.one_queue import EXPIRY_MS, OneQueue, State
 
-PER_CALL = 16  # EVICTED_PER_CALL in lua/lib/eviction.lua
+PER_CALL = 16  # EVICTED_PER_CALL in lua/recovery.lua
 
 
 def beat(queue: OneQueue, processor: str = "p1", *positions: Position) -> Beat:

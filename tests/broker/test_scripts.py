@@ -1,22 +1,24 @@
-"""Rules that every script keeps."""
+"""Rules that the Lua library keeps."""
 
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-import forq.broker
+from forq.broker import scripts
 from forq.broker.codes import LUA_CONSTANTS, error_for
 from forq.broker.keys import CHANNELS, QUEUE_KEYS, queue_base
 from forq.broker.link import Link
-from forq.broker.scripts import as_function, script
+from forq.broker.scripts import FILES, flags, script
 from forq.errors import ForqError
-from tests.support.one_queue import OneQueue
+from tests.support.gate import Gate
+from tests.support.mutants import forget_texts
+from tests.support.one_queue import OneQueue, one_queue
 
-LUA = Path(forq.broker.__file__).parent / "lua"
-SCRIPTS = sorted(path.stem for path in LUA.glob("*.lua"))
-FILES = sorted(LUA.rglob("*.lua"))
-assert len(SCRIPTS) > 30, f"no scripts in {LUA}"
+LUA = Path(scripts.__file__).parent / "lua"
+VERBS = sorted(flags())
 # What one call does must not depend on how many jobs wait.
 FORBIDDEN = [
     "KEYS",
@@ -35,51 +37,64 @@ FORBIDDEN = [
     "FLUSHDB",
     "FLUSHALL",
 ]
+IN_LUA = re.compile(r"function verbs\.(\w+)\(\)\n")
+
+
+def source(name: str) -> str:
+    return scripts._read(name)
+
+
+def whole() -> str:
+    return "".join(source(name) for name in FILES)
 
 
 def without_comments(text: str) -> str:
     return re.sub(r"--[^\n]*", "", text)
 
 
-def test_there_are_scripts() -> None:
-    assert {"turn", "enqueue", "recover"} <= set(SCRIPTS)
+def test_every_file_is_part_of_the_library_and_every_verb_is_registered() -> None:
+    assert {path.stem for path in LUA.glob("*.lua")} == set(FILES)
+    assert {"turn", "enqueue", "recover"} <= set(VERBS)
+    assert sorted(IN_LUA.findall(whole())) == VERBS
+    assert set(flags().values()) == {"", "allow-oom", "no-writes"}
 
 
-@pytest.mark.parametrize("verb", SCRIPTS)
-def test_a_script_says_what_it_does_takes_and_returns(verb: str) -> None:
-    lines = (LUA / f"{verb}.lua").read_text().splitlines()
-    assert re.fullmatch(r"#!lua( flags=(allow-oom|no-writes))?", lines[0])
-    assert lines[1].startswith(f"-- {verb}: ")
-    header = [line for line in lines if line.startswith("-- ")]
-    wanted = ["KEYS[1]  ", "Returns  "] + ["ARGV     "] * ("ARGV" in without_comments("\n".join(lines)))
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_says_what_it_does_takes_and_returns(verb: str) -> None:
+    before, _, after = whole().partition(f"function verbs.{verb}()\n")
+    body = after.partition("\nend\n")[0]
+    lines = before.rstrip("\n").splitlines()
+    header: list[str] = []
+    while lines and lines[-1].startswith("--"):
+        header.insert(0, lines.pop())
+    assert header[0].startswith(f"-- {verb}: ")
+    wanted = ["KEYS[1]  ", "Returns  "] + ["ARGV     "] * ("ARGV" in without_comments(body))
     for part in wanted:
-        assert any(line.startswith(f"-- {part}") for line in header), f"{verb}.lua lacks {part.strip()}"
+        assert any(line.startswith(f"-- {part}") for line in header), f"{verb} lacks {part.strip()}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_key_is_listed_in_keys(path: Path) -> None:
-    named = set(re.findall(r"\bkey\('([^']+)'\)", path.read_text()))
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_is_listed_in_keys(name: str) -> None:
+    named = set(re.findall(r"\bkey\('([^']+)'\)", source(name)))
     assert named <= set(QUEUE_KEYS)
-    published = set(re.findall(r"'PUBLISH', (\S+)", path.read_text()))
-    channels = [f"channel('{name.partition(':')[0]}" for name in CHANNELS]
+    published = set(re.findall(r"'PUBLISH', (\S+)", source(name)))
+    channels = [f"channel('{channel.partition(':')[0]}" for channel in CHANNELS]
     assert all(called.startswith(tuple(channels)) for called in published), "only on channels of its database"
 
 
 def test_only_keys_that_stay_are_remembered() -> None:
     """`key` keeps the names it was given: those of a job or an awaiter would be ever more."""
-    text = "".join(path.read_text() for path in FILES)
-    assert set(re.findall(r"key\('([^']+)' \.\.", text)) == {"pending:"}
+    assert set(re.findall(r"key\('([^']+)' \.\.", whole())) == {"pending:"}
 
 
 def test_keys_with_parts_are_built_as_listed() -> None:
-    text = "".join(path.read_text() for path in FILES)
-    built = {f"{kind}:" for kind in re.findall(r"key_of\('([^']+)', ", text)} | {"pending:"}
+    built = {f"{kind}:" for kind in re.findall(r"key_of\('([^']+)', ", whole())} | {"pending:"}
     listed = {re.split(r"(?<=:)(?:[A-Z]|0-9)", name)[0] for name in QUEUE_KEYS if re.search(r":(?:[A-Z]|0-9)", name)}
     assert built == listed
 
 
 def test_of_very_many_queues_only_so_many_are_remembered(queue: OneQueue) -> None:
-    """As many as base.lua says, and a few; a script that remembers nothing but its keys shows it in what it takes."""
+    """As many as call.lua says, and a few; a verb that remembers nothing but its keys shows it in what it takes."""
     queue.enqueue("a")
 
     def remembered_bytes() -> int:
@@ -97,102 +112,66 @@ def test_of_very_many_queues_only_so_many_are_remembered(queue: OneQueue) -> Non
     assert queue.viewer.counts().waiting == 1
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_a_script_answers_only_with_codes_that_are_defined(path: Path) -> None:
-    code = without_comments(path.read_text())
+@pytest.mark.parametrize("name", FILES)
+def test_a_verb_answers_only_with_codes_that_are_defined(name: str) -> None:
+    code = without_comments(source(name))
     answered = set(re.findall(r"return \{ ([A-Z_]+)", code)) | set(re.findall(r"paused and ([A-Z_]+)", code))
     assert answered <= set(LUA_CONSTANTS)
     assert not re.search(r"return \{ -?\d", code)
 
 
 @pytest.mark.spec("R1")
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_no_script_searches_a_list_or_the_keyspace(path: Path) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_no_verb_searches_a_list_or_the_keyspace(name: str) -> None:
     # How many options there are does not depend on the jobs; graves are visited some per call.
-    text = path.read_text().replace("redis.call('HGETALL', key('options'))", "")
+    text = source(name).replace("redis.call('HGETALL', key('options'))", "")
     text = text.replace("redis.call('ZSCAN', key('graves'), at, 'COUNT', GRAVES_PER_CALL)", "")
     used = set(re.findall(r"redis\.call\('(\w+)'", text))
     assert not used & set(FORBIDDEN)
 
 
-@pytest.mark.parametrize("verb", SCRIPTS)
-def test_a_script_compiles_as_a_script_and_as_a_function(redis_url: str, verb: str) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_runs_as_a_function_and_through_eval(redis_url: str, verb: str) -> None:
+    """About a queue that is not there both say the same, if it is about one."""
     link = Link(redis_url)
-    assert link.call("FUNCTION", "LOAD", "REPLACE", script(verb).library) == script(verb).name.encode()
-    assert link.call("SCRIPT", "LOAD", script(verb).source)
+    its, base = script(verb), queue_base("none:", "q")
+    args = ["0"] * 10
+    assert link.call("FUNCTION", "LOAD", "REPLACE", its.library) == its.name.replace(f"_{verb}", "").encode()
+    answers = [
+        link.call("FCALL", its.name, 1, base, *args),
+        link.call("EVAL", its.source, 1, base, *args, verb),
+    ]
+    link.call("FUNCTION", "FLUSH")
+    link.call("DEL", base)
     link.close()
+    assert answers[0][0] == answers[1][0]
+    assert isinstance(answers[0][0], int)
 
 
-def test_functions_and_constants_are_defined_once_and_variables_in_each_call(redis_url: str) -> None:
+def test_a_server_has_one_library_with_a_function_for_each_verb(redis_url: str) -> None:
     link = Link(redis_url)
-    source = """#!lua
--- counter: does not count
-local STEP = 2
-local first, seen = ARGV[1], {}
-local last
-local function add(text)
-  seen[#seen + 1] = text .. STEP
-  last = text
-end
-if first == 'early' then return { 'early', last } end
-add(first)
-for _, word in ipairs({ 'a' }) do
-  add(word)
-end
-return { KEYS[1], last, #seen, seen[1] }
-"""
-    counter = as_function("counter", source)
-    # What came before is not there any more, whatever way a call went.
-    for word in ("x", "early", "y"):
-        expected = [b"early"] if word == "early" else [b"base", b"a", 2, f"{word}2".encode()]
-        assert link.run(counter, "base", word) == expected
-        assert link.call("EVAL", counter.source, 1, "base", word) == expected
+    link.call("FUNCTION", "FLUSH")
+    for _ in range(2):
+        link.offer(script("turn"))
+    [library] = link.call("FUNCTION", "LIST")
+    found = dict(zip(library[::2], library[1::2], strict=True))
+    functions = [dict(zip(function[::2], function[1::2], strict=True)) for function in found[b"functions"]]
     link.close()
+    its = {function[b"name"].decode(): [flag.decode() for flag in function[b"flags"]] for function in functions}
+    assert its == {script(verb).name: [flag] if flag else [] for verb, flag in flags().items()}
 
 
-@pytest.mark.parametrize("line", ["local key = 1", "local base = 1\nlocal base = 2", "local error = 1"])
-def test_a_name_that_would_hide_another_one_is_refused(line: str) -> None:
-    with pytest.raises(ValueError, match="declared twice"):
-        as_function("wrong", f"#!lua\n--@include base\n{line}\nreturn 1\n")
-
-
-def test_a_function_or_constant_that_nothing_uses_is_left_out() -> None:
-    source = """#!lua
-local LIMIT, UNUSED = 3, 4
-local LONELY = 5
-local function inner() return LONELY end
-local function outer() return inner() end
-local function needed() return LIMIT end
-local kept = 1
-return needed()
-"""
-    made = as_function("lean", source)
-    for text in (made.source, made.library):
-        assert "needed" in text
-        assert "return 3 end" in text
-        assert "kept" in text
-        assert not any(name in text for name in ("outer", "inner", "LONELY"))
-
-
-def test_a_constant_is_replaced_by_its_value_but_not_in_text() -> None:
-    source = """#!lua
-local CODE = -4
-local LONG_MS = 2 * 3600  -- why
-local MARK, TABLE = 'x ', { 1 }
-local WORD = 'CODE'
-return { CODE, 'CODE LONG', 10 - LONG_MS, MARK, WORD, TABLE[1] }
-"""
-    made = as_function("plain", source)
-    for text in (made.source, made.library):
-        assert "return { (-4), 'CODE LONG', 10 - (2 * 3600), MARK, ('CODE'), TABLE[1] }" in text
-        assert "LONG_MS =" not in text
-    with pytest.raises(ValueError, match="declared twice"):
-        as_function("plain", "#!lua\nlocal LIMIT = 1\nlocal LIMIT = 2\nreturn LIMIT\n")
-
-
-def test_another_source_or_another_flag_is_another_function() -> None:
-    sources = ["#!lua\nreturn 1\n", "#!lua\nreturn 2\n", "#!lua flags=allow-oom\nreturn 1\n"]
-    assert len({as_function("same", source).name for source in sources}) == len(sources)
+def test_a_build_with_another_text_has_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {script("turn").name}
+    read = scripts._read
+    try:
+        monkeypatch.setattr(scripts, "_read", lambda name: read(name) + ("-- changed\n" if name == "turn" else ""))
+        forget_texts()
+        names.add(script("turn").name)
+    finally:
+        monkeypatch.undo()
+        forget_texts()
+    assert len(names) == 2
 
 
 def test_every_refusal_has_its_own_error() -> None:
@@ -201,3 +180,102 @@ def test_every_refusal_has_its_own_error() -> None:
     assert len(texts) == len(refusals)
     assert not any("unexpected" in text for text in texts)
     assert type(error_for("q", [-99])) is ForqError
+
+
+def test_every_variable_of_a_call_is_set_when_the_call_begins() -> None:
+    """Those of all verbs by begin, which every call runs; those of turn.lua where the turn begins."""
+    declared = re.findall(r"^local ([a-z_, ]+|KEYS, ARGV)$", source("call"), re.MULTILINE)
+    variables = {name for line in declared for name in line.split(", ")}
+    assert {"KEYS", "events", "bucket", "some_progress"} <= variables
+    begin = source("call").partition("local function begin(")[2].partition("\nend\n")[0]
+    assert assigned(begin) >= variables
+    assert not re.search(r"^local [a-z_, ]+$", whole().replace(source("call"), "").replace(source("turn"), ""), re.M)
+    own = re.findall(r"^local ([a-z_, ]+)$", source("turn"), re.MULTILINE)
+    start = source("turn").partition("function verbs.turn()")[2].partition("turns.refuse()")[0]
+    assert assigned(start) >= {name for line in own for name in line.split(", ")}
+
+
+def test_no_global_is_written() -> None:
+    """Redis refuses it in the middle of a call."""
+    code = without_comments(whole())
+    while (outside := re.sub(r"\{[^{}]*\}", "", code)) != code:
+        code = outside
+    declared = {name for line in re.findall(r"\blocal ([\w, ]*\w)", code) for name in line.split(", ")}
+    given = {name for line in re.findall(r"\bfunction[ \w.]*\(([\w, ]*)\)", code) for name in line.split(", ")}
+    assert len(declared) > 100
+    assert assigned(code) <= declared | given
+
+
+def assigned(code: str) -> set[str]:
+    lines = re.findall(r"^\s*((?:[A-Za-z_]\w*, )*[A-Za-z_]\w*) = ", code, re.MULTILINE)
+    return {name for line in lines for name in line.split(", ")}
+
+
+def die_midway(url: str) -> None:
+    """Calls about other queues that leave much behind: each ends with an error after it has noted events, and asked for
+    what is only asked for once per call."""
+    other = Gate(url, "on_request", name="other", rate_count=1, rate_ms=3_600_000, burst=5, max_active=3)
+    broken = OneQueue(url, "broken", fail_handler=1)
+    try:
+        other.enqueue("a", "b")
+        hand = other.ask("x")
+        other.redis.set(other.key("awaiting"), "no zset")
+        worker = broken.worker()
+        broken.enqueue("c", "d")
+        worker.turn(want=1)
+        broken.redis.set(broken.key("dead:jobs"), "no hash")
+        broken.redis.set(broken.key("stale"), "no hash")
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: other.enqueue("e"),
+            lambda: other.ask("y"),
+            lambda: other.ack("x", hand),
+            lambda: worker.turn(failed="c", kind="permanent"),
+            lambda: broken.producer.cancel("d"),
+            lambda: broken.keeper("p2").evict("broken", "p1", "supervisor_lost"),
+        )
+        ended = [1 for call in calls if not _succeeds(call)]
+        assert len(ended) >= 4, "else this shows nothing"
+    finally:
+        other.redis.delete(*other.redis.keys("*{other}*"), *other.redis.keys("*{broken}*"))
+        other.redis.hdel("forq:queues", "other", "broken")
+        other.close()
+        broken.close()
+
+
+def _succeeds(call: Callable[[], object]) -> bool:
+    with suppress(ForqError):
+        call()
+        return True
+    return False
+
+
+@pytest.mark.one_server  # the other queues have to be where this one is
+def test_no_call_sees_what_another_left_that_ended_with_an_error(redis_url: str) -> None:
+    """The same steps, with and without such calls between them, leave the same journal and the same state."""
+
+    def steps(between: Callable[[], None]) -> tuple[object, ...]:
+        with one_queue(redis_url, max_retries=1, min_backoff_ms=0, max_stalls=1) as queue:
+            worker, answers = queue.worker(), []
+            acts: tuple[Callable[[], object], ...] = (
+                lambda: queue.enqueue(*"abcdef"),
+                lambda: queue.enqueue("g", priority=2),
+                lambda: queue.producer.cancel("b"),
+                lambda: worker.turn(want=2),
+                lambda: worker.turn(done="g", failed="a", want=2),
+                lambda: queue.enqueue("c", if_exists="update"),
+                lambda: queue.recover(worker, 0, running=True),
+                lambda: queue.keeper().heartbeat(queue.name, 15_000, []).evicted,
+                lambda: queue.worker("w2").turn(want=9),
+                lambda: queue.viewer.counts().waiting,
+            )
+            for act in acts:
+                between()
+                answers.append(act())
+            state, told = queue.state(), queue.told()
+            queue.registry.delete(queue.name, force=True)
+            queue.redis.delete(*queue.redis.keys("*{q}*"))
+            queue.redis.hdel("forq:queues", "q")
+        return answers, state, told
+
+    alone = steps(lambda: None)
+    assert steps(lambda: die_midway(redis_url)) == alone

@@ -5,7 +5,11 @@ import time
 
 import pytest
 
-from tests.support.one_queue import OneQueue, State
+from forq.broker.producing import Update, new_job
+from forq.broker.scripts import script
+from tests.support.gate import gate
+from tests.support.limits import limited, wakes
+from tests.support.one_queue import EXPIRY_MS, OneQueue, State
 
 
 def test_work_in_another_priority_puts_one_token_into_an_empty_pending_list(queue: OneQueue) -> None:
@@ -118,3 +122,95 @@ def test_a_paused_retry_child_hears_of_fail_jobs(queue: OneQueue) -> None:
     queue.registry.pause(queue.name, paused=False)
     waiting.join(5)
     assert not waiting.is_alive()
+
+
+# What each verb does at its end besides waking an idle worker is its own decision.
+NOBODY = ("p9", "w9")
+RINGS: dict[str, tuple[object, ...]] = {
+    "enqueue": (),
+    "promote": (),
+    "heartbeat": ("p9", EXPIRY_MS),
+    "revive": ("gone@1",),
+    "unawait": ("nobody", ""),
+}
+RINGS_NOBODY: dict[str, tuple[object, ...]] = {
+    "cancel": ("b", 0),
+    "recover": (*NOBODY, 1, 0, 0, "interrupted", "left", "", "", ""),
+    "evict": ("p9", "supervisor_lost"),
+}
+
+
+@pytest.mark.parametrize("verb", [*RINGS, *RINGS_NOBODY])
+def test_only_a_verb_that_may_make_an_item_ready_rings_who_awaits_one(redis_url: str, verb: str) -> None:
+    """Two items wait, and somebody awaits one who was not rung, as if the one who was had died."""
+    with gate(redis_url, "on_request") as queue:
+        queue.registry.pause(queue.name, paused=True)
+        queue.enqueue("a", "b")
+        assert queue.ask("x") is None
+        queue.redis.hset(queue.key("options"), "paused", 0)
+        if verb == "enqueue":
+            queue.enqueue("c")
+        else:
+            queue.link.run(script(verb), queue.base, *(RINGS | RINGS_NOBODY)[verb])
+        assert queue.list_of("x") == ([""] if verb in RINGS else [])
+
+
+WAKES: dict[str, tuple[object, ...]] = {
+    "promote": (),
+    "heartbeat": ("p9", EXPIRY_MS),
+    "recover": (*NOBODY, 1, 0, 0, "interrupted", "left", "", "", ""),
+    "evict": ("p9", "supervisor_lost"),
+    "turn": (),
+    "rescue": (),
+}
+WAKES_NOBODY: dict[str, tuple[object, ...]] = {"cancel": ("d", 0), "revive": ("gone@1",), "enqueue": (), "pause": (0,)}
+
+
+@pytest.mark.parametrize("verb", [*WAKES, *WAKES_NOBODY])
+def test_only_a_verb_that_may_make_room_wakes_who_is_limited(queue: OneQueue, verb: str) -> None:
+    """There is room, and a worker waits for it that was not woken, as if the call that made the room had been lost."""
+    queue.set_options(max_active=5)
+    queue.enqueue("a", "b", "c", "d")
+    # One at a time, with max_active: what it has claimed before is what can be rescued.
+    other, first = queue.worker("w2"), queue.worker("w1")
+    other.turn(want=1)
+    other.turn(want=1, keep=1)
+    queue.redis.zadd(queue.key("limited"), {"p1 w1": 1})
+    if verb == "turn":
+        other.turn(keep=2)
+    elif verb == "rescue":
+        assert queue.rescue(other, 0) == 1
+    elif verb == "enqueue":
+        queue.enqueue("e")
+        queue.enqueue("f", "g")
+    else:
+        if verb == "pause":
+            queue.redis.hset(queue.key("options"), "paused", 1)
+        queue.link.run(script(verb), queue.base, *(WAKES | WAKES_NOBODY)[verb])
+    assert limited(queue) == ([] if verb in WAKES else ["p1 w1"])
+    assert wakes(queue, first) == (1 if verb in {*WAKES, "pause"} else 0), "a queue that is resumed wakes every worker"
+
+
+def test_without_limits_a_turn_does_not_look_for_limited_workers(queue: OneQueue) -> None:
+    """They were limited before: promote wakes them, some per call."""
+    queue.redis.zadd(queue.key("limited"), {"p1 w1": 1, "p1 w2": 2})
+    queue.worker("w3").turn(want=1)
+    assert limited(queue) == ["p1 w1", "p1 w2"]
+    queue.keeper().promote(queue.name)
+    assert limited(queue) == []
+
+
+@pytest.mark.parametrize("verb", ["turn", "recover"])
+def test_what_was_blocked_in_a_queue_that_works_gets_no_item_timeout(queue: OneQueue, verb: str) -> None:
+    queue.set_options(item_timeout_ms=60_000)
+    queue.enqueue("a")
+    worker = queue.worker()
+    worker.turn(want=1)
+    later = new_job(2, id="a", run_in=60)
+    queue.producer.enqueue([later], Update())
+    if verb == "turn":
+        worker.turn(done="a")
+    else:
+        queue.recover(worker, 0, running=True)
+    assert queue.redis.zscore(queue.key("scheduled"), "a")
+    assert not queue.redis.exists(queue.key("expiries"))

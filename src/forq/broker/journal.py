@@ -1,4 +1,4 @@
-"""The journal's schema, for its writer (lua/lib/journal.lua) and its readers.
+"""The journal's schema, for its writer (lua/journal.lua) and its readers.
 
 One stream entry per script call, with the fields v (schema version), q (epoch of the queue), s (sequence number, from 1
 in each epoch, without gaps), t (server time in µs), a (actor: worker, processor or '-'), e (events, one per line), h

@@ -108,8 +108,8 @@ class Link:
         return self._missed if self._cluster is None else self._cluster.missed()
 
     def _load(self, script: Script) -> None:
-        """Gives the server the library. If it takes none, calls go through EVAL for a while: it is out of memory, does not
-        let this user, or has no functions."""
+        """Gives the server the library. If it takes none (it is out of memory, has no functions, or does not let this
+        user), calls go through EVAL for a while."""
         try:
             self.call("FUNCTION", "LOAD", script.library)
         except _ScriptKnown:
@@ -300,8 +300,8 @@ class Link:
         if _names_command(text, "EVAL"):
             self._evaluates_until = 0.0
             return RedisUnavailable(
-                f"Redis at {self.shown_url} does not have the functions that a supervisor of this release loads when it "
-                f"reaches Redis; this user may neither load them nor use EVAL: {text}"
+                f"Redis at {self.shown_url} does not have the functions that a supervisor of this release loads "
+                f"when it reaches Redis; this user may neither load them nor use EVAL: {text}"
             )
         if text.startswith("NOPERM") or _names_command(text, "FUNCTION"):
             return _NotAllowed(f"Redis at {self.shown_url} refused the call: {text}")

@@ -62,7 +62,7 @@ function blocked.update(id, job, run_at)
   return run_at
 end
 
--- How a dispatch comes to be blocked (blocked.lua says what is stored).
+-- How a dispatch comes to be blocked.
 
 local FAR = 9007199254740991  -- no run_at is later
 

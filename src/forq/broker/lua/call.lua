@@ -1,16 +1,17 @@
--- One call: what it was called with, the server's clock, the options of its queue, and every variable that lasts no longer
--- than the call. KEYS[1] is the queue's base, PREFIX .. 'queue:{NAME}'; its keys are base .. ':' .. a name listed in keys.py.
+-- One call: what it was called with, the server's clock, the options of its queue, and every variable that lasts no
+-- longer than the call. KEYS[1] is the queue's base, PREFIX .. 'queue:{NAME}'; its keys are base .. ':' .. a name
+-- listed in keys.py.
 --
--- The files of this folder are one library, put together in the order that scripts.py lists. Functions are in tables, one per
--- duty, so each may use all others. What a call has to remember is in the variables below: all of them are set by begin, open
--- and open_counts, so no call sees what another one left, not even one that ended with an error.
+-- The files of this folder are one library, put together in the order that scripts.py lists. Functions are in tables,
+-- one per duty, so each may use all others. What a call has to remember is in the variables below: all of them are set
+-- by begin, open and open_counts, so no call sees what another one left, not even one that ended with an error.
 
 local journal, records, attempts, hints, limits, timers, schedules, blocked = {}, {}, {}, {}, {}, {}, {}, {}
 local progress, waiters, done, awaiters, leases, holdings, failures, dead = {}, {}, {}, {}, {}, {}, {}, {}
 local recovery, turns, verbs = {}, {}, {}
 
--- What would be worked out in every call: the names of the keys, and the options of the queue. It follows from the base, and from
--- the epoch and the version of the options, which are read each time: no call sees what another one did.
+-- What would be worked out in every call: the names of the keys, and the options of the queue. It follows from the
+-- base, and from the epoch and the version of the options, which are read each time: no call sees what another one did.
 local KNOWN, MOST_KNOWN = { queues = {}, number = 0 }, 1000
 
 local KEYS, ARGV
@@ -24,8 +25,8 @@ local journal_on, journal_max, rate_count, max_active, has_limits
 local remembered, to_remember
 -- Lines for the journal.
 local events
--- How many hints are in the lists of the priorities other than 5: while it is 0 a claim looks at one list only. How many jobs
--- wait in the retry lane (hints that are not stale). How many hints of suspects there are.
+-- How many hints are in the lists of the priorities other than 5: while it is 0 a claim looks at one list only. How
+-- many jobs wait in the retry lane (hints that are not stale). How many hints of suspects there are.
 local other_hints, in_lane, suspect_hints
 local other_hints_before, in_lane_before, suspect_hints_before
 -- Whether `stale` may have entries, and how many hints are in swept lists; nil: nobody has asked yet.
@@ -36,7 +37,8 @@ local made_ready
 local bucket, left_until_ms
 -- Whether `progress` has entries; nil: nobody has asked yet. Most queues have none, and then asking is all it costs.
 local some_progress
--- Whether there were too many dead awaiters before any living one, or too many hints to skip: then the call is to be repeated.
+-- Whether there were too many dead awaiters before any living one, or too many hints to skip: then the call is to be
+-- repeated.
 local forgot_enough, skipped_enough
 -- What was read of the records of jobs that this call has given back: a call for many owners ends when that is much.
 local returned_bytes
@@ -96,8 +98,8 @@ local function option(name)
   return value
 end
 
--- Published messages reach all databases of a server, in which there may be queues of the same name: a channel has the number
--- of the database in it. A script cannot ask for that; whoever makes or joins the queue says it.
+-- Published messages reach all databases of a server, in which there may be queues of the same name: a channel has the
+-- number of the database in it. A script cannot ask for that; whoever makes or joins the queue says it.
 local function channel(name)
   return base .. '@' .. (options.db or '0') .. ':' .. name
 end
@@ -109,8 +111,8 @@ local function open(keys, args)
   memo = KNOWN.queues[base]
   if not memo then
     if KNOWN.number == MOST_KNOWN then KNOWN.queues, KNOWN.number = {}, 0 end
-    -- A queue with a fail handler has a fail queue below it, BASE ':fail', with the same keys and verbs: its jobs are the
-    -- permanent failures of the queue, and the retry child works on them.
+    -- A queue with a fail handler has a fail queue below it, BASE ':fail', with the same keys and verbs: its jobs are
+    -- the permanent failures of the queue, and the retry child works on them.
     memo = { keys = {}, parent = string.match(base, '^(.*):fail$') }
     KNOWN.queues[base], KNOWN.number = memo, KNOWN.number + 1
   end

@@ -1,5 +1,5 @@
--- Jobs that failed for good: the record of each moves to `dead` under id@fence, apart from live jobs, followed by its error
--- and its attempts.
+-- Jobs that failed for good: the record of each moves to `dead` under id@fence, apart from live jobs, followed by its
+-- error and its attempts.
 
 local DEAD_EXPIRED_PER_CALL = 100
 local LONGEST_CAUSE = 64
@@ -98,8 +98,8 @@ end
 --
 -- KEYS[1]  the queue's base
 -- ARGV     id@fence, id@fence ...
--- Returns  {OK, per member: 1 revived | 0 not there | EXISTS a live job has its id | FULL | BROKEN ...}, shorter than what
---          was asked when enough has been moved for one call; {NO_QUEUE}
+-- Returns  {OK, per member: 1 revived | 0 not there | EXISTS a live job has its id | FULL | BROKEN ...}, shorter than
+--          what was asked when enough has been moved for one call; {NO_QUEUE}
 -- States   dead -> waiting
 function verbs.revive()
   if not epoch then return { NO_QUEUE } end
@@ -166,8 +166,9 @@ function verbs.discard()
   return reply
 end
 
--- collect: a scribe takes lines for the failed log in hand. What it has in hand already (it died, or the reply was lost)
--- it gets again, and nothing else: each line is in exactly one hand until it is forgotten or the processor is evicted.
+-- collect: a scribe takes lines for the failed log in hand. What it has in hand already (it died, or the reply was
+-- lost) it gets again, and nothing else: each line is in exactly one hand until it is forgotten or the processor is
+-- evicted.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     processor, how long it may stay silent (ms), how many lines at most, bytes after which no more are taken

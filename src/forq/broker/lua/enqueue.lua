@@ -15,16 +15,16 @@ local function stores_one(count, max_items, max_data, stored_at)
   return true
 end
 
--- enqueue: stores jobs and makes them waiting or scheduled; all of them or none. A job whose id is there is updated,
--- or blocked behind it while it is active.
+-- enqueue: stores jobs and makes them waiting or scheduled; all of them or none. A job whose id is there is updated, or
+-- blocked behind it while it is active.
 --
 -- KEYS[1]  the queue's base
--- ARGV     protocol, what to do about an id that is there ('update' | 'skip' | 'refuse' | 'leave'), update_data ('1' | '0'),
---          update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), number of jobs, then
---          per job: id, priority, body, token ('' = none), run_at (ms; '+ms' from now; '' = at once)
--- Returns  {OK, index, id, index, id ...}: the jobs (from 1) that a token shows to be stored already, with their id, and
---          those that were left out ('leave') with '';
---          {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index}; {TOO_LARGE, index, max_data}
+-- ARGV     protocol, what to do about an id that is there ('update' | 'skip' | 'refuse' | 'leave'), update_data ('1' |
+--          '0'), update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), number of
+--          jobs, then per job: id, priority, body, token ('' = none), run_at (ms; '+ms' from now; '' = at once)
+-- Returns  {OK, index, id, index, id ...}: the jobs (from 1) that a token shows to be stored already, with their id,
+--          and those that were left out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items};
+--          {EXISTS, index}; {TOO_LARGE, index, max_data}
 -- States   (new) -> waiting | scheduled; (new) -> blocked; waiting <-> scheduled (updated)
 function verbs.enqueue()
   if not epoch then return { NO_QUEUE } end
@@ -85,8 +85,8 @@ function verbs.enqueue()
       seen[id] = true
       new[#new + 1] = at
     end
-    -- Also of a job that was skipped: the repeated call is to skip it too, even if the job has run meanwhile. Not of one that
-    -- was left out: a later call is to store it.
+    -- Also of a job that was skipped: the repeated call is to skip it too, even if the job has run meanwhile. Not of
+    -- one that was left out: a later call is to store it.
     if token ~= '' and not stored and not left then tokens[token] = id end
   end
 
@@ -193,8 +193,8 @@ function verbs.enqueue()
   return reply
 end
 
--- cancel: takes a job away that waits, is scheduled or is blocked behind an active one. remove: the same; of a running job it only marks that it is to be forgotten:
--- the id stays taken until its owner settles or dies.
+-- cancel: takes a job away that waits, is scheduled or is blocked behind an active one. remove: the same; of a running
+-- job it only marks that it is to be forgotten: the id stays taken until its owner settles or dies.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     id, whether to mark a running job ('1' | '0')

@@ -1,8 +1,8 @@
--- What follows an attempt that failed, or that was lost with its process. Whoever logs the attempt says so:
--- {how, in how many ms the job is tried again, the number of the attempt, how many there are if all of them end like this one}.
--- how: 'retried'; 'lane' (in the retry lane); 'returned' (it waits again at once); 'suspect' (the same, and runs alone);
--- 'interrupted' (the same, and nothing was counted); 'dead' (also if the next claim buries it); 'removed'; 'refused' (the job was not
--- this worker's any more).
+-- What follows an attempt that failed, or that was lost with its process. Whoever logs the attempt says so: {how, in
+-- how many ms the job is tried again, the number of the attempt, how many there are if all of them end like this one}.
+-- how: 'retried'; 'lane' (in the retry lane); 'returned' (it waits again at once); 'suspect' (the same, and runs
+-- alone); 'interrupted' (the same, and nothing was counted); 'dead' (also if the next claim buries it); 'removed';
+-- 'refused' (the job was not this worker's any more).
 
 function failures.fate(how, due_ms, attempt, left)
   return { how, math.max(0, due_ms - now_ms), attempt, attempt + left }
@@ -25,7 +25,7 @@ function failures.fate_of_loss(due_ms, attempt, count, most)
   return failures.fate(left == 0 and 'dead' or 'returned', due_ms, attempt, left)
 end
 
--- `lost`: a job that was running when its worker was lost (losses.lua), and was counted.
+-- `lost`: a job that was running when its worker was lost (failures.lua), and was counted.
 function failures.fate_of_lost(lost)
   local job, due_ms = lost.counted, lost.run_at_ms
   if lost.outcome == 'stalled' then
@@ -36,11 +36,11 @@ function failures.fate_of_lost(lost)
   return failures.fate(job.lane == SUSPECT and 'suspect' or 'interrupted', due_ms, attempts.count(job) + 1, 0)
 end
 
--- An attempt failed: the job is tried again later, or is dead. Options are read here and now, so that a change of them applies
--- to everything that is in the queue.
+-- An attempt failed: the job is tried again later, or is dead. Options are read here and now, so that a change of them
+-- applies to everything that is in the queue.
 
--- `failure`: id, owner (WORKER:FENCE), micros, error and brief error (JSON), kind, retry_at_ms (or nil), chance (0 to 1).
--- Returns what follows (lib/fates.lua); nil if the job is not that owner's.
+-- `failure`: id, owner (WORKER:FENCE), micros, error and brief error (JSON), kind, retry_at_ms (or nil), chance (0 to
+-- 1). Returns what follows (failures.lua); nil if the job is not that owner's.
 function failures.settle(failure)
   local id, fence, micros, brief, kind = failure.id, holdings.fence_of(failure.owner), failure.micros, failure.brief, failure.kind
   local owner = redis.call('HGET', key('active'), id)
@@ -121,8 +121,8 @@ function failures.note_loss(lost, fence)
   journal.note(verb .. ' ' .. fence .. ' ' .. lost.id .. ' ' .. cause .. micros)
 end
 
--- `lost`: outcome ('stalled' | 'timed_out' | 'interrupted' | 'suspect'), cause, micros, stack, peak, silent (nobody saw it).
--- A broken record (no `job`) stays as it is: whoever runs it finds out.
+-- `lost`: outcome ('stalled' | 'timed_out' | 'interrupted' | 'suspect'), cause, micros, stack, peak, silent (nobody saw
+-- it). A broken record (no `job`) stays as it is: whoever runs it finds out.
 function failures.count_loss(lost, owner, job)
   local outcome = lost.outcome == 'suspect' and 'interrupted' or lost.outcome
   attempts.add(lost.id, outcome, lost.cause, lost.micros, nil, lost.stack, lost.peak)
@@ -136,7 +136,8 @@ function failures.count_loss(lost, owner, job)
   lost.counted = { retries = job.retries, stalls = job.stalls, timeouts = job.timeouts, lane = job.lane }
 end
 
--- A job that was lost with its worker too often is not run again; looked at when it is claimed, with the limits of that moment.
+-- A job that was lost with its worker too often is not run again; looked at when it is claimed, with the limits of that
+-- moment.
 
 -- Why it is not, as an error in JSON; nil if it is.
 function failures.used_up(job, max_stalls, max_timeouts)

@@ -1,8 +1,8 @@
--- Waiting jobs are found through hints: ids in the pending lists. A hint may outlive what it points to
--- (cancel and the like never search a list); `stale` counts, per list and id, the hints to ignore.
--- An empty id in `pending` is a wake token: it wakes a worker for work that is in another list.
--- While a list is swept (forget_hint.lua), its first hints are in LIST:swept. The field `swept` of `stale` counts those of all lists,
--- so that they are looked for only if there are any. Those of priority 5 count as hints of other lists: nobody blocks on them.
+-- Waiting jobs are found through hints: ids in the pending lists. A hint may outlive what it points to (cancel and the
+-- like never search a list); `stale` counts, per list and id, the hints to ignore. An empty id in `pending` is a wake
+-- token: it wakes a worker for work that is in another list. While a list is swept (hints.sweep), its first hints
+-- are in LIST:swept. The field `swept` of `stale` counts those of all lists, so that they are looked for only if there
+-- are any. Those of priority 5 count as hints of other lists: nobody blocks on them.
 
 -- What wake_idle_worker may be asked for.
 local RING_AWAITERS, WAKE_LIMITED = true, true
@@ -117,15 +117,17 @@ function hints.main_waiting()
   return redis.call('HLEN', key('jobs')) - redis.call('HLEN', key('active')) - redis.call('ZCARD', key('scheduled')) - in_lane
 end
 
--- The retry child of a queue blocks on `failed` alone: a token there tells it to look at suspects, its lane and its fail jobs.
+-- The retry child of a queue blocks on `failed` alone: a token there tells it to look at suspects, its lane and its
+-- fail jobs.
 function hints.wake_retry_child(failed_list)
   if redis.call('EXISTS', failed_list) == 0 then redis.call('RPUSH', failed_list, '') end
 end
 
--- The end of every call that may leave claimable work: an idle worker blocks on one list alone, so work in others
--- needs a token there. A list with anything in it wakes somebody anyway: at most one token exists. Each verb decides:
+-- The end of every call that may leave claimable work: an idle worker blocks on one list alone, so work in others needs
+-- a token there. A list with anything in it wakes somebody anyway: at most one token exists. Each verb decides:
 -- `rings`       RING_AWAITERS: awaiters are rung, of a queue whose items leave on request.
--- `makes_room`  WAKE_LIMITED: a job may have ended, or tokens have come in, so workers that the limits held up are woken.
+-- `makes_room`  WAKE_LIMITED: a job may have ended, or tokens have come in, so workers that the limits held up are
+--               woken.
 function hints.wake_idle(rings, makes_room)
   if other_hints ~= other_hints_before or in_lane ~= in_lane_before or suspect_hints ~= suspect_hints_before then
     journal.remember('other_hints', other_hints)
@@ -177,9 +179,9 @@ function hints.trim(place, id)
   end
 end
 
--- Takes stale hints out of a list that has many of them, from its head on, some per call; the others go to LIST:swept, which
--- is what comes first until nothing is left of the list. Each stale hint brings a call that looks at four: so a list has at most
--- 2.5 hints per waiting job, and 1,250.
+-- Takes stale hints out of a list that has many of them, from its head on, some per call; the others go to LIST:swept,
+-- which is what comes first until nothing is left of the list. Each stale hint brings a call that looks at four: so a
+-- list has at most 2.5 hints per waiting job, and 1,250.
 function hints.sweep(place)
   local list, swept = pending_key(place), hints.swept_key(place)
   local _, under_way = hints.first_list(place)

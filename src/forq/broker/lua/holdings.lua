@@ -26,11 +26,11 @@ function holdings.fence_of(owner)
   return string.match(owner, ':(%d+)')
 end
 
--- Gives the ids of `list` back, in order, before all that waits. Owned ids lose their owner; ids that were moved
--- here but never begun are hints of priority 5 and are treated as such. The caller empties the processing list.
--- `lost` (or nil): the job that was running when its worker was lost: its id, its outcome, and what counts it (losses.lua).
--- One that timed out goes to the back of its place, one that was killed is cancelled.
--- `kept` (or nil): ids (as keys) that stay with the worker; one that is in `list` too is a hint there.
+-- Gives the ids of `list` back, in order, before all that waits. Owned ids lose their owner; ids that were moved here
+-- but never begun are hints of priority 5 and are treated as such. The caller empties the processing list. `lost` (or
+-- nil): the job that was running when its worker was lost: its id, its outcome, and what counts it (failures.lua). One
+-- that timed out goes to the back of its place, one that was killed is cancelled. `kept` (or nil): ids (as keys) that
+-- stay with the worker; one that is in `list` too is a hint there.
 function holdings.hand_back(worker, list, lost, kept)
   if #list == 0 then return end
   local owners = redis.call('HMGET', key('active'), unpack(list))
@@ -98,15 +98,16 @@ function holdings.hand_back(worker, list, lost, kept)
   if back then hints.push_back(back, { lost.id }) end
 end
 
--- A BLMOVE over a connection that its worker has given up cannot be refused: it parks an id in the worker's list, behind what
--- the worker runs, and nobody else sees it there.
+-- A BLMOVE over a connection that its worker has given up cannot be refused: it parks an id in the worker's list,
+-- behind what the worker runs, and nobody else sees it there.
 
--- The number of the last turn in a registration, NUMBER or NUMBER:SHIFT (positions.lua).
+-- The number of the last turn in a registration, NUMBER or NUMBER:SHIFT (holdings.position).
 function holdings.number_of(registered)
   return tonumber(registered) or tonumber(string.match(registered, '^%d+'))
 end
 
--- Gives back what is in the list of a worker and is not its own. What it owns keeps its place there: positions count on it.
+-- Gives back what is in the list of a worker and is not its own. What it owns keeps its place there: positions count on
+-- it.
 function holdings.return_parked(processor, worker)
   local processing = worker_key(processor, worker, 'processing')
   local list = redis.call('LRANGE', processing, 0, -1)
@@ -130,8 +131,8 @@ end
 
 -- What a worker has done of its batch, when others have to say it: its position tells which jobs it ran.
 
--- A worker's registration holds the number of its last turn and, after a rescue, how many entries have left the head
--- of its processing list since: TURN or TURN:SHIFT. Its position in that list, or nil if it does not belong to this turn.
+-- A worker's registration holds the number of its last turn and, after a rescue, how many entries have left the head of
+-- its processing list since: TURN or TURN:SHIFT. Its position in that list, or nil if it does not belong to this turn.
 function holdings.position(processor, worker, turn, index)
   local registered = redis.call('HGET', workers_key(processor), worker)
   if not registered then return nil end

@@ -20,8 +20,8 @@ function journal.note_ids(verb, fence, ids)
 end
 
 -- Entries go from the old end: what every consumer has read for good, up to the last such entry, which stays (readers
--- know their place by it); and if the journal is too long, its older half, read or not. What no consumer can read any more
--- is counted.
+-- know their place by it); and if the journal is too long, its older half, read or not. What no consumer can read any
+-- more is counted.
 function journal.trim(too_long)
   local stream = key('events')
 

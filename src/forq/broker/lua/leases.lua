@@ -1,6 +1,7 @@
--- Who awaits an item of a queue of the release modes. `awaiters`: AWAITER -> EXPIRES_MS ' ' ARRIVAL ' ' VIA ' ' ID, where ID ''
--- means any item. `awaiting`: ID ' ' ARRIVAL ' ' AWAITER in the order of the alphabet (all scores are 0): the first of an id is
--- the one that came first. One that died without leaving is forgotten when its turn comes, or by chance.
+-- Who awaits an item of a queue of the release modes. `awaiters`: AWAITER -> EXPIRES_MS ' ' ARRIVAL ' ' VIA ' ' ID,
+-- where ID '' means any item. `awaiting`: ID ' ' ARRIVAL ' ' AWAITER in the order of the alphabet (all scores are 0):
+-- the first of an id is the one that came first. One that died without leaving is forgotten when its turn comes, or by
+-- chance.
 
 local FORGOTTEN_PER_CALL = 1000
 local LOOKED_AT_BY_CHANCE = 2
@@ -93,10 +94,11 @@ function awaiters.ring_ready()
   end
 end
 
--- What an awaiter has in hand: `awaiter:A`, a list of one entry. FENCE ' ' ID ' ' LEASE_MS '\n' RECORD: it was handed that;
--- in mode external, where an awaiter is a worker, LEASE_MS is followed by ' ' and the bridge that was told. '': it was rung.
--- 'acked ' FENCE: it has acknowledged that. Of an external worker also 'accepted ' FENCE ' ' ID, and 'ended ' OUTCOME ' ' ID.
--- `accepted`: jobs that external workers have accepted, by their last sign of life (ms). `workers`: these by when they were last seen.
+-- What an awaiter has in hand: `awaiter:A`, a list of one entry. FENCE ' ' ID ' ' LEASE_MS '\n' RECORD: it was handed
+-- that; in mode external, where an awaiter is a worker, LEASE_MS is followed by ' ' and the bridge that was told. '':
+-- it was rung. 'acked ' FENCE: it has acknowledged that. Of an external worker also 'accepted ' FENCE ' ' ID, and
+-- 'ended ' OUTCOME ' ' ID. `accepted`: jobs that external workers have accepted, by their last sign of life (ms).
+-- `workers`: these by when they were last seen.
 
 local FORGOTTEN_PER_LAPSE = 200
 
@@ -130,8 +132,8 @@ function leases.forget_silent_workers()
   end
 end
 
--- An item is handed over: it is active, owned by an awaiter under a fence, until that acknowledges it or its lease lapses.
--- In mode external that is a worker, which accepts it and then says again and again that it is alive.
+-- An item is handed over: it is active, owned by an awaiter under a fence, until that acknowledges it or its lease
+-- lapses. In mode external that is a worker, which accepts it and then says again and again that it is alive.
 
 local LAPSED_PER_CALL = 200
 local MAX_SKIPS = 1000
@@ -227,8 +229,8 @@ function leases.expire()
   local due = redis.call('ZRANGEBYSCORE', key('expiries'), '-inf', string.format('%.0f', now_ms), 'LIMIT', 0, math.max(1, records.readable(EXPIRED_PER_CALL, READ_BYTES)))
   if #due == 0 then return end
 
-  -- The oldest are mostly at the head of their list: such hints go at once. `heads`: place -> the first ones, and how many of
-  -- them go. The others are given up after that: to give up a hint may change the heads.
+  -- The oldest are mostly at the head of their list: such hints go at once. `heads`: place -> the first ones, and how
+  -- many of them go. The others are given up after that: to give up a hint may change the heads.
   local heads, others = {}, {}
   local function forget_first_hint(place, id)
     heads[place] = heads[place] or { ids = redis.call('LRANGE', (hints.first_list(place)), 0, EXPIRED_PER_CALL - 1), going = 0 }

@@ -1,5 +1,5 @@
--- Limits of the queue as a whole: how many jobs may begin (rate: a token bucket) and be active at the same time (max_active).
--- `bucket_us` in `counts` is the time at which the bucket is full again.
+-- Limits of the queue as a whole: how many jobs may begin (rate: a token bucket) and be active at the same time
+-- (max_active). `bucket_us` in `counts` is the time at which the bucket is full again.
 
 -- What the bucket holds unless `burst` says it, and how much must have come in before a limited worker is woken.
 local BURST_US, WAKE_US = 100000, 20000
@@ -11,8 +11,8 @@ function limits.read_bucket()
   local interval, burst = math.ceil(option('rate_ms') * 2000 / rate_count) / 2, option('burst')
   if burst == 0 then burst = math.max(1, math.floor(BURST_US / interval)) end
   local stored_us = tonumber(redis.call('HGET', key('counts'), 'bucket_us') or 0)
-  -- The clock was set back, or the rate was changed: it is never emptier than empty. That has to be stored: as long as it
-  -- is only read so, it stays empty.
+  -- The clock was set back, or the rate was changed: it is never emptier than empty. That has to be stored: as long as
+  -- it is only read so, it stays empty.
   local empty_us = now_us + burst * interval
   bucket = {
     interval = interval,
@@ -55,8 +55,8 @@ function limits.refill_ms()
   return wait_us > 0 and math.ceil(wait_us / 1000) or nil
 end
 
--- Workers that may not claim although something waits. `limited`: 'PROCESSOR WORKER' by the time (µs) they came. Each blocks on
--- its own wake list.
+-- Workers that may not claim although something waits. `limited`: 'PROCESSOR WORKER' by the time (µs) they came. Each
+-- blocks on its own wake list.
 
 local WOKEN_PER_CALL = 100
 -- How long one place is left to the suspects after the retry child has found none for them.
@@ -95,8 +95,8 @@ function limits.tell_refill()
   if redis.call('EXISTS', key('limited')) == 1 then limits.wake_at_refill() end
 end
 
--- A worker that ends a job begins the next one in the same call: the retry child would always be too late for a suspect. So
--- one place is left to it once it has asked; not before, since it may be busy, or gone.
+-- A worker that ends a job begins the next one in the same call: the retry child would always be too late for a
+-- suspect. So one place is left to it once it has asked; not before, since it may be busy, or gone.
 function limits.leave_place(for_ms)
   left_until_ms = now_ms + for_ms
   journal.remember('left_until_ms', string.format('%.0f', left_until_ms))

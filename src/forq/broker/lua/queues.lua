@@ -13,8 +13,9 @@ function verbs.reserve()
   return { OK }
 end
 
--- retire: changes the entry of a queue in the registry, if it still is what the caller has seen. A queue that was deleted is
--- marked, so that its name is not used again before its jobs are logged; then its entry is removed, or the mark is taken back.
+-- retire: changes the entry of a queue in the registry, if it still is what the caller has seen. A queue that was
+-- deleted is marked, so that its name is not used again before its jobs are logged; then its entry is removed, or the
+-- mark is taken back.
 --
 -- KEYS[1]  the registry
 -- ARGV     name, the entry as it was seen, the entry as it is to be: 'deleting EPOCH', a mode, or '' (none)
@@ -25,14 +26,14 @@ function verbs.retire()
   return { OK, 1 }
 end
 
--- remember: keeps the name of a deleted queue for those who read its journal, which outlives it. It is apart from retire, as
--- a script may only touch what is in one slot of a cluster.
+-- remember: keeps the name of a deleted queue for those who read its journal, which outlives it. It is apart from
+-- retire, as a script may only touch what is in one slot of a cluster.
 --
 -- KEYS[1]  the names of deleted queues
 -- ARGV     name
 -- Returns  {OK}
 function verbs.remember()
-  -- A day more than delete.lua keeps a journal.
+  -- A day more than delete keeps a journal.
   local KEPT_MS = 8 * 24 * 3600 * 1000
   local today_ms = tonumber(redis.call('TIME')[1]) * 1000
   redis.call('ZADD', KEYS[1], string.format('%.0f', today_ms), ARGV[1])
@@ -41,8 +42,8 @@ function verbs.remember()
   return { OK }
 end
 
--- free: before the entry of a deleted queue leaves the registry: whoever is about to make a queue of this name, and has seen
--- that entry, has to begin again. The registry is in another slot of a cluster, so one script cannot do both.
+-- free: before the entry of a deleted queue leaves the registry: whoever is about to make a queue of this name, and has
+-- seen that entry, has to begin again. The registry is in another slot of a cluster, so one script cannot do both.
 --
 -- KEYS[1]  the queue's base
 -- Returns  {OK, ''}; {OK, its mode} if there is a queue of this name again
@@ -53,16 +54,16 @@ function verbs.free()
   return { OK, '' }
 end
 
--- create: makes the queue, or joins it if it exists with the same mode and protocol; then sets the options given.
--- Fixed ones are set when it is made; a queue that has another value is not joined.
+-- create: makes the queue, or joins it if it exists with the same mode and protocol; then sets the options given. Fixed
+-- ones are set when it is made; a queue that has another value is not joined.
 --
 -- KEYS[1]  the queue's base
--- ARGV     protocol, mode, number of default options, number of fixed options given, what `deleted` and `freed` held before the
---          caller looked at the registry (separated by a blank), then (name, value) per default, per fixed option, and per other
---          option given
--- Returns  {OK, 1 made | 0 joined, epoch}; {OTHER_MODE, its mode}; {OTHER_PROTOCOL, its number};
---          {OTHER_OPTION, name, its value}; {CHANGED} if a queue of this name was deleted, or its name made free, since then: the
---          registry may have no entry for it any more. {NO_QUEUE}: a fail queue, and its queue is not there
+-- ARGV     protocol, mode, number of default options, number of fixed options given, what `deleted` and `freed` held
+--          before the caller looked at the registry (separated by a blank), then (name, value) per default, per fixed
+--          option, and per other option given
+-- Returns  {OK, 1 made | 0 joined, epoch}; {OTHER_MODE, its mode}; {OTHER_PROTOCOL, its number}; {OTHER_OPTION, name,
+--          its value}; {CHANGED} if a queue of this name was deleted, or its name made free, since then: the registry
+--          may have no entry for it any more. {NO_QUEUE}: a fail queue, and its queue is not there
 function verbs.create()
   if epoch and protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
   if epoch and mode ~= ARGV[2] then return { OTHER_MODE, mode } end
@@ -107,8 +108,8 @@ function verbs.create()
     -- The fail queue of one that is paused.
     if redis.call('HGET', key('options'), 'paused') == '1' then journal.note('paused 0') end
     journal.write('-')
-    -- Every supervisor serves a queue that releases, or whose workers are elsewhere; one that works needs code, which only its own
-    -- supervisor has.
+    -- Every supervisor serves a queue that releases, or whose workers are elsewhere; one that works needs code, which
+    -- only its own supervisor has.
     if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' or ARGV[2] == 'external' then redis.call('PUBLISH', channel('due'), 'new') end
   elseif not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
     -- Nobody wrote down what happened meanwhile: a number is left out.
@@ -162,12 +163,12 @@ function verbs.pause()
   return { OK }
 end
 
--- delete: ends the queue in one step, whatever its size. Every later call with its epoch is refused; the records
--- and unwritten lines are kept as trash until they have been written to the failed log (purge).
+-- delete: ends the queue in one step, whatever its size. Every later call with its epoch is refused; the records and
+-- unwritten lines are kept as trash until they have been written to the failed log (purge).
 --
 -- KEYS[1]  the queue's base
--- ARGV     epoch (a call that arrives late must not delete the next queue of this name; of a fail queue '': it goes if its queue
---          is gone), whether jobs may be dropped ('1' | '0')
+-- ARGV     epoch (a call that arrives late must not delete the next queue of this name; of a fail queue '': it goes if
+--          its queue is gone), whether jobs may be dropped ('1' | '0')
 -- Returns  {OK, jobs dropped}; {NOT_EMPTY, how many}; {NO_QUEUE}, also if its epoch is another one
 -- States   every state -> gone
 function verbs.delete()
@@ -210,7 +211,8 @@ function verbs.delete()
       redis.call('RENAME', key(kept), key_of('trash', epoch .. ':' .. kept))
     end
   end
-  -- The journal is there to be read for a while, and the next queue of this name goes on in it: how large it is stays known.
+  -- The journal is there to be read for a while, and the next queue of this name goes on in it: how large it is stays
+  -- known.
   local JOURNAL_MS = 7 * 24 * 3600 * 1000
   journal.note('deleted 0 ' .. jobs)
   -- They ask again, and hear that it is gone.
@@ -239,13 +241,12 @@ end
 -- counts: how many jobs are in which state, exactly and in one look, and how old the oldest waiting one is.
 --
 -- KEYS[1]  the queue's base
--- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, time since when the oldest waiting job waits
---          (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries trimmed,
---          scheduled, blocked, waiting in the retry lane, fail jobs, journal entries lost, epoch, sequence number and
---          hash of the last journal entry, awaiters, done jobs that are kept, ms until a job or a tick is due (-1: none has a
---          time), rate: count and ms (0: any), max_active (0: any), how many may begin now (-1: any number), workers that wait
---          for that, scheduled jobs that are due};
---          {NO_QUEUE}
+-- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, time since when the oldest waiting job
+--          waits (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries
+--          trimmed, scheduled, blocked, waiting in the retry lane, fail jobs, journal entries lost, epoch, sequence
+--          number and hash of the last journal entry, awaiters, done jobs that are kept, ms until a job or a tick is
+--          due (-1: none has a time), rate: count and ms (0: any), max_active (0: any), how many may begin now (-1: any
+--          number), workers that wait for that, scheduled jobs that are due}; {NO_QUEUE}
 function verbs.counts()
   if not epoch then return { NO_QUEUE } end
 
@@ -274,8 +275,8 @@ function verbs.counts()
 
   local swept_in_all = tonumber(redis.call('HGET', key('stale'), 'swept') or 0)
 
-  -- The earliest time at which one of the first jobs of a list was enqueued; nil if none of them waits. Not that of the first
-  -- alone: what comes back goes to the front, whatever its age. A hint that a claim would skip does not count.
+  -- The earliest time at which one of the first jobs of a list was enqueued; nil if none of them waits. Not that of the
+  -- first alone: what comes back goes to the front, whatever its age. A hint that a claim would skip does not count.
   local function oldest_enqueued_ms(place)
     local first, list = 'LRANGE', place ~= 's' and pending_key(place)
     if not list then first, list = 'ZRANGE', key('suspects') end

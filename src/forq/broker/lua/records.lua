@@ -1,19 +1,19 @@
--- A record: FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\n' BODY (record.py).
--- FLAG 'p' (plain): all counts are 0. FLAG 'd' (delayed): the same, but the job had a time ahead. FLAG 'c': the counts
--- follow. LANE: 0 in the main lane; the number of the attempt that the job is waiting for in the retry lane; -1 if it is a
--- suspect. Scripts never decode BODY.
+-- A record: FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\n' BODY (record.py). FLAG
+-- 'p' (plain): all counts are 0. FLAG 'd' (delayed): the same, but the job had a time ahead. FLAG 'c': the counts
+-- follow. LANE: 0 in the main lane; the number of the attempt that the job is waiting for in the retry lane; -1 if it
+-- is a suspect. Scripts never decode BODY.
 
 local SUSPECT = -1
 -- The retry lane is a list like the others, for jobs that get a second chance once nothing else waits.
 local LANE = 'r'
--- The suspects: jobs of which one may have killed its process. Each runs alone, the oldest first: they are in a zset, by the
--- time (ms) at which they were enqueued. Their hints never go stale: one that goes is taken out.
+-- The suspects: jobs of which one may have killed its process. Each runs alone, the oldest first: they are in a zset,
+-- by the time (ms) at which they were enqueued. Their hints never go stale: one that goes is taken out.
 local SUSPECTS = 's'
 
 -- No call reads more than so many bytes of records, unless one alone is longer: the server does nothing else meanwhile.
 local READ_BYTES = 4 * 1024 * 1024
--- The option `largest_record`: no record of the queue is longer, counts included. It is a power of two, from SMALL_RECORD on, and
--- an option since those are known without being read. So what is small need not be measured.
+-- The option `largest_record`: no record of the queue is longer, counts included. It is a power of two, from
+-- SMALL_RECORD on, and an option since those are known without being read. So what is small need not be measured.
 local SMALL_RECORD, HEAD_BYTES = 8192, 64
 
 function records.largest()
@@ -38,7 +38,8 @@ function records.note_size(bytes, of)
   redis.call('HINCRBY', of .. ':options', 'version', 1)
 end
 
--- An empty queue has small records only. For heartbeats: options that change with every job would have to be read with every job.
+-- An empty queue has small records only. For heartbeats: options that change with every job would have to be read with
+-- every job.
 function records.forget_sizes()
   if records.largest() == SMALL_RECORD or redis.call('HLEN', key('jobs')) > 0 then return end
   redis.call('HSET', key('options'), 'largest_record', SMALL_RECORD)

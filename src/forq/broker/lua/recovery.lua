@@ -3,7 +3,8 @@
 
 -- An evicted processor is told that it is fenced when it comes back: it may have slept for long.
 local GRAVE_MS = 24 * 3600 * 1000
--- A BLMOVE ends after 30 s, and a network gives up a request after some minutes. Processes that run one job each leave many.
+-- A BLMOVE ends after 30 s, and a network gives up a request after some minutes. Processes that run one job each leave
+-- many.
 local WORKER_GRAVE_MS, WORKER_GRAVES = 3600 * 1000, 4096
 local GRAVES_PER_CALL = 200
 
@@ -59,8 +60,8 @@ function recovery.drain_graves()
 end
 
 -- Takes a worker out for good: what it ran is done, what it was running goes back as `lost` says (see hand_back), and
--- so does the rest. The position (turn, index, running) is the last one known; it only counts if no later turn was taken.
--- Of a silent worker it may be too old: if it holds one job only, it was running that one.
+-- so does the rest. The position (turn, index, running) is the last one known; it only counts if no later turn was
+-- taken. Of a silent worker it may be too old: if it holds one job only, it was running that one.
 function recovery.remove_worker(processor, worker, turn, index, running, lost)
   local processing = worker_key(processor, worker, 'processing')
   local list = redis.call('LRANGE', processing, 0, -1)
@@ -84,8 +85,8 @@ function recovery.remove_worker(processor, worker, turn, index, running, lost)
 end
 
 -- A processor is taken out with all its workers, some of them per call; what each was running is known from its last
--- heartbeat. It is fenced from the first step on. `evicting`: processor -> cause, while workers of it are left; until its
--- turn comes, each of these may go on taking turns.
+-- heartbeat. It is fenced from the first step on. `evicting`: processor -> cause, while workers of it are left; until
+-- its turn comes, each of these may go on taking turns.
 
 local EVICTED_PER_CALL = 16
 
@@ -144,8 +145,8 @@ end
 --
 -- KEYS[1]  the queue's base
 -- ARGV     protocol, processor, worker, how long the processor may stay silent (ms)
--- Returns  {OK, epoch}; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FENCED} if the processor has been evicted, or the worker
---          removed
+-- Returns  {OK, epoch}; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FENCED} if the processor has been evicted, or the
+--          worker removed
 function verbs.join()
   if not epoch then return { NO_QUEUE } end
   if protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
@@ -159,16 +160,16 @@ function verbs.join()
 end
 
 -- heartbeat: a processor says that it lives and where its workers are; it goes on with an eviction that is under way,
--- or sweeps one processor that has fallen silent; drains graves, gives back what late BLMOVEs have parked, forgets done jobs,
--- and repeats the wake token as a backstop.
+-- or sweeps one processor that has fallen silent; drains graves, gives back what late BLMOVEs have parked, forgets done
+-- jobs, and repeats the wake token as a backstop.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     processor, how long it may stay silent (ms), then (worker, turn, index, running) per worker
--- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not finished,
---          (worker, number of its last turn) per worker that runs nothing and was at an earlier turn,
---          suspects that may begin; of a fail queue: 1 if jobs wait and none runs, for whom jobs wait (0: nobody, 1: main workers,
---          2: the retry child, 3: both), {the jobs of evicted processors that were running: id and fate (lib/fates.lua) each}};
---          {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
+-- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not
+--          finished, (worker, number of its last turn) per worker that runs nothing and was at an earlier turn,
+--          suspects that may begin; of a fail queue: 1 if jobs wait and none runs, for whom jobs wait (0: nobody, 1:
+--          main workers, 2: the retry child, 3: both), {the jobs of evicted processors that were running: id and fate
+--          (failures.lua) each}}; {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
 -- States   active -> done, waiting (of a processor that is evicted)
 function verbs.heartbeat()
   if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end
@@ -245,15 +246,15 @@ function verbs.heartbeat()
   return { OK, evicted, timers.next_ms(), redis.call('EXISTS', key('evicting')), unread, needing_helpers(), wanted(), lost_jobs }
 end
 
--- recover: takes a worker that is gone out of the queue; nothing that it held is lost. Also how a worker leaves.
--- Safe to repeat: a later call finds nothing left, or what reached the list meanwhile.
+-- recover: takes a worker that is gone out of the queue; nothing that it held is lost. Also how a worker leaves. Safe
+-- to repeat: a later call finds nothing left, or what reached the list meanwhile.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     processor, worker, its last position: turn number, index, running ('1' | '0'); what that means for the
---          running job ('stalled' | 'timed_out' | 'interrupted' | 'suspect' | 'cancelled'), cause,
---          micros it ran ('' = unknown), stack as JSON ('' = none), the most memory it was seen with ('' = unknown)
--- Returns  {OK, length of its list before}, then of the job that was running, if it goes back: its id and its fate (lib/fates.lua);
---          {NO_QUEUE}
+--          running job ('stalled' | 'timed_out' | 'interrupted' | 'suspect' | 'cancelled'), cause, micros it ran ('' =
+--          unknown), stack as JSON ('' = none), the most memory it was seen with ('' = unknown)
+-- Returns  {OK, length of its list before}, then of the job that was running, if it goes back: its id and its fate
+--          (failures.lua); {NO_QUEUE}
 -- States   active -> done (it ran), active -> waiting (returned, stalled, timed out, suspected), active -> cancelled
 function verbs.recover()
   if not epoch then return { NO_QUEUE } end
@@ -267,12 +268,13 @@ function verbs.recover()
   return { OK, length, lost.id, unpack(failures.fate_of_lost(lost)) }
 end
 
--- rescue: a worker is held up by one job of its batch. What it ran before is settled, what it has not started goes
--- back to be run elsewhere; only the running job stays with it, and in a queue that keeps results what it ran.
--- Or the worker has not begun what its last turn gave it, since its process does not answer: then all of it goes back.
+-- rescue: a worker is held up by one job of its batch. What it ran before is settled, what it has not started goes back
+-- to be run elsewhere; only the running job stays with it, and in a queue that keeps results what it ran. Or the worker
+-- has not begun what its last turn gave it, since its process does not answer: then all of it goes back.
 --
 -- KEYS[1]  the queue's base
--- ARGV     processor, worker, its position: turn number, index of the running job, running ('1' | '0': it has begun nothing)
+-- ARGV     processor, worker, its position: turn number, index of the running job, running ('1' | '0': it has begun
+--          nothing)
 -- Returns  {OK, how many jobs went back}; {OK, 0} if the worker has moved on; {NO_QUEUE}
 -- States   active -> done, active -> waiting (returned)
 function verbs.rescue()
@@ -318,7 +320,8 @@ end
 --
 -- KEYS[1]  the queue's base
 -- ARGV     processor, cause
--- Returns  {OK, workers left, workers taken out, {the jobs that were running: id and fate (lib/fates.lua) each}}; {NO_QUEUE}
+-- Returns  {OK, workers left, workers taken out, {the jobs that were running: id and fate (failures.lua) each}};
+--          {NO_QUEUE}
 -- States   active -> done, waiting
 function verbs.evict()
   if not epoch then return { NO_QUEUE } end

@@ -1,14 +1,16 @@
--- await: somebody asks for an item, this one or any; to be repeated under the same name until it gets one. Of a queue of mode
--- on_request it takes what is there; else, or if nothing is there, it is registered for some time. A worker of a queue of mode
--- external asks so for jobs, again and again under the same name.
+-- await: somebody asks for an item, this one or any; to be repeated under the same name until it gets one. Of a queue
+-- of mode on_request it takes what is there; else, or if nothing is there, it is registered for some time. A worker of
+-- a queue of mode external asks so for jobs, again and again under the same name.
 --
 -- KEYS[1]  the queue's base
--- ARGV     awaiter, id ('' = any), the mode that it expects, the lease (ms; '' = the queue's), whether to wait ('1' | '0'; 'rung':
---          the bridge asks for a worker that it told of work; that is no sign of life),
---          the clerk that is to be told ('-': the awaiter blocks on its own list), or the bridge
--- Returns  {OK, for how long it is registered (ms; 0: ask again at once), what it was handed: FENCE ' ' ID ' ' LEASE_MS '\n' RECORD (if anything)};
---          {NO_QUEUE}; {WRONG_MODE, its mode}; {LAPSED} if this awaiter has acknowledged an item already
--- States   waiting, retry -> active; waiting, retry -> dead (it stalled too often); active -> waiting (its lease lapsed; its worker says that it is idle)
+-- ARGV     awaiter, id ('' = any), the mode that it expects, the lease (ms; '' = the queue's), whether to wait ('1' |
+--          '0'; 'rung': the bridge asks for a worker that it told of work; that is no sign of life), the clerk that is
+--          to be told ('-': the awaiter blocks on its own list), or the bridge
+-- Returns  {OK, for how long it is registered (ms; 0: ask again at once), what it was handed: FENCE ' ' ID ' ' LEASE_MS
+--          '\n' RECORD (if anything)}; {NO_QUEUE}; {WRONG_MODE, its mode}; {LAPSED} if this awaiter has acknowledged an
+--          item already
+-- States   waiting, retry -> active; waiting, retry -> dead (it stalled too often); active -> waiting (its lease
+--          lapsed; its worker says that it is idle)
 function verbs.await()
   local awaiter, wanted, via = ARGV[1], ARGV[2], ARGV[6]
   if not epoch then return { NO_QUEUE } end
@@ -26,7 +28,8 @@ function verbs.await()
     return wanted, record
   end
 
-  -- The next job of a worker: one that has stalled too often is dead instead, and the retry lane comes when nothing else waits.
+  -- The next job of a worker: one that has stalled too often is dead instead, and the retry lane comes when nothing
+  -- else waits.
   local function take_job()
     for _ = 1, BURIED_PER_CALL do
       local id, record = leases.take_next()
@@ -44,7 +47,7 @@ function verbs.await()
   local function take()
     local id, record
     if external then
-      if has_limits and limits.room() < 1 then return nil end
+      if limits.room() < 1 then return nil end
       id, record = take_job()
     elseif wanted == '' then
       id, record = leases.take_next()
@@ -52,7 +55,7 @@ function verbs.await()
       id, record = take_wanted()
     end
     if not id then return nil end
-    if has_limits then limits.take_tokens(1) end
+    limits.take_tokens(1)
     return leases.hand_over(id, record, awaiter, external and via or '-', tonumber(ARGV[4]) or option('lease_ms'))
   end
 
@@ -109,8 +112,9 @@ function verbs.await()
   return { OK, not hand and skipped_enough and 0 or valid_ms, hand }
 end
 
--- unawait: an awaiter leaves; what it was handed and has not acknowledged goes back to the front. A worker of a queue of mode
--- external leaves with its bridge, unless it has spoken to another one since; what it has accepted stays with it.
+-- unawait: an awaiter leaves; what it was handed and has not acknowledged goes back to the front. A worker of a queue
+-- of mode external leaves with its bridge, unless it has spoken to another one since; what it has accepted stays with
+-- it.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     awaiter, the bridge ('': it is no worker)
@@ -134,7 +138,7 @@ function verbs.unawait()
   if held then
     leases.take_back(awaiter, owner, id, '-')
     local expires = redis.call('ZSCORE', key('expiries'), id)
-    -- It was too old before (expiring.lua): it need not wait until its lease would have lapsed.
+    -- It was too old before (leases.expire): it need not wait until its lease would have lapsed.
     if expires and tonumber(expires) % 1 > 0 then timers.set('expiries', id, now_ms) end
   end
   -- An acknowledgement may still be repeated.
@@ -148,7 +152,8 @@ end
 --
 -- KEYS[1]  the queue's base
 -- ARGV     awaiter, id, fence
--- Returns  {OK}, also when it is repeated within a minute; {LAPSED} if the item has gone back; {WRONG_MODE, its mode}; {NO_QUEUE}
+-- Returns  {OK}, also when it is repeated within a minute; {LAPSED} if the item has gone back; {WRONG_MODE, its mode};
+--          {NO_QUEUE}
 -- States   active -> released; blocked -> waiting | scheduled
 function verbs.ack()
   local ACKED_MS = 60000
@@ -181,9 +186,10 @@ end
 --
 -- KEYS[1]  the queue's base
 -- ARGV     epoch, processor, worker, lane ('main' | 'retry')
--- Returns  {OK, 1 handed over | 0 nobody awaited it | -1 no try was made, µs until the gate opens (0: nothing is in line)};
---          {PAUSED}; {NO_QUEUE}; {FENCED} if the worker is not registered
--- States   waiting, retry -> active; waiting -> scheduled | retry; waiting, retry -> dead; active -> waiting (its lease lapsed)
+-- Returns  {OK, 1 handed over | 0 nobody awaited it | -1 no try was made, µs until the gate opens (0: nothing is in
+--          line)}; {PAUSED}; {NO_QUEUE}; {FENCED} if the worker is not registered
+-- States   waiting, retry -> active; waiting -> scheduled | retry; waiting, retry -> dead; active -> waiting (its lease
+--          lapsed)
 function verbs.release()
   local processor, worker, lane = ARGV[2], ARGV[3], ARGV[4]
   if epoch ~= ARGV[1] then return { NO_QUEUE } end
@@ -261,8 +267,8 @@ function verbs.release()
   return { OK, outcome, wait_us }
 end
 
--- accept: a worker of a queue of mode external has got what it was assigned, or says how far it is: it is alive, and its lease
--- begins anew. To be repeated as often as it likes.
+-- accept: a worker of a queue of mode external has got what it was assigned, or says how far it is: it is alive, and
+-- its lease begins anew. To be repeated as often as it likes.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     worker, id, fence, progress (0 to 1; '' = nothing is said of it), text
@@ -284,13 +290,12 @@ function verbs.accept()
   return { OK }
 end
 
--- finish: a worker of a queue of mode external is done with its job, or has failed. Repeating it is harmless for a minute, until
--- the worker is given another one.
+-- finish: a worker of a queue of mode external is done with its job, or has failed. Repeating it is harmless for a
+-- minute, until the worker is given another one.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     worker, id, fence, outcome ('done' | 'failed'), then of success: result (JSON; '!' and why there is none),
---          of a failure: error, brief error (JSON),
---          kind, retry at (ms or ''), chance (0 to 1)
+--          of a failure: error, brief error (JSON), kind, retry at (ms or ''), chance (0 to 1)
 -- Returns  {OK}; {LAPSED} if the worker does not hold that job; {NO_QUEUE}; {WRONG_MODE, its mode}
 -- States   active -> done | scheduled (retried) | dead | cancelled; blocked -> waiting | scheduled
 function verbs.finish()

@@ -1,5 +1,5 @@
--- How far running jobs are: `progress`, id -> FRACTION ' ' MS ' ' TEXT, of active jobs only. `progress` is also the channel that
--- names the jobs whose progress has changed or is over, with a blank between them.
+-- How far running jobs are: `progress`, id -> FRACTION ' ' MS ' ' TEXT, of active jobs only. `progress` is also the
+-- channel that names the jobs whose progress has changed or is over, with a blank between them.
 
 -- `fraction` (0 to 1) and `text` (one line) were checked by who calls; so was who owns the job.
 function progress.set(id, fraction, text)
@@ -17,16 +17,17 @@ function progress.forget(ids)
   end
 end
 
--- Who waits for the end of a job: `waiters`, id -> UNTIL ' ' MARK: until when (ms) somebody does, and which job it is (wait.lua).
--- Whatever ends a job tells them, on the channel `ended:ID`: HOW ' ' FENCE ' ' MARK, FENCE being that of its last attempt (0: it had none).
--- The same, and of a done job what is kept of it, is in `told:MARK:ID` for a while: the next job of that id may be done before they look.
+-- Who waits for the end of a job: `waiters`, id -> UNTIL ' ' MARK: until when (ms) somebody does, and which job it is
+-- (wait). Whatever ends a job tells them, on the channel `ended:ID`: HOW ' ' FENCE ' ' MARK, FENCE being that of
+-- its last attempt (0: it had none). The same, and of a done job what is kept of it, is in `told:MARK:ID` for a while:
+-- the next job of that id may be done before they look.
 
--- Whoever listens looks within milliseconds, so a copy of a result, which may be long, stays for less: later it is found in
--- `done:jobs`, as long as that keeps it.
+-- Whoever listens looks within milliseconds, so a copy of a result, which may be long, stays for less: later it is
+-- found in `done:jobs`, as long as that keeps it.
 local TOLD_MS, RESULT_MS = 60000, 10000
 
--- `fences` (or nil): of the last attempts, in the order of the ids. Nobody else can wait for what has ended: whoever is told is
--- written down no more.
+-- `fences` (or nil): of the last attempts, in the order of the ids. Nobody else can wait for what has ended: whoever is
+-- told is written down no more.
 function waiters.tell(ids, how, fences)
   if redis.call('EXISTS', key('waiters')) == 0 then return end
   for i, entry in ipairs(redis.call('HMGET', key('waiters'), unpack(ids))) do
@@ -44,9 +45,9 @@ function waiters.tell(ids, how, fences)
   end
 end
 
--- Jobs that succeeded. With `keep_done` each is kept for that long: `done`, id by the time it ended (ms); `done:jobs`, id -> ENDED_MS
--- ' ' FENCE ' ' MICROS '\n' RESULT '\n' RECORD '\n' ATTEMPTS. RESULT is JSON, '' (it was lost with its worker) or '!' and why there
--- is none; ATTEMPTS a JSON array of the attempts before.
+-- Jobs that succeeded. With `keep_done` each is kept for that long: `done`, id by the time it ended (ms); `done:jobs`,
+-- id -> ENDED_MS ' ' FENCE ' ' MICROS '\n' RESULT '\n' RECORD '\n' ATTEMPTS. RESULT is JSON, '' (it was lost with its
+-- worker) or '!' and why there is none; ATTEMPTS a JSON array of the attempts before.
 
 local FORGOTTEN_DONE_PER_CALL = 100
 -- Of a queue made by a release that had no such option.
@@ -91,7 +92,8 @@ function done.keep(ids, owners, told)
   done.forget(math.max(FORGOTTEN_DONE_PER_CALL, 2 * #ids))
 end
 
--- Success of ids whose ownership has been checked. `notes`: what the journal says of them, by fence. `told` (or nil): see above.
+-- Success of ids whose ownership has been checked. `notes`: what the journal says of them, by fence. `told` (or nil):
+-- see above.
 function done.settle(ids, notes, told)
   if #ids == 0 then return end
   local keeps = option('keep_done_ms') > 0
@@ -115,7 +117,7 @@ function done.settle(ids, notes, told)
   waiters.tell(ids, 'done', fences)
 end
 
--- Done jobs are forgotten when others are done (done_jobs.lua); and from time to time, while none is.
+-- Done jobs are forgotten when others are done; and from time to time, while none is.
 
 -- A queue that keeps nothing any more forgets all at once.
 function done.forget_in_time(most)
@@ -141,21 +143,21 @@ function verbs.progress()
   return { OK, 1 }
 end
 
--- wait: somebody waits for the end of a job: whether it has ended by now; if not, he is written down, to be told. To be repeated
--- before that lapses, and whenever he may have missed something.
+-- wait: somebody waits for the end of a job: whether it has ended by now; if not, he is written down, to be told. To be
+-- repeated before that lapses, and whenever he may have missed something.
 --
 -- KEYS[1]  the queue's base
--- ARGV     id, epoch, mark ('' and '' the first time, then those of the last answer), for how long he is written down (ms)
+-- ARGV     id, epoch, mark ('' and '' the first time, then those of the last answer), for how long he is written down
+--          (ms)
 -- Returns  {OK, 'live', epoch, mark of the job}; {OK, 'done', epoch, mark, fence, what is kept of it (if anything)};
---          {OK, 'dead', epoch, mark, fence}; {OK, 'cancelled', epoch, mark}; {OK, 'gone', epoch, mark} if it is neither live nor
---          kept; {KEEPS_NOTHING}; {NO_QUEUE}. Of a job that was not live the first time the mark is ''
+--          {OK, 'dead', epoch, mark, fence}; {OK, 'cancelled', epoch, mark}; {OK, 'gone', epoch, mark} if it is neither
+--          live nor kept; {KEEPS_NOTHING}; {NO_QUEUE}. Of a job that was not live the first time the mark is ''
 function verbs.wait()
   -- One that died without a word is forgotten by chance.
   local WAITERS_SEEN_BY_CHANCE = 2
 
-  -- A mark is MICROSECONDS '-' ENQUEUED_MS of the job: when somebody was first written down for it. Every end of the id takes the
-  -- entry out, so as long as the mark is there the job is the same.
-  -- '' if there is none.
+  -- A mark is MICROSECONDS '-' ENQUEUED_MS of the job: when somebody was first written down for it. Every end of the id
+  -- takes the entry out, so as long as the mark is there the job is the same. '' if there is none.
   local function mark_of(id)
     return string.match(redis.call('HGET', key('waiters'), id) or '', ' (%S+)$') or ''
   end

@@ -1,5 +1,6 @@
 -- Jobs that wait for a time: `scheduled`, ids by due time (ms), with a sequence in the fraction so that equal times
--- keep their order. Whoever changes the head tells pulse, which keeps the timers: on the channel `due`, in how many ms it is.
+-- keep their order. Whoever changes the head tells pulse, which keeps the timers: on the channel `due`, in how many ms
+-- it is.
 
 -- As many as an enqueue stores in one call: the server is held up for about 1.5 ms.
 local PROMOTED_PER_CALL = 500
@@ -45,13 +46,15 @@ function timers.promote()
     end
   end
   for place, ids in pairs(by_place) do hints.push_back(place, ids) end
-  -- Nothing else waits: whatever waits from now on has not waited for longer, however long ago it was enqueued (counts.lua).
+  -- Nothing else waits: whatever waits from now on has not waited for longer, however long ago it was enqueued
+  -- (counts).
   if hints.main_waiting() + in_lane == #promoted then journal.remember('idle_until_ms', string.format('%.0f', now_ms)) end
   journal.note_ids('promoted', 0, promoted)
 end
 
--- Times besides that of `scheduled`: `schedules:next` (the next ticks of periodic jobs), `leases` (items that are handed over,
--- by the time their lease lapses) and `expiries` (items by the time they are too old). Whoever changes the head of one of them tells pulse, as for `scheduled`.
+-- Times besides that of `scheduled`: `schedules:next` (the next ticks of periodic jobs), `leases` (items that are
+-- handed over, by the time their lease lapses) and `expiries` (items by the time they are too old). Whoever changes the
+-- head of one of them tells pulse, as for `scheduled`.
 
 function timers.head_ms(name)
   local head = redis.call('ZRANGE', key(name), 0, 0, 'WITHSCORES')
@@ -66,8 +69,8 @@ function timers.set(name, id, at_ms)
   end
 end
 
--- In how many ms something is to be done; -1: there is nothing. `told`: ticks that are due are known to the caller. (One that
--- cannot be fired stays due: it must not bring the caller back at once, again and again.)
+-- In how many ms something is to be done; -1: there is nothing. `told`: ticks that are due are known to the caller.
+-- (One that cannot be fired stays due: it must not bring the caller back at once, again and again.)
 function timers.next_ms(told)
   local next_ms
   local function consider(at_ms)
@@ -99,9 +102,9 @@ function timers.set_expiry(id, from_ms, if_earlier)
   timers.set('expiries', id, expires_ms)
 end
 
--- Schedules. `schedules`: KEY -> RULE '\n' POLICY '\n' DATA (scheduling.py); `schedules:next`: KEY by its next tick (ms).
--- Ticks are computed in Python, which gets RULE and POLICY, the head; whoever comes back with a plan has to show the same
--- head.
+-- Schedules. `schedules`: KEY -> RULE '\n' POLICY '\n' DATA (scheduling.py); `schedules:next`: KEY by its next tick
+-- (ms). Ticks are computed in Python, which gets RULE and POLICY, the head; whoever comes back with a plan has to show
+-- the same head.
 
 local TOLD_PER_CALL = 100
 
@@ -110,7 +113,8 @@ function schedules.read_definition(definition)
   return string.match(definition, '^([^\n]*\n[^\n]*)\n(.*)$')
 end
 
--- KEY, tick and head of each tick that is due, behind what `reply` has already; not of those that the caller cannot fire.
+-- KEY, tick and head of each tick that is due, behind what `reply` has already; not of those that the caller cannot
+-- fire.
 function schedules.add_due(reply, refused)
   local leave_out = {}
   for _, name in ipairs(refused) do leave_out[name] = true end
@@ -154,7 +158,8 @@ function schedules.store_run(id, policy, identifier, data, run_at_ms)
   timers.set_expiry(id, run_at_ms)
 end
 
--- set_schedule: stores a schedule, or changes it. The same rule keeps its next tick, the same definition changes nothing.
+-- set_schedule: stores a schedule, or changes it. The same rule keeps its next tick, the same definition changes
+-- nothing.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     protocol, KEY, definition, interval in ms ('' for a cron rule), first tick of a cron rule (ms)
@@ -279,14 +284,15 @@ function verbs.fire()
   return { OK, 1, timers.next_ms() }
 end
 
--- promote: what is due becomes waiting; leases lapse, and items that are too old are given up, done jobs forgotten. It tells of ticks that are
--- due. Pulse calls it on time.
+-- promote: what is due becomes waiting; leases lapse, and items that are too old are given up, done jobs forgotten. It
+-- tells of ticks that are due. Pulse calls it on time.
 --
 -- KEYS[1]  the queue's base
 -- ARGV     schedules that the caller cannot fire
--- Returns  {OK, ms until it is to be called again (-1: nothing has a time), now (ms), then KEY, tick (ms) and head of each
---          other schedule that is due}; {NO_QUEUE}
--- States   scheduled -> waiting; active -> waiting (its lease lapsed, also stalled); waiting, retry -> dead (item_timeout)
+-- Returns  {OK, ms until it is to be called again (-1: nothing has a time), now (ms), then KEY, tick (ms) and head of
+--          each other schedule that is due}; {NO_QUEUE}
+-- States   scheduled -> waiting; active -> waiting (its lease lapsed, also stalled); waiting, retry -> dead
+--          (item_timeout)
 function verbs.promote()
   if not epoch then return { NO_QUEUE } end
   leases.lapse()

@@ -13,12 +13,14 @@ local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
 -- Of this turn: what it was called with, and what the queue says about it.
 local processor, worker, turn, want, keep, lane, done_count, failed_count
 local max_stalls, max_timeouts, processing
--- Ids that were settled, or whose settling was refused; whether the limits held the worker up; the fates of what failed.
+-- Ids that were settled, or whose settling was refused; whether the limits held the worker up; the fates of what
+-- failed.
 local settled, refused, limited, fates
--- Hints that waiting has brought, if they are what a claim would find first: then they need not go back before they are taken.
+-- Hints that waiting has brought, if they are what a claim would find first: then they need not go back before they are
+-- taken.
 local moved
--- `taken`: ids. `spent`: jobs that are buried. `again`: the ids whose record is not plain, with the number of the attempt that
--- begins. `reply`: what there is before the jobs comes last.
+-- `taken`: ids. `spent`: jobs that are buried. `again`: the ids whose record is not plain, with the number of the
+-- attempt that begins. `reply`: what there is before the jobs comes last.
 local taken, reply, spent, again
 -- What may still be read of records; counted only if so many could be too much.
 local bytes_left, may_be_much
@@ -32,8 +34,8 @@ function turns.refuse()
     redis.call('HSET', registrations, worker, turn)
     return nil
   end
-  -- The worker has gone on since: this turn would take away what it runs now. A BLMOVE that was sent along with it could not
-  -- be refused.
+  -- The worker has gone on since: this turn would take away what it runs now. A BLMOVE that was sent along with it
+  -- could not be refused.
   holdings.return_parked(processor, worker)
   hints.wake_idle(nil, WAKE_LIMITED)
   journal.write(worker)
@@ -231,7 +233,7 @@ function turns.claim()
     job.fence, job.micros, job.brief = fence, '-', job.error
   end
   if #spent > 0 then dead.bury(spent) end
-  if has_limits then limits.take_tokens(#taken) end
+  limits.take_tokens(#taken)
   if #taken == 0 then return '' end
   local owner = worker .. ':' .. fence
   local pairs_to_set = {}
@@ -259,8 +261,8 @@ function turns.claim()
   return fence
 end
 
--- How many it may claim now, at most as many as it wants. Of the places of max_active one: what is claimed ahead of its time
--- would keep others out.
+-- How many it may claim now, at most as many as it wants. Of the places of max_active one: what is claimed ahead of its
+-- time would keep others out.
 function turns.within_limits()
   local left = limits.room()
   if lane == 'main' then left = left - limits.left_to_suspects() end
@@ -280,25 +282,25 @@ function turns.within_limits()
   return 0
 end
 
--- turn: a worker settles what it ran, says what it still holds, and claims what comes next.
--- It is also how a worker begins what BLMOVE gave it, and how it finds its place after a lost reply: whatever is in
--- its processing list that it neither settles nor keeps goes back to the front first.
+-- turn: a worker settles what it ran, says what it still holds, and claims what comes next. It is also how a worker
+-- begins what BLMOVE gave it, and how it finds its place after a lost reply: whatever is in its processing list that it
+-- neither settles nor keeps goes back to the front first.
 --
 -- KEYS[1]  the queue's base
--- ARGV     epoch, processor, worker, turn number (up to 53 bits, growing), want, keep (how many unstarted jobs of earlier turns it still
---          counts on), lane ('main' | 'waiting' (main, sent along with the BLMOVE that waits for a job) | 'retry' | 'suspects': where
---          to claim), number done, number failed, then (id, fence, micros) per done job and
---          (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed one; if the queue keeps results,
---          (number of the done job in this turn, from 1; its result or '!' and why it has none) per done job
--- Returns  {OK, PAUSED or LIMITED (something waits and may not begin now: the worker is woken), held (0: the kept jobs have been
---          given to others), ids whose settling was refused, fence, timeout_ms, size, priority, how long a result may be (bytes;
---          0: none is kept), the fate of each failed job (4 values each, lib/fates.lua; not there if none failed),
---          id, record, id, record ...};
---          {NO_QUEUE}; {FENCED} if the worker is not registered; {STALE} if its number is not above the last one: it was sent before a
---          turn that has been taken, and has arrived late
--- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out);
---          blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active;
---          waiting -> dead (it stalled or timed out too often)
+-- ARGV     epoch, processor, worker, turn number (up to 53 bits, growing), want, keep (how many unstarted jobs of
+--          earlier turns it still counts on), lane ('main' | 'waiting' (main, sent along with the BLMOVE that waits for
+--          a job) | 'retry' | 'suspects': where to claim), number done, number failed, then (id, fence, micros) per
+--          done job and (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed
+--          one; if the queue keeps results, (number of the done job in this turn, from 1; its result or '!' and why it
+--          has none) per done job
+-- Returns  {OK, PAUSED or LIMITED (something waits and may not begin now: the worker is woken), held (0: the kept jobs
+--          have been given to others), ids whose settling was refused, fence, timeout_ms, size, priority, how long a
+--          result may be (bytes; 0: none is kept), the fate of each failed job (4 values each, failures.lua; not there
+--          if none failed), id, record, id, record ...}; {NO_QUEUE}; {FENCED} if the worker is not registered; {STALE}
+--          if its number is not above the last one: it was sent before a turn that has been taken, and has arrived late
+-- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out); blocked ->
+--          waiting | scheduled; scheduled -> waiting (promoted); waiting -> active; waiting -> dead (it stalled or
+--          timed out too often)
 function verbs.turn()
   if epoch ~= ARGV[1] then return { NO_QUEUE } end
   processor, worker, turn = ARGV[2], ARGV[3], ARGV[4]
