@@ -49,7 +49,8 @@ function turns.settle_successes(first)
   local ids = {}
   for i = 0, done_count - 1 do ids[i + 1] = ARGV[first + 3 * i] end
   local owners = redis.call('HMGET', key('active'), unpack(ids))
-  local notes, fence, owner, entries, keeps = {}, nil, nil, nil, option('keep_done_ms') > 0
+  local notes, keeps = {}, option('keep_done_ms') > 0
+  local fence, owner, entries
   for i = 1, done_count do
     local id, at = ids[i], first + 3 * (i - 1)
     if ARGV[at + 1] ~= fence then
