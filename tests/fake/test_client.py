@@ -1,0 +1,182 @@
+"""What a Client does, on fakeredis: each call as a user makes it, with a worker whose steps the test takes."""
+
+import select
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from forq.broker.ends import Ends
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.client import Client, Queue
+from forq.errors import Exists, InvalidData, InvalidId, JobDead, UnknownJob, UnknownQueue, UsageError, WaitTimeout
+from tests.support.fake_server import FakeServer
+from tests.support.one_queue import HandWorker, OneQueue
+
+
+def ids(q: Queue, state: str | None = None) -> list[str]:
+    return [job["id"] for job in q.jobs(state).jobs]  # type: ignore[arg-type]
+
+
+def test_jobs_run_by_priority_and_then_in_the_order_of_enqueue(q: Queue, worker: HandWorker) -> None:
+    for job_id, priority in [("a", 5), ("b", 9), ("c", 0), ("d", 5)]:
+        assert q.enqueue({"n": 1}, id=job_id, priority=priority) == job_id
+    assert ids(q) == ["c", "a", "d", "b"]
+    assert worker.turn(want=4) == ["c", "a", "d", "b"]
+    assert q.status()["active"] == 4
+
+
+def test_ids_are_made_and_many_jobs_are_stored_in_order(q: Queue) -> None:
+    made = q.enqueue_many([{"n": n} for n in range(300)])
+    assert len(set(made)) == 300
+    assert q.status()["waiting"] == 300
+    page = q.jobs(limit=200)
+    assert [job["id"] for job in (*page.jobs, *q.jobs(limit=200, after=page.next).jobs)] == made
+
+
+def test_a_token_gets_the_same_id_again(q: Queue) -> None:
+    first = q.enqueue(1, token="order-7")
+    assert q.enqueue(2, token="order-7") == first
+    assert q.job(first)["data"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "data", "priority"),
+    [
+        ({}, "new", 2),
+        ({"update_data": False}, "old", 5),
+        ({"if_exists": "skip"}, "old", 5),
+    ],
+)
+def test_a_job_of_a_known_id_updates_the_other_one(q: Queue, flags: dict[str, Any], data: str, priority: int) -> None:
+    q.enqueue("old", id="a")
+    assert q.enqueue("new", id="a", priority=2, **flags) == "a"
+    job = q.job("a")
+    assert (job["data"], job["priority"], q.status()["waiting"]) == (data, priority, 1)
+
+
+def test_refuse_raises_exists_and_changes_nothing(q: Queue) -> None:
+    q.enqueue("old", id="a")
+    with pytest.raises(Exists):
+        q.enqueue("new", id="a", if_exists="refuse")
+    assert q.job("a")["data"] == "old"
+
+
+@pytest.mark.parametrize(
+    ("update_run_at", "later", "moves"),
+    [(True, True, True), (True, False, True), (False, True, False), ("if_later", True, True),
+     ("if_later", False, False), ("if_earlier", True, False), ("if_earlier", False, True)],
+)  # fmt: skip
+def test_the_time_of_a_job_is_updated_as_asked(q: Queue, update_run_at: bool | str, later: bool, moves: bool) -> None:
+    now = datetime.now(UTC).replace(microsecond=0)
+    before, after = now + timedelta(hours=2), now + timedelta(hours=3 if later else 1)
+    q.enqueue(1, id="a", run_at=before)
+    q.enqueue(1, id="a", run_at=after, update_run_at=update_run_at)
+    assert q.job("a")["run_at"] == (after if moves else before).timestamp()
+    assert ids(q, "scheduled") == ["a"]
+
+
+def test_what_comes_while_a_job_runs_waits_behind_it(q: Queue, worker: HandWorker) -> None:
+    q.enqueue("first", id="a")
+    assert worker.turn(want=1) == ["a"]
+    q.enqueue("second", id="a")
+    assert ids(q, "blocked") == ["a"]
+    worker.turn(done="a")
+    assert worker.turn(want=1) == ["a"]
+    assert q.job("a")["data"] == "second"
+
+
+def test_cancel_takes_what_waits_and_nothing_else(q: Queue, worker: HandWorker) -> None:
+    q.enqueue(1, id="a")
+    q.enqueue(1, id="b", run_in=3600)
+    assert (q.cancel("a"), q.cancel("b"), q.cancel("c")) == (True, True, False)
+    q.enqueue(1, id="a")
+    worker.turn(want=1)
+    assert not q.cancel("a")
+    assert q.remove("a")
+    worker.turn(done="a")
+    assert ids(q, "done") == [], "it was removed"
+
+
+def test_a_paused_queue_begins_nothing(q: Queue, worker: HandWorker) -> None:
+    q.enqueue(1, id="a")
+    q.pause()
+    assert worker.turn(want=1) == []
+    q.resume()
+    assert worker.turn(want=1) == ["a"]
+
+
+def test_wait_gets_what_the_handler_returned(q: Queue, worker: HandWorker) -> None:
+    q.enqueue(1, id="a")
+    with pytest.raises(WaitTimeout):
+        q.wait("a", timeout=0)
+    worker.turn(want=1)
+    worker.turn(done="a", results={"a": '{"sum":3}'})
+    assert q.wait("a", timeout=0) == {"sum": 3}
+    with pytest.raises(UnknownJob):
+        q.wait("b", timeout=0)
+
+
+def test_who_listens_hears_the_end_of_a_job(queue: OneQueue, q: Queue, worker: HandWorker) -> None:
+    """fakeredis passes on what the library publishes, and the listener's descriptor can be watched."""
+    q.enqueue(1, id="a")
+    worker.turn(want=1)
+    ends = Ends(queue.link, DEFAULT_PREFIX, queue.name, "a")
+    listener, poll = ends.listener(), select.poll()
+    listener.connect()
+    poll.register(listener.fileno(), select.POLLIN)
+    assert ends.look(None, 60_000).state == "live"
+    assert poll.poll(0) == []
+    worker.turn(done="a")
+    assert poll.poll(0)
+    assert [message.split()[0] for _, message in listener.hear()] == ["done"]
+    listener.close()
+
+
+def test_a_job_that_died_is_listed_retried_and_discarded(q: Queue, worker: HandWorker) -> None:
+    for job_id in "ab":
+        q.enqueue(1, id=job_id)
+    worker.turn(want=2)
+    worker.turn(failed="ab", error='{"name":"ValueError","message":"no"}')
+    assert {job["id"] for job in q.dead().jobs} == {"a", "b"}
+    with pytest.raises(JobDead, match="ValueError: no"):
+        q.wait("a", timeout=0)
+    assert q.retry_dead("a").startswith("a@")
+    assert q.discard_dead("b").startswith("b@")
+    assert (ids(q, "waiting"), q.dead().jobs) == (["a"], [])
+    with pytest.raises(UnknownJob):
+        q.retry_dead("b")
+
+
+def test_schedules_are_set_listed_triggered_and_ended(q: Queue) -> None:
+    tick = q.schedule("nightly", cron="0 3 * * *", data={"n": 1}, overlap="skip")
+    assert (tick.hour, tick.minute) == (3, 0)
+    q.schedule("often", every="5m")
+    assert sorted(each["key"] for each in q.schedules()) == ["nightly", "often"]
+    job_id = q.trigger("nightly")
+    assert q.job(job_id)["data"] == {"n": 1}
+    with pytest.raises(Exists):
+        q.trigger("nightly")
+    assert (q.unschedule("often"), q.unschedule("often")) == (True, False)
+
+
+def test_what_is_not_allowed_says_so_before_anything_is_stored(q: Queue) -> None:
+    with pytest.raises(InvalidData):
+        q.enqueue({1, 2})
+    with pytest.raises(InvalidId):
+        q.enqueue(1, id="a b")
+    with pytest.raises(UsageError):
+        q.enqueue(1, priority=10)
+    assert q.status()["waiting"] == 0
+
+
+def test_queues_are_made_listed_and_deleted(fake: FakeServer) -> None:
+    client = Client(fake.url)
+    with pytest.raises(UnknownQueue):
+        client.queue("other").enqueue(1)
+    client.create_queue("other", mode="on_request").enqueue({"n": 1}, id="x")
+    assert client.queues() == {"other": "on_request"}
+    assert client.queue("other").dequeue("x").data == {"n": 1}  # type: ignore[union-attr]
+    assert client.delete_queue("other") == 0
+    assert client.queues() == {}
+    client.close()

@@ -1,0 +1,25 @@
+"""The library on fakeredis leaves the same keys and journals behind as on a server: the recorded runs of the models."""
+
+import hashlib
+
+import pytest
+
+from tests.guards.model_runs import read_runs, repeat
+from tests.guards.recording import RECORDED
+from tests.guards.test_broker_dumps import MACHINES
+from tests.support.fake_server import FakeServer
+from tests.support.thorough import sample
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_recorded_runs_end_as_on_a_server(fake: FakeServer, name: str) -> None:
+    runs = list(zip(read_runs(RECORDED / f"runs_{name}.jsonl"), digests(name), strict=True))
+    assert len(runs) > 20
+    for run, digest in sample(runs, one_in=6):
+        dump = repeat(MACHINES[name], fake, run)  # type: ignore[arg-type]  # it is used like a server
+        assert hashlib.sha256(dump.encode()).hexdigest() == digest, dump
+
+
+def digests(name: str) -> list[str]:
+    """Of the dumps on a server."""
+    return [line.split()[1] for line in (RECORDED / f"dumps_{name}.txt").read_text().splitlines()]
