@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from forq.errors import ForqError, OutcomeUnknown
 from forq.procs import liveness, wire
@@ -22,6 +22,14 @@ log = logging.getLogger("forq")
 
 # Called with the result, or with a ForqError.
 Answer = Callable[[Any], None]
+
+
+class _Asked(NamedTuple):
+    method: str
+    params: dict[str, Any]
+    answer: Answer | None
+    repeat: bool
+    raw: bool
 
 
 class Service:
@@ -56,7 +64,7 @@ class Service:
         self._on_stop = on_stop
         self._respawn = Respawn()
         self._ids = count(1)
-        self._pending: dict[int, tuple[str, dict[str, Any], Answer | None, bool]] = {}
+        self._pending: dict[int, _Asked] = {}
         self._stopped = False
         self._then: Callable[[], None] | None = None
         self._timer: Timer | None = None
@@ -82,16 +90,28 @@ class Service:
             self._start_later(0.0)
             return
         unanswered, self._pending = self._pending, {}
-        for method, params, answer, repeat in unanswered.values():
-            self.ask(method, params, answer, repeat=repeat)
+        for asked in unanswered.values():
+            self._ask(asked)
         if self._on_start is not None:
             self._on_start()
 
-    def ask(self, method: str, params: dict[str, Any], answer: Answer | None = None, *, repeat: bool = False) -> None:
+    def ask(
+        self,
+        method: str,
+        params: dict[str, Any],
+        answer: Answer | None = None,
+        *,
+        repeat: bool = False,
+        raw: bool = False,
+    ) -> None:
+        """With `raw` the result is passed on as the bytes in which it comes (wire.RawResult)."""
+        self._ask(_Asked(method, params, answer, repeat, raw))
+
+    def _ask(self, asked: _Asked) -> None:
         number = next(self._ids)
-        self._pending[number] = (method, params, answer, repeat)
+        self._pending[number] = asked
         if self.child is not None:
-            self.child.send(wire.request(number, method, params))
+            self.child.send(wire.request(number, asked.method, asked.params))
 
     def has_passed(self) -> bool:
         """Whether it has come round its loop since its start, or since its last ping."""
@@ -129,17 +149,22 @@ class Service:
         return self._run(leash)
 
     def _read(self, line: bytes) -> None:
-        message = wire.decode(line)
-        if "event" in message:
-            if self._on_event is not None:
-                self._on_event(message)
+        raw = wire.read_raw_answer(line)
+        if raw is not None and self._pending[raw[0]].raw:
+            self._answered(*raw)
             return
-        number, answer = wire.read_answer(line)
+        message = wire.decode(line)
+        if "event" not in message:
+            self._answered(*wire.read_answer(message))
+        elif self._on_event is not None:
+            self._on_event(message)
+
+    def _answered(self, number: str | int | None, answer: Any) -> None:
         assert isinstance(number, int)
-        _, _, answered, _ = self._pending.pop(number)
-        if answered is not None:
+        asked = self._pending.pop(number)
+        if asked.answer is not None:
             try:
-                answered(answer)
+                asked.answer(answer)
             except Exception:  # the lines behind this one belong to others
                 log.exception("answer could not be used service=%s", self.name)
         elif isinstance(answer, ForqError):
@@ -157,11 +182,11 @@ class Service:
             return
         self.restarts += 1
         log.error("service died, starting it again service=%s end=%s", self.name, ended.text)
-        for number, (_, _, answer, repeat) in list(self._pending.items()):
-            if not repeat:
+        for number, asked in list(self._pending.items()):
+            if not asked.repeat:
                 del self._pending[number]
-                if answer is not None:
-                    answer(OutcomeUnknown(f"the {self.name} process died before it answered ({ended.text})"))
+                if asked.answer is not None:
+                    asked.answer(OutcomeUnknown(f"the {self.name} process died before it answered ({ended.text})"))
         self._start_later(lived)
 
     def _start_later(self, lived_seconds: float) -> None:

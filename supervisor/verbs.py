@@ -63,7 +63,7 @@ class Verbs:
             # Whose clerk dies meanwhile asks the next one.
             "watch": lambda request: self._ask_clerk(request, "watch", request.params, repeat=True),
             # Nothing of it is in Redis: it need not wait for that.
-            "logs": lambda request: self._clerk.ask("logs", request.params, _answer_to(request), repeat=True),
+            "logs": lambda request: self._clerk.ask("logs", request.params, _answer_to(request), repeat=True, raw=True),
             **Releases(self._ask_clerk, self._clerk, self._supervisor.loop.now).table(),
             **dict.fromkeys(("schedule", "schedules", "unschedule", "trigger"), self._pass_on),
             **dict.fromkeys(("dead.list", "dead.show", "dead.retry", "dead.discard"), self._pass_on),
@@ -295,11 +295,14 @@ class Verbs:
         repeat: bool = False,
         patience_seconds: float = 0.0,
     ) -> None:
-        """Just after a start the request waits until its queue is there."""
-        answer = answer or _answer_to(request)
+        """Just after a start the request waits until its queue is there. Without `answer` the client gets what the
+        clerk says, byte by byte."""
+        ask_clerk = partial(
+            self._clerk.ask, verb, params, answer or _answer_to(request), repeat=repeat, raw=answer is None
+        )
         unit = self._queues.units.get(str(params.get("name")))
         if unit is None or not unit.opening:
-            self._clerk.ask(verb, params, answer, repeat=repeat)
+            ask_clerk()
             return
         name = unit.spec.name
 
@@ -315,7 +318,7 @@ class Verbs:
         def ask() -> None:
             if not request.answered and not request.gone:
                 timer.cancel()
-                self._clerk.ask(verb, params, answer, repeat=repeat)
+                ask_clerk()
 
         # If it is not opened, Redis knows best what there is of that name.
         unit.when_opened(ask, otherwise=ask)

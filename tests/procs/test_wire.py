@@ -92,3 +92,18 @@ def test_an_unknown_error_becomes_the_base_class_and_nothing_else(body: object) 
 def test_what_json_does_not_have_is_refused(value: object) -> None:
     with pytest.raises(errors.InvalidData):
         wire.encode({"data": value})
+
+
+@given(json_values, st.integers(0, 10**9), st.text(max_size=5) | st.integers() | st.none())
+def test_a_result_that_is_passed_on_is_the_same_bytes_as_one_encoded_anew(
+    value: object, number: int, id: str | int | None
+) -> None:
+    found = wire.read_raw_answer(wire.result(number, value)[:-1])
+    assert found is not None
+    assert found[0] == number
+    assert wire.result(id, found[1]) == wire.result(id, value)
+
+
+def test_an_error_or_an_event_is_not_passed_on_unread() -> None:
+    assert wire.read_raw_answer(wire.failure(7, errors.UnknownJob("no"))) is None
+    assert wire.read_raw_answer(b'{"event":"redis","ok":true}') is None
