@@ -7,20 +7,22 @@ import socket
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from forq.errors import ForqError, InvalidData
+from forq.procs.burial import Remains, bury_own
 from forq.procs.cgroup import Cgroup, Cgroups
 from forq.procs.cgroup_limits import exceeded, limit
 from forq.procs.lines import LineConnection, Lines
 from forq.procs.loop import Loop, Timer
+from forq.procs.own_pids import OwnPids
 from forq.procs.resources import Exceeded, Resources
 from forq.procs.tree_mark import TreeMark
-from forq.procs.treekill import kill_orphans, kill_tree, signal_descendants
+from forq.procs.treekill import kill_tree, signal_descendants
 from forq.supervisor.spawn import Exit, Spawned, reap, signal_child, spawn
 
 TERM_GROUP_SECONDS = 2.0
-ESCAPED_SECONDS = 1.0
 MAX_LINE_BYTES = 64 * 1024 * 1024
 # Then the others have their turn, so that no child can keep the loop to itself.
 LINES_PER_PASS = 64
@@ -33,6 +35,10 @@ MAX_LAST_BYTES = 1024 * 1024
 
 log = logging.getLogger("forq")
 
+# Verb, params, and what to do with the answer or error.
+AskWarden = Callable[[str, dict[str, Any], Callable[[Any], None]], bool]
+Buried = Callable[[frozenset[int]], None]
+
 _NO_LIMITS = Resources()
 
 
@@ -43,16 +49,18 @@ class Nursery:
     loop: Loop
     keep_fds: tuple[int, ...]
     cgroups: Cgroups | None
-    pids: set[int] = field(default_factory=set)
+    pids: OwnPids = field(default_factory=OwnPids)
     # Who wants to know that a child was stopped by a signal, or goes on.
     stops: dict[int, Callable[[bool], None]] = field(default_factory=dict)
     named: int = 0
     # None: nothing below a queue's process is marked.
     tree_mark: TreeMark | None = None
-    # Orphans that could not be killed and still run; those among them that the last burial has found.
+    # Asks the warden, which looks at /proc and kills so that this loop need not wait; False: there is none.
+    ask_warden: AskWarden | None = None
+    # Orphans that could not be killed and still run.
     survivors: set[int] = field(default_factory=set)
-    new_survivors: frozenset[int] = frozenset()
-    _dead: list[Callable[[], None]] = field(default_factory=list)
+    _dead: list[tuple[Cgroup | None, Buried]] = field(default_factory=list)
+    _burying: bool = False
 
     def cgroup(self, name: str) -> Cgroup | None:
         if self.cgroups is None:
@@ -78,38 +86,78 @@ class Nursery:
         # No signal may tell of those that are left.
         self.loop.call_later(0.0, self._look_for_stops)
 
-    def bury(self, then: Callable[[], None]) -> None:
-        """Calls back when nothing is left of what a dead child had started. To look for that takes a time that grows
-        with the number of children, so those that have died together share one look, at the end of this pass."""
-        self._dead.append(then)
-        if len(self._dead) == 1:
+    def delegate(
+        self, verb: str, params: dict[str, Any], here: Callable[[], object], then: Callable[[Any], None]
+    ) -> None:
+        """Has the warden do it, and calls back with its answer. Without one, and if it dies over it, `here` does it:
+        the machine may have no process left to give, and that may be what has to be ended. None: that failed, too."""
+
+        def do_here() -> None:
+            result: object = None
+            try:
+                result = here()
+            except Exception:  # whatever could not be cleared away: who waits for it has to be told
+                log.exception("cannot %s what belongs to a child", verb)
+            then(result)
+
+        def answered(answer: Any) -> None:
+            if isinstance(answer, ForqError):
+                log.warning("the warden failed, doing it here verb=%s error=%s", verb, answer)
+                do_here()
+            else:
+                then(answer)
+
+        if self.ask_warden is None or not self.ask_warden(verb, params, answered):
+            do_here()
+
+    def bury(self, cgroup: Cgroup | None, then: Buried) -> None:
+        """Calls back when nothing is left of what a dead child had started, with the pids of those that cannot be
+        killed. To look for that takes a time that grows with the number of children, so those that have died together,
+        or during a burial, share the next one."""
+        self._dead.append((cgroup, then))
+        if not self._burying:
+            self._burying = True
             self.loop.call_later(0.0, self._bury_all)
 
     def _bury_all(self) -> None:
         dead, self._dead = self._dead, []
-        try:
-            self._bury_orphans()
-        except Exception:  # whatever could not be cleared away, the supervisor must learn that the children are gone
-            log.exception("burial failed children=%s", len(dead))
-        for then in dead:
-            try:
-                then()
-            except Exception:  # the others have to be told, too
-                log.exception("the end of a child could not be dealt with")
+        paths = [str(cgroup.path) for cgroup, _ in dead if cgroup is not None]
 
-    def _bury_orphans(self) -> None:
-        """Whatever the supervisor adopted belonged to a child that is dead."""
+        def here() -> dict[str, Any]:
+            return asdict(bury_own(self.pids, self.survivors, paths, self.tree_mark))
+
+        def buried(answer: dict[str, Any] | None) -> None:
+            remains = Remains(**(answer or {}))
+            survivors = self._end_burial(remains)
+            self._burying = bool(self._dead)
+            if self._burying:
+                self.loop.call_later(0.0, self._bury_all)
+            for cgroup, then in dead:
+                in_group = [] if cgroup is None else remains.groups.get(str(cgroup.path), [])
+                if in_group:
+                    log.error("%s", cannot_kill(in_group))
+                try:
+                    then(survivors | frozenset(in_group))
+                except Exception:  # the others have to be told, too
+                    log.exception("the end of a child could not be dealt with")
+
         self._look_after_survivors()
-        killed, survivors = kill_orphans(self.pids | self.survivors)
-        self.new_survivors = frozenset(survivors)
-        self.survivors |= self.new_survivors
-        if survivors:
-            log.error("%s", cannot_kill(survivors))
-        if self.tree_mark is not None:
-            # None should have got out of our reach. To look costs as much as our ancestors have children.
-            killed += sorted(self.tree_mark.kill(self.tree_mark.find_escaped, ESCAPED_SECONDS)[0])
-        if killed:
-            log.warning("killed processes that a dead child had left behind pids=%s", killed)
+        self.delegate("bury", {"groups": paths, "survivors": sorted(self.survivors)}, here, buried)
+
+    def _end_burial(self, remains: Remains) -> frozenset[int]:
+        """Whatever the supervisor adopted belonged to a child that is dead; of those that died together nobody knows
+        whose a survivor was: it counts as each one's."""
+        for pid in remains.zombies:
+            # One that the warden told of twice may be somebody else by now.
+            if pid not in self.pids:
+                with suppress(ChildProcessError):
+                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+        self.survivors.update(remains.survivors)
+        if remains.survivors:
+            log.error("%s", cannot_kill(remains.survivors))
+        if remains.killed:
+            log.warning("killed processes that a dead child had left behind pids=%s", remains.killed)
+        return frozenset(remains.survivors)
 
     def _look_after_survivors(self) -> None:
         """Those that could not be killed are children of this process until they end, so their pids stay theirs."""
@@ -169,7 +217,11 @@ class Child:
         self._on_garbage = on_garbage
         self._on_end = on_end
         self._deaf = False
+        self._gone = False
         self._timer: Timer | None = None
+        self._runs_user_code = runs_user_code
+        # How much the warden has yet to do to it; until then it is not reaped, so that its pid stays its own.
+        self._delegated = 0
         self._cgroup = nursery.cgroup(name.replace(" ", "-")) if runs_user_code else None
         limits = resources or _NO_LIMITS
         self.kernel_keeps = not limits or (self._cgroup is not None and limit(self._cgroup, limits))
@@ -177,14 +229,15 @@ class Child:
         self.survivors: frozenset[int] = frozenset()
         ours, theirs = socket.socketpair()
         try:
-            self._spawned = self._fork(theirs, run, handled, keep_fds)
+            with nursery.pids.forking():
+                self._spawned = self._fork(theirs, run, handled, keep_fds)
+                nursery.pids.add(self.pid)
         except OSError:
             ours.close()
             raise
         finally:
             theirs.close()
         self._leash = LineConnection(nursery.loop, ours, self._heard, lines=Lines(max_line_bytes))
-        nursery.pids.add(self.pid)
         nursery.stops[self.pid] = self._stopped_or_continued
         nursery.loop.watch_child(self._spawned.pidfd, self._ended)
 
@@ -220,15 +273,27 @@ class Child:
         self._timer = self._nursery.loop.call_later(grace_seconds, self._term_group)
 
     def kill(self) -> None:
-        """Kills the whole tree now; on_end follows."""
+        """Kills the whole tree; on_end follows when nothing is left of it."""
         self.stopping = True
         if self.ended:
             return
-        if self._cgroup is not None and self._cgroup.kill():
-            # Just forked, it may not have entered its group yet.
-            signal_child(self._spawned, signal.SIGKILL)
+        if self._runs_user_code and self._cgroup is None:
+            self._delegate("kill", lambda: kill_tree(self.pid))
             return
-        kill_tree(self.pid)
+        if self._cgroup is not None:
+            # Without waiting: its burial does.
+            self._cgroup.kill(0.0)
+        # Just forked, it may not have entered its group yet. One of ours has nothing below it.
+        signal_child(self._spawned, signal.SIGKILL)
+
+    def _delegate(self, verb: str, here: Callable[[], object]) -> None:
+        self._delegated += 1
+        self._nursery.delegate(verb, {"pid": self.pid}, here, self._done_to_it)
+
+    def _done_to_it(self, answer: object) -> None:
+        self._delegated -= 1
+        if self._gone and not self._delegated:
+            self._ended()
 
     def kill_unheard(self, cause: str = "garbage_on_leash") -> None:
         """Kills it; nothing that it has said or is still saying is read any more."""
@@ -267,7 +332,7 @@ class Child:
         except ProcessLookupError:
             return
         # The programs of exec handlers have groups of their own.
-        signal_descendants(self.pid, signal.SIGTERM)
+        self._delegate("term", lambda: signal_descendants(self.pid, signal.SIGTERM))
         self._timer = self._nursery.loop.call_later(TERM_GROUP_SECONDS, self.kill)
 
     def _heard(self) -> None:
@@ -319,6 +384,9 @@ class Child:
         return True
 
     def _ended(self) -> None:
+        self._gone = True
+        if self._delegated:
+            return
         ended = reap(self._spawned)
         if ended is None:
             raise ForqError(f"child {self.name} was reported dead but is not")
@@ -327,27 +395,20 @@ class Child:
         self.ended = True
         self._nursery.pids.discard(self.pid)
         self._nursery.stops.pop(self.pid, None)
+        if not self._runs_user_code:
+            self._buried(ended, frozenset())
+            return
         try:
             if self._cgroup is not None:
-                if not self._cgroup.kill():
-                    self.survivors = frozenset(self._cgroup.pids())
-                    log.error("%s", cannot_kill(self.survivors))
                 self.killed_by_kernel = exceeded(self._cgroup)
         finally:
-            self._nursery.bury(lambda: self._bury(ended))
+            self._nursery.bury(self._cgroup, lambda survivors: self._buried(ended, survivors))
 
-    def _bury(self, ended: Exit) -> None:
-        """Nothing is left of what it had started, or nothing that can be killed. Of those that died with it nobody
-        knows whose a survivor was: it counts as each one's."""
-        self.survivors |= self._nursery.new_survivors
-        try:
-            if self._cgroup is not None:
-                self._cgroup.remove()
-        except Exception:  # whatever could not be cleared away, the supervisor must learn that the child is gone
-            log.exception("burial failed child=%s", self.name)
-        finally:
-            self._leash.read(False)
-            self._hear_last_words(ended, 0)
+    def _buried(self, ended: Exit, survivors: frozenset[int]) -> None:
+        """Nothing is left of what it had started, or nothing that can be killed."""
+        self.survivors = survivors
+        self._leash.read(False)
+        self._hear_last_words(ended, 0)
 
     def _hear_last_words(self, ended: Exit, heard_bytes: int) -> None:
         """All of them, a part in each pass of the loop; then it is over."""

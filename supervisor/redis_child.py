@@ -31,18 +31,19 @@ class RedisChild:
     def start(self) -> None:
         try:
             # It dies with the supervisor, in order: TERM makes it write what it has.
-            self._spawned = exec_program(
-                self._argv,
-                loop=self._nursery.loop,
-                keep_fds=self._nursery.keep_fds,
-                env=embedded.environment(),
-                death_signal=signal.SIGTERM,
-            )
+            with self._nursery.pids.forking():
+                self._spawned = exec_program(
+                    self._argv,
+                    loop=self._nursery.loop,
+                    keep_fds=self._nursery.keep_fds,
+                    env=embedded.environment(),
+                    death_signal=signal.SIGTERM,
+                )
+                self._nursery.pids.add(self._spawned.pid)
         except OSError as exc:
             self._start_later(0.0, f"cannot start it: {exc}")
             return
         self._started = self._nursery.loop.now()
-        self._nursery.pids.add(self._spawned.pid)
         self._nursery.loop.watch_child(self._spawned.pidfd, self._ended)
 
     def stop(self, then: Callable[[], None]) -> None:

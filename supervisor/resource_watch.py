@@ -1,4 +1,7 @@
-"""Which processes of queues the warden watches. It is started with the first of them: most supervisors need none."""
+"""The warden, as the supervisor sees it: which processes of queues it watches, and whose trees it kills.
+
+It is started when it is needed for the first time.
+"""
 
 import socket
 from collections.abc import Callable
@@ -45,8 +48,20 @@ class ResourceWatch:
         if self._started:
             self._tell()
         else:
-            self._started = True
-            self._warden.start()
+            self._start()
+
+    def _start(self) -> None:
+        self._started = True
+        self._warden.start()
+
+    def ask(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> bool:
+        """False: there is no warden to ask at this moment."""
+        if not self._started:
+            self._start()
+        if self._warden.child is None or self._warden.child.stopping:
+            return False
+        self._warden.ask(verb, params, answer)
+        return True
 
     def remove(self, process: Restrained) -> None:
         keys = [key for key, watched in self._watched.items() if watched is process]

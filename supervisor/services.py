@@ -90,6 +90,7 @@ class Services:
         self.clerk = service("clerk", self._run_clerk)
         self.logger = service("logger", self._run_logger, on_start=self._tell_logger)
         self.resource_watch = ResourceWatch(self.nursery, self._run_warden, on_stop=self.watch.look_soon)
+        self.nursery.ask_warden = self.resource_watch.ask
         self.bridges = tuple(
             service(f"bridge {place.listen}", partial(self._run_bridge, place)) for place in config.bridges
         )
@@ -357,7 +358,9 @@ class Services:
         )
 
     def _run_warden(self, leash: socket.socket) -> int:
-        return entry_points.run_warden(entry_points.WardenSettings(self.scoreboard, leash))
+        return entry_points.run_warden(
+            entry_points.WardenSettings(self.scoreboard, leash, self.nursery.pids, self._state.tree_mark)
+        )
 
     def _metrics_service(self, listener: socket.socket) -> Service:
         run = partial(self._run_metrics, listener)

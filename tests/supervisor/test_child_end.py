@@ -7,12 +7,14 @@ import socket
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from forq.errors import ForqError, OutcomeUnknown
 from forq.procs.cgroup import Cgroup, Cgroups
 from forq.procs.loop import Loop
-from forq.procs.treekill import become_subreaper
+from forq.procs.treekill import become_subreaper, look_at
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.spawn import Exit, spawn
 
@@ -111,3 +113,104 @@ def test_a_child_that_is_killed_before_it_has_entered_its_control_group_ends_too
 
     in_a_process_of_its_own(check)
     assert groups.remove()
+
+
+class Warden:
+    """Answers when it is told to; `error`: the process that should have answered has died."""
+
+    def __init__(self, error: ForqError | None = None) -> None:
+        self.asked: list[tuple[str, dict[str, Any], Callable[[Any], None]]] = []
+        self.error = error
+
+    def ask(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> bool:
+        self.asked.append((verb, params, answer))
+        return True
+
+    def answer(self) -> str:
+        """The oldest question; its verb."""
+        verb, params, answer = self.asked.pop(0)
+        if self.error is not None:
+            answer(self.error)
+        elif verb == "kill":
+            os.kill(params["pid"], signal.SIGKILL)
+            answer({"gone": True})
+        else:
+            answer({})
+        return verb
+
+
+def tick_until(loop: Loop, condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        loop.tick(0.05)
+
+
+def pause(leash: socket.socket) -> int:
+    signal.pause()
+    return 0
+
+
+def test_a_child_is_reaped_after_the_warden_is_done_with_it_and_has_ended_after_its_burial() -> None:
+    """Until then its pid is its own, whatever dies and is forked meanwhile."""
+
+    def check() -> None:
+        loop, warden, ends = Loop(), Warden(), list[Exit]()
+        nursery = Nursery(loop, (), None, ask_warden=warden.ask)
+        child = Child(nursery, "test", pause, runs_user_code=True, on_line=print, on_end=ends.append)
+        child.kill()
+        ((verb, params, _),) = warden.asked
+        assert (verb, params) == ("kill", {"pid": child.pid})
+        os.kill(child.pid, signal.SIGKILL)
+        tick_until(loop, lambda: child._gone)
+        assert not child.ended
+        assert look_at(child.pid) is not None, "it is a zombie, and nobody else has its pid"
+        assert warden.answer() == "kill"
+        assert child.ended
+        tick_until(loop, lambda: warden.asked)
+        assert ends == [], "it may have left something behind"
+        assert warden.answer() == "bury"
+        assert ends == [Exit(None, signal.SIGKILL)]
+
+    in_a_process_of_its_own(check)
+
+
+def test_what_a_warden_that_died_did_not_do_is_done_here() -> None:
+    def check() -> None:
+        loop, warden, ends = Loop(), Warden(OutcomeUnknown("the warden process died")), list[Exit]()
+        nursery = Nursery(loop, (), None, ask_warden=warden.ask)
+        child = Child(nursery, "test", pause, runs_user_code=True, on_line=print, on_end=ends.append)
+        orphan = os.fork()
+        if orphan == 0:
+            signal.pause()
+        child.kill()
+        assert warden.answer() == "kill"
+        tick_until(loop, lambda: warden.asked)
+        assert warden.answer() == "bury"
+        assert ends == [Exit(None, signal.SIGKILL)]
+        assert look_at(orphan) is None
+
+    in_a_process_of_its_own(check)
+
+
+def test_those_that_die_during_a_burial_share_the_next_one() -> None:
+    def check() -> None:
+        loop, warden, ends = Loop(), Warden(), list[Exit]()
+        nursery = Nursery(loop, (), None, ask_warden=warden.ask)
+        children = [
+            Child(nursery, f"test {n}", pause, runs_user_code=True, on_line=print, on_end=ends.append) for n in range(5)
+        ]
+        os.kill(children[0].pid, signal.SIGKILL)
+        tick_until(loop, lambda: warden.asked)
+        for child in children[1:]:
+            os.kill(child.pid, signal.SIGKILL)
+        tick_until(loop, lambda: all(child.ended for child in children))
+        loop.tick(0)
+        assert len(warden.asked) == 1
+        assert warden.answer() == "bury"
+        assert len(ends) == 1
+        tick_until(loop, lambda: warden.asked)
+        assert warden.answer() == "bury"
+        assert (len(ends), warden.asked) == (5, [])
+
+    in_a_process_of_its_own(check)

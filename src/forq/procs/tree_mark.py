@@ -59,11 +59,13 @@ class TreeMark:
         pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
         return [pid for pid in pids if pid not in ours and self.is_on(pid)]
 
-    def find_escaped(self) -> list[int]:
-        """The marked ones among those that an ancestor of the caller, or init, has adopted: orphans go nowhere else.
-        Only those are looked at that were not there the last time: a mark does not come later."""
-        ours = self_and_ancestors()
-        adopted = {child for ancestor in ours | {1} if ancestor != os.getpid() for child in children_of(ancestor)}
+    def find_escaped(self, supervisor: int | None = None) -> list[int]:
+        """The marked ones among those that an ancestor of the supervisor (None: the caller), or init, has adopted:
+        orphans go nowhere else. Only those are looked at that were not there the last time: a mark does not come
+        later."""
+        supervisor = supervisor or os.getpid()
+        ours = self_and_ancestors(supervisor)
+        adopted = {child for ancestor in ours | {1} if ancestor != supervisor for child in children_of(ancestor)}
         marked = [pid for pid in sorted(adopted - ours - self._unmarked) if self.is_on(pid)]
         self._unmarked = adopted - set(marked)
         return marked

@@ -101,9 +101,10 @@ def descendants_of(pid: int) -> list[int]:
     return found
 
 
-def self_and_ancestors() -> set[int]:
+def self_and_ancestors(pid: int | None = None) -> set[int]:
+    """Of the caller, or of that process."""
     found: set[int] = set()
-    process = look_at(os.getpid())
+    process = look_at(pid or os.getpid())
     while process and process.pid not in found:
         found.add(process.pid)
         process = look_at(process.ppid)
@@ -231,6 +232,11 @@ class Hunt:
             if leads and os.getsid(self.root) not in self._sessions_of(self.spare):
                 _killpg(self.root, signum)
 
+    @property
+    def zombies(self) -> set[int]:
+        """Children of the root that it has yet to reap."""
+        return self._ended | self._ended_before
+
     def kill_leftovers(self, deadline: float) -> bool:
         """After the root's death: kill those of its descendants that the caller has adopted."""
 
@@ -242,11 +248,14 @@ class Hunt:
     def _strike_children(self) -> bool:
         """One look at the whole tree; whether anything alive was in it. Newest first: those are about to fork."""
         alive = False
-        for child in reversed(children_of(self.root)):
+        for child in reversed(self._children()):
             if child in self._ended or child in self.spare or child in (self._me, 0, 1):
                 continue
             alive = self._strike(child) or alive
         return alive
+
+    def _children(self) -> list[int]:
+        return children_of(self.root)
 
     def _strike(self, top: int) -> bool:
         """Pin a child of the root and all below it, then kill them from the top; whether anyone was alive who can be

@@ -1,27 +1,33 @@
-"""The warden: watches what the processes of queues take of the machine, where the kernel does not keep the limits.
+"""The warden: looks at processes on the supervisor's behalf, which has no time to wait for /proc.
 
-1. While jobs run it looks every LOOK_SECONDS: all that is below a process counts, daemons included. While none run it
-   looks once a second, for what a job has left behind.
+1. It watches what the processes of queues take of the machine, where the kernel does not keep the limits: every
+   LOOK_SECONDS while jobs run, daemons below a process included; once a second while none run, for what a job has left.
 2. A cheap sum comes first (RSS: shared pages count again and again); the exact one (PSS) only if that is too much.
-3. It kills nothing: it tells the supervisor, which knows what else hangs on that process.
+3. One that takes too much it does not kill: it tells the supervisor, which knows what else hangs on that process.
+4. When the supervisor says so, it kills a process with all below it, and what dead children have left behind. Whoever
+   it kills the supervisor reaps. A request may come twice, from one that it did not answer in time: it does no harm.
 """
 
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from forq import exits
+from forq.procs import burial
 from forq.procs.liveness import may_take
 from forq.procs.loop import service_loop
 from forq.procs.memory import pss_bytes
+from forq.procs.own_pids import OwnPids
 from forq.procs.resources import OUT_OF_MEMORY, TOO_MANY_TASKS, Exceeded, Resources
 from forq.procs.scoreboard import Scoreboard
-from forq.procs.treekill import descendants_of
+from forq.procs.tree_mark import TreeMark
+from forq.procs.treekill import descendants_of, kill_tree, signal_descendants
 from forq.services.desk import Desk
 
 LOOK_SECONDS = 0.05
@@ -30,6 +36,8 @@ IDLE_LOOK_SECONDS = 1.0
 SHARE = 10
 # It must get to look also while a queue takes every CPU. Granted to root only.
 NICER = -5
+# What it may take to kill a tree that does not want to end.
+KILL_SECONDS = 7.0
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -38,8 +46,12 @@ log = logging.getLogger("forq")
 
 @dataclass(frozen=True)
 class WardenSettings:
+    """`own`: the supervisor's own children, which are no orphans."""
+
     scoreboard: Scoreboard
     leash: socket.socket
+    own: OwnPids
+    tree_mark: TreeMark | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,10 @@ class Warden:
     def __init__(self, settings: WardenSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._scoreboard = settings.scoreboard
         self._loop = service_loop()
-        self._desk = Desk(self._loop, settings.leash, {"watch": self._watch})
+        verbs = {"watch": self._watch, "kill": self._kill, "term": self._term, "bury": self._bury}
+        self._desk = Desk(self._loop, settings.leash, verbs)
+        self._own = settings.own
+        self._tree_mark = settings.tree_mark
         self._clock = clock
         self._watched: dict[int, Watched] = {}
         self._idle_look_at = 0.0
@@ -98,6 +113,20 @@ class Warden:
             for each in params["processes"]
         }
         return {}
+
+    def _kill(self, params: dict[str, Any]) -> object:
+        may_take(KILL_SECONDS)
+        # Of a supervisor that is dead the pid may be another's by now. A living one reaps it after our answer.
+        return {"gone": self._own.owner_lives() and kill_tree(params["pid"])}
+
+    def _term(self, params: dict[str, Any]) -> object:
+        if self._own.owner_lives():
+            signal_descendants(params["pid"], signal.SIGTERM)
+        return {}
+
+    def _bury(self, params: dict[str, Any]) -> object:
+        may_take(burial.LONGEST_SECONDS)
+        return asdict(burial.bury_for(self._own, params["survivors"], params["groups"], self._tree_mark))
 
     def _is_busy(self, watched: Watched) -> bool:
         return any(self._scoreboard.slot(number).word & 1 for number in watched.slots)

@@ -361,3 +361,12 @@ def enqueue_another(data: Any, job: Job) -> None:
     if data:
         Client().queue(job.queue).enqueue(data - 1)
     trace(job, "end")
+
+
+def forest(data: Any, job: Job) -> None:
+    """So many daemons below this process, and a job that goes on until it is killed."""
+    import subprocess
+
+    subprocess.run(["sh", "-c", "for i in $(seq $0); do setsid sleep 600 & done", str(data)], check=True)
+    trace(job, "planted")
+    time.sleep(600)

@@ -1,0 +1,124 @@
+"""The parent has one thread: no pass of its loop may take long, whatever goes through it."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forq.ctl.client import Client as ControlClient
+from tests.support.fuzz_drive import open_many
+from tests.support.fuzz_pinger import Pinger
+from tests.support.running import Forq, wait_until
+
+# Without the time in which the machine had no CPU for it.
+LONGEST_PASS_MS = 20.0
+ANSWER_BYTES = 7_500_000
+DAEMONS = 100
+ROUNDS = 6
+CONNECTIONS = 1000
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class TimedForq(Forq):
+    @property
+    def passes(self) -> Path:
+        """Nothing is measured before this file is there."""
+        return self.directory / "passes"
+
+    def program(self) -> list[str]:
+        return [sys.executable, "-m", "tests.support.timed_supervisor", str(self.passes)]
+
+    def longest_pass_ms(self) -> tuple[float, float]:
+        """By the wall clock, and without waiting for a CPU."""
+        wall, own = self.passes.read_text().split()
+        return float(wall), float(own)
+
+
+@pytest.fixture
+def forq() -> Iterator[TimedForq]:
+    # Control groups would kill the trees by themselves.
+    forq = TimedForq(settings='cgroup = "off"\n', environment={"PYTHONPATH": os.getcwd()})
+    try:
+        forq.start()
+        yield forq
+    finally:
+        forq.remove()
+
+
+def _is_daemon(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.name() == "sleep"
+    return False
+
+
+@contextmanager
+def again_and_again(call: Callable[[], object]) -> Iterator[list[object]]:
+    """In a thread; what the calls gave."""
+    found: list[object] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.is_set():
+            found.append(call())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_long_answers_many_connections_and_dying_trees_take_no_long_pass(forq: TimedForq) -> None:
+    control = forq.state_dir / "control.sock"
+    forq.create("box", max_data="8mb")
+    forq.call("queue.pause", name="box")
+    forq.client().queue("box").enqueue("x" * ANSWER_BYTES, id="long")
+    forq.create("trees", "forest", max_stalls=0, max_retries=0)
+    forq.wait_for_child("trees")
+
+    # Made before all others, which leave no room for more.
+    ours, reader = ControlClient(str(control), 60.0), ControlClient(str(control), 60.0)
+
+    def read_all() -> int:
+        return len(reader.call("job", {"name": "box", "id": "long"})["data"])
+
+    def daemons() -> int:
+        return sum(_is_daemon(process) for process in forq.processes())
+
+    pinger = Pinger(control, {"jsonrpc": "2.0", "id": 1, "method": "ping"}, forq.directory / "pings")
+    try:
+        pinger.wait_for(5)
+        forq.passes.write_text("0 0\n")
+        pinger.take()
+        with again_and_again(read_all) as answers, again_and_again(lambda: open_many(control, CONNECTIONS)) as opened:
+            for number in range(ROUNDS):
+                forq.client().queue("trees").enqueue(DAEMONS, id=f"t{number}")
+                wait_until(lambda: daemons() >= DAEMONS, what="the daemons are there")
+                (trees,) = ours.call("status", {"names": ["trees"]})["queues"]
+                pid = next(child["pid"] for child in trees["children"] if child["role"] == "main")
+                if number % 2:
+                    os.kill(pid, signal.SIGKILL)
+                else:
+                    ours.call("kill", {"name": "trees", "id": f"t{number}"})
+                wait_until(lambda: not daemons(), what="the daemons are gone")
+            wait_until(lambda: len(answers) >= 3 and opened, what="some of each have gone through")
+        pings = pinger.take()
+    finally:
+        pinger.process.kill()
+        pinger.process.wait()
+        ours.close()
+        reader.close()
+    wall_ms, own_ms = forq.longest_pass_ms()
+    p99_ms = pings[len(pings) * 99 // 100]
+    print(f"longest pass {wall_ms:.1f} ms, {own_ms:.1f} ms of its own; {len(pings)} pings, p99 {p99_ms:.1f} ms")
+    assert set(answers) == {ANSWER_BYTES}
+    assert own_ms < LONGEST_PASS_MS

@@ -1,0 +1,157 @@
+"""Which children are the supervisor's own: what is forked while somebody looks is never taken for an orphan."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+
+from forq.procs import burial
+from forq.procs.own_pids import OwnPids
+from forq.procs.treekill import become_subreaper, children_of
+from forq.supervisor.spawn import spawn
+
+
+def in_a_process_of_its_own(check: Callable[[], None]) -> None:
+    """pytest has other children."""
+
+    def run() -> int:
+        become_subreaper()
+        check()
+        return 0
+
+    child = spawn(run, loop=None, keep_fds=(), title="forq: test")
+    assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == 0
+    child.close()
+
+
+def fork(run: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def ended(pid: int, seconds: float = 20.0) -> int | None:
+    """Its exit code; None if it lives on."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    return None
+
+
+def test_the_shared_words_say_the_same_as_the_set_whatever_comes_and_goes() -> None:
+    own, chance, wanted = OwnPids(), random.Random(7), set[int]()
+    for _ in range(2000):
+        pid = chance.randrange(1, 60)
+        if chance.random() < 0.5:
+            own.add(pid)
+            wanted.add(pid)
+        else:
+            own.discard(pid)
+            wanted.discard(pid)
+        assert set(own) == wanted
+        own.owner = os.getppid()
+        assert own.look(lambda: [1], time.monotonic() + 5) == ([1], frozenset(wanted))
+
+
+def test_a_list_that_was_read_while_something_was_forked_does_not_count() -> None:
+    own, looks = OwnPids(), 0
+    own.owner = os.getppid()
+
+    def children() -> list[int]:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            with own.forking():
+                own.add(7)
+        return [7]
+
+    assert own.look(children, time.monotonic() + 5) == ([7], frozenset({7}))
+    assert looks == 2
+
+
+def test_nothing_is_found_while_a_fork_is_under_way_or_the_supervisor_is_gone() -> None:
+    own = OwnPids()
+    own.owner = os.getppid()
+    with own.forking():
+        assert own.look(lambda: [7], time.monotonic() + 0.05) == ([], frozenset())
+    own.owner = 1 if os.getppid() != 1 else 2
+    assert own.look(lambda: [7], time.monotonic() + 5) == ([], frozenset())
+
+
+def test_another_process_kills_the_orphans_and_leaves_the_supervisors_own_alone() -> None:
+    def check() -> None:
+        own = OwnPids()
+        reading, writing = os.pipe()
+
+        def bury() -> None:
+            remains = burial.bury_for(own, [], [], None)
+            os.write(writing, f"{remains.killed} {remains.zombies}".encode())
+
+        with own.forking():
+            mine = fork(signal.pause)
+            own.add(mine)
+        orphan = fork(signal.pause)
+        with own.forking():
+            warden = fork(bury)
+            own.add(warden)
+        assert os.read(reading, 100).decode() == f"[{orphan}] [{orphan}]"
+        assert ended(warden) == 0
+        assert ended(orphan) == -signal.SIGKILL, "it is the supervisor's to reap"
+        assert ended(mine, 0.05) is None
+        os.kill(mine, signal.SIGKILL)
+
+    in_a_process_of_its_own(check)
+
+
+def test_children_that_are_forked_while_another_process_hunts_live_on() -> None:
+    def check() -> None:
+        own = OwnPids()
+
+        def hunt() -> None:
+            for _ in range(300):
+                burial.bury_for(own, [], [], None)
+
+        with own.forking():
+            warden = fork(hunt)
+            own.add(warden)
+        mine: list[int] = []
+        while os.waitpid(warden, os.WNOHANG)[0] == 0:
+            with own.forking():
+                mine.append(fork(signal.pause))
+                own.add(mine[-1])
+            if len(mine) > 20:
+                pid = mine.pop(0)
+                assert os.waitpid(pid, os.WNOHANG) == (0, 0), "nobody has killed it"
+                os.kill(pid, signal.SIGKILL)
+                assert ended(pid) == -signal.SIGKILL
+                own.discard(pid)
+        assert len(mine) > 5
+        assert sorted(children_of(os.getpid())) == sorted(mine)
+        for pid in mine:
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "nobody has killed it"
+            os.kill(pid, signal.SIGKILL)
+
+    in_a_process_of_its_own(check)
+
+
+def test_an_orphan_that_cannot_be_killed_before_is_not_waited_for_again() -> None:
+    def check() -> None:
+        own = OwnPids()
+        survivor = fork(signal.pause)
+        with own.forking():
+            warden = fork(partial(burial.bury_for, own, [survivor], [], None))
+            own.add(warden)
+        assert ended(warden) == 0
+        assert ended(survivor, 0.05) is None
+        os.kill(survivor, signal.SIGKILL)
+
+    in_a_process_of_its_own(check)
