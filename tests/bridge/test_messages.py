@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from forq.bridge.lines import TOO_LONG, LineCutter
 from forq.bridge.messages import (
     AddJob,
     BadMessage,
@@ -120,28 +119,3 @@ def test_what_goes_out_says_who_sent_it_and_when() -> None:
         "created_at": 17.123,
         "payload": {"line": 1},
     }
-
-
-def cut(*pieces: bytes, limit: int = 5) -> list[object]:
-    cutter = LineCutter(limit)
-    for piece in pieces:
-        cutter.push(piece)
-    cutter.end()
-    found: list[object] = []
-    while (line := cutter.pop()) is not None:
-        found.append(line)
-    return found
-
-
-def test_lines_are_cut_however_they_come() -> None:
-    whole = [(1, b"ab"), (2, b""), (3, b"cde")]
-    assert cut(b"ab\n\ncde\n") == whole
-    assert cut(*(bytes([byte]) for byte in b"ab\n\ncde\n")) == whole
-    assert cut(b"ab\n\ncde") == whole, "the last one needs no newline"
-
-
-def test_a_line_that_is_too_long_is_told_of_once_and_skipped() -> None:
-    for pieces in ((b"123456\nab\n",), (b"123", b"456", b"7890123", b"4\nab\n"), (b"12345", b"6", b"\na", b"b\n")):
-        assert cut(*pieces) == [(1, TOO_LONG), (2, b"ab")]
-    assert cut(b"12345\n") == [(1, b"12345")]
-    assert cut(b"123456") == [(1, TOO_LONG)]

@@ -11,6 +11,8 @@ from forq import errors
 from forq.procs.lines import LineConnection, Lines
 from forq.procs.loop import Loop
 
+TOO_LONG = object()
+
 
 def all_lines(lines: Lines) -> list[bytes]:
     found = []
@@ -84,6 +86,36 @@ def test_what_is_left_at_the_end_is_a_line_too() -> None:
     lines.end()
     lines.end()
     assert (lines.count(), all_lines(lines)) == (2, [b"one", b"two"])
+
+
+def cut(*pieces: bytes, limit: int = 5) -> list[object]:
+    """Number and line; TOO_LONG: it was refused."""
+    lines = Lines(limit, skip_too_long=True)
+    found: list[object] = []
+    for piece in (*pieces, None):
+        lines.end() if piece is None else lines.push(piece)
+        while lines.has_line():
+            try:
+                line = lines.pop()
+            except errors.InvalidData:
+                found.append((lines.number, TOO_LONG))
+            else:
+                found += [] if line is None else [(lines.number, line)]
+    return found
+
+
+def test_lines_are_cut_however_they_come() -> None:
+    whole = [(1, b"ab"), (2, b""), (3, b"cde")]
+    assert cut(b"ab\n\ncde\n") == whole
+    assert cut(*(bytes([byte]) for byte in b"ab\n\ncde\n")) == whole
+    assert cut(b"ab\n\ncde") == whole, "the last one needs no newline"
+
+
+def test_a_line_that_is_too_long_is_told_of_once_and_skipped() -> None:
+    for pieces in ((b"123456\nab\n",), (b"123", b"456", b"7890123", b"4\nab\n"), (b"12345", b"6", b"\na", b"b\n")):
+        assert cut(*pieces) == [(1, TOO_LONG), (2, b"ab")]
+    assert cut(b"12345\n") == [(1, b"12345")]
+    assert cut(b"123456") == [(1, TOO_LONG)]
 
 
 class Ends:

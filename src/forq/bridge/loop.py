@@ -1,4 +1,4 @@
-"""The bridge's loop: one thread, one poll.
+"""What a bridge does: it gives each peer its turn, and looks after workers without their asking.
 
 1. Lines of every peer, some of each in turn; what Redis has not taken is put again until it has, and that peer waits.
 2. Rings: a channel of its own tells for which of its idle workers there may be work.
@@ -7,22 +7,19 @@
 """
 
 import logging
-import select
 import socket
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from forq.bridge.desk import Desk, Out
-from forq.bridge.lines import TooLong
 from forq.bridge.messages import BadMessage, Envelopes, Held, Request, WorkerIdle, read_message
-from forq.bridge.peers import Connection, Peer
+from forq.bridge.peers import Client, Peer
 from forq.broker.keys import queue_of_channel
 from forq.broker.listening import Listener
-from forq.errors import ForqError, RedisUnavailable
+from forq.errors import ForqError, InvalidData, RedisUnavailable
 from forq.names import shown
-from forq.procs.liveness import passed
+from forq.procs.loop import Loop
 
 RETRY_SECONDS = 0.25
 LINES_PER_TURN = 50
@@ -50,10 +47,11 @@ class Bound:
 
 
 class Bridge:
-    """`watched`: descriptors whose first byte ends the bridge. `leash`: its end does; what comes on it are pings."""
+    """`leash`: its end ends the bridge; what comes on it are pings."""
 
     def __init__(
         self,
+        loop: Loop,
         desk: Desk,
         ears: Listener,
         envelopes: Envelopes,
@@ -61,102 +59,74 @@ class Bridge:
         tick_seconds: float,
         peers: tuple[Peer, ...] = (),
         listener: socket.socket | None = None,
-        watched: tuple[int, ...] = (),
         leash: socket.socket | None = None,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._loop = loop
         self._desk = desk
         self._ears = ears
         self._envelopes = envelopes
         self._tick_seconds = tick_seconds
         self._peers: dict[Peer, float | None] = dict.fromkeys(peers)  # and since when it is about to leave
         self._listener = listener
-        self._watched = watched if leash is None else (*watched, leash.fileno())
         self._leash = leash
-        self._now = now
-        self._poll = select.poll()
-        self._polled: dict[int, int] = {}
-        self._peer_of: dict[int, Peer] = {}
+        self._now = loop.now
         self._bound: dict[tuple[str, str], Bound] = {}
         self._rung: dict[tuple[str, str], None] = {}
         self._due: dict[str, float] = {}
-        self._next_tick = now()
+        self._next_tick = loop.now()
         self._away_until = 0.0
-        self._accept_after = 0.0
         self._clients = 0
         self._stopping = False
         self._give_up_at = float("inf")
 
     def run(self) -> None:
         """Until nobody is left who could say anything, or it is told to end."""
-        while self._peers or (self._listener is not None and not self._stopping):
-            self._step()
-            if self._now() > self._give_up_at:
-                lost = sum(len(peer.lines) + (peer.pending is not None) for peer in self._peers)
-                raise RedisUnavailable(
-                    f"told to end while Redis is away: {lost} lines that were read are not dealt with"
-                )
+        if self._leash is not None:
+            self._loop.add_reader(self._leash.fileno(), self._hear_supervisor)
+        self._start_accepting()
+        self._loop.run(self._after_pass)
 
-    def _step(self) -> None:
-        ready = self._wait()
-        for fd, events in ready:
-            self._dispatch(fd, events)
+    def _after_pass(self) -> float:
         if self._now() >= self._away_until:
             self._try(self._look_after)
         for peer in list(self._peers):
             self._serve(peer)
             self._part_with(peer)
+            peer.listen()
+        if not self._peers and (self._listener is None or self._stopping):
+            self._loop.stop()
+        elif self._now() > self._give_up_at:
+            lost = sum(peer.lines.count() + (peer.pending is not None) for peer in self._peers)
+            raise RedisUnavailable(f"told to end while Redis is away: {lost} lines that were read are not dealt with")
+        return self._patience_seconds()
 
     def stop(self) -> None:
         """Nothing more is read; what was read is dealt with."""
         self._stopping = True
         self._give_up_at = self._now() + END_SECONDS
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+        if self._leash is not None:
+            self._loop.remove_reader(self._leash.fileno())
         for peer in self._peers:
             peer.end()
 
-    # What is waited for
-
-    def _wait(self) -> list[tuple[int, int]]:
-        wanted = {} if self._stopping else dict.fromkeys(self._watched, select.POLLIN)
-        if self._ears.connected:
-            wanted[self._ears.fileno()] = select.POLLIN
-        if self._listener is not None and not self._stopping and self._now() >= self._accept_after:
-            wanted[self._listener.fileno()] = select.POLLIN
-        self._peer_of = {fd: peer for peer in self._peers for fd in peer.interest()}
-        for peer in self._peers:
-            wanted |= peer.interest()
-        for fd in self._polled.keys() - wanted.keys():
-            self._poll.unregister(fd)
-        for fd, events in wanted.items():
-            if self._polled.get(fd) != events:
-                self._poll.register(fd, events)
-        self._polled = wanted
-        passed()
-        return self._poll.poll(self._patience_ms())
-
-    def _patience_ms(self) -> float:
+    def _patience_seconds(self) -> float:
         now = self._now()
         if now < self._away_until:
-            return (self._away_until - now) * 1000 + 1
-        if self._rung or any(peer.pending is not None or len(peer.lines) for peer in self._peers):
+            return self._away_until - now + 0.001
+        if self._rung or any(peer.pending is not None or peer.lines.has_line() for peer in self._peers):
             return 0.0
-        times = [self._next_tick, *self._due.values()]
-        if self._accept_after > now:
-            times.append(self._accept_after)
-        return max(0.0, min(times) - now) * 1000 + 1
+        return max(0.0, min([self._next_tick, *self._due.values()]) - now) + 0.001
 
-    def _dispatch(self, fd: int, events: int) -> None:
-        if self._leash is not None and fd == self._leash.fileno():
-            if not self._leash.recv(PING_BYTES):
-                self.stop()
-        elif fd in self._watched:
+    def _hear_supervisor(self) -> None:
+        assert self._leash is not None
+        if not self._leash.recv(PING_BYTES):
             self.stop()
-        elif self._ears.connected and fd == self._ears.fileno():
-            self._hear()
-        elif self._listener is not None and fd == self._listener.fileno():
-            self._accept()
-        else:
-            self._peer_of[fd].ready(fd, events)
+
+    def _start_accepting(self) -> None:
+        if self._listener is not None and not self._stopping:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -166,13 +136,14 @@ class Bridge:
             return
         except OSError as exc:
             log.warning("no new connections for a while error=%s", exc)
-            self._accept_after = self._now() + ACCEPT_PAUSE_SECONDS
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._start_accepting)
             return
         if len(self._peers) >= MAX_CLIENTS:
             self._turn_away(connected)
             return
         self._clients += 1
-        self._peers[Connection(connected, f"client-{self._clients}")] = None
+        self._peers[Client(self._loop, connected, f"client-{self._clients}")] = None
 
     def _turn_away(self, connected: socket.socket) -> None:
         reason = f"too many connections: at most {MAX_CLIENTS} at a time"
@@ -186,6 +157,7 @@ class Bridge:
         """Listens, ticks, and gives work to those who were rung."""
         if not self._ears.connected:
             self._ears.connect()
+            self._loop.add_reader(self._ears.fileno(), self._hear)
             # What was published meanwhile is lost.
             self._rung |= dict.fromkeys(self._bound)
         now = self._now()
@@ -214,9 +186,11 @@ class Bridge:
             self._due[queue] = self._now() + due_ms / 1000
 
     def _hear(self) -> None:
+        fd = self._ears.fileno()
         try:
             heard = self._ears.hear()
         except RedisUnavailable as exc:
+            self._loop.remove_reader(fd)
             self._away(exc)
             return
         for channel, worker in heard:
@@ -254,17 +228,16 @@ class Bridge:
 
     def _read(self, peer: Peer) -> bool:
         """The next line becomes what is pending, or an error; False if there is none."""
-        line = peer.lines.pop()
-        if line is None:
-            return False
-        number, text = line
         try:
-            if isinstance(text, TooLong):
-                raise BadMessage("the line is too long: at most 1 MiB is allowed")
-            if text.strip():
-                peer.pending = number, read_message(text)
+            line = peer.lines.pop()
+            if line is None:
+                return False
+            if line.strip():
+                peer.pending = peer.lines.number, read_message(line)
+        except InvalidData:
+            self._refuse(peer, peer.lines.number, BadMessage("the line is too long: at most 1 MiB is allowed"))
         except BadMessage as exc:
-            self._refuse(peer, number, exc)
+            self._refuse(peer, peer.lines.number, exc)
         return True
 
     def _answer(self, peer: Peer, number: int, request: Request) -> bool:
@@ -305,7 +278,7 @@ class Bridge:
 
     def _part_with(self, peer: Peer) -> None:
         """When all that it said is dealt with, and it has read what was answered, or had time to."""
-        if not peer.ended or peer.pending is not None or len(peer.lines):
+        if not peer.ended or peer.pending is not None or peer.lines.has_line():
             return
         since = self._peers[peer]
         if since is None:

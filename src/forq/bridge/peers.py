@@ -5,36 +5,32 @@ import select
 import socket
 from typing import Protocol
 
-from forq.bridge.lines import LineCutter
 from forq.bridge.messages import Request
+from forq.procs.lines import READ_BYTES, LineConnection, Lines
+from forq.procs.loop import Loop
 
-READ_BYTES = 64 * 1024
-# So many whole lines are read ahead; what comes after them stays with whoever wrote it.
-LINES_AHEAD = 1000
 # What a reader may be behind before it is not listened to; and before it is dropped.
 SLOW_BYTES = 1 << 20
 LOST_BYTES = 8 << 20
 
 
 class Peer(Protocol):
-    """`pending`: the number and the request of a line that Redis has not taken yet."""
+    """`pending`: the number and the request of a line that Redis has not taken yet. `ended`: no more will come. `gone`:
+    nothing can be said to it any more."""
 
     name: str
-    lines: LineCutter
+    lines: Lines
     pending: tuple[int, Request] | None
     ended: bool
 
     @property
-    def gone(self) -> bool:
-        """Nothing can be said to it any more."""
+    def gone(self) -> bool: ...
 
     @property
     def unsent(self) -> bool: ...
 
-    def interest(self) -> dict[int, int]:
-        """The events to wait for, by descriptor."""
-
-    def ready(self, fd: int, events: int) -> None: ...
+    def listen(self) -> None:
+        """Reads on if all that was read is dealt with; what comes later stays with whoever writes it."""
 
     def send(self, line: bytes) -> None: ...
 
@@ -44,44 +40,33 @@ class Peer(Protocol):
     def close(self) -> None: ...
 
 
-class _Reader:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lines = LineCutter()
-        self.pending: tuple[int, Request] | None = None
-        # No more will come.
-        self.ended = False
-
-    def _wants_lines(self) -> bool:
-        return not self.ended and self.pending is None and len(self.lines) < LINES_AHEAD
-
-    def _heard(self, received: bytes) -> None:
-        if received:
-            self.lines.push(received)
-        else:
-            self.end()
-
-    def end(self) -> None:
-        if not self.ended:
-            self.ended = True
-            self.lines.end()
-
-
-class Standard(_Reader):
+class Standard:
     """stdin and stdout. Whoever reads slowly holds up this bridge, which is his alone."""
 
-    def __init__(self, stdin: int = 0, stdout: int = 1) -> None:
-        super().__init__("stdin")
+    unsent = False
+
+    def __init__(self, loop: Loop, stdin: int = 0, stdout: int = 1) -> None:
+        self.name = "stdin"
+        self.lines = Lines(skip_too_long=True)
+        self.pending: tuple[int, Request] | None = None
+        self.ended = False
+        self.gone = False
+        self._loop = loop
         self._stdin = stdin
         self._stdout = stdout
-        self.gone = False
-        self.unsent = False
+        self.listen()
 
-    def interest(self) -> dict[int, int]:
-        return {self._stdin: select.POLLIN} if self._wants_lines() else {}
+    def listen(self) -> None:
+        if self.ended or self.pending is not None or self.lines.has_line():
+            self._loop.remove_reader(self._stdin)
+        else:
+            self._loop.add_reader(self._stdin, self._read)
 
-    def ready(self, fd: int, events: int) -> None:
-        self._heard(os.read(self._stdin, READ_BYTES))
+    def _read(self) -> None:
+        received = os.read(self._stdin, READ_BYTES)
+        self.lines.push(received)
+        if not received:
+            self.end()
 
     def send(self, line: bytes) -> None:
         left = memoryview(line)
@@ -95,61 +80,57 @@ class Standard(_Reader):
                 self.gone = True
                 self.end()
 
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self.lines.end()
+
     def close(self) -> None:
         """Both belong to whoever started us."""
 
 
-class Connection(_Reader):
-    """A client of the listening socket."""
+class Client:
+    """Of the listening socket."""
 
-    def __init__(self, connected: socket.socket, name: str) -> None:
-        super().__init__(name)
-        connected.setblocking(False)
-        self._socket = connected
-        self._output = bytearray()
-        self.gone = False
+    def __init__(self, loop: Loop, connected: socket.socket, name: str) -> None:
+        self.name = name
+        self.pending: tuple[int, Request] | None = None
+        self.ended = False
+        self.lines = Lines(skip_too_long=True)
+        self._io = LineConnection(loop, connected, self._heard, lines=self.lines, on_output=self._sent)
+
+    @property
+    def gone(self) -> bool:
+        return self._io.gone
 
     @property
     def unsent(self) -> bool:
-        return bool(self._output) and not self.gone
+        return self._io.unsent_bytes > 0
 
-    def interest(self) -> dict[int, int]:
-        reads = self._wants_lines() and len(self._output) < SLOW_BYTES
-        wanted = select.POLLIN * reads | select.POLLOUT * self.unsent
-        return {self._socket.fileno(): wanted} if wanted and not self.gone else {}
+    def listen(self) -> None:
+        busy = self.ended or self.pending is not None or self.lines.has_line()
+        self._io.read(not busy and self._io.unsent_bytes < SLOW_BYTES)
 
-    def ready(self, fd: int, events: int) -> None:
-        try:
-            if events & select.POLLOUT:
-                self._flush()
-            if events & ~select.POLLOUT:
-                self._heard(self._socket.recv(READ_BYTES))
-        except BlockingIOError:
-            return
-        except OSError:
-            self._lose()
+    def _heard(self) -> None:
+        if self._io.error is not None:
+            self._io.close()
+        if self._io.ended:
+            self.end()
+
+    def _sent(self) -> None:
+        if self.gone:
+            self.end()
 
     def send(self, line: bytes) -> None:
-        if self.gone:
-            return
-        self._output += line
-        try:
-            self._flush()
-        except BlockingIOError:
-            if len(self._output) > LOST_BYTES:
-                self._lose()
-        except OSError:
-            self._lose()
+        self._io.send(line)
+        if self._io.unsent_bytes > LOST_BYTES:
+            self._io.close()
+        self._sent()
+
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self.lines.end()
 
     def close(self) -> None:
-        self.gone = True
-        self._socket.close()
-
-    def _flush(self) -> None:
-        while self._output:
-            del self._output[: self._socket.send(self._output)]
-
-    def _lose(self) -> None:
-        self.gone = True
-        self._output.clear()
-        self.end()
+        self._io.close()

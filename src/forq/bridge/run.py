@@ -5,8 +5,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from setproctitle import setproctitle
@@ -23,6 +21,7 @@ from forq.errors import ForqError
 from forq.ids import new_id
 from forq.logging_setup import configure
 from forq.places import key_prefix, redis_url
+from forq.procs.loop import service_loop
 from forq.procs.unix_socket import listen
 from forq.redis_address import database_of
 from forq.settings import BRIDGE, SERVICE
@@ -84,46 +83,32 @@ def run_bridge(settings: BridgeSettings) -> int:
     """Serves until nobody can say anything any more, or it is told to end. What was read is dealt with first."""
     name = new_id()
     listener = None if settings.path is None else listen(settings.path)
-    stdio: tuple[Peer, ...] = () if settings.path is not None else (Standard(),)
+    loop = service_loop()
+    stdio: tuple[Peer, ...] = () if settings.path is not None else (Standard(loop),)
     link = Link(settings.url, name="forq-bridge", timeout_seconds=CALL_TIMEOUT_SECONDS)
     ears = Listener(
         settings.url, handed_channels(settings.prefix, database_of(settings.url), name), name="forq-bridge-ears"
     )
     desk = Desk(link, settings.prefix, name, max_queues=settings.max_queues, tick_seconds=settings.tick_seconds)
-    with _told_to_end() as told:
-        bridge = Bridge(
-            desk,
-            ears,
-            Envelopes(name),
-            tick_seconds=settings.tick_seconds,
-            peers=stdio,
-            listener=listener,
-            watched=(told,),
-            leash=settings.leash,
-        )
-        try:
-            bridge.run()
-        finally:
-            ears.close()
-            link.close()
-            if listener is not None and settings.path is not None:
-                listener.close()
-                os.unlink(settings.path)
-    return exits.FAILED if any(peer.gone for peer in stdio) else exits.STOPPED
-
-
-@contextmanager
-def _told_to_end() -> Iterator[int]:
-    """A descriptor that has something to read once TERM or INT has come."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    bridge = Bridge(
+        loop,
+        desk,
+        ears,
+        Envelopes(name),
+        tick_seconds=settings.tick_seconds,
+        peers=stdio,
+        listener=listener,
+        leash=settings.leash,
+    )
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: None)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        loop.on_signal(signum, bridge.stop)
     try:
-        yield reading
+        bridge.run()
     finally:
-        signal.set_wakeup_fd(before)
-        os.close(reading)
-        os.close(writing)
+        loop.close()
+        ears.close()
+        link.close()
+        if listener is not None and settings.path is not None:
+            listener.close()
+            os.unlink(settings.path)
+    return exits.FAILED if any(peer.gone for peer in stdio) else exits.STOPPED
