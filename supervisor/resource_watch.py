@@ -33,7 +33,11 @@ class ResourceWatch:
         on_stop: Callable[[], None] | None = None,
     ) -> None:
         self._warden = Service(
-            nursery, "warden", run_warden, on_event=self._heard, on_start=self._tell, on_stop=on_stop
+            *(nursery, "warden", run_warden),
+            on_event=self._heard,
+            on_start=self._tell,
+            on_stop=on_stop,
+            needed=lambda: bool(self._watched),
         )
         self._started = False
         self._keys = count(1)

@@ -2,6 +2,8 @@
 
 import random
 
+from forq.procs.backoff import Backoff
+
 FIRST_SECONDS = 0.1
 LONGEST_SECONDS = 30.0
 SPREAD = 0.2
@@ -15,9 +17,9 @@ FLAPPING_DEATHS = 5
 class Respawn:
     """The deaths of one child. It is never given up: a flapping one is shown as such and tried again for ever."""
 
-    def __init__(self, spread: random.Random | None = None) -> None:
+    def __init__(self, chance: random.Random | None = None) -> None:
         self._fruitless = 0
-        self._spread = spread or random.Random()
+        self._backoff = Backoff(FIRST_SECONDS, LONGEST_SECONDS, spread=SPREAD, chance=chance)
 
     def delay_after_death(self, lived_seconds: float, *, progressed: bool = False, began: bool = False) -> float:
         """How long to wait: at once if it had settled a job; a few times also if it had only begun one."""
@@ -25,11 +27,7 @@ class Respawn:
             self._fruitless = 0
             return 0.0
         self._fruitless += 1
-        doublings = self._fruitless - 1 - (FREE_DEATHS if began else 0)
-        if doublings < 0:
-            return 0.0
-        delay = min(LONGEST_SECONDS, FIRST_SECONDS * 2.0 ** min(doublings, 20))
-        return delay * self._spread.uniform(1 - SPREAD, 1 + SPREAD)
+        return self._backoff.pause_after(self._fruitless - (FREE_DEATHS if began else 0))
 
     @property
     def flapping(self) -> bool:

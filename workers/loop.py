@@ -20,6 +20,7 @@ from forq.broker.consuming import Consumer, Limits, Results, Settled, Turn
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.fates import Fate
 from forq.output.capture import end_output, mark_end
+from forq.procs.backoff import Backoff, reconnecting
 from forq.procs.scoreboard import (
     DONE,
     GUARDED,
@@ -66,7 +67,7 @@ MARKED_US = 100
 REFUSED_LOG_NS = 60 * 10**9
 UNKEPT_LOG_NS = 10**9
 
-RECONNECT_SECONDS = (0.02, 0.1, 0.25, 0.5, 1.0)
+OUT_OF_MEMORY_SECONDS = 1.0
 
 log = logging.getLogger("forq")
 Claimed = list[tuple[bytes, bytes]]  # id, record
@@ -180,13 +181,13 @@ class WorkerLoop:
 
     def join(self) -> bool:
         """Registers with the queue; False if it was stopped before it could."""
-        tries = 0
+        backoff = reconnecting()
         while not self.stopping:
             try:
                 self.slot.epoch = int(self.consumer.join(self._expiry_ms))
                 return True
             except RedisUnavailable as exc:
-                tries = self._back_off(tries, exc)
+                self._back_off(backoff, exc)
         return False
 
     def serve(self) -> bool:
@@ -239,7 +240,7 @@ class WorkerLoop:
 
     def _turn(self, keep: int, want: int) -> Turn | None:
         """One turn, repeated until an answer arrives; None if the worker is stopped meanwhile."""
-        tries = 0
+        backoff: Backoff | None = None
         while True:
             self._number = self._numbers.next()
             try:
@@ -248,13 +249,14 @@ class WorkerLoop:
             except RedisUnavailable as exc:
                 keep = 0
                 self._tell_failure("what follows is decided when Redis is back")
-                tries = self._back_off(tries, exc)
+                backoff = backoff or reconnecting()
+                self._back_off(backoff, exc)
                 if self.stopping:
                     return None
             except ForqError as exc:
                 self._tell_failure(f"what follows is not known: {exc}")
                 raise
-        if tries:
+        if backoff is not None:
             # What it held before went back with the first of these calls that arrived.
             turn = replace(turn, held=False)
         self._took(turn)
@@ -433,13 +435,13 @@ class WorkerLoop:
                 while not self.stopping and not self.consumer.wait_for_job():
                     pass
         except RedisUnavailable as exc:
-            self._back_off(0, exc)
+            self._back_off(reconnecting(), exc)
         except BackPressure as exc:
             # Out of memory BLMOVE is refused, but a turn is not.
             if not self._short_of_memory:
                 log.warning("redis is out of memory queue=%s error=%s", self.consumer.queue, exc)
             self._short_of_memory = True
-            self._stop.wait(RECONNECT_SECONDS[-1])
+            self._stop.wait(OUT_OF_MEMORY_SECONDS)
         else:
             self._short_of_memory = False
         finally:
@@ -462,11 +464,10 @@ class WorkerLoop:
         words[STATE] = state
         self.slot.job = b""
 
-    def _back_off(self, tries: int, exc: RedisUnavailable) -> int:
-        if tries == 0:
+    def _back_off(self, backoff: Backoff, exc: RedisUnavailable) -> None:
+        if not backoff.failures:
             log.warning("redis is gone, trying again queue=%s error=%s", self.consumer.queue, exc)
-        self._stop.wait(RECONNECT_SECONDS[min(tries, len(RECONNECT_SECONDS) - 1)])
-        return tries + 1
+        self._stop.wait(backoff.fail())
 
     def leave(self) -> None:
         """Settles, hands back what was not started, and unregisters. Best effort: recovery does the same."""

@@ -23,6 +23,7 @@ from setproctitle import setproctitle
 from forq import exits
 from forq.broker.link import Link
 from forq.errors import ForqError
+from forq.procs.backoff import Backoff
 from forq.procs.lines import Lines
 from forq.procs.scoreboard import Slot, State
 from forq.procs.treekill import kill_descendants
@@ -73,7 +74,7 @@ class Minder:
         # Released when it may begin. An Event has more to it, in each of many processes.
         self._held = _thread.allocate_lock()
         self._held.acquire()
-        self._unblock_again_seconds = UNBLOCK_AGAIN_SECONDS
+        self._unblocking = Backoff(UNBLOCK_AGAIN_SECONDS, UNBLOCK_LATER_SECONDS)
         self._leash = leash
         self._titles = titles
         self._said = Lines()
@@ -170,7 +171,7 @@ class Minder:
 
     def _patience_ms(self) -> float | None:
         if self._stopping:
-            return self._unblock_again_seconds * 1000
+            return self._unblocking.pause_after(1 + self._unblocking.failures) * 1000
         return None if self._asleep else BEAT_SECONDS * 1000
 
     @property
@@ -229,7 +230,7 @@ class Minder:
         blocked = [number for loop in self._loops if (number := loop.blocked_client()) is not None]
         if not blocked:
             return
-        self._unblock_again_seconds = min(2 * self._unblock_again_seconds, UNBLOCK_LATER_SECONDS)
+        self._unblocking.fail()
         # The supervisor takes a minder that does not answer for half a second for one whose interpreter is stuck.
         link = Link(self._url, name="forq-minder", timeout_seconds=UNBLOCK_SECONDS)
         try:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from forq.broker.consuming import Consumer
 from forq.broker.releasing import Releaser
 from forq.errors import BackPressure, ForqError, RedisUnavailable
+from forq.procs.backoff import reconnecting
 from forq.procs.scoreboard import DONE, STATE, Slot, State
-from forq.workers.loop import RECONNECT_SECONDS
+from forq.workers.loop import OUT_OF_MEMORY_SECONDS
 
 log = logging.getLogger("forq")
 
@@ -68,7 +69,7 @@ class ReleaseLoop:
         self._stop = threading.Event()
         self._blocking = False
         self._releasing = False
-        self._failures = 0
+        self._backoff = reconnecting()
 
     @property
     def stopping(self) -> bool:
@@ -94,7 +95,7 @@ class ReleaseLoop:
                     joined = True
                     on_ready()
                 self._step()
-                self._failures = 0
+                self._backoff.reset()
             except RedisUnavailable as exc:
                 self._back_off(exc)
         self._leave()
@@ -124,15 +125,14 @@ class ReleaseLoop:
         except BackPressure as exc:
             # Out of memory BLMOVE is refused, but a try is not.
             log.warning("redis is out of memory queue=%s error=%s", self.queue, exc)
-            self._stop.wait(RECONNECT_SECONDS[-1])
+            self._stop.wait(OUT_OF_MEMORY_SECONDS)
         finally:
             self._blocking = False
 
     def _back_off(self, exc: RedisUnavailable) -> None:
-        if self._failures == 0:
+        if not self._backoff.failures:
             log.warning("redis is gone, trying again queue=%s error=%s", self.queue, exc)
-        self._stop.wait(RECONNECT_SECONDS[min(self._failures, len(RECONNECT_SECONDS) - 1)])
-        self._failures += 1
+        self._stop.wait(self._backoff.fail())
 
     def _leave(self) -> None:
         """Best effort: recovery does the same."""

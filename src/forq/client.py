@@ -21,6 +21,7 @@ from forq.broker.viewing import Page, State, Viewer
 from forq.errors import UsageError, WaitTimeout
 from forq.names import check_queue_name, shown
 from forq.places import key_prefix, redis_url
+from forq.procs.backoff import Backoff
 from forq.releases import Release
 from forq.schedules import Schedule
 from forq.settings import check_mode, parse_options, stored, stored_defaults
@@ -245,7 +246,7 @@ class Queue:
         """
         seconds = _seconds(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
-        look_seconds = FIRST_LOOK_SECONDS
+        looks = Backoff(FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS)
         while True:
             counts = self._viewer().counts()
             if counts.waiting + counts.active == 0:
@@ -255,8 +256,7 @@ class Queue:
                 paused = "; it is paused" if counts.paused else "" if self._registry().served(self.name) else _UNSERVED
                 left = f"{counts.waiting} waiting, {counts.active} active"
                 raise WaitTimeout(f"queue {self.name!r} is not drained yet: {left}{paused}")
-            time.sleep(min(look_seconds, left_seconds))
-            look_seconds = min(2 * look_seconds, LAST_LOOK_SECONDS)
+            time.sleep(min(looks.fail(), left_seconds))
 
     def jobs(self, state: State | None = None, limit: int = 100, after: str | None = None) -> Page:
         """A page of jobs (id, identifier, state), in the order in which they will run; of done ones the last first."""

@@ -14,9 +14,9 @@ from forq.broker.done import DoneJob
 from forq.broker.ends import Ends, Place
 from forq.broker.listening import Listener
 from forq.errors import JobDead, NoResult, RedisUnavailable, UnknownJob, WaitTimeout
+from forq.procs.backoff import reconnecting
 
 VALID_SECONDS = 60.0
-RECONNECT_SECONDS = (0.02, 0.1, 0.25, 0.5, 1.0)
 
 
 def wait_for_result(ends: Ends, timeout_seconds: float | None, now: Callable[[], float] = time.monotonic) -> Any:
@@ -35,7 +35,7 @@ class _Wait:
         self._place: Place | None = None
 
     def result(self) -> Any:
-        tries = 0
+        backoff = reconnecting()
         try:
             while True:
                 try:
@@ -48,8 +48,7 @@ class _Wait:
                     if self._place is None:
                         raise
                     self._listener.close()
-                    self._pause(tries, exc)
-                    tries += 1
+                    self._pause(backoff.fail(), exc)
         finally:
             self._listener.close()
 
@@ -100,8 +99,7 @@ class _Wait:
         if self._deadline is not None and self._now() >= self._deadline:
             raise WaitTimeout(f"{self._job} has not ended yet")
 
-    def _pause(self, tries: int, exc: RedisUnavailable) -> None:
-        seconds = RECONNECT_SECONDS[min(tries, len(RECONNECT_SECONDS) - 1)]
+    def _pause(self, seconds: float, exc: RedisUnavailable) -> None:
         if self._deadline is not None:
             left = self._deadline - self._now()
             if left <= 0:

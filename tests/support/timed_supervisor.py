@@ -24,7 +24,9 @@ def measure(out: Path) -> None:
         nonlocal longest, began
         if os.getpid() != pid:
             return wait(loop, patience_seconds)
-        if out.exists():
+        if not out.exists():
+            longest = (0.0, 0.0)
+        else:
             wall = time.monotonic() - began[0]
             own = wall - (waited_for_a_cpu() - began[1])
             if wall > longest[0] or own > longest[1]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import islice
+
 from forq.errors import InvalidData
 
 # forqctl imports this module: `typing` and `socket` would cost more than the whole conversation.
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES = 1 << 20
 READ_BYTES = 64 * 1024
+PIECES_AT_ONCE = 64
 
 
 class Lines:
@@ -119,17 +123,15 @@ class LineConnection:
         self._on_input = on_input
         self._on_output = on_output
         self._read_bytes = read_bytes
-        self._output = bytearray()
+        # Pieces as they were given: a long one is not copied.
+        self._output: deque[memoryview] = deque()
+        self.unsent_bytes = 0
         self._writing = False
         self.read(True)
 
     def fileno(self) -> int:
         """-1 when it is closed."""
         return self._sock.fileno()
-
-    @property
-    def unsent_bytes(self) -> int:
-        return len(self._output)
 
     def read(self, wanted: bool) -> None:
         """Whether the loop reads on."""
@@ -159,7 +161,8 @@ class LineConnection:
         """Now, as far as the other side takes it; the rest when it does."""
         if self.gone or not data:
             return
-        self._output += data
+        self._output.append(memoryview(data))
+        self.unsent_bytes += len(data)
         if not self._writing:
             self._flush()
 
@@ -168,9 +171,13 @@ class LineConnection:
             return
         self.gone = self.ended = True
         self.read(False)
-        self._output.clear()
+        self._drop_output()
         self._wait_to_write(False)
         self._sock.close()
+
+    def _drop_output(self) -> None:
+        self._output.clear()
+        self.unsent_bytes = 0
 
     def _readable(self) -> None:
         if self.receive() is not None:
@@ -179,13 +186,22 @@ class LineConnection:
     def _flush(self) -> None:
         try:
             # Once: a reader that keeps up with us must not keep the loop to itself.
-            del self._output[: self._sock.send(self._output)]
+            self._sent(self._sock.sendmsg(list(islice(self._output, PIECES_AT_ONCE))))
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
             self.gone = True
-            self._output.clear()
+            self._drop_output()
         self._wait_to_write(bool(self._output))
+
+    def _sent(self, count: int) -> None:
+        self.unsent_bytes -= count
+        while count:
+            piece = self._output.popleft()
+            if count < len(piece):
+                self._output.appendleft(piece[count:])
+                return
+            count -= len(piece)
 
     def _wait_to_write(self, wanted: bool) -> None:
         if wanted != self._writing:

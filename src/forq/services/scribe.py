@@ -9,7 +9,7 @@
 import logging
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from forq import exits
 from forq.broker.link import Link
 from forq.broker.outbox import Bell, Outbox, read_line
 from forq.errors import Fenced, ForqError, RedisUnavailable, UnknownQueue
+from forq.procs.backoff import Backoff
 from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import service_loop
 from forq.services.append_only_sync import AppendOnlySync
@@ -44,21 +45,6 @@ class ScribeSettings:
     redis_dir: Path | None = None
 
 
-@dataclass
-class Streak:
-    """Failures in a row: how many, and how long to wait after each."""
-
-    failures: int = 0
-    pause_seconds: float = field(default=FIRST_PAUSE_SECONDS)
-
-    def grow(self) -> float:
-        """Counts a failure; the pause after it."""
-        self.failures += 1
-        pause = self.pause_seconds
-        self.pause_seconds = min(pause * 2, LONGEST_PAUSE_SECONDS)
-        return pause
-
-
 def run_scribe(settings: ScribeSettings) -> int:
     if settings.redis_dir is not None:
         AppendOnlySync(settings.redis_dir).start()
@@ -77,8 +63,8 @@ class Scribe:
         # When each queue that has lines is to be drained, and when to look for such queues.
         self._due: dict[str, float] = {}
         self._look_at = 0.0
-        self._disk: dict[str, Streak] = {}
-        self._redis = Streak()
+        self._disk: dict[str, Backoff] = {}
+        self._redis = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         # Written but perhaps not forgotten: if only the reply was lost, they need not be written twice.
         self._written: dict[str, list[bytes]] = {}
 
@@ -101,7 +87,7 @@ class Scribe:
             # A server that only refuses to write lets us look: the streak ends when the writing works too.
             if looking and self._redis.failures:
                 log.info("failed logs can be drained again failures=%s", self._redis.failures)
-                self._redis = Streak()
+                self._redis.reset()
         except RedisUnavailable as exc:
             self._redis_failed(exc, now)
 
@@ -167,8 +153,8 @@ class Scribe:
         self._written[queue] = lines
 
     def _disk_failed(self, queue: str, exc: ForqError, now: float) -> None:
-        streak = self._disk.setdefault(queue, Streak())
-        self._due[queue] = now + streak.grow()
+        streak = self._disk.setdefault(queue, Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS))
+        self._due[queue] = now + streak.fail()
         if streak.failures == 1:
             log.error("failed log cannot be written, its lines stay in Redis queue=%s error=%s", queue, exc)
         self._desk.tell("failed_log", queue=queue, error=str(exc), failures=streak.failures)
@@ -181,7 +167,7 @@ class Scribe:
 
     def _redis_failed(self, exc: RedisUnavailable, now: float) -> None:
         """Which queues have lines is looked up again when Redis is back."""
-        self._look_at = now + self._redis.grow()
+        self._look_at = now + self._redis.fail()
         self._due = {queue: max(at, self._look_at) for queue, at in self._due.items()}
         if self._redis.failures == 1:
             log.warning("failed logs cannot be drained error=%s", exc)

@@ -1,0 +1,50 @@
+"""How long to wait before the next try: longer after each failure, up to a limit."""
+
+import random
+
+
+class Backoff:
+    """The failures in a row of one thing that is tried again for ever. `spread`: the part by which each pause is longer
+    or shorter by chance, so that many that failed together do not come back together."""
+
+    __slots__ = ("_chance", "_factor", "_first_seconds", "_longest_seconds", "_spread", "failures")
+
+    def __init__(
+        self,
+        first_seconds: float,
+        longest_seconds: float,
+        *,
+        factor: float = 2.0,
+        spread: float = 0.0,
+        chance: random.Random | None = None,
+    ) -> None:
+        self.failures = 0
+        self._first_seconds = first_seconds
+        self._longest_seconds = longest_seconds
+        self._factor = factor
+        self._spread = spread
+        self._chance = chance
+
+    def fail(self) -> float:
+        """Counts a failure; the pause after it in seconds."""
+        self.failures += 1
+        return self.pause_after(self.failures)
+
+    def pause_after(self, failures: int) -> float:
+        """0 after none."""
+        if failures <= 0:
+            return 0.0
+        # Beyond 64 the limit is reached in any case, and a float has an end.
+        seconds = min(self._longest_seconds, self._first_seconds * self._factor ** min(failures - 1, 64))
+        if not self._spread:
+            return seconds
+        return seconds * (self._chance or random).uniform(1 - self._spread, 1 + self._spread)
+
+    def reset(self) -> None:
+        """It works again."""
+        self.failures = 0
+
+
+def reconnecting() -> Backoff:
+    """For whoever waits for Redis with nothing else to do."""
+    return Backoff(0.02, 1.0, factor=3.0)
