@@ -125,8 +125,7 @@ def start_chain(forq: Forq, name: str) -> int:
 
 def wardens(forq: Forq) -> set[int]:
     """The service that kills for the supervisor: it is started when there is something to kill."""
-    services = forq.status()["supervisor"]["services"]
-    return {service["pid"] for service in services if service["name"] == "warden"}
+    return {process.pid for process in forq.processes() if " ".join(process.cmdline()).strip() == "forq: warden"}
 
 
 @pytest.mark.fault("handler daemonises")
