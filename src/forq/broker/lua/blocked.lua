@@ -32,8 +32,8 @@ function blocked.unblock(ids)
     local entry = blocked.read(id)
     if entry then
       redis.call('HDEL', key('blocked'), id)
-      redis.call('HSET', key('jobs'), id, string.format('%s%s %.0f\n', entry.own > now_ms and 'd' or 'p', entry.priority, now_ms)
-        .. entry.body)
+      local flag = entry.own > now_ms and 'd' or 'p'
+      redis.call('HSET', key('jobs'), id, string.format('%s%s %.0f\n', flag, entry.priority, now_ms) .. entry.body)
       unblocked[#unblocked + 1] = id
       entries[#entries + 1] = entry
     end
@@ -90,5 +90,4 @@ function blocked.add(id, dispatch)
   entry.lo, entry.hi = blocked.fold_bounds(entry.lo, entry.hi, dispatch.update_run_at, dispatch.run_at)
   redis.call('HSET', key('blocked'), id, string.format('%d %d %s %.0f %.0f %.0f\n', entry.update and 1 or 0,
     entry.reset and 1 or 0, entry.priority, entry.own, entry.lo, entry.hi) .. entry.body)
-  return before == nil
 end

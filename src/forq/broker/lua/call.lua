@@ -131,7 +131,8 @@ local function open(keys, args)
     memo.epoch, memo.version, memo.options, memo.numbers = epoch, options_now[2], named, {}
   end
   options, known_numbers = memo.options, memo.numbers
-  protocol, mode, journal_on, journal_max = options.protocol, options.mode, options.journal == '1', option('journal_max')
+  protocol, mode = options.protocol, options.mode
+  journal_on, journal_max = options.journal == '1', option('journal_max')
   on_request = mode == 'on_request' or mode == 'external'
   rate_count, max_active = option('rate_count'), option('max_active')
   has_limits = rate_count > 0 or max_active > 0

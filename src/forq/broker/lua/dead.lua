@@ -44,7 +44,8 @@ function dead.bury(jobs)
 
   -- A line for the failed log.
   local function outbox_line(id, fence, job, error)
-    local line = string.format('{"id":%s,"fence":%s,"died_ms":%.0f,"priority":%s,"enqueued_ms":%s,"counts":[%d,%d,%d],"body":',
+    local line = string.format(
+      '{"id":%s,"fence":%s,"died_ms":%.0f,"priority":%s,"enqueued_ms":%s,"counts":[%d,%d,%d],"body":',
       quoted(id), fence, now_ms, job.priority, job.enqueued_ms, job.retries, job.stalls, job.timeouts)
     return line .. job.body .. ',"error":' .. error .. '}'
   end
@@ -64,7 +65,8 @@ function dead.bury(jobs)
     local tries = string.gsub(tried[i] or '', '\n', ',')
     archived[2 * i - 1], archived[2 * i] = member, job.record .. '\n' .. job.error .. '\n[' .. tries .. ']'
     died[2 * i - 1], died[2 * i] = now_ms, member
-    journal.note('dead ' .. fence .. ' ' .. id .. ' ' .. job.micros .. ' ' .. (has_fail_job and 1 or 0) .. ' ' .. dead.cause_of(job.error))
+    journal.note('dead ' .. fence .. ' ' .. id .. ' ' .. job.micros .. ' ' .. (has_fail_job and 1 or 0) .. ' '
+      .. dead.cause_of(job.error))
     -- Of a broken record nothing but its id is known; that is told all the same.
     local read = records.read(job.record) or {
       priority = '5', enqueued_ms = string.format('%.0f', now_ms), retries = 0, stalls = 0, timeouts = 0, lane = 0,
@@ -103,7 +105,6 @@ end
 -- States   dead -> waiting
 function verbs.revive()
   if not epoch then return { NO_QUEUE } end
-  local max_items = option('max_items')
 
   -- Priority and body of HEAD '\n' BODY '\n' ERROR ['\n' ATTEMPTS]; error is an object, attempts a list (dead.py).
   local function read_dead(buried)
@@ -122,9 +123,7 @@ function verbs.revive()
     local priority, body = read_dead(buried)
     if not id or not body then return BROKEN end
     if redis.call('HEXISTS', key('jobs'), id) == 1 then return EXISTS end
-    if max_items > 0 and redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) >= max_items then
-      return FULL
-    end
+    if records.is_full() then return FULL end
     redis.call('HSET', key('jobs'), id, 'p' .. priority .. string.format(' %.0f\n', now_ms) .. body)
     records.note_size(#body, base)
     hints.push_back(priority, { id })

@@ -8,11 +8,6 @@ function failures.fate(how, due_ms, attempt, left)
   return { how, math.max(0, due_ms - now_ms), attempt, attempt + left }
 end
 
--- How many attempts are counted.
-function attempts.count(job)
-  return job.retries + job.stalls + job.timeouts
-end
-
 -- How many attempts a job has left after one that fails now and is not counted yet.
 function failures.retries_left(job)
   if job.lane > 0 then return math.max(0, option('retry_lane_retries') - job.lane) end
@@ -42,7 +37,8 @@ end
 -- `failure`: id, owner (WORKER:FENCE), micros, error and brief error (JSON), kind, retry_at_ms (or nil), chance (0 to
 -- 1). Returns what follows (failures.lua); nil if the job is not that owner's.
 function failures.settle(failure)
-  local id, fence, micros, brief, kind = failure.id, holdings.fence_of(failure.owner), failure.micros, failure.brief, failure.kind
+  local id, micros, brief, kind = failure.id, failure.micros, failure.brief, failure.kind
+  local fence = holdings.fence_of(failure.owner)
   local owner = redis.call('HGET', key('active'), id)
   local record = redis.call('HGET', key('jobs'), id)
 
@@ -141,7 +137,8 @@ end
 
 -- Why it is not, as an error in JSON; nil if it is.
 function failures.used_up(job, max_stalls, max_timeouts)
-  local text = '{"name":"%s","message":"the number of attempts that %s is %d, and %s is %d","kind":"stall","traceback":null}'
+  local text = '{"name":"%s","message":"the number of attempts that %s is %d, and %s is %d",'
+    .. '"kind":"stall","traceback":null}'
   if job.stalls > max_stalls then
     return string.format(text, 'StallError', 'died with their process', job.stalls, 'max_stalls', max_stalls)
   elseif job.timeouts > max_timeouts then

@@ -114,7 +114,8 @@ end
 
 -- Jobs that wait for nothing but a worker, suspects too; what is scheduled, active or in the retry lane does not count.
 function hints.main_waiting()
-  return redis.call('HLEN', key('jobs')) - redis.call('HLEN', key('active')) - redis.call('ZCARD', key('scheduled')) - in_lane
+  return redis.call('HLEN', key('jobs')) - redis.call('HLEN', key('active')) - redis.call('ZCARD', key('scheduled'))
+    - in_lane
 end
 
 -- The retry child of a queue blocks on `failed` alone: a token there tells it to look at suspects, its lane and its

@@ -75,7 +75,9 @@ end
 
 -- Everybody: the queue is gone, or what was ready all the time may be had again.
 function awaiters.ring_all()
-  for _, awaiter in ipairs(redis.call('HRANDFIELD', key('awaiters'), RUNG_PER_CALL)) do awaiters.ring(awaiters.read(awaiter)) end
+  for _, awaiter in ipairs(redis.call('HRANDFIELD', key('awaiters'), RUNG_PER_CALL)) do
+    awaiters.ring(awaiters.read(awaiter))
+  end
 end
 
 function awaiters.ring_ready()
@@ -108,7 +110,8 @@ end
 
 -- The id it has in hand, and whether it has accepted that, and the bridge that was told; nil if it has none.
 function leases.in_hand(awaiter)
-  local accepted, id, rest = string.match(redis.call('LINDEX', leases.hand_key(awaiter), 0) or '', '^(%a* ?)%d+ (%S+)([^\n]*)')
+  local hand = redis.call('LINDEX', leases.hand_key(awaiter), 0) or ''
+  local accepted, id, rest = string.match(hand, '^(%a* ?)%d+ (%S+)([^\n]*)')
   return id, accepted == 'accepted ', id and string.match(rest, '^ %d+ (%S+)')
 end
 
@@ -145,11 +148,6 @@ function leases.is_held(awaiter, hand)
   return id and holdings.is_owner(awaiter, redis.call('HGET', key('active'), id))
 end
 
--- The number of the attempt at a job that begins now.
-function attempts.number(job)
-  return job and job.retries + job.stalls + job.timeouts + 1 or 1
-end
-
 -- The next job of a list and its record; its hint is taken out. nil if there is none.
 function leases.take_from(place)
   for _ = 1, MAX_SKIPS do
@@ -184,7 +182,8 @@ function leases.hand_over(id, record, to, via, lease_ms)
   journal.note('claimed ' .. fence .. ' ' .. attempts.number(records.read(record)) .. ' ' .. id)
   timers.set('leases', id, now_ms + lease_ms)
   local external = mode == 'external'
-  local hand = fence .. ' ' .. id .. string.format(' %.0f', lease_ms) .. (external and ' ' .. via or '') .. '\n' .. record
+  local told = external and ' ' .. via or ''
+  local hand = fence .. ' ' .. id .. string.format(' %.0f', lease_ms) .. told .. '\n' .. record
   leases.put_in_hand(to, hand, lease_ms)
   -- Of a worker it is its bridge that asked.
   if via ~= '-' and not external then redis.call('PUBLISH', channel('handed:' .. via), to) end
@@ -207,7 +206,8 @@ end
 
 -- What was not acknowledged in time goes back, in its order; what was accepted, if its worker was silent for so long.
 function leases.lapse()
-  local due = redis.call('ZRANGEBYSCORE', key('leases'), '-inf', string.format('%.0f', now_ms), 'LIMIT', 0, LAPSED_PER_CALL)
+  local due = redis.call('ZRANGEBYSCORE', key('leases'), '-inf', string.format('%.0f', now_ms),
+    'LIMIT', 0, LAPSED_PER_CALL)
   for i = #due, 1, -1 do
     if returned_bytes > READ_BYTES then break end
     local id = due[i]
@@ -226,14 +226,16 @@ end
 local EXPIRED_PER_CALL = 200
 
 function leases.expire()
-  local due = redis.call('ZRANGEBYSCORE', key('expiries'), '-inf', string.format('%.0f', now_ms), 'LIMIT', 0, math.max(1, records.readable(EXPIRED_PER_CALL, READ_BYTES)))
+  local due = redis.call('ZRANGEBYSCORE', key('expiries'), '-inf', string.format('%.0f', now_ms),
+    'LIMIT', 0, math.max(1, records.readable(EXPIRED_PER_CALL, READ_BYTES)))
   if #due == 0 then return end
 
   -- The oldest are mostly at the head of their list: such hints go at once. `heads`: place -> the first ones, and how
   -- many of them go. The others are given up after that: to give up a hint may change the heads.
   local heads, others = {}, {}
   local function forget_first_hint(place, id)
-    heads[place] = heads[place] or { ids = redis.call('LRANGE', (hints.first_list(place)), 0, EXPIRED_PER_CALL - 1), going = 0 }
+    heads[place] = heads[place]
+      or { ids = redis.call('LRANGE', (hints.first_list(place)), 0, EXPIRED_PER_CALL - 1), going = 0 }
     local first = heads[place]
     if first.ids[first.going + 1] == id then first.going = first.going + 1 else others[#others + 1] = { place, id } end
   end
@@ -241,7 +243,8 @@ function leases.expire()
   local packed = redis.call('HMGET', key('jobs'), unpack(due))
   local owners = redis.call('HMGET', key('active'), unpack(due))
   local scheduled = redis.call('ZMSCORE', key('scheduled'), unpack(due))
-  local error = string.format('{"name":"ItemTimeout","message":"nobody took it within item_timeout = %s s","kind":"permanent","traceback":null}',
+  local error = string.format(
+    '{"name":"ItemTimeout","message":"nobody took it within item_timeout = %s s","kind":"permanent","traceback":null}',
     tostring(option('item_timeout_ms') / 1000))
   local fence, old, bytes = nil, {}, 0
   for i, id in ipairs(due) do

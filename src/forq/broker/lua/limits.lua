@@ -4,7 +4,6 @@
 -- What the bucket holds unless `burst` says it, and how much must have come in before a limited worker is woken.
 local BURST_US, WAKE_US = 100000, 20000
 
-
 function limits.read_bucket()
   if bucket then return bucket end
   -- Halves of a µs are exact in a double until 2112: no error adds up, and it is never more than the rate.

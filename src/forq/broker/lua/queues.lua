@@ -85,11 +85,14 @@ function verbs.create()
     redis.call('DEL', key('deleted'))
     epoch = string.format('%.0f', now_us)
     -- What every script reads stands first: a small hash is searched from its beginning.
-    redis.call('HSET', key('options'), 'epoch', epoch, 'version', '0', 'protocol', ARGV[1], 'mode', ARGV[2], 'paused', '0', 'journal', '0',
+    redis.call('HSET', key('options'), 'epoch', epoch, 'version', '0', 'protocol', ARGV[1], 'mode', ARGV[2],
+      'paused', '0', 'journal', '0',
       'journal_max', '0', 'rate_count', '0', 'max_active', '0', 'largest_record', '8192')
     for at = first_default, first_given - 1, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
     -- Only of one that is made now: of one that is there, `pause` has seen to it, and may do so at this moment.
-    if parent then redis.call('HSET', key('options'), 'paused', redis.call('HGET', parent .. ':options', 'paused') or '0') end
+    if parent then
+      redis.call('HSET', key('options'), 'paused', redis.call('HGET', parent .. ':options', 'paused') or '0')
+    end
   end
   for at = first_given, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
   redis.call('HINCRBY', key('options'), 'version', 1)
@@ -110,7 +113,9 @@ function verbs.create()
     journal.write('-')
     -- Every supervisor serves a queue that releases, or whose workers are elsewhere; one that works needs code, which
     -- only its own supervisor has.
-    if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' or ARGV[2] == 'external' then redis.call('PUBLISH', channel('due'), 'new') end
+    if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' or ARGV[2] == 'external' then
+      redis.call('PUBLISH', channel('due'), 'new')
+    end
   elseif not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
     -- Nobody wrote down what happened meanwhile: a number is left out.
     redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
@@ -180,9 +185,7 @@ function verbs.delete()
 
   -- The name may be used again at once, and a worker of the old queue may still be served by a BLMOVE on the new one's
   -- list: the old workers stay in `graves`, which outlives the queue.
-  local processors = redis.call('ZRANGE', key('processors'), 0, -1)
-  for _, half_evicted in ipairs(redis.call('HKEYS', key('evicting'))) do processors[#processors + 1] = half_evicted end
-  for _, processor in ipairs(processors) do
+  for _, processor in ipairs(recovery.processors()) do
     for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
       redis.call('UNLINK', worker_key(processor, worker, 'processing'), worker_key(processor, worker, 'wake'))
       redis.call('ZADD', key('graves'), now_ms + WORKER_GRAVE_MS, processor .. ' ' .. worker)
@@ -224,12 +227,14 @@ function verbs.delete()
   redis.call('PEXPIRE', key('journal:watermarks'), JOURNAL_MS)
   for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority)), hints.swept_key(tostring(priority))) end
   redis.call('UNLINK', hints.swept_key(LANE))
-  redis.call('UNLINK', key('awaiters'), key('awaiting'), key('leases'), key('expiries'), key('accepted'), key('workers'))
+  redis.call('UNLINK', key('awaiters'), key('awaiting'), key('leases'), key('expiries'), key('accepted'),
+    key('workers'))
   -- Done jobs need no line in the failed log: they have not failed.
   redis.call('UNLINK', key('done'), key('done:jobs'), key('waiters'))
   redis.call('UNLINK', key('schedules'), key('schedules:next'), key('schedules:runs'))
   redis.call('UNLINK', key('active'), key('progress'), key('scheduled'), key('attempts'), key('blocked'), key('retry'),
-    key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('limited'), key('options'), key('counts'), key('processed:count'),
+    key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('limited'),
+    key('options'), key('counts'), key('processed:count'),
     key('failed:count'))
   if redis.call('EXISTS', key('events')) == 1 then
     redis.call('HSET', key('counts'), 'journal_bytes', journal_bytes or 0)
@@ -254,9 +259,7 @@ function verbs.counts()
   local HEADS, LISTS = 16, 12
 
   local in_flight = 0
-  local processors = redis.call('ZRANGE', key('processors'), 0, -1)
-  for _, half_evicted in ipairs(redis.call('HKEYS', key('evicting'))) do processors[#processors + 1] = half_evicted end
-  for _, processor in ipairs(processors) do
+  for _, processor in ipairs(recovery.processors()) do
     for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
       in_flight = in_flight + redis.call('LLEN', worker_key(processor, worker, 'processing'))
     end
@@ -265,7 +268,9 @@ function verbs.counts()
   -- Of long records only the first ones.
   local function records_of(first_ids)
     local packed, bytes, most = {}, 0, READ_BYTES / LISTS
-    if records.readable(#first_ids, most) == #first_ids then return redis.call('HMGET', key('jobs'), unpack(first_ids)) end
+    if records.readable(#first_ids, most) == #first_ids then
+      return redis.call('HMGET', key('jobs'), unpack(first_ids))
+    end
     for i, id in ipairs(first_ids) do
       packed[i] = bytes < most and redis.call('HGET', key('jobs'), id)
       bytes = bytes + (packed[i] and #packed[i] or 0)
@@ -310,7 +315,9 @@ function verbs.counts()
   -- Every kind of waiting: each priority, the suspects, the retry lane, and what is due and was not promoted yet.
   -- A job that had a time ahead did not wait before that.
   local oldest = math.huge
-  for place in string.gmatch('0123456789sr', '.') do oldest = math.min(oldest, oldest_enqueued_ms(place) or math.huge) end
+  for place in string.gmatch('0123456789sr', '.') do
+    oldest = math.min(oldest, oldest_enqueued_ms(place) or math.huge)
+  end
   oldest = math.max(oldest, math.min(now_ms, tonumber(counted[8] or 0)))
   if scheduled_ms and scheduled_ms <= now_ms then oldest = math.min(oldest, math.floor(scheduled_ms)) end
 

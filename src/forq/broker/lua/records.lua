@@ -16,6 +16,11 @@ local READ_BYTES = 4 * 1024 * 1024
 -- SMALL_RECORD on, and an option since those are known without being read. So what is small need not be measured.
 local SMALL_RECORD, HEAD_BYTES = 8192, 64
 
+function records.is_full()
+  local max_items = option('max_items')
+  return max_items > 0 and redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) >= max_items
+end
+
 function records.largest()
   local largest = option('largest_record')
   -- Of a queue made by a release that did not note it.
@@ -92,14 +97,25 @@ end
 
 local ATTEMPTS_KEPT = 10
 
+-- How many attempts are counted.
+function attempts.count(job)
+  return job.retries + job.stalls + job.timeouts
+end
+
+-- The number of the attempt at a job that begins now.
+function attempts.number(job)
+  return job and attempts.count(job) + 1 or 1
+end
+
 -- `micros`: how long it took, if that is known. `error` and `stack` are JSON; without a stack, or a `peak`
 -- (the bytes of memory it was seen with), the entry has none.
 function attempts.add(id, outcome, cause, micros, error, stack, peak)
   local lines = {}
   for line in string.gmatch(redis.call('HGET', key('attempts'), id) or '', '[^\n]+') do lines[#lines + 1] = line end
   local started = tonumber(micros) and string.format('%.3f', (now_ms - tonumber(micros) / 1000) / 1000) or 'null'
-  lines[#lines + 1] = string.format('{"started_at":%s,"ended_at":%.3f,"outcome":"%s","cause":"%s","error":%s%s%s}', started,
-    now_ms / 1000, outcome, cause, error or 'null', stack and ',"stack":' .. stack or '',
+  lines[#lines + 1] = string.format(
+    '{"started_at":%s,"ended_at":%.3f,"outcome":"%s","cause":"%s","error":%s%s%s}',
+    started, now_ms / 1000, outcome, cause, error or 'null', stack and ',"stack":' .. stack or '',
     peak and string.format(',"peak_memory":%.0f', peak) or '')
   local first = math.max(1, #lines - ATTEMPTS_KEPT + 1)
   redis.call('HSET', key('attempts'), id, table.concat(lines, '\n', first))

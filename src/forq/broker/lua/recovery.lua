@@ -124,6 +124,13 @@ function recovery.evict_workers(silent, cause)
   return taken_out, left
 end
 
+-- All that have workers, also those of which some have been taken out already.
+function recovery.processors()
+  local all = redis.call('ZRANGE', key('processors'), 0, -1)
+  for _, silent in ipairs(redis.call('HKEYS', key('evicting'))) do all[#all + 1] = silent end
+  return all
+end
+
 -- The first step; safe to repeat.
 function recovery.evict(silent, cause)
   redis.call('ZREM', key('processors'), silent)
@@ -213,7 +220,8 @@ function verbs.heartbeat()
 
   local evicted = {}
   if not recovery.continue_eviction() and now_ms >= sweep_after_ms then
-    evicted = redis.call('ZRANGEBYSCORE', key('processors'), '-inf', '(' .. string.format('%.0f', now_ms), 'LIMIT', 0, 1)
+    evicted = redis.call('ZRANGEBYSCORE', key('processors'), '-inf', '(' .. string.format('%.0f', now_ms),
+      'LIMIT', 0, 1)
     for _, silent in ipairs(evicted) do recovery.evict(silent, 'host_lost') end
   end
   recovery.drain_graves()
@@ -243,7 +251,8 @@ function verbs.heartbeat()
     return (main and 1 or 0) + (retry and 2 or 0)
   end
 
-  return { OK, evicted, timers.next_ms(), redis.call('EXISTS', key('evicting')), unread, needing_helpers(), wanted(), lost_jobs }
+  local evicting = redis.call('EXISTS', key('evicting'))
+  return { OK, evicted, timers.next_ms(), evicting, unread, needing_helpers(), wanted(), lost_jobs }
 end
 
 -- recover: takes a worker that is gone out of the queue; nothing that it held is lost. Also how a worker leaves. Safe
@@ -259,7 +268,13 @@ end
 function verbs.recover()
   if not epoch then return { NO_QUEUE } end
   local processor, worker, turn, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-  local lost = { outcome = ARGV[6], cause = ARGV[7], micros = ARGV[8], stack = ARGV[9] ~= '' and ARGV[9], peak = tonumber(ARGV[10]) }
+  local lost = {
+    outcome = ARGV[6],
+    cause = ARGV[7],
+    micros = ARGV[8],
+    stack = ARGV[9] ~= '' and ARGV[9],
+    peak = tonumber(ARGV[10]),
+  }
   local length = redis.call('LLEN', worker_key(processor, worker, 'processing'))
   recovery.remove_worker(processor, worker, turn, index, ARGV[5] == '1', lost)
   hints.wake_idle(nil, WAKE_LIMITED)

@@ -33,7 +33,9 @@ function verbs.await()
   local function take_job()
     for _ = 1, BURIED_PER_CALL do
       local id, record = leases.take_next()
-      if not id and not skipped_enough and in_lane > 0 and hints.main_waiting() == 0 then id, record = leases.take_from(LANE) end
+      if not id and not skipped_enough and in_lane > 0 and hints.main_waiting() == 0 then
+        id, record = leases.take_from(LANE)
+      end
       local job = id and records.read(record)
       local error = job and failures.used_up(job, option('max_stalls'), math.huge)
       if not error then return id, record end
@@ -142,7 +144,9 @@ function verbs.unawait()
     if expires and tonumber(expires) % 1 > 0 then timers.set('expiries', id, now_ms) end
   end
   -- An acknowledgement may still be repeated.
-  if string.sub(redis.call('LINDEX', leases.hand_key(awaiter), 0) or '', 1, 6) ~= 'acked ' then redis.call('UNLINK', leases.hand_key(awaiter)) end
+  if string.sub(redis.call('LINDEX', leases.hand_key(awaiter), 0) or '', 1, 6) ~= 'acked ' then
+    redis.call('UNLINK', leases.hand_key(awaiter))
+  end
   hints.wake_idle(RING_AWAITERS, WAKE_LIMITED)
   journal.write(awaiter)
   return { OK, held and 1 or 0 }
@@ -202,7 +206,8 @@ function verbs.release()
     journal.note('claimed ' .. fence .. ' ' .. attempts.number(job) .. ' ' .. id)
     local in_main = job and job.lane == 0 and job.retries < option('release_retries')
     if not in_main and not (job and job.lane < option('retry_lane_retries')) then
-      local error = string.format('{"name":"NotAwaited","message":"nobody awaited it in %d tries","kind":"permanent","traceback":null}',
+      local error = string.format(
+        '{"name":"NotAwaited","message":"nobody awaited it in %d tries","kind":"permanent","traceback":null}',
         attempts.number(job))
       return dead.bury({ { id = id, fence = fence, micros = '-', record = record, error = error, brief = error } })
     end

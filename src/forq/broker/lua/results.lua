@@ -38,7 +38,8 @@ function waiters.tell(ids, how, fences)
       if kept and string.match(kept, '^%d+ (%d+)') ~= fence then kept = false end
       redis.call('HDEL', key('waiters'), id)
       if how ~= 'deleted' then
-        redis.call('SET', key_of('told', mark .. ':' .. id), how .. ' ' .. fence .. (kept and '\n' .. kept or ''), 'PX', kept and RESULT_MS or TOLD_MS)
+        redis.call('SET', key_of('told', mark .. ':' .. id), how .. ' ' .. fence .. (kept and '\n' .. kept or ''),
+          'PX', kept and RESULT_MS or TOLD_MS)
       end
       redis.call('PUBLISH', channel('ended:' .. id), how .. ' ' .. fence .. ' ' .. mark)
     end
@@ -80,8 +81,8 @@ function done.keep(ids, owners, told)
         result = string.format('!it is longer than max_data = %.0f bytes', max_data)
       end
       kept[#kept + 1] = id
-      kept[#kept + 1] = ms .. ' ' .. holdings.fence_of(owners[i]) .. ' ' .. micros .. '\n' .. result .. '\n' .. packed[i]
-        .. '\n[' .. string.gsub(tried[i] or '', '\n', ',') .. ']'
+      kept[#kept + 1] = ms .. ' ' .. holdings.fence_of(owners[i]) .. ' ' .. micros .. '\n' .. result .. '\n'
+        .. packed[i] .. '\n[' .. string.gsub(tried[i] or '', '\n', ',') .. ']'
       ended[#ended + 1] = ms
       ended[#ended + 1] = id
     end

@@ -48,7 +48,9 @@ function timers.promote()
   for place, ids in pairs(by_place) do hints.push_back(place, ids) end
   -- Nothing else waits: whatever waits from now on has not waited for longer, however long ago it was enqueued
   -- (counts).
-  if hints.main_waiting() + in_lane == #promoted then journal.remember('idle_until_ms', string.format('%.0f', now_ms)) end
+  if hints.main_waiting() + in_lane == #promoted then
+    journal.remember('idle_until_ms', string.format('%.0f', now_ms))
+  end
   journal.note_ids('promoted', 0, promoted)
 end
 
@@ -143,15 +145,11 @@ function schedules.is_unfinished(id)
   return redis.call('HEXISTS', key('jobs'), id) == 1
 end
 
-function schedules.is_full()
-  local max_items = option('max_items')
-  return max_items > 0 and redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) >= max_items
-end
-
 function schedules.store_run(id, policy, identifier, data, run_at_ms)
   local priority = string.format('%d', policy.priority)
   local body = '[' .. identifier .. ',' .. cjson.encode(policy.type) .. ',' .. data .. ']'
-  redis.call('HSET', key('jobs'), id, string.format('%s%s %.0f\n', run_at_ms > now_ms and 'd' or 'p', priority, now_ms) .. body)
+  local flag = run_at_ms > now_ms and 'd' or 'p'
+  redis.call('HSET', key('jobs'), id, string.format('%s%s %.0f\n', flag, priority, now_ms) .. body)
   records.note_size(#body, base)
   journal.note_ids('enqueued', 0, { id })
   timers.make_ready(id, priority, run_at_ms)
@@ -229,7 +227,7 @@ function verbs.trigger()
   local policy = cjson.decode(string.match(head, '\n(.*)$'))
   local id = schedules.run_id(name, policy, string.format('triggered:%.0f', now_us))
   if schedules.is_unfinished(id) then return { EXISTS, 1 } end
-  if schedules.is_full() then return { FULL, option('max_items') } end
+  if records.is_full() then return { FULL, option('max_items') } end
   schedules.store_run(id, policy, identifier, data, now_ms)
   hints.wake_idle(RING_AWAITERS)
   journal.write('-')
@@ -265,7 +263,7 @@ function verbs.fire()
     local id = schedules.run_id(name, policy, tick)
     if schedules.is_unfinished(id) then
       skipped = skipped + 1
-    elseif schedules.is_full() then
+    elseif records.is_full() then
       missed = missed + 1
     else
       schedules.store_run(id, policy, identifier, data, tonumber(tick) + math.floor(policy.jitter_ms * share))
@@ -273,7 +271,8 @@ function verbs.fire()
     end
   end
 
-  redis.call('HSET', key('schedules:runs'), name, string.format('%s %.0f %.0f %.0f', last_run_ms, runs, skipped, missed))
+  redis.call('HSET', key('schedules:runs'), name,
+    string.format('%s %.0f %.0f %.0f', last_run_ms, runs, skipped, missed))
   if ARGV[4] == '' then
     redis.call('ZREM', key('schedules:next'), name)
   else

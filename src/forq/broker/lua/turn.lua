@@ -156,7 +156,7 @@ function turns.take(priority, ids)
       -- Only a record that is not plain has counts to look at.
       local job = string.byte(packed[i]) == COUNTED and records.read(packed[i])
       local error = job and failures.used_up(job, max_stalls, max_timeouts)
-      if job then again[id] = job.retries + job.stalls + job.timeouts + 1 end
+      if job then again[id] = attempts.number(job) end
       if error then
         spent[#spent + 1] = { id = id, record = packed[i], error = error }
       else
@@ -330,7 +330,8 @@ function verbs.turn()
   hints.wake_idle(nil, WAKE_LIMITED)
   journal.write(worker)
 
-  reply[1], reply[2], reply[3], reply[4] = paused and PAUSED or limited and LIMITED or OK, held and 1 or 0, refused, fence
+  reply[1] = paused and PAUSED or limited and LIMITED or OK
+  reply[2], reply[3], reply[4] = held and 1 or 0, refused, fence
   reply[5], reply[6], reply[7] = option('timeout_ms'), tonumber(options.size or 1), option('priority')
   reply[8] = option('keep_done_ms') > 0 and option('max_data') or 0
   return reply
