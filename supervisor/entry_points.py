@@ -7,7 +7,7 @@ import sys
 import forq
 from forq.bridge.run import BridgeSettings, run_bridge
 from forq.broker.connection import warm
-from forq.broker.scripts import script
+from forq.broker.scripts import flags, script
 from forq.output.logger import LoggerSettings, run_logger
 from forq.services.clerk import ClerkSettings, run_clerk
 from forq.services.metrics import MetricsSettings, run_metrics
@@ -45,8 +45,8 @@ def preload(url: str, prefix: str) -> None:
     # So that a handler's own Client() finds the same queues.
     os.environ["FORQ_REDIS"], os.environ["FORQ_PREFIX"] = url, prefix
     warm(url)
-    # The text of the Lua library.
-    script("turn")
+    for verb in flags():
+        script(verb)
     gc.collect()
     # The cache of attributes holds names from hundreds of imports. A child that replaces one writes to its page.
     # Python 3.13 has this function, earlier releases the other one.
