@@ -8,23 +8,17 @@ import forq
 from forq.bridge.run import BridgeSettings, run_bridge
 from forq.broker.connection import warm
 from forq.broker.scripts import flags, script
-from forq.output.logger import LoggerSettings, run_logger
-from forq.services.clerk import ClerkSettings, run_clerk
-from forq.services.metrics import MetricsSettings, run_metrics
-from forq.services.pulse import PulseSettings, run_pulse
-from forq.services.scribe import ScribeSettings, run_scribe
-from forq.services.warden import WardenSettings, run_warden
+from forq.output.logger import run_logger
+from forq.services.clerk import run_clerk
+from forq.services.metrics import run_metrics
+from forq.services.pulse import run_pulse
+from forq.services.scribe import run_scribe
+from forq.services.warden import run_warden
 from forq.workers.child import ChildSettings, run_child
 
 __all__ = [
     "BridgeSettings",
     "ChildSettings",
-    "ClerkSettings",
-    "LoggerSettings",
-    "MetricsSettings",
-    "PulseSettings",
-    "ScribeSettings",
-    "WardenSettings",
     "preload",
     "run_bridge",
     "run_child",

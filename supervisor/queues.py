@@ -78,7 +78,7 @@ class Queues:
             processor=lambda: services.processor,
             look_for_unread=lambda name: services.pulse.ask("look", {"queue": name}),
             resource_watch=services.resource_watch,
-            tallies=services.tallies,
+            tallies=services.context.tallies,
         )
 
     def served(self) -> tuple[list[str], list[str]]:
@@ -358,8 +358,8 @@ class Queues:
                 all_gone()
 
         def all_gone() -> None:
-            if self._services.tallies is not None:
-                self._services.tallies.forget(name)
+            if self._services.context.tallies is not None:
+                self._services.context.tallies.forget(name)
             then({pid for one in leaving for pid in one.survivors})
 
         for one in leaving:

@@ -3,13 +3,11 @@
 It is started when it is needed for the first time.
 """
 
-import socket
 from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 
 from forq.procs.resources import Exceeded, Resources
-from forq.supervisor.child import Nursery
 from forq.supervisor.service import Service
 
 
@@ -26,19 +24,8 @@ class Restrained(Protocol):
 
 
 class ResourceWatch:
-    def __init__(
-        self,
-        nursery: Nursery,
-        run_warden: Callable[[socket.socket], int],
-        on_stop: Callable[[], None] | None = None,
-    ) -> None:
-        self._warden = Service(
-            *(nursery, "warden", run_warden),
-            on_event=self._heard,
-            on_start=self._tell,
-            on_stop=on_stop,
-            needed=lambda: bool(self._watched),
-        )
+    def __init__(self, make_warden: Callable[..., Service]) -> None:
+        self._warden = make_warden(on_event=self._heard, on_start=self._tell, needed=lambda: bool(self._watched))
         self._started = False
         self._has_watched = False
         self._keys = count(1)

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.log_format import choose
 from forq.procs.cgroup import Cgroup, Cgroups
 from forq.procs.cgroup_limits import Delegation
+from forq.procs.context import Context
 from forq.procs.loop import Loop, Timer
 from forq.procs.scoreboard import Role, Scoreboard
 from forq.procs.tallies import Tallies
@@ -72,29 +74,64 @@ class Services:
         self.scoreboard = Scoreboard.create()
         # Opened here and kept, so that a metrics process that dies does not lose the address.
         self._metrics_listener = None if config.metrics is None else config.metrics.open(config.control_group)
-        self.tallies = None if config.metrics is None else Tallies()
         self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._cgroups = _cgroups(config, state)
         self._delegation = None if self._cgroups is None else Delegation(self._cgroups)
         if self._delegation is not None:
             self._delegation.begin()
         self.nursery = Nursery(loop, (state.tree_lock_fd, self._watch_fd), self._cgroups, tree_mark=state.tree_mark)
-        self.processor, self.predecessor = state.take_processor()
-        self._logs_dir = Path(state.path) / "logs"
-        self.outputs = Outputs(self._logs_dir)
+        processor, self.predecessor = state.take_processor()
         self.redis = self._redis_child() if config.redis is None else None
+        self.context = self._context(processor)
+        self.outputs = Outputs(self.context.logs_dir)
         self.watch = ServiceWatch(loop, lambda: self.all)
-        service = partial(Service, self.nursery, on_stop=self.watch.look_soon)
-        self.pulse = service("pulse", self._run_pulse, on_event=self._pulse_event, on_start=self.tell_served)
-        self.scribe = service("scribe", self._run_scribe, on_event=self._scribe_event, on_start=self._scribe_started)
-        self.clerk = service("clerk", self._run_clerk)
-        self.logger = service("logger", self._run_logger, on_start=self._tell_logger)
-        self.resource_watch = ResourceWatch(self.nursery, self._run_warden, on_stop=self.watch.look_soon)
+        self.pulse = self._service(
+            "pulse", entry_points.run_pulse, on_event=self._pulse_event, on_start=self.tell_served
+        )
+        self.scribe = self._service(
+            "scribe", entry_points.run_scribe, on_event=self._scribe_event, on_start=self._scribe_started
+        )
+        self.clerk = self._service("clerk", entry_points.run_clerk)
+        self.logger = self._service("logger", entry_points.run_logger, on_start=self._tell_logger)
+        self.resource_watch = ResourceWatch(partial(self._service, "warden", entry_points.run_warden))
         self.nursery.ask_warden = self.resource_watch.ask
         self.bridges = tuple(
-            service(f"bridge {place.listen}", partial(self._run_bridge, place)) for place in config.bridges
+            self._service(f"bridge {place.listen}", partial(self._run_bridge, place)) for place in config.bridges
         )
         self.metrics = () if self._metrics_listener is None else (self._metrics_service(self._metrics_listener),)
+
+    def _context(self, processor: str) -> Context:
+        config, state = self._config, self._state
+        return Context(
+            url=self.redis_url,
+            prefix=config.prefix,
+            processor=processor,
+            heartbeat_seconds=config.heartbeat_seconds,
+            expiry_ms=round(config.expiry_seconds * 1000),
+            max_queues=config.max_queues,
+            control_socket=str(config.socket),
+            health_seconds=0.0 if config.metrics is None else config.metrics.health_seconds,
+            scoreboard=self.scoreboard,
+            tallies=None if config.metrics is None else Tallies(),
+            watch_fd=self._watch_fd,
+            own_pids=self.nursery.pids,
+            cgroups=self._cgroups,
+            tree_lock_fd=state.tree_lock_fd,
+            tree_mark=state.tree_mark,
+            logs_dir=Path(state.path) / "logs",
+            log_max=config.log_max,
+            failed_log_max=config.failed_log_max,
+            log_format=choose(config.log_format, 2, os.environ),
+            log_level=config.log_level,
+            redact=config.log_redact,
+            redis_dir=None if self.redis is None else state.redis_dir,
+            tracing=config.tracing,
+            titles=config.titles,
+        )
+
+    @property
+    def processor(self) -> str:
+        return self.context.processor
 
     @property
     def all(self) -> tuple[Service, ...]:
@@ -149,7 +186,8 @@ class Services:
 
     def new_processor(self) -> str:
         """From now on everything is done under another name; returns the one before."""
-        before, self.processor = self.processor, new_processor_name()
+        before = self.processor
+        self.context = replace(self.context, processor=new_processor_name())
         self._save_processor()
         return before
 
@@ -287,114 +325,34 @@ class Services:
         """What the process of a queue is to run. All that can be prepared is, here in the parent: what a child does not
         have to do is memory that it goes on to share."""
         settings = entry_points.ChildSettings(
+            context=self.context,
             name=name,
             spec=spec,
             options=options,
             role=role,
-            url=self.redis_url,
-            prefix=self._config.prefix,
-            processor=self.processor,
-            expiry_ms=round(self._config.expiry_seconds * 1000),
-            scoreboard=self.scoreboard,
             slots=slots,
-            watch_fd=self._watch_fd,
-            tree_lock_fd=self._state.tree_lock_fd,
-            tree_mark=self._state.tree_mark,
-            tracing=self._config.tracing,
-            tallies=self.tallies,
             output=self.outputs.directory(spec.name),
-            log_level=self._config.log_level,
-            titles=self._config.titles,
             held=held,
         )
         return partial(entry_points.run_child, settings)
 
-    def _run_pulse(self, leash: socket.socket) -> int:
-        return entry_points.run_pulse(
-            entry_points.PulseSettings(
-                url=self.redis_url,
-                prefix=self._config.prefix,
-                processor=self.processor,
-                heartbeat_seconds=self._config.heartbeat_seconds,
-                expiry_ms=round(self._config.expiry_seconds * 1000),
-                scoreboard=self.scoreboard,
-                leash=leash,
-                watch_fd=self._watch_fd,
-                cgroups=self._cgroups,
-                tree_mark=self._state.tree_mark,
-            )
-        )
-
-    def _run_scribe(self, leash: socket.socket) -> int:
-        return entry_points.run_scribe(
-            entry_points.ScribeSettings(
-                url=self.redis_url,
-                prefix=self._config.prefix,
-                processor=self.processor,
-                expiry_ms=round(self._config.expiry_seconds * 1000),
-                logs_dir=self._logs_dir,
-                failed_log_max=self._config.failed_log_max,
-                leash=leash,
-                redis_dir=self._state.redis_dir if self.redis is not None else None,
-            )
-        )
-
-    def _run_clerk(self, leash: socket.socket) -> int:
-        return entry_points.run_clerk(
-            entry_points.ClerkSettings(
-                url=self.redis_url,
-                prefix=self._config.prefix,
-                max_queues=self._config.max_queues,
-                logs_dir=self._logs_dir,
-                leash=leash,
-                failed_log_max=self._config.failed_log_max,
-            )
-        )
-
-    def _run_logger(self, leash: socket.socket) -> int:
-        return entry_points.run_logger(
-            entry_points.LoggerSettings(
-                logs_dir=self._logs_dir,
-                log_max=self._config.log_max,
-                log_format=choose(self._config.log_format, 2, os.environ),
-                scoreboard=self.scoreboard,
-                leash=leash,
-                redact=self._config.log_redact,
-            )
-        )
-
-    def _run_warden(self, leash: socket.socket) -> int:
-        return entry_points.run_warden(
-            entry_points.WardenSettings(self.scoreboard, leash, self.nursery.pids, self._state.tree_mark)
-        )
+    def _service(self, name: str, run: Callable[..., int], **how: Any) -> Service:
+        """One that gets the context as it is at its start."""
+        return Service(self.nursery, name, lambda leash: run(self.context, leash), on_stop=self.watch.look_soon, **how)
 
     def _metrics_service(self, listener: socket.socket) -> Service:
-        run = partial(self._run_metrics, listener)
-        return Service(self.nursery, "metrics", run, keep_fds=(listener.fileno(),), on_stop=self.watch.look_soon)
+        def run(context: Context, leash: socket.socket) -> int:
+            return entry_points.run_metrics(context, listener, leash)
 
-    def _run_metrics(self, listener: socket.socket, leash: socket.socket) -> int:
-        assert self._config.metrics is not None
-        assert self.tallies is not None
-        return entry_points.run_metrics(
-            entry_points.MetricsSettings(
-                url=self.redis_url,
-                prefix=self._config.prefix,
-                control_socket=str(self._config.socket),
-                health_seconds=self._config.metrics.health_seconds,
-                scoreboard=self.scoreboard,
-                tallies=self.tallies,
-                listener=listener,
-                leash=leash,
-            )
-        )
+        return self._service("metrics", run, keep_fds=(listener.fileno(),))
 
-    def _run_bridge(self, place: BridgePlace, leash: socket.socket) -> int:
+    def _run_bridge(self, place: BridgePlace, context: Context, leash: socket.socket) -> int:
         return entry_points.run_bridge(
             entry_points.BridgeSettings(
-                url=self.redis_url,
-                prefix=self._config.prefix,
+                url=context.url,
+                prefix=context.prefix,
                 tick_seconds=place.tick_seconds,
-                max_queues=self._config.max_queues,
+                max_queues=context.max_queues,
                 path=str(place.listen),
                 leash=leash,
             )

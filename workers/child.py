@@ -16,9 +16,8 @@ from forq.broker.keys import fail_queue, queue_base
 from forq.errors import CannotImport, ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
 from forq.ids import new_id
 from forq.output.capture import install
-from forq.procs.scoreboard import Role, Scoreboard, Slot, State
-from forq.procs.tallies import Tallies
-from forq.procs.tree_mark import TreeMark
+from forq.procs.context import Context
+from forq.procs.scoreboard import Role, Slot, State
 from forq.queue_spec import QueueSpec
 from forq.settings import Value
 from forq.trace_context import OFF
@@ -51,45 +50,35 @@ _LANES = {Role.MAIN: "main", Role.RETRY: "retry", Role.SUSPECT: "suspects", Role
 class ChildSettings:
     """What the supervisor gives a queue's child at its fork."""
 
+    context: Context
     # Of its queue and role.
     name: str
     spec: QueueSpec
     options: Mapping[str, Value]
     role: Role
-    url: str
-    prefix: str
-    processor: str
-    expiry_ms: int
-    scoreboard: Scoreboard
     slots: tuple[int, ...]
-    watch_fd: int
-    tree_lock_fd: int
-    tree_mark: TreeMark
-    tracing: str = OFF
-    # None: nobody wants to know how long jobs wait and run.
-    tallies: Tallies | None = None
     # Where its FIFO is; None: it writes to the supervisor's stdout and stderr.
-    output: str | None = None
-    log_level: str = "info"
-    titles: str = "full"
+    output: str | None
     # It imports its handlers, says so, and does nothing more until it is told to begin.
-    held: bool = False
+    held: bool
 
 
 def run_child(settings: ChildSettings, leash: socket.socket) -> int:
     """The entry point: returns the process's exit code."""
-    settings.tree_mark.put_on()
+    context = settings.context
+    if context.tree_mark is not None:
+        context.tree_mark.put_on()
     _redirect_output(settings)
-    base = queue_base(settings.prefix, settings.spec.name)
-    minder = Minder(name=settings.name, url=settings.url, base=base, leash=leash, titles=settings.titles)
+    base = queue_base(context.prefix, settings.spec.name)
+    minder = Minder(name=settings.name, url=context.url, base=base, leash=leash, titles=context.titles)
     minder.start()
     tell_supervisor(leash, {"stack_fd": offer_stack()})
     if settings.held:
         setproctitle(f"forq: {settings.name} (next) importing")
     try:
         restrain(settings.options)
-        handlers = load_handlers(settings.spec, (settings.tree_lock_fd,))
-        fail_handler = load_fail_handler(settings.spec, (settings.tree_lock_fd,))
+        handlers = load_handlers(settings.spec, (settings.context.tree_lock_fd,))
+        fail_handler = load_fail_handler(settings.spec, (settings.context.tree_lock_fd,))
     except ConfigError as exc:
         trace = exc.traceback if isinstance(exc, CannotImport) else None
         reason = said(exc.__str__)[:MAX_REASON]
@@ -108,18 +97,20 @@ def _redirect_output(settings: ChildSettings) -> None:
     if settings.output is None:
         return
     try:
-        install(settings.output, [settings.scoreboard.slot(number) for number in settings.slots], settings.log_level)
+        slots = [settings.context.scoreboard.slot(number) for number in settings.slots]
+        install(settings.output, slots, settings.context.log_level)
     except (ForqError, OSError) as exc:
         log.error("no log of the queue's output queue=%s error=%s", settings.spec.name, exc)
 
 
 def _start_tracing(settings: ChildSettings) -> Tracing | None:
-    if settings.tracing == OFF:
+    tracing = settings.context.tracing
+    if tracing == OFF:
         return None
     try:
-        return Tracing(settings.tracing)
+        return Tracing(tracing)
     except Exception as exc:  # a file that cannot be opened, the SDK's own settings: jobs come before their spans
-        log.error("no spans of this process queue=%s tracing=%s error=%s", settings.spec.name, settings.tracing, exc)
+        log.error("no spans of this process queue=%s tracing=%s error=%s", settings.spec.name, tracing, exc)
         return None
 
 
@@ -133,7 +124,7 @@ class _Crew:
         self._slots = [self._slot(number) for number in settings.slots]
         self._grants = {slot.number: Grant(self._tell, slot.number) for slot in self._slots}
         self._recycling = Recycling(settings.options, self._slots, self._replace)
-        self._progress = ProgressTeller(settings.url, settings.prefix)
+        self._progress = ProgressTeller(settings.context.url, settings.context.prefix)
         self._tracing = _start_tracing(settings)
         self._job_log = JobLog()
         self._loops: list[Loop] = []
@@ -175,10 +166,10 @@ class _Crew:
         return self._code
 
     def _slot(self, number: int) -> Slot:
-        slot = self._settings.scoreboard.slot(number)
+        slot = self._settings.context.scoreboard.slot(number)
         # So long that WORKER:FENCE, of which `active` has one per running job, exceeds 64 bytes: a server keeps a hash
         # with such values as a table, and one of short values as a list, in which it would search for each job.
-        slot.worker = new_id() + self._settings.processor[-16:]
+        slot.worker = new_id() + self._settings.context.processor[-16:]
         slot.queue = self._settings.spec.name
         slot.role = self._settings.role
         slot.pid = os.getpid()
@@ -186,13 +177,13 @@ class _Crew:
         return slot
 
     def _releaser(self, slot: Slot) -> ReleaseLoop:
-        settings = self._settings
+        settings, context = self._settings, self._settings.context
         main = settings.role == Role.MAIN
-        where = (settings.url, settings.prefix, settings.spec.name, settings.processor, slot.worker)
+        where = (context.url, context.prefix, settings.spec.name, context.processor, slot.worker)
         return ReleaseLoop(
             Consumer(*where, lane="main" if main else "retry"),
             slot,
-            expiry_ms=settings.expiry_ms,
+            expiry_ms=context.expiry_ms,
             resting_state=State.IDLE if main else State.PARKED,
             on_try=self._minder.rouse,
         )
@@ -215,24 +206,24 @@ class _Crew:
     def _worker(
         self, slot: Slot, attempts: Attempts, *, numbers: TurnNumbers | None = None, queue: str | None = None
     ) -> WorkerLoop:
-        settings = self._settings
-        scoreboard, watch_fd = settings.scoreboard, settings.watch_fd
+        settings, context = self._settings, self._settings.context
+        scoreboard, watch_fd = context.scoreboard, context.watch_fd
 
         def on_batch(count: int) -> None:
             self._minder.rouse()
             if count > 1 and not scoreboard.watching:
                 os.eventfd_write(watch_fd, 1)
 
-        where = (settings.url, settings.prefix, queue or settings.spec.name, settings.processor, slot.worker)
+        where = (context.url, context.prefix, queue or settings.spec.name, context.processor, slot.worker)
         main = settings.role == Role.MAIN
         size = settings.options["fail_size" if queue else "size"]
         # Fail handlers are not counted: their jobs are none of the queue's own.
-        tally = settings.tallies.of_slot(slot.number) if settings.tallies is not None and queue is None else None
+        tally = context.tallies.of_slot(slot.number) if context.tallies is not None and queue is None else None
         return WorkerLoop(
             Consumer(*where, lane=_LANES[settings.role]),
             attempts,
             slot,
-            expiry_ms=settings.expiry_ms,
+            expiry_ms=context.expiry_ms,
             # Until the first turn tells what holds now.
             limits=Limits(0, int(size), int(settings.options["priority"])),
             grant=self._grants[slot.number],

@@ -13,10 +13,11 @@ import pytest
 
 from forq.log_format import LogFormat
 from forq.output.forwarding import Forwarder
-from forq.output.logger import Logger, LoggerSettings
+from forq.output.logger import Logger
 from forq.output.pipe import Line, open_pipe, pack_line, pack_note
 from forq.procs import wire
 from forq.procs.scoreboard import Scoreboard
+from tests.support.contexts import context
 from tests.support.running import wait_until, whole_lines
 
 pytestmark = pytest.mark.timeout(60)
@@ -31,9 +32,9 @@ class Running:
         self.stderr = directory / "stderr"
         self._leash, theirs = socket.socketpair()
         log_format = LogFormat(json=False)
-        settings = LoggerSettings(directory / "logs", 64 * 1024, log_format, self.board, theirs)
+        given = context(logs_dir=directory / "logs", log_format=log_format, scoreboard=self.board)
         forwarder = Forwarder(os.open(self.stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-        self._thread = threading.Thread(target=Logger(settings, forwarder).run)
+        self._thread = threading.Thread(target=Logger(given, theirs, forwarder).run)
         self._thread.start()
         self._asked = 0
 

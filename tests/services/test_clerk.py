@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from forq.broker.traces import unknown_job
 from forq.errors import ForqError, InvalidData, UnknownJob, UnknownQueue, UsageError
 from forq.procs import wire
 from forq.procs.loop import service_loop
-from forq.services.clerk import Clerk, ClerkSettings
+from forq.services.clerk import Clerk
 from forq.services.desk import Desk
+from tests.support.contexts import context
 
 
 @pytest.fixture
-def clerk(redis_url: str, tmp_path: Path) -> Iterator[Clerk]:
-    ours, theirs = socket.socketpair()
-    settings = ClerkSettings(redis_url, "forq:", 10, tmp_path / "logs", theirs)
-    clerk = Clerk(settings, service_loop())
+def clerk(redis_url: str, tmp_path: Path) -> Clerk:
+    clerk = Clerk(context(url=redis_url, logs_dir=tmp_path / "logs"), service_loop())
     clerk.create(
         {
             "name": "q",
@@ -33,9 +31,7 @@ def clerk(redis_url: str, tmp_path: Path) -> Iterator[Clerk]:
             "joining": False,
         }
     )
-    yield clerk
-    ours.close()
-    theirs.close()
+    return clerk
 
 
 def test_push_returns_the_id_and_job_shows_it(clerk: Clerk) -> None:

@@ -1,7 +1,5 @@
 """The clerk's answers about schedules, without a supervisor around it."""
 
-import socket
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,19 +8,17 @@ import pytest
 
 from forq.errors import InvalidId, UnknownQueue, UnknownSchedule, UsageError
 from forq.procs.loop import service_loop
-from forq.services.clerk import Clerk, ClerkSettings
+from forq.services.clerk import Clerk
+from tests.support.contexts import context
 
 QUEUE = {"mode": "work", "options": {}, "fail_handler": False, "reopening": False, "joining": False}
 
 
 @pytest.fixture
-def clerk(redis_url: str, tmp_path: Path) -> Iterator[Clerk]:
-    ours, theirs = socket.socketpair()
-    clerk = Clerk(ClerkSettings(redis_url, "forq:", 10, tmp_path / "logs", theirs), service_loop())
+def clerk(redis_url: str, tmp_path: Path) -> Clerk:
+    clerk = Clerk(context(url=redis_url, logs_dir=tmp_path / "logs"), service_loop())
     clerk.create({"name": "q", **QUEUE})
-    yield clerk
-    ours.close()
-    theirs.close()
+    return clerk
 
 
 def keys(clerk: Clerk, **params: Any) -> list[tuple[str, str]]:

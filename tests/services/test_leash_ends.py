@@ -13,7 +13,8 @@ import pytest
 from forq.procs.loop import service_loop
 from forq.procs.scoreboard import Scoreboard, State
 from forq.services.desk import Desk
-from forq.services.pulse import Pulse, PulseSettings
+from forq.services.pulse import Pulse
+from tests.support.contexts import context
 
 STUCK = """
 import signal
@@ -58,18 +59,16 @@ def test_pulse_kills_stuck_children_also_when_its_leash_is_reset(
     board = Scoreboard.create()
     slot = board.slot(board.take())
     slot.state, slot.pid = State.IDLE, stuck.pid
-    settings = PulseSettings(
+    given = context(
         url=redis_url,
         prefix="forq",
         processor="p",
         heartbeat_seconds=1.0,
         expiry_ms=10_000,
         scoreboard=board,
-        leash=theirs,
         watch_fd=os.eventfd(0, os.EFD_NONBLOCK),
-        cgroups=None,
     )
-    running = threading.Thread(target=Pulse(settings).run)
+    running = threading.Thread(target=Pulse(given, theirs).run)
     running.start()
     # It has said that Redis is there, and nobody has read it.
     assert select.select([ours], [], [], 20)[0]

@@ -1,16 +1,13 @@
 """When the metrics process looks, and when it looks twice."""
 
-import socket
-from collections.abc import Iterator
-
 import pytest
 
-from forq.procs.scoreboard import Scoreboard
 from forq.procs.tallies import Tallies
 from forq.services import metrics
 from forq.services.http_server import Asked
-from forq.services.metrics import MetricsSettings, Pages
+from forq.services.metrics import Pages
 from forq.services.metrics_look import Look
+from tests.support.contexts import context
 from tests.support.metrics import look_at, queue_status
 
 
@@ -27,21 +24,9 @@ class Scripted:
 
 
 @pytest.fixture
-def pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pages]:
+def pages(monkeypatch: pytest.MonkeyPatch) -> Pages:
     monkeypatch.setattr(metrics, "AGAIN_SECONDS", 0.0)
-    with socket.socket() as one, socket.socket() as other:
-        yield Pages(
-            MetricsSettings(
-                url="unix:///nowhere",
-                prefix="forq:",
-                control_socket="/nowhere",
-                health_seconds=60.0,
-                scoreboard=Scoreboard.create(4),
-                tallies=Tallies(4),
-                listener=one,
-                leash=other,
-            )
-        )
+    return Pages(context(tallies=Tallies(4)))
 
 
 def ask(pages: Pages, *looks: Look) -> tuple[int, int]:

@@ -13,7 +13,8 @@ from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.procs import wire
 from forq.procs.scoreboard import Scoreboard
-from forq.services.pulse import Pulse, PulseSettings
+from forq.services.pulse import Pulse
+from tests.support.contexts import context
 from tests.support.running import wait_until
 from tests.support.server import Server
 
@@ -32,19 +33,17 @@ class LeashedPulse:
         self._answers = self._ours.makefile("rb")
         self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._scoreboard = Scoreboard.create()
-        settings = PulseSettings(
+        given = context(
             url=url,
             prefix=DEFAULT_PREFIX,
             processor="p",
             heartbeat_seconds=RARELY_SECONDS,
             expiry_ms=2 * round(RARELY_SECONDS * 1000),
             scoreboard=self._scoreboard,
-            leash=theirs,
             watch_fd=self._watch_fd,
-            cgroups=None,
         )
         self._theirs = theirs
-        self._thread = threading.Thread(target=Pulse(settings).run)
+        self._thread = threading.Thread(target=Pulse(given, theirs).run)
         self._thread.start()
 
     def ask(self, method: str, **params: Any) -> Any:

@@ -9,7 +9,8 @@ import pytest
 
 from forq.broker.keeping import Beat, Position, Recovered
 from forq.procs.scoreboard import Role, Scoreboard, State
-from forq.services.pulse import Pulse, PulseSettings
+from forq.services.pulse import Pulse
+from tests.support.contexts import context
 
 # What the clock of its timers says.
 CLOCK = [1000.0]
@@ -59,18 +60,16 @@ def call_timers(pulse: Pulse, within: float) -> None:
 @pytest.fixture
 def pulse() -> Iterator[Pulse]:
     ours, theirs = socket.socketpair()
-    settings = PulseSettings(
+    given = context(
         url="unix:///nowhere",
         prefix="forq:",
         processor="p",
         heartbeat_seconds=10.0,
         expiry_ms=30_000,
         scoreboard=Scoreboard.create(4),
-        leash=theirs,
         watch_fd=-1,
-        cgroups=None,
     )
-    yield Pulse(settings, now=lambda: CLOCK[0])
+    yield Pulse(given, theirs, now=lambda: CLOCK[0])
     ours.close()
     theirs.close()
 

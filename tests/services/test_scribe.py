@@ -21,8 +21,9 @@ from forq.broker.registry import Registry
 from forq.errors import ForqError
 from forq.procs import wire
 from forq.services.failed_log import MAX_FILES, append_lines
-from forq.services.scribe import LOOK_SECONDS, Scribe, ScribeSettings, run_scribe
+from forq.services.scribe import LOOK_SECONDS, Scribe, run_scribe
 from forq.settings import stored_defaults
+from tests.support.contexts import context
 from tests.support.running import wait_until, whole_lines
 from tests.support.server import Server
 
@@ -34,10 +35,12 @@ class Desk:
         self.leash, self._theirs = socket.socketpair()
         self.leash.settimeout(10)
         self.directory = directory
-        self.settings = ScribeSettings(url, DEFAULT_PREFIX, processor, 15_000, directory, max_bytes, self._theirs)
+        self.context = context(
+            url=url, processor=processor, expiry_ms=15_000, logs_dir=directory, failed_log_max=max_bytes
+        )
 
     def scribe(self, *queues: str) -> Scribe:
-        scribe = Scribe(self.settings)
+        scribe = Scribe(self.context, self._theirs)
         scribe._serve({"queues": list(queues or ("q",))})
         return scribe
 
@@ -143,7 +146,7 @@ def test_a_killed_scribe_s_lines_are_written_by_its_successor(store: Any, redis_
     fail(store, "a")
     pid = os.fork()
     if pid == 0:
-        os._exit(run_scribe(desk.settings))
+        os._exit(run_scribe(desk.context, desk._theirs))
     try:
         desk.leash.sendall(wire.request(1, "serve", {"queues": ["q"]}))
         wait_until(lambda: store.exists(key(name="outbox:p1")), what="it has the line in hand")
@@ -302,7 +305,7 @@ def test_data_at_the_limit_of_nesting_is_written(store: Any, desk: Desk) -> None
 
 def test_the_process_drains_at_start_when_told_and_after_a_reconnect(store: Any, desk: Desk) -> None:
     fail(store, "a")
-    thread = threading.Thread(target=run_scribe, args=(desk.settings,))
+    thread = threading.Thread(target=run_scribe, args=(desk.context, desk._theirs))
     thread.start()
     try:
         desk.leash.sendall(wire.request(1, "serve", {"queues": ["q"]}))

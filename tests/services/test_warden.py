@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from forq.procs import wire
-from forq.procs.own_pids import OwnPids
 from forq.procs.resources import Exceeded, Resources
 from forq.procs.scoreboard import Scoreboard
 from forq.services import warden as module
-from forq.services.warden import IDLE_LOOK_SECONDS, LOOK_SECONDS, Warden, WardenSettings, look_at_tree
+from forq.services.warden import IDLE_LOOK_SECONDS, LOOK_SECONDS, Warden, look_at_tree
+from tests.support.contexts import context
 
 MB = 1024 * 1024
 
@@ -98,7 +98,7 @@ class Looks:
         self.slot = self.board.slot(self.board.take())
         self.ours, theirs = socket.socketpair()
         monkeypatch.setattr(module, "look_at_tree", self._look)
-        self.warden = Warden(WardenSettings(self.board, theirs, OwnPids()), clock=lambda: self.now)
+        self.warden = Warden(context(scoreboard=self.board), theirs, clock=lambda: self.now)
 
     def _look(self, pid: int, resources: Resources) -> Exceeded | None:
         self.seen.append(pid)

@@ -11,21 +11,18 @@ import resource
 import select
 import socket
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from forq import exits
 from forq.errors import ForqError
-from forq.log_format import LogFormat
 from forq.output.files import Ring, sweep
 from forq.output.forwarding import Forwarder
 from forq.output.lines import Record
 from forq.output.pipe import NAME, RATE, open_pipe
 from forq.output.queue_output import QueueOutput, RunningJobs
+from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import service_loop
-from forq.procs.scoreboard import Scoreboard
 from forq.redaction import Redaction
 from forq.services.desk import Desk
 
@@ -38,31 +35,21 @@ EVENTS = 64
 log = logging.getLogger("forq")
 
 
-@dataclass(frozen=True)
-class LoggerSettings:
-    logs_dir: Path
-    log_max: int
-    log_format: LogFormat
-    scoreboard: Scoreboard
-    leash: socket.socket
-    redact: tuple[str, ...] = ()
-
-
-def run_logger(settings: LoggerSettings) -> int:
+def run_logger(context: Context, leash: socket.socket) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # A FIFO and a file per queue.
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return Logger(settings).run()
+    return Logger(context, leash).run()
 
 
 class Logger:
-    def __init__(self, settings: LoggerSettings, forwarder: Forwarder | None = None) -> None:
-        self._settings = settings
+    def __init__(self, context: Context, leash: socket.socket, forwarder: Forwarder | None = None) -> None:
+        self._context = context
         self._loop = service_loop(poller=select.epoll(), most_events=EVENTS)
-        self._desk = Desk(self._loop, settings.leash, {"serve": self._serve, "drain": self._drain})
+        self._desk = Desk(self._loop, leash, {"serve": self._serve, "drain": self._drain})
         self._forwarder = forwarder or Forwarder()
-        self._redact = Redaction(settings.redact)
-        self._jobs = RunningJobs(settings.scoreboard)
+        self._redact = Redaction(context.redact)
+        self._jobs = RunningJobs(context.scoreboard)
         self._by_name: dict[str, QueueOutput] = {}
         self._restless: set[QueueOutput] = set()
         self._served: set[str] = set()
@@ -117,20 +104,20 @@ class Logger:
         return {}
 
     def _open(self, name: str) -> None:
-        directory = self._settings.logs_dir / name
+        directory = self._context.logs_dir / name
         try:
             fd = open_pipe(directory)
         except ForqError as exc:
             log.error("output cannot be read queue=%s error=%s", name, exc)
             return
-        output = QueueOutput(name, fd, Ring(directory, self._settings.log_max), time.monotonic())
+        output = QueueOutput(name, fd, Ring(directory, self._context.log_max), time.monotonic())
         self._by_name[name] = output
         self._loop.add_reader(fd, lambda: self._read(output, time.monotonic()))
 
     def _is_current(self, output: QueueOutput) -> bool:
         """A queue of the same name may have been deleted and made again."""
         try:
-            return os.path.samestat(os.stat(self._settings.logs_dir / output.name / NAME), os.fstat(output.fd))
+            return os.path.samestat(os.stat(self._context.logs_dir / output.name / NAME), os.fstat(output.fd))
         except OSError:
             return False
 
@@ -164,7 +151,7 @@ class Logger:
             records = [{**record, "message": self._redact(record["message"])} for record in records]
         may_take(DISK_SECONDS)
         output.keep(records)
-        log_format = self._settings.log_format
+        log_format = self._context.log_format
         for record in records:
             self._forwarder.send(log_format.render(record).encode(errors="backslashreplace") + b"\n")
         self._forwarder.flush()
@@ -181,7 +168,7 @@ class Logger:
         self._sweep_at = now + SWEEP_SECONDS
         may_take(DISK_SECONDS)
         try:
-            swept = sweep(self._settings.logs_dir, self._served, time.time())
+            swept = sweep(self._context.logs_dir, self._served, time.time())
         except OSError as exc:
             log.warning("output of deleted queues cannot be removed error=%s", exc)
             return

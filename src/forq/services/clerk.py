@@ -3,8 +3,7 @@
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from forq import exits
@@ -21,12 +20,13 @@ from forq.broker.traces import unknown_job
 from forq.broker.viewing import Viewer, counts_of
 from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
 from forq.names import check_queue_name, shown
+from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import Loop, service_loop
 from forq.schedules import Schedule
 from forq.services.awaiters import Awaiters
 from forq.services.desk import Desk
-from forq.services.failed_log import DEFAULT_MAX_BYTES, append_lines
+from forq.services.failed_log import append_lines
 from forq.services.followers import Followers
 from forq.services.watchers import Watchers
 from forq.settings import WORK, changed_for_fail_queue, check_changes, stored, stored_defaults, stored_for_fail_queue
@@ -37,32 +37,22 @@ _JOB_FIELDS = {"data", "id", "identifier", "priority", "type", "token", "run_at"
 _UPDATE_FIELDS = ("if_exists", "update_data", "update_run_at", "reset_counts")
 
 
-@dataclass(frozen=True)
-class ClerkSettings:
-    url: str
-    prefix: str
-    max_queues: int
-    logs_dir: Path
-    leash: socket.socket
-    failed_log_max: int = DEFAULT_MAX_BYTES
-
-
-def run_clerk(settings: ClerkSettings) -> int:
+def run_clerk(context: Context, leash: socket.socket) -> int:
     loop = service_loop()
-    clerk = Clerk(settings, loop)
-    Desk(loop, settings.leash, clerk.verbs())
+    clerk = Clerk(context, loop)
+    Desk(loop, leash, clerk.verbs())
     loop.run(clerk.after_pass)
     return exits.STOPPED
 
 
 class Clerk:
-    def __init__(self, settings: ClerkSettings, loop: Loop) -> None:
-        self._settings = settings
-        self._link = Link(settings.url, name="forq-clerk", timeout_seconds=CALL_TIMEOUT_SECONDS)
-        self._registry = Registry(self._link, settings.prefix)
-        self.awaiters = Awaiters(self._link, settings.prefix, loop)
-        self.watchers = Watchers(self._link, settings.prefix, loop)
-        self.followers = Followers(settings.logs_dir)
+    def __init__(self, context: Context, loop: Loop) -> None:
+        self._context = context
+        self._link = Link(context.url, name="forq-clerk", timeout_seconds=CALL_TIMEOUT_SECONDS)
+        self._registry = Registry(self._link, context.prefix)
+        self.awaiters = Awaiters(self._link, context.prefix, loop)
+        self.watchers = Watchers(self._link, context.prefix, loop)
+        self.followers = Followers(context.logs_dir)
 
     def after_pass(self) -> float | None:
         """Does what is due, and says how long nothing else is."""
@@ -134,7 +124,7 @@ class Clerk:
         return self._registry.create(
             params["name"],
             mode,
-            self._settings.max_queues,
+            self._context.max_queues,
             stored_defaults(mode),
             stored(options) | ({"fail_handler": int(params["fail_handler"])} if mode == WORK else {}),
             fail_options=stored_for_fail_queue(options) if params["fail_handler"] else None,
@@ -158,7 +148,7 @@ class Clerk:
         return self._log_dropped(name, self._registry.purge)
 
     def _log_dropped(self, name: str, drop: Callable[[str, Callable[[list[Dropped]], None]], bool]) -> bool:
-        directory, max_bytes = self._settings.logs_dir / name, self._settings.failed_log_max
+        directory, max_bytes = self._context.logs_dir / name, self._context.failed_log_max
         may_take(DISK_SECONDS)
         return drop(name, lambda jobs: append_lines(directory, jobs, max_bytes))
 
@@ -179,7 +169,7 @@ class Clerk:
 
         def ask() -> tuple[str, str]:
             return why(
-                *(self._link, self._settings.prefix, name, params.get("id", "")),
+                *(self._link, self._context.prefix, name, params.get("id", "")),
                 messages=messages,
                 unresponsive=unresponsive if isinstance(unresponsive, dict) else {},
             )
@@ -194,7 +184,7 @@ class Clerk:
             return look()
         except UnknownJob:
             may_take()
-            error = unknown_job(self._link, self._settings.prefix, params["name"], params["id"])
+            error = unknown_job(self._link, self._context.prefix, params["name"], params["id"])
         try:
             return look()
         except UnknownJob:
@@ -227,9 +217,7 @@ class Clerk:
         return asdict(self._viewer(params).jobs(params.get("state"), _limit(params), params.get("after")))
 
     def ack(self, params: dict[str, Any]) -> object:
-        Awaiting(self._link, self._settings.prefix, params["name"]).ack(
-            params["awaiter"], params["id"], params["fence"]
-        )
+        Awaiting(self._link, self._context.prefix, params["name"]).ack(params["awaiter"], params["id"], params["fence"])
         return {"id": params["id"]}
 
     def schedule(self, params: dict[str, Any]) -> object:
@@ -263,11 +251,11 @@ class Clerk:
     def counts(self, params: dict[str, Any]) -> object:
         """Of each named queue its counts (null: it is gone); of `items` also the first jobs."""
         names = [check_queue_name(name) for name in params["names"]]
-        found = counts_of(self._link, self._settings.prefix, names)
+        found = counts_of(self._link, self._context.prefix, names)
         answer: dict[str, Any] = {name: None if counts is None else asdict(counts) for name, counts in found.items()}
         for name in params.get("items") or ():
             if answer.get(name) is not None:
-                page = Viewer(self._link, self._settings.prefix, name).jobs(limit=100)
+                page = Viewer(self._link, self._context.prefix, name).jobs(limit=100)
                 answer[name]["items"] = [{"id": job["id"], "identifier": job["identifier"]} for job in page.jobs]
         return answer
 
@@ -291,16 +279,16 @@ class Clerk:
         return found
 
     def _producer(self, params: dict[str, Any]) -> Producer:
-        return Producer(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+        return Producer(self._link, self._context.prefix, check_queue_name(params.get("name")))
 
     def _dead(self, params: dict[str, Any]) -> DeadJobs:
-        return DeadJobs(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+        return DeadJobs(self._link, self._context.prefix, check_queue_name(params.get("name")))
 
     def _schedules(self, params: dict[str, Any]) -> Schedules:
-        return Schedules(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+        return Schedules(self._link, self._context.prefix, check_queue_name(params.get("name")))
 
     def _viewer(self, params: dict[str, Any]) -> Viewer:
-        return Viewer(self._link, self._settings.prefix, check_queue_name(params.get("name")))
+        return Viewer(self._link, self._context.prefix, check_queue_name(params.get("name")))
 
 
 def _limit(params: dict[str, Any]) -> int:

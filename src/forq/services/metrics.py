@@ -8,12 +8,11 @@
 import json
 import socket
 import time
-from dataclasses import dataclass
 
 from forq import exits
+from forq.procs.context import Context
 from forq.procs.liveness import may_take
 from forq.procs.loop import service_loop
-from forq.procs.scoreboard import Scoreboard
 from forq.procs.tallies import Tallies
 from forq.services.desk import Desk
 from forq.services.health import Fault, faults_in
@@ -31,23 +30,11 @@ LOOK_MOST_SECONDS = 15.0
 INDEX = b"forq\n\n/metrics   for Prometheus\n/healthz   200 if jobs are consumed, else 503 with the reasons\n"
 
 
-@dataclass(frozen=True)
-class MetricsSettings:
-    url: str
-    prefix: str
-    control_socket: str
-    health_seconds: float
-    scoreboard: Scoreboard
-    tallies: Tallies
-    listener: socket.socket
-    leash: socket.socket
-
-
-def run_metrics(settings: MetricsSettings) -> int:
+def run_metrics(context: Context, listener: socket.socket, leash: socket.socket) -> int:
     """The entry point: returns the process's exit code."""
     loop = service_loop()
-    Desk(loop, settings.leash, {})
-    HttpServer(loop, settings.listener, Pages(settings).answer)
+    Desk(loop, leash, {})
+    HttpServer(loop, listener, Pages(context).answer)
     loop.run()
     return exits.STOPPED
 
@@ -55,14 +42,14 @@ def run_metrics(settings: MetricsSettings) -> int:
 class Pages:
     """What is answered to whom."""
 
-    def __init__(self, settings: MetricsSettings) -> None:
-        self._health_seconds = settings.health_seconds
+    def __init__(self, context: Context) -> None:
+        self._health_seconds = context.health_seconds
         self._looker = Looker(
-            url=settings.url,
-            prefix=settings.prefix,
-            control_socket=settings.control_socket,
-            board=settings.scoreboard,
-            tallies=settings.tallies,
+            url=context.url,
+            prefix=context.prefix,
+            control_socket=context.control_socket,
+            board=context.scoreboard,
+            tallies=context.tallies or Tallies(),
         )
         self._look: Look | None = None
         self._looked_at = 0.0

@@ -20,7 +20,6 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,10 +31,10 @@ from forq.broker.listening import Listener
 from forq.broker.registry import Registry
 from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.fates import Fate
-from forq.procs.cgroup import Cgroup, Cgroups
+from forq.procs.cgroup import Cgroup
+from forq.procs.context import Context
 from forq.procs.loop import Loop
-from forq.procs.scoreboard import Role, Scoreboard, State, age_ms
-from forq.procs.tree_mark import TreeMark
+from forq.procs.scoreboard import Role, State, age_ms
 from forq.procs.treekill import kill_tree
 from forq.redis_address import database_of
 from forq.services.desk import Desk
@@ -76,31 +75,17 @@ LAST_KILL_SECONDS = 5.0
 log = logging.getLogger("forq")
 
 
-@dataclass(frozen=True)
-class PulseSettings:
-    url: str
-    prefix: str
-    processor: str
-    heartbeat_seconds: float
-    expiry_ms: int
-    scoreboard: Scoreboard
-    leash: socket.socket
-    watch_fd: int
-    cgroups: Cgroups | None
-    tree_mark: TreeMark | None = None
-
-
-def run_pulse(settings: PulseSettings) -> int:
-    return Pulse(settings).run()
+def run_pulse(context: Context, leash: socket.socket) -> int:
+    return Pulse(context, leash).run()
 
 
 class Pulse:
-    def __init__(self, settings: PulseSettings, now: Callable[[], float] = time.monotonic) -> None:
-        self._settings = settings
-        self._board = settings.scoreboard
-        link = self._link = Link(settings.url, name="forq-pulse", timeout_seconds=CALL_TIMEOUT_SECONDS)
-        self._keeper = Keeper(link, settings.prefix, settings.processor)
-        self._registry = Registry(link, settings.prefix)
+    def __init__(self, context: Context, leash: socket.socket, now: Callable[[], float] = time.monotonic) -> None:
+        self._context = context
+        self._board = context.scoreboard
+        link = self._link = Link(context.url, name="forq-pulse", timeout_seconds=CALL_TIMEOUT_SECONDS)
+        self._keeper = Keeper(link, context.prefix, context.processor)
+        self._registry = Registry(link, context.prefix)
         self._halves = Halves(self._registry)
         verbs = {
             "serve": self._serve,
@@ -112,10 +97,10 @@ class Pulse:
         }
         self._loop = Loop(now, poller=select.poll(), on_error=_could_not_finish)
         self._later = self._loop.call_later
-        self._desk = Desk(self._loop, settings.leash, verbs)
+        self._desk = Desk(self._loop, leash, verbs)
         self._unread = Unread(
             self._keeper,
-            settings.scoreboard,
+            context.scoreboard,
             later=self._later,
             challenge=lambda slots, unread: self._desk.tell("silent", slots=slots, unread=unread),
         )
@@ -127,7 +112,7 @@ class Pulse:
         # Jobs rescued since the last line about it, of queues that have had one within the last minute.
         self._rescued_jobs: dict[str, int] = {}
         self._ears = Listener(
-            settings.url, due_channels(settings.prefix, database_of(settings.url)), name="forq-pulse-ears"
+            context.url, due_channels(context.prefix, database_of(context.url)), name="forq-pulse-ears"
         )
         self._due: dict[str, float] = {}
         # Queues that release, made a moment ago: the supervisor is about to serve them.
@@ -135,7 +120,7 @@ class Pulse:
         self._looks: set[str] = set()
 
     def run(self) -> int:
-        self._loop.add_reader(self._settings.watch_fd, self._start_watching)
+        self._loop.add_reader(self._context.watch_fd, self._start_watching)
         self._later(0, self._beat)
         self._later(LOOK_SECONDS, self._find_halves)
         # A predecessor that died while it was watching has left the flag up: workers would not ring any more.
@@ -296,7 +281,7 @@ class Pulse:
         self._listen_to(self._queues)
         self._made.clear()
         self._later(0, self._find_queues)
-        seconds = self._settings.heartbeat_seconds
+        seconds = self._context.heartbeat_seconds
         self._later(seconds if self._redis_ok else min(seconds, TRY_AGAIN_SECONDS), self._beat)
 
     def _find_queues(self) -> None:
@@ -322,7 +307,7 @@ class Pulse:
         away: RedisUnavailable | None = None
         missed = self._link.missed()
         wanted: set[tuple[str, int]] = set()
-        for queue, beat in self._keeper.heartbeats(queues, self._settings.expiry_ms, self._positions()):
+        for queue, beat in self._keeper.heartbeats(queues, self._context.expiry_ms, self._positions()):
             if isinstance(beat, RedisUnavailable):
                 away = beat
             elif isinstance(beat, Fenced):
@@ -380,7 +365,7 @@ class Pulse:
             log.info("redis is reachable") if ok else log.warning("redis is gone error=%s", exc)
 
     def _start_watching(self) -> None:
-        os.eventfd_read(self._settings.watch_fd)
+        os.eventfd_read(self._context.watch_fd)
         if not self._board.watching:
             self._board.watching = 1
             self._quiet_looks = 0
@@ -444,9 +429,9 @@ class Pulse:
 
     def _end_with_supervisor(self) -> None:
         """Each child kills what is below it and ends; one whose interpreter is stuck is killed from here."""
-        if self._settings.cgroups is not None:
-            Cgroup(self._settings.cgroups.path).kill()
-            self._settings.cgroups.remove()
+        if self._context.cgroups is not None:
+            Cgroup(self._context.cgroups.path).kill()
+            self._context.cgroups.remove()
         pids = {self._board.slot(number).pid for number in range(self._board.highest)} - {0}
         deadline = time.monotonic() + OWN_END_SECONDS
         while (pids := {pid for pid in pids if _is_ours(pid)}) and time.monotonic() < deadline:
@@ -454,7 +439,7 @@ class Pulse:
         for pid in pids:
             kill_tree(pid)
         # What was left by children that died at the same moment as the supervisor, which would have adopted it.
-        mark = self._settings.tree_mark
+        mark = self._context.tree_mark
         killed, left = (set(), set()) if mark is None else mark.kill(mark.find, LAST_KILL_SECONDS)
         if killed or left:
             log.warning("killed what dead children had left behind pids=%s survivors=%s", sorted(killed), sorted(left))

@@ -9,8 +9,6 @@
 import logging
 import socket
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from forq import exits
@@ -18,6 +16,7 @@ from forq.broker.link import Link
 from forq.broker.outbox import Bell, Outbox, read_line
 from forq.errors import Fenced, ForqError, RedisUnavailable, UnknownQueue
 from forq.procs.backoff import Backoff
+from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import service_loop
 from forq.services.append_only_sync import AppendOnlySync
@@ -32,33 +31,20 @@ LONGEST_PAUSE_SECONDS = 30.0
 log = logging.getLogger("forq")
 
 
-@dataclass(frozen=True)
-class ScribeSettings:
-    url: str
-    prefix: str
-    processor: str
-    expiry_ms: int
-    logs_dir: Path
-    failed_log_max: int
-    leash: socket.socket
-    # Of the embedded server; None: there is none.
-    redis_dir: Path | None = None
-
-
-def run_scribe(settings: ScribeSettings) -> int:
-    if settings.redis_dir is not None:
-        AppendOnlySync(settings.redis_dir).start()
-    return Scribe(settings).run()
+def run_scribe(context: Context, leash: socket.socket) -> int:
+    if context.redis_dir is not None:
+        AppendOnlySync(context.redis_dir).start()
+    return Scribe(context, leash).run()
 
 
 class Scribe:
-    def __init__(self, settings: ScribeSettings) -> None:
-        self._settings = settings
-        link = Link(settings.url, name="forq-scribe", timeout_seconds=CALL_TIMEOUT_SECONDS)
-        self._outbox = Outbox(link, settings.prefix, settings.processor, settings.expiry_ms)
-        self._bell = Bell(settings.url, settings.prefix, "forq-scribe-bell")
+    def __init__(self, context: Context, leash: socket.socket) -> None:
+        self._context = context
+        link = Link(context.url, name="forq-scribe", timeout_seconds=CALL_TIMEOUT_SECONDS)
+        self._outbox = Outbox(link, context.prefix, context.processor, context.expiry_ms)
+        self._bell = Bell(context.url, context.prefix, "forq-scribe-bell")
         self._loop = service_loop()
-        self._desk = Desk(self._loop, settings.leash, {"serve": self._serve})
+        self._desk = Desk(self._loop, leash, {"serve": self._serve})
         self._queues: list[str] = []
         # When each queue that has lines is to be drained, and when to look for such queues.
         self._due: dict[str, float] = {}
@@ -147,9 +133,9 @@ class Scribe:
     def _write(self, queue: str, lines: list[bytes]) -> None:
         if self._written.get(queue) == lines:
             return
-        directory = self._settings.logs_dir / queue
+        directory = self._context.logs_dir / queue
         may_take(DISK_SECONDS)
-        append_lines(directory, [read_line(queue, line) for line in lines], self._settings.failed_log_max)
+        append_lines(directory, [read_line(queue, line) for line in lines], self._context.failed_log_max)
         self._written[queue] = lines
 
     def _disk_failed(self, queue: str, exc: ForqError, now: float) -> None:

@@ -20,13 +20,11 @@ from typing import Any
 
 from forq import exits
 from forq.procs import burial
+from forq.procs.context import Context
 from forq.procs.liveness import may_take
 from forq.procs.loop import service_loop
 from forq.procs.memory import pss_bytes
-from forq.procs.own_pids import OwnPids
 from forq.procs.resources import OUT_OF_MEMORY, TOO_MANY_TASKS, Exceeded, Resources
-from forq.procs.scoreboard import Scoreboard
-from forq.procs.tree_mark import TreeMark
 from forq.procs.treekill import descendants_of, kill_tree, signal_descendants
 from forq.services.desk import Desk
 
@@ -45,16 +43,6 @@ log = logging.getLogger("forq")
 
 
 @dataclass(frozen=True)
-class WardenSettings:
-    """`own`: the supervisor's own children, which are no orphans."""
-
-    scoreboard: Scoreboard
-    leash: socket.socket
-    own: OwnPids
-    tree_mark: TreeMark | None = None
-
-
-@dataclass(frozen=True)
 class Watched:
     """`key`: what the supervisor calls this process; a pid may be used again."""
 
@@ -64,20 +52,20 @@ class Watched:
     resources: Resources
 
 
-def run_warden(settings: WardenSettings) -> int:
+def run_warden(context: Context, leash: socket.socket) -> int:
     with suppress(PermissionError):
         os.nice(NICER)
-    return Warden(settings).run()
+    return Warden(context, leash).run()
 
 
 class Warden:
-    def __init__(self, settings: WardenSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._scoreboard = settings.scoreboard
+    def __init__(self, context: Context, leash: socket.socket, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scoreboard = context.scoreboard
         self._loop = service_loop()
         verbs = {"watch": self._watch, "kill": self._kill, "term": self._term, "bury": self._bury}
-        self._desk = Desk(self._loop, settings.leash, verbs)
-        self._own = settings.own
-        self._tree_mark = settings.tree_mark
+        self._desk = Desk(self._loop, leash, verbs)
+        self._own = context.own_pids
+        self._tree_mark = context.tree_mark
         self._clock = clock
         self._watched: dict[int, Watched] = {}
         self._idle_look_at = 0.0
