@@ -97,7 +97,6 @@ function dead.bury(jobs)
 end
 
 -- revive: dead jobs wait again, each at the end of its priority's line, with all counts 0.
---
 -- KEYS[1]  the queue's base
 -- ARGV     id@fence, id@fence ...
 -- Returns  {OK, per member: 1 revived | 0 not there | EXISTS a live job has its id | FULL | BROKEN ...}, shorter than
@@ -147,7 +146,6 @@ function verbs.revive()
 end
 
 -- discard: dead jobs are forgotten.
---
 -- KEYS[1]  the queue's base
 -- ARGV     id@fence, id@fence ...
 -- Returns  {OK, per member: 1 discarded | 0 not there ...}; {NO_QUEUE}
@@ -168,7 +166,6 @@ end
 -- collect: a scribe takes lines for the failed log in hand. What it has in hand already (it died, or the reply was
 -- lost) it gets again, and nothing else: each line is in exactly one hand until it is forgotten or the processor is
 -- evicted.
---
 -- KEYS[1]  the queue's base
 -- ARGV     processor, how long it may stay silent (ms), how many lines at most, bytes after which no more are taken
 -- Returns  {OK, line, line ...}; {NO_QUEUE}; {FENCED} if the processor has been evicted
@@ -193,7 +190,6 @@ end
 
 -- forget: lines that are on disk leave the list they were read from. Only if they are still at its head: repeating it,
 -- or doing it after somebody else did, changes nothing. A deleted queue's lines are forgotten too.
---
 -- KEYS[1]  the queue's base
 -- ARGV     the list ('outbox:P' or 'trash:EPOCH:outbox'), how many lines, the SHA-1 of all of them, joined by newlines
 -- Returns  {OK, 1 forgotten | 0 they are not there}

@@ -1,3 +1,5 @@
+-- Jobs come, and are cancelled.
+
 -- Where the jobs begin in ARGV, and how many values each has.
 local FIRST, WIDTH = 7, 5
 
@@ -17,7 +19,6 @@ end
 
 -- enqueue: stores jobs and makes them waiting or scheduled; all of them or none. A job whose id is there is updated, or
 -- blocked behind it while it is active.
---
 -- KEYS[1]  the queue's base
 -- ARGV     protocol, what to do about an id that is there ('update' | 'skip' | 'refuse' | 'leave'), update_data ('1' |
 --          '0'), update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), number of
@@ -195,7 +196,6 @@ end
 
 -- cancel: takes a job away that waits, is scheduled or is blocked behind an active one. remove: the same; of a running
 -- job it only marks that it is to be forgotten: the id stays taken until its owner settles or dies.
---
 -- KEYS[1]  the queue's base
 -- ARGV     id, whether to mark a running job ('1' | '0')
 -- Returns  {OK, 1 taken away | 2 marked | 0 neither}; {NO_QUEUE}

@@ -1,3 +1,5 @@
+-- Attempts that failed, or were lost with their worker: what follows for the job.
+
 -- What follows an attempt that failed, or that was lost with its process. Whoever logs the attempt says so: {how, in
 -- how many ms the job is tried again, the number of the attempt, how many there are if all of them end like this one}.
 -- how: 'retried'; 'lane' (in the retry lane); 'returned' (it waits again at once); 'suspect' (the same, and runs

@@ -4,7 +4,7 @@
 -- are in LIST:swept. The field `swept` of `stale` counts those of all lists, so that they are looked for only if there
 -- are any. Those of priority 5 count as hints of other lists: nobody blocks on them.
 
--- What wake_idle_worker may be asked for.
+-- What hints.wake_idle may be asked for.
 local RING_AWAITERS, WAKE_LIMITED = true, true
 
 function hints.has_stale()

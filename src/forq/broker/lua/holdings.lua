@@ -1,3 +1,5 @@
+-- What workers hold, and how it goes back.
+
 -- The number of the claims of one call: max(last + 1, server time). It never goes back, not even after a failover to a
 -- slower clock. No id is claimed twice in one call.
 

@@ -1,3 +1,5 @@
+-- Items that leave when somebody awaits them: awaiters, what each was handed, leases, items that are too old.
+
 -- Who awaits an item of a queue of the release modes. `awaiters`: AWAITER -> EXPIRES_MS ' ' ARRIVAL ' ' VIA ' ' ID,
 -- where ID '' means any item. `awaiting`: ID ' ' ARRIVAL ' ' AWAITER in the order of the alphabet (all scores are 0):
 -- the first of an id is the one that came first. One that died without leaving is forgotten when its turn comes, or by

@@ -1,5 +1,6 @@
+-- Queues as a whole: the registry, options, pausing, deletion, counts.
+
 -- reserve: enters a queue in the registry, within the limit; one that is there is joined.
---
 -- KEYS[1]  the registry
 -- ARGV     name, mode, max_queues
 -- Returns  {OK}; {TOO_MANY}; {OTHER_MODE, its mode}; {DELETING} while an earlier queue of that name is taken away
@@ -16,7 +17,6 @@ end
 -- retire: changes the entry of a queue in the registry, if it still is what the caller has seen. A queue that was
 -- deleted is marked, so that its name is not used again before its jobs are logged; then its entry is removed, or the
 -- mark is taken back.
---
 -- KEYS[1]  the registry
 -- ARGV     name, the entry as it was seen, the entry as it is to be: 'deleting EPOCH', a mode, or '' (none)
 -- Returns  {OK, 1 changed | 0 it is another one by now}
@@ -28,7 +28,6 @@ end
 
 -- remember: keeps the name of a deleted queue for those who read its journal, which outlives it. It is apart from
 -- retire, as a script may only touch what is in one slot of a cluster.
---
 -- KEYS[1]  the names of deleted queues
 -- ARGV     name
 -- Returns  {OK}
@@ -44,7 +43,6 @@ end
 
 -- free: before the entry of a deleted queue leaves the registry: whoever is about to make a queue of this name, and has
 -- seen that entry, has to begin again. The registry is in another slot of a cluster, so one script cannot do both.
---
 -- KEYS[1]  the queue's base
 -- Returns  {OK, ''}; {OK, its mode} if there is a queue of this name again
 function verbs.free()
@@ -56,7 +54,6 @@ end
 
 -- create: makes the queue, or joins it if it exists with the same mode and protocol; then sets the options given. Fixed
 -- ones are set when it is made; a queue that has another value is not joined.
---
 -- KEYS[1]  the queue's base
 -- ARGV     protocol, mode, number of default options, number of fixed options given, what `deleted` and `freed` held
 --          before the caller looked at the registry (separated by a blank), then (name, value) per default, per fixed
@@ -126,7 +123,6 @@ function verbs.create()
 end
 
 -- configure: sets options of a queue that exists; they apply from the next call on, whatever is waiting.
---
 -- KEYS[1]  the queue's base
 -- ARGV     (name, value) per option
 -- Returns  {OK, version of the options}; {NO_QUEUE}
@@ -143,7 +139,6 @@ function verbs.configure()
 end
 
 -- pause: no job of the queue is begun until it is resumed; what runs goes on. resume wakes every worker.
---
 -- KEYS[1]  the queue's base
 -- ARGV     '1' to pause, '0' to resume
 -- Returns  {OK}; {NO_QUEUE}
@@ -170,7 +165,6 @@ end
 
 -- delete: ends the queue in one step, whatever its size. Every later call with its epoch is refused; the records and
 -- unwritten lines are kept as trash until they have been written to the failed log (purge).
---
 -- KEYS[1]  the queue's base
 -- ARGV     epoch (a call that arrives late must not delete the next queue of this name; of a fail queue '': it goes if
 --          its queue is gone), whether jobs may be dropped ('1' | '0')
@@ -244,7 +238,6 @@ function verbs.delete()
 end
 
 -- counts: how many jobs are in which state, exactly and in one look, and how old the oldest waiting one is.
---
 -- KEYS[1]  the queue's base
 -- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, time since when the oldest waiting job
 --          waits (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries

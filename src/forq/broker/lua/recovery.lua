@@ -1,3 +1,5 @@
+-- Processors and their workers: they join, send heartbeats, are recovered, rescued and evicted.
+
 -- A worker that has been removed may still be served by a BLMOVE that was under way: its list is drained again
 -- and again for an hour. `graves`: 'PROCESSOR WORKER' or 'PROCESSOR' (evicted) -> when it is forgotten (ms).
 
@@ -59,8 +61,8 @@ function recovery.drain_graves()
   for i = 1, #found[2], 2 do recovery.drain_grave(found[2][i]) end
 end
 
--- Takes a worker out for good: what it ran is done, what it was running goes back as `lost` says (see hand_back), and
--- so does the rest. The position (turn, index, running) is the last one known; it only counts if no later turn was
+-- Takes a worker out for good: what it ran is done, what it was running goes back as `lost` says (holdings.hand_back),
+-- and so does the rest. The position (turn, index, running) is the last one known; it only counts if no later turn was
 -- taken. Of a silent worker it may be too old: if it holds one job only, it was running that one.
 function recovery.remove_worker(processor, worker, turn, index, running, lost)
   local processing = worker_key(processor, worker, 'processing')
@@ -149,7 +151,6 @@ function recovery.continue_eviction()
 end
 
 -- join: a worker registers, so that its processing list is known to everybody who may have to recover it.
---
 -- KEYS[1]  the queue's base
 -- ARGV     protocol, processor, worker, how long the processor may stay silent (ms)
 -- Returns  {OK, epoch}; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FENCED} if the processor has been evicted, or the
@@ -169,7 +170,6 @@ end
 -- heartbeat: a processor says that it lives and where its workers are; it goes on with an eviction that is under way,
 -- or sweeps one processor that has fallen silent; drains graves, gives back what late BLMOVEs have parked, forgets done
 -- jobs, and repeats the wake token as a backstop.
---
 -- KEYS[1]  the queue's base
 -- ARGV     processor, how long it may stay silent (ms), then (worker, turn, index, running) per worker
 -- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not
@@ -257,7 +257,6 @@ end
 
 -- recover: takes a worker that is gone out of the queue; nothing that it held is lost. Also how a worker leaves. Safe
 -- to repeat: a later call finds nothing left, or what reached the list meanwhile.
---
 -- KEYS[1]  the queue's base
 -- ARGV     processor, worker, its last position: turn number, index, running ('1' | '0'); what that means for the
 --          running job ('stalled' | 'timed_out' | 'interrupted' | 'suspect' | 'cancelled'), cause, micros it ran ('' =
@@ -286,7 +285,6 @@ end
 -- rescue: a worker is held up by one job of its batch. What it ran before is settled, what it has not started goes back
 -- to be run elsewhere; only the running job stays with it, and in a queue that keeps results what it ran. Or the worker
 -- has not begun what its last turn gave it, since its process does not answer: then all of it goes back.
---
 -- KEYS[1]  the queue's base
 -- ARGV     processor, worker, its position: turn number, index of the running job, running ('1' | '0': it has begun
 --          nothing)
@@ -332,7 +330,6 @@ end
 
 -- evict: a whole processor whose processes are proven gone (an earlier run of a supervisor) is taken out, some of its
 -- workers per call: to be repeated until none is left.
---
 -- KEYS[1]  the queue's base
 -- ARGV     processor, cause
 -- Returns  {OK, workers left, workers taken out, {the jobs that were running: id and fate (failures.lua) each}};

@@ -1,7 +1,8 @@
+-- The verbs of queues whose items leave to awaiters (auto_release, on_request) or to workers elsewhere (external).
+
 -- await: somebody asks for an item, this one or any; to be repeated under the same name until it gets one. Of a queue
 -- of mode on_request it takes what is there; else, or if nothing is there, it is registered for some time. A worker of
 -- a queue of mode external asks so for jobs, again and again under the same name.
---
 -- KEYS[1]  the queue's base
 -- ARGV     awaiter, id ('' = any), the mode that it expects, the lease (ms; '' = the queue's), whether to wait ('1' |
 --          '0'; 'rung': the bridge asks for a worker that it told of work; that is no sign of life), the clerk that is
@@ -117,7 +118,6 @@ end
 -- unawait: an awaiter leaves; what it was handed and has not acknowledged goes back to the front. A worker of a queue
 -- of mode external leaves with its bridge, unless it has spoken to another one since; what it has accepted stays with
 -- it.
---
 -- KEYS[1]  the queue's base
 -- ARGV     awaiter, the bridge ('': it is no worker)
 -- Returns  {OK, 1 an item went back | 0}; {NO_QUEUE}
@@ -153,7 +153,6 @@ function verbs.unawait()
 end
 
 -- ack: the awaiter has the item that it was handed: it is released, and gone.
---
 -- KEYS[1]  the queue's base
 -- ARGV     awaiter, id, fence
 -- Returns  {OK}, also when it is repeated within a minute; {LAPSED} if the item has gone back; {WRONG_MODE, its mode};
@@ -187,7 +186,6 @@ function verbs.ack()
 end
 
 -- release: one try to release the item at the head of the line (mode auto_release), if the gate is open.
---
 -- KEYS[1]  the queue's base
 -- ARGV     epoch, processor, worker, lane ('main' | 'retry')
 -- Returns  {OK, 1 handed over | 0 nobody awaited it | -1 no try was made, µs until the gate opens (0: nothing is in
@@ -274,7 +272,6 @@ end
 
 -- accept: a worker of a queue of mode external has got what it was assigned, or says how far it is: it is alive, and
 -- its lease begins anew. To be repeated as often as it likes.
---
 -- KEYS[1]  the queue's base
 -- ARGV     worker, id, fence, progress (0 to 1; '' = nothing is said of it), text
 -- Returns  {OK}; {LAPSED} if the worker does not hold that job; {NO_QUEUE}; {WRONG_MODE, its mode}
@@ -297,7 +294,6 @@ end
 
 -- finish: a worker of a queue of mode external is done with its job, or has failed. Repeating it is harmless for a
 -- minute, until the worker is given another one.
---
 -- KEYS[1]  the queue's base
 -- ARGV     worker, id, fence, outcome ('done' | 'failed'), then of success: result (JSON; '!' and why there is none),
 --          of a failure: error, brief error (JSON), kind, retry at (ms or ''), chance (0 to 1)

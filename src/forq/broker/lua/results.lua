@@ -1,3 +1,5 @@
+-- Results: the progress of running jobs, waiting for the end of a job, and done jobs that are kept.
+
 -- How far running jobs are: `progress`, id -> FRACTION ' ' MS ' ' TEXT, of active jobs only. `progress` is also the
 -- channel that names the jobs whose progress has changed or is over, with a blank between them.
 
@@ -131,7 +133,6 @@ function done.forget_in_time(most)
 end
 
 -- progress: a worker says how far a job is that it runs.
---
 -- KEYS[1]  the queue's base
 -- ARGV     worker, id, fence, fraction (0 to 1), text
 -- Returns  {OK, 1 stored | 0 it does not run that job (any more)}; {NO_QUEUE}
@@ -146,7 +147,6 @@ end
 
 -- wait: somebody waits for the end of a job: whether it has ended by now; if not, he is written down, to be told. To be
 -- repeated before that lapses, and whenever he may have missed something.
---
 -- KEYS[1]  the queue's base
 -- ARGV     id, epoch, mark ('' and '' the first time, then those of the last answer), for how long he is written down
 --          (ms)

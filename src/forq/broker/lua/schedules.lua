@@ -1,3 +1,5 @@
+-- Times: jobs that are scheduled, the timers that pulse keeps, and schedules that make jobs again and again.
+
 -- Jobs that wait for a time: `scheduled`, ids by due time (ms), with a sequence in the fraction so that equal times
 -- keep their order. Whoever changes the head tells pulse, which keeps the timers: on the channel `due`, in how many ms
 -- it is.
@@ -158,7 +160,6 @@ end
 
 -- set_schedule: stores a schedule, or changes it. The same rule keeps its next tick, the same definition changes
 -- nothing.
---
 -- KEYS[1]  the queue's base
 -- ARGV     protocol, KEY, definition, interval in ms ('' for a cron rule), first tick of a cron rule (ms)
 -- Returns  {OK, 0 the same | 1 changed | 2 new, its next tick (ms)}; {NO_QUEUE}; {OTHER_PROTOCOL, its number};
@@ -199,7 +200,6 @@ function verbs.set_schedule()
 end
 
 -- drop_schedule: ends a schedule. The jobs that it has made stay.
---
 -- KEYS[1]  the queue's base
 -- ARGV     KEY, its definition ('': whatever it is)
 -- Returns  {OK, 1 dropped | 0 there is none, or it is another}; {NO_QUEUE}
@@ -214,7 +214,6 @@ function verbs.drop_schedule()
 end
 
 -- trigger: a schedule makes a job now, whatever its ticks are; they and its counts stay as they are.
---
 -- KEYS[1]  the queue's base
 -- ARGV     KEY, identifier (JSON)
 -- Returns  {OK, id}; {NO_QUEUE}; {NO_SCHEDULE}; {EXISTS, 1}: its last job is unfinished; {FULL, max_items}
@@ -236,7 +235,6 @@ end
 
 -- fire: carries out what was planned for a tick of a schedule that is due: stores its jobs, counts, moves to the next
 -- tick. Of any number of calls for one tick the first does it.
---
 -- KEYS[1]  the queue's base
 -- ARGV     KEY, the tick that was planned for (ms), the head it was planned by, the next tick (ms; '': never), how many
 --          ticks are missed, then per tick that makes a job: tick (ms), identifier (JSON), share of the jitter (0 to 1)
@@ -285,7 +283,6 @@ end
 
 -- promote: what is due becomes waiting; leases lapse, and items that are too old are given up, done jobs forgotten. It
 -- tells of ticks that are due. Pulse calls it on time.
---
 -- KEYS[1]  the queue's base
 -- ARGV     schedules that the caller cannot fire
 -- Returns  {OK, ms until it is to be called again (-1: nothing has a time), now (ms), then KEY, tick (ms) and head of

@@ -1,3 +1,5 @@
+-- A worker's turn: settles what it ran, keeps or returns what it holds, claims what comes next.
+
 local SKIPS_PER_TURN = 1000
 local MANY = 8
 -- A job that is buried by a claim costs about as much as so many hints that are skipped.
@@ -286,7 +288,6 @@ end
 -- turn: a worker settles what it ran, says what it still holds, and claims what comes next. It is also how a worker
 -- begins what BLMOVE gave it, and how it finds its place after a lost reply: whatever is in its processing list that it
 -- neither settles nor keeps goes back to the front first.
---
 -- KEYS[1]  the queue's base
 -- ARGV     epoch, processor, worker, turn number (up to 53 bits, growing), want, keep (how many unstarted jobs of
 --          earlier turns it still counts on), lane ('main' | 'waiting' (main, sent along with the BLMOVE that waits for
