@@ -193,10 +193,10 @@ def test_a_database_that_is_no_number_is_not_database_0() -> None:
     ],
 )
 def test_redis_py_reads_what_else_a_url_says(url: str, read: dict[str, Any]) -> None:
-    _, options = _options(url)
+    kind, options = _options(url)
     assert {name: options.get(name) for name in read} == read
     assert (options["protocol"], options["decode_responses"], options["health_check_interval"]) == (2, False, 0)
-    assert options["retry"].get_retries() == 0
+    assert kind(**options).retry.get_retries() == 0
 
 
 class DeadPeer:

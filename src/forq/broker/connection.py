@@ -21,9 +21,8 @@ from typing import Any
 
 import redis.connection
 from redis import ConnectionPool, Redis
-from redis.backoff import NoBackoff
+from redis.event import EventDispatcher
 from redis.exceptions import RedisError, ResponseError
-from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from forq.procs import liveness
@@ -37,6 +36,8 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCN
 # Sentinels are asked one after another: one that does not answer must not take the time of all.
 ASK_SECONDS = 1.0
 
+# For pools, which there are not: without this one each connection makes its own, which takes 0.1 MB in each process.
+_events = EventDispatcher()
 _TIMEVAL = struct.Struct("ll")
 # Else each connection tells the server redis-py's version, which newer releases read from its metadata every time.
 _NO_LIBRARY_NAME: dict[str, Any] = (
@@ -131,7 +132,9 @@ def _options(url: str) -> tuple[Any, dict[str, Any]]:
         "protocol": 2,
         "decode_responses": False,
         "health_check_interval": 0,
-        "retry": Retry(NoBackoff(), 0),
+        # None repeats nothing; any other is copied for each connection.
+        "retry": None,
+        "event_dispatcher": _events,
         "parser_class": _Parser,
         "redis_connect_func": _greet,
         "socket_read_size": READ_BYTES,
