@@ -206,7 +206,7 @@ def test_each_worker_blocks_on_a_connection_of_its_own(forq: Forq) -> None:
             return [c for c in server.client_list() if c["name"].startswith("forq-worker-") and c["cmd"] == "blmove"]
 
         everywhere = sum(len(queue["children"]) for queue in forq.status()["queues"])
-        found = wait_until(lambda: len(blocked()) >= 4 and blocked())
+        found = wait_until(lambda: len(blocked()) >= 3 and blocked())
     assert len({client["name"] for client in found}) == len(found) <= everywhere + 10
 
 
