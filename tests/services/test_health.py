@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from forq.broker.viewing import Counts
+from forq.health import faults_of_queue, faults_of_supervisor
 from forq.services.health import faults_in
 from forq.services.metrics_look import Look, Work
 from tests.support.metrics import NOW_NS, look_at, queue_counts, queue_status, tallied
@@ -121,3 +122,19 @@ def test_a_running_queue_without_a_main_process_is_a_fault() -> None:
 def test_a_supervisor_or_redis_that_does_not_answer_is_a_fault() -> None:
     assert checks(replace(look(), status=None, status_error="no answer")) == [("supervisor", None)]
     assert checks(replace(look(), round_trip_seconds=None, counts={})) == [("redis", None)]
+
+
+def test_a_queue_whose_import_takes_for_ever_is_stuck_once_its_jobs_have_waited() -> None:
+    assert checks(look(state="starting", main="starting", uptime_seconds=100.0)) == [("stuck", "q")]
+
+
+def test_a_queue_that_ends_in_order_and_a_failed_log_that_cannot_be_written_are_faults_of_a_check_only() -> None:
+    seen = look(state="stopped")
+    assert seen.status is not None
+    seen.status["supervisor"]["failed_log"] = {"ok": False, "errors": {"q": "no space"}}
+    assert checks(seen) == []
+    found = [*faults_of_supervisor(seen.status), *faults_of_queue(seen.status["queues"][0])]
+    assert [(fault.check, fault.text) for fault in found] == [
+        ("failed_log", "failed log of queue q: no space"),
+        ("ending", "queue q is stopped"),
+    ]

@@ -1,26 +1,14 @@
-"""Health: whether jobs are consumed, not whether processes exist. Pure: a look goes in, faults come out."""
+"""Whether jobs are consumed, not only whether processes exist: the judgement of a status, and of what else was seen."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from forq.broker.viewing import Counts
+from forq.health import CONSUMING_STATES, Fault, faults_of_queue, faults_of_supervisor
 from forq.services.metrics_look import Look, Work, queues_of
 from forq.settings import WORK
 
-SERVED_STATES = ("running", "starting", "draining")
-CONSUMING_STATES = ("running", "starting")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`check`: supervisor, service, redis, state, process or stuck; `queue`: of the last three, which."""
-
-    check: str
-    reason: str
-    queue: str | None = None
-
-    def describe(self) -> dict[str, str]:
-        return {"check": self.check, **({"queue": self.queue} if self.queue else {}), "reason": self.reason}
+# A failed log that cannot be written stops no job, and a queue that is not served here is not this supervisor's.
+CHECKS = ("service", "state", "process")
 
 
 def faults_in(look: Look, health_seconds: float) -> list[Fault]:
@@ -28,30 +16,17 @@ def faults_in(look: Look, health_seconds: float) -> list[Fault]:
     faults = []
     if look.status is None:
         faults.append(Fault("supervisor", look.status_error))
-    services = [] if look.status is None else look.status["supervisor"]["services"]
-    unresponsive = [service["name"] for service in services if service["state"] == "unresponsive"]
-    faults += [Fault("service", f"service {name} is unresponsive") for name in unresponsive]
+    else:
+        faults += [fault for fault in faults_of_supervisor(look.status) if fault.check in CHECKS]
     if look.round_trip_seconds is None:
         faults.append(Fault("redis", look.redis_error))
     starved = _waiting_for_capacity(look)
     for queue in queues_of(look):
-        name, state = queue["name"], queue["state"]
-        if state == "stopped" and any(child["pid"] for child in queue["children"]):
-            continue  # somebody restarts or replaces it, and its process ends in order
-        if state not in SERVED_STATES:
-            reason = f"is {state}" + (f": {queue['reason']}" if queue["reason"] else "")
-            faults.append(Fault("state", reason, name))
-        elif silent := [child["pid"] for child in queue["children"] if child["state"] == "unresponsive"]:
-            faults.append(Fault("process", f"process {silent[0]} is unresponsive", name))
-        elif state in CONSUMING_STATES and not any(map(_is_live_main, queue["children"])):
-            faults.append(Fault("process", "has no main process", name))
-        elif state in CONSUMING_STATES and name not in starved:
+        found = [fault for fault in faults_of_queue(queue) if fault.check in CHECKS]
+        faults += found
+        if queue["state"] in CONSUMING_STATES and queue["name"] not in starved and not found:
             faults += _stuck(queue, look, health_seconds)
     return faults
-
-
-def _is_live_main(child: dict[str, Any]) -> bool:
-    return child["role"] == "main" and bool(child["pid"]) and child["state"] != "backoff"
 
 
 def _waiting_for_capacity(look: Look) -> set[str]:

@@ -13,6 +13,7 @@ from forq.ctl.client import Client, connect, wait_for
 from forq.ctl.command import EXITS, Argument, Command
 from forq.ctl.output import cell, moment, printable, running_jobs, show, show_json, show_table, span
 from forq.errors import SupervisorUnreachable, TimedOut
+from forq.health import faults_of_queue, faults_of_supervisor, unresponsive_services
 from forq.version import VERSION
 
 TYPE_CHECKING = False
@@ -28,9 +29,6 @@ SHOWN_CHILDREN = 4
 SHOWN_ITEMS = 20
 # Rows about the capacity: a supervisor may have a thousand queues.
 SHOWN_HOLDERS = 20
-HEALTHY_STATES = ("running", "starting", "paused", "draining", "elsewhere")
-# A handler whose import takes longer than this counts as stuck.
-STARTING_SECONDS = 30.0
 # From the end of the connection to that of the process.
 LAST_SECONDS = 10.0
 MOST_QUEUES = 5
@@ -81,38 +79,8 @@ def status(args: Namespace) -> int:
 def faults_in(status: dict[str, Any]) -> list[str]:
     """Why this is not healthy; empty when it is."""
     redis = status["supervisor"]["redis"]
-    faults = [] if redis["ok"] else [f"redis is down: {redis['error']}"]
-    faults += [f"service {name} is unresponsive" for name in unresponsive_services(status)]
-    unwritten = status["supervisor"].get("failed_log", {}).get("errors", {})
-    faults += [f"failed log of queue {name}: {error}" for name, error in unwritten.items()]
-    for queue in status["queues"]:
-        silent = [child["pid"] for child in queue["children"] if child["state"] == "unresponsive"]
-        faults += [f"process {pid} of queue {queue['name']} is unresponsive" for pid in silent]
-        if queue["state"] == "unserved":
-            if queue["waiting"]:
-                faults.append(f"queue {queue['name']} is unserved, and {queue['waiting']} of its jobs wait")
-        elif queue["state"] not in HEALTHY_STATES:
-            faults.append(f"queue {queue['name']} is {queue['state']}")
-        elif queue["state"] in ("running", "starting") and not any(map(_is_live_main, queue["children"])):
-            faults.append(f"queue {queue['name']} has no main process")
-        elif queue["state"] == "starting" and (seconds := _starting_seconds(queue)) > STARTING_SECONDS:
-            faults.append(f"queue {queue['name']} is starting for {span(seconds)}: the import of its handler hangs")
-    return faults
-
-
-def _starting_seconds(queue: dict[str, Any]) -> float:
-    mains = [child for child in queue["children"] if child["role"] == "main"]
-    ages = (child["uptime_seconds"] for child in mains if child["state"] in ("starting", "importing"))
-    return max((age for age in ages if age is not None), default=0.0)
-
-
-def unresponsive_services(status: dict[str, Any]) -> list[str]:
-    services = status["supervisor"].get("services", [])
-    return [service["name"] for service in services if service.get("state") == "unresponsive"]
-
-
-def _is_live_main(child: dict[str, Any]) -> bool:
-    return child["role"] == "main" and bool(child["pid"]) and child["state"] != "backoff"
+    found = [*faults_of_supervisor(status), *(fault for queue in status["queues"] for fault in faults_of_queue(queue))]
+    return [*([] if redis["ok"] else [f"redis is down: {redis['error']}"]), *(fault.text for fault in found)]
 
 
 def _show(status: dict[str, Any], in_detail: bool) -> None:
