@@ -108,6 +108,14 @@ def test_a_queue_made_anew_has_its_own_options(redis_url: str) -> None:
         queue.enqueue("c")
 
 
+def test_a_queue_made_anew_on_another_server_has_its_own_options(queue: OneQueue) -> None:
+    """This one was the master before, and is again: it has seen neither the deletion nor the creation."""
+    queue.enqueue("a")
+    queue.redis.hset(queue.key("options"), mapping={"epoch": 1, "max_items": 1})
+    with pytest.raises(QueueFull):
+        queue.enqueue("b")
+
+
 def test_options_without_a_version_are_read_each_time(queue: OneQueue) -> None:
     queue.redis.hdel(queue.key("options"), "version")
     queue.enqueue("a")
