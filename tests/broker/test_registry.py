@@ -78,7 +78,8 @@ def test_queues_are_made_joined_and_deleted_on_a_server_that_is_out_of_memory(
     queue.redis.config_set("maxmemory", 1)
     assert queue.registry.create("q", "work", 9, options, {}, fail_options=of_fail_queue) is False
     assert queue.registry.create("r", "work", 9, options, {}, fail_options=of_fail_queue) is True
-    assert queue.redis.exists("forq:queue:{q}:fail:options", "forq:queue:{r}:fail:options") == 2
+    assert queue.redis.exists("forq:queue:{q}:fail:options") == 1
+    assert "r" in queue.registry.names()
     assert queue.registry.delete("q", force=True) == 1
     assert [dropped["id"] for dropped in purge(queue)] == ["a"]
     assert queue.registry.names() == {"r": "work"}

@@ -6,10 +6,13 @@ import signal
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
 from forq import Client
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.services.metrics_look import Looker
 from tests.support.redis_cluster import RedisCluster, redis_cluster
 from tests.support.running import Forq, running, wait_until
 
@@ -40,6 +43,23 @@ def test_jobs_run_on_every_node_and_status_tells_of_all(cluster: RedisCluster, f
     assert {queue["name"] for queue in forq.status()["queues"]} >= set(names)
     assert "a cluster of 3 masters" in json.dumps(forq.status()["supervisor"]["redis"])
     assert forq.status()["supervisor"]["redis"]["ok"]
+
+
+def test_questions_about_a_job_are_answered_on_every_node(cluster: RedisCluster, forq: Forq) -> None:
+    client = Client(cluster.url)
+    for name in spread(cluster, "asked"):
+        # Nobody serves it yet.
+        job_id = client.create_queue(name).enqueue(1)
+        assert "no supervisor serves its queue" in forq.ctl("why", name, job_id)
+        assert name in forq.ctl("status")
+        seen = forq.run_ctl("watch", name, job_id, "--wait", "100ms")
+        assert "waiting" in seen.stdout, seen.stderr
+
+
+def test_metrics_of_a_cluster_have_a_round_trip(cluster: RedisCluster) -> None:
+    unused: Any = None
+    looker = Looker(url=cluster.url, prefix=DEFAULT_PREFIX, control_socket="", board=unused, tallies=unused)
+    assert 0 < looker._ping() < 1
 
 
 def test_a_delayed_job_is_on_time_whichever_node_it_is_on(cluster: RedisCluster, forq: Forq) -> None:

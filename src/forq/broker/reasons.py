@@ -70,7 +70,7 @@ def _reason(link: Link, prefix: str, viewer: Viewer, job: dict[str, Any]) -> str
 
 def _waiting(link: Link, prefix: str, name: str, job: dict[str, Any], counts: Counts) -> str:
     base = queue_base(prefix, name)
-    if counts.mode != EXTERNAL and not link.call("ZCOUNT", f"{base}:processors", now_ms(link), "+inf"):
+    if counts.mode != EXTERNAL and not link.call("ZCOUNT", f"{base}:processors", now_ms(link, base), "+inf"):
         return f"no supervisor serves its queue; `forqctl status {name}` says what to do"
     if job.get("suspect"):
         return _suspect(link, base, job)

@@ -71,7 +71,7 @@ class Registry:
         others = sorted(name for name, mode in self.names().items() if mode == WORK and name not in served)
         if not others:
             return []
-        now = now_ms(self._link)
+        now = now_ms(self._link, self._key)
         asked = [("ZCOUNT", f"{queue_base(self._prefix, name)}:processors", now, "+inf") for name in others]
         return [name for name, alive in zip(others, self._link.pipeline(asked), strict=True) if not alive]
 
@@ -247,9 +247,9 @@ class Registry:
         self._link.run(script("pause"), queue_base(self._prefix, fail_queue(name)), int(paused))
 
 
-def now_ms(link: Link) -> int:
-    """The server's time, by which processors have told of themselves."""
-    seconds, micros = map(int, link.call("TIME"))
+def now_ms(link: Link, at: str) -> int:
+    """The server's time, by which processors have told of themselves; of a cluster that of the node with this key."""
+    seconds, micros = map(int, link.call("TIME", at=at))
     return seconds * 1000 + micros // 1000
 
 

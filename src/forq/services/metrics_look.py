@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from forq.broker.keys import registry_key
 from forq.broker.link import Link
 from forq.broker.registry import Registry
 from forq.broker.viewing import Counts, counts_of
@@ -106,9 +107,10 @@ class Looker:
 
     def _ping(self) -> float:
         """Once for the connection, which may have to be made, and once for the time."""
-        self._link.call("PING")
+        at = registry_key(self._prefix)
+        self._link.call("PING", at=at)
         began = time.perf_counter()
-        self._link.call("PING")
+        self._link.call("PING", at=at)
         return time.perf_counter() - began
 
     def _counts(self, names: list[str]) -> dict[str, Counts | None]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from forq.broker.keys import progress_channels, queue_of_channel
+from forq.broker.keys import progress_channels, queue_base, queue_of_channel
 from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.broker.viewing import Viewer
@@ -125,7 +125,7 @@ class Watchers:
                 raise
             job = {"state": "gone"}
         if one.seen is None:
-            one.since = job["fence"] if "fence" in job else self._server_us()
+            one.since = job["fence"] if "fence" in job else self._server_us(one.viewer.name)
         elif job["state"] in ("dead", "done") and job["fence"] < one.since:
             # That was an earlier job of that id: this one has left in another way.
             job = {"state": "gone"}
@@ -136,9 +136,9 @@ class Watchers:
         }
         return {**told, "seen": f"{one.since} {_digest(told, job.get('fence'))}"}
 
-    def _server_us(self) -> int:
+    def _server_us(self, name: str) -> int:
         """A fence is at least the time of its claim."""
-        seconds, micros = self._link.call("TIME")
+        seconds, micros = self._link.call("TIME", at=queue_base(self._prefix, name))
         return int(seconds) * 1_000_000 + int(micros)
 
     def _listen(self) -> None:
