@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from forq.errors import ForqError, InvalidData
-from forq.procs.burial import Remains, bury_own
+from forq.procs.burial import Remains, bury
 from forq.procs.cgroup import Cgroup, Cgroups
 from forq.procs.cgroup_limits import exceeded, limit
 from forq.procs.lines import LineConnection, Lines
@@ -124,7 +124,7 @@ class Nursery:
         paths = [str(cgroup.path) for cgroup, _ in dead if cgroup is not None]
 
         def here() -> dict[str, Any]:
-            return asdict(bury_own(self.pids, self.survivors, paths, self.tree_mark))
+            return asdict(bury(self.pids, self.survivors, paths, self.tree_mark))
 
         def buried(answer: dict[str, Any] | None) -> None:
             remains = Remains(**(answer or {}))

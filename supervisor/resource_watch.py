@@ -27,22 +27,15 @@ class ResourceWatch:
     def __init__(self, make_warden: Callable[..., Service]) -> None:
         self._warden = make_warden(on_event=self._heard, on_start=self._tell, needed=lambda: bool(self._watched))
         self._started = False
-        self._has_watched = False
         self._keys = count(1)
         self._watched: dict[int, Restrained] = {}
 
     @property
-    def started(self) -> tuple[Service, ...]:
+    def services(self) -> tuple[Service, ...]:
         return (self._warden,) if self._started else ()
-
-    @property
-    def shown(self) -> tuple[Service, ...]:
-        """What a status tells of: one that has only killed something is no news."""
-        return (self._warden,) if self._has_watched else ()
 
     def add(self, process: Restrained) -> None:
         self._watched[next(self._keys)] = process
-        self._has_watched = True
         if self._started:
             self._tell()
         else:

@@ -47,7 +47,8 @@ class Service:
         on_stop: Callable[[], None] | None = None,
         needed: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`needed`: whether it has something to do without being asked; else nobody wakes it to see that it lives."""
+        """`needed`: whether it has something to do without being asked; else a status does not tell of it, and nobody
+        wakes it to see that it lives."""
         self.name = name
         self.child: Child | None = None
         self.restarts = 0
@@ -64,7 +65,7 @@ class Service:
         self._on_event = on_event
         self._on_start = on_start
         self._on_stop = on_stop
-        self._needed = needed
+        self.needed = needed
         self._respawn = Respawn()
         self._ids = count(1)
         self._pending: dict[int, _Asked] = {}
@@ -127,7 +128,7 @@ class Service:
     def ping_if_quiet(self, seconds: float) -> bool:
         """Wakes it if it has not passed its loop for so long; whether it did."""
         now_ns = time.monotonic_ns()
-        if self.child is None or not (self._pending or self._needed()):
+        if self.child is None or not (self._pending or self.needed()):
             return False
         if now_ns - self._liveness.passed_ns < seconds * 1e9:
             return False

@@ -137,14 +137,8 @@ class Services:
     def all(self) -> tuple[Service, ...]:
         return (
             *(self.pulse, self.scribe, self.clerk, self.logger),
-            *(*self.bridges, *self.metrics, *self.resource_watch.started),
+            *(*self.bridges, *self.metrics, *self.resource_watch.services),
         )
-
-    @property
-    def shown(self) -> tuple[Service, ...]:
-        """Those that a status tells of."""
-        hidden = set(self.resource_watch.started) - set(self.resource_watch.shown)
-        return tuple(service for service in self.all if service not in hidden)
 
     def start(self) -> None:
         if self.redis is not None:

@@ -167,7 +167,8 @@ class Status:
                     "restarts": service.restarts,
                     "state": "unresponsive" if service.unresponsive else "running" if service.child else "starting",
                 }
-                for service in self._services.shown
+                for service in self._services.all
+                if service.needed()
             ],
             "failed_log": {
                 "ok": not self._services.failed_log_errors,

@@ -13,12 +13,13 @@ import pytest
 
 from forq.errors import ForqError
 from forq.procs import treekill
+from forq.procs.burial import Remains, bury
+from forq.procs.own_pids import OwnPids
 from forq.procs.treekill import (
     become_subreaper,
     children_of,
     descendants_of,
     kill_descendants,
-    kill_orphans,
     kill_tree,
     look_at,
     set_parent_death_signal,
@@ -304,6 +305,17 @@ def test_a_worker_can_kill_its_own_descendants_and_live(pipe: Pipe) -> None:
     assert reap(pid) == 0
 
 
+def kill_orphans(registered: set[int]) -> Remains:
+    """As a supervisor does it: what has ended is reaped."""
+    own = OwnPids()
+    for pid in registered:
+        own.add(pid)
+    remains = bury(own, (), (), None)
+    for pid in remains.zombies:
+        assert os.waitpid(pid, os.WNOHANG)[0] == pid
+    return remains
+
+
 def test_kill_orphans_kills_and_reaps_only_what_is_not_registered() -> None:
     def body() -> None:
         orphans, mine = Pipe(), Pipe()
@@ -319,7 +331,7 @@ def test_kill_orphans_kills_and_reaps_only_what_is_not_registered() -> None:
         assert orphans.all_dead()
         assert children_of(os.getpid()) == [registered]
         assert len(children_of(registered)) == 1
-        assert kill_orphans({registered}) == ([], [])
+        assert kill_orphans({registered}) == Remains()
         assert kill_tree(registered)
         assert reap(registered) == -signal.SIGKILL
         kill_orphans(set())
@@ -403,7 +415,7 @@ def test_a_process_that_may_not_be_signalled_is_a_survivor_and_nobody_waits_for_
         began = time.monotonic()
         orphans = kill_orphans(set())
         assert time.monotonic() - began < 2.0
-        assert orphans == ([mine], [foreign])
+        assert (orphans.killed, orphans.survivors) == ([mine], [foreign])
         send(os.pidfd_open(foreign), signal.SIGKILL)
 
     in_a_subreaper(body)

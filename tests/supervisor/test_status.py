@@ -27,7 +27,7 @@ class Asked:
         services = self.supervisor.services
         services.redis_state = {"ok": True, "error": None}
         services.status_of_redis.return_value = {"url": "unix://x", "ok": True, "error": None}
-        services.shown, services.failed_log_errors = (), {}
+        services.all, services.failed_log_errors = (), {}
         services.clerk.unresponsive = False
         services.clerk.ask.side_effect = self._ask
 

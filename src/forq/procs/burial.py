@@ -1,14 +1,14 @@
 """Kills what dead children have left behind: by the warden on the supervisor's behalf, or by the supervisor itself."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 
 from forq.procs.cgroup import Cgroup
 from forq.procs.own_pids import OwnPids
 from forq.procs.tree_mark import TreeMark
-from forq.procs.treekill import Hunt, Orphans, children_of, kill_orphans
+from forq.procs.treekill import Hunt, children_of
 
 ORPHANS_SECONDS = 5.0
 ESCAPED_SECONDS = 1.0
@@ -26,39 +26,20 @@ class Remains:
     groups: dict[str, list[int]] = field(default_factory=dict)
 
 
-def bury_own(own: OwnPids, survivors: Collection[int], groups: list[str], mark: TreeMark | None) -> Remains:
-    """For the supervisor: all its children but its own and those survivors."""
-    find = None if mark is None else mark.find_escaped
-    return _bury(groups, lambda: (kill_orphans({*own, *survivors}), []), mark, find)
-
-
-def bury_for(own: OwnPids, survivors: Collection[int], groups: list[str], mark: TreeMark | None) -> Remains:
-    """The same from another child of the supervisor."""
-
-    def hunt() -> tuple[Orphans, list[int]]:
-        deadline = time.monotonic() + ORPHANS_SECONDS
-        hunt = _HuntForOrphans(own, frozenset(survivors), deadline)
-        hunt.kill_all(deadline)
-        return Orphans(sorted(hunt.killed - hunt.survivors), sorted(hunt.survivors)), sorted(hunt.zombies)
-
-    find = None if mark is None else partial(mark.find_escaped, own.owner)
-    return _bury(groups, hunt, mark, find)
-
-
-def _bury(
-    groups: list[str],
-    hunt: Callable[[], tuple[Orphans, list[int]]],
-    mark: TreeMark | None,
-    find_escaped: Callable[[], list[int]] | None,
-) -> Remains:
+def bury(own: OwnPids, survivors: Collection[int], groups: Collection[str], mark: TreeMark | None) -> Remains:
+    """Kills every child of the supervisor but its own and those survivors, with all below: it was left behind by a dead
+    one. From the supervisor or another child of it."""
     left = {group: sorted(Cgroup(group).pids()) for group in groups if not Cgroup(group).kill()}
-    (killed, survivors), zombies = hunt()
-    if mark is not None and find_escaped is not None:
+    deadline = time.monotonic() + ORPHANS_SECONDS
+    hunt = _HuntForOrphans(own, frozenset(survivors), deadline)
+    hunt.kill_all(deadline)
+    killed = hunt.killed - hunt.survivors
+    if mark is not None:
         # None should have got out of our reach. To look costs as much as our ancestors have children.
-        killed = killed + sorted(mark.kill(find_escaped, ESCAPED_SECONDS)[0])
+        killed |= mark.kill(partial(mark.find_escaped, own.owner), ESCAPED_SECONDS)[0]
     for group in groups:
         Cgroup(group).remove()
-    return Remains(killed, survivors, zombies, left)
+    return Remains(sorted(killed), sorted(hunt.survivors), sorted(hunt.zombies), left)
 
 
 class _HuntForOrphans(Hunt):

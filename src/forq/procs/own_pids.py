@@ -29,12 +29,9 @@ class OwnPids:
     def __contains__(self, pid: int) -> bool:
         return pid in self._places
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._places)
-
     def owner_lives(self) -> bool:
-        """From a child of it."""
-        return os.getppid() == self.owner
+        """For itself and its children."""
+        return self.owner in (os.getppid(), os.getpid())
 
     @contextmanager
     def forking(self) -> Iterator[None]:

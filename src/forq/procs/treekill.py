@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from forq.errors import ForqError
 
@@ -163,23 +162,6 @@ def signal_descendants(pid: int, signum: int) -> None:
             os.close(pidfd)
 
 
-class Orphans(NamedTuple):
-    """Pids of what dead children had left behind."""
-
-    killed: list[int]
-    survivors: list[int]
-
-
-def kill_orphans(registered: set[int], *, deadline_seconds: float = 5.0) -> Orphans:
-    """For a subreaper: kill and reap each child of the caller that is not registered, with all below it.
-
-    Such a child was left behind by a dead one. The caller must have registered whatever it started itself.
-    """
-    hunt = Hunt(os.getpid(), frozenset(registered), reap=True)
-    hunt.kill_all(time.monotonic() + deadline_seconds)
-    return Orphans(sorted(hunt.killed - hunt.survivors), sorted(hunt.survivors))
-
-
 class Hunt:
     """One attempt to kill all that is below `root`, except `spare` and what is below that."""
 
@@ -188,7 +170,6 @@ class Hunt:
         root: int,
         spare: frozenset[int] = frozenset(),
         *,
-        reap: bool = False,
         only: Callable[[Process], bool] | None = None,
     ) -> None:
         self.root = root
@@ -198,7 +179,6 @@ class Hunt:
         self.survivors: set[int] = set()
         self.sessions: set[int] = set()
         self._me = os.getpid()
-        self._reap = reap
         self._only = only
         self._ended: set[int] = set()
         self._ended_before: set[int] = set()
@@ -303,16 +283,12 @@ class Hunt:
         return self._only is None or process.ppid != self.root or self._only(process)
 
     def _bury(self, zombie: Process) -> None:
-        """Remember a zombie, since a long-lived chain leaves thousands; reap it when it is ours to reap."""
+        """Remember a zombie, since a long-lived chain leaves thousands. The root reaps it."""
         if zombie.ppid != self.root:
             return
         if zombie.pid not in self._ended_before:
             self._news = True
-        if self._reap:
-            with suppress(ChildProcessError):
-                os.waitpid(zombie.pid, os.WNOHANG)
-        else:
-            self._ended.add(zombie.pid)
+        self._ended.add(zombie.pid)
 
     def _kill(self, pidfd: int, process: Process) -> None:
         self.killed.add(process.pid)

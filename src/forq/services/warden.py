@@ -114,7 +114,7 @@ class Warden:
 
     def _bury(self, params: dict[str, Any]) -> object:
         may_take(burial.LONGEST_SECONDS)
-        return asdict(burial.bury_for(self._own, params["survivors"], params["groups"], self._tree_mark))
+        return asdict(burial.bury(self._own, params["survivors"], params["groups"], self._tree_mark))
 
     def _is_busy(self, watched: Watched) -> bool:
         return any(self._scoreboard.slot(number).word & 1 for number in watched.slots)
