@@ -136,18 +136,19 @@ def test_a_verb_runs_as_a_function_and_through_eval(redis_url: str, verb: str) -
     link = Link(redis_url)
     its, base = script(verb), queue_base("none:", "q")
     args = ["0"] * 10
-    assert link.call("FUNCTION", "LOAD", "REPLACE", its.library) == its.name.replace(f"_{verb}", "").encode()
+    assert link.call("FUNCTION", "LOAD", "REPLACE", its.library, at=base) == its.name.replace(f"_{verb}", "").encode()
     answers = [
         link.call("FCALL", its.name, 1, base, *args),
         link.call("EVAL", its.source, 1, base, *args, verb),
     ]
-    link.call("FUNCTION", "FLUSH")
+    link.call("FUNCTION", "FLUSH", at=base)
     link.call("DEL", base)
     link.close()
     assert answers[0][0] == answers[1][0]
     assert isinstance(answers[0][0], int)
 
 
+@pytest.mark.one_server
 def test_a_server_has_one_library_with_a_function_for_each_verb(redis_url: str) -> None:
     link = Link(redis_url)
     link.call("FUNCTION", "FLUSH")
