@@ -76,3 +76,13 @@ def test_pulse_kills_stuck_children_also_when_its_leash_is_reset(
     assert stuck.wait(20) == -9
     running.join(20)
     assert not running.is_alive()
+
+
+def test_what_a_service_does_at_the_end_comes_before_timers_that_are_due() -> None:
+    ours, theirs = socket.socketpair()
+    loop, order = service_loop(), list[str]()
+    Desk(loop, theirs, {}, lambda: order.append("end"))
+    loop.call_later(0.0, lambda: order.append("timer"))
+    ours.close()
+    loop.run()
+    assert order == ["end", "timer"]

@@ -35,16 +35,24 @@ class Later:
 
 
 class Desk:
-    """Ends the loop when the supervisor is gone."""
+    """Ends the loop when the supervisor is gone. `on_end` is called first, at once."""
 
-    def __init__(self, loop: Loop, leash: socket.socket, verbs: Mapping[str, Verb]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        leash: socket.socket,
+        verbs: Mapping[str, Verb],
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._loop = loop
         self._verbs = verbs
+        self._on_end = on_end
         self._leash = LineConnection(loop, leash, self._serve, lines=Lines(MAX_LINE_BYTES))
 
     def _serve(self) -> None:
         if self._leash.ended:
             self._loop.stop()
+            self._on_end()
         while (line := self._leash.lines.pop()) is not None:
             call = wire.read_request(line)
             if call.expects_answer:

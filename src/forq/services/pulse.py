@@ -97,7 +97,8 @@ class Pulse:
         }
         self._loop = Loop(now, poller=select.poll(), on_error=_could_not_finish)
         self._later = self._loop.call_later
-        self._desk = Desk(self._loop, leash, verbs)
+        # At once: a timer that is due may wait for a Redis that is gone as well.
+        self._desk = Desk(self._loop, leash, verbs, self._end_with_supervisor)
         self._unread = Unread(
             self._keeper,
             context.scoreboard,
@@ -127,7 +128,6 @@ class Pulse:
         self._board.watching = 1
         self._later(0, self._look)
         self._loop.run()
-        self._end_with_supervisor()
         return exits.STOPPED
 
     def _serve(self, params: dict[str, Any]) -> object:
