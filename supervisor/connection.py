@@ -28,8 +28,6 @@ MAX_OUTPUT_BYTES = 8 << 20
 HALF_LINE_SECONDS = 30.0
 # A client that was told goodbye gets this long to read it.
 LAST_WORDS_SECONDS = 5.0
-# How often a connection that is not being read from is asked whether its client is still there.
-HANGUP_CHECK_SECONDS = 1.0
 # Small enough that one pass over a flood of tiny requests takes a few milliseconds.
 READ_BYTES = 16 << 10
 
@@ -113,7 +111,6 @@ class Connection:
         self._serving = False
         self._farewell = False
         self._half_line_timer: Timer | None = None
-        self._watch_timer: Timer | None = None
         self._io = LineConnection(
             loop, sock, self._heard, lines=Lines(), on_output=self._all_sent, read_bytes=READ_BYTES
         )
@@ -229,21 +226,11 @@ class Connection:
 
     def _start_reading(self) -> None:
         self._io.read(True)
-        if self._watch_timer is not None:
-            self._watch_timer.cancel()
-            self._watch_timer = None
+        self._loop.on_hangup(self._io.fileno(), None)
 
     def _stop_reading(self) -> None:
         self._io.read(False)
-        if self._watch_timer is None:
-            self._watch_timer = self._loop.call_later(HANGUP_CHECK_SECONDS, self._watch)
-
-    def _watch(self) -> None:
-        self._watch_timer = None
-        if self._hung_up():
-            self.close()
-        else:
-            self._stop_reading()
+        self._loop.on_hangup(self._io.fileno(), self.close)
 
     def _hung_up(self) -> bool:
         """True when the client closed its end, false when it only said that it sends no more."""
@@ -256,8 +243,7 @@ class Connection:
             return
         self.closed = True
         self._stop_half_line_timer()
-        if self._watch_timer is not None:
-            self._watch_timer.cancel()
+        self._loop.on_hangup(self._io.fileno(), None)
         self._io.close()
         self._on_close(self)
         for request in self._unanswered:

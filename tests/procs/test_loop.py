@@ -323,3 +323,22 @@ def test_one_pass_takes_no_more_events_than_it_may_and_the_next_takes_the_others
     for left, right in pairs:
         left.close()
         right.close()
+
+
+def test_a_hangup_is_told_of_while_nobody_reads(loop: Loop, pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = pair
+    told: list[str] = []
+
+    def hung_up() -> None:
+        told.append("hung up")
+        loop.on_hangup(left.fileno(), None)
+
+    loop.on_hangup(left.fileno(), hung_up)
+    right.send(b"unread")
+    right.shutdown(socket.SHUT_WR)
+    loop.tick(0.02)
+    assert told == [], "it may still read"
+    right.close()
+    loop.tick(5)
+    loop.tick(0.02)
+    assert told == ["hung up"]

@@ -363,10 +363,7 @@ def test_a_client_that_only_ends_its_sending_still_gets_its_answers(serving: Ser
     assert serving.gone == []
 
 
-def test_a_client_that_ended_its_sending_and_then_vanishes_is_noticed(
-    serving: Serving, talk: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "HANGUP_CHECK_SECONDS", 0.02)
+def test_a_client_that_ended_its_sending_and_then_vanishes_is_noticed(serving: Serving, talk: Talk) -> None:
     talk.say("hold", name="b")
     talk.sock.shutdown(socket.SHUT_WR)
     eventually(lambda: len(serving.held) == 1)

@@ -52,14 +52,19 @@ class Timer:
 class _Entry:
     """Who waits for one descriptor."""
 
-    __slots__ = ("reader", "writer")
+    __slots__ = ("hangup", "reader", "writer")
 
     def __init__(self) -> None:
         self.reader: Callback | None = None
         self.writer: Callback | None = None
+        self.hangup: Callback | None = None
 
     def events(self) -> int:
+        """Hang-ups and errors are told of in any case."""
         return (select.EPOLLIN if self.reader else 0) | (select.EPOLLOUT if self.writer else 0)
+
+    def wanted(self) -> bool:
+        return bool(self.reader or self.writer or self.hangup)
 
 
 def _do_nothing(signum: int, frame: object) -> None:
@@ -122,6 +127,13 @@ class Loop:
             entry.writer = None
             self._update(fd, entry)
 
+    def on_hangup(self, fd: int, callback: Callback | None) -> None:
+        """Call back when the other end is closed while nobody reads from fd; None: not any more."""
+        entry = self._entries.get(fd) or _Entry()
+        if entry.hangup != callback:
+            entry.hangup = callback
+            self._update(fd, entry)
+
     def watch_child(self, pidfd: int, callback: Callback) -> None:
         """Call back once, when the process has ended; the callback reaps it. remove_reader(pidfd) takes it back."""
 
@@ -163,6 +175,8 @@ class Loop:
                 self._call(entry.reader)
             if events & ~select.EPOLLIN and entry.writer:
                 self._call(entry.writer)
+            if events & ~(select.EPOLLIN | select.EPOLLOUT) and entry.hangup and not entry.reader:
+                self._call(entry.hangup)
         self._call_due_timers()
 
     def _wait(self, patience_seconds: float | None) -> list[tuple[_Entry, int]]:
@@ -216,11 +230,11 @@ class Loop:
     def _update(self, fd: int, entry: _Entry) -> None:
         """Tell the poller what is waited for at fd now."""
         known = fd in self._entries
-        if events := entry.events():
+        if entry.wanted():
             if known:
-                self._poller.modify(fd, events)
+                self._poller.modify(fd, entry.events())
             else:
-                self._poller.register(fd, events)
+                self._poller.register(fd, entry.events())
             self._entries[fd] = entry
         elif known:
             del self._entries[fd]
