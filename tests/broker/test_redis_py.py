@@ -22,6 +22,7 @@ from forq.broker.connection import Connection, _options
 from forq.broker.link import Link
 from forq.broker.listening import Listener
 from forq.errors import OutcomeUnknown, RedisUnavailable, UsageError
+from forq.procs import liveness
 from tests.support.relay import relay
 from tests.support.server import Server
 
@@ -234,6 +235,33 @@ def test_a_message_that_comes_in_pieces_is_heard_once_it_is_whole(tmp_path: Path
         theirs.sendall(b"llo\r\n*3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$1\r\n2\r\n")
         assert ears.hear() == [("c", "hello"), ("c", "2")]
         ears.close()
+    theirs.close()
+
+
+def test_each_read_of_a_long_answer_may_take_the_whole_time_limit(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that reads from a slow network is not taken for one that hangs."""
+    connection = connected(server.url)
+    if not hasattr(connection._redis._parser, "_reader"):
+        pytest.skip("redis-py's own parser gives the whole answer one time limit")
+    ours, theirs = socket.socketpair()
+    connection._redis._parser._sock = ours
+    theirs.sendall(b"$4\r\nab")
+    said: list[float] = []
+
+    def may_take(seconds: float) -> None:
+        said.append(seconds)
+        if len(said) == 3:
+            theirs.sendall(b"cd\r\n")
+
+    monkeypatch.setattr(liveness, "watched", True)
+    monkeypatch.setattr(liveness, "may_take", may_take)
+    assert connection.receive() == b"abcd"
+    # For the answer, for its first part, and for the second.
+    assert said == [5, 5, 5]
+    connection.close()
+    ours.close()
     theirs.close()
 
 

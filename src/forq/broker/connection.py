@@ -65,7 +65,9 @@ class Connection:
         self._redis.socket_connect_timeout, self._redis.socket_timeout = connect_timeout_seconds, timeout_seconds
         try:
             self._redis.connect()
-        except RedisError as exc:
+        except (RedisError, OSError) as exc:
+            # redis-py does this only for errors of its own.
+            self._redis.disconnect()
             raise _broken(exc) from exc
         self.socket: socket.socket = self._redis._sock
         _limit(self.socket, timeout_seconds)
@@ -204,7 +206,7 @@ def _ask_sentinel(address: Address, host: str, port: int, name: str) -> tuple[st
         place: tuple[str, int] = sentinels.discover_master(address.master)
     except MasterNotFoundError:
         raise ConnectionError("it knows no master of that name, or it is down") from None
-    except RedisError as exc:
+    except (RedisError, OSError) as exc:
         raise _broken(exc) from exc
     finally:
         pool.disconnect()
@@ -251,8 +253,10 @@ def _limit(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-def _broken(exc: RedisError) -> OSError:
-    """Of a time limit that the kernel keeps redis-py says: Resource temporarily unavailable."""
+def _broken(exc: RedisError | OSError) -> OSError:
+    """Of a time limit that the kernel keeps redis-py says: Resource temporarily unavailable. Up to 6.4 its parser has
+    Python's TimeoutError for another, with another text."""
     if isinstance(exc.__context__, BlockingIOError | ssl.SSLWantReadError):
         return BlockingIOError("timed out")
-    return TimeoutError("timed out") if isinstance(exc, redis.TimeoutError) else ConnectionError(str(exc))
+    waited = isinstance(exc, redis.TimeoutError | TimeoutError)
+    return TimeoutError("timed out") if waited else ConnectionError(str(exc))
