@@ -15,23 +15,26 @@ from forq.procs.loop import Loop
 
 
 def measure(out: Path) -> None:
+    """Into OUT/0, until there is OUT/1, and so on."""
     pid = os.getpid()
     wait = Loop._wait
-    longest = (0.0, 0.0)
+    longest: tuple[int, float, float] = (-1, 0.0, 0.0)
     began = time.monotonic(), waited_for_a_cpu()
 
     def timed_wait(loop: Loop, patience_seconds: float | None) -> Any:
         nonlocal longest, began
         if os.getpid() != pid:
             return wait(loop, patience_seconds)
-        if not out.exists():
-            longest = (0.0, 0.0)
-        else:
+        window = len(os.listdir(out)) - 1
+        if window >= 0:
             wall = time.monotonic() - began[0]
             own = wall - (waited_for_a_cpu() - began[1])
-            if wall > longest[0] or own > longest[1]:
-                longest = max(wall, longest[0]), max(own, longest[1])
-                out.write_text(f"{longest[0] * 1000:.3f} {longest[1] * 1000:.3f}\n")
+            before = longest if longest[0] == window else (window, 0.0, 0.0)
+            longest = (window, max(wall, before[1]), max(own, before[2]))
+            if longest != before:
+                new = out.with_suffix(".new")
+                new.write_text(f"{longest[1] * 1000:.3f} {longest[2] * 1000:.3f}\n")
+                os.replace(new, out / str(window))
         found = wait(loop, patience_seconds)
         began = time.monotonic(), waited_for_a_cpu()
         return found
