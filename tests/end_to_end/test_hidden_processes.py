@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +40,11 @@ def why_not() -> str | None:
     tried = ["unshare", "--mount", "--propagation", "private", "sh", "-c", HIDDEN, "sh", *AS_USER]
     if subprocess.run([*tried, "test", "-r", str(HANDLERS)], capture_output=True, check=False).returncode:
         return "another user cannot read this tree, or no /proc with hidepid can be mounted"
-    if subprocess.run([*tried, str(BIN / "forq"), "--version"], capture_output=True, check=False).returncode:
+    # Where its library cannot be read either, another Python's may be found in its place.
+    same = "import sys; sys.exit(sys.version != sys.argv[1])"
+    if subprocess.run(
+        [*tried, str(BIN / "python"), "-c", same, sys.version], capture_output=True, check=False
+    ).returncode:
         return "another user cannot run this Python"
     return None
 
