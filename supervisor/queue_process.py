@@ -193,7 +193,8 @@ class QueueProcess:
         return [slot.worker for slot in self._slots() if slot.worker and not slot.word & 1]
 
     def state(self) -> str:
-        if self.child.stopping or self.retiring:
+        # One that has ended is there until nothing is left of what it started.
+        if self.child.stopping or self.child.ended or self.retiring:
             return "stopping"
         if self.held:
             return "imported" if self.imported else "importing"
