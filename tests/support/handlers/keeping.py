@@ -23,6 +23,8 @@ def hold(data: Any, job: Job) -> None:
         # Nor does it between these two calls, however long this thread does not run there.
         interval = sys.getswitchinterval()
         sys.setswitchinterval(3600)
+        # Whoever waited before that has asked to be let in, and is.
+        time.sleep(0.01)
         _c.write(fd, line, len(line))
         _c.usleep(int(data * 1_000_000))
         sys.setswitchinterval(interval)
