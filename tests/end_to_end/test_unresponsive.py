@@ -127,8 +127,10 @@ def test_a_job_that_keeps_the_interpreter_is_still_killed_at_its_timeout(forq: F
     queue.enqueue(60, id="keeps")
     wait_until(lambda: runs(forq, "keeps", "start"), what="it runs")
     job = queue.enqueue(0)
-    ran_elsewhere(forq, job, pid, time.monotonic())
+    wait_until(lambda: runs(forq, job), ELSEWHERE_SECONDS + 5, "the other one ran")
     wait_until(lambda: queue.status()["dead"] == 1, what="it is dead")
+    assert not runs(forq, "keeps")
+    wait_until(lambda: pid not in children(forq, "overdue"), what="its process is replaced")
     assert "TimeoutError" in forq.ctl("dead", "list", "overdue")
 
 

@@ -26,7 +26,10 @@ def hold(data: Any, job: Job) -> None:
         # Whoever waited before that has asked to be let in, and is.
         time.sleep(0.01)
         _c.write(fd, line, len(line))
-        _c.usleep(int(data * 1_000_000))
+        until = time.monotonic() + data
+        # A signal ends a sleep early.
+        while (left := until - time.monotonic()) > 0:
+            _c.usleep(int(left * 1_000_000))
         sys.setswitchinterval(interval)
     else:
         trace(job, "start")
