@@ -112,7 +112,7 @@ def test_no_more_jobs_are_active_than_allowed_though_workers_are_killed(redis_ur
 
         for number in range(4):
             wait_until(three_are_active, what="three are active")
-            victim = supervisors[number % 2].child("q")["pid"]
+            victim = wait_until(lambda: supervisors[number % 2].child("q")["pid"], what="it has a process")  # noqa: B023
             os.kill(victim, signal.SIGKILL)
             wait_until(partial(is_dead, victim), what="it is dead")
         wait_until(lambda: queue.status()["done"] == stored, what="all jobs are done")

@@ -124,12 +124,12 @@ def test_jobs_beside_one_that_keeps_the_interpreter_run_elsewhere_and_it_runs_on
 def test_a_job_that_keeps_the_interpreter_is_still_killed_at_its_timeout(forq: Forq) -> None:
     pid = create(forq, "overdue", "hold", concurrency=2, timeout="2s", max_timeouts=0)
     queue = forq.client().queue("overdue")
-    queue.enqueue(60, id="keeps")
-    wait_until(lambda: runs(forq, "keeps", "start"), what="it runs")
+    queue.enqueue(60, id="overdue")
+    wait_until(lambda: runs(forq, "overdue", "start"), what="it runs")
     job = queue.enqueue(0)
     wait_until(lambda: runs(forq, job), ELSEWHERE_SECONDS + 5, "the other one ran")
     wait_until(lambda: queue.status()["dead"] == 1, what="it is dead")
-    assert not runs(forq, "keeps")
+    assert not runs(forq, "overdue")
     wait_until(lambda: pid not in children(forq, "overdue"), what="its process is replaced")
     assert "TimeoutError" in forq.ctl("dead", "list", "overdue")
 
