@@ -9,21 +9,8 @@ from functools import partial
 
 from forq.procs import burial
 from forq.procs.own_pids import OwnPids
-from forq.procs.treekill import become_subreaper, children_of
-from forq.supervisor.spawn import spawn
-
-
-def in_a_process_of_its_own(check: Callable[[], None]) -> None:
-    """pytest has other children."""
-
-    def run() -> int:
-        become_subreaper()
-        check()
-        return 0
-
-    child = spawn(run, loop=None, keep_fds=(), title="forq: test")
-    assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == 0
-    child.close()
+from forq.procs.treekill import children_of
+from tests.support.own_process import in_a_process_of_its_own
 
 
 def fork(run: Callable[[], object]) -> int:

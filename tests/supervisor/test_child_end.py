@@ -14,9 +14,10 @@ import pytest
 from forq.errors import ForqError, OutcomeUnknown
 from forq.procs.cgroup import Cgroup, Cgroups
 from forq.procs.loop import Loop
-from forq.procs.treekill import become_subreaper, look_at
+from forq.procs.treekill import look_at
 from forq.supervisor.child import Child, Nursery
-from forq.supervisor.spawn import Exit, spawn
+from forq.supervisor.spawn import Exit
+from tests.support.own_process import in_a_process_of_its_own
 
 
 class Kept(logging.Handler):
@@ -26,19 +27,6 @@ class Kept(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
-
-
-def in_a_process_of_its_own(check: Callable[[], None]) -> None:
-    """A burial kills every child of its process that it does not know: pytest has others."""
-
-    def run() -> int:
-        become_subreaper()
-        check()
-        return 0
-
-    child = spawn(run, loop=None, keep_fds=(), title="forq: test")
-    assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == 0
-    child.close()
 
 
 def test_a_child_that_ends_without_reading_its_leash_ends_like_any_other() -> None:
