@@ -227,7 +227,7 @@ def _table(title: str, meanings: dict[str, str]) -> list[str]:
 
 
 def _linked(text: str) -> str:
-    """Names of methods as links to what docs/protocol.md says of them."""
+    """Names of methods as links to what docs/reference/protocol.md says of them."""
     return re.sub(
         r"`([a-z_.]+)`", lambda name: f"[{name[0]}]({METHODS[name[1]]})" if name[1] in METHODS else name[0], text
     )
@@ -235,9 +235,9 @@ def _linked(text: str) -> str:
 
 def _methods() -> dict[str, str]:
     """The methods of the control socket, and where each is described."""
-    headings = re.findall(r"^### (.+)$", (ROOT / "docs" / "protocol.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^### (.+)$", (ROOT / "docs/reference/protocol.md").read_text(), re.MULTILINE)
     anchors = {heading: re.sub(r"[^a-z_ -]", "", heading).replace(" ", "-") for heading in headings}
-    return {name: f"../protocol.md#{anchor}" for heading, anchor in anchors.items() for name in heading.split(", ")}
+    return {name: f"protocol.md#{anchor}" for heading, anchor in anchors.items() for name in heading.split(", ")}
 
 
 METHODS = _methods()

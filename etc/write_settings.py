@@ -37,19 +37,21 @@ ABOUT_VALUES = (
 )
 ABOUT_PIPELINE = (
     "Turns the journals of all queues into history (Parquet) for audits and reports, as a queue of forq's own "
-    "(docs/pipeline.md). Needs Spark: pip install 'forq[pipeline]'."
+    "(docs/guide/pipeline.md). Needs Spark: pip install 'forq[pipeline]'."
 )
 ABOUT_METRICS = (
-    "Metrics for Prometheus (/metrics) and a health check (/healthz), from a process of their own (docs/metrics.md). "
-    "Needs pip install 'forq[metrics]'. Without this table there are none."
+    "Metrics for Prometheus (/metrics) and a health check (/healthz), from a process of their own "
+    "(docs/guide/metrics.md). Needs pip install 'forq[metrics]'. Without this table there are none."
 )
-ABOUT_BRIDGE = "A socket for producers and workers in any language (docs/bridge.md). There may be several."
+ABOUT_BRIDGE = (
+    "A socket for producers and workers in any language (docs/guide/external-workers.md). There may be several."
+)
 ABOUT_QUEUE = "A queue, with its own processes. Its options are taken from here at each start."
 ABOUT_SCHEDULE = (
-    "A periodic job (docs/schedules.md): one job per tick, over all supervisors. Schedules are set at each start; one "
-    "that is taken out of this file is removed then."
+    "A periodic job (docs/guide/schedules.md): one job per tick, over all supervisors. Schedules are set at each "
+    "start; one that is taken out of this file is removed then."
 )
-ABOUT_GATE = "A queue that releases its items to those who await them (docs/releases.md). It has no handler."
+ABOUT_GATE = "A queue that releases its items to those who await them (docs/guide/releases.md). It has no handler."
 # What the reference calls a kind, if not by its name.
 TYPES = {
     "int": "number",
@@ -190,7 +192,7 @@ def _text(text: str) -> list[str]:
 
 
 def _linked(text: str) -> str:
-    return re.sub(r"docs/(\w+\.md)", r"[\1](../\1)", text)
+    return re.sub(r"docs/(\w+)/([\w-]+\.md)", r"[\2](../\1/\2)", text)
 
 
 def _table(title: str, about: str, rows: Mapping[str, Setting]) -> list[str]:

@@ -1,4 +1,5 @@
-"""What a queue's process and the program of an exec handler say: a JSON message per line (docs/bridge.md).
+"""Messages between a queue's process and the program of an exec handler, one JSON object per line
+(docs/guide/external-workers.md).
 
 ProgramFailed is how an attempt fails there, whatever the reason.
 """

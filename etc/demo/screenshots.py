@@ -1,4 +1,4 @@
-"""Draws docs/top-overview.svg and docs/top-queue.svg: forqctl top of a real supervisor with something to see."""
+"""Draws top-overview.svg and top-queue.svg in docs/guide: forqctl top of a real supervisor with something to see."""
 
 import io
 import sys
@@ -12,7 +12,7 @@ from stage import HERE, NotSo, Stage
 from forq.ctl.client import Client
 from forq.ctl.screen import Feed, Screen
 
-DOCS = HERE.parents[1] / "docs"
+DOCS = HERE.parents[1] / "docs" / "guide"
 WIDTH, HEIGHT = 120, 24
 SECONDS = 4.0
 # Without the fonts that rich would have a reader's browser fetch.

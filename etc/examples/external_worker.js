@@ -1,5 +1,5 @@
 // An external worker of forq in Node.js, without packages: node external_worker.js SOCKET QUEUE
-// It connects to a bridge that listens at SOCKET (docs/bridge.md), and runs jobs of the commands below.
+// It connects to a bridge that listens at SOCKET (docs/guide/external-workers.md), and runs jobs of the commands below.
 'use strict';
 const net = require('net');
 const readline = require('readline');

@@ -1,6 +1,6 @@
 #!/bin/sh
 # An external worker of forq in POSIX sh, with sed: external_worker.sh QUEUE [UUID]
-# It starts a bridge of its own (docs/bridge.md; FORQ_BRIDGE, else `forq bridge`) and runs jobs of command "sh", whose args are a
+# It starts a bridge of its own (docs/guide/external-workers.md; FORQ_BRIDGE, else `forq bridge`) and runs jobs of command "sh", whose args are a
 # text for sh -c; exit status 0 is success. Text in a message must need no escapes here: for more than that use a real JSON parser.
 set -u
 queue=$1

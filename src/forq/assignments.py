@@ -1,4 +1,4 @@
-"""What a program is told of its job, by the bridge or as an exec handler (docs/bridge.md): the same from both."""
+"""The payload of a job_assignment, for the bridge and for exec handlers (docs/guide/external-workers.md)."""
 
 from typing import Any
 

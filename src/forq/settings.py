@@ -138,7 +138,7 @@ SERVICE: Mapping[str, Setting] = _rows(
     Setting("redis", "redis", None, (),
             "The server: redis://[USER:PASSWORD@]HOST[:PORT][/DB], rediss://..., unix:///PATH, "
             'redis+cluster://HOST,HOST or redis+sentinel://HOST,HOST/MASTER; or "" for a private one in the state '
-            "directory. See docs/redis.md.", variable="FORQ_REDIS", flag="URL"),
+            "directory. See docs/guide/redis.md.", variable="FORQ_REDIS", flag="URL"),
     Setting("embedded_server", "program", None, (),
             'Program of that private server, Redis or Valkey 7.0 or newer: a path, or a name on PATH. With "": '
             "valkey-server or redis-server on PATH, else the one that was installed with forq."),
@@ -162,10 +162,10 @@ SERVICE: Mapping[str, Setting] = _rows(
             "Size at which a queue's failed log (logs/NAME/failed.jsonl in the state directory) is rotated. 10 files "
             "are kept."),
     Setting("tracing", "tracing", OFF, (),
-            'An OpenTelemetry span per attempt: "otlp" or "file:PATH" (docs/tracing.md).'),
+            'An OpenTelemetry span per attempt: "otlp" or "file:PATH" (docs/guide/tracing.md).'),
     Setting("log_max", "size", 8 * _MB, (64 * _KB, 64 * _GB),
             "Size of each of the two files that keep a queue's output (logs/NAME/output.jsonl and output.1.jsonl in "
-            "the state directory, docs/logs.md). The output goes to stderr, too."),
+            "the state directory, docs/guide/logs.md). The output goes to stderr, too."),
     Setting("log_format", "word", "auto", ("auto", "json", "text"),
             'Format of the log on stderr. "auto": JSON if stderr is the journal of systemd, else text.'),
     Setting("log_level", "word", "info", ("debug", "info", "warning", "error"),
@@ -177,7 +177,7 @@ SERVICE: Mapping[str, Setting] = _rows(
             'Group whose members may use the control socket. With "": only root and the user of the supervisor.'),
     Setting("control_read_group", "group", None, (),
             "Group whose members may only look: status, jobs, job, why, ping and version, without the data of jobs "
-            "(docs/security.md)."),
+            "(docs/guide/security.md)."),
     Setting("titles", "word", "full", ("full", "plain"),
             'Titles of processes, which every user of the machine can read (ps). "plain": no ids, no progress of '
             "jobs."),
@@ -217,9 +217,9 @@ BRIDGE: Mapping[str, Setting] = _rows(
 # What queue_spec.py reads.
 DEFINITION: Mapping[str, Setting] = _rows(
     Setting("mode", "word", WORK, MODES,
-            '"work" runs the jobs; "auto_release" and "on_request" release them to callers (docs/releases.md); '
-            '"external" hands them to workers in other languages (docs/bridge.md). It never changes while the queue '
-            "exists.", fixed_in=MODES),
+            '"work" runs the jobs; "auto_release" and "on_request" release them to callers (docs/guide/releases.md); '
+            '"external" hands them to workers in other languages (docs/guide/external-workers.md). It never changes '
+            "while the queue exists.", fixed_in=MODES),
     Setting("handler", "handler", None, (),
             '"package.module:function", or "package.module" with a function `handle`, called as handle(data, job). Or '
             'a program: "exec:/path/program ARGS..." keeps running, "exec-once:/path/program ARGS..." is started per '
@@ -301,13 +301,13 @@ OPTIONS: Mapping[str, Setting] = {
     ),
     **_rows(
         Setting("rate", "rate", OFF, (),
-                'Jobs that may begin per time, on all machines together: "50/1s", "100/1m" (docs/limits.md).'),
+                'Jobs that may begin per time, on all machines together: "50/1s", "100/1m" (docs/guide/limits.md).'),
         Setting("burst", "int", 0, (0, 10**6),
                 "Jobs of the rate that may begin at once. 0: what the rate allows in 100 ms, at least 1."),
         Setting("max_active", "int", 0, (0, 10**6),
                 "Jobs that may run at once, on all machines together. 0: no limit."),
         Setting("keep_done", "duration", 0.0, (0.0, _YEAR),
-                "Time that a done job is kept, with its result (docs/results.md). 0: not kept."),
+                "Time that a done job is kept, with its result (docs/guide/results.md). 0: not kept."),
         Setting("done_max", "int", 10_000, (0, 10**7), "Done jobs that are kept."),
         modes=(WORK, EXTERNAL),
     ),

@@ -58,7 +58,6 @@ def test_what_is_made_of_the_declarations_is_up_to_date() -> None:
 def test_what_is_out_of_date_is_named_and_written_anew(tmp_path: Path) -> None:
     for folder in ("etc/man", "docs/reference", "src/forq/ctl/completion"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    shutil.copy(ROOT / "docs/protocol.md", tmp_path / "docs")
     shutil.copy(ROOT / "README.md", tmp_path)
     write = [sys.executable, shutil.copy(REFERENCE, tmp_path / "etc")]
     assert subprocess.run(write).returncode == 0
@@ -103,7 +102,7 @@ def test_every_example_can_be_typed(command: Command) -> None:
 
 @each_command
 def test_what_json_prints_names_methods_that_the_protocol_has(command: Command) -> None:
-    methods = re.findall(r"^### (.+)$", (ROOT / "docs" / "protocol.md").read_text(), re.MULTILINE)
+    methods = re.findall(r"^### (.+)$", (ROOT / "docs/reference/protocol.md").read_text(), re.MULTILINE)
     named = [name for heading in methods for name in heading.split(", ")]
     assert command.json
     if re.fullmatch(r"[a-z_.]+", command.json):
@@ -130,7 +129,7 @@ def test_the_overview_has_every_command_and_every_exit_code() -> None:
 
 
 def test_operations_md_has_every_exit_code() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs/guide/operations.md").read_text()
     table = text[text.index("## Exit codes") :].split("\n## ")[0]
     listed = {int(number) for row in re.findall(r"^\| ([0-9, ]+) \|", table, re.MULTILINE) for number in row.split(",")}
     assert listed == set(exits.MEANINGS) | set(ALL_EXITS) | {exits.QUEUE_GONE, exits.FENCED}

@@ -1,4 +1,4 @@
-"""forq under a real systemd, installed as docs/operations.md says. `make test-systemd` shows what was done and said."""
+"""forq under a real systemd, installed as docs/guide/operations.md says. `make test-systemd` shows each step."""
 
 import json
 import re

@@ -115,7 +115,7 @@ def test_a_thousand_queues_take_less_than_a_second_of_cpu() -> None:
 
 
 def test_the_docs_describe_every_metric_and_no_other() -> None:
-    described = set(re.findall(r"^\| `(forq_\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+    described = set(re.findall(r"^\| `(forq_\w+)` \|", (ROOT / "docs/guide/metrics.md").read_text(), re.MULTILINE))
     exported = {re.sub("_(bucket|count|sum)$", "", name) for name in metric_names(page(full_look("a")))}
     assert described == exported
 
@@ -139,7 +139,7 @@ def test_the_dashboard_asks_only_for_what_is_exported() -> None:
 
 def test_the_alerts_of_the_docs_ask_only_for_what_is_exported() -> None:
     exported = metric_names(page(full_look("a")))
-    rules = re.findall(r"expr: (.*)", (ROOT / "docs/metrics.md").read_text())
+    rules = re.findall(r"expr: (.*)", (ROOT / "docs/guide/metrics.md").read_text())
     assert len(rules) >= 8
     for rule in rules:
         assert set(re.findall(r"\bforq_\w+", rule)) <= exported, rule

@@ -11,9 +11,9 @@ from forq.exits import FAILED, FINAL, LOST_PLACE, MEANINGS, NO_REDIS, STOPPED
 from forq.workers.resources import OOM_SCORE
 
 ETC = Path(__file__).parent.parent.parent / "etc"
-OPERATIONS = Path(__file__).parent.parent.parent / "docs" / "operations.md"
+OPERATIONS = Path(__file__).parent.parent.parent / "docs" / "guide" / "operations.md"
 SERVICE = (ETC / "forq.service").read_text()
-# docs/operations.md has the reasons for what is left.
+# docs/guide/operations.md has the reasons for what is left.
 MOST_EXPOSED = 2.0
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")

@@ -1,11 +1,11 @@
-"""The session of docs/bridge.md: lines that go in ('>') and what comes out after each ('<', topic and payload)."""
+"""The session of docs/guide/external-workers.md: input lines ('>') and the output after each ('<')."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "bridge.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "guide" / "external-workers.md"
 # What differs from run to run.
 VARYING = ("fence", "since", "last", "last_seen", "enqueued_at")
 

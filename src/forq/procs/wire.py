@@ -1,4 +1,4 @@
-"""The control protocol on the wire: newline-delimited JSON-RPC 2.0 (docs/protocol.md), for both ends.
+"""The control protocol on the wire: newline-delimited JSON-RPC 2.0 (docs/reference/protocol.md), for both ends.
 
 1. encode, decode: one strict JSON, without NaN, Infinity or lone surrogates.
 2. request, result, failure: the three kinds of line; read_request, read_answer: the way back.

@@ -1,4 +1,4 @@
-"""The metrics of one look, for Prometheus. docs/metrics.md describes each of them.
+"""The metrics of one look, for Prometheus. docs/guide/metrics.md describes each of them.
 
 The only module that knows prometheus_client, which is imported in the metrics process alone.
 """
