@@ -176,7 +176,7 @@ test-systemd: tools ## forq under a real systemd, booted in namespaces: start, w
 	$(BIN)/pytest -s -v --timeout 300 tests/supervisor/test_units.py tests/end_to_end/test_systemd.py
 
 model: ## check the model of claim, settle and recover, with the fence and without (needs spin and gcc)
-	docs/model/check.sh
+	docs/design/model/check.sh
 
 fuzz: tools ## a million inputs for the control socket and for a bridge, and 10,000 connections (N=count, SEED=n)
 	FORQ_TEST_FUZZ=$(or $(N),1000000) FORQ_TEST_FUZZ_CONNECTIONS=10000 FORQ_TEST_SEED=$(or $(SEED),0) \
@@ -204,10 +204,10 @@ bench: tools ## forq against RQ, Celery, Dramatiq, Huey, arq, Taskiq, BullMQ and
 bench-quick: tools ## the same with few jobs and one round, in less than 5 minutes (and the time to fetch the peers, once)
 	$(BIN)/python benchmarks/compare.py --quick
 
-bench-tables: tools ## put the tables and the chart of the last `make bench` into docs/performance.md and the README
-	$(BIN)/python benchmarks/tables.py benchmarks/.results/results.json --write docs/performance.md
+bench-tables: tools ## put the tables and the chart of the last `make bench` into docs/design/performance.md and the README
+	$(BIN)/python benchmarks/tables.py benchmarks/.results/results.json --write docs/design/performance.md
 	$(BIN)/python benchmarks/tables.py benchmarks/.results/results.json --write README.md
-	cp benchmarks/.results/results.png docs/performance.png
+	cp benchmarks/.results/results.png docs/design/performance.png
 
 bench-scale: tools ## 1,000 queues on one supervisor, 1,000,000 jobs, 100,000 due at once, 10 supervisors
 	$(BIN)/python benchmarks/scale.py
@@ -239,10 +239,10 @@ bench-pipeline: tools $(SPARK) ## a million events: ingest with a driver that is
 bench-exec: tools ## jobs through one Node.js process: an exec: handler against BullMQ (needs node and npm)
 	$(BIN)/python benchmarks/exec_node.py
 
-spec-report: tools $(SPARK) ## pytest, and which test shows which behaviour of docs/spec.md
+spec-report: tools $(SPARK) ## pytest, and which test shows which behaviour of docs/design/spec.md
 	$(BIN)/pytest -q -m 'not slow' --spec-report
 
-fault-report: tools $(SPARK) ## the tests of docs/faults.md, and which of them shows which row
+fault-report: tools $(SPARK) ## the tests of docs/design/faults.md, and which of them shows which row
 	$(BIN)/pytest -q -m 'fault and not slow' --fault-report
 
 wheel: tools ## build the wheel, install it in a clean venv, run a job there

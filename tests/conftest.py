@@ -70,8 +70,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--spec-report", action="store_true", help="which test shows which behaviour of docs/spec.md")
-    parser.addoption("--fault-report", action="store_true", help="which test shows which row of docs/faults.md")
+    parser.addoption("--spec-report", action="store_true", help="tests for each behaviour of docs/design/spec.md")
+    parser.addoption("--fault-report", action="store_true", help="tests for each row of docs/design/faults.md")
 
 
 def pytest_configure(config: pytest.Config) -> None:

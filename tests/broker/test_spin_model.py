@@ -1,4 +1,4 @@
-"""The model of claim, settle and recover in docs/model, where Spin is installed."""
+"""The model of claim, settle and recover in docs/design/model, where Spin is installed."""
 
 import re
 import shutil
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.thorough import only_in_test_all
 
-MODEL = Path(__file__).resolve().parents[2] / "docs" / "model"
+MODEL = Path(__file__).resolve().parents[2] / "docs" / "design" / "model"
 
 
 def without_states(text: str) -> str:

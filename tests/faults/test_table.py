@@ -1,4 +1,4 @@
-"""docs/faults.md and the tests say the same."""
+"""docs/design/faults.md and the tests say the same."""
 
 import pytest
 

@@ -7,7 +7,7 @@ import pytest
 from forq.broker.journal import VERBS
 from forq.pipeline import verbs
 
-STATES = Path(__file__).resolve().parents[2] / "docs" / "states.md"
+STATES = Path(__file__).resolve().parents[2] / "docs" / "design" / "states.md"
 OF_QUEUES = {"created", "deleted", "paused", "resumed"}
 OWN_NAMES = {"born", "cancelled_run"}
 

@@ -11,7 +11,7 @@ from forq.ctl.commands.service import columns_for
 from forq.services.metrics_page import JOB_STATES
 from forq.supervisor.status import COUNTS, Status
 
-STATES_PAGE = Path(__file__).resolve().parent.parent.parent / "docs/states.md"
+STATES_PAGE = Path(__file__).resolve().parent.parent.parent / "docs/design/states.md"
 
 
 class Asked:

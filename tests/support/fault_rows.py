@@ -1,4 +1,4 @@
-"""The rows of docs/faults.md, and the tests that say of themselves that they show one."""
+"""The rows of docs/design/faults.md, and the tests that say of themselves that they show one."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-TABLE = TESTS.parent / "docs" / "faults.md"
+TABLE = TESTS.parent / "docs" / "design" / "faults.md"
 _TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
 

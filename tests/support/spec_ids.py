@@ -1,4 +1,4 @@
-"""The behaviours of docs/spec.md that this release promises; --spec-report wants a passing test for each."""
+"""The behaviours of docs/design/spec.md that this release promises; --spec-report wants a passing test for each."""
 
 
 def _run(letter: str, first: int, last: int) -> list[str]:

@@ -28,7 +28,7 @@ _SUSPECTS = 10
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The words of `Queue.status`, `forqctl status`, its --json and the metrics: docs/states.md has them all."""
+    """The words of `Queue.status`, `forqctl status`, its --json and the metrics: docs/design/states.md has them all."""
 
     # Jobs that are in this state now.
     waiting: int

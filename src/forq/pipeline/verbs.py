@@ -1,4 +1,4 @@
-"""The verbs of the journal in sets: what may happen to a job, and in which order (docs/states.md); without Spark.
+"""Sets of journal verbs: what may happen to a job, and in which order (docs/design/states.md). Does not need Spark.
 
 A **step** is a verb of the journal, with two names of the audit's own: `cancelled_run` is `cancelled` with a fence (the
 job was active), and `born` is the birth of a fail job, which is told as `failing` in the journal of its parent's queue.

@@ -50,7 +50,7 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
     Argument("names", nargs="*", metavar="NAME", help="a queue"),
     Argument("--check", action="store_true", help="exit with 3 unless everything is healthy"),
     Argument("--memory", action="store_true", help="with each process's share of memory (PSS)"),
-    more="Without Redis the processes are shown as usual, and counts are -. docs/states.md explains every state.",
+    more="Without Redis, counts are shown as -. docs/design/states.md explains every state.",
     examples=[
         "status --check  # for monitoring",
         "status mails  # one queue, with its processes and first jobs",
