@@ -1,4 +1,4 @@
-"""forq under a real systemd, installed as docs/guide/operations.md says. `make test-systemd` shows each step."""
+"""forq under a real systemd, installed as docs/guide/systemd.md says. `make test-systemd` shows each step."""
 
 import json
 import re

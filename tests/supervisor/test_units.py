@@ -11,9 +11,9 @@ from forq.exits import FAILED, FINAL, LOST_PLACE, MEANINGS, NO_REDIS, STOPPED
 from forq.workers.resources import OOM_SCORE
 
 ETC = Path(__file__).parent.parent.parent / "etc"
-OPERATIONS = Path(__file__).parent.parent.parent / "docs" / "guide" / "operations.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "guide" / "systemd.md"
 SERVICE = (ETC / "forq.service").read_text()
-# docs/guide/operations.md has the reasons for what is left.
+# docs/guide/systemd.md has the reasons for what is left.
 MOST_EXPOSED = 2.0
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -34,7 +34,7 @@ def analyze(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 def test_units_start_the_program_where_the_docs_install_it() -> None:
     assert "\nEnvironment=FORQ_VENV=/opt/forq\nExecStart=/usr/bin/env ${FORQ_VENV}/bin/forq run\n" in SERVICE
-    assert "/opt/forq/bin/pip install" in OPERATIONS.read_text()
+    assert "/opt/forq/bin/pip install" in PAGE.read_text()
 
 
 def test_no_other_line_of_the_units_names_a_place_that_one_may_have_elsewhere() -> None:
@@ -50,7 +50,7 @@ def test_what_another_start_would_only_say_again_is_not_started_again() -> None:
     assert set(FINAL) < set(MEANINGS)
     # Of the others the reason may pass: another supervisor ends, Redis or the network is back.
     assert set(MEANINGS) - set(FINAL) == {STOPPED, FAILED, LOST_PLACE, NO_REDIS}
-    section = OPERATIONS.read_text().partition("\n- **Restart**")[2].partition("\n")[0]
+    section = PAGE.read_text().partition("\n- **Restart**")[2].partition("\n- ")[0]
     assert all(f"({code})" in section for code in FINAL)
 
 
@@ -77,5 +77,5 @@ def test_service_is_hardened_as_far_as_the_docs_say(units: Path) -> None:
     assert float(overall[1]) <= MOST_EXPOSED
     # e.g. "RestrictAddressFamilies=~AF_NETLINK": the setting is what the docs have to name.
     exposed = {line.split()[1].split("=")[0] for line in judged.stdout.splitlines() if line.startswith("✗")}
-    section = OPERATIONS.read_text().partition("\n## systemd\n")[2].partition("\n## ")[0]
+    section = PAGE.read_text().partition("\n## Hardening\n")[2].partition("\n## ")[0]
     assert {name for name in exposed if f"`{name}" not in section} == set()

@@ -167,7 +167,7 @@ class Machine:
 
 
 def install(stage: Path, config: str) -> None:
-    """What docs/guide/operations.md says to install: a virtual environment in /opt/forq, and the files of etc/."""
+    """What docs/guide/systemd.md says to install: a virtual environment in /opt/forq, and the files of etc/."""
     packages = stage / "opt/forq/lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     shutil.copytree(ROOT / "src/forq", packages / "forq", ignore=shutil.ignore_patterns("__pycache__"))
     for name in _requirements("forq"):
