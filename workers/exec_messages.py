@@ -1,5 +1,5 @@
 """Messages between a queue's process and the program of an exec handler, one JSON object per line
-(docs/guide/external-workers.md).
+(docs/reference/bridge.md).
 
 ProgramFailed is how an attempt fails there, whatever the reason.
 """

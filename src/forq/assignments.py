@@ -1,4 +1,4 @@
-"""The payload of a job_assignment, for the bridge and for exec handlers (docs/guide/external-workers.md)."""
+"""The payload of a job_assignment, for the bridge and for exec handlers (docs/reference/bridge.md)."""
 
 from typing import Any
 

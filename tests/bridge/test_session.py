@@ -1,4 +1,4 @@
-"""The session of docs/guide/external-workers.md, run as it stands there: every kind of message, every answer whole."""
+"""The session of docs/reference/bridge.md, run as it stands there: every kind of message, every answer whole."""
 
 import pytest
 

@@ -1,11 +1,11 @@
-"""The session of docs/guide/external-workers.md: input lines ('>') and the output after each ('<')."""
+"""The session of docs/reference/bridge.md: input lines ('>') and the output after each ('<')."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "guide" / "external-workers.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "bridge.md"
 # What differs from run to run.
 VARYING = ("fence", "since", "last", "last_seen", "enqueued_at")
 
@@ -15,7 +15,8 @@ def read(page: str) -> list[tuple[str, list[str]]]:
     block = re.search(r"^```session\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert block is not None, "the page has no session"
     session: list[tuple[str, list[str]]] = []
-    for line in block[1].splitlines():
+    # Indented lines continue the one before.
+    for line in block[1].replace("\n    ", " ").splitlines():
         if line.startswith("> "):
             session.append((line[2:], []))
         else:
