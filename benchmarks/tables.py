@@ -1,7 +1,7 @@
 """Markdown tables from results.json; they are never typed by hand.
 
 python benchmarks/tables.py RESULTS.json                        prints all
-python benchmarks/tables.py RESULTS.json --write docs/FILE.md   puts each after its `<!-- table NAME -->`
+python benchmarks/tables.py RESULTS.json --write FILE.md   puts each after its `<!-- table NAME -->`
 """
 
 import argparse
