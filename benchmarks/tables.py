@@ -8,6 +8,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,13 +185,14 @@ def conditions(results: Results) -> str:
     """Where and when, and how far the figures may be believed."""
     machine, average = results["machine"], results["load_average"]
     disturbed, trials = results["disturbed_trials"], len(results["trials"])
-    return (
+    text = (
         f"{results['taken_at']}, forq {results['commit']}, {machine['cores']} cores ({machine['cpu']}), "
         f"{machine['memory_gb']} GB, Linux {machine['kernel']}, {results['server']}, Python {results['python']}; "
         f"{results['rounds']} round(s), {results['took_seconds']} s. Load average {average['before']:.2f} before and "
         f"{average['after']:.2f} after; {disturbed} of {trials} trials were disturbed by other processes. "
         f"† marks figures of which there was no undisturbed round."
     )
+    return textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)
 
 
 TABLES: dict[str, Callable[[Results], str]] = {

@@ -1,4 +1,4 @@
-"""The rows of docs/design/faults.md, and the tests that say of themselves that they show one."""
+"""The faults of docs/design/faults.md, and the tests that are marked with each of them."""
 
 import ast
 import re
@@ -6,25 +6,24 @@ from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-TABLE = TESTS.parent / "docs" / "design" / "faults.md"
-_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
+PAGE = TESTS.parent / "docs" / "design" / "faults.md"
+_TEST = re.compile(r"^- `([\w/]+\.py::\w+)`$", re.MULTILINE)
 
 
 @cache
 def fault_rows() -> dict[str, list[str]]:
-    """Row -> the tests that it names, as FILE::TEST with the file's path below tests/."""
+    """Fault -> the tests that the page names, as FILE::TEST with the file's path below tests/."""
     found: dict[str, list[str]] = {}
-    for line in TABLE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if line.startswith("|") and len(cells) == 4 and cells[0] != "fault" and not set(cells[0]) <= set("-: "):
-            assert cells[0] not in found, f"{TABLE.name} has two rows {cells[0]!r}"
-            found[cells[0]] = [f"{file}::{name}" for file, name in _TEST.findall(cells[3])]
+    for section in re.split(r"^### ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        fault, _, text = section.partition("\n")
+        assert fault not in found, f"{PAGE.name} has {fault!r} twice"
+        found[fault] = _TEST.findall(text.partition("\n## ")[0])
     return found
 
 
 @cache
 def marked_tests() -> dict[str, set[str]]:
-    """Row -> all tests with `@pytest.mark.fault(ROW)`, read from their source."""
+    """Fault -> all tests with `@pytest.mark.fault(ROW)`, read from their source."""
     found: dict[str, set[str]] = {}
     for file in sorted(TESTS.rglob("test_*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Checks claim.pml and taken.pml with Spin: with their guards they must hold, without any they must fail. `make model` runs it.
+# Checks claim.pml and taken.pml with Spin: with all guards they must hold, without any one they must fail. `make model` runs this.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 for tool in spin gcc; do
@@ -21,29 +21,29 @@ check() {
   found=fails
   [ "$errors" = 0 ] && found=holds
   echo "$1: $found ($states states)"
-  [ "$found" = "$2" ] || { cat pan.log >&2; echo "model: $1: that $2 was expected" >&2; exit 1; }
+  [ "$found" = "$2" ] || { cat pan.log >&2; echo "model: $1: expected: $2" >&2; exit 1; }
 }
 
 on_time='-DDEATHS=2 -DMISTAKES=2 -DDELAYS=0'
-check 'fenced: only the attempt that runs now settles' holds '-DSAFETY -DNOCLAIM' '' "$on_time"
-check 'fenced: settled once at most' holds '' '-a -N once' "$on_time"
-check 'fenced: the job is done at last' holds '-DNFAIR=5' '-a -f -N ends' "$on_time"
-check 'numbered: a late request makes no job run again' holds '-DSAFETY -DNOCLAIM' ''
-check 'numbered: settled once at most' holds '' '-a -N once'
-check 'numbered: the job is done at last' holds '-DNFAIR=5' '-a -f -N ends'
+check 'fenced: only the current attempt settles' holds '-DSAFETY -DNOCLAIM' '' "$on_time"
+check 'fenced: settled at most once' holds '' '-a -N once' "$on_time"
+check 'fenced: the job is done in the end' holds '-DNFAIR=5' '-a -f -N ends' "$on_time"
+check 'numbered: no late request makes the job run again' holds '-DSAFETY -DNOCLAIM' ''
+check 'numbered: settled at most once' holds '' '-a -N once'
+check 'numbered: the job is done in the end' holds '-DNFAIR=5' '-a -f -N ends'
 
-# fails NAME WHAT SPIN-OPTIONS: shows the shortest way in which it does.
+# fails NAME WHAT SPIN-OPTIONS: prints the shortest failure.
 fails() {
   check "$1" fails '-DSAFETY -DNOCLAIM -DREACH' '-i' "$3"
-  echo "how it goes wrong without $2:"
+  echo "shortest failure without $2:"
   spin -k claim.pml.trail $3 "$here/claim.pml" | sed -n 's/^ *\(\(worker\|turn\|a late\|the job\) .*\)/  \1/p'
 }
 
-fails 'unfenced: a zombie settles what another runs' 'the fence' "$on_time -DUNFENCED"
+fails 'unfenced: a zombie settles a job that another worker runs' 'the fence' "$on_time -DUNFENCED"
 fails 'unnumbered: a late request takes a running job away' 'the number' -DUNNUMBERED
 
 model=taken.pml
-check 'marked: what is given back is not begun' holds '-DSAFETY' ''
-check 'unmarked: a worker that does not read the mark begins what others have' fails '-DSAFETY' '' '-DUNMARKED'
-check 'misordered: so does one that reads the mark before it has published its position' fails '-DSAFETY' '' '-DMARK_FIRST'
-check 'uncompared: so does one whose turn a rescue does not compare' fails '-DSAFETY' '' '-DUNNUMBERED'
+check 'marked: a returned job is not begun' holds '-DSAFETY' ''
+check 'unmarked: a worker that does not read the mark begins a returned job' fails '-DSAFETY' '' '-DUNMARKED'
+check 'misordered: so does one that reads the mark before it publishes its position' fails '-DSAFETY' '' '-DMARK_FIRST'
+check 'uncompared: so does one if the rescue does not compare turn numbers' fails '-DSAFETY' '' '-DUNNUMBERED'

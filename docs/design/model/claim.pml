@@ -1,17 +1,16 @@
 /* One job, two workers, and a supervisor that may take a living worker for dead.
  *
- * What Redis does in one script is one atomic step here. Between two steps anything may happen: a worker is frozen for as
- * long as it likes (it is just not its turn), or dies, or a reply is lost and the call is made again, or a request is
- * delivered late: after its worker has given the connection up and has taken its turn over another one. Spin tries every
- * order of steps: see README.md. With -DUNFENCED a settle does not look at the fence, with -DUNNUMBERED a turn is taken
- * whatever its number, and Spin shows what goes wrong then.
+ * Each Redis script is one atomic step. Between two steps anything may happen: a worker is frozen for any time (it is not
+ * scheduled), or dies; a reply is lost and the call is repeated; a request is delivered late, after its worker has closed
+ * the connection and has taken its turn over another one. Spin tries every order of steps: see README.md. With -DUNFENCED a
+ * settle does not check the fence, with -DUNNUMBERED a turn is accepted whatever its number: Spin then shows the failure.
  */
 
 #define WORKERS 2
 #ifndef DEATHS                   /* how many workers may die, how many living ones may be taken for dead, ... */
 #define DEATHS 1
 #define MISTAKES 1
-#define DELAYS 2                 /* ... and how many requests may be late, or claims not heard of */
+#define DELAYS 2                 /* ... and how many requests may be late, or replies to claims lost */
 #endif
 #define NOBODY 255
 
@@ -29,11 +28,11 @@ byte deaths = 0;
 byte mistakes = 0;
 byte delays = 0;
 
-/* A turn on its way over a connection that was given up: its number (0: there is none), and the fence of what it settles. */
+/* A turn under way over a closed connection: its number (0: there is none), and the fence of the job that it settles. */
 typedef Request { byte number; byte fence };
 Request late[WORKERS];
 
-/* holdings.lua, return_parked: what is in the list of this worker and is not its own goes back. */
+/* return_parked in holdings.lua: returns an id that is in the worker's list and that it does not own. */
 inline unpark(whom) {
   if
   :: job == parked && owner == whom -> job = waiting; owner = NOBODY
@@ -41,15 +40,15 @@ inline unpark(whom) {
   fi
 }
 
-/* recover, and a turn that keeps nothing: so does what it holds. */
+/* recover, and a turn that keeps nothing: returns the job that the worker holds. */
 inline give_back(whom) {
   if
-  :: job == running && owner == whom -> job = waiting; owner = NOBODY; printf("the job of worker %d goes back\n", whom)
+  :: job == running && owner == whom -> job = waiting; owner = NOBODY; printf("the job of worker %d is returned\n", whom)
   :: else -> unpark(whom)
   fi
 }
 
-/* turn, first: what the worker ran is done, if it is still its own under the fence that it got it with. */
+/* First part of a turn: the job is done if the worker still owns it under the fence of its claim. */
 inline settle(me, mine) {
   if
 #ifdef UNFENCED
@@ -58,13 +57,13 @@ inline settle(me, mine) {
   :: mine && job == running && owner == me && owner_fence == mine ->
 #endif
      printf("worker %d settles it with fence %d, while worker %d runs it with fence %d\n", me, mine, owner, owner_fence);
-     assert(owner_fence == mine);        /* safety: only the attempt that runs now can end the job */
+     assert(owner_fence == mine);        /* safety: only the current attempt can end the job */
      job = done; owner = NOBODY; settled++
-  :: else -> skip                        /* refused: another has it, or it is done; what I did counts for nothing */
+  :: else -> skip                        /* refused: another worker has the job, or it is done */
   fi
 }
 
-/* turn: settles, hands back. Whoever takes it for STALE only gives back what a late BLMOVE has parked. */
+/* turn: settles and returns. A STALE turn only returns an id that a late BLMOVE has parked. */
 inline take_turn(me, its_number, its_fence) {
   if
 #ifdef UNNUMBERED
@@ -81,7 +80,7 @@ inline take_turn(me, its_number, its_fence) {
   fi
 }
 
-/* The worker sends a turn; it may have to do so several times, each time with a new number. Then it claims, if it wants to. */
+/* The worker sends a turn, several times if needed, each time with a new number. Then it claims, if `want` is set. */
 inline turn(me, its_number, mine, want) {
   do
   :: atomic { its_number++; take_turn(me, its_number, mine); mine = 0;
@@ -94,34 +93,34 @@ inline turn(me, its_number, mine, want) {
      break
   :: atomic { delays < DELAYS && late[me].number == 0 -> delays++; its_number++;
        late[me].number = its_number; late[me].fence = mine;
-       printf("worker %d sends turn %d and gives its connection up\n", me, its_number) }
+       printf("worker %d sends turn %d and closes its connection\n", me, its_number) }
   od
 }
 
 active [WORKERS] proctype worker() {
   byte number, mine, again;
   do
-  :: job == waiting || owner == _pid ->     /* its list holds something that it does not know of */
+  :: job == waiting || owner == _pid ->     /* its list may hold an id that it does not know of */
      turn(_pid, number, mine, true);
      if
-     :: mine == 0 -> skip                   /* another was faster */
-     :: atomic { mine != 0 && delays < DELAYS -> delays++; mine = 0 }    /* the reply was lost: it asks again */
+     :: mine == 0 -> skip                   /* the other worker was faster */
+     :: atomic { mine != 0 && delays < DELAYS -> delays++; mine = 0 }    /* the reply was lost: it repeats the call */
      :: mine != 0 ->
         atomic { begun++; assert(begun <= 1 + deaths + mistakes) };   /* nothing else makes a job run again */
-        /* The handler runs. Whoever takes this worker for dead now gives its job to the other one. */
+        /* The handler runs. If the supervisor takes this worker for dead now, the other one gets the job. */
         if
         :: true -> turn(_pid, number, mine, false)
         :: true -> again = mine; turn(_pid, number, mine, false);
            turn(_pid, number, again, false)               /* the reply was lost */
         :: atomic { deaths < DEATHS -> deaths++; dead[_pid] = true };
-           !dead[_pid]; mine = 0                          /* its successor begins anew */
+           !dead[_pid]; mine = 0                          /* its successor starts without a job */
         fi
      fi
   :: job == done -> break
   od
 }
 
-/* What was late is delivered: a BLMOVE that was sent along moves the id first. */
+/* Late delivery: a BLMOVE that was sent along with the turn moves the id first. */
 inline deliver_blmove() {
   if
   :: job == waiting -> job = parked; owner = w; printf("a late BLMOVE parks the id in the list of worker %d\n", w)
@@ -144,9 +143,9 @@ end:
   od
 }
 
-/* Death is always noticed in the end; that a worker is alive may be overlooked at any moment. */
+/* A death is always noticed in the end. A living worker may be taken for dead at any moment. */
 active proctype supervisor() {
-end:                             /* it may wait for ever */
+end:                             /* it may wait forever */
   do
   :: atomic { dead[0] -> give_back(0); dead[0] = false }
   :: atomic { dead[1] -> give_back(1); dead[1] = false }
@@ -156,5 +155,5 @@ end:                             /* it may wait for ever */
 }
 
 ltl once { [] (settled <= 1) }
-/* If every step that stays possible is taken at last. */
+/* Under weak fairness: every step that stays possible is taken in the end. */
 ltl ends { <> (job == done && settled == 1) }

@@ -1,9 +1,9 @@
-/* A worker that was given a job and does not begin it, and pulse, which gives the job to others.
+/* A worker that received a job and does not begin it, and pulse, which returns the job to others.
  *
- * The worker may stand still before any of its steps, for as long as it likes, and go on. Positions and marks are words of
- * shared memory; each script of Redis is one atomic step. With -DUNMARKED the worker does not read the mark, with
- * -DMARK_FIRST it reads the mark before it has published its position, and with -DUNNUMBERED a rescue does not compare the
- * number of the turn: Spin shows what goes wrong then.
+ * The worker may stop before any of its steps for any time, and continue. Positions and marks are words of shared memory;
+ * each Redis script is one atomic step. With -DUNMARKED the worker does not read the mark, with -DMARK_FIRST it reads the
+ * mark before it has published its position, and with -DUNNUMBERED a rescue does not compare the number of the turn: Spin
+ * then shows the failure.
  */
 
 bool position = false;           /* the worker's slot: it runs the job */
@@ -12,7 +12,7 @@ byte turn = 1;                   /* the number that Redis has registered */
 bool held = true;                /* `active`: the job is the worker's */
 bool started = false;
 
-/* turn: a new number; says whether the job is still the worker's. */
+/* turn: a new number; returns whether the job is still the worker's. */
 inline take_turn(mine) {
   atomic { turn++; mine = held; printf("worker takes a turn, holds the job: %d\n", mine) }
 }
@@ -35,7 +35,7 @@ active proctype worker() {
   fi;
   if
   :: mine -> position = true; started = true; printf("worker runs the job\n");
-     assert(held)                /* safety: nobody else can have it */
+     assert(held)                /* safety: no other worker has it */
   :: else -> skip
   fi
 }
@@ -46,7 +46,7 @@ active proctype pulse() {
   if
   :: !position ->
      printf("pulse sees no position\n");
-     /* rescue: gives the job back, if the worker has taken no other turn since. */
+     /* rescue: returns the job, if the worker has taken no other turn since. */
      atomic {
        if
 #ifdef UNNUMBERED
@@ -54,8 +54,8 @@ active proctype pulse() {
 #else
        :: turn == seen ->
 #endif
-          assert(!started);      /* what has begun never goes back */
-          held = false; printf("pulse gives the job to others\n")
+          assert(!started);      /* a job that has begun is never returned */
+          held = false; printf("pulse returns the job\n")
 #ifndef UNNUMBERED
        :: else -> skip
 #endif
