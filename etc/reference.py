@@ -3,7 +3,7 @@
 1. The completion of forqctl for bash, zsh and fish, by shtab.
 2. The man pages of forqctl and forq, by argparse-manpage. Other Pythons than 3.11 wrap usage in other ways, and the
    options of forq pipeline are known with Spark only: a page that would differ for that is left alone.
-3. docs/reference/forqctl.md, and the table of commands in README.md.
+3. docs/reference/forqctl.md.
 """
 
 import argparse
@@ -191,6 +191,10 @@ def markdown() -> str:
         *_table("for every command", {argument.shown(): argument.keywords["help"] for argument in GLOBALS}),
         "",
         *_table("exit code", {str(code): means for code, means in sorted(ALL_EXITS.items())}),
+        "",
+        "| command | |",
+        "|---|---|",
+        *(f"| [{command.name}](#{command.name}) | {command.summary} |" for command in all_declared()),
     ]
     for command in all_declared():
         lines += ["", f"## {command.name}", "", *_described(command)]
@@ -210,15 +214,6 @@ def _described(command: Command) -> list[str]:
         own = "; ".join(f"{code} {means}" for code, means in command.own_exits.items())
         lines += ["", f"Exit codes of its own: {own}."]
     return lines
-
-
-def readme() -> str:
-    """With a table of the commands between its two marks."""
-    commands = {f"[{each.name}](docs/reference/forqctl.md#{each.name})": each.summary for each in all_declared()}
-    rows = "\n".join(["| command | does |", "|---|---|", *(f"| {name} | {does} |" for name, does in commands.items())])
-    before, begin, rest = (ROOT / "README.md").read_text().partition("<!-- Written by make reference: from here -->\n")
-    _, end, after = rest.partition("<!-- to here -->\n")
-    return f"{before}{begin}{rows}\n{end}{after}"
 
 
 def _table(title: str, meanings: dict[str, str]) -> list[str]:
@@ -246,7 +241,6 @@ METHODS = _methods()
 def generated() -> dict[Path, str]:
     texts = {ROOT / "src/forq/ctl/completion" / f"forqctl.{shell}": completion(shell) for shell in SHELLS}
     texts[ROOT / "docs/reference/forqctl.md"] = markdown()
-    texts[ROOT / "README.md"] = readme()
     if sys.version_info[:2] == PYTHON:
         texts[ROOT / "etc/man/forqctl.1"] = forqctl_man()
         if find_spec("pyspark") is not None:

@@ -58,7 +58,6 @@ def test_what_is_made_of_the_declarations_is_up_to_date() -> None:
 def test_what_is_out_of_date_is_named_and_written_anew(tmp_path: Path) -> None:
     for folder in ("etc/man", "docs/reference", "src/forq/ctl/completion"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    shutil.copy(ROOT / "README.md", tmp_path)
     write = [sys.executable, shutil.copy(REFERENCE, tmp_path / "etc")]
     assert subprocess.run(write).returncode == 0
     page = tmp_path / "docs/reference/forqctl.md"
