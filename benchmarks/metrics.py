@@ -21,9 +21,8 @@ from drain import forq_rates
 
 from forq.broker.link import Link
 from forq.broker.registry import Registry
-from forq.procs import wire
-from forq.procs.scoreboard import Scoreboard
-from forq.procs.tallies import Tallies
+from forq.procs import jsonrpc
+from forq.procs.scoreboard import Scoreboard, Tallies
 from forq.procs.unix_socket import listen
 from forq.services.health import faults_in
 from forq.services.metrics_look import Looker
@@ -50,7 +49,7 @@ def hot_path(server: Server, rounds: int, jobs: int) -> None:
 
 def answer_status(listener: Any, status: dict[str, Any]) -> None:
     """Stands in for the supervisor."""
-    line = wire.result(1, status)
+    line = jsonrpc.result(1, status)
     while True:
         client, _ = listener.accept()
         with client:

@@ -11,14 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from forq.errors import ForqError, InvalidData
-from forq.procs.burial import Remains, bury
-from forq.procs.cgroup import Cgroup, Cgroups
-from forq.procs.cgroup_limits import exceeded, limit
+from forq.procs.cgroups import Cgroup, Cgroups, Exceeded, Resources, exceeded, limit
 from forq.procs.lines import LineConnection, Lines
 from forq.procs.loop import Loop, Timer
-from forq.procs.own_pids import OwnPids
-from forq.procs.resources import Exceeded, Resources
-from forq.procs.tree_mark import TreeMark
+from forq.procs.orphans import OwnPids, Remains, TreeMark, bury
 from forq.procs.treekill import kill_tree, signal_descendants
 from forq.supervisor.spawn import Exit, Spawned, reap, signal_child, spawn
 

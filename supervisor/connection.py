@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from forq.errors import ForqError, InvalidData, TimedOut, UnknownVerb
-from forq.procs import wire
+from forq.procs import jsonrpc
 from forq.procs.lines import LineConnection, Lines
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Peer(NamedTuple):
 class Request:
     """One call of a verb. Answer it exactly once, with reply or fail; after the client has gone both do nothing."""
 
-    def __init__(self, connection: Connection, call: wire.Call) -> None:
+    def __init__(self, connection: Connection, call: jsonrpc.Call) -> None:
         self.method = call.method
         self.params = call.params
         self.peer = connection.peer
@@ -55,10 +55,10 @@ class Request:
 
     def reply(self, value: object) -> None:
         try:
-            line = wire.result(self._call.id, value)
+            line = jsonrpc.result(self._call.id, value)
         except InvalidData:
             log.exception("the answer is not JSON", extra={"verb": self.method})
-            self.fail(ForqError("internal error: the answer cannot be sent"), wire.INTERNAL_ERROR)
+            self.fail(ForqError("internal error: the answer cannot be sent"), jsonrpc.INTERNAL_ERROR)
             return
         if len(line) > MAX_OUTPUT_BYTES:
             self.fail(InvalidData(f"the answer is larger than {MAX_OUTPUT_BYTES} bytes: ask for less"))
@@ -66,7 +66,7 @@ class Request:
         self._answer(line)
 
     def fail(self, error: ForqError, rpc_code: int | None = None) -> None:
-        self._answer(wire.failure(self._call.id, error, rpc_code))
+        self._answer(jsonrpc.failure(self._call.id, error, rpc_code))
 
     def on_gone(self, callback: Callable[[], None]) -> None:
         """Call back when the client leaves before the answer."""
@@ -142,9 +142,9 @@ class Connection:
 
     def _dispatch(self, line: bytes) -> None:
         try:
-            call = wire.read_request(line)
-        except wire.Malformed as exc:
-            self._send(wire.failure(exc.id, exc, exc.rpc_code))
+            call = jsonrpc.read_request(line)
+        except jsonrpc.Malformed as exc:
+            self._send(jsonrpc.failure(exc.id, exc, exc.rpc_code))
             return
         request = Request(self, call)
         self._unanswered.add(request)
@@ -162,7 +162,7 @@ class Connection:
                 request.fail(exc)
             else:
                 hidden = ForqError(f"internal error in {call.method}: the supervisor's log has the details")
-                request.fail(hidden, wire.INTERNAL_ERROR)
+                request.fail(hidden, jsonrpc.INTERNAL_ERROR)
 
     def _settle_reading(self) -> None:
         """Read on, stop for a while, or end, as the state of this connection asks."""
@@ -205,7 +205,7 @@ class Connection:
 
     def _say_goodbye(self, error: ForqError) -> None:
         """Send one last error line, and close when it has been read, or soon."""
-        self._send(wire.failure(None, error, wire.INVALID_REQUEST))
+        self._send(jsonrpc.failure(None, error, jsonrpc.INVALID_REQUEST))
         if not self._io.unsent_bytes:
             self.close()
         if self.closed:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from forq.errors import ForqError, PermissionRefused
 from forq.logging_setup import Seldom
-from forq.procs import wire
+from forq.procs import jsonrpc
 from forq.procs.unix_socket import listen
 from forq.supervisor.connection import Connection, Peer, Request
 from forq.supervisor.directory_watch import DirectoryWatch
@@ -233,7 +233,7 @@ def _descriptor_limit() -> int:
 
 def _turn_away(sock: socket.socket, error: ForqError) -> None:
     try:
-        sock.send(wire.failure(None, error))
+        sock.send(jsonrpc.failure(None, error))
     except OSError as exc:
         log.debug("a client left before it was refused", extra={"reason": str(exc)})
     finally:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from forq.procs.awake import SLICE_SECONDS, AwakeTime
+from forq.procs.liveness import SLICE_SECONDS, AwakeTime
 from forq.procs.loop import Loop, Timer
 from forq.procs.scoreboard import Slot
 from forq.supervisor.child import Child

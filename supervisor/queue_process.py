@@ -15,11 +15,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from forq.errors import ForqError, InvalidData
-from forq.procs import wire
-from forq.procs.resources import Exceeded, Resources
-from forq.procs.scoreboard import Role, Scoreboard, Slot, State
-from forq.procs.stackdump import stack_of_thread
-from forq.procs.tallies import Tallies
+from forq.procs import jsonrpc
+from forq.procs.cgroups import Exceeded, Resources
+from forq.procs.process import stack_of_thread
+from forq.procs.scoreboard import Role, Scoreboard, Slot, State, Tallies
 from forq.queue_spec import QueueSpec
 from forq.settings import OPTIONS, Value
 from forq.supervisor.admission import Admission
@@ -212,7 +211,7 @@ class QueueProcess:
         self.tell({"begin": 0})
 
     def tell(self, message: dict[str, Any]) -> None:
-        self.child.send(wire.encode(message) + b"\n")
+        self.child.send(jsonrpc.encode(message) + b"\n")
         if self.child.unsent_bytes > MAX_UNSENT_BYTES and not self.child.stopping:
             log.error("child does not read its leash; killing it child=%s", self.name)
             self.child.kill_unheard("leash_unread")
@@ -294,7 +293,7 @@ class QueueProcess:
 
     def _heard(self, line: bytes) -> None:
         """Only its own code speaks on the leash; if something else does, nothing that it says can be relied on."""
-        message = wire.decode(line)
+        message = jsonrpc.decode(line)
         if not isinstance(message, dict):
             raise InvalidData("a message is a JSON object")
         try:

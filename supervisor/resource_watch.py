@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 
-from forq.procs.resources import Exceeded, Resources
+from forq.procs.cgroups import Exceeded, Resources
 from forq.supervisor.service import Service
 
 

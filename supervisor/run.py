@@ -13,7 +13,7 @@ from setproctitle import setproctitle
 
 from forq.errors import ConfigError, ForqError
 from forq.logging_setup import Stderr, configure
-from forq.procs import tree_mark
+from forq.procs import orphans
 from forq.procs.loop import Loop
 from forq.procs.treekill import become_subreaper
 from forq.queue_spec import QueueSpec
@@ -35,7 +35,7 @@ def run(overrides: Mapping[str, object]) -> int:
         # Before anything is started that could take them for its own.
         handed = systemd.take(os.environ, os.getpid())
         # Of a forq whose handler has started this one: what runs here is marked as ours, or not at all.
-        os.environ.pop(tree_mark.VARIABLE, None)
+        os.environ.pop(orphans.VARIABLE, None)
         config = load(overrides, os.environ)
         configure(config.log_format, config.log_level, config.log_redact, waits=False)
         state = StateDir(config.state_dir, strict_modes=strict_modes(os.environ))

@@ -6,7 +6,7 @@ from typing import Any
 
 from forq.errors import UnknownJob
 from forq.names import check_job_id
-from forq.procs.stackdump import stack_of_thread
+from forq.procs.process import stack_of_thread
 from forq.supervisor.connection import Request
 from forq.supervisor.queue_process import QueueProcess
 from forq.supervisor.queues import Queues

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from forq.errors import ForqError, OutcomeUnknown
-from forq.procs import liveness, wire
+from forq.procs import jsonrpc, liveness
 from forq.procs.loop import Timer
 from forq.supervisor.child import Child, Nursery
 from forq.supervisor.respawn import Respawn
@@ -16,7 +16,7 @@ from forq.supervisor.spawn import Exit
 
 # What a new process may take before it comes round its loop for the first time.
 FIRST_PASS_SECONDS = 10.0
-PING = wire.notification("ping")
+PING = jsonrpc.notification("ping")
 
 log = logging.getLogger("forq")
 
@@ -108,14 +108,14 @@ class Service:
         repeat: bool = False,
         raw: bool = False,
     ) -> None:
-        """With `raw` the result is passed on as the bytes in which it comes (wire.RawResult)."""
+        """With `raw` the result is passed on as the bytes in which it comes (jsonrpc.RawResult)."""
         self._ask(_Asked(method, params, answer, repeat, raw))
 
     def _ask(self, asked: _Asked) -> None:
         number = next(self._ids)
         self._pending[number] = asked
         if self.child is not None:
-            self.child.send(wire.request(number, asked.method, asked.params))
+            self.child.send(jsonrpc.request(number, asked.method, asked.params))
 
     def has_passed(self) -> bool:
         """Whether it has come round its loop since its start, or since its last ping."""
@@ -155,13 +155,13 @@ class Service:
         return self._run(leash)
 
     def _read(self, line: bytes) -> None:
-        raw = wire.read_raw_answer(line)
+        raw = jsonrpc.read_raw_answer(line)
         if raw is not None and self._pending[raw[0]].raw:
             self._answered(*raw)
             return
-        message = wire.decode(line)
+        message = jsonrpc.decode(line)
         if "event" not in message:
-            self._answered(*wire.read_answer(message))
+            self._answered(*jsonrpc.read_answer(message))
         elif self._on_event is not None:
             self._on_event(message)
 

@@ -10,7 +10,7 @@
 import logging
 from collections.abc import Callable, Iterable
 
-from forq.procs.awake import SLICE_SECONDS, AwakeTime
+from forq.procs.liveness import SLICE_SECONDS, AwakeTime
 from forq.procs.loop import Loop, Timer
 from forq.supervisor.service import Service
 

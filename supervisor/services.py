@@ -12,12 +12,10 @@ from typing import Any
 
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.log_format import choose
-from forq.procs.cgroup import Cgroup, Cgroups
-from forq.procs.cgroup_limits import Delegation
-from forq.procs.context import Context
+from forq.procs.cgroups import Cgroup, Cgroups, Delegation
 from forq.procs.loop import Loop, Timer
-from forq.procs.scoreboard import Role, Scoreboard
-from forq.procs.tallies import Tallies
+from forq.procs.process import Context
+from forq.procs.scoreboard import Role, Scoreboard, Tallies
 from forq.queue_spec import QueueSpec
 from forq.redis_address import shown_url
 from forq.settings import Value

@@ -24,7 +24,7 @@ from typing import NoReturn
 from setproctitle import setproctitle
 
 from forq.output.forwarding import Forwarder
-from forq.procs.cgroup import Cgroup
+from forq.procs.cgroups import Cgroup
 from forq.procs.loop import Loop
 from forq.procs.treekill import become_subreaper, set_parent_death_signal
 

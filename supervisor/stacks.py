@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 
 from forq.procs.loop import Loop
-from forq.procs.stackdump import STACK_FILE, STACK_SIGNAL
+from forq.procs.process import STACK_FILE, STACK_SIGNAL
 from forq.supervisor.child import Child
 
 LOOK_SECONDS = 0.003

@@ -23,7 +23,7 @@ from typing import Any
 
 from forq.errors import ConfigError, ForqError
 from forq.names import check_queue_name
-from forq.procs.tree_mark import TreeMark
+from forq.procs.orphans import TreeMark
 from forq.procs.treekill import kill_tree, look_at, self_and_ancestors
 from forq.supervisor.ownership import refuse_changeable
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from forq import exits
 from forq.errors import CannotImport, ForqError
 from forq.procs.loop import Timer
+from forq.procs.process import stack_of_import
 from forq.procs.scoreboard import Role
-from forq.procs.stackdump import stack_of_import
 from forq.supervisor.queue_process import Owner, QueueProcess, Surroundings
 from forq.supervisor.spawn import Exit
 

@@ -39,8 +39,8 @@ from forq.procs.scoreboard import (
     WORD,
     Slot,
     State,
+    Tally,
 )
-from forq.procs.tallies import Tally
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
 from forq.workers.job_log import FailedAttempt, JobLog, UnkeptResult

@@ -6,7 +6,7 @@ It is looked at between jobs only, so no job is ever cut short by it.
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from forq.procs.memory import pss_bytes
+from forq.procs.process import pss_bytes
 from forq.procs.scoreboard import Slot
 from forq.procs.treekill import descendants_of
 from forq.settings import Value

@@ -6,7 +6,7 @@ import faulthandler
 import fcntl
 import os
 
-from forq.procs.stackdump import STACK_FILE, STACK_SIGNAL
+from forq.procs.process import STACK_FILE, STACK_SIGNAL
 
 
 def offer_stack() -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from forq.errors import ForqError, UsageError
 from forq.names import check_schedule_key, check_type, shown
-from forq.procs import wire
+from forq.procs import jsonrpc
 from forq.settings import SCHEDULE, nearest
 from forq.ticks import Every, Rule, read_cron
 from forq.values import parse_duration
@@ -40,7 +40,7 @@ class Schedule:
         if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= 9:
             raise UsageError(f"priority {shown(priority)} is not allowed: 0 (first) to 9 (last)")
         # Whether it is JSON is known here, and not at the first tick.
-        wire.encode(fields.get("data"))
+        jsonrpc.encode(fields.get("data"))
         return cls(
             check_schedule_key(key),
             _read_rule(fields),

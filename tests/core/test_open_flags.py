@@ -12,7 +12,7 @@ FOLDERS = ("supervisor", "workers", "src/forq")
 MAY_FOLLOW = {
     "src/forq/ctl/main.py": "/dev/null",
     "src/forq/output/forwarding.py": "/proc/self/fd/2, which is a link",
-    "src/forq/procs/cgroup.py": "files of the kernel",
+    "src/forq/procs/cgroups.py": "files of the kernel",
     "src/forq/procs/standard_streams.py": "/dev/null",
     "src/forq/procs/treekill.py": "files of /proc",
     "supervisor/stacks.py": "/proc/PID/fd, which are links",

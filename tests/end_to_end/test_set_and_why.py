@@ -9,7 +9,7 @@ import pytest
 
 from forq.ctl.client import Client
 from forq.errors import ForqError, QueueExists, TooManyQueues, UnknownQueue
-from forq.procs import wire
+from forq.procs import jsonrpc
 from forq.supervisor.verbs import OPENING_SECONDS
 from tests.support.running import HANDLERS, Forq, running, wait_until
 
@@ -147,10 +147,10 @@ def test_who_waits_for_a_queue_that_cannot_be_made_is_told_at_once() -> None:
             client.connect(str(forq.state_dir / "control.sock"))
             # Both at once: the push is read before Redis can have refused the queue.
             client.sendall(
-                wire.request(1, "queue.create", create) + wire.request(2, "push", {"name": "second", "data": 1})
+                jsonrpc.request(1, "queue.create", create) + jsonrpc.request(2, "push", {"name": "second", "data": 1})
             )
             with client.makefile("rb") as lines:
-                answers = dict(wire.read_answer(lines.readline()) for _ in range(2))
+                answers = dict(jsonrpc.read_answer(lines.readline()) for _ in range(2))
         assert [type(answers[number]) for number in (1, 2)] == [TooManyQueues, UnknownQueue]
         assert time.monotonic() - began < OPENING_SECONDS
 

@@ -15,7 +15,7 @@ from forq.log_format import LogFormat
 from forq.output.forwarding import Forwarder
 from forq.output.logger import Logger
 from forq.output.pipe import Line, open_pipe, pack_line, pack_note
-from forq.procs import wire
+from forq.procs import jsonrpc
 from forq.procs.scoreboard import Scoreboard
 from tests.support.contexts import context
 from tests.support.running import wait_until, whole_lines
@@ -40,8 +40,8 @@ class Running:
 
     def ask(self, method: str, **params: Any) -> None:
         self._asked += 1
-        self._leash.sendall(wire.request(self._asked, method, params))
-        number, answer = wire.read_answer(self._leash.recv(65536).strip())
+        self._leash.sendall(jsonrpc.request(self._asked, method, params))
+        number, answer = jsonrpc.read_answer(self._leash.recv(65536).strip())
         assert (number, answer) == (self._asked, {})
 
     def fifo(self, queue: str) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.procs.cgroup import Cgroups
+from forq.procs.cgroups import Cgroups
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.procs.cgroup import Cgroup, Cgroups
-from forq.procs.cgroup_limits import Delegation, exceeded, limit
-from forq.procs.resources import Exceeded, Resources
+from forq.procs.cgroups import Cgroup, Cgroups, Delegation, Exceeded, Resources, exceeded, limit
 
 
 def make_group(path: Path, **files: str) -> Path:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from forq.procs import burial
-from forq.procs.own_pids import OwnPids
+from forq.procs import orphans
+from forq.procs.orphans import OwnPids
 from forq.procs.treekill import children_of
 from tests.support.own_process import in_a_process_of_its_own
 
@@ -80,7 +80,7 @@ def test_another_process_kills_the_orphans_and_leaves_the_supervisors_own_alone(
         reading, writing = os.pipe()
 
         def bury() -> None:
-            remains = burial.bury(own, [], [], None)
+            remains = orphans.bury(own, [], [], None)
             os.write(writing, f"{remains.killed} {remains.zombies}".encode())
 
         with own.forking():
@@ -105,7 +105,7 @@ def test_children_that_are_forked_while_another_process_hunts_live_on() -> None:
 
         def hunt() -> None:
             for _ in range(300):
-                burial.bury(own, [], [], None)
+                orphans.bury(own, [], [], None)
 
         with own.forking():
             warden = fork(hunt)
@@ -135,7 +135,7 @@ def test_an_orphan_that_cannot_be_killed_before_is_not_waited_for_again() -> Non
         own = OwnPids()
         survivor = fork(signal.pause)
         with own.forking():
-            warden = fork(partial(burial.bury, own, [survivor], [], None))
+            warden = fork(partial(orphans.bury, own, [survivor], [], None))
             own.add(warden)
         assert ended(warden) == 0
         assert ended(survivor, 0.05) is None

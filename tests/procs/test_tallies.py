@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forq.errors import ForqError
-from forq.procs.tallies import BUCKETS, Tallies, Tally, cumulated
+from forq.procs.scoreboard import BUCKETS, Tallies, Tally, cumulated
 
 CLAIMED_US = 1_763_000_000_500_000
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ForqError
-from forq.procs.tree_mark import VARIABLE, TreeMark
+from forq.procs.orphans import VARIABLE, TreeMark
 from forq.procs.treekill import children_of
 from forq.supervisor.statedir import StateDir
 from tests.support.running import alive, wait_until
@@ -112,7 +112,7 @@ def test_a_program_that_its_handler_gave_an_empty_environment_ends_with_what_sta
 def test_the_caller_and_its_ancestors_are_never_found() -> None:
     """A handler may start a supervisor of the same directory."""
     script = (
-        "import sys; from forq.procs.tree_mark import TreeMark; "
+        "import sys; from forq.procs.orphans import TreeMark; "
         "mark = TreeMark(bytes.fromhex(sys.argv[1]), 'here'); assert mark.is_on(__import__('os').getpid()); "
         "print(mark.find())"
     )

@@ -13,8 +13,7 @@ import pytest
 
 from forq.errors import ForqError
 from forq.procs import treekill
-from forq.procs.burial import Remains, bury
-from forq.procs.own_pids import OwnPids
+from forq.procs.orphans import OwnPids, Remains, bury
 from forq.procs.treekill import (
     become_subreaper,
     children_of,

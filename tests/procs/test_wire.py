@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forq import errors
-from forq.procs import wire
+from forq.procs import jsonrpc
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -19,20 +19,20 @@ json_values = st.recursive(
 
 @given(json_values)
 def test_a_request_is_read_back_as_it_was_sent(value: object) -> None:
-    line = wire.request(7, "push", {"data": value})
+    line = jsonrpc.request(7, "push", {"data": value})
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
-    call = wire.read_request(line[:-1])
+    call = jsonrpc.read_request(line[:-1])
     assert (call.id, call.method, call.params, call.expects_answer) == (7, "push", {"data": value}, True)
 
 
 @given(json_values)
 def test_a_result_is_read_back_as_it_was_sent(value: object) -> None:
-    assert wire.read_answer(wire.result("a", value)) == ("a", value)
+    assert jsonrpc.read_answer(jsonrpc.result("a", value)) == ("a", value)
 
 
 def test_a_request_without_id_expects_no_answer() -> None:
-    assert not wire.read_request(b'{"jsonrpc":"2.0","method":"ping"}').expects_answer
+    assert not jsonrpc.read_request(b'{"jsonrpc":"2.0","method":"ping"}').expects_answer
 
 
 @pytest.mark.parametrize(
@@ -55,20 +55,20 @@ def test_a_request_without_id_expects_no_answer() -> None:
     ],
 )
 def test_a_malformed_request_is_refused_with_its_code(line: bytes, rpc_code: int, code: str, id: object) -> None:
-    with pytest.raises(wire.Malformed) as caught:
-        wire.read_request(line)
+    with pytest.raises(jsonrpc.Malformed) as caught:
+        jsonrpc.read_request(line)
     assert (caught.value.rpc_code, caught.value.code, caught.value.id) == (rpc_code, code, id)
 
 
 @given(st.binary(max_size=200))
 def test_reading_any_bytes_gives_a_call_or_malformed(line: bytes) -> None:
-    with contextlib.suppress(wire.Malformed):
-        wire.read_request(line)
+    with contextlib.suppress(jsonrpc.Malformed):
+        jsonrpc.read_request(line)
 
 
 @pytest.mark.parametrize("code", sorted(errors.BY_CODE))
 def test_every_error_arrives_as_its_own_class(code: str) -> None:
-    id, error = wire.read_answer(wire.failure(3, errors.BY_CODE[code]("what happened")))
+    id, error = jsonrpc.read_answer(jsonrpc.failure(3, errors.BY_CODE[code]("what happened")))
     assert id == 3
     assert type(error) is errors.BY_CODE[code]
     assert str(error) == "what happened"
@@ -78,32 +78,32 @@ def test_failure_carries_the_numbers_of_the_standard() -> None:
     def number(line: bytes) -> object:
         return json.loads(line)["error"]["code"]
 
-    assert number(wire.failure(1, errors.UnknownVerb("x"))) == -32601
-    assert number(wire.failure(1, errors.UnknownQueue("x"))) == -32000
-    assert number(wire.failure(1, errors.ForqError("x"), wire.INTERNAL_ERROR)) == -32603
+    assert number(jsonrpc.failure(1, errors.UnknownVerb("x"))) == -32601
+    assert number(jsonrpc.failure(1, errors.UnknownQueue("x"))) == -32000
+    assert number(jsonrpc.failure(1, errors.ForqError("x"), jsonrpc.INTERNAL_ERROR)) == -32603
 
 
 @pytest.mark.parametrize("body", [None, [], {"data": {"code": "KeyboardInterrupt"}}, {"data": {"code": ["x"]}}, {}])
 def test_an_unknown_error_becomes_the_base_class_and_nothing_else(body: object) -> None:
-    assert type(wire.to_error(body)) is errors.ForqError
+    assert type(jsonrpc.to_error(body)) is errors.ForqError
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), "\ud800", {1, 2}])
 def test_what_json_does_not_have_is_refused(value: object) -> None:
     with pytest.raises(errors.InvalidData):
-        wire.encode({"data": value})
+        jsonrpc.encode({"data": value})
 
 
 @given(json_values, st.integers(0, 10**9), st.text(max_size=5) | st.integers() | st.none())
 def test_a_result_that_is_passed_on_is_the_same_bytes_as_one_encoded_anew(
     value: object, number: int, id: str | int | None
 ) -> None:
-    found = wire.read_raw_answer(wire.result(number, value)[:-1])
+    found = jsonrpc.read_raw_answer(jsonrpc.result(number, value)[:-1])
     assert found is not None
     assert found[0] == number
-    assert wire.result(id, found[1]) == wire.result(id, value)
+    assert jsonrpc.result(id, found[1]) == jsonrpc.result(id, value)
 
 
 def test_an_error_or_an_event_is_not_passed_on_unread() -> None:
-    assert wire.read_raw_answer(wire.failure(7, errors.UnknownJob("no"))) is None
-    assert wire.read_raw_answer(b'{"event":"redis","ok":true}') is None
+    assert jsonrpc.read_raw_answer(jsonrpc.failure(7, errors.UnknownJob("no"))) is None
+    assert jsonrpc.read_raw_answer(b'{"event":"redis","ok":true}') is None

@@ -11,7 +11,7 @@ import redis
 
 from forq.broker.traces import unknown_job
 from forq.errors import ForqError, InvalidData, UnknownJob, UnknownQueue, UsageError
-from forq.procs import wire
+from forq.procs import jsonrpc
 from forq.procs.loop import service_loop
 from forq.services.clerk import Clerk
 from forq.services.desk import Desk
@@ -138,9 +138,9 @@ def test_a_verb_that_breaks_is_answered_and_the_desk_goes_on() -> None:
     loop = service_loop()
     Desk(loop, theirs, {"broken": broken, "fine": lambda params: params})
     for number, verb in enumerate(["broken", "missing", "fine"]):
-        ours.sendall(wire.request(number, verb, {"x": number}))
+        ours.sendall(jsonrpc.request(number, verb, {"x": number}))
     loop.tick(5)
-    answers = [wire.read_answer(line)[1] for line in ours.recv(65536).splitlines()]
+    answers = [jsonrpc.read_answer(line)[1] for line in ours.recv(65536).splitlines()]
     assert "RuntimeError" in str(answers[0])
     assert "missing" in str(answers[1])
     assert answers[2] == {"x": 2}

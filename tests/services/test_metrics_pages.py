@@ -2,7 +2,7 @@
 
 import pytest
 
-from forq.procs.tallies import Tallies
+from forq.procs.scoreboard import Tallies
 from forq.services import metrics
 from forq.services.http_server import Asked
 from forq.services.metrics import Pages

@@ -11,7 +11,7 @@ import pytest
 
 from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.procs import wire
+from forq.procs import jsonrpc
 from forq.procs.scoreboard import Scoreboard
 from forq.services.pulse import Pulse
 from tests.support.contexts import context
@@ -47,15 +47,15 @@ class LeashedPulse:
         self._thread.start()
 
     def ask(self, method: str, **params: Any) -> Any:
-        self._ours.sendall(wire.request(1, method, params))
-        while "event" in wire.decode(line := self._answers.readline()):
+        self._ours.sendall(jsonrpc.request(1, method, params))
+        while "event" in jsonrpc.decode(line := self._answers.readline()):
             pass
-        number, answer = wire.read_answer(line)
+        number, answer = jsonrpc.read_answer(line)
         assert number == 1
         return answer
 
     def wait_for_event(self, event: str) -> None:
-        while wire.decode(self._answers.readline()).get("event") != event:
+        while jsonrpc.decode(self._answers.readline()).get("event") != event:
             pass
 
     def close(self) -> None:

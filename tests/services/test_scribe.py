@@ -19,7 +19,7 @@ from forq.broker.link import Link
 from forq.broker.outbox import Outbox
 from forq.broker.registry import Registry
 from forq.errors import ForqError
-from forq.procs import wire
+from forq.procs import jsonrpc
 from forq.services.failed_log import MAX_FILES, append_lines
 from forq.services.scribe import LOOK_SECONDS, Scribe, run_scribe
 from forq.settings import stored_defaults
@@ -148,7 +148,7 @@ def test_a_killed_scribe_s_lines_are_written_by_its_successor(store: Any, redis_
     if pid == 0:
         os._exit(run_scribe(desk.context, desk._theirs))
     try:
-        desk.leash.sendall(wire.request(1, "serve", {"queues": ["q"]}))
+        desk.leash.sendall(jsonrpc.request(1, "serve", {"queues": ["q"]}))
         wait_until(lambda: store.exists(key(name="outbox:p1")), what="it has the line in hand")
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -308,7 +308,7 @@ def test_the_process_drains_at_start_when_told_and_after_a_reconnect(store: Any,
     thread = threading.Thread(target=run_scribe, args=(desk.context, desk._theirs))
     thread.start()
     try:
-        desk.leash.sendall(wire.request(1, "serve", {"queues": ["q"]}))
+        desk.leash.sendall(jsonrpc.request(1, "serve", {"queues": ["q"]}))
         wait_until(lambda: desk.logged() == ["a"])
         fail(store, "b")
         wait_until(lambda: desk.logged() == ["a", "b"], seconds=10)

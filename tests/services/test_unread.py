@@ -9,7 +9,7 @@ import pytest
 
 from forq.broker.keeping import Position
 from forq.errors import RedisUnavailable
-from forq.procs.awake import LATE_SECONDS
+from forq.procs.liveness import LATE_SECONDS
 from forq.procs.scoreboard import TURN_SHIFT, Role, Scoreboard, Slot, State, pack_word
 from forq.services.unread import ANSWER_SECONDS, CLAIM_SECONDS, LOOK_AGAIN_SECONDS, Unread
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forq.procs import wire
-from forq.procs.resources import Exceeded, Resources
+from forq.procs import jsonrpc
+from forq.procs.cgroups import Exceeded, Resources
 from forq.procs.scoreboard import Scoreboard
 from forq.services import warden as module
 from forq.services.warden import IDLE_LOOK_SECONDS, LOOK_SECONDS, Warden, look_at_tree
@@ -107,7 +107,7 @@ class Looks:
 
     def watch(self, *pids: int) -> None:
         processes = [{"key": pid, "pid": pid, "slots": [0], "memory_bytes": 1, "tasks": 0} for pid in pids]
-        self.ours.sendall(wire.request(1, "watch", {"processes": processes}))
+        self.ours.sendall(jsonrpc.request(1, "watch", {"processes": processes}))
         self.warden._loop.tick(5)
         self.ours.recv(4096)
 
@@ -136,7 +136,7 @@ def test_it_tells_of_a_process_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks.over = {12}
     looks.slot.word = 1
     assert looks.tick() == [11, 12]
-    assert wire.decode(looks.ours.recv(4096)) == {"event": "exceeded", "key": 12, "cause": "oom", "peak": 7}
+    assert jsonrpc.decode(looks.ours.recv(4096)) == {"event": "exceeded", "key": 12, "cause": "oom", "peak": 7}
     assert looks.tick() == [11]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forq.errors import ForqError, OutcomeUnknown
-from forq.procs.cgroup import Cgroup, Cgroups
+from forq.procs.cgroups import Cgroup, Cgroups
 from forq.procs.loop import Loop
 from forq.procs.treekill import look_at
 from forq.supervisor.child import Child, Nursery

@@ -5,7 +5,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from forq.procs.awake import LATE_SECONDS
+from forq.procs.liveness import LATE_SECONDS
 from forq.procs.scoreboard import Scoreboard, Slot, pack_word
 from forq.supervisor.process_watch import (
     KILL_SECONDS,

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.procs.awake import LATE_SECONDS, SLICE_SECONDS, AwakeTime
-from forq.procs.liveness import may_take, passed
+from forq.procs.liveness import LATE_SECONDS, SLICE_SECONDS, AwakeTime, may_take, passed
 from forq.procs.loop import Loop, service_loop
 from forq.services.desk import Desk
 from forq.supervisor.child import Nursery

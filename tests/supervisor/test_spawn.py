@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from forq.procs.cgroup import Cgroups
+from forq.procs.cgroups import Cgroups
 from forq.procs.loop import Loop
 from forq.procs.treekill import kill_tree
 from forq.supervisor.spawn import Exit, Spawned, exec_program, reap, signal_child, spawn

@@ -5,8 +5,8 @@ from typing import Any
 
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.log_format import LogFormat
-from forq.procs.context import Context
-from forq.procs.own_pids import OwnPids
+from forq.procs.orphans import OwnPids
+from forq.procs.process import Context
 from forq.procs.scoreboard import Scoreboard
 from forq.trace_context import OFF
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forq.procs.cgroup import Cgroup
+from forq.procs.cgroups import Cgroup
 from tests.support.running import HANDLERS, wait_until
 
 ROOT = Path(__file__).parent.parent.parent

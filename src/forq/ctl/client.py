@@ -7,7 +7,7 @@ import os
 import time
 
 from forq.errors import ForqError, InvalidData, SupervisorUnreachable, TimedOut
-from forq.procs import wire
+from forq.procs import jsonrpc
 from forq.procs.lines import Lines
 
 TYPE_CHECKING = False
@@ -51,9 +51,9 @@ class Client:
 
     def send(self, method: str, params: dict[str, Any]) -> int:
         self._last_id += 1
-        line = wire.request(self._last_id, method, params)
-        if len(line) > wire.MAX_LINE_BYTES:
-            raise InvalidData(f"the request is too large: at most {wire.MAX_LINE_BYTES} bytes are allowed")
+        line = jsonrpc.request(self._last_id, method, params)
+        if len(line) > jsonrpc.MAX_LINE_BYTES:
+            raise InvalidData(f"the request is too large: at most {jsonrpc.MAX_LINE_BYTES} bytes are allowed")
         self._sock.settimeout(self.timeout_seconds)
         try:
             self._sock.sendall(line)
@@ -68,7 +68,7 @@ class Client:
         """The next answer: its id, and the result or the error. Raises an error that belongs to no request."""
         while (line := self._lines.pop()) is None:
             self._fill(deadline)
-        answered, value = wire.read_answer(line)
+        answered, value = jsonrpc.read_answer(line)
         if answered is None and isinstance(value, ForqError):
             raise value
         return answered, value

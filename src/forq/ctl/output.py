@@ -80,7 +80,7 @@ def dead_error(job: dict[str, Any]) -> str:
 
 
 def show_json(value: object) -> None:
-    from forq.procs.wire import encode
+    from forq.procs.jsonrpc import encode
 
     sys.stdout.flush()
     sys.stdout.buffer.write(encode(value) + b"\n")
@@ -99,7 +99,7 @@ def field(key: str, value: Any) -> str:
 
 
 def as_json(value: object) -> str:
-    from forq.procs.wire import encode
+    from forq.procs.jsonrpc import encode
 
     return printable(encode(value).decode())
 

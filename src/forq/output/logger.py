@@ -20,9 +20,9 @@ from forq.output.forwarding import Forwarder
 from forq.output.lines import Record
 from forq.output.pipe import NAME, RATE, open_pipe
 from forq.output.queue_output import QueueOutput, RunningJobs
-from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import service_loop
+from forq.procs.process import Context
 from forq.redaction import Redaction
 from forq.services.desk import Desk
 

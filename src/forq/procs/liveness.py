@@ -3,6 +3,11 @@
 A service that answers on its leash would wake the supervisor each time; these words cost nobody anything. They belong
 to the process: every connection to Redis in it can say how long a call may take. In any other process they are private
 and nobody reads them.
+
+Waiting for somebody to answer, in the judge's own time.
+
+A judge that was itself stopped, suspended or starved must not count that time against others: they had no chance to
+answer either. So the wait is cut into slices, and a slice that ends much too late counts nothing.
 """
 
 import mmap
@@ -63,3 +68,24 @@ def may_take(seconds: float = PASS_SECONDS) -> None:
     until = time.monotonic_ns() + int(seconds * 1e9)
     if until > _words[_BUSY_UNTIL]:
         _words[_BUSY_UNTIL] = until
+
+
+SLICE_SECONDS = 0.1
+# A slice that ends this late was not a slice: the machine slept, or all of us were stopped.
+LATE_SECONDS = 1.0
+
+
+class AwakeTime:
+    """Counts the slices in which the judge was awake."""
+
+    def __init__(self, now: float) -> None:
+        self._since = now
+
+    def restart(self, now: float) -> None:
+        """A slice begins now; whatever came before it does not count."""
+        self._since = now
+
+    def count(self, now: float) -> float:
+        """Seconds that count for the slice that ends now. The next one begins."""
+        elapsed, self._since = now - self._since, now
+        return SLICE_SECONDS if 0 <= elapsed - SLICE_SECONDS / 2 < LATE_SECONDS else 0.0

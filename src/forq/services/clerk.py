@@ -20,9 +20,9 @@ from forq.broker.traces import unknown_job
 from forq.broker.viewing import Viewer, counts_of
 from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
 from forq.names import check_queue_name, shown
-from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import Loop, service_loop
+from forq.procs.process import Context
 from forq.schedules import Schedule
 from forq.services.awaiters import Awaiters
 from forq.services.desk import Desk

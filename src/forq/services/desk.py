@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from forq.errors import ForqError, InvalidData, UnknownVerb
-from forq.procs import wire
+from forq.procs import jsonrpc
 from forq.procs.lines import LineConnection, Lines
 from forq.procs.liveness import may_take
 from forq.procs.loop import Loop
@@ -54,7 +54,7 @@ class Desk:
             self._loop.stop()
             self._on_end()
         while (line := self._leash.lines.pop()) is not None:
-            call = wire.read_request(line)
+            call = jsonrpc.read_request(line)
             if call.expects_answer:
                 may_take()
                 self._answer(call)
@@ -62,9 +62,9 @@ class Desk:
 
     def tell(self, event: str, **fields: object) -> None:
         """Something the supervisor should know without having asked."""
-        self._leash.send(wire.encode({"event": event, **fields}) + b"\n")
+        self._leash.send(jsonrpc.encode({"event": event, **fields}) + b"\n")
 
-    def _answer(self, call: wire.Call) -> None:
+    def _answer(self, call: jsonrpc.Call) -> None:
         verb = self._verbs.get(call.method)
         try:
             if verb is None:
@@ -82,7 +82,7 @@ class Desk:
 
     def _send(self, number: str | int | None, value: object) -> None:
         try:
-            answer = wire.failure(number, value) if isinstance(value, ForqError) else wire.result(number, value)
+            answer = jsonrpc.failure(number, value) if isinstance(value, ForqError) else jsonrpc.result(number, value)
         except InvalidData as exc:  # data that is nested too deeply, say
-            answer = wire.failure(number, exc)
+            answer = jsonrpc.failure(number, exc)
         self._leash.send(answer)

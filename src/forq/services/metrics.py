@@ -11,10 +11,10 @@ import time
 
 from forq import exits
 from forq.health import Fault
-from forq.procs.context import Context
 from forq.procs.liveness import may_take
 from forq.procs.loop import service_loop
-from forq.procs.tallies import Tallies
+from forq.procs.process import Context
+from forq.procs.scoreboard import Tallies
 from forq.services.desk import Desk
 from forq.services.health import faults_in
 from forq.services.http_server import Asked, HttpServer, Page

@@ -11,10 +11,9 @@ from forq.broker.link import Link
 from forq.broker.registry import Registry
 from forq.broker.viewing import Counts, counts_of
 from forq.errors import ForqError, RedisUnavailable, SupervisorUnreachable
-from forq.procs import wire
+from forq.procs import jsonrpc
 from forq.procs.lines import Lines
-from forq.procs.scoreboard import Scoreboard, State
-from forq.procs.tallies import LOOKS, REDIS_ERRORS, SUPERVISOR_ERRORS, Tallied, Tallies
+from forq.procs.scoreboard import LOOKS, REDIS_ERRORS, SUPERVISOR_ERRORS, Scoreboard, State, Tallied, Tallies
 
 SUPERVISOR_SECONDS = 2.0
 REDIS_SECONDS = 1.0
@@ -151,7 +150,7 @@ def ask_status(path: str, seconds: float) -> dict[str, Any]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
             control.settimeout(seconds)
             control.connect(path)
-            control.sendall(wire.request(1, "status", {"counts": False}))
+            control.sendall(jsonrpc.request(1, "status", {"counts": False}))
             while (line := lines.pop()) is None:
                 control.settimeout(max(deadline - time.monotonic(), 0.001))
                 received = control.recv(1 << 18)
@@ -164,7 +163,7 @@ def ask_status(path: str, seconds: float) -> dict[str, Any]:
         raise SupervisorUnreachable(f"no answer from the supervisor at {path} within {seconds:g} s") from exc
     except OSError as exc:
         raise SupervisorUnreachable(f"cannot reach the supervisor at {path}: {exc.strerror or exc}") from exc
-    _, answer = wire.read_answer(line)
+    _, answer = jsonrpc.read_answer(line)
     if isinstance(answer, ForqError):
         raise answer
     if not isinstance(answer, dict):

@@ -31,9 +31,9 @@ from forq.broker.listening import Listener
 from forq.broker.registry import Registry
 from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.fates import Fate
-from forq.procs.cgroup import Cgroup
-from forq.procs.context import Context
+from forq.procs.cgroups import Cgroup
 from forq.procs.loop import Loop
+from forq.procs.process import Context
 from forq.procs.scoreboard import Role, State, age_ms
 from forq.procs.treekill import kill_tree
 from forq.redis_address import database_of

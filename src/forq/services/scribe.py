@@ -16,9 +16,9 @@ from forq.broker.link import Link
 from forq.broker.outbox import Bell, Outbox, read_line
 from forq.errors import Fenced, ForqError, RedisUnavailable, UnknownQueue
 from forq.procs.backoff import Backoff
-from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import service_loop
+from forq.procs.process import Context
 from forq.services.append_only_sync import AppendOnlySync
 from forq.services.desk import Desk
 from forq.services.failed_log import append_lines

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from forq.broker.keeping import Keeper, Position
 from forq.errors import ForqError, RedisUnavailable
-from forq.procs.awake import SLICE_SECONDS, AwakeTime
+from forq.procs.liveness import SLICE_SECONDS, AwakeTime
 from forq.procs.scoreboard import Scoreboard, Slot, State
 
 # When a claim that was told of is looked at: usually the worker has long begun.

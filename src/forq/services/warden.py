@@ -19,12 +19,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forq import exits
-from forq.procs import burial
-from forq.procs.context import Context
+from forq.procs import orphans
+from forq.procs.cgroups import OUT_OF_MEMORY, TOO_MANY_TASKS, Exceeded, Resources
 from forq.procs.liveness import may_take
 from forq.procs.loop import service_loop
-from forq.procs.memory import pss_bytes
-from forq.procs.resources import OUT_OF_MEMORY, TOO_MANY_TASKS, Exceeded, Resources
+from forq.procs.process import Context, pss_bytes
 from forq.procs.treekill import descendants_of, kill_tree, signal_descendants
 from forq.services.desk import Desk
 
@@ -113,8 +112,8 @@ class Warden:
         return {}
 
     def _bury(self, params: dict[str, Any]) -> object:
-        may_take(burial.LONGEST_SECONDS)
-        return asdict(burial.bury(self._own, params["survivors"], params["groups"], self._tree_mark))
+        may_take(orphans.LONGEST_SECONDS)
+        return asdict(orphans.bury(self._own, params["survivors"], params["groups"], self._tree_mark))
 
     def _is_busy(self, watched: Watched) -> bool:
         return any(self._scoreboard.slot(number).word & 1 for number in watched.slots)

@@ -12,7 +12,7 @@ from forq.ctl.client import Client, connect
 from forq.ctl.command import NAME, NO_QUEUE, PRIORITY, TYPE, Argument, Command, duration, given
 from forq.ctl.output import printable, show
 from forq.errors import ForqError, InvalidData, UnknownQueue, UsageError
-from forq.procs import wire
+from forq.procs import jsonrpc
 from forq.progress_line import ProgressLine
 
 TYPE_CHECKING = False
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_CHUNK_JOBS = 500
 MAX_CHUNK_BYTES = 512 << 10
 # A line of a failed log has the data, which must fit in a request, and the error with its traceback.
-MAX_FAILED_LINE_BYTES = 2 * wire.MAX_LINE_BYTES
+MAX_FAILED_LINE_BYTES = 2 * jsonrpc.MAX_LINE_BYTES
 # What a request has besides the job.
 REQUEST_BYTES = 1024
 # Of the lines that are left: there may be as many as the file has.
@@ -127,7 +127,7 @@ def push(args: Namespace) -> int:
 def _push_one(args: Namespace) -> int:
     if args.records:
         raise UsageError("--records goes with --file")
-    data = wire.decode(os.fsencode(args.data))
+    data = jsonrpc.decode(os.fsencode(args.data))
     job = given(args, "id", "identifier", "priority", "token", "type")
     result = connect(args).call("push", {"name": args.name, "data": data, **job, **_when(args), **_update(args)})
     return show(args, result, printable(result["id"]))
@@ -182,13 +182,13 @@ def _chunks(args: Namespace, file: BinaryIO) -> Iterator[Chunk]:
     defaults = {**given(args, "priority", "type"), **_when(args)}
     chunk = Chunk()
     line_number = 0
-    while line := file.readline(wire.MAX_LINE_BYTES + 1):
+    while line := file.readline(jsonrpc.MAX_LINE_BYTES + 1):
         line_number += 1
         if not line.strip():
             continue
         job = {**defaults, **_job_on(line, line_number, args.records)}
         # As it is sent, without the spaces of the file but with the names of its fields.
-        size = len(wire.encode(job)) + 1
+        size = len(jsonrpc.encode(job)) + 1
         if not chunk.has_room_for(size):
             yield chunk
             chunk = Chunk()
@@ -199,10 +199,10 @@ def _chunks(args: Namespace, file: BinaryIO) -> Iterator[Chunk]:
 
 
 def _job_on(line: bytes, number: int, is_record: bool) -> dict[str, Any]:
-    if len(line) > wire.MAX_LINE_BYTES:
-        raise InvalidData(f"line {number}: longer than {wire.MAX_LINE_BYTES} bytes")
+    if len(line) > jsonrpc.MAX_LINE_BYTES:
+        raise InvalidData(f"line {number}: longer than {jsonrpc.MAX_LINE_BYTES} bytes")
     try:
-        value = wire.decode(line)
+        value = jsonrpc.decode(line)
     except InvalidData as exc:
         raise InvalidData(f"line {number}: {exc}") from exc
     if not is_record:
@@ -302,8 +302,8 @@ class Recovery:
             return
         try:
             own, job = job_on(line)
-            size = len(wire.encode(job)) + 1
-            if size + REQUEST_BYTES > wire.MAX_LINE_BYTES:
+            size = len(jsonrpc.encode(job)) + 1
+            if size + REQUEST_BYTES > jsonrpc.MAX_LINE_BYTES:
                 raise InvalidData("the job is too large for the control socket")
         except UsageError as exc:
             self._name_broken(number, exc)
@@ -357,7 +357,7 @@ def job_on(line: bytes) -> tuple[str, dict[str, Any]]:
 
     if len(line) > MAX_FAILED_LINE_BYTES:
         raise InvalidData(f"longer than {MAX_FAILED_LINE_BYTES} bytes")
-    entry = wire.decode(line)
+    entry = jsonrpc.decode(line)
     if not isinstance(entry, dict) or "data" not in entry:
         raise InvalidData('not an object with "data"')
     queue, job_id = check_queue_name(entry.get("queue")), check_job_id(entry.get("id"))

@@ -8,7 +8,7 @@ from forq.ctl.client import connect
 from forq.ctl.command import NAME, NO_QUEUE, PRIORITY, TYPE, Argument, Command, given
 from forq.ctl.output import as_json, moment, printable, show, show_json, show_table
 from forq.errors import UsageError
-from forq.procs import wire
+from forq.procs import jsonrpc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def schedule(args: Namespace) -> int:
         raise UsageError("schedule needs either --every D or --cron EXPR")
     params = {"name": args.name, "key": args.key, **given(args, *_FIELDS)}
     if args.data is not None:
-        params["data"] = wire.decode(os.fsencode(args.data))
+        params["data"] = jsonrpc.decode(os.fsencode(args.data))
     if args.dry_run:
         params["dry_run"] = True
     result = connect(args).call("schedule", params)

@@ -18,6 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
+
 _RAW_ANSWER = re.compile(rb'{"jsonrpc":"2\.0","id":([0-9]+),"result":')
 
 PARSE_ERROR = -32700

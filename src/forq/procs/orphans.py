@@ -1,10 +1,17 @@
-"""A mark on everything that runs below a queue's process, by which it is found when no living process leads to it.
+"""Which processes the supervisor has started itself, for whoever kills the others among its children on its behalf.
+
+A child that was just forked must never be taken for an orphan: it exists before its pid can be written down. So a fork
+is announced before and confirmed after, and a list of children counts only if nothing was forked while it was read.
+
+A mark on everything that runs below a queue's process, by which it is found when no living process leads to it.
 
 As long as the supervisor lives, it adopts what its children leave behind (treekill.py). If it dies together with a
 child and there are no control groups, the orphans go to init, and only their mark tells whose they are. Programs have
 it in their environment; processes that were only forked have it as the name of a memory mapping. Both are inherited.
 
 The mark is secret, and made for one state directory at one place: a copy of the directory has another.
+
+Kills what dead children have left behind: by the warden on the supervisor's behalf, or by the supervisor itself.
 """
 
 import hashlib
@@ -12,12 +19,84 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 
-from forq.procs.treekill import children_of, descendants_of, has_ended, look_at, read_proc, self_and_ancestors
+from forq.procs.cgroups import Cgroup
+from forq.procs.treekill import Hunt, children_of, descendants_of, has_ended, look_at, read_proc, self_and_ancestors
+
+# Mapped, and touched only as far as it is used.
+MOST = 65536
+FORK_PAUSE_SECONDS = 0.0005
+
+_FORKS, _COUNT, _FIRST = 0, 1, 2
+
+
+class OwnPids:
+    """Made by the supervisor before its first fork. It alone adds and discards; its children read."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        # Shared with all that is forked. An odd number of forks: one is under way.
+        self._words = memoryview(mmap.mmap(-1, 4 * (MOST + _FIRST))).cast("I")
+        self._places: dict[int, int] = {}
+
+    def __contains__(self, pid: int) -> bool:
+        return pid in self._places
+
+    def owner_lives(self) -> bool:
+        """For itself and its children."""
+        return self.owner in (os.getppid(), os.getpid())
+
+    @contextmanager
+    def forking(self) -> Iterator[None]:
+        """Around a fork and the `add` of its pid."""
+        self._words[_FORKS] += 1
+        try:
+            yield
+        finally:
+            self._words[_FORKS] += 1
+
+    def add(self, pid: int) -> None:
+        if pid in self._places:
+            return
+        place = len(self._places)
+        if place >= MOST:
+            raise OSError(f"more than {MOST} child processes")
+        self._words[_FIRST + place] = pid
+        self._words[_COUNT] = place + 1
+        self._places[pid] = place
+
+    def discard(self, pid: int) -> None:
+        """The last one takes its place."""
+        place = self._places.pop(pid, None)
+        if place is None:
+            return
+        last = len(self._places)
+        if place != last:
+            moved = self._words[_FIRST + last]
+            self._words[_FIRST + place] = moved
+            self._places[moved] = place
+        self._words[_COUNT] = last
+
+    def look(self, children: Callable[[], list[int]], deadline: float) -> tuple[list[int], frozenset[int]]:
+        """The children that this function finds, and which pids are the supervisor's own: both of one moment. Nothing
+        if the supervisor is gone, or forks all the time until the deadline (monotonic)."""
+        while self.owner_lives() and time.monotonic() < deadline:
+            forks = self._words[_FORKS]
+            if forks % 2 == 0:
+                found = children()
+                own = frozenset(self._words[_FIRST : _FIRST + self._words[_COUNT]])
+                if self._words[_FORKS] == forks:
+                    return found, own
+            time.sleep(FORK_PAUSE_SECONDS)
+        return [], frozenset()
+
 
 VARIABLE = "FORQ_TREE"
-PAUSE_SECONDS = 0.005
+SCAN_PAUSE_SECONDS = 0.005
 QUIET_LOOKS = 2
 
 # Kept for the life of the process: what it forks has the mapping, too.
@@ -86,7 +165,7 @@ class TreeMark:
             for pid in found:
                 self._strike(pid, killed, refused)
             if found:
-                time.sleep(PAUSE_SECONDS)
+                time.sleep(SCAN_PAUSE_SECONDS)
 
     def _strike(self, pid: int, killed: set[int], refused: set[int]) -> None:
         """Pins it and all below it, then looks whether it still is what was found: never a pid used again."""
@@ -140,3 +219,50 @@ def _runs_our_program(pid: int) -> bool:
     except OSError:
         return False
     return program.endswith(" (deleted)") or program == os.readlink("/proc/self/exe")
+
+
+ORPHANS_SECONDS = 5.0
+ESCAPED_SECONDS = 1.0
+# What all of it may take, if nothing of it can be killed and one control group was to be emptied.
+LONGEST_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Remains:
+    """`zombies`: orphans that have ended and only the supervisor can reap. `groups`: who is left in a control group."""
+
+    killed: list[int] = field(default_factory=list)
+    survivors: list[int] = field(default_factory=list)
+    zombies: list[int] = field(default_factory=list)
+    groups: dict[str, list[int]] = field(default_factory=dict)
+
+
+def bury(own: OwnPids, survivors: Collection[int], groups: Collection[str], mark: TreeMark | None) -> Remains:
+    """Kills every child of the supervisor but its own and those survivors, with all below: it was left behind by a dead
+    one. From the supervisor or another child of it."""
+    left = {group: sorted(Cgroup(group).pids()) for group in groups if not Cgroup(group).kill()}
+    deadline = time.monotonic() + ORPHANS_SECONDS
+    hunt = _HuntForOrphans(own, frozenset(survivors), deadline)
+    hunt.kill_all(deadline)
+    killed = hunt.killed - hunt.survivors
+    if mark is not None:
+        # None should have got out of our reach. To look costs as much as our ancestors have children.
+        killed |= mark.kill(partial(mark.find_escaped, own.owner), ESCAPED_SECONDS)[0]
+    for group in groups:
+        Cgroup(group).remove()
+    return Remains(sorted(killed), sorted(hunt.survivors), sorted(hunt.zombies), left)
+
+
+class _HuntForOrphans(Hunt):
+    """What the supervisor forks meanwhile is not hunted."""
+
+    def __init__(self, own: OwnPids, survivors: frozenset[int], deadline: float) -> None:
+        super().__init__(own.owner)
+        self._own = own
+        self._known_survivors = survivors
+        self._deadline = deadline
+
+    def _children(self) -> list[int]:
+        found, own = self._own.look(partial(children_of, self.root), self._deadline)
+        self.spare = own | self._known_survivors
+        return found
