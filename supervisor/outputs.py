@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from forq.errors import ForqError
-from forq.output import pipe as output_pipe
+from forq.output import format as output_pipe
 
 log = logging.getLogger("forq")
 

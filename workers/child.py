@@ -15,7 +15,7 @@ from forq.broker.consuming import Consumer, Limits
 from forq.broker.keys import fail_queue, queue_base
 from forq.errors import CannotImport, ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
 from forq.ids import new_id
-from forq.output.capture import install
+from forq.output.streams import install
 from forq.procs.process import Context
 from forq.procs.scoreboard import Role, Slot, State
 from forq.queue_spec import QueueSpec

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from forq.errors import RetryAt
 from forq.fates import Fate, headline
-from forq.output.capture import lines_of_logging, tell_past_logging
+from forq.output.streams import lines_of_logging, tell_past_logging
 from forq.output.writer import CURRENT_JOB
 from forq.workers.attempt import Failure
 from forq.workers.exec_messages import ProgramFailed

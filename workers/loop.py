@@ -19,7 +19,7 @@ from dataclasses import replace
 from forq.broker.consuming import Consumer, Limits, Results, Settled, Turn
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.fates import Fate
-from forq.output.capture import end_output, mark_end
+from forq.output.streams import end_output, mark_end
 from forq.procs.backoff import Backoff, reconnecting
 from forq.procs.scoreboard import (
     DONE,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ForqError
-from forq.output.pipe import MAX_WRITE, NAME, Line, open_pipe, unpack
+from forq.output.format import MAX_WRITE, NAME, Line, open_pipe, unpack
 from forq.output.streams import LineWriter, RootHandler
 from forq.output.writer import CURRENT_JOB, Output
 

@@ -10,8 +10,7 @@ import pytest
 
 from forq.errors import UnknownQueue, UsageError
 from forq.output import files as output_ring
-from forq.output.files import BEFORE, CURRENT, Ring, sweep
-from forq.output.reader import OutputReader
+from forq.output.files import BEFORE, CURRENT, OutputReader, Ring, sweep
 
 
 def record(number: int, job: str | None = None, size: int = 50) -> bytes:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from forq.output.lines import OutputLines
-from forq.output.pipe import Line, pack_line, pack_note
+from forq.output.format import Line, OutputLines, pack_line, pack_note
 
 
 class Clock:

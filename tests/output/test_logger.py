@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from forq.log_format import LogFormat
+from forq.output.format import Line, open_pipe, pack_line, pack_note
 from forq.output.forwarding import Forwarder
 from forq.output.logger import Logger
-from forq.output.pipe import Line, open_pipe, pack_line, pack_note
 from forq.procs import jsonrpc
 from forq.procs.scoreboard import Scoreboard
 from tests.support.contexts import context

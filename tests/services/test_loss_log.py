@@ -10,7 +10,7 @@ import pytest
 
 from forq.broker.keeping import Outcome
 from forq.fates import Fate
-from forq.output.pipe import MARK, NAME, Line, open_pipe, unpack
+from forq.output.format import MARK, NAME, Line, open_pipe, unpack
 from forq.services.loss_log import tell_loss
 
 AGAIN = Fate("returned", 0, 1, 4)

@@ -1,4 +1,6 @@
-"""The logger: reads what all queues' processes write, keeps it per queue, and passes it on to the supervisor's stderr.
+"""The output of one queue, as the logger sees it: its FIFO, its allowance, its files.
+
+The logger: reads what all queues' processes write, keeps it per queue, and passes it on to the supervisor's stderr.
 
 1. One loop reads the FIFOs, a piece of each in turn, so that a flood in one holds up no other.
 2. What a queue writes above its allowance is read, counted and left out; a line says how much, once a second.
@@ -13,26 +15,147 @@ import socket
 import time
 from typing import Any
 
+import orjson
+
 from forq import exits
 from forq.errors import ForqError
+from forq.log_format import as_json, iso_time
 from forq.output.files import Ring, sweep
+from forq.output.format import (
+    BURST,
+    LINE_COST,
+    NAME,
+    RATE,
+    URGENT_BURST,
+    URGENT_RATE,
+    Allowance,
+    OutputLines,
+    Record,
+    open_pipe,
+)
 from forq.output.forwarding import Forwarder
-from forq.output.lines import Record
-from forq.output.pipe import NAME, RATE, open_pipe
-from forq.output.queue_output import QueueOutput, RunningJobs
 from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import service_loop
 from forq.procs.process import Context
+from forq.procs.scoreboard import Scoreboard, Slot
 from forq.redaction import Redaction
 from forq.services.desk import Desk
+
+log = logging.getLogger("forq")
+
+READ_BYTES = 64 * 1024
+SKIP_BYTES = 1024 * 1024
+# How long a queue that is above its allowance is left out, and how often that is told.
+SKIP_SECONDS = 1.0
+
+
+class RunningJobs:
+    """Who of a queue is running a job, as the scoreboard says."""
+
+    def __init__(self, board: Scoreboard) -> None:
+        self._board = board
+        self._slots: list[Slot] = []
+
+    def only_one(self, queue: str) -> str | None:
+        while len(self._slots) < self._board.highest:
+            self._slots.append(self._board.slot(len(self._slots)))
+        running = [slot for slot in self._slots if slot.word & 1 and slot.queue == queue]
+        return running[0].job.decode(errors="replace") or None if len(running) == 1 else None
+
+
+class QueueOutput:
+    """One queue: its FIFO, its allowance, its files."""
+
+    def __init__(self, name: str, fd: int, ring: Ring, now: float) -> None:
+        self.name = name
+        self.fd = fd
+        self._ring = ring
+        self._lines = OutputLines(name)
+        self.allowance = Allowance(RATE, BURST, now)
+        self._urgent = Allowance(URGENT_RATE, URGENT_BURST, now)
+        self._skip_until = 0.0
+        self._left_out = self._lines.left_out
+        self._tell_at = 0.0
+        self._disk_failed = False
+
+    @property
+    def restless(self) -> bool:
+        """Whether it has something to say though nothing is read."""
+        return self._lines.waiting or any(self._left_out)
+
+    def read(self, jobs: RunningJobs, now: float) -> list[Record] | None:
+        """What the next piece of output says; None when there is none."""
+        skipping = now < self._skip_until
+        job = None if skipping else jobs.only_one(self.name)
+        try:
+            chunk = os.read(self.fd, SKIP_BYTES if skipping else READ_BYTES)
+        except BlockingIOError:
+            return None
+        if not skipping and self.allowance.take(0, now):
+            records = self._lines.take(chunk, job)
+            # What is kept counts: most of a line of 10 MB is not.
+            self.allowance.spend(sum(len(record["message"]) + LINE_COST for record in records))
+            return records
+        if not skipping:
+            self._skip_until = now + SKIP_SECONDS
+            self._tell_at = max(self._tell_at, now + SKIP_SECONDS)
+        return self._skip(chunk, now)
+
+    def _skip(self, chunk: bytes, now: float) -> list[Record]:
+        lines, size, urgent = self._lines.skip(chunk)
+        passed = [record for record in urgent if self._urgent.take(len(record["message"]) + LINE_COST, now)]
+        self._left_out[0] += max(0, lines - len(passed))
+        self._left_out[1] += size
+        return passed
+
+    def tick(self, now: float) -> list[Record]:
+        """What is due: lines that nobody has ended, and how much was left out."""
+        records = self._lines.late()
+        if any(self._left_out) and now >= self._tell_at:
+            self._tell_at = now + SKIP_SECONDS
+            records.append(self._told_left_out())
+        return records
+
+    def end(self) -> list[Record]:
+        records = self._lines.end()
+        if any(self._left_out):
+            records.append(self._told_left_out())
+        return records
+
+    def keep(self, records: list[Record]) -> None:
+        try:
+            self._ring.append([_encode(record) for record in records])
+        except OSError as exc:
+            if not self._disk_failed:
+                log.error("output cannot be kept queue=%s error=%s", self.name, exc)
+            self._disk_failed = True
+        else:
+            self._disk_failed = False
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self._ring.close()
+
+    def _told_left_out(self) -> Record:
+        lines, size = self._left_out
+        self._left_out[:] = [0, 0]
+        message = f"too much output, left out lines={lines} bytes={size}"
+        about = {"time": iso_time(time.time()), "level": "WARNING", "queue": self.name}
+        return {**about, "stream": "log", "logger": "forq", "message": message}
+
+
+def _encode(record: Record) -> bytes:
+    try:
+        return orjson.dumps(record) + b"\n"
+    except TypeError:
+        return as_json(record).encode() + b"\n"
+
 
 TOTAL_RATE = 4 * 1024 * 1024
 LOOK_SECONDS = 0.1
 SWEEP_SECONDS = 86400.0
 DRAIN_SECONDS = 0.5
 EVENTS = 64
-
-log = logging.getLogger("forq")
 
 
 def run_logger(context: Context, leash: socket.socket) -> int:

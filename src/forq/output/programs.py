@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO
 
-from forq.output.capture import tell_program
+from forq.output.streams import tell_program
 
 # The size of a pipe: one read takes all that was in it.
 READ_BYTES = 65536

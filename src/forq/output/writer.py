@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from threading import get_ident
 
-from forq.output.pipe import (
+from forq.output.format import (
     BURST,
     CUT,
     LINE_COST,

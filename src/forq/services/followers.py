@@ -12,7 +12,7 @@ from typing import Any
 
 from forq.errors import ForqError, UsageError
 from forq.names import check_job_id, check_queue_name, shown
-from forq.output.reader import OutputReader
+from forq.output.files import OutputReader
 from forq.services.desk import Later
 
 LOOK_SECONDS = 0.2

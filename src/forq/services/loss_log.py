@@ -9,7 +9,7 @@ import time
 from forq.broker.keeping import Outcome
 from forq.broker.keys import main_queue
 from forq.fates import Fate, headline
-from forq.output.pipe import NAME, Line, pack_line
+from forq.output.format import NAME, Line, pack_line
 
 log = logging.getLogger("forq")
 
