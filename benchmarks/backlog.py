@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from forq import Client
-from forq.broker.consuming import Consumer, Settled
+from forq.broker.claim import Consumer, Settled
 from forq.ids import new_id
 from tests.support.server import Server
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from forq.broker.consuming import Settled
-from forq.broker.producing import Update, new_job
+from forq.broker.claim import Settled
+from forq.broker.enqueue import Update, new_job
 from tests.support.one_queue import HandWorker, OneQueue
 from tests.support.server import Server
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import orjson
 
 import forq
-from forq.broker.producing import MAX_SECONDS
+from forq.broker.enqueue import MAX_SECONDS
 from forq.broker.record import unpack
 from forq.errors import ForqError, InvalidData
 from forq.job import Job, Reporter

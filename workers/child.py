@@ -11,7 +11,7 @@ import orjson
 from setproctitle import setproctitle
 
 from forq import exits
-from forq.broker.consuming import Consumer, Limits
+from forq.broker.claim import Consumer, Limits
 from forq.broker.keys import fail_queue, queue_base
 from forq.errors import CannotImport, ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
 from forq.ids import new_id

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
+from forq.broker.replies import Fate, headline
 from forq.errors import RetryAt
-from forq.fates import Fate, headline
 from forq.output.streams import lines_of_logging, tell_past_logging
 from forq.output.writer import CURRENT_JOB
 from forq.workers.attempt import Failure

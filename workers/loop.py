@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from forq.broker.consuming import Consumer, Limits, Results, Settled, Turn
+from forq.broker.claim import Consumer, Limits, Results, Settled, Turn
+from forq.broker.replies import Fate
 from forq.errors import BackPressure, ForqError, RedisUnavailable
-from forq.fates import Fate
 from forq.output.streams import end_output, mark_end
 from forq.procs.backoff import Backoff, reconnecting
 from forq.procs.scoreboard import (

@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from forq.broker.claim import report_progress
 from forq.broker.link import Link
-from forq.broker.reporting import report_progress
 from forq.errors import ForqError, RedisUnavailable
 from forq.procs.scoreboard import Slot
 

@@ -11,8 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from forq.broker.consuming import Consumer
-from forq.broker.releasing import Releaser
+from forq.broker.claim import Consumer, Releaser
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.procs.backoff import reconnecting
 from forq.procs.scoreboard import DONE, STATE, Slot, State

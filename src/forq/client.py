@@ -9,15 +9,15 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, overload
 
 from forq import releases
-from forq.broker.awaiting import Awaiting
 from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
-from forq.broker.ends import Ends
+from forq.broker.enqueue import NewJob, PartlyStored, Producer, Update, jobs_with_tokens, new_job, plain_jobs
+from forq.broker.inspect import Page, State, Viewer
 from forq.broker.keys import DEFAULT_PRIORITY
+from forq.broker.leases import Awaiting
 from forq.broker.link import Link
-from forq.broker.producing import NewJob, PartlyStored, Producer, Update, jobs_with_tokens, new_job, plain_jobs
 from forq.broker.registry import Registry
-from forq.broker.scheduling import Schedules
-from forq.broker.viewing import Page, State, Viewer
+from forq.broker.results import Ends
+from forq.broker.schedules import Schedules
 from forq.errors import UsageError, WaitTimeout
 from forq.names import check_queue_name, shown
 from forq.places import key_prefix, redis_url

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from forq.broker.awaiting import Answer, Awaiting, Hand
+from forq.broker.leases import Answer, Awaiting, Hand
 from forq.errors import BackPressure, ForqError, LeaseLapsed, RedisUnavailable
 from forq.ids import new_id
 

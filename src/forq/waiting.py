@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from forq.broker.done import DoneJob
-from forq.broker.ends import Ends, Place
-from forq.broker.listening import Listener
+from forq.broker.pubsub import Listener
+from forq.broker.results import DoneJob, Ends, Place
 from forq.errors import JobDead, NoResult, RedisUnavailable, UnknownJob, WaitTimeout
 from forq.procs.backoff import reconnecting
 

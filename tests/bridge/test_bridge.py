@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from forq.bridge.loop import MAX_CLIENTS
+from forq.broker.inspect import Viewer
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.broker.registry import Registry
-from forq.broker.viewing import Viewer
 from forq.settings import stored_defaults
 from tests.support.bridge_process import Client, bridge, encode, listening
 from tests.support.external_queue import external_queue

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from forq.broker.awaiting import Answer
+from forq.broker.leases import Answer
 from forq.errors import InvalidId, LeaseLapsed
 from tests.support.gate import OPTIONS, Gate, gate
 from tests.support.one_queue import State

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from forq.broker.producing import PartlyStored
+from forq.broker.enqueue import PartlyStored
 from forq.client import Client, DeadChanged, Queue
 from forq.errors import (
     BeingDeleted,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from forq.broker.connection import KEEPALIVE, Connection
+from forq.broker.inspect import counts_of
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.broker.scripts import script
-from forq.broker.viewing import counts_of
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
 from tests.support.one_queue import one_queue
 from tests.support.relay import relay

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forq.broker.producing import new_job
+from forq.broker.enqueue import new_job
 from tests.support.one_queue import HandWorker, OneQueue, one_queue
 
 FEW, MANY = 10, 200_000

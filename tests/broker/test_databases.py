@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from forq.broker.claim import report_progress
+from forq.broker.enqueue import new_job
 from forq.broker.keys import (
     DEFAULT_PREFIX,
     due_channels,
@@ -16,10 +18,8 @@ from forq.broker.keys import (
     queue_base,
     queue_of_channel,
 )
-from forq.broker.listening import Listener
 from forq.broker.outbox import Bell
-from forq.broker.producing import new_job
-from forq.broker.reporting import report_progress
+from forq.broker.pubsub import Listener
 from forq.errors import UnknownJob
 from forq.redis_address import database_of
 from tests.broker.test_waiting import Waiting, run_next

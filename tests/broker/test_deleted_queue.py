@@ -2,7 +2,7 @@
 
 import pytest
 
-from forq.broker.codes import NO_QUEUE
+from forq.broker.replies import NO_QUEUE
 from forq.broker.scripts import script
 from forq.errors import UnknownQueue
 from tests.support.one_queue import OneQueue

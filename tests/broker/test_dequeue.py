@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from forq.broker.dead import DeadJobs
+from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.producing import Update, new_job
 from tests.support.gate import Gate, gate
 from tests.support.one_queue import State
 

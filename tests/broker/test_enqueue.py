@@ -12,9 +12,9 @@ from uuid import UUID
 import pytest
 
 from forq.broker import record
+from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, PartlyStored, Producer, PutBack, Update, chunks, new_job
 from forq.broker.keys import pending_key
 from forq.broker.link import Link
-from forq.broker.producing import CHUNK_BYTES, CHUNK_JOBS, PartlyStored, Producer, PutBack, Update, chunks, new_job
 from forq.broker.record import unpack
 from forq.errors import Exists, IncompatibleProtocol, InvalidData, InvalidId, QueueFull, UnknownQueue, UsageError
 from tests.support.one_queue import OneQueue, State, one_queue

@@ -2,8 +2,8 @@
 
 import pytest
 
-from forq.broker.keeping import Beat, Position
 from forq.broker.link import Link
+from forq.broker.recovery import Beat, Position
 from forq.broker.scripts import script
 from forq.errors import Fenced
 from tests.support.one_queue import EXPIRY_MS, OneQueue, State

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forq.broker.awaiting import Awaiting, Hand
-from forq.broker.external import External
 from forq.broker.journal import Event
 from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.leases import Awaiting, External, Hand
 from forq.errors import LeaseLapsed, UnknownQueue, WrongMode
 from tests.support.external_queue import ExternalQueue, external_queue
 from tests.support.journal_replay import Replay

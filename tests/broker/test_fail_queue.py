@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from forq.broker.consuming import Consumer, Settled
+from forq.broker.claim import Consumer, Settled
 from forq.broker.journal import read_entry
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
 from forq.settings import stored_defaults
@@ -167,7 +167,7 @@ def test_cancel_and_update_reach_a_job_in_the_lane(redis_url: str) -> None:
 
 
 def test_what_a_dead_retry_worker_held_goes_back_to_its_lane(redis_url: str) -> None:
-    from forq.broker.keeping import Position
+    from forq.broker.recovery import Position
 
     with one_queue(redis_url, max_retries=0, retry_lane_retries=2, min_backoff_ms=0, max_backoff_ms=0) as queue:
         with_fail_queue(queue, retry_lane_retries=2, max_retries=0)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from forq.broker.consuming import Settled
-from forq.broker.keeping import Outcome, Recovered
-from forq.broker.producing import Update, new_job
-from forq.fates import Fate
+from forq.broker.claim import Settled
+from forq.broker.enqueue import Update, new_job
+from forq.broker.recovery import Outcome, Recovered
+from forq.broker.replies import Fate
 from tests.support.one_queue import EXPIRY_MS, NO, HandWorker, OneQueue, one_queue
 
 OPTIONS: dict[str, Any] = {

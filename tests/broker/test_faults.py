@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
-from forq.broker.keeping import Position
+from forq.broker.recovery import Position
 from forq.broker.registry import Dropped
 from forq.errors import BackPressure, RedisUnavailable
 from tests.support.one_queue import OneQueue, State

@@ -2,8 +2,8 @@
 
 import pytest
 
-from forq.broker.keeping import Position
-from forq.broker.producing import Update, new_job
+from forq.broker.enqueue import Update, new_job
+from forq.broker.recovery import Position
 from forq.errors import Fenced, QueueExists, UnknownQueue
 from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue, State, one_queue
 

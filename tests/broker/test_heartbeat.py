@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from forq.broker.keeping import Position, QueueGone
+from forq.broker.recovery import Position, QueueGone
 from forq.errors import Fenced
 from tests.support.one_queue import EXPIRY_MS, OneQueue, State
 

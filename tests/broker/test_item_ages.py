@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from forq.broker.producing import Update, new_job
+from forq.broker.enqueue import Update, new_job
 from tests.support.gate import Gate, gate
 from tests.support.journal_replay import Replay
 from tests.support.one_queue import State, one_queue

@@ -1,7 +1,7 @@
 """The journal: what one call did, as one entry."""
 
 from forq.broker.journal import Event
-from forq.broker.keeping import Position
+from forq.broker.recovery import Position
 from tests.support.one_queue import OneQueue, one_queue
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from forq.broker.journal import entry_hash
-from forq.broker.keeping import Beat
 from forq.broker.keys import events_key, watermarks_key
 from forq.broker.link import Link
+from forq.broker.recovery import Beat
 from forq.errors import BackPressure
 from tests.support.journal_replay import Replay
 from tests.support.one_queue import EXPIRY_MS, OneQueue, one_queue

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from forq.broker.enqueue import Update, new_job
 from forq.broker.journal import Event, read_entry
-from forq.broker.keeping import Outcome
-from forq.broker.producing import Update, new_job
+from forq.broker.recovery import Outcome
 from forq.settings import stored_defaults
 from forq.workers.attempt import describe_failure
 from tests.support.journal_replay import ImpossibleEvent, Replay

@@ -7,9 +7,9 @@ import pytest
 
 from forq import Client
 from forq.broker.dead import DeadJobs
+from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
-from forq.broker.producing import Update, new_job
-from forq.broker.scheduling import Schedules
+from forq.broker.schedules import Schedules
 from forq.broker.scripts import script
 from forq.errors import Exists
 from tests.support.gate import gate

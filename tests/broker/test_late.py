@@ -2,7 +2,7 @@
 
 import pytest
 
-from forq.broker.keeping import Position
+from forq.broker.recovery import Position
 from forq.errors import Fenced
 from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue, State
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import wake_key
-from forq.broker.producing import Update, new_job
 from tests.support.external_queue import external_queue
 from tests.support.limits import HOUR_MS, ears, fill_bucket, limited, set_rate, tokens, wakes
 from tests.support.one_queue import HandWorker, OneQueue

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from forq.broker.external import External
 from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.leases import External
 from tests.support.limits import HOUR_MS, limited, set_rate, tokens, wakes
 from tests.support.one_queue import OneQueue, one_queue
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from forq.broker.keeping import Outcome
+from forq.broker.recovery import Outcome
 from tests.broker.test_model import OUTCOMES, PRIORITIES, RETRY, WORKERS, QueueMachine, explore
 from tests.support.limits import pass_hours, stored_limits
 from tests.support.limits_model import BURST

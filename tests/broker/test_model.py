@@ -18,11 +18,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from forq.broker.consuming import Results, Settled, Turn
-from forq.broker.keeping import Outcome, Position
+from forq.broker.claim import Results, Settled, Turn, report_progress
+from forq.broker.enqueue import PutBack, Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.producing import PutBack, Update, new_job
-from forq.broker.reporting import report_progress
+from forq.broker.recovery import Outcome, Position
 from forq.errors import Exists, Fenced, QueueFull
 from tests.support.model_checks import MINUTE_MS, Checks, pass_time
 from tests.support.mutants import MUTANT

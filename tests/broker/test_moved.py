@@ -2,7 +2,7 @@
 
 import pytest
 
-from forq.broker.consuming import Turn
+from forq.broker.claim import Turn
 from forq.errors import BackPressure, Fenced
 from tests.support.one_queue import HandWorker, OneQueue, State
 

@@ -4,9 +4,9 @@ import select
 
 import pytest
 
-from forq.broker.keeping import Position
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.outbox import Bell, Outbox, read_line
+from forq.broker.recovery import Position
 from forq.errors import Fenced, RedisUnavailable, UnknownQueue
 from tests.support.one_queue import EXPIRY_MS, OneQueue
 from tests.support.running import wait_until

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forq.broker.awaiting import Awaiting
-from forq.broker.consuming import Consumer
+from forq.broker.claim import Consumer, report_progress
+from forq.broker.inspect import why
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, progress_channels
-from forq.broker.listening import Listener
-from forq.broker.reasons import why
-from forq.broker.reporting import report_progress
+from forq.broker.leases import Awaiting
+from forq.broker.pubsub import Listener
 from forq.errors import BackPressure, UnknownQueue
 from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue, one_queue
 from tests.support.running import wait_until

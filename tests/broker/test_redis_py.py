@@ -20,7 +20,7 @@ from redis.connection import parse_url
 from forq import Client
 from forq.broker.connection import Connection, _options
 from forq.broker.link import Link
-from forq.broker.listening import Listener
+from forq.broker.pubsub import Listener
 from forq.errors import OutcomeUnknown, RedisUnavailable, UsageError
 from forq.procs import liveness
 from tests.support.relay import relay
@@ -272,7 +272,7 @@ from redis.connection import DefaultParser
 assert DefaultParser.__name__ == "_RESP2Parser", DefaultParser
 from forq import Client
 from forq.broker.link import Link
-from forq.broker.listening import Listener
+from forq.broker.pubsub import Listener
 from forq.errors import ForqError, OutcomeUnknown
 
 url = sys.argv[1]

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
+from forq.broker.enqueue import new_job
 from forq.broker.keys import DEFAULT_PREFIX, deleted_queues_key, registry_key
 from forq.broker.link import Link
-from forq.broker.producing import new_job
 from forq.broker.registry import Dropped, Registry
 from forq.broker.scripts import script
 from forq.errors import (

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from forq.broker.codes import NO_QUEUE, OK
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base, registry_key
 from forq.broker.link import Link
 from forq.broker.registry import Registry
+from forq.broker.replies import NO_QUEUE, OK
 from forq.broker.scripts import script
 from forq.errors import BeingDeleted, ForqError, QueueNotEmpty, UnknownQueue
 from forq.settings import stored_defaults

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from forq import releases
-from forq.broker.awaiting import Answer, Awaiting
-from forq.broker.codes import NO_QUEUE
+from forq.broker.enqueue import Update, new_job
+from forq.broker.leases import Answer, Awaiting
 from forq.broker.link import Link
-from forq.broker.producing import Update, new_job
+from forq.broker.replies import NO_QUEUE
 from forq.broker.scripts import script
 from forq.errors import BackPressure, LeaseLapsed, OutcomeUnknown
 from tests.support.gate import Gate, gate

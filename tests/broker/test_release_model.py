@@ -18,12 +18,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from forq.broker.awaiting import Answer
+from forq.broker.claim import Releaser, Try
 from forq.broker.dead import DeadJobs
+from forq.broker.enqueue import Update, new_job
 from forq.broker.journal import Event, read_entry
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.producing import Update, new_job
-from forq.broker.releasing import Releaser, Try
+from forq.broker.leases import Answer
 from forq.errors import Exists, Fenced, LeaseLapsed, QueueFull, UnknownJob, UnknownQueue
 from tests.support.gate import Gate
 from tests.support.model_checks import MINUTE_MS, pass_time

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from forq.broker.done import LOST
-from forq.broker.ends import Ends
+from forq.broker.inspect import why
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
-from forq.broker.reasons import why
+from forq.broker.results import LOST, Ends
 from forq.errors import UnknownJob
 from forq.values import show_time
 from forq.waiting import wait_for_result

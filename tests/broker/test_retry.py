@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from forq.broker.consuming import Settled
+from forq.broker.claim import Settled
 from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
 
 ERROR = '{"name":"ValueError","message":"no","kind":"retriable","traceback":"..."}'

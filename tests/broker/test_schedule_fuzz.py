@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from forq.broker.consuming import Settled
-from forq.broker.firing import DueTick
+from forq.broker.claim import Settled
 from forq.broker.link import Link
+from forq.broker.schedules import DueTick
 from forq.schedules import Schedule
 from forq.ticks import Every
 from tests.support.journal_replay import Replay

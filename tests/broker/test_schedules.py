@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from forq import Client
-from forq.broker.consuming import Settled
-from forq.broker.firing import DueTick
+from forq.broker.claim import Settled
+from forq.broker.enqueue import new_job
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
-from forq.broker.producing import new_job
-from forq.broker.scheduling import Schedules, pack_schedule
+from forq.broker.schedules import DueTick, Schedules, pack_schedule
 from forq.broker.scripts import script
 from forq.errors import (
     Exists,

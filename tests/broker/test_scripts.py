@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from forq.broker import scripts
-from forq.broker.codes import LUA_CONSTANTS, error_for
 from forq.broker.keys import CHANNELS, QUEUE_KEYS, queue_base
 from forq.broker.link import Link
+from forq.broker.replies import LUA_CONSTANTS, error_for
 from forq.broker.scripts import FILES, flags, script
 from forq.errors import ForqError
 from tests.support.gate import Gate

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from forq.broker.consuming import Settled
-from forq.broker.producing import Update, new_job
+from forq.broker.claim import Settled
+from forq.broker.enqueue import Update, new_job
 from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
 
 FUTURE = 4_000_000_000  # epoch seconds

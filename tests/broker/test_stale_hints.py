@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from forq.broker.enqueue import Update, new_job
+from forq.broker.inspect import why
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.producing import Update, new_job
-from forq.broker.reasons import why
 from tests.support.gate import gate
 from tests.support.one_queue import OneQueue
 from tests.support.sweeping import sweeping_at_once

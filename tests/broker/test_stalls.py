@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from forq.broker.consuming import Limits
-from forq.broker.keeping import MAX_STACK, Outcome, Position
+from forq.broker.claim import Limits
+from forq.broker.recovery import MAX_STACK, Outcome, Position
 from forq.settings import stored_defaults
 from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from forq.broker.keeping import Outcome
+from forq.broker.enqueue import Update, new_job
+from forq.broker.inspect import why
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue
-from forq.broker.producing import Update, new_job
-from forq.broker.reasons import why
+from forq.broker.recovery import Outcome
 from forq.settings import stored_defaults
 from tests.support.limits import ears
 from tests.support.one_queue import HandWorker, OneQueue, State, one_queue

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from forq.broker import traces
+from forq.broker import inspect
 from forq.broker.dead import DeadJobs
+from forq.broker.inspect import unknown_job
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.traces import unknown_job
 from forq.errors import UnknownJob, UnknownQueue
 from tests.support.one_queue import OneQueue
 
@@ -105,7 +105,7 @@ def test_the_look_at_the_journal_is_bounded_and_in_pieces(queue: OneQueue, monke
     assert "never" in said(queue, "b")
     calls = queue.redis.info("commandstats")["cmdstat_xrevrange"]["calls"]
     assert 2 <= calls <= 5
-    monkeypatch.setattr(traces, "LOOKED_AT_BYTES", 100)
+    monkeypatch.setattr(inspect, "LOOKED_AT_BYTES", 100)
     assert "never had, or the job has ended" in said(queue, "job-x")
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from forq.broker.keeping import Position
 from forq.broker.keys import due_channels
-from forq.broker.listening import Listener
+from forq.broker.pubsub import Listener
+from forq.broker.recovery import Position
 from forq.ids import new_id
 from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
 

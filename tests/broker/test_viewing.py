@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from forq.broker.enqueue import new_job
+from forq.broker.inspect import counts_of
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.producing import new_job
-from forq.broker.viewing import counts_of
 from forq.errors import UnknownJob, UnknownQueue, UsageError
 from tests.support.one_queue import OneQueue, one_queue
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from forq import Client
-from forq.broker.ends import Ends, Look
+from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX, ended_channel
-from forq.broker.listening import Listener
-from forq.broker.producing import Update, new_job
+from forq.broker.pubsub import Listener
+from forq.broker.results import Ends, Look
 from forq.errors import (
     BY_CODE,
     ForqError,

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from forq.broker.producing import Update, new_job
+from forq.broker.enqueue import Update, new_job
 from forq.broker.scripts import script
 from tests.support.gate import gate
 from tests.support.limits import limited, wakes

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, NoReturn
 
-from forq.broker.consuming import Consumer
-from forq.broker.keeping import Keeper
+from forq.broker.claim import Consumer
 from forq.broker.outbox import Outbox
+from forq.broker.recovery import Keeper
 from tests.chaos.ground import Ground, append
 
 # Where, in the words of the table that a run prints.

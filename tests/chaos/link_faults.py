@@ -2,7 +2,7 @@
 
 import random
 
-from forq.broker.codes import FENCED, STALE
+from forq.broker.replies import FENCED, STALE
 from tests.chaos.hit import Hit
 from tests.chaos.proxy import Proxy
 from tests.chaos.stage import Stage

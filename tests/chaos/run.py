@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forq.broker.inspect import Viewer
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, main_queue, queue_base
 from forq.broker.link import Link
-from forq.broker.viewing import Viewer
 from tests.chaos.checker import violations
 from tests.chaos.evidence import Evidence, collect
 from tests.chaos.faults import ALL_FAULTS, FAULTS, fired

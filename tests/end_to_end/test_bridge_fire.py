@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from forq.broker.enqueue import new_job
 from forq.broker.journal import Event, read_entry
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
-from forq.broker.producing import new_job
 from tests.support.journal_replay import Replay
 from tests.support.running import Forq, running, wait_until
 from tests.support.server import Server

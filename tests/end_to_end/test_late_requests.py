@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.broker.codes import STALE
+from forq.broker.replies import STALE
 from tests.chaos.proxy import Proxy
 from tests.support.namespaces import NEAR, Wire, why_not, wire
 from tests.support.running import Forq, running, wait_until

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from forq.broker.done import LOST
+from forq.broker.results import LOST
 from forq.errors import ForqError, JobDead, NoResult
 from tests.support.bridge_process import bridge
 from tests.support.programs import create, python_program, shell

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from forq.broker.ends import Ends
 from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.results import Ends
 from forq.client import Client, Queue
 from forq.errors import Exists, InvalidData, InvalidId, JobDead, UnknownJob, UnknownQueue, UsageError, WaitTimeout
 from tests.support.fake_server import FakeServer

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from forq.broker.keeping import Keeper
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
+from forq.broker.recovery import Keeper
 from forq.errors import BackPressure, RedisUnavailable
 from tests.support.faulty_servers import SmallDiskServer
 from tests.support.running import Forq, running, wait_until, whole_lines

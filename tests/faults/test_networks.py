@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from forq.broker import consuming
-from forq.broker.consuming import Consumer
+from forq.broker import claim
+from forq.broker.claim import Consumer
+from forq.broker.enqueue import Producer, Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
-from forq.broker.producing import Producer, Update, new_job
 from forq.errors import OutcomeUnknown, RedisUnavailable
 from tests.support.one_queue import EXPIRY_MS, State, one_queue
 from tests.support.proxy import Proxy, proxied
@@ -117,8 +117,8 @@ def test_a_producer_that_lost_the_reply_is_told_and_its_token_makes_the_second_c
 def test_a_half_open_connection_is_given_up_in_bounded_time_and_a_new_one_is_made(
     proxy: Proxy, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consuming, "BLOCK_SECONDS", 1)
-    monkeypatch.setattr(consuming, "BLOCK_MARGIN_SECONDS", 1)
+    monkeypatch.setattr(claim, "BLOCK_SECONDS", 1)
+    monkeypatch.setattr(claim, "BLOCK_MARGIN_SECONDS", 1)
     with one_queue(redis_url) as queue:
         consumer = Consumer(proxy.url, DEFAULT_PREFIX, "q", "p1", "w1")
         consumer.join(EXPIRY_MS)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pytest
 import redis
 
+from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.outbox import Outbox
-from forq.broker.producing import Update, new_job
 from forq.client import Client
 from forq.errors import OutcomeUnknown, RedisUnavailable
 from tests.support.append_only import Snapshot, cut_copy, durable_server, growing_file, snapshot

@@ -9,8 +9,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from forq.broker.dead import DeadJobs
+from forq.broker.enqueue import new_job
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.producing import new_job
 from forq.broker.record import unpack
 from forq.errors import ForqError, UnknownQueue, UsageError
 from forq.pipeline import replay, replay_look

@@ -11,8 +11,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import to_arrow_schema
 
+from forq.broker.enqueue import new_job
 from forq.broker.journal import Event
-from forq.broker.producing import new_job
 from forq.pipeline.reading import BEGINNING, Journals, Range, id_key
 from forq.pipeline.schema import EVENTS, EVENTS_ARROW, JOBS, JOBS_ARROW
 from forq.settings import stored_defaults

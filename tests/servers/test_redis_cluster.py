@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from forq import Client
-from forq.broker.cluster import HOPS, Cluster, Moved
-from forq.broker.consuming import Consumer
+from forq.broker.claim import Consumer
+from forq.broker.inspect import counts_of
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.broker.link import Link
-from forq.broker.nodes import ask_nodes, slot_of
 from forq.broker.scripts import script
 from forq.broker.server_check import check_server
-from forq.broker.viewing import counts_of
+from forq.broker.topology import HOPS, Cluster, Moved, ask_nodes, slot_of
 from forq.client import Queue
 from forq.errors import ForqError, RedisUnavailable, UnknownQueue
 from forq.redis_address import read_address

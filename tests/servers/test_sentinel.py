@@ -9,7 +9,7 @@ import pytest
 from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX, due_channels
 from forq.broker.link import Link
-from forq.broker.listening import Listener
+from forq.broker.pubsub import Listener
 from forq.errors import RedisUnavailable
 from tests.support.redis_cluster import ask, free_ports
 from tests.support.replicas import MASTER, Pair, Sentinels, replicated, watched

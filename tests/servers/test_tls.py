@@ -12,7 +12,7 @@ import trustme
 from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX, due_channels
 from forq.broker.link import Link
-from forq.broker.listening import Listener
+from forq.broker.pubsub import Listener
 from forq.errors import OutcomeUnknown, RedisUnavailable
 from tests.support.redis_cluster import free_ports, redis_cluster
 from tests.support.relay import relay

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from forq.broker.traces import unknown_job
+from forq.broker.inspect import unknown_job
 from forq.errors import ForqError, InvalidData, UnknownJob, UnknownQueue, UsageError
 from forq.procs import jsonrpc
 from forq.procs.loop import service_loop

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from forq.broker.viewing import Counts
+from forq.broker.inspect import Counts
 from forq.health import faults_of_queue, faults_of_supervisor
 from forq.services.health import faults_in
 from forq.services.metrics_look import Look, Work

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forq.broker.keeping import Outcome
-from forq.fates import Fate
+from forq.broker.recovery import Outcome
+from forq.broker.replies import Fate
 from forq.output.format import MARK, NAME, Line, open_pipe, unpack
 from forq.services.loss_log import tell_loss
 

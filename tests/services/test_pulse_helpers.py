@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forq.broker.keeping import Beat, Position, Recovered
+from forq.broker.recovery import Beat, Position, Recovered
 from forq.procs.scoreboard import Role, Scoreboard, State
 from forq.services.pulse import Pulse
 from tests.support.contexts import context

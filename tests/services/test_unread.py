@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from forq.broker.keeping import Position
+from forq.broker.recovery import Position
 from forq.errors import RedisUnavailable
 from forq.procs.liveness import LATE_SECONDS
 from forq.procs.scoreboard import TURN_SHIFT, Role, Scoreboard, Slot, State, pack_word

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from forq.broker.claim import report_progress
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.reporting import report_progress
 from forq.errors import ForqError, InvalidId, InvalidName, RedisUnavailable, UnknownJob, UnknownQueue, UsageError
 from forq.procs.loop import service_loop
 from forq.services.desk import Later

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-from forq.broker.viewing import Counts
+from forq.broker.inspect import Counts
 from forq.ctl.commands.service import columns_for
 from forq.services.metrics_page import JOB_STATES
 from forq.supervisor.status import COUNTS, Status

@@ -3,8 +3,8 @@
 import random
 
 from forq.broker.dead import DeadJobs
+from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.producing import Update, new_job
 from forq.errors import LeaseLapsed
 from tests.support.busy_queues import revive_or_discard_one
 from tests.support.external_queue import ExternalQueue

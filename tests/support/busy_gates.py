@@ -2,10 +2,10 @@
 
 import random
 
-from forq.broker.awaiting import Hand
 from forq.broker.dead import DeadJobs
+from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.producing import Update, new_job
+from forq.broker.leases import Hand
 from forq.errors import ForqError
 from tests.support.busy_queues import revive_or_discard_one
 from tests.support.gate import Gate

@@ -1,8 +1,8 @@
 """Real events, made fast: jobs of a queue go through its scripts in large turns, without processes."""
 
-from forq.broker.consuming import Settled
+from forq.broker.claim import Settled
+from forq.broker.enqueue import Update, chunks, new_job
 from forq.broker.journal import Event, read_entry
-from forq.broker.producing import Update, chunks, new_job
 from tests.support.one_queue import HandWorker, OneQueue
 
 _TURN = 100

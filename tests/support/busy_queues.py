@@ -5,12 +5,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from forq.broker.consuming import Consumer, Settled
+from forq.broker.claim import Consumer, Settled
 from forq.broker.dead import DeadJobs
-from forq.broker.keeping import Keeper, Outcome, Position
+from forq.broker.enqueue import Producer, Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue
 from forq.broker.link import Link
-from forq.broker.producing import Producer, Update, new_job
+from forq.broker.recovery import Keeper, Outcome, Position
 from forq.broker.registry import Registry
 from forq.errors import ForqError
 from forq.settings import stored_defaults

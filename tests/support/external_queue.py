@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from forq.broker.awaiting import Hand
-from forq.broker.external import External, Failure
 from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.leases import External, Failure, Hand
 from forq.settings import stored_defaults
 from tests.support.one_queue import OneQueue
 

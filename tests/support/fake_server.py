@@ -18,7 +18,7 @@ import redis
 from fakeredis._socket import FakeSocket
 from redis.exceptions import ResponseError
 
-from forq.broker import link, listening
+from forq.broker import link, pubsub
 from forq.redis_address import Address
 from tests.support import one_queue, redis_cluster
 
@@ -49,7 +49,7 @@ class FakeServer:
 
         with (
             patch.object(link, "connect", connect),
-            patch.object(listening, "connect", connect),
+            patch.object(pubsub, "connect", connect),
             patch.object(one_queue, "connect", client),
         ):
             yield

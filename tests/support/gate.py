@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from forq.broker.awaiting import Awaiting, Hand
+from forq.broker.claim import Releaser, Try
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.releasing import Releaser, Try
+from forq.broker.leases import Awaiting, Hand
 from tests.support.one_queue import OneQueue
 
 # What the tests do not say otherwise: short tries, leases that end only when a test says so.

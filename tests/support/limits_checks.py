@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from forq.broker.consuming import Turn
+from forq.broker.claim import Turn
 from forq.broker.keys import wake_key
 from tests.support.limits_model import BURST
 from tests.support.one_queue import OneQueue, State

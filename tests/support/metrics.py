@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from forq.broker.viewing import Counts
+from forq.broker.inspect import Counts
 from forq.procs.scoreboard import BUCKETS, Tallied
 from forq.services.metrics_look import Look, Work
 

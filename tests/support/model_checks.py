@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import orjson
 
-from forq.broker.done import read_done
 from forq.broker.record import unpack
+from forq.broker.results import read_done
 from tests.support.journal_replay import Replay
 from tests.support.limits_checks import LimitChecks
 from tests.support.one_queue import OneQueue, State

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from forq.broker.consuming import Consumer, Results, Settled, Turn
+from forq.broker.claim import Consumer, Results, Settled, Turn
+from forq.broker.enqueue import Producer, Update, new_job
+from forq.broker.inspect import Viewer
 from forq.broker.journal import Event, read_entry
-from forq.broker.keeping import Keeper, Outcome, Position
 from forq.broker.keys import (
     DEFAULT_PREFIX,
     fail_queue,
@@ -18,9 +19,8 @@ from forq.broker.keys import (
     swept_key,
 )
 from forq.broker.link import Link
-from forq.broker.producing import Producer, Update, new_job
+from forq.broker.recovery import Keeper, Outcome, Position
 from forq.broker.registry import Registry
-from forq.broker.viewing import Viewer
 from forq.settings import stored_defaults
 from tests.support.redis_cluster import connect
 

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from forq.broker.firing import DueTick, Firing, due_ticks
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
-from forq.broker.scheduling import Schedules
+from forq.broker.schedules import DueTick, Firing, Schedules, due_ticks
 from forq.broker.scripts import script
 from forq.schedules import USER, Schedule
 from tests.support.one_queue import OneQueue

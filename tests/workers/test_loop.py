@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from forq.broker.consuming import Limits, Turn
+from forq.broker.claim import Limits, Turn
+from forq.broker.replies import Fate
 from forq.errors import Fenced, OutcomeUnknown
-from forq.fates import Fate
 from forq.procs.scoreboard import TAKEN, WORD, Scoreboard, Slot, State, Word, unpack_word
 from forq.settings import defaults
 from forq.workers import job_log

@@ -14,7 +14,7 @@ import pytest
 
 from forq import Job
 from forq.broker.keys import DEFAULT_PREFIX, progress_channels
-from forq.broker.listening import Listener
+from forq.broker.pubsub import Listener
 from forq.errors import InvalidData
 from forq.procs.scoreboard import WORD, Scoreboard, Slot, State, pack_word
 from forq.progress import check_progress, show_progress

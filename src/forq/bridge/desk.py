@@ -21,14 +21,13 @@ from forq.bridge.messages import (
     WorkerIdle,
     WorkerProgress,
 )
-from forq.broker.awaiting import Answer, Hand
-from forq.broker.external import External, Failure
-from forq.broker.keeping import Keeper
+from forq.broker.enqueue import Producer, new_job
+from forq.broker.inspect import Viewer
+from forq.broker.leases import Answer, External, Failure, Hand
 from forq.broker.link import Link
-from forq.broker.producing import Producer, new_job
 from forq.broker.record import MAX_IDENTIFIER
+from forq.broker.recovery import Keeper
 from forq.broker.registry import Registry
-from forq.broker.viewing import Viewer
 from forq.errors import LeaseLapsed, UnknownQueue
 from forq.settings import EXTERNAL, stored, stored_defaults
 

@@ -16,7 +16,7 @@ from forq.bridge.desk import Desk, Out
 from forq.bridge.messages import BadMessage, Envelopes, Held, Request, WorkerIdle, read_message
 from forq.bridge.peers import Client, Peer
 from forq.broker.keys import queue_of_channel
-from forq.broker.listening import Listener
+from forq.broker.pubsub import Listener
 from forq.errors import ForqError, InvalidData, RedisUnavailable
 from forq.names import shown
 from forq.procs.loop import Loop

@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
+from forq.broker.enqueue import MAX_SECONDS
 from forq.broker.keys import DEFAULT_PRIORITY
-from forq.broker.producing import MAX_SECONDS
 from forq.errors import ForqError, UsageError
 from forq.ids import new_id
 from forq.names import check_job_id, check_queue_name, shown

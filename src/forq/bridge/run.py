@@ -14,9 +14,9 @@ from forq.bridge.desk import Desk
 from forq.bridge.loop import Bridge
 from forq.bridge.messages import Envelopes
 from forq.bridge.peers import Peer, Standard
-from forq.broker.awaiting import handed_channels
+from forq.broker.leases import handed_channels
 from forq.broker.link import Link
-from forq.broker.listening import Listener
+from forq.broker.pubsub import Listener
 from forq.errors import ForqError
 from forq.ids import new_id
 from forq.logging_setup import configure

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forq.broker.codes import BROKEN, EXISTS, FULL, NO_QUEUE, OK, error_for
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.record import read_error, show_record, unpack
+from forq.broker.replies import BROKEN, EXISTS, FULL, NO_QUEUE, OK, error_for
 from forq.broker.scripts import Script, script
 from forq.errors import ForqError, InvalidData, InvalidId, UnknownJob, UsageError
 from forq.names import check_queue_name, shown

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from forq.broker.cluster import Cluster, Moved
 from forq.broker.scripts import Script
+from forq.broker.topology import Cluster, Moved
 from forq.errors import BackPressure, ForqError, OutcomeUnknown, RedisUnavailable
 from forq.redis_address import CLUSTER, SENTINEL, Address, read_address, shown_url
 

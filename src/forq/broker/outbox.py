@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
-from forq.broker.codes import OK, error_for
 from forq.broker.keys import hand_name, outbox_channels, outbox_key, queue_base
 from forq.broker.link import Link
-from forq.broker.listening import Listener
+from forq.broker.pubsub import Listener
+from forq.broker.replies import OK, error_for
 from forq.broker.scripts import script
 from forq.redis_address import database_of
 

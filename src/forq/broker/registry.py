@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from forq.broker.codes import CHANGED, NO_QUEUE, OK, error_for
 from forq.broker.dead import read_dead
 from forq.broker.keys import (
     deleted_queues_key,
@@ -16,6 +15,7 @@ from forq.broker.keys import (
 from forq.broker.link import READ_BYTES, Link
 from forq.broker.outbox import forget, read_line
 from forq.broker.record import unpack
+from forq.broker.replies import CHANGED, NO_QUEUE, OK, error_for
 from forq.broker.scripts import script
 from forq.errors import InvalidData, UnknownQueue
 from forq.names import check_queue_name, is_queue_name

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from forq.broker.codes import LUA_CONSTANTS
+from forq.broker.replies import LUA_CONSTANTS
 
 FILES = (
     *("call", "journal", "records", "hints", "limits", "blocked", "results", "holdings", "failures", "dead"),

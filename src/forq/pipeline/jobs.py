@@ -7,9 +7,9 @@ import orjson
 import pyarrow as pa
 
 from forq.broker.dead import read_dead
+from forq.broker.inspect import live_state
 from forq.broker.keys import queue_base
 from forq.broker.record import Record, unpack
-from forq.broker.viewing import live_state
 from forq.errors import InvalidData
 from forq.pipeline.reading import Journals
 from forq.pipeline.schema import JOBS_ARROW

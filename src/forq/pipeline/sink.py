@@ -23,9 +23,9 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StringType, StructType, TimestampType
 
+from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, NewJob, Producer, Update, new_job
 from forq.broker.keys import DEFAULT_PRIORITY
 from forq.broker.link import Link
-from forq.broker.producing import CHUNK_BYTES, CHUNK_JOBS, NewJob, Producer, Update, new_job
 from forq.errors import BackPressure, ForqError, InvalidData, RedisUnavailable, UsageError
 from forq.ids import new_id
 from forq.names import shown

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from forq.broker.awaiting import Awaiting, Hand, handed_channels
+from forq.broker.leases import Awaiting, Hand, handed_channels
 from forq.broker.link import Link
-from forq.broker.listening import Listener
+from forq.broker.pubsub import Listener
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
 from forq.ids import new_id
 from forq.procs.loop import Loop

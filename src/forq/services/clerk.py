@@ -7,17 +7,15 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from forq import exits
-from forq.broker.awaiting import Awaiting
 from forq.broker.dead import Chunk, DeadJobs
+from forq.broker.enqueue import NewJob, Producer, Update, new_job
+from forq.broker.inspect import Viewer, counts_of, unknown_job, why
+from forq.broker.leases import Awaiting
 from forq.broker.link import Link
-from forq.broker.producing import NewJob, Producer, Update, new_job
-from forq.broker.reasons import why
 from forq.broker.registry import Dropped, Registry
-from forq.broker.scheduling import Schedules
+from forq.broker.schedules import Schedules
 from forq.broker.scripts import script
 from forq.broker.server_check import check_server
-from forq.broker.traces import unknown_job
-from forq.broker.viewing import Viewer, counts_of
 from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
 from forq.names import check_queue_name, shown
 from forq.procs.liveness import DISK_SECONDS, may_take

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from forq.broker.viewing import Counts
+from forq.broker.inspect import Counts
 from forq.health import CONSUMING_STATES, Fault, faults_of_queue, faults_of_supervisor
 from forq.services.metrics_look import Look, Work, queues_of
 from forq.settings import WORK

@@ -6,9 +6,9 @@ import os
 import threading
 import time
 
-from forq.broker.keeping import Outcome
 from forq.broker.keys import main_queue
-from forq.fates import Fate, headline
+from forq.broker.recovery import Outcome
+from forq.broker.replies import Fate, headline
 from forq.output.format import NAME, Line, pack_line
 
 log = logging.getLogger("forq")

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from forq.broker.inspect import Counts, counts_of
 from forq.broker.keys import registry_key
 from forq.broker.link import Link
 from forq.broker.registry import Registry
-from forq.broker.viewing import Counts, counts_of
 from forq.errors import ForqError, RedisUnavailable, SupervisorUnreachable
 from forq.procs import jsonrpc
 from forq.procs.lines import Lines

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from forq.broker.viewing import Counts
+from forq.broker.inspect import Counts
 from forq.procs.scoreboard import cumulated
 from forq.services.metrics_look import Look, queues_of
 from forq.settings import WORK

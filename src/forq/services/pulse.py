@@ -24,13 +24,13 @@ from functools import partial
 from typing import Any
 
 from forq import exits
-from forq.broker.keeping import Beat, Keeper, Position, QueueGone
 from forq.broker.keys import due_channels, fail_queue, main_queue, queue_of_channel
 from forq.broker.link import Link
-from forq.broker.listening import Listener
+from forq.broker.pubsub import Listener
+from forq.broker.recovery import Beat, Keeper, Position, QueueGone
 from forq.broker.registry import Registry
+from forq.broker.replies import Fate
 from forq.errors import Fenced, ForqError, RedisUnavailable
-from forq.fates import Fate
 from forq.procs.cgroups import Cgroup
 from forq.procs.loop import Loop
 from forq.procs.process import Context

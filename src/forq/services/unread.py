@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from forq.broker.keeping import Keeper, Position
+from forq.broker.recovery import Keeper, Position
 from forq.errors import ForqError, RedisUnavailable
 from forq.procs.liveness import SLICE_SECONDS, AwakeTime
 from forq.procs.scoreboard import Scoreboard, Slot, State

@@ -16,10 +16,10 @@ from typing import Any
 
 import orjson
 
+from forq.broker.inspect import Viewer
 from forq.broker.keys import progress_channels, queue_base, queue_of_channel
 from forq.broker.link import Link
-from forq.broker.listening import Listener
-from forq.broker.viewing import Viewer
+from forq.broker.pubsub import Listener
 from forq.errors import ForqError, RedisUnavailable, UnknownJob, UsageError
 from forq.names import check_job_id, check_queue_name, shown
 from forq.procs.loop import Loop

@@ -69,11 +69,10 @@ def settles(number: int, done: list[Any], failed: list[Any], *rest: Any) -> bool
 
 
 def install(point: str) -> None:
-    from forq.broker.consuming import Consumer
-    from forq.broker.keeping import Keeper
+    from forq.broker.claim import Consumer, Releaser
+    from forq.broker.enqueue import Producer
     from forq.broker.outbox import Outbox
-    from forq.broker.producing import Producer
-    from forq.broker.releasing import Releaser
+    from forq.broker.recovery import Keeper
     from forq.workers.attempt import Attempts
 
     points: dict[str, tuple[type, tuple[str, ...], Callable[[Call, Any], Call], Callable[..., bool]]] = {

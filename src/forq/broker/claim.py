@@ -1,14 +1,18 @@
-"""A worker's calls: join the queue, take turns, wait."""
+"""A worker's calls: join the queue, take turns, wait.
+
+How far a running job is: its worker's call that says so, and what is stored.
+
+The call by which a worker of an auto_release queue tries to release the item at the head of the line.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
-from forq.broker.codes import LIMITED, OK, PAUSED, error_for
 from forq.broker.keys import pending_key, processing_key, queue_base, retry_key, suspects_key, swept_key, wake_key
 from forq.broker.link import Link
+from forq.broker.replies import LIMITED, OK, PAUSED, Fate, error_for, read_fates
 from forq.broker.scripts import Script, script
 from forq.errors import ForqError
-from forq.fates import Fate, read_fates
 from forq.version import PROTOCOL
 
 # How long a worker waits before it asks again. Across a network that shows it that the server has gone without a word;
@@ -153,3 +157,44 @@ class Consumer:
 
     def close(self) -> None:
         self.link.close()
+
+
+def report_progress(
+    link: Link, prefix: str, queue: str, worker: str, job_id: str, fence: int, fraction: float, text: str
+) -> bool:
+    """False if that worker does not run that job (any more). Safe to repeat."""
+    reply = link.run(script("progress"), queue_base(prefix, queue), worker, job_id, fence, fraction, text)
+    if reply[0] != OK:
+        raise error_for(queue, reply)
+    return bool(reply[1])
+
+
+def read_progress(packed: bytes | None) -> dict[str, Any] | None:
+    """What is stored of a job, as it is shown: {"fraction", "text", "at"}."""
+    if packed is None:
+        return None
+    fraction, at_ms, text = packed.decode("utf-8", "replace").split(" ", 2)
+    return {"fraction": float(fraction), "text": text, "at": int(at_ms) / 1000}
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """What came of it, and in how many seconds the next one can be made (0: nothing is in line)."""
+
+    paused: bool
+    handed_over: bool
+    wait_seconds: float
+
+
+class Releaser:
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+        self._script = script("release")
+
+    def release(self) -> Try:
+        reply = self._consumer.run(self._script, self._consumer.processor, self._consumer.worker, self._consumer.lane)
+        if reply[0] == PAUSED:
+            return Try(paused=True, handed_over=False, wait_seconds=0.0)
+        if reply[0] != OK:
+            raise error_for(self._consumer.queue, reply)
+        return Try(paused=False, handed_over=reply[1] == 1, wait_seconds=reply[2] / 1_000_000)

@@ -1,21 +1,56 @@
-"""Putting jobs into a queue and taking waiting ones out."""
+"""Jobs that must outlive the server they are sent to: stored on a replica too before the producer hears that they are.
+
+1. Without a replica nothing is sent (NoReplica).
+2. After the write, WAIT tells how many replicas have it. If none has, in time, the outcome is unknown, never good: the
+   jobs are on the master, and lost if that is lost before a replica has them.
+
+Putting jobs into a queue and taking waiting ones out.
+"""
 
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from forq.broker.codes import OK, error_for
-from forq.broker.durability import check_durable, check_has_replica, wait_for_replica
-from forq.broker.keys import DEFAULT_PRIORITY, queue_base
+from forq.broker.keys import DEFAULT_PRIORITY, durable_mark, queue_base
 from forq.broker.link import Link
 from forq.broker.record import pack_body
+from forq.broker.replies import OK, error_for
 from forq.broker.scripts import script
-from forq.errors import ForqError, InvalidData, UsageError
+from forq.errors import ForqError, InvalidData, NoReplica, OutcomeUnknown, UsageError
 from forq.ids import new_id
 from forq.names import check_job_id, check_queue_name, check_type, shown
 from forq.trace_context import current_trace
 from forq.version import PROTOCOL
+
+REPLICA = "replica"
+# Replicas that keep up answer within a round trip; the caller's connection must be more patient than this.
+WAIT_MS = 1000
+
+
+def check_durable(durable: object) -> bool:
+    """Whether a replica is asked for."""
+    if durable not in (None, REPLICA):
+        raise UsageError(f"durable {shown(durable)} is not allowed: 'replica', or None for the master alone")
+    return durable is not None
+
+
+def check_has_replica(link: Link, base: str) -> None:
+    info = link.call("INFO", "replication", at=base)
+    if b"state=online" not in info:
+        raise NoReplica(f"Redis at {link.shown_url} has no replica that is in sync; nothing was stored")
+
+
+def wait_for_replica(link: Link, base: str) -> None:
+    """What the last call wrote is on a replica when this returns; else OutcomeUnknown."""
+    stored = "what was sent is stored on the master, but not known to be on a replica"
+    try:
+        acknowledged = link.acknowledged(base, durable_mark(base), WAIT_MS)
+    except OutcomeUnknown as exc:
+        raise OutcomeUnknown(f"{stored}: {exc}") from exc
+    if acknowledged < 1:
+        raise OutcomeUnknown(f"{stored}: none acknowledged it within {WAIT_MS / 1000:g} s")
+
 
 CHUNK_JOBS = 500
 CHUNK_BYTES = 512 * 1024

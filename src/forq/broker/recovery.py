@@ -1,5 +1,6 @@
 """What is done for workers that cannot speak for themselves: heartbeats, recovery, rescue, eviction; and on time: jobs
-that are due, and ticks of schedules."""
+that are due, and ticks of schedules.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,13 +8,12 @@ from typing import Any, Literal
 
 import orjson
 
-from forq.broker.codes import FENCED, NO_QUEUE, OK, error_for
-from forq.broker.firing import Firing
 from forq.broker.keys import queue_base, workers_key
 from forq.broker.link import Link
+from forq.broker.replies import FENCED, NO_QUEUE, OK, Fate, error_for, read_fates
+from forq.broker.schedules import Firing
 from forq.broker.scripts import script
 from forq.errors import Fenced, ForqError, RedisUnavailable
-from forq.fates import Fate, read_fates
 
 # What the loss of its worker means for the job that was running there: it killed the worker (counted), it had reached
 # its timeout (counted), it is not to blame, or it may be: then it runs alone next time; or somebody has killed it.

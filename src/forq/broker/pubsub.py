@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from forq.broker.link import CONNECT_TIMEOUT_SECONDS, connect
-from forq.broker.nodes import ask_nodes, slot_of
+from forq.broker.topology import ask_nodes, slot_of
 from forq.errors import RedisUnavailable
 from forq.redis_address import CLUSTER, read_address
 

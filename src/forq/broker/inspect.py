@@ -1,22 +1,32 @@
-"""Looking at a queue: counts, one job, pages of jobs. Nothing here changes anything or scans the keyspace."""
+"""Looking at a queue: counts, one job, pages of jobs. Nothing here changes anything or scans the keyspace.
+
+Why a job is not running, in one sentence.
+
+What became of a job that a queue does not have any more, as far as its journal tells.
+"""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import orjson
 
-from forq.broker.codes import NO_QUEUE, OK, error_for
+from forq.broker.claim import read_progress
 from forq.broker.dead import DeadJobs, read_dead
-from forq.broker.done import read_done, why_not_kept
+from forq.broker.journal import Event, read_entry
 from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
-from forq.broker.link import Link
+from forq.broker.link import READ_BYTES, Link
 from forq.broker.record import Record, unpack, unpacked_fields
-from forq.broker.reporting import read_progress
+from forq.broker.registry import now_ms
+from forq.broker.replies import NO_QUEUE, OK, error_for
+from forq.broker.results import read_done, why_not_kept
 from forq.broker.scripts import script
 from forq.errors import InvalidData, UnknownJob, UsageError
 from forq.names import check_job_id, check_queue_name, shown
-from forq.values import show_rate
+from forq.progress import show_progress
+from forq.settings import EXTERNAL, RELEASE_MODES, WORK
+from forq.values import show_duration, show_rate, show_time
 
 State = Literal["waiting", "scheduled", "active", "blocked", "retry", "done", "dead"]
 STATES: tuple[State, ...] = get_args(State)
@@ -339,3 +349,260 @@ def _read_cursor(after: object, state: str | None) -> tuple[str, str]:
         raise UsageError(f"cursor {shown(after)} is not allowed: use the one that the last page ended with")
     stage, _, position = after.partition("/")
     return stage, position
+
+
+# How far down its list a job's place is looked for.
+LOOKED_AT = 10_000
+
+
+def why(
+    link: Link,
+    prefix: str,
+    name: str,
+    job_id: str,
+    *,
+    messages: bool = True,
+    unresponsive: Mapping[str, int] | None = None,
+) -> tuple[str, str]:
+    """The job's state and the reason; raises UnknownJob if the queue has no job of that id.
+
+    Without `messages` nothing is told that may quote the job's data: of an error only its name. `unresponsive`: workers
+    that run nothing and whose process does not answer, with its pid.
+    """
+    viewer = Viewer(link, prefix, name)
+    job = viewer.job(job_id)
+    if not messages:
+        _drop_messages(job)
+    pid = (unresponsive or {}).get(str(job.get("worker")))
+    if job["state"] == "active" and pid is not None:
+        return job["state"], (
+            f"worker {job['worker']} has claimed it and has not begun it: its process {pid} is unresponsive; "
+            "the job goes back in line, uncounted, and the process is replaced"
+        )
+    return job["state"], _reason(link, prefix, viewer, job)
+
+
+def _reason(link: Link, prefix: str, viewer: Viewer, job: dict[str, Any]) -> str:
+    name, job_id, state = viewer.name, job["id"], job["state"]
+    counts = viewer.counts()
+    if state == "active" and counts.mode in RELEASE_MODES:
+        return f"it was handed to awaiter {job['worker']}, who has not acknowledged it yet"
+    if state == "active" and counts.mode == EXTERNAL:
+        return _with_worker(link, queue_base(prefix, name), job)
+    if state == "active":
+        marked = ", and will be forgotten when it ends" if job["removed"] else ""
+        far = job["progress"] and show_progress(job["progress"]["fraction"], job["progress"]["text"])
+        return f"it is running now (worker {job['worker']}){f': {far}' if far else ''}{marked}"
+    if state == "done":
+        return f"it is done since {show_time(job['ended_at'])}"
+    if state == "dead":
+        return f"it failed for good: {_error(job['error'])}; `forqctl dead retry {name} {job_id}` runs it again"
+    if counts.paused:
+        return "its queue is paused; `forqctl resume` goes on"
+    if state == "scheduled":
+        return f"it waits for its time, {show_time(job['run_at'])}{_last_attempt(job)}"
+    if state == "retry":
+        return (
+            f"it has used up its retries and gets another chance when nothing else waits ({counts.waiting} jobs wait)"
+        )
+    return _waiting(link, prefix, name, job, counts)
+
+
+def _waiting(link: Link, prefix: str, name: str, job: dict[str, Any], counts: Counts) -> str:
+    base = queue_base(prefix, name)
+    if counts.mode != EXTERNAL and not link.call("ZCOUNT", f"{base}:processors", now_ms(link, base), "+inf"):
+        return f"no supervisor serves its queue; `forqctl status {name}` says what to do"
+    if job.get("suspect"):
+        return _suspect(link, base, job)
+    priority = job["priority"]
+    own = pending_key(base, priority)
+    first = [pending_key(base, before) for before in range(priority)]
+    lists = [("LLEN", each) for place in first for each in (place, swept_key(place))]
+    places = [("LPOS", each, job["id"], "MAXLEN", LOOKED_AT) for each in (swept_key(own), own)]
+    *lengths, swept, ahead, behind = link.pipeline([*lists, ("LLEN", swept_key(own)), *places])
+    if ahead is None and behind is not None:
+        ahead = swept + behind
+    before = sum(lengths) + (LOOKED_AT if ahead is None else ahead)
+    at_least = "" if ahead is not None else "at least "
+    if counts.mode == EXTERNAL:
+        idle = "1 worker is idle" if counts.awaiters == 1 else f"{counts.awaiters} workers are idle"
+        return f"it waits for a worker: {at_least}{before} come before it, {idle}"
+    if counts.mode in RELEASE_MODES:
+        others = "1 awaits an item" if counts.awaiters == 1 else f"{counts.awaiters} await an item"
+        return f"it waits to be released: {at_least}{before} come before it, {others} of its queue"
+    held_up = _held_up(counts)
+    if before == 0:
+        return f"it is the next one; its queue runs {counts.active} jobs now{held_up}"
+    jobs = "1 job comes" if before == 1 else f"{before} jobs come"
+    return f"it waits in line: {at_least}{jobs} before it, {counts.active} run now{held_up}"
+
+
+def _held_up(counts: Counts) -> str:
+    if counts.limits is None or counts.limits["may_begin"] > 0:
+        return ""
+    if 0 < counts.limits["max_active"] <= counts.active:
+        return f", and no more than max_active = {counts.limits['max_active']} may"
+    return f", and no more may begin now (rate = {counts.limits['rate']})"
+
+
+def _with_worker(link: Link, base: str, job: dict[str, Any]) -> str:
+    marked = ", and will be forgotten when it ends" if job["removed"] else ""
+    if link.call("ZSCORE", f"{base}:accepted", job["id"]) is None:
+        return f"it was assigned to worker {job['worker']}, which has not accepted it yet{marked}"
+    return f"worker {job['worker']} runs it now{marked}"
+
+
+def _suspect(link: Link, base: str, job: dict[str, Any]) -> str:
+    ahead = link.call("ZRANK", suspects_key(base), job["id"])
+    others = {0: "it is the next one", 1: "1 such job comes before it", None: "it is about to begin"}
+    before = others.get(ahead, f"{ahead} such jobs come before it")
+    return (
+        "its process died while several jobs ran there, and nobody knows which of them did it: "
+        f"it waits to run alone, in a process of its own; {before}"
+    )
+
+
+def _last_attempt(job: dict[str, Any]) -> str:
+    if not job["attempts"]:
+        return ""
+    last = job["attempts"][-1]
+    return f", after attempt {job['retry_count']} {last['outcome']}: {_error(last['error']) or last['cause']}"
+
+
+def _drop_messages(job: dict[str, Any]) -> None:
+    for told in (job, *(attempt for attempt in job.get("attempts", ()) if isinstance(attempt, dict))):
+        if isinstance(error := told.get("error"), dict):
+            told["error"] = {"name": error.get("name")}
+
+
+def _error(error: Any) -> str:
+    if not isinstance(error, dict):
+        return ""
+    return f"{error.get('name')}: {error['message']}" if "message" in error else str(error.get("name"))
+
+
+# How much of the journal is read, the newest first: at most about 0.3 s of the caller, 2 ms of the server per call.
+LOOKED_AT_BYTES, LOOKED_AT_ENTRIES = 16 << 20, 20_000
+FIRST_ENTRIES, MOST_ENTRIES = 16, 1000
+
+_FORGOTTEN = ("discarded", "forgotten")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """`end`: the last event about the job; `later`: what became of it when it was dead. `whole`: whether all was seen
+    that ever happened in the queue, else what happened since `since_us`."""
+
+    end: Event | None
+    later: Event | None
+    whole: bool
+    since_us: int | None
+
+
+def unknown_job(link: Link, prefix: str, name: str, job_id: str) -> UnknownJob:
+    """The error about a job that the queue does not have: with what the journal knows of it."""
+    base = queue_base(prefix, check_queue_name(name))
+    options = link.call("HMGET", f"{base}:options", "epoch", "mode", "journal", "keep_done_ms", "done_max")
+    if options[0] is None:
+        return error_for(name, [NO_QUEUE])  # type: ignore[return-value]
+    epoch, mode, journal, keep_ms, most = ((option or b"").decode() for option in options)
+    trace = last_trace(link, base, check_job_id(job_id), int(epoch), journal_on=journal == "1")
+    advice = _advice(name, int(keep_ms or 0), most) if mode in (WORK, EXTERNAL) else ""
+    if trace.end is None and trace.later is None:
+        return UnknownJob(f"queue {name!r} {_not_found(trace, job_id, advice, name, journal_on=journal == '1')}")
+    return UnknownJob(f"queue {name!r} has no job {job_id!r} any more: {_what_became(trace, advice)}")
+
+
+def last_trace(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bool) -> Trace:
+    """Looks through the journal, from its end back."""
+    needle = job_id.encode()
+    later: Event | None = None
+    expected, since_us = int(link.call("HGET", f"{base}:counts", "journal_sequence") or 0), None
+    first, gaps, before, count, looked_at, seen = None, False, "+", FIRST_ENTRIES, 0, 0
+    while looked_at < LOOKED_AT_BYTES and seen < LOOKED_AT_ENTRIES:
+        entries = link.call("XREVRANGE", f"{base}:events", before, "-", "COUNT", count)
+        read = 0
+        for _, flat in entries:
+            fields = dict(zip(flat[::2], flat[1::2], strict=True))
+            if int(fields.get(b"q", 0)) != epoch:
+                return Trace(None, later, first == 1 and not gaps and journal_on, since_us)
+            number, since_us = int(fields[b"s"]), int(fields[b"t"])
+            # Others go on writing: the newest may be newer than what was counted before.
+            gaps = gaps or (number < expected if first is None else number != first - 1)
+            first = number
+            text = fields[b"e"]
+            read += len(text)
+            if needle in text:
+                for event in reversed(_events_of(fields, job_id)):
+                    if event.verb in _FORGOTTEN:
+                        later = later or event
+                    else:
+                        return Trace(event, _of_the_same(later, event), False, since_us)
+        if len(entries) < count:
+            return Trace(None, later, first == 1 and not gaps and journal_on, since_us)
+        before, looked_at, seen = f"({entries[-1][0].decode()}", looked_at + read, seen + count
+        count = max(1, min(MOST_ENTRIES, 4 * count, count * (READ_BYTES // 4) // max(read, 1)))
+    return Trace(None, later, False, since_us)
+
+
+def _events_of(fields: dict[bytes, bytes], job_id: str) -> list[Event]:
+    try:
+        return [event for event in read_entry(fields) if event.job == job_id]
+    except InvalidData:
+        return []
+
+
+def _of_the_same(later: Event | None, end: Event) -> Event | None:
+    """An earlier job of the id may have been forgotten after the end of the last one."""
+    return later if later is not None and later.fence == end.fence else None
+
+
+def _not_found(trace: Trace, job_id: str, advice: str, name: str, *, journal_on: bool) -> str:
+    if trace.whole:
+        return f"has never had a job {job_id!r}; `forqctl jobs {name}` lists those that it has"
+    if not journal_on:
+        known = "its journal is off"
+    elif trace.since_us is None:
+        known = "its journal is empty"
+    else:
+        known = f"its journal, as far as it was read (back to {show_time(trace.since_us / 1e6)}), does not mention it"
+    return f"has no job {job_id!r}: it never had, or the job has ended{advice}; {known}"
+
+
+def _what_became(trace: Trace, advice: str) -> str:
+    end, later = trace.end, trace.later
+    forgotten = later and _forgotten(later)
+    if end is None:
+        return f"it failed for good, and {forgotten}"
+    when = show_time(end.time_us / 1e6)
+    match end.verb:
+        case "done":
+            return f"it was done at {when}{_took(end)}{advice}"
+        case "released":
+            return f"it was released at {when}"
+        case "cancelled" if end.fence:
+            return f"it was removed or killed while it ran, and ended at {when}"
+        case "cancelled":
+            return f"it was cancelled at {when}"
+        case "dead" | "failing":
+            return f"it failed for good at {when}, and {forgotten or 'is not kept any more (dead_ttl, dead_max)'}"
+        case _:
+            return f"the last that its journal says of it is {end.verb!r}, at {when}, and there is no record of it now"
+
+
+def _forgotten(later: Event) -> str:
+    how = "was discarded" if later.verb == "discarded" else "is not kept any more (dead_ttl, dead_max)"
+    return f"{how} since {show_time(later.time_us / 1e6)}"
+
+
+def _took(end: Event) -> str:
+    if end.micros is None:
+        return ""
+    milliseconds = end.micros / 1000
+    return f" (it ran for {f'{milliseconds:.1f} ms' if milliseconds < 1000 else f'{milliseconds / 1000:.1f} s'})"
+
+
+def _advice(name: str, keep_ms: int, most: Any) -> str:
+    if keep_ms:
+        return f" and is not kept any more (keep_done = {show_duration(keep_ms / 1000)}, done_max = {most})"
+    return f" and is not kept (`forqctl set {name} keep_done=1h` keeps jobs that end from then on, with results)"

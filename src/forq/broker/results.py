@@ -1,0 +1,179 @@
+"""Done jobs that a queue keeps, with what their handlers returned.
+
+`done` holds ids by the time they ended, `done:jobs` under the same id ENDED_MS ' ' FENCE ' ' MICROS '\n' RESULT '\n'
+RECORD '\n' ATTEMPTS. RESULT is JSON; '' if it was lost with its worker; or '!' and why there is none.
+
+Waiting for the end of a job: one look at it, by which whoever looks is also written down, and what is heard then.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from forq.broker.dead import DeadJobs
+from forq.broker.keys import ended_channel, queue_base
+from forq.broker.link import Link
+from forq.broker.pubsub import Listener
+from forq.broker.record import read_error, show_record
+from forq.broker.replies import OK, error_for
+from forq.broker.scripts import script
+from forq.errors import UnknownJob
+from forq.names import check_job_id, check_queue_name
+from forq.redis_address import database_of
+from forq.settings import EXTERNAL, OPTIONS, WORK
+from forq.values import show_duration, show_time
+
+LOST = "its result was lost: its worker died before it could tell it"
+
+
+@dataclass(frozen=True, slots=True)
+class DoneJob:
+    """`result_error`: why there is no result (None: there is one, which may be None). `record`: packed."""
+
+    ended_ms: int
+    fence: int
+    micros: int | None
+    result: Any
+    result_error: str | None
+    record: bytes
+    attempts: list[Any]
+
+    def show(self, job_id: str) -> dict[str, Any]:
+        """Everything known about it."""
+        shown = {"id": job_id, "state": "done", "fence": self.fence, **show_record(self.record, job_id)}
+        run_seconds = None if self.micros is None else self.micros / 1e6
+        shown |= {"ended_at": self.ended_ms / 1000, "run_seconds": run_seconds, "attempts": self.attempts}
+        known = {"result": self.result} if self.result_error is None else {"result_error": self.result_error}
+        return shown | known
+
+
+def read_done(packed: bytes) -> DoneJob:
+    """What is kept of a done job; of what is broken, what can be shown."""
+    head, _, rest = packed.partition(b"\n")
+    packed_result, _, rest = rest.partition(b"\n")
+    record, _, packed_attempts = rest.rpartition(b"\n")
+    ended_ms, fence, micros = (int(part) if part.isdigit() else None for part in (*head.split(b" "), b"", b"", b"")[:3])
+    result, result_error = _read_result(packed_result)
+    attempts = read_error(packed_attempts)
+    tried = attempts if isinstance(attempts, list) else [attempts]
+    return DoneJob(ended_ms or 0, fence or 0, micros, result, result_error, record, tried)
+
+
+def why_not_kept(link: Link, base: str, queue: str) -> str:
+    """Why nothing is kept of a job that has ended, and the command that keeps more from now on."""
+    (mode, keep_ms, done_max), count, oldest = link.pipeline(
+        [
+            ("HMGET", f"{base}:options", "mode", "keep_done_ms", "done_max"),
+            ("ZCARD", f"{base}:done"),
+            ("ZRANGE", f"{base}:done", 0, 0, "WITHSCORES"),
+        ]
+    )
+    if mode is not None and mode.decode() not in (WORK, EXTERNAL):
+        return f"a queue of mode {mode.decode()} keeps none"
+    # A queue made by an earlier release lacks some of them.
+    seconds, most = int(keep_ms or 0) / 1000, int(OPTIONS["done_max"].default if done_max is None else done_max)
+    if not seconds:
+        return (
+            f"its queue keeps no results; `forqctl set {queue} keep_done=1h` keeps those of jobs that end from then on"
+        )
+    if count >= most:
+        since = f", now those since {show_time(float(oldest[1]) / 1000)}" if oldest else ""
+        more = min(int(OPTIONS["done_max"].highest), max(10 * most, 10_000))
+        return (
+            f"its queue keeps the results of the last done_max = {most} jobs{since}; "
+            f"`forqctl set {queue} done_max={more}` keeps more"
+        )
+    return (
+        f"its queue keeps results for keep_done = {show_duration(seconds)} (done_max = {most}, {count} are kept); "
+        f"`forqctl set {queue} keep_done={show_duration(2 * seconds)}` keeps them for longer"
+    )
+
+
+def _read_result(packed: bytes) -> tuple[Any, str | None]:
+    if not packed:
+        return None, LOST
+    if packed.startswith(b"!"):
+        return None, packed[1:].decode(errors="replace")
+    try:
+        return orjson.loads(packed), None
+    except ValueError as exc:
+        return None, f"what is kept of it is not JSON: {exc}"
+
+
+State = Literal["live", "done", "dead", "cancelled", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which job is waited for: that of this epoch of its queue that has this mark ('': the one that ended last)."""
+
+    epoch: str
+    mark: str
+
+    @property
+    def enqueued_ms(self) -> int | None:
+        enqueued = self.mark.partition("-")[2]
+        return int(enqueued) if enqueued.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What has become of the job. `fence`: of its last attempt, if it is done or dead. `done`: None if nothing of it is
+    kept. Gone: nobody knows how it ended, or it is dead since long."""
+
+    place: Place
+    state: State
+    fence: int = 0
+    done: DoneJob | None = None
+
+
+class Ends:
+    """The end of one job, for one who waits for it."""
+
+    def __init__(self, link: Link, prefix: str, queue: str, job_id: str) -> None:
+        self.queue = check_queue_name(queue)
+        self.job_id = check_job_id(job_id)
+        self._link = link
+        self._base = queue_base(prefix, queue)
+        self._dead = DeadJobs(link, prefix, queue)
+
+    def listener(self) -> Listener:
+        channel = ended_channel(self._base, database_of(self._link.url), self.job_id)
+        return Listener(self._link.url, channel, name="forq-waiter", exact=True)
+
+    def look(self, place: Place | None, valid_ms: int) -> Look:
+        """If it is live, its end is told to who listens, for so long. Safe to repeat. `place`: None the first time.
+
+        UsageError if the queue keeps nothing, UnknownQueue if it is gone, also if it was made anew meanwhile.
+        """
+        since = ("", "") if place is None else (place.epoch, place.mark)
+        reply = self._link.run(script("wait"), self._base, self.job_id, *since, valid_ms)
+        if reply[0] != OK:
+            raise error_for(self.queue, reply)
+        state, epoch, mark = (part.decode() for part in reply[1:4])
+        fence = int(reply[4]) if len(reply) > 4 else 0
+        return Look(Place(epoch, mark), state, fence, read_done(reply[5]) if len(reply) > 5 else None)
+
+    def why_not_kept(self) -> str:
+        """Why there is no result of a job that has ended, and what to do about it."""
+        return why_not_kept(self._link, self._base, self.queue)
+
+    def error_of_dead(self, fence: int) -> Any:
+        """The error that the job died of in this attempt; None if nothing is kept of it."""
+        shown = self._shown(f"{self.job_id}@{fence}")
+        return None if shown is None else shown["error"]
+
+    def error_of_last_dead(self, place: Place, after: int = 0) -> Any:
+        """The error of the last dead job of this id, if it is the one of `place` and died in an attempt after that."""
+        shown = self._shown(self.job_id)
+        if shown is None or shown["fence"] <= after:
+            return None
+        other = place.enqueued_ms is not None and round(shown["enqueued_at"] * 1000) != place.enqueued_ms
+        return None if other else shown["error"]
+
+    def _shown(self, reference: str) -> dict[str, Any] | None:
+        try:
+            return self._dead.show(reference)
+        except UnknownJob:
+            return None
