@@ -12,16 +12,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forq import places
+from forq import paths
 from forq.errors import ConfigError, InvalidOption, UsageError
-from forq.names import shown
+from forq.job import OFF, can_trace
 from forq.queue_spec import QueueSpec
 from forq.schedules import read_schedules
 from forq.settings import BRIDGE, PIPELINE, SECTIONS, SERVICE, WORK, Value, defaults, read_section, read_service
 from forq.supervisor.embedded import check_socket_path
 from forq.supervisor.metrics_place import MetricsPlace, read_metrics
 from forq.supervisor.ownership import refuse_changeable, strict_modes
-from forq.trace_context import OFF, can_trace
+from forq.values import shown
 
 UNITS_PER_CPU = 100
 PIPELINE_QUEUE = "forq-pipeline"
@@ -105,8 +105,8 @@ def _load(flags: dict[str, object], environ: Mapping[str, str]) -> Config:
     table = _read_toml(file, strict=strict_modes(environ)) if file else {}
     sections = {name: table.pop(name) for name in SECTIONS if name in table}
     values, sources = read_service(table, str(file or ""), environ, flags)
-    state_dir = Path(values.pop("state_dir") or places.state_dir())
-    socket = Path(values.pop("socket") or state_dir / places.SOCKET_NAME)
+    state_dir = Path(values.pop("state_dir") or paths.state_dir())
+    socket = Path(values.pop("socket") or state_dir / paths.SOCKET_NAME)
     capacity = values.pop("capacity") or UNITS_PER_CPU * len(os.sched_getaffinity(0))
     named = {f"{name}_seconds" if SERVICE[name].kind == "duration" else name: value for name, value in values.items()}
     config = Config(file=file, state_dir=state_dir, socket=socket, capacity=capacity, **named)

@@ -16,7 +16,6 @@ from forq.errors import (
     RedisUnavailable,
     UnknownQueue,
 )
-from forq.names import check_queue_name
 from forq.procs.loop import Loop
 from forq.queue_spec import QueueSpec
 from forq.settings import WORK, Value
@@ -27,6 +26,7 @@ from forq.supervisor.queue_process import Surroundings
 from forq.supervisor.queue_unit import QueueUnit
 from forq.supervisor.services import RETRY_SECONDS, Services
 from forq.supervisor.statedir import StateDir
+from forq.values import check_queue_name
 
 # Being removed from Redis so often in so short a time means that this machine cannot keep its place there.
 MOST_REJOINS = 5

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from forq.errors import UsageError
-from forq.ids import new_id
-from forq.names import check_job_id, check_queue_name, shown
+from forq.job import new_id
 from forq.settings import AUTO_RELEASE, ON_REQUEST, OPTIONS
 from forq.supervisor.connection import Request
 from forq.supervisor.service import Service
-from forq.values import parse_duration
+from forq.values import check_job_id, check_queue_name, parse_duration, shown
 
 # How long a question may wait for its queue to be opened, whatever it says itself.
 LONGEST_OPENING_SECONDS = 86400.0

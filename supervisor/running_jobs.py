@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from forq.errors import UnknownJob
-from forq.names import check_job_id
 from forq.procs.process import stack_of_thread
 from forq.supervisor.connection import Request
 from forq.supervisor.queue_process import QueueProcess
 from forq.supervisor.queues import Queues
+from forq.values import check_job_id
 
 
 class RunningJobs:

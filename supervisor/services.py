@@ -17,7 +17,7 @@ from forq.procs.loop import Loop, Timer
 from forq.procs.process import Context
 from forq.procs.scoreboard import Role, Scoreboard, Tallies
 from forq.queue_spec import QueueSpec
-from forq.redis_address import shown_url
+from forq.redis_url import shown_url
 from forq.settings import Value
 from forq.supervisor import embedded, entry_points
 from forq.supervisor.child import Nursery

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from forq.errors import ConfigError, ForqError
-from forq.names import check_queue_name
 from forq.procs.orphans import TreeMark
 from forq.procs.treekill import kill_tree, look_at, self_and_ancestors
 from forq.supervisor.ownership import refuse_changeable
+from forq.values import check_queue_name
 
 POLL_SECONDS = 0.005
 SECRET_BYTES = 16

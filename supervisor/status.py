@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from forq.errors import ForqError, TimedOut, UnknownQueue, UsageError
-from forq.names import check_queue_name
 from forq.supervisor.connection import Request
 from forq.supervisor.queue_unit import QueueUnit
 from forq.supervisor.supervisor import Supervisor
+from forq.values import check_queue_name
 from forq.version import VERSION
 
 # A status without counts is better than none: processes and states are known without Redis.

@@ -15,7 +15,6 @@ from forq.errors import (
     UnknownQueue,
     UsageError,
 )
-from forq.names import check_queue_name, shown
 from forq.queue_spec import QueueSpec
 from forq.settings import SHARED_MODES, parse_options
 from forq.supervisor.config import capacity_warning, check_size
@@ -26,6 +25,7 @@ from forq.supervisor.releases import Releases
 from forq.supervisor.running_jobs import RunningJobs
 from forq.supervisor.status import Status
 from forq.supervisor.supervisor import Supervisor
+from forq.values import check_queue_name, shown
 from forq.version import PROTOCOL, VERSION
 
 DRAIN_LOOK_SECONDS = 0.1

@@ -14,13 +14,12 @@ from forq import exits
 from forq.broker.claim import Consumer, Limits
 from forq.broker.keys import fail_queue, queue_base
 from forq.errors import CannotImport, ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
-from forq.ids import new_id
+from forq.job import OFF, new_id
 from forq.output.streams import install
 from forq.procs.process import Context
 from forq.procs.scoreboard import Role, Slot, State
 from forq.queue_spec import QueueSpec
 from forq.settings import Value
-from forq.trace_context import OFF
 from forq.workers.attempt import Attempts, FailAttempts
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers, described, load_fail_handler, load_handlers, said

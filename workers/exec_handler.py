@@ -15,8 +15,7 @@ from typing import Any
 import orjson
 
 from forq.errors import InvalidData
-from forq.ids import new_id
-from forq.job import Job
+from forq.job import Job, new_id
 from forq.queue_spec import ProgramLine
 from forq.workers.exec_messages import (
     EXIT_FOR_GOOD,

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from forq.assignments import assignment_payload
 from forq.errors import ForqError, InvalidData
-from forq.job import Job
-from forq.names import shown
+from forq.job import Job, assignment_payload
+from forq.values import shown
 
 MAX_NAME = 200
 EXIT_FOR_GOOD = 65  # EX_DATAERR of sysexits.h

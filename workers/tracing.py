@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from forq.job import Job
-from forq.trace_context import FILE, OTLP
+from forq.job import FILE, OTLP, Job
 from forq.version import VERSION
 
 # What a collector that does not answer may take of the end of a process.

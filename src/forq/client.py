@@ -1,31 +1,282 @@
-"""The Python API: a producer's (and an operator's) view of the queues. It needs Redis, and no supervisor."""
+"""Waits for the end of a job, without polling.
+
+1. It subscribes, then looks (by which it is written down): whatever happens after the look is heard.
+2. It looks again when it has heard something, and in half the time for which it is written down.
+3. After a broken connection it starts over, with the same job in mind: what ended meanwhile is found by a look.
+
+Getting an item of a queue of the release modes: ask, wait, acknowledge, return.
+
+The item is acknowledged before it is returned, so that it is nobody's but the caller's. Whatever breaks on the way, it
+is not lost: an item that was not acknowledged goes back in line when its lease lapses.
+
+The Python API: a producer's (and an operator's) view of the queues. It needs Redis, and no supervisor.
+"""
 
 import os
+import select
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sized
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sized
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, overload
+from functools import partial
+from typing import Any, Literal, TypeVar, overload
 
-from forq import releases
 from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
 from forq.broker.enqueue import NewJob, PartlyStored, Producer, Update, jobs_with_tokens, new_job, plain_jobs
 from forq.broker.inspect import Page, State, Viewer
 from forq.broker.keys import DEFAULT_PRIORITY
-from forq.broker.leases import Awaiting
+from forq.broker.leases import Answer, Awaiting, Hand
 from forq.broker.link import Link
+from forq.broker.pubsub import Listener
 from forq.broker.registry import Registry
-from forq.broker.results import Ends
+from forq.broker.results import DoneJob, Ends, Place
 from forq.broker.schedules import Schedules
-from forq.errors import UsageError, WaitTimeout
-from forq.names import check_queue_name, shown
-from forq.places import key_prefix, redis_url
-from forq.procs.backoff import Backoff
-from forq.releases import Release
+from forq.errors import (
+    BackPressure,
+    ForqError,
+    JobDead,
+    LeaseLapsed,
+    NoResult,
+    RedisUnavailable,
+    UnknownJob,
+    UsageError,
+    WaitTimeout,
+)
+from forq.job import new_id
+from forq.paths import key_prefix, redis_url
+from forq.procs.backoff import Backoff, reconnecting
 from forq.schedules import Schedule
 from forq.settings import check_mode, parse_options, stored, stored_defaults
-from forq.waiting import wait_for_result
+from forq.values import check_queue_name, shown
+
+VALID_SECONDS = 60.0
+
+
+def wait_for_result(ends: Ends, timeout_seconds: float | None, now: Callable[[], float] = time.monotonic) -> Any:
+    """What the job's handler returned, once it is done."""
+    return _Wait(ends, None if timeout_seconds is None else now() + timeout_seconds, now).result()
+
+
+class _Wait:
+    def __init__(self, ends: Ends, deadline: float | None, now: Callable[[], float]) -> None:
+        self._ends = ends
+        self._deadline = deadline
+        self._now = now
+        self._listener = ends.listener()
+        self._job = f"job {ends.job_id!r} of queue {ends.queue!r}"
+        # Which job is meant, once that was seen.
+        self._place: Place | None = None
+
+    def result(self) -> Any:
+        backoff = reconnecting()
+        try:
+            while True:
+                try:
+                    if not self._listener.connected:
+                        self._listener.connect()
+                    done = self._listen_until_done()
+                    return self._result_of(done)
+                except RedisUnavailable as exc:
+                    # Who has not seen the job yet is told at once, as by any other call.
+                    if self._place is None:
+                        raise
+                    self._listener.close()
+                    self._pause(backoff.fail(), exc)
+        finally:
+            self._listener.close()
+
+    def _listen_until_done(self) -> DoneJob:
+        while True:
+            look = self._ends.look(self._place, round(VALID_SECONDS * 1000))
+            self._place = look.place
+            match look.state:
+                case "live":
+                    self._hear(look.place)
+                case "done" if look.done is not None:
+                    if not look.place.mark:
+                        # Who comes after the end gets what ended last: a later job of that id may be dead.
+                        self._raise_if_dead(self._ends.error_of_last_dead(look.place, look.done.fence))
+                    return look.done
+                case "done":
+                    raise UnknownJob(f"{self._job} is done, and its result is not kept: {self._ends.why_not_kept()}")
+                case "dead":
+                    self._raise_if_dead(self._ends.error_of_dead(look.fence))
+                    raise JobDead(f"{self._job} failed for good, and its error is not kept any more")
+                case "gone":
+                    self._raise_if_dead(self._ends.error_of_last_dead(look.place))
+                    why = self._ends.why_not_kept()
+                    raise UnknownJob(f"{self._job} is not there: it never was, or has ended and is not kept: {why}")
+                case "cancelled":
+                    raise UnknownJob(f"{self._job} was cancelled or removed")
+
+    def _hear(self, place: Place) -> None:
+        """Returns when the job may have ended, or it is time to look again."""
+        look_again_at = self._now() + VALID_SECONDS / 2
+        while self._now() < look_again_at:
+            self._check_time()
+            wake_at = look_again_at if self._deadline is None else min(look_again_at, self._deadline)
+            # That of another job of this id may have been on its way before the look. An earlier release tells no mark.
+            if any(mark in (place.mark, "", "-") for mark in _marks_heard(self._listener, wake_at - self._now())):
+                return
+
+    def _raise_if_dead(self, error: Any) -> None:
+        if error is not None:
+            raise JobDead(f"{self._job} failed for good: {_shown(error)}", error)
+
+    def _result_of(self, done: DoneJob) -> Any:
+        if done.result_error is not None:
+            raise NoResult(f"{self._job} is done: {done.result_error}")
+        return done.result
+
+    def _check_time(self) -> None:
+        if self._deadline is not None and self._now() >= self._deadline:
+            raise WaitTimeout(f"{self._job} has not ended yet")
+
+    def _pause(self, seconds: float, exc: RedisUnavailable) -> None:
+        if self._deadline is not None:
+            left = self._deadline - self._now()
+            if left <= 0:
+                raise WaitTimeout(f"{self._job} has not ended, as far as is known: {exc}") from exc
+            seconds = min(seconds, left)
+        time.sleep(seconds)
+
+
+def _marks_heard(listener: Listener, seconds: float) -> list[str]:
+    """Which jobs have ended, of those that end within so long: each message is HOW FENCE MARK."""
+    poll = select.poll()
+    poll.register(listener.fileno(), select.POLLIN)
+    poll.poll(max(0.0, seconds) * 1000)
+    return [(*message.split(" "), "", "")[2] for _, message in listener.hear()]
+
+
+def _shown(error: Any) -> str:
+    return f"{error.get('name')}: {error.get('message')}" if isinstance(error, dict) else str(error)
+
+
+# A blocking read never takes longer, so that a connection that is dead is noticed.
+SLICE_SECONDS = 5.0
+PAUSE_SECONDS = 0.1
+# How long Redis may be away before a call gives up; and before an acknowledgement does, which decides about an item.
+# With the time that its last call takes that must be less than the minute for which Redis knows that it had been made:
+# else an item that has left would be taken for one that has gone back.
+PATIENCE_SECONDS = 10.0
+ACK_PATIENCE_SECONDS = 30.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """An item that has left its queue; with a lease: that will have left it once it is acknowledged."""
+
+    id: str
+    identifier: str
+    data: Any
+    fence: int
+    enqueued_at: float
+    lease_seconds: float
+    _awaiting: Awaiting = field(repr=False, compare=False)
+    _awaiter: str = field(repr=False, compare=False)
+
+    def ack(self) -> None:
+        """The item is done with, and leaves the queue; LeaseLapsed if it has gone back. Repeating it is harmless."""
+        _persist(ACK_PATIENCE_SECONDS, lambda: self._awaiting.ack(self._awaiter, self.id, self.fence))
+
+    def give_back(self) -> bool:
+        """The item goes back to the front of the line; False if it had left, or had gone back, already."""
+        return _persist(PATIENCE_SECONDS, lambda: self._awaiting.leave(self._awaiter))
+
+
+def get_release(
+    awaiting: Awaiting, job_id: str | None, *, mode: str, wait_seconds: float | None, lease_seconds: float | None = None
+) -> Release | None:
+    """The next item, or that one; None when time is up (`wait_seconds` None: never).
+
+    With `lease_seconds` the caller acknowledges it.
+    """
+    deadline = float("inf") if wait_seconds is None else time.monotonic() + wait_seconds
+    while True:
+        call = _Call(awaiting, job_id, mode, None if lease_seconds is None else round(lease_seconds * 1000))
+        release = call.run(deadline)
+        if release is None or lease_seconds is not None:
+            return release
+        try:
+            release.ack()
+        except LeaseLapsed:
+            continue
+        return release
+
+
+class _Call:
+    """One awaiter: a name, from the first question to the item."""
+
+    def __init__(self, awaiting: Awaiting, job_id: str | None, mode: str, lease_ms: int | None) -> None:
+        self._awaiting = awaiting
+        self._job_id = job_id
+        self._mode = mode
+        self._lease_ms = lease_ms
+        self._awaiter = new_id()
+
+    def run(self, deadline: float) -> Release | None:
+        try:
+            while True:
+                waiting = time.monotonic() < deadline
+                answer = _persist(PATIENCE_SECONDS, partial(self._ask, register=waiting))
+                if answer.hand is not None:
+                    return self._release(answer.hand)
+                if answer.valid_ms == 0:
+                    continue
+                if not waiting:
+                    return None
+                patience = min(SLICE_SECONDS, answer.valid_ms / 2000, deadline - time.monotonic())
+                self._wait(patience)
+        except BaseException:
+            # Interrupted, or Redis is away: what nobody waits for any more need not wait for its lease.
+            with suppress(ForqError):
+                self._awaiting.leave(self._awaiter)
+            raise
+
+    def _wait(self, seconds: float) -> None:
+        try:
+            self._awaiting.wait(self._awaiter, seconds)
+        except RedisUnavailable:
+            return
+        except BackPressure:
+            # Out of memory a blocking read is refused, but a question is not.
+            time.sleep(max(0.0, min(seconds, PAUSE_SECONDS)))
+
+    def _ask(self, *, register: bool) -> Answer:
+        return self._awaiting.ask(
+            self._awaiter, self._job_id, mode=self._mode, register=register, lease_ms=self._lease_ms
+        )
+
+    def _release(self, hand: Hand) -> Release:
+        record = hand.record
+        return Release(
+            id=hand.job_id,
+            identifier=record.identifier or hand.job_id,
+            data=record.data,
+            fence=hand.fence,
+            enqueued_at=record.enqueued_ms / 1000,
+            lease_seconds=hand.lease_ms / 1000,
+            _awaiting=self._awaiting,
+            _awaiter=self._awaiter,
+        )
+
+
+def _persist(patience_seconds: float, call: Callable[[], T]) -> T:
+    """Repeats a call that may be repeated while Redis is away, for so long."""
+    give_up_at = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return call()
+        except RedisUnavailable:
+            if time.monotonic() >= give_up_at:
+                raise
+            time.sleep(PAUSE_SECONDS)
+
 
 __all__ = ["Client", "DeadChanged", "DeadPage", "NewJob", "Page", "PartlyStored", "Queue", "Release", "new_job"]
 
@@ -191,11 +442,11 @@ class Queue:
 
         It may be awaited before it is enqueued. When the call returns, the item has left the queue.
         """
-        return releases.get(self._awaiting(), id, mode="auto_release", wait_seconds=_seconds(timeout))
+        return get_release(self._awaiting(), id, mode="auto_release", wait_seconds=_seconds(timeout))
 
     def next_release(self, timeout: float | timedelta | None = None) -> Release | None:
         """The same for whatever item is released next."""
-        return releases.get(self._awaiting(), None, mode="auto_release", wait_seconds=_seconds(timeout))
+        return get_release(self._awaiting(), None, mode="auto_release", wait_seconds=_seconds(timeout))
 
     def dequeue(
         self,
@@ -215,7 +466,7 @@ class Queue:
             raise UsageError(f"lease {shown(lease)} is not allowed: {allowed}")
         wait_seconds = _seconds(wait) or 0.0
         mode = "on_request"
-        return releases.get(self._awaiting(), id, mode=mode, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
+        return get_release(self._awaiting(), id, mode=mode, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
 
     def wait(self, id: str, timeout: float | timedelta | None = None) -> Any:
         """What the job's handler returned, once it is done; for a queue that keeps results (keep_done).

@@ -1,9 +1,49 @@
-"""A job as its handler sees it: everything but the data, which is an argument of its own."""
+"""The trace context of OpenTelemetry that a job takes along: where it was enqueued, in the words of W3C trace context.
 
-from typing import Protocol
+Nothing is imported here that the process has not imported itself: without OpenTelemetry this costs one look at a dict.
+
+A job as its handler sees it: everything but the data, which is an argument of its own.
+
+The payload of a job_assignment, for the bridge and for exec handlers (docs/reference/bridge.md).
+
+Ids that never collide and sort by time (UUIDv7).
+"""
+
+import os
+import random
+import sys
+import time
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 from forq.progress import check_progress
-from forq.trace_context import TraceContext
+
+TraceContext = dict[str, str]
+
+# What the setting `tracing` may be.
+OFF, OTLP, FILE = "off", "otlp", "file:"
+_PACKAGES = {OTLP: "opentelemetry.exporter.otlp.proto.http", FILE: "opentelemetry.sdk"}
+
+
+def current_trace() -> TraceContext | None:
+    """The context of the span that is current in this thread or task; None if there is none."""
+    tracing = sys.modules.get("opentelemetry.trace")
+    # redis-py imports it wherever it is installed: most processes that have it have no span.
+    if tracing is None or not tracing.get_current_span().get_span_context().is_valid:
+        return None
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: TraceContext = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier or None
+
+
+def can_trace(setting: str) -> bool:
+    """Whether the packages are there that this setting needs."""
+    try:
+        return find_spec(_PACKAGES[FILE if setting.startswith(FILE) else setting]) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 class Reporter(Protocol):
@@ -76,3 +116,50 @@ class Job:
 
     def __repr__(self) -> str:
         return f"Job(queue={self.queue!r}, id={self.id!r}, identifier={self.identifier!r}, fence={self.fence})"
+
+
+def assignment_payload(
+    data: Any,
+    *,
+    uuid: str,
+    queue: str,
+    worker: str,
+    identifier: str,
+    type: str | None,
+    priority: int,
+    counts: tuple[int, int, int],
+    enqueued_at: float,
+    fence: int,
+    trace: TraceContext | None = None,
+) -> dict[str, Any]:
+    """`counts`: retries, stalls, timeouts. Data that came through a bridge is there in the bridge's words too."""
+    payload: dict[str, Any] = {"uuid": uuid, "queue_name": queue, "worker_uuid": worker}
+    if isinstance(data, dict) and "command" in data:
+        payload |= {key: data[key] for key in ("command", "args", "reference_uuid") if key in data}
+    retries, stalls, timeouts = counts
+    return payload | {
+        "identifier": identifier,
+        "type": type,
+        "priority": priority,
+        "attempt": sum(counts) + 1,
+        "retry_count": retries,
+        "stall_count": stalls,
+        "timeout_count": timeouts,
+        "enqueued_at": enqueued_at,
+        "fence": fence,
+        "data": data,
+        **({"trace": trace} if trace else {}),
+    }
+
+
+# Not the module's own generator, which a user may seed. Seeded by the system; a forked process must not go on with the
+# numbers of its parent.
+_random = random.Random()
+os.register_at_fork(after_in_child=_random.seed)
+
+
+def new_id() -> str:
+    """48 bits of milliseconds, version 7, 74 random bits, as 32 hex digits."""
+    bits = _random.getrandbits(74)
+    value = (time.time_ns() // 1_000_000) << 80 | 7 << 76 | (bits >> 62) << 64 | 2 << 62 | (bits & (1 << 62) - 1)
+    return f"{value:032x}"

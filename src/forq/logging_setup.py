@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from forq.log_format import LogFormat, choose, iso_time
+from forq.log_format import LogFormat, Redaction, choose, iso_time
 from forq.output.forwarding import Forwarder
-from forq.redaction import Redaction
 
 # How long the end of a process waits for a reader to take what is left.
 LAST_SECONDS = 1.0

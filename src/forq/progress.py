@@ -1,7 +1,7 @@
 """What a running job says of its progress: checked where it comes in, and shown in the same words everywhere."""
 
 from forq.errors import InvalidData
-from forq.names import shown
+from forq.values import shown
 
 MAX_TEXT = 200
 

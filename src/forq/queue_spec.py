@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from forq.errors import ConfigError, ForqError, InvalidOption, UsageError
-from forq.names import check_queue_name, check_type, shown
 from forq.settings import WORK, Value, check_mode, parse_options
+from forq.values import check_queue_name, check_type, shown
 
 ALLOWED_PROGRAMS = '"exec:/path/program ARGS…" or "exec-once:/path/program ARGS…"'
 

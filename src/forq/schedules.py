@@ -1,16 +1,163 @@
-"""A schedule as people give it: in a config file, over the control socket, or in Python; checked in one place."""
+"""When a schedule's ticks are, and what is done about those that are due. Pure: times are arguments, in ms.
 
-from collections.abc import Mapping
+1. Every and Cron are the two kinds of rule.
+2. plan says, of the ticks that are due by now, which make jobs, how many are missed, and which tick is next.
+
+A schedule as people give it: in a config file, over the control socket, or in Python; checked in one place.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
+from itertools import islice, takewhile
 from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from cronsim import CronSim, CronSimError
 
 from forq.errors import ForqError, UsageError
-from forq.names import check_schedule_key, check_type, shown
 from forq.procs import jsonrpc
 from forq.settings import SCHEDULE, nearest
-from forq.ticks import Every, Rule, read_cron
-from forq.values import parse_duration
+from forq.values import check_schedule_key, check_type, parse_duration, show_duration, shown
+
+MAX_EXPRESSION = 100
+# A tick that is less late than this was not missed, whatever catch_up says.
+ON_TIME_MS = 1000
+# With catch_up "all": how many ticks are made up for, and how many of them in one call.
+KEPT_TICKS = 1000
+TICKS_PER_CALL = 100
+# Of a cron rule each tick has to be found: more than so many that went by are not counted.
+COUNTED_TICKS = 5000
+_HOUR_MS = 3_600_000
+# A rule that has no tick within the 50 years from here on never has one.
+_SOME_TIME_MS = 1_767_225_600_000
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """Ticks that are equally far apart; where they are follows from any one of them."""
+
+    every_ms: int
+
+    zone = "UTC"
+
+    def __str__(self) -> str:
+        return f"every {show_duration(self.every_ms / 1000)}"
+
+    def after(self, tick_ms: int) -> Iterator[int]:
+        """The ticks after this one."""
+        while True:
+            tick_ms += self.every_ms
+            yield tick_ms
+
+    def due(self, tick_ms: int, now_ms: int, limit: int) -> tuple[list[int], int]:
+        """The newest ticks from `tick_ms` up to now, at most `limit`; and how many there are in all."""
+        count = (now_ms - tick_ms) // self.every_ms + 1
+        kept = min(count, limit)
+        return [tick_ms + number * self.every_ms for number in range(count - kept, count)], count
+
+
+@dataclass(frozen=True, slots=True)
+class Cron:
+    """Ticks at the times of a 5-field expression in a time zone; nights of clock changes as in Debian's cron."""
+
+    expression: str
+    zone: str
+
+    def __str__(self) -> str:
+        return self.expression
+
+    def after(self, ms: int) -> Iterator[int]:
+        """The ticks after this time."""
+        start = datetime.fromtimestamp(ms // 1000, read_zone(self.zone))
+        for tick in CronSim(self.expression, start):
+            tick_ms = round(tick.timestamp()) * 1000
+            # Within the hour that a clock shows twice the search begins in its first half, and may find what is over.
+            if tick_ms > ms:
+                yield tick_ms
+
+    def due(self, tick_ms: int, now_ms: int, limit: int) -> tuple[list[int], int]:
+        """The newest ticks from `tick_ms` up to now, at most `limit`; and how many there are in all, or at least."""
+        newest = self._newest(tick_ms, now_ms, limit)
+        if newest[0] == tick_ms:
+            return newest, len(newest)
+        older = takewhile(lambda tick: tick < newest[0], self.after(tick_ms))
+        return newest, len(newest) + 1 + sum(1 for _ in islice(older, COUNTED_TICKS))
+
+    def _newest(self, tick_ms: int, now_ms: int, limit: int) -> list[int]:
+        """Looks back in growing steps: from the first of all the ticks that are due it may be very far."""
+        span_ms = _HOUR_MS
+        while True:
+            start_ms = max(tick_ms, now_ms - span_ms)
+            found = deque([tick_ms] if start_ms == tick_ms else [], maxlen=limit)
+            found.extend(takewhile(lambda tick: tick <= now_ms, self.after(start_ms)))
+            if start_ms == tick_ms or len(found) == limit:
+                return list(found)
+            span_ms *= 2
+
+
+Rule = Every | Cron
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`ticks` make jobs, in this order; `next_ms` is None if there is never a tick again."""
+
+    ticks: list[int]
+    missed: int
+    next_ms: int | None
+
+
+def plan(rule: Rule, catch_up: str, tick_ms: int, now_ms: int) -> Plan:
+    """What to do about `tick_ms`, which is due, and those after it that are due too."""
+    ticks, count = rule.due(tick_ms, now_ms, KEPT_TICKS if catch_up == "all" else 1)
+    missed = count - len(ticks)
+    if catch_up == "none" and now_ms - ticks[-1] >= ON_TIME_MS:
+        return Plan([], count, next_tick(rule, ticks[-1]))
+    if len(ticks) > TICKS_PER_CALL:
+        return Plan(ticks[:TICKS_PER_CALL], missed, ticks[TICKS_PER_CALL])
+    return Plan(ticks, missed, next_tick(rule, ticks[-1]))
+
+
+def next_tick(rule: Rule, after_ms: int) -> int | None:
+    return next(rule.after(after_ms), None)
+
+
+def show_tick(rule: Rule, tick_ms: int) -> str:
+    """ISO 8601 with the offset of the rule's zone at that time."""
+    moment = datetime.fromtimestamp(tick_ms / 1000, read_zone(rule.zone))
+    return moment.isoformat(timespec="milliseconds" if tick_ms % 1000 else "seconds")
+
+
+def read_zone(name: str) -> tzinfo:
+    # Needs no database, which a small machine may not have.
+    if name == "UTC":
+        return UTC
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError) as exc:
+        allowed = "a name of this machine's time zone database (Europe/Berlin, UTC)"
+        raise UsageError(f"zone {shown(name)} is not allowed: {allowed}") from exc
+
+
+def read_cron(expression: object, zone: object) -> Cron:
+    allowed = "5 fields, minute hour day month weekday ('30 2 * * MON-FRI')"
+    refusal = f"cron {shown(expression)} is not allowed"
+    if not isinstance(expression, str) or len(expression) > MAX_EXPRESSION or len(expression.split()) != 5:
+        raise UsageError(f"{refusal}: {allowed}, at most {MAX_EXPRESSION} characters")
+    if not isinstance(zone, str):
+        raise UsageError(f"zone {shown(zone)} is not allowed: text")
+    read_zone(zone)
+    rule = Cron(" ".join(expression.split()), zone)
+    try:
+        never = next_tick(rule, _SOME_TIME_MS) is None
+    except CronSimError as exc:
+        raise UsageError(f"{refusal}: {exc}; {allowed}") from exc
+    if never:
+        raise UsageError(f"{refusal}: there is no such day")
+    return rule
+
 
 # Who has made it: a config file, whose next reading may remove it, or somebody.
 CONFIG, USER = "config", "user"

@@ -14,9 +14,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from forq.errors import InvalidOption, UsageError
-from forq.names import shown
-from forq.places import DEFAULT_PREFIX
-from forq.values import OFF, Refused, allowed_values, parse_rate, read_value, show_duration, show_size
+from forq.paths import DEFAULT_PREFIX
+from forq.values import OFF, Refused, allowed_values, parse_rate, read_value, show_duration, show_size, shown
 
 Value = int | float | bool | str
 
@@ -67,7 +66,7 @@ class Setting:
         except UsageError as exc:
             allowed = str(exc) if isinstance(exc, Refused) else self.allowed
         if self.kind == "redis" and isinstance(value, str):
-            from forq.redis_address import shown_url
+            from forq.redis_url import shown_url
 
             value = shown_url(value)
         raise InvalidOption(f"{where}: {self.name} = {shown(value)} is not allowed: {allowed}")

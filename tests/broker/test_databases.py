@@ -21,7 +21,7 @@ from forq.broker.keys import (
 from forq.broker.outbox import Bell
 from forq.broker.pubsub import Listener
 from forq.errors import UnknownJob
-from forq.redis_address import database_of
+from forq.redis_url import database_of
 from tests.broker.test_waiting import Waiting, run_next
 from tests.support.gate import gate
 from tests.support.one_queue import OneQueue, one_queue

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forq import releases
+from forq import client
 from forq.broker.enqueue import Update, new_job
 from forq.broker.leases import Answer, Awaiting
 from forq.broker.link import Link
@@ -100,7 +100,7 @@ def test_redis_knows_an_acknowledgement_for_longer_than_it_is_repeated(queue: Ga
     queue.attempt()
     queue.ack("x", queue.ask("x"))
     known_ms = queue.redis.pttl(queue.key("awaiter:x"))
-    assert (releases.ACK_PATIENCE_SECONDS + queue.link.timeout_seconds + 5) * 1000 < known_ms
+    assert (client.ACK_PATIENCE_SECONDS + queue.link.timeout_seconds + 5) * 1000 < known_ms
 
 
 ODD = ["[", "(", ":", "!", "~", "a:1", "1:2:removed", "a@1", "%d", "\\", '"', "-", "+inf", "a!", "a", "5:a"]
@@ -137,7 +137,7 @@ def test_whoever_waits_goes_on_waiting_while_redis_is_out_of_memory(server: Serv
         with pytest.raises(BackPressure):
             queue.awaiting.wait("y", 0.01)
         began = time.monotonic()
-        assert releases.get(queue.awaiting, None, mode="on_request", wait_seconds=0.3) is None
+        assert client.get_release(queue.awaiting, None, mode="on_request", wait_seconds=0.3) is None
         assert time.monotonic() - began >= 0.3
         queue.ack("x", hand)
 
@@ -169,11 +169,11 @@ class Interrupted(Awaiting):
 def test_a_client_that_loses_every_first_reply_gets_each_item_once(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(releases, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(client, "PAUSE_SECONDS", 0.0)
     with gate(redis_url, "on_request") as queue:
         queue.enqueue("a", "b")
         deaf = Interrupted(queue.link, "forq:", "q")
-        got = [releases.get(deaf, None, mode="on_request", wait_seconds=0) for _ in range(3)]
+        got = [client.get_release(deaf, None, mode="on_request", wait_seconds=0) for _ in range(3)]
         assert [item and item.id for item in got] == ["a", "b", None]
         assert queue.state() == State(jobs=set())
         assert queue.viewer.counts().done == 2

@@ -9,9 +9,9 @@ import pytest
 from forq.broker.inspect import why
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
 from forq.broker.results import LOST, Ends
+from forq.client import wait_for_result
 from forq.errors import UnknownJob
 from forq.values import show_time
-from forq.waiting import wait_for_result
 from tests.support.external_queue import ExternalQueue
 from tests.support.one_queue import HandWorker, OneQueue, one_queue
 

@@ -10,8 +10,7 @@ import pytest
 from forq.broker.claim import Settled
 from forq.broker.link import Link
 from forq.broker.schedules import DueTick
-from forq.schedules import Schedule
-from forq.ticks import Every
+from forq.schedules import Every, Schedule
 from tests.support.journal_replay import Replay
 from tests.support.one_queue import HandWorker, OneQueue
 from tests.support.schedules import HandSchedules

@@ -24,8 +24,7 @@ from forq.errors import (
     UnknownQueue,
     UnknownSchedule,
 )
-from forq.schedules import CONFIG, Schedule
-from forq.ticks import Every
+from forq.schedules import CONFIG, Every, Schedule
 from forq.version import PROTOCOL
 from tests.support.one_queue import OneQueue, one_queue
 from tests.support.schedules import HOUR_MS, HandSchedules

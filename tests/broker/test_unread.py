@@ -8,7 +8,7 @@ import pytest
 from forq.broker.keys import due_channels
 from forq.broker.pubsub import Listener
 from forq.broker.recovery import Position
-from forq.ids import new_id
+from forq.job import new_id
 from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
 
 PREFIX = "forq:"

@@ -4,9 +4,8 @@ import logging
 
 import pytest
 
-from forq.log_format import LogFormat
+from forq.log_format import LogFormat, Redaction
 from forq.logging_setup import Lines
-from forq.redaction import Redaction
 from tests.support.running import HANDLERS, running, wait_until
 
 

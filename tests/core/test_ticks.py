@@ -8,8 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forq.errors import UsageError
-from forq.schedules import Schedule
-from forq.ticks import COUNTED_TICKS, KEPT_TICKS, TICKS_PER_CALL, Cron, Every, Rule, plan, read_cron, show_tick
+from forq.schedules import (
+    COUNTED_TICKS,
+    KEPT_TICKS,
+    TICKS_PER_CALL,
+    Cron,
+    Every,
+    Rule,
+    Schedule,
+    plan,
+    read_cron,
+    show_tick,
+)
 
 NOW_MS = 1_790_000_000_000
 EXPRESSIONS = ("30 2 * * *", "0 * * * *", "*/20 * * * *", "0 0 * * *", "15 1 * * 0", "0 2,3 * * *", "* 2 * * *")

@@ -4,7 +4,7 @@ import pytest
 
 from forq import Client
 from forq.errors import UsageError
-from forq.redis_address import CLUSTER, SENTINEL, SERVER, read_address, shown_url
+from forq.redis_url import CLUSTER, SENTINEL, SERVER, read_address, shown_url
 from forq.supervisor.config import load
 
 

@@ -18,7 +18,7 @@ from forq.broker.server_check import check_server
 from forq.broker.topology import HOPS, Cluster, Moved, ask_nodes, slot_of
 from forq.client import Queue
 from forq.errors import ForqError, RedisUnavailable, UnknownQueue
-from forq.redis_address import read_address
+from forq.redis_url import read_address
 from tests.support.redis_cluster import RedisCluster, ask, free_ports, node_id, redis_cluster
 from tests.support.running import wait_until
 from tests.support.server import Server

@@ -9,7 +9,7 @@ import pytest
 
 from forq.errors import ConfigError
 from forq.queue_spec import QueueSpec
-from forq.redis_address import shown_url
+from forq.redis_url import shown_url
 from forq.settings import OPTIONS, SERVICE, defaults
 from forq.supervisor import config as config_module
 from forq.supervisor.config import BridgePlace, Config, Pipeline, load
@@ -357,6 +357,6 @@ def test_tracing_that_is_unknown_is_refused(value: object) -> None:
 
 
 def test_tracing_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forq.trace_context.find_spec", lambda name: None)
+    monkeypatch.setattr("forq.job.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs OpenTelemetry: pip install 'forq\[tracing\]'"):
         load({"tracing": "otlp"}, {})

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from forq.broker.keys import DEFAULT_PREFIX
+from forq.job import OFF
 from forq.log_format import LogFormat
 from forq.procs.orphans import OwnPids
 from forq.procs.process import Context
 from forq.procs.scoreboard import Scoreboard
-from forq.trace_context import OFF
 
 
 def context(**changes: Any) -> Context:

@@ -19,7 +19,7 @@ from fakeredis._socket import FakeSocket
 from redis.exceptions import ResponseError
 
 from forq.broker import link, pubsub
-from forq.redis_address import Address
+from forq.redis_url import Address
 from tests.support import one_queue, redis_cluster
 
 _numbers = itertools.count(1)

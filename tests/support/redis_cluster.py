@@ -9,7 +9,7 @@ import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 
 from forq.broker.topology import ask_nodes, slot_of
-from forq.redis_address import CLUSTER, read_address
+from forq.redis_url import CLUSTER, read_address
 from tests.support.running import wait_until
 from tests.support.server import Server
 

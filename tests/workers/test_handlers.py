@@ -115,7 +115,7 @@ def test_a_traceback_has_the_user_s_frames_only_also_of_what_led_to_it(tmp_path:
         "import importlib\ntry:\n    importlib.import_module('deep_two')\n"
         "except ZeroDivisionError as exc:\n    raise RuntimeError('no') from exc\n"
     )
-    (tmp_path / "deep_two.py").write_text("from forq.names import check_queue_name\nx = 1\n1 / 0\n")
+    (tmp_path / "deep_two.py").write_text("from forq.values import check_queue_name\nx = 1\n1 / 0\n")
     sys.path.insert(0, str(tmp_path))
     with pytest.raises(CannotImport) as caught:
         load_handler("deep_one:f")

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import orjson
 
-from forq.assignments import assignment_payload
 from forq.bridge.messages import (
     AddJob,
     DelJob,
@@ -29,6 +28,7 @@ from forq.broker.record import MAX_IDENTIFIER
 from forq.broker.recovery import Keeper
 from forq.broker.registry import Registry
 from forq.errors import LeaseLapsed, UnknownQueue
+from forq.job import assignment_payload
 from forq.settings import EXTERNAL, stored, stored_defaults
 
 # A worker that asks while many jobs are to be skipped is told to ask again.

@@ -18,8 +18,8 @@ from forq.bridge.peers import Client, Peer
 from forq.broker.keys import queue_of_channel
 from forq.broker.pubsub import Listener
 from forq.errors import ForqError, InvalidData, RedisUnavailable
-from forq.names import shown
 from forq.procs.loop import Loop
+from forq.values import shown
 
 RETRY_SECONDS = 0.25
 LINES_PER_TURN = 50

@@ -17,8 +17,8 @@ import orjson
 from forq.broker.enqueue import MAX_SECONDS
 from forq.broker.keys import DEFAULT_PRIORITY
 from forq.errors import ForqError, UsageError
-from forq.ids import new_id
-from forq.names import check_job_id, check_queue_name, shown
+from forq.job import new_id
+from forq.values import check_job_id, check_queue_name, shown
 
 SERVICE_NAME = "forq-bridge"
 MAX_TEXT = 1024

@@ -18,12 +18,12 @@ from forq.broker.leases import handed_channels
 from forq.broker.link import Link
 from forq.broker.pubsub import Listener
 from forq.errors import ForqError
-from forq.ids import new_id
+from forq.job import new_id
 from forq.logging_setup import configure
-from forq.places import key_prefix, redis_url
+from forq.paths import key_prefix, redis_url
 from forq.procs.loop import service_loop
 from forq.procs.unix_socket import listen
-from forq.redis_address import database_of
+from forq.redis_url import database_of
 from forq.settings import BRIDGE, SERVICE
 from forq.values import show_duration
 

@@ -26,7 +26,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from forq.procs import liveness
-from forq.redis_address import Address, read_address
+from forq.redis_url import Address, read_address
 
 # Each connection has a buffer of this size: of a hundred processes it is memory, and an answer seldom is longer.
 READ_BYTES = 16 * 1024

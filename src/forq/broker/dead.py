@@ -15,7 +15,7 @@ from forq.broker.record import read_error, show_record, unpack
 from forq.broker.replies import BROKEN, EXISTS, FULL, NO_QUEUE, OK, error_for
 from forq.broker.scripts import Script, script
 from forq.errors import ForqError, InvalidData, InvalidId, UnknownJob, UsageError
-from forq.names import check_queue_name, shown
+from forq.values import check_queue_name, shown
 
 MAX_PAGE = 1000
 # How many jobs one call of retry_some or discard_some looks at.

@@ -18,9 +18,8 @@ from forq.broker.record import pack_body
 from forq.broker.replies import OK, error_for
 from forq.broker.scripts import script
 from forq.errors import ForqError, InvalidData, NoReplica, OutcomeUnknown, UsageError
-from forq.ids import new_id
-from forq.names import check_job_id, check_queue_name, check_type, shown
-from forq.trace_context import current_trace
+from forq.job import current_trace, new_id
+from forq.values import check_job_id, check_queue_name, check_type, shown
 from forq.version import PROTOCOL
 
 REPLICA = "replica"

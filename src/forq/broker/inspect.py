@@ -23,10 +23,9 @@ from forq.broker.replies import NO_QUEUE, OK, error_for
 from forq.broker.results import read_done, why_not_kept
 from forq.broker.scripts import script
 from forq.errors import InvalidData, UnknownJob, UsageError
-from forq.names import check_job_id, check_queue_name, shown
 from forq.progress import show_progress
 from forq.settings import EXTERNAL, RELEASE_MODES, WORK
-from forq.values import show_duration, show_rate, show_time
+from forq.values import check_job_id, check_queue_name, show_duration, show_rate, show_time, shown
 
 State = Literal["waiting", "scheduled", "active", "blocked", "retry", "done", "dead"]
 STATES: tuple[State, ...] = get_args(State)

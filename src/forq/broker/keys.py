@@ -4,7 +4,7 @@ All keys of a queue start with the same base, which carries the hash tag `{name}
 node. Lua scripts get the base as their only key and append the names listed here.
 """
 
-from forq.places import DEFAULT_PREFIX as DEFAULT_PREFIX
+from forq.paths import DEFAULT_PREFIX as DEFAULT_PREFIX
 
 # What may follow BASE ':' (a test compares this with what the scripts use).
 QUEUE_KEYS = (

@@ -21,8 +21,8 @@ from forq.broker.record import Record, unpack
 from forq.broker.replies import NO_QUEUE, OK, error_for
 from forq.broker.scripts import script
 from forq.errors import InvalidData, InvalidId
-from forq.names import check_job_id, check_queue_name, shown
 from forq.settings import EXTERNAL
+from forq.values import check_job_id, check_queue_name, shown
 
 __all__ = ["Answer", "Awaiting", "Hand", "handed_channels", "read_hand"]
 

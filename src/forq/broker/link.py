@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from forq.broker.scripts import Script
 from forq.broker.topology import Cluster, Moved
 from forq.errors import BackPressure, ForqError, OutcomeUnknown, RedisUnavailable
-from forq.redis_address import CLUSTER, SENTINEL, Address, read_address, shown_url
+from forq.redis_url import CLUSTER, SENTINEL, Address, read_address, shown_url
 
 if TYPE_CHECKING:
     from forq.broker.connection import Connection

@@ -15,7 +15,7 @@ from forq.broker.link import Link
 from forq.broker.pubsub import Listener
 from forq.broker.replies import OK, error_for
 from forq.broker.scripts import script
-from forq.redis_address import database_of
+from forq.redis_url import database_of
 
 MAX_LINES = 500
 MAX_BYTES = 1024 * 1024

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from forq.broker.link import CONNECT_TIMEOUT_SECONDS, connect
 from forq.broker.topology import ask_nodes, slot_of
 from forq.errors import RedisUnavailable
-from forq.redis_address import CLUSTER, read_address
+from forq.redis_url import CLUSTER, read_address
 
 if TYPE_CHECKING:
     from forq.broker.connection import Connection

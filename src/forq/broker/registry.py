@@ -18,9 +18,9 @@ from forq.broker.record import unpack
 from forq.broker.replies import CHANGED, NO_QUEUE, OK, error_for
 from forq.broker.scripts import script
 from forq.errors import InvalidData, UnknownQueue
-from forq.names import check_queue_name, is_queue_name
-from forq.redis_address import database_of
+from forq.redis_url import database_of
 from forq.settings import SHARED_MODES, WORK, stored_fixed
+from forq.values import check_queue_name, is_queue_name
 from forq.version import PROTOCOL
 
 # Jobs per call when a deleted queue is purged: as many at first, and at most.

@@ -19,10 +19,9 @@ from forq.broker.record import read_error, show_record
 from forq.broker.replies import OK, error_for
 from forq.broker.scripts import script
 from forq.errors import UnknownJob
-from forq.names import check_job_id, check_queue_name
-from forq.redis_address import database_of
+from forq.redis_url import database_of
 from forq.settings import EXTERNAL, OPTIONS, WORK
-from forq.values import show_duration, show_time
+from forq.values import check_job_id, check_queue_name, show_duration, show_time
 
 LOST = "its result was lost: its worker died before it could tell it"
 

@@ -23,9 +23,8 @@ from forq.broker.record import pack_data
 from forq.broker.replies import EXISTS, NO_QUEUE, OK, error_for
 from forq.broker.scripts import script
 from forq.errors import BackPressure, Exists, ForqError, InvalidData, RedisUnavailable, UnknownSchedule, UsageError
-from forq.names import check_queue_name, check_schedule_key
-from forq.schedules import CONFIG, Schedule
-from forq.ticks import Cron, Every, Rule, next_tick, plan, read_zone, show_tick
+from forq.schedules import CONFIG, Cron, Every, Rule, Schedule, next_tick, plan, read_zone, show_tick
+from forq.values import check_queue_name, check_schedule_key
 from forq.version import PROTOCOL
 
 log = logging.getLogger("forq")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forq.errors import ForqError, RedisUnavailable
-from forq.redis_address import Address
+from forq.redis_url import Address
 
 if TYPE_CHECKING:
     from forq.broker.link import Link

@@ -126,7 +126,7 @@ def connect(args: Namespace) -> Client:
     timeout_seconds = DEFAULT_TIMEOUT_SECONDS if args.timeout_seconds is None else args.timeout_seconds
     if args.socket is not None:
         return Client(os.path.abspath(args.socket), timeout_seconds)
-    from forq.places import control_socket, control_socket_candidates
+    from forq.paths import control_socket, control_socket_candidates
 
     path = control_socket()
     others = [candidate for candidate in control_socket_candidates() if candidate != path]

@@ -76,7 +76,7 @@ def _without_command(argv: list[str]) -> int:
 def _unknown(name: str) -> str:
     from difflib import get_close_matches
 
-    from forq.names import shown
+    from forq.values import shown
 
     near = get_close_matches(name, MODULES, n=1, cutoff=0)
     return f"there is no command {shown(name)}: did you mean {near[0]}? (see forqctl --help)"

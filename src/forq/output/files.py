@@ -20,8 +20,8 @@ from typing import Any
 import orjson
 
 from forq.errors import UnknownQueue, UsageError
-from forq.names import shown
 from forq.output.format import NAME as FIFO
+from forq.values import shown
 
 CURRENT = "output.jsonl"
 BEFORE = "output.1.jsonl"

@@ -19,7 +19,7 @@ import orjson
 
 from forq import exits
 from forq.errors import ForqError
-from forq.log_format import as_json, iso_time
+from forq.log_format import Redaction, as_json, iso_time
 from forq.output.files import Ring, sweep
 from forq.output.format import (
     BURST,
@@ -38,7 +38,6 @@ from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import service_loop
 from forq.procs.process import Context
 from forq.procs.scoreboard import Scoreboard, Slot
-from forq.redaction import Redaction
 from forq.services.desk import Desk
 
 log = logging.getLogger("forq")

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from forq.errors import ConfigError, ForqError
-from forq.places import key_prefix, redis_url, state_dir
+from forq.paths import key_prefix, redis_url, state_dir
 
 COMMANDS = {
     "ingest": "read the journals into the history, each event once",

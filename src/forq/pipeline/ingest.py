@@ -28,11 +28,11 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.errors import ForqError
+from forq.paths import redis_url, state_dir
 from forq.pipeline.history import History
 from forq.pipeline.reading import Journals, require_queues
 from forq.pipeline.session import spark_session
 from forq.pipeline.source import ForqSource
-from forq.places import redis_url, state_dir
 from forq.values import parse_duration
 
 ENTRIES_PER_BATCH = 100_000

@@ -22,14 +22,14 @@ from pyspark.sql import functions as F
 from forq.broker.link import Link
 from forq.broker.registry import Registry
 from forq.errors import ForqError, UnknownQueue, UsageError
-from forq.names import check_queue_name
+from forq.paths import redis_url
 from forq.pipeline.history import read_history, require_history
 from forq.pipeline.reading import require_queues
 from forq.pipeline.replay_lives import job_lives
 from forq.pipeline.replay_look import ALREADY, LOOKED, READY, Look
 from forq.pipeline.session import spark_session
-from forq.places import redis_url
 from forq.progress_line import ProgressLine
+from forq.values import check_queue_name
 
 MAX_LISTED = 10_000
 _SHOWN_PER_REASON = 10

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from forq.errors import UsageError
-from forq.names import shown
-from forq.values import parse_duration
+from forq.values import parse_duration, shown
 
 SECOND = 1_000_000
 MINUTE = 60 * SECOND

@@ -27,11 +27,10 @@ from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, NewJob, Producer, Updat
 from forq.broker.keys import DEFAULT_PRIORITY
 from forq.broker.link import Link
 from forq.errors import BackPressure, ForqError, InvalidData, RedisUnavailable, UsageError
-from forq.ids import new_id
-from forq.names import shown
+from forq.job import new_id
 from forq.pipeline.json_values import json_reader
 from forq.pipeline.source_options import SourceOptions, one_of
-from forq.values import parse_duration
+from forq.values import parse_duration, shown
 
 _NEEDED = ("queue", "data")
 _ALLOWED = (*_NEEDED, "id", "identifier", "run_at", "priority", "type", "token")

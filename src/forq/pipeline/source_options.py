@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from forq.broker.keys import DEFAULT_PREFIX, main_queue
 from forq.errors import UsageError
-from forq.names import check_queue_name, shown
-from forq.places import redis_url
+from forq.paths import redis_url
+from forq.values import check_queue_name, shown
 
 # Spark's own, which it passes on; then those of sink.py.
 _FOREIGN = ("checkpointLocation", "path", "queryName")

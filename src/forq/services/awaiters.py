@@ -18,9 +18,9 @@ from forq.broker.leases import Awaiting, Hand, handed_channels
 from forq.broker.link import Link
 from forq.broker.pubsub import Listener
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
-from forq.ids import new_id
+from forq.job import new_id
 from forq.procs.loop import Loop
-from forq.redis_address import database_of
+from forq.redis_url import database_of
 from forq.services.desk import Later
 
 RETRY_SECONDS = 0.5

@@ -17,7 +17,6 @@ from forq.broker.schedules import Schedules
 from forq.broker.scripts import script
 from forq.broker.server_check import check_server
 from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
-from forq.names import check_queue_name, shown
 from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import Loop, service_loop
 from forq.procs.process import Context
@@ -28,6 +27,7 @@ from forq.services.failed_log import append_lines
 from forq.services.followers import Followers
 from forq.services.watchers import Watchers
 from forq.settings import WORK, changed_for_fail_queue, check_changes, stored, stored_defaults, stored_for_fail_queue
+from forq.values import check_queue_name, shown
 
 CALL_TIMEOUT_SECONDS = 3.0
 Answer = TypeVar("Answer")

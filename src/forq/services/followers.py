@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from forq.errors import ForqError, UsageError
-from forq.names import check_job_id, check_queue_name, shown
 from forq.output.files import OutputReader
 from forq.services.desk import Later
+from forq.values import check_job_id, check_queue_name, shown
 
 LOOK_SECONDS = 0.2
 LONGEST_WAIT_SECONDS = 5.0

@@ -36,7 +36,7 @@ from forq.procs.loop import Loop
 from forq.procs.process import Context
 from forq.procs.scoreboard import Role, State, age_ms
 from forq.procs.treekill import kill_tree
-from forq.redis_address import database_of
+from forq.redis_url import database_of
 from forq.services.desk import Desk
 from forq.services.halves import LOOK_SECONDS, Halves
 from forq.services.loss_log import tell_loss

@@ -21,10 +21,10 @@ from forq.broker.keys import progress_channels, queue_base, queue_of_channel
 from forq.broker.link import Link
 from forq.broker.pubsub import Listener
 from forq.errors import ForqError, RedisUnavailable, UnknownJob, UsageError
-from forq.names import check_job_id, check_queue_name, shown
 from forq.procs.loop import Loop
-from forq.redis_address import database_of
+from forq.redis_url import database_of
 from forq.services.desk import Later
+from forq.values import check_job_id, check_queue_name, shown
 
 LOOK_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 5.0

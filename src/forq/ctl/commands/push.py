@@ -244,7 +244,7 @@ def _when(args: Namespace) -> dict[str, Any]:
     },
 )
 def recover(args: Namespace) -> int:
-    from forq.names import check_queue_name
+    from forq.values import check_queue_name
 
     if args.queue is not None:
         check_queue_name(args.queue)
@@ -353,7 +353,7 @@ class Recovery:
 
 def job_on(line: bytes) -> tuple[str, dict[str, Any]]:
     """The queue of a line of the failed log, and the job as the verb `recover` takes it."""
-    from forq.names import check_job_id, check_queue_name, check_type
+    from forq.values import check_job_id, check_queue_name, check_type
 
     if len(line) > MAX_FAILED_LINE_BYTES:
         raise InvalidData(f"longer than {MAX_FAILED_LINE_BYTES} bytes")
