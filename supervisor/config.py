@@ -1,27 +1,97 @@
-"""The settings of one supervisor, read once at its start.
+"""[metrics] of the config file: where the metrics are served, and opening that address.
+
+The settings of one supervisor, read once at its start.
 
 A setting is taken from the command line, else the environment, else the config file, else its default.
 Every mistake is a ConfigError that says where it is, what was given, and what is allowed.
 """
 
+import grp
 import os
+import socket
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from forq import paths
-from forq.errors import ConfigError, InvalidOption, UsageError
+from forq.errors import ConfigError, ForqError, InvalidOption, UsageError
 from forq.job import OFF, can_trace
+from forq.procs.unix_socket import listen
 from forq.queue_spec import QueueSpec
 from forq.schedules import read_schedules
-from forq.settings import BRIDGE, PIPELINE, SECTIONS, SERVICE, WORK, Value, defaults, read_section, read_service
+from forq.settings import (
+    BRIDGE,
+    METRICS,
+    PIPELINE,
+    SECTIONS,
+    SERVICE,
+    WORK,
+    Value,
+    defaults,
+    read_section,
+    read_service,
+)
 from forq.supervisor.embedded import check_socket_path
-from forq.supervisor.metrics_place import MetricsPlace, read_metrics
 from forq.supervisor.ownership import refuse_changeable, strict_modes
 from forq.values import shown
+
+BACKLOG = 128
+
+
+@dataclass(frozen=True)
+class MetricsPlace:
+    """`path`: a Unix socket; else host and port. `where`: for errors."""
+
+    where: str
+    listen: str
+    host: str
+    port: int
+    path: Path | None
+    health_seconds: float
+
+    def open(self, group: str | None) -> socket.socket:
+        """The listening socket. Raises ConfigError with the address and the reason."""
+        try:
+            if self.path is not None:
+                return listen(str(self.path), None if group is None else grp.getgrnam(group).gr_gid)
+            family, kind, proto, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, kind, proto)
+            try:
+                listener.setblocking(False)
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+                listener.listen(BACKLOG)
+            except OSError:
+                listener.close()
+                raise
+            return listener
+        except (OSError, KeyError, ForqError) as exc:
+            reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
+            raise ConfigError(f"{self.where}: cannot listen at {self.listen}: {reason}") from exc
+
+    def close(self, listener: socket.socket) -> None:
+        listener.close()
+        if self.path is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+
+def read_metrics(table: object, file: Path) -> MetricsPlace:
+    where = f"{file}: [metrics]"
+    given = read_section(METRICS, table, where, str(file.parent))
+    if find_spec("prometheus_client") is None:
+        raise ConfigError(f"{where} needs prometheus_client: pip install 'forq[metrics]'")
+    listen = given["listen"]
+    if "/" in listen:
+        check_socket_path(Path(listen))
+        return MetricsPlace(where, listen, "", 0, Path(listen), given["health_seconds"])
+    host, _, port = listen.rpartition(":")
+    return MetricsPlace(where, listen, host.strip("[]"), int(port), None, given["health_seconds"])
+
 
 UNITS_PER_CPU = 100
 PIPELINE_QUEUE = "forq-pipeline"

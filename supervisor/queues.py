@@ -19,11 +19,11 @@ from forq.errors import (
 from forq.procs.loop import Loop
 from forq.queue_spec import QueueSpec
 from forq.settings import WORK, Value
-from forq.supervisor.admission import Admission
+from forq.supervisor.capacity import Grants
 from forq.supervisor.config import PIPELINE_QUEUE, Config, Pipeline
-from forq.supervisor.grants import Grants
-from forq.supervisor.queue_process import Surroundings
-from forq.supervisor.queue_unit import QueueUnit
+from forq.supervisor.pacing import Admission
+from forq.supervisor.process import Surroundings
+from forq.supervisor.queue import QueueUnit
 from forq.supervisor.services import RETRY_SECONDS, Services
 from forq.supervisor.statedir import StateDir
 from forq.values import check_queue_name

@@ -21,9 +21,9 @@ from forq.supervisor import entry_points, systemd
 from forq.supervisor.config import Config, capacity_warning, load
 from forq.supervisor.control import ControlServer, warn_of_few_descriptors
 from forq.supervisor.ownership import changeable_by, strict_modes
+from forq.supervisor.requests import Verbs
 from forq.supervisor.statedir import StateDir
 from forq.supervisor.supervisor import Supervisor
-from forq.supervisor.verbs import Verbs
 
 log = logging.getLogger("forq")
 

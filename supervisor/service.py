@@ -1,24 +1,40 @@
-"""A service (pulse, scribe, clerk, logger, metrics, bridge) as the supervisor sees it: a child that is replaced."""
+"""A service (pulse, scribe, clerk, logger, metrics, bridge) as the supervisor sees it: a child that is replaced.
+
+The embedded Redis server: a child that is started first, replaced when it dies, and stopped last.
+
+The warden, as the supervisor sees it: which processes of queues it watches, and whose trees it kills.
+
+It is started when it is needed for the first time.
+
+The FIFOs that the queues' processes write to. Held open here, so that what a process that dies at once has written
+is still there when the logger comes to read it, also while there is no logger.
+"""
 
 import logging
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from forq.errors import ForqError, OutcomeUnknown
+from forq.output import format as output_pipe
 from forq.procs import jsonrpc, liveness
+from forq.procs.cgroups import Exceeded, Resources
 from forq.procs.loop import Timer
-from forq.supervisor.child import Child, Nursery
-from forq.supervisor.respawn import Respawn
-from forq.supervisor.spawn import Exit
+from forq.supervisor import embedded
+from forq.supervisor.child import Child, Exit, Nursery, Spawned, exec_program, reap, signal_child
+from forq.supervisor.pacing import Respawn
+
+log = logging.getLogger("forq")
 
 # What a new process may take before it comes round its loop for the first time.
 FIRST_PASS_SECONDS = 10.0
 PING = jsonrpc.notification("ping")
-
-log = logging.getLogger("forq")
 
 # Called with the result, or with a ForqError.
 Answer = Callable[[Any], None]
@@ -199,3 +215,175 @@ class Service:
         loop = self._nursery.loop
         delay = self._respawn.delay_after_death(lived_seconds)
         self._timer = loop.call_later(delay, lambda: None if self._stopped else self.start())
+
+
+STOP_SECONDS = 10.0
+
+
+class RedisChild:
+    def __init__(self, nursery: Nursery, argv: list[str]) -> None:
+        self.restarts = 0
+        self._nursery = nursery
+        self._argv = argv
+        self._spawned: Spawned | None = None
+        self._respawn = Respawn()
+        self._started = 0.0
+        self._stopped: Callable[[], None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._spawned is None else self._spawned.pid
+
+    def start(self) -> None:
+        try:
+            # It dies with the supervisor, in order: TERM makes it write what it has.
+            with self._nursery.pids.forking():
+                self._spawned = exec_program(
+                    self._argv,
+                    loop=self._nursery.loop,
+                    keep_fds=self._nursery.keep_fds,
+                    env=embedded.environment(),
+                    death_signal=signal.SIGTERM,
+                )
+                self._nursery.pids.add(self._spawned.pid)
+        except OSError as exc:
+            self._start_later(0.0, f"cannot start it: {exc}")
+            return
+        self._started = self._nursery.loop.now()
+        self._nursery.loop.watch_child(self._spawned.pidfd, self._ended)
+
+    def stop(self, then: Callable[[], None]) -> None:
+        self._stopped = then
+        if self._spawned is None:
+            then()
+            return
+        signal_child(self._spawned, signal.SIGTERM)
+        self._nursery.loop.call_later(STOP_SECONDS, self.kill)
+
+    def kill(self) -> None:
+        if self._spawned is not None:
+            signal_child(self._spawned, signal.SIGKILL)
+
+    def _ended(self) -> None:
+        assert self._spawned is not None
+        ended = reap(self._spawned)
+        self._nursery.pids.discard(self._spawned.pid)
+        self._spawned.close()
+        self._spawned = None
+        if self._stopped is not None:
+            self._stopped()
+            return
+        self.restarts += 1
+        self._start_later(self._nursery.loop.now() - self._started, "unknown" if ended is None else ended.text)
+
+    def _start_later(self, lived_seconds: float, reason: str) -> None:
+        loop = self._nursery.loop
+        delay = self._respawn.delay_after_death(lived_seconds)
+        log.error(
+            "embedded redis died (see redis/server.log in the state directory) end=%s again_in=%.2fs", reason, delay
+        )
+        loop.call_later(delay, lambda: None if self._stopped else self.start())
+
+
+class Restrained(Protocol):
+    """A process of a queue, as the watch knows it."""
+
+    slots: tuple[int, ...]
+    resources: Resources
+
+    @property
+    def pid(self) -> int: ...
+
+    def exceed(self, how: Exceeded) -> None: ...
+
+
+class ResourceWatch:
+    def __init__(self, make_warden: Callable[..., Service]) -> None:
+        self._warden = make_warden(on_event=self._heard, on_start=self._tell, needed=lambda: bool(self._watched))
+        self._started = False
+        self._keys = count(1)
+        self._watched: dict[int, Restrained] = {}
+
+    @property
+    def services(self) -> tuple[Service, ...]:
+        return (self._warden,) if self._started else ()
+
+    def add(self, process: Restrained) -> None:
+        self._watched[next(self._keys)] = process
+        if self._started:
+            self._tell()
+        else:
+            self._start()
+
+    def _start(self) -> None:
+        self._started = True
+        self._warden.start()
+
+    def ask(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> bool:
+        """False: there is no warden to ask at this moment."""
+        if not self._started:
+            self._start()
+        if self._warden.child is None or self._warden.child.stopping:
+            return False
+        self._warden.ask(verb, params, answer)
+        return True
+
+    def remove(self, process: Restrained) -> None:
+        keys = [key for key, watched in self._watched.items() if watched is process]
+        for key in keys:
+            del self._watched[key]
+        if keys:
+            self._tell()
+
+    def _tell(self) -> None:
+        processes = [
+            {
+                "key": key,
+                "pid": process.pid,
+                "slots": process.slots,
+                "memory_bytes": process.resources.memory_bytes,
+                "tasks": process.resources.tasks,
+            }
+            for key, process in self._watched.items()
+        ]
+        self._warden.ask("watch", {"processes": processes})
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        process = self._watched.get(message["key"])
+        # It may have ended on its own meanwhile.
+        if process is not None:
+            process.exceed(Exceeded(message["cause"], message["peak"]))
+
+
+class Outputs:
+    def __init__(self, logs_dir: Path) -> None:
+        self._logs_dir = logs_dir
+        self._directory = str(logs_dir)
+        self._fds: dict[str, int] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._fds)
+
+    def open(self, name: str) -> None:
+        """Safe to repeat. If it cannot be had, the queue's processes write to our own stdout and stderr."""
+        if name in self._fds:
+            return
+        try:
+            self._fds[name] = output_pipe.open_pipe(self._logs_dir / name)
+        except ForqError as exc:
+            log.error("no log of the queue's output queue=%s error=%s", name, exc)
+
+    def directory(self, name: str) -> str | None:
+        """Where the process of a queue finds its FIFO; None if there is none."""
+        return f"{self._directory}/{name}" if name in self._fds else None
+
+    def remove(self, name: str) -> None:
+        """The queue is deleted. Whoever has the FIFO open can still use it; a queue made later gets another."""
+        fd = self._fds.pop(name, None)
+        if fd is not None:
+            os.close(fd)
+            with suppress(OSError):
+                os.unlink(self._logs_dir / name / output_pipe.NAME)
+                # Only if nothing else was kept there.
+                os.rmdir(self._logs_dir / name)

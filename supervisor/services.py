@@ -22,12 +22,9 @@ from forq.settings import Value
 from forq.supervisor import embedded, entry_points
 from forq.supervisor.child import Nursery
 from forq.supervisor.config import BridgePlace, Config
-from forq.supervisor.outputs import Outputs
-from forq.supervisor.redis_child import RedisChild
-from forq.supervisor.resource_watch import ResourceWatch
-from forq.supervisor.service import Service
-from forq.supervisor.service_watch import ServiceWatch
+from forq.supervisor.service import Outputs, RedisChild, ResourceWatch, Service
 from forq.supervisor.statedir import StateDir, new_processor_name
+from forq.supervisor.unresponsive import ServiceWatch
 
 RETRY_SECONDS = 0.25
 OFFER_AGAIN_SECONDS = 1.0

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from forq.errors import ForqError, TimedOut, UnknownQueue, UsageError
-from forq.supervisor.connection import Request
-from forq.supervisor.queue_unit import QueueUnit
+from forq.supervisor.control import Request
+from forq.supervisor.queue import QueueUnit
 from forq.supervisor.supervisor import Supervisor
 from forq.values import check_queue_name
 from forq.version import VERSION

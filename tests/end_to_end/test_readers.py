@@ -12,8 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from forq.errors import BY_CODE
-from forq.supervisor.reading import READ_VERBS
-from forq.supervisor.verbs import Verbs
+from forq.supervisor.requests import READ_VERBS, Verbs
 from tests.support.running import Forq, running, wait_until
 
 NOBODY = 65534

@@ -10,7 +10,7 @@ import pytest
 from forq.ctl.client import Client
 from forq.errors import ForqError, QueueExists, TooManyQueues, UnknownQueue
 from forq.procs import jsonrpc
-from forq.supervisor.verbs import OPENING_SECONDS
+from forq.supervisor.requests import OPENING_SECONDS
 from tests.support.running import HANDLERS, Forq, running, wait_until
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from forq.procs.loop import Loop
-from forq.supervisor.admission import LONGEST_SECONDS, Admission
+from forq.supervisor.pacing import LONGEST_START_SECONDS, Admission
 
 
 class Clock:
@@ -67,7 +67,7 @@ def test_one_that_never_becomes_ready_holds_nobody_up_for_long(loop: Loop, clock
     admission, started = Admission(loop, most=1), list[str]()
     ask_for(admission, "ab", started)
     passes(loop)
-    clock.now += LONGEST_SECONDS - 0.01
+    clock.now += LONGEST_START_SECONDS - 0.01
     passes(loop)
     assert started == ["a"]
     clock.now += 0.02

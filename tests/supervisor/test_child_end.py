@@ -15,8 +15,7 @@ from forq.errors import ForqError, OutcomeUnknown
 from forq.procs.cgroups import Cgroup, Cgroups
 from forq.procs.loop import Loop
 from forq.procs.treekill import look_at
-from forq.supervisor.child import Child, Nursery
-from forq.supervisor.spawn import Exit
+from forq.supervisor.child import Child, Exit, Nursery
 from tests.support.own_process import in_a_process_of_its_own
 
 

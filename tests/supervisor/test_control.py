@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from forq.errors import ForqError, UnknownQueue
 from forq.procs.loop import Loop
-from forq.supervisor import connection, control
+from forq.supervisor import control
 from forq.supervisor.control import ControlServer, Request
 
 DEADLINE_SECONDS = 10.0
@@ -381,7 +381,7 @@ def test_a_half_line_is_completed_by_later_bytes(talk: Talk) -> None:
 def test_a_half_line_that_is_never_ended_closes_the_connection(
     serving: Serving, talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "HALF_LINE_SECONDS", 0.2)
+    monkeypatch.setattr(control, "HALF_LINE_SECONDS", 0.2)
     stop = threading.Event()
 
     def drip() -> None:
@@ -406,7 +406,7 @@ def test_a_half_line_that_is_never_ended_closes_the_connection(
 def test_an_idle_connection_without_a_half_line_stays(
     serving: Serving, talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "HALF_LINE_SECONDS", 0.05)
+    monkeypatch.setattr(control, "HALF_LINE_SECONDS", 0.05)
     talk.say("echo", id=1)
     talk.hear()
     waited = Talk(serving.path)

@@ -10,9 +10,9 @@ import pytest
 from forq import exits
 from forq.errors import ForqError
 from forq.procs.scoreboard import Role
-from forq.supervisor.helper_processes import Helpers
-from forq.supervisor.queue_unit import QueueUnit
-from forq.supervisor.spawn import Exit
+from forq.supervisor.child import Exit
+from forq.supervisor.extra_processes import Helpers
+from forq.supervisor.queue import QueueUnit
 
 FINE = Exit(exits.STOPPED, None)
 CRASHED = Exit(1, None)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ConfigError
-from forq.supervisor import metrics_place
-from forq.supervisor.config import load
-from forq.supervisor.metrics_place import MetricsPlace
+from forq.supervisor import config
+from forq.supervisor.config import MetricsPlace, load
 
 
 def read(tmp_path: Path, text: str) -> MetricsPlace | None:
@@ -75,7 +74,7 @@ def test_a_table_is_needed(tmp_path: Path) -> None:
 
 def test_without_the_library_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert importlib.util.find_spec("prometheus_client") is not None
-    monkeypatch.setattr(metrics_place, "find_spec", lambda name: None)
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'forq\[metrics\]'"):
         read(tmp_path, "[metrics]")
 

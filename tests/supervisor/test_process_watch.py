@@ -7,7 +7,7 @@ import pytest
 
 from forq.procs.liveness import LATE_SECONDS
 from forq.procs.scoreboard import Scoreboard, Slot, pack_word
-from forq.supervisor.process_watch import (
+from forq.supervisor.unresponsive import (
     KILL_SECONDS,
     LONGEST_SECONDS,
     NOTICE_SECONDS,

@@ -15,7 +15,7 @@ from forq.procs.loop import Loop, service_loop
 from forq.services.desk import Desk
 from forq.supervisor.child import Nursery
 from forq.supervisor.service import Service
-from forq.supervisor.service_watch import ServiceWatch
+from forq.supervisor.unresponsive import ServiceWatch
 
 Run = Callable[[socket.socket], int]
 

@@ -16,7 +16,7 @@ import pytest
 from forq.procs.cgroups import Cgroups
 from forq.procs.loop import Loop
 from forq.procs.treekill import kill_tree
-from forq.supervisor.spawn import Exit, Spawned, exec_program, reap, signal_child, spawn
+from forq.supervisor.child import Exit, Spawned, exec_program, reap, signal_child, spawn
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_buffered_output_is_written_once_and_the_childs_is_not_lost(tmp_path: Pa
     """In a process of its own, since pytest replaces the standard streams."""
     program = """
 import sys
-from forq.supervisor.spawn import spawn
+from forq.supervisor.child import spawn
 import os
 print("from the parent")
 child = spawn(lambda: print("from the child") or 0, loop=None, keep_fds=(), title="t")

@@ -13,7 +13,7 @@ import pytest
 from forq.errors import ConfigError, ForqError, InvalidName
 from forq.procs.treekill import kill_tree, look_at
 from forq.supervisor import statedir
-from forq.supervisor.spawn import Spawned, exec_program, reap, spawn
+from forq.supervisor.child import Spawned, exec_program, reap, spawn
 from forq.supervisor.statedir import EarlierRun, StateDir, holders_of_lock
 
 

@@ -17,8 +17,8 @@ import pytest
 from forq.errors import ConfigError
 from forq.procs.loop import Loop
 from forq.supervisor import systemd
+from forq.supervisor.child import reap, spawn
 from forq.supervisor.control import ControlServer
-from forq.supervisor.spawn import reap, spawn
 from forq.supervisor.systemd import Handed, Notifier, control_listener, take
 from tests.support.metrics import Scraper
 from tests.support.running import BIN, wait_until

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 
 from forq.procs.treekill import become_subreaper
-from forq.supervisor.spawn import spawn
+from forq.supervisor.child import spawn
 
 
 def in_a_process_of_its_own(check: Callable[[], None]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.supervisor.spawn import spawn
+from forq.supervisor.child import spawn
 from forq.workers import resources
 from forq.workers.resources import OOM_SCORE, restrain
 

@@ -1,4 +1,12 @@
-"""One process of a queue from its start to its burial: its workers, their deadlines, and what becomes of their jobs.
+"""The deadlines of the jobs that one process runs, read from the scoreboard: they hold also for code that keeps the
+interpreter to itself and ignores every signal.
+
+Nothing is looked at while no job runs. A worker that begins to run jobs sees in its slot whether it is guarded; if not,
+it says so, and from then on there is a timer for the earliest moment at which one of its jobs may be overdue.
+
+Reading the stacks of a child: a signal makes it write them to its memory file (workers/child.py).
+
+One process of a queue from its start to its burial: its workers, their deadlines, and what becomes of their jobs.
 
 A job that has to be ended (it is overdue, or somebody kills it) is *condemned*. Its process is killed at once if it
 runs nothing else. Otherwise it takes no new jobs, its successor starts, and it is killed when only condemned jobs are
@@ -6,10 +14,11 @@ left in it; or at once, if C code keeps the interpreter to itself so that the ot
 """
 
 import logging
+import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -17,18 +26,155 @@ from typing import Any, Protocol
 from forq.errors import ForqError, InvalidData
 from forq.procs import jsonrpc
 from forq.procs.cgroups import Exceeded, Resources
-from forq.procs.process import stack_of_thread
+from forq.procs.loop import Loop, Timer
+from forq.procs.process import STACK_FILE, STACK_SIGNAL, stack_of_thread
 from forq.procs.scoreboard import Role, Scoreboard, Slot, State, Tallies
 from forq.queue_spec import QueueSpec
 from forq.settings import OPTIONS, Value
-from forq.supervisor.admission import Admission
-from forq.supervisor.child import Child, Nursery
-from forq.supervisor.deadlines import Deadlines
-from forq.supervisor.grants import Grants
-from forq.supervisor.process_watch import ProcessWatch
-from forq.supervisor.resource_watch import ResourceWatch
-from forq.supervisor.spawn import Exit
-from forq.supervisor.stacks import Stacks
+from forq.supervisor.capacity import Grants
+from forq.supervisor.child import Child, Exit, Nursery
+from forq.supervisor.pacing import Admission
+from forq.supervisor.service import ResourceWatch
+from forq.supervisor.unresponsive import ProcessWatch
+
+log = logging.getLogger("forq")
+
+NS_PER_MS = 1_000_000
+# A job that is just beginning: its start is not written yet.
+BEGINNING_NS = NS_PER_MS
+
+
+class Deadlines:
+    """Calls `overdue` once for each job that runs past its time, with its slot and its position word."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        slots: Sequence[Slot],
+        overdue: Callable[[Slot, int], None],
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._loop = loop
+        self._slots = slots
+        self._overdue = overdue
+        self._now_ns = now_ns
+        self._told: dict[int, int] = {}
+        self._timer: Timer | None = None
+
+    def guard(self, number: int) -> None:
+        """The worker in this slot has begun to run jobs."""
+        for slot in self._slots:
+            if slot.number == number:
+                slot.guarded = 1
+        self._look()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+    def _look(self) -> None:
+        self.stop()
+        now = self._now_ns()
+        due = [at for slot in self._slots if (at := self._next(slot, now)) is not None]
+        if due:
+            self._timer = self._loop.call_later(max(0, min(due) - now) / 1e9, self._look)
+
+    def _next(self, slot: Slot, now: int) -> int | None:
+        """When this slot is to be looked at again; None: when its worker says so."""
+        if not slot.guarded or not self._still_busy(slot):
+            return None
+        allowed = slot.timeout_ms * NS_PER_MS
+        running = slot.running_since_ns()
+        if running is None:
+            return now + (BEGINNING_NS if slot.word & 1 else allowed)
+        word, started = running
+        due = started + allowed + slot.lenience_ms * NS_PER_MS
+        if due > now:
+            return due
+        if self._told.get(slot.number) != word:
+            self._told[slot.number] = word
+            self._overdue(slot, word)
+        # It may still end by itself; the job after it is not overdue before this.
+        return now + allowed
+
+    def _still_busy(self, slot: Slot) -> bool:
+        if slot.state == State.BUSY and slot.timeout_ms:
+            return True
+        slot.guarded = 0
+        # It may have begun again before it could see that.
+        if slot.state == State.BUSY and slot.timeout_ms:
+            slot.guarded = 1
+            return True
+        return False
+
+
+LOOK_SECONDS = 0.003
+# The dump is there when it has stopped growing; a child that does not answer for 0.2 s has none to give. Less would be
+# enough on an idle machine.
+STILL_LOOKS = 2
+MAX_LOOKS = 66
+MAX_DUMP_BYTES = 256 * 1024
+
+
+class Stacks:
+    """The stacks of one child; whoever asks while a dump is under way gets the same one."""
+
+    def __init__(self, loop: Loop, child: Child) -> None:
+        self._loop = loop
+        self._child = child
+        self._waiting: list[Callable[[str], None]] = []
+        self._file = -1
+        self._size = self._looks = self._still = 0
+        self.fd: int | None = None
+
+    def take(self, then: Callable[[str], None]) -> None:
+        """Calls `then` with the dump, soon; with nothing if there is none to be had."""
+        self._waiting.append(then)
+        if len(self._waiting) > 1:
+            return
+        self._size = self._looks = self._still = 0
+        try:
+            self._file = self._open()
+        except OSError:
+            # It is just ending.
+            self._file = -1
+        if self._file < 0 or not self._child.signal(STACK_SIGNAL):
+            self._loop.call_later(0, self._finish)
+        else:
+            self._loop.call_later(LOOK_SECONDS, self._look)
+
+    def _open(self) -> int:
+        """The file, emptied; -1 if there is none, as in a process that has become another program."""
+        path = f"/proc/{self._child.pid}/fd/{self.fd}"
+        if self.fd is None or not os.readlink(path).startswith(f"/memfd:{STACK_FILE}"):
+            return -1
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        os.ftruncate(file, 0)
+        return file
+
+    def _look(self) -> None:
+        size = os.fstat(self._file).st_size
+        self._looks += 1
+        self._still = self._still + 1 if size and size == self._size else 0
+        self._size = size
+        if self._still >= STILL_LOOKS or self._looks >= MAX_LOOKS:
+            self._finish()
+        else:
+            self._loop.call_later(LOOK_SECONDS, self._look)
+
+    def _finish(self) -> None:
+        dump = os.pread(self._file, MAX_DUMP_BYTES, 0).decode("utf-8", "replace") if self._file >= 0 else ""
+        self._close()
+        waiting, self._waiting = self._waiting, []
+        for then in waiting:
+            then(dump)
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
 
 # How long the second thread of a process gets to answer a TERM before its interpreter counts as stuck.
 ANSWER_SECONDS = 0.5
@@ -45,8 +191,6 @@ OVERDUE = "timeout"
 UNRESPONSIVE = "unresponsive"
 
 _ROLES = {int(role): role.name.lower() for role in Role}
-
-log = logging.getLogger("forq")
 
 
 @dataclass(frozen=True)

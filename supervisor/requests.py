@@ -1,13 +1,28 @@
-"""The control socket's verbs: a flat table from name to function, nothing else is reachable."""
+"""What members of `control_read_group` may ask the control socket: how things stand, and nothing of what jobs hold.
+
+Refused is what changes anything, and what may show the data of a job: its result, the message of an error, a stack, the
+output of a handler. The table of verbs that such a client gets is made here, once; the rest of it refuses.
+
+The verbs about jobs that run in this supervisor's processes: kill, stack.
+
+The verbs await, dequeue and ack of the control socket. An awaiter stays as long as its client does.
+
+It is the supervisor that names an awaiter and knows its deadline: so the question can be put again to the successor of
+a clerk that died.
+
+The control socket's verbs: a flat table from name to function, nothing else is reachable.
+"""
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from forq.errors import (
     ForqError,
     InvalidOption,
+    PermissionRefused,
     QueueExists,
     RedisUnavailable,
     TimedOut,
@@ -15,18 +30,208 @@ from forq.errors import (
     UnknownQueue,
     UsageError,
 )
+from forq.job import new_id
+from forq.procs.process import stack_of_thread
 from forq.queue_spec import QueueSpec
-from forq.settings import SHARED_MODES, parse_options
+from forq.settings import AUTO_RELEASE, ON_REQUEST, OPTIONS, SHARED_MODES, parse_options
 from forq.supervisor.config import capacity_warning, check_size
-from forq.supervisor.connection import Request
-from forq.supervisor.queue_unit import QueueUnit
-from forq.supervisor.reading import verbs_for_readers
-from forq.supervisor.releases import Releases
-from forq.supervisor.running_jobs import RunningJobs
+from forq.supervisor.control import Request
+from forq.supervisor.process import QueueProcess
+from forq.supervisor.queue import QueueUnit
+from forq.supervisor.queues import Queues
+from forq.supervisor.service import Service
 from forq.supervisor.status import Status
 from forq.supervisor.supervisor import Supervisor
-from forq.values import check_queue_name, shown
+from forq.values import check_job_id, check_queue_name, parse_duration, shown
 from forq.version import PROTOCOL, VERSION
+
+Verb = Callable[[Request], None]
+# request, verb of the clerk, its params, what to do with the answer or error
+AskForReader = Callable[[Request, str, dict[str, Any], Callable[[Any], None]], None]
+
+# Of jobs they tell ids and identifiers; `job` tells more (without_data), `why` leaves out the messages of errors.
+READ_VERBS = ("status", "jobs", "job", "why", "ping", "version")
+OPEN_KEYS = (
+    *("id", "identifier", "state", "type", "priority", "retry_count", "stall_count", "timeout_count", "suspect"),
+    *("enqueued_at", "run_at", "ended_at", "run_seconds", "blocked_behind", "worker", "fence", "removed"),
+)
+OPEN_KEYS_OF_ATTEMPTS = ("started_at", "ended_at", "outcome", "cause", "peak_memory")
+
+
+def verbs_for_readers(table: Mapping[str, Verb], ask_clerk: AskForReader) -> dict[str, Verb]:
+    def job(request: Request) -> None:
+        def answer(found: Any) -> None:
+            if isinstance(found, ForqError):
+                request.fail(found)
+            else:
+                request.reply(without_data(found))
+
+        ask_clerk(request, "job", request.params, answer)
+
+    def why(request: Request) -> None:
+        request.params["messages"] = False
+        table["why"](request)
+
+    def status(request: Request) -> None:
+        request.params["traces"] = False
+        table["status"](request)
+
+    allowed = {name: table[name] for name in READ_VERBS}
+    return {**dict.fromkeys(table, _refuse), **allowed, "job": job, "why": why, "status": status}
+
+
+def without_data(job: dict[str, Any]) -> dict[str, Any]:
+    """What is told of a job to those who may not see its data. What is not known to be harmless is left out."""
+    told = {key: job[key] for key in OPEN_KEYS if key in job}
+    if "attempts" in job:
+        told["attempts"] = [_open_part(attempt) for attempt in job["attempts"]]
+    return told
+
+
+def _open_part(attempt: Any) -> dict[str, Any]:
+    if not isinstance(attempt, dict):
+        return {}
+    told: dict[str, Any] = {key: attempt[key] for key in OPEN_KEYS_OF_ATTEMPTS if key in attempt}
+    error = attempt.get("error")
+    if isinstance(error, dict):
+        told["error"] = {key: error.get(key) for key in ("name", "kind")}
+    return told
+
+
+def _refuse(request: Request) -> None:
+    raise PermissionRefused(
+        f"user {request.peer.uid} may not use {request.method}: members of control_read_group may use "
+        f"{', '.join(READ_VERBS)}"
+    )
+
+
+class RunningJobs:
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+
+    def table(self) -> dict[str, Callable[[Request], None]]:
+        return {"kill": self.kill, "stack": self.stack}
+
+    def kill(self, request: Request) -> None:
+        """Ends a running job; it is cancelled, or with `retry` given back uncounted."""
+        unit, job_id = self._queues.find(request.params.get("name")), check_job_id(request.params.get("id"))
+        found = unit.running_job(job_id)
+        if found is None:
+            raise UnknownJob(f"queue {unit.spec.name!r} runs no job {job_id!r} in a process of this supervisor")
+        process, slot, word = found
+        outcome = "interrupted" if request.params.get("retry") else "cancelled"
+        process.condemn(slot, word, outcome, "killed")
+        request.reply(
+            {
+                "id": job_id,
+                "pid": process.pid,
+                "outcome": outcome,
+                # The process is killed when these have ended.
+                "others": [
+                    other.job.decode("utf-8", "replace") for other in process.busy() if other.number != slot.number
+                ],
+            }
+        )
+
+    def stack(self, request: Request) -> None:
+        """Where each running job of the queue is."""
+        processes = self._queues.find(request.params.get("name")).busy_processes()
+        stacks: list[dict[str, Any]] = []
+        left = set(processes)
+
+        def dumped(process: QueueProcess, dump: str) -> None:
+            stacks.extend(_read_dump(process, dump))
+            left.discard(process)
+            if not left:
+                request.reply({"stacks": stacks})
+
+        for process in processes:
+            process.stacks.take(lambda dump, process=process: dumped(process, dump))  # type: ignore[misc]
+        if not processes:
+            request.reply({"stacks": []})
+
+
+def _read_dump(process: QueueProcess, dump: str) -> list[dict[str, Any]]:
+    """One entry per running job; of a process that is still starting, one for its main thread."""
+    now_ns = time.monotonic_ns()
+    common = {"role": process.role.name.lower(), "pid": process.pid}
+    if not process.ready:
+        return [{**common, "job": None, "seconds": None, "stack": dump.strip() or None}]
+    return [
+        {
+            **common,
+            "job": slot.job.decode("utf-8", "replace"),
+            "seconds": round((now_ns - slot.started_ns) / 1e9, 3),
+            "stack": stack_of_thread(dump, slot.thread) or None,
+        }
+        for slot in process.busy()
+    ]
+
+
+# How long a question may wait for its queue to be opened, whatever it says itself.
+LONGEST_OPENING_SECONDS = 86400.0
+
+
+class AskClerk(Protocol):
+    def __call__(
+        self, request: Request, verb: str, params: dict[str, Any], *, repeat: bool, patience_seconds: float
+    ) -> None: ...
+
+
+class Releases:
+    """`ask`: how a request gets to the clerk and back, once its queue is there."""
+
+    def __init__(self, ask: AskClerk, clerk: Service, now: Callable[[], float]) -> None:
+        self._ask = ask
+        self._clerk = clerk
+        self._now = now
+
+    def table(self) -> dict[str, Callable[[Request], None]]:
+        return {"await": self.await_release, "dequeue": self.dequeue, "ack": self.ack}
+
+    def await_release(self, request: Request) -> None:
+        self._wait(request, AUTO_RELEASE, _seconds(request, "wait"), None)
+
+    def dequeue(self, request: Request) -> None:
+        self._wait(request, ON_REQUEST, _seconds(request, "wait") or 0.0, _lease_ms(request))
+
+    def ack(self, request: Request) -> None:
+        fence = request.params.get("fence")
+        if not isinstance(fence, int) or isinstance(fence, bool):
+            raise UsageError(f"fence {shown(fence)} is not a whole number")
+        params = {
+            "name": check_queue_name(request.params.get("name")),
+            "id": check_job_id(request.params.get("id")),
+            "fence": fence,
+            "awaiter": check_job_id(request.params.get("awaiter"), "awaiter"),
+        }
+        self._ask(request, "ack", params, repeat=True, patience_seconds=0.0)
+
+    def _wait(self, request: Request, mode: str, wait_seconds: float | None, lease_ms: int | None) -> None:
+        name, wanted = check_queue_name(request.params.get("name")), request.params.get("id")
+        awaiter = new_id()
+        params = {
+            "name": name,
+            "id": None if wanted is None else check_job_id(wanted),
+            "awaiter": awaiter,
+            "mode": mode,
+            "until": None if wait_seconds is None else self._now() + wait_seconds,
+            "lease_ms": lease_ms,
+        }
+        request.on_gone(lambda: self._clerk.ask("leave", {"name": name, "awaiter": awaiter}, repeat=True))
+        patience = LONGEST_OPENING_SECONDS if wait_seconds is None else min(wait_seconds, LONGEST_OPENING_SECONDS)
+        self._ask(request, "await", params, repeat=True, patience_seconds=patience)
+
+
+def _seconds(request: Request, key: str) -> float | None:
+    given = request.params.get(key)
+    return None if given is None else parse_duration(given)
+
+
+def _lease_ms(request: Request) -> int | None:
+    lease = request.params.get("lease")
+    return None if lease is None else round(float(OPTIONS["lease"].parse(lease, "dequeue")) * 1000)
+
 
 DRAIN_LOOK_SECONDS = 0.1
 # How long a request waits for its queue to be opened after a start.
@@ -34,7 +239,6 @@ OPENING_SECONDS = 5.0
 # How long a handler's import may take when it is waited for.
 IMPORT_SECONDS = 60.0
 MAX_IMPORT_SECONDS = 86400.0
-Verb = Callable[[Request], None]
 
 
 class Verbs:

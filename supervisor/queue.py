@@ -16,16 +16,15 @@ from forq.procs.loop import Timer
 from forq.procs.scoreboard import Role, Slot
 from forq.queue_spec import QueueSpec
 from forq.settings import EXTERNAL, ON_REQUEST, Value
-from forq.supervisor.helper_processes import Helpers
-from forq.supervisor.queue_process import Owner, QueueProcess, Surroundings
-from forq.supervisor.respawn import SETTLED_SECONDS, Respawn
-from forq.supervisor.spawn import Exit
-from forq.supervisor.trial import Trial
+from forq.supervisor.child import Exit
+from forq.supervisor.extra_processes import Helpers, Trial
+from forq.supervisor.pacing import SETTLED_SECONDS, Respawn
+from forq.supervisor.process import Owner, QueueProcess, Surroundings
+
+log = logging.getLogger("forq")
 
 # So many processes of a queue may be on their way out, each with a job that takes long, before a successor has to wait.
 MOST_LEAVING = 32
-
-log = logging.getLogger("forq")
 
 
 class _Seat:
