@@ -1,4 +1,6 @@
-"""One attempt at one job: decode, call the handler, and turn what happened into an outcome.
+"""What a handler returned, as its queue keeps it. Whatever that is, it never fails the job.
+
+One attempt at one job: decode, call the handler, and turn what happened into an outcome.
 
 Only this module turns exceptions into outcomes; everything else returns or raises.
 """
@@ -18,15 +20,45 @@ import orjson
 
 import forq
 from forq.broker.enqueue import MAX_SECONDS
-from forq.broker.record import unpack
+from forq.broker.record import pack_data, unpack
 from forq.errors import ForqError, InvalidData
 from forq.job import Job, Reporter
 from forq.output.writer import CURRENT_JOB
 from forq.procs.scoreboard import WORD, Slot
-from forq.workers.exec_messages import MAX_NAME, ProgramFailed
+from forq.workers.exec_handlers import MAX_NAME, ProgramFailed
 from forq.workers.handlers import Handlers, leave_if_copy_of, name_of, said
-from forq.workers.results import encode_result
 from forq.workers.tracing import Tracing
+
+log = logging.getLogger("forq")
+
+# Of the reason why there is no result.
+MAX_REASON = 300
+# Which a reason begins with.
+NO_RESULT = b"!"
+
+
+def encode_result(value: Any, max_bytes: int) -> bytes:
+    """JSON, in one line; or '!' and why there is none."""
+    try:
+        packed = pack_data(value, "what its handler returned")
+    except BaseException as exc:  # the user's own class may raise anything while it is looked at; the job is done
+        return _no_result(_reason(exc))
+    if len(packed) > max_bytes:
+        return _no_result(f"it is longer than max_data = {max_bytes} bytes")
+    return packed
+
+
+def _reason(exc: BaseException) -> str:
+    try:
+        return str(exc) or type(exc).__name__
+    except BaseException as broken:  # even its text is the user's own
+        return f"it cannot be written as JSON, and why cannot be told ({type(broken).__name__})"
+
+
+def _no_result(reason: str) -> bytes:
+    """One line, without lone surrogates. The reason may be of a subclass of the user's, with methods of its own."""
+    return NO_RESULT + " ".join(str.split(reason))[:MAX_REASON].encode("utf-8", "replace")
+
 
 MAX_MESSAGE = 2000
 # A coroutine is cancelled at its deadline; one that goes on all the same for so long is ended with its process.
@@ -35,8 +67,6 @@ MAX_TRACEBACK = 8000
 
 _UNTRACED = nullcontext()
 _OWN_DIRECTORIES = tuple(f"{os.path.dirname(str(module.__file__))}{os.sep}" for module in (forq, asyncio))
-
-log = logging.getLogger("forq")
 
 
 class Failure(NamedTuple):

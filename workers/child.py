@@ -1,10 +1,20 @@
-"""The process of a queue: its workers, and the minder beside them."""
+"""What a queue's process may take of the machine: the part that it sets for itself, and for all that it starts.
 
+Where a handler is, told from outside: a signal makes the process write the stack of each of its threads to a memory
+file, also while C code holds the interpreter. The supervisor reads it through /proc.
+
+The process of a queue: its workers, and the minder beside them.
+"""
+
+import faulthandler
+import fcntl
 import logging
 import os
+import resource
 import socket
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import orjson
@@ -16,28 +26,75 @@ from forq.broker.keys import fail_queue, queue_base
 from forq.errors import CannotImport, ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
 from forq.job import OFF, new_id
 from forq.output.streams import install
-from forq.procs.process import Context
+from forq.procs.process import STACK_FILE, STACK_SIGNAL, Context
 from forq.procs.scoreboard import Role, Slot, State
 from forq.queue_spec import QueueSpec
 from forq.settings import Value
+from forq.values import show_size
 from forq.workers.attempt import Attempts, FailAttempts
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers, described, load_fail_handler, load_handlers, said
 from forq.workers.job_log import JobLog
-from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
+from forq.workers.loop import MAX_BATCH, Recycling, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
+from forq.workers.other_loops import HelperLoop, IdleLoop, ReleaseLoop, RetryLoop
 from forq.workers.progress import ProgressTeller
-from forq.workers.recycling import Recycling
-from forq.workers.release_loop import IdleLoop, ReleaseLoop
-from forq.workers.resources import restrain
-from forq.workers.retry_loop import HelperLoop, RetryLoop
-from forq.workers.stack import offer_stack
 from forq.workers.tracing import Tracing
+
+log = logging.getLogger("forq")
+
+# In thousandths of the machine's memory, added to what the process uses. The kernel ends what seems to use most, so one
+# that uses more than half of the memory beside a small handler still goes first, whoever it belongs to.
+OOM_SCORE = 500
+OOM_FILE = "/proc/self/oom_score_adj"
+
+
+def restrain(options: Mapping[str, Value]) -> None:
+    """Raises ConfigError if the system grants less than is asked for. Programs that handlers start inherit it all."""
+    _go_first_when_memory_runs_out()
+    open_files, address = int(options.get("open_files_limit", 0)), int(options.get("address_limit", 0))
+    if open_files:
+        _set(resource.RLIMIT_NOFILE, open_files, f"open_files_limit = {open_files}")
+    if address:
+        _set(resource.RLIMIT_AS, address, f"address_limit = {show_size(address)}")
+    if nicer := int(options.get("nice", 0)):
+        os.nice(nicer)
+
+
+def _go_first_when_memory_runs_out() -> None:
+    """Its job runs again. If the supervisor or the embedded server went instead, every job would."""
+    # Where /proc is hidden or not to be written, the kernel chooses by size alone.
+    with suppress(OSError, ValueError):
+        # Anybody may raise his own, and only root may lower it.
+        # Without text files: what those touch is memory that each of many processes would have for itself (0.2 MB).
+        fd = os.open(OOM_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if int(os.read(fd, 32)) < OOM_SCORE:
+                os.pwrite(fd, f"{OOM_SCORE}\n".encode(), 0)
+        finally:
+            os.close(fd)
+
+
+def _set(which: int, wanted: int, said: str) -> None:
+    """Soft and hard: a handler cannot raise it again, unless it runs as root."""
+    _, hard = resource.getrlimit(which)
+    try:
+        resource.setrlimit(which, (wanted, wanted))
+    except (ValueError, OSError) as exc:
+        raise ConfigError(f"{said} is not allowed here: at most {hard}, which is what the supervisor may have") from exc
+
+
+def offer_stack() -> int:
+    """The descriptor that stacks are written to from now on."""
+    fd = os.memfd_create(STACK_FILE, os.MFD_CLOEXEC)
+    # So that whoever reads it may also empty it.
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+    return fd
+
 
 # Of what the supervisor is told: a line that is too long would count as garbage.
 MAX_REASON = 4000
-
-log = logging.getLogger("forq")
 
 Loop = WorkerLoop | RetryLoop | HelperLoop | ReleaseLoop | IdleLoop
 

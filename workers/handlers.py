@@ -14,7 +14,7 @@ import forq
 from forq.errors import CannotImport, Permanent
 from forq.job import Job
 from forq.queue_spec import QueueSpec, check_program, is_program
-from forq.workers.exec_handler import ExecHandler, ExecOnceHandler, close_handlers
+from forq.workers.exec_handlers import ExecHandler, ExecOnceHandler, close_handlers
 
 # Characters of an exception's name and message, and of a traceback.
 MAX_REASON = 2000

@@ -22,7 +22,7 @@ from forq.errors import RetryAt
 from forq.output.streams import lines_of_logging, tell_past_logging
 from forq.output.writer import CURRENT_JOB
 from forq.workers.attempt import Failure
-from forq.workers.exec_messages import ProgramFailed
+from forq.workers.exec_handlers import ProgramFailed
 from forq.workers.handlers import leave_if_copy_of, name_of
 
 # How long a worker waits until its line is written, so that lines are in the order of what happened; and if that was in

@@ -1,4 +1,8 @@
-"""The worker's loop: claim, run, settle.
+"""When a queue's process has served long enough and is to be replaced: after so many jobs, at some age or size.
+
+It is looked at between jobs only, so no job is ever cut short by it.
+
+The worker's loop: claim, run, settle.
 
 1. A turn settles what ran and claims what comes next, in one call; only when nothing waits does the worker block.
 2. Before each job it publishes its position in one word of the scoreboard, so that whoever finds this worker dead or
@@ -13,7 +17,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from forq.broker.claim import Consumer, Limits, Results, Settled, Turn
@@ -21,6 +25,7 @@ from forq.broker.replies import Fate
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.output.streams import end_output, mark_end
 from forq.procs.backoff import Backoff, reconnecting
+from forq.procs.process import pss_bytes
 from forq.procs.scoreboard import (
     DONE,
     GUARDED,
@@ -41,11 +46,64 @@ from forq.procs.scoreboard import (
     State,
     Tally,
 )
-from forq.workers.attempt import Attempts
+from forq.procs.treekill import descendants_of
+from forq.settings import Value
+from forq.workers.attempt import NO_RESULT, Attempts
+from forq.workers.exec_handlers import running_programs
 from forq.workers.grant import Grant
 from forq.workers.job_log import FailedAttempt, JobLog, UnkeptResult
-from forq.workers.recycling import Recycling
-from forq.workers.results import NO_RESULT
+
+log = logging.getLogger("forq")
+
+
+class Recycling:
+    """Shared by the workers of one process. `replace` is called once, with the reason: it stops them all."""
+
+    def __init__(
+        self,
+        options: Mapping[str, Value],
+        slots: Sequence[Slot],
+        replace: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_jobs = int(options.get("max_jobs", 0))
+        self._max_age_seconds = float(options.get("max_age", 0))
+        self._max_memory = int(options.get("max_memory", 0))
+        self._slots = slots
+        self._replace = replace
+        self._now = now
+        self._born = now()
+        self._over = False
+
+    def room(self, want: int, unsettled: int) -> int:
+        """How many of `want` jobs a worker may still claim; it has run `unsettled` ones that do not show yet."""
+        if not self._max_jobs:
+            return want
+        left = self._max_jobs - unsettled - sum(slot.done for slot in self._slots)
+        if left <= 0:
+            self._end(f"max_jobs = {self._max_jobs}")
+            return 0
+        # Several workers claim at once: none takes what the others may take too.
+        return min(want, max(1, left // len(self._slots)))
+
+    def look(self) -> None:
+        """From the minder, about once a second while jobs run."""
+        if self._max_age_seconds and self._now() - self._born > self._max_age_seconds:
+            self._end(f"max_age = {self._max_age_seconds:g}s")
+        if self._max_memory and (memory := pss_bytes() + programs_bytes()) > self._max_memory:
+            self._end(f"max_memory = {self._max_memory}, it has {memory}")
+
+    def _end(self, reason: str) -> None:
+        if not self._over:
+            self._over = True
+            self._replace(reason)
+
+
+def programs_bytes() -> int:
+    """The memory of the programs of exec handlers, and of what they have started."""
+    programs = running_programs()
+    return sum(pss_bytes(pid) for program in programs for pid in (program, *descendants_of(program)))
+
 
 MAX_BATCH = 128
 # A batch is sized to take about this long; jobs slower than PREFETCH_BELOW are never taken ahead of time.
@@ -69,7 +127,6 @@ UNKEPT_LOG_NS = 10**9
 
 OUT_OF_MEMORY_SECONDS = 1.0
 
-log = logging.getLogger("forq")
 Claimed = list[tuple[bytes, bytes]]  # id, record
 
 

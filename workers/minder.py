@@ -1,4 +1,10 @@
-"""The second thread of a queue's child: it minds what the workers cannot while they run handlers or block.
+"""Zombies that this process adopted as a subreaper: daemons that a handler left behind and that have ended.
+
+They must be reaped, but never one that a handler may still wait for (its `subprocess.run` would lose the exit status).
+The kernel does not tell adopted children from own ones, so only a zombie that was already there when no job was running
+one look ago, and still is, is reaped: nobody waits for it. The programs of exec handlers are waited for by their own.
+
+The second thread of a queue's child: it minds what the workers cannot while they run handlers or block.
 
 1. The leash: what the supervisor says about capacity goes to the worker it concerns; when the supervisor dies,
    everything below this process is killed, then the process itself.
@@ -15,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import orjson
@@ -26,11 +33,41 @@ from forq.errors import ForqError
 from forq.procs.backoff import Backoff
 from forq.procs.lines import Lines
 from forq.procs.scoreboard import Slot, State
-from forq.procs.treekill import kill_descendants
+from forq.procs.treekill import children_of, kill_descendants, look_at
 from forq.progress import show_progress
-from forq.workers.adopted import AdoptedZombies
+from forq.workers.exec_handlers import running_programs
 from forq.workers.grant import Grant
-from forq.workers.recycling import Recycling
+from forq.workers.loop import Recycling
+
+log = logging.getLogger("forq")
+
+
+class AdoptedZombies:
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def look(self, *, idle: bool) -> None:
+        """Call now and then; `idle` says that no handler is running."""
+        if not idle:
+            self._seen.clear()
+            return
+        zombies = _zombies() - running_programs()
+        for pid in zombies & self._seen:
+            with suppress(ChildProcessError):  # a thread of the handler's was quicker
+                os.waitpid(pid, os.WNOHANG)
+        self._seen = zombies - self._seen
+
+
+def _zombies() -> set[int]:
+    """Ended children, left as they are; waitid shows only one of them, so the others are found in /proc."""
+    try:
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return set()
+    except ChildProcessError:
+        return set()
+    children = (look_at(pid) for pid in children_of(os.getpid()))
+    return {child.pid for child in children if child is not None and not child.alive}
+
 
 BEAT_SECONDS = 1.0
 # Soon the first time; then less and less often, for if it takes so long, thousands may be stopping at the same time.
@@ -44,8 +81,6 @@ PLAIN = "plain"
 
 # Plain numbers and texts: an enum's own are found by calls.
 _STATE_NAMES = {int(state): state.name.lower() for state in State}
-
-log = logging.getLogger("forq")
 
 
 class Minded(Protocol):

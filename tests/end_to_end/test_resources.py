@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from forq.workers.resources import OOM_SCORE
+from forq.workers.child import OOM_SCORE
 from tests.support.running import HANDLERS, Forq, alive, running, wait_until
 
 pytestmark = pytest.mark.timeout(120)

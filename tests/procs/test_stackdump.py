@@ -67,7 +67,7 @@ def dump_of(program: Program, fd: int | None) -> str:
     return dumps[0]
 
 
-OFFER = "from forq.workers.stack import offer_stack; fd = offer_stack()\n"
+OFFER = "from forq.workers.child import offer_stack; fd = offer_stack()\n"
 TELL = "print(fd, flush=True)\n"
 
 

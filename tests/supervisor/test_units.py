@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forq.exits import FAILED, FINAL, LOST_PLACE, MEANINGS, NO_REDIS, STOPPED
-from forq.workers.resources import OOM_SCORE
+from forq.workers.child import OOM_SCORE
 
 ETC = Path(__file__).parent.parent.parent / "etc"
 PAGE = Path(__file__).parent.parent.parent / "docs" / "guide" / "systemd.md"

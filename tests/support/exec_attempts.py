@@ -8,8 +8,7 @@ import pytest
 
 from forq import Job
 from forq.workers.attempt import describe_failure
-from forq.workers.exec_handler import ExecHandler
-from forq.workers.exec_messages import ProgramFailed
+from forq.workers.exec_handlers import ExecHandler, ProgramFailed
 
 Made = Callable[[str], ExecHandler]
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from forq.queue_spec import read_program
-from forq.workers.exec_handler import ExecHandler, close_handlers
-from forq.workers.program import running_programs
+from forq.workers.exec_handlers import ExecHandler, close_handlers, running_programs
 from tests.support.exec_attempts import Made
 
 

@@ -11,9 +11,7 @@ import pytest
 
 from forq.queue_spec import read_program
 from forq.workers.attempt import describe_failure
-from forq.workers.exec_handler import ExecOnceHandler
-from forq.workers.exec_messages import ProgramFailed
-from forq.workers.program import running_programs
+from forq.workers.exec_handlers import ExecOnceHandler, ProgramFailed, running_programs
 from tests.support.exec_attempts import Made, failure_of, job, pid_of
 from tests.support.programs import python_program, script
 from tests.support.running import alive, wait_until

@@ -19,7 +19,7 @@ from forq.output.streams import RootHandler
 from forq.output.writer import Output
 from forq.workers import job_log
 from forq.workers.attempt import Attempts, FailAttempts
-from forq.workers.exec_messages import ProgramFailed
+from forq.workers.exec_handlers import ProgramFailed
 from forq.workers.handlers import Handlers
 from forq.workers.job_log import MAX_WAITING, PATIENT_SECONDS, FailedAttempt, JobLog
 from tests.support.running import wait_until

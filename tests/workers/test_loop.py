@@ -20,8 +20,16 @@ from forq.workers import job_log
 from forq.workers.attempt import Attempts
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
-from forq.workers.loop import BUDGET_NS, MAX_BATCH, REFUSED_LOG_NS, RESULTS_BYTES, SLOW_NS, UNKEPT_LOG_NS, WorkerLoop
-from forq.workers.recycling import Recycling
+from forq.workers.loop import (
+    BUDGET_NS,
+    MAX_BATCH,
+    REFUSED_LOG_NS,
+    RESULTS_BYTES,
+    SLOW_NS,
+    UNKEPT_LOG_NS,
+    Recycling,
+    WorkerLoop,
+)
 from tests.support.running import wait_until
 
 

@@ -9,11 +9,10 @@ import pytest
 from forq.errors import ConfigError
 from forq.output.programs import WATCH
 from forq.queue_spec import QueueSpec, read_program
-from forq.workers.adopted import AdoptedZombies
-from forq.workers.exec_handler import ExecHandler, ExecOnceHandler, close_handlers
+from forq.workers.exec_handlers import ExecHandler, ExecOnceHandler, Program, close_handlers, running_programs
 from forq.workers.handlers import Handlers, load_handlers
-from forq.workers.program import Program, running_programs
-from forq.workers.recycling import programs_bytes
+from forq.workers.loop import programs_bytes
+from forq.workers.minder import AdoptedZombies
 from tests.support.exec_attempts import Made, failure_of, job, pid_of
 from tests.support.programs import python_program, shell
 from tests.support.running import alive, wait_until

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from forq.supervisor.child import spawn
-from forq.workers import resources
-from forq.workers.resources import OOM_SCORE, restrain
+from forq.workers import child
+from forq.workers.child import OOM_SCORE, restrain
 
 PR_SET_DUMPABLE = 4
 
@@ -23,7 +23,7 @@ def test_a_queues_process_raises_its_score_and_never_lowers_it(
 ) -> None:
     file = tmp_path / "oom_score_adj"
     file.write_text(before)
-    monkeypatch.setattr(resources, "OOM_FILE", file)
+    monkeypatch.setattr(child, "OOM_FILE", file)
     restrain({})
     assert int(file.read_text()) == after
 
@@ -35,7 +35,7 @@ def test_where_there_is_no_score_to_raise_the_process_starts_all_the_same(
     file = tmp_path / "oom_score_adj"
     if content is not None:
         file.write_text(content)
-    monkeypatch.setattr(resources, "OOM_FILE", file)
+    monkeypatch.setattr(child, "OOM_FILE", file)
     restrain({})
 
 

@@ -9,9 +9,8 @@ from uuid import UUID
 import pytest
 
 from forq.broker.record import pack_body
-from forq.workers.attempt import Attempts
+from forq.workers.attempt import MAX_REASON, Attempts, encode_result
 from forq.workers.handlers import Handlers
-from forq.workers.results import MAX_REASON, encode_result
 
 RECORD = b"p5 1700000000123\n" + pack_body(1, None, None)
 

@@ -1,0 +1,568 @@
+"""One running program of an exec handler: its process, its pipes, its end.
+
+It has a session of its own, so that a script's `kill 0` does not reach the queue's process, and the descriptor of the
+tree's lock, so that it is found when both its queue's process and the supervisor are gone. It reads end of file on
+stdin when its queue's process dies, and is killed with everything else below that.
+
+Messages between a queue's process and the program of an exec handler, one JSON object per line
+(docs/reference/bridge.md).
+
+ProgramFailed is how an attempt fails there, whatever the reason.
+
+Handlers that are programs in any language: called like a function, once per job, from one worker's thread.
+
+1. ExecHandler keeps one instance of its program running and gives it one job after the other. An instance that ends,
+   or says what makes no sense, is replaced.
+2. ExecOnceHandler starts its program for each job.
+
+Deadlines are not kept here: at its timeout the queue's process is killed with everything below it, programs too.
+"""
+
+import fcntl
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import termios
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, NamedTuple
+
+import orjson
+
+from forq.errors import ForqError, InvalidData
+from forq.job import Job, assignment_payload, new_id
+from forq.output.programs import READ_BYTES, WATCH, ProgramOutput
+from forq.procs.lines import Lines
+from forq.procs.treekill import kill_tree
+from forq.queue_spec import ProgramLine
+from forq.values import shown
+
+log = logging.getLogger("forq")
+
+# How long a program that has closed its stdout gets to end.
+LAST_SECONDS = 1.0
+# How long one that is not needed any more gets after end of file on stdin, and then after TERM.
+EOF_SECONDS = 1.0
+TERM_SECONDS = 0.5
+
+_pids: set[int] = set()
+
+
+def running_programs() -> frozenset[int]:
+    """Those that this process has started and not reaped. Nobody else may reap them."""
+    return frozenset(_pids)
+
+
+class Program:
+    """Started for a job; raises OSError if it cannot be. All but its output and its end belong to one thread."""
+
+    def __init__(
+        self, line: ProgramLine, job: Job, *, environ: Mapping[str, str] | None = None, keep_fds: Sequence[int] = ()
+    ) -> None:
+        self._queue = job.queue
+        self._lock = threading.Lock()
+        self._returncode: int | None = None
+        self._reaped = False
+        self._lines = Lines()
+        self._unwritten = memoryview(b"")
+        self._written = 0
+        self._process = subprocess.Popen(
+            line.argv,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if line.once else subprocess.PIPE,
+            env={**os.environ, "FORQ_QUEUE": job.queue, **(environ or {})},
+            start_new_session=True,
+            pass_fds=keep_fds,
+        )
+        _pids.add(self.pid)
+        try:
+            self._attend(line.once, job.id)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            _pids.discard(self.pid)
+            raise
+
+    def _attend(self, once: bool, job_id: str) -> None:
+        process = self._process
+        self._pidfd = os.pidfd_open(self.pid)
+        self._stdin = _fd_of(process.stdin)
+        self._stdout = None if once else _fd_of(process.stdout)
+        written = process.stdout if once else process.stderr
+        assert written is not None
+        self.output = ProgramOutput(written, self._queue, job_id)
+        self._poll = select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
+        if self._stdout is not None:
+            self._poll.register(self._stdout, select.POLLIN)
+            WATCH.add(self._pidfd, self._ended_meanwhile)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, line: bytes) -> None:
+        """Writes as much as goes at once; the rest goes while it is listened to."""
+        self._unwritten = memoryview(line)
+        self._written = 0
+        self._write()
+        if self._unwritten:
+            self._poll.register(self._stdin, select.POLLOUT)
+        elif self._stdout is None:
+            self.close_stdin()
+
+    @property
+    def has_been_told_all(self) -> bool:
+        return not self._unwritten
+
+    def next_line(self) -> bytes | None:
+        """The next line that it says; None when it has ended. InvalidData if it says what is no line."""
+        while (line := self._lines.pop()) is None:
+            ready = {fd for fd, _ in self._poll.poll()}
+            if self._stdin in ready:
+                self._write_on()
+            if self._stdout in ready:
+                if not self._read():
+                    return None
+            elif self._pidfd in ready:
+                return None
+        return line
+
+    def lines_between_jobs(self) -> list[bytes] | None:
+        """What it has said since its last answer; None if it has ended."""
+        ready = {fd for fd, _ in self._poll.poll(0)}
+        if self._pidfd in ready or (self._stdout in ready and not self._read()):
+            return None
+        said = []
+        while (line := self._lines.pop()) is not None:
+            said.append(line)
+        return said
+
+    def wait(self) -> int | None:
+        """Its return code (minus the signal that ended it), once all is written and it has ended."""
+        while True:
+            ready = {fd for fd, _ in self._poll.poll()}
+            if self._stdin in ready:
+                self._write_on()
+            if self._pidfd in ready:
+                return self.returncode()
+
+    def close_stdin(self) -> None:
+        _close(self._process.stdin)
+
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        return bool(_ready(self._pidfd, seconds))
+
+    def returncode(self) -> int | None:
+        """Of a program that has ended; None if somebody else has reaped it."""
+        self._reap()
+        return self._returncode
+
+    def has_read_nothing(self) -> bool:
+        """Whether all that it was told last is still in the pipe."""
+        (unread,) = struct.unpack("i", fcntl.ioctl(self._stdin, termios.FIONREAD, b"\0" * 4))
+        return bool(unread >= self._written)
+
+    def terminate(self) -> None:
+        with self._lock:
+            if not self._reaped:
+                os.killpg(self.pid, signal.SIGTERM)
+
+    def discard(self) -> None:
+        """Kills it, with all that is below it, if it has not ended."""
+        with self._lock:
+            if not self._reaped and not self.has_ended():
+                kill_tree(self.pid)
+        self._reap()
+        WATCH.remove(self._pidfd, self._ended_meanwhile)
+        self.output.close()
+        self.close_stdin()
+        if self._stdout is not None:
+            _close(self._process.stdout)
+        os.close(self._pidfd)
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                count = os.write(self._stdin, self._unwritten)
+                self._written += count
+                self._unwritten = self._unwritten[count:]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            # What it says, or its end, will tell more.
+            self._unwritten = memoryview(b"")
+
+    def _write_on(self) -> None:
+        self._write()
+        if not self._unwritten:
+            self._poll.unregister(self._stdin)
+            if self._stdout is None:
+                self.close_stdin()
+
+    def _read(self) -> bool:
+        """False when it has ended."""
+        assert self._stdout is not None
+        chunk = os.read(self._stdout, READ_BYTES)
+        if chunk:
+            self._lines.push(chunk)
+            return True
+        if self.has_ended(LAST_SECONDS):
+            return False
+        raise InvalidData("it has closed its stdout")
+
+    def _ended_meanwhile(self) -> bool:
+        """From the watch, which goes on if this is True: the event may have been that of an earlier program, whose
+        descriptor had the same number."""
+        return not self._reap(has_ended=False)
+
+    def _reap(self, *, has_ended: bool = True) -> bool:
+        """Whether it has ended. `has_ended`: it is an error if it has not."""
+        with self._lock:
+            if self._reaped:
+                return True
+            try:
+                end = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+                if end is None:
+                    if has_ended:
+                        # It runs as another user, say: its parent's end is all that it will see.
+                        log.error("cannot end a program queue=%s pid=%s", self._queue, self.pid)
+                    return False
+                self._returncode = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            except ChildProcessError:
+                log.warning("somebody else has reaped a program queue=%s pid=%s", self._queue, self.pid)
+            self._reaped = True
+            # So that subprocess does not look after it either.
+            self._process.returncode = self._returncode or 0
+            _pids.discard(self.pid)
+            return True
+
+
+def end_programs(programs: Sequence[Program]) -> None:
+    """They are not needed any more: end of file, TERM, kill."""
+    for program in programs:
+        program.close_stdin()
+    _wait_for(programs, EOF_SECONDS)
+    for program in programs:
+        if not program.has_ended():
+            program.terminate()
+    _wait_for(programs, TERM_SECONDS)
+    for program in programs:
+        program.discard()
+
+
+def _wait_for(programs: Sequence[Program], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for program in programs:
+        program.has_ended(max(0.0, deadline - time.monotonic()))
+
+
+def _fd_of(pipe: IO[bytes] | None) -> int:
+    assert pipe is not None
+    os.set_blocking(pipe.fileno(), False)
+    return pipe.fileno()
+
+
+def _close(pipe: IO[bytes] | None) -> None:
+    if pipe is not None:
+        pipe.close()
+
+
+def _ready(fd: int, seconds: float) -> list[tuple[int, int]]:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return poll.poll(seconds * 1000)
+
+
+MAX_NAME = 200
+EXIT_FOR_GOOD = 65  # EX_DATAERR of sysexits.h
+
+_HOST = socket.gethostname()
+_ALIASES = {"worker_finished": "job_finished", "worker_busy": "worker_progress"}
+_ABOUT_THE_JOB = ("job_finished", "job_failed", "worker_progress", "job_accepted")
+_KINDS = (None, "permanent", "retriable")
+
+
+class ProgramFailed(ForqError):
+    """The program's attempt failed. `name` stands where a Python exception has its class, `trace` for its traceback."""
+
+    def __init__(
+        self, name: str, message: str, *, kind: str = "retriable", retry_at: object = None, trace: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.name = name
+        self.kind = kind
+        self.retry_at = retry_at
+        self.trace = trace
+
+
+class Finished(NamedTuple):
+    """The job is done."""
+
+    result: Any
+
+
+class Progress(NamedTuple):
+    """How far it is."""
+
+    fraction: float
+    text: str | None
+
+
+def assignment(data: Any, job: Job, worker: str) -> bytes:
+    """The message that gives a program its job."""
+    payload = assignment_payload(
+        data,
+        uuid=job.id,
+        queue=job.queue,
+        worker=worker,
+        identifier=job.identifier,
+        type=job.type,
+        priority=job.priority,
+        counts=(job.retry_count, job.stall_count, job.timeout_count),
+        enqueued_at=job.enqueued_at,
+        fence=job.fence,
+        trace=job.trace,
+    )
+    message = {
+        "topic": "job_assignment",
+        "payload": payload,
+        "service_name": "forq",
+        "service_uuid": worker,
+        "service_host": _HOST,
+        "created_at": time.time(),
+    }
+    return orjson.dumps(message) + b"\n"
+
+
+def attempt_number(job: Job) -> int:
+    return 1 + job.retry_count + job.stall_count + job.timeout_count
+
+
+def read_answer(line: bytes, job: Job) -> Finished | Progress | ProgramFailed | None:
+    """What a program says about its job; None if that means nothing here. Raises InvalidData for anything else."""
+    topic, payload = _open(line)
+    if topic == "worker_idle":
+        return None
+    if topic not in _ABOUT_THE_JOB:
+        raise InvalidData(f"there is no topic {shown(topic)}")
+    if payload.get("uuid") != job.id or payload.get("queue_name", job.queue) != job.queue:
+        raise InvalidData(f"{topic} is about another job, uuid {shown(payload.get('uuid'))}")
+    if topic == "job_finished":
+        return Finished(payload.get("result"))
+    if topic == "job_failed":
+        return _failure(payload)
+    return _progress(payload) if topic == "worker_progress" else None
+
+
+def means_nothing(line: bytes) -> bool:
+    """Whether a program may say this while it has no job."""
+    try:
+        return not line.strip() or _open(line)[0] == "worker_idle"
+    except InvalidData:
+        return False
+
+
+def _open(line: bytes) -> tuple[str, dict[str, Any]]:
+    try:
+        message = orjson.loads(line)
+    except ValueError as exc:
+        raise InvalidData(f"not JSON: {shown(line.decode(errors='backslashreplace'))}") from exc
+    if not isinstance(message, dict):
+        raise InvalidData(f"not an object: {shown(message)}")
+    topic, payload = message.get("topic"), message.get("payload")
+    if not isinstance(topic, str) or not isinstance(payload, dict):
+        raise InvalidData('a message has a "topic" that is a text and a "payload" that is an object')
+    return _ALIASES.get(topic, topic), payload
+
+
+def _progress(payload: dict[str, Any]) -> Progress:
+    fraction, text = payload.get("progress"), payload.get("text")
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        raise InvalidData(f"progress = {shown(fraction)} is not a number from 0 to 1")
+    if not isinstance(text, str | None):
+        raise InvalidData(f"text = {shown(text)} is not a text")
+    return Progress(float(fraction), text)
+
+
+def _failure(payload: dict[str, Any]) -> ProgramFailed:
+    error, kind = payload.get("error"), payload.get("kind")
+    fields = {"message": error} if isinstance(error, str) else {} if error is None else error
+    if not isinstance(fields, dict):
+        raise InvalidData(f"error = {shown(error)} is neither a text nor an object with name and message")
+    if kind not in _KINDS:
+        raise InvalidData(f'kind = {shown(kind)} is not allowed: "permanent" or "retriable"')
+    texts = {key: fields.get(key) or "" for key in ("name", "message", "traceback")}
+    for key, text in texts.items():
+        if not isinstance(text, str):
+            raise InvalidData(f"{key} = {shown(text)} of an error is not a text")
+    return ProgramFailed(
+        texts["name"][:MAX_NAME] or "JobFailed",
+        texts["message"],
+        kind=kind or "retriable",
+        retry_at=payload.get("retry_at"),
+        trace=texts["traceback"],
+    )
+
+
+class _NothingRead(Exception):
+    """The instance ended after an earlier job, without having seen anything of this one."""
+
+
+class _Ended(Exception):
+    """The program has ended and not said what became of its job."""
+
+
+class ExecHandler:
+    def __init__(self, line: ProgramLine, queue: str, *, keep_fds: Sequence[int] = ()) -> None:
+        self._line = line
+        self._queue = queue
+        self._keep_fds = keep_fds
+        self._worker = new_id()
+        self._program: Program | None = None
+        self._jobs = 0
+
+    def another(self) -> "ExecHandler":
+        """The same for another worker, with an instance of its own."""
+        return ExecHandler(self._line, self._queue, keep_fds=self._keep_fds)
+
+    def __call__(self, data: Any, job: Job) -> Any:
+        """The `result` of the program's answer."""
+        line = assignment(data, job, self._worker)
+        try:
+            return self._give(line, job)
+        except _NothingRead:
+            log.info("replacing a program queue=%s reason=it has ended before it read its next job", self._queue)
+            return self._give(line, job)
+
+    def programs(self) -> list[Program]:
+        return [] if self._program is None else [self._program]
+
+    def _give(self, line: bytes, job: Job) -> Any:
+        program = self._usable(job) or self._start(job)
+        answer: Finished | ProgramFailed
+        answered = usable = False
+        try:
+            program.tell(line)
+            answer = self._hear(program, job)
+            answered = True
+            # One that answers before it has read everything would take the rest for its next job.
+            usable = program.has_been_told_all
+        except InvalidData as exc:
+            answer = ProgramFailed("BadMessage", str(exc))
+        except _Ended:
+            if self._jobs and program.has_read_nothing():
+                raise _NothingRead from None
+            answer = how_it_ended(program.returncode())
+        finally:
+            tail = program.output.end()
+            self._jobs += 1
+            if not usable:
+                self._discard()
+        if isinstance(answer, ProgramFailed):
+            raise _with_output(answer, tail, quote=not answered)
+        return answer.result
+
+    def _hear(self, program: Program, job: Job) -> Finished | ProgramFailed:
+        """What the program says has become of the job."""
+        while (line := program.next_line()) is not None:
+            if not line.strip():
+                continue
+            answer = read_answer(line, job)
+            if isinstance(answer, Progress):
+                job.progress(answer.fraction, answer.text or "")
+            elif answer is not None:
+                return answer
+        raise _Ended
+
+    def _usable(self, job: Job) -> Program | None:
+        """The instance that runs; one that has ended since its last job, or talks without one, is replaced."""
+        program = self._program
+        if program is None:
+            return None
+        try:
+            said = program.lines_between_jobs()
+        except InvalidData as exc:
+            said, reason = [], str(exc)
+        else:
+            reason = "it has ended" if said is None else ""
+        if said and not all(means_nothing(line) for line in said):
+            reason = f"it spoke without a job: {said[0][:200]!r}"
+        if not reason:
+            program.output.begin(job.id)
+            return program
+        log.info("replacing a program queue=%s pid=%s reason=%s", self._queue, program.pid, reason)
+        self._discard()
+        return None
+
+    def _start(self, job: Job) -> Program:
+        self._jobs = 0
+        self._program = start(self._line, job, {}, self._keep_fds)
+        return self._program
+
+    def _discard(self) -> None:
+        if self._program is not None:
+            self._program.discard()
+            self._program = None
+
+
+class ExecOnceHandler:
+    def __init__(self, line: ProgramLine, keep_fds: Sequence[int] = ()) -> None:
+        self._line = line
+        self._keep_fds = keep_fds
+
+    def __call__(self, data: Any, job: Job) -> None:
+        environ = {
+            "FORQ_JOB_ID": job.id,
+            "FORQ_IDENTIFIER": job.identifier.replace("\0", ""),
+            "FORQ_TYPE": job.type or "",
+            "FORQ_ATTEMPT": str(attempt_number(job)),
+            "FORQ_FENCE": str(job.fence),
+        }
+        program = start(self._line, job, environ, self._keep_fds)
+        try:
+            program.tell(orjson.dumps(data) + b"\n")
+            failure = None if (code := program.wait()) == 0 else how_it_ended(code, once=True)
+        finally:
+            tail = program.output.end()
+            program.discard()
+        if failure is not None:
+            raise _with_output(failure, tail, quote=True)
+
+
+def close_handlers(handlers: Sequence[object]) -> None:
+    """Ends the instances of those handlers that are programs, all at the same time."""
+    end_programs([program for each in handlers if isinstance(each, ExecHandler) for program in each.programs()])
+
+
+def start(line: ProgramLine, job: Job, environ: dict[str, str], keep_fds: Sequence[int]) -> Program:
+    try:
+        return Program(line, job, environ=environ, keep_fds=keep_fds)
+    except OSError as exc:
+        raise ProgramFailed("CannotStart", f"{line.argv[0]}: {exc.strerror}") from exc
+
+
+def how_it_ended(code: int | None, *, once: bool = False) -> ProgramFailed:
+    too_early = "" if once else ", and had not said what became of the job"
+    if code is None:
+        return ProgramFailed("ExitStatus", f"it ended, nobody knows how{too_early}")
+    if code < 0:
+        names = {int(known): known.name for known in signal.Signals}
+        return ProgramFailed("ExitSignal", f"it was ended by signal {-code} ({names.get(-code, '?')})")
+    kind = "permanent" if once and code == EXIT_FOR_GOOD else "retriable"
+    return ProgramFailed("ExitStatus", f"it ended with status {code}{too_early}", kind=kind)
+
+
+def _with_output(failure: ProgramFailed, tail: list[str], *, quote: bool) -> ProgramFailed:
+    """What it wrote last tells more than how it ended."""
+    if quote and tail:
+        failure.args = (f"{failure.args[0]}; it last wrote: {tail[-1]}",)
+    failure.trace = failure.trace or "\n".join(tail)
+    return failure
