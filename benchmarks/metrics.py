@@ -24,8 +24,7 @@ from forq.broker.registry import Registry
 from forq.procs import jsonrpc
 from forq.procs.scoreboard import Scoreboard, Tallies
 from forq.procs.unix_socket import listen
-from forq.services.health import faults_in
-from forq.services.metrics_look import Looker
+from forq.services.metrics import Looker, faults_in
 from forq.services.metrics_page import render
 from forq.settings import WORK, defaults, stored, stored_defaults
 from tests.support.metrics import look_at, queue_status

@@ -3,8 +3,8 @@
 import pytest
 
 from forq.broker.keys import DEFAULT_PREFIX, registry_key
-from forq.services import halves
-from forq.services.halves import LEFT_SECONDS, Halves
+from forq.services import pulse
+from forq.services.pulse import LEFT_SECONDS, Halves
 from tests.support.one_queue import OneQueue
 
 
@@ -42,7 +42,7 @@ def test_of_many_queues_some_are_looked_at_at_a_time(queue: OneQueue, monkeypatc
     for number in range(7):
         enter(queue, f"half-{number}", "work")
     found = Halves(queue.registry)
-    monkeypatch.setattr(halves, "LOOKED_AT_AT_ONCE", 3)
+    monkeypatch.setattr(pulse, "LOOKED_AT_AT_ONCE", 3)
     for now in (0.0, 10.0, 20.0, 30.0):
         found.look(now)
     assert sorted(found.look(90.0)) == [f"half-{number}" for number in range(7)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forq.services.metrics_look import ask_status
+from forq.services.metrics import ask_status
 from tests.support.metrics import Scraper
 from tests.support.running import Forq, running, wait_until
 from tests.support.server import Server

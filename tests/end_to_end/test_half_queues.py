@@ -17,8 +17,9 @@ JOBS = 30_000
 IMPATIENT = """
 import sys
 from forq import cli
-from forq.services import halves, pulse
-halves.LEFT_SECONDS, pulse.LOOK_SECONDS = 0.5, 0.02
+from forq.services import pulse
+from forq.services import pulse
+pulse.LEFT_SECONDS, pulse.LOOK_SECONDS = 0.5, 0.02
 sys.exit(cli.main())
 """
 

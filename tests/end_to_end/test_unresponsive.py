@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ForqError
-from forq.services.metrics_look import ask_status
+from forq.services.metrics import ask_status
 from tests.support.metrics import Scraper
 from tests.support.running import HANDLERS, Forq, Trace, running, wait_until
 

@@ -12,7 +12,7 @@ import pytest
 
 from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.services.metrics_look import Looker
+from forq.services.metrics import Looker
 from tests.support.redis_cluster import RedisCluster, redis_cluster
 from tests.support.running import Forq, running, wait_until
 

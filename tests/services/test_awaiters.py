@@ -11,8 +11,8 @@ from forq.broker.link import Link
 from forq.client import NewJob, new_job
 from forq.errors import ForqError, RedisUnavailable, UnknownQueue, WrongMode
 from forq.procs.loop import service_loop
-from forq.services.awaiters import Awaiters
-from forq.services.desk import Later
+from forq.services.rpc import Later
+from forq.services.waiting import Awaiters
 from tests.support.running import wait_until
 from tests.support.server import Server
 

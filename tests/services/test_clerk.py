@@ -14,7 +14,7 @@ from forq.errors import ForqError, InvalidData, UnknownJob, UnknownQueue, UsageE
 from forq.procs import jsonrpc
 from forq.procs.loop import service_loop
 from forq.services.clerk import Clerk
-from forq.services.desk import Desk
+from forq.services.rpc import Desk
 from tests.support.contexts import context
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from forq.broker.inspect import Counts
 from forq.health import faults_of_queue, faults_of_supervisor
-from forq.services.health import faults_in
-from forq.services.metrics_look import Look, Work
+from forq.services.metrics import Look, Work, faults_in
 from tests.support.metrics import NOW_NS, look_at, queue_counts, queue_status, tallied
 
 HEALTH_SECONDS = 60.0

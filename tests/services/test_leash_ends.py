@@ -12,8 +12,8 @@ import pytest
 
 from forq.procs.loop import service_loop
 from forq.procs.scoreboard import Scoreboard, State
-from forq.services.desk import Desk
 from forq.services.pulse import Pulse
+from forq.services.rpc import Desk
 from tests.support.contexts import context
 
 STUCK = """

@@ -11,7 +11,7 @@ import pytest
 from forq.broker.recovery import Outcome
 from forq.broker.replies import Fate
 from forq.output.format import MARK, NAME, Line, open_pipe, unpack
-from forq.services.loss_log import tell_loss
+from forq.services.pulse import tell_loss
 
 AGAIN = Fate("returned", 0, 1, 4)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics import parser
 
-from forq.services.metrics_look import Look, Work
+from forq.services.metrics import Look, Work
 from forq.services.metrics_page import BOUNDS, render
 from tests.support.metrics import (
     Samples,

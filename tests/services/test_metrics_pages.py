@@ -5,8 +5,7 @@ import pytest
 from forq.procs.scoreboard import Tallies
 from forq.services import metrics
 from forq.services.http_server import Asked
-from forq.services.metrics import Pages
-from forq.services.metrics_look import Look
+from forq.services.metrics import Look, Pages
 from tests.support.contexts import context
 from tests.support.metrics import look_at, queue_status
 

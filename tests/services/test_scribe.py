@@ -20,8 +20,7 @@ from forq.broker.outbox import Outbox
 from forq.broker.registry import Registry
 from forq.errors import ForqError
 from forq.procs import jsonrpc
-from forq.services.failed_log import MAX_FILES, append_lines
-from forq.services.scribe import LOOK_SECONDS, Scribe, run_scribe
+from forq.services.scribe import LOOK_SECONDS, MAX_FILES, Scribe, append_lines, run_scribe
 from forq.settings import stored_defaults
 from tests.support.contexts import context
 from tests.support.running import wait_until, whole_lines

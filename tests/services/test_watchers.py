@@ -10,8 +10,8 @@ from forq.broker.claim import report_progress
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.errors import ForqError, InvalidId, InvalidName, RedisUnavailable, UnknownJob, UnknownQueue, UsageError
 from forq.procs.loop import service_loop
-from forq.services.desk import Later
-from forq.services.watchers import LISTEN_SECONDS, LONGEST_WAIT_SECONDS, LOOK_SECONDS, Watchers
+from forq.services.rpc import Later
+from forq.services.waiting import LISTEN_SECONDS, LONGEST_WAIT_SECONDS, WATCH_SECONDS, Watchers
 from tests.support.one_queue import OneQueue, one_queue
 from tests.support.running import wait_until
 from tests.support.server import Server
@@ -105,7 +105,7 @@ def test_another_job_s_progress_is_no_reason_to_look(gallery: Gallery) -> None:
     gallery.report(0.5, job_id="b")
     for _ in range(5):
         assert gallery.step() == []
-    gallery.time += LOOK_SECONDS
+    gallery.time += WATCH_SECONDS
     assert gallery.step()[0]["progress"]["text"] == "unheard"
 
 
@@ -116,7 +116,7 @@ def test_the_same_progress_told_again_is_no_change(gallery: Gallery) -> None:
     gallery.watch(gallery.watch()["seen"])
     time.sleep(0.002)
     gallery.report(0.4, "same")
-    gallery.time += LOOK_SECONDS
+    gallery.time += WATCH_SECONDS
     assert gallery.step() == []
 
 
@@ -125,8 +125,8 @@ def test_a_job_that_tells_nothing_is_looked_at_once_a_second(gallery: Gallery) -
     gallery.watch(gallery.watch()["seen"])
     gallery.worker.turn(want=1)
     assert gallery.step() == []
-    assert gallery.watchers.tick() == pytest.approx(LOOK_SECONDS)
-    gallery.time += LOOK_SECONDS
+    assert gallery.watchers.tick() == pytest.approx(WATCH_SECONDS)
+    gallery.time += WATCH_SECONDS
     assert [answer["state"] for answer in gallery.step()] == ["active"]
 
 
@@ -207,7 +207,7 @@ def test_when_redis_goes_who_watches_is_told_so(gallery: Gallery, server: Server
     gallery.watch(gallery.watch()["seen"])
     server.stop()
     gallery.until(lambda: not gallery.listens())
-    gallery.time += LOOK_SECONDS
+    gallery.time += WATCH_SECONDS
     (answer,) = gallery.step()
     assert isinstance(answer, RedisUnavailable)
     with pytest.raises(RedisUnavailable):
@@ -218,5 +218,5 @@ def test_a_deleted_queue_is_told(gallery: Gallery) -> None:
     gallery.queue.enqueue("a")
     gallery.watch(gallery.watch()["seen"])
     gallery.queue.registry.delete("q", force=True)
-    gallery.time += LOOK_SECONDS
+    gallery.time += WATCH_SECONDS
     assert isinstance(gallery.step()[0], UnknownQueue)

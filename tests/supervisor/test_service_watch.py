@@ -12,7 +12,7 @@ import pytest
 
 from forq.procs.liveness import LATE_SECONDS, SLICE_SECONDS, AwakeTime, may_take, passed
 from forq.procs.loop import Loop, service_loop
-from forq.services.desk import Desk
+from forq.services.rpc import Desk
 from forq.supervisor.child import Nursery
 from forq.supervisor.service import Service
 from forq.supervisor.unresponsive import ServiceWatch

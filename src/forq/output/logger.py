@@ -38,7 +38,7 @@ from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import service_loop
 from forq.procs.process import Context
 from forq.procs.scoreboard import Scoreboard, Slot
-from forq.services.desk import Desk
+from forq.services.rpc import Desk
 
 log = logging.getLogger("forq")
 

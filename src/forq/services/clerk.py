@@ -21,11 +21,9 @@ from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import Loop, service_loop
 from forq.procs.process import Context
 from forq.schedules import Schedule
-from forq.services.awaiters import Awaiters
-from forq.services.desk import Desk
-from forq.services.failed_log import append_lines
-from forq.services.followers import Followers
-from forq.services.watchers import Watchers
+from forq.services.rpc import Desk
+from forq.services.scribe import append_lines
+from forq.services.waiting import Awaiters, Followers, Watchers
 from forq.settings import WORK, changed_for_fail_queue, check_changes, stored, stored_defaults, stored_for_fail_queue
 from forq.values import check_queue_name, shown
 

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from forq.broker.inspect import Counts
 from forq.procs.scoreboard import cumulated
-from forq.services.metrics_look import Look, queues_of
+from forq.services.metrics import Look, queues_of
 from forq.settings import WORK
 
 # Powers of two in µs: what is common finely, the rest coarsely, so that a thousand queues stay readable.

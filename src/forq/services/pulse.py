@@ -1,4 +1,9 @@
-"""Pulse: the supervisor's hand in Redis for everything that must not wait for a handler.
+"""Finds queues that somebody has left half made or half deleted, so that they can be mended.
+
+Tells of attempts that ended with their process: nobody is left there to do so. The line goes to the queue's log, as
+those of its processes do, and from there to stderr.
+
+Pulse: the supervisor's hand in Redis for everything that must not wait for a handler.
 
 1. A heartbeat per queue, with the position of each worker; the answers tell of queues and places that are gone.
 2. Recovery of workers whose process has ended (the supervisor asks until Redis has taken it), and again shortly after:
@@ -18,6 +23,7 @@ import os
 import re
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,20 +33,97 @@ from forq import exits
 from forq.broker.keys import due_channels, fail_queue, main_queue, queue_of_channel
 from forq.broker.link import Link
 from forq.broker.pubsub import Listener
-from forq.broker.recovery import Beat, Keeper, Position, QueueGone
+from forq.broker.recovery import Beat, Keeper, Outcome, Position, QueueGone
 from forq.broker.registry import Registry
-from forq.broker.replies import Fate
+from forq.broker.replies import Fate, headline
 from forq.errors import Fenced, ForqError, RedisUnavailable
+from forq.output.format import NAME, Line, pack_line
 from forq.procs.cgroups import Cgroup
 from forq.procs.loop import Loop
 from forq.procs.process import Context
 from forq.procs.scoreboard import Role, State, age_ms
 from forq.procs.treekill import kill_tree
 from forq.redis_url import database_of
-from forq.services.desk import Desk
-from forq.services.halves import LOOK_SECONDS, Halves
-from forq.services.loss_log import tell_loss
+from forq.services.rpc import Desk
 from forq.services.unread import Unread
+
+log = logging.getLogger("forq")
+
+# Nobody who is still at it takes so long.
+LEFT_SECONDS = 30.0
+LOOK_SECONDS = 30.0
+LOOKED_AT_AT_ONCE = 200
+
+
+class Halves:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._after = ""
+        # Name -> its entry in the registry, and when it was first found like that.
+        self._since: dict[str, tuple[str, float]] = {}
+
+    def look(self, now: float) -> list[str]:
+        """The names of those that have been like that for long, some at a time; of each again, until it is mended."""
+        names = self._registry.names()
+        found = self._registry.halves({name: names[name] for name in self._next(sorted(names)) if name in names})
+        known = self._since
+        self._since = {name: known[name] for name in known if name in names and name not in self._looked_at}
+        for name, entry in found.items():
+            before = known.get(name)
+            self._since[name] = before if before is not None and before[0] == entry else (entry, now)
+        return [name for name in found if now - self._since[name][1] >= LEFT_SECONDS]
+
+    def _next(self, names: list[str]) -> set[str]:
+        """In rotation, and those that are known to be halves."""
+        later = [name for name in names if name > self._after] or names
+        some = later[:LOOKED_AT_AT_ONCE]
+        self._after = some[-1] if some else ""
+        self._looked_at = {*some, *self._since}
+        return self._looked_at
+
+
+def tell_loss(
+    directory: str | None, queue: str, job: str, fate: Fate, *, outcome: Outcome, cause: str, micros: int | None
+) -> None:
+    """`directory`: of the queue's log; None, or without its FIFO: the line goes to our own log."""
+    of_fail_handler = main_queue(queue) != queue
+    if of_fail_handler:
+        queue, job = main_queue(queue), job.rpartition(":")[0]
+    text = headline(queue, job, fate, _happened(outcome, cause, micros), of_fail_handler=of_fail_handler)
+    level = logging.ERROR if fate.final else logging.INFO if outcome == "interrupted" else logging.WARNING
+    if not log.isEnabledFor(level):
+        # As set by log_level, which holds for the lines of a queue's own processes, too.
+        return
+    if directory is None or not _write(directory, job, logging.getLevelName(level), text):
+        log.log(level, "%s queue=%s job=%s", text, queue, job)
+
+
+def _happened(outcome: Outcome, cause: str, micros: int | None) -> str:
+    if outcome == "timed_out":
+        return "timed out" if micros is None else f"timed out after {micros / 1e6:.3g} s"
+    if outcome == "interrupted":
+        return "interrupted, since its process was stopped"
+    # As the supervisor has made it one word.
+    end = cause.replace("_", " ")
+    return f"lost with its process ({end})" if outcome == "stalled" else f"lost with others of its process ({end})"
+
+
+def _write(directory: str, job: str, level: str, text: str) -> bool:
+    """Not with open_pipe, which would make the FIFO of a queue that was deleted."""
+    line = Line("log", level, int(time.time() * 1000), os.getpid(), threading.get_ident(), job, "forq", False, text)
+    try:
+        fd = os.open(f"{directory}/{NAME}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        for data in pack_line(line):
+            os.write(fd, data)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
 
 CALL_TIMEOUT_SECONDS = 3.0
 # The second look at the list of a worker that was taken out, and the third.
@@ -71,8 +154,6 @@ LISTEN_AGAIN_SECONDS = 0.1
 OWN_END_SECONDS = 0.3
 # How long what they have left behind is looked for and killed.
 LAST_KILL_SECONDS = 5.0
-
-log = logging.getLogger("forq")
 
 
 def run_pulse(context: Context, leash: socket.socket) -> int:

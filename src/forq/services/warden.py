@@ -25,7 +25,7 @@ from forq.procs.liveness import may_take
 from forq.procs.loop import service_loop
 from forq.procs.process import Context, pss_bytes
 from forq.procs.treekill import descendants_of, kill_tree, signal_descendants
-from forq.services.desk import Desk
+from forq.services.rpc import Desk
 
 LOOK_SECONDS = 0.05
 IDLE_LOOK_SECONDS = 1.0

@@ -12,10 +12,10 @@ from forq.procs.lines import LineConnection, Lines
 from forq.procs.liveness import may_take
 from forq.procs.loop import Loop
 
+log = logging.getLogger("forq")
+
 # The supervisor and its services trust each other: the cap is there to notice a fault, not to fend one off.
 MAX_LINE_BYTES = 64 * 1024 * 1024
-
-log = logging.getLogger("forq")
 
 Verb = Callable[[dict[str, Any]], object]
 
