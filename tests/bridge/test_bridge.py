@@ -219,8 +219,8 @@ def test_eof_while_redis_is_away_waits_for_it(server: Server, redis_url: str) ->
 
 
 def test_an_add_whose_answer_was_lost_is_stored_once(redis_url: str) -> None:
-    from forq.bridge.desk import Desk
     from forq.bridge.messages import read_message
+    from forq.bridge.requests import Desk
     from forq.errors import OutcomeUnknown
 
     class LosesAnswers(Link):

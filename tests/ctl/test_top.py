@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from forq import errors
-from forq.ctl.terminal import Keys
+from forq.ctl.screen import Keys
 from forq.ctl.top import Figures, shown_count, shown_limits, shown_rate
 from tests.support.fake_supervisor import FORQCTL, FakeSupervisor, environment, forqctl, queue_status, whole_status
 from tests.support.running import wait_until

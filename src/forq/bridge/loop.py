@@ -12,9 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from forq.bridge.desk import Desk, Out
 from forq.bridge.messages import BadMessage, Envelopes, Held, Request, WorkerIdle, read_message
 from forq.bridge.peers import Client, Peer
+from forq.bridge.requests import Desk, Out
 from forq.broker.keys import queue_of_channel
 from forq.broker.pubsub import Listener
 from forq.errors import ForqError, InvalidData, RedisUnavailable

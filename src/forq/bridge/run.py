@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from setproctitle import setproctitle
 
 from forq import exits
-from forq.bridge.desk import Desk
 from forq.bridge.loop import Bridge
 from forq.bridge.messages import Envelopes
 from forq.bridge.peers import Peer, Standard
+from forq.bridge.requests import Desk
 from forq.broker.leases import handed_channels
 from forq.broker.link import Link
 from forq.broker.pubsub import Listener
