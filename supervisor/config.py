@@ -95,7 +95,7 @@ def read_metrics(table: object, file: Path) -> MetricsPlace:
 
 UNITS_PER_CPU = 100
 PIPELINE_QUEUE = "forq-pipeline"
-PIPELINE_HANDLER = "forq.pipeline.task:ingest"
+PIPELINE_HANDLER = "forq.pipeline.ingest:ingest"
 # It is never given up: what it has not read is still in the journals, or shows there as a gap.
 _PIPELINE_OPTIONS = {"max_retries": 10**6, "max_timeouts": 10**6, "max_stalls": 10**6, "timeout": "1h", "size": 1}
 DEFAULT_FILE = Path("/etc/forq/forq.toml")

@@ -17,8 +17,8 @@ from pyspark.sql import SparkSession
 from forq.broker.journal import VERBS
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.errors import UnknownQueue, UsageError
-from forq.pipeline import audit
-from forq.pipeline.auditor import CLEAN, GAPS, VIOLATIONS, Audit
+from forq.pipeline.audit import run
+from forq.pipeline.audit.run import CLEAN, GAPS, VIOLATIONS, Audit
 from forq.pipeline.cli import add_common
 from forq.pipeline.history import History
 from forq.pipeline.schema import EVENTS
@@ -61,8 +61,8 @@ def at_work(queue: BusyQueue) -> Iterator[None]:
 def run_audit(url: str, history: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
     parser = ArgumentParser()
     add_common(parser)
-    audit.add_arguments(parser)
-    code = audit.run(parser.parse_args(["--redis", url, "--history", str(history), *more]))
+    run.add_arguments(parser)
+    code = run.run(parser.parse_args(["--redis", url, "--history", str(history), *more]))
     return code, capsys.readouterr().out
 
 
@@ -133,7 +133,7 @@ def test_a_lost_record_and_a_trimmed_journal_are_told_apart(
 
 def test_without_redis_and_history_there_is_nothing_to_audit(spark: SparkSession, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is nothing to audit: no Redis at .* and no history in"):
-        audit.audit_all(spark, f"unix://{tmp_path}/none.sock", DEFAULT_PREFIX, str(tmp_path))
+        run.audit_all(spark, f"unix://{tmp_path}/none.sock", DEFAULT_PREFIX, str(tmp_path))
 
 
 def test_a_prefix_that_no_queue_has_is_refused_unless_the_history_knows_their_end(
@@ -143,16 +143,16 @@ def test_a_prefix_that_no_queue_has_is_refused_unless_the_history_knows_their_en
     with one_queue(redis_url) as queue:
         queue.enqueue("a")
         with pytest.raises(UnknownQueue, match=wrong):
-            audit.audit_all(spark, redis_url, "other:", str(tmp_path / "none"))
+            run.audit_all(spark, redis_url, "other:", str(tmp_path / "none"))
         spark.dataSource.register(ForqSource)
         history = History(spark, str(tmp_path / "history"))
         history.publish(0, spark.read.format("forq").option("redis", redis_url).load())
         with pytest.raises(UnknownQueue, match=wrong):
-            audit.audit_all(spark, redis_url, "other:", str(tmp_path / "history"))
+            run.audit_all(spark, redis_url, "other:", str(tmp_path / "history"))
         end = Journal(queue.name, epoch=10**18)
         end.note(10**12, event("deleted"))
         history.publish(1, spark.createDataFrame(end.rows(), EVENTS))
-    found, _ = audit.audit_all(spark, redis_url, "other:", str(tmp_path / "history"))
+    found, _ = run.audit_all(spark, redis_url, "other:", str(tmp_path / "history"))
     assert found.compared_with_redis
 
 
@@ -170,9 +170,9 @@ def test_an_audit_whose_files_were_compacted_meanwhile_begins_anew() -> None:
             raise answer
         return answer
 
-    assert audit._repeated(once) is audited
+    assert run._repeated(once) is audited
     with pytest.raises(PySparkException, match="out of memory"):
-        audit._repeated(once)
+        run._repeated(once)
 
 
 def test_queues_without_a_fail_queue_are_audited_too(spark: SparkSession, redis_url: str, tmp_path: Path) -> None:
@@ -181,5 +181,5 @@ def test_queues_without_a_fail_queue_are_audited_too(spark: SparkSession, redis_
         worker = queue.worker()
         worker.turn(want=2)
         worker.turn(done="a", failed="b")
-    found, _ = audit.audit_all(spark, redis_url, DEFAULT_PREFIX, str(tmp_path / "none"))
+    found, _ = run.audit_all(spark, redis_url, DEFAULT_PREFIX, str(tmp_path / "none"))
     assert (found.exit_code, found.findings) == (0, [])

@@ -18,9 +18,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 from forq.broker.journal import Event
 from forq.errors import ConfigError, ForqError, UnknownQueue
-from forq.pipeline import compaction, ingest
-from forq.pipeline.folder import Folder
-from forq.pipeline.history import History, read_history
+from forq.pipeline import history, ingest
+from forq.pipeline.history import Folder, History, read_history
 from forq.pipeline.ingest import Ingest
 from forq.pipeline.schema import EVENTS
 from forq.settings import stored_defaults
@@ -190,7 +189,7 @@ def test_a_compaction_killed_at_any_step_leaves_each_row_once(spark: SparkSessio
 def test_small_batches_are_put_together_while_rows_keep_coming(
     spark: SparkSession, queue: OneQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction.Compaction.run, "__defaults__", (3,))
+    monkeypatch.setattr(history.Compaction.run, "__defaults__", (3,))
     for n in range(30):
         queue.enqueue(f"a{n}")
     tally = Ingest(spark, str(tmp_path), queue.url, entries_per_batch=5).run(None)

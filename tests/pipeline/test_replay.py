@@ -13,10 +13,9 @@ from forq.broker.enqueue import new_job
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.record import unpack
 from forq.errors import ForqError, UnknownQueue, UsageError
-from forq.pipeline import replay, replay_look
+from forq.pipeline import replay
 from forq.pipeline.history import History, read_history
-from forq.pipeline.replay_lives import job_lives
-from forq.pipeline.replay_look import Look
+from forq.pipeline.replay import Look, job_lives
 from forq.pipeline.schema import EVENTS
 from tests.support.event_rows import Journal, event
 from tests.support.one_queue import OneQueue, one_queue
@@ -143,12 +142,12 @@ def test_what_cannot_be_replayed_is_listed_with_the_reason(
     reasons = {one["job"]: one["reason"] for one in result["not_replayed"] if one["state"] == "dead"}
     assert reasons == {
         "discarded": "it was discarded",
-        "live": replay_look.IS_LIVE,
+        "live": replay.IS_LIVE,
         "revived": "it was revived since then",
-        "broken": replay_look.BROKEN,
-        "gone": replay_look.NOT_DEAD,
+        "broken": replay.BROKEN,
+        "gone": replay.NOT_DEAD,
     }
-    assert result["reasons"][replay_look.IS_DONE] == 2
+    assert result["reasons"][replay.IS_DONE] == 2
     assert queue.state().jobs == {"live", "fine"}
 
 
@@ -166,8 +165,8 @@ def test_of_a_queue_that_is_gone_and_of_fail_jobs_nothing_is_replayed(
     replays.publish(fail_queue)
     assert replays("true") == 1
     said = capsys.readouterr().out
-    assert f"1 not replayed: {replay_look.NO_QUEUE}\n    other  a@" in said
-    assert f"1 not replayed: {replay_look.IS_FAIL_JOB}\n    q#fail  b:7@9\n" in said
+    assert f"1 not replayed: {replay.NO_QUEUE}\n    other  a@" in said
+    assert f"1 not replayed: {replay.IS_FAIL_JOB}\n    q#fail  b:7@9\n" in said
 
 
 def test_a_predicate_may_look_at_events_and_at_other_jobs(

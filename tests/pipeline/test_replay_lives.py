@@ -4,7 +4,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from forq.pipeline.replay_lives import job_lives
+from forq.pipeline.replay import job_lives
 from forq.pipeline.schema import EVENTS
 from tests.support.event_rows import Journal, event, moment
 

@@ -10,12 +10,24 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from forq.errors import UsageError
-from forq.pipeline import report
 from forq.pipeline.history import History
-from forq.pipeline.report_figures import BUSIEST, OTHERS, Figures, Times, read_figures
-from forq.pipeline.report_page import empty_page, report_page
-from forq.pipeline.report_span import DAY, HOUR, MAX_BUCKETS, MINUTE, SECOND, Span, heat_of, parse_moment
-from forq.pipeline.report_words import MISSING
+from forq.pipeline.report import page
+from forq.pipeline.report.figures import (
+    BUSIEST,
+    DAY,
+    HOUR,
+    MAX_BUCKETS,
+    MINUTE,
+    OTHERS,
+    SECOND,
+    Figures,
+    Span,
+    Times,
+    heat_of,
+    parse_moment,
+    read_figures,
+)
+from forq.pipeline.report.page import MISSING, empty_page, report_page
 from forq.pipeline.schema import EVENTS
 from tests.support.event_rows import BEGIN, Journal, Traffic, event, simulated
 from tests.support.running import running, wait_until
@@ -310,7 +322,7 @@ def test_times_are_dates_with_or_without_a_zone_or_a_while_ago() -> None:
 
 def arguments(history: Path, *given: str) -> Namespace:
     parser = ArgumentParser()
-    report.add_arguments(parser)
+    page.add_arguments(parser)
     return parser.parse_args(given, Namespace(history=str(history)))
 
 
@@ -320,13 +332,13 @@ def test_the_command_writes_a_page_of_a_history_and_replaces_the_old_one(
     History(spark, str(tmp_path / "history")).publish(0, frame(spark, two_attempts()))
     out = tmp_path / "page.html"
     out.write_text("old")
-    assert report.run(arguments(tmp_path / "history", "--out", str(out), "--title", "A & B")) == 0
+    assert page.run(arguments(tmp_path / "history", "--out", str(out), "--title", "A & B")) == 0
     assert "A & B" in Outline(out.read_text()).text
     assert capsys.readouterr().out == f"{out}: 7 events\n"
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
-    assert report.run(arguments(tmp_path / "history", "--out", str(out), "--since", "2027-01-01")) == 0
+    assert page.run(arguments(tmp_path / "history", "--out", str(out), "--since", "2027-01-01")) == 0
     assert "nothing happened" in out.read_text()
     with pytest.raises(UsageError, match=r"there is no history in .*/none: `forq pipeline ingest` makes one"):
-        report.run(arguments(tmp_path / "none", "--out", str(out)))
+        page.run(arguments(tmp_path / "none", "--out", str(out)))
     with pytest.raises(UsageError, match="is not before --until"):
-        report.run(arguments(tmp_path / "history", "--since", "2027-01-01", "--until", "2026-01-01"))
+        page.run(arguments(tmp_path / "history", "--since", "2027-01-01", "--until", "2026-01-01"))

@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from forq.errors import ConfigError
-from forq.pipeline import java
+from forq.pipeline import session
 from forq.pipeline.session import spark_session
 
 
@@ -30,9 +30,9 @@ def test_java_home_comes_before_the_path(tmp_path: Path, monkeypatch: pytest.Mon
     home, path = fake_java(tmp_path / "home", "21.0.1"), fake_java(tmp_path / "path", "17.0.2")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(path.parent))
-    assert java.provide_java() == str(home)
+    assert session.provide_java() == str(home)
     monkeypatch.delenv("JAVA_HOME")
-    assert java.provide_java() == str(path)
+    assert session.provide_java() == str(path)
     assert os.environ["JAVA_HOME"] == str(tmp_path / "path")
 
 
@@ -42,9 +42,9 @@ def test_one_that_is_too_old_is_passed_over_and_named_if_there_is_no_other(
     old, new = fake_java(tmp_path / "old", "11.0.9"), fake_java(tmp_path / "new", "17.0.1")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "old"))
     monkeypatch.setenv("PATH", str(new.parent))
-    assert java.provide_java() == str(new)
+    assert session.provide_java() == str(new)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "old"))
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(java, "_bundled", lambda: None)
+    monkeypatch.setattr(session, "_bundled", lambda: None)
     with pytest.raises(ConfigError, match=f"Spark needs Java 17 or newer .found: {old}.: set JAVA_HOME"):
-        java.provide_java()
+        session.provide_java()

@@ -95,7 +95,7 @@ def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Lo
     }
     assert config.__dict__ | defaults_of_all == load({}, {}).__dict__
     assert config.schedules["example"].keys() == {"nightly"}
-    assert (pipeline.name, pipeline.handler) == ("forq-pipeline", "forq.pipeline.task:ingest")
+    assert (pipeline.name, pipeline.handler) == ("forq-pipeline", "forq.pipeline.ingest:ingest")
     assert config.pipeline == Pipeline("/srv/state/history", 60.0)
     assert config.metrics is not None
     assert (config.metrics.listen, config.metrics.health_seconds) == ("127.0.0.1:9464", 60.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forq.pipeline.folder import Folder
+from forq.pipeline.history import Folder
 
 CHANGES = ("make", "move_file", "delete", "write")
 

@@ -16,8 +16,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 from forq.broker.journal import SCHEMA, Event, entry_hash, read_entry
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
+from forq.pipeline.audit.balance import Place, Standing, Standings
 from forq.pipeline.schema import EVENTS_ARROW
-from forq.pipeline.standing import Place, Standing, Standings
 
 STEP_US = 1000
 LATER_US = 1_000_000_000_000

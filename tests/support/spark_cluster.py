@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyspark
 
-from forq.pipeline.java import provide_java
+from forq.pipeline.session import provide_java
 from tests.support.running import wait_until
 
 SPARK_HOME = Path(pyspark.__file__).parent

@@ -15,6 +15,12 @@ COMMANDS = {
     "report": "write a page about what the queues did",
     "replay": "enqueue dead jobs again, picked by a predicate",
 }
+MODULES = {
+    "ingest": "forq.pipeline.ingest",
+    "audit": "forq.pipeline.audit.run",
+    "report": "forq.pipeline.report.page",
+    "replay": "forq.pipeline.replay",
+}
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +29,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         command = commands.add_parser(name, help=summary, description=summary)
         add_common(command)
         if find_spec("pyspark") is not None:
-            import_module(f"forq.pipeline.{name}").add_arguments(command)
+            import_module(MODULES[name]).add_arguments(command)
 
 
 def add_common(command: argparse.ArgumentParser) -> None:
@@ -47,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("forq: the pipeline needs Spark: pip install 'forq[pipeline]'", file=sys.stderr)
         return ConfigError.exit_code
     try:
-        code: int = import_module(f"forq.pipeline.{arguments.pipeline_command}").run(arguments)
+        code: int = import_module(MODULES[arguments.pipeline_command]).run(arguments)
         return code
     except ForqError as exc:
         print(f"forq: {exc}", file=sys.stderr)

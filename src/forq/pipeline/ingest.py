@@ -5,6 +5,8 @@
 3. The watermark is published: the journals may be trimmed up to there.
 
 A kill between any two of them is made good by the next ingest: Spark repeats the batch, or the watermark comes later.
+
+Ingest as a job: the queue that `[pipeline]` in forq.toml makes runs this, and it runs itself again later.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Observation, SparkSession
@@ -27,10 +29,13 @@ from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
 from forq.broker.keys import DEFAULT_PREFIX
+from forq.client import Client
 from forq.errors import ForqError
+from forq.job import Job
 from forq.paths import redis_url, state_dir
+from forq.pipeline.cli import add_common
 from forq.pipeline.history import History
-from forq.pipeline.reading import Journals, require_queues
+from forq.pipeline.reader import Journals, require_queues
 from forq.pipeline.session import spark_session
 from forq.pipeline.source import ForqSource
 from forq.values import parse_duration
@@ -252,3 +257,30 @@ def stop_on_signal(ingest: Ingest) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# A session that is used again so soon is kept: to start one takes ten seconds.
+KEPT_FOR_SECONDS = 120.0
+
+
+def ingest(data: dict[str, Any], job: Job) -> None:
+    """Reads what is new into the history; then enqueues itself (blocked behind this run until it has ended)."""
+    every = float(data["every_seconds"])
+    queue = Client(prefix=data["prefix"]).queue(job.queue)
+    parser = argparse.ArgumentParser()
+    add_common(parser)
+    add_arguments(parser)
+    try:
+        run(parser.parse_args(["--history", data["history"], "--prefix", data["prefix"]]))
+    finally:
+        if every > KEPT_FOR_SECONDS:
+            _end_session()
+    queue.enqueue(data, id=job.id, run_in=every)
+
+
+def _end_session() -> None:
+    from pyspark.sql import SparkSession
+
+    session = SparkSession.getActiveSession()
+    if session is not None:
+        session.stop()

@@ -1,4 +1,14 @@
-"""forq pipeline replay: dead jobs, picked out of the history by a predicate, are enqueued again.
+"""Jobs out of their events: one row per life of a job.
+
+An id may be used again and a dead job revived, so an id has as many lives as it has ends. What was blocked behind a
+life has no row until it is a job of its own.
+
+What can be replayed: a look at Redis for each job that was picked, made by Spark's tasks, many jobs per call.
+
+Nothing is changed here. A job is READY (its data is there, and no live job has its id), it was replayed ALREADY (its
+token is remembered), or there is a reason why it cannot be.
+
+forq pipeline replay: dead jobs, picked out of the history by a predicate, are enqueued again.
 
 1. The predicate is about lives of jobs (replay_lives.py). Picked are those that are done, released or dead.
 2. Each is looked up (replay_look.py): the journal has no data, a dead job's record has.
@@ -11,25 +21,195 @@ import logging
 import re
 import sys
 from argparse import ArgumentParser, Namespace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from hashlib import sha256
+from itertools import islice
+from typing import Any
 
 import orjson
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, Window
+from pyspark.sql import DataFrame, Row, SparkSession, Window
 from pyspark.sql import functions as F
 
+from forq.broker.dead import read_dead
+from forq.broker.keys import main_queue, queue_base, token_key
 from forq.broker.link import Link
+from forq.broker.record import unpack
 from forq.broker.registry import Registry
-from forq.errors import ForqError, UnknownQueue, UsageError
+from forq.errors import ForqError, InvalidData, UnknownQueue, UsageError
 from forq.paths import redis_url
+from forq.pipeline import verbs
 from forq.pipeline.history import read_history, require_history
-from forq.pipeline.reading import require_queues
-from forq.pipeline.replay_lives import job_lives
-from forq.pipeline.replay_look import ALREADY, LOOKED, READY, Look
+from forq.pipeline.reader import require_queues
 from forq.pipeline.session import spark_session
+from forq.pipeline.verbs import quoted
 from forq.progress_line import ProgressLine
 from forq.values import check_queue_name
+
+_ENDS = quoted(*verbs.ENDS)
+_ABOUT_OTHERS = quoted(*verbs.ABOUT_OTHERS)
+
+# A job that a claim buries was not tried again: what cut short its attempts says more.
+_BY_CLAIM = "verb = 'dead' and micros is null and cause in ('StallError', 'TimeoutError')"
+
+_LIVES = f"""
+select life.queue, life.epoch, life.job, life.number as life, life.enqueued_at,
+  case when last_verb in ({_ENDS}) then last_verb
+    when deletion.time is not null then 'deleted'
+    when last_verb in ({quoted(*verbs.ACTIVE)}) then 'active'
+    else 'ready' end as state,
+  last_verb as verb,
+  case when last_verb in ({_ENDS}) then last_at else deletion.time end as ended_at,
+  attempts, cause, micros, life.fence,
+  case when last_verb = 'dead' then coalesce(archived.fate, if(deletion.time is null, null, 'deleted')) end as fate
+from (
+  select queue, epoch, job, number, min(time) as enqueued_at, max(time) as last_at,
+    max_by(verb, struct(sequence, position)) as last_verb, max_by(fence, struct(sequence, position)) as fence,
+    max(attempt) as attempts,
+    max_by(micros, struct(sequence, position)) filter (where micros is not null) as micros,
+    max_by(cause, struct(sequence, position)) filter (where cause is not null and not ({_BY_CLAIM})) as cause
+  from (
+    select *, coalesce(sum(if(verb in ({_ENDS}), 1, 0)) over (
+      partition by queue, epoch, job order by sequence, position rows between unbounded preceding and 1 preceding
+    ), 0) as number
+    from {{events}} where job is not null and verb not in ({_ABOUT_OTHERS})
+  )
+  group by queue, epoch, job, number
+) as life
+left join (
+  select queue, epoch, min(time) as time from {{events}} where verb = 'deleted' group by queue, epoch
+) as deletion
+  on life.queue = deletion.queue and life.epoch = deletion.epoch
+left join (
+  select queue, epoch, job, fence as of_fence, min(verb) as fate
+  from {{events}} where verb in ({quoted(*verbs.ARCHIVE_ENDS)}) group by queue, epoch, job, fence
+) as archived
+  on life.queue = archived.queue and life.epoch = archived.epoch and life.job = archived.job
+    and life.fence = archived.of_fence
+"""
+
+
+def job_lives(spark: SparkSession, events: DataFrame) -> DataFrame:
+    """Columns: queue, epoch, job, life (from 0), enqueued_at, state, verb (the last), ended_at, attempts, cause (of the
+    last attempt that failed or was cut short), micros (of the last that was measured), fence, fate.
+
+    state: ready, active, done, released, dead, cancelled, dropped (its record was lost) or deleted (with its queue).
+    fate, of a dead one: revived, discarded, forgotten or deleted; missing while it is kept.
+    """
+    return spark.sql(_LIVES, events=events)
+
+
+READY, ALREADY = "ready", "already"
+LOOKED = (
+    "queue string, job string, fence long, state string, target string, outcome string, identifier string, "
+    "type string, priority int, data string, token string"
+)
+_COLUMNS = tuple(column.split()[0] for column in LOOKED.split(","))
+_LONGEST_TOKEN = 128
+# Records may be large: as many as this are held at a time.
+_JOBS_PER_CALL = 200
+
+_FATES = {
+    "revived": "it was revived since then",
+    "discarded": "it was discarded",
+    "forgotten": "it was forgotten (dead_ttl, dead_max); its line may be in the failed log (forqctl recover)",
+    "deleted": "its queue was deleted; its line may be in the failed log (forqctl recover)",
+}
+IS_DONE = "it is done, so its data is gone"
+IS_RELEASED = "it was released, so its data is gone"
+IS_FAIL_JOB = "it is a fail job, which nobody but forq makes"
+NOT_DEAD = "it is no longer among the dead jobs"
+IS_LIVE = "a live job has its id"
+BROKEN = "its record is broken"
+NO_QUEUE = "there is no such queue any more"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Where to look; a plain value, since it travels to Spark's workers."""
+
+    redis: str
+    prefix: str
+    to: str | None
+
+    def __call__(self, rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
+        """Rows with queue, job, fence, state and fate become rows of LOOKED."""
+        link = Link(self.redis, name="forq-replay")
+        walk = iter(rows)
+        try:
+            while some := [row.asDict() for row in islice(walk, _JOBS_PER_CALL)]:
+                for found in self._look(link, some):
+                    yield tuple(found.get(name) for name in _COLUMNS)
+        finally:
+            link.close()
+
+    def _look(self, link: Link, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        by_queue: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        looked = []
+        for row in rows:
+            fate = row.pop("fate")
+            row["target"] = self.to or row["queue"]
+            row["token"] = token_for(row["queue"], row["job"], row["fence"])
+            row["outcome"] = _known_reason(row)
+            if row["outcome"] is None:
+                row["outcome"] = _FATES.get(fate, NOT_DEAD)
+                by_queue[row["queue"]].append(row)
+            looked.append(row)
+        for queue, dead in by_queue.items():
+            self._look_at_queue(link, queue, dead)
+        return looked
+
+    def _look_at_queue(self, link: Link, queue: str, rows: list[dict[str, Any]]) -> None:
+        source, target = queue_base(self.prefix, queue), queue_base(self.prefix, rows[0]["target"])
+        epoch = link.call("HGET", f"{target}:options", "epoch")
+        if epoch is None:
+            for row in rows:
+                row["outcome"] = NO_QUEUE
+            return
+        members = [f"{row['job']}@{row['fence']}" for row in rows]
+        packed, *known = link.pipeline(
+            [
+                ("HMGET", f"{source}:dead:jobs", *members),
+                *(("HEXISTS", f"{target}:jobs", row["job"]) for row in rows),
+                *(("EXISTS", token_key(target, epoch.decode(), row["token"])) for row in rows),
+            ]
+        )
+        live, replayed = known[: len(rows)], known[len(rows) :]
+        for row, record, is_live, was_replayed in zip(rows, packed, live, replayed, strict=True):
+            if was_replayed:
+                row["outcome"] = ALREADY
+            elif record is not None:
+                row.update(_with_data(record) if not is_live else {"outcome": IS_LIVE})
+
+
+def token_for(queue: str, job: str, fence: int) -> str:
+    """The same for the same life, whenever and wherever to it is replayed."""
+    token = f"replay:{queue}:{job}@{fence}"
+    return token if len(token) <= _LONGEST_TOKEN else f"replay:{sha256(token.encode()).hexdigest()}"
+
+
+def _known_reason(row: dict[str, Any]) -> str | None:
+    if main_queue(row["queue"]) != row["queue"]:
+        return IS_FAIL_JOB
+    return {"done": IS_DONE, "released": IS_RELEASED}.get(row["state"])
+
+
+def _with_data(packed: bytes) -> dict[str, Any]:
+    try:
+        record = unpack(read_dead(packed)[0])
+    except InvalidData:
+        return {"outcome": BROKEN}
+    return {
+        "outcome": READY,
+        "identifier": record.identifier,
+        "type": record.type,
+        "priority": record.priority,
+        "data": orjson.dumps(record.data).decode(),
+    }
+
 
 MAX_LISTED = 10_000
 _SHOWN_PER_REASON = 10

@@ -1,4 +1,6 @@
-"""Rows become jobs: columns queue and data, and if there are such: id, identifier, run_at, priority, type, token.
+"""Values of a DataFrame as the JSON that job data is.
+
+Rows become jobs: columns queue and data, and if there are such: id, identifier, run_at, priority, type, token.
 
 1. Each row gets a token, so that a task that Spark repeats (or a whole write that is repeated with the same `run`)
    stores nothing twice, also if a job has ended meanwhile: for as long as the queue remembers tokens (dedup_ttl).
@@ -16,21 +18,85 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
+import orjson
 import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
-from pyspark.sql.types import StringType, StructType, TimestampType
+from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
+    DataType,
+    DecimalType,
+    MapType,
+    NullType,
+    NumericType,
+    StringType,
+    StructType,
+    TimestampType,
+)
 
 from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, NewJob, Producer, Update, new_job
 from forq.broker.keys import DEFAULT_PRIORITY
 from forq.broker.link import Link
 from forq.errors import BackPressure, ForqError, InvalidData, RedisUnavailable, UsageError
 from forq.job import new_id
-from forq.pipeline.json_values import json_reader
-from forq.pipeline.source_options import SourceOptions, one_of
+from forq.pipeline.source import SourceOptions, one_of
 from forq.values import parse_duration, shown
+
+Reader = Callable[[Any], Any]
+
+
+def json_reader(column: DataType) -> Reader:
+    """How the values of the column `data` become job data: text is JSON itself, all else is written as JSON."""
+    return _parse if isinstance(column, StringType) else _reader(column)
+
+
+def _parse(text: str | None) -> Any:
+    if text is None:
+        return None
+    try:
+        return orjson.loads(text)
+    except ValueError as exc:
+        raise InvalidData(f"data is not JSON: {exc} (a string column must hold JSON text: to_json makes it)") from exc
+
+
+def _reader(column: DataType) -> Reader:
+    if isinstance(column, DecimalType):
+        return _from_decimal
+    if isinstance(column, StringType | BooleanType | NumericType | NullType):
+        return _as_it_is
+    if isinstance(column, ArrayType):
+        of_element = _reader(column.elementType)
+        return lambda value: None if value is None else [of_element(one) for one in value]
+    if isinstance(column, MapType) and isinstance(column.keyType, StringType):
+        of_value = _reader(column.valueType)
+        # Arrow gives a map as a list of pairs.
+        return lambda value: None if value is None else {key: of_value(one) for key, one in value}
+    if isinstance(column, StructType):
+        of_field = {field.name: _reader(field.dataType) for field in column}
+        return lambda value: None if value is None else {name: of_field[name](value[name]) for name in of_field}
+    raise UsageError(
+        f"data of type {column.simpleString()} has no form in JSON: structs, arrays, maps with string keys, numbers, "
+        "booleans and strings have; to_json or a cast to string chooses one"
+    )
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _from_decimal(value: Decimal | None) -> float | int | None:
+    if value is None:
+        return None
+    if value == value.to_integral_value():
+        return int(value)
+    if Decimal(repr(float(value))) != value:
+        raise InvalidData(f"data has the number {value}, which JSON's readers would not keep exactly: use a string")
+    return float(value)
+
 
 _NEEDED = ("queue", "data")
 _ALLOWED = (*_NEEDED, "id", "identifier", "run_at", "priority", "type", "token")

@@ -18,7 +18,7 @@ from pyspark.sql.pandas.functions import ArrowUDFType, arrow_udf
 
 from forq.broker.journal import SCHEMA, read_entry
 from forq.errors import InvalidData
-from forq.pipeline.findings import VIOLATION, findings_where, told
+from forq.pipeline.audit.findings import VIOLATION, findings_where, told
 from forq.pipeline.schema import EVENTS
 
 _EPOCH = ("history", "queue", "epoch")

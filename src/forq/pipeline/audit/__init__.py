@@ -1,0 +1,1 @@
+"""Checks the journal and the history against each other and against Redis."""
