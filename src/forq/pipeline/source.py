@@ -1,6 +1,4 @@
-"""The options of format("forq"), checked where a read or a write is planned: a mistake shows before any work.
-
-The data source format("forq"): events of the journals (batch and stream), live and dead jobs (batch), and writing.
+"""The data source format("forq"): events of the journals (batch and stream), live and dead jobs (batch), and writing.
 
 An offset is {queue: id of the last entry read}, with the queues in order; one that is not in it was not read yet. Rows
 of one range of offsets are the same whenever they are read, unless entries were trimmed meanwhile.
@@ -21,74 +19,11 @@ from pyspark.sql.datasource import (
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from forq.broker.keys import DEFAULT_PREFIX, main_queue
 from forq.errors import ForqError, UsageError
-from forq.paths import redis_url
+from forq.pipeline.options import SourceOptions, read_options
 from forq.pipeline.reader import BEGINNING, Journals, Mark, Range, event_batches, id_key, job_batches
 from forq.pipeline.schema import EVENTS, JOBS
 from forq.pipeline.sink import JobWriter, StreamJobWriter
-from forq.values import check_queue_name, shown
-
-# Spark's own, which it passes on; then those of sink.py.
-_FOREIGN = ("checkpointLocation", "path", "queryName")
-_OF_SINK = ("run", "ifExists", "patience")
-_OWN = ("redis", "prefix", "queues", "what", "startingFrom", "maxEntriesPerBatch", "consumer", "failOnLoss")
-
-
-@dataclass(frozen=True, slots=True)
-class SourceOptions:
-    redis: str
-    prefix: str
-    queues: tuple[str, ...]  # none: all
-    what: str
-    starting_from: str
-    max_entries_per_batch: int | None
-    consumer: str | None
-    fail_on_loss: bool
-
-
-def read_options(options: Mapping[str, str]) -> SourceOptions:
-    """Spark writes the names of options in small letters."""
-    known = {name.lower() for name in (*_OWN, *_OF_SINK, *_FOREIGN)}
-    for name in options:
-        if name.lower() not in known:
-            raise UsageError(f"format 'forq' has no option {shown(name)}: it has {', '.join((*_OWN, *_OF_SINK))}")
-    return SourceOptions(
-        # Asked here, on the driver: workers elsewhere have another environment.
-        redis=options.get("redis") or redis_url(),
-        prefix=options.get("prefix", DEFAULT_PREFIX),
-        queues=_queues(options.get("queues", "")),
-        what=one_of(options, "what", ("events", "jobs")),
-        starting_from=one_of(options, "startingFrom", ("earliest", "latest")),
-        max_entries_per_batch=_number(options, "maxEntriesPerBatch"),
-        consumer=options.get("consumer"),
-        fail_on_loss=one_of(options, "failOnLoss", ("true", "false")) == "true",
-    )
-
-
-def one_of(options: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
-    """The value of an option; the first of those that are allowed if it is not given."""
-    value = options.get(name.lower(), allowed[0])
-    if value.lower() not in allowed:
-        raise UsageError(f"option {name} = {shown(value)} is not allowed: {', '.join(allowed)}")
-    return value.lower()
-
-
-def _queues(text: str) -> tuple[str, ...]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        check_queue_name(main_queue(name))
-    return tuple(dict.fromkeys(names))
-
-
-def _number(options: Mapping[str, str], name: str) -> int | None:
-    text = options.get(name.lower())
-    if text is None:
-        return None
-    if not text.isdigit() or int(text) == 0:
-        raise UsageError(f"option {name} = {shown(text)} is not allowed: a number from 1")
-    return int(text)
-
 
 Offset = dict[str, str]
 
