@@ -1,0 +1,68 @@
+"""The pages of the documentation: their links, headings and code blocks, as GitHub reads them."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
+# Written by `make reference` and `make settings`.
+GENERATED = {ROOT / "docs/reference/forqctl.md", ROOT / "docs/reference/settings.md"}
+
+_FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced code blocks, without the indentation of the list item they stand in."""
+    text = page.read_text()
+    found = []
+    for fence in _FENCE.finditer(text):
+        indent, language, body = fence.groups()
+        body = re.sub(f"^{indent}", "", body, flags=re.MULTILINE)
+        found.append(Block(page, text.count("\n", 0, fence.start()) + 1, language, body))
+    return found
+
+
+def prose(page: Path) -> str:
+    """The page without its code blocks and code spans, with the same line numbers."""
+    without_blocks = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), page.read_text())
+    return re.sub(r"`[^`\n]*`", "code", without_blocks)
+
+
+def links(page: Path) -> Iterator[tuple[int, str]]:
+    """(line, target) of each link and image that is no URL."""
+    for number, line in enumerate(prose(page).splitlines(), 1):
+        for target in _LINK.findall(line):
+            if "://" not in target:
+                yield number, target
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    text = _FENCE.sub("", page.read_text())
+    seen: dict[str, int] = {}
+    found = set(re.findall(r'<a (?:id|name)="([^"]+)"', text))
+    for heading in re.findall(r"^#{1,6} +(.+?) *#*$", text, re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        name = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        count = seen.get(name, 0)
+        seen[name] = count + 1
+        found.add(f"{name}-{count}" if count else name)
+    return found
+
+
+def code_spans(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", _FENCE.sub("", page.read_text()))
