@@ -1,0 +1,195 @@
+"""The examples of the guide and the reference, run against a supervisor of their own."""
+
+import json
+import re
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from forq import Queue
+from forq.errors import NoReplica
+from tests.support.pages import PAGES, ROOT, Block, blocks
+from tests.support.running import Forq, running, wait_until
+
+EXAMPLES = [
+    block
+    for page in PAGES
+    if page.parent.name in {"guide", "reference"}
+    for block in blocks(page)
+    if block.language == "python"
+]
+
+
+def examples(page: str) -> list[Block]:
+    return [block for block in EXAMPLES if block.page == ROOT / page]
+
+
+HANDLER, ASYNC_HANDLER = examples("docs/guide/handlers.md")
+(FAIL_HANDLER,) = examples("docs/guide/retries-and-failures.md")
+(PRODUCING,) = examples("docs/guide/producing.md")
+(RESULTS,) = examples("docs/guide/results.md")
+(DURABLE,) = examples("docs/guide/redis.md")
+(SCHEDULES,) = examples("docs/guide/schedules.md")
+(RELEASES,) = examples("docs/guide/releases.md")
+CLIENT, DEAD_JOBS, DRAIN, BULK = examples("docs/reference/python.md")
+HANDLER_BLOCKS = (HANDLER, ASYNC_HANDLER, FAIL_HANDLER)
+RUN_BLOCKS = (PRODUCING, RESULTS, DURABLE, SCHEDULES, RELEASES, CLIENT, DEAD_JOBS, DRAIN, BULK)
+# Needs Spark.
+NOT_RUN = examples("docs/guide/pipeline.md")
+
+
+def execute(block: Block, **names: object) -> dict[str, Any]:
+    exec(compile(block.text, str(block), "exec"), names)
+    return names
+
+
+# A module with the handlers of the guide, and what those take from elsewhere.
+HANDLERS = [
+    "def send_mail(to): pass",
+    HANDLER.text,
+    FAIL_HANDLER.text,
+    """
+class aiohttp:
+    class ClientSession:
+        def get(self, url):
+            return self
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *exc):
+            pass
+
+        status = 200
+""",
+    ASYNC_HANDLER.text,
+    "def thumbnail(data, job): return data['path']",
+]
+SETTINGS = """
+[queues.mails]
+handler = "examples:handle"
+fail_handler = "examples:failed"
+path = ["{path}"]
+keep_done = "1h"
+
+[queues.pages]
+handler = "examples:fetch"
+path = ["{path}"]
+keep_done = "1h"
+
+[queues.thumbnails]
+handler = "examples:thumbnail"
+path = ["{path}"]
+keep_done = "1h"
+
+[queues.emails]
+handler = "examples:handle"
+path = ["{path}"]
+
+[queues.slow]
+handler = "hello:slow"
+path = ["{hello}"]
+
+[queues.crawl]
+mode = "auto_release"
+release_interval = "100ms"
+
+[queues.orders]
+mode = "on_request"
+"""
+
+
+@pytest.fixture(scope="module")
+def forq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forq]:
+    path = tmp_path_factory.mktemp("handlers")
+    (path / "examples.py").write_text("\n\n".join(HANDLERS))
+    with running(settings=SETTINGS.format(path=path, hello=ROOT / "etc/examples")) as forq:
+        wait_until(lambda: all(each["state"] == "running" for each in forq.status()["queues"]), what="queues run")
+        yield forq
+
+
+@pytest.fixture
+def environment(forq: Forq, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Client()` is one of this supervisor's Redis."""
+    monkeypatch.setenv("FORQ_REDIS", forq.url)
+
+
+@pytest.fixture
+def queue(forq: Forq) -> Callable[[str], Queue]:
+    client = forq.client()
+    return client.queue
+
+
+def test_the_handlers_of_the_guide_run(forq: Forq, queue: Callable[[str], Queue]) -> None:
+    mails = queue("mails")
+    good = mails.enqueue({"to": "a@example.org"})
+    mails.enqueue({}, id="bad")
+    assert mails.wait(good, timeout=30) == {"sent": 1}
+    wait_until(lambda: "bad failed: Permanent: no recipient" in forq.ctl("logs", "mails"), what="fail handler")
+    pages = queue("pages")
+    assert pages.wait(pages.enqueue({"url": "http://example.org"}), timeout=30) == 200
+
+
+def test_the_examples_for_producers_run(environment: None, queue: Callable[[str], Queue]) -> None:
+    names = execute(PRODUCING)
+    assert names["queue"].job("42")["state"] == "scheduled"
+    thumbnails = queue("thumbnails")
+    assert execute(RESULTS, queue=thumbnails)["job_id"]
+    assert thumbnails.job(thumbnails.jobs(state="done").jobs[0]["id"])["result"] == "a.png"
+    with pytest.raises(NoReplica):  # this server has none
+        execute(DURABLE, queue=queue("emails"), data={"to": "a@example.org"})
+
+
+def test_the_examples_of_schedules_run(queue: Callable[[str], Queue]) -> None:
+    emails = queue("emails")
+    execute(SCHEDULES, queue=emails)
+    assert [each["key"] for each in emails.schedules()] == ["poll"]
+    emails.unschedule("poll")
+
+
+def test_the_examples_of_releases_run(environment: None, queue: Callable[[str], Queue]) -> None:
+    crawl = queue("crawl")
+    # When the example awaits them.
+    crawl.enqueue(1, id="page1", run_in=0.3)
+    crawl.enqueue(2, id="page2", run_in=0.3)
+    queue("orders").enqueue({"dish": "soup"}, id="o1")
+    assert execute(RELEASES)["order"].data == {"dish": "soup"}
+    wait_until(lambda: crawl.status()["waiting"] + crawl.status()["scheduled"] == 0, what="both are released")
+
+
+def test_the_examples_of_the_python_reference_run(environment: None, queue: Callable[[str], Queue]) -> None:
+    emails = execute(CLIENT)["queue"]
+    emails.enqueue({}, id="order-7")
+    wait_until(lambda: emails.job("order-7")["state"] == "dead", what="a dead job")
+    changed = execute(DEAD_JOBS, queue=emails)["changed"]
+    assert (changed.done, [*changed.refused]) == (1, ["order-8@1042"])
+    emails.remove("42")
+    execute(DRAIN, queue=emails, migrate_database=lambda: None)
+    rows = [{"to": "a@example.org"}] * 3
+    execute(BULK, queue=emails, read_rows=lambda name: rows)
+    execute(BULK, queue=emails, read_rows=lambda name: rows)
+    emails.drain(timeout=30)
+
+
+def test_the_transcript_of_the_control_protocol_is_true(forq: Forq) -> None:
+    page = ROOT / "docs/reference/protocol.md"
+    (transcript,) = [block for block in blocks(page) if block.text.startswith('> {"jsonrpc"')]
+    with socket.socket(socket.AF_UNIX) as control:
+        control.connect(str(forq.state_dir / "control.sock"))
+        control.settimeout(30)
+        answers = control.makefile("r")
+        for line in transcript.text.splitlines():
+            if line.startswith("> "):
+                control.sendall(line[2:].encode() + b"\n")
+            else:
+                assert without_pid(answers.readline()) == without_pid(line.removeprefix("< "))
+
+
+def without_pid(line: str) -> Any:
+    return json.loads(re.sub(r'"pid":\d+', '"pid":0', line))
+
+
+def test_every_python_example_is_run_but_those_for_spark() -> None:
+    assert {str(block) for block in EXAMPLES} == {str(block) for block in (*HANDLER_BLOCKS, *RUN_BLOCKS, *NOT_RUN)}
