@@ -45,25 +45,25 @@ def execute(block: Block, **names: object) -> dict[str, Any]:
     return names
 
 
+# In place of the package, which need not be installed.
+AIOHTTP = """
+class ClientSession:
+    status = 200
+
+    def get(self, url):
+        return self
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc):
+        pass
+"""
 # A module with the handlers of the guide, and what those take from elsewhere.
 HANDLERS = [
     "def send_mail(to): pass",
     HANDLER.text,
     FAIL_HANDLER.text,
-    """
-class aiohttp:
-    class ClientSession:
-        def get(self, url):
-            return self
-
-        async def __aenter__(self):
-            return self
-
-        async def __aexit__(self, *exc):
-            pass
-
-        status = 200
-""",
     ASYNC_HANDLER.text,
     "def thumbnail(data, job): return data['path']",
 ]
@@ -105,6 +105,7 @@ mode = "on_request"
 def forq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forq]:
     path = tmp_path_factory.mktemp("handlers")
     (path / "examples.py").write_text("\n\n".join(HANDLERS))
+    (path / "aiohttp.py").write_text(AIOHTTP)
     with running(settings=SETTINGS.format(path=path, hello=ROOT / "etc/examples")) as forq:
         wait_until(lambda: all(each["state"] == "running" for each in forq.status()["queues"]), what="queues run")
         yield forq
