@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.bridge.loop import MAX_CLIENTS
+from forq.bridge.loop import MAX_CONNECTIONS
 from forq.broker.inspect import Viewer
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
@@ -219,8 +219,8 @@ def test_eof_while_redis_is_away_waits_for_it(server: Server, redis_url: str) ->
 
 
 def test_an_add_whose_answer_was_lost_is_stored_once(redis_url: str) -> None:
-    from forq.bridge.messages import read_message
-    from forq.bridge.requests import Desk
+    from forq.bridge.messages import parse_message
+    from forq.bridge.requests import Requests
     from forq.errors import OutcomeUnknown
 
     class LosesAnswers(Link):
@@ -234,14 +234,14 @@ def test_an_add_whose_answer_was_lost_is_stored_once(redis_url: str) -> None:
             return answer
 
     link = LosesAnswers(redis_url)
-    desk = Desk(link, DEFAULT_PREFIX, "b", max_queues=10, tick_seconds=3.0)
+    requests = Requests(link, DEFAULT_PREFIX, "b", max_queues=10, tick_seconds=3.0)
 
     def insist(line: bytes) -> list[tuple[str, object]]:
         link.lost = 0
-        request = read_message(line)
+        request = parse_message(line)
         for _ in range(10):
             try:
-                return desk.answer(request)  # type: ignore[return-value]
+                return requests.execute(request)  # type: ignore[return-value]
             except OutcomeUnknown:
                 continue
         raise AssertionError("no answer")
@@ -353,17 +353,17 @@ def test_lines_are_whole_however_fast_they_come(redis_url: str, path: Path) -> N
 
 def test_connections_over_the_limit_are_refused_with_a_line(redis_url: str, path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 2 * MAX_CLIENTS:
+    if hard < 2 * MAX_CONNECTIONS:
         pytest.skip(f"a process may have {hard} files open here")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * MAX_CLIENTS), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * MAX_CONNECTIONS), hard))
     with listening(redis_url, path), ExitStack() as held:
         first = Client(path)
         held.callback(first.close)
-        for _ in range(MAX_CLIENTS - 1):
+        for _ in range(MAX_CONNECTIONS - 1):
             sock = held.enter_context(socket.socket(socket.AF_UNIX))
             sock.connect(str(path))
         late = Client(path)
         held.callback(late.socket.close)
         reason = late.wait_for("error")["reason"]
-        assert reason == f"too many connections: at most {MAX_CLIENTS} at a time"
+        assert reason == f"too many connections: at most {MAX_CONNECTIONS} at a time"
         first.ask("add_job", "job_added", queue_name="q", uuid="a", command="c")

@@ -7,14 +7,14 @@ import pytest
 
 from forq.bridge.messages import (
     AddJob,
-    BadMessage,
-    Envelopes,
+    InvalidMessage,
     JobFailed,
     JobFinished,
-    ListOf,
+    ListRequest,
+    MessageEncoder,
     Tick,
     WorkerProgress,
-    read_message,
+    parse_message,
 )
 
 JOB = {"queue_name": "q", "worker_uuid": "w", "uuid": "j"}
@@ -25,33 +25,33 @@ def message(topic: str, **payload: object) -> bytes:
 
 
 def test_what_is_not_said_has_a_default() -> None:
-    added = read_message(message("add_job", queue_name="q", command="c"))
+    added = parse_message(message("add_job", queue_name="q", command="c"))
     assert isinstance(added, AddJob)
     assert (added.priority, added.args, added.reference_uuid) == (5, None, None)
     assert len(added.uuid) == 32
     assert added.token != added.uuid
-    failed = read_message(message("job_failed", **JOB, error="no"))
+    failed = parse_message(message("job_failed", **JOB, error="no"))
     assert isinstance(failed, JobFailed)
     assert (failed.name, failed.message, failed.kind, failed.retry_at_ms) == ("Error", "no", "retriable", None)
-    assert read_message(message("list_jobs", queue_name="q")) == ListOf("jobs", "q", 100)
-    assert read_message(message("tick")) == Tick()
+    assert parse_message(message("list_jobs", queue_name="q")) == ListRequest("jobs", "q", 100)
+    assert parse_message(message("tick")) == Tick()
 
 
 def test_other_names_of_a_topic_mean_the_same() -> None:
-    assert isinstance(read_message(message("worker_busy", **JOB, progress=1)), WorkerProgress)
-    assert isinstance(read_message(message("worker_finished", **JOB, result={"x": 1})), JobFinished)
+    assert isinstance(parse_message(message("worker_busy", **JOB, progress=1)), WorkerProgress)
+    assert isinstance(parse_message(message("worker_finished", **JOB, result={"x": 1})), JobFinished)
 
 
 def test_a_result_that_is_nested_too_deep_is_none_and_the_job_is_done() -> None:
     deep = b"[" * 300 + b"]" * 300
-    finished = read_message(message("job_finished", **JOB, result="?").replace(b'"?"', deep))
+    finished = parse_message(message("job_finished", **JOB, result="?").replace(b'"?"', deep))
     assert isinstance(finished, JobFinished)
     assert finished.result.startswith(b"!it cannot be written as JSON")
 
 
 def test_unknown_fields_are_ignored() -> None:
     line = json.dumps({"topic": "tick", "payload": {"x": 1}, "service_name": 7, "more": [1]}).encode()
-    assert read_message(line) == Tick()
+    assert parse_message(line) == Tick()
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_unknown_fields_are_ignored() -> None:
     ],
 )
 def test_what_is_no_message_is_refused_with_the_reason(line: bytes, reason: str) -> None:
-    with pytest.raises(BadMessage) as refused:
-        read_message(line)
+    with pytest.raises(InvalidMessage) as refused:
+        parse_message(line)
     assert reason in str(refused.value)
 
 
@@ -102,13 +102,13 @@ def test_nothing_but_a_refusal_comes_of_any_line() -> None:
         for _ in range(chance.randint(1, 4)):
             line[chance.randrange(len(line))] = chance.randrange(256)
         try:
-            read_message(bytes(line))
-        except BadMessage:
+            parse_message(bytes(line))
+        except InvalidMessage:
             continue
 
 
 def test_what_goes_out_says_who_sent_it_and_when() -> None:
-    line = Envelopes("u", now=lambda: 17.12345).line("error", {"line": 1})
+    line = MessageEncoder("u", now=lambda: 17.12345).encode("error", {"line": 1})
     assert line.endswith(b"\n")
     told = json.loads(line)
     assert told.pop("service_host")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forq.bridge.messages import _TOPICS
+from forq.bridge.messages import TOPICS
 from tests.support import transcript
 from tests.support.bridge_process import bridge
 from tests.support.running import wait_until
@@ -30,7 +30,7 @@ def test_the_session_of_the_manual_runs_as_it_is_written(redis_url: str) -> None
 
 def test_the_session_has_every_kind_of_message() -> None:
     said = "\n".join(line for line, _ in SESSION)
-    assert [topic for topic in _TOPICS if f'"{topic}"' not in said] == []
+    assert [topic for topic in TOPICS if f'"{topic}"' not in said] == []
     heard = {answer.split(" ")[0] for _, answers in SESSION for answer in answers}
     assert heard == {
         *("job_added", "job_assignment", "job_refused", "job_deleted", "error"),

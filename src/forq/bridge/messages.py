@@ -1,7 +1,7 @@
 """What comes in and goes out, one JSON object per line.
 
-1. read_message: a line as a request of its own type, every field checked; BadMessage says what is wrong.
-2. Envelopes: what goes out.
+1. parse_message: a line as a request of its own type, every field checked; InvalidMessage says listing is wrong.
+2. MessageEncoder: listing goes out.
 """
 
 import math
@@ -22,15 +22,15 @@ from forq.values import check_job_id, check_queue_name, shown
 
 SERVICE_NAME = "forq-bridge"
 MAX_TEXT = 1024
-MAX_MESSAGE = 10_000
+MAX_ERROR_MESSAGE = 10_000
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 KINDS = ("permanent", "retriable")
 # No colon: in Redis it ends the name of whoever owns a job.
 _WORKER = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
-class BadMessage(UsageError):
-    """A line that is no message, or says what cannot be."""
+class InvalidMessage(UsageError):
+    """A line that is no message, or says listing cannot be."""
 
     code = "bad_message"
 
@@ -43,7 +43,7 @@ class AddJob:
     args: Any
     priority: int
     reference_uuid: str | None
-    # So that the message can be repeated when nobody knows what became of it.
+    # So that the message can be repeated when nobody knows listing became of it.
     token: str = field(default_factory=new_id)
 
 
@@ -54,7 +54,7 @@ class WorkerIdle:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class JobReport:
     """What a worker says about a job that it holds, or believes to hold."""
 
     topic: str
@@ -65,24 +65,24 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class JobAccepted(Held):
+class JobAccepted(JobReport):
     pass
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerProgress(Held):
+class WorkerProgress(JobReport):
     progress: float
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class JobFinished(Held):
+class JobFinished(JobReport):
     # JSON; or '!' and why there is none.
     result: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class JobFailed(Held):
+class JobFailed(JobReport):
     name: str
     message: str
     kind: str
@@ -90,10 +90,10 @@ class JobFailed(Held):
 
 
 @dataclass(frozen=True, slots=True)
-class ListOf:
+class ListRequest:
     """`what`: jobs, workers, dispatched or progress."""
 
-    what: str
+    listing: str
     queue: str
     limit: int
 
@@ -109,7 +109,7 @@ class Tick:
     pass
 
 
-Request = AddJob | WorkerIdle | JobAccepted | WorkerProgress | JobFinished | JobFailed | ListOf | DelJob | Tick
+Request = AddJob | WorkerIdle | JobAccepted | WorkerProgress | JobFinished | JobFailed | ListRequest | DelJob | Tick
 
 
 class Payload:
@@ -125,66 +125,66 @@ class Payload:
         return self._checked("uuid", lambda value: check_job_id(value, "uuid"))
 
     def worker(self) -> str:
-        name = self._needed("worker_uuid")
+        name = self._required("worker_uuid")
         if not isinstance(name, str) or not _WORKER.fullmatch(name):
-            raise _refusal("worker_uuid", name, "1 to 128 of A-Z a-z 0-9 _ . -")
+            raise _invalid("worker_uuid", name, "1 to 128 of A-Z a-z 0-9 _ . -")
         return name
 
     def has(self, name: str) -> bool:
         return self._fields.get(name) is not None
 
-    def any(self, name: str) -> Any:
+    def get(self, name: str) -> Any:
         return self._fields.get(name)
 
     def text(self, name: str, longest: int = MAX_TEXT) -> str:
-        value = self._needed(name)
+        value = self._required(name)
         if not isinstance(value, str) or not 1 <= len(value) <= longest:
-            raise _refusal(name, value, f"text of 1 to {longest} characters")
+            raise _invalid(name, value, f"text of 1 to {longest} characters")
         return value
 
-    def whole(self, name: str, lowest: int, highest: int) -> int:
-        value = self._needed(name)
+    def integer(self, name: str, lowest: int, highest: int) -> int:
+        value = self._required(name)
         if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
-            raise _refusal(name, value, f"a whole number from {lowest} to {highest}")
+            raise _invalid(name, value, f"a whole number from {lowest} to {highest}")
         return value
 
     def number(self, name: str, lowest: float, highest: float) -> float:
-        value = self._needed(name)
+        value = self._required(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
-            raise _refusal(name, value, f"a number from {lowest:g} to {highest:g}")
+            raise _invalid(name, value, f"a number from {lowest:g} to {highest:g}")
         return float(value)
 
-    def _needed(self, name: str) -> Any:
+    def _required(self, name: str) -> Any:
         if name not in self._fields:
-            raise BadMessage(f"payload has no {name}")
+            raise InvalidMessage(f"payload has no {name}")
         return self._fields[name]
 
     def _checked(self, name: str, check: Callable[[object], str]) -> str:
         try:
-            return check(self._needed(name))
-        except BadMessage:
+            return check(self._required(name))
+        except InvalidMessage:
             raise
         except ForqError as exc:
-            raise BadMessage(str(exc)) from exc
+            raise InvalidMessage(str(exc)) from exc
 
 
-def read_message(line: bytes) -> Request:
-    """The request in a line; BadMessage, and nothing else, if there is none."""
+def parse_message(line: bytes) -> Request:
+    """The request in a line; InvalidMessage, and nothing else, if there is none."""
     try:
         message = orjson.loads(line)
     except orjson.JSONDecodeError as exc:
-        raise BadMessage(f"not JSON, at character {exc.pos}") from exc
+        raise InvalidMessage(f"not JSON, at character {exc.pos}") from exc
     if not isinstance(message, dict):
-        raise BadMessage("a message is a JSON object")
+        raise InvalidMessage("a message is a JSON object")
     topic, payload = message.get("topic"), message.get("payload")
-    if not isinstance(topic, str) or topic not in _TOPICS:
-        raise BadMessage(f"topic {shown(topic)} is not known: {', '.join(_TOPICS)}")
+    if not isinstance(topic, str) or topic not in TOPICS:
+        raise InvalidMessage(f"topic {shown(topic)} is not known: {', '.join(TOPICS)}")
     if not isinstance(payload, dict):
-        raise BadMessage(f"payload {shown(payload)} is not an object")
-    return _TOPICS[topic](Payload(payload))
+        raise InvalidMessage(f"payload {shown(payload)} is not an object")
+    return TOPICS[topic](Payload(payload))
 
 
-class Envelopes:
+class MessageEncoder:
     """What goes out says who sent it, and when."""
 
     def __init__(self, service_uuid: str, *, now: Callable[[], float] = time.time) -> None:
@@ -195,7 +195,7 @@ class Envelopes:
         }
         self._now = now
 
-    def line(self, topic: str, payload: Mapping[str, Any]) -> bytes:
+    def encode(self, topic: str, payload: Mapping[str, Any]) -> bytes:
         message = {"topic": topic, **self._sender, "created_at": round(self._now(), 3), "payload": payload}
         return orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE)
 
@@ -205,50 +205,50 @@ def _add_job(payload: Payload) -> AddJob:
         queue=payload.queue(),
         uuid=payload.uuid() if payload.has("uuid") else new_id(),
         command=payload.text("command"),
-        args=payload.any("args"),
-        priority=payload.whole("priority", 0, 9) if payload.has("priority") else DEFAULT_PRIORITY,
+        args=payload.get("args"),
+        priority=payload.integer("priority", 0, 9) if payload.has("priority") else DEFAULT_PRIORITY,
         reference_uuid=payload.text("reference_uuid") if payload.has("reference_uuid") else None,
     )
 
 
-def _held(topic: str, payload: Payload) -> tuple[str, str, str, str, int | None]:
-    fence = payload.whole("fence", 1, 2**53) if payload.has("fence") else None
+def _job_report(topic: str, payload: Payload) -> tuple[str, str, str, str, int | None]:
+    fence = payload.integer("fence", 1, 2**53) if payload.has("fence") else None
     return topic, payload.queue(), payload.worker(), payload.uuid(), fence
 
 
 def _progress(payload: Payload) -> WorkerProgress:
-    text = payload.any("text") or ""
+    text = payload.get("text") or ""
     if not isinstance(text, str) or len(text) > MAX_TEXT:
-        raise _refusal("text", text, f"text of up to {MAX_TEXT} characters")
-    return WorkerProgress(*_held("worker_progress", payload), payload.number("progress", 0, 1), text)
+        raise _invalid("text", text, f"text of up to {MAX_TEXT} characters")
+    return WorkerProgress(*_job_report("worker_progress", payload), payload.number("progress", 0, 1), text)
 
 
 def _failed(payload: Payload) -> JobFailed:
-    error = payload.any("error")
+    error = payload.get("error")
     if isinstance(error, str):
         error = {"message": error}
     if not isinstance(error, dict):
-        raise _refusal("error", error, "text, or an object with name and message")
+        raise _invalid("error", error, "text, or an object with name and message")
     name, message = error.get("name") or "Error", error.get("message") or ""
     if not isinstance(name, str) or not isinstance(message, str):
-        raise BadMessage("name and message of an error are text")
-    kind = payload.any("kind") or "retriable"
+        raise InvalidMessage("name and message of an error are text")
+    kind = payload.get("kind") or "retriable"
     if kind not in KINDS:
-        raise _refusal("kind", kind, " or ".join(KINDS))
+        raise _invalid("kind", kind, " or ".join(KINDS))
     retry_at = math.ceil(payload.number("retry_at", 0, MAX_SECONDS) * 1000) if payload.has("retry_at") else None
-    return JobFailed(*_held("job_failed", payload), name[:MAX_TEXT], message[:MAX_MESSAGE], kind, retry_at)
+    return JobFailed(*_job_report("job_failed", payload), name[:MAX_TEXT], message[:MAX_ERROR_MESSAGE], kind, retry_at)
 
 
-def _list(what: str) -> Callable[[Payload], ListOf]:
-    def read(payload: Payload) -> ListOf:
-        limit = payload.whole("limit", 1, MAX_LIMIT) if payload.has("limit") else DEFAULT_LIMIT
-        return ListOf(what, payload.queue(), limit)
+def _list_reader(listing: str) -> Callable[[Payload], ListRequest]:
+    def read(payload: Payload) -> ListRequest:
+        limit = payload.integer("limit", 1, MAX_LIMIT) if payload.has("limit") else DEFAULT_LIMIT
+        return ListRequest(listing, payload.queue(), limit)
 
     return read
 
 
 def _finished(payload: Payload) -> JobFinished:
-    return JobFinished(*_held("job_finished", payload), _result(payload.any("result")))
+    return JobFinished(*_job_report("job_finished", payload), _result(payload.get("result")))
 
 
 def _result(value: Any) -> bytes:
@@ -258,23 +258,23 @@ def _result(value: Any) -> bytes:
         return f"!it cannot be written as JSON: {exc}".encode()
 
 
-def _refusal(name: str, value: object, allowed: str) -> BadMessage:
-    return BadMessage(f"{name} {shown(value)} is not allowed: {allowed}")
+def _invalid(name: str, value: object, allowed: str) -> InvalidMessage:
+    return InvalidMessage(f"{name} {shown(value)} is not allowed: {allowed}")
 
 
-_TOPICS: Mapping[str, Callable[[Payload], Request]] = {
+TOPICS: Mapping[str, Callable[[Payload], Request]] = {
     "add_job": _add_job,
     "worker_idle": lambda payload: WorkerIdle(payload.queue(), payload.worker()),
-    "job_accepted": lambda payload: JobAccepted(*_held("job_accepted", payload)),
+    "job_accepted": lambda payload: JobAccepted(*_job_report("job_accepted", payload)),
     "worker_progress": _progress,
     "worker_busy": _progress,
     "job_finished": _finished,
     "worker_finished": _finished,
     "job_failed": _failed,
-    "list_jobs": _list("jobs"),
-    "list_workers": _list("workers"),
-    "list_dispatched": _list("dispatched"),
-    "list_progress": _list("progress"),
+    "list_jobs": _list_reader("jobs"),
+    "list_workers": _list_reader("workers"),
+    "list_dispatched": _list_reader("dispatched"),
+    "list_progress": _list_reader("progress"),
     "del_job": lambda payload: DelJob(payload.queue(), payload.uuid()),
     "tick": lambda payload: Tick(),
 }

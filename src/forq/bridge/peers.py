@@ -10,8 +10,8 @@ from forq.procs.lines import READ_BYTES, LineConnection, Lines
 from forq.procs.loop import Loop
 
 # What a reader may be behind before it is not listened to; and before it is dropped.
-SLOW_BYTES = 1 << 20
-LOST_BYTES = 8 << 20
+PAUSE_UNSENT_BYTES = 1 << 20
+MAX_UNSENT_BYTES = 8 << 20
 
 
 class Peer(Protocol):
@@ -24,23 +24,23 @@ class Peer(Protocol):
     ended: bool
 
     @property
-    def gone(self) -> bool: ...
+    def disconnected(self) -> bool: ...
 
     @property
     def unsent(self) -> bool: ...
 
-    def listen(self) -> None:
+    def update_reading(self) -> None:
         """Reads on if all that was read is dealt with; what comes later stays with whoever writes it."""
 
     def send(self, line: bytes) -> None: ...
 
-    def end(self) -> None:
+    def stop_reading(self) -> None:
         """Nothing more is read of it."""
 
     def close(self) -> None: ...
 
 
-class Standard:
+class StandardStreams:
     """stdin and stdout. Whoever reads slowly holds up this bridge, which is his alone."""
 
     unsent = False
@@ -50,13 +50,13 @@ class Standard:
         self.lines = Lines(skip_too_long=True)
         self.pending: tuple[int, Request] | None = None
         self.ended = False
-        self.gone = False
+        self.disconnected = False
         self._loop = loop
         self._stdin = stdin
         self._stdout = stdout
-        self.listen()
+        self.update_reading()
 
-    def listen(self) -> None:
+    def update_reading(self) -> None:
         if self.ended or self.pending is not None or self.lines.has_line():
             self._loop.remove_reader(self._stdin)
         else:
@@ -66,21 +66,21 @@ class Standard:
         received = os.read(self._stdin, READ_BYTES)
         self.lines.push(received)
         if not received:
-            self.end()
+            self.stop_reading()
 
     def send(self, line: bytes) -> None:
         left = memoryview(line)
-        while left and not self.gone:
+        while left and not self.disconnected:
             try:
                 left = left[os.write(self._stdout, left) :]
             except BlockingIOError:
                 # Somebody else has made the pipe so.
                 select.select([], [self._stdout], [])
             except OSError:
-                self.gone = True
-                self.end()
+                self.disconnected = True
+                self.stop_reading()
 
-    def end(self) -> None:
+    def stop_reading(self) -> None:
         if not self.ended:
             self.ended = True
             self.lines.end()
@@ -89,7 +89,7 @@ class Standard:
         """Both belong to whoever started us."""
 
 
-class Client:
+class SocketPeer:
     """Of the listening socket."""
 
     def __init__(self, loop: Loop, connected: socket.socket, name: str) -> None:
@@ -97,37 +97,37 @@ class Client:
         self.pending: tuple[int, Request] | None = None
         self.ended = False
         self.lines = Lines(skip_too_long=True)
-        self._io = LineConnection(loop, connected, self._heard, lines=self.lines, on_output=self._sent)
+        self._io = LineConnection(loop, connected, self._on_input, lines=self.lines, on_output=self._on_output)
 
     @property
-    def gone(self) -> bool:
+    def disconnected(self) -> bool:
         return self._io.gone
 
     @property
     def unsent(self) -> bool:
         return self._io.unsent_bytes > 0
 
-    def listen(self) -> None:
+    def update_reading(self) -> None:
         busy = self.ended or self.pending is not None or self.lines.has_line()
-        self._io.read(not busy and self._io.unsent_bytes < SLOW_BYTES)
+        self._io.read(not busy and self._io.unsent_bytes < PAUSE_UNSENT_BYTES)
 
-    def _heard(self) -> None:
+    def _on_input(self) -> None:
         if self._io.error is not None:
             self._io.close()
         if self._io.ended:
-            self.end()
+            self.stop_reading()
 
-    def _sent(self) -> None:
-        if self.gone:
-            self.end()
+    def _on_output(self) -> None:
+        if self.disconnected:
+            self.stop_reading()
 
     def send(self, line: bytes) -> None:
         self._io.send(line)
-        if self._io.unsent_bytes > LOST_BYTES:
+        if self._io.unsent_bytes > MAX_UNSENT_BYTES:
             self._io.close()
-        self._sent()
+        self._on_output()
 
-    def end(self) -> None:
+    def stop_reading(self) -> None:
         if not self.ended:
             self.ended = True
             self.lines.end()

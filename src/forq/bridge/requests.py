@@ -1,4 +1,4 @@
-"""What each message does, and what is answered. Every request may be put again: nothing is done twice."""
+"""What each message does, and listing is answered. Every request may be put again: nothing is done twice."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -10,11 +10,11 @@ import orjson
 from forq.bridge.messages import (
     AddJob,
     DelJob,
-    Held,
     JobAccepted,
     JobFailed,
     JobFinished,
-    ListOf,
+    JobReport,
+    ListRequest,
     Request,
     Tick,
     WorkerIdle,
@@ -32,15 +32,15 @@ from forq.job import assignment_payload
 from forq.settings import EXTERNAL, stored, stored_defaults
 
 # A worker that asks while many jobs are to be skipped is told to ask again.
-MOST_QUESTIONS = 1000
+MAX_ASKS = 1000
 LEASE_TICKS = 3
 
 # A topic and a payload.
-Out = tuple[str, Mapping[str, Any]]
+Response = tuple[str, Mapping[str, Any]]
 T = TypeVar("T")
 
 
-class Desk:
+class Requests:
     """`bridge`: the name under which workers of this bridge are told that there is work."""
 
     def __init__(self, link: Link, prefix: str, bridge: str, *, max_queues: int, tick_seconds: float) -> None:
@@ -51,23 +51,23 @@ class Desk:
         self._defaults = stored_defaults(EXTERNAL) | stored({"lease": LEASE_TICKS * tick_seconds})
         self._registry = Registry(link, prefix)
         self._keeper = Keeper(link, prefix, bridge)
-        self._handlers: Mapping[type, Callable[[Any], list[Out]]] = {
+        self._handlers: Mapping[type, Callable[[Any], list[Response]]] = {
             AddJob: self._add_job,
             WorkerIdle: self._worker_idle,
             JobAccepted: self._accepted,
             WorkerProgress: self._progress,
             JobFinished: self._finished,
             JobFailed: self._failed,
-            ListOf: self._list,
+            ListRequest: self._list,
             DelJob: self._del_job,
             Tick: self._tick,
         }
 
-    def answer(self, request: Request) -> list[Out]:
+    def execute(self, request: Request) -> list[Response]:
         """What goes back to whoever asked; raises ForqError if it is refused, RedisUnavailable to be asked again."""
         return self._handlers[type(request)](request)
 
-    def rung(self, queue: str, worker: str) -> list[Out]:
+    def assign(self, queue: str, worker: str) -> list[Response]:
         """There may be work for a worker that is idle."""
         external = self._external(queue)
         return self._assignment(queue, worker, lambda: external.rung(worker, self._bridge))
@@ -76,7 +76,7 @@ class Desk:
         self._external(queue).leave(worker, self._bridge)
 
     def tick(self) -> dict[str, int | None]:
-        """Leases, silent workers and what is due, of every external queue: what a supervisor's pulse does, too.
+        """Leases, silent workers and listing is due, of every external queue: listing a supervisor's pulse does, too.
 
         In how many ms something is due again, by queue.
         """
@@ -86,7 +86,7 @@ class Desk:
     def promote(self, queue: str) -> int | None:
         return self._keeper.promote(queue)
 
-    def _add_job(self, request: AddJob) -> list[Out]:
+    def _add_job(self, request: AddJob) -> list[Response]:
         reference = {} if request.reference_uuid is None else {"reference_uuid": request.reference_uuid}
         job = new_job(
             {"command": request.command, "args": request.args, **reference},
@@ -99,39 +99,39 @@ class Desk:
         uuid = self._in_queue(request.queue, lambda: producer.enqueue([job]))[0]
         return [("job_added", {"uuid": uuid, "queue_name": request.queue, **reference})]
 
-    def _worker_idle(self, request: WorkerIdle) -> list[Out]:
+    def _worker_idle(self, request: WorkerIdle) -> list[Response]:
         return self._idle(request.queue, request.worker)
 
-    def _idle(self, queue: str, worker: str) -> list[Out]:
+    def _idle(self, queue: str, worker: str) -> list[Response]:
         external = self._external(queue)
         ask = partial(self._in_queue, queue, lambda: external.idle(worker, self._bridge))
         return self._assignment(queue, worker, ask)
 
-    def _assignment(self, queue: str, worker: str, ask: Callable[[], Answer]) -> list[Out]:
-        for _ in range(MOST_QUESTIONS):
+    def _assignment(self, queue: str, worker: str, ask: Callable[[], Answer]) -> list[Response]:
+        for _ in range(MAX_ASKS):
             answer = ask()
             if answer.hand is not None:
-                return [("job_assignment", _describe(queue, worker, answer.hand))]
+                return [("job_assignment", _assignment_payload(queue, worker, answer.hand))]
             if answer.valid_ms > 0:
                 break
         return []
 
-    def _accepted(self, request: JobAccepted) -> list[Out]:
+    def _accepted(self, request: JobAccepted) -> list[Response]:
         external = self._external(request.queue)
-        return self._held(request, lambda: external.accept(request.worker, request.uuid, request.fence))
+        return self._refused(request, lambda: external.accept(request.worker, request.uuid, request.fence))
 
-    def _progress(self, request: WorkerProgress) -> list[Out]:
+    def _progress(self, request: WorkerProgress) -> list[Response]:
         external = self._external(request.queue)
         far = (request.progress, request.text)
-        return self._held(request, lambda: external.progress(request.worker, request.uuid, *far, request.fence))
+        return self._refused(request, lambda: external.progress(request.worker, request.uuid, *far, request.fence))
 
-    def _finished(self, request: JobFinished) -> list[Out]:
+    def _finished(self, request: JobFinished) -> list[Response]:
         external = self._external(request.queue)
         said = (request.worker, request.uuid, request.fence, request.result)
-        refused = self._held(request, lambda: external.finish(*said))
+        refused = self._refused(request, lambda: external.finish(*said))
         return refused or self._idle(request.queue, request.worker)
 
-    def _failed(self, request: JobFailed) -> list[Out]:
+    def _failed(self, request: JobFailed) -> list[Response]:
         external = self._external(request.queue)
         brief = {"name": request.name, "message": request.message, "kind": request.kind}
         failure = Failure(
@@ -141,10 +141,10 @@ class Desk:
             retry_at_ms=request.retry_at_ms,
             chance=random.random(),
         )
-        refused = self._held(request, lambda: external.fail(request.worker, request.uuid, failure, request.fence))
+        refused = self._refused(request, lambda: external.fail(request.worker, request.uuid, failure, request.fence))
         return refused or self._idle(request.queue, request.worker)
 
-    def _held(self, request: Held, call: Callable[[], None]) -> list[Out]:
+    def _refused(self, request: JobReport, call: Callable[[], None]) -> list[Response]:
         """Nothing if the worker holds that job, else why it was refused."""
         try:
             call()
@@ -157,14 +157,14 @@ class Desk:
         about = {"uuid": request.uuid, "queue_name": request.queue, "worker_uuid": request.worker}
         return [("job_refused", {**about, "topic": request.topic, "reason": reason})]
 
-    def _list(self, request: ListOf) -> list[Out]:
+    def _list(self, request: ListRequest) -> list[Response]:
         external, queue = self._external(request.queue), request.queue
         self._registry.mode(queue)  # UnknownQueue if it is not there
-        if request.what == "workers":
+        if request.listing == "workers":
             return [("workers", {"queue_name": queue, "workers": external.workers()})]
-        if request.what == "dispatched":
+        if request.listing == "dispatched":
             return [("dispatched", {"queue_name": queue, "jobs": external.dispatched()})]
-        if request.what == "progress":
+        if request.listing == "progress":
             return [("progress", {"queue_name": queue, "jobs": external.running()})]
         return [("jobs", {"queue_name": queue, "jobs": self._jobs(queue, request.limit)})]
 
@@ -178,11 +178,11 @@ class Desk:
                 break
         return [{"uuid": job["id"], "identifier": job["identifier"], "state": job["state"]} for job in jobs[:limit]]
 
-    def _del_job(self, request: DelJob) -> list[Out]:
+    def _del_job(self, request: DelJob) -> list[Response]:
         deleted = Producer(self._link, self._prefix, request.queue).remove(request.uuid)
         return [("job_deleted", {"uuid": request.uuid, "queue_name": request.queue, "deleted": deleted})]
 
-    def _tick(self, _: Tick) -> list[Out]:
+    def _tick(self, _: Tick) -> list[Response]:
         self.tick()
         return []
 
@@ -198,7 +198,7 @@ class Desk:
         return External(self._link, self._prefix, queue)
 
 
-def _describe(queue: str, worker: str, hand: Hand) -> dict[str, Any]:
+def _assignment_payload(queue: str, worker: str, hand: Hand) -> dict[str, Any]:
     record = hand.record
     return assignment_payload(
         record.data,

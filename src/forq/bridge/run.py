@@ -11,9 +11,9 @@ from setproctitle import setproctitle
 
 from forq import exits
 from forq.bridge.loop import Bridge
-from forq.bridge.messages import Envelopes
-from forq.bridge.peers import Peer, Standard
-from forq.bridge.requests import Desk
+from forq.bridge.messages import MessageEncoder
+from forq.bridge.peers import Peer, StandardStreams
+from forq.bridge.requests import Requests
 from forq.broker.leases import handed_channels
 from forq.broker.link import Link
 from forq.broker.pubsub import Listener
@@ -84,17 +84,17 @@ def run_bridge(settings: BridgeSettings) -> int:
     name = new_id()
     listener = None if settings.path is None else listen(settings.path)
     loop = service_loop()
-    stdio: tuple[Peer, ...] = () if settings.path is not None else (Standard(loop),)
+    stdio: tuple[Peer, ...] = () if settings.path is not None else (StandardStreams(loop),)
     link = Link(settings.url, name="forq-bridge", timeout_seconds=CALL_TIMEOUT_SECONDS)
-    ears = Listener(
+    subscription = Listener(
         settings.url, handed_channels(settings.prefix, database_of(settings.url), name), name="forq-bridge-ears"
     )
-    desk = Desk(link, settings.prefix, name, max_queues=settings.max_queues, tick_seconds=settings.tick_seconds)
+    requests = Requests(link, settings.prefix, name, max_queues=settings.max_queues, tick_seconds=settings.tick_seconds)
     bridge = Bridge(
         loop,
-        desk,
-        ears,
-        Envelopes(name),
+        requests,
+        subscription,
+        MessageEncoder(name),
         tick_seconds=settings.tick_seconds,
         peers=stdio,
         listener=listener,
@@ -106,9 +106,9 @@ def run_bridge(settings: BridgeSettings) -> int:
         bridge.run()
     finally:
         loop.close()
-        ears.close()
+        subscription.close()
         link.close()
         if listener is not None and settings.path is not None:
             listener.close()
             os.unlink(settings.path)
-    return exits.FAILED if any(peer.gone for peer in stdio) else exits.STOPPED
+    return exits.FAILED if any(peer.disconnected for peer in stdio) else exits.STOPPED
