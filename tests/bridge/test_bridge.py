@@ -1,4 +1,4 @@
-"""Whole bridges: several of them, some that end or die, peers that read slowly, Redis that is away."""
+"""Whole bridge processes: several at once, stopped and killed ones, slow peers, Redis outages."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.spec("P1")
-def test_a_line_of_rubbish_gets_one_error_and_is_never_fatal(redis_url: str) -> None:
+def test_an_invalid_line_gets_one_error_and_is_never_fatal(redis_url: str) -> None:
     chance = random.Random(17)
     with bridge(redis_url) as process:
         for _ in range(RANDOM_LINES // 500):
@@ -50,7 +50,7 @@ def test_a_line_of_rubbish_gets_one_error_and_is_never_fatal(redis_url: str) -> 
         assert max(numbers) <= RANDOM_LINES
 
 
-def test_a_line_that_is_too_long_is_refused_and_the_next_one_is_read(redis_url: str) -> None:
+def test_a_too_long_line_is_refused_and_the_next_one_is_read(redis_url: str) -> None:
     with bridge(redis_url) as process:
         process.write(b'{"topic":"' + b"x" * (2 << 20) + b'"}\n')
         process.say("add_job", queue_name="q", command="c")
@@ -58,7 +58,7 @@ def test_a_line_that_is_too_long_is_refused_and_the_next_one_is_read(redis_url: 
         assert process.of("error") == [{"line": 1, "reason": "the line is too long: at most 1 MiB is allowed"}]
 
 
-def test_eof_ends_the_bridge_when_all_is_dealt_with_and_frees_its_idle_workers(redis_url: str) -> None:
+def test_eof_stops_the_bridge_after_all_requests_and_unregisters_its_idle_workers(redis_url: str) -> None:
     with external_queue(redis_url) as queue, bridge(redis_url) as process:
         process.say("add_job", queue_name="q", uuid="assigned", command="c")
         process.say("worker_idle", queue_name="q", worker_uuid="w1")
@@ -75,7 +75,7 @@ def test_eof_ends_the_bridge_when_all_is_dealt_with_and_frees_its_idle_workers(r
         Replay().read_all(queue.entries())
 
 
-def test_a_worker_goes_on_with_the_next_bridge(redis_url: str) -> None:
+def test_a_worker_can_continue_with_another_bridge(redis_url: str) -> None:
     with bridge(redis_url) as first:
         first.say("add_job", queue_name="q", uuid="j", command="c")
         first.say("worker_idle", **W)
@@ -104,7 +104,7 @@ def test_two_bridges_share_the_queues_and_their_workers(redis_url: str) -> None:
         two.say("add_job", queue_name="audio", uuid="j2", command="c")
         assert one.wait_for("job_assignment", 2)["worker_uuid"] == "a"
         assert two.of("job_assignment") == []
-        # A worker speaks to another bridge: what it is assigned comes there.
+        # A worker that uses another bridge gets its assignments there.
         one.say("job_finished", queue_name="video", worker_uuid="v", uuid="j1")
         one.say("list_workers", queue_name="video")
         one.wait_for("workers", 2)
@@ -116,7 +116,7 @@ def test_two_bridges_share_the_queues_and_their_workers(redis_url: str) -> None:
 
 
 @pytest.mark.spec("P9")
-def test_ticks_do_without_a_supervisor_what_silence_and_time_ask_for(redis_url: str) -> None:
+def test_ticks_expire_silent_workers_without_a_supervisor(redis_url: str) -> None:
     with bridge(redis_url, "--tick", "200ms") as process:
         process.say("add_job", queue_name="q", uuid="j", command="c")
         process.say("worker_idle", **W)
@@ -129,14 +129,14 @@ def test_ticks_do_without_a_supervisor_what_silence_and_time_ask_for(redis_url: 
         assert process.wait_for("workers")["workers"] == []
         process.say("job_finished", **W, uuid="j")
         assert process.wait_for("job_refused")["topic"] == "job_finished"
-        # A retry that is due goes to an idle worker by itself.
+        # A due retry is assigned to an idle worker.
         process.say("worker_idle", **W)
         again = process.wait_for("job_assignment", 2)
         assert (again["attempt"], again["stall_count"]) == (2, 1)
         link.close()
 
 
-def test_a_retry_is_assigned_when_its_time_has_come(redis_url: str) -> None:
+def test_a_retry_is_assigned_when_it_is_due(redis_url: str) -> None:
     with bridge(redis_url) as process:
         link = Link(redis_url)
         options = {**stored_defaults("external"), "min_backoff_ms": 300}
@@ -150,7 +150,7 @@ def test_a_retry_is_assigned_when_its_time_has_come(redis_url: str) -> None:
 
 
 @pytest.mark.spec("P8")
-def test_queues_appear_within_their_limit(redis_url: str) -> None:
+def test_missing_queues_are_created_up_to_max_queues(redis_url: str) -> None:
     with bridge(redis_url, "--max-queues", "2") as process:
         process.say("add_job", queue_name="one", command="c")
         process.say("worker_idle", queue_name="two", worker_uuid="w")
@@ -161,7 +161,7 @@ def test_queues_appear_within_their_limit(redis_url: str) -> None:
         link.close()
 
 
-def test_jobs_can_be_added_to_a_queue_of_another_mode_but_not_worked_on(redis_url: str) -> None:
+def test_a_queue_of_another_mode_accepts_jobs_but_no_workers(redis_url: str) -> None:
     link = Link(redis_url)
     Registry(link, DEFAULT_PREFIX).create("q", "work", 10, {**stored_defaults(), "max_items": 1}, {})
     with bridge(redis_url) as process:
@@ -175,7 +175,7 @@ def test_jobs_can_be_added_to_a_queue_of_another_mode_but_not_worked_on(redis_ur
     link.close()
 
 
-def test_a_uuid_that_is_there_updates_that_job(redis_url: str) -> None:
+def test_adding_an_existing_uuid_updates_that_job(redis_url: str) -> None:
     with bridge(redis_url) as process:
         for n in (1, 2):
             process.say("add_job", queue_name="q", uuid="j", command="c", args=n)
@@ -183,7 +183,7 @@ def test_a_uuid_that_is_there_updates_that_job(redis_url: str) -> None:
         assert process.wait_for("job_assignment")["args"] == 2
 
 
-def test_what_was_said_while_redis_is_away_is_done_when_it_is_back(server: Server, redis_url: str) -> None:
+def test_messages_sent_during_a_redis_outage_are_executed_afterwards(server: Server, redis_url: str) -> None:
     with bridge(redis_url) as process:
         process.say("add_job", queue_name="q", uuid="before", command="c")
         process.wait_for("job_added")
@@ -196,14 +196,14 @@ def test_what_was_said_while_redis_is_away_is_done_when_it_is_back(server: Serve
         assert [added["uuid"] for added in process.of("job_added")[1:]] == [f"j{n}" for n in range(50)]
         process.say("worker_idle", **W)
         process.wait_for("job_assignment")
-        # It hears again, too.
+        # Notifications work again, too.
         process.say("worker_idle", queue_name="other", worker_uuid="w")
         process.say("add_job", queue_name="other", command="c")
         assert process.wait_for("job_assignment", 2)["queue_name"] == "other"
         assert process.of("error") == []
 
 
-def test_eof_while_redis_is_away_waits_for_it(server: Server, redis_url: str) -> None:
+def test_eof_during_a_redis_outage_waits_for_redis(server: Server, redis_url: str) -> None:
     with bridge(redis_url) as process:
         process.say("add_job", queue_name="q", uuid="before", command="c")
         process.wait_for("job_added")
@@ -218,7 +218,7 @@ def test_eof_while_redis_is_away_waits_for_it(server: Server, redis_url: str) ->
         assert process.of("job_added")[-1]["uuid"] == "j"
 
 
-def test_an_add_whose_answer_was_lost_is_stored_once(redis_url: str) -> None:
+def test_a_request_whose_reply_was_lost_takes_effect_once(redis_url: str) -> None:
     from forq.bridge.messages import parse_message
     from forq.bridge.requests import Requests
     from forq.errors import OutcomeUnknown
@@ -254,7 +254,7 @@ def test_an_add_whose_answer_was_lost_is_stored_once(redis_url: str) -> None:
     link.close()
 
 
-def test_term_ends_a_bridge_in_order(redis_url: str, path: Path) -> None:
+def test_sigterm_stops_a_bridge_cleanly(redis_url: str, path: Path) -> None:
     with external_queue(redis_url) as queue, listening(redis_url, path) as process:
         client = Client(path)
         client.say("worker_idle", **W)
@@ -266,7 +266,7 @@ def test_term_ends_a_bridge_in_order(redis_url: str, path: Path) -> None:
         assert not path.exists()
 
 
-def test_every_connection_is_a_bridge_of_its_own(redis_url: str, path: Path) -> None:
+def test_connections_do_not_affect_each_other(redis_url: str, path: Path) -> None:
     with listening(redis_url, path):
         one, two = Client(path), Client(path)
         one.say("worker_idle", **W)
@@ -277,12 +277,12 @@ def test_every_connection_is_a_bridge_of_its_own(redis_url: str, path: Path) -> 
         assert one.wait_for("job_assignment")["uuid"] == "j"
         one.close()
         two.say("worker_idle", queue_name="q", worker_uuid="w2")
-        assert two.wait_for("job_assignment")["uuid"] == "j", "it came back at once"
+        assert two.wait_for("job_assignment")["uuid"] == "j", "it was returned at once"
         assert two.of("error") == []
         two.close()
 
 
-def test_the_socket_of_a_bridge_that_was_killed_is_taken_over(redis_url: str, path: Path) -> None:
+def test_the_socket_of_a_killed_bridge_is_taken_over(redis_url: str, path: Path) -> None:
     with listening(redis_url, path) as first:
         first.kill()
         first.process.wait()
@@ -292,13 +292,13 @@ def test_the_socket_of_a_bridge_that_was_killed_is_taken_over(redis_url: str, pa
         wait_until(lambda: any("another process answers there" in line for line in third.log))
 
 
-def test_who_does_not_read_is_dropped_and_holds_up_nobody(redis_url: str, path: Path) -> None:
+def test_a_peer_that_does_not_read_delays_no_other_peer(redis_url: str, path: Path) -> None:
     with listening(redis_url, path):
         deaf = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         deaf.connect(str(path))
         deaf.sendall(encode("worker_idle", {"queue_name": "q", "worker_uuid": "deaf"}))
         other = Client(path)
-        # Each assignment that it does not read is half a megabyte.
+        # Each unread assignment has half a megabyte.
         blob = "x" * 500_000
         for n in range(40):
             other.say("add_job", queue_name="q", uuid=f"j{n}", command="c", args=blob)
@@ -311,7 +311,7 @@ def test_who_does_not_read_is_dropped_and_holds_up_nobody(redis_url: str, path: 
         deaf.close()
 
 
-def test_a_connection_that_never_reads_is_closed_at_last(redis_url: str, path: Path) -> None:
+def test_a_connection_that_never_reads_is_closed_eventually(redis_url: str, path: Path) -> None:
     with listening(redis_url, path):
         deaf = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         deaf.connect(str(path))
@@ -330,12 +330,12 @@ def test_a_connection_that_never_reads_is_closed_at_last(redis_url: str, path: P
         wait_until(forgotten, what="its workers are forgotten")
         other.say("list_jobs", queue_name="q", limit=100)
         states = {job["state"] for job in other.wait_for("jobs")["jobs"]}
-        assert states == {"waiting"}, "what it was assigned came back"
+        assert states == {"waiting"}, "its assigned jobs were returned"
         other.close()
         deaf.close()
 
 
-def test_lines_are_whole_however_fast_they_come(redis_url: str, path: Path) -> None:
+def test_lines_stay_whole_under_load(redis_url: str, path: Path) -> None:
     with listening(redis_url, path):
         clients = [Client(path) for _ in range(4)]
         for number, client in enumerate(clients):
@@ -351,7 +351,7 @@ def test_lines_are_whole_however_fast_they_come(redis_url: str, path: Path) -> N
             client.close()
 
 
-def test_connections_over_the_limit_are_refused_with_a_line(redis_url: str, path: Path) -> None:
+def test_connections_over_the_limit_get_an_error_message(redis_url: str, path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2 * MAX_CONNECTIONS:
         pytest.skip(f"a process may have {hard} files open here")

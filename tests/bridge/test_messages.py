@@ -1,4 +1,4 @@
-"""What is a message, and what is wrong with what is none."""
+"""Parsing, validating and encoding messages."""
 
 import json
 import random
@@ -24,7 +24,7 @@ def message(topic: str, **payload: object) -> bytes:
     return json.dumps({"topic": topic, "payload": payload}).encode()
 
 
-def test_what_is_not_said_has_a_default() -> None:
+def test_missing_optional_fields_have_defaults() -> None:
     added = parse_message(message("add_job", queue_name="q", command="c"))
     assert isinstance(added, AddJob)
     assert (added.priority, added.args, added.reference_uuid) == (5, None, None)
@@ -37,12 +37,12 @@ def test_what_is_not_said_has_a_default() -> None:
     assert parse_message(message("tick")) == Tick()
 
 
-def test_other_names_of_a_topic_mean_the_same() -> None:
+def test_aliases_of_a_topic_mean_the_same() -> None:
     assert isinstance(parse_message(message("worker_busy", **JOB, progress=1)), WorkerProgress)
     assert isinstance(parse_message(message("worker_finished", **JOB, result={"x": 1})), JobFinished)
 
 
-def test_a_result_that_is_nested_too_deep_is_none_and_the_job_is_done() -> None:
+def test_a_job_with_a_too_deeply_nested_result_is_done_without_it() -> None:
     deep = b"[" * 300 + b"]" * 300
     finished = parse_message(message("job_finished", **JOB, result="?").replace(b'"?"', deep))
     assert isinstance(finished, JobFinished)
@@ -88,13 +88,13 @@ def test_unknown_fields_are_ignored() -> None:
         (message("list_jobs", queue_name="q", limit=0), "limit 0 is not allowed"),
     ],
 )
-def test_what_is_no_message_is_refused_with_the_reason(line: bytes, reason: str) -> None:
+def test_an_invalid_line_is_refused_with_the_reason(line: bytes, reason: str) -> None:
     with pytest.raises(InvalidMessage) as refused:
         parse_message(line)
     assert reason in str(refused.value)
 
 
-def test_nothing_but_a_refusal_comes_of_any_line() -> None:
+def test_no_line_raises_anything_but_invalid_message() -> None:
     chance = random.Random(7)
     whole = message("job_failed", **JOB, error={"name": "E", "message": "m"}, kind="permanent", retry_at=17)
     for _ in range(20_000):
@@ -107,12 +107,12 @@ def test_nothing_but_a_refusal_comes_of_any_line() -> None:
             continue
 
 
-def test_what_goes_out_says_who_sent_it_and_when() -> None:
+def test_outgoing_messages_have_sender_and_time() -> None:
     line = MessageEncoder("u", now=lambda: 17.12345).encode("error", {"line": 1})
     assert line.endswith(b"\n")
-    told = json.loads(line)
-    assert told.pop("service_host")
-    assert told == {
+    sent = json.loads(line)
+    assert sent.pop("service_host")
+    assert sent == {
         "topic": "error",
         "service_name": "forq-bridge",
         "service_uuid": "u",

@@ -1,10 +1,4 @@
-"""What a bridge does: it gives each peer its turn, and looks after workers without their asking.
-
-1. Lines of every peer, some of each in turn; what Redis has not taken is put again until it has, and that peer waits.
-2. Rings: a channel of its own tells for which of its idle workers there may be work.
-3. Ticks: silent workers, leases and what is due.
-4. Peers that leave: what was read is dealt with first; then their idle workers are forgotten.
-"""
+"""The bridge's loop: serves its peers and sends assignments to idle workers."""
 
 import logging
 import socket
@@ -23,16 +17,16 @@ from forq.values import shown
 
 RETRY_SECONDS = 0.25
 LINES_PER_TURN = 50
-# A connection takes a descriptor, and up to a line of 1 MiB that is not complete.
+# Each connection takes a file descriptor and up to 1 MiB for an incomplete line.
 MAX_CONNECTIONS = 1000
 ACCEPT_PAUSE_SECONDS = 0.5
-# The supervisor sends nothing else, one short line at a time.
+# The supervisor sends only pings, one short line at a time.
 PING_BYTES = 4096
-# How long a peer that has ended gets to read what was answered.
+# A peer that closed its input has this long to read the remaining responses.
 DRAIN_SECONDS = 30.0
-# A worker that was not last_seen for so long is not remembered.
+# Workers silent for longer lose their binding.
 FORGET_SECONDS = 86400.0 * 2
-# How long Redis may be away when the bridge is told to end and has not dealt with all that it read.
+# While stopping with requests left, how long to wait for Redis.
 STOP_SECONDS = 10.0
 
 log = logging.getLogger("forq")
@@ -40,14 +34,21 @@ log = logging.getLogger("forq")
 
 @dataclass(eq=False)
 class WorkerBinding:
-    """Where a worker has spoken last, and when."""
+    """The peer that last sent a message of this worker. Its assignments go there."""
 
     peer: Peer
     last_seen: float
 
 
 class Bridge:
-    """`leash`: its end ends the bridge; what comes on it are pings."""
+    """1. Executes the requests of all peers, a few lines of each in turn. While Redis is down it retries the same
+       request, and reads nothing more from that peer.
+    2. Assigns jobs to idle workers when Redis publishes that there may be work for them.
+    3. On each tick expires silent workers and leases, and promotes due jobs.
+    4. When a peer disconnects, executes what was read from it, then unregisters its idle workers.
+
+    End of file on `leash` stops the bridge.
+    """
 
     def __init__(
         self,
@@ -66,7 +67,8 @@ class Bridge:
         self._subscription = subscription
         self._encoder = encoder
         self._tick_seconds = tick_seconds
-        self._peers: dict[Peer, float | None] = dict.fromkeys(peers)  # and since when it is about to leave
+        # The value is the time at which the last request of a finished peer was executed.
+        self._peers: dict[Peer, float | None] = dict.fromkeys(peers)
         self._listener = listener
         self._leash = leash
         self._now = loop.now
@@ -80,7 +82,7 @@ class Bridge:
         self._give_up_at = float("inf")
 
     def run(self) -> None:
-        """Until nobody is left who could say anything, or it is told to end."""
+        """Serves until `stop`, or until the last peer has disconnected and no socket listens."""
         if self._leash is not None:
             self._loop.add_reader(self._leash.fileno(), self._read_leash)
         self._start_accepting()
@@ -97,11 +99,11 @@ class Bridge:
             self._loop.stop()
         elif self._now() > self._give_up_at:
             lost = sum(peer.lines.count() + (peer.pending is not None) for peer in self._peers)
-            raise RedisUnavailable(f"told to end while Redis is away: {lost} lines that were read are not dealt with")
+            raise RedisUnavailable(f"stopped while Redis is unavailable: {lost} messages were read but not executed")
         return self._timeout_seconds()
 
     def stop(self) -> None:
-        """Nothing more is read; what was read is dealt with."""
+        """Reads nothing more; executes what was read."""
         self._stopping = True
         self._give_up_at = self._now() + STOP_SECONDS
         if self._listener is not None:
@@ -135,7 +137,7 @@ class Bridge:
         except BlockingIOError:
             return
         except OSError as exc:
-            log.warning("no new connections for a while error=%s", exc)
+            log.warning("cannot accept connections; retrying in %s s error=%s", ACCEPT_PAUSE_SECONDS, exc)
             self._loop.remove_reader(self._listener.fileno())
             self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._start_accepting)
             return
@@ -147,18 +149,16 @@ class Bridge:
 
     def _reject(self, connected: socket.socket) -> None:
         reason = f"too many connections: at most {MAX_CONNECTIONS} at a time"
-        with connected, suppress(OSError):  # it may have left already
+        with connected, suppress(OSError):  # the client may have disconnected already
             connected.setblocking(False)
             connected.send(self._encoder.encode("error", {"line": 0, "reason": reason}))
 
-    # What is done for workers without their asking
-
     def _maintain(self) -> None:
-        """Listens, ticks, and gives work to those who were rung."""
+        """Subscribes, ticks, and assigns jobs to notified workers."""
         if not self._subscription.connected:
             self._subscription.connect()
             self._loop.add_reader(self._subscription.fileno(), self._read_notifications)
-            # What was published meanwhile is lost.
+            # Notifications published while disconnected are lost.
             self._notified |= dict.fromkeys(self._bindings)
         now = self._now()
         if now >= self._next_tick:
@@ -180,7 +180,7 @@ class Bridge:
                 del self._bindings[key]
 
     def _plan_promotion(self, queue: str, due_ms: int | None) -> None:
-        """Something is due before the next tick."""
+        """Promotes the queue's next due job on time if it is due before the next tick."""
         self._due_at.pop(queue, None)
         if due_ms is not None and due_ms / 1000 < self._tick_seconds:
             self._due_at[queue] = self._now() + due_ms / 1000
@@ -188,12 +188,12 @@ class Bridge:
     def _read_notifications(self) -> None:
         fd = self._subscription.fileno()
         try:
-            last_seen = self._subscription.hear()
+            notifications = self._subscription.hear()
         except RedisUnavailable as exc:
             self._loop.remove_reader(fd)
             self._redis_lost(exc)
             return
-        for channel, worker in last_seen:
+        for channel, worker in notifications:
             self._notified[queue_of_channel(channel), worker] = None
 
     def _try_redis(self, call: Callable[[], None]) -> None:
@@ -203,19 +203,17 @@ class Bridge:
         except RedisUnavailable as exc:
             self._redis_lost(exc)
         except ForqError as exc:
-            log.error("the bridge could not finish what was due error=%s", exc)
+            log.error("maintenance failed; retrying at the next tick error=%s", exc)
 
     def _redis_lost(self, exc: RedisUnavailable) -> None:
         if self._redis_down_until == 0.0:
-            log.warning("redis is gone, what was read is kept until it is back error=%s", exc)
+            log.warning("redis is gone; keeping received messages until it is back error=%s", exc)
         self._redis_down_until = self._now() + RETRY_SECONDS
 
     def _redis_restored(self) -> None:
         if self._redis_down_until:
             log.info("redis is back")
             self._redis_down_until = 0.0
-
-    # What peers say
 
     def _process_lines(self, peer: Peer) -> None:
         for _ in range(LINES_PER_TURN):
@@ -227,7 +225,7 @@ class Bridge:
                 return
 
     def _parse_next(self, peer: Peer) -> bool:
-        """The next line becomes what is pending, or an error; False if there is none."""
+        """Parses the next line into `peer.pending`, or sends an error. False if there is no line."""
         try:
             line = peer.lines.pop()
             if line is None:
@@ -241,7 +239,7 @@ class Bridge:
         return True
 
     def _execute(self, peer: Peer, number: int, request: Request) -> bool:
-        """False if Redis is away: the same request is put again."""
+        """False if Redis is unavailable: the request stays pending and is retried."""
         try:
             out = self._requests.execute(request)
         except RedisUnavailable as exc:
@@ -250,8 +248,8 @@ class Bridge:
         except ForqError as exc:
             out = []
             self._send_error(peer, number, exc)
-        except Exception as exc:  # a fault of ours must not end the bridge: all others would lose theirs too
-            log.exception("a message could not be dealt with peer=%s line=%s", peer.name, number)
+        except Exception as exc:  # a bug must not disconnect all other peers
+            log.exception("internal error while executing a message peer=%s line=%s", peer.name, number)
             out = []
             self._send_error(peer, number, ForqError(f"internal error: {type(exc).__name__}"))
         self._redis_restored()
@@ -277,23 +275,23 @@ class Bridge:
             peer.send(self._encoder.encode(topic, payload))
 
     def _close_if_finished(self, peer: Peer) -> None:
-        """When all that it said is dealt with, and it has read what was answered, or had time to."""
+        """Closes a peer whose requests are executed and whose responses are read, or when DRAIN_SECONDS are over."""
         if not peer.ended or peer.pending is not None or peer.lines.has_line():
             return
         since = self._peers[peer]
         if since is None:
             since = self._peers[peer] = self._now()
-            self._forget_workers(peer)
+            self._unregister_workers(peer)
         if not peer.unsent or self._now() - since > DRAIN_SECONDS:
             peer.close()
             del self._peers[peer]
 
-    def _forget_workers(self, peer: Peer) -> None:
-        mine = [key for key, binding in self._bindings.items() if binding.peer is peer]
-        for key in mine:
+    def _unregister_workers(self, peer: Peer) -> None:
+        workers = [key for key, binding in self._bindings.items() if binding.peer is peer]
+        for key in workers:
             del self._bindings[key]
         try:
-            for queue, worker in mine:
+            for queue, worker in workers:
                 self._requests.leave(queue, worker)
         except ForqError as exc:
-            log.info("idle workers are forgotten when they have been silent for long enough error=%s", exc)
+            log.info("failed to unregister idle workers; they will expire peer=%s error=%s", peer.name, exc)

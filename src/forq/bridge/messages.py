@@ -1,8 +1,4 @@
-"""What comes in and goes out, one JSON object per line.
-
-1. parse_message: a line as a request of its own type, every field checked; InvalidMessage says listing is wrong.
-2. MessageEncoder: listing goes out.
-"""
+"""The messages of the bridge: parses and validates incoming lines, encodes outgoing ones."""
 
 import math
 import re
@@ -25,12 +21,12 @@ MAX_TEXT = 1024
 MAX_ERROR_MESSAGE = 10_000
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 KINDS = ("permanent", "retriable")
-# No colon: in Redis it ends the name of whoever owns a job.
+# No colon: in Redis it separates the owner of a job from the fence.
 _WORKER = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class InvalidMessage(UsageError):
-    """A line that is no message, or says listing cannot be."""
+    """A line is not a message, or a field of it is not allowed."""
 
     code = "bad_message"
 
@@ -43,7 +39,7 @@ class AddJob:
     args: Any
     priority: int
     reference_uuid: str | None
-    # So that the message can be repeated when nobody knows listing became of it.
+    # Makes a retry safe when the reply of Redis was lost.
     token: str = field(default_factory=new_id)
 
 
@@ -55,7 +51,7 @@ class WorkerIdle:
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """What a worker says about a job that it holds, or believes to hold."""
+    """A worker's message about a job that it holds, or once held."""
 
     topic: str
     queue: str
@@ -77,7 +73,7 @@ class WorkerProgress(JobReport):
 
 @dataclass(frozen=True, slots=True)
 class JobFinished(JobReport):
-    # JSON; or '!' and why there is none.
+    # JSON, or '!' and the reason why there is no result.
     result: bytes
 
 
@@ -91,7 +87,7 @@ class JobFailed(JobReport):
 
 @dataclass(frozen=True, slots=True)
 class ListRequest:
-    """`what`: jobs, workers, dispatched or progress."""
+    """`listing`: jobs, workers, dispatched or progress."""
 
     listing: str
     queue: str
@@ -113,7 +109,7 @@ Request = AddJob | WorkerIdle | JobAccepted | WorkerProgress | JobFinished | Job
 
 
 class Payload:
-    """A payload whose fields are asked for by name and kind."""
+    """Reads and validates the fields of a payload."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
@@ -169,7 +165,7 @@ class Payload:
 
 
 def parse_message(line: bytes) -> Request:
-    """The request in a line; InvalidMessage, and nothing else, if there is none."""
+    """Raises only InvalidMessage, whatever the line contains."""
     try:
         message = orjson.loads(line)
     except orjson.JSONDecodeError as exc:
@@ -185,7 +181,7 @@ def parse_message(line: bytes) -> Request:
 
 
 class MessageEncoder:
-    """What goes out says who sent it, and when."""
+    """Adds the sender and the time to outgoing messages."""
 
     def __init__(self, service_uuid: str, *, now: Callable[[], float] = time.time) -> None:
         self._sender = {
@@ -254,7 +250,7 @@ def _finished(payload: Payload) -> JobFinished:
 def _result(value: Any) -> bytes:
     try:
         return orjson.dumps(value)
-    except TypeError as exc:  # more levels can be read than written; the job is done all the same
+    except TypeError as exc:  # orjson reads deeper nesting than it writes; the job is done all the same
         return f"!it cannot be written as JSON: {exc}".encode()
 
 

@@ -1,4 +1,4 @@
-"""Those who speak to a bridge: lines in, lines out. A line goes out whole or, when its reader is gone, not at all."""
+"""The two kinds of peers of a bridge: stdin and stdout, and socket connections."""
 
 import os
 import select
@@ -9,14 +9,13 @@ from forq.bridge.messages import Request
 from forq.procs.lines import READ_BYTES, LineConnection, Lines
 from forq.procs.loop import Loop
 
-# What a reader may be behind before it is not listened to; and before it is dropped.
+# A peer with more unsent output is not read; with more than MAX_UNSENT_BYTES it is disconnected.
 PAUSE_UNSENT_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 8 << 20
 
 
 class Peer(Protocol):
-    """`pending`: the number and the request of a line that Redis has not taken yet. `ended`: no more will come. `gone`:
-    nothing can be said to it any more."""
+    """`pending`: line number and request not executed yet. `ended`: no more input. `disconnected`: output is lost."""
 
     name: str
     lines: Lines
@@ -30,18 +29,17 @@ class Peer(Protocol):
     def unsent(self) -> bool: ...
 
     def update_reading(self) -> None:
-        """Reads on if all that was read is dealt with; what comes later stays with whoever writes it."""
+        """Reads only while all received lines are executed, so that a fast sender blocks instead of filling memory."""
 
     def send(self, line: bytes) -> None: ...
 
-    def stop_reading(self) -> None:
-        """Nothing more is read of it."""
+    def stop_reading(self) -> None: ...
 
     def close(self) -> None: ...
 
 
 class StandardStreams:
-    """stdin and stdout. Whoever reads slowly holds up this bridge, which is his alone."""
+    """stdin and stdout. Writes block: a slow reader delays only its own bridge."""
 
     unsent = False
 
@@ -74,7 +72,7 @@ class StandardStreams:
             try:
                 left = left[os.write(self._stdout, left) :]
             except BlockingIOError:
-                # Somebody else has made the pipe so.
+                # Another process made the pipe non-blocking.
                 select.select([], [self._stdout], [])
             except OSError:
                 self.disconnected = True
@@ -86,11 +84,11 @@ class StandardStreams:
             self.lines.end()
 
     def close(self) -> None:
-        """Both belong to whoever started us."""
+        """The descriptors belong to the parent process."""
 
 
 class SocketPeer:
-    """Of the listening socket."""
+    """A connection to the listening socket."""
 
     def __init__(self, loop: Loop, connected: socket.socket, name: str) -> None:
         self.name = name

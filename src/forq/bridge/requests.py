@@ -1,4 +1,4 @@
-"""What each message does, and listing is answered. Every request may be put again: nothing is done twice."""
+"""Executes the requests of peers. Every request can be retried safely."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -31,17 +31,17 @@ from forq.errors import LeaseLapsed, UnknownQueue
 from forq.job import assignment_payload
 from forq.settings import EXTERNAL, stored, stored_defaults
 
-# A worker that asks while many jobs are to be skipped is told to ask again.
+# One call skips a limited number of jobs that cannot be assigned; this limits the calls per request.
 MAX_ASKS = 1000
 LEASE_TICKS = 3
 
-# A topic and a payload.
+# Topic and payload.
 Response = tuple[str, Mapping[str, Any]]
 T = TypeVar("T")
 
 
 class Requests:
-    """`bridge`: the name under which workers of this bridge are told that there is work."""
+    """`bridge`: name of the channel on which Redis notifies this bridge about work for its workers."""
 
     def __init__(self, link: Link, prefix: str, bridge: str, *, max_queues: int, tick_seconds: float) -> None:
         self._link = link
@@ -64,11 +64,11 @@ class Requests:
         }
 
     def execute(self, request: Request) -> list[Response]:
-        """What goes back to whoever asked; raises ForqError if it is refused, RedisUnavailable to be asked again."""
+        """Raises RedisUnavailable if the request must be retried, any other ForqError if it is refused."""
         return self._handlers[type(request)](request)
 
     def assign(self, queue: str, worker: str) -> list[Response]:
-        """There may be work for a worker that is idle."""
+        """The next job for a notified idle worker, if there is one."""
         external = self._external(queue)
         return self._assignment(queue, worker, lambda: external.rung(worker, self._bridge))
 
@@ -76,10 +76,8 @@ class Requests:
         self._external(queue).leave(worker, self._bridge)
 
     def tick(self) -> dict[str, int | None]:
-        """Leases, silent workers and listing is due, of every external queue: listing a supervisor's pulse does, too.
-
-        In how many ms something is due again, by queue.
-        """
+        """Expires leases and silent workers and promotes due jobs, for every external queue, as a supervisor's pulse
+        does. Returns by queue in how many ms the next job is due."""
         queues = [name for name, mode in self._registry.names().items() if mode == EXTERNAL]
         return {queue: self.promote(queue) for queue in queues}
 
@@ -122,13 +120,13 @@ class Requests:
 
     def _progress(self, request: WorkerProgress) -> list[Response]:
         external = self._external(request.queue)
-        far = (request.progress, request.text)
-        return self._refused(request, lambda: external.progress(request.worker, request.uuid, *far, request.fence))
+        progress = (request.progress, request.text)
+        return self._refused(request, lambda: external.progress(request.worker, request.uuid, *progress, request.fence))
 
     def _finished(self, request: JobFinished) -> list[Response]:
         external = self._external(request.queue)
-        said = (request.worker, request.uuid, request.fence, request.result)
-        refused = self._refused(request, lambda: external.finish(*said))
+        result = (request.worker, request.uuid, request.fence, request.result)
+        refused = self._refused(request, lambda: external.finish(*result))
         return refused or self._idle(request.queue, request.worker)
 
     def _failed(self, request: JobFailed) -> list[Response]:
@@ -145,7 +143,7 @@ class Requests:
         return refused or self._idle(request.queue, request.worker)
 
     def _refused(self, request: JobReport, call: Callable[[], None]) -> list[Response]:
-        """Nothing if the worker holds that job, else why it was refused."""
+        """A `job_refused` if the worker does not hold the job, else nothing."""
         try:
             call()
         except LeaseLapsed:
@@ -187,7 +185,7 @@ class Requests:
         return []
 
     def _in_queue(self, queue: str, call: Callable[[], T]) -> T:
-        """A queue that is not there is made; somebody may delete it again and again."""
+        """Creates a missing queue and repeats the call, once."""
         try:
             return call()
         except UnknownQueue:

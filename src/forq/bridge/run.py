@@ -1,4 +1,4 @@
-"""`forq bridge`: on stdin and stdout, or for every connection to a Unix socket; and the same below a supervisor."""
+"""Runs a bridge: `forq bridge` on stdin and stdout or a Unix socket, and the supervisor's bridge service."""
 
 import argparse
 import os
@@ -32,7 +32,7 @@ CALL_TIMEOUT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class BridgeSettings:
-    """`path` None: stdin and stdout. `leash`: its end is the supervisor's."""
+    """`path` None: stdin and stdout. `leash`: only below a supervisor."""
 
     url: str
     prefix: str
@@ -46,18 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--redis", metavar="URL", help="redis://, unix://, redis+cluster:// or redis+sentinel:// (FORQ_REDIS)"
     )
-    parser.add_argument("--prefix", metavar="P", help="of all keys in Redis (FORQ_PREFIX; forq:)")
+    parser.add_argument("--prefix", metavar="P", help="prefix of all Redis keys (FORQ_PREFIX; forq:)")
     tick, most = show_duration(BRIDGE["tick"].default), SERVICE["max_queues"].default
-    parser.add_argument(
-        "--tick", metavar="TIME", default=tick, help=f"how often a worker has to say something ({tick})"
-    )
+    parser.add_argument("--tick", metavar="TIME", default=tick, help=f"how often a worker must send a message ({tick})")
     parser.add_argument(
         "--max-queues",
         dest="max_queues",
         type=int,
         default=most,
         metavar="N",
-        help=f"how many queues there may be in Redis ({most})",
+        help=f"maximum number of queues in Redis ({most})",
     )
     parser.add_argument("--listen", metavar="PATH", help="serve connections to this Unix socket")
 
@@ -80,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_bridge(settings: BridgeSettings) -> int:
-    """Serves until nobody can say anything any more, or it is told to end. What was read is dealt with first."""
+    """Serves until all peers have disconnected or a signal arrives. Executes all received messages before it exits."""
     name = new_id()
     listener = None if settings.path is None else listen(settings.path)
     loop = service_loop()

@@ -1,4 +1,4 @@
-"""The session of docs/reference/bridge.md, run as it stands there: every kind of message, every answer whole."""
+"""Runs the session of docs/reference/bridge.md and compares every response."""
 
 import pytest
 
@@ -11,7 +11,7 @@ SESSION = transcript.read(transcript.PAGE.read_text())
 
 
 @pytest.mark.spec("P1", "P8")
-def test_the_session_of_the_manual_runs_as_it_is_written(redis_url: str) -> None:
+def test_the_documented_session_runs_as_written(redis_url: str) -> None:
     with bridge(redis_url) as process:
         for line, answers in SESSION:
             before = len(process.heard)
@@ -19,7 +19,7 @@ def test_the_session_of_the_manual_runs_as_it_is_written(redis_url: str) -> None
             wait_until(lambda: len(process.heard) >= before + len(answers), what=f"answers to {line}: {process.heard}")  # noqa: B023
             assert [transcript.shown(*said) for said in process.heard[before:]] == answers
         assert process.end() == 0
-        # Nothing was said without being asked for.
+        # There are no other responses.
         assert len(process.heard) == sum(len(answers) for _, answers in SESSION)
         for envelope in process.envelopes:
             sender = ("topic", "service_name", "service_uuid", "service_host", "created_at", "payload")
@@ -28,7 +28,7 @@ def test_the_session_of_the_manual_runs_as_it_is_written(redis_url: str) -> None
         assert sum(" refused " in line for line in process.log) == refusals
 
 
-def test_the_session_has_every_kind_of_message() -> None:
+def test_the_documented_session_has_every_topic() -> None:
     said = "\n".join(line for line, _ in SESSION)
     assert [topic for topic in TOPICS if f'"{topic}"' not in said] == []
     heard = {answer.split(" ")[0] for _, answers in SESSION for answer in answers}
