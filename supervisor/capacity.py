@@ -1,20 +1,20 @@
-"""Who may run jobs: the supervisor's units of capacity, handed out and asked back. Pure: time is an argument.
+"""The supervisor's capacity: which workers may run jobs now (Capacity), and the messages to and from them (Grants).
 
-1. A worker that wants units is told `go` when it may use them, else `wait`, and `go` later.
-2. It keeps them, idle or busy, until it says `done`. While nobody waits, nobody is asked for anything.
-3. When the first in line does not fit, holders are told to `yield`, each once until it answers with `done`.
+1. A worker that wants units gets `go` if it may use them at once, else `wait`, and `go` later.
+2. It keeps its units, idle or busy, until it sends `done`. While no worker waits, no holder is asked to yield.
+3. If the first waiter in line does not fit, holders get `yield`, each once until it answers with `done`.
 
-The line: highest level first (priority, plus one for each `aging_seconds` of waiting), then fewest units, then longest
-waiting. Smaller ones may pass a head that does not fit, but only until it has waited for `aging_seconds`: after that
-what becomes free is kept for it. So nobody starves: with A = aging_seconds, J the longest time from `yield` to `done`,
-D how far a wish's priority is below the highest, and N workers, it is served within (D + 1) * A + N * J, if looks are
-in time. For whoever comes (D + 1) * A or more after it never gets before it, and by then it and all before it (at most
-N - 1) are above every priority, so that each of them, once the head, has all holders asked and all units kept for it.
+Order of the line: highest level first (priority, plus one for each `aging_seconds` of waiting), then fewest units, then
+longest waiting. Smaller waiters may pass a head that does not fit, until the head has waited for `aging_seconds`. From
+then on all units that become free are reserved for it.
 
-A holder is the number of a worker's slot. After `gone` the number is its successor's: the caller must not pass on what
-the dead one had still said.
+No worker starves. Let A = aging_seconds, J = longest time from `yield` to `done`, D = distance of a waiter's priority
+from the highest one, N = number of workers. If ticks are on time, a waiter is served within (D + 1) * A + N * J:
+a worker that comes (D + 1) * A or more after it never passes it, and by then the waiter and all before it (at most
+N - 1) are above every priority. So each of them, once it is the head, makes all holders yield and reserves all units.
 
-Carries what capacity.py decides to the workers, and what they say to it.
+A holder is the slot number of a worker. When a worker dies, its successor may get the same number: the caller must drop
+messages of the dead worker.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,25 +25,23 @@ from typing import Any, Literal, Protocol, TypedDict
 from forq.procs.loop import Loop, Timer
 from forq.procs.scoreboard import Scoreboard, State
 
-# So long a worker may run jobs before it has to share with others of its level. For as long a new grant counts as in
-# use, whatever its holder's slot says: the holder has yet to hear of it, and to ask it back at once because it looks
-# idle would give a queue of lower priority every other turn.
+# A worker may run jobs this long before it has to share with others of its level. A new grant counts as busy for the
+# same time, whatever the slot shows: its holder may not have received it yet. Taking it back because it looks idle
+# would give a queue of lower priority every other turn.
 SLICE_SECONDS = 0.05
-# A holder that was asked and has not answered for so long runs a long job, or never will: others are asked, too.
+# A holder that has not answered `yield` within this time runs a long job or hangs: further holders must yield, too.
 PATIENCE_SECONDS = 1.0
-# Looks are no closer than this, so that a thousand wishes that age at different moments do not keep the loop busy.
-SHORTEST_LOOK_SECONDS = 0.01
+# Shortest time between ticks: a thousand waiters that age at different moments must not keep the loop busy.
+SHORTEST_TICK_SECONDS = 0.01
 
 Holder = int
-Word = Literal["go", "wait", "yield"]
+Action = Literal["go", "wait", "yield"]
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to tell a worker."""
-
+class Instruction:
     holder: Holder
-    word: Word
+    action: Action
 
 
 class HolderView(TypedDict):
@@ -88,13 +86,13 @@ class _Grant:
     def patience_end(self) -> float:
         return -inf if self.asked_at is None else self.asked_at + PATIENCE_SECONDS
 
-    def is_coming(self, now: float) -> bool:
-        """Whether its units can be counted on."""
+    def is_expected_back(self, now: float) -> bool:
+        """Whether it was asked to yield and is likely to do so soon."""
         return now < self.patience_end()
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _Waiter:
     holder: Holder
     units: int
     priority: int
@@ -102,7 +100,10 @@ class _Wish:
 
 
 class Capacity:
-    """The units of one supervisor. `units` and `aging_seconds` are above 0; `idle` says that a holder runs no job."""
+    """The units of one supervisor. Has no clock and no I/O: time is an argument, messages are returned.
+
+    `units` and `aging_seconds` are above 0; `idle` tells whether a holder runs no job.
+    """
 
     def __init__(self, units: int, *, aging_seconds: float, idle: Callable[[Holder], bool]) -> None:
         self.units = units
@@ -110,63 +111,61 @@ class Capacity:
         self._aging_seconds = aging_seconds
         self._idle = idle
         self._grants: dict[Holder, _Grant] = {}
-        self._wishes: dict[Holder, _Wish] = {}
-        self._looked_at = 0.0
+        self._waiters: dict[Holder, _Waiter] = {}
+        self._ticked_at = 0.0
 
     @property
     def free(self) -> int:
         return self.units - self.out
 
-    def want(self, holder: Holder, units: int, priority: int, now: float) -> list[Order]:
-        """This worker would like to run jobs; the answer to it, `go` or `wait`, is among the orders.
+    def want(self, holder: Holder, units: int, priority: int, now: float) -> list[Instruction]:
+        """A worker wants to run jobs. The result contains the answer for it, `go` or `wait`.
 
-        More units than there are mean all of them. A holder that wants has ended its use of what it held. The same
-        wish once more keeps its place in the line; a different one starts anew.
+        Requests for more than all units mean all units. A holder that wants units has given back its old ones. The
+        same request again keeps its place in the line; one with other units or priority goes to the end.
         """
         self._take_back(holder)
-        wish = _Wish(holder, max(1, min(units, self.units)), priority, now)
-        if not self._wishes and wish.units <= self.free:
-            return [self._give(wish, now)]
-        known = self._wishes.get(holder)
-        if known is None or (known.units, known.priority) != (wish.units, wish.priority):
-            self._wishes.pop(holder, None)
-            self._wishes[holder] = wish
-        orders = self._serve(now)
-        return [Order(holder, "wait"), *orders] if holder in self._wishes else orders
+        waiter = _Waiter(holder, max(1, min(units, self.units)), priority, now)
+        if not self._waiters and waiter.units <= self.free:
+            return [self._give(waiter, now)]
+        known = self._waiters.get(holder)
+        if known is None or (known.units, known.priority) != (waiter.units, waiter.priority):
+            self._waiters.pop(holder, None)
+            self._waiters[holder] = waiter
+        instructions = self._serve(now)
+        return [Instruction(holder, "wait"), *instructions] if holder in self._waiters else instructions
 
-    def done(self, holder: Holder, now: float) -> list[Order]:
-        """This worker uses nothing and wants nothing."""
+    def done(self, holder: Holder, now: float) -> list[Instruction]:
+        """A worker gives back its units and leaves the line, or has died."""
         self._take_back(holder)
-        self._wishes.pop(holder, None)
+        self._waiters.pop(holder, None)
         return self._serve(now)
 
-    def gone(self, holder: Holder, now: float) -> list[Order]:
-        """This worker is dead."""
-        return self.done(holder, now)
-
-    def look(self, now: float) -> list[Order]:
-        """Time has passed."""
+    def tick(self, now: float) -> list[Instruction]:
         return self._serve(now)
 
-    def next_look_seconds(self, now: float) -> float | None:
-        """In how long a look may change something; None: not by time alone.
+    def next_tick_seconds(self, now: float) -> float | None:
+        """Seconds until a tick may change something; None if time alone changes nothing.
 
-        Counted from the last look (each call is one while somebody waits), so that asking again postpones nothing.
+        Counted from the last tick (while a worker waits, every call is one), so that calling this postpones nothing.
         """
-        if not self._wishes:
+        if not self._waiters:
             return None
-        last = self._looked_at
-        moments = [wish.since + (self._rises(wish, last) + 1) * self._aging_seconds for wish in self._wishes.values()]
+        last = self._ticked_at
+        moments = [
+            waiter.since + (self._aged_levels(waiter, last) + 1) * self._aging_seconds
+            for waiter in self._waiters.values()
+        ]
         unasked = [grant for grant in self._grants.values() if not grant.asked]
         moments += [grant.slice_end() for grant in unasked if grant.slice_end() > last]
-        moments += [grant.patience_end() for grant in self._grants.values() if grant.is_coming(last)]
+        moments += [grant.patience_end() for grant in self._grants.values() if grant.is_expected_back(last)]
         if unasked:
-            # Nobody says when a holder becomes idle.
+            # No message arrives when a holder becomes idle.
             moments.append(last + SLICE_SECONDS)
-        return max(0.0, max(min(moments), last + SHORTEST_LOOK_SECONDS) - now)
+        return max(0.0, max(min(moments), last + SHORTEST_TICK_SECONDS) - now)
 
     def describe(self, now: float) -> CapacityView:
-        """For people: holders with the longest holding first, and the line."""
+        """Holders, oldest grant first, and the line."""
         return {
             "units": self.units,
             "out": self.out,
@@ -183,40 +182,40 @@ class Capacity:
             ],
             "waiting": [
                 {
-                    "holder": wish.holder,
-                    "units": wish.units,
-                    "priority": wish.priority,
-                    "level": self._level(wish, now),
-                    "waited_seconds": now - wish.since,
+                    "holder": waiter.holder,
+                    "units": waiter.units,
+                    "priority": waiter.priority,
+                    "level": self._level(waiter, now),
+                    "waited_seconds": now - waiter.since,
                 }
-                for wish in self._line(now)
+                for waiter in self._waiting_line(now)
             ],
         }
 
-    def _serve(self, now: float) -> list[Order]:
-        """Hands out what is free, and asks for what the first in line lacks."""
-        if not self._wishes:
+    def _serve(self, now: float) -> list[Instruction]:
+        """Grants free units, and makes holders yield what the first waiter still needs."""
+        if not self._waiters:
             return []
-        self._looked_at = now
-        orders: list[Order] = []
-        head: _Wish | None = None
-        for wish in self._line(now):
-            if wish.units <= self.free:
-                del self._wishes[wish.holder]
-                orders.append(self._give(wish, now))
+        self._ticked_at = now
+        instructions: list[Instruction] = []
+        head: _Waiter | None = None
+        for waiter in self._waiting_line(now):
+            if waiter.units <= self.free:
+                del self._waiters[waiter.holder]
+                instructions.append(self._give(waiter, now))
             elif head is None:
-                head = wish
-                if self._rises(head, now) >= 1:
+                head = waiter
+                if self._aged_levels(head, now) >= 1:
                     break
         if head is not None:
-            orders += self._ask_for(head, now)
-        return orders
+            instructions += self._make_holders_yield(head, now)
+        return instructions
 
-    def _ask_for(self, head: _Wish, now: float) -> Iterator[Order]:
-        """Asks idle holders first, then busy ones that the head may displace, until it will fit.
+    def _make_holders_yield(self, head: _Waiter, now: float) -> Iterator[Instruction]:
+        """Idle holders first, then busy ones that the head may displace, until it will fit.
 
-        What busy holders were asked for does not spare an idle one: they may take long, and a reservation that nobody
-        uses should not keep the head waiting for them.
+        Units expected from busy holders do not spare an idle holder: a busy one may take long, and the head should not
+        wait while units are reserved and unused.
         """
         level = self._level(head, now)
         lacking = lacking_without_busy = head.units - self.free
@@ -224,7 +223,7 @@ class Capacity:
         for grant in self._grants.values():
             slice_over = now >= grant.slice_end()
             busy = not (slice_over and self._idle(grant.holder))
-            if grant.is_coming(now):
+            if grant.is_expected_back(now):
                 lacking -= grant.units
                 lacking_without_busy -= 0 if busy else grant.units
             elif grant.asked:
@@ -237,30 +236,32 @@ class Capacity:
                 grant.asked_at = now
                 lacking -= grant.units
                 lacking_without_busy -= grant.units
-                yield Order(grant.holder, "yield")
+                yield Instruction(grant.holder, "yield")
 
-    def _give(self, wish: _Wish, now: float) -> Order:
-        self._grants[wish.holder] = _Grant(wish.holder, wish.units, wish.priority, now)
-        self.out += wish.units
-        return Order(wish.holder, "go")
+    def _give(self, waiter: _Waiter, now: float) -> Instruction:
+        self._grants[waiter.holder] = _Grant(waiter.holder, waiter.units, waiter.priority, now)
+        self.out += waiter.units
+        return Instruction(waiter.holder, "go")
 
     def _take_back(self, holder: Holder) -> None:
         grant = self._grants.pop(holder, None)
         if grant is not None:
             self.out -= grant.units
 
-    def _line(self, now: float) -> list[_Wish]:
-        return sorted(self._wishes.values(), key=lambda wish: (-self._level(wish, now), wish.units, wish.since))
+    def _waiting_line(self, now: float) -> list[_Waiter]:
+        return sorted(
+            self._waiters.values(), key=lambda waiter: (-self._level(waiter, now), waiter.units, waiter.since)
+        )
 
-    def _level(self, wish: _Wish, now: float) -> int:
-        return wish.priority + self._rises(wish, now)
+    def _level(self, waiter: _Waiter, now: float) -> int:
+        return waiter.priority + self._aged_levels(waiter, now)
 
-    def _rises(self, wish: _Wish, now: float) -> int:
-        return floor((now - wish.since) / self._aging_seconds)
+    def _aged_levels(self, waiter: _Waiter, now: float) -> int:
+        return floor((now - waiter.since) / self._aging_seconds)
 
 
-class Crew(Protocol):
-    """A process whose workers hold grants: `slots` are their numbers, `name` is what it is called."""
+class WorkerProcess(Protocol):
+    """A process whose workers hold grants; `slots` are their slot numbers."""
 
     @property
     def slots(self) -> Sequence[int]: ...
@@ -268,42 +269,44 @@ class Crew(Protocol):
     @property
     def name(self) -> str: ...
 
-    def tell(self, message: dict[str, Any]) -> None: ...
+    def send(self, message: dict[str, Any]) -> None: ...
 
 
 class Grants:
+    """Passes messages between the workers and Capacity, and runs its ticks."""
+
     def __init__(self, loop: Loop, scoreboard: Scoreboard, units: int, aging_seconds: float) -> None:
         self._loop = loop
         self._board = scoreboard
-        self._crews: dict[int, Crew] = {}
+        self._processes: dict[int, WorkerProcess] = {}
         self._timer: Timer | None = None
         self.capacity = Capacity(units, aging_seconds=aging_seconds, idle=self._is_idle)
 
-    def enter(self, crew: Crew) -> None:
-        for number in crew.slots:
-            self._crews[number] = crew
+    def add(self, process: WorkerProcess) -> None:
+        for number in process.slots:
+            self._processes[number] = process
 
-    def leave(self, crew: Crew) -> None:
-        """Its process is dead: what its workers held is free at once."""
-        for number in crew.slots:
-            self._crews.pop(number, None)
-            self._carry_out(self.capacity.gone(number, self._loop.now()))
+    def remove(self, process: WorkerProcess) -> None:
+        """The process is dead: the units of its workers are free at once."""
+        for number in process.slots:
+            self._processes.pop(number, None)
+            self._send_all(self.capacity.done(number, self._loop.now()))
 
-    def hear(self, message: dict[str, Any]) -> None:
+    def handle(self, message: dict[str, Any]) -> None:
         now = self._loop.now()
         if "want" in message:
-            self._carry_out(self.capacity.want(message["want"], message["units"], message["priority"], now))
+            self._send_all(self.capacity.want(message["want"], message["units"], message["priority"], now))
         else:
-            self._carry_out(self.capacity.done(message["done"], now))
+            self._send_all(self.capacity.done(message["done"], now))
 
     def waiting_seconds(self, name: str) -> float | None:
-        """How long a process of this name has waited for units; None if it does not."""
+        """How long a process of this name has been waiting for units; None if it is not."""
         waits = self.capacity.describe(self._loop.now())["waiting"]
-        mine = [wish["waited_seconds"] for wish in waits if self._crews[wish["holder"]].name == name]
+        mine = [waiter["waited_seconds"] for waiter in waits if self._processes[waiter["holder"]].name == name]
         return max(mine, default=None)
 
     def unused_units(self) -> int:
-        """Free, or kept by workers that run nothing: they hand them over when somebody needs them."""
+        """Units that are free or held by idle workers, which yield them on request."""
         view = self.capacity.describe(self._loop.now())
         return int(view["units"]) - self._in_use(view)
 
@@ -311,11 +314,11 @@ class Grants:
         return sum(grant["units"] for grant in view["holders"] if not self._is_idle(grant["holder"]))
 
     def describe(self) -> dict[str, Any]:
-        """How many units are out, who holds them (in use, or only kept for the next job), and who waits for some."""
+        """For `status`: units in use, their holders (running a job or idle), and the workers waiting."""
         view = self.capacity.describe(self._loop.now())
         held = [
             {
-                "worker": self._crews[grant["holder"]].name,
+                "worker": self._processes[grant["holder"]].name,
                 "units": grant["units"],
                 "priority": grant["priority"],
                 "in_use": not self._is_idle(grant["holder"]),
@@ -325,12 +328,12 @@ class Grants:
         ]
         waiting = [
             {
-                "worker": self._crews[wish["holder"]].name,
-                "units": wish["units"],
-                "priority": wish["priority"],
-                "seconds": round(wish["waited_seconds"], 3),
+                "worker": self._processes[waiter["holder"]].name,
+                "units": waiter["units"],
+                "priority": waiter["priority"],
+                "seconds": round(waiter["waited_seconds"], 3),
             }
-            for wish in view["waiting"]
+            for waiter in view["waiting"]
         ]
         in_use = self._in_use(view)
         return {"units": view["units"], "in_use": in_use, "free": view["free"], "held": held, "waiting": waiting}
@@ -338,14 +341,14 @@ class Grants:
     def _is_idle(self, number: int) -> bool:
         return self._board.slot(number).state != State.BUSY
 
-    def _carry_out(self, orders: Sequence[Order]) -> None:
-        for order in orders:
-            self._crews[order.holder].tell({order.word: order.holder})
+    def _send_all(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            self._processes[instruction.holder].send({instruction.action: instruction.holder})
         if self._timer is not None:
             self._timer.cancel()
-        seconds = self.capacity.next_look_seconds(self._loop.now())
-        self._timer = None if seconds is None else self._loop.call_later(seconds, self._look)
+        seconds = self.capacity.next_tick_seconds(self._loop.now())
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._tick)
 
-    def _look(self) -> None:
+    def _tick(self) -> None:
         self._timer = None
-        self._carry_out(self.capacity.look(self._loop.now()))
+        self._send_all(self.capacity.tick(self._loop.now()))

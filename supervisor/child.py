@@ -30,10 +30,11 @@ from setproctitle import setproctitle
 
 from forq.errors import ForqError, InvalidData
 from forq.output.forwarding import Forwarder
+from forq.procs import orphans
 from forq.procs.cgroups import Cgroup, Cgroups, Exceeded, Resources, exceeded, limit
 from forq.procs.lines import LineConnection, Lines
 from forq.procs.loop import Loop, Timer
-from forq.procs.orphans import OwnPids, Remains, TreeMark, bury
+from forq.procs.orphans import OwnPids, Remains, TreeMark
 from forq.procs.treekill import become_subreaper, kill_tree, set_parent_death_signal, signal_descendants
 
 log = logging.getLogger("forq")
@@ -46,7 +47,7 @@ _RESET = tuple(_ALL - _FIXED - _IGNORED_BY_PYTHON)
 
 
 @dataclass(frozen=True)
-class Spawned:
+class ProcessHandle:
     """A child. Its pidfd stays open, and safe to signal, until close."""
 
     pid: int
@@ -84,7 +85,7 @@ def spawn(
     subreaper: bool = True,
     cgroup: Cgroup | None = None,
     handled: Collection[int] = (),
-) -> Spawned:
+) -> ProcessHandle:
     """Fork a child that calls `run` and exits with what it returns, in a session of its own.
 
     Of the parent's descriptors it has 0, 1, 2 and keep_fds. The parent's own ends are the caller's to close.
@@ -110,7 +111,7 @@ def exec_program(
     stdout_fd: int | None = None,
     stderr_fd: int | None = None,
     cgroup: Cgroup | None = None,
-) -> Spawned:
+) -> ProcessHandle:
     """Fork a child that becomes the program argv[0], a path; it exits with 127 when that fails.
 
     It inherits keep_fds, and is sent death_signal when the thread that called this ends.
@@ -136,7 +137,7 @@ def exec_program(
     return _fork(child)
 
 
-def reap(spawned: Spawned) -> Exit | None:
+def reap(spawned: ProcessHandle) -> Exit | None:
     """How the child ended, or None while it runs."""
     try:
         result = os.waitid(os.P_PIDFD, spawned.pidfd, os.WEXITED | os.WNOHANG)
@@ -149,7 +150,7 @@ def reap(spawned: Spawned) -> Exit | None:
     return Exit(None, result.si_status)
 
 
-def signal_child(spawned: Spawned, signum: int) -> bool:
+def signal_child(spawned: ProcessHandle, signum: int) -> bool:
     """False when the child has been reaped."""
     try:
         signal.pidfd_send_signal(spawned.pidfd, signum)
@@ -158,7 +159,7 @@ def signal_child(spawned: Spawned, signum: int) -> bool:
     return True
 
 
-def _fork(child: Callable[[], int]) -> Spawned:
+def _fork(child: Callable[[], int]) -> ProcessHandle:
     _flush_stdio()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL)
     try:
@@ -166,7 +167,7 @@ def _fork(child: Callable[[], int]) -> Spawned:
         if pid == 0:
             _call_and_exit(child)
         try:
-            return Spawned(pid, os.pidfd_open(pid))
+            return ProcessHandle(pid, os.pidfd_open(pid))
         except OSError:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -264,19 +265,19 @@ LINES_PER_PASS = 64
 STOPS_PER_PASS = 64
 SHOWN_BYTES = 200
 # A process whose leash has ended gets this long to end, too.
-MUTE_SECONDS = 2.0
+LEASH_CLOSED_SECONDS = 2.0
 # Of the last words of a dead child. More does not fit into a leash, unless something still writes to it.
-MAX_LAST_BYTES = 1024 * 1024
+MAX_DRAIN_BYTES = 1024 * 1024
 
 # Verb, params, and what to do with the answer or error.
-AskWarden = Callable[[str, dict[str, Any], Callable[[Any], None]], bool]
-Buried = Callable[[frozenset[int]], None]
+RequestWarden = Callable[[str, dict[str, Any], Callable[[Any], None]], bool]
+TreeGone = Callable[[frozenset[int]], None]
 
 _NO_LIMITS = Resources()
 
 
 @dataclass
-class Nursery:
+class ChildTable:
     """What all children have in common: the loop, the descriptors they inherit, and which pids are children."""
 
     loop: Loop
@@ -289,11 +290,11 @@ class Nursery:
     # None: nothing below a queue's process is marked.
     tree_mark: TreeMark | None = None
     # Asks the warden, which looks at /proc and kills so that this loop need not wait; False: there is none.
-    ask_warden: AskWarden | None = None
+    request_warden: RequestWarden | None = None
     # Orphans that could not be killed and still run.
     survivors: set[int] = field(default_factory=set)
-    _dead: list[tuple[Cgroup | None, Buried]] = field(default_factory=list)
-    _burying: bool = False
+    _dead: list[tuple[Cgroup | None, TreeGone]] = field(default_factory=list)
+    _cleaning: bool = False
 
     def cgroup(self, name: str) -> Cgroup | None:
         if self.cgroups is None:
@@ -303,9 +304,9 @@ class Nursery:
 
     def watch_stops(self) -> None:
         """From now on children learn when a signal stops or continues them."""
-        self.loop.on_signal(signal.SIGCHLD, self._look_for_stops)
+        self.loop.on_signal(signal.SIGCHLD, self._check_stops)
 
-    def _look_for_stops(self) -> None:
+    def _check_stops(self) -> None:
         """Those that have ended are left to their pidfds."""
         for _ in range(STOPS_PER_PASS):
             try:
@@ -317,7 +318,7 @@ class Nursery:
             if (tell := self.stops.get(found.si_pid)) is not None:
                 tell(found.si_code != os.CLD_CONTINUED)
         # No signal may tell of those that are left.
-        self.loop.call_later(0.0, self._look_for_stops)
+        self.loop.call_later(0.0, self._check_stops)
 
     def delegate(
         self, verb: str, params: dict[str, Any], here: Callable[[], object], then: Callable[[Any], None]
@@ -340,31 +341,31 @@ class Nursery:
             else:
                 then(answer)
 
-        if self.ask_warden is None or not self.ask_warden(verb, params, answered):
+        if self.request_warden is None or not self.request_warden(verb, params, answered):
             do_here()
 
-    def bury(self, cgroup: Cgroup | None, then: Buried) -> None:
+    def clean_up(self, cgroup: Cgroup | None, then: TreeGone) -> None:
         """Calls back when nothing is left of what a dead child had started, with the pids of those that cannot be
         killed. To look for that takes a time that grows with the number of children, so those that have died together,
         or during a burial, share the next one."""
         self._dead.append((cgroup, then))
-        if not self._burying:
-            self._burying = True
-            self.loop.call_later(0.0, self._bury_all)
+        if not self._cleaning:
+            self._cleaning = True
+            self.loop.call_later(0.0, self._clean_up_dead)
 
-    def _bury_all(self) -> None:
+    def _clean_up_dead(self) -> None:
         dead, self._dead = self._dead, []
         paths = [str(cgroup.path) for cgroup, _ in dead if cgroup is not None]
 
         def here() -> dict[str, Any]:
-            return asdict(bury(self.pids, self.survivors, paths, self.tree_mark))
+            return asdict(orphans.clean_up(self.pids, self.survivors, paths, self.tree_mark))
 
         def buried(answer: dict[str, Any] | None) -> None:
             remains = Remains(**(answer or {}))
-            survivors = self._end_burial(remains)
-            self._burying = bool(self._dead)
-            if self._burying:
-                self.loop.call_later(0.0, self._bury_all)
+            survivors = self._reap_remains(remains)
+            self._cleaning = bool(self._dead)
+            if self._cleaning:
+                self.loop.call_later(0.0, self._clean_up_dead)
             for cgroup, then in dead:
                 in_group = [] if cgroup is None else remains.groups.get(str(cgroup.path), [])
                 if in_group:
@@ -374,10 +375,10 @@ class Nursery:
                 except Exception:  # the others have to be told, too
                     log.exception("the end of a child could not be dealt with")
 
-        self._look_after_survivors()
-        self.delegate("bury", {"groups": paths, "survivors": sorted(self.survivors)}, here, buried)
+        self._kill_survivors()
+        self.delegate("clean_up", {"groups": paths, "survivors": sorted(self.survivors)}, here, buried)
 
-    def _end_burial(self, remains: Remains) -> frozenset[int]:
+    def _reap_remains(self, remains: Remains) -> frozenset[int]:
         """Whatever the supervisor adopted belonged to a child that is dead; of those that died together nobody knows
         whose a survivor was: it counts as each one's."""
         for pid in remains.zombies:
@@ -392,7 +393,7 @@ class Nursery:
             log.warning("killed processes that a dead child had left behind pids=%s", remains.killed)
         return frozenset(remains.survivors)
 
-    def _look_after_survivors(self) -> None:
+    def _kill_survivors(self) -> None:
         """Those that could not be killed are children of this process until they end, so their pids stay theirs."""
         for pid in list(self.survivors):
             try:
@@ -414,7 +415,7 @@ def cannot_kill(pids: Collection[int]) -> str:
 class Child:
     """A forked child. `on_line` gets what it says on its leash, `on_end` how it ended, once its tree is gone.
     A line above `max_line_bytes`, and one for which `on_line` raises InvalidData, is its last: it is killed.
-    `on_garbage` is called right before that, with the cause.
+    `on_invalid` is called right before that, with the cause.
     `keep_fds`: descriptors that it inherits besides those that all do. `resources`: what it may take of the machine;
     `kernel_keeps` says whether the kernel sees to that. `stopped`: a signal has stopped it; `resumed`: how often it
     went on after that; `on_stop` is called when they change.
@@ -424,7 +425,7 @@ class Child:
 
     def __init__(
         self,
-        nursery: Nursery,
+        children: ChildTable,
         name: str,
         run: Callable[[socket.socket], int],
         *,
@@ -434,7 +435,7 @@ class Child:
         resources: Resources | None = None,
         max_line_bytes: int = MAX_LINE_BYTES,
         on_line: Callable[[bytes], None],
-        on_garbage: Callable[[str], None] | None = None,
+        on_invalid: Callable[[str], None] | None = None,
         on_end: Callable[[Exit], None],
         on_stop: Callable[[], None] | None = None,
     ) -> None:
@@ -445,34 +446,34 @@ class Child:
         self.stopped = False
         self.resumed = 0
         self._on_stop = on_stop
-        self._nursery = nursery
+        self._children = children
         self._on_line = on_line
-        self._on_garbage = on_garbage
+        self._on_invalid = on_invalid
         self._on_end = on_end
-        self._deaf = False
+        self._ignoring = False
         self._gone = False
         self._timer: Timer | None = None
         self._runs_user_code = runs_user_code
         # How much the warden has yet to do to it; until then it is not reaped, so that its pid stays its own.
         self._delegated = 0
-        self._cgroup = nursery.cgroup(name.replace(" ", "-")) if runs_user_code else None
+        self._cgroup = children.cgroup(name.replace(" ", "-")) if runs_user_code else None
         limits = resources or _NO_LIMITS
         self.kernel_keeps = not limits or (self._cgroup is not None and limit(self._cgroup, limits))
         self.killed_by_kernel: Exceeded | None = None
         self.survivors: frozenset[int] = frozenset()
         ours, theirs = socket.socketpair()
         try:
-            with nursery.pids.forking():
+            with children.pids.forking():
                 self._spawned = self._fork(theirs, run, handled, keep_fds)
-                nursery.pids.add(self.pid)
+                children.pids.add(self.pid)
         except OSError:
             ours.close()
             raise
         finally:
             theirs.close()
-        self._leash = LineConnection(nursery.loop, ours, self._heard, lines=Lines(max_line_bytes))
-        nursery.stops[self.pid] = self._stopped_or_continued
-        nursery.loop.watch_child(self._spawned.pidfd, self._ended)
+        self._leash = LineConnection(children.loop, ours, self._on_readable, lines=Lines(max_line_bytes))
+        children.stops[self.pid] = self._stopped_or_continued
+        children.loop.watch_child(self._spawned.pidfd, self._ended)
 
     @property
     def pid(self) -> int:
@@ -503,7 +504,7 @@ class Child:
             return
         self.stopping = True
         signal_child(self._spawned, signal.SIGTERM)
-        self._timer = self._nursery.loop.call_later(grace_seconds, self._term_group)
+        self._timer = self._children.loop.call_later(grace_seconds, self._term_group)
 
     def kill(self) -> None:
         """Kills the whole tree; on_end follows when nothing is left of it."""
@@ -521,18 +522,18 @@ class Child:
 
     def _delegate(self, verb: str, here: Callable[[], object]) -> None:
         self._delegated += 1
-        self._nursery.delegate(verb, {"pid": self.pid}, here, self._done_to_it)
+        self._children.delegate(verb, {"pid": self.pid}, here, self._delegation_done)
 
-    def _done_to_it(self, answer: object) -> None:
+    def _delegation_done(self, answer: object) -> None:
         self._delegated -= 1
         if self._gone and not self._delegated:
             self._ended()
 
-    def kill_unheard(self, cause: str = "garbage_on_leash") -> None:
+    def kill_and_ignore(self, cause: str = "garbage_on_leash") -> None:
         """Kills it; nothing that it has said or is still saying is read any more."""
-        if self._on_garbage is not None:
-            self._on_garbage(cause)
-        self._deaf = True
+        if self._on_invalid is not None:
+            self._on_invalid(cause)
+        self._ignoring = True
         self._leash.lines.clear()
         self._leash.read(False)
         self.kill()
@@ -543,11 +544,11 @@ class Child:
         run: Callable[[socket.socket], int],
         handled: tuple[int, ...],
         keep_fds: tuple[int, ...],
-    ) -> Spawned:
+    ) -> ProcessHandle:
         return spawn(
             lambda: run(theirs),
-            loop=self._nursery.loop,
-            keep_fds=(*self._nursery.keep_fds, *keep_fds, theirs.fileno()),
+            loop=self._children.loop,
+            keep_fds=(*self._children.keep_fds, *keep_fds, theirs.fileno()),
             title=f"forq: {self.name}",
             cgroup=self._cgroup,
             handled=handled,
@@ -566,38 +567,38 @@ class Child:
             return
         # The programs of exec handlers have groups of their own.
         self._delegate("term", lambda: signal_descendants(self.pid, signal.SIGTERM))
-        self._timer = self._nursery.loop.call_later(TERM_GROUP_SECONDS, self.kill)
+        self._timer = self._children.loop.call_later(TERM_GROUP_SECONDS, self.kill)
 
-    def _heard(self) -> None:
+    def _on_readable(self) -> None:
         if not self._leash.ended:
-            self._hear()
+            self._handle_lines()
         elif not self.ended:
             # One that is reset ended before it had read all that it was told: an end like any other.
             if self._leash.error is not None and not isinstance(self._leash.error, ConnectionResetError):
                 log.warning("leash broke child=%s error=%s", self.name, self._leash.error)
-            self._nursery.loop.call_later(MUTE_SECONDS, self._end_if_mute)
+            self._children.loop.call_later(LEASH_CLOSED_SECONDS, self._kill_if_alive)
 
-    def _end_if_mute(self) -> None:
+    def _kill_if_alive(self) -> None:
         """Usually its leash ends because it does. One that lives on can say nothing any more, not even that a job of it
         needs a deadline."""
         if not self.ended and not self.stopping:
             log.error("child has closed its leash; killing it child=%s", self.name)
-            self.kill_unheard("leash_closed")
+            self.kill_and_ignore("leash_closed")
 
-    def _hear(self) -> None:
+    def _handle_lines(self) -> None:
         """Passes on what it has said, a part in each pass of the loop; reads on only when all of it is dealt with."""
-        if self._hear_some() and not self.ended:
+        if self._handle_some_lines() and not self.ended:
             self._leash.read(False)
-            self._nursery.loop.call_later(0.0, self._hear_on)
+            self._children.loop.call_later(0.0, self._resume_handling)
 
-    def _hear_on(self) -> None:
-        if self.ended or self._deaf:
+    def _resume_handling(self) -> None:
+        if self.ended or self._ignoring:
             # What is left is dealt with at its burial, or by nobody.
             return
         self._leash.read(True)
-        self._hear()
+        self._handle_lines()
 
-    def _hear_some(self) -> bool:
+    def _handle_some_lines(self) -> bool:
         """True if there may be more."""
         line: bytes | None = None
         try:
@@ -607,12 +608,12 @@ class Child:
                 if line is None:
                     return False
                 self._on_line(line)
-                if self._deaf:
+                if self._ignoring:
                     return False
         except InvalidData as exc:
             begins = (self._leash.lines.peek(SHOWN_BYTES) if line is None else line)[:SHOWN_BYTES]
             log.error("invalid message from child; killing it child=%s line=%r error=%s", self.name, begins, exc)
-            self.kill_unheard()
+            self.kill_and_ignore()
             return False
         return True
 
@@ -626,34 +627,34 @@ class Child:
         if self._timer is not None:
             self._timer.cancel()
         self.ended = True
-        self._nursery.pids.discard(self.pid)
-        self._nursery.stops.pop(self.pid, None)
+        self._children.pids.discard(self.pid)
+        self._children.stops.pop(self.pid, None)
         if not self._runs_user_code:
-            self._buried(ended, frozenset())
+            self._tree_gone(ended, frozenset())
             return
         try:
             if self._cgroup is not None:
                 self.killed_by_kernel = exceeded(self._cgroup)
         finally:
-            self._nursery.bury(self._cgroup, lambda survivors: self._buried(ended, survivors))
+            self._children.clean_up(self._cgroup, lambda survivors: self._tree_gone(ended, survivors))
 
-    def _buried(self, ended: Exit, survivors: frozenset[int]) -> None:
+    def _tree_gone(self, ended: Exit, survivors: frozenset[int]) -> None:
         """Nothing is left of what it had started, or nothing that can be killed."""
         self.survivors = survivors
         self._leash.read(False)
-        self._hear_last_words(ended, 0)
+        self._drain_leash(ended, 0)
 
-    def _hear_last_words(self, ended: Exit, heard_bytes: int) -> None:
+    def _drain_leash(self, ended: Exit, heard_bytes: int) -> None:
         """All of them, a part in each pass of the loop; then it is over."""
         more = False
         try:
-            more = self._hear_some()
-            if not more and not self._deaf and heard_bytes < MAX_LAST_BYTES and (count := self._leash.receive()):
+            more = self._handle_some_lines()
+            if not more and not self._ignoring and heard_bytes < MAX_DRAIN_BYTES and (count := self._leash.receive()):
                 more, heard_bytes = True, heard_bytes + count
         except Exception:  # the supervisor must learn that the child is gone
             log.exception("last words of a child could not be used child=%s", self.name)
         if more:
-            self._nursery.loop.call_later(0.0, lambda: self._hear_last_words(ended, heard_bytes))
+            self._children.loop.call_later(0.0, lambda: self._drain_leash(ended, heard_bytes))
             return
         self._leash.close()
         self._spawned.close()

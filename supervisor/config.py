@@ -43,7 +43,7 @@ BACKLOG = 128
 
 
 @dataclass(frozen=True)
-class MetricsPlace:
+class MetricsConfig:
     """`path`: a Unix socket; else host and port. `where`: for errors."""
 
     where: str
@@ -80,7 +80,7 @@ class MetricsPlace:
                 os.unlink(self.path)
 
 
-def read_metrics(table: object, file: Path) -> MetricsPlace:
+def read_metrics(table: object, file: Path) -> MetricsConfig:
     where = f"{file}: [metrics]"
     given = read_section(METRICS, table, where, str(file.parent))
     if find_spec("prometheus_client") is None:
@@ -88,9 +88,9 @@ def read_metrics(table: object, file: Path) -> MetricsPlace:
     listen = given["listen"]
     if "/" in listen:
         check_socket_path(Path(listen))
-        return MetricsPlace(where, listen, "", 0, Path(listen), given["health_seconds"])
+        return MetricsConfig(where, listen, "", 0, Path(listen), given["health_seconds"])
     host, _, port = listen.rpartition(":")
-    return MetricsPlace(where, listen, host.strip("[]"), int(port), None, given["health_seconds"])
+    return MetricsConfig(where, listen, host.strip("[]"), int(port), None, given["health_seconds"])
 
 
 UNITS_PER_CPU = 100
@@ -132,8 +132,8 @@ class Config:
     titles: str
     queues: tuple[QueueSpec, ...] = ()
     pipeline: "Pipeline | None" = None
-    bridges: "tuple[BridgePlace, ...]" = ()
-    metrics: MetricsPlace | None = None
+    bridges: "tuple[BridgeConfig, ...]" = ()
+    metrics: MetricsConfig | None = None
     # Of each queue of the file its schedules, by key, as they were given.
     schedules: Mapping[str, Mapping[str, Mapping[str, object]]] = field(default_factory=dict)
 
@@ -155,7 +155,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class BridgePlace:
+class BridgeConfig:
     """A bridge that the supervisor runs: where it listens, and how often its workers have to say something."""
 
     listen: Path
@@ -248,7 +248,7 @@ def _read_queue(name: str, table: object, file: Path, mode: str) -> QueueSpec:
     return QueueSpec.from_mapping(name, table, where, mode)
 
 
-def _read_bridges(tables: object, file: Path) -> tuple[BridgePlace, ...]:
+def _read_bridges(tables: object, file: Path) -> tuple[BridgeConfig, ...]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{file}: bridge = {shown(tables)} is not allowed: tables [[bridge]]")
     bridges = tuple(_read_bridge(table, f"{file}: [[bridge]]", file) for table in tables)
@@ -257,12 +257,12 @@ def _read_bridges(tables: object, file: Path) -> tuple[BridgePlace, ...]:
     return bridges
 
 
-def _read_bridge(table: Mapping[str, object], where: str, file: Path) -> BridgePlace:
+def _read_bridge(table: Mapping[str, object], where: str, file: Path) -> BridgeConfig:
     given = read_section(BRIDGE, table, where, str(file.parent))
     if given["listen"] is None:
         raise ConfigError(f"{where}: listen is needed: the path of a Unix socket")
     check_socket_path(Path(given["listen"]))
-    return BridgePlace(Path(given["listen"]), given["tick"])
+    return BridgeConfig(Path(given["listen"]), given["tick"])
 
 
 def _with_pipeline(config: Config, table: object, file: Path) -> Config:

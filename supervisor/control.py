@@ -41,7 +41,7 @@ MAX_UNANSWERED = 64
 MAX_OUTPUT_BYTES = 8 << 20
 HALF_LINE_SECONDS = 30.0
 # A client that was told goodbye gets this long to read it.
-LAST_WORDS_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
 # Small enough that one pass over a flood of tiny requests takes a few milliseconds.
 READ_BYTES = 16 << 10
 
@@ -123,13 +123,13 @@ class Connection:
         self._loop = loop
         self._unanswered: set[Request] = set()
         self._serving = False
-        self._farewell = False
+        self._closing = False
         self._half_line_timer: Timer | None = None
         self._io = LineConnection(
-            loop, sock, self._heard, lines=Lines(), on_output=self._all_sent, read_bytes=READ_BYTES
+            loop, sock, self._on_input, lines=Lines(), on_output=self._all_sent, read_bytes=READ_BYTES
         )
 
-    def _heard(self) -> None:
+    def _on_input(self) -> None:
         if self._io.ended and (self._io.error or self._hung_up()):
             self.close()
         else:
@@ -137,7 +137,7 @@ class Connection:
 
     def _serve(self) -> None:
         """Handle the lines that are here, as far as the limit on unanswered requests allows."""
-        if self._serving or self.closed or self._farewell:
+        if self._serving or self.closed or self._closing:
             return
         self._serving = True
         try:
@@ -149,10 +149,10 @@ class Connection:
                 if line.strip():
                     self._dispatch(line)
         except InvalidData as exc:
-            self._say_goodbye(exc)
+            self._send_last_error(exc)
         finally:
             self._serving = False
-        self._settle_reading()
+        self._update_reading()
 
     def _dispatch(self, line: bytes) -> None:
         try:
@@ -178,9 +178,9 @@ class Connection:
                 hidden = ForqError(f"internal error in {call.method}: the supervisor's log has the details")
                 request.fail(hidden, jsonrpc.INTERNAL_ERROR)
 
-    def _settle_reading(self) -> None:
+    def _update_reading(self) -> None:
         """Read on, stop for a while, or end, as the state of this connection asks."""
-        if self.closed or self._farewell:
+        if self.closed or self._closing:
             return
         if self._io.ended and not self._unanswered and not self._io.unsent_bytes:
             self.close()
@@ -212,26 +212,26 @@ class Connection:
             self.close()
 
     def _all_sent(self) -> None:
-        if self._io.gone or self._farewell:
+        if self._io.gone or self._closing:
             self.close()
         else:
-            self._settle_reading()
+            self._update_reading()
 
-    def _say_goodbye(self, error: ForqError) -> None:
+    def _send_last_error(self, error: ForqError) -> None:
         """Send one last error line, and close when it has been read, or soon."""
         self._send(jsonrpc.failure(None, error, jsonrpc.INVALID_REQUEST))
         if not self._io.unsent_bytes:
             self.close()
         if self.closed:
             return
-        self._farewell = True
+        self._closing = True
         self._stop_half_line_timer()
         self._stop_reading()
-        self._loop.call_later(LAST_WORDS_SECONDS, self.close)
+        self._loop.call_later(CLOSE_SECONDS, self.close)
 
     def _half_line_expired(self) -> None:
         self._half_line_timer = None
-        self._say_goodbye(TimedOut(f"a line was begun and not ended within {HALF_LINE_SECONDS:g} s"))
+        self._send_last_error(TimedOut(f"a line was begun and not ended within {HALF_LINE_SECONDS:g} s"))
 
     def _stop_half_line_timer(self) -> None:
         if self._half_line_timer is not None:
@@ -453,12 +453,12 @@ class ControlServer:
         verbs = self._verbs_for(sock, peer)
         if verbs is None:
             self._refused.warn(f"client refused uid={peer.uid} gid={peer.gid} pid={peer.pid}")
-            _turn_away(sock, PermissionRefused(f"user {peer.uid} may not use this control socket"))
+            _reject(sock, PermissionRefused(f"user {peer.uid} may not use this control socket"))
         elif len(self._connections) >= MAX_CONNECTIONS:
-            _turn_away(sock, ForqError(f"too many connections: at most {MAX_CONNECTIONS} at a time"))
+            _reject(sock, ForqError(f"too many connections: at most {MAX_CONNECTIONS} at a time"))
         elif sock.fileno() + RESERVED_DESCRIPTORS >= _descriptor_limit():
             # The kernel hands out the lowest free number: all below this one are in use.
-            _turn_away(
+            _reject(
                 sock,
                 ForqError(
                     f"too many connections: {len(self._connections)} are open, and the supervisor may open "
@@ -515,7 +515,7 @@ def _descriptor_limit() -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
-def _turn_away(sock: socket.socket, error: ForqError) -> None:
+def _reject(sock: socket.socket, error: ForqError) -> None:
     try:
         sock.send(jsonrpc.failure(None, error))
     except OSError as exc:

@@ -26,12 +26,12 @@ from forq.procs.process import stack_of_import
 from forq.procs.scoreboard import Role
 from forq.supervisor.child import Exit
 from forq.supervisor.pacing import Respawn
-from forq.supervisor.process import Owner, QueueProcess, Surroundings
+from forq.supervisor.process import ProcessDeps, ProcessOwner, QueueProcess
 
 log = logging.getLogger("forq")
 
 
-class Trial:
+class Successors:
     """`make` starts a process that is held, or raises OSError or ForqError; it has to have imported its handlers within
     `seconds`. `told` is called once: with None when all have, else with the reason when all are gone. `gone` is called
     when none is left of a trial that was ended, before that."""
@@ -39,18 +39,18 @@ class Trial:
     def __init__(
         self,
         queue: str,
-        around: Surroundings,
+        deps: ProcessDeps,
         roles: Sequence[Role],
         *,
         seconds: float,
-        make: Callable[[Role, Owner], QueueProcess],
+        make: Callable[[Role, ProcessOwner], QueueProcess],
         told: Callable[[ForqError | None], None],
         gone: Callable[[], None],
     ) -> None:
         self.passed = False
         self.survivors: set[int] = set()
         self._queue = queue
-        self._around = around
+        self._deps = deps
         self._roles = roles
         self._seconds = seconds
         self._make = make
@@ -60,7 +60,7 @@ class Trial:
         self._error: ForqError | None = None
         self._timer: Timer | None = None
         # Many queues may be restarted at once.
-        around.admission.ask(self._start)
+        deps.admission.submit(self._start)
 
     @property
     def processes(self) -> list[QueueProcess]:
@@ -70,7 +70,7 @@ class Trial:
         """Others want to know from now on."""
         self._told, self._gone = told, gone
 
-    def take(self, role: Role, owner: Owner) -> QueueProcess | None:
+    def take(self, role: Role, owner: ProcessOwner) -> QueueProcess | None:
         """Its process of this role, which joins the queue now; None if that has died while it waited."""
         process = self._processes.pop(role, None)
         if process is not None:
@@ -88,20 +88,20 @@ class Trial:
             process.child.kill()
         self._settle()
 
-    def imported(self, process: QueueProcess) -> None:
+    def process_imported(self, process: QueueProcess) -> None:
         if self._error is None and all(each.imported for each in self.processes):
             assert self._timer is not None
             self._timer.cancel()
             self.passed = True
-            self._around.changed()
+            self._deps.changed()
             self._tell(None)
 
-    def ended(self, process: QueueProcess, how: Exit) -> None:
+    def process_ended(self, process: QueueProcess, how: Exit) -> None:
         self._processes.pop(process.role, None)
         self.survivors |= process.child.survivors
-        code = process.meant(how)
+        code = process.announced_code(how)
         process.recover(how)
-        self._around.changed()
+        self._deps.changed()
         if self._error is not None:
             self._settle()
         elif self.passed:
@@ -109,22 +109,22 @@ class Trial:
         else:
             self.end(_reason(process, how, code))
 
-    def replace(self, process: QueueProcess, reason: str) -> None:
+    def replace_process(self, process: QueueProcess, reason: str) -> None:
         """It has not begun: there is nothing to replace."""
 
-    def may_replace(self, process: QueueProcess) -> bool:
+    def may_replace_process(self, process: QueueProcess) -> bool:
         return False
 
     def _start(self) -> None:
         if self._error is not None:
             return
-        self._timer = self._around.nursery.loop.call_later(self._seconds, self._late)
+        self._timer = self._deps.children.loop.call_later(self._seconds, self._late)
         try:
             for role in self._roles:
                 self._processes[role] = self._make(role, self)
         except (OSError, ForqError) as exc:
             self.end(ForqError(f"no process can be started for it: {exc}"))
-        self._around.changed()
+        self._deps.changed()
 
     def _late(self) -> None:
         """With the stack of the first that has not come through: it shows where the import hangs."""
@@ -154,21 +154,21 @@ class Trial:
 
 
 def _reason(process: QueueProcess, how: Exit, code: int | None) -> CannotImport:
-    if code == exits.CONFIG and process.last_words:
-        return CannotImport(process.last_words, process.traceback)
+    if code == exits.CONFIG and process.exit_reason:
+        return CannotImport(process.exit_reason, process.traceback)
     return CannotImport(f"process {process.pid} ended with {how.text} while it imported its handler")
 
 
-class Helpers:
+class HelperProcesses:
     """Those of one queue. `make` starts a process, or raises OSError or ForqError; `wanted` says whether the queue is
     served now; `gone` is called after the end of each."""
 
     def __init__(
         self,
         queue: str,
-        around: Surroundings,
+        deps: ProcessDeps,
         *,
-        make: Callable[[Role, Owner], QueueProcess],
+        make: Callable[[Role, ProcessOwner], QueueProcess],
         wanted: Callable[[], bool],
         gone: Callable[[], None],
     ) -> None:
@@ -176,7 +176,7 @@ class Helpers:
         # What its processes had started and nobody could kill.
         self.survivors: set[int] = set()
         self._queue = queue
-        self._around = around
+        self._deps = deps
         self._make = make
         self._wanted = wanted
         self._gone = gone
@@ -188,36 +188,36 @@ class Helpers:
 
     def want(self, role: Role, jobs: int, *, most: int, room: int) -> None:
         """So many jobs wait for such a process. `most`: how many there may be, `room`: how many may be added."""
-        if self._around.nursery.loop.now() < self._not_before:
+        if self._deps.children.loop.now() < self._not_before:
             return
         there = [process for process in self.processes if process.role == role]
         number = min(jobs - self.about_to_claim(role), most - len(there) - self._asked[role], room)
         for _ in range(number):
             self._asked[role] += 1
-            self._around.admission.ask(partial(self._start, role))
+            self._deps.admission.submit(partial(self._start, role))
 
     def about_to_claim(self, role: Role) -> int:
         """How many have been asked for, are starting, or wait for capacity."""
         ready = sum(process.role == role and process.state() in ("starting", "parked") for process in self.processes)
         return self._asked[role] + ready
 
-    def replace(self, process: QueueProcess, reason: str) -> None:
+    def replace_process(self, process: QueueProcess, reason: str) -> None:
         """It takes no more jobs. What is left is found by the look that follows its end."""
         log.info("replacing process queue=%s pid=%s reason=%s", self._queue, process.pid, reason)
         process.retire()
 
-    def may_replace(self, process: QueueProcess) -> bool:
+    def may_replace_process(self, process: QueueProcess) -> bool:
         """Its one job keeps nobody waiting: others get processes of their own."""
         return False
 
-    def imported(self, process: QueueProcess) -> None:
+    def process_imported(self, process: QueueProcess) -> None:
         """None of them is held."""
 
-    def ended(self, process: QueueProcess, how: Exit) -> None:
+    def process_ended(self, process: QueueProcess, how: Exit) -> None:
         self.processes.remove(process)
         self.survivors |= process.child.survivors
-        self._around.changed()
-        done, began, code = process.done(), process.began(), process.meant(how)
+        self._deps.changed()
+        done, began, code = process.done(), process.began(), process.announced_code(how)
         process.recover(how)
         if self._wanted():
             self._decide(process, how, code, progressed=done > 0, began=began)
@@ -227,17 +227,17 @@ class Helpers:
         if progressed:
             self._respawn.forget()
         if code == exits.QUEUE_GONE:
-            self._around.queue_gone(self._queue)
+            self._deps.queue_gone(self._queue)
         elif code == exits.FENCED:
-            self._around.perhaps_evicted(self._queue)
+            self._deps.check_evicted(self._queue)
         elif code == exits.STOPPED:
             if progressed:
-                self._around.look(self._queue)
+                self._deps.check_waiting(self._queue)
         else:
             role, delay = process.role.name.lower(), 0.0
             if not progressed and not began:
                 delay = self._respawn.delay_after_death(0.0)
-                self._not_before = self._around.nursery.loop.now() + delay
+                self._not_before = self._deps.children.loop.now() + delay
             log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", *(self._queue, role, how.text, delay))
 
     def _start(self, role: Role) -> None:
@@ -249,4 +249,4 @@ class Helpers:
         except (OSError, ForqError) as exc:
             # No process, descriptor or slot to be had now; the retry process goes on, and heartbeats tell again.
             log.error("cannot start child queue=%s child=%s error=%s", self._queue, role.name.lower(), exc)
-        self._around.changed()
+        self._deps.changed()

@@ -1,11 +1,4 @@
-"""When a child that died is started again. Pure: time and chance are arguments.
-
-Lets queues start a few at a time, so that the loop answers meanwhile and the cores are not overrun.
-
-A process is starting from its fork until it says that it is ready, or has ended; but not for longer than
-LONGEST_SECONDS, so that handlers that are slow to import, or hang there, hold nobody up for long. One queue starts per
-pass of the loop. Successors of processes that died do not wait here: their jobs do.
-"""
+"""Paces the start of processes: the delay before a dead child is respawned, and how many queues start at once."""
 
 import os
 import random
@@ -16,25 +9,25 @@ from functools import partial
 from forq.procs.backoff import Backoff
 from forq.procs.loop import Loop, Timer
 
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 30.0
+FIRST_DELAY_SECONDS = 0.1
+LONGEST_DELAY_SECONDS = 30.0
 SPREAD = 0.2
-# So many deaths in a row at the first job cost no time; after that it may be the job that kills.
+# After this many deaths in a row during the first job, the job itself may be the killer: respawns are delayed.
 FREE_DEATHS = 3
-# A child that lived this long has left its earlier deaths behind.
+# A child that lived this long counts as healthy: earlier deaths are forgotten.
 SETTLED_SECONDS = 30.0
 FLAPPING_DEATHS = 5
 
 
 class Respawn:
-    """The deaths of one child. It is never given up: a flapping one is shown as such and tried again for ever."""
+    """Delay before a child is respawned. Children are never given up: a flapping one is retried for ever."""
 
     def __init__(self, chance: random.Random | None = None) -> None:
         self._fruitless = 0
-        self._backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, spread=SPREAD, chance=chance)
+        self._backoff = Backoff(FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS, spread=SPREAD, chance=chance)
 
     def delay_after_death(self, lived_seconds: float, *, progressed: bool = False, began: bool = False) -> float:
-        """How long to wait: at once if it had settled a job; a few times also if it had only begun one."""
+        """No delay if the child had settled a job (`progressed`); nor for the first deaths if it had begun one."""
         if progressed or lived_seconds >= SETTLED_SECONDS:
             self._fruitless = 0
             return 0.0
@@ -43,51 +36,55 @@ class Respawn:
 
     @property
     def flapping(self) -> bool:
-        """So many deaths in a row without a job settled in between."""
         return self._fruitless >= FLAPPING_DEATHS
 
     def forget(self) -> None:
-        """After a restart that somebody asked for."""
         self._fruitless = 0
 
 
-PER_CORE = 8
+STARTING_PER_CORE = 8
+# A handler that is slow to import, or hangs, delays other queues by no more than this.
 LONGEST_START_SECONDS = 0.5
 
 
 class Admission:
-    """`most`: how many processes may be starting when another queue begins to."""
+    """Starts queues a few at a time, so that the loop stays responsive and the cores are not overloaded.
 
-    def __init__(self, loop: Loop, most: int = PER_CORE * (os.cpu_count() or 1)) -> None:
+    A process counts as starting from its fork until it is ready or has ended, at most LONGEST_START_SECONDS. One queue
+    starts per pass of the loop, while fewer than `most` processes are starting. Respawns of dead processes do not wait
+    here: jobs wait for them.
+    """
+
+    def __init__(self, loop: Loop, most: int = STARTING_PER_CORE * (os.cpu_count() or 1)) -> None:
         self._loop = loop
         self._most = most
-        self._line: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
         self._starting: dict[Hashable, Timer] = {}
         self._next: Timer | None = None
 
-    def ask(self, start: Callable[[], None]) -> None:
-        """Calls back when there is room, first come, first served; never from within this call."""
-        self._line.append(start)
-        self._look()
+    def submit(self, start: Callable[[], None]) -> None:
+        """Calls `start` when there is room, first come, first served; never from within this call."""
+        self._waiting.append(start)
+        self._admit_next_soon()
 
-    def begin(self, process: Hashable) -> None:
-        """This process has been forked."""
-        self._starting[process] = self._loop.call_later(LONGEST_START_SECONDS, partial(self.end, process))
+    def started(self, process: Hashable) -> None:
+        """The process was forked."""
+        self._starting[process] = self._loop.call_later(LONGEST_START_SECONDS, partial(self.finished, process))
 
-    def end(self, process: Hashable) -> None:
-        """It is ready, or has ended. Safe to repeat."""
+    def finished(self, process: Hashable) -> None:
+        """The process is ready, or has ended. Idempotent."""
         timer = self._starting.pop(process, None)
         if timer is not None:
             timer.cancel()
-            self._look()
+            self._admit_next_soon()
 
-    def _look(self) -> None:
-        if self._line and self._next is None and len(self._starting) < self._most:
+    def _admit_next_soon(self) -> None:
+        if self._waiting and self._next is None and len(self._starting) < self._most:
             self._next = self._loop.call_later(0.0, self._admit)
 
     def _admit(self) -> None:
         self._next = None
         try:
-            self._line.popleft()()
+            self._waiting.popleft()()
         finally:
-            self._look()
+            self._admit_next_soon()

@@ -32,9 +32,9 @@ from forq.procs.scoreboard import Role, Scoreboard, Slot, State, Tallies
 from forq.queue_spec import QueueSpec
 from forq.settings import OPTIONS, Value
 from forq.supervisor.capacity import Grants
-from forq.supervisor.child import Child, Exit, Nursery
+from forq.supervisor.child import Child, ChildTable, Exit
 from forq.supervisor.pacing import Admission
-from forq.supervisor.service import ResourceWatch
+from forq.supervisor.service import WardenClient
 from forq.supervisor.unresponsive import ProcessWatch
 
 log = logging.getLogger("forq")
@@ -194,38 +194,40 @@ _ROLES = {int(role): role.name.lower() for role in Role}
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessDeps:
     """What a queue's processes need of the supervisor."""
 
-    nursery: Nursery
+    children: ChildTable
     scoreboard: Scoreboard
     grants: Grants
     admission: Admission
-    child: Callable[[str, QueueSpec, Mapping[str, Value], Role, tuple[int, ...], bool], Callable[[socket.socket], int]]
+    child_main: Callable[
+        [str, QueueSpec, Mapping[str, Value], Role, tuple[int, ...], bool], Callable[[socket.socket], int]
+    ]
     recover: Callable[[dict[str, Any], Callable[[], None]], None]
     queue_gone: Callable[[str], None]
-    perhaps_evicted: Callable[[str], None]
+    check_evicted: Callable[[str], None]
     # Asks pulse for a heartbeat of this queue: how many jobs wait for helpers.
-    look: Callable[[str], None]
+    check_waiting: Callable[[str], None]
     changed: Callable[[], None]
     processor: Callable[[], str]
     # Tells pulse to look for jobs that this queue's workers were given and do not begin.
-    look_for_unread: Callable[[str], None]
-    resource_watch: ResourceWatch
+    check_unread: Callable[[str], None]
+    warden: WardenClient
     # None: nobody wants to know.
     tallies: Tallies | None = None
 
 
-class Owner(Protocol):
+class ProcessOwner(Protocol):
     """The unit that a process belongs to."""
 
-    def ended(self, process: "QueueProcess", how: Exit) -> None: ...
+    def process_ended(self, process: "QueueProcess", how: Exit) -> None: ...
 
-    def replace(self, process: "QueueProcess", reason: str) -> None: ...
+    def replace_process(self, process: "QueueProcess", reason: str) -> None: ...
 
-    def may_replace(self, process: "QueueProcess") -> bool: ...
+    def may_replace_process(self, process: "QueueProcess") -> bool: ...
 
-    def imported(self, process: "QueueProcess") -> None:
+    def process_imported(self, process: "QueueProcess") -> None:
         """One that is held has imported its handlers, and waits."""
 
 
@@ -248,31 +250,31 @@ class QueueProcess:
         spec: QueueSpec,
         options: Mapping[str, Value],
         role: Role,
-        around: Surroundings,
-        owner: Owner,
+        deps: ProcessDeps,
+        owner: ProcessOwner,
         *,
         held: bool = False,
     ) -> None:
         self.spec = spec
         self.role = role
-        self.processor = around.processor()
+        self.processor = deps.processor()
         self.held = held
         self.imported = False
         self.ready = False
         self.retiring = False
-        self.last_words: str | None = None
+        self.exit_reason: str | None = None
         self.traceback: str | None = None
-        self._announced: int | None = None
+        self._announced_exit: int | None = None
         self.resources = Resources.of(options)
         self.slots: tuple[int, ...] = ()
-        self._around = around
+        self._deps = deps
         self._owner = owner
         self._left: set[int] = set()
         self._counting: list[int] = []
         self._condemned: dict[int, Condemned] = {}
         self._exceeded: Exceeded | None = None
-        self._hopeless = False
-        board = around.scoreboard
+        self._stuck = False
+        board = deps.scoreboard
         taken: list[int] = []
         try:
             # Only a queue that works has this option.
@@ -289,21 +291,21 @@ class QueueProcess:
         for slot in self._slots():
             # So that pulse finds it even before it has come to life.
             slot.pid = self.child.pid
-        self._deadlines = Deadlines(around.nursery.loop, self._slots(), self._overdue)
-        self.stacks = Stacks(around.nursery.loop, self.child)
+        self._deadlines = Deadlines(deps.children.loop, self._slots(), self._overdue)
+        self.stacks = Stacks(deps.children.loop, self.child)
         self.watch = ProcessWatch(
-            around.nursery.loop,
+            deps.children.loop,
             self.child,
             self._slots(),
-            ping=lambda: self.tell({"ping": 0}),
-            on_unresponsive=lambda: around.look_for_unread(spec.name),
-            on_hopeless=self._end_unresponsive,
+            ping=lambda: self.send({"ping": 0}),
+            on_unresponsive=lambda: deps.check_unread(spec.name),
+            on_stuck=self._end_unresponsive,
             replace=self._replace_unresponsive,
         )
-        around.grants.enter(self)
+        deps.grants.add(self)
         if not self.child.kernel_keeps:
-            around.resource_watch.add(self)
-        around.admission.begin(self)
+            deps.warden.add(self)
+        deps.admission.started(self)
 
     @property
     def name(self) -> str:
@@ -316,7 +318,7 @@ class QueueProcess:
     @property
     def was_condemned(self) -> bool:
         """Whether it was to be killed because of a job, or since it did not answer."""
-        return bool(self._condemned) or self._exceeded is not None or self._hopeless
+        return bool(self._condemned) or self._exceeded is not None or self._stuck
 
     def done(self) -> int:
         return sum(slot.done for slot in self._slots())
@@ -348,25 +350,25 @@ class QueueProcess:
         states = [State(slot.state) for slot in self._slots()]
         return "busy" if State.BUSY in states or State.SETTLING in states else states[0].name.lower()
 
-    def begin(self, owner: Owner) -> None:
+    def begin(self, owner: ProcessOwner) -> None:
         """It joins the queue, as a process of that owner."""
         self._owner = owner
         self.held = False
-        self.tell({"begin": 0})
+        self.send({"begin": 0})
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         self.child.send(jsonrpc.encode(message) + b"\n")
         if self.child.unsent_bytes > MAX_UNSENT_BYTES and not self.child.stopping:
             log.error("child does not read its leash; killing it child=%s", self.name)
-            self.child.kill_unheard("leash_unread")
+            self.child.kill_and_ignore("leash_unread")
 
-    def meant(self, how: Exit) -> int | None:
+    def announced_code(self, how: Exit) -> int | None:
         """The exit code, if the process's own code has announced it and no job was running; None for any other end.
 
         A handler can end its process with any code: that is a crash of its job, whatever the number.
         """
         running = any(slot.word & 1 and slot.state == State.BUSY for slot in self._slots())
-        return None if running or how.code != self._announced else how.code
+        return None if running or how.code != self._announced_exit else how.code
 
     def retire(self) -> None:
         """It takes no more jobs and ends after those that it runs, however long they take."""
@@ -385,12 +387,12 @@ class QueueProcess:
         job = slot.job.decode(errors="replace")
         log.warning("ending a job queue=%s job=%s cause=%s pid=%s", self.spec.name, job, cause, self.child.pid)
         self._condemned[slot.number] = Condemned(word, outcome, cause)
-        told_ns = time.monotonic_ns()
+        since_ns = time.monotonic_ns()
         if len(self.slots) > 1:
-            self._around.nursery.loop.call_later(ANSWER_SECONDS, lambda: self._end_if_stuck(told_ns))
+            self._deps.children.loop.call_later(ANSWER_SECONDS, lambda: self._end_if_stuck(since_ns))
             if not self.retiring:
-                self._owner.replace(self, cause)
-        self.stacks.take(lambda dump: self._dumped(slot, dump))
+                self._owner.replace_process(self, cause)
+        self.stacks.take(lambda dump: self._on_dump(slot, dump))
 
     def exceed(self, how: Exceeded) -> None:
         """It takes more of the machine than it may: it is killed at once, whatever else it runs."""
@@ -405,37 +407,37 @@ class QueueProcess:
         self.child.kill()
 
     def _take_tallies(self) -> None:
-        if self._around.tallies is not None:
+        if self._deps.tallies is not None:
             for number in self.slots:
-                self._around.tallies.take(number, self.spec.name)
+                self._deps.tallies.take(number, self.spec.name)
                 self._counting.append(number)
 
     def _give_tallies_back(self) -> None:
         """What its workers have counted stays; their successors go on in it."""
         for number in self._counting:
-            assert self._around.tallies is not None
-            self._around.tallies.give_back(number)
+            assert self._deps.tallies is not None
+            self._deps.tallies.give_back(number)
         self._counting = []
 
     def _slots(self) -> list[Slot]:
-        return [self._around.scoreboard.slot(number) for number in self.slots]
+        return [self._deps.scoreboard.slot(number) for number in self.slots]
 
     def _child(self, options: Mapping[str, Value]) -> Child:
         return Child(
-            self._around.nursery,
+            self._deps.children,
             self.name,
-            self._around.child(self.name, self.spec, options, self.role, self.slots, self.held),
+            self._deps.child_main(self.name, self.spec, options, self.role, self.slots, self.held),
             handled=(signal.SIGTERM,),
             runs_user_code=True,
             resources=self.resources,
             max_line_bytes=MAX_LINE_BYTES,
-            on_line=self._heard,
-            on_garbage=self._garbage,
-            on_end=self._ended,
+            on_line=self._on_line,
+            on_invalid=self._invalid_leash,
+            on_end=self._on_end,
             on_stop=lambda: self.watch.stopped_or_continued(),
         )
 
-    def _heard(self, line: bytes) -> None:
+    def _on_line(self, line: bytes) -> None:
         """Only its own code speaks on the leash; if something else does, nothing that it says can be relied on."""
         message = jsonrpc.decode(line)
         if not isinstance(message, dict):
@@ -444,60 +446,60 @@ class QueueProcess:
             numbers = [message[key] for key in ("want", "done", "unguarded", "left") if key in message]
             if any(number not in self.slots for number in numbers):
                 raise InvalidData(f"there is no worker {numbers}")
-            self._understand(message)
+            self._handle(message)
         except InvalidData:
             raise
         except (ForqError, LookupError, TypeError) as exc:
             raise InvalidData(f"not understood: {type(exc).__name__}: {exc}") from exc
 
-    def _garbage(self, cause: str) -> None:
+    def _invalid_leash(self, cause: str) -> None:
         """It is about to be killed for what was done to its leash: the job that runs there did it."""
         running = [slot for slot in self._slots() if slot.word & 1]
         outcome = "stalled" if len(running) == 1 else "suspect"
         for slot in running:
             self._condemned[slot.number] = Condemned(slot.word, outcome, cause)
 
-    def _understand(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "want" in message or "done" in message:
-            self._around.grants.hear(_checked_wish(message))
+            self._deps.grants.handle(_checked_units(message))
         elif "unguarded" in message:
             self._deadlines.guard(message["unguarded"])
         elif "left" in message:
-            self._one_left(message["left"])
+            self._worker_left(message["left"])
         elif "replace" in message:
             if not self.retiring:
-                self._owner.replace(self, str(message["replace"])[:MAX_REASON])
+                self._owner.replace_process(self, str(message["replace"])[:MAX_REASON])
         elif "stack_fd" in message:
             self.stacks.fd = _checked(message, "stack_fd", 0, 2**31 - 1)
         elif "exiting" in message:
-            self._announced = _checked(message, "exiting", 0, 255)
-            self.last_words = str(message["reason"])[:MAX_REASON]
+            self._announced_exit = _checked(message, "exiting", 0, 255)
+            self.exit_reason = str(message["reason"])[:MAX_REASON]
             if message.get("traceback") is not None:
                 self.traceback = str(message["traceback"])[-MAX_TRACEBACK:]
         elif "imported" in message:
-            self._around.admission.end(self)
+            self._deps.admission.finished(self)
             if self.held and not self.imported:
                 self.imported = True
-                self._owner.imported(self)
+                self._owner.process_imported(self)
         elif "ready" in message:
             self.ready = True
-            self._around.admission.end(self)
+            self._deps.admission.finished(self)
         else:
             raise InvalidData("no such message")
 
-    def _one_left(self, number: int) -> None:
+    def _worker_left(self, number: int) -> None:
         if number in self._left:
             return
         self._left.add(number)
         self._end_if_only_condemned()
         if self._left >= set(self.slots):
             # Nothing is left to do in it but to end.
-            self._around.nursery.loop.call_later(LAST_SECONDS, self.child.kill)
+            self._deps.children.loop.call_later(LAST_SECONDS, self.child.kill)
 
     def _overdue(self, slot: Slot, word: int) -> None:
         self.condemn(slot, word, "timed_out", OVERDUE)
 
-    def _dumped(self, slot: Slot, dump: str) -> None:
+    def _on_dump(self, slot: Slot, dump: str) -> None:
         condemned = self._condemned.get(slot.number)
         if condemned is not None and dump:
             condemned.stack = stack_of_thread(dump, slot.thread)
@@ -514,28 +516,28 @@ class QueueProcess:
         if self._condemned and all(number in self._condemned or number in self._left for number in self.slots):
             self.child.kill()
 
-    def _end_if_stuck(self, told_ns: int) -> None:
-        if self._condemned and not self.child.ended and any(slot.beat_ns < told_ns for slot in self._slots()):
+    def _end_if_stuck(self, since_ns: int) -> None:
+        if self._condemned and not self.child.ended and any(slot.beat_ns < since_ns for slot in self._slots()):
             log.warning("the interpreter is stuck, ending the process queue=%s pid=%s", self.spec.name, self.child.pid)
             self.child.kill()
 
     def _end_unresponsive(self) -> None:
-        self._hopeless = True
+        self._stuck = True
         self.child.kill()
 
     def _replace_unresponsive(self) -> None:
         """Its job may keep the interpreter until its timeout; what others of its workers were given runs elsewhere."""
-        if self.role == Role.MAIN and not self.retiring and self._owner.may_replace(self):
-            self._owner.replace(self, UNRESPONSIVE)
+        if self.role == Role.MAIN and not self.retiring and self._owner.may_replace_process(self):
+            self._owner.replace_process(self, UNRESPONSIVE)
 
-    def _ended(self, how: Exit) -> None:
+    def _on_end(self, how: Exit) -> None:
         self._deadlines.stop()
         self.watch.stop()
-        self._around.admission.end(self)
-        self._around.grants.leave(self)
-        self._around.resource_watch.remove(self)
+        self._deps.admission.finished(self)
+        self._deps.grants.remove(self)
+        self._deps.warden.remove(self)
         self._give_tallies_back()
-        self._owner.ended(self, how)
+        self._owner.process_ended(self, how)
 
     def recover(self, how: Exit) -> None:
         """Hands what the workers of the dead process held to pulse; a slot is used again only when that is done."""
@@ -543,12 +545,12 @@ class QueueProcess:
         slots = sorted(self._slots(), key=lambda slot: slot.started_ns)
         running = sum(slot.word & 1 for slot in slots)
         for slot in slots:
-            give_back = partial(self._around.scoreboard.give_back, slot.number)
+            give_back = partial(self._deps.scoreboard.give_back, slot.number)
             params = self._last_position(slot, how, running)
             # Reading on: from here on nobody takes this slot for a living worker.
             slot.state, slot.held, slot.pid = State.EMPTY, 0, 0
             if slot.worker:
-                self._around.recover(params, give_back)
+                self._deps.recover(params, give_back)
             else:
                 give_back()
 
@@ -556,12 +558,12 @@ class QueueProcess:
         at = slot.place()
         since = slot.running_since_ns()
         condemned = self._condemned.get(slot.number)
-        over = self._over(how)
+        over = self._exceeded_limit(how)
         stack: str | None = None
         if condemned is not None and condemned.word == slot.word:
             outcome, cause, stack = condemned.outcome, condemned.cause, condemned.stack
         elif over is None and self.child.stopping:
-            outcome, cause = "interrupted", UNRESPONSIVE if self._hopeless else "interrupted"
+            outcome, cause = "interrupted", UNRESPONSIVE if self._stuck else "interrupted"
         else:
             # With several jobs running nobody knows which of them did it: each is run again alone.
             outcome = "stalled" if running == 1 else "suspect"
@@ -581,14 +583,14 @@ class QueueProcess:
             "peak_bytes": None if over is None else over.peak_bytes,
         }
 
-    def _over(self, how: Exit) -> Exceeded | None:
+    def _exceeded_limit(self, how: Exit) -> Exceeded | None:
         """How it took more than it may, if that is what ended it."""
         if self._exceeded is not None:
             return self._exceeded
         return self.child.killed_by_kernel if how.signal == signal.SIGKILL else None
 
 
-def _checked_wish(message: dict[str, Any]) -> dict[str, Any]:
+def _checked_units(message: dict[str, Any]) -> dict[str, Any]:
     """What a worker wants of the capacity, within what its options can say: others share it."""
     if "want" in message:
         _checked(message, "units", *_limits_of("size"))

@@ -17,9 +17,9 @@ from forq.procs.scoreboard import Role, Slot
 from forq.queue_spec import QueueSpec
 from forq.settings import EXTERNAL, ON_REQUEST, Value
 from forq.supervisor.child import Exit
-from forq.supervisor.extra_processes import Helpers, Trial
+from forq.supervisor.extra_processes import HelperProcesses, Successors
 from forq.supervisor.pacing import SETTLED_SECONDS, Respawn
-from forq.supervisor.process import Owner, QueueProcess, Surroundings
+from forq.supervisor.process import ProcessDeps, ProcessOwner, QueueProcess
 
 log = logging.getLogger("forq")
 
@@ -27,7 +27,7 @@ log = logging.getLogger("forq")
 MOST_LEAVING = 32
 
 
-class _Seat:
+class _ProcessEntry:
     """The place of one process of the queue: who sits there now, and the deaths so far."""
 
     def __init__(self, role: Role) -> None:
@@ -42,11 +42,11 @@ class _Seat:
 Answer = Callable[[ForqError | None], None]
 
 
-class QueueUnit:
+class ServedQueue:
     """`found`: somebody else made the queue, and nothing is known of its options here."""
 
     def __init__(
-        self, spec: QueueSpec, options: Mapping[str, Value], around: Surroundings, *, found: bool = False
+        self, spec: QueueSpec, options: Mapping[str, Value], deps: ProcessDeps, *, found: bool = False
     ) -> None:
         self.spec = spec
         self.options = options
@@ -57,18 +57,18 @@ class QueueUnit:
         self.traceback: str | None = None
         self.restart_error: dict[str, Any] | None = None
         self._survivors: set[int] = set()
-        self._around = around
+        self._deps = deps
         # A queue whose items others take has nothing that a retry process could do.
         serves = spec.mode not in (ON_REQUEST, EXTERNAL)
-        self._seats = [_Seat(role) for role in ((Role.MAIN, Role.RETRY) if serves else (Role.MAIN,))]
+        self._entries = [_ProcessEntry(role) for role in ((Role.MAIN, Role.RETRY) if serves else (Role.MAIN,))]
         # Processes that have a successor already and still run jobs.
         self._leaving: list[QueueProcess] = []
-        self._helpers = Helpers(
-            spec.name, around, make=self._process, wanted=lambda: self._wanted, gone=self._tell_if_stopped
+        self._helpers = HelperProcesses(
+            spec.name, deps, make=self._process, wanted=lambda: self._wanted, gone=self._finish_if_stopped
         )
         self._wanted = False
         self._then: list[Callable[[], None]] = []
-        self._trial: Trial | None = None
+        self._successors: Successors | None = None
         # The new processes have imported their code and wait for the old ones to end.
         self._start_again = False
         self._restart: Answer | None = None
@@ -83,8 +83,8 @@ class QueueUnit:
             return "config_error"
         if not self._wanted:
             # While the old processes of a restart end, it is what they are.
-            return "stopped" if self._trial is None or self._processes() else "starting"
-        if any(self._flapping(seat) for seat in self._seats):
+            return "stopped" if self._successors is None or self._processes() else "starting"
+        if any(self._flapping(entry) for entry in self._entries):
             return "flapping"
         if self.draining:
             return "draining"
@@ -92,37 +92,37 @@ class QueueUnit:
 
     def trouble(self) -> str | None:
         """Why its main process does not take jobs now, in a sentence; None if it does."""
-        seat = self._seats[0]
-        flapping = [each for each in self._seats if self._flapping(each)]
+        entry = self._entries[0]
+        flapping = [each for each in self._entries if self._flapping(each)]
         # The retry process may be the first of two that keep dying: then the state says so already.
-        if self._wanted and (seat in flapping or (flapping and not self._main_is_ready())):
+        if self._wanted and (entry in flapping or (flapping and not self._main_is_ready())):
             restarts = max(each.restarts for each in flapping)
             deaths = f"its processes keep dying before they settle a job ({restarts} restarts, {self._last_end})"
             return f"its queue is flapping: {deaths}; `forqctl logs {self.spec.name}` shows what they wrote"
         if not self._wanted or self._main_is_ready():
             return None
-        if seat.process is None:
+        if entry.process is None:
             return f"its queue has no process at the moment: the last one ended with {self._last_end}"
-        seconds = seat.process.child.uptime_seconds()
+        seconds = entry.process.child.uptime_seconds()
         return (
-            f"its queue is starting: process {seat.process.pid} has been importing the handler for {seconds:.1f} s; "
+            f"its queue is starting: process {entry.process.pid} has been importing the handler for {seconds:.1f} s; "
             f"`forqctl stack {self.spec.name}` shows where it is"
         )
 
     def _main_is_ready(self) -> bool:
         return any(process.ready for process in self._processes() if process.role == Role.MAIN)
 
-    def _flapping(self, seat: _Seat) -> bool:
+    def _flapping(self, entry: _ProcessEntry) -> bool:
         """It died again and again; the one that runs now has not shown yet that it does better."""
-        if not seat.respawn.flapping:
+        if not entry.respawn.flapping:
             return False
-        process = seat.process
+        process = entry.process
         return process is None or not (process.done() or process.child.uptime_seconds() > SETTLED_SECONDS)
 
     @property
     def survivors(self) -> set[int]:
         """Pids of what its processes had started and nobody could kill."""
-        return self._survivors | self._helpers.survivors | (self._trial.survivors if self._trial else set())
+        return self._survivors | self._helpers.survivors | (self._successors.survivors if self._successors else set())
 
     @property
     def wanted(self) -> bool:
@@ -130,9 +130,9 @@ class QueueUnit:
         return self._wanted or self._start_again
 
     @property
-    def on_trial(self) -> bool:
+    def has_successors(self) -> bool:
         """Whether new processes of it import their code, or wait to take over."""
-        return self._trial is not None
+        return self._successors is not None
 
     @property
     def opening(self) -> bool:
@@ -161,17 +161,17 @@ class QueueUnit:
         for call, _ in waiting:
             call()
         self.config_error = self.traceback = self.restart_error = None
-        successors: Trial | None = None
-        if self._trial is not None and self._trial.passed:
-            successors, self._trial = self._trial, None
-        for seat in self._seats:
-            if seat.process is not None:
+        successors: Successors | None = None
+        if self._successors is not None and self._successors.passed:
+            successors, self._successors = self._successors, None
+        for entry in self._entries:
+            if entry.process is not None:
                 continue
-            seat.process = None if successors is None else successors.take(seat.role, self)
-            if seat.process is None:
-                self._spawn(seat)
+            entry.process = None if successors is None else successors.take(entry.role, self)
+            if entry.process is None:
+                self._spawn(entry)
             else:
-                seat.timer = None
+                entry.timer = None
         self._restart_again()
 
     def stop(
@@ -187,35 +187,35 @@ class QueueUnit:
         self._end_restart(error)
         for _, answer in waiting:
             answer(error)
-        if self._trial is not None:
-            self._trial.end(error)
-        self._end_seated(now=now)
+        if self._successors is not None:
+            self._successors.end(error)
+        self._end_entries(now=now)
 
-    def _end_seated(self, *, now: bool) -> None:
+    def _end_entries(self, *, now: bool) -> None:
         self._wanted = False
-        for seat in self._seats:
-            if seat.timer is not None:
-                seat.timer.cancel()
+        for entry in self._entries:
+            if entry.timer is not None:
+                entry.timer.cancel()
         for process in self._processes():
             if now:
                 process.child.kill()
             else:
                 process.child.stop(float(self.options["stop_grace"]))
-        self._tell_if_stopped()
+        self._finish_if_stopped()
 
     def restart(self, seconds: float, then: Answer) -> None:
         """New children, with the handler's code as it is now. Those that run go on until the new ones have imported it;
         if they cannot within so many seconds, nothing changes. One at a time: what another one should import may be
         newer than what this one has imported."""
-        if self._trial is not None or self._start_again:
+        if self._successors is not None or self._start_again:
             self._next_restarts.append((seconds, then))
             return
         self._restart = then
-        self.try_out(self.spec, self.options, seconds, self._tried)
+        self.start_successors(self.spec, self.options, seconds, self._tried)
 
-    def try_out(self, spec: QueueSpec, options: Mapping[str, Value], seconds: float, then: Answer) -> None:
+    def start_successors(self, spec: QueueSpec, options: Mapping[str, Value], seconds: float, then: Answer) -> None:
         """Starts processes for this definition that import its handlers and wait; `then` gets the reason if they
-        cannot. Otherwise they begin with the next start, of this unit or of the one that they are handed to."""
+        cannot. Otherwise they begin with the next start, of this unit or of the one that they are systemd_input to."""
 
         def tried(error: ForqError | None) -> None:
             if isinstance(error, CannotImport):
@@ -224,22 +224,22 @@ class QueueUnit:
             if error is not None:
                 self._restart_again()
 
-        self._trial = Trial(
+        self._successors = Successors(
             spec.name,
-            self._around,
-            [seat.role for seat in self._seats],
+            self._deps,
+            [entry.role for entry in self._entries],
             seconds=seconds,
-            make=lambda role, owner: QueueProcess(spec, options, role, self._around, owner, held=True),
+            make=lambda role, owner: QueueProcess(spec, options, role, self._deps, owner, held=True),
             told=tried,
-            gone=self._trial_gone,
+            gone=self._successors_gone,
         )
 
-    def hand_trial_to(self, successor: "QueueUnit") -> None:
+    def hand_successors_to(self, successor: "ServedQueue") -> None:
         """What has imported the code of another definition of this queue becomes the processes of that one."""
-        trial, self._trial = self._trial, None
+        trial, self._successors = self._successors, None
         if trial is not None:
-            trial.hand_over(None, successor._trial_gone)
-            successor._trial = trial
+            trial.hand_over(None, successor._successors_gone)
+            successor._successors = trial
         successor._next_restarts, self._next_restarts = self._next_restarts, []
 
     def main_pid(self) -> int | None:
@@ -252,7 +252,7 @@ class QueueUnit:
             self._end_restart(error)
         else:
             self._start_again = True
-            self._end_seated(now=False)
+            self._end_entries(now=False)
 
     def _note_failure(self, error: CannotImport) -> None:
         if self.config_error is not None and self._opened:
@@ -277,24 +277,24 @@ class QueueUnit:
 
         self.restart(max(seconds for seconds, _ in waiting), answer_all)
 
-    def _trial_gone(self) -> None:
-        if self._trial is not None:
-            self._survivors |= self._trial.survivors
-        self._trial = None
-        self._tell_if_stopped()
+    def _successors_gone(self) -> None:
+        if self._successors is not None:
+            self._survivors |= self._successors.survivors
+        self._successors = None
+        self._finish_if_stopped()
 
-    def imported(self, process: QueueProcess) -> None:
+    def process_imported(self, process: QueueProcess) -> None:
         """Of those in its seats none is held."""
 
     def describe_children(self) -> list[dict[str, Any]]:
-        seated = [_describe(seat.role, seat.process, self._state(seat), seat.restarts) for seat in self._seats]
-        others = (*self._leaving, *self._helpers.processes, *self._on_trial())
+        seated = [_describe(entry.role, entry.process, self._state(entry), entry.restarts) for entry in self._entries]
+        others = (*self._leaving, *self._helpers.processes, *self._successor_processes())
         return seated + [_describe(process.role, process, process.state(), 0) for process in others]
 
-    def _state(self, seat: _Seat) -> str:
-        if seat.process is not None:
-            return seat.process.state()
-        return "backoff" if seat.timer is not None and self._wanted else "stopped"
+    def _state(self, entry: _ProcessEntry) -> str:
+        if entry.process is not None:
+            return entry.process.state()
+        return "backoff" if entry.timer is not None and self._wanted else "stopped"
 
     def running_job(self, job_id: str) -> tuple[QueueProcess, Slot, int] | None:
         """Who runs this job now, and its position."""
@@ -309,20 +309,20 @@ class QueueUnit:
         return sum(len(process.busy()) for process in self._processes())
 
     def busy_processes(self) -> list[QueueProcess]:
-        importing = [process for process in self._on_trial() if not process.imported]
+        importing = [process for process in self._successor_processes() if not process.imported]
         return [*(process for process in self._processes() if process.busy() or not process.ready), *importing]
 
-    def replace(self, process: QueueProcess, reason: str) -> None:
+    def replace_process(self, process: QueueProcess, reason: str) -> None:
         """The process takes no more jobs; its successor starts at once."""
         log.info("replacing process queue=%s pid=%s reason=%s", self.spec.name, process.pid, reason)
         process.retire()
-        for seat in self._seats:
-            if seat.process is process:
-                seat.process = None
+        for entry in self._entries:
+            if entry.process is process:
+                entry.process = None
                 self._leaving.append(process)
-                self._seat_successor(seat)
+                self._fill(entry)
 
-    def may_replace(self, process: QueueProcess) -> bool:
+    def may_replace_process(self, process: QueueProcess) -> bool:
         """Whether a successor may start although this one runs on: not if as many jobs as the queue may run at once are
         left in processes that take no more."""
         return sum(each.running() for each in (process, *self._leaving)) < int(self.options.get("concurrency", 1))
@@ -332,40 +332,40 @@ class QueueUnit:
         silent = [process for process in self._processes() if process.watch.unresponsive]
         return {worker: process.pid for process in silent for worker in process.resting_workers()}
 
-    def challenge(self, numbers: set[int], *, unread: bool) -> None:
+    def probe(self, numbers: set[int], *, unread: bool) -> None:
         """Asks the processes of these workers whether they answer. `unread`: they were given jobs that they do not
         read."""
         for process in self._processes():
             if process.ready and numbers & set(process.slots):
-                process.watch.challenge(unread=unread)
+                process.watch.probe(unread=unread)
 
-    def ended(self, process: QueueProcess, how: Exit) -> None:
-        seat = next((seat for seat in self._seats if seat.process is process), None)
-        if seat is None:
+    def process_ended(self, process: QueueProcess, how: Exit) -> None:
+        entry = next((entry for entry in self._entries if entry.process is process), None)
+        if entry is None:
             self._leaving.remove(process)
         else:
-            seat.process = None
-        self._around.changed()
+            entry.process = None
+        self._deps.changed()
         self._survivors |= process.child.survivors
-        done, began, code = process.done(), process.began(), process.meant(how)
+        done, began, code = process.done(), process.began(), process.announced_code(how)
         process.recover(how)
-        if seat is None or not self._wanted:
-            self._tell_if_stopped()
-            for waiting in self._seats:
-                self._seat_successor(waiting)
+        if entry is None or not self._wanted:
+            self._finish_if_stopped()
+            for waiting in self._entries:
+                self._fill(waiting)
             return
-        seat.restarts += 1
+        entry.restarts += 1
         if process.was_condemned:
-            self._spawn(seat)
+            self._spawn(entry)
         else:
-            self._decide(seat, process, how, code, progressed=done > 0, began=began)
+            self._decide(entry, process, how, code, progressed=done > 0, began=began)
 
-    def _seat_successor(self, seat: _Seat) -> None:
+    def _fill(self, entry: _ProcessEntry) -> None:
         """At once, unless too many of its predecessors still run: a handler that asks for successors without end must
         not take the processes that other queues need."""
-        if self._wanted and seat.process is None and seat.timer is None:
+        if self._wanted and entry.process is None and entry.timer is None:
             if len(self._leaving) < MOST_LEAVING:
-                self._spawn(seat)
+                self._spawn(entry)
             else:
                 log.warning(
                     "successor waits until a process leaves queue=%s leaving=%s", self.spec.name, len(self._leaving)
@@ -379,7 +379,7 @@ class QueueUnit:
         if retry is not None and retry.state() == "parked":
             number -= 1
         promised = self._helpers.about_to_claim(Role.SUSPECT) * size
-        room = (self._around.grants.unused_units() - promised) // size
+        room = (self._deps.grants.unused_units() - promised) // size
         self._helpers.want(Role.SUSPECT, number, most=int(self.options["concurrency"]), room=room)
 
     def fail_jobs_wait(self) -> None:
@@ -389,65 +389,65 @@ class QueueUnit:
             self._helpers.want(Role.FAIL, 1, most=1, room=1)
 
     def _retry_process(self) -> QueueProcess | None:
-        return next((seat.process for seat in self._seats if seat.role == Role.RETRY), None)
+        return next((entry.process for entry in self._entries if entry.role == Role.RETRY), None)
 
-    def _process(self, role: Role, owner: Owner) -> QueueProcess:
-        return QueueProcess(self.spec, self.options, role, self._around, owner)
+    def _process(self, role: Role, owner: ProcessOwner) -> QueueProcess:
+        return QueueProcess(self.spec, self.options, role, self._deps, owner)
 
     def _processes(self) -> list[QueueProcess]:
-        seated = [seat.process for seat in self._seats if seat.process is not None]
+        seated = [entry.process for entry in self._entries if entry.process is not None]
         return [*seated, *self._leaving, *self._helpers.processes]
 
-    def _on_trial(self) -> list[QueueProcess]:
-        return [] if self._trial is None else self._trial.processes
+    def _successor_processes(self) -> list[QueueProcess]:
+        return [] if self._successors is None else self._successors.processes
 
-    def _spawn(self, seat: _Seat) -> None:
-        if seat.timer is not None:
-            seat.timer.cancel()
-        seat.timer = None
-        self._around.changed()
+    def _spawn(self, entry: _ProcessEntry) -> None:
+        if entry.timer is not None:
+            entry.timer.cancel()
+        entry.timer = None
+        self._deps.changed()
         try:
-            seat.process = self._process(seat.role, self)
+            entry.process = self._process(entry.role, self)
         except (OSError, ForqError) as exc:
             # No process, descriptor or slot to be had now: that may pass.
-            delay = seat.respawn.delay_after_death(0.0)
+            delay = entry.respawn.delay_after_death(0.0)
             log.error("cannot start child queue=%s error=%s again_in=%.2fs", self.spec.name, exc, delay)
-            seat.timer = self._around.nursery.loop.call_later(delay, lambda: self._spawn(seat))
+            entry.timer = self._deps.children.loop.call_later(delay, lambda: self._spawn(entry))
 
     def _decide(
-        self, seat: _Seat, process: QueueProcess, how: Exit, code: int | None, *, progressed: bool, began: bool
+        self, entry: _ProcessEntry, process: QueueProcess, how: Exit, code: int | None, *, progressed: bool, began: bool
     ) -> None:
         """What follows a death that nobody asked for. `code`: its exit code, if it meant something by it."""
-        name, role = self.spec.name, seat.role.name.lower()
+        name, role = self.spec.name, entry.role.name.lower()
         if code in (exits.CONFIG, exits.INCOMPATIBLE):
-            log.error("queue cannot be served queue=%s reason=%s", name, process.last_words)
-            reason = process.last_words or how.text
+            log.error("queue cannot be served queue=%s reason=%s", name, process.exit_reason)
+            reason = process.exit_reason or how.text
             self.stop(reason=CannotImport(reason, process.traceback))
             self.config_error, self.traceback = reason, process.traceback
         elif code == exits.QUEUE_GONE:
-            self._around.queue_gone(name)
+            self._deps.queue_gone(name)
         else:
             if code == exits.FENCED:
                 # If that is so, all queues begin anew. One process may be mistaken, so pulse has to find it, too.
-                self._around.perhaps_evicted(name)
+                self._deps.check_evicted(name)
             lived = process.child.uptime_seconds()
-            delay = seat.respawn.delay_after_death(lived, progressed=progressed, began=began)
+            delay = entry.respawn.delay_after_death(lived, progressed=progressed, began=began)
             log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", name, role, how.text, delay)
             self._last_end = how.text
-            seat.timer = self._around.nursery.loop.call_later(delay, lambda: self._spawn(seat))
+            entry.timer = self._deps.children.loop.call_later(delay, lambda: self._spawn(entry))
 
-    def _tell_if_stopped(self) -> None:
+    def _finish_if_stopped(self) -> None:
         if self._wanted or self._processes():
             return
         if self._start_again:
             self._start_again = False
-            for seat in self._seats:
-                seat.respawn.forget()
+            for entry in self._entries:
+                entry.respawn.forget()
             answer, self._restart = self._restart, None
             self.start()
             if answer is not None:
                 answer(None)
-        elif self._trial is None:
+        elif self._successors is None:
             waiting, self._then = self._then, []
             for then in waiting:
                 then()

@@ -22,8 +22,8 @@ from forq.settings import WORK, Value
 from forq.supervisor.capacity import Grants
 from forq.supervisor.config import PIPELINE_QUEUE, Config, Pipeline
 from forq.supervisor.pacing import Admission
-from forq.supervisor.process import Surroundings
-from forq.supervisor.queue import QueueUnit
+from forq.supervisor.process import ProcessDeps
+from forq.supervisor.queue import ServedQueue
 from forq.supervisor.services import RETRY_SECONDS, Services
 from forq.supervisor.statedir import StateDir
 from forq.values import check_queue_name
@@ -48,7 +48,7 @@ class Queues:
         changed: Callable[[], None],
         fail: Callable[[int, str], None],
     ) -> None:
-        self.units: dict[str, QueueUnit] = {}
+        self.by_name: dict[str, ServedQueue] = {}
         self.grants = Grants(loop, services.scoreboard, config.capacity, config.capacity_aging_seconds)
         self._admission = Admission(loop)
         self._config = config
@@ -61,81 +61,81 @@ class Queues:
         # Whether the server was found to be usable.
         self._may_open = False
         # Units that somebody has replaced or dropped and whose processes have not ended yet.
-        self._leaving: set[QueueUnit] = set()
+        self._leaving: set[ServedQueue] = set()
         self._rejoining = False
         self._rejoined: list[float] = []
-        self._around = Surroundings(
-            nursery=services.nursery,
+        self._deps = ProcessDeps(
+            children=services.children,
             scoreboard=services.scoreboard,
             grants=self.grants,
             admission=self._admission,
-            child=services.child,
+            child_main=services.child_main,
             recover=services.recover,
             queue_gone=self.gone,
-            perhaps_evicted=services.beat,
-            look=services.beat,
+            check_evicted=services.beat,
+            check_waiting=services.beat,
             changed=changed,
             processor=lambda: services.processor,
-            look_for_unread=lambda name: services.pulse.ask("look", {"queue": name}),
-            resource_watch=services.resource_watch,
+            check_unread=lambda name: services.pulse.request("look", {"queue": name}),
+            warden=services.warden,
             tallies=services.context.tallies,
         )
 
     def served(self) -> tuple[list[str], list[str]]:
         """The names of the queues that are served, and of those among them that have a fail queue."""
-        served = [unit.spec for unit in self.units.values() if unit.wanted]
+        served = [queue.spec for queue in self.by_name.values() if queue.wanted]
         return [spec.name for spec in served], [spec.name for spec in served if spec.fail_handler is not None]
 
-    def challenge(self, slots: list[int], *, unread: bool) -> None:
+    def probe(self, slots: list[int], *, unread: bool) -> None:
         """Asks the processes of these workers whether they still answer."""
         numbers = set(slots)
-        for unit in self.units.values():
-            unit.challenge(numbers, unread=unread)
+        for queue in self.by_name.values():
+            queue.probe(numbers, unread=unread)
 
-    def add(self, spec: QueueSpec, *, found: bool = False) -> QueueUnit:
-        self._services.outputs.open(spec.name)
-        unit = QueueUnit(spec, self._config.options_of(spec), self._around, found=found)
-        self.units[spec.name] = unit
+    def add(self, spec: QueueSpec, *, found: bool = False) -> ServedQueue:
+        self._services.output_pipes.open(spec.name)
+        queue = ServedQueue(spec, self._config.options_of(spec), self._deps, found=found)
+        self.by_name[spec.name] = queue
         self._changed()
-        return unit
+        return queue
 
-    def find(self, name: object) -> QueueUnit:
+    def find(self, name: object) -> ServedQueue:
         """The one of that name; UnknownQueue if this supervisor serves none."""
-        unit = self.units.get(check_queue_name(name))
-        if unit is None:
+        queue = self.by_name.get(check_queue_name(name))
+        if queue is None:
             raise UnknownQueue(f"this supervisor serves no queue {name!r}")
-        return unit
+        return queue
 
     def running_jobs(self) -> int:
         """How many jobs run in processes of this supervisor now."""
-        return sum(unit.running_jobs() for unit in (*self.units.values(), *self._leaving))
+        return sum(queue.running_jobs() for queue in (*self.by_name.values(), *self._leaving))
 
     def longest_grace_seconds(self) -> float:
-        graces = [float(unit.options["stop_grace"]) for unit in (*self.units.values(), *self._leaving)]
+        graces = [float(queue.options["stop_grace"]) for queue in (*self.by_name.values(), *self._leaving)]
         return max(graces, default=0.0)
 
-    def serves(self, unit: QueueUnit) -> bool:
-        return self.units.get(unit.spec.name) is unit and not self._stopping
+    def serves(self, queue: ServedQueue) -> bool:
+        return self.by_name.get(queue.spec.name) is queue and not self._stopping
 
     def found(self, name: str, mode: str) -> None:
         """Pulse knows of a queue that every supervisor serves, whoever made it. It is not kept over a restart."""
-        if name in self.units or self._stopping:
+        if name in self.by_name or self._stopping:
             return
         log.info("found a queue queue=%s mode=%s", name, mode)
-        unit = self.add(QueueSpec(name, mode, None, {}, (), {}), found=True)
+        queue = self.add(QueueSpec(name, mode, None, {}, (), {}), found=True)
         if self._may_open:
-            self.open(unit, reopening=True)
+            self.open(queue, reopening=True)
 
     def open_all(self) -> None:
         self._may_open = True
-        self._services.end_predecessor(list(self.units))
+        self._services.end_predecessor(list(self.by_name))
         declared = {spec.name for spec in self._config.queues}
-        for unit in self.units.values():
+        for queue in self.by_name.values():
             # Whoever creates a queue opens it when its handler is imported.
-            if not unit.wanted and not unit.on_trial:
-                self.open(unit, reopening=unit.spec.name not in declared)
+            if not queue.wanted and not queue.has_successors:
+                self.open(queue, reopening=queue.spec.name not in declared)
         if self._config.pipeline is not None:
-            self.units[PIPELINE_QUEUE].when_opened(partial(self._begin_pipeline, self._config.pipeline))
+            self.by_name[PIPELINE_QUEUE].when_opened(partial(self._begin_pipeline, self._config.pipeline))
 
     def _begin_pipeline(self, pipeline: Pipeline) -> None:
         """One job that enqueues itself again and again; settings that have changed reach it here."""
@@ -148,16 +148,16 @@ class Queues:
             elif isinstance(answer, ForqError):
                 log.error("the pipeline cannot begin error=%s", answer)
 
-        self._services.clerk.ask("push", job, pushed)
+        self._services.clerk.request("push", job, pushed)
 
     def open(
-        self, unit: QueueUnit, then: Callable[[ForqError | None], None] | None = None, *, reopening: bool = False
+        self, queue: ServedQueue, then: Callable[[ForqError | None], None] | None = None, *, reopening: bool = False
     ) -> None:
         """Makes the queue in Redis or joins it, then starts its children. Tried again while Redis is down.
 
         `reopening`: the queue existed before; if somebody has deleted it meanwhile it is dropped here too.
         """
-        name = unit.spec.name
+        name = queue.spec.name
 
         def made(answer: Any) -> None:
             error = answer if isinstance(answer, ForqError) else None
@@ -168,33 +168,35 @@ class Queues:
                     + (" (Redis has the queue)" if made_it else "")
                     + f"; when it runs again: forqctl create {name} …"
                 )
-            elif not self.serves(unit):
+            elif not self.serves(queue):
                 error = UnknownQueue(f"queue {name!r} was deleted meanwhile")
             elif error is None:
                 if answer is not None and answer["unscheduled"]:
                     log.warning("the config file has them no more queue=%s unscheduled=%s", name, answer["unscheduled"])
-                unit.start()
-                self._services.tell_served()
+                queue.start()
+                self._services.send_served()
                 if then is not None:
                     # Else the first jobs that the caller delays could be due before anybody knows.
-                    failing = unit.spec.fail_handler is not None
-                    self._services.serve_first(name, with_fail_queue=failing, then=lambda: then(None))
+                    failing = queue.spec.fail_handler is not None
+                    self._services.serve_new(name, with_fail_queue=failing, then=lambda: then(None))
                 return
             if then is not None:
                 then(error)
-            if error is not None and self.serves(unit):
-                self._cannot_open(unit, error, reopening=reopening)
+            if error is not None and self.serves(queue):
+                self._cannot_open(queue, error, reopening=reopening)
 
         def answered(answer: Any) -> None:
             if isinstance(answer, ForqError):
                 made(answer)
             else:
-                self._admission.ask(lambda: made(answer))
+                self._admission.submit(lambda: made(answer))
 
-        if not self.serves(unit):
+        if not self.serves(queue):
             made(None)
             return
-        self._services.clerk.ask("create", self._creation(unit.spec, reopening=reopening, joining=unit.found), answered)
+        self._services.clerk.request(
+            "create", self._creation(queue.spec, reopening=reopening, joining=queue.found), answered
+        )
 
     def _creation(self, spec: QueueSpec, *, reopening: bool, joining: bool) -> dict[str, Any]:
         """What the clerk needs to make or join a queue. One that releases may have been made by others: of its options
@@ -209,58 +211,58 @@ class Queues:
             "schedules": self._config.schedules.get(spec.name),
         }
 
-    def _cannot_open(self, unit: QueueUnit, error: ForqError, *, reopening: bool) -> None:
-        name = unit.spec.name
+    def _cannot_open(self, queue: ServedQueue, error: ForqError, *, reopening: bool) -> None:
+        name = queue.spec.name
         if isinstance(error, RedisUnavailable | BackPressure):
-            self._loop.call_later(RETRY_SECONDS, lambda: self.open(unit, reopening=reopening))
+            self._loop.call_later(RETRY_SECONDS, lambda: self.open(queue, reopening=reopening))
         elif isinstance(error, UnknownQueue):
             log.warning("queue was deleted by another supervisor queue=%s", name)
             self.drop(name, lambda survivors: None)
         else:
             log.error("queue cannot be served queue=%s reason=%s", name, error)
-            unit.config_error = str(error)
-            unit.abandon()
-            unit.stop(now=True)
+            queue.config_error = str(error)
+            queue.abandon()
+            queue.stop(now=True)
             if isinstance(error, IncompatibleProtocol):
                 self._fail(exits.INCOMPATIBLE, str(error))
 
     def create(self, spec: QueueSpec, seconds: float | None, then: Callable[[ForqError | None], None]) -> None:
         """A new queue. Its processes import the handler first, for at most so long: if they cannot, nothing is made.
         Without a time it is made at once, and the import is not waited for."""
-        unit = self.add(spec)
+        queue = self.add(spec)
 
         def opened(error: ForqError | None) -> None:
-            if error is not None and self.units.get(spec.name) is unit:
-                self._discard(unit)
+            if error is not None and self.by_name.get(spec.name) is queue:
+                self._discard(queue)
             then(error)
 
         def imported(error: ForqError | None) -> None:
             if error is None:
-                self.open(unit, opened)
+                self.open(queue, opened)
             else:
-                opened(self._explained(f"queue {spec.name!r} is not created", error, unit))
+                opened(self._explained(f"queue {spec.name!r} is not created", error, queue))
 
         if seconds is None or self._stopping:
-            self.open(unit, opened)
+            self.open(queue, opened)
         else:
-            unit.try_out(spec, unit.options, seconds, imported)
+            queue.start_successors(spec, queue.options, seconds, imported)
 
-    def _discard(self, unit: QueueUnit) -> None:
+    def _discard(self, queue: ServedQueue) -> None:
         """A queue that was not made after all."""
-        del self.units[unit.spec.name]
-        self._leaving.add(unit)
-        unit.abandon()
-        unit.stop(lambda: self._leaving.discard(unit), now=True)
-        self._services.outputs.remove(unit.spec.name)
+        del self.by_name[queue.spec.name]
+        self._leaving.add(queue)
+        queue.abandon()
+        queue.stop(lambda: self._leaving.discard(queue), now=True)
+        self._services.output_pipes.remove(queue.spec.name)
         self._changed()
 
     def replace(
-        self, old: QueueUnit, spec: QueueSpec, seconds: float | None, then: Callable[[ForqError | None], None]
+        self, old: ServedQueue, spec: QueueSpec, seconds: float | None, then: Callable[[ForqError | None], None]
     ) -> None:
         """Another definition for a queue that is served: new children import its handlers, then the old ones end in
         order, then the new ones begin. Without a time for the import, the old ones end first."""
         name = spec.name
-        if old.on_trial:
+        if old.has_successors:
             raise QueueExists(f"queue {name!r} is being restarted or changed by somebody else; try again")
 
         def imported(error: ForqError | None) -> None:
@@ -270,88 +272,90 @@ class Queues:
                 then(self._explained(f"queue {name!r} is not changed", error, old))
 
         def exchange() -> None:
-            unit = self.add(spec)
-            old.hand_trial_to(unit)
+            queue = self.add(spec)
+            old.hand_successors_to(queue)
             old.abandon()
             self._leaving.add(old)
-            old.stop(partial(ended, unit))
+            old.stop(partial(ended, queue))
 
-        def ended(unit: QueueUnit) -> None:
+        def ended(queue: ServedQueue) -> None:
             self._leaving.discard(old)
-            self.open(unit, then)
+            self.open(queue, then)
 
         if seconds is None:
             exchange()
         else:
-            old.try_out(spec, self._config.options_of(spec), seconds, imported)
+            old.start_successors(spec, self._config.options_of(spec), seconds, imported)
 
-    def adopt(self, unit: QueueUnit, spec: QueueSpec, then: Callable[[ForqError | None], None]) -> None:
+    def adopt(self, queue: ServedQueue, spec: QueueSpec, then: Callable[[ForqError | None], None]) -> None:
         """Another definition for a queue that releases, if what is in Redis agrees. Its children need no other code."""
 
         def made(answer: Any) -> None:
             if isinstance(answer, ForqError):
                 then(answer)
                 return
-            unit.spec, unit.options, unit.found = spec, self._config.options_of(spec), False
+            queue.spec, queue.options, queue.found = spec, self._config.options_of(spec), False
             then(None)
 
-        self._services.clerk.ask("create", self._creation(spec, reopening=False, joining=False), made)
+        self._services.clerk.request("create", self._creation(spec, reopening=False, joining=False), made)
 
-    def restart(self, unit: QueueUnit, seconds: float, then: Callable[[ForqError | None], None]) -> None:
+    def restart(self, queue: ServedQueue, seconds: float, then: Callable[[ForqError | None], None]) -> None:
         """New processes, also for a queue that could not be served until now. They have so many seconds to import their
         handlers; if they cannot, the old ones stay."""
-        failed = f"queue {unit.spec.name!r} is not restarted"
+        failed = f"queue {queue.spec.name!r} is not restarted"
         if self._stopping:
             then(ForqError(f"{failed}: this supervisor is stopping"))
             return
 
         def restarted(error: ForqError | None) -> None:
             if error is None:
-                self._services.tell_served()
-            then(None if error is None else self._explained(failed, error, unit))
+                self._services.send_served()
+            then(None if error is None else self._explained(failed, error, queue))
 
         def imported(error: ForqError | None) -> None:
             if error is None:
-                self.open(unit, then)
+                self.open(queue, then)
             else:
                 restarted(error)
 
-        if unit.refused and not unit.on_trial:
-            unit.try_out(unit.spec, unit.options, seconds, imported)
+        if queue.refused and not queue.has_successors:
+            queue.start_successors(queue.spec, queue.options, seconds, imported)
         else:
-            unit.restart(seconds, restarted)
+            queue.restart(seconds, restarted)
 
-    def _explained(self, failed: str, error: ForqError, unit: QueueUnit) -> ForqError:
+    def _explained(self, failed: str, error: ForqError, queue: ServedQueue) -> ForqError:
         """What was not done, why, and who serves the queue all the same."""
         if self._stopping:
             return ForqError(f"{failed}: this supervisor is stopping")
-        if not self.serves(unit):
+        if not self.serves(queue):
             return UnknownQueue(f"{failed}: it was deleted meanwhile")
-        pid = unit.main_pid()
-        remains = "" if unit.opening else f"; its old process goes on (pid {pid})" if pid else "; nothing serves it now"
+        pid = queue.main_pid()
+        remains = (
+            "" if queue.opening else f"; its old process goes on (pid {pid})" if pid else "; nothing serves it now"
+        )
         if isinstance(error, CannotImport):
             return CannotImport(f"{failed}: {error}{remains}", error.traceback)
         return type(error)(f"{failed}: {error}{remains}")
 
-    def redefine(self, unit: QueueUnit, changes: Mapping[str, Value]) -> None:
+    def redefine(self, queue: ServedQueue, changes: Mapping[str, Value]) -> None:
         """Options that were changed while the queue is served."""
-        unit.spec = replace(unit.spec, options={**unit.spec.options, **changes})
-        unit.options = self._config.options_of(unit.spec)
+        queue.spec = replace(queue.spec, options={**queue.spec.options, **changes})
+        queue.options = self._config.options_of(queue.spec)
 
     def drop(self, name: str, then: Callable[[set[int]], None]) -> None:
         """Ends the queue's processes at once, with everything below them, and forgets its definition. `then` is told
         the pids of what could not be killed."""
-        unit = self.units.pop(name, None)
-        if unit is not None:
-            unit.abandon()
-        self._services.outputs.remove(name)
+        queue = self.by_name.pop(name, None)
+        if queue is not None:
+            queue.abandon()
+        self._services.output_pipes.remove(name)
         self._changed()
-        self._services.tell_served()
-        leaving = [other for other in (unit, *self._leaving) if other is not None and other.spec.name == name]
+        self._services.send_served()
+        leaving = [other for other in (queue, *self._leaving) if other is not None and other.spec.name == name]
         self._leaving.update(leaving)
         left = set(leaving)
 
-        def gone(one: QueueUnit) -> None:
+        def gone(one: ServedQueue) -> None:
             left.discard(one)
             self._leaving.discard(one)
             if not left:
@@ -370,25 +374,25 @@ class Queues:
 
     def gone(self, name: str, *, deleted: bool = False) -> None:
         """A child or pulse found that the queue is not in Redis any more: deleted elsewhere, or lost with its data."""
-        unit = self.units.get(name)
-        if unit is None or self._stopping or not unit.wanted:
+        queue = self.by_name.get(name)
+        if queue is None or self._stopping or not queue.wanted:
             return
         if deleted:
             log.warning("queue was deleted by another supervisor queue=%s", name)
             self.drop(name, lambda survivors: None)
         else:
             lost = UnknownQueue(f"queue {name!r} was deleted, or lost with its data")
-            unit.stop(lambda: self.open(unit, reopening=True), now=True, reason=lost)
+            queue.stop(lambda: self.open(queue, reopening=True), now=True, reason=lost)
 
     def suspects_wait(self, name: str, number: int) -> None:
-        unit = self.units.get(name)
-        if unit is not None and not self._stopping:
-            unit.suspects_wait(number)
+        queue = self.by_name.get(name)
+        if queue is not None and not self._stopping:
+            queue.suspects_wait(number)
 
     def fail_jobs_wait(self, name: str) -> None:
-        unit = self.units.get(name)
-        if unit is not None and not self._stopping:
-            unit.fail_jobs_wait()
+        queue = self.by_name.get(name)
+        if queue is not None and not self._stopping:
+            queue.fail_jobs_wait()
 
     def rejoin(self) -> None:
         """This processor has been evicted: its children end at once, and it starts afresh under a new name."""
@@ -406,35 +410,35 @@ class Queues:
         evicted = self._services.new_processor()
         self._rejoining = True
         log.error("this processor was removed from Redis, starting afresh processor=%s", evicted)
-        wanted = [unit for unit in self.units.values() if unit.wanted]
-        _stop_all({*wanted, *self.units.values(), *self._leaving}, lambda: self._restart(wanted, evicted), now=True)
+        wanted = [queue for queue in self.by_name.values() if queue.wanted]
+        _stop_all({*wanted, *self.by_name.values(), *self._leaving}, lambda: self._restart(wanted, evicted), now=True)
 
-    def _restart(self, units: list[QueueUnit], evicted: str) -> None:
-        self._services.pulse.restart(lambda: self._reopen(units, evicted))
+    def _restart(self, queues: list[ServedQueue], evicted: str) -> None:
+        self._services.pulse.restart(lambda: self._reopen(queues, evicted))
 
-    def _reopen(self, units: list[QueueUnit], evicted: str) -> None:
+    def _reopen(self, queues: list[ServedQueue], evicted: str) -> None:
         self._rejoining = False
-        self._services.evict(evicted, "evicted", list(self.units))
+        self._services.evict(evicted, "evicted", list(self.by_name))
         self._services.scribe.restart(lambda: None)
-        for unit in units:
-            self.open(unit, reopening=True)
+        for queue in queues:
+            self.open(queue, reopening=True)
 
     def stop(self, then: Callable[[], None], *, now: bool) -> None:
         """Ends all processes of all queues, in order or at once; `then` is called when they are gone."""
         self._stopping = True
-        _stop_all({*self.units.values(), *self._leaving}, then, now=now)
+        _stop_all({*self.by_name.values(), *self._leaving}, then, now=now)
 
 
-def _stop_all(units: set[QueueUnit], then: Callable[[], None], *, now: bool) -> None:
+def _stop_all(queues: set[ServedQueue], then: Callable[[], None], *, now: bool) -> None:
     """`then` is called once, when the processes of all of them are gone."""
-    left = set(units)
+    left = set(queues)
 
-    def one_stopped(unit: QueueUnit) -> None:
-        left.discard(unit)
+    def one_stopped(queue: ServedQueue) -> None:
+        left.discard(queue)
         if not left:
             then()
 
-    for unit in units:
-        unit.stop(partial(one_stopped, unit), now=now)
-    if not units:
+    for queue in queues:
+        queue.stop(partial(one_stopped, queue), now=now)
+    if not queues:
         then()

@@ -37,17 +37,17 @@ from forq.settings import AUTO_RELEASE, ON_REQUEST, OPTIONS, SHARED_MODES, parse
 from forq.supervisor.config import capacity_warning, check_size
 from forq.supervisor.control import Request
 from forq.supervisor.process import QueueProcess
-from forq.supervisor.queue import QueueUnit
+from forq.supervisor.queue import ServedQueue
 from forq.supervisor.queues import Queues
 from forq.supervisor.service import Service
-from forq.supervisor.status import Status
+from forq.supervisor.status import StatusVerb
 from forq.supervisor.supervisor import Supervisor
 from forq.values import check_job_id, check_queue_name, parse_duration, shown
 from forq.version import PROTOCOL, VERSION
 
 Verb = Callable[[Request], None]
 # request, verb of the clerk, its params, what to do with the answer or error
-AskForReader = Callable[[Request, str, dict[str, Any], Callable[[Any], None]], None]
+ForwardForReader = Callable[[Request, str, dict[str, Any], Callable[[Any], None]], None]
 
 # Of jobs they tell ids and identifiers; `job` tells more (without_data), `why` leaves out the messages of errors.
 READ_VERBS = ("status", "jobs", "job", "why", "ping", "version")
@@ -58,7 +58,7 @@ OPEN_KEYS = (
 OPEN_KEYS_OF_ATTEMPTS = ("started_at", "ended_at", "outcome", "cause", "peak_memory")
 
 
-def verbs_for_readers(table: Mapping[str, Verb], ask_clerk: AskForReader) -> dict[str, Verb]:
+def verbs_for_readers(table: Mapping[str, Verb], send: ForwardForReader) -> dict[str, Verb]:
     def job(request: Request) -> None:
         def answer(found: Any) -> None:
             if isinstance(found, ForqError):
@@ -66,7 +66,7 @@ def verbs_for_readers(table: Mapping[str, Verb], ask_clerk: AskForReader) -> dic
             else:
                 request.reply(without_data(found))
 
-        ask_clerk(request, "job", request.params, answer)
+        send(request, "job", request.params, answer)
 
     def why(request: Request) -> None:
         request.params["messages"] = False
@@ -105,7 +105,7 @@ def _refuse(request: Request) -> None:
     )
 
 
-class RunningJobs:
+class RunningJobVerbs:
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
 
@@ -114,10 +114,10 @@ class RunningJobs:
 
     def kill(self, request: Request) -> None:
         """Ends a running job; it is cancelled, or with `retry` given back uncounted."""
-        unit, job_id = self._queues.find(request.params.get("name")), check_job_id(request.params.get("id"))
-        found = unit.running_job(job_id)
+        queue, job_id = self._queues.find(request.params.get("name")), check_job_id(request.params.get("id"))
+        found = queue.running_job(job_id)
         if found is None:
-            raise UnknownJob(f"queue {unit.spec.name!r} runs no job {job_id!r} in a process of this supervisor")
+            raise UnknownJob(f"queue {queue.spec.name!r} runs no job {job_id!r} in a process of this supervisor")
         process, slot, word = found
         outcome = "interrupted" if request.params.get("retry") else "cancelled"
         process.condemn(slot, word, outcome, "killed")
@@ -172,17 +172,17 @@ def _read_dump(process: QueueProcess, dump: str) -> list[dict[str, Any]]:
 LONGEST_OPENING_SECONDS = 86400.0
 
 
-class AskClerk(Protocol):
+class ForwardToClerk(Protocol):
     def __call__(
         self, request: Request, verb: str, params: dict[str, Any], *, repeat: bool, patience_seconds: float
     ) -> None: ...
 
 
-class Releases:
-    """`ask`: how a request gets to the clerk and back, once its queue is there."""
+class ReleaseVerbs:
+    """`forward`: how a request gets to the clerk and back, once its queue is there."""
 
-    def __init__(self, ask: AskClerk, clerk: Service, now: Callable[[], float]) -> None:
-        self._ask = ask
+    def __init__(self, forward: ForwardToClerk, clerk: Service, now: Callable[[], float]) -> None:
+        self._forward = forward
         self._clerk = clerk
         self._now = now
 
@@ -205,7 +205,7 @@ class Releases:
             "fence": fence,
             "awaiter": check_job_id(request.params.get("awaiter"), "awaiter"),
         }
-        self._ask(request, "ack", params, repeat=True, patience_seconds=0.0)
+        self._forward(request, "ack", params, repeat=True, patience_seconds=0.0)
 
     def _wait(self, request: Request, mode: str, wait_seconds: float | None, lease_ms: int | None) -> None:
         name, wanted = check_queue_name(request.params.get("name")), request.params.get("id")
@@ -218,9 +218,9 @@ class Releases:
             "until": None if wait_seconds is None else self._now() + wait_seconds,
             "lease_ms": lease_ms,
         }
-        request.on_gone(lambda: self._clerk.ask("leave", {"name": name, "awaiter": awaiter}, repeat=True))
+        request.on_gone(lambda: self._clerk.request("leave", {"name": name, "awaiter": awaiter}, repeat=True))
         patience = LONGEST_OPENING_SECONDS if wait_seconds is None else min(wait_seconds, LONGEST_OPENING_SECONDS)
-        self._ask(request, "await", params, repeat=True, patience_seconds=patience)
+        self._forward(request, "await", params, repeat=True, patience_seconds=patience)
 
 
 def _seconds(request: Request, key: str) -> float | None:
@@ -250,8 +250,8 @@ class Verbs:
 
     def table(self) -> dict[str, Verb]:
         return {
-            "status": Status(self._supervisor).status,
-            **RunningJobs(self._queues).table(),
+            "status": StatusVerb(self._supervisor).status,
+            **RunningJobVerbs(self._queues).table(),
             "queue.create": self.create,
             "queue.delete": self.delete,
             "queue.pause": lambda request: self._pause(request, paused=True),
@@ -263,18 +263,20 @@ class Verbs:
             "ping": lambda request: request.reply({"pong": True, "pid": os.getpid()}),
             "version": lambda request: request.reply({"version": VERSION, "protocol": PROTOCOL}),
             "shutdown": self.shutdown,
-            **dict.fromkeys(("push", "push_many", "recover", "cancel", "remove", "job", "jobs"), self._pass_on),
+            **dict.fromkeys(("push", "push_many", "recover", "cancel", "remove", "job", "jobs"), self._forward),
             # Whose clerk dies meanwhile asks the next one.
-            "watch": lambda request: self._ask_clerk(request, "watch", request.params, repeat=True),
+            "watch": lambda request: self._forward_to_clerk(request, "watch", request.params, repeat=True),
             # Nothing of it is in Redis: it need not wait for that.
-            "logs": lambda request: self._clerk.ask("logs", request.params, _answer_to(request), repeat=True, raw=True),
-            **Releases(self._ask_clerk, self._clerk, self._supervisor.loop.now).table(),
-            **dict.fromkeys(("schedule", "schedules", "unschedule", "trigger"), self._pass_on),
-            **dict.fromkeys(("dead.list", "dead.show", "dead.retry", "dead.discard"), self._pass_on),
+            "logs": lambda request: self._clerk.request(
+                "logs", request.params, _answer_to(request), repeat=True, raw=True
+            ),
+            **ReleaseVerbs(self._forward_to_clerk, self._clerk, self._supervisor.loop.now).table(),
+            **dict.fromkeys(("schedule", "schedules", "unschedule", "trigger"), self._forward),
+            **dict.fromkeys(("dead.list", "dead.show", "dead.retry", "dead.discard"), self._forward),
         }
 
     def table_for_readers(self) -> dict[str, Verb]:
-        return verbs_for_readers(self.table(), self._ask_clerk)
+        return verbs_for_readers(self.table(), self._forward_to_clerk)
 
     def create(self, request: Request) -> None:
         params = dict(request.params)
@@ -282,9 +284,9 @@ class Verbs:
         seconds = _import_seconds(params.pop("wait", True))
         spec = QueueSpec.from_mapping(name, params, f"queue {name!r}", self._supervisor.config.mode)
         check_size(spec.options, self._supervisor.config.capacity, f"queue {name!r}")
-        unit = self._queues.units.get(name)
-        if unit is not None:
-            self._change(request, unit, spec, seconds)
+        queue = self._queues.by_name.get(name)
+        if queue is not None:
+            self._change(request, queue, spec, seconds)
             return
 
         def created(error: ForqError | None) -> None:
@@ -308,21 +310,21 @@ class Verbs:
         warning = capacity_warning(self._supervisor.config.options_of(spec), self._supervisor.config.capacity)
         return answer if warning is None else {**answer, "warnings": [f"queue {spec.name}: {warning}"]}
 
-    def _change(self, request: Request, unit: QueueUnit, spec: QueueSpec, seconds: float | None) -> None:
+    def _change(self, request: Request, queue: ServedQueue, spec: QueueSpec, seconds: float | None) -> None:
         """A queue of that name is served already: the same definition changes nothing, another one replaces it.
         One that cannot be served is tried once more."""
         name = spec.name
-        if unit.spec == spec:
-            if unit.opening:
+        if queue.spec == spec:
+            if queue.opening:
                 raise QueueExists(f"queue {name!r} is just being created; try again")
-            if unit.config_error is not None and seconds is not None:
-                self._restart(request, unit, seconds, self._warned(spec, {"name": name, "created": False}))
+            if queue.config_error is not None and seconds is not None:
+                self._restart(request, queue, seconds, self._warned(spec, {"name": name, "created": False}))
                 return
             request.reply(self._warned(spec, {"name": name, "created": False}))
             return
-        served = unit.config_error is None
-        if served and unit.spec.mode != spec.mode:
-            raise QueueExists(f"queue {name!r} exists with mode {unit.spec.mode!r}; a queue's mode never changes")
+        served = queue.config_error is None
+        if served and queue.spec.mode != spec.mode:
+            raise QueueExists(f"queue {name!r} exists with mode {queue.spec.mode!r}; a queue's mode never changes")
         if any(name == declared.name for declared in self._supervisor.config.queues):
             raise QueueExists(
                 f"queue {name!r} is defined in {self._supervisor.config.file}: change it there and restart"
@@ -335,9 +337,9 @@ class Verbs:
                 self._save(request, spec, {"name": name, "created": False})
 
         if served and spec.mode in SHARED_MODES:
-            self._queues.adopt(unit, spec, opened)
+            self._queues.adopt(queue, spec, opened)
         else:
-            self._queues.replace(unit, spec, seconds, opened)
+            self._queues.replace(queue, spec, seconds, opened)
 
     def delete(self, request: Request) -> None:
         name = check_queue_name(request.params.get("name"))
@@ -352,7 +354,7 @@ class Verbs:
             purge({"name": name, "dropped": jobs, "survivors": sorted(survivors)})
 
         def purge(done: dict[str, Any]) -> None:
-            self._clerk.ask("purge", {"name": name}, partial(purged, done))
+            self._clerk.request("purge", {"name": name}, partial(purged, done))
 
         def purged(done: dict[str, Any], answer: Any) -> None:
             """In slices, so that the clerk can answer others in between."""
@@ -363,16 +365,16 @@ class Verbs:
             else:
                 request.reply(done)
 
-        self._clerk.ask("delete", {"name": name, "force": bool(request.params.get("force"))}, deleted)
+        self._clerk.request("delete", {"name": name, "force": bool(request.params.get("force"))}, deleted)
 
     def drain(self, request: Request) -> None:
         """Answers when nothing waits or runs any more."""
-        unit = self._queues.find(request.params.get("name"))
-        name = unit.spec.name
-        unit.draining = True
+        queue = self._queues.find(request.params.get("name"))
+        name = queue.spec.name
+        queue.draining = True
 
         def ended() -> None:
-            unit.draining = False
+            queue.draining = False
 
         def counted(answer: Any) -> None:
             if isinstance(answer, ForqError) or answer[name] is None or request.gone:
@@ -385,7 +387,7 @@ class Verbs:
                 self._supervisor.loop.call_later(DRAIN_LOOK_SECONDS, look)
 
         def look() -> None:
-            self._clerk.ask("counts", {"names": [name]}, counted)
+            self._clerk.request("counts", {"names": [name]}, counted)
 
         look()
 
@@ -400,74 +402,74 @@ class Verbs:
         # Whether the queue's mode has them, and may change them, is for the clerk to say, who knows its mode.
         changes = parse_options(given, f"queue {name!r}")
         check_size(changes, self._supervisor.config.capacity, f"queue {name!r}")
-        unit = self._queues.units.get(name)
+        queue = self._queues.by_name.get(name)
 
         def changed(answer: Any) -> None:
             if isinstance(answer, ForqError):
                 request.fail(answer)
-            elif unit is None or self._queues.units.get(name) is not unit:
+            elif queue is None or self._queues.by_name.get(name) is not queue:
                 request.reply({"name": name, "set": changes})
             else:
-                self._queues.redefine(unit, changes)
+                self._queues.redefine(queue, changes)
                 declared = any(name == spec.name for spec in self._supervisor.config.queues)
-                if unit.found:
+                if queue.found:
                     request.reply({"name": name, "set": changes})
                 elif declared:
-                    request.reply(self._warned(unit.spec, {"name": name, "set": changes, "until": "restart"}))
+                    request.reply(self._warned(queue.spec, {"name": name, "set": changes, "until": "restart"}))
                 else:
-                    self._save(request, unit.spec, {"name": name, "set": changes})
+                    self._save(request, queue.spec, {"name": name, "set": changes})
 
-        self._clerk.ask("set", {"name": name, "options": changes}, changed)
+        self._clerk.request("set", {"name": name, "options": changes}, changed)
 
     def why(self, request: Request) -> None:
-        unit = self._queues.units.get(str(request.params.get("name")))
+        queue = self._queues.by_name.get(str(request.params.get("name")))
 
         def answer(found: Any) -> None:
             state = None if isinstance(found, ForqError) else found["state"]
             # What has ended, never was there or runs elsewhere does not wait for the queue to be served here.
             known = isinstance(found, UnknownJob | UsageError) or state in ("active", "done", "dead")
-            if not known and unit is not None and unit.config_error is not None:
-                trace = None if request.params.get("messages") is False else unit.traceback
-                reason = f"its queue cannot be served: {unit.config_error}"
+            if not known and queue is not None and queue.config_error is not None:
+                trace = None if request.params.get("messages") is False else queue.traceback
+                reason = f"its queue cannot be served: {queue.config_error}"
                 request.reply({"state": state, "why": reason, **({"traceback": trace} if trace else {})})
                 return
             if state == "waiting":
                 found["why"] = self._why_waiting(str(request.params.get("name")), found["why"])
             _answer_to(request)(found)
 
-        unresponsive = {} if unit is None else unit.unresponsive_workers()
-        self._ask_clerk(request, "why", {**request.params, "unresponsive": unresponsive}, answer)
+        unresponsive = {} if queue is None else queue.unresponsive_workers()
+        self._forward_to_clerk(request, "why", {**request.params, "unresponsive": unresponsive}, answer)
 
     def _why_waiting(self, name: str, in_redis: str) -> str:
         """What Redis knows of a job that waits, and what only its processes here can tell."""
-        unit = self._queues.units.get(name)
-        trouble = None if unit is None else unit.trouble()
+        queue = self._queues.by_name.get(name)
+        trouble = None if queue is None else queue.trouble()
         if trouble is not None:
             return f"on this supervisor {trouble}"
         seconds = self._queues.grants.waiting_seconds(f"{name} main")
         why = in_redis if seconds is None else f"{in_redis}; its queue has waited {seconds:.1f} s for capacity"
-        if unit is None or unit.restart_error is None:
+        if queue is None or queue.restart_error is None:
             return why
         return (
-            f"{why}; its queue runs older code since a restart failed: {unit.restart_error['message']} "
+            f"{why}; its queue runs older code since a restart failed: {queue.restart_error['message']} "
             f"(`forqctl status {name}` shows the traceback)"
         )
 
     def restart(self, request: Request) -> None:
-        unit = self._queues.find(request.params.get("name"))
+        queue = self._queues.find(request.params.get("name"))
         seconds = _import_seconds(request.params.get("wait", True))
         if seconds is None:
             raise UsageError("a restart waits for the import: the old process stays if it fails")
-        self._restart(request, unit, seconds, {"name": unit.spec.name})
+        self._restart(request, queue, seconds, {"name": queue.spec.name})
 
-    def _restart(self, request: Request, unit: QueueUnit, seconds: float, answer: dict[str, Any]) -> None:
+    def _restart(self, request: Request, queue: ServedQueue, seconds: float, answer: dict[str, Any]) -> None:
         def restarted(error: ForqError | None) -> None:
             if error is None:
                 request.reply(answer)
             else:
                 request.fail(error)
 
-        self._queues.restart(unit, seconds, restarted)
+        self._queues.restart(queue, seconds, restarted)
 
     def shutdown(self, request: Request) -> None:
         now = bool(request.params.get("now"))
@@ -479,17 +481,17 @@ class Verbs:
         name, reply = check_queue_name(request.params.get("name")), _answer_to(request)
 
         def answered(answer: Any) -> None:
-            if not paused and not isinstance(answer, ForqError) and name in self._queues.units:
+            if not paused and not isinstance(answer, ForqError) and name in self._queues.by_name:
                 # Suspects may have waited for this.
                 self._services.beat(name)
             reply(answer)
 
-        self._ask_clerk(request, "pause", {"name": name, "paused": paused}, answered)
+        self._forward_to_clerk(request, "pause", {"name": name, "paused": paused}, answered)
 
-    def _pass_on(self, request: Request) -> None:
-        self._ask_clerk(request, request.method, request.params)
+    def _forward(self, request: Request) -> None:
+        self._forward_to_clerk(request, request.method, request.params)
 
-    def _ask_clerk(
+    def _forward_to_clerk(
         self,
         request: Request,
         verb: str,
@@ -501,14 +503,14 @@ class Verbs:
     ) -> None:
         """Just after a start the request waits until its queue is there. Without `answer` the client gets what the
         clerk says, byte by byte."""
-        ask_clerk = partial(
-            self._clerk.ask, verb, params, answer or _answer_to(request), repeat=repeat, raw=answer is None
+        send = partial(
+            self._clerk.request, verb, params, answer or _answer_to(request), repeat=repeat, raw=answer is None
         )
-        unit = self._queues.units.get(str(params.get("name")))
-        if unit is None or not unit.opening:
-            ask_clerk()
+        queue = self._queues.by_name.get(str(params.get("name")))
+        if queue is None or not queue.opening:
+            send()
             return
-        name = unit.spec.name
+        name = queue.spec.name
 
         def late() -> None:
             if self._services.redis_state["ok"]:
@@ -519,13 +521,13 @@ class Verbs:
 
         timer = self._supervisor.loop.call_later(max(OPENING_SECONDS, patience_seconds), late)
 
-        def ask() -> None:
+        def opened() -> None:
             if not request.answered and not request.gone:
                 timer.cancel()
-                ask_clerk()
+                send()
 
         # If it is not opened, Redis knows best what there is of that name.
-        unit.when_opened(ask, otherwise=ask)
+        queue.when_opened(opened, otherwise=opened)
 
 
 def _import_seconds(wait: object) -> float | None:

@@ -33,20 +33,20 @@ def run(overrides: Mapping[str, object]) -> int:
     configure(waits=False)
     try:
         # Before anything is started that could take them for its own.
-        handed = systemd.take(os.environ, os.getpid())
+        systemd_input = systemd.take(os.environ, os.getpid())
         # Of a forq whose handler has started this one: what runs here is marked as ours, or not at all.
         os.environ.pop(orphans.VARIABLE, None)
         config = load(overrides, os.environ)
         configure(config.log_format, config.log_level, config.log_redact, waits=False)
         state = StateDir(config.state_dir, strict_modes=strict_modes(os.environ))
         state.lock(on_wait=lambda pids: log.warning("killing what an earlier run left behind pids=%s", pids))
-        return _serve(config, state, _specs(config, state), handed)
+        return _serve(config, state, _specs(config, state), systemd_input)
     except ForqError as exc:
         print(f"forq: {exc}", file=sys.stderr)
         return exc.exit_code
 
 
-def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: systemd.Handed) -> int:
+def _serve(config: Config, state: StateDir, specs: list[QueueSpec], systemd_input: systemd.SystemdInput) -> int:
     become_subreaper()
     # The watchdog's SIGABRT then says where the loop hung.
     faulthandler.enable()
@@ -55,7 +55,7 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: syst
     for handler in logging.root.handlers:
         if isinstance(handler, Stderr):
             handler.attach(loop)
-    listener = systemd.control_listener(handed)
+    listener = systemd.control_listener(systemd_input)
     if listener is not None:
         # Where systemd listens is where our own processes have to ask.
         config = replace(config, socket=Path(listener.getsockname()))
@@ -79,7 +79,7 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], handed: syst
     log.info(
         "serving queues=%s socket=%s redis=%s", len(specs), control.path, supervisor.services.status_of_redis()["url"]
     )
-    loop.run(systemd.Notifier(handed, supervisor).after_pass)
+    loop.run(systemd.Notifier(systemd_input, supervisor).after_pass)
     control.close()
     supervisor.close()
     log.info("stopped")

@@ -27,7 +27,7 @@ from forq.procs import jsonrpc, liveness
 from forq.procs.cgroups import Exceeded, Resources
 from forq.procs.loop import Timer
 from forq.supervisor import embedded
-from forq.supervisor.child import Child, Exit, Nursery, Spawned, exec_program, reap, signal_child
+from forq.supervisor.child import Child, ChildTable, Exit, ProcessHandle, exec_program, reap, signal_child
 from forq.supervisor.pacing import Respawn
 
 log = logging.getLogger("forq")
@@ -40,7 +40,7 @@ PING = jsonrpc.notification("ping")
 Answer = Callable[[Any], None]
 
 
-class _Asked(NamedTuple):
+class _PendingRequest(NamedTuple):
     method: str
     params: dict[str, Any]
     answer: Answer | None
@@ -53,7 +53,7 @@ class Service:
 
     def __init__(
         self,
-        nursery: Nursery,
+        children: ChildTable,
         name: str,
         run: Callable[[socket.socket], int],
         *,
@@ -75,7 +75,7 @@ class Service:
         self.resumed = 0
         self._liveness = liveness.Liveness()
         self._pinged_ns = 0
-        self._nursery = nursery
+        self._children = children
         self._run = run
         self._keep_fds = keep_fds
         self._on_event = on_event
@@ -84,7 +84,7 @@ class Service:
         self.needed = needed
         self._respawn = Respawn()
         self._ids = count(1)
-        self._pending: dict[int, _Asked] = {}
+        self._pending: dict[int, _PendingRequest] = {}
         self._stopped = False
         self._then: Callable[[], None] | None = None
         self._timer: Timer | None = None
@@ -97,7 +97,7 @@ class Service:
         self._pinged_ns, self.unanswered_seconds, self.resumed = time.monotonic_ns(), 0.0, 0
         try:
             self.child = Child(
-                self._nursery,
+                self._children,
                 self.name,
                 self._run_watched,
                 keep_fds=self._keep_fds,
@@ -111,11 +111,11 @@ class Service:
             return
         unanswered, self._pending = self._pending, {}
         for asked in unanswered.values():
-            self._ask(asked)
+            self._send(asked)
         if self._on_start is not None:
             self._on_start()
 
-    def ask(
+    def request(
         self,
         method: str,
         params: dict[str, Any],
@@ -125,9 +125,9 @@ class Service:
         raw: bool = False,
     ) -> None:
         """With `raw` the result is passed on as the bytes in which it comes (jsonrpc.RawResult)."""
-        self._ask(_Asked(method, params, answer, repeat, raw))
+        self._send(_PendingRequest(method, params, answer, repeat, raw))
 
-    def _ask(self, asked: _Asked) -> None:
+    def _send(self, asked: _PendingRequest) -> None:
         number = next(self._ids)
         self._pending[number] = asked
         if self.child is not None:
@@ -212,7 +212,7 @@ class Service:
         self._start_later(lived)
 
     def _start_later(self, lived_seconds: float) -> None:
-        loop = self._nursery.loop
+        loop = self._children.loop
         delay = self._respawn.delay_after_death(lived_seconds)
         self._timer = loop.call_later(delay, lambda: None if self._stopped else self.start())
 
@@ -220,12 +220,12 @@ class Service:
 STOP_SECONDS = 10.0
 
 
-class RedisChild:
-    def __init__(self, nursery: Nursery, argv: list[str]) -> None:
+class EmbeddedRedis:
+    def __init__(self, children: ChildTable, argv: list[str]) -> None:
         self.restarts = 0
-        self._nursery = nursery
+        self._children = children
         self._argv = argv
-        self._spawned: Spawned | None = None
+        self._spawned: ProcessHandle | None = None
         self._respawn = Respawn()
         self._started = 0.0
         self._stopped: Callable[[], None] | None = None
@@ -237,20 +237,20 @@ class RedisChild:
     def start(self) -> None:
         try:
             # It dies with the supervisor, in order: TERM makes it write what it has.
-            with self._nursery.pids.forking():
+            with self._children.pids.forking():
                 self._spawned = exec_program(
                     self._argv,
-                    loop=self._nursery.loop,
-                    keep_fds=self._nursery.keep_fds,
+                    loop=self._children.loop,
+                    keep_fds=self._children.keep_fds,
                     env=embedded.environment(),
                     death_signal=signal.SIGTERM,
                 )
-                self._nursery.pids.add(self._spawned.pid)
+                self._children.pids.add(self._spawned.pid)
         except OSError as exc:
             self._start_later(0.0, f"cannot start it: {exc}")
             return
-        self._started = self._nursery.loop.now()
-        self._nursery.loop.watch_child(self._spawned.pidfd, self._ended)
+        self._started = self._children.loop.now()
+        self._children.loop.watch_child(self._spawned.pidfd, self._ended)
 
     def stop(self, then: Callable[[], None]) -> None:
         self._stopped = then
@@ -258,7 +258,7 @@ class RedisChild:
             then()
             return
         signal_child(self._spawned, signal.SIGTERM)
-        self._nursery.loop.call_later(STOP_SECONDS, self.kill)
+        self._children.loop.call_later(STOP_SECONDS, self.kill)
 
     def kill(self) -> None:
         if self._spawned is not None:
@@ -267,17 +267,17 @@ class RedisChild:
     def _ended(self) -> None:
         assert self._spawned is not None
         ended = reap(self._spawned)
-        self._nursery.pids.discard(self._spawned.pid)
+        self._children.pids.discard(self._spawned.pid)
         self._spawned.close()
         self._spawned = None
         if self._stopped is not None:
             self._stopped()
             return
         self.restarts += 1
-        self._start_later(self._nursery.loop.now() - self._started, "unknown" if ended is None else ended.text)
+        self._start_later(self._children.loop.now() - self._started, "unknown" if ended is None else ended.text)
 
     def _start_later(self, lived_seconds: float, reason: str) -> None:
-        loop = self._nursery.loop
+        loop = self._children.loop
         delay = self._respawn.delay_after_death(lived_seconds)
         log.error(
             "embedded redis died (see redis/server.log in the state directory) end=%s again_in=%.2fs", reason, delay
@@ -285,7 +285,7 @@ class RedisChild:
         loop.call_later(delay, lambda: None if self._stopped else self.start())
 
 
-class Restrained(Protocol):
+class LimitedProcess(Protocol):
     """A process of a queue, as the watch knows it."""
 
     slots: tuple[int, ...]
@@ -297,21 +297,23 @@ class Restrained(Protocol):
     def exceed(self, how: Exceeded) -> None: ...
 
 
-class ResourceWatch:
+class WardenClient:
     def __init__(self, make_warden: Callable[..., Service]) -> None:
-        self._warden = make_warden(on_event=self._heard, on_start=self._tell, needed=lambda: bool(self._watched))
+        self._warden = make_warden(
+            on_event=self._on_event, on_start=self._send_watched, needed=lambda: bool(self._watched)
+        )
         self._started = False
         self._keys = count(1)
-        self._watched: dict[int, Restrained] = {}
+        self._watched: dict[int, LimitedProcess] = {}
 
     @property
     def services(self) -> tuple[Service, ...]:
         return (self._warden,) if self._started else ()
 
-    def add(self, process: Restrained) -> None:
+    def add(self, process: LimitedProcess) -> None:
         self._watched[next(self._keys)] = process
         if self._started:
-            self._tell()
+            self._send_watched()
         else:
             self._start()
 
@@ -319,23 +321,23 @@ class ResourceWatch:
         self._started = True
         self._warden.start()
 
-    def ask(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> bool:
+    def request(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> bool:
         """False: there is no warden to ask at this moment."""
         if not self._started:
             self._start()
         if self._warden.child is None or self._warden.child.stopping:
             return False
-        self._warden.ask(verb, params, answer)
+        self._warden.request(verb, params, answer)
         return True
 
-    def remove(self, process: Restrained) -> None:
+    def remove(self, process: LimitedProcess) -> None:
         keys = [key for key, watched in self._watched.items() if watched is process]
         for key in keys:
             del self._watched[key]
         if keys:
-            self._tell()
+            self._send_watched()
 
-    def _tell(self) -> None:
+    def _send_watched(self) -> None:
         processes = [
             {
                 "key": key,
@@ -346,16 +348,16 @@ class ResourceWatch:
             }
             for key, process in self._watched.items()
         ]
-        self._warden.ask("watch", {"processes": processes})
+        self._warden.request("watch", {"processes": processes})
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _on_event(self, message: dict[str, Any]) -> None:
         process = self._watched.get(message["key"])
         # It may have ended on its own meanwhile.
         if process is not None:
             process.exceed(Exceeded(message["cause"], message["peak"]))
 
 
-class Outputs:
+class OutputPipes:
     def __init__(self, logs_dir: Path) -> None:
         self._logs_dir = logs_dir
         self._directory = str(logs_dir)

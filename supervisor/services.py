@@ -20,9 +20,9 @@ from forq.queue_spec import QueueSpec
 from forq.redis_url import shown_url
 from forq.settings import Value
 from forq.supervisor import embedded, entry_points
-from forq.supervisor.child import Nursery
-from forq.supervisor.config import BridgePlace, Config
-from forq.supervisor.service import Outputs, RedisChild, ResourceWatch, Service
+from forq.supervisor.child import ChildTable
+from forq.supervisor.config import BridgeConfig, Config
+from forq.supervisor.service import EmbeddedRedis, OutputPipes, Service, WardenClient
 from forq.supervisor.statedir import StateDir, new_processor_name
 from forq.supervisor.unresponsive import ServiceWatch
 
@@ -31,7 +31,7 @@ OFFER_AGAIN_SECONDS = 1.0
 # How soon the name of this run is written once more after that has failed.
 SAVE_AGAIN_SECONDS = 5.0
 # Pulse, scribe and logger are told of all queues at once, and look at each: with a thousand of them once a second.
-TELL_SECONDS_PER_QUEUE = 0.001
+SERVE_SECONDS_PER_QUEUE = 0.001
 # How long a stop waits for the logger to read what was written last.
 LAST_OUTPUT_SECONDS = 1.0
 
@@ -64,8 +64,8 @@ class Services:
         # Whether the clerk is giving Redis functions; None before the first time.
         self._offering: bool | None = None
         self._offer_missed = False
-        self._telling: Timer | None = None
-        self._told_at = float("-inf")
+        self._serve_timer: Timer | None = None
+        self._served_at = float("-inf")
         self.scoreboard = Scoreboard.create()
         # Opened here and kept, so that a metrics process that dies does not lose the address.
         self._metrics_listener = None if config.metrics is None else config.metrics.open(config.control_group)
@@ -74,22 +74,22 @@ class Services:
         self._delegation = None if self._cgroups is None else Delegation(self._cgroups)
         if self._delegation is not None:
             self._delegation.begin()
-        self.nursery = Nursery(loop, (state.tree_lock_fd, self._watch_fd), self._cgroups, tree_mark=state.tree_mark)
+        self.children = ChildTable(loop, (state.tree_lock_fd, self._watch_fd), self._cgroups, tree_mark=state.tree_mark)
         processor, self.predecessor = state.take_processor()
         self.redis = self._redis_child() if config.redis is None else None
         self.context = self._context(processor)
-        self.outputs = Outputs(self.context.logs_dir)
+        self.output_pipes = OutputPipes(self.context.logs_dir)
         self.watch = ServiceWatch(loop, lambda: self.all)
         self.pulse = self._service(
-            "pulse", entry_points.run_pulse, on_event=self._pulse_event, on_start=self.tell_served
+            "pulse", entry_points.run_pulse, on_event=self._pulse_event, on_start=self.send_served
         )
         self.scribe = self._service(
             "scribe", entry_points.run_scribe, on_event=self._scribe_event, on_start=self._scribe_started
         )
         self.clerk = self._service("clerk", entry_points.run_clerk)
-        self.logger = self._service("logger", entry_points.run_logger, on_start=self._tell_logger)
-        self.resource_watch = ResourceWatch(partial(self._service, "warden", entry_points.run_warden))
-        self.nursery.ask_warden = self.resource_watch.ask
+        self.logger = self._service("logger", entry_points.run_logger, on_start=self._send_logger)
+        self.warden = WardenClient(partial(self._service, "warden", entry_points.run_warden))
+        self.children.request_warden = self.warden.request
         self.bridges = tuple(
             self._service(f"bridge {place.listen}", partial(self._run_bridge, place)) for place in config.bridges
         )
@@ -109,7 +109,7 @@ class Services:
             scoreboard=self.scoreboard,
             tallies=None if config.metrics is None else Tallies(),
             watch_fd=self._watch_fd,
-            own_pids=self.nursery.pids,
+            own_pids=self.children.pids,
             cgroups=self._cgroups,
             tree_lock_fd=state.tree_lock_fd,
             tree_mark=state.tree_mark,
@@ -132,13 +132,13 @@ class Services:
     def all(self) -> tuple[Service, ...]:
         return (
             *(self.pulse, self.scribe, self.clerk, self.logger),
-            *(*self.bridges, *self.metrics, *self.resource_watch.services),
+            *(*self.bridges, *self.metrics, *self.warden.services),
         )
 
     def start(self) -> None:
         if self.redis is not None:
             self.redis.start()
-        self.nursery.watch_stops()
+        self.children.watch_stops()
         for service in self.all:
             service.start()
         self.watch.start()
@@ -158,7 +158,7 @@ class Services:
         for service in self.all:
             if service is not self.logger:
                 service.kill()
-        self.logger.ask("drain", {}, lambda answer: stopped("logger"))
+        self.logger.request("drain", {}, lambda answer: stopped("logger"))
         self._loop.call_later(LAST_OUTPUT_SECONDS, lambda: stopped("logger"))
         if self.redis is not None:
             self.redis.stop(lambda: stopped("redis"))
@@ -208,56 +208,56 @@ class Services:
         )
 
     def recover(self, params: dict[str, Any], then: Callable[[], None]) -> None:
-        self._insist("recover", params | {"output": self.outputs.directory(params["queue"])}, then)
+        self._request_until_done("recover", params | {"output": self.output_pipes.directory(params["queue"])}, then)
 
     def evict(self, processor: str, cause: str, queues: list[str]) -> None:
         """Takes a processor that is gone out of every queue, at once and not after its expiry."""
-        self._insist("evict", {"processor": processor, "cause": cause, "queues": queues}, lambda: None)
+        self._request_until_done("evict", {"processor": processor, "cause": cause, "queues": queues}, lambda: None)
 
     def beat(self, queue: str) -> None:
         """Pulse sends a heartbeat of this queue now: it says so if Redis does not know this processor any more, and how
         many jobs wait for a process of their own."""
-        self.pulse.ask("beat", {"queues": [queue]})
+        self.pulse.request("beat", {"queues": [queue]})
 
-    def _insist(self, verb: str, params: dict[str, Any], then: Callable[[], None]) -> None:
+    def _request_until_done(self, verb: str, params: dict[str, Any], then: Callable[[], None]) -> None:
         """Asks pulse until Redis has taken it."""
         self.unrecovered += 1
 
         def done(answer: Any) -> None:
             if isinstance(answer, RedisUnavailable):
-                self._loop.call_later(RETRY_SECONDS, ask)
+                self._loop.call_later(RETRY_SECONDS, send)
                 return
             if isinstance(answer, ForqError):
                 log.error("pulse was refused verb=%s error=%s", verb, answer)
             self.unrecovered -= 1
             then()
 
-        def ask() -> None:
-            self.pulse.ask(verb, params, done, repeat=True)
+        def send() -> None:
+            self.pulse.request(verb, params, done, repeat=True)
 
-        ask()
+        send()
 
-    def tell_served(self) -> None:
+    def send_served(self) -> None:
         """At the end of this pass, if that was not done lately: to tell of all queues for each of a thousand that start
         would be a million names."""
-        if self._telling is None:
-            wait_seconds = self._told_at + TELL_SECONDS_PER_QUEUE * len(self.outputs.names) - self._loop.now()
-            self._telling = self._loop.call_later(max(0.0, wait_seconds), self._tell_served)
+        if self._serve_timer is None:
+            wait_seconds = self._served_at + SERVE_SECONDS_PER_QUEUE * len(self.output_pipes.names) - self._loop.now()
+            self._serve_timer = self._loop.call_later(max(0.0, wait_seconds), self._send_served)
 
-    def serve_first(self, queue: str, *, with_fail_queue: bool, then: Callable[[], None]) -> None:
+    def serve_new(self, queue: str, *, with_fail_queue: bool, then: Callable[[], None]) -> None:
         """When `then` is called pulse hears of this queue's times; or it has died, and its successor is told of all."""
-        self.pulse.ask("serve_also", {"queue": queue, "with_fail_queue": with_fail_queue}, lambda answer: then())
+        self.pulse.request("serve_also", {"queue": queue, "with_fail_queue": with_fail_queue}, lambda answer: then())
 
-    def _tell_served(self) -> None:
-        self._telling, self._told_at = None, self._loop.now()
+    def _send_served(self) -> None:
+        self._serve_timer, self._served_at = None, self._loop.now()
         queues, failing = self._served()
         for service in (self.pulse, self.scribe):
-            service.ask("serve", {"queues": queues, "with_fail_queue": failing})
-        self._tell_logger()
+            service.request("serve", {"queues": queues, "with_fail_queue": failing})
+        self._send_logger()
 
-    def _tell_logger(self) -> None:
+    def _send_logger(self) -> None:
         """Of all queues that have processes, or had: also of those whose handler cannot be imported."""
-        self.logger.ask("serve", {"queues": self.outputs.names})
+        self.logger.request("serve", {"queues": self.output_pipes.names})
 
     def status_of_redis(self) -> dict[str, Any]:
         return {"url": shown_url(self.redis_url), "embedded": self.redis is not None, **self.redis_state}
@@ -276,7 +276,7 @@ class Services:
             elif self._offer_missed:
                 self.offer()
 
-        self.clerk.ask("offer", {}, offered)
+        self.clerk.request("offer", {}, offered)
 
     def _offer_again(self) -> None:
         """Not before the first time, which is when all else is done; and once more after an offer that is under way."""
@@ -287,7 +287,7 @@ class Services:
 
     def _scribe_started(self) -> None:
         self.failed_log_errors.clear()
-        self.tell_served()
+        self.send_served()
 
     def _scribe_event(self, message: dict[str, Any]) -> None:
         if message["error"] is None:
@@ -303,12 +303,12 @@ class Services:
         else:
             self._on_pulse(message)
 
-    def _redis_child(self) -> RedisChild:
+    def _redis_child(self) -> EmbeddedRedis:
         program = embedded.find_server(self._config.embedded_server)
         self._state.make_redis_dir()
-        return RedisChild(self.nursery, embedded.command(program, self._state))
+        return EmbeddedRedis(self.children, embedded.command(program, self._state))
 
-    def child(
+    def child_main(
         self, name: str, spec: QueueSpec, options: Mapping[str, Value], role: Role, slots: tuple[int, ...], held: bool
     ) -> Callable[[socket.socket], int]:
         """What the process of a queue is to run. All that can be prepared is, here in the parent: what a child does not
@@ -320,14 +320,16 @@ class Services:
             options=options,
             role=role,
             slots=slots,
-            output=self.outputs.directory(spec.name),
+            output=self.output_pipes.directory(spec.name),
             held=held,
         )
         return partial(entry_points.run_child, settings)
 
     def _service(self, name: str, run: Callable[..., int], **how: Any) -> Service:
         """One that gets the context as it is at its start."""
-        return Service(self.nursery, name, lambda leash: run(self.context, leash), on_stop=self.watch.look_soon, **how)
+        return Service(
+            self.children, name, lambda leash: run(self.context, leash), on_stop=self.watch.check_soon, **how
+        )
 
     def _metrics_service(self, listener: socket.socket) -> Service:
         def run(context: Context, leash: socket.socket) -> int:
@@ -335,7 +337,7 @@ class Services:
 
         return self._service("metrics", run, keep_fds=(listener.fileno(),))
 
-    def _run_bridge(self, place: BridgePlace, context: Context, leash: socket.socket) -> int:
+    def _run_bridge(self, place: BridgeConfig, context: Context, leash: socket.socket) -> int:
         return entry_points.run_bridge(
             entry_points.BridgeSettings(
                 url=context.url,

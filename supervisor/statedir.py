@@ -35,7 +35,7 @@ SAFE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
-class EarlierRun:
+class PreviousRun:
     """The last incarnation that used this directory. `doubt`: why the locks do not prove that it is gone, or ""."""
 
     name: str
@@ -112,7 +112,7 @@ class StateDir:
                 os.close(fd)
         self._supervisor_fd = self._tree_fd = None
 
-    def take_processor(self) -> tuple[str, EarlierRun | None]:
+    def take_processor(self) -> tuple[str, PreviousRun | None]:
         """A new name for this incarnation, and its predecessor, or None when there was none."""
         path = self.path / "processor"
         try:
@@ -122,7 +122,7 @@ class StateDir:
         doubt = _doubt(told, _place(self.tree_lock_fd))
         own = new_processor_name()
         self.save_processor(own)
-        return own, EarlierRun(name, doubt) if name else None
+        return own, PreviousRun(name, doubt) if name else None
 
     def save_processor(self, name: str) -> None:
         """Raises ForqError when it cannot be written."""

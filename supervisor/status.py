@@ -6,7 +6,7 @@ from typing import Any
 
 from forq.errors import ForqError, TimedOut, UnknownQueue, UsageError
 from forq.supervisor.control import Request
-from forq.supervisor.queue import QueueUnit
+from forq.supervisor.queue import ServedQueue
 from forq.supervisor.supervisor import Supervisor
 from forq.values import check_queue_name
 from forq.version import VERSION
@@ -35,8 +35,8 @@ COUNTS = (
 )
 
 
-def _restart_error(unit: QueueUnit, *, traces: bool) -> dict[str, Any] | None:
-    error = unit.restart_error
+def _restart_error(queue: ServedQueue, *, traces: bool) -> dict[str, Any] | None:
+    error = queue.restart_error
     return error if error is None or traces else {**error, "traceback": None}
 
 
@@ -56,7 +56,7 @@ def _describe_other(name: str, counts: dict[str, Any], *, unserved: bool, items:
     }
 
 
-class Status:
+class StatusVerb:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._queues = supervisor.queues
@@ -67,7 +67,7 @@ class Status:
         wanted = request.params.get("names") or []
         if not isinstance(wanted, list):
             raise UsageError("names is a list of queue names")
-        served = sorted(self._queues.units)
+        served = sorted(self._queues.by_name)
         others = [name for name in wanted if check_queue_name(name) not in served]
         if others and request.params.get("counts") is False:
             raise UnknownQueue(f"this supervisor serves no queue {others[0]!r}")
@@ -111,7 +111,7 @@ class Status:
         if request.params.get("counts") is False:
             answer({"counts": {}, "unserved": []})
         elif self._services.redis_state["ok"]:
-            self._clerk.ask("overview", {"names": wanted, "served": served}, answer)
+            self._clerk.request("overview", {"names": wanted, "served": served}, answer)
         else:
             answer(ForqError(self._services.redis_state["error"] or "not reached yet"))
 
@@ -124,22 +124,22 @@ class Status:
                 child["pss_bytes"] = None if isinstance(memory, ForqError) else memory.get(str(child["pid"]))
             then(described)
 
-        self._clerk.ask("memory", {"pids": [child["pid"] for child in children if child["pid"]]}, read)
+        self._clerk.request("memory", {"pids": [child["pid"] for child in children if child["pid"]]}, read)
 
     def _describe(self, name: str, counts: dict[str, Any] | None, *, items: bool, traces: bool) -> dict[str, Any]:
-        unit = self._queues.units.get(name)
-        state = unit.state if unit is not None else "stopped"
+        queue = self._queues.by_name.get(name)
+        state = queue.state if queue is not None else "stopped"
         if state in ("running", "starting", "draining") and counts is not None and counts["paused"]:
             state = "paused"
         described = {
             "name": name,
-            "mode": unit.spec.mode if unit is not None else None,
+            "mode": queue.spec.mode if queue is not None else None,
             "state": state,
-            "reason": unit.config_error if unit is not None else None,
-            "traceback": unit.traceback if unit is not None and traces else None,
-            "restart_error": None if unit is None else _restart_error(unit, traces=traces),
+            "reason": queue.config_error if queue is not None else None,
+            "traceback": queue.traceback if queue is not None and traces else None,
+            "restart_error": None if queue is None else _restart_error(queue, traces=traces),
             **{key: None if counts is None else counts[key] for key in COUNTS},
-            "children": unit.describe_children() if unit is not None else [],
+            "children": queue.describe_children() if queue is not None else [],
         }
         if items:
             described["items"] = None if counts is None else counts.get("items")

@@ -57,7 +57,7 @@ class Supervisor:
     def stop(self, *, now: bool = False) -> None:
         """Ends everything in order, or at once."""
         if not self.stopping:
-            log.info("stopping queues=%s", len(self.queues.units))
+            log.info("stopping queues=%s", len(self.queues.by_name))
         self.stopping = True
         self.queues.stop(self._stop_services, now=now)
 
@@ -72,7 +72,7 @@ class Supervisor:
         """Whether what it was told to serve is served, or cannot be."""
         if self.loop.now() - self.started >= READY_SECONDS:
             return True
-        opening = (unit.opening and not unit.on_trial for unit in self.queues.units.values())
+        opening = (queue.opening and not queue.has_successors for queue in self.queues.by_name.values())
         return bool(self.services.redis_state["ok"]) and not any(opening)
 
     def stop_seconds(self) -> float:
@@ -108,7 +108,7 @@ class Supervisor:
                 # Last: nothing here waits for it.
                 self.services.offer()
 
-        self.services.clerk.ask("check", {}, checked)
+        self.services.clerk.request("check", {}, checked)
 
     def _stop_services(self) -> None:
         """All children of queues are gone; pulse still has to hand back what they held."""
@@ -121,7 +121,7 @@ class Supervisor:
             else:
                 services.stop(self.loop.stop)
 
-        services.evict(services.processor, "stopped", list(self.queues.units))
+        services.evict(services.processor, "stopped", list(self.queues.by_name))
         when_recovered()
 
     def _pulse_event(self, message: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class Supervisor:
         elif message["event"] == "queue_half":
             self._mend(message["queue"])
         elif message["event"] == "silent":
-            self.queues.challenge(message["slots"], unread=message["unread"])
+            self.queues.probe(message["slots"], unread=message["unread"])
         elif message["event"] == "evicted":
             self.queues.rejoin()
         elif message["event"] == "suspects":
@@ -148,7 +148,7 @@ class Supervisor:
 
         def mended(answer: Any) -> None:
             if not isinstance(answer, ForqError) and answer["more"]:
-                self.services.clerk.ask("mend", {"name": name}, mended)
+                self.services.clerk.request("mend", {"name": name}, mended)
                 return
             self._mending.discard(name)
             if isinstance(answer, ForqError):
@@ -156,7 +156,7 @@ class Supervisor:
 
         log.info("mending a queue that was left half made or half deleted queue=%s", name)
         self._mending.add(name)
-        self.services.clerk.ask("mend", {"name": name}, mended)
+        self.services.clerk.request("mend", {"name": name}, mended)
 
     def _changed(self) -> None:
         """The title follows soon, however many things change at once."""
@@ -166,12 +166,12 @@ class Supervisor:
     def _show_title(self) -> None:
         self._title_timer = None
         setproctitle(f"forq: supervisor ({', '.join(self._counts())})")
-        if any(unit.state == "flapping" for unit in self.queues.units.values()):
+        if any(queue.state == "flapping" for queue in self.queues.by_name.values()):
             # It ends by itself.
             self._title_timer = self.loop.call_later(FLAPPING_LOOK_SECONDS, self._show_title)
 
     def _counts(self) -> list[str]:
-        states = [unit.state for unit in self.queues.units.values()]
+        states = [queue.state for queue in self.queues.by_name.values()]
         troubles = [f"{states.count(state)} {state}" for state in ("flapping", "config_error") if state in states]
         return [f"{len(states)} queues", *troubles]
 

@@ -32,7 +32,7 @@ log = logging.getLogger("forq")
 
 
 @dataclass(frozen=True)
-class Handed:
+class SystemdInput:
     """What systemd gave this process: `fds` are its listening sockets, as (descriptor, name)."""
 
     notify_socket: str | None
@@ -40,7 +40,7 @@ class Handed:
     fds: tuple[tuple[int, str], ...]
 
 
-class Subject(Protocol):
+class NotifySource(Protocol):
     """What is told of: the supervisor."""
 
     @property
@@ -58,22 +58,22 @@ class Subject(Protocol):
         ...
 
 
-def take(environ: MutableMapping[str, str], pid: int) -> Handed:
+def take(environ: MutableMapping[str, str], pid: int) -> SystemdInput:
     """Takes systemd's variables out of the environment. Those that name another process are not for us."""
     given = {name: environ.pop(name, "") for name in VARIABLES}
     for_us = given["LISTEN_PID"] == str(pid)
     usec = _number("WATCHDOG_USEC", given["WATCHDOG_USEC"]) if given["WATCHDOG_PID"] in ("", str(pid)) else 0
-    return Handed(
+    return SystemdInput(
         notify_socket=given["NOTIFY_SOCKET"] or None,
         watchdog_seconds=usec / 1e6 if usec else None,
         fds=_fds(_number("LISTEN_FDS", given["LISTEN_FDS"]), given["LISTEN_FDNAMES"]) if for_us else (),
     )
 
 
-def control_listener(handed: Handed) -> socket.socket | None:
+def control_listener(systemd_input: SystemdInput) -> socket.socket | None:
     """The listening socket for control, if systemd has one for us: the one of that name, or the only one."""
-    named = [fd for fd, name in handed.fds if name == CONTROL_NAME]
-    wanted = named or [fd for fd, _ in handed.fds]
+    named = [fd for fd, name in systemd_input.fds if name == CONTROL_NAME]
+    wanted = named or [fd for fd, _ in systemd_input.fds]
     if not wanted:
         return None
     if len(wanted) > 1:
@@ -95,16 +95,20 @@ def control_listener(handed: Handed) -> socket.socket | None:
 
 
 class Notifier:
-    def __init__(self, handed: Handed, subject: Subject, now: Callable[[], float] = time.monotonic) -> None:
-        self._address = _address(handed.notify_socket)
-        self._feed_seconds = handed.watchdog_seconds / 2 if handed.watchdog_seconds and self._address else None
+    def __init__(
+        self, systemd_input: SystemdInput, subject: NotifySource, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._address = _address(systemd_input.notify_socket)
+        self._feed_seconds = (
+            systemd_input.watchdog_seconds / 2 if systemd_input.watchdog_seconds and self._address else None
+        )
         self._subject = subject
         self._now = now
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         # What systemd has yet to be told; a later value replaces one that could not be sent.
         self._unsent: dict[str, str] = {}
-        self._told_ready = self._told_stopping = False
-        self._told_summary = ""
+        self._sent_ready = self._sent_stopping = False
+        self._sent_summary = ""
         self._next_feed = self._next_look = now()
         self._complained = False
 
@@ -127,13 +131,13 @@ class Notifier:
 
     def _note_state(self) -> None:
         """A change of state is told with its own line, at once."""
-        if self._subject.stopping and not self._told_stopping:
-            self._told_stopping = True
+        if self._subject.stopping and not self._sent_stopping:
+            self._sent_stopping = True
             # A queue's stop_grace may be longer than the unit's TimeoutStopSec.
             extend_usec = round(self._subject.stop_seconds() * 1e6)
             self._unsent |= {"STOPPING": "1", "EXTEND_TIMEOUT_USEC": str(extend_usec)}
-        elif not self._told_ready and not self._told_stopping and self._subject.ready:
-            self._told_ready = True
+        elif not self._sent_ready and not self._sent_stopping and self._subject.ready:
+            self._sent_ready = True
             self._unsent["READY"] = "1"
         else:
             return
@@ -141,8 +145,8 @@ class Notifier:
 
     def _note_summary(self) -> None:
         summary = " ".join(self._subject.summary().split())
-        if summary != self._told_summary:
-            self._told_summary = self._unsent["STATUS"] = summary
+        if summary != self._sent_summary:
+            self._sent_summary = self._unsent["STATUS"] = summary
 
     def _send(self, address: str) -> bool:
         datagram = "\n".join(f"{name}={value}" for name, value in self._unsent.items())

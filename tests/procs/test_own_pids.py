@@ -79,8 +79,8 @@ def test_another_process_kills_the_orphans_and_leaves_the_supervisors_own_alone(
         own = OwnPids()
         reading, writing = os.pipe()
 
-        def bury() -> None:
-            remains = orphans.bury(own, [], [], None)
+        def clean_up() -> None:
+            remains = orphans.clean_up(own, [], [], None)
             os.write(writing, f"{remains.killed} {remains.zombies}".encode())
 
         with own.forking():
@@ -88,7 +88,7 @@ def test_another_process_kills_the_orphans_and_leaves_the_supervisors_own_alone(
             own.add(mine)
         orphan = fork(signal.pause)
         with own.forking():
-            warden = fork(bury)
+            warden = fork(clean_up)
             own.add(warden)
         assert os.read(reading, 100).decode() == f"[{orphan}] [{orphan}]"
         assert ended(warden) == 0
@@ -105,7 +105,7 @@ def test_children_that_are_forked_while_another_process_hunts_live_on() -> None:
 
         def hunt() -> None:
             for _ in range(300):
-                orphans.bury(own, [], [], None)
+                orphans.clean_up(own, [], [], None)
 
         with own.forking():
             warden = fork(hunt)
@@ -135,7 +135,7 @@ def test_an_orphan_that_cannot_be_killed_before_is_not_waited_for_again() -> Non
         own = OwnPids()
         survivor = fork(signal.pause)
         with own.forking():
-            warden = fork(partial(orphans.bury, own, [survivor], [], None))
+            warden = fork(partial(orphans.clean_up, own, [survivor], [], None))
             own.add(warden)
         assert ended(warden) == 0
         assert ended(survivor, 0.05) is None

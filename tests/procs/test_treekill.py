@@ -13,7 +13,7 @@ import pytest
 
 from forq.errors import ForqError
 from forq.procs import treekill
-from forq.procs.orphans import OwnPids, Remains, bury
+from forq.procs.orphans import OwnPids, Remains, clean_up
 from forq.procs.treekill import (
     become_subreaper,
     children_of,
@@ -309,7 +309,7 @@ def kill_orphans(registered: set[int]) -> Remains:
     own = OwnPids()
     for pid in registered:
         own.add(pid)
-    remains = bury(own, (), (), None)
+    remains = clean_up(own, (), (), None)
     for pid in remains.zombies:
         assert os.waitpid(pid, os.WNOHANG)[0] == pid
     return remains

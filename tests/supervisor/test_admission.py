@@ -32,10 +32,10 @@ def ask_for(admission: Admission, names: str, started: list[str]) -> None:
     for name in names:
 
         def start(name: str = name) -> None:
-            admission.begin(name)
+            admission.started(name)
             started.append(name)
 
-        admission.ask(start)
+        admission.submit(start)
 
 
 def passes(loop: Loop, count: int = 10) -> None:
@@ -57,8 +57,8 @@ def test_one_that_is_ready_or_has_ended_makes_room_once(loop: Loop) -> None:
     admission, started = Admission(loop, most=1), list[str]()
     ask_for(admission, "abc", started)
     passes(loop)
-    admission.end("a")
-    admission.end("a")
+    admission.finished("a")
+    admission.finished("a")
     passes(loop)
     assert started == ["a", "b"]
 
@@ -81,7 +81,7 @@ def test_a_start_that_fails_does_not_end_the_line(loop: Loop) -> None:
     def fail() -> None:
         raise OSError("no processes left")
 
-    admission.ask(fail)
+    admission.submit(fail)
     ask_for(admission, "a", started)
     passes(loop)
     assert started == ["a"]

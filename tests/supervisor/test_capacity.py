@@ -7,23 +7,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from forq.supervisor.capacity import PATIENCE_SECONDS, SHORTEST_LOOK_SECONDS, SLICE_SECONDS, Capacity, Holder, Order
+from forq.supervisor.capacity import (
+    PATIENCE_SECONDS,
+    SHORTEST_TICK_SECONDS,
+    SLICE_SECONDS,
+    Capacity,
+    Holder,
+    Instruction,
+)
 from tests.support.capacity_watch import AGING_SECONDS, Kind, Simulation, Watch
 
-# A power of two, like AGING_SECONDS, so that sums of them are exact; above SHORTEST_LOOK_SECONDS.
+# A power of two, like AGING_SECONDS, so that sums of them are exact; above SHORTEST_TICK_SECONDS.
 TICK_SECONDS = 1 / 64
 
 
-def go(holder: Holder) -> Order:
-    return Order(holder, "go")
+def go(holder: Holder) -> Instruction:
+    return Instruction(holder, "go")
 
 
-def wait(holder: Holder) -> Order:
-    return Order(holder, "wait")
+def wait(holder: Holder) -> Instruction:
+    return Instruction(holder, "wait")
 
 
-def ask(holder: Holder) -> Order:
-    return Order(holder, "yield")
+def ask(holder: Holder) -> Instruction:
+    return Instruction(holder, "yield")
 
 
 def capacity_of(units: int = 100, idle: Callable[[Holder], bool] = lambda holder: False) -> Capacity:
@@ -41,9 +48,9 @@ def full(*holders: tuple[int, int], idle: tuple[Holder, ...] = ()) -> Capacity:
 def test_whoever_fits_goes_at_once_and_keeps_it() -> None:
     capacity = capacity_of()
     assert [capacity.want(holder, 50, 0, 0.0) for holder in (1, 2)] == [[go(1)], [go(2)]]
-    assert capacity.look(1000.0) == []
+    assert capacity.tick(1000.0) == []
     assert (capacity.out, capacity.free) == (100, 0)
-    assert capacity.next_look_seconds(1000.0) is None
+    assert capacity.next_tick_seconds(1000.0) is None
 
 
 def test_a_want_that_fits_looks_at_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +58,7 @@ def test_a_want_that_fits_looks_at_nobody_else(monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError(args)
 
     capacity = capacity_of(units=10_000, idle=look_at)
-    monkeypatch.setattr(capacity, "_line", look_at)
+    monkeypatch.setattr(capacity, "_waiting_line", look_at)
     for holder in range(1000):
         assert capacity.want(holder, 10, 0, 0.0) == [go(holder)]
     for holder in range(1000):
@@ -81,7 +88,7 @@ def test_waiting_raises_the_level() -> None:
 
 
 @pytest.mark.parametrize(("priority", "asked"), [(1, [ask(0)]), (0, []), (-1, [])])
-def test_who_must_yield_at_once_depends_on_priority(priority: int, asked: list[Order]) -> None:
+def test_who_must_yield_at_once_depends_on_priority(priority: int, asked: list[Instruction]) -> None:
     capacity = capacity_of()
     capacity.want(0, 100, 0, 0.0)
     assert capacity.want(1, 10, priority, SLICE_SECONDS / 2) == [wait(1), *asked]
@@ -91,15 +98,15 @@ def test_a_holder_of_the_same_priority_yields_after_its_slice() -> None:
     capacity = capacity_of()
     capacity.want(0, 100, 0, 0.0)
     assert capacity.want(1, 10, 0, 0.02) == [wait(1)]
-    assert capacity.next_look_seconds(0.02) == pytest.approx(SLICE_SECONDS - 0.02)
-    assert capacity.look(SLICE_SECONDS) == [ask(0)]
+    assert capacity.next_tick_seconds(0.02) == pytest.approx(SLICE_SECONDS - 0.02)
+    assert capacity.tick(SLICE_SECONDS) == [ask(0)]
 
 
 def test_a_holder_of_higher_priority_yields_once_the_head_has_risen_to_it() -> None:
     capacity = full((100, 1))
     assert capacity.want(1, 10, 0, 0.0) == [wait(1)]
-    assert capacity.look(AGING_SECONDS - TICK_SECONDS) == []
-    assert capacity.look(AGING_SECONDS) == [ask(0)]
+    assert capacity.tick(AGING_SECONDS - TICK_SECONDS) == []
+    assert capacity.tick(AGING_SECONDS) == [ask(0)]
 
 
 def test_idle_holders_are_asked_first_whatever_their_priority() -> None:
@@ -127,8 +134,8 @@ def test_a_look_is_due_when_another_rises_to_the_head_though_all_holders_were_as
     assert capacity.want(2, 100, 0, 0.0) == [wait(2), ask(0), ask(1)]
     assert capacity.want(3, 30, 1, 1.5 * AGING_SECONDS) == [wait(3)]
     assert capacity.done(1, 2 * AGING_SECONDS) == []
-    assert capacity.next_look_seconds(2 * AGING_SECONDS) == 0.5 * AGING_SECONDS
-    assert capacity.look(2.5 * AGING_SECONDS) == [go(3), ask(3)]
+    assert capacity.next_tick_seconds(2 * AGING_SECONDS) == 0.5 * AGING_SECONDS
+    assert capacity.tick(2.5 * AGING_SECONDS) == [go(3), ask(3)]
 
 
 def test_a_holder_that_becomes_idle_is_asked_though_a_busy_one_has_been() -> None:
@@ -138,30 +145,30 @@ def test_a_holder_that_becomes_idle_is_asked_though_a_busy_one_has_been() -> Non
     capacity.want(1, 50, 9, 0.0)
     assert capacity.want(2, 50, 5, 1.0) == [wait(2), ask(0)]
     idle.add(1)
-    assert capacity.next_look_seconds(1.0) == pytest.approx(SLICE_SECONDS)
-    assert capacity.look(1.0 + SLICE_SECONDS) == [ask(1)]
+    assert capacity.next_tick_seconds(1.0) == pytest.approx(SLICE_SECONDS)
+    assert capacity.tick(1.0 + SLICE_SECONDS) == [ask(1)]
 
 
 def test_looks_are_not_closer_than_the_shortest() -> None:
     capacity = capacity_of()
     capacity.want(0, 100, 0, 0.0)
-    now = SLICE_SECONDS - SHORTEST_LOOK_SECONDS / 10
+    now = SLICE_SECONDS - SHORTEST_TICK_SECONDS / 10
     capacity.want(1, 10, 0, now)
-    assert capacity.next_look_seconds(now) == pytest.approx(SHORTEST_LOOK_SECONDS)
+    assert capacity.next_tick_seconds(now) == pytest.approx(SHORTEST_TICK_SECONDS)
 
 
 def test_to_ask_when_to_look_does_not_postpone_the_look() -> None:
     capacity = full((100, 1))
     capacity.want(1, 10, 0, 0.0)
-    assert capacity.next_look_seconds(0.04) == pytest.approx(SLICE_SECONDS - 0.04)
-    assert capacity.next_look_seconds(0.3) == 0.0
+    assert capacity.next_tick_seconds(0.04) == pytest.approx(SLICE_SECONDS - 0.04)
+    assert capacity.next_tick_seconds(0.3) == 0.0
 
 
 def test_a_new_grant_does_not_count_as_idle_before_its_holder_can_have_begun() -> None:
     capacity = capacity_of(idle=lambda holder: True)
     capacity.want(0, 100, 9, 0.0)
     assert capacity.want(1, 100, 0, 0.01) == [wait(1)]
-    assert capacity.look(SLICE_SECONDS) == [ask(0)]
+    assert capacity.tick(SLICE_SECONDS) == [ask(0)]
 
 
 def test_smaller_ones_pass_a_head_that_does_not_fit_until_it_has_waited_long_enough() -> None:
@@ -177,8 +184,8 @@ def test_units_of_the_dead_are_handed_on_in_the_same_call() -> None:
     capacity = full((100, 0))
     capacity.want(1, 100, 0, 0.0)
     capacity.want(2, 100, 0, 0.0)
-    assert capacity.gone(1, 0.01) == []
-    assert capacity.gone(0, 0.01) == [go(2)]
+    assert capacity.done(1, 0.01) == []
+    assert capacity.done(0, 0.01) == [go(2)]
 
 
 def test_the_same_wish_again_keeps_its_place_and_another_one_starts_anew() -> None:
@@ -230,7 +237,7 @@ class CapacityMachine(RuleBasedStateMachine):
 
     @rule(ticks=st.integers(1, 40))
     def time_passes(self, ticks: int) -> None:
-        patience = self.watch.capacity.next_look_seconds(self.watch.now)
+        patience = self.watch.capacity.next_tick_seconds(self.watch.now)
         self.watch.now += ticks * TICK_SECONDS
         orders = self.watch.look()
         if not self.idleness_changed and (patience is None or ticks * TICK_SECONDS < patience):
@@ -239,7 +246,7 @@ class CapacityMachine(RuleBasedStateMachine):
 
     @rule()
     def look_when_due(self) -> None:
-        patience = self.watch.capacity.next_look_seconds(self.watch.now)
+        patience = self.watch.capacity.next_tick_seconds(self.watch.now)
         if patience is not None:
             # To the next tick: looks are whole ticks apart, so that sums stay exact.
             self.watch.now += -(-patience // TICK_SECONDS) * TICK_SECONDS
@@ -289,9 +296,9 @@ def test_one_that_never_answers_does_not_keep_the_head_from_what_others_only_kee
     capacity = Capacity(100, aging_seconds=100.0, idle=lambda holder: True)
     for holder in (1, 2):
         capacity.want(holder, 50, 0, now=0.0)
-    assert capacity.want(3, 50, 0, now=1.0) == [Order(3, "wait"), Order(1, "yield")]
-    due = capacity.next_look_seconds(1.0)
+    assert capacity.want(3, 50, 0, now=1.0) == [Instruction(3, "wait"), Instruction(1, "yield")]
+    due = capacity.next_tick_seconds(1.0)
     assert due is not None
     assert due <= PATIENCE_SECONDS
-    assert capacity.look(1.0 + PATIENCE_SECONDS) == [Order(2, "yield")]
-    assert capacity.done(2, 2.1) == [Order(3, "go")]
+    assert capacity.tick(1.0 + PATIENCE_SECONDS) == [Instruction(2, "yield")]
+    assert capacity.done(2, 2.1) == [Instruction(3, "go")]

@@ -15,7 +15,7 @@ from forq.errors import ForqError, OutcomeUnknown
 from forq.procs.cgroups import Cgroup, Cgroups
 from forq.procs.loop import Loop
 from forq.procs.treekill import look_at
-from forq.supervisor.child import Child, Exit, Nursery
+from forq.supervisor.child import Child, ChildTable, Exit
 from tests.support.own_process import in_a_process_of_its_own
 
 
@@ -43,8 +43,8 @@ def test_a_child_that_ends_without_reading_its_leash_ends_like_any_other() -> No
             os.read(gate_read, 1)
             return 0
 
-        nursery = Nursery(loop, (gate_read,), None)
-        child = Child(nursery, "test", run, on_line=heard.append, on_end=ends.append)
+        children = ChildTable(loop, (gate_read,), None)
+        child = Child(children, "test", run, on_line=heard.append, on_end=ends.append)
         child.send(b"unread\n")
         os.write(gate_write, b"x")
         deadline = time.monotonic() + 20.0
@@ -60,7 +60,7 @@ def test_a_child_that_is_stopped_and_continued_without_end_leaves_the_loop_to_ot
 ) -> None:
     """Whoever does that may be as fast as the supervisor: there is always one more to hear of."""
     loop = Loop()
-    nursery = Nursery(loop, (), None)
+    children = ChildTable(loop, (), None)
     heard = 0
     stopped = SimpleNamespace(si_pid=1, si_code=os.CLD_STOPPED)
 
@@ -73,7 +73,7 @@ def test_a_child_that_is_stopped_and_continued_without_end_leaves_the_loop_to_ot
     monkeypatch.setattr(os, "waitid", waitid)
     called: list[int] = []
     loop.call_later(0.0, lambda: called.append(heard))
-    nursery._look_for_stops()
+    children._check_stops()
     while heard < 300:
         loop.tick(0.0)
     assert called
@@ -90,8 +90,8 @@ def test_a_child_that_is_killed_before_it_has_entered_its_control_group_ends_too
         Cgroup.join = lambda group, pid: signal.pause()  # type: ignore[assignment, misc]
         loop = Loop()
         ends: list[Exit] = []
-        nursery = Nursery(loop, (), groups)
-        child = Child(nursery, "test", lambda leash: 0, runs_user_code=True, on_line=print, on_end=ends.append)
+        children = ChildTable(loop, (), groups)
+        child = Child(children, "test", lambda leash: 0, runs_user_code=True, on_line=print, on_end=ends.append)
         child.kill()
         deadline = time.monotonic() + 20.0
         while not ends and time.monotonic() < deadline:
@@ -109,7 +109,7 @@ class Warden:
         self.asked: list[tuple[str, dict[str, Any], Callable[[Any], None]]] = []
         self.error = error
 
-    def ask(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> bool:
+    def request(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> bool:
         self.asked.append((verb, params, answer))
         return True
 
@@ -143,8 +143,8 @@ def test_a_child_is_reaped_after_the_warden_is_done_with_it_and_has_ended_after_
 
     def check() -> None:
         loop, warden, ends = Loop(), Warden(), list[Exit]()
-        nursery = Nursery(loop, (), None, ask_warden=warden.ask)
-        child = Child(nursery, "test", pause, runs_user_code=True, on_line=print, on_end=ends.append)
+        children = ChildTable(loop, (), None, request_warden=warden.request)
+        child = Child(children, "test", pause, runs_user_code=True, on_line=print, on_end=ends.append)
         child.kill()
         ((verb, params, _),) = warden.asked
         assert (verb, params) == ("kill", {"pid": child.pid})
@@ -156,7 +156,7 @@ def test_a_child_is_reaped_after_the_warden_is_done_with_it_and_has_ended_after_
         assert child.ended
         tick_until(loop, lambda: warden.asked)
         assert ends == [], "it may have left something behind"
-        assert warden.answer() == "bury"
+        assert warden.answer() == "clean_up"
         assert ends == [Exit(None, signal.SIGKILL)]
 
     in_a_process_of_its_own(check)
@@ -165,15 +165,15 @@ def test_a_child_is_reaped_after_the_warden_is_done_with_it_and_has_ended_after_
 def test_what_a_warden_that_died_did_not_do_is_done_here() -> None:
     def check() -> None:
         loop, warden, ends = Loop(), Warden(OutcomeUnknown("the warden process died")), list[Exit]()
-        nursery = Nursery(loop, (), None, ask_warden=warden.ask)
-        child = Child(nursery, "test", pause, runs_user_code=True, on_line=print, on_end=ends.append)
+        children = ChildTable(loop, (), None, request_warden=warden.request)
+        child = Child(children, "test", pause, runs_user_code=True, on_line=print, on_end=ends.append)
         orphan = os.fork()
         if orphan == 0:
             signal.pause()
         child.kill()
         assert warden.answer() == "kill"
         tick_until(loop, lambda: warden.asked)
-        assert warden.answer() == "bury"
+        assert warden.answer() == "clean_up"
         assert ends == [Exit(None, signal.SIGKILL)]
         assert look_at(orphan) is None
 
@@ -183,9 +183,9 @@ def test_what_a_warden_that_died_did_not_do_is_done_here() -> None:
 def test_those_that_die_during_a_burial_share_the_next_one() -> None:
     def check() -> None:
         loop, warden, ends = Loop(), Warden(), list[Exit]()
-        nursery = Nursery(loop, (), None, ask_warden=warden.ask)
+        table = ChildTable(loop, (), None, request_warden=warden.request)
         children = [
-            Child(nursery, f"test {n}", pause, runs_user_code=True, on_line=print, on_end=ends.append) for n in range(5)
+            Child(table, f"test {n}", pause, runs_user_code=True, on_line=print, on_end=ends.append) for n in range(5)
         ]
         os.kill(children[0].pid, signal.SIGKILL)
         tick_until(loop, lambda: warden.asked)
@@ -194,10 +194,10 @@ def test_those_that_die_during_a_burial_share_the_next_one() -> None:
         tick_until(loop, lambda: all(child.ended for child in children))
         loop.tick(0)
         assert len(warden.asked) == 1
-        assert warden.answer() == "bury"
+        assert warden.answer() == "clean_up"
         assert len(ends) == 1
         tick_until(loop, lambda: warden.asked)
-        assert warden.answer() == "bury"
+        assert warden.answer() == "clean_up"
         assert (len(ends), warden.asked) == (5, [])
 
     in_a_process_of_its_own(check)

@@ -12,7 +12,7 @@ from forq.queue_spec import QueueSpec
 from forq.redis_url import shown_url
 from forq.settings import OPTIONS, SERVICE, defaults
 from forq.supervisor import config as config_module
-from forq.supervisor.config import BridgePlace, Config, Pipeline, load
+from forq.supervisor.config import BridgeConfig, Config, Pipeline, load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Load = Callable[..., Config]
@@ -307,7 +307,7 @@ def test_a_pipeline_without_spark_is_refused_with_what_to_install(
 
 def test_bridges_listen_at_paths_relative_to_the_file(load_text: Load, tmp_path: Path) -> None:
     config = load_text('[[bridge]]\nlisten = "b.sock"\n\n[[bridge]]\nlisten = "/run/b.sock"\ntick = "1s"\n')
-    assert config.bridges == (BridgePlace(tmp_path / "b.sock", 3.0), BridgePlace(Path("/run/b.sock"), 1.0))
+    assert config.bridges == (BridgeConfig(tmp_path / "b.sock", 3.0), BridgeConfig(Path("/run/b.sock"), 1.0))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from forq import exits
 from forq.errors import ForqError
 from forq.procs.scoreboard import Role
 from forq.supervisor.child import Exit
-from forq.supervisor.extra_processes import Helpers
-from forq.supervisor.queue import QueueUnit
+from forq.supervisor.extra_processes import HelperProcesses
+from forq.supervisor.queue import ServedQueue
 
 FINE = Exit(exits.STOPPED, None)
 CRASHED = Exit(1, None)
@@ -39,7 +39,7 @@ class FakeProcess:
     def began(self) -> bool:
         return self.begun
 
-    def meant(self, how: Exit) -> int | None:
+    def announced_code(self, how: Exit) -> int | None:
         return self.announced
 
     def recover(self, how: Exit) -> None:
@@ -59,20 +59,20 @@ class Rig:
     units: int = 1000
     starting: list[Callable[[], None]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
-    around: Any = None
+    deps: Any = None
 
     def __post_init__(self) -> None:
-        around: Any = SimpleNamespace(
-            nursery=SimpleNamespace(loop=SimpleNamespace(now=lambda: self.time)),
-            admission=SimpleNamespace(ask=self.starting.append),
+        deps: Any = SimpleNamespace(
+            children=SimpleNamespace(loop=SimpleNamespace(now=lambda: self.time)),
+            admission=SimpleNamespace(submit=self.starting.append),
             grants=SimpleNamespace(unused_units=lambda: self.units),
             changed=lambda: None,
             queue_gone=lambda name: self.told.append(f"gone {name}"),
-            perhaps_evicted=lambda name: self.told.append(f"evicted {name}"),
-            look=lambda name: self.told.append(f"look {name}"),
+            check_evicted=lambda name: self.told.append(f"evicted {name}"),
+            check_waiting=lambda name: self.told.append(f"look {name}"),
         )
-        self.around = around
-        self.helpers = Helpers("q", around, make=self._make, wanted=lambda: self.served, gone=lambda: None)
+        self.deps = deps
+        self.helpers = HelperProcesses("q", deps, make=self._make, wanted=lambda: self.served, gone=lambda: None)
 
     def _make(self, role: Role, owner: Any) -> Any:
         if self.refused:
@@ -137,7 +137,7 @@ def test_one_that_found_nothing_ends_without_consequence(rig: Rig) -> None:
     rig.want(1)
     (process,) = rig.admit()
     process.announced = exits.STOPPED
-    rig.helpers.ended(process, FINE)  # type: ignore[arg-type]
+    rig.helpers.process_ended(process, FINE)  # type: ignore[arg-type]
     assert (process.recovered, rig.helpers.processes, rig.told) == (True, [], [])
 
 
@@ -145,11 +145,11 @@ def test_after_one_that_has_run_something_it_is_looked_what_is_left(rig: Rig) ->
     """It may have been recycled, or its queue may have reached a limit for a moment."""
     rig.want(1)
     (process,) = rig.admit()
-    rig.helpers.replace(process, "max_jobs")  # type: ignore[arg-type]
+    rig.helpers.replace_process(process, "max_jobs")  # type: ignore[arg-type]
     assert process.retired
     process.jobs_done = 1
     process.announced = exits.STOPPED
-    rig.helpers.ended(process, FINE)  # type: ignore[arg-type]
+    rig.helpers.process_ended(process, FINE)  # type: ignore[arg-type]
     assert rig.told == ["look q"]
 
 
@@ -158,7 +158,7 @@ def test_a_job_that_kills_its_process_holds_up_no_other(rig: Rig) -> None:
         assert rig.want(1) == 1
         (process,) = rig.admit()
         process.begun = True
-        rig.helpers.ended(process, CRASHED)  # type: ignore[arg-type]
+        rig.helpers.process_ended(process, CRASHED)  # type: ignore[arg-type]
 
 
 def test_one_that_dies_before_its_first_job_is_started_again_with_growing_pauses(rig: Rig) -> None:
@@ -166,7 +166,7 @@ def test_one_that_dies_before_its_first_job_is_started_again_with_growing_pauses
     for _ in range(4):
         assert rig.want(1) == 1
         (process,) = rig.admit()
-        rig.helpers.ended(process, CRASHED)  # type: ignore[arg-type]
+        rig.helpers.process_ended(process, CRASHED)  # type: ignore[arg-type]
         died = rig.time
         while rig.want(1) == 0:
             rig.time += 0.01
@@ -179,7 +179,7 @@ def test_one_that_dies_before_its_first_job_is_started_again_with_growing_pauses
 def test_a_code_that_was_not_announced_is_a_death_like_any_other(rig: Rig, code: int) -> None:
     rig.want(1)
     (process,) = rig.admit()
-    rig.helpers.ended(process, Exit(code, None))  # type: ignore[arg-type]
+    rig.helpers.process_ended(process, Exit(code, None))  # type: ignore[arg-type]
     assert rig.told == []
     assert rig.want(1) == 0, "there is a pause before the next"
 
@@ -189,7 +189,7 @@ def test_what_it_has_learned_of_its_place_is_passed_on(rig: Rig, code: int, told
     rig.want(1)
     (process,) = rig.admit()
     process.announced = code
-    rig.helpers.ended(process, Exit(code, None))  # type: ignore[arg-type]
+    rig.helpers.process_ended(process, Exit(code, None))  # type: ignore[arg-type]
     assert rig.told == [told]
 
 
@@ -216,11 +216,11 @@ def test_the_retry_process_takes_one_suspect_and_capacity_bounds_the_rest(
     rig: Rig, waiting: int, retry: str, units: int, started: int
 ) -> None:
     options = {"concurrency": 3, "size": 10}
-    unit = QueueUnit(SimpleNamespace(name="q", mode="work", fail_handler=None), options, rig.around)  # type: ignore[arg-type]
-    unit._wanted = True
-    unit._seats[1].process = FakeProcess(Role.RETRY, now=retry)  # type: ignore[assignment]
+    queue = ServedQueue(SimpleNamespace(name="q", mode="work", fail_handler=None), options, rig.deps)  # type: ignore[arg-type]
+    queue._wanted = True
+    queue._entries[1].process = FakeProcess(Role.RETRY, now=retry)  # type: ignore[assignment]
     rig.units = units
-    unit.suspects_wait(waiting)
+    queue.suspects_wait(waiting)
     assert len(rig.starting) == started
-    unit.suspects_wait(waiting)
+    queue.suspects_wait(waiting)
     assert len(rig.starting) == started, "the second look changes nothing"

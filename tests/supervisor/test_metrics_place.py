@@ -9,10 +9,10 @@ import pytest
 
 from forq.errors import ConfigError
 from forq.supervisor import config
-from forq.supervisor.config import MetricsPlace, load
+from forq.supervisor.config import MetricsConfig, load
 
 
-def read(tmp_path: Path, text: str) -> MetricsPlace | None:
+def read(tmp_path: Path, text: str) -> MetricsConfig | None:
     file = tmp_path / "forq.toml"
     file.write_text(text)
     return load({"config": str(file), "state_dir": str(tmp_path)}, {}).metrics

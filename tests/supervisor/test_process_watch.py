@@ -39,7 +39,7 @@ class Stage:
             self.slots,
             ping=lambda: self.said.append("ping"),
             on_unresponsive=lambda: self.said.append("unresponsive"),
-            on_hopeless=self._kill,
+            on_stuck=self._kill,
             replace=lambda: self.said.append("replace"),
         )
         self.watch._minder_switches = lambda: self.switches  # type: ignore[method-assign]
@@ -79,7 +79,7 @@ def stage() -> Stage:
 
 
 def test_a_process_that_answers_is_left_alone_and_not_looked_at_again(stage: Stage) -> None:
-    stage.watch.challenge(unread=True)
+    stage.watch.probe(unread=True)
     stage.beat()
     stage.run(60)
     assert stage.said == ["ping"]
@@ -87,7 +87,7 @@ def test_a_process_that_answers_is_left_alone_and_not_looked_at_again(stage: Sta
 
 
 def test_a_process_without_an_answer_is_named_and_no_sooner(stage: Stage) -> None:
-    stage.watch.challenge()
+    stage.watch.probe()
     stage.run(NOTICE_SECONDS - 0.05)
     assert not stage.watch.unresponsive
     stage.run(0.2)
@@ -103,7 +103,7 @@ def test_an_idle_process_that_cannot_come_back_by_itself_is_killed_after_a_secon
         stage.child.stopped = True
         stage.watch.stopped_or_continued()
     else:
-        stage.watch.challenge()
+        stage.watch.probe()
         stage.child.frozen.return_value = how == "frozen"
         stage.switches = WAITING_SWITCHES if how == "interpreter" else 0
     stage.run(KILL_SECONDS - 0.2)
@@ -125,7 +125,7 @@ def test_a_process_that_is_throttled_by_stops_is_not_stuck(stage: Stage) -> None
 
 
 def test_an_idle_process_that_is_only_slow_gets_ten_seconds(stage: Stage) -> None:
-    stage.watch.challenge()
+    stage.watch.probe()
     stage.switches = WAITING_SWITCHES - 1
     stage.run(LONGEST_SECONDS - 0.5)
     assert "kill" not in stage.said
@@ -146,7 +146,7 @@ def test_a_process_that_runs_a_job_is_not_killed_before_the_job_has_ended(stage:
 
 def test_a_process_that_runs_a_job_and_was_given_others_is_replaced_once(stage: Stage) -> None:
     stage.begin_job()
-    stage.watch.challenge(unread=True)
+    stage.watch.probe(unread=True)
     stage.run(30)
     assert stage.said == ["ping", "unresponsive", "replace"]
 
@@ -165,7 +165,7 @@ def test_a_stopped_process_that_goes_on_is_responsive_when_it_has_answered(stage
 
 
 def test_time_in_which_the_supervisor_did_not_run_does_not_count(stage: Stage) -> None:
-    stage.watch.challenge()
+    stage.watch.probe()
     stage.switches = WAITING_SWITCHES
     stage.now += 100 * LATE_SECONDS
     stage.run(0.05)
@@ -176,7 +176,7 @@ def test_time_in_which_the_supervisor_did_not_run_does_not_count(stage: Stage) -
 
 def test_a_dead_process_is_not_asked(stage: Stage) -> None:
     stage.child.ended = True
-    stage.watch.challenge(unread=True)
+    stage.watch.probe(unread=True)
     stage.run(60)
     assert stage.said == []
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from forq.supervisor.pacing import FLAPPING_DEATHS, FREE_DEATHS, LONGEST_PAUSE_SECONDS, SETTLED_SECONDS, Respawn
+from forq.supervisor.pacing import FLAPPING_DEATHS, FREE_DEATHS, LONGEST_DELAY_SECONDS, SETTLED_SECONDS, Respawn
 
 
 class Middle(random.Random):
@@ -27,7 +27,7 @@ def test_a_child_that_settled_a_job_is_replaced_at_once_however_often(respawn: R
 def test_deaths_without_a_job_wait_twice_as_long_each_time(respawn: Respawn) -> None:
     delays = [respawn.delay_after_death(0.1) for _ in range(12)]
     assert delays[:5] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6])
-    assert delays[-1] == LONGEST_PAUSE_SECONDS
+    assert delays[-1] == LONGEST_DELAY_SECONDS
 
 
 def test_a_job_that_kills_its_process_gets_a_few_tries_at_once_and_then_waits(respawn: Respawn) -> None:
@@ -53,4 +53,4 @@ def test_a_long_life_makes_up_for_earlier_deaths(respawn: Respawn) -> None:
 
 
 def test_it_never_gives_up(respawn: Respawn) -> None:
-    assert max(respawn.delay_after_death(0.0) for _ in range(10_000)) == LONGEST_PAUSE_SECONDS
+    assert max(respawn.delay_after_death(0.0) for _ in range(10_000)) == LONGEST_DELAY_SECONDS

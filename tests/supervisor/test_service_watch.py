@@ -13,7 +13,7 @@ import pytest
 from forq.procs.liveness import LATE_SECONDS, SLICE_SECONDS, AwakeTime, may_take, passed
 from forq.procs.loop import Loop, service_loop
 from forq.services.rpc import Desk
-from forq.supervisor.child import Nursery
+from forq.supervisor.child import ChildTable
 from forq.supervisor.service import Service
 from forq.supervisor.unresponsive import ServiceWatch
 
@@ -33,9 +33,9 @@ class Watched:
 
     def __init__(self, run: Run) -> None:
         self.loop = Loop()
-        self.nursery = Nursery(self.loop, (), None)
-        self.nursery.watch_stops()
-        self.service = Service(self.nursery, "watched", run, on_stop=lambda: self.watch.look_soon())
+        self.children = ChildTable(self.loop, (), None)
+        self.children.watch_stops()
+        self.service = Service(self.children, "watched", run, on_stop=lambda: self.watch.check_soon())
         self.watch = ServiceWatch(self.loop, lambda: (self.service,))
         self.service.start()
         self.watch.start()

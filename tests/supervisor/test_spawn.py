@@ -16,13 +16,13 @@ import pytest
 from forq.procs.cgroups import Cgroups
 from forq.procs.loop import Loop
 from forq.procs.treekill import kill_tree
-from forq.supervisor.child import Exit, Spawned, exec_program, reap, signal_child, spawn
+from forq.supervisor.child import Exit, ProcessHandle, exec_program, reap, signal_child, spawn
 
 
 @pytest.fixture
-def children() -> Iterator[list[Spawned]]:
+def children() -> Iterator[list[ProcessHandle]]:
     """What the test has spawned; killed and reaped when it ends."""
-    children: list[Spawned] = []
+    children: list[ProcessHandle] = []
     yield children
     for child in children:
         kill_tree(child.pid)
@@ -31,7 +31,7 @@ def children() -> Iterator[list[Spawned]]:
         child.close()
 
 
-def end_of(child: Spawned, seconds: float = 5.0) -> Exit:
+def end_of(child: ProcessHandle, seconds: float = 5.0) -> Exit:
     assert select.select([child.pidfd], [], [], seconds)[0], "the child did not end"
     result = reap(child)
     assert result is not None
@@ -45,7 +45,7 @@ def wait_for_ever() -> int:
         signal.pause()
 
 
-def run_and_report(children: list[Spawned], report: Callable[[], Any], **options: Any) -> Any:
+def run_and_report(children: list[ProcessHandle], report: Callable[[], Any], **options: Any) -> Any:
     """What `report` returns in a child."""
     read_fd, write_fd = os.pipe()
 
@@ -85,13 +85,13 @@ def raise_exit(code: Any) -> int:
         (lambda: os.abort(), "signal 6 (SIGABRT)"),
     ],
 )
-def test_the_end_of_a_child_is_told(run: Callable[[], int], text: str, children: list[Spawned]) -> None:
+def test_the_end_of_a_child_is_told(run: Callable[[], int], text: str, children: list[ProcessHandle]) -> None:
     child = spawn(run, loop=None, keep_fds=(), title="forq: test")
     children.append(child)
     assert end_of(child).text == text
 
 
-def test_an_exception_is_shown_on_stderr(children: list[Spawned], capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_is_shown_on_stderr(children: list[ProcessHandle], capfd: pytest.CaptureFixture[str]) -> None:
     child = spawn(raise_error, loop=None, keep_fds=(), title="forq: test")
     children.append(child)
     end_of(child)
@@ -121,7 +121,7 @@ os.waitpid(child.pid, 0)
     assert output.read_text() == "from the parent\nfrom the child\n"
 
 
-def test_reap_is_none_while_the_child_runs_and_unknown_when_another_reaped_it(children: list[Spawned]) -> None:
+def test_reap_is_none_while_the_child_runs_and_unknown_when_another_reaped_it(children: list[ProcessHandle]) -> None:
     child = spawn(wait_for_ever, loop=None, keep_fds=(), title="forq: test")
     children.append(child)
     assert reap(child) is None
@@ -132,7 +132,7 @@ def test_reap_is_none_while_the_child_runs_and_unknown_when_another_reaped_it(ch
     assert not signal_child(child, signal.SIGTERM)
 
 
-def test_a_child_has_only_the_descriptors_it_is_to_keep(children: list[Spawned]) -> None:
+def test_a_child_has_only_the_descriptors_it_is_to_keep(children: list[ProcessHandle]) -> None:
     pipes = [os.pipe() for _ in range(10)]
     kept = [pipes[2][0], pipes[7][1]]
     open_fds = run_and_report(children, lambda: [int(fd) for fd in os.listdir("/proc/self/fd")], keep_fds=kept)
@@ -144,7 +144,7 @@ def test_a_child_has_only_the_descriptors_it_is_to_keep(children: list[Spawned])
         os.close(fd)
 
 
-def test_a_child_leads_a_session_and_carries_its_title(children: list[Spawned]) -> None:
+def test_a_child_leads_a_session_and_carries_its_title(children: list[ProcessHandle]) -> None:
     pid, sid, title = run_and_report(
         children, lambda: [os.getpid(), os.getsid(0), Path("/proc/self/cmdline").read_text()]
     )
@@ -153,7 +153,7 @@ def test_a_child_leads_a_session_and_carries_its_title(children: list[Spawned]) 
 
 
 @pytest.mark.parametrize("subreaper", [True, False])
-def test_a_child_adopts_its_orphans_if_it_is_a_subreaper(subreaper: bool, children: list[Spawned]) -> None:
+def test_a_child_adopts_its_orphans_if_it_is_a_subreaper(subreaper: bool, children: list[ProcessHandle]) -> None:
     def parent_of_orphan() -> list[int]:
         read_fd, write_fd = os.pipe()
         middle = os.fork()
@@ -172,7 +172,7 @@ def test_a_child_adopts_its_orphans_if_it_is_a_subreaper(subreaper: bool, childr
     assert (own == adopter) is subreaper
 
 
-def test_a_child_of_a_loop_has_default_handlers_and_no_blocked_signals(children: list[Spawned]) -> None:
+def test_a_child_of_a_loop_has_default_handlers_and_no_blocked_signals(children: list[ProcessHandle]) -> None:
     loop = Loop()
     loop.on_signal(signal.SIGTERM, lambda: None)
     loop.on_signal(signal.SIGHUP, lambda: None)
@@ -187,7 +187,7 @@ def test_a_child_of_a_loop_has_default_handlers_and_no_blocked_signals(children:
     loop.close()
 
 
-def test_the_loop_of_the_parent_goes_on_after_a_spawn(children: list[Spawned]) -> None:
+def test_the_loop_of_the_parent_goes_on_after_a_spawn(children: list[ProcessHandle]) -> None:
     loop = Loop()
     read_fd, write_fd = os.pipe()
     heard: list[bytes] = []
@@ -215,7 +215,7 @@ def exit_on_term() -> int:
     return wait_for_ever()
 
 
-def test_a_term_right_after_the_fork_waits_for_its_handler_50_of_50(children: list[Spawned]) -> None:
+def test_a_term_right_after_the_fork_waits_for_its_handler_50_of_50(children: list[ProcessHandle]) -> None:
     loop = Loop()
     loop.on_signal(signal.SIGTERM, lambda: None)
     for _ in range(50):
@@ -226,7 +226,7 @@ def test_a_term_right_after_the_fork_waits_for_its_handler_50_of_50(children: li
     loop.close()
 
 
-def test_a_term_that_is_not_handled_ends_the_child_50_of_50(children: list[Spawned]) -> None:
+def test_a_term_that_is_not_handled_ends_the_child_50_of_50(children: list[ProcessHandle]) -> None:
     loop = Loop()
     loop.on_signal(signal.SIGTERM, lambda: None)
     for _ in range(50):
@@ -236,7 +236,7 @@ def test_a_term_that_is_not_handled_ends_the_child_50_of_50(children: list[Spawn
     loop.close()
 
 
-def test_a_child_joins_its_cgroup_first(children: list[Spawned]) -> None:
+def test_a_child_joins_its_cgroup_first(children: list[ProcessHandle]) -> None:
     groups = Cgroups.find(f"forq-spawn-{os.getpid()}")
     if groups is None:
         pytest.skip("no writable cgroup2 with cgroup.kill here")
@@ -254,7 +254,7 @@ def test_a_child_joins_its_cgroup_first(children: list[Spawned]) -> None:
 
 
 def test_a_program_gets_its_arguments_environment_output_and_kept_descriptors(
-    children: list[Spawned], tmp_path: Path
+    children: list[ProcessHandle], tmp_path: Path
 ) -> None:
     output = os.open(tmp_path / "output", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     kept_read, kept_write = os.pipe()
@@ -280,7 +280,7 @@ def test_a_program_gets_its_arguments_environment_output_and_kept_descriptors(
 
 
 def test_a_program_that_cannot_be_run_exits_127_and_says_why(
-    children: list[Spawned], capfd: pytest.CaptureFixture[str]
+    children: list[ProcessHandle], capfd: pytest.CaptureFixture[str]
 ) -> None:
     child = exec_program(["/no/such/program"], loop=None, keep_fds=(), env={})
     children.append(child)
@@ -288,7 +288,7 @@ def test_a_program_that_cannot_be_run_exits_127_and_says_why(
     assert "cannot run /no/such/program: No such file or directory" in capfd.readouterr().err
 
 
-def test_a_program_starts_with_default_signals(children: list[Spawned], tmp_path: Path) -> None:
+def test_a_program_starts_with_default_signals(children: list[ProcessHandle], tmp_path: Path) -> None:
     output = os.open(tmp_path / "output", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     child = exec_program(
         ["/bin/grep", "^Sig[BI]", "/proc/self/status"], loop=None, keep_fds=(), env={}, stdout_fd=output
@@ -303,7 +303,7 @@ def test_a_program_starts_with_default_signals(children: list[Spawned], tmp_path
     assert (names, [mask & ours for mask in masks]) == (["SigBlk:", "SigIgn:"], [0, 0])
 
 
-def test_a_program_dies_with_its_parent(children: list[Spawned]) -> None:
+def test_a_program_dies_with_its_parent(children: list[ProcessHandle]) -> None:
     read_fd, write_fd = os.pipe()
 
     def parent() -> int:

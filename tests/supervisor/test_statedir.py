@@ -13,8 +13,8 @@ import pytest
 from forq.errors import ConfigError, ForqError, InvalidName
 from forq.procs.treekill import kill_tree, look_at
 from forq.supervisor import statedir
-from forq.supervisor.child import Spawned, exec_program, reap, spawn
-from forq.supervisor.statedir import EarlierRun, StateDir, holders_of_lock
+from forq.supervisor.child import ProcessHandle, exec_program, reap, spawn
+from forq.supervisor.statedir import PreviousRun, StateDir, holders_of_lock
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def wait_for_ever() -> int:
 class Predecessor:
     """A supervisor with one child that keeps the tree lock, in processes of their own."""
 
-    def __init__(self, path: Path, start_child: Callable[[StateDir], Spawned]) -> None:
+    def __init__(self, path: Path, start_child: Callable[[StateDir], ProcessHandle]) -> None:
         read_fd, write_fd = os.pipe()
 
         def supervise() -> int:
@@ -73,11 +73,11 @@ class Predecessor:
         self.process.close()
 
 
-def start_worker(state: StateDir) -> Spawned:
+def start_worker(state: StateDir) -> ProcessHandle:
     return spawn(wait_for_ever, loop=None, keep_fds=[state.tree_lock_fd], title="forq: test")
 
 
-def start_program(state: StateDir) -> Spawned:
+def start_program(state: StateDir) -> ProcessHandle:
     return exec_program(["/bin/sleep", "60"], loop=None, keep_fds=[state.tree_lock_fd], env={})
 
 
@@ -210,12 +210,12 @@ def test_each_incarnation_learns_its_predecessors_name(state: StateDir) -> None:
     state.lock()
     second, before_second = state.take_processor()
     assert before_first is None
-    assert before_second == EarlierRun(first, doubt="")
+    assert before_second == PreviousRun(first, doubt="")
     assert first != second
     assert len(first) == len(second) == 32
 
 
-def successor_of(state: StateDir) -> EarlierRun:
+def successor_of(state: StateDir) -> PreviousRun:
     """Whom the next supervisor of a directory takes for its predecessor."""
     state.lock()
     try:
@@ -231,7 +231,7 @@ def test_a_copy_of_the_directory_proves_nothing_about_its_original(state: StateD
     name, _ = state.take_processor()
     shutil.copytree(state.path, tmp_path / "copy")
     copy = StateDir(tmp_path / "copy")
-    assert successor_of(copy) == EarlierRun(name, "the directory is a copy, or its file system was mounted again")
+    assert successor_of(copy) == PreviousRun(name, "the directory is a copy, or its file system was mounted again")
     assert successor_of(copy).doubt == "", "from then on it is a directory of its own"
 
 
@@ -279,7 +279,7 @@ def test_a_name_that_an_earlier_release_or_a_crash_left_proves_nothing(state: St
     state.lock()
     _, predecessor = state.take_processor()
     assert predecessor == (
-        EarlierRun(content.split()[0], "an earlier release did not say where it ran") if content else None
+        PreviousRun(content.split()[0], "an earlier release did not say where it ran") if content else None
     )
 
 

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 from forq.broker.inspect import Counts
 from forq.ctl.commands.service import columns_for
 from forq.services.metrics_page import JOB_STATES
-from forq.supervisor.status import COUNTS, Status
+from forq.supervisor.status import COUNTS, StatusVerb
 
 STATES_PAGE = Path(__file__).resolve().parent.parent.parent / "docs/design/states.md"
 
@@ -23,13 +23,13 @@ class Asked:
         self.supervisor = MagicMock()
         self.supervisor.loop.now.return_value = self.supervisor.started = 0.0
         self.supervisor.loop.call_later.side_effect = self._call_later
-        self.supervisor.queues.units = {}
+        self.supervisor.queues.by_name = {}
         services = self.supervisor.services
         services.redis_state = {"ok": True, "error": None}
         services.status_of_redis.return_value = {"url": "unix://x", "ok": True, "error": None}
         services.all, services.failed_log_errors = (), {}
         services.clerk.unresponsive = False
-        services.clerk.ask.side_effect = self._ask
+        services.clerk.request.side_effect = self._ask
 
     def _ask(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> None:
         assert verb not in self.answers, f"{verb} was asked twice"
@@ -43,7 +43,7 @@ class Asked:
 def test_counts_that_come_late_while_the_memory_is_read_are_no_second_answer() -> None:
     asked = Asked()
     request = MagicMock(params={"memory": True}, answered=False)
-    Status(asked.supervisor).status(request)
+    StatusVerb(asked.supervisor).status(request)
     asked.time_is_over()
     asked.answers["overview"]({"counts": {}, "unserved": []})
     asked.answers["memory"]({})

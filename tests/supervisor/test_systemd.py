@@ -19,7 +19,7 @@ from forq.procs.loop import Loop
 from forq.supervisor import systemd
 from forq.supervisor.child import reap, spawn
 from forq.supervisor.control import ControlServer
-from forq.supervisor.systemd import Handed, Notifier, control_listener, take
+from forq.supervisor.systemd import Notifier, SystemdInput, control_listener, take
 from tests.support.metrics import Scraper
 from tests.support.running import BIN, wait_until
 
@@ -85,8 +85,8 @@ def listening(path: Path | str) -> socket.socket:
     return listener
 
 
-def handed_with(*sockets: socket.socket, names: tuple[str, ...] = ()) -> Handed:
-    return Handed(
+def handed_with(*sockets: socket.socket, names: tuple[str, ...] = ()) -> SystemdInput:
+    return SystemdInput(
         None, None, tuple((s.fileno(), n) for s, n in zip(sockets, names or [""] * len(sockets), strict=True))
     )
 
@@ -101,16 +101,16 @@ def test_variables_of_systemd_are_taken_out_of_the_environment_and_nothing_else(
         "LISTEN_FDNAMES": "",
         "STATE_DIRECTORY": "/var/lib/forq",
     }
-    assert take(environ, MINE) == Handed("/run/systemd/notify", 30.0, ())
+    assert take(environ, MINE) == SystemdInput("/run/systemd/notify", 30.0, ())
     assert environ == {"STATE_DIRECTORY": "/var/lib/forq"}
 
 
 def test_descriptors_and_watchdog_of_another_process_are_left_alone() -> None:
     environ = {"LISTEN_PID": "1", "LISTEN_FDS": "2", "WATCHDOG_PID": "1", "WATCHDOG_USEC": "1000000"}
-    handed = take(environ, MINE)
-    assert handed == Handed(None, None, ())
+    systemd_input = take(environ, MINE)
+    assert systemd_input == SystemdInput(None, None, ())
     assert environ == {}
-    assert control_listener(handed) is None
+    assert control_listener(systemd_input) is None
 
 
 def test_descriptors_without_a_pid_are_left_alone() -> None:
@@ -125,7 +125,7 @@ def test_variable_that_is_no_number_is_refused_by_name(name: str) -> None:
 
 def test_ready_is_told_once_when_it_is_so(manager: Systemd) -> None:
     someone = Someone()
-    notifier = Notifier(Handed(manager.address, None, ()), someone)
+    notifier = Notifier(SystemdInput(manager.address, None, ()), someone)
     notifier.after_pass()
     assert manager.heard() == [{"STATUS": "2 queues"}]
     someone.ready, someone.text = True, "3 queues"
@@ -136,7 +136,7 @@ def test_ready_is_told_once_when_it_is_so(manager: Systemd) -> None:
 
 def test_stop_is_told_once_with_the_time_it_may_take(manager: Systemd) -> None:
     someone = Someone(ready=True)
-    notifier = Notifier(Handed(manager.address, None, ()), someone)
+    notifier = Notifier(SystemdInput(manager.address, None, ()), someone)
     notifier.after_pass()
     manager.heard()
     someone.stopping = True
@@ -147,7 +147,7 @@ def test_stop_is_told_once_with_the_time_it_may_take(manager: Systemd) -> None:
 
 def test_supervisor_that_stops_before_it_was_ready_never_says_ready(manager: Systemd) -> None:
     someone = Someone(ready=False, stopping=True)
-    notifier = Notifier(Handed(manager.address, None, ()), someone)
+    notifier = Notifier(SystemdInput(manager.address, None, ()), someone)
     notifier.after_pass()
     someone.ready = True
     notifier.after_pass()
@@ -156,7 +156,7 @@ def test_supervisor_that_stops_before_it_was_ready_never_says_ready(manager: Sys
 
 def test_status_is_told_when_it_changes_and_not_at_every_pass(manager: Systemd) -> None:
     clock, someone = Clock(), Someone()
-    notifier = Notifier(Handed(manager.address, None, ()), someone, now=clock)
+    notifier = Notifier(SystemdInput(manager.address, None, ()), someone, now=clock)
     notifier.after_pass()
     someone.text = "two\nlines"
     notifier.after_pass()
@@ -170,7 +170,7 @@ def test_status_is_told_when_it_changes_and_not_at_every_pass(manager: Systemd) 
 
 def test_watchdog_is_fed_twice_in_its_time_and_the_next_pass_is_asked_for_by_then(manager: Systemd) -> None:
     clock = Clock()
-    notifier = Notifier(Handed(manager.address, 4.0, ()), Someone(), now=clock)
+    notifier = Notifier(SystemdInput(manager.address, 4.0, ()), Someone(), now=clock)
     assert notifier.after_pass() == pytest.approx(2.0)
     clock.now += 1.5
     assert notifier.after_pass() == pytest.approx(0.5)
@@ -181,7 +181,7 @@ def test_watchdog_is_fed_twice_in_its_time_and_the_next_pass_is_asked_for_by_the
 
 def test_idle_loop_feeds_the_watchdog(manager: Systemd) -> None:
     loop = Loop()
-    notifier = Notifier(Handed(manager.address, 0.2, ()), Someone())
+    notifier = Notifier(SystemdInput(manager.address, 0.2, ()), Someone())
     fed: list[dict[str, str]] = []
 
     def look() -> None:
@@ -200,7 +200,7 @@ def test_idle_loop_feeds_the_watchdog(manager: Systemd) -> None:
 
 def test_loop_that_is_blocked_in_a_callback_does_not_feed_the_watchdog(manager: Systemd) -> None:
     loop = Loop()
-    notifier = Notifier(Handed(manager.address, 0.1, ()), Someone())
+    notifier = Notifier(SystemdInput(manager.address, 0.1, ()), Someone())
     told_before: list[dict[str, str]] = []
     told_meanwhile: list[dict[str, str]] = []
 
@@ -219,7 +219,7 @@ def test_loop_that_is_blocked_in_a_callback_does_not_feed_the_watchdog(manager: 
 
 
 def test_what_cannot_be_told_is_told_as_soon_as_systemd_hears(tmp_path: Path) -> None:
-    notifier = Notifier(Handed(str(tmp_path / "notify"), 4.0, ()), Someone(ready=True))
+    notifier = Notifier(SystemdInput(str(tmp_path / "notify"), 4.0, ()), Someone(ready=True))
     assert notifier.after_pass() == systemd.AGAIN_SECONDS
     with closing(Systemd(str(tmp_path / "notify"))) as manager:
         notifier.after_pass()
@@ -227,7 +227,7 @@ def test_what_cannot_be_told_is_told_as_soon_as_systemd_hears(tmp_path: Path) ->
 
 
 def test_without_systemd_nothing_is_told_and_the_loop_may_wait_for_ever() -> None:
-    assert Notifier(Handed(None, 4.0, ()), Someone(ready=True)).after_pass() is None
+    assert Notifier(SystemdInput(None, 4.0, ()), Someone(ready=True)).after_pass() is None
 
 
 def test_error_in_what_follows_a_pass_does_not_end_the_loop(caplog: pytest.LogCaptureFixture) -> None:
@@ -278,13 +278,13 @@ def test_socket_that_cannot_serve_for_control_is_refused(tmp_path: Path) -> None
         # It is closed with the object that the refusal leaves behind.
         fd = os.dup(unusable.fileno())
         with pytest.raises(ConfigError, match="ListenStream="):
-            control_listener(Handed(None, None, ((fd, ""),)))
+            control_listener(SystemdInput(None, None, ((fd, ""),)))
         unusable.close()
 
 
 def test_descriptor_that_is_not_open_or_no_socket_is_refused(tmp_path: Path) -> None:
     with open(tmp_path / "file", "w") as file, pytest.raises(ConfigError, match="no socket"):
-        control_listener(Handed(None, None, ((file.fileno(), ""),)))
+        control_listener(SystemdInput(None, None, ((file.fileno(), ""),)))
     with pytest.raises(ConfigError, match="not open"):
         take({"LISTEN_PID": str(MINE), "LISTEN_FDS": "1000000"}, MINE)
 

@@ -7,11 +7,11 @@ from itertools import count
 
 from forq.supervisor.capacity import (
     PATIENCE_SECONDS,
-    SHORTEST_LOOK_SECONDS,
+    SHORTEST_TICK_SECONDS,
     SLICE_SECONDS,
     Capacity,
     Holder,
-    Order,
+    Instruction,
 )
 
 # A power of two: differences of times divided by it are exact.
@@ -40,29 +40,29 @@ class Watch:
         self.asked: dict[Holder, float] = {}
         self.capacity = Capacity(UNITS, aging_seconds=AGING_SECONDS, idle=self.idle.__contains__)
 
-    def want(self, holder: Holder, units: int, priority: int) -> list[Order]:
+    def want(self, holder: Holder, units: int, priority: int) -> list[Instruction]:
         known, new = self.wishes.get(holder), Terms(min(units, UNITS), priority, self.now)
         self._forget(holder)
         same = known is not None and (known.units, known.priority) == (new.units, priority)
         self.wishes[holder] = known if known is not None and same else new
         orders = self.capacity.want(holder, units, priority, self.now)
-        answers = [order.word for order in orders if order.holder == holder and order.word != "yield"]
+        answers = [order.action for order in orders if order.holder == holder and order.action != "yield"]
         self.check(orders)
         assert answers == (["go"] if holder in self.held else ["wait"])
         return orders
 
-    def done(self, holder: Holder) -> list[Order]:
+    def done(self, holder: Holder) -> list[Instruction]:
         self._forget(holder)
         return self.check(self.capacity.done(holder, self.now))
 
-    def gone(self, holder: Holder) -> list[Order]:
+    def gone(self, holder: Holder) -> list[Instruction]:
         self._forget(holder)
-        orders = self.check(self.capacity.gone(holder, self.now))
+        orders = self.check(self.capacity.done(holder, self.now))
         assert holder not in {order.holder for order in orders}
         return orders
 
-    def look(self) -> list[Order]:
-        return self.check(self.capacity.look(self.now))
+    def look(self) -> list[Instruction]:
+        return self.check(self.capacity.tick(self.now))
 
     def _forget(self, holder: Holder) -> None:
         self.held.pop(holder, None)
@@ -76,9 +76,9 @@ class Watch:
     def head(self) -> Terms | None:
         return min(self.wishes.values(), key=lambda w: (-w.level(self.now), w.units, w.since), default=None)
 
-    def check(self, orders: list[Order]) -> list[Order]:
+    def check(self, orders: list[Instruction]) -> list[Instruction]:
         for order in orders:
-            {"go": self._check_go, "wait": self._check_wait, "yield": self._check_yield}[order.word](order.holder)
+            {"go": self._check_go, "wait": self._check_wait, "yield": self._check_yield}[order.action](order.holder)
         self._check_rest()
         return orders
 
@@ -129,7 +129,7 @@ class Watch:
         assert (view["out"], view["free"]) == (UNITS - self.free, self.free)
         head = self.head()
         if head is None:
-            assert self.capacity.next_look_seconds(self.now) is None
+            assert self.capacity.next_tick_seconds(self.now) is None
             return
         assert head.units > self.free, "the head fits and waits"
         if self.now - head.since < AGING_SECONDS:
@@ -163,7 +163,7 @@ class Simulation:
         self.look_at: float | None = None
         self.served = [0] * len(kinds)
         longest = max(kind.longest_job_seconds for kind in kinds)
-        looks = SLICE_SECONDS + SHORTEST_LOOK_SECONDS
+        looks = SLICE_SECONDS + SHORTEST_TICK_SECONDS
         highest = max(kind.priority for kind in kinds)
         self.bounds = [(highest - kind.priority + 1) * AGING_SECONDS + len(kinds) * (longest + looks) for kind in kinds]
 
@@ -188,10 +188,10 @@ class Simulation:
         pending = list(orders)
         while pending:
             pending += self._obey(pending.pop(0))
-        patience = self.watch.capacity.next_look_seconds(self.watch.now)
+        patience = self.watch.capacity.next_tick_seconds(self.watch.now)
         self.look_at = None if patience is None else self.watch.now + patience
 
-    def _want(self, holder: Holder) -> list[Order]:
+    def _want(self, holder: Holder) -> list[Instruction]:
         if holder in self.watch.held:
             self._run_job(holder)
             return []
@@ -202,7 +202,7 @@ class Simulation:
         self.served[holder] += 1
         self._later(self.random.random() * self.kinds[holder].longest_job_seconds, holder, "job ends")
 
-    def _job_ends(self, holder: Holder) -> list[Order]:
+    def _job_ends(self, holder: Holder) -> list[Instruction]:
         kind = self.kinds[holder]
         self.watch.idle.add(holder)
         if self.random.random() < kind.dies:
@@ -215,9 +215,9 @@ class Simulation:
         self._later(self.random.random() if self.random.random() < kind.rests else 0.0, holder, "want")
         return []
 
-    def _obey(self, order: Order) -> list[Order]:
-        if order.word == "go":
+    def _obey(self, order: Instruction) -> list[Instruction]:
+        if order.action == "go":
             self._run_job(order.holder)
-        elif order.word == "yield" and order.holder in self.watch.idle:
+        elif order.action == "yield" and order.holder in self.watch.idle:
             return self.watch.done(order.holder)
         return []

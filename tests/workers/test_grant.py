@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from forq.supervisor.capacity import Capacity, Order
+from forq.supervisor.capacity import Capacity, Instruction
 from forq.workers.grant import Grant
 
 DONE: dict[str, object] = {"done": 7}
@@ -300,25 +300,25 @@ class Rig:
 
     def parent(self) -> None:
         while True:
-            patience = self.capacity.next_look_seconds(time.monotonic())
+            patience = self.capacity.next_tick_seconds(time.monotonic())
             try:
                 message = self.up.get(timeout=patience)
             except queue.Empty:
-                self._send(self.capacity.look(time.monotonic()))
+                self._send(self.capacity.tick(time.monotonic()))
                 continue
             if message is None:
                 return
             self._send(self._answer({key: int(str(value)) for key, value in message.items()}))
 
-    def _answer(self, message: dict[str, int]) -> list[Order]:
+    def _answer(self, message: dict[str, int]) -> list[Instruction]:
         now = time.monotonic()
         if "want" in message:
             return self.capacity.want(message["want"], message["units"], message["priority"], now)
         return self.capacity.done(message["done"], now)
 
-    def _send(self, orders: list[Order]) -> None:
+    def _send(self, orders: list[Instruction]) -> None:
         for order in orders:
-            self.down[order.holder].put(order.word)
+            self.down[order.holder].put(order.action)
 
     def minder(self, number: int) -> None:
         while (word := self.down[number].get()) is not None:

@@ -237,7 +237,7 @@ class Remains:
     groups: dict[str, list[int]] = field(default_factory=dict)
 
 
-def bury(own: OwnPids, survivors: Collection[int], groups: Collection[str], mark: TreeMark | None) -> Remains:
+def clean_up(own: OwnPids, survivors: Collection[int], groups: Collection[str], mark: TreeMark | None) -> Remains:
     """Kills every child of the supervisor but its own and those survivors, with all below: it was left behind by a dead
     one. From the supervisor or another child of it."""
     left = {group: sorted(Cgroup(group).pids()) for group in groups if not Cgroup(group).kill()}

@@ -276,13 +276,13 @@ class Hunt:
         if process is None or process.ppid not in parents:
             self._news = True
         elif not process.alive:
-            self._bury(process)
+            self._note_zombie(process)
         return None
 
     def _is_wanted(self, process: Process) -> bool:
         return self._only is None or process.ppid != self.root or self._only(process)
 
-    def _bury(self, zombie: Process) -> None:
+    def _note_zombie(self, zombie: Process) -> None:
         """Remember a zombie, since a long-lived chain leaves thousands. The root reaps it."""
         if zombie.ppid != self.root:
             return

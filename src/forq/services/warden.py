@@ -61,7 +61,7 @@ class Warden:
     def __init__(self, context: Context, leash: socket.socket, clock: Callable[[], float] = time.monotonic) -> None:
         self._scoreboard = context.scoreboard
         self._loop = service_loop()
-        verbs = {"watch": self._watch, "kill": self._kill, "term": self._term, "bury": self._bury}
+        verbs = {"watch": self._watch, "kill": self._kill, "term": self._term, "clean_up": self._clean_up}
         self._desk = Desk(self._loop, leash, verbs)
         self._own = context.own_pids
         self._tree_mark = context.tree_mark
@@ -111,9 +111,9 @@ class Warden:
             signal_descendants(params["pid"], signal.SIGTERM)
         return {}
 
-    def _bury(self, params: dict[str, Any]) -> object:
+    def _clean_up(self, params: dict[str, Any]) -> object:
         may_take(orphans.LONGEST_SECONDS)
-        return asdict(orphans.bury(self._own, params["survivors"], params["groups"], self._tree_mark))
+        return asdict(orphans.clean_up(self._own, params["survivors"], params["groups"], self._tree_mark))
 
     def _is_busy(self, watched: Watched) -> bool:
         return any(self._scoreboard.slot(number).word & 1 for number in watched.slots)
