@@ -26,7 +26,7 @@ from forq.job import Job, Reporter
 from forq.output.writer import CURRENT_JOB
 from forq.procs.scoreboard import WORD, Slot
 from forq.workers.exec_handlers import MAX_NAME, ProgramFailed
-from forq.workers.handlers import Handlers, leave_if_copy_of, name_of, said
+from forq.workers.handlers import Handlers, class_name, exit_if_forked_from, safe_text
 from forq.workers.tracing import Tracing
 
 log = logging.getLogger("forq")
@@ -65,8 +65,8 @@ MAX_MESSAGE = 2000
 CANCEL_MS = 1000
 MAX_TRACEBACK = 8000
 
-_UNTRACED = nullcontext()
-_OWN_DIRECTORIES = tuple(f"{os.path.dirname(str(module.__file__))}{os.sep}" for module in (forq, asyncio))
+_NO_SPAN = nullcontext()
+_FORQ_AND_ASYNCIO = tuple(f"{os.path.dirname(str(module.__file__))}{os.sep}" for module in (forq, asyncio))
 
 
 class Failure(NamedTuple):
@@ -91,7 +91,7 @@ class _DeadlinePassed(TimeoutError):
 _DeadlinePassed.__module__, _DeadlinePassed.__qualname__ = "builtins", "TimeoutError"
 
 
-class Attempts:
+class AttemptRunner:
     """Runs the attempts of one worker. `timeout_seconds`: what a coroutine may take (0: as long as it likes).
     `max_result_bytes`: how long what a handler returns may be (0: it is not kept)."""
 
@@ -119,27 +119,27 @@ class Attempts:
         self._runner: asyncio.Runner | None = None
         self._pid = os.getpid()
 
-    def attempt(self, job_id: str, record: bytes, fence: int) -> Failure | None:
+    def run(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned, else what went wrong."""
         self.result = None
         try:
             data, job = self._read(job_id, record, fence)
             if self._slot is not None:
                 job._reporter, job._position = self._reporter, self._slot.words[WORD]
-            with _UNTRACED if self._tracing is None else self._tracing.attempt(job):
+            with _NO_SPAN if self._tracing is None else self._tracing.attempt(job):
                 result = self._handlers.for_type(job.type)(data, job)
                 # Not isinstance: that asks the object, and what a handler returns may answer with an exception.
                 if type(result) is CoroutineType:
-                    result = self._run_async(_of_job(job_id, result))
+                    result = self._run_async(_tagged_with_job(job_id, result))
             if self.max_result_bytes:
                 self.result = encode_result(result, self.max_result_bytes)
         except BaseException as exc:  # a handler may raise anything, SystemExit too; the worker must outlive it
-            leave_if_copy_of(self._pid)
-            cut_own_frames(exc)
+            exit_if_forked_from(self._pid)
+            strip_forq_frames(exc)
             self.raised = exc
             return describe_failure(exc)
         finally:
-            leave_if_copy_of(self._pid)
+            exit_if_forked_from(self._pid)
         return None
 
     def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
@@ -166,12 +166,12 @@ class Attempts:
             return self._runner.run(coroutine)
         self._slot.lenience_ms = CANCEL_MS
         try:
-            return self._runner.run(_within(coroutine, self.timeout_seconds))
+            return self._runner.run(_with_deadline(coroutine, self.timeout_seconds))
         finally:
             self._slot.lenience_ms = 0
 
 
-class FailAttempts(Attempts):
+class FailAttemptRunner(AttemptRunner):
     """Runs the fail handler: its data is [original data, original job, error]."""
 
     of_fail_handler = True
@@ -188,13 +188,13 @@ class FailAttempts(Attempts):
         return [data, original, error], job
 
 
-async def _of_job(job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+async def _tagged_with_job(job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
     # Tasks that it starts inherit this, and may outlive it.
     CURRENT_JOB.set(job_id)
     return await coroutine
 
 
-async def _within(coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:
+async def _with_deadline(coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:
@@ -231,7 +231,7 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
     return record.data, Job(queue, job_id, *about, fence, counts, record.trace)
 
 
-def cut_own_frames(exc: BaseException) -> None:
+def strip_forq_frames(exc: BaseException) -> None:
     """The traceback of an exception begins with the first frame that is neither forq's nor asyncio's.
 
     Without such a frame it stays as it is, unless the error is one of forq's, whose text says all.
@@ -239,7 +239,7 @@ def cut_own_frames(exc: BaseException) -> None:
     # Past what the class of the exception may say itself.
     traceback_of: Any = BaseException.__dict__["__traceback__"]
     users = traceback_of.__get__(exc)
-    while users is not None and users.tb_frame.f_code.co_filename.startswith(_OWN_DIRECTORIES):
+    while users is not None and users.tb_frame.f_code.co_filename.startswith(_FORQ_AND_ASYNCIO):
         users = users.tb_next
     if users is not None or issubclass(type(exc), ForqError):
         traceback_of.__set__(exc, users)
@@ -248,31 +248,31 @@ def cut_own_frames(exc: BaseException) -> None:
 def describe_failure(exc: BaseException) -> Failure:
     """Name, message, kind and traceback of an exception: text only, nothing that could be rebuilt into code."""
     late = issubclass(type(exc), _DeadlinePassed)
-    name = "TimeoutError" if late else said(lambda: _name(exc))[:MAX_NAME]
-    kind = "permanent" if said(lambda: getattr(exc, "kind", None)) == "permanent" else "retriable"
+    name = "TimeoutError" if late else safe_text(lambda: _error_name(exc))[:MAX_NAME]
+    kind = "permanent" if safe_text(lambda: getattr(exc, "kind", None)) == "permanent" else "retriable"
     if late:
         kind = "timeout"
     brief = {
         "name": name,
-        "message": said(lambda: str(exc))[:MAX_MESSAGE],
+        "message": safe_text(lambda: str(exc))[:MAX_MESSAGE],
         "kind": kind,
     }
-    error = {**brief, "traceback": said(lambda: _trace(exc))[-MAX_TRACEBACK:]}
+    error = {**brief, "traceback": safe_text(lambda: _traceback(exc))[-MAX_TRACEBACK:]}
     return Failure(orjson.dumps(error), orjson.dumps(brief), kind, _retry_at_ms(exc))
 
 
-def _name(exc: BaseException) -> str:
-    program = _program(exc)
-    return name_of(type(exc)) if program is None else program.name
+def _error_name(exc: BaseException) -> str:
+    program = _program_failure(exc)
+    return class_name(type(exc)) if program is None else program.name
 
 
-def _trace(exc: BaseException) -> str:
+def _traceback(exc: BaseException) -> str:
     """Of a program, what it says itself: our own stack tells nothing about it."""
-    program = _program(exc)
+    program = _program_failure(exc)
     return "".join(traceback.format_exception(exc)) if program is None else program.trace
 
 
-def _program(exc: BaseException) -> ProgramFailed | None:
+def _program_failure(exc: BaseException) -> ProgramFailed | None:
     """Not by isinstance: that asks the exception itself."""
     return cast(ProgramFailed, exc) if issubclass(type(exc), ProgramFailed) else None
 
@@ -289,5 +289,5 @@ def _retry_at_ms(exc: BaseException) -> int | None:
             raise ValueError(f"retry_at = {when} is not a time in epoch seconds")
         return math.ceil(when * 1000)
     except BaseException:  # the user's own property, a date out of range, NaN
-        log.warning("retry_at of an exception cannot be used exception=%s", name_of(type(exc))[:MAX_NAME])
+        log.warning("retry_at of an exception cannot be used exception=%s", class_name(type(exc))[:MAX_NAME])
         return None

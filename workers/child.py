@@ -31,14 +31,14 @@ from forq.procs.scoreboard import Role, Slot, State
 from forq.queue_spec import QueueSpec
 from forq.settings import Value
 from forq.values import show_size
-from forq.workers.attempt import Attempts, FailAttempts
+from forq.workers.attempt import AttemptRunner, FailAttemptRunner
 from forq.workers.grant import Grant
-from forq.workers.handlers import Handlers, described, load_fail_handler, load_handlers, said
+from forq.workers.handlers import Handlers, describe_exception, load_fail_handler, load_handlers, safe_text
 from forq.workers.job_log import JobLog
 from forq.workers.loop import MAX_BATCH, Recycling, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
 from forq.workers.other_loops import HelperLoop, IdleLoop, ReleaseLoop, RetryLoop
-from forq.workers.progress import ProgressTeller
+from forq.workers.progress import ProgressSender
 from forq.workers.tracing import Tracing
 
 log = logging.getLogger("forq")
@@ -49,19 +49,19 @@ OOM_SCORE = 500
 OOM_FILE = "/proc/self/oom_score_adj"
 
 
-def restrain(options: Mapping[str, Value]) -> None:
+def apply_resource_limits(options: Mapping[str, Value]) -> None:
     """Raises ConfigError if the system grants less than is asked for. Programs that handlers start inherit it all."""
-    _go_first_when_memory_runs_out()
+    _raise_oom_score()
     open_files, address = int(options.get("open_files_limit", 0)), int(options.get("address_limit", 0))
     if open_files:
-        _set(resource.RLIMIT_NOFILE, open_files, f"open_files_limit = {open_files}")
+        _set_rlimit(resource.RLIMIT_NOFILE, open_files, f"open_files_limit = {open_files}")
     if address:
-        _set(resource.RLIMIT_AS, address, f"address_limit = {show_size(address)}")
+        _set_rlimit(resource.RLIMIT_AS, address, f"address_limit = {show_size(address)}")
     if nicer := int(options.get("nice", 0)):
         os.nice(nicer)
 
 
-def _go_first_when_memory_runs_out() -> None:
+def _raise_oom_score() -> None:
     """Its job runs again. If the supervisor or the embedded server went instead, every job would."""
     # Where /proc is hidden or not to be written, the kernel chooses by size alone.
     with suppress(OSError, ValueError):
@@ -75,7 +75,7 @@ def _go_first_when_memory_runs_out() -> None:
             os.close(fd)
 
 
-def _set(which: int, wanted: int, said: str) -> None:
+def _set_rlimit(which: int, wanted: int, said: str) -> None:
     """Soft and hard: a handler cannot raise it again, unless it runs as root."""
     _, hard = resource.getrlimit(which)
     try:
@@ -84,7 +84,7 @@ def _set(which: int, wanted: int, said: str) -> None:
         raise ConfigError(f"{said} is not allowed here: at most {hard}, which is what the supervisor may have") from exc
 
 
-def offer_stack() -> int:
+def enable_stack_dumps() -> int:
     """The descriptor that stacks are written to from now on."""
     fd = os.memfd_create(STACK_FILE, os.MFD_CLOEXEC)
     # So that whoever reads it may also empty it.
@@ -128,25 +128,25 @@ def run_child(settings: ChildSettings, leash: socket.socket) -> int:
     base = queue_base(context.prefix, settings.spec.name)
     minder = Minder(name=settings.name, url=context.url, base=base, leash=leash, titles=context.titles)
     minder.start()
-    tell_supervisor(leash, {"stack_fd": offer_stack()})
+    send_to_supervisor(leash, {"stack_fd": enable_stack_dumps()})
     if settings.held:
         setproctitle(f"forq: {settings.name} (next) importing")
     try:
-        restrain(settings.options)
+        apply_resource_limits(settings.options)
         handlers = load_handlers(settings.spec, (settings.context.tree_lock_fd,))
         fail_handler = load_fail_handler(settings.spec, (settings.context.tree_lock_fd,))
     except ConfigError as exc:
         trace = exc.traceback if isinstance(exc, CannotImport) else None
-        reason = said(exc.__str__)[:MAX_REASON]
-        tell_supervisor(leash, {"exiting": exits.CONFIG, "reason": reason, "traceback": trace})
+        reason = safe_text(exc.__str__)[:MAX_REASON]
+        send_to_supervisor(leash, {"exiting": exits.CONFIG, "reason": reason, "traceback": trace})
         return exits.CONFIG
     if settings.held:
         setproctitle(f"forq: {settings.name} (next) imported, waits")
-        tell_supervisor(leash, {"imported": True})
+        send_to_supervisor(leash, {"imported": True})
         if not minder.wait_to_begin():
-            tell_supervisor(leash, {"exiting": exits.STOPPED, "reason": ""})
+            send_to_supervisor(leash, {"exiting": exits.STOPPED, "reason": ""})
             return exits.STOPPED
-    return _Crew(settings, leash, minder).run(handlers, fail_handler)
+    return _WorkerPool(settings, leash, minder).run(handlers, fail_handler)
 
 
 def _redirect_output(settings: ChildSettings) -> None:
@@ -170,7 +170,7 @@ def _start_tracing(settings: ChildSettings) -> Tracing | None:
         return None
 
 
-class _Crew:
+class _WorkerPool:
     """The workers of one process: one runs in the main thread (where handlers may use signals), several in threads."""
 
     def __init__(self, settings: ChildSettings, leash: socket.socket, minder: Minder) -> None:
@@ -178,9 +178,9 @@ class _Crew:
         self._leash = leash
         self._minder = minder
         self._slots = [self._slot(number) for number in settings.slots]
-        self._grants = {slot.number: Grant(self._tell, slot.number) for slot in self._slots}
-        self._recycling = Recycling(settings.options, self._slots, self._replace)
-        self._progress = ProgressTeller(settings.context.url, settings.context.prefix)
+        self._grants = {slot.number: Grant(self._send, slot.number) for slot in self._slots}
+        self._recycling = Recycling(settings.options, self._slots, self._request_replacement)
+        self._progress = ProgressSender(settings.context.url, settings.context.prefix)
         self._tracing = _start_tracing(settings)
         self._job_log = JobLog()
         self._loops: list[Loop] = []
@@ -192,24 +192,24 @@ class _Crew:
     def run(self, handlers: Handlers, fail_handler: Handlers | None) -> int:
         name, mode = self._settings.spec.name, self._settings.spec.mode
         if mode == "auto_release":
-            self._loops = [self._releaser(self._slots[0])]
+            self._loops = [self._release_loop(self._slots[0])]
         elif mode in ("on_request", "external"):
             self._loops = [IdleLoop(self._slots[0], name, mode)]
         elif self._settings.role == Role.MAIN:
-            self._loops = [self._worker(slot, self._attempts(slot, handlers)) for slot in self._slots]
+            self._loops = [self._worker_loop(slot, self._attempt_runner(slot, handlers)) for slot in self._slots]
         elif self._settings.role == Role.SUSPECT:
             slot = self._slots[0]
-            self._loops = [HelperLoop(self._worker(slot, self._attempts(slot, handlers)))]
+            self._loops = [HelperLoop(self._worker_loop(slot, self._attempt_runner(slot, handlers)))]
         elif self._settings.role == Role.FAIL:
             assert fail_handler is not None
-            self._loops = [HelperLoop(self._fail_worker(self._slots[0], fail_handler))]
+            self._loops = [HelperLoop(self._fail_loop(self._slots[0], fail_handler))]
         else:
-            self._loops = [self._retry_worker(self._slots[0], handlers, fail_handler)]
-        self._minder.mind(self._loops, self._grants, self._recycling)
+            self._loops = [self._retry_loop(self._slots[0], handlers, fail_handler)]
+        self._minder.watch(self._loops, self._grants, self._recycling)
         if len(self._loops) == 1:
-            self._serve(self._loops[0])
+            self._run_loop(self._loops[0])
         else:
-            threads = [threading.Thread(target=self._serve, args=(loop,), daemon=True) for loop in self._loops]
+            threads = [threading.Thread(target=self._run_loop, args=(loop,), daemon=True) for loop in self._loops]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -218,7 +218,7 @@ class _Crew:
         if self._tracing is not None:
             self._tracing.close()
         # Only now, when no handler can end the process any more: the code alone would mean nothing.
-        self._tell({"exiting": self._code, "reason": self._reason})
+        self._send({"exiting": self._code, "reason": self._reason})
         return self._code
 
     def _slot(self, number: int) -> Slot:
@@ -232,7 +232,7 @@ class _Crew:
         slot.state = State.STARTING
         return slot
 
-    def _releaser(self, slot: Slot) -> ReleaseLoop:
+    def _release_loop(self, slot: Slot) -> ReleaseLoop:
         settings, context = self._settings, self._settings.context
         main = settings.role == Role.MAIN
         where = (context.url, context.prefix, settings.spec.name, context.processor, slot.worker)
@@ -240,33 +240,33 @@ class _Crew:
             Consumer(*where, lane="main" if main else "retry"),
             slot,
             expiry_ms=context.expiry_ms,
-            resting_state=State.IDLE if main else State.PARKED,
-            on_try=self._minder.rouse,
+            idle_state=State.IDLE if main else State.PARKED,
+            on_try=self._minder.wake,
         )
 
-    def _attempts(self, slot: Slot, handlers: Handlers) -> Attempts:
+    def _attempt_runner(self, slot: Slot, handlers: Handlers) -> AttemptRunner:
         name = self._settings.spec.name
-        return Attempts(name, handlers, slot, self._progress.reporter(slot, name), self._tracing)
+        return AttemptRunner(name, handlers, slot, self._progress.reporter(slot, name), self._tracing)
 
-    def _retry_worker(self, slot: Slot, handlers: Handlers, fail: Handlers | None) -> RetryLoop:
+    def _retry_loop(self, slot: Slot, handlers: Handlers, fail: Handlers | None) -> RetryLoop:
         numbers = TurnNumbers()
-        lane = self._worker(slot, self._attempts(slot, handlers), numbers=numbers)
-        return RetryLoop(lane, None if fail is None else self._fail_worker(slot, fail, numbers))
+        lane = self._worker_loop(slot, self._attempt_runner(slot, handlers), numbers=numbers)
+        return RetryLoop(lane, None if fail is None else self._fail_loop(slot, fail, numbers))
 
-    def _fail_worker(self, slot: Slot, fail: Handlers, numbers: TurnNumbers | None = None) -> WorkerLoop:
+    def _fail_loop(self, slot: Slot, fail: Handlers, numbers: TurnNumbers | None = None) -> WorkerLoop:
         name = self._settings.spec.name
         fails = fail_queue(name)
-        attempts = FailAttempts(name, fail, slot, self._progress.reporter(slot, fails), self._tracing)
-        return self._worker(slot, attempts, numbers=numbers, queue=fails)
+        attempts = FailAttemptRunner(name, fail, slot, self._progress.reporter(slot, fails), self._tracing)
+        return self._worker_loop(slot, attempts, numbers=numbers, queue=fails)
 
-    def _worker(
-        self, slot: Slot, attempts: Attempts, *, numbers: TurnNumbers | None = None, queue: str | None = None
+    def _worker_loop(
+        self, slot: Slot, attempts: AttemptRunner, *, numbers: TurnNumbers | None = None, queue: str | None = None
     ) -> WorkerLoop:
         settings, context = self._settings, self._settings.context
         scoreboard, watch_fd = context.scoreboard, context.watch_fd
 
         def on_batch(count: int) -> None:
-            self._minder.rouse()
+            self._minder.wake()
             if count > 1 and not scoreboard.watching:
                 os.eventfd_write(watch_fd, 1)
 
@@ -285,33 +285,33 @@ class _Crew:
             grant=self._grants[slot.number],
             recycling=self._recycling,
             on_batch=on_batch,
-            on_unguarded=lambda: self._tell({"unguarded": slot.number}),
+            on_unguarded=lambda: self._send({"unguarded": slot.number}),
             numbers=numbers,
             # What the retry child does is seldom and may be slow: it takes nothing ahead of time.
             max_batch=MAX_BATCH if main else 1,
             # It waits for two queues, and does not know in which one there will be something.
             claims_ahead=main,
-            resting_state=State.IDLE if main else State.PARKED,
+            idle_state=State.IDLE if main else State.PARKED,
             tally=tally,
             job_log=self._job_log,
         )
 
-    def _serve(self, loop: Loop) -> None:
+    def _run_loop(self, loop: Loop) -> None:
         loop.slot.thread = threading.get_ident()
         try:
-            loop.run(self._one_ready)
+            loop.run(self._on_worker_ready)
         except UnknownQueue:
-            self._end(exits.QUEUE_GONE, None)
+            self._fail(exits.QUEUE_GONE, None)
         except Fenced as exc:
-            self._end(exits.FENCED, exc)
+            self._fail(exits.FENCED, exc)
         except IncompatibleProtocol as exc:
-            self._end(exits.INCOMPATIBLE, exc)
+            self._fail(exits.INCOMPATIBLE, exc)
         except BaseException as exc:  # a fault of ours, or a SystemExit that a thread of a handler has sent here
             log.exception("worker failed queue=%s", loop.queue)
-            self._end(exits.FAILED, exc)
+            self._fail(exits.FAILED, exc)
         finally:
             self._grants[loop.slot.number].give_back()
-            self._tell({"left": loop.slot.number})
+            self._send({"left": loop.slot.number})
             self._close(loop)
 
     def _close(self, loop: Loop) -> None:
@@ -320,43 +320,43 @@ class _Crew:
         except Exception:  # of what the handlers have left behind; the process ends anyway
             log.exception("could not close in order queue=%s", loop.queue)
 
-    def _one_ready(self) -> None:
+    def _on_worker_ready(self) -> None:
         with self._lock:
             self._ready += 1
             if self._ready == len(self._loops):
-                self._tell({"ready": True})
-                self._minder.show()
+                self._send({"ready": True})
+                self._minder.update_title()
 
-    def _replace(self, reason: str) -> None:
+    def _request_replacement(self, reason: str) -> None:
         """Enough: the supervisor starts a successor, and this process ends after what it runs."""
-        self._tell({"replace": reason})
+        self._send({"replace": reason})
         self._stop()
 
-    def _end(self, code: int, exc: BaseException | None) -> None:
+    def _fail(self, code: int, exc: BaseException | None) -> None:
         """One worker cannot go on: all stop, and the process says why at its end."""
         with self._lock:
             if not self._code:
-                self._code, self._reason = code, "" if exc is None else described(exc)
+                self._code, self._reason = code, "" if exc is None else describe_exception(exc)
         self._stop()
 
     def _stop(self) -> None:
         for loop in self._loops:
             loop.stop()
         # The others may be blocked in Redis: the minder unblocks them.
-        self._minder.rouse()
+        self._minder.wake()
 
-    def _tell(self, message: dict[str, object]) -> None:
-        tell_supervisor(self._leash, message)
+    def _send(self, message: dict[str, object]) -> None:
+        send_to_supervisor(self._leash, message)
 
 
 # Several workers share one leash: a line of one must not end up inside that of another.
-_telling = threading.Lock()
+_sending = threading.Lock()
 
 
-def tell_supervisor(leash: socket.socket, message: dict[str, object]) -> None:
+def send_to_supervisor(leash: socket.socket, message: dict[str, object]) -> None:
     """One line of JSON; if the supervisor is gone there is nobody to tell."""
     try:
-        with _telling:
+        with _sending:
             leash.sendall(orjson.dumps(message) + b"\n")
     except OSError as exc:
         log.warning("cannot tell the supervisor error=%s", exc)

@@ -45,17 +45,17 @@ from forq.values import shown
 log = logging.getLogger("forq")
 
 # How long a program that has closed its stdout gets to end.
-LAST_SECONDS = 1.0
+EXIT_SECONDS = 1.0
 # How long one that is not needed any more gets after end of file on stdin, and then after TERM.
 EOF_SECONDS = 1.0
 TERM_SECONDS = 0.5
 
-_pids: set[int] = set()
+_running_pids: set[int] = set()
 
 
 def running_programs() -> frozenset[int]:
     """Those that this process has started and not reaped. Nobody else may reap them."""
-    return frozenset(_pids)
+    return frozenset(_running_pids)
 
 
 class Program:
@@ -81,16 +81,16 @@ class Program:
             start_new_session=True,
             pass_fds=keep_fds,
         )
-        _pids.add(self.pid)
+        _running_pids.add(self.pid)
         try:
-            self._attend(line.once, job.id)
+            self._open_pipes(line.once, job.id)
         except OSError:
             self._process.kill()
             self._process.wait()
-            _pids.discard(self.pid)
+            _running_pids.discard(self.pid)
             raise
 
-    def _attend(self, once: bool, job_id: str) -> None:
+    def _open_pipes(self, once: bool, job_id: str) -> None:
         process = self._process
         self._pidfd = os.pidfd_open(self.pid)
         self._stdin = _fd_of(process.stdin)
@@ -102,13 +102,13 @@ class Program:
         self._poll.register(self._pidfd, select.POLLIN)
         if self._stdout is not None:
             self._poll.register(self._stdout, select.POLLIN)
-            WATCH.add(self._pidfd, self._ended_meanwhile)
+            WATCH.add(self._pidfd, self._on_exit_event)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def tell(self, line: bytes) -> None:
+    def send(self, line: bytes) -> None:
         """Writes as much as goes at once; the rest goes while it is listened to."""
         self._unwritten = memoryview(line)
         self._written = 0
@@ -119,7 +119,7 @@ class Program:
             self.close_stdin()
 
     @property
-    def has_been_told_all(self) -> bool:
+    def all_sent(self) -> bool:
         return not self._unwritten
 
     def next_line(self) -> bytes | None:
@@ -127,7 +127,7 @@ class Program:
         while (line := self._lines.pop()) is None:
             ready = {fd for fd, _ in self._poll.poll()}
             if self._stdin in ready:
-                self._write_on()
+                self._continue_write()
             if self._stdout in ready:
                 if not self._read():
                     return None
@@ -135,7 +135,7 @@ class Program:
                 return None
         return line
 
-    def lines_between_jobs(self) -> list[bytes] | None:
+    def read_between_jobs(self) -> list[bytes] | None:
         """What it has said since its last answer; None if it has ended."""
         ready = {fd for fd, _ in self._poll.poll(0)}
         if self._pidfd in ready or (self._stdout in ready and not self._read()):
@@ -150,7 +150,7 @@ class Program:
         while True:
             ready = {fd for fd, _ in self._poll.poll()}
             if self._stdin in ready:
-                self._write_on()
+                self._continue_write()
             if self._pidfd in ready:
                 return self.returncode()
 
@@ -181,7 +181,7 @@ class Program:
             if not self._reaped and not self.has_ended():
                 kill_tree(self.pid)
         self._reap()
-        WATCH.remove(self._pidfd, self._ended_meanwhile)
+        WATCH.remove(self._pidfd, self._on_exit_event)
         self.output.close()
         self.close_stdin()
         if self._stdout is not None:
@@ -200,7 +200,7 @@ class Program:
             # What it says, or its end, will tell more.
             self._unwritten = memoryview(b"")
 
-    def _write_on(self) -> None:
+    def _continue_write(self) -> None:
         self._write()
         if not self._unwritten:
             self._poll.unregister(self._stdin)
@@ -214,11 +214,11 @@ class Program:
         if chunk:
             self._lines.push(chunk)
             return True
-        if self.has_ended(LAST_SECONDS):
+        if self.has_ended(EXIT_SECONDS):
             return False
         raise InvalidData("it has closed its stdout")
 
-    def _ended_meanwhile(self) -> bool:
+    def _on_exit_event(self) -> bool:
         """From the watch, which goes on if this is True: the event may have been that of an earlier program, whose
         descriptor had the same number."""
         return not self._reap(has_ended=False)
@@ -241,24 +241,24 @@ class Program:
             self._reaped = True
             # So that subprocess does not look after it either.
             self._process.returncode = self._returncode or 0
-            _pids.discard(self.pid)
+            _running_pids.discard(self.pid)
             return True
 
 
-def end_programs(programs: Sequence[Program]) -> None:
+def stop_programs(programs: Sequence[Program]) -> None:
     """They are not needed any more: end of file, TERM, kill."""
     for program in programs:
         program.close_stdin()
-    _wait_for(programs, EOF_SECONDS)
+    _wait_for_exit(programs, EOF_SECONDS)
     for program in programs:
         if not program.has_ended():
             program.terminate()
-    _wait_for(programs, TERM_SECONDS)
+    _wait_for_exit(programs, TERM_SECONDS)
     for program in programs:
         program.discard()
 
 
-def _wait_for(programs: Sequence[Program], seconds: float) -> None:
+def _wait_for_exit(programs: Sequence[Program], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for program in programs:
         program.has_ended(max(0.0, deadline - time.monotonic()))
@@ -282,7 +282,7 @@ def _ready(fd: int, seconds: float) -> list[tuple[int, int]]:
 
 
 MAX_NAME = 200
-EXIT_FOR_GOOD = 65  # EX_DATAERR of sysexits.h
+PERMANENT_EXIT_STATUS = 65  # EX_DATAERR of sysexits.h
 
 _HOST = socket.gethostname()
 _ALIASES = {"worker_finished": "job_finished", "worker_busy": "worker_progress"}
@@ -348,7 +348,7 @@ def attempt_number(job: Job) -> int:
 
 def read_answer(line: bytes, job: Job) -> Finished | Progress | ProgramFailed | None:
     """What a program says about its job; None if that means nothing here. Raises InvalidData for anything else."""
-    topic, payload = _open(line)
+    topic, payload = _read_message(line)
     if topic == "worker_idle":
         return None
     if topic not in _ABOUT_THE_JOB:
@@ -362,15 +362,15 @@ def read_answer(line: bytes, job: Job) -> Finished | Progress | ProgramFailed | 
     return _progress(payload) if topic == "worker_progress" else None
 
 
-def means_nothing(line: bytes) -> bool:
+def allowed_between_jobs(line: bytes) -> bool:
     """Whether a program may say this while it has no job."""
     try:
-        return not line.strip() or _open(line)[0] == "worker_idle"
+        return not line.strip() or _read_message(line)[0] == "worker_idle"
     except InvalidData:
         return False
 
 
-def _open(line: bytes) -> tuple[str, dict[str, Any]]:
+def _read_message(line: bytes) -> tuple[str, dict[str, Any]]:
     try:
         message = orjson.loads(line)
     except ValueError as exc:
@@ -429,7 +429,7 @@ class ExecHandler:
         self._program: Program | None = None
         self._jobs = 0
 
-    def another(self) -> "ExecHandler":
+    def for_another_worker(self) -> "ExecHandler":
         """The same for another worker, with an instance of its own."""
         return ExecHandler(self._line, self._queue, keep_fds=self._keep_fds)
 
@@ -437,30 +437,30 @@ class ExecHandler:
         """The `result` of the program's answer."""
         line = assignment(data, job, self._worker)
         try:
-            return self._give(line, job)
+            return self._run_job(line, job)
         except _NothingRead:
             log.info("replacing a program queue=%s reason=it has ended before it read its next job", self._queue)
-            return self._give(line, job)
+            return self._run_job(line, job)
 
     def programs(self) -> list[Program]:
         return [] if self._program is None else [self._program]
 
-    def _give(self, line: bytes, job: Job) -> Any:
-        program = self._usable(job) or self._start(job)
+    def _run_job(self, line: bytes, job: Job) -> Any:
+        program = self._reusable(job) or self._start(job)
         answer: Finished | ProgramFailed
         answered = usable = False
         try:
-            program.tell(line)
-            answer = self._hear(program, job)
+            program.send(line)
+            answer = self._wait_for_answer(program, job)
             answered = True
             # One that answers before it has read everything would take the rest for its next job.
-            usable = program.has_been_told_all
+            usable = program.all_sent
         except InvalidData as exc:
             answer = ProgramFailed("BadMessage", str(exc))
         except _Ended:
             if self._jobs and program.has_read_nothing():
                 raise _NothingRead from None
-            answer = how_it_ended(program.returncode())
+            answer = describe_exit(program.returncode())
         finally:
             tail = program.output.end()
             self._jobs += 1
@@ -470,7 +470,7 @@ class ExecHandler:
             raise _with_output(answer, tail, quote=not answered)
         return answer.result
 
-    def _hear(self, program: Program, job: Job) -> Finished | ProgramFailed:
+    def _wait_for_answer(self, program: Program, job: Job) -> Finished | ProgramFailed:
         """What the program says has become of the job."""
         while (line := program.next_line()) is not None:
             if not line.strip():
@@ -482,18 +482,18 @@ class ExecHandler:
                 return answer
         raise _Ended
 
-    def _usable(self, job: Job) -> Program | None:
+    def _reusable(self, job: Job) -> Program | None:
         """The instance that runs; one that has ended since its last job, or talks without one, is replaced."""
         program = self._program
         if program is None:
             return None
         try:
-            said = program.lines_between_jobs()
+            said = program.read_between_jobs()
         except InvalidData as exc:
             said, reason = [], str(exc)
         else:
             reason = "it has ended" if said is None else ""
-        if said and not all(means_nothing(line) for line in said):
+        if said and not all(allowed_between_jobs(line) for line in said):
             reason = f"it spoke without a job: {said[0][:200]!r}"
         if not reason:
             program.output.begin(job.id)
@@ -504,7 +504,7 @@ class ExecHandler:
 
     def _start(self, job: Job) -> Program:
         self._jobs = 0
-        self._program = start(self._line, job, {}, self._keep_fds)
+        self._program = start_program(self._line, job, {}, self._keep_fds)
         return self._program
 
     def _discard(self) -> None:
@@ -526,10 +526,10 @@ class ExecOnceHandler:
             "FORQ_ATTEMPT": str(attempt_number(job)),
             "FORQ_FENCE": str(job.fence),
         }
-        program = start(self._line, job, environ, self._keep_fds)
+        program = start_program(self._line, job, environ, self._keep_fds)
         try:
-            program.tell(orjson.dumps(data) + b"\n")
-            failure = None if (code := program.wait()) == 0 else how_it_ended(code, once=True)
+            program.send(orjson.dumps(data) + b"\n")
+            failure = None if (code := program.wait()) == 0 else describe_exit(code, once=True)
         finally:
             tail = program.output.end()
             program.discard()
@@ -539,24 +539,24 @@ class ExecOnceHandler:
 
 def close_handlers(handlers: Sequence[object]) -> None:
     """Ends the instances of those handlers that are programs, all at the same time."""
-    end_programs([program for each in handlers if isinstance(each, ExecHandler) for program in each.programs()])
+    stop_programs([program for each in handlers if isinstance(each, ExecHandler) for program in each.programs()])
 
 
-def start(line: ProgramLine, job: Job, environ: dict[str, str], keep_fds: Sequence[int]) -> Program:
+def start_program(line: ProgramLine, job: Job, environ: dict[str, str], keep_fds: Sequence[int]) -> Program:
     try:
         return Program(line, job, environ=environ, keep_fds=keep_fds)
     except OSError as exc:
         raise ProgramFailed("CannotStart", f"{line.argv[0]}: {exc.strerror}") from exc
 
 
-def how_it_ended(code: int | None, *, once: bool = False) -> ProgramFailed:
+def describe_exit(code: int | None, *, once: bool = False) -> ProgramFailed:
     too_early = "" if once else ", and had not said what became of the job"
     if code is None:
         return ProgramFailed("ExitStatus", f"it ended, nobody knows how{too_early}")
     if code < 0:
         names = {int(known): known.name for known in signal.Signals}
         return ProgramFailed("ExitSignal", f"it was ended by signal {-code} ({names.get(-code, '?')})")
-    kind = "permanent" if once and code == EXIT_FOR_GOOD else "retriable"
+    kind = "permanent" if once and code == PERMANENT_EXIT_STATUS else "retriable"
     return ProgramFailed("ExitStatus", f"it ended with status {code}{too_early}", kind=kind)
 
 

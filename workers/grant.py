@@ -26,8 +26,8 @@ ANSWER_SECONDS = 0.05
 class _Phase(Enum):
     NONE = "holds nothing, wants nothing"
     WANTED = "has said want, and was not told go"
-    KEPT = "holds a grant and does not use it"
-    USED = "holds a grant and may be running jobs"
+    RESERVED = "holds a grant and does not use it"
+    IN_USE = "holds a grant and may be running jobs"
 
 
 class _Terms(NamedTuple):
@@ -38,69 +38,69 @@ class _Terms(NamedTuple):
 class Grant:
     """The right of one worker to run jobs. `tell` sends one message up the leash; `number` is the worker's slot."""
 
-    def __init__(self, tell: Callable[[dict[str, object]], None], number: int) -> None:
+    def __init__(self, send: Callable[[dict[str, object]], None], number: int) -> None:
         # Read by the worker between batches: it should stop using the grant (rest, or begin anew).
-        self.yielding = False
-        self._tell = tell
+        self.yield_requested = False
+        self._send = send
         self._number = number
         self._changed = threading.Condition(threading.Lock())
         self._phase = _Phase.NONE
         self._terms = _Terms(1, 0)  # what the worker needs now
-        self._told = self._terms  # what the last want said
-        self._told_to_wait = False
-        self._worker_waits = False
+        self._sent_terms = self._terms  # what the last want said
+        self._wait_received = False
+        self._worker_waiting = False
         self._unneeded = False
         self._stopped = False
 
-    def begin(self, units: int, priority: int) -> bool:
+    def acquire(self, units: int, priority: int) -> bool:
         """Worker: may it claim? If not, it must hand back what it has and call wait()."""
         with self._changed:
             self._terms = _Terms(units, priority)
             self._unneeded = False
-            if self.yielding:
-                self._return()
-            if not self._take_up():
-                self._await(lambda: self._told_to_wait or self._answered(), ANSWER_SECONDS)
-            return self._take_up()
+            if self.yield_requested:
+                self._send_done()
+            if not self._try_use():
+                self._wait_for(lambda: self._wait_received or self._answered(), ANSWER_SECONDS)
+            return self._try_use()
 
     def wait(self) -> bool:
         """Worker: blocks until it may claim; False if it was stopped meanwhile."""
         with self._changed:
             self._unneeded = False
-            while not self._take_up():
+            while not self._try_use():
                 if self._stopped:
                     return False
-                self._await(self._answered)
+                self._wait_for(self._answered)
             return True
 
-    def rest(self) -> bool:
+    def stop_using(self) -> bool:
         """Worker: it uses the grant no more. Kept as a reservation (True), unless somebody asked for it."""
         with self._changed:
-            if self._phase is _Phase.USED:
-                if self.yielding or self._stopped:
-                    self._return()
+            if self._phase is _Phase.IN_USE:
+                if self.yield_requested or self._stopped:
+                    self._send_done()
                 else:
-                    self._phase = _Phase.KEPT
-            return self._phase is _Phase.KEPT
+                    self._phase = _Phase.RESERVED
+            return self._phase is _Phase.RESERVED
 
     def give_back(self) -> None:
         """Worker: it wants nothing. A go that is still to come is given back when it comes."""
         with self._changed:
-            if self._phase in (_Phase.KEPT, _Phase.USED):
-                self._return()
+            if self._phase in (_Phase.RESERVED, _Phase.IN_USE):
+                self._send_done()
             self._unneeded = True
 
-    def hear(self, word: str) -> None:
+    def receive(self, word: str) -> None:
         """Minder: what the supervisor says."""
         with self._changed:
             if word == "go":
-                self._hear_go()
+                self._receive_go()
             elif word == "wait":
-                self._told_to_wait = self._phase is _Phase.WANTED
-            elif word == "yield" and self._phase is _Phase.USED:
-                self.yielding = True
-            elif word == "yield" and self._phase is _Phase.KEPT:
-                self._return()
+                self._wait_received = self._phase is _Phase.WANTED
+            elif word == "yield" and self._phase is _Phase.IN_USE:
+                self.yield_requested = True
+            elif word == "yield" and self._phase is _Phase.RESERVED:
+                self._send_done()
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -108,46 +108,46 @@ class Grant:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-            if self._phase in (_Phase.WANTED, _Phase.KEPT):
-                self._return()
+            if self._phase in (_Phase.WANTED, _Phase.RESERVED):
+                self._send_done()
 
-    def _hear_go(self) -> None:
-        if self._phase in (_Phase.KEPT, _Phase.USED):
+    def _receive_go(self) -> None:
+        if self._phase in (_Phase.RESERVED, _Phase.IN_USE):
             return
         wanted = self._phase is _Phase.WANTED
         # Used from here on if the worker waits for it, not from when its thread wakes up: a yield that follows closely
         # then lets it run a batch first. Else the two could be repeated for ever.
-        self._phase = _Phase.USED if self._worker_waits else _Phase.KEPT
-        self.yielding = self._told_to_wait = False
+        self._phase = _Phase.IN_USE if self._worker_waiting else _Phase.RESERVED
+        self.yield_requested = self._wait_received = False
         if not wanted or self._unneeded or self._stopped:
-            self._return()
+            self._send_done()
 
-    def _take_up(self) -> bool:
+    def _try_use(self) -> bool:
         """Whether the worker may run jobs now. If not, its wish is under way, or it is stopped."""
-        held = self._phase in (_Phase.KEPT, _Phase.USED)
-        if held and (self._stopped or self._told != self._terms):
-            self._return()
+        held = self._phase in (_Phase.RESERVED, _Phase.IN_USE)
+        if held and (self._stopped or self._sent_terms != self._terms):
+            self._send_done()
         elif held:
-            self._phase = _Phase.USED
+            self._phase = _Phase.IN_USE
         if self._phase is _Phase.NONE and not self._stopped:
-            self._want()
-        return self._phase is _Phase.USED
+            self._send_want()
+        return self._phase is _Phase.IN_USE
 
     def _answered(self) -> bool:
         return self._phase is not _Phase.WANTED or self._stopped
 
-    def _await(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
-        self._worker_waits = True
+    def _wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
+        self._worker_waiting = True
         try:
             self._changed.wait_for(condition, seconds)
         finally:
-            self._worker_waits = False
+            self._worker_waiting = False
 
-    def _want(self) -> None:
+    def _send_want(self) -> None:
         units, priority = self._terms
-        self._tell({"want": self._number, "units": units, "priority": priority})
-        self._phase, self._told, self._told_to_wait = _Phase.WANTED, self._terms, False
+        self._send({"want": self._number, "units": units, "priority": priority})
+        self._phase, self._sent_terms, self._wait_received = _Phase.WANTED, self._terms, False
 
-    def _return(self) -> None:
-        self._tell({"done": self._number})
-        self._phase, self.yielding, self._told_to_wait = _Phase.NONE, False, False
+    def _send_done(self) -> None:
+        self._send({"done": self._number})
+        self._phase, self.yield_requested, self._wait_received = _Phase.NONE, False, False

@@ -43,7 +43,10 @@ class Handlers:
         """The same for one worker: a program has one job at a time, so each worker has instances of its own."""
         if not any(isinstance(handler, ExecHandler) for handler in self._by_type.values()):
             return self
-        own = {name: each.another() if isinstance(each, ExecHandler) else each for name, each in self._by_type.items()}
+        own = {
+            name: each.for_another_worker() if isinstance(each, ExecHandler) else each
+            for name, each in self._by_type.items()
+        }
         return Handlers(own)
 
     def close(self) -> None:
@@ -92,7 +95,7 @@ def _why_unusable(directory: str) -> str | None:
     return None if os.access(directory, os.R_OK) else f"its path {directory} may not be read by user {os.geteuid()}"
 
 
-def leave_if_copy_of(pid: int) -> None:
+def exit_if_forked_from(pid: int) -> None:
     """After user code: a copy of process `pid` that the code forked, and that came back from it, ends here. It must not
     go on as a second worker under the same name."""
     if os.getpid() != pid:
@@ -112,10 +115,10 @@ def load_handler(path: str) -> Handler:
         mismatch = _why_not_callable_with_job(handler) if usable else None
     except BaseException as exc:  # user code: whatever it raises at import is a reason to show, even SystemExit
         trace, place = user_traceback(exc)
-        reason = f"handler {path!r} cannot be imported: {described(exc)}{place}"
+        reason = f"handler {path!r} cannot be imported: {describe_exception(exc)}{place}"
         raise CannotImport(reason, trace) from exc
     finally:
-        leave_if_copy_of(pid)
+        exit_if_forked_from(pid)
     if not usable:
         others = _functions_of(module)
         raise CannotImport(f"handler {path!r}: module {module_name} has no function {function}; it has {others}")
@@ -191,19 +194,19 @@ def _without_ours(trace: traceback.TracebackException) -> traceback.TracebackExc
 
 
 # The name of a class, past its metaclass, which may have a property of that name.
-name_of: Callable[[type], str] = type.__dict__["__name__"].__get__
+class_name: Callable[[type], str] = type.__dict__["__name__"].__get__
 
 
-def said(ask: Callable[[], object]) -> str:
+def safe_text(ask: Callable[[], object]) -> str:
     """What a class of the user's says of itself. It may raise anything, SystemExit too, or not be text at all; lone
     surrogates, which JSON cannot hold, are replaced."""
     try:
         # The method of `str` itself: the answer may be of a subclass with methods of its own.
         return str.encode(str(ask()), "utf-8", "replace").decode()
     except BaseException as broken:
-        return f"(cannot be told: {name_of(type(broken))})"
+        return f"(cannot be told: {class_name(type(broken))})"
 
 
-def described(exc: BaseException) -> str:
+def describe_exception(exc: BaseException) -> str:
     """An exception in a line or more, whatever its class does."""
-    return f"{name_of(type(exc))}: {said(lambda: str(exc))}"[:MAX_REASON]
+    return f"{class_name(type(exc))}: {safe_text(lambda: str(exc))}"[:MAX_REASON]

@@ -23,15 +23,15 @@ from forq.output.streams import lines_of_logging, tell_past_logging
 from forq.output.writer import CURRENT_JOB
 from forq.workers.attempt import Failure
 from forq.workers.exec_handlers import ProgramFailed
-from forq.workers.handlers import leave_if_copy_of, name_of
+from forq.workers.handlers import class_name, exit_if_forked_from
 
 # How long a worker waits until its line is written, so that lines are in the order of what happened; and if that was in
 # vain, for how long it does not wait again.
-PATIENT_SECONDS = 0.2
-IMPATIENT_SECONDS = 5.0
+WRITE_WAIT_SECONDS = 0.2
+NO_WAIT_SECONDS = 5.0
 # Each holds the variables of a handler.
-MAX_WAITING = 16
-LAST_SECONDS = 1.0
+MAX_QUEUED = 16
+CLOSE_SECONDS = 1.0
 
 log = logging.getLogger("forq")
 
@@ -49,11 +49,11 @@ class FailedAttempt:
     # What follows, or why nobody knows.
     follows: Fate | str = ""
     # Whether the handler itself wanted to be called again later.
-    asked: bool = field(init=False)
-    told: bool = False
+    retry_requested: bool = field(init=False)
+    logged: bool = False
 
     def __post_init__(self) -> None:
-        self.asked = self.raised is not None and issubclass(type(self.raised), RetryAt)
+        self.retry_requested = self.raised is not None and issubclass(type(self.raised), RetryAt)
 
     @property
     def final(self) -> bool:
@@ -63,16 +63,16 @@ class FailedAttempt:
     def level(self) -> int:
         if self.final:
             return logging.ERROR
-        return logging.INFO if self.asked else logging.WARNING
+        return logging.INFO if self.retry_requested else logging.WARNING
 
     def headline(self) -> str:
         happened = "timed out" if self.failure.kind == "timeout" else "failed"
-        if self.asked and not self.final:
+        if self.retry_requested and not self.final:
             happened = "asked to be tried again"
         return headline(self.queue, self.job, self.follows, happened, of_fail_handler=self.of_fail_handler)
 
     def record(self) -> logging.LogRecord:
-        raised = None if self.asked and not self.final else self.raised
+        raised = None if self.retry_requested and not self.final else self.raised
         error = self.failure.text()
         # The part that stays the same is the message, by which others group records; the rest are its arguments.
         what, _, follows = self.headline().partition(": ")
@@ -86,17 +86,17 @@ class FailedAttempt:
             how, wait_ms, number, of = self.follows
             again = None if how in ("dead", "removed", "refused") else wait_ms / 1000
             fields |= {"attempt": number, "attempts": of, "retry_in_seconds": again}
-        return _with_fields(record, fields)
+        return _add_fields(record, fields)
 
     def text(self, remark: str) -> str:
         error = self.failure.text()
-        if self.raised is None or (self.asked and not self.final):
+        if self.raised is None or (self.retry_requested and not self.final):
             error = error.partition("\n")[0]
         return f"{self.headline()}{remark} error={error}"
 
 
 @dataclass(frozen=True, slots=True)
-class UnkeptResult:
+class DroppedResult:
     """A job is done, and what its handler returned cannot be kept. `more`: so did other jobs since the last line."""
 
     queue: str
@@ -112,13 +112,13 @@ class UnkeptResult:
     def record(self) -> logging.LogRecord:
         about = (self.queue, self.job, self.reason)
         record = _make_record(self.level, f"{self.headline()} queue=%s job=%s reason=%s", about, None)
-        return _with_fields(record, {"queue": self.queue, "job_id": self.job})
+        return _add_fields(record, {"queue": self.queue, "job_id": self.job})
 
     def text(self, remark: str) -> str:
         return f"{self.headline()}{remark} reason={self.reason}"
 
 
-JobLine = FailedAttempt | UnkeptResult
+JobLogEntry = FailedAttempt | DroppedResult
 
 
 class JobLog:
@@ -126,47 +126,47 @@ class JobLog:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._waiting: queue.Queue[tuple[JobLine | None, Context, threading.Event]] = queue.Queue(MAX_WAITING)
+        self._queue: queue.Queue[tuple[JobLogEntry | None, Context, threading.Event]] = queue.Queue(MAX_QUEUED)
         self._thread: threading.Thread | None = None
-        self._impatient_until = 0.0
+        self._no_wait_until = 0.0
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
-    def tell_failure(self, failed: FailedAttempt, follows: Fate | str) -> None:
+    def log_failure(self, failed: FailedAttempt, follows: Fate | str) -> None:
         """Tells it with its exception; a second time, when more is known, without."""
-        if failed.told and isinstance(follows, Fate) and follows.how == "refused":
+        if failed.logged and isinstance(follows, Fate) and follows.how == "refused":
             # Its answer was lost: it is settled, and nobody can say how.
             return
         attempt = replace(failed, follows=follows)
-        attempt.asked = failed.asked
-        failed.raised, failed.told = None, True
-        self.tell(attempt)
+        attempt.retry_requested = failed.retry_requested
+        failed.raised, failed.logged = None, True
+        self.write(attempt)
 
-    def tell(self, line: JobLine) -> None:
-        told = threading.Event()
+    def write(self, line: JobLogEntry) -> None:
+        written = threading.Event()
         context = copy_context()
         context.run(CURRENT_JOB.set, line.job)
         try:
             self._start()
-            self._waiting.put_nowait((line, context, told))
+            self._queue.put_nowait((line, context, written))
         except (queue.Full, RuntimeError):
             # It is stuck, or no more threads are to be had.
-            _tell_past(line, " (logging is stuck)")
+            _write_past_logging(line, " (logging is stuck)")
             return
-        if self._now() >= self._impatient_until and not told.wait(PATIENT_SECONDS):
-            self._impatient_until = self._now() + IMPATIENT_SECONDS
+        if self._now() >= self._no_wait_until and not written.wait(WRITE_WAIT_SECONDS):
+            self._no_wait_until = self._now() + NO_WAIT_SECONDS
 
     def close(self) -> None:
         """Waits a moment for what is not told yet."""
-        deadline = self._now() + LAST_SECONDS
-        told = threading.Event()
+        deadline = self._now() + CLOSE_SECONDS
+        written = threading.Event()
         if self._thread is None:
             return
         try:
-            self._waiting.put((None, copy_context(), told), timeout=LAST_SECONDS)
+            self._queue.put((None, copy_context(), written), timeout=CLOSE_SECONDS)
         except queue.Full:
             return
-        told.wait(max(0.0, deadline - self._now()))
+        written.wait(max(0.0, deadline - self._now()))
 
     def _start(self) -> None:
         with self._lock:
@@ -177,16 +177,16 @@ class JobLog:
 
     def _run(self) -> None:
         while True:
-            line, context, told = self._waiting.get()
+            line, context, written = self._queue.get()
             if line is not None:
-                context.run(self._tell_logging, line)
-            told.set()
+                context.run(self._write_to_logging, line)
+            written.set()
             # What a handler has left must not live until the next line.
             del line, context
 
-    def _tell_logging(self, line: JobLine) -> None:
+    def _write_to_logging(self, line: JobLogEntry) -> None:
         if log.disabled:
-            _tell_past(line)
+            _write_past_logging(line)
             return
         lines = lines_of_logging()
         try:
@@ -194,9 +194,9 @@ class JobLog:
                 log.handle(line.record())
         except BaseException as exc:  # the user's own handlers, filters and formatters; SystemExit too
             if lines_of_logging() == lines:
-                _tell_past(line, f" (logging raised {name_of(type(exc))})")
+                _write_past_logging(line, f" (logging raised {class_name(type(exc))})")
         finally:
-            leave_if_copy_of(self._pid)
+            exit_if_forked_from(self._pid)
 
 
 def _make_record(
@@ -213,14 +213,14 @@ def _make_record(
     return log.makeRecord(log.name, level, path, line, message, arguments, exc_info, function)
 
 
-def _with_fields(record: logging.LogRecord, fields: dict[str, object]) -> logging.LogRecord:
+def _add_fields(record: logging.LogRecord, fields: dict[str, object]) -> logging.LogRecord:
     """By hand: `extra` refuses a name that a record factory of the user's has used."""
     for name, value in fields.items():
         record.__dict__.setdefault(name, value)
     return record
 
 
-def _tell_past(line: JobLine, remark: str = "") -> None:
+def _write_past_logging(line: JobLogEntry, remark: str = "") -> None:
     # The level holds whatever has become of the logger; isEnabledFor says no of one that is disabled.
     if line.level < log.getEffectiveLevel():
         return

@@ -48,10 +48,10 @@ from forq.procs.scoreboard import (
 )
 from forq.procs.treekill import descendants_of
 from forq.settings import Value
-from forq.workers.attempt import NO_RESULT, Attempts
+from forq.workers.attempt import NO_RESULT, AttemptRunner
 from forq.workers.exec_handlers import running_programs
 from forq.workers.grant import Grant
-from forq.workers.job_log import FailedAttempt, JobLog, UnkeptResult
+from forq.workers.job_log import DroppedResult, FailedAttempt, JobLog
 
 log = logging.getLogger("forq")
 
@@ -75,7 +75,7 @@ class Recycling:
         self._born = now()
         self._over = False
 
-    def room(self, want: int, unsettled: int) -> int:
+    def claimable(self, want: int, unsettled: int) -> int:
         """How many of `want` jobs a worker may still claim; it has run `unsettled` ones that do not show yet."""
         if not self._max_jobs:
             return want
@@ -86,11 +86,11 @@ class Recycling:
         # Several workers claim at once: none takes what the others may take too.
         return min(want, max(1, left // len(self._slots)))
 
-    def look(self) -> None:
+    def check(self) -> None:
         """From the minder, about once a second while jobs run."""
         if self._max_age_seconds and self._now() - self._born > self._max_age_seconds:
             self._end(f"max_age = {self._max_age_seconds:g}s")
-        if self._max_memory and (memory := pss_bytes() + programs_bytes()) > self._max_memory:
+        if self._max_memory and (memory := pss_bytes() + programs_memory_bytes()) > self._max_memory:
             self._end(f"max_memory = {self._max_memory}, it has {memory}")
 
     def _end(self, reason: str) -> None:
@@ -99,7 +99,7 @@ class Recycling:
             self._replace(reason)
 
 
-def programs_bytes() -> int:
+def programs_memory_bytes() -> int:
     """The memory of the programs of exec handlers, and of what they have started."""
     programs = running_programs()
     return sum(pss_bytes(pid) for program in programs for pid in (program, *descendants_of(program)))
@@ -107,27 +107,27 @@ def programs_bytes() -> int:
 
 MAX_BATCH = 128
 # A batch is sized to take about this long; jobs slower than PREFETCH_BELOW are never taken ahead of time.
-BATCH_NS = 16_000_000
+TARGET_BATCH_NS = 16_000_000
 PREFETCH_BELOW_NS = 8_000_000
 # A batch that has taken this long is not what it was sized for: the rest of it goes back, for workers that are idle.
-BUDGET_NS = 2 * BATCH_NS
+MAX_BATCH_NS = 2 * TARGET_BATCH_NS
 # Of jobs above this a worker that was idle takes one: others may be idle too, and jobs would wait for each other.
-QUICK_NS = 500_000
+QUICK_JOB_NS = 500_000
 # Well below the age at which pulse rescues the rest of a batch (pulse.RESCUE_AFTER_MS): see duty 3.
-SLOW_NS = 10_000_000
+SLOW_JOB_NS = 10_000_000
 # Results go with the turn, and many large ones would make one that no server takes: with more than this in hand, a turn
 # comes before the next job.
-RESULTS_BYTES = 4 << 20
+MAX_RESULTS_BYTES = 4 << 20
 
 # What shorter jobs write past Python may go without their ids: to look at the end of each would take too long.
-MARKED_US = 100
+MARK_END_MIN_US = 100
 
-REFUSED_LOG_NS = 60 * 10**9
-UNKEPT_LOG_NS = 10**9
+REFUSED_LOG_INTERVAL_NS = 60 * 10**9
+DROPPED_LOG_INTERVAL_NS = 10**9
 
 OUT_OF_MEMORY_SECONDS = 1.0
 
-Claimed = list[tuple[bytes, bytes]]  # id, record
+Batch = list[tuple[bytes, bytes]]  # id, record
 
 
 class TurnNumbers:
@@ -151,7 +151,7 @@ class WorkerLoop:
     def __init__(
         self,
         consumer: Consumer,
-        attempts: Attempts,
+        attempts: AttemptRunner,
         slot: Slot,
         *,
         expiry_ms: int,
@@ -163,7 +163,7 @@ class WorkerLoop:
         numbers: TurnNumbers | None = None,
         max_batch: int = MAX_BATCH,
         claims_ahead: bool = True,
-        resting_state: State = State.IDLE,
+        idle_state: State = State.IDLE,
         tally: Tally | None = None,
         job_log: JobLog | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -182,22 +182,22 @@ class WorkerLoop:
         self._numbers = numbers or TurnNumbers()
         self._max_batch = max_batch
         self._claims_ahead = claims_ahead
-        self._resting_state = resting_state
+        self._idle_state = idle_state
         self._tally = tally
         self._micros: list[int] = []
         self._failures = 0
         self._job_log = job_log or JobLog()
         # An attempt that is to be told when it is known what follows.
-        self._untold: FailedAttempt | None = None
+        self._failed_attempt: FailedAttempt | None = None
         # Done jobs whose result cannot be kept: the last one, and how many there were since that was told.
-        self._unkept: UnkeptResult | None = None
-        self._unkept_count = self._tell_unkept_ns = 0
+        self._dropped: DroppedResult | None = None
+        self._dropped_count = self._next_dropped_log_ns = 0
         self._now = clock_ns
         self._stop = threading.Event()
         self._number = 0
         self._want = self._want_when_idle = 1
         # Halved when a job of a batch is slow; grows by a quarter with each batch in which none is.
-        self._most = max_batch
+        self._max_want = max_batch
         self._done: Settled = []
         self._failed: Settled = []
         self._results: Results = []
@@ -205,9 +205,9 @@ class WorkerLoop:
         self._unsettled = 0
         self._parked: State | None = None
         # A turn that was taken while it waited for work.
-        self._ahead: Turn | None = None
-        self._short_of_memory = False
-        self._refused = self._tell_refused_ns = 0
+        self._prefetched: Turn | None = None
+        self._out_of_memory_logged = False
+        self._refused = self._next_refused_log_ns = 0
         self._fence = ""
 
     @property
@@ -219,11 +219,11 @@ class WorkerLoop:
         self._stop.set()
         self._grant.stop()
 
-    def blocked_client(self) -> int | None:
+    def blocked_client_id(self) -> int | None:
         """The number Redis knows this worker's connection by, while it may be blocked there."""
         return self.consumer.link.known_client_id if self._blocking else None
 
-    def doing(self) -> str | None:
+    def title_text(self) -> str | None:
         return None
 
     def run(self, on_ready: Callable[[], None]) -> None:
@@ -232,8 +232,8 @@ class WorkerLoop:
             return
         on_ready()
         while not self.stopping:
-            if not self.serve() and not self.stopping:
-                self.rest()
+            if not self.serve_batch() and not self.stopping:
+                self.wait_for_work()
         self.leave()
 
     def join(self) -> bool:
@@ -247,31 +247,31 @@ class WorkerLoop:
                 self._back_off(backoff, exc)
         return False
 
-    def serve(self) -> bool:
+    def serve_batch(self) -> bool:
         """Settles what ran, claims a batch and runs it; False if there was none."""
-        if not self._may_run():
+        if not self._acquire_capacity():
             return False
         batch = self._claim()
         if batch:
             self._run_batch(batch)
             if self._tally is not None:
-                self._count(self._tally, batch)
-        if self._grant.yielding:
+                self._tally_batch(self._tally, batch)
+        if self._grant.yield_requested:
             self.settle()
             self._grant.give_back()
         return bool(batch)
 
-    def _may_run(self) -> bool:
+    def _acquire_capacity(self) -> bool:
         """Whether this worker has the capacity for a job; waits for it. False if it was stopped meanwhile."""
-        if self._grant.begin(self._limits.size, self._limits.priority):
+        if self._grant.acquire(self._limits.size, self._limits.priority):
             return True
         # What waiting has brought goes back first: a worker elsewhere may have room for it.
-        self._ahead = None
-        self._turn(keep=0, want=0)
-        self._show_resting(State.PARKED)
+        self._prefetched = None
+        self._take_turn(keep=0, want=0)
+        self._show_waiting(State.PARKED)
         return self._grant.wait()
 
-    def may_have_work(self) -> bool:
+    def lane_may_have_jobs(self) -> bool:
         """Whether there is anything in the lists that only the retry child claims from."""
         try:
             return self.consumer.lane_has_jobs()
@@ -281,13 +281,13 @@ class WorkerLoop:
     def settle(self) -> None:
         """Says what ran, without claiming anything."""
         if self._unsettled:
-            self._turn(keep=0, want=0)
+            self._take_turn(keep=0, want=0)
 
-    def _claim(self) -> Claimed:
+    def _claim(self) -> Batch:
         """Settles what ran, claims the next batch."""
-        turn, self._ahead = self._ahead, None
+        turn, self._prefetched = self._prefetched, None
         if turn is None:
-            turn = self._turn(keep=0, want=self._recycling.room(self._want, self._unsettled))
+            turn = self._take_turn(keep=0, want=self._recycling.claimable(self._want, self._unsettled))
         if turn is None:
             return []
         self._parked = State.PARKED if turn.paused else State.LIMITED if turn.limited else None
@@ -295,7 +295,7 @@ class WorkerLoop:
         jobs = turn.jobs
         return list(zip(jobs[::2], jobs[1::2], strict=True))
 
-    def _turn(self, keep: int, want: int) -> Turn | None:
+    def _take_turn(self, keep: int, want: int) -> Turn | None:
         """One turn, repeated until an answer arrives; None if the worker is stopped meanwhile."""
         backoff: Backoff | None = None
         while True:
@@ -305,60 +305,64 @@ class WorkerLoop:
                 break
             except RedisUnavailable as exc:
                 keep = 0
-                self._tell_failure("what follows is decided when Redis is back")
+                self._log_failure("what follows is decided when Redis is back")
                 backoff = backoff or reconnecting()
                 self._back_off(backoff, exc)
                 if self.stopping:
                     return None
             except ForqError as exc:
-                self._tell_failure(f"what follows is not known: {exc}")
+                self._log_failure(f"what follows is not known: {exc}")
                 raise
         if backoff is not None:
             # What it held before went back with the first of these calls that arrived.
             turn = replace(turn, held=False)
-        self._took(turn)
+        self._turn_done(turn)
         return turn
 
-    def _took(self, turn: Turn) -> None:
+    def _turn_done(self, turn: Turn) -> None:
         """All that had run is settled."""
         if turn.refused:
-            self._count_refused(len(turn.refused))
+            self._log_refused(len(turn.refused))
         self._publish_turn()
         self.slot.words[DONE] += self._unsettled
         self._limits = turn.limits
         self._done, self._failed, self._unsettled = [], [], 0
         self._results, self._results_bytes = [], 0
-        self._tell_what_follows(turn)
-        if self._unkept is not None:
-            self._tell_unkept()
+        self._log_fate(turn)
+        if self._dropped is not None:
+            self._log_dropped_results()
 
-    def _tell_what_follows(self, turn: Turn) -> None:
+    def _log_fate(self, turn: Turn) -> None:
         # A worker takes a turn after each failure, so there is one at most.
         if turn.fates:
-            self._tell_failure(turn.fates[0])
-            self._untold = None
+            self._log_failure(turn.fates[0])
+            self._failed_attempt = None
 
-    def _note_unkept(self, job: str, result: bytes) -> None:
+    def _note_dropped_result(self, job: str, result: bytes) -> None:
         about, reason = self._attempts, result[len(NO_RESULT) :].decode(errors="replace")
-        self._unkept = UnkeptResult(about.queue, job, reason, self._unkept_count)
-        self._unkept_count += 1
+        self._dropped = DroppedResult(about.queue, job, reason, self._dropped_count)
+        self._dropped_count += 1
 
-    def _tell_unkept(self) -> None:
+    def _log_dropped_results(self) -> None:
         """Every job of a queue may return such a thing: one line a second tells how many."""
-        if self._unkept is not None and self._now() >= self._tell_unkept_ns:
-            self._job_log.tell(self._unkept)
-            self._unkept, self._unkept_count, self._tell_unkept_ns = None, 0, self._now() + UNKEPT_LOG_NS
+        if self._dropped is not None and self._now() >= self._next_dropped_log_ns:
+            self._job_log.write(self._dropped)
+            self._dropped, self._dropped_count, self._next_dropped_log_ns = (
+                None,
+                0,
+                self._now() + DROPPED_LOG_INTERVAL_NS,
+            )
 
-    def _tell_failure(self, follows: Fate | str) -> None:
-        if self._untold is not None and (isinstance(follows, Fate) or not self._untold.told):
-            self._job_log.tell_failure(self._untold, follows)
+    def _log_failure(self, follows: Fate | str) -> None:
+        if self._failed_attempt is not None and (isinstance(follows, Fate) or not self._failed_attempt.logged):
+            self._job_log.log_failure(self._failed_attempt, follows)
 
-    def _count_refused(self, jobs: int) -> None:
+    def _log_refused(self, jobs: int) -> None:
         """Every rescue brings some: one line a minute tells how many."""
         self._refused += jobs
-        if self._now() >= self._tell_refused_ns:
+        if self._now() >= self._next_refused_log_ns:
             log.info("already settled or given back queue=%s jobs=%s", self.consumer.queue, self._refused)
-            self._refused, self._tell_refused_ns = 0, self._now() + REFUSED_LOG_NS
+            self._refused, self._next_refused_log_ns = 0, self._now() + REFUSED_LOG_INTERVAL_NS
 
     def _publish_turn(self) -> None:
         """The position at the start of this turn. The whole number first: see Slot.place."""
@@ -369,12 +373,12 @@ class WorkerLoop:
     def _turn_bits(self) -> int:
         return (self._number & TURN_MASK) << TURN_SHIFT
 
-    def _run_batch(self, batch: Claimed) -> None:
+    def _run_batch(self, batch: Batch) -> None:
         words = self.slot.words
         count = len(batch)
         words[HELD] = count
         words[STATE] = State.BUSY
-        self._set_limits()
+        self._apply_limits()
         self._on_batch(count)
         first_started = self._now()
         index, base, previous = 0, self._turn_bits(), 0
@@ -388,23 +392,23 @@ class WorkerLoop:
             # The clock is read again after the position was published: whoever saw the position before this one for
             # long enough to rescue the batch saw it before now, so the difference shows it here.
             taken = not index and words[TAKEN] == self._number
-            slow = previous and self._now() - previous > SLOW_NS
-            overrun = ran and started - first_started > BUDGET_NS
+            slow = previous and self._now() - previous > SLOW_JOB_NS
+            overrun = ran and started - first_started > MAX_BATCH_NS
             if slow or overrun:
                 # What was taken ahead of time behind it went back, or will: that costs more than it saves.
-                self._most = max(1, self._most // 2)
-                self._want = min(self._want, self._most)
+                self._max_want = max(1, self._max_want // 2)
+                self._want = min(self._want, self._max_want)
             if overrun:
                 # The next turn settles what ran and keeps nothing.
                 break
-            if self._failed or slow or taken or self._results_bytes > RESULTS_BYTES:
+            if self._failed or slow or taken or self._results_bytes > MAX_RESULTS_BYTES:
                 if not self._failed:
                     words[WORD] = base | index << INDEX_SHIFT
-                turn = self._turn(keep=count - index, want=0)
+                turn = self._take_turn(keep=count - index, want=0)
                 if turn is None or not turn.held:
                     return
                 words[STATE] = State.BUSY
-                self._set_limits()
+                self._apply_limits()
                 batch, count, index = batch[index:], count - index, 0
                 base, previous = self._turn_bits(), 0
                 continue
@@ -416,16 +420,16 @@ class WorkerLoop:
         if not self._failed:
             words[WORD] = base | index << INDEX_SHIFT
         end_output()
-        self._adapt((self._now() - first_started) // max(ran, 1))
+        self._adapt_batch_size((self._now() - first_started) // max(ran, 1))
 
-    def _count(self, tally: Tally, batch: Claimed) -> None:
+    def _tally_batch(self, tally: Tally, batch: Batch) -> None:
         """What came back, once per batch. A fence is the server's time in µs at the claim."""
         micros, failures = self._micros, self._failures
         self._micros, self._failures = [], 0
         if micros:
             tally.count(int(self._fence), batch, micros, failures, self._now())
 
-    def _set_limits(self) -> None:
+    def _apply_limits(self) -> None:
         """What holds for the jobs of this batch. The parent keeps the time; it is told when it has no timer yet."""
         words, timeout_ms = self.slot.words, self._limits.timeout_ms
         self._attempts.max_result_bytes = self._limits.max_result_bytes
@@ -440,9 +444,9 @@ class WorkerLoop:
         self.slot.words[STARTED] = started
         # forq makes no id that is no text; who writes to Redis past it may, and that must not end the worker.
         named = job_id.decode(errors="replace")
-        failure = self._attempts.attempt(named, record, int(self._fence))
+        failure = self._attempts.run(named, record, int(self._fence))
         micros = (self._now() - started) // 1000
-        if micros >= MARKED_US:
+        if micros >= MARK_END_MIN_US:
             mark_end(named)
         self._unsettled += 1
         if self._tally is not None:
@@ -453,32 +457,32 @@ class WorkerLoop:
                 self._results += (len(self._done) // 3, result)
                 self._results_bytes += len(result)
                 if result.startswith(NO_RESULT):
-                    self._note_unkept(named, result)
+                    self._note_dropped_result(named, result)
         else:
             self.slot.words[STATE] = State.SETTLING
             self._failures += 1
             about, raised = self._attempts, self._attempts.raised
             job = named.rpartition(":")[0] if about.of_fail_handler else named
-            self._untold = FailedAttempt(about.queue, job, failure, raised, about.of_fail_handler)
+            self._failed_attempt = FailedAttempt(about.queue, job, failure, raised, about.of_fail_handler)
             about.raised = raised = None
             retry_at = "" if failure.retry_at_ms is None else failure.retry_at_ms
             what = (failure.error, failure.brief, failure.kind, retry_at, f"{random.random():.4f}")
             self._failed += (job_id, self._fence, micros, *what)
 
-    def _adapt(self, per_job_ns: int) -> None:
+    def _adapt_batch_size(self, per_job_ns: int) -> None:
         """How many jobs to take next time: several only while a round trip for each costs more than that they wait for
         one another, and none of them was slow lately."""
-        self._most = min(self._max_batch, self._most + self._most // 4 + 1)
+        self._max_want = min(self._max_batch, self._max_want + self._max_want // 4 + 1)
         if per_job_ns > PREFETCH_BELOW_NS:
             self._want = 1
         else:
-            self._want = max(1, min(self._most, self._want * 4, BATCH_NS // max(per_job_ns, 1)))
-        self._want_when_idle = self._want if per_job_ns <= QUICK_NS else 1
+            self._want = max(1, min(self._max_want, self._want * 4, TARGET_BATCH_NS // max(per_job_ns, 1)))
+        self._want_when_idle = self._want if per_job_ns <= QUICK_JOB_NS else 1
 
-    def rest(self) -> None:
+    def wait_for_work(self) -> None:
         """Blocks until there may be work."""
-        self._show_resting(self._resting_state if self._parked is None else self._parked)
-        may_claim = self._grant.rest() and self._claims_ahead
+        self._show_waiting(self._idle_state if self._parked is None else self._parked)
+        may_claim = self._grant.stop_using() and self._claims_ahead
         self._blocking = True
         try:
             self.consumer.learn_client_id()
@@ -495,27 +499,27 @@ class WorkerLoop:
             self._back_off(reconnecting(), exc)
         except BackPressure as exc:
             # Out of memory BLMOVE is refused, but a turn is not.
-            if not self._short_of_memory:
+            if not self._out_of_memory_logged:
                 log.warning("redis is out of memory queue=%s error=%s", self.consumer.queue, exc)
-            self._short_of_memory = True
+            self._out_of_memory_logged = True
             self._stop.wait(OUT_OF_MEMORY_SECONDS)
         else:
-            self._short_of_memory = False
+            self._out_of_memory_logged = False
         finally:
             self._blocking = False
 
     def _wait_for_turn(self) -> None:
         """Waits with the claim sent along: a job begins one round trip earlier."""
-        while not self.stopping and self._ahead is None:
+        while not self.stopping and self._prefetched is None:
             self._number = self._numbers.next()
-            turn = self.consumer.wait_for_turn(self._number, self._recycling.room(self._want_when_idle, 0))
+            turn = self.consumer.wait_for_turn(self._number, self._recycling.claimable(self._want_when_idle, 0))
             if turn is None:
                 return
-            self._took(turn)
+            self._turn_done(turn)
             if turn.jobs or turn.paused or turn.limited:
-                self._ahead = turn
+                self._prefetched = turn
 
-    def _show_resting(self, state: State) -> None:
+    def _show_waiting(self, state: State) -> None:
         words = self.slot.words
         words[HELD] = 0
         words[STATE] = state
@@ -533,12 +537,12 @@ class WorkerLoop:
             self._number = self._numbers.next()
             turn = self.consumer.turn(self._number, self._done, self._failed, 0, 0, self._results)
             self._publish_turn()
-            self._tell_what_follows(turn)
-            self._tell_unkept_ns = 0
-            self._tell_unkept()
+            self._log_fate(turn)
+            self._next_dropped_log_ns = 0
+            self._log_dropped_results()
             self.consumer.leave(self._number)
         except ForqError as exc:
-            self._tell_failure(f"what follows is decided by its recovery, since Redis is not there: {exc}")
+            self._log_failure(f"what follows is decided by its recovery, since Redis is not there: {exc}")
             log.warning("could not leave in order, recovery will do it queue=%s error=%s", self.consumer.queue, exc)
         finally:
             self.consumer.close()

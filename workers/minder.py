@@ -42,23 +42,23 @@ from forq.workers.loop import Recycling
 log = logging.getLogger("forq")
 
 
-class AdoptedZombies:
+class ZombieReaper:
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
-    def look(self, *, idle: bool) -> None:
+    def reap(self, *, idle: bool) -> None:
         """Call now and then; `idle` says that no handler is running."""
         if not idle:
             self._seen.clear()
             return
-        zombies = _zombies() - running_programs()
+        zombies = _find_zombies() - running_programs()
         for pid in zombies & self._seen:
             with suppress(ChildProcessError):  # a thread of the handler's was quicker
                 os.waitpid(pid, os.WNOHANG)
         self._seen = zombies - self._seen
 
 
-def _zombies() -> set[int]:
+def _find_zombies() -> set[int]:
     """Ended children, left as they are; waitid shows only one of them, so the others are found in /proc."""
     try:
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -71,11 +71,11 @@ def _zombies() -> set[int]:
 
 BEAT_SECONDS = 1.0
 # Soon the first time; then less and less often, for if it takes so long, thousands may be stopping at the same time.
-UNBLOCK_AGAIN_SECONDS = 0.05
-UNBLOCK_LATER_SECONDS = 1.0
-UNBLOCK_SECONDS = 0.2
+UNBLOCK_FIRST_SECONDS = 0.05
+UNBLOCK_LONGEST_SECONDS = 1.0
+UNBLOCK_TIMEOUT_SECONDS = 0.2
 # The title and the beat go on for so many beats after the last job, then the thread sleeps until it is roused.
-QUIET_BEATS = 2
+IDLE_BEATS = 2
 # Titles that tell nothing of jobs: every user of the machine can read them.
 PLAIN = "plain"
 
@@ -83,7 +83,7 @@ PLAIN = "plain"
 _STATE_NAMES = {int(state): state.name.lower() for state in State}
 
 
-class Minded(Protocol):
+class MindedLoop(Protocol):
     """A worker, as its minder knows it. `doing`: what the title says of it, if it has its own words."""
 
     @property
@@ -94,9 +94,9 @@ class Minded(Protocol):
 
     def stop(self) -> None: ...
 
-    def blocked_client(self) -> int | None: ...
+    def blocked_client_id(self) -> int | None: ...
 
-    def doing(self) -> str | None: ...
+    def title_text(self) -> str | None: ...
 
 
 class Minder:
@@ -104,34 +104,34 @@ class Minder:
         self._name = name
         self._url = url
         self._base = base
-        self._loops: Sequence[Minded] = ()
-        self._told_to_stop = False
+        self._loops: Sequence[MindedLoop] = ()
+        self._stop_requested = False
         # Released when it may begin. An Event has more to it, in each of many processes.
-        self._held = _thread.allocate_lock()
-        self._held.acquire()
-        self._unblocking = Backoff(UNBLOCK_AGAIN_SECONDS, UNBLOCK_LATER_SECONDS)
+        self._begin_lock = _thread.allocate_lock()
+        self._begin_lock.acquire()
+        self._unblocking = Backoff(UNBLOCK_FIRST_SECONDS, UNBLOCK_LONGEST_SECONDS)
         self._leash = leash
         self._titles = titles
-        self._said = Lines()
+        self._lines = Lines()
         self._grants: dict[int, Grant] = {}
         self._recycling: Recycling | None = None
         self._signals_fd, self._signals_to = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._rouse_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._asleep = False
-        self._quiet_beats = 0
-        self._zombies = AdoptedZombies()
+        self._idle_beats = 0
+        self._zombies = ZombieReaper()
         self._thread = 0
 
     def start(self) -> None:
         """From the main thread: installs the signal handler and starts the thread."""
-        os.register_at_fork(before=_hold_term, after_in_parent=_release_term, after_in_child=_forget_signals)
+        os.register_at_fork(before=_block_term, after_in_parent=_restore_signal_mask, after_in_child=_reset_signals)
         signal.set_wakeup_fd(self._signals_to, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, _do_nothing)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         # Not a threading.Thread: nobody joins it, and the objects around one are pages in each of many processes.
         _thread.start_new_thread(self._run, ())
 
-    def mind(self, loops: Sequence[Minded], grants: dict[int, Grant], recycling: Recycling) -> None:
+    def watch(self, loops: Sequence[MindedLoop], grants: dict[int, Grant], recycling: Recycling) -> None:
         """These are the workers from now on; a TERM that came before them reaches them now."""
         self._grants = grants
         self._recycling = recycling
@@ -139,29 +139,29 @@ class Minder:
             # From now on it answers pings.
             loop.slot.minder = self._thread
         self._loops = loops
-        if self._told_to_stop:
+        if self._stop_requested:
             self._stop()
 
     def wait_to_begin(self) -> bool:
         """From the main thread, before there are workers. False: it is to end instead."""
-        self._held.acquire()
-        return not self._told_to_stop
+        self._begin_lock.acquire()
+        return not self._stop_requested
 
-    def _let_go(self) -> None:
-        if self._held.locked():
-            self._held.release()
+    def _allow_begin(self) -> None:
+        if self._begin_lock.locked():
+            self._begin_lock.release()
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         """From a worker that begins to run jobs; costs nothing while the minder is awake."""
         if self._asleep:
             self._asleep = False
-            os.eventfd_write(self._rouse_fd, 1)
+            os.eventfd_write(self._wake_fd, 1)
 
-    def show(self) -> None:
+    def update_title(self) -> None:
         setproctitle(self.title())
 
     def title(self) -> str:
-        own_words = self._loops[0].doing()
+        own_words = self._loops[0].title_text()
         if own_words is not None:
             return f"forq: {self._name} {own_words}"
         slots = [loop.slot for loop in self._loops]
@@ -184,27 +184,27 @@ class Minder:
     def _run(self) -> None:
         self._thread = _thread.get_native_id()
         poll = select.poll()
-        for fd in (self._leash.fileno(), self._signals_fd, self._rouse_fd):
+        for fd in (self._leash.fileno(), self._signals_fd, self._wake_fd):
             poll.register(fd, select.POLLIN)
         while True:
-            ready = [fd for fd, _ in poll.poll(self._patience_ms())]
+            ready = [fd for fd, _ in poll.poll(self._poll_timeout_ms())]
             try:
                 for fd in ready:
-                    self._attend_to(fd)
+                    self._handle_event(fd)
                 self._beat()
             except Exception:  # out of descriptors, say: without this thread nothing could stop the process any more
                 log.exception("minder failed name=%s", self._name)
 
-    def _attend_to(self, fd: int) -> None:
+    def _handle_event(self, fd: int) -> None:
         if fd == self._leash.fileno():
-            self._hear()
+            self._read_leash()
         elif fd == self._signals_fd and signal.SIGTERM in os.read(fd, 512):
             self._stop()
-        elif fd == self._rouse_fd:
+        elif fd == self._wake_fd:
             os.eventfd_read(fd)
-            self._quiet_beats = 0
+            self._idle_beats = 0
 
-    def _patience_ms(self) -> float | None:
+    def _poll_timeout_ms(self) -> float | None:
         if self._stopping:
             return self._unblocking.pause_after(1 + self._unblocking.failures) * 1000
         return None if self._asleep else BEAT_SECONDS * 1000
@@ -213,7 +213,7 @@ class Minder:
     def _stopping(self) -> bool:
         return bool(self._loops) and self._loops[0].stopping
 
-    def _hear(self) -> None:
+    def _read_leash(self) -> None:
         """One line per worker that is spoken to: {"go" | "wait" | "yield": number of its slot}; or `begin` to all of
         them. The beat that follows answers a ping."""
         try:
@@ -221,22 +221,22 @@ class Minder:
         except OSError:
             received = b""
         if not received:
-            self._end_with_supervisor()
-        self._said.push(received)
-        while (line := self._said.pop()) is not None:
+            self._exit_with_supervisor()
+        self._lines.push(received)
+        while (line := self._lines.pop()) is not None:
             ((word, number),) = orjson.loads(line).items()
             if word == "begin":
-                self._let_go()
+                self._allow_begin()
             elif word != "ping":
-                self._grants[number].hear(word)
+                self._grants[number].receive(word)
 
-    def _end_with_supervisor(self) -> None:
+    def _exit_with_supervisor(self) -> None:
         kill_descendants(os.getpid())
         os._exit(exits.FAILED)
 
     def _stop(self) -> None:
-        self._told_to_stop = True
-        self._let_go()
+        self._stop_requested = True
+        self._allow_begin()
         for loop in self._loops:
             loop.stop()
 
@@ -249,25 +249,25 @@ class Minder:
             loop.slot.minder = self._thread
             loop.slot.beat_ns = now
             busy = busy or loop.slot.state == State.BUSY
-        self.show()
-        self._zombies.look(idle=not busy)
+        self.update_title()
+        self._zombies.reap(idle=not busy)
         if busy and self._recycling is not None:
-            self._recycling.look()
+            self._recycling.check()
         if self._stopping:
             self._unblock()
-        self._quiet_beats = 0 if busy else self._quiet_beats + 1
-        self._asleep = self._quiet_beats > QUIET_BEATS
+        self._idle_beats = 0 if busy else self._idle_beats + 1
+        self._asleep = self._idle_beats > IDLE_BEATS
         if self._asleep and any(loop.slot.state == State.BUSY for loop in self._loops):
             self._asleep = False
 
     def _unblock(self) -> None:
         """A worker may be about to block at this moment, so this is repeated until none is blocked."""
-        blocked = [number for loop in self._loops if (number := loop.blocked_client()) is not None]
+        blocked = [number for loop in self._loops if (number := loop.blocked_client_id()) is not None]
         if not blocked:
             return
         self._unblocking.fail()
         # The supervisor takes a minder that does not answer for half a second for one whose interpreter is stuck.
-        link = Link(self._url, name="forq-minder", timeout_seconds=UNBLOCK_SECONDS)
+        link = Link(self._url, name="forq-minder", timeout_seconds=UNBLOCK_TIMEOUT_SECONDS)
         try:
             for client_id in blocked:
                 link.call("CLIENT", "UNBLOCK", client_id, at=self._base)
@@ -284,19 +284,19 @@ def _do_nothing(signum: int, frame: object) -> None:
 _before_fork = threading.local()
 
 
-def _hold_term() -> None:
+def _block_term() -> None:
     """A TERM that reaches a forked process before it has forgotten our handler would be swallowed by it, and taken by
     this minder for its own: it has to wait until then."""
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _release_term() -> None:
+def _restore_signal_mask() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
 
 
-def _forget_signals() -> None:
+def _reset_signals() -> None:
     """In a process that a handler forks: TERM ends it as it ends any other."""
     signal.set_wakeup_fd(-1)
     # Only the main thread may set a handler, which the thread that forked is now.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _release_term()
+    _restore_signal_mask()

@@ -48,27 +48,27 @@ class RetryLoop:
         for loop in self._all:
             loop.stop()
 
-    def blocked_client(self) -> int | None:
-        return self._lane.blocked_client()
+    def blocked_client_id(self) -> int | None:
+        return self._lane.blocked_client_id()
 
-    def doing(self) -> str | None:
+    def title_text(self) -> str | None:
         return None
 
     def _has_work(self, loop: WorkerLoop) -> bool:
         """To serve it takes capacity; for a lane that is empty no fail job should have to wait for that."""
-        return loop is not self._lane or len(self._all) == 1 or loop.may_have_work()
+        return loop is not self._lane or len(self._all) == 1 or loop.lane_may_have_jobs()
 
     def run(self, on_ready: Callable[[], None]) -> None:
         if not all(loop.join() for loop in self._all):
             return
         on_ready()
         while not self.stopping:
-            served = next((loop for loop in self._all if self._has_work(loop) and loop.serve()), None)
+            served = next((loop for loop in self._all if self._has_work(loop) and loop.serve_batch()), None)
             if served is not None:
                 # Before the other queue's turn: that one would move the position away from what ran here.
                 served.settle()
             elif not self.stopping:
-                self._lane.rest()
+                self._lane.wait_for_work()
         for loop in self._all:
             loop.leave()
 
@@ -98,18 +98,18 @@ class HelperLoop:
     def stop(self) -> None:
         self._jobs.stop()
 
-    def blocked_client(self) -> int | None:
+    def blocked_client_id(self) -> int | None:
         """It never blocks in Redis."""
         return None
 
-    def doing(self) -> str | None:
+    def title_text(self) -> str | None:
         return None
 
     def run(self, on_ready: Callable[[], None]) -> None:
         if not self._jobs.join():
             return
         on_ready()
-        while not self.stopping and self._jobs.serve():
+        while not self.stopping and self._jobs.serve_batch():
             pass
         self._jobs.leave()
 
@@ -133,10 +133,10 @@ class IdleLoop:
     def stop(self) -> None:
         self._stop.set()
 
-    def blocked_client(self) -> int | None:
+    def blocked_client_id(self) -> int | None:
         return None
 
-    def doing(self) -> str:
+    def title_text(self) -> str:
         return self._mode.replace("_", " ")
 
     def run(self, on_ready: Callable[[], None]) -> None:
@@ -153,14 +153,14 @@ class ReleaseLoop:
     """One lane of an auto_release queue."""
 
     def __init__(
-        self, consumer: Consumer, slot: Slot, *, expiry_ms: int, resting_state: State, on_try: Callable[[], None]
+        self, consumer: Consumer, slot: Slot, *, expiry_ms: int, idle_state: State, on_try: Callable[[], None]
     ) -> None:
         self.slot = slot
         self.queue = consumer.queue
         self._consumer = consumer
         self._releaser = Releaser(consumer)
         self._expiry_ms = expiry_ms
-        self._resting_state = resting_state
+        self._idle_state = idle_state
         self._on_try = on_try
         self._stop = threading.Event()
         self._blocking = False
@@ -174,10 +174,10 @@ class ReleaseLoop:
     def stop(self) -> None:
         self._stop.set()
 
-    def blocked_client(self) -> int | None:
+    def blocked_client_id(self) -> int | None:
         return self._consumer.link.known_client_id if self._blocking else None
 
-    def doing(self) -> str:
+    def title_text(self) -> str:
         what = "releasing" if self._releasing else State(self.slot.state).name.lower()
         return f"{what} {self.slot.done:,} released"
 
@@ -200,7 +200,7 @@ class ReleaseLoop:
         """One try, and the wait until the next one can be made."""
         tried = self._releaser.release()
         self.slot.words[DONE] += tried.handed_over
-        self.slot.words[STATE] = State.PARKED if tried.paused else self._resting_state
+        self.slot.words[STATE] = State.PARKED if tried.paused else self._idle_state
         self._releasing = tried.wait_seconds > 0
         if self._releasing:
             self._on_try()

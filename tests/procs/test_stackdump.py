@@ -67,7 +67,7 @@ def dump_of(program: Program, fd: int | None) -> str:
     return dumps[0]
 
 
-OFFER = "from forq.workers.child import offer_stack; fd = offer_stack()\n"
+OFFER = "from forq.workers.child import enable_stack_dumps; fd = enable_stack_dumps()\n"
 TELL = "print(fd, flush=True)\n"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from forq import Job, Permanent, RetryAt
 from forq.broker.record import pack_body
-from forq.workers.attempt import Attempts, read_job
+from forq.workers.attempt import AttemptRunner, read_job
 from forq.workers.handlers import Handlers
 
 PLAIN = b"p3 1700000000123\n" + pack_body({"a": [1, None]}, "mine", "mail")
@@ -16,8 +16,8 @@ COUNTED = b"c3 1700000000123 1 2 3\n" + pack_body({"a": [1, None]}, None, None)
 
 
 def attempt(handler: Any, record: bytes = PLAIN, types: tuple[str | None, ...] = (None, "mail")) -> Any:
-    attempts = Attempts("q", Handlers(dict.fromkeys(types, handler)))
-    failure = attempts.attempt("id1", record, 9)
+    attempts = AttemptRunner("q", Handlers(dict.fromkeys(types, handler)))
+    failure = attempts.run("id1", record, 9)
     attempts.raised = None
     return None if failure is None else orjson.loads(failure.error)
 
@@ -137,12 +137,12 @@ def test_each_worker_has_one_event_loop_for_all_its_coroutines() -> None:
         while not steps:
             await asyncio.sleep(0)
 
-    workers = [Attempts("q", Handlers({None: leave_a_task, "mail": wait})) for _ in range(2)]
+    workers = [AttemptRunner("q", Handlers({None: leave_a_task, "mail": wait})) for _ in range(2)]
     try:
-        assert workers[0].attempt("a", COUNTED, 1) is None
+        assert workers[0].run("a", COUNTED, 1) is None
         assert steps == [], "what a job has not awaited stands still when it ends"
-        assert workers[0].attempt("b", PLAIN, 1) is None
-        assert workers[1].attempt("c", PLAIN, 1) is None
+        assert workers[0].run("b", PLAIN, 1) is None
+        assert workers[1].run("c", PLAIN, 1) is None
     finally:
         for worker in workers:
             worker.close()
@@ -168,7 +168,7 @@ def test_only_a_time_that_can_be_used_is_taken_from_an_exception(retry_at: Any, 
     def handle(data: Any, job: Job) -> None:
         raise RetryAt(retry_at)
 
-    failure = Attempts("q", Handlers({"mail": handle})).attempt("id1", PLAIN, 9)
+    failure = AttemptRunner("q", Handlers({"mail": handle})).run("id1", PLAIN, 9)
     assert failure is not None
     assert failure.retry_at_ms == expected
 

@@ -39,7 +39,7 @@ class Parent:
 
     def _say(self, words: tuple[str, ...]) -> None:
         for word in words:
-            self.grant.hear(word)
+            self.grant.receive(word)
 
     def heard(self) -> list[dict[str, object]]:
         told, self.told = self.told, []
@@ -74,7 +74,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def holding(parent: Parent) -> Grant:
     """A grant in use."""
     parent.answers = [("go",)]
-    assert parent.grant.begin(10, 0)
+    assert parent.grant.acquire(10, 0)
     assert parent.heard() == [want()]
     return parent.grant
 
@@ -82,7 +82,7 @@ def holding(parent: Parent) -> Grant:
 def told_to_wait(parent: Parent) -> Grant:
     """A grant whose worker was told to wait, and does not yet."""
     parent.answers = [("wait",)]
-    assert not parent.grant.begin(10, 0)
+    assert not parent.grant.acquire(10, 0)
     assert parent.heard() == [want()]
     return parent.grant
 
@@ -90,52 +90,52 @@ def told_to_wait(parent: Parent) -> Grant:
 def test_one_exchange_is_enough_for_a_life_without_shortage(parent: Parent) -> None:
     grant = holding(parent)
     for _ in range(100):
-        grant.rest()
-        assert grant.begin(10, 0)
-        assert grant.begin(10, 0)
+        grant.stop_using()
+        assert grant.acquire(10, 0)
+        assert grant.acquire(10, 0)
     assert parent.heard() == []
 
 
 def test_a_yield_at_rest_gives_back_at_once(parent: Parent) -> None:
     grant = holding(parent)
-    grant.rest()
-    grant.hear("yield")
+    grant.stop_using()
+    grant.receive("yield")
     assert parent.heard() == [DONE]
-    assert not grant.yielding
+    assert not grant.yield_requested
 
 
 def test_a_yield_in_use_is_answered_when_the_worker_rests(parent: Parent) -> None:
     grant = holding(parent)
-    grant.hear("yield")
-    assert grant.yielding
+    grant.receive("yield")
+    assert grant.yield_requested
     assert parent.heard() == []
-    grant.rest()
+    grant.stop_using()
     assert parent.heard() == [DONE]
-    assert not grant.yielding
+    assert not grant.yield_requested
 
 
 def test_a_worker_that_begins_again_though_it_was_asked_to_yield_wants_anew(parent: Parent) -> None:
     grant = holding(parent)
-    grant.hear("yield")
+    grant.receive("yield")
     parent.answers = [("wait",)]
-    assert not grant.begin(10, 0)
+    assert not grant.acquire(10, 0)
     assert parent.heard() == [DONE, want()]
 
 
 def test_a_yield_that_comes_with_the_go_still_lets_one_batch_run(parent: Parent) -> None:
     grant = told_to_wait(parent)
     with in_thread(grant.wait) as result:
-        wait_until(lambda: grant._worker_waits)
-        grant.hear("go")
-        grant.hear("yield")
+        wait_until(lambda: grant._worker_waiting)
+        grant.receive("go")
+        grant.receive("yield")
     assert result == [True]
-    assert grant.yielding
+    assert grant.yield_requested
     assert parent.heard() == []
 
 
 def test_without_an_answer_the_worker_is_not_held_up(parent: Parent) -> None:
-    assert not parent.grant.begin(10, 0)
-    assert not parent.grant.begin(10, 0)
+    assert not parent.grant.acquire(10, 0)
+    assert not parent.grant.acquire(10, 0)
     assert parent.heard() == [want()]
 
 
@@ -143,23 +143,23 @@ def test_a_worker_told_to_wait_hands_back_without_waiting_for_the_time_to_pass(
     parent: Parent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forq.workers.grant.ANSWER_SECONDS", 6 * PATIENCE_SECONDS)
-    with in_thread(lambda: parent.grant.begin(10, 0)) as result:
-        wait_until(lambda: parent.grant._worker_waits)
-        parent.grant.hear("wait")
+    with in_thread(lambda: parent.grant.acquire(10, 0)) as result:
+        wait_until(lambda: parent.grant._worker_waiting)
+        parent.grant.receive("wait")
     assert result == [False]
 
 
 def test_a_go_between_begin_and_wait_is_not_lost(parent: Parent) -> None:
     grant = told_to_wait(parent)
-    grant.hear("go")
+    grant.receive("go")
     assert grant.wait()
     assert parent.heard() == []
 
 
 def test_a_go_and_a_yield_between_begin_and_wait_lead_to_a_new_want(parent: Parent) -> None:
     grant = told_to_wait(parent)
-    grant.hear("go")
-    grant.hear("yield")
+    grant.receive("go")
+    grant.receive("yield")
     assert parent.heard() == [DONE]
     parent.answers = [("wait", "go")]
     assert grant.wait()
@@ -170,7 +170,7 @@ def test_a_go_for_a_worker_that_wants_nothing_more_is_given_back(parent: Parent)
     grant = told_to_wait(parent)
     grant.give_back()
     assert parent.heard() == []
-    grant.hear("go")
+    grant.receive("go")
     assert parent.heard() == [DONE]
 
 
@@ -178,28 +178,28 @@ def test_a_yield_that_crossed_a_done_does_not_end_the_next_wish(parent: Parent) 
     grant = holding(parent)
     grant.give_back()
     parent.answers = [("yield", "go")]
-    assert grant.begin(10, 0)
+    assert grant.acquire(10, 0)
     assert parent.heard() == [DONE, want()]
-    assert not grant.yielding
+    assert not grant.yield_requested
 
 
 @pytest.mark.parametrize(("units", "priority"), [(20, 0), (10, 5)])
 def test_other_terms_give_back_and_want_anew(parent: Parent, units: int, priority: int) -> None:
     grant = holding(parent)
-    grant.rest()
+    grant.stop_using()
     parent.answers = [("go",)]
-    assert grant.begin(units, priority)
+    assert grant.acquire(units, priority)
     assert parent.heard() == [DONE, want(units, priority)]
 
 
 def test_other_terms_are_not_wanted_before_the_earlier_wish_was_answered(parent: Parent) -> None:
     grant = told_to_wait(parent)
-    assert not grant.begin(50, 0)
+    assert not grant.acquire(50, 0)
     assert parent.heard() == []
     parent.answers = [("go",)]
     with in_thread(grant.wait) as result:
-        wait_until(lambda: grant._worker_waits)
-        grant.hear("go")
+        wait_until(lambda: grant._worker_waiting)
+        grant.receive("go")
     assert result == [True]
     assert parent.heard() == [DONE, want(50)]
 
@@ -207,7 +207,7 @@ def test_other_terms_are_not_wanted_before_the_earlier_wish_was_answered(parent:
 def test_stop_wakes_a_waiting_worker_and_withdraws_its_wish(parent: Parent) -> None:
     grant = told_to_wait(parent)
     with in_thread(grant.wait) as result:
-        wait_until(lambda: grant._worker_waits)
+        wait_until(lambda: grant._worker_waiting)
         grant.stop()
     assert result == [False]
     assert parent.heard() == [DONE]
@@ -217,10 +217,10 @@ def test_a_go_that_crossed_the_stop_is_given_back(parent: Parent) -> None:
     grant = told_to_wait(parent)
     grant.stop()
     parent.heard()
-    grant.hear("go")
+    grant.receive("go")
     assert parent.heard() == [DONE]
     assert not grant.wait()
-    assert not grant.begin(10, 0)
+    assert not grant.acquire(10, 0)
     assert parent.heard() == []
 
 
@@ -228,11 +228,11 @@ def test_stop_gives_back_a_reservation_and_leaves_what_is_in_use_to_the_worker(p
     grant = holding(parent)
     grant.stop()
     assert parent.heard() == []
-    grant.rest()
+    grant.stop_using()
     assert parent.heard() == [DONE]
     other = Parent()
     kept = holding(other)
-    kept.rest()
+    kept.stop_using()
     kept.stop()
     assert other.heard() == [DONE]
 
@@ -240,9 +240,9 @@ def test_stop_gives_back_a_reservation_and_leaves_what_is_in_use_to_the_worker(p
 def test_a_go_that_a_stop_follows_before_the_worker_wakes_is_given_back(parent: Parent) -> None:
     grant = told_to_wait(parent)
     with in_thread(grant.wait) as result:
-        wait_until(lambda: grant._worker_waits)
+        wait_until(lambda: grant._worker_waiting)
         with grant._changed:
-            grant._hear_go()
+            grant._receive_go()
             grant._stopped = True
             grant._changed.notify_all()
     assert result == [False]
@@ -251,19 +251,19 @@ def test_a_go_that_a_stop_follows_before_the_worker_wakes_is_given_back(parent: 
 
 def test_what_could_not_be_told_has_not_happened(parent: Parent) -> None:
     grant = holding(parent)
-    grant.hear("yield")
+    grant.receive("yield")
     parent.broken = True
     with pytest.raises(BrokenPipeError):
-        grant.rest()
-    assert grant.yielding
+        grant.stop_using()
+    assert grant.yield_requested
     parent.broken = False
-    grant.rest()
+    grant.stop_using()
     parent.broken = True
     with pytest.raises(BrokenPipeError):
-        grant.begin(10, 0)
+        grant.acquire(10, 0)
     parent.broken = False
     parent.answers = [("go",)]
-    assert grant.begin(10, 0)
+    assert grant.acquire(10, 0)
     assert parent.heard() == [DONE, want()]
 
 
@@ -271,7 +271,7 @@ def test_stop_wakes_the_worker_even_if_the_leash_is_broken(parent: Parent) -> No
     grant = told_to_wait(parent)
     parent.broken = True
     with in_thread(grant.wait) as result:
-        wait_until(lambda: grant._worker_waits)
+        wait_until(lambda: grant._worker_waiting)
         with pytest.raises(BrokenPipeError):
             grant.stop()
     assert result == [False]
@@ -323,7 +323,7 @@ class Rig:
     def minder(self, number: int) -> None:
         while (word := self.down[number].get()) is not None:
             time.sleep(self.random.random() * 0.001)
-            self.grants[number].hear(word)
+            self.grants[number].receive(word)
 
     def worker(self, number: int) -> None:
         grant, chance = self.grants[number], random.Random(number)
@@ -331,12 +331,12 @@ class Rig:
             units, priority = self.terms[number]
             if chance.random() < 0.1:
                 units = max(1, units // 2)
-            if not grant.begin(units, priority) and (chance.random() < 0.2 or not grant.wait()):
+            if not grant.acquire(units, priority) and (chance.random() < 0.2 or not grant.wait()):
                 grant.give_back()
                 continue
-            while self._run_batch(number, units, chance) and not grant.yielding and chance.random() < 0.9:
+            while self._run_batch(number, units, chance) and not grant.yield_requested and chance.random() < 0.9:
                 pass
-            grant.rest() if chance.random() < 0.8 else grant.give_back()
+            grant.stop_using() if chance.random() < 0.8 else grant.give_back()
             time.sleep(chance.random() * 0.002)
         grant.give_back()
 

@@ -18,10 +18,10 @@ from forq.broker.replies import Fate
 from forq.output.streams import RootHandler
 from forq.output.writer import Output
 from forq.workers import job_log
-from forq.workers.attempt import Attempts, FailAttempts
+from forq.workers.attempt import AttemptRunner, FailAttemptRunner
 from forq.workers.exec_handlers import ProgramFailed
 from forq.workers.handlers import Handlers
-from forq.workers.job_log import MAX_WAITING, PATIENT_SECONDS, FailedAttempt, JobLog
+from forq.workers.job_log import MAX_QUEUED, WRITE_WAIT_SECONDS, FailedAttempt, JobLog
 from tests.support.running import wait_until
 
 RECORD = b"p5 1700000000123\n" + pack_body(1, None, None)
@@ -48,7 +48,7 @@ Listen = Callable[..., Seen]
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine another thread may take long to begin."""
-    monkeypatch.setattr(job_log, "PATIENT_SECONDS", 30.0)
+    monkeypatch.setattr(job_log, "WRITE_WAIT_SECONDS", 30.0)
 
 
 @pytest.fixture
@@ -74,10 +74,12 @@ def past(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
     return lines
 
 
-def failed(handler: Callable[[Any, Any], Any], job: str = "j1", attempts: type[Attempts] = Attempts) -> FailedAttempt:
+def failed(
+    handler: Callable[[Any, Any], Any], job: str = "j1", attempts: type[AttemptRunner] = AttemptRunner
+) -> FailedAttempt:
     """As a worker's loop makes it."""
     ran = attempts("q", Handlers({None: handler}))
-    failure = ran.attempt(job, RECORD, 9)
+    failure = ran.run(job, RECORD, 9)
     assert failure is not None
     raised, ran.raised = ran.raised, None
     return FailedAttempt("q", job, failure, raised, ran.of_fail_handler)
@@ -89,7 +91,7 @@ def refuse(data: Any, job: Job) -> None:
 
 def test_a_retry_is_a_warning_with_the_exception_and_what_follows(listen: Listen, past: list[Any]) -> None:
     seen = listen()
-    JobLog().tell_failure(failed(refuse), AGAIN)
+    JobLog().log_failure(failed(refuse), AGAIN)
     (record,) = seen.records
     assert record.getMessage() == ("job failed: attempt 2 of 4, again in 4 s queue=q job=j1 error=ValueError: no good")
     assert (record.name, record.levelname) == ("forq", "WARNING")
@@ -104,7 +106,7 @@ def test_a_retry_is_a_warning_with_the_exception_and_what_follows(listen: Listen
 
 def test_the_last_one_is_an_error_that_names_the_next_command(listen: Listen) -> None:
     seen = listen()
-    JobLog().tell_failure(failed(refuse, job="50%s of it"), OVER)
+    JobLog().log_failure(failed(refuse, job="50%s of it"), OVER)
     (record,) = seen.records
     assert record.levelname == "ERROR"
     assert record.getMessage() == (
@@ -120,8 +122,8 @@ def test_a_job_that_asks_to_be_tried_later_is_no_failure(listen: Listen, caplog:
 
     seen = listen()
     with caplog.at_level(logging.INFO, logger="forq"):
-        JobLog().tell_failure(failed(later), AGAIN)
-        JobLog().tell_failure(failed(later), OVER)
+        JobLog().log_failure(failed(later), AGAIN)
+        JobLog().log_failure(failed(later), OVER)
     asked, over = seen.records
     assert (asked.levelname, asked.exc_info) == ("INFO", None)
     assert asked.getMessage().startswith("job asked to be tried again: attempt 2 of 4, again in 4 s ")
@@ -130,8 +132,8 @@ def test_a_job_that_asks_to_be_tried_later_is_no_failure(listen: Listen, caplog:
 
 def test_a_fail_handler_is_named_as_such(listen: Listen) -> None:
     seen = listen()
-    attempt = failed(refuse, attempts=FailAttempts)
-    JobLog().tell_failure(attempt, AGAIN)
+    attempt = failed(refuse, attempts=FailAttemptRunner)
+    JobLog().log_failure(attempt, AGAIN)
     assert seen.records[0].getMessage().startswith("fail handler failed: attempt 2 of 4")
 
 
@@ -140,7 +142,7 @@ def test_what_a_program_says_of_itself_stands_for_the_traceback(listen: Listen) 
         raise ProgramFailed("DiskFull", "no space", trace="at main.rb:7")
 
     seen = listen()
-    JobLog().tell_failure(failed(fail), AGAIN)
+    JobLog().log_failure(failed(fail), AGAIN)
     (record,) = seen.records
     assert record.getMessage().endswith("error=DiskFull: no space")
     assert logging.Formatter("%(levelname)s").format(record) == "WARNING\nat main.rb:7"
@@ -179,13 +181,13 @@ def test_exceptions_of_a_task_group_keep_the_frames_of_their_tasks() -> None:
 
 
 def test_an_error_of_forq_s_own_has_no_frames_and_a_fault_of_forq_s_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = Attempts("q", Handlers({}))
-    failure = attempts.attempt("j", RECORD, 9)
+    attempts = AttemptRunner("q", Handlers({}))
+    failure = attempts.run("j", RECORD, 9)
     assert failure is not None
     assert failure.text().splitlines()[1:] == [f"forq.errors.{failure.text().splitlines()[0]}"]
     assert isinstance(attempts.raised, Permanent)
     monkeypatch.setattr(attempts, "_read", lambda: None)
-    failure = attempts.attempt("j", RECORD, 9)
+    failure = attempts.run("j", RECORD, 9)
     assert failure is not None
     assert "attempt.py" in failure.text()
 
@@ -199,7 +201,7 @@ def test_handlers_that_raise_or_exit_leave_the_line_in_the_queue_s_log(listen: L
 
     seen, log = listen(leave), JobLog()
     for _ in range(2):
-        log.tell_failure(failed(refuse), AGAIN)
+        log.log_failure(failed(refuse), AGAIN)
     assert len(seen.records) == 2, "it is asked again"
     level, job, text = past[0]
     assert (level, job, len(past)) == ("WARNING", "j1", 2)
@@ -218,7 +220,7 @@ def test_an_exception_whose_text_raises_is_told(listen: Listen, past: list[Any],
     handler = logging.StreamHandler(sys.stderr)
     logging.getLogger("forq").addHandler(handler)
     try:
-        JobLog().tell_failure(failed(fail), AGAIN)
+        JobLog().log_failure(failed(fail), AGAIN)
     finally:
         logging.getLogger("forq").removeHandler(handler)
     told = capsys.readouterr().err + "".join(text for _, _, text in past)
@@ -237,7 +239,7 @@ def test_an_exception_that_cannot_be_shown_is_in_the_queue_s_log(past: list[Any]
     ours = RootHandler(Output())
     logging.getLogger("forq").addHandler(ours)
     try:
-        JobLog().tell_failure(failed(fail), AGAIN)
+        JobLog().log_failure(failed(fail), AGAIN)
     finally:
         logging.getLogger("forq").removeHandler(ours)
     assert len(past) == 1
@@ -249,41 +251,41 @@ def test_an_exception_that_cannot_be_shown_is_in_the_queue_s_log(past: list[Any]
 def test_a_level_holds_for_what_logging_did_not_take(past: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("forq"), "disabled", True)
     monkeypatch.setattr(logging.getLogger("forq"), "level", logging.ERROR)
-    JobLog().tell_failure(failed(refuse), AGAIN)
-    JobLog().tell_failure(failed(refuse), OVER)
+    JobLog().log_failure(failed(refuse), AGAIN)
+    JobLog().log_failure(failed(refuse), OVER)
     assert [level for level, _, _ in past] == ["ERROR"]
 
 
 def test_a_handler_that_blocks_holds_nobody_up_and_no_line_is_lost(
     listen: Listen, past: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_log, "PATIENT_SECONDS", PATIENT_SECONDS)
+    monkeypatch.setattr(job_log, "WRITE_WAIT_SECONDS", WRITE_WAIT_SECONDS)
     free = threading.Event()
     seen, log = listen(free.wait), JobLog()
     try:
         began = time.monotonic()
-        for _ in range(MAX_WAITING + 4):
-            log.tell_failure(failed(refuse), AGAIN)
+        for _ in range(MAX_QUEUED + 4):
+            log.log_failure(failed(refuse), AGAIN)
         took = time.monotonic() - began
     finally:
         free.set()
-    assert PATIENT_SECONDS <= took < 5 * PATIENT_SECONDS + 3, "it is waited for once"
+    assert WRITE_WAIT_SECONDS <= took < 5 * WRITE_WAIT_SECONDS + 3, "it is waited for once"
     log.close()
-    wait_until(lambda: len(seen.records) + len(past) == MAX_WAITING + 4)
+    wait_until(lambda: len(seen.records) + len(past) == MAX_QUEUED + 4)
     assert "(logging is stuck)" in past[0][2]
 
 
 def test_a_worker_waits_until_its_line_is_written(listen: Listen) -> None:
     seen, log = listen(lambda: time.sleep(0.02)), JobLog()
     for number in range(3):
-        log.tell_failure(failed(refuse), AGAIN)
+        log.log_failure(failed(refuse), AGAIN)
         assert len(seen.records) == number + 1
 
 
 def test_a_logger_that_is_turned_off_leaves_the_queue_s_log(listen: Listen, past: list[Any]) -> None:
     seen = listen()
     logging.config.dictConfig({"version": 1, "disable_existing_loggers": True})
-    JobLog().tell_failure(failed(refuse), OVER)
+    JobLog().log_failure(failed(refuse), OVER)
     assert seen.records == []
     assert past[0][2].startswith("job failed: attempt 4 of 4, failed for good (see: forqctl why q j1) error=ValueError")
 
@@ -292,8 +294,8 @@ def test_a_level_that_a_user_has_set_is_respected(listen: Listen, past: list[Any
     seen = listen()
     logging.getLogger("forq").setLevel(logging.ERROR)
     try:
-        JobLog().tell_failure(failed(refuse), AGAIN)
-        JobLog().tell_failure(failed(refuse), OVER)
+        JobLog().log_failure(failed(refuse), AGAIN)
+        JobLog().log_failure(failed(refuse), OVER)
     finally:
         logging.getLogger("forq").setLevel(logging.NOTSET)
     assert [record.levelname for record in seen.records] == ["ERROR"]
@@ -311,7 +313,7 @@ def test_fields_of_a_user_s_record_factory_stay(listen: Listen, past: list[Any])
     seen = listen()
     logging.setLogRecordFactory(mine)
     try:
-        JobLog().tell_failure(failed(refuse), AGAIN)
+        JobLog().log_failure(failed(refuse), AGAIN)
     finally:
         logging.setLogRecordFactory(usual)
     assert (seen.records[0].__dict__["queue"], past) == ("mine", [])
@@ -319,8 +321,8 @@ def test_fields_of_a_user_s_record_factory_stay(listen: Listen, past: list[Any])
 
 def test_what_is_told_before_redis_answers_is_told_again_without_its_exception(listen: Listen) -> None:
     seen, log, attempt = listen(), JobLog(), failed(refuse)
-    log.tell_failure(attempt, "what follows is decided when Redis is back")
-    log.tell_failure(attempt, OVER)
+    log.log_failure(attempt, "what follows is decided when Redis is back")
+    log.log_failure(attempt, OVER)
     first, second = seen.records
     assert first.getMessage().startswith("job failed: what follows is decided when Redis is back queue=q job=j1 ")
     assert (first.exc_info is not None, second.exc_info) == (True, None)
@@ -329,6 +331,6 @@ def test_what_is_told_before_redis_answers_is_told_again_without_its_exception(l
 
 def test_a_settle_whose_answer_was_lost_is_told_once(listen: Listen) -> None:
     seen, log, attempt = listen(), JobLog(), failed(refuse)
-    log.tell_failure(attempt, "what follows is decided when Redis is back")
-    log.tell_failure(attempt, Fate("refused", 0, 0, 0))
+    log.log_failure(attempt, "what follows is decided when Redis is back")
+    log.log_failure(attempt, Fate("refused", 0, 0, 0))
     assert len(seen.records) == 1

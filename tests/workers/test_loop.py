@@ -17,16 +17,16 @@ from forq.errors import Fenced, OutcomeUnknown
 from forq.procs.scoreboard import TAKEN, WORD, Scoreboard, Slot, State, Word, unpack_word
 from forq.settings import defaults
 from forq.workers import job_log
-from forq.workers.attempt import Attempts
+from forq.workers.attempt import AttemptRunner
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
 from forq.workers.loop import (
-    BUDGET_NS,
+    DROPPED_LOG_INTERVAL_NS,
     MAX_BATCH,
-    REFUSED_LOG_NS,
-    RESULTS_BYTES,
-    SLOW_NS,
-    UNKEPT_LOG_NS,
+    MAX_BATCH_NS,
+    MAX_RESULTS_BYTES,
+    REFUSED_LOG_INTERVAL_NS,
+    SLOW_JOB_NS,
     Recycling,
     WorkerLoop,
 )
@@ -113,7 +113,7 @@ class Rig:
         self.answer = "go"
         self.loop = WorkerLoop(
             self.consumer,  # type: ignore[arg-type]
-            Attempts("q", Handlers({None: handler})),
+            AttemptRunner("q", Handlers({None: handler})),
             self.slot,
             expiry_ms=1000,
             limits=LIMITS,
@@ -128,7 +128,7 @@ class Rig:
         self.said.append(message)
         if "want" in message:
             # Not before the grant has noted its wish: it speaks under its lock.
-            threading.Thread(target=self.grant.hear, args=(self.answer,)).start()
+            threading.Thread(target=self.grant.receive, args=(self.answer,)).start()
 
     def _count_unguarded(self) -> None:
         self.unguarded += 1
@@ -199,7 +199,7 @@ def test_after_a_slow_job_it_asks_before_it_starts_another() -> None:
     def slow_on_a(data: Any, job: Any) -> None:
         ran.append(job.id)
         if job.id == "a":
-            rig.clock.ns += SLOW_NS + 1
+            rig.clock.ns += SLOW_JOB_NS + 1
 
     ran: list[str] = []
     rig = Rig(slow_on_a, jobs("a", "b", "c"), NOTHING)
@@ -212,7 +212,7 @@ def test_after_a_slow_job_it_asks_before_it_starts_another() -> None:
 def test_what_was_given_to_others_meanwhile_is_not_started() -> None:
     def slow(data: Any, job: Any) -> None:
         ran.append(job.id)
-        rig.clock.ns += SLOW_NS + 1
+        rig.clock.ns += SLOW_JOB_NS + 1
 
     ran: list[str] = []
     given_away = Turn(paused=False, held=False, refused=[], fence="", limits=LIMITS, jobs=[])
@@ -228,7 +228,7 @@ def test_after_lost_replies_it_keeps_nothing_and_settles_the_same_again(losses: 
 
     def slow(data: Any, job: Any) -> None:
         ran.append(job.id)
-        rig.clock.ns += SLOW_NS + 1
+        rig.clock.ns += SLOW_JOB_NS + 1
 
     ran: list[str] = []
     lost = [OutcomeUnknown("cut")] * losses
@@ -265,7 +265,7 @@ def test_slow_jobs_among_quick_ones_make_batches_small_and_quick_ones_make_them_
     """The rest of a batch behind a slow job goes back: it was claimed in vain."""
 
     def handle(data: Any, job: Any) -> None:
-        rig.clock.ns += SLOW_NS + 1 if job.id.startswith("slow") else 1000
+        rig.clock.ns += SLOW_JOB_NS + 1 if job.id.startswith("slow") else 1000
 
     given_away = Turn(paused=False, held=False, refused=[], fence="", limits=LIMITS, jobs=[])
     quick = [jobs(f"a{n}") for n in range(4)]
@@ -287,13 +287,13 @@ def test_a_batch_that_takes_longer_than_its_budget_is_cut_short_and_the_rest_giv
 
     def handle(data: Any, job: Any) -> None:
         ran.append(job.id)
-        rig.clock.ns += SLOW_NS - 2_000_000
+        rig.clock.ns += SLOW_JOB_NS - 2_000_000
 
     ran: list[str] = []
     rig = Rig(handle, jobs(*(f"j{n}" for n in range(100))), NOTHING)
     rig.loop._want = MAX_BATCH
     rig.step()
-    assert len(ran) == BUDGET_NS // (SLOW_NS - 2_000_000)
+    assert len(ran) == MAX_BATCH_NS // (SLOW_JOB_NS - 2_000_000)
     assert (rig.word.index, rig.word.running) == (len(ran), False)
     rig.step()
     claim = rig.consumer.calls[1]
@@ -305,7 +305,7 @@ def test_a_worker_that_was_stopped_for_long_before_its_first_job_runs_it_all_the
     """Else a worker on a machine that is always late would give back every batch that it claims."""
     ran: list[str] = []
     rig = Rig(lambda data, job: ran.append(job.id), jobs("a", "b"), NOTHING)
-    readings = chain([1], count(2 * BUDGET_NS, 1000))
+    readings = chain([1], count(2 * MAX_BATCH_NS, 1000))
     rig.loop._now = lambda: next(readings)
     rig.step()
     assert ran == ["a"]
@@ -330,7 +330,7 @@ def test_settlings_that_are_refused_are_one_line_a_minute(caplog: pytest.LogCapt
     caplog.set_level(logging.INFO, "forq")
     for _ in range(10):
         rig.step()
-    rig.clock.ns += REFUSED_LOG_NS
+    rig.clock.ns += REFUSED_LOG_INTERVAL_NS
     rig.step()
     assert [record.getMessage() for record in caplog.records] == [
         "already settled or given back queue=q jobs=2",
@@ -377,17 +377,17 @@ def test_without_capacity_it_hands_back_what_it_has_and_claims_when_told_to_go()
     ran: list[str] = []
     rig = Rig(lambda data, job: ran.append(job.id), NOTHING, jobs("a"))
     rig.answer = "wait"
-    rig.consumer.on_turn = lambda: wants.append(rig.consumer.calls[-1].want) or rig.grant.hear("go")  # type: ignore[func-returns-value]
+    rig.consumer.on_turn = lambda: wants.append(rig.consumer.calls[-1].want) or rig.grant.receive("go")  # type: ignore[func-returns-value]
     wants: list[int] = []
-    assert rig.loop.serve()
+    assert rig.loop.serve_batch()
     assert wants == [0, 1], "the first turn only gives back"
     assert ran == ["a"]
     assert rig.said == [{"want": rig.slot.number, "units": 10, "priority": 0}]
 
 
 def test_a_worker_that_is_asked_to_yield_settles_and_gives_back_before_the_next_claim() -> None:
-    rig = Rig(lambda data, job: rig.grant.hear("yield"), jobs("a"), NOTHING)
-    assert rig.loop.serve()
+    rig = Rig(lambda data, job: rig.grant.receive("yield"), jobs("a"), NOTHING)
+    assert rig.loop.serve_batch()
     assert rig.consumer.calls[1].done[::3] == [b"a"]
     assert rig.consumer.calls[1].want == 0
     assert rig.said[-1] == {"done": rig.slot.number}
@@ -396,44 +396,44 @@ def test_a_worker_that_is_asked_to_yield_settles_and_gives_back_before_the_next_
 def test_what_a_wait_has_claimed_is_run_without_another_turn() -> None:
     ran: list[str] = []
     rig = Rig(lambda data, job: ran.append(job.id), NOTHING, NOTHING, jobs("a"), NOTHING)
-    assert not rig.loop.serve()
+    assert not rig.loop.serve_batch()
     # The first wait ends because its time is up.
-    rig.loop.rest()
+    rig.loop.wait_for_work()
     assert (len(rig.consumer.calls), rig.slot.state) == (3, State.IDLE)
-    assert rig.loop.serve()
+    assert rig.loop.serve_batch()
     assert (ran, len(rig.consumer.calls)) == (["a"], 3)
-    assert not rig.loop.serve()
+    assert not rig.loop.serve_batch()
     assert rig.consumer.calls[3].done[::3] == [b"a"]
 
 
 def test_what_a_wait_has_claimed_goes_back_if_the_capacity_is_gone() -> None:
     ran: list[str] = []
     rig = Rig(lambda data, job: ran.append(job.id), NOTHING, jobs("a"), NOTHING, jobs("a", fence="8"))
-    assert not rig.loop.serve()
-    rig.loop.rest()
-    rig.grant.hear("yield")
+    assert not rig.loop.serve_batch()
+    rig.loop.wait_for_work()
+    rig.grant.receive("yield")
     rig.answer = "wait"
     wants: list[int] = []
-    rig.consumer.on_turn = lambda: wants.append(rig.consumer.calls[-1].want) or rig.grant.hear("go")  # type: ignore[func-returns-value]
-    assert rig.loop.serve()
+    rig.consumer.on_turn = lambda: wants.append(rig.consumer.calls[-1].want) or rig.grant.receive("go")  # type: ignore[func-returns-value]
+    assert rig.loop.serve_batch()
     assert wants == [0, 1], "it gives back, and claims when it may"
     assert ran == ["a"]
 
 
 def test_a_worker_without_capacity_waits_without_a_claim() -> None:
     rig = Rig(lambda data, job: None, NOTHING)
-    assert not rig.loop.serve()
-    rig.grant.hear("yield")
-    rig.loop.rest()
+    assert not rig.loop.serve_batch()
+    rig.grant.receive("yield")
+    rig.loop.wait_for_work()
     assert (len(rig.consumer.calls), rig.consumer.waits) == (1, 1)
 
 
 def test_a_wait_without_a_turn_is_followed_by_one() -> None:
     rig = Rig(lambda data, job: None, NOTHING, jobs("a"))
     rig.consumer.wait_for_turn = lambda number, want: None  # type: ignore[method-assign]
-    assert not rig.loop.serve()
-    rig.loop.rest()
-    assert rig.loop.serve()
+    assert not rig.loop.serve_batch()
+    rig.loop.wait_for_work()
+    assert rig.loop.serve_batch()
     assert len(rig.consumer.calls) == 2
 
 
@@ -442,9 +442,9 @@ def test_a_wait_without_a_turn_is_followed_by_one() -> None:
 )
 def test_a_worker_that_may_not_claim_after_a_wait_does_not_run(turn: Turn, state: State) -> None:
     rig = Rig(lambda data, job: None, NOTHING, turn)
-    assert not rig.loop.serve()
-    rig.loop.rest()
-    assert not rig.loop.serve()
+    assert not rig.loop.serve_batch()
+    rig.loop.wait_for_work()
+    assert not rig.loop.serve_batch()
     assert rig.loop._parked is state
 
 
@@ -459,7 +459,7 @@ def test_after_max_jobs_it_claims_no_more_and_says_so_once() -> None:
     assert rig.replaced == ["max_jobs = 3"]
 
 
-KEEPS = Limits(timeout_ms=0, size=10, priority=0, max_result_bytes=RESULTS_BYTES)
+KEEPS = Limits(timeout_ms=0, size=10, priority=0, max_result_bytes=MAX_RESULTS_BYTES)
 
 
 def test_results_go_with_the_turn_by_the_number_of_their_job() -> None:
@@ -495,7 +495,7 @@ def test_results_are_sent_again_after_a_lost_reply() -> None:
 
 
 def test_with_too_much_in_hand_it_takes_a_turn_before_the_next_job() -> None:
-    large = "x" * (RESULTS_BYTES // 2)
+    large = "x" * (MAX_RESULTS_BYTES // 2)
     rig = Rig(lambda data, job: large, jobs("a", "b", "c", limits=KEEPS), jobs(limits=KEEPS, fence=""), NOTHING)
     rig.step()
     turn = rig.consumer.calls[1]
@@ -558,7 +558,7 @@ def test_the_mark_is_read_after_the_position_is_published() -> None:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine the thread that logs may take long to begin."""
-    monkeypatch.setattr(job_log, "PATIENT_SECONDS", 30.0)
+    monkeypatch.setattr(job_log, "WRITE_WAIT_SECONDS", 30.0)
 
 
 def failing(turn: Turn, *fates: Fate) -> Turn:
@@ -641,7 +641,7 @@ def test_results_that_cannot_be_kept_are_one_line_a_second(caplog: pytest.LogCap
     assert [message.partition("result['order']")[0] for message in caplog.messages] == [first]
     rig.step()
     assert len(caplog.messages) == 1
-    rig.clock.ns += UNKEPT_LOG_NS
+    rig.clock.ns += DROPPED_LOG_INTERVAL_NS
     rig.step()
     assert caplog.messages[1].startswith(
         "job is done, but its result is not kept (and that of 2 more since the last such line) queue=q job=d "

@@ -11,8 +11,8 @@ from forq.output.programs import WATCH
 from forq.queue_spec import QueueSpec, read_program
 from forq.workers.exec_handlers import ExecHandler, ExecOnceHandler, Program, close_handlers, running_programs
 from forq.workers.handlers import Handlers, load_handlers
-from forq.workers.loop import programs_bytes
-from forq.workers.minder import AdoptedZombies
+from forq.workers.loop import programs_memory_bytes
+from forq.workers.minder import ZombieReaper
 from tests.support.exec_attempts import Made, failure_of, job, pid_of
 from tests.support.programs import python_program, shell
 from tests.support.running import alive, wait_until
@@ -83,16 +83,16 @@ def test_a_program_that_kills_its_group_hits_itself_only(tmp_path: Path) -> None
 def test_a_program_is_in_the_memory_that_recycling_looks_at(tmp_path: Path, made: Made) -> None:
     handler = made(python_program(tmp_path, "global kept; kept = bytearray(os.urandom(1 << 20) * 30)"))
     handler(1, job())
-    assert programs_bytes() > 30 << 20
+    assert programs_memory_bytes() > 30 << 20
 
 
 def test_the_reaper_of_strangers_leaves_programs_alone(tmp_path: Path) -> None:
     """An exec-once program that has ended is a zombie until its worker looks, and that needs its status."""
-    zombies = AdoptedZombies()
+    zombies = ZombieReaper()
     program = Program(read_program(shell(tmp_path, "exit 7")), job())
     wait_until(program.has_ended, what="it has ended")
     for _ in range(3):
-        zombies.look(idle=True)
+        zombies.reap(idle=True)
     assert program.returncode() == 7
     program.discard()
 

@@ -18,9 +18,9 @@ from forq.broker.pubsub import Listener
 from forq.errors import InvalidData
 from forq.procs.scoreboard import WORD, Scoreboard, Slot, State, pack_word
 from forq.progress import check_progress, show_progress
-from forq.workers.attempt import Attempts
+from forq.workers.attempt import AttemptRunner
 from forq.workers.handlers import Handler, Handlers
-from forq.workers.progress import PAUSE_SECONDS, ProgressTeller
+from forq.workers.progress import MIN_INTERVAL_SECONDS, ProgressSender
 from tests.support.one_queue import HandWorker, OneQueue, one_queue
 from tests.support.running import wait_until
 from tests.support.server import Server
@@ -35,7 +35,7 @@ class Rig:
         board = Scoreboard.create(2)
         self.slot: Slot = board.slot(board.take())
         self.slot.worker = self.worker.name
-        self.teller = ProgressTeller(queue.url, DEFAULT_PREFIX)
+        self.teller = ProgressSender(queue.url, DEFAULT_PREFIX)
         self.reporter = self.teller.reporter(self.slot, queue.name)
 
     def run(self, handler: Handler, job_id: str = "a") -> Any:
@@ -44,8 +44,8 @@ class Rig:
         ((claimed, record),) = self._claim()
         self.slot.job, self.slot.state = claimed, State.BUSY
         self.slot.words[WORD] = pack_word(time.monotonic_ns(), self.worker.number, 0, True)
-        attempts = Attempts(self.queue.name, Handlers({None: handler}), self.slot, self.reporter)
-        return attempts.attempt(job_id, record, int(self.worker.fence))
+        attempts = AttemptRunner(self.queue.name, Handlers({None: handler}), self.slot, self.reporter)
+        return attempts.run(job_id, record, int(self.worker.fence))
 
     def _claim(self) -> list[tuple[bytes, bytes]]:
         jobs = self.worker.whole_turn(want=1).jobs
@@ -146,7 +146,7 @@ def test_of_a_burst_redis_hears_ten_per_second_and_the_last_one(rig: Rig) -> Non
     assert rig.run(handle) is None
     heard = len(ears.hear())
     print(f"{heard} messages in {took[0]:.2f} s")
-    assert 2 <= heard <= took[0] / PAUSE_SECONDS + 2
+    assert 2 <= heard <= took[0] / MIN_INTERVAL_SECONDS + 2
     ears.close()
 
 
@@ -186,7 +186,7 @@ def test_while_redis_is_away_a_handler_notices_nothing_and_the_latest_is_told_af
             job.progress(number / 1000, "away")
         assert time.monotonic() - began < 1.0
         assert rig.slot.progress() == (0.999, "away")
-        wait_until(lambda: rig.teller._away)
+        wait_until(lambda: rig.teller._redis_lost)
         server.start()
         # Without its data, since it keeps none: whoever runs the job comes back with the queue.
         again = OneQueue(redis_url)
@@ -201,9 +201,9 @@ def test_a_deleted_queue_ends_nothing_and_the_next_report_is_tried(rig: Rig) -> 
     def handle(data: Any, job: Job) -> None:
         rig.queue.registry.delete("q", force=True)
         job.progress(0.1)
-        wait_until(lambda: rig.reporter.told is rig.reporter.latest)
+        wait_until(lambda: rig.reporter.sent is rig.reporter.latest)
         job.progress(0.2)
-        wait_until(lambda: rig.reporter.told is rig.reporter.latest and rig.reporter.told)
+        wait_until(lambda: rig.reporter.sent is rig.reporter.latest and rig.reporter.sent)
 
     assert rig.run(handle) is None
 

@@ -27,40 +27,40 @@ def test_without_options_a_process_lives_for_ever(slots: list[Slot]) -> None:
     endless, reasons, clock = make(slots)
     slots[0].done = 10**9
     clock[0] = 1e9
-    endless.look()
-    assert endless.room(128, 128) == 128
+    endless.check()
+    assert endless.claimable(128, 128) == 128
     assert reasons == []
 
 
 def test_max_jobs_counts_the_jobs_of_all_workers_and_what_is_not_settled_yet(slots: list[Slot]) -> None:
     limited, reasons, _ = make(slots, max_jobs=10)
-    assert limited.room(128, 0) == 5, "the other worker may take as many"
+    assert limited.claimable(128, 0) == 5, "the other worker may take as many"
     slots[0].done, slots[1].done = 4, 4
-    assert limited.room(128, 1) == 1
+    assert limited.claimable(128, 1) == 1
     assert reasons == []
-    assert limited.room(128, 2) == 0
-    assert limited.room(128, 2) == 0
+    assert limited.claimable(128, 2) == 0
+    assert limited.claimable(128, 2) == 0
     assert reasons == ["max_jobs = 10"]
 
 
 def test_max_age_is_told_once(slots: list[Slot]) -> None:
     limited, reasons, clock = make(slots, max_age=60.0)
     clock[0] = 60.0
-    limited.look()
+    limited.check()
     assert reasons == []
     clock[0] = 60.1
-    limited.look()
-    limited.look()
+    limited.check()
+    limited.check()
     assert reasons == ["max_age = 60s"]
 
 
 def test_max_memory_is_the_process_share_of_memory(slots: list[Slot], monkeypatch: pytest.MonkeyPatch) -> None:
     limited, reasons, _ = make(slots, max_memory=1000)
     monkeypatch.setattr(loop, "pss_bytes", lambda: 1000)
-    limited.look()
+    limited.check()
     assert reasons == []
     monkeypatch.setattr(loop, "pss_bytes", lambda: 1001)
-    limited.look()
+    limited.check()
     assert reasons == ["max_memory = 1000, it has 1001"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from forq.supervisor.child import spawn
 from forq.workers import child
-from forq.workers.child import OOM_SCORE, restrain
+from forq.workers.child import OOM_SCORE, apply_resource_limits
 
 PR_SET_DUMPABLE = 4
 
@@ -24,7 +24,7 @@ def test_a_queues_process_raises_its_score_and_never_lowers_it(
     file = tmp_path / "oom_score_adj"
     file.write_text(before)
     monkeypatch.setattr(child, "OOM_FILE", file)
-    restrain({})
+    apply_resource_limits({})
     assert int(file.read_text()) == after
 
 
@@ -36,7 +36,7 @@ def test_where_there_is_no_score_to_raise_the_process_starts_all_the_same(
     if content is not None:
         file.write_text(content)
     monkeypatch.setattr(child, "OOM_FILE", file)
-    restrain({})
+    apply_resource_limits({})
 
 
 def test_nobody_needs_root_for_it() -> None:
@@ -45,7 +45,7 @@ def test_nobody_needs_root_for_it() -> None:
             os.setresuid(65534, 65534, 65534)
             # After such a change /proc/self is root's, until the next exec.
             ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
-        restrain({})
+        apply_resource_limits({})
         return own_score() != OOM_SCORE
 
     if own_score() > OOM_SCORE:

@@ -9,16 +9,16 @@ from uuid import UUID
 import pytest
 
 from forq.broker.record import pack_body
-from forq.workers.attempt import MAX_REASON, Attempts, encode_result
+from forq.workers.attempt import MAX_REASON, AttemptRunner, encode_result
 from forq.workers.handlers import Handlers
 
 RECORD = b"p5 1700000000123\n" + pack_body(1, None, None)
 
 
 def result_of(handler: Any, max_bytes: int = 100) -> bytes | None:
-    attempts = Attempts("q", Handlers({None: handler}))
+    attempts = AttemptRunner("q", Handlers({None: handler}))
     attempts.max_result_bytes = max_bytes
-    assert attempts.attempt("id1", RECORD, 9) is None, "it is done all the same"
+    assert attempts.run("id1", RECORD, 9) is None, "it is done all the same"
     attempts.close()
     return attempts.result
 
@@ -104,14 +104,14 @@ def test_the_result_of_one_attempt_is_not_taken_for_that_of_the_next() -> None:
             raise ValueError("no")
         return 1
 
-    attempts = Attempts("q", Handlers({None: handle}))
+    attempts = AttemptRunner("q", Handlers({None: handle}))
     attempts.max_result_bytes = 100
-    attempts.attempt("good", RECORD, 9)
+    attempts.run("good", RECORD, 9)
     assert attempts.result == b"1"
-    assert attempts.attempt("bad", RECORD, 9) is not None
+    assert attempts.run("bad", RECORD, 9) is not None
     assert attempts.result is None
     attempts.max_result_bytes = 0
-    attempts.attempt("good", RECORD, 9)
+    attempts.run("good", RECORD, 9)
     assert attempts.result is None, "its queue keeps nothing"
 
 

@@ -73,14 +73,14 @@ def install(point: str) -> None:
     from forq.broker.enqueue import Producer
     from forq.broker.outbox import Outbox
     from forq.broker.recovery import Keeper
-    from forq.workers.attempt import Attempts
+    from forq.workers.attempt import AttemptRunner
 
     points: dict[str, tuple[type, tuple[str, ...], Callable[[Call, Any], Call], Callable[..., bool]]] = {
         # Of a worker, in the order in which it comes there.
         "moved": (Consumer, ("wait_for_turn",), between_move_and_claim, always),
         "claimed": (Consumer, ("turn", "wait_for_turn"), after, lambda turn, *args: bool(turn and turn.jobs)),
-        "begun": (Attempts, ("attempt",), before, always),
-        "ran": (Attempts, ("attempt",), after, always),
+        "begun": (AttemptRunner, ("run",), before, always),
+        "ran": (AttemptRunner, ("run",), after, always),
         "settling": (Consumer, ("turn",), before, settles),
         "settled": (Consumer, ("turn",), after, lambda turn, *args: settles(*args)),
         "releasing": (Releaser, ("release",), before, always),
