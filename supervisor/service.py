@@ -372,7 +372,7 @@ class OutputPipes:
         if name in self._fds:
             return
         try:
-            self._fds[name] = output_pipe.open_pipe(self._logs_dir / name)
+            self._fds[name] = output_pipe.open_fifo(self._logs_dir / name)
         except ForqError as exc:
             log.error("no log of the queue's output queue=%s error=%s", name, exc)
 
@@ -386,6 +386,6 @@ class OutputPipes:
         if fd is not None:
             os.close(fd)
             with suppress(OSError):
-                os.unlink(self._logs_dir / name / output_pipe.NAME)
+                os.unlink(self._logs_dir / name / output_pipe.FIFO_NAME)
                 # Only if nothing else was kept there.
                 os.rmdir(self._logs_dir / name)

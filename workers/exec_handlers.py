@@ -36,7 +36,7 @@ import orjson
 
 from forq.errors import ForqError, InvalidData
 from forq.job import Job, assignment_payload, new_id
-from forq.output.programs import READ_BYTES, WATCH, ProgramOutput
+from forq.output.programs import PIPE_WATCHER, READ_BYTES, ProgramOutput
 from forq.procs.lines import Lines
 from forq.procs.treekill import kill_tree
 from forq.queue_spec import ProgramLine
@@ -102,7 +102,7 @@ class Program:
         self._poll.register(self._pidfd, select.POLLIN)
         if self._stdout is not None:
             self._poll.register(self._stdout, select.POLLIN)
-            WATCH.add(self._pidfd, self._on_exit_event)
+            PIPE_WATCHER.add(self._pidfd, self._on_exit_event)
 
     @property
     def pid(self) -> int:
@@ -181,7 +181,7 @@ class Program:
             if not self._reaped and not self.has_ended():
                 kill_tree(self.pid)
         self._reap()
-        WATCH.remove(self._pidfd, self._on_exit_event)
+        PIPE_WATCHER.remove(self._pidfd, self._on_exit_event)
         self.output.close()
         self.close_stdin()
         if self._stdout is not None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from forq.broker.replies import Fate, headline
 from forq.errors import RetryAt
-from forq.output.streams import lines_of_logging, tell_past_logging
+from forq.output.streams import count_logged_lines, write_past_logging
 from forq.output.writer import CURRENT_JOB
 from forq.workers.attempt import Failure
 from forq.workers.exec_handlers import ProgramFailed
@@ -188,12 +188,12 @@ class JobLog:
         if log.disabled:
             _write_past_logging(line)
             return
-        lines = lines_of_logging()
+        lines = count_logged_lines()
         try:
             if log.isEnabledFor(line.level):
                 log.handle(line.record())
         except BaseException as exc:  # the user's own handlers, filters and formatters; SystemExit too
-            if lines_of_logging() == lines:
+            if count_logged_lines() == lines:
                 _write_past_logging(line, f" (logging raised {class_name(type(exc))})")
         finally:
             exit_if_forked_from(self._pid)
@@ -224,4 +224,4 @@ def _write_past_logging(line: JobLogEntry, remark: str = "") -> None:
     # The level holds whatever has become of the logger; isEnabledFor says no of one that is disabled.
     if line.level < log.getEffectiveLevel():
         return
-    tell_past_logging(logging.getLevelName(line.level), line.job, line.text(remark))
+    write_past_logging(logging.getLevelName(line.level), line.job, line.text(remark))

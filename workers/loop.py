@@ -23,7 +23,7 @@ from dataclasses import replace
 from forq.broker.claim import Consumer, Limits, Results, Settled, Turn
 from forq.broker.replies import Fate
 from forq.errors import BackPressure, ForqError, RedisUnavailable
-from forq.output.streams import end_output, mark_end
+from forq.output.streams import finish_output, mark_job_end
 from forq.procs.backoff import Backoff, reconnecting
 from forq.procs.process import pss_bytes
 from forq.procs.scoreboard import (
@@ -419,7 +419,7 @@ class WorkerLoop:
         # A failed job must not look like one that ran: its position stays "running" until it is settled.
         if not self._failed:
             words[WORD] = base | index << INDEX_SHIFT
-        end_output()
+        finish_output()
         self._adapt_batch_size((self._now() - first_started) // max(ran, 1))
 
     def _tally_batch(self, tally: Tally, batch: Batch) -> None:
@@ -447,7 +447,7 @@ class WorkerLoop:
         failure = self._attempts.run(named, record, int(self._fence))
         micros = (self._now() - started) // 1000
         if micros >= MARK_END_MIN_US:
-            mark_end(named)
+            mark_job_end(named)
         self._unsettled += 1
         if self._tally is not None:
             self._micros.append(micros)

@@ -98,7 +98,7 @@ class Stderr(logging.Handler):
 
     def _go_on(self) -> None:
         self._forwarder.flush()
-        if count := self._forwarder.take_left_out():
+        if count := self._forwarder.take_dropped():
             text = "stderr was not read; dropped log lines count=%s"
             self._forwarder.send(self._line(logging.LogRecord("forq", logging.WARNING, "", 0, text, (count,), None)))
             self._forwarder.flush()

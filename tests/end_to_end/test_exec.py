@@ -120,7 +120,7 @@ def test_a_gigabyte_on_stderr_and_noise_on_stdout_cost_one_attempt_and_no_memory
     wait_for_counts(forq, "flood", 0, 1)
     assert error_of(forq, "flood", "flood")["name"] == "BadMessage"
     assert len(forq.log) - before < 5_000_000
-    assert "lines_left_out=" in forq.log
+    assert "lines_dropped=" in forq.log
     assert psutil.Process(forq.child("flood")["pid"]).memory_info().rss < 200 << 20
     jobs.enqueue(1, id="after")
     wait_for_counts(forq, "flood", 1, 1)

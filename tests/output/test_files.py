@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from forq.errors import UnknownQueue, UsageError
-from forq.output import files as output_ring
-from forq.output.files import BEFORE, CURRENT, OutputReader, Ring, sweep
+from forq.output import files as files
+from forq.output.files import CURRENT, PREVIOUS, OutputReader, RotatingFile, sweep
 
 
 def record(number: int, job: str | None = None, size: int = 50) -> bytes:
@@ -45,74 +45,78 @@ def reader(tmp_path: Path) -> OutputReader:
 
 
 @pytest.fixture
-def ring(tmp_path: Path) -> Ring:
-    return Ring(tmp_path / "q", 10_000)
+def file(tmp_path: Path) -> RotatingFile:
+    return RotatingFile(tmp_path / "q", 10_000)
 
 
-def test_two_files_of_bounded_size_hold_the_newest_lines(tmp_path: Path, ring: Ring, reader: OutputReader) -> None:
+def test_two_files_of_bounded_size_hold_the_newest_lines(
+    tmp_path: Path, file: RotatingFile, reader: OutputReader
+) -> None:
     for begin in range(0, 1000, 10):
-        ring.append(record(number) for number in range(begin, begin + 10))
-    assert all((tmp_path / "q" / name).stat().st_size <= 10_000 for name in (CURRENT, BEFORE))
+        file.append(record(number) for number in range(begin, begin + 10))
+    assert all((tmp_path / "q" / name).stat().st_size <= 10_000 for name in (CURRENT, PREVIOUS))
     found, _, _ = read_all(reader)
     assert found == list(range(found[0], 1000))
     assert len(found) > 70
 
 
-def test_one_large_batch_is_rotated_within(tmp_path: Path, ring: Ring, reader: OutputReader) -> None:
-    ring.append(record(number) for number in range(1000))
-    assert all((tmp_path / "q" / name).stat().st_size <= 10_000 for name in (CURRENT, BEFORE))
+def test_one_large_batch_is_rotated_within(tmp_path: Path, file: RotatingFile, reader: OutputReader) -> None:
+    file.append(record(number) for number in range(1000))
+    assert all((tmp_path / "q" / name).stat().st_size <= 10_000 for name in (CURRENT, PREVIOUS))
     assert read_all(reader)[0][-1] == 999
 
 
-def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path, ring: Ring, reader: OutputReader) -> None:
-    ring.append([record(1)])
-    ring.close()
-    with open(tmp_path / "q" / CURRENT, "ab") as file:
-        file.write(record(2)[:-20])
+def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path, file: RotatingFile, reader: OutputReader) -> None:
+    file.append([record(1)])
+    file.close()
+    with open(tmp_path / "q" / CURRENT, "ab") as opened:
+        opened.write(record(2)[:-20])
     assert read_all(reader)[0] == [1]
-    Ring(tmp_path / "q", 10_000).append([record(3)])
+    RotatingFile(tmp_path / "q", 10_000).append([record(3)])
     assert read_all(reader)[0] == [1, 3]
 
 
-def test_a_file_that_somebody_has_removed_is_made_again(tmp_path: Path, ring: Ring, reader: OutputReader) -> None:
-    ring.append([record(1)])
+def test_a_file_that_somebody_has_removed_is_made_again(
+    tmp_path: Path, file: RotatingFile, reader: OutputReader
+) -> None:
+    file.append([record(1)])
     (tmp_path / "q" / CURRENT).unlink()
-    ring.append([record(2)])
+    file.append([record(2)])
     assert read_all(reader)[0] == [2]
 
 
 def test_a_write_that_fails_is_an_error_and_the_next_one_goes_on(tmp_path: Path, reader: OutputReader) -> None:
-    ring = Ring(tmp_path / "q", 10_000)
+    file = RotatingFile(tmp_path / "q", 10_000)
     (tmp_path / "q" / CURRENT).symlink_to("/dev/full")
     with pytest.raises(OSError, match=CURRENT):
-        ring.append([record(1)])
+        file.append([record(1)])
     (tmp_path / "q" / CURRENT).unlink()
-    ring.append([record(2)])
-    os.dup2(os.open("/dev/full", os.O_WRONLY), ring._fd)
+    file.append([record(2)])
+    os.dup2(os.open("/dev/full", os.O_WRONLY), file._fd)
     with pytest.raises(OSError, match="No space left"):
-        ring.append([record(3)])
-    ring.append([record(4)])
+        file.append([record(3)])
+    file.append([record(4)])
     assert read_all(reader)[0] == [2, 4]
 
 
 @pytest.mark.parametrize("lines", [0, 1, 2, 17, 50, 70, 90, 100, 1000])
-def test_the_last_lines_are_found_across_both_files(ring: Ring, reader: OutputReader, lines: int) -> None:
-    ring.append(record(number) for number in range(500))
+def test_the_last_lines_are_found_across_both_files(file: RotatingFile, reader: OutputReader, lines: int) -> None:
+    file.append(record(number) for number in range(500))
     kept, _, _ = read_all(reader)
     assert read_all(reader, tail=lines)[0] == kept[max(0, len(kept) - lines) :]
 
 
 def test_a_piece_at_a_time_gives_everything(tmp_path: Path, reader: OutputReader) -> None:
-    Ring(tmp_path / "q", 10_000_000).append(record(number, size=500) for number in range(5000))
+    RotatingFile(tmp_path / "q", 10_000_000).append(record(number, size=500) for number in range(5000))
     first = reader.read("q", None, tail=10**6, job=None)
     assert first["more"]
     assert sum(len(found["message"]) for found in first["records"]) < 200_000
     assert read_all(reader)[0] == list(range(5000))
 
 
-def test_only_the_lines_of_one_job(ring: Ring, reader: OutputReader) -> None:
-    ring.append(record(number, job=f'a"{number % 3}') for number in range(50))
-    ring.append([json.dumps({"time": "t", "level": "INFO", "message": '"job":"a\\"1"'}).encode() + b"\n"])
+def test_only_the_lines_of_one_job(file: RotatingFile, reader: OutputReader) -> None:
+    file.append(record(number, job=f'a"{number % 3}') for number in range(50))
+    file.append([json.dumps({"time": "t", "level": "INFO", "message": '"job":"a\\"1"'}).encode() + b"\n"])
     assert read_all(reader, job='a"1')[0] == list(range(1, 50, 3))
     assert read_all(reader, job="other")[0] == []
 
@@ -123,16 +127,16 @@ def test_a_cursor_loses_nothing_and_repeats_nothing_whatever_is_rotated(tmp_path
     chance = random.Random(seed)
     (tmp_path / "q").mkdir()
     (tmp_path / "q" / "output.fifo").touch()
-    ring, reader = Ring(tmp_path / "q", 3000), OutputReader(tmp_path)
+    file, reader = RotatingFile(tmp_path / "q", 3000), OutputReader(tmp_path)
     written, seen, cursor = 0, list[int](), None
     _, cursor, _ = read_all(reader, tail=0)
     for _ in range(300):
         count = chance.choice([0, 1, 3, 20])
-        ring.append([record(written + number, size=chance.randrange(60)) for number in range(count)])
+        file.append([record(written + number, size=chance.randrange(60)) for number in range(count)])
         written += count
         if chance.random() < 0.1:
-            ring.close()
-            ring = Ring(tmp_path / "q", 3000)
+            file.close()
+            file = RotatingFile(tmp_path / "q", 3000)
         if chance.random() < 0.7:
             found, cursor, skipped = read_all(reader, cursor)
             if skipped:
@@ -140,22 +144,22 @@ def test_a_cursor_loses_nothing_and_repeats_nothing_whatever_is_rotated(tmp_path
             else:
                 assert found == list(range(seen[-1] + 1 if seen else 0, written))
             seen += found
-            assert not reader.is_behind("q", cursor)
+            assert not reader.has_more("q", cursor)
     assert seen == sorted(set(seen))
 
 
-def test_a_cursor_into_what_is_gone_says_that_lines_are_missing(ring: Ring, reader: OutputReader) -> None:
-    ring.append(record(number) for number in range(10))
+def test_a_cursor_into_what_is_gone_says_that_lines_are_missing(file: RotatingFile, reader: OutputReader) -> None:
+    file.append(record(number) for number in range(10))
     _, cursor, _ = read_all(reader)
-    ring.append(record(number) for number in range(10, 1000))
+    file.append(record(number) for number in range(10, 1000))
     found, _, skipped = read_all(reader, cursor)
     assert skipped
     assert found[-1] == 999
 
 
 @pytest.mark.parametrize("cursor", ["x", 1, "-:x", "0123456789abcdef", "../..:0", "0123456789abcdef:-1"])
-def test_a_wrong_cursor_is_refused(ring: Ring, reader: OutputReader, cursor: Any) -> None:
-    ring.append([record(1)])
+def test_a_wrong_cursor_is_refused(file: RotatingFile, reader: OutputReader, cursor: Any) -> None:
+    file.append([record(1)])
     with pytest.raises(UsageError, match="cursor"):
         reader.read("q", cursor, tail=1, job=None)
 
@@ -169,13 +173,13 @@ def test_what_never_was_is_unknown(reader: OutputReader) -> None:
 def test_the_output_of_queues_that_are_gone_stays_for_a_while_and_of_a_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output_ring, "KEPT_QUEUES", 3)
+    monkeypatch.setattr(files, "MAX_STALE_QUEUES", 3)
     for number in range(6):
         directory = tmp_path / f"gone{number}"
-        Ring(directory, 10_000).append([record(1)])
+        RotatingFile(directory, 10_000).append([record(1)])
         os.utime(directory / CURRENT, (1000.0 + number, 1000.0 + number))
     (tmp_path / "gone0" / "failed.jsonl").touch()
-    Ring(tmp_path / "served", 10_000).append([record(1)])
+    RotatingFile(tmp_path / "served", 10_000).append([record(1)])
     os.utime(tmp_path / "served" / CURRENT, (1.0, 1.0))
     assert sorted(sweep(tmp_path, {"served"}, now=2000.0)) == ["gone0", "gone1", "gone2"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gone0", "gone3", "gone4", "gone5", "served"]

@@ -26,7 +26,7 @@ def test_a_pipe_that_is_not_read_holds_up_nobody_and_goes_on_where_it_was() -> N
     numbers = [int(line.split()[0]) for line in data.splitlines()]
     assert numbers == list(range(len(numbers)))
     assert all(len(line) >= 92 for line in data.splitlines())
-    assert forwarder.take_left_out() == 10_000 - len(numbers)
+    assert forwarder.take_dropped() == 10_000 - len(numbers)
     assert MAX_WAITING_BYTES < len(data) < MAX_WAITING_BYTES + (1 << 17)
 
 
@@ -57,4 +57,4 @@ def test_a_reader_that_is_gone_is_no_error() -> None:
     os.close(reading)
     forwarder.send(b"to nobody\n")
     forwarder.flush()
-    assert (forwarder.waiting, forwarder.take_left_out()) == (False, 1)
+    assert (forwarder.waiting, forwarder.take_dropped()) == (False, 1)

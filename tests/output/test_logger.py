@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forq.log_format import LogFormat
-from forq.output.format import Line, open_pipe, pack_line, pack_note
+from forq.output.format import Line, open_fifo, pack_line, pack_notice
 from forq.output.forwarding import Forwarder
 from forq.output.logger import Logger
 from forq.procs import jsonrpc
@@ -45,7 +45,7 @@ class Running:
         assert (number, answer) == (self._asked, {})
 
     def fifo(self, queue: str) -> int:
-        return open_pipe(self.directory / "logs" / queue, blocking=True)
+        return open_fifo(self.directory / "logs" / queue, blocking=True)
 
     def records(self, queue: str) -> list[dict[str, Any]]:
         path = self.directory / "logs" / queue / "output.jsonl"
@@ -94,7 +94,7 @@ def test_a_raw_line_is_the_only_running_jobs_and_nobodys_if_there_are_two(logger
     logger.job("a", "two")
     os.write(logger.fifo("a"), b"second\n")
     wait_until(lambda: len(logger.messages("a")) == 2)
-    os.write(logger.fifo("a"), b"third\n" + pack_note({"end": "marked"}))
+    os.write(logger.fifo("a"), b"third\n" + pack_notice({"end": "marked"}))
     wait_until(lambda: len(logger.messages("a")) == 3)
     assert [record.get("job") for record in logger.records("a")] == ["one", None, "marked"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from forq.broker.recovery import Outcome
 from forq.broker.replies import Fate
-from forq.output.format import MARK, NAME, Line, open_pipe, unpack
+from forq.output.format import FIFO_NAME, MARK, Line, open_fifo, unpack
 from forq.services.pulse import tell_loss
 
 AGAIN = Fate("returned", 0, 1, 4)
@@ -18,7 +18,7 @@ AGAIN = Fate("returned", 0, 1, 4)
 
 @pytest.fixture
 def fifo(tmp_path: Path) -> Iterator[int]:
-    fd = open_pipe(tmp_path)
+    fd = open_fifo(tmp_path)
     yield fd
     os.close(fd)
 
@@ -83,12 +83,12 @@ def test_without_its_fifo_the_line_is_in_our_own_log_and_no_fifo_is_made(
 ) -> None:
     held = -1
     if there == "full":
-        held = open_pipe(tmp_path)
+        held = open_fifo(tmp_path)
         with suppress(BlockingIOError):
             while True:
                 os.write(held, b"x" * 4096)
     elif there == "no reader":
-        os.mkfifo(tmp_path / NAME)
+        os.mkfifo(tmp_path / FIFO_NAME)
     directory = None if there == "unknown" else str(tmp_path / "deleted" if there == "nothing" else tmp_path)
     try:
         tell_loss(directory, "q", "a", AGAIN, outcome="stalled", cause="exit_1", micros=None)

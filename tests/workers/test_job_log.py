@@ -15,8 +15,8 @@ import pytest
 from forq import Job, Permanent, RetryAt
 from forq.broker.record import pack_body
 from forq.broker.replies import Fate
-from forq.output.streams import RootHandler
-from forq.output.writer import Output
+from forq.output.streams import CaptureHandler
+from forq.output.writer import OutputWriter
 from forq.workers import job_log
 from forq.workers.attempt import AttemptRunner, FailAttemptRunner
 from forq.workers.exec_handlers import ProgramFailed
@@ -70,7 +70,7 @@ def listen() -> Iterator[Listen]:
 def past(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
     """Lines that went to the queue's log past logging: level, job, text."""
     lines: list[tuple[str, str, str]] = []
-    monkeypatch.setattr(job_log, "tell_past_logging", lambda *line: lines.append(line))
+    monkeypatch.setattr(job_log, "write_past_logging", lambda *line: lines.append(line))
     return lines
 
 
@@ -236,7 +236,7 @@ def test_an_exception_that_cannot_be_shown_is_in_the_queue_s_log(past: list[Any]
     def fail(data: Any, job: Job) -> None:
         raise Secretive("no good")
 
-    ours = RootHandler(Output())
+    ours = CaptureHandler(OutputWriter())
     logging.getLogger("forq").addHandler(ours)
     try:
         JobLog().log_failure(failed(fail), AGAIN)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ConfigError
-from forq.output.programs import WATCH
+from forq.output.programs import PIPE_WATCHER
 from forq.queue_spec import QueueSpec, read_program
 from forq.workers.exec_handlers import ExecHandler, ExecOnceHandler, Program, close_handlers, running_programs
 from forq.workers.handlers import Handlers, load_handlers
@@ -55,7 +55,7 @@ def test_a_flood_on_stderr_neither_blocks_the_program_nor_fills_the_log(
     assert len(logged.records) < 1500
     assert sum(len(record.getMessage()) for record in logged.records) < 3_000_000
     if newline:
-        assert "lines_left_out=" in logged.text
+        assert "lines_dropped=" in logged.text
 
 
 def test_several_programs_are_ended_together_with_end_of_file_then_term_then_kill(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_an_event_of_an_earlier_program_does_not_keep_a_later_one_from_being_rea
 ) -> None:
     """The watch may have heard of a descriptor that was closed meanwhile, and whose number the later one has."""
     program = Program(read_program(shell(tmp_path, "read line", once=False)), job())
-    watched = WATCH._callbacks[program._pidfd]
+    watched = PIPE_WATCHER._callbacks[program._pidfd]
     assert watched(), "it is watched on"
     program.close_stdin()
     wait_until(lambda: program.pid not in running_programs(), what="it is reaped while nobody needs it")

@@ -20,17 +20,17 @@ from typing import Any
 import orjson
 
 from forq.errors import UnknownQueue, UsageError
-from forq.output.format import NAME as FIFO
+from forq.output.format import FIFO_NAME
 from forq.values import shown
 
 CURRENT = "output.jsonl"
-BEFORE = "output.1.jsonl"
+PREVIOUS = "output.1.jsonl"
 # Of queues that are not served any more.
-KEPT_SECONDS = 7 * 86400.0
-KEPT_QUEUES = 16
+STALE_SECONDS = 7 * 86400.0
+MAX_STALE_QUEUES = 16
 
 
-class Ring:
+class RotatingFile:
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory = directory
         self._max_bytes = max_bytes
@@ -85,7 +85,7 @@ class Ring:
             raise
 
     def _rotate(self) -> None:
-        os.rename(self._directory / CURRENT, self._directory / BEFORE)
+        os.rename(self._directory / CURRENT, self._directory / PREVIOUS)
         self.close()
 
 
@@ -100,7 +100,7 @@ def sweep(logs_dir: Path, served: Collection[str], now: float) -> list[str]:
             left.append((os.stat(directory / CURRENT).st_mtime, directory))
     left.sort(reverse=True)
     for number, (modified, directory) in enumerate(left):
-        if number >= KEPT_QUEUES or now - modified > KEPT_SECONDS:
+        if number >= MAX_STALE_QUEUES or now - modified > STALE_SECONDS:
             _remove(directory)
             swept.append(directory.name)
     return swept
@@ -114,7 +114,7 @@ def _directories(logs_dir: Path) -> list[Path]:
 
 
 def _remove(directory: Path) -> None:
-    for name in (CURRENT, BEFORE):
+    for name in (CURRENT, PREVIOUS):
         with suppress(FileNotFoundError):
             os.unlink(directory / name)
     # Only if the queue has left nothing else: its failed log stays.
@@ -122,7 +122,7 @@ def _remove(directory: Path) -> None:
         directory.rmdir()
 
 
-PIECE_BYTES = 128 * 1024
+READ_BYTES = 128 * 1024
 # With a job's id most of what is read is not shown.
 SEARCH_BYTES = 1024 * 1024
 MAX_TAIL_BYTES = 32 * 1024 * 1024
@@ -132,13 +132,13 @@ _CURSOR = re.compile(r"([0-9a-f]{16}|-):([0-9]{1,15})")
 
 
 @dataclass
-class _File:
+class _OpenFile:
     fd: int
     name: str
     size: int
 
     @classmethod
-    def open(cls, path: Path) -> "_File | None":
+    def open(cls, path: Path) -> "_OpenFile | None":
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -156,35 +156,36 @@ class OutputReader:
     def read(self, queue: str, cursor: str | None, *, tail: int, job: str | None) -> dict[str, Any]:
         """Records behind the cursor, or from the last `tail` lines on; the next cursor; whether that is all for now."""
         directory = self._logs_dir / queue
-        files = [file for file in (_File.open(directory / CURRENT), _File.open(directory / BEFORE)) if file is not None]
+        opened = [_OpenFile.open(directory / name) for name in (CURRENT, PREVIOUS)]
+        files = [file for file in opened if file is not None]
         try:
-            if not files and not (directory / FIFO).exists():
+            if not files and not (directory / FIFO_NAME).exists():
                 raise UnknownQueue(f"there is no output of a queue {queue!r}")
             return self._read(files, cursor, tail, job)
         finally:
             for file in files:
                 os.close(file.fd)
 
-    def is_behind(self, queue: str, cursor: str) -> bool:
+    def has_more(self, queue: str, cursor: str) -> bool:
         """Whether there may be something behind the cursor. Cheap: this is asked again and again."""
-        current = _File.open(self._logs_dir / queue / CURRENT)
+        current = _OpenFile.open(self._logs_dir / queue / CURRENT)
         if current is None:
             return False
         os.close(current.fd)
-        name, offset = _parse(cursor)
+        name, offset = _parse_cursor(cursor)
         return name != current.name or current.size > offset
 
-    def _read(self, files: list[_File], cursor: str | None, tail: int, job: str | None) -> dict[str, Any]:
+    def _read(self, files: list[_OpenFile], cursor: str | None, tail: int, job: str | None) -> dict[str, Any]:
         # The oldest first; one without a whole line is as good as none.
         files = [file for file in files[::-1] if file.name != _NO_LINE]
         if len(files) > 1 and files[0].name == files[1].name:
             # It was rotated between the two looks.
             files = files[1:]
-        at, offset, skipped = _where(files, cursor, tail, job)
+        at, offset, skipped = _start_position(files, cursor, tail, job)
         records: list[Any] = []
         if not files:
             return {"records": records, "cursor": f"{_NO_LINE}:0", "more": False, "skipped": skipped}
-        end = _take(files[at], offset, job, records)
+        end = _read_records(files[at], offset, job, records)
         if at + 1 < len(files) and end in (offset, files[at].size):
             at, end, more = at + 1, 0, True
         else:
@@ -192,34 +193,34 @@ class OutputReader:
         return {"records": records, "cursor": f"{files[at].name}:{end}", "more": more, "skipped": skipped}
 
 
-def _where(files: list[_File], cursor: str | None, tail: int, job: str | None) -> tuple[int, int, bool]:
+def _start_position(files: list[_OpenFile], cursor: str | None, tail: int, job: str | None) -> tuple[int, int, bool]:
     """Which file, where in it, and whether lines were lost between the cursor and there."""
     if cursor is not None:
-        return _find(files, *_parse(cursor))
-    return (0, 0, False) if job is not None else (*_tail(files, tail), False)
+        return _find_cursor(files, *_parse_cursor(cursor))
+    return (0, 0, False) if job is not None else (*_find_tail(files, tail), False)
 
 
-def _parse(cursor: object) -> tuple[str, int]:
+def _parse_cursor(cursor: object) -> tuple[str, int]:
     found = _CURSOR.fullmatch(cursor) if isinstance(cursor, str) else None
     if found is None:
         raise UsageError(f"cursor {shown(cursor)} is not allowed: use the one of the last answer")
     return found[1], int(found[2])
 
 
-def _find(files: list[_File], name: str, offset: int) -> tuple[int, int, bool]:
+def _find_cursor(files: list[_OpenFile], name: str, offset: int) -> tuple[int, int, bool]:
     for at, file in enumerate(files):
         if file.name == name and offset <= file.size:
             return at, offset, False
     return 0, 0, name != _NO_LINE
 
 
-def _tail(files: list[_File], lines: int) -> tuple[int, int]:
+def _find_tail(files: list[_OpenFile], lines: int) -> tuple[int, int]:
     """Where the last so many lines begin."""
     left, looked = lines + 1, 0
     for at in range(len(files) - 1, -1, -1):
         end = files[at].size
         while end > 0:
-            begin = max(0, end - PIECE_BYTES)
+            begin = max(0, end - READ_BYTES)
             block = os.pread(files[at].fd, end - begin, begin)
             count = block.count(b"\n")
             if count >= left:
@@ -238,23 +239,23 @@ def _tail(files: list[_File], lines: int) -> tuple[int, int]:
     return 0, 0
 
 
-def _take(file: _File, offset: int, job: str | None, records: list[Any]) -> int:
+def _read_records(file: _OpenFile, offset: int, job: str | None, records: list[Any]) -> int:
     """Adds what is there, up to a piece; returns where to go on. Half a line is left for the next time."""
-    block = os.pread(file.fd, PIECE_BYTES if job is None else SEARCH_BYTES, offset)
+    block = os.pread(file.fd, READ_BYTES if job is None else SEARCH_BYTES, offset)
     end = block.rfind(b"\n") + 1
-    if not end and len(block) >= PIECE_BYTES:
+    if not end and len(block) >= READ_BYTES:
         # No line of ours is that long.
         end = len(block)
     wanted = b'"job":' + orjson.dumps(job) if job is not None else b""
     for line in block[:end].split(b"\n")[:-1]:
         if wanted in line:
-            record = _record(line)
+            record = _parse_record(line)
             if record is not None and (job is None or record.get("job") == job):
                 records.append(record)
     return offset + end
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def _parse_record(line: bytes) -> dict[str, Any] | None:
     """None if it is only a part: the disk was full, or the machine was switched off."""
     try:
         record = orjson.loads(line)

@@ -21,7 +21,7 @@ import orjson
 from forq.errors import ForqError
 from forq.log_format import iso_time
 
-NAME = "output.fifo"
+FIFO_NAME = "output.fifo"
 MARK = b"\x1e"
 MAX_WRITE = select.PIPE_BUF
 MAX_MESSAGE = 8192
@@ -31,7 +31,7 @@ MAX_JOB = 160
 # Kernels count the pipes of a user without privileges, and give him tiny ones above 64 MiB, for whatever purpose.
 PRIVILEGED_BYTES = 1024 * 1024
 UNPRIVILEGED_BYTES = 256 * 1024
-CUT = "…"
+ELLIPSIS = "…"
 
 RATE = 1024 * 1024
 BURST = 8 * 1024 * 1024
@@ -83,16 +83,16 @@ class Allowance:
         self._left -= cost
 
 
-def open_pipe(directory: Path | str, *, blocking: bool = False) -> int:
+def open_fifo(directory: Path | str, *, blocking: bool = False) -> int:
     """The FIFO of a queue, for reading and writing: a write then never fails for lack of a reader. Made if missing."""
-    path = f"{directory}/{NAME}"
+    path = f"{directory}/{FIFO_NAME}"
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY | (0 if blocking else os.O_NONBLOCK)
     try:
         try:
             fd = os.open(path, flags)
         except FileNotFoundError:
             os.makedirs(directory, mode=0o700, exist_ok=True)
-            _make(path)
+            _make_fifo(path)
             fd = os.open(path, flags)
     except OSError as exc:
         raise ForqError(f"cannot open {path}: {exc.strerror or exc}") from exc
@@ -103,7 +103,7 @@ def open_pipe(directory: Path | str, *, blocking: bool = False) -> int:
     return fd
 
 
-def _make(path: str) -> None:
+def _make_fifo(path: str) -> None:
     try:
         os.mkfifo(path, 0o600)
     except FileExistsError:
@@ -131,7 +131,7 @@ def pack_line(line: Line) -> Iterator[bytes]:
     yield from pack_line(line._replace(text=line.text[middle:]))
 
 
-def pack_note(note: dict[str, Any]) -> bytes:
+def pack_notice(note: dict[str, Any]) -> bytes:
     return MARK + orjson.dumps(note) + b"\n"
 
 
@@ -177,21 +177,21 @@ def _is_note(value: dict[str, Any]) -> bool:
     """{"end": job}, or {"left_out": [lines, bytes]}."""
     if isinstance(end := value.get("end"), str):
         return len(end) <= MAX_JOB
-    left_out = value.get("left_out")
-    return isinstance(left_out, list) and [isinstance(count, int) and count >= 0 for count in left_out] == [True, True]
+    dropped = value.get("left_out")
+    return isinstance(dropped, list) and [isinstance(count, int) and count >= 0 for count in dropped] == [True, True]
 
 
 # A line without an end is shown when nothing was added to it for so long.
-PATIENCE_SECONDS = 1.0
+IDLE_LINE_SECONDS = 1.0
 # And at the latest after so long: a bar that moves has no end for a long time.
-LONGEST_SECONDS = 5.0
-MAX_BEGUN = 100
+MAX_LINE_SECONDS = 5.0
+MAX_PARTIAL_LINES = 100
 _URGENT = re.compile(rb'\x1e(\["log","(?:WARNING|ERROR|CRITICAL)"[^\n]*)')
 
 Record = dict[str, Any]
 
 
-class OutputLines:
+class OutputParser:
     """`now` is for patience, `clock` for the times of raw lines."""
 
     def __init__(
@@ -202,97 +202,100 @@ class OutputLines:
         self._clock = clock
         self._rest = b""
         self._rest_at = 0.0
-        self._begun: dict[tuple[object, ...], tuple[Line, float, float]] = {}
+        self._partial: dict[tuple[object, ...], tuple[Line, float, float]] = {}
         # What the writers say that they have left out: lines, bytes.
-        self.left_out = [0, 0]
+        self.dropped = [0, 0]
 
     @property
     def waiting(self) -> bool:
-        return bool(self._rest or self._begun)
+        return bool(self._rest or self._partial)
 
-    def take(self, chunk: bytes, job: str | None) -> list[Record]:
+    def feed(self, chunk: bytes, job: str | None) -> list[Record]:
         """The records that are complete. `job`: whose raw lines these are, unless a mark in the chunk says better."""
         *lines, rest = (self._rest + chunk).split(b"\n")
         raw_from = 0
         records: list[Record] = []
         for line in lines:
             at = line.rfind(MARK)
-            told = unpack(line[at + 1 :]) if at >= 0 else None
-            if told is None:
+            message = unpack(line[at + 1 :]) if at >= 0 else None
+            if message is None:
                 records.append(self._raw(line, job))
                 continue
             if at > 0:
                 # Somebody has written half a line without a tag in front of it.
                 records.append(self._raw(line[:at], job))
-            if isinstance(told, Line):
-                records += self._line(told)
-            elif "end" in told:
-                _claim(records[raw_from:], told["end"])
+            if isinstance(message, Line):
+                records += self._line(message)
+            elif "end" in message:
+                _assign_raw_lines(records[raw_from:], message["end"])
                 raw_from = len(records)
             else:
-                self._note(told)
-        self._keep(rest, job, records)
+                self._note(message)
+        self._keep_rest(rest, job, records)
         return records
 
-    def skip(self, chunk: bytes) -> tuple[int, int, list[Record]]:
+    def feed_flood(self, chunk: bytes) -> tuple[int, int, list[Record]]:
         """Of a flood only what is urgent: the lines and bytes that were left out, and the urgent ones."""
         body, newline, rest = (self._rest + chunk).rpartition(b"\n")
         if not newline:
             self._rest = rest[: MAX_MESSAGE + 1]
             return 0, len(chunk), []
-        self._keep_short(rest)
+        self._keep_short_rest(rest)
         urgent: list[Record] = []
         # Most floods are raw: to look for one byte is far cheaper.
         for found in _URGENT.finditer(body) if MARK in body else ():
-            told = unpack(found[1])
-            if isinstance(told, Line):
-                urgent += self._line(told)
+            message = unpack(found[1])
+            if isinstance(message, Line):
+                urgent += self._line(message)
         return body.count(b"\n") + 1, len(body), urgent
 
-    def late(self) -> list[Record]:
+    def overdue(self) -> list[Record]:
         """Lines without an end that nothing was added to for a while."""
         now = self._now()
-        before, long_before = now - PATIENCE_SECONDS, now - LONGEST_SECONDS
+        before, long_before = now - IDLE_LINE_SECONDS, now - MAX_LINE_SECONDS
         records = []
-        for key in [key for key, (_, first, last) in self._begun.items() if last <= before or first <= long_before]:
-            records += self._records(self._begun.pop(key)[0])
+        for key in [key for key, (_, first, last) in self._partial.items() if last <= before or first <= long_before]:
+            records += self._records(self._partial.pop(key)[0])
         # Half a tagged line is being written just now.
         if self._rest and self._rest_at <= before and not self._rest.startswith(MARK):
             records.append(self._raw(self._rest, None))
             self._rest = b""
         return records
 
-    def end(self) -> list[Record]:
+    def finish(self) -> list[Record]:
         """No more will come."""
-        records = [record for line, *_ in self._begun.values() for record in self._records(line)]
+        records = [record for line, *_ in self._partial.values() for record in self._records(line)]
         if self._rest:
             records.append(self._raw(self._rest, None))
-        self._begun.clear()
+        self._partial.clear()
         self._rest = b""
         return records
 
-    def _keep(self, rest: bytes, job: str | None, records: list[Record]) -> None:
+    def _keep_rest(self, rest: bytes, job: str | None, records: list[Record]) -> None:
         # What begins with a mark may be the first part of a line that is written whole and was read in two.
         at = rest.rfind(MARK, max(0, len(rest) - MAX_WRITE))
         if at > 0:
             records.append(self._raw(rest[:at], job))
             rest = rest[at:]
-        self._keep_short(rest)
+        self._keep_short_rest(rest)
 
-    def _keep_short(self, rest: bytes) -> None:
+    def _keep_short_rest(self, rest: bytes) -> None:
         self._rest = rest if rest.startswith(MARK) and len(rest) < MAX_WRITE else rest[: MAX_MESSAGE + 1]
         self._rest_at = self._now()
 
     def _line(self, line: Line) -> list[Record]:
         key = (line.pid, line.thread, line.stream, line.job)
         now = self._now()
-        begun, first, _ = self._begun.pop(key, (None, now, now))
-        if begun is not None:
-            line = line._replace(text=(begun.text + line.text)[: 2 * MAX_MESSAGE], millis=begun.millis)
+        partial, first, _ = self._partial.pop(key, (None, now, now))
+        if partial is not None:
+            line = line._replace(text=(partial.text + line.text)[: 2 * MAX_MESSAGE], millis=partial.millis)
         if not line.more:
             return self._records(line)
-        records = [] if len(self._begun) < MAX_BEGUN else self._records(self._begun.pop(next(iter(self._begun)))[0])
-        self._begun[key] = (line._replace(text=_redrawn(line.text)), first, now)
+        records: list[Record] = []
+        if len(self._partial) >= MAX_PARTIAL_LINES:
+            oldest = next(iter(self._partial))
+            records = self._records(self._partial.pop(oldest)[0])
+        self._partial[key] = (line._replace(text=_last_redraw(line.text)), first, now)
         return records
 
     def _records(self, line: Line) -> list[Record]:
@@ -303,27 +306,27 @@ class OutputLines:
         about |= {"stream": line.stream, "pid": line.pid}
         if line.logger is not None:
             about["logger"] = line.logger
-        return [{**about, "message": _short(text)} for text in texts]
+        return [{**about, "message": _shorten(text)} for text in texts]
 
     def _raw(self, line: bytes, job: str | None) -> Record:
-        text = _short(line[: MAX_MESSAGE + 1].decode(errors="backslashreplace")).removesuffix("\r")
+        text = _shorten(line[: MAX_MESSAGE + 1].decode(errors="backslashreplace")).removesuffix("\r")
         about: Record = {"time": iso_time(self._clock()), "level": "INFO", "queue": self._queue}
         if job is not None:
             about["job"] = job
         return {**about, "stream": "raw", "message": text}
 
-    def _note(self, told: dict[str, Any]) -> None:
-        lines, size = told["left_out"]
-        self.left_out[0] += lines
-        self.left_out[1] += size
+    def _note(self, message: dict[str, Any]) -> None:
+        lines, size = message["left_out"]
+        self.dropped[0] += lines
+        self.dropped[1] += size
 
 
-def _redrawn(text: str) -> str:
+def _last_redraw(text: str) -> str:
     """Of a bar that is drawn again and again in its place, the last one."""
     return text[text.rfind("\r", 0, -1) + 1 :]
 
 
-def _claim(records: list[Record], job: str) -> None:
+def _assign_raw_lines(records: list[Record], job: str) -> None:
     """The raw lines among them are this job's."""
     for record in records:
         if record["stream"] == "raw":
@@ -332,6 +335,6 @@ def _claim(records: list[Record], job: str) -> None:
             record.update(job=job, stream="raw", message=message)
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     # Messages of several lines were shortened where they were written, in their middle.
-    return text if len(text) <= MAX_MESSAGE or "\n" in text else text[:MAX_MESSAGE] + CUT
+    return text if len(text) <= MAX_MESSAGE or "\n" in text else text[:MAX_MESSAGE] + ELLIPSIS

@@ -16,24 +16,24 @@ MAX_WAITING_BYTES = 256 * 1024
 # A pipe that has room for a write of this size takes it whole.
 PIPE_BUF = select.PIPE_BUF
 # Of what may only be looked at before a write: a terminal says that it has room, but not how much.
-PIECE_BYTES = 256
+TERMINAL_BYTES = 256
 # What a kernel says that cannot do what it is asked for.
-_UNKNOWN = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class Forwarder:
     def __init__(self, fd: int = 2) -> None:
         self._fd = fd
         self._socket: socket.socket | None = None
-        self._ours = False
+        self._reopened = False
         self._may_block = False
-        self._foreign = False
+        self._nowait = False
         # The ends of a pipe of our own, and how much is in it.
         self._staging: tuple[int, int] | None = None
         self._staged = 0
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self.left_out = 0
+        self.dropped = 0
         self._open()
 
     @property
@@ -47,7 +47,7 @@ class Forwarder:
     def send(self, line: bytes) -> None:
         """A line with its end; left out and counted if too much waits already."""
         if self._waiting and self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
-            self.left_out += 1
+            self.dropped += 1
             return
         self._waiting.append(line)
         self._waiting_bytes += len(line)
@@ -63,7 +63,7 @@ class Forwarder:
                 return
             except OSError:
                 # Nobody is there any more.
-                self.left_out += len(self._waiting)
+                self.dropped += len(self._waiting)
                 self._waiting.clear()
                 self._waiting_bytes = 0
                 return
@@ -77,20 +77,20 @@ class Forwarder:
         """Until more can go, but no longer than this."""
         _is_writable(self.fileno(), seconds)
 
-    def take_left_out(self) -> int:
+    def take_dropped(self) -> int:
         """How many were left out since the last time, once there is room to say so."""
         if self._waiting:
             return 0
-        count, self.left_out = self.left_out, 0
+        count, self.dropped = self.dropped, 0
         return count
 
     def close(self) -> None:
         """Gives back what was opened here."""
         if self._socket is not None:
             self._socket.close()
-        for fd in (*(self._staging or ()), *((self._fd,) if self._ours else ())):
+        for fd in (*(self._staging or ()), *((self._fd,) if self._reopened else ())):
             os.close(fd)
-        self._socket, self._staging, self._ours = None, None, False
+        self._socket, self._staging, self._reopened = None, None, False
 
     def _open(self) -> None:
         try:
@@ -103,28 +103,28 @@ class Forwarder:
         elif stat.S_ISFIFO(kind) or os.isatty(self._fd):
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
             try:
-                self._fd, self._ours = os.open(f"/proc/self/fd/{self._fd}", flags), True
+                self._fd, self._reopened = os.open(f"/proc/self/fd/{self._fd}", flags), True
             except OSError:
                 # Of another user, as after `su` and in containers.
-                self._foreign = stat.S_ISFIFO(kind)
-                self._may_block = not self._foreign
+                self._nowait = stat.S_ISFIFO(kind)
+                self._may_block = not self._nowait
 
     def _write(self, line: bytes) -> int:
         if self._socket is not None:
             return self._socket.send(line, socket.MSG_DONTWAIT)
-        if self._foreign:
+        if self._nowait:
             try:
                 return os.pwritev(self._fd, [line], -1, os.RWF_NOWAIT)
             except OSError as exc:
-                if exc.errno not in _UNKNOWN:
+                if exc.errno not in _UNSUPPORTED:
                     raise
-            self._foreign, self._staging = False, os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._nowait, self._staging = False, os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._staging is not None:
             return self._splice(line, *self._staging)
         if self._may_block:
             if not _is_writable(self._fd, 0.0):
                 raise BlockingIOError
-            line = line[:PIECE_BYTES]
+            line = line[:TERMINAL_BYTES]
         return os.write(self._fd, line)
 
     def _splice(self, line: bytes, reading: int, writing: int) -> int:
@@ -138,7 +138,7 @@ class Forwarder:
         except OSError as exc:
             os.read(reading, self._staged)
             self._staged = 0
-            if exc.errno in _UNKNOWN:
+            if exc.errno in _UNSUPPORTED:
                 self._staging, self._may_block = None, True
                 raise BlockingIOError from exc
             raise

@@ -20,18 +20,18 @@ import orjson
 from forq import exits
 from forq.errors import ForqError
 from forq.log_format import Redaction, as_json, iso_time
-from forq.output.files import Ring, sweep
+from forq.output.files import RotatingFile, sweep
 from forq.output.format import (
     BURST,
+    FIFO_NAME,
     LINE_COST,
-    NAME,
     RATE,
     URGENT_BURST,
     URGENT_RATE,
     Allowance,
-    OutputLines,
+    OutputParser,
     Record,
-    open_pipe,
+    open_fifo,
 )
 from forq.output.forwarding import Forwarder
 from forq.procs.liveness import DISK_SECONDS, may_take
@@ -43,9 +43,9 @@ from forq.services.rpc import Desk
 log = logging.getLogger("forq")
 
 READ_BYTES = 64 * 1024
-SKIP_BYTES = 1024 * 1024
+FLOOD_READ_BYTES = 1024 * 1024
 # How long a queue that is above its allowance is left out, and how often that is told.
-SKIP_SECONDS = 1.0
+FLOOD_SECONDS = 1.0
 
 
 class RunningJobs:
@@ -55,75 +55,75 @@ class RunningJobs:
         self._board = board
         self._slots: list[Slot] = []
 
-    def only_one(self, queue: str) -> str | None:
+    def sole_running_job(self, queue: str) -> str | None:
         while len(self._slots) < self._board.highest:
             self._slots.append(self._board.slot(len(self._slots)))
         running = [slot for slot in self._slots if slot.word & 1 and slot.queue == queue]
         return running[0].job.decode(errors="replace") or None if len(running) == 1 else None
 
 
-class QueueOutput:
+class QueueLog:
     """One queue: its FIFO, its allowance, its files."""
 
-    def __init__(self, name: str, fd: int, ring: Ring, now: float) -> None:
+    def __init__(self, name: str, fd: int, file: RotatingFile, now: float) -> None:
         self.name = name
         self.fd = fd
-        self._ring = ring
-        self._lines = OutputLines(name)
+        self._file = file
+        self._parser = OutputParser(name)
         self.allowance = Allowance(RATE, BURST, now)
         self._urgent = Allowance(URGENT_RATE, URGENT_BURST, now)
-        self._skip_until = 0.0
-        self._left_out = self._lines.left_out
-        self._tell_at = 0.0
+        self._flood_until = 0.0
+        self._dropped = self._parser.dropped
+        self._report_at = 0.0
         self._disk_failed = False
 
     @property
-    def restless(self) -> bool:
+    def pending(self) -> bool:
         """Whether it has something to say though nothing is read."""
-        return self._lines.waiting or any(self._left_out)
+        return self._parser.waiting or any(self._dropped)
 
     def read(self, jobs: RunningJobs, now: float) -> list[Record] | None:
         """What the next piece of output says; None when there is none."""
-        skipping = now < self._skip_until
-        job = None if skipping else jobs.only_one(self.name)
+        flooding = now < self._flood_until
+        job = None if flooding else jobs.sole_running_job(self.name)
         try:
-            chunk = os.read(self.fd, SKIP_BYTES if skipping else READ_BYTES)
+            chunk = os.read(self.fd, FLOOD_READ_BYTES if flooding else READ_BYTES)
         except BlockingIOError:
             return None
-        if not skipping and self.allowance.take(0, now):
-            records = self._lines.take(chunk, job)
+        if not flooding and self.allowance.take(0, now):
+            records = self._parser.feed(chunk, job)
             # What is kept counts: most of a line of 10 MB is not.
             self.allowance.spend(sum(len(record["message"]) + LINE_COST for record in records))
             return records
-        if not skipping:
-            self._skip_until = now + SKIP_SECONDS
-            self._tell_at = max(self._tell_at, now + SKIP_SECONDS)
-        return self._skip(chunk, now)
+        if not flooding:
+            self._flood_until = now + FLOOD_SECONDS
+            self._report_at = max(self._report_at, now + FLOOD_SECONDS)
+        return self._read_flood(chunk, now)
 
-    def _skip(self, chunk: bytes, now: float) -> list[Record]:
-        lines, size, urgent = self._lines.skip(chunk)
+    def _read_flood(self, chunk: bytes, now: float) -> list[Record]:
+        lines, size, urgent = self._parser.feed_flood(chunk)
         passed = [record for record in urgent if self._urgent.take(len(record["message"]) + LINE_COST, now)]
-        self._left_out[0] += max(0, lines - len(passed))
-        self._left_out[1] += size
+        self._dropped[0] += max(0, lines - len(passed))
+        self._dropped[1] += size
         return passed
 
     def tick(self, now: float) -> list[Record]:
         """What is due: lines that nobody has ended, and how much was left out."""
-        records = self._lines.late()
-        if any(self._left_out) and now >= self._tell_at:
-            self._tell_at = now + SKIP_SECONDS
-            records.append(self._told_left_out())
+        records = self._parser.overdue()
+        if any(self._dropped) and now >= self._report_at:
+            self._report_at = now + FLOOD_SECONDS
+            records.append(self._dropped_record())
         return records
 
-    def end(self) -> list[Record]:
-        records = self._lines.end()
-        if any(self._left_out):
-            records.append(self._told_left_out())
+    def finish(self) -> list[Record]:
+        records = self._parser.finish()
+        if any(self._dropped):
+            records.append(self._dropped_record())
         return records
 
     def keep(self, records: list[Record]) -> None:
         try:
-            self._ring.append([_encode(record) for record in records])
+            self._file.append([_encode(record) for record in records])
         except OSError as exc:
             if not self._disk_failed:
                 log.error("output cannot be kept queue=%s error=%s", self.name, exc)
@@ -133,11 +133,11 @@ class QueueOutput:
 
     def close(self) -> None:
         os.close(self.fd)
-        self._ring.close()
+        self._file.close()
 
-    def _told_left_out(self) -> Record:
-        lines, size = self._left_out
-        self._left_out[:] = [0, 0]
+    def _dropped_record(self) -> Record:
+        lines, size = self._dropped
+        self._dropped[:] = [0, 0]
         message = f"too much output, left out lines={lines} bytes={size}"
         about = {"time": iso_time(time.time()), "level": "WARNING", "queue": self.name}
         return {**about, "stream": "log", "logger": "forq", "message": message}
@@ -151,10 +151,10 @@ def _encode(record: Record) -> bytes:
 
 
 TOTAL_RATE = 4 * 1024 * 1024
-LOOK_SECONDS = 0.1
+TICK_SECONDS = 0.1
 SWEEP_SECONDS = 86400.0
 DRAIN_SECONDS = 0.5
-EVENTS = 64
+MAX_EVENTS = 64
 
 
 def run_logger(context: Context, leash: socket.socket) -> int:
@@ -167,17 +167,17 @@ def run_logger(context: Context, leash: socket.socket) -> int:
 class Logger:
     def __init__(self, context: Context, leash: socket.socket, forwarder: Forwarder | None = None) -> None:
         self._context = context
-        self._loop = service_loop(poller=select.epoll(), most_events=EVENTS)
+        self._loop = service_loop(poller=select.epoll(), most_events=MAX_EVENTS)
         self._desk = Desk(self._loop, leash, {"serve": self._serve, "drain": self._drain})
         self._forwarder = forwarder or Forwarder()
         self._redact = Redaction(context.redact)
         self._jobs = RunningJobs(context.scoreboard)
-        self._by_name: dict[str, QueueOutput] = {}
-        self._restless: set[QueueOutput] = set()
+        self._by_name: dict[str, QueueLog] = {}
+        self._pending: set[QueueLog] = set()
         self._served: set[str] = set()
         self._sweep_at: float | None = None
-        self._shared_at = 0.0
-        self._busy: set[QueueOutput] = set()
+        self._rate_shared_at = 0.0
+        self._busy: set[QueueLog] = set()
 
     def run(self) -> int:
         self._loop.run(self._after_pass)
@@ -186,22 +186,22 @@ class Logger:
 
     def _after_pass(self) -> float | None:
         self.tick(time.monotonic())
-        if self._restless or self._forwarder.waiting:
-            return LOOK_SECONDS
+        if self._pending or self._forwarder.waiting:
+            return TICK_SECONDS
         return None if self._sweep_at is None else max(0.0, self._sweep_at - time.monotonic())
 
     def tick(self, now: float) -> None:
         """Everything that is due."""
-        for output in list(self._restless):
-            self._put(output, output.tick(now))
-            if not output.restless:
-                self._restless.discard(output)
-        if now - self._shared_at >= 1.0:
-            self._share(now)
+        for output in list(self._pending):
+            self._store(output, output.tick(now))
+            if not output.pending:
+                self._pending.discard(output)
+        if now - self._rate_shared_at >= 1.0:
+            self._share_rate(now)
         if self._sweep_at is not None and now >= self._sweep_at:
             self._sweep(now)
         self._forwarder.flush()
-        if count := self._forwarder.take_left_out():
+        if count := self._forwarder.take_dropped():
             log.warning("stderr was not read, left out lines=%s", count)
 
     def _serve(self, params: dict[str, Any]) -> object:
@@ -220,53 +220,53 @@ class Logger:
         """What was written so far is read and kept."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for output in self._by_name.values():
-            self._empty(output, deadline)
-            self._put(output, output.end())
+            self._drain_fifo(output, deadline)
+            self._store(output, output.finish())
         self._forwarder.flush()
         return {}
 
     def _open(self, name: str) -> None:
         directory = self._context.logs_dir / name
         try:
-            fd = open_pipe(directory)
+            fd = open_fifo(directory)
         except ForqError as exc:
             log.error("output cannot be read queue=%s error=%s", name, exc)
             return
-        output = QueueOutput(name, fd, Ring(directory, self._context.log_max), time.monotonic())
+        output = QueueLog(name, fd, RotatingFile(directory, self._context.log_max), time.monotonic())
         self._by_name[name] = output
         self._loop.add_reader(fd, lambda: self._read(output, time.monotonic()))
 
-    def _is_current(self, output: QueueOutput) -> bool:
+    def _is_current(self, output: QueueLog) -> bool:
         """A queue of the same name may have been deleted and made again."""
         try:
-            return os.path.samestat(os.stat(self._context.logs_dir / output.name / NAME), os.fstat(output.fd))
+            return os.path.samestat(os.stat(self._context.logs_dir / output.name / FIFO_NAME), os.fstat(output.fd))
         except OSError:
             return False
 
-    def _close(self, output: QueueOutput) -> None:
-        self._empty(output, time.monotonic() + DRAIN_SECONDS)
-        self._put(output, output.end())
+    def _close(self, output: QueueLog) -> None:
+        self._drain_fifo(output, time.monotonic() + DRAIN_SECONDS)
+        self._store(output, output.finish())
         self._loop.remove_reader(output.fd)
         del self._by_name[output.name]
-        self._restless.discard(output)
+        self._pending.discard(output)
         self._busy.discard(output)
         output.close()
 
-    def _empty(self, output: QueueOutput, deadline: float) -> None:
+    def _drain_fifo(self, output: QueueLog, deadline: float) -> None:
         while (now := time.monotonic()) < deadline and self._read(output, now):
             pass
 
-    def _read(self, output: QueueOutput, now: float) -> bool:
+    def _read(self, output: QueueLog, now: float) -> bool:
         records = output.read(self._jobs, now)
         if records is None:
             return False
         self._busy.add(output)
-        self._put(output, records)
-        if output.restless:
-            self._restless.add(output)
+        self._store(output, records)
+        if output.pending:
+            self._pending.add(output)
         return True
 
-    def _put(self, output: QueueOutput, records: list[Record]) -> None:
+    def _store(self, output: QueueLog, records: list[Record]) -> None:
         if not records:
             return
         if self._redact:
@@ -278,13 +278,13 @@ class Logger:
             self._forwarder.send(log_format.render(record).encode(errors="backslashreplace") + b"\n")
         self._forwarder.flush()
 
-    def _share(self, now: float) -> None:
+    def _share_rate(self, now: float) -> None:
         """Those that have written in the last second share what all may write together."""
         rate = min(RATE, TOTAL_RATE / max(1, len(self._busy)))
         for output in self._busy:
             output.allowance.rate = rate
         self._busy.clear()
-        self._shared_at = now
+        self._rate_shared_at = now
 
     def _sweep(self, now: float) -> None:
         self._sweep_at = now + SWEEP_SECONDS

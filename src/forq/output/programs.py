@@ -2,8 +2,8 @@
 
 1. A ProgramOutput belongs to one program. Lines that come while it has a job are logged with the job's id. Nothing is
    kept but the last few lines, which become part of an error.
-2. One thread (WATCH) reads for all programs of the process, so that none of them ever waits for its reader. A flood is
-   read, counted and left out of the log.
+2. One thread (PIPE_WATCHER) reads for all programs of the process, so that none of them ever waits for its reader. A
+   flood is read, counted and left out of the log.
 """
 
 import logging
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO
 
-from forq.output.streams import tell_program
+from forq.output.streams import write_program_line
 
 # The size of a pipe: one read takes all that was in it.
 READ_BYTES = 65536
@@ -49,20 +49,20 @@ class ProgramOutput:
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
         self._allowance = float(BURST_LINES)
         self._counted_at = now()
-        self._left_out = 0
-        WATCH.add(self._fd, self.read)
+        self._dropped = 0
+        PIPE_WATCHER.add(self._fd, self.read)
 
     def begin(self, job_id: str) -> None:
         """From now on it is about this job."""
         with self._lock:
-            self._end_part()
+            self._finish_part()
             self._job = job_id
             self._tail.clear()
 
     def end(self) -> list[str]:
         """The job is over; its last lines."""
         with self._lock:
-            self._end_part()
+            self._finish_part()
             self._job = None
             return [_readable(line) for line in self._tail]
 
@@ -72,10 +72,10 @@ class ProgramOutput:
             return self._open and self._read()
 
     def close(self) -> None:
-        WATCH.remove(self._fd, self.read)
+        PIPE_WATCHER.remove(self._fd, self.read)
         with self._lock:
             if self._open:
-                self._end_part()
+                self._finish_part()
                 self._open = False
                 self._pipe.close()
 
@@ -88,27 +88,27 @@ class ProgramOutput:
             self._take(chunk)
         return bool(chunk)
 
-    def _end_part(self) -> None:
+    def _finish_part(self) -> None:
         """What was written so far belongs to what was going on so far."""
         if self._open:
             self._read()
         if self._partial:
             self._take(b"\n")
-        if self._left_out:
-            self._tell_left_out()
+        if self._dropped:
+            self._send_dropped()
 
     def _take(self, chunk: bytes) -> None:
         allowed = self._refill()
         *lines, rest = (self._partial + chunk).split(b"\n", allowed)
-        if lines and self._left_out:
-            self._tell_left_out()
+        if lines and self._dropped:
+            self._send_dropped()
         for line in lines:
             self._write(line)
         self._allowance -= len(lines)
         self._tail.extend(line[:MAX_LINE_BYTES] for line in lines[-TAIL_LINES:])
         if b"\n" in rest:
             flood, _, rest = rest.rpartition(b"\n")
-            self._left_out += flood.count(b"\n") + 1
+            self._dropped += flood.count(b"\n") + 1
             self._tail.extend(line[:MAX_LINE_BYTES] for line in flood.rsplit(b"\n", TAIL_LINES)[-TAIL_LINES:])
         # One byte more than is shown, so that it shows that it was cut.
         self._partial = rest[: MAX_LINE_BYTES + 1]
@@ -120,11 +120,11 @@ class ProgramOutput:
         return int(self._allowance)
 
     def _write(self, line: bytes) -> None:
-        tell_program(self._queue, self._job, _readable(line))
+        write_program_line(self._queue, self._job, _readable(line))
 
-    def _tell_left_out(self) -> None:
-        log.warning("program wrote too much queue=%s job=%s lines_left_out=%s", self._queue, self._job, self._left_out)
-        self._left_out = 0
+    def _send_dropped(self) -> None:
+        log.warning("program wrote too much queue=%s job=%s lines_dropped=%s", self._queue, self._job, self._dropped)
+        self._dropped = 0
 
 
 def _readable(line: bytes) -> str:
@@ -134,7 +134,7 @@ def _readable(line: bytes) -> str:
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text) + cut
 
 
-class Watch:
+class PipeWatcher:
     """A thread that calls back when a descriptor can be read; it is started when it is first needed."""
 
     def __init__(self) -> None:
@@ -173,4 +173,4 @@ class Watch:
             return False
 
 
-WATCH = Watch()
+PIPE_WATCHER = PipeWatcher()

@@ -11,26 +11,26 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from forq.output.format import open_pipe
-from forq.output.writer import CURRENT_JOB, Output
+from forq.output.format import open_fifo
+from forq.output.writer import CURRENT_JOB, OutputWriter
 from forq.procs.scoreboard import Slot
 
 log = logging.getLogger("forq")
 
-_MESSAGE_ALONE = logging.Formatter("%(message)s")
+_MESSAGE_ONLY = logging.Formatter("%(message)s")
 
 
-class LineWriter(io.TextIOBase):
+class CapturedStream(io.TextIOBase):
     """sys.stdout or sys.stderr. `fileno` is what subprocesses inherit."""
 
     errors = "backslashreplace"
     line_buffering = True
 
-    def __init__(self, output: Output, stream: str, fd: int) -> None:
+    def __init__(self, output: OutputWriter, stream: str, fd: int) -> None:
         self._output = output
         self._stream = stream
         self._fd = fd
-        self.buffer = _Bytes(self)
+        self.buffer = _CapturedBuffer(self)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -66,10 +66,10 @@ class LineWriter(io.TextIOBase):
         """As of the stream that it stands for; there is nothing to change."""
 
 
-class _Bytes(io.RawIOBase):
+class _CapturedBuffer(io.RawIOBase):
     """sys.stdout.buffer."""
 
-    def __init__(self, writer: LineWriter) -> None:
+    def __init__(self, writer: CapturedStream) -> None:
         self._writer = writer
 
     def write(self, data: object) -> int:
@@ -90,12 +90,12 @@ class _Bytes(io.RawIOBase):
         return True
 
 
-class RootHandler(logging.Handler):
-    def __init__(self, output: Output) -> None:
+class CaptureHandler(logging.Handler):
+    def __init__(self, output: OutputWriter) -> None:
         super().__init__()
         self._output = output
         # Otherwise it would get one that repeats level and logger.
-        self.setFormatter(_MESSAGE_ALONE)
+        self.setFormatter(_MESSAGE_ONLY)
         self._thread = threading.local()
 
     def lines(self) -> int:
@@ -104,38 +104,38 @@ class RootHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            message = _without_columns(self.format(record), record)
+            message = _without_queue_and_job(self.format(record), record)
         except Exception:  # a message whose arguments do not fit it, say
-            if _is_about_a_job(record):
+            if _is_job_log_entry(record):
                 # Whoever tells of it knows how to do so without the exception's own methods.
                 raise
             self.handleError(record)
             return
-        self._output.tell("log", record.levelname, message, job=self._output.current_job(), logger=record.name)
+        self._output.write_message("log", record.levelname, message, job=self._output.current_job(), logger=record.name)
         self._thread.lines = self.lines() + 1
 
 
-def _without_columns(message: str, record: logging.LogRecord) -> str:
+def _without_queue_and_job(message: str, record: logging.LogRecord) -> str:
     """A line of the queue's log begins with queue and job: what forq says of a job need not name them again."""
-    if not _is_about_a_job(record):
+    if not _is_job_log_entry(record):
         return message
     told = record.__dict__
     return message.replace(f" queue={told.get('queue')} job={told['job_id']}", "", 1)
 
 
-def _is_about_a_job(record: logging.LogRecord) -> bool:
+def _is_job_log_entry(record: logging.LogRecord) -> bool:
     """Whether it is a line of job_log.py."""
     return record.name == "forq" and "job_id" in record.__dict__
 
 
 _LEVELS = {name.lower(): number for name, number in logging.getLevelNamesMapping().items()}
 
-_installed: Output | None = None
+_installed: OutputWriter | None = None
 # Made before the fork: to make these writes to many pages that a process could go on to share.
-_prepared = Output()
-_stdout = LineWriter(_prepared, "stdout", 1)
-_stderr = LineWriter(_prepared, "stderr", 2)
-_root_handler = RootHandler(_prepared)
+_prepared = OutputWriter()
+_stdout = CapturedStream(_prepared, "stdout", 1)
+_stderr = CapturedStream(_prepared, "stderr", 2)
+_root_handler = CaptureHandler(_prepared)
 # What was there before is kept: to drop it would write to its pages.
 _replaced: list[object] = []
 
@@ -143,12 +143,12 @@ _replaced: list[object] = []
 def install(directory: str, slots: Sequence[Slot], level: str) -> None:
     """From now on all output of this process goes to the FIFO in this directory. Raises ForqError if it cannot."""
     global _installed
-    fd = open_pipe(directory)
-    blocking = open_pipe(directory, blocking=True)
+    fd = open_fifo(directory)
+    blocking = open_fifo(directory, blocking=True)
     for number in (1, 2):
         os.dup2(blocking, number)
     os.close(blocking)
-    _prepared.begin(fd, slots)
+    _prepared.open(fd, slots)
     _installed = _prepared
     _replaced.extend((sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, logging.root.handlers))
     sys.stdout = sys.__stdout__ = _stdout  # type: ignore[assignment,misc]
@@ -157,47 +157,47 @@ def install(directory: str, slots: Sequence[Slot], level: str) -> None:
     logging.root.handlers = [_root_handler]
     if logging.root.level != _LEVELS.get(level):
         logging.root.setLevel(level.upper())
-    os.register_at_fork(before=_note_job, after_in_child=_keep_job)
+    os.register_at_fork(before=_remember_job, after_in_child=_restore_job)
 
 
 _forking = threading.local()
 
 
-def _note_job() -> None:
+def _remember_job() -> None:
     _forking.job = None if _installed is None else _installed.current_job()
 
 
-def _keep_job() -> None:
+def _restore_job() -> None:
     """In a process that a handler forks: it belongs to that job, whatever its worker runs later."""
     CURRENT_JOB.set(_forking.job)
 
 
-def end_output() -> None:
+def finish_output() -> None:
     """Whatever the jobs that have ended in this thread have begun to say."""
-    if _installed is not None and _installed.unsettled:
-        _installed.end()
+    if _installed is not None and _installed.pending:
+        _installed.finish_jobs()
 
 
-def mark_end(job: str) -> None:
+def mark_job_end(job: str) -> None:
     if _installed is not None:
-        _installed.mark_end(job)
+        _installed.mark_job_end(job)
 
 
-def tell_past_logging(level: str, job: str, text: str) -> None:
+def write_past_logging(level: str, job: str, text: str) -> None:
     """A line of forq's own that `logging` did not take."""
     if _installed is not None:
-        _installed.tell("log", level, text, job=job, logger="forq")
+        _installed.write_message("log", level, text, job=job, logger="forq")
 
 
-def lines_of_logging() -> int:
+def count_logged_lines() -> int:
     """How many lines this thread has logged that are in the queue's log."""
     return _root_handler.lines()
 
 
-def tell_program(queue: str, job: str | None, text: str) -> None:
+def write_program_line(queue: str, job: str | None, text: str) -> None:
     """A line that a program has written."""
     if _installed is not None:
-        _installed.tell("stderr", "INFO", text, job=job)
+        _installed.write_message("stderr", "INFO", text, job=job)
     elif job is None:
         log.info("program wrote queue=%s text=%s", queue, text)
     else:

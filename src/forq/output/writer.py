@@ -19,7 +19,7 @@ from threading import get_ident
 
 from forq.output.format import (
     BURST,
-    CUT,
+    ELLIPSIS,
     LINE_COST,
     MAX_LOGGER,
     MAX_MESSAGE,
@@ -30,15 +30,15 @@ from forq.output.format import (
     Allowance,
     Line,
     pack_line,
-    pack_note,
+    pack_notice,
 )
 from forq.procs.scoreboard import Slot
 
 # How long a full FIFO is waited for; and if that was in vain, for how long not again.
-FULL_SECONDS = 0.2
-IMPATIENT_SECONDS = 5.0
+FULL_WAIT_SECONDS = 0.2
+NO_WAIT_SECONDS = 5.0
 # To find out that a flood is left out has to be quick: it is assumed for so long.
-FLOODED_SECONDS = 0.25
+FLOOD_SECONDS = 0.25
 # Lines that are written in one call share a write while they are no longer than this, whatever their characters.
 GROUP_CHARS = 900
 
@@ -46,7 +46,7 @@ GROUP_CHARS = 900
 CURRENT_JOB: ContextVar[str | None] = ContextVar("forq_job", default=None)
 
 
-class Output:
+class OutputWriter:
     """`slots`: of the workers of this process. They tell which job a thread runs, so that a job that prints nothing
     costs nothing. Without a descriptor nothing is written until `begin`."""
 
@@ -58,85 +58,85 @@ class Output:
         self._slots = slots
         self._now = now
         if fd is not None:
-            self.begin(fd, slots)
+            self.open(fd, slots)
         self._allowance = Allowance(RATE, BURST, now())
         self._urgent = Allowance(URGENT_RATE, URGENT_BURST, now())
         # Lines without an end, by thread and stream.
-        self._begun: dict[tuple[int, str], tuple[str | None, str]] = {}
-        self._left_out = [0, 0]
-        self._impatient_until = 0.0
+        self._partial: dict[tuple[int, str], tuple[str | None, str]] = {}
+        self._dropped = [0, 0]
+        self._no_wait_until = 0.0
         self._flooded = self._in_line = False
         self._flooded_until = 0.0
 
-    def begin(self, fd: int, slots: Sequence[Slot]) -> None:
+    def open(self, fd: int, slots: Sequence[Slot]) -> None:
         self._fd = fd
         self._identity = _identity(fd)
         self._slots = slots
 
     @property
-    def unsettled(self) -> bool:
+    def pending(self) -> bool:
         """Whether `end` has something to do."""
-        return bool(self._begun) or self._left_out[0] > 0
+        return bool(self._partial) or self._dropped[0] > 0
 
     def write(self, stream: str, text: str) -> None:
         """What a stream is given: complete lines go out, the rest waits for its end."""
-        if self._flooded and self._is_left_out(text):
+        if self._flooded and self._drops(text):
             return
         job, key = self.current_job(), (get_ident(), stream)
-        begun = self._begun.pop(key, None)
-        if begun is not None:
-            if begun[0] == job:
-                text = begun[1] + text
+        partial = self._partial.pop(key, None)
+        if partial is not None:
+            if partial[0] == job:
+                text = partial[1] + text
             else:
-                self._send_lines(stream, begun[0], begun[1])
+                self._send_lines(stream, partial[0], partial[1])
         lines, newline, rest = text.rpartition("\n")
         if newline:
             self._send_lines(stream, job, lines)
         if rest:
             # One more than is shown, so that it shows that it was cut.
-            self._begun[key] = (job, rest[: MAX_MESSAGE + 1])
+            self._partial[key] = (job, rest[: MAX_MESSAGE + 1])
 
-    def _is_left_out(self, text: str) -> bool:
+    def _drops(self, text: str) -> bool:
         """During a flood: whether this is only counted. It ends with a line, so that no half of one is shown."""
         if self._now() >= self._flooded_until and not self._in_line:
             self._flooded = False
             return False
         self._in_line = not text.endswith("\n")
-        self._left_out[0] += text.count("\n")
-        self._left_out[1] += len(text)
+        self._dropped[0] += text.count("\n")
+        self._dropped[1] += len(text)
         return True
 
     def flush(self, stream: str) -> None:
         """A line without an end is shown, too; what follows is joined to it."""
-        begun = self._begun.pop((get_ident(), stream), None)
-        if begun is not None:
-            self._send(self._line(stream, "INFO", begun[0], begun[1], more=True))
+        partial = self._partial.pop((get_ident(), stream), None)
+        if partial is not None:
+            self._send(self._line(stream, "INFO", partial[0], partial[1], more=True))
 
-    def end(self) -> None:
-        """The thread's jobs are over: what is begun goes out, and what was left out is told."""
+    def finish_jobs(self) -> None:
+        """The thread's jobs are over: what is partial goes out, and what was left out is told."""
         for stream in ("stdout", "stderr"):
-            begun = self._begun.pop((get_ident(), stream), None)
-            if begun is not None:
-                self._send_lines(stream, begun[0], begun[1])
-        if self._left_out[0]:
-            self._tell_left_out()
+            partial = self._partial.pop((get_ident(), stream), None)
+            if partial is not None:
+                self._send_lines(stream, partial[0], partial[1])
+        if self._dropped[0]:
+            self._send_dropped()
 
-    def mark_end(self, job: str) -> None:
+    def mark_job_end(self, job: str) -> None:
         """Raw output of this job that nobody has read yet is its own; the next one's comes after this mark."""
         try:
             (unread,) = struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, b"\0" * 4))
         except OSError:
             return
         if unread and len(self._slots) == 1:
-            self._write(pack_note({"end": job}))
+            self._write(pack_notice({"end": job}))
 
-    def tell(
+    def write_message(
         self, stream: str, level: str, message: str, *, job: str | None, logger: str | None = None, pid: int = 0
     ) -> None:
         """One message, which may have several lines."""
         if len(message) > MAX_MESSAGE:
             half = MAX_MESSAGE // 2
-            message = f"{message[:half]}\n{CUT}\n{message[-half:]}"
+            message = f"{message[:half]}\n{ELLIPSIS}\n{message[-half:]}"
         line = self._line(stream, level, job, message)
         self._send(line._replace(logger=logger and logger[:MAX_LOGGER], pid=pid or line.pid))
 
@@ -170,8 +170,8 @@ class Output:
             part = text[at : min(end, at + MAX_MESSAGE + 1)]
             if not self._send(self._line(stream, "INFO", job, part)):
                 # The rest of a flood is only counted.
-                self._left_out[0] += text.count("\n", end)
-                self._left_out[1] += len(text) - end
+                self._dropped[0] += text.count("\n", end)
+                self._dropped[1] += len(text) - end
                 return
             at = end + 1
 
@@ -181,20 +181,20 @@ class Output:
         if not allowed and line.level in URGENT_LEVELS:
             allowed = self._urgent.take(size, now)
         if not allowed:
-            self._flooded, self._flooded_until = True, now + FLOODED_SECONDS
-        elif self._left_out[0]:
-            self._tell_left_out()
+            self._flooded, self._flooded_until = True, now + FLOOD_SECONDS
+        elif self._dropped[0]:
+            self._send_dropped()
         if allowed and all(self._write(data) for data in pack_line(line)):
             return True
-        self._left_out[0] += line.text.count("\n") + 1
-        self._left_out[1] += len(line.text)
+        self._dropped[0] += line.text.count("\n") + 1
+        self._dropped[1] += len(line.text)
         return False
 
-    def _tell_left_out(self) -> None:
-        lines, size = self._left_out
-        if self._write(pack_note({"left_out": [lines, size]})):
-            self._left_out[0] -= lines
-            self._left_out[1] -= size
+    def _send_dropped(self) -> None:
+        lines, size = self._dropped
+        if self._write(pack_notice({"left_out": [lines, size]})):
+            self._dropped[0] -= lines
+            self._dropped[1] -= size
 
     def _write(self, data: bytes) -> bool:
         try:
@@ -209,11 +209,11 @@ class Output:
         return True
 
     def _wait_for_room(self, data: bytes) -> bool:
-        if self._now() < self._impatient_until:
+        if self._now() < self._no_wait_until:
             return False
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
-        until = self._now() + FULL_SECONDS
+        until = self._now() + FULL_WAIT_SECONDS
         while (left := until - self._now()) > 0:
             poll.poll(left * 1000)
             try:
@@ -223,7 +223,7 @@ class Output:
                 time.sleep(0.001)
             else:
                 return True
-        self._impatient_until = self._now() + IMPATIENT_SECONDS
+        self._no_wait_until = self._now() + NO_WAIT_SECONDS
         return False
 
 

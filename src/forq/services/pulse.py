@@ -37,7 +37,7 @@ from forq.broker.recovery import Beat, Keeper, Outcome, Position, QueueGone
 from forq.broker.registry import Registry
 from forq.broker.replies import Fate, headline
 from forq.errors import Fenced, ForqError, RedisUnavailable
-from forq.output.format import NAME, Line, pack_line
+from forq.output.format import FIFO_NAME, Line, pack_line
 from forq.procs.cgroups import Cgroup
 from forq.procs.loop import Loop
 from forq.procs.process import Context
@@ -109,10 +109,11 @@ def _happened(outcome: Outcome, cause: str, micros: int | None) -> str:
 
 
 def _write(directory: str, job: str, level: str, text: str) -> bool:
-    """Not with open_pipe, which would make the FIFO of a queue that was deleted."""
+    """Not with open_fifo, which would make the FIFO of a queue that was deleted."""
     line = Line("log", level, int(time.time() * 1000), os.getpid(), threading.get_ident(), job, "forq", False, text)
     try:
-        fd = os.open(f"{directory}/{NAME}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
+        fd = os.open(f"{directory}/{FIFO_NAME}", flags)
     except OSError:
         return False
     try:

@@ -415,7 +415,7 @@ class Followers:
 
     def _look(self, one: Follower, now: float) -> object:
         try:
-            if not self._reader.is_behind(one.queue, one.cursor) and now < one.until:
+            if not self._reader.has_more(one.queue, one.cursor) and now < one.until:
                 return None
             answer = self._reader.read(one.queue, one.cursor, tail=0, job=one.job)
         except ForqError as exc:

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ForqError
-from forq.output.format import MAX_WRITE, NAME, Line, open_pipe, unpack
-from forq.output.streams import LineWriter, RootHandler
-from forq.output.writer import CURRENT_JOB, Output
+from forq.output.format import FIFO_NAME, MAX_WRITE, Line, open_fifo, unpack
+from forq.output.streams import CapturedStream, CaptureHandler
+from forq.output.writer import CURRENT_JOB, OutputWriter
 
 
 class Fifo:
     """The reader's end, and an Output at the other."""
 
     def __init__(self, directory: Path) -> None:
-        self.fd = open_pipe(directory)
-        self.output = Output(open_pipe(directory))
-        self.stdout = LineWriter(self.output, "stdout", 1)
+        self.fd = open_fifo(directory)
+        self.output = OutputWriter(open_fifo(directory))
+        self.stdout = CapturedStream(self.output, "stdout", 1)
 
     def writes(self) -> list[bytes]:
         data = b""
@@ -68,9 +68,9 @@ def test_a_line_knows_when_where_and_by_whom_it_was_written(fifo: Fifo) -> None:
 
 def test_half_a_line_waits_for_its_end_or_the_end_of_its_job(fifo: Fifo) -> None:
     fifo.stdout.write("half")
-    assert (fifo.writes(), fifo.output.unsettled) == ([], True)
-    fifo.output.end()
-    assert (fifo.texts(), fifo.output.unsettled) == ([("j", "half", False)], False)
+    assert (fifo.writes(), fifo.output.pending) == ([], True)
+    fifo.output.finish_jobs()
+    assert (fifo.texts(), fifo.output.pending) == ([("j", "half", False)], False)
     fifo.stdout.write("of j")
     CURRENT_JOB.set("k")
     fifo.stdout.write("of k\n")
@@ -146,17 +146,17 @@ def test_a_flood_is_counted_before_it_is_written_and_urgent_messages_get_through
     for _ in range(400):
         fifo.stdout.write(("x" * 99 + "\n") * 1000)
         notes += fifo.notes()
-    fifo.output.tell("log", "ERROR", "urgent", job="j")
+    fifo.output.write_message("log", "ERROR", "urgent", job="j")
     notes += fifo.notes()
     assert time.monotonic() - began < 10
-    fifo.output.end()
+    fifo.output.finish_jobs()
     notes += fifo.notes()
     lines = [line for note in notes if isinstance(note, Line) for line in note.text.split("\n")]
-    left_out = [note["left_out"] for note in notes if isinstance(note, dict)]
+    dropped = [note["left_out"] for note in notes if isinstance(note, dict)]
     assert "urgent" in lines
-    assert sum(note[0] for note in left_out) + len(lines) - 1 == 400_000  # type: ignore[index]
+    assert sum(note[0] for note in dropped) + len(lines) - 1 == 400_000  # type: ignore[index]
     assert len(lines) < 200_000
-    assert not fifo.output.unsettled
+    assert not fifo.output.pending
 
 
 def test_a_full_fifo_holds_up_once_and_shortly_and_is_told_of_afterwards(fifo: Fifo) -> None:
@@ -174,19 +174,19 @@ def test_a_full_fifo_holds_up_once_and_shortly_and_is_told_of_afterwards(fifo: F
 
 
 def test_a_descriptor_that_was_closed_and_is_somebody_elses_now_is_left_alone(tmp_path: Path) -> None:
-    fd = open_pipe(tmp_path)
-    output = Output(fd)
+    fd = open_fifo(tmp_path)
+    output = OutputWriter(fd)
     os.close(fd)
-    print("to nobody", file=LineWriter(output, "stdout", 1))
+    print("to nobody", file=CapturedStream(output, "stdout", 1))
     assert os.open(tmp_path / "mine", os.O_WRONLY | os.O_CREAT) == fd
-    print("not here", file=LineWriter(output, "stdout", 1))
+    print("not here", file=CapturedStream(output, "stdout", 1))
     os.close(fd)
     assert (tmp_path / "mine").read_text() == ""
 
 
 def test_the_root_handler_writes_level_logger_and_traceback_and_cuts_the_middle(fifo: Fifo) -> None:
     logger = logging.Logger("my.lib")
-    logger.addHandler(RootHandler(fifo.output))
+    logger.addHandler(CaptureHandler(fifo.output))
     logger.warning("w %s", 1)
     try:
         raise ValueError("a" * 20_000 + "the end")
@@ -203,16 +203,16 @@ def test_the_root_handler_writes_level_logger_and_traceback_and_cuts_the_middle(
 def test_a_message_that_cannot_be_formatted_does_not_fail_its_job(fifo: Fifo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", fifo.stdout)
     logger = logging.Logger("my.lib")
-    logger.addHandler(RootHandler(fifo.output))
+    logger.addHandler(CaptureHandler(fifo.output))
     logger.warning("%d", "x")
     assert any("Logging error" in line.text for line in fifo.lines())
 
 
 def test_what_is_no_fifo_is_refused(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text("a file")
+    (tmp_path / FIFO_NAME).write_text("a file")
     with pytest.raises(ForqError, match="is not a FIFO"):
-        open_pipe(tmp_path)
-    (tmp_path / NAME).unlink()
-    (tmp_path / NAME).symlink_to("/dev/null")
+        open_fifo(tmp_path)
+    (tmp_path / FIFO_NAME).unlink()
+    (tmp_path / FIFO_NAME).symlink_to("/dev/null")
     with pytest.raises(ForqError, match="cannot open"):
-        open_pipe(tmp_path)
+        open_fifo(tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forq.output.format import Line, OutputLines, pack_line, pack_note
+from forq.output.format import Line, OutputParser, pack_line, pack_notice
 
 
 class Clock:
@@ -21,8 +21,8 @@ def line(text: str, job: str | None = "j", **more: Any) -> bytes:
     return b"".join(pack_line(Line("stdout", "INFO", 1_700_000_000_123, 7, 8, job, None, False, text)._replace(**more)))
 
 
-def lines(clock: Clock | None = None) -> OutputLines:
-    return OutputLines("q", now=clock or Clock(), clock=lambda: 1_700_000_001.5)
+def lines(clock: Clock | None = None) -> OutputParser:
+    return OutputParser("q", now=clock or Clock(), clock=lambda: 1_700_000_001.5)
 
 
 def brief(records: list[dict[str, Any]]) -> list[tuple[str, str | None, str]]:
@@ -31,7 +31,7 @@ def brief(records: list[dict[str, Any]]) -> list[tuple[str, str | None, str]]:
 
 def test_a_record_has_all_fields() -> None:
     logged = line("m\nn", stream="log", level="ERROR", logger="my.lib")
-    assert lines().take(logged + b"raw\r\n", None) == [
+    assert lines().feed(logged + b"raw\r\n", None) == [
         {
             "time": "2023-11-14T22:13:20.123Z",
             "level": "ERROR",
@@ -55,7 +55,7 @@ MIXED = (
 
 
 def test_tagged_and_raw_lines_may_follow_each_other_in_any_way() -> None:
-    assert brief(lines().take(MIXED, "r")) == [
+    assert brief(lines().feed(MIXED, "r")) == [
         ("stdout", "j", "one"),
         ("stdout", "j", "two"),
         ("raw", "r", "raw ü"),
@@ -70,13 +70,13 @@ def test_tagged_and_raw_lines_may_follow_each_other_in_any_way() -> None:
 
 
 def test_it_does_not_matter_how_the_bytes_were_split() -> None:
-    whole = brief(lines().take(MIXED, "r"))
+    whole = brief(lines().feed(MIXED, "r"))
     for seed in range(300):
         chance = random.Random(seed)
         cuts = sorted(chance.sample(range(len(MIXED)), chance.choice([1, 2, 5, 50])))
         reader, found = lines(), []
         for begin, end in zip([0, *cuts], [*cuts, len(MIXED)], strict=True):
-            found += reader.take(MIXED[begin:end], "r")
+            found += reader.feed(MIXED[begin:end], "r")
         assert brief(found) == whole, seed
 
 
@@ -85,15 +85,15 @@ def test_junk_is_text_and_nothing_fails() -> None:
     chance = random.Random(1)
     for _ in range(300):
         junk = bytes(chance.choice(b'\x1e\x1f[]{}",:\n\r\x00\xffax1') for _ in range(200))
-        for record in [*reader.take(junk, None), *reader.skip(junk)[2]]:
+        for record in [*reader.feed(junk, None), *reader.feed_flood(junk)[2]]:
             assert isinstance(record["message"], str)
 
 
 def test_a_long_line_is_cut_and_costs_no_memory() -> None:
     reader = lines()
     for _ in range(100):
-        assert reader.take(b"x" * 100_000, None) == []
-    (record, after) = reader.take(b"\nafter\n", None)
+        assert reader.feed(b"x" * 100_000, None) == []
+    (record, after) = reader.feed(b"\nafter\n", None)
     assert record["message"] == "x" * 8192 + "…"
     assert after["message"] == "after"
 
@@ -101,24 +101,24 @@ def test_a_long_line_is_cut_and_costs_no_memory() -> None:
 def test_lines_that_go_on_are_joined_by_thread_and_job() -> None:
     reader = lines()
     parts = line("a", more=True) + line("b", more=True, thread=9) + line("c", job="k") + line("A") + line("B", thread=9)
-    assert brief(reader.take(parts, None)) == [("stdout", "k", "c"), ("stdout", "j", "aA"), ("stdout", "j", "bB")]
+    assert brief(reader.feed(parts, None)) == [("stdout", "k", "c"), ("stdout", "j", "aA"), ("stdout", "j", "bB")]
     assert not reader.waiting
 
 
 def test_what_has_no_end_is_shown_after_a_while() -> None:
     clock = Clock()
     reader = lines(clock)
-    assert reader.take(line("dots", more=True) + b"prompt: ", "r") == []
-    assert reader.late() == []
+    assert reader.feed(line("dots", more=True) + b"prompt: ", "r") == []
+    assert reader.overdue() == []
     clock.now += 1.1
-    assert brief(reader.late()) == [("stdout", "j", "dots"), ("raw", None, "prompt: ")]
+    assert brief(reader.overdue()) == [("stdout", "j", "dots"), ("raw", None, "prompt: ")]
     assert not reader.waiting
 
 
 def test_the_mark_at_a_jobs_end_claims_the_raw_lines_before_it() -> None:
-    ends = [pack_note({"end": job}) for job in "ab"]
+    ends = [pack_notice({"end": job}) for job in "ab"]
     chunk = b"of a\n" + line("tagged", job="t") + ends[0] + b"of b\n" + ends[1] + b"of c\n"
-    assert brief(lines().take(chunk, "now")) == [
+    assert brief(lines().feed(chunk, "now")) == [
         ("raw", "a", "of a"),
         ("stdout", "t", "tagged"),
         ("raw", "b", "of b"),
@@ -129,11 +129,11 @@ def test_the_mark_at_a_jobs_end_claims_the_raw_lines_before_it() -> None:
 def test_of_a_flood_only_the_urgent_is_kept() -> None:
     error = line("failed", stream="log", level="ERROR")
     reader = lines()
-    assert reader.take(b"be", None) == []
-    count, size, urgent = reader.skip(b"gun\n" + error + line("chatter") + line("info", stream="log") + b"x" * 50)
+    assert reader.feed(b"be", None) == []
+    count, size, urgent = reader.feed_flood(b"gun\n" + error + line("chatter") + line("info", stream="log") + b"x" * 50)
     assert (count, brief(urgent)) == (4, [("log", "j", "failed")])
     assert size > 50
-    assert brief(reader.take(b"\nnext\n", None)) == [("raw", None, "x" * 50), ("raw", None, "next")]
+    assert brief(reader.feed(b"\nnext\n", None)) == [("raw", None, "x" * 50), ("raw", None, "next")]
 
 
 def test_a_bar_that_is_drawn_again_and_again_is_shown_now_and_then_as_it_is() -> None:
@@ -141,8 +141,8 @@ def test_a_bar_that_is_drawn_again_and_again_is_shown_now_and_then_as_it_is() ->
     reader, shown = lines(clock), []
     for step in range(80):
         clock.now += 0.125
-        shown += [*reader.take(line(f"\r{step}%", more=True), None), *reader.late()]
-    shown += reader.take(line("\rdone"), None)
+        shown += [*reader.feed(line(f"\r{step}%", more=True), None), *reader.overdue()]
+    shown += reader.feed(line("\rdone"), None)
     assert [record["message"].strip() for record in shown[:-1]] == ["40%"]
     assert shown[-1]["message"].endswith("\rdone")
 
@@ -169,19 +169,19 @@ def test_a_bar_that_is_drawn_again_and_again_is_shown_now_and_then_as_it_is() ->
 def test_a_line_that_is_not_of_our_making_is_raw(forged: dict[str, Any]) -> None:
     fields = Line("stdout", "INFO", 1, 7, 8, "j", None, False, "t")._replace(**forged)
     data = b"\x1e" + json.dumps(list(fields)).encode()
-    (record,) = lines().take(data + b"\n", None)
+    (record,) = lines().feed(data + b"\n", None)
     assert (record["stream"], record["message"]) == ("raw", data.decode())
 
 
 @pytest.mark.parametrize("note", [{"left_out": [-3, 40]}, {"end": "j" * 1000}])
 def test_a_note_that_is_not_of_our_making_is_raw(note: dict[str, Any]) -> None:
     reader = lines()
-    assert [record["stream"] for record in reader.take(pack_note(note), None)] == ["raw"]
-    assert reader.left_out == [0, 0]
+    assert [record["stream"] for record in reader.feed(pack_notice(note), None)] == ["raw"]
+    assert reader.dropped == [0, 0]
 
 
 @pytest.mark.parametrize("note", [{"left_out": [3, 40]}, {"left_out": [1, 2]}])
 def test_what_the_writers_have_left_out_is_counted(note: dict[str, Any]) -> None:
     reader = lines()
-    assert reader.take(pack_note(note) * 2, None) == []
-    assert reader.left_out == [2 * number for number in note["left_out"]]
+    assert reader.feed(pack_notice(note) * 2, None) == []
+    assert reader.dropped == [2 * number for number in note["left_out"]]
