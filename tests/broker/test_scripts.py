@@ -187,12 +187,12 @@ def test_every_variable_of_a_call_is_set_when_the_call_begins() -> None:
     """Those of all verbs by begin, which every call runs; those of turn.lua where the turn begins."""
     declared = re.findall(r"^local ([a-z_, ]+|KEYS, ARGV)$", source("call"), re.MULTILINE)
     variables = {name for line in declared for name in line.split(", ")}
-    assert {"KEYS", "events", "bucket", "some_progress"} <= variables
+    assert {"KEYS", "events", "bucket", "has_progress"} <= variables
     begin = source("call").partition("local function begin(")[2].partition("\nend\n")[0]
     assert assigned(begin) >= variables
     assert not re.search(r"^local [a-z_, ]+$", whole().replace(source("call"), "").replace(source("turn"), ""), re.M)
     own = re.findall(r"^local ([a-z_, ]+)$", source("turn"), re.MULTILINE)
-    start = source("turn").partition("function verbs.turn()")[2].partition("turns.refuse()")[0]
+    start = source("turn").partition("function verbs.turn()")[2].partition("turns.register()")[0]
     assert assigned(start) >= {name for line in own for name in line.split(", ")}
 
 

@@ -13,7 +13,7 @@ from tests.support.one_queue import OneQueue, State
 from tests.support.queue_model import ModelQueue
 
 MINUTE_MS = 60_000
-FAR = 9007199254740991  # in lua/blocked.lua
+FAR = 9007199254740991  # in lua/enqueue.lua
 
 
 @dataclass(frozen=True)

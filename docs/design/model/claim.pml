@@ -32,7 +32,7 @@ byte delays = 0;
 typedef Request { byte number; byte fence };
 Request late[WORKERS];
 
-/* return_parked in holdings.lua: returns an id that is in the worker's list and that it does not own. */
+/* return_parked in claims.lua: returns an id that is in the worker's list and that it does not own. */
 inline unpark(whom) {
   if
   :: job == parked && owner == whom -> job = waiting; owner = NOBODY

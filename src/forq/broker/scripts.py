@@ -14,7 +14,7 @@ from importlib.resources import files
 from forq.broker.replies import LUA_CONSTANTS
 
 FILES = (
-    *("call", "journal", "records", "hints", "limits", "blocked", "results", "holdings", "failures", "dead"),
+    *("call", "journal", "records", "hints", "limits", "results", "claims", "failures"),
     *("leases", "schedules", "release", "recovery", "queues", "enqueue", "turn", "verbs"),
 )
 # An entry of the table in verbs.lua: name, how its call begins, flag.

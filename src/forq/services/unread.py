@@ -25,7 +25,7 @@ from forq.procs.scoreboard import Scoreboard, Slot, State
 
 # When a claim that was told of is looked at: usually the worker has long begun.
 CLAIM_SECONDS = 0.3
-# When the claims after it, which were not told of, are looked for; a little more than turn.lua's LOOK_MS.
+# When the claims after it, which were not told of, are looked for; a little more than turn.lua's CLAIM_NOTICE_MS.
 LOOK_AGAIN_SECONDS = 2.2
 ANSWER_SECONDS = 0.5
 # Between the mark and the look that decides: longer than it takes a running worker from its position to the mark.

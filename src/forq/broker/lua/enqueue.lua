@@ -1,18 +1,112 @@
+-- A dispatch of an id that is active waits behind it: `blocked`, id -> what it asks for. Several dispatches fold into
+-- one entry: UPDATE RESET PRIORITY OWN LO HI '\n' BODY.
+--   UPDATE, RESET   whether data is replaced and counts are reset if the active job comes back
+--   OWN             run_at (ms) of the blocked job if the active one ends and it becomes a job of its own
+--   LO, HI          what happens to the active job's run_at if it comes back: min(max(run_at, LO), HI).
+--                   Setting, "if later" and "if earlier" are all of this form, and so is any sequence of them.
+
+function blocked.clamp(run_at, lo, hi)
+  return math.min(math.max(run_at, lo), hi)
+end
+
+function blocked.read(id)
+  local entry = redis.call('HGET', key('blocked'), id)
+  if not entry then return nil end
+  local update, reset, priority, own, lo, hi, body = string.match(entry, '^(%d) (%d) (%d) (%d+) (%d+) (%d+)\n(.*)$')
+  return {
+    update = update == '1',
+    reset = reset == '1',
+    priority = priority,
+    own = tonumber(own),
+    lo = tonumber(lo),
+    hi = tonumber(hi),
+    body = body,
+  }
+end
+
+-- The active jobs `ids` have ended: what is blocked behind them becomes a job of its own.
+function blocked.unblock(ids)
+  if #ids == 0 or redis.call('EXISTS', key('blocked')) == 0 then return end
+  local unblocked, entries = {}, {}
+  for _, id in ipairs(ids) do
+    local entry = blocked.read(id)
+    if entry then
+      redis.call('HDEL', key('blocked'), id)
+      local flag = entry.own > now_ms and 'd' or 'p'
+      redis.call('HSET', key('jobs'), id, string.format('%s%s %.0f\n', flag, entry.priority, now_ms) .. entry.body)
+      unblocked[#unblocked + 1] = id
+      entries[#entries + 1] = entry
+    end
+  end
+  journal.note_ids('unblocked', 0, unblocked)
+  for i, entry in ipairs(entries) do
+    timers.make_ready(unblocked[i], entry.priority, entry.own)
+    timers.set_expiry(unblocked[i], entry.own)
+  end
+end
+
+-- The active job comes back to run again at `run_at`: what is blocked behind it updates it. Returns its run_at.
+function blocked.update(id, job, run_at)
+  if redis.call('EXISTS', key('blocked')) == 0 then return run_at end
+  local entry = blocked.read(id)
+  if not entry then return run_at end
+  redis.call('HDEL', key('blocked'), id)
+  if entry.update then job.body, job.priority = entry.body, entry.priority end
+  if entry.reset then
+    records.reset_counts(job)
+    attempts.delete({ id })
+  end
+  journal.note('merged 0 ' .. id)
+  run_at = blocked.clamp(run_at, entry.lo, entry.hi)
+  job.delayed = job.delayed or run_at > now_ms
+  return run_at
+end
+
+-- How a dispatch comes to be blocked.
+
+local FAR = 9007199254740991  -- no run_at is later
+
+-- The bounds after one more dispatch: first those that were, then what this one does.
+function blocked.fold_bounds(lo, hi, how, run_at)
+  if how == 'true' then return run_at, run_at end
+  if how == 'if_later' then return math.max(lo, run_at), math.max(hi, run_at) end
+  if how == 'if_earlier' then return math.min(lo, run_at), math.min(hi, run_at) end
+  return lo, hi
+end
+
+function blocked.add(id, dispatch)
+  local before = blocked.read(id)
+  local entry = before or {
+    update = false, reset = false, priority = dispatch.priority, own = dispatch.run_at, lo = 0, hi = FAR,
+    body = dispatch.body,
+  }
+  entry.update = entry.update or dispatch.update_data
+  entry.reset = entry.reset or dispatch.reset
+  if dispatch.update_data then entry.body, entry.priority = dispatch.body, dispatch.priority end
+  if before then
+    local lo, hi = blocked.fold_bounds(0, FAR, dispatch.update_run_at, dispatch.run_at)
+    entry.own = blocked.clamp(entry.own, lo, hi)
+  end
+  entry.lo, entry.hi = blocked.fold_bounds(entry.lo, entry.hi, dispatch.update_run_at, dispatch.run_at)
+  redis.call('HSET', key('blocked'), id, string.format('%d %d %s %.0f %.0f %.0f\n', entry.update and 1 or 0,
+    entry.reset and 1 or 0, entry.priority, entry.own, entry.lo, entry.hi) .. entry.body)
+end
+
 -- Jobs come, and are cancelled.
 
 -- Where the jobs begin in ARGV, and how many values each has.
 local FIRST, WIDTH = 7, 5
 
 -- The usual call: one new job that may run at once. That it is new is found out by storing it.
-local function stores_one(count, max_items, max_data, stored_at)
+local function store_single(count, max_items, max_data, stored_at)
   local id, priority, body = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
-  local usual = count == 1 and ARGV[FIRST + 3] == '' and ARGV[FIRST + 4] == '' and mode == 'work'
-  if not usual or max_items > 0 or #body > max_data then return false end
+  local simple = count == 1 and ARGV[FIRST + 3] == '' and ARGV[FIRST + 4] == '' and mode == 'work'
+  if not simple or max_items > 0 or #body > max_data then return false end
   if redis.call('HSETNX', key('jobs'), id, 'p' .. priority .. stored_at .. body) == 0 then return false end
   records.note_size(#body, base)
   hints.push_back(priority, { id })
   journal.note('enqueued 0 ' .. id)
-  hints.wake_idle(RING_AWAITERS)
+  hints.wake_idle(NOTIFY_AWAITERS)
   journal.write('-')
   return true
 end
@@ -36,13 +130,13 @@ function verbs.enqueue()
 
   local stored_at = string.format(' %d\n', now_ms)
 
-  if stores_one(count, max_items, max_data, stored_at) then return { OK } end
+  if store_single(count, max_items, max_data, stored_at) then return { OK } end
 
   local function token_key(token)
     return key_of('token', epoch .. ':' .. token)
   end
 
-  local function dispatch_at(at)
+  local function read_dispatch(at)
     local run_at = ARGV[at + 4]
     if run_at == '' then run_at = 0
     elseif string.sub(run_at, 1, 1) == '+' then run_at = now_ms + tonumber(string.sub(run_at, 2))
@@ -75,8 +169,8 @@ function verbs.enqueue()
     local stored = token ~= '' and (tokens[token] or redis.call('GET', token_key(token)))
     if #body > max_data then return { TOO_LARGE, i, max_data } end
     if #body > longest then longest = #body end
-    local left = not stored and if_exists == 'leave' and (existing[i] or seen[id])
-    if stored or left then
+    local left_out = not stored and if_exists == 'leave' and (existing[i] or seen[id])
+    if stored or left_out then
       reply[#reply + 1] = i
       reply[#reply + 1] = stored or ''
     elseif existing[i] or seen[id] then
@@ -88,24 +182,24 @@ function verbs.enqueue()
     end
     -- Also of a job that was skipped: the repeated call is to skip it too, even if the job has run meanwhile. Not of
     -- one that was left out: a later call is to store it.
-    if token ~= '' and not stored and not left then tokens[token] = id end
+    if token ~= '' and not stored and not left_out then tokens[token] = id end
   end
 
   -- How many items this call adds: what is updated or blocked already is none.
-  local function growth()
-    local added, behind = #new, {}
+  local function added_items()
+    local added, counted = #new, {}
     for _, at in ipairs(changes) do
       local id = ARGV[at]
-      if not behind[id] and redis.call('HEXISTS', key('active'), id) == 1
+      if not counted[id] and redis.call('HEXISTS', key('active'), id) == 1
         and redis.call('HEXISTS', key('blocked'), id) == 0 then
-        behind[id] = true
+        counted[id] = true
         added = added + 1
       end
     end
     return added
   end
   if max_items > 0 then
-    local added = growth()
+    local added = added_items()
     local items = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked'))
     if added > 0 and items + added > max_items then return { FULL, max_items } end
   end
@@ -120,7 +214,7 @@ function verbs.enqueue()
       local id, priority = ARGV[at], ARGV[at + 1]
       packed[2 * i - 1] = id
       stored_ids[i] = id
-      local run_at = ARGV[at + 4] ~= '' and dispatch_at(at).run_at or 0
+      local run_at = ARGV[at + 4] ~= '' and read_dispatch(at).run_at or 0
       packed[2 * i] = (run_at > now_ms and 'd' or 'p') .. priority .. stored_at .. ARGV[at + 2]
       if run_at > now_ms then
         later[#later + 1] = { id, run_at }
@@ -134,7 +228,7 @@ function verbs.enqueue()
     journal.note_ids('enqueued', 0, stored_ids)
     for _, job in ipairs(later) do timers.schedule(job[1], job[2]) end
     if mode ~= 'work' then
-      for _, at in ipairs(new) do timers.set_expiry(ARGV[at], dispatch_at(at).run_at) end
+      for _, at in ipairs(new) do timers.set_expiry(ARGV[at], read_dispatch(at).run_at) end
     end
   end
 
@@ -156,7 +250,7 @@ function verbs.enqueue()
     if dispatch.update_data then job.body, job.priority = dispatch.body, dispatch.priority end
     if dispatch.reset then
       records.reset_counts(job)
-      attempts.forget({ id })
+      attempts.delete({ id })
     end
     local new_place = records.place_for(job)
     job.delayed = job.delayed or new_run_at > now_ms
@@ -171,17 +265,17 @@ function verbs.enqueue()
       redis.call('ZREM', key('scheduled'), id)
       hints.push_back(new_place, { id })
     elseif new_run_at > now_ms then
-      hints.forget(place, id)
+      hints.remove(place, id)
       timers.schedule(id, new_run_at)
     elseif new_place ~= place then
-      hints.forget(place, id)
+      hints.remove(place, id)
       hints.push_back(new_place, { id })
     end
   end
 
   store_new()
   for _, at in ipairs(changes) do
-    local dispatch = dispatch_at(at)
+    local dispatch = read_dispatch(at)
     if redis.call('HEXISTS', key('active'), dispatch.id) == 1 then
       blocked.add(dispatch.id, dispatch)
       journal.note_ids('blocked', 0, { dispatch.id })
@@ -189,7 +283,7 @@ function verbs.enqueue()
       update(dispatch)
     end
   end
-  hints.wake_idle(RING_AWAITERS)
+  hints.wake_idle(NOTIFY_AWAITERS)
   journal.write('-')
   return reply
 end
@@ -220,12 +314,12 @@ function verbs.cancel()
 
   redis.call('HDEL', key('jobs'), id)
   if mode ~= 'work' then redis.call('ZREM', key('expiries'), id) end
-  attempts.forget({ id })
+  attempts.delete({ id })
   local place = records.place_of(record)
-  if redis.call('ZREM', key('scheduled'), id) == 0 and place then hints.forget(place, id) end
+  if redis.call('ZREM', key('scheduled'), id) == 0 and place then hints.remove(place, id) end
   hints.wake_idle()
   journal.note_ids('cancelled', 0, { id })
-  waiters.tell({ id }, 'cancelled')
+  waiters.notify({ id }, 'cancelled')
   journal.write('-')
   return { OK, 1 }
 end

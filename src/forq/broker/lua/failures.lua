@@ -17,20 +17,20 @@ function failures.retries_left(job)
 end
 
 -- `count`: how many attempts were lost in this way, this one too; `most`: after how many the job is still tried again.
-function failures.fate_of_loss(due_ms, attempt, count, most)
-  local left = math.max(0, most + 1 - count)
+function failures.fate_by_count(due_ms, attempt, count, max)
+  local left = math.max(0, max + 1 - count)
   return failures.fate(left == 0 and 'dead' or 'returned', due_ms, attempt, left)
 end
 
 -- `lost`: a job that was running when its worker was lost (failures.lua), and was counted.
-function failures.fate_of_lost(lost)
+function failures.fate_of_lost_job(lost)
   local job, due_ms = lost.counted, lost.run_at_ms
   if lost.outcome == 'stalled' then
-    return failures.fate_of_loss(due_ms, attempts.count(job), job.stalls, tonumber(options.max_stalls or 3))
+    return failures.fate_by_count(due_ms, attempts.count(job), job.stalls, tonumber(options.max_stalls or 3))
   elseif lost.outcome == 'timed_out' then
-    return failures.fate_of_loss(due_ms, attempts.count(job), job.timeouts, tonumber(options.max_timeouts or 3))
+    return failures.fate_by_count(due_ms, attempts.count(job), job.timeouts, tonumber(options.max_timeouts or 3))
   end
-  return failures.fate(job.lane == SUSPECT and 'suspect' or 'interrupted', due_ms, attempts.count(job) + 1, 0)
+  return failures.fate(job.lane == LANE_OF_SUSPECT and 'suspect' or 'interrupted', due_ms, attempts.count(job) + 1, 0)
 end
 
 -- An attempt failed: the job is tried again later, or is dead. Options are read here and now, so that a change of them
@@ -40,15 +40,15 @@ end
 -- 1). Returns what follows (failures.lua); nil if the job is not that owner's.
 function failures.settle(failure)
   local id, micros, brief, kind = failure.id, failure.micros, failure.brief, failure.kind
-  local fence = holdings.fence_of(failure.owner)
+  local fence = claims.fence_of(failure.owner)
   local owner = redis.call('HGET', key('active'), id)
   local record = redis.call('HGET', key('jobs'), id)
 
-  local function come_back(job, due, event)
+  local function requeue(job, due, event)
     due = blocked.update(id, job, due)
     redis.call('HSET', key('jobs'), id, records.write(job))
     redis.call('HDEL', key('active'), id)
-    progress.forget({ id })
+    progress.delete({ id })
     journal.note(event)
     timers.make_ready(id, records.place_for(job), due)
     return due
@@ -66,11 +66,11 @@ function failures.settle(failure)
     job.retries, job.lane = job.retries + 1, lane_number
     -- What was blocked behind it may begin its counts anew.
     local attempt = attempts.count(job)
-    due = come_back(job, due, 'retried ' .. fence .. ' ' .. id .. ' ' .. micros .. ' ' .. dead.cause_of(brief))
+    due = requeue(job, due, 'retried ' .. fence .. ' ' .. id .. ' ' .. micros .. ' ' .. dead.cause_of(brief))
     return failures.fate(lane_number > 0 and 'lane' or 'retried', due, attempt, left)
   end
 
-  local function settle()
+  local function settle_owned()
     local timed_out = kind == 'timeout'
     attempts.add(id, timed_out and 'timed_out' or 'failed', timed_out and 'timeout' or 'exception', micros, brief)
     local job = records.read(record)
@@ -79,11 +79,11 @@ function failures.settle(failure)
       job.timeouts = job.timeouts + 1
       journal.note('timed_out ' .. fence .. ' ' .. id .. ' timeout ' .. micros)
       local attempt, count = attempts.count(job), job.timeouts
-      local due = come_back(job, 0, 'returned 0 ' .. id)
-      return failures.fate_of_loss(due, attempt, count, tonumber(options.max_timeouts or 3))
+      local due = requeue(job, 0, 'returned 0 ' .. id)
+      return failures.fate_by_count(due, attempt, count, tonumber(options.max_timeouts or 3))
     end
     -- Its handler came back, so it did not kill its process: it is no suspect any more.
-    if job and job.lane == SUSPECT then job.lane = 0 end
+    if job and job.lane == LANE_OF_SUSPECT then job.lane = 0 end
     if job and kind ~= 'permanent' and job.lane == 0 and job.retries < option('max_retries') then
       return retry_job(job, 0)
     elseif job and kind ~= 'permanent' and job.lane < option('retry_lane_retries') then
@@ -95,15 +95,15 @@ function failures.settle(failure)
   end
 
   if owner == failure.owner and record then
-    return settle()
+    return settle_owned()
   elseif owner == failure.owner .. REMOVED then
     redis.call('HDEL', key('jobs'), id)
     redis.call('HDEL', key('active'), id)
-    progress.forget({ id })
-    attempts.forget({ id })
+    progress.delete({ id })
+    attempts.delete({ id })
     journal.note('cancelled ' .. fence .. ' ' .. id)
     blocked.unblock({ id })
-    waiters.tell({ id }, 'cancelled')
+    waiters.notify({ id }, 'cancelled')
     return failures.fate('removed', 0, 0, 0)
   end
 end
@@ -124,12 +124,12 @@ end
 function failures.count_loss(lost, owner, job)
   local outcome = lost.outcome == 'suspect' and 'interrupted' or lost.outcome
   attempts.add(lost.id, outcome, lost.cause, lost.micros, nil, lost.stack, lost.peak)
-  failures.note_loss(lost, holdings.fence_of(owner))
+  failures.note_loss(lost, claims.fence_of(owner))
   if not job then return end
   if lost.outcome == 'stalled' then job.stalls = job.stalls + 1 end
   if lost.outcome == 'timed_out' then job.timeouts = job.timeouts + 1 end
   -- In the retry lane and in the fail queue it runs alone anyway.
-  if lost.outcome == 'suspect' and job.lane == 0 and not parent then job.lane = SUSPECT end
+  if lost.outcome == 'suspect' and job.lane == 0 and not parent then job.lane = LANE_OF_SUSPECT end
   -- A copy: what was blocked behind it may begin its counts anew.
   lost.counted = { retries = job.retries, stalls = job.stalls, timeouts = job.timeouts, lane = job.lane }
 end
@@ -138,7 +138,7 @@ end
 -- moment.
 
 -- Why it is not, as an error in JSON; nil if it is.
-function failures.used_up(job, max_stalls, max_timeouts)
+function failures.exhausted_error(job, max_stalls, max_timeouts)
   local text = '{"name":"%s","message":"the number of attempts that %s is %d, and %s is %d",'
     .. '"kind":"stall","traceback":null}'
   if job.stalls > max_stalls then
@@ -146,4 +146,207 @@ function failures.used_up(job, max_stalls, max_timeouts)
   elseif job.timeouts > max_timeouts then
     return string.format(text, 'TimeoutError', 'timed out', job.timeouts, 'max_timeouts', max_timeouts)
   end
+end
+
+-- Jobs that failed for good: the record of each moves to `dead` under id@fence, apart from live jobs, followed by its
+-- error and its attempts.
+
+local DEAD_EXPIRED_PER_CALL = 100
+local LONGEST_CAUSE = 64
+
+-- The journal's word for why an attempt failed: the name that an error, as JSON, begins with. A line is split at its
+-- blanks, and what JSON has escaped is no name worth decoding.
+function dead.cause_of(error)
+  local name = string.sub(string.match(error, '"name":"([^"]*)') or '', 1, LONGEST_CAUSE)
+  return name == '' and '-' or (string.gsub(name, '[\\%c \128-\255]', '_'))
+end
+
+-- Each of `jobs`: id, fence, micros, record, error and brief error (JSON).
+function dead.bury(jobs)
+  local function delete_dead(members)
+    if #members == 0 then return end
+    redis.call('ZREM', key('dead'), unpack(members))
+    redis.call('HDEL', key('dead:jobs'), unpack(members))
+    for _, member in ipairs(members) do
+      local gone, ended = string.match(member, '^(.+)@(%d+)$')
+      if gone then journal.note('forgotten ' .. ended .. ' ' .. gone) end
+    end
+  end
+
+  -- Text in JSON; ids hold nothing else that needs an escape.
+  local function quoted(text)
+    return '"' .. string.gsub(text, '[\\"]', '\\%0') .. '"'
+  end
+
+  -- What the fail handler gets is written by the step that fails the job: [[identifier, type, data], job, error].
+  local function add_fail_job(id, fence, job, brief)
+    local about = string.format(
+      '{"id":%s,"priority":%s,"enqueued_at":%.3f,"retry_count":%d,"stall_count":%d,"timeout_count":%d,"fence":%s}',
+      quoted(id), job.priority, tonumber(job.enqueued_ms) / 1000, job.retries, job.stalls, job.timeouts, fence)
+    local record = string.format('p5 %.0f\n[null,null,[', now_ms) .. job.body .. ',' .. about .. ',' .. brief .. ']]'
+    local fail_id = id .. ':' .. fence
+    redis.call('HSET', base .. ':fail:jobs', fail_id, record)
+    records.note_size(#record, base .. ':fail')
+    redis.call('RPUSH', base .. ':fail:pending', fail_id)
+    hints.wake_retry_process(key('failed'))
+    journal.note('failing ' .. fence .. ' ' .. id)
+  end
+
+  -- A line for the failed log.
+  local function outbox_line(id, fence, job, error)
+    local line = string.format(
+      '{"id":%s,"fence":%s,"died_ms":%.0f,"priority":%s,"enqueued_ms":%s,"counts":[%d,%d,%d],"body":',
+      quoted(id), fence, now_ms, job.priority, job.enqueued_ms, job.retries, job.stalls, job.timeouts)
+    return line .. job.body .. ',"error":' .. error .. '}'
+  end
+
+  local ids, fences = {}, {}
+  for i, job in ipairs(jobs) do ids[i], fences[i] = job.id, job.fence end
+  local owners = redis.call('HMGET', key('active'), unpack(ids))
+  local tried = redis.call('EXISTS', key('attempts')) == 1 and redis.call('HMGET', key('attempts'), unpack(ids)) or {}
+  redis.call('HDEL', key('jobs'), unpack(ids))
+  redis.call('HDEL', key('active'), unpack(ids))
+  if mode ~= 'work' then redis.call('ZREM', key('expiries'), unpack(ids)) end
+  local has_fail_job = not parent and option('fail_handler') == 1
+  local archived, died, lines, ended = {}, {}, {}, {}
+  for i, job in ipairs(jobs) do
+    local id, fence = job.id, job.fence
+    local member = id .. '@' .. fence
+    local attempts_json = string.gsub(tried[i] or '', '\n', ',')
+    archived[2 * i - 1], archived[2 * i] = member, job.record .. '\n' .. job.error .. '\n[' .. attempts_json .. ']'
+    died[2 * i - 1], died[2 * i] = now_ms, member
+    journal.note('dead ' .. fence .. ' ' .. id .. ' ' .. job.micros .. ' ' .. (has_fail_job and 1 or 0) .. ' '
+      .. dead.cause_of(job.error))
+    -- Of a broken record nothing but its id is known; that is told all the same.
+    local parsed = records.read(job.record) or {
+      priority = '5', enqueued_ms = string.format('%.0f', now_ms), retries = 0, stalls = 0, timeouts = 0, lane = 0,
+      body = '[null,null,null]',
+    }
+    if not parent then lines[i] = outbox_line(id, fence, parsed, job.error) end
+    if has_fail_job then add_fail_job(id, fence, parsed, job.brief) end
+    if owners[i] then ended[#ended + 1] = id end
+  end
+  -- The retry child may be busy for long with something else: pulse finds that out.
+  if has_fail_job then redis.call('PUBLISH', channel('due'), 'fail') end
+  redis.call('HSET', key('dead:jobs'), unpack(archived))
+  redis.call('ZADD', key('dead'), unpack(died))
+  redis.call('INCRBY', key('failed:count'), #jobs)
+  if #lines > 0 then
+    redis.call('RPUSH', key('outbox'), unpack(lines))
+    redis.call('PUBLISH', channel('outbox'), string.match(base, '{(.*)}'))
+  end
+  attempts.delete(ids)
+  progress.delete(ended)
+  blocked.unblock(ended)
+  waiters.notify(ids, 'dead', fences)
+  local excess = redis.call('ZCARD', key('dead')) - option('dead_max')
+  local most = math.max(DEAD_EXPIRED_PER_CALL, 2 * #jobs)
+  if excess > 0 then delete_dead(redis.call('ZRANGE', key('dead'), 0, math.min(excess, most) - 1)) end
+  delete_dead(redis.call('ZRANGEBYSCORE', key('dead'), '-inf', now_ms - option('dead_ttl_ms'),
+    'LIMIT', 0, DEAD_EXPIRED_PER_CALL))
+end
+
+-- revive: dead jobs wait again, each at the end of its priority's line, with all counts 0.
+-- KEYS[1]  the queue's base
+-- ARGV     id@fence, id@fence ...
+-- Returns  {OK, per member: 1 revived | 0 not there | EXISTS a live job has its id | FULL | BROKEN ...}, shorter than
+--          what was asked when enough has been moved for one call; {NO_QUEUE}
+-- States   dead -> waiting
+function verbs.revive()
+  if not epoch then return { NO_QUEUE } end
+
+  -- Priority and body of HEAD '\n' BODY '\n' ERROR ['\n' ATTEMPTS]; error is an object, attempts a list (dead.py).
+  local function read_dead(entry)
+    local priority, rest = string.match(entry, '^.(%d) %d+[^\n]*\n(.*)$')
+    if not priority then return nil end
+    local before = string.match(rest, '^(.*)\n%[[^\n]*$') or rest
+    return priority, string.match(before, '^(.*)\n{[^\n]*$')
+  end
+
+  local function revive_one(member, entry)
+    if not entry then
+      redis.call('ZREM', key('dead'), member)
+      return 0
+    end
+    local id, fence = string.match(member, '^(.+)@(%d+)$')
+    local priority, body = read_dead(entry)
+    if not id or not body then return BROKEN end
+    if redis.call('HEXISTS', key('jobs'), id) == 1 then return EXISTS end
+    if records.is_full() then return FULL end
+    redis.call('HSET', key('jobs'), id, 'p' .. priority .. string.format(' %.0f\n', now_ms) .. body)
+    records.note_size(#body, base)
+    hints.push_back(priority, { id })
+    if mode ~= 'work' then timers.set_expiry(id, 0) end
+    redis.call('HDEL', key('dead:jobs'), member)
+    redis.call('ZREM', key('dead'), member)
+    journal.note('revived ' .. fence .. ' ' .. id)
+    return 1
+  end
+
+  local reply, moved = { OK }, 0
+  for i, member in ipairs(ARGV) do
+    if moved > READ_BYTES then break end
+    local entry = redis.call('HGET', key('dead:jobs'), member)
+    moved = moved + (entry and #entry or 0)
+    reply[i + 1] = revive_one(member, entry)
+  end
+  hints.wake_idle(NOTIFY_AWAITERS)
+  journal.write('-')
+  return reply
+end
+
+-- discard: dead jobs are forgotten.
+-- KEYS[1]  the queue's base
+-- ARGV     id@fence, id@fence ...
+-- Returns  {OK, per member: 1 discarded | 0 not there ...}; {NO_QUEUE}
+-- States   dead -> discarded
+function verbs.discard()
+  if not epoch then return { NO_QUEUE } end
+  local reply = { OK }
+  for i, member in ipairs(ARGV) do
+    local gone = redis.call('HDEL', key('dead:jobs'), member) + redis.call('ZREM', key('dead'), member)
+    local id, fence = string.match(member, '^(.+)@(%d+)$')
+    if gone > 0 and id then journal.note('discarded ' .. fence .. ' ' .. id) end
+    reply[i + 1] = gone > 0 and 1 or 0
+  end
+  journal.write('-')
+  return reply
+end
+
+-- collect: a scribe takes lines for the failed log in hand. What it has in hand already (it died, or the reply was
+-- lost) it gets again, and nothing else: each line is in exactly one hand until it is forgotten or the processor is
+-- evicted.
+-- KEYS[1]  the queue's base
+-- ARGV     processor, how long it may stay silent (ms), how many lines at most, bytes after which no more are taken
+-- Returns  {OK, line, line ...}; {NO_QUEUE}; {FENCED} if the processor has been evicted
+function verbs.collect()
+  if not epoch then return { NO_QUEUE } end
+  local processor, expiry_ms, max_lines, max_bytes = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+  if redis.call('ZSCORE', key('graves'), processor) then return { FENCED } end
+
+  local own_list, bytes = key_of('outbox', processor), 0
+  local reply = { OK, unpack(redis.call('LRANGE', own_list, 0, -1)) }
+  if #reply > 1 then return reply end
+  while #reply <= max_lines and bytes < max_bytes do
+    local line = redis.call('LMOVE', key('outbox'), own_list, 'LEFT', 'RIGHT')
+    if not line then break end
+    reply[#reply + 1] = line
+    bytes = bytes + #line
+  end
+  -- Whoever has lines in hand can be evicted: its silence is noticed even if it never sends a heartbeat.
+  if #reply > 1 then redis.call('ZADD', key('processors'), 'NX', now_ms + expiry_ms, processor) end
+  return reply
+end
+
+-- forget: lines that are on disk leave the list they were read from. Only if they are still at its head: repeating it,
+-- or doing it after somebody else did, changes nothing. A deleted queue's lines are forgotten too.
+-- KEYS[1]  the queue's base
+-- ARGV     the list ('outbox:P' or 'trash:EPOCH:outbox'), how many lines, the SHA-1 of all of them, joined by newlines
+-- Returns  {OK, 1 forgotten | 0 they are not there}
+function verbs.forget()
+  local list, count = key(ARGV[1]), tonumber(ARGV[2])
+  local lines = redis.call('LRANGE', list, 0, count - 1)
+  if #lines < count or redis.sha1hex(table.concat(lines, '\n')) ~= ARGV[3] then return { OK, 0 } end
+  redis.call('LTRIM', list, count, -1)
+  return { OK, 1 }
 end

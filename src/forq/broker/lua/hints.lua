@@ -5,7 +5,7 @@
 -- are any. Those of priority 5 count as hints of other lists: nobody blocks on them.
 
 -- What hints.wake_idle may be asked for.
-local RING_AWAITERS, WAKE_LIMITED = true, true
+local NOTIFY_AWAITERS, WAKE_LIMITED = true, true
 
 function hints.has_stale()
   if may_be_stale == nil then may_be_stale = redis.call('EXISTS', key('stale')) == 1 end
@@ -13,9 +13,9 @@ function hints.has_stale()
 end
 
 -- True if this hint is to be ignored; it is then used up.
-function hints.ignore(priority, id)
+function hints.consume_stale(place, id)
   if not hints.has_stale() then return false end
-  local field = priority .. ':' .. id
+  local field = place .. ':' .. id
   local left = tonumber(redis.call('HGET', key('stale'), field) or 0)
   if left == 0 then return false end
   if left == 1 then redis.call('HDEL', key('stale'), field) else redis.call('HINCRBY', key('stale'), field, -1) end
@@ -29,8 +29,8 @@ function hints.drop(id)
 end
 
 function hints.count(place, number)
-  if place == LANE then in_lane = in_lane + number
-  elseif place == SUSPECTS then suspect_hints = suspect_hints + number
+  if place == RETRY_PLACE then in_lane = in_lane + number
+  elseif place == SUSPECTS_PLACE then suspect_hints = suspect_hints + number
   elseif place ~= '5' then other_hints = other_hints + number end
 end
 
@@ -58,18 +58,18 @@ function hints.pop(place, number)
   local list, swept = hints.first_list(place)
   local ids = redis.call('LPOP', list, number)
   if not ids then return nil end
-  if place ~= LANE then hints.count(place, -#ids) end
+  if place ~= RETRY_PLACE then hints.count(place, -#ids) end
   if swept then hints.count_swept(place, -#ids) end
   return ids
 end
 
 function hints.note_ready(ids)
   if not on_request then return end
-  for _, id in ipairs(ids) do made_ready[#made_ready + 1] = id end
+  for _, id in ipairs(ids) do ready_ids[#ready_ids + 1] = id end
 end
 
 -- The score of what comes last among those of the same ms in a zset that is ordered by time.
-function hints.last_of_its_ms(zset, ms)
+function hints.next_score(zset, ms)
   local last = redis.call('ZREVRANGEBYSCORE', zset, '(' .. string.format('%.0f', ms + 1), string.format('%.0f', ms),
     'WITHSCORES', 'LIMIT', 0, 1)
   -- What a double leaves below a millisecond, less from 2039 on; beyond that many of one ms, ties go by id.
@@ -83,30 +83,30 @@ function hints.add_suspects(ids, by_age)
   local packed = by_age and redis.call('HMGET', key('jobs'), unpack(ids)) or {}
   for i, id in ipairs(ids) do
     local enqueued_ms = packed[i] and tonumber(string.match(packed[i], '^.%d (%d+)'))
-    local score = hints.last_of_its_ms(key('suspects'), enqueued_ms or now_ms)
-    hints.count(SUSPECTS, redis.call('ZADD', key('suspects'), score, id))
+    local score = hints.next_score(key('suspects'), enqueued_ms or now_ms)
+    hints.count(SUSPECTS_PLACE, redis.call('ZADD', key('suspects'), score, id))
   end
 end
 
-function hints.push_back(priority, ids)
-  if priority == SUSPECTS then return hints.add_suspects(ids, false) end
-  redis.call('RPUSH', pending_key(priority), unpack(ids))
-  hints.count(priority, #ids)
+function hints.push_back(place, ids)
+  if place == SUSPECTS_PLACE then return hints.add_suspects(ids, false) end
+  redis.call('RPUSH', pending_key(place), unpack(ids))
+  hints.count(place, #ids)
   hints.note_ready(ids)
 end
 
 -- Puts ids, in their order, before everything that waits; suspects where they belong by their age.
-function hints.push_front(by_priority)
-  for priority, ids in pairs(by_priority) do
-    if priority == SUSPECTS then
+function hints.push_front(by_place)
+  for place, ids in pairs(by_place) do
+    if place == SUSPECTS_PLACE then
       hints.add_suspects(ids, true)
     else
       local reversed = {}
       for i = #ids, 1, -1 do reversed[#reversed + 1] = ids[i] end
-      local list, swept = hints.first_list(priority)
+      local list, swept = hints.first_list(place)
       redis.call('LPUSH', list, unpack(reversed))
-      hints.count(priority, #ids)
-      if swept then hints.count_swept(priority, #ids) end
+      hints.count(place, #ids)
+      if swept then hints.count_swept(place, #ids) end
       hints.note_ready(ids)
     end
   end
@@ -120,7 +120,7 @@ end
 
 -- The retry child of a queue blocks on `failed` alone: a token there tells it to look at suspects, its lane and its
 -- fail jobs.
-function hints.wake_retry_child(failed_list)
+function hints.wake_retry_process(failed_list)
   if redis.call('EXISTS', failed_list) == 0 then redis.call('RPUSH', failed_list, '') end
 end
 
@@ -129,11 +129,11 @@ end
 -- `rings`       RING_AWAITERS: awaiters are rung, of a queue whose items leave on request.
 -- `makes_room`  WAKE_LIMITED: a job may have ended, or tokens have come in, so workers that the limits held up are
 --               woken.
-function hints.wake_idle(rings, makes_room)
+function hints.wake_idle(notifies, makes_room)
   if other_hints ~= other_hints_before or in_lane ~= in_lane_before or suspect_hints ~= suspect_hints_before then
-    journal.remember('other_hints', other_hints)
-    journal.remember('lane', in_lane)
-    journal.remember('suspect_hints', suspect_hints)
+    journal.set_count('other_hints', other_hints)
+    journal.set_count('lane', in_lane)
+    journal.set_count('suspect_hints', suspect_hints)
     other_hints_before, in_lane_before, suspect_hints_before = other_hints, in_lane, suspect_hints
   end
   if paused then return end
@@ -141,22 +141,24 @@ function hints.wake_idle(rings, makes_room)
   if on_request then
     -- Nobody blocks on the list: it needs no token. Who may not have anything now would only ask again and again.
     if limited_too and not limits.wake() then
-      if hints.main_waiting() + in_lane > 0 then limits.wake_at_refill() end
-    elseif rings then
-      awaiters.ring_ready()
+      if hints.main_waiting() + in_lane > 0 then limits.publish_refill() end
+    elseif notifies then
+      awaiters.notify_ready()
     end
     return
   end
   if parent then
-    if redis.call('EXISTS', key('pending')) == 1 or other_hints > 0 then hints.wake_retry_child(parent .. ':failed') end
+    local waiting = redis.call('EXISTS', key('pending')) == 1 or other_hints > 0
+    if waiting then hints.wake_retry_process(parent .. ':failed') end
     return
   end
   if other_hints > 0 and redis.call('EXISTS', key('pending')) == 0 then redis.call('RPUSH', key('pending'), '') end
   local free = not limited_too or limits.wake()
   if suspect_hints > 0 or (in_lane > 0 and hints.main_waiting() == 0) then
     -- It has no other work: it is woken when it may begin, and not before; but it has to ask once for a suspect.
-    if not free then limits.wake_at_refill() end
-    if free or suspect_hints > 0 and limits.left_to_suspects() == 0 then hints.wake_retry_child(key('failed')) end
+    if not free then limits.publish_refill() end
+    local must_ask = suspect_hints > 0 and limits.reserved_for_suspects() == 0
+    if free or must_ask then hints.wake_retry_process(key('failed')) end
   end
 end
 
@@ -174,9 +176,9 @@ function hints.trim(place, id)
     if not last then return end
     -- The hints of other jobs keep their places; this one has no more place here, even if it waits elsewhere.
     if last ~= id and redis.call('HEXISTS', key('jobs'), last) == 1 then return end
-    if not hints.ignore(place, last) then return end
+    if not hints.consume_stale(place, last) then return end
     redis.call('RPOP', list)
-    if place ~= LANE then hints.count(place, -1) end
+    if place ~= RETRY_PLACE then hints.count(place, -1) end
   end
 end
 
@@ -185,16 +187,16 @@ end
 -- list has at most 2.5 hints per waiting job, and 1,250.
 function hints.sweep(place)
   local list, swept = pending_key(place), hints.swept_key(place)
-  local _, under_way = hints.first_list(place)
-  if not under_way then
+  local _, sweeping = hints.first_list(place)
+  if not sweeping then
     local length = redis.call('LLEN', list)
     if length <= SPARE_HINTS or length <= 2 * (hints.main_waiting() + in_lane) + SPARE_HINTS then return end
   end
   local kept = {}
   for _, id in ipairs(redis.call('LPOP', list, SWEPT_PER_CALL) or {}) do
-    if id ~= '' and not hints.ignore(place, id) then
+    if id ~= '' and not hints.consume_stale(place, id) then
       kept[#kept + 1] = id
-    elseif place ~= LANE then
+    elseif place ~= RETRY_PLACE then
       hints.count(place, -1)
     end
   end
@@ -210,11 +212,11 @@ function hints.sweep(place)
 end
 
 -- The waiting job `id` (its record is gone by now, or it waits elsewhere) leaves its list without being claimed.
-function hints.forget(place, id)
-  if place == SUSPECTS then return hints.count(SUSPECTS, -redis.call('ZREM', key('suspects'), id)) end
+function hints.remove(place, id)
+  if place == SUSPECTS_PLACE then return hints.count(SUSPECTS_PLACE, -redis.call('ZREM', key('suspects'), id)) end
   redis.call('HINCRBY', key('stale'), place .. ':' .. id, 1)
   may_be_stale = true
-  if place == LANE then in_lane = in_lane - 1 end
+  if place == RETRY_PLACE then in_lane = in_lane - 1 end
   hints.trim(place, id)
   hints.sweep(place)
 end

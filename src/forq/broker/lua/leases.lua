@@ -5,8 +5,8 @@
 -- the first of an id is the one that came first. One that died without leaving is forgotten when its turn comes, or by
 -- chance.
 
-local FORGOTTEN_PER_CALL = 1000
-local LOOKED_AT_BY_CHANCE = 2
+local EXPIRED_AWAITERS_PER_CALL = 1000
+local SAMPLED_AWAITERS = 2
 
 function awaiters.read(awaiter)
   local entry = redis.call('HGET', key('awaiters'), awaiter)
@@ -22,79 +22,80 @@ function awaiters.read(awaiter)
   }
 end
 
-function awaiters.forget(awaiter)
-  local known = awaiters.read(awaiter)
-  if not known then return end
+function awaiters.remove(awaiter)
+  local registration = awaiters.read(awaiter)
+  if not registration then return end
   redis.call('HDEL', key('awaiters'), awaiter)
-  redis.call('ZREM', key('awaiting'), known.member)
+  redis.call('ZREM', key('awaiting'), registration.member)
 end
 
 -- The first one that awaits this item ('': any item); nil if nobody does.
 function awaiters.first(id)
-  for _ = 1, FORGOTTEN_PER_CALL do
+  for _ = 1, EXPIRED_AWAITERS_PER_CALL do
     local member = redis.call('ZRANGEBYLEX', key('awaiting'), '[' .. id .. ' ', '(' .. id .. '!', 'LIMIT', 0, 1)[1]
     if not member then return nil end
-    local known = awaiters.read(string.match(member, '(%S+)$'))
-    if known and known.member == member and known.expires_ms > now_ms then return known end
+    local registration = awaiters.read(string.match(member, '(%S+)$'))
+    if registration and registration.member == member and registration.expires_ms > now_ms then return registration end
     redis.call('ZREM', key('awaiting'), member)
-    if known and known.expires_ms <= now_ms then redis.call('HDEL', key('awaiters'), known.name) end
+    local expired = registration and registration.expires_ms <= now_ms
+    if expired then redis.call('HDEL', key('awaiters'), registration.name) end
   end
-  forgot_enough = true
+  too_many_expired = true
 end
 
 -- It keeps its place in line as long as it renews in time.
 function awaiters.register(awaiter, id, via, valid_ms)
-  local known = awaiters.read(awaiter)
-  local in_time = known and known.id == id and known.expires_ms > now_ms
-  local arrival = in_time and known.arrival or string.format('%.0f', now_us)
-  if not in_time then awaiters.forget(awaiter) end
+  local registration = awaiters.read(awaiter)
+  local in_time = registration and registration.id == id and registration.expires_ms > now_ms
+  local arrival = in_time and registration.arrival or string.format('%.0f', now_us)
+  if not in_time then awaiters.remove(awaiter) end
   redis.call('HSET', key('awaiters'), awaiter, string.format('%.0f %s %s ', now_ms + valid_ms, arrival, via) .. id)
   redis.call('ZADD', key('awaiting'), 0, id .. ' ' .. arrival .. ' ' .. awaiter)
   -- When all are dead, nothing is left of them.
   redis.call('PEXPIRE', key('awaiters'), 2 * valid_ms)
   redis.call('PEXPIRE', key('awaiting'), 2 * valid_ms)
-  for _, other in ipairs(redis.call('HRANDFIELD', key('awaiters'), LOOKED_AT_BY_CHANCE)) do
-    if awaiters.read(other).expires_ms <= now_ms then awaiters.forget(other) end
+  for _, other in ipairs(redis.call('HRANDFIELD', key('awaiters'), SAMPLED_AWAITERS)) do
+    if awaiters.read(other).expires_ms <= now_ms then awaiters.remove(other) end
   end
 end
 
 -- An item that leaves on request has become ready: whoever awaits it is rung, and asks for it.
 
-local RUNG_PER_CALL = 1000
+local NOTIFIED_PER_CALL = 1000
 
-function awaiters.ring(known)
+function awaiters.notify(registration)
   -- It is not rung again until it asks: the next item rings the next one.
-  redis.call('ZREM', key('awaiting'), known.member)
-  if known.via ~= '-' then
-    redis.call('PUBLISH', channel('handed:' .. known.via), known.name)
+  redis.call('ZREM', key('awaiting'), registration.member)
+  if registration.via ~= '-' then
+    redis.call('PUBLISH', channel('handed:' .. registration.via), registration.name)
     return
   end
-  local list = key_of('awaiter', known.name)
+  local list = key_of('awaiter', registration.name)
   if redis.call('EXISTS', list) == 1 then return end
   redis.call('RPUSH', list, '')
-  redis.call('PEXPIRE', list, string.format('%.0f', known.expires_ms - now_ms))
+  redis.call('PEXPIRE', list, string.format('%.0f', registration.expires_ms - now_ms))
 end
 
 -- Everybody: the queue is gone, or what was ready all the time may be had again.
-function awaiters.ring_all()
-  for _, awaiter in ipairs(redis.call('HRANDFIELD', key('awaiters'), RUNG_PER_CALL)) do
-    awaiters.ring(awaiters.read(awaiter))
+function awaiters.notify_all()
+  for _, awaiter in ipairs(redis.call('HRANDFIELD', key('awaiters'), NOTIFIED_PER_CALL)) do
+    awaiters.notify(awaiters.read(awaiter))
   end
 end
 
-function awaiters.ring_ready()
+function awaiters.notify_ready()
   if redis.call('EXISTS', key('awaiting')) == 0 then return end
   local others = 0
-  for _, id in ipairs(made_ready) do
-    local known = awaiters.first(id)
-    if known then awaiters.ring(known) else others = others + 1 end
+  for _, id in ipairs(ready_ids) do
+    local registration = awaiters.first(id)
+    if registration then awaiters.notify(registration) else others = others + 1 end
   end
   -- Who was rung last may have died since: as long as anything waits, each call rings one more.
   if others == 0 and hints.main_waiting() + in_lane > 0 then others = 1 end
-  for _ = 1, math.min(others, RUNG_PER_CALL) do
-    local known = awaiters.first('')
-    if not known then return end
-    awaiters.ring(known)
+  for _ = 1, math.min(others, NOTIFIED_PER_CALL) do
+    local registration = awaiters.first('')
+    if not registration then return end
+    awaiters.notify(registration)
   end
 end
 
@@ -104,36 +105,36 @@ end
 -- 'ended ' OUTCOME ' ' ID. `accepted`: jobs that external workers have accepted, by their last sign of life (ms).
 -- `workers`: these by when they were last seen.
 
-local FORGOTTEN_PER_LAPSE = 200
+local REMOVED_WORKERS_PER_CALL = 200
 
-function leases.hand_key(awaiter)
+function leases.entry_key(awaiter)
   return key_of('awaiter', awaiter)
 end
 
 -- The id it has in hand, and whether it has accepted that, and the bridge that was told; nil if it has none.
-function leases.in_hand(awaiter)
-  local hand = redis.call('LINDEX', leases.hand_key(awaiter), 0) or ''
-  local accepted, id, rest = string.match(hand, '^(%a* ?)%d+ (%S+)([^\n]*)')
+function leases.read_entry(awaiter)
+  local entry = redis.call('LINDEX', leases.entry_key(awaiter), 0) or ''
+  local accepted, id, rest = string.match(entry, '^(%a* ?)%d+ (%S+)([^\n]*)')
   return id, accepted == 'accepted ', id and string.match(rest, '^ %d+ (%S+)')
 end
 
-function leases.put_in_hand(awaiter, hand, ms)
-  redis.call('DEL', leases.hand_key(awaiter))
-  redis.call('RPUSH', leases.hand_key(awaiter), hand)
-  redis.call('PEXPIRE', leases.hand_key(awaiter), string.format('%.0f', ms))
+function leases.write_entry(awaiter, entry, ms)
+  redis.call('DEL', leases.entry_key(awaiter))
+  redis.call('RPUSH', leases.entry_key(awaiter), entry)
+  redis.call('PEXPIRE', leases.entry_key(awaiter), string.format('%.0f', ms))
 end
 
-function leases.see_worker(worker)
+function leases.touch_worker(worker)
   redis.call('ZADD', key('workers'), string.format('%.0f', now_ms), worker)
 end
 
 -- Workers that were silent for a whole lease are idle no more; what they held has lapsed by itself.
-function leases.forget_silent_workers()
+function leases.remove_silent_workers()
   local silent = redis.call('ZRANGEBYSCORE', key('workers'), '-inf', string.format('%.0f', now_ms - option('lease_ms')),
-    'LIMIT', 0, FORGOTTEN_PER_LAPSE)
+    'LIMIT', 0, REMOVED_WORKERS_PER_CALL)
   for _, worker in ipairs(silent) do
     redis.call('ZREM', key('workers'), worker)
-    awaiters.forget(worker)
+    awaiters.remove(worker)
   end
 end
 
@@ -145,9 +146,9 @@ local MAX_SKIPS = 1000
 
 -- Whether this is what the awaiter was handed and still holds, and not what it had of an item that has gone back, or of
 -- an earlier queue of this name.
-function leases.is_held(awaiter, hand)
-  local id = string.match(hand, '^%d+ (%S+) ')
-  return id and holdings.is_owner(awaiter, redis.call('HGET', key('active'), id))
+function leases.is_held(awaiter, entry)
+  local id = string.match(entry, '^%d+ (%S+) ')
+  return id and claims.is_owner(awaiter, redis.call('HGET', key('active'), id))
 end
 
 -- The next job of a list and its record; its hint is taken out. nil if there is none.
@@ -156,8 +157,8 @@ function leases.take_from(place)
     local ids = hints.pop(place, 1)
     if not ids then return nil end
     local id = ids[1]
-    if id ~= '' and not hints.ignore(place, id) then
-      if place == LANE then hints.count(place, -1) end
+    if id ~= '' and not hints.consume_stale(place, id) then
+      if place == RETRY_PLACE then hints.count(place, -1) end
       local record = redis.call('HGET', key('jobs'), id)
       if not record then
         hints.drop(id)
@@ -166,44 +167,44 @@ function leases.take_from(place)
       end
     end
   end
-  skipped_enough = true
+  too_many_skipped = true
 end
 
 function leases.take_next()
   if other_hints == 0 then return leases.take_from('5') end
   for priority = 0, 9 do
     local id, record = leases.take_from(tostring(priority))
-    if id or skipped_enough then return id, record end
+    if id or too_many_skipped then return id, record end
   end
 end
 
 -- `to`: the awaiter's name, and by which clerk it is told ('-': it reads its list); of a worker, by which bridge it is.
-function leases.hand_over(id, record, to, via, lease_ms)
-  local fence = holdings.next_fence()
-  redis.call('HSET', key('active'), id, to .. ':' .. fence)
+function leases.start(id, record, awaiter, via, lease_ms)
+  local fence = claims.next_fence()
+  redis.call('HSET', key('active'), id, awaiter .. ':' .. fence)
   journal.note('claimed ' .. fence .. ' ' .. attempts.number(records.read(record)) .. ' ' .. id)
   timers.set('leases', id, now_ms + lease_ms)
   local external = mode == 'external'
-  local told = external and ' ' .. via or ''
-  local hand = fence .. ' ' .. id .. string.format(' %.0f', lease_ms) .. told .. '\n' .. record
-  leases.put_in_hand(to, hand, lease_ms)
+  local bridge = external and ' ' .. via or ''
+  local entry = fence .. ' ' .. id .. string.format(' %.0f', lease_ms) .. bridge .. '\n' .. record
+  leases.write_entry(awaiter, entry, lease_ms)
   -- Of a worker it is its bridge that asked.
-  if via ~= '-' and not external then redis.call('PUBLISH', channel('handed:' .. via), to) end
-  awaiters.forget(to)
-  return hand
+  if via ~= '-' and not external then redis.call('PUBLISH', channel('handed:' .. via), awaiter) end
+  awaiters.remove(awaiter)
+  return entry
 end
 
 -- Goes back to the front, uncounted; what a worker had accepted has stalled.
-function leases.take_back(awaiter, owner, id, cause)
+function leases.revoke(awaiter, owner, id, cause)
   local lost
   redis.call('ZREM', key('leases'), id)
   if redis.call('ZREM', key('accepted'), id) == 1 then
-    local micros = string.format('%.0f', math.max(0, now_us - tonumber(holdings.fence_of(owner))))
+    local micros = string.format('%.0f', math.max(0, now_us - tonumber(claims.fence_of(owner))))
     lost = { id = id, outcome = 'stalled', cause = cause, micros = micros, count = failures.count_loss }
   end
   -- It may have been handed something else meanwhile.
-  if leases.in_hand(awaiter) == id then redis.call('UNLINK', leases.hand_key(awaiter)) end
-  holdings.hand_back(awaiter, { id }, lost)
+  if leases.read_entry(awaiter) == id then redis.call('UNLINK', leases.entry_key(awaiter)) end
+  claims.return_jobs(awaiter, { id }, lost)
 end
 
 -- What was not acknowledged in time goes back, in its order; what was accepted, if its worker was silent for so long.
@@ -215,19 +216,19 @@ function leases.lapse()
     local id = due[i]
     local owner = redis.call('HGET', key('active'), id)
     if owner then
-      leases.take_back(string.match(owner, '^([^:]+):'), owner, id, 'silent')
+      leases.revoke(string.match(owner, '^([^:]+):'), owner, id, 'silent')
     else
       redis.call('ZREM', key('leases'), id)
     end
   end
-  if mode == 'external' then leases.forget_silent_workers() end
+  if mode == 'external' then leases.remove_silent_workers() end
 end
 
 -- Items that are older than `item_timeout` are given up: each is dead, and has a line in the failed log.
 
 local EXPIRED_PER_CALL = 200
 
-function leases.expire()
+function leases.expire_items()
   local due = redis.call('ZRANGEBYSCORE', key('expiries'), '-inf', string.format('%.0f', now_ms),
     'LIMIT', 0, math.max(1, records.readable(EXPIRED_PER_CALL, READ_BYTES)))
   if #due == 0 then return end
@@ -237,9 +238,9 @@ function leases.expire()
   local heads, others = {}, {}
   local function forget_first_hint(place, id)
     heads[place] = heads[place]
-      or { ids = redis.call('LRANGE', (hints.first_list(place)), 0, EXPIRED_PER_CALL - 1), going = 0 }
+      or { ids = redis.call('LRANGE', (hints.first_list(place)), 0, EXPIRED_PER_CALL - 1), count = 0 }
     local first = heads[place]
-    if first.ids[first.going + 1] == id then first.going = first.going + 1 else others[#others + 1] = { place, id } end
+    if first.ids[first.count + 1] == id then first.count = first.count + 1 else others[#others + 1] = { place, id } end
   end
 
   local packed = redis.call('HMGET', key('jobs'), unpack(due))
@@ -248,7 +249,7 @@ function leases.expire()
   local error = string.format(
     '{"name":"ItemTimeout","message":"nobody took it within item_timeout = %s s","kind":"permanent","traceback":null}',
     tostring(option('item_timeout_ms') / 1000))
-  local fence, old, bytes = nil, {}, 0
+  local fence, expired, bytes = nil, {}, 0
   for i, id in ipairs(due) do
     local record = packed[i]
     if not record then
@@ -266,18 +267,18 @@ function leases.expire()
       else
         forget_first_hint(job and records.place_for(job) or '5', id)
       end
-      fence = fence or holdings.next_fence()
+      fence = fence or claims.next_fence()
       journal.note('claimed ' .. fence .. ' ' .. attempts.number(job) .. ' ' .. id)
-      old[#old + 1] = { id = id, fence = fence, micros = '-', record = record, error = error, brief = error }
+      expired[#expired + 1] = { id = id, fence = fence, micros = '-', record = record, error = error, brief = error }
       bytes = bytes + #record
     end
   end
   for place, first in pairs(heads) do
-    if first.going > 0 then
-      hints.pop(place, first.going)
-      if place == LANE then hints.count(LANE, -first.going) end
+    if first.count > 0 then
+      hints.pop(place, first.count)
+      if place == RETRY_PLACE then hints.count(RETRY_PLACE, -first.count) end
     end
   end
-  for _, other in ipairs(others) do hints.forget(other[1], other[2]) end
-  if #old > 0 then dead.bury(old) end
+  for _, other in ipairs(others) do hints.remove(other[1], other[2]) end
+  if #expired > 0 then dead.bury(expired) end
 end

@@ -65,9 +65,9 @@ function verbs.create()
   if epoch and protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
   if epoch and mode ~= ARGV[2] then return { OTHER_MODE, mode } end
 
-  local made = not epoch
+  local created = not epoch
   if parent and redis.call('EXISTS', parent .. ':options') == 0 then return { NO_QUEUE } end
-  if made and not parent then
+  if created and not parent then
     local deleted, freed = redis.call('GET', key('deleted')) or '', redis.call('GET', key('freed')) or ''
     if deleted .. ' ' .. freed ~= ARGV[5] then return { CHANGED } end
   end
@@ -78,7 +78,7 @@ function verbs.create()
     local value = redis.call('HGET', key('options'), ARGV[at])
     if epoch and value ~= ARGV[at + 1] then return { OTHER_OPTION, ARGV[at], value or '' } end
   end
-  if made then
+  if created then
     redis.call('DEL', key('deleted'))
     epoch = string.format('%.0f', now_us)
     -- What every script reads stands first: a small hash is searched from its beginning.
@@ -94,7 +94,7 @@ function verbs.create()
   for at = first_given, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
   redis.call('HINCRBY', key('options'), 'version', 1)
   options.db = redis.call('HGET', key('options'), 'db') or '0'
-  if made then
+  if created then
     -- What the last queue of this name left in `graves` outlives its deletion; from here on each grave has its own end.
     redis.call('PERSIST', key('graves'))
     local given = redis.call('HMGET', key('options'), 'journal', 'journal_max')
@@ -103,7 +103,7 @@ function verbs.create()
     redis.call('PERSIST', key('events'))
     redis.call('PERSIST', key('journal:watermarks'))
     redis.call('PERSIST', key('counts'))
-    remembered[1], remembered[2] = false, false
+    stored_counts[1], stored_counts[2] = false, false
     journal.note('created 0 ' .. epoch)
     -- The fail queue of one that is paused.
     if redis.call('HGET', key('options'), 'paused') == '1' then journal.note('paused 0') end
@@ -119,7 +119,7 @@ function verbs.create()
   end
   -- Who is held up by the limits that were is told by promote.
   if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', channel('due'), '0') end
-  return { OK, made and 1 or 0, epoch }
+  return { OK, created and 1 or 0, epoch }
 end
 
 -- configure: sets options of a queue that exists; they apply from the next call on, whatever is waiting.
@@ -155,8 +155,8 @@ function verbs.pause()
         redis.call('EXPIRE', worker_key(processor, worker, 'wake'), 60)
       end
     end
-    hints.wake_idle(RING_AWAITERS)
-    if on_request then awaiters.ring_all() end
+    hints.wake_idle(NOTIFY_AWAITERS)
+    if on_request then awaiters.notify_all() end
   end
   journal.note(paused and 'paused 0' or 'resumed 0')
   journal.write('-')
@@ -213,14 +213,14 @@ function verbs.delete()
   local JOURNAL_MS = 7 * 24 * 3600 * 1000
   journal.note('deleted 0 ' .. jobs)
   -- They ask again, and hear that it is gone.
-  if mode ~= 'work' then awaiters.ring_all() end
-  for _, id in ipairs(redis.call('HKEYS', key('waiters'))) do waiters.tell({ id }, 'deleted') end
+  if mode ~= 'work' then awaiters.notify_all() end
+  for _, id in ipairs(redis.call('HKEYS', key('waiters'))) do waiters.notify({ id }, 'deleted') end
   journal.write('-')
   local journal_bytes = redis.call('HGET', key('counts'), 'journal_bytes')
   redis.call('PEXPIRE', key('events'), JOURNAL_MS)
   redis.call('PEXPIRE', key('journal:watermarks'), JOURNAL_MS)
   for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority)), hints.swept_key(tostring(priority))) end
-  redis.call('UNLINK', hints.swept_key(LANE))
+  redis.call('UNLINK', hints.swept_key(RETRY_PLACE))
   redis.call('UNLINK', key('awaiters'), key('awaiting'), key('leases'), key('expiries'), key('accepted'),
     key('workers'))
   -- Done jobs need no line in the failed log: they have not failed.
@@ -249,7 +249,7 @@ function verbs.counts()
   if not epoch then return { NO_QUEUE } end
 
   -- Hints looked at per list; more than that many stale ones at the head only hide the age.
-  local HEADS, LISTS = 16, 12
+  local HINTS_PER_LIST, LISTS = 16, 12
 
   local in_flight = 0
   for _, processor in ipairs(recovery.processors()) do
@@ -259,34 +259,34 @@ function verbs.counts()
   end
 
   -- Of long records only the first ones.
-  local function records_of(first_ids)
+  local function records_of(head_ids)
     local packed, bytes, most = {}, 0, READ_BYTES / LISTS
-    if records.readable(#first_ids, most) == #first_ids then
-      return redis.call('HMGET', key('jobs'), unpack(first_ids))
+    if records.readable(#head_ids, most) == #head_ids then
+      return redis.call('HMGET', key('jobs'), unpack(head_ids))
     end
-    for i, id in ipairs(first_ids) do
+    for i, id in ipairs(head_ids) do
       packed[i] = bytes < most and redis.call('HGET', key('jobs'), id)
       bytes = bytes + (packed[i] and #packed[i] or 0)
     end
     return packed
   end
 
-  local swept_in_all = tonumber(redis.call('HGET', key('stale'), 'swept') or 0)
+  local swept_total = tonumber(redis.call('HGET', key('stale'), 'swept') or 0)
 
   -- The earliest time at which one of the first jobs of a list was enqueued; nil if none of them waits. Not that of the
   -- first alone: what comes back goes to the front, whatever its age. A hint that a claim would skip does not count.
   local function oldest_enqueued_ms(place)
-    local first, list = 'LRANGE', place ~= 's' and pending_key(place)
-    if not list then first, list = 'ZRANGE', key('suspects') end
-    local first_ids = swept_in_all > 0 and redis.call('LRANGE', list .. ':swept', 0, HEADS - 1) or {}
-    if #first_ids == 0 then first_ids = redis.call(first, list, 0, HEADS - 1) end
-    if #first_ids == 0 then return nil end
+    local command, list = 'LRANGE', place ~= 's' and pending_key(place)
+    if not list then command, list = 'ZRANGE', key('suspects') end
+    local head_ids = swept_total > 0 and redis.call('LRANGE', list .. ':swept', 0, HINTS_PER_LIST - 1) or {}
+    if #head_ids == 0 then head_ids = redis.call(command, list, 0, HINTS_PER_LIST - 1) end
+    if #head_ids == 0 then return nil end
     local fields, stale, oldest_ms = {}, {}, nil
-    for i, id in ipairs(first_ids) do fields[i] = place .. ':' .. id end
+    for i, id in ipairs(head_ids) do fields[i] = place .. ':' .. id end
     local counted_stale = redis.call('HMGET', key('stale'), unpack(fields))
-    local owners = redis.call('HMGET', key('active'), unpack(first_ids))
-    for i, record in ipairs(records_of(first_ids)) do
-      local id = first_ids[i]
+    local owners = redis.call('HMGET', key('active'), unpack(head_ids))
+    for i, record in ipairs(records_of(head_ids)) do
+      local id = head_ids[i]
       stale[id] = stale[id] or tonumber(counted_stale[i] or 0)
       local enqueued_ms = record and tonumber(string.match(record, '^.%d (%d+)'))
       if stale[id] > 0 then

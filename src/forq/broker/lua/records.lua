@@ -3,12 +3,12 @@
 -- follow. LANE: 0 in the main lane; the number of the attempt that the job is waiting for in the retry lane; -1 if it
 -- is a suspect. Scripts never decode BODY.
 
-local SUSPECT = -1
+local LANE_OF_SUSPECT = -1
 -- The retry lane is a list like the others, for jobs that get a second chance once nothing else waits.
-local LANE = 'r'
+local RETRY_PLACE = 'r'
 -- The suspects: jobs of which one may have killed its process. Each runs alone, the oldest first: they are in a zset,
 -- by the time (ms) at which they were enqueued. Their hints never go stale: one that goes is taken out.
-local SUSPECTS = 's'
+local SUSPECTS_PLACE = 's'
 
 -- No call reads more than so many bytes of records, unless one alone is longer: the server does nothing else meanwhile.
 local READ_BYTES = 4 * 1024 * 1024
@@ -45,7 +45,7 @@ end
 
 -- An empty queue has small records only. For heartbeats: options that change with every job would have to be read with
 -- every job.
-function records.forget_sizes()
+function records.reset_largest()
   if records.largest() == SMALL_RECORD or redis.call('HLEN', key('jobs')) > 0 then return end
   redis.call('HSET', key('options'), 'largest_record', SMALL_RECORD)
   redis.call('HINCRBY', key('options'), 'version', 1)
@@ -83,7 +83,7 @@ end
 -- The list that a waiting job's hint is in: that of its priority, the retry lane, or that of the suspects.
 function records.place_for(job)
   if job.lane == 0 then return job.priority end
-  return job.lane > 0 and LANE or SUSPECTS
+  return job.lane > 0 and RETRY_PLACE or SUSPECTS_PLACE
 end
 
 -- The same, of a packed record; nil if that is broken: then nobody can say where its hint is.
@@ -121,6 +121,6 @@ function attempts.add(id, outcome, cause, micros, error, stack, peak)
   redis.call('HSET', key('attempts'), id, table.concat(lines, '\n', first))
 end
 
-function attempts.forget(ids)
+function attempts.delete(ids)
   if #ids > 0 and redis.call('EXISTS', key('attempts')) == 1 then redis.call('HDEL', key('attempts'), unpack(ids)) end
 end

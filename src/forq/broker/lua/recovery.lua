@@ -17,12 +17,12 @@ function recovery.drain_grave(grave)
   local processing = worker_key(processor, worker, 'processing')
   local list = redis.call('LRANGE', processing, 0, -1)
   if #list == 0 then return end
-  holdings.hand_back(worker, list)
+  claims.return_jobs(worker, list)
   redis.call('DEL', processing)
 end
 
 -- Not without a last look: nobody may have looked since the queue was last served.
-function recovery.forget_graves(graves)
+function recovery.remove_graves(graves)
   for _, grave in ipairs(graves) do
     recovery.drain_grave(grave)
     redis.call('ZREM', key('graves'), grave)
@@ -30,7 +30,7 @@ function recovery.forget_graves(graves)
 end
 
 -- Only the newest graves of workers stay. In its last hour the grave of a processor is as old as theirs, and stays.
-function recovery.forget_oldest_graves()
+function recovery.trim_graves()
   local latest = string.format('%.0f', now_ms + WORKER_GRAVE_MS)
   local excess = redis.call('ZCOUNT', key('graves'), '-inf', latest) - WORKER_GRAVES
   if excess <= 0 then return end
@@ -38,26 +38,26 @@ function recovery.forget_oldest_graves()
   for _, grave in ipairs(redis.call('ZRANGE', key('graves'), 0, math.min(excess, GRAVES_PER_CALL) - 1)) do
     if string.find(grave, ' ', 1, true) then oldest[#oldest + 1] = grave end
   end
-  recovery.forget_graves(oldest)
+  recovery.remove_graves(oldest)
 end
 
 function recovery.unregister(processor, worker)
   redis.call('HDEL', workers_key(processor), worker)
   redis.call('UNLINK', worker_key(processor, worker, 'wake'))
-  limits.release(processor, worker)
-  if has_limits and limits.left_to_suspects() > 0 then limits.leave_place(0) end
+  limits.remove_worker(processor, worker)
+  if has_limits and limits.reserved_for_suspects() > 0 then limits.reserve_for_suspects(0) end
   redis.call('ZADD', key('graves'), now_ms + WORKER_GRAVE_MS, processor .. ' ' .. worker)
-  recovery.forget_oldest_graves()
+  recovery.trim_graves()
 end
 
 function recovery.drain_graves()
   if redis.call('EXISTS', key('graves')) == 0 then return end
-  recovery.forget_graves(redis.call('ZRANGEBYSCORE', key('graves'), '-inf', now_ms, 'LIMIT', 0, GRAVES_PER_CALL))
-  recovery.forget_oldest_graves()
+  recovery.remove_graves(redis.call('ZRANGEBYSCORE', key('graves'), '-inf', now_ms, 'LIMIT', 0, GRAVES_PER_CALL))
+  recovery.trim_graves()
   -- In rotation: none waits for more than one round.
   local at = redis.call('HGET', key('counts'), 'graves_at') or '0'
   local found = redis.call('ZSCAN', key('graves'), at, 'COUNT', GRAVES_PER_CALL)
-  if found[1] ~= at then journal.remember('graves_at', found[1]) end
+  if found[1] ~= at then journal.set_count('graves_at', found[1]) end
   for i = 1, #found[2], 2 do recovery.drain_grave(found[2][i]) end
 end
 
@@ -67,21 +67,21 @@ end
 function recovery.remove_worker(processor, worker, turn, index, running, lost)
   local processing = worker_key(processor, worker, 'processing')
   local list = redis.call('LRANGE', processing, 0, -1)
-  local at = holdings.position(processor, worker, turn, index)
-  local ran = at or 0
+  local position = claims.position(processor, worker, turn, index)
+  local ran = position or 0
   lost.count = failures.count_loss
-  if at and running then
+  if position and running then
     lost.id = list[ran + 1]
-  elseif not at and lost.silent and #list == 1 then
+  elseif not position and lost.evicted and #list == 1 then
     lost.id = list[1]
   end
   local ran_ids, rest = {}, {}
   for i, id in ipairs(list) do
     if i <= ran then ran_ids[#ran_ids + 1] = id else rest[#rest + 1] = id end
   end
-  local others = holdings.settle_ran(worker, ran_ids)
+  local others = claims.settle_finished(worker, ran_ids)
   for _, id in ipairs(rest) do others[#others + 1] = id end
-  holdings.hand_back(worker, others, lost)
+  claims.return_jobs(worker, others, lost)
   redis.call('DEL', processing)
   recovery.unregister(processor, worker)
 end
@@ -97,56 +97,56 @@ function recovery.positions_key(of)
 end
 
 -- Lines for the failed log that its scribe took and did not live to write: others write them, before all later ones.
-function recovery.return_lines(silent)
-  local hand, returned = key_of('outbox', silent), false
-  while redis.call('LMOVE', hand, key('outbox'), 'RIGHT', 'LEFT') do returned = true end
-  if returned then redis.call('PUBLISH', channel('outbox'), string.match(base, '{(.+)}')) end
+function recovery.return_outbox(processor)
+  local own_list, any = key_of('outbox', processor), false
+  while redis.call('LMOVE', own_list, key('outbox'), 'RIGHT', 'LEFT') do any = true end
+  if any then redis.call('PUBLISH', channel('outbox'), string.match(base, '{(.+)}')) end
 end
 
 -- The next workers of a processor; how many were taken out, and how many are left.
-function recovery.evict_workers(silent, cause)
-  local taken_out = 0
-  for _, worker in ipairs(redis.call('HRANDFIELD', workers_key(silent), EVICTED_PER_CALL)) do
+function recovery.evict_workers(processor, cause)
+  local removed = 0
+  for _, worker in ipairs(redis.call('HRANDFIELD', workers_key(processor), EVICTED_PER_CALL)) do
     if returned_bytes > READ_BYTES then break end
-    taken_out = taken_out + 1
-    local known = redis.call('HGET', recovery.positions_key(silent), worker) or '- 0 0'
-    local turn, index, running = string.match(known, '^(%S+) (%d+) (%d)$')
-    local lost = { outcome = 'stalled', cause = cause, silent = true }
-    recovery.remove_worker(silent, worker, turn, tonumber(index), running == '1', lost)
+    removed = removed + 1
+    local position = redis.call('HGET', recovery.positions_key(processor), worker) or '- 0 0'
+    local turn, index, running = string.match(position, '^(%S+) (%d+) (%d)$')
+    local lost = { outcome = 'stalled', cause = cause, evicted = true }
+    recovery.remove_worker(processor, worker, turn, tonumber(index), running == '1', lost)
     if lost.counted then
       lost_jobs[#lost_jobs + 1] = lost.id
-      for _, value in ipairs(failures.fate_of_lost(lost)) do lost_jobs[#lost_jobs + 1] = value end
+      for _, value in ipairs(failures.fate_of_lost_job(lost)) do lost_jobs[#lost_jobs + 1] = value end
     end
   end
-  local left = redis.call('HLEN', workers_key(silent))
+  local left = redis.call('HLEN', workers_key(processor))
   if left == 0 then
-    redis.call('UNLINK', recovery.positions_key(silent))
-    redis.call('HDEL', key('evicting'), silent)
+    redis.call('UNLINK', recovery.positions_key(processor))
+    redis.call('HDEL', key('evicting'), processor)
   end
-  return taken_out, left
+  return removed, left
 end
 
 -- All that have workers, also those of which some have been taken out already.
 function recovery.processors()
   local all = redis.call('ZRANGE', key('processors'), 0, -1)
-  for _, silent in ipairs(redis.call('HKEYS', key('evicting'))) do all[#all + 1] = silent end
+  for _, processor in ipairs(redis.call('HKEYS', key('evicting'))) do all[#all + 1] = processor end
   return all
 end
 
 -- The first step; safe to repeat.
-function recovery.evict(silent, cause)
-  redis.call('ZREM', key('processors'), silent)
-  redis.call('ZADD', key('graves'), now_ms + GRAVE_MS, silent)
-  redis.call('HSET', key('evicting'), silent, cause)
-  recovery.return_lines(silent)
-  return recovery.evict_workers(silent, cause)
+function recovery.evict(processor, cause)
+  redis.call('ZREM', key('processors'), processor)
+  redis.call('ZADD', key('graves'), now_ms + GRAVE_MS, processor)
+  redis.call('HSET', key('evicting'), processor, cause)
+  recovery.return_outbox(processor)
+  return recovery.evict_workers(processor, cause)
 end
 
 -- The next step of an eviction that is under way, whoever began it; false if there is none.
 function recovery.continue_eviction()
-  local silent = redis.call('HRANDFIELD', key('evicting'))
-  if not silent then return false end
-  recovery.evict_workers(silent, redis.call('HGET', key('evicting'), silent))
+  local processor = redis.call('HRANDFIELD', key('evicting'))
+  if not processor then return false end
+  recovery.evict_workers(processor, redis.call('HGET', key('evicting'), processor))
   return true
 end
 
@@ -180,13 +180,13 @@ end
 -- States   active -> done, waiting (of a processor that is evicted)
 function verbs.heartbeat()
   if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end
-  local FORGOTTEN_DONE_PER_BEAT = 1000
+  local TRIMMED_DONE_PER_BEAT = 1000
   local processor, expiry_ms = ARGV[1], tonumber(ARGV[2])
   local expires_at = redis.call('ZSCORE', key('processors'), processor)
   if not expires_at and redis.call('ZSCORE', key('graves'), processor) then return { FENCED } end
 
   -- Whoever takes turns looks at its own list; the others may be busy for long.
-  local workers, positions, unturned = {}, {}, {}
+  local workers, positions, same_turn = {}, {}, {}
   for at = 3, #ARGV, 4 do
     workers[#workers + 1] = ARGV[at]
     positions[#positions + 1] = ARGV[at]
@@ -195,15 +195,15 @@ function verbs.heartbeat()
   local registered = #workers > 0 and redis.call('HMGET', workers_key(processor), unpack(workers)) or {}
   local unread = {}
   for i, worker in ipairs(workers) do
-    local number = registered[i] and holdings.number_of(registered[i])
+    local number = registered[i] and claims.last_turn(registered[i])
     if number and number > tonumber(ARGV[4 * i]) and ARGV[4 * i + 2] == '0' then
       unread[#unread + 1] = worker
       unread[#unread + 1] = string.format('%.0f', number)
     end
   end
-  local before = #workers > 0 and redis.call('HMGET', recovery.positions_key(processor), unpack(workers)) or {}
+  local previous = #workers > 0 and redis.call('HMGET', recovery.positions_key(processor), unpack(workers)) or {}
   for i, worker in ipairs(workers) do
-    if before[i] and string.match(before[i], '^%S+') == ARGV[4 * i] then unturned[#unturned + 1] = worker end
+    if previous[i] and string.match(previous[i], '^%S+') == ARGV[4 * i] then same_turn[#same_turn + 1] = worker end
   end
   redis.call('ZADD', key('processors'), now_ms + expiry_ms, processor)
   redis.call('DEL', recovery.positions_key(processor))
@@ -211,10 +211,10 @@ function verbs.heartbeat()
 
   -- Who has not been heard may be dead only if he could have been: after a time in which nobody was (a frozen server, a
   -- jump of its clock) or the sweeper itself was not, everybody gets one expiry more.
-  local heard = redis.call('HMGET', key('counts'), 'last_beat_ms', 'sweep_after_ms')
-  local sweep_after_ms = math.min(tonumber(heard[2] or 0), now_ms + expiry_ms)
-  local lapsed = expires_at and tonumber(expires_at) < now_ms
-  if lapsed or now_ms - tonumber(heard[1] or 0) > expiry_ms * 2 / 3 then sweep_after_ms = now_ms + expiry_ms end
+  local beats = redis.call('HMGET', key('counts'), 'last_beat_ms', 'sweep_after_ms')
+  local sweep_after_ms = math.min(tonumber(beats[2] or 0), now_ms + expiry_ms)
+  local self_late = expires_at and tonumber(expires_at) < now_ms
+  if self_late or now_ms - tonumber(beats[1] or 0) > expiry_ms * 2 / 3 then sweep_after_ms = now_ms + expiry_ms end
   redis.call('HSET', key('counts'), 'last_beat_ms', string.format('%.0f', now_ms),
     'sweep_after_ms', string.format('%.0f', sweep_after_ms))
 
@@ -222,29 +222,29 @@ function verbs.heartbeat()
   if not recovery.continue_eviction() and now_ms >= sweep_after_ms then
     evicted = redis.call('ZRANGEBYSCORE', key('processors'), '-inf', '(' .. string.format('%.0f', now_ms),
       'LIMIT', 0, 1)
-    for _, silent in ipairs(evicted) do recovery.evict(silent, 'host_lost') end
+    for _, expired in ipairs(evicted) do recovery.evict(expired, 'host_lost') end
   end
   recovery.drain_graves()
-  for _, worker in ipairs(unturned) do holdings.return_parked(processor, worker) end
+  for _, worker in ipairs(same_turn) do claims.return_parked(processor, worker) end
   leases.lapse()
-  leases.expire()
+  leases.expire_items()
   timers.promote()
-  limits.wake_unlimited()
-  done.forget_in_time(FORGOTTEN_DONE_PER_BEAT)
-  records.forget_sizes()
-  hints.wake_idle(RING_AWAITERS, WAKE_LIMITED)
+  limits.wake_if_lifted()
+  done.expire(TRIMMED_DONE_PER_BEAT)
+  records.reset_largest()
+  hints.wake_idle(NOTIFY_AWAITERS, WAKE_LIMITED)
   journal.write(processor)
   journal.trim(false)
 
   -- How many jobs a process of their own may be started for.
-  local function needing_helpers()
+  local function helpers_needed()
     if paused then return 0 end
     if parent then return redis.call('HLEN', key('active')) == 0 and hints.main_waiting() > 0 and 1 or 0 end
     return has_limits and math.min(suspect_hints, limits.room()) or suspect_hints
   end
 
   -- Whose workers should not rest: if they do, they may not have heard of it.
-  local function wanted()
+  local function idle_wanted()
     if paused or mode ~= 'work' then return 0 end
     local main = hints.main_waiting() > 0
     local retry = suspect_hints > 0 or (in_lane > 0 and not main)
@@ -252,7 +252,7 @@ function verbs.heartbeat()
   end
 
   local evicting = redis.call('EXISTS', key('evicting'))
-  return { OK, evicted, timers.next_ms(), evicting, unread, needing_helpers(), wanted(), lost_jobs }
+  return { OK, evicted, timers.next_ms(), evicting, unread, helpers_needed(), idle_wanted(), lost_jobs }
 end
 
 -- recover: takes a worker that is gone out of the queue; nothing that it held is lost. Also how a worker leaves. Safe
@@ -279,7 +279,7 @@ function verbs.recover()
   hints.wake_idle(nil, WAKE_LIMITED)
   journal.write(worker)
   if not lost.counted then return { OK, length } end
-  return { OK, length, lost.id, unpack(failures.fate_of_lost(lost)) }
+  return { OK, length, lost.id, unpack(failures.fate_of_lost_job(lost)) }
 end
 
 -- rescue: a worker is held up by one job of its batch. What it ran before is settled, what it has not started goes back
@@ -293,32 +293,32 @@ end
 function verbs.rescue()
   if not epoch then return { NO_QUEUE } end
   local processor, worker, turn, index = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-  local at = holdings.position(processor, worker, turn, index)
+  local at = claims.position(processor, worker, turn, index)
   if not at then return { OK, 0 } end
   local processing = worker_key(processor, worker, 'processing')
   local list = redis.call('LRANGE', processing, 0, -1)
-  local begun_nothing = ARGV[5] == '0'
-  if begun_nothing and at ~= 0 then return { OK, 0 } end
-  local ran, unstarted = {}, begun_nothing and list or {}
-  for i, id in ipairs(begun_nothing and {} or list) do
+  local not_started = ARGV[5] == '0'
+  if not_started and at ~= 0 then return { OK, 0 } end
+  local ran, unstarted = {}, not_started and list or {}
+  for i, id in ipairs(not_started and {} or list) do
     if i <= at then ran[#ran + 1] = id elseif i > at + 1 then unstarted[#unstarted + 1] = id end
   end
   local current = list[at + 1]
   if #unstarted == 0 or not current then return { OK, 0 } end
 
-  if begun_nothing then
-    holdings.hand_back(worker, unstarted)
+  if not_started then
+    claims.return_jobs(worker, unstarted)
     redis.call('UNLINK', processing)
   elseif option('keep_done_ms') > 0 then
     -- Only the worker has the results of what it ran: that stays with it, in its place, until it takes its turn.
     local kept = { [current] = true }
     for _, id in ipairs(ran) do kept[id] = true end
-    holdings.hand_back(worker, unstarted, nil, kept)
+    claims.return_jobs(worker, unstarted, nil, kept)
     redis.call('LTRIM', processing, 0, at)
   else
-    local others = holdings.settle_ran(worker, ran)
+    local others = claims.settle_finished(worker, ran)
     for _, id in ipairs(unstarted) do others[#others + 1] = id end
-    holdings.hand_back(worker, others, nil, { [current] = true })
+    claims.return_jobs(worker, others, nil, { [current] = true })
     redis.call('DEL', processing)
     redis.call('RPUSH', processing, current)
     redis.call('HSET', workers_key(processor), worker, turn .. ':' .. ARGV[4])
@@ -337,8 +337,8 @@ end
 -- States   active -> done, waiting
 function verbs.evict()
   if not epoch then return { NO_QUEUE } end
-  local taken_out, left = recovery.evict(ARGV[1], ARGV[2])
+  local removed, left = recovery.evict(ARGV[1], ARGV[2])
   hints.wake_idle(nil, WAKE_LIMITED)
   journal.write(ARGV[1])
-  return { OK, left, taken_out, lost_jobs }
+  return { OK, left, removed, lost_jobs }
 end

@@ -13,20 +13,20 @@
 -- States   waiting, retry -> active; waiting, retry -> dead (it stalled too often); active -> waiting (its lease
 --          lapsed; its worker says that it is idle)
 function verbs.await()
-  local awaiter, wanted, via = ARGV[1], ARGV[2], ARGV[6]
+  local awaiter, wanted_id, via = ARGV[1], ARGV[2], ARGV[6]
   if not epoch then return { NO_QUEUE } end
   if mode ~= ARGV[3] then return { WRONG_MODE, mode } end
 
   local BURIED_PER_CALL = 100
-  local external, rung = mode == 'external', ARGV[5] == 'rung'
+  local external, notified = mode == 'external', ARGV[5] == 'rung'
   local valid_ms = external and option('lease_ms') or 10000
 
   local function take_wanted()
-    local record = redis.call('HGET', key('jobs'), wanted)
-    if not record or redis.call('HEXISTS', key('active'), wanted) == 1 then return nil end
-    if redis.call('ZSCORE', key('scheduled'), wanted) then return nil end
-    hints.forget(records.place_of(record) or '5', wanted)
-    return wanted, record
+    local record = redis.call('HGET', key('jobs'), wanted_id)
+    if not record or redis.call('HEXISTS', key('active'), wanted_id) == 1 then return nil end
+    if redis.call('ZSCORE', key('scheduled'), wanted_id) then return nil end
+    hints.remove(records.place_of(record) or '5', wanted_id)
+    return wanted_id, record
   end
 
   -- The next job of a worker: one that has stalled too often is dead instead, and the retry lane comes when nothing
@@ -34,17 +34,17 @@ function verbs.await()
   local function take_job()
     for _ = 1, BURIED_PER_CALL do
       local id, record = leases.take_next()
-      if not id and not skipped_enough and in_lane > 0 and hints.main_waiting() == 0 then
-        id, record = leases.take_from(LANE)
+      if not id and not too_many_skipped and in_lane > 0 and hints.main_waiting() == 0 then
+        id, record = leases.take_from(RETRY_PLACE)
       end
       local job = id and records.read(record)
-      local error = job and failures.used_up(job, option('max_stalls'), math.huge)
+      local error = job and failures.exhausted_error(job, option('max_stalls'), math.huge)
       if not error then return id, record end
-      local fence = holdings.next_fence()
+      local fence = claims.next_fence()
       journal.note('claimed ' .. fence .. ' ' .. attempts.number(job) .. ' ' .. id)
       dead.bury({ { id = id, fence = fence, micros = '-', record = record, error = error, brief = error } })
     end
-    skipped_enough = true
+    too_many_skipped = true
   end
 
   local function take()
@@ -52,67 +52,68 @@ function verbs.await()
     if external then
       if limits.room() < 1 then return nil end
       id, record = take_job()
-    elseif wanted == '' then
+    elseif wanted_id == '' then
       id, record = leases.take_next()
     else
       id, record = take_wanted()
     end
     if not id then return nil end
     limits.take_tokens(1)
-    return leases.hand_over(id, record, awaiter, external and via or '-', tonumber(ARGV[4]) or option('lease_ms'))
+    return leases.start(id, record, awaiter, external and via or '-', tonumber(ARGV[4]) or option('lease_ms'))
   end
 
   -- A worker that says it is idle is given again what it has not accepted; what it has accepted it has lost.
-  local function worker_asks()
-    local id, accepted, told = leases.in_hand(awaiter)
-    local known = rung and awaiters.read(awaiter)
-    if rung and (accepted or not id and not (known and known.expires_ms > now_ms)) then return false end
-    if not rung then leases.see_worker(awaiter) end
+  local function worker_may_lease()
+    local id, accepted, bridge = leases.read_entry(awaiter)
+    local registration = notified and awaiters.read(awaiter)
+    local registered = registration and registration.expires_ms > now_ms
+    if notified and (accepted or not id and not registered) then return false end
+    if not notified then leases.touch_worker(awaiter) end
     if not id then return true end
     local owner = redis.call('HGET', key('active'), id)
-    if not holdings.is_owner(awaiter, owner) then
-      redis.call('UNLINK', leases.hand_key(awaiter))
+    if not claims.is_owner(awaiter, owner) then
+      redis.call('UNLINK', leases.entry_key(awaiter))
     elseif accepted then
-      leases.take_back(awaiter, owner, id, 'idle')
-    elseif told ~= via then
-      local hand = redis.call('LINDEX', leases.hand_key(awaiter), 0)
-      local left_ms = math.max(1, redis.call('PTTL', leases.hand_key(awaiter)))
-      leases.put_in_hand(awaiter, (string.gsub(hand, '^(%d+ %S+ %d+) %S+', '%1 ' .. via, 1)), left_ms)
+      leases.revoke(awaiter, owner, id, 'idle')
+    elseif bridge ~= via then
+      local entry = redis.call('LINDEX', leases.entry_key(awaiter), 0)
+      local left_ms = math.max(1, redis.call('PTTL', leases.entry_key(awaiter)))
+      leases.write_entry(awaiter, (string.gsub(entry, '^(%d+ %S+ %d+) %S+', '%1 ' .. via, 1)), left_ms)
     end
     return true
   end
 
-  local hand
+  local entry
   if external then
     leases.lapse()
-    if not worker_asks() then
-      hints.wake_idle(RING_AWAITERS, WAKE_LIMITED)
+    if not worker_may_lease() then
+      hints.wake_idle(NOTIFY_AWAITERS, WAKE_LIMITED)
       journal.write(awaiter)
       return { OK, valid_ms }
     end
-    hand = leases.in_hand(awaiter) and redis.call('LINDEX', leases.hand_key(awaiter), 0)
+    entry = leases.read_entry(awaiter) and redis.call('LINDEX', leases.entry_key(awaiter), 0)
   else
-    hand = redis.call('LINDEX', leases.hand_key(awaiter), 0)
-    if hand and string.sub(hand, 1, 6) == 'acked ' then return { LAPSED } end
-    if hand and leases.is_held(awaiter, hand) then return { OK, valid_ms, hand } end
-    if hand then redis.call('DEL', leases.hand_key(awaiter)) end
-    hand = nil
+    entry = redis.call('LINDEX', leases.entry_key(awaiter), 0)
+    if entry and string.sub(entry, 1, 6) == 'acked ' then return { LAPSED } end
+    if entry and leases.is_held(awaiter, entry) then return { OK, valid_ms, entry } end
+    if entry then redis.call('DEL', leases.entry_key(awaiter)) end
+    entry = nil
     leases.lapse()
   end
 
-  leases.expire()
+  leases.expire_items()
   timers.promote()
-  hand = hand or on_request and not paused and take() or nil
-  if not hand and rung then
+  entry = entry or on_request and not paused and take() or nil
+  if not entry and notified then
     redis.call('ZADD', key('awaiting'), 0, awaiters.read(awaiter).member)
-  elseif not hand and ARGV[5] == '1' then
-    awaiters.register(awaiter, wanted, via, valid_ms)
-  elseif not hand then
-    awaiters.forget(awaiter)
+  elseif not entry and ARGV[5] == '1' then
+    awaiters.register(awaiter, wanted_id, via, valid_ms)
+  elseif not entry then
+    awaiters.remove(awaiter)
   end
-  hints.wake_idle(RING_AWAITERS, WAKE_LIMITED)
+  hints.wake_idle(NOTIFY_AWAITERS, WAKE_LIMITED)
   journal.write(awaiter)
-  return { OK, not hand and skipped_enough and 0 or valid_ms, hand }
+  return { OK, not entry and too_many_skipped and 0 or valid_ms, entry }
 end
 
 -- unawait: an awaiter leaves; what it was handed and has not acknowledged goes back to the front. A worker of a queue
@@ -125,29 +126,30 @@ end
 function verbs.unawait()
   if not epoch then return { NO_QUEUE } end
   local awaiter, bridge = ARGV[1], ARGV[2]
-  local id, _, told = leases.in_hand(awaiter)
-  local known = awaiters.read(awaiter)
+  local id, _, entry_bridge = leases.read_entry(awaiter)
+  local registration = awaiters.read(awaiter)
   if mode == 'external' then
     -- What it has accepted names no bridge.
-    if (told or known and known.via) ~= bridge then return { OK, 0 } end
+    if (entry_bridge or registration and registration.via) ~= bridge then return { OK, 0 } end
     redis.call('ZREM', key('workers'), awaiter)
   end
   local owner = id and redis.call('HGET', key('active'), id)
-  local held = holdings.is_owner(awaiter, owner)
+  local held = claims.is_owner(awaiter, owner)
   -- It may have been rung for an item that others await too.
-  if known and redis.call('HEXISTS', key('jobs'), known.id) == 1 then hints.note_ready({ known.id }) end
-  awaiters.forget(awaiter)
+  local exists = registration and redis.call('HEXISTS', key('jobs'), registration.id) == 1
+  if exists then hints.note_ready({ registration.id }) end
+  awaiters.remove(awaiter)
   if held then
-    leases.take_back(awaiter, owner, id, '-')
+    leases.revoke(awaiter, owner, id, '-')
     local expires = redis.call('ZSCORE', key('expiries'), id)
     -- It was too old before (leases.expire): it need not wait until its lease would have lapsed.
     if expires and tonumber(expires) % 1 > 0 then timers.set('expiries', id, now_ms) end
   end
   -- An acknowledgement may still be repeated.
-  if string.sub(redis.call('LINDEX', leases.hand_key(awaiter), 0) or '', 1, 6) ~= 'acked ' then
-    redis.call('UNLINK', leases.hand_key(awaiter))
+  if string.sub(redis.call('LINDEX', leases.entry_key(awaiter), 0) or '', 1, 6) ~= 'acked ' then
+    redis.call('UNLINK', leases.entry_key(awaiter))
   end
-  hints.wake_idle(RING_AWAITERS, WAKE_LIMITED)
+  hints.wake_idle(NOTIFY_AWAITERS, WAKE_LIMITED)
   journal.write(awaiter)
   return { OK, held and 1 or 0 }
 end
@@ -170,7 +172,7 @@ function verbs.ack()
 
   redis.call('HDEL', key('jobs'), id)
   redis.call('HDEL', key('active'), id)
-  progress.forget({ id })
+  progress.delete({ id })
   redis.call('ZREM', key('leases'), id)
   redis.call('ZREM', key('expiries'), id)
   redis.call('INCR', key('processed:count'))
@@ -180,7 +182,7 @@ function verbs.ack()
   redis.call('RPUSH', list, 'acked ' .. fence)
   redis.call('PEXPIRE', list, ACKED_MS)
   blocked.unblock({ id })
-  hints.wake_idle(RING_AWAITERS)
+  hints.wake_idle(NOTIFY_AWAITERS)
   journal.write(awaiter)
   return { OK }
 end
@@ -198,9 +200,9 @@ function verbs.release()
   if not redis.call('HGET', workers_key(processor), worker) then return { FENCED } end
 
   -- Nobody awaited it: it is tried again later, behind the others; then while nothing else waits; then never.
-  local function put_off(id, record)
+  local function postpone(id, record)
     local job = records.read(record)
-    local fence = holdings.next_fence()
+    local fence = claims.next_fence()
     journal.note('claimed ' .. fence .. ' ' .. attempts.number(job) .. ' ' .. id)
     local in_main = job and job.lane == 0 and job.retries < option('release_retries')
     if not in_main and not (job and job.lane < option('retry_lane_retries')) then
@@ -217,18 +219,18 @@ function verbs.release()
   end
 
   -- What there is to try; in the retry lane only while nothing else waits.
-  local function in_line()
+  local function has_items()
     if lane == 'retry' then return in_lane > 0 and hints.main_waiting() == 0 end
     return hints.main_waiting() > 0
   end
 
-  local function try()
+  local function try_release()
     local gate_us = tonumber(redis.call('HGET', key('counts'), 'gate_us') or 0)
     local interval_us = option('release_interval_ms') * 1000
     local function close_gate()
-      journal.remember('gate_us', string.format('%.0f', now_us + interval_us))
+      journal.set_count('gate_us', string.format('%.0f', now_us + interval_us))
     end
-    if not in_line() then return -1, 0 end
+    if not has_items() then return -1, 0 end
     if gate_us > now_us + interval_us then
       -- The clock was set back: the gate is not closed for longer than it ever is.
       close_gate()
@@ -236,34 +238,34 @@ function verbs.release()
     end
     if gate_us > now_us then return -1, gate_us - now_us end
     local id, record
-    if lane == 'retry' then id, record = leases.take_from(LANE) else id, record = leases.take_next() end
+    if lane == 'retry' then id, record = leases.take_from(RETRY_PLACE) else id, record = leases.take_next() end
     if not id then return -1, 0 end
-    local to = awaiters.first(id) or awaiters.first('')
-    if not to and forgot_enough then
+    local awaiter = awaiters.first(id) or awaiters.first('')
+    if not awaiter and too_many_expired then
       -- Nobody knows yet whether somebody awaits it: that is no try.
       hints.push_front({ [records.place_of(record) or '5'] = { id } })
       return -1, 0
     end
     close_gate()
-    if to then
-      leases.hand_over(id, record, to.name, to.via, option('lease_ms'))
+    if awaiter then
+      leases.start(id, record, awaiter.name, awaiter.via, option('lease_ms'))
     else
-      put_off(id, record)
+      postpone(id, record)
     end
-    return to and 1 or 0, interval_us
+    return awaiter and 1 or 0, interval_us
   end
 
   local processing = worker_key(processor, worker, 'processing')
   local moved = redis.call('LRANGE', processing, 0, -1)
   if #moved > 0 then
-    holdings.hand_back(worker, moved)
+    claims.return_jobs(worker, moved)
     redis.call('DEL', processing)
   end
   leases.lapse()
-  leases.expire()
+  leases.expire_items()
   timers.promote()
   local outcome, wait_us = -1, 0
-  if not paused then outcome, wait_us = try() end
+  if not paused then outcome, wait_us = try_release() end
   hints.wake_idle()
   journal.write(worker)
   if paused then return { PAUSED } end
@@ -280,14 +282,14 @@ function verbs.accept()
   if not epoch then return { NO_QUEUE } end
   if mode ~= 'external' then return { WRONG_MODE, mode } end
   local owner = redis.call('HGET', key('active'), id)
-  if not holdings.is_owner(worker, owner) or holdings.fence_of(owner) ~= fence then return { LAPSED } end
+  if not claims.is_owner(worker, owner) or claims.fence_of(owner) ~= fence then return { LAPSED } end
 
   local lease_ms = option('lease_ms')
   redis.call('ZADD', key('accepted'), string.format('%.0f', now_ms), id)
   redis.call('ZADD', key('leases'), string.format('%.0f', now_ms + lease_ms), id)
   -- Longer than the lease: what is in hand is there as long as the job is.
-  leases.put_in_hand(worker, 'accepted ' .. holdings.fence_of(owner) .. ' ' .. id, 10 * lease_ms)
-  leases.see_worker(worker)
+  leases.write_entry(worker, 'accepted ' .. claims.fence_of(owner) .. ' ' .. id, 10 * lease_ms)
+  leases.touch_worker(worker)
   if ARGV[4] ~= '' then progress.set(id, ARGV[4], ARGV[5]) end
   return { OK }
 end
@@ -306,17 +308,17 @@ function verbs.finish()
   if mode ~= 'external' then return { WRONG_MODE, mode } end
   local ended = 'ended ' .. outcome .. ' ' .. id
   local owner = redis.call('HGET', key('active'), id)
-  if not holdings.is_owner(worker, owner) or holdings.fence_of(owner) ~= fence then
-    return { redis.call('LINDEX', leases.hand_key(worker), 0) == ended and OK or LAPSED }
+  if not claims.is_owner(worker, owner) or claims.fence_of(owner) ~= fence then
+    return { redis.call('LINDEX', leases.entry_key(worker), 0) == ended and OK or LAPSED }
   end
 
-  fence = holdings.fence_of(owner)
+  fence = claims.fence_of(owner)
   -- A fence is the time of its claim, unless the clock was set back.
   local micros = string.format('%.0f', math.max(0, now_us - tonumber(fence)))
   redis.call('ZREM', key('leases'), id)
   redis.call('ZREM', key('accepted'), id)
-  leases.put_in_hand(worker, ended, ENDED_MS)
-  leases.see_worker(worker)
+  leases.write_entry(worker, ended, ENDED_MS)
+  leases.touch_worker(worker)
   if outcome == 'done' then
     done.settle({ id }, { [fence] = { id .. ' ' .. micros } }, { [id] = { micros = micros, result = ARGV[5] or '' } })
   else
@@ -331,9 +333,9 @@ function verbs.finish()
       chance = tonumber(ARGV[9]),
     })
     -- Its record is gone.
-    if not settled then holdings.hand_back(worker, { id }) end
+    if not settled then claims.return_jobs(worker, { id }) end
   end
-  hints.wake_idle(RING_AWAITERS, WAKE_LIMITED)
+  hints.wake_idle(NOTIFY_AWAITERS, WAKE_LIMITED)
   journal.write(worker)
   return { OK }
 end

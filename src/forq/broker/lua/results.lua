@@ -7,14 +7,14 @@
 function progress.set(id, fraction, text)
   redis.call('HSET', key('progress'), id, string.format('%.6g %.0f ', fraction, now_ms) .. text)
   redis.call('PUBLISH', channel('progress'), id)
-  some_progress = true
+  has_progress = true
 end
 
 -- To be called wherever ids leave `active`.
-function progress.forget(ids)
+function progress.delete(ids)
   if #ids == 0 then return end
-  if some_progress == nil then some_progress = redis.call('EXISTS', key('progress')) == 1 end
-  if some_progress and redis.call('HDEL', key('progress'), unpack(ids)) > 0 then
+  if has_progress == nil then has_progress = redis.call('EXISTS', key('progress')) == 1 end
+  if has_progress and redis.call('HDEL', key('progress'), unpack(ids)) > 0 then
     redis.call('PUBLISH', channel('progress'), table.concat(ids, ' '))
   end
 end
@@ -26,24 +26,24 @@ end
 
 -- Whoever listens looks within milliseconds, so a copy of a result, which may be long, stays for less: later it is
 -- found in `done:jobs`, as long as that keeps it.
-local TOLD_MS, RESULT_MS = 60000, 10000
+local OUTCOME_MS, RESULT_MS = 60000, 10000
 
 -- `fences` (or nil): of the last attempts, in the order of the ids. Nobody else can wait for what has ended: whoever is
 -- told is written down no more.
-function waiters.tell(ids, how, fences)
+function waiters.notify(ids, outcome, fences)
   if redis.call('EXISTS', key('waiters')) == 0 then return end
   for i, entry in ipairs(redis.call('HMGET', key('waiters'), unpack(ids))) do
     if entry then
       local id, mark, fence = ids[i], string.match(entry, ' (%S+)$') or '-', fences and fences[i] or '0'
-      local kept = how == 'done' and redis.call('HGET', key('done:jobs'), id)
+      local kept = outcome == 'done' and redis.call('HGET', key('done:jobs'), id)
       -- What is not kept any more, or was not, may have left what is kept of an earlier one.
       if kept and string.match(kept, '^%d+ (%d+)') ~= fence then kept = false end
       redis.call('HDEL', key('waiters'), id)
-      if how ~= 'deleted' then
-        redis.call('SET', key_of('told', mark .. ':' .. id), how .. ' ' .. fence .. (kept and '\n' .. kept or ''),
-          'PX', kept and RESULT_MS or TOLD_MS)
+      if outcome ~= 'deleted' then
+        redis.call('SET', key_of('told', mark .. ':' .. id), outcome .. ' ' .. fence .. (kept and '\n' .. kept or ''),
+          'PX', kept and RESULT_MS or OUTCOME_MS)
       end
-      redis.call('PUBLISH', channel('ended:' .. id), how .. ' ' .. fence .. ' ' .. mark)
+      redis.call('PUBLISH', channel('ended:' .. id), outcome .. ' ' .. fence .. ' ' .. mark)
     end
   end
 end
@@ -52,12 +52,12 @@ end
 -- id -> ENDED_MS ' ' FENCE ' ' MICROS '\n' RESULT '\n' RECORD '\n' ATTEMPTS. RESULT is JSON, '' (it was lost with its
 -- worker) or '!' and why there is none; ATTEMPTS a JSON array of the attempts before.
 
-local FORGOTTEN_DONE_PER_CALL = 100
+local TRIMMED_DONE_PER_CALL = 100
 -- Of a queue made by a release that had no such option.
 local DONE_MAX = 10000
 
 -- Those that are too many or too old, at most `most` of each.
-function done.forget(most)
+function done.trim(most)
   local function forget(ids)
     if #ids == 0 then return end
     redis.call('ZREM', key('done'), unpack(ids))
@@ -70,20 +70,20 @@ function done.forget(most)
 end
 
 -- While they are still active. `told`: id -> its micros and its result, as far as its worker has said so.
-function done.keep(ids, owners, told)
+function done.keep(ids, owners, reported)
   local packed = redis.call('HMGET', key('jobs'), unpack(ids))
   local tried = redis.call('EXISTS', key('attempts')) == 1 and redis.call('HMGET', key('attempts'), unpack(ids)) or {}
   local kept, ended, ms, max_data = {}, {}, string.format('%.0f', now_ms), option('max_data')
   for i, id in ipairs(ids) do
     -- What somebody asked to remove is to be forgotten whatever its outcome.
-    if packed[i] and not holdings.is_removed(owners[i]) then
+    if packed[i] and not claims.is_removed(owners[i]) then
       local micros, result = '-', ''
-      if told[id] then micros, result = told[id].micros, told[id].result end
+      if reported[id] then micros, result = reported[id].micros, reported[id].result end
       if #result > max_data and string.sub(result, 1, 1) ~= '!' then
         result = string.format('!it is longer than max_data = %.0f bytes', max_data)
       end
       kept[#kept + 1] = id
-      kept[#kept + 1] = ms .. ' ' .. holdings.fence_of(owners[i]) .. ' ' .. micros .. '\n' .. result .. '\n'
+      kept[#kept + 1] = ms .. ' ' .. claims.fence_of(owners[i]) .. ' ' .. micros .. '\n' .. result .. '\n'
         .. packed[i] .. '\n[' .. string.gsub(tried[i] or '', '\n', ',') .. ']'
       ended[#ended + 1] = ms
       ended[#ended + 1] = id
@@ -92,19 +92,19 @@ function done.keep(ids, owners, told)
   if #kept == 0 then return end
   redis.call('HSET', key('done:jobs'), unpack(kept))
   redis.call('ZADD', key('done'), unpack(ended))
-  done.forget(math.max(FORGOTTEN_DONE_PER_CALL, 2 * #ids))
+  done.trim(math.max(TRIMMED_DONE_PER_CALL, 2 * #ids))
 end
 
 -- Success of ids whose ownership has been checked. `notes`: what the journal says of them, by fence. `told` (or nil):
 -- see above.
-function done.settle(ids, notes, told)
+function done.settle(ids, notes, reported)
   if #ids == 0 then return end
   local keeps = option('keep_done_ms') > 0
   -- Most queues have none of these: then one question is all that they cost.
   local some = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters'), key('stale')) > 0
   if not some then may_be_stale = false end
   local owners = (keeps or some) and redis.call('HMGET', key('active'), unpack(ids))
-  if keeps then done.keep(ids, owners, told or {}) end
+  if keeps then done.keep(ids, owners, reported or {}) end
   redis.call('HDEL', key('jobs'), unpack(ids))
   redis.call('HDEL', key('active'), unpack(ids))
   redis.call('INCRBY', key('processed:count'), #ids)
@@ -112,23 +112,23 @@ function done.settle(ids, notes, told)
     if #entries > 0 then journal.note('done ' .. fence .. ' ' .. table.concat(entries, ' ')) end
   end
   if not some then return end
-  progress.forget(ids)
-  attempts.forget(ids)
+  progress.delete(ids)
+  attempts.delete(ids)
   blocked.unblock(ids)
   local fences = {}
-  for i, owner in ipairs(owners) do fences[i] = holdings.fence_of(owner) end
-  waiters.tell(ids, 'done', fences)
+  for i, owner in ipairs(owners) do fences[i] = claims.fence_of(owner) end
+  waiters.notify(ids, 'done', fences)
 end
 
 -- Done jobs are forgotten when others are done; and from time to time, while none is.
 
 -- A queue that keeps nothing any more forgets all at once.
-function done.forget_in_time(most)
+function done.expire(most)
   if redis.call('EXISTS', key('done')) == 0 then return end
   if option('keep_done_ms') == 0 then
     redis.call('UNLINK', key('done'), key('done:jobs'))
   else
-    done.forget(most)
+    done.trim(most)
   end
 end
 
@@ -155,7 +155,7 @@ end
 --          live nor kept; {KEEPS_NOTHING}; {NO_QUEUE}. Of a job that was not live the first time the mark is ''
 function verbs.wait()
   -- One that died without a word is forgotten by chance.
-  local WAITERS_SEEN_BY_CHANCE = 2
+  local SAMPLED_WAITERS = 2
 
   -- A mark is MICROSECONDS '-' ENQUEUED_MS of the job: when somebody was first written down for it. Every end of the id
   -- takes the entry out, so as long as the mark is there the job is the same. '' if there is none.
@@ -164,23 +164,23 @@ function verbs.wait()
   end
 
   -- Until when (ms) somebody waits; 0 if nobody does.
-  local function waited_for_until(id)
+  local function waits_until_ms(id)
     return tonumber(string.match(redis.call('HGET', key('waiters'), id) or '', '^%d+') or 0)
   end
 
   -- Several may wait for one job: the last to go counts.
-  local function write_waiter_down(id, mark, valid_ms)
-    local waits_until = math.max(now_ms + valid_ms, waited_for_until(id))
-    redis.call('HSET', key('waiters'), id, string.format('%.0f ', waits_until) .. mark)
+  local function register_waiter(id, mark, valid_ms)
+    local until_ms = math.max(now_ms + valid_ms, waits_until_ms(id))
+    redis.call('HSET', key('waiters'), id, string.format('%.0f ', until_ms) .. mark)
     -- When all are dead, nothing is left of them.
     redis.call('PEXPIRE', key('waiters'), string.format('%.0f', 2 * valid_ms))
-    for _, other in ipairs(redis.call('HRANDFIELD', key('waiters'), WAITERS_SEEN_BY_CHANCE)) do
-      if waited_for_until(other) <= now_ms then redis.call('HDEL', key('waiters'), other) end
+    for _, other in ipairs(redis.call('HRANDFIELD', key('waiters'), SAMPLED_WAITERS)) do
+      if waits_until_ms(other) <= now_ms then redis.call('HDEL', key('waiters'), other) end
     end
   end
 
   -- When the live job of that id was enqueued; nil if there is none.
-  local function live_since(id)
+  local function live_enqueued_ms(id)
     local record = redis.call('HGET', key('jobs'), id)
     return record and (string.match(record, '^.%d (%d+)') or '0')
   end
@@ -188,41 +188,41 @@ function verbs.wait()
   local id, mark, valid_ms = ARGV[1], ARGV[3], tonumber(ARGV[4])
   if not epoch or ARGV[2] ~= '' and ARGV[2] ~= epoch then return { NO_QUEUE } end
 
-  local function live(its_mark)
-    write_waiter_down(id, its_mark, valid_ms)
-    return { OK, 'live', epoch, its_mark }
+  local function live_reply(new_mark)
+    register_waiter(id, new_mark, valid_ms)
+    return { OK, 'live', epoch, new_mark }
   end
 
-  local function ended_well(kept)
+  local function done_reply(kept)
     return { OK, 'done', epoch, mark, string.match(kept, '^%d+ (%d+)'), kept }
   end
 
-  local function first_look()
+  local function first_call()
     if option('keep_done_ms') == 0 or options.done_max == '0' then return { KEEPS_NOTHING } end
-    local enqueued_ms = live_since(id)
+    local enqueued_ms = live_enqueued_ms(id)
     if enqueued_ms then
-      local known = mark_of(id)
-      return live(known ~= '' and known or string.format('%.0f-', now_us) .. enqueued_ms)
+      local stored_mark = mark_of(id)
+      return live_reply(stored_mark ~= '' and stored_mark or string.format('%.0f-', now_us) .. enqueued_ms)
     end
     local kept = redis.call('HGET', key('done:jobs'), id)
-    return kept and ended_well(kept) or { OK, 'gone', epoch, '' }
+    return kept and done_reply(kept) or { OK, 'gone', epoch, '' }
   end
 
-  local function look_again()
-    local known = mark_of(id)
-    if known == mark and redis.call('HEXISTS', key('jobs'), id) == 1 then return live(mark) end
-    local told = redis.call('GET', key_of('told', mark .. ':' .. id))
-    if told then
-      local how, fence, kept = string.match(told, '^(%a+) (%d+)\n?(.*)$')
-      return { OK, how, epoch, mark, fence, kept ~= '' and kept or nil }
+  local function later_call()
+    local stored_mark = mark_of(id)
+    if stored_mark == mark and redis.call('HEXISTS', key('jobs'), id) == 1 then return live_reply(mark) end
+    local stored = redis.call('GET', key_of('told', mark .. ':' .. id))
+    if stored then
+      local outcome, fence, kept = string.match(stored, '^(%a+) (%d+)\n?(.*)$')
+      return { OK, outcome, epoch, mark, fence, kept ~= '' and kept or nil }
     end
     -- He was away for long, or what ended it did not know of marks: the job is known by the time it was enqueued.
     local enqueued_ms = string.match(mark, '-(%d+)$')
-    if live_since(id) == enqueued_ms then return live(known ~= '' and known or mark) end
+    if live_enqueued_ms(id) == enqueued_ms then return live_reply(stored_mark ~= '' and stored_mark or mark) end
     local kept = redis.call('HGET', key('done:jobs'), id)
-    if kept and string.match(kept, '^[^\n]*\n[^\n]*\n.%d (%d+)') == enqueued_ms then return ended_well(kept) end
+    if kept and string.match(kept, '^[^\n]*\n[^\n]*\n.%d (%d+)') == enqueued_ms then return done_reply(kept) end
     return { OK, 'gone', epoch, mark }
   end
 
-  return mark == '' and first_look() or look_again()
+  return mark == '' and first_call() or later_call()
 end

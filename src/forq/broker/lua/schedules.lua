@@ -15,7 +15,7 @@ end
 function timers.schedule(id, due_ms)
   local head = timers.head_ms('scheduled')
   redis.call('ZREM', key('scheduled'), id)
-  redis.call('ZADD', key('scheduled'), hints.last_of_its_ms(key('scheduled'), due_ms), id)
+  redis.call('ZADD', key('scheduled'), hints.next_score(key('scheduled'), due_ms), id)
   timers.note_scheduled(id, due_ms)
   if not head or due_ms < head then
     redis.call('PUBLISH', channel('due'), string.format('%.0f', math.max(0, due_ms - now_ms)))
@@ -51,7 +51,7 @@ function timers.promote()
   -- Nothing else waits: whatever waits from now on has not waited for longer, however long ago it was enqueued
   -- (counts).
   if hints.main_waiting() + in_lane == #promoted then
-    journal.remember('idle_until_ms', string.format('%.0f', now_ms))
+    journal.set_count('idle_until_ms', string.format('%.0f', now_ms))
   end
   journal.note_ids('promoted', 0, promoted)
 end
@@ -75,7 +75,7 @@ end
 
 -- In how many ms something is to be done; -1: there is nothing. `told`: ticks that are due are known to the caller.
 -- (One that cannot be fired stays due: it must not bring the caller back at once, again and again.)
-function timers.next_ms(told)
+function timers.next_ms(ticks_known)
   local next_ms
   local function consider(at_ms)
     if at_ms and (not next_ms or at_ms < next_ms) then next_ms = at_ms end
@@ -83,7 +83,7 @@ function timers.next_ms(told)
   for _, name in ipairs(mode == 'work' and { 'scheduled' } or { 'scheduled', 'leases', 'expiries' }) do
     consider(timers.head_ms(name))
   end
-  local least = told and '(' .. string.format('%.0f', now_ms) or '-inf'
+  local least = ticks_known and '(' .. string.format('%.0f', now_ms) or '-inf'
   consider(tonumber(redis.call('ZRANGEBYSCORE', key('schedules:next'), least, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]))
   -- The limits have been lifted, and not all are woken yet.
   if rate_count + max_active == 0 and redis.call('EXISTS', key('limited')) == 1 then consider(now_ms) end
@@ -110,7 +110,7 @@ end
 -- (ms). Ticks are computed in Python, which gets RULE and POLICY, the head; whoever comes back with a plan has to show
 -- the same head.
 
-local TOLD_PER_CALL = 100
+local DUE_PER_CALL = 100
 
 -- The two first lines of a definition, and the rest; nil if it is broken.
 function schedules.read_definition(definition)
@@ -119,18 +119,18 @@ end
 
 -- KEY, tick and head of each tick that is due, behind what `reply` has already; not of those that the caller cannot
 -- fire.
-function schedules.add_due(reply, refused)
-  local leave_out = {}
-  for _, name in ipairs(refused) do leave_out[name] = true end
+function schedules.add_due(reply, excluded)
+  local is_excluded = {}
+  for _, name in ipairs(excluded) do is_excluded[name] = true end
   local due = redis.call('ZRANGEBYSCORE', key('schedules:next'), '-inf', string.format('%.0f', now_ms), 'WITHSCORES',
-    'LIMIT', 0, TOLD_PER_CALL + #refused)
+    'LIMIT', 0, DUE_PER_CALL + #excluded)
   for at = 1, #due, 2 do
-    local definition = not leave_out[due[at]] and redis.call('HGET', key('schedules'), due[at])
+    local definition = not is_excluded[due[at]] and redis.call('HGET', key('schedules'), due[at])
     if definition then
       reply[#reply + 1] = due[at]
       reply[#reply + 1] = due[at + 1]
       reply[#reply + 1] = schedules.read_definition(definition) or ''
-    elseif not leave_out[due[at]] then
+    elseif not is_excluded[due[at]] then
       redis.call('ZREM', key('schedules:next'), due[at])
     end
   end
@@ -228,7 +228,7 @@ function verbs.trigger()
   if schedules.is_unfinished(id) then return { EXISTS, 1 } end
   if records.is_full() then return { FULL, option('max_items') } end
   schedules.store_run(id, policy, identifier, data, now_ms)
-  hints.wake_idle(RING_AWAITERS)
+  hints.wake_idle(NOTIFY_AWAITERS)
   journal.write('-')
   return { OK, id }
 end
@@ -276,7 +276,7 @@ function verbs.fire()
   else
     redis.call('ZADD', key('schedules:next'), ARGV[4], name)
   end
-  hints.wake_idle(RING_AWAITERS)
+  hints.wake_idle(NOTIFY_AWAITERS)
   journal.write('-')
   return { OK, 1, timers.next_ms() }
 end
@@ -292,11 +292,11 @@ end
 function verbs.promote()
   if not epoch then return { NO_QUEUE } end
   leases.lapse()
-  leases.expire()
+  leases.expire_items()
   timers.promote()
-  limits.wake_unlimited()
-  done.forget_in_time(FORGOTTEN_DONE_PER_CALL)
-  hints.wake_idle(RING_AWAITERS, WAKE_LIMITED)
+  limits.wake_if_lifted()
+  done.expire(TRIMMED_DONE_PER_CALL)
+  hints.wake_idle(NOTIFY_AWAITERS, WAKE_LIMITED)
   journal.write('-')
   return schedules.add_due({ OK, timers.next_ms(true), now_ms }, ARGV)
 end

@@ -5,11 +5,11 @@ local MANY = 8
 -- A job that is buried by a claim costs about as much as so many hints that are skipped.
 local SKIPS_PER_BURIAL = 10
 -- Its worker was not asked for it: its queue has begun to keep results since.
-local UNTOLD = '!it ran before its queue kept results'
+local NO_RESULT = '!it ran before its queue kept results'
 -- How often at most pulse is told that jobs were given to a worker that may not be there to read them.
-local LOOK_MS = 2000
+local CLAIM_NOTICE_MS = 2000
 -- The byte 'c': the record has counts.
-local COUNTED = 99
+local COUNTED_FLAG = 99
 local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
 
 -- Of this turn: what it was called with, and what the queue says about it.
@@ -23,22 +23,22 @@ local settled, refused, limited, fates
 local moved
 -- `taken`: ids. `spent`: jobs that are buried. `again`: the ids whose record is not plain, with the number of the
 -- attempt that begins. `reply`: what there is before the jobs comes last.
-local taken, reply, spent, again
+local taken, reply, exhausted, attempt_of
 -- What may still be read of records; counted only if so many could be too much.
-local bytes_left, may_be_much
+local bytes_left, check_bytes
 
 -- Registers the turn, or says why it must not be taken.
-function turns.refuse()
+function turns.register()
   local registrations = workers_key(processor)
   local registered = redis.call('HGET', registrations, worker)
   if not registered then return FENCED end
-  if tonumber(turn) > holdings.number_of(registered) then
+  if tonumber(turn) > claims.last_turn(registered) then
     redis.call('HSET', registrations, worker, turn)
     return nil
   end
   -- The worker has gone on since: this turn would take away what it runs now. A BLMOVE that was sent along with it
   -- could not be refused.
-  holdings.return_parked(processor, worker)
+  claims.return_parked(processor, worker)
   hints.wake_idle(nil, WAKE_LIMITED)
   journal.write(worker)
   return STALE
@@ -46,12 +46,12 @@ end
 
 function turns.settle_successes(first)
   if done_count == 0 then return end
-  local results, told = {}, {}
+  local results, reported = {}, {}
   for at = first + 3 * done_count + 8 * failed_count, #ARGV, 2 do results[tonumber(ARGV[at])] = ARGV[at + 1] end
   local ids = {}
   for i = 0, done_count - 1 do ids[i + 1] = ARGV[first + 3 * i] end
   local owners = redis.call('HMGET', key('active'), unpack(ids))
-  local notes, keeps = {}, option('keep_done_ms') > 0
+  local notes, keeps_results = {}, option('keep_done_ms') > 0
   local fence, owner, entries
   for i = 1, done_count do
     local id, at = ids[i], first + 3 * (i - 1)
@@ -65,12 +65,12 @@ function turns.settle_successes(first)
       settled[#settled + 1] = id
       entries[#entries + 1] = id
       entries[#entries + 1] = ARGV[at + 2]
-      if keeps then told[id] = { micros = ARGV[at + 2], result = results[i] or UNTOLD } end
+      if keeps_results then reported[id] = { micros = ARGV[at + 2], result = results[i] or NO_RESULT } end
     else
       refused[#refused + 1] = id
     end
   end
-  done.settle(settled, notes, told)
+  done.settle(settled, notes, reported)
 end
 
 function turns.settle_failures(first)
@@ -87,9 +87,9 @@ function turns.settle_failures(first)
       retry_at_ms = tonumber(ARGV[at + 6]),
       chance = tonumber(ARGV[at + 7]),
     }
-    local follows = failures.settle(failure)
-    if follows then settled[#settled + 1] = id else refused[#refused + 1] = id end
-    for _, value in ipairs(follows or { 'refused', 0, 0, 0 }) do fates[#fates + 1] = value end
+    local fate = failures.settle(failure)
+    if fate then settled[#settled + 1] = id else refused[#refused + 1] = id end
+    for _, value in ipairs(fate or { 'refused', 0, 0, 0 }) do fates[#fates + 1] = value end
   end
 end
 
@@ -97,12 +97,12 @@ end
 function turns.owns_all(ids)
   if #ids == 0 then return true end
   for _, owner in ipairs(redis.call('HMGET', key('active'), unpack(ids))) do
-    if not holdings.is_owner(worker, owner) then return false end
+    if not claims.is_owner(worker, owner) then return false end
   end
   return true
 end
 
-function turns.may_begin(ids)
+function turns.can_claim_moved(ids)
   if #ids == 0 or lane ~= 'main' or #ids > want or other_hints > 0 or paused or has_limits then return false end
   if #ids > 1 and records.readable(#ids, READ_BYTES) < #ids then return false end
   for _, owner in ipairs(redis.call('HMGET', key('active'), unpack(ids))) do
@@ -120,47 +120,47 @@ function turns.keep_or_return()
     return true
   end
   local list = redis.call('LRANGE', processing, 0, -1)
-  local rest, over = {}, {}
-  for _, id in ipairs(settled) do over[id] = true end
+  local rest, settled_ids = {}, {}
+  for _, id in ipairs(settled) do settled_ids[id] = true end
   for _, id in ipairs(list) do
     -- Only once: if the id is there twice, the second one is a hint.
-    if over[id] then over[id] = nil else rest[#rest + 1] = id end
+    if settled_ids[id] then settled_ids[id] = nil else rest[#rest + 1] = id end
   end
   local held = #rest == keep and turns.owns_all(rest)
   if #rest == #list and held then return true end
   if #list > 0 then redis.call('DEL', processing) end
-  if not held and turns.may_begin(rest) then
+  if not held and turns.can_claim_moved(rest) then
     moved = rest
   elseif not held then
-    holdings.hand_back(worker, rest)
+    claims.return_jobs(worker, rest)
   elseif keep > 0 then
     redis.call('RPUSH', processing, unpack(rest))
   end
   return held
 end
 
-function turns.take(priority, ids)
+function turns.take(place, ids)
   -- Of many it costs less to ask first whether anybody has a job.
   local free = ids == moved or (#ids > MANY and redis.call('HLEN', key('active')) == 0)
   local owners = free and {} or redis.call('HMGET', key('active'), unpack(ids))
   local packed = redis.call('HMGET', key('jobs'), unpack(ids))
-  if may_be_much then
+  if check_bytes then
     for i = 1, #ids do bytes_left = bytes_left - (packed[i] and #packed[i] or 0) end
   end
   for i = 1, #ids do
     local id = ids[i]
-    local claimable = id ~= '' and not hints.ignore(priority, id)
-    if claimable and priority == LANE then in_lane = in_lane - 1 end
+    local claimable = id ~= '' and not hints.consume_stale(place, id)
+    if claimable and place == RETRY_PLACE then in_lane = in_lane - 1 end
     if claimable and not packed[i] then
       hints.drop(id)
     elseif claimable and not owners[i] and not taken[id] then
       taken[id] = true
       -- Only a record that is not plain has counts to look at.
-      local job = string.byte(packed[i]) == COUNTED and records.read(packed[i])
-      local error = job and failures.used_up(job, max_stalls, max_timeouts)
-      if job then again[id] = attempts.number(job) end
+      local job = string.byte(packed[i]) == COUNTED_FLAG and records.read(packed[i])
+      local error = job and failures.exhausted_error(job, max_stalls, max_timeouts)
+      if job then attempt_of[id] = attempts.number(job) end
       if error then
-        spent[#spent + 1] = { id = id, record = packed[i], error = error }
+        exhausted[#exhausted + 1] = { id = id, record = packed[i], error = error }
       else
         taken[#taken + 1] = id
         reply[#reply + 1] = id
@@ -171,24 +171,24 @@ function turns.take(priority, ids)
 end
 
 -- How many hints of a list are to be taken next, so that their records are not too much: 0 if the next one would be.
-function turns.claimable_hints(priority)
+function turns.claimable_hints(place)
   local count = records.readable(want - #taken, bytes_left)
   if count > 0 then return count end
   -- It may be shorter than the longest one.
-  local next_id = bytes_left < READ_BYTES and redis.call('LINDEX', (hints.first_list(priority)), 0)
+  local next_id = bytes_left < READ_BYTES and redis.call('LINDEX', (hints.first_list(place)), 0)
   return next_id and redis.call('HSTRLEN', key('jobs'), next_id) > bytes_left and 0 or 1
 end
 
 -- How many hints may still be skipped; 0 also if no more bytes may be read: what is in the next list must not go first.
-function turns.claim_from(priority, skips)
+function turns.claim_from(place, skips)
   while #taken < want and skips > 0 do
-    local count = may_be_much and turns.claimable_hints(priority) or want - #taken
+    local count = check_bytes and turns.claimable_hints(place) or want - #taken
     if count == 0 then return 0 end
-    local ids = hints.pop(priority, count)
+    local ids = hints.pop(place, count)
     if not ids then return skips end
-    local before, spent_before = #taken, #spent
-    turns.take(priority, ids)
-    skips = skips - (#ids - (#taken - before)) - SKIPS_PER_BURIAL * (#spent - spent_before)
+    local before, exhausted_before = #taken, #exhausted
+    turns.take(place, ids)
+    skips = skips - (#ids - (#taken - before)) - SKIPS_PER_BURIAL * (#exhausted - exhausted_before)
   end
   return skips
 end
@@ -198,29 +198,30 @@ function turns.claim_suspect()
   while #taken == 0 and skips > 0 and bytes_left > 0 do
     local id = redis.call('ZPOPMIN', key('suspects'))[1]
     if not id then return end
-    hints.count(SUSPECTS, -1)
-    local spent_before = #spent
-    turns.take(SUSPECTS, { id })
-    skips = skips - (#spent > spent_before and SKIPS_PER_BURIAL or 1)
+    hints.count(SUSPECTS_PLACE, -1)
+    local exhausted_before = #exhausted
+    turns.take(SUSPECTS_PLACE, { id })
+    skips = skips - (#exhausted > exhausted_before and SKIPS_PER_BURIAL or 1)
   end
 end
 
 -- A claim that was sent before there was a job comes from a process that may have been stopped since.
-function turns.tell_of_claim()
+function turns.publish_claim()
   -- Only this server remembers when it told last: if that is lost, pulse is told once more.
-  if math.abs(now_ms - (memo.told_ms or 0)) < LOOK_MS then return end
-  memo.told_ms = now_ms
+  if math.abs(now_ms - (cached.claim_published_ms or 0)) < CLAIM_NOTICE_MS then return end
+  cached.claim_published_ms = now_ms
   redis.call('PUBLISH', channel('due'), 'look ' .. worker .. ' ' .. turn)
 end
 
 function turns.claim()
-  may_be_much = records.readable(want, READ_BYTES) < want
+  check_bytes = records.readable(want, READ_BYTES) < want
   if lane ~= 'main' and not parent then
     -- One job at a time: whatever kills the process now, it was this one. It may come after many that are buried.
-    want, may_be_much = 1, true
+    want, check_bytes = 1, true
     if suspect_hints > 0 then turns.claim_suspect() end
     -- The second chance comes only while nothing else waits.
-    if lane == 'retry' and in_lane > 0 and hints.main_waiting() == 0 then turns.claim_from(LANE, SKIPS_PER_TURN) end
+    local lane_open = lane == 'retry' and in_lane > 0 and hints.main_waiting() == 0
+    if lane_open then turns.claim_from(RETRY_PLACE, SKIPS_PER_TURN) end
   elseif other_hints == 0 then
     if #moved > 0 then turns.take('5', moved) end
     turns.claim_from('5', SKIPS_PER_TURN)
@@ -228,14 +229,14 @@ function turns.claim()
     local skips = SKIPS_PER_TURN
     for _, priority in ipairs(PRIORITIES) do skips = turns.claim_from(priority, skips) end
   end
-  if #taken + #spent == 0 then return '' end
-  local fence = holdings.next_fence()
+  if #taken + #exhausted == 0 then return '' end
+  local fence = claims.next_fence()
   -- What stalled or timed out too often ends here: its handler is not called.
-  for _, job in ipairs(spent) do
-    journal.note('claimed ' .. fence .. ' ' .. again[job.id] .. ' ' .. job.id)
+  for _, job in ipairs(exhausted) do
+    journal.note('claimed ' .. fence .. ' ' .. attempt_of[job.id] .. ' ' .. job.id)
     job.fence, job.micros, job.brief = fence, '-', job.error
   end
-  if #spent > 0 then dead.bury(spent) end
+  if #exhausted > 0 then dead.bury(exhausted) end
   limits.take_tokens(#taken)
   if #taken == 0 then return '' end
   local owner = worker .. ':' .. fence
@@ -246,21 +247,21 @@ function turns.claim()
   end
   redis.call('HSET', key('active'), unpack(pairs_to_set))
   redis.call('RPUSH', processing, unpack(taken, 1, #taken))
-  if next(again) == nil then
+  if next(attempt_of) == nil then
     journal.note_ids('claimed', fence .. ' 1', taken)
   else
     -- In their order, a line for those next to each other that are at the same attempt.
-    local alike, attempt = {}, 1
+    local same_attempt, attempt = {}, 1
     for _, id in ipairs(taken) do
-      if (again[id] or 1) ~= attempt then
-        journal.note_ids('claimed', fence .. ' ' .. attempt, alike)
-        alike, attempt = {}, again[id] or 1
+      if (attempt_of[id] or 1) ~= attempt then
+        journal.note_ids('claimed', fence .. ' ' .. attempt, same_attempt)
+        same_attempt, attempt = {}, attempt_of[id] or 1
       end
-      alike[#alike + 1] = id
+      same_attempt[#same_attempt + 1] = id
     end
-    journal.note_ids('claimed', fence .. ' ' .. attempt, alike)
+    journal.note_ids('claimed', fence .. ' ' .. attempt, same_attempt)
   end
-  if ARGV[7] == 'waiting' then turns.tell_of_claim() end
+  if ARGV[7] == 'waiting' then turns.publish_claim() end
   return fence
 end
 
@@ -268,19 +269,19 @@ end
 -- time would keep others out.
 function turns.within_limits()
   local left = limits.room()
-  if lane == 'main' then left = left - limits.left_to_suspects() end
+  if lane == 'main' then left = left - limits.reserved_for_suspects() end
   if max_active > 0 then left = math.min(left, 1) end
   if left > 0 then
-    if lane ~= 'main' and limits.left_to_suspects() > 0 then limits.leave_place(0) end
+    if lane ~= 'main' and limits.reserved_for_suspects() > 0 then limits.reserve_for_suspects(0) end
     return math.min(want, left)
   end
   if lane == 'main' then
     -- Stale hints alone bring workers here, too: they would come again and again.
     limited = hints.main_waiting() > 0 or other_hints > 0
-    if limited then limits.hold(processor, worker) end
+    if limited then limits.add_worker(processor, worker) end
   elseif lane == 'retry' and suspect_hints > 0 then
     -- It is told when it may. A process for suspects alone ends instead: nobody would come for the place.
-    limits.leave_place(LEFT_MS + (limits.refill_ms() or 0))
+    limits.reserve_for_suspects(RESERVED_MS + (limits.refill_ms() or 0))
   end
   return 0
 end
@@ -312,14 +313,14 @@ function verbs.turn()
   max_stalls, max_timeouts = tonumber(options.max_stalls or 3), tonumber(options.max_timeouts or 3)
   processing = worker_key(processor, worker, 'processing')
   settled, refused, limited, fates, moved = {}, {}, false, failed_count > 0 and {} or nil, {}
-  taken, reply, spent, again = {}, { 0, 0, 0, 0, 0, 0, 0, 0 }, {}, {}
+  taken, reply, exhausted, attempt_of = {}, { 0, 0, 0, 0, 0, 0, 0, 0 }, {}, {}
   if fates then reply[9] = fates end
-  bytes_left, may_be_much = READ_BYTES, false
+  bytes_left, check_bytes = READ_BYTES, false
 
-  local refusal = turns.refuse()
+  local refusal = turns.register()
   if refusal then return { refusal } end
 
-  if has_limits then limits.release(processor, worker) end
+  if has_limits then limits.remove_worker(processor, worker) end
   turns.settle_successes(10)
   turns.settle_failures(10 + 3 * done_count)
   timers.promote()
@@ -327,7 +328,7 @@ function verbs.turn()
   local fence = ''
   if has_limits and want > 0 and not paused then want = turns.within_limits() end
   if want > 0 and not paused then fence = turns.claim() end
-  if rate_count > 0 and (limited or fence ~= '') then limits.tell_refill() end
+  if rate_count > 0 and (limited or fence ~= '') then limits.publish_refill_if_limited() end
   hints.wake_idle(nil, WAKE_LIMITED)
   journal.write(worker)
 

@@ -57,10 +57,10 @@ if not EVAL_KEYS then
 end
 
 -- The same text runs through EVAL where the server takes no functions: then the verb is the last argument.
-local asked = table.remove(EVAL_ARGV)
+local verb = table.remove(EVAL_ARGV)
 for i = 1, #VERBS do
-  if VERBS[i][1] == asked then
+  if VERBS[i][1] == verb then
     VERBS[i][2](EVAL_KEYS, EVAL_ARGV)
-    return verbs[asked]()
+    return verbs[verb]()
   end
 end

@@ -3,12 +3,12 @@
 -- The number of the claims of one call: max(last + 1, server time). It never goes back, not even after a failover to a
 -- slower clock. No id is claimed twice in one call.
 
-function holdings.next_fence()
-  if not fence_of_this_call then
-    fence_of_this_call = string.format('%d', math.max(tonumber(remembered[4] or 0) + 1, now_us))
-    journal.remember('fence', fence_of_this_call)
+function claims.next_fence()
+  if not call_fence then
+    call_fence = string.format('%d', math.max(tonumber(stored_counts[4] or 0) + 1, now_us))
+    journal.set_count('fence', call_fence)
   end
-  return fence_of_this_call
+  return call_fence
 end
 
 -- What a worker holds: its processing list (ids) and its entries in `active` (id -> OWNER, OWNER = WORKER:FENCE,
@@ -16,15 +16,15 @@ end
 
 local REMOVED = ':removed'
 
-function holdings.is_removed(owner)
+function claims.is_removed(owner)
   return string.sub(owner, -#REMOVED) == REMOVED
 end
 
-function holdings.is_owner(worker, owner)
+function claims.is_owner(worker, owner)
   return owner and string.sub(owner, 1, #worker + 1) == worker .. ':'
 end
 
-function holdings.fence_of(owner)
+function claims.fence_of(owner)
   return string.match(owner, ':(%d+)')
 end
 
@@ -33,29 +33,29 @@ end
 -- nil): the job that was running when its worker was lost: its id, its outcome, and what counts it (failures.lua). One
 -- that timed out goes to the back of its place, one that was killed is cancelled. `kept` (or nil): ids (as keys) that
 -- stay with the worker; one that is in `list` too is a hint there.
-function holdings.hand_back(worker, list, lost, kept)
+function claims.return_jobs(worker, list, lost, kept)
   if #list == 0 then return end
   local owners = redis.call('HMGET', key('active'), unpack(list))
   local packed = redis.call('HMGET', key('jobs'), unpack(list))
   local front, back, later, freed, removed, returned, seen = {}, nil, {}, {}, {}, {}, {}
   -- What BLMOVE took comes after the hints that were swept.
   local _, swept = hints.first_list('5')
-  local unbegun = {}
+  local unstarted = {}
   for i, id in ipairs(list) do
     local owner, record = owners[i], packed[i]
     returned_bytes = returned_bytes + (record and #record or 0)
-    local owned = holdings.is_owner(worker, owner) and not seen[id] and not (kept and kept[id])
+    local owned = claims.is_owner(worker, owner) and not seen[id] and not (kept and kept[id])
     if owned then
       seen[id] = true
       freed[#freed + 1] = id
     end
     -- A hint that goes uses up its stale count whatever became of the job: a count that outlived its hint would
     -- swallow the hint of the next job of that id.
-    local stale = not owned and id ~= '' and hints.ignore('5', id)
+    local stale = not owned and id ~= '' and hints.consume_stale('5', id)
     local running = owned and lost and id == lost.id
-    if owned and (holdings.is_removed(owner) or not record or (running and lost.outcome == 'cancelled')) then
+    if owned and (claims.is_removed(owner) or not record or (running and lost.outcome == 'cancelled')) then
       removed[#removed + 1] = id
-      journal.note('cancelled ' .. holdings.fence_of(owner) .. ' ' .. id)
+      journal.note('cancelled ' .. claims.fence_of(owner) .. ' ' .. id)
     elseif owned or (id ~= '' and not stale and record and not owner) then
       local job = owned and records.read(record)
       if running then lost.count(lost, owner, job) end
@@ -71,7 +71,7 @@ function holdings.hand_back(worker, list, lost, kept)
       elseif running and lost.outcome == 'timed_out' then
         back = place
       elseif swept and not owned then
-        table.insert(unbegun, 1, id)
+        table.insert(unstarted, 1, id)
       else
         front[place] = front[place] or {}
         table.insert(front[place], id)
@@ -82,20 +82,20 @@ function holdings.hand_back(worker, list, lost, kept)
     end
   end
   if #freed > 0 then redis.call('HDEL', key('active'), unpack(freed)) end
-  progress.forget(freed)
+  progress.delete(freed)
   if #removed > 0 then
     redis.call('HDEL', key('jobs'), unpack(removed))
     if mode ~= 'work' then redis.call('ZREM', key('expiries'), unpack(removed)) end
-    attempts.forget(removed)
+    attempts.delete(removed)
     blocked.unblock(removed)
-    waiters.tell(removed, 'cancelled')
+    waiters.notify(removed, 'cancelled')
   end
   journal.note_ids('returned', 0, returned)
   for _, job in ipairs(later) do
     timers.schedule(job[1], job[2])
     timers.set_expiry(job[1], job[2])
   end
-  if #unbegun > 0 then redis.call('LPUSH', key('pending'), unpack(unbegun)) end
+  if #unstarted > 0 then redis.call('LPUSH', key('pending'), unpack(unstarted)) end
   hints.push_front(front)
   if back then hints.push_back(back, { lost.id }) end
 end
@@ -104,13 +104,13 @@ end
 -- behind what the worker runs, and nobody else sees it there.
 
 -- The number of the last turn in a registration, NUMBER or NUMBER:SHIFT (holdings.position).
-function holdings.number_of(registered)
+function claims.last_turn(registered)
   return tonumber(registered) or tonumber(string.match(registered, '^%d+'))
 end
 
 -- Gives back what is in the list of a worker and is not its own. What it owns keeps its place there: positions count on
 -- it.
-function holdings.return_parked(processor, worker)
+function claims.return_parked(processor, worker)
   local processing = worker_key(processor, worker, 'processing')
   local list = redis.call('LRANGE', processing, 0, -1)
   if #list == 0 then return end
@@ -118,7 +118,7 @@ function holdings.return_parked(processor, worker)
   local own, parked, kept = {}, {}, {}
   for i, id in ipairs(list) do
     -- Only once: if the id is there twice, the second one is a hint.
-    if holdings.is_owner(worker, owners[i]) and not kept[id] then
+    if claims.is_owner(worker, owners[i]) and not kept[id] then
       kept[id] = true
       own[#own + 1] = id
     else
@@ -126,7 +126,7 @@ function holdings.return_parked(processor, worker)
     end
   end
   if #parked == 0 then return end
-  holdings.hand_back(worker, parked, nil, kept)
+  claims.return_jobs(worker, parked, nil, kept)
   redis.call('DEL', processing)
   if #own > 0 then redis.call('RPUSH', processing, unpack(own)) end
 end
@@ -135,7 +135,7 @@ end
 
 -- A worker's registration holds the number of its last turn and, after a rescue, how many entries have left the head of
 -- its processing list since: TURN or TURN:SHIFT. Its position in that list, or nil if it does not belong to this turn.
-function holdings.position(processor, worker, turn, index)
+function claims.position(processor, worker, turn, index)
   local registered = redis.call('HGET', workers_key(processor), worker)
   if not registered then return nil end
   local last, shift = string.match(registered, '^(%d+):?(%d*)$')
@@ -144,18 +144,18 @@ function holdings.position(processor, worker, turn, index)
 end
 
 -- The ids of `list` that `worker` owns count as done: it ran them, but did not live to say so. Returns the others.
-function holdings.settle_ran(worker, list)
+function claims.settle_finished(worker, list)
   if #list == 0 then return {} end
   local owners = redis.call('HMGET', key('active'), unpack(list))
   local ids, notes, others, seen = {}, {}, {}, {}
   for i, id in ipairs(list) do
     local owner = owners[i]
-    if seen[id] or not holdings.is_owner(worker, owner) then
+    if seen[id] or not claims.is_owner(worker, owner) then
       others[#others + 1] = id
     else
       seen[id] = true
       ids[#ids + 1] = id
-      local fence = holdings.fence_of(owner)
+      local fence = claims.fence_of(owner)
       notes[fence] = notes[fence] or {}
       table.insert(notes[fence], id .. ' -')
     end
