@@ -1,53 +1,49 @@
--- One call: what it was called with, the server's clock, the options of its queue, and every variable that lasts no
--- longer than the call. KEYS[1] is the queue's base, PREFIX .. 'queue:{NAME}'; its keys are base .. ':' .. a name
--- listed in keys.py.
+-- State of one call: arguments, server clock, the queue's options, and every variable that lives only for the call.
+-- KEYS[1] is the queue's base, PREFIX .. 'queue:{NAME}'. Its keys are base .. ':' .. a name listed in keys.py.
 --
--- The files of this folder are one library, put together in the order that scripts.py lists. Functions are in tables,
--- one per duty, so each may use all others. What a call has to remember is in the variables below: all of them are set
--- by begin, open and open_counts, so no call sees what another one left, not even one that ended with an error.
+-- scripts.py joins the files of this folder into one library. Functions live in tables, one per duty, so that each can
+-- call all others. Per-call state lives in the variables below. begin, open and open_counts set all of them, so no call
+-- sees state left by another one, not even by one that failed.
 
 local journal, records, attempts, hints, limits, timers, schedules, blocked = {}, {}, {}, {}, {}, {}, {}, {}
 local progress, waiters, done, awaiters, leases, claims, failures, dead = {}, {}, {}, {}, {}, {}, {}, {}
 local recovery, turns, verbs = {}, {}, {}
 
--- What would be worked out in every call: the names of the keys, and the options of the queue. It follows from the
--- base, and from the epoch and the version of the options, which are read each time: no call sees what another one did.
+-- Key names and options per queue base. Options are valid for one epoch and version, which every call reads again, so a
+-- call never sees stale options.
 local CACHE, CACHE_MAX = { queues = {}, count = 0 }, 1000
 
 local KEYS, ARGV
--- The queue. `parent`: the queue that a fail queue belongs to. `memo`: its part of KNOWN.
+-- `parent`: the base of the queue that a fail queue belongs to. `cached`: the queue's entry in CACHE.
 local base, parent, cached, cached_keys
 local now_us, now_ms
--- Options. `on_request`: items leave when somebody asks for them; then nobody blocks on a list, and awaiters are rung.
+-- `on_request`: items leave only on request, so no worker blocks on a list and awaiters are notified instead.
 local epoch, paused, options, cached_numbers, protocol, mode, on_request
 local journal_on, journal_max, rate_count, max_active, has_limits
--- `counts` is read once per call and written once: each command costs as much as the hash of an entry of the journal.
+-- The hash `counts` is read once and written once per call: each command costs as much as hashing a journal entry.
 local stored_counts, new_counts
--- Lines for the journal.
 local events
--- How many hints are in the lists of the priorities other than 5: while it is 0 a claim looks at one list only. How
--- many jobs wait in the retry lane (hints that are not stale). How many hints of suspects there are.
+-- other_hints: hints in lists of priorities other than 5; while it is 0, a claim reads one list only. in_lane: jobs
+-- waiting in the retry lane (stale hints excluded).
 local other_hints, in_lane, suspect_hints
 local other_hints_before, in_lane_before, suspect_hints_before
--- Whether `stale` may have entries, and how many hints are in swept lists; nil: nobody has asked yet.
+-- Whether `stale` may have entries, and the number of hints in swept lists. nil: not read yet.
 local may_be_stale, swept_hints
--- Ids that have become ready in this call, of a queue whose items leave on request.
+-- Ids that became ready in this call (on_request only).
 local ready_ids
--- The token bucket of the rate, and until when a place is left to the suspects; nil: nobody has asked yet.
+-- The token bucket of the rate, and until when one unit of the limits is reserved for suspects. nil: not read yet.
 local bucket, reserved_until_ms
--- Whether `progress` has entries; nil: nobody has asked yet. Most queues have none, and then asking is all it costs.
+-- Whether `progress` has entries. nil: not read yet. Most queues have none, so one check is the whole cost.
 local has_progress
--- Whether there were too many dead awaiters before any living one, or too many hints to skip: then the call is to be
--- repeated.
+-- The call stopped at too many expired awaiters, or at too many skipped hints: the caller must repeat it.
 local too_many_expired, too_many_skipped
--- What was read of the records of jobs that this call has given back: a call for many owners ends when that is much.
+-- Record bytes read for jobs returned by this call; calls for many owners stop when it gets large.
 local returned_bytes
--- The jobs that were running and come back, each with its fate: five values.
+-- Jobs that were running and return, each with its fate: five values per job.
 local lost_jobs
--- The number of the claims of this call; nil: there was none yet.
+-- The fence of all claims of this call; nil: none yet.
 local call_fence
 
--- The beginning of every call.
 local function begin(keys, args)
   KEYS, ARGV = keys, args
   base, parent, cached, cached_keys, now_us, now_ms = nil, nil, nil, nil, nil, nil
@@ -69,7 +65,7 @@ local function key(name)
   return full
 end
 
--- A key of something that comes and goes.
+-- Builds a key with a variable part. These are not cached: there is no limit to their number.
 local function key_of(kind, name)
   return base .. ':' .. kind .. ':' .. name
 end
@@ -88,7 +84,7 @@ local function worker_key(processor, worker, list)
   return key_of('processor', processor .. ':worker:' .. worker .. ':' .. list)
 end
 
--- An option that is a number; 0 if the queue was made by a release that did not know it.
+-- A numeric option; 0 if the queue was created by a release without it.
 local function option(name)
   local value = cached_numbers[name]
   if not value then
@@ -98,21 +94,21 @@ local function option(name)
   return value
 end
 
--- Published messages reach all databases of a server, in which there may be queues of the same name: a channel has the
--- number of the database in it. A script cannot ask for that; whoever makes or joins the queue says it.
+-- Published messages reach all databases of a server, and other databases may have a queue of the same name. So the
+-- channel contains the database number. Scripts cannot read it; the option `db` stores it.
 local function channel(name)
   return base .. '@' .. (options.db or '0') .. ':' .. name
 end
 
--- The beginning of a call about a queue.
+-- Starts a call about a queue.
 local function open(keys, args)
   begin(keys, args)
   base = keys[1]
   cached = CACHE.queues[base]
   if not cached then
     if CACHE.count == CACHE_MAX then CACHE.queues, CACHE.count = {}, 0 end
-    -- A queue with a fail handler has a fail queue below it, BASE ':fail', with the same keys and verbs: its jobs are
-    -- the permanent failures of the queue, and the retry child works on them.
+    -- The fail queue of a queue is BASE ':fail', with the same keys and verbs. Its jobs are the queue's permanent
+    -- failures; the retry process runs them.
     cached = { keys = {}, parent = string.match(base, '^(.*):fail$') }
     CACHE.queues[base], CACHE.count = cached, CACHE.count + 1
   end
@@ -122,7 +118,7 @@ local function open(keys, args)
   now_us = tonumber(now[1]) * 1000000 + tonumber(now[2])
   now_ms = math.floor(now_us / 1000)
 
-  -- Pausing does not change the version: workers need not hear of the other options then.
+  -- Pausing does not change the version, so it does not invalidate the cached options.
   local stored = redis.call('HMGET', key('options'), 'epoch', 'version', 'paused')
   epoch, paused = stored[1], stored[3] == '1'
   if not stored[2] or cached.epoch ~= epoch or cached.version ~= stored[2] then
@@ -138,7 +134,7 @@ local function open(keys, args)
   has_limits = rate_count > 0 or max_active > 0
 end
 
--- The beginning of a call that changes jobs: with what `counts` says of the journal, the last fence and the hints.
+-- Starts a call that changes jobs: also reads `counts`.
 local function open_counts(keys, args)
   open(keys, args)
   stored_counts = redis.call('HMGET', key('counts'), 'journal_sequence', 'journal_hash', 'journal_bytes', 'fence',

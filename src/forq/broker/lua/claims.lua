@@ -1,7 +1,7 @@
--- What workers hold, and how it goes back.
+-- Claims: fences, owners, and how claimed jobs return to the queue.
 
--- The number of the claims of one call: max(last + 1, server time). It never goes back, not even after a failover to a
--- slower clock. No id is claimed twice in one call.
+-- The fence of all claims of one call: max(last + 1, server time). It never decreases, not even after a failover to a
+-- server whose clock is behind. No id is claimed twice in one call.
 
 function claims.next_fence()
   if not call_fence then
@@ -11,8 +11,8 @@ function claims.next_fence()
   return call_fence
 end
 
--- What a worker holds: its processing list (ids) and its entries in `active` (id -> OWNER, OWNER = WORKER:FENCE,
--- followed by ':removed' once somebody asked to remove the running job).
+-- A worker holds the ids of its processing list. `active` holds id -> OWNER for claimed ones. OWNER is WORKER:FENCE,
+-- followed by ':removed' if the running job is marked for removal.
 
 local REMOVED = ':removed'
 
@@ -28,17 +28,17 @@ function claims.fence_of(owner)
   return string.match(owner, ':(%d+)')
 end
 
--- Gives the ids of `list` back, in order, before all that waits. Owned ids lose their owner; ids that were moved here
--- but never begun are hints of priority 5 and are treated as such. The caller empties the processing list. `lost` (or
--- nil): the job that was running when its worker was lost: its id, its outcome, and what counts it (failures.lua). One
--- that timed out goes to the back of its place, one that was killed is cancelled. `kept` (or nil): ids (as keys) that
--- stay with the worker; one that is in `list` too is a hint there.
+-- Returns the ids of `list`, in order, before all waiting jobs. Owned ids lose their owner. Ids that BLMOVE moved here
+-- but no turn claimed are hints of priority 5. The caller empties the processing list.
+--   lost  (or nil) the job that was running when its worker was lost: id, outcome, cause (failures.count_loss). After a
+--         timeout it goes to the back of its place; if it was killed, it is cancelled.
+--   kept  (or nil) ids (as keys) that stay with the worker; an entry of `list` with such an id is a stray hint.
 function claims.return_jobs(worker, list, lost, kept)
   if #list == 0 then return end
   local owners = redis.call('HMGET', key('active'), unpack(list))
   local packed = redis.call('HMGET', key('jobs'), unpack(list))
   local front, back, later, freed, removed, returned, seen = {}, nil, {}, {}, {}, {}, {}
-  -- What BLMOVE took comes after the hints that were swept.
+  -- Ids taken by BLMOVE come after the swept hints.
   local _, swept = hints.first_list('5')
   local unstarted = {}
   for i, id in ipairs(list) do
@@ -49,8 +49,8 @@ function claims.return_jobs(worker, list, lost, kept)
       seen[id] = true
       freed[#freed + 1] = id
     end
-    -- A hint that goes uses up its stale count whatever became of the job: a count that outlived its hint would
-    -- swallow the hint of the next job of that id.
+    -- A removed hint always consumes its stale count. Otherwise the count would hide the hint of the next job of that
+    -- id.
     local stale = not owned and id ~= '' and hints.consume_stale('5', id)
     local running = owned and lost and id == lost.id
     if owned and (claims.is_removed(owner) or not record or (running and lost.outcome == 'cancelled')) then
@@ -100,16 +100,15 @@ function claims.return_jobs(worker, list, lost, kept)
   if back then hints.push_back(back, { lost.id }) end
 end
 
--- A BLMOVE over a connection that its worker has given up cannot be refused: it parks an id in the worker's list,
--- behind what the worker runs, and nobody else sees it there.
+-- A BLMOVE on an abandoned connection cannot be refused. It parks an id in the worker's list, behind the running jobs,
+-- where no other worker sees it.
 
--- The number of the last turn in a registration, NUMBER or NUMBER:SHIFT (holdings.position).
+-- The last turn number of a registration, TURN or TURN:SHIFT (claims.position).
 function claims.last_turn(registered)
   return tonumber(registered) or tonumber(string.match(registered, '^%d+'))
 end
 
--- Gives back what is in the list of a worker and is not its own. What it owns keeps its place there: positions count on
--- it.
+-- Returns ids in a worker's list that the worker does not own. Owned ids keep their order: positions depend on it.
 function claims.return_parked(processor, worker)
   local processing = worker_key(processor, worker, 'processing')
   local list = redis.call('LRANGE', processing, 0, -1)
@@ -117,7 +116,7 @@ function claims.return_parked(processor, worker)
   local owners = redis.call('HMGET', key('active'), unpack(list))
   local own, parked, kept = {}, {}, {}
   for i, id in ipairs(list) do
-    -- Only once: if the id is there twice, the second one is a hint.
+    -- Only once: a second entry of the same id is a hint.
     if claims.is_owner(worker, owners[i]) and not kept[id] then
       kept[id] = true
       own[#own + 1] = id
@@ -131,10 +130,9 @@ function claims.return_parked(processor, worker)
   if #own > 0 then redis.call('RPUSH', processing, unpack(own)) end
 end
 
--- What a worker has done of its batch, when others have to say it: its position tells which jobs it ran.
-
--- A worker's registration holds the number of its last turn and, after a rescue, how many entries have left the head of
--- its processing list since: TURN or TURN:SHIFT. Its position in that list, or nil if it does not belong to this turn.
+-- A worker's registration is the number of its last turn and, after a rescue, how many entries have left the head of
+-- its processing list since: TURN or TURN:SHIFT. Returns the worker's position in the list; nil if it is of another
+-- turn.
 function claims.position(processor, worker, turn, index)
   local registered = redis.call('HGET', workers_key(processor), worker)
   if not registered then return nil end
@@ -143,7 +141,7 @@ function claims.position(processor, worker, turn, index)
   return index - (tonumber(shift) or 0)
 end
 
--- The ids of `list` that `worker` owns count as done: it ran them, but did not live to say so. Returns the others.
+-- Settles the ids of `list` that `worker` owns as done: it ran them but died before reporting. Returns the other ids.
 function claims.settle_finished(worker, list)
   if #list == 0 then return {} end
   local owners = redis.call('HMGET', key('active'), unpack(list))

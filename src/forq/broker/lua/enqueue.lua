@@ -1,9 +1,9 @@
--- A dispatch of an id that is active waits behind it: `blocked`, id -> what it asks for. Several dispatches fold into
--- one entry: UPDATE RESET PRIORITY OWN LO HI '\n' BODY.
---   UPDATE, RESET   whether data is replaced and counts are reset if the active job comes back
---   OWN             run_at (ms) of the blocked job if the active one ends and it becomes a job of its own
---   LO, HI          what happens to the active job's run_at if it comes back: min(max(run_at, LO), HI).
---                   Setting, "if later" and "if earlier" are all of this form, and so is any sequence of them.
+-- Enqueue, update and cancel jobs. An enqueue for an active id is blocked behind it: `blocked`, id -> entry. Several
+-- enqueues fold into one entry: UPDATE RESET PRIORITY OWN LO HI '\n' BODY.
+--   UPDATE, RESET  whether to replace data and reset counts if the active job returns
+--   OWN            run_at (ms) of the blocked job if the active one ends and it becomes a job of its own
+--   LO, HI         new run_at of the active job if it returns: min(max(run_at, LO), HI). Setting a time, "if later" and
+--                  "if earlier" all have this form, and so has any sequence of them.
 
 function blocked.clamp(run_at, lo, hi)
   return math.min(math.max(run_at, lo), hi)
@@ -24,7 +24,7 @@ function blocked.read(id)
   }
 end
 
--- The active jobs `ids` have ended: what is blocked behind them becomes a job of its own.
+-- The active jobs `ids` have ended: the entries blocked behind them become jobs.
 function blocked.unblock(ids)
   if #ids == 0 or redis.call('EXISTS', key('blocked')) == 0 then return end
   local unblocked, entries = {}, {}
@@ -45,7 +45,7 @@ function blocked.unblock(ids)
   end
 end
 
--- The active job comes back to run again at `run_at`: what is blocked behind it updates it. Returns its run_at.
+-- The active job returns and runs again at `run_at`: updates it from the blocked entry. Returns the new run_at.
 function blocked.update(id, job, run_at)
   if redis.call('EXISTS', key('blocked')) == 0 then return run_at end
   local entry = blocked.read(id)
@@ -62,11 +62,9 @@ function blocked.update(id, job, run_at)
   return run_at
 end
 
--- How a dispatch comes to be blocked.
-
 local FAR = 9007199254740991  -- no run_at is later
 
--- The bounds after one more dispatch: first those that were, then what this one does.
+-- Folds one more enqueue into the bounds.
 function blocked.fold_bounds(lo, hi, how, run_at)
   if how == 'true' then return run_at, run_at end
   if how == 'if_later' then return math.max(lo, run_at), math.max(hi, run_at) end
@@ -92,12 +90,10 @@ function blocked.add(id, dispatch)
     entry.reset and 1 or 0, entry.priority, entry.own, entry.lo, entry.hi) .. entry.body)
 end
 
--- Jobs come, and are cancelled.
-
--- Where the jobs begin in ARGV, and how many values each has.
+-- First job in ARGV, and values per job.
 local FIRST, WIDTH = 7, 5
 
--- The usual call: one new job that may run at once. That it is new is found out by storing it.
+-- The common call: one new job that may run at once. HSETNX both checks and stores.
 local function store_single(count, max_items, max_data, stored_at)
   local id, priority, body = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
   local simple = count == 1 and ARGV[FIRST + 3] == '' and ARGV[FIRST + 4] == '' and mode == 'work'
@@ -111,15 +107,15 @@ local function store_single(count, max_items, max_data, stored_at)
   return true
 end
 
--- enqueue: stores jobs and makes them waiting or scheduled; all of them or none. A job whose id is there is updated, or
--- blocked behind it while it is active.
+-- enqueue: stores jobs as waiting or scheduled; all of them or none. A job with a known id updates the existing one, or
+-- is blocked behind it while that is active.
 -- KEYS[1]  the queue's base
--- ARGV     protocol, what to do about an id that is there ('update' | 'skip' | 'refuse' | 'leave'), update_data ('1' |
---          '0'), update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), number of
---          jobs, then per job: id, priority, body, token ('' = none), run_at (ms; '+ms' from now; '' = at once)
--- Returns  {OK, index, id, index, id ...}: the jobs (from 1) that a token shows to be stored already, with their id,
---          and those that were left out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items};
---          {EXISTS, index}; {TOO_LARGE, index, max_data}
+-- ARGV     protocol, what to do with a known id ('update' | 'skip' | 'refuse' | 'leave'), update_data ('1' | '0'),
+--          update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), number of jobs, then
+--          per job: id, priority, body, token ('' = none), run_at (ms; '+ms' from now; '' = at once)
+-- Returns  {OK, index, id, index, id ...}: the jobs (from 1) whose token is known, with the stored id, and those left
+--          out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index};
+--          {TOO_LARGE, index, max_data}
 -- States   (new) -> waiting | scheduled; (new) -> blocked; waiting <-> scheduled (updated)
 function verbs.enqueue()
   if not epoch then return { NO_QUEUE } end
@@ -154,7 +150,7 @@ function verbs.enqueue()
 
   local ids = {}
   for i = 1, count do ids[i] = ARGV[FIRST + WIDTH * (i - 1)] end
-  -- Whether they exist: of small records it costs least to read them.
+  -- Which ids exist. Reading small records is cheaper than one HEXISTS per id.
   local existing = {}
   if records.readable(count, READ_BYTES) == count then
     existing = redis.call('HMGET', key('jobs'), unpack(ids))
@@ -180,12 +176,12 @@ function verbs.enqueue()
       seen[id] = true
       new[#new + 1] = at
     end
-    -- Also of a job that was skipped: the repeated call is to skip it too, even if the job has run meanwhile. Not of
-    -- one that was left out: a later call is to store it.
+    -- Skipped jobs keep their token: the repeated call must skip them too, even if the job has run meanwhile. Jobs left
+    -- out do not: a later call must store them.
     if token ~= '' and not stored and not left_out then tokens[token] = id end
   end
 
-  -- How many items this call adds: what is updated or blocked already is none.
+  -- How many items this call adds; updates and existing blocked entries add none.
   local function added_items()
     local added, counted = #new, {}
     for _, at in ipairs(changes) do
@@ -232,7 +228,7 @@ function verbs.enqueue()
     end
   end
 
-  -- A job that waits or is scheduled changes in place, and changes its place if its time or its priority did.
+  -- Updates a waiting or scheduled job in place, and moves it if its time or priority changed.
   local function update(dispatch)
     local id = dispatch.id
     local job = records.read(redis.call('HGET', key('jobs'), id))
@@ -241,7 +237,7 @@ function verbs.enqueue()
     local lo, hi = blocked.fold_bounds(0, FAR, dispatch.update_run_at, dispatch.run_at)
     local new_run_at = blocked.clamp(run_at, lo, hi)
     if not job then
-      -- A broken record: nobody knows its priority, so its hint is found where a claim looks first.
+      -- A broken record has no priority; its hint goes where claims look first.
       job = { priority = '5', enqueued_ms = string.format('%.0f', now_ms) }
       records.reset_counts(job)
       dispatch.update_data = true
@@ -256,10 +252,10 @@ function verbs.enqueue()
     job.delayed = job.delayed or new_run_at > now_ms
     redis.call('HSET', key('jobs'), id, records.write(job))
     journal.note('updated 0 ' .. id)
-    -- Its age counts from its time. One that waits, or waits for its next try, gets no younger by an update.
+    -- The age counts from run_at. Updating a waiting job, or one between two attempts, must not make it younger.
     if mode ~= 'work' and new_run_at ~= run_at then timers.set_expiry(id, new_run_at, new_run_at <= now_ms) end
     if due and new_run_at > now_ms then
-      -- The journal says that it is scheduled even if nothing changes: without that it would say that the job waits.
+      -- Note it even if unchanged: after 'updated' the journal would otherwise show the job as waiting.
       if new_run_at ~= run_at then timers.schedule(id, new_run_at) else timers.note_scheduled(id, run_at) end
     elseif due then
       redis.call('ZREM', key('scheduled'), id)
@@ -288,11 +284,11 @@ function verbs.enqueue()
   return reply
 end
 
--- cancel: takes a job away that waits, is scheduled or is blocked behind an active one. remove: the same; of a running
--- job it only marks that it is to be forgotten: the id stays taken until its owner settles or dies.
+-- cancel: removes a waiting, scheduled or blocked job. A running job is only marked for removal: its id stays in use
+-- until its owner settles it or dies.
 -- KEYS[1]  the queue's base
 -- ARGV     id, whether to mark a running job ('1' | '0')
--- Returns  {OK, 1 taken away | 2 marked | 0 neither}; {NO_QUEUE}
+-- Returns  {OK, 1 removed | 2 marked | 0 neither}; {NO_QUEUE}
 -- States   waiting, scheduled, blocked -> cancelled
 function verbs.cancel()
   if not epoch then return { NO_QUEUE } end

@@ -1,28 +1,27 @@
--- Attempts that failed, or were lost with their worker: what follows for the job.
+-- Failed and lost attempts, dead jobs and the outbox.
 
--- What follows an attempt that failed, or that was lost with its process. Whoever logs the attempt says so: {how, in
--- how many ms the job is tried again, the number of the attempt, how many there are if all of them end like this one}.
--- how: 'retried'; 'lane' (in the retry lane); 'returned' (it waits again at once); 'suspect' (the same, and runs
--- alone); 'interrupted' (the same, and nothing was counted); 'dead' (also if the next claim buries it); 'removed';
--- 'refused' (the job was not this worker's any more).
+-- The fate of a job after a failed or lost attempt: {how, ms until it is retried, number of the attempt, number of
+-- attempts if all end like this one}. how: 'retried'; 'lane' (in the retry lane); 'returned' (waits again at once);
+-- 'suspect' (the same, and runs alone); 'interrupted' (the same, not counted); 'dead' (also if the next claim moves it
+-- to dead); 'removed'; 'refused' (the worker no longer owns the job).
 
 function failures.fate(how, due_ms, attempt, left)
   return { how, math.max(0, due_ms - now_ms), attempt, attempt + left }
 end
 
--- How many attempts a job has left after one that fails now and is not counted yet.
+-- Attempts left after one that fails now and is not counted yet.
 function failures.retries_left(job)
   if job.lane > 0 then return math.max(0, option('retry_lane_retries') - job.lane) end
   return math.max(0, option('max_retries') - job.retries) + option('retry_lane_retries')
 end
 
--- `count`: how many attempts were lost in this way, this one too; `most`: after how many the job is still tried again.
+-- `count`: attempts lost in this way, this one included. The job is dead above `max`.
 function failures.fate_by_count(due_ms, attempt, count, max)
   local left = math.max(0, max + 1 - count)
   return failures.fate(left == 0 and 'dead' or 'returned', due_ms, attempt, left)
 end
 
--- `lost`: a job that was running when its worker was lost (failures.lua), and was counted.
+-- `lost`: the job after failures.count_loss.
 function failures.fate_of_lost_job(lost)
   local job, due_ms = lost.counted, lost.run_at_ms
   if lost.outcome == 'stalled' then
@@ -33,11 +32,9 @@ function failures.fate_of_lost_job(lost)
   return failures.fate(job.lane == LANE_OF_SUSPECT and 'suspect' or 'interrupted', due_ms, attempts.count(job) + 1, 0)
 end
 
--- An attempt failed: the job is tried again later, or is dead. Options are read here and now, so that a change of them
--- applies to everything that is in the queue.
-
--- `failure`: id, owner (WORKER:FENCE), micros, error and brief error (JSON), kind, retry_at_ms (or nil), chance (0 to
--- 1). Returns what follows (failures.lua); nil if the job is not that owner's.
+-- Retries a failed job later, or moves it to dead. `failure`: id, owner (WORKER:FENCE), micros, error and brief error
+-- (JSON), kind, retry_at_ms (or nil), chance (0 to 1). Returns the fate; nil if the worker no longer owns the job. The
+-- options are read now, so changes apply to jobs that are already in the queue.
 function failures.settle(failure)
   local id, micros, brief, kind = failure.id, failure.micros, failure.brief, failure.kind
   local fence = claims.fence_of(failure.owner)
@@ -54,8 +51,7 @@ function failures.settle(failure)
     return due
   end
 
-  -- The job waits for its next attempt: until the time the handler asked for, else twice as long as the last time.
-  -- In the retry lane `lane` counts the attempts there.
+  -- Backs off exponentially unless the handler gave a time. In the retry lane, `lane` counts the attempts there.
   local function retry_job(job, lane_number)
     local due = failure.retry_at_ms
     if not due then
@@ -64,7 +60,7 @@ function failures.settle(failure)
     end
     local left = failures.retries_left(job)
     job.retries, job.lane = job.retries + 1, lane_number
-    -- What was blocked behind it may begin its counts anew.
+    -- requeue may reset the counts (blocked.update).
     local attempt = attempts.count(job)
     due = requeue(job, due, 'retried ' .. fence .. ' ' .. id .. ' ' .. micros .. ' ' .. dead.cause_of(brief))
     return failures.fate(lane_number > 0 and 'lane' or 'retried', due, attempt, left)
@@ -82,7 +78,7 @@ function failures.settle(failure)
       local due = requeue(job, 0, 'returned 0 ' .. id)
       return failures.fate_by_count(due, attempt, count, tonumber(options.max_timeouts or 3))
     end
-    -- Its handler came back, so it did not kill its process: it is no suspect any more.
+    -- Its handler returned, so the job did not crash its process: no longer a suspect.
     if job and job.lane == LANE_OF_SUSPECT then job.lane = 0 end
     if job and kind ~= 'permanent' and job.lane == 0 and job.retries < option('max_retries') then
       return retry_job(job, 0)
@@ -108,19 +104,16 @@ function failures.settle(failure)
   end
 end
 
--- A job was running when its worker was lost: what that means for it (the outcome), which depends on how it was lost.
-
--- What the journal says of it.
 function failures.note_loss(lost, fence)
   local verb = lost.outcome == 'suspect' and 'suspected' or lost.outcome
-  -- One word: a line is split at its blanks.
+  -- A single word: journal lines are split at spaces.
   local cause = lost.cause == '' and '-' or string.gsub(lost.cause, '[^!-~]', '_')
   local micros = tonumber(lost.micros) and ' ' .. lost.micros or ''
   journal.note(verb .. ' ' .. fence .. ' ' .. lost.id .. ' ' .. cause .. micros)
 end
 
--- `lost`: outcome ('stalled' | 'timed_out' | 'interrupted' | 'suspect'), cause, micros, stack, peak, silent (nobody saw
--- it). A broken record (no `job`) stays as it is: whoever runs it finds out.
+-- Counts an attempt that was lost with its worker. `lost`: id, outcome ('stalled' | 'timed_out' | 'interrupted' |
+-- 'suspect'), cause, micros, stack, peak. Sets lost.counted. A broken record (`job` is nil) stays unchanged.
 function failures.count_loss(lost, owner, job)
   local outcome = lost.outcome == 'suspect' and 'interrupted' or lost.outcome
   attempts.add(lost.id, outcome, lost.cause, lost.micros, nil, lost.stack, lost.peak)
@@ -130,14 +123,12 @@ function failures.count_loss(lost, owner, job)
   if lost.outcome == 'timed_out' then job.timeouts = job.timeouts + 1 end
   -- In the retry lane and in the fail queue it runs alone anyway.
   if lost.outcome == 'suspect' and job.lane == 0 and not parent then job.lane = LANE_OF_SUSPECT end
-  -- A copy: what was blocked behind it may begin its counts anew.
+  -- A copy, because blocked.update may reset the counts.
   lost.counted = { retries = job.retries, stalls = job.stalls, timeouts = job.timeouts, lane = job.lane }
 end
 
--- A job that was lost with its worker too often is not run again; looked at when it is claimed, with the limits of that
--- moment.
-
--- Why it is not, as an error in JSON; nil if it is.
+-- The error (JSON) of a job that stalled or timed out too often; nil if it may run. Checked at claim time, with the
+-- current limits.
 function failures.exhausted_error(job, max_stalls, max_timeouts)
   local text = '{"name":"%s","message":"the number of attempts that %s is %d, and %s is %d",'
     .. '"kind":"stall","traceback":null}'
@@ -148,20 +139,18 @@ function failures.exhausted_error(job, max_stalls, max_timeouts)
   end
 end
 
--- Jobs that failed for good: the record of each moves to `dead` under id@fence, apart from live jobs, followed by its
--- error and its attempts.
+-- Dead jobs: the record moves to `dead:jobs` under id@fence, followed by its error and its attempts.
 
 local DEAD_EXPIRED_PER_CALL = 100
 local LONGEST_CAUSE = 64
 
--- The journal's word for why an attempt failed: the name that an error, as JSON, begins with. A line is split at its
--- blanks, and what JSON has escaped is no name worth decoding.
+-- The exception name from an error in JSON, as a single word for the journal. Escapes in it are not decoded.
 function dead.cause_of(error)
   local name = string.sub(string.match(error, '"name":"([^"]*)') or '', 1, LONGEST_CAUSE)
   return name == '' and '-' or (string.gsub(name, '[\\%c \128-\255]', '_'))
 end
 
--- Each of `jobs`: id, fence, micros, record, error and brief error (JSON).
+-- Moves jobs to dead. Each has id, fence, micros, record, error and brief error (JSON).
 function dead.bury(jobs)
   local function delete_dead(members)
     if #members == 0 then return end
@@ -173,12 +162,12 @@ function dead.bury(jobs)
     end
   end
 
-  -- Text in JSON; ids hold nothing else that needs an escape.
+  -- JSON string; ids contain nothing else that needs an escape.
   local function quoted(text)
     return '"' .. string.gsub(text, '[\\"]', '\\%0') .. '"'
   end
 
-  -- What the fail handler gets is written by the step that fails the job: [[identifier, type, data], job, error].
+  -- The fail handler gets [[identifier, type, data], job, error].
   local function add_fail_job(id, fence, job, brief)
     local about = string.format(
       '{"id":%s,"priority":%s,"enqueued_at":%.3f,"retry_count":%d,"stall_count":%d,"timeout_count":%d,"fence":%s}',
@@ -192,7 +181,6 @@ function dead.bury(jobs)
     journal.note('failing ' .. fence .. ' ' .. id)
   end
 
-  -- A line for the failed log.
   local function outbox_line(id, fence, job, error)
     local line = string.format(
       '{"id":%s,"fence":%s,"died_ms":%.0f,"priority":%s,"enqueued_ms":%s,"counts":[%d,%d,%d],"body":',
@@ -217,7 +205,7 @@ function dead.bury(jobs)
     died[2 * i - 1], died[2 * i] = now_ms, member
     journal.note('dead ' .. fence .. ' ' .. id .. ' ' .. job.micros .. ' ' .. (has_fail_job and 1 or 0) .. ' '
       .. dead.cause_of(job.error))
-    -- Of a broken record nothing but its id is known; that is told all the same.
+    -- A broken record is logged with its id only.
     local parsed = records.read(job.record) or {
       priority = '5', enqueued_ms = string.format('%.0f', now_ms), retries = 0, stalls = 0, timeouts = 0, lane = 0,
       body = '[null,null,null]',
@@ -226,7 +214,7 @@ function dead.bury(jobs)
     if has_fail_job then add_fail_job(id, fence, parsed, job.brief) end
     if owners[i] then ended[#ended + 1] = id end
   end
-  -- The retry child may be busy for long with something else: pulse finds that out.
+  -- The retry process may be busy for long; pulse checks that and starts a helper.
   if has_fail_job then redis.call('PUBLISH', channel('due'), 'fail') end
   redis.call('HSET', key('dead:jobs'), unpack(archived))
   redis.call('ZADD', key('dead'), unpack(died))
@@ -246,16 +234,16 @@ function dead.bury(jobs)
     'LIMIT', 0, DEAD_EXPIRED_PER_CALL))
 end
 
--- revive: dead jobs wait again, each at the end of its priority's line, with all counts 0.
+-- revive: moves dead jobs to the end of their priority's list, with all counts 0.
 -- KEYS[1]  the queue's base
 -- ARGV     id@fence, id@fence ...
--- Returns  {OK, per member: 1 revived | 0 not there | EXISTS a live job has its id | FULL | BROKEN ...}, shorter than
---          what was asked when enough has been moved for one call; {NO_QUEUE}
+-- Returns  {OK, per member: 1 revived | 0 not found | EXISTS a live job has its id | FULL | BROKEN ...}, with fewer
+--          members than given if the byte limit of one call was reached; {NO_QUEUE}
 -- States   dead -> waiting
 function verbs.revive()
   if not epoch then return { NO_QUEUE } end
 
-  -- Priority and body of HEAD '\n' BODY '\n' ERROR ['\n' ATTEMPTS]; error is an object, attempts a list (dead.py).
+  -- A dead entry is HEAD '\n' BODY '\n' ERROR ['\n' ATTEMPTS]; ERROR is an object, ATTEMPTS a list (dead.py).
   local function read_dead(entry)
     local priority, rest = string.match(entry, '^.(%d) %d+[^\n]*\n(.*)$')
     if not priority then return nil end
@@ -295,10 +283,10 @@ function verbs.revive()
   return reply
 end
 
--- discard: dead jobs are forgotten.
+-- discard: deletes dead jobs.
 -- KEYS[1]  the queue's base
 -- ARGV     id@fence, id@fence ...
--- Returns  {OK, per member: 1 discarded | 0 not there ...}; {NO_QUEUE}
+-- Returns  {OK, per member: 1 discarded | 0 not found ...}; {NO_QUEUE}
 -- States   dead -> discarded
 function verbs.discard()
   if not epoch then return { NO_QUEUE } end
@@ -313,12 +301,13 @@ function verbs.discard()
   return reply
 end
 
--- collect: a scribe takes lines for the failed log in hand. What it has in hand already (it died, or the reply was
--- lost) it gets again, and nothing else: each line is in exactly one hand until it is forgotten or the processor is
--- evicted.
+-- collect: moves lines for the failed log from the outbox to a scribe's own list. If that list is not empty (the scribe
+-- died, or a reply was lost), it returns only these lines again. So each line belongs to one scribe until it is
+-- forgotten or the processor is evicted.
 -- KEYS[1]  the queue's base
--- ARGV     processor, how long it may stay silent (ms), how many lines at most, bytes after which no more are taken
+-- ARGV     processor, ms until it counts as silent, maximum number of lines, bytes after which no more are taken
 -- Returns  {OK, line, line ...}; {NO_QUEUE}; {FENCED} if the processor has been evicted
+-- States   unchanged
 function verbs.collect()
   if not epoch then return { NO_QUEUE } end
   local processor, expiry_ms, max_lines, max_bytes = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -333,16 +322,17 @@ function verbs.collect()
     reply[#reply + 1] = line
     bytes = bytes + #line
   end
-  -- Whoever has lines in hand can be evicted: its silence is noticed even if it never sends a heartbeat.
+  -- Makes the processor known, so that it can be evicted even if it never sends a heartbeat.
   if #reply > 1 then redis.call('ZADD', key('processors'), 'NX', now_ms + expiry_ms, processor) end
   return reply
 end
 
--- forget: lines that are on disk leave the list they were read from. Only if they are still at its head: repeating it,
--- or doing it after somebody else did, changes nothing. A deleted queue's lines are forgotten too.
+-- forget: removes lines that are on disk from the list they were read from, if they are still at its head. So repeating
+-- it is harmless. Also for lines of a deleted queue.
 -- KEYS[1]  the queue's base
--- ARGV     the list ('outbox:P' or 'trash:EPOCH:outbox'), how many lines, the SHA-1 of all of them, joined by newlines
--- Returns  {OK, 1 forgotten | 0 they are not there}
+-- ARGV     the list ('outbox:P' or 'trash:EPOCH:outbox'), number of lines, SHA-1 of the lines joined by newlines
+-- Returns  {OK, 1 removed | 0 not found}
+-- States   unchanged
 function verbs.forget()
   local list, count = key(ARGV[1]), tonumber(ARGV[2])
   local lines = redis.call('LRANGE', list, 0, count - 1)

@@ -1,10 +1,10 @@
--- Waiting jobs are found through hints: ids in the pending lists. A hint may outlive what it points to (cancel and the
--- like never search a list); `stale` counts, per list and id, the hints to ignore. An empty id in `pending` is a wake
--- token: it wakes a worker for work that is in another list. While a list is swept (hints.sweep), its first hints
--- are in LIST:swept. The field `swept` of `stale` counts those of all lists, so that they are looked for only if there
--- are any. Those of priority 5 count as hints of other lists: nobody blocks on them.
+-- Hints: ids in the pending lists, one for each waiting job. A hint may outlive its job, because no verb searches a
+-- list; `stale` counts, per list and id, the hints to skip. An empty id in `pending` is a wake token: it wakes a worker
+-- for a job in another list. While a list is swept (hints.sweep), its first hints are in LIST:swept. The field `swept`
+-- of `stale` counts these for all lists, so that they are read only if there are any. Those of priority 5 count as
+-- other_hints, since no worker blocks on LIST:swept.
 
--- What hints.wake_idle may be asked for.
+-- Arguments of hints.wake_idle.
 local NOTIFY_AWAITERS, WAKE_LIMITED = true, true
 
 function hints.has_stale()
@@ -12,7 +12,7 @@ function hints.has_stale()
   return may_be_stale
 end
 
--- True if this hint is to be ignored; it is then used up.
+-- True if this hint must be skipped; decrements its stale count.
 function hints.consume_stale(place, id)
   if not hints.has_stale() then return false end
   local field = place .. ':' .. id
@@ -22,7 +22,7 @@ function hints.consume_stale(place, id)
   return true
 end
 
--- A hint to a job whose record is not there.
+-- Counts a hint without a record.
 function hints.drop(id)
   redis.call('HINCRBY', key('counts'), 'dropped', 1)
   journal.note('dropped 0 ' .. (string.find(id, '^[!-~]+$') and id or '?'))
@@ -45,7 +45,7 @@ function hints.count_swept(place, number)
   may_be_stale = nil
 end
 
--- The list that has the first hints of a place, and whether that is the one of those that were swept.
+-- The list with the first hints of a place, and whether it is the swept one.
 function hints.first_list(place)
   if (place == '5' and other_hints == 0) or not hints.has_stale() then return pending_key(place), false end
   swept_hints = swept_hints or tonumber(redis.call('HGET', key('stale'), 'swept') or 0)
@@ -53,7 +53,7 @@ function hints.first_list(place)
   return pending_key(place), false
 end
 
--- Takes the first hints of a place out, `number` at most; nil if there is none.
+-- Removes and returns up to `number` first hints of a place; nil if there are none.
 function hints.pop(place, number)
   local list, swept = hints.first_list(place)
   local ids = redis.call('LPOP', list, number)
@@ -68,17 +68,17 @@ function hints.note_ready(ids)
   for _, id in ipairs(ids) do ready_ids[#ready_ids + 1] = id end
 end
 
--- The score of what comes last among those of the same ms in a zset that is ordered by time.
+-- The score that sorts after all members with the same ms in a zset ordered by time.
 function hints.next_score(zset, ms)
   local last = redis.call('ZREVRANGEBYSCORE', zset, '(' .. string.format('%.0f', ms + 1), string.format('%.0f', ms),
     'WITHSCORES', 'LIMIT', 0, 1)
-  -- What a double leaves below a millisecond, less from 2039 on; beyond that many of one ms, ties go by id.
+  -- A double has this many steps per ms, fewer from 2039 on. Beyond that number, ties are ordered by id.
   local steps = ms < 2 ^ 41 and 4096 or 1024
   local step = last[2] and math.min((tonumber(last[2]) - ms) * steps + 1, steps - 1) or 0
   return ms + step / steps
 end
 
--- `by_age`: in the order in which they were enqueued; else they come after all that are there.
+-- `by_age`: sorted by enqueue time; otherwise after all others.
 function hints.add_suspects(ids, by_age)
   local packed = by_age and redis.call('HMGET', key('jobs'), unpack(ids)) or {}
   for i, id in ipairs(ids) do
@@ -95,7 +95,7 @@ function hints.push_back(place, ids)
   hints.note_ready(ids)
 end
 
--- Puts ids, in their order, before everything that waits; suspects where they belong by their age.
+-- Puts ids, in their order, before all waiting jobs; suspects are sorted by age.
 function hints.push_front(by_place)
   for place, ids in pairs(by_place) do
     if place == SUSPECTS_PLACE then
@@ -112,23 +112,21 @@ function hints.push_front(by_place)
   end
 end
 
--- Jobs that wait for nothing but a worker, suspects too; what is scheduled, active or in the retry lane does not count.
+-- Jobs that wait only for a worker, suspects included; not scheduled, active or retry lane jobs.
 function hints.main_waiting()
   return redis.call('HLEN', key('jobs')) - redis.call('HLEN', key('active')) - redis.call('ZCARD', key('scheduled'))
     - in_lane
 end
 
--- The retry child of a queue blocks on `failed` alone: a token there tells it to look at suspects, its lane and its
--- fail jobs.
+-- The retry process blocks on `failed` only. A token there makes it check suspects, retry lane and fail jobs.
 function hints.wake_retry_process(failed_list)
   if redis.call('EXISTS', failed_list) == 0 then redis.call('RPUSH', failed_list, '') end
 end
 
--- The end of every call that may leave claimable work: an idle worker blocks on one list alone, so work in others needs
--- a token there. A list with anything in it wakes somebody anyway: at most one token exists. Each verb decides:
--- `rings`       RING_AWAITERS: awaiters are rung, of a queue whose items leave on request.
--- `makes_room`  WAKE_LIMITED: a job may have ended, or tokens have come in, so workers that the limits held up are
---               woken.
+-- Ends every call that may leave claimable jobs. An idle worker blocks on one list, so jobs in other lists need a wake
+-- token there. A list that is not empty wakes a worker anyway, so one token is enough.
+--   notifies    NOTIFY_AWAITERS: notifies awaiters (on_request only).
+--   makes_room  WAKE_LIMITED: a job may have ended or tokens arrived, so workers held back by the limits are woken.
 function hints.wake_idle(notifies, makes_room)
   if other_hints ~= other_hints_before or in_lane ~= in_lane_before or suspect_hints ~= suspect_hints_before then
     journal.set_count('other_hints', other_hints)
@@ -139,7 +137,7 @@ function hints.wake_idle(notifies, makes_room)
   if paused then return end
   local limited_too = makes_room and has_limits
   if on_request then
-    -- Nobody blocks on the list: it needs no token. Who may not have anything now would only ask again and again.
+    -- No worker blocks on the list, so it needs no token. Awaiters that may not get an item now would only poll.
     if limited_too and not limits.wake() then
       if hints.main_waiting() + in_lane > 0 then limits.publish_refill() end
     elseif notifies then
@@ -155,26 +153,25 @@ function hints.wake_idle(notifies, makes_room)
   if other_hints > 0 and redis.call('EXISTS', key('pending')) == 0 then redis.call('RPUSH', key('pending'), '') end
   local free = not limited_too or limits.wake()
   if suspect_hints > 0 or (in_lane > 0 and hints.main_waiting() == 0) then
-    -- It has no other work: it is woken when it may begin, and not before; but it has to ask once for a suspect.
+    -- Without other work the retry process is woken only when it may start a job. But for a suspect it must ask once,
+    -- so that a unit is reserved.
     if not free then limits.publish_refill() end
     local must_ask = suspect_hints > 0 and limits.reserved_for_suspects() == 0
     if free or must_ask then hints.wake_retry_process(key('failed')) end
   end
 end
 
--- A hint is given up without being searched for.
-
 local TRIMMED_PER_CALL = 100
--- A list is swept once it has more hints than twice the number of waiting jobs, and these.
+-- A list is swept when it has more than 2 * waiting jobs + SPARE_HINTS hints.
 local SPARE_HINTS, SWEPT_PER_CALL = 1000, 4
 
--- Stale hints at the end go at once: however often the last job comes and is cancelled, the list does not grow.
+-- Removes stale hints at the end of a list at once, so that enqueuing and cancelling the last job does not grow it.
 function hints.trim(place, id)
   local list = pending_key(place)
   for _ = 1, TRIMMED_PER_CALL do
     local last = redis.call('LINDEX', list, -1)
     if not last then return end
-    -- The hints of other jobs keep their places; this one has no more place here, even if it waits elsewhere.
+    -- Hints of other live jobs stay. This job's hint goes, even if the job waits elsewhere.
     if last ~= id and redis.call('HEXISTS', key('jobs'), last) == 1 then return end
     if not hints.consume_stale(place, last) then return end
     redis.call('RPOP', list)
@@ -182,9 +179,9 @@ function hints.trim(place, id)
   end
 end
 
--- Takes stale hints out of a list that has many of them, from its head on, some per call; the others go to LIST:swept,
--- which is what comes first until nothing is left of the list. Each stale hint brings a call that looks at four: so a
--- list has at most 2.5 hints per waiting job, and 1,250.
+-- Removes stale hints from the head of a list that has many, a few per call. The others move to LIST:swept, which is
+-- read first until the list is empty. Each new stale hint triggers a call that checks four, so a list has at most 2.5
+-- hints per waiting job, plus 1,250.
 function hints.sweep(place)
   local list, swept = pending_key(place), hints.swept_key(place)
   local _, sweeping = hints.first_list(place)
@@ -205,13 +202,14 @@ function hints.sweep(place)
     hints.count_swept(place, #kept)
   end
   if redis.call('EXISTS', list) == 0 and redis.call('EXISTS', swept) == 1 then
-    -- Whoever is blocked on the list is woken by this.
+    -- This wakes workers blocked on the list.
     redis.call('RENAME', swept, list)
     hints.count_swept(place, -redis.call('LLEN', list))
   end
 end
 
--- The waiting job `id` (its record is gone by now, or it waits elsewhere) leaves its list without being claimed.
+-- Removes the hint of a waiting job that is not claimed: it was cancelled or moved. Lists are not searched: the hint
+-- becomes stale.
 function hints.remove(place, id)
   if place == SUSPECTS_PLACE then return hints.count(SUSPECTS_PLACE, -redis.call('ZREM', key('suspects'), id)) end
   redis.call('HINCRBY', key('stale'), place .. ':' .. id, 1)

@@ -1,10 +1,10 @@
--- The journal: what one call did, as one stream entry that is chained to the one before it (schema: journal.py).
+-- The journal: the events of one call, as one stream entry chained to the previous one (schema: journal.py).
 
--- What an entry costs besides its text, roughly; the cap is for memory, not for accounting.
+-- Approximate overhead of an entry in bytes. The cap limits memory, so it need not be exact.
 local ENTRY_BYTES = 150
 local EXACT_TRIM_MAX = 100000
 
--- For the field `name` of `counts`, which is written at the end of the call.
+-- Sets a field of `counts`; journal.write stores it at the end of the call.
 function journal.set_count(name, value)
   new_counts[#new_counts + 1] = name
   new_counts[#new_counts + 1] = value
@@ -14,18 +14,17 @@ function journal.note(event)
   events[#events + 1] = event
 end
 
--- Ids never hold spaces, so a list of them is one string.
+-- Ids contain no spaces, so a list of them is one string.
 function journal.note_ids(verb, fence, ids)
   if #ids > 0 then journal.note(verb .. ' ' .. fence .. ' ' .. table.concat(ids, ' ')) end
 end
 
--- Entries go from the old end: what every consumer has read for good, up to the last such entry, which stays (readers
--- know their place by it); and if the journal is too long, its older half, read or not. What no consumer can read any
--- more is counted.
+-- Removes entries that every consumer has read, except the last one: readers continue from it. If the journal is too
+-- long, also removes its older half, read or not, and counts the entries that a consumer has lost.
 function journal.trim(too_long)
   local stream = key('events')
 
-  -- nil if there is no consumer; '0-0' if one of them has said what cannot be: then nothing is known to be read.
+  -- nil without consumers; '0-0' if a watermark is invalid: then no entry counts as read.
   local function lowest_watermark()
     local consumers = redis.call('HKEYS', key('journal:watermarks'))
     if #consumers == 0 then return nil end
@@ -38,14 +37,14 @@ function journal.trim(too_long)
         lowest, lowest_ms, lowest_number = id, ms, number
       end
     end
-    -- Ahead of the last entry: these are not the entries that it has read (the server's data is older).
+    -- A watermark after the last entry is invalid: the server lost data since the consumer read it.
     if #redis.call('XRANGE', stream, lowest, '+', 'COUNT', 1) == 0 then return '0-0' end
     return lowest
   end
 
   local before, lowest, lost = redis.call('XLEN', stream), lowest_watermark(), 0
   if lowest and before > EXACT_TRIM_MAX and not too_long then
-    -- Of a very long stream whole nodes only, and not all at once.
+    -- Very long stream: remove whole nodes only, a limited number per call.
     redis.call('XTRIM', stream, 'MINID', '~', lowest, 'LIMIT', EXACT_TRIM_MAX)
   elseif lowest then
     redis.call('XTRIM', stream, 'MINID', lowest)
@@ -57,14 +56,14 @@ function journal.trim(too_long)
   end
   local left = redis.call('XLEN', stream)
   if left == before then return end
-  -- Which bytes went is not known: entries count as equally long.
+  -- The size of the removed entries is unknown, so assume that all entries are equally long.
   local bytes = tonumber(redis.call('HGET', key('counts'), 'journal_bytes') or 0)
   redis.call('HSET', key('counts'), 'journal_bytes', math.floor(bytes * left / before))
   redis.call('HINCRBY', key('counts'), 'journal_trimmed', before - left)
   if lost > 0 then redis.call('HINCRBY', key('counts'), 'journal_lost', lost) end
 end
 
--- Call it last, also if there is nothing to tell: what is to be remembered is written here.
+-- Must be the last step of a call, even without events: it also stores the counts.
 function journal.write(actor)
   local bytes, refused = 0, false
   if #events > 0 and journal_on then
@@ -72,7 +71,7 @@ function journal.write(actor)
     local sequence = string.format('%d', tonumber(stored_counts[1] or 0) + 1)
     local hash = redis.sha1hex((stored_counts[2] or '') .. '\n' .. epoch .. ' ' .. sequence .. ' ' .. time .. ' '
       .. actor .. '\n' .. text)
-    -- By now the call has changed the queue and must not fail: what is refused leaves a gap in the sequence.
+    -- The call has changed the queue by now and must not fail. A refused entry leaves a gap in the sequence.
     refused = redis.pcall('XADD', key('events'), '*', 'v', '3', 'q', epoch, 's', sequence, 't', time, 'a', actor,
       'e', text, 'h', hash).err
     journal.set_count('journal_sequence', sequence)

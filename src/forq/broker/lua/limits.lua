@@ -1,17 +1,17 @@
--- Limits of the queue as a whole: how many jobs may begin (rate: a token bucket) and be active at the same time
--- (max_active). `bucket_us` in `counts` is the time at which the bucket is full again.
+-- Limits of the whole queue: job starts per time (rate: a token bucket) and active jobs (max_active). `bucket_us` in
+-- `counts` is the time at which the bucket is full again.
 
--- What the bucket holds unless `burst` says it, and how much must have come in before a limited worker is woken.
+-- The default bucket size, and the tokens that must arrive before a limited worker is woken; both as time at this rate.
 local DEFAULT_BURST_US, WAKE_US = 100000, 20000
 
 function limits.read_bucket()
   if bucket then return bucket end
-  -- Halves of a µs are exact in a double until 2112: no error adds up, and it is never more than the rate.
+  -- Half microseconds are exact in a double until 2112, so no error accumulates. Rounded up: never above the rate.
   local interval_us, burst = math.ceil(option('rate_ms') * 2000 / rate_count) / 2, option('burst')
   if burst == 0 then burst = math.max(1, math.floor(DEFAULT_BURST_US / interval_us)) end
   local stored_us = tonumber(redis.call('HGET', key('counts'), 'bucket_us') or 0)
-  -- The clock was set back, or the rate was changed: it is never emptier than empty. That has to be stored: as long as
-  -- it is only read so, it stays empty.
+  -- After a clock step back or a rate change the bucket is at most empty. This must be stored; otherwise it stays
+  -- empty.
   local empty_us = now_us + burst * interval_us
   bucket = {
     interval_us = interval_us,
@@ -23,7 +23,7 @@ function limits.read_bucket()
   return bucket
 end
 
--- How many jobs may begin now.
+-- How many jobs may start now.
 function limits.room()
   local left = math.huge
   if max_active > 0 then left = math.max(0, max_active - redis.call('HLEN', key('active'))) end
@@ -45,7 +45,7 @@ function limits.store_overdrawn()
   if bucket and bucket.overdrawn then journal.set_count('bucket_us', string.format('%.1f', bucket.full_us)) end
 end
 
--- In how many ms enough tokens will have come in to wake somebody; nil if it is not they that are short.
+-- Milliseconds until enough tokens have arrived to wake a worker; nil if tokens are not what is missing.
 function limits.refill_ms()
   if rate_count == 0 then return nil end
   local tokens = limits.read_bucket()
@@ -54,11 +54,11 @@ function limits.refill_ms()
   return wait_us > 0 and math.ceil(wait_us / 1000) or nil
 end
 
--- Workers that may not claim although something waits. `limited`: 'PROCESSOR WORKER' by the time (µs) they came. Each
--- blocks on its own wake list.
+-- Workers that may not claim although jobs wait: `limited`, 'PROCESSOR WORKER' by arrival time (µs). Each blocks on its
+-- own wake list.
 
 local WOKEN_PER_CALL = 100
--- How long one place is left to the suspects after the retry child has found none for them.
+-- How long one unit stays reserved for suspects after the retry process found no free one.
 local RESERVED_MS = 30000
 
 function limits.remove_worker(processor, worker)
@@ -75,7 +75,7 @@ function limits.wake_first(number)
   end
 end
 
--- The limits have been lifted: nobody's turn looks for limited workers any more.
+-- Without limits no turn wakes limited workers any more.
 function limits.wake_if_lifted()
   if not has_limits then limits.wake_first(WOKEN_PER_CALL) end
 end
@@ -89,13 +89,13 @@ function limits.publish_refill()
   if wait_ms then redis.call('PUBLISH', channel('due'), string.format('%.0f', wait_ms)) end
 end
 
--- Tokens were taken, or were short: who is limited is woken when there are enough again.
+-- Call it after tokens were taken or missing.
 function limits.publish_refill_if_limited()
   if redis.call('EXISTS', key('limited')) == 1 then limits.publish_refill() end
 end
 
--- A worker that ends a job begins the next one in the same call: the retry child would always be too late for a
--- suspect. So one place is left to it once it has asked; not before, since it may be busy, or gone.
+-- A worker settles and claims in the same call, so the retry process would never get a free unit for a suspect. One
+-- unit is reserved once it has asked; not earlier, since it may be busy or gone.
 function limits.reserve_for_suspects(for_ms)
   reserved_until_ms = now_ms + for_ms
   journal.set_count('left_until_ms', string.format('%.0f', reserved_until_ms))
@@ -107,7 +107,7 @@ function limits.reserved_for_suspects()
   return reserved_until_ms > now_ms and 1 or 0
 end
 
--- Wakes the first limited worker if something may begin now; its turn wakes the next one. Whether something may begin.
+-- Wakes the first limited worker if a job may start; its turn wakes the next one. Returns whether a job may start.
 function limits.wake()
   local room = limits.room()
   limits.store_overdrawn()

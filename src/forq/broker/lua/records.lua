@@ -1,19 +1,20 @@
--- A record: FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\n' BODY (record.py). FLAG
--- 'p' (plain): all counts are 0. FLAG 'd' (delayed): the same, but the job had a time ahead. FLAG 'c': the counts
--- follow. LANE: 0 in the main lane; the number of the attempt that the job is waiting for in the retry lane; -1 if it
--- is a suspect. Scripts never decode BODY.
+-- A record: FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\n' BODY (record.py).
+--   FLAG  'p' (plain): all counts are 0; 'd' (delayed): the same, and the job was scheduled; 'c': counts follow
+--   LANE  0: main lane; above 0: number of the next attempt in the retry lane; -1: suspect
+-- Scripts never decode BODY.
 
 local LANE_OF_SUSPECT = -1
--- The retry lane is a list like the others, for jobs that get a second chance once nothing else waits.
+-- A place is where a job's hint waits: the list of its priority ('0' to '9'), the retry lane or the suspects. The retry
+-- lane is a list for jobs that are retried only while no other job waits.
 local RETRY_PLACE = 'r'
--- The suspects: jobs of which one may have killed its process. Each runs alone, the oldest first: they are in a zset,
--- by the time (ms) at which they were enqueued. Their hints never go stale: one that goes is taken out.
+-- Suspects are jobs whose process crashed while several jobs ran. Each is retried alone, oldest first: they are in a
+-- zset by enqueue time (ms). Their hints never become stale, since they can be removed.
 local SUSPECTS_PLACE = 's'
 
--- No call reads more than so many bytes of records, unless one alone is longer: the server does nothing else meanwhile.
+-- Limit of record bytes read per call (a single longer record is still read): the server is blocked meanwhile.
 local READ_BYTES = 4 * 1024 * 1024
--- The option `largest_record`: no record of the queue is longer, counts included. It is a power of two, from
--- SMALL_RECORD on, and an option since those are known without being read. So what is small need not be measured.
+-- The option `largest_record` is an upper limit for the length of any record of the queue, counts included. It is a
+-- power of two, at least SMALL_RECORD. It is an option because options are cached: small records need no measuring.
 local SMALL_RECORD, HEAD_BYTES = 8192, 64
 
 function records.is_full()
@@ -23,16 +24,16 @@ end
 
 function records.largest()
   local largest = option('largest_record')
-  -- Of a queue made by a release that did not note it.
+  -- The queue was created by a release without this option.
   return largest > 0 and largest or math.max(SMALL_RECORD, option('max_data') + SMALL_RECORD)
 end
 
--- How many records may be read at once, at most `wanted`, if `bytes` may be.
+-- The number of records, at most `wanted`, that certainly fit into `bytes`.
 function records.readable(wanted, bytes)
   return math.min(wanted, math.floor(bytes / records.largest()))
 end
 
--- A record with a body of so many bytes is about to be stored in the queue of `of`, this one or its fail queue.
+-- Call it before storing a body of this length. `of`: the base of this queue or of its fail queue.
 function records.note_size(bytes, of)
   local size = SMALL_RECORD
   if bytes + HEAD_BYTES <= size then return end
@@ -43,15 +44,14 @@ function records.note_size(bytes, of)
   redis.call('HINCRBY', of .. ':options', 'version', 1)
 end
 
--- An empty queue has small records only. For heartbeats: options that change with every job would have to be read with
--- every job.
+-- Resets the limit of an empty queue. Only heartbeats do it: changing options with every job would defeat the cache.
 function records.reset_largest()
   if records.largest() == SMALL_RECORD or redis.call('HLEN', key('jobs')) > 0 then return end
   redis.call('HSET', key('options'), 'largest_record', SMALL_RECORD)
   redis.call('HINCRBY', key('options'), 'version', 1)
 end
 
--- The parts of a record; nil if it is broken.
+-- Returns nil if the record is broken.
 function records.read(record)
   local priority, enqueued, retries, stalls, timeouts, lane, body =
     string.match(record, '^.(%d) (%d+) ?(%d*) ?(%d*) ?(%d*) ?(%-?%d*)\n(.*)$')
@@ -80,35 +80,32 @@ function records.reset_counts(job)
   job.retries, job.stalls, job.timeouts, job.lane = 0, 0, 0, 0
 end
 
--- The list that a waiting job's hint is in: that of its priority, the retry lane, or that of the suspects.
 function records.place_for(job)
   if job.lane == 0 then return job.priority end
   return job.lane > 0 and RETRY_PLACE or SUSPECTS_PLACE
 end
 
--- The same, of a packed record; nil if that is broken: then nobody can say where its hint is.
+-- The place of a packed record; nil if the record is broken.
 function records.place_of(record)
   if string.sub(record, 1, 1) == 'p' then return string.match(record, '^.(%d) ') end
   local job = records.read(record)
   return job and records.place_for(job)
 end
 
--- The last attempts at a job that did not succeed: `attempts`, id -> JSON objects, one per line, the oldest first.
+-- The latest unsuccessful attempts at each job: `attempts`, id -> JSON objects, one per line, oldest first.
 
 local ATTEMPTS_KEPT = 10
 
--- How many attempts are counted.
 function attempts.count(job)
   return job.retries + job.stalls + job.timeouts
 end
 
--- The number of the attempt at a job that begins now.
+-- The number of the attempt that starts now.
 function attempts.number(job)
   return job and attempts.count(job) + 1 or 1
 end
 
--- `micros`: how long it took, if that is known. `error` and `stack` are JSON; without a stack, or a `peak`
--- (the bytes of memory it was seen with), the entry has none.
+-- `micros`: duration, if known. `error` and `stack` are JSON. `peak`: highest memory use seen, in bytes.
 function attempts.add(id, outcome, cause, micros, error, stack, peak)
   local lines = {}
   for line in string.gmatch(redis.call('HGET', key('attempts'), id) or '', '[^\n]+') do lines[#lines + 1] = line end

@@ -1,16 +1,16 @@
--- Results: the progress of running jobs, waiting for the end of a job, and done jobs that are kept.
+-- Progress of running jobs, waiting for a job to end, and results of done jobs.
 
--- How far running jobs are: `progress`, id -> FRACTION ' ' MS ' ' TEXT, of active jobs only. `progress` is also the
--- channel that names the jobs whose progress has changed or is over, with a blank between them.
+-- `progress`: id -> FRACTION ' ' MS ' ' TEXT, for active jobs only. The channel `progress` gets the ids whose progress
+-- changed or ended, separated by spaces.
 
--- `fraction` (0 to 1) and `text` (one line) were checked by who calls; so was who owns the job.
+-- The caller has checked `fraction` (0 to 1), `text` (one line) and the owner.
 function progress.set(id, fraction, text)
   redis.call('HSET', key('progress'), id, string.format('%.6g %.0f ', fraction, now_ms) .. text)
   redis.call('PUBLISH', channel('progress'), id)
   has_progress = true
 end
 
--- To be called wherever ids leave `active`.
+-- Call it whenever ids leave `active`.
 function progress.delete(ids)
   if #ids == 0 then return end
   if has_progress == nil then has_progress = redis.call('EXISTS', key('progress')) == 1 end
@@ -19,24 +19,23 @@ function progress.delete(ids)
   end
 end
 
--- Who waits for the end of a job: `waiters`, id -> UNTIL ' ' MARK: until when (ms) somebody does, and which job it is
--- (wait). Whatever ends a job tells them, on the channel `ended:ID`: HOW ' ' FENCE ' ' MARK, FENCE being that of
--- its last attempt (0: it had none). The same, and of a done job what is kept of it, is in `told:MARK:ID` for a while:
--- the next job of that id may be done before they look.
+-- `waiters`: id -> UNTIL_MS ' ' MARK: clients wait for the end of this job until then; the mark identifies the job (see
+-- wait). When the job ends, the channel `ended:ID` gets OUTCOME ' ' FENCE ' ' MARK (FENCE of its last attempt; 0:
+-- none). `told:MARK:ID` holds the outcome, fence and done entry for a while, because the next job of this id may be
+-- done before the clients read it.
 
--- Whoever listens looks within milliseconds, so a copy of a result, which may be long, stays for less: later it is
--- found in `done:jobs`, as long as that keeps it.
+-- Subscribers read within milliseconds, so the copy of a result, which may be long, expires sooner. After that it is
+-- found in `done:jobs` while that keeps it.
 local OUTCOME_MS, RESULT_MS = 60000, 10000
 
--- `fences` (or nil): of the last attempts, in the order of the ids. Nobody else can wait for what has ended: whoever is
--- told is written down no more.
+-- `fences` (or nil): of the last attempts, in the order of the ids. Removes the waiters: an ended job has no new ones.
 function waiters.notify(ids, outcome, fences)
   if redis.call('EXISTS', key('waiters')) == 0 then return end
   for i, entry in ipairs(redis.call('HMGET', key('waiters'), unpack(ids))) do
     if entry then
       local id, mark, fence = ids[i], string.match(entry, ' (%S+)$') or '-', fences and fences[i] or '0'
       local kept = outcome == 'done' and redis.call('HGET', key('done:jobs'), id)
-      -- What is not kept any more, or was not, may have left what is kept of an earlier one.
+      -- The done entry may belong to an earlier job of this id.
       if kept and string.match(kept, '^%d+ (%d+)') ~= fence then kept = false end
       redis.call('HDEL', key('waiters'), id)
       if outcome ~= 'deleted' then
@@ -48,15 +47,15 @@ function waiters.notify(ids, outcome, fences)
   end
 end
 
--- Jobs that succeeded. With `keep_done` each is kept for that long: `done`, id by the time it ended (ms); `done:jobs`,
--- id -> ENDED_MS ' ' FENCE ' ' MICROS '\n' RESULT '\n' RECORD '\n' ATTEMPTS. RESULT is JSON, '' (it was lost with its
--- worker) or '!' and why there is none; ATTEMPTS a JSON array of the attempts before.
+-- Done jobs, kept for `keep_done`: `done`, id by end time (ms); `done:jobs`, id -> ENDED_MS ' ' FENCE ' ' MICROS '\n'
+-- RESULT '\n' RECORD '\n' ATTEMPTS. RESULT is JSON, '' (lost with its worker) or '!' and the reason why there is none.
+-- ATTEMPTS is a JSON array of the earlier attempts.
 
 local TRIMMED_DONE_PER_CALL = 100
--- Of a queue made by a release that had no such option.
+-- The queue was created by a release without this option.
 local DONE_MAX = 10000
 
--- Those that are too many or too old, at most `most` of each.
+-- Removes at most `most` excess and `most` expired entries.
 function done.trim(most)
   local function forget(ids)
     if #ids == 0 then return end
@@ -69,13 +68,13 @@ function done.trim(most)
     'LIMIT', 0, most))
 end
 
--- While they are still active. `told`: id -> its micros and its result, as far as its worker has said so.
+-- Call it while the ids are active. `reported`: id -> micros and result, as far as the worker reported them.
 function done.keep(ids, owners, reported)
   local packed = redis.call('HMGET', key('jobs'), unpack(ids))
   local tried = redis.call('EXISTS', key('attempts')) == 1 and redis.call('HMGET', key('attempts'), unpack(ids)) or {}
   local kept, ended, ms, max_data = {}, {}, string.format('%.0f', now_ms), option('max_data')
   for i, id in ipairs(ids) do
-    -- What somebody asked to remove is to be forgotten whatever its outcome.
+    -- A job marked for removal leaves no result.
     if packed[i] and not claims.is_removed(owners[i]) then
       local micros, result = '-', ''
       if reported[id] then micros, result = reported[id].micros, reported[id].result end
@@ -95,12 +94,11 @@ function done.keep(ids, owners, reported)
   done.trim(math.max(TRIMMED_DONE_PER_CALL, 2 * #ids))
 end
 
--- Success of ids whose ownership has been checked. `notes`: what the journal says of them, by fence. `told` (or nil):
--- see above.
+-- Settles ids whose owner has been checked. `notes`: journal entries by fence. `reported` (or nil): see done.keep.
 function done.settle(ids, notes, reported)
   if #ids == 0 then return end
   local keeps = option('keep_done_ms') > 0
-  -- Most queues have none of these: then one question is all that they cost.
+  -- Most queues have none of these, so one check is the whole cost.
   local some = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters'), key('stale')) > 0
   if not some then may_be_stale = false end
   local owners = (keeps or some) and redis.call('HMGET', key('active'), unpack(ids))
@@ -120,9 +118,7 @@ function done.settle(ids, notes, reported)
   waiters.notify(ids, 'done', fences)
 end
 
--- Done jobs are forgotten when others are done; and from time to time, while none is.
-
--- A queue that keeps nothing any more forgets all at once.
+-- Turns trim done jobs only when others are done; this also expires them in a quiet queue.
 function done.expire(most)
   if redis.call('EXISTS', key('done')) == 0 then return end
   if option('keep_done_ms') == 0 then
@@ -132,10 +128,11 @@ function done.expire(most)
   end
 end
 
--- progress: a worker says how far a job is that it runs.
+-- progress: stores the progress of a running job.
 -- KEYS[1]  the queue's base
 -- ARGV     worker, id, fence, fraction (0 to 1), text
--- Returns  {OK, 1 stored | 0 it does not run that job (any more)}; {NO_QUEUE}
+-- Returns  {OK, 1 stored | 0 the worker does not run that job}; {NO_QUEUE}
+-- States   unchanged
 function verbs.progress()
   if not epoch then return { NO_QUEUE } end
   local worker, id, fence = ARGV[1], ARGV[2], ARGV[3]
@@ -145,41 +142,40 @@ function verbs.progress()
   return { OK, 1 }
 end
 
--- wait: somebody waits for the end of a job: whether it has ended by now; if not, he is written down, to be told. To be
--- repeated before that lapses, and whenever he may have missed something.
+-- wait: returns whether a job has ended; if not, registers a waiter. The caller repeats it before the registration
+-- expires, and after it may have missed a message.
 -- KEYS[1]  the queue's base
--- ARGV     id, epoch, mark ('' and '' the first time, then those of the last answer), for how long he is written down
---          (ms)
--- Returns  {OK, 'live', epoch, mark of the job}; {OK, 'done', epoch, mark, fence, what is kept of it (if anything)};
---          {OK, 'dead', epoch, mark, fence}; {OK, 'cancelled', epoch, mark}; {OK, 'gone', epoch, mark} if it is neither
---          live nor kept; {KEEPS_NOTHING}; {NO_QUEUE}. Of a job that was not live the first time the mark is ''
+-- ARGV     id, epoch, mark (both '' in the first call, then from the last reply), ms to stay registered
+-- Returns  {OK, 'live', epoch, mark of the job}; {OK, 'done', epoch, mark, fence, done entry (if kept)}; {OK, 'dead',
+--          epoch, mark, fence}; {OK, 'cancelled', epoch, mark}; {OK, 'gone', epoch, mark} if the job is neither live
+--          nor kept; {KEEPS_NOTHING}; {NO_QUEUE}. The mark is '' if the job was not live in the first call
+-- States   unchanged
 function verbs.wait()
-  -- One that died without a word is forgotten by chance.
+  -- Expired waiters are removed by random sampling.
   local SAMPLED_WAITERS = 2
 
-  -- A mark is MICROSECONDS '-' ENQUEUED_MS of the job: when somebody was first written down for it. Every end of the id
-  -- takes the entry out, so as long as the mark is there the job is the same. '' if there is none.
+  -- A mark is MICROSECONDS '-' ENQUEUED_MS: the time of the first registration for this job. Every end of the id
+  -- removes the entry, so an unchanged mark means the same job. '' if there is none.
   local function mark_of(id)
     return string.match(redis.call('HGET', key('waiters'), id) or '', ' (%S+)$') or ''
   end
 
-  -- Until when (ms) somebody waits; 0 if nobody does.
+  -- 0 if nobody waits.
   local function waits_until_ms(id)
     return tonumber(string.match(redis.call('HGET', key('waiters'), id) or '', '^%d+') or 0)
   end
 
-  -- Several may wait for one job: the last to go counts.
+  -- One entry per job, valid until the last waiter expires.
   local function register_waiter(id, mark, valid_ms)
     local until_ms = math.max(now_ms + valid_ms, waits_until_ms(id))
     redis.call('HSET', key('waiters'), id, string.format('%.0f ', until_ms) .. mark)
-    -- When all are dead, nothing is left of them.
     redis.call('PEXPIRE', key('waiters'), string.format('%.0f', 2 * valid_ms))
     for _, other in ipairs(redis.call('HRANDFIELD', key('waiters'), SAMPLED_WAITERS)) do
       if waits_until_ms(other) <= now_ms then redis.call('HDEL', key('waiters'), other) end
     end
   end
 
-  -- When the live job of that id was enqueued; nil if there is none.
+  -- The enqueue time of the live job of this id; nil if there is none.
   local function live_enqueued_ms(id)
     local record = redis.call('HGET', key('jobs'), id)
     return record and (string.match(record, '^.%d (%d+)') or '0')
@@ -216,7 +212,7 @@ function verbs.wait()
       local outcome, fence, kept = string.match(stored, '^(%a+) (%d+)\n?(.*)$')
       return { OK, outcome, epoch, mark, fence, kept ~= '' and kept or nil }
     end
-    -- He was away for long, or what ended it did not know of marks: the job is known by the time it was enqueued.
+    -- The waiter was away too long, or a release without marks ended the job: compare the enqueue time.
     local enqueued_ms = string.match(mark, '-(%d+)$')
     if live_enqueued_ms(id) == enqueued_ms then return live_reply(stored_mark ~= '' and stored_mark or mark) end
     local kept = redis.call('HGET', key('done:jobs'), id)

@@ -1,33 +1,30 @@
--- A worker's turn: settles what it ran, keeps or returns what it holds, claims what comes next.
+-- A worker's turn: settles finished jobs, keeps or returns the jobs it holds, claims the next ones.
 
 local SKIPS_PER_TURN = 1000
 local MANY = 8
--- A job that is buried by a claim costs about as much as so many hints that are skipped.
+-- Moving an exhausted job to dead costs about as much as skipping this many hints.
 local SKIPS_PER_BURIAL = 10
--- Its worker was not asked for it: its queue has begun to keep results since.
+-- Stored for a job that started before its queue kept results.
 local NO_RESULT = '!it ran before its queue kept results'
--- How often at most pulse is told that jobs were given to a worker that may not be there to read them.
+-- Minimum interval between two messages to pulse about claims of workers that may be unable to read them.
 local CLAIM_NOTICE_MS = 2000
--- The byte 'c': the record has counts.
+-- Byte 'c': the record has counts.
 local COUNTED_FLAG = 99
 local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
 
--- Of this turn: what it was called with, and what the queue says about it.
+-- State of the turn, set by verbs.turn.
 local processor, worker, turn, want, keep, lane, done_count, failed_count
 local max_stalls, max_timeouts, processing
--- Ids that were settled, or whose settling was refused; whether the limits held the worker up; the fates of what
--- failed.
+-- settled, refused: ids. limited: the limits held the worker back. fates: of the failed jobs.
 local settled, refused, limited, fates
--- Hints that waiting has brought, if they are what a claim would find first: then they need not go back before they are
--- taken.
+-- Ids that BLMOVE moved, if a claim would find them first anyway: then they can be claimed directly.
 local moved
--- `taken`: ids. `spent`: jobs that are buried. `again`: the ids whose record is not plain, with the number of the
--- attempt that begins. `reply`: what there is before the jobs comes last.
+-- taken: claimed ids. exhausted: jobs that move to dead. attempt_of: attempt number by id, for records with counts.
 local taken, reply, exhausted, attempt_of
--- What may still be read of records; counted only if so many could be too much.
+-- Remaining record bytes; only counted (check_bytes) if the wanted number of records may exceed the limit.
 local bytes_left, check_bytes
 
--- Registers the turn, or says why it must not be taken.
+-- Registers the turn; returns a reply code if it must be refused.
 function turns.register()
   local registrations = workers_key(processor)
   local registered = redis.call('HGET', registrations, worker)
@@ -36,8 +33,8 @@ function turns.register()
     redis.call('HSET', registrations, worker, turn)
     return nil
   end
-  -- The worker has gone on since: this turn would take away what it runs now. A BLMOVE that was sent along with it
-  -- could not be refused.
+  -- The worker has taken a later turn: this one would return its running jobs. But a BLMOVE sent with this turn could
+  -- not be refused, so its id is returned.
   claims.return_parked(processor, worker)
   hints.wake_idle(nil, WAKE_LIMITED)
   journal.write(worker)
@@ -93,7 +90,7 @@ function turns.settle_failures(first)
   end
 end
 
--- A hint that reached the list late may make up the number of a job that was given to others.
+-- Counting is not enough: a late hint in the list may stand in for a job that another worker got.
 function turns.owns_all(ids)
   if #ids == 0 then return true end
   for _, owner in ipairs(redis.call('HMGET', key('active'), unpack(ids))) do
@@ -111,11 +108,12 @@ function turns.can_claim_moved(ids)
   return true
 end
 
--- Leaves in the processing list what the worker rightly still holds; true if that is all it counts on.
+-- Keeps the jobs in the processing list that the worker still holds, returns the others. True if the worker holds
+-- exactly what it expects.
 function turns.keep_or_return()
   local ended = done_count + failed_count
   if keep == 0 and #refused == 0 and redis.call('LLEN', processing) == ended then
-    -- What a worker owns is in its list: one that is no longer holds nothing else.
+    -- A worker's list contains all ids it owns, so with this length it holds nothing else.
     if ended > 0 then redis.call('DEL', processing) end
     return true
   end
@@ -123,7 +121,7 @@ function turns.keep_or_return()
   local rest, settled_ids = {}, {}
   for _, id in ipairs(settled) do settled_ids[id] = true end
   for _, id in ipairs(list) do
-    -- Only once: if the id is there twice, the second one is a hint.
+    -- Only once: a second entry of the same id is a hint.
     if settled_ids[id] then settled_ids[id] = nil else rest[#rest + 1] = id end
   end
   local held = #rest == keep and turns.owns_all(rest)
@@ -140,7 +138,7 @@ function turns.keep_or_return()
 end
 
 function turns.take(place, ids)
-  -- Of many it costs less to ask first whether anybody has a job.
+  -- For many ids one HLEN is cheaper.
   local free = ids == moved or (#ids > MANY and redis.call('HLEN', key('active')) == 0)
   local owners = free and {} or redis.call('HMGET', key('active'), unpack(ids))
   local packed = redis.call('HMGET', key('jobs'), unpack(ids))
@@ -155,7 +153,6 @@ function turns.take(place, ids)
       hints.drop(id)
     elseif claimable and not owners[i] and not taken[id] then
       taken[id] = true
-      -- Only a record that is not plain has counts to look at.
       local job = string.byte(packed[i]) == COUNTED_FLAG and records.read(packed[i])
       local error = job and failures.exhausted_error(job, max_stalls, max_timeouts)
       if job then attempt_of[id] = attempts.number(job) end
@@ -170,16 +167,17 @@ function turns.take(place, ids)
   end
 end
 
--- How many hints of a list are to be taken next, so that their records are not too much: 0 if the next one would be.
+-- How many hints to pop next so that their records fit; 0 if even the next one does not.
 function turns.claimable_hints(place)
   local count = records.readable(want - #taken, bytes_left)
   if count > 0 then return count end
-  -- It may be shorter than the longest one.
+  -- It may be shorter than largest_record.
   local next_id = bytes_left < READ_BYTES and redis.call('LINDEX', (hints.first_list(place)), 0)
   return next_id and redis.call('HSTRLEN', key('jobs'), next_id) > bytes_left and 0 or 1
 end
 
--- How many hints may still be skipped; 0 also if no more bytes may be read: what is in the next list must not go first.
+-- Claims from one place. Returns the remaining skips; 0 also if the bytes are used up, so that no later list goes
+-- first.
 function turns.claim_from(place, skips)
   while #taken < want and skips > 0 do
     local count = check_bytes and turns.claimable_hints(place) or want - #taken
@@ -205,9 +203,9 @@ function turns.claim_suspect()
   end
 end
 
--- A claim that was sent before there was a job comes from a process that may have been stopped since.
+-- A turn sent before there was a job may come from a process that has been stopped since: pulse checks it.
 function turns.publish_claim()
-  -- Only this server remembers when it told last: if that is lost, pulse is told once more.
+  -- The time is only in this server's memory; losing it costs one more message.
   if math.abs(now_ms - (cached.claim_published_ms or 0)) < CLAIM_NOTICE_MS then return end
   cached.claim_published_ms = now_ms
   redis.call('PUBLISH', channel('due'), 'look ' .. worker .. ' ' .. turn)
@@ -216,10 +214,10 @@ end
 function turns.claim()
   check_bytes = records.readable(want, READ_BYTES) < want
   if lane ~= 'main' and not parent then
-    -- One job at a time: whatever kills the process now, it was this one. It may come after many that are buried.
+    -- One job at a time, so that a crash identifies it. Many exhausted jobs may come first, so count the bytes.
     want, check_bytes = 1, true
     if suspect_hints > 0 then turns.claim_suspect() end
-    -- The second chance comes only while nothing else waits.
+    -- The retry lane runs only while no other job waits.
     local lane_open = lane == 'retry' and in_lane > 0 and hints.main_waiting() == 0
     if lane_open then turns.claim_from(RETRY_PLACE, SKIPS_PER_TURN) end
   elseif other_hints == 0 then
@@ -231,7 +229,7 @@ function turns.claim()
   end
   if #taken + #exhausted == 0 then return '' end
   local fence = claims.next_fence()
-  -- What stalled or timed out too often ends here: its handler is not called.
+  -- Exhausted jobs are claimed and move to dead without a call of their handler.
   for _, job in ipairs(exhausted) do
     journal.note('claimed ' .. fence .. ' ' .. attempt_of[job.id] .. ' ' .. job.id)
     job.fence, job.micros, job.brief = fence, '-', job.error
@@ -250,7 +248,7 @@ function turns.claim()
   if next(attempt_of) == nil then
     journal.note_ids('claimed', fence .. ' 1', taken)
   else
-    -- In their order, a line for those next to each other that are at the same attempt.
+    -- One line per run of neighbours with the same attempt number, in claim order.
     local same_attempt, attempt = {}, 1
     for _, id in ipairs(taken) do
       if (attempt_of[id] or 1) ~= attempt then
@@ -265,8 +263,8 @@ function turns.claim()
   return fence
 end
 
--- How many it may claim now, at most as many as it wants. Of the places of max_active one: what is claimed ahead of its
--- time would keep others out.
+-- How many jobs the worker may claim, at most `want`. With max_active only one: jobs claimed ahead would use up units
+-- that other workers need.
 function turns.within_limits()
   local left = limits.room()
   if lane == 'main' then left = left - limits.reserved_for_suspects() end
@@ -276,40 +274,41 @@ function turns.within_limits()
     return math.min(want, left)
   end
   if lane == 'main' then
-    -- Stale hints alone bring workers here, too: they would come again and again.
+    -- Stale hints alone also bring workers here; if held back for them, they would come again and again.
     limited = hints.main_waiting() > 0 or other_hints > 0
     if limited then limits.add_worker(processor, worker) end
   elseif lane == 'retry' and suspect_hints > 0 then
-    -- It is told when it may. A process for suspects alone ends instead: nobody would come for the place.
+    -- The retry process is woken when it may start. A process for suspects alone exits instead and would never use the
+    -- unit.
     limits.reserve_for_suspects(RESERVED_MS + (limits.refill_ms() or 0))
   end
   return 0
 end
 
--- turn: a worker settles what it ran, says what it still holds, and claims what comes next. It is also how a worker
--- begins what BLMOVE gave it, and how it finds its place after a lost reply: whatever is in its processing list that it
--- neither settles nor keeps goes back to the front first.
+-- turn: settles the jobs a worker ran, checks what it still holds, and claims the next ones. A turn also claims the ids
+-- that BLMOVE moved to the worker, and resynchronizes it after a lost reply: ids in its processing list that it neither
+-- settles nor keeps return to the front first.
 -- KEYS[1]  the queue's base
--- ARGV     epoch, processor, worker, turn number (up to 53 bits, growing), want, keep (how many unstarted jobs of
---          earlier turns it still counts on), lane ('main' | 'waiting' (main, sent along with the BLMOVE that waits for
---          a job) | 'retry' | 'suspects': where to claim), number done, number failed, then (id, fence, micros) per
---          done job and (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0 to 1)) per failed
---          one; if the queue keeps results, (number of the done job in this turn, from 1; its result or '!' and why it
---          has none) per done job
--- Returns  {OK, PAUSED or LIMITED (something waits and may not begin now: the worker is woken), held (0: the kept jobs
---          have been given to others), ids whose settling was refused, fence, timeout_ms, size, priority, how long a
---          result may be (bytes; 0: none is kept), the fate of each failed job (4 values each, failures.lua; not there
---          if none failed), id, record, id, record ...}; {NO_QUEUE}; {FENCED} if the worker is not registered; {STALE}
---          if its number is not above the last one: it was sent before a turn that has been taken, and has arrived late
+-- ARGV     epoch, processor, worker, turn number (up to 53 bits, growing), want, keep (number of unstarted jobs of
+--          earlier turns that it expects to hold), lane to claim from ('main' | 'waiting' (main, sent together with the
+--          BLMOVE that waits for a job) | 'retry' | 'suspects'), number done, number failed, then per done job (id,
+--          fence, micros), per failed job (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0
+--          to 1)); if the queue keeps results, per done job (its number in this turn, from 1; result, or '!' and the
+--          reason why there is none)
+-- Returns  {OK, PAUSED or LIMITED (jobs wait but may not start now; the worker will be woken), held (0: the kept jobs
+--          went to other workers), ids whose settling was refused, fence, timeout_ms, size, priority, maximum length of
+--          a result (bytes; 0: none is kept), fates of the failed jobs (4 values each, failures.fate; absent if none
+--          failed), id, record, id, record ...}; {NO_QUEUE}; {FENCED} if the worker is not registered; {STALE} if the
+--          turn number is not above the last one: the turn was delayed, and a later one has been taken
 -- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out); blocked ->
---          waiting | scheduled; scheduled -> waiting (promoted); waiting -> active; waiting -> dead (it stalled or
---          timed out too often)
+--          waiting | scheduled; scheduled -> waiting (promoted); waiting -> active; waiting -> dead (stalled or timed
+--          out too often)
 function verbs.turn()
   if epoch ~= ARGV[1] then return { NO_QUEUE } end
   processor, worker, turn = ARGV[2], ARGV[3], ARGV[4]
   want, keep, lane = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7] == 'waiting' and 'main' or ARGV[7]
   done_count, failed_count = tonumber(ARGV[8]), tonumber(ARGV[9])
-  -- A queue made by an earlier release lacks some of them.
+  -- Queues created by an earlier release lack some of them.
   max_stalls, max_timeouts = tonumber(options.max_stalls or 3), tonumber(options.max_timeouts or 3)
   processing = worker_key(processor, worker, 'processing')
   settled, refused, limited, fates, moved = {}, {}, false, failed_count > 0 and {} or nil, {}
