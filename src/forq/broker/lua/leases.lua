@@ -1,9 +1,9 @@
--- Items that leave when somebody awaits them: awaiters, what each was handed, leases, items that are too old.
+-- Leases of the release modes: awaiters, their leased items, and items that expire. In mode external the awaiters are
+-- workers behind a bridge.
 
--- Who awaits an item of a queue of the release modes. `awaiters`: AWAITER -> EXPIRES_MS ' ' ARRIVAL ' ' VIA ' ' ID,
--- where ID '' means any item. `awaiting`: ID ' ' ARRIVAL ' ' AWAITER in the order of the alphabet (all scores are 0):
--- the first of an id is the one that came first. One that died without leaving is forgotten when its turn comes, or by
--- chance.
+-- `awaiters`: AWAITER -> EXPIRES_MS ' ' ARRIVAL ' ' VIA ' ' ID, where ID '' means any item. `awaiting`: ID ' ' ARRIVAL
+-- ' ' AWAITER, all with score 0, so the first one of an id arrived first. Expired awaiters are removed when it is their
+-- turn, or by random sampling.
 
 local EXPIRED_AWAITERS_PER_CALL = 1000
 local SAMPLED_AWAITERS = 2
@@ -29,7 +29,7 @@ function awaiters.remove(awaiter)
   redis.call('ZREM', key('awaiting'), registration.member)
 end
 
--- The first one that awaits this item ('': any item); nil if nobody does.
+-- The first awaiter of this item ('': of any item); nil if there is none.
 function awaiters.first(id)
   for _ = 1, EXPIRED_AWAITERS_PER_CALL do
     local member = redis.call('ZRANGEBYLEX', key('awaiting'), '[' .. id .. ' ', '(' .. id .. '!', 'LIMIT', 0, 1)[1]
@@ -43,7 +43,7 @@ function awaiters.first(id)
   too_many_expired = true
 end
 
--- It keeps its place in line as long as it renews in time.
+-- An awaiter keeps its arrival time if it renews before it expires.
 function awaiters.register(awaiter, id, via, valid_ms)
   local registration = awaiters.read(awaiter)
   local in_time = registration and registration.id == id and registration.expires_ms > now_ms
@@ -51,7 +51,7 @@ function awaiters.register(awaiter, id, via, valid_ms)
   if not in_time then awaiters.remove(awaiter) end
   redis.call('HSET', key('awaiters'), awaiter, string.format('%.0f %s %s ', now_ms + valid_ms, arrival, via) .. id)
   redis.call('ZADD', key('awaiting'), 0, id .. ' ' .. arrival .. ' ' .. awaiter)
-  -- When all are dead, nothing is left of them.
+  -- Redis deletes both when all awaiters have expired.
   redis.call('PEXPIRE', key('awaiters'), 2 * valid_ms)
   redis.call('PEXPIRE', key('awaiting'), 2 * valid_ms)
   for _, other in ipairs(redis.call('HRANDFIELD', key('awaiters'), SAMPLED_AWAITERS)) do
@@ -59,12 +59,10 @@ function awaiters.register(awaiter, id, via, valid_ms)
   end
 end
 
--- An item that leaves on request has become ready: whoever awaits it is rung, and asks for it.
-
 local NOTIFIED_PER_CALL = 1000
 
 function awaiters.notify(registration)
-  -- It is not rung again until it asks: the next item rings the next one.
+  -- Notified once; it registers again when it asks for the item. The next item notifies the next awaiter.
   redis.call('ZREM', key('awaiting'), registration.member)
   if registration.via ~= '-' then
     redis.call('PUBLISH', channel('handed:' .. registration.via), registration.name)
@@ -76,7 +74,7 @@ function awaiters.notify(registration)
   redis.call('PEXPIRE', list, string.format('%.0f', registration.expires_ms - now_ms))
 end
 
--- Everybody: the queue is gone, or what was ready all the time may be had again.
+-- For a deleted queue, and after a pause.
 function awaiters.notify_all()
   for _, awaiter in ipairs(redis.call('HRANDFIELD', key('awaiters'), NOTIFIED_PER_CALL)) do
     awaiters.notify(awaiters.read(awaiter))
@@ -90,7 +88,7 @@ function awaiters.notify_ready()
     local registration = awaiters.first(id)
     if registration then awaiters.notify(registration) else others = others + 1 end
   end
-  -- Who was rung last may have died since: as long as anything waits, each call rings one more.
+  -- The awaiter notified last may have died: while items wait, each call notifies one more.
   if others == 0 and hints.main_waiting() + in_lane > 0 then others = 1 end
   for _ = 1, math.min(others, NOTIFIED_PER_CALL) do
     local registration = awaiters.first('')
@@ -99,11 +97,13 @@ function awaiters.notify_ready()
   end
 end
 
--- What an awaiter has in hand: `awaiter:A`, a list of one entry. FENCE ' ' ID ' ' LEASE_MS '\n' RECORD: it was handed
--- that; in mode external, where an awaiter is a worker, LEASE_MS is followed by ' ' and the bridge that was told. '':
--- it was rung. 'acked ' FENCE: it has acknowledged that. Of an external worker also 'accepted ' FENCE ' ' ID, and
--- 'ended ' OUTCOME ' ' ID. `accepted`: jobs that external workers have accepted, by their last sign of life (ms).
--- `workers`: these by when they were last seen.
+-- An awaiter's entry: `awaiter:A`, a list with one element.
+--   FENCE ' ' ID ' ' LEASE_MS '\n' RECORD    its leased item; in mode external LEASE_MS is followed by ' ' BRIDGE
+--   ''                                       it was notified
+--   'acked ' FENCE                           it has acknowledged that item
+--   'accepted ' FENCE ' ' ID                 an external worker has accepted that job
+--   'ended ' OUTCOME ' ' ID                  an external worker has finished that job
+-- `accepted`: jobs accepted by external workers, by last sign of life (ms). `workers`: external workers by last seen.
 
 local REMOVED_WORKERS_PER_CALL = 200
 
@@ -111,7 +111,7 @@ function leases.entry_key(awaiter)
   return key_of('awaiter', awaiter)
 end
 
--- The id it has in hand, and whether it has accepted that, and the bridge that was told; nil if it has none.
+-- Returns the id of the leased item, whether it was accepted, and the bridge; nil if there is none.
 function leases.read_entry(awaiter)
   local entry = redis.call('LINDEX', leases.entry_key(awaiter), 0) or ''
   local accepted, id, rest = string.match(entry, '^(%a* ?)%d+ (%S+)([^\n]*)')
@@ -128,7 +128,7 @@ function leases.touch_worker(worker)
   redis.call('ZADD', key('workers'), string.format('%.0f', now_ms), worker)
 end
 
--- Workers that were silent for a whole lease are idle no more; what they held has lapsed by itself.
+-- Workers silent for a whole lease no longer count as idle. Their leases lapse separately.
 function leases.remove_silent_workers()
   local silent = redis.call('ZRANGEBYSCORE', key('workers'), '-inf', string.format('%.0f', now_ms - option('lease_ms')),
     'LIMIT', 0, REMOVED_WORKERS_PER_CALL)
@@ -138,20 +138,19 @@ function leases.remove_silent_workers()
   end
 end
 
--- An item is handed over: it is active, owned by an awaiter under a fence, until that acknowledges it or its lease
--- lapses. In mode external that is a worker, which accepts it and then says again and again that it is alive.
+-- A leased item is active and owned by an awaiter until it is acknowledged or the lease lapses. An external worker
+-- accepts it and then renews the lease.
 
 local LAPSED_PER_CALL = 200
 local MAX_SKIPS = 1000
 
--- Whether this is what the awaiter was handed and still holds, and not what it had of an item that has gone back, or of
--- an earlier queue of this name.
+-- False for an entry of an item that was returned, or of an earlier queue of this name.
 function leases.is_held(awaiter, entry)
   local id = string.match(entry, '^%d+ (%S+) ')
   return id and claims.is_owner(awaiter, redis.call('HGET', key('active'), id))
 end
 
--- The next job of a list and its record; its hint is taken out. nil if there is none.
+-- Removes the next hint of a place; returns the job's id and record, nil if there is none.
 function leases.take_from(place)
   for _ = 1, MAX_SKIPS do
     local ids = hints.pop(place, 1)
@@ -178,7 +177,7 @@ function leases.take_next()
   end
 end
 
--- `to`: the awaiter's name, and by which clerk it is told ('-': it reads its list); of a worker, by which bridge it is.
+-- Leases an item. `via`: the clerk that the awaiter is connected to ('-': it blocks on its own list), or its bridge.
 function leases.start(id, record, awaiter, via, lease_ms)
   local fence = claims.next_fence()
   redis.call('HSET', key('active'), id, awaiter .. ':' .. fence)
@@ -188,13 +187,13 @@ function leases.start(id, record, awaiter, via, lease_ms)
   local bridge = external and ' ' .. via or ''
   local entry = fence .. ' ' .. id .. string.format(' %.0f', lease_ms) .. bridge .. '\n' .. record
   leases.write_entry(awaiter, entry, lease_ms)
-  -- Of a worker it is its bridge that asked.
+  -- A bridge gets the item in the reply of await.
   if via ~= '-' and not external then redis.call('PUBLISH', channel('handed:' .. via), awaiter) end
   awaiters.remove(awaiter)
   return entry
 end
 
--- Goes back to the front, uncounted; what a worker had accepted has stalled.
+-- Returns an item to the front. An unaccepted one is not counted; an accepted one has stalled.
 function leases.revoke(awaiter, owner, id, cause)
   local lost
   redis.call('ZREM', key('leases'), id)
@@ -202,12 +201,12 @@ function leases.revoke(awaiter, owner, id, cause)
     local micros = string.format('%.0f', math.max(0, now_us - tonumber(claims.fence_of(owner))))
     lost = { id = id, outcome = 'stalled', cause = cause, micros = micros, count = failures.count_loss }
   end
-  -- It may have been handed something else meanwhile.
+  -- The entry may be about another item by now.
   if leases.read_entry(awaiter) == id then redis.call('UNLINK', leases.entry_key(awaiter)) end
   claims.return_jobs(awaiter, { id }, lost)
 end
 
--- What was not acknowledged in time goes back, in its order; what was accepted, if its worker was silent for so long.
+-- Returns items whose lease has lapsed, in their order.
 function leases.lapse()
   local due = redis.call('ZRANGEBYSCORE', key('leases'), '-inf', string.format('%.0f', now_ms),
     'LIMIT', 0, LAPSED_PER_CALL)
@@ -224,8 +223,6 @@ function leases.lapse()
   if mode == 'external' then leases.remove_silent_workers() end
 end
 
--- Items that are older than `item_timeout` are given up: each is dead, and has a line in the failed log.
-
 local EXPIRED_PER_CALL = 200
 
 function leases.expire_items()
@@ -233,8 +230,8 @@ function leases.expire_items()
     'LIMIT', 0, math.max(1, records.readable(EXPIRED_PER_CALL, READ_BYTES)))
   if #due == 0 then return end
 
-  -- The oldest are mostly at the head of their list: such hints go at once. `heads`: place -> the first ones, and how
-  -- many of them go. The others are given up after that: to give up a hint may change the heads.
+  -- Expired items are mostly at the head of their list: these hints are popped at once. `heads`: place -> first hints,
+  -- and how many of them to pop. The others are removed afterwards, since that may change the heads.
   local heads, others = {}, {}
   local function forget_first_hint(place, id)
     heads[place] = heads[place]
@@ -255,14 +252,14 @@ function leases.expire_items()
     if not record then
       redis.call('ZREM', key('expiries'), id)
     elseif owners[i] then
-      -- It is in somebody's hands: it is looked at again when it comes back. The half tells that it was too old before.
+      -- Leased: checked again when the lease lapses. The half millisecond marks that it had expired before.
       local lapses = redis.call('ZSCORE', key('leases'), id) or now_ms
       redis.call('ZADD', key('expiries'), string.format('%.1f', tonumber(lapses) + 0.5), id)
     elseif bytes < READ_BYTES then
       local job = records.read(record)
       if scheduled[i] then
         redis.call('ZREM', key('scheduled'), id)
-        -- Between two tries: nothing that is scheduled can be claimed.
+        -- It was between two attempts; 'updated' makes it waiting in the journal, so that it can be claimed.
         journal.note('updated 0 ' .. id)
       else
         forget_first_hint(job and records.place_for(job) or '5', id)

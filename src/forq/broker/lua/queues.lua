@@ -1,9 +1,10 @@
--- Queues as a whole: the registry, options, pausing, deletion, counts.
+-- Whole queues: registry, options, pause, delete, counts.
 
--- reserve: enters a queue in the registry, within the limit; one that is there is joined.
+-- reserve: adds a queue to the registry, within the limit; an existing one is joined.
 -- KEYS[1]  the registry
 -- ARGV     name, mode, max_queues
--- Returns  {OK}; {TOO_MANY}; {OTHER_MODE, its mode}; {DELETING} while an earlier queue of that name is taken away
+-- Returns  {OK}; {TOO_MANY}; {OTHER_MODE, its mode}; {DELETING} while an earlier queue of that name is being deleted
+-- States   unchanged
 function verbs.reserve()
   local entry = redis.call('HGET', KEYS[1], ARGV[1])
   if entry and string.sub(entry, 1, 8) == 'deleting' then return { DELETING } end
@@ -14,25 +15,26 @@ function verbs.reserve()
   return { OK }
 end
 
--- retire: changes the entry of a queue in the registry, if it still is what the caller has seen. A queue that was
--- deleted is marked, so that its name is not used again before its jobs are logged; then its entry is removed, or the
--- mark is taken back.
+-- retire: changes a queue's registry entry if it is still the expected one. A deleted queue is marked first, so that
+-- its name is not reused before its jobs are logged; then the entry is removed, or the mark is undone.
 -- KEYS[1]  the registry
--- ARGV     name, the entry as it was seen, the entry as it is to be: 'deleting EPOCH', a mode, or '' (none)
--- Returns  {OK, 1 changed | 0 it is another one by now}
+-- ARGV     name, expected entry, new entry: 'deleting EPOCH', a mode, or '' (none)
+-- Returns  {OK, 1 changed | 0 the entry is another one}
+-- States   unchanged
 function verbs.retire()
   if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return { OK, 0 } end
   if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
   return { OK, 1 }
 end
 
--- remember: keeps the name of a deleted queue for those who read its journal, which outlives it. It is apart from
--- retire, as a script may only touch what is in one slot of a cluster.
+-- remember: keeps the name of a deleted queue for readers of its journal, which outlives it. Separate from retire,
+-- because a script may access only one cluster slot.
 -- KEYS[1]  the names of deleted queues
 -- ARGV     name
 -- Returns  {OK}
+-- States   unchanged
 function verbs.remember()
-  -- A day more than delete keeps a journal.
+  -- A day longer than delete keeps the journal.
   local KEPT_MS = 8 * 24 * 3600 * 1000
   local today_ms = tonumber(redis.call('TIME')[1]) * 1000
   redis.call('ZADD', KEYS[1], string.format('%.0f', today_ms), ARGV[1])
@@ -41,10 +43,11 @@ function verbs.remember()
   return { OK }
 end
 
--- free: before the entry of a deleted queue leaves the registry: whoever is about to make a queue of this name, and has
--- seen that entry, has to begin again. The registry is in another slot of a cluster, so one script cannot do both.
+-- free: call it before the entry of a deleted queue leaves the registry. A client that has seen the entry and is about
+-- to create a queue of this name must start again. One script cannot do both: the registry is in another cluster slot.
 -- KEYS[1]  the queue's base
 -- Returns  {OK, ''}; {OK, its mode} if there is a queue of this name again
+-- States   unchanged
 function verbs.free()
   local FREED_MS = 24 * 3600 * 1000
   if epoch then return { OK, mode } end
@@ -52,15 +55,16 @@ function verbs.free()
   return { OK, '' }
 end
 
--- create: makes the queue, or joins it if it exists with the same mode and protocol; then sets the options given. Fixed
--- ones are set when it is made; a queue that has another value is not joined.
+-- create: creates the queue, or joins it if it exists with the same mode and protocol; then sets the given options.
+-- Fixed options are set at creation; a queue with another value is not joined.
 -- KEYS[1]  the queue's base
--- ARGV     protocol, mode, number of default options, number of fixed options given, what `deleted` and `freed` held
---          before the caller looked at the registry (separated by a blank), then (name, value) per default, per fixed
---          option, and per other option given
--- Returns  {OK, 1 made | 0 joined, epoch}; {OTHER_MODE, its mode}; {OTHER_PROTOCOL, its number}; {OTHER_OPTION, name,
---          its value}; {CHANGED} if a queue of this name was deleted, or its name made free, since then: the registry
---          may have no entry for it any more. {NO_QUEUE}: a fail queue, and its queue is not there
+-- ARGV     protocol, mode, number of default options, number of fixed options, contents of `deleted` and `freed` before
+--          the caller read the registry (separated by a space), then (name, value) per default, per fixed option, and
+--          per other given option
+-- Returns  {OK, 1 created | 0 joined, epoch}; {OTHER_MODE, its mode}; {OTHER_PROTOCOL, its number}; {OTHER_OPTION,
+--          name, its value}; {CHANGED} if a queue of this name was deleted or freed since then: its registry entry may
+--          be gone; {NO_QUEUE}: a fail queue whose queue does not exist
+-- States   unchanged
 function verbs.create()
   if epoch and protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
   if epoch and mode ~= ARGV[2] then return { OTHER_MODE, mode } end
@@ -81,12 +85,12 @@ function verbs.create()
   if created then
     redis.call('DEL', key('deleted'))
     epoch = string.format('%.0f', now_us)
-    -- What every script reads stands first: a small hash is searched from its beginning.
+    -- Fields that every script reads come first: Redis searches a small hash from its start.
     redis.call('HSET', key('options'), 'epoch', epoch, 'version', '0', 'protocol', ARGV[1], 'mode', ARGV[2],
       'paused', '0', 'journal', '0',
       'journal_max', '0', 'rate_count', '0', 'max_active', '0', 'largest_record', '8192')
     for at = first_default, first_given - 1, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
-    -- Only of one that is made now: of one that is there, `pause` has seen to it, and may do so at this moment.
+    -- Only at creation: later, pause keeps both queues in step.
     if parent then
       redis.call('HSET', key('options'), 'paused', redis.call('HGET', parent .. ':options', 'paused') or '0')
     end
@@ -95,53 +99,54 @@ function verbs.create()
   redis.call('HINCRBY', key('options'), 'version', 1)
   options.db = redis.call('HGET', key('options'), 'db') or '0'
   if created then
-    -- What the last queue of this name left in `graves` outlives its deletion; from here on each grave has its own end.
+    -- The graves of the last queue of this name outlive its deletion; from now on each has its own expiry.
     redis.call('PERSIST', key('graves'))
     local given = redis.call('HMGET', key('options'), 'journal', 'journal_max')
     journal_on, journal_max = given[1] == '1', tonumber(given[2] or 0)
-    -- Its journal goes on in the stream of the last queue of this name.
+    -- The journal continues in the stream of the last queue of this name.
     redis.call('PERSIST', key('events'))
     redis.call('PERSIST', key('journal:watermarks'))
     redis.call('PERSIST', key('counts'))
     stored_counts[1], stored_counts[2] = false, false
     journal.note('created 0 ' .. epoch)
-    -- The fail queue of one that is paused.
+    -- The fail queue of a paused queue starts paused.
     if redis.call('HGET', key('options'), 'paused') == '1' then journal.note('paused 0') end
     journal.write('-')
-    -- Every supervisor serves a queue that releases, or whose workers are elsewhere; one that works needs code, which
-    -- only its own supervisor has.
+    -- Every supervisor serves such queues. A queue of mode work needs code that only its own supervisor has.
     if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' or ARGV[2] == 'external' then
       redis.call('PUBLISH', channel('due'), 'new')
     end
   elseif not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
-    -- Nobody wrote down what happened meanwhile: a number is left out.
+    -- Events since then were not recorded: leave a gap in the sequence.
     redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
   end
-  -- Who is held up by the limits that were is told by promote.
+  -- promote wakes the workers held back by the old limits.
   if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', channel('due'), '0') end
   return { OK, created and 1 or 0, epoch }
 end
 
--- configure: sets options of a queue that exists; they apply from the next call on, whatever is waiting.
+-- configure: sets options of an existing queue; they apply from the next call on, also to waiting jobs.
 -- KEYS[1]  the queue's base
 -- ARGV     (name, value) per option
 -- Returns  {OK, version of the options}; {NO_QUEUE}
+-- States   unchanged
 function verbs.configure()
   if not epoch then return { NO_QUEUE } end
   for at = 1, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
   if not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
-    -- Nobody wrote down what happened meanwhile: a number is left out.
+    -- Events since then were not recorded: leave a gap in the sequence.
     redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
   end
-  -- Who is held up by the limits that were is told by promote.
+  -- promote wakes the workers held back by the old limits.
   if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', channel('due'), '0') end
   return { OK, redis.call('HINCRBY', key('options'), 'version', 1) }
 end
 
--- pause: no job of the queue is begun until it is resumed; what runs goes on. resume wakes every worker.
+-- pause: pauses or resumes a queue. A paused queue starts no jobs; running jobs continue. Resuming wakes every worker.
 -- KEYS[1]  the queue's base
 -- ARGV     '1' to pause, '0' to resume
 -- Returns  {OK}; {NO_QUEUE}
+-- States   unchanged
 function verbs.pause()
   if not epoch then return { NO_QUEUE } end
   local was_paused = paused
@@ -163,12 +168,12 @@ function verbs.pause()
   return { OK }
 end
 
--- delete: ends the queue in one step, whatever its size. Every later call with its epoch is refused; the records and
--- unwritten lines are kept as trash until they have been written to the failed log (purge).
+-- delete: deletes the queue in one step, whatever its size. Every later call with its epoch is refused. Records and
+-- unwritten outbox lines are kept as trash until they are in the failed log (purge).
 -- KEYS[1]  the queue's base
--- ARGV     epoch (a call that arrives late must not delete the next queue of this name; of a fail queue '': it goes if
+-- ARGV     epoch (a delayed call must not delete the next queue of this name; '' for a fail queue, which is deleted if
 --          its queue is gone), whether jobs may be dropped ('1' | '0')
--- Returns  {OK, jobs dropped}; {NOT_EMPTY, how many}; {NO_QUEUE}, also if its epoch is another one
+-- Returns  {OK, jobs dropped}; {NOT_EMPTY, number of jobs}; {NO_QUEUE}, also for another epoch
 -- States   every state -> gone
 function verbs.delete()
   if not epoch or not parent and epoch ~= ARGV[1] then return { NO_QUEUE } end
@@ -177,8 +182,8 @@ function verbs.delete()
     + redis.call('HLEN', base .. ':fail:jobs')
   if jobs > 0 and ARGV[2] ~= '1' then return { NOT_EMPTY, jobs } end
 
-  -- The name may be used again at once, and a worker of the old queue may still be served by a BLMOVE on the new one's
-  -- list: the old workers stay in `graves`, which outlives the queue.
+  -- The name may be reused at once, and a BLMOVE of an old worker may take an id from the new queue's list. So the old
+  -- workers stay in `graves`, which outlives the queue.
   for _, processor in ipairs(recovery.processors()) do
     for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
       redis.call('UNLINK', worker_key(processor, worker, 'processing'), worker_key(processor, worker, 'wake'))
@@ -189,7 +194,7 @@ function verbs.delete()
   end
   redis.call('PEXPIRE', key('graves'), GRAVE_MS)
 
-  -- What is blocked is a job too; its id is that of an active one, so that it gets a name of its own in the trash.
+  -- A blocked entry is a job too; in the trash it needs another id than the active job.
   for _, id in ipairs(redis.call('HKEYS', key('blocked'))) do
     local entry = redis.call('HGET', key('blocked'), id)
     local priority, body = string.match(entry, '^%d %d (%d) [^\n]*\n(.*)$')
@@ -197,9 +202,9 @@ function verbs.delete()
       redis.call('HSET', key('jobs'), id .. ' blocked', string.format('p%s %.0f\n', priority, now_ms) .. body)
     end
   end
-  -- The jobs of a fail queue are copies of what is in the failed log already.
+  -- Fail jobs are copies of jobs that are in the failed log already.
   if not parent then redis.call('SADD', key('trash'), epoch) end
-  -- Tells other supervisors of this queue that it was deleted, and not lost with the server's data.
+  -- Lets other supervisors distinguish a deleted queue from one lost with the server's data.
   redis.call('SET', key('deleted'), epoch, 'PX', GRAVE_MS)
   for _, kept in ipairs({ 'jobs', 'dead:jobs', 'outbox' }) do
     if parent then
@@ -208,11 +213,10 @@ function verbs.delete()
       redis.call('RENAME', key(kept), key_of('trash', epoch .. ':' .. kept))
     end
   end
-  -- The journal is there to be read for a while, and the next queue of this name goes on in it: how large it is stays
-  -- known.
+  -- The journal stays readable for a while, and the next queue of this name continues it, so its size stays known.
   local JOURNAL_MS = 7 * 24 * 3600 * 1000
   journal.note('deleted 0 ' .. jobs)
-  -- They ask again, and hear that it is gone.
+  -- They ask again and get NO_QUEUE.
   if mode ~= 'work' then awaiters.notify_all() end
   for _, id in ipairs(redis.call('HKEYS', key('waiters'))) do waiters.notify({ id }, 'deleted') end
   journal.write('-')
@@ -223,7 +227,6 @@ function verbs.delete()
   redis.call('UNLINK', hints.swept_key(RETRY_PLACE))
   redis.call('UNLINK', key('awaiters'), key('awaiting'), key('leases'), key('expiries'), key('accepted'),
     key('workers'))
-  -- Done jobs need no line in the failed log: they have not failed.
   redis.call('UNLINK', key('done'), key('done:jobs'), key('waiters'))
   redis.call('UNLINK', key('schedules'), key('schedules:next'), key('schedules:runs'))
   redis.call('UNLINK', key('active'), key('progress'), key('scheduled'), key('attempts'), key('blocked'), key('retry'),
@@ -237,18 +240,19 @@ function verbs.delete()
   return { OK, jobs }
 end
 
--- counts: how many jobs are in which state, exactly and in one look, and how old the oldest waiting one is.
+-- counts: the number of jobs in each state, consistent at one instant, and the age of the oldest waiting job.
 -- KEYS[1]  the queue's base
--- Returns  {OK, live jobs, active, dead, done in all, failed in all, in flight, time since when the oldest waiting job
---          waits (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries
+-- Returns  {OK, live jobs, active, dead, done in total, failed in total, in flight, time since which the oldest waiting
+--          job waits (ms, 0 = none), now (ms), paused, mode, dropped, journal entries, journal bytes, journal entries
 --          trimmed, scheduled, blocked, waiting in the retry lane, fail jobs, journal entries lost, epoch, sequence
---          number and hash of the last journal entry, awaiters, done jobs that are kept, ms until a job or a tick is
---          due (-1: none has a time), rate: count and ms (0: any), max_active (0: any), how many may begin now (-1: any
---          number), workers that wait for that, scheduled jobs that are due}; {NO_QUEUE}
+--          number and hash of the last journal entry, awaiters, kept done jobs, ms until a job or a tick is due (-1:
+--          nothing is timed), rate: count and ms (0: no limit), max_active (0: no limit), jobs that may start now (-1:
+--          no limit), workers waiting for that, scheduled jobs that are due}; {NO_QUEUE}
+-- States   unchanged
 function verbs.counts()
   if not epoch then return { NO_QUEUE } end
 
-  -- Hints looked at per list; more than that many stale ones at the head only hide the age.
+  -- Hints read per list. If more stale ones are at the head, only the age is missing.
   local HINTS_PER_LIST, LISTS = 16, 12
 
   local in_flight = 0
@@ -258,7 +262,7 @@ function verbs.counts()
     end
   end
 
-  -- Of long records only the first ones.
+  -- Long records are read only up to the byte limit.
   local function records_of(head_ids)
     local packed, bytes, most = {}, 0, READ_BYTES / LISTS
     if records.readable(#head_ids, most) == #head_ids then
@@ -273,8 +277,8 @@ function verbs.counts()
 
   local swept_total = tonumber(redis.call('HGET', key('stale'), 'swept') or 0)
 
-  -- The earliest time at which one of the first jobs of a list was enqueued; nil if none of them waits. Not that of the
-  -- first alone: what comes back goes to the front, whatever its age. A hint that a claim would skip does not count.
+  -- The earliest enqueue time among the first jobs of a list; nil if none waits. The first job alone is not enough:
+  -- returned jobs go to the front, whatever their age. Stale hints do not count.
   local function oldest_enqueued_ms(place)
     local command, list = 'LRANGE', place ~= 's' and pending_key(place)
     if not list then command, list = 'ZRANGE', key('suspects') end
@@ -305,8 +309,8 @@ function verbs.counts()
   local tick_ms = tonumber(redis.call('ZRANGE', key('schedules:next'), 0, 0, 'WITHSCORES')[2])
   local due_ms = math.min(scheduled_ms or math.huge, tick_ms or math.huge)
 
-  -- Every kind of waiting: each priority, the suspects, the retry lane, and what is due and was not promoted yet.
-  -- A job that had a time ahead did not wait before that.
+  -- All waiting jobs: each priority, suspects, retry lane, and jobs due but not promoted. A scheduled job did not wait
+  -- before its time.
   local oldest = math.huge
   for place in string.gmatch('0123456789sr', '.') do
     oldest = math.min(oldest, oldest_enqueued_ms(place) or math.huge)

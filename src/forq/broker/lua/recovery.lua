@@ -1,16 +1,16 @@
--- Processors and their workers: they join, send heartbeats, are recovered, rescued and evicted.
+-- Processors and their workers: join, heartbeat, recover, rescue, evict.
 
--- A worker that has been removed may still be served by a BLMOVE that was under way: its list is drained again
--- and again for an hour. `graves`: 'PROCESSOR WORKER' or 'PROCESSOR' (evicted) -> when it is forgotten (ms).
+-- A removed worker may still receive an id from a BLMOVE under way, so its list is drained repeatedly for an hour.
+-- `graves`: 'PROCESSOR WORKER' or 'PROCESSOR' (evicted) by the time (ms) it is forgotten.
 
--- An evicted processor is told that it is fenced when it comes back: it may have slept for long.
+-- An evicted processor may return after a long sleep and must find that it is fenced.
 local GRAVE_MS = 24 * 3600 * 1000
--- A BLMOVE ends after 30 s, and a network gives up a request after some minutes. Processes that run one job each leave
--- many.
+-- A BLMOVE ends after 30 s, and a network drops a request after some minutes. Processes that run one job each leave
+-- many graves.
 local WORKER_GRAVE_MS, WORKER_GRAVES = 3600 * 1000, 4096
 local GRAVES_PER_CALL = 200
 
--- What reached the list of a removed worker goes back. `grave`: that of a worker; a processor's has no list.
+-- Returns ids that reached the list of a removed worker. A processor's grave has no list.
 function recovery.drain_grave(grave)
   local processor, worker = string.match(grave, '^(%S+) (%S+)$')
   if not worker then return end
@@ -21,7 +21,7 @@ function recovery.drain_grave(grave)
   redis.call('DEL', processing)
 end
 
--- Not without a last look: nobody may have looked since the queue was last served.
+-- Drains each one first: the queue may not have been served for long.
 function recovery.remove_graves(graves)
   for _, grave in ipairs(graves) do
     recovery.drain_grave(grave)
@@ -29,7 +29,7 @@ function recovery.remove_graves(graves)
   end
 end
 
--- Only the newest graves of workers stay. In its last hour the grave of a processor is as old as theirs, and stays.
+-- Keeps the newest graves of workers. Graves of processors stay, even in their last hour, when they are as old.
 function recovery.trim_graves()
   local latest = string.format('%.0f', now_ms + WORKER_GRAVE_MS)
   local excess = redis.call('ZCOUNT', key('graves'), '-inf', latest) - WORKER_GRAVES
@@ -54,16 +54,16 @@ function recovery.drain_graves()
   if redis.call('EXISTS', key('graves')) == 0 then return end
   recovery.remove_graves(redis.call('ZRANGEBYSCORE', key('graves'), '-inf', now_ms, 'LIMIT', 0, GRAVES_PER_CALL))
   recovery.trim_graves()
-  -- In rotation: none waits for more than one round.
+  -- In rotation, so that each is drained once per round.
   local at = redis.call('HGET', key('counts'), 'graves_at') or '0'
   local found = redis.call('ZSCAN', key('graves'), at, 'COUNT', GRAVES_PER_CALL)
   if found[1] ~= at then journal.set_count('graves_at', found[1]) end
   for i = 1, #found[2], 2 do recovery.drain_grave(found[2][i]) end
 end
 
--- Takes a worker out for good: what it ran is done, what it was running goes back as `lost` says (holdings.hand_back),
--- and so does the rest. The position (turn, index, running) is the last one known; it only counts if no later turn was
--- taken. Of a silent worker it may be too old: if it holds one job only, it was running that one.
+-- Removes a worker: settles the jobs it ran, returns the running one as `lost` (claims.return_jobs) and the others. The
+-- position (turn, index, running) is ignored if a later turn was taken. The position of an evicted processor's worker
+-- may be outdated; if it holds a single job, that one was running.
 function recovery.remove_worker(processor, worker, turn, index, running, lost)
   local processing = worker_key(processor, worker, 'processing')
   local list = redis.call('LRANGE', processing, 0, -1)
@@ -86,9 +86,9 @@ function recovery.remove_worker(processor, worker, turn, index, running, lost)
   recovery.unregister(processor, worker)
 end
 
--- A processor is taken out with all its workers, some of them per call; what each was running is known from its last
--- heartbeat. It is fenced from the first step on. `evicting`: processor -> cause, while workers of it are left; until
--- its turn comes, each of these may go on taking turns.
+-- A processor is evicted with its workers, some per call; their positions come from its last heartbeat. It is fenced
+-- from the first step on. `evicting`: processor -> cause, while it has workers; these may take turns until they are
+-- removed.
 
 local EVICTED_PER_CALL = 16
 
@@ -96,14 +96,14 @@ function recovery.positions_key(of)
   return key_of('processor', of .. ':positions')
 end
 
--- Lines for the failed log that its scribe took and did not live to write: others write them, before all later ones.
+-- Returns lines for the failed log that the scribe took but did not write; they go before all later ones.
 function recovery.return_outbox(processor)
   local own_list, any = key_of('outbox', processor), false
   while redis.call('LMOVE', own_list, key('outbox'), 'RIGHT', 'LEFT') do any = true end
   if any then redis.call('PUBLISH', channel('outbox'), string.match(base, '{(.+)}')) end
 end
 
--- The next workers of a processor; how many were taken out, and how many are left.
+-- Returns the number of workers removed in this call, and the number left.
 function recovery.evict_workers(processor, cause)
   local removed = 0
   for _, worker in ipairs(redis.call('HRANDFIELD', workers_key(processor), EVICTED_PER_CALL)) do
@@ -126,7 +126,7 @@ function recovery.evict_workers(processor, cause)
   return removed, left
 end
 
--- All that have workers, also those of which some have been taken out already.
+-- All processors with workers, also those being evicted.
 function recovery.processors()
   local all = redis.call('ZRANGE', key('processors'), 0, -1)
   for _, processor in ipairs(redis.call('HKEYS', key('evicting'))) do all[#all + 1] = processor end
@@ -142,7 +142,7 @@ function recovery.evict(processor, cause)
   return recovery.evict_workers(processor, cause)
 end
 
--- The next step of an eviction that is under way, whoever began it; false if there is none.
+-- The next step of an eviction in progress; false if there is none.
 function recovery.continue_eviction()
   local processor = redis.call('HRANDFIELD', key('evicting'))
   if not processor then return false end
@@ -150,34 +150,35 @@ function recovery.continue_eviction()
   return true
 end
 
--- join: a worker registers, so that its processing list is known to everybody who may have to recover it.
+-- join: registers a worker, so that its processing list can be found and recovered.
 -- KEYS[1]  the queue's base
--- ARGV     protocol, processor, worker, how long the processor may stay silent (ms)
--- Returns  {OK, epoch}; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FENCED} if the processor has been evicted, or the
---          worker removed
+-- ARGV     protocol, processor, worker, ms until the processor counts as silent
+-- Returns  {OK, epoch}; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FENCED} if the processor was evicted or the worker
+--          removed
+-- States   unchanged
 function verbs.join()
   if not epoch then return { NO_QUEUE } end
   if protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
   local processor, worker, expiry_ms = ARGV[2], ARGV[3], tonumber(ARGV[4])
   local removed = redis.call('ZMSCORE', key('graves'), processor, processor .. ' ' .. worker)
   if removed[1] or removed[2] then return { FENCED } end
-  -- One that arrives late must not take back the number of a turn.
+  -- A delayed join must not reset the turn number.
   redis.call('HSETNX', workers_key(processor), worker, '0')
   redis.call('ZADD', key('processors'), 'NX', now_ms + expiry_ms, processor)
   return { OK, epoch }
 end
 
--- heartbeat: a processor says that it lives and where its workers are; it goes on with an eviction that is under way,
--- or sweeps one processor that has fallen silent; drains graves, gives back what late BLMOVEs have parked, forgets done
--- jobs, and repeats the wake token as a backstop.
+-- heartbeat: keeps a processor alive and stores the positions of its workers. Also continues an eviction or evicts one
+-- silent processor, drains graves, returns parked ids, runs everything that is due, and repeats the wake token in case
+-- it was lost.
 -- KEYS[1]  the queue's base
--- ARGV     processor, how long it may stay silent (ms), then (worker, turn, index, running) per worker
--- Returns  {OK, processors evicted, ms until promote is to be called (-1: nothing has a time), 1 if an eviction is not
---          finished, (worker, number of its last turn) per worker that runs nothing and was at an earlier turn,
---          suspects that may begin; of a fail queue: 1 if jobs wait and none runs, for whom jobs wait (0: nobody, 1:
---          main workers, 2: the retry child, 3: both), {the jobs of evicted processors that were running: id and fate
---          (failures.lua) each}}; {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor has been evicted
--- States   active -> done, waiting (of a processor that is evicted)
+-- ARGV     processor, ms until it counts as silent, then (worker, turn, index, running) per worker
+-- Returns  {OK, evicted processors, ms until promote must be called (-1: nothing is timed), 1 if an eviction is
+--          unfinished, (worker, number of its last turn) per worker that runs nothing and reported an earlier turn,
+--          suspects that may start (for a fail queue: 1 if jobs wait and none runs), which idle workers have jobs (0:
+--          none, 1: main, 2: retry process, 3: both), {running jobs of evicted processors: id and fate (failures.fate)
+--          each}}; {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor was evicted
+-- States   active -> done, waiting (jobs of an evicted processor)
 function verbs.heartbeat()
   if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end
   local TRIMMED_DONE_PER_BEAT = 1000
@@ -185,7 +186,7 @@ function verbs.heartbeat()
   local expires_at = redis.call('ZSCORE', key('processors'), processor)
   if not expires_at and redis.call('ZSCORE', key('graves'), processor) then return { FENCED } end
 
-  -- Whoever takes turns looks at its own list; the others may be busy for long.
+  -- Workers that take turns check their own list; the others may be busy for long.
   local workers, positions, same_turn = {}, {}, {}
   for at = 3, #ARGV, 4 do
     workers[#workers + 1] = ARGV[at]
@@ -209,8 +210,8 @@ function verbs.heartbeat()
   redis.call('DEL', recovery.positions_key(processor))
   if #positions > 0 then redis.call('HSET', recovery.positions_key(processor), unpack(positions)) end
 
-  -- Who has not been heard may be dead only if he could have been: after a time in which nobody was (a frozen server, a
-  -- jump of its clock) or the sweeper itself was not, everybody gets one expiry more.
+  -- A silent processor may be dead only if heartbeats could arrive. After a time in which none did (a frozen server, a
+  -- clock jump), or this processor was late itself, all processors get one more expiry.
   local beats = redis.call('HMGET', key('counts'), 'last_beat_ms', 'sweep_after_ms')
   local sweep_after_ms = math.min(tonumber(beats[2] or 0), now_ms + expiry_ms)
   local self_late = expires_at and tonumber(expires_at) < now_ms
@@ -236,14 +237,14 @@ function verbs.heartbeat()
   journal.write(processor)
   journal.trim(false)
 
-  -- How many jobs a process of their own may be started for.
+  -- The number of jobs that need a process of their own.
   local function helpers_needed()
     if paused then return 0 end
     if parent then return redis.call('HLEN', key('active')) == 0 and hints.main_waiting() > 0 and 1 or 0 end
     return has_limits and math.min(suspect_hints, limits.room()) or suspect_hints
   end
 
-  -- Whose workers should not rest: if they do, they may not have heard of it.
+  -- Whose workers have jobs. If they are idle nevertheless, they may have missed the wake token.
   local function idle_wanted()
     if paused or mode ~= 'work' then return 0 end
     local main = hints.main_waiting() > 0
@@ -255,14 +256,14 @@ function verbs.heartbeat()
   return { OK, evicted, timers.next_ms(), evicting, unread, helpers_needed(), idle_wanted(), lost_jobs }
 end
 
--- recover: takes a worker that is gone out of the queue; nothing that it held is lost. Also how a worker leaves. Safe
--- to repeat: a later call finds nothing left, or what reached the list meanwhile.
+-- recover: removes a dead or leaving worker and returns its jobs. Safe to repeat: a later call finds nothing, or ids
+-- that arrived meanwhile.
 -- KEYS[1]  the queue's base
--- ARGV     processor, worker, its last position: turn number, index, running ('1' | '0'); what that means for the
---          running job ('stalled' | 'timed_out' | 'interrupted' | 'suspect' | 'cancelled'), cause, micros it ran ('' =
---          unknown), stack as JSON ('' = none), the most memory it was seen with ('' = unknown)
--- Returns  {OK, length of its list before}, then of the job that was running, if it goes back: its id and its fate
---          (failures.lua); {NO_QUEUE}
+-- ARGV     processor, worker, its last position: turn number, index, running ('1' | '0'); outcome for the running job
+--          ('stalled' | 'timed_out' | 'interrupted' | 'suspect' | 'cancelled'), cause, micros it ran ('' = unknown),
+--          stack as JSON ('' = none), peak memory ('' = unknown)
+-- Returns  {OK, length of its list before}, then id and fate (failures.fate) of the running job if it was returned;
+--          {NO_QUEUE}
 -- States   active -> done (it ran), active -> waiting (returned, stalled, timed out, suspected), active -> cancelled
 function verbs.recover()
   if not epoch then return { NO_QUEUE } end
@@ -282,13 +283,12 @@ function verbs.recover()
   return { OK, length, lost.id, unpack(failures.fate_of_lost_job(lost)) }
 end
 
--- rescue: a worker is held up by one job of its batch. What it ran before is settled, what it has not started goes back
--- to be run elsewhere; only the running job stays with it, and in a queue that keeps results what it ran. Or the worker
--- has not begun what its last turn gave it, since its process does not answer: then all of it goes back.
+-- rescue: takes unstarted jobs from a worker that is busy with one job of its batch. Settles the jobs it ran (unless
+-- the queue keeps results) and returns the unstarted ones; the running job stays. If the process hangs before it has
+-- started any job of its last turn, all jobs return.
 -- KEYS[1]  the queue's base
--- ARGV     processor, worker, its position: turn number, index of the running job, running ('1' | '0': it has begun
---          nothing)
--- Returns  {OK, how many jobs went back}; {OK, 0} if the worker has moved on; {NO_QUEUE}
+-- ARGV     processor, worker, its position: turn number, index of the running job, running ('1' | '0': not started)
+-- Returns  {OK, number of returned jobs}; {OK, 0} if the worker has moved on; {NO_QUEUE}
 -- States   active -> done, active -> waiting (returned)
 function verbs.rescue()
   if not epoch then return { NO_QUEUE } end
@@ -310,7 +310,7 @@ function verbs.rescue()
     claims.return_jobs(worker, unstarted)
     redis.call('UNLINK', processing)
   elseif option('keep_done_ms') > 0 then
-    -- Only the worker has the results of what it ran: that stays with it, in its place, until it takes its turn.
+    -- Only the worker has the results of the jobs it ran: they stay with it, in order, until its next turn.
     local kept = { [current] = true }
     for _, id in ipairs(ran) do kept[id] = true end
     claims.return_jobs(worker, unstarted, nil, kept)
@@ -328,12 +328,11 @@ function verbs.rescue()
   return { OK, #unstarted }
 end
 
--- evict: a whole processor whose processes are proven gone (an earlier run of a supervisor) is taken out, some of its
--- workers per call: to be repeated until none is left.
+-- evict: removes a processor whose processes are certainly gone (an earlier run of a supervisor), some workers per
+-- call. Repeat it until none is left.
 -- KEYS[1]  the queue's base
 -- ARGV     processor, cause
--- Returns  {OK, workers left, workers taken out, {the jobs that were running: id and fate (failures.lua) each}};
---          {NO_QUEUE}
+-- Returns  {OK, workers left, workers removed, {running jobs: id and fate (failures.fate) each}}; {NO_QUEUE}
 -- States   active -> done, waiting
 function verbs.evict()
   if not epoch then return { NO_QUEUE } end

@@ -1,17 +1,16 @@
--- The verbs of queues whose items leave to awaiters (auto_release, on_request) or to workers elsewhere (external).
+-- Verbs of queues whose items are leased to awaiters (auto_release, on_request) or to external workers (external).
 
--- await: somebody asks for an item, this one or any; to be repeated under the same name until it gets one. Of a queue
--- of mode on_request it takes what is there; else, or if nothing is there, it is registered for some time. A worker of
--- a queue of mode external asks so for jobs, again and again under the same name.
+-- await: requests one item, or any; the awaiter repeats it under the same name. In mode on_request it leases a waiting
+-- item at once. Otherwise, or if none waits, it registers the awaiter for some time. External workers request their
+-- jobs with it, always under the same name.
 -- KEYS[1]  the queue's base
--- ARGV     awaiter, id ('' = any), the mode that it expects, the lease (ms; '' = the queue's), whether to wait ('1' |
---          '0'; 'rung': the bridge asks for a worker that it told of work; that is no sign of life), the clerk that is
---          to be told ('-': the awaiter blocks on its own list), or the bridge
--- Returns  {OK, for how long it is registered (ms; 0: ask again at once), what it was handed: FENCE ' ' ID ' ' LEASE_MS
---          '\n' RECORD (if anything)}; {NO_QUEUE}; {WRONG_MODE, its mode}; {LAPSED} if this awaiter has acknowledged an
---          item already
--- States   waiting, retry -> active; waiting, retry -> dead (it stalled too often); active -> waiting (its lease
---          lapsed; its worker says that it is idle)
+-- ARGV     awaiter, id ('' = any), expected mode, lease (ms; '' = the queue's), whether to register ('1' | '0'; 'rung':
+--          the bridge asks for a worker that it has notified; that is no sign of life), clerk to notify ('-': the
+--          awaiter blocks on its own list), or the bridge
+-- Returns  {OK, ms it is registered for (0: repeat at once), its leased item: FENCE ' ' ID ' ' LEASE_MS '\n' RECORD (if
+--          any)}; {NO_QUEUE}; {WRONG_MODE, its mode}; {LAPSED} if this awaiter has acknowledged an item already
+-- States   waiting, retry -> active; waiting, retry -> dead (stalled too often); active -> waiting (lease lapsed, or
+--          its worker reports itself idle)
 function verbs.await()
   local awaiter, wanted_id, via = ARGV[1], ARGV[2], ARGV[6]
   if not epoch then return { NO_QUEUE } end
@@ -29,8 +28,7 @@ function verbs.await()
     return wanted_id, record
   end
 
-  -- The next job of a worker: one that has stalled too often is dead instead, and the retry lane comes when nothing
-  -- else waits.
+  -- A job that stalled too often is moved to dead instead. The retry lane follows when no other job waits.
   local function take_job()
     for _ = 1, BURIED_PER_CALL do
       local id, record = leases.take_next()
@@ -62,7 +60,8 @@ function verbs.await()
     return leases.start(id, record, awaiter, external and via or '-', tonumber(ARGV[4]) or option('lease_ms'))
   end
 
-  -- A worker that says it is idle is given again what it has not accepted; what it has accepted it has lost.
+  -- A worker that asks is idle: it gets an unaccepted job again, and has lost an accepted one. Returns false if it may
+  -- not get a job.
   local function worker_may_lease()
     local id, accepted, bridge = leases.read_entry(awaiter)
     local registration = notified and awaiters.read(awaiter)
@@ -116,12 +115,11 @@ function verbs.await()
   return { OK, not entry and too_many_skipped and 0 or valid_ms, entry }
 end
 
--- unawait: an awaiter leaves; what it was handed and has not acknowledged goes back to the front. A worker of a queue
--- of mode external leaves with its bridge, unless it has spoken to another one since; what it has accepted stays with
--- it.
+-- unawait: removes an awaiter; its unacknowledged item returns to the front. An external worker leaves with its bridge,
+-- unless it has used another one since; it keeps an accepted job.
 -- KEYS[1]  the queue's base
--- ARGV     awaiter, the bridge ('': it is no worker)
--- Returns  {OK, 1 an item went back | 0}; {NO_QUEUE}
+-- ARGV     awaiter, bridge ('': not an external worker)
+-- Returns  {OK, 1 an item was returned | 0}; {NO_QUEUE}
 -- States   active -> waiting (returned)
 function verbs.unawait()
   if not epoch then return { NO_QUEUE } end
@@ -129,23 +127,23 @@ function verbs.unawait()
   local id, _, entry_bridge = leases.read_entry(awaiter)
   local registration = awaiters.read(awaiter)
   if mode == 'external' then
-    -- What it has accepted names no bridge.
+    -- The entry of an accepted job has no bridge.
     if (entry_bridge or registration and registration.via) ~= bridge then return { OK, 0 } end
     redis.call('ZREM', key('workers'), awaiter)
   end
   local owner = id and redis.call('HGET', key('active'), id)
   local held = claims.is_owner(awaiter, owner)
-  -- It may have been rung for an item that others await too.
+  -- It may have been notified of an item that others await too.
   local exists = registration and redis.call('HEXISTS', key('jobs'), registration.id) == 1
   if exists then hints.note_ready({ registration.id }) end
   awaiters.remove(awaiter)
   if held then
     leases.revoke(awaiter, owner, id, '-')
     local expires = redis.call('ZSCORE', key('expiries'), id)
-    -- It was too old before (leases.expire): it need not wait until its lease would have lapsed.
+    -- It had expired while leased (leases.expire_items), so it need not wait until the lease would have lapsed.
     if expires and tonumber(expires) % 1 > 0 then timers.set('expiries', id, now_ms) end
   end
-  -- An acknowledgement may still be repeated.
+  -- Keeps an acknowledgement, which may be repeated.
   if string.sub(redis.call('LINDEX', leases.entry_key(awaiter), 0) or '', 1, 6) ~= 'acked ' then
     redis.call('UNLINK', leases.entry_key(awaiter))
   end
@@ -154,10 +152,10 @@ function verbs.unawait()
   return { OK, held and 1 or 0 }
 end
 
--- ack: the awaiter has the item that it was handed: it is released, and gone.
+-- ack: acknowledges a leased item: it is released and deleted.
 -- KEYS[1]  the queue's base
 -- ARGV     awaiter, id, fence
--- Returns  {OK}, also when it is repeated within a minute; {LAPSED} if the item has gone back; {WRONG_MODE, its mode};
+-- Returns  {OK}, also if repeated within a minute; {LAPSED} if the item was returned; {WRONG_MODE, its mode};
 --          {NO_QUEUE}
 -- States   active -> released; blocked -> waiting | scheduled
 function verbs.ack()
@@ -176,7 +174,7 @@ function verbs.ack()
   redis.call('ZREM', key('leases'), id)
   redis.call('ZREM', key('expiries'), id)
   redis.call('INCR', key('processed:count'))
-  -- A fence is the time of its claim, unless the clock was set back.
+  -- The fence is the claim time, unless the clock was set back.
   journal.note('released ' .. fence .. ' ' .. id .. string.format(' %.0f', math.max(0, now_us - tonumber(fence))))
   redis.call('DEL', list)
   redis.call('RPUSH', list, 'acked ' .. fence)
@@ -187,19 +185,19 @@ function verbs.ack()
   return { OK }
 end
 
--- release: one try to release the item at the head of the line (mode auto_release), if the gate is open.
+-- release: tries to release the first item (mode auto_release) if the gate is open.
 -- KEYS[1]  the queue's base
 -- ARGV     epoch, processor, worker, lane ('main' | 'retry')
--- Returns  {OK, 1 handed over | 0 nobody awaited it | -1 no try was made, µs until the gate opens (0: nothing is in
---          line)}; {PAUSED}; {NO_QUEUE}; {FENCED} if the worker is not registered
--- States   waiting, retry -> active; waiting -> scheduled | retry; waiting, retry -> dead; active -> waiting (its lease
+-- Returns  {OK, 1 leased | 0 not awaited | -1 not tried, µs until the gate opens (0: no item)}; {PAUSED}; {NO_QUEUE};
+--          {FENCED} if the worker is not registered
+-- States   waiting, retry -> active; waiting -> scheduled | retry; waiting, retry -> dead; active -> waiting (lease
 --          lapsed)
 function verbs.release()
   local processor, worker, lane = ARGV[2], ARGV[3], ARGV[4]
   if epoch ~= ARGV[1] then return { NO_QUEUE } end
   if not redis.call('HGET', workers_key(processor), worker) then return { FENCED } end
 
-  -- Nobody awaited it: it is tried again later, behind the others; then while nothing else waits; then never.
+  -- Not awaited: retried later, then in the retry lane, then dead.
   local function postpone(id, record)
     local job = records.read(record)
     local fence = claims.next_fence()
@@ -218,7 +216,6 @@ function verbs.release()
     timers.make_ready(id, records.place_for(job), in_main and now_ms + option('retry_interval_ms') or 0)
   end
 
-  -- What there is to try; in the retry lane only while nothing else waits.
   local function has_items()
     if lane == 'retry' then return in_lane > 0 and hints.main_waiting() == 0 end
     return hints.main_waiting() > 0
@@ -232,7 +229,7 @@ function verbs.release()
     end
     if not has_items() then return -1, 0 end
     if gate_us > now_us + interval_us then
-      -- The clock was set back: the gate is not closed for longer than it ever is.
+      -- The clock was set back: the gate is never closed longer than one interval.
       close_gate()
       return -1, interval_us
     end
@@ -242,7 +239,7 @@ function verbs.release()
     if not id then return -1, 0 end
     local awaiter = awaiters.first(id) or awaiters.first('')
     if not awaiter and too_many_expired then
-      -- Nobody knows yet whether somebody awaits it: that is no try.
+      -- Whether it is awaited is not known yet, so this is not an attempt.
       hints.push_front({ [records.place_of(record) or '5'] = { id } })
       return -1, 0
     end
@@ -272,11 +269,11 @@ function verbs.release()
   return { OK, outcome, wait_us }
 end
 
--- accept: a worker of a queue of mode external has got what it was assigned, or says how far it is: it is alive, and
--- its lease begins anew. To be repeated as often as it likes.
+-- accept: an external worker has received its job, or reports progress: renews its lease. May be repeated.
 -- KEYS[1]  the queue's base
--- ARGV     worker, id, fence, progress (0 to 1; '' = nothing is said of it), text
+-- ARGV     worker, id, fence, progress (0 to 1; '' = unchanged), text
 -- Returns  {OK}; {LAPSED} if the worker does not hold that job; {NO_QUEUE}; {WRONG_MODE, its mode}
+-- States   unchanged
 function verbs.accept()
   local worker, id, fence = ARGV[1], ARGV[2], ARGV[3]
   if not epoch then return { NO_QUEUE } end
@@ -287,18 +284,18 @@ function verbs.accept()
   local lease_ms = option('lease_ms')
   redis.call('ZADD', key('accepted'), string.format('%.0f', now_ms), id)
   redis.call('ZADD', key('leases'), string.format('%.0f', now_ms + lease_ms), id)
-  -- Longer than the lease: what is in hand is there as long as the job is.
+  -- Longer than the lease: the entry must last as long as the job is held.
   leases.write_entry(worker, 'accepted ' .. claims.fence_of(owner) .. ' ' .. id, 10 * lease_ms)
   leases.touch_worker(worker)
   if ARGV[4] ~= '' then progress.set(id, ARGV[4], ARGV[5]) end
   return { OK }
 end
 
--- finish: a worker of a queue of mode external is done with its job, or has failed. Repeating it is harmless for a
--- minute, until the worker is given another one.
+-- finish: settles the job of an external worker. Repeating it is harmless for a minute, until the worker gets another
+-- job.
 -- KEYS[1]  the queue's base
--- ARGV     worker, id, fence, outcome ('done' | 'failed'), then of success: result (JSON; '!' and why there is none),
---          of a failure: error, brief error (JSON), kind, retry at (ms or ''), chance (0 to 1)
+-- ARGV     worker, id, fence, outcome ('done' | 'failed'), then if done: result (JSON; '!' and the reason why there is
+--          none), if failed: error, brief error (JSON), kind, retry at (ms or ''), chance (0 to 1)
 -- Returns  {OK}; {LAPSED} if the worker does not hold that job; {NO_QUEUE}; {WRONG_MODE, its mode}
 -- States   active -> done | scheduled (retried) | dead | cancelled; blocked -> waiting | scheduled
 function verbs.finish()
@@ -313,7 +310,7 @@ function verbs.finish()
   end
 
   fence = claims.fence_of(owner)
-  -- A fence is the time of its claim, unless the clock was set back.
+  -- The fence is the claim time, unless the clock was set back.
   local micros = string.format('%.0f', math.max(0, now_us - tonumber(fence)))
   redis.call('ZREM', key('leases'), id)
   redis.call('ZREM', key('accepted'), id)

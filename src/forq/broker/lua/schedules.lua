@@ -1,17 +1,16 @@
--- Times: jobs that are scheduled, the timers that pulse keeps, and schedules that make jobs again and again.
+-- Scheduled jobs, the times that pulse sets its timers for, and schedules (periodic jobs).
 
--- Jobs that wait for a time: `scheduled`, ids by due time (ms), with a sequence in the fraction so that equal times
--- keep their order. Whoever changes the head tells pulse, which keeps the timers: on the channel `due`, in how many ms
--- it is.
+-- `scheduled`: ids by due time (ms), with a sequence in the fraction so that equal times keep their order. A new head
+-- is published on the channel `due` as ms from now; pulse keeps one timer per queue.
 
--- As many as an enqueue stores in one call: the server is held up for about 1.5 ms.
+-- As many as one enqueue stores; blocks the server for about 1.5 ms.
 local PROMOTED_PER_CALL = 500
 
 function timers.note_scheduled(id, due_ms)
   journal.note(string.format('scheduled 0 %s %.0f', id, due_ms))
 end
 
--- The caller has noted what makes the job ready; a job of which nothing more is noted waits.
+-- The caller has noted why the job is ready; without a further event it counts as waiting.
 function timers.schedule(id, due_ms)
   local head = timers.head_ms('scheduled')
   redis.call('ZREM', key('scheduled'), id)
@@ -22,19 +21,18 @@ function timers.schedule(id, due_ms)
   end
 end
 
--- Makes a stored job waiting in its place, or scheduled if its time is ahead.
 function timers.make_ready(id, place, run_at_ms)
   if run_at_ms > now_ms then timers.schedule(id, run_at_ms) else hints.push_back(place, { id }) end
 end
 
--- What is due becomes waiting, in order.
+-- Makes due jobs waiting, in order.
 function timers.promote()
   local due = redis.call('ZRANGEBYSCORE', key('scheduled'), '-inf', '(' .. string.format('%d', now_ms + 1),
     'LIMIT', 0, math.max(1, records.readable(PROMOTED_PER_CALL, READ_BYTES)))
   if #due == 0 then return end
   redis.call('ZREM', key('scheduled'), unpack(due))
   local packed = redis.call('HMGET', key('jobs'), unpack(due))
-  -- One push per list: a command costs more than what it moves.
+  -- One push per list: a command costs more than the ids it moves.
   local promoted, by_place = {}, {}
   for i, id in ipairs(due) do
     if packed[i] then
@@ -48,17 +46,15 @@ function timers.promote()
     end
   end
   for place, ids in pairs(by_place) do hints.push_back(place, ids) end
-  -- Nothing else waits: whatever waits from now on has not waited for longer, however long ago it was enqueued
-  -- (counts).
+  -- No other job waits, so nothing can have waited since before now, whatever its enqueue time (see counts).
   if hints.main_waiting() + in_lane == #promoted then
     journal.set_count('idle_until_ms', string.format('%.0f', now_ms))
   end
   journal.note_ids('promoted', 0, promoted)
 end
 
--- Times besides that of `scheduled`: `schedules:next` (the next ticks of periodic jobs), `leases` (items that are
--- handed over, by the time their lease lapses) and `expiries` (items by the time they are too old). Whoever changes the
--- head of one of them tells pulse, as for `scheduled`.
+-- Other timed sets: `schedules:next` (next ticks), `leases` (items by the time their lease lapses) and `expiries`
+-- (items by the time they expire).
 
 function timers.head_ms(name)
   local head = redis.call('ZRANGE', key(name), 0, 0, 'WITHSCORES')
@@ -73,8 +69,8 @@ function timers.set(name, id, at_ms)
   end
 end
 
--- In how many ms something is to be done; -1: there is nothing. `told`: ticks that are due are known to the caller.
--- (One that cannot be fired stays due: it must not bring the caller back at once, again and again.)
+-- Milliseconds until the next timed action; -1 if there is none. `ticks_known`: the caller knows the due ticks. (A tick
+-- that cannot be fired stays due; it must not make the caller poll.)
 function timers.next_ms(ticks_known)
   local next_ms
   local function consider(at_ms)
@@ -85,7 +81,7 @@ function timers.next_ms(ticks_known)
   end
   local least = ticks_known and '(' .. string.format('%.0f', now_ms) or '-inf'
   consider(tonumber(redis.call('ZRANGEBYSCORE', key('schedules:next'), least, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]))
-  -- The limits have been lifted, and not all are woken yet.
+  -- The limits were lifted, and some workers are not woken yet.
   if rate_count + max_active == 0 and redis.call('EXISTS', key('limited')) == 1 then consider(now_ms) end
   if rate_count > 0 and (redis.call('EXISTS', key('limited')) == 1 or suspect_hints + in_lane > 0
     or (on_request and hints.main_waiting() > 0)) then
@@ -95,9 +91,7 @@ function timers.next_ms(ticks_known)
   return next_ms and math.max(0, next_ms - now_ms) or -1
 end
 
--- `item_timeout` of the release modes. `expiries`: items by the time (ms) at which they are too old.
-
--- `if_earlier`: only if that is earlier than what was set before.
+-- For `item_timeout` of the release modes. `if_earlier`: never postpones an expiry.
 function timers.set_expiry(id, from_ms, if_earlier)
   local timeout_ms = option('item_timeout_ms')
   if timeout_ms == 0 or mode == 'work' then return end
@@ -106,19 +100,17 @@ function timers.set_expiry(id, from_ms, if_earlier)
   timers.set('expiries', id, expires_ms)
 end
 
--- Schedules. `schedules`: KEY -> RULE '\n' POLICY '\n' DATA (scheduling.py); `schedules:next`: KEY by its next tick
--- (ms). Ticks are computed in Python, which gets RULE and POLICY, the head; whoever comes back with a plan has to show
--- the same head.
+-- `schedules`: KEY -> RULE '\n' POLICY '\n' DATA (scheduling.py). `schedules:next`: KEY by next tick (ms). Python
+-- computes the ticks from RULE and POLICY (the head) and sends the head back, so that a changed schedule is noticed.
 
 local DUE_PER_CALL = 100
 
--- The two first lines of a definition, and the rest; nil if it is broken.
+-- Returns head and data; nil if the definition is broken.
 function schedules.read_definition(definition)
   return string.match(definition, '^([^\n]*\n[^\n]*)\n(.*)$')
 end
 
--- KEY, tick and head of each tick that is due, behind what `reply` has already; not of those that the caller cannot
--- fire.
+-- Appends KEY, tick and head of each due tick to `reply`, except for schedules that the caller cannot fire.
 function schedules.add_due(reply, excluded)
   local is_excluded = {}
   for _, name in ipairs(excluded) do is_excluded[name] = true end
@@ -136,8 +128,6 @@ function schedules.add_due(reply, excluded)
   end
   return reply
 end
-
--- A job of a schedule is stored, as enqueue does it. DATA and IDENTIFIER are JSON that nobody decodes here.
 
 function schedules.run_id(name, policy, suffix)
   return 'schedule:' .. name .. (policy.overlap == 'queue' and ':' .. suffix or '')
@@ -158,12 +148,12 @@ function schedules.store_run(id, policy, identifier, data, run_at_ms)
   timers.set_expiry(id, run_at_ms)
 end
 
--- set_schedule: stores a schedule, or changes it. The same rule keeps its next tick, the same definition changes
--- nothing.
+-- set_schedule: creates or changes a schedule. The same rule keeps its next tick.
 -- KEYS[1]  the queue's base
 -- ARGV     protocol, KEY, definition, interval in ms ('' for a cron rule), first tick of a cron rule (ms)
--- Returns  {OK, 0 the same | 1 changed | 2 new, its next tick (ms)}; {NO_QUEUE}; {OTHER_PROTOCOL, its number};
---          {TOO_MANY_SCHEDULES, how many there are}; {TOO_LARGE, 1, max_data}
+-- Returns  {OK, 0 unchanged | 1 changed | 2 new, next tick (ms)}; {NO_QUEUE}; {OTHER_PROTOCOL, its number};
+--          {TOO_MANY_SCHEDULES, number of schedules}; {TOO_LARGE, 1, max_data}
+-- States   unchanged
 function verbs.set_schedule()
   if not epoch then return { NO_QUEUE } end
   if protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
@@ -178,7 +168,7 @@ function verbs.set_schedule()
   local _, data = schedules.read_definition(definition)
   if #data > option('max_data') then return { TOO_LARGE, 1, option('max_data') } end
 
-  -- An interval is due when it never ran, or one interval after its last run.
+  -- An interval is due at once if it never ran, else one interval after its last run.
   local function first_tick()
     if not every_ms then return tonumber(ARGV[5]) end
     local last_run_ms = tonumber(string.match(redis.call('HGET', key('schedules:runs'), name) or '0', '^%d+'))
@@ -193,16 +183,16 @@ function verbs.set_schedule()
   if not (before and next_ms and rule_of(before) == rule_of(definition)) then
     next_ms = first_tick()
     redis.call('ZADD', key('schedules:next'), string.format('%.0f', next_ms), name)
-    -- Pulse sets its timer by it if it has none that is earlier.
     redis.call('PUBLISH', channel('due'), string.format('%.0f', math.max(0, next_ms - now_ms)))
   end
   return { OK, before and 1 or 2, tonumber(next_ms) }
 end
 
--- drop_schedule: ends a schedule. The jobs that it has made stay.
+-- drop_schedule: removes a schedule; its jobs stay.
 -- KEYS[1]  the queue's base
--- ARGV     KEY, its definition ('': whatever it is)
--- Returns  {OK, 1 dropped | 0 there is none, or it is another}; {NO_QUEUE}
+-- ARGV     KEY, its definition ('' = any)
+-- Returns  {OK, 1 removed | 0 not found, or another definition}; {NO_QUEUE}
+-- States   unchanged
 function verbs.drop_schedule()
   if not epoch then return { NO_QUEUE } end
   local name, expected = ARGV[1], ARGV[2]
@@ -213,7 +203,7 @@ function verbs.drop_schedule()
   return { OK, dropped }
 end
 
--- trigger: a schedule makes a job now, whatever its ticks are; they and its counts stay as they are.
+-- trigger: enqueues a job of a schedule now; its ticks and counts do not change.
 -- KEYS[1]  the queue's base
 -- ARGV     KEY, identifier (JSON)
 -- Returns  {OK, id}; {NO_QUEUE}; {NO_SCHEDULE}; {EXISTS, 1}: its last job is unfinished; {FULL, max_items}
@@ -233,12 +223,12 @@ function verbs.trigger()
   return { OK, id }
 end
 
--- fire: carries out what was planned for a tick of a schedule that is due: stores its jobs, counts, moves to the next
--- tick. Of any number of calls for one tick the first does it.
+-- fire: enqueues the jobs of a due tick, counts them and sets the next tick. Only the first call for a tick has an
+-- effect.
 -- KEYS[1]  the queue's base
--- ARGV     KEY, the tick that was planned for (ms), the head it was planned by, the next tick (ms; '': never), how many
---          ticks are missed, then per tick that makes a job: tick (ms), identifier (JSON), share of the jitter (0 to 1)
--- Returns  {OK, 1 done | 0 it is another tick or definition by now, ms until promote is to be called}; {NO_QUEUE}
+-- ARGV     KEY, planned tick (ms), head it was planned from, next tick (ms; '' = none), number of missed ticks, then
+--          per tick that makes a job: tick (ms), identifier (JSON), fraction of the jitter (0 to 1)
+-- Returns  {OK, 1 fired | 0 tick or definition have changed, ms until promote must be called}; {NO_QUEUE}
 -- States   (new) -> waiting | scheduled
 function verbs.fire()
   if not epoch then return { NO_QUEUE } end
@@ -281,14 +271,13 @@ function verbs.fire()
   return { OK, 1, timers.next_ms() }
 end
 
--- promote: what is due becomes waiting; leases lapse, and items that are too old are given up, done jobs forgotten. It
--- tells of ticks that are due. Pulse calls it on time.
+-- promote: runs everything that is due: scheduled jobs, lapsed leases, expired items and done jobs. Returns the due
+-- ticks. Pulse calls it on time.
 -- KEYS[1]  the queue's base
 -- ARGV     schedules that the caller cannot fire
--- Returns  {OK, ms until it is to be called again (-1: nothing has a time), now (ms), then KEY, tick (ms) and head of
---          each other schedule that is due}; {NO_QUEUE}
--- States   scheduled -> waiting; active -> waiting (its lease lapsed, also stalled); waiting, retry -> dead
---          (item_timeout)
+-- Returns  {OK, ms until the next call (-1: nothing is timed), now (ms), then KEY, tick (ms) and head of each other due
+--          schedule}; {NO_QUEUE}
+-- States   scheduled -> waiting; active -> waiting (lease lapsed, also stalled); waiting, retry -> dead (item_timeout)
 function verbs.promote()
   if not epoch then return { NO_QUEUE } end
   leases.lapse()

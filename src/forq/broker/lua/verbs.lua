@@ -1,6 +1,5 @@
--- The verbs, as functions of the server: the name of each, how its call begins, and what the server has to know of it.
--- 'allow-oom': it may run while the server is out of memory, since it makes room or must not be lost. 'no-writes': it
--- only reads.
+-- Registers the verbs as server functions: name, how its call starts, flag. 'allow-oom': may run while the server is
+-- out of memory, because it frees memory or must not be lost. 'no-writes': only reads.
 
 local VERBS = {
   { 'accept', open, 'allow-oom' },
@@ -39,7 +38,7 @@ local VERBS = {
   { 'wait', open, 'allow-oom' },
 }
 
--- No library function of Lua is there while a library is loaded, not even pairs.
+-- While a library is loaded, no Lua library function exists, not even pairs.
 if not EVAL_KEYS then
   for i = 1, #VERBS do
     local name, start, flag = VERBS[i][1], VERBS[i][2], VERBS[i][3]
@@ -56,7 +55,7 @@ if not EVAL_KEYS then
   return
 end
 
--- The same text runs through EVAL where the server takes no functions: then the verb is the last argument.
+-- Through EVAL, for servers without functions, the verb is the last argument.
 local verb = table.remove(EVAL_ARGV)
 for i = 1, #VERBS do
   if VERBS[i][1] == verb then
