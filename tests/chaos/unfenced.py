@@ -25,7 +25,7 @@ UNFENCED = (
         "chaos",
         _WRONG,
     ),
-    Mutant("failures.lua", "if owner == failure.owner and record then", "if owner and record then", "chaos", _WRONG),
+    Mutant("failures.lua", "if owner == settler and record then", "if owner and record then", "chaos", _WRONG),
 )
 
 

@@ -24,8 +24,19 @@ function claims.is_owner(worker, owner)
   return owner and string.sub(owner, 1, #worker + 1) == worker .. ':'
 end
 
+-- Whether `worker` claimed the job with this fence and still owns it.
+function claims.is_claim(owner, worker, fence)
+  local claim = worker .. ':' .. fence
+  return owner == claim or owner == claim .. REMOVED
+end
+
 function claims.fence_of(owner)
   return string.match(owner, ':(%d+)')
+end
+
+-- The age of a claim: its fence is its time, unless the clock was set back.
+function claims.micros_since(fence)
+  return string.format('%.0f', math.max(0, now_us - tonumber(fence)))
 end
 
 -- Returns the ids of `list`, in order, before all waiting jobs. Owned ids lose their owner. Ids that BLMOVE moved here
@@ -58,7 +69,7 @@ function claims.return_jobs(worker, list, lost, kept)
       journal.note('cancelled ' .. claims.fence_of(owner) .. ' ' .. id)
     elseif owned or (id ~= '' and not stale and record and not owner) then
       local job = owned and records.read(record)
-      if running then lost.count(lost, owner, job) end
+      if running then failures.count_loss(lost, owner, job) end
       local run_at = job and blocked.update(id, job, 0) or 0
       if running then lost.run_at_ms = run_at end
       if job then

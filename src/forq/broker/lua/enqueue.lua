@@ -300,9 +300,9 @@ function verbs.cancel()
   if owner then
     local withdrawn = redis.call('HDEL', key('blocked'), id)
     if withdrawn == 1 then journal.note('withdrawn 0 ' .. id) end
-    if mark_active and not string.find(owner, ':removed', 1, true) then
-      redis.call('HSET', key('active'), id, owner .. ':removed')
-      journal.note('marked ' .. string.match(owner, ':(%d+)') .. ' ' .. id)
+    if mark_active and not claims.is_removed(owner) then
+      redis.call('HSET', key('active'), id, owner .. REMOVED)
+      journal.note('marked ' .. claims.fence_of(owner) .. ' ' .. id)
     end
     journal.write('-')
     return { OK, mark_active and 2 or withdrawn }

@@ -32,12 +32,21 @@ function failures.fate_of_lost_job(lost)
   return failures.fate(job.lane == LANE_OF_SUSPECT and 'suspect' or 'interrupted', due_ms, attempts.count(job) + 1, 0)
 end
 
--- Retries a failed job later, or moves it to dead. `failure`: id, owner (WORKER:FENCE), micros, error and brief error
--- (JSON), kind, retry_at_ms (or nil), chance (0 to 1). Returns the fate; nil if the worker no longer owns the job. The
--- options are read now, so changes apply to jobs that are already in the queue.
-function failures.settle(failure)
-  local id, micros, brief, kind = failure.id, failure.micros, failure.brief, failure.kind
-  local fence = claims.fence_of(failure.owner)
+-- Five values from ARGV[at] on: error, brief error (JSON), kind, retry at (ms or ''), chance (0 to 1).
+function failures.read(at)
+  return {
+    error = ARGV[at],
+    brief = ARGV[at + 1],
+    kind = ARGV[at + 2],
+    retry_at_ms = tonumber(ARGV[at + 3]),
+    chance = tonumber(ARGV[at + 4]),
+  }
+end
+
+-- Retries a failed job later, or moves it to dead. `settler`: the WORKER:FENCE that settles it. Returns the fate; nil
+-- if the settler no longer owns the job. The options are read now, so changes apply to jobs already in the queue.
+function failures.settle(id, settler, micros, failure)
+  local brief, kind, fence = failure.brief, failure.kind, claims.fence_of(settler)
   local owner = redis.call('HGET', key('active'), id)
   local record = redis.call('HGET', key('jobs'), id)
 
@@ -90,9 +99,9 @@ function failures.settle(failure)
     return failures.fate('dead', 0, job and attempts.count(job) + 1 or 1, left)
   end
 
-  if owner == failure.owner and record then
+  if owner == settler and record then
     return settle_owned()
-  elseif owner == failure.owner .. REMOVED then
+  elseif owner == settler .. REMOVED then
     redis.call('HDEL', key('jobs'), id)
     redis.call('HDEL', key('active'), id)
     progress.delete({ id })

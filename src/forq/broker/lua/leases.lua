@@ -198,8 +198,7 @@ function leases.revoke(awaiter, owner, id, cause)
   local lost
   redis.call('ZREM', key('leases'), id)
   if redis.call('ZREM', key('accepted'), id) == 1 then
-    local micros = string.format('%.0f', math.max(0, now_us - tonumber(claims.fence_of(owner))))
-    lost = { id = id, outcome = 'stalled', cause = cause, micros = micros, count = failures.count_loss }
+    lost = { id = id, outcome = 'stalled', cause = cause, micros = claims.micros_since(claims.fence_of(owner)) }
   end
   -- The entry may be about another item by now.
   if leases.read_entry(awaiter) == id then redis.call('UNLINK', leases.entry_key(awaiter)) end

@@ -86,7 +86,7 @@ end
 
 function limits.publish_refill()
   local wait_ms = limits.refill_ms()
-  if wait_ms then redis.call('PUBLISH', channel('due'), string.format('%.0f', wait_ms)) end
+  if wait_ms then timers.publish(wait_ms) end
 end
 
 -- Call it after tokens were taken or missing.

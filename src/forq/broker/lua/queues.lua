@@ -55,6 +55,15 @@ function verbs.free()
   return { OK, '' }
 end
 
+local function options_changed()
+  if not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
+    -- Events since then were not recorded: leave a gap in the sequence.
+    redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
+  end
+  -- promote wakes the workers held back by the old limits.
+  if has_limits then redis.call('PUBLISH', channel('due'), '0') end
+end
+
 -- create: creates the queue, or joins it if it exists with the same mode and protocol; then sets the given options.
 -- Fixed options are set at creation; a queue with another value is not joined.
 -- KEYS[1]  the queue's base
@@ -116,12 +125,8 @@ function verbs.create()
     if ARGV[2] == 'auto_release' or ARGV[2] == 'on_request' or ARGV[2] == 'external' then
       redis.call('PUBLISH', channel('due'), 'new')
     end
-  elseif not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
-    -- Events since then were not recorded: leave a gap in the sequence.
-    redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
   end
-  -- promote wakes the workers held back by the old limits.
-  if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', channel('due'), '0') end
+  options_changed()
   return { OK, created and 1 or 0, epoch }
 end
 
@@ -133,12 +138,7 @@ end
 function verbs.configure()
   if not epoch then return { NO_QUEUE } end
   for at = 1, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
-  if not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
-    -- Events since then were not recorded: leave a gap in the sequence.
-    redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
-  end
-  -- promote wakes the workers held back by the old limits.
-  if rate_count > 0 or max_active > 0 then redis.call('PUBLISH', channel('due'), '0') end
+  options_changed()
   return { OK, redis.call('HINCRBY', key('options'), 'version', 1) }
 end
 

@@ -69,7 +69,6 @@ function recovery.remove_worker(processor, worker, turn, index, running, lost)
   local list = redis.call('LRANGE', processing, 0, -1)
   local position = claims.position(processor, worker, turn, index)
   local ran = position or 0
-  lost.count = failures.count_loss
   if position and running then
     lost.id = list[ran + 1]
   elseif not position and lost.evicted and #list == 1 then

@@ -163,10 +163,9 @@ function verbs.ack()
   local awaiter, id, fence = ARGV[1], ARGV[2], ARGV[3]
   if not epoch then return { NO_QUEUE } end
   if mode == 'external' then return { WRONG_MODE, mode } end
-  local list = key_of('awaiter', awaiter)
-  if redis.call('LINDEX', list, 0) == 'acked ' .. fence then return { OK } end
+  if redis.call('LINDEX', leases.entry_key(awaiter), 0) == 'acked ' .. fence then return { OK } end
   local owner = redis.call('HGET', key('active'), id)
-  if owner ~= awaiter .. ':' .. fence and owner ~= awaiter .. ':' .. fence .. REMOVED then return { LAPSED } end
+  if not claims.is_claim(owner, awaiter, fence) then return { LAPSED } end
 
   redis.call('HDEL', key('jobs'), id)
   redis.call('HDEL', key('active'), id)
@@ -174,11 +173,8 @@ function verbs.ack()
   redis.call('ZREM', key('leases'), id)
   redis.call('ZREM', key('expiries'), id)
   redis.call('INCR', key('processed:count'))
-  -- The fence is the claim time, unless the clock was set back.
-  journal.note('released ' .. fence .. ' ' .. id .. string.format(' %.0f', math.max(0, now_us - tonumber(fence))))
-  redis.call('DEL', list)
-  redis.call('RPUSH', list, 'acked ' .. fence)
-  redis.call('PEXPIRE', list, ACKED_MS)
+  journal.note('released ' .. fence .. ' ' .. id .. ' ' .. claims.micros_since(fence))
+  leases.write_entry(awaiter, 'acked ' .. fence, ACKED_MS)
   blocked.unblock({ id })
   hints.wake_idle(NOTIFY_AWAITERS)
   journal.write(awaiter)
@@ -279,13 +275,13 @@ function verbs.accept()
   if not epoch then return { NO_QUEUE } end
   if mode ~= 'external' then return { WRONG_MODE, mode } end
   local owner = redis.call('HGET', key('active'), id)
-  if not claims.is_owner(worker, owner) or claims.fence_of(owner) ~= fence then return { LAPSED } end
+  if not claims.is_claim(owner, worker, fence) then return { LAPSED } end
 
   local lease_ms = option('lease_ms')
   redis.call('ZADD', key('accepted'), string.format('%.0f', now_ms), id)
   redis.call('ZADD', key('leases'), string.format('%.0f', now_ms + lease_ms), id)
   -- Longer than the lease: the entry must last as long as the job is held.
-  leases.write_entry(worker, 'accepted ' .. claims.fence_of(owner) .. ' ' .. id, 10 * lease_ms)
+  leases.write_entry(worker, 'accepted ' .. fence .. ' ' .. id, 10 * lease_ms)
   leases.touch_worker(worker)
   if ARGV[4] ~= '' then progress.set(id, ARGV[4], ARGV[5]) end
   return { OK }
@@ -305,13 +301,11 @@ function verbs.finish()
   if mode ~= 'external' then return { WRONG_MODE, mode } end
   local ended = 'ended ' .. outcome .. ' ' .. id
   local owner = redis.call('HGET', key('active'), id)
-  if not claims.is_owner(worker, owner) or claims.fence_of(owner) ~= fence then
+  if not claims.is_claim(owner, worker, fence) then
     return { redis.call('LINDEX', leases.entry_key(worker), 0) == ended and OK or LAPSED }
   end
 
-  fence = claims.fence_of(owner)
-  -- The fence is the claim time, unless the clock was set back.
-  local micros = string.format('%.0f', math.max(0, now_us - tonumber(fence)))
+  local micros = claims.micros_since(fence)
   redis.call('ZREM', key('leases'), id)
   redis.call('ZREM', key('accepted'), id)
   leases.write_entry(worker, ended, ENDED_MS)
@@ -319,18 +313,9 @@ function verbs.finish()
   if outcome == 'done' then
     done.settle({ id }, { [fence] = { id .. ' ' .. micros } }, { [id] = { micros = micros, result = ARGV[5] or '' } })
   else
-    local settled = failures.settle({
-      id = id,
-      owner = worker .. ':' .. fence,
-      micros = micros,
-      error = ARGV[5],
-      brief = ARGV[6],
-      kind = ARGV[7],
-      retry_at_ms = tonumber(ARGV[8]),
-      chance = tonumber(ARGV[9]),
-    })
+    local fate = failures.settle(id, worker .. ':' .. fence, micros, failures.read(5))
     -- Its record is gone.
-    if not settled then claims.return_jobs(worker, { id }) end
+    if not fate then claims.return_jobs(worker, { id }) end
   end
   hints.wake_idle(NOTIFY_AWAITERS, WAKE_LIMITED)
   journal.write(worker)

@@ -136,8 +136,7 @@ end
 function verbs.progress()
   if not epoch then return { NO_QUEUE } end
   local worker, id, fence = ARGV[1], ARGV[2], ARGV[3]
-  local owner, own = redis.call('HGET', key('active'), id), worker .. ':' .. fence
-  if owner ~= own and owner ~= own .. ':removed' then return { OK, 0 } end
+  if not claims.is_claim(redis.call('HGET', key('active'), id), worker, fence) then return { OK, 0 } end
   progress.set(id, ARGV[4], ARGV[5])
   return { OK, 1 }
 end

@@ -6,6 +6,11 @@
 -- As many as one enqueue stores; blocks the server for about 1.5 ms.
 local PROMOTED_PER_CALL = 500
 
+-- Pulse sets its timer to `ms` from now, unless it has an earlier one.
+function timers.publish(ms)
+  redis.call('PUBLISH', channel('due'), string.format('%.0f', math.max(0, ms)))
+end
+
 function timers.note_scheduled(id, due_ms)
   journal.note(string.format('scheduled 0 %s %.0f', id, due_ms))
 end
@@ -16,9 +21,7 @@ function timers.schedule(id, due_ms)
   redis.call('ZREM', key('scheduled'), id)
   redis.call('ZADD', key('scheduled'), hints.next_score(key('scheduled'), due_ms), id)
   timers.note_scheduled(id, due_ms)
-  if not head or due_ms < head then
-    redis.call('PUBLISH', channel('due'), string.format('%.0f', math.max(0, due_ms - now_ms)))
-  end
+  if not head or due_ms < head then timers.publish(due_ms - now_ms) end
 end
 
 function timers.make_ready(id, place, run_at_ms)
@@ -64,9 +67,7 @@ end
 function timers.set(name, id, at_ms)
   local head = timers.head_ms(name)
   redis.call('ZADD', key(name), string.format('%.0f', at_ms), id)
-  if not head or at_ms < head then
-    redis.call('PUBLISH', channel('due'), string.format('%.0f', at_ms - now_ms))
-  end
+  if not head or at_ms < head then timers.publish(at_ms - now_ms) end
 end
 
 -- Milliseconds until the next timed action; -1 if there is none. `ticks_known`: the caller knows the due ticks. (A tick
@@ -183,7 +184,7 @@ function verbs.set_schedule()
   if not (before and next_ms and rule_of(before) == rule_of(definition)) then
     next_ms = first_tick()
     redis.call('ZADD', key('schedules:next'), string.format('%.0f', next_ms), name)
-    redis.call('PUBLISH', channel('due'), string.format('%.0f', math.max(0, next_ms - now_ms)))
+    timers.publish(next_ms - now_ms)
   end
   return { OK, before and 1 or 2, tonumber(next_ms) }
 end

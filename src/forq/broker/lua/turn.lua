@@ -74,17 +74,7 @@ function turns.settle_failures(first)
   for i = 0, failed_count - 1 do
     local at = first + 8 * i
     local id = ARGV[at]
-    local failure = {
-      id = id,
-      owner = worker .. ':' .. ARGV[at + 1],
-      micros = ARGV[at + 2],
-      error = ARGV[at + 3],
-      brief = ARGV[at + 4],
-      kind = ARGV[at + 5],
-      retry_at_ms = tonumber(ARGV[at + 6]),
-      chance = tonumber(ARGV[at + 7]),
-    }
-    local fate = failures.settle(failure)
+    local fate = failures.settle(id, worker .. ':' .. ARGV[at + 1], ARGV[at + 2], failures.read(at + 3))
     if fate then settled[#settled + 1] = id else refused[#refused + 1] = id end
     for _, value in ipairs(fate or { 'refused', 0, 0, 0 }) do fates[#fates + 1] = value end
   end
