@@ -156,8 +156,8 @@ function hints.wake_idle(notifies, makes_room)
     -- Without other work the retry process is woken only when it may start a job. But for a suspect it must ask once,
     -- so that a unit is reserved.
     if not free then limits.publish_refill() end
-    local must_ask = suspect_hints > 0 and limits.reserved_for_suspects() == 0
-    if free or must_ask then hints.wake_retry_process(key('failed')) end
+    local wake = free or suspect_hints > 0 and limits.reserved_for_suspects() == 0
+    if wake then hints.wake_retry_process(key('failed')) end
   end
 end
 
