@@ -232,11 +232,11 @@ function leases.expire_items()
   -- Expired items are mostly at the head of their list: these hints are popped at once. `heads`: place -> first hints,
   -- and how many of them to pop. The others are removed afterwards, since that may change the heads.
   local heads, others = {}, {}
-  local function forget_first_hint(place, id)
+  local function remove_hint(place, id)
     heads[place] = heads[place]
       or { ids = redis.call('LRANGE', (hints.first_list(place)), 0, EXPIRED_PER_CALL - 1), count = 0 }
-    local first = heads[place]
-    if first.ids[first.count + 1] == id then first.count = first.count + 1 else others[#others + 1] = { place, id } end
+    local head = heads[place]
+    if head.ids[head.count + 1] == id then head.count = head.count + 1 else others[#others + 1] = { place, id } end
   end
 
   local packed = redis.call('HMGET', key('jobs'), unpack(due))
@@ -261,7 +261,7 @@ function leases.expire_items()
         -- It was between two attempts; 'updated' makes it waiting in the journal, so that it can be claimed.
         journal.note('updated 0 ' .. id)
       else
-        forget_first_hint(job and records.place_for(job) or '5', id)
+        remove_hint(job and records.place_for(job) or '5', id)
       end
       fence = fence or claims.next_fence()
       journal.note('claimed ' .. fence .. ' ' .. attempts.number(job) .. ' ' .. id)
@@ -269,10 +269,10 @@ function leases.expire_items()
       bytes = bytes + #record
     end
   end
-  for place, first in pairs(heads) do
-    if first.count > 0 then
-      hints.pop(place, first.count)
-      if place == RETRY_PLACE then hints.count(RETRY_PLACE, -first.count) end
+  for place, head in pairs(heads) do
+    if head.count > 0 then
+      hints.pop(place, head.count)
+      if place == RETRY_PLACE then hints.count(RETRY_PLACE, -head.count) end
     end
   end
   for _, other in ipairs(others) do hints.remove(other[1], other[2]) end
