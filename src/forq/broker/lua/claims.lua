@@ -60,8 +60,7 @@ function claims.return_jobs(worker, list, lost, kept)
       seen[id] = true
       freed[#freed + 1] = id
     end
-    -- A removed hint always consumes its stale count. Otherwise the count would hide the hint of the next job of that
-    -- id.
+    -- A removed hint always consumes its stale count. Otherwise it would hide the hint of the id's next job.
     local stale = not owned and id ~= '' and hints.consume_stale('5', id)
     local running = owned and lost and id == lost.id
     if owned and (claims.is_removed(owner) or not record or (running and lost.outcome == 'cancelled')) then
@@ -142,8 +141,7 @@ function claims.return_parked(processor, worker)
 end
 
 -- A worker's registration is the number of its last turn and, after a rescue, how many entries have left the head of
--- its processing list since: TURN or TURN:SHIFT. Returns the worker's position in the list; nil if it is of another
--- turn.
+-- its processing list since: TURN or TURN:SHIFT. Returns the position in the list; nil if it is of another turn.
 function claims.position(processor, worker, turn, index)
   local registered = redis.call('HGET', workers_key(processor), worker)
   if not registered then return nil end

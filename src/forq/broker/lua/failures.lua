@@ -136,8 +136,7 @@ function failures.count_loss(lost, owner, job)
   lost.counted = { retries = job.retries, stalls = job.stalls, timeouts = job.timeouts, lane = job.lane }
 end
 
--- The error (JSON) of a job that stalled or timed out too often; nil if it may run. Checked at claim time, with the
--- current limits.
+-- The error (JSON) of a job that stalled or timed out too often; nil if it may run. Checked when it is claimed.
 function failures.exhausted_error(job, max_stalls, max_timeouts)
   local text = '{"name":"%s","message":"the number of attempts that %s is %d, and %s is %d",'
     .. '"kind":"stall","traceback":null}'

@@ -208,8 +208,7 @@ function hints.sweep(place)
   end
 end
 
--- Removes the hint of a waiting job that is not claimed: it was cancelled or moved. Lists are not searched: the hint
--- becomes stale.
+-- Removes the hint of a job that was cancelled or moved. Lists are not searched; the hint becomes stale.
 function hints.remove(place, id)
   if place == SUSPECTS_PLACE then return hints.count(SUSPECTS_PLACE, -redis.call('ZREM', key('suspects'), id)) end
   redis.call('HINCRBY', key('stale'), place .. ':' .. id, 1)

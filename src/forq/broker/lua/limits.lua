@@ -10,8 +10,7 @@ function limits.read_bucket()
   local interval_us, burst = math.ceil(option('rate_ms') * 2000 / rate_count) / 2, option('burst')
   if burst == 0 then burst = math.max(1, math.floor(DEFAULT_BURST_US / interval_us)) end
   local stored_us = tonumber(redis.call('HGET', key('counts'), 'bucket_us') or 0)
-  -- After a clock step back or a rate change the bucket is at most empty. This must be stored; otherwise it stays
-  -- empty.
+  -- After a clock step back or a rate change the bucket is at most empty. Must be stored, or it stays empty.
   local empty_us = now_us + burst * interval_us
   bucket = {
     interval_us = interval_us,
@@ -54,8 +53,8 @@ function limits.refill_ms()
   return wait_us > 0 and math.ceil(wait_us / 1000) or nil
 end
 
--- Workers that may not claim although jobs wait: `limited`, 'PROCESSOR WORKER' by arrival time (µs). Each blocks on its
--- own wake list.
+-- Workers that may not claim although jobs wait: `limited`, 'PROCESSOR WORKER' by arrival time (µs). Each blocks on a
+-- wake list of its own.
 
 local WOKEN_PER_CALL = 100
 -- How long one unit stays reserved for suspects after the retry process found no free one.

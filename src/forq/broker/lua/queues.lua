@@ -309,8 +309,8 @@ function verbs.counts()
   local tick_ms = tonumber(redis.call('ZRANGE', key('schedules:next'), 0, 0, 'WITHSCORES')[2])
   local due_ms = math.min(scheduled_ms or math.huge, tick_ms or math.huge)
 
-  -- All waiting jobs: each priority, suspects, retry lane, and jobs due but not promoted. A scheduled job did not wait
-  -- before its time.
+  -- All waiting jobs: each priority, suspects, retry lane, and jobs due but not promoted. Waiting starts at
+  -- the scheduled time.
   local oldest = math.huge
   for place in string.gmatch('0123456789sr', '.') do
     oldest = math.min(oldest, oldest_enqueued_ms(place) or math.huge)

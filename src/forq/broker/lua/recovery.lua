@@ -5,8 +5,7 @@
 
 -- An evicted processor may return after a long sleep and must find that it is fenced.
 local GRAVE_MS = 24 * 3600 * 1000
--- A BLMOVE ends after 30 s, and a network drops a request after some minutes. Processes that run one job each leave
--- many graves.
+-- A BLMOVE ends after 30 s; a network drops a request after minutes. Processes that run one job leave many graves.
 local WORKER_GRAVE_MS, WORKER_GRAVES = 3600 * 1000, 4096
 local GRAVES_PER_CALL = 200
 
@@ -86,8 +85,7 @@ function recovery.remove_worker(processor, worker, turn, index, running, lost)
 end
 
 -- A processor is evicted with its workers, some per call; their positions come from its last heartbeat. It is fenced
--- from the first step on. `evicting`: processor -> cause, while it has workers; these may take turns until they are
--- removed.
+-- from the first step on. `evicting`: processor -> cause, while it has workers; these can take turns until removed.
 
 local EVICTED_PER_CALL = 16
 
@@ -152,8 +150,7 @@ end
 -- join: registers a worker, so that its processing list can be found and recovered.
 -- KEYS[1]  the queue's base
 -- ARGV     protocol, processor, worker, ms until the processor counts as silent
--- Returns  {OK, epoch}; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FENCED} if the processor was evicted or the worker
---          removed
+-- Returns  {OK, epoch}; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FENCED} if processor or worker were removed
 -- States   unchanged
 function verbs.join()
   if not epoch then return { NO_QUEUE } end
@@ -168,8 +165,7 @@ function verbs.join()
 end
 
 -- heartbeat: keeps a processor alive and stores the positions of its workers. Also continues an eviction or evicts one
--- silent processor, drains graves, returns parked ids, runs everything that is due, and repeats the wake token in case
--- it was lost.
+-- silent processor, drains graves, returns parked ids, runs everything that is due, and repeats lost wake tokens.
 -- KEYS[1]  the queue's base
 -- ARGV     processor, ms until it counts as silent, then (worker, turn, index, running) per worker
 -- Returns  {OK, evicted processors, ms until promote must be called (-1: nothing is timed), 1 if an eviction is
@@ -261,8 +257,7 @@ end
 -- ARGV     processor, worker, its last position: turn number, index, running ('1' | '0'); outcome for the running job
 --          ('stalled' | 'timed_out' | 'interrupted' | 'suspect' | 'cancelled'), cause, micros it ran ('' = unknown),
 --          stack as JSON ('' = none), peak memory ('' = unknown)
--- Returns  {OK, length of its list before}, then id and fate (failures.fate) of the running job if it was returned;
---          {NO_QUEUE}
+-- Returns  {OK, length of its list before}, then id and fate (failures.fate) of the running job if returned; {NO_QUEUE}
 -- States   active -> done (it ran), active -> waiting (returned, stalled, timed out, suspected), active -> cancelled
 function verbs.recover()
   if not epoch then return { NO_QUEUE } end

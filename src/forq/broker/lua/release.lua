@@ -60,8 +60,7 @@ function verbs.await()
     return leases.start(id, record, awaiter, external and via or '-', tonumber(ARGV[4]) or option('lease_ms'))
   end
 
-  -- A worker that asks is idle: it gets an unaccepted job again, and has lost an accepted one. Returns false if it may
-  -- not get a job.
+  -- A worker that asks is idle: it gets an unaccepted job again, and has lost an accepted one. False: no job for it.
   local function worker_may_lease()
     local id, accepted, bridge = leases.read_entry(awaiter)
     local registration = notified and awaiters.read(awaiter)
@@ -155,8 +154,7 @@ end
 -- ack: acknowledges a leased item: it is released and deleted.
 -- KEYS[1]  the queue's base
 -- ARGV     awaiter, id, fence
--- Returns  {OK}, also if repeated within a minute; {LAPSED} if the item was returned; {WRONG_MODE, its mode};
---          {NO_QUEUE}
+-- Returns  {OK}, also if repeated within a minute; {LAPSED} if it was returned; {WRONG_MODE, its mode}; {NO_QUEUE}
 -- States   active -> released; blocked -> waiting | scheduled
 function verbs.ack()
   local ACKED_MS = 60000
@@ -186,8 +184,7 @@ end
 -- ARGV     epoch, processor, worker, lane ('main' | 'retry')
 -- Returns  {OK, 1 leased | 0 not awaited | -1 not tried, µs until the gate opens (0: no item)}; {PAUSED}; {NO_QUEUE};
 --          {FENCED} if the worker is not registered
--- States   waiting, retry -> active; waiting -> scheduled | retry; waiting, retry -> dead; active -> waiting (lease
---          lapsed)
+-- States   waiting, retry -> active; waiting -> scheduled | retry; waiting, retry -> dead; active -> waiting (lapsed)
 function verbs.release()
   local processor, worker, lane = ARGV[2], ARGV[3], ARGV[4]
   if epoch ~= ARGV[1] then return { NO_QUEUE } end
@@ -287,8 +284,7 @@ function verbs.accept()
   return { OK }
 end
 
--- finish: settles the job of an external worker. Repeating it is harmless for a minute, until the worker gets another
--- job.
+-- finish: settles the job of an external worker. Repeatable for a minute, until the worker gets another job.
 -- KEYS[1]  the queue's base
 -- ARGV     worker, id, fence, outcome ('done' | 'failed'), then if done: result (JSON; '!' and the reason why there is
 --          none), if failed: error, brief error (JSON), kind, retry at (ms or ''), chance (0 to 1)

@@ -224,8 +224,7 @@ function verbs.trigger()
   return { OK, id }
 end
 
--- fire: enqueues the jobs of a due tick, counts them and sets the next tick. Only the first call for a tick has an
--- effect.
+-- fire: enqueues the jobs of a due tick, counts them and sets the next tick. Only the first call per tick counts.
 -- KEYS[1]  the queue's base
 -- ARGV     KEY, planned tick (ms), head it was planned from, next tick (ms; '' = none), number of missed ticks, then
 --          per tick that makes a job: tick (ms), identifier (JSON), fraction of the jitter (0 to 1)

@@ -166,8 +166,7 @@ function turns.claimable_hints(place)
   return next_id and redis.call('HSTRLEN', key('jobs'), next_id) > bytes_left and 0 or 1
 end
 
--- Claims from one place. Returns the remaining skips; 0 also if the bytes are used up, so that no later list goes
--- first.
+-- Claims from one place. Returns the remaining skips; 0 if the bytes are used up, so that no later list goes first.
 function turns.claim_from(place, skips)
   while #taken < want and skips > 0 do
     local count = check_bytes and turns.claimable_hints(place) or want - #taken
@@ -268,8 +267,7 @@ function turns.within_limits()
     limited = hints.main_waiting() > 0 or other_hints > 0
     if limited then limits.add_worker(processor, worker) end
   elseif lane == 'retry' and suspect_hints > 0 then
-    -- The retry process is woken when it may start. A process for suspects alone exits instead and would never use the
-    -- unit.
+    -- The retry process is woken when it may start. A process for suspects alone exits instead, so it needs no unit.
     limits.reserve_for_suspects(RESERVED_MS + (limits.refill_ms() or 0))
   end
   return 0
