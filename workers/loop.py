@@ -221,7 +221,7 @@ class WorkerLoop:
 
     def blocked_client_id(self) -> int | None:
         """The number Redis knows this worker's connection by, while it may be blocked there."""
-        return self.consumer.link.known_client_id if self._blocking else None
+        return self.consumer.link.client_id if self._blocking else None
 
     def title_text(self) -> str | None:
         return None
@@ -485,7 +485,7 @@ class WorkerLoop:
         may_claim = self._grant.stop_using() and self._claims_ahead
         self._blocking = True
         try:
-            self.consumer.learn_client_id()
+            self.consumer.fetch_client_id()
             if self._parked is not None:
                 if not self.stopping:
                     self.consumer.wait_for_wake()

@@ -175,7 +175,7 @@ class ReleaseLoop:
         self._stop.set()
 
     def blocked_client_id(self) -> int | None:
-        return self._consumer.link.known_client_id if self._blocking else None
+        return self._consumer.link.client_id if self._blocking else None
 
     def title_text(self) -> str:
         what = "releasing" if self._releasing else State(self.slot.state).name.lower()
@@ -215,7 +215,7 @@ class ReleaseLoop:
     def _block(self, wait: Callable[[], None]) -> None:
         self._blocking = True
         try:
-            self._consumer.learn_client_id()
+            self._consumer.fetch_client_id()
             if not self.stopping:
                 wait()
         except BackPressure as exc:

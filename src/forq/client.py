@@ -2,7 +2,7 @@
 
 1. It subscribes, then looks (by which it is written down): whatever happens after the look is heard.
 2. It looks again when it has heard something, and in half the time for which it is written down.
-3. After a broken connection it starts over, with the same job in mind: what ended meanwhile is found by a look.
+3. After a broken connection it starts over, with the same job in mind: what ended meanwhile is found by a check.
 
 Getting an item of a queue of the release modes: ask, wait, acknowledge, return.
 
@@ -25,13 +25,13 @@ from typing import Any, Literal, TypeVar, overload
 
 from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
 from forq.broker.enqueue import NewJob, PartlyStored, Producer, Update, jobs_with_tokens, new_job, plain_jobs
-from forq.broker.inspect import Page, State, Viewer
+from forq.broker.inspect import Inspector, Page, State
 from forq.broker.keys import DEFAULT_PRIORITY
-from forq.broker.leases import Answer, Awaiting, Hand
+from forq.broker.leases import Lease, LeaseReply, Leases
 from forq.broker.link import Link
-from forq.broker.pubsub import Listener
+from forq.broker.pubsub import Subscription
 from forq.broker.registry import Registry
-from forq.broker.results import DoneJob, Ends, Place
+from forq.broker.results import DoneJob, ResultWaiter, WaitTarget
 from forq.broker.schedules import Schedules
 from forq.errors import (
     BackPressure,
@@ -54,71 +54,73 @@ from forq.values import check_queue_name, shown
 VALID_SECONDS = 60.0
 
 
-def wait_for_result(ends: Ends, timeout_seconds: float | None, now: Callable[[], float] = time.monotonic) -> Any:
+def wait_for_result(
+    waiter: ResultWaiter, timeout_seconds: float | None, now: Callable[[], float] = time.monotonic
+) -> Any:
     """What the job's handler returned, once it is done."""
-    return _Wait(ends, None if timeout_seconds is None else now() + timeout_seconds, now).result()
+    return _Wait(waiter, None if timeout_seconds is None else now() + timeout_seconds, now).result()
 
 
 class _Wait:
-    def __init__(self, ends: Ends, deadline: float | None, now: Callable[[], float]) -> None:
-        self._ends = ends
+    def __init__(self, waiter: ResultWaiter, deadline: float | None, now: Callable[[], float]) -> None:
+        self._waiter = waiter
         self._deadline = deadline
         self._now = now
-        self._listener = ends.listener()
-        self._job = f"job {ends.job_id!r} of queue {ends.queue!r}"
+        self._subscription = waiter.subscription()
+        self._job = f"job {waiter.job_id!r} of queue {waiter.queue!r}"
         # Which job is meant, once that was seen.
-        self._place: Place | None = None
+        self._target: WaitTarget | None = None
 
     def result(self) -> Any:
         backoff = reconnecting()
         try:
             while True:
                 try:
-                    if not self._listener.connected:
-                        self._listener.connect()
+                    if not self._subscription.connected:
+                        self._subscription.connect()
                     done = self._listen_until_done()
                     return self._result_of(done)
                 except RedisUnavailable as exc:
                     # Who has not seen the job yet is told at once, as by any other call.
-                    if self._place is None:
+                    if self._target is None:
                         raise
-                    self._listener.close()
+                    self._subscription.close()
                     self._pause(backoff.fail(), exc)
         finally:
-            self._listener.close()
+            self._subscription.close()
 
     def _listen_until_done(self) -> DoneJob:
         while True:
-            look = self._ends.look(self._place, round(VALID_SECONDS * 1000))
-            self._place = look.place
-            match look.state:
+            status = self._waiter.check(self._target, round(VALID_SECONDS * 1000))
+            self._target = status.target
+            match status.state:
                 case "live":
-                    self._hear(look.place)
-                case "done" if look.done is not None:
-                    if not look.place.mark:
+                    self._hear(status.target)
+                case "done" if status.done is not None:
+                    if not status.target.mark:
                         # Who comes after the end gets what ended last: a later job of that id may be dead.
-                        self._raise_if_dead(self._ends.error_of_last_dead(look.place, look.done.fence))
-                    return look.done
+                        self._raise_if_dead(self._waiter.error_of_last_dead(status.target, status.done.fence))
+                    return status.done
                 case "done":
-                    raise UnknownJob(f"{self._job} is done, and its result is not kept: {self._ends.why_not_kept()}")
+                    raise UnknownJob(f"{self._job} is done, and its result is not kept: {self._waiter.why_not_kept()}")
                 case "dead":
-                    self._raise_if_dead(self._ends.error_of_dead(look.fence))
+                    self._raise_if_dead(self._waiter.error_of_dead(status.fence))
                     raise JobDead(f"{self._job} failed for good, and its error is not kept any more")
                 case "gone":
-                    self._raise_if_dead(self._ends.error_of_last_dead(look.place))
-                    why = self._ends.why_not_kept()
+                    self._raise_if_dead(self._waiter.error_of_last_dead(status.target))
+                    why = self._waiter.why_not_kept()
                     raise UnknownJob(f"{self._job} is not there: it never was, or has ended and is not kept: {why}")
                 case "cancelled":
                     raise UnknownJob(f"{self._job} was cancelled or removed")
 
-    def _hear(self, place: Place) -> None:
+    def _hear(self, target: WaitTarget) -> None:
         """Returns when the job may have ended, or it is time to look again."""
         look_again_at = self._now() + VALID_SECONDS / 2
         while self._now() < look_again_at:
             self._check_time()
             wake_at = look_again_at if self._deadline is None else min(look_again_at, self._deadline)
-            # That of another job of this id may have been on its way before the look. An earlier release tells no mark.
-            if any(mark in (place.mark, "", "-") for mark in _marks_heard(self._listener, wake_at - self._now())):
+            # The message may be about an earlier job with this id. Earlier releases send no mark.
+            if any(mark in (target.mark, "", "-") for mark in _marks_heard(self._subscription, wake_at - self._now())):
                 return
 
     def _raise_if_dead(self, error: Any) -> None:
@@ -143,12 +145,12 @@ class _Wait:
         time.sleep(seconds)
 
 
-def _marks_heard(listener: Listener, seconds: float) -> list[str]:
+def _marks_heard(subscription: Subscription, seconds: float) -> list[str]:
     """Which jobs have ended, of those that end within so long: each message is HOW FENCE MARK."""
     poll = select.poll()
-    poll.register(listener.fileno(), select.POLLIN)
+    poll.register(subscription.fileno(), select.POLLIN)
     poll.poll(max(0.0, seconds) * 1000)
-    return [(*message.split(" "), "", "")[2] for _, message in listener.hear()]
+    return [(*message.split(" "), "", "")[2] for _, message in subscription.receive()]
 
 
 def _shown(error: Any) -> str:
@@ -177,20 +179,20 @@ class Release:
     fence: int
     enqueued_at: float
     lease_seconds: float
-    _awaiting: Awaiting = field(repr=False, compare=False)
+    _leases: Leases = field(repr=False, compare=False)
     _awaiter: str = field(repr=False, compare=False)
 
     def ack(self) -> None:
         """The item is done with, and leaves the queue; LeaseLapsed if it has gone back. Repeating it is harmless."""
-        _persist(ACK_PATIENCE_SECONDS, lambda: self._awaiting.ack(self._awaiter, self.id, self.fence))
+        _persist(ACK_PATIENCE_SECONDS, lambda: self._leases.ack(self._awaiter, self.id, self.fence))
 
     def give_back(self) -> bool:
         """The item goes back to the front of the line; False if it had left, or had gone back, already."""
-        return _persist(PATIENCE_SECONDS, lambda: self._awaiting.leave(self._awaiter))
+        return _persist(PATIENCE_SECONDS, lambda: self._leases.leave(self._awaiter))
 
 
 def get_release(
-    awaiting: Awaiting, job_id: str | None, *, mode: str, wait_seconds: float | None, lease_seconds: float | None = None
+    leases: Leases, job_id: str | None, *, mode: str, wait_seconds: float | None, lease_seconds: float | None = None
 ) -> Release | None:
     """The next item, or that one; None when time is up (`wait_seconds` None: never).
 
@@ -198,7 +200,7 @@ def get_release(
     """
     deadline = float("inf") if wait_seconds is None else time.monotonic() + wait_seconds
     while True:
-        call = _Call(awaiting, job_id, mode, None if lease_seconds is None else round(lease_seconds * 1000))
+        call = _Call(leases, job_id, mode, None if lease_seconds is None else round(lease_seconds * 1000))
         release = call.run(deadline)
         if release is None or lease_seconds is not None:
             return release
@@ -212,8 +214,8 @@ def get_release(
 class _Call:
     """One awaiter: a name, from the first question to the item."""
 
-    def __init__(self, awaiting: Awaiting, job_id: str | None, mode: str, lease_ms: int | None) -> None:
-        self._awaiting = awaiting
+    def __init__(self, leases: Leases, job_id: str | None, mode: str, lease_ms: int | None) -> None:
+        self._leases = leases
         self._job_id = job_id
         self._mode = mode
         self._lease_ms = lease_ms
@@ -224,8 +226,8 @@ class _Call:
             while True:
                 waiting = time.monotonic() < deadline
                 answer = _persist(PATIENCE_SECONDS, partial(self._ask, register=waiting))
-                if answer.hand is not None:
-                    return self._release(answer.hand)
+                if answer.lease is not None:
+                    return self._release(answer.lease)
                 if answer.valid_ms == 0:
                     continue
                 if not waiting:
@@ -235,33 +237,33 @@ class _Call:
         except BaseException:
             # Interrupted, or Redis is away: what nobody waits for any more need not wait for its lease.
             with suppress(ForqError):
-                self._awaiting.leave(self._awaiter)
+                self._leases.leave(self._awaiter)
             raise
 
     def _wait(self, seconds: float) -> None:
         try:
-            self._awaiting.wait(self._awaiter, seconds)
+            self._leases.wait(self._awaiter, seconds)
         except RedisUnavailable:
             return
         except BackPressure:
             # Out of memory a blocking read is refused, but a question is not.
             time.sleep(max(0.0, min(seconds, PAUSE_SECONDS)))
 
-    def _ask(self, *, register: bool) -> Answer:
-        return self._awaiting.ask(
+    def _ask(self, *, register: bool) -> LeaseReply:
+        return self._leases.request(
             self._awaiter, self._job_id, mode=self._mode, register=register, lease_ms=self._lease_ms
         )
 
-    def _release(self, hand: Hand) -> Release:
-        record = hand.record
+    def _release(self, lease: Lease) -> Release:
+        record = lease.record
         return Release(
-            id=hand.job_id,
-            identifier=record.identifier or hand.job_id,
+            id=lease.job_id,
+            identifier=record.identifier or lease.job_id,
             data=record.data,
-            fence=hand.fence,
+            fence=lease.fence,
             enqueued_at=record.enqueued_ms / 1000,
-            lease_seconds=hand.lease_ms / 1000,
-            _awaiting=self._awaiting,
+            lease_seconds=lease.lease_ms / 1000,
+            _leases=self._leases,
             _awaiter=self._awaiter,
         )
 
@@ -442,11 +444,11 @@ class Queue:
 
         It may be awaited before it is enqueued. When the call returns, the item has left the queue.
         """
-        return get_release(self._awaiting(), id, mode="auto_release", wait_seconds=_seconds(timeout))
+        return get_release(self._leases(), id, mode="auto_release", wait_seconds=_seconds(timeout))
 
     def next_release(self, timeout: float | timedelta | None = None) -> Release | None:
         """The same for whatever item is released next."""
-        return get_release(self._awaiting(), None, mode="auto_release", wait_seconds=_seconds(timeout))
+        return get_release(self._leases(), None, mode="auto_release", wait_seconds=_seconds(timeout))
 
     def dequeue(
         self,
@@ -466,7 +468,7 @@ class Queue:
             raise UsageError(f"lease {shown(lease)} is not allowed: {allowed}")
         wait_seconds = _seconds(wait) or 0.0
         mode = "on_request"
-        return get_release(self._awaiting(), id, mode=mode, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
+        return get_release(self._leases(), id, mode=mode, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
 
     def wait(self, id: str, timeout: float | timedelta | None = None) -> Any:
         """What the job's handler returned, once it is done; for a queue that keeps results (keep_done).
@@ -475,11 +477,11 @@ class Queue:
         is not kept any more; NoResult if it is done and has none; WaitTimeout after `timeout` (seconds); UsageError if
         the queue keeps nothing. It goes on when Redis was away meanwhile.
         """
-        return wait_for_result(Ends(self._client.link(), self._client.prefix, self.name, id), _seconds(timeout))
+        return wait_for_result(ResultWaiter(self._client.link(), self._client.prefix, self.name, id), _seconds(timeout))
 
     def job(self, id: str) -> dict[str, Any]:
         """Everything known about a job; UnknownJob if the queue has none of that id."""
-        return self._viewer().job(id)
+        return self._inspector().job(id)
 
     def pause(self) -> None:
         """No more jobs are begun, by whatever supervisor; what runs goes on. It is kept in Redis until `resume`."""
@@ -499,7 +501,7 @@ class Queue:
         deadline = None if seconds is None else time.monotonic() + seconds
         looks = Backoff(FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS)
         while True:
-            counts = self._viewer().counts()
+            counts = self._inspector().counts()
             if counts.waiting + counts.active == 0:
                 return
             left_seconds = LAST_LOOK_SECONDS if deadline is None else deadline - time.monotonic()
@@ -511,7 +513,7 @@ class Queue:
 
     def jobs(self, state: State | None = None, limit: int = 100, after: str | None = None) -> Page:
         """A page of jobs (id, identifier, state), in the order in which they will run; of done ones the last first."""
-        return self._viewer().jobs(state, limit, after)
+        return self._inspector().jobs(state, limit, after)
 
     def dead(self, limit: int = 100, after: str | None = None) -> DeadPage:
         """A page of dead jobs (id, fence, identifier, died_at, error, message), the newest first."""
@@ -595,10 +597,10 @@ class Queue:
 
     def status(self) -> Mapping[str, Any]:
         """How many jobs are in which state."""
-        return asdict(self._viewer().counts())
+        return asdict(self._inspector().counts())
 
-    def _awaiting(self) -> Awaiting:
-        return Awaiting(self._client.link(), self._client.prefix, self.name)
+    def _leases(self) -> Leases:
+        return Leases(self._client.link(), self._client.prefix, self.name)
 
     def _producer(self) -> Producer:
         link, producer = self._client.link(), self._last_producer
@@ -615,8 +617,8 @@ class Queue:
     def _schedules(self) -> Schedules:
         return Schedules(self._client.link(), self._client.prefix, self.name)
 
-    def _viewer(self) -> Viewer:
-        return Viewer(self._client.link(), self._client.prefix, self.name)
+    def _inspector(self) -> Inspector:
+        return Inspector(self._client.link(), self._client.prefix, self.name)
 
 
 _UNSERVED = "; no supervisor serves it"

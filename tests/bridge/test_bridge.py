@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from forq.bridge.loop import MAX_CONNECTIONS
-from forq.broker.inspect import Viewer
+from forq.broker.inspect import Inspector
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.broker.registry import Registry
@@ -123,8 +123,8 @@ def test_ticks_expire_silent_workers_without_a_supervisor(redis_url: str) -> Non
         process.wait_for("job_assignment")
         process.say("job_accepted", **W, uuid="j")
         link = Link(redis_url)
-        viewer = Viewer(link, DEFAULT_PREFIX, "q")
-        wait_until(lambda: viewer.job("j")["stall_count"] == 1, seconds=10)
+        inspector = Inspector(link, DEFAULT_PREFIX, "q")
+        wait_until(lambda: inspector.job("j")["stall_count"] == 1, seconds=10)
         process.say("list_workers", queue_name="q")
         assert process.wait_for("workers")["workers"] == []
         process.say("job_finished", **W, uuid="j")
@@ -171,7 +171,7 @@ def test_a_queue_of_another_mode_accepts_jobs_but_no_workers(redis_url: str) -> 
         assert "is of mode work" in process.wait_for("error")["reason"]
         process.say("add_job", queue_name="q", command="c")
         assert "holds max_items = 1" in process.wait_for("error", 2)["reason"]
-    assert Viewer(link, DEFAULT_PREFIX, "q").job("j")["data"] == {"command": "c", "args": [1]}
+    assert Inspector(link, DEFAULT_PREFIX, "q").job("j")["data"] == {"command": "c", "args": [1]}
     link.close()
 
 
@@ -249,7 +249,7 @@ def test_a_request_whose_reply_was_lost_takes_effect_once(redis_url: str) -> Non
     assert insist(encode("add_job", {"queue_name": "q", "command": "c", "uuid": "j"}))[0][0] == "job_added"
     assert insist(encode("worker_idle", W))[0][0] == "job_assignment"
     assert insist(encode("job_finished", {**W, "uuid": "j"})) == []
-    counts = Viewer(link, DEFAULT_PREFIX, "q").counts()
+    counts = Inspector(link, DEFAULT_PREFIX, "q").counts()
     assert (counts.done, counts.waiting, counts.active) == (1, 0, 0)
     link.close()
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from forq.broker.leases import Answer
+from forq.broker.leases import LeaseReply
 from forq.errors import InvalidId, LeaseLapsed
 from tests.support.gate import OPTIONS, Gate, gate
 from tests.support.one_queue import State
@@ -35,7 +35,7 @@ def test_a_crowd_of_dead_awaiters_is_no_try_and_does_not_hide_the_one_that_lives
     queue.ask("alive")
     assert not queue.attempt().handed_over
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})
-    assert queue.viewer.job("a")["retry_count"] == 0
+    assert queue.inspector.job("a")["retry_count"] == 0
     assert queue.release().handed_over, "the gate was not used"
     assert queue.got("alive") == "a"
 
@@ -47,7 +47,7 @@ def test_a_crowd_of_dead_awaiters_keeps_an_item_of_the_lane_in_its_lane(queue: G
     _crowd(queue, 1500)
     queue.ask("alive")
     assert not queue.attempt("retry").handed_over
-    assert queue.viewer.counts().retry == 1
+    assert queue.inspector.counts().retry == 1
     assert queue.attempt("retry").handed_over
 
 
@@ -55,7 +55,7 @@ def _crowd(queue: Gate, size: int) -> None:
     """They came first, and died."""
     names = [f"dead{number}" for number in range(size)]
     queue.ask("first")
-    queue.awaiting.leave("first")
+    queue.leases.leave("first")
     queue.redis.hset(queue.key("awaiters"), mapping=dict.fromkeys(names, "1 1 - "))
     queue.redis.zadd(queue.key("awaiting"), {f" 1 {name}": 0 for name in names})
 
@@ -67,8 +67,8 @@ def test_stale_hints_of_a_high_priority_do_not_let_a_low_one_pass(redis_url: str
         queue.enqueue("low")
         for job_id in ids:
             queue.producer.cancel(job_id)
-        answer = queue.awaiting.ask("x", None, mode="on_request", register=True)
-        assert answer == Answer(None, 0), "to be repeated at once"
+        answer = queue.leases.request("x", None, mode="on_request", register=True)
+        assert answer == LeaseReply(None, 0), "to be repeated at once"
         assert queue.got("x") == "high"
 
 
@@ -143,7 +143,7 @@ def test_who_leaves_after_it_was_rung_leaves_the_item_to_the_next_one_who_awaits
     asked.ask("x", "a"), asked.ask("y", "a")
     asked.enqueue("a")
     assert [asked.list_of(name) for name in "xy"] == [[""], []]
-    asked.awaiting.leave("x")
+    asked.leases.leave("x")
     assert asked.list_of("y") == [""]
 
 
@@ -159,7 +159,7 @@ def test_who_leaves_does_not_give_back_what_another_has(queue: Gate) -> None:
     queue.ask("y")
     queue.open_gate()
     assert queue.release(processor="p2").handed_over
-    assert not queue.awaiting.leave("x")
+    assert not queue.leases.leave("x")
     assert queue.state().active == {"a": "y"}
     assert queue.redis.zscore(queue.key("leases"), "a") is not None
 
@@ -172,7 +172,7 @@ def test_who_leaves_leaves_no_list_behind(asked: Gate, what: str) -> None:
     if what == "rung":
         asked.enqueue("a")
     assert len(asked.list_of("x")) == 1
-    asked.awaiting.leave("x")
+    asked.leases.leave("x")
     assert asked.redis.exists(asked.key("awaiter:x")) == 0
 
 
@@ -209,7 +209,7 @@ def test_hints_that_were_taken_are_not_counted_any_more(queue: Gate) -> None:
     queue.ask("x")
     assert queue.attempt().handed_over
     assert queue.hash("counts")["other_hints"] == "0"
-    assert queue.viewer.counts().dropped == 0, "a token is no item"
+    assert queue.inspector.counts().dropped == 0, "a token is no item"
 
 
 def test_an_item_whose_record_is_gone_is_dropped_and_counted(queue: Gate) -> None:
@@ -218,7 +218,7 @@ def test_an_item_whose_record_is_gone_is_dropped_and_counted(queue: Gate) -> Non
     queue.ask("x")
     assert queue.attempt().handed_over
     assert queue.state().active == {"b": "x"}
-    assert queue.viewer.counts().dropped == 1
+    assert queue.inspector.counts().dropped == 1
     assert queue.told()[-2:] == [("dropped", "a"), ("claimed", "b")]
 
 

@@ -14,7 +14,7 @@ def test_a_waiting_job_is_taken_away(queue: OneQueue, verb: str) -> None:
     assert queue.state() == State(jobs={"a", "c"}, waiting={5: ["a", "b", "c"]}, stale={"5:b": 1})
     assert queue.worker().turn(want=3) == ["a", "c"]
     assert queue.state().stale == {}
-    assert queue.viewer.counts().dropped == 0
+    assert queue.inspector.counts().dropped == 0
 
 
 @pytest.mark.spec("N8")
@@ -67,7 +67,7 @@ def test_cancel_leaves_a_running_job_alone(queue: OneQueue) -> None:
     before = queue.state()
     assert queue.producer.cancel("a") is False
     assert queue.state() == before
-    assert not queue.viewer.job("a")["removed"]
+    assert not queue.inspector.job("a")["removed"]
 
 
 @pytest.mark.parametrize("end", ["done", "failed", "crash", "hand back"])
@@ -77,7 +77,7 @@ def test_a_removed_running_job_is_gone_when_it_ends(queue: OneQueue, end: str) -
     worker.turn(want=1)
     assert queue.producer.remove("a") is True
     assert queue.producer.remove("a") is True
-    assert queue.viewer.job("a")["removed"]
+    assert queue.inspector.job("a")["removed"]
     assert queue.state().active == {"a": "w1"}
     if end == "crash":
         queue.recover(worker, running=True)

@@ -65,8 +65,8 @@ def test_no_server_is_said_with_its_address(tmp_path: Path) -> None:
 @pytest.mark.one_server
 def test_a_connection_is_not_shared_with_a_forked_process(redis_url: str) -> None:
     link = Link(redis_url)
-    link.learn_client_id(at="")
-    before = link.known_client_id
+    link.fetch_client_id(at="")
+    before = link.client_id
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -95,7 +95,7 @@ def test_a_script_is_run_for_several_queues_at_once_also_if_the_server_has_forgo
         client.function_flush()
         client.set("queue:{b}:options", "not a hash")
 
-    answers = link.run_many(script("counts"), [("queue:{a}",), ("queue:{b}",), ("queue:{a}",)])
+    answers = link.run_batch(script("counts"), [("queue:{a}",), ("queue:{b}",), ("queue:{a}",)])
 
     assert [type(answer) for answer in answers] == [list, ForqError, list]
     assert "WRONGTYPE" in str(answers[1])
@@ -123,7 +123,7 @@ def test_where_functions_are_refused_the_library_runs_through_eval(tmp_path: Pat
             assert worker.turn(want=2) == ["a", "b"]
             worker.turn(done="a", keep=1)
             queue.registry.pause(queue.name, paused=True)
-            assert counts_of(queue.link, DEFAULT_PREFIX, [queue.name])[queue.name] == queue.viewer.counts()
+            assert counts_of(queue.link, DEFAULT_PREFIX, [queue.name])[queue.name] == queue.inspector.counts()
             queue.enqueue("c")
             # What is sent along with a BLMOVE is not repeated: the next turn is an ordinary one.
             assert worker.consumer.wait_for_turn(worker.number + 1, 1) is None

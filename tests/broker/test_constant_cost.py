@@ -36,7 +36,7 @@ def test_enqueue_and_claim_cost_the_same_with_10_and_with_200000_waiting(redis_u
     with one_queue(redis_url, "few") as short, one_queue(redis_url, "many") as long:
         fill(short, FEW)
         fill(long, MANY)
-        assert long.viewer.counts().waiting >= MANY
+        assert long.inspector.counts().waiting >= MANY
         workers = [(short, short.worker()), (long, long.worker())]
         # In turn: whatever else the machine does at the time, it does to both.
         rounds = [[run_round(*each, start) for each in workers] for start in range(0, ROUNDS * CALLS, CALLS)]

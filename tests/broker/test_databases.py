@@ -18,8 +18,8 @@ from forq.broker.keys import (
     queue_base,
     queue_of_channel,
 )
-from forq.broker.outbox import Bell
-from forq.broker.pubsub import Listener
+from forq.broker.outbox import OutboxSubscription
+from forq.broker.pubsub import Subscription
 from forq.errors import UnknownJob
 from forq.redis_url import database_of
 from tests.broker.test_waiting import Waiting, run_next
@@ -45,27 +45,27 @@ def two(redis_url: str) -> Iterator[tuple[OneQueue, OneQueue]]:
         yield here, there
 
 
-class Ears:
+class Subscriptions:
     """What is published on the channels of some patterns."""
 
     def __init__(self, url: str, patterns: list[str]) -> None:
-        self._ears = [Listener(url, pattern, name="ears") for pattern in patterns]
-        for ears in self._ears:
-            ears.connect()
+        self._subscription = [Subscription(url, pattern, name="subscription") for pattern in patterns]
+        for subscription in self._subscription:
+            subscription.connect()
 
-    def hear(self, number: int) -> list[tuple[str, str]]:
+    def receive(self, number: int) -> list[tuple[str, str]]:
         """The next messages, and the channel of each."""
         heard: list[tuple[str, str]] = []
         while len(heard) < number:
-            readable, _, _ = select.select(self._ears, [], [], 10)
+            readable, _, _ = select.select(self._subscription, [], [], 10)
             assert readable, f"only {heard} were heard"
-            for ears in readable:
-                heard += ears.hear()
+            for subscription in readable:
+                heard += subscription.receive()
         return heard
 
     def close(self) -> None:
-        for ears in self._ears:
-            ears.close()
+        for subscription in self._subscription:
+            subscription.close()
 
 
 def test_a_wait_is_not_ended_by_the_same_id_in_another_database(two: tuple[OneQueue, OneQueue]) -> None:
@@ -74,26 +74,28 @@ def test_a_wait_is_not_ended_by_the_same_id_in_another_database(two: tuple[OneQu
     for queue in two:
         queue.enqueue("a")
     waits = [Waiting(queue).begun() for queue in two]
-    ears = Ears(here.url, [f"{here.base}@0:*"])
+    subscription = Subscriptions(here.url, [f"{here.base}@0:*"])
     there.producer.cancel("a")
     with pytest.raises(UnknownJob):
         waits[1].result()
     there.enqueue("a")
     run_next(there, workers[1], "there")
     here.redis.publish(f"{here.base}@0:over", "")
-    assert [channel for channel, _ in ears.hear(1)] == [f"{here.base}@0:over"], "nothing of the other is heard here"
+    assert [channel for channel, _ in subscription.receive(1)] == [f"{here.base}@0:over"], (
+        "nothing of the other is heard here"
+    )
     assert waits[0].waits
     run_next(here, workers[0], "here")
     assert waits[0].result() == "here"
-    ears.close()
+    subscription.close()
 
 
 @pytest.mark.parametrize("where", [0, OTHER])
 def test_every_message_has_the_number_of_its_database(redis_url: str, where: int) -> None:
     url = redis_url if where == 0 else in_other(redis_url)
     patterns = [due_channels, progress_channels, outbox_channels]
-    ears = Ears(url, [pattern(DEFAULT_PREFIX, where) for pattern in patterns])
-    others = Ears(url, [pattern(DEFAULT_PREFIX, OTHER - where) for pattern in patterns])
+    subscription = Subscriptions(url, [pattern(DEFAULT_PREFIX, where) for pattern in patterns])
+    others = Subscriptions(url, [pattern(DEFAULT_PREFIX, OTHER - where) for pattern in patterns])
     with one_queue(url) as queue:
         queue.producer.enqueue([new_job(1, id="later", run_in=60)])
         queue.enqueue("a")
@@ -101,47 +103,47 @@ def test_every_message_has_the_number_of_its_database(redis_url: str, where: int
         worker.turn(want=1)
         report_progress(queue.link, DEFAULT_PREFIX, queue.name, worker.name, "a", int(worker.fence), 0.5, "half")
         worker.turn(failed="a")
-        names = {channel.rpartition("}")[2] for channel, _ in ears.hear(4)}
+        names = {channel.rpartition("}")[2] for channel, _ in subscription.receive(4)}
         assert names == {f"@{where}:{name}" for name in ("due", "progress", "outbox")}
         queue.redis.publish(f"{queue.base}@{OTHER - where}:due", "1")
-        assert [message for _, message in others.hear(1)] == ["1"], "and nothing before it"
-    ears.close()
+        assert [message for _, message in others.receive(1)] == ["1"], "and nothing before it"
+    subscription.close()
     others.close()
 
 
 def test_an_awaiter_is_rung_in_its_own_database(redis_url: str) -> None:
     url = in_other(redis_url)
-    ears = Ears(url, [handed_channels(DEFAULT_PREFIX, OTHER, "clerk")])
+    subscription = Subscriptions(url, [handed_channels(DEFAULT_PREFIX, OTHER, "clerk")])
     with gate(url, "on_request") as queue:
         assert queue.ask("x", via="clerk") is None
         queue.enqueue("a")
-        assert ears.hear(1) == [(f"{queue.base}@{OTHER}:handed:clerk", "x")]
-    ears.close()
+        assert subscription.receive(1) == [(f"{queue.base}@{OTHER}:handed:clerk", "x")]
+    subscription.close()
 
 
 def test_a_new_queue_is_told_in_its_own_database(redis_url: str) -> None:
     url = in_other(redis_url)
-    ears = Ears(url, [due_channels(DEFAULT_PREFIX, OTHER)])
+    subscription = Subscriptions(url, [due_channels(DEFAULT_PREFIX, OTHER)])
     with gate(url, "on_request") as queue:
-        assert ears.hear(1) == [(f"{queue.base}@{OTHER}:due", "new")]
-    ears.close()
+        assert subscription.receive(1) == [(f"{queue.base}@{OTHER}:due", "new")]
+    subscription.close()
 
 
 def test_a_queue_that_was_moved_to_another_database_tells_so_once_it_is_joined(redis_url: str) -> None:
     with one_queue(redis_url) as queue:
         assert queue.hash("options")["db"] == "0"
         queue.set_options(db=7)
-        bell = Bell(queue.url, DEFAULT_PREFIX, "bell")
-        bell.connect()
+        outbox_subscription = OutboxSubscription(queue.url, DEFAULT_PREFIX, "test")
+        outbox_subscription.connect()
         queue.create()
         assert queue.hash("options")["db"] == "0"
         queue.enqueue("a")
         worker = queue.worker()
         worker.turn(want=1)
         worker.turn(failed="a")
-        select.select([bell], [], [], 10)
-        assert bell.rung() == {"q"}
-        bell.close()
+        select.select([outbox_subscription], [], [], 10)
+        assert outbox_subscription.receive_queues() == {"q"}
+        outbox_subscription.close()
 
 
 def test_the_database_of_a_url_and_the_queue_of_a_channel() -> None:

@@ -105,7 +105,7 @@ def test_revive_makes_the_job_wait_with_counts_reset(queue: OneQueue, attempts: 
     bury(queue, "a@7", pack(priority=2, data=data, identifier="Ann", attempts=attempts))
     assert dead_of(queue).retry("a") == "a@7"
     assert queue.state() == State(jobs={"first", "a"}, waiting={2: ["first", "a"]})
-    job = queue.viewer.job("a")
+    job = queue.inspector.job("a")
     assert (job["data"], job["identifier"], job["priority"]) == (data, "Ann", 2)
     assert (job["retry_count"], job["stall_count"], job["timeout_count"]) == (0, 0, 0)
     assert not queue.redis.exists(queue.key("dead"), queue.key("dead:jobs"))

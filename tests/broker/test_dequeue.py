@@ -54,7 +54,7 @@ def test_an_item_whose_time_has_not_come_cannot_be_had(queue: Gate) -> None:
 def test_nothing_fails_because_nobody_asks(queue: Gate) -> None:
     queue.enqueue("a")
     for _ in range(50):
-        queue.keeper().heartbeat("q", 15_000, [])
+        queue.recovery().heartbeat("q", 15_000, [])
         queue.promote()
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
     assert queue.state().tokens == 0
@@ -93,7 +93,7 @@ def test_as_long_as_anything_waits_each_call_rings_one_more(queue: Gate) -> None
     queue.ask("dies"), queue.ask("y")
     queue.enqueue("a")
     assert queue.list_of("dies") == [""]
-    queue.keeper().heartbeat("q", 15_000, [])
+    queue.recovery().heartbeat("q", 15_000, [])
     assert queue.list_of("y") == [""]
     assert queue.got("y") == "a"
 
@@ -101,17 +101,17 @@ def test_as_long_as_anything_waits_each_call_rings_one_more(queue: Gate) -> None
 @pytest.mark.parametrize("what", ["lapsed", "left", "promoted", "unblocked", "revived", "resumed"])
 def test_whatever_makes_an_item_ready_rings_who_awaits_it(queue: Gate, what: str) -> None:
     queue.enqueue("a")
-    hand = queue.ask("x", "a")
+    lease = queue.ask("x", "a")
     if what == "promoted":
-        queue.ack("x", hand)
+        queue.ack("x", lease)
         queue.producer.enqueue([new_job(1, id="a", run_in=60)], Update())
     elif what == "unblocked":
         queue.enqueue("a", if_exists="update")
     elif what == "revived":
-        queue.ack("x", hand)
+        queue.ack("x", lease)
         _bury(queue, "a")
     elif what == "resumed":
-        queue.awaiting.leave("x")
+        queue.leases.leave("x")
         queue.registry.pause("q", paused=True)
     queue.ask("y", "a")
     queue.ask("z")
@@ -120,12 +120,12 @@ def test_whatever_makes_an_item_ready_rings_who_awaits_it(queue: Gate, what: str
         queue.come("leases", "a")
         queue.promote()
     elif what == "left":
-        queue.awaiting.leave("x")
+        queue.leases.leave("x")
     elif what == "promoted":
         queue.come("scheduled", "a")
         queue.promote()
     elif what == "unblocked":
-        queue.ack("x", hand)
+        queue.ack("x", lease)
     elif what == "revived":
         member = queue.redis.zrange(queue.key("dead"), 0, -1)[0].decode()
         _dead(queue).retry(member)
@@ -146,9 +146,9 @@ def test_a_paused_queue_hands_nothing_out(queue: Gate) -> None:
 
 def test_a_lease_of_ones_own_holds_for_that_item(queue: Gate) -> None:
     queue.enqueue("a")
-    hand = queue.ask("x", lease_ms=1234)
-    assert hand is not None
-    assert hand.lease_ms == 1234
+    lease = queue.ask("x", lease_ms=1234)
+    assert lease is not None
+    assert lease.lease_ms == 1234
     assert 0 < queue.redis.pttl(queue.key("awaiter:x")) <= 1234
 
 
@@ -171,7 +171,7 @@ def test_a_cancelled_item_cannot_be_had(queue: Gate) -> None:
 def test_an_item_that_is_too_old_is_dead_and_in_the_failed_log(redis_url: str) -> None:
     with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
         queue.enqueue("a", "b", "c", "d")
-        hand = queue.ask("x", "b")
+        lease = queue.ask("x", "b")
         due_ms = queue.promote()
         assert due_ms is not None
         assert 59_000 < due_ms <= 60_000
@@ -180,14 +180,14 @@ def test_an_item_that_is_too_old_is_dead_and_in_the_failed_log(redis_url: str) -
         state = queue.state()
         assert (state.jobs, state.active, state.dead) == ({"b", "d"}, {"b": "x"}, ["a", "c"])
         assert [queue.got(name) for name in ("y", "z")] == ["d", None]
-        queue.awaiting.leave("y")
-        error = queue.viewer.job("a")["error"]
+        queue.leases.leave("y")
+        error = queue.inspector.job("a")["error"]
         assert (error["name"], error["kind"]) == ("ItemTimeout", "permanent")
         assert "60.0 s" in error["message"] or "60 s" in error["message"]
         assert queue.redis.llen(queue.key("outbox")) == 2
         ends = [("claimed", "a"), ("claimed", "c"), ("dead", "a"), ("dead", "c")]
         assert [told for told in queue.told() if told[1] in ("a", "c")][2:] == ends
-        queue.ack("x", hand)
+        queue.ack("x", lease)
         assert queue.state().jobs == {"d"}
         assert queue.redis.zrange(queue.key("expiries"), 0, -1) == [b"d"]
 
@@ -236,9 +236,9 @@ def test_an_item_that_comes_anew_has_an_age_of_its_own(redis_url: str, how: str)
     with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
         queue.enqueue("a")
         if how == "unblocked":
-            hand = queue.ask("x")
+            lease = queue.ask("x")
             queue.enqueue("a", if_exists="update")
-            queue.ack("x", hand)
+            queue.ack("x", lease)
         else:
             _bury(queue, "a", exists=True)
             _dead(queue).retry("a")

@@ -12,7 +12,7 @@ from uuid import UUID
 import pytest
 
 from forq.broker import record
-from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, PartlyStored, Producer, PutBack, Update, chunks, new_job
+from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, PartlyStored, Producer, Restored, Update, chunks, new_job
 from forq.broker.keys import pending_key
 from forq.broker.link import Link
 from forq.broker.record import unpack
@@ -33,7 +33,7 @@ def test_the_system_gives_the_id_and_the_user_the_identifier(queue: OneQueue) ->
     [job_id] = queue.producer.enqueue([new_job([1, None, "ü\n"], identifier="order 7", type="mail")])
 
     assert UUID(job_id).version == 7
-    job = queue.viewer.job(job_id)
+    job = queue.inspector.job(job_id)
     assert job.pop("enqueued_at") == pytest.approx(float(queue.redis.time()[0]), abs=5)
     assert job == {
         "id": job_id,
@@ -55,7 +55,7 @@ def test_the_system_gives_the_id_and_the_user_the_identifier(queue: OneQueue) ->
 
 def test_an_id_serves_as_identifier_where_none_is_given(queue: OneQueue) -> None:
     queue.enqueue("a")
-    assert queue.viewer.job("a")["identifier"] == "a"
+    assert queue.inspector.job("a")["identifier"] == "a"
 
 
 class Shade(Enum):
@@ -87,14 +87,14 @@ def test_places_are_named_only_of_data_that_is_refused(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("data", [OrderedDict(a=1), {"pair": (1, 2)}, [True, None, 1.5, "ü"]])
 def test_subclasses_of_json_types_and_tuples_are_stored(queue: OneQueue, data: Any) -> None:
     [job_id] = queue.producer.enqueue([new_job(data)])
-    assert queue.viewer.job(job_id)["data"] == json.loads(json.dumps(data))
+    assert queue.inspector.job(job_id)["data"] == json.loads(json.dumps(data))
 
 
 @pytest.mark.spec("Q22")
 def test_a_producer_needs_no_worker_and_no_supervisor(queue: OneQueue) -> None:
     queue.enqueue("a")
     assert queue.redis.exists(queue.key("processors")) == 0
-    assert queue.viewer.counts().waiting == 1
+    assert queue.inspector.counts().waiting == 1
 
 
 @pytest.mark.spec("R4", "Q24")
@@ -104,7 +104,7 @@ def test_all_keys_of_a_queue_carry_its_name_as_hash_tag(queue: OneQueue) -> None
     worker = queue.worker("w1", "p1")
     worker.turn(want=3)
     worker.turn(failed="a", done="d")
-    queue.keeper("p1").heartbeat(queue.name, 1000, [])
+    queue.recovery("p1").heartbeat(queue.name, 1000, [])
 
     keys = {key.decode() for key in queue.redis.keys("*")} - {"forq:queues"}
     assert all(key.startswith("forq:queue:{q}:") for key in keys)
@@ -161,7 +161,7 @@ def test_skip_leaves_what_is_there_and_stores_the_rest(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job("first", id="a")])
     assert queue.producer.enqueue([new_job("second", id="a"), new_job(1, id="b")], Update("skip")) == ["a", "b"]
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})
-    assert queue.viewer.job("a")["data"] == "first"
+    assert queue.inspector.job("a")["data"] == "first"
 
 
 def test_the_same_id_twice_in_a_chunk_is_refused_or_stored_once(queue: OneQueue) -> None:
@@ -204,20 +204,20 @@ def test_a_skipped_job_stays_skipped_when_its_call_is_repeated_later(queue: OneQ
 
 def test_what_is_put_back_and_left_since_its_id_is_live_is_stored_by_a_later_call(queue: OneQueue) -> None:
     lines = [new_job(1, id="a", token="1"), new_job(2, id="a", token="2"), new_job(1, id="a", token="1")]
-    assert queue.producer.put_back(lines) == PutBack(stored=1, known=1, left=[1])
+    assert queue.producer.restore(lines) == Restored(stored=1, known=1, skipped=[1])
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
-    assert queue.producer.put_back(lines) == PutBack(stored=0, known=2, left=[1])
+    assert queue.producer.restore(lines) == Restored(stored=0, known=2, skipped=[1])
     worker = queue.worker()
     worker.turn(want=1)
-    assert queue.producer.put_back(lines) == PutBack(stored=0, known=2, left=[1]), "it is active"
+    assert queue.producer.restore(lines) == Restored(stored=0, known=2, skipped=[1]), "it is active"
     worker.turn(done="a")
-    assert queue.producer.put_back(lines) == PutBack(stored=1, known=2, left=[])
-    assert queue.viewer.job("a")["data"] == 2
+    assert queue.producer.restore(lines) == Restored(stored=1, known=2, skipped=[])
+    assert queue.inspector.job("a")["data"] == 2
 
 
 def test_many_that_are_put_back_are_told_by_their_places_over_all_chunks(queue: OneQueue) -> None:
     queue.enqueue("j3", "j700")
-    assert queue.producer.put_back(new_job(1, id=f"j{n}", token=f"t{n}") for n in range(800)) == PutBack(
+    assert queue.producer.restore(new_job(1, id=f"j{n}", token=f"t{n}") for n in range(800)) == Restored(
         798, 0, [3, 700]
     )
 

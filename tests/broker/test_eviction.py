@@ -3,7 +3,7 @@
 import pytest
 
 from forq.broker.link import Link
-from forq.broker.recovery import Beat, Position
+from forq.broker.recovery import Heartbeat, Position
 from forq.broker.scripts import script
 from forq.errors import Fenced
 from tests.support.one_queue import EXPIRY_MS, OneQueue, State
@@ -11,8 +11,8 @@ from tests.support.one_queue import EXPIRY_MS, OneQueue, State
 PER_CALL = 16  # EVICTED_PER_CALL in lua/recovery.lua
 
 
-def beat(queue: OneQueue, processor: str = "p1", *positions: Position) -> Beat:
-    return queue.keeper(processor).heartbeat(queue.name, EXPIRY_MS, list(positions))
+def beat(queue: OneQueue, processor: str = "p1", *positions: Position) -> Heartbeat:
+    return queue.recovery(processor).heartbeat(queue.name, EXPIRY_MS, list(positions))
 
 
 def evict_once(queue: OneQueue, processor: str, cause: str = "supervisor_lost") -> list[int]:
@@ -47,9 +47,9 @@ def registered(queue: OneQueue, processor: str = "p2") -> int:
 def test_evict_takes_a_bounded_number_out_per_call_until_none_is_left(queue: OneQueue) -> None:
     ids = crowd(queue, 40)
     assert evict_once(queue, "p2") == [1, 24, 16]
-    assert (registered(queue), queue.viewer.counts().waiting, queue.viewer.counts().in_flight) == (24, 16, 24)
+    assert (registered(queue), queue.inspector.counts().waiting, queue.inspector.counts().in_flight) == (24, 16, 24)
     assert queue.hash("evicting") == {"p2": "supervisor_lost"}
-    assert queue.keeper().evict(queue.name, "p2", "supervisor_lost") == 24
+    assert queue.recovery().evict(queue.name, "p2", "supervisor_lost") == 24
     assert queue.state() == State(jobs=set(ids), waiting=queue.state().waiting)
     assert sorted(queue.pending()) == ids
     assert [queue.stall_count(job_id) for job_id in ids] == [1] * 40
@@ -137,7 +137,7 @@ def test_a_worker_that_leaves_meanwhile_ends_the_eviction_early(queue: OneQueue)
     queue.recover(next(worker for worker in queue.workers if worker.name == name), running=True)
     assert beat(queue).more is False
     assert queue.hash("evicting") == {}
-    assert queue.viewer.counts().waiting == 17
+    assert queue.inspector.counts().waiting == 17
 
 
 def test_lines_of_a_scribe_go_back_in_the_first_step(queue: OneQueue) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from forq.broker.journal import Event
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.leases import Awaiting, External, Hand
+from forq.broker.leases import ExternalJobs, Lease, Leases
 from forq.errors import LeaseLapsed, UnknownQueue, WrongMode
 from tests.support.external_queue import ExternalQueue, external_queue
 from tests.support.journal_replay import Replay
@@ -54,7 +54,7 @@ def test_a_worker_is_idle_then_assigned_then_busy_then_idle(queue: ExternalQueue
     queue.idle()
     assert queue.states() == {"w1": "idle"}
     queue.enqueue("a")
-    assert queue.rung() == "a"
+    assert queue.fetch_assigned() == "a"
     assert queue.states() == {"w1": "assigned"}
     queue.external.accept("w1", "a")
     assert queue.states() == {"w1": "busy"}
@@ -93,16 +93,16 @@ def test_what_is_dispatched_accepted_and_how_far_it_is_can_be_seen(queue: Extern
 
 def test_an_idle_worker_gets_what_it_has_not_accepted_again(queue: ExternalQueue) -> None:
     queue.enqueue("a", "b")
-    first = queue.hand()
-    assert isinstance(first, Hand)
-    assert queue.hand() == first
+    first = queue.lease()
+    assert isinstance(first, Lease)
+    assert queue.lease() == first
     assert queue.told() == [("enqueued", "a"), ("enqueued", "b"), ("claimed", "a")]
 
 
 def test_said_again_to_another_bridge_the_assignment_is_that_bridge_s(queue: ExternalQueue) -> None:
     queue.enqueue("a")
-    first = queue.hand("w1", "b1")
-    assert queue.hand("w1", "b2") == first
+    first = queue.lease("w1", "b1")
+    assert queue.lease("w1", "b2") == first
     assert not queue.external.leave("w1", "b1")
     assert queue.states() == {"w1": "assigned"}
     assert queue.external.leave("w1", "b2")
@@ -207,7 +207,7 @@ def test_a_word_without_a_fence_that_arrives_late_is_not_about_a_later_attempt(
 ) -> None:
     """The bridge asks for the fence first: what it sends then is about that attempt, however late it arrives."""
     queue.enqueue("a")
-    assert queue.hand() is not None
+    assert queue.lease() is not None
     run, carried = queue.external._run, list[tuple[str, tuple[object, ...]]]()
 
     def delay(verb: str, *args: object) -> list[object]:
@@ -219,20 +219,20 @@ def test_a_word_without_a_fence_that_arrives_late_is_not_about_a_later_attempt(
         queue.external.accept("w1", "a")
         queue.external.finish("w1", "a")
     queue.come("leases", "a")
-    queue.keeper().heartbeat("q", 1000, [])
+    queue.recovery().heartbeat("q", 1000, [])
     assert queue.idle() == "a", "the same worker, another attempt"
     assert [verb for verb, _ in carried] == ["accept", "finish"]
     for verb, args in carried:
         with pytest.raises(LeaseLapsed):
             run(verb, *args)
-    assert queue.viewer.counts().active == 1
+    assert queue.inspector.counts().active == 1
 
 
 def test_with_a_fence_an_earlier_attempt_of_the_same_worker_is_refused(queue: ExternalQueue) -> None:
     queue.enqueue("a")
-    first = queue.hand()
+    first = queue.lease()
     queue.silence("a")
-    second = queue.hand()
+    second = queue.lease()
     assert first is not None
     assert second is not None
     for late in (queue.external.accept, queue.external.finish):
@@ -262,7 +262,7 @@ def test_a_repeated_failure_is_counted_once(queue: ExternalQueue) -> None:
     queue.work()
     queue.fail("a")
     queue.fail("a")
-    assert queue.viewer.job("a")["retry_count"] == 1
+    assert queue.inspector.job("a")["retry_count"] == 1
     assert queue.states() == {"w1": "idle"}
 
 
@@ -271,7 +271,7 @@ def test_a_finish_without_an_accept_counts(queue: ExternalQueue) -> None:
     queue.idle()
     queue.external.finish("w1", "a")
     assert queue.traces() == {}
-    assert queue.viewer.counts().done == 1
+    assert queue.inspector.counts().done == 1
 
 
 def test_a_failure_is_retried_after_the_backoff_and_then_dead(redis_url: str) -> None:
@@ -282,7 +282,7 @@ def test_a_failure_is_retried_after_the_backoff_and_then_dead(redis_url: str) ->
             queue.fail("a")
             assert queue.traces() == {}
             if retries < 2:
-                job = queue.viewer.job("a")
+                job = queue.inspector.job("a")
                 assert (job["state"], job["retry_count"]) == ("scheduled", retries + 1)
                 assert job["attempts"][-1]["error"]["name"] == "Oops"
                 queue.come("scheduled", "a")
@@ -299,7 +299,7 @@ def test_a_permanent_failure_is_dead_at_once_and_retry_at_is_kept(queue: Externa
     at_ms = (queue.redis.time()[0] + 1000) * 1000
     queue.fail("b", retry_at_ms=at_ms)
     assert queue.state().dead == ["a"]
-    assert queue.viewer.job("b")["run_at"] == at_ms / 1000
+    assert queue.inspector.job("b")["run_at"] == at_ms / 1000
 
 
 def test_a_job_that_stalled_too_often_is_dead_and_the_next_one_is_assigned(redis_url: str) -> None:
@@ -321,7 +321,7 @@ def test_the_retry_lane_comes_when_nothing_else_waits(redis_url: str) -> None:
         queue.fail("a")
         queue.enqueue("b")
         queue.enqueue("c", priority=9)
-        assert queue.viewer.job("a")["state"] == "retry"
+        assert queue.inspector.job("a")["state"] == "retry"
         assert [queue.work(f"w{n}") for n in range(3)] == ["b", "c", "a"]
         queue.fail("a", "w2")
         assert queue.state().dead == ["a"]
@@ -337,9 +337,9 @@ def test_workers_that_are_silent_are_forgotten(queue: ExternalQueue) -> None:
     assert queue.states() == {"w2": "idle"}
     assert set(queue.hash("awaiters")) == {"w2"}
     queue.enqueue("a")
-    assert queue.rung("w1") is None
+    assert queue.fetch_assigned("w1") is None
     assert queue.pending() == ["a"]
-    assert queue.rung("w2") == "a"
+    assert queue.fetch_assigned("w2") == "a"
 
 
 def test_a_new_job_rings_the_idle_worker_that_came_first(queue: ExternalQueue) -> None:
@@ -350,8 +350,8 @@ def test_a_new_job_rings_the_idle_worker_that_came_first(queue: ExternalQueue) -
     assert rings(queue) == ["w1"]
     queue.enqueue("b")
     assert rings(queue) == ["w2"]
-    assert queue.rung("w1") == "a"
-    assert queue.rung("w2") == "b"
+    assert queue.fetch_assigned("w1") == "a"
+    assert queue.fetch_assigned("w2") == "b"
 
 
 def test_a_worker_that_was_rung_for_nothing_is_rung_again(queue: ExternalQueue) -> None:
@@ -359,7 +359,7 @@ def test_a_worker_that_was_rung_for_nothing_is_rung_again(queue: ExternalQueue) 
     heard_by(queue, "b1")
     queue.enqueue("a")
     queue.producer.cancel("a")
-    assert queue.rung() is None
+    assert queue.fetch_assigned() is None
     queue.enqueue("b")
     assert rings(queue) == ["w1", "w1"]
 
@@ -369,7 +369,7 @@ def test_a_ring_is_no_sign_of_life(queue: ExternalQueue) -> None:
     queue.redis.zadd(queue.key("workers"), {"w1": queue.redis.time()[0] * 1000 - 5000})
     seen = queue.redis.zscore(queue.key("workers"), "w1")
     expires = queue.hash("awaiters")["w1"]
-    queue.rung()
+    queue.fetch_assigned()
     assert queue.redis.zscore(queue.key("workers"), "w1") == seen
     assert queue.hash("awaiters")["w1"] == expires
 
@@ -377,7 +377,7 @@ def test_a_ring_is_no_sign_of_life(queue: ExternalQueue) -> None:
 def test_a_ring_for_a_worker_that_is_busy_does_nothing(queue: ExternalQueue) -> None:
     queue.enqueue("a", "b")
     queue.work()
-    assert queue.rung() is None
+    assert queue.fetch_assigned() is None
     assert queue.states() == {"w1": "busy"}
     assert queue.stall_count("a") == 0
 
@@ -389,8 +389,8 @@ def test_a_ring_for_a_worker_whose_registration_is_over_does_nothing(queue: Exte
     entry = queue.hash("awaiters")["w1"].split(" ", 1)[1]
     queue.redis.hset(queue.key("awaiters"), "w1", f"1 {entry}")
     queue.redis.hset(queue.key("options"), "paused", "0")
-    assert queue.rung() is None
-    assert queue.rung("stranger") is None
+    assert queue.fetch_assigned() is None
+    assert queue.fetch_assigned("stranger") is None
     assert queue.pending() == ["a"]
 
 
@@ -402,7 +402,7 @@ def test_what_comes_back_or_is_due_rings(redis_url: str) -> None:
         heard_by(queue, "b1")
         queue.silence("a")
         assert rings(queue) == ["w2"]
-        assert queue.rung("w2") == "a"
+        assert queue.fetch_assigned("w2") == "a"
         queue.idle("w3")
         queue.fail("a", "w2")
         assert rings(queue) == ["w3"], "also for the retry lane"
@@ -418,7 +418,7 @@ def test_a_paused_queue_assigns_nothing_and_rings_when_it_is_resumed(queue: Exte
     heard_by(queue, "b1")
     queue.registry.pause("q", paused=False)
     assert set(rings(queue)) == {"w1", "w3"}
-    assert queue.rung("w1") == "b"
+    assert queue.fetch_assigned("w1") == "b"
 
 
 def test_a_bridge_that_leaves_takes_its_idle_workers_along(queue: ExternalQueue) -> None:
@@ -510,7 +510,7 @@ def test_a_deleted_queue_leaves_nothing_but_hands_that_expire(queue: ExternalQue
 def test_a_queue_of_another_mode_has_no_external_workers(redis_url: str) -> None:
     with one_queue(redis_url) as queue:
         queue.enqueue("a")
-        external = External(queue.link, DEFAULT_PREFIX, "q")
+        external = ExternalJobs(queue.link, DEFAULT_PREFIX, "q")
         for call in (
             lambda: external.idle("w", "b"),
             lambda: external.accept("w", "a"),
@@ -522,13 +522,13 @@ def test_a_queue_of_another_mode_has_no_external_workers(redis_url: str) -> None
 
 def test_what_external_workers_hold_cannot_be_acknowledged_or_dequeued(queue: ExternalQueue) -> None:
     queue.enqueue("a")
-    hand = queue.hand()
-    assert hand is not None
-    awaiting = Awaiting(queue.link, DEFAULT_PREFIX, "q")
+    lease = queue.lease()
+    assert lease is not None
+    leases = Leases(queue.link, DEFAULT_PREFIX, "q")
     with pytest.raises(WrongMode, match="of mode external"):
-        awaiting.ack("w1", "a", hand.fence)
+        leases.ack("w1", "a", lease.fence)
     with pytest.raises(WrongMode, match="of mode external"):
-        awaiting.ask("x", None, mode="on_request", register=False)
+        leases.request("x", None, mode="on_request", register=False)
 
 
 @pytest.mark.spec("P22")

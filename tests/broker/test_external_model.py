@@ -102,7 +102,7 @@ class ExternalMachine:
             steps: list[tuple[int, Callable[..., None], tuple[Any, ...]]] = [
                 (4, self.add, (job_id, chance.choice((0, 5, 9)))),
                 (4, self.idle, (worker, bridge)),
-                (2, self.rung, (worker,)),
+                (2, self.fetch_assigned, (worker,)),
                 (5, self.accept, (*pair, chance.random() < 0.5)),
                 (2, self.finish, pair),
                 (3, self.fail, (*pair, chance.random() < 0.2)),
@@ -141,14 +141,14 @@ class ExternalMachine:
         self.model.told[worker] = bridge
         assert self.queue.idle(worker, bridge) == expected
 
-    def rung(self, worker: str) -> None:
+    def fetch_assigned(self, worker: str) -> None:
         held = self.model.held_by(worker)
         if held is not None:
             expected = None if self.model.jobs[held].accepted else held
         else:
             expected = self.model.assign(worker) if worker in self.model.told else None
         bridge = self.model.told.get(worker, "b1")
-        assert self.queue.rung(worker, bridge) == expected
+        assert self.queue.fetch_assigned(worker, bridge) == expected
 
     def accept(self, worker: str, job_id: str, far: bool) -> None:
         holds = self.model.held_by(worker) == job_id
@@ -248,14 +248,14 @@ class ExternalMachine:
         assert {member.decode() for member in self.queue.redis.zrange(self.queue.key("leases"), 0, -1)} == set(
             state.active
         )
-        counts = self.queue.viewer.counts()
+        counts = self.queue.inspector.counts()
         assert (counts.done, counts.failed) == (model.done, model.dead)
         assert counts.waiting + counts.retry == len(model.line)
         if model.limits:
             assert counts.limits is not None
             assert counts.limits["may_begin"] == model.limits.room(model.active())
         for job_id, job in model.jobs.items():
-            shown = self.queue.viewer.job(job_id)
+            shown = self.queue.inspector.job(job_id)
             assert (shown["retry_count"], shown["stall_count"]) == (job.retries, job.stalls)
 
     def the_journal_tells_the_same(self) -> None:

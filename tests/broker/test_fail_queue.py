@@ -54,7 +54,7 @@ def test_a_permanent_failure_writes_its_fail_job_with_everything_the_handler_nee
     worker.turn(want=1)
     fail(worker, 'a"b\\')
     assert queue.redis.lrange(queue.key("failed"), 0, -1) == [b""]
-    assert (queue.viewer.counts().fail_jobs, queue.viewer.counts().dead) == (1, 1)
+    assert (queue.inspector.counts().fail_jobs, queue.inspector.counts().dead) == (1, 1)
     retry = RetryWorker(queue)
     _, [fail_id, record] = retry.claim(retry.fails)
     assert fail_id == f'a"b\\:{worker.fence}'.encode()
@@ -78,7 +78,7 @@ def test_a_fail_job_is_tried_again_and_ends_in_its_own_dead_list(queue: OneQueue
     fence = queue.hash("fail:active")[fail_id.decode()].split(":")[1]
     retry.claim(retry.fails, failed=[fail_id, fence, 1, ERROR, BRIEF, "retriable", "", "0.5"])
     assert queue.redis.zcard(queue.key("fail:dead")) == 1
-    assert (queue.viewer.counts().fail_jobs, queue.viewer.counts().dead) == (0, 1)
+    assert (queue.inspector.counts().fail_jobs, queue.inspector.counts().dead) == (0, 1)
     assert queue.redis.llen(queue.key("outbox")) == 1
     assert not queue.redis.exists(queue.key("fail:outbox")), "only the queue's own jobs go to the failed log"
 
@@ -89,7 +89,7 @@ def test_without_a_fail_handler_there_is_no_fail_job(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker.turn(want=1)
     fail(worker, "a")
-    assert queue.viewer.counts().fail_jobs == 0
+    assert queue.inspector.counts().fail_jobs == 0
     assert queue.redis.exists(queue.key("failed")) == 0
 
 
@@ -115,9 +115,9 @@ def test_the_lane_opens_only_while_nothing_else_waits(redis_url: str) -> None:
         queue.enqueue("a", "b")
         worker.turn(want=1)
         fail(worker, "a", "retriable")
-        assert (queue.viewer.job("a")["state"], queue.viewer.counts().retry) == ("retry", 1)
-        assert [job["id"] for job in queue.viewer.jobs("retry").jobs] == ["a"]
-        assert [job["id"] for job in queue.viewer.jobs("waiting").jobs] == ["b"]
+        assert (queue.inspector.job("a")["state"], queue.inspector.counts().retry) == ("retry", 1)
+        assert [job["id"] for job in queue.inspector.jobs("retry").jobs] == ["a"]
+        assert [job["id"] for job in queue.inspector.jobs("waiting").jobs] == ["b"]
         assert queue.redis.exists(queue.key("failed")) == 0
         assert retry.claim(retry.lane)[1] == []
         assert worker.turn(want=5) == ["b"], "the main lane never takes it"
@@ -125,7 +125,7 @@ def test_the_lane_opens_only_while_nothing_else_waits(redis_url: str) -> None:
         fence, [job_id, _] = retry.claim(retry.lane)
         assert job_id == b"a"
         retry.claim(retry.lane, failed=[job_id, fence, 1, ERROR, BRIEF, "retriable", "", "0.5"])
-        assert queue.viewer.job("a")["retry_count"] == 2
+        assert queue.inspector.job("a")["retry_count"] == 2
 
 
 @pytest.mark.spec("N16", "N18")
@@ -145,7 +145,7 @@ def test_the_lane_s_tries_are_counted_and_then_the_job_is_dead(redis_url: str) -
             worker.turn(want=1)
             worker.turn(done="c")
         assert queue.state().dead == ["a"]
-        assert queue.viewer.counts().retry == 0
+        assert queue.inspector.counts().retry == 0
 
 
 def test_cancel_and_update_reach_a_job_in_the_lane(redis_url: str) -> None:
@@ -155,15 +155,15 @@ def test_cancel_and_update_reach_a_job_in_the_lane(redis_url: str) -> None:
         for job_id in "ab":
             worker.turn(want=1)
             fail(worker, job_id, "retriable")
-        assert queue.viewer.counts().retry == 2
+        assert queue.inspector.counts().retry == 2
         assert queue.producer.cancel("a")
         queue.enqueue("b", if_exists="update")
-        counts = queue.viewer.counts()
+        counts = queue.inspector.counts()
         assert (counts.retry, counts.waiting) == (0, 1)
         assert retry.claim(retry.lane)[1] == []
         assert worker.turn(want=1) == ["b"]
         worker.turn(done="b")
-        assert queue.viewer.counts().waiting == 0
+        assert queue.inspector.counts().waiting == 0
 
 
 def test_what_a_dead_retry_worker_held_goes_back_to_its_lane(redis_url: str) -> None:
@@ -180,8 +180,8 @@ def test_what_a_dead_retry_worker_held_goes_back_to_its_lane(redis_url: str) -> 
         retry.claim(retry.fails)
         at = Position("r1", retry.number, 0, True)
         for name in (queue.name, fail_queue(queue.name)):
-            queue.keeper().recover(name, "p1", at, outcome="stalled", cause="signal 9")
-        counts = queue.viewer.counts()
+            queue.recovery().recover(name, "p1", at, outcome="stalled", cause="signal 9")
+        counts = queue.inspector.counts()
         assert (counts.retry, counts.fail_jobs, counts.active) == (1, 1, 0)
         assert queue.stall_count("a") == 0, "its position belongs to the other queue"
         other = RetryWorker(queue, name="r2")

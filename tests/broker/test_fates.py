@@ -33,7 +33,7 @@ def make_due(queue: OneQueue) -> None:
 
 def lose(queue: OneQueue, worker: HandWorker, outcome: Outcome) -> Recovered:
     at = worker.position(0, running=True)
-    return queue.keeper().recover(queue.name, "p1", at, outcome=outcome, cause="signal 9")
+    return queue.recovery().recover(queue.name, "p1", at, outcome=outcome, cause="signal 9")
 
 
 def test_every_failure_says_when_the_job_is_tried_again_until_it_is_dead(redis_url: str) -> None:
@@ -135,7 +135,7 @@ def test_counts_that_begin_anew_behind_a_failure_do_not_change_its_number(redis_
                 queue.producer.enqueue([new_job(2, id="a")], Update(reset_counts=True))
             assert fail(worker).attempt == number
             make_due(queue)
-        assert queue.viewer.job("a")["retry_count"] == 0
+        assert queue.inspector.job("a")["retry_count"] == 0
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_recovery_without_a_running_job_tells_nothing(redis_url: str) -> None:
         worker = queue.worker()
         worker.turn(want=1)
         at = worker.position(0, running=False)
-        assert queue.keeper().recover(queue.name, "p1", at, outcome="stalled", cause="x") == Recovered(1)
+        assert queue.recovery().recover(queue.name, "p1", at, outcome="stalled", cause="x") == Recovered(1)
 
 
 def lost_supervisor(queue: OneQueue) -> None:
@@ -189,7 +189,7 @@ def lost_supervisor(queue: OneQueue) -> None:
     first.turn(want=1)
     second.turn(want=2)
     at = [first.position(0, running=True), second.position(0, running=True)]
-    queue.keeper("p2").heartbeat(queue.name, EXPIRY_MS, at)
+    queue.recovery("p2").heartbeat(queue.name, EXPIRY_MS, at)
 
 
 LOST = [("a", Fate("returned", 0, 1, 2)), ("b", Fate("returned", 0, 1, 2))]
@@ -199,7 +199,7 @@ def test_an_eviction_tells_what_follows_for_each_job_that_was_running(redis_url:
     with one_queue(redis_url, **OPTIONS | {"max_stalls": 1}) as queue:
         lost_supervisor(queue)
         told: list[tuple[str, Fate]] = []
-        queue.keeper().evict(queue.name, "p2", "supervisor_lost", lambda job, fate: told.append((job, fate)))
+        queue.recovery().evict(queue.name, "p2", "supervisor_lost", lambda job, fate: told.append((job, fate)))
         assert sorted(told) == LOST
 
 
@@ -208,5 +208,5 @@ def test_a_heartbeat_that_takes_over_tells_the_same_once(redis_url: str) -> None
         lost_supervisor(queue)
         queue.redis.zadd(queue.key("processors"), {"p2": 1})
         queue.redis.hset(queue.key("counts"), "sweep_after_ms", 0)
-        assert sorted(queue.keeper().heartbeat(queue.name, EXPIRY_MS, []).lost) == LOST
-        assert queue.keeper().heartbeat(queue.name, EXPIRY_MS, []).lost == []
+        assert sorted(queue.recovery().heartbeat(queue.name, EXPIRY_MS, []).lost) == LOST
+        assert queue.recovery().heartbeat(queue.name, EXPIRY_MS, []).lost == []

@@ -48,16 +48,16 @@ def test_on_a_full_server_work_goes_on(full: OneQueue, forgotten: bool) -> None:
         full.redis.function_flush()
     [worker] = full.workers
     assert worker.turn(done="a", failed="b", want=1) == ["c"]
-    full.keeper("p1").heartbeat(full.name, 1000, [Position("w1", worker.number, 0, True)])
+    full.recovery("p1").heartbeat(full.name, 1000, [Position("w1", worker.number, 0, True)])
     full.recover(worker, 0, running=True)
     assert full.state() == State(jobs={"c", "d"}, waiting={5: ["c", "d"]}, dead=["b"])
     other = full.worker("w2")
     assert other.turn(want=2) == ["c", "d"]
     assert full.rescue(other, 0) == 1
     assert full.producer.cancel("d") is True
-    assert full.viewer.counts().active == 1
+    assert full.inspector.counts().active == 1
     full.registry.pause(full.name, paused=True)
-    assert full.keeper().evict(full.name, "p1", "supervisor_lost") == 1
+    assert full.recovery().evict(full.name, "p1", "supervisor_lost") == 1
     assert full.registry.delete(full.name, force=True) == 2
 
 
@@ -77,10 +77,10 @@ def test_a_server_that_forgot_its_scripts_gets_them_again(queue: OneQueue) -> No
     steps: tuple[Callable[[], bool], ...] = (
         lambda: queue.enqueue("a") == ["a"],
         lambda: worker.turn(want=1) == ["a"],
-        lambda: queue.keeper().heartbeat(queue.name, 1000, []).evicted == [],
+        lambda: queue.recovery().heartbeat(queue.name, 1000, []).evicted == [],
         lambda: queue.recover(worker) == 1,
         lambda: queue.producer.cancel("a"),
-        lambda: queue.viewer.counts().waiting == 0,
+        lambda: queue.inspector.counts().waiting == 0,
     )
     for step in steps:
         queue.redis.function_flush()
@@ -115,8 +115,8 @@ def test_a_broken_record_is_claimed_so_that_it_can_fail(queue: OneQueue, garbage
     assert worker.turn(want=2) == ["a", "b"]
     worker.turn(failed="a", keep=1)
     assert queue.state() == State(jobs={"b"}, active={"b": "w1"}, processing={"w1": ["b"]}, dead=["a"])
-    assert queue.viewer.job("a")["state"] == "dead"
-    assert [job["id"] for job in queue.viewer.jobs("dead").jobs] == ["a"]
+    assert queue.inspector.job("a")["state"] == "dead"
+    assert [job["id"] for job in queue.inspector.jobs("dead").jobs] == ["a"]
 
 
 @pytest.mark.fault("payload corrupt, truncated or nested")
@@ -137,9 +137,9 @@ def test_a_broken_record_can_be_seen_counted_and_cancelled(queue: OneQueue, garb
     queue.enqueue("a", priority=5 if garbage[1:3] == b"5 " else 3)
     queue.enqueue("b")
     queue.redis.hset(queue.key("jobs"), "a", garbage)
-    assert queue.viewer.counts().waiting == 2
-    assert queue.viewer.job("a")["state"] == "waiting"
-    assert [job["id"] for job in queue.viewer.jobs().jobs] == ["a", "b"]
+    assert queue.inspector.counts().waiting == 2
+    assert queue.inspector.job("a")["state"] == "waiting"
+    assert [job["id"] for job in queue.inspector.jobs().jobs] == ["a", "b"]
     assert queue.producer.cancel("a") is True
     worker = queue.worker()
     assert worker.turn(want=9) == ["b"]
@@ -166,5 +166,5 @@ def test_a_hint_that_is_no_id_is_dropped_and_the_journal_stays_readable(queue: O
     queue.redis.rpush(queue.key("pending"), b"\xff\n x", b"two words", b"plain")
     queue.enqueue("a")
     assert queue.worker().turn(want=9) == ["a"]
-    assert queue.viewer.counts().dropped == 3
+    assert queue.inspector.counts().dropped == 3
     assert [job for verb, job in queue.told() if verb == "dropped"] == ["?", "?", "plain"]

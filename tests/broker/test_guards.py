@@ -12,7 +12,7 @@ LATER = 5_000_000_000
 
 
 def attempts(queue: OneQueue, job_id: str = "a") -> list[str]:
-    return [attempt["outcome"] for attempt in queue.viewer.job(job_id)["attempts"]]
+    return [attempt["outcome"] for attempt in queue.inspector.job(job_id)["attempts"]]
 
 
 def fail_to_retry_now(worker: HandWorker, job_id: str = "a") -> None:
@@ -66,8 +66,8 @@ def test_a_lost_host_s_job_that_had_not_begun_is_not_counted_and_no_key_of_it_is
     queue.enqueue("a")
     worker = queue.worker("w2", "p2")
     worker.turn(want=1)
-    queue.keeper("p2").heartbeat(queue.name, 1000, [Position("w2", worker.number, 0, False)])
-    queue.keeper().evict(queue.name, "p2", "supervisor_lost")
+    queue.recovery("p2").heartbeat(queue.name, 1000, [Position("w2", worker.number, 0, False)])
+    queue.recovery().evict(queue.name, "p2", "supervisor_lost")
     assert (queue.stall_count("a"), attempts(queue)) == (0, [])
     assert queue.redis.keys("*:processor:p2:*") == []
 
@@ -97,7 +97,7 @@ def test_a_job_beside_its_own_hint_is_done_once(queue: OneQueue) -> None:
     worker.turn(want=2)
     queue.redis.lpush(worker.processing, "a")
     queue.recover(worker, 2)
-    assert queue.viewer.counts().done == 1
+    assert queue.inspector.counts().done == 1
 
 
 def test_a_job_beside_its_own_stale_hint_is_given_back_once(queue: OneQueue) -> None:
@@ -163,7 +163,7 @@ def test_many_jobs_that_are_due_together_are_promoted_in_slices(queue: OneQueue)
     ids = [f"n{n}" for n in range(550)]
     queue.producer.enqueue([new_job(1, id=job_id, run_at=FUTURE) for job_id in ids])
     queue.redis.zadd(queue.key("scheduled"), {job_id: 1000 + n for n, job_id in enumerate(ids)})
-    assert queue.keeper().promote(queue.name) == 0
+    assert queue.recovery().promote(queue.name) == 0
     assert queue.pending() == ids[:500]
 
 
@@ -171,7 +171,7 @@ def test_jobs_that_are_due_together_keep_their_order_in_the_list_of_each_priorit
     jobs = [new_job(1, id=f"n{n}", priority=(5, 3, 7)[n % 3], run_at=FUTURE) for n in range(30)]
     queue.producer.enqueue(jobs)
     queue.redis.zadd(queue.key("scheduled"), {job.id: 1000 + n / 4096 for n, job in enumerate(jobs)})
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     for priority in (5, 3, 7):
         assert queue.pending(priority) == [job.id for job in jobs if job.priority == priority]
     assert [job for verb, job in queue.told() if verb == "promoted"] == [job.id for job in jobs]
@@ -179,7 +179,7 @@ def test_jobs_that_are_due_together_keep_their_order_in_the_list_of_each_priorit
 
 def test_a_scheduled_id_without_a_record_is_forgotten(queue: OneQueue) -> None:
     queue.redis.zadd(queue.key("scheduled"), {"nobody": 1})
-    assert queue.keeper().promote(queue.name) is None
+    assert queue.recovery().promote(queue.name) is None
     assert queue.state() == State(jobs=set())
 
 
@@ -206,7 +206,7 @@ def test_a_broken_record_is_replaced_by_the_next_dispatch_of_its_id(queue: OneQu
     queue.enqueue("a")
     queue.redis.hset(queue.key("jobs"), "a", b"\x00garbage")
     queue.producer.enqueue([new_job("whole", id="a")], Update(update_data=False))
-    assert queue.viewer.job("a")["data"] == "whole"
+    assert queue.inspector.job("a")["data"] == "whole"
     assert queue.worker().turn(want=2) == ["a"]
 
 
@@ -227,7 +227,7 @@ def test_work_of_another_priority_that_comes_back_wakes_a_worker(queue: OneQueue
     worker.turn(want=2)
     queue.redis.delete(queue.key("pending"))
     if step == "evict":
-        queue.keeper().evict(queue.name, "p2", "supervisor_lost")
+        queue.recovery().evict(queue.name, "p2", "supervisor_lost")
     elif step == "recover":
         queue.recover(worker)
     elif step == "rescue":
@@ -235,7 +235,7 @@ def test_work_of_another_priority_that_comes_back_wakes_a_worker(queue: OneQueue
     else:
         queue.producer.enqueue([new_job(1, id="c", priority=7, run_at=FUTURE)])
         queue.redis.zadd(queue.key("scheduled"), {"c": 1})
-        queue.keeper().promote(queue.name)
+        queue.recovery().promote(queue.name)
     assert queue.pending() == [""]
 
 
@@ -245,10 +245,10 @@ def test_calls_about_a_deleted_queue_leave_nothing_behind(queue: OneQueue) -> No
     queue.registry.purge(queue.name, lambda jobs: None)
     before = sorted(queue.redis.keys("*"))
     graves = queue.redis.zrange(queue.key("graves"), 0, -1)
-    queue.keeper().recover(queue.name, "p7", Position("w7", 1, 0, False), outcome="stalled", cause="signal 9")
-    queue.keeper().evict(queue.name, "p7", "supervisor_lost")
+    queue.recovery().recover(queue.name, "p7", Position("w7", 1, 0, False), outcome="stalled", cause="signal 9")
+    queue.recovery().evict(queue.name, "p7", "supervisor_lost")
     assert queue.rescue(worker, 0) == 0
-    assert queue.keeper().promote(queue.name) is None
+    assert queue.recovery().promote(queue.name) is None
     assert sorted(queue.redis.keys("*")) == before
     assert queue.redis.zrange(queue.key("graves"), 0, -1) == graves
 
@@ -259,7 +259,7 @@ def test_a_heartbeat_and_a_busy_worker_promote_what_is_due(queue: OneQueue) -> N
         queue.producer.enqueue([new_job(1, id=step, run_at=FUTURE)])
         queue.redis.zadd(queue.key("scheduled"), {step: 1})
         if step == "beat":
-            queue.keeper().heartbeat(queue.name, 1000, [])
+            queue.recovery().heartbeat(queue.name, 1000, [])
             assert queue.pending() == ["beat"]
         assert worker.turn(want=1) == [step]
         worker.number += 1
@@ -267,8 +267,8 @@ def test_a_heartbeat_and_a_busy_worker_promote_what_is_due(queue: OneQueue) -> N
 
 
 def test_a_heartbeat_forgets_the_place_of_a_worker_that_it_does_not_name(queue: OneQueue) -> None:
-    queue.keeper().heartbeat(queue.name, 1000, [Position("w1", 1, 0, True)])
-    queue.keeper().heartbeat(queue.name, 1000, [Position("w2", 1, 0, True)])
+    queue.recovery().heartbeat(queue.name, 1000, [Position("w1", 1, 0, True)])
+    queue.recovery().heartbeat(queue.name, 1000, [Position("w2", 1, 0, True)])
     assert queue.hash("processor:p1:positions") == {"w2": "1 0 1"}
 
 
@@ -307,8 +307,8 @@ def test_a_queue_that_was_made_again_does_not_count_as_deleted(queue: OneQueue) 
 def test_run_at_and_run_in_put_a_job_off(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job(1, id="a", run_at=FUTURE), new_job(1, id="b", run_in=3600)])
     assert queue.worker().turn(want=2) == []
-    assert queue.viewer.job("a")["run_at"] == pytest.approx(FUTURE, abs=1)
-    assert queue.viewer.job("b")["run_at"] == pytest.approx(queue.redis.time()[0] + 3600, abs=60)
+    assert queue.inspector.job("a")["run_at"] == pytest.approx(FUTURE, abs=1)
+    assert queue.inspector.job("b")["run_at"] == pytest.approx(queue.redis.time()[0] + 3600, abs=60)
 
 
 def test_an_update_that_resets_forgets_the_attempts(redis_url: str) -> None:
@@ -323,10 +323,10 @@ def test_an_update_that_resets_forgets_the_attempts(redis_url: str) -> None:
 def test_a_processor_that_had_lapsed_itself_evicts_nobody(queue: OneQueue) -> None:
     for processor in ("p1", "p2"):
         queue.worker(f"w-{processor}", processor)
-        queue.keeper(processor).heartbeat(queue.name, EXPIRY_MS, [])
+        queue.recovery(processor).heartbeat(queue.name, EXPIRY_MS, [])
     queue.redis.hset(queue.key("counts"), "sweep_after_ms", 0)
     queue.redis.zadd(queue.key("processors"), {"p1": 1, "p2": 1})
-    assert queue.keeper("p1").heartbeat(queue.name, EXPIRY_MS, []).evicted == []
+    assert queue.recovery("p1").heartbeat(queue.name, EXPIRY_MS, []).evicted == []
 
 
 def test_a_worker_cannot_join_a_queue_that_is_gone(queue: OneQueue) -> None:

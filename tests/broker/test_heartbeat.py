@@ -10,7 +10,7 @@ from tests.support.one_queue import EXPIRY_MS, OneQueue, State
 
 
 def beat(queue: OneQueue, processor: str = "p1", *positions: Position) -> list[str]:
-    return queue.keeper(processor).heartbeat(queue.name, EXPIRY_MS, list(positions)).evicted
+    return queue.recovery(processor).heartbeat(queue.name, EXPIRY_MS, list(positions)).evicted
 
 
 def pass_time(queue: OneQueue, ms: int) -> None:
@@ -60,7 +60,7 @@ def test_an_evicted_processor_is_fenced_in_every_call(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker("w2", "p2")
     worker.turn(want=1)
-    assert queue.keeper().evict(queue.name, "p2", "supervisor_lost") == 1
+    assert queue.recovery().evict(queue.name, "p2", "supervisor_lost") == 1
     with pytest.raises(Fenced):
         beat(queue, "p2")
     with pytest.raises(Fenced):
@@ -76,7 +76,7 @@ def test_evict_goes_by_the_last_heartbeat_only_if_no_turn_came_after(queue: OneQ
     worker.turn(want=2)
     beat(queue, "p2", Position("w2", worker.number, 1, True))
     worker.turn(done="ab", want=2)
-    queue.keeper().evict(queue.name, "p2", "supervisor_lost")
+    queue.recovery().evict(queue.name, "p2", "supervisor_lost")
     assert queue.state() == State(jobs={"c", "d"}, waiting={5: ["c", "d"]})
     assert [queue.stall_count(job_id) for job_id in "cd"] == [0, 0]
 
@@ -90,7 +90,7 @@ def test_evict_of_a_processor_without_heartbeat_counts_the_only_job_of_a_worker_
         queue.worker(name, processor).turn(want=0)
     queue.workers[0].turn(want=1)
     queue.workers[1].turn(want=2)
-    assert queue.keeper().evict(queue.name, "p2", "supervisor_lost") == 2
+    assert queue.recovery().evict(queue.name, "p2", "supervisor_lost") == 2
     assert set(queue.state().waiting[5]) == {"a", "b", "c"}
     assert [queue.stall_count(job_id) for job_id in "abc"] == [1, 0, 0]
     assert queue.redis.zrange(queue.key("processors"), 0, -1) == [b"p3"]
@@ -182,7 +182,7 @@ def dig_graves(queue: OneQueue, number: int, *, ms: int) -> list[str]:
 def test_a_worker_s_grave_is_forgotten_after_an_hour_and_a_processor_s_after_a_day(queue: OneQueue) -> None:
     queue.recover(queue.worker())
     queue.worker("w2", "p2")
-    queue.keeper().evict(queue.name, "p2", "supervisor_lost")
+    queue.recovery().evict(queue.name, "p2", "supervisor_lost")
     assert graves(queue) == {"p1 w1", "p2", "p2 w2"}
     pass_time(queue, 3600 * 1000 - 10_000)
     beat(queue)
@@ -250,4 +250,4 @@ def test_a_queue_that_was_deleted_and_one_that_was_lost_are_told_apart(queue: On
 
 def test_evict_of_a_queue_that_is_gone_does_nothing(queue: OneQueue) -> None:
     queue.registry.delete(queue.name, force=True)
-    assert queue.keeper().evict(queue.name, "p2", "supervisor_lost") == 0
+    assert queue.recovery().evict(queue.name, "p2", "supervisor_lost") == 0

@@ -36,7 +36,7 @@ def now_ms(queue: Gate) -> int:
 def test_an_item_that_is_too_old_between_two_tries_dies_by_a_legal_path(aging: Gate) -> None:
     aging.enqueue("a")
     aging.attempt()
-    assert aging.viewer.job("a")["state"] == "scheduled"
+    assert aging.inspector.job("a")["state"] == "scheduled"
     aging.come("expiries", "a")
     aging.promote()
     assert aging.state() == State(jobs=set(), dead=["a"])
@@ -47,14 +47,14 @@ def test_an_item_that_is_too_old_between_two_tries_dies_by_a_legal_path(aging: G
 def test_an_item_of_the_lane_that_is_too_old_is_dead_and_the_lane_empty(aging: Gate) -> None:
     aging.enqueue("a")
     for _ in range(3):
-        if aging.viewer.job("a")["state"] == "scheduled":
+        if aging.inspector.job("a")["state"] == "scheduled":
             aging.come("scheduled", "a")
         aging.attempt()
-    assert aging.viewer.job("a")["state"] == "retry"
+    assert aging.inspector.job("a")["state"] == "retry"
     aging.come("expiries", "a")
     aging.promote()
     assert aging.state() == State(jobs=set(), dead=["a"])
-    assert aging.viewer.counts().retry == 0
+    assert aging.inspector.counts().retry == 0
     assert aging.redis.llen(aging.key("retry")) == 0
 
 
@@ -64,7 +64,7 @@ def test_an_item_that_comes_back_for_a_later_time_is_not_too_old_before_that(ask
     asked.producer.enqueue([new_job(2, id="a", run_in=10 * HOUR_MS / 1000)], Update())
     asked.come("leases", "a")
     asked.promote()
-    assert asked.viewer.job("a")["state"] == "scheduled"
+    assert asked.inspector.job("a")["state"] == "scheduled"
     assert expires_in_ms(asked, "a") > 10.9 * HOUR_MS
 
 
@@ -82,7 +82,7 @@ def test_an_update_makes_an_item_between_two_tries_no_younger(aging: Gate) -> No
     aging.producer.enqueue([new_job(2, id="a")], Update(update_run_at=False))
     assert aging.redis.zscore(aging.key("expiries"), "a") == before
     aging.producer.enqueue([new_job(2, id="a")], Update())
-    assert aging.viewer.job("a")["state"] == "waiting"
+    assert aging.inspector.job("a")["state"] == "waiting"
     assert aging.redis.zscore(aging.key("expiries"), "a") == before
 
 
@@ -108,7 +108,7 @@ def test_an_item_that_grew_too_old_in_somebodys_hands_is_dead_when_it_is_given_b
     asked.come("expiries", "a")
     asked.promote()
     assert asked.state().active == {"a": "x"}
-    assert asked.awaiting.leave("x")
+    assert asked.leases.leave("x")
     assert asked.got("y") == "b"
     assert asked.state().dead == ["a"]
 
@@ -116,7 +116,7 @@ def test_an_item_that_grew_too_old_in_somebodys_hands_is_dead_when_it_is_given_b
 def test_an_item_that_is_given_back_in_time_lives_on(asked: Gate) -> None:
     asked.enqueue("a")
     asked.ask("x")
-    assert asked.awaiting.leave("x")
+    assert asked.leases.leave("x")
     assert asked.got("y") == "a"
 
 
@@ -134,9 +134,9 @@ def test_pulse_comes_again_at_once_while_more_is_too_old_than_one_call_buries(as
     asked.enqueue(*ids)
     asked.come("expiries", *ids)
     assert asked.promote() == 0
-    assert asked.viewer.counts().dead == 200
+    assert asked.inspector.counts().dead == 200
     assert asked.promote() is None
-    assert asked.viewer.counts().dead == 250
+    assert asked.inspector.counts().dead == 250
 
 
 def test_an_item_that_grows_too_old_in_somebodys_hands_is_looked_at_when_its_lease_lapses(asked: Gate) -> None:
@@ -163,10 +163,10 @@ def test_jobs_of_a_queue_with_a_handler_have_no_age(redis_url: str) -> None:
         assert queue.worker("w", "lost").turn(1) == ["a"]
         queue.producer.remove("a")
         queue.enqueue("a", if_exists="update")
-        queue.keeper("p1").heartbeat("q", 15_000, [])
+        queue.recovery("p1").heartbeat("q", 15_000, [])
         queue.redis.zadd(queue.key("processors"), {"lost": 1})
         queue.redis.hset(queue.key("counts"), "sweep_after_ms", 0)
-        assert queue.keeper("p1").heartbeat("q", 15_000, []).evicted == ["lost"]
+        assert queue.recovery("p1").heartbeat("q", 15_000, []).evicted == ["lost"]
         assert queue.told()[-1] == ("unblocked", "a")
         assert queue.redis.exists(queue.key("expiries")) == 0
 
@@ -187,7 +187,7 @@ def test_the_scribe_is_told_once_of_all_that_one_call_buries(asked: Gate) -> Non
 def test_a_heartbeat_gives_up_what_is_too_old_and_tells_of_the_next_time(asked: Gate) -> None:
     asked.enqueue("a", "b")
     asked.come("expiries", "a")
-    beat = asked.keeper().heartbeat("q", 15_000, [])
+    beat = asked.recovery().heartbeat("q", 15_000, [])
     assert asked.state() == State(jobs={"b"}, waiting={5: ["b"]}, dead=["a"])
     assert beat.due_ms is not None
     assert HOUR_MS - 10_000 < beat.due_ms <= HOUR_MS

@@ -73,7 +73,7 @@ def test_sequence_numbers_have_no_gaps_and_calls_that_change_nothing_none(queue:
     for number in range(5):
         queue.enqueue(f"n{number}")
         worker.turn(want=0)
-        queue.keeper().heartbeat(queue.name, 1000, [Position("w1", 1, 0, False)])
+        queue.recovery().heartbeat(queue.name, 1000, [Position("w1", 1, 0, False)])
         queue.producer.cancel("nobody")
     assert [event.sequence for event in queue.events()] == [1, 2, 3, 4, 5, 6]
 
@@ -83,7 +83,7 @@ def test_the_cap_trims_the_older_half_and_counts_it(redis_url: str) -> None:
         for number in range(100):
             queue.enqueue(f"n{number}")
         events = queue.events()
-        journal = queue.viewer.counts().journal
+        journal = queue.inspector.counts().journal
         assert journal["entries"] == len(events)
         assert journal["trimmed"] == 101 - len(events)
         assert 0 < journal["bytes"] <= 2000

@@ -5,7 +5,7 @@ import pytest
 from forq.broker.journal import entry_hash
 from forq.broker.keys import events_key, watermarks_key
 from forq.broker.link import Link
-from forq.broker.recovery import Beat
+from forq.broker.recovery import Heartbeat
 from forq.errors import BackPressure
 from tests.support.journal_replay import Replay
 from tests.support.one_queue import EXPIRY_MS, OneQueue, one_queue
@@ -26,8 +26,8 @@ def replayed(queue: OneQueue) -> Replay:
     return Replay().read_all(queue.entries())
 
 
-def beat(queue: OneQueue) -> Beat:
-    return queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+def beat(queue: OneQueue) -> Heartbeat:
+    return queue.recovery().heartbeat(queue.name, EXPIRY_MS, [])
 
 
 def consumed(queue: OneQueue, **watermarks: str) -> None:
@@ -35,7 +35,7 @@ def consumed(queue: OneQueue, **watermarks: str) -> None:
 
 
 def lost(queue: OneQueue) -> int:
-    return queue.viewer.counts().journal["lost"]
+    return queue.inspector.counts().journal["lost"]
 
 
 def test_the_keys_are_those_that_the_scripts_use(queue: OneQueue) -> None:
@@ -60,7 +60,7 @@ def test_a_deleted_queue_s_journal_stays_for_a_week_and_ends_with_the_deletion(q
 
 def test_the_next_queue_of_that_name_goes_on_in_the_same_stream_with_its_own_sequence(queue: OneQueue) -> None:
     queue.enqueue("a")
-    first = queue.viewer.counts()
+    first = queue.inspector.counts()
     consumed(queue, history="0-1")
     queue.registry.delete(queue.name, force=True)
     while queue.registry.purge(queue.name, lambda jobs: None):
@@ -68,7 +68,7 @@ def test_the_next_queue_of_that_name_goes_on_in_the_same_stream_with_its_own_seq
     queue.create()
     queue.enqueue("a")
     assert sequences(queue) == [1, 2, 3, 1, 2]
-    replay, second = replayed(queue), queue.viewer.counts()
+    replay, second = replayed(queue), queue.inspector.counts()
     assert replay.ready == {"a": None}
     assert replay.epoch == second.epoch > first.epoch
     assert (replay.sequence, replay.hash) == (second.journal_sequence, second.journal_hash)
@@ -97,11 +97,11 @@ def test_a_queue_whose_journal_is_off_leaves_nothing_of_it(redis_url: str) -> No
 def test_heartbeats_trim_what_every_consumer_has_read_and_keep_the_last_such_entry(queue: OneQueue) -> None:
     for number in range(10):
         queue.enqueue(f"n{number}")
-    ids, before = entry_ids(queue), queue.viewer.counts().journal
+    ids, before = entry_ids(queue), queue.inspector.counts().journal
     consumed(queue, history=ids[7], metrics=ids[4])
     beat(queue)
     assert entry_ids(queue) == ids[4:]
-    journal = queue.viewer.counts().journal
+    journal = queue.inspector.counts().journal
     assert (journal["entries"], journal["trimmed"], journal["lost"]) == (7, 4, 0)
     assert journal["bytes"] == before["bytes"] * 7 // 11
     beat(queue)
@@ -175,7 +175,7 @@ def test_the_cap_counts_what_no_consumer_had_read(redis_url: str) -> None:
         queue.create(journal_max=1000)
         queue.enqueue("last")
         assert entry_ids(queue)[:-1] == ids[11:]
-        journal = queue.viewer.counts().journal
+        journal = queue.inspector.counts().journal
         assert (journal["trimmed"], journal["lost"]) == (11, 5), "the first 6 had been read by both"
 
 
@@ -192,7 +192,7 @@ def test_the_cap_loses_nothing_for_nobody(redis_url: str) -> None:
     with one_queue(redis_url, journal_max=1000) as queue:
         for number in range(20):
             queue.enqueue(f"n{number}")
-        journal = queue.viewer.counts().journal
+        journal = queue.inspector.counts().journal
         assert journal["trimmed"] > 0
         assert journal["lost"] == 0
 
@@ -233,7 +233,7 @@ def test_an_entry_that_the_server_refuses_leaves_a_gap_and_harms_nothing_else(qu
 
 
 def test_what_was_refused_takes_no_room_and_nothing_is_trimmed_for_it(queue: OneQueue) -> None:
-    before = queue.viewer.counts().journal["bytes"]
+    before = queue.inspector.counts().journal["bytes"]
     queue.create(journal_max=1)
     queue.redis.set(queue.key("events"), "no stream")
     queue.enqueue("a")

@@ -116,7 +116,7 @@ def test_a_loss_is_told_with_its_cause_in_one_word_and_its_time(queue: OneQueue,
     queue.enqueue("a")
     worker.turn(want=1)
     at = worker.position(0, running=True)
-    queue.keeper().recover(queue.name, "p1", at, outcome=outcome, cause="signal 9\nof a\tkind", micros=12)
+    queue.recovery().recover(queue.name, "p1", at, outcome=outcome, cause="signal 9\nof a\tkind", micros=12)
     lost = events_about(queue, "a")[-2]
     assert (lost.verb, lost.cause, lost.micros) == (verb, "signal_9_of_a_kind", 12)
     assert last_entry(queue) == [(verb, "a"), ("returned", "a")]
@@ -126,7 +126,7 @@ def test_a_loss_without_a_cause_can_be_read(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a")
     worker.turn(want=1)
-    queue.keeper().recover(queue.name, "p1", worker.position(0, running=True), outcome="stalled", cause="")
+    queue.recovery().recover(queue.name, "p1", worker.position(0, running=True), outcome="stalled", cause="")
     assert events_about(queue, "a")[-2].cause == "-"
 
 
@@ -256,9 +256,9 @@ def test_a_scheduled_job_whose_record_was_lost_is_dropped_when_it_is_due(queue: 
     for job_id in "ab":
         queue.redis.zadd(queue.key("scheduled"), {job_id: 1})
     queue.redis.hdel(queue.key("jobs"), "a")
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     assert [(event.verb, event.job) for event in queue.events()[-2:]] == [("dropped", "a"), ("promoted", "b")]
-    assert queue.viewer.counts().dropped == 1
+    assert queue.inspector.counts().dropped == 1
 
 
 def test_a_hint_in_hand_whose_record_was_lost_is_dropped_when_it_goes_back(queue: OneQueue) -> None:
@@ -268,7 +268,7 @@ def test_a_hint_in_hand_whose_record_was_lost_is_dropped_when_it_goes_back(queue
     queue.redis.hdel(queue.key("jobs"), "a")
     queue.recover(worker)
     assert last_entry(queue) == [("dropped", "a")]
-    assert queue.viewer.counts().dropped == 1
+    assert queue.inspector.counts().dropped == 1
     assert replayed(queue).ready == {}
 
 
@@ -279,7 +279,7 @@ def test_a_hint_in_hand_of_a_job_that_was_cancelled_is_not_dropped(queue: OneQue
     queue.producer.cancel("a")
     queue.recover(worker)
     assert last_entry(queue) == [("cancelled", "a")]
-    assert queue.viewer.counts().dropped == 0
+    assert queue.inspector.counts().dropped == 0
 
 
 def test_a_wake_token_in_hand_is_no_lost_job(queue: OneQueue) -> None:
@@ -297,7 +297,7 @@ def test_a_hint_in_hand_of_a_job_that_another_worker_runs_is_not_dropped(queue: 
     queue.redis.rpush(worker.processing, "a")
     queue.recover(worker)
     assert last_entry(queue) == [("claimed", "a")]
-    assert queue.viewer.counts().dropped == 0
+    assert queue.inspector.counts().dropped == 0
 
 
 @pytest.mark.parametrize(

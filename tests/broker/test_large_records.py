@@ -146,7 +146,7 @@ def test_a_revived_job_is_large_again(queue: OneQueue) -> None:
     worker = queue.worker()
     worker.turn(want=1)
     worker.turn(failed="a")
-    queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+    queue.recovery().heartbeat(queue.name, EXPIRY_MS, [])
     assert largest(queue) == SMALL
     [member] = queue.redis.zrange(queue.key("dead"), 0, -1)
     DeadJobs(queue.link, DEFAULT_PREFIX, queue.name).retry(member.decode())
@@ -165,14 +165,14 @@ def test_the_fail_queue_knows_how_large_its_own_jobs_are(queue: OneQueue) -> Non
 
 def test_an_empty_queue_is_one_of_small_jobs_again_from_the_next_heartbeat_on(queue: OneQueue) -> None:
     enqueue(queue, {"a": MB})
-    queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+    queue.recovery().heartbeat(queue.name, EXPIRY_MS, [])
     assert largest(queue) == 2**20
     claim_all(queue.worker())
     assert largest(queue) == 2**20
-    queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+    queue.recovery().heartbeat(queue.name, EXPIRY_MS, [])
     assert largest(queue) == SMALL
     version = queue.hash("options")["version"]
-    queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+    queue.recovery().heartbeat(queue.name, EXPIRY_MS, [])
     assert queue.hash("options")["version"] == version
 
 
@@ -180,7 +180,7 @@ def test_an_empty_queue_is_claimed_from_as_before(queue: OneQueue) -> None:
     enqueue(queue, {"a": 5 * MB})
     worker = queue.worker()
     claim_all(worker)
-    queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+    queue.recovery().heartbeat(queue.name, EXPIRY_MS, [])
     enqueue(queue, {f"s{n}": 100 for n in range(20)})
     queue.redis.config_resetstat()
     assert len(claim(worker)[0]) == 20
@@ -196,7 +196,7 @@ def test_a_job_of_a_schedule_is_noted(queue: OneQueue) -> None:
 def test_a_job_longer_than_the_budget_becomes_waiting(queue: OneQueue) -> None:
     enqueue(queue, {"a": 5 * MB}, run_at=2_000_000_000)
     queue.redis.zadd(queue.key("scheduled"), {"a": 1})
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     assert queue.pending() == ["a"]
 
 
@@ -206,7 +206,7 @@ def test_large_items_that_are_too_old_are_given_up_some_per_call(redis_url: str)
         items.come("expiries", "huge")
         items.promote()
         assert items.state().dead == ["huge"]
-        items.keeper().heartbeat(items.name, EXPIRY_MS, [])
+        items.recovery().heartbeat(items.name, EXPIRY_MS, [])
         ids = [f"j{n}" for n in range(6)]
         enqueue(items, dict.fromkeys(ids, MB))
         items.come("expiries", *ids)
@@ -236,7 +236,7 @@ def test_of_a_queue_that_never_noted_it_every_record_may_be_large(queue: OneQueu
     enqueue(queue, {"last": 2 * MB})
     assert largest(queue) == 0
     assert [len(turn) for turn in claim_all(queue.worker())] == [4, 3]
-    queue.keeper().heartbeat(queue.name, EXPIRY_MS, [])
+    queue.recovery().heartbeat(queue.name, EXPIRY_MS, [])
     assert largest(queue) == SMALL
 
 
@@ -246,7 +246,7 @@ def test_large_jobs_that_are_due_together_become_waiting_some_per_call(queue: On
     for n, job_id in enumerate(ids):
         queue.redis.zadd(queue.key("scheduled"), {job_id: n + 1})
     for waiting in (4, 8, 9):
-        due_ms = queue.keeper().promote(queue.name)
+        due_ms = queue.recovery().promote(queue.name)
         assert queue.pending() == ids[:waiting]
         assert due_ms == (0 if waiting < 9 else None)
 
@@ -276,7 +276,7 @@ def test_counts_look_at_few_large_jobs(queue: OneQueue) -> None:
     enqueue(queue, {f"j{n}": MB for n in range(16)})
     queue.producer.cancel("j0")
     queue.redis.config_resetstat()
-    counts = queue.viewer.counts()
+    counts = queue.inspector.counts()
     assert (counts.waiting, counts.oldest_waiting_seconds is None) == (15, False)
     assert calls(queue, "hget") == 3, "that of the stale hint, that of a live one, and a count"
 
@@ -306,8 +306,8 @@ def test_no_call_for_a_page_reads_more_than_the_budget(queue: OneQueue, monkeypa
         worker.turn(failed=job_id, kind="permanent")
     dead = DeadJobs(queue.link, DEFAULT_PREFIX, queue.name)
     sizes = replies_of(queue, monkeypatch)
-    assert [job["id"] for job in queue.viewer.jobs("waiting").jobs] == ids[6:]
-    assert [job["id"] for job in queue.viewer.jobs("dead").jobs] == ids[:6]
+    assert [job["id"] for job in queue.inspector.jobs("waiting").jobs] == ids[6:]
+    assert [job["id"] for job in queue.inspector.jobs("dead").jobs] == ids[:6]
     assert [job["id"] for job in dead.page().jobs] == ids[5::-1]
     assert MB < max(sizes) <= BUDGET
     assert sum(sizes) > 18 * MB

@@ -19,7 +19,7 @@ def send_late(
 
 
 def beat(queue: OneQueue, worker: HandWorker) -> None:
-    queue.keeper().heartbeat("q", EXPIRY_MS, [worker.position(0, running=True)])
+    queue.recovery().heartbeat("q", EXPIRY_MS, [worker.position(0, running=True)])
 
 
 @pytest.mark.parametrize("keep", [0, 1])
@@ -221,5 +221,5 @@ def test_a_late_rescue_is_not_taken_for_one_of_a_later_turn(queue: OneQueue) -> 
     worker = queue.worker()
     worker.number = 2**20
     worker.turn(want=2)
-    assert queue.keeper().rescue("q", Position("w1", 1, 0, True)) == 0
+    assert queue.recovery().rescue("q", Position("w1", 1, 0, True)) == 0
     assert queue.state().active == {"a": "w1", "b": "w1"}

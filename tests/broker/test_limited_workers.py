@@ -7,10 +7,10 @@ import pytest
 from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import wake_key
 from tests.support.external_queue import external_queue
-from tests.support.limits import HOUR_MS, ears, fill_bucket, limited, set_rate, tokens, wakes
+from tests.support.limits import HOUR_MS, fill_bucket, limited, set_rate, subscription, tokens, wakes
 from tests.support.one_queue import HandWorker, OneQueue
 from tests.support.running import wait_until
-from tests.support.schedules import HandSchedules
+from tests.support.schedules import ScheduleRig
 
 
 def two_limited(queue: OneQueue) -> list[HandWorker]:
@@ -42,9 +42,9 @@ def test_a_worker_that_takes_the_tokens_tells_when_those_behind_it_may_begin(que
     set_rate(queue, 1, HOUR_MS, burst=1)
     first, second = two_limited(queue)
     fill_bucket(queue)
-    assert queue.keeper().promote(queue.name) is None, "there are tokens: it need not come back"
+    assert queue.recovery().promote(queue.name) is None, "there are tokens: it need not come back"
     assert (wakes(queue, first), wakes(queue, second)) == (1, 0)
-    with ears(queue) as pulse:
+    with subscription(queue) as pulse:
         assert first.turn(want=1) == ["b"]
         (told,) = pulse.heard()
     assert HOUR_MS - 10_000 < told <= HOUR_MS
@@ -61,7 +61,7 @@ def test_pulse_is_told_only_if_somebody_waits_for_tokens(queue: OneQueue, why: s
         first.turn(want=0)
     elif why == "there are more":
         set_rate(queue, 1, HOUR_MS, burst=2)
-    with ears(queue) as pulse:
+    with subscription(queue) as pulse:
         first.turn(want=0 if why == "nothing was taken" else 1)
         assert pulse.heard() == []
 
@@ -85,7 +85,7 @@ def test_a_bucket_that_is_not_overdrawn_is_left_alone(queue: OneQueue) -> None:
     queue.enqueue("a")
     queue.worker().turn(want=1)
     fill_bucket(queue)
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     assert queue.hash("counts")["bucket_us"] == "0"
 
 
@@ -125,7 +125,7 @@ def test_a_changed_limit_is_told_also_if_no_worker_is_written_down(redis_url: st
         queue.enqueue(*"ab")
         assert queue.idle("w1") == "a"
         assert queue.idle("w2") is None
-        with ears(queue) as pulse:
+        with subscription(queue) as pulse:
             if by == "create":
                 queue.create(max_active=0)
             else:
@@ -134,7 +134,7 @@ def test_a_changed_limit_is_told_also_if_no_worker_is_written_down(redis_url: st
 
 
 def test_a_queue_without_limits_tells_nobody_of_its_options(queue: OneQueue) -> None:
-    with ears(queue) as pulse:
+    with subscription(queue) as pulse:
         queue.create(size=2)
         queue.registry.configure(queue.name, {"size": 3}, {})
         assert pulse.heard() == []
@@ -146,20 +146,20 @@ def test_promote_comes_back_until_all_are_woken_by_a_limit_that_was_lifted(queue
     queue.worker("w0").turn(want=1)
     queue.redis.zadd(queue.key("limited"), {f"p1 v{number}": number for number in range(150)})
     queue.create(max_active=0)
-    assert queue.keeper().promote(queue.name) == 0
+    assert queue.recovery().promote(queue.name) == 0
     assert len(limited(queue)) == 50
-    assert queue.keeper().promote(queue.name) is None
+    assert queue.recovery().promote(queue.name) is None
     assert limited(queue) == []
 
 
 def test_a_schedule_fires_while_workers_are_limited(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
-    schedules = HandSchedules(queue)
+    schedules = ScheduleRig(queue)
     schedules.set()
     two_limited(queue)
     schedules.pass_time(HOUR_MS)
     due, now_ms = schedules.due()
-    fired, wait_ms = schedules.firing.fire(queue.name, due[0], now_ms)
+    fired, wait_ms = schedules.ticker.fire(queue.name, due[0], now_ms)
     schedules.close()
     assert fired
     assert wait_ms is not None
@@ -183,14 +183,14 @@ def test_a_suspect_gets_the_next_token_though_workers_wait_for_it(queue: OneQueu
     assert first.whole_turn(want=1, done="c").limited
     set_rate(queue, 1, HOUR_MS, burst=1)
     fill_bucket(queue)
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     assert (wakes(queue, first), queue.state().retry_tokens) == (0, 1)
     assert second.whole_turn(want=1, done="d").limited, "whoever comes meanwhile"
-    with ears(queue) as pulse:
+    with subscription(queue) as pulse:
         assert retry.turn(want=1) == ["a"]
         assert pulse.heard(), "those that wait still are told of the next token"
     fill_bucket(queue)
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     assert wakes(queue, first) == 1, "the retry child is busy"
 
 
@@ -223,15 +223,15 @@ def test_the_retry_child_asks_once_and_is_then_left_alone(queue: OneQueue) -> No
     retry = queue.worker("r1", lane="retry")
     two_suspects(queue, retry)
     assert int(queue.hash("counts")["left_until_ms"]) - time.time() * 1000 > HOUR_MS / 2, "until there is a token"
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     assert queue.state().retry_tokens == 0
     queue.redis.hdel(queue.key("counts"), "left_until_ms")
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     assert queue.state().retry_tokens == 1
     assert retry.block() == ""
     assert retry.turn(want=1) == []
     assert queue.state().retry_tokens == 0
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     assert queue.state().retry_tokens == 0
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.leases import External
+from forq.broker.leases import ExternalJobs
 from tests.support.limits import HOUR_MS, limited, set_rate, tokens, wakes
 from tests.support.one_queue import OneQueue, one_queue
 
@@ -45,7 +45,7 @@ def test_a_clock_that_was_set_back_stops_nobody_for_longer_than_an_empty_bucket(
     queue.enqueue("a")
     assert tokens(queue) == 0
     assert queue.worker().whole_turn(want=1).limited
-    assert 1 <= (queue.keeper().promote(queue.name) or 0) <= 20
+    assert 1 <= (queue.recovery().promote(queue.name) or 0) <= 20
 
 
 def test_a_job_that_goes_back_or_was_used_up_before_takes_no_token(queue: OneQueue) -> None:
@@ -123,13 +123,13 @@ def test_a_worker_that_is_taken_out_makes_room(queue: OneQueue, how: str) -> Non
     if how == "recover":
         queue.recover(gone, running=True)
     elif how == "evict":
-        queue.keeper().evict(queue.name, "p1", "supervisor_lost")
+        queue.recovery().evict(queue.name, "p1", "supervisor_lost")
     elif how == "rescue":
         queue.rescue(gone, 0)
     else:
         queue.redis.zadd(queue.key("processors"), {"p1": 1})
         queue.redis.hset(queue.key("counts"), "last_beat_ms", str(int(time.time() * 1000)))
-        queue.keeper("p2").heartbeat(queue.name, 15_000, [])
+        queue.recovery("p2").heartbeat(queue.name, 15_000, [])
     assert wakes(queue, waiting) == 1
 
 
@@ -142,7 +142,7 @@ def test_a_woken_worker_wakes_the_next_while_there_is_room(queue: OneQueue) -> N
         assert worker.whole_turn(want=1).limited
     set_rate(queue, 1, HOUR_MS, burst=3)
     queue.redis.hset(queue.key("counts"), "bucket_us", 0)
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     for at, worker in enumerate(workers):
         assert [wakes(queue, each) for each in workers] == [1] * (at + 1) + [0] * (2 - at)
         assert worker.turn(want=1) == ["bcd"[at]]
@@ -157,7 +157,7 @@ def test_all_wake_one_after_the_other_even_if_nothing_waits_any_more(queue: OneQ
         assert worker.whole_turn(want=1).limited
     queue.producer.cancel("b")
     queue.redis.hset(queue.key("counts"), "bucket_us", 0)
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     assert not workers[0].whole_turn(want=1).limited
     assert wakes(queue, workers[1]) == 1
 
@@ -166,18 +166,18 @@ def test_promote_is_told_when_enough_tokens_are_there(queue: OneQueue) -> None:
     set_rate(queue, 100, 1000, burst=10)
     queue.enqueue(*(str(number) for number in range(20)))
     worker = queue.worker()
-    ears = queue.redis.pubsub(ignore_subscribe_messages=True)
-    ears.subscribe(queue.channel("due"))
-    ears.get_message(timeout=1)
+    subscription = queue.redis.pubsub(ignore_subscribe_messages=True)
+    subscription.subscribe(queue.channel("due"))
+    subscription.get_message(timeout=1)
     assert len(worker.turn(want=20)) == 10
     assert worker.whole_turn(want=20).limited
-    told = ears.get_message(timeout=1)
-    ears.close()
+    told = subscription.get_message(timeout=1)
+    subscription.close()
     assert 1 <= int(told["data"]) <= 20, "two tokens come in 20 ms"
-    assert 1 <= (queue.keeper().promote(queue.name) or 0) <= 20
-    assert 1 <= (queue.keeper().heartbeat(queue.name, 15_000, []).due_ms or 0) <= 20
+    assert 1 <= (queue.recovery().promote(queue.name) or 0) <= 20
+    assert 1 <= (queue.recovery().heartbeat(queue.name, 15_000, []).due_ms or 0) <= 20
     time.sleep(0.03)
-    assert queue.keeper().promote(queue.name) is None, "nobody is limited any more"
+    assert queue.recovery().promote(queue.name) is None, "nobody is limited any more"
     assert wakes(queue, worker) == 1
 
 
@@ -186,7 +186,7 @@ def test_max_active_alone_gives_promote_no_time_to_come_back(queue: OneQueue) ->
     queue.enqueue(*"ab")
     queue.worker("w1").turn(want=1)
     assert queue.worker("w2").whole_turn(want=1).limited
-    assert queue.keeper().promote(queue.name) is None
+    assert queue.recovery().promote(queue.name) is None
 
 
 def test_tokens_that_nobody_may_use_give_promote_no_time_to_come_back(queue: OneQueue) -> None:
@@ -195,7 +195,7 @@ def test_tokens_that_nobody_may_use_give_promote_no_time_to_come_back(queue: One
     queue.enqueue(*"ab")
     queue.worker("w1").turn(want=1)
     assert queue.worker("w2").whole_turn(want=1).limited
-    assert queue.keeper().promote(queue.name) is None
+    assert queue.recovery().promote(queue.name) is None
 
 
 @pytest.mark.parametrize("by", ["configure", "create"])
@@ -206,16 +206,16 @@ def test_a_changed_limit_is_told_to_promote_which_wakes(queue: OneQueue, by: str
     workers = [queue.worker("w2"), queue.worker("w3")]
     for worker in workers:
         worker.turn(want=1)
-    ears = queue.redis.pubsub(ignore_subscribe_messages=True)
-    ears.subscribe(queue.channel("due"))
-    ears.get_message(timeout=1)
+    subscription = queue.redis.pubsub(ignore_subscribe_messages=True)
+    subscription.subscribe(queue.channel("due"))
+    subscription.get_message(timeout=1)
     if by == "create":
         queue.create(max_active=0)
     else:
         queue.registry.configure(queue.name, {"max_active": 0}, {})
-    assert ears.get_message(timeout=1)["data"] == b"0"
-    ears.close()
-    queue.keeper().promote(queue.name)
+    assert subscription.get_message(timeout=1)["data"] == b"0"
+    subscription.close()
+    queue.recovery().promote(queue.name)
     assert [wakes(queue, worker) for worker in workers] == [1, 1]
     assert limited(queue) == []
 
@@ -243,11 +243,11 @@ def test_the_retry_child_is_told_when_it_may_begin_and_not_before(queue: OneQueu
     assert queue.state().retry_tokens == 0
     turn = child.whole_turn(want=1)
     assert (turn.jobs, turn.limited) == ([], False)
-    wait_ms = queue.keeper().promote(queue.name)
+    wait_ms = queue.recovery().promote(queue.name)
     assert wait_ms is not None
     assert 1 <= wait_ms <= 100
     time.sleep(wait_ms / 1000 + 0.002)
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     assert queue.state().retry_tokens == 1
     assert child.turn(want=1) == ["a"]
 
@@ -265,23 +265,23 @@ def test_a_paused_queue_says_so_whatever_its_limits(queue: OneQueue) -> None:
 
 def test_limits_hold_for_workers_elsewhere(redis_url: str) -> None:
     with one_queue(redis_url, mode="external", lease_ms=60_000, max_active=1) as queue:
-        external = External(queue.link, DEFAULT_PREFIX, queue.name)
+        external = ExternalJobs(queue.link, DEFAULT_PREFIX, queue.name)
         queue.enqueue(*"abc")
-        first = external.idle("one", "bridge").hand
+        first = external.idle("one", "bridge").lease
         assert first is not None
-        assert external.idle("two", "bridge").hand is None
+        assert external.idle("two", "bridge").lease is None
         external.accept("one", "a")
         external.finish("one", "a")
-        second = external.rung("two", "bridge").hand
+        second = external.fetch_assigned("two", "bridge").lease
         assert second is not None
         assert second.job_id == "b"
         queue.create(max_active=0)
         set_rate(queue, 1, HOUR_MS, burst=1)
-        assert (third := external.idle("one", "bridge").hand) is not None
+        assert (third := external.idle("one", "bridge").lease) is not None
         assert third.job_id == "c"
         queue.enqueue("d")
-        assert external.idle("three", "bridge").hand is None
-        wait_ms = queue.keeper().promote(queue.name)
+        assert external.idle("three", "bridge").lease is None
+        wait_ms = queue.recovery().promote(queue.name)
         assert wait_ms is not None
         assert 0 < wait_ms <= HOUR_MS
 
@@ -296,12 +296,12 @@ def test_deleting_the_queue_leaves_nothing_of_its_limits(queue: OneQueue) -> Non
 
 
 def test_status_says_how_many_may_begin_and_what_is_due_next(queue: OneQueue) -> None:
-    counts = queue.viewer.counts()
+    counts = queue.inspector.counts()
     assert (counts.limits, counts.next_due_seconds) == (None, None)
     queue.create(max_active=2)
     set_rate(queue, 1, 60_000, burst=1)
     queue.enqueue(*"ab")
     queue.worker("w1").turn(want=1)
     queue.worker("w2").turn(want=1)
-    counts = queue.viewer.counts()
+    counts = queue.inspector.counts()
     assert counts.limits == {"rate": "1/1m", "max_active": 2, "may_begin": 0, "limited_workers": 1}

@@ -50,7 +50,7 @@ class LimitedQueueMachine(QueueMachine):
             self._promote()
 
     def _promote(self) -> None:
-        due_ms = self.queue.keeper().promote(self.queue.name)
+        due_ms = self.queue.recovery().promote(self.queue.name)
         self.model.promote()
         self.checks.limits.promoted(due_ms)
         for worker in self.workers:

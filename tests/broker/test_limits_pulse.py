@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tests.support.external_queue import ExternalQueue, external_queue
-from tests.support.limits import HOUR_MS, ears, fill_bucket, set_rate, tokens, wakes
+from tests.support.limits import HOUR_MS, fill_bucket, set_rate, subscription, tokens, wakes
 from tests.support.one_queue import HandWorker, OneQueue
 
 LANE = {"retry_lane_retries": 1, "max_retries": 0, "min_backoff_ms": 0}
@@ -27,14 +27,14 @@ def test_pulse_comes_for_no_more_tokens_than_the_bucket_holds(queue: OneQueue) -
     set_rate(queue, 10, 1000, burst=1)
     one_limited(queue)
     set_rate(queue, 1000, 1000, burst=2)
-    assert (queue.keeper().promote(queue.name) or 0) <= 2
+    assert (queue.recovery().promote(queue.name) or 0) <= 2
 
 
 def test_pulse_never_comes_back_at_once(queue: OneQueue) -> None:
     set_rate(queue, 100_000, 1000, burst=1)
     queue.redis.hset(queue.key("counts"), "bucket_us", str((time.time() + 60) * 1e6))
     queue.enqueue("a")
-    with ears(queue) as pulse:
+    with subscription(queue) as pulse:
         assert queue.worker().whole_turn(want=1).limited
         assert pulse.heard() == [1], "the token comes in 10 µs"
 
@@ -46,7 +46,7 @@ def test_pulse_is_told_when_the_retry_child_may_begin(queue: OneQueue) -> None:
     worker, child = queue.worker("w1"), queue.worker("r1", lane="retry")
     worker.turn(want=1)
     worker.turn(failed="a")
-    with ears(queue) as pulse:
+    with subscription(queue) as pulse:
         assert child.turn(want=1) == []
         assert all(is_about_an_hour(ms) for ms in pulse.heard() or [0])
 
@@ -57,7 +57,7 @@ def test_pulse_is_told_of_no_time_when_the_retry_child_waits_for_a_place(queue: 
     worker, child = queue.worker("w1"), queue.worker("r1", lane="retry")
     worker.turn(want=1)
     assert worker.turn(want=1, failed="a") == ["b"]
-    with ears(queue) as pulse:
+    with subscription(queue) as pulse:
         assert child.turn(want=1) == []
         assert pulse.heard() == []
     worker.turn(done="b")
@@ -71,20 +71,20 @@ def test_promote_comes_back_for_a_suspect(queue: OneQueue) -> None:
     worker = queue.worker()
     worker.turn(want=1)
     queue.recover(worker, running=True, outcome="suspect")
-    assert is_about_an_hour(queue.keeper().promote(queue.name))
+    assert is_about_an_hour(queue.recovery().promote(queue.name))
 
 
 def test_promote_has_no_time_while_nobody_is_limited(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     queue.enqueue(*"ab")
     queue.worker().turn(want=1)
-    assert queue.keeper().promote(queue.name) is None
+    assert queue.recovery().promote(queue.name) is None
 
 
 @pytest.mark.parametrize("by", ["configure", "create"])
 def test_a_changed_rate_is_told(queue: OneQueue, by: str) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
-    with ears(queue) as pulse:
+    with subscription(queue) as pulse:
         if by == "create":
             queue.create(rate_count=0)
         else:
@@ -96,7 +96,7 @@ def test_a_heartbeat_wakes_those_whose_limit_was_lifted(queue: OneQueue) -> None
     queue.create(max_active=1)
     worker = one_limited(queue)
     queue.create(max_active=0)
-    queue.keeper().heartbeat(queue.name, 15_000, [])
+    queue.recovery().heartbeat(queue.name, 15_000, [])
     assert wakes(queue, worker) == 1
 
 
@@ -114,7 +114,7 @@ def test_pulse_is_told_when_workers_elsewhere_may_begin(redis_url: str, waits: s
         limited_elsewhere(queue, "b" if waits == "a job" else "")
         if waits == "a job of the retry lane":
             queue.fail("a")
-        with ears(queue) as pulse:
+        with subscription(queue) as pulse:
             queue.promote()
             heard = pulse.heard()
         assert bool(heard) == (waits != "nothing")
@@ -136,7 +136,7 @@ def test_no_worker_elsewhere_is_rung_while_nothing_may_begin(redis_url: str) -> 
         fill_bucket(queue)
         queue.promote()
         assert queue.redis.zcard(queue.key("awaiting")) == 0
-        assert queue.rung("w2") == "b"
+        assert queue.fetch_assigned("w2") == "b"
 
 
 def test_nothing_may_begin_when_more_are_active_than_allowed_by_now(queue: OneQueue) -> None:
@@ -158,6 +158,6 @@ def test_status_says_when_the_next_job_or_tick_is_due(queue: OneQueue, job_ms: i
     now_ms = int(time.time() * 1000)
     queue.redis.zadd(queue.key("scheduled"), {"a": now_ms + job_ms})
     queue.redis.zadd(queue.key("schedules:next"), {"k": now_ms + tick_ms})
-    due = queue.viewer.counts().next_due_seconds
+    due = queue.inspector.counts().next_due_seconds
     assert due is not None
     assert max(0, min(job_ms, tick_ms) / 1000 - 5) <= due <= max(0, min(job_ms, tick_ms) / 1000)

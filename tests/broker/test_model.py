@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from forq.broker.claim import Results, Settled, Turn, report_progress
-from forq.broker.enqueue import PutBack, Update, new_job
+from forq.broker.enqueue import Restored, Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.recovery import Outcome, Position
 from forq.errors import Exists, Fenced, QueueFull
@@ -140,20 +140,20 @@ class QueueMachine(RuleBasedStateMachine):
         self._enqueue(job_ids, self._dispatch(priority, "now"), "skip")
 
     @rule(job_ids=SEVERAL_IDS, priority=PRIORITIES, deaths=st.lists(st.integers(1, 3), min_size=4, max_size=4))
-    def put_back(self, job_ids: str, priority: int, deaths: list[int]) -> None:
+    def restore(self, job_ids: str, priority: int, deaths: list[int]) -> None:
         """Of lines of a failed log: several may be of one id, and the same line may be there twice."""
         dispatch = self._dispatch(priority, "now")
         lines = [(job_id, f"{job_id}@{death}") for job_id, death in zip(job_ids, deaths, strict=False)]
         jobs = [new_job(dispatch.data, id=job_id, priority=priority, token=token) for job_id, token in lines]
         try:
-            outcomes = self.model.put_back(lines, dispatch)
+            outcomes = self.model.restore(lines, dispatch)
         except Full:
             with pytest.raises(QueueFull):
-                self.queue.producer.put_back(jobs)
+                self.queue.producer.restore(jobs)
         else:
             left = [at for at, outcome in enumerate(outcomes) if outcome == "left"]
-            expected = PutBack(outcomes.count("stored"), outcomes.count("known"), left)
-            assert self.queue.producer.put_back(jobs) == expected
+            expected = Restored(outcomes.count("stored"), outcomes.count("known"), left)
+            assert self.queue.producer.restore(jobs) == expected
 
     def _dispatch(
         self,
@@ -364,7 +364,7 @@ class QueueMachine(RuleBasedStateMachine):
     def _lose(self, which: int, worker: ModelWorker, outcome: Outcome, *, again: bool = False) -> None:
         for _ in range(1 + again):
             at = Position(worker.name, worker.seen_turn, worker.index, worker.running)
-            self.queue.keeper().recover(self.queue.name, worker.processor, at, outcome=outcome, cause="signal 9")
+            self.queue.recovery().recover(self.queue.name, worker.processor, at, outcome=outcome, cause="signal 9")
         self.model.lose_worker(worker, outcome)
         self.gone.append(worker)
         self.workers[which] = self._join(which)
@@ -400,7 +400,7 @@ class QueueMachine(RuleBasedStateMachine):
             return
         held = self.real[worker.name].held()
         at = Position(worker.name, worker.turn, 0, False)
-        assert self.queue.keeper(worker.processor).rescue(self.queue.name, at) == len(held)
+        assert self.queue.recovery(worker.processor).rescue(self.queue.name, at) == len(held)
         self.model.hand_back(self.model.owned(worker))
         worker.rescued = True
 
@@ -409,7 +409,7 @@ class QueueMachine(RuleBasedStateMachine):
             return
         held = self.real[worker.name].held()
         at = Position(worker.name, worker.seen_turn, worker.index, True)
-        moved = self.queue.keeper(worker.processor).rescue(self.queue.name, at)
+        moved = self.queue.recovery(worker.processor).rescue(self.queue.name, at)
         place = worker.index - worker.shift
         if worker.seen_turn != worker.turn or len(held) <= place + 1:
             assert moved == 0
@@ -453,7 +453,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.model.pass_time(STEP_MS)
         self.checks.pass_time(STEP_MS)
         if promote:
-            due_ms = self.queue.keeper().promote(self.queue.name)
+            due_ms = self.queue.recovery().promote(self.queue.name)
             self.model.promote()
             self.model.forget_in_time()
             self.checks.limits.promoted(due_ms)
@@ -479,7 +479,7 @@ class QueueMachine(RuleBasedStateMachine):
     def _beat(self, processor: str) -> list[str]:
         of = [worker for worker in self.workers if worker.processor == processor]
         positions = [Position(worker.name, worker.seen_turn, worker.index, worker.running) for worker in of]
-        beat = self.queue.keeper(processor).heartbeat(self.queue.name, EXPIRY_MS, positions)
+        beat = self.queue.recovery(processor).heartbeat(self.queue.name, EXPIRY_MS, positions)
         self.model.promote()
         self.model.forget_in_time()
         self.checks.limits.promoted(beat.due_ms)
@@ -496,7 +496,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.queue.redis.hset(self.queue.key("counts"), "sweep_after_ms", 0)
             assert self._beat("p1") == [lost]
         else:
-            self.queue.keeper().evict(self.queue.name, lost, "supervisor_lost")
+            self.queue.recovery().evict(self.queue.name, lost, "supervisor_lost")
         with pytest.raises(Fenced):
             self._beat(lost)
         self.processors[1:RETRY] = [f"p{next(self.numbers)}"] * 2

@@ -5,7 +5,7 @@ import select
 import pytest
 
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.outbox import Bell, Outbox, read_line
+from forq.broker.outbox import Outbox, OutboxSubscription, read_line
 from forq.broker.recovery import Position
 from forq.errors import Fenced, RedisUnavailable, UnknownQueue
 from tests.support.one_queue import EXPIRY_MS, OneQueue
@@ -78,16 +78,16 @@ def test_waiting_names_the_queues_with_lines_in_the_outbox_or_in_hand(queue: One
 def test_eviction_puts_lines_in_hand_before_all_others_and_rings(queue: OneQueue) -> None:
     fill(queue, "1", "2", "3")
     outbox(queue, "p1").collect("q", 2)
-    bell = Bell(queue.url, DEFAULT_PREFIX, "bell")
-    bell.connect()
-    queue.keeper("p2").evict("q", "p1", "gone")
+    outbox_subscription = OutboxSubscription(queue.url, DEFAULT_PREFIX, "test")
+    outbox_subscription.connect()
+    queue.recovery("p2").evict("q", "p1", "gone")
     assert lines_of(queue) == [b"1", b"2", b"3"]
-    assert wait_until(lambda: select.select([bell], [], [], 0)[0])
-    assert bell.rung() == {"q"}
+    assert wait_until(lambda: select.select([outbox_subscription], [], [], 0)[0])
+    assert outbox_subscription.receive_queues() == {"q"}
     with pytest.raises(Fenced):
         outbox(queue, "p1").collect("q")
     assert outbox(queue, "p2").collect("q", 1) == [b"1"]
-    bell.close()
+    outbox_subscription.close()
 
 
 def test_a_silent_processor_that_only_collected_is_evicted_by_a_heartbeat(queue: OneQueue) -> None:
@@ -95,7 +95,7 @@ def test_a_silent_processor_that_only_collected_is_evicted_by_a_heartbeat(queue:
     Outbox(queue.link, DEFAULT_PREFIX, "silent", 1).collect("q")
     wait_until(lambda: queue.redis.zscore(queue.key("processors"), "silent") + 1 < _now_ms(queue))
     queue.redis.hset(queue.key("counts"), mapping={"last_beat_ms": int(_now_ms(queue)), "sweep_after_ms": 0})
-    assert queue.keeper("p2").heartbeat("q", EXPIRY_MS, [Position("w", 0, 0, False)]).evicted == ["silent"]
+    assert queue.recovery("p2").heartbeat("q", EXPIRY_MS, [Position("w", 0, 0, False)]).evicted == ["silent"]
     assert lines_of(queue) == [b"1"]
 
 
@@ -154,9 +154,9 @@ def test_the_line_of_a_job_that_was_enqueued_within_a_trace_has_the_same() -> No
 
 @pytest.mark.one_server
 def test_the_bell_names_the_queues_and_tells_when_the_server_has_gone(server: Server, queue: OneQueue) -> None:
-    bell = Bell(queue.url, DEFAULT_PREFIX, "bell")
-    assert not bell.connected
-    bell.connect()
+    outbox_subscription = OutboxSubscription(queue.url, DEFAULT_PREFIX, "test")
+    assert not outbox_subscription.connected
+    outbox_subscription.connect()
     for _ in range(3):
         queue.redis.publish(queue.channel("outbox"), "q")
     queue.redis.publish("forq:queue:{other}@0:outbox", "other")
@@ -164,19 +164,19 @@ def test_the_bell_names_the_queues_and_tells_when_the_server_has_gone(server: Se
     found: list[str] = []
 
     def listen() -> bool:
-        if select.select([bell], [], [], 0)[0]:
-            found.extend(bell.rung())
+        if select.select([outbox_subscription], [], [], 0)[0]:
+            found.extend(outbox_subscription.receive_queues())
         return "other" in found
 
     wait_until(listen)
     assert set(found) == {"q", "other"}
     server.kill()
-    wait_until(lambda: select.select([bell], [], [], 0)[0])
+    wait_until(lambda: select.select([outbox_subscription], [], [], 0)[0])
     with pytest.raises(RedisUnavailable):
-        bell.rung()
-    assert not bell.connected
+        outbox_subscription.receive_queues()
+    assert not outbox_subscription.connected
     with pytest.raises(RedisUnavailable):
-        bell.connect()
+        outbox_subscription.connect()
 
 
 def test_forgetting_other_lines_than_those_in_hand_changes_nothing(queue: OneQueue) -> None:

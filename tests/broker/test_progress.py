@@ -8,8 +8,8 @@ import pytest
 from forq.broker.claim import Consumer, report_progress
 from forq.broker.inspect import why
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, progress_channels
-from forq.broker.leases import Awaiting
-from forq.broker.pubsub import Listener
+from forq.broker.leases import Leases
+from forq.broker.pubsub import Subscription
 from forq.errors import BackPressure, UnknownQueue
 from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue, one_queue
 from tests.support.running import wait_until
@@ -44,17 +44,17 @@ def running(queue: OneQueue, *ids: str) -> HandWorker:
 
 def test_the_progress_of_a_running_job_is_shown_with_its_time(queue: OneQueue) -> None:
     queue.enqueue("a")
-    assert queue.viewer.job("a")["progress"] is None
+    assert queue.inspector.job("a")["progress"] is None
     worker = queue.worker()
     worker.turn(want=1)
-    assert queue.viewer.job("a")["progress"] is None
+    assert queue.inspector.job("a")["progress"] is None
     assert report(queue, worker, "a", 1 / 3, "two  blanks, ü")
-    progress = queue.viewer.job("a")["progress"]
+    progress = queue.inspector.job("a")["progress"]
     assert (progress["fraction"], progress["text"]) == (0.333333, "two  blanks, ü")
     assert abs(progress["at"] - time.time()) < 60
     assert report(queue, worker, "a", 1, "")
     assert queue.hash("progress")["a"].startswith("1 ")
-    assert queue.viewer.job("a")["progress"]["text"] == ""
+    assert queue.inspector.job("a")["progress"]["text"] == ""
 
 
 def test_why_says_how_far_a_running_job_is(queue: OneQueue) -> None:
@@ -100,7 +100,7 @@ def test_out_of_memory_progress_is_refused_and_the_job_can_still_be_settled(queu
 
 
 def lose_the_host(queue: OneQueue, worker: HandWorker) -> None:
-    queue.keeper("p2").evict("q", worker.processor, "host_lost")
+    queue.recovery("p2").evict("q", worker.processor, "host_lost")
 
 
 def remove_and_fail(queue: OneQueue, worker: HandWorker) -> None:
@@ -150,15 +150,15 @@ def test_progress_of_an_item_is_gone_when_it_is_released_or_goes_back(redis_url:
     """Whoever was handed an item owns it as a worker owns a job."""
     with one_queue(redis_url, mode="on_request", lease_ms=60_000) as queue:
         queue.enqueue("a", "b")
-        awaiting = Awaiting(queue.link, DEFAULT_PREFIX, "q")
+        leases = Leases(queue.link, DEFAULT_PREFIX, "q")
         for awaiter, job_id in (("one", "a"), ("two", "b")):
-            hand = awaiting.ask(awaiter, None, mode="on_request", register=False).hand
-            assert hand is not None
-            assert report_progress(queue.link, DEFAULT_PREFIX, "q", awaiter, job_id, hand.fence, 0.5, "")
+            lease = leases.request(awaiter, None, mode="on_request", register=False).lease
+            assert lease is not None
+            assert report_progress(queue.link, DEFAULT_PREFIX, "q", awaiter, job_id, lease.fence, 0.5, "")
             if awaiter == "one":
-                awaiting.ack(awaiter, job_id, hand.fence)
+                leases.ack(awaiter, job_id, lease.fence)
                 assert told(queue) == set()
-        awaiting.leave("two")
+        leases.leave("two")
         assert (told(queue), queue.state().active) == (set(), {})
 
 
@@ -172,13 +172,13 @@ def test_a_hint_that_goes_back_leaves_the_progress_of_others_alone(queue: OneQue
 
 
 def test_what_changes_and_what_ends_is_published_and_nothing_else(queue: OneQueue) -> None:
-    ears = Listener(queue.url, progress_channels(DEFAULT_PREFIX, 0), name="ears")
-    ears.connect()
+    subscription = Subscription(queue.url, progress_channels(DEFAULT_PREFIX, 0), name="subscription")
+    subscription.connect()
     heard: list[tuple[str, str]] = []
 
-    def hear(number: int) -> list[str]:
+    def receive(number: int) -> list[str]:
         def heard_enough() -> bool:
-            heard.extend(ears.hear())
+            heard.extend(subscription.receive())
             return len(heard) >= number
 
         wait_until(heard_enough)
@@ -189,10 +189,10 @@ def test_what_changes_and_what_ends_is_published_and_nothing_else(queue: OneQueu
     worker.turn(want=2)
     worker.turn(done="ab", want=2)
     report(queue, worker, "c")
-    assert hear(1) == ["c"]
+    assert receive(1) == ["c"]
     assert heard[0][0] == queue.channel("progress")
     worker.turn(done="cd")
-    assert hear(2) == ["c", "c d"]
+    assert receive(2) == ["c", "c d"]
     queue.enqueue("e")
     worker.turn(want=1)
     worker.turn(done="e")
@@ -202,8 +202,8 @@ def test_what_changes_and_what_ends_is_published_and_nothing_else(queue: OneQueu
     report(queue, worker, "f")
     worker.turn(done="g", keep=1)
     report(queue, worker, "f", 1)
-    assert hear(4) == ["c", "c d", "f", "f"]
-    ears.close()
+    assert receive(4) == ["c", "c d", "f", "f"]
+    subscription.close()
 
 
 def test_a_fail_job_has_its_progress_in_the_fail_queue(redis_url: str) -> None:

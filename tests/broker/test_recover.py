@@ -22,7 +22,7 @@ def test_recover_settles_what_ran_counts_what_was_running_and_returns_the_rest_i
     assert queue.recover(worker, 1, running=True) == 4
     assert queue.state() == State(jobs={"b", "c", "d", "e"}, waiting={5: ["b", "c", "d", "e"]})
     assert [queue.stall_count(job_id) for job_id in "bcde"] == [1, 0, 0, 0]
-    assert queue.viewer.counts().done == 1
+    assert queue.inspector.counts().done == 1
 
 
 def test_recover_counts_nothing_when_told_not_to(queue: OneQueue, worker: HandWorker) -> None:
@@ -44,7 +44,7 @@ def test_recover_with_the_place_of_another_turn_returns_all_and_counts_nothing(
     queue.recover_at(worker, worker.number + off, 2, running=True)
     assert queue.state() == State(jobs=set("abcde"), waiting={5: list("abcde")})
     assert [queue.stall_count(job_id) for job_id in "abcde"] == [0] * 5
-    assert queue.viewer.counts().done == 0
+    assert queue.inspector.counts().done == 0
 
 
 def test_recover_again_changes_nothing(queue: OneQueue, worker: HandWorker) -> None:
@@ -71,7 +71,7 @@ def test_each_stall_is_counted_and_the_data_stays(queue: OneQueue) -> None:
         worker.turn(want=1)
         queue.recover(worker, running=True)
         assert queue.stall_count("a") == number
-    assert queue.viewer.job("a")["data"] == {"n": "a"}
+    assert queue.inspector.job("a")["data"] == {"n": "a"}
 
 
 def test_recovered_jobs_go_back_to_the_list_of_their_priority(queue: OneQueue) -> None:
@@ -96,7 +96,7 @@ def test_recover_returns_job_when_worker_died_before_begin(queue: OneQueue) -> N
 
 
 def test_a_job_moved_to_a_worker_that_is_gone_comes_back_by_the_next_recover_or_heartbeat(queue: OneQueue) -> None:
-    for drain in (lambda w: queue.recover_at(w, -1, 0), lambda w: queue.keeper("p1").heartbeat("q", 1000, [])):
+    for drain in (lambda w: queue.recover_at(w, -1, 0), lambda w: queue.recovery("p1").heartbeat("q", 1000, [])):
         worker = queue.worker(f"w{len(queue.workers)}")
         queue.recover(worker)
         queue.enqueue("a")
@@ -118,7 +118,7 @@ def test_rescue_settles_what_ran_and_returns_what_was_not_started(queue: OneQueu
     assert queue.state() == State(
         jobs=set("bcde"), waiting={5: ["c", "d", "e"]}, active={"b": "w1"}, processing={"w1": ["b"]}
     )
-    assert queue.viewer.counts().done == 1
+    assert queue.inspector.counts().done == 1
 
 
 def test_a_rescued_worker_is_told_that_the_rest_is_gone(queue: OneQueue, worker: HandWorker) -> None:
@@ -126,7 +126,7 @@ def test_a_rescued_worker_is_told_that_the_rest_is_gone(queue: OneQueue, worker:
     turn = worker.whole_turn(done="ab", keep=2)
     assert (turn.held, turn.refused) == (False, [b"a"])
     assert queue.state() == State(jobs=set("cde"), waiting={5: ["c", "d", "e"]})
-    assert queue.viewer.counts().done == 2
+    assert queue.inspector.counts().done == 2
 
 
 def test_rescue_again_finds_nothing_to_do(queue: OneQueue, worker: HandWorker) -> None:
@@ -208,7 +208,7 @@ def test_a_job_that_was_killed_is_cancelled_and_what_is_blocked_behind_it_follow
     queue.recover(worker, running=True, outcome="cancelled")
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["b", "a"]})
     assert [event.verb for event in queue.events() if event.job == "a"][-2:] == ["cancelled", "unblocked"]
-    assert queue.viewer.job("a")["attempts"] == []
+    assert queue.inspector.job("a")["attempts"] == []
 
 
 def test_a_place_of_another_turn_does_not_count_even_the_only_job(queue: OneQueue) -> None:

@@ -20,7 +20,7 @@ from redis.connection import parse_url
 from forq import Client
 from forq.broker.connection import Connection, _options
 from forq.broker.link import Link
-from forq.broker.pubsub import Listener
+from forq.broker.pubsub import Subscription
 from forq.errors import OutcomeUnknown, RedisUnavailable, UsageError
 from forq.procs import liveness
 from tests.support.relay import relay
@@ -209,32 +209,32 @@ class DeadPeer:
 
 def test_a_listener_does_not_take_a_dead_server_for_a_silent_one(server: Server) -> None:
     with relay(server) as port:
-        ears = Listener(f"redis://127.0.0.1:{port}", "some:*", name="test")
-        ears.connect()
-        assert ears.hear() == []
-        assert ears._connection is not None
-        parser = ears._connection._redis._parser
+        subscription = Subscription(f"redis://127.0.0.1:{port}", "some:*", name="test")
+        subscription.connect()
+        assert subscription.receive() == []
+        assert subscription._connection is not None
+        parser = subscription._connection._redis._parser
         # redis-py's own parser reads through a buffer.
         (parser if hasattr(parser, "_reader") else parser._buffer)._sock = DeadPeer()
         with pytest.raises(RedisUnavailable, match="the connection that listens broke"):
-            ears.hear()
-        assert not ears.connected
+            subscription.receive()
+        assert not subscription.connected
 
 
 def test_a_message_that_comes_in_pieces_is_heard_once_it_is_whole(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    ears = Listener("unix:///none", "c", name="test", exact=True)
+    subscription = Subscription("unix:///none", "c", name="test", exact=True)
     with answering(tmp_path, b"+OK\r\n") as url:
-        ears._connection = connected(url)
-        redis_connection = ears._connection._redis
-        redis_connection._sock = ears._connection.socket = ours
+        subscription._connection = connected(url)
+        redis_connection = subscription._connection._redis
+        redis_connection._sock = subscription._connection.socket = ours
         redis_connection._parser.on_connect(redis_connection)
         ours.setblocking(False)
         theirs.sendall(b"*3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$5\r\nhe")
-        assert ears.hear() == []
+        assert subscription.receive() == []
         theirs.sendall(b"llo\r\n*3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$1\r\n2\r\n")
-        assert ears.hear() == [("c", "hello"), ("c", "2")]
-        ears.close()
+        assert subscription.receive() == [("c", "hello"), ("c", "2")]
+        subscription.close()
     theirs.close()
 
 
@@ -272,20 +272,20 @@ from redis.connection import DefaultParser
 assert DefaultParser.__name__ == "_RESP2Parser", DefaultParser
 from forq import Client
 from forq.broker.link import Link
-from forq.broker.pubsub import Listener
+from forq.broker.pubsub import Subscription
 from forq.errors import ForqError, OutcomeUnknown
 
 url = sys.argv[1]
 client = Client(url)
 queue = client.create_queue("slow")
-ears = Listener(url, "forq:*", name="test")
-ears.connect()
-assert ears.hear() == []
+subscription = Subscription(url, "forq:*", name="test")
+subscription.connect()
+assert subscription.receive() == []
 ids = queue.enqueue_many([{"n": 1}, "é" * 100_000])
 assert [queue.job(id)["data"] for id in ids] == [{"n": 1}, "é" * 100_000]
 assert queue.cancel(ids[0]) and queue.status()["waiting"] == 1
 link = Link(url, timeout_seconds=0.1)
-answers = link.call_together(("SET", "text", b"1"), ("LPUSH", "text", 2.5), ("GET", "text"))
+answers = link.call_batch(("SET", "text", b"1"), ("LPUSH", "text", 2.5), ("GET", "text"))
 assert (answers[0], answers[2]) == (b"OK", b"1") and "WRONGTYPE" in str(answers[1]), answers
 try:
     link.call("BLPOP", "nothing", 1)

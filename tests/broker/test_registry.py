@@ -244,7 +244,7 @@ def test_a_job_that_a_frozen_worker_of_the_old_queue_moves_comes_back(queue: One
     queue.create()
     queue.enqueue("a")
     assert frozen.block() == "a"
-    queue.keeper("p9").heartbeat(queue.name, 1000, [])
+    queue.recovery("p9").heartbeat(queue.name, 1000, [])
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
     assert queue.redis.pttl(queue.key("graves")) == -1  # the new queue's own graves live as long as they should
 
@@ -261,7 +261,7 @@ def test_a_queue_made_again_begins_from_nothing(queue: OneQueue) -> None:
     purge(queue)
     queue.create()
     assert queue.hash("options")["epoch"] > first
-    counts = queue.viewer.counts()
+    counts = queue.inspector.counts()
     assert (counts.done, counts.failed, counts.dead, counts.paused) == (0, 0, 0, False)
     assert queue.enqueue("b", token="t") == ["b"]
     with pytest.raises(UnknownQueue):
@@ -302,7 +302,7 @@ def test_a_large_queue_is_purged_in_slices(queue: OneQueue, monkeypatch: pytest.
 def test_pause_and_resume_say_so_once(queue: OneQueue) -> None:
     for paused in (True, True, False, False):
         queue.registry.pause(queue.name, paused=paused)
-        assert queue.viewer.counts().paused is paused
+        assert queue.inspector.counts().paused is paused
     assert queue.told() == [("paused", None), ("resumed", None)]
     queue.registry.delete(queue.name, force=True)
     with pytest.raises(UnknownQueue):
@@ -346,19 +346,19 @@ def test_the_retry_lane_of_a_queue_that_works_is_not_fixed(queue: OneQueue) -> N
 
 
 def test_a_queue_that_releases_is_announced_once_and_one_that_works_is_not(queue: OneQueue) -> None:
-    with queue.redis.pubsub() as ears:
-        ears.psubscribe("forq:queue:*:due")
-        assert ears.get_message(timeout=5)["type"] == "psubscribe"
+    with queue.redis.pubsub() as subscription:
+        subscription.psubscribe("forq:queue:*:due")
+        assert subscription.get_message(timeout=5)["type"] == "psubscribe"
         make(queue.registry, "works")
         gate(queue.registry)
         gate(queue.registry)
         gate(queue.registry, "other", "on_request")
-        heard = [ears.get_message(timeout=5) for _ in range(2)]
+        heard = [subscription.get_message(timeout=5) for _ in range(2)]
         assert [(each["channel"], each["data"]) for each in heard] == [
             (b"forq:queue:{gate}@0:due", b"new"),
             (b"forq:queue:{other}@0:due", b"new"),
         ]
-        assert ears.get_message(timeout=0.05) is None
+        assert subscription.get_message(timeout=0.05) is None
 
 
 @pytest.mark.spec("N10")

@@ -81,12 +81,12 @@ def test_what_nobody_awaits_is_tried_again_then_in_the_lane_then_it_is_dead(queu
     queue.enqueue("a")
     for _ in range(3):
         assert queue.attempt() is not None
-    assert queue.viewer.job("a")["state"] == "retry"
+    assert queue.inspector.job("a")["state"] == "retry"
     queue.attempt()
-    assert queue.viewer.job("a")["retry_count"] == 3, "the main lane does not try it any more"
+    assert queue.inspector.job("a")["retry_count"] == 3, "the main lane does not try it any more"
     queue.attempt("retry")
     assert queue.state() == State(jobs=set(), dead=["a"])
-    assert queue.viewer.job("a")["error"]["name"] == "NotAwaited"
+    assert queue.inspector.job("a")["error"]["name"] == "NotAwaited"
     assert queue.told() == [
         ("enqueued", "a"),
         *[("claimed", "a"), ("retried", "a")] * 3,
@@ -101,7 +101,7 @@ def test_what_nobody_awaited_waits_behind_the_others_for_its_interval(redis_url:
     with gate(redis_url, "auto_release", retry_interval_ms=60_000) as queue:
         queue.enqueue("a", "b")
         queue.attempt()
-        assert queue.viewer.job("a")["state"] == "scheduled"
+        assert queue.inspector.job("a")["state"] == "scheduled"
         queue.ask("x")
         assert queue.attempt().handed_over
         assert queue.state().active == {"b": "x"}
@@ -119,7 +119,7 @@ def test_the_lane_tries_only_while_nothing_waits(queue: Gate) -> None:
         queue.attempt()
     queue.enqueue("b")
     assert queue.attempt("retry").wait_seconds == 0
-    assert queue.viewer.job("a")["retry_count"] == 3
+    assert queue.inspector.job("a")["retry_count"] == 3
     queue.ask("x", "b")
     assert queue.attempt().handed_over
     queue.ask("y", "a")
@@ -138,30 +138,30 @@ def test_an_item_is_gone_when_it_is_acknowledged_and_not_before(queue: Gate) -> 
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
-    hand = queue.ask("x")
-    assert hand is not None
-    assert hand.record.data == {"n": "a"}
-    assert queue.ask("x") == hand, "a lost reply: the same call gets the same item"
-    assert queue.viewer.job("a")["state"] == "active"
-    queue.ack("x", hand)
+    lease = queue.ask("x")
+    assert lease is not None
+    assert lease.record.data == {"n": "a"}
+    assert queue.ask("x") == lease, "a lost reply: the same call gets the same item"
+    assert queue.inspector.job("a")["state"] == "active"
+    queue.ack("x", lease)
     assert queue.state() == State(jobs=set())
-    queue.ack("x", hand)
-    assert queue.viewer.counts().done == 1
+    queue.ack("x", lease)
+    assert queue.inspector.counts().done == 1
     assert queue.told() == [("enqueued", "a"), ("claimed", "a"), ("released", "a")]
-    assert [(event.actor, event.fence) for event in queue.events()][-1] == ("x", hand.fence)
+    assert [(event.actor, event.fence) for event in queue.events()][-1] == ("x", lease.fence)
 
 
 def test_what_is_not_acknowledged_in_time_goes_back_to_the_front_and_that_is_no_try(queue: Gate) -> None:
     queue.enqueue("a", "b", "c")
     queue.ask("x"), queue.ask("y")
     queue.attempt(), queue.attempt()
-    hand = queue.ask("x")
+    lease = queue.ask("x")
     queue.come("leases", "a", "b")
     queue.promote()
     assert queue.state() == State(jobs={"a", "b", "c"}, waiting={5: ["a", "b", "c"]})
-    assert queue.viewer.job("a")["retry_count"] == 0
+    assert queue.inspector.job("a")["retry_count"] == 0
     with pytest.raises(LeaseLapsed):
-        queue.ack("x", hand)
+        queue.ack("x", lease)
     assert queue.ask("x") is None, "it awaits again"
     assert queue.attempt().handed_over
     assert queue.got("x") == "a"
@@ -178,7 +178,7 @@ def test_leases_lapse_with_every_call_that_looks(queue: Gate, by: str) -> None:
     elif by == "await":
         queue.ask("y", "other")
     else:
-        queue.keeper().heartbeat("q", 15_000, [])
+        queue.recovery().heartbeat("q", 15_000, [])
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
 
 
@@ -186,11 +186,11 @@ def test_an_ack_under_another_fence_or_name_is_refused(queue: Gate) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
-    hand = queue.ask("x")
-    assert hand is not None
-    for awaiter, fence in (("x", hand.fence + 1), ("y", hand.fence), ("", hand.fence)):
+    lease = queue.ask("x")
+    assert lease is not None
+    for awaiter, fence in (("x", lease.fence + 1), ("y", lease.fence), ("", lease.fence)):
         with pytest.raises(LeaseLapsed):
-            queue.awaiting.ack(awaiter, "a", fence)
+            queue.leases.ack(awaiter, "a", fence)
     assert queue.state().active == {"a": "x"}
 
 
@@ -198,12 +198,12 @@ def test_an_awaiter_that_leaves_gives_back_what_it_was_handed(queue: Gate) -> No
     queue.enqueue("a", "b")
     queue.ask("x")
     queue.attempt()
-    assert queue.awaiting.leave("x")
+    assert queue.leases.leave("x")
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})
     assert queue.redis.exists(queue.key("leases")) == 0
-    assert not queue.awaiting.leave("x")
+    assert not queue.leases.leave("x")
     queue.ask("y")
-    assert not queue.awaiting.leave("y")
+    assert not queue.leases.leave("y")
     assert not queue.attempt().handed_over
 
 
@@ -222,9 +222,9 @@ def test_an_item_that_is_removed_while_it_is_handed_over_can_still_be_acknowledg
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
-    hand = queue.ask("x")
+    lease = queue.ask("x")
     assert queue.producer.remove("a")
-    queue.ack("x", hand)
+    queue.ack("x", lease)
     assert queue.told()[-2:] == [("marked", "a"), ("released", "a")]
 
 
@@ -233,7 +233,7 @@ def test_an_enqueue_behind_an_item_that_is_handed_over_is_an_item_of_its_own_aft
     queue.ask("x")
     queue.attempt()
     queue.enqueue("a", if_exists="update")
-    assert queue.viewer.counts().blocked == 1
+    assert queue.inspector.counts().blocked == 1
     queue.ack("x", queue.ask("x"))
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
     assert queue.told()[-2:] == [("released", "a"), ("unblocked", "a")]
@@ -279,21 +279,21 @@ def test_a_deleted_queue_says_so_to_everybody(queue: Gate) -> None:
     queue.enqueue("a")
     queue.ask("x"), queue.ask("y")
     queue.attempt()
-    hand = queue.ask("x")
+    lease = queue.ask("x")
     queue.registry.delete("q", force=True)
     with pytest.raises(UnknownQueue):
         queue.release()
     with pytest.raises(UnknownQueue):
         queue.ask("y")
     with pytest.raises(UnknownQueue):
-        queue.ack("x", hand)
-    assert not queue.awaiting.leave("x")
+        queue.ack("x", lease)
+    assert not queue.leases.leave("x")
     assert queue.list_of("y") == [""], "it is rung, and need not wait until it renews"
 
 
 def test_dequeue_of_an_auto_release_queue_is_refused_and_the_other_way_round(queue: Gate) -> None:
     with pytest.raises(WrongMode, match="auto_release"):
-        queue.awaiting.ask("x", None, mode="on_request", register=True)
+        queue.leases.request("x", None, mode="on_request", register=True)
 
 
 def test_awaiters_leave_no_keys_behind(queue: Gate) -> None:

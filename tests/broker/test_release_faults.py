@@ -8,7 +8,7 @@ import pytest
 
 from forq import client
 from forq.broker.enqueue import Update, new_job
-from forq.broker.leases import Answer, Awaiting
+from forq.broker.leases import LeaseReply, Leases
 from forq.broker.link import Link
 from forq.broker.replies import NO_QUEUE
 from forq.broker.scripts import script
@@ -60,26 +60,26 @@ def test_a_lease_that_lapses_late_does_not_take_what_its_awaiter_was_handed_sinc
     asked.come("leases", "old")
     asked.promote()
     assert asked.state().active == {"new": "x"}
-    hand = asked.ask("x", "new")
-    assert hand is not None
-    assert hand.job_id == "new"
-    asked.ack("x", hand)
+    lease = asked.ask("x", "new")
+    assert lease is not None
+    assert lease.job_id == "new"
+    asked.ack("x", lease)
 
 
 def test_of_a_queue_that_was_deleted_and_made_again_nothing_is_handed_out_twice(queue: Gate) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
-    hand = queue.ask("x")
+    lease = queue.ask("x")
     queue.registry.delete("q", force=True)
     assert not queue.registry.purge("q", lambda dropped: None), "all is written"
     queue.create()
     assert queue.ask("x") is None, "the item went with the queue"
     with pytest.raises(LeaseLapsed):
-        queue.ack("x", hand)
+        queue.ack("x", lease)
     queue.enqueue("a")
     with pytest.raises(LeaseLapsed):
-        queue.ack("x", hand)
+        queue.ack("x", lease)
     assert queue.state().jobs == {"a"}
 
 
@@ -87,11 +87,11 @@ def test_an_acknowledgement_can_be_repeated_after_its_awaiter_has_left(queue: Ga
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
-    hand = queue.ask("x")
-    queue.ack("x", hand)
-    assert not queue.awaiting.leave("x")
-    queue.ack("x", hand)
-    assert queue.viewer.counts().done == 1
+    lease = queue.ask("x")
+    queue.ack("x", lease)
+    assert not queue.leases.leave("x")
+    queue.ack("x", lease)
+    assert queue.inspector.counts().done == 1
 
 
 def test_redis_knows_an_acknowledgement_for_longer_than_it_is_repeated(queue: Gate) -> None:
@@ -120,7 +120,7 @@ def test_every_id_that_is_allowed_is_handed_to_whoever_awaits_it(redis_url: str,
             if number % 2:
                 queue.ack(f"x{number}", queue.ask(f"x{number}", job_id))
             else:
-                assert queue.awaiting.leave(f"x{number}")
+                assert queue.leases.leave(f"x{number}")
         assert queue.state().jobs == set(ODD[::2])
         queue.come("expiries", *ODD[::2])
         queue.promote()
@@ -132,17 +132,17 @@ def test_every_id_that_is_allowed_is_handed_to_whoever_awaits_it(redis_url: str,
 def test_whoever_waits_goes_on_waiting_while_redis_is_out_of_memory(server: Server, redis_url: str) -> None:
     with gate(redis_url, "on_request") as queue:
         queue.enqueue("a")
-        hand = queue.ask("x", "a")
+        lease = queue.ask("x", "a")
         queue.redis.config_set("maxmemory", 1)
         with pytest.raises(BackPressure):
-            queue.awaiting.wait("y", 0.01)
+            queue.leases.wait("y", 0.01)
         began = time.monotonic()
-        assert client.get_release(queue.awaiting, None, mode="on_request", wait_seconds=0.3) is None
+        assert client.get_release(queue.leases, None, mode="on_request", wait_seconds=0.3) is None
         assert time.monotonic() - began >= 0.3
-        queue.ack("x", hand)
+        queue.ack("x", lease)
 
 
-class Interrupted(Awaiting):
+class Interrupted(Leases):
     """Every call is carried out twice: the first reply is lost."""
 
     def __init__(self, link: Link, prefix: str, queue: str) -> None:
@@ -157,8 +157,8 @@ class Interrupted(Awaiting):
         self.lost.append("")
         return answer
 
-    def ask(self, *args: Any, **how: Any) -> Answer:
-        answer: Answer = self._once_lost("ask", *args, **how)
+    def request(self, *args: Any, **how: Any) -> LeaseReply:
+        answer: LeaseReply = self._once_lost("request", *args, **how)
         return answer
 
     def ack(self, *args: Any, **how: Any) -> None:
@@ -176,14 +176,14 @@ def test_a_client_that_loses_every_first_reply_gets_each_item_once(
         got = [client.get_release(deaf, None, mode="on_request", wait_seconds=0) for _ in range(3)]
         assert [item and item.id for item in got] == ["a", "b", None]
         assert queue.state() == State(jobs=set())
-        assert queue.viewer.counts().done == 2
-        assert {"ask", "ack"} <= set(deaf.lost)
+        assert queue.inspector.counts().done == 2
+        assert {"request", "ack"} <= set(deaf.lost)
 
 
 def test_a_blocking_read_leaves_the_list_and_its_end_as_they_were(asked: Gate) -> None:
     asked.ask("x")
     asked.enqueue("a")
-    asked.awaiting.wait("x", 1)
+    asked.leases.wait("x", 1)
     assert asked.list_of("x") == [""]
     assert 0 < asked.redis.pttl(asked.key("awaiter:x")) <= 10_000
 
@@ -200,7 +200,7 @@ def test_a_frozen_awaiter_that_wakes_after_its_lease_cannot_end_what_another_has
     new = queue.ask("other")
     with pytest.raises(LeaseLapsed):
         queue.ack("frozen", old)
-    assert not queue.awaiting.leave("frozen")
+    assert not queue.leases.leave("frozen")
     assert queue.state().active == {"a": "other"}
     assert old is not None
     assert new is not None
@@ -214,11 +214,11 @@ def test_an_item_of_the_lane_that_lapses_goes_back_to_its_lane_and_that_is_no_tr
         queue.attempt()
     queue.ask("x")
     assert queue.attempt("retry").handed_over
-    assert queue.viewer.counts().retry == 0
+    assert queue.inspector.counts().retry == 0
     queue.come("leases", "a")
     queue.promote()
-    assert queue.viewer.counts().retry == 1
-    assert queue.viewer.job("a")["retry_count"] == 3
+    assert queue.inspector.counts().retry == 1
+    assert queue.inspector.job("a")["retry_count"] == 3
     queue.ask("y")
     assert queue.attempt("retry").handed_over
 
@@ -229,8 +229,8 @@ def test_an_item_that_is_updated_in_somebodys_hands_comes_back_new(queue: Gate) 
     queue.ask("x")
     queue.attempt()
     queue.producer.enqueue([new_job("new", id="a", priority=1)], Update())
-    queue.awaiting.leave("x")
-    job = queue.viewer.job("a")
+    queue.leases.leave("x")
+    job = queue.inspector.job("a")
     assert (job["data"], job["priority"], job["retry_count"]) == ("new", 1, 0)
     assert queue.state().waiting == {1: ["a"]}
 
@@ -267,9 +267,9 @@ def test_a_lease_of_what_nobody_holds_is_forgotten(queue: Gate) -> None:
 
 def test_an_item_that_was_removed_can_be_had_again_after_a_lost_reply(asked: Gate) -> None:
     asked.enqueue("a")
-    hand = asked.ask("x")
+    lease = asked.ask("x")
     asked.producer.remove("a")
-    assert asked.ask("x") == hand
+    assert asked.ask("x") == lease
 
 
 def test_a_queue_that_is_made_again_has_nobodys_leases_and_awaits_nobody(asked: Gate) -> None:

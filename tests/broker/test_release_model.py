@@ -18,12 +18,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from forq.broker.claim import Releaser, Try
+from forq.broker.claim import Releaser, ReleaseReply
 from forq.broker.dead import DeadJobs
 from forq.broker.enqueue import Update, new_job
 from forq.broker.journal import Event, read_entry
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.leases import Answer
+from forq.broker.leases import LeaseReply
 from forq.errors import Exists, Fenced, LeaseLapsed, QueueFull, UnknownJob, UnknownQueue
 from tests.support.gate import Gate
 from tests.support.model_checks import MINUTE_MS, pass_time
@@ -162,11 +162,11 @@ class ReleaseMachine(RuleBasedStateMachine):
         if lose and answer is not None:
             assert self._ask(name, wanted, register, via) == answer, "the same call has the same answer"
 
-    def _ask(self, name: str, wanted: str | None, register: bool, via: str) -> Answer | None:
+    def _ask(self, name: str, wanted: str | None, register: bool, via: str) -> LeaseReply | None:
         """None: it was refused."""
 
-        def call() -> Answer:
-            return self.queue.awaiting.ask(name, wanted, mode=self.model.mode, register=register, via=via)
+        def call() -> LeaseReply:
+            return self.queue.leases.request(name, wanted, mode=self.model.mode, register=register, via=via)
 
         if name in self.model.acked:
             with pytest.raises(LeaseLapsed):
@@ -175,20 +175,20 @@ class ReleaseMachine(RuleBasedStateMachine):
         held = self.model.held_by(name)
         if held is not None and self.checks.awaiters().lists.get(name):
             answer = call()
-            assert answer.hand is not None
-            assert f"{name}:{answer.hand.fence}" == self.model.items_by_id[held].owner
+            assert answer.lease is not None
+            assert f"{name}:{answer.lease.fence}" == self.model.items_by_id[held].owner
             return answer
         self._note_if_it_was_rung_for_another(name, wanted)
         before = self.queue.state()
         answer = call()
         self._look_at_times()
-        if answer.hand is not None:
-            self._check_taken(answer.hand.job_id, wanted, before)
-            self.model.hand_over(answer.hand.job_id, name, answer.hand.fence)
+        if answer.lease is not None:
+            self._check_taken(answer.lease.job_id, wanted, before)
+            self.model.hand_over(answer.lease.job_id, name, answer.lease.fence)
         elif self.model.mode == "on_request" and not self.model.paused:
             waiting = {job_id for job_id, item in self.model.items_by_id.items() if item.waits}
             assert not (waiting & {wanted} if wanted else waiting), "there was something to take"
-        if answer.hand is None:
+        if answer.lease is None:
             self._register(name, wanted or "", register, via)
         return answer
 
@@ -233,24 +233,24 @@ class ReleaseMachine(RuleBasedStateMachine):
     def acknowledge(self, which: int, wrong: bool, again: bool) -> None:
         if which > len(self.model.handed):
             return
-        hand = self.model.handed[-which]
+        handed = self.model.handed[-which]
         if wrong:
             with pytest.raises(LeaseLapsed):
-                self.queue.awaiting.ack(hand.awaiter, hand.job_id, hand.fence + 1)
+                self.queue.leases.ack(handed.awaiter, handed.job_id, handed.fence + 1)
         for _ in range(1 + again):
-            if self.model.ack(hand):
-                self.queue.awaiting.ack(hand.awaiter, hand.job_id, hand.fence)
+            if self.model.ack(handed):
+                self.queue.leases.ack(handed.awaiter, handed.job_id, handed.fence)
                 continue
             with pytest.raises(LeaseLapsed):
-                self.queue.awaiting.ack(hand.awaiter, hand.job_id, hand.fence)
+                self.queue.leases.ack(handed.awaiter, handed.job_id, handed.fence)
 
     @rule(which=st.integers(0, 3))
     def acknowledge_what_is_held(self, which: int) -> None:
         owners = [item.owner for item in self.model.items_by_id.values() if item.owner]
-        held = [hand for hand in self.model.handed if f"{hand.awaiter}:{hand.fence}" in owners]
-        for hand in held[which : which + 1]:
-            assert self.model.ack(hand)
-            self.queue.awaiting.ack(hand.awaiter, hand.job_id, hand.fence)
+        held = [handed for handed in self.model.handed if f"{handed.awaiter}:{handed.fence}" in owners]
+        for handed in held[which : which + 1]:
+            assert self.model.ack(handed)
+            self.queue.leases.ack(handed.awaiter, handed.job_id, handed.fence)
 
     @rule(name=AWAITERS, again=SELDOM)
     def leave(self, name: str, again: bool) -> None:
@@ -258,7 +258,7 @@ class ReleaseMachine(RuleBasedStateMachine):
             held = self.model.held_by(name)
             if held is not None and not self.checks.awaiters().lists.get(name):
                 return  # its time is over: the item goes back by its lease
-            assert self.queue.awaiting.leave(name) == self.model.leave(name)
+            assert self.queue.leases.leave(name) == self.model.leave(name)
 
     # The children of the queue
 
@@ -272,7 +272,7 @@ class ReleaseMachine(RuleBasedStateMachine):
             again = self._attempt(lane)
             assert not (again.handed_over and tried.handed_over), "one try per interval"
 
-    def _attempt(self, lane: str) -> Try:
+    def _attempt(self, lane: str) -> ReleaseReply:
         closed = "gate_us" in self.queue.hash("counts")
         before, sequence = self.queue.state(), self._sequence()
         tried = Releaser(self.workers[lane].consumer).release()
@@ -294,7 +294,7 @@ class ReleaseMachine(RuleBasedStateMachine):
             self.model.hand_over(chosen.job or "", to, chosen.fence)
         return tried
 
-    def _check_no_try(self, lane: str, closed: bool, tried: Try) -> None:
+    def _check_no_try(self, lane: str, closed: bool, tried: ReleaseReply) -> None:
         in_line = self.checks.line(self.queue.state())
         if lane == "retry":
             in_line = [] if self._main_waits() else self.checks.line(self.queue.state(), "retry")
@@ -381,7 +381,7 @@ class ReleaseMachine(RuleBasedStateMachine):
         self._pulse(by)
 
     def _pulse(self, by: str) -> None:
-        beat = None if by == "promote" else self.queue.keeper().heartbeat("q", EXPIRY_MS, [])
+        beat = None if by == "promote" else self.queue.recovery().heartbeat("q", EXPIRY_MS, [])
         due_ms = self.queue.promote() if beat is None else beat.due_ms
         self._look_at_times()
         items = self.model.items_by_id.values()
@@ -428,9 +428,9 @@ class ReleaseMachine(RuleBasedStateMachine):
         if not (sure and really):
             return
         self.queue.registry.delete("q", force=True)
-        for hand in self.model.handed[-1:]:
+        for handed in self.model.handed[-1:]:
             with pytest.raises(UnknownQueue):
-                self.queue.awaiting.ack(hand.awaiter, hand.job_id, hand.fence)
+                self.queue.leases.ack(handed.awaiter, handed.job_id, handed.fence)
         while self.queue.registry.purge("q", lambda dropped: None):
             pass
         self.queue.create(**self.options)

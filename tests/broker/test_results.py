@@ -8,7 +8,7 @@ import pytest
 
 from forq.broker.inspect import why
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
-from forq.broker.results import LOST, Ends
+from forq.broker.results import LOST, ResultWaiter
 from forq.client import wait_for_result
 from forq.errors import UnknownJob
 from forq.values import show_time
@@ -44,7 +44,7 @@ def age(queue: OneQueue, *ids: str, ms: int = HOUR_MS + 1) -> None:
 
 
 def shown(queue: OneQueue, job_id: str, *fields: str) -> tuple[Any, ...]:
-    job = queue.viewer.job(job_id)
+    job = queue.inspector.job(job_id)
     return tuple(job.get(field) for field in fields)
 
 
@@ -54,14 +54,14 @@ def test_a_done_job_is_shown_with_its_record_and_its_result(queue: OneQueue) -> 
     worker = queue.worker()
     worker.turn(want=1)
     worker.turn(done="a", results={"a": '{"n":[1,"ü"]}'})
-    job = queue.viewer.job("a")
+    job = queue.inspector.job("a")
     assert (job["state"], job["result"], job["data"]) == ("done", {"n": [1, "ü"]}, {"n": "a"})
     assert (job["identifier"], job["priority"], job["retry_count"], job["attempts"]) == ("a", 5, 0, [])
     assert (job["fence"], job["run_seconds"], job["progress"]) == (int(worker.fence), 7e-6, None)
     assert abs(job["ended_at"] - queue.redis.time()[0]) < 60
     assert "result_error" not in job
     assert queue.state().jobs == set(), "it is no live job"
-    counts = queue.viewer.counts()
+    counts = queue.inspector.counts()
     assert (counts.kept, counts.done, counts.waiting) == (1, 1, 0)
     assert why(queue.link, DEFAULT_PREFIX, "q", "a") == ("done", f"it is done since {show_time(job['ended_at'])}")
 
@@ -71,7 +71,7 @@ def test_a_queue_that_keeps_nothing_keeps_nothing(queue: OneQueue) -> None:
     run(queue, queue.worker(), "a")
     assert kept(queue) == []
     with pytest.raises(UnknownJob):
-        queue.viewer.job("a")
+        queue.inspector.job("a")
 
 
 def test_a_turn_tells_how_long_a_result_may_be(queue: OneQueue) -> None:
@@ -106,7 +106,7 @@ def test_a_refused_job_before_it_does_not_give_it_its_result(queue: OneQueue) ->
 def test_why_there_is_no_result_is_shown(queue: OneQueue) -> None:
     run(queue, queue.worker(), "a", "!it is a socket")
     assert shown(queue, "a", "state", "result_error") == ("done", "it is a socket")
-    assert "result" not in queue.viewer.job("a")
+    assert "result" not in queue.inspector.job("a")
 
 
 def test_a_result_longer_than_max_data_is_not_kept(queue: OneQueue) -> None:
@@ -143,10 +143,10 @@ def test_the_attempts_before_are_kept_with_it(queue: OneQueue) -> None:
     queue.registry.configure("q", {"max_timeouts": 9}, {})
     worker.turn(want=1)
     worker.turn(done="a", results={"a": "null"})
-    attempts = queue.viewer.job("a")["attempts"]
+    attempts = queue.inspector.job("a")["attempts"]
     assert [attempt["outcome"] for attempt in attempts] == ["timed_out", "timed_out"]
     assert shown(queue, "a", "result", "timeout_count") == (None, 2)
-    assert queue.viewer.job("b")["attempts"] == []
+    assert queue.inspector.job("b")["attempts"] == []
     assert not queue.redis.exists(queue.key("attempts"))
 
 
@@ -213,11 +213,11 @@ def test_never_more_than_done_max_are_kept_and_the_oldest_go_first(queue: OneQue
 def why_unknown(queue: OneQueue, job_id: str) -> str:
     """What is said of a job that is not there."""
     with pytest.raises(UnknownJob) as looked_up:
-        queue.viewer.job(job_id)
+        queue.inspector.job(job_id)
     _, _, told = str(looked_up.value).partition("is not kept: ")
-    ends = Ends(queue.link, DEFAULT_PREFIX, queue.name, job_id)
+    waiter = ResultWaiter(queue.link, DEFAULT_PREFIX, queue.name, job_id)
     with pytest.raises(UnknownJob) as waited:
-        wait_for_result(ends, 0)
+        wait_for_result(waiter, 0)
     assert str(waited.value).endswith(told)
     return told
 
@@ -240,7 +240,7 @@ def test_a_result_that_done_max_has_dropped_says_so_and_how_to_keep_more(queue: 
 def test_a_queue_that_keeps_nothing_says_how_to_keep_results(queue: OneQueue) -> None:
     queue.registry.configure("q", {"keep_done_ms": 0}, {})
     with pytest.raises(UnknownJob, match=r"its queue keeps no results; `forqctl set q keep_done=1h` keeps those"):
-        queue.viewer.job("a")
+        queue.inspector.job("a")
 
 
 def test_a_queue_that_releases_does_not_speak_of_results(redis_url: str) -> None:
@@ -248,7 +248,7 @@ def test_a_queue_that_releases_does_not_speak_of_results(redis_url: str) -> None
         one_queue(redis_url, "r", "on_request") as queue,
         pytest.raises(UnknownJob, match="a queue of mode on_request keeps none"),
     ):
-        queue.viewer.job("a")
+        queue.inspector.job("a")
 
 
 def test_a_queue_made_before_there_was_done_max_keeps_some(queue: OneQueue) -> None:
@@ -273,9 +273,9 @@ def test_one_call_forgets_some_and_the_next_ones_the_rest(queue: OneQueue) -> No
     queue.redis.hset(queue.key("done:jobs"), mapping=dict.fromkeys(old, "1 1 1\n1\n\n[]"))
     run(queue, worker, "a")
     assert kept(queue) == [*list(old)[100:], "a"]
-    queue.keeper().promote("q")
+    queue.recovery().promote("q")
     assert kept(queue) == [*list(old)[200:], "a"]
-    queue.keeper().heartbeat("q", 15_000, [])
+    queue.recovery().heartbeat("q", 15_000, [])
     assert kept(queue) == [*list(old)[1200:], "a"]
     queue.registry.configure("q", {"done_max": 20}, {})
     run(queue, worker, "b")
@@ -288,9 +288,9 @@ def test_a_lower_done_max_is_reached_in_bounded_steps(queue: OneQueue) -> None:
     queue.redis.zadd(queue.key("done"), young)
     queue.redis.hset(queue.key("done:jobs"), mapping=dict.fromkeys(young, "1 1 1\n1\n\n[]"))
     queue.registry.configure("q", {"done_max": 50}, {})
-    queue.keeper().promote("q")
+    queue.recovery().promote("q")
     assert kept(queue) == list(young)[100:]
-    queue.keeper().promote("q")
+    queue.recovery().promote("q")
     assert kept(queue) == list(young)[200:]
 
 
@@ -298,11 +298,11 @@ def test_a_lower_done_max_is_reached_in_bounded_steps(queue: OneQueue) -> None:
 def test_what_is_too_old_is_forgotten_while_nothing_ends(queue: OneQueue, by: str) -> None:
     run(queue, queue.worker(), "ab")
     age(queue, "a")
-    keeper = queue.keeper()
+    recovery = queue.recovery()
     if by == "heartbeat":
-        keeper.heartbeat("q", 15_000, [])
+        recovery.heartbeat("q", 15_000, [])
     else:
-        keeper.promote("q")
+        recovery.promote("q")
     assert kept(queue) == ["b"]
 
 
@@ -313,7 +313,7 @@ def test_turned_off_everything_is_forgotten_by_one_heartbeat(queue: OneQueue) ->
     queue.redis.hset(queue.key("done:jobs"), mapping=dict.fromkeys(many, "1 1 1\n1\n\n[]"))
     queue.registry.configure("q", {"keep_done_ms": 0}, {})
     assert len(kept(queue)) == 1503
-    queue.keeper().heartbeat("q", 15_000, [])
+    queue.recovery().heartbeat("q", 15_000, [])
     assert kept(queue) == []
 
 
@@ -322,22 +322,22 @@ def test_pages_of_done_jobs_have_the_last_one_first(queue: OneQueue) -> None:
     for number, job_id in enumerate("abcde"):
         run(queue, worker, job_id)
         queue.redis.zadd(queue.key("done"), {job_id: queue.redis.time()[0] * 1000 + number})
-    first = queue.viewer.jobs("done", limit=3)
+    first = queue.inspector.jobs("done", limit=3)
     assert [job["id"] for job in first.jobs] == ["e", "d", "c"]
     assert first.jobs[0] == {"id": "e", "identifier": "e", "state": "done"}
-    second = queue.viewer.jobs("done", limit=3, after=first.next)
+    second = queue.inspector.jobs("done", limit=3, after=first.next)
     assert ([job["id"] for job in second.jobs], second.next) == (["b", "a"], None)
-    assert queue.viewer.jobs().jobs == [], "without a state only live ones are listed"
+    assert queue.inspector.jobs().jobs == [], "without a state only live ones are listed"
 
 
 def test_a_broken_entry_is_shown_as_far_as_it_goes(queue: OneQueue) -> None:
     run(queue, queue.worker(), "a")
     queue.redis.hset(queue.key("done:jobs"), "a", "nonsense")
-    job = queue.viewer.job("a")
+    job = queue.inspector.job("a")
     assert (job["state"], job["ended_at"], job["result_error"]) == ("done", 0, LOST)
     assert "broken" in job["record_error"]
     queue.redis.hset(queue.key("done:jobs"), "a", "1 2 3\n{half\nx\ny")
-    assert "not JSON" in queue.viewer.job("a")["result_error"]
+    assert "not JSON" in queue.inspector.job("a")["result_error"]
 
 
 def test_deleting_a_queue_takes_its_done_jobs_and_they_do_not_hinder_it(queue: OneQueue) -> None:
@@ -375,7 +375,7 @@ def test_what_ran_before_a_slow_job_stays_with_its_worker_until_its_turn(queue: 
     assert set(state.active) == set("abc")
     turn = worker.whole_turn(done="abc", keep=2, results={"a": "1", "b": "2", "c": "3"})
     assert (turn.held, turn.refused) == (False, [])
-    assert [queue.viewer.job(job_id)["result"] for job_id in "abc"] == [1, 2, 3]
+    assert [queue.inspector.job(job_id)["result"] for job_id in "abc"] == [1, 2, 3]
     assert queue.state().waiting == {5: ["d", "e"]}
 
 
@@ -389,7 +389,7 @@ def test_a_second_rescue_of_the_same_position_changes_nothing(queue: OneQueue) -
 def test_a_worker_that_dies_after_a_rescue_has_done_what_it_ran(queue: OneQueue) -> None:
     worker = held_up(queue)
     queue.recover(worker, 2, running=True)
-    assert [queue.viewer.job(job_id)["state"] for job_id in "abc"] == ["done", "done", "waiting"]
+    assert [queue.inspector.job(job_id)["state"] for job_id in "abc"] == ["done", "done", "waiting"]
     assert (queue.stall_count("c"), kept(queue)) == (1, ["a", "b"])
 
 
@@ -435,7 +435,7 @@ def test_an_external_worker_gives_its_result_with_its_finish(external: ExternalQ
     for _ in range(2):
         external.external.finish("w1", "a", result=b'{"frames":30}')
     assert shown(external, "a", "state", "result") == ("done", {"frames": 30})
-    assert external.viewer.job("a")["run_seconds"] is not None
+    assert external.inspector.job("a")["run_seconds"] is not None
     external.work()
     external.external.finish("w1", "b")
     assert shown(external, "b", "state", "result") == ("done", None)
@@ -452,6 +452,6 @@ def test_a_long_result_of_an_external_worker_is_not_kept(external: ExternalQueue
 def test_a_bridge_that_knows_of_no_results_can_still_finish(external: ExternalQueue) -> None:
     external.enqueue("a")
     external.work()
-    fence = external.viewer.job("a")["fence"]
+    fence = external.inspector.job("a")["fence"]
     external.external._run("finish", "w1", "a", fence, "done")
     assert shown(external, "a", "state", "result_error") == ("done", LOST)

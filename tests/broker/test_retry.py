@@ -44,7 +44,7 @@ def test_each_failure_doubles_the_wait_up_to_the_maximum(redis_url: str) -> None
             waits.append(claim_and_fail(queue, worker, "a"))
             make_due(queue, "a")
         assert waits == pytest.approx([2, 4, 8, 10, 10], abs=0.2)
-        assert queue.viewer.job("a")["retry_count"] == 5
+        assert queue.inspector.job("a")["retry_count"] == 5
 
 
 @pytest.mark.spec("Q7", "M12")
@@ -54,12 +54,12 @@ def test_a_retried_job_is_scheduled_and_then_waits_again(redis_url: str) -> None
         queue.enqueue("a", priority=3)
         claim_and_fail(queue, worker, "a")
         assert queue.state() == State(jobs={"a"})
-        counts = queue.viewer.counts()
+        counts = queue.inspector.counts()
         assert (counts.waiting, counts.scheduled, counts.active) == (0, 1, 0)
-        assert queue.viewer.job("a")["state"] == "scheduled"
+        assert queue.inspector.job("a")["state"] == "scheduled"
         assert worker.turn(want=1) == []
         make_due(queue, "a")
-        assert queue.keeper().promote(queue.name) is None
+        assert queue.recovery().promote(queue.name) is None
         assert queue.state() == State(jobs={"a"}, waiting={3: ["a"]})
         assert queue.told()[-3:] == [("retried", "a"), ("scheduled", "a"), ("promoted", "a")]
 
@@ -72,7 +72,7 @@ def test_used_up_retries_end_in_dead_with_every_attempt(redis_url: str) -> None:
         for _ in range(3):
             claim_and_fail(queue, worker, "a")
         assert queue.state().dead == ["a"]
-        job = queue.viewer.job("a")
+        job = queue.inspector.job("a")
         assert (job["state"], job["retry_count"], job["error"]) == ("dead", 2, json.loads(ERROR))
         assert [attempt["outcome"] for attempt in job["attempts"]] == ["failed"] * 3
         assert job["attempts"][0]["error"] == json.loads(BRIEF)
@@ -125,7 +125,7 @@ def test_only_the_last_ten_attempts_are_kept(redis_url: str) -> None:
         queue.enqueue("a")
         for _ in range(14):
             claim_and_fail(queue, worker, "a")
-        assert len(queue.viewer.job("a")["attempts"]) == 10
+        assert len(queue.inspector.job("a")["attempts"]) == 10
         worker.turn(want=1)
         worker.turn(done="a")
         assert queue.hash("attempts") == {}
@@ -139,7 +139,7 @@ def test_a_stalled_and_an_interrupted_attempt_are_told_with_their_cause(queue: O
     other = queue.worker("w2")
     other.turn(want=1)
     queue.recover(other, 0, running=True, outcome="interrupted")
-    outcomes = [(attempt["outcome"], attempt["cause"]) for attempt in queue.viewer.job("a")["attempts"]]
+    outcomes = [(attempt["outcome"], attempt["cause"]) for attempt in queue.inspector.job("a")["attempts"]]
     assert outcomes == [("stalled", "signal 9"), ("interrupted", "signal 9")]
     assert queue.stall_count("a") == 1
 
@@ -152,7 +152,7 @@ def test_cancel_takes_a_scheduled_job(redis_url: str) -> None:
         claim_and_fail(queue, worker, "a")
         assert queue.producer.cancel("a")
         assert queue.state() == State(jobs=set())
-        assert (queue.hash("attempts"), queue.viewer.counts().scheduled) == ({}, 0)
+        assert (queue.hash("attempts"), queue.inspector.counts().scheduled) == ({}, 0)
 
 
 def test_what_is_due_at_the_same_time_keeps_its_order(redis_url: str) -> None:
@@ -164,7 +164,7 @@ def test_what_is_due_at_the_same_time_keeps_its_order(redis_url: str) -> None:
             claim_and_fail(queue, worker, job_id, retry_at_ms=round(time.time() // 1000 * 10**6) + 2 * 10**6)
         for job_id, score in queue.redis.zrange(queue.key("scheduled"), 0, -1, withscores=True):
             queue.redis.zadd(queue.key("scheduled"), {job_id: score - 3 * 10**6})
-        assert queue.keeper().promote(queue.name) is None
+        assert queue.recovery().promote(queue.name) is None
         assert queue.pending() == ids
 
 
@@ -173,6 +173,6 @@ def test_pages_show_scheduled_jobs_after_the_waiting_ones(redis_url: str) -> Non
         worker = queue.worker()
         queue.enqueue("a", "b")
         claim_and_fail(queue, worker, "a")
-        page = queue.viewer.jobs()
+        page = queue.inspector.jobs()
         assert [(job["id"], job["state"]) for job in page.jobs] == [("b", "waiting"), ("a", "scheduled")]
-        assert [job["id"] for job in queue.viewer.jobs("scheduled").jobs] == ["a"]
+        assert [job["id"] for job in queue.inspector.jobs("scheduled").jobs] == ["a"]

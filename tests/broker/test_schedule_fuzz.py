@@ -13,7 +13,7 @@ from forq.broker.schedules import DueTick
 from forq.schedules import Every, Schedule
 from tests.support.journal_replay import Replay
 from tests.support.one_queue import HandWorker, OneQueue
-from tests.support.schedules import HandSchedules
+from tests.support.schedules import ScheduleRig
 from tests.support.thorough import examples
 
 STEPS = int(os.environ.get("FORQ_TEST_STEPS", examples(500, 1500)))
@@ -27,7 +27,7 @@ class Pulses:
     def __init__(self, queue: OneQueue, seed: int) -> None:
         self.chance = random.Random(seed)
         self.queue = queue
-        self.hand = HandSchedules(queue)
+        self.rig = ScheduleRig(queue)
         self.links = [Link(queue.url) for _ in range(3)]
         self.held: list[list[tuple[DueTick, int]]] = [[], [], []]
         self.worker: HandWorker = queue.worker()
@@ -45,19 +45,19 @@ class Pulses:
             key, Every(every_ms), {"n": 1}, self.chance.choice((0, 5)), None, overlap, catch_up, 0, "user"
         )
         self.schedules[key] = schedule
-        self.first_ms[key] = self.hand.schedules.set(schedule)
+        self.first_ms[key] = self.rig.schedules.set(schedule)
 
     def look(self) -> None:
         number = self.chance.randrange(3)
-        due, now_ms = self.hand.due(self.links[number])
+        due, now_ms = self.rig.due(self.links[number])
         self.held[number] += [(tick, now_ms) for tick in due]
 
     def fire(self) -> None:
         number = self.chance.randrange(3)
         if self.held[number]:
             tick, now_ms = self.chance.choice(self.held[number])
-            fired = self.hand.fire(tick, now_ms)
-            assert self.hand.fire(tick, now_ms) is False, "a reply that was lost, and the call repeated"
+            fired = self.rig.fire(tick, now_ms)
+            assert self.rig.fire(tick, now_ms) is False, "a reply that was lost, and the call repeated"
             if fired or self.chance.random() < 0.5:
                 self.held[number].remove((tick, now_ms))
 
@@ -66,7 +66,7 @@ class Pulses:
         key = self.chance.choice(list(self.schedules))
         first_ms = self.first_ms[key]
         if self.chance.random() < 0.5:
-            self.hand.schedules.set(self.schedules[key])
+            self.rig.schedules.set(self.schedules[key])
         else:
             rule = self.schedules[key].rule
             assert isinstance(rule, Every)
@@ -75,8 +75,8 @@ class Pulses:
 
     def trigger(self) -> None:
         key = self.chance.choice(list(self.schedules))
-        if not self.hand.redis.hexists(self.queue.key("jobs"), f"schedule:{key}"):
-            self.hand.schedules.trigger(key)
+        if not self.rig.redis.hexists(self.queue.key("jobs"), f"schedule:{key}"):
+            self.rig.schedules.trigger(key)
             self.triggered += 1
 
     def work(self) -> None:
@@ -92,7 +92,7 @@ class Pulses:
             self.chance.choice(doings)()
 
     def close(self) -> None:
-        self.hand.close()
+        self.rig.close()
         for link in self.links:
             link.close()
 
@@ -104,10 +104,10 @@ def test_every_tick_is_run_skipped_or_missed_and_each_run_is_one_job(queue: OneQ
     runs = 0
     for key, schedule in pulses.schedules.items():
         assert isinstance(schedule.rule, Every)
-        next_ms = pulses.hand.next_ms(key)
+        next_ms = pulses.rig.next_ms(key)
         assert next_ms is not None
         passed, rest = divmod(next_ms - pulses.first_ms[key], schedule.rule.every_ms)
-        counts = pulses.hand.counts(key)
+        counts = pulses.rig.counts(key)
         assert (sum(counts), rest) == (passed, 0), f"{key}: {counts} of {passed} ticks"
         runs += counts[0]
     assert runs > 20

@@ -27,135 +27,135 @@ from forq.errors import (
 from forq.schedules import CONFIG, Every, Schedule
 from forq.version import PROTOCOL
 from tests.support.one_queue import OneQueue, one_queue
-from tests.support.schedules import HOUR_MS, HandSchedules
+from tests.support.schedules import HOUR_MS, ScheduleRig
 from tests.support.server import Server
 
 
 @pytest.fixture
-def hand(queue: OneQueue) -> Iterator[HandSchedules]:
-    hand = HandSchedules(queue)
-    yield hand
-    hand.close()
+def rig(queue: OneQueue) -> Iterator[ScheduleRig]:
+    rig = ScheduleRig(queue)
+    yield rig
+    rig.close()
 
 
-def server_ms(hand: HandSchedules) -> int:
-    return hand.schedules.now_ms()
+def server_ms(rig: ScheduleRig) -> int:
+    return rig.schedules.now_ms()
 
 
 # Setting
 
 
 @pytest.mark.spec("M11")
-def test_an_interval_begins_at_once_and_its_job_is_what_the_schedule_says(hand: HandSchedules) -> None:
-    before = server_ms(hand)
-    tick_ms = hand.set(data={"n": [1, None, "\u00e4\n"]}, priority=3, type="t", overlap="queue")
-    assert before <= tick_ms <= server_ms(hand)
-    assert hand.promote() == pytest.approx(HOUR_MS, abs=2000)
-    job = hand.queue.viewer.job(f"schedule:k:{tick_ms}")
+def test_an_interval_begins_at_once_and_its_job_is_what_the_schedule_says(rig: ScheduleRig) -> None:
+    before = server_ms(rig)
+    tick_ms = rig.set(data={"n": [1, None, "\u00e4\n"]}, priority=3, type="t", overlap="queue")
+    assert before <= tick_ms <= server_ms(rig)
+    assert rig.promote() == pytest.approx(HOUR_MS, abs=2000)
+    job = rig.queue.inspector.job(f"schedule:k:{tick_ms}")
     assert (job["data"], job["priority"], job["type"]) == ({"n": [1, None, "\u00e4\n"]}, 3, "t")
     assert job["identifier"].startswith("k 20")
     assert job["identifier"].endswith("+00:00")
-    assert hand.queue.told() == [("enqueued", f"schedule:k:{tick_ms}")]
-    assert hand.queue.pending(3) == [f"schedule:k:{tick_ms}"]
-    assert hand.waiting() == [""], "a worker that blocks on the list of priority 5 is woken"
-    assert hand.next_ms() == tick_ms + HOUR_MS
-    assert hand.counts() == (1, 0, 0)
+    assert rig.queue.told() == [("enqueued", f"schedule:k:{tick_ms}")]
+    assert rig.queue.pending(3) == [f"schedule:k:{tick_ms}"]
+    assert rig.waiting() == [""], "a worker that blocks on the list of priority 5 is woken"
+    assert rig.next_ms() == tick_ms + HOUR_MS
+    assert rig.counts() == (1, 0, 0)
 
 
 @pytest.mark.spec("M11")
-def test_a_cron_rule_begins_with_its_first_time(hand: HandSchedules) -> None:
-    tick_ms = hand.set(cron="*/5 * * * *", zone="Europe/Berlin")
+def test_a_cron_rule_begins_with_its_first_time(rig: ScheduleRig) -> None:
+    tick_ms = rig.set(cron="*/5 * * * *", zone="Europe/Berlin")
     assert tick_ms % 300_000 == 0
-    assert 0 < tick_ms - server_ms(hand) <= 300_000
-    assert hand.promote() == pytest.approx(tick_ms - server_ms(hand), abs=500)
-    assert hand.queue.told() == []
+    assert 0 < tick_ms - server_ms(rig) <= 300_000
+    assert rig.promote() == pytest.approx(tick_ms - server_ms(rig), abs=500)
+    assert rig.queue.told() == []
 
 
-def test_the_same_definition_again_changes_nothing(hand: HandSchedules) -> None:
-    hand.set(data=1)
-    hand.promote()
-    next_ms = hand.next_ms()
-    listener = hand.redis.pubsub(ignore_subscribe_messages=True)
-    listener.subscribe(hand.queue.channel("due"))
+def test_the_same_definition_again_changes_nothing(rig: ScheduleRig) -> None:
+    rig.set(data=1)
+    rig.promote()
+    next_ms = rig.next_ms()
+    listener = rig.redis.pubsub(ignore_subscribe_messages=True)
+    listener.subscribe(rig.queue.channel("due"))
     listener.get_message(timeout=1)
-    assert hand.set(data=1) == next_ms == hand.next_ms()
+    assert rig.set(data=1) == next_ms == rig.next_ms()
     assert listener.get_message(timeout=0.1) is None
-    assert hand.counts() == (1, 0, 0)
+    assert rig.counts() == (1, 0, 0)
     listener.close()
 
 
-def test_pulse_is_told_of_a_new_schedule(hand: HandSchedules) -> None:
-    listener = hand.redis.pubsub(ignore_subscribe_messages=True)
-    listener.subscribe(hand.queue.channel("due"))
+def test_pulse_is_told_of_a_new_schedule(rig: ScheduleRig) -> None:
+    listener = rig.redis.pubsub(ignore_subscribe_messages=True)
+    listener.subscribe(rig.queue.channel("due"))
     listener.get_message(timeout=1)
-    hand.set()
+    rig.set()
     assert listener.get_message(timeout=1)["data"] == b"0"
-    tick_ms = hand.set("c", cron="0 0 * * *")
-    assert int(listener.get_message(timeout=1)["data"]) == pytest.approx(tick_ms - server_ms(hand), abs=500)
+    tick_ms = rig.set("c", cron="0 0 * * *")
+    assert int(listener.get_message(timeout=1)["data"]) == pytest.approx(tick_ms - server_ms(rig), abs=500)
     # A clock that is ahead, or a call that took long: what is over is due now.
-    args = (PROTOCOL, "late", "{}\n{}\n1", "", server_ms(hand) - 5000)
-    assert hand.queue.link.run(script("set_schedule"), hand.queue.base, *args)[0] == 1
+    args = (PROTOCOL, "late", "{}\n{}\n1", "", server_ms(rig) - 5000)
+    assert rig.queue.link.run(script("set_schedule"), rig.queue.base, *args)[0] == 1
     assert listener.get_message(timeout=1)["data"] == b"0"
     listener.close()
 
 
-def test_other_data_keeps_the_next_tick_and_the_counts(hand: HandSchedules) -> None:
-    hand.set(data=1, overlap="queue")
-    hand.promote()
-    next_ms = hand.pass_time(1000)
-    assert hand.set(data=2, overlap="queue") == next_ms
-    assert hand.counts() == (1, 0, 0)
-    tick_ms = hand.pass_time(HOUR_MS + 7)
-    hand.promote()
-    assert hand.queue.viewer.job(f"schedule:k:{tick_ms}")["data"] == 2
+def test_other_data_keeps_the_next_tick_and_the_counts(rig: ScheduleRig) -> None:
+    rig.set(data=1, overlap="queue")
+    rig.promote()
+    next_ms = rig.pass_time(1000)
+    assert rig.set(data=2, overlap="queue") == next_ms
+    assert rig.counts() == (1, 0, 0)
+    tick_ms = rig.pass_time(HOUR_MS + 7)
+    rig.promote()
+    assert rig.queue.inspector.job(f"schedule:k:{tick_ms}")["data"] == 2
 
 
-def test_another_interval_counts_from_the_last_run(hand: HandSchedules) -> None:
-    first = hand.set()
-    hand.promote()
-    assert hand.set(every="2h") == first + 2 * HOUR_MS
-    assert hand.set(every="100ms") == pytest.approx(first + 100, abs=2000)
+def test_another_interval_counts_from_the_last_run(rig: ScheduleRig) -> None:
+    first = rig.set()
+    rig.promote()
+    assert rig.set(every="2h") == first + 2 * HOUR_MS
+    assert rig.set(every="100ms") == pytest.approx(first + 100, abs=2000)
 
 
-def test_another_interval_is_due_at_once_if_it_never_ran_or_its_time_is_over(hand: HandSchedules) -> None:
-    hand.set("c", cron="0 0 1 1 *")
-    assert hand.set("c", every="1h") == pytest.approx(server_ms(hand), abs=500)
-    hand.set()
-    hand.promote()
-    key = hand.queue.key("schedules:runs")
-    hand.redis.hset(key, "k", f"{server_ms(hand) - 3 * HOUR_MS} 1 0 0")
-    assert hand.set(every="2h") == pytest.approx(server_ms(hand), abs=500)
+def test_another_interval_is_due_at_once_if_it_never_ran_or_its_time_is_over(rig: ScheduleRig) -> None:
+    rig.set("c", cron="0 0 1 1 *")
+    assert rig.set("c", every="1h") == pytest.approx(server_ms(rig), abs=500)
+    rig.set()
+    rig.promote()
+    key = rig.queue.key("schedules:runs")
+    rig.redis.hset(key, "k", f"{server_ms(rig) - 3 * HOUR_MS} 1 0 0")
+    assert rig.set(every="2h") == pytest.approx(server_ms(rig), abs=500)
 
 
-def test_another_cron_rule_has_its_own_next_tick(hand: HandSchedules) -> None:
-    hand.set(cron="0 0 1 1 *")
-    tick_ms = hand.set(cron="* * * * *")
-    assert 0 < tick_ms - server_ms(hand) <= 60_000
-    assert hand.set(cron="* * * * *", zone="Asia/Kathmandu") >= tick_ms
+def test_another_cron_rule_has_its_own_next_tick(rig: ScheduleRig) -> None:
+    rig.set(cron="0 0 1 1 *")
+    tick_ms = rig.set(cron="* * * * *")
+    assert 0 < tick_ms - server_ms(rig) <= 60_000
+    assert rig.set(cron="* * * * *", zone="Asia/Kathmandu") >= tick_ms
 
 
-def test_a_rule_that_had_ended_is_computed_anew(hand: HandSchedules) -> None:
-    hand.set(cron="* * * * *")
-    hand.redis.zrem(hand.queue.key("schedules:next"), "k")
-    assert hand.set(cron="* * * * *") == hand.next_ms()
+def test_a_rule_that_had_ended_is_computed_anew(rig: ScheduleRig) -> None:
+    rig.set(cron="* * * * *")
+    rig.redis.zrem(rig.queue.key("schedules:next"), "k")
+    assert rig.set(cron="* * * * *") == rig.next_ms()
 
 
-def test_as_many_schedules_as_are_allowed(hand: HandSchedules) -> None:
-    hand.set("last")
-    hand.redis.hset(hand.queue.key("schedules"), mapping={f"s{n}": "x" for n in range(999)})
+def test_as_many_schedules_as_are_allowed(rig: ScheduleRig) -> None:
+    rig.set("last")
+    rig.redis.hset(rig.queue.key("schedules"), mapping={f"s{n}": "x" for n in range(999)})
     with pytest.raises(TooManySchedules, match="has 1000 schedules already"):
-        hand.set("one-more")
-    assert hand.next_ms("one-more") is None
-    hand.set("last", every="2h")
+        rig.set("one-more")
+    assert rig.next_ms("one-more") is None
+    rig.set("last", every="2h")
 
 
-def test_data_that_is_too_large_is_refused(hand: HandSchedules) -> None:
+def test_data_that_is_too_large_is_refused(rig: ScheduleRig) -> None:
     with pytest.raises(InvalidData, match="larger than 65536 bytes"):
-        hand.set(data="x" * 65536)
-    hand.queue.registry.configure("q", {"max_data": 10}, {})
+        rig.set(data="x" * 65536)
+    rig.queue.registry.configure("q", {"max_data": 10}, {})
     with pytest.raises(InvalidData, match="max_data = 10"):
-        hand.set(data="123456789")
-    hand.set(data="12345678")
+        rig.set(data="123456789")
+    rig.set(data="12345678")
 
 
 def test_what_is_asked_of_a_queue_that_is_not_there_is_refused(redis_url: str) -> None:
@@ -175,162 +175,160 @@ def test_what_is_asked_of_a_queue_that_is_not_there_is_refused(redis_url: str) -
     link.close()
 
 
-def test_a_client_of_another_protocol_cannot_set(hand: HandSchedules) -> None:
-    hand.queue.set_options(protocol=99)
+def test_a_client_of_another_protocol_cannot_set(rig: ScheduleRig) -> None:
+    rig.queue.set_options(protocol=99)
     with pytest.raises(IncompatibleProtocol):
-        hand.set()
-    assert hand.next_ms() is None
+        rig.set()
+    assert rig.next_ms() is None
 
 
 # Dropping
 
 
-def test_a_dropped_schedule_is_gone_and_its_jobs_stay(hand: HandSchedules) -> None:
-    hand.set()
-    hand.promote()
-    assert hand.schedules.drop("k") is True
-    assert hand.schedules.drop("k") is False
-    assert hand.waiting() == ["schedule:k"]
-    assert hand.promote() is None
-    assert hand.schedules.all() == []
+def test_a_dropped_schedule_is_gone_and_its_jobs_stay(rig: ScheduleRig) -> None:
+    rig.set()
+    rig.promote()
+    assert rig.schedules.drop("k") is True
+    assert rig.schedules.drop("k") is False
+    assert rig.waiting() == ["schedule:k"]
+    assert rig.promote() is None
+    assert rig.schedules.all() == []
     for key in ("schedules", "schedules:next", "schedules:runs"):
-        assert not hand.redis.exists(hand.queue.key(key)), key
+        assert not rig.redis.exists(rig.queue.key(key)), key
 
 
-def test_a_tick_of_a_dropped_schedule_is_not_fired(hand: HandSchedules) -> None:
-    hand.set()
-    (due,), now_ms = hand.due()
-    hand.schedules.drop("k")
-    assert hand.fire(due, now_ms) is False
-    assert hand.queue.told() == []
-    assert hand.next_ms() is None
+def test_a_tick_of_a_dropped_schedule_is_not_fired(rig: ScheduleRig) -> None:
+    rig.set()
+    (due,), now_ms = rig.due()
+    rig.schedules.drop("k")
+    assert rig.fire(due, now_ms) is False
+    assert rig.queue.told() == []
+    assert rig.next_ms() is None
 
 
-def test_what_a_config_file_has_no_more_is_dropped_and_what_users_made_stays(hand: HandSchedules) -> None:
-    hand.set("mine")
-    assert hand.schedules.follow({"a": {"every": "1h"}, "b": {"cron": "0 0 * * *"}}) == []
-    next_ms = hand.next_ms("b")
-    assert hand.schedules.follow({"b": {"cron": "0 0 * * *"}}) == ["a"]
-    assert [(one["key"], one["origin"]) for one in hand.schedules.all()] == [("b", "config"), ("mine", "user")]
-    assert hand.next_ms("b") == next_ms
+def test_what_a_config_file_has_no_more_is_dropped_and_what_users_made_stays(rig: ScheduleRig) -> None:
+    rig.set("mine")
+    assert rig.schedules.follow({"a": {"every": "1h"}, "b": {"cron": "0 0 * * *"}}) == []
+    next_ms = rig.next_ms("b")
+    assert rig.schedules.follow({"b": {"cron": "0 0 * * *"}}) == ["a"]
+    assert [(one["key"], one["origin"]) for one in rig.schedules.all()] == [("b", "config"), ("mine", "user")]
+    assert rig.next_ms("b") == next_ms
     # The file takes over one that a user has made, and lets go of it again.
-    hand.schedules.follow({"mine": {"every": "1h"}})
-    assert hand.schedules.follow({}) == ["mine"]
+    rig.schedules.follow({"mine": {"every": "1h"}})
+    assert rig.schedules.follow({}) == ["mine"]
 
 
-def test_one_that_was_changed_meanwhile_is_not_dropped_with_the_file(hand: HandSchedules) -> None:
-    hand.set("k", origin=CONFIG)
+def test_one_that_was_changed_meanwhile_is_not_dropped_with_the_file(rig: ScheduleRig) -> None:
+    rig.set("k", origin=CONFIG)
     old = pack_schedule(Schedule.from_mapping("k", {"every": "1h"}, CONFIG))
-    hand.set("k")
-    assert hand.schedules._drop("k", old) is False
-    assert hand.next_ms() is not None
+    rig.set("k")
+    assert rig.schedules._drop("k", old) is False
+    assert rig.next_ms() is not None
 
 
-def test_a_deleted_queue_has_no_schedules(hand: HandSchedules) -> None:
-    hand.set()
-    hand.promote()
-    hand.queue.registry.delete("q", force=True)
-    assert [key for key in hand.redis.keys("*") if b"schedules" in key] == []
+def test_a_deleted_queue_has_no_schedules(rig: ScheduleRig) -> None:
+    rig.set()
+    rig.promote()
+    rig.queue.registry.delete("q", force=True)
+    assert [key for key in rig.redis.keys("*") if b"schedules" in key] == []
 
 
-# Firing
+# Ticker
 
 
 @pytest.mark.spec("M11")
-def test_a_tick_is_fired_once_however_often_it_is_tried(hand: HandSchedules) -> None:
-    tick_ms = hand.set(overlap="queue")
-    (due,), now_ms = hand.due()
-    assert hand.due()[0] == [due], "whoever asks before it is fired is told the same"
-    assert [hand.fire(due, now_ms) for _ in range(3)] == [True, False, False]
-    assert hand.queue.told() == [("enqueued", f"schedule:k:{tick_ms}")]
-    assert hand.counts() == (1, 0, 0)
-    assert hand.due()[0] == []
+def test_a_tick_is_fired_once_however_often_it_is_tried(rig: ScheduleRig) -> None:
+    tick_ms = rig.set(overlap="queue")
+    (due,), now_ms = rig.due()
+    assert rig.due()[0] == [due], "whoever asks before it is fired is told the same"
+    assert [rig.fire(due, now_ms) for _ in range(3)] == [True, False, False]
+    assert rig.queue.told() == [("enqueued", f"schedule:k:{tick_ms}")]
+    assert rig.counts() == (1, 0, 0)
+    assert rig.due()[0] == []
 
 
-def test_ticks_are_told_of_when_they_are_due(hand: HandSchedules) -> None:
-    hand.set(cron="0 0 1 1 *")
-    assert hand.due()[0] == []
-    tick_ms = hand.pass_time((hand.next_ms() or 0) - server_ms(hand))
-    assert [(due.key, due.tick_ms) for due in hand.due()[0]] == [("k", tick_ms)]
+def test_ticks_are_told_of_when_they_are_due(rig: ScheduleRig) -> None:
+    rig.set(cron="0 0 1 1 *")
+    assert rig.due()[0] == []
+    tick_ms = rig.pass_time((rig.next_ms() or 0) - server_ms(rig))
+    assert [(due.key, due.tick_ms) for due in rig.due()[0]] == [("k", tick_ms)]
 
 
-def test_who_was_late_comes_back_for_the_next_tick(hand: HandSchedules) -> None:
-    hand.set()
-    (due,), now_ms = hand.due()
+def test_who_was_late_comes_back_for_the_next_tick(rig: ScheduleRig) -> None:
+    rig.set()
+    (due,), now_ms = rig.due()
     for expected in (True, False):
-        fired, wait_ms = hand.firing.fire("q", due, now_ms)
+        fired, wait_ms = rig.ticker.fire("q", due, now_ms)
         assert fired is expected
         assert wait_ms == pytest.approx(HOUR_MS, abs=2000)
 
 
-def test_a_plan_that_waited_for_an_hour_does_nothing(hand: HandSchedules) -> None:
-    hand.set(overlap="queue")
-    (old,), old_now_ms = hand.due()
-    hand.promote()
-    tick_ms = hand.pass_time(HOUR_MS + 1)
-    assert hand.fire(old, old_now_ms) is False
-    assert hand.next_ms() == tick_ms
-    hand.promote()
-    assert hand.fire(old, old_now_ms) is False
-    assert hand.counts() == (2, 0, 0)
+def test_a_plan_that_waited_for_an_hour_does_nothing(rig: ScheduleRig) -> None:
+    rig.set(overlap="queue")
+    (old,), old_now_ms = rig.due()
+    rig.promote()
+    tick_ms = rig.pass_time(HOUR_MS + 1)
+    assert rig.fire(old, old_now_ms) is False
+    assert rig.next_ms() == tick_ms
+    rig.promote()
+    assert rig.fire(old, old_now_ms) is False
+    assert rig.counts() == (2, 0, 0)
 
 
 @pytest.mark.spec("M11")
-def test_no_tick_is_fired_before_the_server_says_that_it_is_time(hand: HandSchedules) -> None:
+def test_no_tick_is_fired_before_the_server_says_that_it_is_time(rig: ScheduleRig) -> None:
     """Whatever the clock of who asks says."""
-    hand.set(cron="0 0 1 1 *")
-    tick_ms = hand.next_ms()
+    rig.set(cron="0 0 1 1 *")
+    tick_ms = rig.next_ms()
     assert tick_ms is not None
     head = pack_schedule(Schedule.from_mapping("k", {"cron": "0 0 1 1 *"})).rpartition(b"\n")[0]
     for now_ms in (tick_ms, tick_ms + 1000 * HOUR_MS):
-        assert hand.fire(DueTick("k", tick_ms, head), now_ms) is False
+        assert rig.fire(DueTick("k", tick_ms, head), now_ms) is False
     args = ("k", tick_ms, head, tick_ms + HOUR_MS, 1)
-    assert hand.queue.link.run(script("fire"), hand.queue.base, *args)[1] == 0, (
-        "not to be missed before its time either"
-    )
-    assert hand.next_ms() == tick_ms
+    assert rig.queue.link.run(script("fire"), rig.queue.base, *args)[1] == 0, "not to be missed before its time either"
+    assert rig.next_ms() == tick_ms
     # Due, but with one after it that is not.
-    tick_ms = hand.pass_time(tick_ms - server_ms(hand) + 1000)
+    tick_ms = rig.pass_time(tick_ms - server_ms(rig) + 1000)
     more = ("k", tick_ms, head, tick_ms + 2 * HOUR_MS, 0, tick_ms, '"k"', 0, tick_ms + HOUR_MS, '"k"', 0)
-    assert hand.queue.link.run(script("fire"), hand.queue.base, *more)[1] == 0
-    assert hand.queue.told() == []
+    assert rig.queue.link.run(script("fire"), rig.queue.base, *more)[1] == 0
+    assert rig.queue.told() == []
 
 
 @pytest.mark.parametrize(
     "change", [{"every": "2h"}, {"every": "1h", "catch_up": "all"}, {"every": "1h", "overlap": "skip"}]
 )
-def test_a_plan_for_another_definition_is_refused(hand: HandSchedules, change: dict[str, Any]) -> None:
-    tick_ms = hand.set(overlap="queue")
-    (due,), now_ms = hand.due()
-    hand.set(**change)
-    hand.redis.zadd(hand.queue.key("schedules:next"), {"k": tick_ms})
-    assert hand.fire(due, now_ms) is False
-    assert hand.queue.told() == []
-    hand.promote()
-    assert hand.counts() == (1, 0, 0)
+def test_a_plan_for_another_definition_is_refused(rig: ScheduleRig, change: dict[str, Any]) -> None:
+    tick_ms = rig.set(overlap="queue")
+    (due,), now_ms = rig.due()
+    rig.set(**change)
+    rig.redis.zadd(rig.queue.key("schedules:next"), {"k": tick_ms})
+    assert rig.fire(due, now_ms) is False
+    assert rig.queue.told() == []
+    rig.promote()
+    assert rig.counts() == (1, 0, 0)
 
 
-def test_a_plan_for_other_data_holds_and_the_job_has_the_new(hand: HandSchedules) -> None:
-    hand.set(data="old")
-    (due,), now_ms = hand.due()
-    hand.set(data="new")
-    assert hand.fire(due, now_ms) is True
-    assert hand.queue.viewer.job("schedule:k")["data"] == "new"
+def test_a_plan_for_other_data_holds_and_the_job_has_the_new(rig: ScheduleRig) -> None:
+    rig.set(data="old")
+    (due,), now_ms = rig.due()
+    rig.set(data="new")
+    assert rig.fire(due, now_ms) is True
+    assert rig.queue.inspector.job("schedule:k")["data"] == "new"
 
 
 @pytest.mark.spec("M11")
-def test_a_tick_is_skipped_while_the_job_before_it_is_unfinished(hand: HandSchedules) -> None:
+def test_a_tick_is_skipped_while_the_job_before_it_is_unfinished(rig: ScheduleRig) -> None:
     """Waiting, active, waiting for its retry; not when it is dead."""
-    hand.queue.registry.configure("q", {"max_retries": 1, "min_backoff_ms": 60_000, "max_backoff_ms": 60_000}, {})
-    worker = hand.queue.worker()
+    rig.queue.registry.configure("q", {"max_retries": 1, "min_backoff_ms": 60_000, "max_backoff_ms": 60_000}, {})
+    worker = rig.queue.worker()
 
     def tick() -> tuple[int, int, int]:
-        hand.pass_time(HOUR_MS)
-        hand.promote()
-        return hand.counts()
+        rig.pass_time(HOUR_MS)
+        rig.promote()
+        return rig.counts()
 
-    hand.set()
-    hand.promote()
+    rig.set()
+    rig.promote()
     assert tick() == (1, 1, 0), "waiting"
     worker.number += 1
     turn = worker.consumer.turn(worker.number, [], [], 0, 1)
@@ -340,152 +338,152 @@ def test_a_tick_is_skipped_while_the_job_before_it_is_unfinished(hand: HandSched
     failed: Settled = ["schedule:k", turn.fence, 7, error, error, "retriable", "", "0.5"]
     worker.number += 1
     worker.consumer.turn(worker.number, [], failed, 0, 0)
-    assert hand.queue.viewer.job("schedule:k")["state"] == "scheduled"
+    assert rig.queue.inspector.job("schedule:k")["state"] == "scheduled"
     assert tick() == (1, 3, 0), "waits for its retry"
-    hand.queue.producer.cancel("schedule:k")
+    rig.queue.producer.cancel("schedule:k")
     assert tick() == (2, 3, 0), "cancelled"
     worker.number += 1
     turn = worker.consumer.turn(worker.number, [], [], 0, 1)
     failed = ["schedule:k", turn.fence, 7, error, error, "permanent", "", "0.5"]
     worker.number += 1
     worker.consumer.turn(worker.number, [], failed, 0, 0)
-    assert hand.queue.viewer.job("schedule:k")["state"] == "dead"
+    assert rig.queue.inspector.job("schedule:k")["state"] == "dead"
     assert tick() == (3, 3, 0), "dead"
 
 
-def test_with_overlap_queue_each_tick_makes_its_job(hand: HandSchedules) -> None:
-    hand.set(overlap="queue")
-    hand.promote()
-    first = hand.waiting()
-    hand.pass_time(HOUR_MS + 7)
-    hand.promote()
-    assert len(hand.waiting()) == 2
-    assert hand.waiting()[:1] == first
-    assert hand.counts() == (2, 0, 0)
+def test_with_overlap_queue_each_tick_makes_its_job(rig: ScheduleRig) -> None:
+    rig.set(overlap="queue")
+    rig.promote()
+    first = rig.waiting()
+    rig.pass_time(HOUR_MS + 7)
+    rig.promote()
+    assert len(rig.waiting()) == 2
+    assert rig.waiting()[:1] == first
+    assert rig.counts() == (2, 0, 0)
 
 
-def test_a_paused_queue_has_ticks(hand: HandSchedules) -> None:
-    hand.set()
-    hand.queue.registry.pause("q", paused=True)
-    hand.promote()
-    hand.pass_time(HOUR_MS)
-    hand.promote()
-    assert hand.counts() == (1, 1, 0)
+def test_a_paused_queue_has_ticks(rig: ScheduleRig) -> None:
+    rig.set()
+    rig.queue.registry.pause("q", paused=True)
+    rig.promote()
+    rig.pass_time(HOUR_MS)
+    rig.promote()
+    assert rig.counts() == (1, 1, 0)
 
 
 @pytest.mark.parametrize(
     ("catch_up", "counts"), [("once", (1, 0, 4)), ("all", (5, 0, 0)), ("none", (0, 0, 5))], ids=lambda value: str(value)
 )
 @pytest.mark.spec("M11")
-def test_ticks_that_nobody_was_there_for(hand: HandSchedules, catch_up: str, counts: tuple[int, int, int]) -> None:
-    hand.set(catch_up=catch_up, overlap="queue")
-    tick_ms = hand.pass_time(4 * HOUR_MS + 5000)
-    while hand.promote() == 0:
+def test_ticks_that_nobody_was_there_for(rig: ScheduleRig, catch_up: str, counts: tuple[int, int, int]) -> None:
+    rig.set(catch_up=catch_up, overlap="queue")
+    tick_ms = rig.pass_time(4 * HOUR_MS + 5000)
+    while rig.promote() == 0:
         pass
-    assert hand.counts() == counts
-    assert hand.next_ms() == tick_ms + 5 * HOUR_MS
+    assert rig.counts() == counts
+    assert rig.next_ms() == tick_ms + 5 * HOUR_MS
     newest = [f"schedule:k:{tick_ms + number * HOUR_MS}" for number in range(5)][5 - counts[0] :]
-    assert hand.waiting() == newest
+    assert rig.waiting() == newest
 
 
-def test_very_many_missed_ticks_are_made_up_for_in_several_calls(hand: HandSchedules) -> None:
-    hand.set(catch_up="all", overlap="queue")
-    tick_ms = hand.pass_time(1099 * HOUR_MS)
+def test_very_many_missed_ticks_are_made_up_for_in_several_calls(rig: ScheduleRig) -> None:
+    rig.set(catch_up="all", overlap="queue")
+    tick_ms = rig.pass_time(1099 * HOUR_MS)
     calls = 1
-    while hand.promote() == 0:
+    while rig.promote() == 0:
         calls += 1
     assert calls == 10
-    assert hand.counts() == (1000, 0, 100)
-    assert hand.waiting() == [f"schedule:k:{tick_ms + number * HOUR_MS}" for number in range(100, 1100)]
+    assert rig.counts() == (1000, 0, 100)
+    assert rig.waiting() == [f"schedule:k:{tick_ms + number * HOUR_MS}" for number in range(100, 1100)]
 
 
-def test_a_tick_that_the_queue_has_no_room_for_is_missed_and_counted(hand: HandSchedules) -> None:
-    hand.queue.registry.configure("q", {"max_items": 2}, {})
-    hand.set(catch_up="all", overlap="queue")
-    hand.pass_time(2 * HOUR_MS)
-    hand.promote()
-    assert hand.counts() == (2, 0, 1)
-    assert len(hand.waiting()) == 2
-    assert hand.promote() == pytest.approx(HOUR_MS, abs=2000)
+def test_a_tick_that_the_queue_has_no_room_for_is_missed_and_counted(rig: ScheduleRig) -> None:
+    rig.queue.registry.configure("q", {"max_items": 2}, {})
+    rig.set(catch_up="all", overlap="queue")
+    rig.pass_time(2 * HOUR_MS)
+    rig.promote()
+    assert rig.counts() == (2, 0, 1)
+    assert len(rig.waiting()) == 2
+    assert rig.promote() == pytest.approx(HOUR_MS, abs=2000)
 
 
-def test_what_is_blocked_counts_as_room_that_is_taken(hand: HandSchedules) -> None:
-    hand.queue.registry.configure("q", {"max_items": 2}, {})
-    hand.queue.enqueue("a")
-    hand.queue.worker().turn(want=1)
-    hand.queue.enqueue("a", if_exists="update")
-    hand.set()
-    hand.promote()
-    assert hand.counts() == (0, 0, 1)
+def test_what_is_blocked_counts_as_room_that_is_taken(rig: ScheduleRig) -> None:
+    rig.queue.registry.configure("q", {"max_items": 2}, {})
+    rig.queue.enqueue("a")
+    rig.queue.worker().turn(want=1)
+    rig.queue.enqueue("a", if_exists="update")
+    rig.set()
+    rig.promote()
+    assert rig.counts() == (0, 0, 1)
 
 
-def test_jitter_delays_the_job_and_not_the_tick(hand: HandSchedules) -> None:
-    tick_ms = hand.set(jitter="40m")
-    (due,), now_ms = hand.due()
-    assert hand.fire(due, now_ms) is True
-    job = hand.queue.viewer.job("schedule:k")
+def test_jitter_delays_the_job_and_not_the_tick(rig: ScheduleRig) -> None:
+    tick_ms = rig.set(jitter="40m")
+    (due,), now_ms = rig.due()
+    assert rig.fire(due, now_ms) is True
+    job = rig.queue.inspector.job("schedule:k")
     assert (job["state"], round(job["run_at"] * 1000)) == ("scheduled", tick_ms + 600_000)
-    assert [verb for verb, _ in hand.queue.told()] == ["enqueued", "scheduled"]
-    assert hand.next_ms() == tick_ms + HOUR_MS
-    assert hand.promote() == pytest.approx(600_000, abs=2000)
+    assert [verb for verb, _ in rig.queue.told()] == ["enqueued", "scheduled"]
+    assert rig.next_ms() == tick_ms + HOUR_MS
+    assert rig.promote() == pytest.approx(600_000, abs=2000)
 
 
-def test_a_schedule_without_a_next_tick_stays_and_is_never_due(hand: HandSchedules) -> None:
-    tick_ms = hand.set()
-    (due,), _ = hand.due()
+def test_a_schedule_without_a_next_tick_stays_and_is_never_due(rig: ScheduleRig) -> None:
+    tick_ms = rig.set()
+    (due,), _ = rig.due()
     args = ("k", tick_ms, due.head, "", 0, tick_ms, '"k"', "0")
-    assert hand.queue.link.run(script("fire"), hand.queue.base, *args) == [1, 1, -1]
-    assert hand.promote() is None
-    assert hand.schedules.all()[0]["next_at"] is None
-    assert hand.schedules.one("k")["upcoming"] == []
+    assert rig.queue.link.run(script("fire"), rig.queue.base, *args) == [1, 1, -1]
+    assert rig.promote() is None
+    assert rig.schedules.all()[0]["next_at"] is None
+    assert rig.schedules.one("k")["upcoming"] == []
 
 
 @pytest.mark.parametrize("mode", ["auto_release", "on_request"])
 def test_in_the_release_modes_a_tick_makes_an_item_that_grows_old(redis_url: str, mode: str) -> None:
     with one_queue(redis_url, mode=mode, item_timeout_ms=60_000) as queue:
-        hand = HandSchedules(queue)
-        hand.set(jitter="4m")
-        (due,), now_ms = hand.due()
-        hand.fire(due, now_ms)
-        expires_ms = hand.redis.zscore(queue.key("expiries"), "schedule:k")
+        rig = ScheduleRig(queue)
+        rig.set(jitter="4m")
+        (due,), now_ms = rig.due()
+        rig.fire(due, now_ms)
+        expires_ms = rig.redis.zscore(queue.key("expiries"), "schedule:k")
         assert expires_ms == due.tick_ms + 60_000 + 60_000, "its age counts from its time"
-        hand.close()
+        rig.close()
 
 
 # When
 
 
-def test_promote_and_heartbeats_tell_when_the_next_tick_is(hand: HandSchedules) -> None:
-    hand.set()
-    hand.promote()
-    hand.pass_time(HOUR_MS - 10_000)
-    beat = hand.queue.keeper().heartbeat("q", 15_000, [])
+def test_promote_and_heartbeats_tell_when_the_next_tick_is(rig: ScheduleRig) -> None:
+    rig.set()
+    rig.promote()
+    rig.pass_time(HOUR_MS - 10_000)
+    beat = rig.queue.recovery().heartbeat("q", 15_000, [])
     assert beat.due_ms == pytest.approx(10_000, abs=2000)
-    assert hand.promote() == pytest.approx(10_000, abs=2000)
-    hand.queue.producer.enqueue([new_job(1, run_in=5)])
-    assert hand.promote() == pytest.approx(5_000, abs=2000), "a job that is due before the tick"
-    hand.pass_time(8_000)
-    assert hand.promote() == pytest.approx(2_000, abs=1500), "a tick that is due before the job"
-    hand.pass_time(8_000)
-    assert hand.queue.keeper().heartbeat("q", 15_000, []).due_ms == 0
+    assert rig.promote() == pytest.approx(10_000, abs=2000)
+    rig.queue.producer.enqueue([new_job(1, run_in=5)])
+    assert rig.promote() == pytest.approx(5_000, abs=2000), "a job that is due before the tick"
+    rig.pass_time(8_000)
+    assert rig.promote() == pytest.approx(2_000, abs=1500), "a tick that is due before the job"
+    rig.pass_time(8_000)
+    assert rig.queue.recovery().heartbeat("q", 15_000, []).due_ms == 0
 
 
 def test_a_tick_that_cannot_be_fired_holds_up_nobody_and_is_told_of_with_heartbeats(
-    hand: HandSchedules, caplog: pytest.LogCaptureFixture
+    rig: ScheduleRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     for key, definition in (
         ("a", b"what is this"),
         ("b", b'{"cron":"* * * * *","zone":"Moon/Crater"}\n{"catch_up":"once","origin":"user"}\n1'),
     ):
-        hand.redis.hset(hand.queue.key("schedules"), key, definition)
-        hand.redis.zadd(hand.queue.key("schedules:next"), {key: 1})
-    hand.set()
-    assert hand.promote() == pytest.approx(HOUR_MS, abs=2000), "what cannot be fired does not bring us back at once"
-    assert hand.counts() == (1, 0, 0)
-    assert hand.queue.keeper().heartbeat("q", 15_000, []).due_ms == 0
+        rig.redis.hset(rig.queue.key("schedules"), key, definition)
+        rig.redis.zadd(rig.queue.key("schedules:next"), {key: 1})
+    rig.set()
+    assert rig.promote() == pytest.approx(HOUR_MS, abs=2000), "what cannot be fired does not bring us back at once"
+    assert rig.counts() == (1, 0, 0)
+    assert rig.queue.recovery().heartbeat("q", 15_000, []).due_ms == 0
     assert "schedule=a error=broken definition" in caplog.text
     assert "schedule=b error=zone 'Moon/Crater' is not allowed" in caplog.text
-    assert [one.get("error") is None for one in hand.schedules.all()] == [False, False, True]
+    assert [one.get("error") is None for one in rig.schedules.all()] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -498,103 +496,103 @@ def test_a_tick_that_cannot_be_fired_holds_up_nobody_and_is_told_of_with_heartbe
     ],
 )
 def test_any_number_of_ticks_that_this_host_cannot_fire_hides_no_other_tick(
-    hand: HandSchedules, caplog: pytest.LogCaptureFixture, definition: bytes
+    rig: ScheduleRig, caplog: pytest.LogCaptureFixture, definition: bytes
 ) -> None:
     broken = {f"broken{number}": definition for number in range(250)}
-    hand.redis.hset(hand.queue.key("schedules"), mapping=broken)
-    hand.redis.zadd(hand.queue.key("schedules:next"), dict.fromkeys(broken, 1))
-    hand.set("good")
-    keeper = hand.queue.keeper()
-    assert keeper.promote(hand.queue.name) == pytest.approx(HOUR_MS, abs=5000)
-    assert hand.counts("good") == (1, 0, 0)
-    assert {hand.next_ms(key) for key in broken} == {1}, "they stay due, for a host that can"
-    assert hand.due(refused=[*broken])[0] == [], "whoever says that he cannot fire them is not told of them again"
+    rig.redis.hset(rig.queue.key("schedules"), mapping=broken)
+    rig.redis.zadd(rig.queue.key("schedules:next"), dict.fromkeys(broken, 1))
+    rig.set("good")
+    recovery = rig.queue.recovery()
+    assert recovery.promote(rig.queue.name) == pytest.approx(HOUR_MS, abs=5000)
+    assert rig.counts("good") == (1, 0, 0)
+    assert {rig.next_ms(key) for key in broken} == {1}, "they stay due, for a host that can"
+    assert rig.due(refused=[*broken])[0] == [], "whoever says that he cannot fire them is not told of them again"
     assert caplog.text.count("a tick cannot be fired") == 250
-    keeper.promote(hand.queue.name)
+    recovery.promote(rig.queue.name)
     assert caplog.text.count("a tick cannot be fired") == 250, "the same is not logged again with each heartbeat"
-    hand.redis.hset(hand.queue.key("schedules"), "broken7", pack_schedule(Schedule.from_mapping("k", {"every": "1h"})))
-    keeper.promote(hand.queue.name)
-    assert hand.counts("broken7")[0] == 1, "one that was mended is fired by the next look"
+    rig.redis.hset(rig.queue.key("schedules"), "broken7", pack_schedule(Schedule.from_mapping("k", {"every": "1h"})))
+    recovery.promote(rig.queue.name)
+    assert rig.counts("broken7")[0] == 1, "one that was mended is fired by the next look"
 
 
-def test_a_tick_without_a_schedule_is_forgotten(hand: HandSchedules) -> None:
-    hand.redis.zadd(hand.queue.key("schedules:next"), {"lost": 1})
-    assert hand.due()[0] == []
-    assert hand.next_ms("lost") is None
+def test_a_tick_without_a_schedule_is_forgotten(rig: ScheduleRig) -> None:
+    rig.redis.zadd(rig.queue.key("schedules:next"), {"lost": 1})
+    assert rig.due()[0] == []
+    assert rig.next_ms("lost") is None
 
 
-def test_many_ticks_of_one_moment_are_all_fired(hand: HandSchedules) -> None:
+def test_many_ticks_of_one_moment_are_all_fired(rig: ScheduleRig) -> None:
     for number in range(120):
-        hand.set(f"s{number}")
-    assert len(hand.due()[0]) == 100
-    assert hand.promote() == 0
-    assert hand.promote() == pytest.approx(HOUR_MS, abs=5000)
-    assert len(hand.waiting()) == 120
+        rig.set(f"s{number}")
+    assert len(rig.due()[0]) == 100
+    assert rig.promote() == 0
+    assert rig.promote() == pytest.approx(HOUR_MS, abs=5000)
+    assert len(rig.waiting()) == 120
 
 
-def test_when_the_server_is_out_of_memory_the_tick_stays_due(hand: HandSchedules) -> None:
-    tick_ms = hand.set()
-    hand.redis.config_set("maxmemory", "1mb")
-    assert hand.promote() is None
-    assert hand.next_ms() == tick_ms
-    hand.redis.config_set("maxmemory", 0)
-    hand.promote()
-    assert hand.counts() == (1, 0, 0)
+def test_when_the_server_is_out_of_memory_the_tick_stays_due(rig: ScheduleRig) -> None:
+    tick_ms = rig.set()
+    rig.redis.config_set("maxmemory", "1mb")
+    assert rig.promote() is None
+    assert rig.next_ms() == tick_ms
+    rig.redis.config_set("maxmemory", 0)
+    rig.promote()
+    assert rig.counts() == (1, 0, 0)
 
 
 # Triggering
 
 
-def test_trigger_makes_a_job_and_leaves_ticks_and_counts_alone(hand: HandSchedules) -> None:
-    hand.set(data={"n": 1}, priority=2)
-    hand.promote()
-    hand.queue.producer.cancel("schedule:k")
-    hand.redis.delete(hand.queue.key("pending"))
-    next_ms = hand.next_ms()
-    assert hand.schedules.trigger("k") == "schedule:k"
-    job = hand.queue.viewer.job("schedule:k")
+def test_trigger_makes_a_job_and_leaves_ticks_and_counts_alone(rig: ScheduleRig) -> None:
+    rig.set(data={"n": 1}, priority=2)
+    rig.promote()
+    rig.queue.producer.cancel("schedule:k")
+    rig.redis.delete(rig.queue.key("pending"))
+    next_ms = rig.next_ms()
+    assert rig.schedules.trigger("k") == "schedule:k"
+    job = rig.queue.inspector.job("schedule:k")
     assert (job["data"], job["identifier"], job["priority"]) == ({"n": 1}, "k triggered", 2)
-    assert hand.waiting().count("") == 1, "somebody is woken"
-    assert hand.queue.told()[-1] == ("enqueued", "schedule:k")
-    assert (hand.next_ms(), hand.counts()) == (next_ms, (1, 0, 0))
+    assert rig.waiting().count("") == 1, "somebody is woken"
+    assert rig.queue.told()[-1] == ("enqueued", "schedule:k")
+    assert (rig.next_ms(), rig.counts()) == (next_ms, (1, 0, 0))
     with pytest.raises(Exists, match="is unfinished, and overlap is skip"):
-        hand.schedules.trigger("k")
-    hand.pass_time(HOUR_MS)
-    hand.promote()
-    assert hand.counts() == (1, 1, 0), "a tick is skipped while a triggered job is unfinished"
+        rig.schedules.trigger("k")
+    rig.pass_time(HOUR_MS)
+    rig.promote()
+    assert rig.counts() == (1, 1, 0), "a tick is skipped while a triggered job is unfinished"
 
 
-def test_trigger_with_overlap_queue_makes_a_job_each_time(hand: HandSchedules) -> None:
-    hand.set(overlap="queue", cron="0 0 1 1 *")
-    ids = [hand.schedules.trigger("k") for _ in range(2)]
+def test_trigger_with_overlap_queue_makes_a_job_each_time(rig: ScheduleRig) -> None:
+    rig.set(overlap="queue", cron="0 0 1 1 *")
+    ids = [rig.schedules.trigger("k") for _ in range(2)]
     assert len(set(ids)) == 2
-    assert hand.waiting() == ids
+    assert rig.waiting() == ids
 
 
-def test_trigger_is_refused_without_a_schedule_or_without_room(hand: HandSchedules) -> None:
+def test_trigger_is_refused_without_a_schedule_or_without_room(rig: ScheduleRig) -> None:
     with pytest.raises(UnknownSchedule):
-        hand.schedules.trigger("k")
-    hand.queue.registry.configure("q", {"max_items": 1}, {})
-    hand.queue.enqueue("a")
-    hand.set()
+        rig.schedules.trigger("k")
+    rig.queue.registry.configure("q", {"max_items": 1}, {})
+    rig.queue.enqueue("a")
+    rig.set()
     with pytest.raises(QueueFull):
-        hand.schedules.trigger("k")
+        rig.schedules.trigger("k")
 
 
 # Several at once
 
 
-def test_pulses_that_fire_at_once_make_one_job_per_tick(hand: HandSchedules) -> None:
+def test_pulses_that_fire_at_once_make_one_job_per_tick(rig: ScheduleRig) -> None:
     """Real time: a tick every 7 ms, four pulses that are slow between looking and firing, and repeat what they did."""
     schedule = Schedule("k", Every(7), None, 5, None, "queue", "all", 0, "user")
-    first_ms = hand.schedules.set(schedule)
+    first_ms = rig.schedules.set(schedule)
     until = time.monotonic() + 1.5
     fired = [0] * 4
 
     def pulse(number: int) -> None:
-        link = Link(hand.queue.url)
-        mine = HandSchedules(hand.queue)
-        mine.firing._link = link
+        link = Link(rig.queue.url)
+        mine = ScheduleRig(rig.queue)
+        mine.ticker._link = link
         chance = random.Random(number)
         while time.monotonic() < until:
             due, now_ms = mine.due(link)
@@ -611,11 +609,11 @@ def test_pulses_that_fire_at_once_make_one_job_per_tick(hand: HandSchedules) -> 
         thread.start()
     for thread in threads:
         thread.join()
-    ticks = [int(job.rpartition(":")[2]) for verb, job in hand.queue.told() if verb == "enqueued" and job]
-    next_ms = hand.next_ms()
+    ticks = [int(job.rpartition(":")[2]) for verb, job in rig.queue.told() if verb == "enqueued" and job]
+    next_ms = rig.next_ms()
     assert next_ms is not None
     assert ticks == list(range(first_ms, next_ms, 7))
-    assert hand.counts() == (len(ticks), 0, 0)
+    assert rig.counts() == (len(ticks), 0, 0)
     assert len(ticks) > 100
     assert sum(count > 0 for count in fired) > 1, f"more than one of them fired: {fired}"
 

@@ -109,7 +109,7 @@ def test_of_very_many_queues_only_so_many_are_remembered(queue: OneQueue) -> Non
     for first in range(1000, 9000, 1000):
         look_at(range(first, first + 1000))
     assert remembered_bytes() < 3 * before
-    assert queue.viewer.counts().waiting == 1
+    assert queue.inspector.counts().waiting == 1
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -219,7 +219,7 @@ def die_midway(url: str) -> None:
     broken = OneQueue(url, "broken", fail_handler=1)
     try:
         other.enqueue("a", "b")
-        hand = other.ask("x")
+        lease = other.ask("x")
         other.redis.set(other.key("awaiting"), "no zset")
         worker = broken.worker()
         broken.enqueue("c", "d")
@@ -229,10 +229,10 @@ def die_midway(url: str) -> None:
         calls: tuple[Callable[[], object], ...] = (
             lambda: other.enqueue("e"),
             lambda: other.ask("y"),
-            lambda: other.ack("x", hand),
+            lambda: other.ack("x", lease),
             lambda: worker.turn(failed="c", kind="permanent"),
             lambda: broken.producer.cancel("d"),
-            lambda: broken.keeper("p2").evict("broken", "p1", "supervisor_lost"),
+            lambda: broken.recovery("p2").evict("broken", "p1", "supervisor_lost"),
         )
         ended = [1 for call in calls if not _succeeds(call)]
         assert len(ended) >= 4, "else this shows nothing"
@@ -265,9 +265,9 @@ def test_no_call_sees_what_another_left_that_ended_with_an_error(redis_url: str)
                 lambda: worker.turn(done="g", failed="a", want=2),
                 lambda: queue.enqueue("c", if_exists="update"),
                 lambda: queue.recover(worker, 0, running=True),
-                lambda: queue.keeper().heartbeat(queue.name, 15_000, []).evicted,
+                lambda: queue.recovery().heartbeat(queue.name, 15_000, []).evicted,
                 lambda: queue.worker("w2").turn(want=9),
-                lambda: queue.viewer.counts().waiting,
+                lambda: queue.inspector.counts().waiting,
             )
             for act in acts:
                 between()

@@ -59,7 +59,7 @@ def send(queue: OneQueue, dispatch: Dispatch, job_id: str = "a") -> None:
 
 
 def seen(queue: OneQueue, job_id: str = "a") -> Job:
-    job = queue.viewer.job(job_id)
+    job = queue.inspector.job(job_id)
     assert job["state"] in ("waiting", "scheduled")
     assert (job["state"] == "scheduled") == (job["run_at"] is not None)
     return Job(job["data"], round(job["run_at"] or 0), job["retry_count"])
@@ -120,7 +120,7 @@ def test_what_is_blocked_becomes_a_job_of_its_own_when_the_active_one_ends(
         dispatches = [Dispatch("second", *one)] + ([Dispatch("third", *two)] if two else [])  # type: ignore[arg-type]
         for dispatch in dispatches:
             send(queue, dispatch)
-        assert queue.viewer.counts().blocked == 1
+        assert queue.inspector.counts().blocked == 1
         assert worker.turn(want=5, keep=1) == [], "a blocked job can never be claimed"
         expected = dispatches[0].new()
         for dispatch in dispatches[1:]:
@@ -132,7 +132,7 @@ def test_what_is_blocked_becomes_a_job_of_its_own_when_the_active_one_ends(
         else:
             worker.turn(done="a")
         assert seen(queue) == replace(expected, retries=0)
-        assert queue.viewer.counts().blocked == 0
+        assert queue.inspector.counts().blocked == 0
 
 
 @pytest.mark.spec("Q7")
@@ -157,7 +157,7 @@ def test_what_is_blocked_updates_the_active_job_when_that_comes_back(
         for dispatch in dispatches:
             expected = dispatch.on(expected)
         assert seen(queue) == expected
-        assert queue.viewer.counts().blocked == 0
+        assert queue.inspector.counts().blocked == 0
 
 
 @pytest.mark.parametrize("ending", ["done", "returned", "reset"])
@@ -239,7 +239,7 @@ def test_deleting_a_queue_logs_what_was_blocked_too(queue: OneQueue) -> None:
 
 def test_the_same_id_twice_in_one_call_is_one_job_with_the_last_data(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job(1, id="a"), new_job(2, id="a")])
-    assert queue.viewer.job("a")["data"] == 2
+    assert queue.inspector.job("a")["data"] == 2
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
 
 
@@ -248,7 +248,7 @@ def test_an_active_id_twice_in_one_call_is_one_item_more(redis_url: str) -> None
         queue.enqueue("a")
         queue.worker().turn(want=1)
         assert queue.enqueue("a", "a", if_exists="update") == ["a", "a"]
-        assert queue.viewer.counts().blocked == 1
+        assert queue.inspector.counts().blocked == 1
 
 
 def test_what_is_there_can_be_updated_after_max_items_was_lowered(redis_url: str) -> None:
@@ -256,7 +256,7 @@ def test_what_is_there_can_be_updated_after_max_items_was_lowered(redis_url: str
         queue.enqueue("a", "b")
         queue.create(max_items=1)
         send(queue, Dispatch("second", None))
-        assert queue.viewer.job("a")["data"] == "second"
+        assert queue.inspector.job("a")["data"] == "second"
 
 
 def test_a_job_that_is_moved_again_and_again_leaves_no_trail_of_hints(queue: OneQueue) -> None:

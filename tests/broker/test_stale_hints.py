@@ -81,7 +81,7 @@ def test_jobs_of_the_retry_lane_that_are_updated_again_and_again_leave_no_hints_
         worker.turn(failed=job_id)
         worker.turn()
         assert hints(queue, "retry") <= most(3)
-    assert queue.viewer.counts().retry == 3
+    assert queue.inspector.counts().retry == 3
     child = queue.worker("r", lane="retry")
     assert child.turn(want=1) == ["z"]
     assert child.consumer.lane_has_jobs()
@@ -181,7 +181,7 @@ def test_swept_jobs_are_listed_and_told_in_their_order(swept: OneQueue) -> None:
     swept.producer.cancel("m")
     pages, after = [], None
     while True:
-        page = swept.viewer.jobs("waiting", limit=2, after=after)
+        page = swept.inspector.jobs("waiting", limit=2, after=after)
         pages += [job["id"] for job in page.jobs]
         after = page.next
         if after is None:
@@ -191,13 +191,13 @@ def test_swept_jobs_are_listed_and_told_in_their_order(swept: OneQueue) -> None:
     assert "it is the next one" in told["l"]
     assert "2 jobs come before it" in told["a"]
     assert "4 jobs come before it" in told["c"]
-    assert swept.viewer.counts().oldest_waiting_seconds is not None
+    assert swept.inspector.counts().oldest_waiting_seconds is not None
 
 
 def test_the_oldest_job_is_found_among_those_that_were_swept(swept: OneQueue) -> None:
     begin_sweeping(swept)
     swept.redis.hset(swept.key("jobs"), "a", b"p5 1000\n[null,null,1]")
-    oldest = swept.viewer.counts().oldest_waiting_seconds
+    oldest = swept.inspector.counts().oldest_waiting_seconds
     assert oldest is not None
     assert oldest > 1_000_000
 

@@ -12,7 +12,7 @@ from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
 
 
 def counts(queue: OneQueue, job_id: str) -> tuple[int, int, int]:
-    job = queue.viewer.job(job_id)
+    job = queue.inspector.job(job_id)
     return job["retry_count"], job["stall_count"], job["timeout_count"]
 
 
@@ -21,7 +21,7 @@ def lose(queue: OneQueue, outcome: Outcome, lane: str = "main", **more: Any) -> 
     worker = queue.worker(f"w{len(queue.workers) + 1}", lane=lane)
     assert len(worker.turn(want=1)) == 1
     at = Position(worker.name, worker.number, 0, True)
-    queue.keeper().recover(queue.name, "p1", at, outcome=outcome, cause="signal 9", **more)
+    queue.recovery().recover(queue.name, "p1", at, outcome=outcome, cause="signal 9", **more)
     return worker
 
 
@@ -46,7 +46,7 @@ def test_what_was_running_comes_back_as_its_outcome_says_and_the_rest_uncounted(
     about_b = [event for event in queue.events() if event.job == "b"][2:]
     assert [event.verb for event in about_b] == told
     assert (about_b[0].fence, about_b[0].cause) == (int(worker.fence), "signal_9")
-    [attempt] = queue.viewer.job("b")["attempts"]
+    [attempt] = queue.inspector.job("b")["attempts"]
     assert (attempt["outcome"], attempt["cause"]) == (outcome, "signal 9")
 
 
@@ -64,7 +64,7 @@ def test_recovering_twice_counts_once(queue: OneQueue, outcome: Outcome) -> None
     before, records = queue.state(), queue.hash("jobs")
     queue.recover(worker, running=True, outcome=outcome)
     assert (queue.state(), queue.hash("jobs")) == (before, records)
-    assert len(queue.viewer.job("a")["attempts"]) == 1
+    assert len(queue.inspector.job("a")["attempts"]) == 1
 
 
 @pytest.mark.parametrize("outcome", ["stalled", "timed_out", "interrupted", "suspect"])
@@ -83,7 +83,7 @@ def test_an_attempt_says_when_it_began_and_where_it_was(queue: OneQueue) -> None
     queue.enqueue("a")
     stack = 'File "a.py", line 7\n\ttime.sleep(99) # "ü" \\ \ud800\n'
     lose(queue, "timed_out", micros=2_500_000, stack=stack)
-    [attempt] = queue.viewer.job("a")["attempts"]
+    [attempt] = queue.inspector.job("a")["attempts"]
     assert attempt["ended_at"] - attempt["started_at"] == pytest.approx(2.5, abs=0.002)
     assert attempt["stack"] == stack.replace("\ud800", "?")
 
@@ -92,7 +92,7 @@ def test_a_long_stack_is_cut_at_its_end_and_without_one_none_is_told(queue: OneQ
     queue.enqueue("a")
     lose(queue, "timed_out", stack="x" * MAX_STACK + "y")
     lose(queue, "timed_out")
-    first, second = queue.viewer.job("a")["attempts"]
+    first, second = queue.inspector.job("a")["attempts"]
     assert first["stack"] == "x" * MAX_STACK
     assert first["started_at"] is None
     assert "stack" not in second
@@ -102,7 +102,7 @@ def test_the_most_memory_is_told_where_it_is_known(queue: OneQueue) -> None:
     queue.enqueue("a")
     lose(queue, "stalled", peak_bytes=5_000_000_000)
     lose(queue, "stalled")
-    first, second = queue.viewer.job("a")["attempts"]
+    first, second = queue.inspector.job("a")["attempts"]
     assert first["peak_memory"] == 5_000_000_000
     assert "peak_memory" not in second
 
@@ -112,7 +112,7 @@ def test_a_dead_job_shows_the_stacks_of_its_attempts(redis_url: str) -> None:
         queue.enqueue("a")
         lose(queue, "timed_out", stack='in "f"\nin g')
         assert queue.worker("w9").turn(want=1) == []
-        assert queue.viewer.job("a")["attempts"][0]["stack"] == 'in "f"\nin g'
+        assert queue.inspector.job("a")["attempts"][0]["stack"] == 'in "f"\nin g'
 
 
 @pytest.mark.spec("Q14", "Q17")
@@ -123,7 +123,7 @@ def test_a_timeout_settled_by_a_turn_is_counted_and_the_job_waits_behind_the_oth
     assert worker.turn(failed="a", kind="timeout") == []
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["b", "a"]})
     assert counts(queue, "a") == (0, 0, 1)
-    [attempt] = queue.viewer.job("a")["attempts"]
+    [attempt] = queue.inspector.job("a")["attempts"]
     assert (attempt["outcome"], attempt["cause"], attempt["error"]) == ("timed_out", "timeout", {"message": "no"})
     *_, timed_out, returned = queue.events()
     assert (timed_out.verb, timed_out.fence) == ("timed_out", int(worker.fence))
@@ -174,7 +174,7 @@ def test_a_job_that_was_lost_too_often_dies_at_the_claim_and_is_not_given_out(
         worker = queue.worker("w9")
         assert worker.turn(want=2) == ["b"]
         assert queue.state() == State(jobs={"b"}, active={"b": "w9"}, processing={"w9": ["b"]}, dead=["a"])
-        job = queue.viewer.job("a")
+        job = queue.inspector.job("a")
         assert (job["error"]["name"], job["error"]["kind"], job["error"]["traceback"]) == (name, "stall", None)
         option = "max_stalls" if outcome == "stalled" else "max_timeouts"
         assert job["error"]["message"].endswith(f" is 3, and {option} is 2")
@@ -184,7 +184,7 @@ def test_a_job_that_was_lost_too_often_dies_at_the_claim_and_is_not_given_out(
         assert (line["id"], line["fence"], line["error"]) == ("a", int(worker.fence), job["error"])
         fate = [(event.verb, event.fence, event.micros) for event in queue.events() if event.job == "a"][-2:]
         assert fate == [("claimed", int(worker.fence), None), ("dead", int(worker.fence), None)]
-        assert (queue.viewer.counts().failed, queue.viewer.counts().waiting) == (1, 0)
+        assert (queue.inspector.counts().failed, queue.inspector.counts().waiting) == (1, 0)
 
 
 def test_as_many_losses_as_allowed_are_not_too_many(redis_url: str) -> None:
@@ -283,10 +283,10 @@ def test_the_retry_lane_keeps_the_rule_too(redis_url: str) -> None:
             worker.turn(want=1)
             worker.turn(failed=job_id)
         lose(queue, "stalled", "retry")
-        assert queue.viewer.counts().retry == 2
+        assert queue.inspector.counts().retry == 2
         retry = queue.worker("r9", lane="retry")
         assert retry.turn(want=1) == ["b"]
-        assert (queue.state().dead, queue.viewer.counts().retry) == (["a"], 0)
+        assert (queue.state().dead, queue.inspector.counts().retry) == (["a"], 0)
 
 
 def test_a_job_in_the_retry_lane_that_times_out_stays_there(redis_url: str) -> None:
@@ -297,7 +297,7 @@ def test_a_job_in_the_retry_lane_that_times_out_stays_there(redis_url: str) -> N
         worker.turn(failed="a")
         assert retry.turn(want=1) == ["a"]
         retry.turn(failed="a", kind="timeout")
-        assert (queue.viewer.job("a")["state"], queue.viewer.counts().retry) == ("retry", 1)
+        assert (queue.inspector.job("a")["state"], queue.inspector.counts().retry) == ("retry", 1)
         assert retry.turn(want=1) == ["a"]
 
 
@@ -310,7 +310,7 @@ def test_one_claim_buries_a_bounded_number_and_the_next_goes_on(redis_url: str) 
         worker, dead = queue.worker(), 0
         for _ in range(10):
             assert worker.turn(want=1) == []
-            now_dead = queue.viewer.counts().dead
+            now_dead = queue.inspector.counts().dead
             assert 0 < now_dead - dead <= 100
             dead = now_dead
             if dead == 400:

@@ -9,7 +9,7 @@ from forq.broker.inspect import why
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue
 from forq.broker.recovery import Outcome
 from forq.settings import stored_defaults
-from tests.support.limits import ears
+from tests.support.limits import subscription
 from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
 
 FUTURE = 4_000_000_000  # epoch seconds
@@ -40,12 +40,12 @@ def retry(queue: OneQueue) -> HandWorker:
 def test_a_suspect_waits_uncounted_in_a_list_of_its_own(queue: OneQueue) -> None:
     suspect(queue, "a", "b")
     assert queue.state() == State(jobs={"a", "b"}, suspects=["a", "b"])
-    job = queue.viewer.job("a")
+    job = queue.inspector.job("a")
     assert (job["suspect"], job["stall_count"], job["state"]) == (True, 0, "waiting")
     assert [(attempt["outcome"], attempt["cause"]) for attempt in job["attempts"]] == [("interrupted", "signal 9")]
     assert [verb for verb, job_id in queue.told() if job_id == "a"][-2:] == ["suspected", "returned"]
-    assert queue.viewer.counts().waiting == 2
-    assert queue.viewer.counts().oldest_waiting_seconds is not None
+    assert queue.inspector.counts().waiting == 2
+    assert queue.inspector.counts().oldest_waiting_seconds is not None
 
 
 @pytest.mark.spec("Q16")
@@ -57,7 +57,7 @@ def test_only_the_retry_child_runs_suspects_one_at_a_time_before_its_lane(queue:
     assert retry.turn(want=9, done="a") == ["b"]
     assert retry.turn(want=9, done="b") == []
     assert queue.state().jobs == {"m"}
-    assert queue.viewer.counts().done == 2
+    assert queue.inspector.counts().done == 2
 
 
 def test_suspects_go_before_the_lane_and_the_lane_yields_to_them(redis_url: str) -> None:
@@ -84,9 +84,9 @@ def test_whatever_leaves_a_suspect_waiting_wakes_the_retry_child(queue: OneQueue
     elif how == "recover":
         queue.recover(retry)
     elif how == "heartbeat":
-        queue.keeper().heartbeat(queue.name, 1000, [])
+        queue.recovery().heartbeat(queue.name, 1000, [])
     elif how == "promote":
-        queue.keeper().promote(queue.name)
+        queue.recovery().promote(queue.name)
     elif how == "resume":
         for paused in (True, False):
             queue.registry.pause(queue.name, paused=paused)
@@ -102,7 +102,7 @@ def test_whatever_leaves_a_suspect_waiting_wakes_the_retry_child(queue: OneQueue
 
 def helped(queue: OneQueue, name: str | None = None) -> int:
     """How many jobs a process of their own may be started for."""
-    return queue.keeper("p9").heartbeat(name or queue.name, 60_000, []).helped
+    return queue.recovery("p9").heartbeat(name or queue.name, 60_000, []).helpers_wanted
 
 
 def test_a_heartbeat_tells_how_many_suspects_may_begin(queue: OneQueue, retry: HandWorker) -> None:
@@ -127,7 +127,7 @@ def test_a_heartbeat_tells_that_fail_jobs_wait_for_something_else(queue: OneQueu
     worker = queue.worker()
     queue.enqueue("a", "b")
     worker.turn(want=2)
-    with ears(queue) as pulse:
+    with subscription(queue) as pulse:
         worker.turn(failed="a", keep=1)
         assert pulse.words() == ["fail"]
     assert (helped(queue, fails), helped(queue)) == (1, 0)
@@ -145,7 +145,7 @@ def test_a_job_that_dies_without_a_fail_handler_tells_nobody(queue: OneQueue) ->
     worker = queue.worker()
     queue.enqueue("a")
     worker.turn(want=1)
-    with ears(queue) as pulse:
+    with subscription(queue) as pulse:
         worker.turn(failed="a")
         assert pulse.words() == []
 
@@ -186,7 +186,7 @@ def test_a_suspect_whose_process_dies_again_stays_one_and_is_counted(
     retry.turn(want=1)
     queue.recover(retry, running=True, outcome=outcome)
     assert queue.state() == State(jobs={"a", "b"}, suspects=place)
-    job = queue.viewer.job("a")
+    job = queue.inspector.job("a")
     assert (job["suspect"], job["stall_count"], job["timeout_count"]) == (True, stalls, timeouts)
 
 
@@ -202,7 +202,7 @@ def test_a_suspect_that_times_out_in_a_turn_stays_one(queue: OneQueue, retry: Ha
     retry.turn(want=1)
     retry.turn(failed="a", kind="timeout")
     assert queue.state() == State(jobs={"a", "b"}, suspects=["b", "a"])
-    assert queue.viewer.job("a")["timeout_count"] == 1
+    assert queue.inspector.job("a")["timeout_count"] == 1
 
 
 @pytest.mark.spec("Q36")
@@ -213,7 +213,7 @@ def test_a_suspect_whose_handler_raises_is_none_any_more(redis_url: str) -> None
         retry.turn(want=1)
         retry.turn(failed="a")
         assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
-        job = queue.viewer.job("a")
+        job = queue.inspector.job("a")
         assert (job["suspect"], job["retry_count"]) == (False, 1)
         worker = queue.worker()
         assert worker.turn(want=1) == ["a"]
@@ -229,7 +229,7 @@ def test_a_suspect_that_has_no_retries_left_goes_to_the_lane_or_dies(redis_url: 
             suspect(queue, "a")
             retry.turn(want=1)
             retry.turn(failed="a")
-            assert queue.viewer.job("a")["state"] == state
+            assert queue.inspector.job("a")["state"] == state
 
 
 @pytest.mark.spec("Q20")
@@ -243,7 +243,7 @@ def test_a_suspect_that_keeps_killing_its_process_dies_at_the_claim(redis_url: s
         last = queue.worker("r9", lane="retry")
         assert last.turn(want=1) == ["b"]
         assert queue.state().dead == ["a"]
-        assert queue.viewer.job("a")["error"]["name"] == "StallError"
+        assert queue.inspector.job("a")["error"]["name"] == "StallError"
 
 
 @pytest.mark.parametrize(("size", "number", "at_once"), [(0, 150, 100), (2 << 20, 4, 2)])
@@ -271,7 +271,7 @@ def test_a_suspect_without_other_counts_keeps_its_mark_beside_one_retry(redis_ur
         worker.turn(want=1)
         assert worker.turn(failed="a", want=1) == ["a"]
         queue.recover(worker, running=True, outcome="suspect")
-        job = queue.viewer.job("a")
+        job = queue.inspector.job("a")
         assert (job["suspect"], job["retry_count"]) == (True, 1)
         assert queue.state() == State(jobs={"a"}, suspects=["a"])
 
@@ -337,7 +337,7 @@ def test_a_process_for_suspects_takes_nothing_else(redis_url: str) -> None:
         assert retry.turn(want=9) == ["y"], "which is the retry child's, one job at a time"
         assert alone[0].turn(done="a") == []
         assert alone[1].turn(failed="b") == []
-        assert queue.viewer.counts().done == 1
+        assert queue.inspector.counts().done == 1
 
 
 @pytest.mark.spec("Q28")
@@ -345,7 +345,7 @@ def test_an_update_that_resets_counts_ends_the_suspicion(queue: OneQueue, retry:
     suspect(queue, "a")
     queue.enqueue("a", priority=3, if_exists="update")
     assert queue.state() == State(jobs={"a"}, waiting={3: ["a"]})
-    assert queue.viewer.job("a")["suspect"] is False
+    assert queue.inspector.job("a")["suspect"] is False
     assert retry.turn(want=1) == []
 
 
@@ -353,7 +353,7 @@ def test_an_update_that_resets_nothing_leaves_a_suspect_where_it_is(queue: OneQu
     suspect(queue, "a")
     queue.producer.enqueue([new_job("new", id="a", priority=3)], Update(reset_counts=False))
     assert queue.state() == State(jobs={"a"}, suspects=["a"])
-    job = queue.viewer.job("a")
+    job = queue.inspector.job("a")
     assert (job["data"], job["priority"], job["suspect"]) == ("new", 3, True)
 
 
@@ -361,10 +361,10 @@ def test_a_suspect_that_is_scheduled_comes_back_as_one(queue: OneQueue, retry: H
     suspect(queue, "a")
     queue.producer.enqueue([new_job(1, id="a", run_at=FUTURE)], Update(reset_counts=False))
     assert queue.state() == State(jobs={"a"})
-    assert queue.viewer.job("a")["state"] == "scheduled"
+    assert queue.inspector.job("a")["state"] == "scheduled"
     queue.redis.zadd(queue.key("scheduled"), {"a": 1})
     queue.redis.delete(queue.key("failed"))
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     assert queue.state() == State(jobs={"a"}, suspects=["a"])
     assert queue.redis.llen(queue.key("failed")) == 1
 
@@ -390,12 +390,12 @@ def test_deleting_a_queue_takes_its_suspects_along(queue: OneQueue) -> None:
 def test_suspects_are_listed_after_the_other_waiting_jobs(queue: OneQueue) -> None:
     suspect(queue, "a", "b")
     queue.enqueue("m", priority=9)
-    page = queue.viewer.jobs("waiting")
+    page = queue.inspector.jobs("waiting")
     assert [(job["id"], job["state"]) for job in page.jobs] == [("m", "waiting"), ("a", "waiting"), ("b", "waiting")]
     seen: list[str] = []
     after = None
     for _ in range(6):
-        page = queue.viewer.jobs("waiting", limit=1, after=after)
+        page = queue.inspector.jobs("waiting", limit=1, after=after)
         seen += [job["id"] for job in page.jobs]
         after = page.next
         if after is None:
@@ -419,7 +419,7 @@ def test_in_the_lane_and_in_the_fail_queue_a_suspect_runs_alone_anyway(redis_url
         worker.turn(failed="z")
         assert retry.turn(want=1) == ["z"]
         queue.recover(retry, running=True, outcome="suspect")
-        assert (queue.state().suspects, queue.viewer.job("z")["state"]) == ([], "retry")
+        assert (queue.state().suspects, queue.inspector.job("z")["state"]) == ([], "retry")
         assert queue.worker("r2", lane="retry").turn(want=1) == ["z"]
         queue.registry.create(
             queue.name, "work", 100, stored_defaults(), {"fail_handler": 1, "retry_lane_retries": 0}, fail_options={}

@@ -122,7 +122,7 @@ def test_an_earlier_queue_of_the_name_is_another_queue(queue: OneQueue) -> None:
 def test_a_program_is_told_without_a_look_at_the_journal(queue: OneQueue) -> None:
     queue.redis.config_resetstat()
     with pytest.raises(UnknownJob) as caught:
-        queue.viewer.job("b")
+        queue.inspector.job("b")
     known = (
         "it never had, or the job has ended and is not kept: its queue keeps no results; "
         "`forqctl set q keep_done=1h` keeps those of jobs that end from then on"

@@ -56,7 +56,7 @@ def test_failure_moves_the_job_to_the_dead_in_the_same_step(queue: OneQueue) -> 
     assert worker.turn(failed="a", want=1) == ["b"]
     assert queue.state() == State(jobs={"b"}, active={"b": "w1"}, processing={"w1": ["b"]}, dead=["a"])
     assert queue.redis.get(queue.key("failed:count")) == b"1"
-    assert queue.viewer.job("a")["error"] == {"message": "no"}
+    assert queue.inspector.job("a")["error"] == {"message": "no"}
 
 
 def test_a_dead_job_does_not_take_its_id(queue: OneQueue) -> None:
@@ -199,7 +199,7 @@ def test_a_hint_whose_record_is_gone_is_dropped_and_counted(queue: OneQueue) -> 
     queue.enqueue("a", "b")
     queue.redis.hdel(queue.key("jobs"), "a")
     assert queue.worker().turn(want=2) == ["b"]
-    assert queue.viewer.counts().dropped == 1
+    assert queue.inspector.counts().dropped == 1
 
 
 @pytest.mark.spec("R12")

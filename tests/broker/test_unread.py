@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from forq.broker.keys import due_channels
-from forq.broker.pubsub import Listener
+from forq.broker.pubsub import Subscription
 from forq.broker.recovery import Position
 from forq.job import new_id
 from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
@@ -24,8 +24,8 @@ def worker(queue: OneQueue) -> HandWorker:
 
 
 @pytest.fixture
-def heard(queue: OneQueue, redis_url: str) -> Iterator[Listener]:
-    listener = Listener(redis_url, due_channels(PREFIX, 0), name="ears")
+def heard(queue: OneQueue, redis_url: str) -> Iterator[Subscription]:
+    listener = Subscription(redis_url, due_channels(PREFIX, 0), name="subscription")
     listener.connect()
     yield listener
     listener.close()
@@ -33,7 +33,7 @@ def heard(queue: OneQueue, redis_url: str) -> Iterator[Listener]:
 
 def give_back(queue: OneQueue, worker: HandWorker, turn: int | None = None, index: int = 0) -> int:
     at = Position(worker.name, worker.number if turn is None else turn, index, False)
-    return queue.keeper(worker.processor).rescue(queue.name, at)
+    return queue.recovery(worker.processor).rescue(queue.name, at)
 
 
 def wait_for_turn(queue: OneQueue, worker: HandWorker, want: int = 1) -> list[bytes]:
@@ -48,7 +48,7 @@ def test_all_that_a_worker_has_not_begun_goes_back_uncounted_and_in_order(queue:
     assert give_back(queue, worker) == 3
     assert queue.state() == State(jobs=set("abcd"), waiting={5: list("abcd")})
     assert [queue.stall_count(job_id) for job_id in "abcd"] == [0, 0, 0, 0]
-    assert queue.viewer.counts().done == 0
+    assert queue.inspector.counts().done == 0
 
 
 def test_others_are_woken_for_what_goes_back(queue: OneQueue) -> None:
@@ -102,11 +102,11 @@ def test_a_worker_that_is_removed_later_has_nothing_to_give_back(queue: OneQueue
 
 
 def test_a_heartbeat_tells_of_workers_that_have_not_read_their_last_turn(queue: OneQueue, worker: HandWorker) -> None:
-    keeper = queue.keeper(worker.processor)
+    recovery = queue.recovery(worker.processor)
 
     def unread(turn: int, *, running: bool = False) -> dict[str, int]:
         at = Position(worker.name, turn, 0, running)
-        return keeper.heartbeat(queue.name, 60_000, [at]).unread
+        return recovery.heartbeat(queue.name, 60_000, [at]).unread
 
     assert unread(worker.number - 1) == {worker.name: worker.number}
     assert unread(worker.number) == {}
@@ -114,25 +114,27 @@ def test_a_heartbeat_tells_of_workers_that_have_not_read_their_last_turn(queue: 
     worker.number = 2**53 - 2
     worker.turn(want=1)
     assert unread(2**53 - 2) == {worker.name: 2**53 - 1}, "numbers are told whole"
-    assert keeper.registered(queue.name) == {worker.name: 2**53 - 1}
+    assert recovery.registered(queue.name) == {worker.name: 2**53 - 1}
 
 
 def test_registered_turns_are_read_after_a_rescue_too(queue: OneQueue, worker: HandWorker) -> None:
     queue.rescue(worker, 1)
-    assert queue.keeper(worker.processor).registered(queue.name) == {worker.name: worker.number}
+    assert queue.recovery(worker.processor).registered(queue.name) == {worker.name: worker.number}
 
 
-def all_heard(queue: OneQueue, heard: Listener) -> list[str]:
+def all_heard(queue: OneQueue, heard: Subscription) -> list[str]:
     """What has been published for this queue until now, in its order."""
     queue.redis.publish(queue.channel("due"), "end")
     messages: list[str] = []
     while "end" not in messages:
         select.select([heard], [], [], 20)
-        messages += [message for channel, message in heard.hear() if channel == queue.channel("due")]
+        messages += [message for channel, message in heard.receive() if channel == queue.channel("due")]
     return messages[:-1]
 
 
-def test_a_claim_that_was_sent_along_is_told_of_at_most_once_in_two_seconds(redis_url: str, heard: Listener) -> None:
+def test_a_claim_that_was_sent_along_is_told_of_at_most_once_in_two_seconds(
+    redis_url: str, heard: Subscription
+) -> None:
     # Its name is new: the server remembers when it told of a queue last.
     with one_queue(redis_url, new_id()) as queue:
         worker, other = queue.worker(), queue.worker("w2")
@@ -142,7 +144,7 @@ def test_a_claim_that_was_sent_along_is_told_of_at_most_once_in_two_seconds(redi
         assert all_heard(queue, heard) == [f"look {worker.name} {worker.number}"]
 
 
-def test_nobody_is_told_of_a_claim_whose_worker_waits_for_the_answer(redis_url: str, heard: Listener) -> None:
+def test_nobody_is_told_of_a_claim_whose_worker_waits_for_the_answer(redis_url: str, heard: Subscription) -> None:
     with one_queue(redis_url, new_id()) as queue:
         queue.enqueue("a")
         assert queue.worker().turn(want=1) == ["a"]
@@ -153,7 +155,7 @@ def test_a_heartbeat_tells_for_whom_jobs_wait(queue: OneQueue) -> None:
     worker = queue.worker()
 
     def wanted() -> tuple[bool, bool]:
-        beat = queue.keeper(worker.processor).heartbeat(queue.name, 60_000, [])
+        beat = queue.recovery(worker.processor).heartbeat(queue.name, 60_000, [])
         return beat.main_wanted, beat.retry_wanted
 
     assert wanted() == (False, False)

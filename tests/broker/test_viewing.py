@@ -17,7 +17,7 @@ def ids(queue: OneQueue, state: str | None = None, limit: int = 100) -> list[str
     found: list[str] = []
     after: str | None = None
     while True:
-        page = queue.viewer.jobs(state, limit, after)
+        page = queue.inspector.jobs(state, limit, after)
         found += [job["id"] for job in page.jobs]
         after = page.next
         if after is None:
@@ -31,7 +31,7 @@ def test_counts_say_how_many_jobs_are_in_which_state(queue: OneQueue) -> None:
     worker = queue.worker()
     worker.turn(want=3)
     worker.turn(done="a", failed="b", keep=1)
-    counts = queue.viewer.counts()
+    counts = queue.inspector.counts()
     assert (counts.waiting, counts.active, counts.dead) == (2, 1, 1)
     assert (counts.done, counts.failed, counts.in_flight) == (1, 1, 1)
     assert (counts.paused, counts.mode, counts.dropped) == (False, "work", 0)
@@ -43,7 +43,7 @@ def test_in_flight_is_the_sum_of_the_registered_processing_lists(queue: OneQueue
     for name, processor, want in (("w1", "p1", 1), ("w2", "p1", 2), ("w3", "p2", 2)):
         queue.worker(name, processor).turn(want=want)
     queue.redis.config_resetstat()
-    assert queue.viewer.counts().in_flight == 5
+    assert queue.inspector.counts().in_flight == 5
     assert not {"cmdstat_scan", "cmdstat_keys"} & set(queue.redis.info("commandstats"))
 
 
@@ -58,13 +58,13 @@ def test_the_counts_of_many_queues_come_in_one_look(redis_url: str) -> None:
 
 
 def test_the_oldest_waiting_job_is_found_in_any_list_behind_stale_hints(queue: OneQueue) -> None:
-    assert queue.viewer.counts().oldest_waiting_seconds is None
+    assert queue.inspector.counts().oldest_waiting_seconds is None
     queue.enqueue("a", "b", "c")
     queue.enqueue("d", priority=9)
     queue.producer.cancel("a")
     queue.redis.hset(queue.key("jobs"), "b", "p5 1000000\n[null,null,1]")
     now = int(queue.redis.time()[0])
-    assert queue.viewer.counts().oldest_waiting_seconds == pytest.approx(now - 1000, abs=5)
+    assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(now - 1000, abs=5)
 
 
 def enqueued_at(queue: OneQueue, job_id: str, seconds: float) -> None:
@@ -76,7 +76,7 @@ def enqueued_at(queue: OneQueue, job_id: str, seconds: float) -> None:
 
 def oldest(queue: OneQueue) -> object:
     """Since when the oldest waiting job waits: epoch seconds, give or take what a test may take."""
-    age = queue.viewer.counts().oldest_waiting_seconds
+    age = queue.inspector.counts().oldest_waiting_seconds
     return None if age is None else pytest.approx(queue.redis.time()[0] - age, abs=60)
 
 
@@ -93,7 +93,7 @@ def test_every_kind_of_waiting_has_an_age(redis_url: str, place: str) -> None:
             queue.recover(worker, running=True, outcome="suspect")
         elif place == "retry":
             worker.turn(failed="a")
-            assert queue.viewer.job("a")["state"] == "retry"
+            assert queue.inspector.job("a")["state"] == "retry"
             queue.redis.hdel(queue.key("counts"), "idle_until_ms")
         queue.enqueue("b")
         assert oldest(queue) == 1000
@@ -105,21 +105,21 @@ def test_a_job_that_is_due_waits_since_its_time(queue: OneQueue) -> None:
     assert oldest(queue) is None
     queue.redis.zadd(queue.key("scheduled"), {"a": (now - 500) * 1000})
     assert oldest(queue) == now - 500
-    assert queue.viewer.counts().overdue == 1
+    assert queue.inspector.counts().overdue == 1
 
 
 def test_a_job_that_had_a_time_ahead_has_not_waited_before_it(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job(1, id="a", run_at=4_000_000_000)])
     enqueued_at(queue, "a", 1000)
     queue.redis.zadd(queue.key("scheduled"), {"a": 1})
-    queue.keeper().promote(queue.name)
-    assert queue.viewer.counts().oldest_waiting_seconds == pytest.approx(0, abs=60)
+    queue.recovery().promote(queue.name)
+    assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(0, abs=60)
     queue.redis.hincrby(queue.key("counts"), "idle_until_ms", -500_000)
-    assert queue.viewer.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "from then on it does"
+    assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "from then on it does"
     queue.producer.enqueue([new_job(1, id="b", run_at=4_000_000_000)])
     queue.redis.zadd(queue.key("scheduled"), {"b": 1})
-    queue.keeper().promote(queue.name)
-    assert queue.viewer.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "with others behind it, too"
+    queue.recovery().promote(queue.name)
+    assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "with others behind it, too"
 
 
 def test_the_oldest_is_not_always_the_first(queue: OneQueue) -> None:
@@ -151,7 +151,7 @@ def test_a_hint_that_is_skipped_has_no_age(queue: OneQueue) -> None:
 def test_pages_show_id_identifier_and_state_and_never_data(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     queue.worker().turn(want=1)
-    assert queue.viewer.jobs().jobs == [
+    assert queue.inspector.jobs().jobs == [
         {"id": "a", "identifier": "a", "state": "active"},
         {"id": "b", "identifier": "b", "state": "waiting"},
     ]
@@ -212,19 +212,19 @@ def test_a_job_that_was_cancelled_and_came_back_is_shown_once(queue: OneQueue) -
 )
 def test_a_cursor_that_no_page_gave_is_refused(queue: OneQueue, after: Any) -> None:
     with pytest.raises(UsageError, match="cursor"):
-        queue.viewer.jobs(after=after)
+        queue.inspector.jobs(after=after)
 
 
 def test_a_state_that_is_none_is_refused(queue: OneQueue) -> None:
     with pytest.raises(UsageError, match="state"):
-        queue.viewer.jobs("busy")
+        queue.inspector.jobs("busy")
 
 
 def test_one_job_shows_its_owner_while_it_runs(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)
-    job = queue.viewer.job("a")
+    job = queue.inspector.job("a")
     assert (job["state"], job["worker"], job["fence"], job["removed"]) == ("active", "w1", int(worker.fence), False)
 
 
@@ -235,18 +235,18 @@ def test_of_several_dead_jobs_of_an_id_the_last_is_shown(queue: OneQueue) -> Non
         worker.turn(want=1)
         worker.number += 1
         worker.consumer.turn(worker.number, [], [job_id, worker.fence, 1, '"no"', '"no"', "retriable", "", "0.5"], 0, 0)
-    assert queue.viewer.job("a")["fence"] == int(worker.fence)
-    assert queue.viewer.job("a")["state"] == "dead"
+    assert queue.inspector.job("a")["fence"] == int(worker.fence)
+    assert queue.inspector.job("a")["state"] == "dead"
 
 
 def test_an_unknown_job_and_an_unknown_queue_are_told_apart(queue: OneQueue) -> None:
     with pytest.raises(UnknownJob):
-        queue.viewer.job("a")
+        queue.inspector.job("a")
     queue.registry.delete(queue.name, force=True)
     with pytest.raises(UnknownQueue):
-        queue.viewer.job("a")
+        queue.inspector.job("a")
     with pytest.raises(UnknownQueue):
-        queue.viewer.counts()
+        queue.inspector.counts()
 
 
 def test_blocked_jobs_are_listed_with_the_identifiers_of_those_that_wait(queue: OneQueue) -> None:
@@ -254,7 +254,7 @@ def test_blocked_jobs_are_listed_with_the_identifiers_of_those_that_wait(queue: 
     queue.worker().turn(want=3)
     for job_id in "cab":
         queue.producer.enqueue([new_job({"n": 2}, id=job_id, identifier=f"second {job_id}")])
-    assert queue.viewer.jobs("blocked").jobs == [
+    assert queue.inspector.jobs("blocked").jobs == [
         {"id": job_id, "identifier": f"second {job_id}", "state": "blocked"} for job_id in "abc"
     ]
     assert ids(queue, "blocked", limit=2) == ["a", "b", "c"]

@@ -11,8 +11,8 @@ import pytest
 from forq import Client
 from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX, ended_channel
-from forq.broker.pubsub import Listener
-from forq.broker.results import Ends, Look
+from forq.broker.pubsub import Subscription
+from forq.broker.results import ResultWaiter, WaitStatus
 from forq.errors import (
     BY_CODE,
     ForqError,
@@ -91,8 +91,8 @@ def claimed(queue: OneQueue, *ids: str) -> HandWorker:
     return worker
 
 
-def ends(queue: OneQueue, job_id: str = "a") -> Ends:
-    return Ends(queue.link, DEFAULT_PREFIX, queue.name, job_id)
+def waiter(queue: OneQueue, job_id: str = "a") -> ResultWaiter:
+    return ResultWaiter(queue.link, DEFAULT_PREFIX, queue.name, job_id)
 
 
 @pytest.mark.spec("M8")
@@ -162,7 +162,7 @@ def test_a_death_is_told_although_the_next_job_of_that_id_is_live(queue: OneQueu
     waiting = Waiting(queue).begun()
     queue.enqueue("a", if_exists="update")
     worker.turn(failed="a")
-    assert queue.viewer.job("a")["state"] == "waiting"
+    assert queue.inspector.job("a")["state"] == "waiting"
     with pytest.raises(JobDead):
         waiting.result()
 
@@ -187,7 +187,7 @@ def test_the_job_that_is_waited_for_counts_and_not_those_of_that_id_before_and_a
     queue.enqueue("a", if_exists="update")
     worker.turn(done="a", results={"a": '"second"'})
     assert waiting.result() == "second"
-    assert queue.viewer.job("a")["state"] == "waiting", "the third one"
+    assert queue.inspector.job("a")["state"] == "waiting", "the third one"
 
 
 def cancel(queue: OneQueue, worker: HandWorker) -> None:
@@ -315,14 +315,14 @@ def test_a_queue_for_which_very_many_wait_can_be_deleted(queue: OneQueue) -> Non
 
 def test_a_queue_that_was_made_again_while_nobody_heard_is_another(queue: OneQueue) -> None:
     queue.enqueue("a")
-    look = ends(queue).look(None, VALID_MS)
+    status = waiter(queue).check(None, VALID_MS)
     queue.registry.delete("q", force=True)
     while queue.registry.purge("q", lambda dropped: None):
         pass
     queue.create(keep_done_ms=HOUR_MS)
     queue.enqueue("a")
     with pytest.raises(UnknownQueue):
-        ends(queue).look(look.place, VALID_MS)
+        waiter(queue).check(status.target, VALID_MS)
 
 
 def test_many_wait_for_one_job_and_one_for_each_of_many(queue: OneQueue) -> None:
@@ -371,7 +371,7 @@ def test_a_job_that_ends_while_redis_is_restarted_is_found(redis_url: str) -> No
             server.start()
             queue.link.close()
             worker.consumer.close()
-            # Whoever is faster: what ends before a waiter is back is found by its look.
+            # Whoever is faster: what ends before a waiter is back is found by its check.
             queue.enqueue("b", if_exists="update")
             worker.turn(done="a", failed="b", keep=2, results={"a": '"kept"'})
             assert waits["a"].result() == "kept"
@@ -415,8 +415,8 @@ def test_out_of_memory_one_can_still_wait(queue: OneQueue) -> None:
 # The script.
 
 
-def again(queue: OneQueue, look: Look, job_id: str = "a") -> Look:
-    return ends(queue, job_id).look(look.place, VALID_MS)
+def again(queue: OneQueue, status: WaitStatus, job_id: str = "a") -> WaitStatus:
+    return waiter(queue, job_id).check(status.target, VALID_MS)
 
 
 def run_next(queue: OneQueue, worker: HandWorker, result: str) -> None:
@@ -427,17 +427,17 @@ def run_next(queue: OneQueue, worker: HandWorker, result: str) -> None:
 
 def test_all_who_wait_for_one_job_have_its_mark_and_those_of_the_next_another(queue: OneQueue) -> None:
     queue.enqueue("a")
-    first = ends(queue).look(None, VALID_MS)
+    first = waiter(queue).check(None, VALID_MS)
     worker = queue.worker()
     worker.turn(want=1)
-    assert ends(queue).look(None, VALID_MS).place == first.place, "it is claimed, and the same job"
+    assert waiter(queue).check(None, VALID_MS).target == first.target, "it is claimed, and the same job"
     queue.enqueue("a", if_exists="update")
     worker.turn(done="a", results={"a": "1"})
-    second = ends(queue).look(None, VALID_MS)
-    assert (second.state, second.place == first.place) == ("live", False)
+    second = waiter(queue).check(None, VALID_MS)
+    assert (second.state, second.target == first.target) == ("live", False)
     run_next(queue, worker, "second")
-    last = ends(queue).look(None, VALID_MS)
-    assert (last.state, last.place.mark, last.fence) == ("done", "", int(worker.fence))
+    last = waiter(queue).check(None, VALID_MS)
+    assert (last.state, last.target.mark, last.fence) == ("done", "", int(worker.fence))
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -450,7 +450,7 @@ def test_the_result_of_the_next_job_of_that_id_is_never_taken_for_its_own(
     worker = queue.worker()
     if begun:
         worker.turn(want=1)
-    look = ends(queue).look(None, VALID_MS)
+    status = waiter(queue).check(None, VALID_MS)
     if not begun:
         worker.turn(want=1)
     if behind == "blocked":
@@ -458,69 +458,69 @@ def test_the_result_of_the_next_job_of_that_id_is_never_taken_for_its_own(
     worker.turn(done="a", results={"a": '"first"'})
     if behind == "afterwards":
         queue.enqueue("a")
-    other = ends(queue).look(None, VALID_MS)
+    other = waiter(queue).check(None, VALID_MS)
     run_next(queue, worker, "second")
-    assert [again(queue, each).done.result for each in (look, other)] == ["first", "second"]  # type: ignore[union-attr]
+    assert [again(queue, each).done.result for each in (status, other)] == ["first", "second"]  # type: ignore[union-attr]
 
 
 def test_a_job_that_waits_for_its_time_and_is_updated_stays_the_same(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job(1, id="a", run_in=3600)])
-    look = ends(queue).look(None, VALID_MS)
+    status = waiter(queue).check(None, VALID_MS)
     queue.producer.enqueue([new_job(2, id="a")], Update("update"))
-    assert again(queue, look).place == look.place
+    assert again(queue, status).target == status.target
     run_next(queue, queue.worker(), "updated")
     queue.enqueue("a")
-    assert again(queue, look).done.result == "updated"  # type: ignore[union-attr]
+    assert again(queue, status).done.result == "updated"  # type: ignore[union-attr]
 
 
 def test_a_job_that_comes_back_with_what_was_blocked_behind_it_stays_the_same(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
-    look = ends(queue).look(None, VALID_MS)
+    status = waiter(queue).check(None, VALID_MS)
     queue.enqueue("a", if_exists="update")
     queue.recover(worker)
-    assert again(queue, look).state == "live"
+    assert again(queue, status).state == "live"
     run_next(queue, queue.worker("w2"), "at last")
-    assert again(queue, look).done.result == "at last"  # type: ignore[union-attr]
+    assert again(queue, status).done.result == "at last"  # type: ignore[union-attr]
 
 
 def test_a_cancelled_job_is_not_the_one_that_was_enqueued_after_it(queue: OneQueue) -> None:
     queue.enqueue("a")
     waiting = Waiting(queue).begun()
-    look = ends(queue).look(None, VALID_MS)
+    status = waiter(queue).check(None, VALID_MS)
     queue.producer.cancel("a")
     queue.enqueue("a")
     with pytest.raises(UnknownJob, match="cancelled"):
         waiting.result()
     run_next(queue, queue.worker(), "of the other one")
-    assert again(queue, look).state == "cancelled"
+    assert again(queue, status).state == "cancelled"
 
 
 def test_a_dead_job_is_not_the_one_that_was_done_after_it(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
-    look = ends(queue).look(None, VALID_MS)
+    status = waiter(queue).check(None, VALID_MS)
     queue.enqueue("a", if_exists="update")
     worker.turn(failed="a", error='{"name":"Oops","message":"no"}')
     died = int(worker.fence)
     run_next(queue, worker, "of the other one")
-    seen = again(queue, look)
+    seen = again(queue, status)
     assert (seen.state, seen.fence) == ("dead", died)
-    assert ends(queue).error_of_dead(died) == {"name": "Oops", "message": "no"}
+    assert waiter(queue).error_of_dead(died) == {"name": "Oops", "message": "no"}
 
 
 def test_a_result_that_is_kept_no_more_is_still_told_to_who_waits(queue: OneQueue) -> None:
     queue.registry.configure("q", {"done_max": 1}, {})
     worker = claimed(queue, "a", "b")
-    look = ends(queue).look(None, VALID_MS)
+    status = waiter(queue).check(None, VALID_MS)
     worker.turn(done="a", keep=1, results={"a": '"first"'})
     worker.turn(done="b", results={"b": "2"})
     assert queue.hash("done:jobs").keys() == {"b"}
-    assert again(queue, look).done.result == "first"  # type: ignore[union-attr]
+    assert again(queue, status).done.result == "first"  # type: ignore[union-attr]
 
 
 def test_what_was_told_is_forgotten_after_a_minute_and_a_result_after_ten_seconds(queue: OneQueue) -> None:
     """Else results that are waited for would take memory for a minute, however few of them the queue keeps."""
     worker = claimed(queue, "a", "b", "c")
-    of_a, of_b = (ends(queue, job_id).look(None, VALID_MS).place.mark for job_id in "ab")
+    of_a, of_b = (waiter(queue, job_id).check(None, VALID_MS).target.mark for job_id in "ab")
     worker.turn(done="ac", keep=1, results={"a": "1", "c": "3"})
     worker.turn(failed="b", kind="permanent")
     with_result, without = queue.key(f"told:{of_a}:a"), queue.key(f"told:{of_b}:b")
@@ -536,33 +536,33 @@ def forget_who_waits(queue: OneQueue) -> None:
 
 def test_who_was_away_for_long_finds_his_job_by_the_time_it_was_enqueued(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
-    look = ends(queue).look(None, VALID_MS)
+    status = waiter(queue).check(None, VALID_MS)
     forget_who_waits(queue)
-    other = ends(queue).look(None, VALID_MS)
-    assert other.place != look.place
-    seen = again(queue, look)
-    assert (seen.state, seen.place) == ("live", other.place), "both are told"
+    other = waiter(queue).check(None, VALID_MS)
+    assert other.target != status.target
+    seen = again(queue, status)
+    assert (seen.state, seen.target) == ("live", other.target), "both are told"
     worker.turn(done="a", results={"a": '"mine"'})
     forget_who_waits(queue)
-    assert again(queue, look).done.result == "mine"  # type: ignore[union-attr]
+    assert again(queue, status).done.result == "mine"  # type: ignore[union-attr]
     time.sleep(0.002)
     queue.enqueue("a")
-    assert again(queue, look).done.result == "mine", "another one is live"  # type: ignore[union-attr]
+    assert again(queue, status).done.result == "mine", "another one is live"  # type: ignore[union-attr]
     run_next(queue, worker, "of the other one")
-    assert again(queue, look).state == "gone"
+    assert again(queue, status).state == "gone"
 
 
 def test_who_was_away_for_long_finds_a_dead_job_by_the_time_it_was_enqueued(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
-    look = ends(queue).look(None, VALID_MS)
+    status = waiter(queue).check(None, VALID_MS)
     worker.turn(failed="a", error='{"name":"Oops"}')
     forget_who_waits(queue)
-    assert again(queue, look).state == "gone"
-    assert ends(queue).error_of_last_dead(look.place) == {"name": "Oops"}
+    assert again(queue, status).state == "gone"
+    assert waiter(queue).error_of_last_dead(status.target) == {"name": "Oops"}
     time.sleep(0.002)
     queue.enqueue("a")
-    other = ends(queue).look(None, VALID_MS)
-    assert ends(queue).error_of_last_dead(other.place) is None
+    other = waiter(queue).check(None, VALID_MS)
+    assert waiter(queue).error_of_last_dead(other.target) is None
 
 
 def test_an_end_that_is_told_without_a_mark_is_found(queue: OneQueue) -> None:
@@ -570,7 +570,7 @@ def test_an_end_that_is_told_without_a_mark_is_found(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     waiting = Waiting(queue).begun()
     queue.redis.hset(queue.key("waiters"), "a", 2**42)
-    assert ends(queue).look(None, VALID_MS).state == "live"
+    assert waiter(queue).check(None, VALID_MS).state == "live"
     queue.redis.hdel(queue.key("waiters"), "a")
     worker.turn(done="a", results={"a": '"found"'})
     queue.redis.publish(ended_channel(queue.base, 0, "a"), f"done {worker.fence}")
@@ -592,13 +592,13 @@ def test_many_jobs_of_one_id_one_behind_the_other_give_each_its_own_result(queue
 
 def test_a_waiter_is_written_down_for_a_while_and_the_last_to_go_counts(queue: OneQueue) -> None:
     queue.enqueue("a")
-    ends(queue).look(None, 60_000)
+    waiter(queue).check(None, 60_000)
     seconds, micros = queue.redis.time()
     now_ms = seconds * 1000 + micros // 1000
     assert abs(valid_until(queue) - now_ms - 60_000) < 10_000
-    ends(queue).look(None, 1000)
+    waiter(queue).check(None, 1000)
     assert valid_until(queue) > now_ms + 40_000
-    ends(queue).look(None, 60_000)
+    waiter(queue).check(None, 60_000)
     assert 100_000 < queue.redis.pttl(queue.key("waiters")) <= 120_000
 
 
@@ -607,29 +607,29 @@ def test_waiters_that_died_are_forgotten_by_chance(queue: OneQueue) -> None:
     queue.redis.hset(queue.key("waiters"), mapping={f"dead{number}": 1 for number in range(20)})
 
     def only_the_living() -> bool:
-        ends(queue).look(None, VALID_MS)
+        waiter(queue).check(None, VALID_MS)
         return set(waiters(queue)) == {"a"}
 
     wait_until(only_the_living)
 
 
 def heard(queue: OneQueue, job_id: str, act: Callable[[], object]) -> list[str]:
-    ears = Listener(queue.url, ended_channel(queue.base, 0, job_id), name="test", exact=True)
-    ears.connect()
+    subscription = Subscription(queue.url, ended_channel(queue.base, 0, job_id), name="test", exact=True)
+    subscription.connect()
     act()
     queue.redis.publish(ended_channel(queue.base, 0, job_id), "over")
     messages: list[str] = []
     while "over" not in messages:
-        select.select([ears], [], [], 10)
-        messages += [text for _, text in ears.hear()]
-    ears.close()
+        select.select([subscription], [], [], 10)
+        messages += [text for _, text in subscription.receive()]
+    subscription.close()
     return messages[:-1]
 
 
 def test_only_who_waits_is_told_how_a_job_ended_and_once(queue: OneQueue) -> None:
     worker = claimed(queue, "a", "b", "c", "d")
     queue.enqueue("waits", priority=9)
-    mark = {job_id: ends(queue, job_id).look(None, VALID_MS).place.mark for job_id in ("a", "b", "c", "waits")}
+    mark = {job_id: waiter(queue, job_id).check(None, VALID_MS).target.mark for job_id in ("a", "b", "c", "waits")}
     fence = worker.fence
     assert heard(queue, "a", lambda: worker.turn(done="a", keep=3)) == [f"done {fence} {mark['a']}"]
     assert heard(queue, "b", lambda: worker.turn(failed="b", keep=2)) == [f"dead {fence} {mark['b']}"]
@@ -645,7 +645,7 @@ def test_what_is_given_back_is_no_end(queue: OneQueue) -> None:
     worker = claimed(queue, "a", "b")
     queue.producer.remove("b")
     for job_id in "ab":
-        ends(queue, job_id).look(None, VALID_MS)
+        waiter(queue, job_id).check(None, VALID_MS)
     assert heard(queue, "a", lambda: queue.recover(worker, running=True)) == []
     assert set(waiters(queue)) == {"a"}, "the removed one has ended"
 

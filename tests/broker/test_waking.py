@@ -56,22 +56,22 @@ def test_a_token_that_died_with_its_worker_is_replaced(queue: OneQueue) -> None:
         if processor == "p1":
             queue.recover(worker)
         else:
-            queue.keeper().evict(queue.name, processor, "supervisor_lost")
+            queue.recovery().evict(queue.name, processor, "supervisor_lost")
         assert queue.pending() == [""]
 
 
 def test_a_heartbeat_replaces_a_lost_token(queue: OneQueue) -> None:
     queue.enqueue("a", priority=1)
     queue.redis.delete(queue.key("pending"))
-    queue.keeper().heartbeat(queue.name, 1000, [])
+    queue.recovery().heartbeat(queue.name, 1000, [])
     assert queue.pending() == [""]
 
 
 def test_a_token_is_no_job_to_anyone(queue: OneQueue) -> None:
     queue.enqueue("a", priority=1)
-    counts = queue.viewer.counts()
+    counts = queue.inspector.counts()
     assert (counts.waiting, counts.active, counts.dropped) == (1, 0, 0)
-    assert [job["id"] for job in queue.viewer.jobs().jobs] == ["a"]
+    assert [job["id"] for job in queue.inspector.jobs().jobs] == ["a"]
 
 
 def test_nothing_is_woken_while_paused_and_everybody_on_resume(queue: OneQueue) -> None:
@@ -196,7 +196,7 @@ def test_without_limits_a_turn_does_not_look_for_limited_workers(queue: OneQueue
     queue.redis.zadd(queue.key("limited"), {"p1 w1": 1, "p1 w2": 2})
     queue.worker("w3").turn(want=1)
     assert limited(queue) == ["p1 w1", "p1 w2"]
-    queue.keeper().promote(queue.name)
+    queue.recovery().promote(queue.name)
     assert limited(queue) == []
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from forq.broker.claim import Consumer
 from forq.broker.outbox import Outbox
-from forq.broker.recovery import Keeper
+from forq.broker.recovery import WorkerRecovery
 from tests.chaos.ground import Ground, append
 
 # Where, in the words of the table that a run prints.
@@ -62,14 +62,14 @@ def lay(ground: Ground) -> None:
         append(ground.joined, f"{os.getpid()} {consumer.processor}")
         return epoch
 
-    def around_recover(recover: _Call, keeper: Keeper, *args: Any, **kwargs: Any) -> Any:
+    def around_recover(recover: _Call, recovery: WorkerRecovery, *args: Any, **kwargs: Any) -> Any:
         reach("before_recover")
-        answer = recover(keeper, *args, **kwargs)
+        answer = recover(recovery, *args, **kwargs)
         reach("after_recover")
         return answer
 
-    def around_heartbeats(heartbeats: _Call, keeper: Keeper, *args: Any) -> Iterator[Any]:
-        for answer in heartbeats(keeper, *args):
+    def around_heartbeats(heartbeats: _Call, recovery: WorkerRecovery, *args: Any) -> Iterator[Any]:
+        for answer in heartbeats(recovery, *args):
             yield answer
             reach("in_heartbeat")
 
@@ -86,8 +86,8 @@ def lay(ground: Ground) -> None:
     _wrap(Consumer, "turn", around_turn)
     _wrap(Consumer, "wait_for_turn", around_wait)
     _wrap(Consumer, "join", around_join)
-    _wrap(Keeper, "recover", around_recover)
-    _wrap(Keeper, "heartbeats", around_heartbeats)
+    _wrap(WorkerRecovery, "recover", around_recover)
+    _wrap(WorkerRecovery, "heartbeats", around_heartbeats)
     _wrap(Outbox, "collect", around_collect)
     _wrap(Outbox, "forget", around_forget)
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forq.broker.inspect import Viewer
+from forq.broker.inspect import Inspector
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, main_queue, queue_base
 from forq.broker.link import Link
 from tests.chaos.checker import violations
@@ -122,9 +122,9 @@ def _standing(stage: Stage) -> dict[str, dict[str, int]]:
 
 def _counts(link: Link, name: str) -> dict[str, Any]:
     """Of a fail queue, too, which no user can name."""
-    viewer = Viewer(link, DEFAULT_PREFIX, main_queue(name))
-    viewer._base = queue_base(DEFAULT_PREFIX, name)
-    return asdict(viewer.counts())
+    inspector = Inspector(link, DEFAULT_PREFIX, main_queue(name))
+    inspector._base = queue_base(DEFAULT_PREFIX, name)
+    return asdict(inspector.counts())
 
 
 def _audited(stage: Stage) -> list[str]:

@@ -111,8 +111,10 @@ def test_who_hears_of_due_times_hears_of_a_new_queue_s_when_create_has_answered(
         create = ("create", "later", "--handler", "delayed:note_run", "--path", str(HANDLERS))
         wait_until(lambda: forq.run_ctl(*create).returncode == 0)
         with server.connect() as redis:
-            ears = [client["psub"] for client in redis.client_list() if client["name"] == "forq-pulse-ears"]
-            assert ears == ["1"], "pulse listens"
+            subscription = [
+                client["psub"] for client in redis.client_list() if client["name"] == "forq-pulse-subscription"
+            ]
+            assert subscription == ["1"], "pulse listens"
             assert redis.hget("forq:queue:{later}:counts", "last_beat_ms")
         forq.wait_for_child("later")
         jobs = DelayedJobs(forq, server, made=True)

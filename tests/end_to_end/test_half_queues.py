@@ -78,7 +78,7 @@ def test_a_deletion_that_was_left_is_finished_and_what_it_dropped_is_logged(
         assert Registry(link, DEFAULT_PREFIX).delete("gate", force=True) == JOBS
     else:
         epoch = link.call("HGET", f"{base}:options", "epoch")
-        assert link.run_all(script("delete"), [(base, epoch, 1), (f"{base}:fail", "", 1)])[0][1] == JOBS
+        assert link.run_atomic(script("delete"), [(base, epoch, 1), (f"{base}:fail", "", 1)])[0][1] == JOBS
     wait_until(lambda: entry(link, "gate") is None)
     lines = whole_lines(forq.state_dir / "logs" / "gate" / "failed.jsonl")
     assert sorted(json.loads(line)["data"]["n"] for line in lines) == list(range(JOBS))

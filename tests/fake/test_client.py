@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.results import Ends
+from forq.broker.results import ResultWaiter
 from forq.client import Client, Queue
 from forq.errors import Exists, InvalidData, InvalidId, JobDead, UnknownJob, UnknownQueue, UsageError, WaitTimeout
 from tests.support.fake_server import FakeServer
@@ -118,19 +118,19 @@ def test_wait_gets_what_the_handler_returned(q: Queue, worker: HandWorker) -> No
 
 
 def test_who_listens_hears_the_end_of_a_job(queue: OneQueue, q: Queue, worker: HandWorker) -> None:
-    """fakeredis passes on what the library publishes, and the listener's descriptor can be watched."""
+    """fakeredis passes on what the library publishes, and the subscription's descriptor can be watched."""
     q.enqueue(1, id="a")
     worker.turn(want=1)
-    ends = Ends(queue.link, DEFAULT_PREFIX, queue.name, "a")
-    listener, poll = ends.listener(), select.poll()
-    listener.connect()
-    poll.register(listener.fileno(), select.POLLIN)
-    assert ends.look(None, 60_000).state == "live"
+    waiter = ResultWaiter(queue.link, DEFAULT_PREFIX, queue.name, "a")
+    subscription, poll = waiter.subscription(), select.poll()
+    subscription.connect()
+    poll.register(subscription.fileno(), select.POLLIN)
+    assert waiter.check(None, 60_000).state == "live"
     assert poll.poll(0) == []
     worker.turn(done="a")
     assert poll.poll(0)
-    assert [message.split()[0] for _, message in listener.hear()] == ["done"]
-    listener.close()
+    assert [message.split()[0] for _, message in subscription.receive()] == ["done"]
+    subscription.close()
 
 
 def test_a_job_that_died_is_listed_retried_and_discarded(q: Queue, worker: HandWorker) -> None:

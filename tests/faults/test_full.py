@@ -11,7 +11,7 @@ import pytest
 
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
-from forq.broker.recovery import Keeper
+from forq.broker.recovery import WorkerRecovery
 from forq.errors import BackPressure, RedisUnavailable
 from tests.support.faulty_servers import SmallDiskServer
 from tests.support.running import Forq, running, wait_until, whole_lines
@@ -177,7 +177,7 @@ def test_a_supervisor_that_is_evicted_while_its_disk_is_full_begins_anew(redis_u
         always_full(forq.state_dir / "processor.tmp")
         before = forq.status()["supervisor"]["processor"]
         link = Link(redis_url)
-        Keeper(link, DEFAULT_PREFIX, "another").evict("work", before, "host_lost")
+        WorkerRecovery(link, DEFAULT_PREFIX, "another").evict("work", before, "host_lost")
         link.close()
         forq.client().queue("work").enqueue(1)
         wait_until(lambda: len(forq.traces("end")) == 1, what="a job runs")

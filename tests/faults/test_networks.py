@@ -107,9 +107,9 @@ def test_a_producer_that_lost_the_reply_is_told_and_its_token_makes_the_second_c
         proxy.lose_reply(b"forq-producer")
         with pytest.raises(OutcomeUnknown):
             producer.enqueue([new_job(2, token="order-7")])
-        assert queue.viewer.counts().waiting == 2, "it was carried out"
+        assert queue.inspector.counts().waiting == 2, "it was carried out"
         producer.enqueue([new_job(2, token="order-7")], Update("refuse"))
-        assert queue.viewer.counts().waiting == 2
+        assert queue.inspector.counts().waiting == 2
         link.close()
 
 

@@ -55,12 +55,12 @@ def live(queue: OneQueue) -> dict[str, Callable[[], object]]:
         "forget": lambda: outbox.forget(queue.name, lines),
         "claim again": lambda: main.turn(want=2),
         "claim by another": lambda: other.turn(want=1),
-        "heartbeat": lambda: queue.keeper("p2").heartbeat(queue.name, EXPIRY_MS, [other.position(0, running=True)]),
+        "heartbeat": lambda: queue.recovery("p2").heartbeat(queue.name, EXPIRY_MS, [other.position(0, running=True)]),
         "recover": lambda: queue.recover(main, 0, running=True),
         "cancel": lambda: queue.producer.cancel("l"),
         "pause": lambda: queue.registry.pause(queue.name, paused=True),
         "resume": lambda: queue.registry.pause(queue.name, paused=False),
-        "evict": lambda: queue.keeper("p1").evict(queue.name, "p2", "supervisor_lost"),
+        "evict": lambda: queue.recovery("p1").evict(queue.name, "p2", "supervisor_lost"),
         "enqueue at the end": lambda: queue.enqueue("z"),
     }
 
@@ -97,7 +97,7 @@ def test_a_queue_goes_on_from_what_is_left_of_the_append_only_file(step: str) ->
         with cut_copy(server, cut) as copy:
             left = OneQueue(copy.url, max_retries=3)
             for processor in ("p1", "p2"):
-                left.keeper("p3").evict(left.name, processor, "supervisor_lost")
+                left.recovery("p3").evict(left.name, processor, "supervisor_lost")
             jobs = left.state().jobs - {job.decode() for job in left.redis.zrange(left.key("scheduled"), 0, -1)}
             worker, held = left.worker("w3", "p3"), left.worker("w4", "p3", "retry")
             done: set[str] = set()
@@ -106,7 +106,7 @@ def test_a_queue_goes_on_from_what_is_left_of_the_append_only_file(step: str) ->
                     who.turn(done="".join(job_id for job_id in claimed if job_id in who.held()))
                 done |= set(claimed)
             assert done >= jobs
-            counts = left.viewer.counts()
+            counts = left.inspector.counts()
             assert (counts.waiting, counts.active) == (0, 0)
             left.close()
 
@@ -203,7 +203,7 @@ def test_supervisors_go_on_with_what_is_left_after_a_power_loss() -> None:
         cut = stored + (size - stored) // 3
         with cut_copy(server, cut) as copy, one_queue(copy.url, "work") as seen:
             left = seen.state().jobs
-            expected = seen.viewer.counts().done + len(left)
+            expected = seen.inspector.counts().done + len(left)
         assert left, "some settled jobs are unsettled again"
         os.truncate(growing_file(server), cut)
         server.start()

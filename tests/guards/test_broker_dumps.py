@@ -21,7 +21,7 @@ from tests.broker.test_release_model import ReleaseMachine
 from tests.guards.model_runs import choose, dump, read_runs, repeat, write_runs
 from tests.guards.recording import RECORD, RECORDED, compare
 from tests.support.one_queue import EXPIRY_MS, one_queue
-from tests.support.schedules import HandSchedules
+from tests.support.schedules import ScheduleRig
 from tests.support.server import Server
 
 MACHINES = {"queue": QueueMachine, "limits": LimitedQueueMachine, "release": ReleaseMachine}
@@ -74,15 +74,15 @@ def others(server: Server) -> Iterator[str]:
         lines = outbox.collect("q")
         yield dump(server)
         assert outbox.forget("q", lines)
-        hand = HandSchedules(queue)
-        hand.set("hourly", data={"n": 1}, priority=3, overlap="skip")
-        hand.set("nightly", cron="0 3 * * *", zone="Europe/Berlin", catch_up="all")
-        hand.pass_time(3 * 3_600_000, "hourly")
-        hand.promote()
-        hand.schedules.trigger("nightly")
+        rig = ScheduleRig(queue)
+        rig.set("hourly", data={"n": 1}, priority=3, overlap="skip")
+        rig.set("nightly", cron="0 3 * * *", zone="Europe/Berlin", catch_up="all")
+        rig.pass_time(3 * 3_600_000, "hourly")
+        rig.promote()
+        rig.schedules.trigger("nightly")
         yield dump(server)
-        hand.schedules.drop("hourly")
-        hand.close()
+        rig.schedules.drop("hourly")
+        rig.close()
         queue.registry.configure("q", {"max_retries": 9}, {})
         queue.registry.pause("q", paused=True)
         yield dump(server)

@@ -40,7 +40,7 @@ def numbered(spark: SparkSession, count: int, partitions: int = 2) -> DataFrame:
 
 
 def data_of(queue: OneQueue) -> list[Any]:
-    return sorted((queue.viewer.job(job_id)["data"] for job_id in queue.state().jobs), key=repr)
+    return sorted((queue.inspector.job(job_id)["data"] for job_id in queue.state().jobs), key=repr)
 
 
 def test_each_row_is_a_job_with_all_that_its_columns_say(spark: SparkSession, queue: OneQueue) -> None:
@@ -50,7 +50,7 @@ def test_each_row_is_a_job_with_all_that_its_columns_say(spark: SparkSession, qu
            union all select 'q', 'null', 'two', null, null, null, null, null"""
     )
     write(rows, queue)
-    one, two = (queue.viewer.job(job_id) for job_id in ("one", "two"))
+    one, two = (queue.inspector.job(job_id) for job_id in ("one", "two"))
     assert (one["data"], one["identifier"], one["priority"], one["type"]) == ({"a": [1.0, None, "ü"]}, "who", 2, "t")
     assert (one["state"], one["run_at"]) == ("scheduled", 2_000_000_000.123)
     assert (two["data"], two["identifier"], two["priority"], two["state"]) == (None, "two", 5, "waiting")
@@ -95,7 +95,7 @@ def test_a_write_with_the_same_run_stores_nothing_again_not_even_what_has_ended(
         write(numbered(spark, 700), queue, run="import-1")
         write(with_ids, queue, run="import-1")
         drain(queue, worker)
-    assert queue.viewer.counts().done == 702
+    assert queue.inspector.counts().done == 702
     write(numbered(spark, 700), queue, run="import-2")
     write(numbered(spark, 10), queue)
     write(numbered(spark, 10), queue)
@@ -106,9 +106,9 @@ def test_a_job_that_is_there_is_left_or_updated_as_asked(spark: SparkSession, qu
     queue.enqueue("a")
     rows = spark.sql("select 'q' queue, 'new' text, 'a' id").selectExpr("queue", "to_json(struct(text)) data", "id")
     write(rows, queue)
-    assert queue.viewer.job("a")["data"] == {"n": "a"}
+    assert queue.inspector.job("a")["data"] == {"n": "a"}
     write(rows, queue, ifExists="update")
-    assert queue.viewer.job("a")["data"] == {"text": "new"}
+    assert queue.inspector.job("a")["data"] == {"text": "new"}
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_stream_that_repeats_its_last_batch_stores_nothing_again(
     for name in ("0", ".0.crc"):
         (tmp_path / "at" / "commits" / name).unlink()
     stream()
-    assert queue.viewer.counts().done == 300
+    assert queue.inspector.counts().done == 300
     assert queue.state().jobs == set()
     numbered(spark, 300).write.mode("append").parquet(str(tmp_path / "rows"))
     stream()

@@ -15,7 +15,7 @@ from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import script
 from forq.broker.server_check import check_server
-from forq.broker.topology import HOPS, Cluster, Moved, ask_nodes, slot_of
+from forq.broker.topology import HOPS, Cluster, Moved, fetch_slot_map, slot_of
 from forq.client import Queue
 from forq.errors import ForqError, RedisUnavailable, UnknownQueue
 from forq.redis_url import read_address
@@ -240,7 +240,7 @@ def test_a_node_that_lost_its_cluster_is_not_asked_where_to_go(cluster: RedisClu
         wait_until(lambda: b"cluster_state:fail" in ask(lost, "CLUSTER", "INFO"))
         mixed = f"redis+cluster://127.0.0.1:{lost.port},127.0.0.1:{cluster.masters[0].port}"
         for _ in range(8):  # in whatever order they are asked
-            assert len(ask_nodes(read_address(mixed), (), "test").masters()) == 3
+            assert len(fetch_slot_map(read_address(mixed), (), "test").masters()) == 3
 
 
 def test_with_one_node_away_the_queues_of_the_others_go_on() -> None:

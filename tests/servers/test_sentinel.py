@@ -9,7 +9,7 @@ import pytest
 from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX, due_channels
 from forq.broker.link import Link
-from forq.broker.pubsub import Listener
+from forq.broker.pubsub import Subscription
 from forq.errors import RedisUnavailable
 from tests.support.redis_cluster import ask, free_ports
 from tests.support.replicas import MASTER, Pair, Sentinels, replicated, watched
@@ -51,18 +51,18 @@ def test_after_a_failover_every_connection_leads_to_the_new_master(setting: tupl
     client = Client(sentinels.url)
     queue = client.create_queue("q")
     safe = queue.enqueue(1, durable="replica")
-    ears = Listener(sentinels.url, due_channels(DEFAULT_PREFIX, 0), name="test")
-    ears.connect()
+    subscription = Subscription(sentinels.url, due_channels(DEFAULT_PREFIX, 0), name="test")
+    subscription.connect()
     pair.master.kill()
     job_id = persists(lambda: queue.enqueue(2))
     wait_until(lambda: sentinels.master_port() == pair.replica.port, what="all sentinels have heard")
     assert {job["id"] for job in queue.jobs().jobs} == {safe, job_id}
     with pytest.raises(RedisUnavailable):
-        ears.hear()
-    ears.connect()
+        subscription.receive()
+    subscription.connect()
     queue.enqueue(3, run_in=60)
-    wait_until(ears.hear, what="what the new master publishes is heard")
-    ears.close()
+    wait_until(subscription.receive, what="what the new master publishes is heard")
+    subscription.close()
 
 
 def test_an_old_master_that_is_a_replica_now_is_left(setting: tuple[Pair, Sentinels]) -> None:

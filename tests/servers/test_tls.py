@@ -12,7 +12,7 @@ import trustme
 from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX, due_channels
 from forq.broker.link import Link
-from forq.broker.pubsub import Listener
+from forq.broker.pubsub import Subscription
 from forq.errors import OutcomeUnknown, RedisUnavailable
 from tests.support.redis_cluster import free_ports, redis_cluster
 from tests.support.relay import relay
@@ -128,13 +128,13 @@ def test_a_server_without_tls_is_not_spoken_to(server: Server) -> None:
 
 def test_what_is_published_is_heard(port: int, authority: Authority) -> None:
     url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.file}"
-    ears = Listener(url, due_channels(DEFAULT_PREFIX, 0), name="test")
-    ears.connect()
-    assert ears.hear() == []
+    subscription = Subscription(url, due_channels(DEFAULT_PREFIX, 0), name="test")
+    subscription.connect()
+    assert subscription.receive() == []
     queue = Client(url).create_queue("q")
     queue.enqueue(1, run_in=60)
-    assert wait_until(ears.hear)[0][0] == "forq:queue:{q}@0:due"
-    ears.close()
+    assert wait_until(subscription.receive)[0][0] == "forq:queue:{q}@0:due"
+    subscription.close()
 
 
 def test_a_cluster_is_reached_through_tls_on_every_node(authority: Authority) -> None:

@@ -64,7 +64,7 @@ class Hall:
 def hall(redis_url: str) -> Iterator[Hall]:
     hall = Hall(redis_url)
     yield hall
-    hall.awaiters._ears.close()
+    hall.awaiters._subscription.close()
     hall.client.close()
     hall.link.close()
 
@@ -150,7 +150,7 @@ def test_what_was_published_while_nobody_heard_it_is_found_after_a_reconnect(hal
     numbers = [
         line.split(b"id=")[1].split()[0]
         for line in hall.link.call("CLIENT", "LIST").splitlines()
-        if b"name=forq-clerk-ears" in line
+        if b"name=forq-clerk-subscription" in line
     ]
     assert len(numbers) == 1
     assert hall.link.call("CLIENT", "KILL", "ID", numbers[0]) == 1
@@ -187,7 +187,7 @@ def test_one_failure_is_enough_to_know_that_redis_is_away(
         raise RedisUnavailable("away")
 
     monkeypatch.setattr(hall.link, "_ready", unreachable)
-    monkeypatch.setattr(hall.awaiters._ears, "connect", unreachable)
+    monkeypatch.setattr(hall.awaiters._subscription, "connect", unreachable)
     hall.clock += 6
     for _ in range(5):
         hall.step(0.001)
@@ -215,7 +215,7 @@ def test_a_fault_of_one_is_not_the_fault_of_all(hall: Hall, monkeypatch: pytest.
     hall.ask("broken", id="a")
     hall.ask("fine", id="b")
     broken = hall.awaiters._awaiters["broken"]
-    monkeypatch.setattr(broken.awaiting, "ask", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(broken.leases, "request", lambda *_, **__: 1 / 0)
     hall.queue.enqueue(1, id="a")
     hall.queue.enqueue(1, id="b")
     hall.until(lambda: len(hall.answers) == 2)

@@ -123,8 +123,8 @@ def test_a_subscription_that_broke_is_made_again_and_what_was_missed_is_looked_u
         # There may be a second heartbeat, a second after the first; the third is an hour away.
         first, since = redis.hget(BEATS, "last_beat_ms"), time.monotonic()
         wait_until(lambda: redis.hget(BEATS, "last_beat_ms") != first or time.monotonic() > since + 2)
-        ears = next(client for client in redis.client_list() if client["name"] == "forq-pulse-ears")
-        redis.client_kill_filter(_id=ears["id"])
+        subscription = next(client for client in redis.client_list() if client["name"] == "forq-pulse-subscription")
+        redis.client_kill_filter(_id=subscription["id"])
         queue.enqueue(1, run_in=0.1)
     wait_until(lambda: queue.status()["waiting"] == 1)
     wait_until(lambda: subscriptions(server) == 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forq.broker.recovery import Beat, Position, Recovered
+from forq.broker.recovery import Heartbeat, Position, Recovered
 from forq.procs.scoreboard import Role, Scoreboard, State
 from forq.services.pulse import Pulse
 from tests.support.contexts import context
@@ -28,22 +28,22 @@ RECOVERY: dict[str, Any] = dict.fromkeys(("micros", "stack", "peak_bytes", "outp
 
 
 class Beats:
-    """Answers heartbeats; `helped`: queue -> for how many jobs."""
+    """Answers heartbeats; `helpers_wanted`: queue -> for how many jobs."""
 
     def __init__(self, pulse: Pulse, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.helped: dict[str, int] = {}
+        self.helpers_wanted: dict[str, int] = {}
         self.sent: list[str] = []
         self.told: list[dict[str, Any]] = []
         pulse._queues = ["q", "q#fail"]
-        monkeypatch.setattr(pulse._keeper, "heartbeats", self._beat)
-        monkeypatch.setattr(pulse._keeper, "recover", lambda *at, **how: Recovered(0))
-        monkeypatch.setattr(pulse._keeper, "promote", lambda queue: None)
+        monkeypatch.setattr(pulse._recovery, "heartbeats", self._beat)
+        monkeypatch.setattr(pulse._recovery, "recover", lambda *at, **how: Recovered(0))
+        monkeypatch.setattr(pulse._recovery, "promote", lambda queue: None)
         monkeypatch.setattr(pulse._desk, "tell", lambda event, **fields: self.told.append({"event": event, **fields}))
         pulse._redis_ok = True
 
-    def _beat(self, queues: list[str], expiry_ms: int, positions: object) -> Iterator[tuple[str, Beat]]:
+    def _beat(self, queues: list[str], expiry_ms: int, positions: object) -> Iterator[tuple[str, Heartbeat]]:
         self.sent += queues
-        yield from ((queue, Beat([], None, False, {}, self.helped.get(queue, 0))) for queue in queues)
+        yield from ((queue, Heartbeat([], None, False, {}, self.helpers_wanted.get(queue, 0))) for queue in queues)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_many_rescues_are_one_line_a_minute_per_queue(
         caplog.clear()
         return found
 
-    monkeypatch.setattr(pulse._keeper, "rescue", lambda queue, at: 3)
+    monkeypatch.setattr(pulse._recovery, "rescue", lambda queue, at: 3)
     caplog.set_level(logging.INFO, "forq")
     for _ in range(100):
         assert pulse._rescue("a", NOWHERE)
@@ -101,7 +101,7 @@ def test_many_rescues_are_one_line_a_minute_per_queue(
 
 
 def test_after_the_recovery_of_running_jobs_it_tells_once_how_many_suspects_wait(pulse: Pulse, beats: Beats) -> None:
-    beats.helped = {"q": 3}
+    beats.helpers_wanted = {"q": 3}
     for number in range(3):
         pulse._recover({**RECOVERY, "worker": f"w{number}", "running": True})
     call_timers(pulse, 0.01)
@@ -112,7 +112,7 @@ def test_after_the_recovery_of_running_jobs_it_tells_once_how_many_suspects_wait
 
 
 def test_every_heartbeat_tells_of_suspects_and_of_fail_jobs_that_wait(pulse: Pulse, beats: Beats) -> None:
-    beats.helped = {"q": 2, "q#fail": 1}
+    beats.helpers_wanted = {"q": 2, "q#fail": 1}
     pulse._heartbeats(["q", "q#fail"])
     assert beats.told == [
         {"event": "suspects", "queue": "q", "waiting": 2},
@@ -127,8 +127,8 @@ def test_a_fail_job_is_looked_for_only_if_the_retry_process_is_busy(
 ) -> None:
     slot = pulse._board.slot(pulse._board.take())
     slot.queue, slot.role, slot.state = "q", Role.RETRY, state
-    monkeypatch.setattr(pulse._ears, "hear", lambda: [("forq:queue:{q}@0:due", "fail")] * 5)
-    beats.helped = {"q#fail": 1}
+    monkeypatch.setattr(pulse._subscription, "receive", lambda: [("forq:queue:{q}@0:due", "fail")] * 5)
+    beats.helpers_wanted = {"q#fail": 1}
     if how == "it hears of it":
         pulse._hear()
     else:

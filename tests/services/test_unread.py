@@ -1,4 +1,4 @@
-"""Whose jobs pulse gives back, and whose it leaves alone: with a clock and a keeper of the test's own."""
+"""Whose jobs pulse gives back, and whose it leaves alone: with a clock and a recovery of the test's own."""
 
 import heapq
 import time

@@ -41,7 +41,7 @@ class Gallery:
         return self.answers
 
     def listens(self) -> bool:
-        return self.watchers._ears.connected
+        return self.watchers._subscription.connected
 
     def until(self, condition: Callable[[], Any]) -> Any:
         def stepped() -> Any:
@@ -60,7 +60,7 @@ def gallery(redis_url: str) -> Iterator[Gallery]:
     with one_queue(redis_url) as queue:
         gallery = Gallery(queue)
         yield gallery
-        gallery.watchers._ears.close()
+        gallery.watchers._subscription.close()
 
 
 def test_the_first_question_is_answered_at_once(gallery: Gallery) -> None:

@@ -63,11 +63,11 @@ class BridgeProcess(Speaker):
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
         self.log: list[str] = []
-        self._ears = [
+        self._readers = [
             threading.Thread(target=self.hear, args=(self.process.stdout,), daemon=True),
             threading.Thread(target=self._read_log, daemon=True),
         ]
-        for thread in self._ears:
+        for thread in self._readers:
             thread.start()
 
     def write(self, data: bytes) -> None:
@@ -79,7 +79,7 @@ class BridgeProcess(Speaker):
         assert self.process.stdin is not None
         self.process.stdin.close()
         code = self.process.wait(seconds)
-        for thread in self._ears:
+        for thread in self._readers:
             thread.join(10)
         return code
 
@@ -90,7 +90,7 @@ class BridgeProcess(Speaker):
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for thread in self._ears:
+        for thread in self._readers:
             thread.join(10)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:

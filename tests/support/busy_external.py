@@ -35,7 +35,7 @@ class BusyExternal:
         self.queue.producer.enqueue(jobs, Update(chance.choice(("update", "skip"))))
 
     def ask(self) -> None:
-        ask = self.queue.external.idle if self._chance.random() < 0.6 else self.queue.external.rung
+        ask = self.queue.external.idle if self._chance.random() < 0.6 else self.queue.external.fetch_assigned
         ask(self._worker(), self._chance.choice(("b1", "b2")))
 
     def accept(self) -> None:
@@ -68,7 +68,7 @@ class BusyExternal:
         self.queue.registry.pause(self.queue.name, paused=True)
         self.queue.registry.pause(self.queue.name, paused=False)
         self.queue.promote()
-        self.queue.keeper().heartbeat(self.queue.name, 600_000, [])
+        self.queue.recovery().heartbeat(self.queue.name, 600_000, [])
 
     def bury(self) -> None:
         revive_or_discard_one(self._dead, self._chance)

@@ -5,7 +5,7 @@ import random
 from forq.broker.dead import DeadJobs
 from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.leases import Hand
+from forq.broker.leases import Lease
 from forq.errors import ForqError
 from tests.support.busy_queues import revive_or_discard_one
 from tests.support.gate import Gate
@@ -17,7 +17,7 @@ class BusyGate:
         self.queue = Gate(url, mode, name=name or mode, **usual | options)
         self._dead = DeadJobs(self.queue.link, DEFAULT_PREFIX, self.queue.name)
         self._chance = random.Random(seed)
-        self._hands: dict[str, Hand] = {}
+        self._leases: dict[str, Lease] = {}
 
     def run(self, steps: int) -> None:
         doings = [self.enqueue] * 3 + [self.attempt] * 6 + [self.ask] * 6 + [self.ack] * 4
@@ -40,26 +40,26 @@ class BusyGate:
     def ask(self) -> None:
         awaiter = f"a{self._chance.randrange(12)}"
         try:
-            hand = self.queue.ask(awaiter, self._chance.choice((None, None, self._id())))
+            lease = self.queue.ask(awaiter, self._chance.choice((None, None, self._id())))
         except ForqError:
             return  # it has acknowledged an item not long ago
-        if hand is not None:
-            self._hands[awaiter] = hand
+        if lease is not None:
+            self._leases[awaiter] = lease
 
     def ack(self) -> None:
-        for awaiter, hand in list(self._hands.items())[:1]:
+        for awaiter, lease in list(self._leases.items())[:1]:
             for _ in range(self._chance.choice((1, 2))):
                 try:
-                    self.queue.ack(awaiter, hand)
+                    self.queue.ack(awaiter, lease)
                 except ForqError:
                     break
-            self._hands.pop(awaiter)
+            self._leases.pop(awaiter)
             self.queue.redis.delete(self.queue.key(f"awaiter:{awaiter}"))
 
     def leave(self) -> None:
         awaiter = f"a{self._chance.randrange(12)}"
-        self._hands.pop(awaiter, None)
-        self.queue.awaiting.leave(awaiter)
+        self._leases.pop(awaiter, None)
+        self.queue.leases.leave(awaiter)
 
     def take_away(self) -> None:
         (self.queue.producer.remove if self._chance.random() < 0.5 else self.queue.producer.cancel)(self._id())
@@ -68,7 +68,7 @@ class BusyGate:
         self.queue.registry.pause(self.queue.name, paused=True)
         self.queue.registry.pause(self.queue.name, paused=False)
         self.queue.promote()
-        self.queue.keeper().heartbeat(self.queue.name, 600_000, [])
+        self.queue.recovery().heartbeat(self.queue.name, 600_000, [])
 
     def bury(self) -> None:
         revive_or_discard_one(self._dead, self._chance)

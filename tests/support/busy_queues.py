@@ -10,7 +10,7 @@ from forq.broker.dead import DeadJobs
 from forq.broker.enqueue import Producer, Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue
 from forq.broker.link import Link
-from forq.broker.recovery import Keeper, Outcome, Position
+from forq.broker.recovery import Outcome, Position, WorkerRecovery
 from forq.broker.registry import Registry
 from forq.errors import ForqError
 from forq.settings import stored_defaults
@@ -52,7 +52,7 @@ class BusyQueue:
         self._registry = Registry(self._link, DEFAULT_PREFIX)
         self._producer = Producer(self._link, DEFAULT_PREFIX, name)
         self._dead = DeadJobs(self._link, DEFAULT_PREFIX, name)
-        self._keeper = Keeper(self._link, DEFAULT_PREFIX, "p1")
+        self._recovery = WorkerRecovery(self._link, DEFAULT_PREFIX, "p1")
         self._workers = 0
         self.create()
 
@@ -111,14 +111,14 @@ class BusyQueue:
         outcome = self._chance.choice(OUTCOMES)
         queue = hand.consumer.queue
         for _ in range(2):
-            self._keeper.recover(queue, "p1", position, outcome=outcome, cause="signal 9")
+            self._recovery.recover(queue, "p1", position, outcome=outcome, cause="signal 9")
         hand.consumer.close()
         self._hands[at] = self._hand(queue, "retry" if at >= 3 else "main")
 
     def rescue(self) -> None:
         hand = self._hands[0]
         if len(hand.held) > 1:
-            self._keeper.rescue(self.name, Position(hand.consumer.worker, hand.number, 0, True))
+            self._recovery.rescue(self.name, Position(hand.consumer.worker, hand.number, 0, True))
             hand.held = hand.held[:1]
 
     def take_away(self) -> None:
@@ -129,8 +129,8 @@ class BusyQueue:
         self._registry.pause(self.name, paused=True)
         self._registry.pause(self.name, paused=False)
         for queue in (self.name, fail_queue(self.name)):
-            self._keeper.promote(queue)
-            self._keeper.heartbeat(queue, EXPIRY_MS, [])
+            self._recovery.promote(queue)
+            self._recovery.heartbeat(queue, EXPIRY_MS, [])
 
     def bury(self) -> None:
         """Not into the ground: one dead job is revived or discarded."""

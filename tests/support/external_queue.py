@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.leases import External, Failure, Hand
+from forq.broker.leases import ExternalJobs, Failure, Lease
 from forq.settings import stored_defaults
 from tests.support.one_queue import OneQueue
 
@@ -16,22 +16,22 @@ class ExternalQueue(OneQueue):
 
     def __init__(self, url: str, *, name: str = "q", **options: int) -> None:
         super().__init__(url, name, "external", **{"lease_ms": 600_000, "min_backoff_ms": 60_000, **options})
-        self.external = External(self.link, DEFAULT_PREFIX, name)
+        self.external = ExternalJobs(self.link, DEFAULT_PREFIX, name)
 
     def create(self, **options: int) -> bool:
         return self.registry.create(self.name, self.mode, 100, stored_defaults("external"), options)
 
     def idle(self, worker: str = "w1", bridge: str = "b1") -> str | None:
         """The id of what this worker was assigned, if anything."""
-        hand = self.hand(worker, bridge)
-        return None if hand is None else hand.job_id
+        lease = self.lease(worker, bridge)
+        return None if lease is None else lease.job_id
 
-    def hand(self, worker: str = "w1", bridge: str = "b1") -> Hand | None:
-        return self.external.idle(worker, bridge).hand
+    def lease(self, worker: str = "w1", bridge: str = "b1") -> Lease | None:
+        return self.external.idle(worker, bridge).lease
 
-    def rung(self, worker: str = "w1", bridge: str = "b1") -> str | None:
-        hand = self.external.rung(worker, bridge).hand
-        return None if hand is None else hand.job_id
+    def fetch_assigned(self, worker: str = "w1", bridge: str = "b1") -> str | None:
+        lease = self.external.fetch_assigned(worker, bridge).lease
+        return None if lease is None else lease.job_id
 
     def work(self, worker: str = "w1") -> str:
         """It is assigned a job, and accepts it."""
@@ -60,7 +60,7 @@ class ExternalQueue(OneQueue):
         self.redis.zadd(self.key("workers"), {worker: 1})
 
     def promote(self) -> int | None:
-        return self.keeper().promote(self.name)
+        return self.recovery().promote(self.name)
 
     def states(self) -> dict[str, str]:
         """What each worker is doing."""

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from forq.broker.claim import Releaser, Try
+from forq.broker.claim import Releaser, ReleaseReply
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.broker.leases import Awaiting, Hand
+from forq.broker.leases import Lease, Leases
 from tests.support.one_queue import OneQueue
 
 # What the tests do not say otherwise: short tries, leases that end only when a test says so.
@@ -25,22 +25,22 @@ class Gate(OneQueue):
 
     def __init__(self, url: str, mode: str, *, name: str = "q", **options: int) -> None:
         super().__init__(url, name, mode, **{**OPTIONS, **options})
-        self.awaiting = Awaiting(self.link, DEFAULT_PREFIX, name)
+        self.leases = Leases(self.link, DEFAULT_PREFIX, name)
         self._releasers: dict[str, Releaser] = {}
 
-    def ask(self, awaiter: str, job_id: str | None = None, *, register: bool = True, **how: Any) -> Hand | None:
-        return self.awaiting.ask(awaiter, job_id, mode=self.mode, register=register, **how).hand
+    def ask(self, awaiter: str, job_id: str | None = None, *, register: bool = True, **how: Any) -> Lease | None:
+        return self.leases.request(awaiter, job_id, mode=self.mode, register=register, **how).lease
 
     def got(self, awaiter: str, job_id: str | None = None) -> str | None:
         """The id of what this awaiter was handed, if anything."""
-        hand = self.ask(awaiter, job_id)
-        return None if hand is None else hand.job_id
+        lease = self.ask(awaiter, job_id)
+        return None if lease is None else lease.job_id
 
-    def ack(self, awaiter: str, hand: Hand | None) -> None:
-        assert hand is not None, f"{awaiter} was handed nothing"
-        self.awaiting.ack(awaiter, hand.job_id, hand.fence)
+    def ack(self, awaiter: str, lease: Lease | None) -> None:
+        assert lease is not None, f"{awaiter} was handed nothing"
+        self.leases.ack(awaiter, lease.job_id, lease.fence)
 
-    def release(self, lane: str = "main", processor: str = "p1") -> Try:
+    def release(self, lane: str = "main", processor: str = "p1") -> ReleaseReply:
         """One call at a closed or open gate."""
         name = f"{lane}-{processor}"
         if name not in self._releasers:
@@ -50,7 +50,7 @@ class Gate(OneQueue):
     def open_gate(self) -> None:
         self.redis.hdel(self.key("counts"), "gate_us")
 
-    def attempt(self, lane: str = "main") -> Try:
+    def attempt(self, lane: str = "main") -> ReleaseReply:
         """One try at an open gate."""
         self.open_gate()
         return self.release(lane)
@@ -63,7 +63,7 @@ class Gate(OneQueue):
             self.redis.zadd(self.key(timers), {job_id: now_ms + number})
 
     def promote(self) -> int | None:
-        return self.keeper().promote(self.name)
+        return self.recovery().promote(self.name)
 
     def silence(self, awaiter: str) -> None:
         """It did not renew in time."""

@@ -24,7 +24,7 @@ def set_rate(queue: OneQueue, count: int, period_ms: int, burst: int) -> None:
 
 
 def tokens(queue: OneQueue) -> int:
-    limits = queue.viewer.counts().limits
+    limits = queue.inspector.counts().limits
     assert limits is not None
     return int(limits["may_begin"])
 
@@ -44,7 +44,7 @@ def pass_hours(queue: OneQueue, hours: int) -> None:
         queue.redis.hset(queue.key("counts"), "bucket_us", f"{bucket_us - hours * HOUR_MS * 1000:.1f}")
 
 
-class Ears:
+class DueMessages:
     """What is published for pulse."""
 
     def __init__(self, pubsub: Any) -> None:
@@ -62,11 +62,11 @@ class Ears:
 
 
 @contextmanager
-def ears(queue: OneQueue) -> Iterator[Ears]:
+def subscription(queue: OneQueue) -> Iterator[DueMessages]:
     pubsub = queue.redis.pubsub(ignore_subscribe_messages=True)
     pubsub.subscribe(queue.channel("due"))
     pubsub.get_message(timeout=1)
     try:
-        yield Ears(pubsub)
+        yield DueMessages(pubsub)
     finally:
         pubsub.close()

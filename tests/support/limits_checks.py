@@ -14,17 +14,17 @@ class LimitChecks:
     def __init__(self, queue: OneQueue, model: ModelQueue) -> None:
         self._queue = queue
         self._model = model
-        self._ears: Any = None
+        self._subscription: Any = None
 
     def listen(self) -> None:
         """From here on what is published for pulse sets its timer in the model."""
-        self._ears = self._queue.redis.pubsub(ignore_subscribe_messages=True)
-        self._ears.subscribe(self._queue.channel("due"))
-        self._ears.get_message(timeout=1)
+        self._subscription = self._queue.redis.pubsub(ignore_subscribe_messages=True)
+        self._subscription.subscribe(self._queue.channel("due"))
+        self._subscription.get_message(timeout=1)
 
     def close(self) -> None:
-        if self._ears is not None:
-            self._ears.close()
+        if self._subscription is not None:
+            self._subscription.close()
 
     def within(self, state: State, worker: ModelWorker, want: int) -> int:
         """How many of those that it wants it may have."""
@@ -92,7 +92,7 @@ class LimitChecks:
             self._check_timer()
 
     def _check_room(self) -> None:
-        told = self._queue.viewer.counts().limits
+        told = self._queue.inspector.counts().limits
         assert told is not None
         assert told["may_begin"] == self._model.limits.room(self._model.active())
 
@@ -103,7 +103,7 @@ class LimitChecks:
         assert self._model.limits.timer, "somebody waits for a token, and pulse does not know"
 
     def _hear(self, seconds: float = 0) -> None:
-        while self._ears is not None and self._ears.get_message(timeout=seconds) is not None:
+        while self._subscription is not None and self._subscription.get_message(timeout=seconds) is not None:
             self._model.limits.timer = True
             seconds = 0
 

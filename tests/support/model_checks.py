@@ -147,7 +147,7 @@ class Checks:
 
     def _check_counts(self) -> None:
         jobs = self._model.jobs.values()
-        counts = self._queue.viewer.counts()
+        counts = self._queue.inspector.counts()
         assert counts.waiting == sum(job.waits for job in jobs)
         assert counts.scheduled == sum(job.scheduled for job in jobs)
         assert counts.blocked == sum(bool(job.blocked) for job in jobs)
@@ -167,7 +167,7 @@ class Checks:
             job_id: (done.fence, orjson.loads(done.result) if done.result else None, done.attempts)
             for job_id, done in self._model.kept.items()
         }
-        assert self._queue.viewer.counts().kept == len(told)
+        assert self._queue.inspector.counts().kept == len(told)
         newest_ms = max(ended.values(), default=0)
         while self._server_ms() <= newest_ms:
             pass
@@ -193,7 +193,7 @@ class Checks:
         assert told.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
         assert told.paused == self._model.paused
         assert told.dropped == 0
-        counts = self._queue.viewer.counts()
+        counts = self._queue.inspector.counts()
         assert (counts.epoch, counts.journal_sequence, counts.journal_hash) == (told.epoch, told.sequence, told.hash)
         assert counts.dead == len(told.archived)
 

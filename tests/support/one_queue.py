@@ -7,7 +7,7 @@ from typing import Any
 
 from forq.broker.claim import Consumer, Results, Settled, Turn
 from forq.broker.enqueue import Producer, Update, new_job
-from forq.broker.inspect import Viewer
+from forq.broker.inspect import Inspector
 from forq.broker.journal import Event, read_entry
 from forq.broker.keys import (
     DEFAULT_PREFIX,
@@ -19,7 +19,7 @@ from forq.broker.keys import (
     swept_key,
 )
 from forq.broker.link import Link
-from forq.broker.recovery import Keeper, Outcome, Position
+from forq.broker.recovery import Outcome, Position, WorkerRecovery
 from forq.broker.registry import Registry
 from forq.settings import stored_defaults
 from tests.support.redis_cluster import connect
@@ -61,7 +61,7 @@ class OneQueue:
         self.base = queue_base(DEFAULT_PREFIX, name)
         self.registry = Registry(self.link, DEFAULT_PREFIX)
         self.producer = Producer(self.link, DEFAULT_PREFIX, name)
-        self.viewer = Viewer(self.link, DEFAULT_PREFIX, name)
+        self.inspector = Inspector(self.link, DEFAULT_PREFIX, name)
         self.workers: list[HandWorker] = []
         # Most tests want to see a failure end where it ends, at once.
         self.create(**{"max_retries": 0, **options})
@@ -94,10 +94,10 @@ class OneQueue:
 
     def lose_fail_worker(self, name: str, outcome: Outcome) -> None:
         at = Position(name, 1, 0, True)
-        self.keeper().recover(fail_queue(self.name), "p1", at, outcome=outcome, cause="signal 9")
+        self.recovery().recover(fail_queue(self.name), "p1", at, outcome=outcome, cause="signal 9")
 
-    def keeper(self, processor: str = "p1") -> Keeper:
-        return Keeper(self.link, DEFAULT_PREFIX, processor)
+    def recovery(self, processor: str = "p1") -> WorkerRecovery:
+        return WorkerRecovery(self.link, DEFAULT_PREFIX, processor)
 
     def recover(
         self, worker: "HandWorker", index: int = 0, *, running: bool = False, outcome: Outcome = "stalled"
@@ -109,10 +109,10 @@ class OneQueue:
         self, worker: "HandWorker", turn: int, index: int, *, running: bool = False, outcome: Outcome = "stalled"
     ) -> int:
         at = Position(worker.name, turn, index, running)
-        return self.keeper().recover(self.name, worker.processor, at, outcome=outcome, cause="signal 9").held
+        return self.recovery().recover(self.name, worker.processor, at, outcome=outcome, cause="signal 9").held
 
     def rescue(self, worker: "HandWorker", index: int) -> int:
-        return self.keeper(worker.processor).rescue(self.name, Position(worker.name, worker.number, index, True))
+        return self.recovery(worker.processor).rescue(self.name, Position(worker.name, worker.number, index, True))
 
     def key(self, name: str) -> str:
         return f"{self.base}:{name}"
@@ -129,7 +129,7 @@ class OneQueue:
         return [hint.decode() for hint in self.redis.lrange(pending_key(self.base, priority), 0, -1)]
 
     def stall_count(self, job_id: str) -> int:
-        return int(self.viewer.job(job_id)["stall_count"])
+        return int(self.inspector.job(job_id)["stall_count"])
 
     def state(self) -> State:
         """Everything, in one look."""

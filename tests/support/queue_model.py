@@ -177,7 +177,7 @@ class ModelQueue:
             self.tokens[token] = ids[0]
         return ids
 
-    def put_back(self, lines: list[tuple[str, str]], dispatch: Dispatch) -> list[str]:
+    def restore(self, lines: list[tuple[str, str]], dispatch: Dispatch) -> list[str]:
         """What becomes of each (id, token): "stored", "known" or "left"; raises Full, and then nothing has changed."""
         ids, tokens, outcomes = set(self.jobs), set(self.tokens), []
         for job_id, token in lines:

@@ -8,7 +8,7 @@ from typing import Any
 import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 
-from forq.broker.topology import ask_nodes, slot_of
+from forq.broker.topology import fetch_slot_map, slot_of
 from forq.redis_url import CLUSTER, read_address
 from tests.support.running import wait_until
 from tests.support.server import Server
@@ -97,7 +97,7 @@ def connect(url: str, key: str) -> redis.Redis:
     """For what tests look at themselves: a client of redis-py, of a cluster to the node that serves this key."""
     address = read_address(url)
     if address.kind == CLUSTER:
-        url = ask_nodes(address, (), "test").url_of(slot_of(key)) or url
+        url = fetch_slot_map(address, (), "test").url_of(slot_of(key)) or url
     return redis.Redis.from_url(url)
 
 

@@ -135,7 +135,7 @@ class ReleaseChecks(Checks):
 
     def _check_counts(self) -> None:
         items = self._release.items_by_id.values()
-        counts = self._gate.viewer.counts()
+        counts = self._gate.inspector.counts()
         assert counts.waiting == sum(item.waits and not item.lane for item in items)
         assert counts.retry == sum(item.waits and item.lane > 0 for item in items)
         assert counts.scheduled == sum(item.scheduled for item in items)

@@ -5,7 +5,7 @@ from typing import Any
 
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
-from forq.broker.schedules import DueTick, Firing, Schedules, due_ticks
+from forq.broker.schedules import DueTick, Schedules, Ticker, due_ticks
 from forq.broker.scripts import script
 from forq.schedules import USER, Schedule
 from tests.support.one_queue import OneQueue
@@ -14,13 +14,13 @@ from tests.support.redis_cluster import connect
 HOUR_MS = 3_600_000
 
 
-class HandSchedules:
+class ScheduleRig:
     def __init__(self, queue: OneQueue) -> None:
         self.queue = queue
         self.redis: Any = connect(queue.url, queue.base)
         self.schedules = Schedules(queue.link, DEFAULT_PREFIX, queue.name)
         # The jitter of every job is a quarter of the longest.
-        self.firing = Firing(queue.link, DEFAULT_PREFIX, lambda: 0.25)
+        self.ticker = Ticker(queue.link, DEFAULT_PREFIX, lambda: 0.25)
 
     def set(self, key: str = "k", origin: str = USER, **given: Any) -> int:
         """An hourly schedule, unless something else is said; its next tick."""
@@ -42,7 +42,7 @@ class HandSchedules:
         return runs, skipped, missed
 
     def promote(self) -> int | None:
-        return self.queue.keeper().promote(self.queue.name)
+        return self.queue.recovery().promote(self.queue.name)
 
     def due(self, link: Link | None = None, refused: Sequence[str] = ()) -> tuple[list[DueTick], int]:
         """What promote tells of one that cannot fire `refused`, and the server's time."""
@@ -50,7 +50,7 @@ class HandSchedules:
         return due_ticks(reply), int(reply[2])
 
     def fire(self, due: DueTick, now_ms: int) -> bool:
-        return self.firing.fire(self.queue.name, due, now_ms)[0]
+        return self.ticker.fire(self.queue.name, due, now_ms)[0]
 
     def waiting(self) -> list[str]:
         return self.queue.pending()

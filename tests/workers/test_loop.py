@@ -81,7 +81,7 @@ class ScriptedConsumer:
     def link(self) -> "ScriptedConsumer":
         return self
 
-    def learn_client_id(self) -> None:
+    def fetch_client_id(self) -> None:
         pass
 
 

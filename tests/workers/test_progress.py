@@ -14,7 +14,7 @@ import pytest
 
 from forq import Job
 from forq.broker.keys import DEFAULT_PREFIX, progress_channels
-from forq.broker.pubsub import Listener
+from forq.broker.pubsub import Subscription
 from forq.errors import InvalidData
 from forq.procs.scoreboard import WORD, Scoreboard, Slot, State, pack_word
 from forq.progress import check_progress, show_progress
@@ -52,7 +52,7 @@ class Rig:
         return list(zip(jobs[::2], jobs[1::2], strict=True))
 
     def stored(self, job_id: str = "a") -> tuple[float, str] | None:
-        progress = self.queue.viewer.job(job_id)["progress"]
+        progress = self.queue.inspector.job(job_id)["progress"]
         return progress and (progress["fraction"], progress["text"])
 
 
@@ -130,8 +130,8 @@ def test_a_coroutine_and_its_threads_can_tell(rig: Rig) -> None:
 
 
 def test_of_a_burst_redis_hears_ten_per_second_and_the_last_one(rig: Rig) -> None:
-    ears = Listener(rig.queue.url, progress_channels(DEFAULT_PREFIX, 0), name="ears")
-    ears.connect()
+    subscription = Subscription(rig.queue.url, progress_channels(DEFAULT_PREFIX, 0), name="subscription")
+    subscription.connect()
     took: list[float] = []
 
     def handle(data: Any, job: Job) -> None:
@@ -144,10 +144,10 @@ def test_of_a_burst_redis_hears_ten_per_second_and_the_last_one(rig: Rig) -> Non
         took.append(time.monotonic() - began)
 
     assert rig.run(handle) is None
-    heard = len(ears.hear())
+    heard = len(subscription.receive())
     print(f"{heard} messages in {took[0]:.2f} s")
     assert 2 <= heard <= took[0] / MIN_INTERVAL_SECONDS + 2
-    ears.close()
+    subscription.close()
 
 
 def test_a_report_of_a_job_that_is_over_touches_neither_the_next_one_nor_redis(rig: Rig) -> None:
@@ -192,8 +192,8 @@ def test_while_redis_is_away_a_handler_notices_nothing_and_the_latest_is_told_af
         again = OneQueue(redis_url)
         again.enqueue("a")
         again.redis.hset(again.key("active"), "a", owner)
-        wait_until(lambda: again.viewer.job("a")["progress"], what="the latest is told")
-        assert again.viewer.job("a")["progress"]["text"] == "away"
+        wait_until(lambda: again.inspector.job("a")["progress"], what="the latest is told")
+        assert again.inspector.job("a")["progress"]["text"] == "away"
         again.close()
 
 

@@ -10,7 +10,7 @@ from forq.bridge.messages import InvalidMessage, JobReport, MessageEncoder, Requ
 from forq.bridge.peers import Peer, SocketPeer
 from forq.bridge.requests import Requests, Response
 from forq.broker.keys import queue_of_channel
-from forq.broker.pubsub import Listener
+from forq.broker.pubsub import Subscription
 from forq.errors import ForqError, InvalidData, RedisUnavailable
 from forq.procs.loop import Loop
 from forq.values import shown
@@ -54,7 +54,7 @@ class Bridge:
         self,
         loop: Loop,
         requests: Requests,
-        subscription: Listener,
+        subscription: Subscription,
         encoder: MessageEncoder,
         *,
         tick_seconds: float,
@@ -188,7 +188,7 @@ class Bridge:
     def _read_notifications(self) -> None:
         fd = self._subscription.fileno()
         try:
-            notifications = self._subscription.hear()
+            notifications = self._subscription.receive()
         except RedisUnavailable as exc:
             self._loop.remove_reader(fd)
             self._redis_lost(exc)

@@ -21,11 +21,11 @@ from forq.bridge.messages import (
     WorkerProgress,
 )
 from forq.broker.enqueue import Producer, new_job
-from forq.broker.inspect import Viewer
-from forq.broker.leases import Answer, External, Failure, Hand
+from forq.broker.inspect import Inspector
+from forq.broker.leases import ExternalJobs, Failure, Lease, LeaseReply
 from forq.broker.link import Link
 from forq.broker.record import MAX_IDENTIFIER
-from forq.broker.recovery import Keeper
+from forq.broker.recovery import WorkerRecovery
 from forq.broker.registry import Registry
 from forq.errors import LeaseLapsed, UnknownQueue
 from forq.job import assignment_payload
@@ -50,7 +50,7 @@ class Requests:
         self._max_queues = max_queues
         self._defaults = stored_defaults(EXTERNAL) | stored({"lease": LEASE_TICKS * tick_seconds})
         self._registry = Registry(link, prefix)
-        self._keeper = Keeper(link, prefix, bridge)
+        self._recovery = WorkerRecovery(link, prefix, bridge)
         self._handlers: Mapping[type, Callable[[Any], list[Response]]] = {
             AddJob: self._add_job,
             WorkerIdle: self._worker_idle,
@@ -70,7 +70,7 @@ class Requests:
     def assign(self, queue: str, worker: str) -> list[Response]:
         """The next job for a notified idle worker, if there is one."""
         external = self._external(queue)
-        return self._assignment(queue, worker, lambda: external.rung(worker, self._bridge))
+        return self._assignment(queue, worker, lambda: external.fetch_assigned(worker, self._bridge))
 
     def leave(self, queue: str, worker: str) -> None:
         self._external(queue).leave(worker, self._bridge)
@@ -82,7 +82,7 @@ class Requests:
         return {queue: self.promote(queue) for queue in queues}
 
     def promote(self, queue: str) -> int | None:
-        return self._keeper.promote(queue)
+        return self._recovery.promote(queue)
 
     def _add_job(self, request: AddJob) -> list[Response]:
         reference = {} if request.reference_uuid is None else {"reference_uuid": request.reference_uuid}
@@ -105,11 +105,11 @@ class Requests:
         ask = partial(self._in_queue, queue, lambda: external.idle(worker, self._bridge))
         return self._assignment(queue, worker, ask)
 
-    def _assignment(self, queue: str, worker: str, ask: Callable[[], Answer]) -> list[Response]:
+    def _assignment(self, queue: str, worker: str, ask: Callable[[], LeaseReply]) -> list[Response]:
         for _ in range(MAX_ASKS):
             answer = ask()
-            if answer.hand is not None:
-                return [("job_assignment", _assignment_payload(queue, worker, answer.hand))]
+            if answer.lease is not None:
+                return [("job_assignment", _assignment_payload(queue, worker, answer.lease))]
             if answer.valid_ms > 0:
                 break
         return []
@@ -167,9 +167,9 @@ class Requests:
         return [("jobs", {"queue_name": queue, "jobs": self._jobs(queue, request.limit)})]
 
     def _jobs(self, queue: str, limit: int) -> list[dict[str, str]]:
-        viewer, jobs, after = Viewer(self._link, self._prefix, queue), list[dict[str, str]](), None
+        inspector, jobs, after = Inspector(self._link, self._prefix, queue), list[dict[str, str]](), None
         while len(jobs) < limit:
-            page = viewer.jobs(limit=limit - len(jobs), after=after)
+            page = inspector.jobs(limit=limit - len(jobs), after=after)
             jobs += page.jobs
             after = page.next
             if after is None:
@@ -192,22 +192,22 @@ class Requests:
             self._registry.create(queue, EXTERNAL, self._max_queues, self._defaults, {})
         return call()
 
-    def _external(self, queue: str) -> External:
-        return External(self._link, self._prefix, queue)
+    def _external(self, queue: str) -> ExternalJobs:
+        return ExternalJobs(self._link, self._prefix, queue)
 
 
-def _assignment_payload(queue: str, worker: str, hand: Hand) -> dict[str, Any]:
-    record = hand.record
+def _assignment_payload(queue: str, worker: str, lease: Lease) -> dict[str, Any]:
+    record = lease.record
     return assignment_payload(
         record.data,
-        uuid=hand.job_id,
+        uuid=lease.job_id,
         queue=queue,
         worker=worker,
-        identifier=record.identifier or hand.job_id,
+        identifier=record.identifier or lease.job_id,
         type=record.type,
         priority=record.priority,
         counts=(record.retry_count, record.stall_count, record.timeout_count),
         enqueued_at=record.enqueued_ms / 1000,
-        fence=hand.fence,
+        fence=lease.fence,
         trace=record.trace,
     )

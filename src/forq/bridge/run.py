@@ -16,7 +16,7 @@ from forq.bridge.peers import Peer, StandardStreams
 from forq.bridge.requests import Requests
 from forq.broker.leases import handed_channels
 from forq.broker.link import Link
-from forq.broker.pubsub import Listener
+from forq.broker.pubsub import Subscription
 from forq.errors import ForqError
 from forq.job import new_id
 from forq.logging_setup import configure
@@ -84,8 +84,8 @@ def run_bridge(settings: BridgeSettings) -> int:
     loop = service_loop()
     stdio: tuple[Peer, ...] = () if settings.path is not None else (StandardStreams(loop),)
     link = Link(settings.url, name="forq-bridge", timeout_seconds=CALL_TIMEOUT_SECONDS)
-    subscription = Listener(
-        settings.url, handed_channels(settings.prefix, database_of(settings.url), name), name="forq-bridge-ears"
+    subscription = Subscription(
+        settings.url, handed_channels(settings.prefix, database_of(settings.url), name), name="forq-bridge-subscription"
     )
     requests = Requests(link, settings.prefix, name, max_queues=settings.max_queues, tick_seconds=settings.tick_seconds)
     bridge = Bridge(

@@ -111,9 +111,9 @@ class Consumer:
         """Another script of this worker's, which takes the queue's epoch first."""
         return self.link.run(its, self._base, self._epoch, *args)
 
-    def learn_client_id(self) -> None:
+    def fetch_client_id(self) -> None:
         """Before it blocks: so that it can be told by which number others may unblock it."""
-        self.link.learn_client_id(at=self._base)
+        self.link.fetch_client_id(at=self._base)
 
     def lane_has_jobs(self) -> bool:
         """Whether the retry lane or the suspects have any (or hints of some that are gone)."""
@@ -137,7 +137,7 @@ class Consumer:
         wait = ("BLMOVE", self._source, self._processing, "LEFT", "RIGHT", self._block_seconds)
         *about, _ = self._about(number, 0, want)
         turn = ("FCALL", self._script.name, 1, self._base, *about, "waiting", 0, 0)
-        moved, reply = self.link.call_together(wait, turn)
+        moved, reply = self.link.call_batch(wait, turn)
         taken = None if isinstance(reply, ForqError) else self._read(reply)
         if isinstance(moved, ForqError) and not (taken and taken.jobs):
             raise moved
@@ -178,7 +178,7 @@ def read_progress(packed: bytes | None) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
+class ReleaseReply:
     """What came of it, and in how many seconds the next one can be made (0: nothing is in line)."""
 
     paused: bool
@@ -191,10 +191,10 @@ class Releaser:
         self._consumer = consumer
         self._script = script("release")
 
-    def release(self) -> Try:
+    def release(self) -> ReleaseReply:
         reply = self._consumer.run(self._script, self._consumer.processor, self._consumer.worker, self._consumer.lane)
         if reply[0] == PAUSED:
-            return Try(paused=True, handed_over=False, wait_seconds=0.0)
+            return ReleaseReply(paused=True, handed_over=False, wait_seconds=0.0)
         if reply[0] != OK:
             raise error_for(self._consumer.queue, reply)
-        return Try(paused=False, handed_over=reply[1] == 1, wait_seconds=reply[2] / 1_000_000)
+        return ReleaseReply(paused=False, handed_over=reply[1] == 1, wait_seconds=reply[2] / 1_000_000)

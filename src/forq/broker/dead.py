@@ -35,7 +35,7 @@ class DeadPage:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class DeadChunk:
     """How far a walk through all dead jobs has come; `next` (None: it is finished) goes on with it."""
 
     done: int
@@ -105,14 +105,14 @@ class DeadJobs:
         """The job is gone. Returns its id@fence."""
         return self._apply_to_one(script("discard"), reference)
 
-    def retry_some(self, after: str | None = None) -> Chunk:
+    def retry_some(self, after: str | None = None) -> DeadChunk:
         """Retries the next jobs of all that were dead when the walk began; those that die again are not among them.
 
         Jobs that are refused (a live one has the id, or the record is broken) stay dead. A full queue ends the walk.
         """
         return self._apply_to_some(script("revive"), after)
 
-    def discard_some(self, after: str | None = None) -> Chunk:
+    def discard_some(self, after: str | None = None) -> DeadChunk:
         return self._apply_to_some(script("discard"), after)
 
     def retry_many(self, references: Iterable[str] | None) -> DeadChanged:
@@ -166,7 +166,7 @@ class DeadJobs:
             raise self._refusal(reply[1])
         return member
 
-    def _apply_to_some(self, verb: Script, after: str | None) -> Chunk:
+    def _apply_to_some(self, verb: Script, after: str | None) -> DeadChunk:
         until_ms, skip = self._start_of_walk(after)
         members = self._link.call("ZRANGEBYSCORE", self._zset, "-inf", until_ms, "LIMIT", skip, CHUNK)
         done = refused = 0
@@ -179,7 +179,7 @@ class DeadJobs:
             if FULL in reply[1:] and not done:
                 raise self._refusal(FULL)
         left = max(0, int(self._link.call("ZCOUNT", self._zset, "-inf", until_ms)) - skip - refused)
-        return Chunk(done, refused, left, f"{until_ms}/{skip + refused}" if left else None)
+        return DeadChunk(done, refused, left, f"{until_ms}/{skip + refused}" if left else None)
 
     def _apply_to_many(self, verb: Script, references: Iterable[str] | None) -> DeadChanged:
         named = self._all_dead() if references is None else self._find_many(references)

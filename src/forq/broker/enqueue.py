@@ -159,12 +159,12 @@ _DEFAULT_ARGUMENTS = ("update", 1, "true", 1)
 _LEAVE_ARGUMENTS = ("leave", 0, "false", 0)
 
 
-class PutBack(NamedTuple):
+class Restored(NamedTuple):
     """How many jobs were stored, how many a token showed to be stored before, and the places of those left out."""
 
     stored: int
     known: int
-    left: list[int]
+    skipped: list[int]
 
 
 class Producer:
@@ -204,7 +204,7 @@ class Producer:
             raise PartlyStored(ids, exc) from exc
         return ids
 
-    def put_back(self, jobs: Iterable[NewJob]) -> "PutBack":
+    def restore(self, jobs: Iterable[NewJob]) -> "Restored":
         """Stores jobs that had left the queue, each with a token of its own. One whose id is live is left out, and its
         token with it: a later call stores it, when the other job has ended."""
         stored, known, left, at = 0, 0, [], 0
@@ -214,7 +214,7 @@ class Producer:
             known += sum(1 for _, stored_id in _told(reply) if stored_id)
             at += len(chunk)
             stored = at - known - len(left)
-        return PutBack(stored, known, left)
+        return Restored(stored, known, left)
 
     def _store(self, jobs: list[NewJob], how: tuple[str, int, str, int]) -> list[Any]:
         args: list[Any] = [PROTOCOL, *how, len(jobs)]

@@ -80,7 +80,7 @@ class Page:
     next: str | None
 
 
-class Viewer:
+class Inspector:
     def __init__(self, link: Link, prefix: str, name: str) -> None:
         self.name = check_queue_name(name)
         self._link = link
@@ -368,8 +368,8 @@ def why(
     Without `messages` nothing is told that may quote the job's data: of an error only its name. `unresponsive`: workers
     that run nothing and whose process does not answer, with its pid.
     """
-    viewer = Viewer(link, prefix, name)
-    job = viewer.job(job_id)
+    inspector = Inspector(link, prefix, name)
+    job = inspector.job(job_id)
     if not messages:
         _drop_messages(job)
     pid = (unresponsive or {}).get(str(job.get("worker")))
@@ -378,12 +378,12 @@ def why(
             f"worker {job['worker']} has claimed it and has not begun it: its process {pid} is unresponsive; "
             "the job goes back in line, uncounted, and the process is replaced"
         )
-    return job["state"], _reason(link, prefix, viewer, job)
+    return job["state"], _reason(link, prefix, inspector, job)
 
 
-def _reason(link: Link, prefix: str, viewer: Viewer, job: dict[str, Any]) -> str:
-    name, job_id, state = viewer.name, job["id"], job["state"]
-    counts = viewer.counts()
+def _reason(link: Link, prefix: str, inspector: Inspector, job: dict[str, Any]) -> str:
+    name, job_id, state = inspector.name, job["id"], job["state"]
+    counts = inspector.counts()
     if state == "active" and counts.mode in RELEASE_MODES:
         return f"it was handed to awaiter {job['worker']}, who has not acknowledged it yet"
     if state == "active" and counts.mode == EXTERNAL:
@@ -488,7 +488,7 @@ _FORGOTTEN = ("discarded", "forgotten")
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class JournalTrace:
     """`end`: the last event about the job; `later`: what became of it when it was dead. `whole`: whether all was seen
     that ever happened in the queue, else what happened since `since_us`."""
 
@@ -512,7 +512,7 @@ def unknown_job(link: Link, prefix: str, name: str, job_id: str) -> UnknownJob:
     return UnknownJob(f"queue {name!r} has no job {job_id!r} any more: {_what_became(trace, advice)}")
 
 
-def last_trace(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bool) -> Trace:
+def last_trace(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bool) -> JournalTrace:
     """Looks through the journal, from its end back."""
     needle = job_id.encode()
     later: Event | None = None
@@ -524,7 +524,7 @@ def last_trace(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bo
         for _, flat in entries:
             fields = dict(zip(flat[::2], flat[1::2], strict=True))
             if int(fields.get(b"q", 0)) != epoch:
-                return Trace(None, later, first == 1 and not gaps and journal_on, since_us)
+                return JournalTrace(None, later, first == 1 and not gaps and journal_on, since_us)
             number, since_us = int(fields[b"s"]), int(fields[b"t"])
             # Others go on writing: the newest may be newer than what was counted before.
             gaps = gaps or (number < expected if first is None else number != first - 1)
@@ -536,12 +536,12 @@ def last_trace(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bo
                     if event.verb in _FORGOTTEN:
                         later = later or event
                     else:
-                        return Trace(event, _of_the_same(later, event), False, since_us)
+                        return JournalTrace(event, _of_the_same(later, event), False, since_us)
         if len(entries) < count:
-            return Trace(None, later, first == 1 and not gaps and journal_on, since_us)
+            return JournalTrace(None, later, first == 1 and not gaps and journal_on, since_us)
         before, looked_at, seen = f"({entries[-1][0].decode()}", looked_at + read, seen + count
         count = max(1, min(MOST_ENTRIES, 4 * count, count * (READ_BYTES // 4) // max(read, 1)))
-    return Trace(None, later, False, since_us)
+    return JournalTrace(None, later, False, since_us)
 
 
 def _events_of(fields: dict[bytes, bytes], job_id: str) -> list[Event]:
@@ -556,7 +556,7 @@ def _of_the_same(later: Event | None, end: Event) -> Event | None:
     return later if later is not None and later.fence == end.fence else None
 
 
-def _not_found(trace: Trace, job_id: str, advice: str, name: str, *, journal_on: bool) -> str:
+def _not_found(trace: JournalTrace, job_id: str, advice: str, name: str, *, journal_on: bool) -> str:
     if trace.whole:
         return f"has never had a job {job_id!r}; `forqctl jobs {name}` lists those that it has"
     if not journal_on:
@@ -568,7 +568,7 @@ def _not_found(trace: Trace, job_id: str, advice: str, name: str, *, journal_on:
     return f"has no job {job_id!r}: it never had, or the job has ended{advice}; {known}"
 
 
-def _what_became(trace: Trace, advice: str) -> str:
+def _what_became(trace: JournalTrace, advice: str) -> str:
     end, later = trace.end, trace.later
     forgotten = later and _forgotten(later)
     if end is None:

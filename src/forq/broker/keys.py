@@ -184,7 +184,7 @@ def outbox_key(base: str) -> str:
     return f"{base}:outbox"
 
 
-def hand_name(processor: str) -> str:
+def taken_outbox_name(processor: str) -> str:
     return f"outbox:{processor}"
 
 

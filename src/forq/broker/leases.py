@@ -24,16 +24,16 @@ from forq.errors import InvalidData, InvalidId
 from forq.settings import EXTERNAL
 from forq.values import check_job_id, check_queue_name, shown
 
-__all__ = ["Answer", "Awaiting", "Hand", "handed_channels", "read_hand"]
+__all__ = ["Lease", "LeaseReply", "Leases", "handed_channels", "read_lease"]
 
 # How an awaiter says that it blocks on its own list; else it says which clerk is to be told.
-BY_ITSELF = "-"
+NO_CLERK = "-"
 # An owner is written AWAITER:FENCE, and an awaiter between blanks.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class Hand:
+class Lease:
     """An item that was handed to an awaiter, and is to be acknowledged within its lease."""
 
     job_id: str
@@ -43,20 +43,20 @@ class Hand:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LeaseReply:
     """What an awaiter was handed; if nothing, for how long it is registered: it must ask again before (0: now)."""
 
-    hand: Hand | None
+    lease: Lease | None
     valid_ms: int
 
 
-class Awaiting:
+class Leases:
     def __init__(self, link: Link, prefix: str, queue: str) -> None:
         self.queue = check_queue_name(queue)
         self._link = link
         self._base = queue_base(prefix, queue)
 
-    def ask(
+    def request(
         self,
         awaiter: str,
         job_id: str | None,
@@ -64,8 +64,8 @@ class Awaiting:
         mode: str,
         register: bool,
         lease_ms: int | None = None,
-        via: str = BY_ITSELF,
-    ) -> Answer:
+        via: str = NO_CLERK,
+    ) -> LeaseReply:
         """The item that this awaiter was handed, or can take. If there is none it is registered, or with
         `register` False not any more."""
         for name in (awaiter, via):
@@ -76,7 +76,7 @@ class Awaiting:
         reply = self._link.run(script("await"), self._base, awaiter, wanted, mode, lease, int(register), via)
         if reply[0] != OK:
             raise error_for(self.queue, reply)
-        return Answer(read_hand(reply[2]) if len(reply) > 2 else None, reply[1])
+        return LeaseReply(read_lease(reply[2]) if len(reply) > 2 else None, reply[1])
 
     def wait(self, awaiter: str, seconds: float) -> None:
         """Blocks until the awaiter has something in its list, or time is up. What is there stays there."""
@@ -97,10 +97,10 @@ class Awaiting:
         return reply[0] == OK and bool(reply[1])
 
 
-def read_hand(packed: bytes) -> Hand:
+def read_lease(packed: bytes) -> Lease:
     head, _, record = packed.partition(b"\n")
     fence, job_id, lease_ms, *_ = head.decode().split(" ")
-    return Hand(job_id, int(fence), int(lease_ms), unpack(record))
+    return Lease(job_id, int(fence), int(lease_ms), unpack(record))
 
 
 LOOKED_AT_AT_ONCE = 500
@@ -117,31 +117,31 @@ class Failure:
     chance: float
 
 
-class External:
+class ExternalJobs:
     def __init__(self, link: Link, prefix: str, queue: str) -> None:
         self.queue = check_queue_name(queue)
         self._link = link
         self._base = queue_base(prefix, queue)
 
-    def idle(self, worker: str, bridge: str) -> Answer:
+    def idle(self, worker: str, bridge: str) -> LeaseReply:
         """The worker says that it is idle: what it is assigned. If it had accepted a job, it has lost that."""
         return self._ask(worker, bridge, "1")
 
-    def rung(self, worker: str, bridge: str) -> Answer:
+    def fetch_assigned(self, worker: str, bridge: str) -> LeaseReply:
         """The same, without a word from the worker: nothing if it is not idle any more."""
         return self._ask(worker, bridge, "rung")
 
-    def _ask(self, worker: str, bridge: str, how: str) -> Answer:
+    def _ask(self, worker: str, bridge: str, how: str) -> LeaseReply:
         reply = self._run("await", worker, "", EXTERNAL, "", how, bridge)
         if len(reply) < 3:
-            return Answer(None, reply[1])
+            return LeaseReply(None, reply[1])
         try:
-            return Answer(read_hand(reply[2]), reply[1])
+            return LeaseReply(read_lease(reply[2]), reply[1])
         except InvalidData as exc:
             # Nobody could run it, and it would come back to the front for ever.
             job_id = reply[2].partition(b"\n")[0].decode().split(" ")[1]
             self.fail(worker, job_id, _broken(str(exc)))
-            return Answer(None, 0)
+            return LeaseReply(None, 0)
 
     def accept(self, worker: str, job_id: str, fence: int | None = None) -> None:
         """The worker has the job; LeaseLapsed if it is not its own (any more)."""

@@ -53,8 +53,8 @@ class Link:
         self._missed = 0
         # A server that takes no library runs it through EVAL until then (monotonic).
         self._evaluates_until = 0.0
-        # Of the present connection; None until learn_client_id has asked.
-        self.known_client_id: int | None = None
+        # Of the present connection; None until fetch_client_id has asked.
+        self.client_id: int | None = None
 
     def call(self, *args: Any, at: str | None = None) -> Any:
         """Sends one command and returns its answer."""
@@ -124,30 +124,30 @@ class Link:
             return ("EVAL", script.source, 1, *call, script.verb)
         return ("FCALL", script.name, 1, *call)
 
-    def call_together(self, *commands: tuple[Any, ...]) -> list[Any]:
+    def call_batch(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Sends several commands about one queue at once, the later ones whatever becomes of the others; their
         answers, or refusals."""
         if self._cluster is not None:
-            return self._cluster.call_together(commands)
+            return self._cluster.call_batch(commands)
         answers = self._exchange(commands, OutcomeUnknown)
         return [self._refusal(str(a)) if isinstance(a, Exception) else a for a in answers]
 
-    def run_many(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any] | ForqError]:
+    def run_batch(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any] | ForqError]:
         """Runs a script for several queues of one server, sent at once: (base, args …) per call. What the server
         refuses is returned; if the connection breaks, nobody knows which of them were carried out."""
         if self._cluster is not None:
-            answers = self._cluster.follow(calls[0][0], lambda link: link.run_many(script, calls))
+            answers = self._cluster.follow(calls[0][0], lambda link: link.run_batch(script, calls))
         else:
-            answers = self.call_together(*(self._command(script, *call) for call in calls))
+            answers = self.call_batch(*(self._command(script, *call) for call in calls))
         return [
             self._run_late(script, call) if isinstance(answer, _ScriptMissing | Moved) else answer
             for call, answer in zip(calls, answers, strict=True)
         ]
 
-    def run_all(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
+    def run_atomic(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
         """Runs a script for a queue and for its fail queue, (base, args …) per call: nobody sees what is in between."""
         if self._cluster is not None:
-            return self._cluster.follow(calls[0][0], lambda link: link.run_all(script, calls))
+            return self._cluster.follow(calls[0][0], lambda link: link.run_atomic(script, calls))
         try:
             try:
                 return self._transact(script, calls)
@@ -244,16 +244,16 @@ class Link:
                 raise OutcomeUnknown(f"Redis at {self.shown_url} refused to tell: {answer}")
         return int(acknowledged)
 
-    def learn_client_id(self, *, at: str) -> None:
+    def fetch_client_id(self, *, at: str) -> None:
         """Asks once per connection which number the server knows it by."""
         if self._cluster is not None:
             node = self._cluster.link_to(at)
-            node.learn_client_id(at=at)
-            self.known_client_id = node.known_client_id
+            node.fetch_client_id(at=at)
+            self.client_id = node.client_id
             return
         self._ready()
-        if self.known_client_id is None:
-            self.known_client_id = int(self.call("CLIENT", "ID"))
+        if self.client_id is None:
+            self.client_id = int(self.call("CLIENT", "ID"))
 
     def masters(self) -> list["Link"]:
         """A link to each server that holds queues: of a cluster all its masters, else this one."""
@@ -267,7 +267,7 @@ class Link:
         if self._cluster is not None:
             self._cluster.close()
         connection, self._connection = self._connection, None
-        self.known_client_id = None
+        self.client_id = None
         if connection is not None and self._pid == os.getpid():
             connection.close()
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
-from forq.broker.keys import hand_name, outbox_channels, outbox_key, queue_base
+from forq.broker.keys import outbox_channels, outbox_key, queue_base, taken_outbox_name
 from forq.broker.link import Link
-from forq.broker.pubsub import Listener
+from forq.broker.pubsub import Subscription
 from forq.broker.replies import OK, error_for
 from forq.broker.scripts import script
 from forq.redis_url import database_of
@@ -35,8 +35,8 @@ class Outbox:
         if not queues:
             return []
         bases = [queue_base(self._prefix, queue) for queue in queues]
-        hand = hand_name(self._processor)
-        found = self._link.pipeline([("EXISTS", outbox_key(base), f"{base}:{hand}") for base in bases])
+        taken = taken_outbox_name(self._processor)
+        found = self._link.pipeline([("EXISTS", outbox_key(base), f"{base}:{taken}") for base in bases])
         return [queue for queue, lists in zip(queues, found, strict=True) if lists]
 
     def collect(self, queue: str, max_lines: int = MAX_LINES) -> list[bytes]:
@@ -49,7 +49,7 @@ class Outbox:
 
     def forget(self, queue: str, lines: list[bytes]) -> bool:
         """Lines in hand that are on disk; False if they are not in hand any more."""
-        return forget(self._link, queue_base(self._prefix, queue), hand_name(self._processor), lines)
+        return forget(self._link, queue_base(self._prefix, queue), taken_outbox_name(self._processor), lines)
 
 
 def forget(link: Link, base: str, name: str, lines: list[bytes]) -> bool:
@@ -84,12 +84,12 @@ def read_line(queue: str, line: bytes) -> dict[str, Any]:
         return {"queue": queue, "error": f"broken line: {exc!r}", "line": line.decode(errors="replace")}
 
 
-class Bell(Listener):
+class OutboxSubscription(Subscription):
     """Tells which queues have new lines."""
 
     def __init__(self, url: str, prefix: str, name: str) -> None:
         super().__init__(url, outbox_channels(prefix, database_of(url)), name=name)
 
-    def rung(self) -> set[str]:
+    def receive_queues(self) -> set[str]:
         """The queues it has rung for; to be called when there is something to read."""
-        return {message for _, message in self.hear()}
+        return {message for _, message in self.receive()}

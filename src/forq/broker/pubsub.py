@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from forq.broker.link import CONNECT_TIMEOUT_SECONDS, connect
-from forq.broker.topology import ask_nodes, slot_of
+from forq.broker.topology import fetch_slot_map, slot_of
 from forq.errors import RedisUnavailable
 from forq.redis_url import CLUSTER, read_address
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from forq.broker.connection import Connection
 
 
-class Listener:
+class Subscription:
     """Hears every message on the channels that match `pattern`, or with `exact` on the channel of that name.
 
     What was published while it was not connected is lost: whoever listens must look for himself after each `connect`.
@@ -50,7 +50,7 @@ class Listener:
     def _connect(self) -> "Connection":
         if self._address.kind != CLUSTER:
             return connect(self._address, self._name, CONNECT_TIMEOUT_SECONDS)
-        nodes = ask_nodes(self._address, (), self._name)
+        nodes = fetch_slot_map(self._address, (), self._name)
         # First that of the queue whose channel it is: while that is down nothing is published on it.
         own = nodes.url_of(slot_of(self._pattern))
         for url in sorted(nodes.masters(), key=lambda url: url != own):
@@ -60,7 +60,7 @@ class Listener:
                 last: Exception = exc
         raise last
 
-    def hear(self) -> list[tuple[str, str]]:
+    def receive(self) -> list[tuple[str, str]]:
         """What has come, as (channel, message); RedisUnavailable when the connection has ended."""
         assert self._connection is not None, "connect first"
         heard: list[tuple[str, str]] = []

@@ -11,7 +11,7 @@ import orjson
 from forq.broker.keys import queue_base, workers_key
 from forq.broker.link import Link
 from forq.broker.replies import FENCED, NO_QUEUE, OK, Fate, error_for, read_fates
-from forq.broker.schedules import Firing
+from forq.broker.schedules import Ticker
 from forq.broker.scripts import script
 from forq.errors import Fenced, ForqError, RedisUnavailable
 
@@ -20,7 +20,7 @@ from forq.errors import Fenced, ForqError, RedisUnavailable
 Outcome = Literal["stalled", "timed_out", "interrupted", "suspect", "cancelled"]
 
 # Few enough that nobody waits long behind them in the server.
-BEATS_AT_ONCE = 32
+HEARTBEATS_PER_BATCH = 32
 
 # Of a stack in an attempt.
 MAX_STACK = 8_000
@@ -35,7 +35,7 @@ class QueueGone(ForqError):
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """A heartbeat's answer: the processors that were evicted, in how many ms the next scheduled job is due, whether an
     eviction is not finished, so that another heartbeat should follow at once, the last turns of workers that run
     nothing and were at an earlier one, and how many suspects may begin (of a fail queue: 1 if jobs wait and none
@@ -45,7 +45,7 @@ class Beat:
     due_ms: int | None
     more: bool
     unread: dict[str, int]
-    helped: int = 0
+    helpers_wanted: int = 0
     # For whom jobs wait: main workers, and the retry child.
     main_wanted: bool = False
     retry_wanted: bool = False
@@ -72,22 +72,22 @@ class Position:
     running: bool
 
 
-class Keeper:
+class WorkerRecovery:
     """The calls that a supervisor's pulse makes."""
 
     def __init__(self, link: Link, prefix: str, processor: str) -> None:
         self._link = link
         self._prefix = prefix
         self.processor = processor
-        self._firing = Firing(link, prefix)
+        self._ticker = Ticker(link, prefix)
 
-    def heartbeat(self, queue: str, expiry_ms: int, positions: list[Position]) -> Beat:
+    def heartbeat(self, queue: str, expiry_ms: int, positions: list[Position]) -> Heartbeat:
         """Renews this processor and sweeps."""
         return self._read_beat(queue, self._link.run(script("heartbeat"), *self._beat(queue, expiry_ms, positions)))
 
     def heartbeats(
         self, queues: list[str], expiry_ms: int, positions: Mapping[str, list[Position]]
-    ) -> Iterator[tuple[str, Beat | ForqError]]:
+    ) -> Iterator[tuple[str, Heartbeat | ForqError]]:
         """The same for many queues, some at a time: each with its answer, or with what the server had against it. If a
         server does not answer, its other queues are not tried; those on other nodes of a cluster are."""
         by_server: dict[str, list[str]] = {}
@@ -103,18 +103,18 @@ class Keeper:
             except RedisUnavailable as exc:
                 yield queue, exc
         for same in by_server.values():
-            for at in range(0, len(same), BEATS_AT_ONCE):
-                some = same[at : at + BEATS_AT_ONCE]
+            for at in range(0, len(same), HEARTBEATS_PER_BATCH):
+                some = same[at : at + HEARTBEATS_PER_BATCH]
                 beats = [self._beat(queue, expiry_ms, positions.get(queue, [])) for queue in some]
                 try:
-                    replies = self._link.run_many(script("heartbeat"), beats)
+                    replies = self._link.run_batch(script("heartbeat"), beats)
                 except RedisUnavailable as exc:
                     yield some[0], exc
                     break
                 for queue, reply in zip(some, replies, strict=True):
                     yield queue, self._read_reply(queue, reply)
 
-    def _read_reply(self, queue: str, reply: list[Any] | ForqError) -> Beat | ForqError:
+    def _read_reply(self, queue: str, reply: list[Any] | ForqError) -> Heartbeat | ForqError:
         try:
             return reply if isinstance(reply, ForqError) else self._read_beat(queue, reply)
         except (QueueGone, Fenced) as exc:
@@ -126,7 +126,7 @@ class Keeper:
             args += (at.worker, at.turn, at.index, int(at.running))
         return (queue_base(self._prefix, queue), *args)
 
-    def _read_beat(self, queue: str, reply: list[Any]) -> Beat:
+    def _read_beat(self, queue: str, reply: list[Any]) -> Heartbeat:
         if reply[0] == NO_QUEUE:
             raise QueueGone(queue, deleted=bool(reply[1]))
         if reply[0] == FENCED:
@@ -135,11 +135,11 @@ class Keeper:
         turns = {worker.decode(): int(turn) for worker, turn in zip(unread[::2], unread[1::2], strict=True)}
         silent, wanted = [processor.decode() for processor in reply[1]], reply[6]
         main_wanted, retry_wanted, lost = bool(wanted & 1), bool(wanted & 2), _read_lost(reply[7])
-        return Beat(silent, due_ms, bool(reply[3]), turns, reply[5], main_wanted, retry_wanted, lost)
+        return Heartbeat(silent, due_ms, bool(reply[3]), turns, reply[5], main_wanted, retry_wanted, lost)
 
     def promote(self, queue: str) -> int | None:
         """Makes waiting what is due, and fires ticks; in how many ms the next is due (None: there is none)."""
-        return self._firing.promote(queue)
+        return self._ticker.promote(queue)
 
     def recover(
         self,

@@ -65,7 +65,7 @@ class Registry:
         there = self._link.pipeline(asked) if asked else []
         return {name: mode for (name, mode), exists in zip(found.items(), there, strict=True) if exists}
 
-    def without_supervisor(self, served: Collection[str]) -> list[str]:
+    def queues_without_supervisor(self, served: Collection[str]) -> list[str]:
         """The queues of mode work that run nowhere: they are not among these, and no supervisor that has told of itself
         in time has them."""
         others = sorted(name for name, mode in self.names().items() if mode == WORK and name not in served)
@@ -115,7 +115,7 @@ class Registry:
             calls = [(base, *_creation(mode, seen, defaults, {**options, **place}))]
             if fail_options is not None:
                 calls.append((f"{base}:fail", *_creation("fail", b"", defaults, {**fail_options, **place})))
-            reply, *of_fail_queue = self._link.run_all(script("create"), calls)
+            reply, *of_fail_queue = self._link.run_atomic(script("create"), calls)
             if reply[0] != CHANGED:
                 break
         for each in (reply, *of_fail_queue):
@@ -137,7 +137,7 @@ class Registry:
         base = queue_base(self._prefix, name)
         epoch = self._link.call("HGET", f"{base}:options", "epoch") or b""
         # One that is deleted half way has no epoch; then this is about its entry.
-        reply = self._link.run_all(script("delete"), [(base, epoch, int(force)), (f"{base}:fail", "", 1)])[0]
+        reply = self._link.run_atomic(script("delete"), [(base, epoch, int(force)), (f"{base}:fail", "", 1)])[0]
         if reply[0] not in (OK, NO_QUEUE):
             raise error_for(name, reply)
         entry = self._link.call("HGET", self._key, name)

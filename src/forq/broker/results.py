@@ -14,7 +14,7 @@ import orjson
 from forq.broker.dead import DeadJobs
 from forq.broker.keys import ended_channel, queue_base
 from forq.broker.link import Link
-from forq.broker.pubsub import Listener
+from forq.broker.pubsub import Subscription
 from forq.broker.record import read_error, show_record
 from forq.broker.replies import OK, error_for
 from forq.broker.scripts import script
@@ -104,7 +104,7 @@ State = Literal["live", "done", "dead", "cancelled", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WaitTarget:
     """Which job is waited for: that of this epoch of its queue that has this mark ('': the one that ended last)."""
 
     epoch: str
@@ -117,17 +117,17 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class WaitStatus:
     """What has become of the job. `fence`: of its last attempt, if it is done or dead. `done`: None if nothing of it is
     kept. Gone: nobody knows how it ended, or it is dead since long."""
 
-    place: Place
+    target: WaitTarget
     state: State
     fence: int = 0
     done: DoneJob | None = None
 
 
-class Ends:
+class ResultWaiter:
     """The end of one job, for one who waits for it."""
 
     def __init__(self, link: Link, prefix: str, queue: str, job_id: str) -> None:
@@ -137,22 +137,22 @@ class Ends:
         self._base = queue_base(prefix, queue)
         self._dead = DeadJobs(link, prefix, queue)
 
-    def listener(self) -> Listener:
+    def subscription(self) -> Subscription:
         channel = ended_channel(self._base, database_of(self._link.url), self.job_id)
-        return Listener(self._link.url, channel, name="forq-waiter", exact=True)
+        return Subscription(self._link.url, channel, name="forq-waiter", exact=True)
 
-    def look(self, place: Place | None, valid_ms: int) -> Look:
-        """If it is live, its end is told to who listens, for so long. Safe to repeat. `place`: None the first time.
+    def check(self, target: WaitTarget | None, valid_ms: int) -> WaitStatus:
+        """If it is live, its end is told to who listens, for so long. Safe to repeat. `target`: None the first time.
 
         UsageError if the queue keeps nothing, UnknownQueue if it is gone, also if it was made anew meanwhile.
         """
-        since = ("", "") if place is None else (place.epoch, place.mark)
+        since = ("", "") if target is None else (target.epoch, target.mark)
         reply = self._link.run(script("wait"), self._base, self.job_id, *since, valid_ms)
         if reply[0] != OK:
             raise error_for(self.queue, reply)
         state, epoch, mark = (part.decode() for part in reply[1:4])
         fence = int(reply[4]) if len(reply) > 4 else 0
-        return Look(Place(epoch, mark), state, fence, read_done(reply[5]) if len(reply) > 5 else None)
+        return WaitStatus(WaitTarget(epoch, mark), state, fence, read_done(reply[5]) if len(reply) > 5 else None)
 
     def why_not_kept(self) -> str:
         """Why there is no result of a job that has ended, and what to do about it."""
@@ -163,12 +163,12 @@ class Ends:
         shown = self._shown(f"{self.job_id}@{fence}")
         return None if shown is None else shown["error"]
 
-    def error_of_last_dead(self, place: Place, after: int = 0) -> Any:
-        """The error of the last dead job of this id, if it is the one of `place` and died in an attempt after that."""
+    def error_of_last_dead(self, target: WaitTarget, after: int = 0) -> Any:
+        """The error of the last dead job of this id, if it is the one of `target` and died in an attempt after that."""
         shown = self._shown(self.job_id)
         if shown is None or shown["fence"] <= after:
             return None
-        other = place.enqueued_ms is not None and round(shown["enqueued_at"] * 1000) != place.enqueued_ms
+        other = target.enqueued_ms is not None and round(shown["enqueued_at"] * 1000) != target.enqueued_ms
         return None if other else shown["error"]
 
     def _shown(self, reference: str) -> dict[str, Any] | None:

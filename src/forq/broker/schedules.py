@@ -230,7 +230,7 @@ def due_ticks(reply: list[Any]) -> list[DueTick]:
     return [DueTick(key.decode(errors="replace"), int(float(tick)), head) for key, tick, head in told]
 
 
-class Firing:
+class Ticker:
     """`chance`: how much of its jitter a job gets, from 0 to 1."""
 
     def __init__(self, link: Link, prefix: str, chance: Callable[[], float] = random.random) -> None:

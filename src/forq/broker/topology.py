@@ -30,7 +30,7 @@ ASK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class SlotMap:
     """Ranges of slots in order, and the URL of the master that serves each."""
 
     starts: list[int]
@@ -52,7 +52,7 @@ def slot_of(key: str) -> int:
     return key_slot(key.encode())
 
 
-def ask_nodes(address: Address, known: Iterable[str], name: str) -> Nodes:
+def fetch_slot_map(address: Address, known: Iterable[str], name: str) -> SlotMap:
     """The map, from the first that has one: of those known before and those in the URL. OSError if none has."""
     found: list[str] = []
     urls = list(dict.fromkeys([*known, *(address.server_url(*host) for host in address.hosts)]))
@@ -65,7 +65,7 @@ def ask_nodes(address: Address, known: Iterable[str], name: str) -> Nodes:
     raise ConnectionError(f"no node of the cluster says where to go ({'; '.join(found)})")
 
 
-def _ask(address: Address, url: str, name: str) -> Nodes:
+def _ask(address: Address, url: str, name: str) -> SlotMap:
     from forq.broker.connection import Connection
 
     connection = Connection(url, name=name, connect_timeout_seconds=ASK_SECONDS, timeout_seconds=ASK_SECONDS)
@@ -82,8 +82,8 @@ def _ask(address: Address, url: str, name: str) -> Nodes:
     return _read(address, ranges, url)
 
 
-def _read(address: Address, ranges: list[list[Any]], asked: str) -> Nodes:
-    nodes = Nodes([], [], [])
+def _read(address: Address, ranges: list[list[Any]], asked: str) -> SlotMap:
+    nodes = SlotMap([], [], [])
     for start, end, master, *_ in sorted(ranges, key=lambda found: int(found[0])):
         nodes.starts.append(start)
         nodes.ends.append(end)
@@ -127,19 +127,19 @@ class Cluster:
         self._name = name
         self._open_link = open_link
         self._links: dict[str, Link] = {}
-        self._nodes: Nodes | None = None
+        self._nodes: SlotMap | None = None
         # What MOVED has said since the map was made.
         self._moved: dict[int, str] = {}
 
     def call(self, args: tuple[Any, ...], at: str | None) -> Any:
         return self.follow(_key_of(args) if at is None else at, lambda link: link.call(*args))
 
-    def call_together(self, commands: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    def call_batch(self, commands: tuple[tuple[Any, ...], ...]) -> list[Any]:
         """Sent again if all were sent to the wrong node. If only some were, the slot has moved meanwhile: whoever asks
         is told so, since what was carried out must not be repeated."""
 
         def send(link: "Link") -> list[Any]:
-            answers = link.call_together(*commands)
+            answers = link.call_batch(*commands)
             if all(isinstance(answer, Moved) for answer in answers):
                 raise answers[0]
             return [RedisUnavailable(str(answer)) if isinstance(answer, Moved) else answer for answer in answers]
@@ -211,10 +211,10 @@ class Cluster:
             raise RedisUnavailable(f"no node of the cluster {self._address.shown} serves slot {slot}")
         return url
 
-    def _map(self) -> Nodes:
+    def _map(self) -> SlotMap:
         if self._nodes is None:
             try:
-                self._nodes = ask_nodes(self._address, self._links, self._name)
+                self._nodes = fetch_slot_map(self._address, self._links, self._name)
             except OSError as exc:
                 raise RedisUnavailable(f"cannot reach Redis at {self._address.shown}: {exc}") from exc
             self._moved = {}

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from forq import exits
-from forq.broker.dead import Chunk, DeadJobs
+from forq.broker.dead import DeadChunk, DeadJobs
 from forq.broker.enqueue import NewJob, Producer, Update, new_job
-from forq.broker.inspect import Viewer, counts_of, unknown_job, why
-from forq.broker.leases import Awaiting
+from forq.broker.inspect import Inspector, counts_of, unknown_job, why
+from forq.broker.leases import Leases
 from forq.broker.link import Link
 from forq.broker.registry import Dropped, Registry
 from forq.broker.schedules import Schedules
@@ -197,8 +197,8 @@ class Clerk:
         return {"ids": self._producer(params).enqueue_many(jobs, _read_update(params), params.get("durable"))}
 
     def recover(self, params: dict[str, Any]) -> object:
-        back = self._producer(params).put_back(_read_jobs(params))
-        return {"recovered": back.stored, "known": back.known, "left": back.left}
+        back = self._producer(params).restore(_read_jobs(params))
+        return {"recovered": back.stored, "known": back.known, "left": back.skipped}
 
     def cancel(self, params: dict[str, Any]) -> object:
         return {"cancelled": self._producer(params).cancel(params.get("id", ""))}
@@ -207,13 +207,13 @@ class Clerk:
         return {"removed": self._producer(params).remove(params.get("id", ""))}
 
     def job(self, params: dict[str, Any]) -> object:
-        return self._or_its_trace(params, lambda: self._viewer(params).job(params.get("id", "")))
+        return self._or_its_trace(params, lambda: self._inspector(params).job(params.get("id", "")))
 
     def jobs(self, params: dict[str, Any]) -> object:
-        return asdict(self._viewer(params).jobs(params.get("state"), _limit(params), params.get("after")))
+        return asdict(self._inspector(params).jobs(params.get("state"), _limit(params), params.get("after")))
 
     def ack(self, params: dict[str, Any]) -> object:
-        Awaiting(self._link, self._context.prefix, params["name"]).ack(params["awaiter"], params["id"], params["fence"])
+        Leases(self._link, self._context.prefix, params["name"]).ack(params["awaiter"], params["id"], params["fence"])
         return {"id": params["id"]}
 
     def schedule(self, params: dict[str, Any]) -> object:
@@ -251,14 +251,14 @@ class Clerk:
         answer: dict[str, Any] = {name: None if counts is None else asdict(counts) for name, counts in found.items()}
         for name in params.get("items") or ():
             if answer.get(name) is not None:
-                page = Viewer(self._link, self._context.prefix, name).jobs(limit=100)
+                page = Inspector(self._link, self._context.prefix, name).jobs(limit=100)
                 answer[name]["items"] = [{"id": job["id"], "identifier": job["identifier"]} for job in page.jobs]
         return answer
 
     def overview(self, params: dict[str, Any]) -> object:
         """The counts of the named queues, else of those that are served and of those that no supervisor serves."""
         served, named = params["served"], params["names"]
-        unserved = self._registry.without_supervisor(served)
+        unserved = self._registry.queues_without_supervisor(served)
         names = named or [*served, *unserved]
         return {"counts": self.counts({"names": names, "items": named}), "unserved": unserved}
 
@@ -283,8 +283,8 @@ class Clerk:
     def _schedules(self, params: dict[str, Any]) -> Schedules:
         return Schedules(self._link, self._context.prefix, check_queue_name(params.get("name")))
 
-    def _viewer(self, params: dict[str, Any]) -> Viewer:
-        return Viewer(self._link, self._context.prefix, check_queue_name(params.get("name")))
+    def _inspector(self, params: dict[str, Any]) -> Inspector:
+        return Inspector(self._link, self._context.prefix, check_queue_name(params.get("name")))
 
 
 def _limit(params: dict[str, Any]) -> int:
@@ -295,7 +295,7 @@ def _limit(params: dict[str, Any]) -> int:
 
 
 def _to_dead(
-    params: dict[str, Any], to_one: Callable[[str], str], to_some: Callable[[str | None], Chunk]
+    params: dict[str, Any], to_one: Callable[[str], str], to_some: Callable[[str | None], DeadChunk]
 ) -> dict[str, Any]:
     """What is done to the dead job `id`, or with `all` to the next ones of all."""
     if bool(params.get("all")) == (params.get("id") is not None):

@@ -100,7 +100,7 @@ class Looker:
         round_trip: float | None = None
         try:
             round_trip = self._ping()
-            unserved = Registry(self._link, self._prefix).without_supervisor(self._names)
+            unserved = Registry(self._link, self._prefix).queues_without_supervisor(self._names)
             counts = self._counts([*self._names, *unserved])
         except ForqError as exc:
             redis_error, counts, unserved, round_trip = str(exc), {}, [], None

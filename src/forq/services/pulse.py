@@ -32,8 +32,8 @@ from typing import Any
 from forq import exits
 from forq.broker.keys import due_channels, fail_queue, main_queue, queue_of_channel
 from forq.broker.link import Link
-from forq.broker.pubsub import Listener
-from forq.broker.recovery import Beat, Keeper, Outcome, Position, QueueGone
+from forq.broker.pubsub import Subscription
+from forq.broker.recovery import Heartbeat, Outcome, Position, QueueGone, WorkerRecovery
 from forq.broker.registry import Registry
 from forq.broker.replies import Fate, headline
 from forq.errors import Fenced, ForqError, RedisUnavailable
@@ -166,7 +166,7 @@ class Pulse:
         self._context = context
         self._board = context.scoreboard
         link = self._link = Link(context.url, name="forq-pulse", timeout_seconds=CALL_TIMEOUT_SECONDS)
-        self._keeper = Keeper(link, context.prefix, context.processor)
+        self._recovery = WorkerRecovery(link, context.prefix, context.processor)
         self._registry = Registry(link, context.prefix)
         self._halves = Halves(self._registry)
         verbs = {
@@ -182,7 +182,7 @@ class Pulse:
         # At once: a timer that is due may wait for a Redis that is gone as well.
         self._desk = Desk(self._loop, leash, verbs, self._end_with_supervisor)
         self._unread = Unread(
-            self._keeper,
+            self._recovery,
             context.scoreboard,
             later=self._later,
             challenge=lambda slots, unread: self._desk.tell("silent", slots=slots, unread=unread),
@@ -194,8 +194,8 @@ class Pulse:
         self._rescued: dict[int, int] = {}
         # Jobs rescued since the last line about it, of queues that have had one within the last minute.
         self._rescued_jobs: dict[str, int] = {}
-        self._ears = Listener(
-            context.url, due_channels(context.prefix, database_of(context.url)), name="forq-pulse-ears"
+        self._subscription = Subscription(
+            context.url, due_channels(context.prefix, database_of(context.url)), name="forq-pulse-subscription"
         )
         self._due: dict[str, float] = {}
         # Queues that release, made a moment ago: the supervisor is about to serve them.
@@ -244,10 +244,10 @@ class Pulse:
         def drain_again() -> None:
             nowhere = Position(at.worker, -1, 0, False)
             for each in queues:
-                self._keeper.recover(each, processor, nowhere, outcome="interrupted", cause="late")
+                self._recovery.recover(each, processor, nowhere, outcome="interrupted", cause="late")
 
         for each in queues:
-            recovered = self._keeper.recover(
+            recovered = self._recovery.recover(
                 *(each, processor, at),
                 outcome=params["outcome"],
                 cause=params["cause"],
@@ -275,14 +275,14 @@ class Pulse:
         for queue in params["queues"]:
             for each in (queue, fail_queue(queue)):
                 tell = partial(_tell_eviction, each, params["cause"])
-                self._keeper.evict(each, params["processor"], params["cause"], tell)
+                self._recovery.evict(each, params["processor"], params["cause"], tell)
         return {}
 
     def _hear(self) -> None:
         """Somebody has scheduled a job that is due before all others of its queue, or has made a queue."""
-        fd = self._ears.fileno()
+        fd = self._subscription.fileno()
         try:
-            heard = self._ears.hear()
+            heard = self._subscription.receive()
         except RedisUnavailable as exc:
             self._loop.remove_reader(fd)
             log.info("lost timer subscription; subscribing again error=%s", exc)
@@ -313,7 +313,7 @@ class Pulse:
         if self._due.get(queue) == at:
             del self._due[queue]
             try:
-                self._promote_in(queue, self._keeper.promote(queue))
+                self._promote_in(queue, self._recovery.promote(queue))
                 if queue != main_queue(queue):
                     self._fail_job_waits(main_queue(queue))
             except RedisUnavailable:
@@ -342,21 +342,21 @@ class Pulse:
 
     def _listen_to(self, queues: list[str]) -> None:
         """Hears of the times of these queues from now on, and looks at those that they have."""
-        was_deaf = not self._ears.connected
+        was_deaf = not self._subscription.connected
         try:
             if was_deaf:
-                self._ears.connect()
-                self._loop.add_reader(self._ears.fileno(), self._hear)
+                self._subscription.connect()
+                self._loop.add_reader(self._subscription.fileno(), self._hear)
                 self._desk.tell("redis_back")
         except RedisUnavailable as exc:
             self._note_redis(exc)
         # What was published while nobody heard it is lost, of every queue.
-        self._heartbeats(self._queues if was_deaf and self._ears.connected else queues)
+        self._heartbeats(self._queues if was_deaf and self._subscription.connected else queues)
 
     def _listen_again(self) -> None:
-        if not self._ears.connected:
+        if not self._subscription.connected:
             self._listen_to([])
-        if not self._ears.connected:
+        if not self._subscription.connected:
             self._later(TRY_AGAIN_SECONDS, self._listen_again)
 
     def _beat(self) -> None:
@@ -389,7 +389,7 @@ class Pulse:
         away: RedisUnavailable | None = None
         missed = self._link.missed()
         wanted: set[tuple[str, int]] = set()
-        for queue, beat in self._keeper.heartbeats(queues, self._context.expiry_ms, self._positions()):
+        for queue, beat in self._recovery.heartbeats(queues, self._context.expiry_ms, self._positions()):
             if isinstance(beat, RedisUnavailable):
                 away = beat
             elif isinstance(beat, Fenced):
@@ -397,7 +397,7 @@ class Pulse:
                 return
             else:
                 self._hear_beat(queue, beat)
-                if isinstance(beat, Beat):
+                if isinstance(beat, Heartbeat):
                     wanted |= _wanted(queue, beat)
         self._unread.ask_resting(wanted)
         if queues:
@@ -405,7 +405,7 @@ class Pulse:
         if self._link.missed() != missed:
             self._desk.tell("redis_back")
 
-    def _hear_beat(self, queue: str, beat: Beat | ForqError) -> None:
+    def _hear_beat(self, queue: str, beat: Heartbeat | ForqError) -> None:
         if isinstance(beat, QueueGone):
             self._desk.tell("queue_gone", queue=main_queue(queue), deleted=beat.deleted)
         elif isinstance(beat, ForqError):
@@ -415,9 +415,9 @@ class Pulse:
             self._unread.lags(queue, beat.unread)
             if beat.more:
                 self._later(0, partial(self._heartbeats, [queue]))
-            if beat.helped and queue == main_queue(queue):
-                self._desk.tell("suspects", queue=queue, waiting=beat.helped)
-            elif beat.helped:
+            if beat.helpers_wanted and queue == main_queue(queue):
+                self._desk.tell("suspects", queue=queue, waiting=beat.helpers_wanted)
+            elif beat.helpers_wanted:
                 self._desk.tell("fail_jobs", queue=main_queue(queue))
             if beat.evicted:
                 log.warning("took over from silent processors queue=%s processors=%s", queue, beat.evicted)
@@ -484,7 +484,7 @@ class Pulse:
     def _rescue(self, queue: str, at: Position) -> bool:
         """False if it is to be tried again at the next look."""
         try:
-            rescued = self._keeper.rescue(queue, at)
+            rescued = self._recovery.rescue(queue, at)
         except ForqError as exc:
             log.warning("rescue failed queue=%s error=%s", queue, exc)
             return False
@@ -534,7 +534,7 @@ def _could_not_finish(exc: Exception) -> None:
     log.warning("pulse could not finish what was due error=%s", exc)
 
 
-def _wanted(queue: str, beat: Beat) -> set[tuple[str, int]]:
+def _wanted(queue: str, beat: Heartbeat) -> set[tuple[str, int]]:
     """The queue and role of processes whose workers should not rest. Fail jobs are the retry child's."""
     main, retry = (main_queue(queue), int(Role.MAIN)), (main_queue(queue), int(Role.RETRY))
     if queue != main_queue(queue):

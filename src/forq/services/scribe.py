@@ -27,7 +27,7 @@ import orjson
 
 from forq import exits
 from forq.broker.link import Link
-from forq.broker.outbox import Bell, Outbox, read_line
+from forq.broker.outbox import Outbox, OutboxSubscription, read_line
 from forq.errors import Fenced, ForqError, RedisUnavailable, UnknownQueue
 from forq.procs.backoff import Backoff
 from forq.procs.liveness import DISK_SECONDS, may_take
@@ -161,7 +161,7 @@ class Scribe:
         self._context = context
         link = Link(context.url, name="forq-scribe", timeout_seconds=CALL_TIMEOUT_SECONDS)
         self._outbox = Outbox(link, context.prefix, context.processor, context.expiry_ms)
-        self._bell = Bell(context.url, context.prefix, "forq-scribe-bell")
+        self._outbox_subscription = OutboxSubscription(context.url, context.prefix, "forq-scribe-bell")
         self._loop = service_loop()
         self._desk = Desk(self._loop, leash, {"serve": self._serve})
         self._queues: list[str] = []
@@ -212,17 +212,17 @@ class Scribe:
             self._look_at = now + LOOK_SECONDS
             return
         # First the subscription, then the look: what comes in between is seen by both.
-        if not self._bell.connected:
-            self._bell.connect()
-            self._loop.add_reader(self._bell.fileno(), self._listen)
+        if not self._outbox_subscription.connected:
+            self._outbox_subscription.connect()
+            self._loop.add_reader(self._outbox_subscription.fileno(), self._listen)
         for queue in self._outbox.waiting(self._queues):
             self._due.setdefault(queue, now)
         self._look_at = now + LOOK_SECONDS
 
     def _listen(self) -> None:
-        fd = self._bell.fileno()
+        fd = self._outbox_subscription.fileno()
         try:
-            for queue in self._bell.rung() & set(self._queues):
+            for queue in self._outbox_subscription.receive_queues() & set(self._queues):
                 self._due.setdefault(queue, self._look_at if self._redis.failures else 0.0)
         except RedisUnavailable:
             self._loop.remove_reader(fd)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from forq.broker.recovery import Keeper, Position
+from forq.broker.recovery import Position, WorkerRecovery
 from forq.errors import ForqError, RedisUnavailable
 from forq.procs.liveness import SLICE_SECONDS, AwakeTime
 from forq.procs.scoreboard import Scoreboard, Slot, State
@@ -56,14 +56,14 @@ class Unread:
 
     def __init__(
         self,
-        keeper: Keeper,
+        recovery: WorkerRecovery,
         board: Scoreboard,
         *,
         later: Callable[[float, Callable[[], None]], object],
         challenge: Callable[[list[int], bool], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._keeper = keeper
+        self._recovery = recovery
         self._board = board
         self._later = later
         self._challenge = challenge
@@ -101,7 +101,7 @@ class Unread:
 
     def look(self, queue: str) -> None:
         """Looks at the turns that the queue has registered for the workers of this supervisor."""
-        self._suspect(queue, self._keeper.registered(queue))
+        self._suspect(queue, self._recovery.registered(queue))
 
     def _look_again(self, queue: str, at: float) -> None:
         if self._look_at.get(queue) != at:
@@ -160,7 +160,7 @@ class Unread:
         if not _lags(one.slot, one.worker, one.turn):
             return
         try:
-            returned = self._keeper.rescue(one.queue, Position(one.worker, one.turn, 0, False))
+            returned = self._recovery.rescue(one.queue, Position(one.worker, one.turn, 0, False))
         except ForqError as exc:
             log.warning("cannot give back unread jobs queue=%s error=%s", one.queue, exc)
             # The mark is written again, and this tried again, with the next slice.
@@ -180,7 +180,7 @@ class Unread:
 
     def _is_ours(self, worker: str) -> bool:
         """By its name, which ends in that of its processor: other supervisors hear of their own."""
-        return worker.endswith(self._keeper.processor[-16:])
+        return worker.endswith(self._recovery.processor[-16:])
 
     def _slot_of(self, worker: str) -> Slot | None:
         """All slots are searched only for a name that is new."""

@@ -30,11 +30,11 @@ from typing import Any
 
 import orjson
 
-from forq.broker.inspect import Viewer
+from forq.broker.inspect import Inspector
 from forq.broker.keys import progress_channels, queue_base, queue_of_channel
-from forq.broker.leases import Awaiting, Hand, handed_channels
+from forq.broker.leases import Lease, Leases, handed_channels
 from forq.broker.link import Link
-from forq.broker.pubsub import Listener
+from forq.broker.pubsub import Subscription
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable, UnknownJob, UsageError
 from forq.job import new_id
 from forq.output.files import OutputReader
@@ -54,7 +54,7 @@ SLICE = 200
 class Awaiter:
     """`until`: when its time is up, on the monotonic clock, which all processes of a machine share."""
 
-    awaiting: Awaiting
+    leases: Leases
     name: str
     job_id: str | None
     mode: str
@@ -71,8 +71,8 @@ class Awaiters:
         self._loop = loop
         self._now = now
         self._clerk = new_id()
-        self._ears = Listener(
-            link.url, handed_channels(prefix, database_of(link.url), self._clerk), name="forq-clerk-ears"
+        self._subscription = Subscription(
+            link.url, handed_channels(prefix, database_of(link.url), self._clerk), name="forq-clerk-subscription"
         )
         self._awaiters: dict[str, Awaiter] = {}
         self._plans: list[tuple[float, int, Awaiter]] = []
@@ -86,7 +86,7 @@ class Awaiters:
         """The verb: an item, or None when time is up (`until`, None: never)."""
         until = params["until"]
         one = Awaiter(
-            awaiting=Awaiting(self._link, self._prefix, params["name"]),
+            leases=Leases(self._link, self._prefix, params["name"]),
             name=params["awaiter"],
             job_id=params["id"],
             mode=params["mode"],
@@ -112,16 +112,16 @@ class Awaiters:
         if one is not None:
             one.later.answer(None)
         try:
-            Awaiting(self._link, self._prefix, params["name"]).leave(params["awaiter"])
+            Leases(self._link, self._prefix, params["name"]).leave(params["awaiter"])
         except RedisUnavailable as exc:
             log.info("an awaiter is forgotten when its lease lapses queue=%s error=%s", params["name"], exc)
         return {}
 
     def _hear(self) -> None:
         """Somebody has something in its list."""
-        fd = self._ears.fileno()
+        fd = self._subscription.fileno()
         try:
-            heard = self._ears.hear()
+            heard = self._subscription.receive()
         except RedisUnavailable as exc:
             self._loop.remove_reader(fd)
             log.info("awaiters are deaf until the next connect awaiters=%s error=%s", len(self), exc)
@@ -153,7 +153,7 @@ class Awaiters:
         except ForqError as exc:
             answer = exc
         except Exception as exc:  # a fault of ours must not end the clerk: all others would lose theirs too
-            log.exception("cannot serve an awaiter queue=%s", one.awaiting.queue)
+            log.exception("cannot serve an awaiter queue=%s", one.leases.queue)
             answer = ForqError(f"internal error: {type(exc).__name__}: {exc}")
         if answer is not None or last:
             del self._awaiters[one.name]
@@ -175,11 +175,11 @@ class Awaiters:
     def _ask(self, one: Awaiter) -> dict[str, Any] | None:
         """Registers it again; not if its time is up: then it is forgotten."""
         now = self._now()
-        answer = one.awaiting.ask(
+        answer = one.leases.request(
             one.name, one.job_id, mode=one.mode, register=now < one.until, lease_ms=one.lease_ms, via=self._clerk
         )
-        if answer.hand is not None:
-            return _describe(one.name, answer.hand)
+        if answer.lease is not None:
+            return _describe(one.name, answer.lease)
         self._plan(one, min(now + answer.valid_ms / 2000, one.until))
         return None
 
@@ -191,9 +191,9 @@ class Awaiters:
             return self._ask(one)
 
     def _listen(self) -> None:
-        if not self._ears.connected:
-            self._ears.connect()
-            self._loop.add_reader(self._ears.fileno(), self._hear)
+        if not self._subscription.connected:
+            self._subscription.connect()
+            self._loop.add_reader(self._subscription.fileno(), self._hear)
 
     def _plan(self, one: Awaiter, at: float) -> None:
         one.due = at
@@ -204,14 +204,14 @@ class Awaiters:
         return one.due == at and self._awaiters.get(one.name) is one
 
 
-def _describe(awaiter: str, hand: Hand) -> dict[str, Any]:
+def _describe(awaiter: str, lease: Lease) -> dict[str, Any]:
     return {
-        "id": hand.job_id,
-        "identifier": hand.record.identifier or hand.job_id,
-        "data": hand.record.data,
-        "fence": hand.fence,
+        "id": lease.job_id,
+        "identifier": lease.record.identifier or lease.job_id,
+        "data": lease.record.data,
+        "fence": lease.fence,
         "awaiter": awaiter,
-        "lease_seconds": hand.lease_ms / 1000,
+        "lease_seconds": lease.lease_ms / 1000,
     }
 
 
@@ -228,7 +228,7 @@ _AT_ITS_END = ("ended_at", "result", "result_error")
 class Watcher:
     """`seen`: what its last answer was called. `since`: an attempt of the watched job has this fence or a later one."""
 
-    viewer: Viewer
+    inspector: Inspector
     job_id: str
     seen: str | None
     since: int
@@ -243,7 +243,9 @@ class Watchers:
         self._prefix = prefix
         self._loop = loop
         self._now = now
-        self._ears = Listener(link.url, progress_channels(prefix, database_of(link.url)), name="forq-clerk-watch")
+        self._subscription = Subscription(
+            link.url, progress_channels(prefix, database_of(link.url)), name="forq-clerk-watch"
+        )
         self._watchers: list[Watcher] = []
         self._asked_at = 0.0
 
@@ -255,7 +257,7 @@ class Watchers:
         name, job_id = check_queue_name(params.get("name")), check_job_id(params.get("id"))
         seen, wait_seconds = _read_seen(params.get("seen")), _read_wait(params.get("wait"))
         since = int(seen.partition(" ")[0]) if seen is not None else 0
-        one = Watcher(Viewer(self._link, self._prefix, name), job_id, seen, since, self._now() + wait_seconds)
+        one = Watcher(Inspector(self._link, self._prefix, name), job_id, seen, since, self._now() + wait_seconds)
         self._asked_at = self._now()
         # Before the look: what changes after it is heard.
         self._listen()
@@ -267,16 +269,16 @@ class Watchers:
         return one.later
 
     def _hear(self) -> None:
-        fd = self._ears.fileno()
+        fd = self._subscription.fileno()
         try:
-            heard = self._ears.hear()
+            heard = self._subscription.receive()
         except RedisUnavailable as exc:
             self._loop.remove_reader(fd)
             log.info("watchers are deaf until the next one comes watchers=%s error=%s", len(self), exc)
             return
         changed = {(queue_of_channel(channel), job_id) for channel, ids in heard for job_id in ids.split(" ")}
         for one in self._watchers:
-            if (one.viewer.name, one.job_id) in changed:
+            if (one.inspector.name, one.job_id) in changed:
                 one.due = self._now()
 
     def tick(self) -> float | None:
@@ -293,26 +295,26 @@ class Watchers:
             except ForqError as exc:
                 answer = exc
             except Exception as exc:  # a fault of ours must not end the clerk: all others would lose theirs too
-                log.exception("cannot look at a job that is watched queue=%s", one.viewer.name)
+                log.exception("cannot look at a job that is watched queue=%s", one.inspector.name)
                 answer = ForqError(f"internal error: {type(exc).__name__}: {exc}")
             self._watchers.remove(one)
             one.later.answer(answer)
-        if self._ears.connected and not self._watchers and now >= self._asked_at + LISTEN_SECONDS:
+        if self._subscription.connected and not self._watchers and now >= self._asked_at + LISTEN_SECONDS:
             self._stop_listening()
         due = [one.due for one in self._watchers]
-        if not due and self._ears.connected:
+        if not due and self._subscription.connected:
             due = [self._asked_at + LISTEN_SECONDS]
         return max(0.0, min(due) - self._now()) if due else None
 
     def _look(self, one: Watcher) -> dict[str, Any]:
         try:
-            job = one.viewer.job(one.job_id)
+            job = one.inspector.job(one.job_id)
         except UnknownJob:
             if one.seen is None:
                 raise
             job = {"state": "gone"}
         if one.seen is None:
-            one.since = job["fence"] if "fence" in job else self._server_us(one.viewer.name)
+            one.since = job["fence"] if "fence" in job else self._server_us(one.inspector.name)
         elif job["state"] in ("dead", "done") and job["fence"] < one.since:
             # That was an earlier job of that id: this one has left in another way.
             job = {"state": "gone"}
@@ -329,13 +331,13 @@ class Watchers:
         return int(seconds) * 1_000_000 + int(micros)
 
     def _listen(self) -> None:
-        if not self._ears.connected:
-            self._ears.connect()
-            self._loop.add_reader(self._ears.fileno(), self._hear)
+        if not self._subscription.connected:
+            self._subscription.connect()
+            self._loop.add_reader(self._subscription.fileno(), self._hear)
 
     def _stop_listening(self) -> None:
-        self._loop.remove_reader(self._ears.fileno())
-        self._ears.close()
+        self._loop.remove_reader(self._subscription.fileno())
+        self._subscription.close()
 
 
 def _digest(told: dict[str, Any], fence: int | None) -> str:

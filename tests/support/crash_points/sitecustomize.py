@@ -72,7 +72,7 @@ def install(point: str) -> None:
     from forq.broker.claim import Consumer, Releaser
     from forq.broker.enqueue import Producer
     from forq.broker.outbox import Outbox
-    from forq.broker.recovery import Keeper
+    from forq.broker.recovery import WorkerRecovery
     from forq.workers.attempt import AttemptRunner
 
     points: dict[str, tuple[type, tuple[str, ...], Callable[[Call, Any], Call], Callable[..., bool]]] = {
@@ -86,10 +86,10 @@ def install(point: str) -> None:
         "releasing": (Releaser, ("release",), before, always),
         "released": (Releaser, ("release",), after, always),
         # Of pulse.
-        "recovering": (Keeper, ("recover",), before, always),
-        "recovered": (Keeper, ("recover",), after, always),
-        "promoting": (Keeper, ("promote",), before, always),
-        "promoted": (Keeper, ("promote",), after, always),
+        "recovering": (WorkerRecovery, ("recover",), before, always),
+        "recovered": (WorkerRecovery, ("recover",), after, always),
+        "promoting": (WorkerRecovery, ("promote",), before, always),
+        "promoted": (WorkerRecovery, ("promote",), after, always),
         # Of the scribe.
         "collected": (Outbox, ("collect",), after, lambda lines, *args: bool(lines)),
         "written": (Outbox, ("forget",), before, always),
