@@ -88,7 +88,7 @@ lint: tools ## ruff: rules and format; luacheck, where it is installed
 	$(BIN)/python -c 'from forq.broker.scripts import script; print(script("turn").library.partition("\n")[2], end="")' | luacheck --quiet -
 
 # Without Spark, the code that uses it is left to `make test-all`.
-ON_SPARK := (^|/)pipeline/|tests/support/(histories|ingest_child|failing_folder|spark_cluster|busy_gates|busy_external|busy_queues)\.py$$
+ON_SPARK := (^|/)pipeline/
 
 types: tools ## mypy --strict
 	$(BIN)/mypy $(if $(wildcard $(SPARK)),,--exclude '$(ON_SPARK)')
@@ -96,7 +96,7 @@ types: tools ## mypy --strict
 imports: tools ## which folder may import which
 	$(BIN)/lint-imports
 
-HELD_BACK := tests/support/held_back.sh
+HELD_BACK := tests/support/drive/held_back.sh
 # Tests mostly wait for processes: one run more than there are cores keeps the machine busy.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 # These fork in the process of the test, and a run of pytest-xdist has threads, whose locks a fork may find taken.
@@ -126,7 +126,7 @@ partition: tools ## an 18 s partition on real TCP amid a 25 s job, two superviso
 	$(BIN)/pytest -s --timeout 300 tests/end_to_end/test_late_requests.py -k partition
 
 redis-old: tools ## the broker's tests and the end-to-end smoke on Redis 7.0, the oldest one that forq works with
-	@server=$$(tests/support/redis70.sh $(VENV)/redis-7.0) || exit 0; \
+	@server=$$(tests/support/drive/redis70.sh $(VENV)/redis-7.0) || exit 0; \
 	echo "make: on $$($$server --version)"; \
 	FORQ_TEST_SERVER=$$server $(BIN)/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal tests/broker tests/bridge \
 	  tests/end_to_end/test_first_steps.py tests/end_to_end/test_acl.py tests/end_to_end/test_releases.py tests/end_to_end/test_results.py \
@@ -246,7 +246,7 @@ fault-report: tools $(SPARK) ## the tests of docs/design/faults.md, and which of
 	$(BIN)/pytest -q -m 'fault and not slow' --fault-report
 
 wheel: tools ## build the wheel, install it in a clean venv, run a job there
-	PYTHON=$(BIN)/python tests/support/wheel_smoke.sh
+	PYTHON=$(BIN)/python tests/support/drive/wheel_smoke.sh
 
 format: tools ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from forq import Client
 from forq.broker.claim import Consumer, Settled
 from forq.job import new_id
-from tests.support.server import Server
+from tests.support.drive.server import Server
 
 SIZES = (10, 10_000, 1_000_000)
 BATCH = 64

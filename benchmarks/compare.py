@@ -34,7 +34,7 @@ from benchmarks.roster import Peer, roster
 from benchmarks.under_load import LOADS, SERVICE_MS, STEADY_CONCURRENCY, backlog, load, load_floor, steady
 from benchmarks.worker import Failed
 from forq.procs.treekill import become_subreaper
-from tests.support.server import Server
+from tests.support.drive.server import Server
 
 HERE = Path(__file__).resolve().parent
 FASTEST = 2

@@ -17,7 +17,7 @@ from benchmarks.figures import Trial
 from benchmarks.processes import DISTURBED_CORES, Quiet
 from benchmarks.roster import Peer
 from benchmarks.worker import Bench, Failed
-from tests.support.server import Server
+from tests.support.drive.server import Server
 
 DEATHS = ("process", "worker")
 # How long to stay with a peer before the next one begins.

@@ -12,7 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.support.running import Forq, running, wait_until
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 
 def ticks(pid: int) -> int:

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from forq.broker.claim import Settled
 from forq.broker.enqueue import Update, new_job
-from tests.support.one_queue import HandWorker, OneQueue
-from tests.support.server import Server
+from tests.support.drive.one_queue import HandWorker, OneQueue
+from tests.support.drive.server import Server
 
 FEW, MANY = 200, 1200
 BATCH = 100

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from forq.broker.link import Link
 from forq.broker.scripts import Script
 from forq.job import new_id
-from tests.support.server import Server
+from tests.support.drive.server import Server
 
 RECORD = b'p5 1700000000000\n[null,null,{"to":"someone@example.org","n":12345}]'
 BATCHES = (1, 8, 64, 256)

@@ -12,7 +12,7 @@ from benchmarks.figures import poisson_ns
 from benchmarks.processes import Requests, cpu_seconds, tree_pss_mb, used_memory
 from benchmarks.roster import Peer
 from benchmarks.worker import Bench, Failed, Record
-from tests.support.server import Server
+from tests.support.drive.server import Server
 
 
 @dataclass(frozen=True)

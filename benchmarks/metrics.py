@@ -27,8 +27,8 @@ from forq.procs.unix_socket import listen
 from forq.services.metrics import Looker, faults_in
 from forq.services.metrics_page import render
 from forq.settings import WORK, defaults, stored, stored_defaults
-from tests.support.metrics import look_at, queue_status
-from tests.support.server import Server
+from tests.support.drive.metrics import look_at, queue_status
+from tests.support.drive.server import Server
 
 WITH = '[metrics]\nlisten = "./m.sock"\n'
 

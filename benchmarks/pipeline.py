@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
 
-from tests.support.running import BIN, Forq, running, wait_until
+from tests.support.drive.supervisor import BIN, Forq, running
+from tests.support.drive.wait import wait_until
 
 QUEUES = 6
 HANDLERS = Path(__file__).parent / "handlers"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.server import Server
+from tests.support.drive.server import Server
 
 # A measurement during which others used more than this of a core does not count.
 DISTURBED_CORES = 0.2

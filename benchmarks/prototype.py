@@ -22,7 +22,7 @@ from benchmarks.layouts import as_function, claim_source, fill
 from benchmarks.processes import DISTURBED_CORES, Quiet, cpu_seconds
 from forq.broker.link import Link
 from forq.broker.scripts import Script
-from tests.support.server import Server
+from tests.support.drive.server import Server
 
 BATCHES = (1, 8, 64, 128)
 LAYOUT = "one hash of records"

@@ -29,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.figures import percentile
 from benchmarks.processes import Requests, cpu_seconds, private_kb, pss_kb, tree, used_memory
 from forq.client import new_job
-from tests.support.running import HANDLERS, Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 IDLE_SECONDS = 10.0
 # Counted: the supervisor has 5 for each queue (a leash and a pidfd per process, a FIFO), the server 2 connections.

@@ -8,7 +8,7 @@ from benchmarks.measures import Effort, Figures
 from benchmarks.processes import cpu_seconds
 from benchmarks.roster import Peer
 from benchmarks.worker import Bench
-from tests.support.server import Server
+from tests.support.drive.server import Server
 
 SERVICE_MS = 5.0
 LOADS = (50, 90)

@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.processes import tree
 from benchmarks.roster import Peer
-from tests.support.server import Server
+from tests.support.drive.server import Server
 
 _STOP_SECONDS = 20
 

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.workload_model import WORKERS, Arrival, Outcome, Workload, draw, outcome, simulate
 from forq.client import new_job
-from tests.support.running import Forq, running, wait_until
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 HANDLERS = Path(__file__).parent / "handlers"
 NAMES = tuple(f"work{number}" for number in range(len(WORKERS)))

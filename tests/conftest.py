@@ -14,11 +14,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.support.fault_rows import fault_rows
-from tests.support.mark_report import MarkReport
-from tests.support.redis_cluster import RedisCluster, redis_cluster
-from tests.support.server import Server, put_on_path
-from tests.support.spec_ids import SPEC_IDS
+from tests.support.drive.redis_cluster import RedisCluster, redis_cluster
+from tests.support.drive.server import Server, put_on_path
+from tests.support.marks import SPEC_IDS, MarkReport, fault_rows
 
 # Spark is large, and only its own tests need it: `make test-all` installs it.
 SPARK_INSTALLED = find_spec("pyspark") is not None

@@ -15,7 +15,7 @@ from benchmarks.measures import QUICK, Effort, Figures
 from benchmarks.processes import busy_seconds, cpu_seconds, foreign_share
 from benchmarks.roster import Peer
 from benchmarks.worker import Failed
-from tests.support.server import Server
+from tests.support.drive.server import Server
 
 SPIN = [sys.executable, "-c", "while True: pass"]
 

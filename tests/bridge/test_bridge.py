@@ -18,11 +18,11 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.broker.registry import Registry
 from forq.settings import stored_defaults
-from tests.support.bridge_process import Client, bridge, encode, listening
-from tests.support.external_queue import external_queue
-from tests.support.journal_replay import Replay
-from tests.support.running import wait_until
-from tests.support.server import Server
+from tests.support.drive.bridge import Client, bridge, encode, listening
+from tests.support.drive.external_queue import external_queue
+from tests.support.drive.server import Server
+from tests.support.drive.wait import wait_until
+from tests.support.models.journal_replay import Replay
 from tests.support.thorough import examples
 
 RANDOM_LINES = int(os.environ.get("FORQ_TEST_LINES", examples(2000, 5000)))

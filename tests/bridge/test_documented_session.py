@@ -3,9 +3,9 @@
 import pytest
 
 from forq.bridge.messages import TOPICS
-from tests.support import transcript
-from tests.support.bridge_process import bridge
-from tests.support.running import wait_until
+from tests.bridge import transcript
+from tests.support.drive.bridge import bridge
+from tests.support.drive.wait import wait_until
 
 SESSION = transcript.read(transcript.PAGE.read_text())
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.mutants import use_the_one_asked_for
-from tests.support.one_queue import OneQueue, one_queue
+from tests.support.drive.one_queue import OneQueue, one_queue
+from tests.support.models.mutants import use_the_one_asked_for
 
 use_the_one_asked_for()
 

@@ -6,8 +6,8 @@ import pytest
 
 from forq.broker.leases import LeaseReply
 from forq.errors import InvalidId, LeaseLapsed
-from tests.support.gate import OPTIONS, Gate, gate
-from tests.support.one_queue import State
+from tests.support.drive.one_queue import State
+from tests.support.drive.release_queue import OPTIONS, Gate, gate
 
 HOUR_MS = 3_600_000
 

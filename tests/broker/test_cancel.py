@@ -3,7 +3,7 @@
 import pytest
 
 from forq.errors import UnknownQueue
-from tests.support.one_queue import OneQueue, State
+from tests.support.drive.one_queue import OneQueue, State
 
 
 @pytest.mark.spec("N8")

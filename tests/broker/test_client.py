@@ -19,7 +19,7 @@ from forq.errors import (
     UsageError,
     WaitTimeout,
 )
-from tests.support.one_queue import HandWorker, OneQueue, one_queue
+from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
 
 
 @pytest.fixture

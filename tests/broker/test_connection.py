@@ -13,9 +13,9 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.broker.scripts import script
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
-from tests.support.one_queue import one_queue
-from tests.support.relay import relay
-from tests.support.server import Server
+from tests.support.drive.one_queue import one_queue
+from tests.support.drive.server import Server
+from tests.support.faults.relay import relay
 
 
 @pytest.mark.one_server

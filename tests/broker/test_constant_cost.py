@@ -3,7 +3,7 @@
 import pytest
 
 from forq.broker.enqueue import new_job
-from tests.support.one_queue import HandWorker, OneQueue, one_queue
+from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
 
 FEW, MANY = 10, 200_000
 # A round is shorter than the time that the kernel lets a process run, so that some rounds are undisturbed

@@ -23,8 +23,8 @@ from forq.broker.pubsub import Subscription
 from forq.errors import UnknownJob
 from forq.redis_url import database_of
 from tests.broker.test_waiting import Waiting, run_next
-from tests.support.gate import gate
-from tests.support.one_queue import OneQueue, one_queue
+from tests.support.drive.one_queue import OneQueue, one_queue
+from tests.support.drive.release_queue import gate
 
 # A cluster has one database.
 pytestmark = pytest.mark.one_server

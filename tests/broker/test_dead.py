@@ -9,7 +9,7 @@ from forq.broker.dead import CHUNK, DeadJobs, read_dead
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.client import Client
 from forq.errors import Exists, InvalidData, InvalidId, QueueFull, UnknownJob, UnknownQueue, UsageError
-from tests.support.one_queue import OneQueue, State, one_queue
+from tests.support.drive.one_queue import OneQueue, State, one_queue
 
 ERROR = {"name": "ValueError", "message": "no", "kind": "retriable", "traceback": "line 1\nline 2"}
 ATTEMPTS = [{"outcome": "failed", "cause": "timeout"}, {"outcome": "failed", "cause": "exception"}]

@@ -5,7 +5,7 @@ import pytest
 from forq.broker.replies import NO_QUEUE
 from forq.broker.scripts import script
 from forq.errors import UnknownQueue
-from tests.support.one_queue import OneQueue
+from tests.support.drive.one_queue import OneQueue
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from forq.broker.dead import DeadJobs
 from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
-from tests.support.gate import Gate, gate
-from tests.support.one_queue import State
+from tests.support.drive.one_queue import State
+from tests.support.drive.release_queue import Gate, gate
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from forq.broker.keys import pending_key
 from forq.broker.link import Link
 from forq.broker.record import unpack
 from forq.errors import Exists, IncompatibleProtocol, InvalidData, InvalidId, QueueFull, UnknownQueue, UsageError
-from tests.support.one_queue import OneQueue, State, one_queue
+from tests.support.drive.one_queue import OneQueue, State, one_queue
 
 
 @pytest.mark.spec("R7", "M1", "M4", "M5", "M6")

@@ -6,7 +6,7 @@ from forq.broker.link import Link
 from forq.broker.recovery import Heartbeat, Position
 from forq.broker.scripts import script
 from forq.errors import Fenced
-from tests.support.one_queue import EXPIRY_MS, OneQueue, State
+from tests.support.drive.one_queue import EXPIRY_MS, OneQueue, State
 
 PER_CALL = 16  # EVICTED_PER_CALL in lua/recovery.lua
 

@@ -8,9 +8,9 @@ from forq.broker.journal import Event
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.leases import ExternalJobs, Lease, Leases
 from forq.errors import LeaseLapsed, UnknownQueue, WrongMode
-from tests.support.external_queue import ExternalQueue, external_queue
-from tests.support.journal_replay import Replay
-from tests.support.one_queue import one_queue
+from tests.support.drive.external_queue import ExternalQueue, external_queue
+from tests.support.drive.one_queue import one_queue
+from tests.support.models.journal_replay import Replay
 
 
 @pytest.fixture

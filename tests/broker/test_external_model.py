@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from forq.errors import LeaseLapsed
-from tests.support.external_queue import ExternalQueue
-from tests.support.journal_replay import Replay
-from tests.support.limits import pass_hours, stored_limits
-from tests.support.limits_model import BURST, ModelLimits
+from tests.support.drive.external_queue import ExternalQueue
+from tests.support.drive.limits import pass_hours, stored_limits
+from tests.support.models.journal_replay import Replay
+from tests.support.models.limits import BURST, ModelLimits
 
 # Small, so that a few steps reach what comes after them.
 MAX_STALLS, MAX_RETRIES, LANE_RETRIES = 1, 1, 1

@@ -8,7 +8,7 @@ from forq.broker.claim import Consumer, Settled
 from forq.broker.journal import read_entry
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
 from forq.settings import stored_defaults
-from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue, one_queue
+from tests.support.drive.one_queue import EXPIRY_MS, HandWorker, OneQueue, one_queue
 
 ERROR = '{"name":"ValueError","message":"no","kind":"permanent","traceback":"..."}'
 BRIEF = '{"name":"ValueError","message":"no","kind":"permanent"}'

@@ -9,7 +9,7 @@ from forq.broker.claim import Settled
 from forq.broker.enqueue import Update, new_job
 from forq.broker.recovery import Outcome, Recovered
 from forq.broker.replies import Fate
-from tests.support.one_queue import EXPIRY_MS, NO, HandWorker, OneQueue, one_queue
+from tests.support.drive.one_queue import EXPIRY_MS, NO, HandWorker, OneQueue, one_queue
 
 OPTIONS: dict[str, Any] = {
     "max_retries": 2,

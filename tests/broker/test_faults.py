@@ -9,7 +9,7 @@ import pytest
 from forq.broker.recovery import Position
 from forq.broker.registry import Dropped
 from forq.errors import BackPressure, RedisUnavailable
-from tests.support.one_queue import OneQueue, State
+from tests.support.drive.one_queue import OneQueue, State
 
 GARBAGE = (
     b"",

@@ -5,7 +5,7 @@ import pytest
 from forq.broker.enqueue import Update, new_job
 from forq.broker.recovery import Position
 from forq.errors import Fenced, QueueExists, UnknownQueue
-from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue, State, one_queue
+from tests.support.drive.one_queue import EXPIRY_MS, HandWorker, OneQueue, State, one_queue
 
 FUTURE = 4_000_000_000  # epoch seconds
 LATER = 5_000_000_000

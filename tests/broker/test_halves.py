@@ -5,7 +5,7 @@ import pytest
 from forq.broker.keys import DEFAULT_PREFIX, registry_key
 from forq.services import pulse
 from forq.services.pulse import LEFT_SECONDS, Halves
-from tests.support.one_queue import OneQueue
+from tests.support.drive.one_queue import OneQueue
 
 
 def enter(queue: OneQueue, name: str, entry: str) -> None:

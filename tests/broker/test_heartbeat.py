@@ -6,7 +6,7 @@ import pytest
 
 from forq.broker.recovery import Position, QueueGone
 from forq.errors import Fenced
-from tests.support.one_queue import EXPIRY_MS, OneQueue, State
+from tests.support.drive.one_queue import EXPIRY_MS, OneQueue, State
 
 
 def beat(queue: OneQueue, processor: str = "p1", *positions: Position) -> list[str]:

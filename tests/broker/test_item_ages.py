@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from forq.broker.enqueue import Update, new_job
-from tests.support.gate import Gate, gate
-from tests.support.journal_replay import Replay
-from tests.support.one_queue import State, one_queue
+from tests.support.drive.one_queue import State, one_queue
+from tests.support.drive.release_queue import Gate, gate
+from tests.support.models.journal_replay import Replay
 
 HOUR_MS = 3_600_000
 

@@ -2,7 +2,7 @@
 
 from forq.broker.journal import Event
 from forq.broker.recovery import Position
-from tests.support.one_queue import OneQueue, one_queue
+from tests.support.drive.one_queue import OneQueue, one_queue
 
 
 def test_every_event_is_written_and_can_be_read(queue: OneQueue) -> None:

@@ -7,9 +7,9 @@ from forq.broker.keys import events_key, watermarks_key
 from forq.broker.link import Link
 from forq.broker.recovery import Heartbeat
 from forq.errors import BackPressure
-from tests.support.journal_replay import Replay
-from tests.support.one_queue import EXPIRY_MS, OneQueue, one_queue
-from tests.support.server import Server
+from tests.support.drive.one_queue import EXPIRY_MS, OneQueue, one_queue
+from tests.support.drive.server import Server
+from tests.support.models.journal_replay import Replay
 
 WEEK_MS = 7 * 24 * 3600 * 1000
 

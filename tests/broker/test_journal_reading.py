@@ -4,8 +4,8 @@ import pytest
 
 from forq.broker.journal import SCHEMA, VERBS, Event, entry_hash, read_entry
 from forq.errors import InvalidData
-from tests.support.journal_replay import ImpossibleEvent, Replay
-from tests.support.one_queue import OneQueue
+from tests.support.drive.one_queue import OneQueue
+from tests.support.models.journal_replay import ImpossibleEvent, Replay
 
 FIELDS = {b"v": b"3", b"q": b"17", b"s": b"3", b"t": b"1790000000000001", b"a": b"w1", b"h": b"0" * 40}
 

@@ -9,8 +9,8 @@ from forq.broker.journal import Event, read_entry
 from forq.broker.recovery import Outcome
 from forq.settings import stored_defaults
 from forq.workers.attempt import describe_failure
-from tests.support.journal_replay import ImpossibleEvent, Replay
-from tests.support.one_queue import OneQueue, one_queue
+from tests.support.drive.one_queue import OneQueue, one_queue
+from tests.support.models.journal_replay import ImpossibleEvent, Replay
 
 FUTURE_MS = 4_000_000_000_000
 LATER_MS = 5_000_000_000_000

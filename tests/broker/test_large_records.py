@@ -12,8 +12,8 @@ from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
 from forq.broker.schedules import Schedules
 from forq.broker.scripts import script
 from forq.errors import Exists
-from tests.support.gate import gate
-from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue, one_queue
+from tests.support.drive.one_queue import EXPIRY_MS, HandWorker, OneQueue, one_queue
+from tests.support.drive.release_queue import gate
 
 MB = 1_000_000
 BUDGET = 4 * 2**20

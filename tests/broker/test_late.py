@@ -4,7 +4,7 @@ import pytest
 
 from forq.broker.recovery import Position
 from forq.errors import Fenced
-from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue, State
+from tests.support.drive.one_queue import EXPIRY_MS, HandWorker, OneQueue, State
 
 LARGEST = 2**53 - 1
 

@@ -6,11 +6,11 @@ import pytest
 
 from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import wake_key
-from tests.support.external_queue import external_queue
-from tests.support.limits import HOUR_MS, fill_bucket, limited, set_rate, subscription, tokens, wakes
-from tests.support.one_queue import HandWorker, OneQueue
-from tests.support.running import wait_until
-from tests.support.schedules import ScheduleRig
+from tests.support.drive.external_queue import external_queue
+from tests.support.drive.limits import HOUR_MS, fill_bucket, limited, set_rate, subscription, tokens, wakes
+from tests.support.drive.one_queue import HandWorker, OneQueue
+from tests.support.drive.scheduled_queue import ScheduleRig
+from tests.support.drive.wait import wait_until
 
 
 def two_limited(queue: OneQueue) -> list[HandWorker]:

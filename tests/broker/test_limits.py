@@ -6,8 +6,8 @@ import pytest
 
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.leases import ExternalJobs
-from tests.support.limits import HOUR_MS, limited, set_rate, tokens, wakes
-from tests.support.one_queue import OneQueue, one_queue
+from tests.support.drive.limits import HOUR_MS, limited, set_rate, tokens, wakes
+from tests.support.drive.one_queue import OneQueue, one_queue
 
 
 def test_no_more_begin_than_the_burst_however_many_are_wanted(queue: OneQueue) -> None:

@@ -8,9 +8,9 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from forq.broker.recovery import Outcome
 from tests.broker.test_model import OUTCOMES, PRIORITIES, RETRY, WORKERS, QueueMachine, explore
-from tests.support.limits import pass_hours, stored_limits
-from tests.support.limits_model import BURST
-from tests.support.server import Server
+from tests.support.drive.limits import pass_hours, stored_limits
+from tests.support.drive.server import Server
+from tests.support.models.limits import BURST
 
 MAX_ACTIVE = st.sampled_from((1, 2, 2, 3, 0))
 MOSTLY = st.sampled_from((True, True, True, False))

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from tests.support.external_queue import ExternalQueue, external_queue
-from tests.support.limits import HOUR_MS, fill_bucket, set_rate, subscription, tokens, wakes
-from tests.support.one_queue import HandWorker, OneQueue
+from tests.support.drive.external_queue import ExternalQueue, external_queue
+from tests.support.drive.limits import HOUR_MS, fill_bucket, set_rate, subscription, tokens, wakes
+from tests.support.drive.one_queue import HandWorker, OneQueue
 
 LANE = {"retry_lane_retries": 1, "max_retries": 0, "min_backoff_ms": 0}
 

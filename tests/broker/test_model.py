@@ -23,10 +23,11 @@ from forq.broker.enqueue import Restored, Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.recovery import Outcome, Position
 from forq.errors import Exists, Fenced, QueueFull
-from tests.support.model_checks import MINUTE_MS, Checks, pass_time
-from tests.support.mutants import MUTANT
-from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue
-from tests.support.queue_model import (
+from tests.broker.sweeping import sweeping_at_once
+from tests.support.drive.one_queue import EXPIRY_MS, HandWorker, OneQueue
+from tests.support.drive.server import Server
+from tests.support.models.mutants import MUTANT
+from tests.support.models.queue import (
     DONE_MAX,
     KEEP_DONE_MS,
     MAX_ITEMS,
@@ -42,8 +43,7 @@ from tests.support.queue_model import (
     Taken,
     result_of,
 )
-from tests.support.server import Server
-from tests.support.sweeping import sweeping_at_once
+from tests.support.models.queue_checks import MINUTE_MS, Checks, pass_time
 from tests.support.thorough import examples
 
 # Every time in a run is ahead by one of these, or has come: far enough apart that the seconds of a run do not matter.

@@ -4,7 +4,7 @@ import pytest
 
 from forq.broker.claim import Turn
 from forq.errors import BackPressure, Fenced
-from tests.support.one_queue import HandWorker, OneQueue, State
+from tests.support.drive.one_queue import HandWorker, OneQueue, State
 
 NAME = "w" * 48
 

@@ -13,8 +13,8 @@ import pytest
 
 from forq.broker import scripts
 from forq.broker.link import Link
-from tests.support.mutants import LISTS, MUTANT, all_mutants, forget_texts, use
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.models.mutants import LISTS, MUTANT, all_mutants, forget_texts, use
 from tests.support.thorough import THOROUGH_VARIABLE, sample
 
 ROOT = Path(__file__).parent.parent.parent

@@ -8,9 +8,9 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.outbox import Outbox, OutboxSubscription, read_line
 from forq.broker.recovery import Position
 from forq.errors import Fenced, RedisUnavailable, UnknownQueue
-from tests.support.one_queue import EXPIRY_MS, OneQueue
-from tests.support.running import wait_until
-from tests.support.server import Server
+from tests.support.drive.one_queue import EXPIRY_MS, OneQueue
+from tests.support.drive.server import Server
+from tests.support.drive.wait import wait_until
 
 LINE = (
     b'{"id":"a","fence":"7","died_ms":5000,"priority":"2","enqueued_ms":1000,"counts":[3,2,1],'

@@ -11,8 +11,8 @@ from forq.broker.keys import DEFAULT_PREFIX, fail_queue, progress_channels
 from forq.broker.leases import Leases
 from forq.broker.pubsub import Subscription
 from forq.errors import BackPressure, UnknownQueue
-from tests.support.one_queue import EXPIRY_MS, HandWorker, OneQueue, one_queue
-from tests.support.running import wait_until
+from tests.support.drive.one_queue import EXPIRY_MS, HandWorker, OneQueue, one_queue
+from tests.support.drive.wait import wait_until
 
 
 @pytest.fixture

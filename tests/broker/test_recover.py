@@ -3,7 +3,7 @@
 import pytest
 
 from forq.errors import Fenced
-from tests.support.one_queue import HandWorker, OneQueue, State
+from tests.support.drive.one_queue import HandWorker, OneQueue, State
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
 from forq.errors import OutcomeUnknown, RedisUnavailable, UsageError
 from forq.procs import liveness
-from tests.support.relay import relay
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.faults.relay import relay
 
 
 def connected(url: str, timeout_seconds: float = 5) -> Connection:

@@ -21,7 +21,7 @@ from forq.errors import (
     UnknownQueue,
 )
 from forq.settings import stored_defaults
-from tests.support.one_queue import OneQueue, State, one_queue
+from tests.support.drive.one_queue import OneQueue, State, one_queue
 
 
 def make(registry: Registry, name: str, mode: str = "work", max_queues: int = 3) -> bool:

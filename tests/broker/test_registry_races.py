@@ -20,7 +20,7 @@ from forq.broker.scripts import script
 from forq.errors import BeingDeleted, ForqError, QueueNotEmpty, UnknownQueue
 from forq.settings import stored_defaults
 from forq.version import PROTOCOL
-from tests.support.server import Server
+from tests.support.drive.server import Server
 from tests.support.thorough import sample
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.one_server]

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from forq.errors import Fenced, LeaseLapsed, UnknownQueue, WrongMode
-from tests.support.gate import Gate, gate
-from tests.support.one_queue import State
+from tests.support.drive.one_queue import State
+from tests.support.drive.release_queue import Gate, gate
 
 
 @pytest.fixture

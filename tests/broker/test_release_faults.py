@@ -13,10 +13,10 @@ from forq.broker.link import Link
 from forq.broker.replies import NO_QUEUE
 from forq.broker.scripts import script
 from forq.errors import BackPressure, LeaseLapsed, OutcomeUnknown
-from tests.support.gate import Gate, gate
-from tests.support.journal_replay import Replay
-from tests.support.one_queue import State
-from tests.support.server import Server
+from tests.support.drive.one_queue import State
+from tests.support.drive.release_queue import Gate, gate
+from tests.support.drive.server import Server
+from tests.support.models.journal_replay import Replay
 
 HOUR_MS = 3_600_000
 

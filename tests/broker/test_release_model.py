@@ -25,13 +25,14 @@ from forq.broker.journal import Event, read_entry
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.leases import LeaseReply
 from forq.errors import Exists, Fenced, LeaseLapsed, QueueFull, UnknownJob, UnknownQueue
-from tests.support.gate import Gate
-from tests.support.model_checks import MINUTE_MS, pass_time
-from tests.support.mutants import MUTANT
-from tests.support.one_queue import EXPIRY_MS, HandWorker, State
-from tests.support.queue_model import MAX_ITEMS, Dispatch, Full, Taken
-from tests.support.release_checks import ReleaseChecks
-from tests.support.release_model import (
+from tests.broker.sweeping import sweeping_at_once
+from tests.support.drive.one_queue import EXPIRY_MS, HandWorker, State
+from tests.support.drive.release_queue import Gate
+from tests.support.drive.server import Server
+from tests.support.models.mutants import MUTANT
+from tests.support.models.queue import MAX_ITEMS, Dispatch, Full, Taken
+from tests.support.models.queue_checks import MINUTE_MS, pass_time
+from tests.support.models.release import (
     ITEM_TIMEOUT_MS,
     LEASE_MS,
     RELEASE_RETRIES,
@@ -40,8 +41,7 @@ from tests.support.release_model import (
     Registered,
     ReleaseModel,
 )
-from tests.support.server import Server
-from tests.support.sweeping import sweeping_at_once
+from tests.support.models.release_checks import ReleaseChecks
 from tests.support.thorough import examples
 
 # Every time in a run is ahead by one of these, or has come: far enough apart that the seconds of a run do not matter.

@@ -12,8 +12,8 @@ from forq.broker.results import LOST, ResultWaiter
 from forq.client import wait_for_result
 from forq.errors import UnknownJob
 from forq.values import show_time
-from tests.support.external_queue import ExternalQueue
-from tests.support.one_queue import HandWorker, OneQueue, one_queue
+from tests.support.drive.external_queue import ExternalQueue
+from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
 
 HOUR_MS = 3_600_000
 

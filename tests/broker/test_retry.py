@@ -6,7 +6,7 @@ import time
 import pytest
 
 from forq.broker.claim import Settled
-from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
+from tests.support.drive.one_queue import HandWorker, OneQueue, State, one_queue
 
 ERROR = '{"name":"ValueError","message":"no","kind":"retriable","traceback":"..."}'
 BRIEF = '{"name":"ValueError","message":"no","kind":"retriable"}'

@@ -11,9 +11,9 @@ from forq.broker.claim import Settled
 from forq.broker.link import Link
 from forq.broker.schedules import DueTick
 from forq.schedules import Every, Schedule
-from tests.support.journal_replay import Replay
-from tests.support.one_queue import HandWorker, OneQueue
-from tests.support.schedules import ScheduleRig
+from tests.support.drive.one_queue import HandWorker, OneQueue
+from tests.support.drive.scheduled_queue import ScheduleRig
+from tests.support.models.journal_replay import Replay
 from tests.support.thorough import examples
 
 STEPS = int(os.environ.get("FORQ_TEST_STEPS", examples(500, 1500)))

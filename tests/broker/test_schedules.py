@@ -26,9 +26,9 @@ from forq.errors import (
 )
 from forq.schedules import CONFIG, Every, Schedule
 from forq.version import PROTOCOL
-from tests.support.one_queue import OneQueue, one_queue
-from tests.support.schedules import HOUR_MS, ScheduleRig
-from tests.support.server import Server
+from tests.support.drive.one_queue import OneQueue, one_queue
+from tests.support.drive.scheduled_queue import HOUR_MS, ScheduleRig
+from tests.support.drive.server import Server
 
 
 @pytest.fixture

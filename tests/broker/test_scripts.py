@@ -13,9 +13,9 @@ from forq.broker.link import Link
 from forq.broker.replies import LUA_CONSTANTS, error_for
 from forq.broker.scripts import FILES, flags, script
 from forq.errors import ForqError
-from tests.support.gate import Gate
-from tests.support.mutants import forget_texts
-from tests.support.one_queue import OneQueue, one_queue
+from tests.support.drive.one_queue import OneQueue, one_queue
+from tests.support.drive.release_queue import Gate
+from tests.support.models.mutants import forget_texts
 
 LUA = Path(scripts.__file__).parent / "lua"
 VERBS = sorted(flags())

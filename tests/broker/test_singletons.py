@@ -11,7 +11,7 @@ import pytest
 
 from forq.broker.claim import Settled
 from forq.broker.enqueue import Update, new_job
-from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
+from tests.support.drive.one_queue import HandWorker, OneQueue, State, one_queue
 
 FUTURE = 4_000_000_000  # epoch seconds
 LATER = 5_000_000_000

@@ -8,9 +8,9 @@ import pytest
 from forq.broker.enqueue import Update, new_job
 from forq.broker.inspect import why
 from forq.broker.keys import DEFAULT_PREFIX
-from tests.support.gate import gate
-from tests.support.one_queue import OneQueue
-from tests.support.sweeping import sweeping_at_once
+from tests.broker.sweeping import sweeping_at_once
+from tests.support.drive.one_queue import OneQueue
+from tests.support.drive.release_queue import gate
 
 
 def hints(queue: OneQueue, place: str = "pending") -> int:

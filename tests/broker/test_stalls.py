@@ -8,7 +8,7 @@ import pytest
 from forq.broker.claim import Limits
 from forq.broker.recovery import MAX_STACK, Outcome, Position
 from forq.settings import stored_defaults
-from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
+from tests.support.drive.one_queue import HandWorker, OneQueue, State, one_queue
 
 
 def counts(queue: OneQueue, job_id: str) -> tuple[int, int, int]:

@@ -9,8 +9,8 @@ from forq.broker.inspect import why
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue
 from forq.broker.recovery import Outcome
 from forq.settings import stored_defaults
-from tests.support.limits import subscription
-from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
+from tests.support.drive.limits import subscription
+from tests.support.drive.one_queue import HandWorker, OneQueue, State, one_queue
 
 FUTURE = 4_000_000_000  # epoch seconds
 

@@ -9,7 +9,7 @@ from forq.broker.dead import DeadJobs
 from forq.broker.inspect import unknown_job
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.errors import UnknownJob, UnknownQueue
-from tests.support.one_queue import OneQueue
+from tests.support.drive.one_queue import OneQueue
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 KEEP = r" and is not kept \(`forqctl set q keep_done=1h` keeps jobs that end from then on, with results\)"

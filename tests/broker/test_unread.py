@@ -9,7 +9,7 @@ from forq.broker.keys import due_channels
 from forq.broker.pubsub import Subscription
 from forq.broker.recovery import Position
 from forq.job import new_id
-from tests.support.one_queue import HandWorker, OneQueue, State, one_queue
+from tests.support.drive.one_queue import HandWorker, OneQueue, State, one_queue
 
 PREFIX = "forq:"
 

@@ -9,7 +9,7 @@ from forq.broker.enqueue import new_job
 from forq.broker.inspect import counts_of
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.errors import UnknownJob, UnknownQueue, UsageError
-from tests.support.one_queue import OneQueue, one_queue
+from tests.support.drive.one_queue import OneQueue, one_queue
 
 
 def ids(queue: OneQueue, state: str | None = None, limit: int = 100) -> list[str]:

@@ -25,10 +25,10 @@ from forq.errors import (
     UsageError,
     WaitTimeout,
 )
-from tests.support.external_queue import ExternalQueue
-from tests.support.one_queue import HandWorker, OneQueue, one_queue
-from tests.support.running import wait_until
-from tests.support.server import Server
+from tests.support.drive.external_queue import ExternalQueue
+from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
+from tests.support.drive.server import Server
+from tests.support.drive.wait import wait_until
 
 HOUR_MS = 3_600_000
 VALID_MS = 60_000

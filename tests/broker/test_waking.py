@@ -7,9 +7,9 @@ import pytest
 
 from forq.broker.enqueue import Update, new_job
 from forq.broker.scripts import script
-from tests.support.gate import gate
-from tests.support.limits import limited, wakes
-from tests.support.one_queue import EXPIRY_MS, OneQueue, State
+from tests.support.drive.limits import limited, wakes
+from tests.support.drive.one_queue import EXPIRY_MS, OneQueue, State
+from tests.support.drive.release_queue import gate
 
 
 def test_work_in_another_priority_puts_one_token_into_an_empty_pending_list(queue: OneQueue) -> None:

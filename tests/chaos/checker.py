@@ -17,8 +17,8 @@ from forq.broker.journal import Event
 from forq.broker.keys import fail_queue, main_queue
 from tests.chaos.evidence import Evidence, QueueEnd
 from tests.chaos.producer import REPEATS
-from tests.support.journal_replay import ImpossibleEvent, Replay
-from tests.support.running import Trace
+from tests.support.drive.supervisor import Trace
+from tests.support.models.journal_replay import ImpossibleEvent, Replay
 
 _ENDS = ("done", "dead", "cancelled", "released")
 _MOST_SHOWN = 300

@@ -8,7 +8,8 @@ from forq.broker.journal import Event, read_entry
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
 from tests.chaos.ground import lines
 from tests.chaos.stage import QUEUES, Stage
-from tests.support.running import Trace, tree_of
+from tests.support.drive.processes import tree_of
+from tests.support.drive.supervisor import Trace
 
 Entry = dict[bytes, bytes]
 _LISTS = ("pending", *(f"pending:{priority}" for priority in range(10)), "retry", "failed")

@@ -14,7 +14,7 @@ from tests.chaos.ground import append
 from tests.chaos.hit import Hit
 from tests.chaos.schedule import Strike
 from tests.chaos.stage import Stage
-from tests.support.running import wait_until
+from tests.support.drive.wait import wait_until
 
 _AGAIN_SECONDS = 0.05
 # How long after its end a run goes on for faults that have found nothing to hit yet, on a machine that is busy.

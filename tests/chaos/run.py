@@ -28,7 +28,8 @@ from tests.chaos.producer import MISDEEDS, USUAL
 from tests.chaos.schedule import draw
 from tests.chaos.stage import QUEUES, Stage
 from tests.chaos.unfenced import MUTANT, use_what_is_asked_for
-from tests.support.running import BIN, wait_until
+from tests.support.drive.supervisor import BIN
+from tests.support.drive.wait import wait_until
 
 _LIVE = ("waiting", "scheduled", "blocked", "retry", "fail_jobs", "active", "in_flight")
 _SHOWN = 40

@@ -24,8 +24,9 @@ from forq.broker.registry import Registry
 from tests.chaos.ground import GROUND, Ground
 from tests.chaos.producer import ONCE, REPEATS
 from tests.chaos.proxy import Proxy
-from tests.support.running import HANDLERS, Forq, wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, Forq
+from tests.support.drive.wait import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 QUEUES = (*ONCE, REPEATS)

@@ -10,8 +10,8 @@ from forq.broker.keys import fail_queue
 from tests.chaos.checker import violations
 from tests.chaos.evidence import Evidence, QueueEnd
 from tests.chaos.producer import REPEATS
-from tests.support.journal_replay import Replay
-from tests.support.running import Trace
+from tests.support.drive.supervisor import Trace
+from tests.support.models.journal_replay import Replay
 
 # Two runs of a (the first was lost with its worker), b is done, c is dead, d is cancelled.
 JOURNAL = [

@@ -9,8 +9,8 @@ import pytest
 from forq.broker.link import Link
 from forq.errors import OutcomeUnknown, RedisUnavailable
 from tests.chaos.proxy import Proxy
-from tests.support.running import wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.wait import wait_until
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ For showing that the checker finds what then goes wrong: CHAOS_MUTANT=unfenced i
 
 import os
 
-from tests.support.mutants import Mutant, use
+from tests.support.models.mutants import Mutant, use
 
 MUTANT = "CHAOS_MUTANT"
 

@@ -6,7 +6,8 @@ import pytest
 
 from forq.log_format import LogFormat, Redaction
 from forq.logging_setup import Lines
-from tests.support.running import HANDLERS, running, wait_until
+from tests.support.drive.supervisor import HANDLERS, running
+from tests.support.drive.wait import wait_until
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_supervisor import FakeSupervisor
+from tests.ctl.fake_supervisor import FakeSupervisor
 
 
 @pytest.fixture

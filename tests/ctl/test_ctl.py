@@ -19,7 +19,7 @@ from forq.ctl.client import wait_for
 from forq.ctl.commands import MODULES
 from forq.ctl.commands.service import faults_in
 from forq.supervisor.control import Request
-from tests.support.fake_supervisor import (
+from tests.ctl.fake_supervisor import (
     FORQCTL,
     FakeSupervisor,
     environment,

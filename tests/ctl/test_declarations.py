@@ -15,7 +15,7 @@ from forq import errors, exits
 from forq.ctl.command import ALL_EXITS, DECLARED, Command
 from forq.ctl.commands import MODULES, all_declared
 from forq.ctl.main import LARGEST_EXIT_CODE
-from tests.support.fake_supervisor import forqctl
+from tests.ctl.fake_supervisor import forqctl
 
 ROOT = Path(__file__).resolve().parents[2]
 MAN = ROOT / "etc" / "man"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from forq import errors
-from tests.support.fake_supervisor import FORQCTL, FakeSupervisor, environment, forqctl
-from tests.support.running import wait_until
+from tests.ctl.fake_supervisor import FORQCTL, FakeSupervisor, environment, forqctl
+from tests.support.drive.wait import wait_until
 
 
 def record(number: int) -> dict[str, Any]:

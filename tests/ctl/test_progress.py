@@ -9,7 +9,7 @@ import pytest
 from forq import progress_line
 from forq.ctl import main as ctl
 from forq.progress_line import LINE_SECONDS, ProgressLine
-from tests.support.fake_supervisor import FakeSupervisor, forqctl
+from tests.ctl.fake_supervisor import FakeSupervisor, forqctl
 
 
 class Clock:

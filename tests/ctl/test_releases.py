@@ -5,7 +5,7 @@ import json
 import pytest
 
 from forq import errors
-from tests.support.fake_supervisor import (
+from tests.ctl.fake_supervisor import (
     NOTHING,
     FakeSupervisor,
     forqctl,

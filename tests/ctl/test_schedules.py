@@ -5,7 +5,7 @@ import json
 import pytest
 
 from forq import errors
-from tests.support.fake_supervisor import FakeSupervisor, forqctl
+from tests.ctl.fake_supervisor import FakeSupervisor, forqctl
 
 UPCOMING = [{"at": 1790000000.0, "local": "2026-09-21T15:33:20+02:00"}]
 NIGHT = {

@@ -15,9 +15,9 @@ import pytest
 from forq import errors
 from forq.ctl.screen import Keys
 from forq.ctl.top import Figures, shown_count, shown_limits, shown_rate
-from tests.support.fake_supervisor import FORQCTL, FakeSupervisor, environment, forqctl, queue_status, whole_status
-from tests.support.running import wait_until
-from tests.support.terminal import OnTerminal
+from tests.ctl.fake_supervisor import FORQCTL, FakeSupervisor, environment, forqctl, queue_status, whole_status
+from tests.support.drive.terminal import OnTerminal
+from tests.support.drive.wait import wait_until
 
 Open = Callable[..., OnTerminal]
 

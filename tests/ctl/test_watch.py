@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forq import errors
-from tests.support.fake_supervisor import FORQCTL, FakeSupervisor, environment, forqctl, queue_status, whole_status
+from tests.ctl.fake_supervisor import FORQCTL, FakeSupervisor, environment, forqctl, queue_status, whole_status
 
 
 def told(state: str, progress: tuple[float, str] | None = None, **more: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from forq.ctl.command import GLOBALS, Command
 from forq.ctl.commands import all_declared
 from forq.errors import UsageError
 from forq.supervisor.config import load
-from tests.support.pages import PAGES, ROOT, Block, blocks, code_spans
+from tests.docs.pages import PAGES, ROOT, Block, blocks, code_spans
 
 COMMANDS = {command.name: command for command in all_declared()}
 BLOCKS = [block for page in PAGES for block in blocks(page)]

@@ -10,8 +10,9 @@ import pytest
 
 from forq import Queue
 from forq.errors import NoReplica
-from tests.support.pages import PAGES, ROOT, Block, blocks
-from tests.support.running import Forq, running, wait_until
+from tests.docs.pages import PAGES, ROOT, Block, blocks
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 EXAMPLES = [
     block

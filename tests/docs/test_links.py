@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import GENERATED, PAGES, ROOT, anchors, links
+from tests.docs.pages import GENERATED, PAGES, ROOT, anchors, links
 
 LONGEST_PAGE = 400
 LONGEST_LINE = 160

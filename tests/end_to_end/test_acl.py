@@ -12,8 +12,9 @@ from forq import Client, Queue
 from forq.broker.scripts import flags, script
 from forq.client import new_job
 from forq.errors import ForqError, RedisUnavailable, UnknownJob, UnknownQueue
-from tests.support.running import HANDLERS, Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = (ROOT / "etc" / "redis-acl.conf").read_text()

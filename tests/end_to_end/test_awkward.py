@@ -10,8 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.running import HANDLERS, Forq, alive, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.processes import alive
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,7 @@ def test_a_change_of_handler_while_a_job_runs_and_a_delete_right_after(forq: For
     pid = wait_until(lambda: [t for t in forq.traces("start") if t.queue == "changing"])[0].pid
     import subprocess
 
-    from tests.support.running import BIN
+    from tests.support.drive.supervisor import BIN
 
     arguments = ["create", "changing", "--handler", "traced:record", "--path", str(HANDLERS)]
     change = subprocess.Popen([str(BIN / "forqctl"), *arguments], env=forq.environ(), stderr=subprocess.PIPE)

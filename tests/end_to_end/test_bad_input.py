@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.running import BIN, HANDLERS, Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import BIN, HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,10 @@ import pytest
 from forq.broker.enqueue import new_job
 from forq.broker.journal import Event, read_entry
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
-from tests.support.journal_replay import Replay
-from tests.support.running import Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
+from tests.support.models.journal_replay import Replay
 from tests.support.thorough import examples
 
 JOBS = int(os.environ.get("FORQ_TEST_BRIDGE_JOBS", examples(250, 600)))

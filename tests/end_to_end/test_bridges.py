@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from forq.errors import QueueExists, UnknownQueue
-from tests.support.bridge_process import Client, accepts, bridge
-from tests.support.running import Forq, running, wait_until
+from tests.support.drive.bridge import Client, accepts, bridge
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 EXAMPLES = Path(__file__).parent.parent.parent / "etc" / "examples"
 SETTINGS = 'heartbeat = "200ms"\nexpiry = "10s"\nmax_queues = 20\n\n[[bridge]]\nlisten = "bridge.sock"\ntick = "3s"\n'

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.running import HANDLERS, Forq, Trace, running, wait_until
+from tests.support.drive.supervisor import HANDLERS, Forq, Trace, running
+from tests.support.drive.wait import wait_until
 
 CAPACITY = 100
 JOB_SECONDS = 0.02

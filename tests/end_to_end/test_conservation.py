@@ -10,7 +10,9 @@ import pytest
 
 from forq.client import new_job
 from forq.ctl.client import Client as ControlClient
-from tests.support.running import Forq, Trace, running, tree_of, wait_until
+from tests.support.drive.processes import tree_of
+from tests.support.drive.supervisor import Forq, Trace, running
+from tests.support.drive.wait import wait_until
 from tests.support.thorough import examples
 
 

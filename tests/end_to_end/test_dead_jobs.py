@@ -11,7 +11,8 @@ import psutil
 import pytest
 import redis
 
-from tests.support.running import Forq, running, wait_until, whole_lines
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until, whole_lines
 
 
 @pytest.fixture(scope="module")

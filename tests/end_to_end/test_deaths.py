@@ -10,8 +10,10 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support.running import Forq, alive, running, tree_of, wait_until
-from tests.support.server import Server
+from tests.support.drive.processes import alive, tree_of
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 from tests.support.thorough import examples
 
 

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from tests.support.delayed_jobs import DelayedJobs, Lateness
-from tests.support.running import HANDLERS, Forq, running, wait_until
-from tests.support.server import Server
+from tests.end_to_end.delayed_jobs import DelayedJobs, Lateness
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 JOBS = int(os.environ.get("FORQ_TEST_DELAYED", "1700"))
 SECONDS = float(os.environ.get("FORQ_TEST_DELAYED_SECONDS", "1"))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.running import BIN, wait_until
-from tests.support.session_page import Shell, files, matches, steps
+from tests.end_to_end.session_page import Shell, files, matches, steps
+from tests.support.drive.supervisor import BIN
+from tests.support.drive.wait import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 START = "make run\n"

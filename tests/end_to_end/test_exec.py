@@ -10,8 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.programs import actor, create, instances, pids_in_log, python_program, shell, wait_for_counts
-from tests.support.running import HANDLERS, Forq, running, wait_until
+from tests.support.drive.programs import actor, create, instances, pids_in_log, python_program, shell, wait_for_counts
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

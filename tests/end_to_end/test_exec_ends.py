@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import actor, create, instances, pids_in_log, python_program, shell, wait_for_counts
-from tests.support.running import Forq, alive, running, tree_of, wait_until
+from tests.support.drive.processes import alive, tree_of
+from tests.support.drive.programs import actor, create, instances, pids_in_log, python_program, shell, wait_for_counts
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

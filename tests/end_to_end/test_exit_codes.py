@@ -15,10 +15,11 @@ import psutil
 import pytest
 
 from forq import exits
-from tests.support.fuzz_pinger import Pinger
-from tests.support.fuzz_pinger import shown as shown_pings
-from tests.support.neighbour import NAME, Neighbour, shown
-from tests.support.running import HANDLERS, Forq, running, wait_until
+from tests.end_to_end.fuzz_pinger import Pinger
+from tests.end_to_end.fuzz_pinger import shown as shown_pings
+from tests.end_to_end.neighbour import NAME, Neighbour, shown
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 ALL = bool(os.environ.get("FORQ_TEST_EXITS"))
 TIMES = int(os.environ.get("FORQ_TEST_EXITS", "1"))

@@ -11,7 +11,8 @@ import redis
 
 from forq import Client
 from forq.errors import Exists, InvalidData, QueueFull, UnknownQueue, WaitTimeout
-from tests.support.running import HANDLERS, Forq, running, wait_until
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 
 @pytest.fixture(scope="module")

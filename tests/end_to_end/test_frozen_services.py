@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from forq.services.metrics import ask_status
-from tests.support.metrics import Scraper
-from tests.support.running import Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.metrics import Scraper
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 # The warden runs where the kernel does not keep the limits.
 SETTINGS = """

@@ -8,8 +8,9 @@ import pytest
 
 from forq import Client
 from forq.errors import BackPressure
-from tests.support.running import HANDLERS, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, running
+from tests.support.drive.wait import wait_until
 
 QUEUE = f"""
 [queues.full]

@@ -17,12 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.bridge_process import accepts
-from tests.support.fuzz_drive import Driver, open_many
-from tests.support.fuzz_inputs import Inputs
-from tests.support.fuzz_pinger import Pinger, shown
-from tests.support.running import Forq, running, wait_until
-from tests.support.server import Server
+from tests.end_to_end.fuzz_drive import Driver, open_many
+from tests.end_to_end.fuzz_inputs import Inputs
+from tests.end_to_end.fuzz_pinger import Pinger, shown
+from tests.support.drive.bridge import accepts
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 from tests.support.thorough import examples
 
 COUNT = int(os.environ.get("FORQ_TEST_FUZZ", examples(1500, 4000)))

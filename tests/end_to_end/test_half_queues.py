@@ -10,7 +10,8 @@ from forq.broker.keys import DEFAULT_PREFIX, queue_base, registry_key
 from forq.broker.link import Link
 from forq.broker.registry import Registry
 from forq.broker.scripts import script
-from tests.support.running import Forq, wait_until, whole_lines
+from tests.support.drive.supervisor import Forq
+from tests.support.drive.wait import wait_until, whole_lines
 
 # Of a deleted queue more than the clerk logs in one call.
 JOBS = 30_000

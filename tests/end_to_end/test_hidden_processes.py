@@ -10,7 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.running import BIN, HANDLERS, Forq, alive, wait_until
+from tests.support.drive.processes import alive
+from tests.support.drive.supervisor import BIN, HANDLERS, Forq
+from tests.support.drive.wait import wait_until
 
 USER = 65534
 HIDDEN = 'mount -t proc -o hidepid=2 forq-test /proc && exec "$@"'

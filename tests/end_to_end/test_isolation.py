@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from tests.support.neighbour import Neighbour, shown
-from tests.support.running import HANDLERS, Forq, alive, running
+from tests.end_to_end.neighbour import Neighbour, shown
+from tests.support.drive.processes import alive
+from tests.support.drive.supervisor import HANDLERS, Forq, running
 
 ROUNDS = int(os.environ.get("FORQ_TEST_ISOLATION_ROUNDS", "1"))
 FLOOD_MB = int(os.environ.get("FORQ_TEST_FLOOD_MB", "50"))

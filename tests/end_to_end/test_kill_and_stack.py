@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.running import Forq, Trace, running, wait_until
+from tests.support.drive.supervisor import Forq, Trace, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

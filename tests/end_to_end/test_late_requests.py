@@ -13,9 +13,10 @@ import pytest
 
 from forq.broker.replies import STALE
 from tests.chaos.proxy import Proxy
-from tests.support.namespaces import NEAR, Wire, why_not, wire
-from tests.support.running import Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
+from tests.support.faults.namespaces import NEAR, Wire, why_not, wire
 
 STALE_ANSWER = f"*1\r\n:{STALE}\r\n".encode()
 # The lane in a turn of a worker of the main child.

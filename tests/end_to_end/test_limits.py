@@ -13,7 +13,9 @@ import pytest
 import redis
 
 from forq.broker.journal import Event, read_entry
-from tests.support.running import Forq, alive, running, wait_until
+from tests.support.drive.processes import alive
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 SECONDS = float(os.environ.get("FORQ_TEST_RATE_SECONDS", "4"))
 

@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.programs import shell, wait_for_counts
-from tests.support.running import HANDLERS, Forq, running, wait_until
+from tests.support.drive.programs import shell, wait_for_counts
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 from tests.support.thorough import examples
 
 pytestmark = pytest.mark.timeout(180)

@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from forq.ctl.client import Client as ControlClient
-from tests.support.fuzz_drive import open_many
-from tests.support.fuzz_pinger import Pinger
-from tests.support.running import Forq, wait_until
+from tests.end_to_end.fuzz_drive import open_many
+from tests.end_to_end.fuzz_pinger import Pinger
+from tests.support.drive.supervisor import Forq
+from tests.support.drive.wait import wait_until
 
 # Without the time in which the machine had no CPU for it. What is left may be a disk that stalls the log, now and then.
 LONGEST_PASS_MS = 20.0
@@ -33,7 +34,7 @@ class TimedForq(Forq):
         return self.directory / "passes"
 
     def program(self) -> list[str]:
-        return [sys.executable, "-m", "tests.support.timed_supervisor", str(self.passes)]
+        return [sys.executable, "-m", "tests.end_to_end.timed_supervisor", str(self.passes)]
 
     def longest_pass_ms(self, window: int) -> tuple[float, float]:
         """By the wall clock, and without waiting for a CPU."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.running import Forq, running, wait_until
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 QUEUES = 6
 # CPython 3.11 with redis-py 8 has 5.1 MB, and 5.2 after a job.

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.metrics import Samples, Scraper
-from tests.support.running import Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.metrics import Samples, Scraper
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 SETTINGS = '[metrics]\nlisten = "./m.sock"\nhealth_seconds = 1\n'
 

@@ -9,7 +9,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from tests.support.running import BIN, Forq, running, wait_until
+from tests.support.drive.supervisor import BIN, Forq, running
+from tests.support.drive.wait import wait_until
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-", "<&-"])

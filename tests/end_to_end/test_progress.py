@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.running import Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 
 @pytest.fixture(scope="module")

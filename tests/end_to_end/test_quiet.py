@@ -8,8 +8,9 @@ import pytest
 
 from forq.broker.connection import Connection
 from forq.broker.journal import read_entry
-from tests.support.running import HANDLERS, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, running
+from tests.support.drive.wait import wait_until
 
 
 def test_an_idle_supervisor_sends_heartbeats_and_blocking_calls_only(server: Server, redis_url: str) -> None:

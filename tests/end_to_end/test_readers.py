@@ -13,7 +13,8 @@ import pytest
 
 from forq.errors import BY_CODE
 from forq.supervisor.requests import READ_VERBS, Verbs
-from tests.support.running import Forq, running, wait_until
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 NOBODY = 65534
 READERS, OPERATORS, OTHERS = "games", "staff", "mail"

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.running import Forq, running, wait_until
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

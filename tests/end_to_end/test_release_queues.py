@@ -11,8 +11,9 @@ from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.registry import Registry
 from forq.errors import QueueExists, UnknownQueue
-from tests.support.running import HANDLERS, Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 QUICK = ("--set", "release_interval=10ms", "--set", "retry_interval=10ms")
 

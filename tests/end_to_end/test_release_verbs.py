@@ -14,7 +14,8 @@ from forq import Client
 from forq.broker.journal import Event, read_entry
 from forq.client import NewJob, new_job
 from forq.ctl.client import Client as ControlClient
-from tests.support.running import Forq, running, wait_until, whole_lines
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until, whole_lines
 
 QUICK = ("--set", "release_interval=10ms", "--set", "retry_interval=10ms")
 

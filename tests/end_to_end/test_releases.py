@@ -23,8 +23,9 @@ from forq import Client
 from forq.broker.journal import Event, read_entry
 from forq.client import Release, new_job
 from forq.errors import RedisUnavailable
-from tests.support.running import BIN, Forq, running, wait_until, whole_lines
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import BIN, Forq, running
+from tests.support.drive.wait import wait_until, whole_lines
 from tests.support.thorough import examples
 
 ITEMS = int(os.environ.get("FORQ_TEST_AWAITED", "200"))
@@ -141,7 +142,7 @@ class Awaiters:
     """Processes that await items; whoever is killed is replaced."""
 
     def __init__(self, url: str, folder: Path, number: int) -> None:
-        self._command = [sys.executable, "-m", "tests.support.awaiter", url, "gate"]
+        self._command = [sys.executable, "-m", "tests.end_to_end.awaiter", url, "gate"]
         self._folder = folder
         self._started = 0
         self.processes = [self._start() for _ in range(number)]

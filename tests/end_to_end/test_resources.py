@@ -10,7 +10,9 @@ import psutil
 import pytest
 
 from forq.workers.child import OOM_SCORE
-from tests.support.running import HANDLERS, Forq, alive, running, wait_until
+from tests.support.drive.processes import alive
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,7 +13,9 @@ import pytest
 
 from forq.ctl.client import Client
 from forq.errors import UnknownQueue, UsageError
-from tests.support.running import HANDLERS, Forq, alive, running, tree_of, wait_until
+from tests.support.drive.processes import alive, tree_of
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

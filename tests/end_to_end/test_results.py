@@ -13,10 +13,11 @@ import pytest
 
 from forq.broker.results import LOST
 from forq.errors import ForqError, JobDead, NoResult
-from tests.support.bridge_process import bridge
-from tests.support.programs import create, python_program, shell
-from tests.support.running import HANDLERS, Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.bridge import bridge
+from tests.support.drive.programs import create, python_program, shell
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

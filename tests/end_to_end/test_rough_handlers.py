@@ -8,8 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.running import HANDLERS, Forq, Trace, alive, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.processes import alive
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, Forq, Trace, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.one_queue import OneQueue
-from tests.support.running import HANDLERS, Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.one_queue import OneQueue
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 from tests.support.thorough import examples
 
 QUICK = 'heartbeat = "300ms"\nexpiry = "900ms"\n'

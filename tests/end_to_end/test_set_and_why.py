@@ -11,7 +11,8 @@ from forq.ctl.client import Client
 from forq.errors import ForqError, QueueExists, TooManyQueues, UnknownQueue
 from forq.procs import jsonrpc
 from forq.supervisor.requests import OPENING_SECONDS
-from tests.support.running import HANDLERS, Forq, running, wait_until
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fuzz_pinger import Pinger, shown
-from tests.support.running import Forq, wait_until
+from tests.end_to_end.fuzz_pinger import Pinger, shown
+from tests.support.drive.supervisor import Forq
+from tests.support.drive.wait import wait_until
 
 PING_MS = 50.0
 # More than what may wait.

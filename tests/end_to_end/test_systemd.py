@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from forq.exits import FAILED, FINAL, LOST_PLACE, NO_REDIS
-from tests.support.machine import Machine, booted, why_not
-from tests.support.running import wait_until
+from tests.end_to_end.machine import Machine, booted, why_not
+from tests.support.drive.wait import wait_until
 
 CONFIG = """
 [queues.work]

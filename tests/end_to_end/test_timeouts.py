@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.running import HANDLERS, Forq, running, wait_until
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

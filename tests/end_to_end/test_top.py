@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.running import BIN, Forq, running, wait_until
-from tests.support.terminal import OnTerminal
+from tests.support.drive.supervisor import BIN, Forq, running
+from tests.support.drive.terminal import OnTerminal
+from tests.support.drive.wait import wait_until
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import TracerProvider
 
 from forq import Client
-from tests.support.running import HANDLERS, Forq, running, wait_until, whole_lines
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until, whole_lines
 
 tracer = TracerProvider().get_tracer("producer")
 

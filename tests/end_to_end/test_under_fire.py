@@ -14,8 +14,9 @@ import pytest
 
 from forq import Client, ForqError
 from tests.end_to_end.test_conservation import overlaps
-from tests.support.running import HANDLERS, Forq, running, wait_until, whole_lines
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until, whole_lines
 from tests.support.thorough import examples
 
 DISPATCHES = int(os.environ.get("FORQ_TEST_DISPATCHES", examples(1200, 3000)))

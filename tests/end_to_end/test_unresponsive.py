@@ -11,8 +11,9 @@ import pytest
 
 from forq.errors import ForqError
 from forq.services.metrics import ask_status
-from tests.support.metrics import Scraper
-from tests.support.running import HANDLERS, Forq, Trace, running, wait_until
+from tests.support.drive.metrics import Scraper
+from tests.support.drive.supervisor import HANDLERS, Forq, Trace, running
+from tests.support.drive.wait import wait_until
 
 SETTINGS = '[metrics]\nlisten = "./m.sock"\n'
 ELSEWHERE_SECONDS = 5.0

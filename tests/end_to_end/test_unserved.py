@@ -6,9 +6,10 @@ import signal
 import pytest
 
 from forq import Client
-from tests.support.metrics import Scraper
-from tests.support.running import Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.metrics import Scraper
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

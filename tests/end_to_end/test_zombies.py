@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from forq import exits
-from tests.support.running import Forq, Trace, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import Forq, Trace, running
+from tests.support.drive.wait import wait_until
 
 QUICK = 'heartbeat = "300ms"\nexpiry = "900ms"\n'
 

@@ -3,8 +3,8 @@ from collections.abc import Iterator
 import pytest
 
 from forq.client import Client, Queue
-from tests.support.fake_server import FakeServer
-from tests.support.one_queue import HandWorker, OneQueue, one_queue
+from tests.support.drive.fake_server import FakeServer
+from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
 
 
 @pytest.fixture

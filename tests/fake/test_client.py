@@ -10,8 +10,8 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.results import ResultWaiter
 from forq.client import Client, Queue
 from forq.errors import Exists, InvalidData, InvalidId, JobDead, UnknownJob, UnknownQueue, UsageError, WaitTimeout
-from tests.support.fake_server import FakeServer
-from tests.support.one_queue import HandWorker, OneQueue
+from tests.support.drive.fake_server import FakeServer
+from tests.support.drive.one_queue import HandWorker, OneQueue
 
 
 def ids(q: Queue, state: str | None = None) -> list[str]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from forq.client import Client, Queue, new_job
 from forq.errors import ForqError
 from tests.guards.model_runs import dump
-from tests.support.fake_server import FakeServer
-from tests.support.one_queue import HandWorker, one_queue
-from tests.support.server import Server
+from tests.support.drive.fake_server import FakeServer
+from tests.support.drive.one_queue import HandWorker, one_queue
+from tests.support.drive.server import Server
 from tests.support.thorough import examples
 
 Operation = Callable[[Queue, HandWorker], Any]

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faulty_servers import ClockServer
-from tests.support.running import Forq, running, wait_until
-from tests.support.shifted_clock import ShiftedClock
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
+from tests.support.faults.faulty_servers import ClockServer
+from tests.support.faults.shifted_clock import ShiftedClock
 
 pytestmark = pytest.mark.timeout(120)
 

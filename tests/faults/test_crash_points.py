@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.crash import Crash, crashing
-from tests.support.running import Forq, wait_until, whole_lines
+from tests.support.drive.supervisor import Forq
+from tests.support.drive.wait import wait_until, whole_lines
+from tests.support.faults.crash import Crash, crashing
 
 pytestmark = pytest.mark.timeout(120)
 

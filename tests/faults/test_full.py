@@ -13,9 +13,10 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.broker.recovery import WorkerRecovery
 from forq.errors import BackPressure, RedisUnavailable
-from tests.support.faulty_servers import SmallDiskServer
-from tests.support.running import Forq, running, wait_until, whole_lines
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until, whole_lines
+from tests.support.faults.faulty_servers import SmallDiskServer
 
 pytestmark = pytest.mark.timeout(120)
 

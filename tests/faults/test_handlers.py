@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.running import HANDLERS, Forq, Trace, running, tree_of, wait_until
+from tests.support.drive.processes import tree_of
+from tests.support.drive.supervisor import HANDLERS, Forq, Trace, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

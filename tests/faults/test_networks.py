@@ -12,10 +12,11 @@ from forq.broker.enqueue import Producer, Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.errors import OutcomeUnknown, RedisUnavailable
-from tests.support.one_queue import EXPIRY_MS, State, one_queue
-from tests.support.proxy import Proxy, proxied
-from tests.support.running import Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.one_queue import EXPIRY_MS, State, one_queue
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
+from tests.support.faults.proxy import Proxy, proxied
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,9 +9,10 @@ import redis
 
 from forq import Client
 from forq.errors import InvalidData, InvalidName
-from tests.support.one_queue import one_queue
-from tests.support.running import HANDLERS, Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.one_queue import one_queue
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

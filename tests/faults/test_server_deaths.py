@@ -16,10 +16,11 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.outbox import Outbox
 from forq.client import Client
 from forq.errors import OutcomeUnknown, RedisUnavailable
-from tests.support.append_only import Snapshot, cut_copy, durable_server, growing_file, snapshot
-from tests.support.one_queue import EXPIRY_MS, OneQueue, one_queue
-from tests.support.running import Forq, running, wait_until
-from tests.support.server import Server
+from tests.support.drive.one_queue import EXPIRY_MS, OneQueue, one_queue
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
+from tests.support.faults.append_only import Snapshot, cut_copy, durable_server, growing_file, snapshot
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.fault_rows import fault_rows, marked_tests
+from tests.support.marks import fault_rows, marked_tests
 
 
 @pytest.mark.parametrize("row", fault_rows())

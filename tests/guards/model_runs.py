@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from tests.support.server import Server
+from tests.support.drive.server import Server
 
 Call = tuple[str, dict[str, Any]]
 _EXAMPLES, _STEPS = 30, 50

@@ -20,9 +20,9 @@ from tests.broker.test_model import QueueMachine
 from tests.broker.test_release_model import ReleaseMachine
 from tests.guards.model_runs import choose, dump, read_runs, repeat, write_runs
 from tests.guards.recording import RECORD, RECORDED, compare
-from tests.support.one_queue import EXPIRY_MS, one_queue
-from tests.support.schedules import ScheduleRig
-from tests.support.server import Server
+from tests.support.drive.one_queue import EXPIRY_MS, one_queue
+from tests.support.drive.scheduled_queue import ScheduleRig
+from tests.support.drive.server import Server
 
 MACHINES = {"queue": QueueMachine, "limits": LimitedQueueMachine, "release": ReleaseMachine}
 SEEDS = 4

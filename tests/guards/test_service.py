@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.guards.recording import compare, same_python
-from tests.support.running import HANDLERS, Forq, wait_until
+from tests.support.drive.supervisor import HANDLERS, Forq
+from tests.support.drive.wait import wait_until
 
 pytestmark = same_python
 # Keys whose values differ from run to run.

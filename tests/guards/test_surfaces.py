@@ -11,7 +11,7 @@ import pytest
 
 import forq
 from tests.guards.recording import RECORD, RECORDED, compare, same_python
-from tests.support.running import BIN
+from tests.support.drive.supervisor import BIN
 
 pytestmark = same_python
 COMPLETION = Path(__file__).resolve().parents[2] / "src/forq/ctl/completion"

@@ -17,8 +17,8 @@ from forq.output.forwarding import Forwarder
 from forq.output.logger import Logger
 from forq.procs import jsonrpc
 from forq.procs.scoreboard import Scoreboard
-from tests.support.contexts import context
-from tests.support.running import wait_until, whole_lines
+from tests.support.drive.contexts import context
+from tests.support.drive.wait import wait_until, whole_lines
 
 pytestmark = pytest.mark.timeout(60)
 

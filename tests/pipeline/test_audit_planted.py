@@ -13,7 +13,7 @@ from forq.broker.journal import Event
 from forq.pipeline.audit.balance import Standing, Standings
 from forq.pipeline.audit.findings import GAP, VIOLATION
 from forq.pipeline.audit.run import Auditor
-from tests.support.histories import STEP_US, Entry, all_standings, frame_of, rows_of, told_history
+from tests.pipeline.histories import STEP_US, Entry, all_standings, frame_of, rows_of, told_history
 
 Entries = list[Entry]
 

@@ -23,12 +23,12 @@ from forq.pipeline.cli import add_common
 from forq.pipeline.history import History
 from forq.pipeline.schema import EVENTS
 from forq.pipeline.source import ForqSource
-from tests.support.busy_external import BusyExternal
-from tests.support.busy_gates import BusyGate
-from tests.support.busy_queues import BusyQueue
-from tests.support.event_rows import Journal, event
-from tests.support.histories import rows_on_server
-from tests.support.one_queue import one_queue
+from tests.pipeline.busy_external import BusyExternal
+from tests.pipeline.busy_gates import BusyGate
+from tests.pipeline.busy_queues import BusyQueue
+from tests.pipeline.event_rows import Journal, event
+from tests.pipeline.histories import rows_on_server
+from tests.support.drive.one_queue import one_queue
 
 
 @pytest.fixture

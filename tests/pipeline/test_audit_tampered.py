@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 from forq.broker.journal import Event
 from forq.pipeline.audit.findings import GAP, VIOLATION, Finding
 from forq.pipeline.audit.run import Auditor
-from tests.support.histories import all_standings, frame_of, rows_of, told_history
+from tests.pipeline.histories import all_standings, frame_of, rows_of, told_history
 
 CHAIN = frozenset({"chain"})
 ROWS = frozenset({"rows"})

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.running import BIN, Forq, running, wait_until
-from tests.support.spark_cluster import standalone
+from tests.pipeline.spark_cluster import standalone
+from tests.support.drive.supervisor import BIN, Forq, running
+from tests.support.drive.wait import wait_until
 
 
 def verdicts(text: str) -> dict[str, Any]:

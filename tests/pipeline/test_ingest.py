@@ -23,10 +23,10 @@ from forq.pipeline.history import Folder, History, read_history
 from forq.pipeline.ingest import Ingest
 from forq.pipeline.schema import EVENTS
 from forq.settings import stored_defaults
-from tests.support.busy_queue import drain, events_of, fill
-from tests.support.failing_folder import killed_at
-from tests.support.one_queue import OneQueue, one_queue
-from tests.support.running import wait_until
+from tests.pipeline.busy_queue import drain, events_of, fill
+from tests.pipeline.failing_folder import killed_at
+from tests.support.drive.one_queue import OneQueue, one_queue
+from tests.support.drive.wait import wait_until
 
 KILLS = int(os.environ.get("FORQ_TEST_INGEST_KILLS", "2"))
 # Folders of the repository that a process of its own needs to find.
@@ -92,7 +92,7 @@ def small_rows(spark: SparkSession, number: int) -> DataFrame:
 
 
 def spawn(queue: OneQueue, directory: Path, die_at: int = 0, every: float = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.support.ingest_child", queue.url, str(directory), str(die_at), str(every)]
+    command = [sys.executable, "-m", "tests.pipeline.ingest_child", queue.url, str(directory), str(die_at), str(every)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOTS, os.environ.get("PYTHONPATH", "")])}
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

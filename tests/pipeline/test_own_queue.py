@@ -7,7 +7,9 @@ import psutil
 import pyarrow.dataset
 import pytest
 
-from tests.support.running import Forq, alive, running, wait_until
+from tests.support.drive.processes import alive
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(240)
 

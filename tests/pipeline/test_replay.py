@@ -17,8 +17,8 @@ from forq.pipeline import replay
 from forq.pipeline.history import History, read_history
 from forq.pipeline.replay import Look, job_lives
 from forq.pipeline.schema import EVENTS
-from tests.support.event_rows import Journal, event
-from tests.support.one_queue import OneQueue, one_queue
+from tests.pipeline.event_rows import Journal, event
+from tests.support.drive.one_queue import OneQueue, one_queue
 
 
 @pytest.fixture

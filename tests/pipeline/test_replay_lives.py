@@ -6,7 +6,7 @@ from pyspark.sql import SparkSession
 
 from forq.pipeline.replay import job_lives
 from forq.pipeline.schema import EVENTS
-from tests.support.event_rows import Journal, event, moment
+from tests.pipeline.event_rows import Journal, event, moment
 
 
 def lives(spark: SparkSession, *journals: Journal) -> list[dict[str, Any]]:

@@ -29,8 +29,9 @@ from forq.pipeline.report.figures import (
 )
 from forq.pipeline.report.page import MISSING, empty_page, report_page
 from forq.pipeline.schema import EVENTS
-from tests.support.event_rows import BEGIN, Journal, Traffic, event, simulated
-from tests.support.running import running, wait_until
+from tests.pipeline.event_rows import BEGIN, Journal, Traffic, event, simulated
+from tests.support.drive.supervisor import running
+from tests.support.drive.wait import wait_until
 
 BEGIN_US = int(BEGIN.timestamp()) * SECOND
 NASTY = """<script>alert("1")</script>&'"""

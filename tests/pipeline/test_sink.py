@@ -16,9 +16,9 @@ from pyspark.sql import functions as f
 
 from forq.errors import BackPressure, OutcomeUnknown
 from forq.pipeline.sink import with_patience
-from tests.support.busy_queue import drain
-from tests.support.one_queue import OneQueue, one_queue
-from tests.support.running import wait_until
+from tests.pipeline.busy_queue import drain
+from tests.support.drive.one_queue import OneQueue, one_queue
+from tests.support.drive.wait import wait_until
 
 ROOTS = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
 

@@ -16,8 +16,8 @@ from forq.broker.journal import Event
 from forq.pipeline.reader import BEGINNING, Journals, Range, id_key
 from forq.pipeline.schema import EVENTS, EVENTS_ARROW, JOBS, JOBS_ARROW
 from forq.settings import stored_defaults
-from tests.support.busy_queue import drain, events_of, fill
-from tests.support.one_queue import OneQueue, one_queue
+from tests.pipeline.busy_queue import drain, events_of, fill
+from tests.support.drive.one_queue import OneQueue, one_queue
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.running import alive, wait_until
+from tests.support.drive.processes import alive
+from tests.support.drive.wait import wait_until
 
 DEMO = Path(__file__).resolve().parents[2] / "etc" / "demo"
 

@@ -10,7 +10,7 @@ from functools import partial
 from forq.procs import orphans
 from forq.procs.orphans import OwnPids
 from forq.procs.treekill import children_of
-from tests.support.own_process import in_a_process_of_its_own
+from tests.support.drive.processes import in_a_process_of_its_own
 
 
 def fork(run: Callable[[], object]) -> int:

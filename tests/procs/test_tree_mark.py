@@ -15,7 +15,8 @@ from forq.errors import ForqError
 from forq.procs.orphans import VARIABLE, TreeMark
 from forq.procs.treekill import children_of
 from forq.supervisor.statedir import StateDir
-from tests.support.running import alive, wait_until
+from tests.support.drive.processes import alive
+from tests.support.drive.wait import wait_until
 
 MARK = TreeMark(os.urandom(16), "here")
 FOREIGN = TreeMark(os.urandom(16), "here")

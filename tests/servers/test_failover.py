@@ -8,9 +8,10 @@ import pytest
 
 from forq import Client
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
-from tests.support.redis_cluster import redis_cluster
-from tests.support.replicas import watched
-from tests.support.running import Forq, running, wait_until
+from tests.support.drive.redis_cluster import redis_cluster
+from tests.support.drive.replicas import watched
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.slow
 SETTINGS = 'heartbeat = "1s"\nexpiry = "10s"\n'

@@ -19,9 +19,9 @@ from forq.broker.topology import HOPS, Cluster, Moved, fetch_slot_map, slot_of
 from forq.client import Queue
 from forq.errors import ForqError, RedisUnavailable, UnknownQueue
 from forq.redis_url import read_address
-from tests.support.redis_cluster import RedisCluster, ask, free_ports, node_id, redis_cluster
-from tests.support.running import wait_until
-from tests.support.server import Server
+from tests.support.drive.redis_cluster import RedisCluster, ask, free_ports, node_id, redis_cluster
+from tests.support.drive.server import Server
+from tests.support.drive.wait import wait_until
 
 NAMES = [f"q{number}" for number in range(12)]
 

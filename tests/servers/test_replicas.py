@@ -9,9 +9,10 @@ import pytest
 from forq import Client
 from forq.client import PartlyStored, Queue
 from forq.errors import NoReplica, OutcomeUnknown, UsageError
-from tests.support.redis_cluster import ask, redis_cluster
-from tests.support.replicas import Pair, replicated
-from tests.support.running import running, wait_until
+from tests.support.drive.redis_cluster import ask, redis_cluster
+from tests.support.drive.replicas import Pair, replicated
+from tests.support.drive.supervisor import running
+from tests.support.drive.wait import wait_until
 
 RECIPE = Path(__file__).resolve().parents[2] / "etc" / "redis-acl.conf"
 

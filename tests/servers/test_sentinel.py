@@ -11,9 +11,10 @@ from forq.broker.keys import DEFAULT_PREFIX, due_channels
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
 from forq.errors import RedisUnavailable
-from tests.support.redis_cluster import ask, free_ports
-from tests.support.replicas import MASTER, Pair, Sentinels, replicated, watched
-from tests.support.running import running, wait_until
+from tests.support.drive.redis_cluster import ask, free_ports
+from tests.support.drive.replicas import MASTER, Pair, Sentinels, replicated, watched
+from tests.support.drive.supervisor import running
+from tests.support.drive.wait import wait_until
 
 
 @pytest.fixture

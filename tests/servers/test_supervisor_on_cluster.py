@@ -13,8 +13,9 @@ import pytest
 from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.services.metrics import Looker
-from tests.support.redis_cluster import RedisCluster, redis_cluster
-from tests.support.running import Forq, running, wait_until
+from tests.support.drive.redis_cluster import RedisCluster, redis_cluster
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,11 @@ from forq.broker.keys import DEFAULT_PREFIX, due_channels
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
 from forq.errors import OutcomeUnknown, RedisUnavailable
-from tests.support.redis_cluster import free_ports, redis_cluster
-from tests.support.relay import relay
-from tests.support.running import running, wait_until
-from tests.support.server import Server
+from tests.support.drive.redis_cluster import free_ports, redis_cluster
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import running
+from tests.support.drive.wait import wait_until
+from tests.support.faults.relay import relay
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from forq.errors import ForqError, RedisUnavailable, UnknownQueue, WrongMode
 from forq.procs.loop import service_loop
 from forq.services.rpc import Later
 from forq.services.waiting import Awaiters
-from tests.support.running import wait_until
-from tests.support.server import Server
+from tests.support.drive.server import Server
+from tests.support.drive.wait import wait_until
 
 PREFIX = "forq:"
 

@@ -15,7 +15,7 @@ from forq.procs import jsonrpc
 from forq.procs.loop import service_loop
 from forq.services.clerk import Clerk
 from forq.services.rpc import Desk
-from tests.support.contexts import context
+from tests.support.drive.contexts import context
 
 
 @pytest.fixture

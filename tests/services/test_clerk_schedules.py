@@ -9,7 +9,7 @@ import pytest
 from forq.errors import InvalidId, UnknownQueue, UnknownSchedule, UsageError
 from forq.procs.loop import service_loop
 from forq.services.clerk import Clerk
-from tests.support.contexts import context
+from tests.support.drive.contexts import context
 
 QUEUE = {"mode": "work", "options": {}, "fail_handler": False, "reopening": False, "joining": False}
 

@@ -8,7 +8,7 @@ import pytest
 from forq.broker.inspect import Counts
 from forq.health import faults_of_queue, faults_of_supervisor
 from forq.services.metrics import Look, Work, faults_in
-from tests.support.metrics import NOW_NS, look_at, queue_counts, queue_status, tallied
+from tests.support.drive.metrics import NOW_NS, look_at, queue_counts, queue_status, tallied
 
 HEALTH_SECONDS = 60.0
 AGO = int(100e9)

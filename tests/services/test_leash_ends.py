@@ -14,7 +14,7 @@ from forq.procs.loop import service_loop
 from forq.procs.scoreboard import Scoreboard, State
 from forq.services.pulse import Pulse
 from forq.services.rpc import Desk
-from tests.support.contexts import context
+from tests.support.drive.contexts import context
 
 STUCK = """
 import signal

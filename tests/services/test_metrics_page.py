@@ -12,7 +12,7 @@ from prometheus_client.openmetrics import parser
 
 from forq.services.metrics import Look, Work
 from forq.services.metrics_page import BOUNDS, render
-from tests.support.metrics import (
+from tests.support.drive.metrics import (
     Samples,
     look_at,
     metric_names,

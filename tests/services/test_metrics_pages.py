@@ -6,8 +6,8 @@ from forq.procs.scoreboard import Tallies
 from forq.services import metrics
 from forq.services.http_server import Asked
 from forq.services.metrics import Look, Pages
-from tests.support.contexts import context
-from tests.support.metrics import look_at, queue_status
+from tests.support.drive.contexts import context
+from tests.support.drive.metrics import look_at, queue_status
 
 
 class Scripted:

@@ -14,9 +14,9 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.procs import jsonrpc
 from forq.procs.scoreboard import Scoreboard
 from forq.services.pulse import Pulse
-from tests.support.contexts import context
-from tests.support.running import wait_until
-from tests.support.server import Server
+from tests.support.drive.contexts import context
+from tests.support.drive.server import Server
+from tests.support.drive.wait import wait_until
 
 # Heartbeats promote too: what is late must not be mended by one.
 RARELY_SECONDS = 3600.0

@@ -10,7 +10,7 @@ import pytest
 from forq.broker.recovery import Heartbeat, Position, Recovered
 from forq.procs.scoreboard import Role, Scoreboard, State
 from forq.services.pulse import Pulse
-from tests.support.contexts import context
+from tests.support.drive.contexts import context
 
 # What the clock of its timers says.
 CLOCK = [1000.0]

@@ -22,9 +22,9 @@ from forq.errors import ForqError
 from forq.procs import jsonrpc
 from forq.services.scribe import LOOK_SECONDS, MAX_FILES, Scribe, append_lines, run_scribe
 from forq.settings import stored_defaults
-from tests.support.contexts import context
-from tests.support.running import wait_until, whole_lines
-from tests.support.server import Server
+from tests.support.drive.contexts import context
+from tests.support.drive.server import Server
+from tests.support.drive.wait import wait_until, whole_lines
 
 
 class Desk:

@@ -15,7 +15,7 @@ from forq.procs.cgroups import Exceeded, Resources
 from forq.procs.scoreboard import Scoreboard
 from forq.services import warden as module
 from forq.services.warden import IDLE_LOOK_SECONDS, LOOK_SECONDS, Warden, look_at_tree
-from tests.support.contexts import context
+from tests.support.drive.contexts import context
 
 MB = 1024 * 1024
 

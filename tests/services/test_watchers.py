@@ -12,9 +12,9 @@ from forq.errors import ForqError, InvalidId, InvalidName, RedisUnavailable, Unk
 from forq.procs.loop import service_loop
 from forq.services.rpc import Later
 from forq.services.waiting import LISTEN_SECONDS, LONGEST_WAIT_SECONDS, WATCH_SECONDS, Watchers
-from tests.support.one_queue import OneQueue, one_queue
-from tests.support.running import wait_until
-from tests.support.server import Server
+from tests.support.drive.one_queue import OneQueue, one_queue
+from tests.support.drive.server import Server
+from tests.support.drive.wait import wait_until
 
 
 class Gallery:

@@ -15,7 +15,7 @@ from forq.supervisor.capacity import (
     Holder,
     Instruction,
 )
-from tests.support.capacity_watch import AGING_SECONDS, Kind, Simulation, Watch
+from tests.supervisor.capacity_watch import AGING_SECONDS, Kind, Simulation, Watch
 
 # A power of two, like AGING_SECONDS, so that sums of them are exact; above SHORTEST_TICK_SECONDS.
 TICK_SECONDS = 1 / 64

@@ -16,7 +16,7 @@ from forq.procs.cgroups import Cgroup, Cgroups
 from forq.procs.loop import Loop
 from forq.procs.treekill import look_at
 from forq.supervisor.child import Child, ChildTable, Exit
-from tests.support.own_process import in_a_process_of_its_own
+from tests.support.drive.processes import in_a_process_of_its_own
 
 
 class Kept(logging.Handler):

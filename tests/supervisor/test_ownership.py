@@ -14,7 +14,7 @@ from forq.supervisor import ownership
 from forq.supervisor.config import load
 from forq.supervisor.ownership import changeable_by, refuse_changeable, strict_modes
 from forq.supervisor.statedir import StateDir
-from tests.support.running import Forq
+from tests.support.drive.supervisor import Forq
 
 OTHER = 65534
 NOBODY = pwd.getpwuid(OTHER).pw_name

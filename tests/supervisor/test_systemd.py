@@ -20,8 +20,9 @@ from forq.supervisor import systemd
 from forq.supervisor.child import reap, spawn
 from forq.supervisor.control import ControlServer
 from forq.supervisor.systemd import Notifier, SystemdInput, control_listener, take
-from tests.support.metrics import Scraper
-from tests.support.running import BIN, wait_until
+from tests.support.drive.metrics import Scraper
+from tests.support.drive.supervisor import BIN
+from tests.support.drive.wait import wait_until
 
 MINE = 4711
 

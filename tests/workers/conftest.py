@@ -7,7 +7,7 @@ import pytest
 
 from forq.queue_spec import read_program
 from forq.workers.exec_handlers import ExecHandler, close_handlers, running_programs
-from tests.support.exec_attempts import Made
+from tests.workers.exec_attempts import Made
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ import pytest
 from forq.queue_spec import read_program
 from forq.workers.attempt import describe_failure
 from forq.workers.exec_handlers import ExecOnceHandler, ProgramFailed, running_programs
-from tests.support.exec_attempts import Made, failure_of, job, pid_of
-from tests.support.programs import python_program, script
-from tests.support.running import alive, wait_until
+from tests.support.drive.processes import alive
+from tests.support.drive.programs import python_program, script
+from tests.support.drive.wait import wait_until
+from tests.workers.exec_attempts import Made, failure_of, job, pid_of
 
 pytestmark = pytest.mark.timeout(60)
 

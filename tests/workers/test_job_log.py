@@ -22,7 +22,7 @@ from forq.workers.attempt import AttemptRunner, FailAttemptRunner
 from forq.workers.exec_handlers import ProgramFailed
 from forq.workers.handlers import Handlers
 from forq.workers.job_log import MAX_QUEUED, WRITE_WAIT_SECONDS, FailedAttempt, JobLog
-from tests.support.running import wait_until
+from tests.support.drive.wait import wait_until
 
 RECORD = b"p5 1700000000123\n" + pack_body(1, None, None)
 AGAIN = Fate("retried", 4000, 2, 4)

@@ -30,7 +30,7 @@ from forq.workers.loop import (
     Recycling,
     WorkerLoop,
 )
-from tests.support.running import wait_until
+from tests.support.drive.wait import wait_until
 
 
 class Clock:

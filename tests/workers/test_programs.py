@@ -13,9 +13,10 @@ from forq.workers.exec_handlers import ExecHandler, ExecOnceHandler, Program, cl
 from forq.workers.handlers import Handlers, load_handlers
 from forq.workers.loop import programs_memory_bytes
 from forq.workers.minder import ZombieReaper
-from tests.support.exec_attempts import Made, failure_of, job, pid_of
-from tests.support.programs import python_program, shell
-from tests.support.running import alive, wait_until
+from tests.support.drive.processes import alive
+from tests.support.drive.programs import python_program, shell
+from tests.support.drive.wait import wait_until
+from tests.workers.exec_attempts import Made, failure_of, job, pid_of
 
 pytestmark = pytest.mark.timeout(60)
 

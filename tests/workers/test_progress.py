@@ -21,9 +21,9 @@ from forq.progress import check_progress, show_progress
 from forq.workers.attempt import AttemptRunner
 from forq.workers.handlers import Handler, Handlers
 from forq.workers.progress import MIN_INTERVAL_SECONDS, ProgressSender
-from tests.support.one_queue import HandWorker, OneQueue, one_queue
-from tests.support.running import wait_until
-from tests.support.server import Server
+from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
+from tests.support.drive.server import Server
+from tests.support.drive.wait import wait_until
 
 
 class Rig:

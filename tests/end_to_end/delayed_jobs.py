@@ -1,0 +1,114 @@
+"""Many delayed jobs in one queue of a whole forq: stored ahead of their times, then compared with what became of them.
+
+When a job became waiting is told by the journal, with the time at which that call began; when it ran, by its handler.
+"""
+
+import struct
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+from forq.broker.journal import Event, read_entry
+from forq.client import Queue, new_job
+from tests.support.drive.server import Server
+from tests.support.drive.supervisor import HANDLERS, Forq
+from tests.support.drive.wait import wait_until
+
+RUN = struct.Struct("<qd")
+STORED_PER_SECOND = 8000
+PAGE = 2000
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """Of one kind of event, in ms."""
+
+    earliest: float
+    p50: float
+    p99: float
+    latest: float
+
+    def __str__(self) -> str:
+        return f"min {self.earliest:.2f}, p50 {self.p50:.2f}, p99 {self.p99:.2f}, max {self.latest:.2f} ms"
+
+
+def lateness(late_us: list[float]) -> Lateness:
+    cuts = quantiles(late_us, n=100)
+    return Lateness(*(us / 1000 for us in (min(late_us), cuts[49], cuts[98], max(late_us))))
+
+
+class DelayedJobs:
+    """`made`: the queue is there already."""
+
+    def __init__(
+        self, forq: Forq, server: Server, name: str = "later", concurrency: int = 2, *, made: bool = False
+    ) -> None:
+        self._forq = forq
+        self._server = server
+        self.name = name
+        settings = [f"--set=concurrency={concurrency}", "--set=journal_max=1gb"]
+        if not made:
+            forq.ctl("create", name, "--handler", "delayed:note_run", "--path", str(HANDLERS), *settings)
+        forq.wait_for_child(name)
+        self.queue: Queue = forq.client().queue(name)
+        self.ids: list[str] = []
+        self.due_us: list[int] = []
+
+    def lead_seconds(self, number: int) -> float:
+        """How long storing so many takes at most, on a machine that is not quiet."""
+        return 0.5 + number / STORED_PER_SECOND
+
+    def store(self, due_ms: list[int], priority: int = 5) -> None:
+        """One job per time, in this order; its data is its number."""
+        jobs = (new_job(number, priority=priority, run_at=ms / 1000) for number, ms in enumerate(due_ms))
+        self.ids = self.queue.enqueue_jobs(jobs)
+        self.due_us = [ms * 1000 for ms in due_ms]
+
+    def wait_until_all_ran(self, seconds: float) -> None:
+        # Until the last is due nobody asks: what promotes them must not be woken by us.
+        time.sleep(max(0.0, max(self.due_us) / 1_000_000 - time.time()))
+        wanted = len(self.ids) * RUN.size
+        wait_until(lambda: sum(path.stat().st_size for path in self._files()) >= wanted, seconds, "every job ran")
+
+    def _files(self) -> list[Path]:
+        return list(self._forq.directory.glob(f"{self._forq.trace_file.name}.*"))
+
+    def runs(self) -> list[tuple[int, float]]:
+        """(number, µs) of each run, in the order in which each process wrote them."""
+        found: list[tuple[int, float]] = []
+        for path in self._files():
+            found += [(number, at * 1_000_000) for number, at in RUN.iter_unpack(path.read_bytes())]
+        return found
+
+    def events(self) -> list[Event]:
+        found: list[Event] = []
+        after = "-"
+        with self._server.connect() as redis:
+            while True:
+                page: Any = redis.xrange(f"forq:queue:{{{self.name}}}:events", after, "+", PAGE)
+                if not page:
+                    return found
+                found += [event for _, fields in page for event in read_entry(fields, self.name)]
+                after = f"({page[-1][0].decode()}"
+
+    def start_lateness(self) -> Lateness:
+        """Fails unless each ran exactly once."""
+        runs = self.runs()
+        again = [number for number, times in Counter(number for number, _ in runs).items() if times > 1]
+        assert (len(runs), again) == (len(self.ids), []), "each ran once"
+        return lateness([at - self.due_us[number] for number, at in runs])
+
+    def promotion_lateness(self, events: list[Event]) -> tuple[Lateness, int]:
+        """Of those that were stored in time; and how many were not. Fails unless each was promoted exactly once."""
+        number_of = {job_id: number for number, job_id in enumerate(self.ids)}
+        stored = {event.job: event.time_us for event in events if event.verb == "enqueued"}
+        scheduled = {event.job for event in events if event.verb == "scheduled"}
+        promoted = [event for event in events if event.verb == "promoted"]
+        too_late = [job_id for job_id in self.ids if job_id not in scheduled]
+        assert [job_id for job_id in too_late if stored[job_id] < self.due_us[number_of[job_id]]] == []
+        assert Counter(event.job for event in promoted) == dict.fromkeys(scheduled, 1)
+        late = [event.time_us - self.due_us[number_of[event.job or ""]] for event in promoted]
+        return lateness([float(us) for us in late]), len(too_late)

@@ -1,0 +1,145 @@
+"""A master with a replica, and sentinels that watch over them; all real, on ports of 127.0.0.1."""
+
+import select
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import redis
+
+from forq.supervisor.embedded import find_server
+from tests.support.drive.redis_cluster import ask, free_ports, is_in_sync
+from tests.support.drive.server import Server
+from tests.support.drive.wait import wait_until
+
+MASTER = "forq-test"
+_REPLICA = {"repl-diskless-sync-delay": "0", "repl-timeout": "60"}
+
+
+class Pair:
+    """The replica speaks to the master through `wire`, which can be held."""
+
+    def __init__(self, stack: ExitStack, *, held: bool = False) -> None:
+        first, second = free_ports(2)
+        self.master = Server(port=first, settings=_REPLICA, appendonly=True)
+        self.replica = Server(port=second, settings=_REPLICA, appendonly=True)
+        for server in (self.master, self.replica):
+            stack.callback(server.remove)
+            server.start()
+        self.wire = Wire(first)
+        stack.callback(self.wire.close)
+        ask(self.replica, "REPLICAOF", "127.0.0.1", self.wire.port if held else first)
+        wait_until(lambda: is_in_sync(self.replica), what="the replica is in sync")
+        wait_until(lambda: b"state=online" in ask(self.master, "INFO", "replication"), what="and the master knows")
+
+    def promote(self) -> None:
+        ask(self.replica, "REPLICAOF", "NO", "ONE")
+
+
+class Wire:
+    """Passes on what comes to its port; while it is held, what the other side sends stays where it is."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._to = port
+        self._flowing = threading.Event()
+        self._flowing.set()
+        self._closed = False
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def hold(self) -> None:
+        self._flowing.clear()
+
+    def release(self) -> None:
+        self._flowing.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._flowing.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _run(self) -> None:
+        with suppress(OSError):  # it is closed
+            while not self._closed:
+                near, _ = self._listener.accept()
+                threading.Thread(target=self._carry, args=(near,), daemon=True).start()
+
+    def _carry(self, near: socket.socket) -> None:
+        with near, suppress(OSError), socket.create_connection(("127.0.0.1", self._to)) as far:
+            while not self._closed:
+                for ready in select.select([near, far], [], [], 0.1)[0]:
+                    if ready is far:
+                        self._flowing.wait()
+                    received = ready.recv(65536)
+                    if not received:
+                        return
+                    (near if ready is far else far).sendall(received)
+
+
+class Sentinels:
+    """Three sentinels over a pair."""
+
+    def __init__(self, stack: ExitStack, pair: Pair) -> None:
+        self.ports = free_ports(3)
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forq-")))
+        for port in self.ports:
+            config = directory / f"{port}.conf"
+            config.write_text(_config(port, directory, pair.master.port))
+            process = subprocess.Popen([find_server(None), str(config), "--sentinel"], stdin=subprocess.DEVNULL)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        wait_until(lambda: all(map(self._is_ready, self.ports)), what="the sentinels know each other and the replica")
+
+    @property
+    def url(self) -> str:
+        return "redis+sentinel://" + ",".join(f"127.0.0.1:{port}" for port in self.ports) + f"/{MASTER}"
+
+    def master_port(self) -> int:
+        with redis.Redis(port=self.ports[0]) as client:
+            return int(client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", MASTER)[1])
+
+    def fail_over(self) -> None:
+        """As an operator asks for it: nobody has died."""
+        with redis.Redis(port=self.ports[0]) as client:
+            client.execute_command("SENTINEL", "FAILOVER", MASTER)
+
+    def _is_ready(self, port: int) -> bool:
+        try:
+            with redis.Redis(port=port) as client:
+                state = client.sentinel_masters()[MASTER]
+        except redis.ConnectionError:
+            return False
+        return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1 and not state["is_disconnected"])
+
+
+def _config(port: int, directory: Path, master_port: int) -> str:
+    return f"""port {port}
+bind 127.0.0.1
+dir {directory}
+logfile {directory}/{port}.log
+daemonize no
+sentinel monitor {MASTER} 127.0.0.1 {master_port} 2
+sentinel down-after-milliseconds {MASTER} 500
+sentinel failover-timeout {MASTER} 3000
+"""
+
+
+@contextmanager
+def replicated(*, held: bool = False) -> Iterator[Pair]:
+    """`held`: the replica follows through the wire."""
+    with ExitStack() as stack:
+        yield Pair(stack, held=held)
+
+
+@contextmanager
+def watched() -> Iterator[tuple[Pair, Sentinels]]:
+    with ExitStack() as stack:
+        pair = Pair(stack)
+        yield pair, Sentinels(stack, pair)

@@ -1,0 +1,57 @@
+"""What is left of a server whose last writes never reached its disk: its append-only file, cut anywhere."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.drive.server import Server
+
+Snapshot = dict[bytes, object]
+
+
+def growing_file(server: Server) -> Path:
+    """The one to which the server appends."""
+    [found] = (server.directory / "appendonlydir").glob("*.incr.aof")
+    return found
+
+
+@contextmanager
+def durable_server() -> Iterator[Server]:
+    """A server that has written whatever it has answered: only the disk may be behind."""
+    server = Server(appendonly=True)
+    try:
+        server.start()
+        with server.connect() as redis:
+            redis.config_set("appendfsync", "no")
+        yield server
+    finally:
+        server.remove()
+
+
+@contextmanager
+def cut_copy(server: Server, size: int) -> Iterator[Server]:
+    """Another server that starts with the first so many bytes of this one's file."""
+    copy = Server(appendonly=True)
+    try:
+        shutil.copytree(server.directory / "appendonlydir", copy.directory / "appendonlydir")
+        with open(growing_file(copy), "r+b") as file:
+            file.truncate(size)
+        copy.start()
+        yield copy
+    finally:
+        copy.remove()
+
+
+def snapshot(redis: Any) -> Snapshot:
+    """All that is in a server, but not when it expires."""
+    read = {
+        b"string": lambda key: redis.get(key),
+        b"list": lambda key: redis.lrange(key, 0, -1),
+        b"hash": lambda key: redis.hgetall(key),
+        b"set": lambda key: redis.smembers(key),
+        b"zset": lambda key: redis.zrange(key, 0, -1, withscores=True),
+        b"stream": lambda key: redis.xrange(key),
+    }
+    return {key: read[redis.type(key)](key) for key in redis.keys("*")}

@@ -1,0 +1,390 @@
+"""What a queue should hold, in plain Python: which jobs exist, in which state, and what the counters say.
+
+Dispatches that are blocked behind an active job are kept one by one and applied in their order; the scripts fold them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from tests.support.models.limits import ModelLimits
+
+MAX_RETRIES = 2
+MAX_STALLS = 1
+MAX_TIMEOUTS = 0
+MAX_ITEMS = 7
+DONE_MAX = 3
+KEEP_DONE_MS = 60 * 60_000
+ATTEMPTS_KEPT = 10
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One enqueue of an id."""
+
+    data: int
+    priority: int = 5
+    run_at: int = 0  # ms; 0: at once
+    update_data: bool = True
+    update_run_at: bool | str = True
+    reset: bool | None = None
+
+    def new(self) -> "ModelJob":
+        return ModelJob(self.data, self.priority, self.run_at)
+
+    def on(self, job: "ModelJob") -> None:
+        at = self.run_at
+        run_at = {True: at, False: job.run_at, "if_later": max(job.run_at, at), "if_earlier": min(job.run_at, at)}
+        job.run_at = run_at[self.update_run_at]
+        if self.update_data:
+            job.data, job.priority = self.data, self.priority
+        if self.update_data if self.reset is None else self.reset:
+            job.retries = job.stalls = job.timeouts = job.attempts = 0
+            job.suspect = False
+
+
+@dataclass(frozen=True)
+class ModelDone:
+    """A done job that is kept. `order`: in which step it ended."""
+
+    fence: str
+    result: str  # as it is stored
+    attempts: int
+    ended_ms: int
+    order: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a handler failed; `retry_at` in ms, None: it left that to the backoff."""
+
+    kind: str = "retriable"
+    retry_at: int | None = None
+
+
+@dataclass
+class ModelJob:
+    data: int
+    priority: int
+    run_at: int = 0  # ms; 0 while it waits or runs
+    scheduled: bool = False
+    owner: str | None = None  # WORKER:FENCE while it is active
+    removed: bool = False
+    retries: int = 0
+    stalls: int = 0
+    timeouts: int = 0
+    suspect: bool = False
+    by_age: bool = False  # a suspect that has come back and waits where it belongs by its age
+    attempts: int = 0
+    progress: str | None = None  # of this attempt
+    blocked: list[Dispatch] = field(default_factory=list)
+
+    @property
+    def waits(self) -> bool:
+        return self.owner is None and not self.scheduled
+
+    @property
+    def spent(self) -> bool:
+        """The next claim buries it."""
+        return self.stalls > MAX_STALLS or self.timeouts > MAX_TIMEOUTS
+
+    @property
+    def place(self) -> str:
+        return "s" if self.suspect else str(self.priority)
+
+    def lost(self, outcome: str) -> None:
+        """It was running when its worker was lost."""
+        self.tried()
+        self.stalls += outcome == "stalled"
+        self.timeouts += outcome == "timed_out"
+        self.suspect = self.suspect or outcome == "suspect"
+
+    def tried(self) -> None:
+        self.attempts = min(self.attempts + 1, ATTEMPTS_KEPT)
+
+
+@dataclass(frozen=True)
+class LateTurn:
+    """A turn that was sent over a connection that its worker has given up; the server has not got it yet."""
+
+    number: int
+    want: int
+    settled: tuple[str, str, Failure, str]
+
+
+@dataclass
+class ModelWorker:
+    """What a worker believes: its batch, how many of it ran, and the position that others can see."""
+
+    name: str
+    processor: str
+    lane: str = "main"
+    fence: str = ""
+    batch: str = ""
+    index: int = 0
+    running: bool = False
+    seen_turn: int = 0
+    # Registered with Redis, as opposed to what the worker knows: they differ after a lost reply.
+    turn: int = 0
+    registered: int = 0  # at the end of the step before
+    shift: int = 0
+    # What it sends again after a lost reply: (done, failed, how it failed, fence).
+    unsettled: tuple[str, str, Failure, str] | None = None
+    rescued: bool = False
+    late: list[LateTurn] = field(default_factory=list)
+    # It was told that nothing may begin now, and sleeps until it is woken.
+    limited: bool = False
+
+
+class Full(Exception):
+    """max_items is reached."""
+
+
+class Taken(Exception):
+    """The id is there, and the call said that it must not be."""
+
+
+@dataclass
+class ModelQueue:
+    now_ms: int
+    backoff_ms: tuple[int, ...]  # after the first failure, the second ...
+    jobs: dict[str, ModelJob] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
+    processed: int = 0
+    dead: int = 0
+    fates: list[tuple[str, int, int]] = field(default_factory=list)
+    paused: bool = False
+    last_fence: int = 0
+    keeps: bool = True
+    kept: dict[str, ModelDone] = field(default_factory=dict)
+    # Which rule is being carried out: no two scripts of one rule settle what ran.
+    step: int = 0
+    limits: ModelLimits = field(default_factory=ModelLimits)
+
+    def enqueue(self, ids: list[str], dispatch: Dispatch, if_exists: str, token: str | None) -> list[str]:
+        """What the call answers; raises Taken or Full, and then nothing has changed."""
+        if token in self.tokens:
+            return [self.tokens[token or ""]] * len(ids)
+        if if_exists == "refuse" and (len(set(ids)) < len(ids) or set(ids) & set(self.jobs)):
+            raise Taken
+        new = set(ids) - set(self.jobs)
+        behind = {job_id for job_id in set(ids) - new if self.jobs[job_id].owner and not self.jobs[job_id].blocked}
+        growth = len(new) + (len(behind) if if_exists == "update" else 0)
+        if growth and self.items() + growth > MAX_ITEMS:
+            raise Full
+        for job_id in ids:
+            self._dispatch(job_id, dispatch, if_exists)
+        if token:
+            self.tokens[token] = ids[0]
+        return ids
+
+    def restore(self, lines: list[tuple[str, str]], dispatch: Dispatch) -> list[str]:
+        """What becomes of each (id, token): "stored", "known" or "left"; raises Full, and then nothing has changed."""
+        ids, tokens, outcomes = set(self.jobs), set(self.tokens), []
+        for job_id, token in lines:
+            outcomes.append("known" if token in tokens else "left" if job_id in ids else "stored")
+            if outcomes[-1] == "stored":
+                ids.add(job_id)
+                tokens.add(token)
+        stored = [line for line, outcome in zip(lines, outcomes, strict=True) if outcome == "stored"]
+        if stored and self.items() + len(stored) > MAX_ITEMS:
+            raise Full
+        for job_id, token in stored:
+            self._dispatch(job_id, dispatch, "leave")
+            self.tokens[token] = job_id
+        return outcomes
+
+    def items(self) -> int:
+        return len(self.jobs) + sum(bool(job.blocked) for job in self.jobs.values())
+
+    def _dispatch(self, job_id: str, dispatch: Dispatch, if_exists: str) -> None:
+        job = self.jobs.get(job_id)
+        if job is None:
+            self.jobs[job_id] = self._ready(dispatch.new())
+        elif if_exists == "update" and job.owner:
+            job.blocked.append(dispatch)
+        elif if_exists == "update":
+            dispatch.on(job)
+            self._ready(job)
+
+    def _ready(self, job: ModelJob) -> ModelJob:
+        job.by_age = False
+        job.scheduled = job.run_at > self.now_ms
+        job.run_at = job.run_at if job.scheduled else 0
+        return job
+
+    def _keep(self, ended: dict[str, str]) -> None:
+        """These have succeeded in one call, each with its result; they are not gone yet."""
+        self.processed += len(ended)
+        if not self.keeps or not ended:
+            return
+        for job_id, result in ended.items():
+            job = self.jobs[job_id]
+            fence = (job.owner or "").partition(":")[2]
+            if not job.removed:
+                self.kept[job_id] = ModelDone(fence, result, job.attempts, self.now_ms, self.step)
+        if not all(self.jobs[job_id].removed for job_id in ended):
+            self._forget()
+
+    def _forget(self) -> None:
+        in_order = sorted(self.kept, key=lambda job_id: (self.kept[job_id].order, job_id))
+        young = [job_id for job_id in in_order if self.kept[job_id].ended_ms > self.now_ms - KEEP_DONE_MS]
+        # What is too old went with what was too much, or after it: the oldest are the same.
+        self.kept = {job_id: self.kept[job_id] for job_id in young[-DONE_MAX:]}
+
+    def forget_in_time(self) -> None:
+        """A heartbeat, or a call of promote."""
+        if self.keeps:
+            self._forget()
+        else:
+            self.kept = {}
+
+    def _end(self, job_id: str) -> None:
+        """The active job is over: what is blocked behind it becomes a job of its own."""
+        first, *others = self.jobs.pop(job_id).blocked or (None,)
+        if first is None:
+            return
+        job = first.new()
+        for dispatch in others:
+            if dispatch:
+                dispatch.on(job)
+        self.jobs[job_id] = self._ready(job)
+
+    def _come_back(self, job: ModelJob, run_at: int) -> None:
+        """The active job is to run again: what is blocked behind it updates it."""
+        job.owner, job.run_at, job.progress = None, run_at, None
+        for dispatch in job.blocked:
+            dispatch.on(job)
+        job.blocked = []
+        self._ready(job)
+
+    def cancel(self, job_id: str, *, even_active: bool) -> bool:
+        """Whether there was something to take away."""
+        job = self.jobs.get(job_id)
+        if job is None:
+            return False
+        if job.owner is None:
+            del self.jobs[job_id]
+            return True
+        was_blocked, job.blocked = bool(job.blocked), []
+        job.removed = job.removed or even_active
+        return was_blocked or even_active
+
+    def pass_time(self, ms: int) -> None:
+        """Everything that is to happen comes closer; `now_ms` stays where it is."""
+        for job in self.jobs.values():
+            job.run_at = max(0, job.run_at - ms)
+            job.blocked = [replace(dispatch, run_at=max(0, dispatch.run_at - ms)) for dispatch in job.blocked]
+        self.kept = {job_id: replace(done, ended_ms=done.ended_ms - ms) for job_id, done in self.kept.items()}
+
+    def promote(self) -> None:
+        for job in self.jobs.values():
+            if job.scheduled:
+                self._ready(job)
+
+    def owned(self, worker: ModelWorker) -> list[str]:
+        return [job_id for job_id, job in self.jobs.items() if (job.owner or "").partition(":")[0] == worker.name]
+
+    def owns(self, worker: ModelWorker, job_id: str) -> bool:
+        return job_id in self.owned(worker)
+
+    def settle(self, worker: ModelWorker, done: str, failed: str, how: Failure, fence: str) -> list[str]:
+        """The ids that are refused. What is to be told of those that failed is in `fates`."""
+        refused = []
+        self.fates = []
+        owned = {job_id for job_id, job in self.jobs.items() if job.owner == f"{worker.name}:{fence}"}
+        self._keep({job_id: result_of(job_id) for job_id in done if job_id in owned})
+        for job_id in done + failed:
+            if job_id not in owned:
+                refused.append(job_id)
+                if job_id in failed:
+                    self.fates.append(("refused", 0, 0))
+                continue
+            job = self.jobs[job_id]
+            if job_id in failed:
+                self.fates.append(self._fate(job, how))
+            if job_id in done or job.removed:
+                self._end(job_id)
+            elif how.kind == "timeout":
+                job.lost("timed_out")
+                self._come_back(job, 0)
+            elif how.kind == "permanent" or job.retries >= MAX_RETRIES:
+                self.dead += 1
+                self._end(job_id)
+            else:
+                backoff = self.backoff_ms[job.retries]
+                job.tried()
+                job.retries += 1
+                job.suspect = False
+                self._come_back(job, self.now_ms + backoff if how.retry_at is None else how.retry_at)
+        return refused
+
+    def _fate(self, job: ModelJob, how: Failure) -> tuple[str, int, int]:
+        """How it goes on, the number of the attempt, and how many there can be."""
+        if job.removed:
+            return "removed", 0, 0
+        attempt = job.retries + job.stalls + job.timeouts + 1
+        if how.kind == "timeout":
+            left = max(0, MAX_TIMEOUTS - job.timeouts)
+            return "returned" if left else "dead", attempt, attempt + left
+        left = MAX_RETRIES - job.retries
+        return "dead" if how.kind == "permanent" or not left else "retried", attempt, attempt + left
+
+    def ran(self, worker: ModelWorker, job_ids: str) -> None:
+        """Done without a word of the worker."""
+        ended = [job_id for job_id in job_ids if self.owns(worker, job_id)]
+        self._keep(dict.fromkeys(ended, ""))
+        for job_id in ended:
+            self._end(job_id)
+
+    def hand_back(self, job_ids: Iterable[str], running: str | None = None, outcome: str = "") -> None:
+        for job_id in job_ids:
+            job = self.jobs[job_id]
+            if job.removed:
+                self._end(job_id)
+                continue
+            if job_id == running:
+                job.lost(outcome)
+            self._come_back(job, 0)
+            job.by_age = job.suspect and job.waits and not (job_id == running and outcome == "timed_out")
+
+    def claim(self, worker: ModelWorker, job_ids: list[str], fence: str) -> None:
+        assert int(fence) > self.last_fence, "fences grow"
+        self.last_fence = int(fence)
+        assert len(set(job_ids)) == len(job_ids), "no id twice in a batch"
+        priorities = [self.jobs[job_id].priority for job_id in job_ids]
+        assert priorities == sorted(priorities)
+        for job_id in job_ids:
+            job = self.jobs[job_id]
+            assert job.waits, f"{job_id} is active twice, or begun before its time"
+            assert not job.spent, f"{job_id} is begun once too often"
+            assert job.suspect == (worker.lane != "main"), f"{job_id} is begun in the wrong process"
+            job.owner = f"{worker.name}:{fence}"
+        self.limits.begin(len(job_ids), self.active())
+
+    def active(self) -> int:
+        return sum(job.owner is not None for job in self.jobs.values())
+
+    def bury_spent(self, job_ids: Iterable[str], lane: str) -> None:
+        """A claim in this lane has met these and given them to nobody."""
+        for job_id in job_ids:
+            job = self.jobs.pop(job_id)
+            assert job.spent
+            assert job.waits
+            assert job.suspect == (lane != "main")
+            self.dead += 1
+
+    def lose_worker(self, worker: ModelWorker, outcome: str, only: str | None = None) -> None:
+        """The worker is gone; its last visible position tells what it ran, else `only`, the one entry of its list."""
+        running = None
+        if worker.seen_turn == worker.turn:
+            self.ran(worker, worker.batch[: worker.index])
+            if worker.running:
+                running = worker.batch[worker.index]
+        elif only is not None and self.owns(worker, only):
+            running = only
+        self.hand_back(self.owned(worker), running, outcome)
+
+
+def result_of(job_id: str) -> str:
+    """What workers say that the handler returned."""
+    return f'"of {job_id}"'

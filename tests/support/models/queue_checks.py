@@ -1,0 +1,211 @@
+"""A real queue against its model: everything that must hold after each step."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import orjson
+
+from forq.broker.record import unpack
+from forq.broker.results import read_done
+from tests.support.drive.one_queue import OneQueue, State
+from tests.support.models.journal_replay import Replay
+from tests.support.models.limits_checks import LimitChecks
+from tests.support.models.queue import ModelQueue
+
+MINUTE_MS = 60_000
+FAR = 9007199254740991  # in lua/enqueue.lua
+
+
+@dataclass(frozen=True)
+class Times:
+    """What State leaves out."""
+
+    scheduled: dict[str, int]  # id -> ms
+    blocked: set[str]
+    attempts: dict[str, int]
+    progress: dict[str, str]  # id -> text
+
+
+class Checks:
+    def __init__(self, queue: OneQueue, model: ModelQueue) -> None:
+        self._queue = queue
+        self._model = model
+        self.limits = LimitChecks(queue, model)
+        self._replay = Replay()
+        self._read_up_to = b"-"
+
+    def pass_time(self, ms: int) -> None:
+        """Somebody has made everything due that much earlier: for the journal the clock has to go on instead."""
+        self._replay.pass_time(ms)
+
+    def all(self) -> None:
+        state, times = self._queue.state(), self._times()
+        self._check_jobs(state)
+        self._check_times(times)
+        self._check_hints(state)
+        self._check_waking(state)
+        self._check_counts()
+        self._check_journal()
+        self._check_done()
+
+    def claimable(self, state: State, lane: str = "main") -> list[str]:
+        """Waiting jobs that this lane serves and whose hint must be in its lists (a lower bound)."""
+        return [
+            job_id
+            for job_id, job in self._model.jobs.items()
+            if job.waits
+            and job.suspect == (lane != "main")
+            and (state.suspects if job.suspect else state.waiting.get(job.priority, [])).count(job_id)
+            > state.stale.get(f"{job.place}:{job_id}", 0)
+        ]
+
+    def _times(self) -> Times:
+        with self._queue.redis.pipeline(transaction=False) as look:
+            look.zrange(self._queue.key("scheduled"), 0, -1, withscores=True)
+            look.hkeys(self._queue.key("blocked"))
+            look.hgetall(self._queue.key("attempts"))
+            look.hgetall(self._queue.key("progress"))
+            scheduled, blocked, attempts, progress = look.execute()
+        return Times(
+            {job_id.decode(): int(due) for job_id, due in scheduled},
+            {job_id.decode() for job_id in blocked},
+            {job_id.decode(): len(lines.splitlines()) for job_id, lines in attempts.items()},
+            {job_id.decode(): told.decode().split(" ", 2)[2] for job_id, told in progress.items()},
+        )
+
+    def _check_jobs(self, state: State) -> None:
+        """Every job exists and is what it should be, and an active one is in the list of its one owner."""
+        jobs = self._model.jobs
+        records = {job_id: unpack(packed) for job_id, packed in state.records.items()}
+        seen = {
+            job_id: (record.data, record.priority, record.retry_count, record.stall_count, record.timeout_count)
+            for job_id, record in records.items()
+        }
+        assert seen == {
+            job_id: (job.data, job.priority, job.retries, job.stalls, job.timeouts) for job_id, job in jobs.items()
+        }
+        assert {job_id: record.suspect for job_id, record in records.items()} == {
+            job_id: job.suspect for job_id, job in jobs.items()
+        }
+        assert state.owners == {
+            job_id: job.owner + (":removed" if job.removed else "") for job_id, job in jobs.items() if job.owner
+        }
+        for job_id, name in state.active.items():
+            assert job_id in state.processing.get(name, []), f"{name} owns {job_id} and does not hold it"
+
+    def _check_times(self, times: Times) -> None:
+        jobs = self._model.jobs
+        assert set(times.scheduled) == {job_id for job_id, job in jobs.items() if job.scheduled}
+        for job_id, due in times.scheduled.items():
+            # A backoff begins when the script runs, which the model knows to the minute only.
+            assert abs(due - jobs[job_id].run_at) < MINUTE_MS, f"{job_id} is due at another time"
+            jobs[job_id].run_at = due
+        assert times.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
+        assert all(jobs[job_id].owner for job_id in times.blocked)
+        assert times.attempts == {job_id: job.attempts for job_id, job in jobs.items() if job.attempts}
+        assert times.progress == {job_id: job.progress for job_id, job in jobs.items() if job.owner and job.progress}
+
+    def _check_hints(self, state: State) -> None:
+        """As many hints as there are stale ones and waiting jobs: fewer would lose a job, more run it twice."""
+        hints = Counter(f"{priority}:{job_id}" for priority, ids in state.waiting.items() for job_id in ids)
+        moved = [job_id for name in state.processing for job_id in self._not_begun(state, name) if job_id]
+        hints += Counter(f"5:{job_id}" for job_id in moved)
+        hints += Counter(f"s:{job_id}" for job_id in state.suspects)
+        live = Counter(f"{job.place}:{job_id}" for job_id, job in self._model.jobs.items() if job.waits)
+        assert hints == live + Counter(state.stale)
+        others = sum(len(ids) for priority, ids in state.waiting.items() if priority != 5) + len(state.swept.get(5, []))
+        assert int(state.counts.get("other_hints", 0)) == others
+        assert int(state.counts.get("suspect_hints", 0)) == len(state.suspects)
+        assert all(not field.startswith("s:") for field in state.stale)
+        for job_id, ms in state.suspect_ms.items():
+            enqueued_ms = unpack(state.records[job_id]).enqueued_ms
+            assert ms == enqueued_ms or (ms > enqueued_ms and not self._model.jobs[job_id].by_age)
+
+    def _not_begun(self, state: State, name: str) -> list[str]:
+        left = list(state.processing[name])
+        for job_id, owner in state.active.items():
+            if owner == name:
+                left.remove(job_id)
+        return left
+
+    def _check_waking(self, state: State) -> None:
+        """One token at most; and work that can be claimed finds a list in which an idle worker waits not empty."""
+        assert state.tokens <= 1
+        assert state.retry_tokens <= 1
+        under_way = any(self._not_begun(state, name) for name in state.processing)
+        if self.claimable(state) and not self._model.paused and not under_way:
+            assert state.tokens or len(state.waiting.get(5, [])) > len(state.swept.get(5, []))
+        if self.claimable(state, "retry") and not self._model.paused and not under_way:
+            assert state.retry_tokens or self._may_sleep_on_suspects(state)
+
+    def _may_sleep_on_suspects(self, state: State) -> bool:
+        """The retry child has asked for a place and there is none; or pulse is about to look for it."""
+        if not self._model.limits:
+            return False
+        asked = self.limits.left_to_suspects(state) > 0 and self.limits.room(state, "retry") == 0
+        return asked or self._model.limits.promised
+
+    def _check_counts(self) -> None:
+        jobs = self._model.jobs.values()
+        counts = self._queue.inspector.counts()
+        assert counts.waiting == sum(job.waits for job in jobs)
+        assert counts.scheduled == sum(job.scheduled for job in jobs)
+        assert counts.blocked == sum(bool(job.blocked) for job in jobs)
+        assert counts.active == sum(job.owner is not None for job in jobs)
+        assert (counts.done, counts.dead, counts.dropped) == (self._model.processed, self._model.dead, 0)
+        assert counts.failed == self._model.dead
+        assert counts.paused == self._model.paused
+
+    def _check_done(self) -> None:
+        """What is kept of done jobs; and that the next one ends in another millisecond, since these go by the time."""
+        ended = dict(self._queue.redis.zrange(self._queue.key("done"), 0, -1, withscores=True))
+        stored = self._queue.redis.hgetall(self._queue.key("done:jobs"))
+        assert set(ended) == set(stored)
+        seen = {job_id.decode(): read_done(packed) for job_id, packed in stored.items()}
+        told = {job_id: (str(done.fence), done.result, len(done.attempts)) for job_id, done in seen.items()}
+        assert told == {
+            job_id: (done.fence, orjson.loads(done.result) if done.result else None, done.attempts)
+            for job_id, done in self._model.kept.items()
+        }
+        assert self._queue.inspector.counts().kept == len(told)
+        newest_ms = max(ended.values(), default=0)
+        while self._server_ms() <= newest_ms:
+            pass
+        self._model.step += 1
+
+    def _server_ms(self) -> int:
+        seconds, micros = self._queue.redis.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    def _check_journal(self) -> None:
+        """Replayed from its beginning it gives what is there; each step adds what it added."""
+        for entry_id, fields in self._queue.redis.xrange(self._queue.key("events"), self._read_up_to):
+            self._replay.read(fields)
+            self._read_up_to = b"(" + entry_id
+        jobs, told = self._model.jobs, self._replay
+        assert told.ready == {
+            job_id: job.run_at if job.scheduled else None for job_id, job in jobs.items() if job.owner is None
+        }
+        running = {job_id: job for job_id, job in jobs.items() if job.owner}
+        assert told.active == {job_id: int((job.owner or "").partition(":")[2]) for job_id, job in running.items()}
+        assert told.attempts == {job_id: 1 + job.retries + job.stalls + job.timeouts for job_id, job in running.items()}
+        assert told.marked == {job_id for job_id, job in running.items() if job.removed}
+        assert told.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
+        assert told.paused == self._model.paused
+        assert told.dropped == 0
+        counts = self._queue.inspector.counts()
+        assert (counts.epoch, counts.journal_sequence, counts.journal_hash) == (told.epoch, told.sequence, told.hash)
+        assert counts.dead == len(told.archived)
+
+
+def pass_time(queue: OneQueue, ms: int) -> None:
+    """Moves the time of everything that is scheduled, blocked or done back."""
+    for job_id in queue.redis.zrange(queue.key("done"), 0, -1):
+        queue.redis.zincrby(queue.key("done"), -ms, job_id)
+    for job_id, due in queue.redis.zrange(queue.key("scheduled"), 0, -1, withscores=True):
+        queue.redis.zadd(queue.key("scheduled"), {job_id: due - ms})
+    for job_id, entry in queue.redis.hgetall(queue.key("blocked")).items():
+        head, _, body = entry.partition(b"\n")
+        *flags, own, lo, hi = head.decode().split(" ")
+        moved = [t if int(t) == FAR else str(max(0, int(t) - ms)) for t in (own, lo, hi)]
+        queue.redis.hset(queue.key("blocked"), job_id, " ".join([*flags, *moved]).encode() + b"\n" + body)
