@@ -17,8 +17,8 @@ import shtab
 from argparse_manpage.manpage import Manpage
 
 from forq.cli import parser_for
-from forq.ctl.command import ABOUT, ALL_EXITS, DURATIONS, ENVIRONMENT, GLOBALS, Argument, Command
-from forq.ctl.commands import all_declared
+from forq.ctl.command import ABOUT, ALL_EXIT_CODES, DURATIONS, ENVIRONMENT, GLOBAL_ARGUMENTS, Argument, Command
+from forq.ctl.commands import all_commands
 from forq.exits import MEANINGS
 from forq.settings import option_names
 from forq.version import VERSION
@@ -74,10 +74,10 @@ def forqctl_parser(*, for_man: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="forqctl", description=f"{ABOUT}\n\n{DURATIONS}", add_help=False, formatter_class=Formatter
     )
-    for argument in GLOBALS:
+    for argument in GLOBAL_ARGUMENTS:
         _add(parser, argument)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in all_declared():
+    for command in all_commands():
         below = commands.add_parser(
             command.name,
             help=command.summary,
@@ -85,7 +85,7 @@ def forqctl_parser(*, for_man: bool) -> argparse.ArgumentParser:
             add_help=False,
             formatter_class=Formatter,
         )
-        for argument in command.arguments if for_man else (*command.arguments, *GLOBALS):
+        for argument in command.arguments if for_man else (*command.arguments, *GLOBAL_ARGUMENTS):
             _add(below, argument)
     return parser
 
@@ -123,8 +123,10 @@ def _about(command: Command) -> str:
     for typed, purpose in command.examples:
         parts.append("\n".join([*([f"  # {purpose}"] if purpose else []), f"  forqctl {typed}"]))
     parts.append(f"With --json it prints {_json(command)}.")
-    if command.own_exits:
-        parts.append("Exit status: " + "; ".join(f"{code} {means}" for code, means in command.own_exits.items()) + ".")
+    if command.own_exit_codes:
+        parts.append(
+            "Exit status: " + "; ".join(f"{code} {means}" for code, means in command.own_exit_codes.items()) + "."
+        )
     return "\n\n".join(parts)
 
 
@@ -151,7 +153,7 @@ def _entries(meanings: dict[str, str] | dict[int, str]) -> list[str]:
 
 
 def forqctl_man() -> str:
-    exits = dict(sorted(ALL_EXITS.items()))
+    exits = dict(sorted(ALL_EXIT_CODES.items()))
     sections = {"environment": _entries(ENVIRONMENT), "exit status": _entries(exits), "see also": ["forq(1)"]}
     return man_page(forqctl_parser(for_man=True), "control a forq supervisor", sections)
 
@@ -188,15 +190,15 @@ def markdown() -> str:
         "",
         "Written by `make reference` from the declarations in `src/forq/ctl/commands`.",
         "",
-        *_table("for every command", {argument.shown(): argument.keywords["help"] for argument in GLOBALS}),
+        *_table("for every command", {argument.usage(): argument.keywords["help"] for argument in GLOBAL_ARGUMENTS}),
         "",
-        *_table("exit code", {str(code): means for code, means in sorted(ALL_EXITS.items())}),
+        *_table("exit code", {str(code): means for code, means in sorted(ALL_EXIT_CODES.items())}),
         "",
         "| command | |",
         "|---|---|",
-        *(f"| [{command.name}](#{command.name}) | {command.summary} |" for command in all_declared()),
+        *(f"| [{command.name}](#{command.name}) | {command.summary} |" for command in all_commands()),
     ]
-    for command in all_declared():
+    for command in all_commands():
         lines += ["", f"## {command.name}", "", *_described(command)]
     return "\n".join(lines) + "\n"
 
@@ -205,13 +207,13 @@ def _described(command: Command) -> list[str]:
     more = f" {command.more}" if command.more else ""
     lines = [f"{command.summary[0].upper()}{command.summary[1:]}.{more}", ""]
     if command.arguments:
-        arguments = {argument.shown(): argument.keywords["help"] for argument in command.arguments}
+        arguments = {argument.usage(): argument.keywords["help"] for argument in command.arguments}
         lines += [*_table("argument", arguments), ""]
     for typed, purpose in command.examples:
         lines += [f"    forqctl {typed}" + (f"  # {purpose}" if purpose else "")]
     lines += ["", f"With `--json` it prints {_linked(_json(command))}."]
-    if command.own_exits:
-        own = "; ".join(f"{code} {means}" for code, means in command.own_exits.items())
+    if command.own_exit_codes:
+        own = "; ".join(f"{code} {means}" for code, means in command.own_exit_codes.items())
         lines += ["", f"Exit codes of its own: {own}."]
     return lines
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 from stage import HERE, NotSo, Stage
 
-from forq.ctl.client import Client
-from forq.ctl.screen import Feed, Screen
+from forq.ctl.client import ControlClient
+from forq.ctl.screen import NonBlockingClient, Screen
 
 DOCS = HERE.parents[1] / "docs" / "guide"
 WIDTH, HEIGHT = 120, 24
@@ -62,7 +62,7 @@ def make_queues(stage: Stage) -> None:
         stage.ctl("push", "stuck", "null", "--id", f"page-{number}")
 
 
-def watch(feed: Feed, screen: Screen, seconds: float) -> None:
+def watch(feed: NonBlockingClient, screen: Screen, seconds: float) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         screen.tick(time.monotonic())
@@ -87,7 +87,7 @@ def main() -> int:
         except NotSo as exc:
             print(exc, file=sys.stderr)
             return 1
-        feed = Feed(lambda: Client(str(Path(stage.state_dir, "control.sock"))))
+        feed = NonBlockingClient(lambda: ControlClient(str(Path(stage.state_dir, "control.sock"))))
         screen = Screen(feed, 1.0)
         watch(feed, screen, SECONDS)
         draw(screen, "top-overview.svg", "forqctl top")

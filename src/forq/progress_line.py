@@ -19,30 +19,30 @@ class ProgressLine:
     """`shown`: on a terminal. `lines`: whether anything is said elsewhere."""
 
     def __init__(self, *, lines: bool = False, now: Callable[[], float] = time.monotonic) -> None:
-        self.shown = sys.stderr.isatty()
-        self._lines = lines and not self.shown
+        self.on_terminal = sys.stderr.isatty()
+        self._lines = lines and not self.on_terminal
         self._now = now
         self._next_draw = 0.0
         self._next_line = now() + LINE_SECONDS
 
-    def bar(self, part: int, whole: int, text: str) -> None:
+    def draw_bar(self, part: int, whole: int, text: str) -> None:
         """`part` of `whole`; only the text when the whole is not known."""
         percent = f"{100 * min(part, whole) // whole:3}% " if whole > 0 else ""
         if self._lines:
             self._line(f"{percent.lstrip()}{text}")
-        if not self.shown or self._now() < self._next_draw:
+        if not self.on_terminal or self._now() < self._next_draw:
             return
         self._next_draw = self._now() + REDRAW_SECONDS
-        self._draw(f"{drawn_bar(part, whole)} {percent}{text}" if whole > 0 else text)
+        self._draw(f"{bar_text(part, whole)} {percent}{text}" if whole > 0 else text)
 
-    def say(self, text: str) -> None:
+    def update(self, text: str) -> None:
         if self._lines:
             self._line(text)
-        if self.shown:
+        if self.on_terminal:
             self._draw(text)
 
     def clear(self) -> None:
-        if self.shown:
+        if self.on_terminal:
             self._draw("")
 
     def _line(self, text: str) -> None:
@@ -55,6 +55,6 @@ class ProgressLine:
         sys.stderr.flush()
 
 
-def drawn_bar(part: float, whole: float) -> str:
+def bar_text(part: float, whole: float) -> str:
     filled = int(BAR_WIDTH * min(part, whole) / whole)
     return f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}]"

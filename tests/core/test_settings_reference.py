@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.ctl.commands import all_declared
+from forq.ctl.commands import all_commands
 from forq.settings import BRIDGE, DEFINITION, METRICS, OPTIONS, PIPELINE, SCHEDULE, SERVICE, Setting, option_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def test_every_setting_is_in_both_files_with_its_help(file: str) -> None:
 )
 def test_forqctl_offers_the_words_of_the_table(command: str, flag: str, row: Setting) -> None:
     """It does not import the table, which takes time."""
-    [declared] = [each for each in all_declared() if each.name == command]
+    [declared] = [each for each in all_commands() if each.name == command]
     [argument] = [each for each in declared.arguments if flag in each.names]
     assert argument.keywords["choices"] == row.range
 

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from forq import errors
-from forq.ctl.client import Client as ControlClient
-from forq.ctl.client import wait_for
+from forq.ctl.client import ControlClient, wait_for_answer
 from forq.ctl.commands import MODULES
-from forq.ctl.commands.service import faults_in
+from forq.ctl.commands.service import health_problems
 from forq.supervisor.control import Request
 from tests.ctl.fake_supervisor import (
     FORQCTL,
@@ -171,7 +170,7 @@ def test_status_check_is_3_with_every_reason_on_one_line(fake: FakeSupervisor) -
     ],
 )
 def test_a_running_queue_needs_a_live_main_child(changes: dict[str, Any], faults: int) -> None:
-    assert len(faults_in(whole_status(queue_status(**changes)))) == faults
+    assert len(health_problems(whole_status(queue_status(**changes)))) == faults
 
 
 def test_create_sends_everything_with_absolute_paths(fake: FakeSupervisor, tmp_path: Path) -> None:
@@ -804,7 +803,7 @@ def test_who_waits_gives_up_a_supervisor_that_does_not_answer(fake: FakeSupervis
     wanted = client.send("queue.drain", {"name": "q"})
     began = time.process_time()
     with pytest.raises(errors.TimedOut, match=r"no answer from the supervisor at .* within 1 s"):
-        wait_for(client, wanted, {}, lambda waiting, status: None, None, "", lines=False)
+        wait_for_answer(client, wanted, {}, lambda waiting, status: None, None, "", lines=False)
     assert [method for method, _ in fake.calls] == ["queue.drain", "status"]
     assert time.process_time() - began < 0.5, "it sleeps meanwhile"
     client.close()

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from forq import errors, exits
-from forq.ctl.command import ALL_EXITS, DECLARED, Command
-from forq.ctl.commands import MODULES, all_declared
+from forq.ctl.command import ALL_EXIT_CODES, COMMANDS, Command
+from forq.ctl.commands import MODULES, all_commands
 from forq.ctl.main import LARGEST_EXIT_CODE
 from tests.ctl.fake_supervisor import forqctl
 
 ROOT = Path(__file__).resolve().parents[2]
 MAN = ROOT / "etc" / "man"
 REFERENCE = ROOT / "etc" / "reference.py"
-COMMANDS = all_declared()
-each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+DECLARED = all_commands()
+each_command = pytest.mark.parametrize("command", DECLARED, ids=lambda command: command.name)
 REQUESTS = (".TH", ".SH", ".SS", ".TP", ".RS", ".RE", ".B", ".nh", ".ad", '.\\"')
 
 
@@ -30,7 +30,7 @@ def test_the_index_has_every_declared_command_in_its_module() -> None:
         text = (ROOT / "src/forq/ctl/commands" / f"{module}.py").read_text()
         named = re.findall(r'^@Command\(\s*"(\w+)"', text, re.MULTILINE)
         assert sorted(named) == sorted(name for name, home in MODULES.items() if home == module)
-    assert sorted(DECLARED) == sorted(MODULES)
+    assert sorted(COMMANDS) == sorted(MODULES)
     modules = {path.stem for path in (ROOT / "src/forq/ctl/commands").glob("*.py")}
     assert modules == {"__init__", *MODULES.values()}
 
@@ -85,7 +85,7 @@ def test_the_man_page_shows_words_as_they_are_typed() -> None:
         pytest.skip("groff is not installed")
     command = ["groff", "-man", "-Tutf8", "-P-c", "-P-b", "-P-u", "-rLL=200n", str(MAN / "forqctl.1")]
     shown = re.sub(r"\x1b\[[0-9;]*m", "", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    for declared in COMMANDS:
+    for declared in DECLARED:
         for typed, _ in declared.examples:
             assert f"forqctl {typed}\n" in shown
 
@@ -123,14 +123,14 @@ def test_the_overview_has_every_command_and_every_exit_code() -> None:
     assert code == 0
     assert [name for name in MODULES if f"  {name} " not in out] == []
     raised = {cls.exit_code for cls in errors.BY_CODE.values() if cls.exit_code <= LARGEST_EXIT_CODE}
-    assert raised <= set(ALL_EXITS)
-    assert all(f"  {number:<5}{means}" in out for number, means in ALL_EXITS.items())
+    assert raised <= set(ALL_EXIT_CODES)
+    assert all(f"  {number:<5}{means}" in out for number, means in ALL_EXIT_CODES.items())
 
 
 def test_the_page_of_exit_codes_has_every_exit_code() -> None:
     table = (ROOT / "docs/reference/exit-codes.md").read_text()
     listed = {int(number) for row in re.findall(r"^\| ([0-9, ]+) \|", table, re.MULTILINE) for number in row.split(",")}
-    assert listed == set(exits.MEANINGS) | set(ALL_EXITS) | {exits.QUEUE_GONE, exits.FENCED}
+    assert listed == set(exits.MEANINGS) | set(ALL_EXIT_CODES) | {exits.QUEUE_GONE, exits.FENCED}
 
 
 def test_bash_takes_the_completion(tmp_path: Path) -> None:

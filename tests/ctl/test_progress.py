@@ -30,11 +30,11 @@ def test_elsewhere_a_line_is_said_every_ten_seconds(capsys: pytest.CaptureFixtur
     line = ProgressLine(lines=True, now=clock)
     for part in range(1, 26):
         clock.seconds += 1
-        line.bar(part, 100, f"{part} jobs pushed")
+        line.draw_bar(part, 100, f"{part} jobs pushed")
     line.clear()
     assert capsys.readouterr().err == "forqctl: 10% 10 jobs pushed\nforqctl: 20% 20 jobs pushed\n"
     clock.seconds += LINE_SECONDS
-    line.bar(7, 0, "7 jobs pushed")
+    line.draw_bar(7, 0, "7 jobs pushed")
     assert capsys.readouterr().err == "forqctl: 7 jobs pushed\n", "of a pipe nobody knows the length"
 
 
@@ -42,8 +42,8 @@ def test_elsewhere_nothing_is_said_unless_it_is_wanted(capsys: pytest.CaptureFix
     clock = Clock()
     line = ProgressLine(now=clock)
     clock.seconds += 10 * LINE_SECONDS
-    line.bar(1, 2, "x")
-    line.say("x")
+    line.draw_bar(1, 2, "x")
+    line.update("x")
     line.clear()
     assert capsys.readouterr().err == ""
 
@@ -54,7 +54,7 @@ def test_a_terminal_has_one_line_that_is_drawn_again(monkeypatch: pytest.MonkeyP
     line = ProgressLine(lines=True, now=clock)
     for part in (1, 2, 3):
         clock.seconds += LINE_SECONDS
-        line.bar(part, 4, f"{part} jobs pushed")
+        line.draw_bar(part, 4, f"{part} jobs pushed")
     line.clear()
     assert "\n" not in terminal.getvalue()
     assert terminal.getvalue().split("\r\x1b[K")[1:] == [

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from forq import errors
-from forq.ctl.screen import Keys
-from forq.ctl.top import Figures, shown_count, shown_limits, shown_rate
+from forq.ctl.screen import KeyDecoder
+from forq.ctl.top import QueueStats, count_text, limits_text, rate_text
 from tests.ctl.fake_supervisor import FORQCTL, FakeSupervisor, environment, forqctl, queue_status, whole_status
 from tests.support.drive.terminal import OnTerminal
 from tests.support.drive.wait import wait_until
@@ -322,7 +322,7 @@ def test_an_unchanged_screen_is_not_written_again(fake: FakeSupervisor, top: Ope
 
 
 def test_rates_are_differences_of_counters() -> None:
-    figures = Figures()
+    figures = QueueStats()
 
     def rates(done: int | None, failed: int | None, now: float) -> tuple[float | None, float | None]:
         row = figures.read(whole_status(queue_status(done=done, failed=failed)), now)[0]
@@ -337,21 +337,21 @@ def test_rates_are_differences_of_counters() -> None:
 
 
 def test_a_key_may_arrive_in_pieces_and_escape_alone_is_a_key() -> None:
-    keys = Keys()
+    keys = KeyDecoder()
     assert keys.feed(b"j\x1b") == ["down"]
     assert keys.incomplete
     assert keys.feed(b"[") == []
     assert keys.feed(b"A\x1b[1;5Cq") == ["up", "", "q"]
     assert keys.feed(b"\x1b") == []
-    assert keys.give_up() == ["escape"]
+    assert keys.flush() == ["escape"]
     assert keys.feed(b"\x1b\x1b[A") == ["escape", "up"]
     assert keys.feed(b"\xc3\xa4") == ["", ""]
 
 
 def test_numbers_are_short() -> None:
-    assert [shown_count(count) for count in (None, 0, 999_999, 1_234_567, 2 * 10**9, 3 * 10**12)] == [
+    assert [count_text(count) for count in (None, 0, 999_999, 1_234_567, 2 * 10**9, 3 * 10**12)] == [
         *(None, "0", "999999", "1.2M", "2.0G", "3.0T")
     ]
-    assert [shown_rate(rate) for rate in (None, 0.0, 0.26, 9.96, 41207.4)] == [None, "0", "0.3", "10.0", "41207"]
+    assert [rate_text(rate) for rate in (None, 0.0, 0.26, 9.96, 41207.4)] == [None, "0", "0.3", "10.0", "41207"]
     off = {"rate": "off", "max_active": 4, "may_begin": 1, "limited_workers": 0}
-    assert shown_limits(off) == "max 4"
+    assert limits_text(off) == "max 4"

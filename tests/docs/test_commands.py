@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from forq.cli import parser_for
-from forq.ctl.command import GLOBALS, Command
-from forq.ctl.commands import all_declared
+from forq.ctl.command import GLOBAL_ARGUMENTS, Command
+from forq.ctl.commands import all_commands
 from forq.errors import UsageError
 from forq.supervisor.config import load
 from tests.docs.pages import PAGES, ROOT, Block, blocks, code_spans
 
-COMMANDS = {command.name: command for command in all_declared()}
+COMMANDS = {command.name: command for command in all_commands()}
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
@@ -107,7 +107,9 @@ def test_wrong_commands_are_found() -> None:
 
 
 def flags(command: Command) -> set[str]:
-    return {name for argument in (*command.arguments, *GLOBALS) for name in argument.names if name.startswith("-")}
+    return {
+        name for argument in (*command.arguments, *GLOBAL_ARGUMENTS) for name in argument.names if name.startswith("-")
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

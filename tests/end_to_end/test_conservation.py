@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forq.client import new_job
-from forq.ctl.client import Client as ControlClient
+from forq.ctl.client import ControlClient
 from tests.support.drive.processes import tree_of
 from tests.support.drive.supervisor import Forq, Trace, running
 from tests.support.drive.wait import wait_until

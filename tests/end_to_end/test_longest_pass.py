@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forq.ctl.client import Client as ControlClient
+from forq.ctl.client import ControlClient
 from tests.end_to_end.fuzz_drive import open_many
 from tests.end_to_end.fuzz_pinger import Pinger
 from tests.support.drive.supervisor import Forq

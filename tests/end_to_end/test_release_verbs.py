@@ -13,7 +13,7 @@ import pytest
 from forq import Client
 from forq.broker.journal import Event, read_entry
 from forq.client import NewJob, new_job
-from forq.ctl.client import Client as ControlClient
+from forq.ctl.client import ControlClient
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until, whole_lines
 

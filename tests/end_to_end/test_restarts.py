@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from forq.ctl.client import Client
+from forq.ctl.client import ControlClient
 from forq.errors import UnknownQueue, UsageError
 from tests.support.drive.processes import alive, tree_of
 from tests.support.drive.supervisor import HANDLERS, Forq, running
@@ -288,7 +288,7 @@ def test_restarts_that_are_asked_for_meanwhile_import_once_more_for_all_of_them(
     forq.ctl("create", "thrice", *module.arguments())
     forq.wait_for_child("thrice")
     gate = hangs(module)
-    control = Client(str(forq.state_dir / "control.sock"), 60.0)
+    control = ControlClient(str(forq.state_dir / "control.sock"), 60.0)
     asked = {control.send("queue.restart", {"name": "thrice"})}
     wait_until(lambda: len(importing(module)) == 2, what="the first imports")
     first = importing(module)

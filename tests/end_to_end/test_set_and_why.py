@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from forq.ctl.client import Client
+from forq.ctl.client import ControlClient
 from forq.errors import ForqError, QueueExists, TooManyQueues, UnknownQueue
 from forq.procs import jsonrpc
 from forq.supervisor.requests import OPENING_SECONDS
@@ -158,7 +158,7 @@ def test_who_waits_for_a_queue_that_cannot_be_made_is_told_at_once() -> None:
 
 def test_creating_deleting_and_using_a_queue_at_once_never_blames_redis() -> None:
     with running() as forq:
-        client = Client(str(forq.state_dir / "control.sock"), 30.0)
+        client = ControlClient(str(forq.state_dir / "control.sock"), 30.0)
         asked = []
         for turn in range(60):
             definition = {"name": "q", "handler": "traced:noop", "path": [str(HANDLERS)]}

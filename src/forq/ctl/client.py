@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from forq.ctl.output import Waiting
+    from forq.ctl.output import WaitReport
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
 # Answers may be larger than requests: a job's data can be almost as long as a request, and is quoted in its answer.
@@ -26,16 +26,16 @@ RETRY_CONNECT_SECONDS = 0.02
 POLL_SECONDS = 1.0
 
 
-class Client:
+class ControlClient:
     """One connection. Requests may overlap: send gives the id under which receive returns the answer."""
 
-    def __init__(self, path: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, looked_at: str = "") -> None:
+    def __init__(self, path: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, also_tried: str = "") -> None:
         self.path = path
         self.timeout_seconds = timeout_seconds
         self._lines = Lines(MAX_ANSWER_BYTES)
         self._last_id = 0
         self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-        self._connect(looked_at)
+        self._connect(also_tried)
 
     def call(self, method: str, params: dict[str, Any], *, wait_seconds: float | None = 0.0) -> Any:
         """The result of one request, which may take `wait_seconds` longer than others (None: for ever). Raises what the
@@ -58,7 +58,7 @@ class Client:
         try:
             self._sock.sendall(line)
         except TimeoutError as exc:
-            raise self.too_late() from exc
+            raise self.timed_out() from exc
         except OSError:
             # The supervisor closed before it read all; its reason, if any, waits to be received.
             pass
@@ -67,7 +67,7 @@ class Client:
     def receive(self, deadline: float | None) -> tuple[str | int | None, Any]:
         """The next answer: its id, and the result or the error. Raises an error that belongs to no request."""
         while (line := self._lines.pop()) is None:
-            self._fill(deadline)
+            self._receive_bytes(deadline)
         answered, value = jsonrpc.read_answer(line)
         if answered is None and isinstance(value, ForqError):
             raise value
@@ -80,7 +80,7 @@ class Client:
         """To wait for an answer together with other things."""
         return self._sock.fileno()
 
-    def _fill(self, deadline: float | None) -> None:
+    def _receive_bytes(self, deadline: float | None) -> None:
         if deadline is None:
             self._sock.settimeout(None)
         else:
@@ -89,14 +89,14 @@ class Client:
         try:
             data = self._sock.recv(1 << 16)
         except TimeoutError as exc:
-            raise self.too_late() from exc
+            raise self.timed_out() from exc
         except OSError as exc:
             raise self._unreachable(f"the connection broke: {os.strerror(exc.errno or 0)}") from exc
         if not data:
             raise self._unreachable("it closed the connection without an answer")
         self._lines.push(data)
 
-    def _connect(self, looked_at: str) -> None:
+    def _connect(self, also_tried: str) -> None:
         deadline = time.monotonic() + self.timeout_seconds
         self._sock.settimeout(self.timeout_seconds)
         while True:
@@ -106,14 +106,14 @@ class Client:
             except BlockingIOError as exc:
                 # The queue of clients that wait to be accepted is full.
                 if time.monotonic() >= deadline:
-                    raise self.too_late() from exc
+                    raise self.timed_out() from exc
                 time.sleep(RETRY_CONNECT_SECONDS)
             except FileNotFoundError as exc:
-                raise self._unreachable(f"no such file{looked_at}") from exc
+                raise self._unreachable(f"no such file{also_tried}") from exc
             except OSError as exc:
                 raise self._unreachable((exc.strerror or str(exc)).lower()) from exc
 
-    def too_late(self) -> TimedOut:
+    def timed_out(self) -> TimedOut:
         """The error of who has waited too long for an answer."""
         return TimedOut(f"no answer from the supervisor at {self.path} within {self.timeout_seconds:g} s")
 
@@ -121,33 +121,33 @@ class Client:
         return SupervisorUnreachable(f"cannot reach the supervisor at {self.path}: {reason}")
 
 
-def connect(args: Namespace) -> Client:
+def connect(args: Namespace) -> ControlClient:
     """As the global flags say."""
     timeout_seconds = DEFAULT_TIMEOUT_SECONDS if args.timeout_seconds is None else args.timeout_seconds
     if args.socket is not None:
-        return Client(os.path.abspath(args.socket), timeout_seconds)
+        return ControlClient(os.path.abspath(args.socket), timeout_seconds)
     from forq.paths import control_socket, control_socket_candidates
 
     path = control_socket()
     others = [candidate for candidate in control_socket_candidates() if candidate != path]
-    return Client(path, timeout_seconds, f" (nor {', '.join(others)})" if others else "")
+    return ControlClient(path, timeout_seconds, f" (nor {', '.join(others)})" if others else "")
 
 
-def wait_for(
-    client: Client,
-    wanted: int,
-    asked: dict[str, Any],
-    tell: Callable[[Waiting, Any], None],
+def wait_for_answer(
+    client: ControlClient,
+    request_id: int,
+    status_params: dict[str, Any],
+    report: Callable[[WaitReport, Any], None],
     deadline: float | None,
-    too_late: str,
+    timeout_message: str,
     *,
     lines: bool,
 ) -> Any:
     """The answer to the request `wanted`. Until it comes, `tell` gets the answers to `status` with the params `asked`.
-    TimedOut with `too_late` after the deadline, or if the supervisor does not answer that in time."""
-    from forq.ctl.output import Waiting
+    TimedOut with `timeout_message` after the deadline, or if the supervisor does not answer that in time."""
+    from forq.ctl.output import WaitReport
 
-    waiting = Waiting(lines=lines)
+    waiting = WaitReport(lines=lines)
     polled = None
     # When to ask next; while an answer is awaited, when the supervisor is given up.
     next_step = time.monotonic() + waiting.first_poll_seconds()
@@ -155,28 +155,28 @@ def wait_for(
         while True:
             now = time.monotonic()
             if deadline is not None and now >= deadline:
-                raise TimedOut(too_late)
+                raise TimedOut(timeout_message)
             if now >= next_step:
                 if polled is not None:
-                    raise client.too_late()
-                polled, next_step = client.send("status", asked), now + client.timeout_seconds
+                    raise client.timed_out()
+                polled, next_step = client.send("status", status_params), now + client.timeout_seconds
             answer = _next_answer(client, next_step if deadline is None else min(deadline, next_step))
             if answer is None:
                 continue
             answered, value = answer
-            if answered == wanted:
+            if answered == request_id:
                 if isinstance(value, ForqError):
                     raise value
                 return value
             if answered == polled:
                 polled, next_step = None, time.monotonic() + POLL_SECONDS
                 if not isinstance(value, ForqError):
-                    tell(waiting, value)
+                    report(waiting, value)
     finally:
         waiting.end()
 
 
-def _next_answer(client: Client, until: float) -> tuple[str | int | None, Any] | None:
+def _next_answer(client: ControlClient, until: float) -> tuple[str | int | None, Any] | None:
     try:
         return client.receive(until)
     except TimedOut:

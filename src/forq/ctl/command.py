@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "TERM": "with dumb, no colours, and top writes plain blocks",
 }
 # Of every command that talks to a supervisor.
-EXITS = {
+EXIT_CODES = {
     0: "done",
     1: "refused, or failed",
     2: "wrong arguments, names, data or options",
@@ -42,8 +42,8 @@ EXITS = {
     7: "no supervisor there",
     130: "interrupted",
 }
-ALL_EXITS = {
-    **EXITS,
+ALL_EXIT_CODES = {
+    **EXIT_CODES,
     3: "status --check: something is not healthy; delete: processes are left that cannot be killed",
     4: "no such queue, job or schedule",
 }
@@ -60,7 +60,7 @@ class Argument:
         # What the shell offers for the value: "file", "dir", "option" or nothing.
         self.completes = completes
 
-    def shown(self) -> str:
+    def usage(self) -> str:
         """`--state {waiting,dead}`, `--limit N`, `NAME`."""
         name, keywords = self.names[0], self.keywords
         if keywords.get("action") == "store_true":
@@ -77,7 +77,7 @@ class Command:
     stands for its result. `examples`: what to type after forqctl, and what for ("ping  # is it there").
     """
 
-    __slots__ = ("arguments", "examples", "exits", "json", "more", "name", "own_exits", "run", "summary")
+    __slots__ = ("arguments", "examples", "exits", "json", "more", "name", "own_exit_codes", "run", "summary")
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Command:
         examples: Sequence[str],
         more: str = "",
         exits: dict[int, str] | None = None,
-        common_exits: dict[int, str] = EXITS,
+        common_exits: dict[int, str] = EXIT_CODES,
     ) -> None:
         self.name = name
         self.summary = summary
@@ -96,13 +96,13 @@ class Command:
         self.json = json
         self.examples = [(typed, purpose) for typed, _, purpose in (each.partition("  # ") for each in examples)]
         self.more = more
-        self.own_exits = exits or {}
-        self.exits = dict(sorted({**common_exits, **self.own_exits}.items()))
+        self.own_exit_codes = exits or {}
+        self.exits = dict(sorted({**common_exits, **self.own_exit_codes}.items()))
         self.run: Run
 
     def __call__(self, run: Run) -> Run:
         self.run = run
-        DECLARED[self.name] = self
+        COMMANDS[self.name] = self
         return run
 
     def parser(self) -> ArgumentParser:
@@ -113,7 +113,7 @@ class Command:
         for argument in self.arguments:
             parser.add_argument(*argument.names, **argument.keywords)
         group = parser.add_argument_group("for every command")
-        for argument in GLOBALS:
+        for argument in GLOBAL_ARGUMENTS:
             group.add_argument(*argument.names, **argument.keywords)
         return parser
 
@@ -131,7 +131,7 @@ class Command:
 
 
 # Filled by the modules of forq.ctl.commands, when they are imported.
-DECLARED: dict[str, Command] = {}
+COMMANDS: dict[str, Command] = {}
 
 
 def duration(name: str, help: str, **keywords: Any) -> Argument:
@@ -151,7 +151,7 @@ def given(args: Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
-GLOBALS = (
+GLOBAL_ARGUMENTS = (
     Argument("--socket", completes="file", metavar="PATH", help="the control socket (default: FORQ_SOCKET)"),
     Argument("--json", action="store_true", help="print one JSON document"),
     duration("--timeout", "how long to wait for an answer (default: 30s)"),
@@ -193,13 +193,13 @@ def overview(commands: Sequence[Command]) -> str:
             *(f"  {command.name:<{widest}}{command.summary}" for command in commands),
             "",
             "for every command:",
-            *(f"  {argument.shown():<16}{argument.keywords['help']}" for argument in GLOBALS),
+            *(f"  {argument.usage():<16}{argument.keywords['help']}" for argument in GLOBAL_ARGUMENTS),
             "",
             "environment:",
             *(f"  {name:<16}{means}" for name, means in ENVIRONMENT.items()),
             "",
             "exit codes:",
-            *_exit_lines(ALL_EXITS),
+            *_exit_lines(ALL_EXIT_CODES),
             "",
             DURATIONS,
             "forqctl COMMAND --help shows the arguments of a command, examples, and its exit codes.",

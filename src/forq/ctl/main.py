@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from forq.ctl.command import GLOBALS, overview
-from forq.ctl.commands import MODULES, all_declared, declared
+from forq.ctl.command import GLOBAL_ARGUMENTS, overview
+from forq.ctl.commands import MODULES, all_commands, command_named
 from forq.errors import ForqError, UsageError
 from forq.procs.standard_streams import open_missing_streams
 
@@ -40,11 +40,11 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     position = _position_of_command(argv)
     if position is None:
-        return _without_command(argv)
+        return _run_without_command(argv)
     name, given = argv[position], argv[:position] + argv[position + 1 :]
     if name not in MODULES:
-        raise UsageError(_unknown(name))
-    command = declared(name)
+        raise UsageError(_unknown_command(name))
+    command = command_named(name)
     parser = command.parser()
     if "--help" in given or "-h" in given:
         parser.epilog = command.epilog()
@@ -52,7 +52,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _position_of_command(argv: list[str]) -> int | None:
-    takes_value = [argument.names[0] for argument in GLOBALS if "metavar" in argument.keywords]
+    takes_value = [argument.names[0] for argument in GLOBAL_ARGUMENTS if "metavar" in argument.keywords]
     position = 0
     while position < len(argv):
         if not argv[position].startswith("-"):
@@ -61,19 +61,19 @@ def _position_of_command(argv: list[str]) -> int | None:
     return None
 
 
-def _without_command(argv: list[str]) -> int:
+def _run_without_command(argv: list[str]) -> int:
     if "--version" in argv:
         from forq.version import VERSION
 
         print(f"forqctl {VERSION}")
         return 0
     if "--help" in argv or "-h" in argv:
-        print(overview(all_declared()))
+        print(overview(all_commands()))
         return 0
     raise UsageError("a command is missing (see forqctl --help)")
 
 
-def _unknown(name: str) -> str:
+def _unknown_command(name: str) -> str:
     from difflib import get_close_matches
 
     from forq.values import shown

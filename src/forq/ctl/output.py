@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # What is over at once needs no look.
 FIRST_POLL_SECONDS = 0.2
 # Where no terminal is, a line is written after this time, and then more and more seldom.
-FIRST_TOLD_SECONDS, LAST_TOLD_SECONDS = 1.0, 60.0
-MOST_JOBS = 5
+FIRST_LINE_SECONDS, MAX_LINE_SECONDS = 1.0, 60.0
+MAX_JOBS_SHOWN = 5
 # Of a state, by name: rich calls them the same.
 COLOURS = {
     **dict.fromkeys(("running", "busy"), "green"),
@@ -31,22 +31,22 @@ COLOURS = {
 _SEQUENCES = {"green": "32", "yellow": "33", "red": "31"}
 
 
-def show(args: Namespace, result: object, text: str) -> int:
+def print_result(args: Namespace, result: object, text: str) -> int:
     """The result of a command that says one thing: as JSON if that is wanted, else the text. Exit code 0."""
     if args.json:
-        show_json(result)
+        print_json(result)
     else:
         print(text, flush=True)
     return 0
 
 
-def show_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """None becomes "-", numbers are aligned to the right, the last column is not padded."""
     body = [list(row) for row in rows]
-    cells = [[cell(value) for value in row] for row in body]
+    cells = [[cell_text(value) for value in row] for row in body]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     right = [_is_numeric([row[index] for row in body]) for index in range(len(header))]
-    colour = coloured(sys.stdout)
+    colour = use_colour(sys.stdout)
     for texts in [list(header), *cells]:
         padded = [
             _paint(text, text.rjust(width) if to_right else text.ljust(width), colour)
@@ -55,7 +55,7 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         print("  ".join(padded).rstrip())
 
 
-def show_more(command: str, args: Namespace, cursor: object) -> None:
+def print_next_page(command: str, args: Namespace, cursor: object) -> None:
     """The command that shows the next page: on stderr, so that stdout has rows only."""
     from shlex import join
 
@@ -65,7 +65,7 @@ def show_more(command: str, args: Namespace, cursor: object) -> None:
     print(f"more: {printable(join(['forqctl', *command.split(), args.name, *flags]))}", file=sys.stderr)
 
 
-def show_stack(attempts: Sequence[dict[str, object]]) -> None:
+def print_stack(attempts: Sequence[dict[str, object]]) -> None:
     """Where the last attempt that had to be ended was at that moment."""
     stacks = [attempt["stack"] for attempt in attempts if attempt.get("stack")]
     if stacks:
@@ -79,7 +79,7 @@ def dead_error(job: dict[str, Any]) -> str:
     return ": ".join(str(part) for part in (job["error"], job["message"]) if part)
 
 
-def show_json(value: object) -> None:
+def print_json(value: object) -> None:
     from forq.procs.jsonrpc import encode
 
     sys.stdout.flush()
@@ -87,12 +87,12 @@ def show_json(value: object) -> None:
     sys.stdout.buffer.flush()
 
 
-def field(key: str, value: Any) -> str:
+def field_text(key: str, value: Any) -> str:
     """The value of a job's field `key`: a time, a text, or JSON."""
     if value is None:
         return "-"
     if key.endswith("_at") and isinstance(value, int | float):
-        return moment(value) or "-"
+        return iso_time(value) or "-"
     if isinstance(value, str) and key not in ("data", "result"):
         return printable(value)
     return as_json(value)
@@ -104,7 +104,7 @@ def as_json(value: object) -> str:
     return printable(encode(value).decode())
 
 
-def cell(value: object) -> str:
+def cell_text(value: object) -> str:
     return "-" if value is None or value == "" else printable(str(value))
 
 
@@ -115,13 +115,13 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
-def coloured(stream: object) -> bool:
+def use_colour(stream: object) -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return bool(stream.isatty())  # type: ignore[attr-defined]
 
 
-def span(seconds: float | None) -> str | None:
+def short_duration(seconds: float | None) -> str | None:
     """A duration for people: two units at most, rounded down."""
     if seconds is None:
         return None
@@ -135,7 +135,7 @@ def span(seconds: float | None) -> str | None:
     return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
 
 
-def moment(epoch_seconds: float | None) -> str | None:
+def iso_time(epoch_seconds: float | None) -> str | None:
     """ISO 8601, in UTC."""
     if epoch_seconds is None:
         return None
@@ -153,39 +153,39 @@ def _paint(text: str, padded: str, colour: bool) -> str:
     return f"\x1b[{_SEQUENCES[COLOURS[text]]}m{padded}\x1b[0m" if colour and text in COLOURS else padded
 
 
-class Waiting:
+class WaitReport:
     """Says what is waited for: on a terminal in one line that is drawn anew; elsewhere, if `lines`, now and then."""
 
     def __init__(self, *, lines: bool) -> None:
         self._line = ProgressLine()
         self._lines = lines
-        self._pause_seconds = FIRST_TOLD_SECONDS
-        self._next_told = time.monotonic() + FIRST_TOLD_SECONDS
-        self._noted: str | None = None
+        self._pause_seconds = FIRST_LINE_SECONDS
+        self._next_line = time.monotonic() + FIRST_LINE_SECONDS
+        self._warned: str | None = None
 
-    def say(self, text: str) -> None:
-        if self._line.shown:
-            self._line.say(text)
-        elif self._lines and time.monotonic() >= self._next_told:
+    def update(self, text: str) -> None:
+        if self._line.on_terminal:
+            self._line.update(text)
+        elif self._lines and time.monotonic() >= self._next_line:
             print(f"forqctl: {text}", file=sys.stderr, flush=True)
-            self._next_told = time.monotonic() + self._pause_seconds
-            self._pause_seconds = min(2 * self._pause_seconds, LAST_TOLD_SECONDS)
+            self._next_line = time.monotonic() + self._pause_seconds
+            self._pause_seconds = min(2 * self._pause_seconds, MAX_LINE_SECONDS)
 
-    def note(self, text: str | None) -> None:
+    def warn_once(self, text: str | None) -> None:
         """What stays on the terminal, once: it does not pass by itself. None: there is nothing of the kind."""
-        if text is not None and text != self._noted:
+        if text is not None and text != self._warned:
             self._line.clear()
             print(f"forqctl: {text}", file=sys.stderr, flush=True)
-        self._noted = text
+        self._warned = text
 
     def first_poll_seconds(self) -> float:
-        return 0.0 if self._line.shown else FIRST_POLL_SECONDS
+        return 0.0 if self._line.on_terminal else FIRST_POLL_SECONDS
 
     def end(self) -> None:
         self._line.clear()
 
 
-def running_jobs(queues: list[dict[str, Any]], *, with_queue: bool) -> str:
+def running_jobs_text(queues: list[dict[str, Any]], *, with_queue: bool) -> str:
     """The jobs that run here, those that run longest first: some with id and time, and how many more."""
     found = [
         (seconds or 0.0, f"{queue['name']} {job}" if with_queue else str(job))
@@ -194,6 +194,6 @@ def running_jobs(queues: list[dict[str, Any]], *, with_queue: bool) -> str:
         for job, seconds in zip(child.get("jobs", ()), child.get("jobs_seconds", ()), strict=False)
     ]
     found.sort(key=lambda job: -job[0])
-    shown = [f"{printable(name)} ({span(seconds)})" for seconds, name in found[:MOST_JOBS]]
-    more = len(found) - MOST_JOBS
+    shown = [f"{printable(name)} ({short_duration(seconds)})" for seconds, name in found[:MAX_JOBS_SHOWN]]
+    more = len(found) - MAX_JOBS_SHOWN
     return ", ".join([*shown, *([f"{more} more"] if more > 0 else [])])

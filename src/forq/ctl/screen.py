@@ -4,7 +4,7 @@ Signal handlers do nothing: the interpreter writes their numbers to a pipe, whic
 
 top on a terminal: asks once per interval, obeys keys, draws what is to be seen.
 
-1. The feed brings answers; each changes what the pages show.
+1. The client brings answers; each changes what the pages show.
 2. The terminal brings keys and signals.
 3. Whatever happened, the screen is drawn again; what has not changed is not written.
 """
@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from forq.ctl.client import Client, connect
-from forq.ctl.output import printable, span
-from forq.ctl.pages import Overview, QueuePage
-from forq.ctl.top import Figures, Row
+from forq.ctl.client import ControlClient, connect
+from forq.ctl.output import printable, short_duration
+from forq.ctl.pages import OverviewPage, QueuePage
+from forq.ctl.top import QueueRow, QueueStats
 from forq.errors import ForqError, PermissionRefused, SupervisorUnreachable, TimedOut
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 ENTER = b"\x1b[?1049h\x1b[?25l\x1b[2J"
 LEAVE = b"\x1b[?25h\x1b[?1049l"
 # What a terminal sends for one key arrives within this, also over a slow line.
-KEY_SECONDS = 0.05
+ESCAPE_SECONDS = 0.05
 SIGNALS = (signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGTSTP, signal.SIGCONT)
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 DEFAULT_SIZE = os.terminal_size((80, 24))
 _SEQUENCES = {
     b"\x1b[A": "up",
@@ -55,7 +55,7 @@ _SEQUENCES = {
     b"\x1b[4~": "end",
     b"\x1bOF": "end",
 }
-_SINGLE = {b"\r": "enter", b"\n": "enter", b"k": "up", b"j": "down", b"g": "home", b"G": "end"}
+_SINGLE_BYTES = {b"\r": "enter", b"\n": "enter", b"k": "up", b"j": "down", b"g": "home", b"G": "end"}
 
 
 class Events(NamedTuple):
@@ -68,24 +68,24 @@ class Events(NamedTuple):
 class Terminal:
     def __init__(self) -> None:
         self._in, self._out = sys.stdin.fileno(), sys.stdout.fileno()
-        self._keys = Keys()
-        self._shown = b""
+        self._keys = KeyDecoder()
+        self._drawn = b""
 
     def __enter__(self) -> Terminal:
         self._before = termios.tcgetattr(self._in)
-        self._bell, self._ring = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._old_fd = signal.set_wakeup_fd(self._ring, warn_on_full_buffer=False)
+        self._signal_reader, self._signal_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._old_fd = signal.set_wakeup_fd(self._signal_writer, warn_on_full_buffer=False)
         self._handlers = {number: signal.signal(number, lambda signum, frame: None) for number in SIGNALS}
-        self._take()
+        self._acquire()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._give_back()
+        self._release()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
-        os.close(self._bell)
-        os.close(self._ring)
+        os.close(self._signal_reader)
+        os.close(self._signal_writer)
 
     def size(self) -> os.terminal_size:
         try:
@@ -98,43 +98,43 @@ class Terminal:
     def draw(self, lines: list[str]) -> None:
         """The whole screen at once; nothing if it is what is there already."""
         shown = b"\x1b[H" + b"\r\n".join(line.encode("utf-8", "replace") + b"\x1b[K" for line in lines) + b"\x1b[J"
-        if shown != self._shown:
-            self._shown = shown
+        if shown != self._drawn:
+            self._drawn = shown
             self._write(shown)
 
     def wait(self, fd: int | None, seconds: float) -> Events:
         """Until a key, a signal, something to read at `fd`, or so long."""
         until = time.monotonic() + max(0.0, seconds)
-        watched = [self._in, self._bell, *([] if fd is None else [fd])]
-        patience = KEY_SECONDS if self._keys.incomplete else max(0.0, until - time.monotonic())
+        watched = [self._in, self._signal_reader, *([] if fd is None else [fd])]
+        patience = ESCAPE_SECONDS if self._keys.incomplete else max(0.0, until - time.monotonic())
         ready = select.select(watched, [], [], patience)[0]
         keys, hung_up = self._read_keys(self._in in ready)
-        signals = list(os.read(self._bell, 256)) if self._bell in ready else []
+        signals = list(os.read(self._signal_reader, 256)) if self._signal_reader in ready else []
         if signal.SIGWINCH in signals or signal.SIGCONT in signals:
-            self._shown = b""
+            self._drawn = b""
         return Events(keys, signals, fd is not None and fd in ready, hung_up)
 
     def suspend(self) -> None:
         """Ctrl-Z: the shell gets its terminal back, until it says to go on."""
-        self._give_back()
+        self._release()
         os.kill(os.getpid(), signal.SIGSTOP)
-        self._take()
+        self._acquire()
 
     def _read_keys(self, ready: bool) -> tuple[list[str], bool]:
         if not ready:
-            return self._keys.give_up(), False
+            return self._keys.flush(), False
         try:
             data = os.read(self._in, 1024)
         except OSError:
             return [], True
         return self._keys.feed(data), not data
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         tty.setcbreak(self._in)
-        self._shown = b""
+        self._drawn = b""
         self._write(ENTER)
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         try:
             self._write(LEAVE)
             termios.tcsetattr(self._in, termios.TCSADRAIN, self._before)
@@ -147,35 +147,35 @@ class Terminal:
             data = data[os.write(self._out, data) :]
 
 
-class Keys:
-    """Keys out of the bytes that a terminal sends. A byte of escape may be a key or the beginning of one, so what is
-    incomplete waits for more, and `give_up` says that nothing follows."""
+class KeyDecoder:
+    """Decodes keys from terminal input. Escape may be a key or the start of a sequence, so incomplete input is kept
+    until more arrives or `flush` is called."""
 
     def __init__(self) -> None:
-        self._held = b""
+        self._buffer = b""
 
     @property
     def incomplete(self) -> bool:
-        return bool(self._held)
+        return bool(self._buffer)
 
     def feed(self, data: bytes) -> list[str]:
         """The keys in it; what nobody uses is "" and does nothing."""
-        self._held += data
+        self._buffer += data
         keys = []
-        while self._held:
-            length = _length(self._held)
+        while self._buffer:
+            length = _key_length(self._buffer)
             if length is None:
                 break
-            piece, self._held = self._held[:length], self._held[length:]
-            keys.append(_named(piece))
+            piece, self._buffer = self._buffer[:length], self._buffer[length:]
+            keys.append(_key_name(piece))
         return keys
 
-    def give_up(self) -> list[str]:
-        alone, self._held = self._held == b"\x1b", b""
+    def flush(self) -> list[str]:
+        alone, self._buffer = self._buffer == b"\x1b", b""
         return ["escape"] if alone else []
 
 
-def _length(data: bytes) -> int | None:
+def _key_length(data: bytes) -> int | None:
     """How many bytes the first key has; None if more are needed to know."""
     if data[:1] != b"\x1b":
         return 1
@@ -184,7 +184,7 @@ def _length(data: bytes) -> int | None:
     if data[1:2] == b"O":
         return 3 if len(data) >= 3 else None
     if data[1:2] != b"[":
-        # Escape, and then something else (or another escape).
+        # Escape, and callback something else (or another escape).
         return 1
     for position in range(2, len(data)):
         if 0x40 <= data[position] <= 0x7E:
@@ -192,81 +192,81 @@ def _length(data: bytes) -> int | None:
     return None
 
 
-def _named(piece: bytes) -> str:
+def _key_name(piece: bytes) -> str:
     if piece == b"\x1b":
         return "escape"
     if len(piece) == 1:
-        return _SINGLE.get(piece) or piece.decode("ascii", "ignore")
+        return _SINGLE_BYTES.get(piece) or piece.decode("ascii", "ignore")
     return _SEQUENCES.get(piece, "")
 
 
 RECONNECT_SECONDS = 0.5
-Then = Callable[[Any], None]
+Callback = Callable[[Any], None]
 # An answer that is late by so much is worth a word.
 LATE_SECONDS = 2.0
-VERBS = {"p": ("queue.pause", "paused"), "r": ("queue.resume", "resumed")}
+QUEUE_KEYS = {"p": ("queue.pause", "paused"), "r": ("queue.resume", "resumed")}
 
 
-def show_screen(args: Namespace) -> int:
-    feed = Feed(lambda: connect(args))
+def run_screen(args: Namespace) -> int:
+    client = NonBlockingClient(lambda: connect(args))
     try:
         with Terminal() as terminal:
-            return Screen(feed, args.interval_seconds).run(terminal)
+            return Screen(client, args.interval_seconds).run(terminal)
     finally:
-        feed.close()
+        client.close()
 
 
 class Screen:
-    def __init__(self, feed: Feed, interval_seconds: float) -> None:
-        self._feed = feed
+    def __init__(self, client: NonBlockingClient, interval_seconds: float) -> None:
+        self._client = client
         self._interval_seconds = interval_seconds
-        self._figures = Figures()
-        self._overview = Overview()
+        self._stats = QueueStats()
+        self._overview = OverviewPage()
         self._queue: QueuePage | None = None
         self._status: dict[str, Any] | None = None
-        self._rows: list[Row] = []
-        self._said = ""
-        self._due = 0.0
-        self._asked_at: float | None = None
+        self._rows: list[QueueRow] = []
+        self._message = ""
+        self._next_request = 0.0
+        self._requested_at: float | None = None
         self._console = Console(highlight=False, markup=False, emoji=False, width=10_000)
-        self._over = False
+        self._finished = False
 
     def run(self, terminal: Terminal) -> int:
-        while not self._over:
+        while not self._finished:
             self.tick(time.monotonic())
             size = terminal.size()
-            terminal.draw([self._painted(line) for line in self.lines(size.columns, size.lines)])
-            events = terminal.wait(self._feed.fileno(), self._patience(time.monotonic()))
+            terminal.draw([self._render(line) for line in self.lines(size.columns, size.lines)])
+            events = terminal.wait(self._client.fileno(), self._wait_seconds(time.monotonic()))
             if events.readable:
-                self._feed.read()
+                self._client.read()
             for key in events.keys:
                 self.press(key)
-            if events.hung_up or any(number in ENDING for number in events.signals):
-                return 128 + next((number for number in events.signals if number in ENDING), signal.SIGHUP)
+            if events.hung_up or any(number in EXIT_SIGNALS for number in events.signals):
+                return 128 + next((number for number in events.signals if number in EXIT_SIGNALS), signal.SIGHUP)
             if signal.SIGTSTP in events.signals:
                 terminal.suspend()
         return 0
 
     def tick(self, now: float) -> None:
-        if self._feed.open(now) and now >= self._due and self._asked_at is None:
-            self._due = max(self._due + self._interval_seconds, now)
-            if self._feed.ask("status", {}, self._status_known):
-                self._asked_at = now
+        if self._client.open(now) and now >= self._next_request and self._requested_at is None:
+            self._next_request = max(self._next_request + self._interval_seconds, now)
+            if self._client.request("status", {}, self._on_status):
+                self._requested_at = now
             if self._queue is not None:
-                self._queue.ask(self._feed)
+                self._queue.request(self._client)
 
     def press(self, key: str) -> None:
-        self._said = "" if key else self._said
-        if key in VERBS:
-            self._order(*VERBS[key])
+        self._message = "" if key else self._message
+        if key in QUEUE_KEYS:
+            self._send_command(*QUEUE_KEYS[key])
         elif key in ("q", "escape"):
-            self._over, self._queue = self._queue is None, None
+            self._finished, self._queue = self._queue is None, None
         elif self._queue is not None:
             self._queue.press(key)
         elif key == "enter" and self._overview.selected is not None:
             self._queue = QueuePage(self._overview.selected)
             self._queue.update(self._rows)
-            self._queue.ask(self._feed)
+            self._queue.request(self._client)
         else:
             self._overview.press(key)
 
@@ -275,88 +275,90 @@ class Screen:
         page = self._queue or self._overview
         room = max(1, height - 2)
         body = [Text("asking the supervisor …")] if self._status is None else page.lines(self._status, width, room)
-        said = self._remark(page, time.monotonic())
+        said = self._message_line(page, time.monotonic())
         blank = [Text("")] * (room - len(body))
         lines = [*body[:room], *blank, said, Text(page.help(), style="dim")][:height]
         for line in lines:
             line.truncate(width, overflow="ellipsis")
         return lines
 
-    def _remark(self, page: Overview | QueuePage, now: float) -> Text:
-        if self._feed.trouble is not None:
-            return Text(f"not reachable, trying again: {printable(self._feed.trouble)}", style="bold red")
-        if self._asked_at is not None and now - self._asked_at > LATE_SECONDS:
-            return Text(f"no answer from the supervisor for {span(now - self._asked_at)}", style="bold yellow")
-        return Text(self._said or page.reason() or "", style="bold")
+    def _message_line(self, page: OverviewPage | QueuePage, now: float) -> Text:
+        if self._client.error is not None:
+            return Text(f"not reachable, trying again: {printable(self._client.error)}", style="bold red")
+        if self._requested_at is not None and now - self._requested_at > LATE_SECONDS:
+            return Text(
+                f"no answer from the supervisor for {short_duration(now - self._requested_at)}", style="bold yellow"
+            )
+        return Text(self._message or page.reason() or "", style="bold")
 
-    def _order(self, method: str, done: str) -> None:
+    def _send_command(self, method: str, done: str) -> None:
         name = self._queue.name if self._queue is not None else self._overview.selected
         if name is None:
             return
 
         def answered(answer: Any) -> None:
             refused = isinstance(answer, ForqError)
-            self._said = printable(f"{name}: {answer}" if refused else f"{done} {name}")
+            self._message = printable(f"{name}: {answer}" if refused else f"{done} {name}")
 
-        if not self._feed.ask(method, {"name": name}, answered):
-            self._said = "nobody is there to be told"
+        if not self._client.request(method, {"name": name}, answered):
+            self._message = "nobody is there to be told"
 
-    def _status_known(self, status: Any) -> None:
-        self._asked_at = None
+    def _on_status(self, status: Any) -> None:
+        self._requested_at = None
         if isinstance(status, ForqError):
-            self._said = "" if self._feed.trouble else printable(str(status))
+            self._message = "" if self._client.error else printable(str(status))
             return
         self._status = status
-        self._rows = self._figures.read(status, time.monotonic())
+        self._rows = self._stats.read(status, time.monotonic())
         self._overview.update(self._rows)
         if self._queue is not None:
             self._queue.update(self._rows)
 
-    def _patience(self, now: float) -> float:
-        if self._feed.fileno() is None:
+    def _wait_seconds(self, now: float) -> float:
+        if self._client.fileno() is None:
             return RECONNECT_SECONDS
         # Of a late answer the age is shown, which grows.
-        return max(0.0, self._due - now) if self._asked_at is None else LATE_SECONDS / 2
+        return max(0.0, self._next_request - now) if self._requested_at is None else LATE_SECONDS / 2
 
-    def _painted(self, line: Text) -> str:
+    def _render(self, line: Text) -> str:
         with self._console.capture() as captured:
             self._console.print(line, end="", no_wrap=True, overflow="ignore", crop=False)
         return captured.get()
 
 
-class Feed:
+class NonBlockingClient:
     """The questions that the screen asks, on one connection that is made again when it breaks. Never waits for an
     answer: each goes to the function that was given with its question, which gets an error if the connection breaks
     first. `trouble` says why nobody can be asked now; None while somebody can."""
 
-    def __init__(self, connect: Callable[[], Client]) -> None:
-        self.trouble: str | None = None
+    def __init__(self, connect: Callable[[], ControlClient]) -> None:
+        self.error: str | None = None
         self._connect = connect
-        self._client: Client | None = None
-        self._asked: dict[int, Then] = {}
-        self._next_try = 0.0
+        self._client: ControlClient | None = None
+        self._pending: dict[int, Callback] = {}
+        self._next_attempt = 0.0
 
     def fileno(self) -> int | None:
         return None if self._client is None else self._client.fileno()
 
     def open(self, now: float) -> bool:
         """Whether there is a connection; tries to make one, though not all the time."""
-        if self._client is None and now >= self._next_try:
-            self._next_try = now + RECONNECT_SECONDS
+        if self._client is None and now >= self._next_attempt:
+            self._next_attempt = now + RECONNECT_SECONDS
             try:
                 self._client = self._connect()
             except (SupervisorUnreachable, TimedOut) as exc:
-                self.trouble = str(exc)
+                self.error = str(exc)
         return self._client is not None
 
-    def ask(self, method: str, params: dict[str, Any], then: Then) -> bool:
-        """`then` gets the result or the error. False if nobody can be asked."""
+    def request(self, method: str, params: dict[str, Any], callback: Callback) -> bool:
+        """`callback` gets the result or the error. False if nobody can be asked."""
         if self._client is None:
             return False
         try:
-            self._asked[self._client.send(method, params)] = then
+            self._pending[self._client.send(method, params)] = callback
         except TimedOut as exc:
-            self._lose(exc)
+            self._disconnect(exc)
             return False
         return True
 
@@ -370,21 +372,21 @@ class Feed:
             except PermissionRefused:
                 raise
             except ForqError as exc:
-                self._lose(exc)
+                self._disconnect(exc)
                 return
-            self.trouble = None
-            then = self._asked.pop(answered, None) if isinstance(answered, int) else None
-            if then is not None:
-                then(value)
+            self.error = None
+            callback = self._pending.pop(answered, None) if isinstance(answered, int) else None
+            if callback is not None:
+                callback(value)
 
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
         self._client = None
 
-    def _lose(self, why: ForqError) -> None:
-        self.trouble = str(why)
+    def _disconnect(self, why: ForqError) -> None:
+        self.error = str(why)
         self.close()
-        unanswered, self._asked = list(self._asked.values()), {}
-        for then in unanswered:
-            then(why)
+        unanswered, self._pending = list(self._pending.values()), {}
+        for callback in unanswered:
+            callback(why)

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forq.ctl.client import Client, connect
-from forq.ctl.output import moment, printable, show_json, show_table, span
+from forq.ctl.client import ControlClient, connect
+from forq.ctl.output import iso_time, print_json, print_table, printable, short_duration
 from forq.errors import SupervisorUnreachable, TimedOut
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ HEADER = (
     *("OLDEST", "RUNNING", "RESTARTS", "LIMITS"),
 )
 # In this order when sorted by state.
-TROUBLES_FIRST = ("config_error", "flapping", "stopped", "unserved", "starting", "draining", "paused", "running")
+WORST_STATES_FIRST = ("config_error", "flapping", "stopped", "unserved", "starting", "draining", "paused", "running")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class QueueRow:
     """One queue. None is unknown: Redis is down, or there is nothing to compare with yet."""
 
     name: str
@@ -64,25 +64,25 @@ def running_jobs(child: dict[str, Any]) -> list[RunningJob]:
     return [RunningJob(job, child["pid"], age, of) for job, age, of in zip_longest(ids, ages, told) if job is not None]
 
 
-class Figures:
+class QueueStats:
     """Remembers the counters of the last status."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, int, int]] = {}
 
-    def read(self, status: dict[str, Any], now: float) -> list[Row]:
+    def read(self, status: dict[str, Any], now: float) -> list[QueueRow]:
         queues = status["queues"]
         rows = [self._row(queue, now) for queue in queues]
         for gone in self._before.keys() - {queue["name"] for queue in queues}:
             del self._before[gone]
         return rows
 
-    def _row(self, queue: dict[str, Any], now: float) -> Row:
+    def _row(self, queue: dict[str, Any], now: float) -> QueueRow:
         children = queue["children"]
         running = [job for child in children for job in running_jobs(child)]
         oldest = max(running, key=lambda job: job.seconds or 0.0, default=None)
         done, failed = self._rates(queue, now)
-        return Row(
+        return QueueRow(
             name=queue["name"],
             mode=queue["mode"],
             state=queue["state"],
@@ -115,16 +115,16 @@ class Figures:
         return (done - before[1]) / seconds, (failed - before[2]) / seconds
 
 
-def about_supervisor(status: dict[str, Any]) -> str:
+def supervisor_line(status: dict[str, Any]) -> str:
     supervisor = status["supervisor"]
     states = [queue["state"] for queue in status["queues"]]
     counted = [f"{len(states)} {'queue' if len(states) == 1 else 'queues'}"]
-    counted += [f"{states.count(state)} {state}" for state in TROUBLES_FIRST[:-1] if state in states]
-    version, up = printable(str(supervisor["version"])), span(supervisor["uptime_seconds"])
+    counted += [f"{states.count(state)} {state}" for state in WORST_STATES_FIRST[:-1] if state in states]
+    version, up = printable(str(supervisor["version"])), short_duration(supervisor["uptime_seconds"])
     return f"forq {version}, pid {supervisor['pid']}, up {up}: {', '.join(counted)}"
 
 
-def about_redis(status: dict[str, Any]) -> str:
+def redis_line(status: dict[str, Any]) -> str:
     redis = status["supervisor"]["redis"]
     where = printable(str(redis.get("url") or ""))
     if not redis["ok"]:
@@ -133,16 +133,20 @@ def about_redis(status: dict[str, Any]) -> str:
     return f"redis: ok, counts in {asked:.1f} ms, {where}" if asked is not None else f"redis: ok, {where}"
 
 
-def about_capacity(status: dict[str, Any]) -> str:
+def capacity_line(status: dict[str, Any]) -> str:
     capacity = status.get("capacity")
     if capacity is None:
         return "capacity: unknown"
     waiting = capacity["waiting"]
-    waits = f", {len(waiting)} waiting since {span(max(wish['seconds'] for wish in waiting))}" if waiting else ""
+    waits = (
+        f", {len(waiting)} waiting since {short_duration(max(request['seconds'] for request in waiting))}"
+        if waiting
+        else ""
+    )
     return f"capacity: {capacity['in_use']} of {capacity['units']} units in use, {capacity['free']} free{waits}"
 
 
-def shown_limits(limits: dict[str, Any] | None) -> str | None:
+def limits_text(limits: dict[str, Any] | None) -> str | None:
     """`50/1s`, `max 4`, `50/1s max 4`; with `!` while workers wait because of them."""
     if limits is None:
         return None
@@ -151,24 +155,24 @@ def shown_limits(limits: dict[str, Any] | None) -> str | None:
     return f"{text} !" if limits["limited_workers"] else text
 
 
-def shown_job(row: Row) -> str | None:
+def job_text(row: QueueRow) -> str | None:
     """The job that has run longest, its age, and how many run beside it."""
     if row.job is None:
         return None
     beside = f" +{row.running - 1}" if row.running > 1 else ""
-    age = f" {span(row.job_seconds)}" if row.job_seconds is not None else ""
+    age = f" {short_duration(row.job_seconds)}" if row.job_seconds is not None else ""
     return f"{printable(row.job)}{age}{beside}"
 
 
-def shown_rate(per_second: float | None) -> str | None:
+def rate_text(per_second: float | None) -> str | None:
     if per_second is None:
         return None
     if 0 < per_second < 10:
         return f"{per_second:.1f}"
-    return shown_count(round(per_second))
+    return count_text(round(per_second))
 
 
-def shown_count(count: int | None) -> str | None:
+def count_text(count: int | None) -> str | None:
     """At most six characters."""
     if count is None or count < 1_000_000:
         return None if count is None else str(count)
@@ -178,13 +182,13 @@ def shown_count(count: int | None) -> str | None:
     return f"{count / 10**12:.1f}T"
 
 
-def show_blocks(args: Namespace) -> int:
+def print_blocks(args: Namespace) -> int:
     """Ends after --count blocks. Who cannot be reached at all is an error; who goes away later is tried again."""
-    figures = Figures()
-    client: Client | None = connect(args)
+    stats = QueueStats()
+    client: ControlClient | None = connect(args)
     left, due = args.count, time.monotonic()
     while True:
-        client = _show_one(args, figures, client)
+        client = _print_one(args, stats, client)
         left = None if left is None else left - 1
         if left == 0:
             return 0
@@ -193,7 +197,7 @@ def show_blocks(args: Namespace) -> int:
         time.sleep(max(0.0, due - time.monotonic()))
 
 
-def _show_one(args: Namespace, figures: Figures, client: Client | None) -> Client | None:
+def _print_one(args: Namespace, stats: QueueStats, client: ControlClient | None) -> ControlClient | None:
     """The connection for the next time; None if it has to be made anew."""
     try:
         client = client or connect(args)
@@ -201,17 +205,17 @@ def _show_one(args: Namespace, figures: Figures, client: Client | None) -> Clien
     except (SupervisorUnreachable, TimedOut) as exc:
         if client is not None:
             client.close()
-        _show_lost(args, str(exc))
+        _print_lost(args, str(exc))
         return None
-    rows = figures.read(status, time.monotonic())
+    rows = stats.read(status, time.monotonic())
     if args.json:
-        show_json(_document(status, rows))
+        print_json(_document(status, rows))
     else:
-        _show_block(status, rows)
+        _print_block(status, rows)
     return client
 
 
-def _document(status: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+def _document(status: dict[str, Any], rows: list[QueueRow]) -> dict[str, Any]:
     about = {key: status["supervisor"].get(key) for key in ("pid", "version", "uptime_seconds", "redis")}
     return {
         "at": time.time(),
@@ -222,28 +226,28 @@ def _document(status: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _show_block(status: dict[str, Any], rows: list[Row]) -> None:
-    print(f"{moment(time.time())}  {about_supervisor(status)}")
-    print(about_capacity(status))
-    print(about_redis(status))
-    show_table(HEADER, [_cells(row) for row in rows])
+def _print_block(status: dict[str, Any], rows: list[QueueRow]) -> None:
+    print(f"{iso_time(time.time())}  {supervisor_line(status)}")
+    print(capacity_line(status))
+    print(redis_line(status))
+    print_table(HEADER, [_cells(row) for row in rows])
     for row in rows:
         if row.reason:
             print(f"{printable(row.name)}: {row.state}: {printable(row.reason)}")
     print(flush=True)
 
 
-def _cells(row: Row) -> tuple[object, ...]:
+def _cells(row: QueueRow) -> tuple[object, ...]:
     return (
         *(row.name, row.state, row.waiting, row.active, row.scheduled, row.dead),
-        *(shown_rate(row.done_per_second), shown_rate(row.failed_per_second)),
-        *(span(row.oldest_waiting_seconds), shown_job(row), row.restarts, shown_limits(row.limits)),
+        *(rate_text(row.done_per_second), rate_text(row.failed_per_second)),
+        *(short_duration(row.oldest_waiting_seconds), job_text(row), row.restarts, limits_text(row.limits)),
     )
 
 
-def _show_lost(args: Namespace, reason: str) -> None:
+def _print_lost(args: Namespace, reason: str) -> None:
     if args.json:
-        show_json({"at": time.time(), "reachable": False, "error": reason})
+        print_json({"at": time.time(), "reachable": False, "error": reason})
         return
-    sys.stdout.write(f"{moment(time.time())}  not reachable, trying again: {printable(reason)}\n\n")
+    sys.stdout.write(f"{iso_time(time.time())}  not reachable, trying again: {printable(reason)}\n\n")
     sys.stdout.flush()

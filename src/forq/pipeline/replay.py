@@ -257,9 +257,9 @@ def run(args: Namespace) -> int:
     # Spark logs a wrong predicate at length before it raises; here the sentence is enough.
     logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)
     progress = ProgressLine()
-    progress.say("starting Spark")
+    progress.update("starting Spark")
     spark = spark_session("replay")
-    progress.say(f"reading {args.history}")
+    progress.update(f"reading {args.history}")
     require_history(spark, args.history)
     events = read_history(spark, args.history)
     # For a predicate that looks at single events, or at other jobs.
@@ -299,7 +299,7 @@ def replay(picked: DataFrame, look: Look, *, dry_run: bool, progress: ProgressLi
         failure = None
         if not dry_run and counts.get(READY):
             if progress:
-                progress.say(f"{counts[READY]:,} of {sum(counts.values()):,} are enqueued")
+                progress.update(f"{counts[READY]:,} of {sum(counts.values()):,} are enqueued")
             failure = _store(ready, look)
         if failure is None:
             return _result(looked, counts)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from forq import Client
-from forq.ctl.client import Client as ControlClient
+from forq.ctl.client import ControlClient
 from forq.errors import SupervisorUnreachable, TimedOut
 from tests.support.drive.wait import wait_until, whole_lines
 

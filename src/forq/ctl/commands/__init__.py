@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forq.ctl.command import DECLARED
+from forq.ctl.command import COMMANDS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ MODULES = {
 }
 
 
-def declared(name: str) -> Command:
+def command_named(name: str) -> Command:
     __import__(f"forq.ctl.commands.{MODULES[name]}")
-    return DECLARED[name]
+    return COMMANDS[name]
 
 
-def all_declared() -> list[Command]:
-    return [declared(name) for name in MODULES]
+def all_commands() -> list[Command]:
+    return [command_named(name) for name in MODULES]

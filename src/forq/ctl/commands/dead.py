@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from forq.ctl.client import connect
 from forq.ctl.command import AFTER, NAME, Argument, Command, given
-from forq.ctl.output import dead_error, field, moment, printable, show, show_json, show_more, show_stack, show_table
+from forq.ctl.output import (
+    dead_error,
+    field_text,
+    iso_time,
+    print_json,
+    print_next_page,
+    print_result,
+    print_stack,
+    print_table,
+    printable,
+)
 from forq.errors import ForqError, UsageError
 
 TYPE_CHECKING = False
@@ -54,17 +64,17 @@ def _list(args: Namespace) -> int:
         raise UsageError("--limit is at least 1")
     result = connect(args).call("dead.list", {"name": args.name, **given(args, "limit", "after")})
     if args.json:
-        show_json(result)
+        print_json(result)
         return 0
-    show_table(
+    print_table(
         ("ID", "FENCE", "IDENTIFIER", "DIED", "ERROR"),
         [
-            (job["id"], str(job["fence"]), job["identifier"], moment(job["died_at"]), dead_error(job))
+            (job["id"], str(job["fence"]), job["identifier"], iso_time(job["died_at"]), dead_error(job))
             for job in result["jobs"]
         ],
     )
     if result["next"] is not None:
-        show_more("dead list", args, result["next"])
+        print_next_page("dead list", args, result["next"])
     return 0
 
 
@@ -73,17 +83,17 @@ def _show(args: Namespace) -> int:
         raise UsageError("show needs an ID")
     result = connect(args).call("dead.show", {"name": args.name, "id": args.id})
     if args.json:
-        show_json(result)
+        print_json(result)
         return 0
     error = result.pop("error")
     attempts = result.pop("attempts")
     known = error if isinstance(error, dict) else {"message": error}
     traceback = known.pop("traceback", None)
     for key, value in [*result.items(), *((f"error {key}", value) for key, value in known.items())]:
-        print(f"{printable(key):<{LABEL_WIDTH}}{field(key, value)}")
+        print(f"{printable(key):<{LABEL_WIDTH}}{field_text(key, value)}")
     for number, attempt in enumerate(attempts, start=1):
         print(f"{f'attempt {number}':<{LABEL_WIDTH}}{_shown_attempt(attempt)}")
-    show_stack([attempt for attempt in attempts if isinstance(attempt, dict)])
+    print_stack([attempt for attempt in attempts if isinstance(attempt, dict)])
     if traceback:
         print()
         for line in str(traceback).splitlines():
@@ -93,14 +103,14 @@ def _show(args: Namespace) -> int:
 
 def _shown_attempt(attempt: Any) -> str:
     if not isinstance(attempt, dict):
-        return field("data", attempt)
+        return field_text("data", attempt)
     known = {key: value for key, value in attempt.items() if value is not None and key != "stack"}
-    return "  ".join(f"{printable(key)}={field(key, value)}" for key, value in known.items())
+    return "  ".join(f"{printable(key)}={field_text(key, value)}" for key, value in known.items())
 
 
 def _one(args: Namespace) -> int:
     result = connect(args).call(f"dead.{args.action}", {"name": args.name, "id": args.id})
-    return show(args, result, f"{PAST[args.action]} {printable(result['id'])}")
+    return print_result(args, result, f"{PAST[args.action]} {printable(result['id'])}")
 
 
 def _all(args: Namespace) -> int:
@@ -115,7 +125,7 @@ def _all(args: Namespace) -> int:
             params = {"name": args.name, "all": True, **({} if after is None else {"after": after})}
             result = client.call(f"dead.{args.action}", params)
             done, refused, after = done + result["done"], refused + result["refused"], result["next"]
-            progress.bar(done + refused, done + refused + result["left"], f"{done} {PAST[args.action]}")
+            progress.draw_bar(done + refused, done + refused + result["left"], f"{done} {PAST[args.action]}")
             if after is None:
                 break
     except ForqError as exc:
@@ -124,5 +134,5 @@ def _all(args: Namespace) -> int:
         progress.clear()
     left = f", {refused} refused (a live job has the id, or the record is broken)" if refused else ""
     text = f"{PAST[args.action]} {done} {'job' if done == 1 else 'jobs'} of {args.name}{left}"
-    show(args, {PAST[args.action]: done, "refused": refused}, text)
+    print_result(args, {PAST[args.action]: done, "refused": refused}, text)
     return 1 if refused else 0

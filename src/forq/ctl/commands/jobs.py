@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from forq.ctl.client import connect
 from forq.ctl.command import AFTER, ID, NAME, NO_QUEUE, Argument, Command, given
-from forq.ctl.output import field, moment, printable, show, show_json, show_more, show_stack, show_table, span
+from forq.ctl.output import (
+    field_text,
+    iso_time,
+    print_json,
+    print_next_page,
+    print_result,
+    print_stack,
+    print_table,
+    printable,
+    short_duration,
+)
 from forq.errors import UnknownJob, UsageError
 from forq.progress import show_progress
 
@@ -14,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-NOT_THERE = {4: "no such queue, or no such job (any more): the message says what is known of it"}
+NO_JOB = {4: "no such queue, or no such job (any more): the message says what is known of it"}
 
 
 @Command(
@@ -39,11 +49,11 @@ def jobs(args: Namespace) -> int:
         raise UsageError("--limit is at least 1")
     result = connect(args).call("jobs", {"name": args.name, **given(args, "state", "limit", "after")})
     if args.json:
-        show_json(result)
+        print_json(result)
         return 0
-    show_table(("ID", "STATE", "IDENTIFIER"), [(job["id"], job["state"], job["identifier"]) for job in result["jobs"]])
+    print_table(("ID", "STATE", "IDENTIFIER"), [(job["id"], job["state"], job["identifier"]) for job in result["jobs"]])
     if result["next"] is not None:
-        show_more("jobs", args, result["next"])
+        print_next_page("jobs", args, result["next"])
     return 0
 
 
@@ -55,12 +65,12 @@ def jobs(args: Namespace) -> int:
     more="Of a job that the queue does not have (any more) it says what the queue's journal knows of it.",
     examples=["why mails 01JD0Z"],
     json="why",
-    exits=NOT_THERE,
+    exits=NO_JOB,
 )
 def why(args: Namespace) -> int:
     result = connect(args).call("why", {"name": args.name, "id": args.id})
     lines = [result["why"], *(result.get("traceback") or "").splitlines()]
-    return show(args, result, "\n".join(map(printable, lines)))
+    return print_result(args, result, "\n".join(map(printable, lines)))
 
 
 @Command(
@@ -73,35 +83,35 @@ def why(args: Namespace) -> int:
     "there.",
     examples=["job mails 01JD0Z"],
     json="job",
-    exits=NOT_THERE,
+    exits=NO_JOB,
 )
 def job(args: Namespace) -> int:
     result = connect(args).call("job", {"name": args.name, "id": args.id})
     if args.json:
-        show_json(result)
+        print_json(result)
         return 0
     for key, value in result.items():
         if key != "attempts":
-            print(f"{key:<16}{_shown(key, value)}")
+            print(f"{key:<16}{_field_text(key, value)}")
     if result.get("attempts"):
         print()
-        _show_attempts(result["attempts"])
-        show_stack(result["attempts"])
+        _print_attempts(result["attempts"])
+        print_stack(result["attempts"])
     return 0
 
 
-def _show_attempts(attempts: list[dict[str, Any]]) -> None:
+def _print_attempts(attempts: list[dict[str, Any]]) -> None:
     """With the most memory that each was seen with, if any was ended because of what it took of the machine."""
     header: tuple[str, ...] = ("STARTED", "ENDED", "OUTCOME", "CAUSE")
     rows: list[tuple[object, ...]] = [
-        (moment(attempt["started_at"]), moment(attempt["ended_at"]), attempt["outcome"], attempt["cause"])
+        (iso_time(attempt["started_at"]), iso_time(attempt["ended_at"]), attempt["outcome"], attempt["cause"])
         for attempt in attempts
     ]
     if any(attempt.get("peak_memory") for attempt in attempts):
         header = (*header, "PEAK")
         peaks = [attempt.get("peak_memory") for attempt in attempts]
         rows = [(*row, f"{peak / 1e6:.1f}MB" if peak else None) for row, peak in zip(rows, peaks, strict=True)]
-    show_table(header, rows)
+    print_table(header, rows)
 
 
 @Command(
@@ -114,7 +124,7 @@ def _show_attempts(attempts: list[dict[str, Any]]) -> None:
     exits={4: "no such queue, or it has no such job"},
 )
 def remove(args: Namespace) -> int:
-    return _take_out(args, "remove", "removed")
+    return _remove(args, "remove", "removed")
 
 
 @Command(
@@ -127,13 +137,13 @@ def remove(args: Namespace) -> int:
     exits={4: "no such queue, or it has no such job that waits"},
 )
 def cancel(args: Namespace) -> int:
-    return _take_out(args, "cancel", "cancelled")
+    return _remove(args, "cancel", "cancelled")
 
 
-def _take_out(args: Namespace, method: str, done: str) -> int:
+def _remove(args: Namespace, method: str, done: str) -> int:
     result = connect(args).call(method, {"name": args.name, "id": args.id})
     if args.json:
-        show_json(result)
+        print_json(result)
     if not result[done]:
         raise UnknownJob(f"queue {args.name} has no job {args.id} to {method}: `forqctl why {args.name} {args.id}`")
     if not args.json:
@@ -141,10 +151,10 @@ def _take_out(args: Namespace, method: str, done: str) -> int:
     return 0
 
 
-def _shown(key: str, value: Any) -> str:
+def _field_text(key: str, value: Any) -> str:
     if key == "progress" and value is not None:
-        return f"{printable(show_progress(value['fraction'], value['text']))} ({moment(value['at'])})"
-    return field(key, value)
+        return f"{printable(show_progress(value['fraction'], value['text']))} ({iso_time(value['at'])})"
+    return field_text(key, value)
 
 
 @Command(
@@ -164,7 +174,7 @@ def kill(args: Namespace) -> int:
     others = len(result["others"])
     jobs = "the other job of its process has" if others == 1 else f"{others} other jobs of its process have"
     when = f"when {jobs} ended" if others else "now"
-    return show(args, result, f"killing {printable(result['id'])} (process {result['pid']}) {when}; {then}")
+    return print_result(args, result, f"killing {printable(result['id'])} (process {result['pid']}) {when}; {then}")
 
 
 @Command(
@@ -179,12 +189,12 @@ def kill(args: Namespace) -> int:
 def stack(args: Namespace) -> int:
     result = connect(args).call("stack", {"name": args.name})
     if args.json:
-        show_json(result)
+        print_json(result)
         return 0
     if not result["stacks"]:
         print("no job is running")
     for entry in result["stacks"]:
-        doing = f"job {printable(entry['job'])}, {span(entry['seconds'])}" if entry["job"] else "starting"
+        doing = f"job {printable(entry['job'])}, {short_duration(entry['seconds'])}" if entry["job"] else "starting"
         print(f"{entry['role']} process {entry['pid']}: {doing}")
         for line in (entry["stack"] or "  (no stack to be had)").splitlines():
             print(printable(line))

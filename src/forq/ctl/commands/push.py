@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import sys
 
-from forq.ctl.client import Client, connect
+from forq.ctl.client import ControlClient, connect
 from forq.ctl.command import NAME, NO_QUEUE, PRIORITY, TYPE, Argument, Command, duration, given
-from forq.ctl.output import printable, show
+from forq.ctl.output import print_result, printable
 from forq.errors import ForqError, InvalidData, UnknownQueue, UsageError
 from forq.procs import jsonrpc
 from forq.progress_line import ProgressLine
@@ -26,9 +26,9 @@ MAX_CHUNK_BYTES = 512 << 10
 # A line of a failed log has the data, which must fit in a request, and the error with its traceback.
 MAX_FAILED_LINE_BYTES = 2 * jsonrpc.MAX_LINE_BYTES
 # What a request has besides the job.
-REQUEST_BYTES = 1024
+REQUEST_OVERHEAD_BYTES = 1024
 # Of the lines that are left: there may be as many as the file has.
-NAMED_LEFT = 10
+MAX_LEFT_REPORTED = 10
 RECORD_KEYS = ("data", "id", "identifier", "priority", "type", "token", "run_at", "run_in")
 
 
@@ -55,7 +55,7 @@ class Chunk:
         self.last_line = line_number
 
 
-def _time(text: str) -> float:
+def _parse_time(text: str) -> float:
     """Epoch seconds, from a number or from ISO 8601 with a zone."""
     seconds = _epoch_seconds(text)
     # "not (0 <= x)" is true for NaN as well.
@@ -93,7 +93,9 @@ def _epoch_seconds(text: str) -> float | None:
     Argument("--token", metavar="T", help="makes repeating this call harmless"),
     TYPE,
     duration("--in", "not before this time has passed (90s, 10m, 2h)", dest="run_in"),
-    Argument("--at", dest="run_at", type=_time, metavar="TIME", help="not before this time (2026-12-01T09:00+01:00)"),
+    Argument(
+        "--at", dest="run_at", type=_parse_time, metavar="TIME", help="not before this time (2026-12-01T09:00+01:00)"
+    ),
     Argument(
         "--if-exists", choices=("update", "skip", "refuse"), help="when the id is taken (default: update that job)"
     ),
@@ -129,21 +131,23 @@ def _push_one(args: Namespace) -> int:
         raise UsageError("--records goes with --file")
     data = jsonrpc.decode(os.fsencode(args.data))
     job = given(args, "id", "identifier", "priority", "token", "type")
-    result = connect(args).call("push", {"name": args.name, "data": data, **job, **_when(args), **_update(args)})
-    return show(args, result, printable(result["id"]))
+    result = connect(args).call(
+        "push", {"name": args.name, "data": data, **job, **_time_params(args), **_update_params(args)}
+    )
+    return print_result(args, result, printable(result["id"]))
 
 
 def _push_file(args: Namespace) -> int:
     for name in ("id", "identifier", "token"):
         if getattr(args, name) is not None:
             raise UsageError(f"--{name} names one job: with --file use --records")
-    file, path = _opened(args.file)
+    file, path = _open_input(args.file)
     pushed, requests = _push_chunks(args, connect(args), file, path)
     text = f"pushed {pushed} {'job' if pushed == 1 else 'jobs'} to {args.name}"
-    return show(args, {"pushed": pushed, "requests": requests}, text)
+    return print_result(args, {"pushed": pushed, "requests": requests}, text)
 
 
-def _opened(name: str) -> tuple[BinaryIO, str]:
+def _open_input(name: str) -> tuple[BinaryIO, str]:
     """The file, and how messages call it."""
     if name == "-":
         return sys.stdin.buffer, "stdin"
@@ -154,11 +158,11 @@ def _opened(name: str) -> tuple[BinaryIO, str]:
         raise UsageError(f"cannot read {path}: {exc.strerror}") from exc
 
 
-def _push_chunks(args: Namespace, client: Client, file: BinaryIO, path: str) -> tuple[int, int]:
+def _push_chunks(args: Namespace, client: ControlClient, file: BinaryIO, path: str) -> tuple[int, int]:
     progress = ProgressLine(lines=not args.json)
     size = os.fstat(file.fileno()).st_size
     pushed = requests = consumed = 0
-    common = {"name": args.name, **_update(args)}
+    common = {"name": args.name, **_update_params(args)}
     try:
         for chunk in _chunks(args, file):
             try:
@@ -168,7 +172,7 @@ def _push_chunks(args: Namespace, client: Client, file: BinaryIO, path: str) -> 
             pushed += sum(id is not None for id in result["ids"])
             requests += 1
             consumed += chunk.file_bytes
-            progress.bar(consumed, size, f"{pushed} jobs pushed")
+            progress.draw_bar(consumed, size, f"{pushed} jobs pushed")
     except ForqError as exc:
         raise type(exc)(f"{path}: {exc}; pushed before: {pushed}") from exc
     except OSError as exc:
@@ -179,14 +183,14 @@ def _push_chunks(args: Namespace, client: Client, file: BinaryIO, path: str) -> 
 
 
 def _chunks(args: Namespace, file: BinaryIO) -> Iterator[Chunk]:
-    defaults = {**given(args, "priority", "type"), **_when(args)}
+    defaults = {**given(args, "priority", "type"), **_time_params(args)}
     chunk = Chunk()
     line_number = 0
     while line := file.readline(jsonrpc.MAX_LINE_BYTES + 1):
         line_number += 1
         if not line.strip():
             continue
-        job = {**defaults, **_job_on(line, line_number, args.records)}
+        job = {**defaults, **_parse_line(line, line_number, args.records)}
         # As it is sent, without the spaces of the file but with the names of its fields.
         size = len(jsonrpc.encode(job)) + 1
         if not chunk.has_room_for(size):
@@ -198,7 +202,7 @@ def _chunks(args: Namespace, file: BinaryIO) -> Iterator[Chunk]:
         yield chunk
 
 
-def _job_on(line: bytes, number: int, is_record: bool) -> dict[str, Any]:
+def _parse_line(line: bytes, number: int, is_record: bool) -> dict[str, Any]:
     if len(line) > jsonrpc.MAX_LINE_BYTES:
         raise InvalidData(f"line {number}: longer than {jsonrpc.MAX_LINE_BYTES} bytes")
     try:
@@ -215,7 +219,7 @@ def _job_on(line: bytes, number: int, is_record: bool) -> dict[str, Any]:
     return value
 
 
-def _update(args: Namespace) -> dict[str, Any]:
+def _update_params(args: Namespace) -> dict[str, Any]:
     """What becomes of a job whose id is there, and where all are stored."""
     words = {"true": True, "false": False, "yes": True, "no": False}
     how = given(args, "if_exists", "update_run_at", "reset_counts", "durable")
@@ -223,7 +227,7 @@ def _update(args: Namespace) -> dict[str, Any]:
     return {**how, "update_data": False} if args.no_update_data else how
 
 
-def _when(args: Namespace) -> dict[str, Any]:
+def _time_params(args: Namespace) -> dict[str, Any]:
     if args.run_in is not None and args.run_at is not None:
         raise UsageError("--in and --at cannot be given both")
     return given(args, "run_in", "run_at")
@@ -248,7 +252,7 @@ def recover(args: Namespace) -> int:
 
     if args.queue is not None:
         check_queue_name(args.queue)
-    file, path = _opened(args.file)
+    file, path = _open_input(args.file)
     recovery = Recovery(None if args.dry_run else connect(args), path, lines=not args.json)
     try:
         recovery.read(file, args.queue)
@@ -262,7 +266,7 @@ def recover(args: Namespace) -> int:
         "dry_run": args.dry_run,
     }
     others = f"already there {recovery.known}, left {recovery.left}, broken {recovery.broken}"
-    show(args, counts, f"{'would push' if args.dry_run else 'recovered'} {recovery.recovered}, {others}")
+    print_result(args, counts, f"{'would push' if args.dry_run else 'recovered'} {recovery.recovered}, {others}")
     if recovery.left:
         again = "run the same command again when the jobs that have their ids have ended"
         print(f"forqctl: lines that were left: {recovery.left}; {again}", file=sys.stderr)
@@ -272,7 +276,7 @@ def recover(args: Namespace) -> int:
 class Recovery:
     """One run over one file. Without a client it only reads."""
 
-    def __init__(self, client: Client | None, path: str, *, lines: bool) -> None:
+    def __init__(self, client: ControlClient | None, path: str, *, lines: bool) -> None:
         self.recovered = self.known = self.left = self.broken = 0
         self._client = client
         self._path = path
@@ -286,42 +290,42 @@ class Recovery:
             while line := file.readline(MAX_FAILED_LINE_BYTES + 1):
                 number += 1
                 consumed += len(line)
-                self._take(line, number, queue)
+                self._add_line(line, number, queue)
                 while len(line) > MAX_FAILED_LINE_BYTES and not line.endswith(b"\n"):
                     line = file.readline(MAX_FAILED_LINE_BYTES + 1)
                     consumed += len(line)
-                self._progress.bar(consumed, size, f"{self.recovered} jobs recovered")
-            self._send()
+                self._progress.draw_bar(consumed, size, f"{self.recovered} jobs recovered")
+            self._send_chunk()
         except ForqError as exc:
             raise type(exc)(f"{self._path}: {exc}; recovered before: {self.recovered}") from exc
         finally:
             self._progress.clear()
 
-    def _take(self, line: bytes, number: int, queue: str | None) -> None:
+    def _add_line(self, line: bytes, number: int, queue: str | None) -> None:
         if not line.strip():
             return
         try:
-            own, job = job_on(line)
+            own, job = parse_failed_line(line)
             size = len(jsonrpc.encode(job)) + 1
-            if size + REQUEST_BYTES > jsonrpc.MAX_LINE_BYTES:
+            if size + REQUEST_OVERHEAD_BYTES > jsonrpc.MAX_LINE_BYTES:
                 raise InvalidData("the job is too large for the control socket")
         except UsageError as exc:
-            self._name_broken(number, exc)
+            self._report_broken(number, exc)
             return
         if (queue or own) != self._queue or not self._chunk.has_room_for(size):
-            self._send()
+            self._send_chunk()
         self._queue = queue or own
         self._chunk.add(job, size, number)
 
-    def _name_broken(self, number: int, exc: ForqError) -> None:
+    def _report_broken(self, number: int, exc: ForqError) -> None:
         self.broken += 1
-        self._name(number, str(exc))
+        self._report(number, str(exc))
 
-    def _name(self, number: int, text: str) -> None:
+    def _report(self, number: int, text: str) -> None:
         self._progress.clear()
         print(f"forqctl: {printable(f'{self._path}: line {number}: {text}')}", file=sys.stderr)
 
-    def _send(self) -> None:
+    def _send_chunk(self) -> None:
         chunk, self._chunk = self._chunk, Chunk()
         if not chunk.jobs:
             return
@@ -333,7 +337,7 @@ class Recovery:
                 try:
                     self._push([job], [number])
                 except InvalidData as exc:
-                    self._name_broken(number, exc)
+                    self._report_broken(number, exc)
         except UnknownQueue as exc:
             raise UnknownQueue(f"line {chunk.first_line}: no queue {self._queue!r}") from exc
         except ForqError as exc:
@@ -346,12 +350,12 @@ class Recovery:
         answer = self._client.call("recover", {"name": self._queue, "jobs": jobs})
         self.recovered += answer["recovered"]
         self.known += answer["known"]
-        for at in answer["left"][: max(0, NAMED_LEFT - self.left)]:
-            self._name(numbers[at], f"left: job {jobs[at]['id']} of queue {self._queue} is live")
+        for at in answer["left"][: max(0, MAX_LEFT_REPORTED - self.left)]:
+            self._report(numbers[at], f"left: job {jobs[at]['id']} of queue {self._queue} is live")
         self.left += len(answer["left"])
 
 
-def job_on(line: bytes) -> tuple[str, dict[str, Any]]:
+def parse_failed_line(line: bytes) -> tuple[str, dict[str, Any]]:
     """The queue of a line of the failed log, and the job as the verb `recover` takes it."""
     from forq.values import check_job_id, check_queue_name, check_type
 
@@ -361,7 +365,7 @@ def job_on(line: bytes) -> tuple[str, dict[str, Any]]:
     if not isinstance(entry, dict) or "data" not in entry:
         raise InvalidData('not an object with "data"')
     queue, job_id = check_queue_name(entry.get("queue")), check_job_id(entry.get("id"))
-    job: dict[str, Any] = {"id": job_id, "data": entry["data"], "token": token_of(entry)}
+    job: dict[str, Any] = {"id": job_id, "data": entry["data"], "token": recovery_token(entry)}
     identifier, priority, job_type = entry.get("identifier"), entry.get("priority"), entry.get("type")
     if identifier is not None and identifier != job_id:
         if not isinstance(identifier, str):
@@ -376,7 +380,7 @@ def job_on(line: bytes) -> tuple[str, dict[str, Any]]:
     return queue, job
 
 
-def token_of(entry: dict[str, Any]) -> str:
+def recovery_token(entry: dict[str, Any]) -> str:
     """The same for every line about the same end of the same job."""
     from hashlib import sha256
 

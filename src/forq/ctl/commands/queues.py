@@ -6,9 +6,9 @@ import os
 import sys
 import time
 
-from forq.ctl.client import connect, wait_for
+from forq.ctl.client import connect, wait_for_answer
 from forq.ctl.command import NAME, NO_QUEUE, WAIT, Argument, Command, duration, given
-from forq.ctl.output import printable, running_jobs, show, show_json, span
+from forq.ctl.output import print_json, print_result, printable, running_jobs_text, short_duration
 from forq.errors import CannotImport, UsageError
 
 TYPE_CHECKING = False
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from typing import Any
 
-    from forq.ctl.output import Waiting
+    from forq.ctl.output import WaitReport
 
 # How long a supervisor waits for an import, unless it is told otherwise.
 IMPORT_SECONDS = 60.0
 # The exit code of a delete that has left processes behind.
-SURVIVED = 3
+PROCESSES_LEFT = 3
 # Of every command that takes options of a queue.
 OPTIONS = (
     Argument("options", nargs="*", completes="option", metavar="OPTION=VALUE", help="an option of the queue"),
@@ -71,7 +71,7 @@ IMPORTED = "the result of `{}`; if the handler cannot be imported `name` and `er
     exits={1: "refused: another mode, too many queues, or the config file defines it"},
 )
 def create(args: Namespace) -> int:
-    handlers = dict(_pair(text, "--type", "T=M:F") for text in args.type)
+    handlers = dict(_parse_pair(text, "--type", "T=M:F") for text in args.type)
     if args.mode == "work" and args.handler is None and not handlers:
         raise UsageError("create needs --handler M:F, or --type T=M:F for each type of job")
     params = {
@@ -79,15 +79,15 @@ def create(args: Namespace) -> int:
         "handler": args.handler,
         "handlers": handlers,
         "path": [os.path.abspath(path) for path in args.path],
-        "options": _options(args),
+        "options": _parse_options(args),
         **given(args, "mode", "fail_handler"),
     }
     try:
-        result = _call_and_import(args, "queue.create", params, wait=not args.no_wait)
+        result = _call_with_import(args, "queue.create", params, wait=not args.no_wait)
     except CannotImport as exc:
-        return _cannot_import(args, exc, "mend it, then repeat this command; nothing was made or changed")
+        return _print_import_error(args, exc, "mend it, then repeat this command; nothing was made or changed")
     joined = isinstance(result, dict) and result.get("created") is False
-    return _done(args, result, "joined" if joined else "created")
+    return _print_done(args, result, "joined" if joined else "created")
 
 
 @Command(
@@ -106,7 +106,7 @@ def create(args: Namespace) -> int:
 )
 def delete(args: Namespace) -> int:
     result = connect(args).call("queue.delete", {"name": args.name, "force": args.force})
-    _done(args, result, "deleted")
+    _print_done(args, result, "deleted")
     # A supervisor of an earlier release does not tell.
     survivors = " ".join(map(str, result.get("survivors", ()))) if isinstance(result, dict) else ""
     if not survivors:
@@ -116,7 +116,7 @@ def delete(args: Namespace) -> int:
         f"as root: kill -9 {survivors}",
         file=sys.stderr,
     )
-    return SURVIVED
+    return PROCESSES_LEFT
 
 
 @Command(
@@ -131,12 +131,12 @@ def delete(args: Namespace) -> int:
     exits=NO_QUEUE,
 )
 def set(args: Namespace) -> int:
-    options = _options(args)
+    options = _parse_options(args)
     if not options:
         raise UsageError("set needs at least one OPTION=VALUE, such as timeout=30s")
     result = connect(args).call("queue.set", {"name": args.name, "options": options})
     until = " until the supervisor restarts: it is defined in the config file" if "until" in result else ""
-    return _done(args, result, f"set {', '.join(f'{name}={value}' for name, value in options.items())} of", until)
+    return _print_done(args, result, f"set {', '.join(f'{name}={value}' for name, value in options.items())} of", until)
 
 
 @Command(
@@ -149,14 +149,14 @@ def set(args: Namespace) -> int:
     exits=NO_QUEUE,
 )
 def pause(args: Namespace) -> int:
-    return _done(args, connect(args).call("queue.pause", {"name": args.name}), "paused")
+    return _print_done(args, connect(args).call("queue.pause", {"name": args.name}), "paused")
 
 
 @Command(
     "resume", "start jobs of a paused queue again", NAME, examples=["resume mails"], json="queue.resume", exits=NO_QUEUE
 )
 def resume(args: Namespace) -> int:
-    return _done(args, connect(args).call("queue.resume", {"name": args.name}), "resumed")
+    return _print_done(args, connect(args).call("queue.resume", {"name": args.name}), "resumed")
 
 
 @Command(
@@ -171,12 +171,12 @@ def resume(args: Namespace) -> int:
 )
 def restart(args: Namespace) -> int:
     try:
-        return _done(args, _call_and_import(args, "queue.restart", {"name": args.name}), "restarted")
+        return _print_done(args, _call_with_import(args, "queue.restart", {"name": args.name}), "restarted")
     except CannotImport as exc:
-        return _cannot_import(args, exc, f"mend it, then: forqctl restart {args.name}")
+        return _print_import_error(args, exc, f"mend it, then: forqctl restart {args.name}")
 
 
-def _call_and_import(args: Namespace, method: str, params: dict[str, Any], *, wait: bool = True) -> Any:
+def _call_with_import(args: Namespace, method: str, params: dict[str, Any], *, wait: bool = True) -> Any:
     """Of a call that waits for the import of a handler, for as long as --wait says, else as an explicit --timeout says,
     else as the supervisor does."""
     if not wait:
@@ -187,26 +187,29 @@ def _call_and_import(args: Namespace, method: str, params: dict[str, Any], *, wa
     # Its old process may take as long to end as any answer.
     limit_seconds = client.timeout_seconds + (IMPORT_SECONDS if import_seconds is None else import_seconds)
     deadline, name = time.monotonic() + limit_seconds, args.name
-    too_late = f"no answer within {limit_seconds:g} s; it goes on: forqctl status {name}"
-    return wait_for(client, sent, {"names": [name]}, _tell_of_import, deadline, too_late, lines=not args.json)
+    timeout_message = f"no answer within {limit_seconds:g} s; it goes on: forqctl status {name}"
+    return wait_for_answer(
+        client, sent, {"names": [name]}, _report_import, deadline, timeout_message, lines=not args.json
+    )
 
 
-def _tell_of_import(waiting: Waiting, status: Any) -> None:
+def _report_import(report: WaitReport, status: Any) -> None:
     queue = status["queues"][0]
     name = printable(queue["name"])
     for child in queue["children"]:
         if child["state"] == "importing":
-            where = f"(process {child['pid']}, {span(child['uptime_seconds'])}; forqctl stack {name} shows where it is)"
-            waiting.say(f"the handler of {name} is being imported {where}")
+            age = short_duration(child["uptime_seconds"])
+            where = f"(process {child['pid']}, {age}; forqctl stack {name} shows where it is)"
+            report.update(f"the handler of {name} is being imported {where}")
             return
-    if jobs := running_jobs([queue], with_queue=False):
-        waiting.say(f"new processes of {name} are ready; the old ones still run: {jobs}")
+    if jobs := running_jobs_text([queue], with_queue=False):
+        report.update(f"new processes of {name} are ready; the old ones still run: {jobs}")
 
 
-def _cannot_import(args: Namespace, error: CannotImport, what_to_do: str) -> int:
+def _print_import_error(args: Namespace, error: CannotImport, what_to_do: str) -> int:
     if args.json:
         about = {"code": error.code, "message": str(error), "traceback": error.traceback}
-        show_json({"name": args.name, "error": about})
+        print_json({"name": args.name, "error": about})
     print(f"forqctl: {printable(str(error))}", file=sys.stderr)
     for line in (error.traceback or "").splitlines():
         print(printable(line), file=sys.stderr)
@@ -230,21 +233,23 @@ def drain(args: Namespace) -> int:
     deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
     client = connect(args)
     drained = client.send("queue.drain", {"name": args.name})
-    too_late = f"queue {args.name} is not drained yet; it goes on draining"
-    asked = {"names": [args.name]}
-    result = wait_for(client, drained, asked, _tell_of_drain, deadline, too_late, lines=not args.json)
-    return _done(args, result, "drained")
+    timeout_message = f"queue {args.name} is not drained yet; it goes on draining"
+    status_params = {"names": [args.name]}
+    result = wait_for_answer(
+        client, drained, status_params, _report_drain, deadline, timeout_message, lines=not args.json
+    )
+    return _print_done(args, result, "drained")
 
 
-def _tell_of_drain(waiting: Waiting, status: Any) -> None:
+def _report_drain(report: WaitReport, status: Any) -> None:
     queue = status["queues"][0]
-    obstacle = _obstacle(queue)
-    waiting.note(obstacle)
+    obstacle = _drain_obstacle(queue)
+    report.warn_once(obstacle)
     if obstacle is None:
-        waiting.say(f"queue {printable(queue['name'])} is not drained yet: {_left(queue)}")
+        report.update(f"queue {printable(queue['name'])} is not drained yet: {_drain_progress(queue)}")
 
 
-def _obstacle(queue: dict[str, Any]) -> str | None:
+def _drain_obstacle(queue: dict[str, Any]) -> str | None:
     """Why nothing of the queue runs now, and what to do about it."""
     name, state = printable(queue["name"]), queue["state"]
     if state == "paused":
@@ -257,33 +262,33 @@ def _obstacle(queue: dict[str, Any]) -> str | None:
     return None
 
 
-def _left(queue: dict[str, Any]) -> str:
+def _drain_progress(queue: dict[str, Any]) -> str:
     if queue["waiting"] is None:
         return "what is left is unknown while Redis is down"
-    jobs = running_jobs([queue], with_queue=False)
+    jobs = running_jobs_text([queue], with_queue=False)
     return f"{queue['waiting']} waiting, {queue['active']} active{f': {jobs}' if jobs else ''}"
 
 
-def _options(args: Namespace) -> dict[str, str]:
+def _parse_options(args: Namespace) -> dict[str, str]:
     """Those that follow the name and those of --set, in the same form."""
     options: dict[str, str] = {}
     for text in (*args.options, *args.set):
-        name, value = _pair(text, "option", "OPTION=VALUE")
+        name, value = _parse_pair(text, "option", "OPTION=VALUE")
         if name in options:
             raise UsageError(f"option {name!a} is given twice: {options[name]!a} and {value!a}")
         options[name] = value
     return options
 
 
-def _pair(text: str, flag: str, form: str) -> tuple[str, str]:
+def _parse_pair(text: str, flag: str, form: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UsageError(f"{flag} {text!a}: the form is {form}")
     return key, value
 
 
-def _done(args: Namespace, result: object, what: str, more: str = "") -> int:
-    show(args, result, f"{what} {args.name}{more}")
+def _print_done(args: Namespace, result: object, what: str, more: str = "") -> int:
+    print_result(args, result, f"{what} {args.name}{more}")
     for warning in result.get("warnings", ()) if isinstance(result, dict) and not args.json else ():
         print(f"forqctl: warning: {printable(warning)}", file=sys.stderr)
     return 0

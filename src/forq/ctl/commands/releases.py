@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 
-from forq.ctl.client import Client, connect
+from forq.ctl.client import ControlClient, connect
 from forq.ctl.command import ID, NAME, WAIT, Argument, Command, duration
-from forq.ctl.output import as_json, printable, show
+from forq.ctl.output import as_json, print_result, printable
 from forq.errors import LeaseLapsed, RedisUnavailable, TimedOut
 
 TYPE_CHECKING = False
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from typing import Any
 
-ACK_AGAIN_SECONDS = 0.1
+ACK_RETRY_SECONDS = 0.1
 ITEM = Argument("id", nargs="?", metavar="ID", help="this item (default: any)")
 
 
@@ -39,10 +39,10 @@ ITEM = Argument("id", nargs="?", metavar="ID", help="this item (default: any)")
 def await_release(args: Namespace) -> int:
     """Waits as long as --wait says, else as an explicit --timeout says, else for ever."""
     wait_seconds = args.timeout_seconds if args.wait_seconds is None else args.wait_seconds
-    item = _get(connect(args), "await", {"name": args.name, "id": args.id}, wait_seconds)
+    item = _take_item(connect(args), "await", {"name": args.name, "id": args.id}, wait_seconds)
     if item is None:
         raise TimedOut(f"queue {args.name} has released {'nothing' if args.id is None else f'no {args.id}'} in time")
-    return _show(args, item, ("id", "identifier", "data"))
+    return _print_item(args, item, ("id", "identifier", "data"))
 
 
 @Command(
@@ -69,10 +69,10 @@ def dequeue(args: Namespace) -> int:
     if args.lease_seconds is not None:
         params["lease"] = args.lease_seconds
         fields = (*fields, "fence", "awaiter", "lease_seconds")
-    item = _get(connect(args), "dequeue", params, args.wait_seconds)
+    item = _take_item(connect(args), "dequeue", params, args.wait_seconds)
     if item is None:
         raise TimedOut(f"queue {args.name} has {'nothing' if args.id is None else f'no {args.id}'} to hand out")
-    return _show(args, item, fields)
+    return _print_item(args, item, fields)
 
 
 @Command(
@@ -88,10 +88,12 @@ def dequeue(args: Namespace) -> int:
 )
 def ack(args: Namespace) -> int:
     params = {"name": args.name, "id": args.id, "fence": args.fence, "awaiter": args.awaiter}
-    return show(args, connect(args).call("ack", params), f"acknowledged {printable(args.id)}")
+    return print_result(args, connect(args).call("ack", params), f"acknowledged {printable(args.id)}")
 
 
-def _get(client: Client, method: str, params: dict[str, Any], wait_seconds: float | None) -> dict[str, Any] | None:
+def _take_item(
+    client: ControlClient, method: str, params: dict[str, Any], wait_seconds: float | None
+) -> dict[str, Any] | None:
     """The item, acknowledged unless a lease was asked for; None when time is up."""
     until = None if wait_seconds is None else time.monotonic() + wait_seconds
     while True:
@@ -107,7 +109,7 @@ def _get(client: Client, method: str, params: dict[str, Any], wait_seconds: floa
         return item
 
 
-def _acknowledge(client: Client, name: str, item: dict[str, Any]) -> None:
+def _acknowledge(client: ControlClient, name: str, item: dict[str, Any]) -> None:
     """Repeated while Redis is away: nobody knows otherwise whose the item is."""
     params = {"name": name, "id": item["id"], "fence": item["fence"], "awaiter": item["awaiter"]}
     deadline = time.monotonic() + client.timeout_seconds
@@ -118,10 +120,10 @@ def _acknowledge(client: Client, name: str, item: dict[str, Any]) -> None:
         except RedisUnavailable:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(ACK_AGAIN_SECONDS)
+            time.sleep(ACK_RETRY_SECONDS)
 
 
-def _show(args: Namespace, item: dict[str, Any], fields: tuple[str, ...]) -> int:
+def _print_item(args: Namespace, item: dict[str, Any], fields: tuple[str, ...]) -> int:
     who = [item["id"], str(item["fence"]), item["awaiter"]] if "fence" in fields else [item["id"]]
     text = " ".join([printable(" ".join(who)), as_json(item["data"])])
-    return show(args, {field: item[field] for field in fields}, text)
+    return print_result(args, {field: item[field] for field in fields}, text)

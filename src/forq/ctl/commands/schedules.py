@@ -6,7 +6,7 @@ import os
 
 from forq.ctl.client import connect
 from forq.ctl.command import NAME, NO_QUEUE, PRIORITY, TYPE, Argument, Command, given
-from forq.ctl.output import as_json, moment, printable, show, show_json, show_table
+from forq.ctl.output import as_json, iso_time, print_json, print_result, print_table, printable
 from forq.errors import UsageError
 from forq.procs import jsonrpc
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LABEL_WIDTH = 10
 KEY = Argument("key", metavar="KEY", help="the schedule")
-NOT_THERE = {4: "no such queue or schedule"}
+NO_SCHEDULE = {4: "no such queue or schedule"}
 _FIELDS = ("every", "cron", "zone", "priority", "type", "overlap", "catch_up", "jitter")
 
 
@@ -54,11 +54,11 @@ def schedule(args: Namespace) -> int:
         params["dry_run"] = True
     result = connect(args).call("schedule", params)
     if args.json:
-        show_json(result)
+        print_json(result)
         return 0
     if not args.dry_run:
         print(f"scheduled {args.key} of {args.name}: {printable(result['rule'])}")
-    _show_upcoming(result)
+    _print_upcoming(result)
     return 0
 
 
@@ -69,23 +69,23 @@ def schedule(args: Namespace) -> int:
     Argument("key", nargs="?", metavar="KEY", help="the schedule"),
     examples=["schedules mails nightly"],
     json="schedules",
-    exits=NOT_THERE,
+    exits=NO_SCHEDULE,
 )
 def schedules(args: Namespace) -> int:
     result = connect(args).call("schedules", given(args, "name", "key"))
     found = result["schedules"]
     if args.json:
-        show_json(result)
+        print_json(result)
     elif args.key is not None:
         for shown in found:
-            _show_one(shown)
+            _print_one(shown)
     else:
-        show_table(
+        print_table(
             ("QUEUE", "KEY", "RULE", "ZONE", "NEXT", "LAST RUN", "RUNS", "SKIPPED", "MISSED"),
             [
                 (
                     *(each["queue"], each["key"], each["rule"] or each["error"], each.get("zone")),
-                    *(moment(each["next_at"]), moment(each["last_at"])),
+                    *(iso_time(each["next_at"]), iso_time(each["last_at"])),
                     *(each["runs"], each["skipped"], each["missed"]),
                 )
                 for each in found
@@ -101,12 +101,12 @@ def schedules(args: Namespace) -> int:
     KEY,
     examples=["unschedule mails nightly"],
     json="unschedule",
-    exits=NOT_THERE,
+    exits=NO_SCHEDULE,
 )
 def unschedule(args: Namespace) -> int:
     result = connect(args).call("unschedule", {"name": args.name, "key": args.key})
     until = " until the next start: it is in the config file" if result["origin"] == "config" else ""
-    return show(args, result, f"unscheduled {args.key} of {args.name}{until}")
+    return print_result(args, result, f"unscheduled {args.key} of {args.name}{until}")
 
 
 @Command(
@@ -116,23 +116,23 @@ def unschedule(args: Namespace) -> int:
     KEY,
     examples=["trigger mails nightly"],
     json="trigger",
-    exits=NOT_THERE,
+    exits=NO_SCHEDULE,
 )
 def trigger(args: Namespace) -> int:
     result = connect(args).call("trigger", {"name": args.name, "key": args.key})
-    return show(args, result, printable(result["id"]))
+    return print_result(args, result, printable(result["id"]))
 
 
-def _show_one(shown: dict[str, Any]) -> None:
+def _print_one(shown: dict[str, Any]) -> None:
     for name, value in shown.items():
         if name in ("next_at", "last_at"):
-            print(f"{name:<{LABEL_WIDTH}}{moment(value) or '-'}")
+            print(f"{name:<{LABEL_WIDTH}}{iso_time(value) or '-'}")
         elif name != "upcoming":
             text = printable(value) if isinstance(value, str) and name != "data" else as_json(value)
             print(f"{name:<{LABEL_WIDTH}}{'-' if value is None and name != 'data' else text}")
-    _show_upcoming(shown)
+    _print_upcoming(shown)
 
 
-def _show_upcoming(result: dict[str, Any]) -> None:
+def _print_upcoming(result: dict[str, Any]) -> None:
     for tick in result["upcoming"]:
         print(f"  {printable(tick['local'])}")

@@ -9,9 +9,18 @@ import os
 import sys
 import time
 
-from forq.ctl.client import Client, connect, wait_for
-from forq.ctl.command import EXITS, Argument, Command
-from forq.ctl.output import cell, moment, printable, running_jobs, show, show_json, show_table, span
+from forq.ctl.client import ControlClient, connect, wait_for_answer
+from forq.ctl.command import EXIT_CODES, Argument, Command
+from forq.ctl.output import (
+    cell_text,
+    iso_time,
+    print_json,
+    print_result,
+    print_table,
+    printable,
+    running_jobs_text,
+    short_duration,
+)
 from forq.errors import SupervisorUnreachable, TimedOut
 from forq.health import faults_of_queue, faults_of_supervisor, unresponsive_services
 from forq.version import VERSION
@@ -22,16 +31,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from forq.ctl.output import Waiting
+    from forq.ctl.output import WaitReport
 
 NOT_HEALTHY = 3
-SHOWN_CHILDREN = 4
-SHOWN_ITEMS = 20
+MAX_CHILDREN_SHOWN = 4
+MAX_ITEMS_SHOWN = 20
 # Rows about the capacity: a supervisor may have a thousand queues.
-SHOWN_HOLDERS = 20
+MAX_HOLDERS_SHOWN = 20
 # From the end of the connection to that of the process.
-LAST_SECONDS = 10.0
-MOST_QUEUES = 5
+EXIT_SECONDS = 10.0
+MAX_QUEUES_SHOWN = 5
 _COLUMNS: tuple[tuple[str, str], ...] = (
     ("QUEUE", "name"),
     ("STATE", "state"),
@@ -64,35 +73,35 @@ def status(args: Namespace) -> int:
         params["memory"] = True
     result = connect(args).call("status", params)
     if args.json:
-        show_json(result)
+        print_json(result)
     else:
-        _show(result, in_detail=bool(args.names))
+        _print_status(result, in_detail=bool(args.names))
     if not args.check:
         return 0
-    faults = [printable(fault) for fault in faults_in(result)]
+    faults = [printable(fault) for fault in health_problems(result)]
     if faults:
         sys.stdout.flush()
         print(f"forqctl: not healthy: {'; '.join(faults)}", file=sys.stderr)
     return NOT_HEALTHY if faults else 0
 
 
-def faults_in(status: dict[str, Any]) -> list[str]:
+def health_problems(status: dict[str, Any]) -> list[str]:
     """Why this is not healthy; empty when it is."""
     redis = status["supervisor"]["redis"]
     found = [*faults_of_supervisor(status), *(fault for queue in status["queues"] for fault in faults_of_queue(queue))]
     return [*([] if redis["ok"] else [f"redis is down: {redis['error']}"]), *(fault.text for fault in found)]
 
 
-def _show(status: dict[str, Any], in_detail: bool) -> None:
+def _print_status(status: dict[str, Any], in_detail: bool) -> None:
     queues = status["queues"]
     columns = columns_for(queues)
-    show_table(
+    print_table(
         (*(title for title, _ in columns), "OLDEST", "CHILDREN"),
         [
             (
                 *(queue.get(key) for _, key in columns),
-                span(queue["oldest_waiting_seconds"]),
-                _children(queue["children"]),
+                short_duration(queue["oldest_waiting_seconds"]),
+                _children_text(queue["children"]),
             )
             for queue in queues
         ],
@@ -100,25 +109,25 @@ def _show(status: dict[str, Any], in_detail: bool) -> None:
     for queue in status["queues"]:
         if queue.get("reason"):
             print(f"{printable(queue['name'])}: {queue['state']}: {printable(queue['reason'])}")
-            _show_traceback(queue.get("traceback"), in_detail)
+            _print_traceback(queue.get("traceback"), in_detail)
         if failed := queue.get("restart_error"):
-            when, why = moment(failed["at"]), printable(failed["message"])
+            when, why = iso_time(failed["at"]), printable(failed["message"])
             print(f"{printable(queue['name'])}: runs older code: not restarted at {when}: {why}")
-            _show_traceback(failed["traceback"], in_detail)
+            _print_traceback(failed["traceback"], in_detail)
         if queue.get("limits") and (in_detail or queue["limits"]["limited_workers"]):
-            print(f"{printable(queue['name'])}: {_limits(queue['limits'])}")
+            print(f"{printable(queue['name'])}: {_limits_text(queue['limits'])}")
     if in_detail:
         for queue in status["queues"]:
-            _show_queue(queue)
+            _print_queue(queue)
     if "capacity" in status:
-        _show_capacity(status["capacity"], [queue["name"] for queue in queues] if in_detail else [])
+        _print_capacity(status["capacity"], [queue["name"] for queue in queues] if in_detail else [])
     redis = status["supervisor"]["redis"]
     for name, error in status["supervisor"].get("failed_log", {}).get("errors", {}).items():
         print(f"{printable(name)}: failed log: {printable(error)}")
     for name in unresponsive_services(status):
         print(f"{name}: unresponsive: this service does not answer and is being replaced")
     if not redis["ok"]:
-        print(f"redis: down: {cell(redis['error'])}")
+        print(f"redis: down: {cell_text(redis['error'])}")
 
 
 def columns_for(queues: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
@@ -131,18 +140,18 @@ def columns_for(queues: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
     return columns
 
 
-def _show_traceback(traceback: str | None, in_detail: bool) -> None:
+def _print_traceback(traceback: str | None, in_detail: bool) -> None:
     for line in (traceback or "").splitlines() if in_detail else ():
         print(f"  {printable(line)}")
 
 
-def _limits(limits: dict[str, Any]) -> str:
+def _limits_text(limits: dict[str, Any]) -> str:
     most = f", at most {limits['max_active']} at the same time" if limits["max_active"] else ""
     waits = limits["limited_workers"]
     return f"rate {limits['rate']}{most}: {limits['may_begin']} may begin now, workers that wait for it: {waits}"
 
 
-def _show_capacity(capacity: dict[str, Any], names: Sequence[str]) -> None:
+def _print_capacity(capacity: dict[str, Any], names: Sequence[str]) -> None:
     """Only when it matters: somebody waits, or somebody asks. One row for all workers of a process that do the same,
     those of the named queues first: a queue may have hundreds."""
     if not names and not capacity["waiting"]:
@@ -156,55 +165,55 @@ def _show_capacity(capacity: dict[str, Any], names: Sequence[str]) -> None:
     if not groups:
         return
     asked_first = sorted(groups.items(), key=lambda group: group[0][0].rpartition(" ")[0] not in names)
-    show_table(
+    print_table(
         ("PROCESS", "", "WORKERS", "UNITS", "PRIORITY", "FOR"),
         [
             (
                 *(process, does, len(workers), sum(worker["units"] for worker in workers), priority),
-                span(max(worker["seconds"] for worker in workers)),
+                short_duration(max(worker["seconds"] for worker in workers)),
             )
-            for (process, does, priority), workers in asked_first[:SHOWN_HOLDERS]
+            for (process, does, priority), workers in asked_first[:MAX_HOLDERS_SHOWN]
         ],
     )
-    if (more := len(groups) - SHOWN_HOLDERS) > 0:
+    if (more := len(groups) - MAX_HOLDERS_SHOWN) > 0:
         print(f"and {more} rows more: forqctl status --json has every worker")
 
 
-def _children(children: list[dict[str, Any]]) -> str:
+def _children_text(children: list[dict[str, Any]]) -> str:
     """While suspects run there may be dozens; the details of a queue have them all."""
-    more = len(children) - SHOWN_CHILDREN
-    return ", ".join(map(_brief, children[:SHOWN_CHILDREN])) + (f", {more} more" if more > 0 else "")
+    more = len(children) - MAX_CHILDREN_SHOWN
+    return ", ".join(map(_child_text, children[:MAX_CHILDREN_SHOWN])) + (f", {more} more" if more > 0 else "")
 
 
-def _brief(child: dict[str, Any]) -> str:
+def _child_text(child: dict[str, Any]) -> str:
     memory = f"{child['pss_bytes'] / 1e6:.1f}MB" if child.get("pss_bytes") else None
     return " ".join(str(part) for part in (child["pid"], child["state"], child["job"], memory) if part is not None)
 
 
-def _progress(child: dict[str, Any]) -> str | None:
+def _progress_text(child: dict[str, Any]) -> str | None:
     from forq.progress import show_progress
 
     progress = child.get("progress")
     return None if progress is None else show_progress(progress["fraction"], progress["text"])
 
 
-def _show_queue(queue: dict[str, Any]) -> None:
+def _print_queue(queue: dict[str, Any]) -> None:
     if queue.get("next_due_seconds") is not None:
-        print(f"{printable(queue['name'])}: the next job or tick is due in {span(queue['next_due_seconds'])}")
+        print(f"{printable(queue['name'])}: the next job or tick is due in {short_duration(queue['next_due_seconds'])}")
     if queue["children"]:
-        _show_processes(queue)
+        _print_processes(queue)
     if queue.get("items"):
-        shown = queue["items"][:SHOWN_ITEMS]
+        shown = queue["items"][:MAX_ITEMS_SHOWN]
         print(f"\n{printable(queue['name'])}: items")
-        show_table(("ID", "IDENTIFIER"), [(item["id"], item["identifier"]) for item in shown])
+        print_table(("ID", "IDENTIFIER"), [(item["id"], item["identifier"]) for item in shown])
         if len(queue["items"]) > len(shown):
             print(f"more of them: forqctl jobs {printable(queue['name'])}")
 
 
-def _show_processes(queue: dict[str, Any]) -> None:
+def _print_processes(queue: dict[str, Any]) -> None:
     print(f"\n{printable(queue['name'])}: processes")
     told = any(child.get("progress") for child in queue["children"])
-    show_table(
+    print_table(
         ("ROLE", "PID", "STATE", "JOB", "UPTIME", "RESTARTS", *(("PROGRESS",) if told else ())),
         [
             (
@@ -212,9 +221,9 @@ def _show_processes(queue: dict[str, Any]) -> None:
                 child["pid"],
                 child["state"],
                 child["job"],
-                span(child["uptime_seconds"]),
+                short_duration(child["uptime_seconds"]),
                 child["restarts"],
-                *((_progress(child),) if told else ()),
+                *((_progress_text(child),) if told else ()),
             )
             for child in queue["children"]
         ],
@@ -224,7 +233,7 @@ def _show_processes(queue: dict[str, Any]) -> None:
 @Command("ping", "ask whether the supervisor answers", examples=["ping --timeout 2s"], json="ping")
 def ping(args: Namespace) -> int:
     result = connect(args).call("ping", {})
-    return show(args, result, f"pong from pid {result['pid']}")
+    return print_result(args, result, f"pong from pid {result['pid']}")
 
 
 @Command(
@@ -237,7 +246,7 @@ def version(args: Namespace) -> int:
     result = connect(args).call("version", {})
     release, protocol = printable(str(result["version"])), printable(str(result["protocol"]))
     text = f"forqctl {VERSION}\nsupervisor {release}, protocol {protocol}"
-    return show(args, {"forqctl": VERSION, **result}, text)
+    return print_result(args, {"forqctl": VERSION, **result}, text)
 
 
 @Command(
@@ -257,19 +266,19 @@ def shutdown(args: Namespace) -> int:
     client = connect(args)
     result = client.call("shutdown", {"now": args.now})
     if not args.no_wait:
-        _wait_for_the_end(client, result, deadline, lines=not args.json)
+        _wait_until_stopped(client, result, deadline, lines=not args.json)
     text = "the supervisor is stopping" if args.no_wait else "the supervisor has stopped"
-    return show(args, result | {"stopped": not args.no_wait}, text)
+    return print_result(args, result | {"stopped": not args.no_wait}, text)
 
 
-def _wait_for_the_end(client: Client, result: dict[str, Any], deadline: float | None, *, lines: bool) -> None:
+def _wait_until_stopped(client: ControlClient, result: dict[str, Any], deadline: float | None, *, lines: bool) -> None:
     """It closes its connections at its end. Its process goes on a little, with the lock of its state directory."""
     from select import select
 
     grace_seconds = result["grace_seconds"]
 
-    def tell(waiting: Waiting, status: Any) -> None:
-        waiting.say(_awaited(status["queues"], grace_seconds))
+    def report_progress(report: WaitReport, status: Any) -> None:
+        report.update(_shutdown_progress(status["queues"], grace_seconds))
 
     try:
         process: int | None = os.pidfd_open(result["pid"])
@@ -277,25 +286,25 @@ def _wait_for_the_end(client: Client, result: dict[str, Any], deadline: float | 
         # In another namespace of processes, or gone.
         process = None
     try:
-        too_late = "the supervisor has not stopped yet; it goes on stopping"
+        timeout_message = "the supervisor has not stopped yet; it goes on stopping"
         # No answer has this number: only the end of the connection ends the wait.
-        wait_for(client, 0, {"counts": False}, tell, deadline, too_late, lines=lines)
+        wait_for_answer(client, 0, {"counts": False}, report_progress, deadline, timeout_message, lines=lines)
     except SupervisorUnreachable:
-        if process is not None and not select([process], [], [], LAST_SECONDS)[0]:
+        if process is not None and not select([process], [], [], EXIT_SECONDS)[0]:
             raise TimedOut(f"the supervisor has closed its socket, but its process {result['pid']} is there") from None
     finally:
         if process is not None:
             os.close(process)
 
 
-def _awaited(queues: list[dict[str, Any]], grace_seconds: float) -> str:
-    jobs = running_jobs(queues, with_queue=True)
+def _shutdown_progress(queues: list[dict[str, Any]], grace_seconds: float) -> str:
+    jobs = running_jobs_text(queues, with_queue=True)
     if jobs:
-        return f"the supervisor waits for running jobs, {span(grace_seconds)} at most: {jobs}"
+        return f"the supervisor waits for running jobs, {short_duration(grace_seconds)} at most: {jobs}"
     names = [printable(queue["name"]) for queue in queues if any(child["pid"] for child in queue["children"])]
     if names:
-        more = f", {len(names) - MOST_QUEUES} more" if len(names) > MOST_QUEUES else ""
-        return f"the supervisor waits for the processes of {', '.join(names[:MOST_QUEUES])}{more}"
+        more = f", {len(names) - MAX_QUEUES_SHOWN} more" if len(names) > MAX_QUEUES_SHOWN else ""
+        return f"the supervisor waits for the processes of {', '.join(names[:MAX_QUEUES_SHOWN])}{more}"
     return "the supervisor waits for its services"
 
 
@@ -306,7 +315,7 @@ def _awaited(queues: list[dict[str, Any]], grace_seconds: float) -> str:
     more="Needs no supervisor.",
     examples=["completion bash > /etc/bash_completion.d/forqctl  # for all users"],
     json="nothing: it always prints the script",
-    common_exits={code: EXITS[code] for code in (0, 2)},
+    common_exits={code: EXIT_CODES[code] for code in (0, 2)},
 )
 def completion(args: Namespace) -> int:
     folder = os.path.join(os.path.dirname(os.path.dirname(__file__)), "completion")

@@ -9,12 +9,12 @@ import os
 import sys
 import time
 
-from forq.ctl.client import Client, connect
+from forq.ctl.client import ControlClient, connect
 from forq.ctl.command import ID, NAME, WAIT, Argument, Command, duration
-from forq.ctl.output import as_json, coloured, moment, printable, show_json
+from forq.ctl.output import as_json, iso_time, print_json, printable, use_colour
 from forq.errors import RedisUnavailable, TimedOut, UsageError
 from forq.progress import show_progress
-from forq.progress_line import ProgressLine, drawn_bar
+from forq.progress_line import ProgressLine, bar_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 # How long one question waits for a change, or for new lines.
-QUESTION_SECONDS = 5.0
-ASK_AGAIN_SECONDS = 0.5
+POLL_SECONDS = 5.0
+RETRY_SECONDS = 0.5
 DEFAULT_COLUMNS = 80
 DEAD = 1
 DEFAULT_LINES = 100
-SHORTEST_INTERVAL_SECONDS = 0.1
+MIN_INTERVAL_SECONDS = 0.1
 
 
 @Command(
@@ -46,50 +46,50 @@ SHORTEST_INTERVAL_SECONDS = 0.1
 )
 def watch(args: Namespace) -> int:
     until = None if args.wait_seconds is None else time.monotonic() + args.wait_seconds
-    screen = _JobScreen(args.json)
+    output = _JobOutput(args.json)
     client, seen = connect(args), None
     while True:
-        job = _ask(client, {"name": args.name, "id": args.id, "seen": seen}, until)
+        job = _poll(client, {"name": args.name, "id": args.id, "seen": seen}, until)
         if job is not None and job["seen"] != seen:
             seen = job.pop("seen")
-            screen.show(job)
+            output.show(job)
             if job["state"] in ("dead", "done", "gone"):
                 return DEAD if job["state"] == "dead" else 0
         if until is not None and time.monotonic() >= until:
-            screen.end()
+            output.end()
             raise TimedOut(f"job {args.id} is still in queue {args.name}")
 
 
-def _ask(client: Client, params: dict[str, Any], until: float | None) -> dict[str, Any] | None:
+def _poll(client: ControlClient, params: dict[str, Any], until: float | None) -> dict[str, Any] | None:
     """What is new of the job. None while Redis is away: then it is asked for again, unless that is the first answer."""
-    left_seconds = QUESTION_SECONDS if until is None else max(0.0, until - time.monotonic())
-    wait_seconds = min(left_seconds, QUESTION_SECONDS)
+    left_seconds = POLL_SECONDS if until is None else max(0.0, until - time.monotonic())
+    wait_seconds = min(left_seconds, POLL_SECONDS)
     try:
         job: dict[str, Any] = client.call("watch", {**params, "wait": wait_seconds}, wait_seconds=wait_seconds)
     except RedisUnavailable:
         if params["seen"] is None:
             raise
-        time.sleep(min(ASK_AGAIN_SECONDS, left_seconds))
+        time.sleep(min(RETRY_SECONDS, left_seconds))
         return None
     return job
 
 
-class _JobScreen:
+class _JobOutput:
     def __init__(self, json: bool) -> None:
         self._json = json
         self._line = ProgressLine()
-        self._bars = self._line.shown and sys.stdout.isatty() and not json
+        self._bars = self._line.on_terminal and sys.stdout.isatty() and not json
 
     def show(self, job: dict[str, Any]) -> None:
         if self._json:
-            show_json(job)
+            print_json(job)
             return
         progress = job.get("progress")
         if self._bars and progress is not None:
-            self._line.say(_bar(progress["fraction"], progress["text"]))
+            self._line.update(_progress_bar(progress["fraction"], progress["text"]))
             return
         self.end()
-        print(_described(job), flush=True)
+        print(_job_text(job), flush=True)
 
     def end(self) -> None:
         """What is printed next begins on a line of its own."""
@@ -97,26 +97,26 @@ class _JobScreen:
             self._line.clear()
 
 
-def _bar(fraction: float, text: str) -> str:
-    line = f"{drawn_bar(fraction, 1)} {printable(show_progress(fraction, text))}"
+def _progress_bar(fraction: float, text: str) -> str:
+    line = f"{bar_text(fraction, 1)} {printable(show_progress(fraction, text))}"
     # A line that is wrapped could not be drawn over. Some terminals do not say how wide they are.
     return line[: (os.get_terminal_size(sys.stderr.fileno()).columns or DEFAULT_COLUMNS) - 1]
 
 
-def _described(job: dict[str, Any]) -> str:
+def _job_text(job: dict[str, Any]) -> str:
     state, progress, error = job["state"], job.get("progress"), job.get("error")
     if state == "gone":
         return "gone: it is done, released or cancelled"
     if state == "done":
-        return f"done: {_result(job)}"
+        return f"done: {_result_text(job)}"
     if progress is not None:
         return f"{state} {printable(show_progress(progress['fraction'], progress['text']))}"
     if isinstance(error, dict):
         return printable(f"{state}: {error.get('name')}: {error.get('message')}")
-    return f"{state} until {moment(job['run_at'])}" if job.get("run_at") else str(state)
+    return f"{state} until {iso_time(job['run_at'])}" if job.get("run_at") else str(state)
 
 
-def _result(job: dict[str, Any]) -> str:
+def _result_text(job: dict[str, Any]) -> str:
     if "result_error" in job:
         return printable(f"no result: {job['result_error']}")
     return as_json(job["result"])
@@ -147,7 +147,7 @@ def logs(args: Namespace) -> int:
 
     if args.lines < 0:
         raise UsageError(f"--lines {args.lines} is not allowed: 0 or more")
-    client, screen = connect(args), _LogScreen(args.json)
+    client, output = connect(args), _LogOutput(args.json)
     params: dict[str, Any] = {"name": args.name, "job": args.job, "lines": args.lines}
     last: deque[dict[str, Any]] = deque(maxlen=args.lines)
     cursor = None
@@ -157,31 +157,31 @@ def logs(args: Namespace) -> int:
         cursor = answer["cursor"]
         if not answer["more"]:
             break
-    screen.show(last)
+    output.show(last)
     while args.follow:
-        cursor = _follow(client, {**params, "cursor": cursor}, screen)
+        cursor = _follow(client, {**params, "cursor": cursor}, output)
     return 0
 
 
-def _follow(client: Client, params: dict[str, Any], screen: _LogScreen) -> str:
-    answer = client.call("logs", {**params, "wait": QUESTION_SECONDS}, wait_seconds=QUESTION_SECONDS)
+def _follow(client: ControlClient, params: dict[str, Any], output: _LogOutput) -> str:
+    answer = client.call("logs", {**params, "wait": POLL_SECONDS}, wait_seconds=POLL_SECONDS)
     if answer["skipped"]:
         print("forqctl: more was written than could be read: some lines are missing", file=sys.stderr)
-    screen.show(answer["records"])
+    output.show(answer["records"])
     return str(answer["cursor"])
 
 
-class _LogScreen:
+class _LogOutput:
     def __init__(self, json: bool) -> None:
         from forq.log_format import LogFormat
 
         self._json = json
-        self._format = LogFormat(json=False, colour=coloured(sys.stdout), date=not sys.stdout.isatty())
+        self._format = LogFormat(json=False, colour=use_colour(sys.stdout), date=not sys.stdout.isatty())
 
     def show(self, records: Any) -> None:
         for record in records:
             if self._json:
-                show_json(record)
+                print_json(record)
             else:
                 print(self._format.render(record))
         sys.stdout.flush()
@@ -203,21 +203,21 @@ class _LogScreen:
     exits={7: "no supervisor there at the start (later it is tried again)"},
 )
 def top(args: Namespace) -> int:
-    if args.interval_seconds < SHORTEST_INTERVAL_SECONDS:
-        raise UsageError(f"--interval is at least {SHORTEST_INTERVAL_SECONDS:g} s")
+    if args.interval_seconds < MIN_INTERVAL_SECONDS:
+        raise UsageError(f"--interval is at least {MIN_INTERVAL_SECONDS:g} s")
     if args.count is not None and args.count < 1:
         raise UsageError("--count is at least 1")
     if args.json or args.plain or args.count is not None or not _has_screen():
-        from forq.ctl.top import show_blocks
+        from forq.ctl.top import print_blocks
 
-        return show_blocks(args)
+        return print_blocks(args)
     try:
-        from forq.ctl.screen import show_screen
+        from forq.ctl.screen import run_screen
     except ModuleNotFoundError as exc:
         if (exc.name or "").partition(".")[0] != "rich":
             raise
         raise UsageError("the screen of top needs rich: pip install 'forq[top]', or use --plain") from exc
-    return show_screen(args)
+    return run_screen(args)
 
 
 def _has_screen() -> bool:

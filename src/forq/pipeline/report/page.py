@@ -431,9 +431,9 @@ def run(args: Namespace) -> int:
     if since_us is not None and until_us is not None and since_us >= until_us:
         raise UsageError(f"--since {args.since} is not before --until {args.until}")
     progress = ProgressLine()
-    progress.say("starting Spark")
+    progress.update("starting Spark")
     spark = spark_session("report")
-    progress.say(f"reading {args.history}")
+    progress.update(f"reading {args.history}")
     figures = history_figures(spark, args.history, since_us, until_us)
     progress.clear()
     said = f"made {clock(now_us)} UTC"
