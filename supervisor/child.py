@@ -34,7 +34,7 @@ from forq.procs import orphans
 from forq.procs.cgroups import Cgroup, Cgroups, Exceeded, Resources, exceeded, limit
 from forq.procs.lines import LineConnection, Lines
 from forq.procs.loop import Loop, Timer
-from forq.procs.orphans import OwnPids, Remains, TreeMark
+from forq.procs.orphans import ChildPids, OrphanReport, TreeMark
 from forq.procs.treekill import become_subreaper, kill_tree, set_parent_death_signal, signal_descendants
 
 log = logging.getLogger("forq")
@@ -283,7 +283,7 @@ class ChildTable:
     loop: Loop
     keep_fds: tuple[int, ...]
     cgroups: Cgroups | None
-    pids: OwnPids = field(default_factory=OwnPids)
+    pids: ChildPids = field(default_factory=ChildPids)
     # Who wants to know that a child was stopped by a signal, or goes on.
     stops: dict[int, Callable[[bool], None]] = field(default_factory=dict)
     named: int = 0
@@ -361,13 +361,13 @@ class ChildTable:
             return asdict(orphans.clean_up(self.pids, self.survivors, paths, self.tree_mark))
 
         def buried(answer: dict[str, Any] | None) -> None:
-            remains = Remains(**(answer or {}))
-            survivors = self._reap_remains(remains)
+            report = OrphanReport(**(answer or {}))
+            survivors = self._reap_remains(report)
             self._cleaning = bool(self._dead)
             if self._cleaning:
                 self.loop.call_later(0.0, self._clean_up_dead)
             for cgroup, then in dead:
-                in_group = [] if cgroup is None else remains.groups.get(str(cgroup.path), [])
+                in_group = [] if cgroup is None else report.groups.get(str(cgroup.path), [])
                 if in_group:
                     log.error("%s", cannot_kill(in_group))
                 try:
@@ -378,20 +378,20 @@ class ChildTable:
         self._kill_survivors()
         self.delegate("clean_up", {"groups": paths, "survivors": sorted(self.survivors)}, here, buried)
 
-    def _reap_remains(self, remains: Remains) -> frozenset[int]:
+    def _reap_remains(self, report: OrphanReport) -> frozenset[int]:
         """Whatever the supervisor adopted belonged to a child that is dead; of those that died together nobody knows
         whose a survivor was: it counts as each one's."""
-        for pid in remains.zombies:
+        for pid in report.zombies:
             # One that the warden told of twice may be somebody else by now.
             if pid not in self.pids:
                 with suppress(ChildProcessError):
                     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
-        self.survivors.update(remains.survivors)
-        if remains.survivors:
-            log.error("%s", cannot_kill(remains.survivors))
-        if remains.killed:
-            log.warning("killed processes that a dead child had left behind pids=%s", remains.killed)
-        return frozenset(remains.survivors)
+        self.survivors.update(report.survivors)
+        if report.survivors:
+            log.error("%s", cannot_kill(report.survivors))
+        if report.killed:
+            log.warning("killed processes that a dead child had left behind pids=%s", report.killed)
+        return frozenset(report.survivors)
 
     def _kill_survivors(self) -> None:
         """Those that could not be killed are children of this process until they end, so their pids stay theirs."""

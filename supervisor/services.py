@@ -109,7 +109,7 @@ class Services:
             scoreboard=self.scoreboard,
             tallies=None if config.metrics is None else Tallies(),
             watch_fd=self._watch_fd,
-            own_pids=self.children.pids,
+            child_pids=self.children.pids,
             cgroups=self._cgroups,
             tree_lock_fd=state.tree_lock_fd,
             tree_mark=state.tree_mark,

@@ -23,7 +23,7 @@ from typing import Any
 
 from forq.errors import ConfigError, ForqError
 from forq.procs.orphans import TreeMark
-from forq.procs.treekill import kill_tree, look_at, self_and_ancestors
+from forq.procs.treekill import kill_tree, read_stat, self_and_ancestors
 from forq.supervisor.ownership import refuse_changeable
 from forq.values import check_queue_name
 
@@ -304,7 +304,7 @@ def _holds_lock(pid: int, real_path: str, target: os.stat_result) -> bool:
 
 
 def _is_running(pid: str) -> bool:
-    process = look_at(int(pid)) if pid.isdigit() else None
+    process = read_stat(int(pid)) if pid.isdigit() else None
     return process is not None and process.alive
 
 

@@ -123,7 +123,7 @@ def run_child(settings: ChildSettings, leash: socket.socket) -> int:
     """The entry point: returns the process's exit code."""
     context = settings.context
     if context.tree_mark is not None:
-        context.tree_mark.put_on()
+        context.tree_mark.apply()
     _redirect_output(settings)
     base = queue_base(context.prefix, settings.spec.name)
     minder = Minder(name=settings.name, url=context.url, base=base, leash=leash, titles=context.titles)

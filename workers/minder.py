@@ -33,7 +33,7 @@ from forq.errors import ForqError
 from forq.procs.backoff import Backoff
 from forq.procs.lines import Lines
 from forq.procs.scoreboard import Slot, State
-from forq.procs.treekill import children_of, kill_descendants, look_at
+from forq.procs.treekill import children_of, kill_descendants, read_stat
 from forq.progress import show_progress
 from forq.workers.exec_handlers import running_programs
 from forq.workers.grant import Grant
@@ -65,7 +65,7 @@ def _find_zombies() -> set[int]:
             return set()
     except ChildProcessError:
         return set()
-    children = (look_at(pid) for pid in children_of(os.getpid()))
+    children = (read_stat(pid) for pid in children_of(os.getpid()))
     return {child.pid for child in children if child is not None and not child.alive}
 
 

@@ -38,7 +38,7 @@ class Orphans:
         if parent == 0:
             try:
                 if mark is not None:
-                    mark.put_on()
+                    mark.apply()
                 orphan = os.fork()
                 if orphan == 0:
                     os.setsid()
@@ -114,7 +114,7 @@ def test_the_caller_and_its_ancestors_are_never_found() -> None:
     """A handler may start a supervisor of the same directory."""
     script = (
         "import sys; from forq.procs.orphans import TreeMark; "
-        "mark = TreeMark(bytes.fromhex(sys.argv[1]), 'here'); assert mark.is_on(__import__('os').getpid()); "
+        "mark = TreeMark(bytes.fromhex(sys.argv[1]), 'here'); assert mark.marks(__import__('os').getpid()); "
         "print(mark.find())"
     )
     secret = os.urandom(16)
@@ -142,11 +142,11 @@ def test_only_those_who_came_since_the_last_look_are_looked_at(
     orphans.leave(run_program, mark=None)
     mark.find_escaped()
 
-    def is_on(self: TreeMark, pid: int) -> bool:
+    def marks(self: TreeMark, pid: int) -> bool:
         looked.append(pid)
         return False
 
-    monkeypatch.setattr(TreeMark, "is_on", is_on)
+    monkeypatch.setattr(TreeMark, "marks", marks)
     later = orphans.leave(run_program, mark=None)
     mark.find_escaped()
     assert later in looked
@@ -211,10 +211,10 @@ def test_where_the_kernel_refuses_a_mapping_with_a_name_programs_are_marked_all_
 
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setattr(os, "memfd_create", refuse)
-    MARK.put_on()
+    MARK.apply()
     program = subprocess.Popen([sys.executable, "-c", SLEEP])
     try:
-        wait_until(lambda: MARK.is_on(program.pid))
+        wait_until(lambda: MARK.marks(program.pid))
     finally:
         program.kill()
         program.wait()

@@ -13,14 +13,14 @@ import pytest
 
 from forq.errors import ForqError
 from forq.procs import treekill
-from forq.procs.orphans import OwnPids, Remains, clean_up
+from forq.procs.orphans import ChildPids, OrphanReport, clean_up
 from forq.procs.treekill import (
     become_subreaper,
     children_of,
     descendants_of,
     kill_descendants,
     kill_tree,
-    look_at,
+    read_stat,
     set_parent_death_signal,
 )
 
@@ -188,20 +188,20 @@ def test_kill_tree_ends_a_root_that_starts_processes_in_a_loop(pipe: Pipe) -> No
 
 
 def test_the_root_is_stopped_while_what_is_below_it_is_killed(monkeypatch: pytest.MonkeyPatch, pipe: Pipe) -> None:
-    original = treekill.Hunt.kill_all
+    original = treekill.TreeKiller.kill_all
     stopped: list[bool] = []
 
-    def kill_all(hunt: treekill.Hunt, deadline: float) -> bool:
-        result = os.waitid(os.P_PID, hunt.root, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    def kill_all(killer: treekill.TreeKiller, deadline: float) -> bool:
+        result = os.waitid(os.P_PID, killer.root, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         while result is None and time.monotonic() < deadline:
-            result = os.waitid(os.P_PID, hunt.root, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+            result = os.waitid(os.P_PID, killer.root, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         stopped.append(result is not None)
-        return original(hunt, time.monotonic() + 5.0)
+        return original(killer, time.monotonic() + 5.0)
 
     pid = start_worker(lambda: pipe.tell("up"))
     pipe.hear(1)
     os.close(pipe.write_fd)
-    monkeypatch.setattr(treekill.Hunt, "kill_all", kill_all)
+    monkeypatch.setattr(treekill.TreeKiller, "kill_all", kill_all)
     kill_tree(pid, deadline_seconds=1.0)
     assert stopped == [True]
     assert reap(pid) == -signal.SIGKILL
@@ -280,7 +280,7 @@ def test_kill_descendants_leaves_the_root_the_spared_and_what_is_below_them(pipe
     assert kill_descendants(root, spare=frozenset({spared_pid}))
     assert pipe.all_dead()
     assert not spared_family.all_dead(0.1)
-    survivors = {pid for pid in descendants_of(root) if (process := look_at(pid)) and process.alive}
+    survivors = {pid for pid in descendants_of(root) if (process := read_stat(pid)) and process.alive}
     assert survivors == {spared_pid, *children_of(spared_pid)}
     assert len(survivors) == 2
     assert kill_tree(root)
@@ -304,15 +304,15 @@ def test_a_worker_can_kill_its_own_descendants_and_live(pipe: Pipe) -> None:
     assert reap(pid) == 0
 
 
-def kill_orphans(registered: set[int]) -> Remains:
+def kill_orphans(registered: set[int]) -> OrphanReport:
     """As a supervisor does it: what has ended is reaped."""
-    own = OwnPids()
+    own = ChildPids()
     for pid in registered:
         own.add(pid)
-    remains = clean_up(own, (), (), None)
-    for pid in remains.zombies:
+    report = clean_up(own, (), (), None)
+    for pid in report.zombies:
         assert os.waitpid(pid, os.WNOHANG)[0] == pid
-    return remains
+    return report
 
 
 def test_kill_orphans_kills_and_reaps_only_what_is_not_registered() -> None:
@@ -330,7 +330,7 @@ def test_kill_orphans_kills_and_reaps_only_what_is_not_registered() -> None:
         assert orphans.all_dead()
         assert children_of(os.getpid()) == [registered]
         assert len(children_of(registered)) == 1
-        assert kill_orphans({registered}) == Remains()
+        assert kill_orphans({registered}) == OrphanReport()
         assert kill_tree(registered)
         assert reap(registered) == -signal.SIGKILL
         kill_orphans(set())
@@ -370,11 +370,11 @@ def test_children_are_found_without_the_children_files(monkeypatch: pytest.Monke
 def test_a_zombie_is_there_but_not_alive() -> None:
     pid = fork(lambda: None)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    process = look_at(pid)
+    process = read_stat(pid)
     assert process is not None
     assert not process.alive
     assert reap(pid) == 0
-    assert look_at(pid) is None
+    assert read_stat(pid) is None
 
 
 def test_the_parent_death_signal_ends_a_child_with_its_parent(pipe: Pipe) -> None:

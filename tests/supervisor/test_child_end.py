@@ -14,7 +14,7 @@ import pytest
 from forq.errors import ForqError, OutcomeUnknown
 from forq.procs.cgroups import Cgroup, Cgroups
 from forq.procs.loop import Loop
-from forq.procs.treekill import look_at
+from forq.procs.treekill import read_stat
 from forq.supervisor.child import Child, ChildTable, Exit
 from tests.support.drive.processes import in_a_process_of_its_own
 
@@ -151,7 +151,7 @@ def test_a_child_is_reaped_after_the_warden_is_done_with_it_and_has_ended_after_
         os.kill(child.pid, signal.SIGKILL)
         tick_until(loop, lambda: child._gone)
         assert not child.ended
-        assert look_at(child.pid) is not None, "it is a zombie, and nobody else has its pid"
+        assert read_stat(child.pid) is not None, "it is a zombie, and nobody else has its pid"
         assert warden.answer() == "kill"
         assert child.ended
         tick_until(loop, lambda: warden.asked)
@@ -175,7 +175,7 @@ def test_what_a_warden_that_died_did_not_do_is_done_here() -> None:
         tick_until(loop, lambda: warden.asked)
         assert warden.answer() == "clean_up"
         assert ends == [Exit(None, signal.SIGKILL)]
-        assert look_at(orphan) is None
+        assert read_stat(orphan) is None
 
     in_a_process_of_its_own(check)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ConfigError, ForqError, InvalidName
-from forq.procs.treekill import kill_tree, look_at
+from forq.procs.treekill import kill_tree, read_stat
 from forq.supervisor import statedir
 from forq.supervisor.child import ProcessHandle, exec_program, reap, spawn
 from forq.supervisor.statedir import PreviousRun, StateDir, holders_of_lock
@@ -60,7 +60,7 @@ class Predecessor:
             signal.pidfd_send_signal(self.child_pidfd, 0)
         except ProcessLookupError:
             return False
-        process = look_at(self.child_pid)
+        process = read_stat(self.child_pid)
         return process is not None and process.alive
 
     def close(self) -> None:

@@ -25,7 +25,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from forq.procs.cgroups import Cgroup
-from forq.procs.treekill import Hunt, children_of, descendants_of, has_ended, look_at, read_proc, self_and_ancestors
+from forq.procs.treekill import (
+    TreeKiller,
+    children_of,
+    descendants_of,
+    has_ended,
+    read_proc,
+    read_stat,
+    self_and_ancestors,
+)
 
 # Mapped, and touched only as far as it is used.
 MOST = 65536
@@ -34,7 +42,7 @@ FORK_PAUSE_SECONDS = 0.0005
 _FORKS, _COUNT, _FIRST = 0, 1, 2
 
 
-class OwnPids:
+class ChildPids:
     """Made by the supervisor before its first fork. It alone adds and discards; its children read."""
 
     def __init__(self) -> None:
@@ -111,7 +119,7 @@ class TreeMark:
         self._in_environment = f"{VARIABLE}={self.value}".encode()
         self._in_maps = f"/memfd:forq-tree-{self.value} ".encode()
 
-    def put_on(self) -> None:
+    def apply(self) -> None:
         """Marks the caller, and whatever it starts from now on. It costs no memory: nobody touches the page."""
         os.environ[VARIABLE] = self.value
         try:
@@ -125,7 +133,7 @@ class TreeMark:
         finally:
             os.close(fd)
 
-    def is_on(self, pid: int) -> bool:
+    def marks(self, pid: int) -> bool:
         """False also for one that may not be looked at, and for a zombie."""
         if self._in_environment in read_proc(f"/proc/{pid}/environ").split(b"\0"):
             return True
@@ -136,7 +144,7 @@ class TreeMark:
         """Every marked process of this machine but the caller and its ancestors."""
         ours = self_and_ancestors()
         pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
-        return [pid for pid in pids if pid not in ours and self.is_on(pid)]
+        return [pid for pid in pids if pid not in ours and self.marks(pid)]
 
     def find_escaped(self, supervisor: int | None = None) -> list[int]:
         """The marked ones among those that an ancestor of the supervisor (None: the caller), or init, has adopted:
@@ -145,7 +153,7 @@ class TreeMark:
         supervisor = supervisor or os.getpid()
         ours = self_and_ancestors(supervisor)
         adopted = {child for ancestor in ours | {1} if ancestor != supervisor for child in children_of(ancestor)}
-        marked = [pid for pid in sorted(adopted - ours - self._unmarked) if self.is_on(pid)]
+        marked = [pid for pid in sorted(adopted - ours - self._unmarked) if self.marks(pid)]
         self._unmarked = adopted - set(marked)
         return marked
 
@@ -163,16 +171,16 @@ class TreeMark:
             if time.monotonic() >= deadline:
                 return killed - found - refused, refused | found
             for pid in found:
-                self._strike(pid, killed, refused)
+                self._kill_with_descendants(pid, killed, refused)
             if found:
                 time.sleep(SCAN_PAUSE_SECONDS)
 
-    def _strike(self, pid: int, killed: set[int], refused: set[int]) -> None:
+    def _kill_with_descendants(self, pid: int, killed: set[int], refused: set[int]) -> None:
         """Pins it and all below it, then looks whether it still is what was found: never a pid used again."""
         pins: list[tuple[int, int]] = []
         try:
             pins.append((pid, os.pidfd_open(pid)))
-            if not self.is_on(pid):
+            if not self.marks(pid):
                 return
             _pin_below(pid, pins)
             # Had it ended by now, its number might be another's, and what is below that one is not ours.
@@ -194,7 +202,7 @@ def _pin_below(pid: int, pins: list[tuple[int, int]]) -> None:
         except OSError:
             # It has ended, or no descriptor is free: what is left is found by the next look.
             continue
-        process = look_at(below)
+        process = read_stat(below)
         if process is not None and process.ppid in parents:
             parents.add(below)
             pins.append((below, pidfd))
@@ -228,7 +236,7 @@ LONGEST_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Remains:
+class OrphanReport:
     """`zombies`: orphans that have ended and only the supervisor can reap. `groups`: who is left in a control group."""
 
     killed: list[int] = field(default_factory=list)
@@ -237,26 +245,28 @@ class Remains:
     groups: dict[str, list[int]] = field(default_factory=dict)
 
 
-def clean_up(own: OwnPids, survivors: Collection[int], groups: Collection[str], mark: TreeMark | None) -> Remains:
+def clean_up(
+    own: ChildPids, survivors: Collection[int], groups: Collection[str], mark: TreeMark | None
+) -> OrphanReport:
     """Kills every child of the supervisor but its own and those survivors, with all below: it was left behind by a dead
     one. From the supervisor or another child of it."""
     left = {group: sorted(Cgroup(group).pids()) for group in groups if not Cgroup(group).kill()}
     deadline = time.monotonic() + ORPHANS_SECONDS
-    hunt = _HuntForOrphans(own, frozenset(survivors), deadline)
-    hunt.kill_all(deadline)
-    killed = hunt.killed - hunt.survivors
+    killer = _OrphanKiller(own, frozenset(survivors), deadline)
+    killer.kill_all(deadline)
+    killed = killer.killed - killer.survivors
     if mark is not None:
         # None should have got out of our reach. To look costs as much as our ancestors have children.
         killed |= mark.kill(partial(mark.find_escaped, own.owner), ESCAPED_SECONDS)[0]
     for group in groups:
         Cgroup(group).remove()
-    return Remains(sorted(killed), sorted(hunt.survivors), sorted(hunt.zombies), left)
+    return OrphanReport(sorted(killed), sorted(killer.survivors), sorted(killer.zombies), left)
 
 
-class _HuntForOrphans(Hunt):
-    """What the supervisor forks meanwhile is not hunted."""
+class _OrphanKiller(TreeKiller):
+    """Spares processes that the supervisor forks in the meantime."""
 
-    def __init__(self, own: OwnPids, survivors: frozenset[int], deadline: float) -> None:
+    def __init__(self, own: ChildPids, survivors: frozenset[int], deadline: float) -> None:
         super().__init__(own.owner)
         self._own = own
         self._known_survivors = survivors

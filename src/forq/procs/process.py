@@ -12,7 +12,7 @@ from pathlib import Path
 
 from forq.log_format import LogFormat
 from forq.procs.cgroups import Cgroups
-from forq.procs.orphans import OwnPids, TreeMark
+from forq.procs.orphans import ChildPids, TreeMark
 from forq.procs.scoreboard import Scoreboard, Tallies
 
 
@@ -36,7 +36,7 @@ class Context:
     watch_fd: int
 
     # The supervisor's own children, which are no orphans.
-    own_pids: OwnPids
+    child_pids: ChildPids
     cgroups: Cgroups | None
     tree_lock_fd: int
     tree_mark: TreeMark | None

@@ -2,7 +2,7 @@
 
 It rests on subreapers: what a dead process leaves behind becomes a child of its nearest ancestor that called
 `become_subreaper`, so nothing leaves the tree, and looking at the tree until it stays empty is enough. Each look goes
-through a `Hunt`:
+through a `TreeKiller`:
 
 1. A process is pinned with a pidfd, then checked to be where it was seen, then signalled: never a pid used again.
 2. Below a process is looked before it is killed, since its children move up when it dies.
@@ -54,7 +54,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessStat:
     """A line of /proc/PID/stat."""
 
     pid: int
@@ -64,7 +64,7 @@ class Process:
     alive: bool
 
 
-def look_at(pid: int) -> Process | None:
+def read_stat(pid: int) -> ProcessStat | None:
     """None when there is no such process. A zombie is there, but not alive."""
     raw = read_proc(f"/proc/{pid}/stat")
     if not raw:
@@ -72,7 +72,7 @@ def look_at(pid: int) -> Process | None:
     fields = raw[raw.rindex(b")") + 2 :].split()
     # The first thread shows as a zombie when it has ended before the others: such a process still runs.
     dead = fields[0] in b"ZX" and int(fields[17]) <= 1
-    return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), not dead)
+    return ProcessStat(pid, int(fields[1]), int(fields[2]), int(fields[3]), not dead)
 
 
 def children_of(pid: int) -> list[int]:
@@ -103,17 +103,17 @@ def descendants_of(pid: int) -> list[int]:
 def self_and_ancestors(pid: int | None = None) -> set[int]:
     """Of the caller, or of that process."""
     found: set[int] = set()
-    process = look_at(pid or os.getpid())
+    process = read_stat(pid or os.getpid())
     while process and process.pid not in found:
         found.add(process.pid)
-        process = look_at(process.ppid)
+        process = read_stat(process.ppid)
     return found
 
 
 def kill_descendants(pid: int, *, deadline_seconds: float = 5.0, spare: frozenset[int] = frozenset()) -> bool:
     """SIGKILL everything below pid, not pid itself, nor what is spared or below that. True when nothing is left."""
-    _refuse_to_hunt(pid)
-    return Hunt(pid, spare).kill_all(time.monotonic() + deadline_seconds)
+    _refuse_init(pid)
+    return TreeKiller(pid, spare).kill_all(time.monotonic() + deadline_seconds)
 
 
 def kill_tree(pid: int, *, deadline_seconds: float = 5.0, spare: frozenset[int] = frozenset()) -> bool:
@@ -122,7 +122,7 @@ def kill_tree(pid: int, *, deadline_seconds: float = 5.0, spare: frozenset[int] 
     pid is stopped first, with its process group, so that a loop or bomb of forks in there comes to rest; its
     descendants die while it lives, since it adopts them.
     """
-    _refuse_to_hunt(pid)
+    _refuse_init(pid)
     if pid == os.getpid():
         raise ForqError("a process cannot kill the tree it is the root of")
     try:
@@ -131,13 +131,13 @@ def kill_tree(pid: int, *, deadline_seconds: float = 5.0, spare: frozenset[int] 
         return True
     deadline = time.monotonic() + deadline_seconds
     try:
-        hunt = Hunt(pid, spare)
-        hunt.signal_root_group(signal.SIGSTOP)
+        killer = TreeKiller(pid, spare)
+        killer.signal_root_group(signal.SIGSTOP)
         _send(pidfd, signal.SIGSTOP)
-        below_is_empty = hunt.kill_all(deadline)
-        hunt.signal_root_group(signal.SIGKILL)
+        below_is_empty = killer.kill_all(deadline)
+        killer.signal_root_group(signal.SIGKILL)
         _send(pidfd, signal.SIGKILL)
-        return _wait_for_end(pidfd, deadline) and (below_is_empty or hunt.kill_leftovers(deadline))
+        return _wait_for_end(pidfd, deadline) and (below_is_empty or killer.kill_leftovers(deadline))
     finally:
         os.close(pidfd)
 
@@ -149,7 +149,7 @@ def signal_descendants(pid: int, signum: int) -> None:
         for below in descendants_of(pid):
             with suppress(OSError):
                 pidfds.append(os.pidfd_open(below))
-                process = look_at(below)
+                process = read_stat(below)
                 if process and process.ppid in parents:
                     parents.add(below)
                 else:
@@ -162,7 +162,7 @@ def signal_descendants(pid: int, signum: int) -> None:
             os.close(pidfd)
 
 
-class Hunt:
+class TreeKiller:
     """One attempt to kill all that is below `root`, except `spare` and what is below that."""
 
     def __init__(
@@ -170,7 +170,7 @@ class Hunt:
         root: int,
         spare: frozenset[int] = frozenset(),
         *,
-        only: Callable[[Process], bool] | None = None,
+        only: Callable[[ProcessStat], bool] | None = None,
     ) -> None:
         self.root = root
         self.spare = spare
@@ -196,7 +196,7 @@ class Hunt:
                 # The last look trusts nothing it remembers: a zombie's pid may have been reaped and used again.
                 self._ended_before, self._ended = self._ended, set()
             self._alive = set()
-            alive = self._strike_children()
+            alive = self._kill_pass()
             quiet = 0 if alive or self._news else quiet + 1
             if quiet >= QUIET_LOOKS or time.monotonic() >= deadline:
                 self.survivors = {pid for pid in self._alive if _lives(pid)}
@@ -220,27 +220,27 @@ class Hunt:
     def kill_leftovers(self, deadline: float) -> bool:
         """After the root's death: kill those of its descendants that the caller has adopted."""
 
-        def ours(process: Process) -> bool:
+        def ours(process: ProcessStat) -> bool:
             return process.pid in self.killed or process.sid in self.sessions
 
-        return Hunt(self._me, self.spare, only=ours).kill_all(deadline)
+        return TreeKiller(self._me, self.spare, only=ours).kill_all(deadline)
 
-    def _strike_children(self) -> bool:
+    def _kill_pass(self) -> bool:
         """One look at the whole tree; whether anything alive was in it. Newest first: those are about to fork."""
         alive = False
         for child in reversed(self._children()):
             if child in self._ended or child in self.spare or child in (self._me, 0, 1):
                 continue
-            alive = self._strike(child) or alive
+            alive = self._kill_subtree(child) or alive
         return alive
 
     def _children(self) -> list[int]:
         return children_of(self.root)
 
-    def _strike(self, top: int) -> bool:
+    def _kill_subtree(self, top: int) -> bool:
         """Pin a child of the root and all below it, then kill them from the top; whether anyone was alive who can be
         killed."""
-        pinned: list[tuple[int, Process]] = []
+        pinned: list[tuple[int, ProcessStat]] = []
         parents = {self.root}
         waiting = [(top, self.root)]
         try:
@@ -260,7 +260,7 @@ class Hunt:
                 os.close(pidfd)
         return any(process.pid not in self._refused for _, process in pinned)
 
-    def _pin(self, pid: int, parent: int, parents: set[int]) -> tuple[int, Process] | None:
+    def _pin(self, pid: int, parent: int, parents: set[int]) -> tuple[int, ProcessStat] | None:
         """A pidfd for a live process that is still a child of one of `parents`; None for any other. `parent` is the one
         that has it in its list."""
         try:
@@ -269,7 +269,7 @@ class Hunt:
             # Gone already, or no descriptor is free: then those pinned so far die now, and the next look goes on.
             self._news = True
             return None
-        process = look_at(pid) or _look_at_hidden(pid, pidfd, parent)
+        process = read_stat(pid) or _read_hidden_stat(pid, pidfd, parent)
         if process and process.alive and process.ppid in parents and self._is_wanted(process):
             return pidfd, process
         os.close(pidfd)
@@ -279,10 +279,10 @@ class Hunt:
             self._note_zombie(process)
         return None
 
-    def _is_wanted(self, process: Process) -> bool:
+    def _is_wanted(self, process: ProcessStat) -> bool:
         return self._only is None or process.ppid != self.root or self._only(process)
 
-    def _note_zombie(self, zombie: Process) -> None:
+    def _note_zombie(self, zombie: ProcessStat) -> None:
         """Remember a zombie, since a long-lived chain leaves thousands. The root reaps it."""
         if zombie.ppid != self.root:
             return
@@ -290,7 +290,7 @@ class Hunt:
             self._news = True
         self._ended.add(zombie.pid)
 
-    def _kill(self, pidfd: int, process: Process) -> None:
+    def _kill(self, pidfd: int, process: ProcessStat) -> None:
         self.killed.add(process.pid)
         self._alive.add(process.pid)
         if process.sid not in self._foreign_sessions:
@@ -312,7 +312,7 @@ class Hunt:
         return sessions
 
 
-def _look_at_hidden(pid: int, pidfd: int, parent: int) -> Process | None:
+def _read_hidden_stat(pid: int, pidfd: int, parent: int) -> ProcessStat | None:
     """A child of `parent` that /proc does not show, as far as system calls tell; None if there is none.
 
     Its parent is asked again, now that it is pinned: if it is in the list and lives on after that, the list means it.
@@ -320,9 +320,9 @@ def _look_at_hidden(pid: int, pidfd: int, parent: int) -> Process | None:
     if pid not in children_of(parent):
         return None
     if has_ended(pidfd):
-        return Process(pid, parent, 0, 0, alive=False)
+        return ProcessStat(pid, parent, 0, 0, alive=False)
     try:
-        found = Process(pid, parent, os.getpgid(pid), os.getsid(pid), alive=True)
+        found = ProcessStat(pid, parent, os.getpgid(pid), os.getsid(pid), alive=True)
     except ProcessLookupError:
         return None
     return None if has_ended(pidfd) else found
@@ -344,14 +344,14 @@ def has_ended(pidfd: int) -> bool:
     return _wait_for_end(pidfd, time.monotonic())
 
 
-def _refuse_to_hunt(pid: int) -> None:
+def _refuse_init(pid: int) -> None:
     if pid <= 1:
         raise ForqError(f"refusing to kill what is below pid {pid}")
 
 
-def _all_processes() -> list[Process]:
+def _all_processes() -> list[ProcessStat]:
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [process for process in map(look_at, pids) if process]
+    return [process for process in map(read_stat, pids) if process]
 
 
 def read_proc(path: str) -> bytes:

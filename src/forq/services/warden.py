@@ -63,7 +63,7 @@ class Warden:
         self._loop = service_loop()
         verbs = {"watch": self._watch, "kill": self._kill, "term": self._term, "clean_up": self._clean_up}
         self._desk = Desk(self._loop, leash, verbs)
-        self._own = context.own_pids
+        self._own = context.child_pids
         self._tree_mark = context.tree_mark
         self._clock = clock
         self._watched: dict[int, Watched] = {}

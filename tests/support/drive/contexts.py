@@ -6,7 +6,7 @@ from typing import Any
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.job import OFF
 from forq.log_format import LogFormat
-from forq.procs.orphans import OwnPids
+from forq.procs.orphans import ChildPids
 from forq.procs.process import Context
 from forq.procs.scoreboard import Scoreboard
 
@@ -38,4 +38,4 @@ def context(**changes: Any) -> Context:
     }
     if "scoreboard" not in changes:
         usual["scoreboard"] = Scoreboard.create(4)
-    return Context(**{"own_pids": OwnPids(), **usual, **changes})
+    return Context(**{"child_pids": ChildPids(), **usual, **changes})

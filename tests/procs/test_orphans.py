@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from forq.procs import orphans
-from forq.procs.orphans import OwnPids
+from forq.procs.orphans import ChildPids
 from forq.procs.treekill import children_of
 from tests.support.drive.processes import in_a_process_of_its_own
 
@@ -35,7 +35,7 @@ def ended(pid: int, seconds: float = 20.0) -> int | None:
 
 
 def test_the_shared_words_say_the_same_as_the_set_whatever_comes_and_goes() -> None:
-    own, chance, wanted = OwnPids(), random.Random(7), set[int]()
+    own, chance, wanted = ChildPids(), random.Random(7), set[int]()
     for _ in range(2000):
         pid = chance.randrange(1, 60)
         if chance.random() < 0.5:
@@ -50,7 +50,7 @@ def test_the_shared_words_say_the_same_as_the_set_whatever_comes_and_goes() -> N
 
 
 def test_a_list_that_was_read_while_something_was_forked_does_not_count() -> None:
-    own, looks = OwnPids(), 0
+    own, looks = ChildPids(), 0
     own.owner = os.getppid()
 
     def children() -> list[int]:
@@ -66,7 +66,7 @@ def test_a_list_that_was_read_while_something_was_forked_does_not_count() -> Non
 
 
 def test_nothing_is_found_while_a_fork_is_under_way_or_the_supervisor_is_gone() -> None:
-    own = OwnPids()
+    own = ChildPids()
     own.owner = os.getppid()
     with own.forking():
         assert own.look(lambda: [7], time.monotonic() + 0.05) == ([], frozenset())
@@ -76,12 +76,12 @@ def test_nothing_is_found_while_a_fork_is_under_way_or_the_supervisor_is_gone() 
 
 def test_another_process_kills_the_orphans_and_leaves_the_supervisors_own_alone() -> None:
     def check() -> None:
-        own = OwnPids()
+        own = ChildPids()
         reading, writing = os.pipe()
 
         def clean_up() -> None:
-            remains = orphans.clean_up(own, [], [], None)
-            os.write(writing, f"{remains.killed} {remains.zombies}".encode())
+            report = orphans.clean_up(own, [], [], None)
+            os.write(writing, f"{report.killed} {report.zombies}".encode())
 
         with own.forking():
             mine = fork(signal.pause)
@@ -99,16 +99,16 @@ def test_another_process_kills_the_orphans_and_leaves_the_supervisors_own_alone(
     in_a_process_of_its_own(check)
 
 
-def test_children_that_are_forked_while_another_process_hunts_live_on() -> None:
+def test_children_that_are_forked_while_another_process_kills_orphans_live_on() -> None:
     def check() -> None:
-        own = OwnPids()
+        own = ChildPids()
 
-        def hunt() -> None:
+        def kill() -> None:
             for _ in range(300):
                 orphans.clean_up(own, [], [], None)
 
         with own.forking():
-            warden = fork(hunt)
+            warden = fork(kill)
             own.add(warden)
         mine: list[int] = []
         while os.waitpid(warden, os.WNOHANG)[0] == 0:
@@ -132,7 +132,7 @@ def test_children_that_are_forked_while_another_process_hunts_live_on() -> None:
 
 def test_an_orphan_that_cannot_be_killed_before_is_not_waited_for_again() -> None:
     def check() -> None:
-        own = OwnPids()
+        own = ChildPids()
         survivor = fork(signal.pause)
         with own.forking():
             warden = fork(partial(orphans.clean_up, own, [survivor], [], None))
