@@ -11,7 +11,7 @@ from forq.broker.link import Link
 from forq.client import NewJob, new_job
 from forq.errors import ForqError, RedisUnavailable, UnknownQueue, WrongMode
 from forq.procs.loop import service_loop
-from forq.services.rpc import Later
+from forq.services.rpc import PendingReply
 from forq.services.waiting import Awaiters
 from tests.support.drive.server import Server
 from tests.support.drive.wait import wait_until
@@ -39,8 +39,8 @@ class Hall:
         until = None if wait is None else self.now() + wait
         params = {"name": "q", "awaiter": awaiter, "id": None, "mode": "on_request", "until": until, "lease_ms": None}
         answer = self.awaiters.ask(params | more)
-        if isinstance(answer, Later):
-            answer.promise(lambda value: self.answers.update({awaiter: value}))
+        if isinstance(answer, PendingReply):
+            answer.bind(lambda value: self.answers.update({awaiter: value}))
         return answer
 
     def step(self, patience_seconds: float = 0.02) -> float | None:
@@ -85,8 +85,8 @@ def test_what_is_there_is_answered_at_once(hall: Hall) -> None:
 
 @pytest.mark.spec("N21")
 def test_one_who_waits_is_answered_when_there_is_an_item_and_nobody_else_is(hall: Hall) -> None:
-    assert isinstance(hall.ask("first"), Later)
-    assert isinstance(hall.ask("second"), Later)
+    assert isinstance(hall.ask("first"), PendingReply)
+    assert isinstance(hall.ask("second"), PendingReply)
     hall.queue.enqueue(1, id="a")
     answer = hall.until(lambda: hall.answers)
     assert [(name, item["id"]) for name, item in answer.items()] == [("first", "a")]
@@ -95,7 +95,7 @@ def test_one_who_waits_is_answered_when_there_is_an_item_and_nobody_else_is(hall
 
 def test_two_thousand_await_their_own_items_through_one_clerk(hall: Hall) -> None:
     for number in range(2000):
-        assert isinstance(hall.ask(f"w{number}", id=f"item{number}"), Later)
+        assert isinstance(hall.ask(f"w{number}", id=f"item{number}"), PendingReply)
     hall.queue.enqueue_jobs([_named(f"item{number}") for number in range(2000)])
     hall.until(lambda: len(hall.answers) == 2000)
     assert all(item["id"] == f"item{name[1:]}" for name, item in _items(hall).items())
@@ -165,7 +165,7 @@ def test_awaiters_wait_on_while_redis_is_away(server: Server, hall: Hall) -> Non
     server.stop()
     with pytest.raises(RedisUnavailable):
         hall.ask("impatient", wait=0)
-    assert isinstance(hall.ask("late", wait=None), Later)
+    assert isinstance(hall.ask("late", wait=None), PendingReply)
     hall.until(lambda: hall.answers == {"short": None})
     server.start()
     queue = hall.client.create_queue("q", mode="on_request")

@@ -14,7 +14,7 @@ from forq.errors import ForqError, InvalidData, UnknownJob, UnknownQueue, UsageE
 from forq.procs import jsonrpc
 from forq.procs.loop import service_loop
 from forq.services.clerk import Clerk
-from forq.services.rpc import Desk
+from forq.services.rpc import RpcServer
 from tests.support.drive.contexts import context
 
 
@@ -136,7 +136,7 @@ def test_a_verb_that_breaks_is_answered_and_the_desk_goes_on() -> None:
         raise RuntimeError("oh")
 
     loop = service_loop()
-    Desk(loop, theirs, {"broken": broken, "fine": lambda params: params})
+    RpcServer(loop, theirs, {"broken": broken, "fine": lambda params: params})
     for number, verb in enumerate(["broken", "missing", "fine"]):
         ours.sendall(jsonrpc.request(number, verb, {"x": number}))
     loop.tick(5)

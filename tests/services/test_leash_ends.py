@@ -13,7 +13,7 @@ import pytest
 from forq.procs.loop import service_loop
 from forq.procs.scoreboard import Scoreboard, State
 from forq.services.pulse import Pulse
-from forq.services.rpc import Desk
+from forq.services.rpc import RpcServer
 from tests.support.drive.contexts import context
 
 STUCK = """
@@ -38,7 +38,7 @@ def stuck() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_reset_is_the_end_of_the_leash() -> None:
     ours, theirs = socket.socketpair()
     loop = service_loop()
-    Desk(loop, theirs, {}).tell("something", nobody="reads it")
+    RpcServer(loop, theirs, {}).notify("something", nobody="reads it")
     ours.close()
     loop.run()
 
@@ -46,9 +46,9 @@ def test_a_reset_is_the_end_of_the_leash() -> None:
 def test_a_service_outlives_a_word_to_a_supervisor_that_is_gone() -> None:
     ours, theirs = socket.socketpair()
     loop = service_loop()
-    desk = Desk(loop, theirs, {})
+    rpc = RpcServer(loop, theirs, {})
     ours.close()
-    desk.tell("too", late=True)
+    rpc.notify("too", late=True)
     loop.run()
 
 
@@ -81,7 +81,7 @@ def test_pulse_kills_stuck_children_also_when_its_leash_is_reset(
 def test_what_a_service_does_at_the_end_comes_before_timers_that_are_due() -> None:
     ours, theirs = socket.socketpair()
     loop, order = service_loop(), list[str]()
-    Desk(loop, theirs, {}, lambda: order.append("end"))
+    RpcServer(loop, theirs, {}, lambda: order.append("end"))
     loop.call_later(0.0, lambda: order.append("timer"))
     ours.close()
     loop.run()

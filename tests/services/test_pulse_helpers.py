@@ -38,7 +38,7 @@ class Beats:
         monkeypatch.setattr(pulse._recovery, "heartbeats", self._beat)
         monkeypatch.setattr(pulse._recovery, "recover", lambda *at, **how: Recovered(0))
         monkeypatch.setattr(pulse._recovery, "promote", lambda queue: None)
-        monkeypatch.setattr(pulse._desk, "tell", lambda event, **fields: self.told.append({"event": event, **fields}))
+        monkeypatch.setattr(pulse._rpc, "notify", lambda event, **fields: self.told.append({"event": event, **fields}))
         pulse._redis_ok = True
 
     def _beat(self, queues: list[str], expiry_ms: int, positions: object) -> Iterator[tuple[str, Heartbeat]]:

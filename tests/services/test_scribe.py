@@ -27,7 +27,7 @@ from tests.support.drive.server import Server
 from tests.support.drive.wait import wait_until, whole_lines
 
 
-class Desk:
+class ScribeRig:
     """The supervisor's end of a scribe's leash."""
 
     def __init__(self, url: str, directory: Path, processor: str = "p1", max_bytes: int = 10**6) -> None:
@@ -71,10 +71,10 @@ def store(redis_url: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def desk(redis_url: str, tmp_path: Path) -> Iterator[Desk]:
-    desk = Desk(redis_url, tmp_path / "logs")
-    yield desk
-    desk.close()
+def rig(redis_url: str, tmp_path: Path) -> Iterator[ScribeRig]:
+    rig = ScribeRig(redis_url, tmp_path / "logs")
+    yield rig
+    rig.close()
 
 
 def key(queue: str = "q", name: str = "outbox") -> str:
@@ -104,20 +104,20 @@ def size_limit(size: int) -> Iterator[None]:
 
 
 @pytest.mark.spec("N19")
-def test_lines_are_written_and_then_forgotten(store: Any, desk: Desk) -> None:
+def test_lines_are_written_and_then_forgotten(store: Any, rig: ScribeRig) -> None:
     fail(store, "a", "b")
-    scribe = desk.scribe()
+    scribe = rig.scribe()
     scribe.tick(1.0)
-    assert desk.logged() == ["a", "b"]
+    assert rig.logged() == ["a", "b"]
     assert not store.exists(key(), key(name="outbox:p1"))
-    path = desk.directory / "q" / "failed.jsonl"
+    path = rig.directory / "q" / "failed.jsonl"
     assert path.stat().st_mode & 0o777 == 0o600
     assert json.loads(path.read_text().splitlines()[0])["data"] == {"n": "a"}
 
 
 @pytest.mark.fault("service killed half way")
 def test_a_crash_between_write_and_forget_writes_again_and_loses_nothing(
-    store: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch
+    store: Any, rig: ScribeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail(store, "a")
 
@@ -127,44 +127,44 @@ def test_a_crash_between_write_and_forget_writes_again_and_loses_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(Outbox, "forget", crash)
         with pytest.raises(SystemExit):
-            desk.scribe().tick(1.0)
-    assert desk.logged() == ["a"]
+            rig.scribe().tick(1.0)
+    assert rig.logged() == ["a"]
     fail(store, "b")
-    successor = desk.scribe()
+    successor = rig.scribe()
     successor.tick(1.0)
     successor.tick(2.0)
-    assert desk.logged() == ["a", "a", "b"]
+    assert rig.logged() == ["a", "a", "b"]
     assert not store.exists(key(), key(name="outbox:p1"))
 
 
 def test_a_killed_scribe_s_lines_are_written_by_its_successor(store: Any, redis_url: str, tmp_path: Path) -> None:
     """A real process, killed while it cannot write."""
-    desk = Desk(redis_url, tmp_path / "logs")
+    rig = ScribeRig(redis_url, tmp_path / "logs")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "q").symlink_to(tmp_path)
     fail(store, "a")
     pid = os.fork()
     if pid == 0:
-        os._exit(run_scribe(desk.context, desk._theirs))
+        os._exit(run_scribe(rig.context, rig._theirs))
     try:
-        desk.leash.sendall(jsonrpc.request(1, "serve", {"queues": ["q"]}))
+        rig.leash.sendall(jsonrpc.request(1, "serve", {"queues": ["q"]}))
         wait_until(lambda: store.exists(key(name="outbox:p1")), what="it has the line in hand")
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     (tmp_path / "logs" / "q").unlink()
-    desk.scribe().tick(1.0)
-    assert desk.logged() == ["a"]
-    desk.close()
+    rig.scribe().tick(1.0)
+    assert rig.logged() == ["a"]
+    rig.close()
 
 
 def test_a_forget_whose_reply_was_lost_does_not_write_twice(
-    store: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch
+    store: Any, rig: ScribeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from forq.errors import OutcomeUnknown
 
     fail(store, "a")
-    scribe = desk.scribe()
+    scribe = rig.scribe()
 
     def lose(self: Outbox, queue: str, lines: list[bytes]) -> bool:
         raise OutcomeUnknown("the reply was lost")
@@ -173,81 +173,81 @@ def test_a_forget_whose_reply_was_lost_does_not_write_twice(
         patched.setattr(Outbox, "forget", lose)
         scribe.tick(1.0)
     scribe.tick(2.0)
-    assert desk.logged() == ["a"]
+    assert rig.logged() == ["a"]
     assert not store.exists(key(), key(name="outbox:p1"))
 
 
 def test_two_scribes_write_each_line_once(store: Any, redis_url: str, tmp_path: Path) -> None:
     jobs = [f"j{number}" for number in range(3000)]
     fail(store, *jobs)
-    desks = [Desk(redis_url, tmp_path / name, name) for name in ("p1", "p2")]
+    rigs = [ScribeRig(redis_url, tmp_path / name, name) for name in ("p1", "p2")]
 
-    def work(desk: Desk) -> None:
-        scribe = desk.scribe()
+    def work(rig: ScribeRig) -> None:
+        scribe = rig.scribe()
         for now in range(20):
             scribe.tick(1.0 + now / 100)
 
-    threads = [threading.Thread(target=work, args=(desk,)) for desk in desks]
+    threads = [threading.Thread(target=work, args=(rig,)) for rig in rigs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    logged = [desk.logged() for desk in desks]
+    logged = [rig.logged() for rig in rigs]
     assert sorted(logged[0] + logged[1]) == sorted(jobs)
     assert not store.exists(key(), key(name="outbox:p1"), key(name="outbox:p2"))
-    for desk in desks:
-        desk.close()
+    for rig in rigs:
+        rig.close()
 
 
 @pytest.mark.fault("disk of the failed log full")
 @pytest.mark.parametrize("trick", ["directory", "file"])
 def test_what_cannot_be_written_stays_in_redis_and_is_written_later(
-    store: Any, desk: Desk, tmp_path: Path, trick: str, caplog: pytest.LogCaptureFixture
+    store: Any, rig: ScribeRig, tmp_path: Path, trick: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    obstacle = desk.directory / "q" if trick == "directory" else desk.directory / "q" / "failed.jsonl"
+    obstacle = rig.directory / "q" if trick == "directory" else rig.directory / "q" / "failed.jsonl"
     obstacle.parent.mkdir(parents=True)
     obstacle.symlink_to(tmp_path / "elsewhere" if trick == "directory" else "/dev/full")
     (tmp_path / "elsewhere").mkdir()
     fail(store, "a")
     fail(store, "b", queue="r")
-    scribe = desk.scribe("q", "r")
+    scribe = rig.scribe("q", "r")
     for now in (1.0, 1.1, 1.3, 9.0):
         scribe.tick(now)
-    assert desk.logged("r") == ["b"]
+    assert rig.logged("r") == ["b"]
     assert store.llen(key(name="outbox:p1")) == 1
     assert not list((tmp_path / "elsewhere").iterdir())
-    told = desk.told()
+    told = rig.told()
     assert [(event["event"], event["queue"], event["failures"]) for event in told] == [
         ("failed_log", "q", failures) for failures in (1, 2, 3)
     ]
     assert len([record for record in caplog.records if "cannot be written" in record.message]) == 1
     obstacle.unlink()
     scribe.tick(60.0)
-    assert desk.logged() == ["a"]
-    assert desk.told()[0] == {"event": "failed_log", "queue": "q", "error": None, "failures": 3}
+    assert rig.logged() == ["a"]
+    assert rig.told()[0] == {"event": "failed_log", "queue": "q", "error": None, "failures": 3}
     assert not store.exists(key(), key(name="outbox:p1"))
 
 
 @pytest.mark.fault("disk of the failed log full")
-def test_a_full_disk_leaves_no_half_of_a_line(store: Any, desk: Desk) -> None:
+def test_a_full_disk_leaves_no_half_of_a_line(store: Any, rig: ScribeRig) -> None:
     fail(store, "a")
-    scribe = desk.scribe()
+    scribe = rig.scribe()
     scribe.tick(1.0)
     fail(store, "b", "c")
-    path = desk.directory / "q" / "failed.jsonl"
+    path = rig.directory / "q" / "failed.jsonl"
     size = path.stat().st_size
     with size_limit(size + 10):
         scribe.tick(1.0 + LOOK_SECONDS)
     assert path.stat().st_size == size
-    assert len(desk.told()) == 1
+    assert len(rig.told()) == 1
     scribe.tick(100.0)
-    assert desk.logged() == ["a", "b", "c"]
+    assert rig.logged() == ["a", "b", "c"]
 
 
 def test_while_redis_is_down_it_tries_again_and_says_so_once(
-    store: Any, desk: Desk, server: Server, caplog: pytest.LogCaptureFixture
+    store: Any, rig: ScribeRig, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scribe = desk.scribe()
+    scribe = rig.scribe()
     scribe.tick(1.0)
     server.kill()
     scribe._listen()
@@ -263,16 +263,16 @@ def test_while_redis_is_down_it_tries_again_and_says_so_once(
         fail(fresh, "a")
     for now in (60.0, 90.0):  # the first one may find the old connection
         scribe.tick(now)
-    assert (desk.logged(), scribe._redis.failures) == (["a"], 0)
+    assert (rig.logged(), scribe._redis.failures) == (["a"], 0)
 
 
 def test_a_server_that_only_refuses_writes_is_one_streak(
-    store: Any, desk: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    store: Any, rig: ScribeRig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from forq.errors import RedisUnavailable
 
     fail(store, "a")
-    scribe = desk.scribe()
+    scribe = rig.scribe()
 
     def refuse(self: Outbox, queue: str, max_lines: int = 0) -> list[bytes]:
         raise RedisUnavailable("MISCONF")
@@ -283,56 +283,56 @@ def test_a_server_that_only_refuses_writes_is_one_streak(
             scribe.tick(now)
     assert len([record for record in caplog.records if "cannot be drained" in record.message]) == 1
     scribe.tick(60.0)
-    assert desk.logged() == ["a"]
+    assert rig.logged() == ["a"]
 
 
-def test_a_broken_line_is_kept_as_it_is_and_holds_up_nothing(store: Any, desk: Desk) -> None:
+def test_a_broken_line_is_kept_as_it_is_and_holds_up_nothing(store: Any, rig: ScribeRig) -> None:
     store.rpush(key(), "not json", line("a"))
-    desk.scribe().tick(1.0)
-    first, second = (desk.directory / "q" / "failed.jsonl").read_text().splitlines()
+    rig.scribe().tick(1.0)
+    first, second = (rig.directory / "q" / "failed.jsonl").read_text().splitlines()
     assert json.loads(first)["line"] == "not json"
     assert json.loads(second)["id"] == "a"
 
 
-def test_data_at_the_limit_of_nesting_is_written(store: Any, desk: Desk) -> None:
+def test_data_at_the_limit_of_nesting_is_written(store: Any, rig: ScribeRig) -> None:
     body = "[" * 254 + "]" * 254
     store.rpush(key(), line("a").replace('{"n": "a"}', body))
-    desk.scribe().tick(1.0)
-    assert desk.logged() == ["a"]
-    assert body in (desk.directory / "q" / "failed.jsonl").read_text()
+    rig.scribe().tick(1.0)
+    assert rig.logged() == ["a"]
+    assert body in (rig.directory / "q" / "failed.jsonl").read_text()
 
 
-def test_the_process_drains_at_start_when_told_and_after_a_reconnect(store: Any, desk: Desk) -> None:
+def test_the_process_drains_at_start_when_told_and_after_a_reconnect(store: Any, rig: ScribeRig) -> None:
     fail(store, "a")
-    thread = threading.Thread(target=run_scribe, args=(desk.context, desk._theirs))
+    thread = threading.Thread(target=run_scribe, args=(rig.context, rig._theirs))
     thread.start()
     try:
-        desk.leash.sendall(jsonrpc.request(1, "serve", {"queues": ["q"]}))
-        wait_until(lambda: desk.logged() == ["a"])
+        rig.leash.sendall(jsonrpc.request(1, "serve", {"queues": ["q"]}))
+        wait_until(lambda: rig.logged() == ["a"])
         fail(store, "b")
-        wait_until(lambda: desk.logged() == ["a", "b"], seconds=10)
+        wait_until(lambda: rig.logged() == ["a", "b"], seconds=10)
         store.rpush(key(), line("c"))  # and nobody is told
         bells = [client["id"] for client in store.client_list() if client["name"] == "forq-scribe-bell"]
         assert bells
         for bell in bells:
             store.client_kill_filter(_id=bell)
-        wait_until(lambda: desk.logged() == ["a", "b", "c"], seconds=10)
+        wait_until(lambda: rig.logged() == ["a", "b", "c"], seconds=10)
         fail(store, "d")
-        wait_until(lambda: desk.logged() == ["a", "b", "c", "d"], seconds=10)
+        wait_until(lambda: rig.logged() == ["a", "b", "c", "d"], seconds=10)
     finally:
-        desk.leash.shutdown(socket.SHUT_WR)
+        rig.leash.shutdown(socket.SHUT_WR)
         thread.join(10)
     assert not thread.is_alive()
 
 
-def test_lines_that_nobody_told_of_are_found_by_the_next_look(store: Any, desk: Desk) -> None:
-    scribe = desk.scribe()
+def test_lines_that_nobody_told_of_are_found_by_the_next_look(store: Any, rig: ScribeRig) -> None:
+    scribe = rig.scribe()
     scribe.tick(1.0)
     store.rpush(key(), line("a"))
     scribe.tick(LOOK_SECONDS)
-    assert desk.logged() == []
+    assert rig.logged() == []
     scribe.tick(LOOK_SECONDS + 1.0)
-    assert desk.logged() == ["a"]
+    assert rig.logged() == ["a"]
 
 
 def test_a_log_is_rotated_by_size_and_the_oldest_of_ten_is_dropped(tmp_path: Path) -> None:

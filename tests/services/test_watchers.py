@@ -10,7 +10,7 @@ from forq.broker.claim import report_progress
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.errors import ForqError, InvalidId, InvalidName, RedisUnavailable, UnknownJob, UnknownQueue, UsageError
 from forq.procs.loop import service_loop
-from forq.services.rpc import Later
+from forq.services.rpc import PendingReply
 from forq.services.waiting import LISTEN_SECONDS, LONGEST_WAIT_SECONDS, WATCH_SECONDS, Watchers
 from tests.support.drive.one_queue import OneQueue, one_queue
 from tests.support.drive.server import Server
@@ -31,8 +31,8 @@ class Gallery:
     def watch(self, seen: str | None = None, job_id: str = "a", **more: Any) -> Any:
         """What the verb answers at once; else the answer will be in `answers`."""
         answer = self.watchers.watch({"name": "q", "id": job_id, "seen": seen, **more})
-        if isinstance(answer, Later):
-            answer.promise(self.answers.append)
+        if isinstance(answer, PendingReply):
+            answer.bind(self.answers.append)
         return answer
 
     def step(self) -> list[Any]:
@@ -76,7 +76,7 @@ def test_progress_is_answered_as_soon_as_it_is_heard_without_a_look(gallery: Gal
     gallery.queue.enqueue("a")
     gallery.worker.turn(want=1)
     seen = gallery.watch()["seen"]
-    assert isinstance(gallery.watch(seen), Later)
+    assert isinstance(gallery.watch(seen), PendingReply)
     assert gallery.step() == []
     gallery.report(0.4, "page 12 of 30")
     (answer,) = gallery.until(lambda: gallery.answers)
@@ -89,7 +89,7 @@ def test_the_end_of_a_job_that_told_progress_is_heard(gallery: Gallery) -> None:
     gallery.queue.enqueue("a")
     gallery.worker.turn(want=1)
     gallery.report(0.4)
-    assert isinstance(gallery.watch(gallery.watch()["seen"]), Later)
+    assert isinstance(gallery.watch(gallery.watch()["seen"]), PendingReply)
     gallery.worker.turn(done="a")
     (answer,) = gallery.until(lambda: gallery.answers)
     assert answer["state"] == "gone"

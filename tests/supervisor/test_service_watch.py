@@ -12,7 +12,7 @@ import pytest
 
 from forq.procs.liveness import LATE_SECONDS, SLICE_SECONDS, AwakeTime, may_take, passed
 from forq.procs.loop import Loop, service_loop
-from forq.services.rpc import Desk
+from forq.services.rpc import RpcServer
 from forq.supervisor.child import ChildTable
 from forq.supervisor.service import Service
 from forq.supervisor.unresponsive import ServiceWatch
@@ -23,7 +23,7 @@ Run = Callable[[socket.socket], int]
 def serve(leash: socket.socket, verbs: dict[str, Callable[[dict[str, object]], object]] | None = None) -> int:
     """A service's loop."""
     loop = service_loop()
-    Desk(loop, leash, verbs or {})
+    RpcServer(loop, leash, verbs or {})
     loop.run()
     return 0
 

@@ -38,7 +38,7 @@ from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import service_loop
 from forq.procs.process import Context
 from forq.procs.scoreboard import Scoreboard, Slot
-from forq.services.rpc import Desk
+from forq.services.rpc import RpcServer
 
 log = logging.getLogger("forq")
 
@@ -168,7 +168,7 @@ class Logger:
     def __init__(self, context: Context, leash: socket.socket, forwarder: Forwarder | None = None) -> None:
         self._context = context
         self._loop = service_loop(poller=select.epoll(), most_events=MAX_EVENTS)
-        self._desk = Desk(self._loop, leash, {"serve": self._serve, "drain": self._drain})
+        self._rpc = RpcServer(self._loop, leash, {"serve": self._serve, "drain": self._drain})
         self._forwarder = forwarder or Forwarder()
         self._redact = Redaction(context.redact)
         self._jobs = RunningJobs(context.scoreboard)

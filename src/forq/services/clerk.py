@@ -21,7 +21,7 @@ from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import Loop, service_loop
 from forq.procs.process import Context
 from forq.schedules import Schedule
-from forq.services.rpc import Desk
+from forq.services.rpc import RpcServer
 from forq.services.scribe import append_lines
 from forq.services.waiting import Awaiters, Followers, Watchers
 from forq.settings import WORK, changed_for_fail_queue, check_changes, stored, stored_defaults, stored_for_fail_queue
@@ -36,7 +36,7 @@ _UPDATE_FIELDS = ("if_exists", "update_data", "update_run_at", "reset_counts")
 def run_clerk(context: Context, leash: socket.socket) -> int:
     loop = service_loop()
     clerk = Clerk(context, loop)
-    Desk(loop, leash, clerk.verbs())
+    RpcServer(loop, leash, clerk.verbs())
     loop.run(clerk.after_pass)
     return exits.STOPPED
 

@@ -30,7 +30,7 @@ from forq.procs.loop import service_loop
 from forq.procs.process import Context
 from forq.procs.scoreboard import LOOKS, REDIS_ERRORS, SUPERVISOR_ERRORS, Scoreboard, State, Tallied, Tallies
 from forq.services.http_server import Asked, HttpServer, Page
-from forq.services.rpc import Desk
+from forq.services.rpc import RpcServer
 from forq.settings import WORK
 
 SUPERVISOR_SECONDS = 2.0
@@ -268,7 +268,7 @@ INDEX = b"forq\n\n/metrics   for Prometheus\n/healthz   200 if jobs are consumed
 def run_metrics(context: Context, listener: socket.socket, leash: socket.socket) -> int:
     """The entry point: returns the process's exit code."""
     loop = service_loop()
-    Desk(loop, leash, {})
+    RpcServer(loop, leash, {})
     HttpServer(loop, listener, Pages(context).answer)
     loop.run()
     return exits.STOPPED

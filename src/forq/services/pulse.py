@@ -44,7 +44,7 @@ from forq.procs.process import Context
 from forq.procs.scoreboard import Role, State, age_ms
 from forq.procs.treekill import kill_tree
 from forq.redis_url import database_of
-from forq.services.rpc import Desk
+from forq.services.rpc import RpcServer
 from forq.services.unread import Unread
 
 log = logging.getLogger("forq")
@@ -180,12 +180,12 @@ class Pulse:
         self._loop = Loop(now, poller=select.poll(), on_error=_could_not_finish)
         self._later = self._loop.call_later
         # At once: a timer that is due may wait for a Redis that is gone as well.
-        self._desk = Desk(self._loop, leash, verbs, self._end_with_supervisor)
+        self._rpc = RpcServer(self._loop, leash, verbs, self._end_with_supervisor)
         self._unread = Unread(
             self._recovery,
             context.scoreboard,
             later=self._later,
-            challenge=lambda slots, unread: self._desk.tell("silent", slots=slots, unread=unread),
+            challenge=lambda slots, unread: self._rpc.notify("silent", slots=slots, unread=unread),
         )
         self._queues: list[str] = []
         self._redis_ok: bool | None = None
@@ -347,7 +347,7 @@ class Pulse:
             if was_deaf:
                 self._subscription.connect()
                 self._loop.add_reader(self._subscription.fileno(), self._hear)
-                self._desk.tell("redis_back")
+                self._rpc.notify("redis_back")
         except RedisUnavailable as exc:
             self._note_redis(exc)
         # What was published while nobody heard it is lost, of every queue.
@@ -377,13 +377,13 @@ class Pulse:
             self._note_redis(exc)
             return
         for name, mode in unserved.items():
-            self._desk.tell("queue_found", queue=name, mode=mode)
+            self._rpc.notify("queue_found", queue=name, mode=mode)
 
     def _find_halves(self) -> None:
         self._later(LOOK_SECONDS, self._find_halves)
         if self._redis_ok:
             for name in self._halves.look(time.monotonic()):
-                self._desk.tell("queue_half", queue=name)
+                self._rpc.notify("queue_half", queue=name)
 
     def _heartbeats(self, queues: list[str]) -> None:
         away: RedisUnavailable | None = None
@@ -393,7 +393,7 @@ class Pulse:
             if isinstance(beat, RedisUnavailable):
                 away = beat
             elif isinstance(beat, Fenced):
-                self._desk.tell("evicted", queue=queue)
+                self._rpc.notify("evicted", queue=queue)
                 return
             else:
                 self._hear_beat(queue, beat)
@@ -403,11 +403,11 @@ class Pulse:
         if queues:
             self._note_redis(away)
         if self._link.missed() != missed:
-            self._desk.tell("redis_back")
+            self._rpc.notify("redis_back")
 
     def _hear_beat(self, queue: str, beat: Heartbeat | ForqError) -> None:
         if isinstance(beat, QueueGone):
-            self._desk.tell("queue_gone", queue=main_queue(queue), deleted=beat.deleted)
+            self._rpc.notify("queue_gone", queue=main_queue(queue), deleted=beat.deleted)
         elif isinstance(beat, ForqError):
             log.error("heartbeat refused queue=%s error=%s", queue, beat)
         else:
@@ -416,9 +416,9 @@ class Pulse:
             if beat.more:
                 self._later(0, partial(self._heartbeats, [queue]))
             if beat.helpers_wanted and queue == main_queue(queue):
-                self._desk.tell("suspects", queue=queue, waiting=beat.helpers_wanted)
+                self._rpc.notify("suspects", queue=queue, waiting=beat.helpers_wanted)
             elif beat.helpers_wanted:
-                self._desk.tell("fail_jobs", queue=main_queue(queue))
+                self._rpc.notify("fail_jobs", queue=main_queue(queue))
             if beat.evicted:
                 log.warning("took over from silent processors queue=%s processors=%s", queue, beat.evicted)
             for job, fate in beat.lost:
@@ -443,7 +443,7 @@ class Pulse:
             return
         if ok != self._redis_ok:
             self._redis_ok = ok
-            self._desk.tell("redis", ok=ok, error=None if exc is None else str(exc))
+            self._rpc.notify("redis", ok=ok, error=None if exc is None else str(exc))
             log.info("redis is reachable") if ok else log.warning("redis is gone error=%s", exc)
 
     def _start_watching(self) -> None:

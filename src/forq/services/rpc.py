@@ -20,21 +20,21 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 Verb = Callable[[dict[str, Any]], object]
 
 
-class Later:
+class PendingReply:
     """What a verb returns whose answer is not known yet. `answer` is called once, with the result or a ForqError."""
 
     def __init__(self) -> None:
         self._send: Callable[[object], None] | None = None
 
-    def promise(self, send: Callable[[object], None]) -> None:
+    def bind(self, send: Callable[[object], None]) -> None:
         self._send = send
 
-    def answer(self, value: object) -> None:
+    def resolve(self, value: object) -> None:
         assert self._send is not None, "the verb has not returned yet"
         self._send(value)
 
 
-class Desk:
+class RpcServer:
     """Ends the loop when the supervisor is gone. `on_end` is called first, at once."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Desk:
                 self._answer(call)
             # Anything else is a ping: the loop comes round, and that is the answer.
 
-    def tell(self, event: str, **fields: object) -> None:
+    def notify(self, event: str, **fields: object) -> None:
         """Something the supervisor should know without having asked."""
         self._leash.send(jsonrpc.encode({"event": event, **fields}) + b"\n")
 
@@ -70,8 +70,8 @@ class Desk:
             if verb is None:
                 raise UnknownVerb(f"no verb {call.method!r}")
             result = verb(call.params)
-            if isinstance(result, Later):
-                result.promise(partial(self._send, call.id))
+            if isinstance(result, PendingReply):
+                result.bind(partial(self._send, call.id))
             else:
                 self._send(call.id, result)
         except ForqError as exc:

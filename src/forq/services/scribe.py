@@ -34,7 +34,7 @@ from forq.procs.liveness import DISK_SECONDS, may_take
 from forq.procs.loop import service_loop
 from forq.procs.process import Context
 from forq.services.append_only_sync import AppendOnlySync
-from forq.services.rpc import Desk
+from forq.services.rpc import RpcServer
 
 log = logging.getLogger("forq")
 
@@ -163,7 +163,7 @@ class Scribe:
         self._outbox = Outbox(link, context.prefix, context.processor, context.expiry_ms)
         self._outbox_subscription = OutboxSubscription(context.url, context.prefix, "forq-scribe-bell")
         self._loop = service_loop()
-        self._desk = Desk(self._loop, leash, {"serve": self._serve})
+        self._rpc = RpcServer(self._loop, leash, {"serve": self._serve})
         self._queues: list[str] = []
         # When each queue that has lines is to be drained, and when to look for such queues.
         self._due: dict[str, float] = {}
@@ -262,13 +262,13 @@ class Scribe:
         self._due[queue] = now + streak.fail()
         if streak.failures == 1:
             log.error("failed log cannot be written, its lines stay in Redis queue=%s error=%s", queue, exc)
-        self._desk.tell("failed_log", queue=queue, error=str(exc), failures=streak.failures)
+        self._rpc.notify("failed_log", queue=queue, error=str(exc), failures=streak.failures)
 
     def _disk_works(self, queue: str) -> None:
         streak = self._disk.pop(queue, None)
         if streak is not None:
             log.info("failed log can be written again queue=%s failures=%s", queue, streak.failures)
-            self._desk.tell("failed_log", queue=queue, error=None, failures=streak.failures)
+            self._rpc.notify("failed_log", queue=queue, error=None, failures=streak.failures)
 
     def _redis_failed(self, exc: RedisUnavailable, now: float) -> None:
         """Which queues have lines is looked up again when Redis is back."""

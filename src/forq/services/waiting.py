@@ -40,7 +40,7 @@ from forq.job import new_id
 from forq.output.files import OutputReader
 from forq.procs.loop import Loop
 from forq.redis_url import database_of
-from forq.services.rpc import Later
+from forq.services.rpc import PendingReply
 from forq.values import check_job_id, check_queue_name, shown
 
 log = logging.getLogger("forq")
@@ -61,7 +61,7 @@ class Awaiter:
     lease_ms: int | None
     until: float
     due: float = 0.0
-    later: Later = field(default_factory=Later)
+    reply: PendingReply = field(default_factory=PendingReply)
 
 
 class Awaiters:
@@ -102,7 +102,7 @@ class Awaiters:
             del self._awaiters[one.name]
             raise
         if item is None:
-            return one.later
+            return one.reply
         del self._awaiters[one.name]
         return item
 
@@ -110,7 +110,7 @@ class Awaiters:
         """The verb: whoever asked is gone. What it was handed meanwhile goes back in line."""
         one = self._awaiters.pop(params["awaiter"], None)
         if one is not None:
-            one.later.answer(None)
+            one.reply.resolve(None)
         try:
             Leases(self._link, self._prefix, params["name"]).leave(params["awaiter"])
         except RedisUnavailable as exc:
@@ -157,7 +157,7 @@ class Awaiters:
             answer = ForqError(f"internal error: {type(exc).__name__}: {exc}")
         if answer is not None or last:
             del self._awaiters[one.name]
-            one.later.answer(answer)
+            one.reply.resolve(answer)
 
     def _look(self, one: Awaiter) -> dict[str, Any] | None:
         """What it was handed; None if there is nothing yet, and then the next look is planned."""
@@ -234,7 +234,7 @@ class Watcher:
     since: int
     until: float
     due: float = 0.0
-    later: Later = field(default_factory=Later)
+    reply: PendingReply = field(default_factory=PendingReply)
 
 
 class Watchers:
@@ -266,7 +266,7 @@ class Watchers:
             return answer
         one.due = min(self._now() + WATCH_SECONDS, one.until)
         self._watchers.append(one)
-        return one.later
+        return one.reply
 
     def _hear(self) -> None:
         fd = self._subscription.fileno()
@@ -298,7 +298,7 @@ class Watchers:
                 log.exception("cannot look at a job that is watched queue=%s", one.inspector.name)
                 answer = ForqError(f"internal error: {type(exc).__name__}: {exc}")
             self._watchers.remove(one)
-            one.later.answer(answer)
+            one.reply.resolve(answer)
         if self._subscription.connected and not self._watchers and now >= self._asked_at + LISTEN_SECONDS:
             self._stop_listening()
         due = [one.due for one in self._watchers]
@@ -372,7 +372,7 @@ class Follower:
     cursor: str
     job: str | None
     until: float
-    later: Later = field(default_factory=Later)
+    reply: PendingReply = field(default_factory=PendingReply)
 
 
 class Followers:
@@ -401,7 +401,7 @@ class Followers:
         if not self._followers:
             self._look_at = self._now() + FOLLOW_SECONDS
         self._followers.append(one)
-        return one.later
+        return one.reply
 
     def tick(self) -> float | None:
         """Answers those for whom something has come, or who have waited long enough; how long nothing is due then."""
@@ -412,7 +412,7 @@ class Followers:
                 answer = self._look(one, now)
                 if answer is not None:
                     self._followers.remove(one)
-                    one.later.answer(answer)
+                    one.reply.resolve(answer)
         return max(0.0, self._look_at - self._now()) if self._followers else None
 
     def _look(self, one: Follower, now: float) -> object:

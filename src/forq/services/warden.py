@@ -25,7 +25,7 @@ from forq.procs.liveness import may_take
 from forq.procs.loop import service_loop
 from forq.procs.process import Context, pss_bytes
 from forq.procs.treekill import descendants_of, kill_tree, signal_descendants
-from forq.services.rpc import Desk
+from forq.services.rpc import RpcServer
 
 LOOK_SECONDS = 0.05
 IDLE_LOOK_SECONDS = 1.0
@@ -62,7 +62,7 @@ class Warden:
         self._scoreboard = context.scoreboard
         self._loop = service_loop()
         verbs = {"watch": self._watch, "kill": self._kill, "term": self._term, "clean_up": self._clean_up}
-        self._desk = Desk(self._loop, leash, verbs)
+        self._rpc = RpcServer(self._loop, leash, verbs)
         self._own = context.child_pids
         self._tree_mark = context.tree_mark
         self._clock = clock
@@ -88,7 +88,7 @@ class Warden:
             if (idle_too or self._is_busy(watched)) and (found := look_at_tree(watched.pid, watched.resources)):
                 # Once: the supervisor ends it.
                 del self._watched[watched.key]
-                self._desk.tell("exceeded", key=watched.key, cause=found.cause, peak=found.peak_bytes)
+                self._rpc.notify("exceeded", key=watched.key, cause=found.cause, peak=found.peak_bytes)
         self._pause_seconds = max(LOOK_SECONDS, (self._clock() - began) * (SHARE - 1))
 
     def _watch(self, params: dict[str, Any]) -> object:
