@@ -167,7 +167,7 @@ class Service:
             self.child.kill()
 
     def _run_watched(self, leash: socket.socket) -> int:
-        liveness.be_watched(self._liveness)
+        liveness.publish(self._liveness)
         return self._run(leash)
 
     def _read(self, line: bytes) -> None:

@@ -250,13 +250,13 @@ def test_each_read_of_a_long_answer_may_take_the_whole_time_limit(
     theirs.sendall(b"$4\r\nab")
     said: list[float] = []
 
-    def may_take(seconds: float) -> None:
+    def expect_busy(seconds: float) -> None:
         said.append(seconds)
         if len(said) == 3:
             theirs.sendall(b"cd\r\n")
 
     monkeypatch.setattr(liveness, "watched", True)
-    monkeypatch.setattr(liveness, "may_take", may_take)
+    monkeypatch.setattr(liveness, "expect_busy", expect_busy)
     assert connection.receive() == b"abcd"
     # For the answer, for its first part, and for the second.
     assert said == [5, 5, 5]

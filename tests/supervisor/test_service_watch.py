@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.procs.liveness import LATE_SECONDS, SLICE_SECONDS, AwakeTime, may_take, passed
+from forq.procs.liveness import LATE_SECONDS, SLICE_SECONDS, AwakeTime, expect_busy, mark_pass
 from forq.procs.loop import Loop, service_loop
 from forq.services.rpc import RpcServer
 from forq.supervisor.child import ChildTable
@@ -98,7 +98,7 @@ def test_a_service_that_never_comes_back_to_its_loop_is_replaced(
         if (tmp_path / "spun").exists():
             return serve(leash)
         (tmp_path / "spun").touch()
-        passed()
+        mark_pass()
         while True:
             pass
 
@@ -115,7 +115,7 @@ def test_a_service_stopped_by_a_signal_is_replaced_although_it_said_it_would_be_
     def busy(leash: socket.socket) -> int:
         if (tmp_path / "busy").exists():
             return serve(leash)
-        may_take(3600)
+        expect_busy(3600)
         (tmp_path / "busy").touch()
         time.sleep(3600)
         return 0
@@ -135,8 +135,8 @@ def test_a_service_in_a_call_that_may_take_long_is_waited_for(
     seconds = 5.0
 
     def wait(leash: socket.socket) -> int:
-        passed()
-        may_take(seconds + 1)
+        mark_pass()
+        expect_busy(seconds + 1)
         time.sleep(seconds)
         (tmp_path / "back").touch()
         return serve(leash)

@@ -59,7 +59,7 @@ class Connection:
 
     def __init__(self, url: str, *, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
-        liveness.may_take(connect_timeout_seconds + (0.0 if url.startswith("unix:") else liveness.LOOKUP_SECONDS))
+        liveness.expect_busy(connect_timeout_seconds + (0.0 if url.startswith("unix:") else liveness.LOOKUP_SECONDS))
         self._redis = _copy(_template(url))
         self._redis.client_name = name
         self._redis.socket_connect_timeout, self._redis.socket_timeout = connect_timeout_seconds, timeout_seconds
@@ -82,7 +82,7 @@ class Connection:
     def receive(self) -> Any:
         """The next answer; a refusal is returned, as an exception with what the server said."""
         if liveness.watched:
-            liveness.may_take(self._timeout_seconds)
+            liveness.expect_busy(self._timeout_seconds)
         try:
             return self._read()
         except RedisError as exc:
@@ -100,7 +100,7 @@ class _Parser(redis.connection.DefaultParser):  # type: ignore[misc,valid-type] 
     def read_from_socket(self, *args: Any, **kwargs: Any) -> Any:
         # A long answer takes several reads, and each has the whole time limit.
         if liveness.watched:
-            liveness.may_take(self._socket_timeout)
+            liveness.expect_busy(self._socket_timeout)
         return super().read_from_socket(*args, **kwargs)
 
 
@@ -198,7 +198,7 @@ def open_master(address: Address, name: str, connect_timeout_seconds: float, tim
 def _ask_sentinel(address: Address, host: str, port: int, name: str) -> tuple[str, int]:
     kind, options = _options(address.sentinel_url(host, port))
     limits: dict[str, Any] = {"socket_connect_timeout": ASK_SECONDS, "socket_timeout": ASK_SECONDS}
-    liveness.may_take(2 * ASK_SECONDS + liveness.LOOKUP_SECONDS)
+    liveness.expect_busy(2 * ASK_SECONDS + liveness.LOOKUP_SECONDS)
     pool, sentinels = ConnectionPool(kind, client_name=name, **options, **limits), Sentinel([])
     try:
         # This connects. What discover_master says of a sentinel that it cannot reach has the password in it.

@@ -34,7 +34,7 @@ from forq.output.format import (
     open_fifo,
 )
 from forq.output.forwarding import Forwarder
-from forq.procs.liveness import DISK_SECONDS, may_take
+from forq.procs.liveness import DISK_SECONDS, expect_busy
 from forq.procs.loop import service_loop
 from forq.procs.process import Context
 from forq.procs.scoreboard import Scoreboard, Slot
@@ -271,7 +271,7 @@ class Logger:
             return
         if self._redact:
             records = [{**record, "message": self._redact(record["message"])} for record in records]
-        may_take(DISK_SECONDS)
+        expect_busy(DISK_SECONDS)
         output.keep(records)
         log_format = self._context.log_format
         for record in records:
@@ -288,7 +288,7 @@ class Logger:
 
     def _sweep(self, now: float) -> None:
         self._sweep_at = now + SWEEP_SECONDS
-        may_take(DISK_SECONDS)
+        expect_busy(DISK_SECONDS)
         try:
             swept = sweep(self._context.logs_dir, self._served, time.time())
         except OSError as exc:

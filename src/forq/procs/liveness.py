@@ -51,19 +51,19 @@ _words: "list[int] | memoryview[int]" = [0, 0]
 watched = False
 
 
-def be_watched(liveness: Liveness) -> None:
+def publish(liveness: Liveness) -> None:
     """In the service's process: from now on it writes these words."""
     global _words, watched
     _words, watched = liveness.words, True
 
 
-def passed() -> None:
+def mark_pass() -> None:
     """Right before the loop waits: what was due is done."""
     _words[_BUSY_UNTIL] = 0
     _words[_PASSED] = time.monotonic_ns()
 
 
-def may_take(seconds: float = PASS_SECONDS) -> None:
+def expect_busy(seconds: float = PASS_SECONDS) -> None:
     """What comes next may block, or keep this process busy, for this long."""
     until = time.monotonic_ns() + int(seconds * 1e9)
     if until > _words[_BUSY_UNTIL]:

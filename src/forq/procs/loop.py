@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 
-from forq.procs.liveness import passed
+from forq.procs.liveness import mark_pass
 
 log = logging.getLogger("forq")
 
@@ -181,7 +181,7 @@ class Loop:
 
     def _wait(self, patience_seconds: float | None) -> list[tuple[_Entry, int]]:
         """Who waits for what has happened, as of now."""
-        passed()
+        mark_pass()
         if isinstance(self._poller, select.epoll):
             happened = self._poller.poll(patience_seconds, self._most_events or max(len(self._entries), 1))
         else:

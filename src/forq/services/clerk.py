@@ -17,7 +17,7 @@ from forq.broker.schedules import Schedules
 from forq.broker.scripts import script
 from forq.broker.server_check import check_server
 from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
-from forq.procs.liveness import DISK_SECONDS, may_take
+from forq.procs.liveness import DISK_SECONDS, expect_busy
 from forq.procs.loop import Loop, service_loop
 from forq.procs.process import Context
 from forq.schedules import Schedule
@@ -145,7 +145,7 @@ class Clerk:
 
     def _log_dropped(self, name: str, drop: Callable[[str, Callable[[list[Dropped]], None]], bool]) -> bool:
         directory, max_bytes = self._context.logs_dir / name, self._context.failed_log_max
-        may_take(DISK_SECONDS)
+        expect_busy(DISK_SECONDS)
         return drop(name, lambda jobs: append_lines(directory, jobs, max_bytes))
 
     def pause(self, params: dict[str, Any]) -> object:
@@ -179,7 +179,7 @@ class Clerk:
         try:
             return look()
         except UnknownJob:
-            may_take()
+            expect_busy()
             error = unknown_job(self._link, self._context.prefix, params["name"], params["id"])
         try:
             return look()
@@ -269,7 +269,7 @@ class Clerk:
 
         found: dict[str, int] = {}
         for pid in params["pids"]:
-            may_take()
+            expect_busy()
             with suppress(psutil.Error):  # it has ended meanwhile
                 found[str(pid)] = psutil.Process(pid).memory_full_info().pss
         return found

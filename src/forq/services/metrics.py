@@ -25,7 +25,7 @@ from forq.errors import ForqError, RedisUnavailable, SupervisorUnreachable
 from forq.health import CONSUMING_STATES, Fault, faults_of_queue, faults_of_supervisor
 from forq.procs import jsonrpc
 from forq.procs.lines import Lines
-from forq.procs.liveness import may_take
+from forq.procs.liveness import expect_busy
 from forq.procs.loop import service_loop
 from forq.procs.process import Context
 from forq.procs.scoreboard import LOOKS, REDIS_ERRORS, SUPERVISOR_ERRORS, Scoreboard, State, Tallied, Tallies
@@ -320,7 +320,7 @@ class Pages:
     def _look_again(self) -> Look:
         if self._look is not None and time.monotonic() - self._looked_at < LOOK_SECONDS:
             return self._look
-        may_take(LOOK_MOST_SECONDS)
+        expect_busy(LOOK_MOST_SECONDS)
         known = _queues_in(self._faults)
         look = self._looker.look()
         faults = faults_in(look, self._health_seconds)

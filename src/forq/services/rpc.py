@@ -9,7 +9,7 @@ from typing import Any
 from forq.errors import ForqError, InvalidData, UnknownVerb
 from forq.procs import jsonrpc
 from forq.procs.lines import LineConnection, Lines
-from forq.procs.liveness import may_take
+from forq.procs.liveness import expect_busy
 from forq.procs.loop import Loop
 
 log = logging.getLogger("forq")
@@ -56,7 +56,7 @@ class RpcServer:
         while (line := self._leash.lines.pop()) is not None:
             call = jsonrpc.read_request(line)
             if call.expects_answer:
-                may_take()
+                expect_busy()
                 self._answer(call)
             # Anything else is a ping: the loop comes round, and that is the answer.
 

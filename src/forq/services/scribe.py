@@ -30,7 +30,7 @@ from forq.broker.link import Link
 from forq.broker.outbox import Outbox, OutboxSubscription, read_line
 from forq.errors import Fenced, ForqError, RedisUnavailable, UnknownQueue
 from forq.procs.backoff import Backoff
-from forq.procs.liveness import DISK_SECONDS, may_take
+from forq.procs.liveness import DISK_SECONDS, expect_busy
 from forq.procs.loop import service_loop
 from forq.procs.process import Context
 from forq.services.append_only_sync import AppendOnlySync
@@ -253,7 +253,7 @@ class Scribe:
         if self._written.get(queue) == lines:
             return
         directory = self._context.logs_dir / queue
-        may_take(DISK_SECONDS)
+        expect_busy(DISK_SECONDS)
         append_lines(directory, [read_line(queue, line) for line in lines], self._context.failed_log_max)
         self._written[queue] = lines
 

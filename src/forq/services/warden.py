@@ -21,7 +21,7 @@ from typing import Any
 from forq import exits
 from forq.procs import orphans
 from forq.procs.cgroups import OUT_OF_MEMORY, TOO_MANY_TASKS, Exceeded, Resources
-from forq.procs.liveness import may_take
+from forq.procs.liveness import expect_busy
 from forq.procs.loop import service_loop
 from forq.procs.process import Context, pss_bytes
 from forq.procs.treekill import descendants_of, kill_tree, signal_descendants
@@ -84,7 +84,7 @@ class Warden:
         if idle_too:
             self._idle_look_at = began + IDLE_LOOK_SECONDS
         for watched in list(self._watched.values()):
-            may_take()
+            expect_busy()
             if (idle_too or self._is_busy(watched)) and (found := look_at_tree(watched.pid, watched.resources)):
                 # Once: the supervisor ends it.
                 del self._watched[watched.key]
@@ -102,7 +102,7 @@ class Warden:
         return {}
 
     def _kill(self, params: dict[str, Any]) -> object:
-        may_take(KILL_SECONDS)
+        expect_busy(KILL_SECONDS)
         # Of a supervisor that is dead the pid may be another's by now. A living one reaps it after our answer.
         return {"gone": self._own.owner_lives() and kill_tree(params["pid"])}
 
@@ -112,7 +112,7 @@ class Warden:
         return {}
 
     def _clean_up(self, params: dict[str, Any]) -> object:
-        may_take(orphans.LONGEST_SECONDS)
+        expect_busy(orphans.LONGEST_SECONDS)
         return asdict(orphans.clean_up(self._own, params["survivors"], params["groups"], self._tree_mark))
 
     def _is_busy(self, watched: Watched) -> bool:
