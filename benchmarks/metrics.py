@@ -24,10 +24,10 @@ from forq.broker.registry import Registry
 from forq.procs import jsonrpc
 from forq.procs.scoreboard import Scoreboard, Tallies
 from forq.procs.unix_socket import listen
-from forq.services.metrics import Looker, faults_in
+from forq.services.metrics import Sampler, faults_in
 from forq.services.metrics_page import render
 from forq.settings import WORK, defaults, stored, stored_defaults
-from tests.support.drive.metrics import look_at, queue_status
+from tests.support.drive.metrics import make_snapshot, queue_status
 from tests.support.drive.server import Server
 
 WITH = '[metrics]\nlisten = "./m.sock"\n'
@@ -71,23 +71,23 @@ def scrape(server: Server, queues: int, rounds: int) -> None:
         path = f"{directory}/control.sock"
         listener = listen(path)
         listener.setblocking(True)
-        status = look_at([queue_status(name) for name in names]).status
+        status = make_snapshot([queue_status(name) for name in names]).status
         assert status is not None
         threading.Thread(target=answer_status, args=(listener, status), daemon=True).start()
-        looker = Looker(url=server.url, prefix="forq:", control_socket=path, board=board, tallies=tallies)
+        sampler = Sampler(url=server.url, prefix="forq:", control_socket=path, board=board, tallies=tallies)
         print(f"a scrape of {queues:,} queues: seconds (CPU seconds)")
         for _ in range(rounds):
             began, cpu = time.perf_counter(), time.process_time()
-            look = looker.look()
-            assert not look.redis_error, look.redis_error
-            assert len(look.counts) == queues
-            faults = faults_in(look, 60.0)
+            snapshot = sampler.sample()
+            assert not snapshot.redis_error, snapshot.redis_error
+            assert len(snapshot.counts) == queues
+            faults = faults_in(snapshot, 60.0)
             looked = time.perf_counter()
-            body, _ = render(look, healthy=not faults, accept="application/openmetrics-text;version=1.0.0")
+            body, _ = render(snapshot, healthy=not faults, accept="application/openmetrics-text;version=1.0.0")
             ended = time.perf_counter()
             lines = body.count(b"\n")
             print(
-                f"look {looked - began:.3f}, page {ended - looked:.3f}, both {ended - began:.3f} "
+                f"snapshot {looked - began:.3f}, page {ended - looked:.3f}, both {ended - began:.3f} "
                 f"({time.process_time() - cpu:.3f}), {lines:,} lines, {len(body) / 1e6:.1f} MB"
             )
 

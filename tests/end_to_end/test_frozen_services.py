@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forq.services.metrics import ask_status
+from forq.services.metrics import request_status
 from tests.support.drive.metrics import Scraper
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import Forq, running
@@ -35,7 +35,7 @@ def forq() -> Iterator[Forq]:
 
 def services(forq: Forq) -> dict[str, dict[str, Any]]:
     """Without counts: that needs no other service."""
-    status = ask_status(str(forq.state_dir / "control.sock"), 10.0)
+    status = request_status(str(forq.state_dir / "control.sock"), 10.0)
     return {service["name"].split()[0]: service for service in status["supervisor"]["services"]}
 
 

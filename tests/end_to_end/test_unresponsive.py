@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ForqError
-from forq.services.metrics import ask_status
+from forq.services.metrics import request_status
 from tests.support.drive.metrics import Scraper
 from tests.support.drive.supervisor import HANDLERS, Forq, Trace, running
 from tests.support.drive.wait import wait_until
@@ -35,7 +35,7 @@ def create(forq: Forq, name: str, function: str, **options: object) -> int:
 
 def children(forq: Forq, name: str) -> dict[int, str]:
     """The states of the queue's processes, without asking anybody but the supervisor."""
-    status = ask_status(str(forq.state_dir / "control.sock"), 10.0)
+    status = request_status(str(forq.state_dir / "control.sock"), 10.0)
     queue = next(queue for queue in status["queues"] if queue["name"] == name)
     return {child["pid"]: child["state"] for child in queue["children"]}
 

@@ -12,7 +12,7 @@ import pytest
 
 from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.services.metrics import Looker
+from forq.services.metrics import Sampler
 from tests.support.drive.redis_cluster import RedisCluster, redis_cluster
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
@@ -59,8 +59,8 @@ def test_questions_about_a_job_are_answered_on_every_node(cluster: RedisCluster,
 
 def test_metrics_of_a_cluster_have_a_round_trip(cluster: RedisCluster) -> None:
     unused: Any = None
-    looker = Looker(url=cluster.url, prefix=DEFAULT_PREFIX, control_socket="", board=unused, tallies=unused)
-    assert 0 < looker._ping() < 1
+    sampler = Sampler(url=cluster.url, prefix=DEFAULT_PREFIX, control_socket="", board=unused, tallies=unused)
+    assert 0 < sampler._ping() < 1
 
 
 def test_a_delayed_job_is_on_time_whichever_node_it_is_on(cluster: RedisCluster, forq: Forq) -> None:

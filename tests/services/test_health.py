@@ -1,4 +1,4 @@
-"""Health is judged from a look: what is a fault, and what only looks like one."""
+"""Health is judged from a snapshot: what is a fault, and what only looks like one."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 
 from forq.broker.inspect import Counts
 from forq.health import faults_of_queue, faults_of_supervisor
-from forq.services.metrics import Look, Work, faults_in
-from tests.support.drive.metrics import NOW_NS, look_at, queue_counts, queue_status, tallied
+from forq.services.metrics import Activity, Snapshot, faults_in
+from tests.support.drive.metrics import NOW_NS, make_snapshot, queue_counts, queue_status, tallied
 
 HEALTH_SECONDS = 60.0
 AGO = int(100e9)
@@ -19,27 +19,27 @@ def limited(may_begin: int, workers: int) -> Counts:
     return queue_counts(waiting=3, oldest_waiting_seconds=100.0, limits=limits)
 
 
-def look(
-    counts: Counts | None = None, work: Work | None = None, last_ns: int = 0, capacity: Any = (), **queue: Any
-) -> Look:
+def snapshot(
+    counts: Counts | None = None, activity: Activity | None = None, last_ns: int = 0, capacity: Any = (), **queue: Any
+) -> Snapshot:
     """A queue with a job that has waited for 100 s, and nothing that would excuse it."""
     stuck = queue_counts(waiting=3, oldest_waiting_seconds=100.0)
-    return look_at(
+    return make_snapshot(
         [queue_status("q", **queue)],
         counts={"q": counts or stuck},
-        work={"q": work or Work(started_ns=NOW_NS - AGO)},
+        activity={"q": activity or Activity(started_ns=NOW_NS - AGO)},
         tallied={"q": tallied(last_ns=last_ns)},
         capacity_waiting=list(capacity),
     )
 
 
-def checks(seen: Look) -> list[tuple[str, str | None]]:
+def checks(seen: Snapshot) -> list[tuple[str, str | None]]:
     return [(fault.check, fault.queue) for fault in faults_in(seen, HEALTH_SECONDS)]
 
 
 def test_jobs_that_wait_while_nothing_begins_or_ends_are_a_fault() -> None:
-    assert checks(look()) == [("stuck", "q")]
-    (fault,) = faults_in(look(), HEALTH_SECONDS)
+    assert checks(snapshot()) == [("stuck", "q")]
+    (fault,) = faults_in(snapshot(), HEALTH_SECONDS)
     assert fault.describe() == {
         "check": "stuck",
         "queue": "q",
@@ -48,7 +48,7 @@ def test_jobs_that_wait_while_nothing_begins_or_ends_are_a_fault() -> None:
 
 
 def test_a_queue_that_has_never_begun_anything_is_stuck_too() -> None:
-    assert checks(look(work=Work())) == [("stuck", "q")]
+    assert checks(snapshot(activity=Activity())) == [("stuck", "q")]
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_a_queue_that_has_never_begun_anything_is_stuck_too() -> None:
                 waiting=3, oldest_waiting_seconds=100.0, limits={"may_begin": 1, "limited_workers": 1}
             )
         },
-        {"work": Work(started_ns=NOW_NS - int(59e9))},
+        {"activity": Activity(started_ns=NOW_NS - int(59e9))},
         {"last_ns": NOW_NS - int(59e9)},
-        {"work": Work(started_ns=NOW_NS - AGO, running=[(100.0, 101.0)])},
-        {"work": Work(started_ns=NOW_NS - AGO, running=[(200.0, 101.0), (100.0, 101.0)])},
-        {"work": Work(started_ns=NOW_NS - AGO, running=[(59.0, 0.0)])},
+        {"activity": Activity(started_ns=NOW_NS - AGO, running=[(100.0, 101.0)])},
+        {"activity": Activity(started_ns=NOW_NS - AGO, running=[(200.0, 101.0), (100.0, 101.0)])},
+        {"activity": Activity(started_ns=NOW_NS - AGO, running=[(59.0, 0.0)])},
         {"state": "draining"},
         {"mode": "on_request"},
         {"capacity": [{"worker": "q main"}]},
@@ -80,7 +80,7 @@ def test_a_queue_that_has_never_begun_anything_is_stuck_too() -> None:
     ],
 )
 def test_what_excuses_a_queue(excuse: dict[str, Any]) -> None:
-    assert checks(look(**excuse)) == []
+    assert checks(snapshot(**excuse)) == []
 
 
 @pytest.mark.parametrize(
@@ -93,42 +93,42 @@ def test_what_excuses_a_queue(excuse: dict[str, Any]) -> None:
         },
         {"counts": queue_counts(waiting=0, retry=1, oldest_waiting_seconds=100.0)},
         {"counts": queue_counts(waiting=0, scheduled=1, overdue=1, oldest_waiting_seconds=100.0)},
-        {"work": Work(started_ns=NOW_NS - AGO, running=[(102.0, 101.0)])},
-        {"work": Work(started_ns=NOW_NS - AGO, running=[(100.0, 0.0)])},
+        {"activity": Activity(started_ns=NOW_NS - AGO, running=[(102.0, 101.0)])},
+        {"activity": Activity(started_ns=NOW_NS - AGO, running=[(100.0, 0.0)])},
         {"last_ns": NOW_NS - int(61e9)},
         {"capacity": [{"worker": "other main"}]},
         {"main": "starting", "uptime_seconds": 61.0},
     ],
 )
 def test_what_does_not_excuse_it(no_excuse: dict[str, Any]) -> None:
-    assert checks(look(**no_excuse)) == [("stuck", "q")]
+    assert checks(snapshot(**no_excuse)) == [("stuck", "q")]
 
 
 @pytest.mark.parametrize("state", ["flapping", "config_error", "stopped"])
 def test_a_queue_that_is_not_served_is_a_fault(state: str) -> None:
-    assert checks(look(state=state, pid=None)) == [("state", "q")]
+    assert checks(snapshot(state=state, pid=None)) == [("state", "q")]
 
 
 def test_a_queue_whose_processes_end_in_order_is_not_judged() -> None:
-    assert checks(look(state="stopped", main="stopping")) == []
+    assert checks(snapshot(state="stopped", main="stopping")) == []
 
 
 def test_a_running_queue_without_a_main_process_is_a_fault() -> None:
-    assert checks(look(pid=None)) == [("process", "q")]
-    assert checks(look(main="backoff")) == [("process", "q")]
+    assert checks(snapshot(pid=None)) == [("process", "q")]
+    assert checks(snapshot(main="backoff")) == [("process", "q")]
 
 
 def test_a_supervisor_or_redis_that_does_not_answer_is_a_fault() -> None:
-    assert checks(replace(look(), status=None, status_error="no answer")) == [("supervisor", None)]
-    assert checks(replace(look(), round_trip_seconds=None, counts={})) == [("redis", None)]
+    assert checks(replace(snapshot(), status=None, status_error="no answer")) == [("supervisor", None)]
+    assert checks(replace(snapshot(), round_trip_seconds=None, counts={})) == [("redis", None)]
 
 
 def test_a_queue_whose_import_takes_for_ever_is_stuck_once_its_jobs_have_waited() -> None:
-    assert checks(look(state="starting", main="starting", uptime_seconds=100.0)) == [("stuck", "q")]
+    assert checks(snapshot(state="starting", main="starting", uptime_seconds=100.0)) == [("stuck", "q")]
 
 
 def test_a_queue_that_ends_in_order_and_a_failed_log_that_cannot_be_written_are_faults_of_a_check_only() -> None:
-    seen = look(state="stopped")
+    seen = snapshot(state="stopped")
     assert seen.status is not None
     seen.status["supervisor"]["failed_log"] = {"ok": False, "errors": {"q": "no space"}}
     assert checks(seen) == []

@@ -8,7 +8,7 @@ import pytest
 
 from forq.procs.loop import Loop
 from forq.services import http_server
-from forq.services.http_server import Asked, HttpServer, Page
+from forq.services.http_server import HttpServer, Request, Response
 
 
 class Hand:
@@ -18,14 +18,14 @@ class Hand:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.listener.setblocking(False)
         self.time = 1000.0
-        self.asked: list[Asked] = []
-        self.page = Page(b"hello\n")
+        self.asked: list[Request] = []
+        self.page = Response(b"hello\n")
         self.poller = select.poll()
         self.loop = Loop(lambda: self.time, poller=self.poller)
         self.server = HttpServer(self.loop, self.listener, self._answer)
         self.sockets: list[socket.socket] = []
 
-    def _answer(self, asked: Asked) -> Page:
+    def _answer(self, asked: Request) -> Response:
         self.asked.append(asked)
         if asked.path == "/fault":
             raise RuntimeError("oh")
@@ -70,7 +70,7 @@ def test_a_page_is_answered_and_the_connection_ends(hand: Hand) -> None:
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"Content-Length: 6" in head
     assert body == b"hello\n"
-    assert hand.asked == [Asked("/metrics", {"host": "a", "accept": "text/plain"})]
+    assert hand.asked == [Request("/metrics", {"host": "a", "accept": "text/plain"})]
 
 
 def test_head_gets_the_length_without_the_body(hand: Hand) -> None:
@@ -116,9 +116,9 @@ def test_whoever_says_nothing_has_to_go_when_its_time_is_up(hand: Hand) -> None:
 
 
 def test_whoever_does_not_read_has_to_go_and_others_are_served_meanwhile(hand: Hand) -> None:
-    hand.page = Page(b"x" * 50_000_000)
+    hand.page = Response(b"x" * 50_000_000)
     deaf = hand.connect(b"GET / HTTP/1.1\r\n\r\n")
-    hand.page = Page(b"small")
+    hand.page = Response(b"small")
     assert read_all(hand.connect(b"GET / HTTP/1.1\r\n\r\n")).endswith(b"small")
     hand.time += http_server.CONNECTION_SECONDS + 0.1
     hand.serve()

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics import parser
 
-from forq.services.metrics import Look, Work
+from forq.services.metrics import Activity, Snapshot
 from forq.services.metrics_page import BOUNDS, render
 from tests.support.drive.metrics import (
     Samples,
-    look_at,
+    make_snapshot,
     metric_names,
     queue_counts,
     queue_status,
@@ -27,12 +27,12 @@ OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 LIMITS = {"rate": "5/1s", "max_active": 0, "may_begin": 4, "limited_workers": 1}
 
 
-def full_look(*names: str) -> Look:
+def full_snapshot(*names: str) -> Snapshot:
     counts = queue_counts(waiting=3, done=5, kept=6, oldest_waiting_seconds=2.5, next_due_seconds=7.0, limits=LIMITS)
-    return look_at(
+    return make_snapshot(
         [queue_status(name) for name in names],
         counts=dict.fromkeys(names, counts),
-        work={name: Work(busy=1, longest_seconds=1.5) for name in names},
+        activity={name: Activity(busy=1, longest_seconds=1.5) for name in names},
         tallied={name: tallied({3: 2, 11: 5, 39: 1}) for name in names},
     )
 
@@ -43,12 +43,12 @@ def read_openmetrics(text: str) -> Samples:
     return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
 
 
-def page(look: Look, accept: str = "") -> str:
-    return render(look, healthy=True, accept=accept)[0].decode()
+def page(snapshot: Snapshot, accept: str = "") -> str:
+    return render(snapshot, healthy=True, accept=accept)[0].decode()
 
 
 def test_figures_are_under_their_names() -> None:
-    samples = read_samples(page(full_look("a")))
+    samples = read_samples(page(full_snapshot("a")))
     queue = ("queue", "a")
     assert samples["forq_jobs", (queue, ("state", "waiting"))] == 3
     assert samples["forq_jobs", (queue, ("state", "kept"))] == 6
@@ -56,12 +56,12 @@ def test_figures_are_under_their_names() -> None:
     assert samples["forq_oldest_waiting_seconds", (queue,)] == 2.5
     assert samples["forq_next_due_seconds", (queue,)] == 7.0
     assert samples["forq_limit_may_begin", (queue,)] == 4
-    assert samples["forq_queue_state", (("mode", "work"), queue, ("state", "running"))] == 1
+    assert samples["forq_queue_state", (("mode", "activity"), queue, ("state", "running"))] == 1
     assert samples["forq_healthy", ()] == 1
 
 
 def test_buckets_are_cumulated_and_what_is_beyond_the_last_is_only_in_infinity() -> None:
-    samples = read_samples(page(full_look("a")))
+    samples = read_samples(page(full_snapshot("a")))
     buckets = {
         float(labels[0][1]): value for (name, labels), value in samples.items() if name == "forq_run_seconds_bucket"
     }
@@ -71,44 +71,44 @@ def test_buckets_are_cumulated_and_what_is_beyond_the_last_is_only_in_infinity()
 
 
 def test_the_same_in_openmetrics() -> None:
-    body, content_type = render(full_look("a"), healthy=True, accept=OPENMETRICS)
+    body, content_type = render(full_snapshot("a"), healthy=True, accept=OPENMETRICS)
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
-    assert read_openmetrics(body.decode()) == read_samples(page(full_look("a")))
+    assert read_openmetrics(body.decode()) == read_samples(page(full_snapshot("a")))
 
 
 @pytest.mark.parametrize("name", ['say "hi"', "back\\slash", "new\nline", "ünï", "{queue}", "%s"])
 def test_any_queue_name_is_a_label_value(name: str) -> None:
-    for samples in (read_samples(page(full_look(name))), read_openmetrics(page(full_look(name), OPENMETRICS))):
+    for samples in (read_samples(page(full_snapshot(name))), read_openmetrics(page(full_snapshot(name), OPENMETRICS))):
         named = {dict(labels)["queue"] for _, labels in samples if "queue" in dict(labels)}
         assert named == {name}
 
 
 def test_figures_of_redis_are_left_out_while_it_is_down() -> None:
-    look = replace(full_look("a"), counts={}, round_trip_seconds=None)
-    samples = read_samples(page(look))
+    snapshot = replace(full_snapshot("a"), counts={}, round_trip_seconds=None)
+    samples = read_samples(page(snapshot))
     assert samples["forq_redis_up", ()] == 0
     assert not [name for name, _ in samples if name in ("forq_jobs", "forq_done_total")]
     assert samples["forq_run_seconds_count", (("queue", "a"),)] == 8
 
 
 def test_without_the_supervisor_the_rest_is_still_told() -> None:
-    samples = read_samples(page(replace(full_look("a"), status=None)))
+    samples = read_samples(page(replace(full_snapshot("a"), status=None)))
     assert samples["forq_supervisor_up", ()] == 0
     assert samples["forq_done_total", (("queue", "a"),)] == 5
 
 
 def test_a_paused_queue_is_shown_as_such() -> None:
-    look = replace(full_look("a"), counts={"a": queue_counts(paused=True)})
-    samples = read_samples(page(look))
+    snapshot = replace(full_snapshot("a"), counts={"a": queue_counts(paused=True)})
+    samples = read_samples(page(snapshot))
     states = [dict(labels)["state"] for name, labels in samples if name == "forq_queue_state"]
     assert states == ["paused"]
 
 
 def test_a_thousand_queues_take_less_than_a_second_of_cpu() -> None:
-    look = full_look(*(f"queue-{number}" for number in range(1000)))
+    snapshot = full_snapshot(*(f"queue-{number}" for number in range(1000)))
     began = time.process_time()
-    text = page(look)
+    text = page(snapshot)
     took = time.process_time() - began
     assert len(read_samples(text)) > 70_000
     assert took < 1.0
@@ -116,7 +116,7 @@ def test_a_thousand_queues_take_less_than_a_second_of_cpu() -> None:
 
 def test_the_docs_describe_every_metric_and_no_other() -> None:
     described = set(re.findall(r"^\| `(forq_\w+)` \|", (ROOT / "docs/guide/metrics.md").read_text(), re.MULTILINE))
-    exported = {re.sub("_(bucket|count|sum)$", "", name) for name in metric_names(page(full_look("a")))}
+    exported = {re.sub("_(bucket|count|sum)$", "", name) for name in metric_names(page(full_snapshot("a")))}
     assert described == exported
 
 
@@ -125,7 +125,7 @@ def panels_of(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_the_dashboard_asks_only_for_what_is_exported() -> None:
-    exported = metric_names(page(full_look("a")))
+    exported = metric_names(page(full_snapshot("a")))
     dashboard = json.loads((ROOT / "etc/grafana-dashboard.json").read_text())
     expressions = [target["expr"] for panel in panels_of(dashboard) for target in panel.get("targets", ())]
     variables = [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
@@ -138,7 +138,7 @@ def test_the_dashboard_asks_only_for_what_is_exported() -> None:
 
 
 def test_the_alerts_of_the_docs_ask_only_for_what_is_exported() -> None:
-    exported = metric_names(page(full_look("a")))
+    exported = metric_names(page(full_snapshot("a")))
     rules = re.findall(r"expr: (.*)", (ROOT / "docs/guide/metrics.md").read_text())
     assert len(rules) >= 8
     for rule in rules:

@@ -24,7 +24,7 @@ log = logging.getLogger("forq")
 
 
 @dataclass(frozen=True)
-class Page:
+class Response:
     """What is answered."""
 
     body: bytes
@@ -33,14 +33,14 @@ class Page:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A request: its path without the query, and its headers by lower-case name."""
 
     path: str
     headers: Mapping[str, str]
 
 
-Answer = Callable[[Asked], Page]
+Answer = Callable[[Request], Response]
 
 
 @dataclass(eq=False)
@@ -104,28 +104,28 @@ class HttpServer:
         if ended:
             self._respond(client, *self._page(bytes(client.head)))
         elif len(client.head) > MAX_HEAD_BYTES:
-            self._respond(client, Page(b"the request is too long\n", 431), True)
+            self._respond(client, Response(b"the request is too long\n", 431), True)
         elif not received:
             self._drop(client)
 
-    def _page(self, head: bytes) -> tuple[Page, bool]:
+    def _page(self, head: bytes) -> tuple[Response, bool]:
         """And whether its body is wanted."""
         lines = head.decode("latin-1").splitlines()
         parts = lines[0].split(" ") if lines else []
         if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
-            return Page(b"not a request\n", 400), True
+            return Response(b"not a request\n", 400), True
         method, target, _ = parts
         if method not in ("GET", "HEAD"):
-            return Page(b"only GET and HEAD\n", 405), True
+            return Response(b"only GET and HEAD\n", 405), True
         fields = [line.partition(":") for line in lines[1:] if line]
         headers = {name.strip().lower(): value.strip() for name, _, value in fields}
         try:
-            return self._answer(Asked(target.partition("?")[0], headers)), method == "GET"
+            return self._answer(Request(target.partition("?")[0], headers)), method == "GET"
         except Exception as exc:  # a fault of ours: the next request may still be answered
             log.exception("metrics: a request could not be answered path=%s", target[:100])
-            return Page(f"internal error: {type(exc).__name__}\n".encode(), 500), True
+            return Response(f"internal error: {type(exc).__name__}\n".encode(), 500), True
 
-    def _respond(self, client: _Client, page: Page, with_body: bool) -> None:
+    def _respond(self, client: _Client, page: Response, with_body: bool) -> None:
         allow = "Allow: GET, HEAD\r\n" if page.status == 405 else ""
         head = (
             f"HTTP/1.1 {page.status} {_REASONS[page.status]}\r\nContent-Type: {page.content_type}\r\n"

@@ -1,11 +1,11 @@
-"""One look at everything that metrics and health are about: the supervisor, Redis, and what workers write.
+"""One snapshot at everything that metrics and health are about: the supervisor, Redis, and what workers write.
 
 Whether jobs are consumed, not only whether processes exist: the judgement of a status, and of what else was seen.
 
-The metrics process: /metrics for Prometheus and /healthz for probes, from one look per second at most.
+The metrics process: /metrics for Prometheus and /healthz for probes, from one snapshot per second at most.
 
-1. Who asks gets the last look if it is younger than a second, else a new one; nothing is looked at for nobody.
-2. A queue is at fault only if it was at two looks: see AGAIN_SECONDS.
+1. Who asks gets the last snapshot if it is younger than a second, else a new one; nothing is looked at for nobody.
+2. A queue is at fault only if it was at two snapshots: see AGAIN_SECONDS.
 3. It ends when the supervisor does.
 """
 
@@ -28,8 +28,8 @@ from forq.procs.lines import Lines
 from forq.procs.liveness import expect_busy
 from forq.procs.loop import service_loop
 from forq.procs.process import Context
-from forq.procs.scoreboard import LOOKS, REDIS_ERRORS, SUPERVISOR_ERRORS, Scoreboard, State, Tallied, Tallies
-from forq.services.http_server import Asked, HttpServer, Page
+from forq.procs.scoreboard import REDIS_ERRORS, SNAPSHOTS, SUPERVISOR_ERRORS, Scoreboard, State, Tallied, Tallies
+from forq.services.http_server import HttpServer, Request, Response
 from forq.services.rpc import RpcServer
 from forq.settings import WORK
 
@@ -43,7 +43,7 @@ ENDING_SECONDS = 5.0
 
 
 @dataclass
-class Work:
+class Activity:
     """What the workers of a queue do now. `started_ns`: when one of them began a job last (0: none has)."""
 
     busy: int = 0
@@ -54,7 +54,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Look:
+class Snapshot:
     """What was seen. `status` None: the supervisor did not answer; `round_trip_seconds` None: Redis did not.
 
     `counts` has None for a queue that is not in Redis, and nothing while Redis does not answer.
@@ -66,16 +66,16 @@ class Look:
     redis_error: str
     round_trip_seconds: float | None
     tallied: dict[str, Tallied]
-    work: dict[str, Work]
+    activity: dict[str, Activity]
     now_ns: int
     took_seconds: float
-    looks: int
+    snapshots: int
     errors: dict[str, int]
     # Queues that no supervisor serves.
     unserved: list[str] = field(default_factory=list)
 
 
-class Looker:
+class Sampler:
     def __init__(self, *, url: str, prefix: str, control_socket: str, board: Scoreboard, tallies: Tallies) -> None:
         self._link = Link(url, name="forq-metrics", timeout_seconds=REDIS_SECONDS)
         self._prefix = prefix
@@ -84,13 +84,13 @@ class Looker:
         self._tallies = tallies
         self._names: list[str] = []
 
-    def look(self) -> Look:
+    def sample(self) -> Snapshot:
         began = time.monotonic()
         header = self._tallies.header
         status: dict[str, Any] | None = None
         status_error = redis_error = ""
         try:
-            status = ask_status(self._control_socket, SUPERVISOR_SECONDS)
+            status = request_status(self._control_socket, SUPERVISOR_SECONDS)
             self._names = [queue["name"] for queue in status["queues"]]
         except ForqError as exc:
             status_error = str(exc)
@@ -105,19 +105,19 @@ class Looker:
         except ForqError as exc:
             redis_error, counts, unserved, round_trip = str(exc), {}, [], None
             header[REDIS_ERRORS] += 1
-        header[LOOKS] += 1
+        header[SNAPSHOTS] += 1
         now_ns = time.monotonic_ns()
-        return Look(
+        return Snapshot(
             status=status,
             status_error=status_error,
             counts=counts,
             redis_error=redis_error,
             round_trip_seconds=round_trip,
             tallied=self._tallies.read(),
-            work=read_work(self._board, now_ns),
+            activity=read_activity(self._board, now_ns),
             now_ns=now_ns,
             took_seconds=time.monotonic() - began,
-            looks=header[LOOKS],
+            snapshots=header[SNAPSHOTS],
             errors={"redis": header[REDIS_ERRORS], "supervisor": header[SUPERVISOR_ERRORS]},
             unserved=[name for name in unserved if counts[name] is not None],
         )
@@ -140,27 +140,27 @@ class Looker:
         return found
 
 
-def read_work(board: Scoreboard, now_ns: int) -> dict[str, Work]:
+def read_activity(board: Scoreboard, now_ns: int) -> dict[str, Activity]:
     """What all workers do, by queue."""
-    found: dict[str, Work] = {}
+    found: dict[str, Activity] = {}
     for number in range(board.highest):
         slot = board.slot(number)
         if slot.state == State.EMPTY:
             continue
-        work = found.setdefault(slot.queue, Work())
-        work.started_ns = max(work.started_ns, slot.started_ns)
+        activity = found.setdefault(slot.queue, Activity())
+        activity.started_ns = max(activity.started_ns, slot.started_ns)
         running = slot.running_since_ns()
         if running is None or slot.state not in (State.BUSY, State.SETTLING):
             continue
         seconds = max(0.0, (now_ns - running[1]) / 1e9)
         limit = slot.timeout_ms / 1000
-        work.busy += 1
-        work.longest_seconds = max(work.longest_seconds, seconds)
-        work.running.append((seconds, limit and limit + slot.lenience_ms / 1000 + ENDING_SECONDS))
+        activity.busy += 1
+        activity.longest_seconds = max(activity.longest_seconds, seconds)
+        activity.running.append((seconds, limit and limit + slot.lenience_ms / 1000 + ENDING_SECONDS))
     return found
 
 
-def ask_status(path: str, seconds: float) -> dict[str, Any]:
+def request_status(path: str, seconds: float) -> dict[str, Any]:
     """`status` without counts. Raises SupervisorUnreachable if there is no answer in time."""
     deadline = time.monotonic() + seconds
     lines = Lines(MAX_ANSWER_BYTES)
@@ -189,49 +189,49 @@ def ask_status(path: str, seconds: float) -> dict[str, Any]:
     return answer
 
 
-def queues_of(look: Look) -> Iterable[dict[str, Any]]:
-    return () if look.status is None else look.status["queues"]
+def queues_of(snapshot: Snapshot) -> Iterable[dict[str, Any]]:
+    return () if snapshot.status is None else snapshot.status["queues"]
 
 
 # A failed log that cannot be written stops no job, and a queue that is not served here is not this supervisor's.
 CHECKS = ("service", "state", "process")
 
 
-def faults_in(look: Look, health_seconds: float) -> list[Fault]:
+def faults_in(snapshot: Snapshot, health_seconds: float) -> list[Fault]:
     """Why forq is not healthy; empty when it is."""
     faults = []
-    if look.status is None:
-        faults.append(Fault("supervisor", look.status_error))
+    if snapshot.status is None:
+        faults.append(Fault("supervisor", snapshot.status_error))
     else:
-        faults += [fault for fault in faults_of_supervisor(look.status) if fault.check in CHECKS]
-    if look.round_trip_seconds is None:
-        faults.append(Fault("redis", look.redis_error))
-    starved = _waiting_for_capacity(look)
-    for queue in queues_of(look):
+        faults += [fault for fault in faults_of_supervisor(snapshot.status) if fault.check in CHECKS]
+    if snapshot.round_trip_seconds is None:
+        faults.append(Fault("redis", snapshot.redis_error))
+    starved = _waiting_for_capacity(snapshot)
+    for queue in queues_of(snapshot):
         found = [fault for fault in faults_of_queue(queue) if fault.check in CHECKS]
         faults += found
         if queue["state"] in CONSUMING_STATES and queue["name"] not in starved and not found:
-            faults += _stuck(queue, look, health_seconds)
+            faults += _stuck(queue, snapshot, health_seconds)
     return faults
 
 
-def _waiting_for_capacity(look: Look) -> set[str]:
+def _waiting_for_capacity(snapshot: Snapshot) -> set[str]:
     """Queues of which a process waits for units: others hold them, and their jobs are judged by themselves."""
-    waiting = [] if look.status is None else look.status["capacity"]["waiting"]
+    waiting = [] if snapshot.status is None else snapshot.status["capacity"]["waiting"]
     return {wish["worker"].rpartition(" ")[0] for wish in waiting}
 
 
-def _stuck(queue: dict[str, Any], look: Look, health_seconds: float) -> list[Fault]:
+def _stuck(queue: dict[str, Any], snapshot: Snapshot, health_seconds: float) -> list[Fault]:
     name = queue["name"]
-    counts = look.counts.get(name)
+    counts = snapshot.counts.get(name)
     if counts is None or not _should_consume(queue, counts, health_seconds):
         return []
-    work = look.work.get(name, Work())
-    if any(seconds < (limit or health_seconds) for seconds, limit in work.running):
+    activity = snapshot.activity.get(name, Activity())
+    if any(seconds < (limit or health_seconds) for seconds, limit in activity.running):
         return []
-    tallied = look.tallied.get(name)
-    last_ns = max(work.started_ns, tallied.last_ns if tallied is not None else 0)
-    quiet = (look.now_ns - last_ns) / 1e9 if last_ns else None
+    tallied = snapshot.tallied.get(name)
+    last_ns = max(activity.started_ns, tallied.last_ns if tallied is not None else 0)
+    quiet = (snapshot.now_ns - last_ns) / 1e9 if last_ns else None
     if quiet is not None and quiet < health_seconds:
         return []
     since = "yet" if quiet is None else f"for {quiet:.0f} s"
@@ -269,69 +269,69 @@ def run_metrics(context: Context, listener: socket.socket, leash: socket.socket)
     """The entry point: returns the process's exit code."""
     loop = service_loop()
     RpcServer(loop, leash, {})
-    HttpServer(loop, listener, Pages(context).answer)
+    HttpServer(loop, listener, Endpoints(context).answer)
     loop.run()
     return exits.STOPPED
 
 
-class Pages:
+class Endpoints:
     """What is answered to whom."""
 
     def __init__(self, context: Context) -> None:
         self._health_seconds = context.health_seconds
-        self._looker = Looker(
+        self._sampler = Sampler(
             url=context.url,
             prefix=context.prefix,
             control_socket=context.control_socket,
             board=context.scoreboard,
             tallies=context.tallies or Tallies(),
         )
-        self._look: Look | None = None
-        self._looked_at = 0.0
+        self._snapshot: Snapshot | None = None
+        self._taken_at = 0.0
         self._faults: list[Fault] = []
-        self._rendered: dict[str, Page] = {}
+        self._rendered: dict[str, Response] = {}
 
-    def answer(self, asked: Asked) -> Page:
+    def answer(self, asked: Request) -> Response:
         if asked.path == "/metrics":
             return self._metrics(asked.headers.get("accept", ""))
         if asked.path == "/healthz":
             return self._healthz()
         if asked.path == "/":
-            return Page(INDEX)
-        return Page(b"there is /metrics and /healthz\n", 404)
+            return Response(INDEX)
+        return Response(b"there is /metrics and /healthz\n", 404)
 
-    def _healthz(self) -> Page:
-        self._look_again()
+    def _healthz(self) -> Response:
+        self._current_snapshot()
         body = {"ok": not self._faults, "faults": [fault.describe() for fault in self._faults]}
         text = json.dumps(body, separators=(",", ":")) + "\n"
-        return Page(text.encode(), 503 if self._faults else 200, "application/json")
+        return Response(text.encode(), 503 if self._faults else 200, "application/json")
 
-    def _metrics(self, accept: str) -> Page:
+    def _metrics(self, accept: str) -> Response:
         # Imported where it is needed: it is an extra, and no other process should pay for it.
         from forq.services.metrics_page import render
 
-        look = self._look_again()
+        snapshot = self._current_snapshot()
         if accept not in self._rendered:
-            body, content_type = render(look, healthy=not self._faults, accept=accept)
+            body, content_type = render(snapshot, healthy=not self._faults, accept=accept)
             # Of many clients that each ask for something else only the last is remembered.
-            self._rendered = {accept: Page(body, content_type=content_type)}
+            self._rendered = {accept: Response(body, content_type=content_type)}
         return self._rendered[accept]
 
-    def _look_again(self) -> Look:
-        if self._look is not None and time.monotonic() - self._looked_at < LOOK_SECONDS:
-            return self._look
+    def _current_snapshot(self) -> Snapshot:
+        if self._snapshot is not None and time.monotonic() - self._taken_at < LOOK_SECONDS:
+            return self._snapshot
         expect_busy(LOOK_MOST_SECONDS)
         known = _queues_in(self._faults)
-        look = self._looker.look()
-        faults = faults_in(look, self._health_seconds)
+        snapshot = self._sampler.sample()
+        faults = faults_in(snapshot, self._health_seconds)
         seen = _queues_in(faults)
         if seen - known:
             time.sleep(AGAIN_SECONDS)
-            look = self._looker.look()
-            faults = [fault for fault in faults_in(look, self._health_seconds) if fault.queue in {None, *seen}]
-        self._look, self._faults, self._rendered = look, faults, {}
-        self._looked_at = time.monotonic()
-        return look
+            snapshot = self._sampler.sample()
+            faults = [fault for fault in faults_in(snapshot, self._health_seconds) if fault.queue in {None, *seen}]
+        self._snapshot, self._faults, self._rendered = snapshot, faults, {}
+        self._taken_at = time.monotonic()
+        return snapshot
 
 
 def _queues_in(faults: list[Fault]) -> set[str]:

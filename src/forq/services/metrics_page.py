@@ -1,4 +1,4 @@
-"""The metrics of one look, for Prometheus. docs/guide/metrics.md describes each of them.
+"""The metrics of one snapshot, for Prometheus. docs/guide/metrics.md describes each of them.
 
 The only module that knows prometheus_client, which is imported in the metrics process alone.
 """
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from forq.broker.inspect import Counts
 from forq.procs.scoreboard import cumulated
-from forq.services.metrics import Look, queues_of
+from forq.services.metrics import Snapshot, queues_of
 from forq.settings import WORK
 
 # Powers of two in µs: what is common finely, the rest coarsely, so that a thousand queues stay readable.
@@ -24,56 +24,56 @@ _EOF = b"# EOF\n"
 JOB_STATES = ("waiting", "scheduled", "active", "blocked", "retry", "dead", "kept", "fail_jobs")
 
 
-def render(look: Look, *, healthy: bool, accept: str) -> tuple[bytes, str]:
+def render(snapshot: Snapshot, *, healthy: bool, accept: str) -> tuple[bytes, str]:
     """The page and its content type, in the format that the client asks for."""
     encode, content_type = choose_encoder(accept)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(look, healthy))
+    registry.register(_Collected(snapshot, healthy))
     page = encode(registry)
     # OpenMetrics ends with this line.
     body = page.removesuffix(_EOF)
-    return body + _histograms(look).encode() + page[len(body) :], content_type
+    return body + _histograms(snapshot).encode() + page[len(body) :], content_type
 
 
 class _Collected(Collector):
-    def __init__(self, look: Look, healthy: bool) -> None:
-        self._look = look
+    def __init__(self, snapshot: Snapshot, healthy: bool) -> None:
+        self._snapshot = snapshot
         self._healthy = healthy
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        look = self._look
-        yield from _of_the_look(look, self._healthy)
-        yield from _of_redis(look)
-        yield from _of_tallies(look)
-        yield from _of_workers(look)
-        if look.status is not None:
-            yield from _of_queues(look)
-            yield from _of_supervisor(look.status)
+        snapshot = self._snapshot
+        yield from _of_snapshot(snapshot, self._healthy)
+        yield from _of_redis(snapshot)
+        yield from _of_tallies(snapshot)
+        yield from _of_workers(snapshot)
+        if snapshot.status is not None:
+            yield from _of_queues(snapshot)
+            yield from _of_supervisor(snapshot.status)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=value)
 
 
-def _of_the_look(look: Look, healthy: bool) -> Iterator[Metric]:
+def _of_snapshot(snapshot: Snapshot, healthy: bool) -> Iterator[Metric]:
     yield _gauge("forq_healthy", "1 if /healthz would answer 200", float(healthy))
-    yield _gauge("forq_supervisor_up", "1 if the supervisor answered in time", float(look.status is not None))
-    yield _gauge("forq_redis_up", "1 if Redis answered in time", float(look.round_trip_seconds is not None))
-    if look.round_trip_seconds is not None:
-        yield _gauge("forq_redis_round_trip_seconds", "Of a PING, at the last look", look.round_trip_seconds)
-    yield _gauge("forq_look_seconds", "How long the last look took", look.took_seconds)
-    yield CounterMetricFamily("forq_looks", "Looks at the supervisor and Redis", value=look.looks)
+    yield _gauge("forq_supervisor_up", "1 if the supervisor answered in time", float(snapshot.status is not None))
+    yield _gauge("forq_redis_up", "1 if Redis answered in time", float(snapshot.round_trip_seconds is not None))
+    if snapshot.round_trip_seconds is not None:
+        yield _gauge("forq_redis_round_trip_seconds", "Of a PING, at the last snapshot", snapshot.round_trip_seconds)
+    yield _gauge("forq_look_seconds", "How long the last snapshot took", snapshot.took_seconds)
+    yield CounterMetricFamily("forq_looks", "Looks at the supervisor and Redis", value=snapshot.snapshots)
     errors = CounterMetricFamily("forq_scrape_errors", "Looks without an answer of this source", labels=["source"])
-    for source, number in look.errors.items():
+    for source, number in snapshot.errors.items():
         errors.add_metric([source], number)
     yield errors
 
 
-def _of_redis(look: Look) -> Iterator[Metric]:
-    found = {name: counts for name, counts in look.counts.items() if counts is not None}
+def _of_redis(snapshot: Snapshot) -> Iterator[Metric]:
+    found = {name: counts for name, counts in snapshot.counts.items() if counts is not None}
     jobs = GaugeMetricFamily("forq_jobs", "Jobs by state", labels=["queue", "state"])
     for name, counts in found.items():
         for state in JOB_STATES:
@@ -113,18 +113,18 @@ _COUNTED: tuple[tuple[_Family, str, str, Callable[[Counts], float | None]], ...]
 )
 
 
-def _of_tallies(look: Look) -> Iterator[Metric]:
+def _of_tallies(snapshot: Snapshot) -> Iterator[Metric]:
     attempts = CounterMetricFamily("forq_attempts", "Attempts that came back", labels=["queue", "outcome"])
-    for name, tallied in look.tallied.items():
+    for name, tallied in snapshot.tallied.items():
         attempts.add_metric([name, "returned"], sum(tallied.run) - tallied.failed)
         attempts.add_metric([name, "raised"], tallied.failed)
     yield attempts
 
 
-def _histograms(look: Look) -> str:
+def _histograms(snapshot: Snapshot) -> str:
     """Written here: they are two thirds of all lines, and the library takes ten times as long for each."""
     waits, runs = [_HEADER % (_WAIT, _WAIT_TEXT, _WAIT)], [_HEADER % (_RUN, _RUN_TEXT, _RUN)]
-    for name, tallied in look.tallied.items():
+    for name, tallied in snapshot.tallied.items():
         queue = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         waits.append(_histogram(_WAIT_LINES, queue, tallied.wait, tallied.wait_micros))
         runs.append(_histogram(_RUN_LINES, queue, tallied.run, tallied.run_micros))
@@ -148,24 +148,24 @@ _RUN, _RUN_TEXT = "forq_run_seconds", "What handlers took"
 _WAIT_LINES, _RUN_LINES = _lines_of(_WAIT), _lines_of(_RUN)
 
 
-def _of_workers(look: Look) -> Iterator[Metric]:
+def _of_workers(snapshot: Snapshot) -> Iterator[Metric]:
     busy = GaugeMetricFamily("forq_workers_busy", "Workers that run a job", labels=["queue"])
     longest = GaugeMetricFamily(
         "forq_longest_running_seconds", "How long the oldest running job has been running", labels=["queue"]
     )
-    for name, work in look.work.items():
-        busy.add_metric([name], work.busy)
-        longest.add_metric([name], work.longest_seconds)
+    for name, activity in snapshot.activity.items():
+        busy.add_metric([name], activity.busy)
+        longest.add_metric([name], activity.longest_seconds)
     yield busy
     yield longest
 
 
-def _of_queues(look: Look) -> Iterator[Metric]:
+def _of_queues(snapshot: Snapshot) -> Iterator[Metric]:
     states = GaugeMetricFamily("forq_queue_state", "1 for the queue's state", labels=["queue", "mode", "state"])
     processes = GaugeMetricFamily("forq_processes", "Processes by state", labels=["queue", "role", "state"])
     restarts = CounterMetricFamily("forq_restarts", "Deaths that were made good", labels=["queue", "role"])
-    for queue in queues_of(look):
-        name, state, counts = queue["name"], queue["state"], look.counts.get(queue["name"])
+    for queue in queues_of(snapshot):
+        name, state, counts = queue["name"], queue["state"], snapshot.counts.get(queue["name"])
         if state in ("running", "starting", "draining") and counts is not None and counts.paused:
             state = "paused"
         states.add_metric([name, queue["mode"] or "", state], 1)
@@ -174,7 +174,7 @@ def _of_queues(look: Look) -> Iterator[Metric]:
             processes.add_metric([name, role, its], number)
         for role in dict.fromkeys(child["role"] for child in children):
             restarts.add_metric([name, role], sum(child["restarts"] for child in children if child["role"] == role))
-    for name in look.unserved:
+    for name in snapshot.unserved:
         states.add_metric([name, WORK, "unserved"], 1)
     yield states
     yield processes

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forq.broker.inspect import Counts
 from forq.procs.scoreboard import BUCKETS, Tallied
-from forq.services.metrics import Look, Work
+from forq.services.metrics import Activity, Snapshot
 
 NOW_NS = 10**15
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -66,14 +66,14 @@ def tallied(run: dict[int, int] | None = None, last_ns: int = 0) -> Tallied:
     return Tallied(buckets, sum(buckets), list(buckets), sum(buckets), 0, last_ns)
 
 
-def look_at(
+def make_snapshot(
     queues: list[dict[str, Any]],
     *,
     counts: dict[str, Counts | None] | None = None,
-    work: dict[str, Work] | None = None,
+    activity: dict[str, Activity] | None = None,
     tallied: dict[str, Tallied] | None = None,
     capacity_waiting: list[dict[str, Any]] | None = None,
-) -> Look:
+) -> Snapshot:
     supervisor = {
         "version": "1.0",
         "processor": "p",
@@ -83,17 +83,17 @@ def look_at(
         "failed_log": {"errors": {}},
     }
     capacity = {"units": 100, "in_use": 0, "free": 100, "waiting": capacity_waiting or []}
-    return Look(
+    return Snapshot(
         status={"queues": queues, "capacity": capacity, "supervisor": supervisor},
         status_error="",
         counts=counts or {},
         redis_error="",
         round_trip_seconds=0.0001,
         tallied=tallied or {},
-        work=work or {},
+        activity=activity or {},
         now_ns=NOW_NS,
         took_seconds=0.01,
-        looks=1,
+        snapshots=1,
         errors={"redis": 0, "supervisor": 0},
     )
 
