@@ -22,7 +22,7 @@ from drain import forq_rates
 from forq.broker.link import Link
 from forq.broker.registry import Registry
 from forq.procs import jsonrpc
-from forq.procs.scoreboard import Scoreboard, Tallies
+from forq.procs.scoreboard import AttemptStats, Scoreboard
 from forq.procs.unix_socket import listen
 from forq.services.metrics import Sampler, faults_in
 from forq.services.metrics_page import render
@@ -60,13 +60,13 @@ def scrape(server: Server, queues: int, rounds: int) -> None:
     server.flush()
     names = [f"queue-{number}" for number in range(queues)]
     registry = Registry(Link(server.url), "forq:")
-    board, tallies = Scoreboard.create(), Tallies()
+    board, stats = Scoreboard.create(), AttemptStats()
     for slot, name in enumerate(names):
         registry.create(name, WORK, queues, stored_defaults(WORK), stored(defaults(WORK)))
         board.slot(board.take()).queue = name
         board.slot(slot).state = 2
-        tallies.take(slot, name)
-        tallies.of_slot(slot).count(10**15, [(b"", b"p5 1763000000000\n")] * 50, list(range(50)), 1, 1)
+        stats.take(slot, name)
+        stats.of_slot(slot).count(10**15, [(b"", b"p5 1763000000000\n")] * 50, list(range(50)), 1, 1)
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/control.sock"
         listener = listen(path)
@@ -74,7 +74,7 @@ def scrape(server: Server, queues: int, rounds: int) -> None:
         status = make_snapshot([queue_status(name) for name in names]).status
         assert status is not None
         threading.Thread(target=answer_status, args=(listener, status), daemon=True).start()
-        sampler = Sampler(url=server.url, prefix="forq:", control_socket=path, board=board, tallies=tallies)
+        sampler = Sampler(url=server.url, prefix="forq:", control_socket=path, board=board, stats=stats)
         print(f"a scrape of {queues:,} queues: seconds (CPU seconds)")
         for _ in range(rounds):
             began, cpu = time.perf_counter(), time.process_time()

@@ -28,7 +28,7 @@ from forq.procs import jsonrpc
 from forq.procs.cgroups import Exceeded, Resources
 from forq.procs.loop import Loop, Timer
 from forq.procs.process import STACK_FILE, STACK_SIGNAL, stack_of_thread
-from forq.procs.scoreboard import Role, Scoreboard, Slot, State, Tallies
+from forq.procs.scoreboard import AttemptStats, Role, Scoreboard, Slot, State
 from forq.queue_spec import QueueSpec
 from forq.settings import OPTIONS, Value
 from forq.supervisor.capacity import Grants
@@ -215,7 +215,7 @@ class ProcessDeps:
     check_unread: Callable[[str], None]
     warden: WardenClient
     # None: nobody wants to know.
-    tallies: Tallies | None = None
+    stats: AttemptStats | None = None
 
 
 class ProcessOwner(Protocol):
@@ -407,16 +407,16 @@ class QueueProcess:
         self.child.kill()
 
     def _take_tallies(self) -> None:
-        if self._deps.tallies is not None:
+        if self._deps.stats is not None:
             for number in self.slots:
-                self._deps.tallies.take(number, self.spec.name)
+                self._deps.stats.take(number, self.spec.name)
                 self._counting.append(number)
 
     def _give_tallies_back(self) -> None:
         """What its workers have counted stays; their successors go on in it."""
         for number in self._counting:
-            assert self._deps.tallies is not None
-            self._deps.tallies.give_back(number)
+            assert self._deps.stats is not None
+            self._deps.stats.give_back(number)
         self._counting = []
 
     def _slots(self) -> list[Slot]:

@@ -78,7 +78,7 @@ class Queues:
             processor=lambda: services.processor,
             check_unread=lambda name: services.pulse.request("look", {"queue": name}),
             warden=services.warden,
-            tallies=services.context.tallies,
+            stats=services.context.stats,
         )
 
     def served(self) -> tuple[list[str], list[str]]:
@@ -362,8 +362,8 @@ class Queues:
                 all_gone()
 
         def all_gone() -> None:
-            if self._services.context.tallies is not None:
-                self._services.context.tallies.forget(name)
+            if self._services.context.stats is not None:
+                self._services.context.stats.forget(name)
             then({pid for one in leaving for pid in one.survivors})
 
         for one in leaving:

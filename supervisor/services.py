@@ -15,7 +15,7 @@ from forq.log_format import choose
 from forq.procs.cgroups import Cgroup, Cgroups, Delegation
 from forq.procs.loop import Loop, Timer
 from forq.procs.process import Context
-from forq.procs.scoreboard import Role, Scoreboard, Tallies
+from forq.procs.scoreboard import AttemptStats, Role, Scoreboard
 from forq.queue_spec import QueueSpec
 from forq.redis_url import shown_url
 from forq.settings import Value
@@ -107,7 +107,7 @@ class Services:
             control_socket=str(config.socket),
             health_seconds=0.0 if config.metrics is None else config.metrics.health_seconds,
             scoreboard=self.scoreboard,
-            tallies=None if config.metrics is None else Tallies(),
+            stats=None if config.metrics is None else AttemptStats(),
             watch_fd=self._watch_fd,
             child_pids=self.children.pids,
             cgroups=self._cgroups,

@@ -274,7 +274,7 @@ class _WorkerPool:
         main = settings.role == Role.MAIN
         size = settings.options["fail_size" if queue else "size"]
         # Fail handlers are not counted: their jobs are none of the queue's own.
-        tally = context.tallies.of_slot(slot.number) if context.tallies is not None and queue is None else None
+        stats = context.stats.of_slot(slot.number) if context.stats is not None and queue is None else None
         return WorkerLoop(
             Consumer(*where, lane=_LANES[settings.role]),
             attempts,
@@ -292,7 +292,7 @@ class _WorkerPool:
             # It waits for two queues, and does not know in which one there will be something.
             claims_ahead=main,
             idle_state=State.IDLE if main else State.PARKED,
-            tally=tally,
+            stats=stats,
             job_log=self._job_log,
         )
 

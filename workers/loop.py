@@ -44,7 +44,7 @@ from forq.procs.scoreboard import (
     WORD,
     Slot,
     State,
-    Tally,
+    WorkerStats,
 )
 from forq.procs.treekill import descendants_of
 from forq.settings import Value
@@ -164,7 +164,7 @@ class WorkerLoop:
         max_batch: int = MAX_BATCH,
         claims_ahead: bool = True,
         idle_state: State = State.IDLE,
-        tally: Tally | None = None,
+        stats: WorkerStats | None = None,
         job_log: JobLog | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -183,7 +183,7 @@ class WorkerLoop:
         self._max_batch = max_batch
         self._claims_ahead = claims_ahead
         self._idle_state = idle_state
-        self._tally = tally
+        self._stats = stats
         self._micros: list[int] = []
         self._failures = 0
         self._job_log = job_log or JobLog()
@@ -254,8 +254,8 @@ class WorkerLoop:
         batch = self._claim()
         if batch:
             self._run_batch(batch)
-            if self._tally is not None:
-                self._tally_batch(self._tally, batch)
+            if self._stats is not None:
+                self._tally_batch(self._stats, batch)
         if self._grant.yield_requested:
             self.settle()
             self._grant.give_back()
@@ -422,12 +422,12 @@ class WorkerLoop:
         finish_output()
         self._adapt_batch_size((self._now() - first_started) // max(ran, 1))
 
-    def _tally_batch(self, tally: Tally, batch: Batch) -> None:
+    def _tally_batch(self, stats: WorkerStats, batch: Batch) -> None:
         """What came back, once per batch. A fence is the server's time in µs at the claim."""
         micros, failures = self._micros, self._failures
         self._micros, self._failures = [], 0
         if micros:
-            tally.count(int(self._fence), batch, micros, failures, self._now())
+            stats.count(int(self._fence), batch, micros, failures, self._now())
 
     def _apply_limits(self) -> None:
         """What holds for the jobs of this batch. The parent keeps the time; it is told when it has no timer yet."""
@@ -449,7 +449,7 @@ class WorkerLoop:
         if micros >= MARK_END_MIN_US:
             mark_job_end(named)
         self._unsettled += 1
-        if self._tally is not None:
+        if self._stats is not None:
             self._micros.append(micros)
         if failure is None:
             self._done += (job_id, self._fence, micros)

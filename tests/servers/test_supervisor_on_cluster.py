@@ -59,7 +59,7 @@ def test_questions_about_a_job_are_answered_on_every_node(cluster: RedisCluster,
 
 def test_metrics_of_a_cluster_have_a_round_trip(cluster: RedisCluster) -> None:
     unused: Any = None
-    sampler = Sampler(url=cluster.url, prefix=DEFAULT_PREFIX, control_socket="", board=unused, tallies=unused)
+    sampler = Sampler(url=cluster.url, prefix=DEFAULT_PREFIX, control_socket="", board=unused, stats=unused)
     assert 0 < sampler._ping() < 1
 
 

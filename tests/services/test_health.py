@@ -8,7 +8,7 @@ import pytest
 from forq.broker.inspect import Counts
 from forq.health import faults_of_queue, faults_of_supervisor
 from forq.services.metrics import Activity, Snapshot, faults_in
-from tests.support.drive.metrics import NOW_NS, make_snapshot, queue_counts, queue_status, tallied
+from tests.support.drive.metrics import NOW_NS, make_snapshot, queue_counts, queue_stats, queue_status
 
 HEALTH_SECONDS = 60.0
 AGO = int(100e9)
@@ -28,7 +28,7 @@ def snapshot(
         [queue_status("q", **queue)],
         counts={"q": counts or stuck},
         activity={"q": activity or Activity(started_ns=NOW_NS - AGO)},
-        tallied={"q": tallied(last_ns=last_ns)},
+        stats={"q": queue_stats(last_ns=last_ns)},
         capacity_waiting=list(capacity),
     )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forq.procs.scoreboard import Tallies
+from forq.procs.scoreboard import AttemptStats
 from forq.services import metrics
 from forq.services.http_server import Request
 from forq.services.metrics import Endpoints, Snapshot
@@ -25,7 +25,7 @@ class Scripted:
 @pytest.fixture
 def endpoints(monkeypatch: pytest.MonkeyPatch) -> Endpoints:
     monkeypatch.setattr(metrics, "AGAIN_SECONDS", 0.0)
-    return Endpoints(context(tallies=Tallies(4)))
+    return Endpoints(context(stats=AttemptStats(4)))
 
 
 def ask(endpoints: Endpoints, *snapshots: Snapshot) -> tuple[int, int]:

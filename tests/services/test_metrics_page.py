@@ -17,9 +17,9 @@ from tests.support.drive.metrics import (
     make_snapshot,
     metric_names,
     queue_counts,
+    queue_stats,
     queue_status,
     read_samples,
-    tallied,
 )
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -33,7 +33,7 @@ def full_snapshot(*names: str) -> Snapshot:
         [queue_status(name) for name in names],
         counts=dict.fromkeys(names, counts),
         activity={name: Activity(busy=1, longest_seconds=1.5) for name in names},
-        tallied={name: tallied({3: 2, 11: 5, 39: 1}) for name in names},
+        stats={name: queue_stats({3: 2, 11: 5, 39: 1}) for name in names},
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from forq.log_format import LogFormat
 from forq.procs.cgroups import Cgroups
 from forq.procs.orphans import ChildPids, TreeMark
-from forq.procs.scoreboard import Scoreboard, Tallies
+from forq.procs.scoreboard import AttemptStats, Scoreboard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Context:
 
     scoreboard: Scoreboard
     # None: nobody wants to know how long jobs wait and run.
-    tallies: Tallies | None
+    stats: AttemptStats | None
     # An eventfd on which workers tell pulse that they hold a batch.
     watch_fd: int
 

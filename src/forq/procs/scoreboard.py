@@ -6,13 +6,13 @@ while Redis is down. It is mapped before the forks: children inherit the mapping
 A slot is 512 bytes: 16 words of 8 bytes, each written in one aligned store (never torn), then four texts with a length
 byte in front (which a reader may see half written: they are for people), then two words more.
 
-Tallies: wait and run times, counted by workers in shared memory and read by the metrics process.
+AttemptStats: wait and run times, counted by workers in shared memory and read by the metrics process.
 
-A tally belongs to a queue and has one writer at a time. It outlives its worker: the next worker of the queue goes on in
-it, so that what is counted never falls while the queue is there. The parent hands tallies out; a child knows its own
+A stats belongs to a queue and has one writer at a time. It outlives its worker: the next worker of the queue goes on in
+it, so that what is counted never falls while the queue is there. The parent hands stats out; a child knows its own
 from the copy of the parent's table that it was forked with.
 
-A tally is 1024 bytes: words of 8 bytes (two sums in µs, attempts that failed, when the last batch was counted, two
+A stats is 1024 bytes: words of 8 bytes (two sums in µs, attempts that failed, when the last batch was counted, two
 histograms), then the queue's name. Bucket b of a histogram holds times of b significant bits: below 2^b µs.
 """
 
@@ -337,8 +337,7 @@ class Scoreboard:
         self._view[start : start + SLOT_BYTES] = bytes(SLOT_BYTES)
 
 
-TALLIES_HEADER_BYTES = 4096
-TALLY_BYTES = 1024
+STATS_BYTES = 1024
 BUCKETS = 40
 
 RUN_SUM, WAIT_SUM, FAILED, LAST = range(4)
@@ -347,7 +346,7 @@ WAIT_AT = RUN_AT + BUCKETS
 _WORDS = WAIT_AT + BUCKETS
 _NAME_AT, _NAME_MAX = 896, 64
 
-_HIGHEST_TALLY, SNAPSHOTS, REDIS_ERRORS, SUPERVISOR_ERRORS = range(4)
+_HIGHEST_STATS, SNAPSHOTS, REDIS_ERRORS, SUPERVISOR_ERRORS = range(4)
 
 # Of a record: FLAG PRIORITY ' ' ENQUEUED_MS, which has 13 digits until the year 2286.
 _HEAD = 16
@@ -355,7 +354,7 @@ _WORD_MAX = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Tallied:
+class QueueStats:
     """What the workers of one queue have counted. `last_ns`: when the last of them did (0: none has)."""
 
     run: list[int]
@@ -365,8 +364,8 @@ class Tallied:
     failed: int
     last_ns: int
 
-    def __add__(self, other: "Tallied") -> "Tallied":
-        return Tallied(
+    def __add__(self, other: "QueueStats") -> "QueueStats":
+        return QueueStats(
             list(map(add, self.run, other.run)),
             self.run_micros + other.run_micros,
             list(map(add, self.wait, other.wait)),
@@ -376,7 +375,7 @@ class Tallied:
         )
 
 
-class Tally:
+class WorkerStats:
     """One worker's. Only that worker writes it."""
 
     __slots__ = ("words",)
@@ -415,17 +414,17 @@ class Tally:
             words[WAIT_SUM] = (words[WAIT_SUM] + wait * number) & _WORD_MAX
 
 
-class Tallies:
-    """The mapping and, in the parent, whose its tallies are. Memory is used only for those that are written."""
+class AttemptStats:
+    """The mapping and, in the parent, whose its stats are. Memory is used only for those that are written."""
 
     def __init__(self, number: int = 32768) -> None:
         self._number = number
-        self._map = mmap.mmap(-1, TALLIES_HEADER_BYTES + number * TALLY_BYTES)
+        self._map = mmap.mmap(-1, HEADER_BYTES + number * STATS_BYTES)
         self._view = memoryview(self._map)
-        self.header = self._view[:TALLIES_HEADER_BYTES].cast("Q")
+        self.header = self._view[:HEADER_BYTES].cast("Q")
         self._next = 0
         self._free: list[int] = []
-        # slot -> its tally and queue; queue -> tallies that nobody writes now.
+        # slot -> its stats and queue; queue -> stats that nobody writes now.
         self._of_slot: dict[int, tuple[int, str]] = {}
         self._resting: dict[str, list[int]] = {}
 
@@ -445,25 +444,25 @@ class Tallies:
         for number in self._resting.pop(queue, []):
             start = self._start(number)
             self._view[start + _NAME_AT] = 0
-            self._view[start : start + TALLY_BYTES] = bytes(TALLY_BYTES)
+            self._view[start : start + STATS_BYTES] = bytes(STATS_BYTES)
             self._free.append(number)
 
-    def of_slot(self, slot: int) -> Tally:
+    def of_slot(self, slot: int) -> WorkerStats:
         number, _ = self._of_slot[slot]
         start = self._start(number)
-        return Tally(self._view[start : start + TALLY_BYTES].cast("Q"))
+        return WorkerStats(self._view[start : start + STATS_BYTES].cast("Q"))
 
-    def read(self) -> dict[str, Tallied]:
+    def read(self) -> dict[str, QueueStats]:
         """What all workers have counted, by queue."""
-        found: dict[str, Tallied] = {}
-        for number in range(self.header[_HIGHEST_TALLY]):
+        found: dict[str, QueueStats] = {}
+        for number in range(self.header[_HIGHEST_STATS]):
             name = self._name(number)
             if name:
-                tallied = self._tallied(number)
+                stats = self._read_one(number)
                 # If it is another's by now, nobody can say whose figures these were.
                 if self._name(number) == name:
                     queue = name.decode("utf-8", "replace")
-                    found[queue] = found[queue] + tallied if queue in found else tallied
+                    found[queue] = found[queue] + stats if queue in found else stats
         return found
 
     def _new(self, queue: str) -> int:
@@ -473,20 +472,20 @@ class Tallies:
             number = self._next
             self._next += 1
         else:
-            raise ForqError(f"all {self._number} tallies are taken")
+            raise ForqError(f"all {self._number} entries of the attempt statistics are taken")
         name = queue.encode()[:_NAME_MAX]
         at = self._start(number) + _NAME_AT
         self._view[at + 1 : at + 1 + len(name)] = name
         self._view[at] = len(name)
-        self.header[_HIGHEST_TALLY] = self._next
+        self.header[_HIGHEST_STATS] = self._next
         return number
 
-    def _tallied(self, number: int) -> Tallied:
+    def _read_one(self, number: int) -> QueueStats:
         start = self._start(number)
         words = self._view[start : start + 8 * _WORDS].cast("Q")
         failed = words[FAILED]
         values = words.tolist()
-        return Tallied(
+        return QueueStats(
             run=values[RUN_AT:WAIT_AT],
             run_micros=values[RUN_SUM],
             wait=values[WAIT_AT:_WORDS],
@@ -501,7 +500,7 @@ class Tallies:
         return bytes(self._view[at + 1 : at + 1 + length])
 
     def _start(self, number: int) -> int:
-        return TALLIES_HEADER_BYTES + number * TALLY_BYTES
+        return HEADER_BYTES + number * STATS_BYTES
 
 
 def cumulated(buckets: list[int], bounds: Iterable[int]) -> list[int]:

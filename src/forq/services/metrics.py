@@ -28,7 +28,15 @@ from forq.procs.lines import Lines
 from forq.procs.liveness import expect_busy
 from forq.procs.loop import service_loop
 from forq.procs.process import Context
-from forq.procs.scoreboard import REDIS_ERRORS, SNAPSHOTS, SUPERVISOR_ERRORS, Scoreboard, State, Tallied, Tallies
+from forq.procs.scoreboard import (
+    REDIS_ERRORS,
+    SNAPSHOTS,
+    SUPERVISOR_ERRORS,
+    AttemptStats,
+    QueueStats,
+    Scoreboard,
+    State,
+)
 from forq.services.http_server import HttpServer, Request, Response
 from forq.services.rpc import RpcServer
 from forq.settings import WORK
@@ -65,7 +73,7 @@ class Snapshot:
     counts: dict[str, Counts | None]
     redis_error: str
     round_trip_seconds: float | None
-    tallied: dict[str, Tallied]
+    stats: dict[str, QueueStats]
     activity: dict[str, Activity]
     now_ns: int
     took_seconds: float
@@ -76,17 +84,17 @@ class Snapshot:
 
 
 class Sampler:
-    def __init__(self, *, url: str, prefix: str, control_socket: str, board: Scoreboard, tallies: Tallies) -> None:
+    def __init__(self, *, url: str, prefix: str, control_socket: str, board: Scoreboard, stats: AttemptStats) -> None:
         self._link = Link(url, name="forq-metrics", timeout_seconds=REDIS_SECONDS)
         self._prefix = prefix
         self._control_socket = control_socket
         self._board = board
-        self._tallies = tallies
+        self._stats = stats
         self._names: list[str] = []
 
     def sample(self) -> Snapshot:
         began = time.monotonic()
-        header = self._tallies.header
+        header = self._stats.header
         status: dict[str, Any] | None = None
         status_error = redis_error = ""
         try:
@@ -113,7 +121,7 @@ class Sampler:
             counts=counts,
             redis_error=redis_error,
             round_trip_seconds=round_trip,
-            tallied=self._tallies.read(),
+            stats=self._stats.read(),
             activity=read_activity(self._board, now_ns),
             now_ns=now_ns,
             took_seconds=time.monotonic() - began,
@@ -229,8 +237,8 @@ def _stuck(queue: dict[str, Any], snapshot: Snapshot, health_seconds: float) -> 
     activity = snapshot.activity.get(name, Activity())
     if any(seconds < (limit or health_seconds) for seconds, limit in activity.running):
         return []
-    tallied = snapshot.tallied.get(name)
-    last_ns = max(activity.started_ns, tallied.last_ns if tallied is not None else 0)
+    stats = snapshot.stats.get(name)
+    last_ns = max(activity.started_ns, stats.last_ns if stats is not None else 0)
     quiet = (snapshot.now_ns - last_ns) / 1e9 if last_ns else None
     if quiet is not None and quiet < health_seconds:
         return []
@@ -284,7 +292,7 @@ class Endpoints:
             prefix=context.prefix,
             control_socket=context.control_socket,
             board=context.scoreboard,
-            tallies=context.tallies or Tallies(),
+            stats=context.stats or AttemptStats(),
         )
         self._snapshot: Snapshot | None = None
         self._taken_at = 0.0

@@ -47,7 +47,7 @@ class _Collected(Collector):
         snapshot = self._snapshot
         yield from _of_snapshot(snapshot, self._healthy)
         yield from _of_redis(snapshot)
-        yield from _of_tallies(snapshot)
+        yield from _of_attempts(snapshot)
         yield from _of_workers(snapshot)
         if snapshot.status is not None:
             yield from _of_queues(snapshot)
@@ -113,21 +113,21 @@ _COUNTED: tuple[tuple[_Family, str, str, Callable[[Counts], float | None]], ...]
 )
 
 
-def _of_tallies(snapshot: Snapshot) -> Iterator[Metric]:
+def _of_attempts(snapshot: Snapshot) -> Iterator[Metric]:
     attempts = CounterMetricFamily("forq_attempts", "Attempts that came back", labels=["queue", "outcome"])
-    for name, tallied in snapshot.tallied.items():
-        attempts.add_metric([name, "returned"], sum(tallied.run) - tallied.failed)
-        attempts.add_metric([name, "raised"], tallied.failed)
+    for name, stats in snapshot.stats.items():
+        attempts.add_metric([name, "returned"], sum(stats.run) - stats.failed)
+        attempts.add_metric([name, "raised"], stats.failed)
     yield attempts
 
 
 def _histograms(snapshot: Snapshot) -> str:
     """Written here: they are two thirds of all lines, and the library takes ten times as long for each."""
     waits, runs = [_HEADER % (_WAIT, _WAIT_TEXT, _WAIT)], [_HEADER % (_RUN, _RUN_TEXT, _RUN)]
-    for name, tallied in snapshot.tallied.items():
+    for name, stats in snapshot.stats.items():
         queue = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        waits.append(_histogram(_WAIT_LINES, queue, tallied.wait, tallied.wait_micros))
-        runs.append(_histogram(_RUN_LINES, queue, tallied.run, tallied.run_micros))
+        waits.append(_histogram(_WAIT_LINES, queue, stats.wait, stats.wait_micros))
+        runs.append(_histogram(_RUN_LINES, queue, stats.run, stats.run_micros))
     return "".join(waits) + "".join(runs)
 
 

@@ -21,7 +21,7 @@ def context(**changes: Any) -> Context:
         "max_queues": 10,
         "control_socket": "/nowhere",
         "health_seconds": 60.0,
-        "tallies": None,
+        "stats": None,
         "watch_fd": -1,
         "cgroups": None,
         "tree_lock_fd": -1,

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from forq.broker.inspect import Counts
-from forq.procs.scoreboard import BUCKETS, Tallied
+from forq.procs.scoreboard import BUCKETS, QueueStats
 from forq.services.metrics import Activity, Snapshot
 
 NOW_NS = 10**15
@@ -60,10 +60,10 @@ def queue_status(
     return {"name": name, "state": state, "mode": mode, "reason": None, "children": [child]}
 
 
-def tallied(run: dict[int, int] | None = None, last_ns: int = 0) -> Tallied:
+def queue_stats(run: dict[int, int] | None = None, last_ns: int = 0) -> QueueStats:
     """`run`: how many of which bucket, for both histograms."""
     buckets = [(run or {}).get(bits, 0) for bits in range(BUCKETS)]
-    return Tallied(buckets, sum(buckets), list(buckets), sum(buckets), 0, last_ns)
+    return QueueStats(buckets, sum(buckets), list(buckets), sum(buckets), 0, last_ns)
 
 
 def make_snapshot(
@@ -71,7 +71,7 @@ def make_snapshot(
     *,
     counts: dict[str, Counts | None] | None = None,
     activity: dict[str, Activity] | None = None,
-    tallied: dict[str, Tallied] | None = None,
+    stats: dict[str, QueueStats] | None = None,
     capacity_waiting: list[dict[str, Any]] | None = None,
 ) -> Snapshot:
     supervisor = {
@@ -89,7 +89,7 @@ def make_snapshot(
         counts=counts or {},
         redis_error="",
         round_trip_seconds=0.0001,
-        tallied=tallied or {},
+        stats=stats or {},
         activity=activity or {},
         now_ns=NOW_NS,
         took_seconds=0.01,
