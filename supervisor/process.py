@@ -87,7 +87,7 @@ class Deadlines:
         allowed = slot.timeout_ms * NS_PER_MS
         running = slot.running_since_ns()
         if running is None:
-            return now + (BEGINNING_NS if slot.word & 1 else allowed)
+            return now + (BEGINNING_NS if slot.position & 1 else allowed)
         word, started = running
         due = started + allowed + slot.lenience_ms * NS_PER_MS
         if due > now:
@@ -331,11 +331,11 @@ class QueueProcess:
 
     def running(self) -> int:
         """How many jobs run in it, not only held by a worker."""
-        return sum(slot.word & 1 for slot in self._slots())
+        return sum(slot.position & 1 for slot in self._slots())
 
     def resting_workers(self) -> list[str]:
         """Those that run no job."""
-        return [slot.worker for slot in self._slots() if slot.worker and not slot.word & 1]
+        return [slot.worker for slot in self._slots() if slot.worker and not slot.position & 1]
 
     def state(self) -> str:
         # One that has ended is there until nothing is left of what it started.
@@ -367,7 +367,7 @@ class QueueProcess:
 
         A handler can end its process with any code: that is a crash of its job, whatever the number.
         """
-        running = any(slot.word & 1 and slot.state == State.BUSY for slot in self._slots())
+        running = any(slot.position & 1 and slot.state == State.BUSY for slot in self._slots())
         return None if running or how.code != self._announced_exit else how.code
 
     def retire(self) -> None:
@@ -454,10 +454,10 @@ class QueueProcess:
 
     def _invalid_leash(self, cause: str) -> None:
         """It is about to be killed for what was done to its leash: the job that runs there did it."""
-        running = [slot for slot in self._slots() if slot.word & 1]
+        running = [slot for slot in self._slots() if slot.position & 1]
         outcome = "stalled" if len(running) == 1 else "suspect"
         for slot in running:
-            self._condemned[slot.number] = Condemned(slot.word, outcome, cause)
+            self._condemned[slot.number] = Condemned(slot.position, outcome, cause)
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "want" in message or "done" in message:
@@ -510,7 +510,7 @@ class QueueProcess:
             return
         for slot in self._slots():
             condemned = self._condemned.get(slot.number)
-            if condemned is not None and slot.word != condemned.word:
+            if condemned is not None and slot.position != condemned.word:
                 # It has ended by itself at the last moment.
                 del self._condemned[slot.number]
         if self._condemned and all(number in self._condemned or number in self._left for number in self.slots):
@@ -543,7 +543,7 @@ class QueueProcess:
         """Hands what the workers of the dead process held to pulse; a slot is used again only when that is done."""
         # In the order of their jobs' starts: suspects that were enqueued in the same ms run in this order.
         slots = sorted(self._slots(), key=lambda slot: slot.started_ns)
-        running = sum(slot.word & 1 for slot in slots)
+        running = sum(slot.position & 1 for slot in slots)
         for slot in slots:
             give_back = partial(self._deps.scoreboard.give_back, slot.number)
             params = self._last_position(slot, how, running)
@@ -555,12 +555,12 @@ class QueueProcess:
                 give_back()
 
     def _last_position(self, slot: Slot, how: Exit, running: int) -> dict[str, Any]:
-        at = slot.place()
+        at = slot.read_position()
         since = slot.running_since_ns()
         condemned = self._condemned.get(slot.number)
         over = self._exceeded_limit(how)
         stack: str | None = None
-        if condemned is not None and condemned.word == slot.word:
+        if condemned is not None and condemned.word == slot.position:
             outcome, cause, stack = condemned.outcome, condemned.cause, condemned.stack
         elif over is None and self.child.stopping:
             outcome, cause = "interrupted", UNRESPONSIVE if self._stuck else "interrupted"

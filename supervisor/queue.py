@@ -301,7 +301,11 @@ class ServedQueue:
         for process in self._processes():
             for slot in process.busy():
                 running = slot.running_since_ns()
-                if running is not None and slot.job.decode("utf-8", "replace") == job_id and slot.word == running[0]:
+                if (
+                    running is not None
+                    and slot.job.decode("utf-8", "replace") == job_id
+                    and slot.position == running[0]
+                ):
                     return process, slot, running[0]
         return None
 

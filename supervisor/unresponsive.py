@@ -118,7 +118,7 @@ class ProcessWatch:
 
     def _runs_job(self) -> bool:
         """Whether a job runs in it, which has to end first. Without one, a stuck process is reported."""
-        if any(slot.word & 1 for slot in self._slots):
+        if any(slot.position & 1 for slot in self._slots):
             if self._unread:
                 self._unread = False
                 self._replace()

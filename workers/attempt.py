@@ -24,7 +24,7 @@ from forq.broker.record import pack_data, unpack
 from forq.errors import ForqError, InvalidData
 from forq.job import Job, Reporter
 from forq.output.writer import CURRENT_JOB
-from forq.procs.scoreboard import WORD, Slot
+from forq.procs.scoreboard import POSITION, Slot
 from forq.workers.exec_handlers import MAX_NAME, ProgramFailed
 from forq.workers.handlers import Handlers, class_name, exit_if_forked_from, safe_text
 from forq.workers.tracing import Tracing
@@ -125,7 +125,7 @@ class AttemptRunner:
         try:
             data, job = self._read(job_id, record, fence)
             if self._slot is not None:
-                job._reporter, job._position = self._reporter, self._slot.words[WORD]
+                job._reporter, job._position = self._reporter, self._slot.words[POSITION]
             with _NO_SPAN if self._tracing is None else self._tracing.attempt(job):
                 result = self._handlers.for_type(job.type)(data, job)
                 # Not isinstance: that asks the object, and what a handler returns may answer with an exception.

@@ -31,7 +31,7 @@ from forq.procs.scoreboard import (
     GUARDED,
     HELD,
     INDEX_SHIFT,
-    NUMBER,
+    POSITION,
     STARTED,
     STATE,
     TAKEN,
@@ -39,9 +39,9 @@ from forq.procs.scoreboard import (
     TICK_NS_SHIFT,
     TICK_SHIFT,
     TIMEOUT,
+    TURN,
     TURN_MASK,
     TURN_SHIFT,
-    WORD,
     Slot,
     State,
     WorkerStats,
@@ -255,7 +255,7 @@ class WorkerLoop:
         if batch:
             self._run_batch(batch)
             if self._stats is not None:
-                self._tally_batch(self._stats, batch)
+                self._count_batch(self._stats, batch)
         if self._grant.yield_requested:
             self.settle()
             self._grant.give_back()
@@ -365,10 +365,10 @@ class WorkerLoop:
             self._refused, self._next_refused_log_ns = 0, self._now() + REFUSED_LOG_INTERVAL_NS
 
     def _publish_turn(self) -> None:
-        """The position at the start of this turn. The whole number first: see Slot.place."""
+        """The position at the start of this turn. The whole number first: see Slot.read_position."""
         words = self.slot.words
-        words[NUMBER] = self._number
-        words[WORD] = self._turn_bits()
+        words[TURN] = self._number
+        words[POSITION] = self._turn_bits()
 
     def _turn_bits(self) -> int:
         return (self._number & TURN_MASK) << TURN_SHIFT
@@ -388,7 +388,7 @@ class WorkerLoop:
             # Before the position: whoever finds the job by its id must not find the position of the one before.
             self.slot.job = batch[index][0]
             if not self._failed:
-                words[WORD] = (started >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT | base | index << INDEX_SHIFT | 1
+                words[POSITION] = (started >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT | base | index << INDEX_SHIFT | 1
             # The clock is read again after the position was published: whoever saw the position before this one for
             # long enough to rescue the batch saw it before now, so the difference shows it here.
             taken = not index and words[TAKEN] == self._number
@@ -403,7 +403,7 @@ class WorkerLoop:
                 break
             if self._failed or slow or taken or self._results_bytes > MAX_RESULTS_BYTES:
                 if not self._failed:
-                    words[WORD] = base | index << INDEX_SHIFT
+                    words[POSITION] = base | index << INDEX_SHIFT
                 turn = self._take_turn(keep=count - index, want=0)
                 if turn is None or not turn.held:
                     return
@@ -418,11 +418,11 @@ class WorkerLoop:
             ran += 1
         # A failed job must not look like one that ran: its position stays "running" until it is settled.
         if not self._failed:
-            words[WORD] = base | index << INDEX_SHIFT
+            words[POSITION] = base | index << INDEX_SHIFT
         finish_output()
         self._adapt_batch_size((self._now() - first_started) // max(ran, 1))
 
-    def _tally_batch(self, stats: WorkerStats, batch: Batch) -> None:
+    def _count_batch(self, stats: WorkerStats, batch: Batch) -> None:
         """What came back, once per batch. A fence is the server's time in µs at the claim."""
         micros, failures = self._micros, self._failures
         self._micros, self._failures = [], 0

@@ -57,7 +57,7 @@ class Running:
     def job(self, queue: str, job: str) -> None:
         """A worker of the queue runs this job."""
         slot = self.board.slot(self.board.take())
-        slot.queue, slot.job, slot.word = queue, job.encode(), 1
+        slot.queue, slot.job, slot.position = queue, job.encode(), 1
 
     def end(self) -> None:
         self._leash.close()

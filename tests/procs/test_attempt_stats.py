@@ -19,7 +19,7 @@ def record(enqueued_ms: int = 1_763_000_000_000, flag: str = "p") -> tuple[bytes
 def count(
     worker_stats: WorkerStats, micros: list[int], failed: int = 0, batch: list[tuple[bytes, bytes]] | None = None
 ) -> None:
-    worker_stats.count(CLAIMED_US, batch or [record()] * len(micros), micros, failed, 7)
+    entry.count(CLAIMED_US, batch or [record()] * len(micros), micros, failed, 7)
 
 
 @given(st.lists(st.integers(0, 2**45), min_size=1, max_size=50))

@@ -9,39 +9,39 @@ from hypothesis import strategies as st
 from forq.errors import ForqError
 from forq.procs.scoreboard import (
     DONE,
+    POSITION,
     SLOT_BYTES,
     TICK_MS,
-    WORD,
-    Place,
+    PositionParts,
     Role,
     Scoreboard,
     State,
-    Word,
+    WorkerPosition,
     age_ms,
-    pack_word,
-    unpack_word,
+    pack_position,
+    unpack_position,
 )
 
 
 @given(st.integers(0, 2**62), st.integers(0, 2**20 - 1), st.integers(0, 2**15 - 1), st.booleans())
 def test_a_word_unpacks_to_what_was_packed(started_ns: int, turn: int, index: int, running: bool) -> None:
-    word = pack_word(started_ns, turn, index, running)
+    word = pack_position(started_ns, turn, index, running)
     assert 0 <= word < 2**64
-    assert unpack_word(word) == Word((started_ns >> 20) % 2**28, turn, index, running)
+    assert unpack_position(word) == PositionParts((started_ns >> 20) % 2**28, turn, index, running)
 
 
 @given(st.integers(0, 2**62), st.integers(0, 70 * 3600 * 10**9))
 def test_age_is_right_to_a_tick_across_the_wrap(started_ns: int, age_ns: int) -> None:
-    word = pack_word(started_ns, 2**20 - 1, 2**15 - 1, True)
+    word = pack_position(started_ns, 2**20 - 1, 2**15 - 1, True)
     assert abs(age_ms(word, started_ns + age_ns) - age_ns / 1e6) <= TICK_MS
 
 
 def test_a_job_that_started_after_the_reader_took_its_time_has_age_zero() -> None:
-    assert age_ms(pack_word(10**12 + 5_000_000, 1, 0, True), 10**12) == 0.0
+    assert age_ms(pack_position(10**12 + 5_000_000, 1, 0, True), 10**12) == 0.0
 
 
 def test_turn_and_index_wrap_instead_of_spilling_into_their_neighbours() -> None:
-    assert unpack_word(pack_word(0, 2**20 + 3, 2**15 + 7, False)) == Word(0, 3, 7, False)
+    assert unpack_position(pack_position(0, 2**20 + 3, 2**15 + 7, False)) == PositionParts(0, 3, 7, False)
 
 
 @given(st.integers(0, 2**53 - 1), st.integers(0, 2**20 - 1))
@@ -49,11 +49,11 @@ def test_a_place_has_the_whole_number_of_its_turn_also_between_the_two_stores(nu
     board = Scoreboard.create(slots=1)
     slot = board.slot(board.take())
     slot.turn = number
-    slot.word = word = pack_word(10**12, number, 7, True)
-    assert slot.place() == Place(number, 7, True)
+    slot.position = word = pack_position(10**12, number, 7, True)
+    assert slot.read_position() == WorkerPosition(number, 7, True)
     # The next turn that the worker took; it died before it published its position there.
     slot.turn = number + later
-    assert slot.place() == slot.place(word) == Place(number, 7, True)
+    assert slot.read_position() == slot.read_position(word) == WorkerPosition(number, 7, True)
 
 
 def test_take_gives_the_lowest_free_slot_zeroed() -> None:
@@ -101,7 +101,7 @@ def test_the_parent_sees_what_a_child_stored_without_its_descriptor() -> None:
         slot.pid, slot.state, slot.role, slot.epoch = os.getpid(), State.BUSY, Role.RETRY, 2**63
         slot.queue, slot.worker, slot.job = "q" * 64, "w" * 48, b"j" * 128
         slot.held, slot.beat_ns, slot.started_ns = 5, 11, 12
-        slot.words[WORD] = pack_word(3 << 20, 4, 5, True)
+        slot.words[POSITION] = pack_position(3 << 20, 4, 5, True)
         slot.words[DONE] += 9
         board.watching = 1
         os._exit(0)
@@ -110,7 +110,7 @@ def test_the_parent_sees_what_a_child_stored_without_its_descriptor() -> None:
     assert (view.number, view.pid, view.state, view.role) == (number, pid, State.BUSY, Role.RETRY)
     assert (view.queue, view.worker, view.job) == ("q" * 64, "w" * 48, "j" * 128)
     assert (view.epoch, view.held, view.done, view.beat_ns, view.started_ns) == (2**63, 5, 9, 11, 12)
-    assert view.word == Word(3, 4, 5, True)
+    assert view.position == PositionParts(3, 4, 5, True)
     assert board.watching == 1
 
 
@@ -137,18 +137,18 @@ def test_texts_are_cut_to_their_room_and_shorter_ones_replace_longer_ones() -> N
 def test_progress_belongs_to_one_position_and_its_text_ends_with_a_whole_character() -> None:
     board = Scoreboard.create(slots=2)
     slot, neighbour = board.slot(0), board.slot(1)
-    first, second = pack_word(3 << 20, 4, 5, True), pack_word(4 << 20, 4, 6, True)
-    slot.words[WORD] = first
+    first, second = pack_position(3 << 20, 4, 5, True), pack_position(4 << 20, 4, 6, True)
+    slot.words[POSITION] = first
     assert slot.progress() is None
     assert slot.show_progress(first, 0.29, "ü" * 100)
     assert slot.progress() == (0.29, "ü" * 55)
     assert bytes(neighbour.bytes) == bytes(SLOT_BYTES)
-    slot.words[WORD] = second
+    slot.words[POSITION] = second
     assert slot.progress() is None
     assert not slot.show_progress(first, 0.5, "late")
     assert slot.show_progress(second, 0.0, "")
     assert slot.progress() == (0.0, "")
-    slot.words[WORD] = second & ~1
+    slot.words[POSITION] = second & ~1
     assert slot.progress() is None, "nothing runs"
 
 

@@ -10,7 +10,7 @@ import pytest
 from forq.broker.recovery import Position
 from forq.errors import RedisUnavailable
 from forq.procs.liveness import LATE_SECONDS
-from forq.procs.scoreboard import TURN_SHIFT, Role, Scoreboard, Slot, State, pack_word
+from forq.procs.scoreboard import TURN_SHIFT, Role, Scoreboard, Slot, State, pack_position
 from forq.services.unread import ANSWER_SECONDS, CLAIM_SECONDS, LOOK_AGAIN_SECONDS, Unread
 
 PROCESSOR = "p" * 16
@@ -84,7 +84,7 @@ class Stage:
 
 def read(slot: Slot, turn: int, *, index: int = 0, running: bool = False) -> None:
     slot.turn = turn
-    slot.word = pack_word(0, turn, index, running)
+    slot.position = pack_position(0, turn, index, running)
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_the_number_of_a_turn_is_compared_whole(stage: Stage) -> None:
     """Not by the 20 bits of it that the position has."""
     slot = stage.workers[0]
     read(slot, 5 + (1 << 20))
-    assert slot.word >> TURN_SHIFT & 0xFFFFF == 5
+    assert slot.position >> TURN_SHIFT & 0xFFFFF == 5
     stage.claimed(slot, 6 + (1 << 20))
     stage.run(1)
     assert stage.given_back == ["one"]

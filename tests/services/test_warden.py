@@ -123,9 +123,9 @@ def test_it_looks_at_a_busy_process_each_time_and_at_an_idle_one_once_a_second(m
     looks.watch(11)
     assert looks.tick() == [11]
     assert looks.tick() == []
-    looks.slot.word = 1
+    looks.slot.position = 1
     assert looks.tick() == [11]
-    looks.slot.word = 0
+    looks.slot.position = 0
     assert looks.tick() == []
     assert looks.tick(IDLE_LOOK_SECONDS) == [11]
 
@@ -134,7 +134,7 @@ def test_it_tells_of_a_process_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Looks(monkeypatch)
     looks.watch(11, 12)
     looks.over = {12}
-    looks.slot.word = 1
+    looks.slot.position = 1
     assert looks.tick() == [11, 12]
     assert jsonrpc.decode(looks.ours.recv(4096)) == {"event": "exceeded", "key": 12, "cause": "oom", "peak": 7}
     assert looks.tick() == [11]
@@ -143,6 +143,6 @@ def test_it_tells_of_a_process_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_looks_that_take_long_are_made_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Looks(monkeypatch)
     looks.watch(*range(100))
-    looks.slot.word = 1
+    looks.slot.position = 1
     looks.tick()
     assert looks.warden._pause_seconds == pytest.approx(0.9)

@@ -3,7 +3,7 @@
 import pytest
 
 from forq.procs.loop import Loop
-from forq.procs.scoreboard import Scoreboard, Slot, State, pack_word
+from forq.procs.scoreboard import Scoreboard, Slot, State, pack_position
 from forq.supervisor.process import Deadlines
 
 MS = 1_000_000
@@ -24,15 +24,15 @@ class Rig:
         """What a worker does; the word of the job that it starts."""
         slot.state = State.BUSY
         slot.timeout_ms = timeout_ms
-        word = pack_word(self.now_ns, turn, 0, True)
-        slot.word = word
+        word = pack_position(self.now_ns, turn, 0, True)
+        slot.position = word
         slot.started_ns = self.now_ns
         if not slot.guarded:
             self.deadlines.guard(slot.number)
         return word
 
     def end(self, slot: Slot, state: State = State.BUSY) -> None:
-        slot.word &= ~1
+        slot.position &= ~1
         slot.state = state
 
     def pass_ms(self, ms: float) -> None:
@@ -96,7 +96,7 @@ def test_a_job_whose_start_is_not_written_yet_is_not_taken_for_the_one_before() 
     slot = rig.slots[0]
     rig.begin(slot)
     rig.pass_ms(99)
-    slot.word = pack_word(rig.now_ns, 2, 0, True)
+    slot.position = pack_position(rig.now_ns, 2, 0, True)
     rig.pass_ms(20)
     assert rig.overdue == []
     slot.started_ns = rig.now_ns - 20 * MS

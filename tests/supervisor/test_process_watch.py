@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from forq.procs.liveness import LATE_SECONDS
-from forq.procs.scoreboard import Scoreboard, Slot, pack_word
+from forq.procs.scoreboard import Scoreboard, Slot, pack_position
 from forq.supervisor.unresponsive import (
     KILL_SECONDS,
     LONGEST_SECONDS,
@@ -63,10 +63,10 @@ class Stage:
         self.now = max(self.now, until)
 
     def begin_job(self) -> None:
-        self.slots[0].word = pack_word(0, 1, 0, True)
+        self.slots[0].position = pack_position(0, 1, 0, True)
 
     def end_job(self) -> None:
-        self.slots[0].word = pack_word(0, 1, 1, False)
+        self.slots[0].position = pack_position(0, 1, 1, False)
 
     def beat(self) -> None:
         for slot in self.slots:

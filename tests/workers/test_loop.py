@@ -14,7 +14,7 @@ import pytest
 from forq.broker.claim import Limits, Turn
 from forq.broker.replies import Fate
 from forq.errors import Fenced, OutcomeUnknown
-from forq.procs.scoreboard import TAKEN, WORD, Scoreboard, Slot, State, Word, unpack_word
+from forq.procs.scoreboard import POSITION, TAKEN, PositionParts, Scoreboard, Slot, State, unpack_position
 from forq.settings import defaults
 from forq.workers import job_log
 from forq.workers.attempt import AttemptRunner
@@ -140,8 +140,8 @@ class Rig:
             self.loop._run_batch(batch)
 
     @property
-    def word(self) -> Word:
-        return unpack_word(self.slot.word)
+    def word(self) -> PositionParts:
+        return unpack_position(self.slot.position)
 
 
 def test_a_batch_is_run_in_order_and_settled_with_the_next_turn() -> None:
@@ -169,7 +169,7 @@ def test_the_position_says_which_job_runs_and_how_many_ran_before() -> None:
 
 def test_numbers_of_turns_never_wrap_and_the_slot_has_them_whole() -> None:
     seen: list[int] = []
-    rig = Rig(lambda data, job: seen.append(rig.slot.place().turn), jobs("a"), jobs("b"))
+    rig = Rig(lambda data, job: seen.append(rig.slot.read_position().turn), jobs("a"), jobs("b"))
     rig.loop._numbers._last = 2**20 - 2
     rig.step()
     rig.step()
@@ -517,7 +517,7 @@ def test_a_batch_that_is_being_taken_away_is_not_begun_before_a_turn_says_whose_
     """The mark is written after the answer was read, and before the first position is published."""
     ran: list[str] = []
     rig = Rig(lambda data, job: ran.append(job.id), jobs("a", "b"), replace(NOTHING, held=held), NOTHING)
-    seen: list[Word] = []
+    seen: list[PositionParts] = []
     rig.loop._on_batch = lambda count: setattr(rig.slot, "taken", rig.slot.turn)
     rig.consumer.on_turn = lambda: seen.append(rig.word)
     rig.step()
@@ -547,7 +547,7 @@ def test_the_mark_is_read_after_the_position_is_published() -> None:
             return words[at]
 
         def __setitem__(self, at: int, value: int) -> None:
-            order.extend(["position"] if at == WORD and value & 1 else [])
+            order.extend(["position"] if at == POSITION and value & 1 else [])
             words[at] = value
 
     rig.slot.words = Watched()  # type: ignore[assignment]

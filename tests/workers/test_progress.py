@@ -16,7 +16,7 @@ from forq import Job
 from forq.broker.keys import DEFAULT_PREFIX, progress_channels
 from forq.broker.pubsub import Subscription
 from forq.errors import InvalidData
-from forq.procs.scoreboard import WORD, Scoreboard, Slot, State, pack_word
+from forq.procs.scoreboard import POSITION, Scoreboard, Slot, State, pack_position
 from forq.progress import check_progress, show_progress
 from forq.workers.attempt import AttemptRunner
 from forq.workers.handlers import Handler, Handlers
@@ -43,7 +43,7 @@ class Rig:
         self.queue.enqueue(job_id)
         ((claimed, record),) = self._claim()
         self.slot.job, self.slot.state = claimed, State.BUSY
-        self.slot.words[WORD] = pack_word(time.monotonic_ns(), self.worker.number, 0, True)
+        self.slot.words[POSITION] = pack_position(time.monotonic_ns(), self.worker.number, 0, True)
         attempts = AttemptRunner(self.queue.name, Handlers({None: handler}), self.slot, self.reporter)
         return attempts.run(job_id, record, int(self.worker.fence))
 
@@ -167,7 +167,7 @@ def test_a_report_of_a_job_that_is_over_touches_neither_the_next_one_nor_redis(r
 def test_a_slot_shows_no_progress_of_a_job_that_is_over(rig: Rig) -> None:
     rig.run(lambda data, job: job.progress(0.5, "half"))
     assert rig.slot.progress() == (0.5, "half")
-    rig.slot.words[WORD] = pack_word(time.monotonic_ns(), 99, 0, True)
+    rig.slot.words[POSITION] = pack_position(time.monotonic_ns(), 99, 0, True)
     assert rig.slot.progress() is None
 
 
@@ -179,7 +179,7 @@ def test_while_redis_is_away_a_handler_notices_nothing_and_the_latest_is_told_af
         rig.run(lambda data, job: None)
         owner = queue.redis.hget(queue.key("active"), "a")
         job = Job("q", "a", "a", None, 5, 0.0, int(rig.worker.fence))
-        job._reporter, job._position = rig.reporter, rig.slot.word
+        job._reporter, job._position = rig.reporter, rig.slot.position
         server.stop()
         began = time.monotonic()
         for number in range(1000):

@@ -58,7 +58,7 @@ class RunningJobs:
     def sole_running_job(self, queue: str) -> str | None:
         while len(self._slots) < self._board.highest:
             self._slots.append(self._board.slot(len(self._slots)))
-        running = [slot for slot in self._slots if slot.word & 1 and slot.queue == queue]
+        running = [slot for slot in self._slots if slot.position & 1 and slot.queue == queue]
         return running[0].job.decode(errors="replace") or None if len(running) == 1 else None
 
 

@@ -149,8 +149,8 @@ class OutputWriter:
         running = []
         for slot in self._slots:
             if slot.thread == thread:
-                return _job_of(slot) if slot.word & 1 else None
-            if slot.word & 1:
+                return _job_of(slot) if slot.position & 1 else None
+            if slot.position & 1:
                 running.append(slot)
         return _job_of(running[0]) if len(running) == 1 else None
 

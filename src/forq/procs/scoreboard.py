@@ -31,8 +31,8 @@ from forq.errors import ForqError
 HEADER_BYTES = 4096
 SLOT_BYTES = 512
 
-WORD, HELD, DONE, BEAT, STARTED, STATE, PID, EPOCH, ROLE, TIMEOUT, LENIENCE, GUARDED, THREAD = range(13)
-PROGRESS, PROGRESS_OF, NUMBER = 13, 14, 15
+POSITION, HELD, DONE, BEAT, STARTED, STATE, PID, EPOCH, ROLE, TIMEOUT, LENIENCE, GUARDED, THREAD = range(13)
+PROGRESS, PROGRESS_OF, TURN = 13, 14, 15
 PROGRESS_PARTS = 1_000_000
 
 JOB_AT, JOB_MAX = 128, 128
@@ -80,14 +80,14 @@ class Role(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class PositionParts:
     started_tick: int
     turn: int
     index: int
     running: bool
 
 
-def pack_word(started_ns: int, turn: int, index: int, running: bool) -> int:
+def pack_position(started_ns: int, turn: int, index: int, running: bool) -> int:
     """What a worker runs, in the one word that pulse may act on; turn and index wrap at 20 and 15 bits."""
     return (
         (started_ns >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT
@@ -98,7 +98,7 @@ def pack_word(started_ns: int, turn: int, index: int, running: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPosition:
     """Where a worker is: the whole number of its last turn, how many jobs it has finished since, whether one runs."""
 
     turn: int
@@ -106,8 +106,8 @@ class Place:
     running: bool
 
 
-def unpack_word(word: int) -> Word:
-    return Word(
+def unpack_position(word: int) -> PositionParts:
+    return PositionParts(
         word >> TICK_SHIFT & TICK_MASK,
         word >> TURN_SHIFT & TURN_MASK,
         word >> INDEX_SHIFT & INDEX_MASK,
@@ -137,7 +137,7 @@ class SlotView:
     done: int
     beat_ns: int
     started_ns: int
-    word: Word
+    position: PositionParts
 
 
 class _Cell:
@@ -170,7 +170,7 @@ class _Text:
 
 
 class Slot:
-    """One worker's slot. Its loop writes `words[WORD]`, `words[HELD]` and so on directly; others use the attributes."""
+    """One worker's slot. The worker loop writes `words[...]` directly; everything else uses the attributes."""
 
     __slots__ = ("bytes", "number", "words")
 
@@ -182,9 +182,9 @@ class Slot:
     pid = _Cell(PID)
     epoch = _Cell(EPOCH)
     role = _Cell(ROLE)
-    word = _Cell(WORD)
-    # The whole number of the last turn whose answer the worker has read. The loop writes it before WORD.
-    turn = _Cell(NUMBER)
+    position = _Cell(POSITION)
+    # The whole number of the last turn whose answer the worker has read. The loop writes it before POSITION.
+    turn = _Cell(TURN)
     # What one job may take (ms; 0: as long as it likes), and for how long after that its worker deals with it itself.
     timeout_ms = _Cell(TIMEOUT)
     lenience_ms = _Cell(LENIENCE)
@@ -218,7 +218,7 @@ class Slot:
     def show_progress(self, position: int, fraction: float, text: str) -> bool:
         """What the job at this position says; False if the worker is somewhere else by now."""
         words = self.words
-        if words[WORD] != position:
+        if words[POSITION] != position:
             return False
         words[PROGRESS] = int(fraction * PROGRESS_PARTS + 0.5)
         self.progress_text = text
@@ -227,27 +227,27 @@ class Slot:
 
     def progress(self) -> tuple[float, str] | None:
         """How far the running job is, if it has said so; of a long text only the beginning."""
-        if not self.word & 1 or self.words[PROGRESS_OF] != self.word:
+        if not self.position & 1 or self.words[PROGRESS_OF] != self.position:
             return None
         return self.words[PROGRESS] / PROGRESS_PARTS, self.progress_text
 
     def running_since_ns(self) -> tuple[int, int] | None:
         """The position word of the job that is running and when it began; None if none is, or one is just beginning."""
-        word = self.word
+        word = self.position
         started = self.started_ns
         if not word & 1 or started >> TICK_NS_SHIFT & TICK_MASK != word >> TICK_SHIFT & TICK_MASK:
             return None
         return word, started
 
-    def place(self, word: int | None = None) -> Place:
+    def read_position(self, word: int | None = None) -> WorkerPosition:
         """Where the worker is, or was when `word` was read.
 
-        WORD has only the low bits of the turn's number. NUMBER is written before it, so read after it NUMBER is that
+        POSITION has only the low bits of the turn's number. TURN is written before it, so read after it TURN is that
         of the same turn or of one shortly after: also if the worker died between the two.
         """
-        at = unpack_word(self.word if word is None else word)
+        at = unpack_position(self.position if word is None else word)
         number = self.turn
-        return Place(number - ((number - at.turn) & TURN_MASK), at.index, at.running)
+        return WorkerPosition(number - ((number - at.turn) & TURN_MASK), at.index, at.running)
 
     def describe(self) -> SlotView:
         return SlotView(
@@ -263,7 +263,7 @@ class Slot:
             done=self.done,
             beat_ns=self.beat_ns,
             started_ns=self.started_ns,
-            word=unpack_word(self.word),
+            position=unpack_position(self.position),
         )
 
 

@@ -429,7 +429,7 @@ class Pulse:
         for number in range(self._board.highest):
             slot = self._board.slot(number)
             if slot.state not in (State.EMPTY, State.STARTING):
-                at = slot.place()
+                at = slot.read_position()
                 position = Position(slot.worker, at.turn, at.index, at.running)
                 found.setdefault(slot.queue, []).append(position)
                 if Role(slot.role).runs_fail_jobs:
@@ -471,11 +471,11 @@ class Pulse:
         batches = False
         for number in range(self._board.highest):
             slot = self._board.slot(number)
-            raw = slot.word
+            raw = slot.position
             if slot.held < 2 or self._rescued.get(number) == raw:
                 continue
             batches = True
-            at = slot.place(raw)
+            at = slot.read_position(raw)
             position = Position(slot.worker, at.turn, at.index, True)
             if at.running and age_ms(raw, now) > RESCUE_AFTER_MS and self._rescue(slot.queue, position):
                 self._rescued[number] = raw

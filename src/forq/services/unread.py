@@ -194,7 +194,7 @@ class Unread:
 
 def _lags(slot: Slot, worker: str, turn: int) -> bool:
     """Whether it has not begun what it was given with this turn. One without jobs has read its turn and holds none."""
-    at = slot.place()
+    at = slot.read_position()
     if at.running or slot.worker != worker or slot.state in (State.EMPTY, State.STARTING):
         return False
     return at.turn < turn or (at.turn == turn and at.index == 0 and slot.held > 0)

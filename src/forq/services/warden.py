@@ -116,7 +116,7 @@ class Warden:
         return asdict(orphans.clean_up(self._own, params["survivors"], params["groups"], self._tree_mark))
 
     def _is_busy(self, watched: Watched) -> bool:
-        return any(self._scoreboard.slot(number).word & 1 for number in watched.slots)
+        return any(self._scoreboard.slot(number).position & 1 for number in watched.slots)
 
 
 def look_at_tree(pid: int, resources: Resources) -> Exceeded | None:
