@@ -32,7 +32,7 @@ from forq.errors import ForqError, InvalidData
 from forq.output.forwarding import Forwarder
 from forq.procs import orphans
 from forq.procs.cgroups import Cgroup, Cgroups, Exceeded, Resources, exceeded, limit
-from forq.procs.lines import LineConnection, Lines
+from forq.procs.lines import LineBuffer, LineConnection
 from forq.procs.loop import Loop, Timer
 from forq.procs.orphans import ChildPids, OrphanReport, TreeMark
 from forq.procs.treekill import become_subreaper, kill_tree, set_parent_death_signal, signal_descendants
@@ -471,7 +471,7 @@ class Child:
             raise
         finally:
             theirs.close()
-        self._leash = LineConnection(children.loop, ours, self._on_readable, lines=Lines(max_line_bytes))
+        self._leash = LineConnection(children.loop, ours, self._on_readable, lines=LineBuffer(max_line_bytes))
         children.stops[self.pid] = self._stopped_or_continued
         children.loop.watch_child(self._spawned.pidfd, self._ended)
 

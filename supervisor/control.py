@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from forq.errors import ForqError, InvalidData, PermissionRefused, TimedOut, UnknownVerb
 from forq.logging_setup import Seldom
 from forq.procs import jsonrpc
-from forq.procs.lines import LineConnection, Lines
+from forq.procs.lines import LineBuffer, LineConnection
 from forq.procs.loop import Loop
 from forq.procs.unix_socket import listen
 
@@ -126,7 +126,7 @@ class Connection:
         self._closing = False
         self._half_line_timer: Timer | None = None
         self._io = LineConnection(
-            loop, sock, self._on_input, lines=Lines(), on_output=self._all_sent, read_bytes=READ_BYTES
+            loop, sock, self._on_input, lines=LineBuffer(), on_output=self._all_sent, read_bytes=READ_BYTES
         )
 
     def _on_input(self) -> None:

@@ -37,7 +37,7 @@ import orjson
 from forq.errors import ForqError, InvalidData
 from forq.job import Job, assignment_payload, new_id
 from forq.output.programs import PIPE_WATCHER, READ_BYTES, ProgramOutput
-from forq.procs.lines import Lines
+from forq.procs.lines import LineBuffer
 from forq.procs.treekill import kill_tree
 from forq.queue_spec import ProgramLine
 from forq.values import shown
@@ -68,7 +68,7 @@ class Program:
         self._lock = threading.Lock()
         self._returncode: int | None = None
         self._reaped = False
-        self._lines = Lines()
+        self._lines = LineBuffer()
         self._unwritten = memoryview(b"")
         self._written = 0
         self._process = subprocess.Popen(

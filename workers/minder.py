@@ -31,7 +31,7 @@ from forq import exits
 from forq.broker.link import Link
 from forq.errors import ForqError
 from forq.procs.backoff import Backoff
-from forq.procs.lines import Lines
+from forq.procs.lines import LineBuffer
 from forq.procs.scoreboard import Slot, State
 from forq.procs.treekill import children_of, kill_descendants, read_stat
 from forq.progress import show_progress
@@ -112,7 +112,7 @@ class Minder:
         self._unblocking = Backoff(UNBLOCK_FIRST_SECONDS, UNBLOCK_LONGEST_SECONDS)
         self._leash = leash
         self._titles = titles
-        self._lines = Lines()
+        self._lines = LineBuffer()
         self._grants: dict[int, Grant] = {}
         self._recycling: Recycling | None = None
         self._signals_fd, self._signals_to = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Lines: how a stream is cut, what becomes of a line that is too long, and a socket that never blocks its loop."""
+"""LineBuffer: how a stream is cut, what becomes of a line that is too long, and a socket that never blocks its loop."""
 
 import socket
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forq import errors
-from forq.procs.lines import LineConnection, Lines
+from forq.procs.lines import LineBuffer, LineConnection
 from forq.procs.loop import Loop
 
 TOO_LONG = object()
 
 
-def all_lines(lines: Lines) -> list[bytes]:
+def all_lines(lines: LineBuffer) -> list[bytes]:
     found = []
     while (line := lines.pop()) is not None:
         found.append(line)
@@ -24,7 +24,7 @@ def all_lines(lines: Lines) -> list[bytes]:
 @given(st.lists(st.binary(max_size=30).map(lambda raw: raw.replace(b"\n", b"")), max_size=8), st.integers(1, 7))
 def test_lines_are_the_same_however_the_bytes_are_cut(wanted: list[bytes], step: int) -> None:
     stream = b"".join(line + b"\n" for line in wanted) + b"rest"
-    lines = Lines()
+    lines = LineBuffer()
     found = []
     for start in range(0, len(stream), step):
         lines.push(stream[start : start + step])
@@ -34,7 +34,7 @@ def test_lines_are_the_same_however_the_bytes_are_cut(wanted: list[bytes], step:
 
 
 def test_a_line_of_the_limit_passes_and_one_byte_more_is_refused() -> None:
-    lines = Lines(limit=10)
+    lines = LineBuffer(limit=10)
     lines.push(b"x" * 10 + b"\n")
     assert lines.pop() == b"x" * 10
     lines.push(b"x" * 11)
@@ -43,7 +43,7 @@ def test_a_line_of_the_limit_passes_and_one_byte_more_is_refused() -> None:
 
 
 def test_whole_lines_before_a_too_long_one_are_still_given() -> None:
-    lines = Lines(limit=5)
+    lines = LineBuffer(limit=5)
     lines.push(b"good\n" + b"x" * 6 + b"\n")
     assert lines.pop() == b"good"
     with pytest.raises(errors.InvalidData):
@@ -53,7 +53,7 @@ def test_whole_lines_before_a_too_long_one_are_still_given() -> None:
 @given(st.lists(st.integers(0, 12), max_size=12), st.integers(1, 7))
 def test_skipped_lines_are_told_once_and_numbered_like_the_others(lengths: list[int], step: int) -> None:
     stream = b"".join(b"x" * length + b"\n" for length in lengths)
-    lines = Lines(limit=6, skip_too_long=True)
+    lines = LineBuffer(limit=6, skip_too_long=True)
     found: list[tuple[int, bool]] = []
     for start in range(0, len(stream), step):
         lines.push(stream[start : start + step])
@@ -67,7 +67,7 @@ def test_skipped_lines_are_told_once_and_numbered_like_the_others(lengths: list[
 
 
 def test_a_line_that_is_skipped_takes_no_more_memory_than_the_limit() -> None:
-    lines = Lines(limit=100, skip_too_long=True)
+    lines = LineBuffer(limit=100, skip_too_long=True)
     refused = 0
     for _ in range(1000):
         lines.push(b"x" * 60)
@@ -81,7 +81,7 @@ def test_a_line_that_is_skipped_takes_no_more_memory_than_the_limit() -> None:
 
 
 def test_what_is_left_at_the_end_is_a_line_too() -> None:
-    lines = Lines()
+    lines = LineBuffer()
     lines.push(b"one\ntwo")
     lines.end()
     lines.end()
@@ -90,7 +90,7 @@ def test_what_is_left_at_the_end_is_a_line_too() -> None:
 
 def cut(*pieces: bytes, limit: int = 5) -> list[object]:
     """Number and line; TOO_LONG: it was refused."""
-    lines = Lines(limit, skip_too_long=True)
+    lines = LineBuffer(limit, skip_too_long=True)
     found: list[object] = []
     for piece in (*pieces, None):
         lines.end() if piece is None else lines.push(piece)
@@ -128,7 +128,7 @@ class Ends:
         self.heard: list[bytes] = []
         self.emptied = 0
         self.connection = LineConnection(
-            self.loop, ours, self._input, lines=Lines(), on_output=self._output, read_bytes=100
+            self.loop, ours, self._input, lines=LineBuffer(), on_output=self._output, read_bytes=100
         )
 
     def _input(self) -> None:

@@ -6,7 +6,7 @@ import socket
 from typing import Protocol
 
 from forq.bridge.messages import Request
-from forq.procs.lines import READ_BYTES, LineConnection, Lines
+from forq.procs.lines import READ_BYTES, LineBuffer, LineConnection
 from forq.procs.loop import Loop
 
 # A peer with more unsent output is not read; with more than MAX_UNSENT_BYTES it is disconnected.
@@ -18,7 +18,7 @@ class Peer(Protocol):
     """`pending`: line number and request not executed yet. `ended`: no more input. `disconnected`: output is lost."""
 
     name: str
-    lines: Lines
+    lines: LineBuffer
     pending: tuple[int, Request] | None
     ended: bool
 
@@ -45,7 +45,7 @@ class StandardStreams:
 
     def __init__(self, loop: Loop, stdin: int = 0, stdout: int = 1) -> None:
         self.name = "stdin"
-        self.lines = Lines(skip_too_long=True)
+        self.lines = LineBuffer(skip_too_long=True)
         self.pending: tuple[int, Request] | None = None
         self.ended = False
         self.disconnected = False
@@ -94,7 +94,7 @@ class SocketPeer:
         self.name = name
         self.pending: tuple[int, Request] | None = None
         self.ended = False
-        self.lines = Lines(skip_too_long=True)
+        self.lines = LineBuffer(skip_too_long=True)
         self._io = LineConnection(loop, connected, self._on_input, lines=self.lines, on_output=self._on_output)
 
     @property

@@ -8,7 +8,7 @@ import time
 
 from forq.errors import ForqError, InvalidData, SupervisorUnreachable, TimedOut
 from forq.procs import jsonrpc
-from forq.procs.lines import Lines
+from forq.procs.lines import LineBuffer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class ControlClient:
     def __init__(self, path: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, also_tried: str = "") -> None:
         self.path = path
         self.timeout_seconds = timeout_seconds
-        self._lines = Lines(MAX_ANSWER_BYTES)
+        self._lines = LineBuffer(MAX_ANSWER_BYTES)
         self._last_id = 0
         self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         self._connect(also_tried)

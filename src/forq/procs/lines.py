@@ -20,7 +20,7 @@ READ_BYTES = 64 * 1024
 PIECES_AT_ONCE = 64
 
 
-class Lines:
+class LineBuffer:
     """Takes bytes as they come, gives whole lines one at a time.
 
     A line over the limit is the last one: each `pop` raises. With `skip_too_long` only the first does; the rest of that
@@ -108,7 +108,7 @@ class LineConnection:
         sock: socket.socket,
         on_input: Callable[[], None],
         *,
-        lines: Lines,
+        lines: LineBuffer,
         on_output: Callable[[], None] | None = None,
         read_bytes: int = READ_BYTES,
     ) -> None:

@@ -24,7 +24,7 @@ from forq.broker.registry import Registry
 from forq.errors import ForqError, RedisUnavailable, SupervisorUnreachable
 from forq.health import CONSUMING_STATES, Fault, faults_of_queue, faults_of_supervisor
 from forq.procs import jsonrpc
-from forq.procs.lines import Lines
+from forq.procs.lines import LineBuffer
 from forq.procs.liveness import expect_busy
 from forq.procs.loop import service_loop
 from forq.procs.process import Context
@@ -171,7 +171,7 @@ def read_activity(board: Scoreboard, now_ns: int) -> dict[str, Activity]:
 def request_status(path: str, seconds: float) -> dict[str, Any]:
     """`status` without counts. Raises SupervisorUnreachable if there is no answer in time."""
     deadline = time.monotonic() + seconds
-    lines = Lines(MAX_ANSWER_BYTES)
+    lines = LineBuffer(MAX_ANSWER_BYTES)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
             control.settimeout(seconds)

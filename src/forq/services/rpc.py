@@ -8,7 +8,7 @@ from typing import Any
 
 from forq.errors import ForqError, InvalidData, UnknownVerb
 from forq.procs import jsonrpc
-from forq.procs.lines import LineConnection, Lines
+from forq.procs.lines import LineBuffer, LineConnection
 from forq.procs.liveness import expect_busy
 from forq.procs.loop import Loop
 
@@ -47,7 +47,7 @@ class RpcServer:
         self._loop = loop
         self._verbs = verbs
         self._on_end = on_end
-        self._leash = LineConnection(loop, leash, self._serve, lines=Lines(MAX_LINE_BYTES))
+        self._leash = LineConnection(loop, leash, self._serve, lines=LineBuffer(MAX_LINE_BYTES))
 
     def _serve(self) -> None:
         if self._leash.ended:
