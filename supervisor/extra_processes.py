@@ -22,8 +22,8 @@ from functools import partial
 from forq import exits
 from forq.errors import CannotImport, ForqError
 from forq.procs.loop import Timer
-from forq.procs.process import stack_of_import
 from forq.procs.scoreboard import Role
+from forq.procs.stacks import stack_of_import
 from forq.supervisor.child import Exit
 from forq.supervisor.pacing import Respawn
 from forq.supervisor.process import ProcessDeps, ProcessOwner, QueueProcess

@@ -27,8 +27,8 @@ from forq.errors import ForqError, InvalidData
 from forq.procs import jsonrpc
 from forq.procs.cgroups import Exceeded, Resources
 from forq.procs.loop import Loop, Timer
-from forq.procs.process import STACK_FILE, STACK_SIGNAL, stack_of_thread
 from forq.procs.scoreboard import AttemptStats, Role, Scoreboard, Slot, State
+from forq.procs.stacks import STACK_FILE, STACK_SIGNAL, stack_of_thread
 from forq.queue_spec import QueueSpec
 from forq.settings import OPTIONS, Value
 from forq.supervisor.capacity import Grants

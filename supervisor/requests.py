@@ -31,7 +31,7 @@ from forq.errors import (
     UsageError,
 )
 from forq.job import new_id
-from forq.procs.process import stack_of_thread
+from forq.procs.stacks import stack_of_thread
 from forq.queue_spec import QueueSpec
 from forq.settings import AUTO_RELEASE, ON_REQUEST, OPTIONS, SHARED_MODES, parse_options
 from forq.supervisor.config import capacity_warning, check_size

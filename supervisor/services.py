@@ -13,8 +13,8 @@ from typing import Any
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.log_format import choose
 from forq.procs.cgroups import Cgroup, Cgroups, Delegation
+from forq.procs.context import Context
 from forq.procs.loop import Loop, Timer
-from forq.procs.process import Context
 from forq.procs.scoreboard import AttemptStats, Role, Scoreboard
 from forq.queue_spec import QueueSpec
 from forq.redis_url import shown_url

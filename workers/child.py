@@ -26,8 +26,9 @@ from forq.broker.keys import fail_queue, queue_base
 from forq.errors import CannotImport, ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
 from forq.job import OFF, new_id
 from forq.output.streams import install
-from forq.procs.process import STACK_FILE, STACK_SIGNAL, Context
+from forq.procs.context import Context
 from forq.procs.scoreboard import Role, Slot, State
+from forq.procs.stacks import STACK_FILE, STACK_SIGNAL
 from forq.queue_spec import QueueSpec
 from forq.settings import Value
 from forq.values import show_size

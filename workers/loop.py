@@ -25,7 +25,7 @@ from forq.broker.replies import Fate
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.output.streams import finish_output, mark_job_end
 from forq.procs.backoff import Backoff, reconnecting
-from forq.procs.process import pss_bytes
+from forq.procs.cgroups import pss_bytes
 from forq.procs.scoreboard import (
     DONE,
     GUARDED,

@@ -17,7 +17,7 @@ def record(enqueued_ms: int = 1_763_000_000_000, flag: str = "p") -> tuple[bytes
 
 
 def count(
-    worker_stats: WorkerStats, micros: list[int], failed: int = 0, batch: list[tuple[bytes, bytes]] | None = None
+    entry: WorkerStats, micros: list[int], failed: int = 0, batch: list[tuple[bytes, bytes]] | None = None
 ) -> None:
     entry.count(CLAIMED_US, batch or [record()] * len(micros), micros, failed, 7)
 

@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 
-from forq.procs.process import pss_bytes
+from forq.procs.cgroups import pss_bytes
 from forq.procs.scoreboard import Scoreboard, Slot
 from forq.settings import defaults
 from forq.workers import loop

@@ -34,9 +34,9 @@ from forq.output.format import (
     open_fifo,
 )
 from forq.output.forwarding import Forwarder
+from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, expect_busy
 from forq.procs.loop import service_loop
-from forq.procs.process import Context
 from forq.procs.scoreboard import Scoreboard, Slot
 from forq.services.rpc import RpcServer
 

@@ -17,9 +17,9 @@ from forq.broker.schedules import Schedules
 from forq.broker.scripts import script
 from forq.broker.server_check import check_server
 from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
+from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, expect_busy
 from forq.procs.loop import Loop, service_loop
-from forq.procs.process import Context
 from forq.schedules import Schedule
 from forq.services.rpc import RpcServer
 from forq.services.scribe import append_lines

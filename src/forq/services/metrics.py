@@ -24,10 +24,10 @@ from forq.broker.registry import Registry
 from forq.errors import ForqError, RedisUnavailable, SupervisorUnreachable
 from forq.health import CONSUMING_STATES, Fault, faults_of_queue, faults_of_supervisor
 from forq.procs import jsonrpc
+from forq.procs.context import Context
 from forq.procs.lines import LineBuffer
 from forq.procs.liveness import expect_busy
 from forq.procs.loop import service_loop
-from forq.procs.process import Context
 from forq.procs.scoreboard import (
     REDIS_ERRORS,
     SNAPSHOTS,

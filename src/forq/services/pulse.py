@@ -39,8 +39,8 @@ from forq.broker.replies import Fate, headline
 from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.output.format import FIFO_NAME, Line, pack_line
 from forq.procs.cgroups import Cgroup
+from forq.procs.context import Context
 from forq.procs.loop import Loop
-from forq.procs.process import Context
 from forq.procs.scoreboard import Role, State, age_ms
 from forq.procs.treekill import kill_tree
 from forq.redis_url import database_of

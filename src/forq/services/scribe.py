@@ -30,9 +30,9 @@ from forq.broker.link import Link
 from forq.broker.outbox import Outbox, OutboxSubscription, read_line
 from forq.errors import Fenced, ForqError, RedisUnavailable, UnknownQueue
 from forq.procs.backoff import Backoff
+from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, expect_busy
 from forq.procs.loop import service_loop
-from forq.procs.process import Context
 from forq.services.append_only_sync import AppendOnlySync
 from forq.services.rpc import RpcServer
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from forq import exits
 from forq.procs import orphans
-from forq.procs.cgroups import OUT_OF_MEMORY, TOO_MANY_TASKS, Exceeded, Resources
+from forq.procs.cgroups import OUT_OF_MEMORY, TOO_MANY_TASKS, Exceeded, Resources, pss_bytes
+from forq.procs.context import Context
 from forq.procs.liveness import expect_busy
 from forq.procs.loop import service_loop
-from forq.procs.process import Context, pss_bytes
 from forq.procs.treekill import descendants_of, kill_tree, signal_descendants
 from forq.services.rpc import RpcServer
 

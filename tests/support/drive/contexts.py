@@ -6,8 +6,8 @@ from typing import Any
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.job import OFF
 from forq.log_format import LogFormat
+from forq.procs.context import Context
 from forq.procs.orphans import ChildPids
-from forq.procs.process import Context
 from forq.procs.scoreboard import Scoreboard
 
 

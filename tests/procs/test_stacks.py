@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from forq.procs.loop import Loop
-from forq.procs.process import MAX_STACK, STACK_SIGNAL, stack_of_thread
+from forq.procs.stacks import MAX_STACK, STACK_SIGNAL, stack_of_thread
 from forq.supervisor.process import Stacks
 
 DUMP = """Thread 0x00007f5a2b7fe6c0 (most recent call first):
