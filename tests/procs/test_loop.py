@@ -295,7 +295,7 @@ def test_a_child_that_closes_the_loop_leaves_the_parent_hearing(
 
 def test_each_pass_marks_the_process_as_alive_before_it_waits(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr("forq.procs.loop.passed", lambda: order.append("passed"))
+    monkeypatch.setattr("forq.procs.loop.mark_pass", lambda: order.append("passed"))
     loop.call_later(0.0, lambda: order.append("called"))
     loop.tick(0)
     loop.tick(0)

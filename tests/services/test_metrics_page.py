@@ -56,7 +56,7 @@ def test_figures_are_under_their_names() -> None:
     assert samples["forq_oldest_waiting_seconds", (queue,)] == 2.5
     assert samples["forq_next_due_seconds", (queue,)] == 7.0
     assert samples["forq_limit_may_begin", (queue,)] == 4
-    assert samples["forq_queue_state", (("mode", "activity"), queue, ("state", "running"))] == 1
+    assert samples["forq_queue_state", (("mode", "work"), queue, ("state", "running"))] == 1
     assert samples["forq_healthy", ()] == 1
 
 

@@ -63,10 +63,14 @@ def _of_snapshot(snapshot: Snapshot, healthy: bool) -> Iterator[Metric]:
     yield _gauge("forq_supervisor_up", "1 if the supervisor answered in time", float(snapshot.status is not None))
     yield _gauge("forq_redis_up", "1 if Redis answered in time", float(snapshot.round_trip_seconds is not None))
     if snapshot.round_trip_seconds is not None:
-        yield _gauge("forq_redis_round_trip_seconds", "Of a PING, at the last snapshot", snapshot.round_trip_seconds)
-    yield _gauge("forq_look_seconds", "How long the last snapshot took", snapshot.took_seconds)
-    yield CounterMetricFamily("forq_looks", "Looks at the supervisor and Redis", value=snapshot.snapshots)
-    errors = CounterMetricFamily("forq_scrape_errors", "Looks without an answer of this source", labels=["source"])
+        yield _gauge(
+            "forq_redis_round_trip_seconds", "Round trip of a PING in the last snapshot", snapshot.round_trip_seconds
+        )
+    yield _gauge("forq_look_seconds", "Duration of the last snapshot", snapshot.took_seconds)
+    yield CounterMetricFamily("forq_looks", "Snapshots taken of the supervisor and Redis", value=snapshot.snapshots)
+    errors = CounterMetricFamily(
+        "forq_scrape_errors", "Snapshots in which this source did not answer", labels=["source"]
+    )
     for source, number in snapshot.errors.items():
         errors.add_metric([source], number)
     yield errors
@@ -95,26 +99,48 @@ def _limit(counts: Counts, name: str) -> int | None:
 # What is None is left out: the queue has no such figure.
 _Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 _COUNTED: tuple[tuple[_Family, str, str, Callable[[Counts], float | None]], ...] = (
-    (CounterMetricFamily, "forq_done", "Jobs done since the queue was made", lambda it: it.done),
-    (CounterMetricFamily, "forq_failed", "Jobs failed for good since then", lambda it: it.failed),
-    (CounterMetricFamily, "forq_dropped", "Ids without a record", lambda it: it.dropped),
-    (CounterMetricFamily, "forq_journal_lost", "Entries a consumer had yet to read", lambda it: it.journal["lost"]),
+    (CounterMetricFamily, "forq_done", "Jobs done since the queue was created", lambda it: it.done),
+    (CounterMetricFamily, "forq_failed", "Jobs failed for good since the queue was created", lambda it: it.failed),
+    (CounterMetricFamily, "forq_dropped", "Job ids dropped because they had no record", lambda it: it.dropped),
+    (
+        CounterMetricFamily,
+        "forq_journal_lost",
+        "Journal entries trimmed before a consumer read them",
+        lambda it: it.journal["lost"],
+    ),
     (GaugeMetricFamily, "forq_journal_bytes", "Size of the journal", lambda it: it.journal["bytes"]),
     (
         GaugeMetricFamily,
         "forq_oldest_waiting_seconds",
-        "How long the oldest waiting job has waited",
+        "Age of the oldest waiting job",
         lambda it: it.oldest_waiting_seconds or 0.0,
     ),
-    (GaugeMetricFamily, "forq_next_due_seconds", "Until a job or a tick is due", lambda it: it.next_due_seconds),
-    (GaugeMetricFamily, "forq_awaiters", "Who awaits an item", lambda it: it.awaiters),
-    (GaugeMetricFamily, "forq_limit_may_begin", "Jobs that may begin now", lambda it: _limit(it, "may_begin")),
-    (GaugeMetricFamily, "forq_limited_workers", "Who waits for that", lambda it: _limit(it, "limited_workers")),
+    (
+        GaugeMetricFamily,
+        "forq_next_due_seconds",
+        "Time until the next job or tick is due",
+        lambda it: it.next_due_seconds,
+    ),
+    (GaugeMetricFamily, "forq_awaiters", "Registered awaiters", lambda it: it.awaiters),
+    (
+        GaugeMetricFamily,
+        "forq_limit_may_begin",
+        "Jobs that rate and max_active allow to start now",
+        lambda it: _limit(it, "may_begin"),
+    ),
+    (
+        GaugeMetricFamily,
+        "forq_limited_workers",
+        "Workers waiting for rate or max_active",
+        lambda it: _limit(it, "limited_workers"),
+    ),
 )
 
 
 def _of_attempts(snapshot: Snapshot) -> Iterator[Metric]:
-    attempts = CounterMetricFamily("forq_attempts", "Attempts that came back", labels=["queue", "outcome"])
+    attempts = CounterMetricFamily(
+        "forq_attempts", "Attempts whose handler returned or raised", labels=["queue", "outcome"]
+    )
     for name, stats in snapshot.stats.items():
         attempts.add_metric([name, "returned"], sum(stats.run) - stats.failed)
         attempts.add_metric([name, "raised"], stats.failed)
@@ -143,16 +169,14 @@ def _lines_of(metric: str) -> str:
 
 
 _HEADER = "# HELP %s %s\n# TYPE %s histogram\n"
-_WAIT, _WAIT_TEXT = "forq_wait_seconds", "From enqueue to claim, of first attempts"
-_RUN, _RUN_TEXT = "forq_run_seconds", "What handlers took"
+_WAIT, _WAIT_TEXT = "forq_wait_seconds", "Time from enqueue to claim (first attempts)"
+_RUN, _RUN_TEXT = "forq_run_seconds", "Run time of handlers"
 _WAIT_LINES, _RUN_LINES = _lines_of(_WAIT), _lines_of(_RUN)
 
 
 def _of_workers(snapshot: Snapshot) -> Iterator[Metric]:
-    busy = GaugeMetricFamily("forq_workers_busy", "Workers that run a job", labels=["queue"])
-    longest = GaugeMetricFamily(
-        "forq_longest_running_seconds", "How long the oldest running job has been running", labels=["queue"]
-    )
+    busy = GaugeMetricFamily("forq_workers_busy", "Workers running a job", labels=["queue"])
+    longest = GaugeMetricFamily("forq_longest_running_seconds", "Run time of the longest running job", labels=["queue"])
     for name, activity in snapshot.activity.items():
         busy.add_metric([name], activity.busy)
         longest.add_metric([name], activity.longest_seconds)
@@ -161,9 +185,11 @@ def _of_workers(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def _of_queues(snapshot: Snapshot) -> Iterator[Metric]:
-    states = GaugeMetricFamily("forq_queue_state", "1 for the queue's state", labels=["queue", "mode", "state"])
+    states = GaugeMetricFamily(
+        "forq_queue_state", "1 for the current state of the queue", labels=["queue", "mode", "state"]
+    )
     processes = GaugeMetricFamily("forq_processes", "Processes by state", labels=["queue", "role", "state"])
-    restarts = CounterMetricFamily("forq_restarts", "Deaths that were made good", labels=["queue", "role"])
+    restarts = CounterMetricFamily("forq_restarts", "Restarts after a crash", labels=["queue", "role"])
     for queue in queues_of(snapshot):
         name, state, counts = queue["name"], queue["state"], snapshot.counts.get(queue["name"])
         if state in ("running", "starting", "draining") and counts is not None and counts.paused:
@@ -186,14 +212,14 @@ def _of_supervisor(status: dict[str, Any]) -> Iterator[Metric]:
     info = GaugeMetricFamily("forq_supervisor_info", "Always 1", labels=["version", "processor", "server"])
     info.add_metric([supervisor["version"], supervisor["processor"], str(supervisor["redis"].get("server", ""))], 1)
     yield info
-    yield _gauge("forq_supervisor_uptime_seconds", "Since its start", supervisor["uptime_seconds"])
-    restarts = CounterMetricFamily("forq_service_restarts", "Deaths that were made good", labels=["service"])
+    yield _gauge("forq_supervisor_uptime_seconds", "Uptime of the supervisor", supervisor["uptime_seconds"])
+    restarts = CounterMetricFamily("forq_service_restarts", "Restarts after a crash", labels=["service"])
     for service in supervisor["services"]:
         restarts.add_metric([service["name"]], service["restarts"])
     yield restarts
     errors = len(supervisor["failed_log"]["errors"])
     yield _gauge("forq_failed_log_errors", "Queues whose failed log cannot be written", errors)
-    yield _gauge("forq_capacity_units", "Units of this supervisor", capacity["units"])
-    yield _gauge("forq_capacity_in_use_units", "Units held by workers that run jobs", capacity["in_use"])
-    yield _gauge("forq_capacity_free_units", "Units held by nobody", capacity["free"])
-    yield _gauge("forq_capacity_waiting_workers", "Workers that wait for units", len(capacity["waiting"]))
+    yield _gauge("forq_capacity_units", "Capacity units of this supervisor", capacity["units"])
+    yield _gauge("forq_capacity_in_use_units", "Capacity units held by running jobs", capacity["in_use"])
+    yield _gauge("forq_capacity_free_units", "Free capacity units", capacity["free"])
+    yield _gauge("forq_capacity_waiting_workers", "Workers waiting for capacity units", len(capacity["waiting"]))
