@@ -16,7 +16,7 @@ DUMP = """Thread 0x00007f5a2b7fe6c0 (most recent call first):
 Current thread 0x00007f5a2bb5f040 (most recent call first):
   File "mine.py", line 3 in deep
   File "mine.py", line 8 in handle
-  File "/x/forq/workers/attempt.py", line 60 in attempt
+  File "/x/forq/workers/attempt.py", line 60 in run
   File "/x/forq/workers/loop.py", line 250 in _run_one
 """
 

@@ -9,7 +9,7 @@ STACK_FILE = "forq-stack"
 MAX_STACK = 8000
 
 # From here on outwards it is forq's own code.
-_ATTEMPT = re.compile(r"^  File \"[^\"\n]*workers/attempt\.py\", line \d+ in attempt$", re.MULTILINE)
+_ATTEMPT = re.compile(r"^  File \"[^\"\n]*workers/attempt\.py\", line \d+ in run$", re.MULTILINE)
 _IMPORT = re.compile(r"^  File \"[^\"\n]*workers/handlers\.py\", line \d+ in load_handler$", re.MULTILINE)
 _IMPORTLIB = re.compile(r"^  File \"(?:<frozen importlib|[^\"\n]*/importlib/__init__\.py\")")
 _HEAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n", re.MULTILINE)
