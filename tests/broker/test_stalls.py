@@ -177,7 +177,7 @@ def test_a_job_that_was_lost_too_often_dies_at_the_claim_and_is_not_given_out(
         job = queue.inspector.job("a")
         assert (job["error"]["name"], job["error"]["kind"], job["error"]["traceback"]) == (name, "stall", None)
         option = "max_stalls" if outcome == "stalled" else "max_timeouts"
-        assert job["error"]["message"].endswith(f" is 3, and {option} is 2")
+        assert job["error"]["message"].endswith(f": 3; {option} is 2")
         assert [attempt["outcome"] for attempt in job["attempts"]] == [outcome] * 3
         assert queue.hash("attempts") == {}
         [line] = map(json.loads, queue.redis.lrange(queue.key("outbox"), 0, -1))

@@ -138,10 +138,9 @@ end
 
 -- The error (JSON) of a job that stalled or timed out too often; nil if it may run. Checked when it is claimed.
 function failures.exhausted_error(job, max_stalls, max_timeouts)
-  local text = '{"name":"%s","message":"the number of attempts that %s is %d, and %s is %d",'
-    .. '"kind":"stall","traceback":null}'
+  local text = '{"name":"%s","message":"attempts that %s: %d; %s is %d","kind":"stall","traceback":null}'
   if job.stalls > max_stalls then
-    return string.format(text, 'StallError', 'died with their process', job.stalls, 'max_stalls', max_stalls)
+    return string.format(text, 'StallError', 'crashed their process', job.stalls, 'max_stalls', max_stalls)
   elseif job.timeouts > max_timeouts then
     return string.format(text, 'TimeoutError', 'timed out', job.timeouts, 'max_timeouts', max_timeouts)
   end

@@ -243,7 +243,7 @@ function leases.expire_items()
   local owners = redis.call('HMGET', key('active'), unpack(due))
   local scheduled = redis.call('ZMSCORE', key('scheduled'), unpack(due))
   local error = string.format(
-    '{"name":"ItemTimeout","message":"nobody took it within item_timeout = %s s","kind":"permanent","traceback":null}',
+    '{"name":"ItemTimeout","message":"not taken within item_timeout = %s s","kind":"permanent","traceback":null}',
     tostring(option('item_timeout_ms') / 1000))
   local fence, expired, bytes = nil, {}, 0
   for i, id in ipairs(due) do

@@ -198,7 +198,7 @@ function verbs.release()
     local in_main = job and job.lane == 0 and job.retries < option('release_retries')
     if not in_main and not (job and job.lane < option('retry_lane_retries')) then
       local error = string.format(
-        '{"name":"NotAwaited","message":"nobody awaited it in %d tries","kind":"permanent","traceback":null}',
+        '{"name":"NotAwaited","message":"not awaited in %d attempts","kind":"permanent","traceback":null}',
         attempts.number(job))
       return dead.bury({ { id = id, fence = fence, micros = '-', record = record, error = error, brief = error } })
     end
