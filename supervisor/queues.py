@@ -76,7 +76,7 @@ class Queues:
             check_waiting=services.beat,
             changed=changed,
             processor=lambda: services.processor,
-            check_unread=lambda name: services.pulse.request("look", {"queue": name}),
+            check_unread=lambda name: services.pulse.request("check_unread", {"queue": name}),
             warden=services.warden,
             stats=services.context.stats,
         )

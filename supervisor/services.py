@@ -217,7 +217,7 @@ class Services:
     def beat(self, queue: str) -> None:
         """Pulse sends a heartbeat of this queue now: it says so if Redis does not know this processor any more, and how
         many jobs wait for a process of their own."""
-        self.pulse.request("beat", {"queues": [queue]})
+        self.pulse.request("heartbeat", {"queues": [queue]})
 
     def _request_until_done(self, verb: str, params: dict[str, Any], then: Callable[[], None]) -> None:
         """Asks pulse until Redis has taken it."""

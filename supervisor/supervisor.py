@@ -129,9 +129,9 @@ class Supervisor:
             self.queues.gone(message["queue"], deleted=message["deleted"])
         elif message["event"] == "queue_found":
             self.queues.found(message["queue"], message["mode"])
-        elif message["event"] == "queue_half":
+        elif message["event"] == "queue_incomplete":
             self._mend(message["queue"])
-        elif message["event"] == "silent":
+        elif message["event"] == "probe":
             self.queues.probe(message["slots"], unread=message["unread"])
         elif message["event"] == "evicted":
             self.queues.rejoin()

@@ -278,7 +278,7 @@ def test_an_entry_without_a_queue_is_told_and_mended(server: Server, registry: R
     make(registry)
     with server.connect() as redis:
         redis.hset(registry_key(DEFAULT_PREFIX), "half", "work")
-    assert registry.halves(registry.names()) == {"half": "work"}
+    assert registry.incomplete(registry.names()) == {"half": "work"}
     while registry.mend("half", lambda lines: None):
         pass
     assert registry.names() == {NAME: "work"}
@@ -289,6 +289,6 @@ def test_an_entry_without_a_queue_is_told_and_mended(server: Server, registry: R
 def test_a_deletion_that_was_begun_is_told_and_finished(server: Server, registry: Registry) -> None:
     make(registry)
     registry.delete(NAME, force=True)
-    assert registry.halves(registry.names()) == {NAME: "deleting"}
+    assert registry.incomplete(registry.names()) == {NAME: "deleting"}
     mend(registry)
-    assert registry.names() == registry.halves(registry.names()) == {}
+    assert registry.names() == registry.incomplete(registry.names()) == {}

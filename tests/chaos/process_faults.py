@@ -17,7 +17,7 @@ from tests.chaos.stage import EXPIRY_SECONDS, Stage, Supervisor
 _RECENT_BYTES = 20_000
 _LONGEST_ZOMBIE_SECONDS = 5 * EXPIRY_SECONDS
 _FROZEN_SECONDS = 4.0
-_TOOK_OVER = "took over from silent processors"
+_TOOK_OVER = "evicted processors without heartbeats"
 
 
 def _kill(pid: int, what: str) -> Hit | None:

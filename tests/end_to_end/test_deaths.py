@@ -97,7 +97,7 @@ def test_a_frozen_worker_that_was_removed_swallows_no_job(server: Server, redis_
             process.suspend()
         other.create("shared", "record")
         other.wait_for_child("shared")
-        wait_until(lambda: "took over from silent processors" in other.log)
+        wait_until(lambda: "evicted processors without heartbeats" in other.log)
         # The frozen worker has blocked on the list for longer than any other: the next job is handed to it.
         with server.connect() as redis:
             ids = other.client().queue("shared").enqueue_many(range(3))
@@ -266,7 +266,7 @@ def test_on_a_copy_the_jobs_of_a_lost_original_come_back_when_its_heartbeats_exp
         try:
             copy.start()
             wait_until(lambda: copy.queue_status("moved")["done"] == 1)
-            assert "took over from silent processors" in copy.log
+            assert "evicted processors without heartbeats" in copy.log
         finally:
             copy.remove()
 

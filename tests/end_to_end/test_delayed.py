@@ -107,7 +107,7 @@ def test_who_hears_of_due_times_hears_of_a_new_queue_s_when_create_has_answered(
     forq = Forq(redis=redis_url, settings=RARE_BEATS)
     try:
         forq.start(ready=False)
-        wait_until(lambda: "redis is gone" in forq.log)
+        wait_until(lambda: "redis is unreachable" in forq.log)
         server.start()
         create = ("create", "later", "--handler", "delayed:note_run", "--path", str(HANDLERS))
         wait_until(lambda: forq.run_ctl(*create).returncode == 0)

@@ -20,7 +20,7 @@ import sys
 from forq import cli
 from forq.services import pulse
 from forq.services import pulse
-pulse.LEFT_SECONDS, pulse.LOOK_SECONDS = 0.5, 0.02
+pulse.ABANDONED_SECONDS, pulse.INCOMPLETE_CHECK_SECONDS = 0.5, 0.02
 sys.exit(cli.main())
 """
 

@@ -101,7 +101,7 @@ def test_what_an_idle_process_with_a_busy_thread_is_given_runs_elsewhere(forq: F
     print(f"ran elsewhere after {took:.2f} s")
     assert took < ELSEWHERE_SECONDS
     wait_until(lambda: pid not in children(forq, "left"), what="it is replaced")
-    assert "gave back jobs that an unresponsive process had not begun queue=left jobs=1" in forq.log
+    assert "returned jobs that an unresponsive process had not started queue=left jobs=1" in forq.log
 
 
 @pytest.mark.fault("interpreter kept")

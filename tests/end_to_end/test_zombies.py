@@ -49,7 +49,7 @@ def test_a_frozen_supervisor_finishes_nothing_when_it_wakes_and_starts_afresh(re
         frozen_at = time.monotonic()
         assert not frozen.traces("end")
         other.create("shared", "slices", concurrency=4)
-        wait_until(lambda: "took over from silent processors" in other.log, what="the other took over")
+        wait_until(lambda: "evicted processors without heartbeats" in other.log, what="the other took over")
         wait_until(lambda: first_run <= {t.job for t in other.traces("end")}, 30.0, "the frozen jobs ran elsewhere")
         stalls = {t.job: t.stalls for t in other.traces("end") if t.job in first_run}
         assert set(stalls.values()) == {1}, f"what was running is counted: {stalls}"

@@ -157,7 +157,7 @@ def test_after_a_jump_of_the_server_s_clock_one_who_is_really_gone_is_still_noti
         for process in tree:
             process.suspend()
         clock.shift(3600)
-        wait_until(lambda: "took over from silent processors" in left.log, 15.0, "it is noticed")
+        wait_until(lambda: "evicted processors without heartbeats" in left.log, 15.0, "it is noticed")
         wait_until(lambda: [t.stalls for t in left.traces("start")] == [1], what="the job runs again")
         for process in reversed(tree):
             os.kill(process.pid, signal.SIGKILL)

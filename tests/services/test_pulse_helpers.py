@@ -88,15 +88,15 @@ def test_many_rescues_are_one_line_a_minute_per_queue(
     monkeypatch.setattr(pulse._recovery, "rescue", lambda queue, at: 3)
     caplog.set_level(logging.INFO, "forq")
     for _ in range(100):
-        assert pulse._rescue("a", NOWHERE)
-    assert pulse._rescue("b", NOWHERE)
+        assert pulse._batches.rescue("a", NOWHERE)
+    assert pulse._batches.rescue("b", NOWHERE)
     assert lines() == ["a jobs=3", "b jobs=3"]
     end_of_the_minute()
     assert lines() == ["a jobs=297"]
     end_of_the_minute()
     assert lines() == []
     assert pulse._loop._timers == [], "nothing is left that would wake pulse"
-    assert pulse._rescue("a", NOWHERE)
+    assert pulse._batches.rescue("a", NOWHERE)
     assert lines() == ["a jobs=3"]
 
 
@@ -113,7 +113,7 @@ def test_after_the_recovery_of_running_jobs_it_tells_once_how_many_suspects_wait
 
 def test_every_heartbeat_tells_of_suspects_and_of_fail_jobs_that_wait(pulse: Pulse, beats: Beats) -> None:
     beats.helpers_wanted = {"q": 2, "q#fail": 1}
-    pulse._heartbeats(["q", "q#fail"])
+    pulse._send_heartbeats(["q", "q#fail"])
     assert beats.told == [
         {"event": "suspects", "queue": "q", "waiting": 2},
         {"event": "fail_jobs", "queue": "q"},
@@ -130,7 +130,7 @@ def test_a_fail_job_is_looked_for_only_if_the_retry_process_is_busy(
     monkeypatch.setattr(pulse._subscription, "receive", lambda: [("forq:queue:{q}@0:due", "fail")] * 5)
     beats.helpers_wanted = {"q#fail": 1}
     if how == "it hears of it":
-        pulse._hear()
+        pulse._receive()
     else:
         pulse._due["q#fail"] = 1.0
         pulse._promote("q#fail", 1.0)

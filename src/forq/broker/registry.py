@@ -152,7 +152,7 @@ class Registry:
         if not entry.startswith(_DELETING):
             self._link.run(script("retire"), self._key, name, entry, b"%s %s" % (_DELETING, epoch))
 
-    def halves(self, names: Mapping[str, str]) -> dict[str, str]:
+    def incomplete(self, names: Mapping[str, str]) -> dict[str, str]:
         """Those that are in the registry and not there, or that somebody has begun to delete: with their entries."""
         asked = [("EXISTS", f"{queue_base(self._prefix, name)}:options") for name in names]
         there = self._link.pipeline(asked) if asked else []

@@ -4,7 +4,7 @@ import pytest
 
 from forq.broker.keys import DEFAULT_PREFIX, registry_key
 from forq.services import pulse
-from forq.services.pulse import LEFT_SECONDS, Halves
+from forq.services.pulse import ABANDONED_SECONDS, IncompleteQueues
 from tests.support.drive.one_queue import OneQueue
 
 
@@ -13,36 +13,36 @@ def enter(queue: OneQueue, name: str, entry: str) -> None:
 
 
 def test_a_half_is_told_once_it_has_been_one_for_long_and_until_it_is_mended(queue: OneQueue) -> None:
-    found = Halves(queue.registry)
+    found = IncompleteQueues(queue.registry)
     enter(queue, "half", "work")
     enter(queue, "marked", "deleting 7")
-    assert found.look(100.0) == []
-    assert found.look(100.0 + LEFT_SECONDS - 1) == []
-    for now in (100.0 + LEFT_SECONDS, 200.0):
-        assert sorted(found.look(now)) == ["half", "marked"]
+    assert found.find(100.0) == []
+    assert found.find(100.0 + ABANDONED_SECONDS - 1) == []
+    for now in (100.0 + ABANDONED_SECONDS, 200.0):
+        assert sorted(found.find(now)) == ["half", "marked"]
     for name in ("half", "marked"):
         while queue.registry.mend(name, lambda lines: None):
             pass
-    assert found.look(300.0) == []
+    assert found.find(300.0) == []
     assert queue.registry.names() == {"q": "work"}
 
 
 def test_one_that_was_whole_in_between_is_a_new_half(queue: OneQueue) -> None:
-    found = Halves(queue.registry)
+    found = IncompleteQueues(queue.registry)
     enter(queue, "half", "work")
-    found.look(0.0)
+    found.find(0.0)
     queue.link.call("HSET", "forq:queue:{half}:options", "epoch", 1)
-    found.look(20.0)
+    found.find(20.0)
     queue.link.call("DEL", "forq:queue:{half}:options")
-    assert found.look(40.0) == []
-    assert found.look(40.0 + LEFT_SECONDS) == ["half"]
+    assert found.find(40.0) == []
+    assert found.find(40.0 + ABANDONED_SECONDS) == ["half"]
 
 
 def test_of_many_queues_some_are_looked_at_at_a_time(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(7):
         enter(queue, f"half-{number}", "work")
-    found = Halves(queue.registry)
-    monkeypatch.setattr(pulse, "LOOKED_AT_AT_ONCE", 3)
+    found = IncompleteQueues(queue.registry)
+    monkeypatch.setattr(pulse, "QUEUES_PER_CHECK", 3)
     for now in (0.0, 10.0, 20.0, 30.0):
-        found.look(now)
-    assert sorted(found.look(90.0)) == [f"half-{number}" for number in range(7)]
+        found.find(now)
+    assert sorted(found.find(90.0)) == [f"half-{number}" for number in range(7)]

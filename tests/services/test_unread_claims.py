@@ -11,7 +11,7 @@ from forq.broker.recovery import Position
 from forq.errors import RedisUnavailable
 from forq.procs.liveness import LATE_SECONDS
 from forq.procs.scoreboard import TURN_SHIFT, Role, Scoreboard, Slot, State, pack_position
-from forq.services.unread import ANSWER_SECONDS, CLAIM_SECONDS, LOOK_AGAIN_SECONDS, Unread
+from forq.services.rescue import ANSWER_SECONDS, CLAIM_SECONDS, RECHECK_SECONDS, UnreadClaims
 
 PROCESSOR = "p" * 16
 
@@ -32,11 +32,11 @@ class Stage:
         self.away = False
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self.unread = Unread(
+        self.unread = UnreadClaims(
             self,  # type: ignore[arg-type]
             self.board,
             later=self._later,
-            challenge=lambda slots, unread: (self.challenged if unread else self.asked).append(slots),
+            probe=lambda slots, unread: (self.challenged if unread else self.asked).append(slots),
             now=lambda: self.now,
         )
         self.workers = [self._worker(name) for name in ("one", "two")]
@@ -67,7 +67,7 @@ class Stage:
     def claimed(self, slot: Slot, turn: int) -> None:
         """The server has given it jobs, and tells of that."""
         self.turns[slot.worker] = turn
-        self.unread.told("q", slot.worker, turn)
+        self.unread.on_claim("q", slot.worker, turn)
 
     def run(self, seconds: float) -> None:
         until = self.now + seconds
@@ -138,7 +138,7 @@ def test_what_a_pulse_has_marked_before_it_died_is_given_back_by_the_next_one(st
     slot = stage.workers[0]
     slot.taken = 6
     stage.turns[slot.worker] = 6
-    stage.unread.look("q")
+    stage.unread.check("q")
     stage.run(2)
     assert stage.given_back == ["one"]
 
@@ -149,7 +149,7 @@ def test_a_worker_that_has_read_and_not_begun_lags_if_it_holds_something(stage: 
         read(slot, 6)
         stage.turns[slot.worker] = 6
     stuck.held = 3
-    stage.unread.look("q")
+    stage.unread.check("q")
     stage.run(2)
     assert stage.given_back == ["two"]
 
@@ -160,7 +160,7 @@ def test_a_worker_that_runs_a_job_or_is_between_two_does_not_lag(stage: Stage) -
     read(between, 6, index=2)
     between.held = 2
     stage.turns = {running.worker: 6, between.worker: 6}
-    stage.unread.look("q")
+    stage.unread.check("q")
     stage.run(2)
     assert (stage.challenged, stage.given_back) == ([], [])
 
@@ -170,7 +170,7 @@ def test_claims_that_were_not_told_of_are_found_by_a_later_look(stage: Stage) ->
     stage.claimed(first, 6)
     read(first, 6, running=True)
     stage.turns[second.worker] = 6
-    stage.run(LOOK_AGAIN_SECONDS + 1)
+    stage.run(RECHECK_SECONDS + 1)
     assert stage.given_back == ["two"]
 
 
@@ -179,7 +179,7 @@ def test_claims_that_follow_each_other_cost_one_look(stage: Stage) -> None:
     for turn in range(6, 16):
         stage.claimed(slot, turn)
         read(slot, turn, running=True)
-        stage.run(LOOK_AGAIN_SECONDS - 0.2)
+        stage.run(RECHECK_SECONDS - 0.2)
     stage.run(10)
     assert stage.looks == 1
 
@@ -190,7 +190,7 @@ def test_a_job_that_the_next_worker_of_the_same_process_gets_goes_back_without_a
     stage.run(CLAIM_SECONDS + ANSWER_SECONDS + 0.2)
     assert stage.given_back == ["one"]
     stage.turns[second.worker] = 6
-    stage.unread.look("q")
+    stage.unread.check("q")
     stage.run(0.25)
     assert stage.given_back == ["one", "two"]
 
@@ -219,10 +219,10 @@ def test_while_redis_is_away_it_is_tried_again(stage: Stage) -> None:
 
 def test_workers_of_others_and_of_the_past_are_passed_over(stage: Stage) -> None:
     slot = stage.workers[0]
-    stage.unread.told("q", "one" + "x" * 16, 6)
-    stage.unread.told("q", "three" + PROCESSOR, 6)
+    stage.unread.on_claim("q", "one" + "x" * 16, 6)
+    stage.unread.on_claim("q", "three" + PROCESSOR, 6)
     slot.state = State.EMPTY
-    stage.unread.lags("q", {slot.worker: 6})
+    stage.unread.suspect("q", {slot.worker: 6})
     stage.run(1)
     assert (stage.challenged, stage.given_back) == ([], [])
 
@@ -240,11 +240,11 @@ def test_the_number_of_a_turn_is_compared_whole(stage: Stage) -> None:
 def test_workers_that_rest_while_jobs_wait_are_asked_for_a_sign_of_life(stage: Stage) -> None:
     idle, busy = stage.workers
     busy.state = State.BUSY
-    stage.unread.ask_resting({("q", Role.MAIN)})
+    stage.unread.probe_resting({("q", Role.MAIN)})
     assert stage.asked == [[idle.number]]
     idle.state = State.PARKED
-    stage.unread.ask_resting({("q", Role.RETRY), ("other", Role.MAIN)})
+    stage.unread.probe_resting({("q", Role.RETRY), ("other", Role.MAIN)})
     assert stage.asked == [[idle.number]], "of that role and queue only"
-    stage.unread.ask_resting({("q", Role.MAIN)})
+    stage.unread.probe_resting({("q", Role.MAIN)})
     assert stage.asked == [[idle.number]] * 2
     assert (stage.challenged, stage.given_back) == ([], [])

@@ -11,7 +11,7 @@ import pytest
 from forq.broker.recovery import Outcome
 from forq.broker.replies import Fate
 from forq.output.format import FIFO_NAME, MARK, Line, open_fifo, unpack
-from forq.services.pulse import tell_loss
+from forq.services.pulse import log_lost_attempt
 
 AGAIN = Fate("returned", 0, 1, 4)
 
@@ -59,20 +59,20 @@ def test_the_line_is_in_the_queue_s_log(
     fifo: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, outcome: Outcome, fate: Fate, level: str, text: str
 ) -> None:
     caplog.set_level(logging.INFO)
-    tell_loss(str(tmp_path), "q", "a b", fate, outcome=outcome, cause="signal_9_(SIGKILL)", micros=1_500_000)
+    log_lost_attempt(str(tmp_path), "q", "a b", fate, outcome=outcome, cause="signal_9_(SIGKILL)", micros=1_500_000)
     line = told(fifo)
     assert (line.level, line.job, line.logger, line.stream, line.text) == (level, "a b", "forq", "log", f"job {text}")
 
 
 def test_log_level_holds_for_these_lines_too(fifo: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
-    tell_loss(str(tmp_path), "q", "a", AGAIN, outcome="stalled", cause="exit_1", micros=None)
-    tell_loss(str(tmp_path), "q", "b", Fate("dead", 0, 4, 4), outcome="stalled", cause="exit_1", micros=None)
+    log_lost_attempt(str(tmp_path), "q", "a", AGAIN, outcome="stalled", cause="exit_1", micros=None)
+    log_lost_attempt(str(tmp_path), "q", "b", Fate("dead", 0, 4, 4), outcome="stalled", cause="exit_1", micros=None)
     assert told(fifo).job == "b"
 
 
 def test_a_fail_job_is_told_under_the_id_of_its_job(fifo: int, tmp_path: Path) -> None:
-    tell_loss(str(tmp_path), "q#fail", "a:17", AGAIN, outcome="stalled", cause="exit_1", micros=None)
+    log_lost_attempt(str(tmp_path), "q#fail", "a:17", AGAIN, outcome="stalled", cause="exit_1", micros=None)
     line = told(fifo)
     assert (line.job, line.text) == ("a", "fail handler lost with its process (exit 1): attempt 1 of 4, again at once")
 
@@ -91,7 +91,7 @@ def test_without_its_fifo_the_line_is_in_our_own_log_and_no_fifo_is_made(
         os.mkfifo(tmp_path / FIFO_NAME)
     directory = None if there == "unknown" else str(tmp_path / "deleted" if there == "nothing" else tmp_path)
     try:
-        tell_loss(directory, "q", "a", AGAIN, outcome="stalled", cause="exit_1", micros=None)
+        log_lost_attempt(directory, "q", "a", AGAIN, outcome="stalled", cause="exit_1", micros=None)
     finally:
         if held >= 0:
             os.close(held)
