@@ -44,7 +44,7 @@ function limits.store_overdrawn()
   if bucket and bucket.overdrawn then journal.set_count('bucket_us', string.format('%.1f', bucket.full_us)) end
 end
 
--- Milliseconds until enough tokens have arrived to wake a worker; nil if tokens are not what is missing.
+-- Milliseconds until enough tokens have arrived to wake a worker; nil if there are enough.
 function limits.refill_ms()
   if rate_count == 0 then return nil end
   local tokens = limits.read_bucket()

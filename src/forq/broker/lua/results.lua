@@ -159,7 +159,7 @@ function verbs.wait()
     return string.match(redis.call('HGET', key('waiters'), id) or '', ' (%S+)$') or ''
   end
 
-  -- 0 if nobody waits.
+  -- 0 without waiters.
   local function waits_until_ms(id)
     return tonumber(string.match(redis.call('HGET', key('waiters'), id) or '', '^%d+') or 0)
   end

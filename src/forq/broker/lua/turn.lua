@@ -99,7 +99,7 @@ function turns.can_claim_moved(ids)
 end
 
 -- Keeps the jobs in the processing list that the worker still holds, returns the others. True if the worker holds
--- exactly what it expects.
+-- exactly the jobs it expects.
 function turns.keep_or_return()
   local ended = done_count + failed_count
   if keep == 0 and #refused == 0 and redis.call('LLEN', processing) == ended then
