@@ -36,10 +36,11 @@ from forq.workers.attempt import AttemptRunner, FailAttemptRunner
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers, describe_exception, load_fail_handler, load_handlers, safe_text
 from forq.workers.job_log import JobLog
-from forq.workers.loop import MAX_BATCH, Recycling, TurnNumbers, WorkerLoop
+from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
 from forq.workers.other_loops import HelperLoop, IdleLoop, ReleaseLoop, RetryLoop
 from forq.workers.progress import ProgressSender
+from forq.workers.recycling import Recycling
 from forq.workers.tracing import Tracing
 
 log = logging.getLogger("forq")

@@ -1,23 +1,20 @@
-"""When a queue's process has served long enough and is to be replaced: after so many jobs, at some age or size.
+"""One worker of one queue: claims a batch of jobs, runs it, and settles it with the next claim.
 
-It is looked at between jobs only, so no job is ever cut short by it.
-
-The worker's loop: claim, run, settle.
-
-1. A turn settles what ran and claims what comes next, in one call; only when nothing waits does the worker block.
-2. Before each job it publishes its position in one word of the scoreboard, so that whoever finds this worker dead or
-   held up knows which job was running, which ones had run, and which had not been started.
-3. After a slow job it takes a turn before it starts another job that it already holds: the rest of its batch may have
-   been given to others meanwhile. A batch that takes longer than its budget is cut short, and the rest given back.
-   The same before the first job, if its slot says that what it was given is being taken away.
-4. After a lost reply it takes the same turn again and keeps nothing: the script sorts out what it holds.
+1. A turn settles the jobs that ran and claims the next batch, in one call. The worker blocks in Redis only when no job
+   is ready.
+2. Before each job the worker publishes its position in one word of the scoreboard. If the worker dies or hangs, that
+   word shows which job was running, which jobs had run, and which had not started.
+3. Jobs that have not started can be rescued: pulse returns them to the queue when their worker is slow. So after a slow
+   job, or when pulse has marked the batch as taken, the worker takes a turn first, to learn whether it still holds the
+   rest. A batch that overruns its time is cut short; the next turn returns the rest.
+4. After a lost reply the worker takes another turn and keeps nothing: the script finds out what this worker holds.
 """
 
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from forq.broker.claim import Consumer, Limits, Results, Settled, Turn
@@ -25,7 +22,6 @@ from forq.broker.replies import Fate
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.output.streams import finish_output, mark_job_end
 from forq.procs.backoff import Backoff, reconnecting
-from forq.procs.cgroups import pss_bytes
 from forq.procs.scoreboard import (
     DONE,
     GUARDED,
@@ -46,80 +42,28 @@ from forq.procs.scoreboard import (
     State,
     WorkerStats,
 )
-from forq.procs.treekill import descendants_of
-from forq.settings import Value
 from forq.workers.attempt import NO_RESULT, AttemptRunner
-from forq.workers.exec_handlers import running_programs
 from forq.workers.grant import Grant
 from forq.workers.job_log import DroppedResult, FailedAttempt, JobLog
+from forq.workers.recycling import Recycling
 
 log = logging.getLogger("forq")
 
 
-class Recycling:
-    """Shared by the workers of one process. `replace` is called once, with the reason: it stops them all."""
-
-    def __init__(
-        self,
-        options: Mapping[str, Value],
-        slots: Sequence[Slot],
-        replace: Callable[[str], None],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._max_jobs = int(options.get("max_jobs", 0))
-        self._max_age_seconds = float(options.get("max_age", 0))
-        self._max_memory = int(options.get("max_memory", 0))
-        self._slots = slots
-        self._replace = replace
-        self._now = now
-        self._born = now()
-        self._over = False
-
-    def claimable(self, want: int, unsettled: int) -> int:
-        """How many of `want` jobs a worker may still claim; it has run `unsettled` ones that do not show yet."""
-        if not self._max_jobs:
-            return want
-        left = self._max_jobs - unsettled - sum(slot.done for slot in self._slots)
-        if left <= 0:
-            self._end(f"max_jobs = {self._max_jobs}")
-            return 0
-        # Several workers claim at once: none takes what the others may take too.
-        return min(want, max(1, left // len(self._slots)))
-
-    def check(self) -> None:
-        """From the minder, about once a second while jobs run."""
-        if self._max_age_seconds and self._now() - self._born > self._max_age_seconds:
-            self._end(f"max_age = {self._max_age_seconds:g}s")
-        if self._max_memory and (memory := pss_bytes() + programs_memory_bytes()) > self._max_memory:
-            self._end(f"max_memory = {self._max_memory}, it has {memory}")
-
-    def _end(self, reason: str) -> None:
-        if not self._over:
-            self._over = True
-            self._replace(reason)
-
-
-def programs_memory_bytes() -> int:
-    """The memory of the programs of exec handlers, and of what they have started."""
-    programs = running_programs()
-    return sum(pss_bytes(pid) for program in programs for pid in (program, *descendants_of(program)))
-
-
 MAX_BATCH = 128
-# A batch is sized to take about this long; jobs slower than PREFETCH_BELOW are never taken ahead of time.
+# A batch is sized to take about this long. Jobs slower than PREFETCH_BELOW_NS are claimed one at a time.
 TARGET_BATCH_NS = 16_000_000
 PREFETCH_BELOW_NS = 8_000_000
-# A batch that has taken this long is not what it was sized for: the rest of it goes back, for workers that are idle.
+# A batch that takes longer than this is cut short, so that idle workers can run the rest.
 MAX_BATCH_NS = 2 * TARGET_BATCH_NS
-# Of jobs above this a worker that was idle takes one: others may be idle too, and jobs would wait for each other.
+# An idle worker claims a single job if jobs take longer than this: other workers may be idle too.
 QUICK_JOB_NS = 500_000
-# Well below the age at which pulse rescues the rest of a batch (pulse.RESCUE_AFTER_MS): see duty 3.
+# See duty 3. Must be well below the age at which pulse rescues the rest of a batch (pulse.RESCUE_AFTER_MS).
 SLOW_JOB_NS = 10_000_000
-# Results go with the turn, and many large ones would make one that no server takes: with more than this in hand, a turn
-# comes before the next job.
+# Results are sent with the turn. Above this total the worker takes a turn at once, or the call might be too large.
 MAX_RESULTS_BYTES = 4 << 20
 
-# What shorter jobs write past Python may go without their ids: to look at the end of each would take too long.
+# Raw output of shorter jobs may lack a job id: marking the end of every job would cost too much.
 MARK_END_MIN_US = 100
 
 REFUSED_LOG_INTERVAL_NS = 60 * 10**9
@@ -131,10 +75,10 @@ Batch = list[tuple[bytes, bytes]]  # id, record
 
 
 class TurnNumbers:
-    """Counts the turns of one worker, over all queues that it works on: a position then belongs to one of them only.
+    """Numbers the turns of one worker across all queues it serves, so that a position belongs to one queue only.
 
-    A number is never used again, not even for a turn whose answer was lost: by it the server tells a request that
-    arrives late, over a connection that the worker has given up, from what the worker has sent since.
+    A number is never reused, not even after a lost reply: the server uses it to refuse a late request that arrives
+    over an abandoned connection.
     """
 
     def __init__(self) -> None:
@@ -187,16 +131,16 @@ class WorkerLoop:
         self._micros: list[int] = []
         self._failures = 0
         self._job_log = job_log or JobLog()
-        # An attempt that is to be told when it is known what follows.
+        # Logged with the next turn, whose reply says what happens to the job.
         self._failed_attempt: FailedAttempt | None = None
-        # Done jobs whose result cannot be kept: the last one, and how many there were since that was told.
+        # Results that could not be stored since the last log line: the latest, and their number.
         self._dropped: DroppedResult | None = None
         self._dropped_count = self._next_dropped_log_ns = 0
         self._now = clock_ns
         self._stop = threading.Event()
         self._number = 0
         self._want = self._want_when_idle = 1
-        # Halved when a job of a batch is slow; grows by a quarter with each batch in which none is.
+        # Halved after a slow job; grows by a quarter with each batch without one.
         self._max_want = max_batch
         self._done: Settled = []
         self._failed: Settled = []
@@ -204,30 +148,14 @@ class WorkerLoop:
         self._results_bytes = 0
         self._unsettled = 0
         self._parked: State | None = None
-        # A turn that was taken while it waited for work.
+        # The reply to a turn that was sent along with a blocking wait.
         self._prefetched: Turn | None = None
         self._out_of_memory_logged = False
         self._refused = self._next_refused_log_ns = 0
         self._fence = ""
 
-    @property
-    def stopping(self) -> bool:
-        return self._stop.is_set()
-
-    def stop(self) -> None:
-        """Asks the loop to end after the job that is running."""
-        self._stop.set()
-        self._grant.stop()
-
-    def blocked_client_id(self) -> int | None:
-        """The number Redis knows this worker's connection by, while it may be blocked there."""
-        return self.consumer.link.client_id if self._blocking else None
-
-    def title_text(self) -> str | None:
-        return None
-
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Serves until it is stopped; raises UnknownQueue or Fenced when its place is gone."""
+        """Serves until stopped. Raises UnknownQueue or Fenced when this worker is no longer registered."""
         if not self.join():
             return
         on_ready()
@@ -237,7 +165,7 @@ class WorkerLoop:
         self.leave()
 
     def join(self) -> bool:
-        """Registers with the queue; False if it was stopped before it could."""
+        """Registers with the queue; False if stopped first."""
         backoff = reconnecting()
         while not self.stopping:
             try:
@@ -248,7 +176,7 @@ class WorkerLoop:
         return False
 
     def serve_batch(self) -> bool:
-        """Settles what ran, claims a batch and runs it; False if there was none."""
+        """Settles the last batch, claims the next and runs it; False if there is none."""
         if not self._acquire_capacity():
             return False
         batch = self._claim()
@@ -262,29 +190,17 @@ class WorkerLoop:
         return bool(batch)
 
     def _acquire_capacity(self) -> bool:
-        """Whether this worker has the capacity for a job; waits for it. False if it was stopped meanwhile."""
+        """Waits until this worker may run jobs; False if stopped first."""
         if self._grant.acquire(self._limits.size, self._limits.priority):
             return True
-        # What waiting has brought goes back first: a worker elsewhere may have room for it.
+        # Returns prefetched jobs first: another worker may have the capacity to run them.
         self._prefetched = None
         self._take_turn(keep=0, want=0)
         self._show_waiting(State.PARKED)
         return self._grant.wait()
 
-    def lane_may_have_jobs(self) -> bool:
-        """Whether there is anything in the lists that only the retry child claims from."""
-        try:
-            return self.consumer.lane_has_jobs()
-        except RedisUnavailable:
-            return True
-
-    def settle(self) -> None:
-        """Says what ran, without claiming anything."""
-        if self._unsettled:
-            self._take_turn(keep=0, want=0)
-
     def _claim(self) -> Batch:
-        """Settles what ran, claims the next batch."""
+        """Settles the last batch and claims the next."""
         turn, self._prefetched = self._prefetched, None
         if turn is None:
             turn = self._take_turn(keep=0, want=self._recycling.claimable(self._want, self._unsettled))
@@ -294,84 +210,6 @@ class WorkerLoop:
         self._fence = turn.fence
         jobs = turn.jobs
         return list(zip(jobs[::2], jobs[1::2], strict=True))
-
-    def _take_turn(self, keep: int, want: int) -> Turn | None:
-        """One turn, repeated until an answer arrives; None if the worker is stopped meanwhile."""
-        backoff: Backoff | None = None
-        while True:
-            self._number = self._numbers.next()
-            try:
-                turn = self.consumer.turn(self._number, self._done, self._failed, keep, want, self._results)
-                break
-            except RedisUnavailable as exc:
-                keep = 0
-                self._log_failure("what follows is decided when Redis is back")
-                backoff = backoff or reconnecting()
-                self._back_off(backoff, exc)
-                if self.stopping:
-                    return None
-            except ForqError as exc:
-                self._log_failure(f"what follows is not known: {exc}")
-                raise
-        if backoff is not None:
-            # What it held before went back with the first of these calls that arrived.
-            turn = replace(turn, held=False)
-        self._turn_done(turn)
-        return turn
-
-    def _turn_done(self, turn: Turn) -> None:
-        """All that had run is settled."""
-        if turn.refused:
-            self._log_refused(len(turn.refused))
-        self._publish_turn()
-        self.slot.words[DONE] += self._unsettled
-        self._limits = turn.limits
-        self._done, self._failed, self._unsettled = [], [], 0
-        self._results, self._results_bytes = [], 0
-        self._log_fate(turn)
-        if self._dropped is not None:
-            self._log_dropped_results()
-
-    def _log_fate(self, turn: Turn) -> None:
-        # A worker takes a turn after each failure, so there is one at most.
-        if turn.fates:
-            self._log_failure(turn.fates[0])
-            self._failed_attempt = None
-
-    def _note_dropped_result(self, job: str, result: bytes) -> None:
-        about, reason = self._attempts, result[len(NO_RESULT) :].decode(errors="replace")
-        self._dropped = DroppedResult(about.queue, job, reason, self._dropped_count)
-        self._dropped_count += 1
-
-    def _log_dropped_results(self) -> None:
-        """Every job of a queue may return such a thing: one line a second tells how many."""
-        if self._dropped is not None and self._now() >= self._next_dropped_log_ns:
-            self._job_log.write(self._dropped)
-            self._dropped, self._dropped_count, self._next_dropped_log_ns = (
-                None,
-                0,
-                self._now() + DROPPED_LOG_INTERVAL_NS,
-            )
-
-    def _log_failure(self, follows: Fate | str) -> None:
-        if self._failed_attempt is not None and (isinstance(follows, Fate) or not self._failed_attempt.logged):
-            self._job_log.log_failure(self._failed_attempt, follows)
-
-    def _log_refused(self, jobs: int) -> None:
-        """Every rescue brings some: one line a minute tells how many."""
-        self._refused += jobs
-        if self._now() >= self._next_refused_log_ns:
-            log.info("already settled or given back queue=%s jobs=%s", self.consumer.queue, self._refused)
-            self._refused, self._next_refused_log_ns = 0, self._now() + REFUSED_LOG_INTERVAL_NS
-
-    def _publish_turn(self) -> None:
-        """The position at the start of this turn. The whole number first: see Slot.read_position."""
-        words = self.slot.words
-        words[TURN] = self._number
-        words[POSITION] = self._turn_bits()
-
-    def _turn_bits(self) -> int:
-        return (self._number & TURN_MASK) << TURN_SHIFT
 
     def _run_batch(self, batch: Batch) -> None:
         words = self.slot.words
@@ -385,21 +223,21 @@ class WorkerLoop:
         ran = 0
         while index < count and not self.stopping:
             started = self._now()
-            # Before the position: whoever finds the job by its id must not find the position of the one before.
+            # The id before the position: a reader that finds this id must not see the position of the job before.
             self.slot.job = batch[index][0]
             if not self._failed:
                 words[POSITION] = (started >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT | base | index << INDEX_SHIFT | 1
-            # The clock is read again after the position was published: whoever saw the position before this one for
-            # long enough to rescue the batch saw it before now, so the difference shows it here.
+            # TAKEN and the clock are read after the position is published. If pulse saw the previous position for long
+            # enough to rescue the batch, that time has passed by now, so `slow` is true here.
             taken = not index and words[TAKEN] == self._number
             slow = previous and self._now() - previous > SLOW_JOB_NS
             overrun = ran and started - first_started > MAX_BATCH_NS
             if slow or overrun:
-                # What was taken ahead of time behind it went back, or will: that costs more than it saves.
+                # The jobs behind it were or will be returned: claiming fewer costs less.
                 self._max_want = max(1, self._max_want // 2)
                 self._want = min(self._want, self._max_want)
             if overrun:
-                # The next turn settles what ran and keeps nothing.
+                # The next turn returns the rest.
                 break
             if self._failed or slow or taken or self._results_bytes > MAX_RESULTS_BYTES:
                 if not self._failed:
@@ -416,33 +254,16 @@ class WorkerLoop:
             previous = started
             index += 1
             ran += 1
-        # A failed job must not look like one that ran: its position stays "running" until it is settled.
+        # A failed job keeps the position "running" until it is settled: it must not look like a job that is done.
         if not self._failed:
             words[POSITION] = base | index << INDEX_SHIFT
         finish_output()
         self._adapt_batch_size((self._now() - first_started) // max(ran, 1))
 
-    def _count_batch(self, stats: WorkerStats, batch: Batch) -> None:
-        """What came back, once per batch. A fence is the server's time in µs at the claim."""
-        micros, failures = self._micros, self._failures
-        self._micros, self._failures = [], 0
-        if micros:
-            stats.count(int(self._fence), batch, micros, failures, self._now())
-
-    def _apply_limits(self) -> None:
-        """What holds for the jobs of this batch. The parent keeps the time; it is told when it has no timer yet."""
-        words, timeout_ms = self.slot.words, self._limits.timeout_ms
-        self._attempts.max_result_bytes = self._limits.max_result_bytes
-        changed = words[TIMEOUT] != timeout_ms
-        words[TIMEOUT] = timeout_ms
-        self._attempts.timeout_seconds = timeout_ms / 1000
-        if timeout_ms and (changed or not words[GUARDED]):
-            self._on_unguarded()
-
     def _run_one(self, claimed: tuple[bytes, bytes], started: int) -> None:
         job_id, record = claimed
         self.slot.words[STARTED] = started
-        # forq makes no id that is no text; who writes to Redis past it may, and that must not end the worker.
+        # Another program may have written an id that is not UTF-8; that must not end the worker.
         named = job_id.decode(errors="replace")
         failure = self._attempts.run(named, record, int(self._fence))
         micros = (self._now() - started) // 1000
@@ -469,9 +290,71 @@ class WorkerLoop:
             what = (failure.error, failure.brief, failure.kind, retry_at, f"{random.random():.4f}")
             self._failed += (job_id, self._fence, micros, *what)
 
+    def settle(self) -> None:
+        """Settles without claiming."""
+        if self._unsettled:
+            self._take_turn(keep=0, want=0)
+
+    def _take_turn(self, keep: int, want: int) -> Turn | None:
+        """Settles, keeps the last `keep` jobs of the batch, claims up to `want`. Retries until Redis replies; None if
+        stopped first."""
+        backoff: Backoff | None = None
+        while True:
+            self._number = self._numbers.next()
+            try:
+                turn = self.consumer.turn(self._number, self._done, self._failed, keep, want, self._results)
+                break
+            except RedisUnavailable as exc:
+                keep = 0
+                self._log_failure("outcome is decided when Redis is back")
+                backoff = backoff or reconnecting()
+                self._back_off(backoff, exc)
+                if self.stopping:
+                    return None
+            except ForqError as exc:
+                self._log_failure(f"outcome unknown: {exc}")
+                raise
+        if backoff is not None:
+            # The first call that arrived returned the rest of the batch.
+            turn = replace(turn, held=False)
+        self._turn_done(turn)
+        return turn
+
+    def _turn_done(self, turn: Turn) -> None:
+        """Publishes the turn and clears the settled jobs."""
+        if turn.refused:
+            self._log_refused(len(turn.refused))
+        self._publish_turn()
+        self.slot.words[DONE] += self._unsettled
+        self._limits = turn.limits
+        self._done, self._failed, self._unsettled = [], [], 0
+        self._results, self._results_bytes = [], 0
+        self._log_fate(turn)
+        if self._dropped is not None:
+            self._log_dropped_results()
+
+    def _publish_turn(self) -> None:
+        """The position at the start of this turn. The full number first: see Slot.read_position."""
+        words = self.slot.words
+        words[TURN] = self._number
+        words[POSITION] = self._turn_bits()
+
+    def _turn_bits(self) -> int:
+        return (self._number & TURN_MASK) << TURN_SHIFT
+
+    def _apply_limits(self) -> None:
+        """Applies the queue's current timeout and result limit. The supervisor enforces the timeout; it is notified
+        if it has no timer for this worker yet."""
+        words, timeout_ms = self.slot.words, self._limits.timeout_ms
+        self._attempts.max_result_bytes = self._limits.max_result_bytes
+        changed = words[TIMEOUT] != timeout_ms
+        words[TIMEOUT] = timeout_ms
+        self._attempts.timeout_seconds = timeout_ms / 1000
+        if timeout_ms and (changed or not words[GUARDED]):
+            self._on_unguarded()
+
     def _adapt_batch_size(self, per_job_ns: int) -> None:
-        """How many jobs to take next time: several only while a round trip for each costs more than that they wait for
-        one another, and none of them was slow lately."""
+        """Sets how many jobs to claim next. Batches pay off only while jobs are short compared with a round trip."""
         self._max_want = min(self._max_batch, self._max_want + self._max_want // 4 + 1)
         if per_job_ns > PREFETCH_BELOW_NS:
             self._want = 1
@@ -480,7 +363,7 @@ class WorkerLoop:
         self._want_when_idle = self._want if per_job_ns <= QUICK_JOB_NS else 1
 
     def wait_for_work(self) -> None:
-        """Blocks until there may be work."""
+        """Blocks in Redis until there may be a job."""
         self._show_waiting(self._idle_state if self._parked is None else self._parked)
         may_claim = self._grant.stop_using() and self._claims_ahead
         self._blocking = True
@@ -498,9 +381,9 @@ class WorkerLoop:
         except RedisUnavailable as exc:
             self._back_off(reconnecting(), exc)
         except BackPressure as exc:
-            # Out of memory BLMOVE is refused, but a turn is not.
+            # Redis refuses BLMOVE when out of memory, but not a turn.
             if not self._out_of_memory_logged:
-                log.warning("redis is out of memory queue=%s error=%s", self.consumer.queue, exc)
+                log.warning("redis is out of memory; retrying queue=%s error=%s", self.consumer.queue, exc)
             self._out_of_memory_logged = True
             self._stop.wait(OUT_OF_MEMORY_SECONDS)
         else:
@@ -509,7 +392,7 @@ class WorkerLoop:
             self._blocking = False
 
     def _wait_for_turn(self) -> None:
-        """Waits with the claim sent along: a job begins one round trip earlier."""
+        """Sends the claim along with the wait: a job starts one round trip earlier."""
         while not self.stopping and self._prefetched is None:
             self._number = self._numbers.next()
             turn = self.consumer.wait_for_turn(self._number, self._recycling.claimable(self._want_when_idle, 0))
@@ -525,13 +408,15 @@ class WorkerLoop:
         words[STATE] = state
         self.slot.job = b""
 
-    def _back_off(self, backoff: Backoff, exc: RedisUnavailable) -> None:
-        if not backoff.failures:
-            log.warning("redis is gone, trying again queue=%s error=%s", self.consumer.queue, exc)
-        self._stop.wait(backoff.fail())
+    def lane_may_have_jobs(self) -> bool:
+        """Whether the retry lane may have jobs. True if Redis does not answer."""
+        try:
+            return self.consumer.lane_has_jobs()
+        except RedisUnavailable:
+            return True
 
     def leave(self) -> None:
-        """Settles, hands back what was not started, and unregisters. Best effort: recovery does the same."""
+        """Settles, returns unstarted jobs, and unregisters. Best effort: recovery does the same."""
         self.slot.words[STATE] = State.STOPPING
         try:
             self._number = self._numbers.next()
@@ -542,11 +427,71 @@ class WorkerLoop:
             self._log_dropped_results()
             self.consumer.leave(self._number)
         except ForqError as exc:
-            self._log_failure(f"what follows is decided by its recovery, since Redis is not there: {exc}")
-            log.warning("could not leave in order, recovery will do it queue=%s error=%s", self.consumer.queue, exc)
+            self._log_failure(f"outcome is decided by recovery: {exc}")
+            log.warning("failed to unregister; recovery will clean up queue=%s error=%s", self.consumer.queue, exc)
         finally:
             self.consumer.close()
 
     def close(self) -> None:
-        """Ends what the handlers have left running in this worker."""
+        """Stops the programs and tasks that handlers left running."""
         self._attempts.close()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """Ends the loop after the running job."""
+        self._stop.set()
+        self._grant.stop()
+
+    def blocked_client_id(self) -> int | None:
+        """The Redis client id of this worker's connection while it may be blocked; else None."""
+        return self.consumer.link.client_id if self._blocking else None
+
+    def title_text(self) -> str | None:
+        return None
+
+    def _back_off(self, backoff: Backoff, exc: RedisUnavailable) -> None:
+        if not backoff.failures:
+            log.warning("redis is gone; retrying queue=%s error=%s", self.consumer.queue, exc)
+        self._stop.wait(backoff.fail())
+
+    def _log_fate(self, turn: Turn) -> None:
+        # A worker takes a turn after each failure, so there is at most one.
+        if turn.fates:
+            self._log_failure(turn.fates[0])
+            self._failed_attempt = None
+
+    def _note_dropped_result(self, job: str, result: bytes) -> None:
+        about, reason = self._attempts, result[len(NO_RESULT) :].decode(errors="replace")
+        self._dropped = DroppedResult(about.queue, job, reason, self._dropped_count)
+        self._dropped_count += 1
+
+    def _log_dropped_results(self) -> None:
+        """At most once a second: every job of a queue may return such a value."""
+        if self._dropped is not None and self._now() >= self._next_dropped_log_ns:
+            self._job_log.write(self._dropped)
+            self._dropped, self._dropped_count, self._next_dropped_log_ns = (
+                None,
+                0,
+                self._now() + DROPPED_LOG_INTERVAL_NS,
+            )
+
+    def _log_failure(self, follows: Fate | str) -> None:
+        if self._failed_attempt is not None and (isinstance(follows, Fate) or not self._failed_attempt.logged):
+            self._job_log.log_failure(self._failed_attempt, follows)
+
+    def _log_refused(self, jobs: int) -> None:
+        """At most once a minute: every rescue leads to some."""
+        self._refused += jobs
+        if self._now() >= self._next_refused_log_ns:
+            log.info("settle refused: already settled or returned queue=%s jobs=%s", self.consumer.queue, self._refused)
+            self._refused, self._next_refused_log_ns = 0, self._now() + REFUSED_LOG_INTERVAL_NS
+
+    def _count_batch(self, stats: WorkerStats, batch: Batch) -> None:
+        """Once per batch. A fence is the server's time in µs at the claim."""
+        micros, failures = self._micros, self._failures
+        self._micros, self._failures = [], 0
+        if micros:
+            stats.count(int(self._fence), batch, micros, failures, self._now())

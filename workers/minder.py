@@ -37,7 +37,7 @@ from forq.procs.treekill import children_of, kill_descendants, read_stat
 from forq.progress import show_progress
 from forq.workers.exec_handlers import running_programs
 from forq.workers.grant import Grant
-from forq.workers.loop import Recycling
+from forq.workers.recycling import Recycling
 
 log = logging.getLogger("forq")
 

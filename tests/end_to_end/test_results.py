@@ -225,7 +225,7 @@ def test_redis_is_restarted_while_some_wait_and_a_worker_dies_with_what_it_could
             gate.touch()
             wait_until(lambda: len(forq.traces("end")) == 2)
             # It has returned, and there is nobody to tell.
-            wait_until(lambda: "redis is gone, trying again queue=victim" in forq.log)
+            wait_until(lambda: "redis is gone; retrying queue=victim" in forq.log)
             os.kill(pid, signal.SIGKILL)
             assert all(waiting.under_way for waiting in waits.values())
             server.start()

@@ -321,16 +321,16 @@ def test_fields_of_a_user_s_record_factory_stay(listen: Listen, past: list[Any])
 
 def test_what_is_told_before_redis_answers_is_told_again_without_its_exception(listen: Listen) -> None:
     seen, log, attempt = listen(), JobLog(), failed(refuse)
-    log.log_failure(attempt, "what follows is decided when Redis is back")
+    log.log_failure(attempt, "outcome is decided when Redis is back")
     log.log_failure(attempt, OVER)
     first, second = seen.records
-    assert first.getMessage().startswith("job failed: what follows is decided when Redis is back queue=q job=j1 ")
+    assert first.getMessage().startswith("job failed: outcome is decided when Redis is back queue=q job=j1 ")
     assert (first.exc_info is not None, second.exc_info) == (True, None)
     assert second.getMessage().startswith("job failed: attempt 4 of 4, failed for good ")
 
 
 def test_a_settle_whose_answer_was_lost_is_told_once(listen: Listen) -> None:
     seen, log, attempt = listen(), JobLog(), failed(refuse)
-    log.log_failure(attempt, "what follows is decided when Redis is back")
+    log.log_failure(attempt, "outcome is decided when Redis is back")
     log.log_failure(attempt, Fate("refused", 0, 0, 0))
     assert len(seen.records) == 1

@@ -27,9 +27,9 @@ from forq.workers.loop import (
     MAX_RESULTS_BYTES,
     REFUSED_LOG_INTERVAL_NS,
     SLOW_JOB_NS,
-    Recycling,
     WorkerLoop,
 )
+from forq.workers.recycling import Recycling
 from tests.support.drive.wait import wait_until
 
 
@@ -333,8 +333,8 @@ def test_settlings_that_are_refused_are_one_line_a_minute(caplog: pytest.LogCapt
     rig.clock.ns += REFUSED_LOG_INTERVAL_NS
     rig.step()
     assert [record.getMessage() for record in caplog.records] == [
-        "already settled or given back queue=q jobs=2",
-        "already settled or given back queue=q jobs=20",
+        "settle refused: already settled or returned queue=q jobs=2",
+        "settle refused: already settled or returned queue=q jobs=20",
     ]
 
 
@@ -599,7 +599,7 @@ def test_a_failure_of_a_worker_that_is_fenced_is_told(caplog: pytest.LogCaptureF
     rig.step()
     with pytest.raises(Fenced):
         rig.step()
-    assert caplog.messages == ["job failed: what follows is not known: evicted queue=q job=a error=ValueError: no good"]
+    assert caplog.messages == ["job failed: outcome unknown: evicted queue=q job=a error=ValueError: no good"]
 
 
 def test_the_variables_of_a_failed_handler_are_free_once_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

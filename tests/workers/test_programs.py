@@ -11,8 +11,8 @@ from forq.output.programs import PIPE_WATCHER
 from forq.queue_spec import QueueSpec, read_program
 from forq.workers.exec_handlers import ExecHandler, ExecOnceHandler, Program, close_handlers, running_programs
 from forq.workers.handlers import Handlers, load_handlers
-from forq.workers.loop import programs_memory_bytes
 from forq.workers.minder import ZombieReaper
+from forq.workers.recycling import programs_memory_bytes
 from tests.support.drive.processes import alive
 from tests.support.drive.programs import python_program, shell
 from tests.support.drive.wait import wait_until

@@ -7,8 +7,8 @@ import pytest
 from forq.procs.cgroups import pss_bytes
 from forq.procs.scoreboard import Scoreboard, Slot
 from forq.settings import defaults
-from forq.workers import loop
-from forq.workers.loop import Recycling
+from forq.workers import recycling
+from forq.workers.recycling import Recycling
 
 
 @pytest.fixture
@@ -56,10 +56,10 @@ def test_max_age_is_told_once(slots: list[Slot]) -> None:
 
 def test_max_memory_is_the_process_share_of_memory(slots: list[Slot], monkeypatch: pytest.MonkeyPatch) -> None:
     limited, reasons, _ = make(slots, max_memory=1000)
-    monkeypatch.setattr(loop, "pss_bytes", lambda: 1000)
+    monkeypatch.setattr(recycling, "pss_bytes", lambda: 1000)
     limited.check()
     assert reasons == []
-    monkeypatch.setattr(loop, "pss_bytes", lambda: 1001)
+    monkeypatch.setattr(recycling, "pss_bytes", lambda: 1001)
     limited.check()
     assert reasons == ["max_memory = 1000, it has 1001"]
 
