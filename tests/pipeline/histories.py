@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from forq.broker.journal import SCHEMA, Event, entry_hash, read_entry
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
-from forq.pipeline.audit.balance import Place, Standing, Standings
+from forq.pipeline.audit.redis_state import JobLocation, QueueState, RedisState
 from forq.pipeline.schema import EVENTS_ARROW
 
 STEP_US = 1000
@@ -97,14 +97,14 @@ def frame_of(spark: SparkSession, folder: Path, histories: Sequence[Sequence[Eve
     return spark.read.parquet(str(folder / "rows.parquet"))
 
 
-def standing_at_end(
-    rows: Iterable[Event], held: dict[str, tuple[int, int, int, int]], places: list[tuple[str, str, str, int | None]]
-) -> Standings:
+def redis_state_at_end(
+    rows: Iterable[Event], held: dict[str, tuple[int, int, int, int]], locations: list[tuple[str, str, str, int | None]]
+) -> RedisState:
     """What Redis says if it has come to the last of these rows. `held`: records, active, blocked, dead of each queue;
-    `places`: (queue, job, place, fence)."""
+    `locations`: (queue, job, place, fence)."""
     heads = {(row.queue): row for row in rows if row.hash is not None}
     queues = {
-        (0, queue): Standing(
+        (0, queue): QueueState(
             0,
             queue,
             heads[queue].epoch,
@@ -117,31 +117,33 @@ def standing_at_end(
         )
         for queue, counts in held.items()
     }
-    return Standings(LATER_US, queues, [(0, queue, heads[queue].epoch, *place) for queue, *place in _lists(places)])
+    return RedisState(LATER_US, queues, [(0, queue, heads[queue].epoch, *place) for queue, *place in _lists(locations)])
 
 
-def _lists(places: list[tuple[str, str, str, int | None]]) -> list[list[Any]]:
-    return [list(place) for place in places]
+def _lists(locations: list[tuple[str, str, str, int | None]]) -> list[list[Any]]:
+    return [list(place) for place in locations]
 
 
-def for_each(number: int, standings: Standings) -> tuple[dict[tuple[int, str], Standing], list[Place]]:
+def for_each(number: int, redis_state: RedisState) -> tuple[dict[tuple[int, str], QueueState], list[JobLocation]]:
     """The same, of the history with this number."""
-    queues = {(number, queue): replace(standing, history=number) for (_, queue), standing in standings.queues.items()}
-    return queues, [(number, *place[1:]) for place in standings.places]
+    queues = {
+        (number, queue): replace(queue_state, history=number) for (_, queue), queue_state in redis_state.queues.items()
+    }
+    return queues, [(number, *place[1:]) for place in redis_state.locations]
 
 
-def all_standings(each: Sequence[Standings]) -> Standings:
+def merged_redis_states(each: Sequence[RedisState]) -> RedisState:
     """Of several histories, by their numbers."""
-    queues: dict[tuple[int, str], Standing] = {}
-    places: list[Place] = []
-    for number, standings in enumerate(each):
-        of_one, there = for_each(number, standings)
+    queues: dict[tuple[int, str], QueueState] = {}
+    locations: list[JobLocation] = []
+    for number, redis_state in enumerate(each):
+        of_one, there = for_each(number, redis_state)
         queues |= of_one
-        places += there
-    return Standings(LATER_US, queues, places)
+        locations += there
+    return RedisState(LATER_US, queues, locations)
 
 
-def told_history() -> tuple[list[Entry], Standings]:
+def sample_history() -> tuple[list[Entry], RedisState]:
     """Queues with everything that can happen in them, and what Redis holds at the end."""
     teller = Teller()
     say = teller.say
@@ -225,8 +227,8 @@ def _tell_awaited_queue(teller: Teller) -> None:
     say("r", "promoted 0 o", "claimed 304 2 o", "dead 304 o - 0 NotAwaited", actor="p1")
 
 
-def _held(entries: list[Entry]) -> Standings:
-    places: list[tuple[str, str, str, int | None]] = [
+def _held(entries: list[Entry]) -> RedisState:
+    locations: list[tuple[str, str, str, int | None]] = [
         *(("q", job, "record", None) for job in "hjkli"),
         ("q", "l", "scheduled", None),
         ("q", "i", "active", 107),
@@ -239,4 +241,4 @@ def _held(entries: list[Entry]) -> Standings:
         ("r", "o", "dead", 304),
     ]
     held = {"q": (5, 1, 1, 1), "q#fail": (2, 1, 0, 1), "r": (0, 0, 0, 1)}
-    return standing_at_end(rows_of(entries), held, places)
+    return redis_state_at_end(rows_of(entries), held, locations)

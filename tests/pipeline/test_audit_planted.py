@@ -10,10 +10,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from forq.broker.journal import Event
-from forq.pipeline.audit.balance import Standing, Standings
 from forq.pipeline.audit.findings import GAP, VIOLATION
+from forq.pipeline.audit.redis_state import QueueState, RedisState
 from forq.pipeline.audit.run import Auditor
-from tests.pipeline.histories import STEP_US, Entry, all_standings, frame_of, rows_of, told_history
+from tests.pipeline.histories import STEP_US, Entry, frame_of, merged_redis_states, rows_of, sample_history
 
 Entries = list[Entry]
 
@@ -167,70 +167,70 @@ PLANTED: list[tuple[str, Callable[[Entries], Entries]]] = [
 ]
 
 
-def _at_the_end_of(rows: list[Event], standings: Standings) -> Standings:
+def _at_the_end_of(rows: list[Event], redis_state: RedisState) -> RedisState:
     heads = {row.queue: row for row in rows if row.hash is not None}
     queues = {
         key: replace(
-            standing, epoch=heads[key[1]].epoch, sequence=heads[key[1]].sequence, hash=heads[key[1]].hash or ""
+            queue_state, epoch=heads[key[1]].epoch, sequence=heads[key[1]].sequence, hash=heads[key[1]].hash or ""
         )
-        for key, standing in standings.queues.items()
+        for key, queue_state in redis_state.queues.items()
     }
-    return replace(standings, queues=queues)
+    return replace(redis_state, queues=queues)
 
 
-def with_queue(name: str, **changes: object) -> Callable[[Standings], Standings]:
-    def change(standings: Standings) -> Standings:
-        queues = dict(standings.queues)
+def with_queue(name: str, **changes: object) -> Callable[[RedisState], RedisState]:
+    def change(redis_state: RedisState) -> RedisState:
+        queues = dict(redis_state.queues)
         queues[0, name] = replace(queues[0, name], **changes)  # type: ignore[arg-type]
-        return replace(standings, queues=queues)
+        return replace(redis_state, queues=queues)
 
     return change
 
 
-def without(queue: str, job: str, place: str) -> Callable[[Standings], Standings]:
-    def change(standings: Standings) -> Standings:
-        kept = [there for there in standings.places if (there[1], *there[3:5]) != (queue, job, place)]
-        assert len(kept) == len(standings.places) - 1
-        return replace(standings, places=kept)
+def without(queue: str, job: str, place: str) -> Callable[[RedisState], RedisState]:
+    def change(redis_state: RedisState) -> RedisState:
+        kept = [there for there in redis_state.locations if (there[1], *there[3:5]) != (queue, job, place)]
+        assert len(kept) == len(redis_state.locations) - 1
+        return replace(redis_state, locations=kept)
 
     return change
 
 
-def within(queue: str, job: str, place: str, fence: int | None = None) -> Callable[[Standings], Standings]:
-    def change(standings: Standings) -> Standings:
-        epoch = standings.queues[0, queue].epoch
-        return replace(standings, places=[*standings.places, (0, queue, epoch, job, place, fence)])
+def within(queue: str, job: str, place: str, fence: int | None = None) -> Callable[[RedisState], RedisState]:
+    def change(redis_state: RedisState) -> RedisState:
+        epoch = redis_state.queues[0, queue].epoch
+        return replace(redis_state, locations=[*redis_state.locations, (0, queue, epoch, job, place, fence)])
 
     return change
 
 
-def one_after_the_other(*changes: Callable[[Standings], Standings]) -> Callable[[Standings], Standings]:
-    def change(standings: Standings) -> Standings:
+def one_after_the_other(*changes: Callable[[RedisState], RedisState]) -> Callable[[RedisState], RedisState]:
+    def change(redis_state: RedisState) -> RedisState:
         for one in changes:
-            standings = one(standings)
-        return standings
+            redis_state = one(redis_state)
+        return redis_state
 
     return change
 
 
-def without_queue(name: str) -> Callable[[Standings], Standings]:
-    return lambda standings: replace(
-        standings, queues={key: standing for key, standing in standings.queues.items() if key[1] != name}
+def without_queue(name: str) -> Callable[[RedisState], RedisState]:
+    return lambda redis_state: replace(
+        redis_state, queues={key: queue_state for key, queue_state in redis_state.queues.items() if key[1] != name}
     )
 
 
-def changed_meanwhile(standings: Standings) -> Standings:
+def changed_meanwhile(redis_state: RedisState) -> RedisState:
     """Ids were read before the last entries were written: nothing is said about the jobs in them."""
-    last = max(entry.time_us for entry in told_history()[0] if "enqueued 0 l" in entry.text)
-    queues: dict[tuple[int, str], Standing] = {
-        key: replace(standing, read_from_us=last) for key, standing in standings.queues.items()
+    last = max(entry.time_us for entry in sample_history()[0] if "enqueued 0 l" in entry.text)
+    queues: dict[tuple[int, str], QueueState] = {
+        key: replace(queue_state, ids_read_from_us=last) for key, queue_state in redis_state.queues.items()
     }
-    kept = [place for place in standings.places if place[3] != "l"]
-    return replace(standings, queues=queues, places=kept)
+    kept = [place for place in redis_state.locations if place[3] != "l"]
+    return replace(redis_state, queues=queues, locations=kept)
 
 
-IN_REDIS: list[tuple[str, str, Callable[[Standings], Standings]]] = [
-    ("", "", lambda standings: standings),
+IN_REDIS: list[tuple[str, str, Callable[[RedisState], RedisState]]] = [
+    ("", "", lambda redis_state: redis_state),
     ("", "", changed_meanwhile),
     # Numbers.
     ("conservation", VIOLATION, with_queue("q", records=4)),
@@ -271,14 +271,14 @@ Kinds = list[set[tuple[str, str]]]
 @pytest.fixture(scope="module")
 def found(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kinds, Kinds]:
     """(rule, kind) of what was found in each history of PLANTED and, with the whole history, of IN_REDIS."""
-    entries, standings = told_history()
+    entries, redis_state = sample_history()
     planted = [rows_of(change(entries)) for _, change in PLANTED]
     # Redis has come to the end of each of them, so that only what it holds can differ.
-    each = [_at_the_end_of(rows, standings) for rows in planted] + [change(standings) for _, _, change in IN_REDIS]
+    each = [_at_the_end_of(rows, redis_state) for rows in planted] + [change(redis_state) for _, _, change in IN_REDIS]
     histories = planted + [rows_of(entries)] * len(IN_REDIS)
     frame = frame_of(spark, tmp_path_factory.mktemp("planted"), histories)
     kinds: Kinds = [set() for _ in histories]
-    for finding in Auditor(frame, all_standings(each), limit=100_000).run().findings:
+    for finding in Auditor(frame, merged_redis_states(each), limit=100_000).run().findings:
         kinds[finding.history].add((finding.rule, finding.kind))
     return kinds[: len(planted)], kinds[len(planted) :]
 

@@ -18,7 +18,7 @@ from forq.broker.journal import VERBS
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.errors import UnknownQueue, UsageError
 from forq.pipeline.audit import run
-from forq.pipeline.audit.run import CLEAN, GAPS, VIOLATIONS, Audit
+from forq.pipeline.audit.run import CLEAN, GAPS, VIOLATIONS, AuditResult
 from forq.pipeline.cli import add_common
 from forq.pipeline.history import History
 from forq.pipeline.schema import EVENTS
@@ -157,22 +157,22 @@ def test_a_prefix_that_no_queue_has_is_refused_unless_the_history_knows_their_en
 
 
 def test_an_audit_whose_files_were_compacted_meanwhile_begins_anew() -> None:
-    audited: tuple[Audit, list[str]] = (Audit([], 0, False), [])
-    answers: list[Exception | tuple[Audit, list[str]]] = [
+    audited: tuple[AuditResult, list[str]] = (AuditResult([], 0, False), [])
+    answers: list[Exception | tuple[AuditResult, list[str]]] = [
         PySparkException("[FAILED_READ_FILE.FILE_NOT_EXIST] gone"),
         audited,
         PySparkException("out of memory"),
     ]
 
-    def once() -> tuple[Audit, list[str]]:
+    def once() -> tuple[AuditResult, list[str]]:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    assert run._repeated(once) is audited
+    assert run._retry_after_compaction(once) is audited
     with pytest.raises(PySparkException, match="out of memory"):
-        run._repeated(once)
+        run._retry_after_compaction(once)
 
 
 def test_queues_without_a_fail_queue_are_audited_too(spark: SparkSession, redis_url: str, tmp_path: Path) -> None:

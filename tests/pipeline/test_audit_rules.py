@@ -9,14 +9,14 @@ from forq.pipeline import verbs
 
 STATES = Path(__file__).resolve().parents[2] / "docs" / "design" / "states.md"
 OF_QUEUES = {"created", "deleted", "paused", "resumed"}
-OWN_NAMES = {"born", "cancelled_run"}
+OWN_NAMES = {"fail_job_added", "cancelled_run"}
 
 
 def test_every_verb_of_the_journal_has_its_place() -> None:
-    told = {*verbs.LIFE, *verbs.BLOCKING, *verbs.ARCHIVE} - OWN_NAMES
+    told = {*verbs.LIFECYCLE, *verbs.BLOCKING, *verbs.ARCHIVE} - OWN_NAMES
     assert told == VERBS - OF_QUEUES
-    assert set(verbs.AFTER) == set(verbs.LIFE)
-    assert len(verbs.LIFE) == len(set(verbs.LIFE))
+    assert set(verbs.AFTER) == set(verbs.LIFECYCLE)
+    assert len(verbs.LIFECYCLE) == len(set(verbs.LIFECYCLE))
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS - OF_QUEUES))
@@ -25,6 +25,6 @@ def test_the_documentation_of_states_names_every_verb_about_a_job(verb: str) -> 
 
 
 def test_every_step_either_has_the_fence_of_a_run_or_none() -> None:
-    with_own_fence = {"claimed", "revived", "born"}
-    assert {*verbs.FENCED, *verbs.UNFENCED, *with_own_fence} >= {*verbs.LIFE, *verbs.BLOCKING}
+    with_own_fence = {"claimed", "revived", "fail_job_added"}
+    assert {*verbs.FENCED, *verbs.UNFENCED, *with_own_fence} >= {*verbs.LIFECYCLE, *verbs.BLOCKING}
     assert not set(verbs.FENCED) & set(verbs.UNFENCED)

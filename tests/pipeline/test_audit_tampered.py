@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 from forq.broker.journal import Event
 from forq.pipeline.audit.findings import GAP, VIOLATION, Finding
 from forq.pipeline.audit.run import Auditor
-from tests.pipeline.histories import all_standings, frame_of, rows_of, told_history
+from tests.pipeline.histories import frame_of, merged_redis_states, rows_of, sample_history
 
 CHAIN = frozenset({"chain"})
 ROWS = frozenset({"rows"})
@@ -120,13 +120,15 @@ def told(findings: list[Finding]) -> str:
 
 @pytest.mark.timeout(300)
 def test_every_single_change_of_rows_is_found(spark: SparkSession, tmp_path: Path) -> None:
-    entries, standings = told_history()
+    entries, redis_state = sample_history()
     rows = rows_of(entries)
     cases = [Tampered("nothing changed", rows, frozenset())]
     for change in (removed_rows, removed_entries, doubled_rows, edited_rows, reordered):
         cases += change(rows)
     audit = Auditor(
-        frame_of(spark, tmp_path, [case.rows for case in cases]), all_standings([standings] * len(cases)), limit=100_000
+        frame_of(spark, tmp_path, [case.rows for case in cases]),
+        merged_redis_states([redis_state] * len(cases)),
+        limit=100_000,
     ).run()
     by_case: dict[int, list[Finding]] = {}
     for found in audit.findings:

@@ -1,7 +1,7 @@
 """Sets of journal verbs: what may happen to a job, and in which order (docs/design/states.md). Does not need Spark.
 
-A **step** is a verb of the journal, with two names of the audit's own: `cancelled_run` is `cancelled` with a fence (the
-job was active), and `born` is the birth of a fail job, which is told as `failing` in the journal of its parent's queue.
+A **step** is a verb of the journal, or one of two names that only the audit uses: `cancelled_run` is `cancelled` with a
+fence (the job was active), `fail_job_added` is the creation of a fail job (`failing` in the journal of the main queue).
 
 Three things are told apart, each with its own path:
 
@@ -21,7 +21,7 @@ LOSSES: Final = ("stalled", "timed_out", "suspected", "interrupted")
 # Which state a job is in after a step of its life.
 READY: Final = (
     "enqueued",
-    "born",
+    "fail_job_added",
     "updated",
     "scheduled",
     "promoted",
@@ -32,16 +32,16 @@ READY: Final = (
 )
 ACTIVE: Final = ("claimed", "marked", *LOSSES)
 GONE: Final = ("done", "released", "cancelled", "cancelled_run", "dead", "dropped")
-LIFE: Final = (*READY, *ACTIVE, *GONE)
+LIFECYCLE: Final = (*READY, *ACTIVE, *GONE)
 
-BIRTHS: Final = ("enqueued", "born", "unblocked", "revived")
+STARTS: Final = ("enqueued", "fail_job_added", "unblocked", "revived")
 # The steps that end a run: from a claim to one of these the job is in one worker's hands.
 RUN_ENDS: Final = ("done", "released", "retried", "dead", "cancelled_run", "returned")
 
 # Step -> the steps that may be the last one of the job's life before it.
 AFTER: Final[dict[str, tuple[str, ...]]] = {
     "enqueued": (BEGINNING, *GONE),
-    "born": (BEGINNING,),
+    "fail_job_added": (BEGINNING,),
     "revived": GONE,
     "unblocked": ("done", "released", "dead", "cancelled_run"),
     "updated": READY,
@@ -63,7 +63,7 @@ AFTER: Final[dict[str, tuple[str, ...]]] = {
     "cancelled_run": ("claimed", "marked"),
     "cancelled": READY,
     # A hint whose job has ended is nothing; one whose job was there is a lost record, which is a rule of its own.
-    "dropped": (BEGINNING, *LIFE),
+    "dropped": (BEGINNING, *LIFECYCLE),
 }
 
 # Pairs (before, step) of one script call, and so of one entry.
@@ -98,7 +98,9 @@ MAY_RESET: Final = ("updated", "merged")
 BLOCKING: Final = ("blocked", "unblocked", "merged", "withdrawn")
 # What must not happen while something is blocked behind the job: it has to be merged, unblocked or withdrawn first.
 NOT_WHILE_BLOCKED: Final = tuple(
-    step for step in LIFE if step not in ("marked", *LOSSES, "done", "released", "dead", "cancelled_run", "unblocked")
+    step
+    for step in LIFECYCLE
+    if step not in ("marked", *LOSSES, "done", "released", "dead", "cancelled_run", "unblocked")
 )
 MERGED_BEFORE: Final = ("retried", "returned")
 
@@ -116,7 +118,7 @@ CUT_SHORT: Final = (*LOSSES, "cancelled")
 # What can follow a claim; `returned` at once means that the job was handed back before it began.
 AFTER_CLAIM: Final = ("done", "released", "retried", "dead", *CUT_SHORT, "returned")
 # What is about a blocked dispatch, an archived job or a queue, and not about the life of a job.
-ABOUT_OTHERS: Final = tuple(sorted(journal.VERBS - set(LIFE)))
+ABOUT_OTHERS: Final = tuple(sorted(journal.VERBS - set(LIFECYCLE)))
 
 
 def pairs() -> frozenset[str]:

@@ -18,14 +18,14 @@ from pyspark.sql.pandas.functions import ArrowUDFType, arrow_udf
 
 from forq.broker.journal import SCHEMA, read_entry
 from forq.errors import InvalidData
-from forq.pipeline.audit.findings import VIOLATION, findings_where, told
+from forq.pipeline.audit.findings import VIOLATION, findings_where, text
 from forq.pipeline.schema import EVENTS
 
 _EPOCH = ("history", "queue", "epoch")
 _ENTRY = (*_EPOCH, "sequence")
-# What is told apart from that, in the order of the columns (schema.py) and of broker/journal.py.
+# What is text apart from that, in the order of the columns (schema.py) and of broker/journal.py.
 _WIDTH = 3
-_TOLD = tuple(EVENTS.fieldNames()[_WIDTH:])
+_COMPARED = tuple(EVENTS.fieldNames()[_WIDTH:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def entries_of(events: DataFrame) -> DataFrame:
 
 def chain_findings(entries: DataFrame) -> DataFrame:
     follows = F.coalesce(F.col("sequence") == F.col("sequence_before") + 1, F.lit(False))
-    text = F.concat(
+    hashed = F.concat(
         F.when(F.col("sequence") == 1, "").otherwise(F.coalesce("hash_before", F.lit(""))),
         F.lit("\n"),
         F.concat_ws(" ", "epoch", "sequence", "time", "actor"),
@@ -75,22 +75,22 @@ def chain_findings(entries: DataFrame) -> DataFrame:
         "entry",
     )
     # What comes after a hole follows from an entry that is not there.
-    right = (F.sha1(text) == F.col("hash")) | ~(follows | (F.col("sequence") == 1))
+    right = (F.sha1(hashed) == F.col("hash")) | ~(follows | (F.col("sequence") == 1))
     tests = [
-        (F.col("sequence") < 1, told("entry ", F.col("sequence"), ": numbers begin with 1")),
-        (F.col("sequence") == F.col("sequence_before"), told("entry ", F.col("sequence"), " is there twice")),
-        (~F.coalesce(right, F.lit(False)), told("the hash of entry ", F.col("sequence"), " is not that of its text")),
+        (F.col("sequence") < 1, text("entry ", F.col("sequence"), ": numbers begin with 1")),
+        (F.col("sequence") == F.col("sequence_before"), text("entry ", F.col("sequence"), " is there twice")),
+        (~F.coalesce(right, F.lit(False)), text("the hash of entry ", F.col("sequence"), " is not that of its text")),
         (
             F.col("time") < F.col("time_before"),
-            told("the time of entry ", F.col("sequence"), " is before that of entry ", F.col("sequence_before")),
+            text("the time of entry ", F.col("sequence"), " is before that of entry ", F.col("sequence_before")),
         ),
         (
             (F.col("sequence") == 1)
             & ~((F.col("verb") == "created") & F.col("cause").eqNullSafe(F.col("epoch").cast("string"))),
-            told("the first entry is ", F.col("verb"), " and not created"),
+            text("the first entry is ", F.col("verb"), " and not created"),
         ),
-        ((F.col("sequence") > 1) & (F.col("verb") == "created"), told("the queue was created a second time")),
-        (F.col("verb_before") == "deleted", told("entry ", F.col("sequence"), " comes after the queue was deleted")),
+        ((F.col("sequence") > 1) & (F.col("verb") == "created"), text("the queue was created a second time")),
+        (F.col("verb_before") == "deleted", text("entry ", F.col("sequence"), " comes after the queue was deleted")),
     ]
     return findings_where(entries.withColumn("job", F.lit(None).cast("string")), "chain", tests)
 
@@ -144,7 +144,7 @@ def holes_of(entries: DataFrame) -> list[Hole]:
 
 
 def row_findings(events: DataFrame) -> DataFrame:
-    of_entry = F.sort_array(F.collect_list(F.struct(*_TOLD)))
+    of_entry = F.sort_array(F.collect_list(F.struct(*_COMPARED)))
     with warnings.catch_warnings():
         # It asks for type hints, but to read them it would need pandas.
         warnings.simplefilter("ignore", UserWarning)
@@ -183,7 +183,7 @@ def _compare(queues: pa.Array, epochs: pa.Array, sequences: pa.Array, entries: p
 
 
 def _differences(queue: str, epoch: int, sequence: int, rows: list[_Row]) -> list[_Wrong]:
-    head = dict(zip(_TOLD, rows[0], strict=True))
+    head = dict(zip(_COMPARED, rows[0], strict=True))
     if head["position"] != 0 or head["entry"] is None or head["hash"] is None:
         return [{"job": None, "found": f"entry {sequence} has no text"}]
     values = (SCHEMA, epoch, sequence, head["time"], head["actor"], head["entry"], head["hash"])
@@ -211,14 +211,14 @@ def _paired(rows: list[_Row], expected: list[_Row]) -> Iterator[tuple[_Row | Non
 
 
 def _difference(sequence: int, row: _Row | None, right: _Row | None) -> _Wrong:
-    there = dict(zip(_TOLD, row or right or (), strict=True))
+    there = dict(zip(_COMPARED, row or right or (), strict=True))
     place = f"row {sequence}.{there['position']}"
     if row is None or right is None:
         what = "is missing" if row is None else "should not be there"
         return {"job": there["job"], "found": f"{place} ({there['verb']}) {what}"}
     wrong = [
         f"{name} is {was!r}, the text says {should!r}"
-        for name, was, should in zip(_TOLD, row, right, strict=True)
+        for name, was, should in zip(_COMPARED, row, right, strict=True)
         if was != should
     ]
     return {"job": there["job"], "found": f"{place}: {'; '.join(wrong)}"}

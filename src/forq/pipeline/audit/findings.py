@@ -42,11 +42,11 @@ class Verdict:
     findings: list[Finding] = field(default_factory=list)
 
 
-# What must not be, and how it is told.
-Test = tuple[Column, Column]
+# What must not be, and how it is text.
+Check = tuple[Column, Column]
 
 
-def findings_where(frame: DataFrame, rule: str | Column, tests: list[Test]) -> DataFrame:
+def findings_where(frame: DataFrame, rule: str | Column, tests: list[Check]) -> DataFrame:
     """One finding per row and test that holds. Texts are made of such rows only."""
     wrong = frame.where(reduce(Column.__or__, (F.coalesce(test, F.lit(False)) for test, _ in tests)))
     found = F.array_compact(F.array(*(F.when(test, text) for test, text in tests)))
@@ -62,15 +62,15 @@ def findings_where(frame: DataFrame, rule: str | Column, tests: list[Test]) -> D
     )
 
 
-def told(*parts: str | Column) -> Column:
+def text(*parts: str | Column) -> Column:
     """A sentence of constants and values; never null."""
     columns = [F.lit(part) if isinstance(part, str) else part.cast("string") for part in parts]
     return F.concat(*(F.coalesce(column, F.lit("nothing")) for column in columns))
 
 
-def all_of(frames: list[DataFrame]) -> DataFrame:
+def union(frames: list[DataFrame]) -> DataFrame:
     return reduce(DataFrame.unionAll, frames)
 
 
-def as_finding(row: Row) -> Finding:
+def to_finding(row: Row) -> Finding:
     return Finding(*(row[column] for column in COLUMNS))

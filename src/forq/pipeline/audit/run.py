@@ -26,10 +26,10 @@ from pyspark.sql import functions as F
 from forq.broker.keys import main_queue
 from forq.broker.link import Link
 from forq.errors import RedisUnavailable, UnknownQueue, UsageError
-from forq.pipeline.audit import balance, chain, lives
-from forq.pipeline.audit.balance import Standings, places_table, read_standings
-from forq.pipeline.audit.findings import GAP, VIOLATION, Finding, Verdict, as_finding
-from forq.pipeline.audit.lives import steps_of
+from forq.pipeline.audit import balance, chain, transitions
+from forq.pipeline.audit.findings import GAP, VIOLATION, Finding, Verdict, to_finding
+from forq.pipeline.audit.redis_state import RedisState, locations_table, read_redis_state
+from forq.pipeline.audit.transitions import steps_of
 from forq.pipeline.history import Folder, read_history
 from forq.pipeline.reader import require_queues
 from forq.pipeline.session import spark_session
@@ -37,7 +37,7 @@ from forq.pipeline.source import ForqSource
 
 CLEAN, VIOLATIONS, GAPS = 0, 1, 2
 # Findings per rule that are told; the others are counted.
-MAX_TOLD = 100
+MAX_SHOWN = 100
 # Name of each rule -> what it says, as the audit shows it.
 RULES = {
     "chain": "sequence, hash and time of every entry follow from the one before",
@@ -51,7 +51,7 @@ RULES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class AuditResult:
     verdicts: list[Verdict]
     events: int
     compared_with_redis: bool
@@ -73,79 +73,79 @@ class Auditor:
     def __init__(
         self,
         events: DataFrame,
-        standings: Standings | None,
+        redis_state: RedisState | None,
         *,
-        limit: int = MAX_TOLD,
+        limit: int = MAX_SHOWN,
         progress: Callable[[str], None] = lambda rule: None,
     ) -> None:
         self._spark = events.sparkSession
-        self._standings = standings
+        self._redis_state = redis_state
         self._limit = limit
         self._progress = progress
-        self._kept: list[DataFrame] = []
+        self._cached: list[DataFrame] = []
         self._verdicts = {rule: Verdict(rule) for rule in RULES}
-        self._rows = _in_micros(events) if standings is None else _up_to_now(_in_micros(events), standings)
+        self._rows = _with_micros(events) if redis_state is None else _up_to_cutoff(_with_micros(events), redis_state)
 
-    def run(self) -> Audit:
+    def run(self) -> AuditResult:
         try:
             self._check_chain()
             self._check_rows()
-            self._check_lives()
+            self._check_transitions()
             self._check_overlap()
             self._check_balance()
         finally:
-            for frame in self._kept:
+            for frame in self._cached:
                 frame.unpersist()
-        return Audit(list(self._verdicts.values()), self._verdicts["rows"].checked, self._standings is not None)
+        return AuditResult(list(self._verdicts.values()), self._verdicts["rows"].checked, self._redis_state is not None)
 
     def _check_chain(self) -> None:
         with self._timed("chain"):
-            entries = self._keep(chain.entries_of(self._rows))
+            entries = self._cache(chain.entries_of(self._rows))
             self._epochs = chain.epochs_of(entries)
             self._holes = chain.holes_of(entries)
-            self._add(chain.chain_findings(entries))
-            self._add_told(balance.end_findings(self._epochs, self._holes, self._standings))
+            self._add_frame(chain.chain_findings(entries))
+            self._add_findings(balance.end_findings(self._epochs, self._holes, self._redis_state))
             self._verdicts["chain"].checked = sum(epoch.entries for epoch in self._epochs)
 
     def _check_rows(self) -> None:
         with self._timed("rows"):
-            self._add(chain.row_findings(self._rows))
+            self._add_frame(chain.row_findings(self._rows))
             self._verdicts["rows"].checked = self._rows.count()
 
-    def _check_lives(self) -> None:
+    def _check_transitions(self) -> None:
         with self._timed("paths"):
             steps = steps_of(self._rows, self._epochs, self._holes)
-            self._lives = self._keep(lives.lives_of(steps))
-            self._archive = self._keep(lives.archive_of(steps))
-            self._add(lives.path_findings(self._lives))
-            self._add(lives.fence_findings(self._lives))
+            self._lives = self._cache(transitions.transitions_of(steps))
+            self._archive = self._cache(transitions.archive_of(steps))
+            self._add_frame(transitions.path_findings(self._lives))
+            self._add_frame(transitions.fence_findings(self._lives))
             self._verdicts["paths"].checked = self._lives.count()
             self._verdicts["states"].checked = self._verdicts["paths"].checked
         with self._timed("fail_jobs"):
-            self._add(lives.archive_findings(self._archive))
+            self._add_frame(transitions.archive_findings(self._archive))
             deaths = F.count_if((F.col("step") == "dead") & F.col("fail_job"))
             self._verdicts["fail_jobs"].checked = self._archive.select(deaths).collect()[0][0]
 
     def _check_overlap(self) -> None:
         with self._timed("overlap"):
-            runs = lives.runs_of(self._lives)
-            self._add(lives.overlap_findings(runs))
+            runs = transitions.runs_of(self._lives)
+            self._add_frame(transitions.overlap_findings(runs))
             self._verdicts["overlap"].checked = runs.count()
 
     def _check_balance(self) -> None:
         with self._timed("conservation"):
             sums = balance.sums_of(self._lives, self._archive)
             fail_jobs = balance.fail_jobs_at_deletion(self._lives, self._epochs)
-            found = balance.balance_findings(sums, fail_jobs, self._epochs, self._holes, self._standings)
-            self._add_told(found)
+            found = balance.balance_findings(sums, fail_jobs, self._epochs, self._holes, self._redis_state)
+            self._add_findings(found)
             self._verdicts["conservation"].checked = len(sums)
-        if self._standings is not None:
+        if self._redis_state is not None:
             with self._timed("states"):
                 # Else every plan would copy them.
-                places = self._spark.createDataFrame(places_table(self._standings.places)).localCheckpoint()
-                held = (places, self._epochs, self._holes, self._standings)
-                self._add(balance.place_findings(self._lives, self._archive, *held))
-                self._verdicts["states"].checked += len(self._standings.places)
+                locations = self._spark.createDataFrame(locations_table(self._redis_state.locations)).localCheckpoint()
+                held = (locations, self._epochs, self._holes, self._redis_state)
+                self._add_frame(balance.location_findings(self._lives, self._archive, *held))
+                self._verdicts["states"].checked += len(self._redis_state.locations)
 
     @contextmanager
     def _timed(self, rule: str) -> Iterator[None]:
@@ -154,26 +154,26 @@ class Auditor:
         yield
         self._verdicts[rule].seconds += time.monotonic() - began
 
-    def _keep(self, frame: DataFrame) -> DataFrame:
+    def _cache(self, frame: DataFrame) -> DataFrame:
         kept = frame.persist(StorageLevel.MEMORY_AND_DISK)
-        self._kept.append(kept)
+        self._cached.append(kept)
         return kept
 
-    def _add(self, found: DataFrame) -> None:
+    def _add_frame(self, found: DataFrame) -> None:
         """Usually there is nothing, or little. Else all are counted, and the first of each rule are told."""
         rows = found.limit(self._limit + 1).collect()
         if len(rows) <= self._limit:
-            return self._add_told(sorted(map(as_finding, rows), key=_order))
-        kept = self._keep(found)
+            return self._add_findings(sorted(map(to_finding, rows), key=_order))
+        kept = self._cache(found)
         for rule, kind, number in kept.groupBy("rule", "kind").count().collect():
             self._count(rule, kind, number)
             room = self._limit - len(self._verdicts[rule].findings)
             of_rule = kept.where((F.col("rule") == rule) & (F.col("kind") == kind))
             first = of_rule.orderBy("history", "queue", "epoch", "sequence", "job", "found").limit(max(0, room))
-            self._verdicts[rule].findings += [as_finding(row) for row in first.collect()]
+            self._verdicts[rule].findings += [to_finding(row) for row in first.collect()]
         return None
 
-    def _add_told(self, found: list[Finding]) -> None:
+    def _add_findings(self, found: list[Finding]) -> None:
         for finding in found:
             self._count(finding.rule, finding.kind, 1)
             if len(self._verdicts[finding.rule].findings) < self._limit:
@@ -188,23 +188,23 @@ def _order(finding: Finding) -> tuple[object, ...]:
     return finding.history, finding.queue, finding.epoch, finding.sequence or 0, finding.job or "", finding.found
 
 
-def _in_micros(events: DataFrame) -> DataFrame:
+def _with_micros(events: DataFrame) -> DataFrame:
     """Times as numbers: the journal's hash, and Python, see them so."""
     rows = events if "history" in events.columns else events.withColumn("history", F.lit(0))
     return rows.withColumn("time", F.unix_micros("time")).withColumn("due", F.unix_micros("due"))
 
 
-def _up_to_now(rows: DataFrame, standings: Standings) -> DataFrame:
+def _up_to_cutoff(rows: DataFrame, redis_state: RedisState) -> DataFrame:
     """Without what was written after its queue was counted."""
-    moments = F.broadcast(
+    cutoffs = F.broadcast(
         rows.sparkSession.createDataFrame(
-            standings.moments(), "history int, queue string, now_epoch long, now_sequence long, moment long"
+            redis_state.cutoffs(), "history int, queue string, now_epoch long, now_sequence long, moment long"
         )
     )
     counted = (F.col("epoch") == F.col("now_epoch")) & (F.col("sequence") <= F.col("now_sequence"))
-    earlier = F.col("time") < F.coalesce("moment", F.lit(standings.asked_us))
+    earlier = F.col("time") < F.coalesce("moment", F.lit(redis_state.started_us))
     return (
-        rows.join(moments, ["history", "queue"], "left")
+        rows.join(cutoffs, ["history", "queue"], "left")
         .where(earlier | F.coalesce(counted, F.lit(False)))
         .drop("now_epoch", "now_sequence", "moment")
     )
@@ -224,13 +224,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     progress = _Progress(sys.stderr.isatty() and not args.json)
     spark = spark_session("audit", **_LONG_RUN)
-    audit, notes = _repeated(lambda: audit_all(spark, args.redis, args.prefix, args.history, progress))
+    audit, notes = _retry_after_compaction(lambda: audit_all(spark, args.redis, args.prefix, args.history, progress))
     progress.end()
     print(json.dumps(_as_dict(audit, notes)) if args.json else "\n".join(_as_text(audit, notes)))
     return audit.exit_code
 
 
-def _repeated(once: Callable[[], tuple[Audit, list[str]]]) -> tuple[Audit, list[str]]:
+def _retry_after_compaction(once: Callable[[], tuple[AuditResult, list[str]]]) -> tuple[AuditResult, list[str]]:
     """An ingest that compacts takes files away that an audit has yet to read; then it begins anew."""
     for _ in range(_TRIES - 1):
         try:
@@ -243,26 +243,26 @@ def _repeated(once: Callable[[], tuple[Audit, list[str]]]) -> tuple[Audit, list[
 
 def audit_all(
     spark: SparkSession, url: str, prefix: str, directory: str, progress: Callable[[str], None] = lambda rule: None
-) -> tuple[Audit, list[str]]:
+) -> tuple[AuditResult, list[str]]:
     """The audit of a history and of what Redis has beyond it; and what it could not look at."""
     progress("Redis")
     notes: list[str] = []
-    standings = _standings(url, prefix, notes)
-    if standings is not None and not standings.queues:
+    redis_state = _redis_state(url, prefix, notes)
+    if redis_state is not None and not redis_state.queues:
         _require_deleted(spark, url, prefix, directory)
-    live = None if standings is None else _live_events(spark, url, prefix, standings, directory)
+    live = None if redis_state is None else _live_events(spark, url, prefix, redis_state, directory)
     past = _history(spark, directory, notes)
     if live is None and past is None:
         raise UsageError(f"there is nothing to audit: no Redis at {Link(url).shown_url} and no history in {directory}")
     events = _joined(past, live)
-    audit = Auditor(events, standings, limit=MAX_SHOWN, progress=progress).run()
+    audit = Auditor(events, redis_state, limit=MAX_SHOWN, progress=progress).run()
     return _with_events(audit, events), notes
 
 
-def _standings(url: str, prefix: str, notes: list[str]) -> Standings | None:
+def _redis_state(url: str, prefix: str, notes: list[str]) -> RedisState | None:
     link = Link(url, name="forq-audit")
     try:
-        return read_standings(link, prefix)
+        return read_redis_state(link, prefix)
     except RedisUnavailable as exc:
         notes.append(f"not compared with Redis: {exc}")
         return None
@@ -284,10 +284,10 @@ def _require_deleted(spark: SparkSession, url: str, prefix: str, directory: str)
             raise
 
 
-def _live_events(spark: SparkSession, url: str, prefix: str, standings: Standings, directory: str) -> DataFrame:
+def _live_events(spark: SparkSession, url: str, prefix: str, redis_state: RedisState, directory: str) -> DataFrame:
     """The journals that are in Redis, as they are now: what is trimmed later is in this frame all the same."""
     spark.dataSource.register(ForqSource)
-    queues = {queue for _, queue in standings.queues} | _queues_of(spark, directory)
+    queues = {queue for _, queue in redis_state.queues} | _queues_of(spark, directory)
     # An entry that cannot be read is a hole, not an error.
     reader = spark.read.format("forq").option("redis", url).option("prefix", prefix).option("failOnLoss", "false")
     return reader.option("queues", ",".join(sorted(queues))).load().localCheckpoint()
@@ -321,7 +321,7 @@ def _joined(past: DataFrame | None, live: DataFrame | None) -> DataFrame:
     return past.unionByName(beyond.drop("known"))
 
 
-def _with_events(audit: Audit, events: DataFrame) -> Audit:
+def _with_events(audit: AuditResult, events: DataFrame) -> AuditResult:
     """The first findings with the events of their job, or of their entry."""
     shown = audit.findings[:MAX_SHOWN]
     jobs = {(found.queue, found.job) for found in shown if found.job is not None}
@@ -364,7 +364,7 @@ def _event(row: Any) -> str:
     )
 
 
-def _as_dict(audit: Audit, notes: list[str]) -> dict[str, Any]:
+def _as_dict(audit: AuditResult, notes: list[str]) -> dict[str, Any]:
     return {
         "result": ("clean", "violations", "gap")[audit.exit_code],
         "events": audit.events,
@@ -385,7 +385,7 @@ def _as_dict(audit: Audit, notes: list[str]) -> dict[str, Any]:
     }
 
 
-def _as_text(audit: Audit, notes: list[str]) -> list[str]:
+def _as_text(audit: AuditResult, notes: list[str]) -> list[str]:
     lines = [f"{'rule':<14}{'checked':>12}{'violations':>12}{'gaps':>8}{'seconds':>9}"]
     lines += [f"{v.rule:<14}{v.checked:>12,}{v.violations:>12,}{v.gaps:>8,}{v.seconds:>9.1f}" for v in audit.verdicts]
     for found in audit.findings[:MAX_SHOWN]:

@@ -5,7 +5,7 @@ is said about it: the hole has been reported.
 
 Every job's steps, in order, each with what came before it: one pass over history that most rules look at.
 
-1. `lives_of`: each step (steps.py) with the last one of the job's life, of what is blocked behind it, its last claim.
+1. `transitions_of`: each step with the last one of the job's life, of what is blocked behind it, its last claim.
 2. `path_findings`, `fence_findings`, `archive_findings`, `overlap_findings`: the rules.
 """
 
@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 from forq.broker.keys import fail_queue
 from forq.pipeline import verbs
 from forq.pipeline.audit.chain import Epoch, Hole
-from forq.pipeline.audit.findings import all_of, findings_where, told
+from forq.pipeline.audit.findings import findings_where, text, union
 
 JOB = ("history", "queue", "epoch", "job")
 FAIL = fail_queue("")
@@ -35,7 +35,7 @@ def steps_of(events: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) 
         *JOB, "sequence", "position", "time", step.alias("step"), "fence", "attempt", "fail_job", "verb"
     )
     steps = _with_segments(steps, holes)
-    return steps.unionByName(_births(steps, epochs, holes)).repartition("history", "queue", "job")
+    return steps.unionByName(_fail_job_starts(steps, epochs, holes)).repartition("history", "queue", "job")
 
 
 def _with_segments(steps: DataFrame, holes: Sequence[Hole]) -> DataFrame:
@@ -81,7 +81,7 @@ def _by_epoch(holes: Sequence[Hole]) -> dict[tuple[int, str, int], list[Hole]]:
     return found
 
 
-def _births(steps: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) -> DataFrame:
+def _fail_job_starts(steps: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) -> DataFrame:
     """`failing` in the journal of a queue is the birth of ID:FENCE in the fail queue of that moment."""
     failing = steps.where("step = 'failing'").select(
         "history",
@@ -91,7 +91,7 @@ def _births(steps: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) ->
         (F.col("sequence") - _FOREVER).alias("sequence"),
         "position",
         "time",
-        F.lit("born").alias("step"),
+        F.lit("fail_job_added").alias("step"),
         F.lit(0).cast("long").alias("fence"),
         F.lit(None).cast("int").alias("attempt"),
         F.lit(None).cast("boolean").alias("fail_job"),
@@ -123,10 +123,10 @@ def _spans(spark: SparkSession, epochs: Sequence[Epoch]) -> DataFrame:
     return spark.createDataFrame(spans, "history int, queue string, epoch long, since long, until long")
 
 
-def lives_of(steps: DataFrame) -> DataFrame:
+def transitions_of(steps: DataFrame) -> DataFrame:
     """One row per step with what is wrong with it (a bit per test of `_wrong`) and what the job is after it:
 
-    `ready`, `due`, `running`, `followed` (something is blocked behind it); `was_there`: before it the job was ready or
+    `ready`, `due`, `running`, `has_blocked` (something is blocked behind it); `existed`: before it the job was ready or
     active; `run`: the fence of the run that it belongs to; `last`: it is the last one of its job.
     """
     seen = _with_what_was_before(steps)
@@ -139,8 +139,8 @@ def lives_of(steps: DataFrame) -> DataFrame:
         _state_after(verbs.READY).alias("ready"),
         _state_after(("scheduled",)).alias("due"),
         _state_after(verbs.ACTIVE).alias("running"),
-        _blocked_after().alias("followed"),
-        F.coalesce(F.col("before.step").isin(*verbs.READY, *verbs.ACTIVE), F.lit(False)).alias("was_there"),
+        _blocked_after().alias("has_blocked"),
+        F.coalesce(F.col("before.step").isin(*verbs.READY, *verbs.ACTIVE), F.lit(False)).alias("existed"),
         run.alias("run"),
         # One number: texts are made only of the rows in which something is wrong.
         reduce(Column.bitwiseOR, (F.when(test, 1 << bit).otherwise(0) for bit, test in enumerate(_wrong()))).alias(
@@ -165,9 +165,9 @@ def _with_what_was_before(steps: DataFrame) -> DataFrame:
     return steps.select(
         *JOB,
         *("sequence", "position", "time", "step", "fence", "attempt", "segment", "orphans"),
-        last(verbs.LIFE, F.struct("step", "fence", "sequence", "segment")).alias("before"),
+        last(verbs.LIFECYCLE, F.struct("step", "fence", "sequence", "segment")).alias("before"),
         last(verbs.BLOCKING, F.struct("step", "segment")).alias("blocking"),
-        last(("claimed", *verbs.BIRTHS), F.struct("step", "fence", "attempt", "segment", place.alias("place"))).alias(
+        last(("claimed", *verbs.STARTS), F.struct("step", "fence", "attempt", "segment", place.alias("place"))).alias(
             "origin"
         ),
         last(verbs.COUNTED, place).alias("counted"),
@@ -179,7 +179,7 @@ def _with_what_was_before(steps: DataFrame) -> DataFrame:
 
 
 def _state_after(steps: tuple[str, ...]) -> Column:
-    state = F.coalesce(F.when(F.col("step").isin(*verbs.LIFE), F.col("step")), F.col("before.step"))
+    state = F.coalesce(F.when(F.col("step").isin(*verbs.LIFECYCLE), F.col("step")), F.col("before.step"))
     return F.coalesce(state.isin(*steps), F.lit(False))
 
 
@@ -193,31 +193,31 @@ def _known() -> Column:
     return F.when(F.col("before").isNull(), ~F.col("orphans")).otherwise(F.col("before.segment") == F.col("segment"))
 
 
-def path_findings(lives: DataFrame) -> DataFrame:
+def path_findings(transitions: DataFrame) -> DataFrame:
     """Rules `paths`, `states` (lost records) and, of fail jobs, `fail_jobs`."""
     step, before = F.col("step"), F.col("before")
-    of_fail_job = F.col("queue").endswith(FAIL) & ((step == "born") | (before == "nothing"))
+    of_fail_job = F.col("queue").endswith(FAIL) & ((step == "fail_job_added") | (before == "nothing"))
     lost = F.col("wrong").bitwiseAND(1) != 0
     rule = F.when(of_fail_job, "fail_jobs").otherwise("paths")
     tests = [(F.col("wrong").bitwiseAND(2 << bit) != 0, text) for bit, text in enumerate(_texts())]
-    wrong = lives.where("wrong != 0")
-    return all_of(
+    wrong = transitions.where("wrong != 0")
+    return union(
         [
             findings_where(wrong, rule, tests),
-            findings_where(wrong, "states", [(lost, told("its record was lost; the last was ", before))]),
+            findings_where(wrong, "states", [(lost, text("its record was lost; the last was ", before))]),
         ]
     )
 
 
 def _wrong() -> list[Column]:
-    """What must not be; the first is a rule of its own, the others are told by `_texts`, in the same order."""
+    """What must not be; the first is a rule of its own, the others are text by `_texts`, in the same order."""
     step, fence, known = F.col("step"), F.col("fence"), _known()
     pair = F.concat_ws(">", F.coalesce("before.step", F.lit(verbs.BEGINNING)), step)
     allowed = pair.isin(*verbs.pairs())
-    was_there = F.col("before.step").isin(*verbs.READY, *verbs.ACTIVE)
+    existed = F.col("before.step").isin(*verbs.READY, *verbs.ACTIVE)
     return [
-        (step == "dropped") & known & was_there,
-        step.isin(*verbs.LIFE) & known & ~allowed,
+        (step == "dropped") & known & existed,
+        step.isin(*verbs.LIFECYCLE) & known & ~allowed,
         known & pair.isin(*verbs.pairs_of_one_entry()) & (F.col("before.sequence") != F.col("sequence")),
         known & allowed & step.isin(*verbs.FENCED) & (fence != F.col("before.fence")),
         step.isin(*verbs.UNFENCED) & (fence != 0),
@@ -231,19 +231,19 @@ def _wrong() -> list[Column]:
 def _texts() -> list[Column]:
     step, before, fence = F.col("step"), F.col("before"), F.col("fence")
     return [
-        told(step, " after ", before),
-        told(step, " after ", before, ", but not in the same entry"),
-        told(step, " with fence ", fence, " of a run with fence ", F.col("before_fence")),
-        told(step, " with fence ", fence),
-        told("claimed with fence ", fence, " after ", F.col("claimed_before")),
-        told("claimed as attempt ", F.col("attempt"), ", which does not follow from the attempt before"),
-        told("lost, and not returned in the same entry"),
-        told(step, " of a job that is not active"),
-        told(step, " though nothing is blocked"),
-        told(step, " though something is blocked behind it"),
-        told("merged, and then ", step, " and not come back in the same entry"),
-        told("merged, and then nothing"),
-        told("blocked behind a job that has ended"),
+        text(step, " after ", before),
+        text(step, " after ", before, ", but not in the same entry"),
+        text(step, " with fence ", fence, " of a run with fence ", F.col("before_fence")),
+        text(step, " with fence ", fence),
+        text("claimed with fence ", fence, " after ", F.col("claimed_before")),
+        text("claimed as attempt ", F.col("attempt"), ", which does not follow from the attempt before"),
+        text("lost, and not returned in the same entry"),
+        text(step, " of a job that is not active"),
+        text(step, " though nothing is blocked"),
+        text(step, " though something is blocked behind it"),
+        text("merged, and then ", step, " and not come back in the same entry"),
+        text("merged, and then nothing"),
+        text("blocked behind a job that has ended"),
     ]
 
 
@@ -287,10 +287,10 @@ def fence_findings(steps: DataFrame) -> DataFrame:
         .withColumn("job", F.lit(None).cast("string"))
     )
     tests = [
-        (F.col("fence") != F.col("highest"), told("two fences in entry ", F.col("sequence"))),
+        (F.col("fence") != F.col("highest"), text("two fences in entry ", F.col("sequence"))),
         (
             F.col("fence") <= F.col("earlier"),
-            told("entry ", F.col("sequence"), " claims with fence ", F.col("fence"), " after ", F.col("earlier")),
+            text("entry ", F.col("sequence"), " claims with fence ", F.col("fence"), " after ", F.col("earlier")),
         ),
     ]
     return findings_where(claims, "paths", tests)
@@ -315,7 +315,7 @@ def archive_findings(archive: DataFrame) -> DataFrame:
         F.col("before.segment") == F.col("segment")
     )
     has_fail_job = F.coalesce("fail_job", F.lit(False))
-    followed = F.coalesce(
+    has_failing = F.coalesce(
         (F.col("after.step") == "failing") & (F.col("after.sequence") == F.col("sequence")), F.lit(False)
     )
     of_this_death = F.coalesce(
@@ -323,25 +323,25 @@ def archive_findings(archive: DataFrame) -> DataFrame:
         F.lit(False),
     )
     once = [
-        ((step == "dead") & known & (before != verbs.BEGINNING), told("dead a second time with one fence")),
+        ((step == "dead") & known & (before != verbs.BEGINNING), text("dead a second time with one fence")),
         (
             step.isin(*verbs.ARCHIVE_ENDS) & known & ~before.isin("dead", "failing"),
-            told(step, " though it is not in the archive; the last was ", before),
+            text(step, " though it is not in the archive; the last was ", before),
         ),
     ]
     failing = [
-        ((step == "dead") & has_fail_job & ~followed, told("dead without its fail job")),
-        ((step == "failing") & ~of_this_death, told("a fail job without a death in the same entry")),
+        ((step == "dead") & has_fail_job & ~has_failing, text("dead without its fail job")),
+        ((step == "failing") & ~of_this_death, text("a fail job without a death in the same entry")),
     ]
-    return all_of([findings_where(archive, "paths", once), findings_where(archive, "fail_jobs", failing)])
+    return union([findings_where(archive, "paths", once), findings_where(archive, "fail_jobs", failing)])
 
 
-def runs_of(lives: DataFrame) -> DataFrame:
+def runs_of(transitions: DataFrame) -> DataFrame:
     """Claims with what ended them. One whose end was refused has none, and is no run."""
     step = F.col("step")
     ends = step.isin(*verbs.RUN_ENDS)
     return (
-        lives.where((step == "claimed") | ends)
+        transitions.where((step == "claimed") | ends)
         .groupBy(*JOB, F.col("run").alias("fence"))
         .agg(
             F.min(F.when(step == "claimed", F.col("time"))).alias("begun"),
@@ -361,10 +361,10 @@ def overlap_findings(runs: DataFrame) -> DataFrame:
         (
             F.col("begun") < F.col("other.ended"),
             F.concat(
-                told("the run with fence ", F.col("fence"), " began ", F.col("other.ended") - F.col("begun")),
-                told(" µs before the end of the one with fence ", F.col("other.fence")),
+                text("the run with fence ", F.col("fence"), " began ", F.col("other.ended") - F.col("begun")),
+                text(" µs before the end of the one with fence ", F.col("other.fence")),
             ),
         ),
-        (F.col("ended") < F.col("begun"), told("the run with fence ", F.col("fence"), " ended before it began")),
+        (F.col("ended") < F.col("begun"), text("the run with fence ", F.col("fence"), " ended before it began")),
     ]
     return findings_where(compared, "overlap", tests)
