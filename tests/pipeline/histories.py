@@ -1,7 +1,7 @@
-"""Histories for tests of the pipeline: written by hand with a right chain, read from a real server, or tampered with.
+"""Histories for tests of the pipeline, written by hand or read from a server.
 
-A told history is a list of entries; `rows_of` numbers and chains them, so that a change of an entry is one that nobody
-can see in the chain. A change of the rows themselves is one that everybody should see.
+A written history is a list of entries. `rows_of` numbers and chains them, so a change of an entry leaves the chain of
+hashes intact; a change of the rows breaks it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,13 +31,13 @@ class Entry:
     text: str
     actor: str = "w1"
 
-    def saying(self, old: str, new: str) -> "Entry":
+    def with_text(self, old: str, new: str) -> "Entry":
         assert old in self.text, f"{old!r} is not in {self.text!r}"
         return replace(self, text=self.text.replace(old, new))
 
 
-class Teller:
-    """Writes the entries of several queues, one after the other on one clock."""
+class JournalWriter:
+    """Writes the entries of several queues, with one clock."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -46,9 +46,9 @@ class Teller:
 
     def create(self, queue: str) -> None:
         self._epochs[queue] = self.now_us
-        self.say(queue, f"created 0 {self.now_us}", actor="-")
+        self.write(queue, f"created 0 {self.now_us}", actor="-")
 
-    def say(self, queue: str, *lines: str, actor: str = "w1") -> None:
+    def write(self, queue: str, *lines: str, actor: str = "w1") -> None:
         self.entries.append(Entry(queue, self._epochs[queue], self.now_us, "\n".join(lines), actor))
         self.now_us += STEP_US
 
@@ -72,7 +72,7 @@ _FIELDS = (b"v", b"q", b"s", b"t", b"a", b"e", b"h")
 
 
 def rows_on_server(url: str, *queues: str) -> list[Event]:
-    """Everything in the journals of these queues."""
+    """All events in the journals of these queues."""
     client: Any = redis.Redis.from_url(url)
     with client:
         return [
@@ -84,13 +84,13 @@ def rows_on_server(url: str, *queues: str) -> list[Event]:
 
 
 def frame_of(spark: SparkSession, folder: Path, histories: Sequence[Sequence[Event]]) -> DataFrame:
-    """The rows of several histories in one frame, each with its number in the column `history`.
+    """The rows of several histories in one DataFrame, with their number in the column `history`.
 
-    Through a file: rows that are part of a query are copied by each step that plans it.
+    Goes through a file: rows inside a query plan are copied by each planning step.
     """
     numbers = [number for number, rows in enumerate(histories) for _ in rows]
     columns = list(zip(*(row for rows in histories for row in rows), strict=True)) or [()] * len(EVENTS_ARROW)
-    # Parts may be missing or wrong here, so that the schema's `not null` is not promised.
+    # Without the schema's `not null`: values may be missing here.
     fields = [pa.field("history", pa.int32()), *(pa.field(field.name, field.type) for field in EVENTS_ARROW)]
     arrays = [pa.array(values, field.type) for values, field in zip([numbers, *columns], fields, strict=True)]
     pq.write_table(pa.table(arrays, schema=pa.schema(fields)), folder / "rows.parquet", row_group_size=20_000)
@@ -100,8 +100,8 @@ def frame_of(spark: SparkSession, folder: Path, histories: Sequence[Sequence[Eve
 def redis_state_at_end(
     rows: Iterable[Event], held: dict[str, tuple[int, int, int, int]], locations: list[tuple[str, str, str, int | None]]
 ) -> RedisState:
-    """What Redis says if it has come to the last of these rows. `held`: records, active, blocked, dead of each queue;
-    `locations`: (queue, job, place, fence)."""
+    """The state of Redis after the last of these rows. `held`: records, active, blocked, dead of each queue;
+    `locations`: (queue, job, location, fence)."""
     heads = {(row.queue): row for row in rows if row.hash is not None}
     queues = {
         (0, queue): QueueState(
@@ -124,8 +124,8 @@ def _lists(locations: list[tuple[str, str, str, int | None]]) -> list[list[Any]]
     return [list(place) for place in locations]
 
 
-def for_each(number: int, redis_state: RedisState) -> tuple[dict[tuple[int, str], QueueState], list[JobLocation]]:
-    """The same, of the history with this number."""
+def _numbered(number: int, redis_state: RedisState) -> tuple[dict[tuple[int, str], QueueState], list[JobLocation]]:
+    """The same state for the history with this number."""
     queues = {
         (number, queue): replace(queue_state, history=number) for (_, queue), queue_state in redis_state.queues.items()
     }
@@ -133,98 +133,98 @@ def for_each(number: int, redis_state: RedisState) -> tuple[dict[tuple[int, str]
 
 
 def merged_redis_states(each: Sequence[RedisState]) -> RedisState:
-    """Of several histories, by their numbers."""
+    """The states of several histories, by their numbers."""
     queues: dict[tuple[int, str], QueueState] = {}
     locations: list[JobLocation] = []
     for number, redis_state in enumerate(each):
-        of_one, there = for_each(number, redis_state)
+        of_one, there = _numbered(number, redis_state)
         queues |= of_one
         locations += there
     return RedisState(LATER_US, queues, locations)
 
 
 def sample_history() -> tuple[list[Entry], RedisState]:
-    """Queues with everything that can happen in them, and what Redis holds at the end."""
-    teller = Teller()
-    say = teller.say
-    _tell_old_queue(teller)
-    _tell_awaited_queue(teller)
-    teller.create("q#fail")
-    teller.create("q")
-    say("q", "enqueued 0 a b c d e", actor="-")
-    say("q", "enqueued 0 s", "scheduled 0 s 5000", actor="-")
-    say("q", "claimed 101 1 a b c d")
-    say("q", "done 101 a 10 b -", "returned 0 c d")
-    say("q", "claimed 102 1 c d")
-    say("q", "blocked 0 c", actor="-")
-    say("q", "blocked 0 c", actor="-")
-    say("q", "retried 102 d 30 ValueError", "scheduled 0 d 9000", "done 102 c 20", "unblocked 0 c")
-    say("q", "updated 0 e", actor="-")
-    say("q", "updated 0 s", "scheduled 0 s 7000", actor="-")
-    say("q", "promoted 0 s d", actor="p1")
-    say("q", "claimed 103 1 e s", "claimed 103 2 d", actor="w2")
-    say("q", "blocked 0 e", actor="-")
-    say("q", "stalled 103 e signal_9 100", "merged 0 e", "returned 0 e s d", actor="p1")
-    say("q", "claimed 104 1 s", "claimed 104 2 e d", actor="w2")
-    say("q", "blocked 0 s", actor="-")
-    say("q", "withdrawn 0 s", "marked 104 s", actor="-")
-    say("q", "cancelled 104 s", "dead 104 d 40 1 KeyError", "failing 104 d", actor="w2")
-    say("q#fail", "claimed 201 1 d:104", actor="w9")
-    say("q", "timed_out 104 e timeout 50", "returned 0 e", actor="w2")
-    say("q", "claimed 105 3 e", actor="w2")
-    say("q", "dead 105 e - 1 KeyError", "failing 105 e", actor="w2")
-    say("q#fail", "done 201 d:104 7", "claimed 202 1 e:105", actor="w9")
-    say("q", "revived 104 d", actor="-")
-    say("q", "cancelled 0 d c", actor="-")
-    say("q#fail", "retried 202 e:105 8 ValueError", "scheduled 0 e:105 9000", actor="w9")
-    say("q", "enqueued 0 d", actor="-")
-    say("q", "claimed 106 1 d")
-    say("q", "dead 106 d 5 1 KeyError", "failing 106 d", "forgotten 105 e")
-    say("q", "discarded 106 d", actor="-")
-    say("q#fail", "promoted 0 e:105", "claimed 203 2 e:105", actor="w9")
-    say("q#fail", "dead 203 e:105 9 0 KeyError", "claimed 204 1 d:106", actor="w9")
-    say("q", "enqueued 0 g h i j k", actor="-")
-    say("q", "paused 0", actor="-")
-    say("q", "resumed 0", actor="-")
-    say("q", "claimed 107 1 g h i")
-    say("q", "suspected 107 g signal_9", "interrupted 107 h stop 5", "returned 0 g h", actor="p1")
-    say("q", "claimed 108 1 g")
-    say("q", "dead 108 g 9 1 KeyError", "failing 108 g")
-    say("q", "blocked 0 i", actor="-")
-    say("q", "enqueued 0 l", "scheduled 0 l 99999999", actor="-")
-    say("q", "dropped 0 z", actor="w2")
-    return teller.entries, _held(teller.entries)
+    """Queues with every kind of event, and the state of Redis at the end."""
+    journal = JournalWriter()
+    write = journal.write
+    _write_deleted_queue(journal)
+    _write_release_queue(journal)
+    journal.create("q#fail")
+    journal.create("q")
+    write("q", "enqueued 0 a b c d e", actor="-")
+    write("q", "enqueued 0 s", "scheduled 0 s 5000", actor="-")
+    write("q", "claimed 101 1 a b c d")
+    write("q", "done 101 a 10 b -", "returned 0 c d")
+    write("q", "claimed 102 1 c d")
+    write("q", "blocked 0 c", actor="-")
+    write("q", "blocked 0 c", actor="-")
+    write("q", "retried 102 d 30 ValueError", "scheduled 0 d 9000", "done 102 c 20", "unblocked 0 c")
+    write("q", "updated 0 e", actor="-")
+    write("q", "updated 0 s", "scheduled 0 s 7000", actor="-")
+    write("q", "promoted 0 s d", actor="p1")
+    write("q", "claimed 103 1 e s", "claimed 103 2 d", actor="w2")
+    write("q", "blocked 0 e", actor="-")
+    write("q", "stalled 103 e signal_9 100", "merged 0 e", "returned 0 e s d", actor="p1")
+    write("q", "claimed 104 1 s", "claimed 104 2 e d", actor="w2")
+    write("q", "blocked 0 s", actor="-")
+    write("q", "withdrawn 0 s", "marked 104 s", actor="-")
+    write("q", "cancelled 104 s", "dead 104 d 40 1 KeyError", "failing 104 d", actor="w2")
+    write("q#fail", "claimed 201 1 d:104", actor="w9")
+    write("q", "timed_out 104 e timeout 50", "returned 0 e", actor="w2")
+    write("q", "claimed 105 3 e", actor="w2")
+    write("q", "dead 105 e - 1 KeyError", "failing 105 e", actor="w2")
+    write("q#fail", "done 201 d:104 7", "claimed 202 1 e:105", actor="w9")
+    write("q", "revived 104 d", actor="-")
+    write("q", "cancelled 0 d c", actor="-")
+    write("q#fail", "retried 202 e:105 8 ValueError", "scheduled 0 e:105 9000", actor="w9")
+    write("q", "enqueued 0 d", actor="-")
+    write("q", "claimed 106 1 d")
+    write("q", "dead 106 d 5 1 KeyError", "failing 106 d", "forgotten 105 e")
+    write("q", "discarded 106 d", actor="-")
+    write("q#fail", "promoted 0 e:105", "claimed 203 2 e:105", actor="w9")
+    write("q#fail", "dead 203 e:105 9 0 KeyError", "claimed 204 1 d:106", actor="w9")
+    write("q", "enqueued 0 g h i j k", actor="-")
+    write("q", "paused 0", actor="-")
+    write("q", "resumed 0", actor="-")
+    write("q", "claimed 107 1 g h i")
+    write("q", "suspected 107 g signal_9", "interrupted 107 h stop 5", "returned 0 g h", actor="p1")
+    write("q", "claimed 108 1 g")
+    write("q", "dead 108 g 9 1 KeyError", "failing 108 g")
+    write("q", "blocked 0 i", actor="-")
+    write("q", "enqueued 0 l", "scheduled 0 l 99999999", actor="-")
+    write("q", "dropped 0 z", actor="w2")
+    return journal.entries, _held(journal.entries)
 
 
-def _tell_old_queue(teller: Teller) -> None:
-    """A queue that is deleted with 4 jobs (one active, one blocked, one waiting, one dead), made again and deleted."""
-    say = teller.say
-    teller.create("old")
-    say("old", "enqueued 0 x y z v", actor="-")
-    say("old", "claimed 11 1 x y v")
-    say("old", "done 11 x 10", "dead 11 v 10 0 KeyError")
-    say("old", "blocked 0 y", actor="-")
-    say("old", "deleted 0 4", actor="-")
-    teller.create("old")
-    say("old", "enqueued 0 x y", actor="-")
-    say("old", "claimed 21 1 x y")
-    say("old", "done 21 x 10 y 10")
-    say("old", "deleted 0 0", actor="-")
+def _write_deleted_queue(journal: JournalWriter) -> None:
+    """A queue deleted with 4 jobs (one active, one blocked, one waiting, one dead), then created and deleted again."""
+    write = journal.write
+    journal.create("old")
+    write("old", "enqueued 0 x y z v", actor="-")
+    write("old", "claimed 11 1 x y v")
+    write("old", "done 11 x 10", "dead 11 v 10 0 KeyError")
+    write("old", "blocked 0 y", actor="-")
+    write("old", "deleted 0 4", actor="-")
+    journal.create("old")
+    write("old", "enqueued 0 x y", actor="-")
+    write("old", "claimed 21 1 x y")
+    write("old", "done 21 x 10 y 10")
+    write("old", "deleted 0 0", actor="-")
 
 
-def _tell_awaited_queue(teller: Teller) -> None:
-    """A queue whose jobs are handed to who awaits them; one that nobody awaits is tried in one step, twice."""
-    say = teller.say
-    teller.create("r")
-    say("r", "enqueued 0 m n o", actor="-")
-    say("r", "claimed 301 1 m")
-    say("r", "blocked 0 m", actor="-")
-    say("r", "released 301 m 12", "unblocked 0 m")
-    say("r", "claimed 302 1 m n")
-    say("r", "marked 302 n", actor="-")
-    say("r", "released 302 m -", "released 302 n 3")
-    say("r", "claimed 303 1 o", "retried 303 o - NotAwaited", "scheduled 0 o 1000", actor="p1")
-    say("r", "promoted 0 o", "claimed 304 2 o", "dead 304 o - 0 NotAwaited", actor="p1")
+def _write_release_queue(journal: JournalWriter) -> None:
+    """A queue in a release mode. The job without an awaiter is claimed and settled in one step, twice."""
+    write = journal.write
+    journal.create("r")
+    write("r", "enqueued 0 m n o", actor="-")
+    write("r", "claimed 301 1 m")
+    write("r", "blocked 0 m", actor="-")
+    write("r", "released 301 m 12", "unblocked 0 m")
+    write("r", "claimed 302 1 m n")
+    write("r", "marked 302 n", actor="-")
+    write("r", "released 302 m -", "released 302 n 3")
+    write("r", "claimed 303 1 o", "retried 303 o - NotAwaited", "scheduled 0 o 1000", actor="p1")
+    write("r", "promoted 0 o", "claimed 304 2 o", "dead 304 o - 0 NotAwaited", actor="p1")
 
 
 def _held(entries: list[Entry]) -> RedisState:

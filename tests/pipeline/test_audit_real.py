@@ -1,4 +1,4 @@
-"""Histories of real scripts are clean, also while the queues work; one whose journal was trimmed has gaps."""
+"""Audits of real queues: clean, also while the queues work; with gaps after their journal was trimmed."""
 
 import json
 from argparse import ArgumentParser
@@ -42,7 +42,7 @@ def busy(redis_url: str) -> Iterator[BusyQueue]:
 
 @contextmanager
 def at_work(queue: BusyQueue) -> Iterator[None]:
-    """The queue goes on until the end of the block."""
+    """The queue works until the end of the block."""
     over = Event()
 
     def work() -> None:
@@ -67,10 +67,10 @@ def run_audit(url: str, history: Path, capsys: pytest.CaptureFixture[str], *more
 
 
 @pytest.mark.timeout(300)
-def test_what_real_queues_lived_through_is_clean(
+def test_the_audit_of_real_queues_is_clean(
     spark: SparkSession, redis_url: str, busy: BusyQueue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Part of it is in a history, the rest in Redis, and it goes on."""
+    """Part of the events is in a history, the rest in Redis, and one queue keeps working."""
     busy.run(1500)
     busy.delete()
     busy.create()
@@ -92,11 +92,11 @@ def test_what_real_queues_lived_through_is_clean(
     with at_work(other):
         code, text = run_audit(redis_url, tmp_path, capsys, "--json")
     other.close()
-    told = json.loads(text)
-    assert told["findings"] == []
-    assert (code, told["result"], told["notes"]) == (CLEAN, "clean", [])
-    assert told["compared_with_redis"]
-    assert all(rule["checked"] > 0 for rule in told["rules"])
+    result = json.loads(text)
+    assert result["findings"] == []
+    assert (code, result["result"], result["notes"]) == (CLEAN, "clean", [])
+    assert result["compared_with_redis"]
+    assert all(rule["checked"] > 0 for rule in result["rules"])
     verbs = {event.verb for event in rows_on_server(redis_url, "busy", "busy#fail", "other", "auto_release")}
     assert VERBS - verbs == {"dropped"}
     stalls = {event.cause for event in rows_on_server(redis_url, "external") if event.verb == "stalled"}
@@ -106,7 +106,7 @@ def test_what_real_queues_lived_through_is_clean(
 
 
 @pytest.mark.timeout(300)
-def test_a_lost_record_and_a_trimmed_journal_are_told_apart(
+def test_a_lost_record_is_a_violation_and_a_trimmed_journal_is_a_gap(
     spark: SparkSession, redis_url: str, busy: BusyQueue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     busy.run(100)
@@ -118,7 +118,7 @@ def test_a_lost_record_and_a_trimmed_journal_are_told_apart(
         code, text = run_audit(redis_url, tmp_path, capsys)
         assert code == VIOLATIONS
         wanted = (
-            f"conservation: queue busy job {job.decode()}: by the journal it is there, but Redis has no record of it"
+            f"conservation: queue busy job {job.decode()}: present according to the journal, but Redis has no record"
         )
         assert wanted in text.splitlines()
         assert f"enqueued {job.decode()} -" in text
@@ -132,11 +132,11 @@ def test_a_lost_record_and_a_trimmed_journal_are_told_apart(
 
 
 def test_without_redis_and_history_there_is_nothing_to_audit(spark: SparkSession, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is nothing to audit: no Redis at .* and no history in"):
+    with pytest.raises(UsageError, match=r"nothing to audit: cannot reach Redis at .*, and there is no history in"):
         run.audit_all(spark, f"unix://{tmp_path}/none.sock", DEFAULT_PREFIX, str(tmp_path))
 
 
-def test_a_prefix_that_no_queue_has_is_refused_unless_the_history_knows_their_end(
+def test_a_prefix_without_queues_is_refused_unless_the_history_has_their_deletion(
     spark: SparkSession, redis_url: str, tmp_path: Path
 ) -> None:
     wrong = r"no queue whose keys begin with 'other:'.* give --prefix"
@@ -156,7 +156,7 @@ def test_a_prefix_that_no_queue_has_is_refused_unless_the_history_knows_their_en
     assert found.compared_with_redis
 
 
-def test_an_audit_whose_files_were_compacted_meanwhile_begins_anew() -> None:
+def test_an_audit_starts_again_if_its_files_were_compacted() -> None:
     audited: tuple[AuditResult, list[str]] = (AuditResult([], 0, False), [])
     answers: list[Exception | tuple[AuditResult, list[str]]] = [
         PySparkException("[FAILED_READ_FILE.FILE_NOT_EXIST] gone"),
@@ -175,7 +175,7 @@ def test_an_audit_whose_files_were_compacted_meanwhile_begins_anew() -> None:
         run._retry_after_compaction(once)
 
 
-def test_queues_without_a_fail_queue_are_audited_too(spark: SparkSession, redis_url: str, tmp_path: Path) -> None:
+def test_queues_without_a_fail_queue_are_audited(spark: SparkSession, redis_url: str, tmp_path: Path) -> None:
     with one_queue(redis_url) as queue:
         queue.enqueue("a", "b")
         worker = queue.worker()

@@ -1,6 +1,6 @@
-"""Every single change of a history's rows is found: nothing can be removed, doubled, reordered or edited unseen.
+"""The audit finds every change of a single row or entry: removed, duplicated, reordered or edited.
 
-All changed histories are audited in one run; `Tampered` says what was changed and which rules may find that.
+All changed histories are audited in one run.
 """
 
 import itertools
@@ -25,7 +25,7 @@ ROWS = frozenset({"rows"})
 class Tampered:
     what: str
     rows: list[Event]
-    # One of these rules has to find it, as one of these kinds.
+    # One of these rules must find the change, as one of these kinds.
     rules: frozenset[str]
     kinds: tuple[str, ...] = (VIOLATION,)
 
@@ -83,12 +83,12 @@ FLAGS = ("fail_job",)
 
 
 def edited_rows(rows: list[Event]) -> Iterator[Tampered]:
-    """Every column of every third row. What identifies an entry, or is in its hash, may be found by the chain."""
+    """Every column of every third row. Changes of key columns and hashed columns may be found by the chain."""
     for number, row in list(enumerate(rows))[::3]:
         for column in Event._fields:
             new = edited(column, getattr(row, column))
             changed = [*rows[:number], with_value(row, column, new), *rows[number + 1 :]]
-            # The only row of an entry takes the entry with it, and leaves a hole.
+            # Moving the only row of an entry leaves a hole.
             kinds = (VIOLATION, GAP) if column in Event._fields[:3] else (VIOLATION,)
             yield Tampered(f"edited {column} of {place(row)}", changed, ROWS | CHAIN, kinds)
 
@@ -114,7 +114,7 @@ def _swapped(row: Event, one: Event, other: Event) -> Event:
     return row._replace(sequence=one.sequence) if same_entry(row, other) else row
 
 
-def told(findings: list[Finding]) -> str:
+def described(findings: list[Finding]) -> str:
     return "; ".join(f"{found.rule} {found.kind}: {found.found}" for found in findings) or "nothing"
 
 
@@ -134,17 +134,17 @@ def test_every_single_change_of_rows_is_found(spark: SparkSession, tmp_path: Pat
     for found in audit.findings:
         by_case.setdefault(found.history, []).append(found)
     missed = [
-        f"{case.what}: {told(by_case.get(number, []))}"
+        f"{case.what}: {described(by_case.get(number, []))}"
         for number, case in enumerate(cases)
         if case.rules
         and not any(found.rule in case.rules and found.kind in case.kinds for found in by_case.get(number, []))
     ]
     assert missed == []
-    assert told(by_case.get(0, [])) == "nothing"
+    assert described(by_case.get(0, [])) == "nothing"
     assert len(cases) > 200
-    # A hole is a hole: nothing is said about what is in it.
+    # A hole is a gap, and causes no violations.
     overdone = [
-        f"{case.what}: {told(by_case[number])}"
+        f"{case.what}: {described(by_case[number])}"
         for number, case in enumerate(cases)
         if case.kinds == (GAP,) and any(found.kind == VIOLATION for found in by_case.get(number, []))
     ]

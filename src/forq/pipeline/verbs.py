@@ -1,13 +1,13 @@
-"""Sets of journal verbs: what may happen to a job, and in which order (docs/design/states.md). Does not need Spark.
+"""Sets of journal verbs, and the order in which they may happen to a job (docs/design/states.md). Does not need Spark.
 
 A **step** is a verb of the journal, or one of two names that only the audit uses: `cancelled_run` is `cancelled` with a
 fence (the job was active), `fail_job_added` is the creation of a fail job (`failing` in the journal of the main queue).
 
-Three things are told apart, each with its own path:
+The audit follows three paths:
 
-1. The **life** of a job: ready, active, gone. AFTER says which steps may come after which.
-2. What is **blocked** behind an active job of the same id.
-3. What is **archived**: a dead job, as (job, fence), until it is revived, discarded or forgotten.
+1. The **lifecycle** of a job: ready, active, gone. AFTER has the allowed order of its steps.
+2. The job **blocked** behind an active job of the same id.
+3. The **archive**: a dead job, as (job, fence), until it is revived, discarded or forgotten.
 """
 
 from typing import Final
@@ -18,7 +18,7 @@ BEGINNING: Final = ""
 
 LOSSES: Final = ("stalled", "timed_out", "suspected", "interrupted")
 
-# Which state a job is in after a step of its life.
+# The state of a job after a step of its lifecycle.
 READY: Final = (
     "enqueued",
     "fail_job_added",
@@ -35,10 +35,10 @@ GONE: Final = ("done", "released", "cancelled", "cancelled_run", "dead", "droppe
 LIFECYCLE: Final = (*READY, *ACTIVE, *GONE)
 
 STARTS: Final = ("enqueued", "fail_job_added", "unblocked", "revived")
-# The steps that end a run: from a claim to one of these the job is in one worker's hands.
+# The steps that end a run. From its claim until then a worker holds the job.
 RUN_ENDS: Final = ("done", "released", "retried", "dead", "cancelled_run", "returned")
 
-# Step -> the steps that may be the last one of the job's life before it.
+# Step -> the steps of the lifecycle that may precede it.
 AFTER: Final[dict[str, tuple[str, ...]]] = {
     "enqueued": (BEGINNING, *GONE),
     "fail_job_added": (BEGINNING,),
@@ -46,9 +46,9 @@ AFTER: Final[dict[str, tuple[str, ...]]] = {
     "unblocked": ("done", "released", "dead", "cancelled_run"),
     "updated": READY,
     "scheduled": ("enqueued", "updated", "unblocked", "retried", "returned"),
-    # An update of one that stays scheduled says `scheduled` again.
+    # Updating a job that stays scheduled writes `scheduled` again.
     "promoted": ("scheduled",),
-    # Not one that is scheduled: it is promoted first.
+    # A scheduled job is promoted first.
     "claimed": tuple(step for step in READY if step != "scheduled"),
     "marked": ("claimed",),
     "stalled": ("claimed",),
@@ -62,20 +62,20 @@ AFTER: Final[dict[str, tuple[str, ...]]] = {
     "dead": ("claimed",),
     "cancelled_run": ("claimed", "marked"),
     "cancelled": READY,
-    # A hint whose job has ended is nothing; one whose job was there is a lost record, which is a rule of its own.
+    # Dropping the hint of an ended job is allowed. If the job was present, its record was lost: see rule `states`.
     "dropped": (BEGINNING, *LIFECYCLE),
 }
 
-# Pairs (before, step) of one script call, and so of one entry.
+# Pairs (before, step) of one script call, therefore of one entry.
 IN_ONE_ENTRY: Final = (
     *((before, "scheduled") for before in AFTER["scheduled"]),
     *((before, "unblocked") for before in AFTER["unblocked"]),
     *((loss, "returned") for loss in LOSSES),
 )
 
-# Steps that tell of a run: their fence is that of its claim.
+# Steps of a run: they have the fence of its claim.
 FENCED: Final = ("marked", *LOSSES, "retried", "done", "released", "dead", "cancelled_run")
-# Steps that tell of no run.
+# Steps without a fence.
 UNFENCED: Final = (
     "enqueued",
     "updated",
@@ -90,13 +90,13 @@ UNFENCED: Final = (
     "dropped",
 )
 
-# Steps after which the next claim is an attempt with a higher number.
+# Steps after which the next attempt has a higher number.
 COUNTED: Final = ("retried", "stalled", "timed_out")
-# Steps that may reset the counts, so that the next attempt may be the first again.
+# Steps that may reset the counts: the next attempt may be number 1 again.
 MAY_RESET: Final = ("updated", "merged")
 
 BLOCKING: Final = ("blocked", "unblocked", "merged", "withdrawn")
-# What must not happen while something is blocked behind the job: it has to be merged, unblocked or withdrawn first.
+# Steps that must not happen before the blocked job is merged, unblocked or withdrawn.
 NOT_WHILE_BLOCKED: Final = tuple(
     step
     for step in LIFECYCLE
@@ -107,22 +107,22 @@ MERGED_BEFORE: Final = ("retried", "returned")
 ARCHIVE: Final = ("dead", "failing", "revived", "discarded", "forgotten")
 ARCHIVE_ENDS: Final = ("revived", "discarded", "forgotten")
 
-# Steps from which a job may be claimed at once.
+# Steps after which a job may be claimed at once.
 READY_AT_ONCE: Final = ("enqueued", "unblocked", "returned", "retried", "revived")
-# How a life ends, in the words of the journal.
+# Verbs that end a lifecycle.
 ENDS: Final = journal.ENDS
 ENDED_WELL: Final = ("done", "released")
 FAILED: Final = ("retried", "dead", "stalled", "timed_out")
-# Ends of a run of which the worker told no time.
+# Ends of a run without a run time from the worker.
 CUT_SHORT: Final = (*LOSSES, "cancelled")
-# What can follow a claim; `returned` at once means that the job was handed back before it began.
+# Verbs that can follow a claim. `returned` directly after it: the job was returned unstarted.
 AFTER_CLAIM: Final = ("done", "released", "retried", "dead", *CUT_SHORT, "returned")
-# What is about a blocked dispatch, an archived job or a queue, and not about the life of a job.
+# Verbs about a blocked job, a dead job or a queue, which are not part of a lifecycle.
 ABOUT_OTHERS: Final = tuple(sorted(journal.VERBS - set(LIFECYCLE)))
 
 
 def pairs() -> frozenset[str]:
-    """AFTER as texts 'before>step', which Spark looks up in one set."""
+    """AFTER as strings 'before>step', for one lookup in Spark."""
     return frozenset(f"{before}>{step}" for step, allowed in AFTER.items() for before in allowed)
 
 
@@ -131,5 +131,5 @@ def pairs_of_one_entry() -> frozenset[str]:
 
 
 def quoted(*verbs: str) -> str:
-    """For `in (…)` of SQL."""
+    """For `in (…)` in SQL."""
     return ", ".join(f"'{verb}'" for verb in verbs)

@@ -1,1 +1,1 @@
-"""Checks the journal and the history against each other and against Redis."""
+"""The audit: checks the events of history and journal against the rules of the state table and against Redis."""

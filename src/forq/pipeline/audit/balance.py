@@ -1,8 +1,8 @@
-"""Nothing is lost and nothing appears: what was added is what has ended and what is still there, and Redis holds that.
+"""Rules `conservation` and `states`, and the end of the chain: journal and Redis agree on which jobs exist.
 
-1. `end_findings`: whether the journal goes up to where Redis says it does; holes and missing ends are gaps.
-2. `sums_of`, `balance_findings`: the numbers per queue and epoch.
-3. `location_findings`: id by id, what the journal says against where Redis has it.
+1. `end_findings`: the journal must reach the entry that Redis wrote last. Missing entries are gaps.
+2. `sums_of`, `balance_findings`: jobs added = jobs ended + jobs present, per queue and epoch, as Redis counts them.
+3. `location_findings`: each job must be where the journal says.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _JOB = (*_EPOCH, "job")
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of one queue and epoch. The last four are what is still there at the end."""
+    """Numbers of jobs of one queue and epoch. The last four are those present at the end."""
 
     added: int = 0
     done: int = 0
@@ -42,7 +42,7 @@ class Sums:
         return self.done + self.released + self.cancelled + self.dead + self.lost
 
     @property
-    def there(self) -> int:
+    def present(self) -> int:
         return self.ready + self.active
 
 
@@ -67,19 +67,19 @@ def end_findings(epochs: Sequence[Epoch], holes: Sequence[Hole], redis_state: Re
     return found
 
 
-_NO_END = "it ends without `deleted`, though the queue was made again: what came after this entry is missing"
+_NO_END = "no `deleted` event, but the queue was created again: the entries after this one are missing"
 
 
 def _end_of_queue(epoch: Epoch | None, queue_state: QueueState | None, redis_state: RedisState) -> Iterator[Finding]:
     if queue_state is None:
         assert epoch is not None
         if not epoch.deleted:
-            found = "the queue is not in Redis, and the journal does not say that it was deleted"
+            found = "the queue is not in Redis, but the journal has no `deleted` event"
             yield _finding("chain", GAP, key_of(epoch), found, epoch.last)
         return
     key = key_of(queue_state)
     if not queue_state.journal_on:
-        yield _finding("chain", GAP, key, "its journal is switched off", queue_state.sequence)
+        yield _finding("chain", GAP, key, "the journal is switched off", queue_state.sequence)
     if epoch is None or epoch.epoch != queue_state.epoch:
         if queue_state.sequence:
             yield _finding("chain", GAP, key, f"entries 1 to {queue_state.sequence} are missing", 1)
@@ -89,10 +89,10 @@ def _end_of_queue(epoch: Epoch | None, queue_state: QueueState | None, redis_sta
         found = f"entries {epoch.last + 1} to {queue_state.sequence} are missing"
         yield _finding("chain", GAP, key, found, epoch.last + 1)
     elif epoch.last > queue_state.sequence:
-        found = f"the last entry is {epoch.last}, but Redis has come to {queue_state.sequence} only: it has lost data"
+        found = f"the last entry is {epoch.last}, but Redis is at entry {queue_state.sequence}: Redis lost data"
         yield _finding("chain", VIOLATION, key, found, epoch.last)
     elif epoch.last_hash != queue_state.hash:
-        yield _finding("chain", VIOLATION, key, f"Redis has another hash for entry {epoch.last}", epoch.last)
+        yield _finding("chain", VIOLATION, key, f"Redis has a different hash for entry {epoch.last}", epoch.last)
 
 
 def sums_of(transitions: DataFrame, archive: DataFrame) -> dict[Key, Sums]:
@@ -119,18 +119,18 @@ def sums_of(transitions: DataFrame, archive: DataFrame) -> dict[Key, Sums]:
 
 
 def fail_jobs_at_deletion(transitions: DataFrame, epochs: Sequence[Epoch]) -> dict[Key, int]:
-    """Of each deleted queue: how many fail jobs its fail queue held at that moment; `deleted` counts those, too."""
+    """Fail jobs present when each queue was deleted. The count in the `deleted` event includes them."""
     fail_epochs = sorted((e.history, e.queue, e.epoch) for e in epochs if e.queue != main_queue(e.queue))
-    cutoffs = []
+    deletions = []
     for epoch in epochs:
         name = fail_queue(epoch.queue)
-        there = [key for key in fail_epochs if key[:2] == (epoch.history, name) and key[2] < epoch.ended_us]
-        if epoch.deleted and there and epoch.queue == main_queue(epoch.queue):
-            cutoffs.append((*there[-1], epoch.ended_us, epoch.epoch))
-    if not cutoffs:
+        earlier = [key for key in fail_epochs if key[:2] == (epoch.history, name) and key[2] < epoch.ended_us]
+        if epoch.deleted and earlier and epoch.queue == main_queue(epoch.queue):
+            deletions.append((*earlier[-1], epoch.ended_us, epoch.epoch))
+    if not deletions:
         return {}
     deleted = transitions.sparkSession.createDataFrame(
-        cutoffs, "history int, queue string, epoch long, moment long, parent long"
+        deletions, "history int, queue string, epoch long, moment long, parent long"
     )
     change = F.when(F.col("step").isin(*verbs.STARTS), 1).when(F.col("step").isin(*verbs.GONE), -1).otherwise(0)
     rows = (
@@ -150,7 +150,7 @@ def balance_findings(
     holes: Iterable[Hole],
     redis_state: RedisState | None,
 ) -> list[Finding]:
-    """Of queues with a hole nothing is said: what they lack is in there."""
+    """Skips queues with a hole: the missing jobs may be in it."""
     incomplete = {(hole.history, main_queue(hole.queue)) for hole in holes}
     known = {key_of(epoch): epoch for epoch in epochs}
     found = []
@@ -158,7 +158,7 @@ def balance_findings(
         if (key[0], main_queue(key[1])) in incomplete:
             continue
         held = sums.get(key, Sums())
-        if held.added != held.ended + held.there:
+        if held.added != held.ended + held.present:
             found.append(_finding("conservation", VIOLATION, key, _unbalanced(held)))
         epoch = known.get(key)
         if epoch is not None and epoch.jobs_deleted is not None:
@@ -175,28 +175,28 @@ def _reaches(epoch: Epoch | None, queue_state: QueueState) -> bool:
 
 def _unbalanced(held: Sums) -> str:
     return (
-        f"{held.added} were added, but {held.done} done + {held.released} released + {held.cancelled} cancelled + "
-        f"{held.dead} dead + {held.lost} lost + {held.there} still there = {held.ended + held.there}"
+        f"{held.added} jobs were added, but {held.done} done + {held.released} released + {held.cancelled} cancelled + "
+        f"{held.dead} dead + {held.lost} lost + {held.present} present = {held.ended + held.present}"
     )
 
 
 def _at_deletion(key: Key, held: Sums, deleted: int, fail_jobs: int) -> Iterator[Finding]:
-    there = held.there + held.blocked + held.archived + fail_jobs
-    if there != deleted:
-        found = f"it was deleted with {deleted} jobs, but the journal says that {there} were there"
+    present = held.present + held.blocked + held.archived + fail_jobs
+    if present != deleted:
+        found = f"the queue was deleted with {deleted} jobs, but according to the journal {present} were present"
         yield _finding("conservation", VIOLATION, key, found)
 
 
 def _against_redis(key: Key, held: Sums, queue_state: QueueState) -> Iterator[Finding]:
     pairs = {
-        "live jobs": (held.there, queue_state.records),
+        "live jobs": (held.present, queue_state.records),
         "active jobs": (held.active, queue_state.active),
         "blocked jobs": (held.blocked, queue_state.blocked),
         "dead jobs": (held.archived, queue_state.dead),
     }
     for what, (journal, redis) in pairs.items():
         if journal != redis:
-            found = f"{journal} {what} by the journal, {redis} in Redis"
+            found = f"{journal} {what} according to the journal, {redis} in Redis"
             yield _finding("conservation", VIOLATION, key, found, queue_state.sequence)
 
 
@@ -208,7 +208,7 @@ def location_findings(
     holes: Iterable[Hole],
     redis_state: RedisState,
 ) -> DataFrame:
-    """Of queues whose whole journal is there; without the ids that changed while they were read."""
+    """Compares queues with a complete journal, without the jobs that changed while the ids were read."""
     incomplete = {(hole.history, main_queue(hole.queue)) for hole in holes}
     reached = {key_of(epoch): epoch for epoch in epochs}
     compared = [
@@ -242,24 +242,24 @@ def _live_location_findings(transitions: DataFrame, locations: DataFrame, queues
         unchanged = unchanged.withColumn(column, F.coalesce(column, F.lit(False)))
     for column in ("record", "active", "scheduled", "blocked"):
         unchanged = unchanged.withColumn(column, F.coalesce(F.col(column) > 0, F.lit(False)))
-    there = F.col("ready") | F.col("running")
-    kept = there & F.col("record")
+    present = F.col("ready") | F.col("running")
+    kept = present & F.col("record")
     conservation = [
-        (there & ~F.col("record"), text("by the journal it is there, but Redis has no record of it")),
-        (~there & F.col("record"), text("Redis has a record of it, but by the journal it is not there")),
+        (present & ~F.col("record"), text("present according to the journal, but Redis has no record")),
+        (~present & F.col("record"), text("Redis has a record, but according to the journal the job is not present")),
     ]
     states = [
-        (F.col("active") & F.col("scheduled"), text("in Redis it is active and scheduled")),
-        (~F.col("record") & F.col("active"), text("in Redis it is active without a record")),
-        (~F.col("record") & F.col("scheduled"), text("in Redis it is scheduled without a record")),
-        (F.col("blocked") & ~F.col("active"), text("in Redis something is blocked behind it, but it is not active")),
-        (kept & (F.col("running") != F.col("active")), text("active by one of journal and Redis only")),
+        (F.col("active") & F.col("scheduled"), text("both active and scheduled in Redis")),
+        (~F.col("record") & F.col("active"), text("active in Redis, without a record")),
+        (~F.col("record") & F.col("scheduled"), text("scheduled in Redis, without a record")),
+        (F.col("blocked") & ~F.col("active"), text("a job is blocked behind it in Redis, but it is not active")),
+        (kept & (F.col("running") != F.col("active")), text("active in only one of journal and Redis")),
         (
             kept & F.col("active") & (F.col("run") != F.col("owner")),
-            text("active with fence ", F.col("owner"), ", by the journal with ", F.col("run")),
+            text("active with fence ", F.col("owner"), " in Redis, with fence ", F.col("run"), " in the journal"),
         ),
-        (kept & (F.col("due") != F.col("scheduled")), text("scheduled by one of journal and Redis only")),
-        (F.col("has_blocked") != F.col("blocked"), text("blocked behind it by one of journal and Redis only")),
+        (kept & (F.col("due") != F.col("scheduled")), text("scheduled in only one of journal and Redis")),
+        (F.col("has_blocked") != F.col("blocked"), text("a job is blocked behind it in only one of journal and Redis")),
     ]
     return union([findings_where(unchanged, "conservation", conservation), findings_where(unchanged, "states", states)])
 
@@ -271,12 +271,12 @@ def _dead_location_findings(archive: DataFrame, locations: DataFrame, queues: Da
     held = locations.where("location = 'dead'").select(*_JOB, "fence", F.lit(True).alias("held")).distinct()
     both = ended.join(held, [*_JOB, "fence"], "full").join(queues, list(_EPOCH))
     unchanged = both.where(F.coalesce("time", F.lit(0)) < F.col("read_from"))
-    archived, there = F.coalesce("archived", F.lit(False)), F.coalesce("held", F.lit(False))
-    tests = [
-        (archived & ~there, text("it is dead by the journal, but not in the archive: fence ", F.col("fence"))),
-        (~archived & there, text("it is in the archive, but not by the journal: fence ", F.col("fence"))),
+    archived, present = F.coalesce("archived", F.lit(False)), F.coalesce("held", F.lit(False))
+    checks = [
+        (archived & ~present, text("dead according to the journal, but not in Redis: fence ", F.col("fence"))),
+        (~archived & present, text("dead in Redis, but not according to the journal: fence ", F.col("fence"))),
     ]
-    return findings_where(unchanged, "conservation", tests)
+    return findings_where(unchanged, "conservation", checks)
 
 
 def _finding(rule: str, kind: str, key: Key, found: str, sequence: int | None = None) -> Finding:

@@ -1,8 +1,8 @@
-"""The chain of entries: which there are, whether each follows from the one before, and whether its rows are its text.
+"""Rules `chain` and `rows`: the entries of each queue form a chain of hashes, and their rows match their text.
 
-1. `chain_findings`: numbers without doubles, hashes, times that do not go back, `created` first and `deleted` last.
-2. `row_findings`: the text of every entry is decoded again and compared with its rows, in every column.
-3. `epochs_of`, `holes_of`: from where to where the entries of each queue go, and what is missing in between.
+1. `chain_findings`: sequence numbers are unique, hashes match, time never goes back, `created` first, `deleted` last.
+2. `row_findings`: decodes the text of every entry again and compares it with its rows, column by column.
+3. `epochs_of`, `holes_of`: first and last entry of each queue, and the missing ones in between.
 """
 
 import warnings
@@ -23,14 +23,14 @@ from forq.pipeline.schema import EVENTS
 
 _EPOCH = ("history", "queue", "epoch")
 _ENTRY = (*_EPOCH, "sequence")
-# What is text apart from that, in the order of the columns (schema.py) and of broker/journal.py.
-_WIDTH = 3
-_COMPARED = tuple(EVENTS.fieldNames()[_WIDTH:])
+# The columns after queue, epoch and sequence, in the order of schema.py and broker/journal.py.
+_KEY_WIDTH = 3
+_COMPARED = tuple(EVENTS.fieldNames()[_KEY_WIDTH:])
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What there is of one life of a queue."""
+    """The entries of one epoch of a queue."""
 
     history: int
     queue: str
@@ -47,7 +47,7 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Entries that are not there: from `first` to `last`."""
+    """Missing entries, from `first` to `last`."""
 
     history: int
     queue: str
@@ -57,7 +57,7 @@ class Hole:
 
 
 def entries_of(events: DataFrame) -> DataFrame:
-    """One row per entry, with what it has to follow from."""
+    """One row per entry, with sequence, hash, time and verb of the entry before."""
     before = Window.partitionBy(*_EPOCH).orderBy("sequence", "time")
     heads = events.where("position = 0").select(*_ENTRY, "time", "verb", "actor", "cause", "entry", "hash")
     for column in ("sequence", "hash", "time", "verb"):
@@ -74,25 +74,25 @@ def chain_findings(entries: DataFrame) -> DataFrame:
         F.lit("\n"),
         "entry",
     )
-    # What comes after a hole follows from an entry that is not there.
+    # The hash of the entry after a hole cannot be checked: the entry before is missing.
     right = (F.sha1(hashed) == F.col("hash")) | ~(follows | (F.col("sequence") == 1))
-    tests = [
-        (F.col("sequence") < 1, text("entry ", F.col("sequence"), ": numbers begin with 1")),
-        (F.col("sequence") == F.col("sequence_before"), text("entry ", F.col("sequence"), " is there twice")),
-        (~F.coalesce(right, F.lit(False)), text("the hash of entry ", F.col("sequence"), " is not that of its text")),
+    checks = [
+        (F.col("sequence") < 1, text("entry ", F.col("sequence"), ": sequence numbers begin with 1")),
+        (F.col("sequence") == F.col("sequence_before"), text("entry ", F.col("sequence"), " is duplicated")),
+        (~F.coalesce(right, F.lit(False)), text("the hash of entry ", F.col("sequence"), " does not match its text")),
         (
             F.col("time") < F.col("time_before"),
-            text("the time of entry ", F.col("sequence"), " is before that of entry ", F.col("sequence_before")),
+            text("entry ", F.col("sequence"), " is older than entry ", F.col("sequence_before")),
         ),
         (
             (F.col("sequence") == 1)
             & ~((F.col("verb") == "created") & F.col("cause").eqNullSafe(F.col("epoch").cast("string"))),
-            text("the first entry is ", F.col("verb"), " and not created"),
+            text("the first entry is ", F.col("verb"), " instead of created"),
         ),
-        ((F.col("sequence") > 1) & (F.col("verb") == "created"), text("the queue was created a second time")),
-        (F.col("verb_before") == "deleted", text("entry ", F.col("sequence"), " comes after the queue was deleted")),
+        ((F.col("sequence") > 1) & (F.col("verb") == "created"), text("the queue was created twice")),
+        (F.col("verb_before") == "deleted", text("entry ", F.col("sequence"), " follows the deletion of the queue")),
     ]
-    return findings_where(entries.withColumn("job", F.lit(None).cast("string")), "chain", tests)
+    return findings_where(entries.withColumn("job", F.lit(None).cast("string")), "chain", checks)
 
 
 def epochs_of(entries: DataFrame) -> list[Epoch]:
@@ -132,7 +132,7 @@ def _epoch(row: Row) -> Epoch:
 
 
 def holes_of(entries: DataFrame) -> list[Hole]:
-    """In order. The first one of a queue may be its beginning."""
+    """In order. The first hole of a queue may be its trimmed beginning."""
     before = F.coalesce("sequence_before", F.lit(0))
     rows = (
         entries.where(F.col("sequence") > before + 1)
@@ -146,7 +146,7 @@ def holes_of(entries: DataFrame) -> list[Hole]:
 def row_findings(events: DataFrame) -> DataFrame:
     of_entry = F.sort_array(F.collect_list(F.struct(*_COMPARED)))
     with warnings.catch_warnings():
-        # It asks for type hints, but to read them it would need pandas.
+        # Spark recommends type hints, but needs pandas to read them.
         warnings.simplefilter("ignore", UserWarning)
         wrong = arrow_udf(_compare, "array<struct<job: string, found: string>>", ArrowUDFType.SCALAR)
     return (
@@ -165,12 +165,12 @@ def row_findings(events: DataFrame) -> DataFrame:
 _Row = tuple[Any, ...]
 _Wrong = dict[str, str | None]
 _WRONG = pa.list_(pa.struct([("job", pa.string()), ("found", pa.string())]))
-# Of one entry; that it is wrong is known after the first.
+# Per entry.
 _MAX_DIFFERENCES = 20
 
 
 def _compare(queues: pa.Array, epochs: pa.Array, sequences: pa.Array, entries: pa.Array) -> pa.Array:
-    """Per entry the differences between its rows and its text; null if there is none."""
+    """Per entry the differences between its rows and its text, or null."""
     columns = [column.to_pylist() for column in entries.flatten().flatten()]
     rows = list(zip(*columns, strict=True))
     ends = accumulate(entries.value_lengths().to_pylist())
@@ -189,7 +189,7 @@ def _differences(queue: str, epoch: int, sequence: int, rows: list[_Row]) -> lis
     values = (SCHEMA, epoch, sequence, head["time"], head["actor"], head["entry"], head["hash"])
     fields = {name: str(value).encode() for name, value in zip(_FIELDS, values, strict=True)}
     try:
-        expected: list[_Row] = [event[_WIDTH:] for event in read_entry(fields, queue)]
+        expected: list[_Row] = [event[_KEY_WIDTH:] for event in read_entry(fields, queue)]
     except InvalidData as exc:
         return [{"job": None, "found": f"the text of entry {sequence} cannot be read: {exc}"}]
     if rows == expected:
@@ -202,7 +202,7 @@ _FIELDS = (b"v", b"q", b"s", b"t", b"a", b"e", b"h")
 
 
 def _paired(rows: list[_Row], expected: list[_Row]) -> Iterator[tuple[_Row | None, _Row | None]]:
-    """Rows with what should be at their position; of two rows of one position the second has no partner."""
+    """Pairs rows by position. The second of two rows with the same position has no partner."""
     partners = {row[0]: row for row in expected}
     for row in rows:
         yield row, partners.pop(row[0], None)
@@ -211,14 +211,14 @@ def _paired(rows: list[_Row], expected: list[_Row]) -> Iterator[tuple[_Row | Non
 
 
 def _difference(sequence: int, row: _Row | None, right: _Row | None) -> _Wrong:
-    there = dict(zip(_COMPARED, row or right or (), strict=True))
-    place = f"row {sequence}.{there['position']}"
+    values = dict(zip(_COMPARED, row or right or (), strict=True))
+    label = f"row {sequence}.{values['position']}"
     if row is None or right is None:
-        what = "is missing" if row is None else "should not be there"
-        return {"job": there["job"], "found": f"{place} ({there['verb']}) {what}"}
+        problem = "is missing" if row is None else "is not in the text"
+        return {"job": values["job"], "found": f"{label} ({values['verb']}) {problem}"}
     wrong = [
-        f"{name} is {was!r}, the text says {should!r}"
+        f"{name} is {was!r}, but {should!r} in the text"
         for name, was, should in zip(_COMPARED, row, right, strict=True)
         if was != should
     ]
-    return {"job": there["job"], "found": f"{place}: {'; '.join(wrong)}"}
+    return {"job": values["job"], "found": f"{label}: {'; '.join(wrong)}"}

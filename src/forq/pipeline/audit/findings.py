@@ -1,4 +1,4 @@
-"""What the audit finds: violations of a rule, and gaps, i.e. places of which nothing can be said."""
+"""Findings of the audit: violations of a rule, and gaps, where data is missing and nothing can be checked."""
 
 from dataclasses import asdict, dataclass, field
 from functools import reduce
@@ -9,7 +9,7 @@ from pyspark.sql import functions as F
 
 VIOLATION, GAP = "violation", "gap"
 
-# Columns of every frame of findings.
+# Columns of every DataFrame of findings.
 COLUMNS = ("history", "rule", "kind", "queue", "epoch", "sequence", "job", "found")
 
 
@@ -23,7 +23,7 @@ class Finding:
     sequence: int | None
     job: str | None
     found: str
-    # The events of the job, or of the entry where there is none; of the first findings only.
+    # Events of the job, or of the entry if there is no job. Only the first findings have them.
     events: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Verdict:
-    """What became of one rule. `findings` holds the first ones, `violations` and `gaps` count all."""
+    """The result of one rule. `findings` has the first ones, `violations` and `gaps` count all."""
 
     rule: str
     checked: int = 0
@@ -42,14 +42,14 @@ class Verdict:
     findings: list[Finding] = field(default_factory=list)
 
 
-# What must not be, and how it is text.
+# A condition that must not hold, and the text of its finding.
 Check = tuple[Column, Column]
 
 
-def findings_where(frame: DataFrame, rule: str | Column, tests: list[Check]) -> DataFrame:
-    """One finding per row and test that holds. Texts are made of such rows only."""
-    wrong = frame.where(reduce(Column.__or__, (F.coalesce(test, F.lit(False)) for test, _ in tests)))
-    found = F.array_compact(F.array(*(F.when(test, text) for test, text in tests)))
+def findings_where(frame: DataFrame, rule: str | Column, checks: list[Check]) -> DataFrame:
+    """One finding per row and check whose condition holds. Other rows are filtered before any text is built."""
+    wrong = frame.where(reduce(Column.__or__, (F.coalesce(condition, F.lit(False)) for condition, _ in checks)))
+    found = F.array_compact(F.array(*(F.when(condition, message) for condition, message in checks)))
     return wrong.select(
         "history",
         (F.lit(rule) if isinstance(rule, str) else rule).alias("rule"),
@@ -63,7 +63,7 @@ def findings_where(frame: DataFrame, rule: str | Column, tests: list[Check]) -> 
 
 
 def text(*parts: str | Column) -> Column:
-    """A sentence of constants and values; never null."""
+    """Concatenates constants and values; never null."""
     columns = [F.lit(part) if isinstance(part, str) else part.cast("string") for part in parts]
     return F.concat(*(F.coalesce(column, F.lit("nothing")) for column in columns))
 

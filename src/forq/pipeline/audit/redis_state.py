@@ -1,4 +1,8 @@
-"""Reads the state of all queues in Redis, as the audit compares it with the journal."""
+"""Reads the state of all queues in Redis, which the audit compares with the journal.
+
+1. Job ids are read first, in chunks, while the queue works. Jobs that change meanwhile are not compared.
+2. Then one transaction per queue and its fail queue reads the counts and the end of the journal.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,7 +16,7 @@ from forq.broker.registry import Registry
 
 _CHUNK = 1000
 
-# One row per id and location; `fence` of those that are active or dead.
+# One row per job and location (record, active, scheduled, blocked, dead). `fence`: only of active and dead.
 LOCATIONS = pa.schema(
     [
         pa.field("history", pa.int32(), nullable=False),
@@ -28,7 +32,7 @@ JobLocation = tuple[int, str, int, str, str, int | None]
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """One queue at one moment. `ids_read_from_us`: when reading its ids began; `counted_us`: when it was counted."""
+    """One queue. `ids_read_from_us`: when reading its ids began; `counted_us`: when its counts were read."""
 
     history: int
     queue: str
@@ -46,14 +50,14 @@ class QueueState:
 
 @dataclass(frozen=True, slots=True)
 class RedisState:
-    """All queues. `started_us`: when the first was asked for; what was made later is not in here."""
+    """All queues. Queues created after `started_us` may be missing."""
 
     started_us: int
     queues: dict[tuple[int, str], QueueState]
     locations: list[JobLocation]
 
     def cutoffs(self) -> list[tuple[int, str, int, int, int]]:
-        """(history, queue, epoch, sequence, moment): up to where the journal is to be compared."""
+        """(history, queue, epoch, sequence, time): the journal is compared up to there."""
         return [(s.history, s.queue, s.epoch, s.sequence, s.counted_us) for s in self.queues.values()]
 
 
@@ -65,15 +69,15 @@ def read_redis_state(link: Link, prefix: str) -> RedisState:
         both = (name, fail_queue(name))
         ids_read_from_us = _time_us(link.call("TIME", at=queue_base(prefix, name)))
         found = [(queue, location) for queue in both for location in _job_locations(link, queue_base(prefix, queue))]
-        redis_state = _count(link, prefix, both, ids_read_from_us)
-        queues |= {(0, queue_state.queue): queue_state for queue_state in redis_state}
-        epochs = {queue_state.queue: queue_state.epoch for queue_state in redis_state}
+        states = _count(link, prefix, both, ids_read_from_us)
+        queues |= {(0, state.queue): state for state in states}
+        epochs = {state.queue: state.epoch for state in states}
         locations += [(0, queue, epochs[queue], *location) for queue, location in found if queue in epochs]
     return RedisState(started_us, queues, locations)
 
 
 def _count(link: Link, prefix: str, queues: Iterable[str], ids_read_from_us: int) -> list[QueueState]:
-    """Those of the queues that are there."""
+    """Leaves out queues that do not exist."""
     commands: list[tuple[Any, ...]] = [("MULTI",), ("TIME",)]
     for queue in queues:
         base = queue_base(prefix, queue)
@@ -84,12 +88,12 @@ def _count(link: Link, prefix: str, queues: Iterable[str], ids_read_from_us: int
             ("ZCARD", f"{base}:dead"),
         ]
     time, *answers = link.pipeline([*commands, ("EXEC",)], at=base)[-1]
-    redis_state = []
+    states = []
     for number, queue in enumerate(queues):
         (epoch, journal), (sequence, hash_), *lengths = answers[6 * number : 6 * number + 6]
         if epoch is not None:
             records, active, blocked, dead = lengths
-            queue_state = QueueState(
+            state = QueueState(
                 history=0,
                 queue=queue,
                 epoch=int(epoch),
@@ -103,12 +107,12 @@ def _count(link: Link, prefix: str, queues: Iterable[str], ids_read_from_us: int
                 ids_read_from_us=ids_read_from_us,
                 counted_us=_time_us(time),
             )
-            redis_state.append(queue_state)
-    return redis_state
+            states.append(state)
+    return states
 
 
 def _job_locations(link: Link, base: str) -> Iterator[tuple[str, str, int | None]]:
-    """(job, location, fence), each once."""
+    """(job, location, fence), without duplicates."""
     for name, location in (("jobs", "record"), ("blocked", "blocked")):
         for job in _scan(link, "HSCAN", f"{base}:{name}"):
             yield job, location, None

@@ -1,17 +1,11 @@
-"""The rules, run one after the other over event rows and the state of Redis.
+"""`forq pipeline audit`: runs all rules and prints their findings.
 
-Rows may have a column `history`: each number is then audited for itself, as if it were alone. So many histories can be
-audited in one run of Spark.
-
-forq pipeline audit: whether what the journal tells can have happened, and whether Redis holds what it says.
-
-What is read, in this order, so that nothing falls in between while others ingest and trim: the state of Redis, then its
-journal, then history. Exit code: 0 clean, 1 violations, 2 a gap, i.e. there are times of which nothing can be said.
+It reads the state of Redis, then the journals, then the history. In this order no event is missed while others ingest
+and trim. Exit code: 0 clean, 1 violations, 2 a gap: data is missing and could not be checked.
 """
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,20 +28,24 @@ from forq.pipeline.history import Folder, read_history
 from forq.pipeline.reader import require_queues
 from forq.pipeline.session import spark_session
 from forq.pipeline.source import ForqSource
+from forq.progress_line import ProgressLine
 
 CLEAN, VIOLATIONS, GAPS = 0, 1, 2
-# Findings per rule that are told; the others are counted.
+# Findings listed per rule and in all; the others are only counted.
 MAX_SHOWN = 100
-# Name of each rule -> what it says, as the audit shows it.
+MAX_EVENTS_SHOWN = 20
 RULES = {
-    "chain": "sequence, hash and time of every entry follow from the one before",
-    "rows": "the rows of every entry are what its text says",
-    "paths": "every job's events are a path of the state table",
-    "conservation": "born = ended + still there, and Redis holds what is still there",
-    "overlap": "no two runs of one id overlap",
+    "chain": "sequence, hash and time of every entry follow from the entry before",
+    "rows": "the rows of every entry match its text",
+    "paths": "the events of every job follow the state table",
+    "conservation": "jobs added = jobs ended + jobs present, and Redis holds the present ones",
+    "overlap": "no two runs of the same job id overlap",
     "fail_jobs": "every permanent failure of a queue with a fail handler has its fail job",
-    "states": "no record was lost, and nothing is in two states",
+    "states": "no record is lost, and no job is in two states",
 }
+# An audit runs longer than it starts: the optimizing compiler pays off, and so does memory for the cached frames.
+_LONG_RUN = {"spark.driver.extraJavaOptions": "-XX:+UseParallelGC", "spark.driver.memory": "2g"}
+_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,10 @@ class AuditResult:
 
 
 class Auditor:
-    """One audit. Frames that several rules look at are kept until its end."""
+    """Runs all rules over event rows and the state of Redis. DataFrames used by several rules are cached until the end.
+
+    Rows may have a column `history`: each of its numbers is audited separately, in the same Spark jobs.
+    """
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class Auditor:
             self._verdicts["conservation"].checked = len(sums)
         if self._redis_state is not None:
             with self._timed("states"):
-                # Else every plan would copy them.
+                # Without the checkpoint every query plan would copy the rows.
                 locations = self._spark.createDataFrame(locations_table(self._redis_state.locations)).localCheckpoint()
                 held = (locations, self._epochs, self._holes, self._redis_state)
                 self._add_frame(balance.location_findings(self._lives, self._archive, *held))
@@ -160,7 +161,7 @@ class Auditor:
         return kept
 
     def _add_frame(self, found: DataFrame) -> None:
-        """Usually there is nothing, or little. Else all are counted, and the first of each rule are told."""
+        """Usually there are few findings. If there are many, counts all and lists the first of each rule."""
         rows = found.limit(self._limit + 1).collect()
         if len(rows) <= self._limit:
             return self._add_findings(sorted(map(to_finding, rows), key=_order))
@@ -189,13 +190,13 @@ def _order(finding: Finding) -> tuple[object, ...]:
 
 
 def _with_micros(events: DataFrame) -> DataFrame:
-    """Times as numbers: the journal's hash, and Python, see them so."""
+    """Times as numbers, as they are in the hashed text."""
     rows = events if "history" in events.columns else events.withColumn("history", F.lit(0))
     return rows.withColumn("time", F.unix_micros("time")).withColumn("due", F.unix_micros("due"))
 
 
 def _up_to_cutoff(rows: DataFrame, redis_state: RedisState) -> DataFrame:
-    """Without what was written after its queue was counted."""
+    """Leaves out events written after the state of their queue was read."""
     cutoffs = F.broadcast(
         rows.sparkSession.createDataFrame(
             redis_state.cutoffs(), "history int, queue string, now_epoch long, now_sequence long, moment long"
@@ -210,28 +211,26 @@ def _up_to_cutoff(rows: DataFrame, redis_state: RedisState) -> DataFrame:
     )
 
 
-# An audit works for longer than it takes to start: the better compiler pays, and so does room for what is kept.
-_LONG_RUN = {"spark.driver.extraJavaOptions": "-XX:+UseParallelGC", "spark.driver.memory": "2g"}
-_TRIES = 3
-MAX_SHOWN = 100
-MAX_EVENTS_SHOWN = 20
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    progress = _Progress(sys.stderr.isatty() and not args.json)
+    progress = ProgressLine()
     spark = spark_session("audit", **_LONG_RUN)
-    audit, notes = _retry_after_compaction(lambda: audit_all(spark, args.redis, args.prefix, args.history, progress))
-    progress.end()
+
+    def show(rule: str) -> None:
+        if not args.json:
+            progress.update(f"audit: {rule} …")
+
+    audit, notes = _retry_after_compaction(lambda: audit_all(spark, args.redis, args.prefix, args.history, show))
+    progress.clear()
     print(json.dumps(_as_dict(audit, notes)) if args.json else "\n".join(_as_text(audit, notes)))
     return audit.exit_code
 
 
 def _retry_after_compaction(once: Callable[[], tuple[AuditResult, list[str]]]) -> tuple[AuditResult, list[str]]:
-    """An ingest that compacts takes files away that an audit has yet to read; then it begins anew."""
+    """Starts again if a compaction deleted files that the audit was still reading."""
     for _ in range(_TRIES - 1):
         try:
             return once()
@@ -244,7 +243,7 @@ def _retry_after_compaction(once: Callable[[], tuple[AuditResult, list[str]]]) -
 def audit_all(
     spark: SparkSession, url: str, prefix: str, directory: str, progress: Callable[[str], None] = lambda rule: None
 ) -> tuple[AuditResult, list[str]]:
-    """The audit of a history and of what Redis has beyond it; and what it could not look at."""
+    """Audits the history and the newer events in Redis. The second value names what could not be audited."""
     progress("Redis")
     notes: list[str] = []
     redis_state = _redis_state(url, prefix, notes)
@@ -253,7 +252,10 @@ def audit_all(
     live = None if redis_state is None else _live_events(spark, url, prefix, redis_state, directory)
     past = _history(spark, directory, notes)
     if live is None and past is None:
-        raise UsageError(f"there is nothing to audit: no Redis at {Link(url).shown_url} and no history in {directory}")
+        raise UsageError(
+            f"nothing to audit: cannot reach Redis at {Link(url).shown_url}, and there is no history in {directory}; "
+            "give --redis or --history"
+        )
     events = _joined(past, live)
     audit = Auditor(events, redis_state, limit=MAX_SHOWN, progress=progress).run()
     return _with_events(audit, events), notes
@@ -271,8 +273,8 @@ def _redis_state(url: str, prefix: str, notes: list[str]) -> RedisState | None:
 
 
 def _require_deleted(spark: SparkSession, url: str, prefix: str, directory: str) -> None:
-    """No queue has this prefix. If they were all deleted, their journals or the history tell so; else it is wrong, or
-    Redis has lost them all."""
+    """Refuses a prefix without queues, unless the journals or the history show that all were deleted. Otherwise the
+    prefix is wrong, or Redis lost all queues."""
     try:
         require_queues(url, prefix)
     except UnknownQueue:
@@ -285,16 +287,16 @@ def _require_deleted(spark: SparkSession, url: str, prefix: str, directory: str)
 
 
 def _live_events(spark: SparkSession, url: str, prefix: str, redis_state: RedisState, directory: str) -> DataFrame:
-    """The journals that are in Redis, as they are now: what is trimmed later is in this frame all the same."""
+    """The journals as they are now: entries trimmed later stay in this DataFrame."""
     spark.dataSource.register(ForqSource)
     queues = {queue for _, queue in redis_state.queues} | _queues_of(spark, directory)
-    # An entry that cannot be read is a hole, not an error.
+    # An unreadable entry becomes a hole, not an error.
     reader = spark.read.format("forq").option("redis", url).option("prefix", prefix).option("failOnLoss", "false")
     return reader.option("queues", ",".join(sorted(queues))).load().localCheckpoint()
 
 
 def _queues_of(spark: SparkSession, directory: str) -> set[str]:
-    """A queue that was deleted is in no register, but its journal may still have what history lacks."""
+    """The journal of a deleted queue may still have events that the history lacks."""
     if not Folder(spark, directory).exists("events"):
         return set()
     names = {row.queue for row in read_history(spark, directory).select("queue").distinct().collect()}
@@ -309,12 +311,12 @@ def _history(spark: SparkSession, directory: str, notes: list[str]) -> DataFrame
 
 
 def _joined(past: DataFrame | None, live: DataFrame | None) -> DataFrame:
-    """History, and what the journal has beyond it."""
+    """The history and the newer events of the journals."""
     if past is None or live is None:
         rows = past if live is None else live
         assert rows is not None
         return rows
-    # As numbers: in the query they would be looked up again by each rule.
+    # Collected: as a subquery it would be evaluated again by each rule.
     known = past.groupBy("queue", "epoch").agg(F.max("sequence")).collect()
     ends = past.sparkSession.createDataFrame(known, "queue string, epoch long, known long")
     beyond = live.join(F.broadcast(ends), ["queue", "epoch"], "left").where("sequence > coalesce(known, 0)")
@@ -322,30 +324,30 @@ def _joined(past: DataFrame | None, live: DataFrame | None) -> DataFrame:
 
 
 def _with_events(audit: AuditResult, events: DataFrame) -> AuditResult:
-    """The first findings with the events of their job, or of their entry."""
+    """Adds to the first findings the events of their job or entry."""
     shown = audit.findings[:MAX_SHOWN]
     jobs = {(found.queue, found.job) for found in shown if found.job is not None}
     entries = {(found.queue, found.epoch, found.sequence) for found in shown if found.job is None and found.sequence}
-    told: dict[tuple[Any, ...], list[str]] = {}
+    shown_events: dict[tuple[Any, ...], list[str]] = {}
     spark = events.sparkSession
     if jobs:
         wanted = spark.createDataFrame(sorted(jobs), "queue string, job string")
         for row in (
             events.join(F.broadcast(wanted), ["queue", "job"]).orderBy("epoch", "sequence", "position").collect()
         ):
-            told.setdefault((row.queue, row.job), []).append(_event(row))
+            shown_events.setdefault((row.queue, row.job), []).append(_event(row))
     if entries:
         wanted = spark.createDataFrame(sorted(entries), "queue string, epoch long, sequence long")
         for row in events.join(F.broadcast(wanted), ["queue", "epoch", "sequence"]).orderBy("position").collect():
-            told.setdefault((row.queue, row.epoch, row.sequence), []).append(_event(row))
+            shown_events.setdefault((row.queue, row.epoch, row.sequence), []).append(_event(row))
     for verdict in audit.verdicts:
-        verdict.findings[:] = [replace(found, events=_about(found, told)) for found in verdict.findings]
+        verdict.findings[:] = [replace(found, events=_events_of(found, shown_events)) for found in verdict.findings]
     return audit
 
 
-def _about(found: Finding, told: dict[tuple[Any, ...], list[str]]) -> list[str]:
+def _events_of(found: Finding, shown_events: dict[tuple[Any, ...], list[str]]) -> list[str]:
     key = (found.queue, found.job) if found.job is not None else (found.queue, found.epoch, found.sequence)
-    events = told.get(key, [])
+    events = shown_events.get(key, [])
     return events if len(events) <= MAX_EVENTS_SHOWN else [*events[: MAX_EVENTS_SHOWN - 1], f"… {len(events)} in all"]
 
 
@@ -397,20 +399,5 @@ def _as_text(audit: AuditResult, notes: list[str]) -> list[str]:
     shown = min(MAX_SHOWN, len(audit.findings))
     lines += [""] + ([f"{total - shown:,} more are not shown"] if total > shown else [])
     lines += notes
-    said = ("clean", "there are violations", "no violation, but there are gaps: of these nothing can be said")
-    return [*lines, f"{audit.events:,} events: {said[audit.exit_code]}"]
-
-
-class _Progress:
-    """What is being looked at, on a terminal."""
-
-    def __init__(self, shown: bool) -> None:
-        self._shown = shown
-
-    def __call__(self, rule: str) -> None:
-        if self._shown:
-            print(f"\r\x1b[Kaudit: {rule} …", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    result = ("clean", "violations found", "no violations, but gaps: missing data could not be checked")
+    return [*lines, f"{audit.events:,} events: {result[audit.exit_code]}"]

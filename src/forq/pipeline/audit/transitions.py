@@ -1,12 +1,9 @@
-"""The events about jobs as steps (verbs.py), fail jobs with their birth, each with its segment.
+"""Rules `paths`, `fail_jobs`, `overlap` and lost records: every job's steps follow the state table.
 
-A **segment** is a stretch of a queue's journal without a hole. What came before its beginning is not known, so nothing
-is said about it: the hole has been reported.
-
-Every job's steps, in order, each with what came before it: one pass over history that most rules look at.
-
-1. `transitions_of`: each step with the last one of the job's life, of what is blocked behind it, its last claim.
-2. `path_findings`, `fence_findings`, `archive_findings`, `overlap_findings`: the rules.
+1. `steps_of`: one row per event of a job (verbs.py), numbered by segment. A **segment** is a part of a queue's journal
+   without a hole. A step whose predecessor is in another segment is not checked: the hole is reported already.
+2. `transitions_of`: each step with the job's previous steps. One pass over the history, used by most rules.
+3. `path_findings`, `fence_findings`, `archive_findings`, `overlap_findings`: the rules.
 """
 
 from collections.abc import Sequence
@@ -27,11 +24,11 @@ _FOREVER = 2**62
 
 
 def steps_of(events: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) -> DataFrame:
-    """One row per event of a job, in partitions by job."""
+    """One row per event of a job, partitioned by job."""
     verb = F.col("verb")
     step = F.when((verb == "cancelled") & (F.col("fence") != 0), "cancelled_run").otherwise(verb)
-    told_of_jobs = events.where(F.col("job").isNotNull() & (F.col("job") != _UNKNOWN_JOB))
-    steps = told_of_jobs.select(
+    of_jobs = events.where(F.col("job").isNotNull() & (F.col("job") != _UNKNOWN_JOB))
+    steps = of_jobs.select(
         *JOB, "sequence", "position", "time", step.alias("step"), "fence", "attempt", "fail_job", "verb"
     )
     steps = _with_segments(steps, holes)
@@ -39,7 +36,7 @@ def steps_of(events: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) 
 
 
 def _with_segments(steps: DataFrame, holes: Sequence[Hole]) -> DataFrame:
-    """`segment` is the number of holes before the row; `orphans`: whether the birth of a job may be in a hole."""
+    """`segment`: number of holes before the row. `orphans`: the first event of a job may be in a hole."""
     if not holes:
         return steps.withColumn("segment", F.lit(0)).withColumn("orphans", F.lit(False))
     stretches = [
@@ -82,12 +79,12 @@ def _by_epoch(holes: Sequence[Hole]) -> dict[tuple[int, str, int], list[Hole]]:
 
 
 def _fail_job_starts(steps: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) -> DataFrame:
-    """`failing` in the journal of a queue is the birth of ID:FENCE in the fail queue of that moment."""
+    """`failing` in the journal of a queue adds the job ID:FENCE to the fail queue of that time."""
     failing = steps.where("step = 'failing'").select(
         "history",
         F.concat("queue", F.lit(FAIL)).alias("queue"),
         F.concat_ws(":", "job", "fence").alias("job"),
-        # Before everything that its own journal tells; two births stay in order.
+        # Sorts before all events of the fail queue's own journal, and keeps the order of two fail jobs.
         (F.col("sequence") - _FOREVER).alias("sequence"),
         "position",
         "time",
@@ -114,7 +111,7 @@ def _fail_job_starts(steps: DataFrame, epochs: Sequence[Epoch], holes: Sequence[
 
 
 def _spans(spark: SparkSession, epochs: Sequence[Epoch]) -> DataFrame:
-    """From when to when each fail queue was the fail queue; an epoch is named by the time of its creation."""
+    """Time span of each epoch of the fail queues. An epoch is the time of its creation."""
     fail = sorted((e.history, e.queue, e.epoch) for e in epochs if e.queue.endswith(FAIL))
     spans = [
         (history, queue, epoch, epoch, after[2] if after[:2] == (history, queue) else _FOREVER)
@@ -124,14 +121,14 @@ def _spans(spark: SparkSession, epochs: Sequence[Epoch]) -> DataFrame:
 
 
 def transitions_of(steps: DataFrame) -> DataFrame:
-    """One row per step with what is wrong with it (a bit per test of `_wrong`) and what the job is after it:
+    """One row per step, with `wrong` (one bit per check of `_wrong`) and the job's state after it:
 
-    `ready`, `due`, `running`, `has_blocked` (something is blocked behind it); `existed`: before it the job was ready or
-    active; `run`: the fence of the run that it belongs to; `last`: it is the last one of its job.
+    `ready`, `due` (scheduled), `running`, `has_blocked` (a job is blocked behind it). `existed`: the job was ready or
+    active before the step. `run`: fence of the run. `last`: last step of the job.
     """
     seen = _with_what_was_before(steps)
     step = F.col("step")
-    # `returned` tells no fence: it ends the last claim.
+    # `returned` has no fence: it ends the last claim.
     run = F.when((step == "claimed") | step.isin(*verbs.FENCED), F.col("fence")).otherwise(F.col("origin.fence"))
     return seen.select(
         *JOB,
@@ -142,7 +139,7 @@ def transitions_of(steps: DataFrame) -> DataFrame:
         _blocked_after().alias("has_blocked"),
         F.coalesce(F.col("before.step").isin(*verbs.READY, *verbs.ACTIVE), F.lit(False)).alias("existed"),
         run.alias("run"),
-        # One number: texts are made only of the rows in which something is wrong.
+        # One number: texts are built only for rows with a violation.
         reduce(Column.bitwiseOR, (F.when(test, 1 << bit).otherwise(0) for bit, test in enumerate(_wrong()))).alias(
             "wrong"
         ),
@@ -189,7 +186,7 @@ def _blocked_after() -> Column:
 
 
 def _known() -> Column:
-    """Whether what was before is known: nothing is said about what follows a hole."""
+    """Whether the previous step is known, and not in a hole."""
     return F.when(F.col("before").isNull(), ~F.col("orphans")).otherwise(F.col("before.segment") == F.col("segment"))
 
 
@@ -199,18 +196,19 @@ def path_findings(transitions: DataFrame) -> DataFrame:
     of_fail_job = F.col("queue").endswith(FAIL) & ((step == "fail_job_added") | (before == "nothing"))
     lost = F.col("wrong").bitwiseAND(1) != 0
     rule = F.when(of_fail_job, "fail_jobs").otherwise("paths")
-    tests = [(F.col("wrong").bitwiseAND(2 << bit) != 0, text) for bit, text in enumerate(_texts())]
+    checks = [(F.col("wrong").bitwiseAND(2 << bit) != 0, message) for bit, message in enumerate(_texts())]
     wrong = transitions.where("wrong != 0")
     return union(
         [
-            findings_where(wrong, rule, tests),
-            findings_where(wrong, "states", [(lost, text("its record was lost; the last was ", before))]),
+            findings_where(wrong, rule, checks),
+            findings_where(wrong, "states", [(lost, text("its record was lost; the previous event is ", before))]),
         ]
     )
 
 
 def _wrong() -> list[Column]:
-    """What must not be; the first is a rule of its own, the others are text by `_texts`, in the same order."""
+    """The conditions that must not hold. The first belongs to rule `states`; `_texts` has the texts of the others, in
+    the same order."""
     step, fence, known = F.col("step"), F.col("fence"), _known()
     pair = F.concat_ws(">", F.coalesce("before.step", F.lit(verbs.BEGINNING)), step)
     allowed = pair.isin(*verbs.pairs())
@@ -237,18 +235,18 @@ def _texts() -> list[Column]:
         text(step, " with fence ", fence),
         text("claimed with fence ", fence, " after ", F.col("claimed_before")),
         text("claimed as attempt ", F.col("attempt"), ", which does not follow from the attempt before"),
-        text("lost, and not returned in the same entry"),
-        text(step, " of a job that is not active"),
-        text(step, " though nothing is blocked"),
-        text(step, " though something is blocked behind it"),
-        text("merged, and then ", step, " and not come back in the same entry"),
-        text("merged, and then nothing"),
+        text("its attempt was lost, but the job was not returned in the same entry"),
+        text(step, ", but the job is not active"),
+        text(step, ", but no job is blocked behind it"),
+        text(step, ", but a job is blocked behind it"),
+        text("merged, then ", step, " instead of retried or returned in the same entry"),
+        text("merged, with no event after it"),
         text("blocked behind a job that has ended"),
     ]
 
 
 def _attempt_is_right() -> Column:
-    """One more after an attempt that counts; else the same again; the first one after a birth or a reset."""
+    """The number grows by one after an attempt that counts, else stays. It is 1 for a new job and after a reset."""
     origin, attempt = F.col("origin"), F.col("attempt")
     one_more = F.coalesce(F.col("counted") > origin["place"], F.lit(False)).cast("int")
     expected = F.when(origin["step"] == "claimed", origin["attempt"] + one_more).otherwise(1)
@@ -276,7 +274,7 @@ def _wrong_with_blocked(known: Column) -> list[Column]:
 
 
 def fence_findings(steps: DataFrame) -> DataFrame:
-    """Every claim of a queue has a fence of its own, above all that were before."""
+    """The fence grows with every claim of a queue."""
     entry = ("history", "queue", "epoch", "sequence")
     before = Window.partitionBy("history", "queue", "epoch").orderBy("sequence")
     claims = (
@@ -286,18 +284,18 @@ def fence_findings(steps: DataFrame) -> DataFrame:
         .withColumn("earlier", F.lag("highest").over(before))
         .withColumn("job", F.lit(None).cast("string"))
     )
-    tests = [
+    checks = [
         (F.col("fence") != F.col("highest"), text("two fences in entry ", F.col("sequence"))),
         (
             F.col("fence") <= F.col("earlier"),
             text("entry ", F.col("sequence"), " claims with fence ", F.col("fence"), " after ", F.col("earlier")),
         ),
     ]
-    return findings_where(claims, "paths", tests)
+    return findings_where(claims, "paths", checks)
 
 
 def archive_of(steps: DataFrame) -> DataFrame:
-    """The steps of dead jobs, each (job, fence) on its own; `last` is the last one."""
+    """The steps of dead jobs, by (job, fence). `last`: last step of that dead job."""
     in_order = Window.partitionBy(*JOB, "fence").orderBy("sequence", "position")
     of_dead = steps.where(F.col("step").isin(*verbs.ARCHIVE)).select(
         *JOB, "sequence", "position", "time", "step", "fence", "fail_job", "segment"
@@ -323,21 +321,21 @@ def archive_findings(archive: DataFrame) -> DataFrame:
         F.lit(False),
     )
     once = [
-        ((step == "dead") & known & (before != verbs.BEGINNING), text("dead a second time with one fence")),
+        ((step == "dead") & known & (before != verbs.BEGINNING), text("dead twice with the same fence")),
         (
             step.isin(*verbs.ARCHIVE_ENDS) & known & ~before.isin("dead", "failing"),
-            text(step, " though it is not in the archive; the last was ", before),
+            text(step, ", but it is not a dead job; the previous event is ", before),
         ),
     ]
     failing = [
-        ((step == "dead") & has_fail_job & ~has_failing, text("dead without its fail job")),
-        ((step == "failing") & ~of_this_death, text("a fail job without a death in the same entry")),
+        ((step == "dead") & has_fail_job & ~has_failing, text("dead, but its fail job is missing")),
+        ((step == "failing") & ~of_this_death, text("a fail job without a dead job in the same entry")),
     ]
     return union([findings_where(archive, "paths", once), findings_where(archive, "fail_jobs", failing)])
 
 
 def runs_of(transitions: DataFrame) -> DataFrame:
-    """Claims with what ended them. One whose end was refused has none, and is no run."""
+    """Claims with their ends. A claim whose end was refused has none, and is left out."""
     step = F.col("step")
     ends = step.isin(*verbs.RUN_ENDS)
     return (
@@ -353,18 +351,18 @@ def runs_of(transitions: DataFrame) -> DataFrame:
 
 
 def overlap_findings(runs: DataFrame) -> DataFrame:
-    """Also over the epochs of a queue: a job of a deleted queue may still have been running."""
+    """Compares across epochs, too: a job of a deleted queue may still have been running."""
     earlier = Window.partitionBy("history", "queue", "job").orderBy("begun", "fence")
     other = F.max(F.struct("ended", "fence")).over(earlier.rowsBetween(Window.unboundedPreceding, -1))
     compared = runs.withColumn("other", other)
-    tests = [
+    checks = [
         (
             F.col("begun") < F.col("other.ended"),
             F.concat(
                 text("the run with fence ", F.col("fence"), " began ", F.col("other.ended") - F.col("begun")),
-                text(" µs before the end of the one with fence ", F.col("other.fence")),
+                text(" µs before the run with fence ", F.col("other.fence"), " ended"),
             ),
         ),
         (F.col("ended") < F.col("begun"), text("the run with fence ", F.col("fence"), " ended before it began")),
     ]
-    return findings_where(compared, "overlap", tests)
+    return findings_where(compared, "overlap", checks)
