@@ -15,7 +15,7 @@ from forq.broker.record import unpack
 from forq.errors import ForqError, UnknownQueue, UsageError
 from forq.pipeline import replay
 from forq.pipeline.history import History, read_history
-from forq.pipeline.replay import Look, job_lives
+from forq.pipeline.replay import Lookup, job_lifecycles
 from forq.pipeline.schema import EVENTS
 from tests.pipeline.event_rows import Journal, event
 from tests.support.drive.one_queue import OneQueue, one_queue
@@ -281,8 +281,8 @@ def test_a_server_that_cannot_be_reached_is_no_mistake_of_the_predicate(
     queue.enqueue("a")
     end_all(queue)
     replays.ingest()
-    lives = job_lives(spark, read_history(spark, str(tmp_path / "history")))
+    lifecycles = job_lifecycles(spark, read_history(spark, str(tmp_path / "history")))
     with pytest.raises(ForqError, match=r"the jobs cannot be picked: cannot .*nowhere") as raised:
-        replay.replay(lives, Look("unix:///nowhere.sock", DEFAULT_PREFIX, None), dry_run=True)
+        replay.replay(lifecycles, Lookup("unix:///nowhere.sock", DEFAULT_PREFIX, None), dry_run=True)
     assert raised.type is ForqError
     assert "\n" not in str(raised.value)

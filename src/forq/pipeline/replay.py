@@ -1,17 +1,17 @@
 """Jobs out of their events: one row per life of a job.
 
-An id may be used again and a dead job revived, so an id has as many lives as it has ends. What was blocked behind a
+An id may be used again and a dead job revived, so an id has as many lifecycles as it has ends. What was blocked behind a
 life has no row until it is a job of its own.
 
-What can be replayed: a look at Redis for each job that was picked, made by Spark's tasks, many jobs per call.
+What can be replayed: a lookup at Redis for each job that was picked, made by Spark's tasks, many jobs per call.
 
 Nothing is changed here. A job is READY (its data is there, and no live job has its id), it was replayed ALREADY (its
 token is remembered), or there is a reason why it cannot be.
 
 forq pipeline replay: dead jobs, picked out of the history by a predicate, are enqueued again.
 
-1. The predicate is about lives of jobs (replay_lives.py). Picked are those that are done, released or dead.
-2. Each is looked up (replay_look.py): the journal has no data, a dead job's record has.
+1. The predicate is about lifecycles of jobs (replay_lives.py). Picked are those that are done, released or dead.
+2. Each is looked_up up (replay_look.py): the journal has no data, a dead job's record has.
 3. What is ready goes through the sink with a token made of queue, id and fence: a replay that was cut off may be made
    again, and while the queue remembers tokens (dedup_ttl) nothing is enqueued twice.
 The dead jobs themselves stay where they are.
@@ -55,7 +55,7 @@ _ABOUT_OTHERS = quoted(*verbs.ABOUT_OTHERS)
 # A job that a claim buries was not tried again: what cut short its attempts says more.
 _BY_CLAIM = "verb = 'dead' and micros is null and cause in ('StallError', 'TimeoutError')"
 
-_LIVES = f"""
+_LIFECYCLES = f"""
 select life.queue, life.epoch, life.job, life.number as life, life.enqueued_at,
   case when last_verb in ({_ENDS}) then last_verb
     when deletion.time is not null then 'deleted'
@@ -92,22 +92,22 @@ left join (
 """
 
 
-def job_lives(spark: SparkSession, events: DataFrame) -> DataFrame:
+def job_lifecycles(spark: SparkSession, events: DataFrame) -> DataFrame:
     """Columns: queue, epoch, job, life (from 0), enqueued_at, state, verb (the last), ended_at, attempts, cause (of the
     last attempt that failed or was cut short), micros (of the last that was measured), fence, fate.
 
     state: ready, active, done, released, dead, cancelled, dropped (its record was lost) or deleted (with its queue).
     fate, of a dead one: revived, discarded, forgotten or deleted; missing while it is kept.
     """
-    return spark.sql(_LIVES, events=events)
+    return spark.sql(_LIFECYCLES, events=events)
 
 
 READY, ALREADY = "ready", "already"
-LOOKED = (
+LOOKED_UP = (
     "queue string, job string, fence long, state string, target string, outcome string, identifier string, "
     "type string, priority int, data string, token string"
 )
-_COLUMNS = tuple(column.split()[0] for column in LOOKED.split(","))
+_COLUMNS = tuple(column.split()[0] for column in LOOKED_UP.split(","))
 _LONGEST_TOKEN = 128
 # Records may be large: as many as this are held at a time.
 _JOBS_PER_CALL = 200
@@ -128,27 +128,27 @@ NO_QUEUE = "there is no such queue any more"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Where to look; a plain value, since it travels to Spark's workers."""
+class Lookup:
+    """Where to lookup; a plain value, since it travels to Spark's workers."""
 
     redis: str
     prefix: str
     to: str | None
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
-        """Rows with queue, job, fence, state and fate become rows of LOOKED."""
+        """Rows with queue, job, fence, state and fate become rows of LOOKED_UP."""
         link = Link(self.redis, name="forq-replay")
         walk = iter(rows)
         try:
             while some := [row.asDict() for row in islice(walk, _JOBS_PER_CALL)]:
-                for found in self._look(link, some):
+                for found in self._look_up_rows(link, some):
                     yield tuple(found.get(name) for name in _COLUMNS)
         finally:
             link.close()
 
-    def _look(self, link: Link, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _look_up_rows(self, link: Link, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         by_queue: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        looked = []
+        looked_up = []
         for row in rows:
             fate = row.pop("fate")
             row["target"] = self.to or row["queue"]
@@ -157,12 +157,12 @@ class Look:
             if row["outcome"] is None:
                 row["outcome"] = _FATES.get(fate, NOT_DEAD)
                 by_queue[row["queue"]].append(row)
-            looked.append(row)
+            looked_up.append(row)
         for queue, dead in by_queue.items():
-            self._look_at_queue(link, queue, dead)
-        return looked
+            self._look_up_queue(link, queue, dead)
+        return looked_up
 
-    def _look_at_queue(self, link: Link, queue: str, rows: list[dict[str, Any]]) -> None:
+    def _look_up_queue(self, link: Link, queue: str, rows: list[dict[str, Any]]) -> None:
         source, target = queue_base(self.prefix, queue), queue_base(self.prefix, rows[0]["target"])
         epoch = link.call("HGET", f"{target}:options", "epoch")
         if epoch is None:
@@ -214,7 +214,7 @@ def _with_data(packed: bytes) -> dict[str, Any]:
 MAX_LISTED = 10_000
 _SHOWN_PER_REASON = 10
 NOT_NEWEST = "another life of its id is replayed"
-_SENTENCE = re.compile(r"forq\.errors\.\w+: (.*)")
+_FORQ_ERROR = re.compile(r"forq\.errors\.\w+: (.*)")
 _CONDITION = re.compile(r"^\[[A-Z0-9_.]+\]\s*")
 
 
@@ -228,7 +228,7 @@ class NotReplayed:
 
 
 @dataclass(slots=True)
-class Replay:
+class ReplayResult:
     """What became of those that were picked. `replayed` of a dry run: that could be."""
 
     picked: int
@@ -252,8 +252,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    look = Look(args.redis or redis_url(), args.prefix, args.to and check_queue_name(args.to))
-    _check_queues(look)
+    lookup = Lookup(args.redis or redis_url(), args.prefix, args.to and check_queue_name(args.to))
+    _check_queues(lookup)
     # Spark logs a wrong predicate at length before it raises; here the sentence is enough.
     logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)
     progress = ProgressLine()
@@ -264,12 +264,12 @@ def run(args: Namespace) -> int:
     events = read_history(spark, args.history)
     # For a predicate that looks at single events, or at other jobs.
     events.createOrReplaceTempView("events")
-    lives = job_lives(spark, events)
-    lives.createOrReplaceTempView("jobs")
+    lifecycles = job_lifecycles(spark, events)
+    lifecycles.createOrReplaceTempView("jobs")
     # What fails is told once, below, and not by every task with its stack.
     spark.sparkContext.setLogLevel("OFF")
     try:
-        result = replay(pick(lives, args.where), look, dry_run=args.dry_run, progress=progress)
+        result = replay(pick(lifecycles, args.where), lookup, dry_run=args.dry_run, progress=progress)
     finally:
         spark.sparkContext.setLogLevel("ERROR")
         progress.clear()
@@ -277,34 +277,34 @@ def run(args: Namespace) -> int:
     return 1 if result.reasons else 0
 
 
-def pick(lives: DataFrame, where: str) -> DataFrame:
-    """The lives that have ended in a way that can be replayed, and that the predicate is true of."""
-    ended = lives.where("state in ('done', 'released', 'dead')")
+def pick(lifecycles: DataFrame, where: str) -> DataFrame:
+    """The lifecycles that have ended in a way that can be replayed, and that the predicate is true of."""
+    ended = lifecycles.where("state in ('done', 'released', 'dead')")
     try:
         return ended.where(where)
     except PySparkException as exc:
-        raise UsageError(f"--where cannot be used: {_sentence(exc)}") from exc
+        raise UsageError(f"--where cannot be used: {_first_line(exc)}") from exc
 
 
-def replay(picked: DataFrame, look: Look, *, dry_run: bool, progress: ProgressLine | None = None) -> Replay:
+def replay(picked: DataFrame, lookup: Lookup, *, dry_run: bool, progress: ProgressLine | None = None) -> ReplayResult:
     try:
-        looked = _look(picked, look).persist()
-        counts = _counts(looked)
+        looked_up = _look_up(picked, lookup).persist()
+        counts = _counts(looked_up)
     except (PySparkException, Py4JJavaError) as exc:
-        # Nothing was written yet: what failed is the look at Redis, or else the predicate on some row.
-        kind = ForqError if _SENTENCE.search(str(exc)) else UsageError
-        raise kind(f"the jobs cannot be picked: {_sentence(exc)}") from exc
+        # Nothing was written yet: what failed is the lookup at Redis, or else the predicate on some row.
+        kind = ForqError if _FORQ_ERROR.search(str(exc)) else UsageError
+        raise kind(f"the jobs cannot be picked: {_first_line(exc)}") from exc
     try:
-        ready = looked.where(F.col("outcome") == READY)
+        ready = looked_up.where(F.col("outcome") == READY)
         failure = None
         if not dry_run and counts.get(READY):
             if progress:
-                progress.update(f"{counts[READY]:,} of {sum(counts.values()):,} are enqueued")
-            failure = _store(ready, look)
+                progress.say(f"{counts[READY]:,} of {sum(counts.values()):,} are enqueued")
+            failure = _store(ready, lookup)
         if failure is None:
-            return _result(looked, counts)
+            return _result(looked_up, counts)
         # Some may be stored: their tokens tell.
-        after = _look(picked, look).persist()
+        after = _look_up(picked, lookup).persist()
         try:
             unstored = F.when(F.col("outcome") == READY, F.lit(failure)).otherwise(F.col("outcome"))
             now = after.withColumn("outcome", unstored)
@@ -312,13 +312,13 @@ def replay(picked: DataFrame, look: Look, *, dry_run: bool, progress: ProgressLi
         finally:
             after.unpersist()
     finally:
-        looked.unpersist()
+        looked_up.unpersist()
 
 
-def _look(picked: DataFrame, look: Look) -> DataFrame:
+def _look_up(picked: DataFrame, lookup: Lookup) -> DataFrame:
     # By way of an RDD: Spark's functions over batches of a DataFrame all want pandas.
-    rows = picked.select("queue", "job", "fence", "state", "fate").rdd.mapPartitions(look)
-    found = picked.sparkSession.createDataFrame(rows, LOOKED)
+    rows = picked.select("queue", "job", "fence", "state", "fate").rdd.mapPartitions(lookup)
+    found = picked.sparkSession.createDataFrame(rows, LOOKED_UP)
     can_be = F.col("outcome").isin(READY, ALREADY)
     # One life per id: with the second one the first would be overwritten, or the second left out.
     newest = Window.partitionBy("target", "job", can_be).orderBy(F.col("fence").desc(), "queue")
@@ -326,30 +326,32 @@ def _look(picked: DataFrame, look: Look) -> DataFrame:
     return found.withColumn("outcome", F.when(can_be & ~first, F.lit(NOT_NEWEST)).otherwise(F.col("outcome")))
 
 
-def _store(ready: DataFrame, look: Look) -> str | None:
+def _store(ready: DataFrame, lookup: Lookup) -> str | None:
     """Why not all of it was stored; None if all was."""
     jobs = ready.select(
         F.col("target").alias("queue"), F.col("job").alias("id"), "identifier", "type", "priority", "data", "token"
     )
-    options = {"redis": look.redis, "prefix": look.prefix, "ifExists": "skip"}
+    options = {"redis": lookup.redis, "prefix": lookup.prefix, "ifExists": "skip"}
     try:
         jobs.write.format("forq").mode("append").options(**options).save()
     except (PySparkException, Py4JJavaError) as exc:
-        return f"it could not be enqueued: {_sentence(exc)}"
+        return f"it could not be enqueued: {_first_line(exc)}"
     return None
 
 
-def _counts(looked: DataFrame) -> dict[str, int]:
-    return {row.outcome: row["count"] for row in looked.groupBy("outcome").count().collect()}
+def _counts(looked_up: DataFrame) -> dict[str, int]:
+    return {row.outcome: row["count"] for row in looked_up.groupBy("outcome").count().collect()}
 
 
-def _result(looked: DataFrame, counts: dict[str, int], stored_before: int | None = None) -> Replay:
-    """`stored_before`: the counts are of a look after the jobs were stored, when so many had been there before."""
+def _result(looked_up: DataFrame, counts: dict[str, int], stored_before: int | None = None) -> ReplayResult:
+    """`stored_before`: the counts are of a lookup after the jobs were stored, when so many had been there before."""
     reasons = {outcome: count for outcome, count in sorted(counts.items()) if outcome not in (READY, ALREADY)}
-    listed = looked.where(~F.col("outcome").isin(READY, ALREADY)).orderBy("outcome", "queue", "job").limit(MAX_LISTED)
+    listed = (
+        looked_up.where(~F.col("outcome").isin(READY, ALREADY)).orderBy("outcome", "queue", "job").limit(MAX_LISTED)
+    )
     rows = listed.select("queue", "job", "fence", "state", F.col("outcome").alias("reason")).collect()
     already = counts.get(ALREADY, 0)
-    return Replay(
+    return ReplayResult(
         picked=sum(counts.values()),
         replayed=counts.get(READY, 0) if stored_before is None else already - stored_before,
         already=already if stored_before is None else stored_before,
@@ -358,27 +360,27 @@ def _result(looked: DataFrame, counts: dict[str, int], stored_before: int | None
     )
 
 
-def _check_queues(look: Look) -> None:
-    require_queues(look.redis, look.prefix)
-    if look.to is None:
+def _check_queues(lookup: Lookup) -> None:
+    require_queues(lookup.redis, lookup.prefix)
+    if lookup.to is None:
         return
-    link = Link(look.redis, name="forq-replay")
+    link = Link(lookup.redis, name="forq-replay")
     try:
-        if look.to not in Registry(link, look.prefix).names():
-            raise UnknownQueue(f"there is no queue {look.to!r}")
+        if lookup.to not in Registry(link, lookup.prefix).names():
+            raise UnknownQueue(f"there is no queue {lookup.to!r}")
     finally:
         link.close()
 
 
-def _sentence(exc: Exception) -> str:
+def _first_line(exc: Exception) -> str:
     """What Spark has to say in one line: forq's own words if it passes them on, else the first of its own."""
-    if own := _SENTENCE.search(str(exc)):
+    if own := _FORQ_ERROR.search(str(exc)):
         return own[1].strip()
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
     return _CONDITION.sub("", lines[0]).partition(" SQLSTATE:")[0].rstrip() if lines else type(exc).__name__
 
 
-def _show(result: Replay, args: Namespace) -> None:
+def _show(result: ReplayResult, args: Namespace) -> None:
     if args.json:
         document = asdict(result) | {"dry_run": args.dry_run}
         document["not_listed"] = sum(result.reasons.values()) - len(result.not_replayed)

@@ -4,14 +4,14 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from forq.pipeline.replay import job_lives
+from forq.pipeline.replay import job_lifecycles
 from forq.pipeline.schema import EVENTS
 from tests.pipeline.event_rows import Journal, event, moment
 
 
-def lives(spark: SparkSession, *journals: Journal) -> list[dict[str, Any]]:
+def lifecycles(spark: SparkSession, *journals: Journal) -> list[dict[str, Any]]:
     events = spark.createDataFrame([row for journal in journals for row in journal.rows()], EVENTS)
-    return [row.asDict() for row in job_lives(spark, events).orderBy("queue", "epoch", "job", "life").collect()]
+    return [row.asDict() for row in job_lifecycles(spark, events).orderBy("queue", "epoch", "job", "life").collect()]
 
 
 def some(rows: list[dict[str, Any]], *columns: str) -> list[tuple[Any, ...]]:
@@ -28,7 +28,7 @@ def test_an_id_that_is_used_again_has_a_life_for_each_time(spark: SparkSession) 
     journal.note(8, event("dead", "a", fence=7, micros=1, fail_job=True), event("failing", "a", fence=7))
     journal.note(9, event("revived", "a", fence=7))
     assert some(
-        lives(spark, journal), "life", "state", "enqueued_at", "ended_at", "attempts", "micros", "fence", "fate"
+        lifecycles(spark, journal), "life", "state", "enqueued_at", "ended_at", "attempts", "micros", "fence", "fate"
     ) == [
         (0, "done", at(1), at(4), 1, 2, 5, None),
         (1, "dead", at(4), at(8), 1, 1, 7, "revived"),
@@ -45,7 +45,7 @@ def test_a_life_keeps_its_highest_attempt_and_the_cause_of_the_last_that_was_cut
     journal.note(5, event("timed_out", "a", fence=4, cause="timeout", micros=900), event("returned", "a"))
     journal.note(6, event("claimed", "a", fence=6, attempt=3), event("dead", "a", fence=6, cause="TimeoutError"))
     journal.note(7, event("forgotten", "a", fence=6))
-    assert some(lives(spark, journal), "state", "attempts", "cause", "micros", "fence", "fate") == [
+    assert some(lifecycles(spark, journal), "state", "attempts", "cause", "micros", "fence", "fate") == [
         ("dead", 3, "timeout", 900, 6, "forgotten")
     ]
 
@@ -59,7 +59,7 @@ def test_the_cause_of_a_life_is_that_of_its_last_attempt_that_did_not_succeed(sp
     journal.note(5, event("dead", "a", fence=4, cause="KeyError", micros=1), event("done", "b", fence=4, micros=1))
     # What a handler raises is told with its time, what a claim buries is not.
     journal.note(6, event("dead", "c", fence=4, cause="TimeoutError", micros=1))
-    assert some(lives(spark, journal), "job", "state", "cause") == [
+    assert some(lifecycles(spark, journal), "job", "state", "cause") == [
         ("a", "dead", "KeyError"),
         ("b", "done", "OSError"),
         ("c", "dead", "TimeoutError"),
@@ -71,7 +71,7 @@ def test_a_released_job_has_ended(spark: SparkSession) -> None:
     journal.note(1, event("enqueued", "a"))
     journal.note(2, event("claimed", "a", fence=2, attempt=1))
     journal.note(3, event("released", "a", fence=2, micros=1), event("unblocked", "a"))
-    assert some(lives(spark, journal), "life", "state", "ended_at") == [(0, "released", at(3)), (1, "ready", None)]
+    assert some(lifecycles(spark, journal), "life", "state", "ended_at") == [(0, "released", at(3)), (1, "ready", None)]
 
 
 def test_what_happens_to_the_dead_says_nothing_about_a_live_job_of_their_id(spark: SparkSession) -> None:
@@ -82,7 +82,7 @@ def test_what_happens_to_the_dead_says_nothing_about_a_live_job_of_their_id(spar
     journal.note(4, event("enqueued", "a"))
     journal.note(5, event("claimed", "a", fence=5, attempt=1))
     journal.note(6, event("discarded", "a", fence=2))
-    assert some(lives(spark, journal), "life", "state", "fate") == [(0, "dead", "discarded"), (1, "active", None)]
+    assert some(lifecycles(spark, journal), "life", "state", "fate") == [(0, "dead", "discarded"), (1, "active", None)]
 
 
 def test_with_a_queue_its_live_and_its_dead_jobs_go_and_the_next_epoch_is_another_queue(spark: SparkSession) -> None:
@@ -92,7 +92,7 @@ def test_with_a_queue_its_live_and_its_dead_jobs_go_and_the_next_epoch_is_anothe
     journal.note(3, event("done", "a", fence=2), event("dead", "b", fence=2))
     journal.note(4, event("deleted", cause="1"))
     later.note(5, event("created", cause="2"), event("enqueued", "c"))
-    assert some(lives(spark, journal, later), "epoch", "job", "state", "fate", "ended_at") == [
+    assert some(lifecycles(spark, journal, later), "epoch", "job", "state", "fate", "ended_at") == [
         (1, "a", "done", None, at(3)),
         (1, "b", "dead", "deleted", at(3)),
         (1, "c", "deleted", None, at(4)),
