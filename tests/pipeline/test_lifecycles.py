@@ -1,4 +1,4 @@
-"""Lives: an id has one row per life, with how it ended and what became of what was kept of it."""
+"""Lifecycles: a job id has one row per use, with its end and the fate of its dead job."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def some(rows: list[dict[str, Any]], *columns: str) -> list[tuple[Any, ...]]:
     return [tuple(row[column] for column in columns) for row in rows]
 
 
-def test_an_id_that_is_used_again_has_a_life_for_each_time(spark: SparkSession) -> None:
+def test_a_job_id_has_one_lifecycle_per_use(spark: SparkSession) -> None:
     journal = Journal("q")
     journal.note(1, event("enqueued", "a"))
     journal.note(2, event("claimed", "a", fence=5, attempt=1))
@@ -36,7 +36,7 @@ def test_an_id_that_is_used_again_has_a_life_for_each_time(spark: SparkSession) 
     ]
 
 
-def test_a_life_keeps_its_highest_attempt_and_the_cause_of_the_last_that_was_cut_short(spark: SparkSession) -> None:
+def test_a_lifecycle_has_its_highest_attempt_and_the_cause_of_the_last_lost_one(spark: SparkSession) -> None:
     journal = Journal("q")
     journal.note(1, event("enqueued", "a"))
     journal.note(2, event("claimed", "a", fence=2, attempt=1))
@@ -50,14 +50,14 @@ def test_a_life_keeps_its_highest_attempt_and_the_cause_of_the_last_that_was_cut
     ]
 
 
-def test_the_cause_of_a_life_is_that_of_its_last_attempt_that_did_not_succeed(spark: SparkSession) -> None:
+def test_the_cause_of_a_lifecycle_is_that_of_its_last_unsuccessful_attempt(spark: SparkSession) -> None:
     journal = Journal("q")
     journal.note(1, *(event("enqueued", job) for job in "abc"))
     journal.note(2, *(event("claimed", job, fence=2, attempt=1) for job in "abc"))
     journal.note(3, *(event("retried", job, fence=2, cause="OSError", micros=1) for job in "abc"))
     journal.note(4, *(event("claimed", job, fence=4, attempt=2) for job in "abc"))
     journal.note(5, event("dead", "a", fence=4, cause="KeyError", micros=1), event("done", "b", fence=4, micros=1))
-    # What a handler raises is told with its time, what a claim buries is not.
+    # An exception of a handler has a run time, a job buried by a claim has none.
     journal.note(6, event("dead", "c", fence=4, cause="TimeoutError", micros=1))
     assert some(lifecycles(spark, journal), "job", "state", "cause") == [
         ("a", "dead", "KeyError"),
@@ -74,7 +74,7 @@ def test_a_released_job_has_ended(spark: SparkSession) -> None:
     assert some(lifecycles(spark, journal), "life", "state", "ended_at") == [(0, "released", at(3)), (1, "ready", None)]
 
 
-def test_what_happens_to_the_dead_says_nothing_about_a_live_job_of_their_id(spark: SparkSession) -> None:
+def test_events_of_a_dead_job_do_not_affect_a_live_job_of_the_same_id(spark: SparkSession) -> None:
     journal = Journal("q")
     journal.note(1, event("enqueued", "a"))
     journal.note(2, event("claimed", "a", fence=2, attempt=1))
@@ -85,7 +85,7 @@ def test_what_happens_to_the_dead_says_nothing_about_a_live_job_of_their_id(spar
     assert some(lifecycles(spark, journal), "life", "state", "fate") == [(0, "dead", "discarded"), (1, "active", None)]
 
 
-def test_with_a_queue_its_live_and_its_dead_jobs_go_and_the_next_epoch_is_another_queue(spark: SparkSession) -> None:
+def test_deleting_a_queue_ends_its_jobs_and_the_next_epoch_is_another_queue(spark: SparkSession) -> None:
     journal, later = Journal("q"), Journal("q", epoch=2)
     journal.note(1, event("enqueued", "a"), event("enqueued", "b"), event("enqueued", "c"))
     journal.note(2, event("claimed", "a", fence=2, attempt=1), event("claimed", "b", fence=2, attempt=1))
@@ -101,5 +101,5 @@ def test_with_a_queue_its_live_and_its_dead_jobs_go_and_the_next_epoch_is_anothe
 
 
 def at(micros: int) -> Any:
-    """As Spark hands it out: without a zone, in the machine's own."""
+    """As Spark returns it: naive, in the local time zone."""
     return moment(micros).astimezone().replace(tzinfo=None)

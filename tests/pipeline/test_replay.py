@@ -1,4 +1,4 @@
-"""Replay: dead jobs that a predicate picks are enqueued again, once; of the others it is said why not."""
+"""Replay: dead jobs selected by a predicate are enqueued again, once; for the others there is a reason."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -73,7 +73,7 @@ def result_of(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("count", [1000])
-def test_dead_jobs_that_a_predicate_picks_are_enqueued_again_with_all_they_had(
+def test_selected_dead_jobs_are_enqueued_again_with_all_their_fields(
     queue: OneQueue, replays: Replays, count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = {"text": 'ü " \n', "big": 2**63 - 1, "float": 0.1, "deep": [[None, True]]}
@@ -103,7 +103,7 @@ def test_dead_jobs_that_a_predicate_picks_are_enqueued_again_with_all_they_had(
         assert (record.priority, record.retry_count) == (number % 10, 0)
 
 
-def test_a_second_replay_changes_nothing_though_the_jobs_have_ended_since(
+def test_a_second_replay_changes_nothing_even_after_the_jobs_have_ended(
     queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queue.enqueue("a", "b")
@@ -112,13 +112,13 @@ def test_a_second_replay_changes_nothing_though_the_jobs_have_ended_since(
     assert replays("state = 'dead'") == 0
     assert capsys.readouterr().out == "2 of 2 replayed\n"
     assert replays("state = 'dead'") == 0
-    assert capsys.readouterr().out == "0 of 2 replayed\n2 had been replayed before\n"
+    assert capsys.readouterr().out == "0 of 2 replayed\n2 were replayed before\n"
     end_all(queue, well=True, name="w2")
     assert replays("state = 'dead'") == 0
     assert queue.state().jobs == set()
 
 
-def test_what_cannot_be_replayed_is_listed_with_the_reason(
+def test_jobs_that_cannot_be_replayed_are_listed_with_the_reason(
     redis_url: str, queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queue.enqueue("done")
@@ -131,7 +131,7 @@ def test_what_cannot_be_replayed_is_listed_with_the_reason(
     end_all(queue, well=True, name="w3")
     queue.enqueue("live")
     replays.ingest()
-    # After the history was written, so that only Redis tells.
+    # After the ingest, so that only Redis shows it.
     dead.discard("gone")
     queue.redis.hset(queue.key("dead:jobs"), dead.find("broken"), "p5 no record")
     assert replays("true", "--json") == 1
@@ -143,7 +143,7 @@ def test_what_cannot_be_replayed_is_listed_with_the_reason(
     assert reasons == {
         "discarded": "it was discarded",
         "live": replay.IS_LIVE,
-        "revived": "it was revived since then",
+        "revived": "it was revived already",
         "broken": replay.BROKEN,
         "gone": replay.NOT_DEAD,
     }
@@ -151,7 +151,7 @@ def test_what_cannot_be_replayed_is_listed_with_the_reason(
     assert queue.state().jobs == {"live", "fine"}
 
 
-def test_of_a_queue_that_is_gone_and_of_fail_jobs_nothing_is_replayed(
+def test_jobs_of_deleted_queues_and_fail_jobs_are_not_replayed(
     redis_url: str, queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with one_queue(redis_url, "other") as other:
@@ -169,7 +169,7 @@ def test_of_a_queue_that_is_gone_and_of_fail_jobs_nothing_is_replayed(
     assert f"1 not replayed: {replay.IS_FAIL_JOB}\n    q#fail  b:7@9\n" in said
 
 
-def test_a_predicate_may_look_at_events_and_at_other_jobs(
+def test_a_predicate_may_use_events_and_other_jobs(
     queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queue.enqueue("a", "b")
@@ -183,7 +183,7 @@ def test_a_predicate_may_look_at_events_and_at_other_jobs(
     assert queue.state().jobs == {"a", "c"}
 
 
-def test_jobs_go_to_another_queue_if_one_is_named(redis_url: str, queue: OneQueue, replays: Replays) -> None:
+def test_jobs_can_be_replayed_into_another_queue(redis_url: str, queue: OneQueue, replays: Replays) -> None:
     queue.enqueue("a")
     end_all(queue)
     replays.ingest()
@@ -195,7 +195,7 @@ def test_jobs_go_to_another_queue_if_one_is_named(redis_url: str, queue: OneQueu
         replays("true", "--to", "nowhere")
 
 
-def test_a_dry_run_says_what_would_be_done_and_changes_nothing(
+def test_a_dry_run_reports_the_jobs_and_changes_nothing(
     queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queue.enqueue("a")
@@ -206,10 +206,10 @@ def test_a_dry_run_says_what_would_be_done_and_changes_nothing(
     assert capsys.readouterr().out == "1 of 1 could be replayed\n"
     assert (queue.state().jobs, queue.redis.dbsize()) == (set(), before)
     assert replays("job = 'nobody'") == 0
-    assert capsys.readouterr().out == "no job that is done, released or dead matches\n"
+    assert capsys.readouterr().out == "no done, released or dead job matches\n"
 
 
-def test_of_two_lives_of_an_id_the_newest_is_replayed_and_the_next_replay_leaves_it_at_that(
+def test_only_the_newest_job_of_an_id_is_replayed_and_only_once(
     queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("w1", "w2"):
@@ -224,7 +224,7 @@ def test_of_two_lives_of_an_id_the_newest_is_replayed_and_the_next_replay_leaves
     assert queue.state().jobs == set()
 
 
-def test_a_full_queue_takes_what_it_can_and_the_rest_comes_when_there_is_room(
+def test_a_full_queue_takes_some_jobs_and_a_later_replay_adds_the_rest(
     queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queue.enqueue("a", "b", "c")
@@ -252,7 +252,7 @@ def test_a_full_queue_takes_what_it_can_and_the_rest_comes_when_there_is_room(
         ("cast(job as int) = 1", "cannot be cast"),
     ],
 )
-def test_a_wrong_predicate_gives_one_sentence(queue: OneQueue, replays: Replays, where: str, said: str) -> None:
+def test_a_wrong_predicate_gives_a_one_line_error(queue: OneQueue, replays: Replays, where: str, said: str) -> None:
     queue.enqueue("a")
     end_all(queue)
     replays.ingest()
@@ -263,7 +263,7 @@ def test_a_wrong_predicate_gives_one_sentence(queue: OneQueue, replays: Replays,
     assert len(str(raised.value)) < 500
 
 
-def test_a_prefix_that_no_queue_has_and_a_place_without_a_history_are_refused(
+def test_a_prefix_without_queues_and_a_directory_without_a_history_are_refused(
     spark: SparkSession, queue: OneQueue, replays: Replays, tmp_path: Path
 ) -> None:
     queue.enqueue("a")
@@ -275,7 +275,7 @@ def test_a_prefix_that_no_queue_has_and_a_place_without_a_history_are_refused(
         replays("true", prefix="other:")
 
 
-def test_a_server_that_cannot_be_reached_is_no_mistake_of_the_predicate(
+def test_an_unreachable_server_is_not_reported_as_a_wrong_predicate(
     spark: SparkSession, queue: OneQueue, replays: Replays, tmp_path: Path
 ) -> None:
     queue.enqueue("a")

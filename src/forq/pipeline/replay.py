@@ -1,20 +1,12 @@
-"""Jobs out of their events: one row per life of a job.
+"""`forq pipeline replay`: enqueues dead jobs again, selected by a predicate over the history.
 
-An id may be used again and a dead job revived, so an id has as many lifecycles as it has ends. What was blocked behind a
-life has no row until it is a job of its own.
-
-What can be replayed: a lookup at Redis for each job that was picked, made by Spark's tasks, many jobs per call.
-
-Nothing is changed here. A job is READY (its data is there, and no live job has its id), it was replayed ALREADY (its
-token is remembered), or there is a reason why it cannot be.
-
-forq pipeline replay: dead jobs, picked out of the history by a predicate, are enqueued again.
-
-1. The predicate is about lifecycles of jobs (replay_lives.py). Picked are those that are done, released or dead.
-2. Each is looked_up up (replay_look.py): the journal has no data, a dead job's record has.
-3. What is ready goes through the sink with a token made of queue, id and fence: a replay that was cut off may be made
-   again, and while the queue remembers tokens (dedup_ttl) nothing is enqueued twice.
-The dead jobs themselves stay where they are.
+1. `job_lifecycles` turns events into one row per lifecycle of a job. A job id that was used again or revived has
+   several. A blocked job has no row until it is unblocked.
+2. `pick` applies the predicate to the lifecycles that ended as done, released or dead.
+3. `Lookup` finds the records of the picked jobs in Redis: the journal has no job data. Each job is READY, was replayed
+   ALREADY, or has a reason why it cannot be replayed.
+4. Ready jobs are enqueued by the sink, with a token of queue, id and fence. So an interrupted replay can be repeated:
+   while the queue remembers tokens (dedup_ttl) no job is enqueued twice. The dead jobs stay.
 """
 
 import logging
@@ -52,7 +44,8 @@ from forq.values import check_queue_name
 _ENDS = quoted(*verbs.ENDS)
 _ABOUT_OTHERS = quoted(*verbs.ABOUT_OTHERS)
 
-# A job that a claim buries was not tried again: what cut short its attempts says more.
+# A claim that finds too many stalls or timeouts buries the job without an attempt. The cause of the last attempt says
+# more than this one.
 _BY_CLAIM = "verb = 'dead' and micros is null and cause in ('StallError', 'TimeoutError')"
 
 _LIFECYCLES = f"""
@@ -94,10 +87,10 @@ left join (
 
 def job_lifecycles(spark: SparkSession, events: DataFrame) -> DataFrame:
     """Columns: queue, epoch, job, life (from 0), enqueued_at, state, verb (the last), ended_at, attempts, cause (of the
-    last attempt that failed or was cut short), micros (of the last that was measured), fence, fate.
+    last attempt that did not succeed), micros (of the last measured attempt), fence, fate.
 
     state: ready, active, done, released, dead, cancelled, dropped (its record was lost) or deleted (with its queue).
-    fate, of a dead one: revived, discarded, forgotten or deleted; missing while it is kept.
+    fate of a dead job: revived, discarded, forgotten or deleted; null while it is kept.
     """
     return spark.sql(_LIFECYCLES, events=events)
 
@@ -109,34 +102,34 @@ LOOKED_UP = (
 )
 _COLUMNS = tuple(column.split()[0] for column in LOOKED_UP.split(","))
 _LONGEST_TOKEN = 128
-# Records may be large: as many as this are held at a time.
+# Records may be large: limits the memory of a task.
 _JOBS_PER_CALL = 200
 
 _FATES = {
-    "revived": "it was revived since then",
+    "revived": "it was revived already",
     "discarded": "it was discarded",
-    "forgotten": "it was forgotten (dead_ttl, dead_max); its line may be in the failed log (forqctl recover)",
-    "deleted": "its queue was deleted; its line may be in the failed log (forqctl recover)",
+    "forgotten": "it was forgotten (dead_ttl, dead_max); it may be in the failed log: forqctl recover",
+    "deleted": "its queue was deleted; it may be in the failed log: forqctl recover",
 }
 IS_DONE = "it is done, so its data is gone"
 IS_RELEASED = "it was released, so its data is gone"
-IS_FAIL_JOB = "it is a fail job, which nobody but forq makes"
-NOT_DEAD = "it is no longer among the dead jobs"
+IS_FAIL_JOB = "it is a fail job: replay the job that it belongs to"
+NOT_DEAD = "it is no longer a dead job"
 IS_LIVE = "a live job has its id"
 BROKEN = "its record is broken"
-NO_QUEUE = "there is no such queue any more"
+NO_QUEUE = "its queue does not exist any more"
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Where to lookup; a plain value, since it travels to Spark's workers."""
+    """Looks up jobs in Redis. A plain value, since Spark sends it to its workers."""
 
     redis: str
     prefix: str
     to: str | None
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
-        """Rows with queue, job, fence, state and fate become rows of LOOKED_UP."""
+        """Maps rows of queue, job, fence, state and fate to rows of LOOKED_UP."""
         link = Link(self.redis, name="forq-replay")
         walk = iter(rows)
         try:
@@ -186,7 +179,7 @@ class Lookup:
 
 
 def token_for(queue: str, job: str, fence: int) -> str:
-    """The same for the same life, whenever and wherever to it is replayed."""
+    """Depends only on the lifecycle: repeating a replay, or another target queue, gives the same token."""
     token = f"replay:{queue}:{job}@{fence}"
     return token if len(token) <= _LONGEST_TOKEN else f"replay:{sha256(token.encode()).hexdigest()}"
 
@@ -213,7 +206,7 @@ def _with_data(packed: bytes) -> dict[str, Any]:
 
 MAX_LISTED = 10_000
 _SHOWN_PER_REASON = 10
-NOT_NEWEST = "another life of its id is replayed"
+NOT_NEWEST = "a newer job with the same id is replayed"
 _FORQ_ERROR = re.compile(r"forq\.errors\.\w+: (.*)")
 _CONDITION = re.compile(r"^\[[A-Z0-9_.]+\]\s*")
 
@@ -229,7 +222,7 @@ class NotReplayed:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What became of those that were picked. `replayed` of a dry run: that could be."""
+    """Numbers of picked jobs. In a dry run, `replayed` counts those that could be replayed."""
 
     picked: int
     replayed: int
@@ -243,18 +236,18 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--where",
         metavar="SQL",
         required=True,
-        help="which jobs, over queue, job, state (done, released, dead), fate, enqueued_at, ended_at, attempts, "
+        help="predicate over queue, job, state (done, released, dead), fate, enqueued_at, ended_at, attempts, "
         "cause, micros, fence, epoch: \"queue = 'emails' and ended_at >= '2026-11-16'\"",
     )
-    parser.add_argument("--to", metavar="QUEUE", help="enqueue there (default: each in its own queue)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be replayed, and change nothing")
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    parser.add_argument("--to", metavar="QUEUE", help="enqueue all jobs in this queue (default: each in its own)")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be replayed; change nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: Namespace) -> int:
     lookup = Lookup(args.redis or redis_url(), args.prefix, args.to and check_queue_name(args.to))
     _check_queues(lookup)
-    # Spark logs a wrong predicate at length before it raises; here the sentence is enough.
+    # Spark logs a wrong predicate at length before it raises; the error message is enough.
     logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)
     progress = ProgressLine()
     progress.update("starting Spark")
@@ -262,11 +255,11 @@ def run(args: Namespace) -> int:
     progress.update(f"reading {args.history}")
     require_history(spark, args.history)
     events = read_history(spark, args.history)
-    # For a predicate that looks at single events, or at other jobs.
+    # Views for subqueries of the predicate.
     events.createOrReplaceTempView("events")
     lifecycles = job_lifecycles(spark, events)
     lifecycles.createOrReplaceTempView("jobs")
-    # What fails is told once, below, and not by every task with its stack.
+    # Errors are reported once, below, and not by every task with its stack.
     spark.sparkContext.setLogLevel("OFF")
     try:
         result = replay(pick(lifecycles, args.where), lookup, dry_run=args.dry_run, progress=progress)
@@ -278,12 +271,12 @@ def run(args: Namespace) -> int:
 
 
 def pick(lifecycles: DataFrame, where: str) -> DataFrame:
-    """The lifecycles that have ended in a way that can be replayed, and that the predicate is true of."""
+    """The done, released and dead lifecycles for which the predicate is true."""
     ended = lifecycles.where("state in ('done', 'released', 'dead')")
     try:
         return ended.where(where)
     except PySparkException as exc:
-        raise UsageError(f"--where cannot be used: {_first_line(exc)}") from exc
+        raise UsageError(f"--where is not a valid predicate: {_first_line(exc)}") from exc
 
 
 def replay(picked: DataFrame, lookup: Lookup, *, dry_run: bool, progress: ProgressLine | None = None) -> ReplayResult:
@@ -291,7 +284,7 @@ def replay(picked: DataFrame, lookup: Lookup, *, dry_run: bool, progress: Progre
         looked_up = _look_up(picked, lookup).persist()
         counts = _counts(looked_up)
     except (PySparkException, Py4JJavaError) as exc:
-        # Nothing was written yet: what failed is the lookup at Redis, or else the predicate on some row.
+        # Nothing was written yet: the lookup in Redis failed, or the predicate on some row.
         kind = ForqError if _FORQ_ERROR.search(str(exc)) else UsageError
         raise kind(f"the jobs cannot be picked: {_first_line(exc)}") from exc
     try:
@@ -299,11 +292,11 @@ def replay(picked: DataFrame, lookup: Lookup, *, dry_run: bool, progress: Progre
         failure = None
         if not dry_run and counts.get(READY):
             if progress:
-                progress.say(f"{counts[READY]:,} of {sum(counts.values()):,} are enqueued")
+                progress.update(f"enqueuing {counts[READY]:,} of {sum(counts.values()):,} jobs")
             failure = _store(ready, lookup)
         if failure is None:
             return _result(looked_up, counts)
-        # Some may be stored: their tokens tell.
+        # Some jobs may be stored: their tokens show which.
         after = _look_up(picked, lookup).persist()
         try:
             unstored = F.when(F.col("outcome") == READY, F.lit(failure)).otherwise(F.col("outcome"))
@@ -316,18 +309,18 @@ def replay(picked: DataFrame, lookup: Lookup, *, dry_run: bool, progress: Progre
 
 
 def _look_up(picked: DataFrame, lookup: Lookup) -> DataFrame:
-    # By way of an RDD: Spark's functions over batches of a DataFrame all want pandas.
+    # Through an RDD: Spark's batch functions of DataFrames all need pandas.
     rows = picked.select("queue", "job", "fence", "state", "fate").rdd.mapPartitions(lookup)
     found = picked.sparkSession.createDataFrame(rows, LOOKED_UP)
     can_be = F.col("outcome").isin(READY, ALREADY)
-    # One life per id: with the second one the first would be overwritten, or the second left out.
+    # Only the newest lifecycle per job id can be replayed.
     newest = Window.partitionBy("target", "job", can_be).orderBy(F.col("fence").desc(), "queue")
     first = F.row_number().over(newest) == 1
     return found.withColumn("outcome", F.when(can_be & ~first, F.lit(NOT_NEWEST)).otherwise(F.col("outcome")))
 
 
 def _store(ready: DataFrame, lookup: Lookup) -> str | None:
-    """Why not all of it was stored; None if all was."""
+    """None, or the reason why some jobs were not stored."""
     jobs = ready.select(
         F.col("target").alias("queue"), F.col("job").alias("id"), "identifier", "type", "priority", "data", "token"
     )
@@ -344,7 +337,7 @@ def _counts(looked_up: DataFrame) -> dict[str, int]:
 
 
 def _result(looked_up: DataFrame, counts: dict[str, int], stored_before: int | None = None) -> ReplayResult:
-    """`stored_before`: the counts are of a lookup after the jobs were stored, when so many had been there before."""
+    """`stored_before`: number of jobs that were replayed ALREADY before this replay, if `counts` are from after it."""
     reasons = {outcome: count for outcome, count in sorted(counts.items()) if outcome not in (READY, ALREADY)}
     listed = (
         looked_up.where(~F.col("outcome").isin(READY, ALREADY)).orderBy("outcome", "queue", "job").limit(MAX_LISTED)
@@ -367,13 +360,13 @@ def _check_queues(lookup: Lookup) -> None:
     link = Link(lookup.redis, name="forq-replay")
     try:
         if lookup.to not in Registry(link, lookup.prefix).names():
-            raise UnknownQueue(f"there is no queue {lookup.to!r}")
+            raise UnknownQueue(f"there is no queue {lookup.to!r}: `forqctl status` lists the queues")
     finally:
         link.close()
 
 
 def _first_line(exc: Exception) -> str:
-    """What Spark has to say in one line: forq's own words if it passes them on, else the first of its own."""
+    """One line for an error raised by Spark: the message of forq's exception inside it, else Spark's first line."""
     if own := _FORQ_ERROR.search(str(exc)):
         return own[1].strip()
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
@@ -387,11 +380,11 @@ def _show(result: ReplayResult, args: Namespace) -> None:
         sys.stdout.buffer.write(orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE))
         return
     if not result.picked:
-        print("no job that is done, released or dead matches")
+        print("no done, released or dead job matches")
         return
     print(f"{result.replayed:,} of {result.picked:,} {'could be replayed' if args.dry_run else 'replayed'}")
     if result.already:
-        print(f"{result.already:,} had been replayed before")
+        print(f"{result.already:,} were replayed before")
     for reason, count in result.reasons.items():
         print(f"{count:,} not replayed: {reason}")
         shown = [one for one in result.not_replayed if one.reason == reason][:_SHOWN_PER_REASON]
