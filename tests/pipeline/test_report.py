@@ -1,4 +1,4 @@
-"""The report: its figures are those of the events, its page holds together whatever the events are."""
+"""The report: its figures match the events, and its page is valid HTML for any events."""
 
 import re
 from argparse import ArgumentParser, Namespace
@@ -11,20 +11,20 @@ from pyspark.sql import DataFrame, SparkSession
 
 from forq.errors import UsageError
 from forq.pipeline.history import History
-from forq.pipeline.report import page
+from forq.pipeline.report import run
 from forq.pipeline.report.figures import (
-    BUSIEST,
     DAY,
     HOUR,
     MAX_BUCKETS,
+    MAX_NAMED_QUEUES,
     MINUTE,
     OTHERS,
     SECOND,
     Figures,
     Span,
     Times,
-    heat_of,
-    parse_moment,
+    heat_grid_of,
+    parse_time,
     read_figures,
 )
 from forq.pipeline.report.page import MISSING, empty_page, report_page
@@ -48,7 +48,7 @@ def figures_of(spark: SparkSession, *journals: Journal) -> Figures:
 
 
 class Outline(HTMLParser):
-    """Fails on a tag that is not closed where it should be; gathers the text and what would be fetched."""
+    """Fails on unbalanced tags; collects the text and the URLs that a browser would load."""
 
     VOID = ("meta", "br", "path", "rect")
 
@@ -89,7 +89,7 @@ def two_attempts() -> Journal:
     return journal
 
 
-def test_a_job_waits_from_ready_or_due_to_claimed_and_runs_as_long_as_was_measured(spark: SparkSession) -> None:
+def test_wait_is_from_ready_or_due_to_claimed_and_run_time_is_as_measured(spark: SparkSession) -> None:
     figures = figures_of(spark, two_attempts())
     assert figures.times == Times((500_000, 2 * SECOND, 2 * SECOND), (SECOND, 4 * SECOND, 4 * SECOND))
     slowest = [(one.attempt, one.verb, one.wait_us, one.run_us) for one in figures.slowest]
@@ -97,7 +97,7 @@ def test_a_job_waits_from_ready_or_due_to_claimed_and_runs_as_long_as_was_measur
     assert [(cause.verb, cause.count, cause.examples) for cause in figures.causes] == [("retried", 1, ["a"])]
 
 
-def test_running_jobs_are_counted_over_the_buckets_that_they_run_in(spark: SparkSession) -> None:
+def test_running_jobs_are_counted_in_the_buckets_in_which_they_run(spark: SparkSession) -> None:
     figures = figures_of(spark, two_attempts())
     span = figures.span
     assert (span.step_us, figures.peak) == (100_000, 1)
@@ -106,7 +106,7 @@ def test_running_jobs_are_counted_over_the_buckets_that_they_run_in(spark: Spark
     assert sum(figures.running["q"]) == pytest.approx(50)
 
 
-def test_jobs_that_are_settled_together_ran_one_after_the_other(spark: SparkSession) -> None:
+def test_jobs_settled_together_count_as_run_one_after_the_other(spark: SparkSession) -> None:
     journal = Journal("q")
     ids = "abcde"
     journal.note(0, *(event("enqueued", job) for job in ids))
@@ -117,7 +117,7 @@ def test_jobs_that_are_settled_together_ran_one_after_the_other(spark: SparkSess
     assert figures.running["q"][:20] == [0] * 10 + [1] * 10
 
 
-def test_what_never_ended_runs_to_the_end_and_what_was_handed_back_not_at_all(spark: SparkSession) -> None:
+def test_an_unfinished_job_runs_to_the_end_and_an_unstarted_returned_one_does_not_run(spark: SparkSession) -> None:
     journal = Journal("q")
     journal.note(0, event("enqueued", "a"), event("enqueued", "b"))
     journal.note(SECOND, event("claimed", "a", fence=1, attempt=1), event("claimed", "b", fence=1, attempt=1))
@@ -129,7 +129,7 @@ def test_what_never_ended_runs_to_the_end_and_what_was_handed_back_not_at_all(sp
     assert figures.slowest == []
 
 
-def test_one_that_stalled_without_a_measure_ran_from_its_claim(spark: SparkSession) -> None:
+def test_a_stalled_job_without_a_run_time_ran_from_its_claim(spark: SparkSession) -> None:
     journal = Journal("q")
     journal.note(0, event("enqueued", "a"))
     journal.note(SECOND, event("claimed", "a", fence=1, attempt=1))
@@ -139,8 +139,8 @@ def test_one_that_stalled_without_a_measure_ran_from_its_claim(spark: SparkSessi
     assert [(cause.verb, cause.cause, cause.count) for cause in figures.causes] == [("stalled", "signal-9", 1)]
 
 
-def test_one_that_was_never_run_again_is_an_example_of_its_cause(spark: SparkSession) -> None:
-    """It stalled too often: the claim that finds that buries it, and nothing was measured."""
+def test_a_job_buried_by_a_claim_is_an_example_of_its_cause(spark: SparkSession) -> None:
+    """It stalled too often: the claim buries it without an attempt."""
     journal = Journal("q")
     journal.note(0, event("enqueued", "a"))
     died = event("dead", "a", fence=1, cause="StallError", fail_job=False)
@@ -149,7 +149,7 @@ def test_one_that_was_never_run_again_is_an_example_of_its_cause(spark: SparkSes
     assert [(one.verb, one.cause, one.examples) for one in figures.causes] == [("dead", "StallError", ["a"])]
 
 
-def test_failures_are_grouped_by_the_name_of_the_exception(spark: SparkSession) -> None:
+def test_failures_are_grouped_by_exception(spark: SparkSession) -> None:
     """A real run: one queue raises ValueError twice per job, the other an exception of its own."""
     with running() as forq:
         forq.create("bad", "fail", max_retries=1, min_backoff="10ms", max_backoff="10ms")
@@ -171,16 +171,16 @@ def test_failures_are_grouped_by_the_name_of_the_exception(spark: SparkSession) 
     assert [set(cause.examples) <= {"v1", "v2", "v3"} for cause in figures.causes] == [True, True, False]
     assert set(figures.causes[2].examples) == {"s1", "s2"}
     text = Outline(report_page("t", "", figures)).text
-    assert re.search(r"failed, tried againValueError31v\d, v\d", text)
-    assert re.search(r"failed for goodStrange21s\d, s\d", text)
+    assert re.search(r"failed, retriedValueError31v\d, v\d", text)
+    assert re.search(r"deadStrange21s\d, s\d", text)
 
 
-def test_what_was_released_ended_well_and_ran_until_it_was_confirmed(spark: SparkSession) -> None:
+def test_a_released_job_is_a_success_and_ran_until_it_was_acknowledged(spark: SparkSession) -> None:
     journal = Journal("q")
     journal.note(0, event("enqueued", "a"), event("enqueued", "b"))
     journal.note(SECOND, event("claimed", "a", fence=1, attempt=1))
     journal.note(4 * SECOND, event("released", "a", fence=1, micros=2 * SECOND))
-    # Nobody awaits it: it is tried in one step.
+    # Without an awaiter it is claimed and retried in one step.
     journal.note(5 * SECOND, event("claimed", "b", fence=2, attempt=1), event("retried", "b", fence=2, cause="-"))
     figures = figures_of(spark, journal)
     assert (sum(figures.done["q"]), figures.total("released"), figures.peak) == (1, 1, 1)
@@ -188,11 +188,11 @@ def test_what_was_released_ended_well_and_ran_until_it_was_confirmed(spark: Spar
     assert sum(ended for ended, _ in figures.cells.values()) == 2
     text = Outline(report_page("t", "", figures)).text
     assert "jobs done or released1" in text
-    assert "ended well100 %" in text
-    assert f"failed, tried again{MISSING}11b" in text
+    assert "success rate100%" in text
+    assert f"failed, retried{MISSING}11b" in text
 
 
-def test_one_that_was_claimed_before_the_report_begins_counts_from_there(spark: SparkSession) -> None:
+def test_an_attempt_claimed_before_the_period_is_counted_without_its_wait(spark: SparkSession) -> None:
     events = frame(spark, two_attempts())
     figures = read_figures(spark, events, BEGIN_US + 7 * SECOND, None)
     assert figures is not None
@@ -203,7 +203,7 @@ def test_one_that_was_claimed_before_the_report_begins_counts_from_there(spark: 
     assert (figures.total("enqueued"), figures.total("retried")) == (1, 0)
 
 
-def test_the_figures_of_a_day_are_those_that_plain_counting_gives(spark: SparkSession) -> None:
+def test_the_figures_of_a_day_match_plain_counts(spark: SparkSession) -> None:
     journals = [
         simulated("emails", Traffic(0.02, 900, 2, failing=0.1), 24 * 3600),
         simulated("thumbs", Traffic(0.01, 9000, 1, failing=0.4, crashing=0.05, hanging=0.02), 24 * 3600),
@@ -222,7 +222,7 @@ def test_the_figures_of_a_day_are_those_that_plain_counting_gives(spark: SparkSe
     assert seconds == pytest.approx(sum(queue.busy_us for queue in figures.queues) / SECOND, rel=0.02)
 
 
-def test_of_many_queues_the_busiest_have_names_and_all_are_counted(spark: SparkSession) -> None:
+def test_the_busiest_of_many_queues_are_named_and_all_are_counted(spark: SparkSession) -> None:
     journals = []
     for number in range(40):
         journal = Journal(f"q{number:02}")
@@ -232,14 +232,14 @@ def test_of_many_queues_the_busiest_have_names_and_all_are_counted(spark: SparkS
             journal.note(job * SECOND + 99, event("done", f"{number}-{job}", fence=job + 1, micros=90))
         journals.append(journal)
     figures = figures_of(spark, *journals)
-    assert figures.names == [*(f"q{number}" for number in range(39, 39 - BUSIEST, -1)), OTHERS]
+    assert figures.names == [*(f"q{number}" for number in range(39, 39 - MAX_NAMED_QUEUES, -1)), OTHERS]
     assert len(figures.queues) == 40
-    assert sum(figures.done[OTHERS]) == sum(number + 1 for number in range(40 - BUSIEST))
+    assert sum(figures.done[OTHERS]) == sum(number + 1 for number in range(40 - MAX_NAMED_QUEUES))
     Outline(report_page("t", "", figures))
 
 
 def labels_shown(axis: str, width_px: int) -> list[tuple[float, float]]:
-    """From where to where the labels reach that an axis of this width shows, in px; about 0.58 em per character."""
+    """Left and right edge, in px, of the labels that an axis of this width shows; about 0.58 em per character."""
     found = []
     for kind, place, text in re.findall(r'<span(?: class="(\w+)")? style="left:([\d.]+)%">([^<]*)</span>', axis):
         if not kind.startswith("w") or width_px >= int(kind[1:]):
@@ -249,7 +249,7 @@ def labels_shown(axis: str, width_px: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("length_us", [SECOND // 2, MINUTE, HOUR, DAY, 40 * DAY])
-def test_labels_of_an_axis_do_not_touch_each_other_at_any_width(spark: SparkSession, length_us: int) -> None:
+def test_labels_of_an_axis_do_not_overlap_at_any_width(spark: SparkSession, length_us: int) -> None:
     journal = Journal("q")
     for number in range(11):
         at = number * length_us // 10
@@ -266,14 +266,14 @@ def test_labels_of_an_axis_do_not_touch_each_other_at_any_width(spark: SparkSess
             assert all(left[1] < right[0] for left, right in pairwise(shown)), (width_px, shown)
 
 
-def test_a_chart_of_running_jobs_is_called_that(spark: SparkSession) -> None:
-    """Capacity is counted in units, of which a job takes as many as its queue's size: the journal has no sizes."""
+def test_the_chart_of_running_jobs_does_not_claim_to_show_capacity(spark: SparkSession) -> None:
+    """A running job holds as many capacity units as the size of its queue, and the journal has no sizes."""
     text = Outline(report_page("t", "", figures_of(spark, two_attempts()))).text
-    assert "Running jobsJobs that ran at the same time, on average; at most 1 at once." in text
+    assert "Running jobsAverage number of jobs running at the same time. Peak of all queues: 1." in text
     assert "Capacity" not in text
 
 
-def test_nothing_that_users_chose_becomes_markup(spark: SparkSession) -> None:
+def test_user_chosen_text_is_escaped(spark: SparkSession) -> None:
     journal = Journal(NASTY)
     journal.note(0, event("enqueued", NASTY))
     journal.note(SECOND, event("claimed", NASTY, fence=1, attempt=1))
@@ -287,19 +287,19 @@ def test_nothing_that_users_chose_becomes_markup(spark: SparkSession) -> None:
     assert outline.tags.count("script") == 1
 
 
-def test_the_page_fetches_nothing(spark: SparkSession) -> None:
+def test_the_page_loads_nothing_from_the_network(spark: SparkSession) -> None:
     page = report_page("t", "", figures_of(spark, two_attempts()))
     assert Outline(page).fetched == []
     assert not re.search(r"https?://|@import|url\(", page)
 
 
-def test_a_history_without_events_gives_a_page_that_says_so(spark: SparkSession) -> None:
+def test_the_page_of_an_empty_history_says_so(spark: SparkSession) -> None:
     assert read_figures(spark, spark.createDataFrame([], EVENTS), None, None) is None
-    assert "nothing happened" in Outline(empty_page("t", "")).text
+    assert "No events in this period." in Outline(empty_page("t", "")).text
 
 
 @pytest.mark.parametrize("length_us", [1, SECOND, MINUTE, HOUR, DAY, 40 * DAY, 366 * DAY, 100 * 366 * DAY])
-def test_buckets_and_cells_cover_the_span_and_are_few(length_us: int) -> None:
+def test_buckets_and_cells_cover_the_span_within_their_limits(length_us: int) -> None:
     span = Span(BEGIN_US + 12_345_678, BEGIN_US + 12_345_678 + length_us)
     edges = [span.edges(bucket) for bucket in range(span.buckets)]
     assert edges[0][0] == span.from_us
@@ -307,39 +307,41 @@ def test_buckets_and_cells_cover_the_span_and_are_few(length_us: int) -> None:
     assert all(before[1] == after[0] for before, after in pairwise(edges))
     assert len(edges) <= MAX_BUCKETS
     assert len(span.ticks()) <= 10
-    heat = heat_of(span)
+    heat = heat_grid_of(span)
     assert len(heat.rows(span)) <= 37
     assert heat.columns <= 60
 
 
-def test_times_are_dates_with_or_without_a_zone_or_a_while_ago() -> None:
+def test_a_time_is_a_date_with_or_without_a_zone_or_an_age() -> None:
     now = BEGIN_US + DAY
-    assert parse_moment("2026-11-09", "--since", now) == BEGIN_US
-    assert parse_moment("2026-11-09T01:00+01:00", "--since", now) == BEGIN_US
-    assert parse_moment("24h", "--since", now) == BEGIN_US
+    assert parse_time("2026-11-09", "--since", now) == BEGIN_US
+    assert parse_time("2026-11-09T01:00+01:00", "--since", now) == BEGIN_US
+    assert parse_time("24h", "--since", now) == BEGIN_US
     with pytest.raises(UsageError, match="--since 'yesterday' is not allowed: 2026-11-16, "):
-        parse_moment("yesterday", "--since", now)
+        parse_time("yesterday", "--since", now)
 
 
 def arguments(history: Path, *given: str) -> Namespace:
     parser = ArgumentParser()
-    page.add_arguments(parser)
+    run.add_arguments(parser)
     return parser.parse_args(given, Namespace(history=str(history)))
 
 
-def test_the_command_writes_a_page_of_a_history_and_replaces_the_old_one(
+def test_the_command_writes_the_page_and_replaces_the_old_one(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     History(spark, str(tmp_path / "history")).publish(0, frame(spark, two_attempts()))
     out = tmp_path / "page.html"
     out.write_text("old")
-    assert page.run(arguments(tmp_path / "history", "--out", str(out), "--title", "A & B")) == 0
+    assert run.run(arguments(tmp_path / "history", "--out", str(out), "--title", "A & B")) == 0
     assert "A & B" in Outline(out.read_text()).text
     assert capsys.readouterr().out == f"{out}: 7 events\n"
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
-    assert page.run(arguments(tmp_path / "history", "--out", str(out), "--since", "2027-01-01")) == 0
-    assert "nothing happened" in out.read_text()
-    with pytest.raises(UsageError, match=r"there is no history in .*/none: `forq pipeline ingest` makes one"):
-        page.run(arguments(tmp_path / "none", "--out", str(out)))
+    assert run.run(arguments(tmp_path / "history", "--out", str(out), "--since", "2027-01-01")) == 0
+    assert "No events in this period." in out.read_text()
+    with pytest.raises(
+        UsageError, match=r"there is no history in .*/none: give --history, or run `forq pipeline ingest`"
+    ):
+        run.run(arguments(tmp_path / "none", "--out", str(out)))
     with pytest.raises(UsageError, match="is not before --until"):
-        page.run(arguments(tmp_path / "history", "--since", "2027-01-01", "--until", "2026-01-01"))
+        run.run(arguments(tmp_path / "history", "--since", "2027-01-01", "--until", "2026-01-01"))

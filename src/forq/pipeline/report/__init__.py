@@ -1,1 +1,1 @@
-"""The report: one HTML page about a history."""
+"""The report: one HTML page about the events of a history."""

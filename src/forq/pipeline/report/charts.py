@@ -1,7 +1,7 @@
-"""Charts as SVG that stretches to its place, with its labels as HTML beside it, so that text keeps its size.
+"""Draws charts as SVG. The SVG stretches to its container; labels are HTML beside it, so that text keeps its size.
 
-Shapes are drawn in a box of 1000 by 1000. What a tooltip says lies in the attribute `data-tips` of the plot, one list
-of lines per column; report.js shows it. Nothing here knows what the numbers mean.
+Shapes are drawn in a box of 1000 by 1000. Tooltips are in the attributes `data-tips` and `data-grid` of the plot;
+report.js shows them.
 """
 
 import json
@@ -15,10 +15,10 @@ BOX = 1000
 
 Value = float | None
 
-# A character of a label is at most this wide (report.css: 11.5 px), and labels have this between them.
+# Maximum width of a character of a label (report.css: 11.5 px), and the gap between labels.
 CHARACTER_PX = 7
 GAP_PX = 8
-# report.css leaves out labels of a class wN in places that are narrower than N px; these are the N.
+# report.css hides labels of class wN in axes narrower than N px. These are the values of N.
 _WIDTHS = range(100, 1250, 50)
 
 # Round times in microseconds: 1 µs to 100 ms, 1 s, 10 s, 1 min, 10 min, 1 h, 10 h, 1 d, 10 d, 100 d and 1,000 d.
@@ -27,7 +27,7 @@ _ROUND_TIMES = (*(10**power for power in range(8)), 6e7, 6e8, 3.6e9, 3.6e10, 8.6
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Where a value stands on the time axis, and what a tooltip calls it."""
+    """Begin and end (0 to 1) of a bucket on the time axis, and its label in tooltips."""
 
     begin: float
     end: float
@@ -40,7 +40,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line or an area. `tone` is a class of report.css; `text` turns its values into words."""
+    """A line or an area. `tone` is a class of report.css; `text` formats a value."""
 
     name: str
     tone: str
@@ -52,7 +52,7 @@ Ticks = Sequence[tuple[float, str]]
 
 
 def stacked_areas(columns: Sequence[Column], areas: Sequence[Series], lines: Sequence[Series], x: Ticks) -> str:
-    """Areas on top of each other, the first at the bottom; lines over them on the same scale."""
+    """Stacked areas, the first at the bottom, with lines on the same scale."""
     sums = [sum(area.values[at] or 0 for area in areas) for at in range(len(columns))]
     highest = max([*sums, *(value or 0 for line in lines for value in line.values)], default=0)
     top, y = _linear_ticks(highest, (areas or lines)[0].text)
@@ -64,14 +64,13 @@ def stacked_areas(columns: Sequence[Column], areas: Sequence[Series], lines: Seq
             shapes.append(f'<path class="area {area.tone}" d="{_band(columns, below, above, top)}"/>')
         below = above
     shapes += [_line(columns, line, lambda value: value / top) for line in lines]
-    told = [*reversed(areas), *lines]
-    return _plot(shapes, x, y, _tips(columns, told, leave_out_zero=len(areas) > 4))
+    return _plot(shapes, x, y, _tips(columns, [*reversed(areas), *lines], leave_out_zero=len(areas) > 4))
 
 
 def log_lines(
     columns: Sequence[Column], lines: Sequence[Series], x: Ticks, bounds: tuple[float, float], labels: int = 6
 ) -> str:
-    """Lines of times on a logarithmic scale around these bounds."""
+    """Lines of times on a logarithmic scale that includes these bounds."""
     marks = _round_times(bounds)
     place = _log_place(marks)
     y = [(place(mark), lines[0].text(mark)) for mark in _at_most(marks, labels)]
@@ -80,7 +79,7 @@ def log_lines(
 
 
 def range_bars(rows: Sequence[tuple[str, str, Sequence[Value]]], text: Callable[[float], str]) -> str:
-    """Per row (label, tone, three times) a bar from its first to its last value, on a common logarithmic scale."""
+    """One bar per row (label, tone, three times) from its first to its last value, on a common logarithmic scale."""
     known = [value for _, _, values in rows for value in values if value is not None]
     marks = _round_times((min(known, default=1), max(known, default=1)))
     place = _log_place(marks)
@@ -93,10 +92,10 @@ def range_bars(rows: Sequence[tuple[str, str, Sequence[Value]]], text: Callable[
         )
         ends = [100 * place(value) for value in values if value is not None]
         bar = f'<i class="bar" style="left:{ends[0]:.2f}%;width:{ends[-1] - ends[0]:.2f}%"></i>' if ends else ""
-        said = " · ".join("\u2013" if value is None else escape(text(value)) for value in values)
+        numbers = " · ".join("\u2013" if value is None else escape(text(value)) for value in values)
         lines.append(
             f'<div class="range {tone}"><b title="{escape(label)}">{escape(label)}</b>'
-            f'<span class="track">{bar}{dots}</span><small>{said}</small></div>'
+            f'<span class="track">{bar}{dots}</span><small>{numbers}</small></div>'
         )
     ticks = [(place(mark), text(mark)) for mark in _at_most(marks, 7)]
     axis = f'<div class="range axis"><b></b><span class="track">{_x_labels(ticks)}</span><small></small></div>'
@@ -104,7 +103,7 @@ def range_bars(rows: Sequence[tuple[str, str, Sequence[Value]]], text: Callable[
 
 
 def heat_cells(rows: Sequence[str], columns: Sequence[str], values: dict[tuple[int, int], tuple[float, str]]) -> str:
-    """A cell per (row, column) in seven shades, not quite in proportion, since a few cells are far above the others."""
+    """One cell per (row, column) in seven shades. The scale is not linear: a few cells are far above the others."""
     highest = max((value for value, _ in values.values()), default=0) or 1
     width, height = BOX / len(columns), BOX / len(rows)
     cells = [
@@ -127,7 +126,7 @@ def heat_cells(rows: Sequence[str], columns: Sequence[str], values: dict[tuple[i
 
 
 def _round_times(bounds: tuple[float, float]) -> Sequence[float]:
-    """From the one below the bounds to the one above, two at least."""
+    """The round times around the bounds, at least two."""
     low = max(at for at, mark in enumerate(_ROUND_TIMES) if mark <= max(1, bounds[0]))
     high = next((at for at, mark in enumerate(_ROUND_TIMES) if mark >= bounds[1]), len(_ROUND_TIMES) - 1)
     low = min(low, len(_ROUND_TIMES) - 2)
@@ -140,7 +139,7 @@ def _log_place(marks: Sequence[float]) -> Callable[[float], float]:
 
 
 def _linear_ticks(highest: float, text: Callable[[float], str]) -> tuple[float, Ticks]:
-    """The top of the scale, and labels at round numbers."""
+    """The top of the scale, and its ticks at round numbers."""
     if highest <= 0:
         return 1.0, [(0.0, text(0.0))]
     size = 10.0 ** math.floor(math.log10(highest))
@@ -160,14 +159,14 @@ def _band(columns: Sequence[Column], low: Sequence[float], high: Sequence[float]
 
 
 def _points(columns: Sequence[Column], shares: Sequence[float]) -> list[str]:
-    """Through the middle of each column, and flat to both ends."""
+    """Points through the middle of each column, with flat ends."""
     x = [columns[0].begin, *(column.middle for column in columns), columns[-1].end]
     y = [shares[0], *shares, shares[-1]]
     return [f"{BOX * across:.1f} {BOX * (1 - up):.1f}" for across, up in zip(x, y, strict=True)]
 
 
 def _line(columns: Sequence[Column], line: Series, place: Callable[[float], float]) -> str:
-    """Where a value is missing, the line has a gap; a value between two gaps is a dot."""
+    """A missing value is a gap in the line; a value between two gaps is a dot."""
     steps, drawing = [], False
     for column, value in zip(columns, line.values, strict=True):
         if value is None:
@@ -182,10 +181,10 @@ def _line(columns: Sequence[Column], line: Series, place: Callable[[float], floa
 def _tips(columns: Sequence[Column], series: Sequence[Series], *, leave_out_zero: bool) -> str:
     tips = []
     for at, column in enumerate(columns):
-        told = [(one.name, one.tone, one.values[at], one.text) for one in series]
+        values = [(one.name, one.tone, one.values[at], one.text) for one in series]
         lines = [
             [name, tone, text(value)]
-            for name, tone, value, text in told
+            for name, tone, value, text in values
             if value is not None and (value or not leave_out_zero)
         ]
         tips.append([round(column.end, 5), column.label, lines])
@@ -206,7 +205,7 @@ def _svg(shapes: Sequence[str]) -> str:
 
 
 def _x_labels(ticks: Ticks) -> str:
-    """Every label, every second, every fourth …: as many as the place has room for."""
+    """Labels of an axis. Classes hide every second, then every fourth … label in narrow axes."""
     kinds = [""] * len(ticks)
     every = 1
     while every < len(ticks):
@@ -222,7 +221,7 @@ def _x_labels(ticks: Ticks) -> str:
 
 
 def _needed_px(ticks: Ticks) -> float:
-    """How wide a place has to be, so that none of these labels touches the next one."""
+    """Width of an axis at which none of these labels touches the next one."""
     return max(
         (((len(left) + len(right)) / 2 * CHARACTER_PX + GAP_PX) / (there - here))
         for (here, left), (there, right) in pairwise(ticks)

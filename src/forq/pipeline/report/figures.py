@@ -1,10 +1,8 @@
-"""The time that a report covers, cut into buckets for its charts and into cells for its heat map. All of it in UTC.
+"""Reads the figures of a report with Spark SQL. The result has the size of the charts, not of the history.
 
-The numbers of a report: Spark SQL over event rows. What comes back is as large as the charts, not as the history.
-
-1. `attempts`: one row per claim, with what it waited for, how it ended and how long it ran. Kept while the report is
-   made, since most figures are aggregations of it.
-2. A figure per chart, by bucket of time and by queue: the busiest by name, the rest together as OTHERS.
+1. `Span` and `HeatGrid` divide the report's period into buckets for charts and cells for the heat map, in UTC.
+2. `attempts` has one row per claim, with wait, outcome and run time. It is cached: most figures aggregate it.
+3. `Figures` has one series per chart, by time bucket and queue. The busiest queues have names, the others are OTHERS.
 """
 
 from collections import defaultdict
@@ -38,7 +36,7 @@ _STEPS = (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From the first to the last event, in microseconds; `to_us` itself is no part of it."""
+    """The period of a report, in microseconds, without `to_us` itself."""
 
     from_us: int
     to_us: int
@@ -54,7 +52,7 @@ class Span:
 
     @property
     def origin_us(self) -> int:
-        """Where bucket 0 begins: at or before `from_us`."""
+        """Begin of bucket 0, at or before `from_us`."""
         return self.from_us - self.from_us % self.step_us
 
     @property
@@ -62,25 +60,25 @@ class Span:
         return (self.to_us - 1 - self.origin_us) // self.step_us + 1
 
     def edges(self, bucket: int) -> tuple[int, int]:
-        """What of the span lies in this bucket."""
+        """Begin and end of a bucket within the span."""
         begin = self.origin_us + bucket * self.step_us
         return max(begin, self.from_us), min(begin + self.step_us, self.to_us)
 
     def seconds_in(self, bucket: int) -> float:
-        """What a bucket's count is divided by. The first and the last may be slivers, whose rates would be noise."""
+        """Length of a bucket for rates. Short first and last buckets count as half a step, to avoid noise."""
         begin, end = self.edges(bucket)
         return max(end - begin, self.step_us // 2) / SECOND
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Where on a time axis (0 to 1) which label stands."""
+        """Positions (0 to 1) and labels of the time axis."""
         step = _least_step(self.length_us, MAX_TICKS)
         first = -(-self.from_us // step) * step
         return [((at - self.from_us) / self.length_us, tick_label(at, step)) for at in range(first, self.to_us, step)]
 
 
 @dataclass(frozen=True, slots=True)
-class Heat:
-    """The heat map: rows of `row_us`, each of cells of `cell_us`; or, of long spans, a weekday per row."""
+class HeatGrid:
+    """The heat map: rows of `row_us` with cells of `cell_us`. Long spans have one row per weekday."""
 
     row_us: int
     cell_us: int
@@ -91,21 +89,21 @@ class Heat:
         return self.row_us // self.cell_us
 
     def rows(self, span: Span) -> list[tuple[int, str]]:
-        """Each row's number, as figures count them, and its label."""
+        """Number and label of each row."""
         if self.by_weekday:
             return list(enumerate(("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")))
         first, last = span.from_us // self.row_us, (span.to_us - 1) // self.row_us
         form = "%a %d %b" if self.row_us == DAY else "%d %b %H:%M"
-        return [(row, moment(row * self.row_us).strftime(form)) for row in range(first, last + 1)]
+        return [(row, to_datetime(row * self.row_us).strftime(form)) for row in range(first, last + 1)]
 
     def times(self, span: Span) -> Iterator[tuple[int, int]]:
-        """How often each (row, cell) of a weekday occurs in the span is the number of times it is yielded here."""
+        """Yields (row, cell) once for each hour of the span."""
         for hour in range(span.from_us // HOUR, (span.to_us - 1) // HOUR + 1):
             # Day 0 of the epoch was a Thursday.
             yield (hour // 24 + 3) % 7, hour % 24
 
 
-def heat_of(span: Span) -> Heat:
+def heat_grid_of(span: Span) -> HeatGrid:
     for longest, row_us, cell_us in (
         (12 * MINUTE, MINUTE, SECOND),
         (12 * HOUR, HOUR, MINUTE),
@@ -113,16 +111,16 @@ def heat_of(span: Span) -> Heat:
         (35 * DAY, DAY, HOUR),
     ):
         if span.length_us <= longest:
-            return Heat(row_us, cell_us, by_weekday=False)
-    return Heat(DAY, HOUR, by_weekday=True)
+            return HeatGrid(row_us, cell_us, by_weekday=False)
+    return HeatGrid(DAY, HOUR, by_weekday=True)
 
 
-def moment(micros: int) -> datetime:
+def to_datetime(micros: int) -> datetime:
     return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=micros)
 
 
 def tick_label(at_us: int, step_us: int) -> str:
-    at = moment(at_us)
+    at = to_datetime(at_us)
     if step_us >= 28 * DAY:
         return at.strftime("%b %Y")
     if step_us >= DAY or at_us % DAY == 0:
@@ -132,8 +130,8 @@ def tick_label(at_us: int, step_us: int) -> str:
     return at.strftime("%H:%M:%S" if step_us < MINUTE else "%H:%M")
 
 
-def parse_moment(text: str, option: str, now_us: int) -> int:
-    """A date, a time (UTC unless it has a zone), or a duration before now."""
+def parse_time(text: str, option: str, now_us: int) -> int:
+    """Parses a date, a time (UTC unless it has a zone), or an age."""
     try:
         return now_us - round(parse_duration(text) * SECOND)
     except UsageError:
@@ -141,36 +139,36 @@ def parse_moment(text: str, option: str, now_us: int) -> int:
     try:
         given = datetime.fromisoformat(text)
     except ValueError as exc:
-        allowed = "2026-11-16, 2026-11-16T08:00, 2026-11-16T08:00+01:00, or a time ago such as 24h or 7d"
+        allowed = "2026-11-16, 2026-11-16T08:00, 2026-11-16T08:00+01:00, or an age such as 24h or 7d"
         raise UsageError(f"{option} {shown(text)} is not allowed: {allowed}") from exc
     at = given if given.tzinfo else given.replace(tzinfo=UTC)
-    return (at - moment(0)) // timedelta(microseconds=1)
+    return (at - to_datetime(0)) // timedelta(microseconds=1)
 
 
 def _least_step(length_us: int, most: int) -> int:
-    # One less than `most`: a span that begins and ends between steps touches one more.
+    # `most` - 1: a span that begins and ends within steps touches one more.
     for step in _STEPS:
         if length_us <= step * (most - 1):
             return step
     return -(-length_us // (most - 1) // DAY) * DAY
 
 
-BUSIEST = 12
+MAX_NAMED_QUEUES = 12
 MAX_QUEUES_LISTED = 250
-# No queue can be called so.
+# Not a valid queue name.
 OTHERS = "(others)"
 _ALL = ""
 
 Percentiles = tuple[int | None, int | None, int | None]
-NONE: Percentiles = (None, None, None)
+NO_PERCENTILES: Percentiles = (None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """p50, p90 and p99 in microseconds: from ready to claimed, and of the handler."""
+    """p50, p90 and p99 in microseconds, of waits (ready to claimed) and run times (of handlers)."""
 
-    wait: Percentiles = NONE
-    run: Percentiles = NONE
+    wait: Percentiles = NO_PERCENTILES
+    run: Percentiles = NO_PERCENTILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +203,10 @@ class Attempt:
 
 @dataclass(slots=True)
 class Figures:
-    """Series have one value per bucket, by the queue's name."""
+    """Series have one value per bucket; dictionaries are by queue name."""
 
     span: Span
-    heat: Heat
+    heat: HeatGrid
     events: int
     names: list[str]
     queues: list[QueueFigures]
@@ -219,7 +217,7 @@ class Figures:
     times_over_time: list[Times] = field(default_factory=list)
     times_by_queue: dict[str, list[Times]] = field(default_factory=dict)
     running: dict[str, list[float]] = field(default_factory=dict)
-    cells: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # finished, of which failed
+    cells: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # attempts, failed ones
     causes: list[Cause] = field(default_factory=list)
     slowest: list[Attempt] = field(default_factory=list)
     dead: list[Attempt] = field(default_factory=list)
@@ -232,7 +230,7 @@ _VIEWS = ("report_attempts", "report_ended", "report_steps", "report_events")
 
 
 def read_figures(spark: SparkSession, events: DataFrame, since_us: int | None, until_us: int | None) -> Figures | None:
-    """Everything a report shows about [since, until); None if nothing happened then."""
+    """The figures of [since, until); None if it has no events."""
     if since_us is not None:
         events = events.where(F.col("time") >= F.timestamp_micros(F.lit(since_us)))
     if until_us is not None:
@@ -246,26 +244,26 @@ def read_figures(spark: SparkSession, events: DataFrame, since_us: int | None, u
     if not rows:
         return None
     span = Span(min(row.first_us for row in rows), max(row.last_us for row in rows) + 1)
-    return _Reading(spark, events, span, rows).figures()
+    return _FiguresReader(spark, events, span, rows).figures()
 
 
-class _Reading:
+class _FiguresReader:
     def __init__(self, spark: SparkSession, events: DataFrame, span: Span, counted: list[Row]) -> None:
         self._spark = spark
         self._span = span
-        self._heat = heat_of(span)
+        self._heat = heat_grid_of(span)
         self._verbs: dict[str, dict[str, int]] = defaultdict(dict)
         for row in counted:
             self._verbs[row.queue][row.verb] = row["count"]
         by_size = sorted(self._verbs, key=lambda name: (-_size(self._verbs[name]), name))
         self._by_size = by_size
-        # One more by name rather than one alone as the others.
-        self._named = by_size if len(by_size) <= BUSIEST + 1 else by_size[:BUSIEST]
+        # A single remaining queue is named, too.
+        self._named = by_size if len(by_size) <= MAX_NAMED_QUEUES + 1 else by_size[:MAX_NAMED_QUEUES]
         self._names = self._named if len(self._named) == len(by_size) else [*self._named, OTHERS]
         self._events = self._with_name(events)
 
     def figures(self) -> Figures:
-        # Views of their own, since dropping a view (which `sql(…, name=frame)` does) forgets what was persisted.
+        # Named views: `sql(…, name=frame)` drops its view, and with it the cached data.
         attempts = None
         try:
             self._events.createOrReplaceTempView("report_events")
@@ -330,7 +328,7 @@ class _Reading:
             figures.done[row.name][row.bucket] = row.done
 
     def _running(self) -> tuple[dict[str, int], dict[str, list[float]]]:
-        """The most at once (by name, and of all), and the average per bucket (by name)."""
+        """Peaks (by name, and of all queues), and averages per bucket (by name)."""
         changes: dict[str, dict[int, Row]] = defaultdict(dict)
         span = self._span
         for row in self._sql(sql.RUNNING).collect():
@@ -365,14 +363,14 @@ class _Reading:
         return rows.withColumn("name", named)
 
     def _sql(self, text: str) -> DataFrame:
-        """`text` with the numbers of the span in place of their names."""
+        """Runs `text` with the numbers of the span filled in."""
         span = self._span
         numbers = {"from_us": span.from_us, "to_us": span.to_us, "origin_us": span.origin_us, "step_us": span.step_us}
         return self._spark.sql(text.format(**numbers))
 
 
 def _size(verbs: dict[str, int]) -> int:
-    """How busy a queue was: what ended there, then what came in."""
+    """Sort key for the busiest queues: ended attempts, then enqueued jobs."""
     ends = sum(verbs.get(verb, 0) for verb in (*ENDED_WELL, *FAILED))
     return 1_000_000 * ends + verbs.get("enqueued", 0)
 
@@ -380,4 +378,4 @@ def _size(verbs: dict[str, int]) -> int:
 def _times(row: Row | None) -> Times:
     if row is None:
         return Times()
-    return Times(tuple(row.wait) if row.wait else NONE, tuple(row.run) if row.run else NONE)
+    return Times(tuple(row.wait) if row.wait else NO_PERCENTILES, tuple(row.run) if row.run else NO_PERCENTILES)

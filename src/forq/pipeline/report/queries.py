@@ -1,6 +1,6 @@
-"""The queries of a report, over the views that report_figures.py makes. {from_us} and the like are numbers of the span.
+"""The SQL queries of a report, over the views that figures.py creates. {from_us} and the like are numbers of the span.
 
-Events → steps (with what is before and after) → ended (an attempt per row) → attempts (with how long it ran).
+events → steps (with the previous and the next event) → ended (one row per attempt) → attempts (with run times)
 """
 
 from forq.pipeline import verbs
@@ -12,9 +12,9 @@ MAX_JOBS_LISTED = 15
 AFTER_CLAIM = quoted(*verbs.AFTER_CLAIM)
 ENDED_WELL, FAILED = quoted(*verbs.ENDED_WELL), quoted(*verbs.FAILED)
 
-# A job is ready from the verb that made it so, or from when it is due. `promoted` counts only if what was before it
-# lies before the report's time. What a worker settles in one entry it has run one after the other: `until_us` is when
-# a run ended if those behind it followed without a pause.
+# `ready_us`: time of the event that made the job ready, or its due time. `promoted` counts only if the event before it
+# is not in the report's period. A worker runs the jobs that it settles in one entry one after the other: `until_us` is
+# the end of a run, assuming that the later ones followed without a pause.
 STEPS = f"""
 select queue, epoch, verb, us, until_us, job, fence, attempt,
   lead(verb) over life as next_verb, lead(us) over life as next_us, lead(until_us) over life as next_until_us,
@@ -40,7 +40,7 @@ window life as (partition by queue, epoch, job order by sequence, position),
   )
 """
 
-# An end without a claim: that one lies before the report's time.
+# The second part: attempts that were claimed before the report's period.
 ENDED = f"""
 select queue, epoch, job, attempt, fence, us as claimed_us, greatest(0, us - ready_us) as wait_us,
   next_verb as verb, next_us as ended_us, next_until_us as until_us, next_micros as micros, next_cause as cause
@@ -85,9 +85,9 @@ select name, div(unix_micros(time) - {{origin_us}}, {{step_us}}) as bucket,
 from report_events where verb in ('enqueued', {ENDED_WELL}) group by name, bucket
 """
 
-# `net` is by how many more run at the end of the bucket than at its beginning, `area` what those that began or ended
-# in it add to its running time, `highest` the most at once above the beginning. Ends come before begins of the same
-# microsecond: that is one worker going on.
+# Per bucket: `net` is the change in running jobs from its begin to its end, `area` the running time added by runs that
+# began or ended in it, `highest` the peak relative to its begin. Ends sort before begins of the same microsecond: a
+# worker that goes on with its next job counts once.
 RUNNING = """
 select name, bucket, sum(change) as net, sum(change * (ends_us - us)) as area, max(level) as highest
 from (
@@ -108,7 +108,7 @@ from (
 group by name, bucket order by name, bucket
 """
 
-# Of what a claim buried no run was measured, so that none is the longest.
+# A job buried by a claim has no run time, so max_by may be null.
 CAUSES = f"""
 select verb, cause, count(*) as count, count(distinct queue) as queues,
   array_distinct(array_compact(array(max_by(job, ended_us), min_by(job, ended_us), max_by(job, run_us)))) as examples

@@ -1,4 +1,4 @@
-// Tooltips for the charts, and the switch between light and dark. The page can be read without it.
+// Tooltips for the charts, and the switch between light and dark. The page works without it.
 (() => {
   const tip = document.body.appendChild(document.createElement("div"));
   tip.className = "tip";
@@ -60,7 +60,7 @@
   }
 
   const root = document.documentElement;
-  const keep = (scheme) => { try { localStorage.setItem("forq-scheme", scheme); } catch { /* a file may have no storage */ } };
+  const keep = (scheme) => { try { localStorage.setItem("forq-scheme", scheme); } catch { /* local files may have no storage */ } };
   try { root.dataset.scheme = localStorage.getItem("forq-scheme") || ""; } catch { /* the same */ }
   document.getElementById("scheme").addEventListener("click", () => {
     const dark = root.dataset.scheme ? root.dataset.scheme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
