@@ -1,4 +1,4 @@
-"""One Spark session for all tests of the pipeline: its start takes longer than most of them."""
+"""One Spark session for all tests of the pipeline: its start takes longer than most tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +8,14 @@ from pyspark.sql import SparkSession
 
 from forq.pipeline.session import spark_session
 
-# A test that is cut off in the middle of a call leaves the session useless for all that follow: only one that hangs is.
-CUT_OFF_SECONDS = 600
+# Generous: a timeout within a call breaks the session for all later tests.
+TIMEOUT_SECONDS = 600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(CUT_OFF_SECONDS))
+            item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
 
 
 @pytest.fixture(scope="session")

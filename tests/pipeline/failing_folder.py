@@ -1,4 +1,4 @@
-"""A Folder that stops at its n-th change: before it, or half way, as a kill would."""
+"""A Folder that stops before its n-th change, as after a kill."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,11 +12,11 @@ CHANGES = ("make", "move_file", "delete", "write")
 
 
 class Killed(BaseException):
-    """Stands for a kill: no code of the project may catch it."""
+    """Simulates a kill: no code of the project may catch it."""
 
 
 def count_changes(patch: pytest.MonkeyPatch, at_change: Callable[[int], None]) -> None:
-    """Calls `at_change` with the number of each change before it is made."""
+    """Calls `at_change` with the number of each change, before the change."""
     seen = [0]
 
     def counted(change: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +33,7 @@ def count_changes(patch: pytest.MonkeyPatch, at_change: Callable[[int], None]) -
 
 @contextmanager
 def killed_at(change: int) -> Iterator[list[bool]]:
-    """What is done inside is killed before its n-th change; the list says afterwards whether it came so far."""
+    """Stops the block before its n-th change. The yielded list has True if that change was reached."""
     came_so_far = [False]
 
     def at_change(number: int) -> None:

@@ -1,6 +1,6 @@
-"""An ingest in a process of its own that kills itself before its n-th change of the history (0: never).
+"""A process that ingests and kills itself before its n-th change of the history (0: never).
 
-Arguments: Redis URL, directory, n, seconds between looks (0: all that is there, once)
+Arguments: Redis URL, directory, n, seconds between reads (0: read once)
 """
 
 import os

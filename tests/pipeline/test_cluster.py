@@ -13,11 +13,11 @@ from tests.support.drive.wait import wait_until
 
 
 def verdicts(text: str) -> dict[str, Any]:
-    """What an audit said, without how long it took."""
-    said: dict[str, Any] = json.loads(text[text.index("{") :])
-    for rule in said["rules"]:
+    """The result of an audit, without run times."""
+    result: dict[str, Any] = json.loads(text[text.index("{") :])
+    for rule in result["rules"]:
         rule.pop("seconds")
-    return said
+    return result
 
 
 def pipeline(forq: Forq, *arguments: str) -> str:
@@ -27,7 +27,7 @@ def pipeline(forq: Forq, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_cluster_gives_the_same_audit_as_one_machine(tmp_path: Path) -> None:
+def test_an_audit_on_a_cluster_gives_the_same_result_as_on_one_machine(tmp_path: Path) -> None:
     history = str(tmp_path / "history")
     with running() as forq, standalone() as cluster:
         forq.create("good")
@@ -42,4 +42,4 @@ def test_a_cluster_gives_the_same_audit_as_one_machine(tmp_path: Path) -> None:
         there = cluster.submit("audit", "--history", history, "--redis", forq.url, "--json")
         assert there.returncode == 0, there.stderr[-2000:]
         assert verdicts(there.stdout) == here
-        print(f"\non {cluster.master} as on this machine: {json.dumps(here)[:300]}")
+        print(f"\non {cluster.master} and on this machine: {json.dumps(here)[:300]}")

@@ -1,4 +1,4 @@
-"""Every event is in the history once: over kills at every step, restarts, compaction, and for other readers too."""
+"""Every event is in the history once, through kills at every step, restarts and compaction, also for other readers."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ from tests.support.drive.one_queue import OneQueue, one_queue
 from tests.support.drive.wait import wait_until
 
 KILLS = int(os.environ.get("FORQ_TEST_INGEST_KILLS", "2"))
-# Folders of the repository that a process of its own needs to find.
+# Import paths of child processes.
 ROOTS = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
 
 
@@ -46,7 +46,7 @@ def as_events(rows: DataFrame) -> list[Event]:
 
 
 def keys_for_others(directory: Path) -> Counter[tuple[str, int, int, int]]:
-    """The keys of the rows as a program sees them that knows nothing but the files."""
+    """The keys of the rows as another program reads them from the files."""
     files = pyarrow.dataset.dataset(
         sorted(map(str, (directory / "events").rglob("*.parquet"))),
         partitioning=pyarrow.dataset.partitioning(
@@ -97,7 +97,7 @@ def spawn(queue: OneQueue, directory: Path, die_at: int = 0, every: float = 0) -
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_every_event_of_queues_and_fail_queues_is_in_the_history_once(
+def test_the_history_has_every_event_of_queues_and_fail_queues_once(
     spark: SparkSession, queue: OneQueue, tmp_path: Path
 ) -> None:
     queue.registry.create("q", "work", 100, stored_defaults(), {"fail_handler": 1}, fail_options={})
@@ -117,9 +117,7 @@ def test_every_event_of_queues_and_fail_queues_is_in_the_history_once(
     assert pyarrow.parquet.read_schema(files[0]).field("time").type == pyarrow.timestamp("us", tz="UTC")
 
 
-def test_what_was_read_may_be_trimmed_and_two_histories_are_two_consumers(
-    spark: SparkSession, queue: OneQueue, tmp_path: Path
-) -> None:
+def test_each_history_publishes_its_own_watermark(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
     fill(queue, 10)
     Ingest(spark, str(tmp_path / "one"), queue.url).run(None)
     last = queue.redis.xrevrange(queue.key("events"), count=1)[0][0].decode()
@@ -130,7 +128,7 @@ def test_what_was_read_may_be_trimmed_and_two_histories_are_two_consumers(
     assert queue.hash("journal:watermarks") == {names["one"]: last, names["two"]: newest}
 
 
-def test_trimming_what_was_read_loses_nothing(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
+def test_trimming_up_to_the_watermark_loses_nothing(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
     expected: list[Event] = []
     for part in range(3):
         fill(queue, 20, f"part{part}")
@@ -141,7 +139,7 @@ def test_trimming_what_was_read_loses_nothing(spark: SparkSession, queue: OneQue
     assert as_events(read_history(spark, str(tmp_path))) == expected
 
 
-def test_a_batch_killed_at_any_step_is_there_once_after_its_repetition(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_batch_killed_at_any_step_and_repeated_is_stored_once(spark: SparkSession, tmp_path: Path) -> None:
     step, going_on = 0, True
     while going_on:
         step += 1
@@ -172,9 +170,9 @@ def test_a_compaction_killed_at_any_step_leaves_each_row_once(spark: SparkSessio
             history.publish(number, small_rows(spark, number))
         history.folder.make("_checkpoint/offsets/1")
         with killed_at(step) as came_so_far:
-            history.compaction.run(before=2, many=2)
+            history.compaction.run(before=2, min_batches=2)
         going_on = came_so_far[0]
-        # Our own reader sees each row even before anybody has tidied up.
+        # read_history has each row even before the recovery.
         seen = Counter(row.sequence for row in read_history(spark, str(directory)).collect())
         assert seen == {0: 4, 1: 4, 2: 4}
         history.recover()
@@ -186,7 +184,7 @@ def test_a_compaction_killed_at_any_step_leaves_each_row_once(spark: SparkSessio
     assert step > 10
 
 
-def test_small_batches_are_put_together_while_rows_keep_coming(
+def test_small_batches_are_compacted_while_rows_are_added(
     spark: SparkSession, queue: OneQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history.Compaction.run, "__defaults__", (3,))
@@ -199,7 +197,7 @@ def test_small_batches_are_put_together_while_rows_keep_coming(
     assert keys_for_others(tmp_path) == keys_of(events_of(queue))
 
 
-def test_days_are_those_of_utc_and_names_are_kept_as_they_are(spark: SparkSession, tmp_path: Path) -> None:
+def test_days_are_utc_days_and_queue_names_stay_strings(spark: SparkSession, tmp_path: Path) -> None:
     spark.conf.set("spark.sql.session.timeZone", "Asia/Tokyo")
     try:
         History(spark, str(tmp_path)).publish(0, small_rows(spark, 0))
@@ -224,9 +222,7 @@ def test_a_second_ingest_of_one_history_is_refused(spark: SparkSession, queue: O
         Ingest(spark, str(tmp_path), queue.url).run(None)
 
 
-def test_what_goes_wrong_inside_spark_is_told_in_one_sentence(
-    spark: SparkSession, queue: OneQueue, tmp_path: Path
-) -> None:
+def test_an_error_inside_spark_is_reported_in_one_line(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
     queue.redis.xadd(queue.key("events"), {"v": "3", "e": "what is this"})
     with pytest.raises(ForqError, match=r"^queue 'q', entry \S+: a journal entry cannot be read"):
         Ingest(spark, str(tmp_path), queue.url).run(None)
@@ -237,7 +233,7 @@ def test_an_empty_history_has_no_rows(spark: SparkSession, tmp_path: Path) -> No
     assert (rows.count(), rows.columns) == (0, EVENTS.fieldNames())
 
 
-def test_the_command_sums_up_what_it_did(
+def test_the_command_prints_a_summary(
     spark: SparkSession, queue: OneQueue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(queue, 7)
@@ -245,14 +241,14 @@ def test_the_command_sums_up_what_it_did(
     ingest.add_arguments(parser)
     common = {"history": str(tmp_path), "redis": queue.url, "prefix": "forq:"}
     assert ingest.run(parser.parse_args(["--json"], argparse.Namespace(**common))) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["rows"], said["batches"]) == (len(events_of(queue)), 1)
-    assert 0 <= said["lag_seconds"] < 60
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["rows"], summary["batches"]) == (len(events_of(queue)), 1)
+    assert 0 <= summary["lag_seconds"] < 60
     assert ingest.run(parser.parse_args([], argparse.Namespace(**common))) == 0
     assert capsys.readouterr().out.startswith("0 rows in 0 batches")
 
 
-def test_the_command_refuses_a_prefix_that_no_queue_has(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
+def test_the_command_refuses_a_prefix_without_queues(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     ingest.add_arguments(parser)
     common = argparse.Namespace(history=str(tmp_path), redis=queue.url, prefix="other:")
@@ -260,18 +256,18 @@ def test_the_command_refuses_a_prefix_that_no_queue_has(spark: SparkSession, que
         UnknownQueue, match=r"no queue whose keys begin with 'other:'.* give --prefix, or set FORQ_PREFIX"
     ):
         ingest.run(parser.parse_args([], common))
-    assert list(tmp_path.iterdir()) == [], "it says so before it begins"
+    assert list(tmp_path.iterdir()) == [], "refused before the ingest begins"
 
 
 @pytest.mark.timeout(60 + 60 * KILLS)
-def test_a_driver_killed_again_and_again_leaves_each_event_once(
+def test_after_repeated_kills_of_the_driver_each_event_is_stored_once(
     spark: SparkSession, queue: OneQueue, tmp_path: Path
 ) -> None:
     worker = queue.worker()
     for kill in range(KILLS):
         fill(queue, 2000, f"kill{kill}")
         drain(queue, worker)
-        # Before the batch is moved, half way, before and amid its marking, and marked but not recorded by Spark.
+        # Before and during the move, before and during the marking, and marked but not recorded by Spark.
         child = spawn(queue, tmp_path, die_at=(7, 9, 5, 6, 8)[kill % 5])
         _, errors = child.communicate(timeout=100)
         assert child.returncode == -signal.SIGKILL, errors[-2000:]
@@ -281,7 +277,7 @@ def test_a_driver_killed_again_and_again_leaves_each_event_once(
 
 
 @pytest.mark.timeout(180)
-def test_an_ingest_that_follows_brings_what_comes_and_stops_when_told(
+def test_a_following_ingest_reads_new_events_and_stops_on_sigterm(
     spark: SparkSession, queue: OneQueue, tmp_path: Path
 ) -> None:
     queue.enqueue("a")
@@ -292,9 +288,9 @@ def test_an_ingest_that_follows_brings_what_comes_and_stops_when_told(
         last = queue.redis.xrevrange(queue.key("events"), count=1)[0][0].decode()
         wait_until(lambda: last in queue.hash("journal:watermarks").values(), 60, "watermark of the second batch")
         child.terminate()
-        said, errors = child.communicate(timeout=60)
+        output, errors = child.communicate(timeout=60)
     finally:
         child.kill()
         child.wait()
-    assert (child.returncode, said.strip()) == (0, "3"), errors[-2000:]
+    assert (child.returncode, output.strip()) == (0, "3"), errors[-2000:]
     assert as_events(read_history(spark, str(tmp_path))) == events_of(queue)

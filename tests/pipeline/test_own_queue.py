@@ -1,4 +1,4 @@
-"""`[pipeline]` in forq.toml: ingest as a queue of forq's own, with its Java in the queue's process tree."""
+"""`[pipeline]` in forq.toml: a queue runs the ingest, with Java in its process tree."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(240)
 def java_below(forq: Forq, pid: int) -> set[int]:
     found = set()
     for process in psutil.Process(pid).children(recursive=True):
-        # What Java starts for a moment may be gone again.
+        # Java starts short-lived processes.
         with suppress(psutil.NoSuchProcess):
             if "java" in process.name():
                 found.add(process.pid)
@@ -25,7 +25,7 @@ def java_below(forq: Forq, pid: int) -> set[int]:
 
 
 def rows(history: Path) -> int:
-    """As another program sees them; in the moment in which small files are put together there is nothing to count."""
+    """Counted as by another program; 0 while small files are being compacted."""
     try:
         if not list(history.glob("events/**/*.parquet")):
             return 0
@@ -34,23 +34,23 @@ def rows(history: Path) -> int:
         return 0
 
 
-def test_history_is_filled_by_a_queue_whose_java_dies_with_it(tmp_path: Path) -> None:
+def test_a_queue_fills_the_history_and_its_java_dies_with_its_process(tmp_path: Path) -> None:
     history = tmp_path / "history"
     with running(settings=f'[pipeline]\nhistory = "{history}"\nevery = "2s"\n') as forq:
         forq.create("work")
         forq.client().queue("work").enqueue_many(range(100))
         wait_until(lambda: forq.queue_status("work")["done"] == 100)
-        wait_until(lambda: rows(history) >= 300, 120.0, "its events are history")
+        wait_until(lambda: rows(history) >= 300, 120.0, "its events are in the history")
         child = forq.child("forq-pipeline")["pid"]
         java = java_below(forq, child)
         assert len(java) == 1
         forq.client().queue("work").enqueue_many(range(50))
-        wait_until(lambda: rows(history) >= 450, 60.0, "it runs again by itself")
-        assert java_below(forq, child) == java, "with the session that it has"
+        wait_until(lambda: rows(history) >= 450, 60.0, "it runs again")
+        assert java_below(forq, child) == java, "in the same session"
         psutil.Process(child).kill()
-        wait_until(lambda: not alive(java), 10.0, "Java is gone with its process")
+        wait_until(lambda: not alive(java), 10.0, "Java died with its process")
         forq.client().queue("work").enqueue_many(range(50))
-        wait_until(lambda: rows(history) >= 600, 120.0, "and another one goes on where it was")
+        wait_until(lambda: rows(history) >= 600, 120.0, "the next process continues")
         everything = {process.pid for process in forq.processes()}
         assert forq.stop() == 0
-        assert not alive(everything), "nothing is left of it"
+        assert not alive(everything), "no process is left"

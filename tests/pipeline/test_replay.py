@@ -267,7 +267,7 @@ def test_a_prefix_without_queues_and_a_directory_without_a_history_are_refused(
     spark: SparkSession, queue: OneQueue, replays: Replays, tmp_path: Path
 ) -> None:
     queue.enqueue("a")
-    with pytest.raises(UsageError, match=r"there is no history in .*: `forq pipeline ingest` makes one"):
+    with pytest.raises(UsageError, match=r"there is no history in .*: give --history, or run `forq pipeline ingest`"):
         replays("true")
     end_all(queue)
     replays.ingest()

@@ -1,4 +1,4 @@
-"""Java is found or its absence is told in one sentence; the session reads times as UTC."""
+"""Finding Java, and the time zone of the session."""
 
 import os
 import stat
@@ -20,13 +20,13 @@ def fake_java(folder: Path, version: str) -> Path:
     return program
 
 
-def test_the_session_of_the_tests_is_found_again_and_counts_in_utc(spark: SparkSession) -> None:
+def test_an_active_session_is_reused_and_its_time_zone_is_utc(spark: SparkSession) -> None:
     assert spark_session("another") is spark
     (row,) = spark.sql("select cast(timestamp_micros(1) as string) as text, 1 + 1 as two").collect()
     assert (row.text, row.two) == ("1970-01-01 00:00:00.000001", 2)
 
 
-def test_java_home_comes_before_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_java_home_has_precedence_over_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, path = fake_java(tmp_path / "home", "21.0.1"), fake_java(tmp_path / "path", "17.0.2")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(path.parent))
@@ -36,7 +36,7 @@ def test_java_home_comes_before_the_path(tmp_path: Path, monkeypatch: pytest.Mon
     assert os.environ["JAVA_HOME"] == str(tmp_path / "path")
 
 
-def test_one_that_is_too_old_is_passed_over_and_named_if_there_is_no_other(
+def test_a_too_old_java_is_skipped_and_named_if_there_is_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = fake_java(tmp_path / "old", "11.0.9"), fake_java(tmp_path / "new", "17.0.1")

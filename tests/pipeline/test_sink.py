@@ -1,4 +1,4 @@
-"""Rows become jobs, each once: when a task or a whole write is repeated, and after the jobs have run."""
+"""Rows become jobs, each once, even if a task or a whole write is repeated after the jobs have run."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def data_of(queue: OneQueue) -> list[Any]:
     return sorted((queue.inspector.job(job_id)["data"] for job_id in queue.state().jobs), key=repr)
 
 
-def test_each_row_is_a_job_with_all_that_its_columns_say(spark: SparkSession, queue: OneQueue) -> None:
+def test_each_row_becomes_a_job_with_the_values_of_its_columns(spark: SparkSession, queue: OneQueue) -> None:
     rows = spark.sql(
         """select 'q' queue, '{"a": [1.0, null, "ü"]}' data, 'one' id, 'who' identifier, 2 priority, 't' type,
            timestamp_micros(2000000000123000) run_at, 'token' token
@@ -57,7 +57,7 @@ def test_each_row_is_a_job_with_all_that_its_columns_say(spark: SparkSession, qu
     assert queue.redis.keys(queue.key("token:*:token"))
 
 
-def test_data_may_be_anything_that_json_has(spark: SparkSession, queue: OneQueue) -> None:
+def test_data_may_be_any_json_value(spark: SparkSession, queue: OneQueue) -> None:
     for data in (
         "named_struct('a', array(1, null), 'm', map('k', 0.25), 'd', 3.0, 'none', null, 'b', true)",
         "array('x')",
@@ -75,7 +75,7 @@ def test_data_may_be_anything_that_json_has(spark: SparkSession, queue: OneQueue
     ]
 
 
-def test_rows_for_several_queues_go_in_large_calls(spark: SparkSession, queue: OneQueue) -> None:
+def test_rows_for_several_queues_are_stored_in_large_chunks(spark: SparkSession, queue: OneQueue) -> None:
     with one_queue(queue.url, "other") as other:
         rows = spark.range(2400, numPartitions=2).selectExpr(
             "if(id % 2 = 0, 'q', 'other') queue", "id data", "cast(id as string) id"
@@ -86,7 +86,7 @@ def test_rows_for_several_queues_go_in_large_calls(spark: SparkSession, queue: O
     assert len(set(enqueues)) == 4
 
 
-def test_a_write_with_the_same_run_stores_nothing_again_not_even_what_has_ended(
+def test_repeating_a_write_with_the_same_run_stores_nothing_even_after_the_jobs_have_ended(
     spark: SparkSession, queue: OneQueue
 ) -> None:
     worker = queue.worker()
@@ -102,7 +102,7 @@ def test_a_write_with_the_same_run_stores_nothing_again_not_even_what_has_ended(
     assert len(queue.state().jobs) == 720
 
 
-def test_a_job_that_is_there_is_left_or_updated_as_asked(spark: SparkSession, queue: OneQueue) -> None:
+def test_an_existing_job_is_skipped_or_updated(spark: SparkSession, queue: OneQueue) -> None:
     queue.enqueue("a")
     rows = spark.sql("select 'q' queue, 'new' text, 'a' id").selectExpr("queue", "to_json(struct(text)) data", "id")
     write(rows, queue)
@@ -118,25 +118,29 @@ def test_a_job_that_is_there_is_left_or_updated_as_asked(spark: SparkSession, qu
         ("'q' queue, '{' data, 'bad' id", r"row 0 of partition 0 .queue 'q', id 'bad'.: data is not JSON"),
         ("'q' queue, 1 data, 'a b' id", "row 0 of partition 0 .*: job id 'a b' is not allowed"),
         ("'q' queue, 1 data, 10 priority", "row 0 of partition 0 .*: priority 10 is not allowed"),
-        ("cast(null as string) queue, 1 data", "row 0 of partition 0 .*: it has no queue"),
+        ("cast(null as string) queue, 1 data", "row 0 of partition 0 .*: column queue is null"),
         (
             "'q' queue, to_json(array(repeat('1', 2000000))) data, 'big' id",
             "row 0 of partition 0 .id 'big'.: .* larger than max_data",
         ),
         ("'q' queue, double('nan') data", "row 0 of partition 0 .*: job data is not JSON: data is NaN"),
         ("'q' queue", "has no column 'data'"),
-        ("'q' queue, 1 data, 2 priorty", "has a column 'priorty' that jobs do not have"),
+        ("'q' queue, 1 data, 2 priorty", "has an unknown column 'priorty'"),
         ("'q' queue, 1 data, 2 id", "column id is int, not a string"),
-        ("'q' queue, current_date() data", "data of type date has no form in JSON"),
+        ("'q' queue, current_date() data", "data of type date cannot be written as JSON"),
     ],
 )
-def test_a_row_that_cannot_be_stored_is_named(spark: SparkSession, queue: OneQueue, select: str, said: str) -> None:
+def test_the_error_names_the_row_that_cannot_be_stored(
+    spark: SparkSession, queue: OneQueue, select: str, said: str
+) -> None:
     with pytest.raises(PySparkException, match=said):
         write(spark.sql(f"select {select}"), queue)
     assert queue.state().jobs == set()
 
 
-def test_what_a_full_queue_has_taken_stays_and_is_not_stored_again(spark: SparkSession, queue: OneQueue) -> None:
+def test_rows_stored_before_a_queue_was_full_stay_and_are_not_stored_again(
+    spark: SparkSession, queue: OneQueue
+) -> None:
     queue.registry.configure("q", {"max_items": 1200}, {})
     with pytest.raises(PySparkException, match="rows 1000 to 1499 of partition 0: queue 'q' holds max_items = 1200"):
         write(numbered(spark, 2000, partitions=1), queue, run="r")
@@ -146,12 +150,12 @@ def test_what_a_full_queue_has_taken_stays_and_is_not_stored_again(spark: SparkS
     assert data_of(queue) == sorted(({"n": n} for n in range(2000)), key=repr)
 
 
-def test_a_write_cannot_replace_what_is_there(spark: SparkSession, queue: OneQueue) -> None:
+def test_a_write_cannot_overwrite_a_queue(spark: SparkSession, queue: OneQueue) -> None:
     with pytest.raises(PySparkException, match="jobs can be added to a queue"):
         numbered(spark, 1).write.format("forq").mode("overwrite").options(redis=queue.url).save()
 
 
-def test_a_call_is_repeated_while_redis_is_full_or_away_and_not_for_ever() -> None:
+def test_a_call_is_repeated_while_redis_is_full_or_down_for_a_limited_time() -> None:
     failures: list[Exception] = [BackPressure("full"), OutcomeUnknown("broke")]
 
     def store() -> None:
@@ -184,7 +188,7 @@ def test_a_write_waits_while_redis_is_out_of_memory(spark: SparkSession, queue: 
     assert len(queue.state().jobs) == 100
 
 
-def test_a_stream_that_repeats_its_last_batch_stores_nothing_again(
+def test_a_stream_that_repeats_its_last_batch_stores_nothing_twice(
     spark: SparkSession, queue: OneQueue, tmp_path: Path
 ) -> None:
     numbered(spark, 300).write.parquet(str(tmp_path / "rows"))
@@ -198,7 +202,7 @@ def test_a_stream_that_repeats_its_last_batch_stores_nothing_again(
     stream()
     worker = queue.worker()
     drain(queue, worker)
-    # As if Spark had been killed before it recorded the end of the batch.
+    # As if Spark was killed before it recorded the end of the batch.
     for name in ("0", ".0.crc"):
         (tmp_path / "at" / "commits" / name).unlink()
     stream()
@@ -220,9 +224,7 @@ rows.write.format("forq").mode("append").options(redis=sys.argv[1], run="killed"
 
 
 @pytest.mark.timeout(180)
-def test_a_write_that_was_killed_half_way_and_is_repeated_stores_each_row_once(
-    spark: SparkSession, queue: OneQueue
-) -> None:
+def test_a_killed_and_repeated_write_stores_each_row_once(spark: SparkSession, queue: OneQueue) -> None:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOTS, os.environ.get("PYTHONPATH", "")])}
     child = subprocess.Popen([sys.executable, "-c", _CHILD, queue.url], env=environ, stderr=subprocess.PIPE)
     try:
@@ -232,6 +234,6 @@ def test_a_write_that_was_killed_half_way_and_is_repeated_stores_each_row_once(
         child.communicate()
     rows = spark.range(40000, numPartitions=4).selectExpr("'q' queue", "named_struct('n', id) data")
     write(rows, queue, run="killed")
-    # The killed driver's tasks may write for a moment more: they have the same tokens.
+    # Tasks of the killed driver may still write for a moment, with the same tokens.
     found = spark.read.format("forq").options(redis=queue.url, what="jobs").load().selectExpr("data")
     assert (found.count(), found.distinct().count()) == (40000, 40000)

@@ -1,4 +1,4 @@
-"""format("forq"): events come out as the journal has them, in batches and as a stream; jobs as they are."""
+"""format("forq") reads events as they are in the journal, as a batch and as a stream, and jobs as they are in Redis."""
 
 import time
 from collections.abc import Iterator
@@ -31,14 +31,14 @@ def read(spark: SparkSession, of: OneQueue, **options: str) -> DataFrame:
 
 
 def as_events(rows: DataFrame) -> list[Event]:
-    """What the rows say, in the order of the journals."""
+    """The rows as events, in the order of the journals."""
     micros = {"time": "unix_micros(time) as time", "due": "unix_micros(due) as due"}
     found = rows.selectExpr([micros.get(name, name) for name in EVENTS.fieldNames()]).collect()
     return sorted(Event(*row) for row in found)
 
 
 def stream_into(rows: DataFrame, folder: Path, table: str) -> list[dict[str, Any]]:
-    """Reads all that is there now into a table; what Spark says about each batch."""
+    """Reads all current events into a table; returns Spark's progress of each batch."""
     query = (
         rows.writeStream.format("parquet")
         .option("path", str(folder / table))
@@ -49,12 +49,12 @@ def stream_into(rows: DataFrame, folder: Path, table: str) -> list[dict[str, Any
     return [dict(progress) for progress in running.recentProgress if progress["numInputRows"]]
 
 
-def test_both_descriptions_of_the_rows_say_the_same() -> None:
+def test_the_schemas_for_spark_and_arrow_match() -> None:
     assert to_arrow_schema(EVENTS, timezone="UTC").equals(EVENTS_ARROW)
     assert to_arrow_schema(JOBS, timezone="UTC").equals(JOBS_ARROW)
 
 
-def test_a_batch_has_every_event_of_every_queue_and_fail_queue_exactly(spark: SparkSession, queue: OneQueue) -> None:
+def test_a_batch_has_every_event_of_every_queue_and_fail_queue_once(spark: SparkSession, queue: OneQueue) -> None:
     queue.registry.create("q", "work", 100, stored_defaults(), {"fail_handler": 1}, fail_options={})
     worker = queue.worker()
     fill(queue, 120)
@@ -72,7 +72,7 @@ def test_a_batch_has_every_event_of_every_queue_and_fail_queue_exactly(spark: Sp
     }
 
 
-def test_only_the_queues_asked_for_are_read(spark: SparkSession, queue: OneQueue) -> None:
+def test_only_the_queues_of_the_option_are_read(spark: SparkSession, queue: OneQueue) -> None:
     with one_queue(queue.url, "other") as other:
         queue.enqueue("a")
         other.enqueue("b")
@@ -88,7 +88,7 @@ def test_a_deleted_queue_is_read_while_its_journal_is_kept(spark: SparkSession, 
     assert [event.verb for event in as_events(read(spark, queue))] == ["created", "enqueued", "deleted"]
 
 
-def test_a_stream_goes_on_where_it_was_and_stops_at_what_was_there(
+def test_a_stream_continues_at_its_checkpoint_and_stops_at_the_current_end(
     spark: SparkSession, queue: OneQueue, tmp_path: Path
 ) -> None:
     rows = spark.readStream.format("forq").options(redis=queue.url).load()
@@ -102,9 +102,7 @@ def test_a_stream_goes_on_where_it_was_and_stops_at_what_was_there(
     assert stream_into(rows, tmp_path, "rows") == []
 
 
-def test_a_stream_reads_no_more_entries_at_once_than_it_may(
-    spark: SparkSession, queue: OneQueue, tmp_path: Path
-) -> None:
+def test_a_stream_reads_at_most_max_entries_per_batch(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
     for n in range(60):
         queue.enqueue(f"a{n}")
     rows = spark.readStream.format("forq").options(redis=queue.url, maxEntriesPerBatch="20").load()
@@ -114,12 +112,12 @@ def test_a_stream_reads_no_more_entries_at_once_than_it_may(
     assert as_events(spark.read.parquet(str(tmp_path / "rows"))) == events_of(queue)
 
 
-def test_ranges_are_cut_by_their_number_of_entries(queue: OneQueue) -> None:
+def test_ranges_are_split_by_their_number_of_entries(queue: OneQueue) -> None:
     fill(queue, 20_000)
     drain(queue, queue.worker())
     journals = Journals(queue.url, "forq:")
     ids = [entry_id.decode() for entry_id, _ in queue.redis.xrange(queue.key("events"))]
-    whole = journals.remaining("q", BEGINNING, journals.ends(["q"])["q"])
+    whole = journals.remaining("q", BEGINNING, journals.last_entries(["q"])["q"])
     assert whole == Range("q", BEGINNING, ids[-1], len(ids))
     parts = list(journals.split(whole, 50))
     assert [part.after for part in parts] == [BEGINNING, *(part.last for part in parts[:-1])]
@@ -130,14 +128,14 @@ def test_ranges_are_cut_by_their_number_of_entries(queue: OneQueue) -> None:
     assert sum(held) == len(ids)
 
 
-def test_entries_that_were_trimmed_are_missing_and_the_rest_is_read(spark: SparkSession, queue: OneQueue) -> None:
+def test_trimmed_entries_are_missing_and_the_rest_is_read(spark: SparkSession, queue: OneQueue) -> None:
     for n in range(10):
         queue.enqueue(f"a{n}")
     queue.redis.xtrim(queue.key("events"), maxlen=4, approximate=False)
     assert [event.sequence for event in as_events(read(spark, queue))] == [8, 9, 10, 11]
 
 
-def test_a_server_that_has_less_than_was_read_is_noticed(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
+def test_a_server_that_lost_entries_is_an_error(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
     queue.enqueue("a")
     rows = spark.readStream.format("forq").options(redis=queue.url).load()
     stream_into(rows, tmp_path, "rows")
@@ -154,7 +152,7 @@ def test_a_server_that_has_less_than_was_read_is_noticed(spark: SparkSession, qu
     assert [event.job for event in as_events(spark.read.parquet(str(tmp_path / "rows")))] == [None, "a", "b"]
 
 
-def test_an_entry_that_cannot_be_read_is_named(spark: SparkSession, queue: OneQueue) -> None:
+def test_the_error_names_an_unreadable_entry(spark: SparkSession, queue: OneQueue) -> None:
     entry = queue.redis.xadd(queue.key("events"), {"v": "3", "e": "what is this"}).decode()
     queue.enqueue("a")
     with pytest.raises(PySparkException, match=f"queue 'q', entry {entry}: "):
@@ -171,12 +169,12 @@ def test_an_entry_that_cannot_be_read_is_named(spark: SparkSession, queue: OneQu
         ({"maxEntriesPerBatch": "0"}, "option maxEntriesPerBatch = '0' is not allowed"),
     ],
 )
-def test_a_wrong_option_is_told(spark: SparkSession, queue: OneQueue, options: dict[str, str], said: str) -> None:
+def test_a_wrong_option_is_refused(spark: SparkSession, queue: OneQueue, options: dict[str, str], said: str) -> None:
     with pytest.raises(PySparkException, match=said):
         read(spark, queue, **options)
 
 
-def test_a_consumer_of_its_own_publishes_what_it_has_read(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
+def test_a_stream_with_a_consumer_publishes_its_watermark(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
     fill(queue, 1000)
     rows = spark.readStream.format("forq").options(redis=queue.url, consumer="mine", maxEntriesPerBatch="1").load()
     stream_into(rows, tmp_path, "rows")
@@ -185,7 +183,7 @@ def test_a_consumer_of_its_own_publishes_what_it_has_read(spark: SparkSession, q
     assert marks["mine"] in ids
 
 
-def test_jobs_are_read_in_every_state(spark: SparkSession, queue: OneQueue) -> None:
+def test_jobs_of_every_state_are_read(spark: SparkSession, queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("d")
     worker.turn(want=1)

@@ -1,4 +1,4 @@
-"""`make demo` without its pauses: here, because its last step is the audit."""
+"""`make demo` without its pauses. In this folder because its last step is the audit."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ DEMO = Path(__file__).resolve().parents[2] / "etc" / "demo"
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """Where the tour makes its directory: a short path, since there are sockets in it."""
+    """The directory of the tour: a short path, since it has sockets."""
     directory = Path(tempfile.mkdtemp(prefix="t-"))
     yield directory
     shutil.rmtree(directory)
@@ -37,12 +37,12 @@ def begin(scratch: Path, *args: str, demo: Path = DEMO) -> "subprocess.Popen[str
 
 
 def left_in(scratch: Path) -> list[str]:
-    """Spark keeps a script there for the next time; that is not the tour's."""
+    """Without the wrapper script of Java, which later runs reuse."""
     return [name for name in os.listdir(scratch) if not name.startswith("forq-java-")]
 
 
 @pytest.mark.timeout(400)
-def test_everything_is_as_the_tour_says_and_nothing_is_left_of_it(scratch: Path) -> None:
+def test_all_checks_of_the_tour_pass_and_no_file_is_left(scratch: Path) -> None:
     tour = begin(scratch, "--fast")
     out, err = tour.communicate(timeout=390)
     assert (tour.returncode, err) == (0, "")
@@ -51,7 +51,7 @@ def test_everything_is_as_the_tour_says_and_nothing_is_left_of_it(scratch: Path)
     assert left_in(scratch) == []
 
 
-def test_the_tour_ends_with_1_when_something_is_not_as_it_says(scratch: Path, tmp_path: Path) -> None:
+def test_the_tour_exits_with_1_when_a_check_fails(scratch: Path, tmp_path: Path) -> None:
     demo = tmp_path / "demo"
     shutil.copytree(DEMO, demo)
     handlers = demo / "handlers.py"
@@ -64,7 +64,7 @@ def test_the_tour_ends_with_1_when_something_is_not_as_it_says(scratch: Path, tm
     assert left_in(scratch) == []
 
 
-def test_ctrl_c_cleans_everything_up(scratch: Path) -> None:
+def test_ctrl_c_stops_the_tour_and_cleans_up(scratch: Path) -> None:
     tour = begin(scratch)
     try:
         top = psutil.Process(tour.pid)

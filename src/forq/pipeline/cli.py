@@ -1,4 +1,4 @@
-"""`forq pipeline ingest | audit | report | replay`."""
+"""The command line of `forq pipeline`. Works without Spark as far as the list of commands."""
 
 import argparse
 import os
@@ -11,14 +11,14 @@ from forq.paths import key_prefix, redis_url, state_dir
 
 COMMANDS = {
     "ingest": "read the journals into the history, each event once",
-    "audit": "check that nothing was lost, doubled or tampered with",
-    "report": "write a page about what the queues did",
-    "replay": "enqueue dead jobs again, picked by a predicate",
+    "audit": "check that no event was lost, duplicated or changed",
+    "report": "write an HTML page about throughput, waits and failures",
+    "replay": "enqueue dead jobs again, selected by a predicate",
 }
 MODULES = {
     "ingest": "forq.pipeline.ingest",
     "audit": "forq.pipeline.audit.run",
-    "report": "forq.pipeline.report.page",
+    "report": "forq.pipeline.report.run",
     "replay": "forq.pipeline.replay",
 }
 
@@ -33,18 +33,18 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def add_common(command: argparse.ArgumentParser) -> None:
-    """What every command takes; with defaults, so that none of them has to know these."""
+    """The options of every command."""
     command.add_argument(
-        "--redis", metavar="URL", default=redis_url(), help="default: FORQ_REDIS, else the local embedded server"
+        "--redis", metavar="URL", default=redis_url(), help="default: FORQ_REDIS, else the embedded server"
     )
     command.add_argument(
-        "--prefix", default=key_prefix(), help="in front of every key in Redis (default: FORQ_PREFIX, else forq:)"
+        "--prefix", default=key_prefix(), help="prefix of all Redis keys (default: FORQ_PREFIX, else forq:)"
     )
     command.add_argument(
         "--history",
         metavar="DIR",
         default=os.path.join(state_dir(), "history"),
-        help="a directory or file-system URL (default: history in the state directory)",
+        help="directory or file-system URL (default: history in the state directory)",
     )
 
 

@@ -1,34 +1,16 @@
-"""A folder on any file system that Hadoop knows (a local path, hdfs://, s3a:// …), through Spark's JVM.
+"""The history: every event of the journals as Parquet, in a folder on any file system that Spark supports.
 
-Nothing here needs more of a file system than that one file is moved or written whole or not at all.
-
-Event rows as Parquet by queue and day.
-
-Making few large files out of many small ones, in a history.
-
-1. The rows of all small batches are written once more, in order, to `_staging/ID`.
-2. `_compaction/ID.plan` is written: from here on it is only finished, never taken back.
-3. The small batches are deleted, then `_compaction/ID.cleared` is written.
-4. The new files are moved to the folder of the last of those batches.
-5. The plan is deleted.
-
-`finish` does steps 3 to 5 from wherever a kill has left them. A program that reads `events/` as it is misses the rows
-of the small batches from step 3 to the end of 4; after a kill there, until the next ingest. `read_history` follows the
-plan and does not.
-
-The history: every event of the journal as Parquet, in a folder on any file system that Spark knows.
-
-    DIR/events/batch=N/queue=NAME/day=YYYY-MM-DD/*.parquet    the rows; what other programs read
-    DIR/_published/N       batch N is complete
-    DIR/_staging/          what is being written
-    DIR/_compaction/       the compaction that is under way (compaction.py)
+    DIR/events/batch=N/queue=NAME/day=YYYY-MM-DD/*.parquet    the rows; other programs may read them
+    DIR/_published/N       marker: batch N is complete
+    DIR/_staging/          files being written
+    DIR/_compaction/       plan of the current compaction
     DIR/_checkpoint/       how far Spark has read
-    DIR/_consumer          under which name this history publishes how far the journal may be trimmed
-    DIR/_lock              held by the ingest that runs (local file systems only)
+    DIR/_consumer          name under which this history publishes its watermarks
+    DIR/_lock              held by the running ingest (local file systems only)
 
-A batch is written beside the others, moved in file by file, then marked. Spark repeats a batch whose end it did not
-record, with the same range of the journal: one that is marked is left as it is, any other is written anew. So a kill at
-any moment neither loses nor doubles a row.
+A batch is staged, moved in file by file, then marked. Spark repeats a batch whose end it did not record, with the same
+range of the journal: a marked batch is skipped, any other is written again. So a kill at any time neither loses nor
+duplicates a row. The file system only has to write and move single files atomically.
 """
 
 import fcntl
@@ -50,7 +32,10 @@ from forq.pipeline.schema import EVENTS
 
 
 class Folder:
-    """Names are relative to the folder, with slashes."""
+    """A folder on any file system that Hadoop supports (local, hdfs://, s3a:// …), through Spark's JVM.
+
+    Names are relative to the folder, with slashes.
+    """
 
     def __init__(self, spark: SparkSession, url: str) -> None:
         jvm: Any = spark._jvm
@@ -64,25 +49,25 @@ class Folder:
         uri = self._root.toUri()
         self.local_path: str | None = uri.getPath() if uri.getScheme() == "file" else None
         if self.local_path is not None:
-            # Without the hidden file of checksums beside each file, at which other programs stumble.
+            # Without hidden checksum files, which confuse other programs.
             self._files = self._files.getRawFileSystem()
 
     def path(self, name: str) -> str:
-        """The whole URL, as Spark's readers and writers want it."""
+        """The whole URL, for Spark's readers and writers."""
         return f"{self.url.rstrip('/')}/{name}"
 
     def exists(self, name: str) -> bool:
         return bool(self._files.exists(self._at(name)))
 
     def names(self, name: str) -> list[str]:
-        """What is in a folder; nothing if there is none."""
+        """The names in a folder; empty if it does not exist."""
         at = self._at(name)
         if not self._files.exists(at):
             return []
         return sorted(status.getPath().getName() for status in self._files.listStatus(at))
 
     def files(self, name: str, suffix: str) -> dict[str, int]:
-        """Every file below a folder whose name ends so, relative to that folder, with its size."""
+        """All files below a folder with this suffix, relative to the folder, with their sizes."""
         at = self._at(name)
         if not self._files.exists(at):
             return {}
@@ -99,7 +84,7 @@ class Folder:
         self._files.mkdirs(self._at(name))
 
     def move_file(self, source: str, target: str) -> None:
-        """Moves one file; what is at its new place already (of a move that was cut off) is replaced."""
+        """Moves one file. Replaces the target, which an interrupted move may have left."""
         to = self._at(target)
         self._files.mkdirs(to.getParent())
         if self._files.exists(to):
@@ -108,7 +93,7 @@ class Folder:
             raise ForqError(f"cannot move {self.path(source)} to {target}")
 
     def delete(self, name: str) -> None:
-        """A file or a folder with all that is in it; nothing happens if there is none."""
+        """Deletes a file, or a folder with its content, if it exists."""
         at = self._at(name)
         if self._files.exists(at) and not self._files.delete(at, True):
             raise ForqError(f"cannot delete {self.path(name)}")
@@ -124,7 +109,7 @@ class Folder:
             stream.close()
 
     def write(self, name: str, text: str) -> None:
-        """Makes a small file, whole or not at all. One that is there is replaced, and missing for a moment."""
+        """Writes a small file atomically. An existing file is replaced, and missing for a moment."""
         fresh = f"{name}.new"
         stream = self._files.create(self._at(fresh), True)
         try:
@@ -137,13 +122,13 @@ class Folder:
         return self._make_path(self.path(name))
 
 
-# As they are read: queue and day are in the names of the folders.
+# Includes queue and day, which are in the folder names.
 STORED = StructType([*EVENTS.fields, StructField("day", DateType())])
 _DAY_MICROS = 86_400_000_000
 
 
 def write_rows(rows: DataFrame, path: str) -> None:
-    """Replaces what is at `path`. Days are those of UTC, whatever the session's zone is."""
+    """Replaces the content of `path`. Days are UTC days, whatever the session's time zone is."""
     day = f.expr(f"date_from_unix_date(cast(unix_micros(time) div {_DAY_MICROS} as int))")
     (
         rows.withColumn("day", day)
@@ -156,7 +141,7 @@ def write_rows(rows: DataFrame, path: str) -> None:
 
 
 def read_rows(spark: SparkSession, roots: Iterable[tuple[str, list[str]]]) -> DataFrame:
-    """The rows in some folders (queue, day and the columns of EVENTS), given as a common base and folders below it."""
+    """Rows (columns of EVENTS, and day) of the folders. `roots`: pairs of a base and the folders below it."""
     tables = [
         spark.read.schema(STORED).option("basePath", base).parquet(*paths).select(STORED.fieldNames())
         for base, paths in roots
@@ -170,9 +155,9 @@ STAGING = "_staging"
 _PLANS = "_compaction"
 _MARKERS = "_published"
 
-# A batch below this size is small; so many of them are put together.
+# Batches smaller than SMALL_BYTES are merged when there are MIN_BATCHES of them.
 SMALL_BYTES = 16 * 1024 * 1024
-MANY = 32
+MIN_BATCHES = 32
 
 
 def batch_folder(number: int) -> str:
@@ -184,21 +169,33 @@ def marker(number: int) -> str:
 
 
 class Compaction:
+    """Merges small batches into fewer files.
+
+    1. Writes the rows of all small batches again, sorted, to `_staging/ID`.
+    2. Writes `_compaction/ID.plan`. From here on the compaction can only be finished.
+    3. Deletes the small batches, then writes `_compaction/ID.cleared`.
+    4. Moves the new files to the folder of the last small batch.
+    5. Deletes the plan.
+
+    After a kill, `finish` continues with steps 3 to 5. From step 3 to the end of step 4 a program that reads `events/`
+    directly misses the rows of the small batches. `read_history` follows the plan and misses none.
+    """
+
     def __init__(self, spark: SparkSession, folder: Folder) -> None:
         self.folder = folder
         self._spark = spark
 
     def batches(self) -> list[int]:
-        """Those that are complete, in order."""
+        """Numbers of the complete batches, sorted."""
         return sorted(int(name) for name in self.folder.names(_MARKERS) if name.isdigit())
 
-    def run(self, before: int, many: int = MANY) -> int:
-        """Puts small batches with a number below `before` together if there are many; how many that were.
+    def run(self, before: int, min_batches: int = MIN_BATCHES) -> int:
+        """Merges the small batches with a number below `before` if there are enough; returns how many.
 
-        `before`: the batch that Spark may still repeat, or the one after the last.
+        `before`: the first batch that Spark may still repeat.
         """
         small = [number for number in self.batches() if number < before and self._bytes(number) < SMALL_BYTES]
-        if len(small) < many:
+        if len(small) < min_batches:
             return 0
         name = f"compact-{secrets.token_hex(4)}"
         self._stage(small, f"{STAGING}/{name}")
@@ -207,7 +204,7 @@ class Compaction:
         return len(small)
 
     def finish(self) -> None:
-        """Carries out the plans that are there."""
+        """Executes the existing plans."""
         plans = self._plans()
         for name, (sources, target) in plans.items():
             if not self.folder.exists(f"{_PLANS}/{name}.cleared"):
@@ -224,7 +221,7 @@ class Compaction:
         self.folder.delete(_PLANS)
 
     def visible(self) -> list[tuple[str, list[str]]] | None:
-        """Where each row is once, by the plans too, as `read_rows` wants it; None if that changed during the look."""
+        """The folders that have each row once, as `read_rows` takes them; None if they changed meanwhile."""
         plans = self._plans()
         replaced = {number for sources, _ in plans.values() for number in sources}
         moved_to = {target for name, (_, target) in plans.items() if self.folder.exists(f"{_PLANS}/{name}.cleared")}
@@ -241,7 +238,7 @@ class Compaction:
         self.folder.make(staged)
         written = read_rows(self._spark, [(self.folder.path(staged), [self.folder.path(staged)])]).count()
         if written != (expected := rows.count()):
-            raise ForqError(f"compaction wrote {written} rows of {expected}: nothing was replaced")
+            raise ForqError(f"compaction wrote {written} of {expected} rows; no file was replaced")
 
     def _root(self, numbers: list[int]) -> tuple[str, list[str]]:
         return self.folder.path(EVENTS_FOLDER), [self.folder.path(batch_folder(number)) for number in numbers]
@@ -261,11 +258,11 @@ class Compaction:
 
 CHECKPOINT = "_checkpoint"
 _CONSUMER = "_consumer"
-_LOOKS = 20
+_TRIES = 20
 
 
 class History:
-    """A history as the one ingest that fills it sees it."""
+    """The history as its only writer, the ingest, uses it."""
 
     def __init__(self, spark: SparkSession, directory: str) -> None:
         self.folder = Folder(spark, directory)
@@ -274,8 +271,8 @@ class History:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Held while an ingest writes. Elsewhere than on a local file system Spark itself refuses the second one, when
-        both have come to the end of a batch."""
+        """Holds the lock while an ingest writes. On other than local file systems Spark refuses a second ingest at the
+        end of its first batch."""
         self.folder.make("")
         if self.folder.local_path is None:
             yield
@@ -287,22 +284,22 @@ class History:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
         except BlockingIOError as exc:
-            raise ForqError(f"another ingest is writing to {self.folder.url}") from exc
+            raise ForqError(f"another ingest is writing to {self.folder.url}: stop it, or wait for it") from exc
         finally:
             os.close(lock)
 
     def recover(self) -> None:
-        """Finishes what a killed ingest had begun."""
+        """Finishes the work of a killed ingest."""
         self.compaction.finish()
         self.folder.delete(STAGING)
         if self.compaction.batches() and not self.folder.names(f"{CHECKPOINT}/offsets"):
             raise ConfigError(
-                f"{self.folder.url} has rows, but its {CHECKPOINT} is gone: nobody knows how far the journal was read. "
-                "Give another directory, or move this one away"
+                f"{self.folder.url} has rows, but its {CHECKPOINT} is gone, so the position in the journals is lost: "
+                "give another --history, or move this directory away"
             )
 
     def consumer(self) -> str:
-        """Its name among those that read the journal; kept in the history, so that two histories are two consumers."""
+        """Name of this history as a consumer of the journals. It is stored, so each history has its own."""
         known = self.folder.read(_CONSUMER)
         if known:
             return known.strip()
@@ -311,13 +308,13 @@ class History:
         return name
 
     def publish(self, number: int, rows: DataFrame) -> bool:
-        """Adds a batch; False if it is there already."""
+        """Adds a batch; False if it exists already."""
         if self.folder.exists(marker(number)):
             return False
-        # A name of its own for each attempt: Spark may go on writing for a moment after its driver was killed.
+        # A new name for each attempt: Spark may still write for a moment after its driver was killed.
         staged = f"{STAGING}/batch-{number}-{secrets.token_hex(4)}"
         write_rows(rows, self.folder.path(staged))
-        # What an earlier, unfinished attempt has moved.
+        # Files moved by an unfinished attempt.
         self.folder.delete(batch_folder(number))
         self.folder.make(batch_folder(number))
         for name in self.folder.files(staged, ".parquet"):
@@ -327,10 +324,10 @@ class History:
         return True
 
     def committed(self) -> tuple[int, dict[str, str]]:
-        """The last batch that Spark has recorded to be in the history (-1: none), and the offsets at its end."""
+        """The last batch that Spark recorded as done (-1: none), and the offsets at its end."""
         done = [int(name) for name in self.folder.names(f"{CHECKPOINT}/commits") if name.isdigit()]
         text = self.folder.read(f"{CHECKPOINT}/offsets/{max(done)}") if done else None
-        # Line by line: a version, Spark's own metadata, one offset per source.
+        # Lines: version, Spark's metadata, one offset per source.
         lines = text.splitlines() if text else []
         return max(done, default=-1), dict(json.loads(lines[2])) if len(lines) > 2 else {}
 
@@ -338,9 +335,9 @@ class History:
 def read_history(
     spark: SparkSession, directory: str, *, since: date | None = None, until: date | None = None
 ) -> DataFrame:
-    """The event rows of a history, each once; `since` and `until` (days, in UTC, both included) spare reading others.
+    """The event rows of a history. `since` and `until` (UTC days, inclusive) limit the files read.
 
-    What an ingest compacts meanwhile may vanish under a query that is running: then it fails, and may be repeated.
+    A compaction may delete files that a running query needs: the query fails and can be repeated.
     """
     rows = read_rows(spark, _roots(Compaction(spark, Folder(spark, directory))))
     if since is not None:
@@ -351,15 +348,15 @@ def read_history(
 
 
 def require_history(spark: SparkSession, directory: str) -> None:
-    """Refuses a place where no ingest has been: a mistyped one would look like a time in which nothing happened."""
+    """Refuses a directory without a history: a mistyped one would look like a time without events."""
     if not Folder(spark, directory).exists("events"):
-        raise UsageError(f"there is no history in {directory}: `forq pipeline ingest` makes one; --history says where")
+        raise UsageError(f"there is no history in {directory}: give --history, or run `forq pipeline ingest` first")
 
 
 def _roots(compaction: Compaction) -> list[tuple[str, list[str]]]:
-    """A look at a folder that is being changed is repeated until nothing was missing."""
-    for _ in range(_LOOKS):
+    """Repeats reading the folder until no ingest changed it meanwhile."""
+    for _ in range(_TRIES):
         roots = compaction.visible()
         if roots is not None:
             return roots
-    raise ForqError(f"{compaction.folder.url} lacks batches that are marked as complete")
+    raise ForqError(f"{compaction.folder.url} lacks the files of batches that are marked as complete")

@@ -8,7 +8,7 @@ from forq.errors import UsageError
 from forq.paths import redis_url
 from forq.values import check_queue_name, shown
 
-# Spark's own, which it passes on; then those of sink.py.
+# Spark passes on its own options, too. _OF_SINK are read by sink.py.
 _FOREIGN = ("checkpointLocation", "path", "queryName")
 _OF_SINK = ("run", "ifExists", "patience")
 _OWN = ("redis", "prefix", "queues", "what", "startingFrom", "maxEntriesPerBatch", "consumer", "failOnLoss")
@@ -18,7 +18,7 @@ _OWN = ("redis", "prefix", "queues", "what", "startingFrom", "maxEntriesPerBatch
 class SourceOptions:
     redis: str
     prefix: str
-    queues: tuple[str, ...]  # none: all
+    queues: tuple[str, ...]  # empty: all
     what: str
     starting_from: str
     max_entries_per_batch: int | None
@@ -27,13 +27,14 @@ class SourceOptions:
 
 
 def read_options(options: Mapping[str, str]) -> SourceOptions:
-    """Spark writes the names of options in small letters."""
+    """Spark passes option names in lower case."""
     known = {name.lower() for name in (*_OWN, *_OF_SINK, *_FOREIGN)}
     for name in options:
         if name.lower() not in known:
-            raise UsageError(f"format 'forq' has no option {shown(name)}: it has {', '.join((*_OWN, *_OF_SINK))}")
+            allowed = ", ".join((*_OWN, *_OF_SINK))
+            raise UsageError(f"format 'forq' has no option {shown(name)}: allowed are {allowed}")
     return SourceOptions(
-        # Asked here, on the driver: workers elsewhere have another environment.
+        # Resolved on the driver: workers on other machines have another environment.
         redis=options.get("redis") or redis_url(),
         prefix=options.get("prefix", DEFAULT_PREFIX),
         queues=_queues(options.get("queues", "")),
@@ -46,7 +47,7 @@ def read_options(options: Mapping[str, str]) -> SourceOptions:
 
 
 def one_of(options: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
-    """The value of an option; the first of those that are allowed if it is not given."""
+    """The value of an option. The first allowed value is the default."""
     value = options.get(name.lower(), allowed[0])
     if value.lower() not in allowed:
         raise UsageError(f"option {name} = {shown(value)} is not allowed: {', '.join(allowed)}")

@@ -1,9 +1,9 @@
-"""Reading journals in Redis: which there are, where they end, how to cut them into ranges, and their events in batches.
+"""Reads journals and jobs from Redis as Arrow batches.
 
-Numbers of entries come from their sequence numbers, which have no gaps, so that nothing has to be counted. Ids are
-times: a range is cut by looking for the id before a time.
-
-Live and dead jobs of a queue as rows. Each row is true at some moment of the read; there is no common moment.
+1. `Journals` finds the journals, their ends, and ranges of them for Spark's tasks. It counts entries by their sequence
+   numbers, which have no gaps. Entry ids are times, so a range is cut by binary search over time.
+2. `event_batches` reads the events of some ranges.
+3. `job_batches` reads the live and dead jobs of a queue. It is not a snapshot: jobs may change during the read.
 """
 
 import gc
@@ -24,7 +24,7 @@ from forq.broker.registry import Registry
 from forq.errors import ForqError, InvalidData, OutcomeUnknown, RedisUnavailable, UnknownQueue
 from forq.pipeline.schema import EVENTS_ARROW, JOBS_ARROW
 
-# Before the first entry of any stream.
+# Sorts before the first entry of any stream.
 BEGINNING = "0-0"
 ENTRIES_PER_CALL = 500
 ROWS_PER_BATCH = 20_000
@@ -32,8 +32,8 @@ _TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """One entry: its id, and which it is."""
+class EntryRef:
+    """Id, epoch and sequence number of a journal entry."""
 
     id: str
     epoch: int
@@ -46,7 +46,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The entries of a queue's journal after `after`, up to and with `last`; about how many."""
+    """The entries of a queue's journal after `after`, up to and including `last`. `entries`: about how many."""
 
     queue: str
     after: str
@@ -62,7 +62,7 @@ class Journals:
         self.link = Link(url, name="forq-pipeline")
 
     def queues(self) -> list[str]:
-        """Every queue and fail queue; also those that were deleted, while their journals are kept."""
+        """All queues and fail queues, including deleted ones whose journals are kept."""
         registry = Registry(self.link, self.prefix)
         names = {*registry.names(), *registry.deleted()}
         return sorted([*names, *map(fail_queue, names)])
@@ -70,27 +70,27 @@ class Journals:
     def key(self, queue: str) -> str:
         return events_key(queue_base(self.prefix, queue))
 
-    def ends(self, queues: Sequence[str]) -> dict[str, Mark]:
-        """The last entry of each journal that has one."""
+    def last_entries(self, queues: Sequence[str]) -> dict[str, EntryRef]:
+        """The last entry of each journal. Empty journals are left out."""
         found = self.link.pipeline([("XREVRANGE", self.key(queue), "+", "-", "COUNT", 1) for queue in queues])
-        return {queue: read_mark(entries[0]) for queue, entries in zip(queues, found, strict=True) if entries}
+        return {queue: read_entry_ref(entries[0]) for queue, entries in zip(queues, found, strict=True) if entries}
 
-    def at(self, offset: Mapping[str, str]) -> dict[str, Mark]:
-        """The entries with these ids; of one that was trimmed only the id is known."""
+    def entries_at(self, offset: Mapping[str, str]) -> dict[str, EntryRef]:
+        """The entries with these ids. Of a trimmed entry only the id is known."""
         found = self.link.pipeline([("XRANGE", self.key(queue), last, last) for queue, last in offset.items()])
         return {
-            queue: read_mark(entries[0]) if entries else Mark(last, -1, 0)
+            queue: read_entry_ref(entries[0]) if entries else EntryRef(last, -1, 0)
             for (queue, last), entries in zip(offset.items(), found, strict=True)
         }
 
-    def next(self, queue: str, after: str) -> Mark | None:
-        """The first entry after an id."""
+    def first_after(self, queue: str, after: str) -> EntryRef | None:
+        """The first entry after this id."""
         entries = self.link.call("XRANGE", self.key(queue), f"({after}", "+", "COUNT", 1)
-        return read_mark(entries[0]) if entries else None
+        return read_entry_ref(entries[0]) if entries else None
 
-    def remaining(self, queue: str, after: str, end: Mark) -> Range:
-        """All that follows `after`. Of a journal that has begun anew meanwhile the number is a guess: its length."""
-        first = self.next(queue, after)
+    def remaining(self, queue: str, after: str, end: EntryRef) -> Range:
+        """All entries after `after`. If a new epoch began meanwhile, the number is estimated by the stream's length."""
+        first = self.first_after(queue, after)
         if first is None or id_key(first.id) > id_key(end.id):
             return Range(queue, after, end.id, 0)
         if first.epoch == end.epoch and first.sequence <= end.sequence:
@@ -98,10 +98,10 @@ class Journals:
         return Range(queue, after, end.id, int(self.link.call("XLEN", self.key(queue))))
 
     def cut(self, whole: Range, entries: int) -> str:
-        """The id at which the first `entries` of a range end, or somewhat fewer."""
+        """The id of the last of the first `entries` entries of a range, or of somewhat fewer."""
         if whole.entries <= entries:
             return whole.last
-        first = self.next(whole.queue, whole.after)
+        first = self.first_after(whole.queue, whole.after)
         if first is None:
             return whole.last
         low, high, best = first.ms, int(whole.last.partition("-")[0]), self._last_before(whole, first.ms)
@@ -121,11 +121,11 @@ class Journals:
         return min(best.id, whole.last, key=id_key)
 
     def split(self, whole: Range, entries: int) -> Iterator[Range]:
-        """Ranges of about so many entries each."""
+        """Splits a range into ranges of about this many entries."""
         rest = whole
         while rest.entries > entries:
             last = self.cut(rest, entries)
-            first, end = self.next(rest.queue, rest.after), self.next(rest.queue, last)
+            first, end = self.first_after(rest.queue, rest.after), self.first_after(rest.queue, last)
             if last == rest.last or first is None or end is None:
                 break
             taken = end.sequence - first.sequence if end.epoch == first.epoch else entries
@@ -133,27 +133,27 @@ class Journals:
             rest = Range(rest.queue, last, rest.last, max(1, rest.entries - taken))
         yield rest
 
-    def publish(self, consumer: str, offsets: Mapping[str, str]) -> None:
-        """Tells up to which entry `consumer` has read each journal for good: it may be trimmed that far."""
+    def publish_watermarks(self, consumer: str, offsets: Mapping[str, str]) -> None:
+        """Records how far `consumer` has read each journal. The supervisor trims the journals up to there."""
         queues = list(offsets)
         lifetimes = self.link.pipeline([("PTTL", self.key(queue)) for queue in queues]) if queues else []
         commands: list[tuple[Any, ...]] = []
         for queue, lifetime_ms in zip(queues, lifetimes, strict=True):
             marks = watermarks_key(queue_base(self.prefix, queue))
-            # -2: there is no such journal any more.
+            # -2: the journal does not exist any more.
             if lifetime_ms != -2:
                 commands.append(("HSET", marks, consumer, offsets[queue]))
-            # That of a deleted queue: its watermarks end with it.
+            # The watermarks of a deleted queue expire with its journal.
             if lifetime_ms >= 0:
                 commands.append(("PEXPIRE", marks, lifetime_ms))
         if commands:
             self.link.pipeline(commands)
 
-    def announce(self, consumer: str) -> None:
-        """Tells that `consumer` will read every journal from its beginning, unless it has said more than that."""
+    def register_consumer(self, consumer: str) -> None:
+        """Keeps journals from being trimmed before `consumer` has read them. Keeps the watermarks that it has."""
         commands = [
             ("HSETNX", watermarks_key(queue_base(self.prefix, queue)), consumer, BEGINNING)
-            for queue in self.ends(self.queues())
+            for queue in self.last_entries(self.queues())
         ]
         if commands:
             self.link.pipeline(commands)
@@ -162,16 +162,16 @@ class Journals:
         seconds, micros = self.link.call("TIME", at=registry_key(self.prefix))
         return int(seconds) + int(micros) / 1_000_000
 
-    def _last_before(self, whole: Range, ms: int) -> Mark:
-        """The last entry of a range that is not later than this millisecond (which is not before its first entry)."""
+    def _last_before(self, whole: Range, ms: int) -> EntryRef:
+        """The last entry of a range up to this millisecond, which must not precede the first entry."""
         entries = self.link.call("XREVRANGE", self.key(whole.queue), ms, f"({whole.after}", "COUNT", 1)
         if not entries:
-            raise ForqError(f"the journal of queue {whole.queue!r} was trimmed while it was read")
-        return read_mark(entries[0])
+            raise ForqError(f"the journal of queue {whole.queue!r} was trimmed while it was read; try again")
+        return read_entry_ref(entries[0])
 
 
 def require_queues(url: str, prefix: str) -> list[str]:
-    """The queues of a prefix; refuses one that no queue has or had, since reading nothing would look like success."""
+    """Refuses a prefix without queues: reading nothing would look like success."""
     journals = Journals(url, prefix)
     try:
         queues = journals.queues()
@@ -179,30 +179,30 @@ def require_queues(url: str, prefix: str) -> list[str]:
         journals.link.close()
     if not queues:
         raise UnknownQueue(
-            f"Redis at {journals.link.shown_url} has no queue whose keys begin with {prefix!r}; `prefix` in forq.toml "
-            "says what they begin with: give --prefix, or set FORQ_PREFIX"
+            f"Redis at {journals.link.shown_url} has no queue whose keys begin with {prefix!r}: give --prefix, or set "
+            "FORQ_PREFIX, to the `prefix` in forq.toml"
         )
     return queues
 
 
-def read_mark(entry: list[Any]) -> Mark:
+def read_entry_ref(entry: list[Any]) -> EntryRef:
     entry_id, fields = entry[0].decode(), dict(zip(entry[1][::2], entry[1][1::2], strict=True))
     try:
-        return Mark(entry_id, int(fields[b"q"]), int(fields[b"s"]))
+        return EntryRef(entry_id, int(fields[b"q"]), int(fields[b"s"]))
     except (KeyError, ValueError):
-        # Reading it will say what is wrong with it; only the cutting of ranges becomes a guess.
-        return Mark(entry_id, 0, 0)
+        # Only ranges become inexact. Reading the entry raises the error.
+        return EntryRef(entry_id, 0, 0)
 
 
 def id_key(entry_id: str) -> tuple[int, int]:
-    """Ids are ordered by their numbers, not as text."""
+    """Sort key: ids are ordered by their numbers, not as text."""
     ms, _, number = entry_id.partition("-")
     return int(ms), int(number)
 
 
 def event_batches(journals: Journals, ranges: Sequence[Range], *, skip_broken: bool) -> Iterator[pa.RecordBatch]:
-    """The events of some ranges. What was trimmed before it could be read is missing: sequence numbers tell."""
-    # Millions of tuples that all live until their batch is made: the collector would walk them again and again.
+    """The events of some ranges, without entries that were trimmed meanwhile."""
+    # The tuples all live until their batch is built: garbage collections would traverse millions of them in vain.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -233,7 +233,7 @@ def _entries(journals: Journals, part: Range) -> Iterator[list[Any]]:
 
 
 def _call(link: Link, *command: Any) -> Any:
-    """A read may be repeated if its answer was lost."""
+    """Repeats a read whose reply was lost."""
     for _ in range(_TRIES - 1):
         try:
             return link.call(*command)
@@ -270,7 +270,7 @@ def job_batches(journals: Journals, queue: str) -> Iterator[pa.RecordBatch]:
 
 
 def _scan(journals: Journals, key: str) -> Iterator[dict[bytes, bytes]]:
-    """The fields of a hash, each once: HSCAN may give one twice while the hash grows or shrinks."""
+    """The fields of a hash, each once: HSCAN may return a field twice while the hash is resized."""
     seen: set[bytes] = set()
     cursor = b"0"
     while True:
@@ -284,7 +284,7 @@ def _scan(journals: Journals, key: str) -> Iterator[dict[bytes, bytes]]:
 
 
 def _with_state(journals: Journals, base: str, records: dict[bytes, bytes]) -> Iterator[tuple[Any, ...]]:
-    """Each with its owner and its time; those that are gone by now are left out."""
+    """Adds owner and due time. Leaves out jobs that have ended meanwhile."""
     ids = list(records)
     present, owners, due = journals.link.pipeline(
         [

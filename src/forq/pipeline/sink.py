@@ -1,15 +1,12 @@
-"""Values of a DataFrame as the JSON that job data is.
+"""Writes rows of a DataFrame as jobs: columns queue and data, optional id, identifier, run_at, priority, type, token.
 
-Rows become jobs: columns queue and data, and if there are such: id, identifier, run_at, priority, type, token.
-
-1. Each row gets a token, so that a task that Spark repeats (or a whole write that is repeated with the same `run`)
-   stores nothing twice, also if a job has ended meanwhile: for as long as the queue remembers tokens (dedup_ttl).
-   A given token is used as it is. Else it is made of the run and the row's id, or its place: partition and number. Of
-   several rows with one id in a run, one is stored.
-2. `run` is by default new for each write; of a stream, the query's id and the number of the batch, so that a query
-   that goes on from its checkpoint repeats itself without harm.
-3. While Redis is away or full, a task waits for up to `patience`.
-4. A row that cannot be stored ends the write with a sentence that names it. What was stored before stays.
+1. Each row has a token: its own, else one of run and job id, else one of run, partition and row number. So a task that
+   Spark repeats, or a write repeated with the same `run`, stores nothing twice while the queue remembers tokens
+   (dedup_ttl), even if a job has ended meanwhile. Of several rows of a run with the same id, one is stored.
+2. `run` is new for each write by default. For a stream it is the query's id and the batch number, so a query that
+   continues from its checkpoint can repeat a batch safely.
+3. While Redis is down or full, a task waits for up to `patience`.
+4. A row that cannot be stored ends the write with an error that names it. Rows stored before stay.
 """
 
 import hashlib
@@ -46,12 +43,12 @@ from forq.job import new_id
 from forq.pipeline.options import SourceOptions, one_of
 from forq.values import parse_duration, shown
 
-Reader = Callable[[Any], Any]
+Converter = Callable[[Any], Any]
 
 
-def json_reader(column: DataType) -> Reader:
-    """How the values of the column `data` become job data: text is JSON itself, all else is written as JSON."""
-    return _parse if isinstance(column, StringType) else _reader(column)
+def json_converter(column: DataType) -> Converter:
+    """Converts values of the column `data` to job data. A string is JSON text."""
+    return _parse if isinstance(column, StringType) else _converter(column)
 
 
 def _parse(text: str | None) -> Any:
@@ -60,31 +57,31 @@ def _parse(text: str | None) -> Any:
     try:
         return orjson.loads(text)
     except ValueError as exc:
-        raise InvalidData(f"data is not JSON: {exc} (a string column must hold JSON text: to_json makes it)") from exc
+        raise InvalidData(f"data is not JSON: {exc} (a string column must have JSON text: use to_json)") from exc
 
 
-def _reader(column: DataType) -> Reader:
+def _converter(column: DataType) -> Converter:
     if isinstance(column, DecimalType):
         return _from_decimal
     if isinstance(column, StringType | BooleanType | NumericType | NullType):
-        return _as_it_is
+        return _unchanged
     if isinstance(column, ArrayType):
-        of_element = _reader(column.elementType)
+        of_element = _converter(column.elementType)
         return lambda value: None if value is None else [of_element(one) for one in value]
     if isinstance(column, MapType) and isinstance(column.keyType, StringType):
-        of_value = _reader(column.valueType)
-        # Arrow gives a map as a list of pairs.
+        of_value = _converter(column.valueType)
+        # Arrow returns a map as a list of pairs.
         return lambda value: None if value is None else {key: of_value(one) for key, one in value}
     if isinstance(column, StructType):
-        of_field = {field.name: _reader(field.dataType) for field in column}
+        of_field = {field.name: _converter(field.dataType) for field in column}
         return lambda value: None if value is None else {name: of_field[name](value[name]) for name in of_field}
     raise UsageError(
-        f"data of type {column.simpleString()} has no form in JSON: structs, arrays, maps with string keys, numbers, "
-        "booleans and strings have; to_json or a cast to string chooses one"
+        f"data of type {column.simpleString()} cannot be written as JSON: allowed are structs, arrays, maps with "
+        "string keys, numbers, booleans and strings; use to_json or a cast to string"
     )
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -94,38 +91,40 @@ def _from_decimal(value: Decimal | None) -> float | int | None:
     if value == value.to_integral_value():
         return int(value)
     if Decimal(repr(float(value))) != value:
-        raise InvalidData(f"data has the number {value}, which JSON's readers would not keep exactly: use a string")
+        raise InvalidData(f"data has the number {value}, which has no exact float: cast it to a string")
     return float(value)
 
 
-_NEEDED = ("queue", "data")
-_ALLOWED = (*_NEEDED, "id", "identifier", "run_at", "priority", "type", "token")
+_REQUIRED = ("queue", "data")
+_ALLOWED = (*_REQUIRED, "id", "identifier", "run_at", "priority", "type", "token")
 _RUN = re.compile(r"[A-Za-z0-9_.-]{1,48}\Z")
-_LONGEST_TOKEN = 128
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
+_MAX_TOKEN = 128
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 2.0
 
 
 @dataclass
 class Stored(WriterCommitMessage):
-    """What one task has written; those that were there already are among them."""
+    """Rows written by one task, including those that were stored before."""
 
     rows: int
 
 
 class JobWriter(DataSourceArrowWriter):
-    def __init__(self, options: Mapping[str, str], chosen: SourceOptions, schema: StructType, overwrite: bool) -> None:
+    def __init__(
+        self, options: Mapping[str, str], source_options: SourceOptions, schema: StructType, overwrite: bool
+    ) -> None:
         if overwrite:
-            raise UsageError("jobs can be added to a queue, not put in the place of others: use mode('append')")
+            raise UsageError("jobs can be added to a queue, but not replace its jobs: use mode('append')")
         _check_columns(schema)
-        self._chosen = chosen
+        self._options = source_options
         self._update = Update(one_of(options, "ifExists", ("skip", "update")))
         self._patience_seconds = parse_duration(options.get("patience", "60s"))
         self._given_run = options.get("run")
         if self._given_run is not None and not _RUN.match(self._given_run):
             raise UsageError(f"option run = {shown(self._given_run)} is not allowed: 1 to 48 of A-Z a-z 0-9 _ . -")
-        # Made once per write, here on the driver: all its tasks and their repetitions have it.
+        # Created on the driver, once per write: all tasks and their repetitions share it.
         self._new_run = new_id()
-        self._read_data = json_reader(schema["data"].dataType)
+        self._read_data = json_converter(schema["data"].dataType)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         task = TaskContext.get()
@@ -133,8 +132,8 @@ class JobWriter(DataSourceArrowWriter):
         return self._store(iterator, self._given_run or self._new_run, task.partitionId())
 
     def _store(self, batches: Iterator[pa.RecordBatch], run: str, partition: int) -> Stored:
-        link = Link(self._chosen.redis, name="forq-sink")
-        chunks = _Chunks(link, self._chosen.prefix, self._update, self._patience_seconds, partition)
+        link = Link(self._options.redis, name="forq-sink")
+        chunks = _Chunks(link, self._options.prefix, self._update, self._patience_seconds, partition)
         number = 0
         for batch in batches:
             for row in _rows(batch):
@@ -142,7 +141,7 @@ class JobWriter(DataSourceArrowWriter):
                     queue, job = self._job(row, run, f"{partition}:{number}")
                 except ForqError as exc:
                     chunks.flush_all()
-                    raise UsageError(f"row {number} of partition {partition} ({_named(row)}): {exc}") from exc
+                    raise UsageError(f"row {number} of partition {partition} ({_describe(row)}): {exc}") from exc
                 chunks.add(queue, job, number)
                 number += 1
         chunks.flush_all()
@@ -152,7 +151,7 @@ class JobWriter(DataSourceArrowWriter):
     def _job(self, row: dict[str, Any], run: str, place: str) -> tuple[str, NewJob]:
         queue, job_id, token = row["queue"], row.get("id"), row.get("token")
         if queue is None:
-            raise UsageError("it has no queue")
+            raise UsageError("column queue is null")
         priority = row.get("priority")
         return queue, new_job(
             self._read_data(row["data"]),
@@ -166,30 +165,31 @@ class JobWriter(DataSourceArrowWriter):
 
 
 class StreamJobWriter(JobWriter, DataSourceStreamArrowWriter):
-    """The same for each batch of a stream. The query's id outlives a restart from its checkpoint."""
+    """Writes each batch of a stream. A query keeps its id when it restarts from its checkpoint."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         task = TaskContext.get()
         assert task is not None
         query, batch = (task.getLocalProperty(name) for name in ("sql.streaming.queryId", "streaming.sql.batchId"))
         if batch is None:
-            raise ForqError("Spark did not tell which batch of the stream this is")
+            raise ForqError("Spark did not set the batch number of the stream (streaming.sql.batchId)")
         return self._store(iterator, f"{self._given_run or query or self._new_run}.{batch}", task.partitionId())
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int | None = None) -> None:
-        """Everything is stored already."""
+        """Rows are stored by `write` already."""
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int | None = None) -> None:
-        """What is stored stays."""
+        """Stored rows stay."""
 
 
 def _check_columns(schema: StructType) -> None:
     names = schema.fieldNames()
     wrong = [name for name in names if name not in _ALLOWED]
-    missing = [name for name in _NEEDED if name not in names]
+    missing = [name for name in _REQUIRED if name not in names]
     if wrong or missing:
-        said = f"has no column {missing[0]!r}" if missing else f"has a column {shown(wrong[0])} that jobs do not have"
-        raise UsageError(f"what is written {said}; needed are queue and data, allowed {', '.join(_ALLOWED[2:])}")
+        problem = f"has no column {missing[0]!r}" if missing else f"has an unknown column {shown(wrong[0])}"
+        optional = ", ".join(_ALLOWED[len(_REQUIRED) :])
+        raise UsageError(f"the DataFrame {problem}: required are queue and data, optional {optional}")
     for name in ("queue", "id", "identifier", "type", "token"):
         if name in names and not isinstance(schema[name].dataType, StringType):
             raise UsageError(f"column {name} is {schema[name].dataType.simpleString()}, not a string")
@@ -206,14 +206,14 @@ def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 
 def _token(run: str, job_id: str | None, place: str) -> str:
-    """Runs have neither a colon nor a slash, so the two kinds cannot meet."""
+    """The name of a run has no colon or slash, so the two kinds of tokens never collide."""
     token = f"spark:{run}:{place}" if job_id is None else f"spark:{run}/{job_id}"
-    if len(token) <= _LONGEST_TOKEN:
+    if len(token) <= _MAX_TOKEN:
         return token
     return f"spark:{run}/{hashlib.sha256(token.encode()).hexdigest()}"
 
 
-def _named(row: dict[str, Any]) -> str:
+def _describe(row: dict[str, Any]) -> str:
     return ", ".join(f"{name} {shown(row[name])}" for name in ("queue", "id") if row.get(name) is not None)
 
 
@@ -225,7 +225,7 @@ class _Chunk:
 
 
 class _Chunks:
-    """The rows of a task on their way, a chunk per queue."""
+    """Collects the rows of a task in one chunk per queue, and stores full chunks."""
 
     def __init__(self, link: Link, prefix: str, update: Update, patience_seconds: float, partition: int) -> None:
         self._link = link
@@ -260,14 +260,14 @@ class _Chunks:
 
     def _place(self, chunk: _Chunk, exc: ForqError) -> str:
         if isinstance(exc, InvalidData):
-            # Too large for the queue: the script looks at the first such row, this is the largest.
+            # A row is too large for the queue. The script does not say which; the largest one is.
             at = max(range(len(chunk.jobs)), key=lambda index: len(chunk.jobs[index].body))
             return f"row {chunk.numbers[at]} of partition {self._partition} (id {shown(chunk.jobs[at].id)})"
         return f"rows {chunk.numbers[0]} to {chunk.numbers[-1]} of partition {self._partition}"
 
 
 def with_patience(store: Callable[[], object], patience_seconds: float) -> None:
-    """Repeats a call that has tokens while Redis is away or out of memory."""
+    """Repeats a call while Redis is down or out of memory. Tokens make the repetition safe."""
     deadline = time.monotonic() + patience_seconds
     pause = _FIRST_PAUSE_SECONDS
     while True:
@@ -277,6 +277,6 @@ def with_patience(store: Callable[[], object], patience_seconds: float) -> None:
         except (BackPressure, RedisUnavailable):
             if time.monotonic() + pause > deadline:
                 raise
-        # Not all tasks at the same moment.
+        # Random, so that the tasks do not retry at the same time.
         time.sleep(pause * random.uniform(0.5, 1.0))
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        pause = min(2 * pause, _MAX_PAUSE_SECONDS)

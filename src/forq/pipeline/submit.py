@@ -1,6 +1,6 @@
-"""What spark-submit runs: `spark-submit [--master URL …] $(python -m forq.pipeline.submit) audit --history URL`.
+"""The program for spark-submit: `spark-submit [--master URL …] $(python -m forq.pipeline.submit) audit --history URL`.
 
-Run by itself it prints where it is.
+Without spark-submit it prints its own path.
 """
 
 import argparse
