@@ -40,6 +40,8 @@ from forq.progress_line import ProgressLine
 from forq.values import parse_duration
 
 ENTRIES_PER_BATCH = 100_000
+# Starting a session takes ten seconds: it is kept if the next ingest is at most this far away.
+KEEP_SESSION_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 _FORQ_ERROR = re.compile(r"forq\.errors\.\w+: (.+)")
 
@@ -233,10 +235,6 @@ def stop_on_signal(ingest: Ingest) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-# Starting a session takes ten seconds: it is kept if the next ingest is at most this far away.
-KEEP_SESSION_SECONDS = 120.0
 
 
 def ingest(data: dict[str, Any], job: Job) -> None:

@@ -43,58 +43,6 @@ from forq.job import new_id
 from forq.pipeline.options import SourceOptions, one_of
 from forq.values import parse_duration, shown
 
-Converter = Callable[[Any], Any]
-
-
-def json_converter(column: DataType) -> Converter:
-    """Converts values of the column `data` to job data. A string is JSON text."""
-    return _parse if isinstance(column, StringType) else _converter(column)
-
-
-def _parse(text: str | None) -> Any:
-    if text is None:
-        return None
-    try:
-        return orjson.loads(text)
-    except ValueError as exc:
-        raise InvalidData(f"data is not JSON: {exc} (a string column must have JSON text: use to_json)") from exc
-
-
-def _converter(column: DataType) -> Converter:
-    if isinstance(column, DecimalType):
-        return _from_decimal
-    if isinstance(column, StringType | BooleanType | NumericType | NullType):
-        return _unchanged
-    if isinstance(column, ArrayType):
-        of_element = _converter(column.elementType)
-        return lambda value: None if value is None else [of_element(one) for one in value]
-    if isinstance(column, MapType) and isinstance(column.keyType, StringType):
-        of_value = _converter(column.valueType)
-        # Arrow returns a map as a list of pairs.
-        return lambda value: None if value is None else {key: of_value(one) for key, one in value}
-    if isinstance(column, StructType):
-        of_field = {field.name: _converter(field.dataType) for field in column}
-        return lambda value: None if value is None else {name: of_field[name](value[name]) for name in of_field}
-    raise UsageError(
-        f"data of type {column.simpleString()} cannot be written as JSON: allowed are structs, arrays, maps with "
-        "string keys, numbers, booleans and strings; use to_json or a cast to string"
-    )
-
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-def _from_decimal(value: Decimal | None) -> float | int | None:
-    if value is None:
-        return None
-    if value == value.to_integral_value():
-        return int(value)
-    if Decimal(repr(float(value))) != value:
-        raise InvalidData(f"data has the number {value}, which has no exact float: cast it to a string")
-    return float(value)
-
-
 _REQUIRED = ("queue", "data")
 _ALLOWED = (*_REQUIRED, "id", "identifier", "run_at", "priority", "type", "token")
 _RUN = re.compile(r"[A-Za-z0-9_.-]{1,48}\Z")
@@ -280,3 +228,55 @@ def with_patience(store: Callable[[], object], patience_seconds: float) -> None:
         # Random, so that the tasks do not retry at the same time.
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+
+
+Converter = Callable[[Any], Any]
+
+
+def json_converter(column: DataType) -> Converter:
+    """Converts values of the column `data` to job data. A string is JSON text."""
+    return _parse if isinstance(column, StringType) else _converter(column)
+
+
+def _parse(text: str | None) -> Any:
+    if text is None:
+        return None
+    try:
+        return orjson.loads(text)
+    except ValueError as exc:
+        raise InvalidData(f"data is not JSON: {exc} (a string column must have JSON text: use to_json)") from exc
+
+
+def _converter(column: DataType) -> Converter:
+    if isinstance(column, DecimalType):
+        return _from_decimal
+    if isinstance(column, StringType | BooleanType | NumericType | NullType):
+        return _unchanged
+    if isinstance(column, ArrayType):
+        of_element = _converter(column.elementType)
+        return lambda value: None if value is None else [of_element(one) for one in value]
+    if isinstance(column, MapType) and isinstance(column.keyType, StringType):
+        of_value = _converter(column.valueType)
+        # Arrow returns a map as a list of pairs.
+        return lambda value: None if value is None else {key: of_value(one) for key, one in value}
+    if isinstance(column, StructType):
+        of_field = {field.name: _converter(field.dataType) for field in column}
+        return lambda value: None if value is None else {name: of_field[name](value[name]) for name in of_field}
+    raise UsageError(
+        f"data of type {column.simpleString()} cannot be written as JSON: allowed are structs, arrays, maps with "
+        "string keys, numbers, booleans and strings; use to_json or a cast to string"
+    )
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _from_decimal(value: Decimal | None) -> float | int | None:
+    if value is None:
+        return None
+    if value == value.to_integral_value():
+        return int(value)
+    if Decimal(repr(float(value))) != value:
+        raise InvalidData(f"data has the number {value}, which has no exact float: cast it to a string")
+    return float(value)
