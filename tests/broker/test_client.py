@@ -189,9 +189,9 @@ def test_a_full_queue_refuses_what_it_has_no_room_for(queue: OneQueue, q: Queue)
 
 
 def test_dead_jobs_have_to_be_named_in_one_way(queue: OneQueue, q: Queue) -> None:
-    with pytest.raises(UsageError, match="either an id, several ids, or all=True"):
+    with pytest.raises(UsageError, match="pass an id, several ids, or all=True"):
         q.retry_dead()  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match="either an id, several ids, or all=True"):
+    with pytest.raises(UsageError, match="pass an id, several ids, or all=True"):
         q.discard_dead(["a"], all=True)  # type: ignore[call-overload]
     with pytest.raises(InvalidId):
         q.retry_dead(["a", "with a space"])
@@ -220,13 +220,13 @@ def test_after_a_bulk_enqueue_that_ended_half_way_the_same_call_stores_the_rest(
 
 
 def test_each_job_needs_a_token_of_its_own(queue: OneQueue, q: Queue) -> None:
-    with pytest.raises(UsageError, match="there are 2 jobs and 1 tokens"):
+    with pytest.raises(UsageError, match="2 jobs and 1 tokens"):
         q.enqueue_many([1, 2], tokens=["a"])
     with pytest.raises(UsageError, match="fewer tokens than jobs"):
         q.enqueue_many(iter([1, 2]), tokens=["a"])
     with pytest.raises(UsageError, match="fewer jobs than tokens"):
         q.enqueue_many(iter([1]), tokens=["a", "b"])
-    with pytest.raises(UsageError, match="a token for each job"):
+    with pytest.raises(UsageError, match="one token per job"):
         q.enqueue_many("ab", tokens="ab")
     with pytest.raises(InvalidId, match="token"):
         q.enqueue_many([1], tokens=["with a space"])

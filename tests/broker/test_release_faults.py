@@ -100,7 +100,7 @@ def test_redis_knows_an_acknowledgement_for_longer_than_it_is_repeated(queue: Ga
     queue.attempt()
     queue.ack("x", queue.ask("x"))
     known_ms = queue.redis.pttl(queue.key("awaiter:x"))
-    assert (client.ACK_PATIENCE_SECONDS + queue.link.timeout_seconds + 5) * 1000 < known_ms
+    assert (client.ACK_RETRY_SECONDS + queue.link.timeout_seconds + 5) * 1000 < known_ms
 
 
 ODD = ["[", "(", ":", "!", "~", "a:1", "1:2:removed", "a@1", "%d", "\\", '"', "-", "+inf", "a!", "a", "5:a"]
@@ -169,7 +169,7 @@ class Interrupted(Leases):
 def test_a_client_that_loses_every_first_reply_gets_each_item_once(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(client, "RETRY_PAUSE_SECONDS", 0.0)
     with gate(redis_url, "on_request") as queue:
         queue.enqueue("a", "b")
         deaf = Interrupted(queue.link, "forq:", "q")

@@ -153,7 +153,7 @@ def test_a_death_that_nobody_kept_is_told_all_the_same(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     waiting = Waiting(queue).begun()
     worker.turn(failed="a")
-    with pytest.raises(JobDead, match="not kept any more"):
+    with pytest.raises(JobDead, match="no longer kept"):
         waiting.result()
 
 
@@ -240,7 +240,7 @@ def test_an_earlier_result_is_not_that_of_a_job_that_was_removed(queue: OneQueue
     waiting = Waiting(queue).begun()
     queue.producer.remove("a")
     worker.turn(done="a", results={"a": '"removed"'})
-    with pytest.raises(UnknownJob, match="is done, and its result is not kept"):
+    with pytest.raises(UnknownJob, match="is done, but its result is not kept"):
         waiting.result()
 
 
@@ -269,7 +269,7 @@ def test_a_queue_that_ceases_to_keep_results_says_that_its_job_is_done(queue: On
     waiting = Waiting(queue).begun()
     queue.registry.configure("q", {"keep_done_ms": 0}, {})
     worker.turn(done="a")
-    with pytest.raises(UnknownJob, match="is done, and its result is not kept"):
+    with pytest.raises(UnknownJob, match="is done, but its result is not kept"):
         waiting.result()
 
 
