@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from forq.errors import ForqError, InvalidData, PermissionRefused, TimedOut, UnknownVerb
-from forq.logging_setup import Seldom
+from forq.logging_setup import WarningThrottle
 from forq.procs import jsonrpc
 from forq.procs.lines import LineBuffer, LineConnection
 from forq.procs.loop import Loop
@@ -361,8 +361,8 @@ class ControlServer:
         self._again_timer: Timer | None = None
         self._foreign_inode: int | None = None
         # Whoever may not use the socket must not be able to fill the log.
-        self._refused = Seldom(log, loop.call_later)
-        self._unreadable = Seldom(log, loop.call_later)
+        self._refused = WarningThrottle(log, loop.call_later)
+        self._unreadable = WarningThrottle(log, loop.call_later)
         loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:

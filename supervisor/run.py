@@ -12,7 +12,7 @@ from pathlib import Path
 from setproctitle import setproctitle
 
 from forq.errors import ConfigError, ForqError
-from forq.logging_setup import Stderr, configure
+from forq.logging_setup import StderrHandler, configure
 from forq.procs import orphans
 from forq.procs.loop import Loop
 from forq.procs.treekill import become_subreaper
@@ -30,14 +30,14 @@ log = logging.getLogger("forq")
 
 def run(overrides: Mapping[str, object]) -> int:
     """Serves until it is told to stop; returns the exit code."""
-    configure(waits=False)
+    configure(blocking=False)
     try:
         # Before anything is started that could take them for its own.
         systemd_input = systemd.take(os.environ, os.getpid())
         # Of a forq whose handler has started this one: what runs here is marked as ours, or not at all.
         os.environ.pop(orphans.VARIABLE, None)
         config = load(overrides, os.environ)
-        configure(config.log_format, config.log_level, config.log_redact, waits=False)
+        configure(config.log_format, config.log_level, config.log_redact, blocking=False)
         state = StateDir(config.state_dir, strict_modes=strict_modes(os.environ))
         state.lock(on_wait=lambda pids: log.warning("killing what an earlier run left behind pids=%s", pids))
         return _serve(config, state, _specs(config, state), systemd_input)
@@ -53,7 +53,7 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], systemd_inpu
     setproctitle("forq: supervisor")
     loop = Loop()
     for handler in logging.root.handlers:
-        if isinstance(handler, Stderr):
+        if isinstance(handler, StderrHandler):
             handler.attach(loop)
     listener = systemd.control_listener(systemd_input)
     if listener is not None:

@@ -1,8 +1,8 @@
 """forq's own log: what its processes say through `logging`, in the one format, on stderr.
 
-1. Lines makes a line of a record, with its extra fields.
-2. Stderr writes it without ever waiting: the supervisor's loop must not stop because nobody reads its log.
-3. Seldom keeps what a client can cause to one line a second.
+1. LineFormatter makes a line of a record, with its extra fields.
+2. StderrHandler writes it without ever waiting: the supervisor's loop must not stop because nobody reads its log.
+3. WarningThrottle keeps what a client can cause to one line a second.
 """
 
 import logging
@@ -17,14 +17,16 @@ from forq.log_format import LogFormat, Redaction, choose, iso_time
 from forq.output.forwarding import Forwarder
 
 # How long the end of a process waits for a reader to take what is left.
-LAST_SECONDS = 1.0
-SELDOM_SECONDS = 1.0
+CLOSE_SECONDS = 1.0
+THROTTLE_SECONDS = 1.0
 
-_ABOUT = re.compile(r"(?:^|\s)(queue|job)=(\S+)")
-_USUAL = frozenset({*logging.LogRecord("", 0, "", 0, "", None, None).__dict__, "message", "asctime", "taskName"})
+_QUEUE_OR_JOB = re.compile(r"(?:^|\s)(queue|job)=(\S+)")
+_STANDARD_FIELDS = frozenset(
+    {*logging.LogRecord("", 0, "", 0, "", None, None).__dict__, "message", "asctime", "taskName"}
+)
 
 
-class Lines(logging.Formatter):
+class LineFormatter(logging.Formatter):
     def __init__(self, log_format: LogFormat, redact: Redaction | None = None) -> None:
         super().__init__("%(message)s")
         self._format = log_format
@@ -34,17 +36,17 @@ class Lines(logging.Formatter):
         told: dict[str, object] = {"time": iso_time(record.created), "level": record.levelname}
         if self._format.json:
             # What the message says of queue and job first: an error's text, behind that, may hold anything.
-            told |= dict(reversed(_ABOUT.findall(record.getMessage())))
+            told |= dict(reversed(_QUEUE_OR_JOB.findall(record.getMessage())))
         told |= {"pid": record.process, "logger": record.name, "message": self._redact(super().format(record))}
         return self._format.render(told)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The message, and what came with it as `extra`: key=value behind it, before a traceback."""
-        extra = [f"{key}={value}" for key, value in record.__dict__.items() if key not in _USUAL]
+        extra = [f"{key}={value}" for key, value in record.__dict__.items() if key not in _STANDARD_FIELDS]
         return " ".join([super().formatMessage(record), *extra])
 
 
-class Waits(Protocol):
+class WriterLoop(Protocol):
     """A loop that calls back when a descriptor can be written."""
 
     def add_writer(self, fd: int, callback: Callable[[], None]) -> None: ...
@@ -52,7 +54,7 @@ class Waits(Protocol):
     def remove_writer(self, fd: int) -> None: ...
 
 
-class Stderr(logging.Handler):
+class StderrHandler(logging.Handler):
     """Writes at once what goes at once. The rest waits, up to a limit, above that it is dropped and counted; it goes on
     when the loop (`attach`) sees that it can, or with the next record. A forked process has nothing that waits."""
 
@@ -60,34 +62,34 @@ class Stderr(logging.Handler):
         super().__init__()
         self._fd = fd
         self._forwarder = Forwarder(fd)
-        self._loop: Waits | None = None
-        self._waits = False
+        self._loop: WriterLoop | None = None
+        self._registered = False
         self._pid = os.getpid()
         # Of the processes above this one. Kept: its descriptors are others' here, and must not be closed with it.
-        self._before: list[Forwarder] = []
+        self._inherited: list[Forwarder] = []
 
-    def attach(self, loop: Waits) -> None:
+    def attach(self, loop: WriterLoop) -> None:
         self._loop = loop
 
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() != self._pid:
             # What was opened by the parent was closed after the fork, and what waits there is the parent's.
-            self._before.append(self._forwarder)
-            self._forwarder, self._loop, self._waits, self._pid = Forwarder(self._fd), None, False, os.getpid()
+            self._inherited.append(self._forwarder)
+            self._forwarder, self._loop, self._registered, self._pid = Forwarder(self._fd), None, False, os.getpid()
         try:
             self._forwarder.send(self._line(record))
-            self._go_on()
+            self._flush()
         except Exception:  # as every handler does
             self.handleError(record)
 
     def close(self) -> None:
-        """Waits a moment for a slow reader: nothing is said after this."""
+        """WriterLoop a moment for a slow reader: nothing is said after this."""
         if os.getpid() == self._pid:
-            deadline = time.monotonic() + LAST_SECONDS
+            deadline = time.monotonic() + CLOSE_SECONDS
             while self._forwarder.waiting and (left := deadline - time.monotonic()) > 0:
                 self._forwarder.wait(left)
                 self._forwarder.flush()
-            if self._loop is not None and self._waits:
+            if self._loop is not None and self._registered:
                 self._loop.remove_writer(self._forwarder.fileno())
             self._loop, self._pid = None, 0
             self._forwarder.close()
@@ -96,21 +98,21 @@ class Stderr(logging.Handler):
     def _line(self, record: logging.LogRecord) -> bytes:
         return self.format(record).encode("utf-8", "backslashreplace") + b"\n"
 
-    def _go_on(self) -> None:
+    def _flush(self) -> None:
         self._forwarder.flush()
         if count := self._forwarder.take_dropped():
             text = "stderr was not read; dropped log lines count=%s"
             self._forwarder.send(self._line(logging.LogRecord("forq", logging.WARNING, "", 0, text, (count,), None)))
             self._forwarder.flush()
-        if self._loop is not None and self._forwarder.waiting != self._waits:
-            self._waits = self._forwarder.waiting
-            if self._waits:
-                self._loop.add_writer(self._forwarder.fileno(), self._go_on)
+        if self._loop is not None and self._forwarder.waiting != self._registered:
+            self._registered = self._forwarder.waiting
+            if self._registered:
+                self._loop.add_writer(self._forwarder.fileno(), self._flush)
             else:
                 self._loop.remove_writer(self._forwarder.fileno())
 
 
-class Seldom:
+class WarningThrottle:
     """Warnings that somebody else can cause as often as he likes: one at once, then one a second with their number.
 
     `call_later` makes a call after so many seconds.
@@ -128,27 +130,27 @@ class Seldom:
             self._last, self._count = text, self._count + 1
             return
         self._logger.warning("%s", text)
-        self._rest()
+        self._start_quiet()
 
-    def _rest(self) -> None:
+    def _start_quiet(self) -> None:
         self._quiet = True
-        self._call_later(SELDOM_SECONDS, self._tell)
+        self._call_later(THROTTLE_SECONDS, self._end_quiet)
 
-    def _tell(self) -> None:
+    def _end_quiet(self) -> None:
         self._quiet = False
         if self._last is not None:
-            self._logger.warning("%s (and %s more within %g s)", self._last, self._count - 1, SELDOM_SECONDS)
+            self._logger.warning("%s (and %s more within %g s)", self._last, self._count - 1, THROTTLE_SECONDS)
             self._last, self._count = None, 0
-            self._rest()
+            self._start_quiet()
 
 
 def configure(
-    setting: str = "auto", level: str = "info", redact: Sequence[str] = (), *, waits: bool = True
+    setting: str = "auto", level: str = "info", redact: Sequence[str] = (), *, blocking: bool = True
 ) -> logging.Handler:
     """Every message of this process, and of those it forks, goes to stderr in this format from now on. `waits`: for a
-    reader that is slow; else nothing does, and what nobody reads is dropped (Stderr)."""
+    reader that is slow; else nothing does, and what nobody reads is dropped (StderrHandler)."""
     log_format = choose(setting, 2, os.environ)
-    handler = logging.StreamHandler(sys.stderr) if waits else Stderr()
-    handler.setFormatter(Lines(log_format, Redaction(redact)))
+    handler = logging.StreamHandler(sys.stderr) if blocking else StderrHandler()
+    handler.setFormatter(LineFormatter(log_format, Redaction(redact)))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     return handler

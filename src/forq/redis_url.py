@@ -13,7 +13,7 @@ ALLOWED = (
     "redis+sentinel://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]...]/MASTER[/DB] or rediss+sentinel://..."
 )
 SERVER, CLUSTER, SENTINEL = "server", "cluster", "sentinel"
-_KINDS = {"": SERVER, "cluster": CLUSTER, "sentinel": SENTINEL}
+_KIND_BY_SUFFIX = {"": SERVER, "cluster": CLUSTER, "sentinel": SENTINEL}
 _PORTS = {SERVER: 6379, CLUSTER: 6379, SENTINEL: 26379}
 # What of redis-py's own parameters may stand in a URL; timeouts, retries and the protocol are forq's.
 _OPTIONS = ("db", "username", "password")
@@ -30,9 +30,9 @@ _TLS_OPTIONS = (
     "ssl_ciphers",
 )
 # The numbers of TLS 1.2 and 1.3.
-_VALUES = {"ssl_cert_reqs": ("none", "optional", "required"), "ssl_min_version": ("771", "772")}
+_ALLOWED_VALUES = {"ssl_cert_reqs": ("none", "optional", "required"), "ssl_min_version": ("771", "772")}
 # What only the sentinels are told: they may have other passwords than the servers that they watch.
-_OF_SENTINELS = {"sentinel_username": "username", "sentinel_password": "password"}
+_SENTINEL_OPTIONS = {"sentinel_username": "username", "sentinel_password": "password"}
 
 Host = tuple[str, int]
 
@@ -56,14 +56,14 @@ class Address:
 
     def server_url(self, host: str, port: int) -> str:
         """That of one server, with the user, database and options of this address."""
-        options = [(name, value) for name, value in parse_qsl(self._parts.query) if name not in _OF_SENTINELS]
+        options = [(name, value) for name, value in parse_qsl(self._parts.query) if name not in _SENTINEL_OPTIONS]
         user, at, _ = self._parts.netloc.rpartition("@")
         return self._url(user + at, (host, port), self._path, options)
 
     def sentinel_url(self, host: str, port: int) -> str:
         given = parse_qsl(self._parts.query)
-        options = [(name, value) for name, value in given if name not in ("username", "password", *_OF_SENTINELS)]
-        options += [(_OF_SENTINELS[name], value) for name, value in given if name in _OF_SENTINELS]
+        options = [(name, value) for name, value in given if name not in ("username", "password", *_SENTINEL_OPTIONS)]
+        options += [(_SENTINEL_OPTIONS[name], value) for name, value in given if name in _SENTINEL_OPTIONS]
         return self._url("", (host, port), "", options)
 
     def _url(self, user: str, host: Host, path: str, options: list[tuple[str, str]]) -> str:
@@ -79,11 +79,11 @@ def read_address(url: str) -> Address:
         return _read(url)
     except ValueError as exc:
         # What the standard library says may quote a password.
-        why = f"{exc}; " if isinstance(exc, _Wrong) else ""
+        why = f"{exc}; " if isinstance(exc, _InvalidUrl) else ""
         raise UsageError(f"Redis URL {shown_url(url)!r} is not allowed: {why}it may be {ALLOWED}") from None
 
 
-class _Wrong(ValueError):
+class _InvalidUrl(ValueError):
     """Says what is wrong with a URL, without anything that may be secret."""
 
 
@@ -105,23 +105,23 @@ def _read(url: str) -> Address:
     secure, _, what = parts.scheme.partition("+")
     if parts.scheme == "unix":
         if not url.startswith("unix://") or parts.hostname or len(parts.path) < 2:
-            raise _Wrong("a unix socket is given by its absolute path")
+            raise _InvalidUrl("a unix socket is given by its absolute path")
         _check_options(options, SERVER, tls=False)
         return Address(url, SERVER, (), "", _db(options.get("db", "")), parts, parts.path)
-    if secure not in ("redis", "rediss") or what not in _KINDS:
-        raise _Wrong("its scheme is unknown")
-    kind = _KINDS[what]
+    if secure not in ("redis", "rediss") or what not in _KIND_BY_SUFFIX:
+        raise _InvalidUrl("its scheme is unknown")
+    kind = _KIND_BY_SUFFIX[what]
     hosts = tuple(_host(text, _PORTS[kind]) for text in parts.netloc.rpartition("@")[2].split(","))
     if kind == SERVER and len(hosts) > 1:
-        raise _Wrong("of one server there is one host")
+        raise _InvalidUrl("of one server there is one host")
     path = unquote(parts.path).strip("/")
     master, _, in_path = path.partition("/") if kind == SENTINEL else ("", "", path)
     if kind == SENTINEL and not master:
-        raise _Wrong("the name of the master is missing")
+        raise _InvalidUrl("the name of the master is missing")
     _check_options(options, kind, tls=secure == "rediss")
     db = _db(options.get("db") or in_path)
     if kind == CLUSTER and db:
-        raise _Wrong("a cluster has no databases")
+        raise _InvalidUrl("a cluster has no databases")
     return Address(url, kind, hosts, master, db, parts, f"/{in_path}" if in_path else "")
 
 
@@ -130,24 +130,24 @@ def _host(text: str, default_port: int) -> Host:
     parts = urlsplit(f"//{text}")
     host, port = parts.hostname, parts.port
     if not host or parts.username is not None or port == 0:
-        raise _Wrong("a host, or its port, cannot be read")
+        raise _InvalidUrl("a host, or its port, cannot be read")
     return host, default_port if port is None else port
 
 
 def _check_options(options: dict[str, str], kind: str, *, tls: bool) -> None:
     """redis-py passes on what it does not know, and takes timeouts and retries, which forq sets itself."""
-    allowed = (*_OPTIONS, *(_OF_SENTINELS if kind == SENTINEL else ()), *(_TLS_OPTIONS if tls else ()))
+    allowed = (*_OPTIONS, *(_SENTINEL_OPTIONS if kind == SENTINEL else ()), *(_TLS_OPTIONS if tls else ()))
     for name in options:
         if name not in allowed:
             why = "is for TLS (rediss://...)" if name in _TLS_OPTIONS else "is unknown"
-            raise _Wrong(f"the option {name!r} {why}, the options of this URL are {', '.join(allowed)}")
-        if name in _VALUES and options[name] not in _VALUES[name]:
-            raise _Wrong(f"{name} is {options[name]!r}, and may be {', '.join(_VALUES[name])}")
+            raise _InvalidUrl(f"the option {name!r} {why}, the options of this URL are {', '.join(allowed)}")
+        if name in _ALLOWED_VALUES and options[name] not in _ALLOWED_VALUES[name]:
+            raise _InvalidUrl(f"{name} is {options[name]!r}, and may be {', '.join(_ALLOWED_VALUES[name])}")
 
 
 def _db(text: str) -> int:
     if text and not (text.isascii() and text.isdigit()):
-        raise _Wrong(f"the database {text!r} is no number")
+        raise _InvalidUrl(f"the database {text!r} is no number")
     return int(text or 0)
 
 

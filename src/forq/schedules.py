@@ -18,20 +18,20 @@ from cronsim import CronSim, CronSimError
 
 from forq.errors import ForqError, UsageError
 from forq.procs import jsonrpc
-from forq.settings import SCHEDULE, nearest
+from forq.settings import SCHEDULE, suggestion
 from forq.values import check_schedule_key, check_type, parse_duration, show_duration, shown
 
 MAX_EXPRESSION = 100
 # A tick that is less late than this was not missed, whatever catch_up says.
 ON_TIME_MS = 1000
 # With catch_up "all": how many ticks are made up for, and how many of them in one call.
-KEPT_TICKS = 1000
+MAX_CAUGHT_UP_TICKS = 1000
 TICKS_PER_CALL = 100
 # Of a cron rule each tick has to be found: more than so many that went by are not counted.
-COUNTED_TICKS = 5000
+MAX_COUNTED_TICKS = 5000
 _HOUR_MS = 3_600_000
 # A rule that has no tick within the 50 years from here on never has one.
-_SOME_TIME_MS = 1_767_225_600_000
+_PROBE_MS = 1_767_225_600_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Cron:
         if newest[0] == tick_ms:
             return newest, len(newest)
         older = takewhile(lambda tick: tick < newest[0], self.after(tick_ms))
-        return newest, len(newest) + 1 + sum(1 for _ in islice(older, COUNTED_TICKS))
+        return newest, len(newest) + 1 + sum(1 for _ in islice(older, MAX_COUNTED_TICKS))
 
     def _newest(self, tick_ms: int, now_ms: int, limit: int) -> list[int]:
         """Looks back in growing steps: from the first of all the ticks that are due it may be very far."""
@@ -111,7 +111,7 @@ class Plan:
 
 def plan(rule: Rule, catch_up: str, tick_ms: int, now_ms: int) -> Plan:
     """What to do about `tick_ms`, which is due, and those after it that are due too."""
-    ticks, count = rule.due(tick_ms, now_ms, KEPT_TICKS if catch_up == "all" else 1)
+    ticks, count = rule.due(tick_ms, now_ms, MAX_CAUGHT_UP_TICKS if catch_up == "all" else 1)
     missed = count - len(ticks)
     if catch_up == "none" and now_ms - ticks[-1] >= ON_TIME_MS:
         return Plan([], count, next_tick(rule, ticks[-1]))
@@ -151,7 +151,7 @@ def read_cron(expression: object, zone: object) -> Cron:
     read_zone(zone)
     rule = Cron(" ".join(expression.split()), zone)
     try:
-        never = next_tick(rule, _SOME_TIME_MS) is None
+        never = next_tick(rule, _PROBE_MS) is None
     except CronSimError as exc:
         raise UsageError(f"{refusal}: {exc}; {allowed}") from exc
     if never:
@@ -180,7 +180,7 @@ class Schedule:
         """What is None counts as not given."""
         for name in given:
             if name not in SCHEDULE:
-                raise UsageError(f"a schedule has no {shown(name)}{nearest(name, SCHEDULE)}")
+                raise UsageError(f"a schedule has no {shown(name)}{suggestion(name, SCHEDULE)}")
         defaults = {name: row.default for name, row in SCHEDULE.items() if row.default is not None and name != "zone"}
         fields = defaults | {name: value for name, value in given.items() if value is not None}
         priority = fields["priority"]
@@ -194,9 +194,9 @@ class Schedule:
             fields.get("data"),
             priority,
             check_type(fields["type"]) if "type" in fields else None,
-            _word("overlap", fields["overlap"]),
-            _word("catch_up", fields["catch_up"]),
-            _milliseconds("jitter", fields["jitter"]),
+            _check_word("overlap", fields["overlap"]),
+            _check_word("catch_up", fields["catch_up"]),
+            _parse_milliseconds("jitter", fields["jitter"]),
             origin,
         )
 
@@ -220,10 +220,10 @@ def _read_rule(fields: Mapping[str, Any]) -> Rule:
         return read_cron(fields["cron"], fields.get("zone", SCHEDULE["zone"].default))
     if "zone" in fields:
         raise UsageError("zone goes with cron: every knows no zone")
-    return Every(_milliseconds("every", fields["every"]))
+    return Every(_parse_milliseconds("every", fields["every"]))
 
 
-def _milliseconds(name: str, given: object) -> int:
+def _parse_milliseconds(name: str, given: object) -> int:
     lowest, highest = (round(1000 * seconds) for seconds in SCHEDULE[name].range)
     value = given.total_seconds() if isinstance(given, timedelta) else given
     try:
@@ -235,7 +235,7 @@ def _milliseconds(name: str, given: object) -> int:
     return found
 
 
-def _word(name: str, given: object) -> str:
+def _check_word(name: str, given: object) -> str:
     if given not in SCHEDULE[name].range:
         raise UsageError(f"{name} {shown(given)} is not allowed: {', '.join(SCHEDULE[name].range)}")
     return str(given)

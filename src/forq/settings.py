@@ -15,7 +15,7 @@ from typing import Any
 
 from forq.errors import InvalidOption, UsageError
 from forq.paths import DEFAULT_PREFIX
-from forq.values import OFF, Refused, allowed_values, parse_rate, read_value, show_duration, show_size, shown
+from forq.values import OFF, NotAllowed, allowed_values, parse_rate, read_value, show_duration, show_size, shown
 
 Value = int | float | bool | str
 
@@ -64,7 +64,7 @@ class Setting:
                 return parsed
             allowed = self.allowed
         except UsageError as exc:
-            allowed = str(exc) if isinstance(exc, Refused) else self.allowed
+            allowed = str(exc) if isinstance(exc, NotAllowed) else self.allowed
         if self.kind == "redis" and isinstance(value, str):
             from forq.redis_url import shown_url
 
@@ -382,7 +382,7 @@ def read_section(rows: Mapping[str, Setting], given: object, where: str, base: s
 def _check_names(given: Iterable[str], known: Collection[str], where: str) -> None:
     for name in given:
         if name not in known:
-            raise InvalidOption(f"{where}: there is no setting {shown(name)}{nearest(name, known)}")
+            raise InvalidOption(f"{where}: there is no setting {shown(name)}{suggestion(name, known)}")
 
 
 def option_names() -> dict[str, str]:
@@ -406,7 +406,7 @@ def parse_options(given: Mapping[str, object], where: str, mode: str | None = No
     for name in given:
         if name not in OPTIONS:
             known = OPTIONS if mode is None else defaults(mode)
-            raise InvalidOption(f"{where}: there is no option {shown(name)}{nearest(name, known)}")
+            raise InvalidOption(f"{where}: there is no option {shown(name)}{suggestion(name, known)}")
     if mode is not None:
         check_options_of_mode(given, mode, where)
     return {name: OPTIONS[name].parse(value, where) for name, value in given.items()}
@@ -433,7 +433,7 @@ def check_mode(mode: object, where: str) -> str:
     return str(DEFINITION["mode"].parse(mode, where))
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
+def suggestion(name: str, valid: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: the valid one that was probably meant, else all of them."""
     import difflib
 

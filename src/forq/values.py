@@ -171,7 +171,7 @@ def show_rate(count: int, seconds: float) -> str:
     return f"{count}/{show_duration(seconds)}" if count else OFF
 
 
-class Refused(UsageError):
+class NotAllowed(UsageError):
     """Says what is allowed, where allowed_values is too general."""
 
 
@@ -239,7 +239,7 @@ def _read_group(value: object) -> str | None:
     try:
         return grp.getgrnam(value).gr_name if isinstance(value, str) and value else _read_text(value) or None
     except (KeyError, ValueError) as exc:
-        raise Refused("a group of this machine") from exc
+        raise NotAllowed("a group of this machine") from exc
 
 
 def _read_patterns(value: object) -> tuple[str, ...]:
@@ -248,7 +248,7 @@ def _read_patterns(value: object) -> tuple[str, ...]:
     try:
         return tuple(re.compile(pattern).pattern for pattern in value)
     except re.error as exc:
-        raise Refused(f"{_ALLOWED['patterns']} ({exc})") from exc
+        raise NotAllowed(f"{_ALLOWED['patterns']} ({exc})") from exc
 
 
 def _read_tracing(value: object, base: str) -> str:

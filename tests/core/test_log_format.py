@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forq.log_format import LogFormat, choose, is_journal, iso_time
-from forq.logging_setup import Lines
+from forq.logging_setup import LineFormatter
 
 RECORD = {
     "time": "2026-11-16T17:04:30.123Z",
@@ -71,7 +71,7 @@ def test_a_strange_journal_variable_is_none(text: str) -> None:
 
 def test_forqs_own_messages_have_queue_and_job_as_fields_in_json_and_stay_as_they_are() -> None:
     made = logging.LogRecord("forq", logging.ERROR, "", 1, "ending a job queue=%s job=%s cause=x", ("q", "j"), None)
-    told = json.loads(Lines(LogFormat(json=True)).format(made))
+    told = json.loads(LineFormatter(LogFormat(json=True)).format(made))
     assert {key: told[key] for key in ("queue", "job", "level", "message", "logger", "pid")} == {
         "queue": "q",
         "job": "j",
@@ -80,7 +80,7 @@ def test_forqs_own_messages_have_queue_and_job_as_fields_in_json_and_stay_as_the
         "logger": "forq",
         "pid": os.getpid(),
     }
-    text = Lines(LogFormat(json=False)).format(made)
+    text = LineFormatter(LogFormat(json=False)).format(made)
     assert text.endswith(" ERROR   ending a job queue=q job=j cause=x")
 
 
@@ -97,4 +97,4 @@ def test_times_have_milliseconds_and_are_never_rounded_up() -> None:
 
 def test_what_an_error_says_cannot_pass_for_the_queue_of_a_message() -> None:
     made = logging.LogRecord("forq", logging.ERROR, "", 1, "failed queue=%s error=%s", ("q", "x queue=other"), None)
-    assert json.loads(Lines(LogFormat(json=True)).format(made))["queue"] == "q"
+    assert json.loads(LineFormatter(LogFormat(json=True)).format(made))["queue"] == "q"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forq.log_format import LogFormat
-from forq.logging_setup import Lines, Seldom, Stderr
+from forq.logging_setup import LineFormatter, StderrHandler, WarningThrottle
 from forq.output.forwarding import MAX_WAITING_BYTES
 from forq.procs.loop import Loop
 
@@ -30,7 +30,7 @@ def record(text: str, *arguments: object, **extra: object) -> logging.LogRecord:
     return made
 
 
-def emit_all(handler: Stderr, count: int) -> float:
+def emit_all(handler: StderrHandler, count: int) -> float:
     """So many lines of 100 bytes; the longest time that one took."""
     longest = 0.0
     for number in range(count):
@@ -76,8 +76,8 @@ def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_a_stderr_that_nobody_reads_holds_up_nobody_and_loses_a_count(ends: tuple[int, int]) -> None:
     reading, writing = ends
     loop = Loop()
-    handler = Stderr(writing)
-    handler.setFormatter(Lines(LogFormat(json=False)))
+    handler = StderrHandler(writing)
+    handler.setFormatter(LineFormatter(LogFormat(json=False)))
     handler.attach(loop)
     assert emit_all(handler, 20_000) < SOON_SECONDS
     assert os.get_blocking(writing), "others write there, too"
@@ -108,7 +108,7 @@ def test_what_a_healthy_reader_is_told_is_there_before_a_crash(ends: tuple[int, 
     reading, writing = ends
     pid = os.fork()
     if pid == 0:
-        handler = Stderr(writing)
+        handler = StderrHandler(writing)
         for number in range(WORDS):
             handler.emit(record(f"word {number}"))
         os.kill(os.getpid(), 9)
@@ -121,7 +121,7 @@ def test_what_a_healthy_reader_is_told_is_there_before_a_crash(ends: tuple[int, 
 
 def test_a_forked_process_writes_by_itself_and_not_what_waits_in_its_parent() -> None:
     reading, writing = os.pipe()
-    handler = Stderr(writing)
+    handler = StderrHandler(writing)
     handler.attach(Loop())
     emit_all(handler, 1000)
     os.set_blocking(reading, False)
@@ -146,7 +146,7 @@ def test_a_forked_process_writes_by_itself_and_not_what_waits_in_its_parent() ->
 
 def test_the_end_of_a_process_waits_for_a_slow_reader_for_a_moment_only() -> None:
     reading, writing = os.pipe()
-    handler = Stderr(writing)
+    handler = StderrHandler(writing)
     emit_all(handler, 1000)
     began = time.monotonic()
     handler.close()
@@ -158,7 +158,7 @@ def test_the_end_of_a_process_waits_for_a_slow_reader_for_a_moment_only() -> Non
 
 def test_one_line_that_is_longer_than_what_may_wait_is_written_whole(tmp_path: Path) -> None:
     with open(tmp_path / "log", "wb") as file:
-        handler = Stderr(file.fileno())
+        handler = StderrHandler(file.fileno())
         handler.emit(record("y" * (MAX_WAITING_BYTES + 1)))
         handler.close()
     assert (tmp_path / "log").stat().st_size == MAX_WAITING_BYTES + 2
@@ -166,13 +166,16 @@ def test_one_line_that_is_longer_than_what_may_wait_is_written_whole(tmp_path: P
 
 def test_extra_fields_are_shown_behind_the_message_in_both_formats() -> None:
     made = record("a client %s", "left", uid=1000, pid_of_peer=77)
-    assert Lines(LogFormat(json=False)).format(made).endswith("INFO    a client left uid=1000 pid_of_peer=77")
-    assert json.loads(Lines(LogFormat(json=True)).format(made))["message"] == "a client left uid=1000 pid_of_peer=77"
+    assert LineFormatter(LogFormat(json=False)).format(made).endswith("INFO    a client left uid=1000 pid_of_peer=77")
+    assert (
+        json.loads(LineFormatter(LogFormat(json=True)).format(made))["message"]
+        == "a client left uid=1000 pid_of_peer=77"
+    )
 
 
 def test_what_others_can_cause_is_one_line_a_second_with_its_number(caplog: pytest.LogCaptureFixture) -> None:
     later: list[Callable[[], None]] = []
-    seldom = Seldom(logging.getLogger("forq"), lambda seconds, call: later.append(call))
+    seldom = WarningThrottle(logging.getLogger("forq"), lambda seconds, call: later.append(call))
     for number in range(1000):
         seldom.warn(f"client refused uid={number}")
     assert [each.message for each in caplog.records] == ["client refused uid=0"]

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from forq.log_format import LogFormat, Redaction
-from forq.logging_setup import Lines
+from forq.logging_setup import LineFormatter
 from tests.support.drive.supervisor import HANDLERS, running
 from tests.support.drive.wait import wait_until
 
@@ -28,7 +28,7 @@ def test_what_matches_is_left_out_or_what_its_groups_match(patterns: list[str], 
 def test_messages_of_forq_and_their_tracebacks_are_redacted() -> None:
     failure = ValueError("pw=hunter2")
     record = logging.LogRecord("forq", logging.ERROR, "", 1, "no %s", ("pw=hunter2",), (ValueError, failure, None))
-    line = Lines(LogFormat(json=True), Redaction([r"pw=(\w+)"])).format(record)
+    line = LineFormatter(LogFormat(json=True), Redaction([r"pw=(\w+)"])).format(record)
     assert "hunter2" not in line
     assert line.count("pw=[redacted]") == 2
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from forq.errors import UsageError
 from forq.schedules import (
-    COUNTED_TICKS,
-    KEPT_TICKS,
+    MAX_CAUGHT_UP_TICKS,
+    MAX_COUNTED_TICKS,
     TICKS_PER_CALL,
     Cron,
     Every,
@@ -155,15 +155,15 @@ def test_of_very_many_missed_ticks_the_newest_are_made_up_for_some_per_call(rule
         missed += planned.missed
         assert planned.next_ms is not None
         at_ms = planned.next_ms
-    assert ran == [now_ms - number * 60_000 for number in reversed(range(KEPT_TICKS))]
-    assert missed == 3000 - KEPT_TICKS
+    assert ran == [now_ms - number * 60_000 for number in reversed(range(MAX_CAUGHT_UP_TICKS))]
+    assert missed == 3000 - MAX_CAUGHT_UP_TICKS
 
 
 def test_after_years_a_cron_rule_is_planned_without_finding_every_tick() -> None:
     rule = Cron("* * * * *", "UTC")
     planned = plan(rule, "once", NOW_MS - NOW_MS % 60_000 - 10 * 365 * 86_400_000, NOW_MS)
     assert planned.ticks == [NOW_MS - NOW_MS % 60_000]
-    assert planned.missed == COUNTED_TICKS + 1
+    assert planned.missed == MAX_COUNTED_TICKS + 1
 
 
 @pytest.mark.parametrize(
