@@ -15,23 +15,23 @@ from forq.broker.scripts import script
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable
 from tests.support.drive.one_queue import one_queue
 from tests.support.drive.server import Server
-from tests.support.faults.relay import relay
+from tests.support.faults.proxy import Proxy
 
 
 @pytest.mark.one_server
 def test_a_unix_socket_and_a_tcp_port_reach_the_same_data(server: Server, redis_url: str) -> None:
     Link(redis_url).call("SET", "a", "1")
-    with relay(server) as port:
-        assert Link(f"redis://127.0.0.1:{port}").call("GET", "a") == b"1"
-        assert Link(f"redis://127.0.0.1:{port}/3").call("GET", "a") is None
+    with Proxy(server.socket) as proxy:
+        assert Link(proxy.url).call("GET", "a") == b"1"
+        assert Link(f"{proxy.url}/3").call("GET", "a") is None
 
 
 def test_a_password_is_sent_and_never_shown(server: Server, redis_url: str) -> None:
     with server.connect() as redis:
         redis.execute_command("ACL", "SETUSER", "someone", "on", ">se cret", "~*", "+@all")
-    with relay(server) as port:
-        assert Link(f"redis://someone:se%20cret@127.0.0.1:{port}").call("ACL", "WHOAMI") == b"someone"
-        wrong = Link(f"redis://someone:wrong@127.0.0.1:{port}")
+    with Proxy(server.socket) as proxy:
+        assert Link(f"redis://someone:se%20cret@127.0.0.1:{proxy.port}").call("ACL", "WHOAMI") == b"someone"
+        wrong = Link(f"redis://someone:wrong@127.0.0.1:{proxy.port}")
         with pytest.raises(RedisUnavailable) as refused:
             wrong.call("PING")
     assert "wrong" not in str(refused.value).replace("WRONGPASS", "")
@@ -40,8 +40,9 @@ def test_a_password_is_sent_and_never_shown(server: Server, redis_url: str) -> N
 
 
 def test_a_lost_answer_is_reported_and_never_repeated(server: Server, redis_url: str) -> None:
-    with relay(server, drop_answers=True) as port:
-        link = Link(f"redis://127.0.0.1:{port}")
+    with Proxy(server.socket) as proxy:
+        proxy.drop_reply(text=b"+PONG")
+        link = Link(proxy.url)
         link.call("SET", "x", "1")
         with pytest.raises(OutcomeUnknown):
             link.call("PING")
@@ -153,8 +154,8 @@ def test_functions_are_used_again_as_soon_as_a_server_takes_them() -> None:
 
 
 def test_a_connection_over_tcp_notices_that_the_other_machine_is_gone(server: Server) -> None:
-    with relay(server) as port:
-        connection = Connection(f"redis://127.0.0.1:{port}", name="test", connect_timeout_seconds=5, timeout_seconds=5)
+    with Proxy(server.socket) as proxy:
+        connection = Connection(proxy.url, name="test", connect_timeout_seconds=5, timeout_seconds=5)
         given = {option: connection.socket.getsockopt(socket.IPPROTO_TCP, option) for option in KEEPALIVE}
         assert given == KEEPALIVE
         assert connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

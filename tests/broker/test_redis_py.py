@@ -24,7 +24,7 @@ from forq.broker.pubsub import Subscription
 from forq.errors import OutcomeUnknown, RedisUnavailable, UsageError
 from forq.procs import liveness
 from tests.support.drive.server import Server
-from tests.support.faults.relay import relay
+from tests.support.faults.proxy import Proxy
 
 
 def connected(url: str, timeout_seconds: float = 5) -> Connection:
@@ -208,8 +208,8 @@ class DeadPeer:
 
 
 def test_a_listener_does_not_take_a_dead_server_for_a_silent_one(server: Server) -> None:
-    with relay(server) as port:
-        subscription = Subscription(f"redis://127.0.0.1:{port}", "some:*", name="test")
+    with Proxy(server.socket) as proxy:
+        subscription = Subscription(proxy.url, "some:*", name="test")
         subscription.connect()
         assert subscription.receive() == []
         assert subscription._connection is not None

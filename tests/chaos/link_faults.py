@@ -4,8 +4,8 @@ import random
 
 from forq.broker.replies import FENCED, STALE
 from tests.chaos.hit import Hit
-from tests.chaos.proxy import Proxy
 from tests.chaos.stage import Stage
+from tests.support.faults.proxy import Proxy
 
 # By the number of their proxy.
 LINKS = ("producers", "supervisor 1", "supervisor 2")
@@ -70,5 +70,5 @@ def half_open(stage: Stage, chance: random.Random) -> Hit | None:
     number = chance.randrange(3)
     if not stage.proxies[number].connections():
         return None
-    stage.proxies[number].half_open(chance.random())
+    stage.proxies[number].half_open(pick=chance.random())
     return Hit(f"a connection of {LINKS[number]}")

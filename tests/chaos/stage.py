@@ -23,10 +23,10 @@ from forq.broker.link import Link
 from forq.broker.registry import Registry
 from tests.chaos.ground import GROUND, Ground
 from tests.chaos.producer import ONCE, REPEATS
-from tests.chaos.proxy import Proxy
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import HANDLERS, Forq
 from tests.support.drive.wait import wait_until
+from tests.support.faults.proxy import Proxy
 
 ROOT = Path(__file__).resolve().parents[2]
 QUEUES = (*ONCE, REPEATS)
@@ -121,7 +121,7 @@ class Stage:
     def open(self) -> None:
         self.server.start()
         for number in range(3):
-            self.proxies.append(Proxy(self._sockets / f"{number}.sock", self.server.socket))
+            self.proxies.append(Proxy(self.server.socket, listen=self._sockets / f"{number}.sock"))
         for number in (1, 2):
             self.supervisors.append(Supervisor(number, self.proxies[number], self.ground))
         for supervisor in self.supervisors:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from forq.broker.replies import STALE
-from tests.chaos.proxy import Proxy
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
 from tests.support.faults.namespaces import NEAR, Wire, why_not, wire
+from tests.support.faults.proxy import Proxy
 
 STALE_ANSWER = f"*1\r\n:{STALE}\r\n".encode()
 # The lane in a turn of a worker of the main child.
@@ -25,9 +25,8 @@ OF_MAIN_CHILD = b"\r\nmain\r\n"
 
 @pytest.fixture
 def proxy(server: Server, redis_url: str, tmp_path: Path) -> Iterator[Proxy]:
-    proxy = Proxy(tmp_path / "proxy.sock", server.socket)
-    yield proxy
-    proxy.close()
+    with Proxy(server.socket, listen=tmp_path / "proxy.sock") as proxy:
+        yield proxy
 
 
 def starts(forq: Forq) -> Counter[str]:

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.support.drive.one_queue import EXPIRY_MS, State, one_queue
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
-from tests.support.faults.proxy import Proxy, proxied
+from tests.support.faults.proxy import Proxy
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -24,8 +25,8 @@ WORKER = b"forq-worker"
 
 
 @pytest.fixture
-def proxy(server: Server, redis_url: str) -> Iterator[Proxy]:
-    with proxied(server) as proxy:
+def proxy(server: Server, redis_url: str, tmp_path: Path) -> Iterator[Proxy]:
+    with Proxy(server.socket, listen=tmp_path / "proxy.sock") as proxy:
         yield proxy
 
 
@@ -77,11 +78,11 @@ def test_connections_that_the_server_closes_are_made_again(server: Server, redis
 @pytest.mark.fault("reply lost")
 def test_an_idle_worker_that_lost_the_reply_with_its_job_runs_it_once(forq: Forq, proxy: Proxy) -> None:
     wait_until(lambda: forq.child("work")["state"] == "idle", what="it waits for a job")
-    proxy.lose_reply(WORKER)
+    proxy.drop_reply(client=WORKER)
     # Both children wait; only the main one gets something to reply to.
     forq.client().queue("work").enqueue(0)
     wait_until_done(forq, 1)
-    assert len(proxy.lost) == 1
+    assert proxy.dropped == 1
 
 
 @pytest.mark.fault("reply lost")
@@ -89,11 +90,11 @@ def test_a_worker_that_lost_the_reply_to_its_settling_settles_once(forq: Forq, p
     queue = forq.client().queue("work")
     queue.enqueue(0.3)
     wait_until(lambda: forq.traces("start"), what="it runs")
-    proxy.lose_reply(WORKER)
-    proxy.lose_reply(WORKER)
+    proxy.drop_reply(client=WORKER)
+    proxy.drop_reply(client=WORKER)
     queue.enqueue_many([0] * 10)
     wait_until_done(forq, 11)
-    assert len(proxy.lost) == 2
+    assert proxy.dropped == 2
 
 
 @pytest.mark.fault("reply lost")
@@ -105,7 +106,7 @@ def test_a_producer_that_lost_the_reply_is_told_and_its_token_makes_the_second_c
         producer = Producer(link, DEFAULT_PREFIX, "q")
         assert link.call("PING")
         producer.enqueue([new_job(1, id="first")])
-        proxy.lose_reply(b"forq-producer")
+        proxy.drop_reply(client=b"forq-producer")
         with pytest.raises(OutcomeUnknown):
             producer.enqueue([new_job(2, token="order-7")])
         assert queue.inspector.counts().waiting == 2, "it was carried out"
@@ -116,15 +117,16 @@ def test_a_producer_that_lost_the_reply_is_told_and_its_token_makes_the_second_c
 
 @pytest.mark.fault("connection half-open")
 def test_a_half_open_connection_is_given_up_in_bounded_time_and_a_new_one_is_made(
-    proxy: Proxy, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    server: Server, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Over TCP: a worker waits longer at a unix socket, which cannot be half-open."""
     monkeypatch.setattr(claim, "BLOCK_SECONDS", 1)
     monkeypatch.setattr(claim, "BLOCK_MARGIN_SECONDS", 1)
-    with one_queue(redis_url) as queue:
+    with one_queue(redis_url) as queue, Proxy(server.socket) as proxy:
         consumer = Consumer(proxy.url, DEFAULT_PREFIX, "q", "p1", "w1")
         consumer.join(EXPIRY_MS)
         assert consumer.turn(1, [], [], 0, 1).jobs == []
-        assert proxy.forget(WORKER) == 1
+        assert proxy.half_open(WORKER) == 1
         began = time.monotonic()
         with pytest.raises(RedisUnavailable):
             consumer.wait_for_job()
@@ -142,7 +144,7 @@ def test_a_producer_on_a_half_open_connection_is_told_in_bounded_time(proxy: Pro
         link = Link(proxy.url, name="forq-producer", timeout_seconds=0.5)
         producer = Producer(link, DEFAULT_PREFIX, "q")
         producer.enqueue([new_job(1, id="a")])
-        assert proxy.forget(b"forq-producer") == 1
+        assert proxy.half_open(b"forq-producer") == 1
         with pytest.raises(OutcomeUnknown):
             producer.enqueue([new_job(1, id="b")])
         producer.enqueue([new_job(1, id="b")])
@@ -152,12 +154,12 @@ def test_a_producer_on_a_half_open_connection_is_told_in_bounded_time(proxy: Pro
 
 @pytest.mark.fault("network slow")
 def test_on_a_slow_network_everything_takes_longer_and_nothing_else_changes(forq: Forq, proxy: Proxy) -> None:
-    proxy.delay_seconds = 0.03
+    proxy.delay(0.03)
     queue = forq.client().queue("work")
     queue.enqueue_many([0] * 30)
     queue.enqueue(0, run_in=0.3)
     wait_until_done(forq, 31)
-    proxy.delay_seconds = 0.0
+    proxy.delay(0.0)
     assert "took over" not in forq.log
 
 

@@ -19,7 +19,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "etc" / "redis-acl.conf"
 
 @pytest.fixture(scope="module")
 def shared_pair() -> Iterator[Pair]:
-    with replicated(held=True) as pair:
+    with replicated(proxied=True) as pair:
         yield pair
 
 
@@ -27,13 +27,13 @@ def shared_pair() -> Iterator[Pair]:
 def pair(shared_pair: Pair) -> Iterator[Pair]:
     """For tests that leave both servers as they are."""
     yield shared_pair
-    shared_pair.wire.release()
+    shared_pair.proxy.thaw()
     shared_pair.master.flush()
 
 
 @pytest.fixture
 def own_pair() -> Iterator[Pair]:
-    with replicated(held=True) as pair:
+    with replicated(proxied=True) as pair:
         yield pair
 
 
@@ -59,24 +59,24 @@ def test_nothing_is_left_of_waiting(pair: Pair, queue: Queue) -> None:
 
 
 def test_a_replica_that_is_behind_makes_the_outcome_unknown(pair: Pair, queue: Queue) -> None:
-    pair.wire.hold()
+    pair.proxy.freeze()
     with pytest.raises(OutcomeUnknown, match=r"stored on the master, but not known to be on a replica.*within 1 s"):
         queue.enqueue(1, id="late", durable="replica")
     assert queue.job("late")["state"] == "waiting"
     assert "late" not in ids_on_replica(pair)
-    pair.wire.release()
+    pair.proxy.thaw()
     wait_until(lambda: "late" in ids_on_replica(pair))
 
 
 def test_a_repeated_token_is_not_taken_for_stored_before_the_replica_has_it(pair: Pair, queue: Queue) -> None:
-    pair.wire.hold()
+    pair.proxy.freeze()
     for _ in range(2):
         # From a connection of its own that has written nothing before.
         other = Client(pair.master.url)
         with pytest.raises(OutcomeUnknown):
             other.queue("q").enqueue(1, token="t", durable="replica")
         other.close()
-    pair.wire.release()
+    pair.proxy.thaw()
     job_id = queue.enqueue(1, token="t", durable="replica")
     assert ids_on_replica(pair) == {job_id}
 
@@ -84,7 +84,7 @@ def test_a_repeated_token_is_not_taken_for_stored_before_the_replica_has_it(pair
 def test_of_many_it_is_told_which_are_safe(pair: Pair, queue: Queue) -> None:
     def jobs() -> Iterator[int]:
         yield from range(1000)
-        pair.wire.hold()
+        pair.proxy.freeze()
         yield from range(1500)
 
     with pytest.raises(PartlyStored) as caught:
@@ -121,7 +121,7 @@ def test_a_failover_that_loses_writes_loses_nothing_that_was_reported_safe(own_p
     pair = own_pair
     queue = Client(pair.master.url).create_queue("q")
     safe = {queue.enqueue(number, durable="replica") for number in range(50)}
-    pair.wire.hold()
+    pair.proxy.freeze()
     unknown = set()
     for number in range(3):
         with pytest.raises(OutcomeUnknown):
@@ -129,7 +129,7 @@ def test_a_failover_that_loses_writes_loses_nothing_that_was_reported_safe(own_p
         unknown.add(f"unknown-{number}")
     pair.master.kill()
     pair.promote()
-    pair.wire.close()
+    pair.proxy.close()
     after = Client(pair.replica.url).queue("q")
     left = {job["id"] for job in after.jobs(limit=1000).jobs}
     assert left == safe
@@ -145,7 +145,7 @@ def test_forqctl_reports_it_too(pair: Pair) -> None:
         forq.ctl("pause", "q")
         job_id = forq.ctl("push", "q", "1", "--durable", "replica")
         assert job_id in ids_on_replica(pair)
-        pair.wire.hold()
+        pair.proxy.freeze()
         done = forq.run_ctl("push", "q", "2", "--durable", "replica")
         assert done.returncode == 1
         assert "not known to be on a replica" in done.stderr

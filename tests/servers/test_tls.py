@@ -18,7 +18,7 @@ from tests.support.drive.redis_cluster import free_ports, redis_cluster
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import running
 from tests.support.drive.wait import wait_until
-from tests.support.faults.relay import relay
+from tests.support.faults.proxy import Proxy
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture
 def port(server: Server, authority: Authority) -> Iterator[int]:
     server.flush()
-    with relay(server, context=authority.context("localhost", "127.0.0.1")) as port:
-        yield port
+    with Proxy(server.socket, tls=authority.context("localhost", "127.0.0.1")) as proxy:
+        yield proxy.port
 
 
 def test_a_certificate_of_a_trusted_authority_is_believed(port: int, authority: Authority) -> None:
@@ -68,12 +68,12 @@ def test_one_of_another_authority_is_refused(port: int, tmp_path: Path) -> None:
 
 
 def test_one_for_another_host_is_refused_unless_the_url_says_otherwise(server: Server, authority: Authority) -> None:
-    with relay(server, context=authority.context("redis.example")) as port:
-        url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.file}"
+    with Proxy(server.socket, tls=authority.context("redis.example")) as proxy:
+        url = f"{proxy.url}?ssl_ca_certs={authority.file}"
         with pytest.raises(RedisUnavailable, match="IP address mismatch"):
             Link(url).call("PING")
         assert Link(f"{url}&ssl_check_hostname=false").call("PING") == b"PONG"
-        assert Link(f"rediss://127.0.0.1:{port}?ssl_cert_reqs=none").call("PING") == b"PONG"
+        assert Link(f"{proxy.url}?ssl_cert_reqs=none").call("PING") == b"PONG"
 
 
 def test_the_authority_of_the_url_is_the_only_one(
@@ -82,9 +82,9 @@ def test_the_authority_of_the_url_is_the_only_one(
     other = trustme.CA()
     other.cert_pem.write_to_path(str(tmp_path / "system.pem"))
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "system.pem"))
-    with relay(server, context=Authority(other, authority.file).context("127.0.0.1")) as port:
-        assert Link(f"rediss://127.0.0.1:{port}").call("PING") == b"PONG"
-        url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.file}"
+    with Proxy(server.socket, tls=Authority(other, authority.file).context("127.0.0.1")) as proxy:
+        assert Link(proxy.url).call("PING") == b"PONG"
+        url = f"{proxy.url}?ssl_ca_certs={authority.file}"
         with pytest.raises(RedisUnavailable, match="certificate verify failed"):
             Link(url).call("PING")
         # redis-py itself believes the system's authorities, too.
@@ -111,8 +111,8 @@ def test_a_server_may_ask_for_the_certificate_of_the_client(
     context = authority.context("127.0.0.1")
     context.verify_mode = ssl.CERT_REQUIRED
     authority.ca.configure_trust(context)
-    with relay(server, context=context) as port:
-        url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.file}"
+    with Proxy(server.socket, tls=context) as proxy:
+        url = f"{proxy.url}?ssl_ca_certs={authority.file}"
         with pytest.raises(RedisUnavailable):
             Link(url).call("PING")
         stranger = Authority(trustme.CA(), authority.file)
@@ -123,8 +123,8 @@ def test_a_server_may_ask_for_the_certificate_of_the_client(
 
 @pytest.mark.slow
 def test_a_server_without_tls_is_not_spoken_to(server: Server) -> None:
-    with relay(server) as port, pytest.raises(RedisUnavailable):
-        Link(f"rediss://127.0.0.1:{port}").call("PING")
+    with Proxy(server.socket) as proxy, pytest.raises(RedisUnavailable):
+        Link(f"rediss://127.0.0.1:{proxy.port}").call("PING")
 
 
 def test_what_is_published_is_heard(port: int, authority: Authority) -> None:
@@ -142,7 +142,10 @@ def test_a_cluster_is_reached_through_tls_on_every_node(authority: Authority) ->
     ports, context = free_ports(2), authority.context("127.0.0.1")
     with redis_cluster(2, announced=ports) as cluster:
         first, second = cluster.masters
-        with relay(first, context=context, port=ports[0]), relay(second, context=context, port=ports[1]):
+        with (
+            Proxy(first.socket, listen=ports[0], tls=context),
+            Proxy(second.socket, listen=ports[1], tls=context),
+        ):
             client = Client(f"rediss+cluster://127.0.0.1:{ports[0]}?ssl_ca_certs={authority.file}")
             for name in ("a", "b", "c", "d"):
                 client.create_queue(name).enqueue(1)

@@ -1,12 +1,9 @@
 """A master with a replica, and sentinels that watch over them; all real, on ports of 127.0.0.1."""
 
-import select
-import socket
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import redis
@@ -15,72 +12,29 @@ from forq.supervisor.embedded import find_server
 from tests.support.drive.redis_cluster import ask, free_ports, is_in_sync
 from tests.support.drive.server import Server
 from tests.support.drive.wait import wait_until
+from tests.support.faults.proxy import Proxy
 
 MASTER = "forq-test"
 _REPLICA = {"repl-diskless-sync-delay": "0", "repl-timeout": "60"}
 
 
 class Pair:
-    """The replica speaks to the master through `wire`, which can be held."""
+    """A master and its replica, which follows through `proxy` if `proxied`."""
 
-    def __init__(self, stack: ExitStack, *, held: bool = False) -> None:
+    def __init__(self, stack: ExitStack, *, proxied: bool = False) -> None:
         first, second = free_ports(2)
         self.master = Server(port=first, settings=_REPLICA, appendonly=True)
         self.replica = Server(port=second, settings=_REPLICA, appendonly=True)
         for server in (self.master, self.replica):
             stack.callback(server.remove)
             server.start()
-        self.wire = Wire(first)
-        stack.callback(self.wire.close)
-        ask(self.replica, "REPLICAOF", "127.0.0.1", self.wire.port if held else first)
+        self.proxy = stack.enter_context(Proxy(first))
+        ask(self.replica, "REPLICAOF", "127.0.0.1", self.proxy.port if proxied else first)
         wait_until(lambda: is_in_sync(self.replica), what="the replica is in sync")
         wait_until(lambda: b"state=online" in ask(self.master, "INFO", "replication"), what="and the master knows")
 
     def promote(self) -> None:
         ask(self.replica, "REPLICAOF", "NO", "ONE")
-
-
-class Wire:
-    """Passes on what comes to its port; while it is held, what the other side sends stays where it is."""
-
-    def __init__(self, port: int) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._to = port
-        self._flowing = threading.Event()
-        self._flowing.set()
-        self._closed = False
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def hold(self) -> None:
-        self._flowing.clear()
-
-    def release(self) -> None:
-        self._flowing.set()
-
-    def close(self) -> None:
-        self._closed = True
-        self._flowing.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _run(self) -> None:
-        with suppress(OSError):  # it is closed
-            while not self._closed:
-                near, _ = self._listener.accept()
-                threading.Thread(target=self._carry, args=(near,), daemon=True).start()
-
-    def _carry(self, near: socket.socket) -> None:
-        with near, suppress(OSError), socket.create_connection(("127.0.0.1", self._to)) as far:
-            while not self._closed:
-                for ready in select.select([near, far], [], [], 0.1)[0]:
-                    if ready is far:
-                        self._flowing.wait()
-                    received = ready.recv(65536)
-                    if not received:
-                        return
-                    (near if ready is far else far).sendall(received)
 
 
 class Sentinels:
@@ -132,10 +86,10 @@ sentinel failover-timeout {MASTER} 3000
 
 
 @contextmanager
-def replicated(*, held: bool = False) -> Iterator[Pair]:
-    """`held`: the replica follows through the wire."""
+def replicated(*, proxied: bool = False) -> Iterator[Pair]:
+    """`proxied`: the replica follows through `Pair.proxy`."""
     with ExitStack() as stack:
-        yield Pair(stack, held=held)
+        yield Pair(stack, proxied=proxied)
 
 
 @contextmanager
