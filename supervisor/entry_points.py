@@ -1,4 +1,4 @@
-"""The one place where the supervisor names the code of its children. Nothing of it runs in the parent."""
+"""The only module of the supervisor that imports the code of its children; none of it runs in the parent."""
 
 import gc
 import os
@@ -32,17 +32,17 @@ __all__ = [
 
 
 def preload(url: str, prefix: str) -> None:
-    """Their code is imported by now, and what all of them would do is done here. Keeps the collector off it, so that
-    children share those pages."""
+    """Does the work that every child would do, once, and freezes the result for the garbage collector, so that the
+    children share its memory."""
     for name in forq.__all__:
         getattr(forq, name)
-    # So that a handler's own Client() finds the same queues.
+    # A handler's own Client() then uses the same queues.
     os.environ["FORQ_REDIS"], os.environ["FORQ_PREFIX"] = url, prefix
     warm(url)
     for verb in flags():
         script(verb)
     gc.collect()
-    # The cache of attributes holds names from hundreds of imports. A child that replaces one writes to its page.
-    # Python 3.13 has this function, earlier releases the other one.
+    # The attribute cache is full after hundreds of imports. A child that replaces an entry would copy its page.
+    # _clear_internal_caches exists since Python 3.13.
     getattr(sys, "_clear_internal_caches", sys._clear_type_cache)()
     gc.freeze()

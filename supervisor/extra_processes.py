@@ -1,18 +1,5 @@
-"""New processes of a queue on trial: they import its handlers and wait, while those that serve the queue work on.
-
-1. All of them are started, and each says when it has imported everything.
-2. If one cannot, dies or takes too long, all of them are killed with everything below them: the queue is as it was.
-3. Otherwise each takes the seat of its predecessor once that has ended, and only then joins the queue.
-
-Processes that a queue has for a while: each runs one job at a time and ends when it finds no more.
-
-1. For suspects: each runs alone in its process, but several of them at the same time. Up to as many processes as the
-   queue has workers, and as the capacity has room for.
-2. One for fail jobs, while the retry process is busy with a suspect or a job of the retry lane.
-
-Pulse says how many jobs wait, after a recovery and with each heartbeat; nobody is remembered in between. A process that
-has run something is followed by another look, since it may have ended for another reason than that nothing waits.
-"""
+"""Temporary processes of a queue: successors that import new code before they take over, and helpers for suspects and
+fail jobs."""
 
 import logging
 from collections import Counter
@@ -32,9 +19,15 @@ log = logging.getLogger("forq")
 
 
 class Successors:
-    """`make` starts a process that is held, or raises OSError or ForqError; it has to have imported its handlers within
-    `seconds`. `told` is called once: with None when all have, else with the reason when all are gone. `gone` is called
-    when none is left of a trial that was ended, before that."""
+    """New processes of a queue that import its handlers while the old ones keep working.
+
+    1. Starts a held process for each role with `make`, which may raise OSError or ForqError.
+    2. If one fails, dies or takes longer than `seconds`, kills all of them: nothing has changed for the queue.
+    3. Otherwise each joins the queue when its predecessor has ended (`take`).
+
+    `done` is called once: with None when all have imported, or with the reason when all are gone. `gone` is called
+    before that, when no process is left after `end`.
+    """
 
     def __init__(
         self,
@@ -44,41 +37,41 @@ class Successors:
         *,
         seconds: float,
         make: Callable[[Role, ProcessOwner], QueueProcess],
-        told: Callable[[ForqError | None], None],
+        done: Callable[[ForqError | None], None],
         gone: Callable[[], None],
     ) -> None:
-        self.passed = False
+        self.imported = False
         self.survivors: set[int] = set()
         self._queue = queue
         self._deps = deps
         self._roles = roles
         self._seconds = seconds
         self._make = make
-        self._told: Callable[[ForqError | None], None] | None = told
+        self._done: Callable[[ForqError | None], None] | None = done
         self._gone = gone
         self._processes: dict[Role, QueueProcess] = {}
         self._error: ForqError | None = None
         self._timer: Timer | None = None
-        # Many queues may be restarted at once.
+        # Many queues may restart at once.
         deps.admission.submit(self._start)
 
     @property
     def processes(self) -> list[QueueProcess]:
         return list(self._processes.values())
 
-    def hand_over(self, told: Callable[[ForqError | None], None] | None, gone: Callable[[], None]) -> None:
-        """Others want to know from now on."""
-        self._told, self._gone = told, gone
+    def hand_over(self, gone: Callable[[], None]) -> None:
+        """Another ServedQueue takes these processes; the old one gets no more callbacks."""
+        self._done, self._gone = None, gone
 
     def take(self, role: Role, owner: ProcessOwner) -> QueueProcess | None:
-        """Its process of this role, which joins the queue now; None if that has died while it waited."""
+        """Lets the process of this role join the queue; None if it died while it waited."""
         process = self._processes.pop(role, None)
         if process is not None:
             process.begin(owner)
         return process
 
     def end(self, error: ForqError) -> None:
-        """Kills what is left of it. `error`: what is said if nobody has been told anything yet."""
+        """Kills all processes. `done` gets this error, unless it was called before."""
         if self._error is not None:
             return
         self._error = error
@@ -92,25 +85,27 @@ class Successors:
         if self._error is None and all(each.imported for each in self.processes):
             assert self._timer is not None
             self._timer.cancel()
-            self.passed = True
+            self.imported = True
             self._deps.changed()
-            self._tell(None)
+            self._call_done(None)
 
-    def process_ended(self, process: QueueProcess, how: Exit) -> None:
+    def process_ended(self, process: QueueProcess, end: Exit) -> None:
         self._processes.pop(process.role, None)
         self.survivors |= process.child.survivors
-        code = process.announced_code(how)
-        process.recover(how)
+        code = process.announced_code(end)
+        process.recover(end)
         self._deps.changed()
         if self._error is not None:
             self._settle()
-        elif self.passed:
-            log.warning("process died before it began queue=%s child=%s end=%s", self._queue, process.name, how.text)
+        elif self.imported:
+            log.warning(
+                "process died before it took over queue=%s child=%s end=%s", self._queue, process.name, end.text
+            )
         else:
-            self.end(_reason(process, how, code))
+            self.end(_reason(process, end, code))
 
     def replace_process(self, process: QueueProcess, reason: str) -> None:
-        """It has not begun: there is nothing to replace."""
+        """Nothing to do: it has not joined the queue."""
 
     def may_replace_process(self, process: QueueProcess) -> bool:
         return False
@@ -123,15 +118,15 @@ class Successors:
             for role in self._roles:
                 self._processes[role] = self._make(role, self)
         except (OSError, ForqError) as exc:
-            self.end(ForqError(f"no process can be started for it: {exc}"))
+            self.end(ForqError(f"cannot start a process for it: {exc}"))
         self._deps.changed()
 
     def _late(self) -> None:
-        """With the stack of the first that has not come through: it shows where the import hangs."""
+        """Fails with the stack of the first process that has not imported: it shows where the import hangs."""
         process = next(each for each in self.processes if not each.imported)
 
         def dumped(dump: str) -> None:
-            if self.passed:
+            if self.imported:
                 return
             killed = f"process {process.pid} was killed"
             reason = f"its handler is not imported after {self._seconds:g} s (--wait allows more); {killed}"
@@ -143,25 +138,35 @@ class Successors:
     def _settle(self) -> None:
         if not self._processes:
             self._gone()
-            self._tell(self._error)
+            self._call_done(self._error)
 
-    def _tell(self, error: ForqError | None) -> None:
-        if error is not None and self._told is not None:
-            log.error("new processes are not used queue=%s reason=%s", self._queue, error)
-        told, self._told = self._told, None
-        if told is not None:
-            told(error)
+    def _call_done(self, error: ForqError | None) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            if error is not None:
+                log.error("new processes failed; keeping the old ones queue=%s reason=%s", self._queue, error)
+            done(error)
 
 
-def _reason(process: QueueProcess, how: Exit, code: int | None) -> CannotImport:
+def _reason(process: QueueProcess, end: Exit, code: int | None) -> CannotImport:
     if code == exits.CONFIG and process.exit_reason:
         return CannotImport(process.exit_reason, process.traceback)
-    return CannotImport(f"process {process.pid} ended with {how.text} while it imported its handler")
+    return CannotImport(f"process {process.pid} ended with {end.text} while importing its handler")
 
 
 class HelperProcesses:
-    """Those of one queue. `make` starts a process, or raises OSError or ForqError; `wanted` says whether the queue is
-    served now; `gone` is called after the end of each."""
+    """Helpers of one queue: each runs one job at a time and exits when it finds no more.
+
+    1. For suspects: each suspect runs alone in its process, several at the same time. Up to one process per worker of
+       the queue, as far as the capacity allows.
+    2. One for fail jobs, while the retry process is busy with a suspect or a job of the retry lane.
+
+    Pulse reports the number of waiting jobs after a recovery and with each heartbeat; it is not remembered in between.
+    When a helper that has run a job ends, the number is requested again: jobs may still wait.
+
+    `make` starts a process, or raises OSError or ForqError; `wanted` tells whether the queue is served now; `gone` is
+    called after the end of each helper.
+    """
 
     def __init__(
         self,
@@ -173,57 +178,59 @@ class HelperProcesses:
         gone: Callable[[], None],
     ) -> None:
         self.processes: list[QueueProcess] = []
-        # What its processes had started and nobody could kill.
+        # Pids started by its processes that could not be killed.
         self.survivors: set[int] = set()
         self._queue = queue
         self._deps = deps
         self._make = make
         self._wanted = wanted
         self._gone = gone
-        # Starts that have been asked for and have not happened yet.
-        self._asked: Counter[Role] = Counter()
-        # Only deaths before a job was begun make the next start wait: a job that kills its process is counted itself.
+        # Helpers that wait for admission.
+        self._starting: Counter[Role] = Counter()
+        # Only deaths before a job began delay the next start: crashes during a job are counted for the job.
         self._respawn = Respawn()
         self._not_before = 0.0
 
     def want(self, role: Role, jobs: int, *, most: int, room: int) -> None:
-        """So many jobs wait for such a process. `most`: how many there may be, `room`: how many may be added."""
+        """`jobs` wait for helpers of this role. Starts at most `room`, and has at most `most` of them in all."""
         if self._deps.children.loop.now() < self._not_before:
             return
         there = [process for process in self.processes if process.role == role]
-        number = min(jobs - self.about_to_claim(role), most - len(there) - self._asked[role], room)
+        number = min(jobs - self.about_to_claim(role), most - len(there) - self._starting[role], room)
         for _ in range(number):
-            self._asked[role] += 1
+            self._starting[role] += 1
             self._deps.admission.submit(partial(self._start, role))
 
     def about_to_claim(self, role: Role) -> int:
-        """How many have been asked for, are starting, or wait for capacity."""
+        """Number of helpers that wait for admission, are starting, or wait for capacity."""
         ready = sum(process.role == role and process.state() in ("starting", "parked") for process in self.processes)
-        return self._asked[role] + ready
+        return self._starting[role] + ready
 
     def replace_process(self, process: QueueProcess, reason: str) -> None:
-        """It takes no more jobs. What is left is found by the look that follows its end."""
+        """Lets it exit after its job. Remaining jobs are found when it has ended."""
         log.info("replacing process queue=%s pid=%s reason=%s", self._queue, process.pid, reason)
         process.retire()
 
     def may_replace_process(self, process: QueueProcess) -> bool:
-        """Its one job keeps nobody waiting: others get processes of their own."""
+        """No: other jobs get helpers of their own."""
         return False
 
     def process_imported(self, process: QueueProcess) -> None:
-        """None of them is held."""
+        """Never called: helpers are not held."""
 
-    def process_ended(self, process: QueueProcess, how: Exit) -> None:
+    def process_ended(self, process: QueueProcess, end: Exit) -> None:
         self.processes.remove(process)
         self.survivors |= process.child.survivors
         self._deps.changed()
-        done, began, code = process.done(), process.began(), process.announced_code(how)
-        process.recover(how)
+        done, began, code = process.done(), process.began(), process.announced_code(end)
+        process.recover(end)
         if self._wanted():
-            self._decide(process, how, code, progressed=done > 0, began=began)
+            self._after_death(process, end, code, progressed=done > 0, began=began)
         self._gone()
 
-    def _decide(self, process: QueueProcess, how: Exit, code: int | None, *, progressed: bool, began: bool) -> None:
+    def _after_death(
+        self, process: QueueProcess, end: Exit, code: int | None, *, progressed: bool, began: bool
+    ) -> None:
         if progressed:
             self._respawn.forget()
         if code == exits.QUEUE_GONE:
@@ -238,15 +245,15 @@ class HelperProcesses:
             if not progressed and not began:
                 delay = self._respawn.delay_after_death(0.0)
                 self._not_before = self._deps.children.loop.now() + delay
-            log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", *(self._queue, role, how.text, delay))
+            log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", *(self._queue, role, end.text, delay))
 
     def _start(self, role: Role) -> None:
-        self._asked[role] -= 1
+        self._starting[role] -= 1
         if not self._wanted():
             return
         try:
             self.processes.append(self._make(role, self))
         except (OSError, ForqError) as exc:
-            # No process, descriptor or slot to be had now; the retry process goes on, and heartbeats tell again.
+            # Out of processes, descriptors or slots. The retry process continues, and the next heartbeat tries again.
             log.error("cannot start child queue=%s child=%s error=%s", self._queue, role.name.lower(), exc)
         self._deps.changed()

@@ -1,8 +1,7 @@
-"""One queue as the supervisor runs it: its main process and its retry process, their deaths and their state; and for a
-while processes that help them (helper_processes.py), or that are to follow them (trial.py).
+"""One queue as the supervisor serves it: its permanent processes (main and retry), its helpers and its successors.
 
-A death takes this way: its tree is gone (child.py) → what it held goes to pulse for recovery → its slots are given back
-once that is done → another process is started, at once or after a pause (respawn.py).
+When a process dies: its tree is cleaned up (child.py) → pulse recovers its jobs → its slots are given back → a new
+process starts, at once or after a delay (pacing.py).
 """
 
 import logging
@@ -23,12 +22,12 @@ from forq.supervisor.process import ProcessDeps, ProcessOwner, QueueProcess
 
 log = logging.getLogger("forq")
 
-# So many processes of a queue may be on their way out, each with a job that takes long, before a successor has to wait.
+# If this many retiring processes of a queue still run jobs, the next successor waits.
 MOST_LEAVING = 32
 
 
 class _ProcessEntry:
-    """The place of one process of the queue: who sits there now, and the deaths so far."""
+    """A permanent process of the queue: the current OS process, if any, and the restarts so far."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
@@ -38,12 +37,20 @@ class _ProcessEntry:
         self.timer: Timer | None = None
 
 
-# Called when a restart is over, with the reason if it has changed nothing.
-Answer = Callable[[ForqError | None], None]
+# Called when a restart is over, with the reason if it failed.
+Done = Callable[[ForqError | None], None]
 
 
 class ServedQueue:
-    """`found`: somebody else made the queue, and nothing is known of its options here."""
+    """The processes of one queue.
+
+    1. Starts and stops them.
+    2. Respawns those that die, and gives up only if the handler cannot be imported.
+    3. Restarts them with new code: successors import it first, then replace the old processes.
+    4. Starts helpers when suspects or fail jobs wait.
+
+    `found`: another supervisor created the queue; its options are not known here.
+    """
 
     def __init__(
         self, spec: QueueSpec, options: Mapping[str, Value], deps: ProcessDeps, *, found: bool = False
@@ -53,26 +60,28 @@ class ServedQueue:
         self.found = found
         self.draining = False
         self.config_error: str | None = None
-        # Where its handler could not be imported: when it started, or, while it works on, when it was last restarted.
+        # Traceback of config_error.
         self.traceback: str | None = None
+        # Why the last restart failed, while the old processes keep working.
         self.restart_error: dict[str, Any] | None = None
         self._survivors: set[int] = set()
         self._deps = deps
-        # A queue whose items others take has nothing that a retry process could do.
+        # Items of the release modes are taken by clients: there is no work for a retry process.
         serves = spec.mode not in (ON_REQUEST, EXTERNAL)
         self._entries = [_ProcessEntry(role) for role in ((Role.MAIN, Role.RETRY) if serves else (Role.MAIN,))]
-        # Processes that have a successor already and still run jobs.
+        # Retiring processes that already have a successor and still run jobs.
         self._leaving: list[QueueProcess] = []
         self._helpers = HelperProcesses(
             spec.name, deps, make=self._process, wanted=lambda: self._wanted, gone=self._finish_if_stopped
         )
         self._wanted = False
-        self._then: list[Callable[[], None]] = []
+        self._when_stopped: list[Callable[[], None]] = []
         self._successors: Successors | None = None
-        # The new processes have imported their code and wait for the old ones to end.
+        # The successors have imported their code and wait for the old processes to end.
         self._start_again = False
-        self._restart: Answer | None = None
-        self._next_restarts: list[tuple[float, Answer]] = []
+        self._restart_done: Done | None = None
+        # Restarts requested during a restart: seconds for the import, callback.
+        self._next_restarts: list[tuple[float, Done]] = []
         self._opened = False
         self._when_opened: list[tuple[Callable[[], None], Callable[[], None] | None]] = []
         self._last_end = "no death yet"
@@ -82,7 +91,7 @@ class ServedQueue:
         if self.config_error is not None:
             return "config_error"
         if not self._wanted:
-            # While the old processes of a restart end, it is what they are.
+            # During a restart, "stopped" while the old processes are ending.
             return "stopped" if self._successors is None or self._processes() else "starting"
         if any(self._flapping(entry) for entry in self._entries):
             return "flapping"
@@ -91,10 +100,10 @@ class ServedQueue:
         return "running" if self._main_is_ready() else "starting"
 
     def trouble(self) -> str | None:
-        """Why its main process does not take jobs now, in a sentence; None if it does."""
+        """Why its main process claims no jobs now, as a sentence; None if it does."""
         entry = self._entries[0]
         flapping = [each for each in self._entries if self._flapping(each)]
-        # The retry process may be the first of two that keep dying: then the state says so already.
+        # If the retry process flaps first, the state is "flapping" already.
         if self._wanted and (entry in flapping or (flapping and not self._main_is_ready())):
             restarts = max(each.restarts for each in flapping)
             deaths = f"its processes keep dying before they settle a job ({restarts} restarts, {self._last_end})"
@@ -113,7 +122,7 @@ class ServedQueue:
         return any(process.ready for process in self._processes() if process.role == Role.MAIN)
 
     def _flapping(self, entry: _ProcessEntry) -> bool:
-        """It died again and again; the one that runs now has not shown yet that it does better."""
+        """It died repeatedly, and the current process has neither settled a job nor lived long."""
         if not entry.respawn.flapping:
             return False
         process = entry.process
@@ -121,35 +130,35 @@ class ServedQueue:
 
     @property
     def survivors(self) -> set[int]:
-        """Pids of what its processes had started and nobody could kill."""
+        """Pids started by its processes that could not be killed."""
         return self._survivors | self._helpers.survivors | (self._successors.survivors if self._successors else set())
 
     @property
     def wanted(self) -> bool:
-        """Whether its children run, or are about to."""
+        """Whether its processes run or will be started."""
         return self._wanted or self._start_again
 
     @property
     def has_successors(self) -> bool:
-        """Whether new processes of it import their code, or wait to take over."""
+        """Whether new processes are importing their code, or wait to take over."""
         return self._successors is not None
 
     @property
     def opening(self) -> bool:
-        """Whether the queue has yet to be made in Redis for the first time."""
+        """Whether the queue is not yet created or joined in Redis."""
         return not self._opened and self.config_error is None
 
     @property
     def refused(self) -> bool:
-        """Whether Redis has a queue of that name that does not fit: it must not be served before that has changed."""
+        """Whether Redis has an incompatible queue of this name, so that this one must not be served."""
         return not self._opened and self.config_error is not None
 
     def when_opened(self, call: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
-        """Calls back when the queue is in Redis; `otherwise` is called if it will not be opened."""
+        """Calls `call` when the queue is in Redis, or `otherwise` if it will not be opened."""
         self._when_opened.append((call, otherwise))
 
     def abandon(self) -> None:
-        """It will not be opened: another one takes its place, somebody has deleted it, or Redis refuses it."""
+        """The queue will not be opened: it was replaced, deleted or refused."""
         waiting, self._when_opened = self._when_opened, []
         for _, otherwise in waiting:
             if otherwise is not None:
@@ -162,7 +171,7 @@ class ServedQueue:
             call()
         self.config_error = self.traceback = self.restart_error = None
         successors: Successors | None = None
-        if self._successors is not None and self._successors.passed:
+        if self._successors is not None and self._successors.imported:
             successors, self._successors = self._successors, None
         for entry in self._entries:
             if entry.process is not None:
@@ -177,11 +186,11 @@ class ServedQueue:
     def stop(
         self, then: Callable[[], None] | None = None, *, now: bool = False, reason: ForqError | None = None
     ) -> None:
-        """Ends its processes: in order within the grace period, or at once. `then` is called when they are gone.
-        `reason`: what those are told who wait for a restart."""
-        error = reason or ForqError(f"the processes of queue {self.spec.name!r} were ended meanwhile")
+        """Ends its processes within the grace period, or at once. `then` is called when they are gone. Restarts under
+        way fail with `reason`."""
+        error = reason or ForqError(f"the processes of queue {self.spec.name!r} were stopped meanwhile")
         if then is not None:
-            self._then.append(then)
+            self._when_stopped.append(then)
         self._start_again = False
         waiting, self._next_restarts = self._next_restarts, []
         self._end_restart(error)
@@ -203,23 +212,23 @@ class ServedQueue:
                 process.child.stop(float(self.options["stop_grace"]))
         self._finish_if_stopped()
 
-    def restart(self, seconds: float, then: Answer) -> None:
-        """New children, with the handler's code as it is now. Those that run go on until the new ones have imported it;
-        if they cannot within so many seconds, nothing changes. One at a time: what another one should import may be
-        newer than what this one has imported."""
+    def restart(self, seconds: float, then: Done) -> None:
+        """Replaces the processes by new ones with the current code of the handler. The old ones keep working until the
+        new ones have imported it; if that fails or takes longer than `seconds`, nothing changes. Requests during a
+        restart are served by another one afterwards, since the code may have changed again."""
         if self._successors is not None or self._start_again:
             self._next_restarts.append((seconds, then))
             return
-        self._restart = then
-        self.start_successors(self.spec, self.options, seconds, self._tried)
+        self._restart_done = then
+        self.start_successors(self.spec, self.options, seconds, self._successors_done)
 
-    def start_successors(self, spec: QueueSpec, options: Mapping[str, Value], seconds: float, then: Answer) -> None:
-        """Starts processes for this definition that import its handlers and wait; `then` gets the reason if they
-        cannot. Otherwise they begin with the next start, of this unit or of the one that they are systemd_input to."""
+    def start_successors(self, spec: QueueSpec, options: Mapping[str, Value], seconds: float, then: Done) -> None:
+        """Starts processes for this definition that import its handlers and wait; `then` gets the reason if they fail.
+        They take over with the next start of this queue, or of the one they are handed to."""
 
-        def tried(error: ForqError | None) -> None:
+        def done(error: ForqError | None) -> None:
             if isinstance(error, CannotImport):
-                self._note_failure(error)
+                self._note_import_error(error)
             then(error)
             if error is not None:
                 self._restart_again()
@@ -230,43 +239,43 @@ class ServedQueue:
             [entry.role for entry in self._entries],
             seconds=seconds,
             make=lambda role, owner: QueueProcess(spec, options, role, self._deps, owner, held=True),
-            told=tried,
+            done=done,
             gone=self._successors_gone,
         )
 
     def hand_successors_to(self, successor: "ServedQueue") -> None:
-        """What has imported the code of another definition of this queue becomes the processes of that one."""
-        trial, self._successors = self._successors, None
-        if trial is not None:
-            trial.hand_over(None, successor._successors_gone)
-            successor._successors = trial
+        """Passes the new processes to the ServedQueue with the new definition."""
+        successors, self._successors = self._successors, None
+        if successors is not None:
+            successors.hand_over(successor._successors_gone)
+            successor._successors = successors
         successor._next_restarts, self._next_restarts = self._next_restarts, []
 
     def main_pid(self) -> int | None:
-        """The process that takes jobs now, if there is one."""
+        """Pid of the main process that claims jobs now, if any."""
         ready = [process for process in self._processes() if process.role == Role.MAIN and process.ready]
         return ready[0].pid if ready else None
 
-    def _tried(self, error: ForqError | None) -> None:
+    def _successors_done(self, error: ForqError | None) -> None:
         if error is not None:
             self._end_restart(error)
         else:
             self._start_again = True
             self._end_entries(now=False)
 
-    def _note_failure(self, error: CannotImport) -> None:
+    def _note_import_error(self, error: CannotImport) -> None:
         if self.config_error is not None and self._opened:
             self.config_error, self.traceback = str(error), error.traceback
         else:
             self.restart_error = {"at": round(time.time(), 3), "message": str(error), "traceback": error.traceback}
 
     def _end_restart(self, error: ForqError | None) -> None:
-        answer, self._restart = self._restart, None
+        answer, self._restart_done = self._restart_done, None
         if answer is not None:
             answer(error)
 
     def _restart_again(self) -> None:
-        """For all who have asked for it meanwhile: whatever they have changed is there by now."""
+        """One restart for all requests that came during the last one."""
         waiting, self._next_restarts = self._next_restarts, []
         if not waiting:
             return
@@ -284,7 +293,7 @@ class ServedQueue:
         self._finish_if_stopped()
 
     def process_imported(self, process: QueueProcess) -> None:
-        """Of those in its seats none is held."""
+        """Never called: only successors are held."""
 
     def describe_children(self) -> list[dict[str, Any]]:
         seated = [_describe(entry.role, entry.process, self._state(entry), entry.restarts) for entry in self._entries]
@@ -297,7 +306,7 @@ class ServedQueue:
         return "backoff" if entry.timer is not None and self._wanted else "stopped"
 
     def running_job(self, job_id: str) -> tuple[QueueProcess, Slot, int] | None:
-        """Who runs this job now, and its position."""
+        """The process and slot that run this job now, and its position."""
         for process in self._processes():
             for slot in process.busy():
                 running = slot.running_since_ns()
@@ -317,7 +326,7 @@ class ServedQueue:
         return [*(process for process in self._processes() if process.busy() or not process.ready), *importing]
 
     def replace_process(self, process: QueueProcess, reason: str) -> None:
-        """The process takes no more jobs; its successor starts at once."""
+        """Lets the process exit after its jobs, and starts its successor at once."""
         log.info("replacing process queue=%s pid=%s reason=%s", self.spec.name, process.pid, reason)
         process.retire()
         for entry in self._entries:
@@ -327,23 +336,22 @@ class ServedQueue:
                 self._fill(entry)
 
     def may_replace_process(self, process: QueueProcess) -> bool:
-        """Whether a successor may start although this one runs on: not if as many jobs as the queue may run at once are
-        left in processes that take no more."""
+        """Whether a successor may start while this process still runs jobs. Not if retiring processes already run as
+        many jobs as the queue's concurrency."""
         return sum(each.running() for each in (process, *self._leaving)) < int(self.options.get("concurrency", 1))
 
     def unresponsive_workers(self) -> dict[str, int]:
-        """The workers that run nothing in processes that do not answer, with their pids."""
+        """Pids of the idle workers in unresponsive processes, by worker."""
         silent = [process for process in self._processes() if process.watch.unresponsive]
         return {worker: process.pid for process in silent for worker in process.resting_workers()}
 
     def probe(self, numbers: set[int], *, unread: bool) -> None:
-        """Asks the processes of these workers whether they answer. `unread`: they were given jobs that they do not
-        read."""
+        """Checks whether the processes of these slots respond. `unread`: they have jobs that they do not read."""
         for process in self._processes():
             if process.ready and numbers & set(process.slots):
                 process.watch.probe(unread=unread)
 
-    def process_ended(self, process: QueueProcess, how: Exit) -> None:
+    def process_ended(self, process: QueueProcess, end: Exit) -> None:
         entry = next((entry for entry in self._entries if entry.process is process), None)
         if entry is None:
             self._leaving.remove(process)
@@ -351,8 +359,8 @@ class ServedQueue:
             entry.process = None
         self._deps.changed()
         self._survivors |= process.child.survivors
-        done, began, code = process.done(), process.began(), process.announced_code(how)
-        process.recover(how)
+        done, began, code = process.done(), process.began(), process.announced_code(end)
+        process.recover(end)
         if entry is None or not self._wanted:
             self._finish_if_stopped()
             for waiting in self._entries:
@@ -362,21 +370,22 @@ class ServedQueue:
         if process.was_condemned:
             self._spawn(entry)
         else:
-            self._decide(entry, process, how, code, progressed=done > 0, began=began)
+            self._after_death(entry, process, end, code, progressed=done > 0, began=began)
 
     def _fill(self, entry: _ProcessEntry) -> None:
-        """At once, unless too many of its predecessors still run: a handler that asks for successors without end must
-        not take the processes that other queues need."""
+        """Starts a process if there is none, unless too many predecessors still run: a handler that keeps requesting
+        a new process must not use up the processes of the machine."""
         if self._wanted and entry.process is None and entry.timer is None:
             if len(self._leaving) < MOST_LEAVING:
                 self._spawn(entry)
             else:
                 log.warning(
-                    "successor waits until a process leaves queue=%s leaving=%s", self.spec.name, len(self._leaving)
+                    "too many retiring processes; successor waits queue=%s leaving=%s",
+                    *(self.spec.name, len(self._leaving)),
                 )
 
     def suspects_wait(self, number: int) -> None:
-        """So many suspects wait. The retry process takes one if it is idle; the others need processes of their own."""
+        """`number` suspects wait. An idle retry process takes one; the others need helpers."""
         if not self._wanted:
             return
         size, retry = int(self.options["size"]), self._retry_process()
@@ -387,7 +396,7 @@ class ServedQueue:
         self._helpers.want(Role.SUSPECT, number, most=int(self.options["concurrency"]), room=room)
 
     def fail_jobs_wait(self) -> None:
-        """Fail jobs wait, and none runs. If the retry process is busy with something else, they do not wait for it."""
+        """Fail jobs wait and none runs. They get a helper if the retry process is busy with another job."""
         retry = self._retry_process()
         if self._wanted and self.spec.fail_handler is not None and retry is not None and retry.busy():
             self._helpers.want(Role.FAIL, 1, most=1, room=1)
@@ -413,31 +422,31 @@ class ServedQueue:
         try:
             entry.process = self._process(entry.role, self)
         except (OSError, ForqError) as exc:
-            # No process, descriptor or slot to be had now: that may pass.
+            # Out of processes, descriptors or slots: temporary.
             delay = entry.respawn.delay_after_death(0.0)
             log.error("cannot start child queue=%s error=%s again_in=%.2fs", self.spec.name, exc, delay)
             entry.timer = self._deps.children.loop.call_later(delay, lambda: self._spawn(entry))
 
-    def _decide(
-        self, entry: _ProcessEntry, process: QueueProcess, how: Exit, code: int | None, *, progressed: bool, began: bool
+    def _after_death(
+        self, entry: _ProcessEntry, process: QueueProcess, end: Exit, code: int | None, *, progressed: bool, began: bool
     ) -> None:
-        """What follows a death that nobody asked for. `code`: its exit code, if it meant something by it."""
+        """Respawns or gives up after an unexpected death. `code`: the announced exit code, if any."""
         name, role = self.spec.name, entry.role.name.lower()
         if code in (exits.CONFIG, exits.INCOMPATIBLE):
-            log.error("queue cannot be served queue=%s reason=%s", name, process.exit_reason)
-            reason = process.exit_reason or how.text
+            log.error("cannot serve queue queue=%s reason=%s", name, process.exit_reason)
+            reason = process.exit_reason or end.text
             self.stop(reason=CannotImport(reason, process.traceback))
             self.config_error, self.traceback = reason, process.traceback
         elif code == exits.QUEUE_GONE:
             self._deps.queue_gone(name)
         else:
             if code == exits.FENCED:
-                # If that is so, all queues begin anew. One process may be mistaken, so pulse has to find it, too.
+                # If this processor was evicted, all queues start anew. Pulse verifies it: one process may be wrong.
                 self._deps.check_evicted(name)
             lived = process.child.uptime_seconds()
             delay = entry.respawn.delay_after_death(lived, progressed=progressed, began=began)
-            log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", name, role, how.text, delay)
-            self._last_end = how.text
+            log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", name, role, end.text, delay)
+            self._last_end = end.text
             entry.timer = self._deps.children.loop.call_later(delay, lambda: self._spawn(entry))
 
     def _finish_if_stopped(self) -> None:
@@ -447,12 +456,12 @@ class ServedQueue:
             self._start_again = False
             for entry in self._entries:
                 entry.respawn.forget()
-            answer, self._restart = self._restart, None
+            answer, self._restart_done = self._restart_done, None
             self.start()
             if answer is not None:
                 answer(None)
         elif self._successors is None:
-            waiting, self._then = self._then, []
+            waiting, self._when_stopped = self._when_stopped, []
             for then in waiting:
                 then()
 

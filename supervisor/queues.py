@@ -1,4 +1,4 @@
-"""The queues that this supervisor serves: opened, replaced, dropped, and all begun afresh when it lost its place."""
+"""The queues that this supervisor serves: opens, replaces and drops them, and restarts all after an eviction."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ from forq.supervisor.services import RETRY_SECONDS, Services
 from forq.supervisor.statedir import StateDir
 from forq.values import check_queue_name
 
-# Being removed from Redis so often in so short a time means that this machine cannot keep its place there.
+# A processor evicted more often than this within REJOIN_SECONDS gives up: its heartbeats do not get through.
 MOST_REJOINS = 5
 REJOIN_SECONDS = 600.0
 
@@ -36,7 +36,15 @@ log = logging.getLogger("forq")
 
 
 class Queues:
-    """`fail` ends the supervisor with an exit code and a message."""
+    """All queues, by name.
+
+    1. Opens each: creates or joins it in Redis through the clerk, then starts its processes; retries while Redis is
+       down.
+    2. Carries out create, replace, restart and drop for the control socket.
+    3. Handles reports of pulse: deleted, lost and found queues, suspects, fail jobs, the eviction of this processor.
+
+    `fail` stops the supervisor with an exit code and a message.
+    """
 
     def __init__(
         self,
@@ -58,9 +66,9 @@ class Queues:
         self._changed = changed
         self._fail = fail
         self._stopping = False
-        # Whether the server was found to be usable.
+        # Whether the server check has succeeded.
         self._may_open = False
-        # Units that somebody has replaced or dropped and whose processes have not ended yet.
+        # Replaced or dropped queues whose processes have not ended yet.
         self._leaving: set[ServedQueue] = set()
         self._rejoining = False
         self._rejoined: list[float] = []
@@ -82,12 +90,12 @@ class Queues:
         )
 
     def served(self) -> tuple[list[str], list[str]]:
-        """The names of the queues that are served, and of those among them that have a fail queue."""
+        """Names of the served queues, and of those among them that have a fail queue."""
         served = [queue.spec for queue in self.by_name.values() if queue.wanted]
         return [spec.name for spec in served], [spec.name for spec in served if spec.fail_handler is not None]
 
     def probe(self, slots: list[int], *, unread: bool) -> None:
-        """Asks the processes of these workers whether they still answer."""
+        """Checks whether the processes of these slots respond."""
         numbers = set(slots)
         for queue in self.by_name.values():
             queue.probe(numbers, unread=unread)
@@ -100,14 +108,12 @@ class Queues:
         return queue
 
     def find(self, name: object) -> ServedQueue:
-        """The one of that name; UnknownQueue if this supervisor serves none."""
         queue = self.by_name.get(check_queue_name(name))
         if queue is None:
             raise UnknownQueue(f"this supervisor serves no queue {name!r}")
         return queue
 
     def running_jobs(self) -> int:
-        """How many jobs run in processes of this supervisor now."""
         return sum(queue.running_jobs() for queue in (*self.by_name.values(), *self._leaving))
 
     def longest_grace_seconds(self) -> float:
@@ -118,10 +124,11 @@ class Queues:
         return self.by_name.get(queue.spec.name) is queue and not self._stopping
 
     def found(self, name: str, mode: str) -> None:
-        """Pulse knows of a queue that every supervisor serves, whoever made it. It is not kept over a restart."""
+        """Pulse has found a queue of a release mode: every supervisor serves it, whichever created it. It is not saved
+        in the state directory."""
         if name in self.by_name or self._stopping:
             return
-        log.info("found a queue queue=%s mode=%s", name, mode)
+        log.info("found a queue created elsewhere queue=%s mode=%s", name, mode)
         queue = self.add(QueueSpec(name, mode, None, {}, (), {}), found=True)
         if self._may_open:
             self.open(queue, reopening=True)
@@ -131,14 +138,14 @@ class Queues:
         self._services.end_predecessor(list(self.by_name))
         declared = {spec.name for spec in self._config.queues}
         for queue in self.by_name.values():
-            # Whoever creates a queue opens it when its handler is imported.
+            # `create` opens a queue itself when its successors have imported the handler.
             if not queue.wanted and not queue.has_successors:
                 self.open(queue, reopening=queue.spec.name not in declared)
         if self._config.pipeline is not None:
             self.by_name[PIPELINE_QUEUE].when_opened(partial(self._begin_pipeline, self._config.pipeline))
 
     def _begin_pipeline(self, pipeline: Pipeline) -> None:
-        """One job that enqueues itself again and again; settings that have changed reach it here."""
+        """Enqueues the pipeline's one job, which re-enqueues itself. Pushing it again updates its settings."""
         data = {"history": pipeline.history, "every_seconds": pipeline.every_seconds, "prefix": self._config.prefix}
         job = {"name": PIPELINE_QUEUE, "id": "ingest", "data": data}
 
@@ -146,16 +153,16 @@ class Queues:
             if isinstance(answer, RedisUnavailable):
                 self._loop.call_later(RETRY_SECONDS, lambda: self._begin_pipeline(pipeline))
             elif isinstance(answer, ForqError):
-                log.error("the pipeline cannot begin error=%s", answer)
+                log.error("cannot start the pipeline error=%s", answer)
 
         self._services.clerk.request("push", job, pushed)
 
     def open(
         self, queue: ServedQueue, then: Callable[[ForqError | None], None] | None = None, *, reopening: bool = False
     ) -> None:
-        """Makes the queue in Redis or joins it, then starts its children. Tried again while Redis is down.
+        """Creates or joins the queue in Redis, then starts its processes. Retries while Redis is down.
 
-        `reopening`: the queue existed before; if somebody has deleted it meanwhile it is dropped here too.
+        `reopening`: the queue existed before; if it was deleted meanwhile, it is dropped here, too.
         """
         name = queue.spec.name
 
@@ -172,11 +179,14 @@ class Queues:
                 error = UnknownQueue(f"queue {name!r} was deleted meanwhile")
             elif error is None:
                 if answer is not None and answer["unscheduled"]:
-                    log.warning("the config file has them no more queue=%s unscheduled=%s", name, answer["unscheduled"])
+                    log.warning(
+                        "removed schedules that the config file no longer has queue=%s unscheduled=%s",
+                        *(name, answer["unscheduled"]),
+                    )
                 queue.start()
                 self._services.send_served()
                 if then is not None:
-                    # Else the first jobs that the caller delays could be due before anybody knows.
+                    # Otherwise the first delayed jobs of the caller could be due before pulse watches this queue.
                     failing = queue.spec.fail_handler is not None
                     self._services.serve_new(name, with_fail_queue=failing, then=lambda: then(None))
                 return
@@ -199,8 +209,8 @@ class Queues:
         )
 
     def _creation(self, spec: QueueSpec, *, reopening: bool, joining: bool) -> dict[str, Any]:
-        """What the clerk needs to make or join a queue. One that releases may have been made by others: of its options
-        only those are set that somebody has given here."""
+        """Parameters of the clerk's `create`. A queue of a release mode may have been created elsewhere: only options
+        given here are set."""
         return {
             "name": spec.name,
             "mode": spec.mode,
@@ -219,7 +229,7 @@ class Queues:
             log.warning("queue was deleted by another supervisor queue=%s", name)
             self.drop(name, lambda survivors: None)
         else:
-            log.error("queue cannot be served queue=%s reason=%s", name, error)
+            log.error("cannot serve queue queue=%s reason=%s", name, error)
             queue.config_error = str(error)
             queue.abandon()
             queue.stop(now=True)
@@ -227,8 +237,8 @@ class Queues:
                 self._fail(exits.INCOMPATIBLE, str(error))
 
     def create(self, spec: QueueSpec, seconds: float | None, then: Callable[[ForqError | None], None]) -> None:
-        """A new queue. Its processes import the handler first, for at most so long: if they cannot, nothing is made.
-        Without a time it is made at once, and the import is not waited for."""
+        """Creates a queue. Its processes import the handler first; if that fails or takes longer than `seconds`,
+        nothing is created. With `seconds` None the queue is created at once, without waiting for the import."""
         queue = self.add(spec)
 
         def opened(error: ForqError | None) -> None:
@@ -248,7 +258,7 @@ class Queues:
             queue.start_successors(spec, queue.options, seconds, imported)
 
     def _discard(self, queue: ServedQueue) -> None:
-        """A queue that was not made after all."""
+        """Removes a queue whose creation failed."""
         del self.by_name[queue.spec.name]
         self._leaving.add(queue)
         queue.abandon()
@@ -259,11 +269,11 @@ class Queues:
     def replace(
         self, old: ServedQueue, spec: QueueSpec, seconds: float | None, then: Callable[[ForqError | None], None]
     ) -> None:
-        """Another definition for a queue that is served: new children import its handlers, then the old ones end in
-        order, then the new ones begin. Without a time for the import, the old ones end first."""
+        """Changes the definition of a served queue: new processes import its handlers, then the old ones stop, then the
+        new ones take over. With `seconds` None the old ones stop first."""
         name = spec.name
         if old.has_successors:
-            raise QueueExists(f"queue {name!r} is being restarted or changed by somebody else; try again")
+            raise QueueExists(f"queue {name!r} is being restarted or changed by another request; try again")
 
         def imported(error: ForqError | None) -> None:
             if error is None:
@@ -288,7 +298,7 @@ class Queues:
             old.start_successors(spec, self._config.options_of(spec), seconds, imported)
 
     def adopt(self, queue: ServedQueue, spec: QueueSpec, then: Callable[[ForqError | None], None]) -> None:
-        """Another definition for a queue that releases, if what is in Redis agrees. Its children need no other code."""
+        """Changes the definition of a queue of a release mode, if Redis accepts it. Its process needs no new code."""
 
         def made(answer: Any) -> None:
             if isinstance(answer, ForqError):
@@ -300,8 +310,8 @@ class Queues:
         self._services.clerk.request("create", self._creation(spec, reopening=False, joining=False), made)
 
     def restart(self, queue: ServedQueue, seconds: float, then: Callable[[ForqError | None], None]) -> None:
-        """New processes, also for a queue that could not be served until now. They have so many seconds to import their
-        handlers; if they cannot, the old ones stay."""
+        """Starts new processes, also for a queue that could not be served so far. If their import fails or takes longer
+        than `seconds`, the old processes stay."""
         failed = f"queue {queue.spec.name!r} is not restarted"
         if self._stopping:
             then(ForqError(f"{failed}: this supervisor is stopping"))
@@ -324,7 +334,7 @@ class Queues:
             queue.restart(seconds, restarted)
 
     def _explained(self, failed: str, error: ForqError, queue: ServedQueue) -> ForqError:
-        """What was not done, why, and who serves the queue all the same."""
+        """Error text: what failed, why, and which process still serves the queue."""
         if self._stopping:
             return ForqError(f"{failed}: this supervisor is stopping")
         if not self.serves(queue):
@@ -338,13 +348,12 @@ class Queues:
         return type(error)(f"{failed}: {error}{remains}")
 
     def redefine(self, queue: ServedQueue, changes: Mapping[str, Value]) -> None:
-        """Options that were changed while the queue is served."""
         queue.spec = replace(queue.spec, options={**queue.spec.options, **changes})
         queue.options = self._config.options_of(queue.spec)
 
     def drop(self, name: str, then: Callable[[set[int]], None]) -> None:
-        """Ends the queue's processes at once, with everything below them, and forgets its definition. `then` is told
-        the pids of what could not be killed."""
+        """Kills the queue's processes with their descendants, and forgets its definition. `then` gets the pids that
+        could not be killed."""
         queue = self.by_name.pop(name, None)
         if queue is not None:
             queue.abandon()
@@ -373,7 +382,7 @@ class Queues:
         self._state.drop_queue(name)
 
     def gone(self, name: str, *, deleted: bool = False) -> None:
-        """A child or pulse found that the queue is not in Redis any more: deleted elsewhere, or lost with its data."""
+        """The queue is no longer in Redis: deleted by another supervisor, or lost with the server's data."""
         queue = self.by_name.get(name)
         if queue is None or self._stopping or not queue.wanted:
             return
@@ -395,7 +404,7 @@ class Queues:
             queue.fail_jobs_wait()
 
     def rejoin(self) -> None:
-        """This processor has been evicted: its children end at once, and it starts afresh under a new name."""
+        """This processor was evicted: kills all processes of queues and starts them anew under a new name."""
         if self._stopping or self._rejoining:
             return
         now = self._loop.now()
@@ -403,13 +412,13 @@ class Queues:
         if len(self._rejoined) > MOST_REJOINS:
             self._fail(
                 exits.LOST_PLACE,
-                f"this processor was removed from Redis {len(self._rejoined)} times within {REJOIN_SECONDS:.0f} s: "
-                "its heartbeats do not get through in time",
+                f"this processor was evicted {len(self._rejoined)} times within {REJOIN_SECONDS:.0f} s: its heartbeats "
+                "reach Redis too late; check the load of this machine and of Redis, or raise expiry",
             )
             return
         evicted = self._services.new_processor()
         self._rejoining = True
-        log.error("this processor was removed from Redis, starting afresh processor=%s", evicted)
+        log.error("this processor was evicted; restarting all queues under a new name processor=%s", evicted)
         wanted = [queue for queue in self.by_name.values() if queue.wanted]
         _stop_all({*wanted, *self.by_name.values(), *self._leaving}, lambda: self._restart(wanted, evicted), now=True)
 
@@ -424,13 +433,13 @@ class Queues:
             self.open(queue, reopening=True)
 
     def stop(self, then: Callable[[], None], *, now: bool) -> None:
-        """Ends all processes of all queues, in order or at once; `then` is called when they are gone."""
+        """Stops all processes of all queues; `then` is called when they are gone."""
         self._stopping = True
         _stop_all({*self.by_name.values(), *self._leaving}, then, now=now)
 
 
 def _stop_all(queues: set[ServedQueue], then: Callable[[], None], *, now: bool) -> None:
-    """`then` is called once, when the processes of all of them are gone."""
+    """Calls `then` once, when the processes of all queues are gone."""
     left = set(queues)
 
     def one_stopped(queue: ServedQueue) -> None:

@@ -118,9 +118,9 @@ class RunningJobVerbs:
         found = queue.running_job(job_id)
         if found is None:
             raise UnknownJob(f"queue {queue.spec.name!r} runs no job {job_id!r} in a process of this supervisor")
-        process, slot, word = found
+        process, slot, position = found
         outcome = "interrupted" if request.params.get("retry") else "cancelled"
-        process.condemn(slot, word, outcome, "killed")
+        process.condemn(slot, position, outcome, "killed")
         request.reply(
             {
                 "id": job_id,

@@ -1,4 +1,4 @@
-"""`forq run`: a supervisor in the foreground."""
+"""`forq run`: builds the supervisor from its settings and runs it in the foreground."""
 
 import faulthandler
 import grp
@@ -29,17 +29,17 @@ log = logging.getLogger("forq")
 
 
 def run(overrides: Mapping[str, object]) -> int:
-    """Serves until it is told to stop; returns the exit code."""
+    """Serves until a signal or a request stops it; returns the exit code."""
     configure(blocking=False)
     try:
-        # Before anything is started that could take them for its own.
+        # First: processes started later must not inherit systemd's variables and descriptors.
         systemd_input = systemd.take(os.environ, os.getpid())
-        # Of a forq whose handler has started this one: what runs here is marked as ours, or not at all.
+        # The tree mark of a forq whose handler started this one: our processes must not look like its processes.
         os.environ.pop(orphans.VARIABLE, None)
         config = load(overrides, os.environ)
         configure(config.log_format, config.log_level, config.log_redact, blocking=False)
         state = StateDir(config.state_dir, strict_modes=strict_modes(os.environ))
-        state.lock(on_wait=lambda pids: log.warning("killing what an earlier run left behind pids=%s", pids))
+        state.lock(on_wait=lambda pids: log.warning("killing processes left by an earlier run pids=%s", pids))
         return _serve(config, state, _specs(config, state), systemd_input)
     except ForqError as exc:
         print(f"forq: {exc}", file=sys.stderr)
@@ -48,7 +48,7 @@ def run(overrides: Mapping[str, object]) -> int:
 
 def _serve(config: Config, state: StateDir, specs: list[QueueSpec], systemd_input: systemd.SystemdInput) -> int:
     become_subreaper()
-    # The watchdog's SIGABRT then says where the loop hung.
+    # Prints where the loop hung when systemd's watchdog sends SIGABRT.
     faulthandler.enable()
     setproctitle("forq: supervisor")
     loop = Loop()
@@ -57,7 +57,7 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], systemd_inpu
             handler.attach(loop)
     listener = systemd.control_listener(systemd_input)
     if listener is not None:
-        # Where systemd listens is where our own processes have to ask.
+        # Our own processes connect to the socket on which systemd listens.
         config = replace(config, socket=Path(listener.getsockname()))
     supervisor = Supervisor(config, state, loop)
     entry_points.preload(supervisor.services.redis_url, config.prefix)
@@ -70,7 +70,7 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], systemd_inpu
         listener=listener,
     )
     for spec in specs:
-        _warn_of_strangers(spec)
+        _warn_if_changeable(spec)
         if (warning := capacity_warning(config.options_of(spec), config.capacity)) is not None:
             log.warning("queue=%s %s", spec.name, warning)
         supervisor.queues.add(spec)
@@ -86,15 +86,15 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], systemd_inpu
     return supervisor.exit_code
 
 
-def _warn_of_strangers(spec: QueueSpec) -> None:
-    """Code is often deployed by a user of its own: that is for the operator to decide, who should know."""
+def _warn_if_changeable(spec: QueueSpec) -> None:
+    """Only a warning: code is often deployed by a user of its own."""
     for directory in spec.path:
-        if (stranger := changeable_by(directory)) is not None:
-            log.warning("its code can be changed by %s queue=%s path=%s", stranger, spec.name, directory)
+        if (other := changeable_by(directory)) is not None:
+            log.warning("handler code can be changed by %s queue=%s path=%s", other, spec.name, directory)
 
 
 def _specs(config: Config, state: StateDir) -> list[QueueSpec]:
-    """The queues of the config file, and those made at run time that it does not name."""
+    """The queues of the config file, and queues created at run time that the file does not name."""
     specs = {spec.name: spec for spec in config.queues}
     for name, mapping in state.load_queues().items():
         if name not in specs:
@@ -108,4 +108,4 @@ def _group(setting: str, name: str | None) -> int | None:
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError:
-        raise ConfigError(f"{setting} = {name!r}: there is no such group") from None
+        raise ConfigError(f"{setting} = {name!r}: no such group (getent group lists them)") from None

@@ -1,18 +1,7 @@
-"""A service (pulse, scribe, clerk, logger, metrics, bridge) as the supervisor sees it: a child that is replaced.
-
-The embedded Redis server: a child that is started first, replaced when it dies, and stopped last.
-
-The warden, as the supervisor sees it: which processes of queues it watches, and whose trees it kills.
-
-It is started when it is needed for the first time.
-
-The FIFOs that the queues' processes write to. Held open here, so that what a process that dies at once has written
-is still there when the logger comes to read it, also while there is no logger.
-"""
+"""One service process and its requests (Service), the warden's requests (WardenClient), and the pipes to the logger."""
 
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -26,13 +15,12 @@ from forq.output import format as output_pipe
 from forq.procs import jsonrpc, liveness
 from forq.procs.cgroups import Exceeded, Resources
 from forq.procs.loop import Timer
-from forq.supervisor import embedded
-from forq.supervisor.child import Child, ChildTable, Exit, ProcessHandle, exec_program, reap, signal_child
+from forq.supervisor.child import Child, ChildTable, Exit
 from forq.supervisor.pacing import Respawn
 
 log = logging.getLogger("forq")
 
-# What a new process may take before it comes round its loop for the first time.
+# How long a new service may take for the first pass of its loop.
 FIRST_PASS_SECONDS = 10.0
 PING = jsonrpc.notification("ping")
 
@@ -49,7 +37,15 @@ class _PendingRequest(NamedTuple):
 
 
 class Service:
-    """Requests that must not be lost (`repeat`) are sent again to the successor of a service that died."""
+    """A service: pulse, scribe, clerk, logger, warden, metrics or a bridge.
+
+    1. Starts its process, and starts it again when it dies.
+    2. Sends requests and calls back with the answers. After a death, requests with `repeat` are sent to the new
+       process; the others fail with OutcomeUnknown.
+    3. Passes events to `on_event`.
+
+    `needed` tells whether it has work besides requests; otherwise `status` hides it and it gets no pings.
+    """
 
     def __init__(
         self,
@@ -63,13 +59,10 @@ class Service:
         on_stop: Callable[[], None] | None = None,
         needed: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`needed`: whether it has something to do without being asked; else a status does not tell of it, and nobody
-        wakes it to see that it lives."""
         self.name = name
         self.child: Child | None = None
         self.restarts = 0
-        # Kept by the watch over all services: whether it is frozen or stuck, for how long it owes an answer, and how
-        # often it went on after a stop.
+        # Written by ServiceWatch: whether it hangs, how long a ping is unanswered, and the last seen child.resumed.
         self.unresponsive = False
         self.unanswered_seconds = 0.0
         self.resumed = 0
@@ -86,7 +79,7 @@ class Service:
         self._ids = count(1)
         self._pending: dict[int, _PendingRequest] = {}
         self._stopped = False
-        self._then: Callable[[], None] | None = None
+        self._when_restarted: Callable[[], None] | None = None
         self._timer: Timer | None = None
 
     def start(self) -> None:
@@ -124,7 +117,7 @@ class Service:
         repeat: bool = False,
         raw: bool = False,
     ) -> None:
-        """With `raw` the result is passed on as the bytes in which it comes (jsonrpc.RawResult)."""
+        """`answer` gets the result or a ForqError; with `raw` the undecoded result (jsonrpc.RawResult)."""
         self._send(_PendingRequest(method, params, answer, repeat, raw))
 
     def _send(self, asked: _PendingRequest) -> None:
@@ -134,15 +127,15 @@ class Service:
             self.child.send(jsonrpc.request(number, asked.method, asked.params))
 
     def has_passed(self) -> bool:
-        """Whether it has come round its loop since its start, or since its last ping."""
+        """Whether it has passed its loop since its start or the last ping."""
         return self._liveness.passed_ns > self._pinged_ns
 
     def is_busy(self) -> bool:
-        """Whether it has said that what it does now may take this long."""
+        """Whether it is in a call that it announced as long."""
         return self._liveness.busy_until_ns > time.monotonic_ns()
 
     def ping_if_quiet(self, seconds: float) -> bool:
-        """Wakes it if it has not passed its loop for so long; whether it did."""
+        """Sends a ping if it has not passed its loop within this time; whether it did."""
         now_ns = time.monotonic_ns()
         if self.child is None or not (self._pending or self.needed()):
             return False
@@ -153,9 +146,9 @@ class Service:
         return True
 
     def restart(self, then: Callable[[], None]) -> None:
-        """A new process, which starts with what the supervisor knows now."""
+        """Starts a new process with the current context, in place of the old one."""
         if self.child is not None:
-            self._then = then
+            self._when_restarted = then
             self.child.kill()
             return
         self.start()
@@ -187,8 +180,8 @@ class Service:
         if asked.answer is not None:
             try:
                 asked.answer(answer)
-            except Exception:  # the lines behind this one belong to others
-                log.exception("answer could not be used service=%s", self.name)
+            except Exception:  # the following lines answer other requests
+                log.exception("callback for an answer failed service=%s", self.name)
         elif isinstance(answer, ForqError):
             log.error("request failed service=%s error=%s", self.name, answer)
 
@@ -197,13 +190,13 @@ class Service:
         lived, self.child = self.child.uptime_seconds(), None
         if self._stopped:
             return
-        if self._then is not None:
-            then, self._then = self._then, None
+        if self._when_restarted is not None:
+            then, self._when_restarted = self._when_restarted, None
             self.start()
             then()
             return
         self.restarts += 1
-        log.error("service died, starting it again service=%s end=%s", self.name, ended.text)
+        log.error("service died; restarting it service=%s end=%s", self.name, ended.text)
         for number, asked in list(self._pending.items()):
             if not asked.repeat:
                 del self._pending[number]
@@ -217,76 +210,8 @@ class Service:
         self._timer = loop.call_later(delay, lambda: None if self._stopped else self.start())
 
 
-STOP_SECONDS = 10.0
-
-
-class EmbeddedRedis:
-    def __init__(self, children: ChildTable, argv: list[str]) -> None:
-        self.restarts = 0
-        self._children = children
-        self._argv = argv
-        self._spawned: ProcessHandle | None = None
-        self._respawn = Respawn()
-        self._started = 0.0
-        self._stopped: Callable[[], None] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._spawned is None else self._spawned.pid
-
-    def start(self) -> None:
-        try:
-            # It dies with the supervisor, in order: TERM makes it write what it has.
-            with self._children.pids.forking():
-                self._spawned = exec_program(
-                    self._argv,
-                    loop=self._children.loop,
-                    keep_fds=self._children.keep_fds,
-                    env=embedded.environment(),
-                    death_signal=signal.SIGTERM,
-                )
-                self._children.pids.add(self._spawned.pid)
-        except OSError as exc:
-            self._start_later(0.0, f"cannot start it: {exc}")
-            return
-        self._started = self._children.loop.now()
-        self._children.loop.watch_child(self._spawned.pidfd, self._ended)
-
-    def stop(self, then: Callable[[], None]) -> None:
-        self._stopped = then
-        if self._spawned is None:
-            then()
-            return
-        signal_child(self._spawned, signal.SIGTERM)
-        self._children.loop.call_later(STOP_SECONDS, self.kill)
-
-    def kill(self) -> None:
-        if self._spawned is not None:
-            signal_child(self._spawned, signal.SIGKILL)
-
-    def _ended(self) -> None:
-        assert self._spawned is not None
-        ended = reap(self._spawned)
-        self._children.pids.discard(self._spawned.pid)
-        self._spawned.close()
-        self._spawned = None
-        if self._stopped is not None:
-            self._stopped()
-            return
-        self.restarts += 1
-        self._start_later(self._children.loop.now() - self._started, "unknown" if ended is None else ended.text)
-
-    def _start_later(self, lived_seconds: float, reason: str) -> None:
-        loop = self._children.loop
-        delay = self._respawn.delay_after_death(lived_seconds)
-        log.error(
-            "embedded redis died (see redis/server.log in the state directory) end=%s again_in=%.2fs", reason, delay
-        )
-        loop.call_later(delay, lambda: None if self._stopped else self.start())
-
-
 class LimitedProcess(Protocol):
-    """A process of a queue, as the watch knows it."""
+    """A process of a queue whose resources the warden limits."""
 
     slots: tuple[int, ...]
     resources: Resources
@@ -294,10 +219,12 @@ class LimitedProcess(Protocol):
     @property
     def pid(self) -> int: ...
 
-    def exceed(self, how: Exceeded) -> None: ...
+    def exceed(self, limit: Exceeded) -> None: ...
 
 
 class WardenClient:
+    """Starts the warden at its first use, sends it the processes to watch, and forwards requests to kill trees."""
+
     def __init__(self, make_warden: Callable[..., Service]) -> None:
         self._warden = make_warden(
             on_event=self._on_event, on_start=self._send_watched, needed=lambda: bool(self._watched)
@@ -322,7 +249,7 @@ class WardenClient:
         self._warden.start()
 
     def request(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> bool:
-        """False: there is no warden to ask at this moment."""
+        """False if there is no warden at the moment."""
         if not self._started:
             self._start()
         if self._warden.child is None or self._warden.child.stopping:
@@ -352,12 +279,15 @@ class WardenClient:
 
     def _on_event(self, message: dict[str, Any]) -> None:
         process = self._watched.get(message["key"])
-        # It may have ended on its own meanwhile.
+        # The process may have ended in the meantime.
         if process is not None:
             process.exceed(Exceeded(message["cause"], message["peak"]))
 
 
 class OutputPipes:
+    """The FIFOs that the processes of queues write their output to, by queue. Kept open here, so that output of a
+    process that dies at once is not lost, even while there is no logger."""
+
     def __init__(self, logs_dir: Path) -> None:
         self._logs_dir = logs_dir
         self._directory = str(logs_dir)
@@ -368,24 +298,24 @@ class OutputPipes:
         return list(self._fds)
 
     def open(self, name: str) -> None:
-        """Safe to repeat. If it cannot be had, the queue's processes write to our own stdout and stderr."""
+        """Idempotent. If it fails, the queue's processes write to the supervisor's stdout and stderr."""
         if name in self._fds:
             return
         try:
             self._fds[name] = output_pipe.open_fifo(self._logs_dir / name)
         except ForqError as exc:
-            log.error("no log of the queue's output queue=%s error=%s", name, exc)
+            log.error("cannot capture the output of a queue queue=%s error=%s", name, exc)
 
     def directory(self, name: str) -> str | None:
-        """Where the process of a queue finds its FIFO; None if there is none."""
+        """The directory of the queue's FIFO; None if there is none."""
         return f"{self._directory}/{name}" if name in self._fds else None
 
     def remove(self, name: str) -> None:
-        """The queue is deleted. Whoever has the FIFO open can still use it; a queue made later gets another."""
+        """Processes that have the FIFO open can still use it; a queue created later gets a new one."""
         fd = self._fds.pop(name, None)
         if fd is not None:
             os.close(fd)
             with suppress(OSError):
                 os.unlink(self._logs_dir / name / output_pipe.FIFO_NAME)
-                # Only if nothing else was kept there.
+                # Fails, as intended, if other files are there.
                 os.rmdir(self._logs_dir / name)

@@ -1,4 +1,4 @@
-"""The supervisor's hands: pulse, scribe, clerk, logger, metrics, bridges, the embedded server; what each is given."""
+"""Starts and supervises the service processes and the embedded server, and sends them the supervisor's requests."""
 
 import hashlib
 import logging
@@ -22,24 +22,32 @@ from forq.settings import Value
 from forq.supervisor import embedded, entry_points
 from forq.supervisor.child import ChildTable
 from forq.supervisor.config import BridgeConfig, Config
-from forq.supervisor.service import EmbeddedRedis, OutputPipes, Service, WardenClient
+from forq.supervisor.service import OutputPipes, Service, WardenClient
 from forq.supervisor.statedir import StateDir, new_processor_name
 from forq.supervisor.unresponsive import ServiceWatch
 
 RETRY_SECONDS = 0.25
-OFFER_AGAIN_SECONDS = 1.0
-# How soon the name of this run is written once more after that has failed.
+LOAD_AGAIN_SECONDS = 1.0
+# Delay before a failed write of the processor's name is repeated.
 SAVE_AGAIN_SECONDS = 5.0
-# Pulse, scribe and logger are told of all queues at once, and look at each: with a thousand of them once a second.
+# Pulse, scribe and logger get the list of all queues and check each: with a thousand queues once a second at most.
 SERVE_SECONDS_PER_QUEUE = 0.001
-# How long a stop waits for the logger to read what was written last.
+# How long a stop waits for the logger to read the last output.
 LAST_OUTPUT_SECONDS = 1.0
 
 log = logging.getLogger("forq")
 
 
 class Services:
-    """`served` tells which queues pulse and scribe look after: all, and those with a fail queue."""
+    """All services of one supervisor.
+
+    1. Creates what the children share: scoreboard, control groups, output pipes, the context.
+    2. Starts and stops the services and the embedded server.
+    3. Sends requests to pulse (recover, evict), and the list of served queues to pulse, scribe and logger.
+    4. Keeps what the services report: the state of Redis, errors of the failed log.
+
+    `served` returns the names of the served queues, and of those with a fail queue.
+    """
 
     def __init__(
         self,
@@ -57,17 +65,17 @@ class Services:
         self._on_pulse = on_pulse
         self.redis_url = config.redis or f"unix://{state.redis_socket}"
         self.redis_state: dict[str, Any] = {"ok": None, "error": None}
-        # queue -> why its failed log cannot be written
+        # By queue: why its failed log cannot be written.
         self.failed_log_errors: dict[str, str] = {}
-        # How many requests to pulse Redis has not taken yet.
+        # Requests to pulse that are not yet done in Redis.
         self.unrecovered = 0
-        # Whether the clerk is giving Redis functions; None before the first time.
-        self._offering: bool | None = None
-        self._offer_missed = False
+        # Whether the clerk is loading functions into Redis; None before the first time.
+        self._loading_functions: bool | None = None
+        self._load_missed = False
         self._serve_timer: Timer | None = None
         self._served_at = float("-inf")
         self.scoreboard = Scoreboard.create()
-        # Opened here and kept, so that a metrics process that dies does not lose the address.
+        # Opened here, so that the address stays bound when the metrics process dies.
         self._metrics_listener = None if config.metrics is None else config.metrics.open(config.control_group)
         self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._cgroups = _cgroups(config, state)
@@ -76,7 +84,7 @@ class Services:
             self._delegation.begin()
         self.children = ChildTable(loop, (state.tree_lock_fd, self._watch_fd), self._cgroups, tree_mark=state.tree_mark)
         processor, self.predecessor = state.take_processor()
-        self.redis = self._redis_child() if config.redis is None else None
+        self.redis = self._embedded_redis() if config.redis is None else None
         self.context = self._context(processor)
         self.output_pipes = OutputPipes(self.context.logs_dir)
         self.watch = ServiceWatch(loop, lambda: self.all)
@@ -91,7 +99,7 @@ class Services:
         self.warden = WardenClient(partial(self._service, "warden", entry_points.run_warden))
         self.children.request_warden = self.warden.request
         self.bridges = tuple(
-            self._service(f"bridge {place.listen}", partial(self._run_bridge, place)) for place in config.bridges
+            self._service(f"bridge {bridge.listen}", partial(self._run_bridge, bridge)) for bridge in config.bridges
         )
         self.metrics = () if self._metrics_listener is None else (self._metrics_service(self._metrics_listener),)
 
@@ -174,15 +182,15 @@ class Services:
             self._delegation.end()
 
     def new_processor(self) -> str:
-        """From now on everything is done under another name; returns the one before."""
+        """Takes a new processor name; returns the old one."""
         before = self.processor
         self.context = replace(self.context, processor=new_processor_name())
         self._save_processor()
         return before
 
     def _save_processor(self) -> None:
-        """This run goes on without it. But if it were killed, its jobs would come back only after `expiry`, since its
-        successor would not know whom to evict."""
+        """A failure is not fatal. But if this run is killed, its jobs come back only after `expiry`, because the next
+        run does not know which processor to evict."""
         try:
             self._state.save_processor(self.processor)
         except ForqError as exc:
@@ -190,10 +198,10 @@ class Services:
             self._loop.call_later(SAVE_AGAIN_SECONDS, self._save_processor)
 
     def end_predecessor(self, queues: list[str]) -> None:
-        """The last run on this state directory holds nothing any more, if it is proven that it has ended.
+        """Evicts the processor of the last run on this state directory, if that run has certainly ended.
 
-        Its locks prove that, unless this directory is a copy: its original may be at work. Then its heartbeats decide,
-        like those of any other supervisor. Nobody but us has ever used the server that we have just started.
+        The locks prove it, unless this directory is a copy: then the original may still run, and its heartbeats decide,
+        as for any other supervisor. An embedded server is never used by another supervisor.
         """
         predecessor, self.predecessor = self.predecessor, None
         if predecessor is None:
@@ -202,7 +210,7 @@ class Services:
             self.evict(predecessor.name, "supervisor_lost", queues)
             return
         log.warning(
-            "what the last run of this state directory held comes back when its heartbeats expire "
+            "jobs of the last run on this state directory come back when its heartbeats expire "
             "processor=%s expiry=%gs reason=%s",
             *(predecessor.name, self._config.expiry_seconds, predecessor.doubt),
         )
@@ -211,16 +219,16 @@ class Services:
         self._request_until_done("recover", params | {"output": self.output_pipes.directory(params["queue"])}, then)
 
     def evict(self, processor: str, cause: str, queues: list[str]) -> None:
-        """Takes a processor that is gone out of every queue, at once and not after its expiry."""
+        """Removes a dead processor from every queue now, without waiting for its expiry."""
         self._request_until_done("evict", {"processor": processor, "cause": cause, "queues": queues}, lambda: None)
 
     def beat(self, queue: str) -> None:
-        """Pulse sends a heartbeat of this queue now: it says so if Redis does not know this processor any more, and how
-        many jobs wait for a process of their own."""
+        """Requests a heartbeat of this queue now. Pulse then reports whether this processor was evicted, and how many
+        jobs wait for helpers."""
         self.pulse.request("heartbeat", {"queues": [queue]})
 
     def _request_until_done(self, verb: str, params: dict[str, Any], then: Callable[[], None]) -> None:
-        """Asks pulse until Redis has taken it."""
+        """Repeats the request while Redis is unavailable."""
         self.unrecovered += 1
 
         def done(answer: Any) -> None:
@@ -228,7 +236,7 @@ class Services:
                 self._loop.call_later(RETRY_SECONDS, send)
                 return
             if isinstance(answer, ForqError):
-                log.error("pulse was refused verb=%s error=%s", verb, answer)
+                log.error("request to pulse failed verb=%s error=%s", verb, answer)
             self.unrecovered -= 1
             then()
 
@@ -238,14 +246,14 @@ class Services:
         send()
 
     def send_served(self) -> None:
-        """At the end of this pass, if that was not done lately: to tell of all queues for each of a thousand that start
-        would be a million names."""
+        """Sends the list of queues at the end of this pass, or later if it was sent recently: sending it for each of a
+        thousand starting queues would be a million names."""
         if self._serve_timer is None:
             wait_seconds = self._served_at + SERVE_SECONDS_PER_QUEUE * len(self.output_pipes.names) - self._loop.now()
             self._serve_timer = self._loop.call_later(max(0.0, wait_seconds), self._send_served)
 
     def serve_new(self, queue: str, *, with_fail_queue: bool, then: Callable[[], None]) -> None:
-        """When `then` is called pulse hears of this queue's times; or it has died, and its successor is told of all."""
+        """Calls `then` when pulse watches the timers of this queue, or has died (its successor gets all queues)."""
         self.pulse.request("serve_also", {"queue": queue, "with_fail_queue": with_fail_queue}, lambda answer: then())
 
     def _send_served(self) -> None:
@@ -256,34 +264,34 @@ class Services:
         self._send_logger()
 
     def _send_logger(self) -> None:
-        """Of all queues that have processes, or had: also of those whose handler cannot be imported."""
+        """All queues that have or had processes, including those whose handler cannot be imported."""
         self.logger.request("serve", {"queues": self.output_pipes.names})
 
     def status_of_redis(self) -> dict[str, Any]:
         return {"url": shown_url(self.redis_url), "embedded": self.redis is not None, **self.redis_state}
 
-    def offer(self) -> None:
-        """Gives Redis the functions that clients use, now and whenever it is back: it may have come without them."""
-        self._offering = True
-        self._offer_missed = False
+    def load_functions(self) -> None:
+        """Loads the functions that clients use into Redis. Repeated when Redis is back: it may have lost them."""
+        self._loading_functions = True
+        self._load_missed = False
 
-        def offered(answer: Any) -> None:
-            self._offering = False
+        def loaded(answer: Any) -> None:
+            self._loading_functions = False
             if isinstance(answer, RedisUnavailable | BackPressure):
-                self._loop.call_later(OFFER_AGAIN_SECONDS, self._offer_again)
+                self._loop.call_later(LOAD_AGAIN_SECONDS, self._load_functions_again)
             elif isinstance(answer, ForqError):
-                log.error("cannot give Redis the functions that clients use error=%s", answer)
-            elif self._offer_missed:
-                self.offer()
+                log.error("cannot load the functions for clients into Redis error=%s", answer)
+            elif self._load_missed:
+                self.load_functions()
 
-        self.clerk.request("offer", {}, offered)
+        self.clerk.request("offer", {}, loaded)
 
-    def _offer_again(self) -> None:
-        """Not before the first time, which is when all else is done; and once more after an offer that is under way."""
-        if self._offering is False:
-            self.offer()
+    def _load_functions_again(self) -> None:
+        """Not before the first load, and once more after one that is under way."""
+        if self._loading_functions is False:
+            self.load_functions()
         else:
-            self._offer_missed = True
+            self._load_missed = True
 
     def _scribe_started(self) -> None:
         self.failed_log_errors.clear()
@@ -297,22 +305,22 @@ class Services:
 
     def _pulse_event(self, message: dict[str, Any]) -> None:
         if message["event"] == "redis_back":
-            self._offer_again()
+            self._load_functions_again()
         elif message["event"] == "redis":
             self.redis_state = {**self.redis_state, "ok": message["ok"], "error": message["error"]}
         else:
             self._on_pulse(message)
 
-    def _redis_child(self) -> EmbeddedRedis:
+    def _embedded_redis(self) -> embedded.EmbeddedRedis:
         program = embedded.find_server(self._config.embedded_server)
         self._state.make_redis_dir()
-        return EmbeddedRedis(self.children, embedded.command(program, self._state))
+        return embedded.EmbeddedRedis(self.children, embedded.command(program, self._state))
 
     def child_main(
         self, name: str, spec: QueueSpec, options: Mapping[str, Value], role: Role, slots: tuple[int, ...], held: bool
     ) -> Callable[[socket.socket], int]:
-        """What the process of a queue is to run. All that can be prepared is, here in the parent: what a child does not
-        have to do is memory that it goes on to share."""
+        """The main function of a queue's process. As much as possible is prepared here in the parent: its memory is
+        shared by all children."""
         settings = entry_points.ChildSettings(
             context=self.context,
             name=name,
@@ -326,7 +334,7 @@ class Services:
         return partial(entry_points.run_child, settings)
 
     def _service(self, name: str, run: Callable[..., int], **how: Any) -> Service:
-        """One that gets the context as it is at its start."""
+        """The service gets the context of the moment at which it starts."""
         return Service(
             self.children, name, lambda leash: run(self.context, leash), on_stop=self.watch.check_soon, **how
         )
@@ -337,21 +345,21 @@ class Services:
 
         return self._service("metrics", run, keep_fds=(listener.fileno(),))
 
-    def _run_bridge(self, place: BridgeConfig, context: Context, leash: socket.socket) -> int:
+    def _run_bridge(self, bridge: BridgeConfig, context: Context, leash: socket.socket) -> int:
         return entry_points.run_bridge(
             entry_points.BridgeSettings(
                 url=context.url,
                 prefix=context.prefix,
-                tick_seconds=place.tick_seconds,
+                tick_seconds=bridge.tick_seconds,
                 max_queues=context.max_queues,
-                path=str(place.listen),
+                path=str(bridge.listen),
                 leash=leash,
             )
         )
 
 
 def _cgroups(config: Config, state: StateDir) -> Cgroups | None:
-    """The control groups of this state directory; what an earlier run left in them is killed."""
+    """The control groups of this state directory. Kills processes of an earlier run that are left in them."""
     if config.cgroup == "off":
         return None
     name = "forq-" + hashlib.sha256(os.fsencode(state.path)).hexdigest()[:16]

@@ -1,9 +1,9 @@
-"""The parent process: its start, its run and its end.
+"""The parent process: start, run and stop.
 
-1. Boot: embedded Redis (if none is configured), the services, control socket; then each queue is made in Redis
-   and its children are started. Nothing waits for Redis but the queues themselves.
-2. Run: one loop (loop.py); it never opens Redis, never imports a handler, never waits.
-3. Stop: queues in order, then what they held is recovered, then the services, the server last.
+1. Start: embedded Redis (if none is configured), the services, the control socket. Then each queue is created in Redis
+   and its processes are started. Only the queues wait for Redis.
+2. Run: one loop (procs/loop.py). It never connects to Redis, never imports a handler, never blocks.
+3. Stop: the queues within their grace periods, then recovery of their jobs, then the services, the server last.
 """
 
 import logging
@@ -20,14 +20,14 @@ from forq.supervisor.queues import Queues
 from forq.supervisor.services import RETRY_SECONDS, Services
 from forq.supervisor.statedir import StateDir
 
-# How long a stop waits for Redis to take what the children held; after that the next start recovers it.
+# How long a stop waits for the recovery of the children's jobs; after that the next start recovers them.
 LAST_RECOVERY_SECONDS = 3.0
-# What a stop may take beyond the longest stop_grace: TERM to groups, kills, the last recovery, the embedded server.
+# Time for a stop beyond the longest stop_grace: TERM to groups, kills, the last recovery, the embedded server.
 STOP_MARGIN_SECONDS = 20.0
-# A supervisor whose Redis is down for so long is up all the same: it answers, and its queues start when Redis does.
+# Without Redis the supervisor counts as ready after this time: it answers requests, and queues start when Redis is up.
 READY_SECONDS = 10.0
 TITLE_SECONDS = 0.2
-FLAPPING_LOOK_SECONDS = 5.0
+FLAPPING_CHECK_SECONDS = 5.0
 
 log = logging.getLogger("forq")
 
@@ -46,7 +46,7 @@ class Supervisor:
         self._mending: set[str] = set()
 
     def start(self) -> None:
-        """Starts everything; returns at once."""
+        """Starts everything without waiting for it."""
         self._changed()
         self.services.start()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -55,39 +55,37 @@ class Supervisor:
         self._check_server()
 
     def stop(self, *, now: bool = False) -> None:
-        """Ends everything in order, or at once."""
+        """Stops everything within the grace periods, or at once (`now`)."""
         if not self.stopping:
             log.info("stopping queues=%s", len(self.queues.by_name))
         self.stopping = True
         self.queues.stop(self._stop_services, now=now)
 
     def fail(self, code: int, message: str) -> None:
-        """A condition that this process cannot outlive."""
+        """Stops at once with this exit code."""
         log.critical("%s", message)
         self.exit_code = code
         self.stop(now=True)
 
     @property
     def ready(self) -> bool:
-        """Whether what it was told to serve is served, or cannot be."""
+        """Whether all configured queues are open, or READY_SECONDS have passed."""
         if self.loop.now() - self.started >= READY_SECONDS:
             return True
         opening = (queue.opening and not queue.has_successors for queue in self.queues.by_name.values())
         return bool(self.services.redis_state["ok"]) and not any(opening)
 
     def stop_seconds(self) -> float:
-        """How long a stop may take."""
         return self.queues.longest_grace_seconds() + STOP_MARGIN_SECONDS
 
     def summary(self) -> str:
-        """What an operator wants to know first, in a line."""
+        """The status line for systemd."""
         doing = ["stopping"] if self.stopping else [] if self.ready else ["starting"]
         jobs = self.queues.running_jobs()
         running = f"{jobs} job{'' if jobs == 1 else 's'} running"
         return ", ".join([*doing, *self._counts(), running, self._redis()])
 
     def close(self) -> None:
-        """After the loop has ended: leaves nothing behind but the state directory."""
         self.services.close()
 
     def _check_server(self) -> None:
@@ -105,13 +103,13 @@ class Supervisor:
             else:
                 self.services.redis_state = {"ok": True, "error": None, "server": answer["server"]}
                 self.queues.open_all()
-                # Last: nothing here waits for it.
-                self.services.offer()
+                # Last, because it takes long and nothing here waits for it.
+                self.services.load_functions()
 
         self.services.clerk.request("check", {}, checked)
 
     def _stop_services(self) -> None:
-        """All children of queues are gone; pulse still has to hand back what they held."""
+        """Called when all processes of queues are gone. Pulse still has to recover their jobs."""
         deadline = self.loop.now() + LAST_RECOVERY_SECONDS
         services = self.services
 
@@ -141,9 +139,10 @@ class Supervisor:
             self.queues.fail_jobs_wait(message["queue"])
 
     def _mend(self, name: str) -> None:
-        """Somebody has died while it made or deleted this queue. In slices; if that fails, pulse tells of it again. It
-        does so meanwhile, too: several at it would only keep the clerk busy."""
+        """Finishes the creation or deletion of a queue whose client died in the middle. Works in slices; after a
+        failure pulse reports the queue again."""
         if name in self._mending:
+            # Pulse repeats its report while the repair is under way.
             return
 
         def mended(answer: Any) -> None:
@@ -152,14 +151,14 @@ class Supervisor:
                 return
             self._mending.discard(name)
             if isinstance(answer, ForqError):
-                log.warning("could not mend half a queue queue=%s error=%s", name, answer)
+                log.warning("cannot repair half-created queue; will retry queue=%s error=%s", name, answer)
 
-        log.info("mending a queue that was left half made or half deleted queue=%s", name)
+        log.info("repairing half-created or half-deleted queue queue=%s", name)
         self._mending.add(name)
         self.services.clerk.request("mend", {"name": name}, mended)
 
     def _changed(self) -> None:
-        """The title follows soon, however many things change at once."""
+        """Updates the process title soon, once for many changes."""
         if self._title_timer is None:
             self._title_timer = self.loop.call_later(TITLE_SECONDS, self._show_title)
 
@@ -167,8 +166,8 @@ class Supervisor:
         self._title_timer = None
         setproctitle(f"forq: supervisor ({', '.join(self._counts())})")
         if any(queue.state == "flapping" for queue in self.queues.by_name.values()):
-            # It ends by itself.
-            self._title_timer = self.loop.call_later(FLAPPING_LOOK_SECONDS, self._show_title)
+            # No event marks the end of flapping.
+            self._title_timer = self.loop.call_later(FLAPPING_CHECK_SECONDS, self._show_title)
 
     def _counts(self) -> list[str]:
         states = [queue.state for queue in self.queues.by_name.values()]
@@ -182,4 +181,4 @@ class Supervisor:
         return f"Redis is down: {state['error']}" if state["error"] else "Redis not reached yet"
 
     def _refuse_reload(self) -> None:
-        log.warning("SIGHUP: settings are read at start only; restart forq to change them")
+        log.warning("SIGHUP ignored: settings are read at start only; restart forq to change them")

@@ -107,7 +107,7 @@ def test_a_frozen_worker_that_was_removed_swallows_no_job(server: Server, redis_
         assert frozen.traces("end") == []
         for process in reversed(frozen.processes()):
             process.resume()
-        wait_until(lambda: "starting afresh" in frozen.log, 10.0, "the frozen supervisor notices its eviction")
+        wait_until(lambda: "restarting all queues" in frozen.log, 10.0, "the frozen supervisor notices its eviction")
         frozen.wait_for_child("shared")
         job_id = frozen.ctl("push", "shared", "1")
         wait_until(lambda: [t for t in frozen.traces("end") + other.traces("end") if t.job == job_id])
@@ -196,7 +196,7 @@ def test_a_second_attempt_does_not_run_beside_what_the_first_has_left(function: 
         forq.start()
         wait_until(lambda: len(programs_of(forq)) == 2, what="the second attempt")
         assert not alive({program})
-        assert f"killing what an earlier run left behind pids=[{program}]" in forq.log
+        assert f"killing processes left by an earlier run pids=[{program}]" in forq.log
         forq.ctl("shutdown", "--now")
         assert forq.process is not None
         forq.process.wait(TREE_SECONDS)
@@ -246,8 +246,8 @@ def test_a_supervisor_on_a_copy_of_a_state_directory_leaves_the_original_alone(r
             copy.wait_for_child("copied")
             wait_until(lambda: original.queue_status("copied")["done"] == 1)
             assert len(starts_of(original, job_id)) == 1
-            assert "this processor was removed from Redis" not in original.log
-            assert "what the last run of this state directory held comes back when its heartbeats expire" in copy.log
+            assert "this processor was evicted" not in original.log
+            assert "jobs of the last run on this state directory come back when its heartbeats expire" in copy.log
         finally:
             copy.remove()
 

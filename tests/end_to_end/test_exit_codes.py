@@ -62,7 +62,7 @@ def neighbour(forq: Forq, calm: Neighbour) -> Iterator[Neighbour]:
     assert forq.process.poll() is None
     assert forq.status()["supervisor"]["pid"] == forq.pid
     assert service_pids(forq) == services
-    assert "removed from Redis" not in forq.log
+    assert "was evicted" not in forq.log
 
 
 def service_pids(forq: Forq) -> dict[str, int]:
@@ -234,7 +234,7 @@ def test_a_handler_that_asks_for_successors_without_end_gets_a_few(forq: Forq, n
     """Each process says that it is to be replaced, and stays."""
     queue = create(forq, name, "say", stop_grace="0s", timeout="0s", size=1)
     queue.enqueue_many([{"lines": [{"replace": "forged"}] * 3, "seconds": 3600}] * 60)
-    neighbour.run(lambda: f"successor waits until a process leaves queue={name}" in forq.log)
+    neighbour.run(lambda: f"too many retiring processes; successor waits queue={name}" in forq.log)
     assert len(forq.queue_status(name)["children"]) <= 34
     assert forq.log.count(f"replacing process queue={name} ") == 32
     # One of them goes, and the queue with it goes on.

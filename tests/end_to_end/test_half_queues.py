@@ -54,7 +54,7 @@ def entry(link: Link, name: str) -> object:
 
 
 def mendings(forq: Forq, name: str) -> int:
-    lines = (line for line in forq.log.splitlines() if "mending a queue" in line)
+    lines = (line for line in forq.log.splitlines() if "repairing half-created" in line)
     return sum(line.endswith(f"queue={name}") for line in lines)
 
 

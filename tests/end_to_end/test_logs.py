@@ -264,7 +264,7 @@ def test_a_logger_that_is_killed_again_and_again_loses_only_what_it_had_in_hand(
     numbers = [int(message.split()[1]) for message in found if message.startswith("line")]
     assert numbers == sorted(set(numbers))
     assert len(numbers) >= int(total.split()[1]) - 3 * 5
-    assert "service died, starting it again service=logger" in forq.log
+    assert "service died; restarting it service=logger" in forq.log
 
 
 def test_a_frozen_logger_holds_up_nobody_who_prints(forq: Forq) -> None:

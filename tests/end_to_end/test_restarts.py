@@ -222,9 +222,9 @@ def is_sleep(process: psutil.Process, forq: Forq) -> bool:
     [
         (
             "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
-            "ended with signal 9 (SIGKILL) while it imported",
+            "ended with signal 9 (SIGKILL) while importing",
         ),
-        ("import os\nos._exit(78)\n", "ended with exit 78 while it imported"),
+        ("import os\nos._exit(78)\n", "ended with exit 78 while importing"),
         ("import sys\nsys.exit('no licence')\n", "SystemExit: no licence"),
         ("def handle(data): pass\n", "cannot be called with (data, job): it is handle(data)"),
         ("def run(data, job): pass\n", "has no function handle; it has run"),

@@ -56,7 +56,7 @@ def test_a_frozen_supervisor_finishes_nothing_when_it_wakes_and_starts_afresh(re
         children = {process.pid for process in tree} - {frozen.pid}
         for process in tree:
             process.resume()
-        wait_until(lambda: "starting afresh" in frozen.log, what="it notices its eviction")
+        wait_until(lambda: "restarting all queues" in frozen.log, what="it notices its eviction")
         wait_until(lambda: frozen.child("shared")["pid"] not in {None, *children}, what="its children are others now")
         late = frozen.client().queue("shared").enqueue_many([1] * 40)
         wait_until(lambda: {*ids, *late} <= {t.job for t in other.traces("end")}, 60.0, "every job ran")
@@ -95,7 +95,7 @@ def freeze_redis(server: Server, url: str, settings: str, seconds: float, watch_
         began = time.monotonic()
         wait_until(lambda: one.queue_status("shared")["done"] == 6, 30.0, "what ran meanwhile is settled")
         while time.monotonic() - began < watch_seconds:
-            assert not any("took over" in forq.log or "starting afresh" in forq.log for forq in supervisors)
+            assert not any("took over" in forq.log or "restarting all queues" in forq.log for forq in supervisors)
             time.sleep(0.1)
         assert [forq.child("shared")["pid"] for forq in supervisors] == before, "nobody lost a process"
         again = three.client().queue("shared").enqueue_many([0] * 30)
@@ -141,4 +141,4 @@ def test_a_supervisor_that_is_removed_again_and_again_gives_up_with_an_exit_code
             wait_until(evict, 60.0, "it gives up")
         assert forq.process is not None
         assert forq.process.returncode == exits.LOST_PLACE == 70
-        assert "was removed from Redis 6 times within 600 s" in forq.log
+        assert "was evicted 6 times within 600 s" in forq.log

@@ -29,7 +29,7 @@ def clock(tmp_path: Path) -> ShiftedClock:
 def assert_nobody_was_evicted(*supervisors: Forq) -> None:
     for forq in supervisors:
         assert "took over" not in forq.log
-        assert "starting afresh" not in forq.log
+        assert "restarting all queues" not in forq.log
         assert {trace.stalls for trace in forq.traces()} <= {0}
 
 

@@ -44,7 +44,7 @@ def assert_each_ran_once(pair: tuple[Forq, Forq], count: int) -> None:
     assert {trace.stalls for trace in one.traces()} == {0}
     for forq in pair:
         assert "took over" not in forq.log
-        assert "starting afresh" not in forq.log
+        assert "restarting all queues" not in forq.log
 
 
 def pause_clients(server: Server) -> None:

@@ -217,7 +217,7 @@ def test_a_queue_has_the_mode_it_says_else_that_of_the_service(load_text: Load) 
         ("[queues.a]\n", r"\[queues.a\]: a queue of mode work needs handler"),
         ('[queues."a b"]\nhandler = "m"', r"\[queues.a b\]: queue name 'a b' is not allowed"),
         ('max_queues = 1\n[queues.a]\nhandler = "m"\n[queues.b]\nhandler = "m"', "2 queues, but max_queues = 1"),
-        (f'socket = "/{"s" * 107}"', "has 108 bytes, and Linux allows 107"),
+        (f'socket = "/{"s" * 107}"', "has 108 bytes, but Linux allows 107"),
     ],
 )
 def test_a_mistake_in_the_file_is_told_with_place_value_and_what_is_allowed(

@@ -77,7 +77,7 @@ def test_a_socket_path_longer_than_linux_allows_is_refused_with_the_reason(tmp_p
     fits = tmp_path / ("s" * (106 - len(str(tmp_path))))
     assert command("redis-server", Paths(fits, tmp_path))
     too_long = fits.with_name(fits.name + "s")
-    with pytest.raises(ConfigError, match="has 108 bytes, and Linux allows 107"):
+    with pytest.raises(ConfigError, match="has 108 bytes, but Linux allows 107"):
         command("redis-server", Paths(too_long, tmp_path))
 
 

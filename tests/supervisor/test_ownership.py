@@ -161,7 +161,7 @@ def test_forq_run_ends_with_78_and_warns_of_code_that_others_can_change(tmp_path
     forq = Forq(settings=f'[queues.q]\nhandler = "m:f"\npath = ["{code}"]\n')
     try:
         forq.start()
-        assert f"its code can be changed by user {NOBODY} queue=q path={code}" in forq.log
+        assert f"handler code can be changed by user {NOBODY} queue=q path={code}" in forq.log
         forq.stop()
         give_file(forq.config)
         forq.start(ready=False)
