@@ -65,7 +65,7 @@ def test_a_configured_program_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "reason"), [(None, "can be run"), ("6.2.1", "7.0 or newer"), ("x", "7.0 or newer")]
+    ("version", "reason"), [(None, "not an executable"), ("6.2.1", "7.0 or newer"), ("x", "7.0 or newer")]
 )
 def test_a_configured_program_that_will_not_do_is_refused(tmp_path: Path, version: str | None, reason: str) -> None:
     path = str(tmp_path / "absent") if version is None else program(tmp_path, "my-server", version)
