@@ -1,8 +1,6 @@
-"""What a handler returned, as its queue keeps it. Whatever that is, it never fails the job.
+"""One attempt of one job: decodes the record, calls the handler, and describes the failure or encodes the result.
 
-One attempt at one job: decode, call the handler, and turn what happened into an outcome.
-
-Only this module turns exceptions into outcomes; everything else returns or raises.
+Only this module turns exceptions into failures. A result that cannot be encoded never fails the job.
 """
 
 import asyncio
@@ -31,46 +29,21 @@ from forq.workers.tracing import Tracing
 
 log = logging.getLogger("forq")
 
-# Of the reason why there is no result.
-MAX_REASON = 300
-# Which a reason begins with.
-NO_RESULT = b"!"
-
-
-def encode_result(value: Any, max_bytes: int) -> bytes:
-    """JSON, in one line; or '!' and why there is none."""
-    try:
-        packed = pack_data(value, "what its handler returned")
-    except BaseException as exc:  # the user's own class may raise anything while it is looked at; the job is done
-        return _no_result(_reason(exc))
-    if len(packed) > max_bytes:
-        return _no_result(f"it is longer than max_data = {max_bytes} bytes")
-    return packed
-
-
-def _reason(exc: BaseException) -> str:
-    try:
-        return str(exc) or type(exc).__name__
-    except BaseException as broken:  # even its text is the user's own
-        return f"it cannot be written as JSON, and why cannot be told ({type(broken).__name__})"
-
-
-def _no_result(reason: str) -> bytes:
-    """One line, without lone surrogates. The reason may be of a subclass of the user's, with methods of its own."""
-    return NO_RESULT + " ".join(str.split(reason))[:MAX_REASON].encode("utf-8", "replace")
-
-
 MAX_MESSAGE = 2000
-# A coroutine is cancelled at its deadline; one that goes on all the same for so long is ended with its process.
-CANCEL_MS = 1000
 MAX_TRACEBACK = 8000
+# Length of the reason why a result is dropped.
+MAX_REASON = 300
+# Prefix of that reason, in place of a result.
+NO_RESULT = b"!"
+# A coroutine is cancelled at its deadline; if it still runs after this time, its process is killed.
+CANCEL_MS = 1000
 
 _NO_SPAN = nullcontext()
 _FORQ_AND_ASYNCIO = tuple(f"{os.path.dirname(str(module.__file__))}{os.sep}" for module in (forq, asyncio))
 
 
 class Failure(NamedTuple):
-    """An attempt that failed: the error as JSON, the same without its traceback, and what the exception asks for."""
+    """A failed attempt: the error as JSON with and without traceback, its kind, and the requested retry time."""
 
     error: bytes
     brief: bytes
@@ -78,22 +51,16 @@ class Failure(NamedTuple):
     retry_at_ms: int | None
 
     def text(self) -> str:
-        """The error in a line, its traceback in those that follow."""
-        told = orjson.loads(self.error)
-        return f"{told['name']}: {told['message']}\n{told['traceback']}".rstrip()
-
-
-class _DeadlinePassed(TimeoutError):
-    """A coroutine was cancelled because its time was up."""
-
-
-# In tracebacks it has the name that is stored.
-_DeadlinePassed.__module__, _DeadlinePassed.__qualname__ = "builtins", "TimeoutError"
+        """The error in one line, then its traceback."""
+        error = orjson.loads(self.error)
+        return f"{error['name']}: {error['message']}\n{error['traceback']}".rstrip()
 
 
 class AttemptRunner:
-    """Runs the attempts of one worker. `timeout_seconds`: what a coroutine may take (0: as long as it likes).
-    `max_result_bytes`: how long what a handler returns may be (0: it is not kept)."""
+    """Runs the attempts of one worker.
+
+    `timeout_seconds`: deadline of a coroutine (0: none). `max_result_bytes`: longest result (0: results are not kept).
+    """
 
     of_fail_handler = False
 
@@ -107,9 +74,9 @@ class AttemptRunner:
     ) -> None:
         self.timeout_seconds = 0.0
         self.max_result_bytes = 0
-        # Of the last attempt, if it succeeded and that is to be kept.
+        # Of the last attempt, if it succeeded and the queue keeps results.
         self.result: bytes | None = None
-        # Of the last attempt, if it failed. Whoever takes it clears it: it holds the handler's variables.
+        # Of the last attempt, if it failed. The loop clears it: it holds the handler's variables.
         self.raised: BaseException | None = None
         self.queue = queue
         self._handlers = handlers.for_worker()
@@ -120,7 +87,7 @@ class AttemptRunner:
         self._pid = os.getpid()
 
     def run(self, job_id: str, record: bytes, fence: int) -> Failure | None:
-        """None if the handler returned, else what went wrong."""
+        """None if the handler returned."""
         self.result = None
         try:
             data, job = self._read(job_id, record, fence)
@@ -128,12 +95,12 @@ class AttemptRunner:
                 job._reporter, job._position = self._reporter, self._slot.words[POSITION]
             with _NO_SPAN if self._tracing is None else self._tracing.attempt(job):
                 result = self._handlers.for_type(job.type)(data, job)
-                # Not isinstance: that asks the object, and what a handler returns may answer with an exception.
+                # Not isinstance, which a class of the user may override.
                 if type(result) is CoroutineType:
                     result = self._run_async(_tagged_with_job(job_id, result))
             if self.max_result_bytes:
                 self.result = encode_result(result, self.max_result_bytes)
-        except BaseException as exc:  # a handler may raise anything, SystemExit too; the worker must outlive it
+        except BaseException as exc:  # a handler may raise anything, even SystemExit; the worker goes on
             exit_if_forked_from(self._pid)
             strip_forq_frames(exc)
             self.raised = exc
@@ -144,20 +111,6 @@ class AttemptRunner:
 
     def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
         return read_job(self.queue, job_id, record, fence)
-
-    def close(self) -> None:
-        """Ends programs; cancels what coroutines have left running. What refuses ends with the process."""
-        self._handlers.close()
-        if self._runner is None:
-            return
-        loop = self._runner.get_loop()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            _, tasks = loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_MS / 1000))
-        if not tasks:
-            self._runner.close()
 
     def _run_async(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._runner is None:
@@ -170,9 +123,23 @@ class AttemptRunner:
         finally:
             self._slot.lenience_ms = 0
 
+    def close(self) -> None:
+        """Stops programs and cancels leftover tasks. Tasks that ignore it end with the process."""
+        self._handlers.close()
+        if self._runner is None:
+            return
+        loop = self._runner.get_loop()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, tasks = loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_MS / 1000))
+        if not tasks:
+            self._runner.close()
+
 
 class FailAttemptRunner(AttemptRunner):
-    """Runs the fail handler: its data is [original data, original job, error]."""
+    """Runs attempts of the fail handler, whose data is [original data, original job, error]."""
 
     of_fail_handler = True
 
@@ -181,38 +148,17 @@ class FailAttemptRunner(AttemptRunner):
         try:
             (identifier, job_type, data, *trace), original, error = stored
             original |= {"identifier": identifier or original["id"], "type": job_type}
-            # The fail handler runs within the same trace.
+            # The fail handler belongs to the same trace.
             job.trace = trace[0] if trace else None
         except (TypeError, ValueError, KeyError) as exc:
             raise InvalidData(f"broken fail job: {exc}") from exc
         return [data, original, error], job
 
 
-async def _tagged_with_job(job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    # Tasks that it starts inherit this, and may outlive it.
-    CURRENT_JOB.set(job_id)
-    return await coroutine
-
-
-async def _with_deadline(coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:
-    deadline = asyncio.timeout(seconds)
-    try:
-        async with deadline:
-            return await coroutine
-    except TimeoutError as exc:
-        # The handler may raise a TimeoutError of its own, which is a failure like others.
-        if not deadline.expired():
-            raise
-        # With the place at which the handler was cancelled; how asyncio did that interests nobody.
-        late = _DeadlinePassed(f"cancelled at its deadline, after {seconds:g} s")
-        cancelled = exc.__cause__
-        raise late.with_traceback(None if cancelled is None else cancelled.__traceback__) from None
-
-
 def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, Job]:
-    """The data and the job of a claimed record."""
+    """Decodes a claimed record."""
     if packed[:1] == b"p":
-        # The common case, in as few steps as possible: FLAG PRIORITY ' ' ENQUEUED_MS '\n' BODY.
+        # The common case, decoded in as few steps as possible: FLAG PRIORITY ' ' ENQUEUED_MS '\n' BODY.
         newline = packed.find(b"\n", 3)
         try:
             identifier, job_type, data, *rest = orjson.loads(packed[newline + 1 :])
@@ -231,22 +177,60 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
     return record.data, Job(queue, job_id, *about, fence, counts, record.trace)
 
 
-def strip_forq_frames(exc: BaseException) -> None:
-    """The traceback of an exception begins with the first frame that is neither forq's nor asyncio's.
+async def _tagged_with_job(job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    # Inherited by tasks it starts, which may outlive it.
+    CURRENT_JOB.set(job_id)
+    return await coroutine
 
-    Without such a frame it stays as it is, unless the error is one of forq's, whose text says all.
-    """
-    # Past what the class of the exception may say itself.
-    traceback_of: Any = BaseException.__dict__["__traceback__"]
-    users = traceback_of.__get__(exc)
-    while users is not None and users.tb_frame.f_code.co_filename.startswith(_FORQ_AND_ASYNCIO):
-        users = users.tb_next
-    if users is not None or issubclass(type(exc), ForqError):
-        traceback_of.__set__(exc, users)
+
+async def _with_deadline(coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            return await coroutine
+    except TimeoutError as exc:
+        # A TimeoutError raised by the handler itself is an ordinary failure.
+        if not deadline.expired():
+            raise
+        # Keeps the traceback of the place where the handler was cancelled, without asyncio's own frames.
+        late = _DeadlinePassed(f"cancelled at its deadline, after {seconds:g} s")
+        cancelled = exc.__cause__
+        raise late.with_traceback(None if cancelled is None else cancelled.__traceback__) from None
+
+
+class _DeadlinePassed(TimeoutError):
+    """A coroutine was cancelled at its deadline."""
+
+
+# Tracebacks show the name that is stored.
+_DeadlinePassed.__module__, _DeadlinePassed.__qualname__ = "builtins", "TimeoutError"
+
+
+def encode_result(value: Any, max_bytes: int) -> bytes:
+    """JSON in one line; or NO_RESULT and the reason why the result is dropped."""
+    try:
+        packed = pack_data(value, "what its handler returned")
+    except BaseException as exc:  # a class of the user may raise anything while it is encoded; the job is done
+        return _no_result(_reason(exc))
+    if len(packed) > max_bytes:
+        return _no_result(f"it is longer than max_data = {max_bytes} bytes")
+    return packed
+
+
+def _reason(exc: BaseException) -> str:
+    try:
+        return str(exc) or type(exc).__name__
+    except BaseException as broken:  # __str__ is the user's code, too
+        return f"it cannot be encoded as JSON, and its error has no text ({type(broken).__name__})"
+
+
+def _no_result(reason: str) -> bytes:
+    """One line, without lone surrogates. The reason may be of a subclass of str that overrides methods."""
+    return NO_RESULT + " ".join(str.split(reason))[:MAX_REASON].encode("utf-8", "replace")
 
 
 def describe_failure(exc: BaseException) -> Failure:
-    """Name, message, kind and traceback of an exception: text only, nothing that could be rebuilt into code."""
+    """Name, message, kind and traceback of an exception, as text only."""
     late = issubclass(type(exc), _DeadlinePassed)
     name = "TimeoutError" if late else safe_text(lambda: _error_name(exc))[:MAX_NAME]
     kind = "permanent" if safe_text(lambda: getattr(exc, "kind", None)) == "permanent" else "retriable"
@@ -261,24 +245,38 @@ def describe_failure(exc: BaseException) -> Failure:
     return Failure(orjson.dumps(error), orjson.dumps(brief), kind, _retry_at_ms(exc))
 
 
+def strip_forq_frames(exc: BaseException) -> None:
+    """Cuts the leading frames of forq and asyncio from the traceback.
+
+    If there are no others, keeps them all, unless the error is forq's own: its text says everything.
+    """
+    # The exception's class may override __traceback__.
+    traceback_of: Any = BaseException.__dict__["__traceback__"]
+    users = traceback_of.__get__(exc)
+    while users is not None and users.tb_frame.f_code.co_filename.startswith(_FORQ_AND_ASYNCIO):
+        users = users.tb_next
+    if users is not None or issubclass(type(exc), ForqError):
+        traceback_of.__set__(exc, users)
+
+
 def _error_name(exc: BaseException) -> str:
     program = _program_failure(exc)
     return class_name(type(exc)) if program is None else program.name
 
 
 def _traceback(exc: BaseException) -> str:
-    """Of a program, what it says itself: our own stack tells nothing about it."""
+    """For a program its own trace: the Python stack says nothing about it."""
     program = _program_failure(exc)
     return "".join(traceback.format_exception(exc)) if program is None else program.trace
 
 
 def _program_failure(exc: BaseException) -> ProgramFailed | None:
-    """Not by isinstance: that asks the exception itself."""
+    """Not with isinstance, which a class of the user may override."""
     return cast(ProgramFailed, exc) if issubclass(type(exc), ProgramFailed) else None
 
 
 def _retry_at_ms(exc: BaseException) -> int | None:
-    """When the exception asks for the next attempt; None if it does not, or not in a way that can be understood."""
+    """`retry_at` of the exception in epoch ms; None if it has none or an invalid one."""
     try:
         when = getattr(exc, "retry_at", None)
         if isinstance(when, datetime):
@@ -288,6 +286,6 @@ def _retry_at_ms(exc: BaseException) -> int | None:
         if not 0 <= when <= MAX_SECONDS:
             raise ValueError(f"retry_at = {when} is not a time in epoch seconds")
         return math.ceil(when * 1000)
-    except BaseException:  # the user's own property, a date out of range, NaN
-        log.warning("retry_at of an exception cannot be used exception=%s", class_name(type(exc))[:MAX_NAME])
+    except BaseException:  # a property of the user, a date out of range, NaN
+        log.warning("invalid retry_at; using the queue's retry delay exception=%s", class_name(type(exc))[:MAX_NAME])
         return None

@@ -1,17 +1,16 @@
-"""The right of one worker to run jobs, as the supervisor sees it: wanted, kept between jobs, given back when asked for.
+"""A worker's grant: the right to run jobs, which the supervisor hands out according to its capacity.
 
-Two threads use it: the worker's own, and the minder's, which hears the supervisor. All changes happen under one lock,
-and each message is sent under it before the change that it tells of, so that the supervisor hears of changes in their
-order. Three rules keep what both sides believe the same, though messages cross:
+The worker's thread and the minder's thread share a grant. Every change happens under one lock, and each message is sent
+under that lock before the change it reports, so the supervisor receives changes in order. Messages may cross; three
+rules keep both sides consistent:
 
-1. At most one wish is under way. A wish with other terms is sent only after the answer to the one before, so that a
-   `go` can only mean the terms that were sent last.
-2. A `yield` counts only while a grant is held. One that crossed a `done` was for the grant that is back already.
-3. A `go` that nobody waits for any more is answered with `done`.
+1. At most one `want` is pending. A `want` with other terms is sent only after the answer to the last one, so a `go`
+   always refers to the terms sent last.
+2. A `yield` counts only while a grant is held. A `yield` that crossed a `done` referred to the returned grant.
+3. A `go` that is no longer needed is answered with `done`.
 
-If sending fails the supervisor has heard nothing. It is gone then, and this process is about to end; or it will find
-this process dead, which gives back everything. `tell` must not block for long, since the
-minder may be waiting for the lock.
+If sending fails, the supervisor received nothing: it is gone and this process is about to exit, or it will find this
+process dead, which returns every grant. `send` must not block for long: the minder may be waiting for the lock.
 """
 
 import threading
@@ -19,14 +18,14 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
-# A supervisor that is well answers in far less; after this a worker hands back its jobs and waits without any.
+# A healthy supervisor answers much faster. After this time a worker returns its jobs and waits without any.
 ANSWER_SECONDS = 0.05
 
 
 class _Phase(Enum):
-    NONE = "holds nothing, wants nothing"
-    WANTED = "has said want, and was not told go"
-    RESERVED = "holds a grant and does not use it"
+    NONE = "holds no grant, wants none"
+    WANTED = "sent want, did not receive go"
+    RESERVED = "holds a grant without using it"
     IN_USE = "holds a grant and may be running jobs"
 
 
@@ -36,24 +35,24 @@ class _Terms(NamedTuple):
 
 
 class Grant:
-    """The right of one worker to run jobs. `tell` sends one message up the leash; `number` is the worker's slot."""
+    """The right of one worker to run jobs. `send` sends a message to the supervisor; `number` is the worker's slot."""
 
     def __init__(self, send: Callable[[dict[str, object]], None], number: int) -> None:
-        # Read by the worker between batches: it should stop using the grant (rest, or begin anew).
+        # Read by the worker between batches: it should return the grant.
         self.yield_requested = False
         self._send = send
         self._number = number
         self._changed = threading.Condition(threading.Lock())
         self._phase = _Phase.NONE
-        self._terms = _Terms(1, 0)  # what the worker needs now
-        self._sent_terms = self._terms  # what the last want said
+        self._terms = _Terms(1, 0)  # the worker's current terms
+        self._sent_terms = self._terms  # those of the last `want`
         self._wait_received = False
         self._worker_waiting = False
         self._unneeded = False
         self._stopped = False
 
     def acquire(self, units: int, priority: int) -> bool:
-        """Worker: may it claim? If not, it must hand back what it has and call wait()."""
+        """Worker: True if it may claim. If not, it must return its jobs and call wait()."""
         with self._changed:
             self._terms = _Terms(units, priority)
             self._unneeded = False
@@ -64,7 +63,7 @@ class Grant:
             return self._try_use()
 
     def wait(self) -> bool:
-        """Worker: blocks until it may claim; False if it was stopped meanwhile."""
+        """Worker: blocks until it may claim; False if stopped first."""
         with self._changed:
             self._unneeded = False
             while not self._try_use():
@@ -74,7 +73,7 @@ class Grant:
             return True
 
     def stop_using(self) -> bool:
-        """Worker: it uses the grant no more. Kept as a reservation (True), unless somebody asked for it."""
+        """Worker: stops running jobs. Keeps the grant as a reservation (True), unless the supervisor asked for it."""
         with self._changed:
             if self._phase is _Phase.IN_USE:
                 if self.yield_requested or self._stopped:
@@ -84,14 +83,14 @@ class Grant:
             return self._phase is _Phase.RESERVED
 
     def give_back(self) -> None:
-        """Worker: it wants nothing. A go that is still to come is given back when it comes."""
+        """Worker: needs no grant. A `go` that is still on its way is returned when it arrives."""
         with self._changed:
             if self._phase in (_Phase.RESERVED, _Phase.IN_USE):
                 self._send_done()
             self._unneeded = True
 
     def receive(self, word: str) -> None:
-        """Minder: what the supervisor says."""
+        """Minder: handles a message of the supervisor."""
         with self._changed:
             if word == "go":
                 self._receive_go()
@@ -104,7 +103,7 @@ class Grant:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Wakes wait(). What is not in use is given back, and a wish withdrawn; no other will follow."""
+        """Wakes wait(). Returns an unused grant and withdraws a pending `want`; sends no other."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -115,15 +114,15 @@ class Grant:
         if self._phase in (_Phase.RESERVED, _Phase.IN_USE):
             return
         wanted = self._phase is _Phase.WANTED
-        # Used from here on if the worker waits for it, not from when its thread wakes up: a yield that follows closely
-        # then lets it run a batch first. Else the two could be repeated for ever.
+        # In use from now on if the worker waits, not from when its thread wakes up: it still runs one batch after a
+        # `yield` that follows at once. Otherwise `go` and `yield` could alternate forever.
         self._phase = _Phase.IN_USE if self._worker_waiting else _Phase.RESERVED
         self.yield_requested = self._wait_received = False
         if not wanted or self._unneeded or self._stopped:
             self._send_done()
 
     def _try_use(self) -> bool:
-        """Whether the worker may run jobs now. If not, its wish is under way, or it is stopped."""
+        """Whether the worker may run jobs now. If not, its `want` is pending, or it is stopped."""
         held = self._phase in (_Phase.RESERVED, _Phase.IN_USE)
         if held and (self._stopped or self._sent_terms != self._terms):
             self._send_done()

@@ -1,4 +1,4 @@
-"""Finds the functions, and programs, that a queue's jobs are given to."""
+"""Loads the handlers of a queue: imports Python functions, prepares programs, and explains why one cannot be loaded."""
 
 import importlib
 import inspect
@@ -25,7 +25,7 @@ Handler = Callable[[Any, Job], Any]
 
 
 class Handlers:
-    """The handler of each job type of one queue; `None` is the type of jobs that name none."""
+    """The handlers of one queue by job type; `None` stands for jobs without a type."""
 
     def __init__(self, by_type: Mapping[str | None, Handler]) -> None:
         self._by_type = by_type
@@ -40,7 +40,7 @@ class Handlers:
         return handler
 
     def for_worker(self) -> "Handlers":
-        """The same for one worker: a program has one job at a time, so each worker has instances of its own."""
+        """A copy for one worker: a program runs one job at a time, so each worker has its own instances."""
         if not any(isinstance(handler, ExecHandler) for handler in self._by_type.values()):
             return self
         own = {
@@ -50,15 +50,12 @@ class Handlers:
         return Handlers(own)
 
     def close(self) -> None:
-        """Ends the programs that were kept running for one worker."""
+        """Stops the programs of one worker."""
         close_handlers(list(self._by_type.values()))
 
 
 def load_handlers(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers:
-    """Imports every handler of the queue; ConfigError says which one cannot be had, and why.
-
-    `keep_fds`: descriptors that programs inherit.
-    """
+    """Loads every handler of the queue. Raises ConfigError. `keep_fds`: descriptors that programs inherit."""
     for directory in reversed(spec.path):
         if directory not in sys.path:
             sys.path.insert(0, directory)
@@ -71,7 +68,7 @@ def load_handlers(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers:
 
 
 def load_fail_handler(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers | None:
-    """The handler for jobs that failed for good, if the queue has one. After load_handlers, which sets the path."""
+    """The queue's fail handler, if it has one. Call load_handlers first: it sets sys.path."""
     return None if spec.fail_handler is None else Handlers({None: _load(spec.fail_handler, spec, keep_fds)})
 
 
@@ -89,22 +86,22 @@ def _load(handler: str, spec: QueueSpec, keep_fds: Sequence[int]) -> Handler:
 
 
 def _why_unusable(directory: str) -> str | None:
-    """What keeps Python from looking into a directory of `path`; Python itself passes over it without a word."""
+    """Why Python cannot import from a directory of `path`; Python itself skips it silently."""
     if not os.path.exists(directory):
         return f"its path {directory} does not exist"
     return None if os.access(directory, os.R_OK) else f"its path {directory} may not be read by user {os.geteuid()}"
 
 
 def exit_if_forked_from(pid: int) -> None:
-    """After user code: a copy of process `pid` that the code forked, and that came back from it, ends here. It must not
-    go on as a second worker under the same name."""
+    """Called after user code. If that code forked and the forked process returned, exits: it must not continue as a
+    second worker with the same id."""
     if os.getpid() != pid:
         os._exit(0)
 
 
 def load_handler(path: str) -> Handler:
-    """`package.module:function`, or a module that has a function `handle`. CannotImport if it cannot be had, or cannot
-    be called with (data, job)."""
+    """Loads `package.module:function`, or `handle` of a module. Raises CannotImport if that fails, or if it cannot be
+    called with (data, job)."""
     module_name, _, function = path.partition(":")
     function = function or "handle"
     pid = os.getpid()
@@ -113,7 +110,7 @@ def load_handler(path: str) -> Handler:
         handler: Any = getattr(module, function, None)
         usable = callable(handler)
         mismatch = _why_not_callable_with_job(handler) if usable else None
-    except BaseException as exc:  # user code: whatever it raises at import is a reason to show, even SystemExit
+    except BaseException as exc:  # user code may raise anything at import, even SystemExit
         trace, place = user_traceback(exc)
         reason = f"handler {path!r} cannot be imported: {describe_exception(exc)}{place}"
         raise CannotImport(reason, trace) from exc
@@ -128,15 +125,15 @@ def load_handler(path: str) -> Handler:
 
 
 def _functions_of(module: ModuleType) -> str:
-    """Those that are defined in it, by name."""
+    """Names of the functions of a module."""
     found = [name for name, value in vars(module).items() if type(value) is FunctionType and name.isidentifier()]
     more = "" if len(found) <= SHOWN_FUNCTIONS else f" and {len(found) - SHOWN_FUNCTIONS} more"
     return (", ".join(found[:SHOWN_FUNCTIONS]) or "none") + more
 
 
 def _why_not_callable_with_job(handler: Any) -> str | None:
-    """None if it takes two arguments, or if nobody can say: some callables of C code have no signature. Of a decorated
-    one its own counts, and not that of what it wraps."""
+    """None if it takes two arguments, or if that is unknown: some C callables have no signature. A decorated function
+    is judged by the decorator's signature."""
     if type(handler) is FunctionType and _takes_two(handler):
         return None
     try:
@@ -154,24 +151,23 @@ def _why_not_callable_with_job(handler: Any) -> str | None:
 
 
 def _takes_two(function: FunctionType) -> bool:
-    """The usual case, without inspect: what that touches is memory which each of many processes has for itself."""
+    """The usual case without `inspect`, which would cost private memory in each of many processes."""
     code, defaults = function.__code__, function.__defaults__ or ()
     if code.co_kwonlyargcount:
         return False
     return code.co_argcount - len(defaults) <= 2 and (code.co_argcount >= 2 or bool(code.co_flags & inspect.CO_VARARGS))
 
 
-_OUR_FRAMES = ("<frozen importlib", importlib.__file__, str(Path(forq.__file__).parent) + os.sep)
+_SKIPPED_FRAMES = ("<frozen importlib", importlib.__file__, str(Path(forq.__file__).parent) + os.sep)
 
 
 def user_traceback(exc: BaseException) -> tuple[str | None, str]:
-    """The traceback without the frames of importlib and of forq's own way to it, and the place in it as a remark; None
-    and no remark if nothing is left."""
+    """The traceback without frames of importlib and forq, and its last place as text; (None, "") if nothing is left."""
     try:
         trace = traceback.TracebackException.from_exception(exc)
-        lines = "".join(_without_ours(trace).format())
+        lines = "".join(_without_skipped(trace).format())
         last = trace.stack[-1] if trace.stack else None
-    except BaseException:  # the user's own exceptions may do anything when they are looked at
+    except BaseException:  # exceptions of the user may raise when they are formatted
         return None, ""
     if last is None and not isinstance(exc, SyntaxError):
         return None, ""
@@ -183,30 +179,30 @@ def user_traceback(exc: BaseException) -> tuple[str | None, str]:
     return text.rstrip("\n"), place
 
 
-def _without_ours(trace: traceback.TracebackException) -> traceback.TracebackException:
-    """Also in the exceptions that led to it."""
-    kept = [frame for frame in trace.stack if not frame.filename.startswith(_OUR_FRAMES)]
+def _without_skipped(trace: traceback.TracebackException) -> traceback.TracebackException:
+    """Includes chained exceptions."""
+    kept = [frame for frame in trace.stack if not frame.filename.startswith(_SKIPPED_FRAMES)]
     trace.stack = traceback.StackSummary.from_list(kept)
     for earlier in (trace.__cause__, trace.__context__):
         if earlier is not None:
-            _without_ours(earlier)
+            _without_skipped(earlier)
     return trace
 
 
-# The name of a class, past its metaclass, which may have a property of that name.
+# Ignores a metaclass that overrides __name__.
 class_name: Callable[[type], str] = type.__dict__["__name__"].__get__
 
 
 def safe_text(ask: Callable[[], object]) -> str:
-    """What a class of the user's says of itself. It may raise anything, SystemExit too, or not be text at all; lone
-    surrogates, which JSON cannot hold, are replaced."""
+    """Text from user code, which may raise anything, even SystemExit, or return something other than text. Replaces
+    lone surrogates, which JSON cannot hold."""
     try:
-        # The method of `str` itself: the answer may be of a subclass with methods of its own.
+        # Calls str.encode directly: a subclass may override it.
         return str.encode(str(ask()), "utf-8", "replace").decode()
     except BaseException as broken:
-        return f"(cannot be told: {class_name(type(broken))})"
+        return f"(unprintable: {class_name(type(broken))})"
 
 
 def describe_exception(exc: BaseException) -> str:
-    """An exception in a line or more, whatever its class does."""
+    """An exception as text, whatever its class does."""
     return f"{class_name(type(exc))}: {safe_text(lambda: str(exc))}"[:MAX_REASON]

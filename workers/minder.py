@@ -1,15 +1,10 @@
-"""Zombies that this process adopted as a subreaper: daemons that a handler left behind and that have ended.
+"""The minder: the second thread of a queue's process. It does what the workers cannot do while they run or block.
 
-They must be reaped, but never one that a handler may still wait for (its `subprocess.run` would lose the exit status).
-The kernel does not tell adopted children from own ones, so only a zombie that was already there when no job was running
-one look ago, and still is, is reaped: nobody waits for it. The programs of exec handlers are waited for by their own.
-
-The second thread of a queue's child: it minds what the workers cannot while they run handlers or block.
-
-1. The leash: what the supervisor says about capacity goes to the worker it concerns; when the supervisor dies,
-   everything below this process is killed, then the process itself.
-2. SIGTERM: the workers are told to stop; one that is blocked in Redis is unblocked.
-3. The process title and the beat in the scoreboard, once a second while something runs. It sleeps while nothing does.
+1. Reads the leash: passes capacity messages to the grant of the worker they name. When the supervisor dies, kills
+   everything below this process, then exits.
+2. On SIGTERM stops the workers, and unblocks those that are blocked in Redis.
+3. Updates the process title and the beat in the scoreboard once a second while a job runs; sleeps while none does.
+4. Reaps adopted zombies and checks recycling, with each beat.
 """
 
 import _thread
@@ -20,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -41,50 +36,21 @@ from forq.workers.recycling import Recycling
 
 log = logging.getLogger("forq")
 
-
-class ZombieReaper:
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-
-    def reap(self, *, idle: bool) -> None:
-        """Call now and then; `idle` says that no handler is running."""
-        if not idle:
-            self._seen.clear()
-            return
-        zombies = _find_zombies() - running_programs()
-        for pid in zombies & self._seen:
-            with suppress(ChildProcessError):  # a thread of the handler's was quicker
-                os.waitpid(pid, os.WNOHANG)
-        self._seen = zombies - self._seen
-
-
-def _find_zombies() -> set[int]:
-    """Ended children, left as they are; waitid shows only one of them, so the others are found in /proc."""
-    try:
-        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return set()
-    except ChildProcessError:
-        return set()
-    children = (read_stat(pid) for pid in children_of(os.getpid()))
-    return {child.pid for child in children if child is not None and not child.alive}
-
-
 BEAT_SECONDS = 1.0
-# Soon the first time; then less and less often, for if it takes so long, thousands may be stopping at the same time.
+# Repeated less and less often: if unblocking takes long, thousands of workers may be stopping at the same time.
 UNBLOCK_FIRST_SECONDS = 0.05
 UNBLOCK_LONGEST_SECONDS = 1.0
 UNBLOCK_TIMEOUT_SECONDS = 0.2
-# The title and the beat go on for so many beats after the last job, then the thread sleeps until it is roused.
+# Beats after the last job before the thread sleeps until it is woken.
 IDLE_BEATS = 2
-# Titles that tell nothing of jobs: every user of the machine can read them.
+# Titles without job ids: every user of the machine can read titles.
 PLAIN = "plain"
-
-# Plain numbers and texts: an enum's own are found by calls.
+# Cheaper than the attributes of an enum.
 _STATE_NAMES = {int(state): state.name.lower() for state in State}
 
 
 class MindedLoop(Protocol):
-    """A worker, as its minder knows it. `doing`: what the title says of it, if it has its own words."""
+    """What the minder needs of a loop. `title_text`: what the process title shows instead of the state."""
 
     @property
     def slot(self) -> Slot: ...
@@ -100,17 +66,27 @@ class MindedLoop(Protocol):
 
 
 class Minder:
-    def __init__(self, *, name: str, url: str, base: str, leash: socket.socket, titles: str = "full") -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        url: str,
+        base: str,
+        leash: socket.socket,
+        titles: str = "full",
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._name = name
         self._url = url
         self._base = base
         self._loops: Sequence[MindedLoop] = ()
         self._stop_requested = False
-        # Released when it may begin. An Event has more to it, in each of many processes.
+        # Released when the process may begin. An Event takes more memory, in each of many processes.
         self._begin_lock = _thread.allocate_lock()
         self._begin_lock.acquire()
         self._unblocking = Backoff(UNBLOCK_FIRST_SECONDS, UNBLOCK_LONGEST_SECONDS)
         self._leash = leash
+        self._now = clock_ns
         self._titles = titles
         self._lines = LineBuffer()
         self._grants: dict[int, Grant] = {}
@@ -123,63 +99,35 @@ class Minder:
         self._thread = 0
 
     def start(self) -> None:
-        """From the main thread: installs the signal handler and starts the thread."""
+        """Called by the main thread. Installs the signal handler and starts the minder's thread."""
         os.register_at_fork(before=_block_term, after_in_parent=_restore_signal_mask, after_in_child=_reset_signals)
         signal.set_wakeup_fd(self._signals_to, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, _do_nothing)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        # Not a threading.Thread: nobody joins it, and the objects around one are pages in each of many processes.
+        # Not a threading.Thread, which takes more memory, in each of many processes. This thread is never joined.
         _thread.start_new_thread(self._run, ())
 
+    def wait_to_begin(self) -> bool:
+        """Called by the main thread. Blocks until the supervisor sends `begin`; False if stopped first."""
+        self._begin_lock.acquire()
+        return not self._stop_requested
+
     def watch(self, loops: Sequence[MindedLoop], grants: dict[int, Grant], recycling: Recycling) -> None:
-        """These are the workers from now on; a TERM that came before them reaches them now."""
+        """Sets the loops to mind. A SIGTERM that came before stops them now."""
         self._grants = grants
         self._recycling = recycling
         for loop in loops:
-            # From now on it answers pings.
+            # Tells the supervisor that pings are answered from now on.
             loop.slot.minder = self._thread
         self._loops = loops
         if self._stop_requested:
             self._stop()
 
-    def wait_to_begin(self) -> bool:
-        """From the main thread, before there are workers. False: it is to end instead."""
-        self._begin_lock.acquire()
-        return not self._stop_requested
-
-    def _allow_begin(self) -> None:
-        if self._begin_lock.locked():
-            self._begin_lock.release()
-
     def wake(self) -> None:
-        """From a worker that begins to run jobs; costs nothing while the minder is awake."""
+        """Called by a worker that starts a batch; costs nothing while the minder is awake."""
         if self._asleep:
             self._asleep = False
             os.eventfd_write(self._wake_fd, 1)
-
-    def update_title(self) -> None:
-        setproctitle(self.title())
-
-    def title(self) -> str:
-        own_words = self._loops[0].title_text()
-        if own_words is not None:
-            return f"forq: {self._name} {own_words}"
-        slots = [loop.slot for loop in self._loops]
-        busy = [slot for slot in slots if slot.state == State.BUSY]
-        done = sum(slot.done for slot in slots)
-        if len(slots) > 1:
-            doing = f"{len(busy)}/{len(slots)} busy"
-        elif busy:
-            age = (time.monotonic_ns() - busy[0].started_ns) / 1e9
-            if self._titles == PLAIN:
-                doing = f"busy {age:.1f}s"
-            else:
-                doing = f"busy {busy[0].job.decode(errors='replace')} {age:.1f}s"
-                if (progress := busy[0].progress()) is not None:
-                    doing += f" {show_progress(*progress)},"
-        else:
-            doing = _STATE_NAMES[slots[0].state]
-        return f"forq: {self._name} {doing} {done:,} done"
 
     def _run(self) -> None:
         self._thread = _thread.get_native_id()
@@ -191,9 +139,14 @@ class Minder:
             try:
                 for fd in ready:
                     self._handle_event(fd)
-                self._beat()
-            except Exception:  # out of descriptors, say: without this thread nothing could stop the process any more
+                self.tick()
+            except Exception:  # out of descriptors, for example: without this thread nothing could stop the process
                 log.exception("minder failed name=%s", self._name)
+
+    def _poll_timeout_ms(self) -> float | None:
+        if self._stopping:
+            return self._unblocking.pause_after(1 + self._unblocking.failures) * 1000
+        return None if self._asleep else BEAT_SECONDS * 1000
 
     def _handle_event(self, fd: int) -> None:
         if fd == self._leash.fileno():
@@ -204,18 +157,8 @@ class Minder:
             os.eventfd_read(fd)
             self._idle_beats = 0
 
-    def _poll_timeout_ms(self) -> float | None:
-        if self._stopping:
-            return self._unblocking.pause_after(1 + self._unblocking.failures) * 1000
-        return None if self._asleep else BEAT_SECONDS * 1000
-
-    @property
-    def _stopping(self) -> bool:
-        return bool(self._loops) and self._loops[0].stopping
-
     def _read_leash(self) -> None:
-        """One line per worker that is spoken to: {"go" | "wait" | "yield": number of its slot}; or `begin` to all of
-        them. The beat that follows answers a ping."""
+        """One message per line: {"go" | "wait" | "yield": slot number}, `begin`, or `ping` (the next beat answers)."""
         try:
             received = self._leash.recv(4096)
         except OSError:
@@ -240,10 +183,15 @@ class Minder:
         for loop in self._loops:
             loop.stop()
 
-    def _beat(self) -> None:
+    def _allow_begin(self) -> None:
+        if self._begin_lock.locked():
+            self._begin_lock.release()
+
+    def tick(self) -> None:
+        """One beat."""
         if not self._loops:
             return
-        now = time.monotonic_ns()
+        now = self._now()
         busy = False
         for loop in self._loops:
             loop.slot.minder = self._thread
@@ -257,24 +205,87 @@ class Minder:
             self._unblock()
         self._idle_beats = 0 if busy else self._idle_beats + 1
         self._asleep = self._idle_beats > IDLE_BEATS
+        # A worker that became busy before `_asleep` was set has not sent a wake-up.
         if self._asleep and any(loop.slot.state == State.BUSY for loop in self._loops):
             self._asleep = False
 
+    @property
+    def _stopping(self) -> bool:
+        return bool(self._loops) and self._loops[0].stopping
+
     def _unblock(self) -> None:
-        """A worker may be about to block at this moment, so this is repeated until none is blocked."""
+        """Repeated until no worker is blocked: one may be about to block right now."""
         blocked = [number for loop in self._loops if (number := loop.blocked_client_id()) is not None]
         if not blocked:
             return
         self._unblocking.fail()
-        # The supervisor takes a minder that does not answer for half a second for one whose interpreter is stuck.
+        # Short: the supervisor treats a minder that does not answer for half a second as a stuck interpreter.
         link = Link(self._url, name="forq-minder", timeout_seconds=UNBLOCK_TIMEOUT_SECONDS)
         try:
             for client_id in blocked:
                 link.call("CLIENT", "UNBLOCK", client_id, at=self._base)
         except ForqError as exc:
-            log.warning("cannot unblock a worker name=%s error=%s", self._name, exc)
+            log.warning("failed to unblock a worker; retrying name=%s error=%s", self._name, exc)
         finally:
             link.close()
+
+    def update_title(self) -> None:
+        setproctitle(self.title())
+
+    def title(self) -> str:
+        text = self._loops[0].title_text()
+        if text is not None:
+            return f"forq: {self._name} {text}"
+        slots = [loop.slot for loop in self._loops]
+        busy = [slot for slot in slots if slot.state == State.BUSY]
+        done = sum(slot.done for slot in slots)
+        if len(slots) > 1:
+            doing = f"{len(busy)}/{len(slots)} busy"
+        elif busy:
+            age = (self._now() - busy[0].started_ns) / 1e9
+            if self._titles == PLAIN:
+                doing = f"busy {age:.1f}s"
+            else:
+                doing = f"busy {busy[0].job.decode(errors='replace')} {age:.1f}s"
+                if (progress := busy[0].progress()) is not None:
+                    doing += f" {show_progress(*progress)},"
+        else:
+            doing = _STATE_NAMES[slots[0].state]
+        return f"forq: {self._name} {doing} {done:,} done"
+
+
+class ZombieReaper:
+    """Reaps zombies that this process adopted as a subreaper: daemons that a handler left behind.
+
+    A zombie that a handler may still wait for must not be reaped: its `subprocess.run` would lose the exit status. The
+    kernel does not distinguish adopted children from own ones. So a zombie is reaped only if it is seen twice in a row
+    while no job runs. Programs of exec handlers are reaped by their owners.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def reap(self, *, idle: bool) -> None:
+        """Called with each beat. `idle`: no handler is running."""
+        if not idle:
+            self._seen.clear()
+            return
+        zombies = _find_zombies() - running_programs()
+        for pid in zombies & self._seen:
+            with suppress(ChildProcessError):  # a thread of a handler reaped it first
+                os.waitpid(pid, os.WNOHANG)
+        self._seen = zombies - self._seen
+
+
+def _find_zombies() -> set[int]:
+    """Does not reap. waitid shows only one of them, so the others are read from /proc."""
+    try:
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return set()
+    except ChildProcessError:
+        return set()
+    children = (read_stat(pid) for pid in children_of(os.getpid()))
+    return {child.pid for child in children if child is not None and not child.alive}
 
 
 def _do_nothing(signum: int, frame: object) -> None:
@@ -285,8 +296,8 @@ _before_fork = threading.local()
 
 
 def _block_term() -> None:
-    """A TERM that reaches a forked process before it has forgotten our handler would be swallowed by it, and taken by
-    this minder for its own: it has to wait until then."""
+    """Before a handler forks. A SIGTERM that reached the new process before `_reset_signals` would be lost there and
+    stop this process instead."""
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
@@ -295,8 +306,8 @@ def _restore_signal_mask() -> None:
 
 
 def _reset_signals() -> None:
-    """In a process that a handler forks: TERM ends it as it ends any other."""
+    """In a process that a handler forked: SIGTERM ends it, as usual."""
     signal.set_wakeup_fd(-1)
-    # Only the main thread may set a handler, which the thread that forked is now.
+    # Only the main thread may set a handler; the thread that forked is the main thread of the new process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _restore_signal_mask()

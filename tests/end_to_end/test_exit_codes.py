@@ -125,7 +125,7 @@ def test_an_exception_that_cannot_be_asked_anything_fails_its_job_only(
     queue.enqueue(1, id="j")
     neighbour.run(lambda: queue.status()["dead"] == 1)
     dead = queue.dead().jobs[0]
-    assert (dead["error"], dead["message"]) == ("Unspeakable", "(cannot be told: SystemExit)")
+    assert (dead["error"], dead["message"]) == ("Unspeakable", "(unprintable: SystemExit)")
     assert forq.wait_for_child(name)["pid"] == pid
 
 

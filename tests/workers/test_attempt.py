@@ -76,7 +76,7 @@ def _raise(*arguments: Any) -> Any:
 
 # What a class of exceptions may do, and the message that is told of it. Made in the test: pytest asks its parameters.
 ODD: dict[str, tuple[dict[str, Any], str]] = {
-    "text": ({"__str__": _raise, "__repr__": _raise}, "(cannot be told: SystemExit)"),
+    "text": ({"__str__": _raise, "__repr__": _raise}, "(unprintable: SystemExit)"),
     "wishes": ({"kind": property(_raise), "retry_at": property(_raise)}, "m"),
     "class": ({"__class__": property(_raise)}, "m"),
     "text of its own": ({"__str__": lambda self: Text("m")}, "m"),

@@ -174,6 +174,47 @@ def test_a_go_for_a_worker_that_wants_nothing_more_is_given_back(parent: Parent)
     assert parent.heard() == [DONE]
 
 
+def test_a_second_go_changes_nothing(parent: Parent) -> None:
+    grant = holding(parent)
+    grant.receive("go")
+    assert parent.heard() == []
+    grant.receive("yield")
+    assert grant.yield_requested, "it is still in use"
+    parent.answers = [("go",)]
+    assert grant.acquire(10, 0)
+    grant.stop_using()
+    parent.heard()
+    grant.receive("go")
+    assert parent.heard() == []
+
+
+def test_a_worker_that_waits_needs_the_grant_again(parent: Parent) -> None:
+    grant = told_to_wait(parent)
+    grant.give_back()
+    with in_thread(grant.wait) as result:
+        wait_until(lambda: grant._worker_waiting)
+        grant.receive("go")
+    assert result == [True]
+    assert parent.heard() == []
+
+
+def test_only_acquire_limits_how_long_it_waits_for_an_answer(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+    grant = parent.grant
+    timeouts: list[float | None] = []
+
+    def wait_for(condition: Callable[[], bool], seconds: float | None) -> None:
+        assert not condition()
+        timeouts.append(seconds)
+        if seconds is None:
+            grant._receive_go()
+            assert condition()
+
+    monkeypatch.setattr(grant._changed, "wait_for", wait_for)
+    assert not grant.acquire(10, 0)
+    assert grant.wait()
+    assert timeouts == [1.0, None]
+
+
 def test_a_yield_that_crossed_a_done_does_not_end_the_next_wish(parent: Parent) -> None:
     grant = holding(parent)
     grant.give_back()

@@ -224,7 +224,7 @@ def test_an_exception_whose_text_raises_is_told(listen: Listen, past: list[Any],
     finally:
         logging.getLogger("forq").removeHandler(handler)
     told = capsys.readouterr().err + "".join(text for _, _, text in past)
-    assert "error=Silent: (cannot be told: SystemExit)" in told
+    assert "error=Silent: (unprintable: SystemExit)" in told
 
 
 def test_an_exception_that_cannot_be_shown_is_in_the_queue_s_log(past: list[Any]) -> None:

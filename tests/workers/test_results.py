@@ -77,7 +77,7 @@ class Worse(Odd):
         ("\ud800", "is not JSON"),
         (recursive(), "is not JSON: Recursion limit reached"),
         (Odd(a=None), "never"),
-        (Worse(a=None), "cannot be written as JSON, and why cannot be told (SystemExit)"),
+        (Worse(a=None), "cannot be encoded as JSON, and its error has no text (SystemExit)"),
         ("x" * 99, "it is longer than max_data = 100 bytes"),
         (type("L\noong" * 200, (), {})(), "is not JSON"),
     ],
