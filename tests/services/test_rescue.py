@@ -1,4 +1,4 @@
-"""Whose jobs pulse gives back, and whose it leaves alone: with a clock and a recovery of the test's own."""
+"""Which jobs pulse rescues, and which it leaves alone: with a fake clock and a fake Redis."""
 
 import heapq
 import time
@@ -11,7 +11,15 @@ from forq.broker.recovery import Position
 from forq.errors import RedisUnavailable
 from forq.procs.liveness import LATE_SECONDS
 from forq.procs.scoreboard import TURN_SHIFT, Role, Scoreboard, Slot, State, pack_position
-from forq.services.rescue import ANSWER_SECONDS, CLAIM_SECONDS, RECHECK_SECONDS, UnreadClaims
+from forq.services.rescue import (
+    ANSWER_SECONDS,
+    BATCH_CHECK_SECONDS,
+    CLAIM_SECONDS,
+    QUIET_CHECKS,
+    RECHECK_SECONDS,
+    BatchRescue,
+    UnreadClaims,
+)
 
 PROCESSOR = "p" * 16
 
@@ -92,7 +100,7 @@ def stage() -> Stage:
     return Stage()
 
 
-def test_a_worker_that_begins_in_time_is_not_even_asked(stage: Stage) -> None:
+def test_a_worker_that_starts_in_time_is_not_probed(stage: Stage) -> None:
     slot = stage.workers[0]
     stage.claimed(slot, 6)
     read(slot, 6, running=True)
@@ -165,7 +173,7 @@ def test_a_worker_that_runs_a_job_or_is_between_two_does_not_lag(stage: Stage) -
     assert (stage.challenged, stage.given_back) == ([], [])
 
 
-def test_claims_that_were_not_told_of_are_found_by_a_later_look(stage: Stage) -> None:
+def test_unpublished_claims_are_found_by_a_later_check(stage: Stage) -> None:
     first, second = stage.workers
     stage.claimed(first, 6)
     read(first, 6, running=True)
@@ -174,7 +182,7 @@ def test_claims_that_were_not_told_of_are_found_by_a_later_look(stage: Stage) ->
     assert stage.given_back == ["two"]
 
 
-def test_claims_that_follow_each_other_cost_one_look(stage: Stage) -> None:
+def test_claims_that_follow_each_other_cost_one_check(stage: Stage) -> None:
     slot = stage.workers[0]
     for turn in range(6, 16):
         stage.claimed(slot, turn)
@@ -204,6 +212,37 @@ def test_time_in_which_pulse_did_not_run_does_not_count(stage: Stage) -> None:
     assert slot.taken == 0
     stage.run(1)
     assert stage.given_back == ["one"]
+
+
+def test_a_pulse_that_hardly_runs_takes_nothing_from_others(stage: Stage) -> None:
+    slot = stage.workers[0]
+    stage.claimed(slot, 6)
+    stage.run(CLAIM_SECONDS)
+    for _ in range(20):
+        stage.now += 2 * LATE_SECONDS
+        stage.run(0)
+    assert (slot.taken, stage.given_back) == (0, [])
+
+
+def test_returned_jobs_that_go_to_the_same_process_again_are_found_at_once(stage: Stage) -> None:
+    first, second = stage.workers
+    original = stage.rescue
+
+    def give_to_the_second(queue: str, at: Position) -> int:
+        if at.worker == first.worker:
+            stage.turns[second.worker] = 6
+        return original(queue, at)
+
+    stage.rescue = give_to_the_second  # type: ignore[method-assign]
+    stage.claimed(first, 6)
+    stage.run(RECHECK_SECONDS - 0.1)
+    assert stage.given_back == ["one", "two"]
+
+
+def test_a_claim_of_another_supervisor_causes_no_check(stage: Stage) -> None:
+    stage.unread.on_claim("q", "one" + "x" * 16, 6)
+    stage.run(10)
+    assert stage.looks == 0
 
 
 def test_while_redis_is_away_it_is_tried_again(stage: Stage) -> None:
@@ -237,7 +276,7 @@ def test_the_number_of_a_turn_is_compared_whole(stage: Stage) -> None:
     assert stage.given_back == ["one"]
 
 
-def test_workers_that_rest_while_jobs_wait_are_asked_for_a_sign_of_life(stage: Stage) -> None:
+def test_workers_that_rest_while_jobs_wait_are_probed(stage: Stage) -> None:
     idle, busy = stage.workers
     busy.state = State.BUSY
     stage.unread.probe_resting({("q", Role.MAIN)})
@@ -248,3 +287,143 @@ def test_workers_that_rest_while_jobs_wait_are_asked_for_a_sign_of_life(stage: S
     stage.unread.probe_resting({("q", Role.MAIN)})
     assert stage.asked == [[idle.number]] * 2
     assert (stage.challenged, stage.given_back) == ([], [])
+
+
+class Batches:
+    """A BatchRescue, a worker that holds three jobs, and the timers of pulse."""
+
+    def __init__(self) -> None:
+        self.board = Scoreboard.create(4)
+        self.now = 100.0
+        self.away = False
+        self.rescued: list[tuple[str, Position]] = []
+        self._due: list[tuple[float, Callable[[], None]]] = []
+        self.batches = BatchRescue(
+            self,  # type: ignore[arg-type]
+            self.board,
+            later=lambda seconds, call: self._due.append((self.now + seconds, call)),
+            now_ns=lambda: int(self.now * 1e9),
+        )
+        self.slot = self.board.slot(self.board.take())
+        self.slot.worker, self.slot.queue, self.slot.held = "w", "q", 3
+        self.begin(7, 0)
+
+    def begin(self, turn: int, index: int, *, running: bool = True) -> None:
+        """The worker starts a job now."""
+        self.slot.turn = turn
+        self.slot.position = pack_position(int(self.now * 1e9), turn, index, running)
+
+    def rescue(self, queue: str, at: Position) -> int:
+        if self.away:
+            raise RedisUnavailable("away")
+        self.rescued.append((queue, at))
+        return at.index + 1
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while due := [timer for timer in self._due if timer[0] <= until]:
+            timer = min(due, key=lambda timer: timer[0])
+            self._due.remove(timer)
+            self.now = max(self.now, timer[0])
+            timer[1]()
+        self.now = until
+
+    @property
+    def polling(self) -> bool:
+        return any(at <= self.now + BATCH_CHECK_SECONDS for at, _ in self._due)
+
+
+@pytest.fixture
+def batches() -> Batches:
+    found = Batches()
+    found.batches.start()
+    return found
+
+
+def test_what_waits_behind_a_slow_job_is_rescued_once_per_job(batches: Batches) -> None:
+    batches.run(0.5)
+    assert batches.rescued == [("q", Position("w", 7, 0, True))]
+    batches.begin(7, 1)
+    batches.run(0.5)
+    assert batches.rescued[1:] == [("q", Position("w", 7, 1, True))]
+
+
+def test_fast_jobs_are_left_alone(batches: Batches) -> None:
+    for index in range(50):
+        batches.begin(7, index)
+        batches.run(0.019)
+    assert batches.rescued == []
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_worker_without_further_jobs_has_nothing_to_rescue(batches: Batches, held: int) -> None:
+    batches.slot.held = held
+    batches.run(0.5)
+    assert batches.rescued == []
+
+
+def test_a_worker_between_two_jobs_is_left_alone(batches: Batches) -> None:
+    batches.begin(7, 1, running=False)
+    batches.run(0.5)
+    assert batches.rescued == []
+
+
+def test_a_rescue_that_fails_is_tried_again(batches: Batches, caplog: pytest.LogCaptureFixture) -> None:
+    batches.away = True
+    batches.run(0.5)
+    assert caplog.messages[0] == "rescue failed; retrying queue=q error=away"
+    batches.away = False
+    batches.run(BATCH_CHECK_SECONDS)
+    assert batches.rescued == [("q", Position("w", 7, 0, True))]
+
+
+def test_the_scoreboard_is_polled_only_while_there_are_batches(batches: Batches) -> None:
+    batches.slot.held = 1
+    batches.run((QUIET_CHECKS - 2) * BATCH_CHECK_SECONDS)
+    assert (batches.board.watching, batches.polling) == (1, True)
+    batches.run(4 * BATCH_CHECK_SECONDS)
+    assert (batches.board.watching, batches.polling) == (0, False)
+    batches.slot.held = 3
+    batches.begin(8, 0)
+    batches.batches.wake()
+    assert batches.board.watching == 1
+    batches.run(0.1)
+    assert batches.rescued == [("q", Position("w", 8, 0, True))]
+
+
+def test_batches_keep_the_polling_alive(batches: Batches) -> None:
+    for index in range(2 * QUIET_CHECKS):
+        batches.begin(7, index)
+        batches.run(BATCH_CHECK_SECONDS)
+    assert (batches.board.watching, batches.polling) == (1, True)
+
+
+def test_a_worker_that_wakes_a_polling_pulse_starts_no_second_poll(batches: Batches) -> None:
+    batches.batches.wake()
+    assert len(batches._due) == 1
+
+
+def test_a_batch_that_started_right_before_the_flag_fell_is_not_missed(
+    batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker saw the flag up and woke nobody."""
+    batches.slot.held = 1
+    original = type(batches.board).watching.fset  # type: ignore[attr-defined]
+
+    def lower(board: Scoreboard, value: int) -> None:
+        if not value:
+            batches.slot.held = 3
+        original(board, value)
+
+    monkeypatch.setattr(Scoreboard, "watching", property(Scoreboard.watching.fget, lower))  # type: ignore[attr-defined]
+    batches.run(QUIET_CHECKS * BATCH_CHECK_SECONDS + 0.1)
+    assert (batches.board.watching, batches.polling) == (1, True)
+    assert batches.rescued == [("q", Position("w", 7, 0, True))]
+
+
+def test_a_flag_that_a_dead_pulse_has_left_up_does_not_stop_the_polling() -> None:
+    batches = Batches()
+    batches.board.watching = 1
+    batches.batches.start()
+    batches.run(0.1)
+    assert batches.rescued == [("q", Position("w", 7, 0, True))]
