@@ -1,10 +1,5 @@
-"""[metrics] of the config file: where the metrics are served, and opening that address.
-
-The settings of one supervisor, read once at its start.
-
-A setting is taken from the command line, else the environment, else the config file, else its default.
-Every mistake is a ConfigError that says where it is, what was given, and what is allowed.
-"""
+"""The settings of one supervisor, read once at start: from the command line, else the environment, else the config
+file, else the default. Every mistake is a ConfigError with its place, the given value, and what is allowed."""
 
 import grp
 import os
@@ -44,7 +39,7 @@ BACKLOG = 128
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """`path`: a Unix socket; else host and port. `where`: for errors."""
+    """The section [metrics]: a Unix socket (`path`), or host and port. `where` is the place for errors."""
 
     where: str
     listen: str
@@ -54,7 +49,7 @@ class MetricsConfig:
     health_seconds: float
 
     def open(self, group: str | None) -> socket.socket:
-        """The listening socket. Raises ConfigError with the address and the reason."""
+        """The listening socket. Raises ConfigError if it cannot listen."""
         try:
             if self.path is not None:
                 return listen(str(self.path), None if group is None else grp.getgrnam(group).gr_gid)
@@ -96,14 +91,14 @@ def read_metrics(table: object, file: Path) -> MetricsConfig:
 UNITS_PER_CPU = 100
 PIPELINE_QUEUE = "forq-pipeline"
 PIPELINE_HANDLER = "forq.pipeline.ingest:ingest"
-# It is never given up: what it has not read is still in the journals, or shows there as a gap.
+# Never dead: journals that it has not read yet wait for it, or show as a gap.
 _PIPELINE_OPTIONS = {"max_retries": 10**6, "max_timeouts": 10**6, "max_stalls": 10**6, "timeout": "1h", "size": 1}
 DEFAULT_FILE = Path("/etc/forq/forq.toml")
 
 
 @dataclass(frozen=True)
 class Config:
-    """What `forq run` runs with. `redis` None means the embedded server."""
+    """The settings of `forq run`. `redis` None means the embedded server."""
 
     file: Path | None
     state_dir: Path
@@ -121,7 +116,7 @@ class Config:
     control_group: str | None
     cgroup: str
     embedded_server: str | None
-    # Of the queues that do not say theirs.
+    # Default for queues without a mode.
     mode: str
     tracing: str
     log_format: str
@@ -134,17 +129,17 @@ class Config:
     pipeline: "Pipeline | None" = None
     bridges: "tuple[BridgeConfig, ...]" = ()
     metrics: MetricsConfig | None = None
-    # Of each queue of the file its schedules, by key, as they were given.
+    # By queue and key, as given in the config file.
     schedules: Mapping[str, Mapping[str, Mapping[str, object]]] = field(default_factory=dict)
 
     def options_of(self, queue: QueueSpec) -> dict[str, Value]:
-        """All options of a queue: its own, else the service's default, else forq's."""
+        """All options of a queue: its own, else the default of the config file, else of forq."""
         return {**defaults(queue.mode), "stop_grace": self.stop_grace_seconds, **queue.options}
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The queue of forq's own that turns journals into history: where to, how often."""
+    """The section [pipeline]: forq's own queue that turns journals into history."""
 
     history: str
     every_seconds: float
@@ -156,14 +151,14 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class BridgeConfig:
-    """A bridge that the supervisor runs: where it listens, and how often its workers have to say something."""
+    """A section [[bridge]]: its socket, and the interval within which its workers must send a message."""
 
     listen: Path
     tick_seconds: float
 
 
 def load(argv_overrides: Mapping[str, object], environ: Mapping[str, str]) -> Config:
-    """argv_overrides holds settings by name, and `config`, the file; None stands for a flag that was not given."""
+    """`argv_overrides`: settings by name, and `config`, the file; None is a flag that was not given."""
     try:
         return _load({name: value for name, value in argv_overrides.items() if value is not None}, environ)
     except UsageError as exc:
@@ -204,7 +199,7 @@ def _find_file(flag: object, environ: Mapping[str, str]) -> Path | None:
         if name:
             file = Path(os.path.abspath(str(name)))
             if not file.is_file():
-                raise ConfigError(f"{where}: there is no file {file}")
+                raise ConfigError(f"{where}: no such file: {file}")
             return file
     return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
 
@@ -228,7 +223,7 @@ def _read_queues(tables: object, file: Path, mode: str) -> tuple[QueueSpec, ...]
 
 
 def _take_schedules(tables: object, file: Path) -> dict[str, dict[str, dict[str, object]]]:
-    """Takes the schedules out of the tables of the queues; what else is in them is read afterwards."""
+    """Removes the schedules from the tables of the queues and returns them."""
     queues = (
         {name: table for name, table in tables.items() if isinstance(table, dict)} if isinstance(tables, dict) else {}
     )
@@ -299,21 +294,21 @@ def _check_together(config: Config, sources: Mapping[str, str]) -> None:
 
 
 def check_size(options: Mapping[str, Value], capacity: int, where: str) -> None:
-    """A job that needs more than there is would wait for ever."""
+    """InvalidOption if a job needs more units than the capacity: it would wait for ever."""
     for name in ("size", "fail_size"):
         if int(options.get(name, 0)) > capacity:
             raise InvalidOption(f"{where}: {name} = {options[name]} is not allowed: capacity is {capacity} units")
 
 
 def capacity_warning(options: Mapping[str, Value], capacity: int) -> str | None:
-    """What to say if more workers are asked for than can ever run jobs at the same time; None if all can."""
+    """The warning if the capacity is too small for all workers of a queue to run jobs at the same time; else None."""
     workers, size = int(options.get("concurrency", 1)), int(options.get("size", 1))
     if workers * size <= capacity:
         return None
     most, fitting = capacity // size, capacity // workers
     jobs = "1 of its jobs runs" if most == 1 else f"{most} of its jobs run"
     return (
-        f"concurrency = {workers} with size = {size} needs {workers * size} units, and capacity is {capacity}: at most "
+        f"concurrency = {workers} with size = {size} needs {workers * size} units, but capacity is {capacity}: at most "
         f"{jobs} at the same time; for all {workers}, set capacity = {workers * size} in the config file"
         + (f" or size = {fitting}" if fitting else "")
     )

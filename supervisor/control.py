@@ -1,13 +1,6 @@
-"""One client of the control socket, and its requests.
+"""The control socket: listening and access (ControlServer), one client (Connection), one call of a verb (Request).
 
-1. Connection answers the lines of one client, and holds it to the limits below.
-2. Request is what a verb gets: it answers once, now or later.
-
-Nothing here blocks, and no client can make it: whoever is too fast, too slow or broken loses its own connection only.
-
-Tells when names in a directory are taken away or replaced, by inotify: nothing has to look again and again.
-
-The control socket: binds it, and again if somebody removes it; decides who may connect; keeps the connections.
+Nothing here blocks. A client that is too fast, too slow or broken loses only its own connection.
 """
 
 from __future__ import annotations
@@ -40,14 +33,14 @@ log = logging.getLogger("forq.control")
 MAX_UNANSWERED = 64
 MAX_OUTPUT_BYTES = 8 << 20
 HALF_LINE_SECONDS = 30.0
-# A client that was told goodbye gets this long to read it.
+# How long a client may take to read its last error before the connection is closed.
 CLOSE_SECONDS = 5.0
-# Small enough that one pass over a flood of tiny requests takes a few milliseconds.
+# Small, so that one pass over a flood of tiny requests takes only a few milliseconds.
 READ_BYTES = 16 << 10
 
 
 class Peer(NamedTuple):
-    """Who is at the other end, as the kernel says."""
+    """The client's credentials, from the kernel."""
 
     pid: int
     uid: int
@@ -55,7 +48,7 @@ class Peer(NamedTuple):
 
 
 class Request:
-    """One call of a verb. Answer it exactly once, with reply or fail; after the client has gone both do nothing."""
+    """One call of a verb. Must be answered exactly once, with reply or fail; both do nothing if the client has left."""
 
     def __init__(self, connection: Connection, call: jsonrpc.Call) -> None:
         self.method = call.method
@@ -71,7 +64,7 @@ class Request:
         try:
             line = jsonrpc.result(self._call.id, value)
         except InvalidData:
-            log.exception("the answer is not JSON", extra={"verb": self.method})
+            log.exception("answer is not valid JSON", extra={"verb": self.method})
             self.fail(ForqError("internal error: the answer cannot be sent"), jsonrpc.INTERNAL_ERROR)
             return
         if len(line) > MAX_OUTPUT_BYTES:
@@ -83,7 +76,7 @@ class Request:
         self._answer(jsonrpc.failure(self._call.id, error, rpc_code))
 
     def on_gone(self, callback: Callable[[], None]) -> None:
-        """Call back when the client leaves before the answer."""
+        """Calls back if the client leaves before the answer."""
         if self.gone:
             callback()
         else:
@@ -95,18 +88,18 @@ class Request:
             try:
                 callback()
             except Exception:
-                log.exception("an on_gone callback failed", extra={"verb": self.method})
+                log.exception("on_gone callback failed", extra={"verb": self.method})
 
     def _answer(self, line: bytes) -> None:
         if self.answered:
             raise ForqError(f"{self.method} was answered twice")
         self.answered = True
         if not self.gone:
-            self._connection.settle(self, line if self._call.expects_answer else b"")
+            self._connection.answer(self, line if self._call.expects_answer else b"")
 
 
 class Connection:
-    """One client. `peer` is who it is; `closed` is true from the moment its socket is gone."""
+    """One client: reads its lines, calls the verbs, sends the answers, and enforces the limits above."""
 
     def __init__(
         self,
@@ -136,7 +129,7 @@ class Connection:
             self._serve()
 
     def _serve(self) -> None:
-        """Handle the lines that are here, as far as the limit on unanswered requests allows."""
+        """Handles the received lines, up to the limit of unanswered requests."""
         if self._serving or self.closed or self._closing:
             return
         self._serving = True
@@ -169,7 +162,7 @@ class Connection:
             verb(request)
         except Exception as exc:
             if request.answered or not isinstance(exc, ForqError):
-                log.exception("a verb failed", extra={"verb": call.method})
+                log.exception("verb failed", extra={"verb": call.method})
             if request.answered:
                 return
             if isinstance(exc, ForqError):
@@ -179,7 +172,7 @@ class Connection:
                 request.fail(hidden, jsonrpc.INTERNAL_ERROR)
 
     def _update_reading(self) -> None:
-        """Read on, stop for a while, or end, as the state of this connection asks."""
+        """Continues, pauses or ends reading, depending on the state of the connection."""
         if self.closed or self._closing:
             return
         if self._io.ended and not self._unanswered and not self._io.unsent_bytes:
@@ -189,12 +182,12 @@ class Connection:
             self._stop_reading()
         else:
             self._start_reading()
-            # Further bytes do not extend it: one byte now and then must not hold the connection for ever.
+            # Further bytes do not extend it: a byte now and then must not keep the connection for ever.
             if len(self._io.lines) and self._half_line_timer is None:
                 self._half_line_timer = self._loop.call_later(HALF_LINE_SECONDS, self._half_line_expired)
 
-    def settle(self, request: Request, line: bytes) -> None:
-        """Send the answer, and take up what had to wait for it."""
+    def answer(self, request: Request, line: bytes) -> None:
+        """Sends the answer and continues with lines that had to wait for it."""
         self._unanswered.discard(request)
         self._send(line)
         if not self._io.reading:
@@ -206,7 +199,7 @@ class Connection:
             self.close()
         elif self._io.unsent_bytes > MAX_OUTPUT_BYTES:
             log.warning(
-                "a client does not read its answers: dropped",
+                "client does not read its answers; closing the connection",
                 extra={"peer_uid": self.peer.uid, "peer_pid": self.peer.pid},
             )
             self.close()
@@ -218,7 +211,7 @@ class Connection:
             self._update_reading()
 
     def _send_last_error(self, error: ForqError) -> None:
-        """Send one last error line, and close when it has been read, or soon."""
+        """Sends one last error line; closes when it is read, or after CLOSE_SECONDS."""
         self._send(jsonrpc.failure(None, error, jsonrpc.INVALID_REQUEST))
         if not self._io.unsent_bytes:
             self.close()
@@ -231,7 +224,7 @@ class Connection:
 
     def _half_line_expired(self) -> None:
         self._half_line_timer = None
-        self._send_last_error(TimedOut(f"a line was begun and not ended within {HALF_LINE_SECONDS:g} s"))
+        self._send_last_error(TimedOut(f"incomplete line: no newline within {HALF_LINE_SECONDS:g} s"))
 
     def _stop_half_line_timer(self) -> None:
         if self._half_line_timer is not None:
@@ -247,7 +240,7 @@ class Connection:
         self._loop.on_hangup(self._io.fileno(), self.close)
 
     def _hung_up(self) -> bool:
-        """True when the client closed its end, false when it only said that it sends no more."""
+        """True if the client closed the connection, false if it only shut down its sending side."""
         poll = select.poll()
         poll.register(self._io.fileno(), 0)
         return bool(poll.poll(0))
@@ -276,13 +269,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class DirectoryWatch:
-    """Calls back after something in the directory has been removed, renamed or replaced. What it was the callback finds
-    out: several events may be one call. Making one raises OSError where the kernel has no watch to give."""
+    """Calls back when a file in the directory was removed, renamed or replaced (inotify). Several events may cause one
+    call. The constructor raises OSError if the kernel has no watch left."""
 
     def __init__(self, loop: Loop, directory: str, changed: Callable[[], None]) -> None:
         self._loop = loop
         self._changed = changed
-        # Both are close-on-exec and non-blocking, by the same numbers.
+        # IN_CLOEXEC and IN_NONBLOCK have the values of O_CLOEXEC and O_NONBLOCK.
         self._fd: int = _libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
         if self._fd < 0:
             raise _last_error("inotify_init1")
@@ -307,33 +300,31 @@ def _last_error(call: str) -> OSError:
     return OSError(code, f"{call}: {os.strerror(code)}")
 
 
-__all__ = ["ControlServer", "Peer", "Request"]
-
-
 MAX_CONNECTIONS = 256
-# Descriptors that clients never get: what it takes to replace a child, and to kill the tree of one.
+# Descriptors kept free of clients: needed to replace a child and to kill its tree.
 RESERVED_DESCRIPTORS = 24
-# What a queue takes: leash and pidfd of its two processes, and of their successors while they overlap; its output.
+# Leash and pidfd of two processes and of their successors while they overlap, and the output pipe.
 DESCRIPTORS_PER_QUEUE = 9
-# How soon a socket that could not be made again is tried once more.
 LISTEN_AGAIN_SECONDS = 5.0
 ACCEPTS_PER_PASS = 64
-# With no file descriptor left, accept would fail at once for ever: leave the clients in the backlog for a while.
+# Without free descriptors accept fails at once, again and again: leave the clients in the backlog for a while.
 ACCEPT_PAUSE_SECONDS = 0.5
 
 _SO_PEERGROUPS = 59
-# The largest answer socket.getsockopt takes: 256 groups.
+# The largest buffer of socket.getsockopt: 256 groups.
 _PEERGROUPS_BYTES = 1024
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ControlServer:
-    """Listens at `path` (0600; 0660 and that group when one of `group` and `readers` is given) and serves `verbs`.
+    """Listens at `path` and serves `verbs`, a flat table from name to function.
 
-    `verbs` is all a client can reach: a flat table, looked up by the whole name. `listener` is a socket that somebody
-    else has made and goes on listening at: it is used instead, as it is, and its file stays when this server ends.
-    Members of the group `readers` get `read_verbs`. A file has one group only: with both it lets everybody connect
-    (0666), and who may not is turned away here.
+    1. Creates the socket with mode 0600, or 0660 and the group if one of `group` and `readers` is given. A file has
+       only one group: with both the mode is 0666, and other users are rejected after the connect.
+    2. Creates it again if its file is removed.
+    3. Accepts clients: root, the own user and `group` get `verbs`, members of `readers` get `read_verbs`.
+
+    `listener` is a socket created by systemd, used as it is; its file stays when this server ends.
     """
 
     def __init__(
@@ -360,13 +351,13 @@ class ControlServer:
         self._watch = self._watch_directory() if listener is None else None
         self._again_timer: Timer | None = None
         self._foreign_inode: int | None = None
-        # Whoever may not use the socket must not be able to fill the log.
+        # Users without access must not be able to fill the log.
         self._refused = WarningThrottle(log, loop.call_later)
         self._unreadable = WarningThrottle(log, loop.call_later)
         loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Drop every client and remove the socket, unless another one has taken its place, or it is not ours."""
+        """Closes all connections and removes the socket, unless it was replaced or belongs to systemd."""
         if self._listener.fileno() < 0:
             return
         if self._watch is not None:
@@ -396,11 +387,13 @@ class ControlServer:
         try:
             return DirectoryWatch(self._loop, os.path.dirname(self.path) or ".", self._listen_if_removed)
         except OSError as exc:
-            log.warning("nobody will notice if %s is removed: %s", self.path, exc)
+            log.warning(
+                "cannot watch the control socket; it will not be recreated if removed path=%s error=%s", self.path, exc
+            )
             return None
 
     def _listen_if_removed(self) -> None:
-        """A socket without a name lets nobody in. What somebody has put in its place is left alone."""
+        """Creates the socket again if its file is gone. Another file in its place is left alone."""
         if self._again_timer is not None:
             self._again_timer.cancel()
             self._again_timer = None
@@ -408,21 +401,21 @@ class ControlServer:
             found = os.lstat(self.path).st_ino
             if found not in (self._inode, self._foreign_inode):
                 self._foreign_inode = found
-                log.error("%s is not the control socket any more; remove it, and the socket is made again", self.path)
+                log.error("control socket was replaced by another file; to recreate the socket: rm %s", self.path)
             return
         except FileNotFoundError:
             pass
         except OSError as exc:
-            log.error("cannot look at the control socket %s: %s", self.path, exc.strerror)
+            log.error("cannot check the control socket path=%s error=%s", self.path, exc.strerror)
             return
         try:
             listener = self._listen(self.path)
         except ForqError as exc:
-            log.error("the control socket was removed and cannot be made again; next try in 5 s: %s", exc)
+            log.error("control socket was removed and cannot be recreated; retrying in 5 s error=%s", exc)
             self._again_timer = self._loop.call_later(LISTEN_AGAIN_SECONDS, self._listen_if_removed)
             return
-        log.warning("the control socket was removed; made it again at %s", self.path)
-        # Who had connected to the old one before it lost its name.
+        log.warning("control socket was removed; recreated it path=%s", self.path)
+        # Clients that connected before the file was removed.
         self._accept()
         self._close_listener()
         self._listener, self._inode = listener, os.lstat(self.path).st_ino
@@ -443,7 +436,7 @@ class ControlServer:
                 if exc.errno in _OUT_OF_RESOURCES:
                     self._pause_accepting(exc)
                     return
-                # The client gave up before it was accepted.
+                # The client left before it was accepted.
                 continue
             sock.setblocking(False)
             self._admit(sock)
@@ -457,7 +450,7 @@ class ControlServer:
         elif len(self._connections) >= MAX_CONNECTIONS:
             _reject(sock, ForqError(f"too many connections: at most {MAX_CONNECTIONS} at a time"))
         elif sock.fileno() + RESERVED_DESCRIPTORS >= _descriptor_limit():
-            # The kernel hands out the lowest free number: all below this one are in use.
+            # The kernel uses the lowest free number: all lower ones are in use.
             _reject(
                 sock,
                 ForqError(
@@ -469,7 +462,7 @@ class ControlServer:
             self._connections.add(Connection(self._loop, sock, peer, verbs, self._connections.discard))
 
     def _verbs_for(self, sock: socket.socket, peer: Peer) -> Mapping[str, Callable[[Request], None]] | None:
-        """What this client may ask for; None: nothing."""
+        """The verbs that this client may use; None if it has no access."""
         if peer.uid in (0, os.geteuid()):
             return self._verbs
         if self._group is None and self._readers is None:
@@ -480,16 +473,16 @@ class ControlServer:
         return self._read_verbs if self._readers in groups else None
 
     def _groups_of(self, sock: socket.socket) -> tuple[int, ...]:
-        """The supplementary groups the client had when it connected, from the kernel: a lookup by name may block."""
+        """The supplementary groups of the client, from the kernel: a lookup by name may block."""
         try:
             packed = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _PEERGROUPS_BYTES)
         except OSError as exc:
-            self._unreadable.warn(f"cannot read the groups of a client error={exc}")
+            self._unreadable.warn(f"cannot read groups of a client error={exc}")
             return ()
         return struct.unpack(f"{len(packed) // 4}I", packed)
 
     def _pause_accepting(self, reason: OSError) -> None:
-        log.warning("no new clients for a while", extra={"reason": str(reason)})
+        log.warning("cannot accept clients; pausing", extra={"reason": str(reason)})
         self._loop.remove_reader(self._listener.fileno())
         self._resume_timer = self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._resume_accepting)
 
@@ -499,13 +492,13 @@ class ControlServer:
 
 
 def warn_of_few_descriptors(queues: int, in_use: int) -> None:
-    """At the start, when so many descriptors are in use and so many queues are to be served."""
+    """Checks the limit at start, for this many queues and descriptors in use."""
     needed = in_use + DESCRIPTORS_PER_QUEUE * queues + RESERVED_DESCRIPTORS + MAX_CONNECTIONS
     allowed = _descriptor_limit()
     if allowed < needed:
         log.warning(
-            "ulimit -n is %s: with %s queues that leaves room for %s clients of the control socket instead of %s; "
-            "raise it to %s (ulimit -n, or LimitNOFILE= of the unit)",
+            "ulimit -n is %s: with %s queues the control socket has room for %s clients instead of %s; "
+            "raise it to %s (ulimit -n, or LimitNOFILE= of the systemd unit)",
             *(allowed, queues, max(0, MAX_CONNECTIONS - needed + allowed), MAX_CONNECTIONS, needed),
         )
 
@@ -519,6 +512,6 @@ def _reject(sock: socket.socket, error: ForqError) -> None:
     try:
         sock.send(jsonrpc.failure(None, error))
     except OSError as exc:
-        log.debug("a client left before it was refused", extra={"reason": str(exc)})
+        log.debug("client left before it was rejected", extra={"reason": str(exc)})
     finally:
         sock.close()

@@ -1,10 +1,9 @@
-"""Refuses files that somebody else could change: who can, chooses the code that forq runs. The rules are sshd's.
+"""Refuses files that another user could change: that user could choose the code that forq runs. The rules are sshd's.
 
-1. A file or directory belongs to root or to the user that forq runs as.
-2. Neither its group nor others may write to it. A group of which that user is the only member (a user private group)
-   is no other.
-3. The same holds for each directory above it, or its name could be given to something else. One that is sticky, such as
-   /tmp, may be open to all: there nobody can rename what belongs to others.
+1. A file or directory must belong to root or to the user that forq runs as.
+2. Neither its group nor others may write to it. A group whose only member is that user (a user private group) may.
+3. The same holds for each parent directory, or the file could be replaced. A sticky directory such as /tmp may be
+   writable for all: there, only the owner can rename a file.
 """
 
 import grp
@@ -17,51 +16,51 @@ from pathlib import Path
 from forq.errors import ConfigError
 
 VARIABLE = "FORQ_STRICT_MODES"
-_WORDS = {"yes": True, "no": False}
+_VALUES = {"yes": True, "no": False}
 
 
 def strict_modes(environ: Mapping[str, str]) -> bool:
-    """Whether ownership is checked. Not a setting of the config file, which would have to be believed first."""
-    word = environ.get(VARIABLE) or "yes"
-    if word not in _WORDS:
-        raise ConfigError(f"{VARIABLE} = {word!r} is not allowed: yes or no")
-    return _WORDS[word]
+    """Whether ownership is checked. Not a setting of the config file, which is itself checked."""
+    value = environ.get(VARIABLE) or "yes"
+    if value not in _VALUES:
+        raise ConfigError(f"{VARIABLE} = {value!r} is not allowed: yes or no")
+    return _VALUES[value]
 
 
 def refuse_changeable(path: Path, what: str, status: os.stat_result | None = None) -> None:
-    """ConfigError if another user could change the file or directory, or put something else in its place. `status`: of
-    what was opened under this name, if it was."""
+    """ConfigError if another user could change or replace the file or directory. `status`: fstat of the open file, if
+    it is open."""
     real = Path(os.path.realpath(path))
     _refuse(real, f"{what} {path}", status or os.stat(real), sticky_is_safe=False)
-    # Also where the name itself is, in case it is a link.
+    # The directories of the target, and those of the link if the path is a link.
     for directory in dict.fromkeys([*real.parents, *Path(os.path.realpath(path.parent)).parents]):
         _refuse(directory, f"{what} {path}: its directory {directory}", os.stat(directory), sticky_is_safe=True)
 
 
 def changeable_by(path: str) -> str | None:
-    """Who beside root and the user of this process could change it, for a warning; None: nobody, or it is not there."""
+    """The user or group besides root and ourselves that could change it, for a warning; None if none could."""
     try:
         status = os.stat(path)
     except OSError:
         return None
-    return _stranger(path, status, sticky_is_safe=False)
+    return _foreign_writer(path, status, sticky_is_safe=False)
 
 
 def _refuse(path: Path, named: str, status: os.stat_result, *, sticky_is_safe: bool) -> None:
-    stranger = _stranger(str(path), status, sticky_is_safe=sticky_is_safe)
-    if stranger is None:
+    writer = _foreign_writer(str(path), status, sticky_is_safe=sticky_is_safe)
+    if writer is None:
         return
-    if stranger.startswith("user"):
-        mend = f"chown {_user_name(os.geteuid())} {path}"
+    if writer.startswith("user"):
+        fix = f"chown {_user_name(os.geteuid())} {path}"
     else:
-        mend = f"chmod {'g' if stranger.startswith('group') else 'o'}-w {path}"
+        fix = f"chmod {'g' if writer.startswith('group') else 'o'}-w {path}"
     raise ConfigError(
-        f"{named} can be changed by {stranger}, who could choose code that runs as user {_user_name(os.geteuid())}: "
-        f"{mend} (or {VARIABLE}=no, where nobody else has an account)"
+        f"{named} can be changed by {writer}, who could choose code that runs as user {_user_name(os.geteuid())}: "
+        f"{fix} (or {VARIABLE}=no, where nobody else has an account)"
     )
 
 
-def _stranger(path: str, status: os.stat_result, *, sticky_is_safe: bool) -> str | None:
+def _foreign_writer(path: str, status: os.stat_result, *, sticky_is_safe: bool) -> str | None:
     if status.st_uid not in (0, os.geteuid()) and not _is_unmapped(status.st_uid):
         return f"user {_user_name(status.st_uid)}"
     if not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or _is_read_only(path):
@@ -74,7 +73,7 @@ def _stranger(path: str, status: os.stat_result, *, sticky_is_safe: bool) -> str
 
 
 def _is_private(gid: int) -> bool:
-    """Whether the group has no member but root and the user of this process."""
+    """Whether the group has no members except root and the user of this process."""
     trusted = {0, os.geteuid()}
     try:
         members = grp.getgrgid(gid).gr_mem
@@ -83,17 +82,17 @@ def _is_private(gid: int) -> bool:
     if any(_uid(name) not in trusted for name in members):
         return False
     primary = {entry.pw_uid for entry in pwd.getpwall() if entry.pw_gid == gid}
-    # A group that nobody has here may have members elsewhere, where the disk comes from.
+    # A group without members here may have members on the machine that the disk comes from.
     return primary <= trusted and (bool(primary & trusted) or bool(members) or gid == os.getegid())
 
 
 def _is_read_only(path: str) -> bool:
-    """Volumes of containers are often open to all, and mounted so that nobody can write to them."""
+    """Volumes of containers are often writable for all by mode but mounted read-only."""
     return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 
 def _is_unmapped(uid: int) -> bool:
-    """Whether it stands for an owner from outside of this user namespace: whom nobody in here can become."""
+    """Whether it stands for an owner outside this user namespace, which no user inside can become."""
     try:
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
         whole = Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]

@@ -1,17 +1,4 @@
-"""What members of `control_read_group` may ask the control socket: how things stand, and nothing of what jobs hold.
-
-Refused is what changes anything, and what may show the data of a job: its result, the message of an error, a stack, the
-output of a handler. The table of verbs that such a client gets is made here, once; the rest of it refuses.
-
-The verbs about jobs that run in this supervisor's processes: kill, stack.
-
-The verbs await, dequeue and ack of the control socket. An awaiter stays as long as its client does.
-
-It is the supervisor that names an awaiter and knows its deadline: so the question can be put again to the successor of
-a clerk that died.
-
-The control socket's verbs: a flat table from name to function, nothing else is reachable.
-"""
+"""The verbs of the control socket: the table from name to function, and the reduced table for control_read_group."""
 
 import os
 import time
@@ -46,10 +33,10 @@ from forq.values import check_job_id, check_queue_name, parse_duration, shown
 from forq.version import PROTOCOL, VERSION
 
 Verb = Callable[[Request], None]
-# request, verb of the clerk, its params, what to do with the answer or error
+# Request, verb of the clerk, its params, callback with the answer or error.
 ForwardForReader = Callable[[Request, str, dict[str, Any], Callable[[Any], None]], None]
 
-# Of jobs they tell ids and identifiers; `job` tells more (without_data), `why` leaves out the messages of errors.
+# `jobs` shows ids and identifiers only; `job` is reduced by without_data, `why` omits error messages.
 READ_VERBS = ("status", "jobs", "job", "why", "ping", "version")
 OPEN_KEYS = (
     *("id", "identifier", "state", "type", "priority", "retry_count", "stall_count", "timeout_count", "suspect"),
@@ -59,6 +46,9 @@ OPEN_KEYS_OF_ATTEMPTS = ("started_at", "ended_at", "outcome", "cause", "peak_mem
 
 
 def verbs_for_readers(table: Mapping[str, Verb], send: ForwardForReader) -> dict[str, Verb]:
+    """Verbs for members of `control_read_group`. Refuses all changes, and all output that may contain data of a job:
+    results, error messages, stacks, output of handlers."""
+
     def job(request: Request) -> None:
         def answer(found: Any) -> None:
             if isinstance(found, ForqError):
@@ -81,21 +71,21 @@ def verbs_for_readers(table: Mapping[str, Verb], send: ForwardForReader) -> dict
 
 
 def without_data(job: dict[str, Any]) -> dict[str, Any]:
-    """What is told of a job to those who may not see its data. What is not known to be harmless is left out."""
-    told = {key: job[key] for key in OPEN_KEYS if key in job}
+    """The parts of a job that readers may see. Unknown keys are omitted."""
+    shown_parts = {key: job[key] for key in OPEN_KEYS if key in job}
     if "attempts" in job:
-        told["attempts"] = [_open_part(attempt) for attempt in job["attempts"]]
-    return told
+        shown_parts["attempts"] = [_open_part(attempt) for attempt in job["attempts"]]
+    return shown_parts
 
 
 def _open_part(attempt: Any) -> dict[str, Any]:
     if not isinstance(attempt, dict):
         return {}
-    told: dict[str, Any] = {key: attempt[key] for key in OPEN_KEYS_OF_ATTEMPTS if key in attempt}
+    shown_parts: dict[str, Any] = {key: attempt[key] for key in OPEN_KEYS_OF_ATTEMPTS if key in attempt}
     error = attempt.get("error")
     if isinstance(error, dict):
-        told["error"] = {key: error.get(key) for key in ("name", "kind")}
-    return told
+        shown_parts["error"] = {key: error.get(key) for key in ("name", "kind")}
+    return shown_parts
 
 
 def _refuse(request: Request) -> None:
@@ -106,6 +96,8 @@ def _refuse(request: Request) -> None:
 
 
 class RunningJobVerbs:
+    """`kill` and `stack`: for jobs that run in processes of this supervisor."""
+
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
 
@@ -113,7 +105,7 @@ class RunningJobVerbs:
         return {"kill": self.kill, "stack": self.stack}
 
     def kill(self, request: Request) -> None:
-        """Ends a running job; it is cancelled, or with `retry` given back uncounted."""
+        """Ends a running job; it is cancelled, or with `retry` returned to its queue without counting an attempt."""
         queue, job_id = self._queues.find(request.params.get("name")), check_job_id(request.params.get("id"))
         found = queue.running_job(job_id)
         if found is None:
@@ -126,7 +118,7 @@ class RunningJobVerbs:
                 "id": job_id,
                 "pid": process.pid,
                 "outcome": outcome,
-                # The process is killed when these have ended.
+                # The process is killed after these have ended.
                 "others": [
                     other.job.decode("utf-8", "replace") for other in process.busy() if other.number != slot.number
                 ],
@@ -134,7 +126,7 @@ class RunningJobVerbs:
         )
 
     def stack(self, request: Request) -> None:
-        """Where each running job of the queue is."""
+        """The stack of each running job of the queue."""
         processes = self._queues.find(request.params.get("name")).busy_processes()
         stacks: list[dict[str, Any]] = []
         left = set(processes)
@@ -152,7 +144,7 @@ class RunningJobVerbs:
 
 
 def _read_dump(process: QueueProcess, dump: str) -> list[dict[str, Any]]:
-    """One entry per running job; of a process that is still starting, one for its main thread."""
+    """One entry per running job; for a process that is still starting, one for its main thread."""
     now_ns = time.monotonic_ns()
     common = {"role": process.role.name.lower(), "pid": process.pid}
     if not process.ready:
@@ -168,7 +160,7 @@ def _read_dump(process: QueueProcess, dump: str) -> list[dict[str, Any]]:
     ]
 
 
-# How long a question may wait for its queue to be opened, whatever it says itself.
+# Upper limit for the time that `await` and `dequeue` wait for their queue to be opened.
 LONGEST_OPENING_SECONDS = 86400.0
 
 
@@ -179,7 +171,10 @@ class ForwardToClerk(Protocol):
 
 
 class ReleaseVerbs:
-    """`forward`: how a request gets to the clerk and back, once its queue is there."""
+    """`await`, `dequeue` and `ack`. An awaiter stays as long as its client is connected.
+
+    The supervisor chooses the awaiter's name and deadline, so that the request can be repeated to a new clerk.
+    """
 
     def __init__(self, forward: ForwardToClerk, clerk: Service, now: Callable[[], float]) -> None:
         self._forward = forward
@@ -233,15 +228,17 @@ def _lease_ms(request: Request) -> int | None:
     return None if lease is None else round(float(OPTIONS["lease"].parse(lease, "dequeue")) * 1000)
 
 
-DRAIN_LOOK_SECONDS = 0.1
+DRAIN_CHECK_SECONDS = 0.1
 # How long a request waits for its queue to be opened after a start.
 OPENING_SECONDS = 5.0
-# How long a handler's import may take when it is waited for.
+# Default limit for the import of a handler.
 IMPORT_SECONDS = 60.0
 MAX_IMPORT_SECONDS = 86400.0
 
 
 class Verbs:
+    """All verbs. Those about Redis are forwarded to the clerk; the others are answered here."""
+
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._queues = supervisor.queues
@@ -264,9 +261,9 @@ class Verbs:
             "version": lambda request: request.reply({"version": VERSION, "protocol": PROTOCOL}),
             "shutdown": self.shutdown,
             **dict.fromkeys(("push", "push_many", "recover", "cancel", "remove", "job", "jobs"), self._forward),
-            # Whose clerk dies meanwhile asks the next one.
+            # Repeated to the new clerk if the clerk dies.
             "watch": lambda request: self._forward_to_clerk(request, "watch", request.params, repeat=True),
-            # Nothing of it is in Redis: it need not wait for that.
+            # Needs no Redis, so it does not wait for the queue to be opened.
             "logs": lambda request: self._clerk.request(
                 "logs", request.params, _answer_to(request), repeat=True, raw=True
             ),
@@ -301,22 +298,22 @@ class Verbs:
         try:
             self._supervisor.state.save_queue(spec.name, spec.to_mapping())
         except ForqError as exc:
-            request.fail(ForqError(f"the queue is served, but not after a restart: {exc}"))
+            request.fail(ForqError(f"the queue is served now, but its definition is lost at the next restart: {exc}"))
             return
         request.reply(self._warned(spec, answer))
 
     def _warned(self, spec: QueueSpec, answer: dict[str, Any]) -> dict[str, Any]:
-        """An answer, with what its sender should know although nothing was refused."""
+        """The answer, with a warning if the capacity is too small for the queue's concurrency."""
         warning = capacity_warning(self._supervisor.config.options_of(spec), self._supervisor.config.capacity)
         return answer if warning is None else {**answer, "warnings": [f"queue {spec.name}: {warning}"]}
 
     def _change(self, request: Request, queue: ServedQueue, spec: QueueSpec, seconds: float | None) -> None:
-        """A queue of that name is served already: the same definition changes nothing, another one replaces it.
-        One that cannot be served is tried once more."""
+        """A queue of this name is served already: the same definition changes nothing, another one replaces it. If the
+        queue cannot be served, tries again."""
         name = spec.name
         if queue.spec == spec:
             if queue.opening:
-                raise QueueExists(f"queue {name!r} is just being created; try again")
+                raise QueueExists(f"queue {name!r} is being created; try again")
             if queue.config_error is not None and seconds is not None:
                 self._restart(request, queue, seconds, self._warned(spec, {"name": name, "created": False}))
                 return
@@ -357,7 +354,7 @@ class Verbs:
             self._clerk.request("purge", {"name": name}, partial(purged, done))
 
         def purged(done: dict[str, Any], answer: Any) -> None:
-            """In slices, so that the clerk can answer others in between."""
+            """In slices, so that the clerk can answer other requests in between."""
             if isinstance(answer, ForqError):
                 request.fail(answer)
             elif answer["more"]:
@@ -368,7 +365,7 @@ class Verbs:
         self._clerk.request("delete", {"name": name, "force": bool(request.params.get("force"))}, deleted)
 
     def drain(self, request: Request) -> None:
-        """Answers when nothing waits or runs any more."""
+        """Answers when no job is waiting or active."""
         queue = self._queues.find(request.params.get("name"))
         name = queue.spec.name
         queue.draining = True
@@ -384,22 +381,22 @@ class Verbs:
                 ended()
                 request.reply({"name": name})
             else:
-                self._supervisor.loop.call_later(DRAIN_LOOK_SECONDS, look)
+                self._supervisor.loop.call_later(DRAIN_CHECK_SECONDS, check)
 
-        def look() -> None:
+        def check() -> None:
             self._clerk.request("counts", {"names": [name]}, counted)
 
-        look()
+        check()
 
     def set(self, request: Request) -> None:
-        """Changes live options: from the next claim on, whatever is waiting."""
+        """Changes live options; they apply from the next claim on."""
         name = check_queue_name(request.params.get("name"))
         given = request.params.get("options")
         if not isinstance(given, dict) or not given:
             raise UsageError("options is an object with at least one option")
         if "mode" in given:
             raise InvalidOption(f"mode of queue {name!r} cannot be changed: it is fixed for the life of a queue")
-        # Whether the queue's mode has them, and may change them, is for the clerk to say, who knows its mode.
+        # The clerk knows the queue's mode and checks whether it has these options and may change them.
         changes = parse_options(given, f"queue {name!r}")
         check_size(changes, self._supervisor.config.capacity, f"queue {name!r}")
         queue = self._queues.by_name.get(name)
@@ -426,7 +423,7 @@ class Verbs:
 
         def answer(found: Any) -> None:
             state = None if isinstance(found, ForqError) else found["state"]
-            # What has ended, never was there or runs elsewhere does not wait for the queue to be served here.
+            # Jobs that have ended, do not exist or run elsewhere do not wait for this supervisor.
             known = isinstance(found, UnknownJob | UsageError) or state in ("active", "done", "dead")
             if not known and queue is not None and queue.config_error is not None:
                 trace = None if request.params.get("messages") is False else queue.traceback
@@ -441,7 +438,7 @@ class Verbs:
         self._forward_to_clerk(request, "why", {**request.params, "unresponsive": unresponsive}, answer)
 
     def _why_waiting(self, name: str, in_redis: str) -> str:
-        """What Redis knows of a job that waits, and what only its processes here can tell."""
+        """Why a job waits: the reason from Redis, and reasons that only this supervisor knows."""
         queue = self._queues.by_name.get(name)
         trouble = None if queue is None else queue.trouble()
         if trouble is not None:
@@ -459,7 +456,7 @@ class Verbs:
         queue = self._queues.find(request.params.get("name"))
         seconds = _import_seconds(request.params.get("wait", True))
         if seconds is None:
-            raise UsageError("a restart waits for the import: the old process stays if it fails")
+            raise UsageError("wait = false is not allowed: a restart always waits for the import")
         self._restart(request, queue, seconds, {"name": queue.spec.name})
 
     def _restart(self, request: Request, queue: ServedQueue, seconds: float, answer: dict[str, Any]) -> None:
@@ -482,7 +479,7 @@ class Verbs:
 
         def answered(answer: Any) -> None:
             if not paused and not isinstance(answer, ForqError) and name in self._queues.by_name:
-                # Suspects may have waited for this.
+                # Suspects may be waiting.
                 self._services.beat(name)
             reply(answer)
 
@@ -501,8 +498,8 @@ class Verbs:
         repeat: bool = False,
         patience_seconds: float = 0.0,
     ) -> None:
-        """Just after a start the request waits until its queue is there. Without `answer` the client gets what the
-        clerk says, byte by byte."""
+        """Forwards a request to the clerk; just after a start, when its queue is open. Without `answer` the client gets
+        the clerk's result unchanged, as bytes."""
         send = partial(
             self._clerk.request, verb, params, answer or _answer_to(request), repeat=repeat, raw=answer is None
         )
@@ -514,7 +511,7 @@ class Verbs:
 
         def late() -> None:
             if self._services.redis_state["ok"]:
-                request.fail(TimedOut(f"queue {name!r} is still being made; try again"))
+                request.fail(TimedOut(f"queue {name!r} is still being created; try again"))
             else:
                 reason = self._services.redis_state["error"] or "Redis has not answered yet"
                 request.fail(RedisUnavailable(f"queue {name!r} cannot be reached yet: {reason}"))
@@ -526,13 +523,12 @@ class Verbs:
                 timer.cancel()
                 send()
 
-        # If it is not opened, Redis knows best what there is of that name.
+        # If it will not be opened, the clerk's answer explains why.
         queue.when_opened(opened, otherwise=opened)
 
 
 def _import_seconds(wait: object) -> float | None:
-    """How long the import of a handler may take: true is the usual time, a number so many seconds; false: it is not
-    waited for."""
+    """Limit for the import of a handler: true is the default, a number is seconds; None (false) does not wait."""
     if wait is True:
         return IMPORT_SECONDS
     if wait is False:

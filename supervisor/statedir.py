@@ -1,11 +1,11 @@
-"""The state directory: what a supervisor leaves for its successor, and the locks that keep two from sharing it.
+"""The state directory: files that a supervisor keeps for the next run, and the locks that prevent sharing.
 
-1. `supervisor.lock` is held by the supervisor alone: one per directory.
-2. `tree.lock` is held by every process of its tree: a flock belongs to the open file, which forks share, so that it is
-   free exactly when the last of them has gone. Only then may a successor recover what they worked on.
-3. `processor` names the present incarnation, and says where it runs: the locks of a copied directory prove nothing.
-4. `queues/NAME.json` are the queues made at run time. Both are replaced as a whole and synced, so that a crash leaves
-   the old or the new one.
+1. `supervisor.lock` is held by the supervisor alone: one supervisor per directory.
+2. `tree.lock` is held by every process of its tree. A flock belongs to the open file, which forks share, so it is free
+   exactly when the last of them is gone. Only then may the next run recover their jobs.
+3. `processor` contains the name of the current run and where it runs: the locks of a copied directory prove nothing.
+4. `queues/NAME.json` are the queues created at run time. Files are replaced atomically and synced, so that a crash
+   leaves the old or the new content.
 """
 
 import errno
@@ -36,7 +36,7 @@ SAFE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """The last incarnation that used this directory. `doubt`: why the locks do not prove that it is gone, or ""."""
+    """The last run on this directory. `doubt`: why the locks do not prove that it has ended, or ""."""
 
     name: str
     doubt: str
@@ -44,7 +44,7 @@ class PreviousRun:
 
 class StateDir:
     def __init__(self, path: Path, *, strict_modes: bool = True) -> None:
-        """Makes the directory (0700) if it is missing. `strict_modes`: refuses it if somebody else could change it."""
+        """Creates the directory (0700) if needed. `strict_modes`: refuses it if another user could change it."""
         self.path = Path(os.path.abspath(path))
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -78,22 +78,22 @@ class StateDir:
 
     @property
     def tree_lock_fd(self) -> int:
-        """Every child keeps this descriptor open."""
+        """Inherited by every child."""
         if self._tree_fd is None:
             raise ForqError(f"state directory {self.path} is not locked")
         return self._tree_fd
 
     @property
     def tree_mark(self) -> TreeMark:
-        """What is on everything that runs below a queue's process."""
+        """The mark of all descendants of queues' processes."""
         if self._tree_mark is None:
             raise ForqError(f"state directory {self.path} is not locked")
         return self._tree_mark
 
     def lock(self, wait_seconds: float = 10.0, on_wait: Callable[[list[int]], None] | None = None) -> None:
-        """Make this process the directory's supervisor; what is left of its predecessor is killed first.
+        """Makes this process the directory's supervisor; kills remaining processes of an earlier run first.
 
-        `on_wait` is told the pids that are being killed.
+        `on_wait` is called with their pids.
         """
         deadline = time.monotonic() + wait_seconds
         self._supervisor_fd = self._lock_supervisor(deadline)
@@ -106,44 +106,44 @@ class StateDir:
             raise
 
     def unlock(self) -> None:
-        """Give both locks back; children that still run keep the tree's."""
+        """Releases both locks; children that still run keep tree.lock."""
         for fd in (self._supervisor_fd, self._tree_fd):
             if fd is not None:
                 os.close(fd)
         self._supervisor_fd = self._tree_fd = None
 
     def take_processor(self) -> tuple[str, PreviousRun | None]:
-        """A new name for this incarnation, and its predecessor, or None when there was none."""
+        """A new name for this run, and the previous run, if any."""
         path = self.path / "processor"
         try:
-            name, *told = _read(path).decode("ascii", "replace").split() or [""]
+            name, *recorded = _read(path).decode("ascii", "replace").split() or [""]
         except FileNotFoundError:
-            name, told = "", []
-        doubt = _doubt(told, _place(self.tree_lock_fd))
+            name, recorded = "", []
+        doubt = _doubt(recorded, _lock_identity(self.tree_lock_fd))
         own = new_processor_name()
         self.save_processor(own)
         return own, PreviousRun(name, doubt) if name else None
 
     def save_processor(self, name: str) -> None:
-        """Raises ForqError when it cannot be written."""
+        """Raises ForqError if it cannot be written."""
         path = self.path / "processor"
         with _writing(path):
-            _replace(path, f"{name} {' '.join(_place(self.tree_lock_fd))}\n".encode())
+            _replace(path, f"{name} {' '.join(_lock_identity(self.tree_lock_fd))}\n".encode())
 
     def save_queue(self, name: str, definition: dict[str, Any]) -> None:
-        """Raises ForqError when it cannot be written."""
+        """Raises ForqError if it cannot be written."""
         path = self._queue_file(name)
         with _writing(path):
             path.parent.mkdir(mode=0o700, exist_ok=True)
             _replace(path, json.dumps(definition, indent=2, sort_keys=True).encode() + b"\n")
 
     def make_redis_dir(self) -> None:
-        """Raises ForqError when it cannot be made."""
+        """Raises ForqError if it cannot be created."""
         with _writing(self.redis_dir):
             self.redis_dir.mkdir(mode=0o700, exist_ok=True)
 
     def drop_queue(self, name: str) -> None:
-        """Safe to repeat. Raises ForqError when it cannot be removed."""
+        """Idempotent. Raises ForqError if it cannot be removed."""
         path = self._queue_file(name)
         try:
             path.unlink(missing_ok=True)
@@ -173,7 +173,7 @@ class StateDir:
         fd = _open_lock(path)
         while not _try_lock(fd):
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-            # A child of a supervisor that was killed right after the fork holds the lock for a moment longer.
+            # A child forked right before its supervisor was killed holds the lock a moment longer.
             if _is_running(holder) or time.monotonic() >= deadline:
                 os.close(fd)
                 raise ForqError(f"another supervisor (pid {holder or '?'}) runs on state directory {self.path}")
@@ -201,33 +201,33 @@ class StateDir:
         return TreeMark(secret, f"{lock.st_dev}:{lock.st_ino}")
 
     def _kill_marked(self, mark: TreeMark, deadline: float, on_wait: Callable[[list[int]], None] | None) -> None:
-        """What had lost the lock's descriptor, as programs do, and was left when all of the tree died at once."""
+        """Kills descendants that had closed the lock's descriptor, as exec'd programs do, and survived the tree."""
         found = mark.find()
         if found and on_wait:
             on_wait(found)
         left = mark.kill(mark.find, max(0.05, deadline - time.monotonic()))[1] if found else set()
-        # From now on only those that come are looked at.
+        # Makes later searches consider new processes only.
         mark.find_escaped()
         if left:
             pids = " ".join(map(str, sorted(left)))
             raise ForqError(
-                f"processes that handlers of an earlier run on {self.path} have started are still there: pids {pids}; "
+                f"cannot kill processes started by handlers of an earlier run on {self.path}: pids {pids}; "
                 f"as root: kill -9 {pids}"
             )
 
     def _lock_tree(self, deadline: float, on_wait: Callable[[list[int]], None] | None) -> int:
         path = self.path / "tree.lock"
         fd = _open_lock(path)
-        told: list[int] = []
+        reported: list[int] = []
         while not _try_lock(fd):
             holders = holders_of_lock(path)
             if time.monotonic() >= deadline:
                 os.close(fd)
-                who = f"pids {holders}" if holders else f"they cannot be seen from here; as root: fuser -k -9 {path}"
-                raise ForqError(f"processes of the previous supervisor on {self.path} are still there: {who}")
-            if on_wait and holders and holders != told:
+                who = f"pids {holders}" if holders else f"not visible to this user; as root: fuser -k -9 {path}"
+                raise ForqError(f"processes of the previous supervisor on {self.path} still run: {who}")
+            if on_wait and holders and holders != reported:
                 on_wait(holders)
-                told = holders
+                reported = holders
             for pid in holders:
                 kill_tree(pid, deadline_seconds=max(0.05, deadline - time.monotonic()))
             time.sleep(POLL_SECONDS)
@@ -240,7 +240,7 @@ def new_processor_name() -> str:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Says what cannot be written, and if that is so because the disk is full, where to make room."""
+    """Turns OSError into ForqError; if the disk is full, the text says where to free space."""
     try:
         yield
     except OSError as exc:
@@ -249,28 +249,27 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _where_to_make_room(path: Path, exc: OSError) -> str:
     if exc.errno == errno.ENOSPC:
-        return f"; the file system is full: make room (df -h {path.parent}; df -i {path.parent})"
-    return "; the quota of this user is used up: make room (quota -s)" if exc.errno == errno.EDQUOT else ""
+        return f"; the file system is full: free some space (df -h {path.parent}; df -i {path.parent})"
+    return "; the disk quota of this user is exhausted: free some space (quota -s)" if exc.errno == errno.EDQUOT else ""
 
 
-def _place(lock_fd: int) -> list[str]:
-    """Where a lock holds: machine, boot of its kernel, and the file itself; "-" if that cannot be told."""
-    # A machine id is not for others to know.
+def _lock_identity(lock_fd: int) -> list[str]:
+    """Machine, boot id and file of a lock; "-" if unknown. A lock is visible only where all three are the same."""
+    # Hashed: a machine id is confidential.
     machine = hashlib.sha256(b"forq " + machine_id).hexdigest()[:16] if (machine_id := _line(MACHINE_ID)) else "-"
     boot = _line(BOOT_ID).decode("ascii", "replace") or "-"
     lock = os.fstat(lock_fd)
     return [machine, boot, f"{lock.st_dev}:{lock.st_ino}"]
 
 
-def _doubt(told: list[str], here: list[str]) -> str:
-    """Whoever holds a lock is seen by those who open the same file under the same kernel, and by nobody else."""
-    if len(told) != len(here):
-        return "an earlier release did not say where it ran"
-    if told[0] != here[0]:
+def _doubt(recorded: list[str], here: list[str]) -> str:
+    if len(recorded) != len(here):
+        return "an earlier release did not record where it ran"
+    if recorded[0] != here[0]:
         return "the directory was used on another machine: it was moved or copied"
-    if told[1] != here[1] or here[1] == "-":
-        return "the machine was started again since, or is a copy"
-    return "" if told[2] == here[2] else "the directory is a copy, or its file system was mounted again"
+    if recorded[1] != here[1] or here[1] == "-":
+        return "the machine was rebooted since, or is a copy"
+    return "" if recorded[2] == here[2] else "the directory is a copy, or its file system was mounted again"
 
 
 def _line(path: Path) -> bytes:
@@ -289,7 +288,7 @@ def holders_of_lock(path: Path) -> list[int]:
 
 
 def _holds_lock(pid: int, real_path: str, target: os.stat_result) -> bool:
-    """To have the file open is not enough: someone may be reading it."""
+    """An open file is not enough: a process may only read it."""
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             link = f"/proc/{pid}/fd/{fd}"
@@ -298,7 +297,7 @@ def _holds_lock(pid: int, real_path: str, target: os.stat_result) -> bool:
             if "FLOCK" in Path(f"/proc/{pid}/fdinfo/{fd}").read_text():
                 return True
     except OSError:
-        # It has gone in the meantime, or belongs to another user: then it is not of our tree.
+        # It ended meanwhile, or belongs to another user: then it is not part of our tree.
         return False
     return False
 

@@ -1,4 +1,4 @@
-"""The verb `status`: what is known without Redis, and the counts if they are wanted and Redis answers in time."""
+"""The verb `status`: processes and states from the supervisor, and counts from Redis if it answers in time."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from forq.supervisor.supervisor import Supervisor
 from forq.values import check_queue_name
 from forq.version import VERSION
 
-# A status without counts is better than none: processes and states are known without Redis.
+# After this time `status` answers without counts.
 COUNTS_SECONDS = 1.0
 COUNTS = (
     "waiting",
@@ -77,7 +77,7 @@ class StatusVerb:
         def answer(counts: Any) -> None:
             nonlocal counted
             timer.cancel()
-            # The counts come after the time for them was over; the answer may still wait for the memory.
+            # Late counts: the answer without them may still be waiting for the memory.
             if counted:
                 return
             counted = True
@@ -87,7 +87,7 @@ class StatusVerb:
                 down = f": {counts}" if isinstance(counts, ForqError) else ""
                 request.fail(UnknownQueue(f"no queue {missing[0]!r}{down}"))
                 return
-            # One whose entry is there and whose counts are not is just being made or deleted.
+            # A queue without counts is being created or deleted.
             names = wanted or [*served, *(name for name in unserved if known.get(name) is not None)]
             traces = request.params.get("traces") is not False
             queues = [
@@ -116,7 +116,7 @@ class StatusVerb:
             answer(ForqError(self._services.redis_state["error"] or "not reached yet"))
 
     def _with_memory(self, described: dict[str, Any], then: Callable[[Any], None]) -> None:
-        """Reading it takes milliseconds per process, so the clerk does it."""
+        """The clerk reads it: that takes milliseconds per process."""
         children = [child for queue in described["queues"] for child in queue["children"]]
 
         def read(memory: Any) -> None:
@@ -147,10 +147,10 @@ class StatusVerb:
 
     def _describe_supervisor(self, counts: Any, counts_ms: float) -> dict[str, Any]:
         supervisor = self._supervisor
-        # From question to answer, by way of the clerk: what a caller waits for, and not a bare round trip.
+        # counts_ms is the whole time of the request through the clerk, not a bare round trip to Redis.
         redis = self._services.status_of_redis() | {"counts_ms": counts_ms}
         if isinstance(counts, ForqError) and self._clerk.unresponsive:
-            # That says nothing about Redis: the clerk is named among the services.
+            # The fault is the clerk's, which is listed as unresponsive; Redis may be fine.
             redis |= {"counts_ms": None}
         elif isinstance(counts, ForqError):
             redis |= {"ok": False, "error": str(counts), "counts_ms": None}

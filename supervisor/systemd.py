@@ -1,11 +1,9 @@
-"""What systemd and the supervisor tell each other.
+"""The interface to systemd. Never blocks, and does nothing without systemd.
 
-1. Down: variables in the environment, and the control socket if systemd listens there. They are meant for this process
-   alone, so they are taken out of the environment before anything is started.
-2. Up: datagrams to NOTIFY_SOCKET with readiness, state and a line for `systemctl status`.
-3. The watchdog is fed by passes of the loop and by nothing else: a loop that hangs in a callback must not look alive.
-
-Nothing here waits, and without systemd nothing here does anything.
+1. Takes systemd's variables out of the environment before any process is started, and the control socket if systemd
+   listens there.
+2. Sends readiness, state and a status line as datagrams to NOTIFY_SOCKET.
+3. Feeds the watchdog from passes of the loop only: a loop that hangs in a callback must not look alive.
 """
 
 import logging
@@ -19,13 +17,13 @@ from typing import Protocol
 from forq.errors import ConfigError
 
 FIRST_FD = 3
-# What FileDescriptorName= of forq.socket says.
+# FileDescriptorName= in forq.socket.
 CONTROL_NAME = "control"
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
-# How often the status line is made anew while the loop has much to do, and while it has nothing to do.
-LOOK_SECONDS = 2.0
-IDLE_LOOK_SECONDS = 5.0
-# When a datagram could not be sent.
+# Intervals of the status line while the loop is busy and while it is idle.
+STATUS_SECONDS = 2.0
+IDLE_STATUS_SECONDS = 5.0
+# Delay after a datagram could not be sent.
 AGAIN_SECONDS = 0.2
 
 log = logging.getLogger("forq")
@@ -33,7 +31,7 @@ log = logging.getLogger("forq")
 
 @dataclass(frozen=True)
 class SystemdInput:
-    """What systemd gave this process: `fds` are its listening sockets, as (descriptor, name)."""
+    """What systemd passed to this process; `fds` are listening sockets, as (descriptor, name)."""
 
     notify_socket: str | None
     watchdog_seconds: float | None
@@ -41,7 +39,7 @@ class SystemdInput:
 
 
 class NotifySource(Protocol):
-    """What is told of: the supervisor."""
+    """The supervisor, as far as systemd is notified about it."""
 
     @property
     def ready(self) -> bool: ...
@@ -49,17 +47,13 @@ class NotifySource(Protocol):
     @property
     def stopping(self) -> bool: ...
 
-    def stop_seconds(self) -> float:
-        """How long its stop may take."""
-        ...
+    def stop_seconds(self) -> float: ...
 
-    def summary(self) -> str:
-        """One line for people."""
-        ...
+    def summary(self) -> str: ...
 
 
 def take(environ: MutableMapping[str, str], pid: int) -> SystemdInput:
-    """Takes systemd's variables out of the environment. Those that name another process are not for us."""
+    """Takes systemd's variables out of the environment. Ignores those that name another pid."""
     given = {name: environ.pop(name, "") for name in VARIABLES}
     for_us = given["LISTEN_PID"] == str(pid)
     usec = _number("WATCHDOG_USEC", given["WATCHDOG_USEC"]) if given["WATCHDOG_PID"] in ("", str(pid)) else 0
@@ -71,22 +65,22 @@ def take(environ: MutableMapping[str, str], pid: int) -> SystemdInput:
 
 
 def control_listener(systemd_input: SystemdInput) -> socket.socket | None:
-    """The listening socket for control, if systemd has one for us: the one of that name, or the only one."""
+    """The control socket, if systemd passed it: the socket named CONTROL_NAME, or the only one."""
     named = [fd for fd, name in systemd_input.fds if name == CONTROL_NAME]
     wanted = named or [fd for fd, _ in systemd_input.fds]
     if not wanted:
         return None
     if len(wanted) > 1:
         raise ConfigError(
-            f"systemd passed {len(wanted)} sockets, and forq takes one: name it with FileDescriptorName={CONTROL_NAME}"
+            f"systemd passed {len(wanted)} sockets, but forq takes one: name it with FileDescriptorName={CONTROL_NAME}"
         )
     try:
         listener = socket.socket(fileno=wanted[0])
     except OSError as exc:
-        raise ConfigError(f"systemd passed descriptor {wanted[0]}, which is no socket: {exc.strerror}") from exc
+        raise ConfigError(f"systemd passed descriptor {wanted[0]}, which is not a socket: {exc.strerror}") from exc
     path = listener.getsockname() if listener.family == socket.AF_UNIX else ""
     listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    # An abstract address (bytes) has no file whose mode could keep others out.
+    # An abstract address (bytes) has no file mode to restrict access.
     if listener.type != socket.SOCK_STREAM or not listening or not isinstance(path, str) or not path.startswith("/"):
         raise ConfigError("the socket that systemd passed cannot be used: ListenStream= must be the path of a socket")
     listener.setblocking(False)
@@ -95,6 +89,8 @@ def control_listener(systemd_input: SystemdInput) -> socket.socket | None:
 
 
 class Notifier:
+    """Sends state, status line and watchdog signals to systemd after each pass of the loop."""
+
     def __init__(
         self, systemd_input: SystemdInput, subject: NotifySource, now: Callable[[], float] = time.monotonic
     ) -> None:
@@ -105,16 +101,15 @@ class Notifier:
         self._subject = subject
         self._now = now
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        # What systemd has yet to be told; a later value replaces one that could not be sent.
+        # Variables to send; a later value replaces one that could not be sent.
         self._unsent: dict[str, str] = {}
         self._sent_ready = self._sent_stopping = False
         self._sent_summary = ""
-        self._next_feed = self._next_look = now()
-        self._complained = False
+        self._next_feed = self._next_status = now()
+        self._failure_logged = False
 
     def after_pass(self) -> float | None:
-        """To be called after every full pass of the loop, which is what feeds the watchdog. Returns in how many seconds
-        at most the next pass has to be over."""
+        """Call after every full pass of the loop. Returns the seconds within which the next pass must end."""
         if self._address is None:
             return None
         now = self._now()
@@ -122,15 +117,15 @@ class Notifier:
             self._unsent["WATCHDOG"] = "1"
             self._next_feed = now + self._feed_seconds
         self._note_state()
-        if now >= self._next_look:
+        if now >= self._next_status:
             self._note_summary()
-            self._next_look = now + LOOK_SECONDS
+            self._next_status = now + STATUS_SECONDS
         if self._unsent and not self._send(self._address):
             return AGAIN_SECONDS
-        return IDLE_LOOK_SECONDS if self._feed_seconds is None else min(IDLE_LOOK_SECONDS, self._next_feed - now)
+        return IDLE_STATUS_SECONDS if self._feed_seconds is None else min(IDLE_STATUS_SECONDS, self._next_feed - now)
 
     def _note_state(self) -> None:
-        """A change of state is told with its own line, at once."""
+        """A change of state is sent at once, with a new status line."""
         if self._subject.stopping and not self._sent_stopping:
             self._sent_stopping = True
             # A queue's stop_grace may be longer than the unit's TimeoutStopSec.
@@ -153,13 +148,13 @@ class Notifier:
         try:
             self._socket.sendto(datagram.encode("utf-8", "replace"), address)
         except OSError as exc:
-            # systemd is busy, or is being replaced: what is to be told is kept until it hears again.
-            if not self._complained and not isinstance(exc, BlockingIOError):
-                log.warning("cannot tell systemd socket=%r error=%s", address, exc)
-                self._complained = True
+            # systemd is busy or restarting: _unsent is kept until it receives again.
+            if not self._failure_logged and not isinstance(exc, BlockingIOError):
+                log.warning("cannot notify systemd; retrying socket=%r error=%s", address, exc)
+                self._failure_logged = True
             return False
         self._unsent.clear()
-        self._complained = False
+        self._failure_logged = False
         return True
 
 
@@ -167,7 +162,7 @@ def _address(notify_socket: str | None) -> str | None:
     if not notify_socket:
         return None
     if notify_socket[0] not in "/@":
-        log.warning("systemd's socket is of a kind that forq does not know NOTIFY_SOCKET=%r", notify_socket)
+        log.warning("not notifying systemd: unsupported NOTIFY_SOCKET=%r", notify_socket)
         return None
     return "\0" + notify_socket[1:] if notify_socket[0] == "@" else notify_socket
 

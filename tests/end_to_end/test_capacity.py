@@ -156,12 +156,12 @@ def test_a_size_above_the_capacity_is_refused_when_a_queue_is_made_or_changed() 
 def test_more_workers_than_can_run_jobs_at_the_same_time_are_warned_of() -> None:
     with running(settings="capacity = 100\n[queues.declared]\nhandler = 'x:y'\nconcurrency = 11\n") as forq:
         log = (forq.directory / "log").read_text()
-        assert "queue=declared concurrency = 11 with size = 10 needs 110 units, and capacity is 100" in log
+        assert "queue=declared concurrency = 11 with size = 10 needs 110 units, but capacity is 100" in log
         made = forq.run_ctl(
             "create", "q", "--handler", "traced:noop", "--path", str(HANDLERS), "concurrency=8", "size=40"
         )
         assert made.stderr == (
-            "forqctl: warning: queue q: concurrency = 8 with size = 40 needs 320 units, and capacity is 100: at most "
+            "forqctl: warning: queue q: concurrency = 8 with size = 40 needs 320 units, but capacity is 100: at most "
             "2 of its jobs run at the same time; for all 8, set capacity = 320 in the config file or size = 12\n"
         )
         assert (made.returncode, made.stdout) == (0, "created q\n")

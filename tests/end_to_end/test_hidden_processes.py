@@ -145,4 +145,4 @@ def test_the_tree_lock_of_what_cannot_be_seen_says_how_to_find_it(forq: HiddenFo
         raise AssertionError(f"it started, daemons={alive(programs)}: {forq.log}") from None
     assert code == 1
     lock = Path(forq.state_dir) / "tree.lock"
-    assert f"they cannot be seen from here; as root: fuser -k -9 {lock}" in forq.log
+    assert f"not visible to this user; as root: fuser -k -9 {lock}" in forq.log

@@ -61,7 +61,7 @@ def test_idle_clients_leave_descriptors_for_new_processes() -> None:
     clients = []
     try:
         forq.start()
-        assert "ulimit -n is 64: with 0 queues that leaves room for" in forq.log
+        assert "ulimit -n is 64: with 0 queues the control socket has room for" in forq.log
         forq.create("work", "record")
         child = forq.wait_for_child("work")
         for _ in range(100):
@@ -92,4 +92,4 @@ def test_a_removed_control_socket_is_made_again() -> None:
         os.unlink(forq.state_dir / "control.sock")
         wait_until(lambda: (forq.state_dir / "control.sock").exists(), what="a new socket")
         forq.ctl("ping")
-        assert "the control socket was removed; made it again" in forq.log
+        assert "control socket was removed; recreated it" in forq.log

@@ -163,7 +163,7 @@ def test_a_supervisor_whose_disk_is_full_at_its_start_says_what_is_full(redis_ur
         assert forq.process.wait(30) == 1
         name = forq.state_dir / "processor"
         where = forq.state_dir
-        reason = f"make room (df -h {where}; df -i {where})"
+        reason = f"free some space (df -h {where}; df -i {where})"
         assert (
             forq.log == f"forq: {name} cannot be written: No space left on device; the file system is full: {reason}\n"
         )

@@ -197,7 +197,7 @@ def test_a_marked_orphan_that_cannot_be_killed_is_named(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
-    with pytest.raises(ForqError, match=rf"are still there: pids {orphan}; as root: kill -9 {orphan}$"):
+    with pytest.raises(ForqError, match=rf"of an earlier run on .*: pids {orphan}; as root: kill -9 {orphan}$"):
         StateDir(tmp_path / "state").lock()
 
 

@@ -232,7 +232,7 @@ def test_a_mistake_is_told_with_the_variable_or_flag_it_came_from() -> None:
         load({}, {"FORQ_REDIS": "http://x"})
     with pytest.raises(ConfigError, match="--redis: redis = 'http://x' is not allowed"):
         load({"redis": "http://x"}, {})
-    with pytest.raises(ConfigError, match="--config: there is no file /no/such"):
+    with pytest.raises(ConfigError, match="--config: no such file: /no/such"):
         load({"config": "/no/such"}, {})
 
 

@@ -164,7 +164,7 @@ def test_lock_gives_up_naming_the_pids_and_lets_go_of_everything(
 ) -> None:
     predecessor.kill()
     monkeypatch.setattr("forq.supervisor.statedir.kill_tree", lambda *args, **options: False)
-    with pytest.raises(ForqError, match=rf"still there: pids \[{predecessor.child_pid}\]"):
+    with pytest.raises(ForqError, match=rf"still run: pids \[{predecessor.child_pid}\]"):
         # Until then the child has closed its copy of the other lock, on a busy machine too.
         state.lock(wait_seconds=1.0)
     with pytest.raises(ForqError, match="not locked"):
@@ -249,7 +249,7 @@ def test_another_machine_or_another_boot_proves_nothing(
     assert "0" * 32 not in (state.path / "processor").read_text(), "a machine id is confidential"
     assert successor_of(state).doubt == ""
     boot.write_text("b2\n")
-    assert successor_of(state).doubt == "the machine was started again since, or is a copy"
+    assert successor_of(state).doubt == "the machine was rebooted since, or is a copy"
     assert successor_of(state).doubt == ""
     machine.write_text("1" * 32 + "\n")
     assert successor_of(state).doubt == "the directory was used on another machine: it was moved or copied"
@@ -279,7 +279,7 @@ def test_a_name_that_an_earlier_release_or_a_crash_left_proves_nothing(state: St
     state.lock()
     _, predecessor = state.take_processor()
     assert predecessor == (
-        PreviousRun(content.split()[0], "an earlier release did not say where it ran") if content else None
+        PreviousRun(content.split()[0], "an earlier release did not record where it ran") if content else None
     )
 
 

@@ -162,9 +162,9 @@ def test_status_is_told_when_it_changes_and_not_at_every_pass(manager: Systemd) 
     someone.text = "two\nlines"
     notifier.after_pass()
     assert manager.heard() == [{"STATUS": "2 queues"}]
-    clock.now += systemd.LOOK_SECONDS
+    clock.now += systemd.STATUS_SECONDS
     notifier.after_pass()
-    clock.now += systemd.LOOK_SECONDS
+    clock.now += systemd.STATUS_SECONDS
     notifier.after_pass()
     assert manager.heard() == [{"STATUS": "two lines"}]
 
@@ -284,7 +284,7 @@ def test_socket_that_cannot_serve_for_control_is_refused(tmp_path: Path) -> None
 
 
 def test_descriptor_that_is_not_open_or_no_socket_is_refused(tmp_path: Path) -> None:
-    with open(tmp_path / "file", "w") as file, pytest.raises(ConfigError, match="no socket"):
+    with open(tmp_path / "file", "w") as file, pytest.raises(ConfigError, match="not a socket"):
         control_listener(SystemdInput(None, None, ((file.fileno(), ""),)))
     with pytest.raises(ConfigError, match="not open"):
         take({"LISTEN_PID": str(MINE), "LISTEN_FDS": "1000000"}, MINE)
