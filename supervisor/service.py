@@ -103,8 +103,8 @@ class Service:
             self._start_later(0.0)
             return
         unanswered, self._pending = self._pending, {}
-        for asked in unanswered.values():
-            self._send(asked)
+        for pending in unanswered.values():
+            self._send(pending)
         if self._on_start is not None:
             self._on_start()
 
@@ -120,11 +120,11 @@ class Service:
         """`answer` gets the result or a ForqError; with `raw` the undecoded result (jsonrpc.RawResult)."""
         self._send(_PendingRequest(method, params, answer, repeat, raw))
 
-    def _send(self, asked: _PendingRequest) -> None:
+    def _send(self, pending: _PendingRequest) -> None:
         number = next(self._ids)
-        self._pending[number] = asked
+        self._pending[number] = pending
         if self.child is not None:
-            self.child.send(jsonrpc.request(number, asked.method, asked.params))
+            self.child.send(jsonrpc.request(number, pending.method, pending.params))
 
     def has_passed(self) -> bool:
         """Whether it has passed its loop since its start or the last ping."""
@@ -176,10 +176,10 @@ class Service:
 
     def _answered(self, number: str | int | None, answer: Any) -> None:
         assert isinstance(number, int)
-        asked = self._pending.pop(number)
-        if asked.answer is not None:
+        pending = self._pending.pop(number)
+        if pending.answer is not None:
             try:
-                asked.answer(answer)
+                pending.answer(answer)
             except Exception:  # the following lines answer other requests
                 log.exception("callback for an answer failed service=%s", self.name)
         elif isinstance(answer, ForqError):
@@ -197,11 +197,11 @@ class Service:
             return
         self.restarts += 1
         log.error("service died; restarting it service=%s end=%s", self.name, ended.text)
-        for number, asked in list(self._pending.items()):
-            if not asked.repeat:
+        for number, pending in list(self._pending.items()):
+            if not pending.repeat:
                 del self._pending[number]
-                if asked.answer is not None:
-                    asked.answer(OutcomeUnknown(f"the {self.name} process died before it answered ({ended.text})"))
+                if pending.answer is not None:
+                    pending.answer(OutcomeUnknown(f"the {self.name} process died before it answered ({ended.text})"))
         self._start_later(lived)
 
     def _start_later(self, lived_seconds: float) -> None:

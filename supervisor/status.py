@@ -71,7 +71,7 @@ class StatusVerb:
         others = [name for name in wanted if check_queue_name(name) not in served]
         if others and request.params.get("counts") is False:
             raise UnknownQueue(f"this supervisor serves no queue {others[0]!r}")
-        asked = self._supervisor.loop.now()
+        requested_at = self._supervisor.loop.now()
         counted = False
 
         def answer(counts: Any) -> None:
@@ -81,7 +81,7 @@ class StatusVerb:
             if counted:
                 return
             counted = True
-            counts_ms = round((self._supervisor.loop.now() - asked) * 1000, 3)
+            counts_ms = round((self._supervisor.loop.now() - requested_at) * 1000, 3)
             known, unserved = ({}, []) if isinstance(counts, ForqError) else (counts["counts"], counts["unserved"])
             if missing := [name for name in others if known.get(name) is None]:
                 down = f": {counts}" if isinstance(counts, ForqError) else ""

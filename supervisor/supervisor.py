@@ -43,7 +43,7 @@ class Supervisor:
         self.services = Services(config, state, loop, served=lambda: self.queues.served(), on_pulse=self._pulse_event)
         self.queues = Queues(config, state, loop, self.services, changed=self._changed, fail=self.fail)
         self._title_timer: Timer | None = None
-        self._mending: set[str] = set()
+        self._repairing: set[str] = set()
 
     def start(self) -> None:
         """Starts everything without waiting for it."""
@@ -128,7 +128,7 @@ class Supervisor:
         elif message["event"] == "queue_found":
             self.queues.found(message["queue"], message["mode"])
         elif message["event"] == "queue_incomplete":
-            self._mend(message["queue"])
+            self._repair(message["queue"])
         elif message["event"] == "probe":
             self.queues.probe(message["slots"], unread=message["unread"])
         elif message["event"] == "evicted":
@@ -138,24 +138,24 @@ class Supervisor:
         elif message["event"] == "fail_jobs":
             self.queues.fail_jobs_wait(message["queue"])
 
-    def _mend(self, name: str) -> None:
+    def _repair(self, name: str) -> None:
         """Finishes the creation or deletion of a queue whose client died in the middle. Works in slices; after a
         failure pulse reports the queue again."""
-        if name in self._mending:
+        if name in self._repairing:
             # Pulse repeats its report while the repair is under way.
             return
 
-        def mended(answer: Any) -> None:
+        def repaired(answer: Any) -> None:
             if not isinstance(answer, ForqError) and answer["more"]:
-                self.services.clerk.request("mend", {"name": name}, mended)
+                self.services.clerk.request("mend", {"name": name}, repaired)
                 return
-            self._mending.discard(name)
+            self._repairing.discard(name)
             if isinstance(answer, ForqError):
                 log.warning("cannot repair half-created queue; will retry queue=%s error=%s", name, answer)
 
         log.info("repairing half-created or half-deleted queue queue=%s", name)
-        self._mending.add(name)
-        self.services.clerk.request("mend", {"name": name}, mended)
+        self._repairing.add(name)
+        self.services.clerk.request("mend", {"name": name}, repaired)
 
     def _changed(self) -> None:
         """Updates the process title soon, once for many changes."""
