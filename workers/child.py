@@ -1,10 +1,4 @@
-"""What a queue's process may take of the machine: the part that it sets for itself, and for all that it starts.
-
-Where a handler is, told from outside: a signal makes the process write the stack of each of its threads to a memory
-file, also while C code holds the interpreter. The supervisor reads it through /proc.
-
-The process of a queue: its workers, and the minder beside them.
-"""
+"""The process of a queue: applies its limits, loads its handlers, and runs its workers beside the minder."""
 
 import faulthandler
 import fcntl
@@ -44,85 +38,35 @@ from forq.workers.recycling import Recycling
 from forq.workers.tracing import Tracing
 
 log = logging.getLogger("forq")
-
-# In thousandths of the machine's memory, added to what the process uses. The kernel ends what seems to use most, so one
-# that uses more than half of the memory beside a small handler still goes first, whoever it belongs to.
+# A longer line would be an invalid message to the supervisor.
+MAX_REASON = 4000
+# In thousandths of the machine's memory, added to the memory of the process when the kernel chooses a process to kill.
 OOM_SCORE = 500
 OOM_FILE = "/proc/self/oom_score_adj"
-
-
-def apply_resource_limits(options: Mapping[str, Value]) -> None:
-    """Raises ConfigError if the system grants less than is asked for. Programs that handlers start inherit it all."""
-    _raise_oom_score()
-    open_files, address = int(options.get("open_files_limit", 0)), int(options.get("address_limit", 0))
-    if open_files:
-        _set_rlimit(resource.RLIMIT_NOFILE, open_files, f"open_files_limit = {open_files}")
-    if address:
-        _set_rlimit(resource.RLIMIT_AS, address, f"address_limit = {show_size(address)}")
-    if nicer := int(options.get("nice", 0)):
-        os.nice(nicer)
-
-
-def _raise_oom_score() -> None:
-    """Its job runs again. If the supervisor or the embedded server went instead, every job would."""
-    # Where /proc is hidden or not to be written, the kernel chooses by size alone.
-    with suppress(OSError, ValueError):
-        # Anybody may raise his own, and only root may lower it.
-        # Without text files: what those touch is memory that each of many processes would have for itself (0.2 MB).
-        fd = os.open(OOM_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            if int(os.read(fd, 32)) < OOM_SCORE:
-                os.pwrite(fd, f"{OOM_SCORE}\n".encode(), 0)
-        finally:
-            os.close(fd)
-
-
-def _set_rlimit(which: int, wanted: int, said: str) -> None:
-    """Soft and hard: a handler cannot raise it again, unless it runs as root."""
-    _, hard = resource.getrlimit(which)
-    try:
-        resource.setrlimit(which, (wanted, wanted))
-    except (ValueError, OSError) as exc:
-        raise ConfigError(f"{said} is not allowed here: at most {hard}, which is what the supervisor may have") from exc
-
-
-def enable_stack_dumps() -> int:
-    """The descriptor that stacks are written to from now on."""
-    fd = os.memfd_create(STACK_FILE, os.MFD_CLOEXEC)
-    # So that whoever reads it may also empty it.
-    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
-    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
-    return fd
-
-
-# Of what the supervisor is told: a line that is too long would count as garbage.
-MAX_REASON = 4000
-
-Loop = WorkerLoop | RetryLoop | HelperLoop | ReleaseLoop | IdleLoop
-
-# Where the workers of a process claim; fail jobs are in a queue of their own.
+Loop = WorkerLoop | RetryLoop | ReleaseLoop | IdleLoop
+# Fail jobs have a queue of their own.
 _LANES = {Role.MAIN: "main", Role.RETRY: "retry", Role.SUSPECT: "suspects", Role.FAIL: "retry"}
 
 
 @dataclass(frozen=True)
 class ChildSettings:
-    """What the supervisor gives a queue's child at its fork."""
+    """Passed from the supervisor to a queue's process at the fork."""
 
     context: Context
-    # Of its queue and role.
+    # Made of queue and role.
     name: str
     spec: QueueSpec
     options: Mapping[str, Value]
     role: Role
     slots: tuple[int, ...]
-    # Where its FIFO is; None: it writes to the supervisor's stdout and stderr.
+    # Directory of the output FIFO; None: writes to the supervisor's stdout and stderr.
     output: str | None
-    # It imports its handlers, says so, and does nothing more until it is told to begin.
+    # After importing its handlers the process waits for `begin`.
     held: bool
 
 
 def run_child(settings: ChildSettings, leash: socket.socket) -> int:
-    """The entry point: returns the process's exit code."""
+    """The entry point; returns the exit code."""
     context = settings.context
     if context.tree_mark is not None:
         context.tree_mark.apply()
@@ -143,7 +87,7 @@ def run_child(settings: ChildSettings, leash: socket.socket) -> int:
         send_to_supervisor(leash, {"exiting": exits.CONFIG, "reason": reason, "traceback": trace})
         return exits.CONFIG
     if settings.held:
-        setproctitle(f"forq: {settings.name} (next) imported, waits")
+        setproctitle(f"forq: {settings.name} (next) imported, waiting")
         send_to_supervisor(leash, {"imported": True})
         if not minder.wait_to_begin():
             send_to_supervisor(leash, {"exiting": exits.STOPPED, "reason": ""})
@@ -158,7 +102,7 @@ def _redirect_output(settings: ChildSettings) -> None:
         slots = [settings.context.scoreboard.slot(number) for number in settings.slots]
         install(settings.output, slots, settings.context.log_level)
     except (ForqError, OSError) as exc:
-        log.error("no log of the queue's output queue=%s error=%s", settings.spec.name, exc)
+        log.error("failed to open the output FIFO; output is not captured queue=%s error=%s", settings.spec.name, exc)
 
 
 def _start_tracing(settings: ChildSettings) -> Tracing | None:
@@ -167,13 +111,18 @@ def _start_tracing(settings: ChildSettings) -> Tracing | None:
         return None
     try:
         return Tracing(tracing)
-    except Exception as exc:  # a file that cannot be opened, the SDK's own settings: jobs come before their spans
-        log.error("no spans of this process queue=%s tracing=%s error=%s", settings.spec.name, tracing, exc)
+    except Exception as exc:  # a file that cannot be opened, invalid OTEL_* variables: jobs run without spans
+        log.error(
+            "failed to start tracing; jobs run without spans queue=%s tracing=%s error=%s",
+            settings.spec.name,
+            tracing,
+            exc,
+        )
         return None
 
 
 class _WorkerPool:
-    """The workers of one process: one runs in the main thread (where handlers may use signals), several in threads."""
+    """The workers of one process. A single one runs in the main thread, where handlers may use signals."""
 
     def __init__(self, settings: ChildSettings, leash: socket.socket, minder: Minder) -> None:
         self._settings = settings
@@ -201,10 +150,10 @@ class _WorkerPool:
             self._loops = [self._worker_loop(slot, self._attempt_runner(slot, handlers)) for slot in self._slots]
         elif self._settings.role == Role.SUSPECT:
             slot = self._slots[0]
-            self._loops = [HelperLoop(self._worker_loop(slot, self._attempt_runner(slot, handlers)))]
+            self._loops = [self._worker_loop(slot, self._attempt_runner(slot, handlers), kind=HelperLoop)]
         elif self._settings.role == Role.FAIL:
             assert fail_handler is not None
-            self._loops = [HelperLoop(self._fail_loop(self._slots[0], fail_handler))]
+            self._loops = [self._fail_loop(self._slots[0], fail_handler, kind=HelperLoop)]
         else:
             self._loops = [self._retry_loop(self._slots[0], handlers, fail_handler)]
         self._minder.watch(self._loops, self._grants, self._recycling)
@@ -219,20 +168,132 @@ class _WorkerPool:
         self._job_log.close()
         if self._tracing is not None:
             self._tracing.close()
-        # Only now, when no handler can end the process any more: the code alone would mean nothing.
+        # Last: a handler might have exited with the same code, so the supervisor trusts only this message.
         self._send({"exiting": self._code, "reason": self._reason})
         return self._code
 
+    def _run_loop(self, loop: Loop) -> None:
+        loop.slot.thread = threading.get_ident()
+        try:
+            loop.run(self._on_worker_ready)
+        except UnknownQueue:
+            self._fail(exits.QUEUE_GONE, None)
+        except Fenced as exc:
+            self._fail(exits.FENCED, exc)
+        except IncompatibleProtocol as exc:
+            self._fail(exits.INCOMPATIBLE, exc)
+        except BaseException as exc:  # a bug of forq, or a SystemExit raised here by a thread of a handler
+            log.exception("worker failed queue=%s", loop.queue)
+            self._fail(exits.FAILED, exc)
+        finally:
+            self._grants[loop.slot.number].give_back()
+            self._send({"left": loop.slot.number})
+            self._close(loop)
+
+    def _close(self, loop: Loop) -> None:
+        try:
+            loop.close()
+        except Exception:  # raised by leftovers of handlers; the process ends anyway
+            log.exception("failed to close a worker queue=%s", loop.queue)
+
+    def _on_worker_ready(self) -> None:
+        with self._lock:
+            self._ready += 1
+            if self._ready == len(self._loops):
+                self._send({"ready": True})
+                self._minder.update_title()
+
+    def _request_replacement(self, reason: str) -> None:
+        """The supervisor starts a successor; this process ends after its running jobs."""
+        self._send({"replace": reason})
+        self._stop()
+
+    def _fail(self, code: int, exc: BaseException | None) -> None:
+        """One worker cannot continue: all stop, and the process reports the first reason at its end."""
+        with self._lock:
+            if not self._code:
+                self._code, self._reason = code, "" if exc is None else describe_exception(exc)
+        self._stop()
+
+    def _stop(self) -> None:
+        for loop in self._loops:
+            loop.stop()
+        # The minder unblocks workers that are blocked in Redis.
+        self._minder.wake()
+
+    def _send(self, message: dict[str, object]) -> None:
+        send_to_supervisor(self._leash, message)
+
     def _slot(self, number: int) -> Slot:
         slot = self._settings.context.scoreboard.slot(number)
-        # So long that WORKER:FENCE, of which `active` has one per running job, exceeds 64 bytes: a server keeps a hash
-        # with such values as a table, and one of short values as a list, in which it would search for each job.
+        # Long enough that WORKER:FENCE, the value of a running job in the hash `active`, exceeds 64 bytes. Redis stores
+        # hashes with longer values as a table, and others as a list that it would search for each job.
         slot.worker = new_id() + self._settings.context.processor[-16:]
         slot.queue = self._settings.spec.name
         slot.role = self._settings.role
         slot.pid = os.getpid()
         slot.state = State.STARTING
         return slot
+
+    def _worker_loop(
+        self,
+        slot: Slot,
+        attempts: AttemptRunner,
+        *,
+        numbers: TurnNumbers | None = None,
+        queue: str | None = None,
+        kind: type[WorkerLoop] = WorkerLoop,
+    ) -> WorkerLoop:
+        settings, context = self._settings, self._settings.context
+        scoreboard, watch_fd = context.scoreboard, context.watch_fd
+
+        def on_batch(count: int) -> None:
+            self._minder.wake()
+            if count > 1 and not scoreboard.watching:
+                os.eventfd_write(watch_fd, 1)
+
+        where = (context.url, context.prefix, queue or settings.spec.name, context.processor, slot.worker)
+        main = settings.role == Role.MAIN
+        size = settings.options["fail_size" if queue else "size"]
+        # Fail jobs are not the queue's own jobs, so they are not counted.
+        stats = context.stats.of_slot(slot.number) if context.stats is not None and queue is None else None
+        return kind(
+            Consumer(*where, lane=_LANES[settings.role]),
+            attempts,
+            slot,
+            expiry_ms=context.expiry_ms,
+            # Replaced by the first turn.
+            limits=Limits(0, int(size), int(settings.options["priority"])),
+            grant=self._grants[slot.number],
+            recycling=self._recycling,
+            on_batch=on_batch,
+            on_unguarded=lambda: self._send({"unguarded": slot.number}),
+            numbers=numbers,
+            # Jobs of other lanes are rare and may be slow: no prefetching.
+            max_batch=MAX_BATCH if main else 1,
+            # A retry process waits for two queues, and cannot know which one gets a job first.
+            claims_ahead=main,
+            idle_state=State.IDLE if main else State.PARKED,
+            stats=stats,
+            job_log=self._job_log,
+        )
+
+    def _attempt_runner(self, slot: Slot, handlers: Handlers) -> AttemptRunner:
+        name = self._settings.spec.name
+        return AttemptRunner(name, handlers, slot, self._progress.reporter(slot, name), self._tracing)
+
+    def _fail_loop(
+        self, slot: Slot, fail: Handlers, numbers: TurnNumbers | None = None, kind: type[WorkerLoop] = WorkerLoop
+    ) -> WorkerLoop:
+        name = self._settings.spec.name
+        fails = fail_queue(name)
+        attempts = FailAttemptRunner(name, fail, slot, self._progress.reporter(slot, fails), self._tracing)
+        return self._worker_loop(slot, attempts, numbers=numbers, queue=fails, kind=kind)
+
+    def _retry_loop(self, slot: Slot, handlers: Handlers, fail: Handlers | None) -> RetryLoop:
+        numbers = TurnNumbers()
+        lane = self._worker_loop(slot, self._attempt_runner(slot, handlers), numbers=numbers)
+        return RetryLoop(lane, None if fail is None else self._fail_loop(slot, fail, numbers))
 
     def _release_loop(self, slot: Slot) -> ReleaseLoop:
         settings, context = self._settings, self._settings.context
@@ -246,119 +307,62 @@ class _WorkerPool:
             on_try=self._minder.wake,
         )
 
-    def _attempt_runner(self, slot: Slot, handlers: Handlers) -> AttemptRunner:
-        name = self._settings.spec.name
-        return AttemptRunner(name, handlers, slot, self._progress.reporter(slot, name), self._tracing)
 
-    def _retry_loop(self, slot: Slot, handlers: Handlers, fail: Handlers | None) -> RetryLoop:
-        numbers = TurnNumbers()
-        lane = self._worker_loop(slot, self._attempt_runner(slot, handlers), numbers=numbers)
-        return RetryLoop(lane, None if fail is None else self._fail_loop(slot, fail, numbers))
-
-    def _fail_loop(self, slot: Slot, fail: Handlers, numbers: TurnNumbers | None = None) -> WorkerLoop:
-        name = self._settings.spec.name
-        fails = fail_queue(name)
-        attempts = FailAttemptRunner(name, fail, slot, self._progress.reporter(slot, fails), self._tracing)
-        return self._worker_loop(slot, attempts, numbers=numbers, queue=fails)
-
-    def _worker_loop(
-        self, slot: Slot, attempts: AttemptRunner, *, numbers: TurnNumbers | None = None, queue: str | None = None
-    ) -> WorkerLoop:
-        settings, context = self._settings, self._settings.context
-        scoreboard, watch_fd = context.scoreboard, context.watch_fd
-
-        def on_batch(count: int) -> None:
-            self._minder.wake()
-            if count > 1 and not scoreboard.watching:
-                os.eventfd_write(watch_fd, 1)
-
-        where = (context.url, context.prefix, queue or settings.spec.name, context.processor, slot.worker)
-        main = settings.role == Role.MAIN
-        size = settings.options["fail_size" if queue else "size"]
-        # Fail handlers are not counted: their jobs are none of the queue's own.
-        stats = context.stats.of_slot(slot.number) if context.stats is not None and queue is None else None
-        return WorkerLoop(
-            Consumer(*where, lane=_LANES[settings.role]),
-            attempts,
-            slot,
-            expiry_ms=context.expiry_ms,
-            # Until the first turn tells what holds now.
-            limits=Limits(0, int(size), int(settings.options["priority"])),
-            grant=self._grants[slot.number],
-            recycling=self._recycling,
-            on_batch=on_batch,
-            on_unguarded=lambda: self._send({"unguarded": slot.number}),
-            numbers=numbers,
-            # What the retry child does is seldom and may be slow: it takes nothing ahead of time.
-            max_batch=MAX_BATCH if main else 1,
-            # It waits for two queues, and does not know in which one there will be something.
-            claims_ahead=main,
-            idle_state=State.IDLE if main else State.PARKED,
-            stats=stats,
-            job_log=self._job_log,
-        )
-
-    def _run_loop(self, loop: Loop) -> None:
-        loop.slot.thread = threading.get_ident()
-        try:
-            loop.run(self._on_worker_ready)
-        except UnknownQueue:
-            self._fail(exits.QUEUE_GONE, None)
-        except Fenced as exc:
-            self._fail(exits.FENCED, exc)
-        except IncompatibleProtocol as exc:
-            self._fail(exits.INCOMPATIBLE, exc)
-        except BaseException as exc:  # a fault of ours, or a SystemExit that a thread of a handler has sent here
-            log.exception("worker failed queue=%s", loop.queue)
-            self._fail(exits.FAILED, exc)
-        finally:
-            self._grants[loop.slot.number].give_back()
-            self._send({"left": loop.slot.number})
-            self._close(loop)
-
-    def _close(self, loop: Loop) -> None:
-        try:
-            loop.close()
-        except Exception:  # of what the handlers have left behind; the process ends anyway
-            log.exception("could not close in order queue=%s", loop.queue)
-
-    def _on_worker_ready(self) -> None:
-        with self._lock:
-            self._ready += 1
-            if self._ready == len(self._loops):
-                self._send({"ready": True})
-                self._minder.update_title()
-
-    def _request_replacement(self, reason: str) -> None:
-        """Enough: the supervisor starts a successor, and this process ends after what it runs."""
-        self._send({"replace": reason})
-        self._stop()
-
-    def _fail(self, code: int, exc: BaseException | None) -> None:
-        """One worker cannot go on: all stop, and the process says why at its end."""
-        with self._lock:
-            if not self._code:
-                self._code, self._reason = code, "" if exc is None else describe_exception(exc)
-        self._stop()
-
-    def _stop(self) -> None:
-        for loop in self._loops:
-            loop.stop()
-        # The others may be blocked in Redis: the minder unblocks them.
-        self._minder.wake()
-
-    def _send(self, message: dict[str, object]) -> None:
-        send_to_supervisor(self._leash, message)
-
-
-# Several workers share one leash: a line of one must not end up inside that of another.
+# The workers of a process share the leash: their lines must not mix.
 _sending = threading.Lock()
 
 
 def send_to_supervisor(leash: socket.socket, message: dict[str, object]) -> None:
-    """One line of JSON; if the supervisor is gone there is nobody to tell."""
+    """Sends one line of JSON. A supervisor that is gone is no error."""
     try:
         with _sending:
             leash.sendall(orjson.dumps(message) + b"\n")
     except OSError as exc:
-        log.warning("cannot tell the supervisor error=%s", exc)
+        log.warning("failed to send to the supervisor error=%s", exc)
+
+
+def apply_resource_limits(options: Mapping[str, Value]) -> None:
+    """Inherited by programs that handlers start. Raises ConfigError if the system allows less."""
+    _raise_oom_score()
+    open_files, address = int(options.get("open_files_limit", 0)), int(options.get("address_limit", 0))
+    if open_files:
+        _set_rlimit(resource.RLIMIT_NOFILE, open_files, f"open_files_limit = {open_files}")
+    if address:
+        _set_rlimit(resource.RLIMIT_AS, address, f"address_limit = {show_size(address)}")
+    if nicer := int(options.get("nice", 0)):
+        os.nice(nicer)
+
+
+def _raise_oom_score() -> None:
+    """Lets the kernel kill this process rather than the supervisor or Redis, which would interrupt every job."""
+    # If /proc is hidden or read-only, the kernel chooses by size alone.
+    with suppress(OSError, ValueError):
+        # Any process may raise its score; only root may lower it.
+        # Not a text file: that would cost 0.2 MB of private memory in each of many processes.
+        fd = os.open(OOM_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if int(os.read(fd, 32)) < OOM_SCORE:
+                os.pwrite(fd, f"{OOM_SCORE}\n".encode(), 0)
+        finally:
+            os.close(fd)
+
+
+def _set_rlimit(which: int, wanted: int, setting: str) -> None:
+    """Sets soft and hard limit, so a handler cannot raise it again, unless it runs as root."""
+    _, hard = resource.getrlimit(which)
+    try:
+        resource.setrlimit(which, (wanted, wanted))
+    except (ValueError, OSError) as exc:
+        raise ConfigError(
+            f"{setting} is not allowed: the supervisor's own limit is {hard}; raise that, or set at most {hard}"
+        ) from exc
+
+
+def enable_stack_dumps() -> int:
+    """On a signal the process writes the stacks of its threads to a memory file, even while C code holds the
+    interpreter. Returns its descriptor; the supervisor reads the file through /proc."""
+    fd = os.memfd_create(STACK_FILE, os.MFD_CLOEXEC)
+    # Appending: the reader truncates the file.
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+    return fd

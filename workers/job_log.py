@@ -1,11 +1,10 @@
-"""Tells `logging` of attempts that failed, and of results that cannot be kept, in the process where that happened.
+"""Logs failed attempts and dropped results in the process where they happened.
 
-1. The line goes to the logger `forq`, a failure with its exception, once it is known what follows: whatever listens to
-   logging there sees it.
-2. It goes there in a thread of its own: a handler of the user's logging may raise, block or take long, and that must
-   neither hold up the worker nor change what becomes of a job. By then the job is settled.
-3. What logging does not take (it raised, it is stuck, `disable_existing_loggers` has turned forq's logger off) is in
-   the queue's log all the same.
+1. The entry goes to the logger `forq`, a failure with its exception, once the outcome for the job is known.
+2. A thread of its own calls `logging`: the user's logging handlers may raise, block or be slow, and must neither delay
+   the worker nor change the outcome. The job is settled by then.
+3. If `logging` does not accept the entry (it raised, is stuck, or `disable_existing_loggers` disabled the logger), the
+   entry is written to the queue's log directly.
 """
 
 import logging
@@ -25,11 +24,11 @@ from forq.workers.attempt import Failure
 from forq.workers.exec_handlers import ProgramFailed
 from forq.workers.handlers import class_name, exit_if_forked_from
 
-# How long a worker waits until its line is written, so that lines are in the order of what happened; and if that was in
-# vain, for how long it does not wait again.
+# How long a worker waits for its entry to be written, to keep entries in order; and after a timeout, how long it does
+# not wait again.
 WRITE_WAIT_SECONDS = 0.2
 NO_WAIT_SECONDS = 5.0
-# Each holds the variables of a handler.
+# Small: each entry holds the variables of a handler.
 MAX_QUEUED = 16
 CLOSE_SECONDS = 1.0
 
@@ -38,17 +37,17 @@ log = logging.getLogger("forq")
 
 @dataclass(slots=True)
 class FailedAttempt:
-    """One attempt that has to be told. `queue` and `job`: as a user knows them, of a fail job those of its job."""
+    """`queue` and `job` are those of the original job, also for an attempt of the fail handler."""
 
     queue: str
     job: str
     failure: Failure
-    # None once it was told: it holds the variables of the handler.
+    # None once logged: it holds the variables of the handler.
     raised: BaseException | None
     of_fail_handler: bool
-    # What follows, or why nobody knows.
+    # The outcome, or why it is unknown.
     follows: Fate | str = ""
-    # Whether the handler itself wanted to be called again later.
+    # The handler raised RetryAt.
     retry_requested: bool = field(init=False)
     logged: bool = False
 
@@ -74,12 +73,12 @@ class FailedAttempt:
     def record(self) -> logging.LogRecord:
         raised = None if self.retry_requested and not self.final else self.raised
         error = self.failure.text()
-        # The part that stays the same is the message, by which others group records; the rest are its arguments.
+        # The constant part is the message, by which tools group records; the rest are arguments.
         what, _, follows = self.headline().partition(": ")
         about = (follows, self.queue, self.job, error.partition("\n")[0])
         record = _make_record(self.level, f"{what}: %s queue=%s job=%s error=%s", about, raised)
         if raised is not None and issubclass(type(raised), ProgramFailed):
-            # Python's own stack says nothing about a program.
+            # The Python stack says nothing about a program.
             record.exc_text = error.partition("\n")[2] or error
         fields: dict[str, object] = {"queue": self.queue, "job_id": self.job}
         if isinstance(self.follows, Fate):
@@ -97,7 +96,7 @@ class FailedAttempt:
 
 @dataclass(frozen=True, slots=True)
 class DroppedResult:
-    """A job is done, and what its handler returned cannot be kept. `more`: so did other jobs since the last line."""
+    """A done job whose result cannot be stored. `more`: other such jobs since the last entry."""
 
     queue: str
     job: str
@@ -106,7 +105,7 @@ class DroppedResult:
     level: int = logging.WARNING
 
     def headline(self) -> str:
-        more = f" (and that of {self.more} more since the last such line)" if self.more else ""
+        more = f" (and {self.more} more since the last message)" if self.more else ""
         return f"job is done, but its result is not kept{more}"
 
     def record(self) -> logging.LogRecord:
@@ -122,7 +121,7 @@ JobLogEntry = FailedAttempt | DroppedResult
 
 
 class JobLog:
-    """What the workers of one process have to tell. Its thread starts with the first line."""
+    """Shared by the workers of one process. Its thread starts with the first entry."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -133,31 +132,31 @@ class JobLog:
         self._pid = os.getpid()
 
     def log_failure(self, failed: FailedAttempt, follows: Fate | str) -> None:
-        """Tells it with its exception; a second time, when more is known, without."""
+        """Logs with the exception; a second time, when the outcome is known, without."""
         if failed.logged and isinstance(follows, Fate) and follows.how == "refused":
-            # Its answer was lost: it is settled, and nobody can say how.
+            # The reply was lost: the job is settled, but how is unknown.
             return
         attempt = replace(failed, follows=follows)
         attempt.retry_requested = failed.retry_requested
         failed.raised, failed.logged = None, True
         self.write(attempt)
 
-    def write(self, line: JobLogEntry) -> None:
+    def write(self, entry: JobLogEntry) -> None:
         written = threading.Event()
         context = copy_context()
-        context.run(CURRENT_JOB.set, line.job)
+        context.run(CURRENT_JOB.set, entry.job)
         try:
             self._start()
-            self._queue.put_nowait((line, context, written))
+            self._queue.put_nowait((entry, context, written))
         except (queue.Full, RuntimeError):
-            # It is stuck, or no more threads are to be had.
-            _write_past_logging(line, " (logging is stuck)")
+            # Logging is stuck, or no thread can be started.
+            _write_past_logging(entry, " (logging is stuck)")
             return
         if self._now() >= self._no_wait_until and not written.wait(WRITE_WAIT_SECONDS):
             self._no_wait_until = self._now() + NO_WAIT_SECONDS
 
     def close(self) -> None:
-        """Waits a moment for what is not told yet."""
+        """Waits a moment for entries that are not written yet."""
         deadline = self._now() + CLOSE_SECONDS
         written = threading.Event()
         if self._thread is None:
@@ -177,24 +176,24 @@ class JobLog:
 
     def _run(self) -> None:
         while True:
-            line, context, written = self._queue.get()
-            if line is not None:
-                context.run(self._write_to_logging, line)
+            entry, context, written = self._queue.get()
+            if entry is not None:
+                context.run(self._write_to_logging, entry)
             written.set()
-            # What a handler has left must not live until the next line.
-            del line, context
+            # The handler's variables must not live until the next entry.
+            del entry, context
 
-    def _write_to_logging(self, line: JobLogEntry) -> None:
+    def _write_to_logging(self, entry: JobLogEntry) -> None:
         if log.disabled:
-            _write_past_logging(line)
+            _write_past_logging(entry)
             return
-        lines = count_logged_lines()
+        logged = count_logged_lines()
         try:
-            if log.isEnabledFor(line.level):
-                log.handle(line.record())
-        except BaseException as exc:  # the user's own handlers, filters and formatters; SystemExit too
-            if count_logged_lines() == lines:
-                _write_past_logging(line, f" (logging raised {class_name(type(exc))})")
+            if log.isEnabledFor(entry.level):
+                log.handle(entry.record())
+        except BaseException as exc:  # handlers, filters and formatters of the user may raise anything, even SystemExit
+            if count_logged_lines() == logged:
+                _write_past_logging(entry, f" (logging raised {class_name(type(exc))})")
         finally:
             exit_if_forked_from(self._pid)
 
@@ -207,21 +206,21 @@ def _make_record(
         tb = BaseException.__dict__["__traceback__"].__get__(raised)
         exc_info = (type(raised), raised, tb)
         while tb is not None:
-            # Where it was raised, not where it is told.
+            # Where it was raised, not where it is logged.
             code, line = tb.tb_frame.f_code, tb.tb_lineno
             path, function, tb = code.co_filename, code.co_name, tb.tb_next
     return log.makeRecord(log.name, level, path, line, message, arguments, exc_info, function)
 
 
 def _add_fields(record: logging.LogRecord, fields: dict[str, object]) -> logging.LogRecord:
-    """By hand: `extra` refuses a name that a record factory of the user's has used."""
+    """Not with `extra`, which refuses a name that the user's record factory has set."""
     for name, value in fields.items():
         record.__dict__.setdefault(name, value)
     return record
 
 
-def _write_past_logging(line: JobLogEntry, remark: str = "") -> None:
-    # The level holds whatever has become of the logger; isEnabledFor says no of one that is disabled.
-    if line.level < log.getEffectiveLevel():
+def _write_past_logging(entry: JobLogEntry, remark: str = "") -> None:
+    # Not isEnabledFor, which is False for a disabled logger.
+    if entry.level < log.getEffectiveLevel():
         return
-    write_past_logging(logging.getLevelName(line.level), line.job, line.text(remark))
+    write_past_logging(logging.getLevelName(entry.level), entry.job, entry.text(remark))

@@ -1,17 +1,10 @@
-"""The retry child's worker: fail jobs at once, and jobs of the retry lane while nothing else waits.
+"""The loops of processes other than a queue's main process, and of queues that run no jobs themselves.
 
-It works on two queues, the queue itself (its retry lane) and the fail queue below it, with one slot and one count of
-turns. It blocks on one list, `failed`, into which scripts put a token when there may be something for it.
-
-A helper's worker serves one of these alone, suspects or fail jobs, and ends when there is none.
-
-What the children of a queue do that runs nothing itself.
-
-1. ReleaseLoop (auto_release): one try after the other to release the item at the head of the line, when the gate opens.
-   The gate is in Redis; whoever comes too early is told how long to wait, and so one item is tried per interval,
-   however many supervisors there are. With nothing in line it blocks, like any worker.
-2. IdleLoop (on_request, external): items leave when somebody asks for them;
-   nothing is to be done here but to be there.
+1. RetryLoop: runs fail jobs at once, and jobs of the retry lane while no other job is ready.
+2. HelperLoop: runs suspects or fail jobs until none is left.
+3. ReleaseLoop (mode auto_release): tries to release the first item whenever the gate opens. The gate is in Redis, and a
+   try that comes too early gets the time to wait. So there is one try per interval, however many supervisors run.
+4. IdleLoop (modes on_request and external): items leave on request, so this loop only waits until it is stopped.
 """
 
 import logging
@@ -28,6 +21,9 @@ log = logging.getLogger("forq")
 
 
 class RetryLoop:
+    """Serves two queues with one slot and one count of turns: the queue (its retry lane) and its fail queue. Blocks on
+    one list, `failed`, into which scripts push a token when there may be a job for it."""
+
     def __init__(self, lane: WorkerLoop, fails: WorkerLoop | None) -> None:
         self._lane = lane
         self._all = [lane] if fails is None else [fails, lane]
@@ -55,7 +51,7 @@ class RetryLoop:
         return None
 
     def _has_work(self, loop: WorkerLoop) -> bool:
-        """To serve it takes capacity; for a lane that is empty no fail job should have to wait for that."""
+        """Serving takes capacity: fail jobs must not wait for capacity that an empty lane would request."""
         return loop is not self._lane or len(self._all) == 1 or loop.lane_may_have_jobs()
 
     def run(self, on_ready: Callable[[], None]) -> None:
@@ -65,7 +61,7 @@ class RetryLoop:
         while not self.stopping:
             served = next((loop for loop in self._all if self._has_work(loop) and loop.serve_batch()), None)
             if served is not None:
-                # Before the other queue's turn: that one would move the position away from what ran here.
+                # Before a turn on the other queue: that moves the position away from the jobs that ran here.
                 served.settle()
             elif not self.stopping:
                 self._lane.wait_for_work()
@@ -77,49 +73,19 @@ class RetryLoop:
             loop.close()
 
 
-class HelperLoop:
-    """Serves until nothing is left to claim."""
-
-    def __init__(self, jobs: WorkerLoop) -> None:
-        self._jobs = jobs
-
-    @property
-    def slot(self) -> Slot:
-        return self._jobs.slot
-
-    @property
-    def queue(self) -> str:
-        return self._jobs.queue
-
-    @property
-    def stopping(self) -> bool:
-        return self._jobs.stopping
-
-    def stop(self) -> None:
-        self._jobs.stop()
-
-    def blocked_client_id(self) -> int | None:
-        """It never blocks in Redis."""
-        return None
-
-    def title_text(self) -> str | None:
-        return None
+class HelperLoop(WorkerLoop):
+    """Serves one list, suspects or fail jobs, and ends when it is empty. Never blocks in Redis."""
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        if not self._jobs.join():
+        if not self.join():
             return
         on_ready()
-        while not self.stopping and self._jobs.serve_batch():
+        while not self.stopping and self.serve_batch():
             pass
-        self._jobs.leave()
-
-    def close(self) -> None:
-        self._jobs.close()
+        self.leave()
 
 
 class IdleLoop:
-    """Sleeps until it is stopped."""
-
     def __init__(self, slot: Slot, queue: str, mode: str) -> None:
         self.slot = slot
         self.queue = queue
@@ -178,11 +144,11 @@ class ReleaseLoop:
         return self._consumer.link.client_id if self._blocking else None
 
     def title_text(self) -> str:
-        what = "releasing" if self._releasing else State(self.slot.state).name.lower()
-        return f"{what} {self.slot.done:,} released"
+        state = "releasing" if self._releasing else State(self.slot.state).name.lower()
+        return f"{state} {self.slot.done:,} released"
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Serves until it is stopped; raises UnknownQueue or Fenced when its place is gone."""
+        """Serves until stopped. Raises UnknownQueue or Fenced when this worker is no longer registered."""
         joined = False
         while not self.stopping:
             try:
@@ -197,7 +163,7 @@ class ReleaseLoop:
         self._leave()
 
     def _step(self) -> None:
-        """One try, and the wait until the next one can be made."""
+        """Tries once, then waits until the next try."""
         tried = self._releaser.release()
         self.slot.words[DONE] += tried.handed_over
         self.slot.words[STATE] = State.PARKED if tried.paused else self._idle_state
@@ -219,15 +185,15 @@ class ReleaseLoop:
             if not self.stopping:
                 wait()
         except BackPressure as exc:
-            # Out of memory BLMOVE is refused, but a try is not.
-            log.warning("redis is out of memory queue=%s error=%s", self.queue, exc)
+            # Redis refuses BLMOVE when out of memory, but not a try.
+            log.warning("redis is out of memory; retrying queue=%s error=%s", self.queue, exc)
             self._stop.wait(OUT_OF_MEMORY_SECONDS)
         finally:
             self._blocking = False
 
     def _back_off(self, exc: RedisUnavailable) -> None:
         if not self._backoff.failures:
-            log.warning("redis is gone, trying again queue=%s error=%s", self.queue, exc)
+            log.warning("redis is gone; retrying queue=%s error=%s", self.queue, exc)
         self._stop.wait(self._backoff.fail())
 
     def _leave(self) -> None:
@@ -236,7 +202,7 @@ class ReleaseLoop:
         try:
             self._consumer.leave(0)
         except ForqError as exc:
-            log.warning("could not leave in order, recovery will do it queue=%s error=%s", self.queue, exc)
+            log.warning("failed to unregister; recovery will clean up queue=%s error=%s", self.queue, exc)
         finally:
             self._consumer.close()
 

@@ -1,7 +1,7 @@
-"""What running jobs say of their progress: shown in the scoreboard at once, told to Redis by a thread of its own.
+"""Progress reports of running jobs: shown in the scoreboard at once, sent to Redis by a thread.
 
-The thread is started by the first report, so that processes whose jobs report nothing have none, and it sleeps until
-the next one. It is not the minder: that has to hear the supervisor also while Redis hangs.
+The thread starts with the first report, so processes whose jobs report nothing have none. The minder cannot do this: it
+must read the leash even while Redis hangs.
 """
 
 import logging
@@ -15,7 +15,7 @@ from forq.broker.link import Link
 from forq.errors import ForqError, RedisUnavailable
 from forq.procs.scoreboard import Slot
 
-# At most ten writes per second and job.
+# At most ten writes per second.
 MIN_INTERVAL_SECONDS = 0.1
 RETRY_SECONDS = 1.0
 CALL_TIMEOUT_SECONDS = 3.0
@@ -26,7 +26,7 @@ Report = tuple[str, int, float, str]  # job id, fence, fraction, text
 
 
 class ProgressReporter:
-    """Of one worker. `latest` is what its job said last: it may change at any time, and is replaced as a whole."""
+    """One per worker. `latest` is its last report: it may change at any time, and is replaced as a whole."""
 
     def __init__(self, slot: Slot, queue: str, wake: Callable[[], None]) -> None:
         self.queue = queue
@@ -43,12 +43,12 @@ class ProgressReporter:
             self._wake()
 
     def disable(self) -> None:
-        """In a process that a handler forks: it shares the slot, but not the thread that tells Redis."""
+        """Called in a process that a handler forked: it shares the slot, but does not have the thread."""
         self._forked = True
 
 
 class ProgressSender:
-    """Tells Redis the latest of each worker of this process, with a connection that no handler waits for."""
+    """Sends the latest report of each worker of this process, over a connection of its own."""
 
     def __init__(self, url: str, prefix: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._url = url
@@ -69,7 +69,7 @@ class ProgressSender:
         return reporter
 
     def _wake(self) -> None:
-        """Costs next to nothing while the thread has yet to look at what was reported before."""
+        """Costs almost nothing while the thread has not read the earlier reports yet."""
         if self._woken:
             return
         self._woken = True
@@ -83,15 +83,15 @@ class ProgressSender:
         while True:
             self._wake_event.wait()
             self._wake_event.clear()
-            # Before it looks: whatever is reported from here on rings again.
+            # Before the reports are read: a later report wakes the thread again.
             self._woken = False
             try:
                 self._sleep(MIN_INTERVAL_SECONDS if self.send_latest() else RETRY_SECONDS)
-            except Exception:  # a fault of ours must not end the thread: nobody would tell Redis any more
-                log.exception("cannot tell the progress of jobs")
+            except Exception:  # a bug must not end the thread: no progress would be sent any more
+                log.exception("failed to send the progress of jobs")
 
     def send_latest(self) -> bool:
-        """Whether Redis has got all that is new. If not, it is tried again, with what is the latest then."""
+        """False if Redis is unavailable: the reports that are the latest by then are sent again."""
         if self._link is None:
             self._link = Link(self._url, name="forq-progress", timeout_seconds=CALL_TIMEOUT_SECONDS)
         for reporter in self._reporters:
@@ -102,12 +102,12 @@ class ProgressSender:
                 report_progress(self._link, self._prefix, reporter.queue, reporter.worker, *latest)
             except RedisUnavailable as exc:
                 if not self._redis_lost:
-                    log.warning("redis is gone, progress is told later queue=%s error=%s", reporter.queue, exc)
+                    log.warning("redis is gone; progress is sent later queue=%s error=%s", reporter.queue, exc)
                 self._redis_lost = True
                 self._wake_event.set()
                 return False
-            except ForqError as exc:  # the queue was deleted, Redis is out of memory: the next report may do better
-                log.warning("progress was refused queue=%s job=%s error=%s", reporter.queue, latest[0], exc)
+            except ForqError as exc:  # the queue was deleted, or Redis is out of memory: the next report may succeed
+                log.warning("progress report refused queue=%s job=%s error=%s", reporter.queue, latest[0], exc)
             reporter.sent = latest
         self._redis_lost = False
         return True

@@ -1,7 +1,7 @@
-"""One OpenTelemetry span per attempt, below the span in which the job was enqueued. Needs forq[tracing].
+"""One OpenTelemetry span per attempt, a child of the span that enqueued the job. Needs forq[tracing].
 
-`tracing = "otlp"` sends them where the usual OTEL_EXPORTER_OTLP_* variables say, "file:PATH" writes a line each.
-They are sent in batches by a thread of the SDK's: no job waits for that, and a process that is killed takes some along.
+`tracing = "otlp"` sends spans as the OTEL_EXPORTER_OTLP_* variables say; "file:PATH" writes one line each. A thread of
+the SDK sends them in batches: jobs do not wait, and a killed process loses some.
 """
 
 import os
@@ -13,12 +13,12 @@ from typing import IO, Any
 from forq.job import FILE, OTLP, Job
 from forq.version import VERSION
 
-# What a collector that does not answer may take of the end of a process.
+# How long a collector that does not answer may delay the end of a process.
 FLUSH_SECONDS = 2.0
 
 
 class Tracing:
-    """Makes the spans of one process; to be made after the fork."""
+    """The spans of one process. Create it after the fork."""
 
     def __init__(self, setting: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -26,12 +26,12 @@ class Tracing:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         self._file: IO[str] | None = None
-        # What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say comes first.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
         resource = Resource({"service.name": "forq", "service.version": VERSION}).merge(Resource.create())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter(setting)))
         self._tracer = self._provider.get_tracer("forq", VERSION)
-        # What handlers make with the global tracer is below the span of their attempt, and goes the same way.
+        # Spans that handlers make with the global tracer become children of their attempt's span.
         from opentelemetry import trace
 
         trace.set_tracer_provider(self._provider)
@@ -50,7 +50,7 @@ class Tracing:
 
     @contextmanager
     def attempt(self, job: Job) -> Iterator[None]:
-        """The span of the attempt that runs inside; what it raises is in the span."""
+        """The span of one attempt; records its exception."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -71,8 +71,8 @@ class Tracing:
             yield
 
     def close(self) -> None:
-        """Sends what is left, for a moment at most. The SDK's own timeouts do not hold while its exporter tries again:
-        what goes on after that ends with the process."""
+        """Sends the remaining spans for at most FLUSH_SECONDS. The SDK's own timeouts do not limit the exporter's
+        retries; those end with the process."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(FLUSH_SECONDS)
@@ -81,5 +81,5 @@ class Tracing:
 
 
 def _private(path: str, flags: int) -> int:
-    """An exception's text, which spans have, may tell what is in a job."""
+    """Spans contain exception texts, which may contain job data."""
     return os.open(path, flags, 0o600)

@@ -249,7 +249,7 @@ def test_the_new_process_waits_until_the_old_one_has_ended_its_job(forq: Forq, t
     old = wait_until(lambda: [t for t in forq.traces("start") if t.job == "long"], what="it runs")[0].pid
     restart = forq.begin_ctl("restart", "handed")
     next_one = wait_until(lambda: waiting_main(forq, "handed"), what="the new process has imported its code")
-    assert psutil.Process(next_one).cmdline()[0] == "forq: handed main (next) imported, waits"
+    assert psutil.Process(next_one).cmdline()[0] == "forq: handed main (next) imported, waiting"
     queue.enqueue(str(gate), id="behind")
     assert forq.child("handed")["pid"] == old
     assert restart.poll() is None

@@ -644,6 +644,6 @@ def test_results_that_cannot_be_kept_are_one_line_a_second(caplog: pytest.LogCap
     rig.clock.ns += DROPPED_LOG_INTERVAL_NS
     rig.step()
     assert caplog.messages[1].startswith(
-        "job is done, but its result is not kept (and that of 2 more since the last such line) queue=q job=d "
+        "job is done, but its result is not kept (and 2 more since the last message) queue=q job=d "
     )
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
