@@ -17,7 +17,7 @@ def test_the_documented_session_runs_as_written(redis_url: str) -> None:
             before = len(process.heard)
             process.write(line.encode() + b"\n")
             wait_until(lambda: len(process.heard) >= before + len(answers), what=f"answers to {line}: {process.heard}")  # noqa: B023
-            assert [transcript.shown(*said) for said in process.heard[before:]] == answers
+            assert [transcript.shown(*message) for message in process.heard[before:]] == answers
         assert process.end() == 0
         # There are no other responses.
         assert len(process.heard) == sum(len(answers) for _, answers in SESSION)
@@ -29,8 +29,8 @@ def test_the_documented_session_runs_as_written(redis_url: str) -> None:
 
 
 def test_the_documented_session_has_every_topic() -> None:
-    said = "\n".join(line for line, _ in SESSION)
-    assert [topic for topic in TOPICS if f'"{topic}"' not in said] == []
+    sent = "\n".join(line for line, _ in SESSION)
+    assert [topic for topic in TOPICS if f'"{topic}"' not in sent] == []
     heard = {answer.split(" ")[0] for _, answers in SESSION for answer in answers}
     assert heard == {
         *("job_added", "job_assignment", "job_refused", "job_deleted", "error"),

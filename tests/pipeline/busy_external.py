@@ -1,4 +1,4 @@
-"""A queue of mode external in which everything happens that can, by chance: for histories of real scripts."""
+"""A queue of mode external with random operations of all kinds, to get histories of the real scripts."""
 
 import random
 
@@ -18,11 +18,11 @@ class BusyExternal:
         self._chance = random.Random(seed)
 
     def run(self, steps: int) -> None:
-        doings = [self.enqueue] * 3 + [self.ask] * 8 + [self.accept] * 6 + [self.end] * 6
-        doings += [self.leave, self.take_away, self.beat, self.bury, self.fall_silent]
+        actions = [self.enqueue] * 3 + [self.ask] * 8 + [self.accept] * 6 + [self.end] * 6
+        actions += [self.leave, self.remove_or_cancel, self.beat, self.revive_or_discard, self.fall_silent]
         for _ in range(steps):
             try:
-                self._chance.choice(doings)()
+                self._chance.choice(actions)()
             except LeaseLapsed:
                 continue
 
@@ -57,11 +57,11 @@ class BusyExternal:
         self.queue.external.leave(self._worker(), self._chance.choice(("b1", "b2")))
 
     def fall_silent(self) -> None:
-        """Whoever holds a job has said nothing for a whole lease."""
+        """The holder of a job is silent for a whole lease."""
         for job_id in sorted(self.queue.hash("active"))[:1]:
             self.queue.silence(job_id)
 
-    def take_away(self) -> None:
+    def remove_or_cancel(self) -> None:
         (self.queue.producer.remove if self._chance.random() < 0.5 else self.queue.producer.cancel)(self._id())
 
     def beat(self) -> None:
@@ -70,7 +70,7 @@ class BusyExternal:
         self.queue.promote()
         self.queue.recovery().heartbeat(self.queue.name, 600_000, [])
 
-    def bury(self) -> None:
+    def revive_or_discard(self) -> None:
         revive_or_discard_one(self._dead, self._chance)
 
     def close(self) -> None:

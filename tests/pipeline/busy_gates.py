@@ -1,4 +1,4 @@
-"""A queue of the release modes in which everything happens that can, by chance: for histories of real scripts."""
+"""A queue in a release mode with random operations of all kinds, to get histories of the real scripts."""
 
 import random
 
@@ -20,10 +20,10 @@ class BusyGate:
         self._leases: dict[str, Lease] = {}
 
     def run(self, steps: int) -> None:
-        doings = [self.enqueue] * 3 + [self.attempt] * 6 + [self.ask] * 6 + [self.ack] * 4
-        doings += [self.leave, self.take_away, self.beat, self.bury]
+        actions = [self.enqueue] * 3 + [self.attempt] * 6 + [self.ask] * 6 + [self.ack] * 4
+        actions += [self.leave, self.remove_or_cancel, self.beat, self.revive_or_discard]
         for _ in range(steps):
-            self._chance.choice(doings)()
+            self._chance.choice(actions)()
 
     def enqueue(self) -> None:
         chance = self._chance
@@ -61,7 +61,7 @@ class BusyGate:
         self._leases.pop(awaiter, None)
         self.queue.leases.leave(awaiter)
 
-    def take_away(self) -> None:
+    def remove_or_cancel(self) -> None:
         (self.queue.producer.remove if self._chance.random() < 0.5 else self.queue.producer.cancel)(self._id())
 
     def beat(self) -> None:
@@ -70,7 +70,7 @@ class BusyGate:
         self.queue.promote()
         self.queue.recovery().heartbeat(self.queue.name, 600_000, [])
 
-    def bury(self) -> None:
+    def revive_or_discard(self) -> None:
         revive_or_discard_one(self._dead, self._chance)
 
     def close(self) -> None:

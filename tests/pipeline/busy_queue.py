@@ -1,4 +1,4 @@
-"""Real events, made fast: jobs of a queue go through its scripts in large turns, without processes."""
+"""Creates real events fast: runs the scripts of a queue in large turns, without processes."""
 
 from forq.broker.claim import Settled
 from forq.broker.enqueue import Update, chunks, new_job
@@ -14,7 +14,7 @@ def fill(queue: OneQueue, count: int, name: str = "job") -> None:
 
 
 def drain(queue: OneQueue, worker: HandWorker, *, failing: str = "-never") -> int:
-    """Claims and settles all that waits; ids that end so fail. How many were settled."""
+    """Claims and settles all waiting jobs. Ids with the suffix `failing` fail. Returns the number of settled jobs."""
     done: Settled = []
     failed: Settled = []
     settled = 0
@@ -34,7 +34,7 @@ def drain(queue: OneQueue, worker: HandWorker, *, failing: str = "-never") -> in
 
 
 def events_of(queue: OneQueue, key: str = "events") -> list[Event]:
-    """The journal as broker/journal.py reads it, one entry after the other."""
+    """The journal as broker/journal.py reads it."""
     name = queue.name if key == "events" else f"{queue.name}#fail"
     entries = queue.redis.xrange(queue.key(key))
     return [event for _, fields in entries for event in read_entry(fields, name)]

@@ -1,4 +1,4 @@
-"""A queue with a fail handler in which everything happens that can, by chance: for histories of real scripts."""
+"""A queue with a fail handler and random operations of all kinds, to get histories of the real scripts."""
 
 import random
 from contextlib import suppress
@@ -29,8 +29,8 @@ def revive_or_discard_one(dead: DeadJobs, chance: random.Random) -> None:
 
 
 @dataclass
-class Hand:
-    """A worker and what it holds: ids with one fence."""
+class BusyWorker:
+    """A worker and the jobs that it holds, with their fence."""
 
     consumer: Consumer
     number: int = 0
@@ -39,7 +39,7 @@ class Hand:
 
 
 class BusyQueue:
-    """`ids`: how many names there are; few make updates and blocked jobs likely. `failures`: share that fails."""
+    """`ids`: number of job ids; few ids make updates and blocked jobs likely. `failures`: share of failing jobs."""
 
     def __init__(self, url: str, name: str, seed: int, *, ids: int = 30, batch: int = 8, failures: float = 0.3) -> None:
         self.name = name
@@ -63,19 +63,23 @@ class BusyQueue:
         }  # fmt: skip
         fail_options = {"max_retries": 1, "min_backoff_ms": 1, "max_backoff_ms": 2, "journal_max": 1 << 30}
         self._registry.create(self.name, "work", 100, stored_defaults(), options, fail_options=fail_options)
-        self._hands = [self._hand(self.name, lane) for lane in ("main", "main", "main", "retry")]
-        self._hands.append(self._hand(fail_queue(self.name), "retry"))
+        self._busy_workers = [self._busy_worker(self.name, lane) for lane in ("main", "main", "main", "retry")]
+        self._busy_workers.append(self._busy_worker(fail_queue(self.name), "retry"))
 
-    def _hand(self, queue: str, lane: str) -> Hand:
+    def _busy_worker(self, queue: str, lane: str) -> BusyWorker:
         self._workers += 1
         consumer = Consumer(self._url, DEFAULT_PREFIX, queue, "p1", f"w{self._workers}", lane)
         consumer.join(EXPIRY_MS)
-        return Hand(consumer)
+        return BusyWorker(consumer)
 
     def run(self, steps: int) -> None:
-        doings = [self.enqueue] * 5 + [self.turn] * 12 + [self.lose, self.take_away, self.beat, self.bury, self.rescue]
+        actions = (
+            [self.enqueue] * 5
+            + [self.turn] * 12
+            + [self.lose, self.remove_or_cancel, self.beat, self.revive_or_discard, self.rescue]
+        )
         for _ in range(steps):
-            self._chance.choice(doings)()
+            self._chance.choice(actions)()
 
     def enqueue(self) -> None:
         chance = self._chance
@@ -86,42 +90,42 @@ class BusyQueue:
         self._producer.enqueue(jobs, Update(chance.choice(("update", "update", "skip"))))
 
     def turn(self) -> None:
-        """Settles some of what is held, in order, hands back the rest, and claims more."""
-        hand = self._chance.choice(self._hands)
-        ran = hand.held[: self._chance.randint(0, len(hand.held))]
+        """Settles some held jobs in order, returns the rest, and claims more."""
+        worker = self._chance.choice(self._busy_workers)
+        ran = worker.held[: self._chance.randint(0, len(worker.held))]
         done: Settled = []
         failed: Settled = []
         for job in ran:
             if self._chance.random() >= self._failures:
-                done += (job, hand.fence, 7)
+                done += (job, worker.fence, 7)
             else:
                 error = '{"name":"E","message":"no","kind":"retriable","traceback":null}'
-                failed += (job, hand.fence, 7, error, error, self._chance.choice(KINDS), "", "0.5")
-        hand.number += 1
-        turn = hand.consumer.turn(hand.number, done, failed, 0, self._chance.randint(0, self._batch))
-        hand.held = [job.decode() for job in turn.jobs[::2]]
-        hand.fence = turn.fence or hand.fence
+                failed += (job, worker.fence, 7, error, error, self._chance.choice(KINDS), "", "0.5")
+        worker.number += 1
+        turn = worker.consumer.turn(worker.number, done, failed, 0, self._chance.randint(0, self._batch))
+        worker.held = [job.decode() for job in turn.jobs[::2]]
+        worker.fence = turn.fence or worker.fence
 
     def lose(self) -> None:
-        """A worker dies, at any place of its batch; another one takes its seat."""
-        at = self._chance.randrange(len(self._hands))
-        hand = self._hands[at]
-        index = self._chance.randint(0, max(0, len(hand.held) - 1))
-        position = Position(hand.consumer.worker, hand.number, index, bool(hand.held))
+        """A worker dies at any position of its batch, and another one replaces it."""
+        at = self._chance.randrange(len(self._busy_workers))
+        worker = self._busy_workers[at]
+        index = self._chance.randint(0, max(0, len(worker.held) - 1))
+        position = Position(worker.consumer.worker, worker.number, index, bool(worker.held))
         outcome = self._chance.choice(OUTCOMES)
-        queue = hand.consumer.queue
+        queue = worker.consumer.queue
         for _ in range(2):
             self._recovery.recover(queue, "p1", position, outcome=outcome, cause="signal 9")
-        hand.consumer.close()
-        self._hands[at] = self._hand(queue, "retry" if at >= 3 else "main")
+        worker.consumer.close()
+        self._busy_workers[at] = self._busy_worker(queue, "retry" if at >= 3 else "main")
 
     def rescue(self) -> None:
-        hand = self._hands[0]
-        if len(hand.held) > 1:
-            self._recovery.rescue(self.name, Position(hand.consumer.worker, hand.number, 0, True))
-            hand.held = hand.held[:1]
+        worker = self._busy_workers[0]
+        if len(worker.held) > 1:
+            self._recovery.rescue(self.name, Position(worker.consumer.worker, worker.number, 0, True))
+            worker.held = worker.held[:1]
 
-    def take_away(self) -> None:
+    def remove_or_cancel(self) -> None:
         job = f"j{self._chance.randrange(self._ids)}"
         (self._producer.remove if self._chance.random() < 0.5 else self._producer.cancel)(job)
 
@@ -132,18 +136,17 @@ class BusyQueue:
             self._recovery.promote(queue)
             self._recovery.heartbeat(queue, EXPIRY_MS, [])
 
-    def bury(self) -> None:
-        """Not into the ground: one dead job is revived or discarded."""
+    def revive_or_discard(self) -> None:
         revive_or_discard_one(self._dead, self._chance)
 
     def delete(self) -> None:
         self._registry.delete(self.name, force=True)
         while self._registry.purge(self.name, lambda dropped: None):
             pass
-        for hand in self._hands:
-            hand.consumer.close()
+        for worker in self._busy_workers:
+            worker.consumer.close()
 
     def close(self) -> None:
-        for hand in self._hands:
-            hand.consumer.close()
+        for worker in self._busy_workers:
+            worker.consumer.close()
         self._link.close()

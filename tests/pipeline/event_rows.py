@@ -1,4 +1,4 @@
-"""Rows of the journal as history has them, without a server: a simulated stretch of traffic, from one seed."""
+"""Event rows without a server: journals written by hand, or simulated traffic from a seed."""
 
 import heapq
 import random
@@ -12,7 +12,7 @@ BEGIN = datetime(2026, 11, 9, tzinfo=UTC)
 
 @dataclass
 class Journal:
-    """One queue's journal: each call of `note` is an entry of its own."""
+    """One queue's journal. Each call of `note` is one entry."""
 
     queue: str
     epoch: int = 1
@@ -58,7 +58,7 @@ def event(verb: str, job: str | None = None, **columns: Any) -> dict[str, Any]:
 
 @dataclass
 class Traffic:
-    """How busy a queue is and how its jobs end. Rates are per second at the peak of the day."""
+    """Load of a queue and outcomes of its jobs. The rate is per second at the peak of the day."""
 
     rate: float
     run_ms: float
@@ -103,7 +103,7 @@ def _arrivals(traffic: Traffic, seconds: int, chance: random.Random) -> Iterator
 def _attempt(
     journal: Journal, traffic: Traffic, chance: random.Random, job: str, begin: int, attempt: int
 ) -> tuple[int, int | None]:
-    """When the worker is free again, and when the job is ready again (None: it is not)."""
+    """The times when the worker is free and when the job is ready again (None: never)."""
     fence = begin
     journal.note(begin, event("claimed", job, fence=fence, attempt=attempt))
     micros = int(1000 * traffic.run_ms * chance.lognormvariate(0, 0.7))

@@ -1,4 +1,4 @@
-"""A real standalone Spark cluster on loopback, from the installed package: one master, some workers."""
+"""A standalone Spark cluster on loopback: one master and some workers."""
 
 import os
 import re
@@ -25,7 +25,7 @@ class Cluster:
     master: str
 
     def submit(self, *arguments: str, seconds: float = 300.0, **environ: str) -> subprocess.CompletedProcess[str]:
-        """`forq pipeline ARGUMENTS` on this cluster."""
+        """Runs `forq pipeline ARGUMENTS` on this cluster."""
         where = subprocess.run(
             [sys.executable, "-m", "forq.pipeline.submit"], capture_output=True, text=True, check=True, env=_environ()
         ).stdout.strip()
@@ -45,7 +45,7 @@ def standalone(workers: int = 2) -> Iterator[Cluster]:
         place = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
         processes.append(_start("deploy.master.Master", directory / "master.log", *place))
         master = wait_until(
-            lambda: _said(directory / "master.log", r"(spark://127\.0\.0\.1:\d+)"), 60.0, "master is up"
+            lambda: _find(directory / "master.log", r"(spark://127\.0\.0\.1:\d+)"), 60.0, "master is up"
         )
         for number in range(workers):
             log = directory / f"worker{number}.log"
@@ -53,7 +53,7 @@ def standalone(workers: int = 2) -> Iterator[Cluster]:
             processes.append(_start("deploy.worker.Worker", log, *place, *size, master))
         for number in range(workers):
             log = directory / f"worker{number}.log"
-            wait_until(lambda log=log: _said(log, r"(Successfully registered)"), 60.0, f"{log.name}")  # type: ignore[misc]
+            wait_until(lambda log=log: _find(log, r"(Successfully registered)"), 60.0, f"{log.name}")  # type: ignore[misc]
         yield Cluster(master)
     finally:
         for process in reversed(processes):
@@ -81,6 +81,6 @@ def _environ(**more: str) -> dict[str, str]:
     }
 
 
-def _said(log: Path, pattern: str) -> str | None:
+def _find(log: Path, pattern: str) -> str | None:
     match = re.search(pattern, log.read_text(errors="replace")) if log.exists() else None
     return match[1] if match else None

@@ -164,9 +164,9 @@ def test_jobs_of_deleted_queues_and_fail_jobs_are_not_replayed(
     fail_queue.note(2, event("dead", "b:7", fence=9))
     replays.publish(fail_queue)
     assert replays("true") == 1
-    said = capsys.readouterr().out
-    assert f"1 not replayed: {replay.NO_QUEUE}\n    other  a@" in said
-    assert f"1 not replayed: {replay.IS_FAIL_JOB}\n    q#fail  b:7@9\n" in said
+    output = capsys.readouterr().out
+    assert f"1 not replayed: {replay.NO_QUEUE}\n    other  a@" in output
+    assert f"1 not replayed: {replay.IS_FAIL_JOB}\n    q#fail  b:7@9\n" in output
 
 
 def test_a_predicate_may_use_events_and_other_jobs(
@@ -243,7 +243,7 @@ def test_a_full_queue_takes_some_jobs_and_a_later_replay_adds_the_rest(
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "message"),
     [
         ("queue = ", "Syntax error"),
         ("colour = 'red'", "`colour`"),
@@ -252,13 +252,13 @@ def test_a_full_queue_takes_some_jobs_and_a_later_replay_adds_the_rest(
         ("cast(job as int) = 1", "cannot be cast"),
     ],
 )
-def test_a_wrong_predicate_gives_a_one_line_error(queue: OneQueue, replays: Replays, where: str, said: str) -> None:
+def test_a_wrong_predicate_gives_a_one_line_error(queue: OneQueue, replays: Replays, where: str, message: str) -> None:
     queue.enqueue("a")
     end_all(queue)
     replays.ingest()
     with pytest.raises(UsageError) as raised:
         replays(where)
-    assert said.lower() in str(raised.value).lower()
+    assert message.lower() in str(raised.value).lower()
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 500
 

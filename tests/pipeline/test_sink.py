@@ -112,7 +112,7 @@ def test_an_existing_job_is_skipped_or_updated(spark: SparkSession, queue: OneQu
 
 
 @pytest.mark.parametrize(
-    ("select", "said"),
+    ("select", "message"),
     [
         ("'nowhere' queue, 1 data", "rows 0 to 0 of partition 0: no queue 'nowhere'"),
         ("'q' queue, '{' data, 'bad' id", r"row 0 of partition 0 .queue 'q', id 'bad'.: data is not JSON"),
@@ -131,9 +131,9 @@ def test_an_existing_job_is_skipped_or_updated(spark: SparkSession, queue: OneQu
     ],
 )
 def test_the_error_names_the_row_that_cannot_be_stored(
-    spark: SparkSession, queue: OneQueue, select: str, said: str
+    spark: SparkSession, queue: OneQueue, select: str, message: str
 ) -> None:
-    with pytest.raises(PySparkException, match=said):
+    with pytest.raises(PySparkException, match=message):
         write(spark.sql(f"select {select}"), queue)
     assert queue.state().jobs == set()
 

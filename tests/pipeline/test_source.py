@@ -161,7 +161,7 @@ def test_the_error_names_an_unreadable_entry(spark: SparkSession, queue: OneQueu
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"queue": "q"}, "has no option 'queue'"),
         ({"queues": "a b"}, "queue name 'a b' is not allowed"),
@@ -169,8 +169,8 @@ def test_the_error_names_an_unreadable_entry(spark: SparkSession, queue: OneQueu
         ({"maxEntriesPerBatch": "0"}, "option maxEntriesPerBatch = '0' is not allowed"),
     ],
 )
-def test_a_wrong_option_is_refused(spark: SparkSession, queue: OneQueue, options: dict[str, str], said: str) -> None:
-    with pytest.raises(PySparkException, match=said):
+def test_a_wrong_option_is_refused(spark: SparkSession, queue: OneQueue, options: dict[str, str], message: str) -> None:
+    with pytest.raises(PySparkException, match=message):
         read(spark, queue, **options)
 
 

@@ -32,7 +32,7 @@ from forq.job import assignment_payload
 from forq.settings import EXTERNAL, stored, stored_defaults
 
 # One call skips a limited number of jobs that cannot be assigned; this limits the calls per request.
-MAX_ASKS = 1000
+MAX_FETCHES = 1000
 LEASE_TICKS = 3
 
 # Topic and payload.
@@ -94,7 +94,7 @@ class Requests:
             token=request.token,
         )
         producer = Producer(self._link, self._prefix, request.queue)
-        uuid = self._in_queue(request.queue, lambda: producer.enqueue([job]))[0]
+        uuid = self._creating_queue(request.queue, lambda: producer.enqueue([job]))[0]
         return [("job_added", {"uuid": uuid, "queue_name": request.queue, **reference})]
 
     def _worker_idle(self, request: WorkerIdle) -> list[Response]:
@@ -102,15 +102,15 @@ class Requests:
 
     def _idle(self, queue: str, worker: str) -> list[Response]:
         external = self._external(queue)
-        ask = partial(self._in_queue, queue, lambda: external.idle(worker, self._bridge))
-        return self._assignment(queue, worker, ask)
+        fetch = partial(self._creating_queue, queue, lambda: external.idle(worker, self._bridge))
+        return self._assignment(queue, worker, fetch)
 
-    def _assignment(self, queue: str, worker: str, ask: Callable[[], LeaseReply]) -> list[Response]:
-        for _ in range(MAX_ASKS):
-            answer = ask()
-            if answer.lease is not None:
-                return [("job_assignment", _assignment_payload(queue, worker, answer.lease))]
-            if answer.valid_ms > 0:
+    def _assignment(self, queue: str, worker: str, fetch: Callable[[], LeaseReply]) -> list[Response]:
+        for _ in range(MAX_FETCHES):
+            reply = fetch()
+            if reply.lease is not None:
+                return [("job_assignment", _assignment_payload(queue, worker, reply.lease))]
+            if reply.valid_ms > 0:
                 break
         return []
 
@@ -184,7 +184,7 @@ class Requests:
         self.tick()
         return []
 
-    def _in_queue(self, queue: str, call: Callable[[], T]) -> T:
+    def _creating_queue(self, queue: str, call: Callable[[], T]) -> T:
         """Creates a missing queue and repeats the call, once."""
         try:
             return call()

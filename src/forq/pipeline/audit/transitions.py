@@ -21,6 +21,7 @@ JOB = ("history", "queue", "epoch", "job")
 FAIL = fail_queue("")
 _UNKNOWN_JOB = "?"
 _FOREVER = 2**62
+_HOLE_AT_END = Hole(0, "", 0, _FOREVER, _FOREVER)
 
 
 def steps_of(events: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) -> DataFrame:
@@ -32,23 +33,21 @@ def steps_of(events: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) 
         *JOB, "sequence", "position", "time", step.alias("step"), "fence", "attempt", "fail_job", "verb"
     )
     steps = _with_segments(steps, holes)
-    return steps.unionByName(_fail_job_starts(steps, epochs, holes)).repartition("history", "queue", "job")
+    return steps.unionByName(_fail_job_starts(steps, epochs)).repartition("history", "queue", "job")
 
 
 def _with_segments(steps: DataFrame, holes: Sequence[Hole]) -> DataFrame:
     """`segment`: number of holes before the row. `orphans`: the first event of a job may be in a hole."""
     if not holes:
         return steps.withColumn("segment", F.lit(0)).withColumn("orphans", F.lit(False))
-    stretches = [
+    rows = [
         (*epoch, number + 1, hole.last, (*after, _HOLE_AT_END)[0].first)
         for epoch, missing in _by_epoch(holes).items()
         for number, hole in enumerate(missing)
         for after in [missing[number + 1 :]]
     ]
     spark = steps.sparkSession
-    segments = spark.createDataFrame(
-        stretches, "history int, queue string, epoch long, segment int, after long, until long"
-    )
+    segments = spark.createDataFrame(rows, "history int, queue string, epoch long, segment int, after long, until long")
     queues = sorted({(hole.history, fail_queue(hole.queue)) for hole in holes if not hole.queue.endswith(FAIL)})
     orphaned = spark.createDataFrame(queues, "history int, queue string").withColumn("orphaned", F.lit(True))
     here = F.col("sequence").between(F.col("after") + 1, F.col("until") - 1)
@@ -68,9 +67,6 @@ def _with_segments(steps: DataFrame, holes: Sequence[Hole]) -> DataFrame:
     )
 
 
-_HOLE_AT_END = Hole(0, "", 0, _FOREVER, _FOREVER)
-
-
 def _by_epoch(holes: Sequence[Hole]) -> dict[tuple[int, str, int], list[Hole]]:
     found: dict[tuple[int, str, int], list[Hole]] = {}
     for hole in sorted(holes, key=lambda hole: hole.first):
@@ -78,7 +74,7 @@ def _by_epoch(holes: Sequence[Hole]) -> dict[tuple[int, str, int], list[Hole]]:
     return found
 
 
-def _fail_job_starts(steps: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) -> DataFrame:
+def _fail_job_starts(steps: DataFrame, epochs: Sequence[Epoch]) -> DataFrame:
     """`failing` in the journal of a queue adds the job ID:FENCE to the fail queue of that time."""
     failing = steps.where("step = 'failing'").select(
         "history",
@@ -126,7 +122,7 @@ def transitions_of(steps: DataFrame) -> DataFrame:
     `ready`, `due` (scheduled), `running`, `has_blocked` (a job is blocked behind it). `existed`: the job was ready or
     active before the step. `run`: fence of the run. `last`: last step of the job.
     """
-    seen = _with_what_was_before(steps)
+    seen = _with_previous_steps(steps)
     step = F.col("step")
     # `returned` has no fence: it ends the last claim.
     run = F.when((step == "claimed") | step.isin(*verbs.FENCED), F.col("fence")).otherwise(F.col("origin.fence"))
@@ -150,7 +146,7 @@ def transitions_of(steps: DataFrame) -> DataFrame:
     )
 
 
-def _with_what_was_before(steps: DataFrame) -> DataFrame:
+def _with_previous_steps(steps: DataFrame) -> DataFrame:
     in_order = Window.partitionBy(*JOB).orderBy("sequence", "position")
     so_far = in_order.rowsBetween(Window.unboundedPreceding, -1)
     place = F.struct("sequence", "position")
