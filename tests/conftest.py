@@ -1,4 +1,4 @@
-"""What every test may use: a real server, an empty one per test, and reports of what is shown by which test."""
+"""Fixtures for every test: a real server, emptied for each test; and the reports of marked tests."""
 
 import os
 import random
@@ -18,17 +18,17 @@ from tests.support.drive.redis_cluster import RedisCluster, redis_cluster
 from tests.support.drive.server import Server, put_on_path
 from tests.support.marks import SPEC_IDS, MarkReport, fault_rows
 
-# Spark is large, and only its own tests need it: `make test-all` installs it.
+# Spark is large and only its own tests need it: `make test-all` installs it.
 SPARK_INSTALLED = find_spec("pyspark") is not None
 collect_ignore = [] if SPARK_INSTALLED else ["pipeline"]
 
-# What the tests draw at random, they draw with this.
+# The seed of all random choices of the tests.
 SEED = "FORQ_TEST_SEED"
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The session's server. A test that stops or kills it need not start it again."""
+    """The session's server. A test that stops or kills it need not restart it."""
     server = Server()
     try:
         server.start()
@@ -46,7 +46,7 @@ def cluster() -> Iterator[RedisCluster]:
 
 @pytest.fixture
 def redis_url(request: pytest.FixtureRequest) -> str:
-    """The address of the session's server, emptied; with FORQ_TEST_REDIS=cluster of its cluster."""
+    """The address of the session's server, emptied; with FORQ_TEST_REDIS=cluster, of its cluster."""
     place = "cluster" if os.environ.get("FORQ_TEST_REDIS") == "cluster" else "server"
     used: Server | RedisCluster = request.getfixturevalue(place)
     used.flush()
@@ -76,9 +76,9 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="forq-server-"))
     config.add_cleanup(lambda: shutil.rmtree(folder))
     put_on_path(folder, os.environ)
-    # With it, programs of tests that forget to flush pass here and hang elsewhere.
+    # With it, test programs that forget to flush pass here and hang elsewhere.
     os.environ.pop("PYTHONUNBUFFERED", None)
-    # A shell that starts this in the background has it ignore Ctrl-C, and so would everything that the tests start.
+    # A shell that starts this in the background ignores SIGINT, and so would every process that the tests start.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not int(os.environ.get(SEED, "0")):

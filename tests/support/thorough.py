@@ -1,7 +1,7 @@
-"""How much a run tries: `make test` enough to find what is broken, `make test-all` and CI (FORQ_TEST_THOROUGH=1) all.
+"""How much a run tries: `make test` a sample, `make test-all` and CI (FORQ_TEST_THOROUGH=1) everything.
 
-What is asserted is the same. What is left out are further examples, orders and seeds of the same test, and those tests
-that take long and depend on little that changes.
+Both make the same assertions. A quick run leaves out further examples, orders and seeds of a test, and long tests of
+code that rarely changes.
 """
 
 import os
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 def examples(quick: int, thorough: int) -> int:
-    """How many examples of a property are tried."""
+    """The number of examples of a property."""
     return thorough if THOROUGH else quick
 
 
 def sample(cases: Sequence[T], one_in: int) -> Sequence[T]:
-    """All cases, or one of so many; which, depends on the seed of the run."""
+    """All cases, or every `one_in`-th; the seed of the run picks which."""
     return cases if THOROUGH else cases[int(os.environ["FORQ_TEST_SEED"]) % one_in :: one_in]

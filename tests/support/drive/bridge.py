@@ -1,4 +1,4 @@
-"""A bridge of a test's own: `forq bridge`, on its stdin and stdout or at a socket, and clients that speak lines."""
+"""Starts `forq bridge`, on its stdin and stdout or at a socket, and clients that exchange lines with it."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def encode(topic: str, payload: Message) -> bytes:
 
 
 class Speaker:
-    """Says messages and remembers what it hears: (topic, payload), in order."""
+    """Sends messages and keeps those that it receives: (topic, payload), in order."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, Message]] = []
@@ -36,7 +36,7 @@ class Speaker:
         raise NotImplementedError
 
     def hear(self, stream: Any) -> None:
-        """Until the stream ends; every line has to be a whole message."""
+        """Reads until the stream ends; every line has to be a whole message."""
         for line in stream:
             message = json.loads(line)
             self.envelopes.append(message)
@@ -46,13 +46,13 @@ class Speaker:
         return [payload for said, payload in self.heard if said == topic]
 
     def ask(self, topic: str, answer: str, **payload: Any) -> Message:
-        """Says something, and waits for what is answered to it."""
+        """Sends a message and returns the answer."""
         known = len(self.of(answer))
         self.say(topic, **payload)
         return self.wait_for(answer, known + 1)
 
     def wait_for(self, topic: str, count: int = 1) -> Message:
-        """The count-th message of that topic."""
+        """Returns the count-th message of that topic."""
         wait_until(lambda: len(self.of(topic)) >= count, what=f"{count} of {topic} in {self.heard}")
         return self.of(topic)[count - 1]
 
@@ -76,7 +76,7 @@ class BridgeProcess(Speaker):
         self.process.stdin.write(data)
 
     def end(self, seconds: float = 20.0) -> int:
-        """EOF: its exit code, when all that it said was heard."""
+        """Sends EOF; returns the exit code once all output is read."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         code = self.process.wait(seconds)

@@ -1,4 +1,4 @@
-"""What a supervisor would give a process that a test runs without one."""
+"""The context that a supervisor gives its processes, for a process that a test runs without one."""
 
 from pathlib import Path
 from typing import Any

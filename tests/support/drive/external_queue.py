@@ -1,4 +1,4 @@
-"""A queue of mode external, driven by hand: workers that say what a bridge would pass on, times that have come."""
+"""A queue of mode external, driven by hand: messages that a bridge would pass on, and leases that run out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ ERROR = b'{"name":"Oops","message":"no","kind":"retriable"}'
 
 
 class ExternalQueue(OneQueue):
-    """Leases end only when a test says so."""
+    """Leases end only when a test ends them."""
 
     def __init__(self, url: str, *, name: str = "q", **options: int) -> None:
         super().__init__(url, name, "external", **{"lease_ms": 600_000, "min_backoff_ms": 60_000, **options})
@@ -22,7 +22,7 @@ class ExternalQueue(OneQueue):
         return self.registry.create(self.name, self.mode, 100, stored_defaults("external"), options)
 
     def idle(self, worker: str = "w1", bridge: str = "b1") -> str | None:
-        """The id of what this worker was assigned, if anything."""
+        """Returns the id of the job that this worker was assigned, if any."""
         lease = self.lease(worker, bridge)
         return None if lease is None else lease.job_id
 
@@ -34,7 +34,7 @@ class ExternalQueue(OneQueue):
         return None if lease is None else lease.job_id
 
     def work(self, worker: str = "w1") -> str:
-        """It is assigned a job, and accepts it."""
+        """Has a worker assigned a job, and accepts it."""
         job_id = self.idle(worker)
         assert job_id is not None, f"{worker} was assigned nothing"
         self.external.accept(worker, job_id)
@@ -44,7 +44,7 @@ class ExternalQueue(OneQueue):
         self.external.fail(worker, job_id, Failure(ERROR, ERROR, kind, retry_at_ms, 0.5))
 
     def silence(self, *ids: str) -> None:
-        """The workers of these jobs were silent for too long, one after the other."""
+        """Ends the leases of these jobs, one after the other."""
         self.come("leases", *ids)
         self.promote()
 
@@ -55,7 +55,7 @@ class ExternalQueue(OneQueue):
             self.redis.zadd(self.key(timers), {job_id: now_ms + number})
 
     def not_seen(self, worker: str) -> None:
-        """It has said nothing for a whole lease."""
+        """Makes the worker's last message older than a lease."""
         assert self.redis.zscore(self.key("workers"), worker) is not None
         self.redis.zadd(self.key("workers"), {worker: 1})
 
@@ -63,11 +63,11 @@ class ExternalQueue(OneQueue):
         return self.recovery().promote(self.name)
 
     def states(self) -> dict[str, str]:
-        """What each worker is doing."""
+        """The state of each worker."""
         return {row["worker_uuid"]: row["state"] for row in self.external.workers()}
 
     def traces(self) -> dict[str, int]:
-        """How many entries the keys of mode external have; empty when nothing is in anybody's hands."""
+        """The sizes of the keys of mode external; empty while no job is assigned."""
         counts = {
             "leases": self.redis.zcard(self.key("leases")),
             "accepted": self.redis.zcard(self.key("accepted")),

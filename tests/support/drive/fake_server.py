@@ -1,8 +1,8 @@
-"""fakeredis in place of a server, in this process: forq's own library runs in it, and everything above a connection is
-what runs in production.
+"""fakeredis instead of a server, in this process. forq's library runs in it; all code above the connection is the
+product's.
 
-A connection answers each command before `send` returns, so nothing ever waits. `FakeServer` looks like the `Server` of
-other tests; each has a URL of its own, and whoever connects to that URL while `installed` is in it.
+A connection answers each command before `send` returns, so nothing ever waits. `FakeServer` has the interface of
+`Server`; each has its own URL, which connects to it inside `installed`.
 """
 
 import itertools
@@ -38,7 +38,7 @@ class FakeServer:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Whoever connects to its URL gets a connection to it; all other URLs are as before."""
+        """Connections to its URL reach it; all other URLs are unchanged."""
         to_others, client_of_others = link.connect, redis_cluster.connect
 
         def connect(address: Address, name: str, timeout_seconds: float) -> Any:
@@ -56,7 +56,7 @@ class FakeServer:
 
 
 class _Connection:
-    """What forq.broker.connection.Connection does."""
+    """Has the interface of forq.broker.connection.Connection."""
 
     def __init__(self, server: fakeredis.FakeServer) -> None:
         self.socket = _Socket(server)
@@ -79,7 +79,7 @@ _packer = redis.Connection()
 
 
 class _Socket(FakeSocket):
-    """`fileno` is readable while there are answers, as that of a socket is."""
+    """`fileno` is readable while answers are pending, like a socket's."""
 
     def __init__(self, server: fakeredis.FakeServer) -> None:
         self._bell = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -103,7 +103,7 @@ class _Socket(FakeSocket):
         return self._bell
 
     def setblocking(self, _: bool) -> None:
-        """Nothing here ever blocks."""
+        """Nothing here blocks."""
 
     def close(self) -> None:
         if self.responses is not None:
@@ -111,10 +111,10 @@ class _Socket(FakeSocket):
             super().close()
 
     def _decode_error(self, error: Any) -> ResponseError:
-        """With its code, which fakeredis takes off as redis-py does."""
+        """Keeps the error code, which fakeredis strips as redis-py does."""
         return ResponseError(error.value)
 
     def hrandfield(self, key: Any, *args: Any) -> Any:
-        """A server answers with an empty list if there is no hash and a number of fields is asked for."""
+        """A server returns an empty list if the hash does not exist and a count is given."""
         found = super().hrandfield(key, *args)
         return [] if found is None and args else found

@@ -1,4 +1,4 @@
-"""A queue's limits in tests: set them, see who waits for them, hear what pulse is told."""
+"""Sets a queue's limits, reads which workers wait for them, and receives what is published for pulse."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def fill_bucket(queue: OneQueue) -> None:
 
 
 def stored_limits(max_active: int, rate: bool) -> dict[str, int]:
-    """As the model has them."""
+    """In the form of the model."""
     return {"max_active": max_active, "rate_count": int(rate), "rate_ms": HOUR_MS, "burst": BURST}
 
 
@@ -45,13 +45,13 @@ def pass_hours(queue: OneQueue, hours: int) -> None:
 
 
 class DueMessages:
-    """What is published for pulse."""
+    """Messages published for pulse."""
 
     def __init__(self, pubsub: Any) -> None:
         self._pubsub = pubsub
 
     def heard(self) -> list[int]:
-        """Everything since the last look; a call that has returned has published before."""
+        """Messages since the last call. A script publishes before it returns, so none is missed."""
         return [int(word) for word in self.words()]
 
     def words(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Looks as the metrics process takes them, made by hand; and a scrape read with the official parser."""
+"""Snapshots of the metrics process, made by hand, and scrapes read with the official parser."""
 
 import http.client
 import json
@@ -61,7 +61,7 @@ def queue_status(
 
 
 def queue_stats(run: dict[int, int] | None = None, last_ns: int = 0) -> QueueStats:
-    """`run`: how many of which bucket, for both histograms."""
+    """`run`: bucket -> count, for both histograms."""
     buckets = [(run or {}).get(bits, 0) for bits in range(BUCKETS)]
     return QueueStats(buckets, sum(buckets), list(buckets), sum(buckets), 0, last_ns)
 
@@ -99,7 +99,7 @@ def make_snapshot(
 
 
 def read_samples(text: str) -> Samples:
-    """Every sample by its name and labels; fails if one is there twice."""
+    """Every sample by its name and labels; fails on a duplicate."""
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -110,7 +110,7 @@ def read_samples(text: str) -> Samples:
 
 
 def metric_names(text: str) -> set[str]:
-    """The names of all samples and, of families without any, what they would be called."""
+    """The names of all samples, and the names that samples of empty families would have."""
     names = set()
     for family in text_string_to_metric_families(text):
         suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}.get(family.type, ("",))
@@ -130,13 +130,13 @@ class _Connection(http.client.HTTPConnection):
 
 
 class Scraper:
-    """Asks the metrics process at a Unix socket."""
+    """Sends requests to the metrics process at a unix socket."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def get(self, page: str, **headers: str) -> tuple[int, str, str]:
-        """Status, content type and body."""
+        """Returns status, content type and body."""
         connection = _Connection(self._path)
         try:
             connection.request("GET", page, headers=headers)

@@ -1,4 +1,4 @@
-"""One queue on the real server, driven by hand: every script through the class that calls it, and its whole state."""
+"""One queue on a real server, driven by hand: runs every script through its class, and reads the whole state."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,13 +25,13 @@ from forq.settings import stored_defaults
 from tests.support.drive.redis_cluster import connect
 
 EXPIRY_MS = 15_000
-# What a handler raised, if a test does not care.
+# The error of a failed job if a test does not care.
 NO = '{"message":"no"}'
 
 
 @dataclass(frozen=True)
 class State:
-    """Where everything is. What is empty is left out, so that tests compare with what they expect and nothing else."""
+    """Where every job is. Empty parts are left out, so that a test lists only what it expects."""
 
     jobs: set[str]
     waiting: dict[int, list[str]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class State:
     processing: dict[str, list[str]] = field(default_factory=dict)
     stale: dict[str, int] = field(default_factory=dict)
     dead: list[str] = field(default_factory=list)
-    # Those of `waiting` that come first while stale hints are taken out.
+    # Ids of `waiting` that come first while stale hints are removed.
     swept: dict[int, list[str]] = field(default_factory=dict, compare=False)
     records: dict[str, bytes] = field(default_factory=dict, compare=False)
     owners: dict[str, str] = field(default_factory=dict, compare=False)
@@ -63,14 +63,14 @@ class OneQueue:
         self.producer = Producer(self.link, DEFAULT_PREFIX, name)
         self.inspector = Inspector(self.link, DEFAULT_PREFIX, name)
         self.workers: list[HandWorker] = []
-        # Most tests want to see a failure end where it ends, at once.
+        # Most tests want a failure to be final at once.
         self.create(**{"max_retries": 0, **options})
 
     def create(self, **options: int) -> bool:
         return self.registry.create(self.name, self.mode, 100, stored_defaults(), options)
 
     def set_options(self, **options: int) -> None:
-        """Whatever they are: `configure` would refuse some."""
+        """Sets any options, also those that `configure` would refuse."""
         self.redis.hset(self.key("options"), mapping=options)
         self.redis.hincrby(self.key("options"), "version", 1)
 
@@ -79,13 +79,13 @@ class OneQueue:
         return self.producer.enqueue(jobs, Update(if_exists))
 
     def worker(self, name: str = "w1", processor: str = "p1", lane: str = "main") -> "HandWorker":
-        """A worker that has joined."""
+        """Returns a worker that has joined."""
         worker = HandWorker(self, name, processor, lane)
         worker.consumer.join(EXPIRY_MS)
         return worker
 
     def claim_fail_job(self, name: str) -> list[bytes]:
-        """A new worker of the fail queue takes its first turn: the id and the record that it gets, if any."""
+        """Takes the first turn of a new worker of the fail queue; returns the id and record that it gets, if any."""
         consumer = Consumer(self.url, DEFAULT_PREFIX, fail_queue(self.name), "p1", name, "retry")
         consumer.join(EXPIRY_MS)
         jobs = consumer.turn(1, [], [], 0, 1).jobs
@@ -125,14 +125,14 @@ class OneQueue:
         return {k.decode(): v.decode() for k, v in self.redis.hgetall(self.key(name)).items()}
 
     def pending(self, priority: int = 5) -> list[str]:
-        """Hints and tokens ('')."""
+        """Hints, and tokens as ''."""
         return [hint.decode() for hint in self.redis.lrange(pending_key(self.base, priority), 0, -1)]
 
     def stall_count(self, job_id: str) -> int:
         return int(self.inspector.job(job_id)["stall_count"])
 
     def state(self) -> State:
-        """Everything, in one look."""
+        """Reads everything in one transaction."""
         with self.redis.pipeline(transaction=False) as look:
             for name in ("jobs", "active", "stale", "counts"):
                 look.hgetall(self.key(name))
@@ -174,7 +174,7 @@ class OneQueue:
         return [event for fields in self.entries() for event in read_entry(fields, self.name)]
 
     def entries(self) -> list[dict[bytes, bytes]]:
-        """The journal as it is stored."""
+        """The journal as stored."""
         return [fields for _, fields in self.redis.xrange(self.key("events"))]
 
     def told(self) -> list[tuple[str, str | None]]:
@@ -189,7 +189,7 @@ class OneQueue:
 
 
 class HandWorker:
-    """A worker whose every step the test takes."""
+    """A worker that takes a step only when the test does."""
 
     def __init__(self, queue: OneQueue, name: str, processor: str, lane: str = "main") -> None:
         self.name = name
@@ -213,7 +213,7 @@ class HandWorker:
         error: str = NO,
         results: Mapping[str, str] | None = None,
     ) -> list[str]:
-        """One turn; `done` and `failed` are ids, one letter each, `results` by id. The ids it claimed."""
+        """Takes one turn; returns the claimed ids. `done`, `failed`: ids, one letter each. `results`: by id."""
         jobs = self.whole_turn(want, done, failed, keep, fence, kind, error, results).jobs
         return [job_id.decode() for job_id in jobs[::2]]
 
@@ -245,7 +245,7 @@ class HandWorker:
         return Position(self.name, self.number, index, running)
 
     def block(self) -> str | None:
-        """What a BLMOVE that is served does; also that of a connection nobody reads any more."""
+        """Does what a served BLMOVE does, even one on a connection that nobody reads any more."""
         source = self._queue.key("pending" if self.lane == "main" else "failed")
         moved = self._queue.redis.lmove(source, self.processing, "LEFT", "RIGHT")
         return None if moved is None else moved.decode()

@@ -12,7 +12,8 @@ from forq.supervisor.child import spawn
 
 
 def in_a_process_of_its_own(check: Callable[[], None]) -> None:
-    """A burial kills every child of its process that it does not know: pytest has others."""
+    """Runs `check` in a fork, because treekill kills every child of its process that it does not know, and pytest has
+    children of its own."""
 
     def run() -> int:
         become_subreaper()
@@ -25,7 +26,7 @@ def in_a_process_of_its_own(check: Callable[[], None]) -> None:
 
 
 def alive(pids: set[int]) -> set[int]:
-    """Which of these processes still run (a zombie does not)."""
+    """Those of these processes that still run; a zombie does not."""
     found = set()
     for pid in pids:
         try:
@@ -37,8 +38,8 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def tree_of(state_dir: Path) -> set[int]:
-    """Every living process that the supervisor of this state directory ever forked, wherever it has gone: they all
-    inherit the descriptor of its tree.lock."""
+    """Every live process that the supervisor of this state directory ever forked, re-parented or not: all inherit
+    the descriptor of its tree.lock."""
     wanted = str(state_dir / "tree.lock")
     found = set()
     for entry in os.listdir("/proc"):
@@ -53,5 +54,5 @@ def _link(pid: str, fd: str) -> str:
     try:
         return os.readlink(f"/proc/{pid}/fd/{fd}")
     except OSError:
-        # Closed meanwhile: its other descriptors count all the same.
+        # Closed meanwhile. Its other descriptors count anyway.
         return ""

@@ -1,4 +1,4 @@
-"""Programs for exec handlers, written by the test that needs them."""
+"""Programs for exec handlers, written to disk by the test that needs them."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ import psutil
 from tests.support.drive.supervisor import Forq
 from tests.support.drive.wait import wait_until
 
-# Answers with job_finished unless `act(data, payload)` does something else; `say` and `answer` write messages.
+# Answers job_finished unless `act(data, payload)` does otherwise; `say` and `answer` write messages.
 PREAMBLE = """\
 import json, os, signal, subprocess, sys, time
 
@@ -38,7 +38,7 @@ def python_program(directory: Path, act: str, *, before: str = "", name: str = "
 def script(directory: Path, source: str, name: str = "program") -> str:
     path = directory / f"{name}.py"
     path.write_text(source)
-    # Unbuffered: what it prints is an answer that somebody waits for.
+    # Unbuffered, because a reader waits for each line.
     return f"exec:{sys.executable} -u {path}"
 
 
@@ -49,7 +49,7 @@ def shell(directory: Path, source: str, name: str = "program", *, once: bool = T
     return f"exec{'-once' if once else ''}:{path}"
 
 
-# Keeps the data of each job in a file of the directory it is given, or does what the data says.
+# Stores the data of each job in a file of the given directory, or follows an instruction in the data.
 ACT = """\
 if not isinstance(data, dict) or "do" not in data:
     with open(f"{sys.argv[1]}/{payload['uuid']}", "w") as out: json.dump([os.getpid(), data], out)
@@ -108,5 +108,5 @@ def instances(forq: Forq, name: str) -> set[int]:
 
 
 def pids_in_log(forq: Forq, job_id: str) -> list[int]:
-    """Those that programs and their daemons have written about themselves while they had this job."""
+    """The pids that programs and their daemons logged while they had this job."""
     return [int(pid) for pid in re.findall(rf" {job_id}: (?:daemon )?pid (\d+)\n", forq.log)]

@@ -1,4 +1,4 @@
-"""A real Redis Cluster of the tests' own: masters, and replicas of them, on ports of 127.0.0.1."""
+"""Starts a real Redis Cluster: masters, and replicas of them, on ports of 127.0.0.1."""
 
 import socket
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ _NODE_TIMEOUT_MS = 1000
 
 
 class RedisCluster:
-    """Node n serves the n-th part of the slots; replica n, if there are any, follows node n."""
+    """Node n serves the n-th part of the slots; replica n, if any, follows node n."""
 
     def __init__(self, masters: int = 3, *, with_replicas: bool = False, announced: Sequence[int] = ()) -> None:
-        """`announced`: the ports under which clients are told to find the masters, if not their own."""
+        """`announced`: ports that the masters announce to clients instead of their own."""
         ports = free_ports(4 * masters)
         self.masters = [_node(ports.pop(), ports.pop()) for _ in range(masters)]
         for node, port in zip(self.masters, announced, strict=False):
@@ -54,17 +54,17 @@ class RedisCluster:
         wait_until(self.is_up, what="the cluster is up")
 
     def is_up(self) -> bool:
-        """By all nodes that run."""
+        """According to all running nodes."""
         return all(b"cluster_state:ok" in ask(node, "CLUSTER", "INFO") for node in self.nodes if node.running)
 
     def node_of(self, key: str) -> Server:
-        """The master that serves this key by what the first node that runs says."""
+        """The master that serves this key, according to the first running node."""
         asked = next(node for node in self.nodes if node.running)
         port = self.port_of(slot_of(key), asked)
         return next(node for node in self.nodes if node.port == port)
 
     def port_of(self, slot: int, asked: Server) -> int:
-        """Of the master of this slot, by what this node says; 0 if nobody serves it."""
+        """The port of the master of this slot, according to this node; 0 if no node serves it."""
         ranges = ask(asked, "CLUSTER", "SLOTS")
         return next((int(master[1]) for start, end, master, *_ in ranges if start <= slot <= end), 0)
 
@@ -94,7 +94,7 @@ def redis_cluster(
 
 
 def connect(url: str, key: str) -> redis.Redis:
-    """For what tests look at themselves: a client of redis-py, of a cluster to the node that serves this key."""
+    """A redis-py client for checks by tests; of a cluster, connected to the node that serves this key."""
     address = read_address(url)
     if address.kind == CLUSTER:
         url = fetch_slot_map(address, (), "test").url_of(slot_of(key)) or url
@@ -102,7 +102,7 @@ def connect(url: str, key: str) -> redis.Redis:
 
 
 def ask(server: Server, *command: object) -> Any:
-    """One command, answered as the server answers it."""
+    """Runs one command and returns the raw reply."""
     with server.connect() as client:
         client.response_callbacks.clear()
         return client.execute_command(*command)
@@ -113,7 +113,7 @@ def node_id(node: Server) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Ports that are free now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -129,7 +129,7 @@ def _node(port: int, bus: int) -> Server:
         "cluster-enabled": "yes",
         "cluster-port": str(bus),
         "cluster-node-timeout": str(_NODE_TIMEOUT_MS),
-        # While one is down the others go on with what is theirs.
+        # While one is down, the others keep serving their slots.
         "cluster-require-full-coverage": "no",
         "repl-diskless-sync-delay": "0",
     }

@@ -1,4 +1,4 @@
-"""A queue of the release modes, driven by hand: tries without waiting for the gate, awaiters, times that have come."""
+"""A queue of the release modes, driven by hand: tries without waiting for the gate, awaiters, timers that run out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.leases import Lease, Leases
 from tests.support.drive.one_queue import OneQueue
 
-# What the tests do not say otherwise: short tries, leases that end only when a test says so.
+# Defaults of the tests: short tries, and leases that end only when a test ends them.
 OPTIONS = {
     "release_interval_ms": 60_000,
     "release_retries": 2,
@@ -32,7 +32,7 @@ class Gate(OneQueue):
         return self.leases.request(awaiter, job_id, mode=self.mode, register=register, **how).lease
 
     def got(self, awaiter: str, job_id: str | None = None) -> str | None:
-        """The id of what this awaiter was handed, if anything."""
+        """The id of the item that this awaiter was handed, if any."""
         lease = self.ask(awaiter, job_id)
         return None if lease is None else lease.job_id
 
@@ -41,7 +41,7 @@ class Gate(OneQueue):
         self.leases.ack(awaiter, lease.job_id, lease.fence)
 
     def release(self, lane: str = "main", processor: str = "p1") -> ReleaseReply:
-        """One call at a closed or open gate."""
+        """Makes one release call at a closed or open gate."""
         name = f"{lane}-{processor}"
         if name not in self._releasers:
             self._releasers[name] = Releaser(self.worker(name, processor, lane).consumer)
@@ -51,12 +51,12 @@ class Gate(OneQueue):
         self.redis.hdel(self.key("counts"), "gate_us")
 
     def attempt(self, lane: str = "main") -> ReleaseReply:
-        """One try at an open gate."""
+        """Makes one try at an open gate."""
         self.open_gate()
         return self.release(lane)
 
     def come(self, timers: str, *ids: str) -> None:
-        """The times of these ids (leases, expiries, scheduled) have come, one after the other."""
+        """Makes the timers (leases, expiries, scheduled) of these ids due, one after the other."""
         now_ms = self.redis.time()[0] * 1000 - 60_000
         for number, job_id in enumerate(ids):
             assert self.redis.zscore(self.key(timers), job_id) is not None, f"{job_id} has no time in {timers}"
@@ -66,7 +66,7 @@ class Gate(OneQueue):
         return self.recovery().promote(self.name)
 
     def silence(self, awaiter: str) -> None:
-        """It did not renew in time."""
+        """Lets its registration run out without a renewal."""
         entry = self.hash("awaiters")[awaiter].split(" ", 1)
         self.redis.hset(self.key("awaiters"), awaiter, f"1 {entry[1]}")
 

@@ -1,4 +1,4 @@
-"""A master with a replica, and sentinels that watch over them; all real, on ports of 127.0.0.1."""
+"""Starts a master with a replica, and sentinels that watch them, on ports of 127.0.0.1."""
 
 import subprocess
 import tempfile
@@ -60,7 +60,7 @@ class Sentinels:
             return int(client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", MASTER)[1])
 
     def fail_over(self) -> None:
-        """As an operator asks for it: nobody has died."""
+        """Fails over at an operator's request, with all servers alive."""
         with redis.Redis(port=self.ports[0]) as client:
             client.execute_command("SENTINEL", "FAILOVER", MASTER)
 

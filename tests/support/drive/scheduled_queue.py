@@ -1,4 +1,4 @@
-"""A queue with schedules, driven by hand: time is made to pass by moving the next tick back."""
+"""A queue with schedules, driven by hand: time passes by moving the next tick back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +19,11 @@ class ScheduleRig:
         self.queue = queue
         self.redis: Any = connect(queue.url, queue.base)
         self.schedules = Schedules(queue.link, DEFAULT_PREFIX, queue.name)
-        # The jitter of every job is a quarter of the longest.
+        # Makes the jitter of every job a quarter of the maximum.
         self.ticker = Ticker(queue.link, DEFAULT_PREFIX, lambda: 0.25)
 
     def set(self, key: str = "k", origin: str = USER, **given: Any) -> int:
-        """An hourly schedule, unless something else is said; its next tick."""
+        """Sets a schedule, hourly by default; returns its next tick."""
         fields = given if "every" in given or "cron" in given else {"every": "1h", **given}
         return self.schedules.set(Schedule.from_mapping(key, fields, origin))
 
@@ -32,7 +32,7 @@ class ScheduleRig:
         return None if score is None else int(score)
 
     def pass_time(self, ms: int, key: str = "k") -> int:
-        """The next tick is that much earlier; which it is now."""
+        """Moves the next tick back by `ms` and returns it."""
         return int(self.redis.zincrby(self.queue.key("schedules:next"), -ms, key))
 
     def counts(self, key: str = "k") -> tuple[int, int, int]:
@@ -45,7 +45,7 @@ class ScheduleRig:
         return self.queue.recovery().promote(self.queue.name)
 
     def due(self, link: Link | None = None, refused: Sequence[str] = ()) -> tuple[list[DueTick], int]:
-        """What promote tells of one that cannot fire `refused`, and the server's time."""
+        """What promote reports to a caller that cannot fire `refused`, and the server's time."""
         reply = (link or self.queue.link).run(script("promote"), self.queue.base, *refused)
         return due_ticks(reply), int(reply[2])
 

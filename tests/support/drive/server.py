@@ -1,4 +1,4 @@
-"""A real server of the tests' own, on a private unix socket."""
+"""Starts a real server on a private unix socket."""
 
 import shutil
 import signal
@@ -14,7 +14,7 @@ import redis
 from forq.supervisor import embedded
 from forq.supervisor.embedded import find_server
 
-# Which server the tests use; the one of the Python packages if it is not set.
+# The server that the tests use; by default the one from the Python packages.
 CHOSEN = "FORQ_TEST_SERVER"
 
 _START_SECONDS = 20
@@ -22,7 +22,7 @@ _STOP_SECONDS = 20
 
 
 def put_on_path(folder: Path, environ: MutableMapping[str, str]) -> None:
-    """Makes the chosen server the one that forq finds, whatever else is installed on this machine."""
+    """Makes forq find the chosen server, whatever else is installed on this machine."""
     wanted = environ.get(CHOSEN) or embedded._bundled() or "valkey-server"
     program = shutil.which(wanted)
     if program is None:
@@ -34,8 +34,8 @@ def put_on_path(folder: Path, environ: MutableMapping[str, str]) -> None:
 class Server:
     """One server process; its data survives stop, kill and restart only with appendonly.
 
-    `include`: a file with more settings; `user`: NAME:PASSWORD@, of one that may do everything. `port`: it listens on
-    127.0.0.1 too. `settings`: further ones, as the server calls them.
+    `include`: a file with more settings. `user`: NAME:PASSWORD@ of a user with all rights. `port`: also listens on
+    127.0.0.1. `settings`: further ones, by the server's names.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Server:
         self.start()
 
     def remove(self) -> None:
-        """Ends the server and deletes its directory."""
+        """Kills the server and deletes its directory."""
         self.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def flush(self) -> None:
-        """Back to an empty server with the settings it started with, whatever the test before did to it."""
+        """Empties the server and resets its settings, whatever the previous test did."""
         if not self.running:
             self.start()
         with self.connect() as client:
@@ -108,7 +108,7 @@ class Server:
             "daemonize": "no",
             "save": "",
             "appendonly": "yes" if self.appendonly else "no",
-            # Written before it is answered, whatever the disk does: with "everysec" a write may wait for a slow sync.
+            # Written before it is acknowledged, however slow the disk is: with "everysec" a write may wait for a sync.
             "appendfsync": "no",
             **self.settings,
         }
@@ -123,7 +123,7 @@ class Server:
                 with self.connect() as client:
                     client.ping()
                 return
-            except redis.ConnectionError as exc:  # BusyLoadingError is one too
+            except redis.ConnectionError as exc:  # also BusyLoadingError
                 if not self.running or time.monotonic() > deadline:
                     log = self.directory / "server.log"
                     text = log.read_text(errors="replace")[-2000:] if log.exists() else "(no log)"

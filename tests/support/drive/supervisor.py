@@ -20,7 +20,7 @@ from tests.support.drive.wait import wait_until, whole_lines
 
 HANDLERS = Path(__file__).resolve().parent.parent / "handlers"
 BIN = Path(sys.executable).parent
-# On a machine that has far more to do than it can.
+# Enough for a heavily loaded machine.
 _START_SECONDS = 60.0
 _ANSWER_SECONDS = 30.0
 
@@ -53,7 +53,7 @@ class Forq:
         self.redis = redis
         self.environment = dict(environment or {})
         self.process: subprocess.Popen[bytes] | None = None
-        # Where its log goes, if not into a file.
+        # Receives the log instead of a file.
         self.stderr: int | None = None
         self.config.write_text(settings)
 
@@ -104,7 +104,7 @@ class Forq:
             return False
 
     def call(self, method: str, **params: object) -> Any:
-        """One request to the control socket. It costs a fraction of starting forqctl."""
+        """Sends one request to the control socket, at a fraction of the cost of starting forqctl."""
         control = ControlClient(str(self.state_dir / "control.sock"), _ANSWER_SECONDS)
         try:
             return control.call(method, params)
@@ -121,7 +121,7 @@ class Forq:
         return done.stdout.strip()
 
     def begin_ctl(self, *arguments: str) -> "subprocess.Popen[str]":
-        """A forqctl that goes on while the test does."""
+        """Starts a forqctl that runs beside the test."""
         command = [str(BIN / "forqctl"), *arguments]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.environ())
 
@@ -160,7 +160,7 @@ class Forq:
         return found
 
     def processes(self) -> list[psutil.Process]:
-        """Every process below the supervisor, and itself."""
+        """The supervisor and every process below it."""
         top = psutil.Process(self.pid)
         return [top, *top.children(recursive=True)]
 
@@ -170,7 +170,7 @@ class Forq:
         return self.process.wait(seconds)
 
     def remove(self) -> None:
-        """Whatever is left of it is killed, by pid."""
+        """Stops the supervisor; kills by pid whatever is left."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:

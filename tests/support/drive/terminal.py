@@ -1,4 +1,4 @@
-"""A program on a pseudo-terminal of its own, and what its screen shows, by a terminal emulator."""
+"""Runs a program on a pseudo-terminal and reads its screen with a terminal emulator."""
 
 import fcntl
 import os
@@ -41,25 +41,25 @@ class OnTerminal:
         os.write(self._ours, keys.encode())
 
     def resize(self, columns: int, lines: int) -> None:
-        """The kernel tells the program. The emulator forgets what it showed: only what is drawn anew is seen."""
+        """Resizes the terminal, which signals the program. Clears the emulator: only newly drawn text is seen."""
         self.screen.resize(lines, columns)
         self.screen.reset()
         self._set_size(columns, lines)
 
     def read(self, seconds: float) -> None:
-        """What the program writes within this time."""
+        """Reads the program's output for this time."""
         if select.select([self._ours], [], [], seconds)[0]:
             data = os.read(self._ours, 65536)
             self.written += data
             self._stream.feed(data)
 
     def read_the_rest(self) -> None:
-        """What a program that is stopped has written."""
+        """Reads the pending output of a stopped program."""
         while select.select([self._ours], [], [], 0)[0]:
             self.read(0)
 
     def wait_for(self, condition: str | Callable[[str], object], seconds: float = 20.0) -> str:
-        """The text of the screen once it has this text, or is as the function says."""
+        """Waits for this text, or until the function is true; returns the screen."""
         deadline = time.monotonic() + seconds
         while True:
             text = self.text
@@ -70,11 +70,11 @@ class OnTerminal:
             self.read(0.05)
 
     def end(self, seconds: float = 20.0) -> int:
-        """The exit code, when the program has ended by itself."""
+        """Waits until the program ends by itself; returns its exit code."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             self.read(0.05)
-        # What it wrote last.
+        # Its last output.
         self.read(0.05)
         return self.process.wait(1)
 

@@ -1,4 +1,4 @@
-"""Waiting for a condition, and reading a file that is being written."""
+"""Waits for a condition, and reads a file that is being written."""
 
 import time
 from collections.abc import Callable

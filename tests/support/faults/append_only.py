@@ -1,4 +1,4 @@
-"""What is left of a server whose last writes never reached its disk: its append-only file, cut anywhere."""
+"""A server that lost its last writes: it starts on the append-only file of another one, cut at any byte."""
 
 import shutil
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ Snapshot = dict[bytes, object]
 
 
 def growing_file(server: Server) -> Path:
-    """The one to which the server appends."""
+    """The file that the server appends to."""
     [found] = (server.directory / "appendonlydir").glob("*.incr.aof")
     return found
 
 
 @contextmanager
 def durable_server() -> Iterator[Server]:
-    """A server that has written whatever it has answered: only the disk may be behind."""
+    """A server that writes to its file before it answers; only the disk can lag behind."""
     server = Server(appendonly=True)
     try:
         server.start()
@@ -32,7 +32,7 @@ def durable_server() -> Iterator[Server]:
 
 @contextmanager
 def cut_copy(server: Server, size: int) -> Iterator[Server]:
-    """Another server that starts with the first so many bytes of this one's file."""
+    """Another server, started on the first `size` bytes of this one's file."""
     copy = Server(appendonly=True)
     try:
         shutil.copytree(server.directory / "appendonlydir", copy.directory / "appendonlydir")
@@ -45,7 +45,7 @@ def cut_copy(server: Server, size: int) -> Iterator[Server]:
 
 
 def snapshot(redis: Any) -> Snapshot:
-    """All that is in a server, but not when it expires."""
+    """All keys of a server, without expiry times."""
     read = {
         b"string": lambda key: redis.get(key),
         b"list": lambda key: redis.lrange(key, 0, -1),

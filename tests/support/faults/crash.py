@@ -1,4 +1,4 @@
-"""A whole forq in which one process kills itself at a crash point (support/crash_points)."""
+"""Starts a supervisor in which one process kills itself at a crash point (crash_points/)."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Crash:
         return self._file.exists()
 
     def wait(self) -> int:
-        """The pid of the process that came to the point; returns when it is gone."""
+        """Waits until the process that reached the point is gone; returns its pid."""
         wait_until(lambda: self.happened and self._file.read_text(), what="the crash point is reached")
         pid = int(self._file.read_text())
         wait_until(lambda: not alive({pid}), what="the process is gone")

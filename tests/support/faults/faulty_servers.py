@@ -1,4 +1,4 @@
-"""Servers that are hit by what a test server usually is spared: a clock that jumps, a disk that is full."""
+"""Servers with a clock that jumps or a disk that fills up."""
 
 import errno
 import os
@@ -22,12 +22,12 @@ class ClockServer(Server):
 
     def _command(self) -> list[str]:
         settings = [f"{name}={value}" for name, value in self._clock.environment.items()]
-        # env and unshare become the program that they start: the pid is the server's.
+        # env and unshare exec the program, so the pid is the server's.
         return ["env", *settings, *super()._command()]
 
 
 class SmallDiskServer(Server):
-    """A server whose append-only file is on a disk of 4 MB that nobody else sees, and that the test can fill."""
+    """A server whose append-only file is on a private disk of 4 MB that the test can fill."""
 
     def __init__(self) -> None:
         if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
@@ -38,11 +38,11 @@ class SmallDiskServer(Server):
 
     @property
     def ballast(self) -> Path:
-        """In the server's own view of the file system."""
+        """As the server sees the file system."""
         return Path(f"/proc/{self.pid}/root{self.disk}/ballast")
 
     def fill(self) -> None:
-        """Takes all the room that is left."""
+        """Takes all remaining space."""
         with open(self.ballast, "wb", buffering=0) as file:
             while True:
                 try:

@@ -1,4 +1,4 @@
-"""Two network namespaces, and a way between them that can be cut: real TCP, with its retransmissions."""
+"""Two network namespaces with a connection between them that can be cut: real TCP, with retransmissions."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ FAR, FAR_GATE = "10.213.78.1", "10.213.78.2"
 
 
 def why_not() -> str:
-    """Why there are none here; empty if there can be."""
+    """The reason why this machine has none; empty if it can have them."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
     if shutil.which("ip") is None:
@@ -29,18 +29,18 @@ def ip(*arguments: str) -> None:
 
 
 class Wire:
-    """`near` has the address NEAR, `far` has FAR; between them is a router that forwards, or does not. (If a link went
-    down, the kernels at its ends would know.)"""
+    """`near` has the address NEAR, `far` has FAR; a router between them forwards or drops. (If a link itself went
+    down, the kernels at its ends would notice.)"""
 
     def __init__(self) -> None:
         self.near, self.router, self.far = (f"forq-{os.getpid()}-{name}" for name in ("near", "router", "far"))
 
     def inside(self, namespace: str) -> list[str]:
-        """What a command begins with to run there."""
+        """The prefix of a command that runs there."""
         return ["ip", "netns", "exec", namespace]
 
     def cut(self) -> None:
-        """Nothing passes, and nobody is told."""
+        """Drops all packets, silently."""
         self._forward("0")
 
     def mend(self) -> None:

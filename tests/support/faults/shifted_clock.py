@@ -1,4 +1,4 @@
-"""A wall clock that a test sets, for any program that it starts: shifted_clock.c, if there is a compiler."""
+"""A wall clock that a test sets for the programs that it starts: shifted_clock.c, if there is a compiler."""
 
 import shutil
 import struct
@@ -11,7 +11,7 @@ _SOURCE = Path(__file__).parent / "shifted_clock.c"
 
 
 class ShiftedClock:
-    """Programs that are started with `environment` see the time shifted by so many seconds, from now on."""
+    """Programs started with `environment` see the time shifted by this many seconds."""
 
     def __init__(self, directory: Path) -> None:
         compiler = shutil.which("cc")
@@ -30,6 +30,6 @@ class ShiftedClock:
         return {"LD_PRELOAD": str(self._library), "FORQ_TEST_CLOCK": str(self._file)}
 
     def shift(self, seconds: int) -> None:
-        """In place: the programs have the file mapped."""
+        """Writes in place, because the programs have the file mapped."""
         with open(self._file, "r+b" if self._file.exists() else "w+b") as file:
             file.write(struct.pack("=q", seconds))

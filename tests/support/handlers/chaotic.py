@@ -1,4 +1,4 @@
-"""Handlers that do what their data asks for, each of it told in the trace before it is done."""
+"""Handlers that do what their data asks for, after writing it to the trace."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ _KEPT_SECONDS = 4.0
 
 
 def handle(data: Any, job: Job) -> None:
-    """{"do": what, "seconds": how long, "times": how often it goes wrong before it goes well}."""
+    """{"do": action, "seconds": duration, "times": failures before success}."""
     trace(job, "start")
     if data["do"] != "work" and _tries(job) < data["times"]:
         trace(job, data["do"])
@@ -26,7 +26,7 @@ def handle(data: Any, job: Job) -> None:
 
 
 def on_fail(data: Any, job: Job) -> None:
-    """A fail handler: leaves the id of the job that failed."""
+    """A fail handler: writes the id of the failed job to the trace."""
     trace(job, f"failed={data[1]['id']}")
 
 
@@ -35,7 +35,7 @@ def _tries(job: Job) -> int:
 
 
 def _work(job: Job, seconds: float) -> None:
-    """A sign of life per slice: who goes on while another runs the same job is seen."""
+    """Writes a trace line per slice, so that overlapping runs of a job can be seen."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         time.sleep(min(left, _SLICE_SECONDS))
@@ -64,7 +64,7 @@ def _hang(job: Job) -> None:
 
 
 def _daemonise(job: Job) -> None:
-    """Leaves a daemon in a session of its own."""
+    """Leaves a daemon in its own session."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -75,7 +75,7 @@ def _daemonise(job: Job) -> None:
 
 
 def _keep(job: Job) -> None:
-    """Leaves a thread that soon keeps the interpreter to itself; the job goes on to its end."""
+    """Leaves a thread that soon holds the GIL; the job runs to its end."""
     leave_keeper(_KEPT_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""Handlers that write down when they ran, cheaply: one file per process, 16 bytes per run (number, epoch seconds)."""
+"""Handlers that record when they ran, cheaply: one file per process, 16 bytes per run (number, epoch seconds)."""
 
 import os
 import struct
@@ -13,7 +13,7 @@ _fd = -1
 
 
 def note_run(data: Any, job: Job) -> None:
-    """Of a job whose data is its number. Any other takes data["seconds"], and writes nothing."""
+    """Records a job whose data is its number. Any other job takes data["seconds"] and records nothing."""
     global _fd
     now = time.time()
     if isinstance(data, dict):

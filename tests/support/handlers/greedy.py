@@ -1,4 +1,4 @@
-"""Handlers that take more of the machine than they should; each stops by itself before it harms a test machine."""
+"""Handlers that take too much of the machine; each stops by itself before it harms a test machine."""
 
 import os
 import resource
@@ -18,8 +18,8 @@ _MB = 1024 * 1024
 
 
 def leak(data: Any, job: Job) -> None:
-    """Takes data megabytes (at most 600), then waits to be killed; only the first time, if it is a list.
-    A small one waits for a moment only."""
+    """Allocates data megabytes (at most 600), then waits to be killed; if data is a list, only the first time.
+    A small one waits only for a moment."""
     trace(job, "start")
     megabytes = data if isinstance(data, int) else data[0] if job.stall_count == 0 else 0
     held = [os.urandom(_MB) for _ in range(min(megabytes, MOST_BYTES // _MB))]
@@ -29,7 +29,7 @@ def leak(data: Any, job: Job) -> None:
 
 
 def leak_below(data: Any, job: Job) -> None:
-    """A daemon of this job takes data megabytes, and the job itself waits."""
+    """Leaves a daemon that allocates data megabytes; the job itself waits."""
     trace(job, "start")
     code = f"import os, time; held = [os.urandom({_MB}) for _ in range({min(int(data), 600)})]; time.sleep(30)"
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
@@ -58,7 +58,7 @@ def threads(data: Any, job: Job) -> None:
 
 
 def restraints(data: Any, job: Job) -> None:
-    """Leaves what holds for this process and for a program that it starts."""
+    """Records the limits of this process and of a program that it starts."""
     code = "import os, resource as r; print(os.nice(0), *r.getrlimit(r.RLIMIT_NOFILE), *r.getrlimit(r.RLIMIT_AS))"
     theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     ours = [os.nice(0), *resource.getrlimit(resource.RLIMIT_NOFILE), *resource.getrlimit(resource.RLIMIT_AS)]
@@ -66,13 +66,13 @@ def restraints(data: Any, job: Job) -> None:
 
 
 def ask_for_much(data: Any, job: Job) -> None:
-    """More address space than there is under address_limit."""
+    """Allocates more address space than address_limit allows."""
     bytearray(int(data) * _MB)
     trace(job, "end")
 
 
 def wild(data: Any, job: Job) -> None:
-    """What a queue next to others should not do: {"do": "bomb" | "leak" | "flood", "size": …}."""
+    """Disturbs its neighbours: {"do": "bomb" | "leak" | "flood", "size": …}."""
     trace(job, "start")
     what, size = data["do"], int(data["size"])
     if what == "bomb":
@@ -89,7 +89,7 @@ def wild(data: Any, job: Job) -> None:
 
 
 def _fork_on(depth: int) -> None:
-    """All processes of one generation double: 2^depth of them, 256 at most. Each keeps a CPU busy for some seconds."""
+    """Doubles the processes per generation, 2^depth in all, 256 at most. Each keeps a CPU busy for some seconds."""
     ours = os.getpid()
     for _ in range(min(depth, 8)):
         os.fork()
@@ -102,6 +102,6 @@ def _fork_on(depth: int) -> None:
 
 
 def brief(data: Any, job: Job) -> None:
-    """5 ms, of which most is waiting; leaves when it ended."""
+    """Takes 5 ms, mostly waiting; records its end."""
     time.sleep(0.005)
     trace(job, "end")

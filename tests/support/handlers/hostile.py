@@ -1,4 +1,4 @@
-"""Handlers that damage the process that they run in, or all that it shares with others."""
+"""Handlers that damage their process, or state that it shares with others."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ from forq import Job
 
 
 def close_descriptors(data: Any, job: Job) -> None:
-    """All of them, the first time; then takes data seconds."""
+    """Closes all descriptors, the first time; then takes data seconds."""
     traced.trace(job, "start")
     if job.stall_count + job.retry_count == 0:
         os.closerange(3, 4096)
@@ -51,12 +51,12 @@ def read_nowhere(data: Any, job: Job) -> None:
 
 
 def change_surroundings(data: Any, job: Job) -> None:
-    """What a process has one of: its directory (which is gone then), umask, signals, environment, limits."""
+    """Changes directory (to one that is gone), umask, signals, environment and limits of its process."""
     import resource
 
     traced.trace(job, "start")
     os.makedirs(data, exist_ok=True)
-    # The umask of the job before it would keep all but root out.
+    # The previous job's umask would keep everybody but root out.
     os.chmod(data, 0o700)
     os.chdir(data)
     os.rmdir(data)
@@ -70,7 +70,7 @@ def change_surroundings(data: Any, job: Job) -> None:
 
 
 def start_threads(data: Any, job: Job) -> None:
-    """Data threads that never end and that an interpreter would wait for."""
+    """Starts data non-daemon threads that never end, which the interpreter would join at exit."""
     for _ in range(data):
         threading.Thread(target=time.sleep, args=(3600,), daemon=False).start()
     traced.trace(job, "end")

@@ -1,4 +1,4 @@
-"""Handlers that keep the interpreter to themselves: a call into C that does not let go of it."""
+"""Handlers that hold the GIL in a C call."""
 
 import ctypes
 import sys
@@ -10,20 +10,20 @@ from traced import trace, trace_file, trace_line  # type: ignore[import-not-foun
 
 from forq import Job
 
-# Functions of a PyDLL are called with the interpreter's lock held.
+# PyDLL calls functions with the GIL held.
 _c = ctypes.PyDLL(None)
 
 
 def hold(data: Any, job: Job) -> None:
-    """Keeps the interpreter for data seconds, from before its trace can be seen; with 0 it only leaves its trace."""
+    """Holds the GIL for data seconds, from before its trace can be seen; with 0 it only writes its trace."""
     if data:
         line = trace_line(job, "start")
-        # Opened by a call that lets go of the interpreter; what follows does not.
+        # Opening releases the GIL; the calls below do not.
         fd = trace_file()
-        # Nor does it between these two calls, however long this thread does not run there.
+        # The GIL is not released between these two calls, however long this thread is not scheduled there.
         interval = sys.getswitchinterval()
         sys.setswitchinterval(3600)
-        # Whoever waited before that has asked to be let in, and is.
+        # Threads that waited before that have requested the GIL, and get it.
         time.sleep(0.01)
         _c.write(fd, line, len(line))
         until = time.monotonic() + data
@@ -37,8 +37,8 @@ def hold(data: Any, job: Job) -> None:
 
 
 def leave_thread(data: Any, job: Job) -> None:
-    """Ends at once; a thread that it leaves behind keeps the interpreter for data seconds, a moment later. Data may
-    also be that moment and the seconds."""
+    """Returns at once; a thread that it leaves behind holds the GIL for data seconds, a moment later. Data may also be
+    [moment, seconds]."""
     trace(job, "start")
     if data:
         leave_keeper(*reversed(data)) if isinstance(data, list) else leave_keeper(data)

@@ -1,4 +1,4 @@
-"""Handlers that end their process with a code or a signal, and that speak on its leash as if they were forq."""
+"""Handlers that end their process with an exit code or a signal, or that forge messages on its leash."""
 
 import ctypes
 import json
@@ -13,17 +13,17 @@ from forq import Job
 
 
 def leave(data: Any, job: Job) -> None:
-    """With the exit code or by the signal that data names; with neither it returns."""
+    """Ends with the exit code or signal in data; returns if there is neither."""
     if "exit" in data:
         os._exit(data["exit"])
     if "signal" in data:
         os.kill(os.getpid(), data["signal"])
-        # A signal that stops the process, or that another thread is about to take.
+        # For a signal that stops the process, or that another thread is about to receive.
         time.sleep(0.2)
 
 
 class Unspeakable(Exception):
-    """Whatever one asks it, it ends the program."""
+    """Ends the program whenever it is formatted or inspected."""
 
     def __str__(self) -> str:
         raise SystemExit(78)
@@ -47,7 +47,7 @@ def raise_unspeakable(data: Any, job: Job) -> None:
 
 
 class Slow(Exception):
-    """It takes for ever to say when it wants to be tried again."""
+    """Never finishes reporting when it wants to be retried."""
 
     @property
     def retry_at(self) -> float:
@@ -60,7 +60,7 @@ def raise_slow(data: Any, job: Job) -> None:
 
 
 def leash() -> int:
-    """The descriptor: the one nameless socket of this process."""
+    """The descriptor of the leash, the only unnamed socket of this process."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -73,7 +73,7 @@ def leash() -> int:
 
 
 def say(data: Any, job: Job) -> None:
-    """data["lines"] on the leash, the first time; then data["exit"], after the job has ended if data["later"] is set.
+    """Writes data["lines"] to the leash, the first time; then exits with data["exit"], after the job if data["later"].
     "SLOT" in a line becomes the number of this worker's slot."""
     if job.stall_count:
         return
@@ -93,7 +93,7 @@ def say(data: Any, job: Job) -> None:
 
 
 def flood(data: Any, job: Job) -> None:
-    """data["text"] on the leash, without end; the first time."""
+    """Writes data["text"] to the leash without end, the first time."""
     if job.stall_count:
         return
     fd, piece = leash(), data["text"].replace("SLOT", str(_slot())).encode() * (65536 // len(data["text"]))
@@ -111,7 +111,7 @@ def _slot() -> int:
 
 
 def haunt(data: Any, job: Job) -> None:
-    """Leaves a thread behind that sends a SystemExit to this worker's, after the job has ended."""
+    """Leaves a thread that raises SystemExit in this worker's thread after the job has ended."""
     if data == "haunt":
         worker = ctypes.c_ulong(threading.get_ident())
         send = ctypes.pythonapi.PyThreadState_SetAsyncExc
@@ -119,7 +119,7 @@ def haunt(data: Any, job: Job) -> None:
 
 
 def fall_silent(data: Any, job: Job) -> None:
-    """Closes the leash in one direction; any other job takes for ever."""
+    """Shuts down one direction of the leash; any other job never ends."""
     if data == "fall silent":
         with socket.socket(fileno=os.dup(leash())) as found:
             found.shutdown(socket.SHUT_WR)

@@ -26,7 +26,7 @@ class Deadly(dict[str, Any]):
 
 
 def odd(data: Any, job: Job) -> Any:
-    """What cannot be kept, or what is hard to."""
+    """Returns values that cannot be stored, or are hard to store."""
     if data == "recursive":
         own: list[Any] = []
         own.append(own)
@@ -37,7 +37,7 @@ def odd(data: Any, job: Job) -> Any:
 
 
 def gated(data: Any, job: Job) -> Any:
-    """Returns what follows in data once the file that comes first is there."""
+    """Returns the rest of data once the file named first exists."""
     trace(job, "start")
     while not os.path.exists(data[0]):
         time.sleep(0.01)
@@ -46,5 +46,5 @@ def gated(data: Any, job: Job) -> Any:
 
 
 def slow_if_told(data: Any, job: Job) -> Any:
-    """Short, but for one job, which waits for a file."""
+    """Returns at once, except for one job, which waits for a file."""
     return gated(data, job) if isinstance(data, list) else data

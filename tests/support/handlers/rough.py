@@ -1,4 +1,4 @@
-"""Handlers that do what no handler should."""
+"""Handlers that misbehave."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from forq import Job, Permanent
 
 
 def kill_itself(data: Any, job: Job) -> None:
-    """With the signal that data names, the first time."""
+    """Sends itself the signal in data, the first time."""
     trace(job, "start")
     if job.stall_count == 0:
         signal.signal(data, signal.SIG_DFL)
@@ -24,14 +24,14 @@ def kill_itself(data: Any, job: Job) -> None:
 
 
 def become_another_program(data: Any, job: Job) -> None:
-    """One that opens files of its own where forq's descriptors were."""
+    """Execs a program that opens its own files on forq's descriptors."""
     trace(job, "start")
     code = f"import os, time; fds = [os.open({data!r}, os.O_RDWR) for _ in range(40)]; time.sleep(60)"
     os.execv(sys.executable, [sys.executable, "-c", code])
 
 
 def write_to_sockets(data: Any, job: Job) -> None:
-    """A line into every nameless socket that it finds, the first time."""
+    """Writes a line to every unnamed socket that it finds, the first time."""
     trace(job, "start")
     for fd in range(3, 64) if job.stall_count == 0 else ():
         try:
@@ -70,7 +70,7 @@ def fail_for_good(data: Any, job: Job) -> None:
 
 
 def term_what_it_forks(data: Any, job: Job) -> None:
-    """Forks and sends TERM at once, data times; leaves how many did not die of it."""
+    """Forks and sends TERM at once, data times; records how many survived."""
     survived = 0
     for _ in range(data):
         pid = os.fork()

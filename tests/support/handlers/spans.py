@@ -1,4 +1,4 @@
-"""Handlers with spans of their own."""
+"""Handlers that open spans."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""A handler that does nothing and imports nothing: what a process has is forq's own."""
+"""A handler that does nothing and imports nothing, so that a process contains forq alone."""
 
 
 def noop(data: object, job: object) -> None:

@@ -1,4 +1,4 @@
-"""Handlers that print, log and write in every way there is."""
+"""Handlers that write output in every possible way."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ _pool = ThreadPoolExecutor(1)
 
 
 def say(data: Any, job: Job) -> None:
-    """What data names, and a last line so that whoever waits knows that all is there."""
+    """Writes in the ways that data names, then a last line, so that a reader knows the output is complete."""
     for way in data:
         _WAYS[way](job)
     print("said all")
@@ -76,7 +76,7 @@ def _force(job: Job) -> None:
 
 
 def _close(job: Job) -> None:
-    """Descriptor 1 and the streams; the next file that is opened has number 1."""
+    """Closes descriptor 1 and the streams; the next file opened gets number 1."""
     os.close(1)
     sys.stdout.close()
     with open(os.environ["FORQ_TEST_TRACE"] + ".mine", "w") as mine:
@@ -109,7 +109,7 @@ _WAYS = {
 
 
 def wait_and_say(data: Any, job: Job) -> None:
-    """In step with others, so that all speak at once."""
+    """Writes in step with other jobs, so that all write at once."""
     for number in range(data):
         print(f"{job.id} {number}")
         logging.warning("%s %s", job.id, number)
@@ -130,7 +130,7 @@ def fail(data: Any, job: Job) -> None:
 
 
 def flood(data: Any, job: Job) -> None:
-    """So many MB, raw or printed."""
+    """Writes data MB, raw or printed."""
     how, megabytes = data
     line = "x" * 99
     if how == "raw":
@@ -144,7 +144,7 @@ def flood(data: Any, job: Job) -> None:
 
 
 def say_slowly(data: Any, job: Job) -> None:
-    """Numbered lines until the file that data names is there."""
+    """Writes numbered lines until the file named in data exists."""
     number = 0
     while not os.path.exists(data):
         print(f"line {number} {'y' * 200}")
@@ -160,7 +160,7 @@ def long_line(data: Any, job: Job) -> None:
 
 
 def dots(data: Any, job: Job) -> None:
-    """A line without an end, in small pieces; then it waits for the file that data names."""
+    """Writes a line without a newline, in small pieces; then waits for the file named in data."""
     for _ in range(5):
         print(".", end="", flush=True)
     while not os.path.exists(data):

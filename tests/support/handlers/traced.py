@@ -1,6 +1,6 @@
-"""Handlers that leave their traces in a file outside Redis: one line per event, appended whole.
+"""Handlers that write a trace to a file outside Redis: one line per event, appended in one write.
 
-What only some of them need is imported there: the benchmarks measure the memory of processes with this module.
+Rarely used modules are imported inside functions: benchmarks measure the memory of processes with this module.
 
 A line is: queue, job id, fence, pid, event ("start" or "end"), time (monotonic seconds).
 """
@@ -40,7 +40,7 @@ def record(data: Any, job: Job) -> None:
 
 
 def sleep(data: Any, job: Job) -> None:
-    """Takes data seconds (the first time only, if data is a list of one number)."""
+    """Takes data seconds (only the first time if data is a list of one number)."""
     trace(job, "start")
     seconds = data if isinstance(data, int | float) else data[0] if job.stall_count == 0 else 0.0
     time.sleep(seconds)
@@ -48,7 +48,7 @@ def sleep(data: Any, job: Job) -> None:
 
 
 def wait_for(data: Any, job: Job) -> None:
-    """Takes until there is a file of that name; no time without a name."""
+    """Waits for a file of that name; returns at once without a name."""
     trace(job, "start")
     while data and not os.path.exists(data):
         time.sleep(0.01)
@@ -56,7 +56,7 @@ def wait_for(data: Any, job: Job) -> None:
 
 
 def share(data: Any, job: Job) -> None:
-    """Takes data seconds; leaves the thread it ran in, unless it was quick."""
+    """Takes data seconds; records its thread unless it was quick."""
     time.sleep(data)
     if data > 0.001:
         import threading
@@ -65,7 +65,7 @@ def share(data: Any, job: Job) -> None:
 
 
 def tell(data: Any, job: Job) -> None:
-    """Tells each [fraction, text] of data, and then waits until the file that comes last is there (or is killed)."""
+    """Reports each [fraction, text] of data, then waits until the file named last exists, or is killed."""
     *steps, gate = data
     for fraction, text in steps:
         job.progress(fraction, text)
@@ -94,7 +94,7 @@ def leave(data: Any, job: Job) -> None:
 
 
 def run_program(data: Any, job: Job) -> None:
-    """Its own subprocess must keep its exit status."""
+    """Runs a subprocess, which must keep its exit status."""
     import subprocess
 
     status = subprocess.run(["sh", "-c", f"exit {data}"], check=False).returncode
@@ -102,7 +102,7 @@ def run_program(data: Any, job: Job) -> None:
 
 
 def chain(data: Any, job: Job) -> None:
-    """Double-forks a daemon in a session of its own that forks on and exits, again and again; then takes its time."""
+    """Double-forks a daemon in its own session that keeps forking and exiting; then takes its time."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -122,7 +122,7 @@ def chain(data: Any, job: Job) -> None:
 
 
 def leave_program(data: Any, job: Job) -> None:
-    """Starts a program in a session of its own, and waits for it. Its pid is the end of the event."""
+    """Starts a program in its own session and waits for it. The event ends with its pid."""
     import subprocess
 
     code = "import time; time.sleep(3600)"
@@ -132,7 +132,7 @@ def leave_program(data: Any, job: Job) -> None:
 
 
 def leave_copy(data: Any, job: Job) -> None:
-    """Forks a daemon that closes all its files, and takes its time. Its pid is the end of the event."""
+    """Forks a daemon that closes all its files and takes its time. The event ends with its pid."""
     pid = os.fork()
     if pid == 0:
         os.setsid()
@@ -144,7 +144,7 @@ def leave_copy(data: Any, job: Job) -> None:
 
 
 def leave_hidden(data: Any, job: Job) -> None:
-    """Forks a daemon that is not dumpable, so that a /proc with hidepid does not show it, and a process below that."""
+    """Forks a daemon that is not dumpable, so that /proc with hidepid hides it, and a process below it."""
     import ctypes
 
     ready, told = os.pipe()
@@ -164,7 +164,7 @@ def leave_hidden(data: Any, job: Job) -> None:
 
 
 def leave_program_of_root(data: Any, job: Job) -> None:
-    """Starts a program that becomes root's, by a copy of setpriv that has the right to; data is its path."""
+    """Starts a program that becomes root, through a copy of setpriv with that capability; data is its path."""
     import subprocess
 
     code = "import time; time.sleep(3600)"
@@ -175,7 +175,7 @@ def leave_program_of_root(data: Any, job: Job) -> None:
 
 
 def spin_in_c(data: Any, job: Job) -> None:
-    """Holds the GIL in one C call for very long."""
+    """Holds the GIL in one very long C call."""
     trace(job, "start")
     sum(range(10**12))
 
@@ -185,7 +185,7 @@ def handle(data: Any, job: Job) -> None:
 
 
 def fork_and_return(data: Any, job: Job) -> None:
-    """The forked copy comes back from the handler as if it were the worker."""
+    """The forked copy returns from the handler as if it were the worker."""
     os.fork()
     trace(job, "end")
 
@@ -218,7 +218,7 @@ def raise_strange(data: Any, job: Job) -> None:
 
 
 def raise_data(data: Any, job: Job) -> None:
-    """An error that quotes what it was given."""
+    """Raises an error that quotes its data."""
     raise ValueError(f"cannot use {data}")
 
 
@@ -234,7 +234,7 @@ def die(data: Any, job: Job) -> None:
 
 
 def daemonise(data: Any, job: Job) -> None:
-    """Leaves a daemon that ends soon."""
+    """Leaves a short-lived daemon."""
     if os.fork() == 0:
         if os.fork() == 0:
             time.sleep(0.05)
@@ -252,7 +252,7 @@ def fail_until(data: Any, job: Job) -> None:
 
 
 def ask(data: Any, job: Job) -> None:
-    """Asks for its one retry in data seconds, or for none."""
+    """Requests its one retry in data seconds, or none."""
     trace(job, "start")
     if data == "permanent":
         raise Permanent("never again")
@@ -262,7 +262,7 @@ def ask(data: Any, job: Job) -> None:
 
 
 def on_fail(data: Any, job: Job) -> None:
-    """A fail handler: leaves the id of the job that failed."""
+    """A fail handler: records the id of the failed job."""
     original_data, original, error = data
     trace(job, f"failed={original['id']}/{original_data}/{original['retry_count']}/{error['name']}/{error['kind']}")
 
@@ -278,7 +278,7 @@ def on_fail_flaky(data: Any, job: Job) -> None:
 
 
 def fail_in_main(data: Any, job: Job) -> None:
-    """Fails until it has been tried data times; leaves every start."""
+    """Fails until it has been tried data times; records every start."""
     trace(job, "start")
     if job.retry_count < data:
         raise ValueError("once more")
@@ -286,7 +286,7 @@ def fail_in_main(data: Any, job: Job) -> None:
 
 
 def brief_run(data: Any, job: Job) -> None:
-    """A job of 0 to 2 ms that leaves its start, and its data at its end; sometimes it fails."""
+    """Takes 0 to 2 ms; records its start, and its data at its end; fails now and then."""
     trace(job, "start")
     time.sleep(int(job.fence) % 5 * 0.0005)
     if int(job.fence) % 7 == 0:
@@ -295,8 +295,8 @@ def brief_run(data: Any, job: Job) -> None:
 
 
 def act(data: Any, job: Job) -> None:
-    """Does what data says: {"do": "sleep" | "hang" | "spin" | "die", "seconds": ..., "times": so often only}; or fails:
-    "refuse" for good, "retry" at the first attempt."""
+    """Follows data: {"do": "sleep" | "hang" | "spin" | "die", "seconds": ..., "times": how often}; or fails: "refuse"
+    permanently, "retry" at the first attempt."""
     trace(job, "start")
     if data["do"] == "refuse":
         raise Permanent("told to")
@@ -321,7 +321,7 @@ def do(what: str, seconds: float) -> None:
 
 
 def hang() -> None:
-    """Deaf to every signal that a process can refuse."""
+    """Ignores every signal that a process can ignore."""
     import signal
 
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -330,7 +330,7 @@ def hang() -> None:
 
 
 async def refuse_to_end(data: Any, job: Job) -> None:
-    """A coroutine that does not let itself be cancelled."""
+    """A coroutine that refuses to be cancelled."""
     import asyncio
 
     trace(job, "start")
@@ -347,7 +347,7 @@ def hang_in_fail(data: Any, job: Job) -> None:
 
 
 def slices(data: Any, job: Job) -> None:
-    """Works for data slices of 20 ms: whoever is frozen and woken has the rest still to do."""
+    """Works for data slices of 20 ms, so that a frozen process still has the rest to do when it wakes."""
     trace(job, "start")
     for _ in range(data):
         time.sleep(0.02)
@@ -355,7 +355,7 @@ def slices(data: Any, job: Job) -> None:
 
 
 def enqueue_another(data: Any, job: Job) -> None:
-    """Data more of them, through a client that finds Redis by itself."""
+    """Enqueues data more jobs, through a client that finds Redis by itself."""
     from forq import Client
 
     if data:
@@ -364,7 +364,7 @@ def enqueue_another(data: Any, job: Job) -> None:
 
 
 def forest(data: Any, job: Job) -> None:
-    """So many daemons below this process, and a job that goes on until it is killed."""
+    """Leaves data daemons, and runs until it is killed."""
     import subprocess
 
     subprocess.run(["sh", "-c", "for i in $(seq $0); do setsid sleep 600 & done", str(data)], check=True)

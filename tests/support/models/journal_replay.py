@@ -1,6 +1,6 @@
-"""What the journal of a queue says is in it: its entries applied from the beginning, each event where it may occur.
+"""Rebuilds a queue from its journal: applies the entries from the beginning and rejects impossible events.
 
-It knows nothing of the queue but what the journal tells, and checks that the entries are a chain.
+It knows nothing of the queue but the journal, and checks that the entries form a chain.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,11 +9,11 @@ from forq.broker.journal import SCHEMA, Event, entry_hash, read_entry
 
 
 class ImpossibleEvent(Exception):
-    """The journal tells something that cannot follow what it told before."""
+    """An event of the journal cannot follow the events before it."""
 
 
 class Replay:
-    """`fail_jobs`: of a fail queue, the ids that its queue's journal tells of (`failing`); they begin there."""
+    """`fail_jobs`, for a fail queue: the ids in `failing` events of its queue's journal, where these jobs begin."""
 
     def __init__(self, fail_jobs: set[str] | None = None) -> None:
         self.epoch = self.sequence = 0
@@ -34,7 +34,7 @@ class Replay:
         self.deleted = False
 
     def pass_time(self, ms: int) -> None:
-        """A test has made what is scheduled due that much earlier."""
+        """Accounts for a test that made scheduled jobs due earlier."""
         self.ready = {job: due_ms and due_ms - ms for job, due_ms in self.ready.items()}
 
     def read_all(self, entries: Iterable[Mapping[bytes, bytes]]) -> "Replay":
@@ -43,7 +43,7 @@ class Replay:
         return self
 
     def read(self, fields: Mapping[bytes, bytes]) -> None:
-        """One entry."""
+        """Applies one entry."""
         events = list(read_entry(fields))
         first = events[0]
         self._check_chain(first)
@@ -55,7 +55,7 @@ class Replay:
         self._demand(events[-1], not self._to_come and self._fail_job is None)
 
     def next_entry(self, epoch: int, text: str) -> dict[bytes, bytes]:
-        """An entry that continues the chain, whatever it says."""
+        """Builds an entry that continues the chain, with any text."""
         said = (epoch, self.sequence + 1, 1_790_000_000_000_000, "-", text)
         epoch_, sequence, time_us, actor, events = (str(part).encode() for part in said)
         fields = {b"v": str(SCHEMA).encode(), b"q": epoch_, b"s": sequence, b"t": time_us, b"a": actor, b"e": events}
@@ -151,7 +151,7 @@ class Replay:
         self.ready[job] = None
 
     def _blocked(self, event: Event, job: str) -> None:
-        """Several fold into one."""
+        """Several dispatches fold into one."""
         self._demand(event, job in self.active)
         self.blocked.add(job)
 
@@ -206,7 +206,7 @@ class Replay:
         self.ready.pop(job, None)
 
     def _follows(self, event: Event, job: str) -> None:
-        """If something was announced for this job, it is this."""
+        """Checks that an event announced for this job is the one that follows."""
         self._demand(event, event.verb in self._to_come.pop(job, (event.verb,)))
 
     def _demand(self, event: Event, holds: bool) -> None:

@@ -1,4 +1,4 @@
-"""rate and max_active in plain Python. No token comes in by itself during a run: an hour passes when a test says so."""
+"""A model of rate and max_active. Tokens return only when a test lets an hour pass."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,22 @@ BURST = 3
 class ModelLimits:
     max_active: int = 0
     rate: bool = False  # one job per hour, BURST at once
-    used: int = 0  # tokens that have not come back yet
-    # Time has passed, or a limit was changed: pulse calls promote, but has not done so yet.
+    used: int = 0  # tokens that have not returned yet
+    # Time has passed, or a limit was changed, and pulse has not called promote yet.
     promised: bool = False
-    # Pulse has a time at which it calls promote.
+    # Pulse has a timer for its next call of promote.
     timer: bool = False
 
     def __bool__(self) -> bool:
         return self.rate or self.max_active > 0
 
     def room(self, active: int) -> int:
-        """How many may begin; they are limited in some way."""
+        """How many jobs may begin; always finite."""
         places = [max(0, self.max_active - active)] if self.max_active else []
         return min(places + ([BURST - self.used] if self.rate else []))
 
     def begin(self, number: int, active: int) -> None:
-        """`active`: with those that begin."""
+        """`active`: including those that begin."""
         if self.max_active:
             assert number == 1, "a queue with max_active takes one at a time"
             assert active <= self.max_active, f"{active} are active, {self.max_active} may be"

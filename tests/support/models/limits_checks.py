@@ -1,4 +1,4 @@
-"""A real queue's limits against their model: nobody sleeps who may begin, and no token is lost or doubled."""
+"""Checks a real queue's limits against the model: no worker sleeps that may begin, no token is lost or doubled."""
 
 import time
 from typing import Any
@@ -17,7 +17,7 @@ class LimitChecks:
         self._subscription: Any = None
 
     def listen(self) -> None:
-        """From here on what is published for pulse sets its timer in the model."""
+        """From here on, messages published for pulse set its timer in the model."""
         self._subscription = self._queue.redis.pubsub(ignore_subscribe_messages=True)
         self._subscription.subscribe(self._queue.channel("due"))
         self._subscription.get_message(timeout=1)
@@ -27,7 +27,7 @@ class LimitChecks:
             self._subscription.close()
 
     def within(self, state: State, worker: ModelWorker, want: int) -> int:
-        """How many of those that it wants it may have."""
+        """How many of `want` jobs the worker may claim."""
         limits = self._model.limits
         if not limits or self._model.paused:
             return want
@@ -39,12 +39,12 @@ class LimitChecks:
         return room - self.left_to_suspects(state) if lane == "main" else room
 
     def left_to_suspects(self, state: State) -> int:
-        """Whether the retry child has asked for a place, and nobody else may have it."""
+        """Whether the only free place is reserved for the retry child, which has requested it."""
         suspects = state.suspects or any(job.suspect and job.waits for job in self._model.jobs.values())
         return int(bool(suspects) and int(state.counts.get("left_until_ms", 0)) > time.time() * 1000)
 
     def turns(self, worker: ModelWorker) -> None:
-        """Whatever woke it is used up."""
+        """Uses up whatever woke the worker."""
         if self._model.limits or worker.limited:
             self._queue.redis.delete(self._wake(worker))
         worker.limited = False
@@ -61,13 +61,13 @@ class LimitChecks:
         worker.limited = answer.limited and heard
 
     def promoted(self, due_ms: int | None) -> None:
-        """promote was called, or a heartbeat: pulse knows when it is to come next."""
+        """Records when pulse calls promote next, after a call of promote or a heartbeat."""
         self._model.limits.promised = False
         self._hear()
         self._model.limits.timer = due_ms is not None
 
     def may_be_due(self, state: State) -> bool:
-        """Whether promote has to come back for a token."""
+        """Whether promote has to be called again for a token."""
         limits = self._model.limits
         return limits.rate and self._model.limits.used > 0 and bool(self._sleepers() or state.suspects)
 

@@ -1,4 +1,4 @@
-"""The Lua library with one guard taken out: what each guard is for, and which tests notice that it is gone.
+"""Mutants: the Lua library without one of its guards, and the tests that detect it.
 
 The lists are in tests/mutants/, one per file of the library, a JSON object per line: the fields of a Mutant.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forq.broker import scripts
 
-# The number of a mutant in the environment of pytest; tests/broker/conftest.py puts it in place of the real library.
+# The number of a mutant, in pytest's environment; tests/broker/conftest.py then replaces the real library.
 MUTANT = "FORQ_MUTANT"
 LISTS = Path(__file__).resolve().parents[2] / "mutants"
 
@@ -20,8 +20,8 @@ class Mutant:
     file: str  # in broker/lua
     old: str  # occurs once in it
     new: str
-    tests: str  # whose tests notice: the X of tests/broker/test_X.py, and after a blank one test's name or a part of it
-    wrong: str  # what goes wrong then
+    tests: str  # which tests fail: the X of tests/broker/test_X.py, then optionally a test name or a part of one
+    wrong: str  # what breaks
 
     def __str__(self) -> str:
         return f"{self.file}: {self.wrong}"
@@ -33,7 +33,7 @@ class Mutant:
 
 
 def use(mutant: Mutant) -> None:
-    """From here on this process sends the mutated library."""
+    """From here on, this process sends the mutated library."""
     read = scripts._read
     changed = mutant.of(read(mutant.file.removesuffix(".lua")))
     scripts._read = lambda name: changed if f"{name}.lua" == mutant.file else read(name)  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""What a queue should hold, in plain Python: which jobs exist, in which state, and what the counters say.
+"""A model of a queue: which jobs exist, in which state, and what the counters show.
 
-Dispatches that are blocked behind an active job are kept one by one and applied in their order; the scripts fold them.
+Dispatches blocked behind an active job are kept one by one and applied in order; the scripts fold them.
 """
 
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class ModelDone:
-    """A done job that is kept. `order`: in which step it ended."""
+    """A done job that is kept. `order`: the step in which it ended."""
 
     fence: str
     result: str  # as it is stored
@@ -55,7 +55,7 @@ class ModelDone:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a handler failed; `retry_at` in ms, None: it left that to the backoff."""
+    """How a handler failed; `retry_at` in ms, None: decided by the backoff."""
 
     kind: str = "retriable"
     retry_at: int | None = None
@@ -73,7 +73,7 @@ class ModelJob:
     stalls: int = 0
     timeouts: int = 0
     suspect: bool = False
-    by_age: bool = False  # a suspect that has come back and waits where it belongs by its age
+    by_age: bool = False  # a suspect that is back in its place by age
     attempts: int = 0
     progress: str | None = None  # of this attempt
     blocked: list[Dispatch] = field(default_factory=list)
@@ -84,7 +84,7 @@ class ModelJob:
 
     @property
     def spent(self) -> bool:
-        """The next claim buries it."""
+        """The next claim moves it to dead."""
         return self.stalls > MAX_STALLS or self.timeouts > MAX_TIMEOUTS
 
     @property
@@ -92,7 +92,7 @@ class ModelJob:
         return "s" if self.suspect else str(self.priority)
 
     def lost(self, outcome: str) -> None:
-        """It was running when its worker was lost."""
+        """Its worker was lost while it ran."""
         self.tried()
         self.stalls += outcome == "stalled"
         self.timeouts += outcome == "timed_out"
@@ -104,7 +104,7 @@ class ModelJob:
 
 @dataclass(frozen=True)
 class LateTurn:
-    """A turn that was sent over a connection that its worker has given up; the server has not got it yet."""
+    """A turn sent over a connection that its worker has given up; it has not reached the server yet."""
 
     number: int
     want: int
@@ -113,7 +113,7 @@ class LateTurn:
 
 @dataclass
 class ModelWorker:
-    """What a worker believes: its batch, how many of it ran, and the position that others can see."""
+    """A worker's own view: its batch, how many of it ran, and the position that others can read."""
 
     name: str
     processor: str
@@ -123,15 +123,15 @@ class ModelWorker:
     index: int = 0
     running: bool = False
     seen_turn: int = 0
-    # Registered with Redis, as opposed to what the worker knows: they differ after a lost reply.
+    # Registered in Redis, as opposed to the worker's view: they differ after a lost reply.
     turn: int = 0
     registered: int = 0  # at the end of the step before
     shift: int = 0
-    # What it sends again after a lost reply: (done, failed, how it failed, fence).
+    # Sent again after a lost reply: (done, failed, how it failed, fence).
     unsettled: tuple[str, str, Failure, str] | None = None
     rescued: bool = False
     late: list[LateTurn] = field(default_factory=list)
-    # It was told that nothing may begin now, and sleeps until it is woken.
+    # No job may begin now, so it sleeps until it is woken.
     limited: bool = False
 
 
@@ -140,7 +140,7 @@ class Full(Exception):
 
 
 class Taken(Exception):
-    """The id is there, and the call said that it must not be."""
+    """The id exists, and the call required that it does not."""
 
 
 @dataclass
@@ -156,12 +156,12 @@ class ModelQueue:
     last_fence: int = 0
     keeps: bool = True
     kept: dict[str, ModelDone] = field(default_factory=dict)
-    # Which rule is being carried out: no two scripts of one rule settle what ran.
+    # The rule being executed: no two scripts of one rule settle what ran.
     step: int = 0
     limits: ModelLimits = field(default_factory=ModelLimits)
 
     def enqueue(self, ids: list[str], dispatch: Dispatch, if_exists: str, token: str | None) -> list[str]:
-        """What the call answers; raises Taken or Full, and then nothing has changed."""
+        """Returns the reply of the call; raises Taken or Full, and then nothing has changed."""
         if token in self.tokens:
             return [self.tokens[token or ""]] * len(ids)
         if if_exists == "refuse" and (len(set(ids)) < len(ids) or set(ids) & set(self.jobs)):
@@ -178,7 +178,7 @@ class ModelQueue:
         return ids
 
     def restore(self, lines: list[tuple[str, str]], dispatch: Dispatch) -> list[str]:
-        """What becomes of each (id, token): "stored", "known" or "left"; raises Full, and then nothing has changed."""
+        """The outcome of each (id, token): "stored", "known" or "left"; raises Full, and then nothing has changed."""
         ids, tokens, outcomes = set(self.jobs), set(self.tokens), []
         for job_id, token in lines:
             outcomes.append("known" if token in tokens else "left" if job_id in ids else "stored")
@@ -213,7 +213,7 @@ class ModelQueue:
         return job
 
     def _keep(self, ended: dict[str, str]) -> None:
-        """These have succeeded in one call, each with its result; they are not gone yet."""
+        """Keeps jobs that succeeded in one call, each with its result."""
         self.processed += len(ended)
         if not self.keeps or not ended:
             return
@@ -228,7 +228,7 @@ class ModelQueue:
     def _forget(self) -> None:
         in_order = sorted(self.kept, key=lambda job_id: (self.kept[job_id].order, job_id))
         young = [job_id for job_id in in_order if self.kept[job_id].ended_ms > self.now_ms - KEEP_DONE_MS]
-        # What is too old went with what was too much, or after it: the oldest are the same.
+        # Jobs over the age limit are removed with those over the count limit, or later: both remove the oldest.
         self.kept = {job_id: self.kept[job_id] for job_id in young[-DONE_MAX:]}
 
     def forget_in_time(self) -> None:
@@ -239,7 +239,7 @@ class ModelQueue:
             self.kept = {}
 
     def _end(self, job_id: str) -> None:
-        """The active job is over: what is blocked behind it becomes a job of its own."""
+        """The active job has ended: a dispatch blocked behind it becomes a job."""
         first, *others = self.jobs.pop(job_id).blocked or (None,)
         if first is None:
             return
@@ -250,7 +250,7 @@ class ModelQueue:
         self.jobs[job_id] = self._ready(job)
 
     def _come_back(self, job: ModelJob, run_at: int) -> None:
-        """The active job is to run again: what is blocked behind it updates it."""
+        """The active job will run again: a dispatch blocked behind it updates it."""
         job.owner, job.run_at, job.progress = None, run_at, None
         for dispatch in job.blocked:
             dispatch.on(job)
@@ -258,7 +258,7 @@ class ModelQueue:
         self._ready(job)
 
     def cancel(self, job_id: str, *, even_active: bool) -> bool:
-        """Whether there was something to take away."""
+        """Whether there was anything to cancel."""
         job = self.jobs.get(job_id)
         if job is None:
             return False
@@ -270,7 +270,7 @@ class ModelQueue:
         return was_blocked or even_active
 
     def pass_time(self, ms: int) -> None:
-        """Everything that is to happen comes closer; `now_ms` stays where it is."""
+        """Moves all timers closer; `now_ms` stays."""
         for job in self.jobs.values():
             job.run_at = max(0, job.run_at - ms)
             job.blocked = [replace(dispatch, run_at=max(0, dispatch.run_at - ms)) for dispatch in job.blocked]
@@ -288,7 +288,7 @@ class ModelQueue:
         return job_id in self.owned(worker)
 
     def settle(self, worker: ModelWorker, done: str, failed: str, how: Failure, fence: str) -> list[str]:
-        """The ids that are refused. What is to be told of those that failed is in `fates`."""
+        """Returns the refused ids. The fates of the failed ones are in `fates`."""
         refused = []
         self.fates = []
         owned = {job_id for job_id, job in self.jobs.items() if job.owner == f"{worker.name}:{fence}"}
@@ -319,7 +319,7 @@ class ModelQueue:
         return refused
 
     def _fate(self, job: ModelJob, how: Failure) -> tuple[str, int, int]:
-        """How it goes on, the number of the attempt, and how many there can be."""
+        """The next state, the number of the attempt, and the maximum of attempts."""
         if job.removed:
             return "removed", 0, 0
         attempt = job.retries + job.stalls + job.timeouts + 1
@@ -330,7 +330,7 @@ class ModelQueue:
         return "dead" if how.kind == "permanent" or not left else "retried", attempt, attempt + left
 
     def ran(self, worker: ModelWorker, job_ids: str) -> None:
-        """Done without a word of the worker."""
+        """Marks jobs done without a report by the worker."""
         ended = [job_id for job_id in job_ids if self.owns(worker, job_id)]
         self._keep(dict.fromkeys(ended, ""))
         for job_id in ended:
@@ -365,7 +365,7 @@ class ModelQueue:
         return sum(job.owner is not None for job in self.jobs.values())
 
     def bury_spent(self, job_ids: Iterable[str], lane: str) -> None:
-        """A claim in this lane has met these and given them to nobody."""
+        """A claim in this lane found these and gave them to no worker."""
         for job_id in job_ids:
             job = self.jobs.pop(job_id)
             assert job.spent
@@ -374,7 +374,7 @@ class ModelQueue:
             self.dead += 1
 
     def lose_worker(self, worker: ModelWorker, outcome: str, only: str | None = None) -> None:
-        """The worker is gone; its last visible position tells what it ran, else `only`, the one entry of its list."""
+        """Loses the worker; its last visible position shows what it ran, else `only`, the one entry of its list."""
         running = None
         if worker.seen_turn == worker.turn:
             self.ran(worker, worker.batch[: worker.index])
@@ -386,5 +386,5 @@ class ModelQueue:
 
 
 def result_of(job_id: str) -> str:
-    """What workers say that the handler returned."""
+    """The result that workers report for this job."""
     return f'"of {job_id}"'

@@ -1,4 +1,4 @@
-"""A real queue against its model: everything that must hold after each step."""
+"""Checks a real queue against its model after each step."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ FAR = 9007199254740991  # in lua/enqueue.lua
 
 @dataclass(frozen=True)
 class Times:
-    """What State leaves out."""
+    """State does not include these."""
 
     scheduled: dict[str, int]  # id -> ms
     blocked: set[str]
@@ -35,7 +35,7 @@ class Checks:
         self._read_up_to = b"-"
 
     def pass_time(self, ms: int) -> None:
-        """Somebody has made everything due that much earlier: for the journal the clock has to go on instead."""
+        """Accounts for timers moved earlier: for the journal, the clock has to advance instead."""
         self._replay.pass_time(ms)
 
     def all(self) -> None:
@@ -74,7 +74,7 @@ class Checks:
         )
 
     def _check_jobs(self, state: State) -> None:
-        """Every job exists and is what it should be, and an active one is in the list of its one owner."""
+        """Every job exists in its expected state, and an active one is in the list of exactly one owner."""
         jobs = self._model.jobs
         records = {job_id: unpack(packed) for job_id, packed in state.records.items()}
         seen = {
@@ -97,7 +97,7 @@ class Checks:
         jobs = self._model.jobs
         assert set(times.scheduled) == {job_id for job_id, job in jobs.items() if job.scheduled}
         for job_id, due in times.scheduled.items():
-            # A backoff begins when the script runs, which the model knows to the minute only.
+            # A backoff begins when the script runs; the model knows that time only to the minute.
             assert abs(due - jobs[job_id].run_at) < MINUTE_MS, f"{job_id} is due at another time"
             jobs[job_id].run_at = due
         assert times.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
@@ -106,7 +106,7 @@ class Checks:
         assert times.progress == {job_id: job.progress for job_id, job in jobs.items() if job.owner and job.progress}
 
     def _check_hints(self, state: State) -> None:
-        """As many hints as there are stale ones and waiting jobs: fewer would lose a job, more run it twice."""
+        """There are as many hints as stale ones plus waiting jobs: fewer would lose a job, more would run it twice."""
         hints = Counter(f"{priority}:{job_id}" for priority, ids in state.waiting.items() for job_id in ids)
         moved = [job_id for name in state.processing for job_id in self._not_begun(state, name) if job_id]
         hints += Counter(f"5:{job_id}" for job_id in moved)
@@ -129,7 +129,7 @@ class Checks:
         return left
 
     def _check_waking(self, state: State) -> None:
-        """One token at most; and work that can be claimed finds a list in which an idle worker waits not empty."""
+        """There is at most one token, and while work can be claimed, an idle worker finds a list that is not empty."""
         assert state.tokens <= 1
         assert state.retry_tokens <= 1
         under_way = any(self._not_begun(state, name) for name in state.processing)
@@ -139,7 +139,7 @@ class Checks:
             assert state.retry_tokens or self._may_sleep_on_suspects(state)
 
     def _may_sleep_on_suspects(self, state: State) -> bool:
-        """The retry child has asked for a place and there is none; or pulse is about to look for it."""
+        """The retry child has requested a place and there is none, or pulse is about to look for one."""
         if not self._model.limits:
             return False
         asked = self.limits.left_to_suspects(state) > 0 and self.limits.room(state, "retry") == 0
@@ -157,7 +157,7 @@ class Checks:
         assert counts.paused == self._model.paused
 
     def _check_done(self) -> None:
-        """What is kept of done jobs; and that the next one ends in another millisecond, since these go by the time."""
+        """Compares the kept done jobs, and moves the clock on, so that the next one ends in another millisecond."""
         ended = dict(self._queue.redis.zrange(self._queue.key("done"), 0, -1, withscores=True))
         stored = self._queue.redis.hgetall(self._queue.key("done:jobs"))
         assert set(ended) == set(stored)
@@ -178,7 +178,7 @@ class Checks:
         return int(seconds) * 1000 + int(micros) // 1000
 
     def _check_journal(self) -> None:
-        """Replayed from its beginning it gives what is there; each step adds what it added."""
+        """Replaying the journal from its beginning gives the queue; each step adds its own events."""
         for entry_id, fields in self._queue.redis.xrange(self._queue.key("events"), self._read_up_to):
             self._replay.read(fields)
             self._read_up_to = b"(" + entry_id
@@ -199,7 +199,7 @@ class Checks:
 
 
 def pass_time(queue: OneQueue, ms: int) -> None:
-    """Moves the time of everything that is scheduled, blocked or done back."""
+    """Moves the times of scheduled, blocked and done jobs back."""
     for job_id in queue.redis.zrange(queue.key("done"), 0, -1):
         queue.redis.zincrby(queue.key("done"), -ms, job_id)
     for job_id, due in queue.redis.zrange(queue.key("scheduled"), 0, -1, withscores=True):

@@ -1,6 +1,6 @@
-"""What a queue of the release modes should hold, in plain Python: its items, who awaits them, who was handed what.
+"""A model of a queue of the release modes: its items, their awaiters, and the items handed over.
 
-It knows nothing of hints, so not the order within a priority: release_checks.py checks that against the lists.
+It has no hints, and so no order within a priority: release_checks.py checks that against the lists.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Item(ModelJob):
     lane: int = 0
     lapses_ms: int = 0  # while it is handed over
     expires_ms: int = 0
-    too_old: bool = False  # in somebody's hands
+    too_old: bool = False  # while handed over
 
     @property
     def place(self) -> str:
@@ -33,7 +33,7 @@ class Item(ModelJob):
 
 @dataclass
 class Registered:
-    """Somebody who awaits an item ('': any)."""
+    """An awaiter of an item ('': of any)."""
 
     wanted: str
     via: str
@@ -43,7 +43,7 @@ class Registered:
 
 @dataclass(frozen=True)
 class Handed:
-    """What an awaiter once was handed; it may have lost it since."""
+    """An item that was handed to an awaiter, who may have lost it since."""
 
     awaiter: str
     job_id: str
@@ -59,15 +59,15 @@ class ReleaseModel(ModelQueue):
     acked: dict[str, int] = field(default_factory=dict)  # awaiter -> fence, for a minute
     handed: list[Handed] = field(default_factory=list)
     archive: list[tuple[str, int, int, int]] = field(default_factory=list)  # id, fence, data, priority
-    # Ids of which somebody who was rung for them did not ask again.
+    # Ids whose notified awaiter did not ask again.
     unheard: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        # The one dict under two names: here its values are Items.
+        # The same dict under two names; here its values are Items.
         self.jobs = self.items_by_id  # type: ignore[assignment]
 
     def forget_all(self) -> None:
-        """The queue was deleted and made again."""
+        """The queue was deleted and created again."""
         self.items_by_id.clear()
         for forgotten in (self.registered, self.tokens, self.unheard, self.archive):
             forgotten.clear()
@@ -131,7 +131,7 @@ class ReleaseModel(ModelQueue):
         self.acked.clear()
 
     def look_at_times(self, fence_of: dict[str, int]) -> None:
-        """Leases that have lapsed, items that are too old, what is due. `fence_of`: of those that have died."""
+        """Applies lapsed leases, expired items and due items. `fence_of`: of items that died."""
         for job_id in [job_id for job_id, item in self.items_by_id.items() if item.owner]:
             if self.items_by_id[job_id].lapses_ms <= self.now_ms:
                 self.hand_back([job_id])
@@ -150,7 +150,7 @@ class ReleaseModel(ModelQueue):
         self.archive.append((job_id, fence, item.data, item.priority))
 
     def put_off(self, job_id: str, fence: int) -> None:
-        """Nobody awaited it."""
+        """Reschedules an item that had no awaiter."""
         item = self.items_by_id[job_id]
         if item.lane == 0 and item.retries < RELEASE_RETRIES:
             item.retries += 1
@@ -178,7 +178,7 @@ class ReleaseModel(ModelQueue):
         return held[0] if held else None
 
     def first_awaiter(self, job_id: str) -> str | None:
-        """Who awaits this item, else who awaits any, the one who came first; silent ones do not count."""
+        """The awaiter of this item, else of any item, first come first served; silent awaiters do not count."""
         for wanted in (job_id, ""):
             living = {n: r.arrival for n, r in self.registered.items() if r.wanted == wanted and not r.silent}
             if living:
@@ -186,7 +186,7 @@ class ReleaseModel(ModelQueue):
         return None
 
     def ack(self, hand: Handed) -> bool:
-        """Whether it is accepted."""
+        """Whether the ack is accepted."""
         if self.acked.get(hand.awaiter) == hand.fence:
             return True
         item = self.items_by_id.get(hand.job_id)

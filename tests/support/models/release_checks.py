@@ -1,4 +1,4 @@
-"""A real queue of the release modes against its model: what must hold after each step besides what holds for all."""
+"""Checks a real queue of the release modes against its model after each step, beyond what holds for all modes."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from tests.support.models.release import LEASE_MS, ReleaseModel
 
 @dataclass(frozen=True)
 class Awaiters:
-    """What Redis holds of those who await something, in one look."""
+    """All awaiter data in Redis, read in one transaction."""
 
     entries: dict[str, tuple[int, int, str, str]]  # name -> expires (ms), arrival, via, id
     in_line: list[str]  # ID ARRIVAL AWAITER
-    lists: dict[str, str]  # name -> the first line of what is in its list
+    lists: dict[str, str]  # name -> the first line of the content of its list
     ends: dict[str, int]  # key -> ms
     leases: dict[str, float]
     expiries: dict[str, float]
@@ -70,11 +70,11 @@ class ReleaseChecks(Checks):
         )
 
     def line(self, state: State, lane: str = "main") -> list[str]:
-        """What is in line now, in the order in which it is tried."""
+        """The items in line, in the order in which they are tried."""
         return self._line(state, self.awaiters().lane if lane == "retry" else None)
 
     def _line(self, state: State, in_lane: list[str] | None) -> list[str]:
-        """Each id where its first hint that counts is."""
+        """Each id at the position of its first valid hint."""
         items = self._release.items_by_id
         lists = {str(priority): state.waiting.get(priority, []) for priority in range(10)}
         if in_lane is not None:
@@ -152,7 +152,7 @@ class ReleaseChecks(Checks):
     def _check_awaiters(self, seen: Awaiters) -> None:
         registered = self._release.registered
         for name in [name for name, known in registered.items() if known.silent and name not in seen.entries]:
-            del registered[name]  # by chance, or when its turn came
+            del registered[name]  # at random, or at its turn
         assert {name: entry[1:] for name, entry in seen.entries.items()} == {
             name: (known.arrival, known.via, known.wanted) for name, known in registered.items()
         }
@@ -177,7 +177,7 @@ class ReleaseChecks(Checks):
             elif name in self._release.registered and self._release.mode == "on_request":
                 known = self._release.registered[name]
                 rung = known.via == "-" and name not in seen.lined_up
-                # The ring of one that is silent ends at once.
+                # A notification to a silent awaiter ends at once.
                 assert (found == "") == rung or known.silent, "who is rung is not in line"
 
     def _check_timers(self, seen: Awaiters) -> None:
@@ -190,7 +190,7 @@ class ReleaseChecks(Checks):
             assert abs(at - items[job_id].expires_ms) < MINUTE_MS, f"{job_id} is too old at another time"
 
     def _check_rings(self, seen: Awaiters) -> None:
-        """While something can be had, somebody who can have it has been rung, or nobody awaits it."""
+        """While an item is available, an awaiter that can have it was notified, or there is none."""
         ready = {job_id for job_id, item in self._release.items_by_id.items() if item.waits}
         self._release.unheard &= ready
         rung = {name: known.wanted for name, known in self._release.registered.items() if name not in seen.lined_up}

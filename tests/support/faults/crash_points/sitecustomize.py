@@ -1,8 +1,8 @@
-"""Crash points: kill -9 at a place that no signal from outside would hit, once.
+"""Crash points: kill -9, once, at a place in the code that a signal from outside could not hit.
 
-Python imports this module by itself when its folder is on PYTHONPATH. It wraps a method of forq so that the process
-that comes there kills itself; forq itself has no hook for it. FORQ_CRASH_AT names the point, FORQ_CRASH_FILE a file
-that is made just before: who makes it dies, so it happens once, and the test knows that it did.
+Python imports this module at start when its folder is on PYTHONPATH. It wraps a method of forq so that the process
+that reaches it kills itself; forq itself has no hook for this. FORQ_CRASH_AT names the point. The process first creates
+FORQ_CRASH_FILE: only one can, so it happens once, and the test knows that it did.
 """
 
 import functools
@@ -47,7 +47,7 @@ def after(call: Call, is_it: Callable[..., bool]) -> Call:
 
 
 def between_move_and_claim(call: Call, is_it: Callable[..., bool]) -> Call:
-    """The server moves the id, and the claim that is sent along never gets there."""
+    """The server moves the id, but the claim sent with it never arrives."""
 
     @functools.wraps(call)
     def wrapper(self: Any, number: int, want: int) -> Any:
@@ -76,7 +76,7 @@ def install(point: str) -> None:
     from forq.workers.attempt import AttemptRunner
 
     points: dict[str, tuple[type, tuple[str, ...], Callable[[Call, Any], Call], Callable[..., bool]]] = {
-        # Of a worker, in the order in which it comes there.
+        # Of a worker, in the order in which it reaches them.
         "moved": (Consumer, ("wait_for_turn",), between_move_and_claim, always),
         "claimed": (Consumer, ("turn", "wait_for_turn"), after, lambda turn, *args: bool(turn and turn.jobs)),
         "begun": (AttemptRunner, ("run",), before, always),
