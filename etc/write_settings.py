@@ -1,6 +1,6 @@
-"""Writes etc/forq.toml and docs/reference/settings.md from the table in src/forq/settings.py: `make settings`.
+"""Writes etc/forq.toml and docs/reference/settings.md from the table in src/forq/settings.py (`make settings`).
 
-With --check it writes nothing, and ends with 1 if they are not up to date.
+With --check it writes nothing and exits with 1 if they are out of date.
 """
 
 import argparse
@@ -36,23 +36,23 @@ ABOUT_VALUES = (
     '"100/1m", "5/s", or "off". Relative paths are relative to the directory of the config file.'
 )
 ABOUT_PIPELINE = (
-    "Turns the journals of all queues into history (Parquet) for audits and reports, as a queue of forq's own "
+    "Writes the journals of all queues to a history (Parquet) for audits and reports, as a queue of forq itself "
     "(docs/guide/pipeline.md). Needs Spark: pip install 'forq[pipeline]'."
 )
 ABOUT_METRICS = (
-    "Metrics for Prometheus (/metrics) and a health check (/healthz), from a process of their own "
-    "(docs/guide/metrics.md). Needs pip install 'forq[metrics]'. Without this table there are none."
+    "Metrics for Prometheus (/metrics) and a health check (/healthz), served by a separate process "
+    "(docs/guide/metrics.md). Needs pip install 'forq[metrics]'. Off without this table."
 )
 ABOUT_BRIDGE = (
-    "A socket for producers and workers in any language (docs/guide/external-workers.md). There may be several."
+    "A socket for producers and workers in any language (docs/guide/external-workers.md). The table may be repeated."
 )
-ABOUT_QUEUE = "A queue, with its own processes. Its options are taken from here at each start."
+ABOUT_QUEUE = "A queue with its own processes. Its options are read at each start."
 ABOUT_SCHEDULE = (
     "A periodic job (docs/guide/schedules.md): one job per tick, over all supervisors. Schedules are set at each "
-    "start; one that is taken out of this file is removed then."
+    "start; one that is no longer in this file is removed."
 )
-ABOUT_GATE = "A queue that releases its items to those who await them (docs/guide/releases.md). It has no handler."
-# What the reference calls a kind, if not by its name.
+ABOUT_GATE = "A queue that releases its items to awaiters (docs/guide/releases.md). It has no handler."
+# Names of the kinds in the reference, where they differ.
 TYPES = {
     "int": "number",
     "flag": "boolean",
@@ -78,11 +78,11 @@ def sample() -> str:
     shared = [name for name, row in OPTIONS.items() if {WORK, AUTO_RELEASE} <= {*row.modes} and name not in _gate()]
     asked = " and ".join(name for name, row in OPTIONS.items() if ON_REQUEST in row.modes and WORK not in row.modes)
     about_gate = (
-        f"{ABOUT_GATE} Of the options above it has {', '.join(shared)}. Those below are fixed for the life of the "
-        f'queue. Mode "on_request" has {asked} of them.'
+        f"{ABOUT_GATE} It also has these options from above: {', '.join(shared)}. The options below are fixed while "
+        f'the queue exists. Mode "on_request" has only {asked} of them.'
     )
     lines = [
-        *_comment("forq.toml: settings of one supervisor. Every line that is commented out shows the default."),
+        *_comment("forq.toml: settings of one supervisor. Lines that are commented out show the defaults."),
         "#",
         *_comment("Read from --config FILE, else $FORQ_CONFIG, else /etc/forq/forq.toml, once, at start."),
         *_comment(f"Flags of `forq run` and {variables} take precedence over this file."),
@@ -107,7 +107,7 @@ def sample() -> str:
 
 
 def _gate() -> dict[str, Setting]:
-    """The options of a queue that releases which differ from those of one that works."""
+    """The options of mode auto_release that mode work lacks or that have another default."""
     return {
         name: row
         for name, row in OPTIONS.items()
@@ -128,7 +128,7 @@ def _sampled(rows: Mapping[str, Setting], mode: str = WORK) -> list[str]:
         )
         about = " ".join([row.help, *words, *(f"({text})" for text in others)])
         value = row.sample or _toml(row, row.defaults_in.get(mode, row.default))
-        # A setting without a value is an alternative to another one: only a comment.
+        # A setting without a value is an alternative to another one and appears only as a comment.
         lines += ["", *_comment(about), f"#{row.name} = {value}"] if value else ["", *_comment(f"{row.name}: {about}")]
     return lines
 
@@ -140,7 +140,7 @@ def _comment(text: str) -> list[str]:
 
 
 def _toml(row: Setting, value: object) -> str:
-    """The value as forq.toml has it."""
+    """The value as TOML."""
     if value is None:
         return '""' if row.kind in MAY_BE_EMPTY and not row.sample else ""
     if isinstance(value, bool | str | tuple):
@@ -173,13 +173,13 @@ def reference() -> str:
         *_table("[queues.NAME]: definition", ABOUT_QUEUE, DEFINITION),
         *_table(
             "[queues.NAME]: options",
-            "In the file, or as OPTION=VALUE of `forqctl create`. Live ones can be changed with `forqctl set` while "
-            "the queue runs; others need a new process: `forqctl create` again, or the file and a restart.",
+            "In the file, or as OPTION=VALUE of `forqctl create`. Live options can be changed with `forqctl set` while "
+            "the queue runs. Others need a new process: run `forqctl create` again, or edit the file and restart.",
             others,
         ),
         *_table(
             "[queues.NAME]: options of the other modes",
-            "A queue keeps those that are fixed as it was created with them.",
+            "Fixed options keep the values that the queue was created with.",
             of_releases,
         ),
         *_table("[queues.NAME.schedules.KEY]", ABOUT_SCHEDULE, SCHEDULE),
@@ -239,8 +239,8 @@ def _meaning(row: Setting) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="write_settings.py")
-    parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the project to write to")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are out of date")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the project directory to write to")
     arguments = parser.parse_args()
     old = []
     for name, wanted in (("etc/forq.toml", sample()), ("docs/reference/settings.md", reference())):
@@ -250,7 +250,7 @@ def main() -> int:
             if not arguments.check:
                 path.write_text(wanted)
     if arguments.check and old:
-        print(f"not up to date: {', '.join(old)} (make settings writes them)", file=sys.stderr)
+        print(f"out of date: {', '.join(old)}; run: make settings", file=sys.stderr)
     return 1 if arguments.check and old else 0
 
 

@@ -395,7 +395,7 @@ class Verbs:
         if not isinstance(given, dict) or not given:
             raise UsageError("options is an object with at least one option")
         if "mode" in given:
-            raise InvalidOption(f"mode of queue {name!r} cannot be changed: it is fixed for the life of a queue")
+            raise InvalidOption(f"mode of queue {name!r} cannot be changed: it is fixed while the queue exists")
         # The clerk knows the queue's mode and checks whether it has these options and may change them.
         changes = parse_options(given, f"queue {name!r}")
         check_size(changes, self._supervisor.config.capacity, f"queue {name!r}")

@@ -26,12 +26,14 @@ def main() -> int:
 
 
 def parser_for(*names: str) -> argparse.ArgumentParser:
-    """With the arguments of run and of these commands; of others only that they exist."""
+    """The parser with the arguments of `run` and of these commands; other commands are listed without arguments."""
     parser = argparse.ArgumentParser(prog="forq", description="fork per queue: job queues with a process each")
     parser.add_argument("--version", action="version", version=f"forq {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a supervisor in the foreground")
-    run.add_argument("--config", metavar="FILE", help="settings (FORQ_CONFIG; else /etc/forq/forq.toml if it exists)")
+    run.add_argument(
+        "--config", metavar="FILE", help="config file (FORQ_CONFIG; default: /etc/forq/forq.toml if it exists)"
+    )
     for setting in SERVICE.values():
         if setting.flag is not None:
             run.add_argument(
@@ -47,7 +49,7 @@ def parser_for(*names: str) -> argparse.ArgumentParser:
         add_arguments(bridge)
     pipeline = commands.add_parser("pipeline", help="history, audit, report and replay, on Spark (forq[pipeline])")
     if "pipeline" in names:
-        # Only then: to import Spark takes longer than to start a supervisor.
+        # Importing Spark takes longer than starting a supervisor.
         from forq.pipeline.cli import add_commands
 
         add_commands(pipeline)

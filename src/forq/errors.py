@@ -19,8 +19,8 @@ class ConfigError(ForqError):
 
 
 class CannotImport(ConfigError):
-    """A handler cannot be imported, or cannot be called with (data, job). `traceback`: where, if Python can tell; only
-    what is not forq's own."""
+    """A handler cannot be imported, or cannot be called with (data, job). `traceback`: of the import, without forq's
+    own frames."""
 
     code = "cannot_import"
     exit_code = 1
@@ -31,7 +31,7 @@ class CannotImport(ConfigError):
 
 
 class UsageError(ForqError):
-    """A call was made with arguments that make no sense together."""
+    """The arguments of a call are invalid or contradict one another."""
 
     code = "usage"
     exit_code = 2
@@ -68,7 +68,7 @@ class UnknownVerb(UsageError):
 
 
 class UnknownQueue(ForqError):
-    """There is no queue of that name."""
+    """There is no queue with that name."""
 
     code = "unknown_queue"
     exit_code = 4
@@ -82,7 +82,7 @@ class UnknownJob(ForqError):
 
 
 class JobDead(ForqError):
-    """The job that was waited for failed for good. `error`: name, message, kind and traceback, if that is kept."""
+    """The awaited job failed for good. `error`: name, message, kind and traceback, if kept."""
 
     code = "job_dead"
 
@@ -92,13 +92,13 @@ class JobDead(ForqError):
 
 
 class NoResult(ForqError):
-    """The job that was waited for is done, and there is no result of it."""
+    """The awaited job is done, but has no result."""
 
     code = "no_result"
 
 
 class UnknownSchedule(ForqError):
-    """The queue has no schedule of that key."""
+    """The queue has no schedule with that key."""
 
     code = "unknown_schedule"
     exit_code = 4
@@ -117,19 +117,19 @@ class QueueExists(ForqError):
 
 
 class BeingDeleted(QueueExists):
-    """An earlier queue of that name has not been cleared away yet."""
+    """An earlier queue with that name is still being deleted."""
 
     code = "being_deleted"
 
 
 class WrongMode(ForqError):
-    """What was asked for is not what a queue of that mode does."""
+    """A queue of that mode does not support the operation."""
 
     code = "wrong_mode"
 
 
 class LeaseLapsed(ForqError):
-    """The item was not acknowledged in time: it has gone back in line, and somebody else may have it."""
+    """The item was not acknowledged in time and has gone back in line; another caller may have it."""
 
     code = "lease_lapsed"
 
@@ -153,7 +153,7 @@ class TooManyQueues(ForqError):
 
 
 class TooManySchedules(ForqError):
-    """The queue has as many schedules as it may; nothing was set."""
+    """The queue has the maximum number of schedules; nothing was set."""
 
     code = "too_many_schedules"
 
@@ -173,7 +173,7 @@ class TimedOut(ForqError):
 
 
 class WaitTimeout(TimedOut):
-    """The job that was waited for has not ended in time."""
+    """The awaited job has not ended in time."""
 
     code = "wait_timeout"
 
@@ -198,7 +198,7 @@ class OutcomeUnknown(RedisUnavailable):
 
 
 class NoReplica(RedisUnavailable):
-    """A job was to be stored on a replica too, and there is none; nothing was stored."""
+    """durable="replica" was requested, but Redis has no replica; nothing was stored."""
 
     code = "no_replica"
 
@@ -224,13 +224,13 @@ class IncompatibleProtocol(ForqError):
 
 
 class Fenced(ForqError):
-    """This worker is no longer registered: what it holds has been given to others."""
+    """This worker is no longer registered; its jobs were recovered."""
 
     code = "fenced"
 
 
 class Permanent(ForqError):
-    """Raised by a handler: the job has failed and is not to be tried again."""
+    """Raised by a handler: the job has failed for good and is not retried."""
 
     code = "permanent"
     kind = "permanent"
@@ -249,7 +249,7 @@ class RetryAt(ForqError):
 def _shown_time(moment: object) -> object:
     if isinstance(moment, bool) or not isinstance(moment, int | float):
         return moment
-    from forq.values import show_time  # which needs the errors
+    from forq.values import show_time  # values imports this module
 
     return show_time(moment)
 
@@ -258,5 +258,5 @@ def _subclasses(cls: type[ForqError]) -> list[type[ForqError]]:
     return [cls, *(deeper for sub in cls.__subclasses__() for deeper in _subclasses(sub))]
 
 
-# RetryAt is left out: it is for handlers, and not made from a message.
+# Without RetryAt, which only handlers raise and which cannot be built from a message.
 BY_CODE: dict[str, type[ForqError]] = {cls.code: cls for cls in reversed(_subclasses(ForqError)) if cls is not RetryAt}

@@ -1,9 +1,8 @@
-"""Whether a supervisor is healthy, as far as its status tells: one judgement for `forqctl status --check`, /healthz and
-the metrics. Pure: a status goes in, faults come out."""
+"""Finds faults in a supervisor's status, for `forqctl status --check`, /healthz and the metrics."""
 
 from __future__ import annotations
 
-# forqctl imports this module: `typing` and `dataclasses` would cost more than all of it.
+# forqctl imports this module at its start: no typing, no dataclasses.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -15,8 +14,8 @@ STARTING_SECONDS = 30.0
 
 
 class Fault:
-    """`check`: supervisor, service, redis, failed_log, unserved, ending, state, process, starting or stuck. `text`: the
-    whole of it in one line, where `reason` leaves the queue to `queue`."""
+    """`check`: supervisor, service, redis, failed_log, unserved, ending, state, process, starting or stuck. `reason`
+    does not name the queue; `text` does."""
 
     __slots__ = ("check", "queue", "reason", "text")
 
@@ -50,16 +49,16 @@ def faults_of_queue(queue: dict[str, Any]) -> list[Fault]:
     ]
     if state == "unserved":
         if queue["waiting"]:
-            faults.append(Fault("unserved", f"is unserved, and {queue['waiting']} of its jobs wait", name))
+            faults.append(Fault("unserved", f"is unserved with {queue['waiting']} jobs waiting", name))
     elif state not in HEALTHY_STATES:
-        # One that is restarted or replaced ends in order first.
+        # During a restart or replacement the old process ends first.
         check = "ending" if state == "stopped" and any(child["pid"] for child in children) else "state"
         why = queue.get("reason")
         faults.append(Fault(check, f"is {state}" + (f": {why}" if why else ""), name, f"queue {name} is {state}"))
     elif state in CONSUMING_STATES and not silent and not any(map(_is_live_main, children)):
         faults.append(Fault("process", "has no main process", name))
     elif state == "starting" and (seconds := _starting_seconds(children)) > STARTING_SECONDS:
-        faults.append(Fault("starting", f"is starting for {seconds:.0f}s: the import of its handler hangs", name))
+        faults.append(Fault("starting", f"has been starting for {seconds:.0f}s: the import of its handler hangs", name))
     return faults
 
 

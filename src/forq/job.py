@@ -1,13 +1,4 @@
-"""The trace context of OpenTelemetry that a job takes along: where it was enqueued, in the words of W3C trace context.
-
-Nothing is imported here that the process has not imported itself: without OpenTelemetry this costs one look at a dict.
-
-A job as its handler sees it: everything but the data, which is an argument of its own.
-
-The payload of a job_assignment, for the bridge and for exec handlers (docs/reference/bridge.md).
-
-Ids that never collide and sort by time (UUIDv7).
-"""
+"""A job as its handler sees it, new job ids, the trace context of a job, and the payload of a job_assignment."""
 
 import os
 import random
@@ -20,15 +11,18 @@ from forq.progress import check_progress
 
 TraceContext = dict[str, str]
 
-# What the setting `tracing` may be.
+# Values of the setting `tracing`.
 OFF, OTLP, FILE = "off", "otlp", "file:"
 _PACKAGES = {OTLP: "opentelemetry.exporter.otlp.proto.http", FILE: "opentelemetry.sdk"}
 
 
 def current_trace() -> TraceContext | None:
-    """The context of the span that is current in this thread or task; None if there is none."""
+    """The W3C trace context of the current OpenTelemetry span; None if there is none.
+
+    Imports nothing unless the process uses OpenTelemetry: otherwise it costs one dict lookup.
+    """
     tracing = sys.modules.get("opentelemetry.trace")
-    # redis-py imports it wherever it is installed: most processes that have it have no span.
+    # redis-py imports it wherever it is installed, so most processes have the module but no span.
     if tracing is None or not tracing.get_current_span().get_span_context().is_valid:
         return None
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -39,7 +33,7 @@ def current_trace() -> TraceContext | None:
 
 
 def can_trace(setting: str) -> bool:
-    """Whether the packages are there that this setting needs."""
+    """Whether the packages for this setting are installed."""
     try:
         return find_spec(_PACKAGES[FILE if setting.startswith(FILE) else setting]) is not None
     except ModuleNotFoundError:
@@ -47,12 +41,14 @@ def can_trace(setting: str) -> bool:
 
 
 class Reporter(Protocol):
-    """Who is told of a job's progress. `position`: what its worker's slot says while it runs this job."""
+    """Reports a job's progress. `position`: the worker's slot position while it runs this job."""
 
     def report(self, position: int, job_id: str, fence: int, fraction: float, text: str) -> None: ...
 
 
 class Job:
+    """Everything about a job except its data, which the handler gets as its first argument."""
+
     __slots__ = (
         "_position",
         "_reporter",
@@ -87,29 +83,29 @@ class Job:
         self.type = type
         self.priority = priority
         self.enqueued_at = enqueued_at
-        # Grows with every attempt at any job of the queue. A handler that passes it on with what it writes elsewhere
-        # lets that place refuse an attempt that was given up long ago and woke up late.
+        # Grows with every attempt in the queue. A handler can pass it to another store, which can then refuse writes of
+        # a stale attempt.
         self.fence = fence
         self.retry_count, self.stall_count, self.timeout_count = counts
-        # Of the span in which it was enqueued, if there was one.
+        # Of the span that enqueued the job, if any.
         self.trace = trace
-        # Set by the worker that runs it.
+        # Set by the worker.
         self._reporter: Reporter | None = None
         self._position = 0
 
     def progress(self, fraction: float, text: str = "") -> None:
-        """Says how far this job is, from 0 to 1, and in words if you like (cut at 200 characters).
+        """Reports the job's progress: a fraction from 0 to 1, and an optional text (cut at 200 characters).
 
-        From any thread of the handler's process, as often as you like: it waits for nothing, and Redis is told at most
-        ten times per second. InvalidData if it is no such number or no text; it never fails because Redis is away.
-        In a process that the handler has forked, and after the job, it does nothing.
+        May be called from any thread of the handler's process, at any rate: it never blocks, and Redis is updated at
+        most ten times per second. InvalidData if an argument is invalid; an outage of Redis raises nothing. Does
+        nothing in a process forked by the handler, or after the job has ended.
         """
         checked = check_progress(fraction, text)
         if self._reporter is not None:
             self._reporter.report(self._position, self.id, self.fence, *checked)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Another process gets the job without who is told of its progress."""
+        """Without the reporter, which belongs to this process."""
         counts = (self.retry_count, self.stall_count, self.timeout_count)
         about = (self.queue, self.id, self.identifier, self.type, self.priority, self.enqueued_at, self.fence, counts)
         return Job, (*about, self.trace)
@@ -132,7 +128,10 @@ def assignment_payload(
     fence: int,
     trace: TraceContext | None = None,
 ) -> dict[str, Any]:
-    """`counts`: retries, stalls, timeouts. Data that came through a bridge is there in the bridge's words too."""
+    """The payload for the bridge and exec handlers (docs/reference/bridge.md). `counts`: retries, stalls, timeouts.
+
+    The fields of data that came through a bridge are repeated under the bridge's names.
+    """
     payload: dict[str, Any] = {"uuid": uuid, "queue_name": queue, "worker_uuid": worker}
     if isinstance(data, dict) and "command" in data:
         payload |= {key: data[key] for key in ("command", "args", "reference_uuid") if key in data}
@@ -152,14 +151,14 @@ def assignment_payload(
     }
 
 
-# Not the module's own generator, which a user may seed. Seeded by the system; a forked process must not go on with the
-# numbers of its parent.
+# Not the module's generator, which a user may seed. Seeded again after a fork, so that a child does not repeat the
+# parent's numbers.
 _random = random.Random()
 os.register_at_fork(after_in_child=_random.seed)
 
 
 def new_id() -> str:
-    """48 bits of milliseconds, version 7, 74 random bits, as 32 hex digits."""
+    """A UUIDv7 as 32 hex digits: sorts by time. 48 bits of milliseconds, version 7, 74 random bits."""
     bits = _random.getrandbits(74)
     value = (time.time_ns() // 1_000_000) << 80 | 7 << 76 | (bits >> 62) << 64 | 2 << 62 | (bits & (1 << 62) - 1)
     return f"{value:032x}"

@@ -1,7 +1,4 @@
-"""How a line of the log looks: JSON or text, with the journal's priority, with colour. Decided here only.
-
-What must not be read in a log: whatever matches one of the patterns of `log_redact` is left out of it.
-"""
+"""Formats log lines (JSON or text, journald priority, colour) and redacts what matches the patterns of `log_redact`."""
 
 import os
 import re
@@ -15,7 +12,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u
 
 
 class LogFormat(NamedTuple):
-    """`priority`: a line begins with <N>, which journald understands. `date`: a line of text begins with the day."""
+    """`priority`: lines start with <N>, which journald reads. `date`: text lines start with the date."""
 
     json: bool
     priority: bool = False
@@ -23,7 +20,7 @@ class LogFormat(NamedTuple):
     date: bool = True
 
     def render(self, record: Mapping[str, Any]) -> str:
-        """One record as a line without its end (text: more than one, if the message has more)."""
+        """One record as a line without the newline. As text, a message of several lines stays on several lines."""
         line = as_json(record) if self.json else self._text(record)
         return f"<{_PRIORITIES.get(record['level'], 6)}>{line}" if self.priority else line
 
@@ -42,7 +39,7 @@ class LogFormat(NamedTuple):
 
 
 def choose(setting: str, fd: int, environ: Mapping[str, str]) -> LogFormat:
-    """The format for what is written to this descriptor."""
+    """The format for this descriptor."""
     journal = is_journal(fd, environ)
     terminal = _is_terminal(fd)
     plain = bool(environ.get("NO_COLOR")) or environ.get("TERM") == "dumb"
@@ -55,7 +52,7 @@ def choose(setting: str, fd: int, environ: Mapping[str, str]) -> LogFormat:
 
 
 def is_journal(fd: int, environ: Mapping[str, str]) -> bool:
-    """Whether the descriptor is the one that systemd has connected to its journal."""
+    """Whether systemd has connected the descriptor to its journal."""
     device, _, inode = environ.get("JOURNAL_STREAM", "").partition(":")
     try:
         status = os.fstat(fd)
@@ -81,7 +78,7 @@ def iso_time(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Without anything that a terminal would obey; further lines are indented."""
+    """Escapes control characters, and indents all lines but the first."""
     if text.isprintable():
         return text
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text).replace("\n", "\n    ")
@@ -106,7 +103,7 @@ REDACTED = "[redacted]"
 
 
 class Redaction:
-    """Called with a text, gives it without what matches. Of a pattern with a group only what the groups match."""
+    """Replaces matches of the patterns in a text; of a pattern with groups, only the groups."""
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         self._patterns = [re.compile(pattern) for pattern in patterns]
@@ -121,14 +118,14 @@ class Redaction:
 
 
 def _without_groups(found: re.Match[str]) -> str:
-    """The match with each group in it replaced; groups inside of groups go with them."""
-    text, end, told = found[0], 0, ""
+    """The match with its outermost groups replaced."""
+    text, end, kept = found[0], 0, ""
     spans = sorted(
         (found.span(number) for number in range(1, found.re.groups + 1)), key=lambda span: (span[0], -span[1])
     )
     for start, stop in spans:
         start, stop = start - found.start(), stop - found.start()
         if start >= end and stop > start:
-            told += text[end:start] + REDACTED
+            kept += text[end:start] + REDACTED
             end = stop
-    return told + text[end:]
+    return kept + text[end:]

@@ -1,8 +1,8 @@
-"""forq's own log: what its processes say through `logging`, in the one format, on stderr.
+"""Sets up `logging` in forq's processes: one format, on stderr.
 
-1. LineFormatter makes a line of a record, with its extra fields.
-2. StderrHandler writes it without ever waiting: the supervisor's loop must not stop because nobody reads its log.
-3. WarningThrottle keeps what a client can cause to one line a second.
+1. LineFormatter formats a record with its extra fields.
+2. StderrHandler never blocks: the supervisor's loop must not stop because nobody reads its log.
+3. WarningThrottle limits warnings that a client can cause to one line per second.
 """
 
 import logging
@@ -16,7 +16,7 @@ from typing import Protocol
 from forq.log_format import LogFormat, Redaction, choose, iso_time
 from forq.output.forwarding import Forwarder
 
-# How long the end of a process waits for a reader to take what is left.
+# At exit, time for a slow reader to take the buffered lines.
 CLOSE_SECONDS = 1.0
 THROTTLE_SECONDS = 1.0
 
@@ -33,21 +33,21 @@ class LineFormatter(logging.Formatter):
         self._redact = redact or Redaction()
 
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, object] = {"time": iso_time(record.created), "level": record.levelname}
+        fields: dict[str, object] = {"time": iso_time(record.created), "level": record.levelname}
         if self._format.json:
-            # What the message says of queue and job first: an error's text, behind that, may hold anything.
-            told |= dict(reversed(_QUEUE_OR_JOB.findall(record.getMessage())))
-        told |= {"pid": record.process, "logger": record.name, "message": self._redact(super().format(record))}
-        return self._format.render(told)
+            # The first match wins: an error text later in the message may contain anything.
+            fields |= dict(reversed(_QUEUE_OR_JOB.findall(record.getMessage())))
+        fields |= {"pid": record.process, "logger": record.name, "message": self._redact(super().format(record))}
+        return self._format.render(fields)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The message, and what came with it as `extra`: key=value behind it, before a traceback."""
+        """The message, followed by its `extra` fields as key=value."""
         extra = [f"{key}={value}" for key, value in record.__dict__.items() if key not in _STANDARD_FIELDS]
         return " ".join([super().formatMessage(record), *extra])
 
 
 class WriterLoop(Protocol):
-    """A loop that calls back when a descriptor can be written."""
+    """A loop that calls back when a descriptor is writable."""
 
     def add_writer(self, fd: int, callback: Callable[[], None]) -> None: ...
 
@@ -55,8 +55,9 @@ class WriterLoop(Protocol):
 
 
 class StderrHandler(logging.Handler):
-    """Writes at once what goes at once. The rest waits, up to a limit, above that it is dropped and counted; it goes on
-    when the loop (`attach`) sees that it can, or with the next record. A forked process has nothing that waits."""
+    """Writes without blocking. Lines that cannot be written are buffered up to a limit; more are dropped and counted.
+    The buffer is flushed when the loop (`attach`) finds stderr writable, or with the next record. A forked process
+    starts with an empty buffer."""
 
     def __init__(self, fd: int = 2) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class StderrHandler(logging.Handler):
         self._loop: WriterLoop | None = None
         self._registered = False
         self._pid = os.getpid()
-        # Of the processes above this one. Kept: its descriptors are others' here, and must not be closed with it.
+        # Forwarders of parent processes. Kept alive: their descriptor numbers are reused here and must not be closed.
         self._inherited: list[Forwarder] = []
 
     def attach(self, loop: WriterLoop) -> None:
@@ -73,17 +74,17 @@ class StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() != self._pid:
-            # What was opened by the parent was closed after the fork, and what waits there is the parent's.
+            # The parent's descriptors were closed after the fork, and its buffered lines are the parent's to write.
             self._inherited.append(self._forwarder)
             self._forwarder, self._loop, self._registered, self._pid = Forwarder(self._fd), None, False, os.getpid()
         try:
             self._forwarder.send(self._line(record))
             self._flush()
-        except Exception:  # as every handler does
+        except Exception:  # as logging's own handlers do
             self.handleError(record)
 
     def close(self) -> None:
-        """WriterLoop a moment for a slow reader: nothing is said after this."""
+        """Waits a moment for a slow reader."""
         if os.getpid() == self._pid:
             deadline = time.monotonic() + CLOSE_SECONDS
             while self._forwarder.waiting and (left := deadline - time.monotonic()) > 0:
@@ -113,10 +114,7 @@ class StderrHandler(logging.Handler):
 
 
 class WarningThrottle:
-    """Warnings that somebody else can cause as often as he likes: one at once, then one a second with their number.
-
-    `call_later` makes a call after so many seconds.
-    """
+    """Logs the first warning at once, then at most one per second with the number of warnings suppressed."""
 
     def __init__(self, logger: logging.Logger, call_later: Callable[[float, Callable[[], None]], object]) -> None:
         self._logger = logger
@@ -147,8 +145,8 @@ class WarningThrottle:
 def configure(
     setting: str = "auto", level: str = "info", redact: Sequence[str] = (), *, blocking: bool = True
 ) -> logging.Handler:
-    """Every message of this process, and of those it forks, goes to stderr in this format from now on. `waits`: for a
-    reader that is slow; else nothing does, and what nobody reads is dropped (StderrHandler)."""
+    """Sends all messages of this process and its children to stderr. `blocking`: wait for a slow reader; otherwise
+    lines that nobody reads are dropped (StderrHandler)."""
     log_format = choose(setting, 2, os.environ)
     handler = logging.StreamHandler(sys.stderr) if blocking else StderrHandler()
     handler.setFormatter(LineFormatter(log_format, Redaction(redact)))

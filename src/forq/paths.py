@@ -1,4 +1,4 @@
-"""Where forq keeps its state and its control socket, and where clients find Redis, when nobody says otherwise."""
+"""Default locations: the state directory, the control socket, Redis and the key prefix."""
 
 import os
 
@@ -18,20 +18,20 @@ def state_dir() -> str:
     if os.geteuid() == 0:
         return "/var/lib/forq"
     base = environ.get("XDG_STATE_HOME", "")
-    # The XDG rules tell programs to ignore a relative path here.
+    # The XDG specification says to ignore a relative path.
     if not os.path.isabs(base):
         base = os.path.join(os.path.expanduser("~"), ".local", "state")
     return os.path.join(base, "forq")
 
 
 def control_socket() -> str:
-    """The socket that a client should try: the last candidate when none of them exists."""
+    """The first candidate that exists, else the last one."""
     candidates = control_socket_candidates()
     return next((path for path in candidates if os.path.lexists(path)), candidates[-1])
 
 
 def control_socket_candidates() -> list[str]:
-    """Where control_socket looks, in this order. One path when the environment names it."""
+    """The paths to try, in this order; only one if the environment names it."""
     if chosen := os.environ.get("FORQ_SOCKET"):
         return [os.path.abspath(chosen)]
     beside_state = os.path.join(state_dir(), SOCKET_NAME)
@@ -39,10 +39,10 @@ def control_socket_candidates() -> list[str]:
 
 
 def redis_url() -> str:
-    """Where a client finds Redis: FORQ_REDIS, else the embedded server of the local state directory."""
+    """FORQ_REDIS, else the embedded server of the local state directory."""
     return os.environ.get("FORQ_REDIS") or f"unix://{os.path.join(state_dir(), 'redis.sock')}"
 
 
 def key_prefix() -> str:
-    """What all keys in Redis begin with: FORQ_PREFIX, which handlers and services inherit, else forq:."""
+    """The prefix of all keys: FORQ_PREFIX, which handlers and services inherit, else forq:."""
     return os.environ.get("FORQ_PREFIX", DEFAULT_PREFIX)

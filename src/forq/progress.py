@@ -1,4 +1,4 @@
-"""What a running job says of its progress: checked where it comes in, and shown in the same words everywhere."""
+"""The progress of a running job: how it is checked, and how it is shown."""
 
 from forq.errors import InvalidData
 from forq.values import shown
@@ -7,7 +7,7 @@ MAX_TEXT = 200
 
 
 def check_progress(fraction: object, text: object = "") -> tuple[float, str]:
-    """The fraction, and the text in one line: cut at 200 characters, a blank for what a terminal would obey."""
+    """The fraction and the text, cut at 200 characters, with control characters replaced by blanks."""
     try:
         allowed = 0 <= fraction <= 1  # type: ignore[operator]
     except TypeError:
@@ -15,7 +15,7 @@ def check_progress(fraction: object, text: object = "") -> tuple[float, str]:
     if not allowed:
         raise InvalidData(f"progress {shown(fraction)} is not allowed: a number from 0 to 1")
     if not isinstance(text, str):
-        raise InvalidData(f"the text of a progress {shown(text)} is not allowed: a text is needed")
+        raise InvalidData(f"progress text {shown(text)} is not allowed: it must be text")
     if len(text) > MAX_TEXT:
         text = text[:MAX_TEXT]
     if not text.isprintable():
@@ -24,5 +24,5 @@ def check_progress(fraction: object, text: object = "") -> tuple[float, str]:
 
 
 def show_progress(fraction: float, text: str) -> str:
-    """For people: `40% page 12 of 30`, rounded down: what is not done yet is never 100%."""
+    """`40% page 12 of 30`. Rounded down, so that unfinished work never shows 100%."""
     return f"{int(round(fraction * 100, 6))}% {text}".rstrip()

@@ -1,5 +1,4 @@
-"""Says on stderr how far a long command has come: one line that is drawn again on a terminal; elsewhere, if that is
-wanted, a line every ten seconds, so that a log shows that it goes on. What is fast says nothing there."""
+"""Shows the progress of a long command on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ProgressLine:
-    """`shown`: on a terminal. `lines`: whether anything is said elsewhere."""
+    """On a terminal one line that is redrawn. Elsewhere, if `lines`, one line every ten seconds."""
 
     def __init__(self, *, lines: bool = False, now: Callable[[], float] = time.monotonic) -> None:
         self.on_terminal = sys.stderr.isatty()
@@ -26,7 +25,7 @@ class ProgressLine:
         self._next_line = now() + LINE_SECONDS
 
     def draw_bar(self, part: int, whole: int, text: str) -> None:
-        """`part` of `whole`; only the text when the whole is not known."""
+        """`part` of `whole`; only the text if the whole is unknown (0)."""
         percent = f"{100 * min(part, whole) // whole:3}% " if whole > 0 else ""
         if self._lines:
             self._line(f"{percent.lstrip()}{text}")

@@ -1,6 +1,6 @@
-"""The definition of one queue, as a config file, forqctl or the state directory gives it, and its handlers' names.
+"""Parses and checks the definition of a queue, from a config file, forqctl or the state directory.
 
-A handler is a function of Python, or a program: "exec:PROGRAM ARGS…", "exec-once:PROGRAM ARGS…".
+A handler is a Python function, or a program: "exec:PROGRAM ARGS…", "exec-once:PROGRAM ARGS…".
 """
 
 import os
@@ -21,7 +21,7 @@ _HANDLER = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(:[^\W\d]\w*)?")
 
 @dataclass(frozen=True)
 class QueueSpec:
-    """The definition of one queue. `options` holds only what was given, so that defaults can improve."""
+    """`options` holds only options that were set, so that a new release can change defaults."""
 
     name: str
     mode: str
@@ -35,7 +35,7 @@ class QueueSpec:
     def from_mapping(
         cls, name: str, mapping: Mapping[str, object], where: str, default_mode: str = WORK
     ) -> "QueueSpec":
-        """Options may stand beside handler and path, as in a config file, or in a table `options` of their own."""
+        """Options may be given beside handler and path, as in a config file, or in their own table `options`."""
         fields = {key: value for key, value in mapping.items() if value is not None}
         options = _table(fields.pop("options", {}), "options", where)
         for key, value in options.items():
@@ -49,11 +49,10 @@ class QueueSpec:
         handlers = _take_handlers(fields, where)
         checked = _checked(check_queue_name, name, where)
         spec = cls(checked, mode, handler, handlers, path, parse_options(fields, where, mode), fail)
-        spec._check_code(where)
+        spec._check_handlers(where)
         return spec
 
-    def _check_code(self, where: str) -> None:
-        """A queue that works needs a handler; one whose jobs leave it has no place for any."""
+    def _check_handlers(self, where: str) -> None:
         if self.mode == WORK:
             if self.handler is None and not self.handlers:
                 raise InvalidOption(
@@ -62,10 +61,10 @@ class QueueSpec:
             return
         for key in ("handler", "handlers", "fail_handler", "path"):
             if getattr(self, key):
-                raise InvalidOption(f"{where}: {key} is not allowed: a queue of mode {self.mode} runs nothing")
+                raise InvalidOption(f"{where}: {key} is not allowed: a queue of mode {self.mode} runs no code")
 
     def to_mapping(self) -> dict[str, object]:
-        """What from_mapping reads back; only JSON types."""
+        """The inverse of from_mapping; JSON types only."""
         return {
             "mode": self.mode,
             "handler": self.handler,
@@ -81,14 +80,14 @@ def _check_path(given: object, where: str) -> tuple[str, ...]:
     if not isinstance(folders, list | tuple):
         raise InvalidOption(f"{where}: path = {shown(given)} is not allowed: a directory, or a list of directories")
     for folder in folders:
-        # A relative one would depend on the directory that the supervisor happens to run in.
+        # A relative path would depend on the supervisor's working directory.
         if not isinstance(folder, str) or not os.path.isabs(folder) or "\0" in folder:
             raise InvalidOption(f"{where}: path = {shown(folder)} is not allowed: an absolute directory, as text")
     return tuple(folders)
 
 
 def _take_handlers(fields: dict[str, object], where: str) -> dict[str, str]:
-    """Takes `handlers` and every `handlers.TYPE` out of the fields."""
+    """Removes `handlers` and every `handlers.TYPE` from the fields, and returns the handlers by type."""
     handlers = dict(_table(fields.pop("handlers", {}), "handlers", where))
     for key in [key for key in fields if key.startswith("handlers.")]:
         job_type = key.removeprefix("handlers.")
@@ -129,7 +128,7 @@ def _checked(check: Callable[[object], str], value: object, where: str) -> str:
 
 
 class ProgramLine(NamedTuple):
-    """`once`: the program is started for each job; otherwise it is kept running and told of one after the other."""
+    """`once`: the program is started for each job; otherwise it keeps running and gets one job after another."""
 
     once: bool
     argv: tuple[str, ...]
@@ -140,20 +139,20 @@ def is_program(handler: str) -> bool:
 
 
 def read_program(handler: str) -> ProgramLine:
-    """Arguments are split as a shell would, and nothing is expanded. UsageError says what cannot be understood."""
+    """Splits the arguments as a shell would, without expansions. UsageError if it cannot be parsed."""
     kind, _, rest = handler.partition(":")
     try:
         argv = tuple(shlex.split(rest))
     except ValueError as exc:
-        raise UsageError(f"{exc}; allowed is {ALLOWED_PROGRAMS}") from exc
-    # A relative one would depend on the directory that the supervisor happens to run in.
+        raise UsageError(f"{exc}; allowed: {ALLOWED_PROGRAMS}") from exc
+    # A relative path would depend on the supervisor's working directory.
     if not argv or not os.path.isabs(argv[0]) or "\0" in rest:
-        raise UsageError(f"the program is an absolute path: {ALLOWED_PROGRAMS}")
+        raise UsageError(f"the program must be an absolute path: {ALLOWED_PROGRAMS}")
     return ProgramLine(kind == "exec-once", argv)
 
 
 def check_program(handler: str) -> ProgramLine:
-    """ConfigError if there is no such program, or it may not be run."""
+    """ConfigError if the program does not exist or is not executable."""
     line = read_program(handler)
     path = line.argv[0]
     if not os.path.isfile(path):

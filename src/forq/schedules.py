@@ -1,9 +1,8 @@
-"""When a schedule's ticks are, and what is done about those that are due. Pure: times are arguments, in ms.
+"""Schedules: their definition, and the times of their ticks. Times are arguments, in ms.
 
-1. Every and Cron are the two kinds of rule.
-2. plan says, of the ticks that are due by now, which make jobs, how many are missed, and which tick is next.
-
-A schedule as people give it: in a config file, over the control socket, or in Python; checked in one place.
+1. Schedule checks a definition from a config file, the control socket or Python.
+2. Every and Cron are the two kinds of rule.
+3. plan decides which due ticks create jobs, how many are missed, and which tick is next.
 """
 
 from collections import deque
@@ -22,21 +21,21 @@ from forq.settings import SCHEDULE, suggestion
 from forq.values import check_schedule_key, check_type, parse_duration, show_duration, shown
 
 MAX_EXPRESSION = 100
-# A tick that is less late than this was not missed, whatever catch_up says.
+# A tick that is less late than this does not count as missed.
 ON_TIME_MS = 1000
-# With catch_up "all": how many ticks are made up for, and how many of them in one call.
+# With catch_up "all": ticks made up for, and how many of them per call.
 MAX_CAUGHT_UP_TICKS = 1000
 TICKS_PER_CALL = 100
-# Of a cron rule each tick has to be found: more than so many that went by are not counted.
+# Each tick of a cron rule must be searched for, so only this many missed ones are counted.
 MAX_COUNTED_TICKS = 5000
 _HOUR_MS = 3_600_000
-# A rule that has no tick within the 50 years from here on never has one.
+# A cron rule without a tick within 50 years of this time never has one.
 _PROBE_MS = 1_767_225_600_000
 
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Ticks that are equally far apart; where they are follows from any one of them."""
+    """Ticks at a fixed interval."""
 
     every_ms: int
 
@@ -46,13 +45,13 @@ class Every:
         return f"every {show_duration(self.every_ms / 1000)}"
 
     def after(self, tick_ms: int) -> Iterator[int]:
-        """The ticks after this one."""
+        """The ticks after this one, without end."""
         while True:
             tick_ms += self.every_ms
             yield tick_ms
 
     def due(self, tick_ms: int, now_ms: int, limit: int) -> tuple[list[int], int]:
-        """The newest ticks from `tick_ms` up to now, at most `limit`; and how many there are in all."""
+        """The newest ticks from `tick_ms` until now, at most `limit`, and the number of all of them."""
         count = (now_ms - tick_ms) // self.every_ms + 1
         kept = min(count, limit)
         return [tick_ms + number * self.every_ms for number in range(count - kept, count)], count
@@ -60,7 +59,7 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Cron:
-    """Ticks at the times of a 5-field expression in a time zone; nights of clock changes as in Debian's cron."""
+    """Ticks at the times of a 5-field expression in a time zone. Clock changes are handled as in Debian's cron."""
 
     expression: str
     zone: str
@@ -73,12 +72,12 @@ class Cron:
         start = datetime.fromtimestamp(ms // 1000, read_zone(self.zone))
         for tick in CronSim(self.expression, start):
             tick_ms = round(tick.timestamp()) * 1000
-            # Within the hour that a clock shows twice the search begins in its first half, and may find what is over.
+            # In the hour that a clock repeats, the search starts in the first pass and may find past ticks.
             if tick_ms > ms:
                 yield tick_ms
 
     def due(self, tick_ms: int, now_ms: int, limit: int) -> tuple[list[int], int]:
-        """The newest ticks from `tick_ms` up to now, at most `limit`; and how many there are in all, or at least."""
+        """As Every.due; the number of ticks may be a lower bound."""
         newest = self._newest(tick_ms, now_ms, limit)
         if newest[0] == tick_ms:
             return newest, len(newest)
@@ -86,7 +85,7 @@ class Cron:
         return newest, len(newest) + 1 + sum(1 for _ in islice(older, MAX_COUNTED_TICKS))
 
     def _newest(self, tick_ms: int, now_ms: int, limit: int) -> list[int]:
-        """Looks back in growing steps: from the first of all the ticks that are due it may be very far."""
+        """Searches back from now in growing steps, because the first due tick may be far away."""
         span_ms = _HOUR_MS
         while True:
             start_ms = max(tick_ms, now_ms - span_ms)
@@ -102,7 +101,7 @@ Rule = Every | Cron
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`ticks` make jobs, in this order; `next_ms` is None if there is never a tick again."""
+    """`ticks` create jobs, in this order; `next_ms` is None if no tick follows."""
 
     ticks: list[int]
     missed: int
@@ -110,7 +109,7 @@ class Plan:
 
 
 def plan(rule: Rule, catch_up: str, tick_ms: int, now_ms: int) -> Plan:
-    """What to do about `tick_ms`, which is due, and those after it that are due too."""
+    """Plans the due tick `tick_ms` and all later ones that are due."""
     ticks, count = rule.due(tick_ms, now_ms, MAX_CAUGHT_UP_TICKS if catch_up == "all" else 1)
     missed = count - len(ticks)
     if catch_up == "none" and now_ms - ticks[-1] >= ON_TIME_MS:
@@ -125,19 +124,19 @@ def next_tick(rule: Rule, after_ms: int) -> int | None:
 
 
 def show_tick(rule: Rule, tick_ms: int) -> str:
-    """ISO 8601 with the offset of the rule's zone at that time."""
+    """ISO 8601 in the rule's zone."""
     moment = datetime.fromtimestamp(tick_ms / 1000, read_zone(rule.zone))
     return moment.isoformat(timespec="milliseconds" if tick_ms % 1000 else "seconds")
 
 
 def read_zone(name: str) -> tzinfo:
-    # Needs no database, which a small machine may not have.
+    # Works without a time zone database.
     if name == "UTC":
         return UTC
     try:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError) as exc:
-        allowed = "a name of this machine's time zone database (Europe/Berlin, UTC)"
+        allowed = "a name in this machine's time zone database (Europe/Berlin, UTC)"
         raise UsageError(f"zone {shown(name)} is not allowed: {allowed}") from exc
 
 
@@ -147,7 +146,7 @@ def read_cron(expression: object, zone: object) -> Cron:
     if not isinstance(expression, str) or len(expression) > MAX_EXPRESSION or len(expression.split()) != 5:
         raise UsageError(f"{refusal}: {allowed}, at most {MAX_EXPRESSION} characters")
     if not isinstance(zone, str):
-        raise UsageError(f"zone {shown(zone)} is not allowed: text")
+        raise UsageError(f"zone {shown(zone)} is not allowed: it must be text")
     read_zone(zone)
     rule = Cron(" ".join(expression.split()), zone)
     try:
@@ -155,11 +154,11 @@ def read_cron(expression: object, zone: object) -> Cron:
     except CronSimError as exc:
         raise UsageError(f"{refusal}: {exc}; {allowed}") from exc
     if never:
-        raise UsageError(f"{refusal}: there is no such day")
+        raise UsageError(f"{refusal}: no such day exists")
     return rule
 
 
-# Who has made it: a config file, whose next reading may remove it, or somebody.
+# The origin of a schedule. One from a config file is removed at a start whose file lacks it.
 CONFIG, USER = "config", "user"
 
 
@@ -177,16 +176,16 @@ class Schedule:
 
     @classmethod
     def from_mapping(cls, key: object, given: Mapping[str, Any], origin: str = USER) -> "Schedule":
-        """What is None counts as not given."""
+        """None counts as not given."""
         for name in given:
             if name not in SCHEDULE:
-                raise UsageError(f"a schedule has no {shown(name)}{suggestion(name, SCHEDULE)}")
+                raise UsageError(f"a schedule has no setting {shown(name)}{suggestion(name, SCHEDULE)}")
         defaults = {name: row.default for name, row in SCHEDULE.items() if row.default is not None and name != "zone"}
         fields = defaults | {name: value for name, value in given.items() if value is not None}
         priority = fields["priority"]
         if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= 9:
             raise UsageError(f"priority {shown(priority)} is not allowed: 0 (first) to 9 (last)")
-        # Whether it is JSON is known here, and not at the first tick.
+        # Fails here, not at the first tick, if the data is not JSON.
         jsonrpc.encode(fields.get("data"))
         return cls(
             check_schedule_key(key),
@@ -202,7 +201,7 @@ class Schedule:
 
 
 def read_schedules(given: object, where: str) -> dict[str, dict[str, Any]]:
-    """The schedules of a queue in a config file, checked and as they were given."""
+    """Checks the schedules of a queue in a config file, and returns them unchanged."""
     if not isinstance(given, Mapping) or not all(isinstance(fields, Mapping) for fields in given.values()):
         raise UsageError(f"{where}: schedules = {shown(given)} is not allowed: tables [queues.NAME.schedules.KEY]")
     for key, fields in given.items():
@@ -219,7 +218,7 @@ def _read_rule(fields: Mapping[str, Any]) -> Rule:
     if "cron" in fields:
         return read_cron(fields["cron"], fields.get("zone", SCHEDULE["zone"].default))
     if "zone" in fields:
-        raise UsageError("zone goes with cron: every knows no zone")
+        raise UsageError("zone needs cron: every has no zone")
     return Every(_parse_milliseconds("every", fields["every"]))
 
 

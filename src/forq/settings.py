@@ -1,9 +1,9 @@
-"""Every setting of forq, in one table: name, type, default, range, help, and how Redis stores it.
+"""The table of all settings: name, type, default, range, help, and how Redis stores them.
 
-1. SERVICE, PIPELINE, METRICS and BRIDGE are the settings of a supervisor, OPTIONS those of a queue, by the sections of
-   forq.toml. DEFINITION and SCHEDULE list what queue_spec.py and schedules.py read.
-2. Setting.parse reads a value from TOML, JSON, a variable or a command line, and refuses what is not allowed.
-3. The functions below check the options of a queue and convert them to the fields that Redis stores.
+1. SERVICE, PIPELINE, METRICS and BRIDGE are the settings of a supervisor, OPTIONS those of a queue. DEFINITION and
+   SCHEDULE describe what queue_spec.py and schedules.py read.
+2. Setting.parse reads and checks a value from TOML, JSON, a variable or a command line.
+3. The functions at the end check the options of a queue and convert them to the fields in Redis.
 
 `make settings` writes etc/forq.toml and docs/reference/settings.md from the table.
 """
@@ -21,7 +21,7 @@ Value = int | float | bool | str
 
 WORK, AUTO_RELEASE, ON_REQUEST, EXTERNAL = "work", "auto_release", "on_request", "external"
 RELEASE_MODES = (AUTO_RELEASE, ON_REQUEST)
-# They run no code of the supervisor's own: every supervisor serves them.
+# Their jobs run no code in forq's processes: every supervisor serves them.
 SHARED_MODES = (*RELEASE_MODES, EXTERNAL)
 MODES = (WORK, *SHARED_MODES)
 
@@ -32,11 +32,11 @@ _YEAR, _TEN_YEARS = 365 * _DAY, 3650 * _DAY
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row. `range`: the lowest and the highest number, or the words that are allowed.
+    """One row. `range`: the lowest and highest number, or the allowed words.
 
-    `live`: running processes follow a change. In the modes of `fixed_in` a queue keeps the value that it was created
-    with. `stored`: Redis holds it. `sample`: what forq.toml shows instead of the default. `flag`: what the
-    help of `forq run` calls the value of its flag; None if it has none.
+    `live`: a change takes effect in running processes. `fixed_in`: modes in which it cannot change while the queue
+    exists. `stored`: kept in Redis. `sample`: shown in forq.toml instead of the default. `flag`: the metavar of its
+    flag in `forq run`; None if it has no flag.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Setting:
     range: tuple[Any, ...]
     help: str
     _: KW_ONLY
-    # The lowest value of a setting that 0 switches off.
+    # The lowest value besides 0, which means off.
     least: float = 0
     live: bool = True
     stored: bool = True
@@ -57,10 +57,10 @@ class Setting:
     sample: str = ""
 
     def parse(self, value: object, where: str, base: str = "") -> Any:
-        """The value of this setting. `where` goes into the error; relative paths are relative to `base`."""
+        """Reads and checks a value. Errors name `where`; relative paths are relative to `base`."""
         try:
             parsed = read_value(self.kind, value, base)
-            if self._takes(parsed):
+            if self._is_in_range(parsed):
                 return parsed
             allowed = self.allowed
         except UsageError as exc:
@@ -71,7 +71,7 @@ class Setting:
             value = shown_url(value)
         raise InvalidOption(f"{where}: {self.name} = {shown(value)} is not allowed: {allowed}")
 
-    def _takes(self, value: Any) -> bool:
+    def _is_in_range(self, value: Any) -> bool:
         if self.kind in ("int", "duration", "size"):
             return bool(self.lowest <= value <= self.highest and (not self.least or value == 0 or value >= self.least))
         return self.kind != "word" or value in self.range
@@ -103,12 +103,12 @@ class Setting:
 
     @property
     def flag_help(self) -> str:
-        """The first sentence of its help, as the help of a flag."""
+        """The first sentence of the help."""
         sentence = self.help.partition(". ")[0].removesuffix(".")
         return f"{sentence[0].lower()}{sentence[1:]}{f' ({self.variable})' if self.variable else ''}"
 
     def fields(self, value: Value) -> dict[str, int]:
-        """How Redis stores it: integers, durations in milliseconds."""
+        """The fields in Redis: integers, durations in milliseconds."""
         if self.kind == "duration":
             return {f"{self.name}_ms": round(float(value) * 1000)}
         if self.kind == "rate":
@@ -117,7 +117,7 @@ class Setting:
         return {self.name: int(value)}
 
 
-# Tables of the config file beside the settings of SERVICE.
+# Tables of the config file besides the settings of SERVICE.
 SECTIONS = ("queues", "pipeline", "bridge", "metrics")
 
 
@@ -129,107 +129,105 @@ def _rows(*rows: Setting, **same: Any) -> dict[str, Setting]:
 SERVICE: Mapping[str, Setting] = _rows(
     Setting("state_dir", "path", None, (),
             "Directory for the lock, the sockets, the definitions of queues, the logs and the data of the embedded "
-            'server. With "": $STATE_DIRECTORY (set by systemd), else /var/lib/forq for root, else '
+            'server. "": $STATE_DIRECTORY (set by systemd), else /var/lib/forq for root, else '
             "$XDG_STATE_HOME/forq.", variable="FORQ_STATE_DIR", flag="DIR"),
     Setting("socket", "path", None, (),
-            'The control socket, which forqctl connects to. With "": control.sock in the state directory.',
+            'Path of the control socket, used by forqctl. "": control.sock in the state directory.',
             variable="FORQ_SOCKET", flag="PATH"),
     Setting("redis", "redis", None, (),
-            "The server: redis://[USER:PASSWORD@]HOST[:PORT][/DB], rediss://..., unix:///PATH, "
-            'redis+cluster://HOST,HOST or redis+sentinel://HOST,HOST/MASTER; or "" for a private one in the state '
+            "Address of Redis: redis://[USER:PASSWORD@]HOST[:PORT][/DB], rediss://..., unix:///PATH, "
+            'redis+cluster://HOST,HOST or redis+sentinel://HOST,HOST/MASTER. "": start an embedded server in the state '
             "directory. See docs/guide/redis.md.", variable="FORQ_REDIS", flag="URL"),
     Setting("embedded_server", "program", None, (),
-            'Program of that private server, Redis or Valkey 7.0 or newer: a path, or a name on PATH. With "": '
-            "valkey-server or redis-server on PATH, else the one that was installed with forq."),
+            'Program of the embedded server, Redis or Valkey 7.0 or newer: a path, or a name on PATH. "": '
+            "valkey-server or redis-server on PATH, else the one installed with forq."),
     Setting("prefix", "prefix", DEFAULT_PREFIX, (),
             "Prefix of every key in Redis. Handlers inherit it; other programs need FORQ_PREFIX, or "
             "Client(prefix=...).", variable="FORQ_PREFIX"),
     Setting("require_redis", "flag", False, (False, True),
-            "Exit with code 75 if Redis cannot be reached at start, instead of waiting for it.", flag=""),
-    Setting("max_queues", "int", 1000, (1, 100_000), "Queues that may exist in Redis."),
+            "Exit with code 75 if Redis is unreachable at start, instead of waiting for it.", flag=""),
+    Setting("max_queues", "int", 1000, (1, 100_000), "Maximum number of queues in Redis."),
     Setting("heartbeat", "duration", 5.0, (0.05, 3600.0), "Interval of the supervisor's heartbeats to Redis."),
     Setting("expiry", "duration", 15.0, (0.1, _DAY),
-            "A supervisor without a heartbeat for this long counts as dead. At least twice `heartbeat`."),
+            "A supervisor without a heartbeat for this long is considered dead. At least twice `heartbeat`."),
     Setting("capacity", "int", 0, (0, 10**9),
-            "Units that the running jobs of this supervisor may hold together; a job holds its queue's `size`. 0: 100 "
-            "per CPU."),
+            "Capacity units of this supervisor; each running job uses its queue's `size`. 0: 100 per CPU."),
     Setting("capacity_aging", "duration", 1.0, (0.001, _DAY),
-            "When capacity is short, the queue with the higher `priority` is first. Waiting this long adds one level."),
-    Setting("mode", "word", WORK, MODES, "Mode of the queues that do not set their own."),
-    Setting("stop_grace", "duration", 10.0, (0.0, _DAY), "`stop_grace` of the queues that do not set their own."),
+            "When capacity is short, the queue with the higher `priority` goes first. Each time a queue waits this "
+            "long, its priority rises by one."),
+    Setting("mode", "word", WORK, MODES, "Mode of queues that do not set their own."),
+    Setting("stop_grace", "duration", 10.0, (0.0, _DAY), "`stop_grace` of queues that do not set their own."),
     Setting("failed_log_max", "size", 64 * _MB, (64 * _KB, 64 * _GB),
-            "Size at which a queue's failed log (logs/NAME/failed.jsonl in the state directory) is rotated. 10 files "
+            "Size at which a queue's failed log (logs/NAME/failed.jsonl in the state directory) is rotated; 10 files "
             "are kept."),
     Setting("tracing", "tracing", OFF, (),
             'An OpenTelemetry span per attempt: "otlp" or "file:PATH" (docs/guide/tracing.md).'),
     Setting("log_max", "size", 8 * _MB, (64 * _KB, 64 * _GB),
-            "Size of each of the two files that keep a queue's output (logs/NAME/output.jsonl and output.1.jsonl in "
-            "the state directory, docs/guide/logs.md). The output goes to stderr, too."),
+            "Maximum size of each of the two files with a queue's output (logs/NAME/output.jsonl and output.1.jsonl in "
+            "the state directory, docs/guide/logs.md). The output also goes to stderr."),
     Setting("log_format", "word", "auto", ("auto", "json", "text"),
-            'Format of the log on stderr. "auto": JSON if stderr is the journal of systemd, else text.'),
+            'Format of the log on stderr. "auto": JSON if stderr is the systemd journal, else text.'),
     Setting("log_level", "word", "info", ("debug", "info", "warning", "error"),
-            "Lowest level of forq's own messages and of what handlers log."),
+            "Lowest level logged, for forq's own messages and for those of handlers."),
     Setting("log_redact", "patterns", (), (),
-            "Regular expressions. Whatever they match, or their groups match, is [redacted] in the log and in the "
-            "output of queues."),
+            "Regular expressions. Matches (only the groups, if the expression has any) are replaced by [redacted] in "
+            "the log and in the output of queues."),
     Setting("control_group", "group", None, (),
-            'Group whose members may use the control socket. With "": only root and the user of the supervisor.'),
+            'Group whose members may use the control socket. "": only root and the user of the supervisor.'),
     Setting("control_read_group", "group", None, (),
-            "Group whose members may only look: status, jobs, job, why, ping and version, without the data of jobs "
+            "Group with read-only access: status, jobs, job, why, ping and version, without the data of jobs "
             "(docs/guide/security.md)."),
     Setting("titles", "word", "full", ("full", "plain"),
-            'Titles of processes, which every user of the machine can read (ps). "plain": no ids, no progress of '
-            "jobs."),
+            'Process titles, which every user of the machine can read (ps). "plain": without job ids and progress.'),
     Setting("cgroup", "word", "auto", ("auto", "off"),
-            '"auto": kill the processes of a queue through a kernel control group (cgroup v2) where that is allowed.'),
+            '"auto": kill the processes of a queue through a control group (cgroup v2) where permitted.'),
     live=False,
     stored=False,
 )
 
 PIPELINE: Mapping[str, Setting] = _rows(
     Setting("history", "history", None, (),
-            'Where the history goes: a directory, or a URL of a file system that Spark knows. With "": history in the '
+            'Location of the history: a directory, or a file system URL that Spark supports. "": history in the '
             "state directory."),
-    Setting("every", "duration", 60.0, (1.0, _DAY), "Interval of the runs."),
+    Setting("every", "duration", 60.0, (1.0, _DAY), "Interval between runs."),
     live=False,
     stored=False,
 )
 
 METRICS: Mapping[str, Setting] = _rows(
     Setting("listen", "listen", "127.0.0.1:9464", (),
-            "HOST:PORT, or the path of a Unix socket. There is no password: listen where only the right people "
-            "connect."),
+            "HOST:PORT, or the path of a Unix socket. There is no authentication: listen on a private address."),
     Setting("health_seconds", "duration", 60.0, (0.1, _DAY),
-            "/healthz reports a queue as stuck if jobs wait and nothing has moved for this long."),
+            "/healthz reports a queue as stuck if jobs are waiting and none has started or ended for this long."),
     live=False,
     stored=False,
 )
 
 BRIDGE: Mapping[str, Setting] = _rows(
-    Setting("listen", "path", None, (), "Path of its Unix socket.", sample='"bridge.sock"'),
+    Setting("listen", "path", None, (), "Path of the Unix socket.", sample='"bridge.sock"'),
     Setting("tick", "duration", 3.0, (0.1, 3600.0),
-            "A worker has to send a message at least this often; one that is silent for 3 ticks is gone."),
+            "Interval at which a worker must send a message. After 3 silent ticks it is considered gone."),
     live=False,
     stored=False,
 )
 
-# What queue_spec.py reads.
+# Read by queue_spec.py.
 DEFINITION: Mapping[str, Setting] = _rows(
     Setting("mode", "word", WORK, MODES,
             '"work" runs the jobs; "auto_release" and "on_request" release them to callers (docs/guide/releases.md); '
-            '"external" hands them to workers in other languages (docs/guide/external-workers.md). It never changes '
+            '"external" passes them to workers in other languages (docs/guide/external-workers.md). Cannot change '
             "while the queue exists.", fixed_in=MODES),
     Setting("handler", "handler", None, (),
             '"package.module:function", or "package.module" with a function `handle`, called as handle(data, job). Or '
-            'a program: "exec:/path/program ARGS..." keeps running, "exec-once:/path/program ARGS..." is started per '
+            'a program: "exec:/path/program ARGS..." keeps running, "exec-once:/path/program ARGS..." starts for each '
             "job.", sample='"hello:handle"', modes=(WORK,)),
     Setting("fail_handler", "handler", None, (),
-            "Handler of the jobs that failed for good, in the same form.", sample='"hello:handle"', modes=(WORK,)),
+            "Handler for jobs that failed for good, in the same form.", sample='"hello:handle"', modes=(WORK,)),
     Setting("path", "path or list", None, (),
-            "Directory, or list of directories, to put first on the sys.path of the handlers.",
+            "Directory, or list of directories, prepended to the sys.path of the handlers.",
             sample='["examples"]', modes=(WORK,)),
     Setting("handlers", "table", None, (),
-            "Handlers by the type of a job, beside or instead of `handler`.",
+            "Handlers by job type, besides or instead of `handler`.",
             sample='{ greeting = "hello:greet" }', modes=(WORK,)),
     live=False,
     stored=False,
@@ -237,29 +235,31 @@ DEFINITION: Mapping[str, Setting] = _rows(
 
 OPTIONS: Mapping[str, Setting] = {
     **_rows(
-        Setting("max_items", "int", 0, (0, 10**12), "Jobs that the queue may hold; more are refused. 0: no limit."),
-        Setting("max_data", "size", _MB, (1, 64 * _MB), "Largest data of a job as JSON, with identifier and type."),
+        Setting("max_items", "int", 0, (0, 10**12),
+                "Maximum number of jobs in the queue; more are refused. 0: no limit."),
+        Setting("max_data", "size", _MB, (1, 64 * _MB),
+                "Maximum size of a job's data as JSON, with identifier and type."),
         Setting("stop_grace", "duration", 10.0, (0.0, _DAY),
-                "Time that a running job has to finish when its process must stop.", stored=False),
+                "Time for a running job to finish when its process must stop.", stored=False),
     ),
     **_rows(
-        Setting("concurrency", "int", 1, (1, 256), "Workers in the queue's process."),
+        Setting("concurrency", "int", 1, (1, 256), "Number of workers (threads) in the queue's process."),
         Setting("max_jobs", "int", 0, (0, 10**9), "Replace the process after this many jobs. 0: never."),
         Setting("max_age", "duration", 0.0, (0.0, _YEAR), "Replace the process at this age, between jobs. 0: never."),
         Setting("max_memory", "size", 0, (0, 1024 * _GB),
                 "Replace the process when it uses this much memory (PSS), between jobs. 0: never."),
         Setting("memory_limit", "size", 0, (0, 1024 * _GB),
-                "Kill the process, with all it has started, at this much memory while a job runs; the attempt has the "
-                "cause oom. 0: no limit.", least=16 * _MB),
+                "Kill the process and its descendants when they use this much memory while a job runs; the attempt "
+                "fails with cause oom. 0: no limit.", least=16 * _MB),
         Setting("pids_limit", "int", 0, (0, 4_194_304),
-                "Kill it at this many processes and threads, its own and those it has started; the attempt has the "
-                "cause pids. 0: no limit.", least=8),
+                "Kill the process and its descendants when they have this many processes and threads; the attempt "
+                "fails with cause pids. 0: no limit.", least=8),
         Setting("address_limit", "size", 0, (0, 1024 * _GB),
-                "Address space of each of its processes; past it the job gets an error. 0: no limit.", least=256 * _MB),
+                "Address space of each process; beyond it allocations fail. 0: no limit.", least=256 * _MB),
         Setting("open_files_limit", "int", 0, (0, 1_048_576),
-                "Open files of each of its processes; past it the job gets an error. 0: as many as the supervisor.",
+                "Open files of each process; beyond it opening fails. 0: same as the supervisor.",
                 least=64),
-        Setting("nice", "int", 0, (0, 19), "Niceness: how far it gives way to others when CPUs are short."),
+        Setting("nice", "int", 0, (0, 19), "Niceness of the process; higher values get less CPU."),
         modes=(WORK,),
         live=False,
         stored=False,
@@ -267,91 +267,93 @@ OPTIONS: Mapping[str, Setting] = {
     **_rows(
         Setting("size", "int", 10, (1, 10**6), "Capacity units per running job, at most `capacity`."),
         Setting("priority", "int", 0, (-100, 100),
-                "When capacity is short, the queue with the higher priority is first."),
+                "When capacity is short, the queue with the higher priority goes first."),
         Setting("timeout", "duration", 60.0, (0.0, _YEAR),
-                "Time for one attempt at a job; a process that overruns it is killed. 0: no limit."),
+                "Time limit of one attempt; a process that exceeds it is killed. 0: no limit."),
         Setting("max_timeouts", "int", 3, (0, 10**6), "Timeouts allowed before the job is dead."),
         modes=(WORK,),
     ),
     **_rows(
         Setting("max_stalls", "int", 3, (0, 10**6), "Process crashes allowed before the job is dead."),
-        Setting("max_retries", "int", 10, (0, 10**6), "Retries of a job that failed, before it is dead."),
+        Setting("max_retries", "int", 10, (0, 10**6), "Retries allowed before the job is dead."),
         Setting("min_backoff", "duration", 2.0, (0.0, _TEN_YEARS),
-                "Wait before the first retry. It doubles each time."),
-        Setting("max_backoff", "duration", 300.0, (0.0, _TEN_YEARS), "Longest wait before a retry."),
-        Setting("jitter", "int", 0, (0, 100), "Percentage by which these waits vary at random."),
+                "Delay before the first retry. It doubles each time."),
+        Setting("max_backoff", "duration", 300.0, (0.0, _TEN_YEARS), "Maximum delay before a retry."),
+        Setting("jitter", "int", 0, (0, 100), "Percentage by which these delays vary at random."),
         modes=(WORK, EXTERNAL),
     ),
     **_rows(
         Setting("retry_lane_retries", "int", 0, (0, 10**6),
-                "Retries after all others, while nothing else waits in the queue.",
+                "Further retries in the retry lane, while no other job is waiting in the queue.",
                 modes=(WORK, AUTO_RELEASE, EXTERNAL), fixed_in=(AUTO_RELEASE,), defaults_in={AUTO_RELEASE: 3}),
     ),
     **_rows(
-        Setting("fail_max_retries", "int", 100, (0, 10**6), "Retries of a fail handler that failed."),
+        Setting("fail_max_retries", "int", 100, (0, 10**6), "Retries of a failed fail handler."),
         Setting("fail_min_backoff", "duration", 10.0, (0.0, _TEN_YEARS),
-                "Wait before its first retry. It doubles each time."),
-        Setting("fail_max_backoff", "duration", 900.0, (0.0, _TEN_YEARS), "Longest wait before its retry."),
-        Setting("fail_timeout", "duration", 60.0, (0.0, _YEAR), "Time for one run of the fail handler. 0: no limit."),
+                "Delay before its first retry. It doubles each time."),
+        Setting("fail_max_backoff", "duration", 900.0, (0.0, _TEN_YEARS), "Maximum delay before its retry."),
+        Setting("fail_timeout", "duration", 60.0, (0.0, _YEAR),
+                "Time limit of one run of the fail handler. 0: no limit."),
         Setting("fail_size", "int", 2, (1, 10**6), "Capacity units per running fail handler, at most `capacity`."),
         modes=(WORK,),
-        # The fail queue has them, under the names of its own options.
+        # Stored as the options of the fail queue, without the prefix fail_.
         stored=False,
     ),
     **_rows(
         Setting("rate", "rate", OFF, (),
-                'Jobs that may begin per time, on all machines together: "50/1s", "100/1m" (docs/guide/limits.md).'),
+                'Jobs that may start per interval, over all machines: "50/1s", "100/1m" (docs/guide/limits.md).'),
         Setting("burst", "int", 0, (0, 10**6),
-                "Jobs of the rate that may begin at once. 0: what the rate allows in 100 ms, at least 1."),
+                "Jobs that may start at once within the rate. 0: what the rate allows in 100 ms, at least 1."),
         Setting("max_active", "int", 0, (0, 10**6),
-                "Jobs that may run at once, on all machines together. 0: no limit."),
+                "Jobs that may run at once, over all machines. 0: no limit."),
         Setting("keep_done", "duration", 0.0, (0.0, _YEAR),
-                "Time that a done job is kept, with its result (docs/guide/results.md). 0: not kept."),
-        Setting("done_max", "int", 10_000, (0, 10**7), "Done jobs that are kept."),
+                "How long a done job and its result are kept (docs/guide/results.md). 0: not kept."),
+        Setting("done_max", "int", 10_000, (0, 10**7), "Maximum number of done jobs kept."),
         modes=(WORK, EXTERNAL),
     ),
     **_rows(
-        Setting("dead_max", "int", 10_000, (0, 10**9), "Dead jobs that are kept."),
-        Setting("dead_ttl", "duration", 7 * _DAY, (1.0, _TEN_YEARS), "Time that a dead job is kept."),
-        # Each job that a bridge adds has a token of its own.
+        Setting("dead_max", "int", 10_000, (0, 10**9), "Maximum number of dead jobs kept."),
+        Setting("dead_ttl", "duration", 7 * _DAY, (1.0, _TEN_YEARS), "How long a dead job is kept."),
+        # Each job from a bridge has its own token.
         Setting("dedup_ttl", "duration", _DAY, (1.0, _YEAR),
-                "Time that the token of an enqueue is remembered.", defaults_in={EXTERNAL: 3600.0}),
-        Setting("journal", "flag", True, (False, True), "Write what happens to the queue's journal."),
-        Setting("journal_max", "size", 16 * _MB, (64 * _KB, 64 * _GB), "Size that the journal is trimmed to."),
+                "How long the token of an enqueue is remembered.", defaults_in={EXTERNAL: 3600.0}),
+        Setting("journal", "flag", True, (False, True), "Write the events of the queue to its journal."),
+        Setting("journal_max", "size", 16 * _MB, (64 * _KB, 64 * _GB),
+                "Maximum size of the journal; older entries are trimmed."),
     ),
     **_rows(
         Setting("release_interval", "duration", 0.1, (0.001, _DAY),
-                "Time from one try to release an item to the next, over all hosts."),
+                "Interval between attempts to release an item, over all hosts."),
         Setting("release_retries", "int", 10, (0, 10**6),
-                "Retries of an item that nobody awaited, before it moves to the retry lane."),
+                "Retries of an item without an awaiter, before it moves to the retry lane."),
         Setting("retry_interval", "duration", 0.2, (0.0, _DAY),
-                "Wait of such an item before its next try, behind the others."),
+                "Delay before such an item is tried again, behind the others."),
         modes=(AUTO_RELEASE,),
         fixed_in=(AUTO_RELEASE,),
     ),
     **_rows(
         Setting("lease", "duration", 10.0, (0.1, _DAY),
-                "Time that an item is held for whoever it was handed to, until it is acknowledged.",
+                "Time to acknowledge an item; after it the item goes back in line.",
                 modes=SHARED_MODES, defaults_in={EXTERNAL: 9.0}),
         Setting("item_timeout", "duration", 0.0, (0.0, _TEN_YEARS),
-                "Age at which an item is dead and goes to the failed log. 0: never.", modes=RELEASE_MODES),
+                "Age at which an item becomes dead and goes to the failed log. 0: never.", modes=RELEASE_MODES),
         fixed_in=RELEASE_MODES,
     ),
 }
 
-# What schedules.py reads.
+# Read by schedules.py.
 SCHEDULE: Mapping[str, Setting] = _rows(
-    Setting("every", "duration", None, (0.1, _TEN_YEARS), "Interval of the ticks, instead of `cron`."),
-    Setting("cron", "text", None, (), "When: minute hour day month weekday.", sample='"30 2 * * *"'),
+    Setting("every", "duration", None, (0.1, _TEN_YEARS), "Interval between ticks, instead of `cron`."),
+    Setting("cron", "text", None, (), "Times of the ticks: minute hour day month weekday.", sample='"30 2 * * *"'),
     Setting("zone", "text", "UTC", (), "Time zone of `cron`.", sample='"Europe/Berlin"'),
-    Setting("data", "JSON", None, (), "Data of its jobs: any value of JSON.", sample="{}"),
-    Setting("priority", "int", 5, (0, 9), "Priority of its jobs; 0 is first."),
-    Setting("type", "text", None, (), "Type of its jobs.", sample='"greeting"'),
+    Setting("data", "JSON", None, (), "Data of the jobs: any JSON value.", sample="{}"),
+    Setting("priority", "int", 5, (0, 9), "Priority of the jobs; 0 goes first."),
+    Setting("type", "text", None, (), "Type of the jobs.", sample='"greeting"'),
     Setting("overlap", "word", "skip", ("skip", "queue"),
-            'While the job of an earlier tick is unfinished: "skip" the tick, or "queue" its job all the same.'),
+            'While the job of an earlier tick is unfinished: "skip" the tick, or "queue" its job anyway.'),
     Setting("catch_up", "word", "once", ("once", "all", "none"),
-            'For ticks that no supervisor was there for: one job ("once"), one each ("all"), or none ("none").'),
-    Setting("jitter", "duration", 0.0, (0.0, _DAY), "A job begins at its tick plus a random part of this."),
+            'For ticks missed because no supervisor ran: one job ("once"), one per tick ("all"), or none ("none").'),
+    Setting("jitter", "duration", 0.0, (0.0, _DAY), "Each job starts up to this much after its tick, at random."),
 )
 # fmt: on
 
@@ -359,8 +361,8 @@ SCHEDULE: Mapping[str, Setting] = _rows(
 def read_service(
     in_file: Mapping[str, object], file: str, environ: Mapping[str, str], flags: Mapping[str, object]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Each setting of a supervisor, from its flag, else its variable, else the file, else its default; and where each
-    of those that were given stands."""
+    """The value of each setting, from its flag, else its variable, else the file, else its default; and the source of
+    each value that was given."""
     _check_names(in_file, (*SERVICE, *SECTIONS), file)
     _check_names(flags, SERVICE, "command line")
     given = {name: (value, file, os.path.dirname(file)) for name, value in in_file.items()}
@@ -372,9 +374,9 @@ def read_service(
 
 
 def read_section(rows: Mapping[str, Setting], given: object, where: str, base: str) -> dict[str, Any]:
-    """Each setting of a table of the config file, or its default."""
+    """The settings of a table of the config file, with defaults."""
     if not isinstance(given, Mapping):
-        raise InvalidOption(f"{where}: {shown(given)} is not allowed: a table with {' and '.join(rows)}")
+        raise InvalidOption(f"{where}: {shown(given)} is not allowed: it must be a table with {' and '.join(rows)}")
     _check_names(given, rows, where)
     return {name: row.parse(given[name], where, base) if name in given else row.default for name, row in rows.items()}
 
@@ -386,23 +388,23 @@ def _check_names(given: Iterable[str], known: Collection[str], where: str) -> No
 
 
 def option_names() -> dict[str, str]:
-    """The help of every option of a queue, by its name: for completion."""
+    """The help of every option by name, for shell completion."""
     return {name: option.help for name, option in OPTIONS.items()}
 
 
 def defaults(mode: str = WORK) -> dict[str, Value]:
-    """Every option that a queue of this mode has."""
+    """The defaults of all options of this mode."""
     own = (option for option in OPTIONS.values() if mode in option.modes)
     return {option.name: option.defaults_in.get(mode, option.default) for option in own}
 
 
 def fixed_options(mode: str) -> frozenset[str]:
-    """The options that never change while a queue of this mode exists."""
+    """The options that cannot change while a queue of this mode exists."""
     return frozenset(option.name for option in OPTIONS.values() if mode in option.fixed_in)
 
 
 def parse_options(given: Mapping[str, object], where: str, mode: str | None = None) -> dict[str, Value]:
-    """The options that were given, checked; those that were not are left out. Without a mode: those of any."""
+    """Checks and converts the given options. Without a mode, options of all modes are allowed."""
     for name in given:
         if name not in OPTIONS:
             known = OPTIONS if mode is None else defaults(mode)
@@ -420,13 +422,13 @@ def check_options_of_mode(names: Iterable[str], mode: str, where: str) -> None:
 
 
 def check_changes(names: Iterable[str], mode: str, queue: str) -> None:
-    """Refuses options that cannot be changed while the queue exists, or not without new processes."""
+    """Refuses options that are fixed, or that need a new process."""
     check_options_of_mode(names, mode, queue)
     for name in names:
         if mode in OPTIONS[name].fixed_in:
-            raise InvalidOption(f"{name} of {queue} cannot be changed: it is fixed for the life of a queue")
+            raise InvalidOption(f"{name} of {queue} cannot be changed: it is fixed while the queue exists")
         if not OPTIONS[name].live:
-            raise InvalidOption(f"{name} of {queue} takes effect only in a new process: use create")
+            raise InvalidOption(f"{name} of {queue} takes effect only in a new process: use `forqctl create` again")
 
 
 def check_mode(mode: object, where: str) -> str:
@@ -434,16 +436,16 @@ def check_mode(mode: object, where: str) -> str:
 
 
 def suggestion(name: str, valid: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the valid one that was probably meant, else all of them."""
+    """For an error about an unknown name: the closest valid name, else all of them."""
     import difflib
 
     names = list(valid)
     close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(names)}"
+    return f"; did you mean {close[0]}?" if close else f"; valid names: {', '.join(names)}"
 
 
 def stored(options: Mapping[str, Value]) -> dict[str, int]:
-    """The part of `options` that Redis stores, as its fields. No code paths."""
+    """The options that Redis stores, as its fields."""
     kept: dict[str, int] = {}
     for name, option in OPTIONS.items():
         if option.stored and name in options:
@@ -452,15 +454,15 @@ def stored(options: Mapping[str, Value]) -> dict[str, int]:
 
 
 def stored_for_fail_queue(options: Mapping[str, Value]) -> dict[str, int]:
-    """The options of a queue's fail queue: fail_max_retries is its max_retries, and so on. It has no limits of its own:
-    what failed for good must be stored."""
+    """The options of the fail queue: fail_max_retries becomes max_retries, and so on. It has no size limits: a job
+    that failed for good must be stored."""
     return changed_for_fail_queue(options) | {"max_items": 0, "max_data": 2**40, "retry_lane_retries": 0}
 
 
 def changed_for_fail_queue(options: Mapping[str, Value]) -> dict[str, int]:
-    """Those of `options` that concern the fail queue, under its own names.
+    """The options among these that apply to the fail queue, under its names.
 
-    A fail handler that hangs or kills its process is tried as often as one that raises.
+    A fail handler that times out or crashes is retried as often as one that raises.
     """
     own = {name.removeprefix("fail_"): value for name, value in options.items() if name.startswith("fail_")}
     if "max_retries" in own:
@@ -475,12 +477,12 @@ def stored_defaults(mode: str = WORK) -> dict[str, int]:
 
 
 def stored_fixed(mode: str) -> frozenset[str]:
-    """The fields in Redis that never change while a queue of this mode exists."""
+    """The fields in Redis that cannot change while a queue of this mode exists."""
     return frozenset(stored({name: defaults(mode)[name] for name in fixed_options(mode)}))
 
 
 def shown_option(name: str, value: str) -> str:
-    """A field of Redis as people write that option."""
+    """A field of Redis as the option that users write."""
     if name.endswith("_ms"):
         return f"{name.removesuffix('_ms')} = {show_duration(int(value) / 1000)}"
     return f"{name} = {value}"

@@ -1,9 +1,6 @@
-"""What queue names, job ids and the like may look like, checked in one place.
+"""Checks names and ids; parses and shows the values of settings: durations, sizes, rates, times, paths, addresses.
 
-Values as people write them: how each kind is read, what is allowed, and how it is shown.
-
-Durations ("250ms", "5m", a number of seconds), sizes ("64kb", "1mb"), rates ("100/1m"), times, paths, addresses.
-forqctl imports this while its user waits, so it imports little.
+forqctl imports this module at its start, so it imports little.
 """
 
 import os
@@ -23,7 +20,7 @@ def is_queue_name(name: object) -> bool:
 
 def check_queue_name(name: object) -> str:
     if not isinstance(name, str) or not is_queue_name(name):
-        raise InvalidName(f"queue name {shown(name)} is not allowed: 1 to 64 of A-Z a-z 0-9 _ . - (and not only dots)")
+        raise InvalidName(f"queue name {shown(name)} is not allowed: 1 to 64 of A-Z a-z 0-9 _ . - (not only dots)")
     return name
 
 
@@ -46,7 +43,7 @@ def check_schedule_key(key: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A user's value, safe to print: escaped and cut."""
+    """A user's value, escaped and cut to 80 characters for an error text."""
     text = ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -56,17 +53,17 @@ OFF = "off"
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _UNIT_BYTES = {"gb": 1024**3, "mb": 1024**2, "kb": 1024, "b": 1}
 _FLAGS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
-# A hundred years: whatever is added to a clock afterwards still fits into every integer and date.
+# A hundred years: added to any clock, it still fits every integer and date.
 _LONGEST_SECONDS = 36525 * 86400.0
 _MAX_RATE_COUNT = 1_000_000
 _MIN_RATE_SECONDS, _MAX_RATE_SECONDS = 0.001, 30 * 86400.0
 
-# Compiled where they are used, which costs forqctl less.
+# Compiled at their use, which makes forqctl start faster.
 _DURATION = r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d)?"
 _SIZE = r"([0-9]{1,18})\s*(b|kb|mb|gb)?"
 _RATE = r"([0-9]{1,7})\s*/\s*(\S.*)"
 _INT = r"[+-]?[0-9]{1,18}"
-# Braces would take the hash tag away from the queue's name.
+# Braces would replace the queue's name as hash tag.
 _PREFIX = r"[A-Za-z0-9_.:-]{0,64}"
 _ADDRESS = r"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})"
 
@@ -80,17 +77,17 @@ _ALLOWED = {
     "patterns": "a list of regular expressions, as text",
     "tracing": '"off", "otlp" or "file:PATH"',
     "history": "a directory or a file-system URL",
-    "listen": '"HOST:PORT" with a port from 1 to 65535, or the path of a Unix socket, with a slash in it',
+    "listen": '"HOST:PORT" with a port from 1 to 65535, or the path of a Unix socket with a slash in it',
 }
 
 
 def parse_duration(value: str | int | float) -> float:
-    """Seconds. Refuses what is negative, endless, not a number, or a boolean."""
+    """Seconds, from 0 to 100 years."""
     seconds = _seconds_in(value)
     # "not (0 <= x)" is true for NaN as well.
     if seconds is None or not 0 <= seconds <= _LONGEST_SECONDS:
         raise UsageError(
-            f"duration {shown(value)} is not allowed: allowed are seconds (10, 0.5) or text such as "
+            f"duration {shown(value)} is not allowed: give seconds (10, 0.5) or text such as "
             '"250ms", "10s", "5m", "2h", "7d", from 0 to 36525d'
         )
     return seconds
@@ -126,13 +123,13 @@ def show_duration(seconds: float) -> str:
 
 
 def show_time(epoch_seconds: float, precision: str = "seconds") -> str:
-    """ISO 8601 in UTC; to the second in sentences."""
+    """ISO 8601 in UTC."""
     from datetime import UTC, datetime  # forqctl starts faster without it
 
     try:
         return datetime.fromtimestamp(epoch_seconds, UTC).isoformat(timespec=precision).replace("+00:00", "Z")
     except (OverflowError, ValueError, OSError):
-        # Beyond the year 9999, which a job's time may be.
+        # A job's time may be beyond the year 9999.
         return f"{epoch_seconds:.0f} s after 1970"
 
 
@@ -154,7 +151,7 @@ def show_size(size: int) -> str:
 
 
 def parse_rate(value: object) -> tuple[int, float]:
-    """A count and the seconds it is allowed in; a count of 0 means any number."""
+    """A count and the seconds it applies to; a count of 0 means no limit."""
     if value in (OFF, "", 0) and not isinstance(value, bool):
         return 0, 0.0
     match = re.fullmatch(_RATE, value.strip(), re.ASCII) if isinstance(value, str) else None
@@ -172,11 +169,11 @@ def show_rate(count: int, seconds: float) -> str:
 
 
 class NotAllowed(UsageError):
-    """Says what is allowed, where allowed_values is too general."""
+    """Its message says what is allowed, more precisely than allowed_values."""
 
 
 def read_value(kind: str, value: object, base: str = "") -> object:
-    """A value from TOML, JSON or text; relative paths are relative to `base`. UsageError if it is not of this kind."""
+    """Reads a value from TOML, JSON or text; relative paths are relative to `base`. UsageError if it is invalid."""
     read = _READERS.get(kind)
     return read(value) if read else _PATH_READERS[kind](value, base)
 
@@ -216,7 +213,7 @@ def _read_path(value: object, base: str) -> str | None:
 
 
 def _read_program(value: object, base: str) -> str | None:
-    """A bare name stays one: it is looked for on PATH."""
+    """A bare name is kept, to be found on PATH."""
     path = _read_path(value, base)
     return path if "/" in str(value) else str(value) or None
 
@@ -239,7 +236,7 @@ def _read_group(value: object) -> str | None:
     try:
         return grp.getgrnam(value).gr_name if isinstance(value, str) and value else _read_text(value) or None
     except (KeyError, ValueError) as exc:
-        raise NotAllowed("a group of this machine") from exc
+        raise NotAllowed("a group that exists on this machine") from exc
 
 
 def _read_patterns(value: object) -> tuple[str, ...]:
@@ -261,7 +258,7 @@ def _read_tracing(value: object, base: str) -> str:
 
 
 def _read_history(value: object, base: str) -> str | None:
-    """hdfs://… and the like are taken as they are."""
+    """URLs such as hdfs://… are kept as they are."""
     return _read_text(value) if "://" in str(value) else _read_path(value, base)
 
 

@@ -77,7 +77,10 @@ def test_unknown_fields_are_ignored() -> None:
         (message("add_job", queue_name="q", command="c", reference_uuid=7), "reference_uuid 7 is not allowed"),
         (message("worker_idle", queue_name="q", worker_uuid="a:b"), "worker_uuid 'a:b' is not allowed"),
         (message("worker_idle", queue_name="q", worker_uuid=""), "worker_uuid '' is not allowed"),
-        (message("worker_progress", **JOB, progress=1.5), "progress 1.5 is not allowed: a number from 0 to 1"),
+        (
+            message("worker_progress", **JOB, progress=1.5),
+            "progress 1.5 is not allowed: a number from 0 to 1",
+        ),
         (message("worker_progress", **JOB), "payload has no progress"),
         (message("worker_progress", **JOB, progress=0, text=7), "text 7 is not allowed"),
         (message("job_failed", **JOB), "error None is not allowed"),

@@ -156,24 +156,24 @@ def test_resp2_is_spoken_and_nothing_is_said_but_the_name(server: Server, monkey
 @pytest.mark.parametrize("option", ["socket_timeout=1", "retry_on_timeout=1", "protocol=3", "decode_responses=1", "x="])
 def test_an_option_that_is_not_for_users_is_refused_with_those_that_are(option: str) -> None:
     name = option.partition("=")[0]
-    with pytest.raises(UsageError, match=f"the option '{name}' is unknown.* are db, username, password; it may"):
+    with pytest.raises(UsageError, match=f"option '{name}' is unknown; allowed options: db, username, password; "):
         Client(f"redis://127.0.0.1?{option}").queues()
     # redis-py passes it on to whatever it makes.
     assert name in parse_url(f"redis://127.0.0.1?{option}1")
 
 
 def test_what_is_only_for_tls_is_refused_without_it() -> None:
-    with pytest.raises(UsageError, match=r"the option 'ssl_ca_certs' is for TLS \(rediss://...\)"):
+    with pytest.raises(UsageError, match=r"option 'ssl_ca_certs' needs TLS \(rediss://...\)"):
         Client("redis://127.0.0.1?ssl_ca_certs=/ca").queues()
-    with pytest.raises(UsageError, match="ssl_cert_reqs is 'CERT_NONE', and may be none, optional, required"):
+    with pytest.raises(UsageError, match="ssl_cert_reqs = 'CERT_NONE'; allowed: none, optional, required"):
         Client("rediss://127.0.0.1?ssl_cert_reqs=CERT_NONE").queues()
-    with pytest.raises(UsageError, match="ssl_min_version is 'new', and may be 771, 772"):
+    with pytest.raises(UsageError, match="ssl_min_version = 'new'; allowed: 771, 772"):
         Client("rediss://127.0.0.1?ssl_min_version=new").queues()
 
 
 def test_a_database_that_is_no_number_is_not_database_0() -> None:
     assert "db" not in parse_url("redis://127.0.0.1/abc")
-    with pytest.raises(UsageError, match="the database 'abc' is no number"):
+    with pytest.raises(UsageError, match="database 'abc' is not a number"):
         Client("redis://127.0.0.1/abc").queues()
 
 

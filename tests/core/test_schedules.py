@@ -171,7 +171,7 @@ def test_after_years_a_cron_rule_is_planned_without_finding_every_tick() -> None
     [
         ({}, "either every or cron"),
         ({"every": "5m", "cron": "* * * * *"}, "either every or cron"),
-        ({"every": "5m", "zone": "UTC"}, "zone goes with cron"),
+        ({"every": "5m", "zone": "UTC"}, "zone needs cron"),
         ({"every": "50ms"}, "every '50ms' is not allowed: 100 ms to 3650 days"),
         ({"every": True}, "every: duration True"),
         ({"cron": "* * * *"}, "5 fields"),
@@ -186,7 +186,7 @@ def test_after_years_a_cron_rule_is_planned_without_finding_every_tick() -> None
         ({"every": 60, "jitter": "2d"}, "jitter '2d' is not allowed"),
         ({"every": 60, "priority": 10}, "priority 10 is not allowed"),
         ({"every": 60, "data": float("nan")}, "not JSON"),
-        ({"every": 60, "ever": 1}, "has no 'ever'; did you mean every?"),
+        ({"every": 60, "ever": 1}, "has no setting 'ever'; did you mean every?"),
     ],
 )
 def test_definitions_that_make_no_sense_are_refused(given: dict[str, object], why: str) -> None:

@@ -28,7 +28,7 @@ def test_an_old_file_is_noticed_and_written_anew(tmp_path: Path) -> None:
     for name in FILES:
         (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / FILES[0]).write_text((ROOT / FILES[0]).read_text())
-    told = f"not up to date: {FILES[1]} (make settings writes them)\n"
+    told = f"out of date: {FILES[1]}; run: make settings\n"
     assert write("--check", "--root", str(tmp_path)) == (1, told)
     assert write("--root", str(tmp_path)) == (0, "")
     assert [(tmp_path / name).read_text() for name in FILES] == [(ROOT / name).read_text() for name in FILES]

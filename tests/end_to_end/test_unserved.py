@@ -40,7 +40,7 @@ def test_a_queue_that_nobody_serves_is_listed_with_what_to_do(redis_url: str) ->
         check = forq.run_ctl("status", "--check")
         assert (check.returncode, check.stderr) == (
             3,
-            "forqctl: not healthy: queue orphan is unserved, and 3 of its jobs wait\n",
+            "forqctl: not healthy: queue orphan is unserved with 3 jobs waiting\n",
         )
         reason = forq.ctl("why", "orphan", shown["items"][0]["id"])
         assert reason == "no supervisor serves its queue; `forqctl status orphan` says what to do"

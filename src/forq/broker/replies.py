@@ -78,7 +78,7 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         return QueueExists(f"queue {queue!r} exists with mode {detail[0]!r}; a queue's mode never changes")
     if code == OTHER_OPTION:
         shown = shown_option(str(detail[0]), str(detail[1]))
-        return QueueExists(f"queue {queue!r} exists with {shown}; it is fixed for the life of a queue")
+        return QueueExists(f"queue {queue!r} exists with {shown}; it is fixed while the queue exists")
     if code == TOO_MANY:
         return TooManyQueues(f"queue {queue!r} was not created: max_queues is reached")
     if code == DELETING:
