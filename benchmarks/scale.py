@@ -121,7 +121,7 @@ def many_queues(server: Server, given: argparse.Namespace) -> None:
         says("  of that the supervisor", used[forq.pid], "s")
         says("  of that each process of a queue, median", statistics.median(used.values()) * 1000, "ms")
         says("  CPU of the server for that", cpu_seconds(server.pid), "s")
-        look_at_tree(forq, server, queues)
+        check_tree(forq, server, queues)
         spread(forq, server, queues, given.jobs)
         with timed("stop", "15 s"):
             forq.stop(120.0)
@@ -129,7 +129,7 @@ def many_queues(server: Server, given: argparse.Namespace) -> None:
         forq.remove()
 
 
-def look_at_tree(forq: Forq, server: Server, queues: int) -> None:
+def check_tree(forq: Forq, server: Server, queues: int) -> None:
     processes = [process.pid for process in tree(forq.pid)]
     sizes = {pid: pss_kb(pid) / 1024 for pid in processes}
     says("memory of the tree (PSS)", sum(sizes.values()), "MB")

@@ -29,7 +29,7 @@ def test_a_file_is_synced_when_it_has_grown_or_was_replaced_and_only_then(tmp_pa
     assert sync.sync() == [other.name], "another file of that name"
 
 
-def test_what_cannot_be_synced_is_said_once_a_minute_and_tried_again(
+def test_a_failed_sync_is_logged_once_a_minute_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "a.incr.aof").write_bytes(b"one")
@@ -42,7 +42,7 @@ def test_what_cannot_be_synced_is_said_once_a_minute_and_tried_again(
         broken.setattr(os, "fdatasync", refuse)
         assert sync.sync() == sync.sync() == []
     assert [record.message for record in caplog.records] == [
-        f"the embedded server's data cannot be synced to the disk file={tmp_path}/a.incr.aof "
+        f"cannot sync the data of the embedded server to disk file={tmp_path}/a.incr.aof "
         "error=[Errno 5] Input/output error"
     ]
     assert sync.sync() == ["a.incr.aof"]

@@ -38,7 +38,7 @@ class Hall:
         """What the verb answers at once; else the answer will be in `answers`."""
         until = None if wait is None else self.now() + wait
         params = {"name": "q", "awaiter": awaiter, "id": None, "mode": "on_request", "until": until, "lease_ms": None}
-        answer = self.awaiters.ask(params | more)
+        answer = self.awaiters.wait_for_item(params | more)
         if isinstance(answer, PendingReply):
             answer.bind(lambda value: self.answers.update({awaiter: value}))
         return answer

@@ -125,7 +125,7 @@ def test_recover_tells_what_was_stored_before_and_what_was_left(clerk: Clerk) ->
     assert clerk.recover({"name": "q", "jobs": jobs}) == {"recovered": 0, "known": 2, "left": [2]}
     clerk.cancel({"name": "q", "id": "a"})
     assert clerk.recover({"name": "q", "jobs": jobs}) == {"recovered": 1, "known": 2, "left": []}
-    with pytest.raises(UsageError, match="jobs is a list of objects"):
+    with pytest.raises(UsageError, match="jobs must be a list of objects"):
         clerk.recover({"name": "q", "jobs": {}})
 
 

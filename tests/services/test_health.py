@@ -43,7 +43,7 @@ def test_jobs_that_wait_while_nothing_begins_or_ends_are_a_fault() -> None:
     assert fault.describe() == {
         "check": "stuck",
         "queue": "q",
-        "reason": "3 jobs wait, the oldest for 100 s, and nothing has begun or ended for 100 s",
+        "reason": "3 jobs wait, the oldest for 100 s, and no job has started or ended for 100 s",
     }
 
 

@@ -33,7 +33,7 @@ def ask(endpoints: Endpoints, *snapshots: Snapshot) -> tuple[int, int]:
     scripted = Scripted(*snapshots)
     endpoints._sampler = scripted  # type: ignore[assignment]
     endpoints._taken_at = 0.0
-    return endpoints.answer(Request("/healthz", {})).status, scripted.taken
+    return endpoints.respond(Request("/healthz", {})).status, scripted.taken
 
 
 FINE = make_snapshot([queue_status("a"), queue_status("b")])
@@ -60,5 +60,5 @@ def test_a_snapshot_is_reused_for_a_second(endpoints: Endpoints) -> None:
     scripted = Scripted(FINE)
     endpoints._sampler = scripted  # type: ignore[assignment]
     for path in ("/healthz", "/metrics", "/healthz", "/metrics", "/"):
-        assert endpoints.answer(Request(path, {})).status == 200
+        assert endpoints.respond(Request(path, {})).status == 200
     assert scripted.taken == 1

@@ -20,7 +20,7 @@ from forq.broker.outbox import Outbox
 from forq.broker.registry import Registry
 from forq.errors import ForqError
 from forq.procs import jsonrpc
-from forq.services.scribe import LOOK_SECONDS, MAX_FILES, Scribe, append_lines, run_scribe
+from forq.services.scribe import CHECK_SECONDS, MAX_FILES, Scribe, append_lines, run_scribe
 from forq.settings import stored_defaults
 from tests.support.drive.contexts import context
 from tests.support.drive.server import Server
@@ -220,7 +220,7 @@ def test_what_cannot_be_written_stays_in_redis_and_is_written_later(
     assert [(event["event"], event["queue"], event["failures"]) for event in told] == [
         ("failed_log", "q", failures) for failures in (1, 2, 3)
     ]
-    assert len([record for record in caplog.records if "cannot be written" in record.message]) == 1
+    assert len([record for record in caplog.records if "cannot write the failed log" in record.message]) == 1
     obstacle.unlink()
     scribe.tick(60.0)
     assert rig.logged() == ["a"]
@@ -237,7 +237,7 @@ def test_a_full_disk_leaves_no_half_of_a_line(store: Any, rig: ScribeRig) -> Non
     path = rig.directory / "q" / "failed.jsonl"
     size = path.stat().st_size
     with size_limit(size + 10):
-        scribe.tick(1.0 + LOOK_SECONDS)
+        scribe.tick(1.0 + CHECK_SECONDS)
     assert path.stat().st_size == size
     assert len(rig.told()) == 1
     scribe.tick(100.0)
@@ -250,11 +250,11 @@ def test_while_redis_is_down_it_tries_again_and_says_so_once(
     scribe = rig.scribe()
     scribe.tick(1.0)
     server.kill()
-    scribe._listen()
+    scribe._receive()
     for now in (2.0, 2.1, 2.3, 3.0):
         scribe.tick(now)
-    assert scribe._redis.failures == 3
-    assert len([record for record in caplog.records if "cannot be drained" in record.message]) == 1
+    assert scribe._redis_failures.failures == 3
+    assert len([record for record in caplog.records if "cannot drain failed logs" in record.message]) == 1
     server.start()
     link = Link(server.url)
     Registry(link, DEFAULT_PREFIX).create("q", "work", 10, stored_defaults(), {})
@@ -263,7 +263,7 @@ def test_while_redis_is_down_it_tries_again_and_says_so_once(
         fail(fresh, "a")
     for now in (60.0, 90.0):  # the first one may find the old connection
         scribe.tick(now)
-    assert (rig.logged(), scribe._redis.failures) == (["a"], 0)
+    assert (rig.logged(), scribe._redis_failures.failures) == (["a"], 0)
 
 
 def test_a_server_that_only_refuses_writes_is_one_streak(
@@ -281,7 +281,7 @@ def test_a_server_that_only_refuses_writes_is_one_streak(
         patched.setattr(Outbox, "collect", refuse)
         for now in (1.0, 2.0, 3.0):
             scribe.tick(now)
-    assert len([record for record in caplog.records if "cannot be drained" in record.message]) == 1
+    assert len([record for record in caplog.records if "cannot drain failed logs" in record.message]) == 1
     scribe.tick(60.0)
     assert rig.logged() == ["a"]
 
@@ -329,9 +329,9 @@ def test_lines_that_nobody_told_of_are_found_by_the_next_look(store: Any, rig: S
     scribe = rig.scribe()
     scribe.tick(1.0)
     store.rpush(key(), line("a"))
-    scribe.tick(LOOK_SECONDS)
+    scribe.tick(CHECK_SECONDS)
     assert rig.logged() == []
-    scribe.tick(LOOK_SECONDS + 1.0)
+    scribe.tick(CHECK_SECONDS + 1.0)
     assert rig.logged() == ["a"]
 
 

@@ -14,7 +14,7 @@ from forq.procs import jsonrpc
 from forq.procs.cgroups import Exceeded, Resources
 from forq.procs.scoreboard import Scoreboard
 from forq.services import warden as module
-from forq.services.warden import IDLE_LOOK_SECONDS, LOOK_SECONDS, Warden, look_at_tree
+from forq.services.warden import CHECK_SECONDS, IDLE_CHECK_SECONDS, Warden, check_tree
 from tests.support.drive.contexts import context
 
 MB = 1024 * 1024
@@ -49,12 +49,12 @@ def holding() -> Iterator[Callable[[int], int]]:
 
 def test_memory_is_what_the_whole_tree_has(holding: Callable[[int], int]) -> None:
     pid = holding(80)
-    found = look_at_tree(pid, Resources(memory_bytes=60 * MB))
+    found = check_tree(pid, Resources(memory_bytes=60 * MB))
     assert found is not None
     assert found.cause == "oom"
     assert found.peak_bytes is not None
     assert 80 * MB <= found.peak_bytes < 120 * MB
-    assert look_at_tree(pid, Resources(memory_bytes=2000 * MB)) is None
+    assert check_tree(pid, Resources(memory_bytes=2000 * MB)) is None
 
 
 def test_pages_that_are_shared_do_not_count_again_for_each_process(
@@ -63,8 +63,8 @@ def test_pages_that_are_shared_do_not_count_again_for_each_process(
     pid = holding(1)
     monkeypatch.setattr(module, "pss_bytes", lambda each: 10 * MB)
     monkeypatch.setattr(module, "_threads_and_resident", lambda each: (1, 100 * MB))
-    assert look_at_tree(pid, Resources(memory_bytes=50 * MB)) is None
-    assert look_at_tree(pid, Resources(memory_bytes=9 * MB)) == Exceeded("oom", 10 * MB)
+    assert check_tree(pid, Resources(memory_bytes=50 * MB)) is None
+    assert check_tree(pid, Resources(memory_bytes=9 * MB)) == Exceeded("oom", 10 * MB)
 
 
 def test_threads_count_as_processes_do() -> None:
@@ -73,10 +73,10 @@ def test_threads_count_as_processes_do() -> None:
     for thread in threads:
         thread.start()
     try:
-        found = look_at_tree(os.getpid(), Resources(tasks=20))
+        found = check_tree(os.getpid(), Resources(tasks=20))
         assert found is not None
         assert found.cause == "pids"
-        assert look_at_tree(os.getpid(), Resources(tasks=1000)) is None
+        assert check_tree(os.getpid(), Resources(tasks=1000)) is None
     finally:
         release.set()
         for thread in threads:
@@ -84,7 +84,7 @@ def test_threads_count_as_processes_do() -> None:
 
 
 def test_a_process_that_is_gone_takes_nothing() -> None:
-    assert look_at_tree(2**22 + 1, Resources(memory_bytes=1, tasks=1)) is None
+    assert check_tree(2**22 + 1, Resources(memory_bytes=1, tasks=1)) is None
 
 
 class Looks:
@@ -97,7 +97,7 @@ class Looks:
         self.board = Scoreboard.create(4)
         self.slot = self.board.slot(self.board.take())
         self.ours, theirs = socket.socketpair()
-        monkeypatch.setattr(module, "look_at_tree", self._look)
+        monkeypatch.setattr(module, "check_tree", self._look)
         self.warden = Warden(context(scoreboard=self.board), theirs, clock=lambda: self.now)
 
     def _look(self, pid: int, resources: Resources) -> Exceeded | None:
@@ -111,7 +111,7 @@ class Looks:
         self.warden._loop.tick(5)
         self.ours.recv(4096)
 
-    def tick(self, after: float = LOOK_SECONDS) -> list[int]:
+    def tick(self, after: float = CHECK_SECONDS) -> list[int]:
         self.now += after
         before = len(self.seen)
         self.warden.tick()
@@ -127,7 +127,7 @@ def test_it_looks_at_a_busy_process_each_time_and_at_an_idle_one_once_a_second(m
     assert looks.tick() == [11]
     looks.slot.position = 0
     assert looks.tick() == []
-    assert looks.tick(IDLE_LOOK_SECONDS) == [11]
+    assert looks.tick(IDLE_CHECK_SECONDS) == [11]
 
 
 def test_it_tells_of_a_process_once(monkeypatch: pytest.MonkeyPatch) -> None:

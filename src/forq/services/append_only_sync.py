@@ -1,8 +1,8 @@
-"""Brings the embedded server's append-only files to the disk, once a second while they grow.
+"""Syncs the embedded server's append-only files to disk, once a second while they grow.
 
-The server writes them before it answers, and leaves the syncing to this. If it synced by itself (everysec) and the disk
-was slow, it would hold back what it writes for up to two seconds and answer all the same; a kill would lose what was
-acknowledged. So a killed server loses nothing, and a power cut what came in the last second or so.
+The server writes them before it replies and never syncs. With `everysec` and a slow disk it would hold back writes for
+up to two seconds and reply all the same, so a kill would lose acknowledged jobs. This way a killed server loses
+nothing, and a power failure about the last second.
 """
 
 import logging
@@ -12,18 +12,18 @@ import time
 from pathlib import Path
 
 SYNC_SECONDS = 1.0
-COMPLAIN_SECONDS = 60.0
+LOG_SECONDS = 60.0
 
 log = logging.getLogger("forq")
 
 
 class AppendOnlySync:
-    """`directory`: the server's own. A thread: a sync may take as long as the disk likes; nobody else waits for it."""
+    """Runs in a thread: a sync may block for as long as the disk takes. `directory`: the server's data."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._synced: dict[str, tuple[int, int]] = {}
-        self._complained_at = -COMPLAIN_SECONDS
+        self._logged_at = -LOG_SECONDS
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="append-only-sync", daemon=True).start()
@@ -34,16 +34,16 @@ class AppendOnlySync:
             self.sync()
 
     def sync(self) -> list[str]:
-        """One look at all files; those that were synced."""
+        """Syncs the files that have changed and returns their names."""
         synced = []
         for path in sorted(self._directory.glob("**/*.incr.aof")):
             try:
                 if self._sync_one(path):
                     synced.append(path.name)
             except FileNotFoundError:
-                continue  # the server has put a new one in its place
+                continue  # the server has replaced it
             except OSError as exc:
-                self._complain(path, exc)
+                self._log_failure(path, exc)
         return synced
 
     def _sync_one(self, path: Path) -> bool:
@@ -56,11 +56,11 @@ class AppendOnlySync:
             os.fdatasync(fd)
         finally:
             os.close(fd)
-        # What was written meanwhile makes it larger than this: the next look syncs it.
+        # Later writes make the file larger than this; the next call syncs them.
         self._synced[path.name] = seen
         return True
 
-    def _complain(self, path: Path, exc: OSError) -> None:
-        if time.monotonic() - self._complained_at >= COMPLAIN_SECONDS:
-            self._complained_at = time.monotonic()
-            log.error("the embedded server's data cannot be synced to the disk file=%s error=%s", path, exc)
+    def _log_failure(self, path: Path, exc: OSError) -> None:
+        if time.monotonic() - self._logged_at >= LOG_SECONDS:
+            self._logged_at = time.monotonic()
+            log.error("cannot sync the data of the embedded server to disk file=%s error=%s", path, exc)

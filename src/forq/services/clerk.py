@@ -1,4 +1,4 @@
-"""The clerk: answers the control socket's requests for data, so that the supervisor never opens Redis itself."""
+"""The clerk: handles requests of the control socket that need Redis, so that the supervisor never blocks on it."""
 
 import socket
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from forq.broker.schedules import Schedules
 from forq.broker.scripts import script
 from forq.broker.server_check import check_server
 from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
+from forq.procs.cgroups import pss_bytes
 from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, expect_busy
 from forq.procs.loop import Loop, service_loop
@@ -51,7 +52,7 @@ class Clerk:
         self.followers = Followers(context.logs_dir)
 
     def after_pass(self) -> float | None:
-        """Does what is due, and says how long nothing else is."""
+        """Serves waiting clients. Returns the seconds until the next one is due, or None."""
         waits = [one.tick() for one in (self.awaiters, self.watchers, self.followers)]
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
@@ -79,10 +80,10 @@ class Clerk:
             "dead.discard": lambda params: _to_dead(
                 params, self._dead(params).discard, self._dead(params).discard_some
             ),
-            "await": self.awaiters.ask,
+            "await": self.awaiters.wait_for_item,
             "leave": self.awaiters.leave,
             "watch": self.watchers.watch,
-            "logs": self.followers.logs,
+            "logs": self.followers.read_logs,
             "ack": self.ack,
             "schedule": self.schedule,
             "schedules": self.schedules,
@@ -94,11 +95,11 @@ class Clerk:
         }
 
     def check(self, params: dict[str, Any]) -> object:
-        """Whether the server can be used at all."""
+        """Raises if the server cannot be used."""
         return {"server": check_server(self._link)}
 
     def offer(self, params: dict[str, Any]) -> object:
-        """Clients need not have the right to load functions: the server gets them here."""
+        """Loads the functions into the server, since clients may lack the right."""
         self._link.offer(script("enqueue"))
         return {}
 
@@ -106,11 +107,11 @@ class Clerk:
         try:
             made = self._create(params)
         except BeingDeleted:
-            # Whoever deleted it may have died half way: finish that first.
+            # The client that deleted it may have died half way: finish that first.
             while self._purge(params["name"]):
                 pass
             made = self._create(params)
-        # With the queue, so that a call that is repeated until it succeeds sets them too.
+        # Set with the queue, so that a repeated call sets them too.
         given = params.get("schedules")
         dropped = [] if given is None else self._schedules(params).follow(given)
         return {"created": made, "unscheduled": dropped}
@@ -132,11 +133,11 @@ class Clerk:
         return {"dropped": self._registry.delete(params["name"], force=bool(params.get("force")))}
 
     def purge(self, params: dict[str, Any]) -> object:
-        """What a deleted queue held goes to its failed log, a slice of it per call."""
+        """Moves a slice of a deleted queue's jobs to its failed log."""
         return {"more": self._purge(check_queue_name(params["name"]))}
 
     def mend(self, params: dict[str, Any]) -> object:
-        """A queue that somebody has left half made or half deleted, in slices like `purge`."""
+        """Completes the deletion of a queue that was left half created or half deleted, in slices like `purge`."""
         name = check_queue_name(params["name"])
         return {"more": self._log_dropped(name, self._registry.mend)}
 
@@ -163,28 +164,26 @@ class Clerk:
         messages = params.get("messages") is not False
         unresponsive = params.get("unresponsive")
 
-        def ask() -> tuple[str, str]:
+        def explain() -> tuple[str, str]:
             return why(
                 *(self._link, self._context.prefix, name, params.get("id", "")),
                 messages=messages,
                 unresponsive=unresponsive if isinstance(unresponsive, dict) else {},
             )
 
-        state, reason = self._or_its_trace(params, ask)
+        state, reason = self._or_its_trace(params, explain)
         return {"state": state, "why": reason}
 
-    def _or_its_trace(self, params: dict[str, Any], look: Callable[[], Answer]) -> Answer:
-        """Of a job that the queue does not have, what the journal knows of it. Not for programs, which may ask again
-        and again."""
+    def _or_its_trace(self, params: dict[str, Any], read: Callable[[], Answer]) -> Answer:
+        """Describes an unknown job from the journal. Too slow for programs that poll."""
         try:
-            return look()
+            return read()
         except UnknownJob:
             expect_busy()
             error = unknown_job(self._link, self._context.prefix, params["name"], params["id"])
         try:
-            return look()
+            return read()
         except UnknownJob:
-            # It has not come meanwhile.
             raise error from None
 
     def push(self, params: dict[str, Any]) -> object:
@@ -225,14 +224,14 @@ class Clerk:
         return schedules.one(schedule.key)
 
     def schedules(self, params: dict[str, Any]) -> object:
-        """Of one queue, or of all; of one key with its next ticks."""
+        """The schedules of one queue or of all; with `key` one of them, with its next ticks."""
         if params.get("key") is not None:
             return {"schedules": [self._schedules(params).one(params["key"])]}
         if params.get("name") is not None:
             return {"schedules": self._schedules(params).all()}
         found: list[dict[str, Any]] = []
         for name in sorted(self._registry.names()):
-            with suppress(UnknownQueue):  # it is being made or deleted
+            with suppress(UnknownQueue):  # being created or deleted
                 found += self._schedules({"name": name}).all()
         return {"schedules": found}
 
@@ -245,7 +244,7 @@ class Clerk:
         return asdict(self._dead(params).page(_limit(params), params.get("after")))
 
     def counts(self, params: dict[str, Any]) -> object:
-        """Of each named queue its counts (null: it is gone); of `items` also the first jobs."""
+        """Counts by queue (null: it is gone); for queues in `items` also their first jobs."""
         names = [check_queue_name(name) for name in params["names"]]
         found = counts_of(self._link, self._context.prefix, names)
         answer: dict[str, Any] = {name: None if counts is None else asdict(counts) for name, counts in found.items()}
@@ -256,22 +255,19 @@ class Clerk:
         return answer
 
     def overview(self, params: dict[str, Any]) -> object:
-        """The counts of the named queues, else of those that are served and of those that no supervisor serves."""
+        """Counts of the named queues; without names, of those served here and of those that no supervisor serves."""
         served, named = params["served"], params["names"]
         unserved = self._registry.queues_without_supervisor(served)
         names = named or [*served, *unserved]
         return {"counts": self.counts({"names": names, "items": named}), "unserved": unserved}
 
     def memory(self, params: dict[str, Any]) -> object:
-        """Each process's share of memory (PSS) in bytes: pages that n processes share count 1/n to each."""
-        # Not at the top: the supervisor would have it, too, and each fork copies what the supervisor maps.
-        import psutil
-
+        """PSS of each process in bytes. Processes that have ended are left out."""
         found: dict[str, int] = {}
         for pid in params["pids"]:
             expect_busy()
-            with suppress(psutil.Error):  # it has ended meanwhile
-                found[str(pid)] = psutil.Process(pid).memory_full_info().pss
+            if size := pss_bytes(pid):
+                found[str(pid)] = size
         return found
 
     def _producer(self, params: dict[str, Any]) -> Producer:
@@ -297,9 +293,9 @@ def _limit(params: dict[str, Any]) -> int:
 def _to_dead(
     params: dict[str, Any], to_one: Callable[[str], str], to_some: Callable[[str | None], DeadChunk]
 ) -> dict[str, Any]:
-    """What is done to the dead job `id`, or with `all` to the next ones of all."""
+    """Applies `to_one` to the dead job `id`, or with `all` `to_some` to the next ones."""
     if bool(params.get("all")) == (params.get("id") is not None):
-        raise UsageError("either id or all is needed")
+        raise UsageError("either id or all is required")
     return asdict(to_some(params.get("after"))) if params.get("all") else {"id": to_one(params["id"])}
 
 
@@ -314,14 +310,14 @@ def _read_update(params: dict[str, Any]) -> Update:
 def _read_jobs(params: dict[str, Any]) -> list[NewJob]:
     jobs = params.get("jobs")
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-        raise UsageError("jobs is a list of objects")
+        raise UsageError("jobs must be a list of objects")
     return [_read_job(job) for job in jobs]
 
 
 def _read_job(fields: dict[str, Any]) -> NewJob:
     unknown = set(fields) - _JOB_FIELDS
     if unknown:
-        raise UsageError(f"a job has no field {shown(min(unknown))}; it may have {', '.join(sorted(_JOB_FIELDS))}")
+        raise UsageError(f"unknown job field {shown(min(unknown))}; allowed: {', '.join(sorted(_JOB_FIELDS))}")
     if "data" not in fields:
-        raise UsageError("a job needs data (null is allowed)")
+        raise UsageError("a job must have data (null is allowed)")
     return new_job(**{key: value for key, value in fields.items() if key == "data" or value is not None})

@@ -1,7 +1,7 @@
-"""A small HTTP server for pages that anybody may read: GET and HEAD, one request per connection, one thread.
+"""A small HTTP server: GET and HEAD, one request per connection, one thread.
 
-No client can hold it up. A connection has CONNECTION_SECONDS from its beginning to its end; a request's head has
-MAX_HEAD_BYTES; when MAX_CONNECTIONS are open, the oldest that has not asked yet has to go.
+No client can block it. Connections are limited in time (CONNECTION_SECONDS) and in the size of the request
+(MAX_HEAD_BYTES). With MAX_CONNECTIONS open, the oldest one without a request is closed.
 """
 
 import logging
@@ -25,8 +25,6 @@ log = logging.getLogger("forq")
 
 @dataclass(frozen=True)
 class Response:
-    """What is answered."""
-
     body: bytes
     status: int = 200
     content_type: str = "text/plain; charset=utf-8"
@@ -40,12 +38,12 @@ class Request:
     headers: Mapping[str, str]
 
 
-Answer = Callable[[Request], Response]
+Respond = Callable[[Request], Response]
 
 
 @dataclass(eq=False)
 class _Client:
-    """`unsent` None: it has not asked yet. A page is shared by all who get it."""
+    """`unsent`: rest of the response; None before the request is complete. Bodies are shared between clients."""
 
     sock: socket.socket
     timer: Timer
@@ -54,18 +52,18 @@ class _Client:
 
 
 class HttpServer:
-    """Serves who connects to `listener`. `answer` gets one request at a time; what it raises is answered with 500."""
+    """`respond` gets one request at a time; an exception becomes status 500."""
 
-    def __init__(self, loop: Loop, listener: socket.socket, answer: Answer) -> None:
+    def __init__(self, loop: Loop, listener: socket.socket, respond: Respond) -> None:
         self._loop = loop
         self._listener = listener
-        self._answer = answer
-        # In the order in which they came.
+        self._respond_to = respond
+        # Oldest first.
         self._clients: dict[_Client, None] = {}
         self._start_accepting()
 
     def __len__(self) -> int:
-        """How many connections are open."""
+        """Open connections."""
         return len(self._clients)
 
     def _start_accepting(self) -> None:
@@ -77,7 +75,7 @@ class HttpServer:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as exc:
-            log.warning("metrics: no new connections for a while error=%s", exc)
+            log.warning("metrics: cannot accept connections; retrying soon error=%s", exc)
             self._loop.remove_reader(self._listener.fileno())
             self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._start_accepting)
             return
@@ -94,7 +92,7 @@ class HttpServer:
             step(client)
         except BlockingIOError:
             return
-        except OSError:  # it has gone
+        except OSError:  # the client has disconnected
             self._drop(client)
 
     def _read(self, client: _Client) -> None:
@@ -102,14 +100,14 @@ class HttpServer:
         client.head += received
         ended = b"\r\n\r\n" in client.head or b"\n\n" in client.head
         if ended:
-            self._respond(client, *self._page(bytes(client.head)))
+            self._respond(client, *self._handle(bytes(client.head)))
         elif len(client.head) > MAX_HEAD_BYTES:
             self._respond(client, Response(b"the request is too long\n", 431), True)
         elif not received:
             self._drop(client)
 
-    def _page(self, head: bytes) -> tuple[Response, bool]:
-        """And whether its body is wanted."""
+    def _handle(self, head: bytes) -> tuple[Response, bool]:
+        """Returns the response, and whether to send its body."""
         lines = head.decode("latin-1").splitlines()
         parts = lines[0].split(" ") if lines else []
         if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
@@ -120,19 +118,22 @@ class HttpServer:
         fields = [line.partition(":") for line in lines[1:] if line]
         headers = {name.strip().lower(): value.strip() for name, _, value in fields}
         try:
-            return self._answer(Request(target.partition("?")[0], headers)), method == "GET"
-        except Exception as exc:  # a fault of ours: the next request may still be answered
-            log.exception("metrics: a request could not be answered path=%s", target[:100])
+            return self._respond_to(Request(target.partition("?")[0], headers)), method == "GET"
+        except Exception as exc:  # a bug must not affect other requests
+            log.exception("metrics: request failed path=%s", target[:100])
             return Response(f"internal error: {type(exc).__name__}\n".encode(), 500), True
 
-    def _respond(self, client: _Client, page: Response, with_body: bool) -> None:
-        allow = "Allow: GET, HEAD\r\n" if page.status == 405 else ""
+    def _respond(self, client: _Client, response: Response, with_body: bool) -> None:
+        allow = "Allow: GET, HEAD\r\n" if response.status == 405 else ""
         head = (
-            f"HTTP/1.1 {page.status} {_REASONS[page.status]}\r\nContent-Type: {page.content_type}\r\n"
-            f"Content-Length: {len(page.body)}\r\nCache-Control: no-store\r\n{allow}Connection: close\r\n\r\n"
+            f"HTTP/1.1 {response.status} {_REASONS[response.status]}\r\nContent-Type: {response.content_type}\r\n"
+            f"Content-Length: {len(response.body)}\r\nCache-Control: no-store\r\n{allow}Connection: close\r\n\r\n"
         )
-        client.unsent = [memoryview(head.encode()), *([memoryview(page.body)] if with_body and page.body else [])]
-        # It may have taken a while to answer; reading the answer is not the client's fault.
+        client.unsent = [
+            memoryview(head.encode()),
+            *([memoryview(response.body)] if with_body and response.body else []),
+        ]
+        # The time that the response took does not count against the client.
         client.timer.cancel()
         client.timer = self._loop.call_later(CONNECTION_SECONDS, lambda: self._drop(client))
         self._loop.remove_reader(client.sock.fileno())
@@ -147,7 +148,8 @@ class HttpServer:
         self._end(client)
 
     def _end(self, client: _Client) -> None:
-        """With what it has sent beyond its request unread, closing would reset the connection and lose the answer."""
+        """Reads what the client sent beyond its request: otherwise close would reset the connection, and the response
+        would be lost."""
         try:
             client.sock.shutdown(socket.SHUT_WR)
             client.sock.recv(MAX_HEAD_BYTES)

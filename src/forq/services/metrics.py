@@ -1,13 +1,4 @@
-"""One snapshot at everything that metrics and health are about: the supervisor, Redis, and what workers write.
-
-Whether jobs are consumed, not only whether processes exist: the judgement of a status, and of what else was seen.
-
-The metrics process: /metrics for Prometheus and /healthz for probes, from one snapshot per second at most.
-
-1. Who asks gets the last snapshot if it is younger than a second, else a new one; nothing is looked at for nobody.
-2. A queue is at fault only if it was at two snapshots: see AGAIN_SECONDS.
-3. It ends when the supervisor does.
-"""
+"""The metrics service: /metrics for Prometheus and /healthz for probes, from at most one snapshot per second."""
 
 import json
 import socket
@@ -41,31 +32,109 @@ from forq.services.http_server import HttpServer, Request, Response
 from forq.services.rpc import RpcServer
 from forq.settings import WORK
 
+SNAPSHOT_SECONDS = 1.0
+# A fault of a queue counts only if a second snapshot shows it too. By then a dead process is replaced and a new queue
+# is served; and a scheduled job, which seems to have waited all the time when it becomes due, has started.
+AGAIN_SECONDS = 0.5
+# Two snapshots, with a slow supervisor and a slow Redis.
+LONGEST_SNAPSHOT_SECONDS = 15.0
+
+INDEX = b"forq\n\n/metrics   for Prometheus\n/healthz   200 if jobs are consumed, else 503 with the reasons\n"
 SUPERVISOR_SECONDS = 2.0
 REDIS_SECONDS = 1.0
-# Queues per round trip: between two of them the server serves others.
+# Queues per round trip, so that the server can serve other clients in between.
 QUEUES_PER_CALL = 100
 MAX_ANSWER_BYTES = 16 << 20
-# Beyond its timeout a job is being ended; that takes a moment.
+# How long it may take to end a job after its timeout.
 ENDING_SECONDS = 5.0
+
+
+def run_metrics(context: Context, listener: socket.socket, leash: socket.socket) -> int:
+    loop = service_loop()
+    RpcServer(loop, leash, {})
+    HttpServer(loop, listener, Endpoints(context).respond)
+    loop.run()
+    return exits.STOPPED
+
+
+class Endpoints:
+    def __init__(self, context: Context) -> None:
+        self._health_seconds = context.health_seconds
+        self._sampler = Sampler(
+            url=context.url,
+            prefix=context.prefix,
+            control_socket=context.control_socket,
+            board=context.scoreboard,
+            stats=context.stats or AttemptStats(),
+        )
+        self._snapshot: Snapshot | None = None
+        self._taken_at = 0.0
+        self._faults: list[Fault] = []
+        self._rendered: dict[str, Response] = {}
+
+    def respond(self, request: Request) -> Response:
+        if request.path == "/metrics":
+            return self._metrics(request.headers.get("accept", ""))
+        if request.path == "/healthz":
+            return self._healthz()
+        if request.path == "/":
+            return Response(INDEX)
+        return Response(b"not found: use /metrics or /healthz\n", 404)
+
+    def _healthz(self) -> Response:
+        self._current_snapshot()
+        body = {"ok": not self._faults, "faults": [fault.describe() for fault in self._faults]}
+        text = json.dumps(body, separators=(",", ":")) + "\n"
+        return Response(text.encode(), 503 if self._faults else 200, "application/json")
+
+    def _metrics(self, accept: str) -> Response:
+        # prometheus_client is an optional dependency, and no other process should pay for its import.
+        from forq.services.metrics_page import render
+
+        snapshot = self._current_snapshot()
+        if accept not in self._rendered:
+            body, content_type = render(snapshot, healthy=not self._faults, accept=accept)
+            # Only the last format is cached.
+            self._rendered = {accept: Response(body, content_type=content_type)}
+        return self._rendered[accept]
+
+    def _current_snapshot(self) -> "Snapshot":
+        if self._snapshot is not None and time.monotonic() - self._taken_at < SNAPSHOT_SECONDS:
+            return self._snapshot
+        expect_busy(LONGEST_SNAPSHOT_SECONDS)
+        known = _queues_in(self._faults)
+        snapshot = self._sampler.sample()
+        faults = faults_in(snapshot, self._health_seconds)
+        seen = _queues_in(faults)
+        if seen - known:
+            time.sleep(AGAIN_SECONDS)
+            snapshot = self._sampler.sample()
+            faults = [fault for fault in faults_in(snapshot, self._health_seconds) if fault.queue in {None, *seen}]
+        self._snapshot, self._faults, self._rendered = snapshot, faults, {}
+        self._taken_at = time.monotonic()
+        return snapshot
+
+
+def _queues_in(faults: list[Fault]) -> set[str]:
+    return {fault.queue for fault in faults if fault.queue is not None}
 
 
 @dataclass
 class Activity:
-    """What the workers of a queue do now. `started_ns`: when one of them began a job last (0: none has)."""
+    """What the workers of a queue do now. `started_ns`: start of their latest job (0: none yet)."""
 
     busy: int = 0
     longest_seconds: float = 0.0
     started_ns: int = 0
-    # How long each running job has been running, and how long it may (0: as long as it likes).
+    # Run time and time limit of each running job, in seconds (limit 0: none).
     running: list[tuple[float, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was seen. `status` None: the supervisor did not answer; `round_trip_seconds` None: Redis did not.
+    """`status` is None if the supervisor did not answer, `round_trip_seconds` if Redis did not.
 
-    `counts` has None for a queue that is not in Redis, and nothing while Redis does not answer.
+    `counts` has None for a queue that is not in Redis, and is empty if Redis did not answer.
     """
 
     status: dict[str, Any] | None
@@ -79,11 +148,13 @@ class Snapshot:
     took_seconds: float
     snapshots: int
     errors: dict[str, int]
-    # Queues that no supervisor serves.
+    # Served by no supervisor.
     unserved: list[str] = field(default_factory=list)
 
 
 class Sampler:
+    """Takes snapshots of the supervisor, Redis and the workers."""
+
     def __init__(self, *, url: str, prefix: str, control_socket: str, board: Scoreboard, stats: AttemptStats) -> None:
         self._link = Link(url, name="forq-metrics", timeout_seconds=REDIS_SECONDS)
         self._prefix = prefix
@@ -131,7 +202,7 @@ class Sampler:
         )
 
     def _ping(self) -> float:
-        """Once for the connection, which may have to be made, and once for the time."""
+        """The first PING may have to connect; the second is measured."""
         at = registry_key(self._prefix)
         self._link.call("PING", at=at)
         began = time.perf_counter()
@@ -143,13 +214,15 @@ class Sampler:
         found: dict[str, Counts | None] = {}
         for at in range(0, len(names), QUEUES_PER_CALL):
             if time.monotonic() > deadline:
-                raise RedisUnavailable(f"the counts of {len(names)} queues took more than {SUPERVISOR_SECONDS:g} s")
+                raise RedisUnavailable(
+                    f"reading the counts of {len(names)} queues took more than {SUPERVISOR_SECONDS:g} s"
+                )
             found |= counts_of(self._link, self._prefix, names[at : at + QUEUES_PER_CALL])
         return found
 
 
 def read_activity(board: Scoreboard, now_ns: int) -> dict[str, Activity]:
-    """What all workers do, by queue."""
+    """By queue."""
     found: dict[str, Activity] = {}
     for number in range(board.highest):
         slot = board.slot(number)
@@ -169,7 +242,7 @@ def read_activity(board: Scoreboard, now_ns: int) -> dict[str, Activity]:
 
 
 def request_status(path: str, seconds: float) -> dict[str, Any]:
-    """`status` without counts. Raises SupervisorUnreachable if there is no answer in time."""
+    """The supervisor's `status`, without counts. Raises SupervisorUnreachable if there is no reply in time."""
     deadline = time.monotonic() + seconds
     lines = LineBuffer(MAX_ANSWER_BYTES)
     try:
@@ -193,7 +266,7 @@ def request_status(path: str, seconds: float) -> dict[str, Any]:
     if isinstance(answer, ForqError):
         raise answer
     if not isinstance(answer, dict):
-        raise SupervisorUnreachable(f"the supervisor at {path} sent something that is no status")
+        raise SupervisorUnreachable(f"the supervisor at {path} sent an invalid status")
     return answer
 
 
@@ -201,12 +274,12 @@ def queues_of(snapshot: Snapshot) -> Iterable[dict[str, Any]]:
     return () if snapshot.status is None else snapshot.status["queues"]
 
 
-# A failed log that cannot be written stops no job, and a queue that is not served here is not this supervisor's.
+# Excludes failed logs, which stop no job, and queues that are served elsewhere.
 CHECKS = ("service", "state", "process")
 
 
 def faults_in(snapshot: Snapshot, health_seconds: float) -> list[Fault]:
-    """Why forq is not healthy; empty when it is."""
+    """Reasons why jobs are not consumed; empty if healthy."""
     faults = []
     if snapshot.status is None:
         faults.append(Fault("supervisor", snapshot.status_error))
@@ -224,9 +297,9 @@ def faults_in(snapshot: Snapshot, health_seconds: float) -> list[Fault]:
 
 
 def _waiting_for_capacity(snapshot: Snapshot) -> set[str]:
-    """Queues of which a process waits for units: others hold them, and their jobs are judged by themselves."""
+    """Queues with a process that waits for capacity units. Other queues hold those, and are judged on their own."""
     waiting = [] if snapshot.status is None else snapshot.status["capacity"]["waiting"]
-    return {wish["worker"].rpartition(" ")[0] for wish in waiting}
+    return {request["worker"].rpartition(" ")[0] for request in waiting}
 
 
 def _stuck(queue: dict[str, Any], snapshot: Snapshot, health_seconds: float) -> list[Fault]:
@@ -245,11 +318,11 @@ def _stuck(queue: dict[str, Any], snapshot: Snapshot, health_seconds: float) -> 
     since = "yet" if quiet is None else f"for {quiet:.0f} s"
     number = counts.waiting + counts.retry + counts.overdue
     waits = f"{number} jobs wait, the oldest for {counts.oldest_waiting_seconds:.0f} s"
-    return [Fault("stuck", f"{waits}, and nothing has begun or ended {since}", name)]
+    return [Fault("stuck", f"{waits}, and no job has started or ended {since}", name)]
 
 
 def _should_consume(queue: dict[str, Any], counts: Counts, health_seconds: float) -> bool:
-    """Whether something waits, in whatever way, that nothing holds back."""
+    """Whether a job has waited for long although nothing holds it back."""
     if queue["mode"] != WORK or counts.paused:
         return False
     if counts.oldest_waiting_seconds is None or counts.oldest_waiting_seconds < health_seconds:
@@ -260,87 +333,3 @@ def _should_consume(queue: dict[str, Any], counts: Counts, health_seconds: float
         child["role"] == "main" and child["state"] == "starting" and child["uptime_seconds"] < health_seconds
         for child in queue["children"]
     )
-
-
-LOOK_SECONDS = 1.0
-# A process that died is replaced by then, a queue that is being made is served. A job that was scheduled looks as if
-# it had waited all the time at the moment it becomes due; by then it has begun.
-AGAIN_SECONDS = 0.5
-
-# A supervisor and a Redis that answer late, twice.
-LOOK_MOST_SECONDS = 15.0
-
-INDEX = b"forq\n\n/metrics   for Prometheus\n/healthz   200 if jobs are consumed, else 503 with the reasons\n"
-
-
-def run_metrics(context: Context, listener: socket.socket, leash: socket.socket) -> int:
-    """The entry point: returns the process's exit code."""
-    loop = service_loop()
-    RpcServer(loop, leash, {})
-    HttpServer(loop, listener, Endpoints(context).answer)
-    loop.run()
-    return exits.STOPPED
-
-
-class Endpoints:
-    """What is answered to whom."""
-
-    def __init__(self, context: Context) -> None:
-        self._health_seconds = context.health_seconds
-        self._sampler = Sampler(
-            url=context.url,
-            prefix=context.prefix,
-            control_socket=context.control_socket,
-            board=context.scoreboard,
-            stats=context.stats or AttemptStats(),
-        )
-        self._snapshot: Snapshot | None = None
-        self._taken_at = 0.0
-        self._faults: list[Fault] = []
-        self._rendered: dict[str, Response] = {}
-
-    def answer(self, asked: Request) -> Response:
-        if asked.path == "/metrics":
-            return self._metrics(asked.headers.get("accept", ""))
-        if asked.path == "/healthz":
-            return self._healthz()
-        if asked.path == "/":
-            return Response(INDEX)
-        return Response(b"there is /metrics and /healthz\n", 404)
-
-    def _healthz(self) -> Response:
-        self._current_snapshot()
-        body = {"ok": not self._faults, "faults": [fault.describe() for fault in self._faults]}
-        text = json.dumps(body, separators=(",", ":")) + "\n"
-        return Response(text.encode(), 503 if self._faults else 200, "application/json")
-
-    def _metrics(self, accept: str) -> Response:
-        # Imported where it is needed: it is an extra, and no other process should pay for it.
-        from forq.services.metrics_page import render
-
-        snapshot = self._current_snapshot()
-        if accept not in self._rendered:
-            body, content_type = render(snapshot, healthy=not self._faults, accept=accept)
-            # Of many clients that each ask for something else only the last is remembered.
-            self._rendered = {accept: Response(body, content_type=content_type)}
-        return self._rendered[accept]
-
-    def _current_snapshot(self) -> Snapshot:
-        if self._snapshot is not None and time.monotonic() - self._taken_at < LOOK_SECONDS:
-            return self._snapshot
-        expect_busy(LOOK_MOST_SECONDS)
-        known = _queues_in(self._faults)
-        snapshot = self._sampler.sample()
-        faults = faults_in(snapshot, self._health_seconds)
-        seen = _queues_in(faults)
-        if seen - known:
-            time.sleep(AGAIN_SECONDS)
-            snapshot = self._sampler.sample()
-            faults = [fault for fault in faults_in(snapshot, self._health_seconds) if fault.queue in {None, *seen}]
-        self._snapshot, self._faults, self._rendered = snapshot, faults, {}
-        self._taken_at = time.monotonic()
-        return snapshot
-
-
-def _queues_in(faults: list[Fault]) -> set[str]:
-    return {fault.queue for fault in faults if fault.queue is not None}

@@ -1,7 +1,4 @@
-"""The metrics of one snapshot, for Prometheus. docs/guide/metrics.md describes each of them.
-
-The only module that knows prometheus_client, which is imported in the metrics process alone.
-"""
+"""Renders a snapshot for Prometheus (docs/guide/metrics.md). Only the metrics process imports prometheus_client."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +14,7 @@ from forq.procs.scoreboard import cumulated
 from forq.services.metrics import Snapshot, queues_of
 from forq.settings import WORK
 
-# Powers of two in µs: what is common finely, the rest coarsely, so that a thousand queues stay readable.
+# Powers of two in µs: fine for common times and coarse otherwise, to keep the page of a thousand queues small.
 BOUNDS = (4, 6, 8, *range(10, 26), 27, 29, 31, 33)
 _LE = [repr((1 << bound) / 1e6) for bound in BOUNDS]
 _EOF = b"# EOF\n"
@@ -25,17 +22,17 @@ JOB_STATES = ("waiting", "scheduled", "active", "blocked", "retry", "dead", "kep
 
 
 def render(snapshot: Snapshot, *, healthy: bool, accept: str) -> tuple[bytes, str]:
-    """The page and its content type, in the format that the client asks for."""
+    """The page and its content type, in the format that the client accepts."""
     encode, content_type = choose_encoder(accept)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(snapshot, healthy))
+    registry.register(_SnapshotCollector(snapshot, healthy))
     page = encode(registry)
     # OpenMetrics ends with this line.
     body = page.removesuffix(_EOF)
     return body + _histograms(snapshot).encode() + page[len(body) :], content_type
 
 
-class _Collected(Collector):
+class _SnapshotCollector(Collector):
     def __init__(self, snapshot: Snapshot, healthy: bool) -> None:
         self._snapshot = snapshot
         self._healthy = healthy
@@ -96,7 +93,7 @@ def _limit(counts: Counts, name: str) -> int | None:
     return None if counts.limits is None else int(counts.limits[name])
 
 
-# What is None is left out: the queue has no such figure.
+# Figures that are None are left out.
 _Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 _COUNTED: tuple[tuple[_Family, str, str, Callable[[Counts], float | None]], ...] = (
     (CounterMetricFamily, "forq_done", "Jobs done since the queue was created", lambda it: it.done),
@@ -148,22 +145,22 @@ def _of_attempts(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def _histograms(snapshot: Snapshot) -> str:
-    """Written here: they are two thirds of all lines, and the library takes ten times as long for each."""
+    """Two thirds of all lines are histograms, and the library takes ten times as long for each."""
     waits, runs = [_HEADER % (_WAIT, _WAIT_TEXT, _WAIT)], [_HEADER % (_RUN, _RUN_TEXT, _RUN)]
     for name, stats in snapshot.stats.items():
         queue = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        waits.append(_histogram(_WAIT_LINES, queue, stats.wait, stats.wait_micros))
-        runs.append(_histogram(_RUN_LINES, queue, stats.run, stats.run_micros))
+        waits.append(_histogram(_WAIT_TEMPLATE, queue, stats.wait, stats.wait_micros))
+        runs.append(_histogram(_RUN_TEMPLATE, queue, stats.run, stats.run_micros))
     return "".join(waits) + "".join(runs)
 
 
-def _histogram(lines: str, queue: str, counted: list[int], micros: int) -> str:
+def _histogram(template: str, queue: str, counted: list[int], micros: int) -> str:
     total = sum(counted)
-    return lines.format(*cumulated(counted, BOUNDS), total, total, micros / 1e6, queue=queue)
+    return template.format(*cumulated(counted, BOUNDS), total, total, micros / 1e6, queue=queue)
 
 
-def _lines_of(metric: str) -> str:
-    """What is said of one queue, with a place for each figure."""
+def _template(metric: str) -> str:
+    """A format string: the lines of one queue, with a placeholder for each figure."""
     buckets = [f'{metric}_bucket{{{{queue="{{queue}}",le="{le}"}}}} {{}}\n' for le in (*_LE, "+Inf")]
     return "".join([*buckets, *(f'{metric}_{what}{{{{queue="{{queue}}"}}}} {{}}\n' for what in ("count", "sum"))])
 
@@ -171,7 +168,7 @@ def _lines_of(metric: str) -> str:
 _HEADER = "# HELP %s %s\n# TYPE %s histogram\n"
 _WAIT, _WAIT_TEXT = "forq_wait_seconds", "Time from enqueue to claim (first attempts)"
 _RUN, _RUN_TEXT = "forq_run_seconds", "Run time of handlers"
-_WAIT_LINES, _RUN_LINES = _lines_of(_WAIT), _lines_of(_RUN)
+_WAIT_TEMPLATE, _RUN_TEMPLATE = _template(_WAIT), _template(_RUN)
 
 
 def _of_workers(snapshot: Snapshot) -> Iterator[Metric]:

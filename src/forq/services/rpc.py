@@ -1,4 +1,4 @@
-"""Where a service gets the supervisor's requests and answers them: JSON-RPC lines over its leash."""
+"""The JSON-RPC server of a service: requests of the supervisor over the leash, replies and notifications back."""
 
 import logging
 import socket
@@ -14,14 +14,14 @@ from forq.procs.loop import Loop
 
 log = logging.getLogger("forq")
 
-# The supervisor and its services trust each other: the cap is there to notice a fault, not to fend one off.
+# The supervisor and its services trust each other: the limit only detects bugs.
 MAX_LINE_BYTES = 64 * 1024 * 1024
 
 Verb = Callable[[dict[str, Any]], object]
 
 
 class PendingReply:
-    """What a verb returns whose answer is not known yet. `answer` is called once, with the result or a ForqError."""
+    """Returned by a verb whose reply comes later. `resolve` is called once, with the result or a ForqError."""
 
     def __init__(self) -> None:
         self._send: Callable[[object], None] | None = None
@@ -35,7 +35,7 @@ class PendingReply:
 
 
 class RpcServer:
-    """Ends the loop when the supervisor is gone. `on_end` is called first, at once."""
+    """Stops the loop when the supervisor is gone. `on_end` is called before any timer that is due."""
 
     def __init__(
         self,
@@ -58,10 +58,9 @@ class RpcServer:
             if call.expects_answer:
                 expect_busy()
                 self._answer(call)
-            # Anything else is a ping: the loop comes round, and that is the answer.
+            # A ping needs no reply: the pass of the loop is the sign of life.
 
     def notify(self, event: str, **fields: object) -> None:
-        """Something the supervisor should know without having asked."""
         self._leash.send(jsonrpc.encode({"event": event, **fields}) + b"\n")
 
     def _answer(self, call: jsonrpc.Call) -> None:
@@ -76,13 +75,17 @@ class RpcServer:
                 self._send(call.id, result)
         except ForqError as exc:
             self._send(call.id, exc)
-        except Exception as exc:  # a fault of ours must not end the service: every other request would fail too
+        except Exception as exc:  # a bug must not end the service: every other request would fail too
             log.exception("request failed verb=%s", call.method)
-            self._send(call.id, ForqError(f"internal error: {type(exc).__name__}: {exc}"))
+            self._send(call.id, internal_error(exc))
 
     def _send(self, number: str | int | None, value: object) -> None:
         try:
             answer = jsonrpc.failure(number, value) if isinstance(value, ForqError) else jsonrpc.result(number, value)
-        except InvalidData as exc:  # data that is nested too deeply, say
+        except InvalidData as exc:  # for example data nested too deeply
             answer = jsonrpc.failure(number, exc)
         self._leash.send(answer)
+
+
+def internal_error(exc: Exception) -> ForqError:
+    return ForqError(f"internal error: {type(exc).__name__}: {exc}")

@@ -1,15 +1,7 @@
-"""The failed log of a queue: logs/NAME/failed.jsonl in the state directory, one JSON object per line.
+"""The scribe: moves jobs that failed for good from the outbox in Redis to the failed log of their queue.
 
-Two processes write it (the scribe; the clerk, when a queue is deleted), so each write is made under a lock on the file.
-What append has returned from is on disk. A write that failed half way is taken back; one that a crash cut off is ended
-by the next write, so that it spoils no other line.
-
-The scribe: writes the failed log, one line per job that failed for good.
-
-1. It drains a queue's outbox when it is told of new lines, when it begins to serve the queue, after it has lost its
-   subscription, and every 30 s in case it was not told.
-2. A batch is written and synced, then forgotten in Redis. Whatever happens in between, the lines are written again.
-3. While a log cannot be written, or Redis cannot be reached, nothing is removed: it tries again, in growing pauses.
+The failed log is logs/NAME/failed.jsonl in the state directory, one JSON object per line. Two processes write it (the
+scribe, and the clerk when a queue is deleted), each under a lock on the file.
 """
 
 import fcntl
@@ -48,7 +40,11 @@ _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def append_lines(directory: Path, lines: Sequence[Mapping[str, object]], max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-    """Appends lines durably. A file that would grow past `max_bytes` is rotated first (one batch may be larger)."""
+    """Appends lines and syncs them. A file that would grow past `max_bytes` is rotated first (one batch may be larger).
+
+    A write that failed half way is undone. One that a crash cut off is ended by the next write, so that it spoils no
+    other line.
+    """
     data = b"".join(_encode(line) + b"\n" for line in lines)
     try:
         with _opened_directory(directory) as folder:
@@ -67,7 +63,7 @@ def _encode(line: Mapping[str, object]) -> bytes:
     try:
         return orjson.dumps(line)
     except TypeError:
-        # Data that was stored at orjson's limit of nesting is one level deeper here.
+        # Data at orjson's nesting limit is one level deeper here.
         return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
@@ -93,7 +89,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _opened_for(size: int, folder: int, max_bytes: int) -> int:
-    """The locked log, with room for so many bytes."""
+    """Opens and locks the log, with room for `size` bytes."""
     while True:
         fd = os.open(NAME, _FILE_FLAGS, 0o600, dir_fd=folder)
         try:
@@ -107,7 +103,7 @@ def _opened_for(size: int, folder: int, max_bytes: int) -> int:
         except BaseException:
             os.close(fd)
             raise
-        # It has been rotated, by us or by the other process: the lock is on the old file.
+        # The log was rotated, by us or by the other process: the lock is on the old file.
         os.close(fd)
 
 
@@ -119,7 +115,7 @@ def _inode(folder: int) -> int | None:
 
 
 def _rotate(folder: int) -> None:
-    """failed.jsonl becomes .1, .1 becomes .2 and so on, up to the first number that is free; else the oldest goes."""
+    """Renames failed.jsonl to .1, .1 to .2 and so on up to the first free number, or over the oldest file."""
     names = [NAME, *(f"{NAME}.{number}" for number in range(1, MAX_FILES))]
     present = set(os.listdir(folder))
     free = next((number for number, name in enumerate(names) if name not in present), MAX_FILES - 1)
@@ -138,14 +134,14 @@ def _write(fd: int, data: bytes) -> None:
             left = left[os.write(fd, left) :]
         os.fsync(fd)
     except BaseException:
-        # The lines stay in Redis and are written again: half of them must not stay here.
+        # The lines stay in Redis and are written again: remove the part that was written.
         with suppress(OSError):
             os.ftruncate(fd, size)
         raise
 
 
 CALL_TIMEOUT_SECONDS = 3.0
-LOOK_SECONDS = 30.0
+CHECK_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0
 
@@ -157,20 +153,27 @@ def run_scribe(context: Context, leash: socket.socket) -> int:
 
 
 class Scribe:
+    """
+    1. Drains the outbox of a queue when new lines are published, when it starts to serve the queue, after the
+       subscription broke, and every 30 s in case a message was lost.
+    2. Writes and syncs a batch, then removes it from Redis. After a crash in between the lines are written again.
+    3. Removes nothing while a log cannot be written or Redis is unreachable; it retries with growing pauses.
+    """
+
     def __init__(self, context: Context, leash: socket.socket) -> None:
         self._context = context
         link = Link(context.url, name="forq-scribe", timeout_seconds=CALL_TIMEOUT_SECONDS)
         self._outbox = Outbox(link, context.prefix, context.processor, context.expiry_ms)
-        self._outbox_subscription = OutboxSubscription(context.url, context.prefix, "forq-scribe-bell")
+        self._subscription = OutboxSubscription(context.url, context.prefix, "forq-scribe-bell")
         self._loop = service_loop()
         self._rpc = RpcServer(self._loop, leash, {"serve": self._serve})
         self._queues: list[str] = []
-        # When each queue that has lines is to be drained, and when to look for such queues.
+        # When to drain each queue that has lines, and when to check for such queues.
         self._due: dict[str, float] = {}
-        self._look_at = 0.0
-        self._disk: dict[str, Backoff] = {}
-        self._redis = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
-        # Written but perhaps not forgotten: if only the reply was lost, they need not be written twice.
+        self._check_at = 0.0
+        self._write_failures: dict[str, Backoff] = {}
+        self._redis_failures = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        # Written, but perhaps still in Redis: if only the reply was lost, they are not written twice.
         self._written: dict[str, list[bytes]] = {}
 
     def run(self) -> int:
@@ -179,57 +182,57 @@ class Scribe:
 
     def _after_pass(self) -> float:
         self.tick(time.monotonic())
-        return max(0.0, min([self._look_at, *self._due.values()]) - time.monotonic())
+        return max(0.0, min([self._check_at, *self._due.values()]) - time.monotonic())
 
     def tick(self, now: float) -> None:
-        """Everything that is due: connect, look for lines, write one batch of each queue."""
+        """Does what is due: connects, checks for lines, writes one batch of each queue."""
         try:
-            looking = now >= self._look_at
-            if looking:
-                self._look(now)
+            checking = now >= self._check_at
+            if checking:
+                self._check(now)
             for queue in [queue for queue, at in self._due.items() if at <= now]:
                 self._drain(queue, now)
-            # A server that only refuses to write lets us look: the streak ends when the writing works too.
-            if looking and self._redis.failures:
-                log.info("failed logs can be drained again failures=%s", self._redis.failures)
-                self._redis.reset()
+            # A server that only refuses writes passes the check: the failure ends when draining works too.
+            if checking and self._redis_failures.failures:
+                log.info("draining failed logs again failures=%s", self._redis_failures.failures)
+                self._redis_failures.reset()
         except RedisUnavailable as exc:
             self._redis_failed(exc, now)
 
     def _serve(self, params: dict[str, Any]) -> object:
-        """Which queues this supervisor serves from now on."""
+        """Replaces the set of served queues."""
         for queue in set(self._queues) - set(params["queues"]):
             self._due.pop(queue, None)
             self._written.pop(queue, None)
-            self._disk_works(queue)
-        if set(params["queues"]) - set(self._queues) and not self._redis.failures:
-            self._look_at = 0.0
+            self._write_succeeded(queue)
+        if set(params["queues"]) - set(self._queues) and not self._redis_failures.failures:
+            self._check_at = 0.0
         self._queues = list(params["queues"])
         return {}
 
-    def _look(self, now: float) -> None:
+    def _check(self, now: float) -> None:
         if not self._queues:
-            self._look_at = now + LOOK_SECONDS
+            self._check_at = now + CHECK_SECONDS
             return
-        # First the subscription, then the look: what comes in between is seen by both.
-        if not self._outbox_subscription.connected:
-            self._outbox_subscription.connect()
-            self._loop.add_reader(self._outbox_subscription.fileno(), self._listen)
+        # Subscribe before the check, so that no line is missed in between.
+        if not self._subscription.connected:
+            self._subscription.connect()
+            self._loop.add_reader(self._subscription.fileno(), self._receive)
         for queue in self._outbox.waiting(self._queues):
             self._due.setdefault(queue, now)
-        self._look_at = now + LOOK_SECONDS
+        self._check_at = now + CHECK_SECONDS
 
-    def _listen(self) -> None:
-        fd = self._outbox_subscription.fileno()
+    def _receive(self) -> None:
+        fd = self._subscription.fileno()
         try:
-            for queue in self._outbox_subscription.receive_queues() & set(self._queues):
-                self._due.setdefault(queue, self._look_at if self._redis.failures else 0.0)
+            for queue in self._subscription.receive_queues() & set(self._queues):
+                self._due.setdefault(queue, self._check_at if self._redis_failures.failures else 0.0)
         except RedisUnavailable:
             self._loop.remove_reader(fd)
-            self._look_at = 0.0
+            self._check_at = 0.0
 
     def _drain(self, queue: str, now: float) -> None:
-        """One batch, so that other queues and the supervisor get their turn."""
+        """Writes one batch: other queues and requests come in between."""
         try:
             lines = self._outbox.collect(queue)
             if lines:
@@ -239,13 +242,13 @@ class Scribe:
         except RedisUnavailable:
             raise
         except (UnknownQueue, Fenced) as exc:
-            # Deleted, or this processor was evicted: its lines are in other hands, and pulse tells the supervisor.
-            log.info("lines for the failed log went elsewhere queue=%s reason=%s", queue, exc)
+            # The queue was deleted, or this processor evicted: others write the lines, and pulse reports it.
+            log.info("outbox is no longer ours queue=%s reason=%s", queue, exc)
             del self._due[queue]
         except ForqError as exc:
-            self._disk_failed(queue, exc, now)
+            self._write_failed(queue, exc, now)
         else:
-            self._disk_works(queue)
+            self._write_succeeded(queue)
             if not lines:
                 del self._due[queue]
 
@@ -257,22 +260,21 @@ class Scribe:
         append_lines(directory, [read_line(queue, line) for line in lines], self._context.failed_log_max)
         self._written[queue] = lines
 
-    def _disk_failed(self, queue: str, exc: ForqError, now: float) -> None:
-        streak = self._disk.setdefault(queue, Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS))
-        self._due[queue] = now + streak.fail()
-        if streak.failures == 1:
-            log.error("failed log cannot be written, its lines stay in Redis queue=%s error=%s", queue, exc)
-        self._rpc.notify("failed_log", queue=queue, error=str(exc), failures=streak.failures)
+    def _write_failed(self, queue: str, exc: ForqError, now: float) -> None:
+        backoff = self._write_failures.setdefault(queue, Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS))
+        self._due[queue] = now + backoff.fail()
+        if backoff.failures == 1:
+            log.error("cannot write the failed log; its lines stay in Redis queue=%s error=%s", queue, exc)
+        self._rpc.notify("failed_log", queue=queue, error=str(exc), failures=backoff.failures)
 
-    def _disk_works(self, queue: str) -> None:
-        streak = self._disk.pop(queue, None)
-        if streak is not None:
-            log.info("failed log can be written again queue=%s failures=%s", queue, streak.failures)
-            self._rpc.notify("failed_log", queue=queue, error=None, failures=streak.failures)
+    def _write_succeeded(self, queue: str) -> None:
+        backoff = self._write_failures.pop(queue, None)
+        if backoff is not None:
+            log.info("failed log is writable again queue=%s failures=%s", queue, backoff.failures)
+            self._rpc.notify("failed_log", queue=queue, error=None, failures=backoff.failures)
 
     def _redis_failed(self, exc: RedisUnavailable, now: float) -> None:
-        """Which queues have lines is looked up again when Redis is back."""
-        self._look_at = now + self._redis.fail()
-        self._due = {queue: max(at, self._look_at) for queue, at in self._due.items()}
-        if self._redis.failures == 1:
-            log.warning("failed logs cannot be drained error=%s", exc)
+        self._check_at = now + self._redis_failures.fail()
+        self._due = {queue: max(at, self._check_at) for queue, at in self._due.items()}
+        if self._redis_failures.failures == 1:
+            log.warning("cannot drain failed logs; retrying error=%s", exc)

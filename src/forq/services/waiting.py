@@ -1,21 +1,4 @@
-"""Those who await an item through the control socket: the clerk speaks for all of them, and blocks for none.
-
-1. Each is registered in Redis under a name of its own, and renewed in half the time that this is valid for.
-2. The clerk hears on a channel of its own who was handed something, and asks for it.
-3. What was published while nobody heard it is lost: when that connection breaks, all of them ask again on the next one.
-4. While Redis is away they wait on, each until its own time is up.
-
-Those who watch a job through the control socket: each is answered when something has changed, or after a while.
-
-1. The clerk hears whose progress has changed, or is over because the job has ended or gone back; then it looks.
-2. Of jobs that tell no progress nobody says when they begin or end: that would cost every turn of every worker. The
-   clerk looks at a job that is watched once a second instead; one that nobody watches costs nothing.
-3. It listens only while somebody watches.
-
-The verb `logs`: those who read the output of a queue through the control socket, and those who wait for more.
-
-The files are looked at every 0.2 s while somebody waits, and not at all while nobody does.
-"""
+"""Control socket clients that wait for an item (awaiters), a change of a job (watchers), or output (followers)."""
 
 import hashlib
 import heapq
@@ -40,19 +23,19 @@ from forq.job import new_id
 from forq.output.files import OutputReader
 from forq.procs.loop import Loop
 from forq.redis_url import database_of
-from forq.services.rpc import PendingReply
+from forq.services.rpc import PendingReply, internal_error
 from forq.values import check_job_id, check_queue_name, shown
 
 log = logging.getLogger("forq")
 
 RETRY_SECONDS = 0.5
-# How many are looked after before the clerk's other requests get their turn again.
+# Awaiters served before the clerk handles other requests again.
 SLICE = 200
 
 
 @dataclass(eq=False)
 class Awaiter:
-    """`until`: when its time is up, on the monotonic clock, which all processes of a machine share."""
+    """`until`: end of its wait, on the monotonic clock, which all processes of a machine share."""
 
     leases: Leases
     name: str
@@ -65,6 +48,14 @@ class Awaiter:
 
 
 class Awaiters:
+    """Serves all awaiters of the control socket without blocking for any.
+
+    1. Registers each in Redis under its own name, and renews it after half of the registration's validity.
+    2. Receives on a channel of its own which awaiter was handed an item, and fetches it.
+    3. Messages are lost while the subscription is down: after it broke, every awaiter is checked again.
+    4. Awaiters stay while Redis is unreachable, each until its own time is up.
+    """
+
     def __init__(self, link: Link, prefix: str, loop: Loop, *, now: Callable[[], float] = time.monotonic) -> None:
         self._link = link
         self._prefix = prefix
@@ -75,15 +66,15 @@ class Awaiters:
             link.url, handed_channels(prefix, database_of(link.url), self._clerk), name="forq-clerk-subscription"
         )
         self._awaiters: dict[str, Awaiter] = {}
-        self._plans: list[tuple[float, int, Awaiter]] = []
+        self._due_heap: list[tuple[float, int, Awaiter]] = []
         self._order = count()
         self._away_until = 0.0
 
     def __len__(self) -> int:
         return len(self._awaiters)
 
-    def ask(self, params: dict[str, Any]) -> object:
-        """The verb: an item, or None when time is up (`until`, None: never)."""
+    def wait_for_item(self, params: dict[str, Any]) -> object:
+        """The verb `await`: an item, or None at `until` (None: waits forever)."""
         until = params["until"]
         one = Awaiter(
             leases=Leases(self._link, self._prefix, params["name"]),
@@ -94,10 +85,10 @@ class Awaiters:
             until=float("inf") if until is None else until,
         )
         if one.until <= self._now():
-            return self._ask_once(one)
+            return self._request_once(one)
         self._awaiters[one.name] = one
         try:
-            item = self._look(one)
+            item = self._fetch(one)
         except ForqError:
             del self._awaiters[one.name]
             raise
@@ -107,100 +98,99 @@ class Awaiters:
         return item
 
     def leave(self, params: dict[str, Any]) -> object:
-        """The verb: whoever asked is gone. What it was handed meanwhile goes back in line."""
+        """The verb `leave`: the client is gone. An item that it was handed in the meantime is returned."""
         one = self._awaiters.pop(params["awaiter"], None)
         if one is not None:
             one.reply.resolve(None)
         try:
             Leases(self._link, self._prefix, params["name"]).leave(params["awaiter"])
         except RedisUnavailable as exc:
-            log.info("an awaiter is forgotten when its lease lapses queue=%s error=%s", params["name"], exc)
+            log.info("cannot remove an awaiter; its registration will expire queue=%s error=%s", params["name"], exc)
         return {}
 
-    def _hear(self) -> None:
-        """Somebody has something in its list."""
+    def _receive(self) -> None:
         fd = self._subscription.fileno()
         try:
-            heard = self._subscription.receive()
+            messages = self._subscription.receive()
         except RedisUnavailable as exc:
             self._loop.remove_reader(fd)
-            log.info("awaiters are deaf until the next connect awaiters=%s error=%s", len(self), exc)
+            log.info("lost the subscription of awaiters; subscribing again awaiters=%s error=%s", len(self), exc)
             for one in self._awaiters.values():
-                self._plan(one, self._now())
+                self._set_due(one, self._now())
             return
-        for _, name in heard:
+        for _, name in messages:
             if name in self._awaiters:
-                self._plan(self._awaiters[name], self._now())
+                self._set_due(self._awaiters[name], self._now())
 
     def tick(self) -> float | None:
-        """Looks after those whose time has come; how long nothing is due then."""
+        """Serves awaiters that are due. Returns the seconds until the next one is due, or None."""
         now = self._now()
         for _ in range(SLICE):
-            if not self._plans or self._plans[0][0] > now:
+            if not self._due_heap or self._due_heap[0][0] > now:
                 break
-            plan = heapq.heappop(self._plans)
-            if self._is_current(*plan):
-                self._serve(plan[2])
-        while self._plans and not self._is_current(*self._plans[0]):
-            heapq.heappop(self._plans)
-        return max(0.0, self._plans[0][0] - self._now()) if self._plans else None
+            entry = heapq.heappop(self._due_heap)
+            if self._is_current(*entry):
+                self._serve(entry[2])
+        while self._due_heap and not self._is_current(*self._due_heap[0]):
+            heapq.heappop(self._due_heap)
+        return max(0.0, self._due_heap[0][0] - self._now()) if self._due_heap else None
 
     def _serve(self, one: Awaiter) -> None:
         last = one.until <= self._now()
         answer: object
         try:
-            answer = self._look(one)
+            answer = self._fetch(one)
         except ForqError as exc:
             answer = exc
-        except Exception as exc:  # a fault of ours must not end the clerk: all others would lose theirs too
+        except Exception as exc:  # a bug must not end the clerk: all other clients would be disconnected
             log.exception("cannot serve an awaiter queue=%s", one.leases.queue)
-            answer = ForqError(f"internal error: {type(exc).__name__}: {exc}")
+            answer = internal_error(exc)
         if answer is not None or last:
             del self._awaiters[one.name]
             one.reply.resolve(answer)
 
-    def _look(self, one: Awaiter) -> dict[str, Any] | None:
-        """What it was handed; None if there is nothing yet, and then the next look is planned."""
+    def _fetch(self, one: Awaiter) -> dict[str, Any] | None:
+        """The item it was handed; None, with its next due time set, if there is none yet."""
         now = self._now()
         if now >= self._away_until:
             try:
-                self._listen()
-                return self._ask(one)
+                self._subscribe()
+                return self._request(one)
             except RedisUnavailable:
-                # One that fails is enough: the others need not wait for their own timeouts.
+                # The others need not run into the same timeout.
                 self._away_until = self._now() + RETRY_SECONDS
-        self._plan(one, min(self._away_until, one.until))
+        self._set_due(one, min(self._away_until, one.until))
         return None
 
-    def _ask(self, one: Awaiter) -> dict[str, Any] | None:
-        """Registers it again; not if its time is up: then it is forgotten."""
+    def _request(self, one: Awaiter) -> dict[str, Any] | None:
+        """Renews its registration, or removes it if its time is up."""
         now = self._now()
         answer = one.leases.request(
             one.name, one.job_id, mode=one.mode, register=now < one.until, lease_ms=one.lease_ms, via=self._clerk
         )
         if answer.lease is not None:
             return _describe(one.name, answer.lease)
-        self._plan(one, min(now + answer.valid_ms / 2000, one.until))
+        self._set_due(one, min(now + answer.valid_ms / 2000, one.until))
         return None
 
-    def _ask_once(self, one: Awaiter) -> dict[str, Any] | None:
+    def _request_once(self, one: Awaiter) -> dict[str, Any] | None:
         try:
-            return self._ask(one)
+            return self._request(one)
         except OutcomeUnknown:
-            # It may hold an item by now: the same question again gets the same one.
-            return self._ask(one)
+            # It may hold an item by now: the same request gets the same item.
+            return self._request(one)
 
-    def _listen(self) -> None:
+    def _subscribe(self) -> None:
         if not self._subscription.connected:
             self._subscription.connect()
-            self._loop.add_reader(self._subscription.fileno(), self._hear)
+            self._loop.add_reader(self._subscription.fileno(), self._receive)
 
-    def _plan(self, one: Awaiter, at: float) -> None:
+    def _set_due(self, one: Awaiter, at: float) -> None:
         one.due = at
-        heapq.heappush(self._plans, (at, next(self._order), one))
+        heapq.heappush(self._due_heap, (at, next(self._order), one))
 
     def _is_current(self, at: float, _: int, one: Awaiter) -> bool:
-        """Not one that was served, or planned anew, meanwhile."""
+        """False for an awaiter that was served, or got another due time, in the meantime."""
         return one.due == at and self._awaiters.get(one.name) is one
 
 
@@ -217,16 +207,16 @@ def _describe(awaiter: str, lease: Lease) -> dict[str, Any]:
 
 WATCH_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 5.0
-# Who watches asks again at once: so long after the last question nobody does.
+# A client that watches repeats its request at once, so after this pause none does.
 LISTEN_SECONDS = 10.0
 _SEEN = re.compile(r"([0-9]{1,20}) [0-9a-f]{16}")
 _FIELDS = ("identifier", "retry_count", "stall_count", "timeout_count", "run_at", "progress", "error")
-_AT_ITS_END = ("ended_at", "result", "result_error")
+_END_FIELDS = ("ended_at", "result", "result_error")
 
 
 @dataclass(eq=False)
 class Watcher:
-    """`seen`: what its last answer was called. `since`: an attempt of the watched job has this fence or a later one."""
+    """`seen`: tag of its last reply. `since`: attempts of the watched job have this fence or a later one."""
 
     inspector: Inspector
     job_id: str
@@ -238,6 +228,14 @@ class Watcher:
 
 
 class Watchers:
+    """Replies to a watcher when its job has changed, or after a while.
+
+    1. Receives which jobs have new progress, or ended or were returned after they had reported some; then reads them.
+    2. Jobs without progress publish nothing, since that would cost every turn of every worker. Watched jobs are
+       therefore read once a second; others cost nothing.
+    3. Is subscribed only while somebody watches.
+    """
+
     def __init__(self, link: Link, prefix: str, loop: Loop, *, now: Callable[[], float] = time.monotonic) -> None:
         self._link = link
         self._prefix = prefix
@@ -253,60 +251,59 @@ class Watchers:
         return len(self._watchers)
 
     def watch(self, params: dict[str, Any]) -> object:
-        """The verb: what there is to say of the job, once that differs from `seen`, or after `wait` seconds."""
+        """The verb `watch`: the job, once it differs from `seen` or after `wait` seconds."""
         name, job_id = check_queue_name(params.get("name")), check_job_id(params.get("id"))
         seen, wait_seconds = _read_seen(params.get("seen")), _read_wait(params.get("wait"))
         since = int(seen.partition(" ")[0]) if seen is not None else 0
         one = Watcher(Inspector(self._link, self._prefix, name), job_id, seen, since, self._now() + wait_seconds)
         self._asked_at = self._now()
-        # Before the look: what changes after it is heard.
-        self._listen()
-        answer = self._look(one)
+        # Before the read: later changes are received.
+        self._subscribe()
+        answer = self._read(one)
         if answer["seen"] != seen or wait_seconds <= 0:
             return answer
         one.due = min(self._now() + WATCH_SECONDS, one.until)
         self._watchers.append(one)
         return one.reply
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         fd = self._subscription.fileno()
         try:
-            heard = self._subscription.receive()
+            messages = self._subscription.receive()
         except RedisUnavailable as exc:
             self._loop.remove_reader(fd)
-            log.info("watchers are deaf until the next one comes watchers=%s error=%s", len(self), exc)
+            log.info("lost the subscription of watchers; reading once a second watchers=%s error=%s", len(self), exc)
             return
-        changed = {(queue_of_channel(channel), job_id) for channel, ids in heard for job_id in ids.split(" ")}
+        changed = {(queue_of_channel(channel), job_id) for channel, ids in messages for job_id in ids.split(" ")}
         for one in self._watchers:
             if (one.inspector.name, one.job_id) in changed:
                 one.due = self._now()
 
     def tick(self) -> float | None:
-        """Looks at what is due, and answers those who have something to hear or have waited long enough; how long
-        nothing is due then."""
+        """Replies to watchers whose job has changed or whose time is up. Returns seconds until the next is due."""
         now = self._now()
         for one in [one for one in self._watchers if one.due <= now]:
             answer: object
             try:
-                answer = self._look(one)
+                answer = self._read(one)
                 one.due = min(now + WATCH_SECONDS, one.until)
                 if answer["seen"] == one.seen and now < one.until:
                     continue
             except ForqError as exc:
                 answer = exc
-            except Exception as exc:  # a fault of ours must not end the clerk: all others would lose theirs too
-                log.exception("cannot look at a job that is watched queue=%s", one.inspector.name)
-                answer = ForqError(f"internal error: {type(exc).__name__}: {exc}")
+            except Exception as exc:  # a bug must not end the clerk: all other clients would be disconnected
+                log.exception("cannot read a watched job queue=%s", one.inspector.name)
+                answer = internal_error(exc)
             self._watchers.remove(one)
             one.reply.resolve(answer)
         if self._subscription.connected and not self._watchers and now >= self._asked_at + LISTEN_SECONDS:
-            self._stop_listening()
+            self._unsubscribe()
         due = [one.due for one in self._watchers]
         if not due and self._subscription.connected:
             due = [self._asked_at + LISTEN_SECONDS]
         return max(0.0, min(due) - self._now()) if due else None
 
-    def _look(self, one: Watcher) -> dict[str, Any]:
+    def _read(self, one: Watcher) -> dict[str, Any]:
         try:
             job = one.inspector.job(one.job_id)
         except UnknownJob:
@@ -316,40 +313,40 @@ class Watchers:
         if one.seen is None:
             one.since = job["fence"] if "fence" in job else self._server_us(one.inspector.name)
         elif job["state"] in ("dead", "done") and job["fence"] < one.since:
-            # That was an earlier job of that id: this one has left in another way.
+            # An earlier job of the same id; the watched one was removed in another way.
             job = {"state": "gone"}
-        told = {
+        reply = {
             "id": one.job_id,
             "state": job["state"],
-            **{key: job[key] for key in _FIELDS + _AT_ITS_END if key in job},
+            **{key: job[key] for key in _FIELDS + _END_FIELDS if key in job},
         }
-        return {**told, "seen": f"{one.since} {_digest(told, job.get('fence'))}"}
+        return {**reply, "seen": f"{one.since} {_digest(reply, job.get('fence'))}"}
 
     def _server_us(self, name: str) -> int:
-        """A fence is at least the time of its claim."""
+        """The server's time: a fence is at least the time of its claim."""
         seconds, micros = self._link.call("TIME", at=queue_base(self._prefix, name))
         return int(seconds) * 1_000_000 + int(micros)
 
-    def _listen(self) -> None:
+    def _subscribe(self) -> None:
         if not self._subscription.connected:
             self._subscription.connect()
-            self._loop.add_reader(self._subscription.fileno(), self._hear)
+            self._loop.add_reader(self._subscription.fileno(), self._receive)
 
-    def _stop_listening(self) -> None:
+    def _unsubscribe(self) -> None:
         self._loop.remove_reader(self._subscription.fileno())
         self._subscription.close()
 
 
-def _digest(told: dict[str, Any], fence: int | None) -> str:
-    """The same progress told again is no change."""
-    progress = told.get("progress")
+def _digest(reply: dict[str, Any], fence: int | None) -> str:
+    """The same progress reported again is no change."""
+    progress = reply.get("progress")
     brief = progress and [progress["fraction"], progress["text"]]
-    return hashlib.blake2b(orjson.dumps([{**told, "progress": brief}, fence]), digest_size=8).hexdigest()
+    return hashlib.blake2b(orjson.dumps([{**reply, "progress": brief}, fence]), digest_size=8).hexdigest()
 
 
 def _read_seen(seen: object) -> str | None:
     if seen is not None and not (isinstance(seen, str) and _SEEN.fullmatch(seen)):
-        raise UsageError(f"seen {shown(seen)} is not allowed: use the one of the last answer")
+        raise UsageError(f"seen {shown(seen)} is not allowed: use the one of the last reply")
     return seen
 
 
@@ -376,22 +373,24 @@ class Follower:
 
 
 class Followers:
+    """Replies to clients that read a queue's output, or wait for more. Files are checked only while somebody waits."""
+
     def __init__(self, logs_dir: Path, *, now: Callable[[], float] = time.monotonic) -> None:
         self._reader = OutputReader(logs_dir)
         self._now = now
         self._followers: list[Follower] = []
-        self._look_at = 0.0
+        self._check_at = 0.0
 
     def __len__(self) -> int:
         return len(self._followers)
 
-    def logs(self, params: dict[str, Any]) -> object:
-        """The verb: records behind `cursor`; if there are none, once there are some, or after `wait` seconds."""
+    def read_logs(self, params: dict[str, Any]) -> object:
+        """The verb `logs`: records after `cursor`, once there are some or after `wait` seconds."""
         queue, job = check_queue_name(params.get("name")), params.get("job")
         if job is not None:
             check_job_id(job)
-        wait_seconds = _number(params.get("wait"), "wait", LONGEST_WAIT_SECONDS) or 0.0
-        tail = _number(params.get("lines"), "lines", MAX_TAIL)
+        wait_seconds = _read_number(params.get("wait"), "wait", LONGEST_WAIT_SECONDS) or 0.0
+        tail = _read_number(params.get("lines"), "lines", MAX_TAIL)
         answer = self._reader.read(
             queue, params.get("cursor"), tail=DEFAULT_TAIL if tail is None else int(tail), job=job
         )
@@ -399,41 +398,41 @@ class Followers:
             return answer
         one = Follower(queue, answer["cursor"], job, self._now() + wait_seconds)
         if not self._followers:
-            self._look_at = self._now() + FOLLOW_SECONDS
+            self._check_at = self._now() + FOLLOW_SECONDS
         self._followers.append(one)
         return one.reply
 
     def tick(self) -> float | None:
-        """Answers those for whom something has come, or who have waited long enough; how long nothing is due then."""
+        """Replies to followers with new output or whose time is up. Returns the seconds until the next check."""
         now = self._now()
-        if self._followers and now >= self._look_at:
-            self._look_at = now + FOLLOW_SECONDS
+        if self._followers and now >= self._check_at:
+            self._check_at = now + FOLLOW_SECONDS
             for one in list(self._followers):
-                answer = self._look(one, now)
+                answer = self._read(one, now)
                 if answer is not None:
                     self._followers.remove(one)
                     one.reply.resolve(answer)
-        return max(0.0, self._look_at - self._now()) if self._followers else None
+        return max(0.0, self._check_at - self._now()) if self._followers else None
 
-    def _look(self, one: Follower, now: float) -> object:
+    def _read(self, one: Follower, now: float) -> object:
         try:
             if not self._reader.has_more(one.queue, one.cursor) and now < one.until:
                 return None
             answer = self._reader.read(one.queue, one.cursor, tail=0, job=one.job)
         except ForqError as exc:
             return exc
-        except Exception as exc:  # a fault of ours must not end the clerk: all others would lose theirs too
+        except Exception as exc:  # a bug must not end the clerk: all other clients would be disconnected
             log.exception("cannot read the output queue=%s", one.queue)
-            return ForqError(f"internal error: {type(exc).__name__}: {exc}")
+            return internal_error(exc)
         if answer["records"] or answer["more"] or answer["skipped"] or now >= one.until:
             return answer
         one.cursor = answer["cursor"]
         return None
 
 
-def _number(value: object, what: str, most: float) -> float | None:
+def _read_number(value: object, name: str, maximum: float) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise UsageError(f"{what} {shown(value)} is not allowed: a number from 0 on")
-    return min(float(value), most)
+        raise UsageError(f"{name} {shown(value)} is not allowed: use a number from 0 up")
+    return min(float(value), maximum)

@@ -1,12 +1,4 @@
-"""The warden: looks at processes on the supervisor's behalf, which has no time to wait for /proc.
-
-1. It watches what the processes of queues take of the machine, where the kernel does not keep the limits: every
-   LOOK_SECONDS while jobs run, daemons below a process included; once a second while none run, for what a job has left.
-2. A cheap sum comes first (RSS: shared pages count again and again); the exact one (PSS) only if that is too much.
-3. One that takes too much it does not kill: it tells the supervisor, which knows what else hangs on that process.
-4. When the supervisor says so, it kills a process with all below it, and what dead children have left behind. Whoever
-   it kills the supervisor reaps. A request may come twice, from one that it did not answer in time: it does no harm.
-"""
+"""The warden: inspects and kills processes for the supervisor, which must not block on /proc."""
 
 import logging
 import os
@@ -27,13 +19,13 @@ from forq.procs.loop import service_loop
 from forq.procs.treekill import descendants_of, kill_tree, signal_descendants
 from forq.services.rpc import RpcServer
 
-LOOK_SECONDS = 0.05
-IDLE_LOOK_SECONDS = 1.0
-# Of one CPU, for all looks together: 1 part in so many.
-SHARE = 10
-# It must get to look also while a queue takes every CPU. Granted to root only.
-NICER = -5
-# What it may take to kill a tree that does not want to end.
+CHECK_SECONDS = 0.05
+IDLE_CHECK_SECONDS = 1.0
+# Checks take at most 1/10 of one CPU.
+CPU_SHARE = 10
+# Checks must run even while a queue uses every CPU. Only root may lower it.
+NICENESS = -5
+# Longest time to kill a stubborn tree.
 KILL_SECONDS = 7.0
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -42,8 +34,8 @@ log = logging.getLogger("forq")
 
 
 @dataclass(frozen=True)
-class Watched:
-    """`key`: what the supervisor calls this process; a pid may be used again."""
+class WatchedProcess:
+    """`key`: the supervisor's id of this process, since a pid may be reused."""
 
     key: int
     pid: int
@@ -53,11 +45,20 @@ class Watched:
 
 def run_warden(context: Context, leash: socket.socket) -> int:
     with suppress(PermissionError):
-        os.nice(NICER)
+        os.nice(NICENESS)
     return Warden(context, leash).run()
 
 
 class Warden:
+    """
+    1. Checks the memory and tasks of queues' processes where the kernel does not enforce the limits: every
+       CHECK_SECONDS while jobs run, and once a second while none run, since a job may have left processes behind.
+    2. Adds up RSS first, which is cheap and counts shared pages repeatedly; then PSS, if that exceeds the limit.
+    3. Reports a process over its limit. The supervisor kills it, since it knows the jobs of that process.
+    4. On request, kills a process with its descendants, and the orphans of dead children. The supervisor reaps them.
+       A request may be repeated after a timeout, without harm.
+    """
+
     def __init__(self, context: Context, leash: socket.socket, clock: Callable[[], float] = time.monotonic) -> None:
         self._scoreboard = context.scoreboard
         self._loop = service_loop()
@@ -66,9 +67,9 @@ class Warden:
         self._own = context.child_pids
         self._tree_mark = context.tree_mark
         self._clock = clock
-        self._watched: dict[int, Watched] = {}
-        self._idle_look_at = 0.0
-        self._pause_seconds = LOOK_SECONDS
+        self._watched: dict[int, WatchedProcess] = {}
+        self._idle_check_at = 0.0
+        self._pause_seconds = CHECK_SECONDS
 
     def run(self) -> int:
         self._loop.run(self._after_pass)
@@ -80,21 +81,21 @@ class Warden:
 
     def tick(self) -> None:
         began = self._clock()
-        idle_too = began >= self._idle_look_at
+        idle_too = began >= self._idle_check_at
         if idle_too:
-            self._idle_look_at = began + IDLE_LOOK_SECONDS
+            self._idle_check_at = began + IDLE_CHECK_SECONDS
         for watched in list(self._watched.values()):
             expect_busy()
-            if (idle_too or self._is_busy(watched)) and (found := look_at_tree(watched.pid, watched.resources)):
-                # Once: the supervisor ends it.
+            if (idle_too or self._is_busy(watched)) and (found := check_tree(watched.pid, watched.resources)):
+                # Reported once: the supervisor kills it.
                 del self._watched[watched.key]
                 self._rpc.notify("exceeded", key=watched.key, cause=found.cause, peak=found.peak_bytes)
-        self._pause_seconds = max(LOOK_SECONDS, (self._clock() - began) * (SHARE - 1))
+        self._pause_seconds = max(CHECK_SECONDS, (self._clock() - began) * (CPU_SHARE - 1))
 
     def _watch(self, params: dict[str, Any]) -> object:
-        """Which processes there are from now on."""
+        """Replaces the set of watched processes."""
         self._watched = {
-            each["key"]: Watched(
+            each["key"]: WatchedProcess(
                 each["key"], each["pid"], tuple(each["slots"]), Resources(each["memory_bytes"], each["tasks"])
             )
             for each in params["processes"]
@@ -103,7 +104,7 @@ class Warden:
 
     def _kill(self, params: dict[str, Any]) -> object:
         expect_busy(KILL_SECONDS)
-        # Of a supervisor that is dead the pid may be another's by now. A living one reaps it after our answer.
+        # If the supervisor is dead, the pid may have been reused. A living one reaps it after this reply.
         return {"gone": self._own.owner_lives() and kill_tree(params["pid"])}
 
     def _term(self, params: dict[str, Any]) -> object:
@@ -115,12 +116,12 @@ class Warden:
         expect_busy(orphans.LONGEST_SECONDS)
         return asdict(orphans.clean_up(self._own, params["survivors"], params["groups"], self._tree_mark))
 
-    def _is_busy(self, watched: Watched) -> bool:
+    def _is_busy(self, watched: WatchedProcess) -> bool:
         return any(self._scoreboard.slot(number).position & 1 for number in watched.slots)
 
 
-def look_at_tree(pid: int, resources: Resources) -> Exceeded | None:
-    """Whether this process and all below it take more than they may."""
+def check_tree(pid: int, resources: Resources) -> Exceeded | None:
+    """The limit that this process and its descendants exceed, if any."""
     pids = [pid, *descendants_of(pid)]
     tasks = resident = 0
     for each in pids:
@@ -137,7 +138,7 @@ def look_at_tree(pid: int, resources: Resources) -> Exceeded | None:
 
 
 def _threads_and_resident(pid: int) -> tuple[int, int]:
-    """(0, 0) of one that is gone. A zombie is a task, as the kernel counts them."""
+    """(0, 0) if it is gone. A zombie counts as a task, as in the kernel."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             raw = stat.read()
