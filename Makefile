@@ -173,7 +173,7 @@ delayed: tools ## 100,000 delayed jobs over 60 s, for idle and for busy workers,
 	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_delayed.py
 
 test-systemd: tools ## forq under a real systemd, booted in namespaces: start, watchdog, stop, kill -9, socket (as root)
-	$(BIN)/pytest -s -v --timeout 300 tests/supervisor/test_units.py tests/end_to_end/test_systemd.py
+	$(BIN)/pytest -s -v --timeout 300 tests/supervisor/test_systemd_units.py tests/end_to_end/test_systemd.py
 
 model: ## check the model of claim, settle and recover, with the fence and without (needs spin and gcc)
 	docs/design/model/check.sh

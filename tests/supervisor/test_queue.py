@@ -1,0 +1,303 @@
+"""One served queue with fake children: respawn, restart with new code, and stop."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from forq import exits
+from forq.errors import CannotImport, ForqError
+from forq.procs.scoreboard import Role, Scoreboard
+from forq.queue_spec import QueueSpec
+from forq.settings import defaults
+from forq.supervisor import process as process_module
+from forq.supervisor import queue as queue_module
+from forq.supervisor.child import Exit
+from forq.supervisor.pacing import FLAPPING_DEATHS, Admission
+from forq.supervisor.process import ProcessDeps
+from forq.supervisor.queue import ServedQueue
+from tests.supervisor.fakes import CRASHED, FakeChild, FakeLoop, fake_child_class
+
+STOPPED = Exit(exits.STOPPED, None)
+
+
+class Stage:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loop = FakeLoop()
+        self.child_class = fake_child_class(self.loop)
+        monkeypatch.setattr(process_module, "Child", self.child_class)
+        self.events: list[str] = []
+        self.deps: Any = ProcessDeps(
+            children=SimpleNamespace(loop=self.loop),  # type: ignore[arg-type]
+            scoreboard=Scoreboard.create(64),
+            grants=MagicMock(),
+            admission=Admission(self.loop),  # type: ignore[arg-type]
+            child_main=MagicMock(),
+            recover=lambda params, finish: finish(),
+            queue_gone=lambda name: self.events.append(f"gone {name}"),
+            check_evicted=lambda name: self.events.append(f"check evicted {name}"),
+            check_waiting=MagicMock(),
+            changed=lambda: None,
+            processor=lambda: "p",
+            check_unread=MagicMock(),
+            warden=MagicMock(),
+        )
+        self.spec = QueueSpec("q", "work", None, {}, (), {})
+        self.queue = ServedQueue(self.spec, defaults("work"), self.deps)
+
+    @property
+    def children(self) -> list[FakeChild]:
+        return self.child_class.made
+
+    def start(self) -> None:
+        self.queue.start()
+        for child in self.children:
+            child.receive(ready=0)
+
+    def restart(self, seconds: float = 60.0) -> list[ForqError | None]:
+        """The list gets the result when the restart is over."""
+        results: list[ForqError | None] = []
+        self.queue.restart(seconds, results.append)
+        self.loop.run()
+        return results
+
+    def import_all(self) -> None:
+        for child in self.children:
+            if not child.ended:
+                child.receive(imported=0)
+
+    def end_stopping(self) -> None:
+        for child in list(self.children):
+            if child.stopping and not child.ended:
+                child.die(STOPPED)
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(monkeypatch)
+
+
+def names(children: list[FakeChild]) -> list[str]:
+    return [child.name for child in children]
+
+
+def test_a_queue_is_running_when_its_main_process_is_ready(stage: Stage) -> None:
+    assert stage.queue.opening
+    stage.queue.start()
+    assert names(stage.children) == ["q main", "q retry"]
+    assert stage.queue.state == "starting"
+    stage.children[1].receive(ready=0)
+    assert stage.queue.state == "starting"
+    stage.children[0].receive(ready=0)
+    assert stage.queue.state == "running"
+    assert stage.queue.main_pid() == stage.children[0].pid
+
+
+def test_a_process_that_dies_is_started_again_after_a_delay(stage: Stage) -> None:
+    stage.start()
+    stage.children[0].die()
+    assert len(stage.children) == 2
+    assert stage.queue.describe_children()[0]["state"] == "backoff"
+    stage.loop.run(1.0)
+    assert names(stage.children) == ["q main", "q retry", "q main"]
+    assert stage.queue.describe_children()[0]["restarts"] == 1
+
+
+def test_a_process_that_keeps_dying_is_flapping_and_never_given_up(stage: Stage) -> None:
+    stage.start()
+    for _ in range(FLAPPING_DEATHS):
+        next(child for child in stage.children if child.name == "q main" and not child.ended).die()
+        while stage.children[-1].ended or stage.children[-1].name == "q retry":
+            stage.loop.run(0.1)
+    assert stage.queue.state == "flapping"
+    assert not stage.children[-1].ended
+    trouble = stage.queue.trouble()
+    assert trouble is not None
+    assert "forqctl logs q" in trouble
+
+
+def test_a_fork_that_fails_is_tried_again(stage: Stage) -> None:
+    stage.child_class.refused.append(OSError("no more processes"))
+    stage.queue.start()
+    assert names(stage.children) == ["q retry"]
+    stage.loop.run(1.0)
+    assert names(stage.children) == ["q retry", "q main"]
+
+
+def test_a_queue_whose_handler_cannot_be_imported_stops_all_its_processes(stage: Stage) -> None:
+    stage.queue.start()
+    main, retry = stage.children
+    main.receive(exiting=exits.CONFIG, reason="no module named x")
+    main.die(Exit(exits.CONFIG, None))
+    assert (stage.queue.state, stage.queue.config_error) == ("config_error", "no module named x")
+    assert retry.stopping
+    retry.die(STOPPED)
+    stage.loop.run(60.0)
+    assert len(stage.children) == 2, "no respawn"
+
+
+def test_an_exit_code_of_a_handler_is_no_config_error(stage: Stage) -> None:
+    """Only an announced code means something."""
+    stage.start()
+    stage.children[0].die(Exit(exits.CONFIG, None))
+    assert stage.queue.config_error is None
+
+
+@pytest.mark.parametrize(
+    ("code", "event"), [(exits.QUEUE_GONE, "gone q"), (exits.FENCED, "check evicted q")], ids=["gone", "fenced"]
+)
+def test_what_an_announced_exit_code_reports_is_verified_elsewhere(stage: Stage, code: int, event: str) -> None:
+    stage.start()
+    stage.children[0].receive(exiting=code, reason="")
+    stage.children[0].die(Exit(code, None))
+    assert stage.events == [event]
+
+
+def test_stop_is_over_when_the_last_process_is_gone(stage: Stage) -> None:
+    stage.start()
+    stopped: list[str] = []
+    stage.queue.stop(lambda: stopped.append("stopped"))
+    assert all(child.stopping for child in stage.children)
+    stage.children[0].die(STOPPED)
+    assert stopped == []
+    stage.children[1].die(STOPPED)
+    assert stopped == ["stopped"]
+    stage.loop.run(60.0)
+    assert len(stage.children) == 2
+
+
+def test_a_process_waiting_for_its_respawn_is_not_started_after_a_stop(stage: Stage) -> None:
+    stage.start()
+    stage.children[0].die()
+    stage.queue.stop()
+    stage.loop.run(60.0)
+    assert len(stage.children) == 2
+
+
+def test_a_restart_replaces_the_processes_only_after_all_imports(stage: Stage) -> None:
+    stage.start()
+    old = list(stage.children)
+    results = stage.restart()
+    new = stage.children[2:]
+    assert names(new) == ["q main", "q retry"]
+    new[0].receive(imported=0)
+    assert not any(child.stopping for child in old), "the other one still imports"
+    new[1].receive(imported=0)
+    assert all(child.stopping for child in old)
+    assert new[0].sent == [], "they wait for the old ones"
+    stage.end_stopping()
+    assert [child.sent for child in new] == [[{"begin": 0}], [{"begin": 0}]]
+    assert results == [None]
+    assert len(stage.children) == 4
+
+
+def test_a_restart_whose_import_fails_leaves_the_old_processes_alone(stage: Stage) -> None:
+    stage.start()
+    results = stage.restart()
+    new = stage.children[2:]
+    new[0].receive(exiting=exits.CONFIG, reason="syntax error", traceback="line 1")
+    new[0].die(Exit(exits.CONFIG, None))
+    assert results == [], "not before the other new process is gone"
+    new[1].die()
+    (error,) = results
+    assert isinstance(error, CannotImport)
+    assert not any(child.stopping for child in stage.children[:2])
+    assert stage.queue.state == "running"
+    restart_error = stage.queue.restart_error
+    assert restart_error is not None
+    assert (restart_error["message"], restart_error["traceback"]) == ("syntax error", "line 1")
+
+
+def test_an_import_that_takes_too_long_ends_the_restart(stage: Stage) -> None:
+    stage.start()
+    results = stage.restart(seconds=5.0)
+    stage.loop.run(5.1)
+    assert [child.kills for child in stage.children] == [0, 0, 1, 1]
+    for child in stage.children[2:]:
+        child.die()
+    assert "not imported after 5 s" in str(results[0])
+
+
+def test_a_new_process_that_dies_while_it_waits_is_replaced_at_the_start(stage: Stage) -> None:
+    stage.start()
+    results = stage.restart()
+    stage.import_all()
+    stage.children[2].die()
+    stage.end_stopping()
+    assert results == [None]
+    assert names(stage.children) == ["q main", "q retry", "q main", "q retry", "q main"]
+    assert stage.children[3].sent == [{"begin": 0}]
+
+
+def test_restarts_requested_meanwhile_share_one_that_follows(stage: Stage) -> None:
+    """Their code may be newer than what the first one has imported."""
+    stage.start()
+    first, second, third = stage.restart(), stage.restart(), stage.restart()
+    assert len(stage.children) == 4
+    stage.import_all()
+    stage.end_stopping()
+    assert (first, second, third) == ([None], [], [])
+    stage.loop.run()
+    assert len(stage.children) == 6
+    stage.import_all()
+    stage.end_stopping()
+    assert (first, second, third) == ([None], [None], [None])
+
+
+def test_a_stop_during_a_restart_waits_for_the_new_processes_and_fails_the_restart(stage: Stage) -> None:
+    stage.start()
+    results, stopped = stage.restart(), list[str]()
+    waiting = stage.restart()
+    stage.queue.stop(lambda: stopped.append("stopped"), now=True)
+    for child in stage.children[:2]:
+        child.die()
+    assert stopped == []
+    for child in stage.children[2:]:
+        child.die()
+    assert stopped == ["stopped"]
+    assert [len(results), len(waiting)] == [1, 1]
+    assert "were stopped meanwhile" in str(results[0])
+    assert "were stopped meanwhile" in str(waiting[0])
+
+
+def test_too_many_retiring_processes_delay_the_successor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "MOST_LEAVING", 2)
+    stage.start()
+    for _ in range(2):
+        next(child for child in reversed(stage.children) if child.name == "q main").receive(replace="max_jobs")
+    mains = [child for child in stage.children if child.name == "q main"]
+    assert len(mains) == 2, "the second one waits: two are leaving"
+    mains[0].die(STOPPED)
+    assert len([child for child in stage.children if child.name == "q main"]) == 3
+
+
+def test_survivors_of_all_its_processes_are_reported(stage: Stage) -> None:
+    stage.start()
+    stage.queue.stop(now=True)
+    stage.children[0].die(CRASHED, frozenset({7}))
+    stage.children[1].die(CRASHED, frozenset({8}))
+    assert stage.queue.survivors == {7, 8}
+
+
+def test_callbacks_for_the_opening_are_called_once_opened_or_abandoned(stage: Stage) -> None:
+    calls: list[str] = []
+
+    def note(text: str) -> Callable[[], None]:
+        return lambda: calls.append(text)
+
+    stage.queue.when_opened(note("opened"), otherwise=note("abandoned"))
+    stage.queue.start()
+    stage.queue.abandon()
+    assert calls == ["opened"]
+    other = ServedQueue(stage.spec, defaults("work"), stage.deps)
+    other.when_opened(note("opened"), otherwise=note("abandoned"))
+    other.abandon()
+    assert calls == ["opened", "abandoned"]
+
+
+def test_only_a_queue_of_mode_work_or_auto_release_has_a_retry_process(stage: Stage) -> None:
+    queue = ServedQueue(QueueSpec("r", "on_request", None, {}, (), {}), defaults("on_request"), stage.deps)
+    queue.start()
+    assert [child["role"] for child in queue.describe_children()] == [Role.MAIN.name.lower()]

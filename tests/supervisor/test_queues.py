@@ -1,0 +1,276 @@
+"""All queues of a supervisor, with fake children and a clerk that answers when the test says so."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from forq import exits
+from forq.errors import ForqError, IncompatibleProtocol, InvalidOption, RedisUnavailable, UnknownQueue
+from forq.procs.scoreboard import Scoreboard
+from forq.queue_spec import QueueSpec
+from forq.settings import defaults
+from forq.supervisor import process as process_module
+from forq.supervisor.queues import MOST_REJOINS, REJOIN_SECONDS, Queues
+from forq.supervisor.services import RETRY_SECONDS
+from tests.supervisor.fakes import CRASHED, FakeChild, FakeLoop, fake_child_class
+
+MADE: dict[str, list[str]] = {"unscheduled": []}
+
+
+class Clerk:
+    """Keeps the requests; `answer` answers the oldest one."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, dict[str, Any], Callable[[Any], None]]] = []
+
+    def request(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> None:
+        self.requests.append((verb, params, answer))
+
+    def answer(self, answer: Any) -> None:
+        self.requests.pop(0)[2](answer)
+
+
+class Stage:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loop = FakeLoop()
+        self.child_class = fake_child_class(self.loop)
+        monkeypatch.setattr(process_module, "Child", self.child_class)
+        self.clerk = Clerk()
+        self.failures: list[int] = []
+        config = MagicMock(capacity=100, capacity_aging_seconds=10.0, pipeline=None, queues=(), schedules={})
+        config.options_of = lambda spec: {**defaults(spec.mode), **spec.options}
+        self.names = iter(f"processor{n}" for n in range(100))
+        self.services = MagicMock(
+            children=SimpleNamespace(loop=self.loop),
+            scoreboard=Scoreboard.create(64),
+            clerk=self.clerk,
+            processor="p",
+            recover=lambda params, finish: finish(),
+            serve_new=lambda name, with_fail_queue, then: then(),
+        )
+        self.services.context.stats = None
+        self.services.new_processor.side_effect = lambda: next(self.names)
+        self.services.pulse.restart.side_effect = lambda then: then()
+        self.state = MagicMock()
+        self.queues = Queues(
+            config,
+            self.state,
+            self.loop,  # type: ignore[arg-type]
+            self.services,
+            changed=lambda: None,
+            fail=lambda code, message: self.failures.append(code),
+        )
+
+    @property
+    def children(self) -> list[FakeChild]:
+        return self.child_class.made
+
+    def serve(self, name: str = "q") -> None:
+        """A queue that is open, with its processes ready."""
+        self.queues.add(spec_of(name))
+        self.queues.open(self.queues.by_name[name])
+        self.answer(MADE)
+        for child in self.children:
+            if not child.ended:
+                child.receive(ready=0)
+
+    def answer(self, answer: Any) -> None:
+        self.clerk.answer(answer)
+        self.loop.run()
+
+    def kill_all(self, survivors: frozenset[int] = frozenset()) -> None:
+        for child in list(self.children):
+            if child.stopping and not child.ended:
+                child.die(CRASHED, survivors)
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(monkeypatch)
+
+
+def spec_of(name: str = "q", **options: int) -> QueueSpec:
+    return QueueSpec(name, "work", None, {}, (), options)
+
+
+def opened(stage: Stage) -> list[ForqError | None]:
+    """A queue that is being opened; the list gets the result."""
+    results: list[ForqError | None] = []
+    stage.queues.open(stage.queues.add(spec_of()), results.append)
+    return results
+
+
+def test_processes_start_when_the_queue_is_in_redis(stage: Stage) -> None:
+    results = opened(stage)
+    assert (stage.clerk.requests[0][0], stage.children) == ("create", [])
+    stage.answer(MADE)
+    assert [child.name for child in stage.children] == ["q main", "q retry"]
+    assert results == [None]
+    assert stage.queues.served() == (["q"], [])
+
+
+def test_a_queue_that_was_deleted_while_it_was_created_is_not_started(stage: Stage) -> None:
+    results = opened(stage)
+    stage.queues.drop("q", lambda survivors: None)
+    stage.answer(MADE)
+    assert stage.children == []
+    assert isinstance(results[0], UnknownQueue)
+
+
+def test_a_queue_that_was_replaced_by_one_of_its_name_while_it_was_created_is_not_started(stage: Stage) -> None:
+    results = opened(stage)
+    stage.queues.add(spec_of())
+    stage.answer(MADE)
+    assert stage.children == []
+    assert isinstance(results[0], UnknownQueue)
+
+
+def test_a_queue_created_during_a_stop_is_not_started(stage: Stage) -> None:
+    results = opened(stage)
+    stage.queues.stop(lambda: None, now=False)
+    stage.answer(MADE)
+    assert stage.children == []
+    assert "this supervisor is stopping (Redis has the queue)" in str(results[0])
+
+
+def test_opening_is_repeated_while_redis_is_down(stage: Stage) -> None:
+    results = opened(stage)
+    stage.answer(RedisUnavailable("down"))
+    assert stage.clerk.requests == []
+    stage.loop.run(RETRY_SECONDS)
+    assert [request[0] for request in stage.clerk.requests] == ["create"]
+    stage.answer(MADE)
+    assert len(stage.children) == 2
+    assert len(results) == 1, "the caller got the first result only"
+
+
+def test_a_queue_that_redis_refuses_has_a_config_error_and_no_retries(stage: Stage) -> None:
+    opened(stage)
+    stage.answer(InvalidOption("other mode"))
+    stage.loop.run(60.0)
+    assert stage.clerk.requests == []
+    assert stage.queues.by_name["q"].config_error == "other mode"
+    assert stage.queues.by_name["q"].refused
+
+
+def test_an_incompatible_server_stops_the_supervisor(stage: Stage) -> None:
+    opened(stage)
+    stage.answer(IncompatibleProtocol("newer"))
+    assert stage.failures == [exits.INCOMPATIBLE]
+
+
+def test_a_reopened_queue_that_was_deleted_meanwhile_is_dropped(stage: Stage) -> None:
+    queue = stage.queues.add(spec_of())
+    stage.queues.open(queue, reopening=True)
+    stage.answer(UnknownQueue("gone"))
+    assert stage.queues.by_name == {}
+    stage.state.drop_queue.assert_called_once_with("q")
+
+
+def test_a_new_queue_is_created_in_redis_only_after_its_import(stage: Stage) -> None:
+    results: list[ForqError | None] = []
+    stage.queues.create(spec_of(), 60.0, results.append)
+    stage.loop.run()
+    assert stage.clerk.requests == []
+    for child in stage.children:
+        child.receive(imported=0)
+    assert [request[0] for request in stage.clerk.requests] == ["create"]
+    stage.answer(MADE)
+    assert [child.sent for child in stage.children] == [[{"begin": 0}], [{"begin": 0}]]
+    assert results == [None]
+
+
+def test_a_new_queue_whose_import_fails_leaves_nothing(stage: Stage) -> None:
+    results: list[ForqError | None] = []
+    stage.queues.create(spec_of(), 60.0, results.append)
+    stage.loop.run()
+    stage.children[0].die()
+    stage.children[1].die()
+    assert (stage.queues.by_name, stage.clerk.requests) == ({}, [])
+    assert str(results[0]).startswith("queue 'q' is not created: ")
+    stage.services.output_pipes.remove.assert_called_once_with("q")
+
+
+def test_a_changed_queue_opens_when_the_old_processes_are_gone(stage: Stage) -> None:
+    stage.serve()
+    old, results = stage.queues.by_name["q"], list[ForqError | None]()
+    stage.queues.replace(old, spec_of(concurrency=2), 60.0, results.append)
+    stage.loop.run()
+    for child in stage.children[2:]:
+        child.receive(imported=0)
+    assert stage.queues.by_name["q"] is not old
+    assert stage.clerk.requests == []
+    stage.kill_all()
+    stage.answer(MADE)
+    assert [child.sent for child in stage.children[2:]] == [[{"begin": 0}], [{"begin": 0}]]
+    assert results == [None]
+
+
+def test_a_deleted_queue_waits_for_an_earlier_definition_of_its_name(stage: Stage) -> None:
+    stage.serve()
+    stage.queues.replace(stage.queues.by_name["q"], spec_of(concurrency=2), None, lambda error: None)
+    survivors: list[set[int]] = []
+    stage.queues.drop("q", survivors.append)
+    assert survivors == []
+    stage.children[0].die(CRASHED, frozenset({7}))
+    assert survivors == []
+    stage.children[1].die(CRASHED, frozenset({8}))
+    assert survivors == [{7, 8}]
+
+
+def test_a_queue_lost_with_its_data_is_created_again_when_its_processes_are_gone(stage: Stage) -> None:
+    stage.serve()
+    stage.queues.gone("q")
+    assert stage.clerk.requests == []
+    stage.kill_all()
+    ((verb, params, _),) = stage.clerk.requests
+    assert (verb, params["reopening"]) == ("create", True)
+
+
+def test_an_eviction_kills_all_processes_and_starts_them_under_a_new_name(stage: Stage) -> None:
+    stage.serve("a")
+    stage.serve("b")
+    stage.queues.rejoin()
+    stage.queues.rejoin()
+    assert stage.services.new_processor.call_count == 1, "reports that come meanwhile are about the old name"
+    assert [child.kills for child in stage.children] == [1, 1, 1, 1]
+    stage.services.pulse.restart.assert_not_called()
+    stage.kill_all()
+    stage.services.evict.assert_called_once_with("processor0", "evicted", ["a", "b"])
+    assert [request[1]["name"] for request in stage.clerk.requests] == ["a", "b"]
+
+
+def test_a_processor_that_is_evicted_again_and_again_gives_up(stage: Stage) -> None:
+    for _ in range(MOST_REJOINS):
+        stage.queues.rejoin()
+    assert stage.failures == []
+    stage.queues.rejoin()
+    assert stage.failures == [exits.LOST_PLACE]
+
+
+def test_evictions_long_ago_do_not_count(stage: Stage) -> None:
+    for _ in range(3 * MOST_REJOINS):
+        stage.queues.rejoin()
+        stage.loop.run(REJOIN_SECONDS / MOST_REJOINS)
+    assert stage.failures == []
+
+
+def test_a_stop_waits_for_replaced_queues_too(stage: Stage) -> None:
+    stage.serve()
+    stage.queues.replace(stage.queues.by_name["q"], spec_of(concurrency=2), None, lambda error: None)
+    stopped: list[str] = []
+    stage.queues.stop(lambda: stopped.append("stopped"), now=True)
+    assert stopped == []
+    stage.kill_all()
+    assert stopped == ["stopped"]
+
+
+def test_a_found_queue_is_joined_once(stage: Stage) -> None:
+    stage.queues.open_all()
+    stage.queues.found("r", "on_request")
+    stage.queues.found("r", "on_request")
+    ((verb, params, _),) = stage.clerk.requests
+    assert (verb, params["name"], params["joining"]) == ("create", "r", True)
