@@ -41,7 +41,7 @@ def test_an_invalid_line_gets_one_error_and_is_never_fatal(redis_url: str) -> No
         for _ in range(RANDOM_LINES // 500):
             lines = [chance.randbytes(chance.randrange(60)).replace(b"\n", b"") for _ in range(500)]
             process.write(b"\n".join(lines) + b"\n")
-        process.say("add_job", queue_name="q", command="c")
+        process.send("add_job", queue_name="q", command="c")
         process.wait_for("job_added")
         assert process.end() == 0
         numbers = [error["line"] for error in process.of("error")]
@@ -53,19 +53,19 @@ def test_an_invalid_line_gets_one_error_and_is_never_fatal(redis_url: str) -> No
 def test_a_too_long_line_is_refused_and_the_next_one_is_read(redis_url: str) -> None:
     with bridge(redis_url) as process:
         process.write(b'{"topic":"' + b"x" * (2 << 20) + b'"}\n')
-        process.say("add_job", queue_name="q", command="c")
+        process.send("add_job", queue_name="q", command="c")
         process.wait_for("job_added")
         assert process.of("error") == [{"line": 1, "reason": "the line is too long: at most 1 MiB is allowed"}]
 
 
 def test_eof_stops_the_bridge_after_all_requests_and_unregisters_its_idle_workers(redis_url: str) -> None:
     with external_queue(redis_url) as queue, bridge(redis_url) as process:
-        process.say("add_job", queue_name="q", uuid="assigned", command="c")
-        process.say("worker_idle", queue_name="q", worker_uuid="w1")
-        process.say("add_job", queue_name="q", uuid="accepted", command="c")
-        process.say("worker_idle", queue_name="q", worker_uuid="w2")
-        process.say("job_accepted", queue_name="q", worker_uuid="w2", uuid="accepted")
-        process.say("worker_idle", queue_name="q", worker_uuid="w3")
+        process.send("add_job", queue_name="q", uuid="assigned", command="c")
+        process.send("worker_idle", queue_name="q", worker_uuid="w1")
+        process.send("add_job", queue_name="q", uuid="accepted", command="c")
+        process.send("worker_idle", queue_name="q", worker_uuid="w2")
+        process.send("job_accepted", queue_name="q", worker_uuid="w2", uuid="accepted")
+        process.send("worker_idle", queue_name="q", worker_uuid="w3")
         process.write(encode("add_job", {"queue_name": "q", "uuid": "last", "command": "c"}).rstrip(b"\n"))
         assert process.end() == 0
         assert [added["uuid"] for added in process.of("job_added")] == ["assigned", "accepted", "last"]
@@ -77,17 +77,17 @@ def test_eof_stops_the_bridge_after_all_requests_and_unregisters_its_idle_worker
 
 def test_a_worker_can_continue_with_another_bridge(redis_url: str) -> None:
     with bridge(redis_url) as first:
-        first.say("add_job", queue_name="q", uuid="j", command="c")
-        first.say("worker_idle", **W)
+        first.send("add_job", queue_name="q", uuid="j", command="c")
+        first.send("worker_idle", **W)
         first.wait_for("job_assignment")
-        first.say("job_accepted", **W, uuid="j")
-        first.say("list_progress", queue_name="q")
+        first.send("job_accepted", **W, uuid="j")
+        first.send("list_progress", queue_name="q")
         first.wait_for("progress")
         first.kill()
     with bridge(redis_url) as second:
-        second.say("worker_progress", **W, uuid="j", progress=0.5)
-        second.say("job_finished", **W, uuid="j")
-        second.say("list_jobs", queue_name="q")
+        second.send("worker_progress", **W, uuid="j", progress=0.5)
+        second.send("job_finished", **W, uuid="j")
+        second.send("list_jobs", queue_name="q")
         assert second.wait_for("jobs") == {"queue_name": "q", "jobs": []}
         assert second.of("job_refused") == []
 
@@ -95,42 +95,42 @@ def test_a_worker_can_continue_with_another_bridge(redis_url: str) -> None:
 @pytest.mark.spec("P6")
 def test_two_bridges_share_the_queues_and_their_workers(redis_url: str) -> None:
     with bridge(redis_url) as one, bridge(redis_url) as two:
-        one.say("worker_idle", queue_name="video", worker_uuid="v")
-        one.say("worker_idle", queue_name="audio", worker_uuid="a")
-        one.say("list_workers", queue_name="audio")
+        one.send("worker_idle", queue_name="video", worker_uuid="v")
+        one.send("worker_idle", queue_name="audio", worker_uuid="a")
+        one.send("list_workers", queue_name="audio")
         one.wait_for("workers")
-        two.say("add_job", queue_name="video", uuid="j1", command="c")
+        two.send("add_job", queue_name="video", uuid="j1", command="c")
         assert one.wait_for("job_assignment")["worker_uuid"] == "v"
-        two.say("add_job", queue_name="audio", uuid="j2", command="c")
+        two.send("add_job", queue_name="audio", uuid="j2", command="c")
         assert one.wait_for("job_assignment", 2)["worker_uuid"] == "a"
         assert two.of("job_assignment") == []
         # A worker that uses another bridge gets its assignments there.
-        one.say("job_finished", queue_name="video", worker_uuid="v", uuid="j1")
-        one.say("list_workers", queue_name="video")
+        one.send("job_finished", queue_name="video", worker_uuid="v", uuid="j1")
+        one.send("list_workers", queue_name="video")
         one.wait_for("workers", 2)
-        two.say("worker_idle", queue_name="video", worker_uuid="v")
-        two.say("list_workers", queue_name="video")
+        two.send("worker_idle", queue_name="video", worker_uuid="v")
+        two.send("list_workers", queue_name="video")
         two.wait_for("workers")
-        one.say("add_job", queue_name="video", uuid="j3", command="c")
+        one.send("add_job", queue_name="video", uuid="j3", command="c")
         assert two.wait_for("job_assignment")["uuid"] == "j3"
 
 
 @pytest.mark.spec("P9")
 def test_ticks_expire_silent_workers_without_a_supervisor(redis_url: str) -> None:
     with bridge(redis_url, "--tick", "200ms") as process:
-        process.say("add_job", queue_name="q", uuid="j", command="c")
-        process.say("worker_idle", **W)
+        process.send("add_job", queue_name="q", uuid="j", command="c")
+        process.send("worker_idle", **W)
         process.wait_for("job_assignment")
-        process.say("job_accepted", **W, uuid="j")
+        process.send("job_accepted", **W, uuid="j")
         link = Link(redis_url)
         inspector = Inspector(link, DEFAULT_PREFIX, "q")
         wait_until(lambda: inspector.job("j")["stall_count"] == 1, seconds=10)
-        process.say("list_workers", queue_name="q")
+        process.send("list_workers", queue_name="q")
         assert process.wait_for("workers")["workers"] == []
-        process.say("job_finished", **W, uuid="j")
+        process.send("job_finished", **W, uuid="j")
         assert process.wait_for("job_refused")["topic"] == "job_finished"
         # A due retry is assigned to an idle worker.
-        process.say("worker_idle", **W)
+        process.send("worker_idle", **W)
         again = process.wait_for("job_assignment", 2)
         assert (again["attempt"], again["stall_count"]) == (2, 1)
         link.close()
@@ -142,19 +142,19 @@ def test_a_retry_is_assigned_when_it_is_due(redis_url: str) -> None:
         options = {**stored_defaults("external"), "min_backoff_ms": 300}
         Registry(link, DEFAULT_PREFIX).create("q", "external", 10, options, {})
         link.close()
-        process.say("add_job", queue_name="q", uuid="j", command="c")
-        process.say("worker_idle", **W)
+        process.send("add_job", queue_name="q", uuid="j", command="c")
+        process.send("worker_idle", **W)
         process.wait_for("job_assignment")
-        process.say("job_failed", **W, uuid="j", error="no")
+        process.send("job_failed", **W, uuid="j", error="no")
         assert process.wait_for("job_assignment", 2)["retry_count"] == 1
 
 
 @pytest.mark.spec("P8")
 def test_missing_queues_are_created_up_to_max_queues(redis_url: str) -> None:
     with bridge(redis_url, "--max-queues", "2") as process:
-        process.say("add_job", queue_name="one", command="c")
-        process.say("worker_idle", queue_name="two", worker_uuid="w")
-        process.say("add_job", queue_name="three", command="c")
+        process.send("add_job", queue_name="one", command="c")
+        process.send("worker_idle", queue_name="two", worker_uuid="w")
+        process.send("add_job", queue_name="three", command="c")
         assert "max_queues is reached" in process.wait_for("error")["reason"]
         link = Link(redis_url)
         assert Registry(link, DEFAULT_PREFIX).names() == {"one": "external", "two": "external"}
@@ -165,11 +165,11 @@ def test_a_queue_of_another_mode_accepts_jobs_but_no_workers(redis_url: str) -> 
     link = Link(redis_url)
     Registry(link, DEFAULT_PREFIX).create("q", "work", 10, {**stored_defaults(), "max_items": 1}, {})
     with bridge(redis_url) as process:
-        process.say("add_job", queue_name="q", uuid="j", command="c", args=[1])
+        process.send("add_job", queue_name="q", uuid="j", command="c", args=[1])
         process.wait_for("job_added")
-        process.say("worker_idle", **W)
+        process.send("worker_idle", **W)
         assert "is of mode work" in process.wait_for("error")["reason"]
-        process.say("add_job", queue_name="q", command="c")
+        process.send("add_job", queue_name="q", command="c")
         assert "holds max_items = 1" in process.wait_for("error", 2)["reason"]
     assert Inspector(link, DEFAULT_PREFIX, "q").job("j")["data"] == {"command": "c", "args": [1]}
     link.close()
@@ -178,37 +178,37 @@ def test_a_queue_of_another_mode_accepts_jobs_but_no_workers(redis_url: str) -> 
 def test_adding_an_existing_uuid_updates_that_job(redis_url: str) -> None:
     with bridge(redis_url) as process:
         for n in (1, 2):
-            process.say("add_job", queue_name="q", uuid="j", command="c", args=n)
-        process.say("worker_idle", **W)
+            process.send("add_job", queue_name="q", uuid="j", command="c", args=n)
+        process.send("worker_idle", **W)
         assert process.wait_for("job_assignment")["args"] == 2
 
 
 def test_messages_sent_during_a_redis_outage_are_executed_afterwards(server: Server, redis_url: str) -> None:
     with bridge(redis_url) as process:
-        process.say("add_job", queue_name="q", uuid="before", command="c")
+        process.send("add_job", queue_name="q", uuid="before", command="c")
         process.wait_for("job_added")
         server.kill()
         for n in range(50):
-            process.say("add_job", queue_name="q", uuid=f"j{n}", command="c")
+            process.send("add_job", queue_name="q", uuid=f"j{n}", command="c")
         wait_until(lambda: any("redis is gone" in line for line in process.log))
         server.start()
         process.wait_for("job_added", 51)
         assert [added["uuid"] for added in process.of("job_added")[1:]] == [f"j{n}" for n in range(50)]
-        process.say("worker_idle", **W)
+        process.send("worker_idle", **W)
         process.wait_for("job_assignment")
         # Notifications work again, too.
-        process.say("worker_idle", queue_name="other", worker_uuid="w")
-        process.say("add_job", queue_name="other", command="c")
+        process.send("worker_idle", queue_name="other", worker_uuid="w")
+        process.send("add_job", queue_name="other", command="c")
         assert process.wait_for("job_assignment", 2)["queue_name"] == "other"
         assert process.of("error") == []
 
 
 def test_eof_during_a_redis_outage_waits_for_redis(server: Server, redis_url: str) -> None:
     with bridge(redis_url) as process:
-        process.say("add_job", queue_name="q", uuid="before", command="c")
+        process.send("add_job", queue_name="q", uuid="before", command="c")
         process.wait_for("job_added")
         server.kill()
-        process.say("add_job", queue_name="q", uuid="j", command="c")
+        process.send("add_job", queue_name="q", uuid="j", command="c")
         wait_until(lambda: any("redis is gone" in line for line in process.log))
         ended = threading.Thread(target=process.end)
         ended.start()
@@ -257,8 +257,8 @@ def test_a_request_whose_reply_was_lost_takes_effect_once(redis_url: str) -> Non
 def test_sigterm_stops_a_bridge_cleanly(redis_url: str, path: Path) -> None:
     with external_queue(redis_url) as queue, listening(redis_url, path) as process:
         client = Client(path)
-        client.say("worker_idle", **W)
-        client.say("list_workers", queue_name="q")
+        client.send("worker_idle", **W)
+        client.send("list_workers", queue_name="q")
         client.wait_for("workers")
         process.kill(signal.SIGTERM)
         assert process.process.wait(10) == 0
@@ -269,14 +269,14 @@ def test_sigterm_stops_a_bridge_cleanly(redis_url: str, path: Path) -> None:
 def test_connections_do_not_affect_each_other(redis_url: str, path: Path) -> None:
     with listening(redis_url, path):
         one, two = Client(path), Client(path)
-        one.say("worker_idle", **W)
+        one.send("worker_idle", **W)
         one.write(b"rubbish\n")
         one.wait_for("error")
-        two.say("add_job", queue_name="q", uuid="j", command="c")
+        two.send("add_job", queue_name="q", uuid="j", command="c")
         two.wait_for("job_added")
         assert one.wait_for("job_assignment")["uuid"] == "j"
         one.close()
-        two.say("worker_idle", queue_name="q", worker_uuid="w2")
+        two.send("worker_idle", queue_name="q", worker_uuid="w2")
         assert two.wait_for("job_assignment")["uuid"] == "j", "it was returned at once"
         assert two.of("error") == []
         two.close()
@@ -301,10 +301,10 @@ def test_a_peer_that_does_not_read_delays_no_other_peer(redis_url: str, path: Pa
         # Each unread assignment has half a megabyte.
         blob = "x" * 500_000
         for n in range(40):
-            other.say("add_job", queue_name="q", uuid=f"j{n}", command="c", args=blob)
+            other.send("add_job", queue_name="q", uuid=f"j{n}", command="c", args=blob)
             other.wait_for("job_added", n + 1)
-            other.say("job_finished", queue_name="q", worker_uuid="deaf", uuid=f"j{n}")
-            other.say("list_workers", queue_name="q")
+            other.send("job_finished", queue_name="q", worker_uuid="deaf", uuid=f"j{n}")
+            other.send("list_workers", queue_name="q")
             other.wait_for("workers", n + 1)
         assert len(other.of("workers")) == 40
         other.close()
@@ -321,14 +321,14 @@ def test_a_connection_that_never_reads_is_closed_eventually(redis_url: str, path
         other = Client(path)
         blob = "x" * 500_000
         for n in range(40):
-            other.say("add_job", queue_name="q", uuid=f"j{n}", command="c", args=blob)
+            other.send("add_job", queue_name="q", uuid=f"j{n}", command="c", args=blob)
             other.wait_for("job_added", n + 1)
 
         def forgotten() -> bool:
-            return not other.ask("list_workers", "workers", queue_name="q")["workers"]
+            return not other.request("list_workers", "workers", queue_name="q")["workers"]
 
         wait_until(forgotten, what="its workers are forgotten")
-        other.say("list_jobs", queue_name="q", limit=100)
+        other.send("list_jobs", queue_name="q", limit=100)
         states = {job["state"] for job in other.wait_for("jobs")["jobs"]}
         assert states == {"waiting"}, "its assigned jobs were returned"
         other.close()
@@ -366,4 +366,4 @@ def test_connections_over_the_limit_get_an_error_message(redis_url: str, path: P
         held.callback(late.socket.close)
         reason = late.wait_for("error")["reason"]
         assert reason == f"too many connections: at most {MAX_CONNECTIONS} at a time"
-        first.ask("add_job", "job_added", queue_name="q", uuid="a", command="c")
+        first.request("add_job", "job_added", queue_name="q", uuid="a", command="c")

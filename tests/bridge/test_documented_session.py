@@ -14,13 +14,14 @@ SESSION = transcript.read(transcript.PAGE.read_text())
 def test_the_documented_session_runs_as_written(redis_url: str) -> None:
     with bridge(redis_url) as process:
         for line, answers in SESSION:
-            before = len(process.heard)
+            before = len(process.received)
             process.write(line.encode() + b"\n")
-            wait_until(lambda: len(process.heard) >= before + len(answers), what=f"answers to {line}: {process.heard}")  # noqa: B023
-            assert [transcript.shown(*message) for message in process.heard[before:]] == answers
+            count = before + len(answers)
+            wait_until(lambda: len(process.received) >= count, what=f"answers to {line}")  # noqa: B023
+            assert [transcript.shown(*message) for message in process.received[before:]] == answers
         assert process.end() == 0
         # There are no other responses.
-        assert len(process.heard) == sum(len(answers) for _, answers in SESSION)
+        assert len(process.received) == sum(len(answers) for _, answers in SESSION)
         for envelope in process.envelopes:
             sender = ("topic", "service_name", "service_uuid", "service_host", "created_at", "payload")
             assert tuple(envelope) == sender

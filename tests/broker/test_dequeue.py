@@ -8,17 +8,17 @@ from forq.broker.dead import DeadJobs
 from forq.broker.enqueue import Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
 from tests.support.drive.one_queue import State
-from tests.support.drive.release_queue import Gate, gate
+from tests.support.drive.release_queue import ReleaseQueue, gate
 
 
 @pytest.fixture
-def queue(redis_url: str) -> Iterator[Gate]:
+def queue(redis_url: str) -> Iterator[ReleaseQueue]:
     with gate(redis_url, "on_request") as queue:
         yield queue
 
 
 @pytest.mark.spec("N21")
-def test_an_item_leaves_when_somebody_asks_in_the_order_of_the_line(queue: Gate) -> None:
+def test_an_item_leaves_when_somebody_asks_in_the_order_of_the_line(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.enqueue("c", priority=0)
     assert [queue.got(name) for name in "xyz"] == ["c", "a", "b"]
@@ -26,7 +26,7 @@ def test_an_item_leaves_when_somebody_asks_in_the_order_of_the_line(queue: Gate)
 
 
 @pytest.mark.spec("N21")
-def test_one_item_can_be_asked_for_by_its_id(queue: Gate) -> None:
+def test_one_item_can_be_asked_for_by_its_id(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b", "c")
     assert queue.got("x", "b") == "b"
     assert queue.got("y", "b") is None, "somebody has it"
@@ -35,23 +35,23 @@ def test_one_item_can_be_asked_for_by_its_id(queue: Gate) -> None:
     assert queue.state().jobs == {"a", "c"}
 
 
-def test_an_item_that_was_had_by_its_id_and_comes_again_is_the_last_in_line(queue: Gate) -> None:
+def test_an_item_that_was_had_by_its_id_and_comes_again_is_the_last_in_line(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b", "c")
     queue.ack("x", queue.ask("x", "b"))
     queue.enqueue("b")
     assert [queue.got(name) for name in "yzuv"] == ["a", "c", "b", None]
 
 
-def test_an_item_whose_time_has_not_come_cannot_be_had(queue: Gate) -> None:
+def test_an_item_whose_time_has_not_come_cannot_be_had(queue: ReleaseQueue) -> None:
     queue.producer.enqueue([new_job(1, id="a", run_in=60)], Update())
     assert queue.got("x", "a") is None
     assert queue.got("y") is None
-    queue.come("scheduled", "a")
+    queue.make_due("scheduled", "a")
     assert queue.got("x", "a") == "a"
 
 
 @pytest.mark.spec("N23")
-def test_nothing_fails_because_nobody_asks(queue: Gate) -> None:
+def test_nothing_fails_because_nobody_asks(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     for _ in range(50):
         queue.recovery().heartbeat("q", 15_000, [])
@@ -60,7 +60,7 @@ def test_nothing_fails_because_nobody_asks(queue: Gate) -> None:
     assert queue.state().tokens == 0
 
 
-def test_who_waits_is_rung_when_an_item_comes_one_awaiter_per_item(queue: Gate) -> None:
+def test_who_waits_is_rung_when_an_item_comes_one_awaiter_per_item(queue: ReleaseQueue) -> None:
     for name in ("x", "y", "z"):
         assert queue.got(name) is None
     queue.enqueue("a", "b")
@@ -70,7 +70,7 @@ def test_who_waits_is_rung_when_an_item_comes_one_awaiter_per_item(queue: Gate) 
     assert queue.got("z") is None
 
 
-def test_who_waits_for_this_item_is_rung_by_no_other(queue: Gate) -> None:
+def test_who_waits_for_this_item_is_rung_by_no_other(queue: ReleaseQueue) -> None:
     queue.ask("x", "b")
     queue.enqueue("a")
     assert queue.list_of("x") == []
@@ -79,7 +79,7 @@ def test_who_waits_for_this_item_is_rung_by_no_other(queue: Gate) -> None:
     assert queue.got("x", "b") == "b"
 
 
-def test_whoever_was_rung_too_late_keeps_its_place(queue: Gate) -> None:
+def test_whoever_was_rung_too_late_keeps_its_place(queue: ReleaseQueue) -> None:
     queue.ask("x"), queue.ask("y")
     queue.enqueue("a")
     assert queue.got("faster") == "a"
@@ -89,7 +89,7 @@ def test_whoever_was_rung_too_late_keeps_its_place(queue: Gate) -> None:
     assert queue.list_of("y") == []
 
 
-def test_as_long_as_anything_waits_each_call_rings_one_more(queue: Gate) -> None:
+def test_as_long_as_anything_waits_each_call_rings_one_more(queue: ReleaseQueue) -> None:
     queue.ask("dies"), queue.ask("y")
     queue.enqueue("a")
     assert queue.list_of("dies") == [""]
@@ -99,7 +99,7 @@ def test_as_long_as_anything_waits_each_call_rings_one_more(queue: Gate) -> None
 
 
 @pytest.mark.parametrize("what", ["lapsed", "left", "promoted", "unblocked", "revived", "resumed"])
-def test_whatever_makes_an_item_ready_rings_who_awaits_it(queue: Gate, what: str) -> None:
+def test_whatever_makes_an_item_ready_rings_who_awaits_it(queue: ReleaseQueue, what: str) -> None:
     queue.enqueue("a")
     lease = queue.ask("x", "a")
     if what == "promoted":
@@ -117,12 +117,12 @@ def test_whatever_makes_an_item_ready_rings_who_awaits_it(queue: Gate, what: str
     queue.ask("z")
     assert queue.list_of("y") == queue.list_of("z") == []
     if what == "lapsed":
-        queue.come("leases", "a")
+        queue.make_due("leases", "a")
         queue.promote()
     elif what == "left":
         queue.leases.leave("x")
     elif what == "promoted":
-        queue.come("scheduled", "a")
+        queue.make_due("scheduled", "a")
         queue.promote()
     elif what == "unblocked":
         queue.ack("x", lease)
@@ -135,7 +135,7 @@ def test_whatever_makes_an_item_ready_rings_who_awaits_it(queue: Gate, what: str
     assert queue.got("y", "a") == "a"
 
 
-def test_a_paused_queue_hands_nothing_out(queue: Gate) -> None:
+def test_a_paused_queue_hands_nothing_out(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.registry.pause("q", paused=True)
     assert queue.got("x") is None
@@ -144,7 +144,7 @@ def test_a_paused_queue_hands_nothing_out(queue: Gate) -> None:
     assert queue.got("x") == "a"
 
 
-def test_a_lease_of_ones_own_holds_for_that_item(queue: Gate) -> None:
+def test_a_lease_of_ones_own_holds_for_that_item(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     lease = queue.ask("x", lease_ms=1234)
     assert lease is not None
@@ -152,7 +152,7 @@ def test_a_lease_of_ones_own_holds_for_that_item(queue: Gate) -> None:
     assert 0 < queue.redis.pttl(queue.key("awaiter:x")) <= 1234
 
 
-def test_who_does_not_wait_is_not_registered(queue: Gate) -> None:
+def test_who_does_not_wait_is_not_registered(queue: ReleaseQueue) -> None:
     assert queue.ask("x") is None
     assert queue.ask("x", register=False) is None
     queue.enqueue("a")
@@ -160,7 +160,7 @@ def test_who_does_not_wait_is_not_registered(queue: Gate) -> None:
     assert queue.hash("awaiters") == {}
 
 
-def test_a_cancelled_item_cannot_be_had(queue: Gate) -> None:
+def test_a_cancelled_item_cannot_be_had(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     assert queue.producer.cancel("a")
     assert queue.got("x", "a") is None
@@ -175,7 +175,7 @@ def test_an_item_that_is_too_old_is_dead_and_in_the_failed_log(redis_url: str) -
         due_ms = queue.promote()
         assert due_ms is not None
         assert 59_000 < due_ms <= 60_000
-        queue.come("expiries", "a", "b", "c")
+        queue.make_due("expiries", "a", "b", "c")
         queue.promote()
         state = queue.state()
         assert (state.jobs, state.active, state.dead) == ({"b", "d"}, {"b": "x"}, ["a", "c"])
@@ -186,7 +186,7 @@ def test_an_item_that_is_too_old_is_dead_and_in_the_failed_log(redis_url: str) -
         assert "60.0 s" in error["message"] or "60 s" in error["message"]
         assert queue.redis.llen(queue.key("outbox")) == 2
         ends = [("claimed", "a"), ("claimed", "c"), ("dead", "a"), ("dead", "c")]
-        assert [told for told in queue.told() if told[1] in ("a", "c")][2:] == ends
+        assert [told for told in queue.journal_events() if told[1] in ("a", "c")][2:] == ends
         queue.ack("x", lease)
         assert queue.state().jobs == {"d"}
         assert queue.redis.zrange(queue.key("expiries"), 0, -1) == [b"d"]
@@ -196,11 +196,11 @@ def test_an_item_that_is_too_old_when_it_comes_back_is_given_up_then(redis_url: 
     with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
         queue.enqueue("a")
         queue.ask("x")
-        queue.come("expiries", "a")
+        queue.make_due("expiries", "a")
         queue.promote()
         assert queue.state().active == {"a": "x"}
-        queue.come("expiries", "a")
-        queue.come("leases", "a")
+        queue.make_due("expiries", "a")
+        queue.make_due("leases", "a")
         queue.promote()
         assert queue.state() == State(jobs=set(), dead=["a"])
 
@@ -226,7 +226,7 @@ def test_an_item_that_is_gone_has_no_age(redis_url: str, how: str) -> None:
         elif how == "ack":
             queue.ack("x", queue.ask("x"))
         else:
-            queue.come("expiries", "a")
+            queue.make_due("expiries", "a")
             queue.promote()
         assert queue.redis.exists(queue.key("expiries")) == 0
 
@@ -245,11 +245,11 @@ def test_an_item_that_comes_anew_has_an_age_of_its_own(redis_url: str, how: str)
         assert queue.redis.zscore(queue.key("expiries"), "a") is not None
 
 
-def _dead(queue: Gate) -> DeadJobs:
+def _dead(queue: ReleaseQueue) -> DeadJobs:
     return DeadJobs(queue.link, DEFAULT_PREFIX, "q")
 
 
-def _bury(queue: Gate, job_id: str, *, exists: bool = False) -> None:
+def _bury(queue: ReleaseQueue, job_id: str, *, exists: bool = False) -> None:
     """The item is dead, by its age."""
     if not exists:
         queue.enqueue(job_id)

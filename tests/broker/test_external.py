@@ -60,7 +60,7 @@ def test_a_worker_is_idle_then_assigned_then_busy_then_idle(queue: ExternalQueue
     assert queue.states() == {"w1": "busy"}
     queue.external.finish("w1", "a")
     assert queue.states() == {"w1": "idle"}
-    assert queue.told() == [("enqueued", "a"), ("claimed", "a"), ("done", "a")]
+    assert queue.journal_events() == [("enqueued", "a"), ("claimed", "a"), ("done", "a")]
     assert queue.traces() == {}
 
 
@@ -96,7 +96,7 @@ def test_an_idle_worker_gets_what_it_has_not_accepted_again(queue: ExternalQueue
     first = queue.lease()
     assert isinstance(first, Lease)
     assert queue.lease() == first
-    assert queue.told() == [("enqueued", "a"), ("enqueued", "b"), ("claimed", "a")]
+    assert queue.journal_events() == [("enqueued", "a"), ("enqueued", "b"), ("claimed", "a")]
 
 
 def test_said_again_to_another_bridge_the_assignment_is_that_bridge_s(queue: ExternalQueue) -> None:
@@ -134,7 +134,7 @@ def test_an_assignment_that_is_not_accepted_in_time_goes_back_uncounted(queue: E
     queue.enqueue("a", "b", "c")
     queue.idle("w1")
     queue.idle("w2")
-    queue.silence("a", "b")
+    queue.end_leases("a", "b")
     assert queue.pending() == ["a", "b", "c"]
     assert (queue.stall_count("a"), queue.stall_count("b")) == (0, 0)
     assert queue.traces() == {}
@@ -146,7 +146,7 @@ def test_what_a_silent_worker_had_accepted_goes_back_and_is_counted(queue: Exter
     queue.enqueue("a", "b")
     queue.work()
     queue.external.progress("w1", "a", 0.9, "nearly")
-    queue.silence("a")
+    queue.end_leases("a")
     assert queue.pending() == ["a", "b"]
     assert queue.stall_count("a") == 1
     stalled = last(queue, "stalled")
@@ -167,7 +167,7 @@ def test_every_sign_of_life_renews_the_lease(queue: ExternalQueue) -> None:
         lambda: queue.external.progress("w1", "a", 0.1, ""),
     ]
     for say in says:
-        queue.come("leases", "a")
+        queue.make_due("leases", "a")
         say()
         queue.promote()
         assert queue.states() == {"w1": "busy"}
@@ -177,7 +177,7 @@ def test_every_sign_of_life_renews_the_lease(queue: ExternalQueue) -> None:
 def test_a_late_word_about_a_job_that_another_worker_has_is_refused(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     queue.work("w1")
-    queue.silence("a")
+    queue.end_leases("a")
     assert queue.work("w2") == "a"
     for late in (queue.external.accept, queue.external.finish):
         with pytest.raises(LeaseLapsed):
@@ -218,7 +218,7 @@ def test_a_word_without_a_fence_that_arrives_late_is_not_about_a_later_attempt(
         patch.setattr(queue.external, "_run", delay)
         queue.external.accept("w1", "a")
         queue.external.finish("w1", "a")
-    queue.come("leases", "a")
+    queue.make_due("leases", "a")
     queue.recovery().heartbeat("q", 1000, [])
     assert queue.idle() == "a", "the same worker, another attempt"
     assert [verb for verb, _ in carried] == ["accept", "finish"]
@@ -231,7 +231,7 @@ def test_a_word_without_a_fence_that_arrives_late_is_not_about_a_later_attempt(
 def test_with_a_fence_an_earlier_attempt_of_the_same_worker_is_refused(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     first = queue.lease()
-    queue.silence("a")
+    queue.end_leases("a")
     second = queue.lease()
     assert first is not None
     assert second is not None
@@ -254,7 +254,7 @@ def test_a_repeated_finish_is_harmless_until_the_worker_has_another_job(queue: E
     assert queue.work() == "b"
     with pytest.raises(LeaseLapsed):
         queue.external.finish("w1", "a")
-    assert [verb for verb, _ in queue.told()].count("done") == 1
+    assert [verb for verb, _ in queue.journal_events()].count("done") == 1
 
 
 def test_a_repeated_failure_is_counted_once(queue: ExternalQueue) -> None:
@@ -285,9 +285,9 @@ def test_a_failure_is_retried_after_the_backoff_and_then_dead(redis_url: str) ->
                 job = queue.inspector.job("a")
                 assert (job["state"], job["retry_count"]) == ("scheduled", retries + 1)
                 assert job["attempts"][-1]["error"]["name"] == "Oops"
-                queue.come("scheduled", "a")
+                queue.make_due("scheduled", "a")
         assert queue.state().dead == ["a"]
-        assert [verb for verb, _ in queue.told()].count("retried") == 2
+        assert [verb for verb, _ in queue.journal_events()].count("retried") == 2
         assert last(queue, "dead").cause == "Oops"
 
 
@@ -307,7 +307,7 @@ def test_a_job_that_stalled_too_often_is_dead_and_the_next_one_is_assigned(redis
         queue.enqueue("a", "b")
         for _ in range(2):
             assert queue.work() == "a"
-            queue.silence("a")
+            queue.end_leases("a")
         assert queue.work() == "b"
         assert queue.state().dead == ["a"]
         assert last(queue, "dead").cause == "StallError"
@@ -332,7 +332,7 @@ def test_the_retry_lane_comes_when_nothing_else_waits(redis_url: str) -> None:
 def test_workers_that_are_silent_are_forgotten(queue: ExternalQueue) -> None:
     queue.idle("w1")
     queue.idle("w2")
-    queue.not_seen("w1")
+    queue.make_silent("w1")
     queue.promote()
     assert queue.states() == {"w2": "idle"}
     assert set(queue.hash("awaiters")) == {"w2"}
@@ -400,7 +400,7 @@ def test_what_comes_back_or_is_due_rings(redis_url: str) -> None:
         queue.work("w1")
         queue.idle("w2")
         heard_by(queue, "b1")
-        queue.silence("a")
+        queue.end_leases("a")
         assert rings(queue) == ["w2"]
         assert queue.fetch_assigned("w2") == "a"
         queue.idle("w3")
@@ -445,10 +445,10 @@ def test_a_removed_job_is_done_when_its_worker_says_so_and_gone_when_it_fails_or
         assert queue.producer.remove(job_id)
     queue.external.finish("w1", "a")
     queue.fail("b", "w2")
-    queue.silence("c")
+    queue.end_leases("c")
     assert queue.state().jobs == set()
     assert queue.traces() == {}
-    assert [told for told in queue.told() if told[0] in ("done", "cancelled")] == [
+    assert [told for told in queue.journal_events() if told[0] in ("done", "cancelled")] == [
         ("done", "a"),
         ("cancelled", "b"),
         ("cancelled", "c"),
@@ -486,7 +486,7 @@ def test_a_worker_keeps_what_it_was_handed_when_an_older_lease_of_its_lapses(que
     queue.work()
     queue.redis.delete(queue.key("awaiter:w1"))
     assert queue.idle() == "b"
-    queue.silence("a")
+    queue.end_leases("a")
     assert queue.states() == {"w1": "assigned"}
     assert queue.idle() == "b"
 

@@ -207,7 +207,7 @@ class ExternalMachine:
         job_id = self._chance.choice(held)
         owner = self.model.jobs[job_id].owner
         assert owner is not None
-        self.queue.silence(job_id)
+        self.queue.end_leases(job_id)
         self.model.told.pop(owner, None)
         self.model.bring_back(job_id)
 

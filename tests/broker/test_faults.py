@@ -167,4 +167,4 @@ def test_a_hint_that_is_no_id_is_dropped_and_the_journal_stays_readable(queue: O
     queue.enqueue("a")
     assert queue.worker().turn(want=9) == ["a"]
     assert queue.inspector.counts().dropped == 3
-    assert [job for verb, job in queue.told() if verb == "dropped"] == ["?", "?", "plain"]
+    assert [job for verb, job in queue.journal_events() if verb == "dropped"] == ["?", "?", "plain"]

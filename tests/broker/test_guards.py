@@ -37,7 +37,7 @@ def test_a_reset_that_was_blocked_forgets_the_attempts_of_the_job_that_comes_bac
         queue.enqueue("a", if_exists="update")
         fail_to_retry_now(worker)
         assert attempts(queue) == []
-        assert queue.told()[-2:] == [("merged", "a"), ("retried", "a")]
+        assert queue.journal_events()[-2:] == [("merged", "a"), ("retried", "a")]
 
 
 @pytest.mark.parametrize("end", ["crash", "failure"])
@@ -136,7 +136,7 @@ def test_a_hint_is_not_told_as_returned_and_not_taken_for_a_running_job(queue: O
     worker.block()
     queue.recover(worker, running=True)
     assert (queue.stall_count("a"), attempts(queue)) == (0, [])
-    assert queue.told() == [("enqueued", "a")]
+    assert queue.journal_events() == [("enqueued", "a")]
 
 
 def test_a_new_head_of_what_is_scheduled_is_told_and_nothing_else(queue: OneQueue) -> None:
@@ -174,7 +174,7 @@ def test_jobs_that_are_due_together_keep_their_order_in_the_list_of_each_priorit
     queue.recovery().promote(queue.name)
     for priority in (5, 3, 7):
         assert queue.pending(priority) == [job.id for job in jobs if job.priority == priority]
-    assert [job for verb, job in queue.told() if verb == "promoted"] == [job.id for job in jobs]
+    assert [job for verb, job in queue.journal_events() if verb == "promoted"] == [job.id for job in jobs]
 
 
 def test_a_scheduled_id_without_a_record_is_forgotten(queue: OneQueue) -> None:
@@ -199,7 +199,7 @@ def test_an_update_keeps_the_place_in_line(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     queue.enqueue("a", if_exists="update")
     assert queue.worker().turn(want=2) == ["a", "b"]
-    assert queue.told()[2] == ("updated", "a")
+    assert queue.journal_events()[2] == ("updated", "a")
 
 
 def test_a_broken_record_is_replaced_by_the_next_dispatch_of_its_id(queue: OneQueue) -> None:

@@ -52,7 +52,7 @@ def test_a_processor_that_falls_silent_is_evicted_by_one_that_went_on(queue: One
     assert live_on(queue, EXPIRY_MS * 2 // 3, "p1") == ["p2"]
     assert queue.state() == State(jobs={"b", "c"}, waiting={5: ["b", "c"]})
     assert [queue.stall_count(job_id) for job_id in "bc"] == [1, 0]
-    assert ("stalled", "b") in queue.told()
+    assert ("stalled", "b") in queue.journal_events()
 
 
 @pytest.mark.fault("zombie")

@@ -65,7 +65,7 @@ def test_settling_under_two_fences_of_which_one_is_refused_can_be_read(queue: On
     worker.turn(want=1)
     worker.number += 1
     worker.consumer.turn(worker.number, ["a", worker.fence, 5, "b", "123", 6], [], 0, 0)
-    assert queue.told()[-1] == ("done", "a")
+    assert queue.journal_events()[-1] == ("done", "a")
 
 
 def test_sequence_numbers_have_no_gaps_and_calls_that_change_nothing_none(queue: OneQueue) -> None:
@@ -111,7 +111,7 @@ def test_what_was_blocked_is_told_after_the_end_of_the_job_it_waited_for(queue: 
         worker.turn(want=1)
         queue.enqueue("a", if_exists="update")
         worker.turn(done="a" * (end == "done"), failed="a" * (end == "failed"))
-        assert queue.told()[-2:] == [("done" if end == "done" else "dead", "a"), ("unblocked", "a")]
+        assert queue.journal_events()[-2:] == [("done" if end == "done" else "dead", "a"), ("unblocked", "a")]
         queue.producer.cancel("a")
 
 

@@ -203,13 +203,13 @@ def test_a_job_longer_than_the_budget_becomes_waiting(queue: OneQueue) -> None:
 def test_large_items_that_are_too_old_are_given_up_some_per_call(redis_url: str) -> None:
     with gate(redis_url, "on_request", item_timeout_ms=3_600_000, max_data=64 * MB) as items:
         enqueue(items, {"huge": 5 * MB})
-        items.come("expiries", "huge")
+        items.make_due("expiries", "huge")
         items.promote()
         assert items.state().dead == ["huge"]
         items.recovery().heartbeat(items.name, EXPIRY_MS, [])
         ids = [f"j{n}" for n in range(6)]
         enqueue(items, dict.fromkeys(ids, MB))
-        items.come("expiries", *ids)
+        items.make_due("expiries", *ids)
         items.promote()
         assert len(items.state().dead) == 5
         items.promote()
@@ -221,7 +221,7 @@ def test_large_items_whose_leases_lapse_go_back_some_per_call_in_order(redis_url
         ids = [f"j{n}" for n in range(8)]
         enqueue(items, dict.fromkeys(ids, MB))
         assert [items.got(name) for name in "abcdefgh"] == ids
-        items.come("leases", *ids)
+        items.make_due("leases", *ids)
         items.promote()
         assert 0 < len(items.pending()) < 8
         items.promote()

@@ -46,7 +46,7 @@ def test_a_worker_that_takes_the_tokens_tells_when_those_behind_it_may_begin(que
     assert (wakes(queue, first), wakes(queue, second)) == (1, 0)
     with subscription(queue) as pulse:
         assert first.turn(want=1) == ["b"]
-        (told,) = pulse.heard()
+        (told,) = pulse.delays()
     assert HOUR_MS - 10_000 < told <= HOUR_MS
 
 
@@ -63,7 +63,7 @@ def test_pulse_is_told_only_if_somebody_waits_for_tokens(queue: OneQueue, why: s
         set_rate(queue, 1, HOUR_MS, burst=2)
     with subscription(queue) as pulse:
         first.turn(want=0 if why == "nothing was taken" else 1)
-        assert pulse.heard() == []
+        assert pulse.delays() == []
 
 
 @pytest.mark.parametrize("why", ["the rate was changed", "the clock was set back"])
@@ -130,14 +130,14 @@ def test_a_changed_limit_is_told_also_if_no_worker_is_written_down(redis_url: st
                 queue.create(max_active=0)
             else:
                 queue.registry.configure(queue.name, {"max_active": 0}, {})
-            assert pulse.heard() == [0]
+            assert pulse.delays() == [0]
 
 
 def test_a_queue_without_limits_tells_nobody_of_its_options(queue: OneQueue) -> None:
     with subscription(queue) as pulse:
         queue.create(size=2)
         queue.registry.configure(queue.name, {"size": 3}, {})
-        assert pulse.heard() == []
+        assert pulse.delays() == []
 
 
 def test_promote_comes_back_until_all_are_woken_by_a_limit_that_was_lifted(queue: OneQueue) -> None:
@@ -188,7 +188,7 @@ def test_a_suspect_gets_the_next_token_though_workers_wait_for_it(queue: OneQueu
     assert second.whole_turn(want=1, done="d").limited, "whoever comes meanwhile"
     with subscription(queue) as pulse:
         assert retry.turn(want=1) == ["a"]
-        assert pulse.heard(), "those that wait still are told of the next token"
+        assert pulse.delays(), "those that wait still are told of the next token"
     fill_bucket(queue)
     queue.recovery().promote(queue.name)
     assert wakes(queue, first) == 1, "the retry child is busy"

@@ -36,7 +36,7 @@ def test_pulse_never_comes_back_at_once(queue: OneQueue) -> None:
     queue.enqueue("a")
     with subscription(queue) as pulse:
         assert queue.worker().whole_turn(want=1).limited
-        assert pulse.heard() == [1], "the token comes in 10 µs"
+        assert pulse.delays() == [1], "the token comes in 10 µs"
 
 
 def test_pulse_is_told_when_the_retry_child_may_begin(queue: OneQueue) -> None:
@@ -48,7 +48,7 @@ def test_pulse_is_told_when_the_retry_child_may_begin(queue: OneQueue) -> None:
     worker.turn(failed="a")
     with subscription(queue) as pulse:
         assert child.turn(want=1) == []
-        assert all(is_about_an_hour(ms) for ms in pulse.heard() or [0])
+        assert all(is_about_an_hour(ms) for ms in pulse.delays() or [0])
 
 
 def test_pulse_is_told_of_no_time_when_the_retry_child_waits_for_a_place(queue: OneQueue) -> None:
@@ -59,7 +59,7 @@ def test_pulse_is_told_of_no_time_when_the_retry_child_waits_for_a_place(queue: 
     assert worker.turn(want=1, failed="a") == ["b"]
     with subscription(queue) as pulse:
         assert child.turn(want=1) == []
-        assert pulse.heard() == []
+        assert pulse.delays() == []
     worker.turn(done="b")
     assert queue.state().retry_tokens == 1
     assert child.turn(want=1) == ["a"]
@@ -89,7 +89,7 @@ def test_a_changed_rate_is_told(queue: OneQueue, by: str) -> None:
             queue.create(rate_count=0)
         else:
             queue.registry.configure(queue.name, {"rate_count": 0}, {})
-        assert pulse.heard() == [0]
+        assert pulse.delays() == [0]
 
 
 def test_a_heartbeat_wakes_those_whose_limit_was_lifted(queue: OneQueue) -> None:
@@ -116,7 +116,7 @@ def test_pulse_is_told_when_workers_elsewhere_may_begin(redis_url: str, waits: s
             queue.fail("a")
         with subscription(queue) as pulse:
             queue.promote()
-            heard = pulse.heard()
+            heard = pulse.delays()
         assert bool(heard) == (waits != "nothing")
         assert all(is_about_an_hour(ms) for ms in heard)
 

@@ -303,7 +303,7 @@ def test_pause_and_resume_say_so_once(queue: OneQueue) -> None:
     for paused in (True, True, False, False):
         queue.registry.pause(queue.name, paused=paused)
         assert queue.inspector.counts().paused is paused
-    assert queue.told() == [("paused", None), ("resumed", None)]
+    assert queue.journal_events() == [("paused", None), ("resumed", None)]
     queue.registry.delete(queue.name, force=True)
     with pytest.raises(UnknownQueue):
         queue.registry.pause(queue.name, paused=True)

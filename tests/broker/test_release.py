@@ -6,17 +6,17 @@ import pytest
 
 from forq.errors import Fenced, LeaseLapsed, UnknownQueue, WrongMode
 from tests.support.drive.one_queue import State
-from tests.support.drive.release_queue import Gate, gate
+from tests.support.drive.release_queue import ReleaseQueue, gate
 
 
 @pytest.fixture
-def queue(redis_url: str) -> Iterator[Gate]:
+def queue(redis_url: str) -> Iterator[ReleaseQueue]:
     with gate(redis_url, "auto_release") as queue:
         yield queue
 
 
 @pytest.mark.spec("N13")
-def test_one_item_is_tried_per_interval_however_many_try(queue: Gate) -> None:
+def test_one_item_is_tried_per_interval_however_many_try(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.ask("x"), queue.ask("y")
     first = queue.release(processor="p1")
@@ -32,7 +32,7 @@ def test_one_item_is_tried_per_interval_however_many_try(queue: Gate) -> None:
 
 
 @pytest.mark.spec("N14")
-def test_an_item_goes_to_whoever_awaits_it_by_id_before_all_who_await_any(queue: Gate) -> None:
+def test_an_item_goes_to_whoever_awaits_it_by_id_before_all_who_await_any(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.ask("any"), queue.ask("wants-b", "b"), queue.ask("wants-a", "a")
     queue.attempt(), queue.attempt()
@@ -41,7 +41,7 @@ def test_an_item_goes_to_whoever_awaits_it_by_id_before_all_who_await_any(queue:
     assert queue.got("any") is None
 
 
-def test_of_several_who_await_the_same_the_first_gets_it_also_if_it_has_renewed_since(queue: Gate) -> None:
+def test_of_several_who_await_the_same_the_first_gets_it_also_if_it_has_renewed_since(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("first"), queue.ask("second"), queue.ask("first")
     queue.attempt()
@@ -49,7 +49,7 @@ def test_of_several_who_await_the_same_the_first_gets_it_also_if_it_has_renewed_
     assert queue.got("first") == "a"
 
 
-def test_one_awaiter_gets_one_item(queue: Gate) -> None:
+def test_one_awaiter_gets_one_item(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.ask("x")
     assert queue.attempt().handed_over
@@ -57,7 +57,7 @@ def test_one_awaiter_gets_one_item(queue: Gate) -> None:
     assert queue.state().active == {"a": "x"}
 
 
-def test_ids_that_begin_alike_are_told_apart(queue: Gate) -> None:
+def test_ids_that_begin_alike_are_told_apart(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x", "a!"), queue.ask("y", "aa")
     assert not queue.attempt().handed_over
@@ -66,10 +66,10 @@ def test_ids_that_begin_alike_are_told_apart(queue: Gate) -> None:
     assert queue.state().active == {"a": "z"}
 
 
-def test_an_awaiter_that_did_not_renew_gets_nothing_and_is_forgotten(queue: Gate) -> None:
+def test_an_awaiter_that_did_not_renew_gets_nothing_and_is_forgotten(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("dead"), queue.ask("alive")
-    queue.silence("dead")
+    queue.let_expire("dead")
     assert queue.attempt().handed_over
     assert queue.state().active == {"a": "alive"}
     assert queue.hash("awaiters") == {}
@@ -77,7 +77,7 @@ def test_an_awaiter_that_did_not_renew_gets_nothing_and_is_forgotten(queue: Gate
 
 
 @pytest.mark.spec("N15", "N16", "N17")
-def test_what_nobody_awaits_is_tried_again_then_in_the_lane_then_it_is_dead(queue: Gate) -> None:
+def test_what_nobody_awaits_is_tried_again_then_in_the_lane_then_it_is_dead(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     for _ in range(3):
         assert queue.attempt() is not None
@@ -87,7 +87,7 @@ def test_what_nobody_awaits_is_tried_again_then_in_the_lane_then_it_is_dead(queu
     queue.attempt("retry")
     assert queue.state() == State(jobs=set(), dead=["a"])
     assert queue.inspector.job("a")["error"]["name"] == "NotAwaited"
-    assert queue.told() == [
+    assert queue.journal_events() == [
         ("enqueued", "a"),
         *[("claimed", "a"), ("retried", "a")] * 3,
         *[("claimed", "a"), ("dead", "a")],
@@ -106,14 +106,14 @@ def test_what_nobody_awaited_waits_behind_the_others_for_its_interval(redis_url:
         assert queue.attempt().handed_over
         assert queue.state().active == {"b": "x"}
         assert queue.attempt().wait_seconds == 0, "nothing is in line"
-        queue.come("scheduled", "a")
+        queue.make_due("scheduled", "a")
         queue.ask("y")
         assert queue.attempt().handed_over
         assert queue.state().active == {"a": "y", "b": "x"}
 
 
 @pytest.mark.spec("N17", "N18")
-def test_the_lane_tries_only_while_nothing_waits(queue: Gate) -> None:
+def test_the_lane_tries_only_while_nothing_waits(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     for _ in range(3):
         queue.attempt()
@@ -127,14 +127,14 @@ def test_the_lane_tries_only_while_nothing_waits(queue: Gate) -> None:
     assert queue.got("y", "a") == "a"
 
 
-def test_the_retry_child_is_woken_when_the_line_is_empty(queue: Gate) -> None:
+def test_the_retry_child_is_woken_when_the_line_is_empty(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     for _ in range(3):
         queue.attempt()
     assert queue.state().retry_tokens == 1
 
 
-def test_an_item_is_gone_when_it_is_acknowledged_and_not_before(queue: Gate) -> None:
+def test_an_item_is_gone_when_it_is_acknowledged_and_not_before(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
@@ -147,16 +147,16 @@ def test_an_item_is_gone_when_it_is_acknowledged_and_not_before(queue: Gate) -> 
     assert queue.state() == State(jobs=set())
     queue.ack("x", lease)
     assert queue.inspector.counts().done == 1
-    assert queue.told() == [("enqueued", "a"), ("claimed", "a"), ("released", "a")]
+    assert queue.journal_events() == [("enqueued", "a"), ("claimed", "a"), ("released", "a")]
     assert [(event.actor, event.fence) for event in queue.events()][-1] == ("x", lease.fence)
 
 
-def test_what_is_not_acknowledged_in_time_goes_back_to_the_front_and_that_is_no_try(queue: Gate) -> None:
+def test_what_is_not_acknowledged_in_time_goes_back_to_the_front_and_that_is_no_try(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b", "c")
     queue.ask("x"), queue.ask("y")
     queue.attempt(), queue.attempt()
     lease = queue.ask("x")
-    queue.come("leases", "a", "b")
+    queue.make_due("leases", "a", "b")
     queue.promote()
     assert queue.state() == State(jobs={"a", "b", "c"}, waiting={5: ["a", "b", "c"]})
     assert queue.inspector.job("a")["retry_count"] == 0
@@ -168,11 +168,11 @@ def test_what_is_not_acknowledged_in_time_goes_back_to_the_front_and_that_is_no_
 
 
 @pytest.mark.parametrize("by", ["release", "await", "heartbeat"])
-def test_leases_lapse_with_every_call_that_looks(queue: Gate, by: str) -> None:
+def test_leases_lapse_with_every_call_that_looks(queue: ReleaseQueue, by: str) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
-    queue.come("leases", "a")
+    queue.make_due("leases", "a")
     if by == "release":
         queue.release()
     elif by == "await":
@@ -182,7 +182,7 @@ def test_leases_lapse_with_every_call_that_looks(queue: Gate, by: str) -> None:
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
 
 
-def test_an_ack_under_another_fence_or_name_is_refused(queue: Gate) -> None:
+def test_an_ack_under_another_fence_or_name_is_refused(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
@@ -194,7 +194,7 @@ def test_an_ack_under_another_fence_or_name_is_refused(queue: Gate) -> None:
     assert queue.state().active == {"a": "x"}
 
 
-def test_an_awaiter_that_leaves_gives_back_what_it_was_handed(queue: Gate) -> None:
+def test_an_awaiter_that_leaves_gives_back_what_it_was_handed(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.ask("x")
     queue.attempt()
@@ -207,28 +207,30 @@ def test_an_awaiter_that_leaves_gives_back_what_it_was_handed(queue: Gate) -> No
     assert not queue.attempt().handed_over
 
 
-def test_an_item_that_is_removed_while_it_is_handed_over_does_not_come_back(queue: Gate) -> None:
+def test_an_item_that_is_removed_while_it_is_handed_over_does_not_come_back(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
     assert queue.producer.remove("a")
-    queue.come("leases", "a")
+    queue.make_due("leases", "a")
     queue.promote()
     assert queue.state() == State(jobs=set())
-    assert queue.told()[-1] == ("cancelled", "a")
+    assert queue.journal_events()[-1] == ("cancelled", "a")
 
 
-def test_an_item_that_is_removed_while_it_is_handed_over_can_still_be_acknowledged(queue: Gate) -> None:
+def test_an_item_that_is_removed_while_it_is_handed_over_can_still_be_acknowledged(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
     lease = queue.ask("x")
     assert queue.producer.remove("a")
     queue.ack("x", lease)
-    assert queue.told()[-2:] == [("marked", "a"), ("released", "a")]
+    assert queue.journal_events()[-2:] == [("marked", "a"), ("released", "a")]
 
 
-def test_an_enqueue_behind_an_item_that_is_handed_over_is_an_item_of_its_own_after_the_release(queue: Gate) -> None:
+def test_an_enqueue_behind_an_item_that_is_handed_over_is_an_item_of_its_own_after_the_release(
+    queue: ReleaseQueue,
+) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
@@ -236,10 +238,10 @@ def test_an_enqueue_behind_an_item_that_is_handed_over_is_an_item_of_its_own_aft
     assert queue.inspector.counts().blocked == 1
     queue.ack("x", queue.ask("x"))
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
-    assert queue.told()[-2:] == [("released", "a"), ("unblocked", "a")]
+    assert queue.journal_events()[-2:] == [("released", "a"), ("unblocked", "a")]
 
 
-def test_items_of_a_higher_priority_go_first(queue: Gate) -> None:
+def test_items_of_a_higher_priority_go_first(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.enqueue("b", priority=1)
     queue.ask("x")
@@ -247,7 +249,7 @@ def test_items_of_a_higher_priority_go_first(queue: Gate) -> None:
     assert queue.got("x") == "b"
 
 
-def test_a_paused_queue_releases_nothing(queue: Gate) -> None:
+def test_a_paused_queue_releases_nothing(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.registry.pause("q", paused=True)
@@ -256,7 +258,7 @@ def test_a_paused_queue_releases_nothing(queue: Gate) -> None:
     assert queue.attempt().handed_over
 
 
-def test_what_a_blocked_worker_was_given_goes_back_before_it_tries(queue: Gate) -> None:
+def test_what_a_blocked_worker_was_given_goes_back_before_it_tries(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.release()
     worker = queue.workers[0]
@@ -267,7 +269,7 @@ def test_what_a_blocked_worker_was_given_goes_back_before_it_tries(queue: Gate) 
     assert worker.held() == []
 
 
-def test_workers_that_are_not_registered_are_fenced(queue: Gate) -> None:
+def test_workers_that_are_not_registered_are_fenced(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.release()
     queue.recover(queue.workers[0])
@@ -275,7 +277,7 @@ def test_workers_that_are_not_registered_are_fenced(queue: Gate) -> None:
         queue.release()
 
 
-def test_a_deleted_queue_says_so_to_everybody(queue: Gate) -> None:
+def test_a_deleted_queue_says_so_to_everybody(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x"), queue.ask("y")
     queue.attempt()
@@ -291,12 +293,12 @@ def test_a_deleted_queue_says_so_to_everybody(queue: Gate) -> None:
     assert queue.list_of("y") == [""], "it is rung, and need not wait until it renews"
 
 
-def test_dequeue_of_an_auto_release_queue_is_refused_and_the_other_way_round(queue: Gate) -> None:
+def test_dequeue_of_an_auto_release_queue_is_refused_and_the_other_way_round(queue: ReleaseQueue) -> None:
     with pytest.raises(WrongMode, match="auto_release"):
         queue.leases.request("x", None, mode="on_request", register=True)
 
 
-def test_awaiters_leave_no_keys_behind(queue: Gate) -> None:
+def test_awaiters_leave_no_keys_behind(queue: ReleaseQueue) -> None:
     queue.ask("x", "never")
     for name in ("awaiters", "awaiting"):
         assert 0 < queue.redis.pttl(queue.key(name)) <= 20_000
@@ -309,10 +311,10 @@ def test_awaiters_leave_no_keys_behind(queue: Gate) -> None:
     assert queue.redis.exists(queue.key("leases")) == 0
 
 
-def test_dead_awaiters_of_items_that_never_come_are_forgotten_by_those_who_come_later(queue: Gate) -> None:
+def test_dead_awaiters_of_items_that_never_come_are_forgotten_by_those_who_come_later(queue: ReleaseQueue) -> None:
     for number in range(100):
         queue.ask(f"dead{number}", f"never{number}")
-        queue.silence(f"dead{number}")
+        queue.let_expire(f"dead{number}")
     for _ in range(2000):
         queue.ask("alive", "never")
         if len(queue.hash("awaiters")) == 1:
@@ -321,7 +323,7 @@ def test_dead_awaiters_of_items_that_never_come_are_forgotten_by_those_who_come_
     assert queue.redis.zcard(queue.key("awaiting")) == 1
 
 
-def test_a_clerk_hears_of_the_awaiters_it_speaks_for(queue: Gate) -> None:
+def test_a_clerk_hears_of_the_awaiters_it_speaks_for(queue: ReleaseQueue) -> None:
     heard = queue.redis.pubsub(ignore_subscribe_messages=True)
     heard.psubscribe("forq:queue:*:handed:clerk1")
     heard.get_message(timeout=1)
@@ -334,7 +336,7 @@ def test_a_clerk_hears_of_the_awaiters_it_speaks_for(queue: Gate) -> None:
     heard.close()
 
 
-def test_the_first_lease_of_a_queue_tells_pulse_when_it_lapses(queue: Gate) -> None:
+def test_the_first_lease_of_a_queue_tells_pulse_when_it_lapses(queue: ReleaseQueue) -> None:
     heard = queue.redis.pubsub(ignore_subscribe_messages=True)
     heard.subscribe(queue.channel("due"))
     heard.get_message(timeout=1)
@@ -354,7 +356,7 @@ def test_the_claims_of_one_call_have_the_same_fence(redis_url: str) -> None:
     with gate(redis_url, "auto_release", item_timeout_ms=60_000) as queue:
         queue.enqueue("a", "b")
         queue.ask("x", "b")
-        queue.come("expiries", "a")
+        queue.make_due("expiries", "a")
         assert queue.attempt().handed_over
         fences = [event.fence for event in queue.events() if event.verb == "claimed"]
         assert len(fences) == 2

@@ -14,7 +14,7 @@ from forq.broker.replies import NO_QUEUE
 from forq.broker.scripts import script
 from forq.errors import BackPressure, LeaseLapsed, OutcomeUnknown
 from tests.support.drive.one_queue import State
-from tests.support.drive.release_queue import Gate, gate
+from tests.support.drive.release_queue import ReleaseQueue, gate
 from tests.support.drive.server import Server
 from tests.support.models.journal_replay import Replay
 
@@ -22,23 +22,23 @@ HOUR_MS = 3_600_000
 
 
 @pytest.fixture
-def queue(redis_url: str) -> Iterator[Gate]:
+def queue(redis_url: str) -> Iterator[ReleaseQueue]:
     with gate(redis_url, "auto_release") as queue:
         yield queue
 
 
 @pytest.fixture
-def asked(redis_url: str) -> Iterator[Gate]:
+def asked(redis_url: str) -> Iterator[ReleaseQueue]:
     with gate(redis_url, "on_request", item_timeout_ms=HOUR_MS) as queue:
         yield queue
 
 
-def now_ms(queue: Gate) -> int:
+def now_ms(queue: ReleaseQueue) -> int:
     seconds, micros = queue.redis.time()
     return int(seconds * 1000 + micros // 1000)
 
 
-def test_a_clock_that_was_set_back_closes_the_gate_for_one_interval_and_no_longer(queue: Gate) -> None:
+def test_a_clock_that_was_set_back_closes_the_gate_for_one_interval_and_no_longer(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.redis.hset(queue.key("counts"), "gate_us", (now_ms(queue) + 24 * HOUR_MS) * 1000)
@@ -51,13 +51,13 @@ def test_a_clock_that_was_set_back_closes_the_gate_for_one_interval_and_no_longe
     assert int(queue.hash("counts")["gate_us"]) == opens_us
 
 
-def test_a_lease_that_lapses_late_does_not_take_what_its_awaiter_was_handed_since(asked: Gate) -> None:
+def test_a_lease_that_lapses_late_does_not_take_what_its_awaiter_was_handed_since(asked: ReleaseQueue) -> None:
     """More leases lapse at once than one call looks at, and an awaiter that asks again still owns its old item."""
     asked.enqueue("old", "new")
     assert asked.got("x", "old") == "old"
     asked.redis.delete(asked.key("awaiter:x"))
     assert asked.got("x", "new") == "new"
-    asked.come("leases", "old")
+    asked.make_due("leases", "old")
     asked.promote()
     assert asked.state().active == {"new": "x"}
     lease = asked.ask("x", "new")
@@ -66,7 +66,7 @@ def test_a_lease_that_lapses_late_does_not_take_what_its_awaiter_was_handed_sinc
     asked.ack("x", lease)
 
 
-def test_of_a_queue_that_was_deleted_and_made_again_nothing_is_handed_out_twice(queue: Gate) -> None:
+def test_of_a_queue_that_was_deleted_and_made_again_nothing_is_handed_out_twice(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
@@ -83,7 +83,7 @@ def test_of_a_queue_that_was_deleted_and_made_again_nothing_is_handed_out_twice(
     assert queue.state().jobs == {"a"}
 
 
-def test_an_acknowledgement_can_be_repeated_after_its_awaiter_has_left(queue: Gate) -> None:
+def test_an_acknowledgement_can_be_repeated_after_its_awaiter_has_left(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
@@ -94,7 +94,7 @@ def test_an_acknowledgement_can_be_repeated_after_its_awaiter_has_left(queue: Ga
     assert queue.inspector.counts().done == 1
 
 
-def test_redis_knows_an_acknowledgement_for_longer_than_it_is_repeated(queue: Gate) -> None:
+def test_redis_knows_an_acknowledgement_for_longer_than_it_is_repeated(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
@@ -122,7 +122,7 @@ def test_every_id_that_is_allowed_is_handed_to_whoever_awaits_it(redis_url: str,
             else:
                 assert queue.leases.leave(f"x{number}")
         assert queue.state().jobs == set(ODD[::2])
-        queue.come("expiries", *ODD[::2])
+        queue.make_due("expiries", *ODD[::2])
         queue.promote()
         assert sorted(queue.state().dead) == sorted(ODD[::2])
         replay = Replay().read_all(queue.entries())
@@ -180,7 +180,7 @@ def test_a_client_that_loses_every_first_reply_gets_each_item_once(
         assert {"request", "ack"} <= set(deaf.lost)
 
 
-def test_a_blocking_read_leaves_the_list_and_its_end_as_they_were(asked: Gate) -> None:
+def test_a_blocking_read_leaves_the_list_and_its_end_as_they_were(asked: ReleaseQueue) -> None:
     asked.ask("x")
     asked.enqueue("a")
     asked.leases.wait("x", 1)
@@ -189,12 +189,12 @@ def test_a_blocking_read_leaves_the_list_and_its_end_as_they_were(asked: Gate) -
 
 
 @pytest.mark.fault("zombie")
-def test_a_frozen_awaiter_that_wakes_after_its_lease_cannot_end_what_another_has(queue: Gate) -> None:
+def test_a_frozen_awaiter_that_wakes_after_its_lease_cannot_end_what_another_has(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("frozen")
     queue.attempt()
     old = queue.ask("frozen")
-    queue.come("leases", "a")
+    queue.make_due("leases", "a")
     queue.ask("other")
     queue.attempt()
     new = queue.ask("other")
@@ -208,14 +208,14 @@ def test_a_frozen_awaiter_that_wakes_after_its_lease_cannot_end_what_another_has
     queue.ack("other", new)
 
 
-def test_an_item_of_the_lane_that_lapses_goes_back_to_its_lane_and_that_is_no_try(queue: Gate) -> None:
+def test_an_item_of_the_lane_that_lapses_goes_back_to_its_lane_and_that_is_no_try(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     for _ in range(3):
         queue.attempt()
     queue.ask("x")
     assert queue.attempt("retry").handed_over
     assert queue.inspector.counts().retry == 0
-    queue.come("leases", "a")
+    queue.make_due("leases", "a")
     queue.promote()
     assert queue.inspector.counts().retry == 1
     assert queue.inspector.job("a")["retry_count"] == 3
@@ -223,7 +223,7 @@ def test_an_item_of_the_lane_that_lapses_goes_back_to_its_lane_and_that_is_no_tr
     assert queue.attempt("retry").handed_over
 
 
-def test_an_item_that_is_updated_in_somebodys_hands_comes_back_new(queue: Gate) -> None:
+def test_an_item_that_is_updated_in_somebodys_hands_comes_back_new(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.attempt()
     queue.ask("x")
@@ -235,7 +235,7 @@ def test_an_item_that_is_updated_in_somebodys_hands_comes_back_new(queue: Gate) 
     assert queue.state().waiting == {1: ["a"]}
 
 
-def test_a_fence_that_is_ahead_of_the_clock_makes_no_time_that_is_negative(asked: Gate) -> None:
+def test_a_fence_that_is_ahead_of_the_clock_makes_no_time_that_is_negative(asked: ReleaseQueue) -> None:
     asked.redis.hset(asked.key("counts"), "fence", (now_ms(asked) + HOUR_MS) * 1000)
     asked.enqueue("a")
     asked.ack("x", asked.ask("x"))
@@ -243,7 +243,9 @@ def test_a_fence_that_is_ahead_of_the_clock_makes_no_time_that_is_negative(asked
 
 
 @pytest.mark.parametrize("verb", ["await", "ack", "unawait", "promote"])
-def test_every_call_about_a_queue_that_is_gone_says_so_and_leaves_nothing_behind(asked: Gate, verb: str) -> None:
+def test_every_call_about_a_queue_that_is_gone_says_so_and_leaves_nothing_behind(
+    asked: ReleaseQueue, verb: str
+) -> None:
     asked.registry.delete("q", force=True)
     before = sorted(asked.redis.keys())
     arguments = {"await": ("x", "", "on_request", "", 1, "-"), "ack": ("x", "a", 1), "unawait": ("x",), "promote": ()}
@@ -251,28 +253,28 @@ def test_every_call_about_a_queue_that_is_gone_says_so_and_leaves_nothing_behind
     assert sorted(asked.redis.keys()) == before
 
 
-def test_a_lease_that_has_lapsed_is_gone(queue: Gate) -> None:
+def test_a_lease_that_has_lapsed_is_gone(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
-    queue.come("leases", "a")
+    queue.make_due("leases", "a")
     assert queue.promote() is None
     assert queue.redis.exists(queue.key("leases")) == 0
 
 
-def test_a_lease_of_what_nobody_holds_is_forgotten(queue: Gate) -> None:
+def test_a_lease_of_what_nobody_holds_is_forgotten(queue: ReleaseQueue) -> None:
     queue.redis.zadd(queue.key("leases"), {"gone": 1})
     assert queue.promote() is None
 
 
-def test_an_item_that_was_removed_can_be_had_again_after_a_lost_reply(asked: Gate) -> None:
+def test_an_item_that_was_removed_can_be_had_again_after_a_lost_reply(asked: ReleaseQueue) -> None:
     asked.enqueue("a")
     lease = asked.ask("x")
     asked.producer.remove("a")
     assert asked.ask("x") == lease
 
 
-def test_a_queue_that_is_made_again_has_nobodys_leases_and_awaits_nobody(asked: Gate) -> None:
+def test_a_queue_that_is_made_again_has_nobodys_leases_and_awaits_nobody(asked: ReleaseQueue) -> None:
     asked.enqueue("a", "b")
     asked.ask("x", "a")
     asked.ask("y", "another")

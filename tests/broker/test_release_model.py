@@ -27,7 +27,7 @@ from forq.broker.leases import LeaseReply
 from forq.errors import Exists, Fenced, LeaseLapsed, QueueFull, UnknownJob, UnknownQueue
 from tests.broker.sweeping import sweeping_at_once
 from tests.support.drive.one_queue import EXPIRY_MS, HandWorker, State
-from tests.support.drive.release_queue import Gate
+from tests.support.drive.release_queue import ReleaseQueue
 from tests.support.drive.server import Server
 from tests.support.models.mutants import MUTANT
 from tests.support.models.queue import MAX_ITEMS, Dispatch, Full, Taken
@@ -78,7 +78,7 @@ class ReleaseMachine(RuleBasedStateMachine):
             "lease_ms": LEASE_MS,
             "item_timeout_ms": timeout_ms,
         }
-        self.queue = Gate(self.server.url, mode, name="q", **self.options)
+        self.queue = ReleaseQueue(self.server.url, mode, name="q", **self.options)
         self.dead = DeadJobs(self.queue.link, DEFAULT_PREFIX, "q")
         seconds, _ = self.queue.redis.time()
         self.model = ReleaseModel(seconds * 1000, (), mode=mode, timeout_ms=timeout_ms)
@@ -224,7 +224,7 @@ class ReleaseMachine(RuleBasedStateMachine):
     def fall_silent(self, name: str) -> None:
         if name not in self.model.registered:
             return
-        self.queue.silence(name)
+        self.queue.let_expire(name)
         self.model.registered[name].silent = True
         self.model.unheard.add(self.model.registered[name].wanted)
 

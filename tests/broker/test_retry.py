@@ -61,7 +61,7 @@ def test_a_retried_job_is_scheduled_and_then_waits_again(redis_url: str) -> None
         make_due(queue, "a")
         assert queue.recovery().promote(queue.name) is None
         assert queue.state() == State(jobs={"a"}, waiting={3: ["a"]})
-        assert queue.told()[-3:] == [("retried", "a"), ("scheduled", "a"), ("promoted", "a")]
+        assert queue.journal_events()[-3:] == [("retried", "a"), ("scheduled", "a"), ("promoted", "a")]
 
 
 @pytest.mark.spec("Q35", "M13")

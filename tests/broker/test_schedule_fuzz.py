@@ -111,7 +111,7 @@ def test_every_tick_is_run_skipped_or_missed_and_each_run_is_one_job(queue: OneQ
         assert (sum(counts), rest) == (passed, 0), f"{key}: {counts} of {passed} ticks"
         runs += counts[0]
     assert runs > 20
-    born = Counter(job for verb, job in queue.told() if verb == "enqueued")
+    born = Counter(job for verb, job in queue.journal_events() if verb == "enqueued")
     assert sum(born.values()) == runs + pulses.triggered
     assert max(count for job, count in born.items() if job and job.count(":") > 1) == 1, "one job per tick"
     journal = Replay().read_all(queue.entries())

@@ -55,7 +55,7 @@ def test_an_interval_begins_at_once_and_its_job_is_what_the_schedule_says(rig: S
     assert (job["data"], job["priority"], job["type"]) == ({"n": [1, None, "\u00e4\n"]}, 3, "t")
     assert job["identifier"].startswith("k 20")
     assert job["identifier"].endswith("+00:00")
-    assert rig.queue.told() == [("enqueued", f"schedule:k:{tick_ms}")]
+    assert rig.queue.journal_events() == [("enqueued", f"schedule:k:{tick_ms}")]
     assert rig.queue.pending(3) == [f"schedule:k:{tick_ms}"]
     assert rig.waiting() == [""], "a worker that blocks on the list of priority 5 is woken"
     assert rig.next_ms() == tick_ms + HOUR_MS
@@ -68,7 +68,7 @@ def test_a_cron_rule_begins_with_its_first_time(rig: ScheduleRig) -> None:
     assert tick_ms % 300_000 == 0
     assert 0 < tick_ms - server_ms(rig) <= 300_000
     assert rig.promote() == pytest.approx(tick_ms - server_ms(rig), abs=500)
-    assert rig.queue.told() == []
+    assert rig.queue.journal_events() == []
 
 
 def test_the_same_definition_again_changes_nothing(rig: ScheduleRig) -> None:
@@ -202,7 +202,7 @@ def test_a_tick_of_a_dropped_schedule_is_not_fired(rig: ScheduleRig) -> None:
     (due,), now_ms = rig.due()
     rig.schedules.drop("k")
     assert rig.fire(due, now_ms) is False
-    assert rig.queue.told() == []
+    assert rig.queue.journal_events() == []
     assert rig.next_ms() is None
 
 
@@ -242,7 +242,7 @@ def test_a_tick_is_fired_once_however_often_it_is_tried(rig: ScheduleRig) -> Non
     (due,), now_ms = rig.due()
     assert rig.due()[0] == [due], "whoever asks before it is fired is told the same"
     assert [rig.fire(due, now_ms) for _ in range(3)] == [True, False, False]
-    assert rig.queue.told() == [("enqueued", f"schedule:k:{tick_ms}")]
+    assert rig.queue.journal_events() == [("enqueued", f"schedule:k:{tick_ms}")]
     assert rig.counts() == (1, 0, 0)
     assert rig.due()[0] == []
 
@@ -291,7 +291,7 @@ def test_no_tick_is_fired_before_the_server_says_that_it_is_time(rig: ScheduleRi
     tick_ms = rig.pass_time(tick_ms - server_ms(rig) + 1000)
     more = ("k", tick_ms, head, tick_ms + 2 * HOUR_MS, 0, tick_ms, '"k"', 0, tick_ms + HOUR_MS, '"k"', 0)
     assert rig.queue.link.run(script("fire"), rig.queue.base, *more)[1] == 0
-    assert rig.queue.told() == []
+    assert rig.queue.journal_events() == []
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_a_plan_for_another_definition_is_refused(rig: ScheduleRig, change: dict
     rig.set(**change)
     rig.redis.zadd(rig.queue.key("schedules:next"), {"k": tick_ms})
     assert rig.fire(due, now_ms) is False
-    assert rig.queue.told() == []
+    assert rig.queue.journal_events() == []
     rig.promote()
     assert rig.counts() == (1, 0, 0)
 
@@ -423,7 +423,7 @@ def test_jitter_delays_the_job_and_not_the_tick(rig: ScheduleRig) -> None:
     assert rig.fire(due, now_ms) is True
     job = rig.queue.inspector.job("schedule:k")
     assert (job["state"], round(job["run_at"] * 1000)) == ("scheduled", tick_ms + 600_000)
-    assert [verb for verb, _ in rig.queue.told()] == ["enqueued", "scheduled"]
+    assert [verb for verb, _ in rig.queue.journal_events()] == ["enqueued", "scheduled"]
     assert rig.next_ms() == tick_ms + HOUR_MS
     assert rig.promote() == pytest.approx(600_000, abs=2000)
 
@@ -553,7 +553,7 @@ def test_trigger_makes_a_job_and_leaves_ticks_and_counts_alone(rig: ScheduleRig)
     job = rig.queue.inspector.job("schedule:k")
     assert (job["data"], job["identifier"], job["priority"]) == ({"n": 1}, "k triggered", 2)
     assert rig.waiting().count("") == 1, "somebody is woken"
-    assert rig.queue.told()[-1] == ("enqueued", "schedule:k")
+    assert rig.queue.journal_events()[-1] == ("enqueued", "schedule:k")
     assert (rig.next_ms(), rig.counts()) == (next_ms, (1, 0, 0))
     with pytest.raises(Exists, match="is unfinished, and overlap is skip"):
         rig.schedules.trigger("k")
@@ -609,7 +609,7 @@ def test_pulses_that_fire_at_once_make_one_job_per_tick(rig: ScheduleRig) -> Non
         thread.start()
     for thread in threads:
         thread.join()
-    ticks = [int(job.rpartition(":")[2]) for verb, job in rig.queue.told() if verb == "enqueued" and job]
+    ticks = [int(job.rpartition(":")[2]) for verb, job in rig.queue.journal_events() if verb == "enqueued" and job]
     next_ms = rig.next_ms()
     assert next_ms is not None
     assert ticks == list(range(first_ms, next_ms, 7))

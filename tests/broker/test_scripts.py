@@ -14,7 +14,7 @@ from forq.broker.replies import LUA_CONSTANTS, error_for
 from forq.broker.scripts import FILES, flags, script
 from forq.errors import ForqError
 from tests.support.drive.one_queue import OneQueue, one_queue
-from tests.support.drive.release_queue import Gate
+from tests.support.drive.release_queue import ReleaseQueue
 from tests.support.models.mutants import forget_texts
 
 LUA = Path(scripts.__file__).parent / "lua"
@@ -215,7 +215,7 @@ def assigned(code: str) -> set[str]:
 def die_midway(url: str) -> None:
     """Calls about other queues that leave much behind: each ends with an error after it has noted events, and asked for
     what is only asked for once per call."""
-    other = Gate(url, "on_request", name="other", rate_count=1, rate_ms=3_600_000, burst=5, max_active=3)
+    other = ReleaseQueue(url, "on_request", name="other", rate_count=1, rate_ms=3_600_000, burst=5, max_active=3)
     broken = OneQueue(url, "broken", fail_handler=1)
     try:
         other.enqueue("a", "b")
@@ -272,7 +272,7 @@ def test_no_call_sees_what_another_left_that_ended_with_an_error(redis_url: str)
             for act in acts:
                 between()
                 answers.append(act())
-            state, told = queue.state(), queue.told()
+            state, told = queue.state(), queue.journal_events()
             queue.registry.delete(queue.name, force=True)
             queue.redis.delete(*queue.redis.keys("*{q}*"))
             queue.redis.hdel("forq:queues", "q")

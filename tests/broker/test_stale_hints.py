@@ -218,7 +218,7 @@ def test_a_claim_of_large_jobs_while_their_list_is_swept_stays_within_its_bytes(
 def test_items_that_expire_while_their_list_is_swept_take_no_hint_of_others_along(redis_url: str) -> None:
     with gate(redis_url, "on_request", item_timeout_ms=3_600_000) as queue, sweeping_at_once():
         begin_sweeping(queue)
-        queue.come("expiries", "a", "b")
+        queue.make_due("expiries", "a", "b")
         queue.promote()
         assert sorted(queue.state().dead) == ["a", "b"]
         assert [queue.got(f"z{n}") for n in range(7)] == [*"cdefgh", None]
@@ -234,7 +234,7 @@ def test_an_item_that_expires_behind_a_stale_hint_of_its_own_takes_no_hint_of_ot
         queue.enqueue("a")
         assert (queue.pending(), queue.state().stale) == (list("abca"), {"5:a": 1})
         with sweeping_at_once():
-            queue.come("expiries", "a", "c")
+            queue.make_due("expiries", "a", "c")
             queue.promote()
             assert [queue.got("x"), queue.got("y")] == ["b", None]
             assert queue.hash("counts").get("dropped", "0") == "0"

@@ -76,7 +76,7 @@ def test_a_job_marked_removed_is_cancelled_however_its_worker_was_lost(queue: On
     queue.recover(worker, running=True, outcome=outcome)
     assert queue.state() == State(jobs=set())
     assert queue.hash("attempts") == {}
-    assert queue.told()[-1] == ("cancelled", "a")
+    assert queue.journal_events()[-1] == ("cancelled", "a")
 
 
 def test_an_attempt_says_when_it_began_and_where_it_was(queue: OneQueue) -> None:
@@ -139,7 +139,7 @@ def test_what_is_blocked_behind_a_job_that_timed_out_updates_it(queue: OneQueue)
     worker.turn(failed="a", kind="timeout")
     assert queue.state() == State(jobs={"a"}, waiting={2: ["a"]})
     assert counts(queue, "a") == (0, 0, 0), "the dispatch behind it resets counts"
-    assert [verb for verb, _ in queue.told()[-3:]] == ["timed_out", "merged", "returned"]
+    assert [verb for verb, _ in queue.journal_events()[-3:]] == ["timed_out", "merged", "returned"]
 
 
 def test_a_job_marked_removed_that_times_out_is_cancelled(queue: OneQueue) -> None:
@@ -149,7 +149,7 @@ def test_a_job_marked_removed_that_times_out_is_cancelled(queue: OneQueue) -> No
     queue.producer.remove("a")
     worker.turn(failed="a", kind="timeout")
     assert queue.state() == State(jobs=set())
-    assert queue.told()[-1] == ("cancelled", "a")
+    assert queue.journal_events()[-1] == ("cancelled", "a")
 
 
 def test_a_broken_record_that_timed_out_is_dead_since_nothing_can_be_counted(queue: OneQueue) -> None:

@@ -43,7 +43,7 @@ def test_a_suspect_waits_uncounted_in_a_list_of_its_own(queue: OneQueue) -> None
     job = queue.inspector.job("a")
     assert (job["suspect"], job["stall_count"], job["state"]) == (True, 0, "waiting")
     assert [(attempt["outcome"], attempt["cause"]) for attempt in job["attempts"]] == [("interrupted", "signal 9")]
-    assert [verb for verb, job_id in queue.told() if job_id == "a"][-2:] == ["suspected", "returned"]
+    assert [verb for verb, job_id in queue.journal_events() if job_id == "a"][-2:] == ["suspected", "returned"]
     assert queue.inspector.counts().waiting == 2
     assert queue.inspector.counts().oldest_waiting_seconds is not None
 
@@ -129,7 +129,7 @@ def test_a_heartbeat_tells_that_fail_jobs_wait_for_something_else(queue: OneQueu
     worker.turn(want=2)
     with subscription(queue) as pulse:
         worker.turn(failed="a", keep=1)
-        assert pulse.words() == ["fail"]
+        assert pulse.messages() == ["fail"]
     assert (helped(queue, fails), helped(queue)) == (1, 0)
     worker.turn(failed="b")
     assert queue.redis.hlen(queue.key("fail:jobs")) == 2
@@ -147,7 +147,7 @@ def test_a_job_that_dies_without_a_fail_handler_tells_nobody(queue: OneQueue) ->
     worker.turn(want=1)
     with subscription(queue) as pulse:
         worker.turn(failed="a")
-        assert pulse.words() == []
+        assert pulse.messages() == []
 
 
 def test_nobody_is_woken_for_suspects_while_paused(queue: OneQueue, retry: HandWorker) -> None:

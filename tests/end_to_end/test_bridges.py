@@ -60,7 +60,7 @@ def serves(forq: Forq, name: str) -> bool:
 
 @pytest.mark.spec("P8")
 def test_a_queue_that_a_worker_names_is_made_found_and_shown(forq: Forq, client: Client) -> None:
-    client.say("worker_idle", queue_name="named", worker_uuid="w")
+    client.send("worker_idle", queue_name="named", worker_uuid="w")
     wait_until(lambda: serves(forq, "named"), seconds=5)
     wait_until(lambda: forq.awaiters("named") == 1)
     child = forq.wait_for_child("named")
@@ -71,9 +71,9 @@ def test_a_queue_that_a_worker_names_is_made_found_and_shown(forq: Forq, client:
     assignment = client.wait_for("job_assignment")
     assert (assignment["uuid"], assignment["command"], assignment["args"]) == (job_id, "c", [1])
     assert "was assigned to worker w, which has not accepted it yet" in forq.ctl("why", "named", job_id)
-    client.say("job_accepted", queue_name="named", worker_uuid="w", uuid=job_id)
+    client.send("job_accepted", queue_name="named", worker_uuid="w", uuid=job_id)
     wait_until(lambda: "worker w runs it now" in forq.ctl("why", "named", job_id))
-    client.say("job_finished", queue_name="named", worker_uuid="w", uuid=job_id)
+    client.send("job_finished", queue_name="named", worker_uuid="w", uuid=job_id)
     wait_until(lambda: forq.queue_status("named")["done"] == 1)
 
 
@@ -84,17 +84,17 @@ def test_an_external_queue_made_with_forqctl_has_its_options(forq: Forq, client:
     assert forq.ctl("set", "made", "lease=2s", "max_stalls=0") == "set lease=2s, max_stalls=0 of made"
     with pytest.raises(QueueExists, match="exists with mode 'external'"):
         forq.client().create_queue("made", mode="on_request")
-    client.say("add_job", queue_name="made", uuid="j", command="c", args={"n": 1}, priority=3)
+    client.send("add_job", queue_name="made", uuid="j", command="c", args={"n": 1}, priority=3)
     assert forq.ctl("create", "made", "--mode", "external", "--set", "max_retries=1") == "joined made"
 
 
 def test_a_job_that_dies_is_in_the_failed_log_and_can_be_recovered(forq: Forq, client: Client) -> None:
     forq.ctl("create", "dying", "--mode", "external")
     worker = {"queue_name": "dying", "worker_uuid": "w"}
-    client.say("add_job", queue_name="dying", uuid="j", command="c", args={"n": 1})
-    client.say("worker_idle", **worker)
+    client.send("add_job", queue_name="dying", uuid="j", command="c", args={"n": 1})
+    client.send("worker_idle", **worker)
     client.wait_for("job_assignment")
-    client.say("job_failed", **worker, uuid="j", error={"name": "Bad", "message": "input"}, kind="permanent")
+    client.send("job_failed", **worker, uuid="j", error={"name": "Bad", "message": "input"}, kind="permanent")
     log = forq.state_dir / "logs" / "dying" / "failed.jsonl"
     wait_until(lambda: log.exists() and log.read_text())
     line = json.loads(log.read_text())
@@ -103,7 +103,7 @@ def test_a_job_that_dies_is_in_the_failed_log_and_can_be_recovered(forq: Forq, c
     forq.ctl("recover", str(log))
     again = client.wait_for("job_assignment", 2)
     assert (again["uuid"], again["args"], again["attempt"]) == ("j", {"n": 1}, 1)
-    client.say("job_failed", **worker, uuid="j", error="again", kind="permanent")
+    client.send("job_failed", **worker, uuid="j", error="again", kind="permanent")
     wait_until(lambda: forq.queue_status("dying")["dead"] == 2)
     forq.ctl("dead", "retry", "dying", "j")
     assert client.wait_for("job_assignment", 3)["uuid"] == "j"
@@ -111,11 +111,11 @@ def test_a_job_that_dies_is_in_the_failed_log_and_can_be_recovered(forq: Forq, c
 
 def test_pulse_takes_silent_workers_out_while_no_bridge_runs(forq: Forq) -> None:
     with bridge(forq.url, "--tick", "300ms") as process:
-        process.say("add_job", queue_name="silent", uuid="j", command="c")
-        process.say("worker_idle", queue_name="silent", worker_uuid="w")
+        process.send("add_job", queue_name="silent", uuid="j", command="c")
+        process.send("worker_idle", queue_name="silent", worker_uuid="w")
         process.wait_for("job_assignment")
-        process.say("job_accepted", queue_name="silent", worker_uuid="w", uuid="j")
-        process.say("list_progress", queue_name="silent")
+        process.send("job_accepted", queue_name="silent", worker_uuid="w", uuid="j")
+        process.send("list_progress", queue_name="silent")
         process.wait_for("progress")
         process.kill()
     wait_until(lambda: serves(forq, "silent"), seconds=5)
@@ -125,11 +125,11 @@ def test_pulse_takes_silent_workers_out_while_no_bridge_runs(forq: Forq) -> None
 def test_a_bridge_that_dies_is_started_again_and_its_workers_go_on(forq: Forq) -> None:
     client = Client(socket_of(forq))
     worker = {"queue_name": "again", "worker_uuid": "w"}
-    client.say("add_job", queue_name="again", uuid="j", command="c")
-    client.say("worker_idle", **worker)
+    client.send("add_job", queue_name="again", uuid="j", command="c")
+    client.send("worker_idle", **worker)
     client.wait_for("job_assignment")
-    client.say("job_accepted", **worker, uuid="j")
-    client.say("list_progress", queue_name="again")
+    client.send("job_accepted", **worker, uuid="j")
+    client.send("list_progress", queue_name="again")
     client.wait_for("progress")
     before = service(forq)
     assert isinstance(before["pid"], int)
@@ -138,7 +138,7 @@ def test_a_bridge_that_dies_is_started_again_and_its_workers_go_on(forq: Forq) -
     wait_until(lambda: service(forq)["pid"] not in (None, before["pid"]) and accepts(socket_of(forq)))
     assert service(forq)["restarts"] == 1
     successor = Client(socket_of(forq))
-    successor.say("job_finished", **worker, uuid="j")
+    successor.send("job_finished", **worker, uuid="j")
     wait_until(lambda: forq.queue_status("again")["done"] == 1)
     assert successor.of("job_refused") == []
     successor.close()
@@ -160,16 +160,16 @@ def test_the_worker_in_node_runs_jobs_and_says_how_far_it_is(forq: Forq, client:
     command = ["node", str(EXAMPLES / "external_worker.js"), str(socket_of(forq)), "node"]
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TICK_SECONDS": "0.2"}, text=True)
     try:
-        client.say("add_job", queue_name="node", uuid="slow", command="work", args={"ms": 1500})
+        client.send("add_job", queue_name="node", uuid="slow", command="work", args={"ms": 1500})
         queue = forq.client().queue("node")
         wait_until(lambda: serves(forq, "node"))
 
         def progress() -> list[dict[str, object]]:
-            return client.ask("list_progress", "progress", queue_name="node")["jobs"]  # type: ignore[no-any-return]
+            return client.request("list_progress", "progress", queue_name="node")["jobs"]  # type: ignore[no-any-return]
 
         wait_until(lambda: any(row["text"] == "step 2 of 4" for row in progress()))
-        client.say("add_job", queue_name="node", uuid="odd", command="unheard-of")
-        client.say("add_job", queue_name="node", uuid="ok", command="sh", args="true")
+        client.send("add_job", queue_name="node", uuid="odd", command="unheard-of")
+        client.send("add_job", queue_name="node", uuid="ok", command="sh", args="true")
         wait_until(lambda: queue.status()["done"] == 2)
         assert queue.dead().jobs[0]["message"] == "no command unheard-of"
         assert worker.stdout is not None

@@ -156,11 +156,11 @@ def test_the_result_of_an_external_worker(forq: Forq) -> None:
     forq.ctl("create", "video", "--mode", "external", "--set", "keep_done=1h")
     worker = {"queue_name": "video", "worker_uuid": "w1"}
     with bridge(forq.url) as process:
-        process.say("add_job", queue_name="video", uuid="j1", command="encode")
-        process.ask("worker_idle", "job_assignment", **worker)
-        process.say("job_accepted", uuid="j1", **worker)
+        process.send("add_job", queue_name="video", uuid="j1", command="encode")
+        process.request("worker_idle", "job_assignment", **worker)
+        process.send("job_accepted", uuid="j1", **worker)
         waiting = Waiting(forq, "video", ["j1"])
-        process.say("job_finished", uuid="j1", result={"frames": 30}, **worker)
+        process.send("job_finished", uuid="j1", result={"frames": 30}, **worker)
         assert waiting.answers() == {"j1": {"frames": 30}}
 
 

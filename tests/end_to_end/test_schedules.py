@@ -34,7 +34,7 @@ def freeze(forq: Forq, seconds: float) -> None:
 
 def ticks_told(queue: OneQueue, verb: str) -> list[int]:
     """The ticks of the jobs that the journal tells this of, in its order."""
-    return [int(job.rpartition(":")[2]) for said, job in queue.told() if said == verb and job]
+    return [int(job.rpartition(":")[2]) for said, job in queue.journal_events() if said == verb and job]
 
 
 @pytest.mark.timeout(600)

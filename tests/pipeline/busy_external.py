@@ -59,7 +59,7 @@ class BusyExternal:
     def fall_silent(self) -> None:
         """The holder of a job is silent for a whole lease."""
         for job_id in sorted(self.queue.hash("active"))[:1]:
-            self.queue.silence(job_id)
+            self.queue.end_leases(job_id)
 
     def remove_or_cancel(self) -> None:
         (self.queue.producer.remove if self._chance.random() < 0.5 else self.queue.producer.cancel)(self._id())

@@ -8,13 +8,13 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.leases import Lease
 from forq.errors import ForqError
 from tests.pipeline.busy_queues import revive_or_discard_one
-from tests.support.drive.release_queue import Gate
+from tests.support.drive.release_queue import ReleaseQueue
 
 
 class BusyGate:
     def __init__(self, url: str, mode: str, seed: int, *, name: str = "", **options: int) -> None:
         usual = {"item_timeout_ms": 50, "lease_ms": 20, "dead_max": 5, "journal_max": 1 << 30}
-        self.queue = Gate(url, mode, name=name or mode, **usual | options)
+        self.queue = ReleaseQueue(url, mode, name=name or mode, **usual | options)
         self._dead = DeadJobs(self.queue.link, DEFAULT_PREFIX, self.queue.name)
         self._chance = random.Random(seed)
         self._leases: dict[str, Lease] = {}

@@ -19,7 +19,7 @@ from forq.broker.topology import HOPS, Cluster, Moved, fetch_slot_map, slot_of
 from forq.client import Queue
 from forq.errors import ForqError, RedisUnavailable, UnknownQueue
 from forq.redis_url import read_address
-from tests.support.drive.redis_cluster import RedisCluster, ask, free_ports, node_id, redis_cluster
+from tests.support.drive.redis_cluster import RedisCluster, free_ports, node_id, redis_cluster, run_command
 from tests.support.drive.server import Server
 from tests.support.drive.wait import wait_until
 
@@ -35,14 +35,14 @@ def client(cluster: RedisCluster) -> Iterator[Client]:
 
 
 def keys_on(node: Server, name: str) -> set[str]:
-    return {key.decode() for key in ask(node, "KEYS", f"*{{{name}}}*")}
+    return {key.decode() for key in run_command(node, "KEYS", f"*{{{name}}}*")}
 
 
 @pytest.mark.parametrize(
     ("key", "slot"), [("foo", 12182), ("{user1000}.following", 3443), ("{}x", 10595), ("a{b}{c}", slot_of("b"))]
 )
 def test_slots_are_those_of_the_specification(cluster: RedisCluster, key: str, slot: int) -> None:
-    assert slot_of(key) == slot == ask(cluster.masters[0], "CLUSTER", "KEYSLOT", key)
+    assert slot_of(key) == slot == run_command(cluster.masters[0], "CLUSTER", "KEYSLOT", key)
 
 
 @pytest.mark.spec("Q24")
@@ -66,19 +66,19 @@ def test_status_tells_of_queues_on_all_nodes_at_once(client: Client) -> None:
 def test_the_check_looks_at_every_master(cluster: RedisCluster, client: Client) -> None:
     assert "a cluster of 3 masters" in check_server(client.link())
     last = cluster.masters[2]
-    ask(last, "CONFIG", "SET", "maxmemory", "100mb", "maxmemory-policy", "allkeys-lru")
+    run_command(last, "CONFIG", "SET", "maxmemory", "100mb", "maxmemory-policy", "allkeys-lru")
     try:
         with pytest.raises(ForqError, match=f"the server at redis://127.0.0.1:{last.port} may evict jobs"):
             check_server(client.link())
     finally:
-        ask(last, "CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction")
+        run_command(last, "CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction")
 
 
 def test_the_recipe_for_users_is_enough_on_every_node(cluster: RedisCluster, client: Client) -> None:
     recipe = Path(__file__).resolve().parents[2] / "etc" / "redis-acl.conf"
     for rules in re.findall(r"^user (forq-.*)$", recipe.read_text(), re.MULTILINE):
         for node in cluster.masters:
-            ask(node, "ACL", "SETUSER", *rules.split())
+            run_command(node, "ACL", "SETUSER", *rules.split())
     worker, producer = (
         Client(cluster.url.replace("//", f"//forq-{user}:CHANGE-ME-{user}@")) for user in ("worker", "producer")
     )
@@ -118,7 +118,7 @@ def lone_server() -> Iterator[Server]:
 
 def test_a_slot_that_nobody_serves_is_told() -> None:
     with redis_cluster(1) as one:
-        ask(one.masters[0], "CLUSTER", "DELSLOTSRANGE", 0, 100)
+        run_command(one.masters[0], "CLUSTER", "DELSLOTSRANGE", 0, 100)
         unserved = next(str(number) for number in range(10**6) if slot_of(str(number)) <= 100)
         with pytest.raises(RedisUnavailable, match=r"no node of the cluster .* serves slot"):
             Link(one.url).call("TIME", at=unserved)
@@ -148,18 +148,18 @@ def moving(cluster: RedisCluster, client: Client) -> Iterator[tuple[Queue, Serve
 
 
 def move_keys(source: Server, target: Server, slot: int) -> None:
-    for key in ask(source, "CLUSTER", "GETKEYSINSLOT", slot, 1000):
-        ask(source, "MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
+    for key in run_command(source, "CLUSTER", "GETKEYSINSLOT", slot, 1000):
+        run_command(source, "MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
 
 
 def settle(cluster: RedisCluster, slot: int, target: Server) -> None:
     for node in (target, *(node for node in cluster.masters if node is not target)):
-        ask(node, "CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
+        run_command(node, "CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
 
 
 def begin_move(slot: int, source: Server, target: Server) -> None:
-    ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
-    ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
+    run_command(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
+    run_command(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
 
 
 def test_a_queue_that_has_moved_is_followed(
@@ -186,11 +186,13 @@ def test_a_worker_that_waits_for_a_job_is_led_to_where_its_queue_has_gone(
     # The script is known to the target too, as after any turn that was taken there.
     Link(f"redis://127.0.0.1:{target.port}").offer(script("turn"))
     waiting.start()
-    wait_until(lambda: b"blocked_clients:1" in ask(source, "INFO", "clients"), what="it waits")
+    wait_until(lambda: b"blocked_clients:1" in run_command(source, "INFO", "clients"), what="it waits")
     begin_move(slot, source, target)
     move_keys(source, target, slot)
     settle(cluster, slot, target)
-    wait_until(lambda: b"blocked_clients:1" in ask(target, "INFO", "clients"), what="it waits at the other node")
+    wait_until(
+        lambda: b"blocked_clients:1" in run_command(target, "INFO", "clients"), what="it waits at the other node"
+    )
     queue.enqueue(2, id="after")
     waiting.join(20)
     assert taken[0] is not None
@@ -206,7 +208,7 @@ def test_while_its_keys_are_on_two_nodes_nothing_is_done_to_a_queue(
     begin_move(slot, source, target)
     if half_way:
         options = f"{queue_base(DEFAULT_PREFIX, 'q0')}:options"
-        ask(source, "MIGRATE", "127.0.0.1", target.port, options, 0, 5000)
+        run_command(source, "MIGRATE", "127.0.0.1", target.port, options, 0, 5000)
     before = keys_on(source, "q0"), keys_on(target, "q0")
     for _ in range(3):
         with pytest.raises(RedisUnavailable, match="the keys of a queue are being moved away"):
@@ -235,9 +237,9 @@ def test_nodes_that_each_name_another_are_given_up_on(cluster: RedisCluster) -> 
 def test_a_node_that_lost_its_cluster_is_not_asked_where_to_go(cluster: RedisCluster) -> None:
     with redis_cluster(1) as stray:
         lost = stray.masters[0]
-        ask(lost, "CLUSTER", "FLUSHSLOTS")
-        ask(lost, "CONFIG", "SET", "cluster-require-full-coverage", "yes")
-        wait_until(lambda: b"cluster_state:fail" in ask(lost, "CLUSTER", "INFO"))
+        run_command(lost, "CLUSTER", "FLUSHSLOTS")
+        run_command(lost, "CONFIG", "SET", "cluster-require-full-coverage", "yes")
+        wait_until(lambda: b"cluster_state:fail" in run_command(lost, "CLUSTER", "INFO"))
         mixed = f"redis+cluster://127.0.0.1:{lost.port},127.0.0.1:{cluster.masters[0].port}"
         for _ in range(8):  # in whatever order they are asked
             assert len(fetch_slot_map(read_address(mixed), (), "test").masters()) == 3
@@ -265,12 +267,12 @@ def test_with_one_node_away_the_queues_of_the_others_go_on() -> None:
 
 def test_every_node_is_offered_the_library(cluster: RedisCluster) -> None:
     for node in cluster.nodes:
-        ask(node, "FUNCTION", "FLUSH")
+        run_command(node, "FUNCTION", "FLUSH")
     link = Link(cluster.url)
     for _ in range(2):
         link.offer(script("discard"))
     for node in cluster.nodes:
-        assert len(ask(node, "FUNCTION", "LIST")) == 1
+        assert len(run_command(node, "FUNCTION", "LIST")) == 1
     link.close()
 
 
@@ -282,7 +284,7 @@ def test_a_function_that_some_node_had_lost_is_noticed(cluster: RedisCluster, cl
     before = link.missed()
     counts_of(link, DEFAULT_PREFIX, NAMES)
     assert link.missed() == before
-    ask(cluster.node_of(queue_base(DEFAULT_PREFIX, NAMES[0])), "FUNCTION", "FLUSH")
+    run_command(cluster.node_of(queue_base(DEFAULT_PREFIX, NAMES[0])), "FUNCTION", "FLUSH")
     counts_of(link, DEFAULT_PREFIX, NAMES)
     assert link.missed() > before
     link.close()

@@ -9,7 +9,7 @@ import pytest
 from forq import Client
 from forq.client import PartlyStored, Queue
 from forq.errors import NoReplica, OutcomeUnknown, UsageError
-from tests.support.drive.redis_cluster import ask, redis_cluster
+from tests.support.drive.redis_cluster import redis_cluster, run_command
 from tests.support.drive.replicas import Pair, replicated
 from tests.support.drive.supervisor import running
 from tests.support.drive.wait import wait_until
@@ -43,7 +43,7 @@ def queue(pair: Pair) -> Queue:
 
 
 def ids_on_replica(pair: Pair) -> set[str]:
-    return {key.decode() for key in ask(pair.replica, "HKEYS", "forq:queue:{q}:jobs")}
+    return {key.decode() for key in run_command(pair.replica, "HKEYS", "forq:queue:{q}:jobs")}
 
 
 def test_what_is_reported_stored_is_on_the_replica(pair: Pair, queue: Queue) -> None:
@@ -55,7 +55,7 @@ def test_what_is_reported_stored_is_on_the_replica(pair: Pair, queue: Queue) -> 
 
 def test_nothing_is_left_of_waiting(pair: Pair, queue: Queue) -> None:
     queue.enqueue(1, durable="replica")
-    wait_until(lambda: not ask(pair.master, "EXISTS", "forq:queue:{q}:durable"))
+    wait_until(lambda: not run_command(pair.master, "EXISTS", "forq:queue:{q}:durable"))
 
 
 def test_a_replica_that_is_behind_makes_the_outcome_unknown(pair: Pair, queue: Queue) -> None:
@@ -96,7 +96,7 @@ def test_of_many_it_is_told_which_are_safe(pair: Pair, queue: Queue) -> None:
 def test_without_a_replica_nothing_is_stored(own_pair: Pair) -> None:
     queue = Client(own_pair.master.url).create_queue("q")
     own_pair.promote()
-    wait_until(lambda: b"connected_slaves:0" in ask(own_pair.master, "INFO", "replication"))
+    wait_until(lambda: b"connected_slaves:0" in run_command(own_pair.master, "INFO", "replication"))
     with pytest.raises(NoReplica, match="has no replica that is in sync; nothing was stored"):
         queue.enqueue(1, durable="replica")
     assert queue.status()["waiting"] == 0
@@ -106,7 +106,7 @@ def test_the_recipe_for_producers_allows_it(pair: Pair, queue: Queue) -> None:
     queue.enqueue(0)
     rules = re.findall(r"^user (forq-producer .*)$", RECIPE.read_text(), re.MULTILINE)[0].split()
     for server in (pair.master, pair.replica):
-        ask(server, "ACL", "SETUSER", *rules)
+        run_command(server, "ACL", "SETUSER", *rules)
     url = f"redis://forq-producer:CHANGE-ME-producer@127.0.0.1:{pair.master.port}"
     assert Client(url).queue("q").enqueue(1, durable="replica") in ids_on_replica(pair)
 

@@ -11,7 +11,7 @@ from forq.broker.keys import DEFAULT_PREFIX, due_channels
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
 from forq.errors import RedisUnavailable
-from tests.support.drive.redis_cluster import ask, free_ports
+from tests.support.drive.redis_cluster import free_ports, run_command
 from tests.support.drive.replicas import MASTER, Pair, Sentinels, replicated, watched
 from tests.support.drive.supervisor import running
 from tests.support.drive.wait import wait_until
@@ -71,13 +71,13 @@ def test_an_old_master_that_is_a_replica_now_is_left(setting: tuple[Pair, Sentin
     link = Link(sentinels.url)
     link.call("SET", "x", "1")
     # Sentinels end connections when they demote a master: here it is there when that happens.
-    ask(pair.master, "REPLICAOF", "127.0.0.1", pair.replica.port)
+    run_command(pair.master, "REPLICAOF", "127.0.0.1", pair.replica.port)
     with pytest.raises(RedisUnavailable, match="READONLY"):
         link.call("SET", "x", "2")
     # They name it still; it says itself that it is none.
     with pytest.raises(RedisUnavailable, match=r"it names 127.0.0.1:\d+, which is no master"):
         link.call("SET", "x", "2")
-    ask(pair.master, "REPLICAOF", "NO", "ONE")
+    run_command(pair.master, "REPLICAOF", "NO", "ONE")
     assert link.call("SET", "x", "3") == b"OK"
 
 
@@ -96,8 +96,8 @@ def told_when_demoted(pair: Pair) -> str:
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    wait_until(lambda: b"blocked_clients:1" in ask(pair.master, "INFO", "clients"), what="it is blocked")
-    ask(pair.master, "REPLICAOF", "127.0.0.1", pair.replica.port)
+    wait_until(lambda: b"blocked_clients:1" in run_command(pair.master, "INFO", "clients"), what="it is blocked")
+    run_command(pair.master, "REPLICAOF", "127.0.0.1", pair.replica.port)
     waiting.join(10)
     return told[0]
 

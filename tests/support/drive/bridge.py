@@ -22,42 +22,42 @@ def encode(topic: str, payload: Message) -> bytes:
     return json.dumps({"topic": topic, "payload": payload}).encode() + b"\n"
 
 
-class Speaker:
+class LineClient:
     """Sends messages and keeps those that it receives: (topic, payload), in order."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[str, Message]] = []
+        self.received: list[tuple[str, Message]] = []
         self.envelopes: list[Message] = []
 
-    def say(self, topic: str, **payload: Any) -> None:
+    def send(self, topic: str, **payload: Any) -> None:
         self.write(encode(topic, payload))
 
     def write(self, data: bytes) -> None:
         raise NotImplementedError
 
-    def hear(self, stream: Any) -> None:
+    def receive_from(self, stream: Any) -> None:
         """Reads until the stream ends; every line has to be a whole message."""
         for line in stream:
             message = json.loads(line)
             self.envelopes.append(message)
-            self.heard.append((message["topic"], message["payload"]))
+            self.received.append((message["topic"], message["payload"]))
 
     def of(self, topic: str) -> list[Message]:
-        return [payload for said, payload in self.heard if said == topic]
+        return [payload for said, payload in self.received if said == topic]
 
-    def ask(self, topic: str, answer: str, **payload: Any) -> Message:
+    def request(self, topic: str, answer: str, **payload: Any) -> Message:
         """Sends a message and returns the answer."""
         known = len(self.of(answer))
-        self.say(topic, **payload)
+        self.send(topic, **payload)
         return self.wait_for(answer, known + 1)
 
     def wait_for(self, topic: str, count: int = 1) -> Message:
         """Returns the count-th message of that topic."""
-        wait_until(lambda: len(self.of(topic)) >= count, what=f"{count} of {topic} in {self.heard}")
+        wait_until(lambda: len(self.of(topic)) >= count, what=f"{count} of {topic} in {self.received}")
         return self.of(topic)[count - 1]
 
 
-class BridgeProcess(Speaker):
+class BridgeProcess(LineClient):
     def __init__(self, url: str, *arguments: str) -> None:
         super().__init__()
         command = [sys.executable, "-m", "forq.cli", "bridge", "--redis", url, *arguments]
@@ -65,7 +65,7 @@ class BridgeProcess(Speaker):
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
         self.log: list[str] = []
         self._readers = [
-            threading.Thread(target=self.hear, args=(self.process.stdout,), daemon=True),
+            threading.Thread(target=self.receive_from, args=(self.process.stdout,), daemon=True),
             threading.Thread(target=self._read_log, daemon=True),
         ]
         for thread in self._readers:
@@ -103,14 +103,14 @@ class BridgeProcess(Speaker):
             self.log.append(line.decode(errors="replace"))
 
 
-class Client(Speaker):
+class Client(LineClient):
     """A connection to a bridge that listens."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.connect(str(path))
-        threading.Thread(target=self.hear, args=(self.socket.makefile("rb"),), daemon=True).start()
+        threading.Thread(target=self.receive_from, args=(self.socket.makefile("rb"),), daemon=True).start()
 
     def write(self, data: bytes) -> None:
         self.socket.sendall(data)
@@ -141,4 +141,4 @@ def accepts(path: Path) -> bool:
         return os.path.exists(path) and probe.connect_ex(str(path)) == 0
 
 
-__all__ = ["BIN", "BridgeProcess", "Client", "Speaker", "accepts", "bridge", "encode", "listening"]
+__all__ = ["BIN", "BridgeProcess", "Client", "LineClient", "accepts", "bridge", "encode", "listening"]

@@ -43,18 +43,18 @@ class ExternalQueue(OneQueue):
     def fail(self, job_id: str, worker: str = "w1", kind: str = "retriable", retry_at_ms: int | None = None) -> None:
         self.external.fail(worker, job_id, Failure(ERROR, ERROR, kind, retry_at_ms, 0.5))
 
-    def silence(self, *ids: str) -> None:
+    def end_leases(self, *ids: str) -> None:
         """Ends the leases of these jobs, one after the other."""
-        self.come("leases", *ids)
+        self.make_due("leases", *ids)
         self.promote()
 
-    def come(self, timers: str, *ids: str) -> None:
+    def make_due(self, timers: str, *ids: str) -> None:
         now_ms = self.redis.time()[0] * 1000 - 60_000
         for number, job_id in enumerate(ids):
             assert self.redis.zscore(self.key(timers), job_id) is not None, f"{job_id} has no time in {timers}"
             self.redis.zadd(self.key(timers), {job_id: now_ms + number})
 
-    def not_seen(self, worker: str) -> None:
+    def make_silent(self, worker: str) -> None:
         """Makes the worker's last message older than a lease."""
         assert self.redis.zscore(self.key("workers"), worker) is not None
         self.redis.zadd(self.key("workers"), {worker: 1})

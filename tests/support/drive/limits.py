@@ -50,15 +50,15 @@ class DueMessages:
     def __init__(self, pubsub: Any) -> None:
         self._pubsub = pubsub
 
-    def heard(self) -> list[int]:
+    def delays(self) -> list[int]:
         """Messages since the last call. A script publishes before it returns, so none is missed."""
-        return [int(word) for word in self.words()]
+        return [int(message) for message in self.messages()]
 
-    def words(self) -> list[str]:
-        told = []
+    def messages(self) -> list[str]:
+        found = []
         while (message := self._pubsub.get_message(timeout=0.05)) is not None:
-            told.append(message["data"].decode())
-        return told
+            found.append(message["data"].decode())
+        return found
 
 
 @contextmanager

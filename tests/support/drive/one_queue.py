@@ -177,7 +177,7 @@ class OneQueue:
         """The journal as stored."""
         return [fields for _, fields in self.redis.xrange(self.key("events"))]
 
-    def told(self) -> list[tuple[str, str | None]]:
+    def journal_events(self) -> list[tuple[str, str | None]]:
         """The journal as (verb, job), without the queue's creation."""
         return [(event.verb, event.job) for event in self.events() if event.verb != "created"]
 

@@ -40,11 +40,13 @@ class RedisCluster:
             node.start()
         part = REDIS_CLUSTER_HASH_SLOTS // len(self.masters) + 1
         for number, node in enumerate(self.masters):
-            ask(node, "CLUSTER", "ADDSLOTSRANGE", number * part, min(REDIS_CLUSTER_HASH_SLOTS, (number + 1) * part) - 1)
+            run_command(
+                node, "CLUSTER", "ADDSLOTSRANGE", number * part, min(REDIS_CLUSTER_HASH_SLOTS, (number + 1) * part) - 1
+            )
         first = self.masters[0]
         for node in self.nodes[1:]:
             bus = node.settings["cluster-port"]
-            ask(first, "CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+            run_command(first, "CLUSTER", "MEET", "127.0.0.1", node.port, bus)
         wait_until(lambda: all(self._knows_all(node) for node in self.nodes), what="the nodes know each other")
         for master, replica in zip(self.masters, self.replicas, strict=False):
             _follow(replica, node_id(master))
@@ -55,7 +57,7 @@ class RedisCluster:
 
     def is_up(self) -> bool:
         """According to all running nodes."""
-        return all(b"cluster_state:ok" in ask(node, "CLUSTER", "INFO") for node in self.nodes if node.running)
+        return all(b"cluster_state:ok" in run_command(node, "CLUSTER", "INFO") for node in self.nodes if node.running)
 
     def node_of(self, key: str) -> Server:
         """The master that serves this key, according to the first running node."""
@@ -65,7 +67,7 @@ class RedisCluster:
 
     def port_of(self, slot: int, asked: Server) -> int:
         """The port of the master of this slot, according to this node; 0 if no node serves it."""
-        ranges = ask(asked, "CLUSTER", "SLOTS")
+        ranges = run_command(asked, "CLUSTER", "SLOTS")
         return next((int(master[1]) for start, end, master, *_ in ranges if start <= slot <= end), 0)
 
     def flush(self) -> None:
@@ -77,7 +79,7 @@ class RedisCluster:
             node.remove()
 
     def _knows_all(self, node: Server) -> bool:
-        lines = ask(node, "CLUSTER", "NODES").splitlines()
+        lines = run_command(node, "CLUSTER", "NODES").splitlines()
         return len(lines) == len(self.nodes) and not any(b"handshake" in line for line in lines)
 
 
@@ -101,7 +103,7 @@ def connect(url: str, key: str) -> redis.Redis:
     return redis.Redis.from_url(url)
 
 
-def ask(server: Server, *command: object) -> Any:
+def run_command(server: Server, *command: object) -> Any:
     """Runs one command and returns the raw reply."""
     with server.connect() as client:
         client.response_callbacks.clear()
@@ -109,7 +111,7 @@ def ask(server: Server, *command: object) -> Any:
 
 
 def node_id(node: Server) -> str:
-    return str(ask(node, "CLUSTER", "MYID").decode())
+    return str(run_command(node, "CLUSTER", "MYID").decode())
 
 
 def free_ports(count: int) -> list[int]:
@@ -137,13 +139,13 @@ def _node(port: int, bus: int) -> Server:
 
 
 def is_in_sync(replica: Server) -> bool:
-    return b"master_link_status:up" in ask(replica, "INFO", "replication")
+    return b"master_link_status:up" in run_command(replica, "INFO", "replication")
 
 
 def _follow(replica: Server, master_id: str) -> None:
     def followed() -> bool:
         try:
-            ask(replica, "CLUSTER", "REPLICATE", master_id)
+            run_command(replica, "CLUSTER", "REPLICATE", master_id)
         except redis.ResponseError as exc:
             if "Unknown node" not in str(exc):  # it has not heard of that one yet
                 raise

@@ -20,7 +20,7 @@ OPTIONS = {
 }
 
 
-class Gate(OneQueue):
+class ReleaseQueue(OneQueue):
     """A queue of mode auto_release or on_request."""
 
     def __init__(self, url: str, mode: str, *, name: str = "q", **options: int) -> None:
@@ -55,7 +55,7 @@ class Gate(OneQueue):
         self.open_gate()
         return self.release(lane)
 
-    def come(self, timers: str, *ids: str) -> None:
+    def make_due(self, timers: str, *ids: str) -> None:
         """Makes the timers (leases, expiries, scheduled) of these ids due, one after the other."""
         now_ms = self.redis.time()[0] * 1000 - 60_000
         for number, job_id in enumerate(ids):
@@ -65,7 +65,7 @@ class Gate(OneQueue):
     def promote(self) -> int | None:
         return self.recovery().promote(self.name)
 
-    def silence(self, awaiter: str) -> None:
+    def let_expire(self, awaiter: str) -> None:
         """Lets its registration run out without a renewal."""
         entry = self.hash("awaiters")[awaiter].split(" ", 1)
         self.redis.hset(self.key("awaiters"), awaiter, f"1 {entry[1]}")
@@ -75,8 +75,8 @@ class Gate(OneQueue):
 
 
 @contextmanager
-def gate(url: str, mode: str, **options: int) -> Iterator[Gate]:
-    queue = Gate(url, mode, name="q", **options)
+def gate(url: str, mode: str, **options: int) -> Iterator[ReleaseQueue]:
+    queue = ReleaseQueue(url, mode, name="q", **options)
     try:
         yield queue
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 import redis
 
 from forq.supervisor.embedded import find_server
-from tests.support.drive.redis_cluster import ask, free_ports, is_in_sync
+from tests.support.drive.redis_cluster import free_ports, is_in_sync, run_command
 from tests.support.drive.server import Server
 from tests.support.drive.wait import wait_until
 from tests.support.faults.proxy import Proxy
@@ -29,12 +29,14 @@ class Pair:
             stack.callback(server.remove)
             server.start()
         self.proxy = stack.enter_context(Proxy(first))
-        ask(self.replica, "REPLICAOF", "127.0.0.1", self.proxy.port if proxied else first)
+        run_command(self.replica, "REPLICAOF", "127.0.0.1", self.proxy.port if proxied else first)
         wait_until(lambda: is_in_sync(self.replica), what="the replica is in sync")
-        wait_until(lambda: b"state=online" in ask(self.master, "INFO", "replication"), what="and the master knows")
+        wait_until(
+            lambda: b"state=online" in run_command(self.master, "INFO", "replication"), what="and the master knows"
+        )
 
     def promote(self) -> None:
-        ask(self.replica, "REPLICAOF", "NO", "ONE")
+        run_command(self.replica, "REPLICAOF", "NO", "ONE")
 
 
 class Sentinels:

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tests.support.drive.one_queue import State
-from tests.support.drive.release_queue import Gate
+from tests.support.drive.release_queue import ReleaseQueue
 from tests.support.models.queue_checks import MINUTE_MS, Checks
 from tests.support.models.release import LEASE_MS, ReleaseModel
 
@@ -27,7 +27,7 @@ class Awaiters:
 
 
 class ReleaseChecks(Checks):
-    def __init__(self, queue: Gate, model: ReleaseModel, names: tuple[str, ...]) -> None:
+    def __init__(self, queue: ReleaseQueue, model: ReleaseModel, names: tuple[str, ...]) -> None:
         super().__init__(queue, model)
         self._gate = queue
         self._release = model
