@@ -1,4 +1,4 @@
-"""Whether others used the machine during a trial is seen, and one's own processes are no others."""
+"""Trials disturbed by other processes are detected; the benchmark's own processes do not count."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def test_idle_and_waiting_for_disks_is_not_busy_and_stolen_time_is() -> None:
     assert busy_seconds(line) == 1 + 2 + 3 + 4 + 5 + 6
 
 
-def test_what_is_not_our_own_is_foreign_and_never_below_zero() -> None:
+def test_time_that_is_not_our_own_is_foreign_and_never_negative() -> None:
     assert foreign_share(busy_seconds=3.0, own_seconds=2.0, seconds=4.0) == 0.25
     assert foreign_share(busy_seconds=1.9, own_seconds=2.0, seconds=4.0) == 0.0
 
@@ -51,7 +51,7 @@ def test_the_time_of_a_child_counts_as_our_own_while_it_runs_and_after_its_end()
 
 
 class Shares:
-    """Stands in for Quiet: one share per trial, in this order."""
+    """Replaces Quiet: returns one share per trial, in this order."""
 
     def __init__(self, *shares: float) -> None:
         self._shares = iter(shares)
@@ -82,13 +82,13 @@ def test_a_disturbed_trial_is_repeated_until_one_is_quiet(monkeypatch: pytest.Mo
     assert [(trial.foreign_share, trial.disturbed) for trial in run.trials] == [(0.5, True), (0.1, False)]
 
 
-def test_repeating_ends(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+def test_repetition_is_bounded(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     run = run_of(monkeypatch, server, Shares(0.5, 0.6, 0.7, 0.8))
     run.series({"drain": measure}, [peer()])
     assert [trial.disturbed for trial in run.trials] == [True] * 3
 
 
-def test_a_peer_that_fails_is_reported_and_stops_nobody(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+def test_a_failing_peer_is_reported_and_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     def hangs(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
         if peer.name == "rq":
             raise Failed("it hung")
@@ -99,13 +99,13 @@ def test_a_peer_that_fails_is_reported_and_stops_nobody(monkeypatch: pytest.Monk
     assert [(trial.peer, trial.error) for trial in run.trials] == [("rq", "it hung"), ("huey", None)]
 
 
-def test_nothing_is_begun_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+def test_no_trial_begins_after_the_deadline(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     run = run_of(monkeypatch, server, Shares(), minutes=-1)
     run.series({"drain": measure}, [peer()])
     assert [trial.error for trial in run.trials] == ["no time was left"]
 
 
-def test_whatever_is_compared_is_measured_in_every_round_by_turns(
+def test_all_compared_peers_are_measured_in_every_round_in_turn(
     monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
     run = run_of(monkeypatch, server, Shares(*[0.0] * 7))

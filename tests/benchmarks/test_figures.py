@@ -1,4 +1,4 @@
-"""What the benchmark makes of its trials: percentiles, medians over rounds, least waits."""
+"""Figures computed from trials: percentiles, medians over rounds, minimum waits."""
 
 import pytest
 
@@ -10,16 +10,16 @@ def trial(value: float, *, disturbed: bool = False, error: str | None = None) ->
 
 
 @pytest.mark.parametrize(("percent", "expected"), [(1, 1), (50, 50), (99, 99), (99.9, 100), (100, 100)])
-def test_a_percentile_is_the_least_value_that_so_many_do_not_exceed(percent: float, expected: int) -> None:
+def test_a_percentile_is_the_nearest_rank(percent: float, expected: int) -> None:
     assert percentile(list(range(100, 0, -1)), percent) == expected
 
 
 @pytest.mark.parametrize("count", [1_000, 10_000, 123_000])
-def test_a_percentile_does_not_slip_by_one_where_percent_is_no_exact_number(count: int) -> None:
+def test_a_percentile_is_not_off_by_one_where_percent_has_no_exact_double(count: int) -> None:
     assert percentile(range(1, count + 1), 99.9) == count * 999 // 1000
 
 
-def test_there_is_no_percentile_of_no_values() -> None:
+def test_no_values_have_no_percentile() -> None:
     with pytest.raises(ValueError, match="no values"):
         percentile([], 50)
 
@@ -41,7 +41,7 @@ def test_disturbed_rounds_are_used_and_marked_when_there_are_no_others() -> None
     assert (found["per_second"], found["disturbed"]) == (80, True)
 
 
-def test_a_round_that_failed_counts_only_as_the_reason_when_nothing_else_is_there() -> None:
+def test_a_failed_round_counts_only_as_the_reason_when_there_is_no_other() -> None:
     assert summary([trial(0, error="it hung"), trial(100)])["per_second"] == 100
     assert summary([trial(0, error="it hung")]) == {"error": "it hung"}
 
@@ -53,6 +53,6 @@ def test_arrivals_come_at_the_rate_and_are_the_same_for_everyone() -> None:
     assert 20_000 / (times[-1] / 1e9) == pytest.approx(200.0, rel=0.05)
 
 
-def test_a_job_waits_for_those_before_it_and_for_nothing_else() -> None:
+def test_a_job_waits_only_for_the_jobs_before_it() -> None:
     ms = 1_000_000
     assert least_waits_ms([0, 1 * ms, 2 * ms, 100 * ms], service_ms=5.0) == [0.0, 4.0, 8.0, 0.0]

@@ -1,4 +1,4 @@
-"""Tables come out of results alone, with a mark where a figure is not to be trusted."""
+"""Tables are made from results alone, with a mark where a figure is unreliable."""
 
 from typing import Any
 
@@ -46,11 +46,11 @@ def results() -> dict[str, Any]:
     ("value", "text"),
     [(0.0567, "0.06"), (1.234, "1.23"), (56.78, "56.8"), (567.8, "568"), (1_234.5, "1,230"), (1_234_567, "1,230,000")],
 )
-def test_a_number_shows_the_figures_that_count(value: float, text: str) -> None:
+def test_a_number_shows_three_significant_figures(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_the_speed_table_says_how_many_times_as_fast_forq_is(results: dict[str, Any]) -> None:
+def test_the_speed_table_shows_how_many_times_faster_forq_is(results: dict[str, Any]) -> None:
     rows = speed(results).splitlines()
     assert rows[2].startswith("| forq | ")
     assert "20.0\N{MULTIPLICATION SIGN}" in rows[3]
@@ -61,27 +61,27 @@ def test_a_figure_without_a_quiet_round_is_marked(results: dict[str, Any]) -> No
     assert cell(results, "forq", "drain", "per_second") == "50,000"
 
 
-def test_a_job_that_never_ran_again_is_not_mistaken_for_one_that_was_not_measured(results: dict[str, Any]) -> None:
+def test_a_job_that_never_ran_again_differs_from_one_that_was_not_measured(results: dict[str, Any]) -> None:
     forq, huey = waiting(results).splitlines()[2:]
     assert [part.strip() for part in forq.split("|")][-3:-1] == ["0.05", "\N{EN DASH}"]
     assert [part.strip() for part in huey.split("|")][-3:-1] == ["not within 120", "\N{EN DASH}"]
     assert "failed" in huey
 
 
-def test_who_was_left_out_and_who_failed_is_said_with_the_reason(results: dict[str, Any]) -> None:
+def test_skipped_and_failed_peers_are_listed_with_the_reason(results: dict[str, Any]) -> None:
     text = all_tables(results)
     assert "| sidekiq | left out | this is no Debian |" in text
     assert "Failed: huey, idle: it hung" in text
 
 
-def test_tables_are_put_in_their_places_and_again(results: dict[str, Any]) -> None:
+def test_tables_are_inserted_and_replaced(results: dict[str, Any]) -> None:
     document = "Before\n<!-- table speed -->\nold\n<!-- end -->\nAfter\n"
     once = filled(document, results)
     assert once == f"Before\n<!-- table speed -->\n{TABLES['speed'](results)}\n<!-- end -->\nAfter\n"
     assert filled(once, results) == once
 
 
-def test_a_place_for_a_table_that_does_not_exist_is_an_error(results: dict[str, Any]) -> None:
+def test_a_marker_for_an_unknown_table_is_an_error(results: dict[str, Any]) -> None:
     with pytest.raises(KeyError, match="sped"):
         filled("<!-- table sped -->\n<!-- end -->", results)
 

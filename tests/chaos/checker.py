@@ -1,13 +1,13 @@
-"""The checker: what must hold whatever has happened. Each rule gives a sentence per violation.
+"""The checker: what must hold after a run, whatever happened. Each rule returns a sentence per violation.
 
-1. Every id that was stored has ended exactly once; one of unknown outcome at most once; one that was refused never was.
-2. What is done has run to its end under the fence it is done with; what is dead has reached its fail handler and the
-   failed log; what is cancelled was asked to be.
-3. Fences of an id grow from run to run, and no run goes on while a later one does, but for zombies: those of a
-   supervisor that others have evicted.
-4. Nothing is left in any place, and the counts say what the journal says.
+1. Every stored id has ended exactly once; one of unknown outcome at most once; a refused one never.
+2. A done job has run to its end under the fence of its record; a dead one has reached its fail handler and the failed
+   log; a cancelled one was cancelled on request.
+3. Fences of an id grow from run to run, and no run continues while a later one does, except in zombies: processes of
+   a supervisor that others have evicted.
+4. No key has leftovers, and the counts match the journal.
 5. The journal is a chain of possible events.
-6. No process is left; supervisors end as they should; every fault that was armed has fired.
+6. No process is left; supervisors end normally; every armed fault has fired.
 """
 
 from collections import defaultdict
@@ -81,7 +81,7 @@ def _dead(evidence: Evidence) -> Iterator[str]:
 
 
 def _died(fail_jobs: QueueEnd, event: Event) -> bool:
-    """Whether the fail job itself has ended dead: every process that ran it was killed."""
+    """Whether the fail job itself is dead: every process that ran it was killed."""
     return any(each.verb == "dead" and each.job == f"{event.job}:{event.fence}" for each in fail_jobs.events)
 
 

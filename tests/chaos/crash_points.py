@@ -1,7 +1,7 @@
-"""Points of forq's code at which a process can be made to die, as if by kill -9, and the evidence of who joined.
+"""Points of forq's code at which a process can be made to die, as if by kill -9; and a record of joined workers.
 
-They are laid around calls of the broker, in the processes of the harness only: forq itself knows nothing of them. A
-point is armed by a file of its name; who removes that file first dies there, so each arming kills one process.
+They wrap calls of the broker, only in the processes of the harness; forq has no hooks for them. A point is armed by a
+file of its name; the process that removes the file dies there, so each arming kills one process.
 """
 
 import os
@@ -15,7 +15,7 @@ from forq.broker.outbox import Outbox
 from forq.broker.recovery import WorkerRecovery
 from tests.chaos.ground import Ground, append
 
-# Where, in the words of the table that a run prints.
+# As the table of a run prints them.
 CRASH_POINTS = {
     "after_claim": "a worker that has claimed and not begun",
     "before_settle": "a worker that has run a job and not said so",
@@ -31,7 +31,7 @@ _Call = Callable[..., Any]
 
 
 def lay(ground: Ground) -> None:
-    """From here on processes of this one die at points that are armed."""
+    """From here on, forks of this process die at armed points."""
 
     def reach(point: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What a run has left: files outside Redis, and Redis as it is at the end."""
+"""What a run has left: files outside Redis, and the final state of Redis."""
 
 import json
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class QueueEnd:
     name: str
     entries: list[Entry] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    # Where ids still are: the name of the key, and them.
+    # Leftover ids by key.
     places: dict[str, set[str]] = field(default_factory=dict)
     processed: int = 0
     failed: int = 0
@@ -36,7 +36,7 @@ class Evidence:
     verdicts: dict[str, tuple[str, str]] = field(default_factory=dict)  # id -> queue, verdict
     traces: list[Trace] = field(default_factory=list)
     processors: dict[int, set[str]] = field(default_factory=dict)  # pid -> those that it was a worker of
-    # Processors. Not what supervisors have logged of it: who evicted one may have died before.
+    # Processors. Not from the logs of supervisors: the one that evicted it may have died before it could log.
     evicted: set[str] = field(default_factory=set)
     taken_away: dict[str, set[str]] = field(default_factory=dict)  # id -> "yes cancel", "unknown remove" …
     logged: dict[str, set[str]] = field(default_factory=dict)  # queue -> ids in failed logs
@@ -47,12 +47,12 @@ class Evidence:
 
 
 def collect(stage: Stage, fired: dict[str, list[str]]) -> Evidence:
-    """After the supervisors have been stopped."""
+    """Collects the evidence after the supervisors have been stopped."""
     ground = stage.ground
     evidence = Evidence(exits=list(stage.exits), fired=fired)
     for verdicts in sorted(ground.verdicts.iterdir()):
         for verdict, queue, *ids in lines(verdicts):
-            # What follows "asked" takes its place; of an id that is dispatched again and again the last counts.
+            # Later verdicts replace "asked"; for an id that is dispatched repeatedly, the last one counts.
             evidence.verdicts |= dict.fromkeys(ids, (queue, "unknown" if verdict == "asked" else verdict))
     evidence.traces = stage.supervisors[0].traces()
     for pid, processor in lines(ground.joined):
@@ -70,7 +70,7 @@ def collect(stage: Stage, fired: dict[str, list[str]]) -> Evidence:
             for each in (name, fail_queue(name)):
                 evidence.queues[each] = _queue_end(client, each)
                 graves = client.zrange(f"{queue_base(DEFAULT_PREFIX, each)}:graves", 0, -1)
-                # Those of single workers are two words.
+                # Entries of single workers are two words.
                 evidence.evicted |= {name.decode() for name in graves if b" " not in name}
     return evidence
 
@@ -84,7 +84,7 @@ def _queue_end(client: Any, name: str) -> QueueEnd:
     places |= {key: set(client.lrange(f"{base}:{key}", 0, -1)) for key in _LISTS}
     lists = [key.decode() for key in client.scan_iter(match=f"{base}:processor:*:processing", count=1000)]
     places |= {key: set(client.lrange(key, 0, -1)) for key in lists}
-    # Two lines per list of lines that nobody has written.
+    # Two lines per list of lines that were not written.
     outboxes = [f"{base}:outbox", *(key.decode() for key in client.scan_iter(match=f"{base}:outbox:*", count=1000))]
     places |= {key: {line[:80] for line in client.lrange(key, 0, 1)} for key in outboxes}
     keeps = int(client.hget(f"{base}:options", "keep_done_ms") or 0) > 0

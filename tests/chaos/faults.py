@@ -1,4 +1,4 @@
-"""The table of all faults: how often each comes per minute, and what does it; and which of them have fired."""
+"""The table of all faults: frequency per minute and function; and which of them have fired."""
 
 from functools import partial
 
@@ -56,13 +56,13 @@ FAULTS: dict[str, tuple[float, Fault]] = {
     "half_open": (3, half_open),
     **{f"crash_{point}": (6.0, partial(crash_at, point)) for point in CRASH_POINTS},
 }
-# Those that jobs bring along: `fired` looks at the trace.
+# Faults that jobs carry: `fired` reads them from the trace.
 HANDLER_FAULTS = tuple(f"handler_{what}" for what in MISDEEDS)
 ALL_FAULTS = (*FAULTS, *HANDLER_FAULTS)
 
 
 def fired(stage: Stage, struck: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What each fault has hit: what the nemesis knows, or where that only armed it, the evidence."""
+    """What each fault has hit, from the nemesis or, where that only armed it, from the evidence."""
     found = {name: list(hits) for name, hits in struck.items()}
     if "drop_reply" in found:
         found["drop_reply"] = [

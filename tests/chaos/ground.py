@@ -1,10 +1,10 @@
-"""Where a run leaves its evidence: files outside Redis, each of them only ever appended to."""
+"""The evidence of a run: files outside Redis, each of them append-only."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-# Names the directory of the run to the processes that leave evidence.
+# Passes the directory of the run to the processes that leave evidence.
 GROUND = "CHAOS_GROUND"
 
 
@@ -14,12 +14,12 @@ class Ground:
 
     @property
     def trace(self) -> Path:
-        """What handlers did (tests/support/handlers/traced.py)."""
+        """Trace of the handlers (tests/support/handlers/traced.py)."""
         return self.directory / "trace"
 
     @property
     def joined(self) -> Path:
-        """PID PROCESSOR, whenever a worker has registered."""
+        """PID PROCESSOR, for each worker that registered."""
         return self.directory / "joined"
 
     @property
@@ -29,22 +29,22 @@ class Ground:
 
     @property
     def armed(self) -> Path:
-        """A directory: a file per crash point that the next process to reach it dies at."""
+        """A directory: one file per armed crash point."""
         return self.directory / "armed"
 
     @property
     def verdicts(self) -> Path:
-        """A directory: a file per producer, VERDICT QUEUE ID ID …"""
+        """A directory: one file per producer, VERDICT QUEUE ID ID …"""
         return self.directory / "verdicts"
 
     @property
     def taken_away(self) -> Path:
-        """cancel|remove ID, of calls that said yes or whose answer was lost."""
+        """cancel|remove ID, of calls that succeeded or whose answer was lost."""
         return self.directory / "taken-away"
 
     @property
     def story(self) -> Path:
-        """What the nemesis did, a line each."""
+        """What the nemesis did, one line each."""
         return self.directory / "story"
 
     def prepare(self) -> None:
@@ -53,7 +53,7 @@ class Ground:
 
 
 def append(path: Path, line: str) -> None:
-    """One line in one write, so that lines of several processes do not mix and a kill leaves none half written."""
+    """Appends one line in one write, so that lines of several processes do not mix and a kill leaves no half line."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, f"{line}\n".encode())

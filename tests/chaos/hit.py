@@ -1,6 +1,6 @@
-"""What a fault is: a function of the stage and of its own random choices.
+"""A fault is a function of the stage and its own random choices.
 
-It returns None while there is nothing that it could hit (it is tried again shortly after), else a Hit.
+It returns None while there is nothing to hit (it is tried again shortly after), else a Hit.
 """
 
 import random
@@ -12,7 +12,7 @@ from tests.chaos.stage import Stage
 
 @dataclass(frozen=True)
 class Hit:
-    """`undo` is called after `seconds`, or as soon as `enough` says so, and again until it says that it is done."""
+    """`undo` is called after `seconds`, or as soon as `enough` is true, and repeatedly until it returns True."""
 
     what: str
     undo: Callable[[], bool] | None = None

@@ -1,4 +1,4 @@
-"""Faults of the ways to the server: what the proxies do."""
+"""Faults of the connections to the server, injected by the proxies."""
 
 import random
 
@@ -9,21 +9,21 @@ from tests.support.faults.proxy import Proxy
 
 # By the number of their proxy.
 LINKS = ("producers", "supervisor 1", "supervisor 2")
-# What only a worker's turn has in it, and what the server answers to one that comes late: the worker has taken another
-# turn since, or has been removed.
+# Found only in a worker's turn; and the server's answers to a late turn: the worker has taken another turn since, or
+# has been removed.
 TURN = b"forq_turn_"
 REFUSALS = tuple(f"*1\r\n:{code}\r\n".encode() for code in (STALE, FENCED))
 
 
 def drop_reply(stage: Stage, chance: random.Random) -> Hit | None:
-    """Counted when it has happened: `fired` looks at the proxies."""
+    """Counted when it has happened: `fired` reads the proxies."""
     number = chance.randrange(3)
     stage.proxies[number].drop_reply(chance.choice((1, 2, 3, 5, 8, 13)))
     return Hit(LINKS[number])
 
 
 def late_request(stage: Stage, chance: random.Random) -> Hit | None:
-    """A turn arrives after its worker has connected anew. Counted when the server has refused it: `fired` looks."""
+    """A turn arrives after its worker has reconnected. Counted when the server has refused it: see `fired`."""
     number = chance.choice((1, 2))
     stage.proxies[number].hold_request(TURN, chance.choice((0.5, 1.5, 3.0)))
     return Hit(f"a worker of {LINKS[number]}")
@@ -52,7 +52,7 @@ def delay(stage: Stage, chance: random.Random) -> Hit | None:
 
 
 def freeze_link(stage: Stage, chance: random.Random) -> Hit | None:
-    """For less than an expiry; `partition` is for more."""
+    """Shorter than an expiry; `partition` is longer."""
     number = chance.randrange(3)
     holder = "producers" if number == 0 else stage.supervisors[number - 1].name
     if not stage.take(holder):

@@ -1,4 +1,4 @@
-"""The nemesis: strikes as scheduled, undoes what it did, and tells the story."""
+"""The nemesis: injects faults on schedule, undoes them, and logs both."""
 
 import heapq
 import random
@@ -17,9 +17,9 @@ from tests.chaos.stage import Stage
 from tests.support.drive.wait import wait_until
 
 _AGAIN_SECONDS = 0.05
-# How long after its end a run goes on for faults that have found nothing to hit yet, on a machine that is busy.
+# How long a run on a busy machine is extended for faults that have found nothing to hit yet.
 _PATIENCE_SECONDS = 30.0
-# Meanwhile they strike again; longer than any of them takes to show.
+# The interval at which they are retried meanwhile; longer than any of them takes to show.
 _STRIKE_AGAIN_SECONDS = 4.0
 
 
@@ -36,17 +36,17 @@ class Nemesis:
             self._at(self._began + strike.at_seconds, self._striking(strike))
 
     def run(self) -> None:
-        """Until the time is over and every fault has fired, or has had its chance; then all is undone."""
+        """Runs until the time is over and every fault has fired or had its chance; then undoes everything."""
         while not self._is_over(time.monotonic()):
             self._stage.watch()
             while self._plan and self._plan[0][0] <= time.monotonic():
                 heapq.heappop(self._plan)[2]()
-            # The pace of a schedule, not a wait for something to happen.
+            # The pace of a schedule, not a wait for a condition.
             time.sleep(0.005)
         wait_until(self._undo_all, 60.0, "every fault is undone")
 
     def _undo_all(self) -> bool:
-        """In rounds: one may hold what another needs for its end."""
+        """In rounds: one fault may hold a part that another needs to end."""
         for undo in list(self._to_undo.values()):
             undo()
         return not self._to_undo
@@ -54,7 +54,7 @@ class Nemesis:
     def _is_over(self, now: float) -> bool:
         if now < self._end:
             return False
-        # What is armed only (a crash point, a reply to be lost) may come later.
+        # An armed fault (a crash point, a reply to lose) may fire later.
         slept = [fault for fault, hits in fired(self._stage, self.struck).items() if not hits and fault in FAULTS]
         if slept and now >= self._strike_again_at:
             self._strike_again_at = now + _STRIKE_AGAIN_SECONDS

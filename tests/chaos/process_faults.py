@@ -1,4 +1,4 @@
-"""Faults of forq's own processes: killed, frozen, cut off, and made to die at a point of their code."""
+"""Faults of forq's own processes: killed, frozen, cut off, or made to die at a crash point."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from tests.chaos.crash_points import CRASH_POINTS
 from tests.chaos.hit import Hit
 from tests.chaos.stage import EXPIRY_SECONDS, Stage, Supervisor
 
-# Of the trace: what was running lately.
+# Lines of the trace: recently running jobs.
 _RECENT_BYTES = 20_000
 _LONGEST_ZOMBIE_SECONDS = 5 * EXPIRY_SECONDS
 _FROZEN_SECONDS = 4.0
@@ -44,7 +44,7 @@ def kill_service(name: str, stage: Stage, chance: random.Random) -> Hit | None:
 
 
 def _freeze(process: psutil.Process, what: str) -> Hit | None:
-    """Longer than it may last unnoticed. One that runs a job wakes up again; any other is replaced by then."""
+    """Freezes it longer than allowed. A process that runs a job wakes up again; any other is replaced by then."""
     try:
         process.suspend()
     except psutil.NoSuchProcess:
@@ -102,7 +102,7 @@ def kill_supervisor(stage: Stage, chance: random.Random) -> Hit | None:
 
 
 def _stop_tree(supervisor: Supervisor) -> list[psutil.Process]:
-    """Its whole tree, the supervisor first, so that it replaces nobody; new ones until there are none."""
+    """Stops the whole tree, the supervisor first, so that it replaces nobody; repeats until no new process appears."""
     stopped: dict[int, psutil.Process] = {}
     while True:
         new = [process for process in supervisor.processes() if process.pid not in stopped]
@@ -115,14 +115,14 @@ def _stop_tree(supervisor: Supervisor) -> list[psutil.Process]:
 
 
 def _has_taken_over(stage: Stage, supervisor: Supervisor) -> Callable[[], bool]:
-    """Whether the other one has evicted this one since now, from some queue; the others follow within milliseconds."""
+    """Whether the other supervisor has evicted this one from any queue since now; the rest follows within ms."""
     other = next(each for each in stage.supervisors if each is not supervisor)
     before = other.log.count(_TOOK_OVER)
     return lambda: other.log.count(_TOOK_OVER) > before
 
 
 def _runs_a_job(stage: Stage, pids: set[int]) -> bool:
-    """Whether one of these processes is in the midst of a job, by what the trace has last."""
+    """Whether one of these processes is running a job, according to the last trace lines."""
     size = stage.ground.trace.stat().st_size if stage.ground.trace.exists() else 0
     if size == 0:
         return False
@@ -134,7 +134,7 @@ def _runs_a_job(stage: Stage, pids: set[int]) -> bool:
 
 
 def zombie(stage: Stage, chance: random.Random) -> Hit | None:
-    """Frozen in the midst of a job until the other supervisor has it; then its children wake before it, or after."""
+    """Frozen during a job until the other supervisor has it; then its children wake before it, or after."""
     supervisor = stage.any_supervisor(chance)
     if supervisor is None or not supervisor.queue_children() or not stage.take(supervisor.name, "redis"):
         return None
@@ -148,7 +148,7 @@ def zombie(stage: Stage, chance: random.Random) -> Hit | None:
         _resume(stopped)
         stage.release(supervisor.name, "redis")
         return None
-    ahead = chance.choice((0.0, 0.1, 0.3))  # how long nobody tells the children that they were evicted
+    ahead = chance.choice((0.0, 0.1, 0.3))  # how long the children do not learn that they were evicted
     woken_at: list[float] = []
 
     def undo() -> bool:
@@ -170,7 +170,7 @@ def _resume(processes: list[psutil.Process]) -> None:
 
 
 def partition(stage: Stage, chance: random.Random) -> Hit | None:
-    """Its handlers go on while the server hears nothing of it, until the other supervisor has its jobs."""
+    """Its handlers continue without the server until the other supervisor has its jobs."""
     supervisor = stage.any_supervisor(chance)
     if supervisor is None or not stage.take(supervisor.name, "redis"):
         return None
@@ -185,7 +185,7 @@ def partition(stage: Stage, chance: random.Random) -> Hit | None:
 
 
 def crash_at(point: str, stage: Stage, chance: random.Random) -> Hit | None:
-    """Arms the point; counted when somebody has died there. For a recovery somebody has to die first."""
+    """Arms the point; counted when a process has died there. A recovery needs a victim first."""
     (stage.ground.armed / point).touch()
     if point.endswith("_recover"):
         kill_child(stage, chance)

@@ -1,11 +1,11 @@
-"""One producer: enqueues at random, one by one and in bulk, and leaves a verdict on every id.
+"""A producer: enqueues at random, singly and in bulk, and records a verdict on every id.
 
-    asked     it is about to be sent; if nothing follows (this process was killed), its outcome is unknown
-    ok        it is stored
-    refused   it is not stored, for certain
-    unknown   it may be stored or not
+    asked     about to be sent; if nothing follows (this process was killed), the outcome is unknown
+    ok        stored
+    refused   certainly not stored
+    unknown   may be stored or not
 
-A dispatch with a token is repeated until it is stored. It ends at SIGTERM, after the dispatch under way.
+A dispatch with a token is repeated until it is stored. At SIGTERM it ends after the current dispatch.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from forq.errors import OutcomeUnknown
 from tests.chaos.ground import append
 from tests.chaos.unfenced import use_what_is_asked_for
 
-# Queues whose ids are each dispatched once, and the one whose ids are dispatched again and again.
+# Queues whose ids are dispatched once each, and the one whose ids are dispatched repeatedly.
 ONCE = ("kept", "crowd", "plain")
 REPEATS = "repeats"
 REPEATED_IDS = 12
 
-# What goes wrong in handlers, how many of 1,000 jobs it is asked of, and how often before the job goes well.
+# Actions of handlers, how many of 1,000 jobs ask for each, and how often it fails before the job succeeds.
 MISDEEDS = {
     "raise": (40, (1, 1, 2)),
     "permanent": (25, (9,)),
@@ -37,11 +37,11 @@ MISDEEDS = {
     "daemonise": (8, (1,)),
     "keep": (3, (1,)),
 }
-# Always asked for: without failures there is nothing to do for fail handlers and scribes.
+# Always included: without failures, fail handlers and scribes have nothing to do.
 USUAL = ("permanent",)
 
 _PAUSE_SECONDS = 0.07
-# How long jobs take: most are short; some are long enough to be still running when their supervisor is evicted.
+# Durations: most jobs are short; some are long enough to be still running when their supervisor is evicted.
 _SECONDS = (*[0.0] * 5, *[0.001, 0.005] * 3, *[0.02] * 4, 0.1, 0.1, 0.3)
 _AGAIN_SECONDS = 0.1
 _MOST_IN_BULK = 20
@@ -61,7 +61,7 @@ class Producing:
     def run(self) -> None:
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, lambda *_: self._over.set())
-        # Each of them at least once, in a run however short.
+        # Each at least once, even in a short run.
         for what in self._misdeeds:
             self._dispatch("kept", [self._job(self._data(what), with_token=True)])
         while not self._over.wait(self._chance.random() * _PAUSE_SECONDS):
@@ -69,13 +69,13 @@ class Producing:
                 self._repeat()
                 continue
             count = self._chance.randrange(2, _MOST_IN_BULK) if self._chance.random() < 0.1 else 1
-            # All of a call or none: one without a token must not be repeated with the others.
+            # All of a call or none: a dispatch without a token must not be repeated with the others.
             with_token = self._chance.random() < 0.5
             jobs = [self._job(self._random_data(), with_token=with_token) for _ in range(count)]
             self._dispatch(self._chance.choice(ONCE), jobs)
 
     def _repeat(self) -> None:
-        """An id that may be there, or be running: its verdict is left, but nobody can say which run was its own."""
+        """An id that may exist or run: its verdict is recorded, but its run cannot be attributed."""
         job_id = f"repeat{self._chance.randrange(REPEATED_IDS)}"
         self._dispatch(REPEATS, [new_job(self._random_data(), id=job_id, token=self._token())])
 
@@ -94,7 +94,7 @@ class Producing:
             except OutcomeUnknown:
                 may_be_stored = True
             except ForqError:
-                pass  # refused: nothing was stored by this call
+                pass  # refused: this call stored nothing
             if not jobs[0].token or self._over.is_set():
                 return "unknown" if may_be_stored else "refused"
             self._over.wait(_AGAIN_SECONDS)

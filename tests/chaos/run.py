@@ -1,7 +1,7 @@
 """One run: play, heal, drain, stop, check. `make chaos SEED=… SECONDS=… FAULTS=…`
 
-It ends with 0 if nothing was violated and every fault has fired; else with 1, what was found, how to repeat the run,
-and the directory with its evidence.
+Exits with 0 if there was no violation and every fault has fired; else with 1, the findings, the command that repeats
+the run, and the directory with its evidence.
 """
 
 import argparse
@@ -41,13 +41,13 @@ class Outcome:
     fired: dict[str, list[str]]
     figures: dict[str, int]
     directory: Path
-    phases: dict[str, float]  # how long each took, in seconds
+    phases: dict[str, float]  # seconds per phase
 
 
 def play(
     seed: int, seconds: float, faults: Mapping[str, float], *, audit: bool, drain_seconds: float = 180.0
 ) -> Outcome:
-    """With these faults, each so often per minute. The caller removes the directory."""
+    """Plays these faults, with their frequency per minute. The caller removes the directory."""
     directory = Path(tempfile.mkdtemp(prefix="forq-chaos-"))
     misdeeds = [what for what in MISDEEDS if what in USUAL or f"handler_{what}" in faults]
     stage = Stage(directory, seed, misdeeds)
@@ -87,7 +87,7 @@ class _Stopwatch:
 
 
 def _drain(stage: Stage, seconds: float) -> list[str]:
-    """Heals, ends the producers, and waits until every queue is empty; what is wrong if they are not."""
+    """Heals, stops the producers, and waits until every queue is empty; returns what is left if they are not."""
     stage.heal()
     stage.stop_producers()
     try:
@@ -109,7 +109,7 @@ def _is_drained(stage: Stage) -> bool:
 
 
 def _standing(stage: Stage) -> dict[str, dict[str, int]]:
-    """What is in the queues that are not empty."""
+    """The contents of the queues that are not empty."""
     link = Link(stage.server.url, name="chaos")
     try:
         found = {}
@@ -122,7 +122,7 @@ def _standing(stage: Stage) -> dict[str, dict[str, int]]:
 
 
 def _counts(link: Link, name: str) -> dict[str, Any]:
-    """Of a fail queue, too, which no user can name."""
+    """Also of a fail queue, which no user can name."""
     inspector = Inspector(link, DEFAULT_PREFIX, main_queue(name))
     inspector._base = queue_base(DEFAULT_PREFIX, name)
     return asdict(inspector.counts())
@@ -163,7 +163,7 @@ def main() -> int:
     except ValueError as exc:
         print(f"chaos: {exc}", file=sys.stderr)
         return 2
-    # Whoever ends the run ends its processes with it.
+    # Ending the run ends its processes too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began = time.monotonic()
     print(f"seed {given.seed}, {given.seconds:g} s, {len(faults)} faults", flush=True)
@@ -184,7 +184,7 @@ def main() -> int:
 
 
 def faults_of(text: str) -> dict[str, float]:
-    """NAME or NAME:PER_MINUTE, with commas; '' is all of them."""
+    """NAME or NAME:PER_MINUTE, separated by commas; '' means all."""
     faults = {}
     for part in text.split(",") if text else ALL_FAULTS:
         name, _, rate = part.partition(":")

@@ -1,25 +1,25 @@
-"""When which fault strikes: drawn from the seed, and from nothing else."""
+"""When each fault strikes, drawn from the seed alone."""
 
 import random
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Faults come between these parts of a run: before, there is nothing to hit; after, there must be time to be hit.
+# Faults strike between these parts of a run: earlier there is nothing to hit; later there is no time to take effect.
 _FIRST, _LAST = 0.03, 0.85
 
 
 class Strike(NamedTuple):
     at_seconds: float
     fault: str
-    # Of the choices that the fault makes when it strikes.
+    # The seed of the fault's own choices.
     seed: int
 
 
 def draw(seed: int, seconds: float, per_minute: Mapping[str, float]) -> list[Strike]:
-    """Each fault as often as it comes per minute, and at least once; in the order of time."""
+    """Each fault at its frequency per minute, and at least once; in chronological order."""
     strikes = []
     for fault, rate in sorted(per_minute.items()):
-        # A generator per fault: the strikes of one stay where they are when another is left out.
+        # One generator per fault: its strikes stay the same when another fault is left out.
         chance = random.Random(f"{seed} {fault}")
         for _ in range(max(1, round(rate * seconds / 60))):
             at = seconds * (_FIRST + (_LAST - _FIRST) * chance.random())

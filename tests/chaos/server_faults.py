@@ -1,6 +1,6 @@
-"""Faults of the server, and what others do to its queues: killed, frozen, full; queues are paused, jobs taken away.
+"""Faults of the server, and operations on its queues: killed, frozen, full; queues are paused, jobs cancelled.
 
-Who asks the server something holds it for that long, so that it is neither down nor frozen.
+A fault that queries the server holds it meanwhile, so that it is neither down nor frozen.
 """
 
 import os
@@ -13,7 +13,7 @@ from tests.chaos.hit import Hit
 from tests.chaos.producer import ONCE
 from tests.chaos.stage import EXPIRY_SECONDS, QUEUES, Stage
 
-# Of a producer's verdicts: what may still be in its queue.
+# From a producer's verdicts: ids that may still be in the queue.
 _RECENT_BYTES = 20_000
 
 
@@ -42,7 +42,7 @@ def freeze_redis(stage: Stage, chance: random.Random) -> Hit | None:
 
 
 def _with_redis(stage: Stage, *command: str) -> bool:
-    """Asks the server itself; False while it is down or frozen."""
+    """Runs a command on the server; False while it is down or frozen."""
     if not stage.take("redis"):
         return False
     try:
@@ -101,7 +101,7 @@ def _set_paused(stage: Stage, queue: str, *, paused: bool) -> bool:
 
 
 def cancel(stage: Stage, chance: random.Random) -> Hit | None:
-    """Takes away what was enqueued lately, with `cancel` or with `remove`."""
+    """Cancels recently enqueued jobs, with `cancel` or `remove`."""
     producers = sorted(stage.ground.verdicts.iterdir())
     if not producers:
         return None

@@ -1,6 +1,6 @@
-"""What a run is played on: a server, three proxies before it, two supervisors, producers.
+"""The parts of a run: a server, three proxies in front of it, two supervisors, producers.
 
-Who does something to a part of it that others must not touch meanwhile holds it (`take`, `release`).
+A fault that needs a part undisturbed by others holds it (`take`, `release`).
 """
 
 import os
@@ -32,14 +32,14 @@ ROOT = Path(__file__).resolve().parents[2]
 QUEUES = (*ONCE, REPEATS)
 PRODUCERS = 3
 EXPIRY_SECONDS = 1.5
-# Of patience with a machine that is busy with other things.
+# Patience with a busy machine.
 _OPEN_SECONDS = 90.0
 
 _SETTINGS = f"""
 heartbeat = "300ms"
 expiry = "{EXPIRY_SECONDS}s"
 """
-# The journal keeps all, so that the audit sees all; `plain` keeps no done job, `crowd` runs several in one process.
+# The journal keeps everything for the audit; `plain` keeps no done job, `crowd` runs several in one process.
 _QUEUE = """
 [queues.{name}]
 handler = "chaotic:handle"
@@ -63,14 +63,14 @@ _MORE = {"kept": 'keep_done = "1d"', "crowd": 'keep_done = "1d"\nconcurrency = 3
 
 
 class Supervisor(Forq):
-    """One of the two: with crash points, reached by its own proxy."""
+    """One of the two: with crash points, connected through its own proxy."""
 
     def __init__(self, number: int, proxy: Proxy, ground: Ground) -> None:
         queues = [_QUEUE.format(name=name, path=HANDLERS, more=_MORE.get(name, "")) for name in QUEUES]
         super().__init__(redis=proxy.url, settings=_SETTINGS + "".join(queues), trace=ground.trace)
         self.name = f"supervisor {number}"
         self.proxy = proxy
-        # Killed by the nemesis and not started again yet.
+        # Killed by the nemesis and not restarted yet.
         self.down = False
         self._ground = ground
 
@@ -107,7 +107,7 @@ class Stage:
         self.ground = Ground(directory)
         self.ground.prepare()
         self.server = Server(appendonly=True)
-        # Short paths: the name of a socket has at most 107 characters.
+        # Short paths: a socket's path has at most 107 characters.
         self._sockets = Path(tempfile.mkdtemp(prefix="forq-"))
         self.supervisors: list[Supervisor] = []
         self.proxies: list[Proxy] = []
@@ -157,24 +157,24 @@ class Stage:
             link.close()
 
     def take(self, *parts: str) -> bool:
-        """All of them, or none if somebody has one."""
+        """Takes all of them, or none if one is taken."""
         if self._taken & set(parts):
             return False
         self._taken |= set(parts)
         return True
 
     def release(self, *parts: str) -> bool:
-        """Gives them back; True, for who undoes something with it."""
+        """Gives them back; returns True, for use in `undo`."""
         self._taken -= set(parts)
         return True
 
     def any_supervisor(self, chance: random.Random) -> Supervisor | None:
-        """One that is up and that nobody holds."""
+        """A supervisor that is up and not taken."""
         free = [each for each in self.supervisors if not each.down and each.name not in self._taken]
         return chance.choice(free) if free else None
 
     def watch(self) -> None:
-        """Starts a supervisor again that ended by itself, as systemd would, and remembers its exit code."""
+        """Restarts a supervisor that ended by itself, as systemd would, and records its exit code."""
         for supervisor in self.supervisors:
             if not supervisor.down and supervisor.process is not None and supervisor.process.poll() is not None:
                 code = supervisor.process.returncode
@@ -183,7 +183,7 @@ class Stage:
                 supervisor.start(ready=False)
 
     def heal(self) -> None:
-        """Everything is up and reachable; the producers go on until they are stopped."""
+        """Makes everything up and reachable; the producers continue until they are stopped."""
         if self.server.running:
             os.kill(self.server.pid, signal.SIGCONT)
         else:
@@ -215,7 +215,7 @@ class Stage:
                 self.exits.append(f"{supervisor.name} was stopped and ended with {code}")
 
     def close(self) -> None:
-        """Whatever is left of it is ended, by pid."""
+        """Kills by pid whatever is left."""
         for producer in self.producers:
             if producer.poll() is None:
                 producer.kill()

@@ -1,5 +1,4 @@
-"""`forq run` with crash points, and with mutated scripts if the run asks for that: the program of the harness's
-supervisors."""
+"""The program of the harness's supervisors: `forq run` with crash points, and with mutated scripts on request."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Every fault at once, and nothing is lost, doubled or left; without the fence, the checker says so. Longer with
+"""Every fault at once: nothing is lost, doubled or left. Without the fence, the checker finds violations. Longer with
 `make chaos`."""
 
 import os
@@ -29,7 +29,7 @@ def test_nothing_is_lost_doubled_or_left_whatever_happens(seed: int) -> None:
 @only_in_test_all
 @pytest.mark.timeout(300)
 def test_without_the_fence_the_checker_finds_what_zombies_have_settled(tmp_path: Path) -> None:
-    """In a process of its own: the mutated scripts stay with it."""
+    """In a separate process, because the mutated scripts stay loaded."""
     command = [sys.executable, "-m", "tests.chaos.run", "--seed", "1", "--seconds", "12", "--faults", "zombie:20"]
     environ = {**os.environ, MUTANT: "unfenced", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     done = subprocess.run([*command, "--no-audit"], env=environ, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The checker finds what it is for: a small run without a fault is clean, and each thing done to it is told."""
+"""The checker detects violations: a small correct run is clean, and each planted violation is reported."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from tests.chaos.producer import REPEATS
 from tests.support.drive.supervisor import Trace
 from tests.support.models.journal_replay import Replay
 
-# Two runs of a (the first was lost with its worker), b is done, c is dead, d is cancelled.
+# Two runs of a (the first was lost with its worker); b is done, c is dead, d is cancelled.
 JOURNAL = [
     "created 0 9",
     "enqueued 0 a b c d",
@@ -67,12 +67,12 @@ def evidence() -> Evidence:
     )
 
 
-def test_what_went_as_it_should_is_clean(evidence: Evidence) -> None:
+def test_a_correct_run_has_no_violations(evidence: Evidence) -> None:
     assert violations(evidence) == []
 
 
 def replace_journal(evidence: Evidence, old: str, new: str) -> None:
-    """Another thing happened; the chain is whole."""
+    """Changes an event; the chain stays valid."""
     kept = evidence.queues["kept"]
     told = [text.replace(old, new) for text in JOURNAL]
     kept.entries, kept.events = (changed := queue_end("kept", told)).entries, changed.events
@@ -158,19 +158,19 @@ PLANTED: dict[str, tuple[Callable[[Evidence], object], str]] = {
 
 
 @pytest.mark.parametrize("what", PLANTED)
-def test_what_is_planted_is_found(evidence: Evidence, what: str) -> None:
+def test_planted_violations_are_found(evidence: Evidence, what: str) -> None:
     plant, wanted = PLANTED[what]
     plant(evidence)
     assert any(said.startswith(wanted) for said in violations(evidence)), violations(evidence)
 
 
-def test_a_zombie_may_go_on_until_it_is_stopped(evidence: Evidence) -> None:
+def test_a_zombie_may_continue_until_it_is_stopped(evidence: Evidence) -> None:
     evidence.traces.append(traced("a", 11, 1, "end", 2.1))
     evidence.evicted = {"one"}
     assert violations(evidence) == []
 
 
-def test_what_a_zombie_has_settled_is_found(evidence: Evidence) -> None:
+def test_a_job_settled_by_a_zombie_is_found(evidence: Evidence) -> None:
     evidence.traces.append(traced("a", 11, 1, "end", 2.1))
     evidence.evicted = {"one"}
     replace_journal(evidence, "done 12 a 5 b 7", "done 11 a 5\ndone 12 b 7")

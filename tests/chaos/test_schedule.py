@@ -1,4 +1,4 @@
-"""A seed is a schedule."""
+"""A seed determines the schedule."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.chaos.schedule import draw
 RATES = {"often": 60.0, "seldom": 0.1}
 
 
-def test_a_seed_always_gives_the_same_strikes_and_another_seed_others() -> None:
+def test_a_seed_always_gives_the_same_strikes_and_another_seed_gives_others() -> None:
     assert draw(7, 60, RATES) == draw(7, 60, RATES)
     assert draw(7, 60, RATES) != draw(8, 60, RATES)
 

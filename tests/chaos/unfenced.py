@@ -1,6 +1,6 @@
-"""The scripts without the fence: a turn settles whatever it says it ran, also that of a worker that was removed.
+"""The scripts without the fence: a turn settles whatever it reports, even from a worker that was removed.
 
-For showing that the checker finds what then goes wrong: CHAOS_MUTANT=unfenced in the environment of a run.
+Shows that the checker finds the consequences: CHAOS_MUTANT=unfenced in the environment of a run.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The pages of the documentation: their links, headings and code blocks, as GitHub reads them."""
+"""Pages of the documentation: their links, headings and code blocks, as GitHub renders them."""
 
 import re
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced code blocks, without the indentation of the list item they stand in."""
+    """The fenced code blocks, without the indentation of their list item."""
     text = page.read_text()
     found = []
     for fence in _FENCE.finditer(text):
@@ -43,7 +43,7 @@ def prose(page: Path) -> str:
 
 
 def links(page: Path) -> Iterator[tuple[int, str]]:
-    """(line, target) of each link and image that is no URL."""
+    """(line, target) of each link and image that is not a URL."""
     for number, line in enumerate(prose(page).splitlines(), 1):
         for target in _LINK.findall(line):
             if "://" not in target:

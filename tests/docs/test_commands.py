@@ -1,4 +1,4 @@
-"""Every command, setting and Python example of the documentation is valid; what can be run is in test_examples."""
+"""Every command, setting and Python example of the documentation is valid; test_examples runs those that can run."""
 
 import grp
 import os
@@ -37,14 +37,14 @@ def test_every_toml_block_is_a_valid_config_file(block: Block, tmp_path: Path) -
     if "[pipeline]" in block.text and find_spec("pyspark") is None:
         pytest.skip("Spark is not installed")
     file = tmp_path / "forq.toml"
-    # A group has to exist on this machine.
+    # The group has to exist on this machine.
     own_group = grp.getgrgid(os.getgid()).gr_name
     file.write_text(re.sub(r'_group = "\w+"', f'_group = "{own_group}"', block.text))
     load({"config": str(file)}, {"FORQ_STRICT_MODES": "no"})
 
 
 def typed_lines(block: Block) -> Iterator[str]:
-    """What a reader would type: all lines of a script, and what follows the prompt in a session."""
+    """The lines that a reader would type: all of a script, and those after the prompt in a session."""
     text = re.sub(r"<<'?(\w+)'?\n.*?\n\1$", "", block.text, flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ")
     for line in text.splitlines():
         if block.language == "sh":
@@ -54,7 +54,7 @@ def typed_lines(block: Block) -> Iterator[str]:
 
 
 def programs(line: str) -> Iterator[list[str]]:
-    """The commands of a line of shell, without assignments, redirections and keywords before them."""
+    """The commands of a shell line, without leading assignments, redirections and keywords."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     command: list[str] = []

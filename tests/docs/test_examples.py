@@ -1,4 +1,4 @@
-"""The examples of the guide and the reference, run against a supervisor of their own."""
+"""The examples of the guide and the reference, run against a real supervisor."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def execute(block: Block, **names: object) -> dict[str, Any]:
     return names
 
 
-# In place of the package, which need not be installed.
+# Replaces the package, which need not be installed.
 AIOHTTP = """
 class ClientSession:
     status = 200
@@ -60,7 +60,7 @@ class ClientSession:
     async def __aexit__(self, *exc):
         pass
 """
-# A module with the handlers of the guide, and what those take from elsewhere.
+# A module with the handlers of the guide and their dependencies.
 HANDLERS = [
     "def send_mail(to): pass",
     HANDLER.text,
@@ -114,7 +114,7 @@ def forq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forq]:
 
 @pytest.fixture
 def environment(forq: Forq, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Client()` is one of this supervisor's Redis."""
+    """`Client()` connects to this supervisor's Redis."""
     monkeypatch.setenv("FORQ_REDIS", forq.url)
 
 
@@ -175,7 +175,7 @@ def test_the_examples_of_the_python_reference_run(environment: None, queue: Call
     emails.drain(timeout=30)
 
 
-def test_the_transcript_of_the_control_protocol_is_true(forq: Forq) -> None:
+def test_the_transcript_of_the_control_protocol_is_correct(forq: Forq) -> None:
     page = ROOT / "docs/reference/protocol.md"
     (transcript,) = [block for block in blocks(page) if block.text.startswith('> {"jsonrpc"')]
     with socket.socket(socket.AF_UNIX) as control:
@@ -193,5 +193,5 @@ def without_pid(line: str) -> Any:
     return json.loads(re.sub(r'"pid":\d+', '"pid":0', line))
 
 
-def test_every_python_example_is_run_but_those_for_spark() -> None:
+def test_every_python_example_except_those_for_spark_is_run() -> None:
     assert {str(block) for block in EXAMPLES} == {str(block) for block in (*HANDLER_BLOCKS, *RUN_BLOCKS, *NOT_RUN)}

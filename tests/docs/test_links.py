@@ -10,7 +10,7 @@ from tests.docs.pages import GENERATED, PAGES, ROOT, anchors, links
 
 LONGEST_PAGE = 400
 LONGEST_LINE = 160
-# Where comments, help texts, messages and configuration name a page.
+# Comments, help texts, messages and configuration that name a page.
 CODE = ("src", "supervisor", "workers", "etc", "tests", "benchmarks", "Makefile", "pyproject.toml", "setup.cfg", ".ci")
 BINARY = {".pyc", ".so", ".png", ".svg", ".gz", ".whl", ".parquet"}
 

@@ -1,4 +1,4 @@
-"""The design pages and CONTRIBUTING.md name source files that exist, and the README repeats measured figures."""
+"""The design pages and CONTRIBUTING.md name existing source files, and the README repeats measured figures."""
 
 import re
 from pathlib import Path
@@ -10,9 +10,9 @@ PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs/design").rglob("*.md"))
 _CODE = re.compile(r"`([^`\n]+)`")
 _FOLDERS = "src|supervisor|workers|tests|etc|benchmarks|docs|broker|services|output|procs|ctl|bridge|pipeline"
 _SOURCE = re.compile(rf"(?:{_FOLDERS})/[\w./-]*|[\w./-]+\.(?:py|lua|c|sh|pml)")
-# Faults name tests below tests/, contracts name folders below src/forq/.
+# Fault pages name tests below tests/, contracts name folders below src/forq/.
 _BASES = ("", "tests", "src/forq", "docs/design/model")
-# Written by a run, and not part of a clone.
+# Written by a run, not part of a clone.
 _MADE = ("benchmarks/.peers", "benchmarks/.results")
 
 
@@ -44,7 +44,7 @@ def test_a_file_that_does_not_exist_is_found() -> None:
 
 
 def test_the_readme_has_the_measured_recovery_times() -> None:
-    """The comparison is typed by hand, the table of performance.md is generated."""
+    """The comparison is typed by hand; the table of performance.md is generated."""
     performance = (ROOT / "docs/design/performance.md").read_text()
     table = re.search(r"<!-- table waiting -->\n(.*?)<!-- end -->", performance, re.DOTALL)
     assert table is not None

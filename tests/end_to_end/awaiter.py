@@ -1,4 +1,4 @@
-"""A program that awaits items of a queue, one after the other, and writes down each one that it got."""
+"""A program that awaits items of a queue, one after the other, and logs each item that it got."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from forq import Client, ForqError
 
 
 def main(url: str, name: str, log: str) -> None:
-    """Until it is killed. A line is one write: kill -9 leaves no half of it."""
+    """Runs until it is killed. Each line is one write, so kill -9 never leaves half of one."""
     queue = Client(url).queue(name)
     fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     while True:

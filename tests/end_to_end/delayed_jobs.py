@@ -1,6 +1,6 @@
-"""Many delayed jobs in one queue of a whole forq: stored ahead of their times, then compared with what became of them.
+"""Many delayed jobs in one queue: stored ahead of their times, then compared with when they were promoted and run.
 
-When a job became waiting is told by the journal, with the time at which that call began; when it ran, by its handler.
+The journal shows when a job was promoted, with the start time of that call; its handler records when it ran.
 """
 
 import struct
@@ -41,7 +41,7 @@ def lateness(late_us: list[float]) -> Lateness:
 
 
 class DelayedJobs:
-    """`made`: the queue is there already."""
+    """`made`: the queue exists already."""
 
     def __init__(
         self, forq: Forq, server: Server, name: str = "later", concurrency: int = 2, *, made: bool = False
@@ -58,17 +58,17 @@ class DelayedJobs:
         self.due_us: list[int] = []
 
     def lead_seconds(self, number: int) -> float:
-        """How long storing so many takes at most, on a machine that is not quiet."""
+        """An upper bound for storing `number` jobs on a busy machine."""
         return 0.5 + number / STORED_PER_SECOND
 
     def store(self, due_ms: list[int], priority: int = 5) -> None:
-        """One job per time, in this order; its data is its number."""
+        """Stores one job per time, in this order; its data is its number."""
         jobs = (new_job(number, priority=priority, run_at=ms / 1000) for number, ms in enumerate(due_ms))
         self.ids = self.queue.enqueue_jobs(jobs)
         self.due_us = [ms * 1000 for ms in due_ms]
 
     def wait_until_all_ran(self, seconds: float) -> None:
-        # Until the last is due nobody asks: what promotes them must not be woken by us.
+        # Nobody polls before the last is due, since a request could wake the code that promotes them.
         time.sleep(max(0.0, max(self.due_us) / 1_000_000 - time.time()))
         wanted = len(self.ids) * RUN.size
         wait_until(lambda: sum(path.stat().st_size for path in self._files()) >= wanted, seconds, "every job ran")
@@ -77,7 +77,7 @@ class DelayedJobs:
         return list(self._forq.directory.glob(f"{self._forq.trace_file.name}.*"))
 
     def runs(self) -> list[tuple[int, float]]:
-        """(number, µs) of each run, in the order in which each process wrote them."""
+        """(number, µs) of each run, in the order of each process."""
         found: list[tuple[int, float]] = []
         for path in self._files():
             found += [(number, at * 1_000_000) for number, at in RUN.iter_unpack(path.read_bytes())]
@@ -95,14 +95,14 @@ class DelayedJobs:
                 after = f"({page[-1][0].decode()}"
 
     def start_lateness(self) -> Lateness:
-        """Fails unless each ran exactly once."""
+        """Fails unless each job ran exactly once."""
         runs = self.runs()
         again = [number for number, times in Counter(number for number, _ in runs).items() if times > 1]
         assert (len(runs), again) == (len(self.ids), []), "each ran once"
         return lateness([at - self.due_us[number] for number, at in runs])
 
     def promotion_lateness(self, events: list[Event]) -> tuple[Lateness, int]:
-        """Of those that were stored in time; and how many were not. Fails unless each was promoted exactly once."""
+        """Of jobs stored in time, and the number of the others. Fails unless each was promoted exactly once."""
         number_of = {job_id: number for number, job_id in enumerate(self.ids)}
         stored = {event.job: event.time_us for event in events if event.verb == "enqueued"}
         scheduled = {event.job for event in events if event.verb == "scheduled"}

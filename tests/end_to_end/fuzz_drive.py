@@ -1,4 +1,4 @@
-"""Sends fuzz inputs to a Unix socket over several connections, and sees to it that each batch has been dealt with."""
+"""Sends fuzz inputs to a unix socket over several connections, and waits until each batch is processed."""
 
 import random
 import resource
@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.end_to_end.fuzz_inputs import Inputs
 
 BATCH = 40
-# For the answer to the last line of a batch: a line before it may hold it up (64 requests that wait for something).
+# Limit for the answer to the last line of a batch: earlier lines may delay it (64 requests that wait).
 PATIENCE_SECONDS = 5.0
 
 
@@ -25,7 +25,7 @@ class Sent:
 
 
 class Driver:
-    """`ask`: a line with an answer of its own; `answer`: how that answer is known, both by a number."""
+    """`ask`: a line with its own answer; `answer`: recognizes that answer. Both take a number."""
 
     def __init__(
         self, path: Path, inputs: Inputs, ask: Callable[[int], bytes], answer: Callable[[int], bytes], seed: int
@@ -57,7 +57,7 @@ class Driver:
         return sock
 
     def _send_batch(self, sock: socket.socket, batch: int) -> bool:
-        """False when this connection is of no more use."""
+        """Returns False when this connection is no longer usable."""
         number = self.sent.lines
         data = b"".join(self._inputs.lines(batch)) + self._ask(number)
         self.sent.lines += batch
@@ -86,15 +86,15 @@ class Driver:
         return False
 
     def _leave(self, sock: socket.socket) -> None:
-        """Sometimes in the middle of a line, or without having read the answers."""
+        """Disconnects, sometimes in the middle of a line or with unread answers."""
         with suppress(OSError):
             sock.sendall(self._inputs.lines(1)[0][: self._random.randint(0, 30)])
             self.sent.lines += 1
 
 
 def open_many(path: Path, count: int) -> tuple[int, int]:
-    """So many connections, as many at a time as this process may have, each with a line that is begun and never ended;
-    how many were let in, and how many turned away."""
+    """Opens `count` connections, as many at a time as this process may have, each with an unfinished line; returns how
+    many were accepted and how many refused."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     at_once = min(count, (hard if hard > 0 else soft) - 200)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""Lines that nobody should send: valid requests, mutated ones, and what is no request at all. A seed repeats them."""
+"""Invalid lines: valid requests, mutated ones, and noise. A seed repeats them."""
 
 import json
 import random
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MAX_LINE = 1 << 20
-# What tends to be read wrongly.
+# Values that parsers tend to get wrong.
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**53 + 1, 2**64, -(2**63), 0.1, 1e308),
     *("", " ", "a" * 200, "9" * 400, "\x00", "\x1b[31m", "ä€\U0001f600", "{", "}", "__class__"),
@@ -21,7 +21,7 @@ RAW = (
 
 
 class Inputs:
-    """`requests`: names of methods with an example of their params. `wrap`: a message of both, as an object."""
+    """`requests`: method -> example params. `wrap`: makes a message of both, as an object."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Inputs:
         self._requests = requests
         self._names = list(requests)
         self._wrap = wrap
-        # How often each kind comes, out of 1,000.
+        # The frequency of each kind, out of 1,000.
         kinds: Sequence[tuple[int, Callable[[], bytes]]] = (
             (150, self._valid),
             (350, self._with_odd_values),
@@ -48,7 +48,7 @@ class Inputs:
         self._weights = [weight for weight, _ in kinds]
 
     def lines(self, count: int) -> list[bytes]:
-        """So many of them, each with its newline."""
+        """`count` lines, each with its newline."""
         return [kind() + b"\n" for kind in self._random.choices(self._kinds, self._weights, k=count)]
 
     def _valid(self) -> bytes:

@@ -1,4 +1,4 @@
-"""A well-behaved client, in a process of its own: asks every so often and writes down how long each answer took."""
+"""A well-behaved client in a separate process: sends a request at intervals and records each response time."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ def main(path: str, request: str, out: str) -> None:
 
 
 class Pinger:
-    """That process. `take`: the times (ms) since the last call, sorted."""
+    """The process. `take`: the times (ms) since the last call, sorted."""
 
     def __init__(self, path: Path, request: dict[str, object], out: Path) -> None:
         self._out = out
@@ -38,7 +38,7 @@ class Pinger:
         return sorted(times)
 
     def wait_for(self, count: int) -> list[float]:
-        """So many times, from now on."""
+        """Waits for `count` times from now on."""
         self.take()
         deadline = time.monotonic() + 60
         times: list[float] = []

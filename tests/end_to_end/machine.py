@@ -1,4 +1,4 @@
-"""A small machine for tests: systemd in namespaces of its own, with forq installed from this tree as the docs say."""
+"""A small machine for tests: systemd in its own namespaces, with forq installed from this tree as the docs say."""
 
 import importlib.metadata
 import os
@@ -22,8 +22,8 @@ TOOLS = ("unshare", "nsenter", "setpriv", "systemctl", "systemd-sysusers", "syst
 COMMAND_SECONDS = 60
 PATH = "/opt/forq/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-# For the test only: a log that can be read, the trace of the handlers, a watchdog that a test can wait for, and where
-# this Python's library is now (it looks where it was installed, and then takes the distribution's for its own).
+# For the test only: a readable log, the trace of the handlers, a short watchdog, and the present location of this
+# Python's library (it looks where it was installed, then takes the distribution's).
 DROP_IN = """[Service]
 StandardOutput=append:/var/log/forq.log
 StandardError=append:/var/log/forq.log
@@ -34,7 +34,7 @@ WatchdogSec=3s
 
 
 def why_not() -> str | None:
-    """Why no such machine can be booted here, or None."""
+    """The reason why no such machine can boot here, or None."""
     if os.geteuid() != 0:
         return "needs root"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -63,7 +63,7 @@ class Machine:
             raise
 
     def run(self, *command: str, check: bool = True, show: bool = True) -> str:
-        """The output of a command inside, which is also printed."""
+        """Runs a command inside; prints and returns its output."""
         done = self._enter(*command)
         output = (done.stdout + done.stderr).strip()
         shown = output.splitlines() if show else []
@@ -72,13 +72,13 @@ class Machine:
         return output
 
     def show(self, *properties: str, unit: str = "forq.service") -> dict[str, str]:
-        """Properties of a unit, without a word in the transcript: tests ask again and again."""
+        """Properties of a unit. Not printed, because tests poll it."""
         done = self._enter("systemctl", "show", unit, *(f"--property={name}" for name in properties))
         assert done.returncode == 0, done.stderr
         return dict(line.split("=", 1) for line in done.stdout.splitlines())
 
     def wait_for(self, **wanted: str) -> None:
-        """Until each property matches its pattern; they are shown then."""
+        """Waits until each property matches its pattern, then prints them."""
 
         def reached() -> dict[str, str] | None:
             shown = self.show(*wanted)
@@ -105,7 +105,7 @@ class Machine:
         (self._root() / path.lstrip("/")).write_text(text)
 
     def processes(self) -> dict[int, str]:
-        """Every process inside but systemd's own and zombies, by the pid it has outside, with its command line."""
+        """Every process inside except systemd's own and zombies: pid outside -> command line."""
         found = {}
         for file in [self._cgroup / "cgroup.procs", *self._cgroup.glob("**/cgroup.procs")]:
             for pid in map(int, file.read_text().split()):
@@ -114,7 +114,7 @@ class Machine:
         return {pid: line for pid, line in found.items() if line}
 
     def remove(self) -> None:
-        """Ends it with everything inside."""
+        """Kills the machine with everything inside."""
         if self._cgroup.exists():
             Cgroup(self._cgroup).kill()
         if self._process is not None:
@@ -126,7 +126,7 @@ class Machine:
 
     def _boot(self) -> None:
         self._cgroup.mkdir()
-        # If the test is killed, it ends as well.
+        # Ends with the test, even if the test is killed.
         command = [
             "setpriv",
             "--pdeathsig",
@@ -140,7 +140,7 @@ class Machine:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self._init = wait_until(self._find_init, what="systemd as PID 1")
         wait_until(self._is_up, what="systemd up")
-        # Each with the one file: those of the distribution would make its users, and empty its directories.
+        # Each with one file: those of the distribution would create its users and empty its directories.
         self.run("systemd-sysusers", "/etc/sysusers.d/forq.conf")
         self.run("systemd-tmpfiles", "--create", "/etc/tmpfiles.d/forq.conf")
 
@@ -156,7 +156,7 @@ class Machine:
         return self._enter("systemctl", "is-active", "basic.target").returncode == 0
 
     def _root(self) -> Path:
-        """Its file system. Once it has ended, its pid may be that of a process of the real machine."""
+        """Its file system. Once the machine has ended, its pid may belong to another process."""
         assert self._process is not None
         assert self._process.poll() is None, "the machine has ended"
         return Path(f"/proc/{self._init}/root")
@@ -168,7 +168,7 @@ class Machine:
 
 
 def install(stage: Path, config: str) -> None:
-    """What docs/guide/systemd.md says to install: a virtual environment in /opt/forq, and the files of etc/."""
+    """Installs as docs/guide/systemd.md says: a virtual environment in /opt/forq, and the files of etc/."""
     packages = stage / "opt/forq/lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     shutil.copytree(ROOT / "src/forq", packages / "forq", ignore=shutil.ignore_patterns("__pycache__"))
     for name in _requirements("forq"):
@@ -200,7 +200,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _requirements(name: str) -> set[str]:
-    """The distributions that `name` needs here, and those that they need."""
+    """The distributions that `name` needs here, recursively."""
     found: set[str] = set()
     for line in importlib.metadata.requires(name) or []:
         needed = re.match(r"[A-Za-z0-9_.-]+", line)
@@ -211,7 +211,7 @@ def _requirements(name: str) -> set[str]:
         except importlib.metadata.PackageNotFoundError:
             continue
         found |= {needed[0], *_requirements(needed[0])}
-    # hiredis is an extra of redis, which forq asks for.
+    # hiredis is an extra of redis, and forq requires it.
     return found | {"hiredis"} if name == "forq" else found
 
 
@@ -239,7 +239,7 @@ def _command_line(pid: int) -> str:
 
 
 def _command(pid: str) -> str:
-    """The command of a process; '' if it has ended (what sets the machine up starts several)."""
+    """The command of a process; '' if it has ended (the setup starts several)."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""A queue with jobs of 5 ms beside one that misbehaves: how long each of its jobs takes."""
+"""Measures the jobs of a queue, 5 ms each, beside a queue that misbehaves."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ NAME = "calm"
 
 
 class Neighbour:
-    """Enqueues a job of 5 ms every 20 ms; knows how long each took from its enqueue to its end."""
+    """Enqueues a job of 5 ms every 20 ms; records the time from enqueue to end."""
 
     def __init__(self, forq: Forq) -> None:
         forq.ctl("create", NAME, "--handler", "greedy:brief", "--path", str(HANDLERS))

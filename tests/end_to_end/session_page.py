@@ -1,4 +1,4 @@
-"""The shell sessions of the documentation: the `sh` blocks of a page, each with the `text` block that follows it."""
+"""Shell sessions of the documentation: the `sh` blocks of a page, each with the `text` block that follows it."""
 
 import re
 import subprocess
@@ -66,7 +66,7 @@ class Shell:
         )
 
     def run(self, commands: str) -> tuple[str, int]:
-        """What the commands print to stdout, and the exit code of the last one."""
+        """Returns the stdout of the commands and the exit code of the last one."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{commands}echo '{_END}'$?\n")
@@ -80,5 +80,5 @@ class Shell:
         raise AssertionError(f"the shell has ended: {printed}{self.errors()}")
 
     def errors(self) -> str:
-        """Ends the shell; what its commands printed to stderr."""
+        """Ends the shell; returns the stderr of its commands."""
         return self._process.communicate()[1]

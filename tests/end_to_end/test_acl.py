@@ -1,4 +1,4 @@
-"""etc/redis-acl.conf: forq works with it, and each user can do no more than it says."""
+"""etc/redis-acl.conf: forq works with it, and each user can do no more than the file says."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from tests.support.drive.wait import wait_until
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = (ROOT / "etc" / "redis-acl.conf").read_text()
 USERS = ("worker", "producer", "monitor")
-# What the methods of a Queue (src/forq/client.py) use.
+# Used by the methods of a Queue (src/forq/client.py).
 OF_CLIENTS = (
     *("enqueue", "cancel", "counts", "wait", "await", "unawait", "ack", "pause"),
     *("revive", "discard", "set_schedule", "drop_schedule", "trigger"),
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @contextmanager
 def server_with_recipe(directory: Path) -> Iterator[Server]:
-    """With the recipe as it is, and one more user who looks after the test."""
+    """A server with the unchanged recipe, plus a user for the test itself."""
     conf = directory / "acl.conf"
     conf.write_text(RECIPE + "\nuser admin on >admin ~* &* +@all\n")
     server = Server(include=conf, user="admin:admin@")
@@ -58,7 +58,7 @@ def forq(server: Server) -> Iterator[Forq]:
 
 
 def refusals(server: Server) -> list[str]:
-    """What the server has refused so far; from now on it counts anew."""
+    """Commands that the server has refused since the last call."""
     with server.connect() as admin:
         found = [f"{entry['username']}: {entry['reason']} {entry['object']}" for entry in admin.acl_log()]
         admin.acl_log_reset()
@@ -66,7 +66,7 @@ def refusals(server: Server) -> list[str]:
 
 
 def commands(*verbs: str) -> set[str]:
-    """Every command that some way through these verbs may run: of each function of the library that they lead to."""
+    """Every command that these verbs may run, through any function of the library that they call."""
     text = re.sub(r"--[^\n]*", "", script("turn").library)
     functions = dict(re.findall(r"^(?:local )?function ([\w.]+)\(.*?\n(.*?)^end$", text, re.MULTILINE | re.DOTALL))
     # How a call begins.
@@ -99,7 +99,7 @@ def test_no_user_may_harm_the_server_or_others() -> None:
     assert not {"eval", "function|load"} & (allowed("producer") | allowed("monitor"))
 
 
-def test_a_supervisor_and_its_workers_need_nothing_else(forq: Forq, server: Server) -> None:
+def test_a_supervisor_and_its_workers_need_no_other_commands(forq: Forq, server: Server) -> None:
     refusals(server)
     forq.create("w", "record", keep_done="1m", rate="1000/1s", max_active=4)
     forq.create("f", "fail", max_retries=1, min_backoff="10ms")
@@ -134,7 +134,7 @@ def test_a_supervisor_and_its_workers_need_nothing_else(forq: Forq, server: Serv
     assert refusals(server) == []
 
 
-def test_a_producer_may_enqueue_look_cancel_and_wait_and_nothing_else(forq: Forq, server: Server) -> None:
+def test_a_producer_may_enqueue_read_cancel_and_wait_and_nothing_else(forq: Forq, server: Server) -> None:
     forq.create("p", "record", keep_done="1m")
     forq.ctl("create", "pgate", "--mode", "auto_release")
     refusals(server)
@@ -165,8 +165,8 @@ def test_a_producer_may_enqueue_look_cancel_and_wait_and_nothing_else(forq: Forq
 
 
 def whole_api(client: Client) -> dict[str, Callable[[], object]]:
-    """A call of each method that a queue has for producers, none of which needs another user to have done something
-    before; and what it raises, if that is so by what it says."""
+    """One call of each producer method of a queue, none of which depends on another user; and the expected error of
+    those that document one."""
     work, gate, box = client.queue("api"), client.queue("api-gate"), client.queue("api-box")
     return {
         "enqueue": lambda: work.enqueue(1, id="a", run_in=3600),
@@ -206,9 +206,9 @@ def create_for_api(forq: Forq) -> None:
 
 
 def call_whole_api(server: Server) -> None:
-    """As soon as the server has the functions of clients, which it gets as one."""
+    """Waits until the server has the functions of clients, then makes every call."""
     client = Client(url(server, "producer"))
-    # Queues that a server has lost are made again one after the other.
+    # Queues that a server lost are created again one by one.
     wait_until(lambda: not fails(client.queues) and client.queues().keys() >= {"api", "api-gate", "api-box"}, 60)
     wait_until(lambda: not fails(lambda: client.queue("api").schedule("yearly", cron="0 0 1 1 *")), 60)
     for call in whole_api(client).values():
@@ -223,19 +223,19 @@ def fails(call: Callable[[], object]) -> bool:
     return False
 
 
-def test_a_producer_may_call_every_method_of_a_queue_and_no_other_user_has_to_call_it_first(tmp_path: Path) -> None:
+def test_a_producer_may_call_every_queue_method_without_another_user_calling_it_first(tmp_path: Path) -> None:
     with server_with_recipe(tmp_path) as server, running(redis=url(server, "worker")) as forq:
         create_for_api(forq)
         client = Client(url(server, "producer"))
         assert set(whole_api(client)) == {name for name in vars(Queue) if not name.startswith("_")}
         call_whole_api(server)
-        # Before the server had the library, the producer tried to load it and then EVAL.
+        # Without the library on the server, the producer first tried to load it, then EVAL.
         others = [line for line in refusals(server) if "load" not in line and "eval" not in line]
         assert [line for line in others if "producer" in line] == []
 
 
 @pytest.mark.parametrize("how", ["flush", "restart"])
-def test_a_server_that_lost_its_functions_has_those_of_producers_again_by_itself(tmp_path: Path, how: str) -> None:
+def test_producer_functions_are_restored_after_the_server_lost_them(tmp_path: Path, how: str) -> None:
     with (
         server_with_recipe(tmp_path) as server,
         running(redis=url(server, "worker"), settings='heartbeat = "1s"\nexpiry = "10s"\n') as forq,
@@ -252,7 +252,7 @@ def test_a_server_that_lost_its_functions_has_those_of_producers_again_by_itself
         call_whole_api(server)
 
 
-def test_a_producer_that_comes_before_the_functions_is_told_so(tmp_path: Path) -> None:
+def test_a_producer_that_connects_before_the_functions_exist_gets_a_clear_error(tmp_path: Path) -> None:
     with server_with_recipe(tmp_path) as server:
         Client(server.url).create_queue("early")
         with server.connect() as admin:
@@ -261,7 +261,7 @@ def test_a_producer_that_comes_before_the_functions_is_told_so(tmp_path: Path) -
             Client(url(server, "producer")).queue("early").enqueue(1)
 
 
-def test_a_monitor_may_look_and_change_nothing(forq: Forq, server: Server) -> None:
+def test_a_monitor_may_read_and_change_nothing(forq: Forq, server: Server) -> None:
     forq.create("m", "record")
     forq.ctl("pause", "m")
     forq.ctl("push", "m", "1", "--id", "one")
@@ -273,12 +273,12 @@ def test_a_monitor_may_look_and_change_nothing(forq: Forq, server: Server) -> No
     assert client.queues()["m"] == "work"
     assert refusals(server) == []
     for change in (lambda: client.queue("m").enqueue(1), lambda: client.queue("m").cancel("one")):
-        with pytest.raises(ForqError, match=r"(?i)permission|can't run this command"):  # Redis 7.0 says the latter
+        with pytest.raises(ForqError, match=r"(?i)permission|can't run this command"):  # the latter on Redis 7.0
             change()
     assert client.queue("m").status()["waiting"] == 1
 
 
-def test_nobody_enters_without_a_password(server: Server) -> None:
+def test_no_user_connects_without_a_password(server: Server) -> None:
     with redis.Redis.from_url(f"unix://{server.socket}") as raw, pytest.raises(redis.exceptions.AuthenticationError):
         raw.ping()
     with pytest.raises(ForqError, match="WRONGPASS"):

@@ -1,4 +1,4 @@
-"""What is awkward: handlers that fork, strange exceptions, poison jobs, services that die in between."""
+"""Edge cases: handlers that fork, unprintable exceptions, poison jobs, services that die at a bad moment."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def test_a_forked_copy_of_the_handler_never_becomes_a_second_worker(forq: Forq, 
     ids = forq.client().queue(function).enqueue_many(range(5))
     wait_until(lambda: forq.queue_status(function)["done"] == 5)
     expected = ids if function == "fork_and_exit" else [job for job in ids for _ in range(2)]
-    # The copy may come back from the handler later than the worker itself.
+    # The copy may return from the handler later than the worker.
     wait_until(lambda: len(ends(forq, function)) >= len(expected))
     assert sorted(ends(forq, function)) == sorted(expected)
     assert forq.child(function)["restarts"] == 0
@@ -48,14 +48,14 @@ def test_a_pool_in_a_handler_can_be_terminated_and_the_worker_goes_on(forq: Forq
 
 
 @pytest.mark.parametrize("function", ["raise_strange", "raise_surrogate"])
-def test_an_exception_that_cannot_be_told_still_makes_the_job_dead(forq: Forq, function: str) -> None:
+def test_an_exception_that_cannot_be_printed_still_makes_the_job_dead(forq: Forq, function: str) -> None:
     forq.create(function, function, max_retries=0)
     forq.ctl("push", function, "1")
     wait_until(lambda: forq.queue_status(function)["dead"] == 1)
     assert forq.child(function)["restarts"] == 0
 
 
-def test_a_poison_job_slows_its_queue_s_respawns_down(forq: Forq) -> None:
+def test_a_poison_job_slows_down_respawns_of_its_queue(forq: Forq) -> None:
     forq.create("poison", "die", max_stalls=1000)
     forq.ctl("push", "poison", "1")
     wait_until(lambda: len([t for t in forq.traces("start") if t.queue == "poison"]) >= 5)
@@ -75,7 +75,7 @@ def test_zombies_of_daemons_are_reaped(forq: Forq) -> None:
     wait_until(lambda: not psutil.Process(pid).children(recursive=True), 10.0, "no zombie is left")
 
 
-def test_the_retry_child_takes_no_jobs_of_the_main_lane(forq: Forq) -> None:
+def test_the_retry_child_claims_no_jobs_of_the_main_lane(forq: Forq) -> None:
     forq.create("lanes", "sleep")
     forq.client().queue("lanes").enqueue_many([0.2] * 6)
     forq.ctl("restart", "lanes")
@@ -96,7 +96,7 @@ def test_an_import_that_hangs_ends_with_the_supervisor(tmp_path: Path) -> None:
         wait_until(lambda: not alive(pids), 10.0, "both children are gone")
 
 
-def test_a_change_of_handler_while_a_job_runs_and_a_delete_right_after(forq: Forq) -> None:
+def test_a_queue_can_be_deleted_right_after_its_handler_changed_during_a_job(forq: Forq) -> None:
     """The old process must not outlive the delete, and the queue must not come back."""
     forq.create("changing", "sleep", stop_grace="5s")
     forq.ctl("push", "changing", "60")
@@ -116,7 +116,7 @@ def test_a_change_of_handler_while_a_job_runs_and_a_delete_right_after(forq: For
     assert "changing" not in forq.client().queues()
 
 
-def test_recovery_is_not_forgotten_when_pulse_dies_while_redis_is_frozen(server: Server, redis_url: str) -> None:
+def test_recovery_still_happens_when_pulse_dies_while_redis_is_frozen(server: Server, redis_url: str) -> None:
     with running(redis=redis_url) as forq:
         forq.create("frozen", "sleep")
         job_id = forq.ctl("push", "frozen", "[60]")
@@ -134,8 +134,8 @@ def test_recovery_is_not_forgotten_when_pulse_dies_while_redis_is_frozen(server:
         wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id], 15.0, "the job runs again")
 
 
-def test_workers_share_what_one_of_them_has_taken_too_much_of(forq: Forq) -> None:
-    """Quick jobs make batches large; the first batch of slower ones must not stay with the worker that claimed it."""
+def test_workers_share_the_jobs_of_an_oversized_batch(forq: Forq) -> None:
+    """Quick jobs make batches large; the first batch of slower jobs must not stay with the worker that claimed it."""
     forq.create("shared", "share", concurrency=4)
     queue = forq.client().queue("shared")
     forq.wait_for_child("shared")
@@ -183,7 +183,7 @@ def test_a_queue_deleted_by_one_supervisor_is_dropped_by_the_other(redis_url: st
         assert not (other.state_dir / "queues" / "both.json").exists()
 
 
-def test_a_queue_whose_data_was_lost_is_made_again(server: Server, redis_url: str) -> None:
+def test_a_queue_whose_data_was_lost_is_created_again(server: Server, redis_url: str) -> None:
     with running(redis=redis_url, settings='heartbeat = "300ms"\nexpiry = "3s"\n') as forq:
         forq.create("lost", "record")
         forq.wait_for_child("lost")
@@ -193,7 +193,7 @@ def test_a_queue_whose_data_was_lost_is_made_again(server: Server, redis_url: st
         wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id])
 
 
-def test_a_delete_that_was_never_finished_does_not_block_the_name(server: Server, redis_url: str) -> None:
+def test_an_unfinished_delete_does_not_block_the_name(server: Server, redis_url: str) -> None:
     with running(redis=redis_url) as forq:
         with server.connect() as redis:
             redis.hset("forq:queues", "half", "deleting")

@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong: a clear error, a documented exit code, and nothing lost."""
+"""Invalid input: a clear error, a documented exit code, and nothing lost."""
 
 import os
 import socket
@@ -52,7 +52,7 @@ def forq() -> Iterator[Forq]:
         (["statu"], 2, "status"),
     ],
 )
-def test_a_wrong_call_says_what_was_wrong(forq: Forq, arguments: list[str], code: int, says: str) -> None:
+def test_a_wrong_call_gets_a_clear_error(forq: Forq, arguments: list[str], code: int, says: str) -> None:
     done = forq.run_ctl(*arguments)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert says in done.stderr
@@ -61,7 +61,7 @@ def test_a_wrong_call_says_what_was_wrong(forq: Forq, arguments: list[str], code
 
 
 @pytest.mark.fault("payload huge")
-def test_too_large_data_is_refused(forq: Forq) -> None:
+def test_data_above_the_limit_is_refused(forq: Forq) -> None:
     queue = forq.client().queue("here")
     with pytest.raises(Exception, match="max_data = 1048576"):
         queue.enqueue("x" * 1_100_000)
@@ -69,7 +69,7 @@ def test_too_large_data_is_refused(forq: Forq) -> None:
 
 
 @pytest.mark.spec("N2")
-def test_more_than_max_queues_are_refused(forq: Forq) -> None:
+def test_queues_above_max_queues_are_refused(forq: Forq) -> None:
     forq.create("second", "noop")
     forq.create("third", "noop")
     done = forq.run_ctl("create", "fourth", "--handler", "traced:noop", "--path", str(HANDLERS))
@@ -113,7 +113,7 @@ def test_a_stale_socket_file_is_replaced(tmp_path: Path) -> None:
         forq.remove()
 
 
-def test_no_supervisor_is_said_with_its_path(tmp_path: Path) -> None:
+def test_a_missing_supervisor_is_reported_with_its_path(tmp_path: Path) -> None:
     environ = {**os.environ, "FORQ_SOCKET": str(tmp_path / "none.sock")}
     done = subprocess.run([str(BIN / "forqctl"), "status"], capture_output=True, text=True, env=environ, check=False)
     assert done.returncode == 7
@@ -131,7 +131,7 @@ def test_no_supervisor_is_said_with_its_path(tmp_path: Path) -> None:
         ("= broken", "line 1"),
     ],
 )
-def test_a_wrong_setting_ends_with_78(settings: str, says: str) -> None:
+def test_an_invalid_setting_ends_with_78(settings: str, says: str) -> None:
     forq = Forq(settings=settings)
     try:
         forq.start(ready=False)
@@ -143,7 +143,7 @@ def test_a_wrong_setting_ends_with_78(settings: str, says: str) -> None:
         forq.remove()
 
 
-def test_a_server_that_may_evict_is_refused(server: Server, redis_url: str) -> None:
+def test_a_server_with_an_eviction_policy_is_refused(server: Server, redis_url: str) -> None:
     with server.connect() as redis:
         redis.config_set("maxmemory-policy", "allkeys-lru")
         redis.config_set("maxmemory", "100mb")
@@ -170,7 +170,7 @@ def test_require_redis_ends_with_75_when_there_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_gets_no_permission(forq: Forq) -> None:
+def test_another_user_gets_permission_denied(forq: Forq) -> None:
     import shutil
 
     if shutil.which("setpriv") is None:

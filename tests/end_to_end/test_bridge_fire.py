@@ -1,4 +1,4 @@
-"""External workers in two languages, killed and frozen at random, and the bridge too: nothing is lost or done twice."""
+"""External workers in two languages, and the bridge, killed and frozen at random: no job is lost or run twice."""
 
 import os
 import random
@@ -28,7 +28,7 @@ JOBS = int(os.environ.get("FORQ_TEST_BRIDGE_JOBS", examples(250, 600)))
 SEED = int(os.environ.get("FORQ_TEST_SEED", "0"))
 EXAMPLES = Path(__file__).parent.parent.parent / "etc" / "examples"
 BRIDGE = f"{sys.executable} -m forq.cli bridge"
-# Long enough that most are caught at work.
+# Long enough that most kills hit a running job.
 JOB_SECONDS = 0.02 if JOBS < 5000 else 0.01
 SECONDS = 60 + JOBS / 10
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node
 
 
 class Worker:
-    """One seat: a process of its language, started again when it has ended."""
+    """One place for a worker: a process of its language, restarted when it has ended."""
 
     def __init__(self, command: list[str], environ: dict[str, str], log: Path) -> None:
         self._command = command
@@ -68,7 +68,7 @@ class Worker:
         self.frozen_until = time.monotonic() + seconds
 
     def _signal(self, signum: int) -> None:
-        """The worker alone: what it has started finds out by itself, as it would if the machine killed it."""
+        """Signals only the worker; programs that it started notice by themselves, as after an OOM kill."""
         if self.process.poll() is None:
             self.process.send_signal(signum)
 
@@ -105,7 +105,7 @@ def make_trouble(forq: Forq, workers: list[Worker], chance: random.Random) -> No
 
 
 def check_priorities(events: list[Event], priorities: dict[str, int]) -> None:
-    """Whoever was assigned a job got one of the first priority that had any waiting."""
+    """Each assignment took a job of the first priority that had any waiting."""
     waiting: Counter[int] = Counter()
     waits: set[str] = set()
 
@@ -134,7 +134,7 @@ def check_priorities(events: list[Event], priorities: dict[str, int]) -> None:
 
 @pytest.mark.timeout(int(SECONDS) * 2)
 @pytest.mark.spec("P2", "P3", "P7", "P21")
-def test_workers_that_die_or_freeze_lose_no_job_and_do_none_twice(
+def test_workers_that_die_or_freeze_lose_no_job_and_run_none_twice(
     server: Server, redis_url: str, tmp_path: Path
 ) -> None:
     chance = random.Random(SEED)

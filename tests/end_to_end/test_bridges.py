@@ -1,4 +1,4 @@
-"""External queues and bridges below a supervisor: found, shown, restarted; jobs that die, and come back."""
+"""External queues and bridges below a supervisor: found, shown and restarted; jobs that die are recovered."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SETTINGS = 'heartbeat = "200ms"\nexpiry = "10s"\nmax_queues = 20\n\n[[bridge]]\n
 
 
 def exists(forq: Forq, name: str) -> bool:
-    """Its name is in the registry a moment before."""
+    """The registry has the name a moment earlier."""
     try:
         forq.client().queue(name).status()
     except UnknownQueue:
@@ -59,7 +59,7 @@ def serves(forq: Forq, name: str) -> bool:
 
 
 @pytest.mark.spec("P8")
-def test_a_queue_that_a_worker_names_is_made_found_and_shown(forq: Forq, client: Client) -> None:
+def test_a_queue_that_a_worker_names_is_created_found_and_shown(forq: Forq, client: Client) -> None:
     client.send("worker_idle", queue_name="named", worker_uuid="w")
     wait_until(lambda: serves(forq, "named"), seconds=5)
     wait_until(lambda: forq.awaiters("named") == 1)
@@ -77,7 +77,7 @@ def test_a_queue_that_a_worker_names_is_made_found_and_shown(forq: Forq, client:
     wait_until(lambda: forq.queue_status("named")["done"] == 1)
 
 
-def test_an_external_queue_made_with_forqctl_has_its_options(forq: Forq, client: Client) -> None:
+def test_an_external_queue_created_with_forqctl_has_its_options(forq: Forq, client: Client) -> None:
     forq.ctl("create", "made", "--mode", "external", "--set", "max_retries=0", "--set", "lease=5s")
     assert "handler is not allowed" in forq.run_ctl("create", "x", "--mode", "external", "--handler", "m:f").stderr
     assert "timeout is an option of mode work" in forq.run_ctl("set", "made", "timeout=1s").stderr
@@ -109,7 +109,7 @@ def test_a_job_that_dies_is_in_the_failed_log_and_can_be_recovered(forq: Forq, c
     assert client.wait_for("job_assignment", 3)["uuid"] == "j"
 
 
-def test_pulse_takes_silent_workers_out_while_no_bridge_runs(forq: Forq) -> None:
+def test_pulse_removes_silent_workers_while_no_bridge_runs(forq: Forq) -> None:
     with bridge(forq.url, "--tick", "300ms") as process:
         process.send("add_job", queue_name="silent", uuid="j", command="c")
         process.send("worker_idle", queue_name="silent", worker_uuid="w")
@@ -122,7 +122,7 @@ def test_pulse_takes_silent_workers_out_while_no_bridge_runs(forq: Forq) -> None
     wait_until(lambda: forq.client().queue("silent").job("j")["stall_count"] == 1, seconds=10)
 
 
-def test_a_bridge_that_dies_is_started_again_and_its_workers_go_on(forq: Forq) -> None:
+def test_a_bridge_that_dies_is_restarted_and_its_workers_continue(forq: Forq) -> None:
     client = Client(socket_of(forq))
     worker = {"queue_name": "again", "worker_uuid": "w"}
     client.send("add_job", queue_name="again", uuid="j", command="c")
@@ -156,7 +156,7 @@ def test_a_bridge_ends_with_its_supervisor() -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
-def test_the_worker_in_node_runs_jobs_and_says_how_far_it_is(forq: Forq, client: Client) -> None:
+def test_the_node_worker_runs_jobs_and_reports_progress(forq: Forq, client: Client) -> None:
     command = ["node", str(EXAMPLES / "external_worker.js"), str(socket_of(forq)), "node"]
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TICK_SECONDS": "0.2"}, text=True)
     try:
@@ -182,7 +182,7 @@ def test_the_worker_in_node_runs_jobs_and_says_how_far_it_is(forq: Forq, client:
     ]
 
 
-def test_the_worker_in_sh_runs_jobs_with_a_bridge_of_its_own(forq: Forq, tmp_path: Path) -> None:
+def test_the_sh_worker_runs_jobs_with_its_own_bridge(forq: Forq, tmp_path: Path) -> None:
     environ = {**os.environ, "FORQ_REDIS": forq.url, "FORQ_BRIDGE": f"{sys.executable} -m forq.cli bridge"}
     command = ["sh", str(EXAMPLES / "external_worker.sh"), "shell", "my-shell"]
     worker = subprocess.Popen(

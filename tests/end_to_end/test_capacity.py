@@ -31,7 +31,7 @@ EIGHT = [
 
 
 def units_over_time(traces: list[Trace], sizes: dict[str, int]) -> tuple[int, float]:
-    """The most units in use at one moment, and the mean."""
+    """The maximum of units in use at one moment, and the mean."""
     changes = sorted((t.time, sizes[t.queue] if t.event == "start" else -sizes[t.queue]) for t in traces)
     out = most = 0
     area, last = 0.0, changes[0][0]
@@ -70,7 +70,7 @@ def compete(seconds: float) -> None:
             f"{one.name:<8}{one.priority:>9}{one.size:>6}{_count(traces, one.name):>7}"
             f"{shares[one.name]:>15.1%}{wait:>12.2f} s"
         )
-        # Its distance to the top in levels of one second, and what those before it need to end their jobs.
+        # Its distance to the top in levels of one second, plus the time that jobs of higher queues need to end.
         assert wait < (3 - one.priority + 1) * 1.0 + 8 * 0.3, f"{one.name} starved"
     assert most <= CAPACITY
     assert mean > CAPACITY * 0.6
@@ -117,7 +117,7 @@ def test_eight_queues_compete_for_a_minute() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.spec("Q11", "Q12")
-def test_the_capacity_is_100_units_per_cpu_and_a_dead_worker_s_units_are_back_at_once(tmp_path: Path) -> None:
+def test_the_capacity_is_100_units_per_cpu_and_a_dead_worker_s_units_return_at_once(tmp_path: Path) -> None:
     with running() as forq:
         units = 100 * len(os.sched_getaffinity(0))
         assert forq.status()["capacity"]["units"] == units
@@ -141,7 +141,7 @@ def test_the_capacity_is_100_units_per_cpu_and_a_dead_worker_s_units_are_back_at
         assert started[0].time - killed < 2.0
 
 
-def test_a_size_above_the_capacity_is_refused_when_a_queue_is_made_or_changed() -> None:
+def test_a_size_above_the_capacity_is_refused_on_create_and_set() -> None:
     with running(settings="capacity = 20\n") as forq:
         refused = forq.run_ctl("create", "big", "--handler", "traced:noop", "--set", "size=21")
         assert refused.returncode == 2
@@ -153,7 +153,7 @@ def test_a_size_above_the_capacity_is_refused_when_a_queue_is_made_or_changed() 
         wait_until(lambda: forq.queue_status("fits")["done"] == 1)
 
 
-def test_more_workers_than_can_run_jobs_at_the_same_time_are_warned_of() -> None:
+def test_more_workers_than_the_capacity_allows_are_logged_as_a_warning() -> None:
     with running(settings="capacity = 100\n[queues.declared]\nhandler = 'x:y'\nconcurrency = 11\n") as forq:
         log = (forq.directory / "log").read_text()
         assert "queue=declared concurrency = 11 with size = 10 needs 110 units, but capacity is 100" in log
@@ -171,7 +171,7 @@ def test_more_workers_than_can_run_jobs_at_the_same_time_are_warned_of() -> None
 
 
 @pytest.mark.spec("Q9", "Q12")
-def test_a_size_that_is_changed_elsewhere_holds_from_the_next_claim_on(redis_url: str) -> None:
+def test_a_size_changed_by_another_supervisor_applies_from_the_next_claim(redis_url: str) -> None:
     with running(redis=redis_url, settings="capacity = 50\n") as forq, running(redis=redis_url) as other:
         forq.create("q", "sleep", size=10)
         other.create("q", "sleep", size=10)

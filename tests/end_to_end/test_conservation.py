@@ -1,4 +1,4 @@
-"""Nothing is lost, nothing is counted twice: many queues, and kill -9 at random moments."""
+"""No job is lost or counted twice: many queues, and kill -9 at random moments."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from tests.support.thorough import examples
 
 @pytest.mark.spec("N1", "N11", "P7", "R13", "R17")
 def test_twenty_queues_run_each_job_once_and_in_order() -> None:
-    """FIFO per queue and priority: the ids of each priority appear in the trace in the order they were enqueued."""
+    """FIFO per queue and priority: ids of each priority appear in the trace in the order of their enqueue."""
     names = [f"q{number:02}" for number in range(20)]
     with running() as forq:
         for name in names:
@@ -44,11 +44,11 @@ DURATIONS = (0, 0, 0.0005, 0.002, 0.01)
 
 
 def random_kills(forq: Forq, *, jobs: int, kills: int, seed: int) -> dict[str, int]:
-    """Kills children at random moments while they are busy with jobs of 0 to 10 ms; what the run was like."""
+    """Kills children at random moments while they run jobs of 0 to 10 ms; returns figures of the run."""
     chance = random.Random(seed)
     names = ["a", "b", "c", "d"]
     for name in names:
-        # Among thousands of kills some job is hit four times, and would be dead: these are not its fault.
+        # Among thousands of kills, some job is hit four times and would be dead through no fault of its own.
         forq.create(name, "sleep", concurrency=2 if name == "d" else 1, max_stalls=1000)
     ids: dict[str, list[str]] = {name: [] for name in names}
     queues = {name: forq.client().queue(name) for name in names}
@@ -58,7 +58,7 @@ def random_kills(forq: Forq, *, jobs: int, kills: int, seed: int) -> dict[str, i
         count = min(count, each - len(ids[name]))
         ids[name] += queues[name].enqueue_many(chance.choice(DURATIONS) for _ in range(count))
 
-    # One connection: a forqctl per look would take longer than everything else.
+    # One connection: starting forqctl for each check would take longer than everything else.
     control = ControlClient(str(forq.state_dir / "control.sock"), 60.0)
 
     def status() -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def random_kills(forq: Forq, *, jobs: int, kills: int, seed: int) -> dict[str, i
 
 
 def overlaps(traces: list[Trace]) -> int:
-    """How often a run of a job went on after a later run of the same job had started."""
+    """How often a run of a job continued after a later run of the same job had started."""
     runs: dict[str, list[Trace]] = {}
     for trace in traces:
         runs.setdefault(trace.job, []).append(trace)
@@ -128,7 +128,7 @@ def test_conservation_under_random_kills() -> None:
         assert outcome["done"] == outcome["jobs"], outcome
         assert outcome["overlaps"] == 0, outcome
         assert outcome["survivors"] == 0, outcome
-        # A kill may hit between a job's last line and the word that says it ran: at most the running ones of a process.
+        # A kill may hit between a job's last trace line and its report: at most the running jobs of a process.
         assert outcome["ran_again_after_its_end"] <= outcome["kills"] * 2, outcome
-        # The test is worth something only if kills did hit running jobs.
+        # The test proves nothing unless kills hit running jobs.
         assert outcome["killed_mid_job"] > kills / 20, outcome

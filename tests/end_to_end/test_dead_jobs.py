@@ -32,7 +32,7 @@ def scribe(forq: Forq) -> dict[str, Any]:
 
 
 def fail_by_hand(forq: Forq, queue: str, *jobs: str, fence: int = 7) -> None:
-    """What the script that fails a job for good does."""
+    """Does what the script that fails a job permanently does."""
     key = f"forq:queue:{{{queue}}}:outbox"
     entry = {"fence": str(fence), "died_ms": 5000, "priority": 3, "enqueued_ms": 1000, "counts": [1, 0, 0]}
     with redis.Redis.from_url(forq.url) as store:
@@ -87,7 +87,7 @@ def test_all_dead_jobs_are_retried_once_even_if_they_die_again(forq: Forq) -> No
 
 
 @pytest.mark.spec("N19")
-def test_what_failed_for_good_is_in_the_log_and_recover_puts_it_back_once(forq: Forq) -> None:
+def test_permanent_failures_are_logged_and_recover_enqueues_each_once(forq: Forq) -> None:
     forq.create("logged", "record")
     forq.ctl("pause", "logged")
     fail_by_hand(forq, "logged", "x", "y")
@@ -109,7 +109,7 @@ def test_what_failed_for_good_is_in_the_log_and_recover_puts_it_back_once(forq: 
     assert forq.queue_status("logged")["done"] == 3
 
 
-def test_each_line_of_an_id_that_died_several_times_can_be_recovered(forq: Forq) -> None:
+def test_each_log_line_of_an_id_that_died_several_times_can_be_recovered(forq: Forq) -> None:
     forq.create("again", "record")
     forq.ctl("pause", "again")
     for fence in (7, 8, 9):
@@ -125,7 +125,7 @@ def test_each_line_of_an_id_that_died_several_times_can_be_recovered(forq: Forq)
     assert forq.queue_status("again")["done"] == 3
 
 
-def test_recover_takes_what_delete_wrote(forq: Forq) -> None:
+def test_recover_accepts_lines_that_delete_wrote(forq: Forq) -> None:
     forq.create("moved", "record")
     forq.ctl("pause", "moved")
     job_id = forq.ctl("push", "moved", '{"keep": 1}', "--priority", "2")
@@ -138,7 +138,7 @@ def test_recover_takes_what_delete_wrote(forq: Forq) -> None:
     wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id])
 
 
-def test_a_killed_scribe_comes_back_and_writes_what_came_meanwhile(forq: Forq) -> None:
+def test_a_killed_scribe_is_replaced_and_writes_what_arrived_meanwhile(forq: Forq) -> None:
     forq.create("scribed", "noop")
     before = scribe(forq)["pid"]
     assert psutil.Process(before).cmdline()[0].startswith("forq: scribe")
@@ -148,7 +148,7 @@ def test_a_killed_scribe_comes_back_and_writes_what_came_meanwhile(forq: Forq) -
     assert scribe(forq)["pid"] != before
 
 
-def test_a_log_that_cannot_be_written_is_told_and_nothing_is_lost(forq: Forq) -> None:
+def test_an_unwritable_failed_log_is_reported_and_nothing_is_lost(forq: Forq) -> None:
     forq.create("stuck", "noop")
     log = forq.state_dir / "logs" / "stuck" / "failed.jsonl"
     log.symlink_to(forq.directory / "elsewhere")
@@ -160,7 +160,7 @@ def test_a_log_that_cannot_be_written_is_told_and_nothing_is_lost(forq: Forq) ->
     wait_until(lambda: forq.status()["supervisor"]["failed_log"] == {"ok": True, "errors": {}})
 
 
-def test_an_evicted_supervisor_s_scribe_goes_on_under_the_new_name(forq: Forq) -> None:
+def test_an_evicted_supervisor_s_scribe_continues_under_the_new_name(forq: Forq) -> None:
     forq.create("evicted", "noop")
     processor = forq.status()["supervisor"]["processor"]
     with redis.Redis.from_url(forq.url) as store:

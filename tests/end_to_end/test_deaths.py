@@ -1,4 +1,4 @@
-"""The way of a death: workers, children, supervisors and servers that are killed, frozen or stuck."""
+"""Workers, children, supervisors and servers that are killed, frozen or stuck."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def test_a_job_whose_process_is_killed_runs_again_at_once(forq: Forq) -> None:
 
     gaps = [kill_and_wait() for _ in range(20)]
     print(f"kill -9 to running again: median {statistics.median(gaps) * 1000:.0f} ms, max {max(gaps) * 1000:.0f} ms")
-    # Generous, for loaded machines: `make bench` measures it.
+    # Generous, for loaded machines: `make bench` measures the actual time.
     assert statistics.median(gaps) < 1.0
     wait_until(lambda: forq.queue_status("work")["done"] == 20)
 
@@ -66,8 +66,8 @@ def test_only_the_running_job_of_a_batch_is_counted_when_its_process_dies(forq: 
 
 
 @pytest.mark.spec("N11")
-def test_jobs_stuck_behind_a_slow_one_run_elsewhere(forq: Forq) -> None:
-    """Another worker of the queue takes what the slow one had claimed."""
+def test_jobs_stuck_behind_a_slow_one_run_in_another_worker(forq: Forq) -> None:
+    """Another worker of the queue takes the jobs that the slow one had claimed."""
     forq.create("mixed", "sleep", concurrency=2)
     queue = forq.client().queue("mixed")
     forq.ctl("pause", "mixed")
@@ -81,14 +81,14 @@ def test_jobs_stuck_behind_a_slow_one_run_elsewhere(forq: Forq) -> None:
     print(f"all 300 jobs behind a 60 s job had ended {worst * 1000:.0f} ms after it started")
     assert worst < 2.0
     assert not [t for t in forq.traces("end") if t.job == slow]
-    # Other tests share the supervisor, and kill theirs.
+    # Other tests share the supervisor and kill its processes.
     starts = [t.job for t in forq.traces("start") if t.queue == "mixed"]
     assert len(starts) == len(set(starts)), "a job ran twice"
 
 
 @pytest.mark.fault("zombie")
-def test_a_frozen_worker_that_was_removed_swallows_no_job(server: Server, redis_url: str) -> None:
-    """Its blocked connection is still served by Redis; what lands in its list is given back."""
+def test_a_removed_frozen_worker_swallows_no_job(server: Server, redis_url: str) -> None:
+    """Redis still serves its blocked connection; a job that lands in its list is given back."""
     quick = 'heartbeat = "300ms"\nexpiry = "900ms"\n'
     with running(redis=redis_url, settings=quick) as frozen, running(redis=redis_url, settings=quick) as other:
         frozen.create("shared", "record")
@@ -98,7 +98,7 @@ def test_a_frozen_worker_that_was_removed_swallows_no_job(server: Server, redis_
         other.create("shared", "record")
         other.wait_for_child("shared")
         wait_until(lambda: "evicted processors without heartbeats" in other.log)
-        # The frozen worker has blocked on the list for longer than any other: the next job is handed to it.
+        # The frozen worker has blocked on the list for the longest time, so the next job goes to it.
         with server.connect() as redis:
             ids = other.client().queue("shared").enqueue_many(range(3))
             swallowed = [key for key in redis.keys("*:processing") if redis.llen(key)]
@@ -126,7 +126,7 @@ def start_chain(forq: Forq, name: str) -> int:
 
 
 def wardens(forq: Forq) -> set[int]:
-    """The service that kills for the supervisor: it is started when there is something to kill."""
+    """Pids of the service that kills for the supervisor; it is started on demand."""
     return {process.pid for process in forq.processes() if " ".join(process.cmdline()).strip() == "forq: warden"}
 
 
@@ -166,12 +166,12 @@ def end_with_a_chain(cgroup: str, end: str) -> None:
 
 
 def programs_of(forq: Forq) -> list[int]:
-    """The pids of what the attempts so far have started."""
+    """The pids of the programs that the attempts so far have started."""
     return [int(trace.event.removeprefix("program=")) for trace in forq.traces() if trace.event.startswith("program=")]
 
 
 def kill_all_at_once(forq: Forq, spare: set[int]) -> None:
-    """Nobody gets to see the death of another."""
+    """No process sees another one die."""
     processes = [process for process in forq.processes() if process.pid not in spare]
     for process in processes:
         process.suspend()
@@ -184,8 +184,8 @@ def kill_all_at_once(forq: Forq, spare: set[int]) -> None:
 
 @pytest.mark.fault("supervisor killed")
 @pytest.mark.parametrize("function", ["leave_program", "leave_copy"])
-def test_a_second_attempt_does_not_run_beside_what_the_first_has_left(function: str) -> None:
-    """Without control groups, when all of forq dies at once: nobody is left who could kill or adopt it."""
+def test_a_second_attempt_does_not_run_beside_leftovers_of_the_first(function: str) -> None:
+    """Without control groups, when all of forq dies at once: no process is left to kill or adopt them."""
     with running(settings='cgroup = "off"\n') as forq:
         forq.create("leaving", function)
         forq.ctl("push", "leaving", "1")
@@ -204,7 +204,7 @@ def test_a_second_attempt_does_not_run_beside_what_the_first_has_left(function: 
 
 
 @pytest.mark.fault("supervisor killed")
-def test_what_a_child_left_that_died_with_the_supervisor_is_killed_by_pulse() -> None:
+def test_pulse_kills_what_a_child_left_that_died_with_the_supervisor() -> None:
     with running(settings='cgroup = "off"\n') as forq:
         forq.create("leaving", "leave_program")
         forq.ctl("push", "leaving", "1")
@@ -215,7 +215,7 @@ def test_what_a_child_left_that_died_with_the_supervisor_is_killed_by_pulse() ->
 
 
 @pytest.mark.fault("supervisor killed")
-def test_a_killed_supervisor_s_job_runs_again_as_soon_as_it_is_restarted(forq: Forq) -> None:
+def test_the_job_of_a_killed_supervisor_runs_again_as_soon_as_it_restarts(forq: Forq) -> None:
     forq.create("survivor", "sleep")
     job_id = forq.ctl("push", "survivor", "2")
     wait_until(lambda: starts_of(forq, job_id))
@@ -228,14 +228,14 @@ def test_a_killed_supervisor_s_job_runs_again_as_soon_as_it_is_restarted(forq: F
 
 
 def copy_of(original: Forq, settings: str = "") -> Forq:
-    """Another supervisor, not started, with a copy of this one's state directory."""
+    """Another supervisor, not started, on a copy of this one's state directory."""
     copy = Forq(redis=original.redis, settings=settings, trace=original.trace_file)
     subprocess.run(["cp", "-a", str(original.state_dir), str(copy.state_dir)], check=True)
     return copy
 
 
 @pytest.mark.fault("state directory copied")
-def test_a_supervisor_on_a_copy_of_a_state_directory_leaves_the_original_alone(redis_url: str) -> None:
+def test_a_supervisor_on_a_copied_state_directory_leaves_the_original_alone(redis_url: str) -> None:
     with running(redis=redis_url) as original:
         original.create("copied", "sleep")
         job_id = original.ctl("push", "copied", "4")
@@ -253,7 +253,7 @@ def test_a_supervisor_on_a_copy_of_a_state_directory_leaves_the_original_alone(r
 
 
 @pytest.mark.fault("state directory copied")
-def test_on_a_copy_the_jobs_of_a_lost_original_come_back_when_its_heartbeats_expire(redis_url: str) -> None:
+def test_on_a_copy_the_jobs_of_a_lost_original_return_when_its_heartbeats_expire(redis_url: str) -> None:
     settings = 'heartbeat = "500ms"\nexpiry = "2s"\n'
     with running(redis=redis_url, settings=settings) as original:
         original.create("moved", "sleep")
@@ -281,7 +281,7 @@ def test_a_handler_stuck_in_c_dies_with_the_supervisor(forq: Forq) -> None:
 
 
 @pytest.mark.spec("R9", "R8")
-def test_term_finishes_the_running_job_and_hands_back_the_rest(forq: Forq) -> None:
+def test_term_finishes_the_running_job_and_returns_the_rest(forq: Forq) -> None:
     forq.create("graceful", "sleep")
     running_id, waiting_id = forq.client().queue("graceful").enqueue_many([2, 0])
     wait_until(lambda: starts_of(forq, running_id))
@@ -303,7 +303,7 @@ def test_a_job_interrupted_by_a_stop_is_not_counted(forq: Forq) -> None:
     assert [t.stalls for t in forq.traces("start") if t.job == job_id] == [0, 0]
 
 
-def test_a_handler_s_own_program_keeps_its_exit_status(forq: Forq) -> None:
+def test_a_program_started_by_a_handler_keeps_its_exit_status(forq: Forq) -> None:
     forq.create("programs", "run_program")
     for status in range(10):
         forq.ctl("push", "programs", str(status))
@@ -313,8 +313,8 @@ def test_a_handler_s_own_program_keeps_its_exit_status(forq: Forq) -> None:
 
 @pytest.mark.fault("handler keeps the interpreter")
 @pytest.mark.spec("Q10")
-def test_a_hung_handler_stalls_neither_socket_nor_neighbours(forq: Forq) -> None:
-    # It would hold up the end of the test, and with it a processor.
+def test_a_hung_handler_blocks_neither_the_socket_nor_other_queues(forq: Forq) -> None:
+    # It would delay the end of the test and keep a CPU busy.
     forq.create("hung", "spin_in_c", stop_grace="0s")
     forq.create("neighbour", "record")
     forq.ctl("push", "hung", "1")
@@ -325,7 +325,7 @@ def test_a_hung_handler_stalls_neither_socket_nor_neighbours(forq: Forq) -> None
 
 
 @pytest.mark.fault("service killed half way")
-def test_services_that_are_killed_come_back_and_nothing_is_lost(forq: Forq) -> None:
+def test_killed_services_are_replaced_and_nothing_is_lost(forq: Forq) -> None:
     forq.create("steady", "record")
 
     def pid_of(name: str) -> int | None:
@@ -345,7 +345,7 @@ def test_services_that_are_killed_come_back_and_nothing_is_lost(forq: Forq) -> N
 
 
 @pytest.mark.fault("server killed")
-def test_the_embedded_server_is_restarted_and_everything_goes_on(forq: Forq) -> None:
+def test_the_embedded_server_is_restarted_and_everything_continues(forq: Forq) -> None:
     forq.create("durable", "record")
     forq.ctl("pause", "durable")
     job_id = forq.ctl("push", "durable", "1")
@@ -378,7 +378,7 @@ def test_status_works_while_redis_is_down(server: Server, redis_url: str) -> Non
         wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id])
 
 
-def test_fences_of_a_queue_only_grow(forq: Forq) -> None:
+def test_fences_of_a_queue_only_increase(forq: Forq) -> None:
     forq.create("fences", "record")
     forq.client().queue("fences").enqueue_many(range(500))
     wait_until(lambda: len(forq.traces("end")) == 500)

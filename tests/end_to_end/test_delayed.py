@@ -1,4 +1,4 @@
-"""Delayed jobs with a whole supervisor: never early, on time for idle and busy workers. Longer with `make delayed`."""
+"""Delayed jobs: never early, on time for idle and busy workers. Longer with `make delayed`."""
 
 import os
 import random
@@ -14,24 +14,24 @@ from tests.support.drive.wait import wait_until
 JOBS = int(os.environ.get("FORQ_TEST_DELAYED", "1700"))
 SECONDS = float(os.environ.get("FORQ_TEST_DELAYED_SECONDS", "1"))
 SEED = int(os.environ.get("FORQ_TEST_SEED", "0"))
-# A loaded machine of CI is late; what a quiet one does is printed.
+# Limit for loaded CI machines; the measured time is printed.
 LATE_SECONDS = float(os.environ.get("FORQ_TEST_LATE", "2.0"))
 BUSY_WORKERS, BUSY_SECONDS = 4, 0.05
-# What a double leaves below a millisecond: so many jobs of one time keep their order.
+# The precision of a double below a millisecond: this many jobs of one time keep their order.
 IN_ORDER = 4096
-# Heartbeats promote too: what is late must not be mended by one.
+# Heartbeats also promote, and must not hide a late promotion.
 RARE_BEATS = 'heartbeat = "60s"\nexpiry = "180s"\n'
 
 
 def times_ms(jobs: DelayedJobs, number: int, seconds: float) -> list[int]:
-    """At random over so many seconds, from when all of them can have been stored."""
+    """Random times over `seconds`, starting when all jobs can have been stored."""
     chance = random.Random(SEED)
     first = time.time() + jobs.lead_seconds(number)
     return [round((first + chance.random() * seconds) * 1000) for _ in range(number)]
 
 
 def check(jobs: DelayedJobs, what: str) -> tuple[Lateness, Lateness]:
-    """None early, all once; prints and returns the lateness of promotion and of start."""
+    """Checks that no job was early and each ran once; prints and returns the lateness of promotion and of start."""
     started = jobs.start_lateness()
     promoted, too_late = jobs.promotion_lateness(jobs.events())
     load = os.getloadavg()[0]
@@ -57,8 +57,8 @@ def test_idle_workers_run_each_delayed_job_once_on_time_and_never_early(server: 
 
 @pytest.mark.timeout(600)
 @pytest.mark.spec("Q8", "M10")
-def test_while_every_worker_is_busy_delayed_jobs_become_waiting_on_time(server: Server, redis_url: str) -> None:
-    """Jobs of 50 ms keep all workers busy to the end; the delayed ones are of a priority before theirs."""
+def test_delayed_jobs_become_waiting_on_time_while_every_worker_is_busy(server: Server, redis_url: str) -> None:
+    """Jobs of 50 ms keep all workers busy to the end; the delayed ones have a higher priority."""
     with running(redis=redis_url, settings=RARE_BEATS) as forq:
         jobs = DelayedJobs(forq, server, concurrency=BUSY_WORKERS)
         due_ms = times_ms(jobs, JOBS, SECONDS)
@@ -89,10 +89,10 @@ def test_a_burst_is_neither_early_nor_lost(server: Server, redis_url: str, share
 
 @pytest.mark.timeout(300)
 @pytest.mark.spec("Q8")
-def test_jobs_of_one_time_run_in_the_order_in_which_they_were_stored(server: Server, redis_url: str) -> None:
+def test_jobs_of_one_time_run_in_the_order_of_their_enqueue(server: Server, redis_url: str) -> None:
     with running(redis=redis_url) as forq:
         jobs = DelayedJobs(forq, server, concurrency=1)
-        # All must be stored before that time, on a busy machine too: one that comes later is never promoted.
+        # All must be stored before that time even on a busy machine: a job stored later is never promoted.
         jobs.store([round((time.time() + 3 + jobs.lead_seconds(IN_ORDER)) * 1000)] * IN_ORDER)
         jobs.wait_until_all_ran(60)
         assert [event.job for event in jobs.events() if event.verb == "promoted"] == jobs.ids
@@ -101,8 +101,8 @@ def test_jobs_of_one_time_run_in_the_order_in_which_they_were_stored(server: Ser
 
 @pytest.mark.timeout(300)
 @pytest.mark.one_server
-def test_who_hears_of_due_times_hears_of_a_new_queue_s_when_create_has_answered(server: Server, redis_url: str) -> None:
-    """Redis comes back just before: the next heartbeat, and so the next look, is far away."""
+def test_pulse_subscribes_to_a_new_queue_s_due_times_before_create_answers(server: Server, redis_url: str) -> None:
+    """Redis comes back just before, so that the next heartbeat, which would repair it, is far away."""
     server.stop()
     forq = Forq(redis=redis_url, settings=RARE_BEATS)
     try:

@@ -20,7 +20,7 @@ START = "make run\n"
 
 @contextmanager
 def clone() -> Iterator[Path]:
-    """A directory that looks like a clone in which `make run` was typed. Its path is short, for the control socket."""
+    """A directory like a clone after `make run`. Its path is short because of the control socket."""
     directory = Path(tempfile.mkdtemp(prefix="forq-clone-"))
     (directory / "etc").symlink_to(ROOT / "etc")
     (directory / ".venv").symlink_to(BIN.parent)

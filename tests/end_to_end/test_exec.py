@@ -1,4 +1,4 @@
-"""Queues whose handler is a program, with a whole supervisor: what goes in, and every way in which it goes wrong."""
+"""Queues whose handler is a program: the data it gets, and every way in which it fails."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def error_of(forq: Forq, queue: str, job_id: str) -> dict[str, Any]:
     return json.loads(forq.ctl("dead", "show", queue, job_id, "--json"))["error"]  # type: ignore[no-any-return]
 
 
-def test_data_of_every_kind_comes_through_one_instance_unchanged(forq: Forq, tmp_path: Path) -> None:
+def test_data_of_every_kind_reaches_one_instance_unchanged(forq: Forq, tmp_path: Path) -> None:
     create(forq, "data", actor(tmp_path))
     deep: Any = []
     for _ in range(100):
@@ -83,7 +83,7 @@ def test_every_way_to_fail_shows_in_the_dead_job_and_the_next_job_runs(
     assert stayed == (do == "fail")
 
 
-def test_a_program_may_name_the_time_of_the_next_attempt(forq: Forq, tmp_path: Path) -> None:
+def test_a_program_may_set_the_time_of_the_next_attempt(forq: Forq, tmp_path: Path) -> None:
     create(forq, "later", actor(tmp_path))
     at = time.time() + 500
     forq.client().queue("later").enqueue({"do": "fail", "how": {"error": "later", "retry_at": at}}, id="l")
@@ -127,7 +127,7 @@ def test_a_gigabyte_on_stderr_and_noise_on_stdout_cost_one_attempt_and_no_memory
     wait_for_counts(forq, "flood", 1, 1)
 
 
-def test_with_concurrency_each_worker_has_an_instance_and_they_run_at_once(forq: Forq, tmp_path: Path) -> None:
+def test_each_worker_has_its_own_instance_and_they_run_in_parallel(forq: Forq, tmp_path: Path) -> None:
     create(forq, "crew", actor(tmp_path), concurrency=4)
     jobs = forq.client().queue("crew")
     ids = [jobs.enqueue({"do": "sleep", "seconds": 2}, id=f"crew{number}") for number in range(4)]
@@ -163,7 +163,7 @@ def test_the_fail_handler_may_be_a_program(forq: Forq, tmp_path: Path) -> None:
     assert forq.client().queue("failing").job("f")["retry_count"] == 0
 
 
-def test_the_example_for_exec_once_keeps_its_data(forq: Forq, tmp_path: Path) -> None:
+def test_the_exec_once_example_stores_its_data(forq: Forq, tmp_path: Path) -> None:
     create(forq, "keep", f"exec-once:{EXAMPLES}/exec_once.sh {tmp_path}", max_retries=0)
     jobs = forq.client().queue("keep")
     jobs.enqueue({"a": "ü"}, id="kept")
@@ -176,7 +176,7 @@ def test_the_example_for_exec_once_keeps_its_data(forq: Forq, tmp_path: Path) ->
     assert (error["kind"], error["message"].endswith("an id with a slash is no file name")) == ("permanent", True)
 
 
-def test_the_example_in_sh_answers_each_job(forq: Forq) -> None:
+def test_the_sh_example_answers_each_job(forq: Forq) -> None:
     create(forq, "sh", f"exec:{EXAMPLES}/exec_worker.sh")
     forq.client().queue("sh").enqueue_many([{"uuid": 'no"'}] * 20)
     wait_for_counts(forq, "sh", 20)
@@ -184,7 +184,7 @@ def test_the_example_in_sh_answers_each_job(forq: Forq) -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node here")
-def test_the_example_in_node_works_fails_and_greets(forq: Forq) -> None:
+def test_the_node_example_works_fails_and_greets(forq: Forq) -> None:
     create(forq, "node", f"exec:{shutil.which('node')} {EXAMPLES}/exec_worker.js", max_retries=0)
     jobs = forq.client().queue("node")
     jobs.enqueue({"greet": "wörld", "steps": 3}, id="greet")

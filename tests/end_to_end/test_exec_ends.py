@@ -1,4 +1,4 @@
-"""How the programs of exec handlers end: at deadlines, on stop, delete and kill; and that none is ever left."""
+"""How the programs of exec handlers end: at deadlines, on stop, delete and kill; none is ever left."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
-# Deaf to TERM, and with a daemon that is too.
+# Ignores TERM, and so does its daemon.
 STUBBORN = {"do": "sleep", "seconds": 600, "deaf": True, "daemon": True}
 
 
@@ -68,7 +68,7 @@ def test_after_max_jobs_the_process_and_its_instance_are_replaced(forq: Forq, tm
 
 
 @pytest.mark.fault("handler leaks memory")
-def test_a_program_that_grows_is_replaced_by_max_memory(forq: Forq, tmp_path: Path) -> None:
+def test_a_program_that_exceeds_max_memory_is_replaced(forq: Forq, tmp_path: Path) -> None:
     grow = python_program(tmp_path, "global kept; kept = bytearray(os.urandom(1 << 20) * 80); time.sleep(2)")
     create(forq, "grows", grow, max_memory="60mb")
     pid = forq.wait_for_child("grows")["pid"]
@@ -119,7 +119,7 @@ def test_no_program_outlives_a_kill_of_the_processes_above_it(tmp_path: Path, vi
         assert pids <= tree_of(forq.state_dir)
         child = forq.child("kill")["pid"]
         doomed = {"child": [child], "supervisor": [forq.pid], "both": [child, forq.pid]}[victims]
-        # Frozen first, so that neither can do anything about the other's death.
+        # Frozen first, so that neither can react to the other's death.
         for signum in (signal.SIGSTOP, signal.SIGKILL):
             for pid in doomed:
                 os.kill(pid, signum)

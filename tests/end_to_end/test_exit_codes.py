@@ -1,6 +1,6 @@
-"""How a handler ends its process, and what it says in forq's name, concerns its own queue only.
+"""However a handler ends its process, and whatever it forges in forq's name, only its own queue is affected.
 
-A sample; `make exits` takes every exit code and every signal, three times each.
+A sample; `make exits` tries every exit code and every signal, three times each.
 """
 
 import os
@@ -29,9 +29,9 @@ SIGNALS = (
     if ALL
     else (signal.SIGINT, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGSTOP, signal.SIGRTMIN + 5)
 )
-# What one job of the neighbour may take at most in 99 of 100 cases, on a machine whose CPUs are all taken.
+# The p99 limit for one job of the neighbour on a machine with no idle CPU.
 SLOW_MS = 500.0
-# And the supervisor's answer to a ping in 90 of 100.
+# The p90 limit for the supervisor's answer to a ping.
 SLOW_PING_MS = 250.0
 
 _numbers = count()
@@ -54,7 +54,7 @@ def calm(forq: Forq) -> Neighbour:
 
 @pytest.fixture
 def neighbour(forq: Forq, calm: Neighbour) -> Iterator[Neighbour]:
-    """Must work in the same process after the test as before, below the same supervisor, beside the same services."""
+    """Must run in the same process after the test as before, below the same supervisor and beside the same services."""
     pid, services = forq.child(NAME)["pid"], service_pids(forq)
     yield calm
     assert (forq.child(NAME)["pid"], forq.child(NAME)["restarts"]) == (pid, 0)
@@ -71,7 +71,7 @@ def service_pids(forq: Forq) -> dict[str, int]:
 
 @pytest.fixture
 def name(forq: Forq) -> Iterator[str]:
-    """Of a queue that is gone after the test."""
+    """A queue name; the queue is deleted after the test."""
     name = f"q{next(_numbers)}"
     yield name
     forq.ctl("delete", name, "--force")
@@ -88,16 +88,14 @@ def ends(forq: Forq, queue: str, job_id: str) -> list[tuple[str, str]]:
     return [(attempt["outcome"], str(attempt["cause"])) for attempt in job["attempts"]]
 
 
-def test_no_exit_code_and_no_signal_of_a_handler_means_anything_to_others(
-    forq: Forq, neighbour: Neighbour, name: str
-) -> None:
+def test_no_exit_code_and_no_signal_of_a_handler_affects_others(forq: Forq, neighbour: Neighbour, name: str) -> None:
     queue = create(forq, name, "leave", max_stalls=0, max_timeouts=0, timeout="1s", keep_done="1h", done_max=10**6)
     forq.wait_for_child(name)
     bad = [(f"exit{code}", {"exit": int(code)}) for code in CODES]
     bad += [(f"signal{signum}", {"signal": int(signum)}) for signum in SIGNALS]
     for time_ in range(TIMES):
         for end, data in bad:
-            # One that is settled first: a process that dies without having done anything is tried again after a pause.
+            # Settle one first: a process that dies before it did anything is respawned after a pause.
             queue.enqueue({}, id=f"good-{end}-{time_}")
             queue.enqueue(data, id=f"{end}-{time_}")
     total, began = 2 * len(bad) * TIMES, time.monotonic()
@@ -117,9 +115,7 @@ def test_no_exit_code_and_no_signal_of_a_handler_means_anything_to_others(
     assert times[int(len(times) * 0.99)] < SLOW_MS
 
 
-def test_an_exception_that_cannot_be_asked_anything_fails_its_job_only(
-    forq: Forq, neighbour: Neighbour, name: str
-) -> None:
+def test_an_exception_that_cannot_be_inspected_fails_only_its_job(forq: Forq, neighbour: Neighbour, name: str) -> None:
     queue = create(forq, name, "raise_unspeakable", max_retries=0)
     pid = forq.wait_for_child(name)["pid"]
     queue.enqueue(1, id="j")
@@ -129,7 +125,7 @@ def test_an_exception_that_cannot_be_asked_anything_fails_its_job_only(
     assert forq.wait_for_child(name)["pid"] == pid
 
 
-def test_an_exception_that_is_asked_for_too_long_ends_at_the_deadline_of_its_job(forq: Forq, name: str) -> None:
+def test_an_exception_that_never_finishes_printing_ends_at_the_deadline_of_its_job(forq: Forq, name: str) -> None:
     queue = create(forq, name, "raise_slow", timeout="500ms", max_timeouts=0)
     queue.enqueue(1, id="j")
     wait_until(lambda: queue.status()["dead"] == 1, what="it is dead")
@@ -137,17 +133,17 @@ def test_an_exception_that_is_asked_for_too_long_ends_at_the_deadline_of_its_job
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_a_worker_whose_thread_is_told_to_exit_takes_its_process_along(
+def test_a_worker_thread_that_gets_system_exit_takes_its_process_down(
     forq: Forq, neighbour: Neighbour, name: str, concurrency: int
 ) -> None:
-    """Else it would be gone without a word, and the job that it had just claimed with it."""
+    """Otherwise the worker would vanish unnoticed, with the job that it had just claimed."""
     queue = create(forq, name, "haunt", concurrency=concurrency)
     pid = forq.wait_for_child(name)["pid"]
     queue.enqueue("haunt")
     wait_until(lambda: queue.status()["done"] == 1, what="the thread is there")
 
     def replaced() -> bool:
-        # The exception comes when the worker wakes up.
+        # The exception is raised when the worker wakes up.
         queue.enqueue("wake up")
         return forq.child(name)["pid"] not in (None, pid)
 
@@ -156,8 +152,8 @@ def test_a_worker_whose_thread_is_told_to_exit_takes_its_process_along(
     assert queue.status()["dead"] == 0
 
 
-def test_a_process_that_can_say_nothing_any_more_is_replaced(forq: Forq, neighbour: Neighbour, name: str) -> None:
-    """Else nobody would know that its next job has a deadline."""
+def test_a_process_that_cannot_send_messages_any_more_is_replaced(forq: Forq, neighbour: Neighbour, name: str) -> None:
+    """Otherwise the deadline of its next job would be unknown."""
     queue = create(forq, name, "fall_silent", timeout="2s")
     pid = forq.wait_for_child(name)["pid"]
     queue.enqueue("fall silent")
@@ -169,7 +165,7 @@ def test_a_process_that_can_say_nothing_any_more_is_replaced(forq: Forq, neighbo
 
 
 @pytest.mark.parametrize("code", [exits.QUEUE_GONE, exits.FENCED, exits.CONFIG])
-def test_an_announced_code_means_nothing_while_a_job_runs(
+def test_an_announced_exit_code_is_ignored_while_a_job_runs(
     forq: Forq, neighbour: Neighbour, name: str, code: int
 ) -> None:
     queue = create(forq, name, "say", keep_done="1h")
@@ -179,8 +175,8 @@ def test_an_announced_code_means_nothing_while_a_job_runs(
     assert forq.queue_status(name)["state"] == "running"
 
 
-def test_a_forged_eviction_restarts_its_own_process_only(forq: Forq, neighbour: Neighbour, name: str) -> None:
-    """Said by a thread that a job has left behind, in a process that runs nothing. Pulse asks Redis: not so."""
+def test_a_forged_eviction_restarts_only_its_own_process(forq: Forq, neighbour: Neighbour, name: str) -> None:
+    """Sent by a leftover thread of a job, in a process that runs nothing. Pulse asks Redis, which denies it."""
     queue = create(forq, name, "say")
     pid = forq.wait_for_child(name)["pid"]
     for number in range(8):
@@ -193,7 +189,7 @@ def test_a_forged_eviction_restarts_its_own_process_only(forq: Forq, neighbour: 
     wait_until(lambda: queue.status()["done"] == 9, what="it goes on")
 
 
-def test_a_forged_reason_to_give_up_stops_its_own_queue_only(forq: Forq, neighbour: Neighbour, name: str) -> None:
+def test_a_forged_config_error_stops_only_its_own_queue(forq: Forq, neighbour: Neighbour, name: str) -> None:
     queue = create(forq, name, "say")
     lie = {"lines": [{"exiting": exits.CONFIG, "reason": "x" * 60_000}], "exit": exits.CONFIG, "later": True}
     queue.enqueue(lie)
@@ -220,7 +216,7 @@ def test_a_forged_reason_to_give_up_stops_its_own_queue_only(forq: Forq, neighbo
         7,
     ],
 )
-def test_a_message_that_is_none_ends_the_process_and_counts_its_job(
+def test_an_invalid_message_ends_the_process_and_counts_its_job(
     forq: Forq, neighbour: Neighbour, name: str, line: Any
 ) -> None:
     queue = create(forq, name, "say", keep_done="1h")
@@ -230,14 +226,14 @@ def test_a_message_that_is_none_ends_the_process_and_counts_its_job(
     assert forq.log.count(f"invalid message from child; killing it child={name} main") == 1
 
 
-def test_a_handler_that_asks_for_successors_without_end_gets_a_few(forq: Forq, neighbour: Neighbour, name: str) -> None:
-    """Each process says that it is to be replaced, and stays."""
+def test_a_handler_that_requests_successors_without_end_gets_a_few(forq: Forq, neighbour: Neighbour, name: str) -> None:
+    """Each process announces its replacement, and stays."""
     queue = create(forq, name, "say", stop_grace="0s", timeout="0s", size=1)
     queue.enqueue_many([{"lines": [{"replace": "forged"}] * 3, "seconds": 3600}] * 60)
     neighbour.run(lambda: f"too many retiring processes; successor waits queue={name}" in forq.log)
     assert len(forq.queue_status(name)["children"]) <= 34
     assert forq.log.count(f"replacing process queue={name} ") == 32
-    # One of them goes, and the queue with it goes on.
+    # One of them ends, and the queue continues.
     first = next(child for child in forq.queue_status(name)["children"] if child["state"] == "stopping")
     os.kill(first["pid"], signal.SIGKILL)
     wait_until(lambda: forq.log.count(f"replacing process queue={name} ") == 33, what="a successor came and went")
@@ -250,7 +246,7 @@ def test_a_handler_that_asks_for_successors_without_end_gets_a_few(forq: Forq, n
         '{"want": SLOT, "units": 1, "priority": 0}\n{"done": SLOT}\n',
     ],
 )
-def test_a_flood_on_the_leash_holds_up_nobody(
+def test_a_flood_on_the_leash_delays_nobody(
     forq: Forq, neighbour: Neighbour, name: str, tmp_path: Path, text: str
 ) -> None:
     queue = create(forq, name, "flood", timeout="3s", max_timeouts=0, max_stalls=0, stop_grace="0s")
@@ -266,7 +262,7 @@ def test_a_flood_on_the_leash_holds_up_nobody(
         pinger.close()
     print(f"\n{text!r}: {shown_pings(pings)}; neighbour: {shown(times)}")
     assert parent.memory_info().rss - before < 30 << 20
-    # Were the supervisor busy with the flood, every answer would be late: a few are where there is too much to do.
+    # If the flood blocked the supervisor, every answer would be late; on a busy machine a few are.
     assert pings[int(len(pings) * 0.9)] < SLOW_PING_MS
     assert times[int(len(times) * 0.9)] < SLOW_MS
     assert len(forq.log) - logged < 100_000

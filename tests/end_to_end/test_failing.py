@@ -56,7 +56,7 @@ def test_nothing_is_in_flight_after_the_fail_handler_has_run(forq: Forq) -> None
 
 
 @pytest.mark.spec("Q40", "Q32")
-def test_a_fail_handler_that_raises_is_tried_again(forq: Forq) -> None:
+def test_a_fail_handler_that_raises_is_retried(forq: Forq) -> None:
     options = {"max_retries": 0, "fail_min_backoff": "20ms", "fail_max_backoff": "20ms"}
     create(forq, "stubborn", "fail", "on_fail_flaky", **options)
     job_id = forq.ctl("push", "stubborn", "1")
@@ -65,12 +65,12 @@ def test_a_fail_handler_that_raises_is_tried_again(forq: Forq) -> None:
 
 
 @pytest.mark.spec("Q40")
-def test_no_fail_job_is_forgotten_when_the_retry_child_is_killed(forq: Forq) -> None:
+def test_no_fail_job_is_lost_when_the_retry_child_is_killed(forq: Forq) -> None:
     create(forq, "killed", "fail", max_retries=0, fail_min_backoff="10ms", fail_max_backoff="10ms")
     queue = forq.client().queue("killed")
     ids: set[str] = set()
     for kill in range(20):
-        # Each time some more: were all stored at once, a quick machine would be done before the last kill.
+        # In several steps: if all were stored at once, a quick machine would be done before the last kill.
         ids.update(queue.enqueue_many(range(75)))
         role = "retry" if kill % 2 else "main"
         child = wait_until(partial(_past_its_start, forq, "killed", role), what=f"the {role} child has started")
@@ -85,7 +85,7 @@ def _past_its_start(forq: Forq, name: str, role: str) -> dict[str, Any] | None:
 
 
 @pytest.mark.spec("N16", "N17")
-def test_the_retry_lane_starts_soon_after_main_is_empty_and_never_before(forq: Forq) -> None:
+def test_the_retry_lane_starts_soon_after_main_is_empty_and_never_earlier(forq: Forq) -> None:
     options = {"max_retries": 0, "retry_lane_retries": 3, "min_backoff": "0s", "max_backoff": "0s"}
     forq.create("lane", "fail_in_main", **options)
     queue = forq.client().queue("lane")

@@ -1,4 +1,4 @@
-"""What a failed or lost attempt leaves in the log: one line that says what follows, whatever a user does to logging."""
+"""The log line of a failed or lost attempt: it names the next step, whatever a user does to logging."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
-# A module with a logging handler of its own, which writes down each failure that it gets.
+# A module with its own logging handler, which records each failure that it receives.
 LISTENER = """
 import json, logging, os, time
 
@@ -39,7 +39,7 @@ def forq() -> Iterator[Forq]:
 
 
 def create(forq: Forq, name: str, code: str, tmp_path: Path, **options: object) -> None:
-    """A queue whose handler is this code."""
+    """Creates a queue whose handler is this code."""
     (tmp_path / f"{name}_module.py").write_text(code)
     settings = [f"--set={key}={value}" for key, value in options.items()]
     forq.ctl("create", name, "--handler", f"{name}_module:handle", "--path", str(tmp_path), *settings)
@@ -57,7 +57,7 @@ def heads(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(record["level"], record["message"].partition("\n")[0]) for record in records]
 
 
-def test_the_lines_of_a_job_say_what_follows_until_it_has_failed_for_good(forq: Forq) -> None:
+def test_the_lines_of_a_job_name_the_next_step_until_it_has_failed_permanently(forq: Forq) -> None:
     retries = ("--set=max_retries=2", "--set=retry_lane_retries=0", "--set=jitter=0", "--set=min_backoff=250ms")
     forq.ctl("create", "thrice", "--handler", "talking:fail", "--path", str(HANDLERS), *retries)
     forq.client().queue("thrice").enqueue("x", id="t")
@@ -98,8 +98,8 @@ def test_logging_handlers_of_the_process_get_the_exception(forq: Forq, tmp_path:
 
 
 @pytest.mark.parametrize("how", ["basicConfig", "dictConfig", "propagate"])
-def test_logging_that_a_user_has_set_up_gets_the_line_alone(forq: Forq, tmp_path: Path, how: str) -> None:
-    """His own handler writes to stderr, which is captured, too."""
+def test_logging_set_up_by_a_user_gets_only_the_line(forq: Forq, tmp_path: Path, how: str) -> None:
+    """The user's handler writes to stderr, which is captured too."""
     setups = {
         "basicConfig": "logging.basicConfig(force=True, format='MINE %(levelname)s %(message)s')",
         "dictConfig": "logging.config.dictConfig({'version': 1, 'disable_existing_loggers': False, 'formatters': "
@@ -122,7 +122,7 @@ def test_logging_that_a_user_has_set_up_gets_the_line_alone(forq: Forq, tmp_path
     assert sum("attempt 1 of 1" in record["message"] for record in records) == 1
 
 
-def test_loggers_that_are_turned_off_by_accident_leave_the_line_in_the_queue_s_log(forq: Forq, tmp_path: Path) -> None:
+def test_accidentally_disabled_loggers_leave_the_line_in_the_queue_s_log(forq: Forq, tmp_path: Path) -> None:
     code = "import logging.config\nlogging.config.dictConfig({'version': 1})\n"
     create(forq, "off", f"{code}def handle(data, job):\n    raise ValueError('no good')\n", tmp_path, max_retries=0)
     forq.client().queue("off").enqueue(1, id="o")
@@ -133,7 +133,7 @@ def test_loggers_that_are_turned_off_by_accident_leave_the_line_in_the_queue_s_l
 
 
 @pytest.mark.fault("handler's logging raises, exits or blocks")
-def test_logging_that_blocks_or_raises_does_not_touch_worker_or_jobs(forq: Forq, tmp_path: Path) -> None:
+def test_logging_that_blocks_or_raises_affects_neither_worker_nor_jobs(forq: Forq, tmp_path: Path) -> None:
     code = """
 import logging, threading
 class Hostile(logging.Handler):
@@ -158,7 +158,7 @@ logging.getLogger().handlers.insert(0, Hostile())
     assert "(logging raised SystemExit)" in wait_for_lines(forq, "hostile", 1)[0]["message"]
 
 
-def test_a_job_that_asks_to_be_tried_later_is_no_warning(forq: Forq, tmp_path: Path) -> None:
+def test_a_job_that_requests_a_later_retry_is_not_a_warning(forq: Forq, tmp_path: Path) -> None:
     code = """
 import time
 from forq import RetryAt
@@ -175,7 +175,7 @@ def handle(data, job):
     assert record["message"].endswith("error=RetryAt: the bank is closed")
 
 
-def test_an_attempt_that_dies_with_its_process_has_a_line_of_the_same_words(forq: Forq, tmp_path: Path) -> None:
+def test_an_attempt_that_dies_with_its_process_has_a_line_in_the_same_format(forq: Forq, tmp_path: Path) -> None:
     code = "import os\ndef handle(data, job):\n    os.kill(os.getpid(), 9)\n"
     create(forq, "killed", code, tmp_path, max_stalls=1)
     forq.client().queue("killed").enqueue(1, id="k")
@@ -191,7 +191,7 @@ def test_an_attempt_that_dies_with_its_process_has_a_line_of_the_same_words(forq
 
 
 @pytest.mark.parametrize("kind", ["blocking", "coroutine"])
-def test_a_timeout_has_a_line_of_the_same_words(forq: Forq, tmp_path: Path, kind: str) -> None:
+def test_a_timeout_has_a_line_in_the_same_format(forq: Forq, tmp_path: Path, kind: str) -> None:
     coroutine = "import asyncio\nasync def handle(data, job):\n    await asyncio.sleep(60)\n"
     code = coroutine if kind == "coroutine" else "import time\ndef handle(data, job):\n    time.sleep(60)\n"
     create(forq, kind, code, tmp_path, max_timeouts=1, timeout="300ms")
@@ -204,7 +204,7 @@ def test_a_timeout_has_a_line_of_the_same_words(forq: Forq, tmp_path: Path, kind
     wait_until(lambda: forq.queue_status(kind)["dead"] == 1)
 
 
-def test_a_fail_handler_that_fails_is_told_under_the_id_of_its_job(forq: Forq, tmp_path: Path) -> None:
+def test_a_failing_fail_handler_is_logged_under_the_id_of_its_job(forq: Forq, tmp_path: Path) -> None:
     code = "def handle(data, job):\n    raise ValueError(1)\ndef mourn(data, job):\n    raise KeyError(2)\n"
     (tmp_path / "mourner.py").write_text(code)
     options = ("--set=max_retries=0", "--set=fail_max_retries=0", "--fail-handler", "mourner:mourn")
@@ -213,11 +213,11 @@ def test_a_fail_handler_that_fails_is_told_under_the_id_of_its_job(forq: Forq, t
     records = wait_for_lines(forq, "mourned", 2)
     assert [record["job"] for record in records] == ["m", "m"]
     expected = "fail handler failed: attempt 1 of 1, failed for good (see: forqctl why mourned m) error=KeyError: 2"
-    # Two processes wrote them, each when it got round to it.
+    # Two processes wrote these, in any order.
     assert ("ERROR", expected) in heads(records)
 
 
-def test_a_result_that_is_no_json_is_said_when_its_job_ends(forq: Forq, tmp_path: Path) -> None:
+def test_a_result_that_is_not_json_is_logged_when_its_job_ends(forq: Forq, tmp_path: Path) -> None:
     code = "from decimal import Decimal\ndef handle(data, job):\n    return {'order': {'total': Decimal(1)}}\n"
     create(forq, "decimal", code, tmp_path, keep_done="1h")
     queue = forq.client().queue("decimal")
@@ -230,19 +230,19 @@ def test_a_result_that_is_no_json_is_said_when_its_job_ends(forq: Forq, tmp_path
         queue.wait("d", timeout=10)
 
 
-def test_a_batch_with_more_results_than_done_max_says_so_when_they_are_collected(forq: Forq, tmp_path: Path) -> None:
+def test_a_batch_with_more_results_than_done_max_is_logged(forq: Forq, tmp_path: Path) -> None:
     create(forq, "batch", "def handle(data, job):\n    return data\n", tmp_path, keep_done="1h", done_max=10)
     queue = forq.client().queue("batch")
     ids = queue.enqueue_many(range(30))
     wait_until(lambda: forq.queue_status("batch")["done"] == 30)
-    # Of jobs that end in the same millisecond any may be among the last.
+    # Of jobs that end in the same millisecond, any may be among the last.
     assert queue.wait(queue.enqueue("last"), timeout=10) == "last"
     says = r"last done_max = 10 jobs, now those since .*`forqctl set batch done_max=10000`"
     with pytest.raises(UnknownJob, match=says):
         list(map(queue.wait, ids))
 
 
-def test_a_job_that_is_lost_with_its_supervisor_has_a_line_after_the_next_start(tmp_path: Path) -> None:
+def test_a_job_lost_with_its_supervisor_has_a_line_after_the_next_start(tmp_path: Path) -> None:
     with running() as forq:
         create(forq, "long", "import time\ndef handle(data, job):\n    time.sleep(60)\n", tmp_path)
         forq.client().queue("long").enqueue(1, id="l")

@@ -1,4 +1,4 @@
-"""The product as a user meets it: forqctl, the Python API, a job that runs."""
+"""The product as a new user sees it: forqctl, the Python API, a job that runs."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_status_shows_ids_and_identifiers_but_never_data(forq: Forq) -> None:
 
 
 @pytest.mark.spec("N8")
-def test_remove_takes_one_job_away(forq: Forq) -> None:
+def test_remove_removes_one_job(forq: Forq) -> None:
     forq.create("removing", "noop")
     forq.ctl("pause", "removing")
     first, second = forq.ctl("push", "removing", "1"), forq.ctl("push", "removing", "2")
@@ -62,7 +62,7 @@ def test_resume_runs_what_was_pushed_while_paused(forq: Forq) -> None:
 
 
 @pytest.mark.spec("N3")
-def test_a_full_queue_refuses_and_stores_nothing(forq: Forq) -> None:
+def test_a_full_queue_refuses_jobs_and_stores_nothing(forq: Forq) -> None:
     forq.create("small", "noop", max_items=2)
     forq.ctl("pause", "small")
     queue = forq.client().queue("small")
@@ -73,7 +73,7 @@ def test_a_full_queue_refuses_and_stores_nothing(forq: Forq) -> None:
 
 
 @pytest.mark.spec("Q2", "Q25")
-def test_the_python_api_enqueues_looks_and_cancels(forq: Forq) -> None:
+def test_the_python_api_enqueues_reads_and_cancels(forq: Forq) -> None:
     forq.create("api", "noop")
     forq.ctl("pause", "api")
     queue = forq.client().queue("api")
@@ -129,7 +129,7 @@ def test_a_handler_that_cannot_be_imported_is_shown_and_retried_on_change(forq: 
     wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id])
 
 
-def test_restart_replaces_both_children_and_the_queue_goes_on(forq: Forq) -> None:
+def test_restart_replaces_both_children_and_the_queue_continues(forq: Forq) -> None:
     forq.create("renewed", "record")
     before = forq.wait_for_child("renewed")["pid"]
     forq.ctl("restart", "renewed")
@@ -168,7 +168,7 @@ def test_delete_needs_force_for_jobs_and_logs_what_it_drops(forq: Forq) -> None:
 
 
 @pytest.mark.spec("N25")
-def test_sighup_answers_that_settings_are_read_at_start_only(forq: Forq) -> None:
+def test_sighup_reports_that_settings_are_read_only_at_start(forq: Forq) -> None:
     os.kill(forq.pid, signal.SIGHUP)
     wait_until(lambda: "settings are read at start only" in forq.log)
     assert forq.status()["supervisor"]["pid"] == forq.pid
@@ -178,7 +178,7 @@ def test_sighup_answers_that_settings_are_read_at_start_only(forq: Forq) -> None
 def test_concurrency_workers_run_side_by_side_in_one_process(forq: Forq) -> None:
     forq.create("wide", "sleep", concurrency=4)
     forq.wait_for_child("wide")
-    # At once: they must all have begun before the first one ends.
+    # All at once: every job must have begun before the first one ends.
     ids = set(forq.client().queue("wide").enqueue_many([1.5] * 4))
     wait_until(lambda: len({t.job for t in forq.traces("start")} & ids) == 4)
     assert not {t.job for t in forq.traces("end")} & ids
@@ -211,7 +211,7 @@ def test_each_worker_blocks_on_a_connection_of_its_own(forq: Forq) -> None:
     assert len({client["name"] for client in found}) == len(found) <= everywhere + 10
 
 
-def test_a_handler_reaches_its_own_redis_without_being_told_where_it_is(redis_url: str) -> None:
+def test_a_handler_reaches_its_own_redis_without_configuration(redis_url: str) -> None:
     with running(redis=redis_url) as forq:
         forq.create("chain", "enqueue_another")
         forq.client().queue("chain").enqueue(3)
@@ -239,7 +239,7 @@ def test_a_queue_is_paused_drained_and_deleted_from_python(forq: Forq) -> None:
     assert queue.status()["done"] == 10
     (main, *_) = forq.queue_status("py")["children"]
     assert client.delete_queue("py") == 0
-    # The next heartbeat tells the supervisor.
+    # The supervisor learns it from the next heartbeat.
     wait_until(
         lambda: "py" not in {each["name"] for each in forq.status()["queues"]}, 30.0, "it is not served any more"
     )

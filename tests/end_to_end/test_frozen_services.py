@@ -1,4 +1,4 @@
-"""Services that are frozen: each is noticed, named and replaced, and what it is for goes on."""
+"""Frozen services: each is detected, named and replaced, and its work continues."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from tests.support.drive.server import Server
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
 
-# The warden runs where the kernel does not keep the limits.
+# The warden runs where the kernel does not enforce the limits.
 SETTINGS = """
 cgroup = "off"
 [metrics]
@@ -34,7 +34,7 @@ def forq() -> Iterator[Forq]:
 
 
 def services(forq: Forq) -> dict[str, dict[str, Any]]:
-    """Without counts: that needs no other service."""
+    """Without counts, which would need another service."""
     status = request_status(str(forq.state_dir / "control.sock"), 10.0)
     return {service["name"].split()[0]: service for service in status["supervisor"]["services"]}
 
@@ -75,7 +75,7 @@ def test_health_and_check_name_a_frozen_service_until_it_is_replaced(forq: Forq)
     wait_until(lambda: scraper.health() == (200, []), what="healthy again")
 
 
-def test_a_job_that_is_due_runs_soon_although_pulse_is_frozen(forq: Forq) -> None:
+def test_a_due_job_runs_soon_although_pulse_is_frozen(forq: Forq) -> None:
     forq.create("due", "record")
     forq.wait_for_child("due")
     os.kill(services(forq)["pulse"]["pid"], signal.SIGSTOP)
@@ -85,8 +85,8 @@ def test_a_job_that_is_due_runs_soon_although_pulse_is_frozen(forq: Forq) -> Non
 
 @pytest.mark.fault("service frozen")
 @pytest.mark.timeout(120)
-def test_a_redis_that_hangs_costs_no_service_its_process(server: Server, redis_url: str) -> None:
-    """Longer than a service may be silent: all of them wait for Redis, and say so."""
+def test_a_hanging_redis_costs_no_service_its_process(server: Server, redis_url: str) -> None:
+    """It hangs longer than a service may be silent: all of them wait for Redis, and report it."""
     with running(redis=redis_url, settings='heartbeat = "300ms"\nexpiry = "900ms"\n') as forq:
         forq.create("q", "noop")
         forq.wait_for_child("q")

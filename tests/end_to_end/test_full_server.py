@@ -1,4 +1,4 @@
-"""A server that has reached its memory limit: what is in the queues is worked off, also by who starts only then."""
+"""A server at its memory limit: its jobs are still run, also by a supervisor that starts only then."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ cron = "0 0 1 1 *"
 
 @pytest.mark.timeout(120)
 def test_a_supervisor_that_starts_on_a_full_server_drains_it(server: Server, redis_url: str, tmp_path: Path) -> None:
-    """Else nobody would ever make room again."""
+    """Otherwise nobody would ever make room again."""
     with running(redis=redis_url, settings=QUEUE, trace=tmp_path / "trace") as forq, server.connect() as redis:
         forq.ctl("pause", "full")
         queue = Client(redis_url).queue("full")

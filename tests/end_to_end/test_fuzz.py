@@ -1,4 +1,4 @@
-"""Fuzz: whatever is sent to the control socket and to a bridge, neither crashes, leaks, nor makes others wait for long.
+"""Fuzz: no input makes the control socket or a bridge crash, leak, or delay other clients for long.
 
 A short run; `make fuzz N=1000000` is the long one.
 """
@@ -29,9 +29,9 @@ from tests.support.thorough import examples
 COUNT = int(os.environ.get("FORQ_TEST_FUZZ", examples(1500, 4000)))
 CONNECTIONS = int(os.environ.get("FORQ_TEST_FUZZ_CONNECTIONS", "1200"))
 SEED = int(os.environ.get("FORQ_TEST_SEED", "0")) or random.randrange(1, 10**6)
-# What caches and the allocator may add; a leak of 20 bytes per input shows in a million.
+# Growth of caches and the allocator; a leak of 20 bytes per input shows in a million.
 GROWTH_BYTES = 16 * 1024 * 1024
-# Under a flood that keeps both CPUs busy.
+# During a flood that keeps both CPUs busy.
 PING_MS = 2000.0
 
 pytestmark = pytest.mark.timeout(120 + COUNT // 100)
@@ -93,7 +93,7 @@ def private_bytes(pid: int) -> int:
 
 
 class Fuzzed:
-    """Processes under fire: what they have before and after."""
+    """Processes under test: their resources before and after."""
 
     def __init__(self, name: str, pids: dict[str, int], pinger: Pinger) -> None:
         self._name = name
@@ -142,8 +142,8 @@ def pinging(path: Path, request: dict[str, object], out: Path) -> Iterator[Pinge
         pinger.close()
 
 
-def test_the_control_socket_endures_whatever_is_sent_to_it(tmp_path: Path) -> None:
-    # No third queue: the descriptors of one that the inputs happen to create would rightly stay.
+def test_the_control_socket_survives_any_input(tmp_path: Path) -> None:
+    # No third queue: if the inputs happened to create one, its descriptors would rightly stay.
     with running(settings="max_queues = 2\n") as forq:
         forq.ctl("create", "box", "--mode", "on_request", "--set", "max_items=100")
         forq.ctl("create", "gate", "--mode", "auto_release")
@@ -173,7 +173,7 @@ def check_unharmed(forq: Forq, services: list[dict[str, Any]]) -> None:
         assert at < 0, said[max(0, at - 200) : at + 3000]
 
 
-def test_a_bridge_endures_whatever_is_sent_to_it(tmp_path: Path) -> None:
+def test_a_bridge_survives_any_input(tmp_path: Path) -> None:
     server = Server()
     server.start()
     path = tmp_path / "bridge.sock"
@@ -196,7 +196,7 @@ def test_a_bridge_endures_whatever_is_sent_to_it(tmp_path: Path) -> None:
 
 @contextmanager
 def fuzzed_bridge(url: str, path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", list[bytes]]]:
-    """And whatever it says on stderr that is no refusal of a line."""
+    """The bridge, and its stderr lines other than refusals of a line."""
     command = [sys.executable, "-m", "forq.cli", "bridge", "--redis", url, "--listen", str(path), "--max-queues", "3"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     complaints: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Queues that somebody has left half made or half deleted: pulse finds them, the supervisor has the clerk mend them."""
+"""Half-created and half-deleted queues: pulse finds them, and the clerk repairs them for the supervisor."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from forq.broker.scripts import script
 from tests.support.drive.supervisor import Forq
 from tests.support.drive.wait import wait_until, whole_lines
 
-# Of a deleted queue more than the clerk logs in one call.
+# More jobs of a deleted queue than the clerk logs in one call.
 JOBS = 30_000
 IMPATIENT = """
 import sys
@@ -26,7 +26,7 @@ sys.exit(cli.main())
 
 
 class ImpatientForq(Forq):
-    """Looks for halves fifty times a second, and takes one for left after half a second."""
+    """Looks for such queues fifty times a second, and repairs one after half a second."""
 
     def program(self) -> list[str]:
         return [sys.executable, "-c", IMPATIENT]
@@ -58,7 +58,7 @@ def mendings(forq: Forq, name: str) -> int:
     return sum(line.endswith(f"queue={name}") for line in lines)
 
 
-def test_an_entry_whose_queue_was_never_made_is_removed(forq: ImpatientForq, link: Link) -> None:
+def test_an_entry_whose_queue_was_never_created_is_removed(forq: ImpatientForq, link: Link) -> None:
     forq.create("whole")
     link.run(script("reserve"), registry_key(DEFAULT_PREFIX), "half", "on_request", 100)
     wait_until(lambda: entry(link, "half") is None)
@@ -68,10 +68,10 @@ def test_an_entry_whose_queue_was_never_made_is_removed(forq: ImpatientForq, lin
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_a_deletion_that_was_left_is_finished_and_what_it_dropped_is_logged(
+def test_an_abandoned_deletion_is_finished_and_its_dropped_jobs_are_logged(
     forq: ImpatientForq, link: Link, marked: bool
 ) -> None:
-    """Whoever deleted it died before the jobs were logged; or even before the entry was marked."""
+    """The deleter died before the jobs were logged, or even before the entry was marked."""
     queue = forq.client().create_queue("gate", mode="on_request")
     queue.enqueue_many([{"n": number} for number in range(JOBS)])
     base = queue_base(DEFAULT_PREFIX, "gate")
@@ -84,6 +84,6 @@ def test_a_deletion_that_was_left_is_finished_and_what_it_dropped_is_logged(
     lines = whole_lines(forq.state_dir / "logs" / "gate" / "failed.jsonl")
     assert sorted(json.loads(line)["data"]["n"] for line in lines) == list(range(JOBS))
     assert link.call("EXISTS", f"{base}:trash", f"{base}:options") == 0
-    # Pulse tells again and again meanwhile, and once more may be on its way at the end.
+    # Pulse reports it repeatedly meanwhile, and one more report may be in flight at the end.
     assert 1 <= mendings(forq, "gate") <= 2
     assert forq.client().create_queue("gate", mode="on_request").status()["waiting"] == 0

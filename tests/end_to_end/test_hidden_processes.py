@@ -1,4 +1,4 @@
-"""A supervisor of an ordinary user, without control groups, in whose /proc processes are hidden (hidepid=2)."""
+"""A supervisor of an ordinary user, without control groups, whose /proc hides processes (hidepid=2)."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
 
 
 class HiddenForq(Forq):
-    """Runs as another user, who sees only his own processes, and of those only the dumpable ones."""
+    """Runs as another user, who sees only own processes, and of those only dumpable ones."""
 
     def __init__(self) -> None:
         super().__init__(settings='cgroup = "off"\n')
@@ -42,7 +42,7 @@ def why_not() -> str | None:
     tried = ["unshare", "--mount", "--propagation", "private", "sh", "-c", HIDDEN, "sh", *AS_USER]
     if subprocess.run([*tried, "test", "-r", str(HANDLERS)], capture_output=True, check=False).returncode:
         return "another user cannot read this tree, or no /proc with hidepid can be mounted"
-    # Where its library cannot be read either, another Python's may be found in its place.
+    # Where its library is unreadable too, another Python's may be found instead.
     same = "import sys; sys.exit(sys.version != sys.argv[1])"
     if subprocess.run(
         [*tried, str(BIN / "python"), "-c", same, sys.version], capture_output=True, check=False
@@ -60,7 +60,7 @@ def forq() -> Iterator[HiddenForq]:
         forq.start()
         yield forq
     finally:
-        # Its directory has the trace of them.
+        # Its directory contains their trace.
         programs = set(forq.programs())
         forq.remove()
         for pid in alive(programs):
@@ -74,7 +74,7 @@ def sees(forq: HiddenForq, pid: int) -> bool:
 
 
 @pytest.mark.parametrize("end", ["delete", "shutdown", "kill"])
-def test_what_proc_does_not_show_is_killed_all_the_same(forq: HiddenForq, end: str) -> None:
+def test_processes_that_proc_hides_are_killed_anyway(forq: HiddenForq, end: str) -> None:
     forq.create("secretive", "leave_hidden")
     forq.ctl("push", "secretive", "1")
     wait_until(lambda: forq.traces("start"), what="the daemon runs")
@@ -95,7 +95,7 @@ def test_what_proc_does_not_show_is_killed_all_the_same(forq: HiddenForq, end: s
     assert "cannot be killed" not in forq.log
 
 
-def test_what_cannot_be_killed_is_named_in_the_answer_the_log_and_the_exit_code(forq: HiddenForq) -> None:
+def test_unkillable_processes_are_named_in_the_answer_the_log_and_the_exit_code(forq: HiddenForq) -> None:
     setpriv = shutil.which("setpriv")
     assert setpriv is not None
     become_root = forq.directory / "setpriv"
@@ -117,7 +117,7 @@ def test_what_cannot_be_killed_is_named_in_the_answer_the_log_and_the_exit_code(
     )
     assert f"has left behind cannot be killed: pids {pid}; as root: kill -9 {pid}" in forq.log
     assert alive({pid}) == {pid}
-    # It is known by now, and holds nobody up.
+    # It is known by now, and delays nothing.
     os.kill(forq.child("neighbour")["pid"], 9)
     forq.ctl("push", "neighbour", "1")
     wait_until(lambda: forq.traces("end"), 10.0, "others go on")
@@ -125,7 +125,7 @@ def test_what_cannot_be_killed_is_named_in_the_answer_the_log_and_the_exit_code(
     psutil.Process(pid).kill()
 
 
-def test_the_tree_lock_of_what_cannot_be_seen_says_how_to_find_it(forq: HiddenForq) -> None:
+def test_the_tree_lock_of_an_invisible_process_tells_how_to_find_it(forq: HiddenForq) -> None:
     """The daemon holds the lock's descriptor, and its descriptors cannot be read."""
     forq.create("secretive", "leave_hidden")
     forq.ctl("push", "secretive", "1")

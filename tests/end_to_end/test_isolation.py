@@ -1,4 +1,4 @@
-"""Isolation: a queue whose jobs fork, leak and print without end, next to one with jobs of 5 ms.
+"""Isolation: a queue whose jobs fork, leak and print without end, beside one with jobs of 5 ms.
 
 A short run; `make isolation` prints a gigabyte and goes on for longer.
 """
@@ -16,7 +16,7 @@ from tests.support.drive.supervisor import HANDLERS, Forq, running
 ROUNDS = int(os.environ.get("FORQ_TEST_ISOLATION_ROUNDS", "1"))
 FLOOD_MB = int(os.environ.get("FORQ_TEST_FLOOD_MB", "50"))
 CALM_SECONDS = 2.0 + ROUNDS
-# What one job of the neighbour may take at most in 99 of 100 cases, on a machine whose CPUs are all taken.
+# The p99 limit for one job of the neighbour on a machine with no idle CPU.
 SLOW_MS = 500.0
 
 pytestmark = pytest.mark.timeout(900)
@@ -27,7 +27,7 @@ def create(forq: Forq, name: str, function: str, *settings: str) -> None:
     forq.ctl("create", name, "--handler", f"greedy:{function}", "--path", str(HANDLERS), *options)
 
 
-def test_a_queue_that_runs_wild_does_not_hold_up_its_neighbour() -> None:
+def test_a_queue_that_runs_wild_does_not_delay_its_neighbour() -> None:
     with running() as forq:
         create(forq, "wild", "wild", "memory_limit=150mb", "pids_limit=40", "nice=15", "max_stalls=0", "timeout=5m")
         neighbour = Neighbour(forq)

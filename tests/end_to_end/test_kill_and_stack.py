@@ -1,4 +1,4 @@
-"""forqctl kill and stack: a running job is ended, or looked at."""
+"""forqctl kill ends a running job; forqctl stack shows where it is."""
 
 import json
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def begin(forq: Forq, queue: str, job_id: str, data: dict[str, object]) -> Trace
     return started
 
 
-def test_kill_ends_the_job_that_runs_and_cancels_it(forq: Forq) -> None:
+def test_kill_ends_the_running_job_and_cancels_it(forq: Forq) -> None:
     forq.create("k", "act")
     begin(forq, "k", "k1", {"do": "hang"})
     said = forq.ctl("kill", "k", "k1")
@@ -41,7 +41,7 @@ def test_kill_ends_the_job_that_runs_and_cancels_it(forq: Forq) -> None:
     assert (status["dead"], status["done"], status["failed"]) == (0, 1, 0)
 
 
-def test_a_dispatch_that_is_blocked_behind_a_killed_job_runs(forq: Forq) -> None:
+def test_a_dispatch_blocked_behind_a_killed_job_runs(forq: Forq) -> None:
     forq.create("b", "act")
     begin(forq, "b", "b1", {"do": "hang"})
     forq.client().queue("b").enqueue({"do": "sleep"}, id="b1")
@@ -49,7 +49,7 @@ def test_a_dispatch_that_is_blocked_behind_a_killed_job_runs(forq: Forq) -> None
     wait_until(lambda: traces(forq, "b1", "end"), what="the blocked one ran")
 
 
-def test_kill_with_retry_puts_the_job_back_uncounted(forq: Forq) -> None:
+def test_kill_with_retry_returns_the_job_uncounted(forq: Forq) -> None:
     forq.create("r", "act")
     first = begin(forq, "r", "r1", {"do": "hang"})
     killed = json.loads(forq.ctl("kill", "r", "r1", "--retry", "--json"))
@@ -62,7 +62,7 @@ def test_kill_with_retry_puts_the_job_back_uncounted(forq: Forq) -> None:
     forq.ctl("kill", "r", "r1")
 
 
-def test_kill_in_a_process_with_other_jobs_waits_for_those(forq: Forq) -> None:
+def test_kill_in_a_process_with_other_jobs_waits_for_them(forq: Forq) -> None:
     forq.create("m", "act", concurrency=2)
     begin(forq, "m", "m1", {"do": "hang"})
     begin(forq, "m", "m2", {"do": "sleep", "seconds": 1.0})
@@ -72,7 +72,7 @@ def test_kill_in_a_process_with_other_jobs_waits_for_those(forq: Forq) -> None:
     assert len(traces(forq, "m2")) == 1
 
 
-def test_a_job_that_does_not_run_here_cannot_be_killed(forq: Forq) -> None:
+def test_a_job_that_runs_elsewhere_cannot_be_killed(forq: Forq) -> None:
     forq.create("n", "act")
     forq.ctl("pause", "n")
     forq.ctl("push", "n", "1", "--id", "n1")
@@ -96,7 +96,7 @@ def test_stack_shows_where_each_running_job_is_even_in_c(forq: Forq) -> None:
     forq.ctl("kill", "s", "s1")
 
 
-def test_stack_of_a_queue_that_runs_nothing_says_so(forq: Forq) -> None:
+def test_stack_of_an_idle_queue_reports_that_nothing_runs(forq: Forq) -> None:
     forq.create("i", "act")
     forq.wait_for_child("i")
     wait_until(lambda: forq.ctl("stack", "i") == "no job is running", what="both children are up and idle")

@@ -1,4 +1,4 @@
-"""A request reaches the server after its worker has connected anew: the job that the worker runs stays its own."""
+"""A request reaches the server after its worker has reconnected: the worker's running job stays its own."""
 
 import re
 import socket
@@ -34,7 +34,7 @@ def starts(forq: Forq) -> Counter[str]:
 
 
 @pytest.mark.fault("request delivered late")
-def test_a_job_that_runs_is_not_taken_away_by_a_turn_that_arrives_late(
+def test_a_late_turn_does_not_take_a_running_job_away(
     server: Server, redis_url: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     gate, trace = tmp_path / "gate", tmp_path / "trace"
@@ -66,7 +66,7 @@ TURN = re.compile(rb'"FCALL" "forq_turn_\w+" "1" "[^"]+" "\d+" "\w+" "(\w+)" "(\
 
 
 class Spy:
-    """Hears every turn that reaches the server: by which worker, and its number."""
+    """Records every turn that reaches the server: its worker and its number."""
 
     def __init__(self, server: Server) -> None:
         self.turns: list[tuple[str, int]] = []
@@ -76,14 +76,14 @@ class Spy:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        """Until the server ends."""
+        """Runs until the server ends."""
         with self._connection, self._connection.makefile("rb") as lines:
             for line in lines:
                 if found := TURN.search(line):
                     self.turns.append((found[1].decode(), int(found[2])))
 
     def late(self) -> list[tuple[str, int]]:
-        """Turns that came after one of a higher number of the same worker."""
+        """Turns that arrived after one with a higher number of the same worker."""
         highest: dict[str, int] = {}
         found = []
         for worker, number in list(self.turns):
@@ -135,9 +135,9 @@ def server_on(laid: Wire) -> Iterator[Server]:
 @pytest.mark.timeout(300)
 @pytest.mark.fault("request delivered late")
 def test_a_job_runs_once_across_a_partition_on_real_tcp(tmp_path: Path) -> None:
-    """The turn that settles a short job is sent into a wire that is cut. TCP sends it again and again, also after its
-    worker has given the connection up: it arrives some seconds after the end of the partition, while the worker runs a
-    long job that it has claimed over another connection."""
+    """The turn that settles a short job is sent during a partition. TCP retransmits it even after the worker gave the
+    connection up: it arrives some seconds after the partition, while the worker runs a long job that it claimed over
+    another connection."""
     if reason := why_not():
         pytest.skip(reason)
     trace = tmp_path / "trace"
@@ -153,7 +153,7 @@ def test_a_job_runs_once_across_a_partition_on_real_tcp(tmp_path: Path) -> None:
             cut_at = time.monotonic()
             wait_until(lambda: [t for t in first.traces("end") if t.job == "short"], what="it has ended, untold")
             spy = Spy(server)
-            # The length of the partition is what is tested, not a wait for something to happen.
+            # The length of the partition is the thing tested, not a wait for a condition.
             time.sleep(PARTITION_SECONDS - (time.monotonic() - cut_at))
             assert client.hlen("forq:queue:{work}:active") == 1
             laid.mend()

@@ -1,4 +1,4 @@
-"""Limits hold for a queue over all its supervisors: how many jobs begin (rate, burst), how many are active."""
+"""Limits of a queue over all its supervisors: how many jobs begin (rate, burst), how many are active."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def events(redis_url: str) -> list[Event]:
 
 
 def best_rate(begun: list[float], jobs: int) -> float:
-    """Of the quickest `jobs` in a row: those who share a busy machine do not always get their turn in time."""
+    """Of the fastest `jobs` in a row: on a busy machine, workers do not always run in time."""
     return max(jobs / (begun[at + jobs] - begun[at]) for at in range(len(begun) - jobs))
 
 
@@ -54,7 +54,7 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 
 
 @pytest.mark.timeout(120)
-def test_jobs_begin_at_the_rate_and_never_above_the_burst_and_nobody_spins(redis_url: str, tmp_path: Path) -> None:
+def test_jobs_begin_at_the_rate_never_above_the_burst_and_no_worker_spins(redis_url: str, tmp_path: Path) -> None:
     rate, burst = 50, 5
     with two_supervisors(redis_url, tmp_path / "trace", "record", rate=f"{rate}/1s") as supervisors:
         processes = [process for forq in supervisors for process in forq.processes()]
@@ -80,13 +80,13 @@ def test_jobs_begin_at_the_rate_and_never_above_the_burst_and_nobody_spins(redis
             assert j - i + 1 <= burst + rate * (begun[j] - begun[i]) + 0.001, (
                 f"{j - i + 1} within {begun[j] - begun[i]:.3f} s"
             )
-    # A turn that claims, one that is told to wait, and what wakes it, by each of the two.
+    # For each of the two: a turn that claims, one that has to wait, and its wake-up.
     assert calls / count < 8
     assert cpu / span < 0.5
 
 
-def test_slow_jobs_begin_at_the_rate_too(redis_url: str, tmp_path: Path) -> None:
-    """Whoever has taken the tokens runs for long; those behind him are told of the next ones."""
+def test_slow_jobs_also_begin_at_the_rate(redis_url: str, tmp_path: Path) -> None:
+    """The workers that took the tokens run for long; those behind them are notified of the next tokens."""
     rate, count = 10, 30
     with two_supervisors(redis_url, tmp_path / "trace", "sleep", rate=f"{rate}/1s", burst=1, workers=8) as supervisors:
         supervisors[0].client().queue("q").enqueue_many([1.0] * count)
@@ -99,13 +99,13 @@ def test_slow_jobs_begin_at_the_rate_too(redis_url: str, tmp_path: Path) -> None
     assert best_rate(begun, count // 2) > 0.9 * rate
 
 
-def test_no_more_jobs_are_active_than_allowed_though_workers_are_killed(redis_url: str, tmp_path: Path) -> None:
+def test_max_active_holds_while_workers_are_killed(redis_url: str, tmp_path: Path) -> None:
     with two_supervisors(redis_url, tmp_path / "trace", "sleep", max_active=3, max_stalls=100) as supervisors:
         queue = supervisors[0].client().queue("q")
         stored = 0
 
         def three_are_active() -> bool:
-            """With jobs always in line: on a busy machine they could all be done before the next kill."""
+            """With jobs always in line: on a busy machine, all could be done before the next kill."""
             nonlocal stored
             status = queue.status()
             if status["waiting"] < 10:
@@ -115,7 +115,7 @@ def test_no_more_jobs_are_active_than_allowed_though_workers_are_killed(redis_ur
         victims: set[int | None] = {None}
 
         def next_victim(forq: Forq) -> int | None:
-            """A process that was killed is shown until its whole tree is gone."""
+            """A killed process is shown until its whole tree is gone."""
             pid: int | None = forq.child("q")["pid"]
             return pid if pid not in victims else None
 
@@ -136,7 +136,7 @@ def test_no_more_jobs_are_active_than_allowed_though_workers_are_killed(redis_ur
     assert most == 3
 
 
-def test_a_limit_that_is_lifted_lets_every_worker_go_on_at_once(redis_url: str, tmp_path: Path) -> None:
+def test_lifting_a_limit_lets_every_worker_continue_at_once(redis_url: str, tmp_path: Path) -> None:
     with two_supervisors(redis_url, tmp_path / "trace", "noop", rate="1/1h") as supervisors:
         queue = supervisors[0].client().queue("q")
         ids = queue.enqueue_many([0] * 100)

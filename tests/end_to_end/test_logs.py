@@ -1,4 +1,4 @@
-"""What handlers print, log and write: it is in the queue's log with the job it belongs to, whatever happens."""
+"""Output of handlers, however written: it reaches the queue's log with its job, whatever happens."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def _are_more(forq: Forq, name: str, count: int) -> bool:
 
 
 def said(forq: Forq, name: str, *ways: str) -> list[tuple[Any, ...]]:
-    """What a job that speaks in these ways has left: stream, level, job and message of each line."""
+    """Stream, level, job and message of each line of a job that writes in these ways."""
     create(forq, name)
     forq.client().queue(name).enqueue(ways, id=f"job-{name}")
     records = wait_for_message(forq, name, "said all")
@@ -67,7 +67,7 @@ def said(forq: Forq, name: str, *ways: str) -> list[tuple[Any, ...]]:
     return [(record["stream"], record["level"], record.get("job"), record["message"]) for record in records[:-1]]
 
 
-def test_what_is_printed_has_its_stream_and_its_job(forq: Forq) -> None:
+def test_printed_lines_have_their_stream_and_job(forq: Forq) -> None:
     job = "job-print"
     assert said(forq, "print", "print") == [
         ("stdout", "INFO", job, "printed job-print"),
@@ -81,7 +81,7 @@ def test_what_is_printed_has_its_stream_and_its_job(forq: Forq) -> None:
     wait_until(lambda: "INFO    print job-print: printed job-print\n" in forq.log, what="it is on stderr too")
 
 
-def test_what_is_logged_has_its_level_its_logger_and_its_traceback(forq: Forq) -> None:
+def test_logged_lines_have_their_level_logger_and_traceback(forq: Forq) -> None:
     (informed, caught) = said(forq, "log", "log")
     assert informed == ("log", "INFO", "job-log", "informed job-log")
     assert caught[:3] == ("log", "ERROR", "job-log")
@@ -90,11 +90,11 @@ def test_what_is_logged_has_its_level_its_logger_and_its_traceback(forq: Forq) -
     assert logs(forq, "log")[0]["logger"] == "my.lib"
 
 
-def test_a_logging_setup_of_the_handlers_own_is_left_to_it_and_still_has_the_job(forq: Forq) -> None:
+def test_a_handler_s_own_logging_setup_is_kept_and_its_lines_have_the_job(forq: Forq) -> None:
     assert said(forq, "force", "force") == [("stderr", "INFO", "job-force", "mine: with a format of its own")]
 
 
-def test_raw_writes_and_programs_of_the_only_running_job_are_its_own(forq: Forq) -> None:
+def test_raw_writes_and_programs_of_the_only_running_job_belong_to_it(forq: Forq) -> None:
     assert said(forq, "raw", "raw", "subprocess") == [
         ("raw", "INFO", "job-raw", "raw job-raw"),
         ("raw", "INFO", "job-raw", "junk \x00\x1b[31m\\xff\\xfe\x1e{}"),
@@ -104,7 +104,7 @@ def test_raw_writes_and_programs_of_the_only_running_job_are_its_own(forq: Forq)
     assert "junk \\x00\\x1b[31m\\xff\\xfe\\x1e{}" in forq.ctl("logs", "raw"), "a terminal is not obeyed"
 
 
-def test_threads_pools_and_forks_of_the_only_running_job_are_its_own(forq: Forq) -> None:
+def test_threads_pools_and_forks_of_the_only_running_job_belong_to_it(forq: Forq) -> None:
     found = said(forq, "threads", "threads", "fork")
     assert [line[2:] for line in found] == [
         ("job-threads", "of a thread"),
@@ -120,11 +120,11 @@ def test_a_handler_that_closes_descriptor_1_finds_no_log_lines_in_its_files(forq
     wait_until(lambda: "printed next" in messages(forq, "close"), what="the next job prints")
 
 
-def test_a_handler_that_replaces_stdout_has_its_way(forq: Forq) -> None:
+def test_a_handler_that_replaces_stdout_keeps_its_replacement(forq: Forq) -> None:
     assert said(forq, "replace", "replace") == [("raw", "INFO", "job-replace", "<replaced>")]
 
 
-def test_tasks_of_a_coroutine_have_its_job_each_time(forq: Forq) -> None:
+def test_lines_of_the_tasks_of_a_coroutine_have_its_job(forq: Forq) -> None:
     create(forq, "async", "say_async")
     ids = forq.client().queue("async").enqueue_many(range(5))
     wait_for_counts(forq, "async", 5)
@@ -153,7 +153,7 @@ def test_a_failed_attempt_is_one_record_with_its_traceback(forq: Forq) -> None:
     assert "talking.py" in record["message"]
 
 
-def test_what_a_program_writes_has_its_job(forq: Forq, tmp_path: Path) -> None:
+def test_the_output_of_a_program_has_its_job(forq: Forq, tmp_path: Path) -> None:
     forq.ctl("create", "prog", "--handler", shell(tmp_path, "echo out; echo err >&2"))
     forq.client().queue("prog").enqueue(1, id="p")
     wait_until(lambda: len(logs(forq, "prog")) == 2)
@@ -163,13 +163,13 @@ def test_what_a_program_writes_has_its_job(forq: Forq, tmp_path: Path) -> None:
     }
 
 
-def test_a_handler_that_cannot_be_imported_says_so_in_the_log(forq: Forq, tmp_path: Path) -> None:
+def test_a_handler_that_cannot_be_imported_is_reported_in_the_log(forq: Forq, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("print('importing', flush=True)\nraise RuntimeError('no')\n")
     forq.ctl("create", "broken", "--handler", "broken:handle", "--path", str(tmp_path), "--no-wait")
     wait_for_message(forq, "broken", "importing")
 
 
-def test_the_last_words_of_a_process_that_is_killed_are_there(forq: Forq) -> None:
+def test_the_last_output_of_a_killed_process_is_kept(forq: Forq) -> None:
     create(forq, "dies", "die", max_stalls=0)
     forq.client().queue("dies").enqueue(1, id="d")
     assert wait_for_message(forq, "dies", "last words")[0]["job"] == "d"
@@ -195,20 +195,20 @@ def test_a_line_of_10_mb_is_cut(forq: Forq) -> None:
     assert all(len(message) <= 8193 for message in raw)
 
 
-def test_a_line_without_an_end_is_shown_after_a_moment(forq: Forq, tmp_path: Path) -> None:
+def test_an_unfinished_line_is_shown_after_a_moment(forq: Forq, tmp_path: Path) -> None:
     create(forq, "dots", "dots")
     forq.client().queue("dots").enqueue(str(tmp_path / "go"), id="d")
     wait_for_message(forq, "dots", ".....")
     (tmp_path / "go").touch()
 
 
-def test_logs_of_no_queue_is_4_and_of_a_silent_one_is_nothing(forq: Forq) -> None:
+def test_logs_of_an_unknown_queue_is_4_and_of_a_silent_one_is_empty(forq: Forq) -> None:
     assert forq.run_ctl("logs", "nobody").returncode == 4
     create(forq, "silent")
     assert forq.ctl("logs", "silent") == ""
 
 
-def test_a_deleted_queue_leaves_its_lines_and_one_of_the_same_name_goes_on(forq: Forq) -> None:
+def test_a_deleted_queue_leaves_its_lines_and_a_new_one_of_that_name_appends(forq: Forq) -> None:
     said(forq, "again", "print")
     forq.ctl("delete", "again")
     fifo = forq.state_dir / "logs" / "again" / "output.fifo"
@@ -222,7 +222,7 @@ def test_a_deleted_queue_leaves_its_lines_and_one_of_the_same_name_goes_on(forq:
 
 @pytest.mark.fault("handler prints without end")
 @pytest.mark.parametrize("how", ["raw", "print"])
-def test_a_flood_is_bounded_in_time_disk_and_memory_and_holds_up_no_neighbour(forq: Forq, how: str) -> None:
+def test_a_flood_is_bounded_in_time_disk_and_memory_and_delays_no_neighbour(forq: Forq, how: str) -> None:
     queue, neighbour = f"flood-{how}", f"beside-{how}"
     create(forq, queue, "flood", timeout="120s")
     create(forq, neighbour)
@@ -249,7 +249,7 @@ def test_a_flood_is_bounded_in_time_disk_and_memory_and_holds_up_no_neighbour(fo
     assert records[0]["job"] == "flood"
 
 
-def test_a_logger_that_is_killed_again_and_again_loses_only_what_it_had_in_hand(forq: Forq, tmp_path: Path) -> None:
+def test_a_logger_killed_repeatedly_loses_only_the_lines_in_its_buffer(forq: Forq, tmp_path: Path) -> None:
     create(forq, "killed", "say_slowly", timeout="60s")
     forq.client().queue("killed").enqueue(str(tmp_path / "stop"), id="k")
     for _ in range(3):
@@ -267,7 +267,7 @@ def test_a_logger_that_is_killed_again_and_again_loses_only_what_it_had_in_hand(
     assert "service died; restarting it service=logger" in forq.log
 
 
-def test_a_frozen_logger_holds_up_nobody_who_prints(forq: Forq) -> None:
+def test_a_frozen_logger_blocks_nobody_who_prints(forq: Forq) -> None:
     create(forq, "frozen", "flood", timeout="60s")
     forq.client().queue("frozen").enqueue(["print", 0], id="before")
     wait_for_message(forq, "frozen", "end of the flood")
@@ -283,7 +283,7 @@ def test_a_frozen_logger_holds_up_nobody_who_prints(forq: Forq) -> None:
             os.kill(service["pid"], signal.SIGCONT)
 
     def goes_on() -> list[str]:
-        # What is printed before the logger has made room again is counted and left out, too.
+        # Lines printed before the logger has made room again are counted as dropped, too.
         forq.client().queue("frozen").enqueue(["print", 0], id="after")
         return messages(forq, "frozen", "--job", "after")
 
@@ -295,7 +295,7 @@ def test_following_shows_every_line_across_rotations_and_ends_quietly() -> None:
     with running(settings='log_max = "64kb"\n') as forq:
         create(forq, "follow", "say_slowly", timeout="60s")
         stop = forq.directory / "stop"
-        # All that is there when it begins, too: the job may have begun before it.
+        # Also all lines that exist when it begins: the job may have begun earlier.
         follower = forq.begin_ctl("logs", "follow", "-f", "--json", "-n", "1000")
         assert follower.stdout is not None
         forq.client().queue("follow").enqueue(str(stop), id="f")
@@ -344,7 +344,7 @@ def test_everything_written_before_a_stop_is_kept() -> None:
         assert "last x: said all" in other.log
 
 
-def test_the_log_in_json_has_queue_and_job_as_fields_for_forq_too() -> None:
+def test_the_json_log_has_queue_and_job_as_fields_for_forq_s_own_lines_too() -> None:
     with running(settings='log_format = "json"\nlog_level = "info"\n') as forq:
         create(forq, "q", "die", max_stalls=0)
         forq.client().queue("q").enqueue(1, id="d")

@@ -1,4 +1,4 @@
-"""The parent has one thread: no pass of its loop may take long, whatever goes through it."""
+"""The supervisor has one thread: no pass of its loop may take long, whatever it processes."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.end_to_end.fuzz_pinger import Pinger
 from tests.support.drive.supervisor import Forq
 from tests.support.drive.wait import wait_until
 
-# Without the time in which the machine had no CPU for it. What is left may be a disk that stalls the log, now and then.
+# Without the time in which the machine had no CPU for it. The rest may be a disk that stalls the log now and then.
 LONGEST_PASS_MS = 20.0
 ANSWER_BYTES = 7_500_000
 DAEMONS = 100
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(180)
 class TimedForq(Forq):
     @property
     def passes(self) -> Path:
-        """A file per window in which passes are measured."""
+        """One file per measured window."""
         return self.directory / "passes"
 
     def program(self) -> list[str]:
@@ -44,7 +44,7 @@ class TimedForq(Forq):
 
 @pytest.fixture
 def forq() -> Iterator[TimedForq]:
-    # Control groups would kill the trees by themselves.
+    # Control groups would kill the trees without the supervisor's help.
     forq = TimedForq(settings='cgroup = "off"\n', environment={"PYTHONPATH": os.getcwd()})
     forq.passes.mkdir()
     try:
@@ -62,7 +62,7 @@ def _is_daemon(process: psutil.Process) -> bool:
 
 @contextmanager
 def again_and_again(call: Callable[[], object]) -> Iterator[list[object]]:
-    """In a thread; what the calls gave."""
+    """In a thread; yields the results of the calls."""
     found: list[object] = []
     ended = threading.Event()
 
@@ -87,7 +87,7 @@ def test_long_answers_many_connections_and_dying_trees_take_no_long_pass(forq: T
     forq.create("trees", "forest", max_stalls=0, max_retries=0)
     forq.wait_for_child("trees")
 
-    # Made before all others, which leave no room for more.
+    # Opened before all others, which leave no room for more.
     ours, reader = ControlClient(str(control), 60.0), ControlClient(str(control), 60.0)
 
     def read_all() -> int:
@@ -109,7 +109,7 @@ def test_long_answers_many_connections_and_dying_trees_take_no_long_pass(forq: T
         pid = main_pid()
         assert pid is not None
         kill(pid)
-        # While they change their parent, a look at the tree may miss them.
+        # While they are re-parented, a look at the tree may miss them.
         wait_until(lambda: main_pid() not in (pid, None) and not daemons(), what="the daemons are gone")
 
     found: list[tuple[float, float]] = []
@@ -131,7 +131,7 @@ def test_long_answers_many_connections_and_dying_trees_take_no_long_pass(forq: T
         pinger.process.wait()
         ours.close()
         reader.close()
-    # Of three: other tests take the caches and the memory's time, which no clock tells apart.
+    # The best of three: other tests compete for caches and memory bandwidth, which no clock shows.
     wall_ms, own_ms = min(found, key=lambda times: times[1])
     p99_ms = pings[len(pings) * 99 // 100]
     print(f"longest pass {wall_ms:.1f} ms, {own_ms:.1f} ms of its own; {len(pings)} pings, p99 {p99_ms:.1f} ms")

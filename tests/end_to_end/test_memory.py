@@ -1,4 +1,4 @@
-"""What an idle process of a queue keeps for itself."""
+"""The private memory of an idle process of a queue."""
 
 import py_compile
 import statistics
@@ -26,7 +26,7 @@ def median_kb(forq: Forq, names: list[str], role: str) -> float:
 
 @pytest.fixture
 def handlers(tmp_path: Path) -> Path:
-    """With its bytecode: else each process would compile it, which takes memory, too."""
+    """With bytecode: otherwise each process would compile it, which takes memory."""
     source = tmp_path / "still.py"
     source.write_text("def handle(data, job):\n    return None\n")
     py_compile.compile(str(source))

@@ -1,4 +1,4 @@
-"""Metrics and health of a whole forq: what is told is what happened, also after kill -9."""
+"""Metrics and health of a running forq: they show what happened, also after kill -9."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def counters(samples: Samples) -> Samples:
 
 
 def fallen(before: Samples, after: Samples) -> dict[Any, Any]:
-    """Counters that have fallen, or are gone."""
+    """Counters that decreased or disappeared."""
     return {
         key: (value, after.get(key)) for key, value in counters(before).items() if (after.get(key) or 0.0) < value
     } | {key: (value, None) for key, value in counters(before).items() if key not in after}
@@ -48,7 +48,7 @@ def titles(forq: Forq) -> set[str]:
 
 
 def descriptors(pid: int) -> set[str]:
-    """What the descriptors of a process stand for."""
+    """What the descriptors of a process refer to."""
     found = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -57,7 +57,7 @@ def descriptors(pid: int) -> set[str]:
 
 
 def fresh(scraper: Scraper) -> Samples:
-    """A scrape that does not show the last look."""
+    """A scrape that is not answered from the previous snapshot."""
     looks = scraper.value("forq_looks_total")
     assert looks is not None
     found: Samples = {}
@@ -83,7 +83,7 @@ def faults(scraper: Scraper) -> list[tuple[str, str | None]]:
     return [(fault["check"], fault.get("queue")) for fault in found]
 
 
-def test_a_scrape_tells_what_happened() -> None:
+def test_a_scrape_shows_what_happened() -> None:
     with measured() as (forq, scraper):
         forq.create("good", "noop")
         forq.create("bad", "fail", max_retries=1, min_backoff="10ms", max_backoff="10ms")
@@ -106,7 +106,7 @@ def test_a_scrape_tells_what_happened() -> None:
     assert value("forq_jobs", queue="bad", state="dead") == 3
     assert 3500 < value("forq_next_due_seconds", queue="bad") <= 3600
     assert value("forq_queue_state", queue="good", mode="work", state="paused") == 1
-    # Every attempt that came back is in the histogram; only first ones have waited.
+    # Every attempt that returned is in the histogram; only first attempts have waited.
     assert value("forq_run_seconds_count", queue="good") == value("forq_wait_seconds_count", queue="good") == 300
     assert value("forq_run_seconds_bucket", queue="good", le="+Inf") == 300
     assert value("forq_run_seconds_sum", queue="good") > 0
@@ -121,7 +121,7 @@ def test_a_scrape_tells_what_happened() -> None:
     assert value("forq_supervisor_uptime_seconds") > 0
 
 
-def test_a_wait_is_as_long_as_the_job_waited_and_a_delay_is_no_wait() -> None:
+def test_a_wait_is_as_long_as_the_job_waited_and_a_delay_does_not_count() -> None:
     with measured() as (forq, scraper):
         forq.create("q", "noop")
         queue = forq.client().queue("q")
@@ -140,14 +140,14 @@ def test_a_wait_is_as_long_as_the_job_waited_and_a_delay_is_no_wait() -> None:
     assert 0.6 < samples["forq_wait_seconds_sum", (("queue", "q"),)] < 10
 
 
-def test_no_counter_falls_when_workers_and_the_metrics_process_are_killed() -> None:
+def test_no_counter_decreases_when_workers_and_the_metrics_process_are_killed() -> None:
     with measured() as (forq, scraper):
         for name in ("a", "b"):
             forq.create(name, "noop")
             forq.wait_for_child(name)
             run_jobs(forq, name, 50)
         seen = [fresh(scraper)]
-        # Both at once, so that their successors may get each other's slots.
+        # Both at once, so that their successors may swap slots.
         pids = {name: forq.child(name)["pid"] for name in ("a", "b")}
         for pid in pids.values():
             os.kill(pid, signal.SIGKILL)
@@ -173,7 +173,7 @@ def test_no_counter_falls_when_workers_and_the_metrics_process_are_killed() -> N
     assert last["forq_service_restarts_total", (("service", "metrics"),)] == 1
 
 
-def test_a_queue_that_is_deleted_and_made_again_begins_at_zero() -> None:
+def test_a_queue_that_is_deleted_and_recreated_begins_at_zero() -> None:
     with measured() as (forq, scraper):
         forq.create("q", "noop")
         run_jobs(forq, "q", 20)
@@ -199,7 +199,7 @@ def test_only_the_supervisor_and_the_metrics_process_have_the_listening_socket()
         assert names == {"forq: supervisor", "forq: metrics"}
 
 
-def test_many_scrapes_are_one_look_per_second() -> None:
+def test_many_scrapes_take_one_snapshot_per_second() -> None:
     with measured() as (_, scraper):
         began = time.monotonic()
         looks = [scraper.samples()["forq_looks_total", ()] for _ in range(50)]
@@ -288,13 +288,13 @@ def test_health_is_red_while_the_supervisor_is_frozen() -> None:
         wait_until(lambda: faults(scraper) == [], what="no fault")
 
 
-def test_a_queue_that_cannot_be_served_is_a_fault() -> None:
+def test_a_queue_that_cannot_be_served_is_unhealthy() -> None:
     with measured() as (forq, scraper):
         forq.ctl("create", "q", "--handler", "no_such_module:f", "--no-wait")
         wait_until(lambda: faults(scraper) == [("state", "q")], what="a fault")
 
 
-def test_clients_that_say_nothing_or_garbage_hold_nobody_up() -> None:
+def test_clients_that_send_nothing_or_garbage_delay_nobody() -> None:
     with measured() as (forq, scraper):
         idle = []
         try:
@@ -313,7 +313,7 @@ def test_clients_that_say_nothing_or_garbage_hold_nobody_up() -> None:
                 client.close()
 
 
-def test_an_address_that_is_taken_is_a_config_error() -> None:
+def test_an_address_in_use_is_a_config_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         forq = Forq(settings=f'[metrics]\nlisten = "{address}"\n')

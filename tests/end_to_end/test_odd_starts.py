@@ -1,4 +1,4 @@
-"""A supervisor that is started without its standard streams, with few descriptors, or loses its socket."""
+"""A supervisor that starts without standard streams or with few descriptors, or that loses its socket."""
 
 import os
 import resource
@@ -23,7 +23,7 @@ def test_a_supervisor_without_standard_streams_runs_like_any_other(closed: str) 
         forq.create("work", "record")
         forq.ctl("push", "work", "1")
         wait_until(lambda: len(forq.traces("end")) == 1)
-        # Nothing else has got the numbers of the standard streams.
+        # Nothing else got the numbers of the standard streams.
         for fd, kept in ((0, "<&-" in closed), (1, ">&- 2" in closed), (2, "2>&-" in closed)):
             link = os.readlink(f"/proc/{forq.pid}/fd/{fd}")
             assert link == "/dev/null" if kept else "forq-" not in link, (fd, link)
@@ -33,7 +33,7 @@ def test_a_supervisor_without_standard_streams_runs_like_any_other(closed: str) 
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
-def test_forqctl_without_standard_streams_ends_as_it_would(closed: str) -> None:
+def test_forqctl_without_standard_streams_ends_normally(closed: str) -> None:
     done = subprocess.run(["/bin/sh", "-c", f"exec {BIN}/forqctl --version {closed}"], check=False)
     assert done.returncode == 0
     done = subprocess.run(["/bin/sh", "-c", f"exec {BIN}/forqctl no-such-command {closed}"], check=False)
@@ -41,7 +41,7 @@ def test_forqctl_without_standard_streams_ends_as_it_would(closed: str) -> None:
 
 
 def mains_of(forq: Forq, name: str) -> set[int]:
-    """Main processes of a queue, by their titles: nobody can ask the supervisor."""
+    """Main processes of a queue, by their titles: the supervisor cannot answer."""
     found = set()
     for process in forq.processes():
         with suppress(psutil.NoSuchProcess):
@@ -68,7 +68,7 @@ def test_idle_clients_leave_descriptors_for_new_processes() -> None:
             client = socket.socket(socket.AF_UNIX)
             client.connect(str(forq.state_dir / "control.sock"))
             clients.append(client)
-        # The last one has been turned away, so all have been dealt with.
+        # The last one was refused, so all have been handled.
         clients[-1].settimeout(20)
         assert b"the supervisor may open 64 files (ulimit -n, LimitNOFILE=)" in clients[-1].recv(4096)
         os.kill(child["pid"], 9)
@@ -87,7 +87,7 @@ def test_idle_clients_leave_descriptors_for_new_processes() -> None:
         forq.remove()
 
 
-def test_a_removed_control_socket_is_made_again() -> None:
+def test_a_removed_control_socket_is_created_again() -> None:
     with running() as forq:
         os.unlink(forq.state_dir / "control.sock")
         wait_until(lambda: (forq.state_dir / "control.sock").exists(), what="a new socket")

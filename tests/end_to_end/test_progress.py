@@ -1,4 +1,4 @@
-"""Progress with a whole supervisor: where it is shown, that it ends with the attempt, and forqctl watch."""
+"""Progress with a real supervisor: where it is shown, that it ends with the attempt, and forqctl watch."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def forq() -> Iterator[Forq]:
 
 
 class Step:
-    """A job that tells its progress and then waits for a file: its end is in the test's hands."""
+    """A job that reports progress and then waits for a file, so that the test decides when it ends."""
 
     def __init__(self, forq: Forq, folder: Path, *steps: tuple[float, str], queue: str = "told") -> None:
         self.forq, self.queue, self.gate = forq, queue, folder / "gate"
@@ -52,7 +52,7 @@ def watching(process: "subprocess.Popen[str]") -> list[str]:
     return out.splitlines()
 
 
-def test_plain_titles_tell_every_user_neither_the_id_of_a_job_nor_its_progress(tmp_path: Path) -> None:
+def test_plain_titles_show_other_users_neither_job_ids_nor_progress(tmp_path: Path) -> None:
     with running(settings='titles = "plain"\n') as forq:
         forq.create("told", "tell")
         job = Step(forq, tmp_path, (0.4, "page 12 of 30")).begun()
@@ -109,7 +109,7 @@ def test_watch_follows_a_job_to_its_end(forq: Forq, tmp_path: Path) -> None:
         watch.kill()
 
 
-def test_the_end_of_a_job_that_told_progress_is_noticed_at_once(forq: Forq, tmp_path: Path) -> None:
+def test_the_end_of_a_job_with_progress_is_shown_at_once(forq: Forq, tmp_path: Path) -> None:
     job = Step(forq, tmp_path, (0.5, "half")).begun()
     watch = forq.begin_ctl("watch", "told", job.id, "--json")
     assert watch.stdout is not None
@@ -121,7 +121,7 @@ def test_the_end_of_a_job_that_told_progress_is_noticed_at_once(forq: Forq, tmp_
     assert forq.run_ctl("watch", "told", job.id).returncode == 1
 
 
-def test_watch_of_nothing_is_4_and_too_long_is_6(forq: Forq, tmp_path: Path) -> None:
+def test_watch_of_an_unknown_job_is_4_and_a_timeout_is_6(forq: Forq, tmp_path: Path) -> None:
     assert forq.run_ctl("watch", "told", "nothing").returncode == 4
     assert forq.run_ctl("watch", "nowhere", "nothing").returncode == 4
     job = Step(forq, tmp_path, (0.5, "half")).begun()
@@ -143,7 +143,7 @@ def test_watch_outlives_the_clerk(forq: Forq, tmp_path: Path) -> None:
     assert watch.returncode == 0
 
 
-def test_the_progress_of_a_lost_attempt_is_gone_and_the_next_one_tells_its_own(forq: Forq, tmp_path: Path) -> None:
+def test_the_progress_of_a_lost_attempt_is_gone_and_the_next_one_reports_its_own(forq: Forq, tmp_path: Path) -> None:
     forq.create("lost", "tell")
     job = Step(forq, tmp_path, (0.9, "nearly"), queue="lost").begun()
     wait_until(lambda: job.shown()["progress"])

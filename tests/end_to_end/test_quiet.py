@@ -1,4 +1,4 @@
-"""Nothing polls: what Redis hears of an idle supervisor; and the retry lane stays closed under load."""
+"""Nothing polls: what an idle supervisor sends to Redis; and the retry lane stays closed under load."""
 
 import time
 from collections import Counter
@@ -14,7 +14,7 @@ from tests.support.drive.wait import wait_until
 
 
 def test_an_idle_supervisor_sends_heartbeats_and_blocking_calls_only(server: Server, redis_url: str) -> None:
-    """12 s: two or three heartbeats, and no renewal of a blocking call, since the server is at a Unix socket."""
+    """12 s: two or three heartbeats, and no renewed blocking call, since the server is at a unix socket."""
     with running(redis=redis_url) as forq:
         names = ["--handler", "traced:noop", "--fail-handler", "traced:on_fail", "--path", str(HANDLERS)]
         forq.ctl("create", "idle", *names, "--set", "retry_lane_retries=3")
@@ -37,8 +37,8 @@ def test_an_idle_supervisor_sends_heartbeats_and_blocking_calls_only(server: Ser
                 heard[text.split('"')[1].upper()] += 1
         monitor.close()
         print(f"commands of an idle queue with a fail handler in 12 s: {dict(heard)}")
-        # With each round of heartbeats a look at the registry, for queues that others have made.
-        # Every 30 s a look at it for queues that are half made or half deleted.
+        # Each round of heartbeats reads the registry, for queues that others created.
+        # Every 30 s it is searched for half-created and half-deleted queues.
         assert set(heard) <= {"FCALL", "HGETALL", "EXISTS"}
         assert heard["HGETALL"] <= 4
         assert heard["EXISTS"] <= 1
@@ -46,7 +46,7 @@ def test_an_idle_supervisor_sends_heartbeats_and_blocking_calls_only(server: Ser
 
 
 @pytest.mark.spec("N17", "N18")
-def test_the_lane_never_starts_a_job_while_main_has_load(server: Server, redis_url: str) -> None:
+def test_the_retry_lane_never_starts_a_job_while_main_has_load(server: Server, redis_url: str) -> None:
     with running(redis=redis_url) as forq:
         options = {"max_retries": 0, "retry_lane_retries": 3, "min_backoff": "0s", "max_backoff": "0s"}
         forq.create("busy", "fail_in_main", journal_max="1gb", **options)
@@ -69,7 +69,7 @@ def test_the_lane_never_starts_a_job_while_main_has_load(server: Server, redis_u
             entries: Any = redis.xrange("forq:queue:{busy}:events")
     print(f"{len(others)} jobs in main; the lane's job started {gap * 1000:.1f} ms after the last of them did")
     assert len(starts) == 2
-    # By the journal, not by the clock: a machine that is busy elsewhere may let the line run empty for a moment.
+    # By the journal, not by the clock: on a busy machine the line may run empty for a moment.
     changes = {"enqueued": 1, "returned": 1, "claimed": -1}
     waiting, waiting_then = 0, list[int]()
     for _, fields in entries:

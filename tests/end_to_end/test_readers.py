@@ -1,4 +1,4 @@
-"""control_read_group: its members see how things stand, and nothing of what jobs hold; they change nothing."""
+"""control_read_group: its members see the state of queues and jobs but no data, and change nothing."""
 
 import grp
 import json
@@ -48,7 +48,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def forq() -> Iterator[Forq]:
     with running(settings=f'control_group = "{OPERATORS}"\ncontrol_read_group = "{READERS}"\n') as forq:
-        # So that others reach the socket; below, every file keeps its own mode.
+        # Lets others reach the socket; every file below keeps its own mode.
         os.chmod(forq.directory, 0o711)
         os.chmod(forq.state_dir, 0o711)
         forq.create("q", "raise_data", max_retries=0)
@@ -60,7 +60,7 @@ def forq() -> Iterator[Forq]:
 
 
 def ask_as(group: str, forq: Forq, method: str, **params: object) -> dict[str, Any]:
-    """The answer that nobody gets as a member of that group."""
+    """The answer that user nobody gets as a member of that group."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -71,7 +71,7 @@ def ask_as(group: str, forq: Forq, method: str, **params: object) -> dict[str, A
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.connect(str(forq.state_dir / "control.sock"))
                 request = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
-                with suppress(BrokenPipeError):  # it was turned away already
+                with suppress(BrokenPipeError):  # it was already refused
                     sock.sendall(json.dumps(request).encode() + b"\n")
                 os.write(writing, sock.makefile("rb").readline())
         finally:
@@ -99,13 +99,13 @@ def ask_as(group: str, forq: Forq, method: str, **params: object) -> dict[str, A
         ("why", {"name": "q", "id": "dead", "messages": True}),
     ],
 )
-def test_a_reader_may_look_and_sees_no_data(forq: Forq, method: str, params: dict[str, object]) -> None:
+def test_a_reader_may_read_and_sees_no_data(forq: Forq, method: str, params: dict[str, object]) -> None:
     answer = ask_as(READERS, forq, method, **params)
     assert "result" in answer, answer
     assert SECRET not in json.dumps(answer)
 
 
-def test_a_reader_sees_how_a_job_stands(forq: Forq) -> None:
+def test_a_reader_sees_the_state_of_a_job(forq: Forq) -> None:
     job = ask_as(READERS, forq, "job", name="q", id="dead")["result"]
     assert (job["id"], job["identifier"], job["state"]) == ("dead", "shown", "dead")
     assert [attempt["error"]["name"] for attempt in job["attempts"]] == ["ValueError"]
@@ -141,7 +141,7 @@ def test_every_verb_is_either_open_to_readers_or_refused() -> None:
     assert sorted(Verbs(MagicMock()).table_for_readers()) == sorted([*READ_VERBS, *REFUSED])
 
 
-def test_an_operator_may_do_all_and_others_nothing(forq: Forq) -> None:
+def test_an_operator_may_do_everything_and_others_nothing(forq: Forq) -> None:
     assert ask_as(OPERATORS, forq, "job", name="q", id="waiting")["result"]["data"] == SECRET
     assert SECRET in ask_as(OPERATORS, forq, "why", name="q", id="dead")["result"]["why"]
     error = ask_as(OTHERS, forq, "ping")["error"]
@@ -149,7 +149,7 @@ def test_an_operator_may_do_all_and_others_nothing(forq: Forq) -> None:
     assert error["message"] == f"user {NOBODY} may not use this control socket"
 
 
-def test_with_readers_alone_the_socket_is_theirs_and_nobody_elses() -> None:
+def test_with_only_a_read_group_the_socket_belongs_to_that_group() -> None:
     with running(settings=f'control_read_group = "{READERS}"\n') as forq:
         status = os.stat(forq.state_dir / "control.sock")
         assert (status.st_mode & 0o777, status.st_gid) == (0o660, grp.getgrnam(READERS).gr_gid)

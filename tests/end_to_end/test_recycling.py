@@ -1,4 +1,4 @@
-"""A queue's process is replaced after so many jobs, at some age, at some size: without a gap and without a loss."""
+"""A queue's process is replaced after max_jobs, at max_age and at max_memory, without a gap or a loss."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Queues of the release modes and their supervisors: made, found, refused, restarted, shown, deleted."""
+"""Queues of the release modes and their supervisors: created, found, refused, restarted, shown, deleted."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def test_mode_and_release_options_never_change_while_the_queue_exists(forq: Forq
 
 
 @pytest.mark.spec("N10")
-def test_a_queue_made_by_a_client_is_served_at_once_and_dropped_with_its_deletion(forq: Forq) -> None:
+def test_a_queue_created_by_a_client_is_served_at_once_and_dropped_on_deletion(forq: Forq) -> None:
     forq.client().create_queue("found", mode="auto_release", release_interval=0.01)
     wait_until(lambda: "found" in {queue["name"] for queue in forq.status()["queues"]}, seconds=5)
     waiting = forq.begin_ctl("await", "found", "--wait", "20s")
@@ -67,7 +67,7 @@ def test_a_queue_made_by_a_client_is_served_at_once_and_dropped_with_its_deletio
 
 
 def test_definitions_survive_a_restart_and_found_queues_are_found_again(server: Server, redis_url: str) -> None:
-    """There is one heartbeat per start: what is made after it is found because its supervisor hears of it."""
+    """There is one heartbeat per start: later queues are found because the supervisor is notified."""
     with running(redis=redis_url, settings='heartbeat = "1h"\nexpiry = "2h"\n') as forq:
         forq.ctl("create", "mine", "--mode", "on_request", "--set", "lease=7s")
         forq.client().create_queue("theirs", mode="auto_release")
@@ -83,8 +83,8 @@ def test_definitions_survive_a_restart_and_found_queues_are_found_again(server: 
         }
 
 
-def test_a_queue_that_others_made_is_not_made_again_when_its_data_is_lost(server: Server, redis_url: str) -> None:
-    """Only who made it knows its options."""
+def test_a_queue_of_another_creator_is_not_created_again_when_its_data_is_lost(server: Server, redis_url: str) -> None:
+    """Only its creator knows its options."""
     client = Client(redis_url)
     with running(redis=redis_url, settings='heartbeat = "200ms"\nexpiry = "10s"\n') as forq:
         forq.ctl("create", "mine", "--mode", "on_request", "--set", "lease=7s")
@@ -98,7 +98,7 @@ def test_a_queue_that_others_made_is_not_made_again_when_its_data_is_lost(server
 
 
 @pytest.mark.spec("N24")
-def test_a_queue_that_others_made_with_another_mode_is_refused_until_it_is_gone(server: Server, redis_url: str) -> None:
+def test_a_queue_created_with_another_mode_is_refused_until_it_is_gone(server: Server, redis_url: str) -> None:
     queue = Client(redis_url).create_queue("q", mode="on_request")
     queue.enqueue(1, id="a")
     settings = f'[queues.q]\nhandler = "traced:record"\npath = ["{HANDLERS}"]\n'
@@ -120,7 +120,7 @@ def test_a_queue_that_others_made_with_another_mode_is_refused_until_it_is_gone(
 
 
 @pytest.mark.spec("N10", "N24")
-def test_another_supervisor_serves_the_queue_too_or_says_why_it_does_not(server: Server, redis_url: str) -> None:
+def test_another_supervisor_also_serves_the_queue_or_reports_why_not(server: Server, redis_url: str) -> None:
     beats = 'heartbeat = "200ms"\nexpiry = "10s"\n'
     other_opinion = beats + '[queues.gate]\nmode = "auto_release"\nrelease_interval = "1s"\n'
     with (
@@ -142,7 +142,7 @@ def test_another_supervisor_serves_the_queue_too_or_says_why_it_does_not(server:
 
 
 @pytest.mark.spec("N7")
-def test_a_queue_with_items_is_deleted_with_force_only_and_its_awaiters_are_told(forq: Forq) -> None:
+def test_a_queue_with_items_is_deleted_only_with_force_and_its_awaiters_are_notified(forq: Forq) -> None:
     forq.ctl("create", "ended", "--mode", "on_request")
     forq.ctl("push", "ended", "1")
     assert forq.run_ctl("delete", "ended").returncode == 1
@@ -154,7 +154,7 @@ def test_a_queue_with_items_is_deleted_with_force_only_and_its_awaiters_are_told
 
 
 @pytest.mark.spec("N4", "N5", "N6", "N8")
-def test_status_shows_what_waits_without_data_and_remove_takes_one_away(forq: Forq) -> None:
+def test_status_shows_waiting_items_without_data_and_remove_removes_one(forq: Forq) -> None:
     forq.ctl("create", "shown", "--mode", "on_request")
     first = forq.ctl("push", "shown", '"secret"', "--identifier", "order 7")
     second = forq.ctl("push", "shown", '"secret"')
@@ -169,7 +169,7 @@ def test_status_shows_what_waits_without_data_and_remove_takes_one_away(forq: Fo
     assert forq.run_ctl("status", "--check").returncode == 0
 
 
-def test_children_say_in_their_titles_what_they_do(forq: Forq) -> None:
+def test_children_show_their_activity_in_their_titles(forq: Forq) -> None:
     forq.ctl("create", "titled", "--mode", "auto_release", *QUICK)
     forq.ctl("create", "asked", "--mode", "on_request")
     forq.wait_for_child("titled")
@@ -196,7 +196,7 @@ def test_a_queue_whose_items_others_take_has_one_process(forq: Forq, mode: str, 
     assert [child["role"] for child in forq.queue_status(f"roles-{mode}")["children"]] == roles
 
 
-def test_queues_that_release_take_no_capacity(forq: Forq) -> None:
+def test_release_queues_take_no_capacity(forq: Forq) -> None:
     forq.ctl("create", "light", "--mode", "on_request")
     forq.wait_for_child("light")
     workers = {grant["worker"] for grant in forq.status()["capacity"]["held"]}
@@ -204,7 +204,7 @@ def test_queues_that_release_take_no_capacity(forq: Forq) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto_release", "on_request"])
-def test_a_child_that_is_killed_is_replaced_and_items_are_released_as_before(forq: Forq, mode: str) -> None:
+def test_a_killed_child_is_replaced_and_items_are_released_as_before(forq: Forq, mode: str) -> None:
     name = f"killed-{mode}"
     forq.ctl("create", name, "--mode", mode)
     pid = forq.wait_for_child(name)["pid"]

@@ -1,4 +1,4 @@
-"""await, dequeue and ack against a real supervisor, and what becomes of items that nobody awaits."""
+"""await, dequeue and ack against a real supervisor, and the fate of items without an awaiter."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def control(forq: Forq) -> ControlClient:
 
 
 @pytest.mark.spec("N13", "N14", "N20")
-def test_an_item_goes_to_the_one_who_awaits_it(forq: Forq) -> None:
+def test_an_item_goes_to_its_awaiter(forq: Forq) -> None:
     forq.ctl("create", "gate", "--mode", "auto_release", *QUICK)
     any_item = forq.begin_ctl("await", "gate", "--json", "--wait", "20s")
     wait_until(lambda: forq.awaiters("gate") == 1)
@@ -60,7 +60,7 @@ def test_one_item_is_released_per_interval(forq: Forq) -> None:
 
 
 @pytest.mark.spec("N15", "N16", "N19")
-def test_an_item_that_nobody_awaits_is_dead_in_the_failed_log_and_recovered(forq: Forq) -> None:
+def test_an_item_without_an_awaiter_ends_in_the_failed_log_and_can_be_recovered(forq: Forq) -> None:
     forq.ctl("create", "lost", "--mode", "auto_release", *QUICK, "--set", "release_retries=2")
     job_id = forq.ctl("push", "lost", '{"keep": "me"}', "--identifier", "order 7")
     wait_until(lambda: forq.queue_status("lost")["dead"] == 1)
@@ -93,7 +93,7 @@ def test_items_leave_a_queue_on_request_only(forq: Forq) -> None:
     assert (queue["dead"], queue["failed"], queue["waiting"], queue["active"]) == (0, 0, 0, 0)
 
 
-def test_why_tells_who_has_an_item_or_how_many_come_before_it(forq: Forq) -> None:
+def test_why_names_the_holder_of_an_item_or_its_position(forq: Forq) -> None:
     forq.ctl("create", "asked-why", "--mode", "on_request")
     first, second = forq.ctl("push", "asked-why", "1"), forq.ctl("push", "asked-why", "2")
     awaiter = forq.ctl("dequeue", "asked-why", "--lease", "1m").split()[2]
@@ -102,7 +102,7 @@ def test_why_tells_who_has_an_item_or_how_many_come_before_it(forq: Forq) -> Non
     assert reason == "it waits to be released: 0 come before it, 0 await an item of its queue"
 
 
-def test_when_time_is_up_nobody_awaits_any_more(forq: Forq) -> None:
+def test_an_await_that_timed_out_is_unregistered(forq: Forq) -> None:
     forq.ctl("create", "timed", "--mode", "auto_release")
     done = forq.run_ctl("await", "timed", "--wait", "300ms")
     assert (done.returncode, done.stdout) == (6, "")
@@ -110,7 +110,7 @@ def test_when_time_is_up_nobody_awaits_any_more(forq: Forq) -> None:
 
 
 @pytest.mark.spec("N21")
-def test_with_a_lease_the_item_is_held_until_it_is_acknowledged_or_goes_back(forq: Forq) -> None:
+def test_a_leased_item_is_held_until_it_is_acknowledged_or_returned(forq: Forq) -> None:
     forq.ctl("create", "leased", "--mode", "on_request")
     job_id = forq.ctl("push", "leased", "1")
     item = json.loads(forq.ctl("dequeue", "leased", "--lease", "200ms", "--json"))
@@ -125,7 +125,7 @@ def test_with_a_lease_the_item_is_held_until_it_is_acknowledged_or_goes_back(for
 
 
 @pytest.mark.spec("N14")
-def test_one_who_hangs_up_awaits_nothing_any_more(forq: Forq) -> None:
+def test_a_client_that_disconnects_awaits_nothing_any_more(forq: Forq) -> None:
     forq.ctl("create", "hung", "--mode", "auto_release")
     waiting = forq.begin_ctl("await", "hung")
     wait_until(lambda: forq.awaiters("hung") == 1)
@@ -185,7 +185,7 @@ def test_one_connection_may_have_many_awaiters_and_other_requests_between_them(f
         ("ack", {"name": "works", "id": "a", "fence": 1, "awaiter": 5}, "invalid_id"),
     ],
 )
-def test_what_makes_no_sense_is_refused(forq: Forq, verb: str, params: dict[str, Any], code: str) -> None:
+def test_invalid_requests_are_refused(forq: Forq, verb: str, params: dict[str, Any], code: str) -> None:
     if "works" not in {queue["name"] for queue in forq.status()["queues"]}:
         forq.create("works")
     with control_socket(forq) as client:
@@ -194,7 +194,7 @@ def test_what_makes_no_sense_is_refused(forq: Forq, verb: str, params: dict[str,
 
 
 @pytest.mark.spec("N22")
-def test_an_item_that_is_too_old_is_given_up(forq: Forq) -> None:
+def test_an_item_above_max_age_is_given_up(forq: Forq) -> None:
     forq.ctl("create", "old", "--mode", "on_request", "--set", "item_timeout=200ms")
     job_id = forq.ctl("push", "old", "1")
     wait_until(lambda: forq.queue_status("old")["dead"] == 1)

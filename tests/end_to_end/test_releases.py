@@ -1,4 +1,4 @@
-"""The release modes with whole supervisors: who gets what, how often, how late. Longer with `make releases`."""
+"""Release modes with whole supervisors: who gets which item, how often, how late. Longer with `make releases`."""
 
 import itertools
 import os
@@ -31,7 +31,7 @@ from tests.support.thorough import examples
 ITEMS = int(os.environ.get("FORQ_TEST_AWAITED", "200"))
 RELEASES = int(os.environ.get("FORQ_TEST_RELEASES", examples(600, 1500)))
 AGING = int(os.environ.get("FORQ_TEST_AGING", examples(1000, 2000)))
-# A loaded machine of CI is late; what a quiet one does is printed.
+# Limit for loaded CI machines; the measured time is printed.
 LATE_SECONDS = float(os.environ.get("FORQ_TEST_LATE", "2.0"))
 INTERVAL_US = 5000
 ROOT = Path(__file__).parent.parent.parent
@@ -92,7 +92,7 @@ def test_each_awaiter_gets_exactly_its_item_and_two_supervisors_release_no_faste
 
 @pytest.mark.timeout(300)
 @pytest.mark.spec("N15", "N16", "N17", "N18", "N19")
-def test_what_nobody_awaits_is_tried_so_often_then_logged_and_can_be_recovered_once(
+def test_an_item_without_an_awaiter_is_tried_then_logged_and_can_be_recovered_once(
     server: Server, redis_url: str
 ) -> None:
     items, retries, lane_retries = 100, 10, 3
@@ -139,7 +139,7 @@ def lane_tries_while_others_waited(events: list[Event], main_tries: int) -> list
 
 
 class Awaiters:
-    """Processes that await items; whoever is killed is replaced."""
+    """Processes that await items; killed ones are replaced."""
 
     def __init__(self, url: str, folder: Path, number: int) -> None:
         self._command = [sys.executable, "-m", "tests.end_to_end.awaiter", url, "gate"]
@@ -178,7 +178,7 @@ def aof_server() -> Iterator[Server]:
 
 
 def kill(what: str, forq: Forq, server: Server, awaiters: Awaiters, chance: random.Random) -> None:
-    """Kills a child, an awaiter or the server (which is started again)."""
+    """Kills a child, an awaiter or the server (which is restarted)."""
     if what == "awaiter":
         awaiters.kill_one(chance)
     elif what == "redis":
@@ -194,7 +194,7 @@ def kill(what: str, forq: Forq, server: Server, awaiters: Awaiters, chance: rand
 
 
 def enqueue_all(url: str, ids: list[str]) -> None:
-    """Whatever breaks in between, each is enqueued exactly once."""
+    """Enqueues each id exactly once, whatever breaks meanwhile."""
     queue = Client(url).queue("gate")
     for start in range(0, len(ids), 100):
         chunk = [new_job({"n": job_id}, id=job_id, token=job_id) for job_id in ids[start : start + 100]]
@@ -206,7 +206,7 @@ def enqueue_all(url: str, ids: list[str]) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_whoever_is_killed_each_item_is_released_once_or_still_there_or_logged(tmp_path: Path) -> None:
+def test_under_random_kills_each_item_is_released_once_or_still_queued_or_logged(tmp_path: Path) -> None:
     seed = int(os.environ.get("FORQ_TEST_SEED", "0")) or random.randrange(1, 10**6)
     chance, killed = random.Random(seed), Counter[str]()
     ids = [f"item{number}" for number in range(RELEASES)]
@@ -253,7 +253,7 @@ def _left(forq: Forq) -> int | None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.spec("N22")
-def test_items_that_are_too_old_are_given_up_on_time_and_none_silently(server: Server, redis_url: str) -> None:
+def test_items_above_max_age_are_given_up_on_time_and_none_silently(server: Server, redis_url: str) -> None:
     with running(redis=redis_url) as forq:
         create(forq, "orders", "on_request", item_timeout="2s", journal_max="1gb", dead_max=10**6)
         forq.client().queue("orders").enqueue_many(range(AGING))

@@ -1,4 +1,4 @@
-"""Resource limits of a queue: a job that takes too much of the machine is ended while it runs, with a typed cause."""
+"""Resource limits of a queue: a job that exceeds one is ended while it runs, with a typed cause."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_a_job_past_memory_limit_is_killed_while_it_runs_and_its_attempt_says_oo
     assert "cause=oom" in forq.log
 
 
-def test_one_that_stays_below_its_memory_limit_runs_on(forq: Forq) -> None:
+def test_a_job_below_its_memory_limit_keeps_running(forq: Forq) -> None:
     create(forq, "modest", "leak", memory_limit="500mb")
     forq.client().queue("modest").enqueue([20], id="m1")
     wait_until(lambda: [t for t in forq.traces("start") if t.job == "m1"], what="it runs")
@@ -65,7 +65,7 @@ def test_one_that_stays_below_its_memory_limit_runs_on(forq: Forq) -> None:
     forq.ctl("kill", "modest", "m1")
 
 
-def test_the_memory_of_what_a_job_has_started_counts_too(forq: Forq) -> None:
+def test_the_memory_of_a_job_s_subprocesses_counts_too(forq: Forq) -> None:
     create(forq, "below", "leak_below", memory_limit="100mb", max_stalls=0)
     job = forq.client().queue("below").enqueue(300)
     (attempt,) = attempts(forq, "below", job)
@@ -85,7 +85,7 @@ def test_a_job_with_more_processes_and_threads_than_pids_limit_is_killed(forq: F
     assert len(ours) < 40, "nothing of the bomb is left"
 
 
-def test_with_several_jobs_in_the_process_each_is_a_suspect_and_only_the_greedy_one_is_counted(forq: Forq) -> None:
+def test_in_a_process_with_several_jobs_all_become_suspects_and_only_the_greedy_one_is_counted(forq: Forq) -> None:
     create(forq, "many", "leak", memory_limit="150mb", concurrency=2, max_stalls=0)
     queue = forq.client().queue("many")
     queue.enqueue(1, id="modest")
@@ -98,7 +98,7 @@ def test_with_several_jobs_in_the_process_each_is_a_suspect_and_only_the_greedy_
     assert [trace.stalls for trace in forq.traces("start") if trace.job == "modest"] == [0, 0], "again, and not counted"
 
 
-def test_the_warden_that_dies_is_replaced_and_goes_on(forq: Forq) -> None:
+def test_a_warden_that_dies_is_replaced(forq: Forq) -> None:
     def warden() -> dict[str, Any]:
         services = forq.status()["supervisor"]["services"]
         return next(service for service in services if service["name"] == "warden")
@@ -111,7 +111,7 @@ def test_the_warden_that_dies_is_replaced_and_goes_on(forq: Forq) -> None:
     assert attempts(forq, "again", job)[0]["cause"] == "oom"
 
 
-def test_nice_open_files_and_address_space_hold_for_the_job_and_what_it_starts(forq: Forq) -> None:
+def test_nice_open_files_and_address_space_apply_to_the_job_and_its_subprocesses(forq: Forq) -> None:
     gb = 1024 * MB
     create(forq, "rs", "restraints", nice=5, open_files_limit=200, address_limit="4gb")
     forq.client().queue("rs").enqueue(None, id="r1")
@@ -121,7 +121,7 @@ def test_nice_open_files_and_address_space_hold_for_the_job_and_what_it_starts(f
     assert ours == theirs == f"{nice},200,200,{4 * gb},{4 * gb}"
 
 
-def test_past_address_limit_the_job_gets_a_memory_error_that_is_retried_like_any(forq: Forq) -> None:
+def test_past_address_limit_the_job_gets_a_memory_error_and_is_retried(forq: Forq) -> None:
     create(forq, "space", "ask_for_much", address_limit="1gb", max_retries=0)
     job = forq.client().queue("space").enqueue(2000)
     (attempt,) = attempts(forq, "space", job)
@@ -137,7 +137,7 @@ def test_without_limits_there_is_no_warden() -> None:
     assert "warden" not in names
 
 
-def test_when_memory_runs_out_queues_go_first_and_their_programs_and_nobody_else(forq: Forq) -> None:
+def test_when_memory_runs_out_queues_and_their_programs_are_killed_first(forq: Forq) -> None:
     forq.create("first", "run_program")
     forq.wait_for_child("first")
     own = score(forq.pid)

@@ -1,4 +1,4 @@
-"""restart and create wait for the import of the handler; what serves a queue stays until something better is there."""
+"""restart and create wait for the import of the handler; the old process serves the queue until the new one can."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def forq() -> Iterator[Forq]:
 
 
 class Module:
-    """A handler's module that tests write again and again."""
+    """A handler's module that tests rewrite."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class Module:
 
     def write(self, source: str) -> None:
         self.file.write_text(source)
-        # Python would take a file of the same size and second for the one that it has compiled.
+        # Python would take a file of the same size and second for the one it has compiled.
         self.written += 10
         os.utime(self.file, (self.written, self.written))
 
@@ -56,8 +56,7 @@ def module(tmp_path: Path) -> Module:
 
 
 def hangs(module: Module, *, then: str = GOOD) -> Path:
-    """The import notes its pid in a file `importing`, starts a program, and goes on when the file is there that this
-    returns."""
+    """The import writes its pid to a file `importing`, starts a program, and waits for the returned file."""
     gate = module.directory / "gate"
     module.write(
         "import os, subprocess, time\n"
@@ -78,14 +77,14 @@ def pids(forq: Forq, name: str) -> list[int]:
 
 
 def serves(forq: Forq, name: str, pid: int) -> None:
-    """A job runs now, and in this process."""
+    """Checks that a job runs now, in this process."""
     job_id = forq.client().queue(name).enqueue(1)
     ran = wait_until(lambda: [t for t in forq.traces("end") if (t.queue, t.job) == (name, job_id)], what="it ran")
     assert [trace.pid for trace in ran] == [pid]
 
 
 def check_traceback(text: str, file: Path) -> None:
-    """Where the module went wrong, and nothing of forq's or importlib's own."""
+    """Checks that it shows where the module failed, without frames of forq or importlib."""
     lines = text.splitlines()
     begin = next(at for at, line in enumerate(lines) if line.strip().startswith("Traceback"))
     frames = [line.strip() for line in lines[begin:] if line.strip().startswith("File ")]
@@ -94,7 +93,7 @@ def check_traceback(text: str, file: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", ["handler", "fail handler"])
-def test_a_restart_whose_handler_cannot_be_imported_leaves_the_old_process_at_work(
+def test_a_restart_whose_handler_cannot_be_imported_keeps_the_old_process(
     forq: Forq, module: Module, tmp_path: Path, failing: str
 ) -> None:
     name = f"kept-{len(failing)}"
@@ -154,7 +153,7 @@ def test_a_queue_whose_handler_cannot_be_imported_is_not_created(forq: Forq, mod
     serves(forq, "unmade", forq.wait_for_child("unmade")["pid"])
 
 
-def test_create_with_no_wait_makes_the_queue_and_keeps_the_traceback(forq: Forq, module: Module) -> None:
+def test_create_with_no_wait_creates_the_queue_and_keeps_the_traceback(forq: Forq, module: Module) -> None:
     module.write(BROKEN)
     assert forq.ctl("create", "anyway", *module.arguments(), "--no-wait") == "created anyway"
     wait_until(lambda: forq.queue_status("anyway")["state"] == "config_error", what="it is config_error")
@@ -191,7 +190,7 @@ def test_a_new_definition_whose_handler_cannot_be_imported_changes_nothing(modul
 
 
 @pytest.mark.fault("new code cannot be imported")
-def test_an_import_that_takes_too_long_is_ended_with_all_that_it_started(forq: Forq, module: Module) -> None:
+def test_an_import_that_takes_too_long_is_killed_with_everything_it_started(forq: Forq, module: Module) -> None:
     forq.ctl("create", "hangs", *module.arguments())
     old = forq.wait_for_child("hangs")["pid"]
     hangs(module)
@@ -231,7 +230,7 @@ def is_sleep(process: psutil.Process, forq: Forq) -> bool:
         ("def handle(data, job) pass\n", "SyntaxError"),
     ],
 )
-def test_however_the_import_fails_the_old_process_stays(forq: Forq, module: Module, source: str, says: str) -> None:
+def test_the_old_process_stays_however_the_import_fails(forq: Forq, module: Module, source: str, says: str) -> None:
     forq.ctl("create", module.name, *module.arguments())
     old = forq.wait_for_child(module.name)["pid"]
     module.write(source)
@@ -241,7 +240,7 @@ def test_however_the_import_fails_the_old_process_stays(forq: Forq, module: Modu
     forq.ctl("delete", module.name)
 
 
-def test_the_new_process_waits_until_the_old_one_has_ended_its_job(forq: Forq, tmp_path: Path) -> None:
+def test_the_new_process_waits_until_the_old_one_has_finished_its_job(forq: Forq, tmp_path: Path) -> None:
     forq.create("handed", "wait_for", stop_grace="60s")
     gate = tmp_path / "gate"
     queue = forq.client().queue("handed")
@@ -261,7 +260,7 @@ def test_the_new_process_waits_until_the_old_one_has_ended_its_job(forq: Forq, t
 
 
 def waiting_main(forq: Forq, name: str) -> int | None:
-    """The new main process, once the new retry process has imported its code, too."""
+    """The new main process, once the new retry process has imported its code too."""
     imported = [child for child in forq.queue_status(name)["children"] if child["state"] == "imported"]
     return next(child["pid"] for child in imported if child["role"] == "main") if len(imported) == 2 else None
 
@@ -283,8 +282,8 @@ def test_a_new_process_that_dies_while_it_waits_is_replaced(forq: Forq, tmp_path
     assert [trace.pid for trace in ran] == [serves_anew]
 
 
-def test_restarts_that_are_asked_for_meanwhile_import_once_more_for_all_of_them(forq: Forq, module: Module) -> None:
-    """What the later ones want to have imported may be newer than what the first one has."""
+def test_restarts_requested_meanwhile_share_one_further_import(forq: Forq, module: Module) -> None:
+    """Their code may be newer than the code that the first one imported."""
     forq.ctl("create", "thrice", *module.arguments())
     forq.wait_for_child("thrice")
     gate = hangs(module)
@@ -306,7 +305,7 @@ def test_restarts_that_are_asked_for_meanwhile_import_once_more_for_all_of_them(
 
 @pytest.mark.fault("new code cannot be imported")
 @pytest.mark.parametrize("how", ["shutdown", "delete", "kill"])
-def test_what_ends_the_queue_amid_a_restart_ends_the_new_processes_too(module: Module, how: str) -> None:
+def test_ending_the_queue_during_a_restart_ends_the_new_processes_too(module: Module, how: str) -> None:
     with running() as forq:
         forq.ctl("create", "amid", *module.arguments())
         old = forq.wait_for_child("amid")["pid"]
@@ -329,7 +328,7 @@ def test_what_ends_the_queue_amid_a_restart_ends_the_new_processes_too(module: M
 
 
 @pytest.mark.parametrize("how", ["shutdown", "kill"])
-def test_a_queue_that_is_being_made_is_not_there_after_the_supervisor_ends(module: Module, how: str) -> None:
+def test_a_queue_being_created_does_not_exist_after_the_supervisor_ends(module: Module, how: str) -> None:
     with running() as forq:
         hangs(module)
         create = forq.begin_ctl("create", "half", *module.arguments())
@@ -350,7 +349,7 @@ def test_a_queue_that_is_being_made_is_not_there_after_the_supervisor_ends(modul
         assert "half" not in forq.client().queues()
 
 
-def test_a_restart_of_a_queue_that_waits_to_be_started_again_says_what_is_wrong(forq: Forq, module: Module) -> None:
+def test_a_restart_of_a_queue_waiting_for_its_respawn_reports_the_error(forq: Forq, module: Module) -> None:
     dies = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     module.write(dies)
     forq.ctl("create", "flapping", *module.arguments(), "--no-wait")
@@ -364,7 +363,7 @@ def test_a_restart_of_a_queue_that_waits_to_be_started_again_says_what_is_wrong(
     serves(forq, "flapping", forq.wait_for_child("flapping")["pid"])
 
 
-def test_a_queue_of_the_config_file_holds_up_no_other_and_keeps_its_traceback(module: Module, tmp_path: Path) -> None:
+def test_a_queue_of_the_config_file_delays_no_other_and_keeps_its_traceback(module: Module, tmp_path: Path) -> None:
     slow = Module(tmp_path, f"{module.name}_slow")
     gate = hangs(slow)
     module.write(BROKEN)
@@ -381,7 +380,7 @@ def test_a_queue_of_the_config_file_holds_up_no_other_and_keeps_its_traceback(mo
 
 
 @pytest.mark.parametrize("wait", [0, -1, "5s", None, 1e9, [], {}])
-def test_a_time_for_the_import_that_makes_no_sense_is_refused(forq: Forq, wait: Any) -> None:
+def test_an_invalid_import_timeout_is_refused(forq: Forq, wait: Any) -> None:
     forq.create("sense")
     for method in ("queue.restart", "queue.create"):
         with pytest.raises(UsageError, match="is not allowed: true, false, or seconds up to 86400"):

@@ -1,4 +1,4 @@
-"""Results with a whole supervisor: what handlers of every kind return, and those who wait for it."""
+"""Results with a real supervisor: values returned by handlers of every kind, and clients that wait for them."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def keep(forq: Forq, name: str, function: str, **options: object) -> None:
 
 
 class Waiting:
-    """queue.wait of the same client in many threads; each answer, or what was raised."""
+    """queue.wait of one client in many threads; collects each answer or exception."""
 
     def __init__(self, forq: Forq, queue: str, ids: list[str]) -> None:
         self._queue = forq.client().queue(queue)
@@ -62,7 +62,7 @@ class Waiting:
 
 
 @pytest.mark.spec("M8")
-def test_what_a_handler_returned_is_waited_for_and_shown_later(forq: Forq) -> None:
+def test_a_result_can_be_waited_for_and_is_shown_later(forq: Forq) -> None:
     keep(forq, "echo", "echo")
     queue = forq.client().queue("echo")
     value = {"ü": [1, 2.5, None, {"deep": "\u2028"}]}
@@ -115,7 +115,7 @@ def test_each_job_of_a_large_batch_has_its_own_result(forq: Forq, function: str)
         ("huge", "longer than max_data"),
     ],
 )
-def test_whatever_a_handler_returns_the_job_is_done(forq: Forq, what: str, reason: str) -> None:
+def test_the_job_is_done_whatever_its_handler_returns(forq: Forq, what: str, reason: str) -> None:
     keep(forq, f"odd-{what}", "odd")
     queue = forq.client().queue(f"odd-{what}")
     job_id = queue.enqueue(what)
@@ -127,7 +127,7 @@ def test_whatever_a_handler_returns_the_job_is_done(forq: Forq, what: str, reaso
     assert (status["done"], status["failed"]) == (1, 0)
 
 
-def test_a_dead_job_raises_where_it_is_waited_for(forq: Forq) -> None:
+def test_waiting_for_a_dead_job_raises(forq: Forq) -> None:
     keep(forq, "bad", "odd")
     queue = forq.client().queue("bad")
     with pytest.raises(JobDead, match="no result") as caught:
@@ -164,7 +164,7 @@ def test_the_result_of_an_external_worker(forq: Forq) -> None:
         assert waiting.answers() == {"j1": {"frames": 30}}
 
 
-def test_turned_off_what_is_kept_is_forgotten(forq: Forq) -> None:
+def test_turning_results_off_removes_the_kept_ones(forq: Forq) -> None:
     keep(forq, "off", "echo")
     queue = forq.client().queue("off")
     queue.wait(queue.enqueue(1), 30)
@@ -172,7 +172,7 @@ def test_turned_off_what_is_kept_is_forgotten(forq: Forq) -> None:
     wait_until(lambda: queue.status()["kept"] == 0)
 
 
-def test_jobs_before_a_slow_one_of_their_batch_keep_their_results_and_those_behind_it_run_elsewhere(
+def test_jobs_before_a_slow_one_of_their_batch_keep_their_results_and_later_ones_run_elsewhere(
     forq: Forq, tmp_path: Path
 ) -> None:
     keep(forq, "slow", "slow_if_told", concurrency=2)
@@ -181,7 +181,7 @@ def test_jobs_before_a_slow_one_of_their_batch_keep_their_results_and_those_behi
     values: list[Any] = [*range(300), [str(gate), "slow"], *range(301, 600)]
     ids = queue.enqueue_many(values)
     forq.ctl("resume", "slow")
-    # Those behind it and those of other batches end; those before it in its batch wait for it.
+    # Jobs behind it and of other batches end; jobs before it in its batch wait for it.
     wait_until(lambda: queue.status()["waiting"] == 0 and queue.job(ids[-1])["state"] == "done")
     assert queue.job(ids[300])["state"] == "active"
     gate.touch()
@@ -208,7 +208,7 @@ def test_many_threads_wait_while_workers_are_killed(forq: Forq) -> None:
         assert lost or answers[job_id] == number
 
 
-def test_redis_is_restarted_while_some_wait_and_a_worker_dies_with_what_it_could_not_tell(tmp_path: Path) -> None:
+def test_waiters_get_their_results_although_redis_restarts_and_a_worker_dies_unreported(tmp_path: Path) -> None:
     server = Server(appendonly=True)
     server.start()
     try:
@@ -224,7 +224,7 @@ def test_redis_is_restarted_while_some_wait_and_a_worker_dies_with_what_it_could
             server.stop()
             gate.touch()
             wait_until(lambda: len(forq.traces("end")) == 2)
-            # It has returned, and there is nobody to tell.
+            # It has returned, but its outcome cannot be reported.
             wait_until(lambda: "redis is gone; retrying queue=victim" in forq.log)
             os.kill(pid, signal.SIGKILL)
             assert all(waiting.under_way for waiting in waits.values())

@@ -1,4 +1,4 @@
-"""Retries with a real supervisor: on time, with the handler's say, and visible."""
+"""Retries with a real supervisor: on time, as the handler requests, and visible."""
 
 import json
 import time
@@ -32,7 +32,7 @@ def test_a_job_that_fails_twice_runs_a_third_time_on_time(forq: Forq) -> None:
 
 
 @pytest.mark.spec("Q35")
-def test_permanent_ends_at_once_and_retry_at_is_kept(forq: Forq) -> None:
+def test_permanent_fails_at_once_and_retry_at_is_kept(forq: Forq) -> None:
     forq.create("asking", "ask", min_backoff="100s", max_backoff="100s")
     forever = forq.ctl("push", "asking", '"permanent"')
     wait_until(lambda: forq.queue_status("asking")["dead"] == 1)
@@ -64,5 +64,5 @@ def test_a_hundred_timers_are_on_time_while_workers_are_idle(forq: Forq) -> None
     late.sort()
     print(f"lateness of 100 timers: median {late[50] * 1000:.1f} ms, worst {late[-1] * 1000:.1f} ms")
     assert min(late) > -0.005
-    # Were the timers late, all would be: on a machine with too much to do many workers are.
+    # If the timers were late, all would be; on a busy machine some workers are.
     assert late[25] < 0.1

@@ -1,4 +1,4 @@
-"""Handlers that pull at what holds their process: signals, descriptors, programs, tasks that refuse to end."""
+"""Handlers that attack their process: signals, descriptors, exec, tasks that refuse to end."""
 
 import signal
 import time
@@ -33,7 +33,7 @@ def traces(forq: Forq, queue: str, event: str = "end") -> list[Trace]:
 
 @pytest.mark.fault("handler crashes in C")
 @pytest.mark.parametrize("signum", [signal.SIGRTMIN + 5, signal.SIGRTMAX - 1, signal.SIGSEGV])
-def test_a_death_by_any_signal_is_recovered_and_the_queue_goes_on(forq: Forq, signum: int) -> None:
+def test_a_death_by_any_signal_is_recovered_and_the_queue_continues(forq: Forq, signum: int) -> None:
     name = f"signal{int(signum)}"
     create(forq, name, "kill_itself")
     forq.client().queue(name).enqueue(int(signum), id="j")
@@ -43,9 +43,7 @@ def test_a_death_by_any_signal_is_recovered_and_the_queue_goes_on(forq: Forq, si
 
 
 @pytest.mark.fault("handler becomes another program")
-def test_a_process_that_became_another_program_is_killed_and_its_files_are_left_alone(
-    forq: Forq, tmp_path: Path
-) -> None:
+def test_a_process_that_execs_another_program_is_killed_and_its_files_are_untouched(forq: Forq, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("untouched")
     create(forq, "exec", "become_another_program", timeout="1s", max_timeouts=0)
@@ -58,7 +56,7 @@ def test_a_process_that_became_another_program_is_killed_and_its_files_are_left_
 
 
 @pytest.mark.fault("handler closes all descriptors")
-def test_a_handler_that_speaks_on_the_leash_is_ended_and_counted(forq: Forq) -> None:
+def test_a_handler_that_writes_to_the_leash_is_killed_and_counted(forq: Forq) -> None:
     create(forq, "leash", "write_to_sockets")
     queue = forq.client().queue("leash")
     queue.enqueue(1, id="j")
@@ -69,14 +67,14 @@ def test_a_handler_that_speaks_on_the_leash_is_ended_and_counted(forq: Forq) -> 
     assert held.count("leash main") <= 1, "no units are lost"
 
 
-def test_tasks_that_refuse_to_end_do_not_hold_up_a_replaced_process(forq: Forq) -> None:
+def test_tasks_that_refuse_to_end_do_not_delay_a_replaced_process(forq: Forq) -> None:
     create(forq, "stubborn", "leave_a_stubborn_task", max_jobs=1)
     forq.client().queue("stubborn").enqueue_many(range(5))
     wait_until(lambda: forq.queue_status("stubborn")["done"] == 5, what="all ran")
     wait_until(lambda: len(forq.queue_status("stubborn")["children"]) == 2, what="the old processes are gone")
 
 
-def test_a_job_that_failed_while_redis_was_away_is_not_taken_for_one_that_hangs(server: Server, redis_url: str) -> None:
+def test_a_job_that_failed_while_redis_was_down_is_not_treated_as_hung(server: Server, redis_url: str) -> None:
     with running(redis=redis_url, settings='expiry = "60s"\n') as forq:
         create(forq, "away", "fail_for_good", timeout="1s")
         queue = forq.client().queue("away")
@@ -93,7 +91,7 @@ def test_a_job_that_failed_while_redis_was_away_is_not_taken_for_one_that_hangs(
         assert (queue.job("j")["timeout_count"], len(traces(forq, "away", "start"))) == (0, 1)
 
 
-def test_a_worker_that_has_left_gives_its_units_back_before_its_process_ends() -> None:
+def test_a_worker_that_has_left_returns_its_units_before_its_process_ends() -> None:
     with running(settings="capacity = 20\n") as forq:
         forq.create("two", "sleep", concurrency=2, max_jobs=1)
         queue = forq.client().queue("two")
@@ -134,7 +132,7 @@ def test_a_queue_that_was_config_error_is_kept_alive_after_a_restart(redis_url: 
                 time.sleep(0.05)
 
 
-def test_a_process_that_a_handler_forks_dies_of_a_term_that_comes_at_once(forq: Forq) -> None:
+def test_a_process_forked_by_a_handler_dies_of_an_immediate_term(forq: Forq) -> None:
     create(forq, "forks", "term_what_it_forks")
     pid = forq.wait_for_child("forks")["pid"]
     forq.client().queue("forks").enqueue(30)
@@ -144,7 +142,7 @@ def test_a_process_that_a_handler_forks_dies_of_a_term_that_comes_at_once(forq: 
 
 
 @pytest.mark.parametrize("copy", ["pass", "raise SystemExit(78)", "raise ValueError('of the copy')"])
-def test_a_module_that_forks_at_import_makes_no_second_worker(forq: Forq, tmp_path: Path, copy: str) -> None:
+def test_a_module_that_forks_at_import_creates_no_second_worker(forq: Forq, tmp_path: Path, copy: str) -> None:
     (tmp_path / "forks_at_import.py").write_text(
         f"import os\nfrom traced import record\n\nif os.fork() == 0:\n    {copy}\n\nhandle = record\n"
     )
@@ -161,7 +159,7 @@ def test_a_module_that_forks_at_import_makes_no_second_worker(forq: Forq, tmp_pa
     assert forq.child(name)["restarts"] == 0
 
 
-def test_a_copy_of_the_process_that_comes_back_from_a_handler_says_nothing(forq: Forq, tmp_path: Path) -> None:
+def test_a_forked_copy_that_returns_from_a_handler_reports_nothing(forq: Forq, tmp_path: Path) -> None:
     (tmp_path / "forks_and_raises.py").write_text(
         "import os\nfrom traced import trace\n\ndef handle(data, job):\n    pid = os.fork()\n    if pid == 0:\n"
         "        raise ValueError('of the copy')\n    os.waitpid(pid, 0)\n    trace(job, 'end')\n"
@@ -174,7 +172,7 @@ def test_a_copy_of_the_process_that_comes_back_from_a_handler_says_nothing(forq:
     assert "of the copy" not in forq.ctl("logs", "copies")
 
 
-def test_the_name_of_an_exception_is_cut(forq: Forq, tmp_path: Path) -> None:
+def test_a_long_exception_name_is_truncated(forq: Forq, tmp_path: Path) -> None:
     (tmp_path / "long_name.py").write_text(
         "def handle(data, job):\n    raise type('E' * 10_000_000, (Exception,), {})\n"
     )

@@ -1,4 +1,4 @@
-"""Periodic jobs through whole supervisors: one job per tick whatever dies, ticks on time, config files, forqctl."""
+"""Periodic jobs with whole supervisors: one job per tick whatever dies, ticks on time, config files, forqctl."""
 
 import os
 import random
@@ -33,7 +33,7 @@ def freeze(forq: Forq, seconds: float) -> None:
 
 
 def ticks_told(queue: OneQueue, verb: str) -> list[int]:
-    """The ticks of the jobs that the journal tells this of, in its order."""
+    """The ticks of the jobs with this journal event, in order."""
     return [int(job.rpartition(":")[2]) for said, job in queue.journal_events() if said == verb and job]
 
 
@@ -42,7 +42,7 @@ def ticks_told(queue: OneQueue, verb: str) -> list[int]:
 def test_three_supervisors_make_one_job_per_tick_while_they_are_killed_and_frozen(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """A tick per second; again and again one supervisor is killed and started anew, or frozen and woken."""
+    """One tick per second; again and again a supervisor is killed and restarted, or frozen and woken."""
     chance, trace = random.Random(SEED), tmp_path / "trace"
     supervisors = [Forq(redis=redis_url, settings=QUICK, trace=trace) for _ in range(3)]
     killed = frozen = 0
@@ -82,7 +82,7 @@ def test_three_supervisors_make_one_job_per_tick_while_they_are_killed_and_froze
 
 
 @pytest.mark.spec("M10", "M11")
-def test_ticks_come_on_time_and_nothing_is_asked_in_between(server: Server, redis_url: str) -> None:
+def test_ticks_are_on_time_without_polling(server: Server, redis_url: str) -> None:
     with running(redis=redis_url, settings='heartbeat = "60s"\nexpiry = "180s"\n') as forq:
         forq.create("q", "record")
         forq.wait_for_child("q")
@@ -101,14 +101,14 @@ def test_ticks_come_on_time_and_nothing_is_asked_in_between(server: Server, redi
             tick = int(trace.job.rpartition(":")[2]) / 1000
             late.append(trace.time + time.time() - time.monotonic() - tick)
         print(f"\nlate by {[round(seconds * 1000) for seconds in late]} ms")
-        # Were the ticks late, all would be: on a machine with too much to do many workers are.
+        # If the ticks were late, all would be; on a busy machine some workers are.
         assert sorted(late)[len(late) // 4] < 0.2
         assert min(late) > -0.005
         assert queue.schedules()[0]["missed"] == 0
 
 
 @pytest.mark.spec("M11")
-def test_after_a_time_without_supervisors_there_is_one_run(redis_url: str) -> None:
+def test_after_a_time_without_supervisors_one_missed_tick_runs(redis_url: str) -> None:
     with running(redis=redis_url) as forq:
         forq.create("q", "record")
         forq.ctl("schedule", "q", "beat", "--every", "2s")
@@ -124,7 +124,7 @@ def test_after_a_time_without_supervisors_there_is_one_run(redis_url: str) -> No
 
 
 @pytest.mark.spec("M11")
-def test_schedules_of_a_config_file_are_set_at_start_and_removed_when_they_are_gone(redis_url: str) -> None:
+def test_schedules_of_a_config_file_are_set_at_start_and_removed_with_their_section(redis_url: str) -> None:
     table = f'[queues.q]\nhandler = "traced:record"\npath = "{HANDLERS}"\n'
     schedules = '[queues.q.schedules.often]\nevery = "1h"\n[queues.q.schedules.night]\ncron = "30 2 * * *"\n'
     with running(redis=redis_url, settings=table + schedules) as forq:
@@ -142,7 +142,7 @@ def test_schedules_of_a_config_file_are_set_at_start_and_removed_when_they_are_g
         assert "until the next start" in forq.ctl("unschedule", "q", "often")
 
 
-def test_schedules_through_forqctl(redis_url: str) -> None:
+def test_forqctl_manages_schedules(redis_url: str) -> None:
     with running(redis=redis_url) as forq:
         forq.create("q", "record")
         shown = forq.ctl("schedule", "q", "night", "--cron", "30 2 * * *", "--zone", "Europe/Berlin", "--dry-run")

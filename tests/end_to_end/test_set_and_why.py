@@ -49,7 +49,7 @@ def test_a_changed_option_applies_to_the_next_claim_and_after_a_restart() -> Non
         (["here", "rubbish"], 2, "OPTION=VALUE"),
     ],
 )
-def test_what_cannot_be_set_is_refused(forq: Forq, arguments: list[str], code: int, says: str) -> None:
+def test_options_that_cannot_be_set_are_refused(forq: Forq, arguments: list[str], code: int, says: str) -> None:
     forq.create("here", "noop")
     done = forq.run_ctl("set", *arguments)
     assert (done.returncode, says in done.stderr) == (code, True), done.stderr
@@ -61,7 +61,7 @@ def write_handler(forq: Forq, name: str, source: str) -> list[str]:
     return ["--handler", f"{name}:handle", "--path", str(forq.directory)]
 
 
-def test_why_says_that_the_processes_of_a_queue_keep_dying(forq: Forq) -> None:
+def test_why_reports_that_the_processes_of_a_queue_keep_dying(forq: Forq) -> None:
     dies = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     forq.ctl("create", "dying", "--no-wait", *write_handler(forq, "dies_at_import", dies))
     job_id = forq.ctl("push", "dying", "1")
@@ -73,7 +73,7 @@ def test_why_says_that_the_processes_of_a_queue_keep_dying(forq: Forq) -> None:
     forq.ctl("delete", "dying", "--force")
 
 
-def test_a_queue_whose_import_hangs_is_starting_and_why_says_so(forq: Forq) -> None:
+def test_a_queue_whose_import_hangs_is_starting_and_why_reports_it(forq: Forq) -> None:
     gate = forq.directory / "gate"
     waits = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\ndef handle(d, j): pass\n"
     forq.ctl("create", "hanging", "--no-wait", *write_handler(forq, "hangs_at_import", waits))
@@ -88,7 +88,7 @@ def test_a_queue_whose_import_hangs_is_starting_and_why_says_so(forq: Forq) -> N
     assert forq.queue_status("hanging")["state"] == "running"
 
 
-def test_create_while_the_supervisor_stops_says_so() -> None:
+def test_create_during_a_shutdown_is_refused_with_the_reason() -> None:
     with running() as forq:
         forq.create("busy", "sleep", stop_grace="60s")
         forq.ctl("push", "busy", "60")
@@ -114,7 +114,7 @@ def test_a_paused_queue_that_is_drained_is_shown_as_paused(forq: Forq) -> None:
     assert draining.communicate(timeout=20)[0] == "drained halted\n"
 
 
-def test_why_tells_each_state_apart(forq: Forq) -> None:
+def test_why_distinguishes_every_state(forq: Forq) -> None:
     forq.create("asked", "sleep", max_retries=1, min_backoff="100s", max_backoff="100s")
     running_id = forq.ctl("push", "asked", "30")
     wait_until(lambda: forq.queue_status("asked")["active"] == 1)
@@ -138,7 +138,7 @@ def test_why_tells_each_state_apart(forq: Forq) -> None:
     forq.ctl("delete", "asked", "--force")
 
 
-def test_who_waits_for_a_queue_that_cannot_be_made_is_told_at_once() -> None:
+def test_a_push_that_waits_for_an_impossible_queue_fails_at_once() -> None:
     with running(settings="max_queues = 1\n") as forq:
         forq.create("only")
         create = {"name": "second", "handler": "traced:noop", "path": [str(HANDLERS)]}
@@ -156,7 +156,7 @@ def test_who_waits_for_a_queue_that_cannot_be_made_is_told_at_once() -> None:
         assert time.monotonic() - began < OPENING_SECONDS
 
 
-def test_creating_deleting_and_using_a_queue_at_once_never_blames_redis() -> None:
+def test_creating_deleting_and_using_a_queue_concurrently_never_blames_redis() -> None:
     with running() as forq:
         client = ControlClient(str(forq.state_dir / "control.sock"), 30.0)
         asked = []
@@ -178,7 +178,7 @@ def test_creating_deleting_and_using_a_queue_at_once_never_blames_redis() -> Non
         client.close()
 
 
-def test_in_a_queue_that_cannot_be_served_why_tells_what_waits_from_what_has_ended() -> None:
+def test_why_in_an_unserved_queue_distinguishes_waiting_from_ended_jobs() -> None:
     with running(settings="[queues.broken]\nhandler = 'nowhere:handle'\n") as forq:
         wait_until(lambda: forq.queue_status("broken")["state"] == "config_error")
         for job_id in ("waits", "ended"):

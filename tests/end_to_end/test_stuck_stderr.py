@@ -1,4 +1,4 @@
-"""A supervisor whose log nobody reads: it answers, its queues work, and it says what it could not say."""
+"""A supervisor whose log nobody reads: it answers, its queues work, and it reports the lines it dropped."""
 
 import fcntl
 import os
@@ -18,7 +18,7 @@ from tests.support.drive.supervisor import Forq
 from tests.support.drive.wait import wait_until
 
 PING_MS = 50.0
-# More than what may wait.
+# More than the buffer holds.
 LINES = 6000
 
 pytestmark = pytest.mark.timeout(120)
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(params=["pipe", "terminal", "socket"])
 def ends(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    """A descriptor to read from, and a stderr that takes nothing more."""
+    """A descriptor to read from, and a stderr that accepts nothing more."""
     if request.param == "pipe":
         reading, writing = os.pipe()
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
@@ -47,7 +47,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     os.close(writing)
 
 
-def test_a_log_that_nobody_reads_holds_up_nobody(ends: tuple[int, int], tmp_path: Path) -> None:
+def test_an_unread_log_blocks_nobody(ends: tuple[int, int], tmp_path: Path) -> None:
     reading, writing = ends
     forq = Forq()
     pinger = None
@@ -59,7 +59,7 @@ def test_a_log_that_nobody_reads_holds_up_nobody(ends: tuple[int, int], tmp_path
         pinger.wait_for(20)
         forq.create("loud", "noop")
         for _ in range(LINES):
-            # One line each, if they are not so close together that the supervisor sees several as one.
+            # One line each, unless they come so close together that the supervisor sees several as one.
             os.kill(forq.pid, signal.SIGHUP)
             time.sleep(0.0005)
         forq.client().queue("loud").enqueue_many([1] * 100)
@@ -84,7 +84,7 @@ def test_a_log_that_nobody_reads_holds_up_nobody(ends: tuple[int, int], tmp_path
         forq.remove()
 
 
-def test_a_supervisor_whose_log_nobody_reads_can_be_stopped(ends: tuple[int, int]) -> None:
+def test_a_supervisor_whose_log_is_unread_can_be_stopped(ends: tuple[int, int]) -> None:
     _, writing = ends
     forq = Forq()
     try:

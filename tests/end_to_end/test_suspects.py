@@ -1,4 +1,4 @@
-"""Suspects run alone, but several at a time; fail jobs wait neither for them nor for the retry lane."""
+"""Suspects run alone in a process, several in parallel; fail jobs wait neither for them nor for the retry lane."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def starts(forq: Forq, queue: str) -> list[Trace]:
 
 
 def runs(forq: Forq, queue: str) -> list[tuple[Trace, float]]:
-    """Each attempt that has ended: its start, and when it ended."""
+    """Each ended attempt: its start, and the time of its end."""
     ends = {(trace.job, trace.fence): trace.time for trace in forq.traces("end") if trace.queue == queue}
     return [(start, ends[start.job, start.fence]) for start in starts(forq, queue) if (start.job, start.fence) in ends]
 
@@ -36,7 +36,7 @@ def helpers(forq: Forq, queue: str, role: str = "suspect") -> list[dict[str, Any
 
 
 def kill_main(forq: Forq, queue: str, jobs: int) -> None:
-    """With -9, once it runs so many jobs."""
+    """Kills it with -9 once it runs this many jobs."""
     wait_until(lambda: len(forq.child(queue)["jobs"]) == jobs, what=f"{jobs} jobs run in {queue}")
     os.kill(forq.child(queue)["pid"], signal.SIGKILL)
 
@@ -59,7 +59,7 @@ def test_suspects_run_in_parallel_each_alone_in_its_process(forq: Forq) -> None:
     forq.ctl("delete", "crowd")
 
 
-def test_main_workers_go_on_while_suspects_run(forq: Forq) -> None:
+def test_main_workers_continue_while_suspects_run(forq: Forq) -> None:
     forq.create("busy", "sleep", concurrency=3)
     queue = forq.client().queue("busy")
     queue.enqueue_many([3.0] * 3)
@@ -71,7 +71,7 @@ def test_main_workers_go_on_while_suspects_run(forq: Forq) -> None:
 
 
 @pytest.mark.parametrize("busy_with", ["lane", "suspect"])
-def test_a_fail_job_does_not_wait_for_what_the_retry_process_runs(forq: Forq, busy_with: str) -> None:
+def test_a_fail_job_does_not_wait_for_the_job_of_the_retry_process(forq: Forq, busy_with: str) -> None:
     name = f"fails-{busy_with}"
     options = ("--set=max_retries=0", "--set=retry_lane_retries=1", "--set=min_backoff=0", "--set=concurrency=2")
     handlers = ("--handler", "traced:act", "--fail-handler", "traced:on_fail_id", "--path", str(HANDLERS))
@@ -114,13 +114,13 @@ def test_helpers_end_with_their_queue(verb: str) -> None:
             assert forq.stop() == 0
         wait_until(lambda: not alive(pids), what="they are gone")
         if verb == "restart":
-            # Interrupted, not counted; the new processes take them up.
+            # Interrupted, so not counted; the new processes run them.
             wait_until(lambda: len(starts(forq, "ends")) == 9, what="all three run again")
             assert all(start.stalls == 0 for start in starts(forq, "ends"))
 
 
 def test_suspects_of_a_paused_queue_wait_and_run_in_parallel_when_it_is_resumed() -> None:
-    """With heartbeats that are far apart: nobody waits for the next one."""
+    """With heartbeats far apart: nothing waits for the next one."""
     with running(settings='capacity = 1000\nheartbeat = "60s"\nexpiry = "10m"\n') as forq:
         forq.create("later", "sleep", concurrency=4)
         queue = forq.client().queue("later")
@@ -135,7 +135,7 @@ def test_suspects_of_a_paused_queue_wait_and_run_in_parallel_when_it_is_resumed(
         assert len({start.pid for start, _ in runs(forq, "later")}) == 4
 
 
-def test_suspects_are_found_though_pulse_dies_with_the_workers(forq: Forq) -> None:
+def test_suspects_are_found_even_if_pulse_dies_with_the_workers(forq: Forq) -> None:
     forq.create("deaf", "sleep", concurrency=4)
     queue = forq.client().queue("deaf")
     queue.enqueue_many([1.0] * 4)

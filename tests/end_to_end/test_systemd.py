@@ -1,4 +1,4 @@
-"""forq under a real systemd, installed as docs/guide/systemd.md says. `make test-systemd` shows each step."""
+"""forq under a real systemd, installed as docs/guide/systemd.md says. `make test-systemd` prints each step."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def machine(possible: None) -> Iterator[Machine]:
 
 
 def ended(machine: Machine) -> list[str]:
-    """The ids of the jobs that have ended, each time they did."""
+    """The ids of ended jobs, once per end."""
     lines = [line.split(" ") for line in machine.read("/var/lib/forq/trace").splitlines()]
     return [line[1] for line in lines if line[4] == "end"]
 
@@ -54,7 +54,7 @@ def begun(machine: Machine) -> list[str]:
     return [line.split(" ")[1] for line in machine.read("/var/lib/forq/trace").splitlines()]
 
 
-def test_start_returns_when_the_queues_are_served_and_status_says_what_runs(machine: Machine) -> None:
+def test_start_returns_when_the_queues_are_served_and_status_shows_what_runs(machine: Machine) -> None:
     machine.run("systemctl", "start", "forq.service")
     machine.wait_for(**RUNNING)
     machine.run("forqctl", "push", "slow", "30", "--id", "long")
@@ -64,14 +64,14 @@ def test_start_returns_when_the_queues_are_served_and_status_says_what_runs(mach
 
 
 @pytest.mark.slow
-def test_service_is_up_without_redis_and_says_so(machine: Machine) -> None:
+def test_the_service_starts_without_redis_and_reports_it(machine: Machine) -> None:
     machine.write("/etc/forq/forq.toml", f'redis = "unix:///run/forq/no.sock"\n{CONFIG}')
     machine.run("systemctl", "start", "forq.service")
     machine.wait_for(ActiveState="^active$", StatusText="^4 queues, 0 jobs running, Redis is down: .*no.sock")
 
 
 @pytest.mark.slow
-def test_each_queue_has_a_control_group_of_its_own_and_programs_know_nothing_of_systemd(machine: Machine) -> None:
+def test_each_queue_has_its_own_control_group_and_programs_see_nothing_of_systemd(machine: Machine) -> None:
     machine.run("systemctl", "start", "forq.service")
     groups = machine.run("find", "/sys/fs/cgroup/system.slice/forq.service", "-name", "work-main-*")
     assert groups
@@ -82,7 +82,7 @@ def test_each_queue_has_a_control_group_of_its_own_and_programs_know_nothing_of_
 
 
 @pytest.mark.slow
-def test_idle_supervisor_is_not_restarted_and_a_frozen_one_is(machine: Machine) -> None:
+def test_an_idle_supervisor_is_not_restarted_and_a_frozen_one_is(machine: Machine) -> None:
     machine.run("systemctl", "start", "forq.service")
     before = machine.main_pid()
 
@@ -123,12 +123,12 @@ def test_stop_takes_the_longest_grace_even_beyond_the_timeout_of_the_unit(machin
 
 
 @pytest.mark.slow
-def test_killed_supervisor_is_restarted_and_no_job_is_lost(machine: Machine) -> None:
+def test_a_killed_supervisor_is_restarted_and_no_job_is_lost(machine: Machine) -> None:
     machine.run("systemctl", "start", "forq.service")
     jobs = {f"job-{number}" for number in range(300)}
     records = "\n".join(json.dumps({"id": job, "data": 0.01}) for job in sorted(jobs))
     machine.write("/run/jobs.jsonl", records, show=False)
-    # Its data says to take so long the first time only.
+    # Its data makes only the first run long.
     machine.run("forqctl", "push", "slow", "[60]", "--id", "interrupted")
     machine.run("forqctl", "push", "work", "--file", "/run/jobs.jsonl", "--records")
     wait_until(lambda: "interrupted" in begun(machine) and len(ended(machine)) > 10, what="jobs are under way")
@@ -146,7 +146,7 @@ def test_killed_supervisor_is_restarted_and_no_job_is_lost(machine: Machine) -> 
 
 
 @pytest.mark.slow
-def test_first_forqctl_starts_the_service_and_a_stop_keeps_the_socket(machine: Machine) -> None:
+def test_the_first_forqctl_starts_the_service_and_a_stop_keeps_the_socket(machine: Machine) -> None:
     machine.run("systemctl", "start", "forq.socket")
     assert machine.main_pid() == 0
     assert machine.run("forqctl", "ping") == f"pong from pid {machine.main_pid()}"
@@ -159,7 +159,7 @@ def test_first_forqctl_starts_the_service_and_a_stop_keeps_the_socket(machine: M
 
 
 @pytest.mark.slow
-def test_without_the_socket_unit_the_service_makes_its_own_and_takes_it_away(machine: Machine) -> None:
+def test_without_the_socket_unit_the_service_creates_and_removes_its_own(machine: Machine) -> None:
     machine.run("systemctl", "start", "forq.service")
     machine.run("forqctl", "ping")
     machine.run("systemctl", "stop", "forq.service")
@@ -167,7 +167,7 @@ def test_without_the_socket_unit_the_service_makes_its_own_and_takes_it_away(mac
 
 
 @pytest.mark.slow
-def test_wrong_settings_turn_the_client_away_and_are_not_tried_again(machine: Machine) -> None:
+def test_invalid_settings_are_reported_to_the_client_and_not_retried(machine: Machine) -> None:
     machine.write("/etc/forq/forq.toml", "no_such_setting = 1\n")
     machine.run("systemctl", "start", "forq.socket")
     refused = machine.run("forqctl", "ping", check=False)
@@ -182,7 +182,7 @@ def test_wrong_settings_turn_the_client_away_and_are_not_tried_again(machine: Ma
 @pytest.mark.parametrize(
     ("code", "again"), [*((code, False) for code in FINAL), (FAILED, True), (LOST_PLACE, True), (NO_REDIS, True)]
 )
-def test_only_what_may_pass_is_started_again(machine: Machine, code: int, again: bool) -> None:
+def test_only_transient_failures_are_restarted(machine: Machine, code: int, again: bool) -> None:
     ends = f"[Service]\nType=exec\nExecStart=\nExecStart=/bin/sh -c 'exit {code}'\n"
     machine.write("/run/units/forq.service.d/ends.conf", ends)
     machine.run("systemctl", "daemon-reload")
@@ -204,7 +204,7 @@ def test_handlers_go_first_when_memory_runs_out_and_nothing_dumps_core(machine: 
     queues = {line for line in scores if re.match("forq: (work|slow|daemons|environment) ", line)}
     assert len(queues) == 8
     assert {scores[line] for line in queues} == {500}
-    # In a container without the right to lower it systemd leaves it as it is.
+    # In a container without the right to lower it, systemd leaves it unchanged.
     lowered = subprocess.run(
         ["sh", "-c", "echo -500 > /proc/self/oom_score_adj"], stderr=subprocess.DEVNULL, check=False
     )
@@ -214,7 +214,7 @@ def test_handlers_go_first_when_memory_runs_out_and_nothing_dumps_core(machine: 
 
 
 @pytest.mark.slow
-def test_another_place_is_one_variable_in_a_drop_in(machine: Machine) -> None:
+def test_another_location_is_one_variable_in_a_drop_in(machine: Machine) -> None:
     machine.run("mkdir", "-p", "/opt/elsewhere/bin")
     machine.write("/opt/elsewhere/bin/forq", '#!/bin/sh\nSTARTED_BY=elsewhere exec /opt/forq/bin/forq "$@"\n')
     machine.run("chmod", "755", "/opt/elsewhere/bin/forq")

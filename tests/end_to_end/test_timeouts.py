@@ -1,4 +1,4 @@
-"""Jobs that run past their time, in every way in which a handler can refuse to end."""
+"""Jobs that run past their timeout, in every way in which a handler can refuse to end."""
 
 import statistics
 import time
@@ -29,7 +29,7 @@ def starts(forq: Forq, queue: str, job_id: str, event: str = "start") -> list[fl
 
 
 def overruns(forq: Forq, queue: str, times: int) -> list[float]:
-    """How long after its deadline each of so many hung jobs was killed, in seconds."""
+    """How many seconds after its deadline each of `times` hung jobs was killed."""
     forq.create(queue, "act", timeout="1s", max_timeouts=0)
     ids = forq.client().queue(queue).enqueue_many([{"do": "spin"}] * times)
     wait_until(lambda: forq.queue_status(queue)["dead"] == times, seconds=times * 3 + 20, what="all are dead")
@@ -51,7 +51,7 @@ def overruns(forq: Forq, queue: str, times: int) -> list[float]:
 def test_a_c_loop_that_holds_the_interpreter_is_killed_at_its_deadline_and_its_stack_is_kept(forq: Forq) -> None:
     late = overruns(forq, "spin", 3)
     assert all(seconds >= 0 for seconds in late)
-    # Of the three the quickest: on a machine with too much to do each may have to wait for its turn.
+    # The quickest of three: on a busy machine each may have to wait for a CPU.
     assert min(late) < 0.5, late
     after = forq.client().queue("spin").enqueue({"do": "sleep"}, id="after")
     wait_until(lambda: starts(forq, "spin", after, "end"), what="the next job ran")
@@ -119,7 +119,7 @@ def test_a_stuck_interpreter_is_killed_at_once_and_its_other_jobs_are_not_counte
 
 
 @pytest.mark.spec("Q14")
-def test_a_coroutine_is_cancelled_at_its_deadline_and_its_process_lives_on(forq: Forq) -> None:
+def test_a_coroutine_is_cancelled_at_its_deadline_and_its_process_survives(forq: Forq) -> None:
     forq.create("async", "sleep_async", timeout="200ms", max_timeouts=0)
     pid = forq.wait_for_child("async")["pid"]
     jobs = forq.client().queue("async")
@@ -144,7 +144,7 @@ def test_a_coroutine_that_refuses_to_be_cancelled_is_killed_with_its_process(for
 
 
 @pytest.mark.spec("Q9")
-def test_a_timeout_that_was_changed_holds_for_what_is_claimed_next(forq: Forq) -> None:
+def test_a_changed_timeout_applies_to_the_next_claims(forq: Forq) -> None:
     forq.create("changed", "act", timeout="1h")
     jobs = forq.client().queue("changed")
     jobs.enqueue({"do": "sleep"}, id="first")
@@ -156,7 +156,7 @@ def test_a_timeout_that_was_changed_holds_for_what_is_claimed_next(forq: Forq) -
 
 
 @pytest.mark.spec("Q32")
-def test_a_fail_handler_has_a_timeout_of_its_own(forq: Forq) -> None:
+def test_a_fail_handler_has_its_own_timeout(forq: Forq) -> None:
     settings = ("--set=max_retries=0", "--set=fail_timeout=200ms", "--set=fail_max_retries=1")
     path = ("--path", str(HANDLERS))
     forq.ctl("create", "failing", "--handler", "traced:fail", "--fail-handler", "traced:hang_in_fail", *path, *settings)

@@ -19,7 +19,7 @@ def forq() -> Iterator[Forq]:
         yield forq
 
 
-def test_keys_pause_and_resume_a_queue_and_the_screen_outlives_the_supervisor(forq: Forq) -> None:
+def test_keys_pause_and_resume_a_queue_and_the_screen_survives_the_supervisor(forq: Forq) -> None:
     terminal = OnTerminal([str(BIN / "forqctl"), "top", "--interval", "200ms"], forq.environ(), columns=100)
     try:
         terminal.wait_for(lambda text: "mails" in text and "redis: ok, counts in" in text)
@@ -42,7 +42,7 @@ def test_keys_pause_and_resume_a_queue_and_the_screen_outlives_the_supervisor(fo
         terminal.close()
 
 
-def test_json_shows_what_runs_and_how_much_is_done(forq: Forq) -> None:
+def test_json_shows_running_jobs_and_counts(forq: Forq) -> None:
     forq.ctl("push", "slow", "60", "--id", "nap")
     forq.wait_for_child("slow", "busy")
     first, second = (

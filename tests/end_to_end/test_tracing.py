@@ -1,4 +1,4 @@
-"""A span per attempt, below the span in which the job was enqueued: in a file, and at a collector."""
+"""One span per attempt, below the span of its enqueue: in a file, and at a collector."""
 
 import json
 import threading
@@ -28,7 +28,7 @@ def spans_in(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("function", ["inside", "inside_async"])
-def test_an_attempt_is_a_span_below_that_of_its_enqueue_and_above_those_of_its_handler(
+def test_an_attempt_is_a_span_between_its_enqueue_and_the_spans_of_its_handler(
     redis_url: str, tmp_path: Path, function: str
 ) -> None:
     file = tmp_path / "traces.jsonl"
@@ -50,7 +50,7 @@ def test_an_attempt_is_a_span_below_that_of_its_enqueue_and_above_those_of_its_h
     assert (inside["name"], inside["parent_id"]) == ("inside", attempt["context"]["span_id"])
 
 
-def test_each_attempt_is_a_span_and_one_that_fails_says_why(redis_url: str, tmp_path: Path) -> None:
+def test_each_attempt_is_a_span_and_a_failed_one_has_the_error(redis_url: str, tmp_path: Path) -> None:
     file = tmp_path / "traces.jsonl"
     with running(redis=redis_url, settings=f'tracing = "file:{file}"') as forq:
         create(forq, "q", "inside", "--set=min_backoff=10ms")
@@ -73,7 +73,7 @@ def test_each_attempt_is_a_span_and_one_that_fails_says_why(redis_url: str, tmp_
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """An OTLP collector on loopback; what it was sent."""
+    """An OTLP collector on loopback, and the requests that it received."""
     received: list[ExportTraceServiceRequest] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -95,7 +95,7 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
         thread.join()
 
 
-def test_spans_reach_a_collector_when_the_process_ends_in_order(
+def test_spans_reach_a_collector_when_the_process_ends_normally(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with collector() as (endpoint, received):
@@ -113,7 +113,7 @@ def test_spans_reach_a_collector_when_the_process_ends_in_order(
     assert named == {"shop"}
 
 
-def test_a_collector_that_is_not_there_costs_no_job_anything(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_collector_does_not_affect_jobs(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     with running(redis=redis_url, settings='tracing = "otlp"') as forq:
         create(forq, "q", "inside")
@@ -122,7 +122,7 @@ def test_a_collector_that_is_not_there_costs_no_job_anything(redis_url: str, mon
         assert forq.stop() == 0
 
 
-def test_a_file_that_cannot_be_written_costs_the_spans_and_no_job(redis_url: str, tmp_path: Path) -> None:
+def test_an_unwritable_file_loses_spans_but_no_job(redis_url: str, tmp_path: Path) -> None:
     with running(redis=redis_url, settings=f'tracing = "file:{tmp_path}/missing/spans"') as forq:
         create(forq, "q", "inside")
         Client(redis_url).queue("q").enqueue(1)

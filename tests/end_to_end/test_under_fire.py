@@ -27,7 +27,7 @@ QUICK = 'heartbeat = "1s"\nexpiry = "4s"\n'
 
 @contextmanager
 def killer(forq: Forq, seed: int, kills: list[int]) -> Iterator[None]:
-    """Kills a child of this supervisor every few milliseconds, until the block ends."""
+    """Kills a child of this supervisor every few milliseconds until the block ends."""
     over = threading.Event()
 
     def kill() -> None:
@@ -76,7 +76,7 @@ def dispatch_at_random(url: str, producer: int, seed: int, count: int, unknown: 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.spec("Q1", "Q3", "Q5", "Q7")
-def test_no_two_runs_of_an_id_overlap_and_the_last_data_is_run(server: Server, redis_url: str, tmp_path: Path) -> None:
+def test_no_two_runs_of_an_id_overlap_and_the_last_data_runs(server: Server, redis_url: str, tmp_path: Path) -> None:
     seed = int(os.environ.get("FORQ_TEST_SEED", "0")) or random.randrange(1, 10**6)
     trace = tmp_path / "trace"
     unknown: list[int] = []

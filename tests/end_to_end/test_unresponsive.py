@@ -1,4 +1,4 @@
-"""Processes of queues that do not answer: their jobs run elsewhere, and they are replaced when that is safe."""
+"""Unresponsive processes of queues: their jobs run elsewhere, and they are replaced when that is safe."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def forq() -> Iterator[Forq]:
 
 
 def create(forq: Forq, name: str, function: str, **options: object) -> int:
-    """A queue whose main process has this pid."""
+    """Creates a queue; returns the pid of its main process."""
     settings = [f"--set={key}={value}" for key, value in options.items()]
     forq.ctl("create", name, "--handler", f"keeping:{function}", "--path", str(HANDLERS), *settings)
     pid: int = forq.wait_for_child(name)["pid"]
@@ -34,7 +34,7 @@ def create(forq: Forq, name: str, function: str, **options: object) -> int:
 
 
 def children(forq: Forq, name: str) -> dict[int, str]:
-    """The states of the queue's processes, without asking anybody but the supervisor."""
+    """The states of the queue's processes, from the supervisor alone."""
     status = request_status(str(forq.state_dir / "control.sock"), 10.0)
     queue = next(queue for queue in status["queues"] if queue["name"] == name)
     return {child["pid"]: child["state"] for child in queue["children"]}
@@ -45,7 +45,7 @@ def runs(forq: Forq, job: str, event: str = "end") -> list[Trace]:
 
 
 def ran_elsewhere(forq: Forq, job: str, pid: int, began: float) -> float:
-    """How long after `began` the job ended, in another process than this one, once and uncounted."""
+    """How long after `began` the job ended, in another process, once and uncounted."""
     (run,) = wait_until(lambda: runs(forq, job), ELSEWHERE_SECONDS + 5, f"{job} ran")
     assert run.pid != pid
     assert run.stalls == 0
@@ -70,7 +70,7 @@ def freeze(forq: Forq, pid: int) -> None:
 
 @pytest.mark.fault("child frozen")
 @pytest.mark.parametrize("how", [stop, freeze])
-def test_what_a_frozen_idle_process_is_given_runs_elsewhere(
+def test_jobs_given_to_a_frozen_idle_process_run_elsewhere(
     forq: Forq, how: Callable[[Forq, int], None], request: pytest.FixtureRequest
 ) -> None:
     name = f"{how.__name__}-idle"
@@ -87,13 +87,13 @@ def test_what_a_frozen_idle_process_is_given_runs_elsewhere(
 
 
 @pytest.mark.fault("interpreter kept")
-def test_what_an_idle_process_with_a_busy_thread_is_given_runs_elsewhere(forq: Forq) -> None:
+def test_jobs_given_to_an_idle_process_with_a_busy_thread_run_elsewhere(forq: Forq) -> None:
     pid = create(forq, "left", "leave_thread", timeout="2s")
     queue = forq.client().queue("left")
     queue.enqueue(60, id="leaves")
     wait_until(lambda: runs(forq, "leaves"), what="it has left a thread behind")
     wait_until(lambda: queue.status()["done"] == 1, what="it is settled")
-    time.sleep(0.5)  # the thread keeps the interpreter from here on
+    time.sleep(0.5)  # the thread holds the GIL from here on
     began = time.monotonic()
     job = queue.enqueue(0)
     wait_until(lambda: children(forq, "left").get(pid) == "unresponsive", ELSEWHERE_SECONDS, "it is named")
@@ -105,8 +105,8 @@ def test_what_an_idle_process_with_a_busy_thread_is_given_runs_elsewhere(forq: F
 
 
 @pytest.mark.fault("interpreter kept")
-def test_jobs_beside_one_that_keeps_the_interpreter_run_elsewhere_and_it_runs_on(forq: Forq) -> None:
-    """For longer than they may wait, within its timeout."""
+def test_jobs_beside_one_that_holds_the_gil_run_elsewhere_and_it_keeps_running(forq: Forq) -> None:
+    """It holds the GIL longer than they may wait, but within its timeout."""
     pid = create(forq, "beside", "hold", concurrency=4, timeout="60s")
     queue = forq.client().queue("beside")
     queue.enqueue(9, id="keeps")
@@ -122,7 +122,7 @@ def test_jobs_beside_one_that_keeps_the_interpreter_run_elsewhere_and_it_runs_on
     wait_until(lambda: pid not in children(forq, "beside"), what="its process has ended after it")
 
 
-def test_a_job_that_keeps_the_interpreter_is_still_killed_at_its_timeout(forq: Forq) -> None:
+def test_a_job_that_holds_the_gil_is_still_killed_at_its_timeout(forq: Forq) -> None:
     pid = create(forq, "overdue", "hold", concurrency=2, timeout="2s", max_timeouts=0)
     queue = forq.client().queue("overdue")
     queue.enqueue(60, id="overdue")
@@ -135,8 +135,8 @@ def test_a_job_that_keeps_the_interpreter_is_still_killed_at_its_timeout(forq: F
     assert "TimeoutError" in forq.ctl("dead", "list", "overdue")
 
 
-def test_check_health_and_why_name_a_process_that_does_not_answer(forq: Forq) -> None:
-    """It is killed after a second. If nobody has looked until then, on a busy machine, the next one is stopped."""
+def test_check_health_and_why_name_an_unresponsive_process(forq: Forq) -> None:
+    """It is killed after a second. If a busy machine has missed it by then, the next one is stopped."""
     create(forq, "named", "hold", timeout=0, stop_grace=0)
     queue = forq.client().queue("named")
     assert forq.run_ctl("status", "--check").returncode == 0
@@ -155,7 +155,7 @@ def test_check_health_and_why_name_a_process_that_does_not_answer(forq: Forq) ->
     assert any(told(f"given{number}") for number in range(10))
 
 
-def test_check_and_health_are_red_until_a_stopped_process_goes_on(forq: Forq) -> None:
+def test_check_and_health_are_red_until_a_stopped_process_continues(forq: Forq) -> None:
     """It runs a job, so that it is not killed."""
     pid = create(forq, "red", "hold", concurrency=2, timeout=0, stop_grace=0)
     queue = forq.client().queue("red")
@@ -176,8 +176,8 @@ def test_check_and_health_are_red_until_a_stopped_process_goes_on(forq: Forq) ->
     assert children(forq, "red")[pid] in ("idle", "busy"), "it is the same process"
 
 
-def test_a_process_that_does_not_notice_that_its_queue_goes_on_is_replaced() -> None:
-    """It waited for that with nothing sent along: nobody is told of a claim, heartbeats see that it rests."""
+def test_a_process_that_misses_the_resume_of_its_queue_is_replaced() -> None:
+    """It waited for the resume with nothing sent: no claim is reported, and heartbeats see it rest."""
     with running(settings='heartbeat = "500ms"\nexpiry = "5s"\n') as forq:
         pid = create(forq, "paused", "leave_thread")
         queue = forq.client().queue("paused")

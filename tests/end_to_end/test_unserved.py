@@ -1,4 +1,4 @@
-"""Queues that are in Redis and that no supervisor serves: status knows them, and says what to do."""
+"""Queues in Redis that no supervisor serves: status lists them and names the next command."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ def states(forq: Forq) -> dict[str, str]:
     return {queue["name"]: queue["state"] for queue in forq.status()["queues"]}
 
 
-def test_a_queue_that_nobody_serves_is_listed_with_what_to_do(redis_url: str) -> None:
+def test_an_unserved_queue_is_listed_with_the_next_command(redis_url: str) -> None:
     orphan = Client(redis_url).create_queue("orphan")
     with running(redis=redis_url) as forq:
         forq.create("mine")
@@ -74,7 +74,7 @@ def test_a_queue_of_another_supervisor_is_not_listed_until_that_one_is_gone(redi
         wait_until(lambda: states(one) == {}, what="and is heard again")
 
 
-def test_metrics_have_queues_that_nobody_serves(redis_url: str) -> None:
+def test_metrics_include_unserved_queues(redis_url: str) -> None:
     Client(redis_url).create_queue("orphan").enqueue_many([1, 2])
     with running(redis=redis_url, settings='[metrics]\nlisten = "./m.sock"\n') as forq:
         scraper = Scraper(forq.directory / "m.sock")
@@ -87,7 +87,7 @@ def test_metrics_have_queues_that_nobody_serves(redis_url: str) -> None:
 
 
 @pytest.mark.one_server
-def test_while_redis_is_away_only_its_own_queues_are_known(server: Server, redis_url: str) -> None:
+def test_while_redis_is_down_only_its_own_queues_are_known(server: Server, redis_url: str) -> None:
     Client(redis_url).create_queue("orphan")
     with running(redis=redis_url) as forq:
         forq.create("mine")

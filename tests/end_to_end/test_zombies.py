@@ -1,4 +1,4 @@
-"""Supervisors that fall silent: frozen and woken again, or all at once because Redis was."""
+"""Supervisors that fall silent: one frozen and woken, or all at once because Redis was frozen."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ QUICK = 'heartbeat = "300ms"\nexpiry = "900ms"\n'
 
 
 def overlaps(traces: list[Trace], frozen_pids: set[int], frozen_at: float) -> int:
-    """How many pairs of runs of one id were under way at the same time. A run that was frozen ends there."""
+    """How many pairs of runs of one id were active at the same time. A frozen run counts as ended."""
     runs: dict[str, list[tuple[float, float]]] = {}
     ends = {(trace.job, trace.fence): trace.time for trace in traces if trace.event == "end"}
     for trace in (trace for trace in traces if trace.event == "start"):
@@ -32,7 +32,7 @@ def overlaps(traces: list[Trace], frozen_pids: set[int], frozen_at: float) -> in
 @pytest.mark.fault("zombie")
 @pytest.mark.timeout(180)
 @pytest.mark.spec("Q18", "Q19", "Q21")
-def test_a_frozen_supervisor_finishes_nothing_when_it_wakes_and_starts_afresh(redis_url: str, tmp_path: Path) -> None:
+def test_a_frozen_supervisor_settles_nothing_when_it_wakes_and_starts_afresh(redis_url: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     with (
         running(redis=redis_url, settings=QUICK, trace=trace) as frozen,
@@ -109,19 +109,19 @@ def freeze_redis(server: Server, url: str, settings: str, seconds: float, watch_
 @pytest.mark.fault("server frozen")
 @pytest.mark.timeout(120)
 @pytest.mark.spec("Q19")
-def test_a_frozen_redis_costs_nobody_his_place(server: Server, redis_url: str) -> None:
+def test_a_frozen_redis_gets_no_supervisor_evicted(server: Server, redis_url: str) -> None:
     freeze_redis(server, redis_url, QUICK, 4.0, 2.5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_redis_that_was_frozen_for_a_minute_costs_nobody_his_place(server: Server, redis_url: str) -> None:
+def test_a_redis_frozen_for_a_minute_gets_no_supervisor_evicted(server: Server, redis_url: str) -> None:
     freeze_redis(server, redis_url, "", 60.0, 40.0)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.spec("Q23")
-def test_a_supervisor_that_is_removed_again_and_again_gives_up_with_an_exit_code_of_its_own(redis_url: str) -> None:
+def test_a_supervisor_evicted_repeatedly_gives_up_with_its_own_exit_code(redis_url: str) -> None:
     with running(redis=redis_url, settings=QUICK) as forq:
         forq.create("lost", "noop")
         forq.wait_for_child("lost")
@@ -130,7 +130,7 @@ def test_a_supervisor_that_is_removed_again_and_again_gives_up_with_an_exit_code
         with redis.Redis.from_url(redis_url) as client:
 
             def evict() -> bool:
-                """As another supervisor would, whatever it is called now."""
+                """Evicts it as another supervisor would, whatever its present name."""
                 assert forq.process is not None
                 base = "forq:queue:{lost}"
                 for processor in client.zrange(f"{base}:processors", 0, -1):

@@ -1,7 +1,7 @@
 """Runs a supervisor and records the longest pass of its loop: `python -m tests.end_to_end.timed_supervisor OUT run …`.
 
-A pass is what happens between two waits for something to happen. Time in which it could have run and the machine had
-no CPU for it is counted apart: that tells of whatever else the machine does.
+A pass is the time between two waits for events. Time in which the process was runnable but had no CPU is counted
+apart, since other processes cause it.
 """
 
 import os
@@ -15,7 +15,7 @@ from forq.procs.loop import Loop
 
 
 def measure(out: Path) -> None:
-    """Into OUT/0, until there is OUT/1, and so on."""
+    """Writes to OUT/0 until OUT/1 exists, and so on."""
     pid = os.getpid()
     wait = Loop._wait
     longest: tuple[int, float, float] = (-1, 0.0, 0.0)

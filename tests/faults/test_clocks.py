@@ -1,4 +1,4 @@
-"""Clocks that are wrong or are set while forq runs: of its own hosts, and of the server."""
+"""Wrong clocks and clocks that jump: of forq's hosts, and of the server."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from tests.support.faults.shifted_clock import ShiftedClock
 pytestmark = pytest.mark.timeout(120)
 
 QUICK = 'heartbeat = "300ms"\nexpiry = "900ms"\n'
-# For those of whom nobody may be evicted: a busy machine must not look like a fault.
+# For tests in which nobody may be evicted: a busy machine must not look like a fault.
 STEADY = 'heartbeat = "500ms"\nexpiry = "3s"\n'
 TWO_HOURS = 7200
 
@@ -34,7 +34,7 @@ def assert_nobody_was_evicted(*supervisors: Forq) -> None:
 
 
 def delayed_run(forq: Forq, queue: str, seconds: float) -> float:
-    """After how long a job ran that forqctl was told to delay for so many seconds."""
+    """How long after forqctl enqueued it with this delay a job ran."""
     before = time.monotonic()
     job_id = forq.ctl("push", queue, "0", "--in", f"{round(seconds * 1000)}ms")
     [ran] = wait_until(lambda: [t for t in forq.traces("start") if t.job == job_id], 10.0, "the delayed job runs")
@@ -81,7 +81,7 @@ def test_a_wrong_clock_does_not_make_jobs_look_old(redis_url: str, clock: Shifte
 
 
 @pytest.mark.fault("clock of a host jumps")
-def test_jobs_timeouts_and_delays_do_not_notice_that_the_clock_of_their_host_jumps(
+def test_jobs_timeouts_and_delays_are_unaffected_by_clock_jumps_of_their_host(
     redis_url: str, clock: ShiftedClock
 ) -> None:
     with (
@@ -140,7 +140,7 @@ def test_a_server_whose_clock_jumps_by_an_hour_evicts_nobody(
 
 
 @pytest.mark.fault("clock of the server jumps")
-def test_after_a_jump_of_the_server_s_clock_one_who_is_really_gone_is_still_noticed(
+def test_after_a_clock_jump_of_the_server_a_dead_supervisor_is_still_evicted(
     clock: ShiftedClock, clock_server: ClockServer
 ) -> None:
     with (

@@ -1,4 +1,4 @@
-"""kill -9 at each place where something has happened and is not written down yet, or the other way round."""
+"""kill -9 at each point between an effect and its record, or between a record and its effect."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def wait_until_processed(forq: Forq, name: str, count: int = 1) -> None:
-    """So many jobs are done, and the queue holds nothing any more."""
+    """Waits until `count` jobs are done and the queue is empty."""
     queue = forq.client().queue(name)
 
     def done() -> bool:
@@ -25,7 +25,7 @@ def wait_until_processed(forq: Forq, name: str, count: int = 1) -> None:
 
 
 def run_one(crash: Crash, function: str = "sleep", data: object = 0, **options: object) -> list[int]:
-    """Runs one job in whose way the crash is; the stall counts that its attempts saw."""
+    """Runs one job that meets the crash; returns the stall counts that its attempts saw."""
     forq = crash.forq
     forq.create("work", function, **options)
     forq.create("beside", "record")
@@ -62,20 +62,20 @@ def test_a_worker_killed_as_its_handler_returns_runs_the_job_again_and_counts_it
 
 
 @pytest.mark.fault("worker killed before it settles")
-def test_what_ran_before_the_kill_is_settled_from_the_scoreboard_and_runs_once(redis_url: str, tmp_path: Path) -> None:
+def test_jobs_run_before_the_kill_are_settled_from_the_scoreboard_and_run_once(redis_url: str, tmp_path: Path) -> None:
     with crashing("settling", tmp_path, redis=redis_url) as crash:
         assert run_one(crash) == [0]
 
 
 @pytest.mark.fault("worker killed before it settles")
-def test_a_failure_that_was_not_told_runs_again_and_is_counted(redis_url: str, tmp_path: Path) -> None:
+def test_an_unreported_failure_runs_again_and_is_counted(redis_url: str, tmp_path: Path) -> None:
     with crashing("settling", tmp_path, redis=redis_url) as crash:
         assert run_one(crash, "fail_until", 1, min_backoff="10ms") == [0, 1, 1]
 
 
 @pytest.mark.fault("worker killed before it settles")
 @pytest.mark.parametrize(("function", "data", "starts"), [("sleep", 0, 1), ("fail_until", 1, 2)])
-def test_what_was_settled_with_a_reply_that_nobody_heard_stays_settled(
+def test_jobs_settled_with_a_lost_reply_stay_settled(
     redis_url: str, tmp_path: Path, function: str, data: int, starts: int
 ) -> None:
     with crashing("settled", tmp_path, redis=redis_url) as crash:
@@ -84,12 +84,12 @@ def test_what_was_settled_with_a_reply_that_nobody_heard_stays_settled(
 
 @pytest.mark.fault("worker killed before it settles")
 @pytest.mark.parametrize("point", ["releasing", "released"])
-def test_a_gate_killed_about_a_release_loses_no_item_and_releases_none_twice(
+def test_a_gate_killed_around_a_release_loses_no_item_and_releases_none_twice(
     redis_url: str, tmp_path: Path, point: str
 ) -> None:
     with crashing(point, tmp_path, redis=redis_url) as crash:
         forq = crash.forq
-        # Nobody may be too late for them.
+        # Long, so that no item expires.
         options = [f"--set={option}" for option in ("release_interval=10ms", "release_retries=1000")]
         forq.ctl("create", "gate", "--mode", "auto_release", *options)
         forq.client().queue("gate").enqueue_many([{"n": n} for n in range(3)])
@@ -129,7 +129,7 @@ def test_pulse_killed_while_a_job_becomes_due_loses_none_and_runs_none_twice(
 
 @pytest.mark.fault("service killed half way")
 @pytest.mark.parametrize(("point", "copies"), [("collected", 1), ("written", 2)])
-def test_the_scribe_killed_over_a_line_writes_it_again_rather_than_never(
+def test_a_scribe_killed_around_a_line_writes_it_twice_rather_than_never(
     redis_url: str, tmp_path: Path, point: str, copies: int
 ) -> None:
     with crashing(point, tmp_path, redis=redis_url) as crash:
@@ -145,7 +145,7 @@ def test_the_scribe_killed_over_a_line_writes_it_again_rather_than_never(
 
 @pytest.mark.fault("service killed half way")
 @pytest.mark.parametrize("point", ["storing", "stored"])
-def test_the_clerk_killed_over_a_push_says_so_and_the_same_token_stores_it_once(
+def test_a_push_fails_when_the_clerk_is_killed_and_the_same_token_stores_it_once(
     redis_url: str, tmp_path: Path, point: str
 ) -> None:
     with crashing(point, tmp_path, redis=redis_url) as crash:

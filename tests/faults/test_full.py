@@ -1,4 +1,4 @@
-"""No memory left in the server, no room on its disk, none on the disk of the failed log."""
+"""No memory left in the server, no space on its disk, no space on the disk of the failed log."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.support.faults.faulty_servers import SmallDiskServer
 
 pytestmark = pytest.mark.timeout(120)
 
-# An expiry that a fault outlasts, and a busy machine does not.
+# An expiry shorter than the fault, and longer than any delay of a busy machine.
 STEADY = 'heartbeat = "300ms"\nexpiry = "2s"\n'
 OUTLASTED_SECONDS = 2.5
 
@@ -44,7 +44,7 @@ def pair(redis_url: str, tmp_path: Path) -> Iterator[tuple[Forq, Forq]]:
 
 
 @pytest.mark.fault("server out of memory")
-def test_out_of_memory_producers_are_told_and_everything_that_is_stored_runs(
+def test_out_of_memory_producers_get_an_error_and_every_stored_job_runs(
     server: Server, pair: tuple[Forq, Forq]
 ) -> None:
     one, _ = pair
@@ -124,7 +124,7 @@ def test_a_server_that_cannot_write_is_waited_for_and_nothing_acknowledged_is_lo
 
 
 @pytest.mark.fault("disk of the failed log full")
-def test_a_full_disk_keeps_the_lines_of_the_failed_log_in_redis_until_there_is_room(redis_url: str) -> None:
+def test_a_full_disk_keeps_the_lines_of_the_failed_log_in_redis_until_there_is_space(redis_url: str) -> None:
     with running(redis=redis_url) as forq:
         forq.create("doomed", "fail", max_retries=0)
         log = forq.state_dir / "logs" / "doomed" / "failed.jsonl"
@@ -154,7 +154,7 @@ def always_full(path: Path) -> None:
         pytest.skip("a device that is always full needs root")
 
 
-def test_a_supervisor_whose_disk_is_full_at_its_start_says_what_is_full(redis_url: str) -> None:
+def test_a_supervisor_whose_disk_is_full_at_start_names_the_disk(redis_url: str) -> None:
     forq = Forq(redis=redis_url)
     try:
         always_full(forq.state_dir / "processor.tmp")
@@ -171,7 +171,7 @@ def test_a_supervisor_whose_disk_is_full_at_its_start_says_what_is_full(redis_ur
         forq.remove()
 
 
-def test_a_supervisor_that_is_evicted_while_its_disk_is_full_begins_anew(redis_url: str) -> None:
+def test_a_supervisor_evicted_while_its_disk_is_full_starts_anew(redis_url: str) -> None:
     with running(redis=redis_url, settings=STEADY) as forq:
         forq.create("work", "record")
         forq.wait_for_child("work")

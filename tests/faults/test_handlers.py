@@ -1,4 +1,4 @@
-"""Handlers that damage their own process: their job is ended with a cause, and their neighbours do not notice."""
+"""Handlers that damage their own process: their job is ended with a cause, and their neighbours are unaffected."""
 
 import signal
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def supervisor() -> Iterator[Forq]:
 
 @pytest.fixture
 def forq(supervisor: Forq) -> Iterator[Forq]:
-    """A supervisor with a neighbour, who must work in the same process after the test as before."""
+    """A supervisor with a neighbour queue, which must run in the same process after the test as before."""
     pid = supervisor.child("neighbour")["pid"]
     yield supervisor
     job_id = supervisor.client().queue("neighbour").enqueue(1)
@@ -86,7 +86,7 @@ def test_a_handler_that_blocks_all_signals_is_killed_at_its_deadline_and_says_ti
 
 
 @pytest.mark.fault("handler calls os._exit")
-def test_a_handler_that_leaves_at_once_is_counted_with_its_exit_status(forq: Forq) -> None:
+def test_a_handler_that_exits_at_once_is_counted_with_its_exit_status(forq: Forq) -> None:
     create(forq, "leaving", "leave_at_once", keep_done="60s")
     forq.client().queue("leaving").enqueue(7, id="j")
     processed(forq, "leaving", 1)
@@ -119,7 +119,7 @@ def test_a_handler_that_changes_directory_umask_signals_and_environment_harms_ne
 
 
 @pytest.mark.fault("handler starts threads")
-def test_threads_that_never_end_do_not_hold_up_the_end_of_their_process(forq: Forq) -> None:
+def test_threads_that_never_end_do_not_delay_the_end_of_their_process(forq: Forq) -> None:
     create(forq, "threads", "start_threads", max_jobs=1)
     forq.client().queue("threads").enqueue_many([10] * 3)
     processed(forq, "threads", 3)
@@ -130,7 +130,7 @@ def test_threads_that_never_end_do_not_hold_up_the_end_of_their_process(forq: Fo
 
 @pytest.mark.fault("handler raises what ends programs")
 @pytest.mark.parametrize("what", ["exit", "interrupt", "generator"])
-def test_what_usually_ends_a_program_is_a_failure_like_others(forq: Forq, what: str) -> None:
+def test_exceptions_that_end_programs_are_ordinary_failures(forq: Forq, what: str) -> None:
     name = f"raising-{what}"
     create(forq, name, "raise_what_ends_programs", max_retries=0)
     pid = forq.wait_for_child(name)["pid"]
@@ -142,7 +142,7 @@ def test_what_usually_ends_a_program_is_a_failure_like_others(forq: Forq, what: 
 
 
 @pytest.mark.fault("handler raises what ends programs")
-def test_endless_recursion_is_a_failure_like_others(forq: Forq) -> None:
+def test_endless_recursion_is_an_ordinary_failure(forq: Forq) -> None:
     create(forq, "recursing", "recurse", max_retries=0)
     forq.client().queue("recursing").enqueue(1, id="j")
     wait_until(lambda: forq.client().queue("recursing").status()["dead"] == 1, what="it is dead")
@@ -150,7 +150,7 @@ def test_endless_recursion_is_a_failure_like_others(forq: Forq) -> None:
 
 
 @pytest.mark.fault("handler daemonises")
-def test_what_a_handler_has_left_behind_ends_with_its_queue(forq: Forq) -> None:
+def test_processes_that_a_handler_left_behind_end_with_its_queue(forq: Forq) -> None:
     usual = tree_of(forq.state_dir)
     forq.create("daemons", "chain")
     forq.client().queue("daemons").enqueue(1)

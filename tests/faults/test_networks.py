@@ -39,7 +39,7 @@ def forq(proxy: Proxy) -> Iterator[Forq]:
 
 
 def wait_until_done(forq: Forq, count: int) -> None:
-    """So many jobs are settled, and nothing is left; each ran once and no process was lost."""
+    """Waits until `count` jobs are settled and nothing is left; each ran once and no process was lost."""
 
     seen = forq.client().queue("work")
 

@@ -1,4 +1,4 @@
-"""What somebody else has written into Redis, or tries to give to forq: broken, huge, nested, and names that attack."""
+"""Data that others wrote into Redis or pass to forq: corrupt, huge, nested, and hostile names."""
 
 import json
 import socket
@@ -41,7 +41,7 @@ def forq() -> Iterator[Forq]:
 
 @pytest.fixture
 def store(forq: Forq) -> Iterator[redis.Redis]:
-    """Its server, for those who write past forq."""
+    """Its server, for writes that bypass forq."""
     with redis.Redis.from_url(forq.url) as client:
         yield client
 
@@ -73,7 +73,7 @@ def test_broken_records_are_dead_with_the_reason_and_their_process_runs_the_othe
 
 
 @pytest.mark.fault("payload corrupt, truncated or nested")
-def test_ids_that_are_no_text_are_run_and_shown_as_far_as_can_be(forq: Forq, store: redis.Redis) -> None:
+def test_ids_that_are_not_text_run_and_are_shown_as_far_as_possible(forq: Forq, store: redis.Redis) -> None:
     forq.create("nameless", "fail", max_retries=0)
     pid = forq.wait_for_child("nameless")["pid"]
     base = "forq:queue:{nameless}"
@@ -90,7 +90,7 @@ def test_ids_that_are_no_text_are_run_and_shown_as_far_as_can_be(forq: Forq, sto
 
 
 @pytest.mark.fault("payload corrupt, truncated or nested")
-def test_a_job_with_an_id_that_is_no_text_is_ended_at_its_deadline_like_others(forq: Forq, store: redis.Redis) -> None:
+def test_a_job_with_an_id_that_is_not_text_is_killed_at_its_deadline(forq: Forq, store: redis.Redis) -> None:
     forq.create("overdue", "sleep", timeout="300ms", max_timeouts=0)
     forq.wait_for_child("overdue")
     store.hset("forq:queue:{overdue}:jobs", b"\xff\xfe", b"p5 1\n[null,null,60]")
@@ -100,7 +100,7 @@ def test_a_job_with_an_id_that_is_no_text_is_ended_at_its_deadline_like_others(f
 
 
 @pytest.mark.fault("payload huge")
-def test_data_above_the_limit_is_refused_and_the_connection_goes_on(redis_url: str) -> None:
+def test_data_above_the_limit_is_refused_and_the_connection_stays_open(redis_url: str) -> None:
     with one_queue(redis_url) as queue:
         producer = Client(redis_url).queue("q")
         with pytest.raises(InvalidData, match="larger than max_data = 1048576"):
@@ -112,7 +112,7 @@ def test_data_above_the_limit_is_refused_and_the_connection_goes_on(redis_url: s
 
 
 @pytest.mark.fault("payload huge")
-def test_a_huge_record_that_is_there_all_the_same_costs_no_neighbour(forq: Forq, store: redis.Redis) -> None:
+def test_a_huge_record_written_directly_does_not_affect_other_queues(forq: Forq, store: redis.Redis) -> None:
     forq.create("heavy", "record")
     forq.ctl("pause", "heavy")
     queue = forq.client().queue("heavy")
@@ -156,7 +156,7 @@ def test_hostile_names_are_refused_at_the_socket_and_make_no_file(server: Server
 
 
 @pytest.mark.fault("queue name hostile")
-def test_hostile_names_that_somebody_wrote_into_the_registry_are_passed_over(forq: Forq, store: redis.Redis) -> None:
+def test_hostile_names_written_directly_into_the_registry_are_skipped(forq: Forq, store: redis.Redis) -> None:
     def restarts() -> dict[str, int]:
         return {service["name"]: service["restarts"] for service in forq.status()["supervisor"]["services"]}
 

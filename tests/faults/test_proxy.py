@@ -32,7 +32,7 @@ def in_server(server: Server) -> int:
         return int(client.get("n") or 0)
 
 
-def test_the_nth_reply_is_lost_after_its_command_was_carried_out(proxy: Proxy, link: Link, server: Server) -> None:
+def test_the_nth_reply_is_lost_after_its_command_ran(proxy: Proxy, link: Link, server: Server) -> None:
     proxy.drop_reply(3)
     assert [link.call("INCR", "n") for _ in range(2)] == [1, 2]
     with pytest.raises(OutcomeUnknown):
@@ -42,9 +42,7 @@ def test_the_nth_reply_is_lost_after_its_command_was_carried_out(proxy: Proxy, l
     assert link.call("INCR", "n") == 4, "the next connection works"
 
 
-def test_a_request_that_is_held_arrives_after_what_its_client_has_sent_since(
-    proxy: Proxy, link: Link, server: Server
-) -> None:
+def test_a_held_request_arrives_after_later_requests_of_its_client(proxy: Proxy, link: Link, server: Server) -> None:
     proxy.hold_request(b"early", 0.3)
     assert link.call("RPUSH", "l", "another") == 1
     with pytest.raises(OutcomeUnknown):
@@ -55,9 +53,7 @@ def test_a_request_that_is_held_arrives_after_what_its_client_has_sent_since(
     assert proxy.connections() == 1
 
 
-def test_a_request_that_is_held_when_the_proxy_is_healed_never_arrives(
-    proxy: Proxy, link: Link, server: Server
-) -> None:
+def test_a_request_held_when_the_proxy_is_healed_never_arrives(proxy: Proxy, link: Link, server: Server) -> None:
     proxy.hold_request(b"INCR", 3600)
     with pytest.raises(OutcomeUnknown):
         link.call("INCR", "n")
@@ -77,7 +73,7 @@ def test_a_cut_ends_connections_and_nothing_else(proxy: Proxy, link: Link) -> No
     assert link.call("INCR", "n") == 1
 
 
-def test_what_a_frozen_proxy_holds_passes_when_it_thaws(proxy: Proxy, link: Link, server: Server) -> None:
+def test_requests_held_by_a_frozen_proxy_pass_when_it_thaws(proxy: Proxy, link: Link, server: Server) -> None:
     proxy.freeze()
     with pytest.raises(OutcomeUnknown):
         link.call("INCR", "n")
@@ -86,7 +82,7 @@ def test_what_a_frozen_proxy_holds_passes_when_it_thaws(proxy: Proxy, link: Link
     wait_until(lambda: in_server(server) == 1, what="the late command arrives")
 
 
-def test_a_delay_is_added_to_every_way(proxy: Proxy, link: Link) -> None:
+def test_a_delay_is_added_in_both_directions(proxy: Proxy, link: Link) -> None:
     proxy.delay(0.1)
     began = time.monotonic()
     link.call("PING")
@@ -103,7 +99,7 @@ def test_a_half_open_connection_is_silent_until_it_is_cut(proxy: Proxy, link: Li
     wait_until(lambda: proxy.connections() == 0)
 
 
-def test_without_a_server_the_proxy_hangs_up(tmp_path: Path) -> None:
+def test_without_a_server_the_proxy_disconnects(tmp_path: Path) -> None:
     with Proxy(tmp_path / "nobody.sock") as proxy, pytest.raises(RedisUnavailable):
         Link(proxy.url, timeout_seconds=0.5).call("PING")
 

@@ -1,4 +1,4 @@
-"""Servers that are killed, and disks that never got what the server had written."""
+"""Servers that are killed, and disks that never got what the server had acknowledged."""
 
 import os
 import random
@@ -77,7 +77,7 @@ def write_history(server: Server, queue: OneQueue) -> list[Written]:
 
 
 @pytest.mark.fault("tail of the append-only file lost")
-def test_wherever_the_append_only_file_ends_the_queue_is_as_it_was_between_two_steps() -> None:
+def test_wherever_the_append_only_file_is_cut_the_queue_is_as_it_was_between_two_steps() -> None:
     chance = random.Random(SEED)
     with durable_server() as server, one_queue(server.url, max_retries=3) as queue:
         history = write_history(server, queue)
@@ -92,7 +92,7 @@ def test_wherever_the_append_only_file_ends_the_queue_is_as_it_was_between_two_s
 
 @pytest.mark.fault("tail of the append-only file lost")
 @pytest.mark.parametrize("step", ["claim", "settle", "fail for good", "claim by another", "evict"])
-def test_a_queue_goes_on_from_what_is_left_of_the_append_only_file(step: str) -> None:
+def test_a_queue_continues_from_a_truncated_append_only_file(step: str) -> None:
     with durable_server() as server, one_queue(server.url, max_retries=3) as queue:
         [cut] = [written.size - 1 for written in write_history(server, queue) if written.step == step]
         with cut_copy(server, cut) as copy:
@@ -113,7 +113,7 @@ def test_a_queue_goes_on_from_what_is_left_of_the_append_only_file(step: str) ->
 
 
 class ProducerThread:
-    """Enqueues until it is stopped, and keeps account of what it was told."""
+    """Enqueues until it is stopped, and records the outcome of each call."""
 
     def __init__(self, url: str, queue: str) -> None:
         self.acknowledged: list[str] = []
@@ -155,7 +155,7 @@ def holds_nothing(forq: Forq, queue: str) -> bool:
 
 
 def embedded_pid(forq: Forq) -> int:
-    """0 while there is none that answers."""
+    """0 while no server answers."""
     try:
         with redis.Redis.from_url(forq.url) as client:
             return int(client.info("server")["process_id"])
@@ -170,7 +170,7 @@ def kill_server(forq: Forq) -> None:
 
 
 @pytest.mark.fault("server killed")
-def test_what_a_killed_server_had_acknowledged_runs_once_and_nothing_else_does() -> None:
+def test_jobs_acknowledged_by_a_killed_server_run_once_and_no_others_run() -> None:
     with running() as forq:
         forq.create("work", "record")
         forq.wait_for_child("work")
@@ -191,7 +191,7 @@ def test_what_a_killed_server_had_acknowledged_runs_once_and_nothing_else_does()
 
 
 @pytest.mark.fault("tail of the append-only file lost")
-def test_supervisors_go_on_with_what_is_left_after_a_power_loss() -> None:
+def test_supervisors_continue_with_the_remaining_data_after_a_power_loss() -> None:
     with durable_server() as server, running(redis=server.url) as forq:
         forq.create("work", "sleep")
         forq.wait_for_child("work")
@@ -215,7 +215,7 @@ def test_supervisors_go_on_with_what_is_left_after_a_power_loss() -> None:
 
 
 @pytest.mark.fault("server killed")
-def test_a_server_that_comes_back_empty_gets_its_queues_again(server: Server, redis_url: str) -> None:
+def test_a_server_that_returns_empty_gets_its_queues_again(server: Server, redis_url: str) -> None:
     with running(redis=redis_url, settings='heartbeat = "300ms"\nexpiry = "900ms"\n') as forq:
         forq.create("work", "record")
         forq.wait_for_child("work")

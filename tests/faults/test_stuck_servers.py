@@ -1,4 +1,4 @@
-"""Servers that stand still, forget their scripts, or are kept busy by somebody else's."""
+"""Servers that hang, lose their scripts, or are kept busy by another client's script."""
 
 import os
 import signal
@@ -63,7 +63,7 @@ def stop_process(server: Server) -> None:
 
 @pytest.mark.fault("server frozen")
 @pytest.mark.parametrize("stand_still", [pause_clients, stop_process])
-def test_a_server_that_stands_still_longer_than_the_expiry_hands_no_job_out_twice(
+def test_a_server_that_hangs_longer_than_the_expiry_hands_no_job_out_twice(
     server: Server, pair: tuple[Forq, Forq], stand_still: Callable[[Server], None]
 ) -> None:
     queue = pair[0].client().queue("shared")
@@ -75,9 +75,7 @@ def test_a_server_that_stands_still_longer_than_the_expiry_hands_no_job_out_twic
 
 
 @pytest.mark.fault("scripts forgotten")
-def test_a_server_that_forgets_its_scripts_again_and_again_is_not_noticed(
-    server: Server, pair: tuple[Forq, Forq]
-) -> None:
+def test_a_server_that_loses_its_scripts_repeatedly_has_no_effect(server: Server, pair: tuple[Forq, Forq]) -> None:
     queue = pair[0].client().queue("shared")
     with server.connect() as client:
         for round_ in range(1, 7):
@@ -92,7 +90,7 @@ def test_a_server_that_forgets_its_scripts_again_and_again_is_not_noticed(
 
 @contextmanager
 def runaway_script(server: Server) -> Iterator[redis.Redis]:
-    """Somebody's script that does not end, until the block does."""
+    """Another client's script, which runs until the block ends."""
     with server.connect() as client:
         client.config_set("busy-reply-threshold", 100)
 
@@ -119,7 +117,7 @@ def killed(client: redis.Redis) -> bool:
 
 
 @pytest.mark.fault("runaway script")
-def test_a_runaway_script_of_somebody_else_is_an_alarm_and_costs_nobody_a_job(
+def test_another_client_s_runaway_script_raises_an_alarm_and_costs_no_job(
     server: Server, pair: tuple[Forq, Forq]
 ) -> None:
     one, _ = pair

@@ -1,4 +1,4 @@
-"""docs/design/faults.md and the tests say the same."""
+"""docs/design/faults.md and the fault marks of the tests agree."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.support.marks import fault_rows, marked_tests
 
 
 @pytest.mark.parametrize("row", fault_rows())
-def test_each_row_of_the_table_names_tests_that_are_there_and_marked_with_it(row: str) -> None:
+def test_each_row_of_the_table_names_existing_tests_with_its_mark(row: str) -> None:
     named = fault_rows()[row]
     assert named, "no test is named"
     assert set(named) <= marked_tests().get(row, set())

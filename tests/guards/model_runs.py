@@ -1,6 +1,6 @@
-"""Runs of the model-based tests, written down: which rules were called with what, so that any tree can repeat them.
+"""Recorded runs of the model-based tests: the rules and their arguments, so that any tree can repeat them.
 
-Hypothesis chooses the calls once, when they are recorded; a repetition does not depend on its version.
+Hypothesis chooses the calls once, at recording; a repetition does not depend on its version.
 """
 
 import json
@@ -19,7 +19,7 @@ _EXAMPLES, _STEPS = 30, 50
 
 
 def choose(machine_type: type[RuleBasedStateMachine], server: Server) -> list[list[Call]]:
-    """Some runs of this machine."""
+    """Chooses some runs of this machine."""
     runs: list[list[Call]] = []
 
     def begin(self: RuleBasedStateMachine) -> None:
@@ -57,7 +57,7 @@ def _noting(function: Callable[..., Any], runs: list[list[Call]]) -> Callable[..
 
 
 def repeat(machine_type: type[RuleBasedStateMachine], server: Server, run: list[Call]) -> str:
-    """The dump after this run."""
+    """Repeats this run; returns the dump after it."""
     machine = type("Machine", (machine_type,), {"server": server})()
     try:
         for name, arguments in run:
@@ -75,18 +75,18 @@ def read_runs(path: Path) -> list[list[Call]]:
     return [[(name, arguments) for name, arguments in json.loads(line)] for line in path.read_text().splitlines()]
 
 
-# Of the journal's chain: there are times in it.
+# Hashes of the journal's chain, which contain times.
 _HASH = re.compile(r"\b[0-9a-f]{40}\b")
 # Seconds, milliseconds or microseconds since 1970 (2017 to 2033), or a date and time.
 _TIME = re.compile(
     r"(?<![0-9])1[5-9]\d{8}(\d{3}|\d{6})?(?![0-9])(\.\d+)?|20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
 )
-# How many microseconds somebody had the job, and what that takes in the journal.
+# How many microseconds a job was held, and that figure in the journal.
 _HELD = re.compile(r"\b((?:done|retried|dead|released|stalled) <time> \S+(?: [a-z]+)?|journal_bytes =) \d+")
 
 
 def dump(server: Server) -> str:
-    """All keys of a server, journals too, without what depends on the time of day."""
+    """All keys of a server, journals included, without values that depend on the time of day."""
     return "\n".join(_lines(server)) + "\n"
 
 
@@ -105,7 +105,7 @@ def _lines(server: Server) -> Iterator[str]:
 
 
 def _ordered(kind: str, lines: list[str]) -> list[str]:
-    """What happened in the same millisecond has no order of its own in a sorted set."""
+    """Members with the same millisecond have no order in a sorted set."""
     return lines if kind in ("list", "stream") else sorted(lines, key=_normal)
 
 

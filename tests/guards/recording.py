@@ -1,6 +1,6 @@
-"""What must not change while the code is moved: a guard writes it down as text and compares it with the recorded one.
+"""Guards for things that must not change in a refactoring: each is compared with a recorded text.
 
-FORQ_GUARDS=record writes the recorded texts anew; read the difference before you commit it.
+FORQ_GUARDS=record records the texts again; read the difference before you commit it.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 RECORDED = Path(__file__).parent / "recorded"
-# Others word help, signatures and errors of JSON differently.
+# Other versions word help, signatures and JSON errors differently.
 same_python = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the texts were recorded with Python 3.11")
 RECORD = os.environ.get("FORQ_GUARDS") == "record"
 

@@ -1,6 +1,6 @@
-"""The broker leaves the same keys and journals behind: recorded runs, repeated, end in the recorded dumps.
+"""The broker leaves the same keys and journals: recorded runs, repeated, end in the recorded dumps.
 
-To see a difference: FORQ_GUARDS_DUMPS=DIR writes the whole dumps; do it on both trees, and compare the folders.
+To see a difference, set FORQ_GUARDS_DUMPS=DIR on both trees: it writes the whole dumps. Then compare the folders.
 """
 
 import hashlib
@@ -53,13 +53,13 @@ def test_seeded_runs_of_external_workers_end_as_they_did(server: Server) -> None
     check("dumps_external.txt", dumps())
 
 
-def test_what_the_models_leave_out_ends_as_it_did(server: Server) -> None:
+def test_operations_outside_the_models_end_as_they_did(server: Server) -> None:
     server.flush()
     check("dumps_others.txt", others(server))
 
 
 def others(server: Server) -> Iterator[str]:
-    """Schedules, dead jobs that are retried and discarded, outboxes, options, deleted queues; a dump after each."""
+    """Schedules, dead jobs that are revived and discarded, outboxes, options, deleted queues; a dump after each."""
     with one_queue(server.url, "q", max_retries=0, retry_lane_retries=0) as queue:
         worker = queue.worker()
         queue.enqueue("a", "b", "c")

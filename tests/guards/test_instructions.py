@@ -1,4 +1,4 @@
-"""The server carries out as many instructions per enqueue and per turn as it did, give or take 5 %."""
+"""The server executes as many instructions per enqueue and per turn as recorded, within 5 %."""
 
 import json
 import shutil

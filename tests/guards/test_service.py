@@ -1,7 +1,7 @@
-"""What a supervisor answers: each command with --json, the control socket itself, the page of the metrics.
+"""Answers of a supervisor: each command with --json, the control socket itself, the metrics page.
 
-One after the other on a queue whose jobs wait, so that the answers are the same in each run; numbers that differ
-nevertheless (pids, times, sizes) are replaced by their type.
+They run one after the other on a queue whose jobs wait, so that the answers are the same in each run; values that still
+differ (pids, times, sizes) are replaced by their type.
 """
 
 import json
@@ -36,7 +36,7 @@ def normal(value: Any, forq: Forq, key: str = "") -> Any:
     if isinstance(value, dict):
         return {name: normal(each, forq, name) for name, each in value.items()}
     if isinstance(value, list) and key == "held":
-        # Whoever asked first.
+        # Depends on which request came first.
         return sorted((normal(each, forq) for each in value), key=lambda each: str(each["worker"]))
     if isinstance(value, list):
         return [normal(each, forq, key) for each in value]
@@ -101,7 +101,7 @@ def test_every_command_with_json(forq: Forq) -> None:
         lines += [f"stderr: {words(line, forq)}" for line in done.stderr.splitlines()]
         lines.append(f"exit {done.returncode}")
         if "two" in command and command[0] == "push":
-            # The job that came before woke it.
+            # The previous job woke it.
             forq.wait_for_child("mails", "parked")
     compare("json.txt", "\n".join(lines) + "\n")
 
@@ -121,7 +121,7 @@ REQUESTS = [
 ]
 
 
-def test_a_talk_with_the_control_socket(forq: Forq) -> None:
+def test_a_session_with_the_control_socket(forq: Forq) -> None:
     lines = []
     with socket.socket(socket.AF_UNIX) as link:
         link.settimeout(10)
@@ -129,7 +129,7 @@ def test_a_talk_with_the_control_socket(forq: Forq) -> None:
         stream = link.makefile("rb")
         for request in REQUESTS:
             link.sendall(request + b"\n")
-            # A line that is no request may stay without an answer: the next one shows it.
+            # A line that is not a request may get no answer: the next one shows that.
             lines.append(f"> {request.decode()}")
             if request:
                 answer = json.loads(stream.readline())
@@ -137,7 +137,7 @@ def test_a_talk_with_the_control_socket(forq: Forq) -> None:
     compare("control.txt", "\n".join(lines) + "\n")
 
 
-def test_the_page_of_the_metrics(forq: Forq) -> None:
+def test_the_metrics_page(forq: Forq) -> None:
     forq.create("measured")
     forq.client().queue("measured").enqueue(1)
     wait_until(lambda: re.search(r'forq_done_total.*"measured".* 1.0', page(forq)), what="its job is on the page")

@@ -1,4 +1,4 @@
-"""The product does not grow while it is rebuilt: Python files and lines by folder."""
+"""The product does not grow in a refactoring: Python files and lines by folder."""
 
 from collections import Counter
 from pathlib import Path
@@ -10,7 +10,7 @@ TABLE = RECORDED / "size.txt"
 
 
 def product() -> dict[str, tuple[int, int]]:
-    """Files and lines of each folder of the product; those of src/forq's own files under its name."""
+    """Files and lines of each folder of the product; top-level files of src/forq count under its name."""
     files, lines = Counter[str](), Counter[str]()
     for top in ("src", "supervisor", "workers"):
         for path in (ROOT / top).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""What users type and import: every --help, the completions, the public names with their signatures."""
+"""The surface for users: every --help, the completions, the public names with their signatures."""
 
 import inspect
 import re
@@ -45,13 +45,13 @@ def test_every_help_of_the_pipeline() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_completion(shell: str) -> None:
-    """The scripts are committed, so that their differences are read."""
+    """The scripts are committed, so that differences are reviewed."""
     script = (COMPLETION / f"forqctl.{shell}").read_text()
     assert output("forqctl", "completion", shell) == f"$ forqctl completion {shell}\n{script}\n"
 
 
 def test_what_forqctl_imports_before_its_first_command() -> None:
-    """Its start is 30 ms: socket would add 8, typing 10. Modules of forq itself may come and go."""
+    """Its start takes 30 ms: socket would add 8, typing 10. Modules of forq itself may come and go."""
     program = (
         "import sys; bare = set(sys.modules); from forq.ctl.main import main; "
         "main(['--socket', '/nonexistent/socket', 'ping']); "
@@ -62,7 +62,7 @@ def test_what_forqctl_imports_before_its_first_command() -> None:
         (RECORDED / "start.txt").write_text(done.stdout)
     loaded, recorded = done.stdout.split(), (RECORDED / "start.txt").read_text().split()
     assert "argparse" in loaded
-    # Of what it needs, an environment may have loaded something before.
+    # The environment may have loaded some of its modules before.
     assert set(loaded) <= set(recorded)
 
 
@@ -93,7 +93,7 @@ def described(name: str, value: object) -> Iterator[str]:
 
 def _signature(of: object) -> str:
     try:
-        # Where a class stands may change.
+        # A class may move to another module.
         return re.sub(r"\bforq(\.[a-z_]+)*\.(?=[A-Z])", "", str(inspect.signature(of))) if callable(of) else ""
     except ValueError:
         return ""

@@ -63,9 +63,7 @@ def test_a_dry_run_sets_nothing(clerk: Clerk) -> None:
         ("trigger", {"name": "q"}, InvalidId),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    clerk: Clerk, verb: str, params: dict[str, Any], error: type[Exception]
-) -> None:
+def test_invalid_requests_are_refused(clerk: Clerk, verb: str, params: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         clerk.verbs()[verb](params)
 
