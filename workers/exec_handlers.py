@@ -1,21 +1,14 @@
-"""One running program of an exec handler: its process, its pipes, its end.
+"""Handlers that are programs in any language, called like a function once per job from one worker's thread.
 
-It has a session of its own, so that a script's `kill 0` does not reach the queue's process, and the descriptor of the
-tree's lock, so that it is found when both its queue's process and the supervisor are gone. It reads end of file on
-stdin when its queue's process dies, and is killed with everything else below that.
-
-Messages between a queue's process and the program of an exec handler, one JSON object per line
-(docs/reference/bridge.md).
-
-ProgramFailed is how an attempt fails there, whatever the reason.
-
-Handlers that are programs in any language: called like a function, once per job, from one worker's thread.
-
-1. ExecHandler keeps one instance of its program running and gives it one job after the other. An instance that ends,
-   or says what makes no sense, is replaced.
+1. ExecHandler keeps one instance of its program running and sends it one job after the other. An instance that exits or
+   sends an invalid message is replaced.
 2. ExecOnceHandler starts its program for each job.
+3. Program is one running program: its process, its pipes, its end. It has its own session, so a script's `kill 0` does
+   not reach the queue's process, and the descriptor of the tree lock, so it is found when both its queue's process and
+   the supervisor are gone. When the queue's process dies, it reads end of file on stdin and is killed.
 
-Deadlines are not kept here: at its timeout the queue's process is killed with everything below it, programs too.
+Messages are one JSON object per line (docs/reference/bridge.md). Deadlines are not enforced here: at its timeout the
+queue's process is killed with everything below it.
 """
 
 import fcntl
@@ -44,22 +37,28 @@ from forq.values import shown
 
 log = logging.getLogger("forq")
 
-# How long a program that has closed its stdout gets to end.
+MAX_NAME = 200
+PERMANENT_EXIT_STATUS = 65  # EX_DATAERR of sysexits.h
+# How long a program may run after it closed its stdout.
 EXIT_SECONDS = 1.0
-# How long one that is not needed any more gets after end of file on stdin, and then after TERM.
+# How long a program that is no longer needed may run after end of file on stdin, and then after SIGTERM.
 EOF_SECONDS = 1.0
 TERM_SECONDS = 0.5
 
+_HOST = socket.gethostname()
+_ALIASES = {"worker_finished": "job_finished", "worker_busy": "worker_progress"}
+_ABOUT_THE_JOB = ("job_finished", "job_failed", "worker_progress", "job_accepted")
+_KINDS = (None, "permanent", "retriable")
 _running_pids: set[int] = set()
 
 
 def running_programs() -> frozenset[int]:
-    """Those that this process has started and not reaped. Nobody else may reap them."""
+    """Pids of programs that this process has not reaped. Only their owners may reap them."""
     return frozenset(_running_pids)
 
 
 class Program:
-    """Started for a job; raises OSError if it cannot be. All but its output and its end belong to one thread."""
+    """Starts a program for a job; raises OSError. Used by one thread, except for its output and its exit."""
 
     def __init__(
         self, line: ProgramLine, job: Job, *, environ: Mapping[str, str] | None = None, keep_fds: Sequence[int] = ()
@@ -109,7 +108,7 @@ class Program:
         return self._process.pid
 
     def send(self, line: bytes) -> None:
-        """Writes as much as goes at once; the rest goes while it is listened to."""
+        """Writes as much as possible now; the rest while waiting for the answer."""
         self._unwritten = memoryview(line)
         self._written = 0
         self._write()
@@ -123,7 +122,7 @@ class Program:
         return not self._unwritten
 
     def next_line(self) -> bytes | None:
-        """The next line that it says; None when it has ended. InvalidData if it says what is no line."""
+        """The next line of its stdout; None when it has exited. Raises InvalidData."""
         while (line := self._lines.pop()) is None:
             ready = {fd for fd, _ in self._poll.poll()}
             if self._stdin in ready:
@@ -136,17 +135,17 @@ class Program:
         return line
 
     def read_between_jobs(self) -> list[bytes] | None:
-        """What it has said since its last answer; None if it has ended."""
+        """Lines since its last answer; None if it has exited."""
         ready = {fd for fd, _ in self._poll.poll(0)}
         if self._pidfd in ready or (self._stdout in ready and not self._read()):
             return None
-        said = []
+        lines = []
         while (line := self._lines.pop()) is not None:
-            said.append(line)
-        return said
+            lines.append(line)
+        return lines
 
     def wait(self) -> int | None:
-        """Its return code (minus the signal that ended it), once all is written and it has ended."""
+        """Sends the rest and waits for the exit. Returns the exit status, or minus the signal."""
         while True:
             ready = {fd for fd, _ in self._poll.poll()}
             if self._stdin in ready:
@@ -161,12 +160,12 @@ class Program:
         return bool(_ready(self._pidfd, seconds))
 
     def returncode(self) -> int | None:
-        """Of a program that has ended; None if somebody else has reaped it."""
+        """None if another thread of the process has reaped it."""
         self._reap()
         return self._returncode
 
     def has_read_nothing(self) -> bool:
-        """Whether all that it was told last is still in the pipe."""
+        """Whether the whole last message is still in the pipe."""
         (unread,) = struct.unpack("i", fcntl.ioctl(self._stdin, termios.FIONREAD, b"\0" * 4))
         return bool(unread >= self._written)
 
@@ -176,7 +175,7 @@ class Program:
                 os.killpg(self.pid, signal.SIGTERM)
 
     def discard(self) -> None:
-        """Kills it, with all that is below it, if it has not ended."""
+        """Kills it with its descendants if it still runs, and closes its pipes."""
         with self._lock:
             if not self._reaped and not self.has_ended():
                 kill_tree(self.pid)
@@ -197,7 +196,7 @@ class Program:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            # What it says, or its end, will tell more.
+            # Its answer or its exit says more.
             self._unwritten = memoryview(b"")
 
     def _continue_write(self) -> None:
@@ -208,7 +207,7 @@ class Program:
                 self.close_stdin()
 
     def _read(self) -> bool:
-        """False when it has ended."""
+        """False when it has exited."""
         assert self._stdout is not None
         chunk = os.read(self._stdout, READ_BYTES)
         if chunk:
@@ -216,15 +215,15 @@ class Program:
             return True
         if self.has_ended(EXIT_SECONDS):
             return False
-        raise InvalidData("it has closed its stdout")
+        raise InvalidData("the program closed its stdout")
 
     def _on_exit_event(self) -> bool:
-        """From the watch, which goes on if this is True: the event may have been that of an earlier program, whose
-        descriptor had the same number."""
+        """Called by the pipe watcher, which continues if this returns True: the event may belong to an earlier program
+        whose descriptor had the same number."""
         return not self._reap(has_ended=False)
 
     def _reap(self, *, has_ended: bool = True) -> bool:
-        """Whether it has ended. `has_ended`: it is an error if it has not."""
+        """Whether it has exited. `has_ended`: log an error if it has not."""
         with self._lock:
             if self._reaped:
                 return True
@@ -232,21 +231,23 @@ class Program:
                 end = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
                 if end is None:
                     if has_ended:
-                        # It runs as another user, say: its parent's end is all that it will see.
-                        log.error("cannot end a program queue=%s pid=%s", self._queue, self.pid)
+                        # For example, it runs as another user and cannot be killed.
+                        log.error("failed to kill a program queue=%s pid=%s", self._queue, self.pid)
                     return False
                 self._returncode = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
             except ChildProcessError:
-                log.warning("somebody else has reaped a program queue=%s pid=%s", self._queue, self.pid)
+                log.warning(
+                    "a program was reaped elsewhere; its exit status is unknown queue=%s pid=%s", self._queue, self.pid
+                )
             self._reaped = True
-            # So that subprocess does not look after it either.
+            # Keeps subprocess from waiting for it.
             self._process.returncode = self._returncode or 0
             _running_pids.discard(self.pid)
             return True
 
 
 def stop_programs(programs: Sequence[Program]) -> None:
-    """They are not needed any more: end of file, TERM, kill."""
+    """End of file on stdin, then SIGTERM, then kill."""
     for program in programs:
         program.close_stdin()
     _wait_for_exit(programs, EOF_SECONDS)
@@ -281,17 +282,8 @@ def _ready(fd: int, seconds: float) -> list[tuple[int, int]]:
     return poll.poll(seconds * 1000)
 
 
-MAX_NAME = 200
-PERMANENT_EXIT_STATUS = 65  # EX_DATAERR of sysexits.h
-
-_HOST = socket.gethostname()
-_ALIASES = {"worker_finished": "job_finished", "worker_busy": "worker_progress"}
-_ABOUT_THE_JOB = ("job_finished", "job_failed", "worker_progress", "job_accepted")
-_KINDS = (None, "permanent", "retriable")
-
-
 class ProgramFailed(ForqError):
-    """The program's attempt failed. `name` stands where a Python exception has its class, `trace` for its traceback."""
+    """An attempt of a program failed. `name` and `trace` stand for the class and traceback of a Python exception."""
 
     def __init__(
         self, name: str, message: str, *, kind: str = "retriable", retry_at: object = None, trace: str = ""
@@ -304,20 +296,16 @@ class ProgramFailed(ForqError):
 
 
 class Finished(NamedTuple):
-    """The job is done."""
-
     result: Any
 
 
 class Progress(NamedTuple):
-    """How far it is."""
-
     fraction: float
     text: str | None
 
 
 def assignment(data: Any, job: Job, worker: str) -> bytes:
-    """The message that gives a program its job."""
+    """The message that sends a program its job."""
     payload = assignment_payload(
         data,
         uuid=job.id,
@@ -347,12 +335,12 @@ def attempt_number(job: Job) -> int:
 
 
 def read_answer(line: bytes, job: Job) -> Finished | Progress | ProgramFailed | None:
-    """What a program says about its job; None if that means nothing here. Raises InvalidData for anything else."""
+    """A program's message about its job; None for those without effect. Raises InvalidData for others."""
     topic, payload = _read_message(line)
     if topic == "worker_idle":
         return None
     if topic not in _ABOUT_THE_JOB:
-        raise InvalidData(f"there is no topic {shown(topic)}")
+        raise InvalidData(f"unknown topic {shown(topic)}")
     if payload.get("uuid") != job.id or payload.get("queue_name", job.queue) != job.queue:
         raise InvalidData(f"{topic} is about another job, uuid {shown(payload.get('uuid'))}")
     if topic == "job_finished":
@@ -363,7 +351,7 @@ def read_answer(line: bytes, job: Job) -> Finished | Progress | ProgramFailed | 
 
 
 def allowed_between_jobs(line: bytes) -> bool:
-    """Whether a program may say this while it has no job."""
+    """Whether a program may send this while it has no job."""
     try:
         return not line.strip() or _read_message(line)[0] == "worker_idle"
     except InvalidData:
@@ -413,11 +401,11 @@ def _failure(payload: dict[str, Any]) -> ProgramFailed:
 
 
 class _NothingRead(Exception):
-    """The instance ended after an earlier job, without having seen anything of this one."""
+    """The instance exited after an earlier job, without having read this one."""
 
 
 class _Ended(Exception):
-    """The program has ended and not said what became of its job."""
+    """The program exited without an answer."""
 
 
 class ExecHandler:
@@ -430,16 +418,16 @@ class ExecHandler:
         self._jobs = 0
 
     def for_another_worker(self) -> "ExecHandler":
-        """The same for another worker, with an instance of its own."""
+        """A copy with its own instance."""
         return ExecHandler(self._line, self._queue, keep_fds=self._keep_fds)
 
     def __call__(self, data: Any, job: Job) -> Any:
-        """The `result` of the program's answer."""
+        """Returns the `result` of the program's answer."""
         line = assignment(data, job, self._worker)
         try:
             return self._run_job(line, job)
         except _NothingRead:
-            log.info("replacing a program queue=%s reason=it has ended before it read its next job", self._queue)
+            log.info("replacing a program queue=%s reason=it exited before it read its next job", self._queue)
             return self._run_job(line, job)
 
     def programs(self) -> list[Program]:
@@ -453,7 +441,7 @@ class ExecHandler:
             program.send(line)
             answer = self._wait_for_answer(program, job)
             answered = True
-            # One that answers before it has read everything would take the rest for its next job.
+            # A program that answers before it has read everything would take the rest for its next job.
             usable = program.all_sent
         except InvalidData as exc:
             answer = ProgramFailed("BadMessage", str(exc))
@@ -471,7 +459,7 @@ class ExecHandler:
         return answer.result
 
     def _wait_for_answer(self, program: Program, job: Job) -> Finished | ProgramFailed:
-        """What the program says has become of the job."""
+        """Passes on progress until the program reports the outcome."""
         while (line := program.next_line()) is not None:
             if not line.strip():
                 continue
@@ -483,18 +471,18 @@ class ExecHandler:
         raise _Ended
 
     def _reusable(self, job: Job) -> Program | None:
-        """The instance that runs; one that has ended since its last job, or talks without one, is replaced."""
+        """The running instance. Discards one that has exited, or that sent a message without a job."""
         program = self._program
         if program is None:
             return None
         try:
-            said = program.read_between_jobs()
+            lines = program.read_between_jobs()
         except InvalidData as exc:
-            said, reason = [], str(exc)
+            lines, reason = [], str(exc)
         else:
-            reason = "it has ended" if said is None else ""
-        if said and not all(allowed_between_jobs(line) for line in said):
-            reason = f"it spoke without a job: {said[0][:200]!r}"
+            reason = "it has exited" if lines is None else ""
+        if lines and not all(allowed_between_jobs(line) for line in lines):
+            reason = f"it sent a message without a job: {lines[0][:200]!r}"
         if not reason:
             program.output.begin(job.id)
             return program
@@ -538,7 +526,7 @@ class ExecOnceHandler:
 
 
 def close_handlers(handlers: Sequence[object]) -> None:
-    """Ends the instances of those handlers that are programs, all at the same time."""
+    """Stops the instances of all exec handlers together."""
     stop_programs([program for each in handlers if isinstance(each, ExecHandler) for program in each.programs()])
 
 
@@ -550,19 +538,19 @@ def start_program(line: ProgramLine, job: Job, environ: dict[str, str], keep_fds
 
 
 def describe_exit(code: int | None, *, once: bool = False) -> ProgramFailed:
-    too_early = "" if once else ", and had not said what became of the job"
+    too_early = "" if once else " before it reported the outcome of the job"
     if code is None:
-        return ProgramFailed("ExitStatus", f"it ended, nobody knows how{too_early}")
+        return ProgramFailed("ExitStatus", f"the program exited with an unknown status{too_early}")
     if code < 0:
         names = {int(known): known.name for known in signal.Signals}
-        return ProgramFailed("ExitSignal", f"it was ended by signal {-code} ({names.get(-code, '?')})")
+        return ProgramFailed("ExitSignal", f"the program was killed by signal {-code} ({names.get(-code, '?')})")
     kind = "permanent" if once and code == PERMANENT_EXIT_STATUS else "retriable"
-    return ProgramFailed("ExitStatus", f"it ended with status {code}{too_early}", kind=kind)
+    return ProgramFailed("ExitStatus", f"the program exited with status {code}{too_early}", kind=kind)
 
 
 def _with_output(failure: ProgramFailed, tail: list[str], *, quote: bool) -> ProgramFailed:
-    """What it wrote last tells more than how it ended."""
+    """The last output says more than the exit status."""
     if quote and tail:
-        failure.args = (f"{failure.args[0]}; it last wrote: {tail[-1]}",)
+        failure.args = (f"{failure.args[0]}; last output: {tail[-1]}",)
     failure.trace = failure.trace or "\n".join(tail)
     return failure

@@ -55,7 +55,7 @@ def test_a_thousand_jobs_go_through_one_instance(forq: Forq, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("do", "name", "kind", "message"),
     [
-        ("exit", "ExitStatus", "retriable", "it ended with status 3"),
+        ("exit", "ExitStatus", "retriable", "the program exited with status 3"),
         ("signal", "ExitSignal", "retriable", "signal 11 (SIGSEGV)"),
         ("noise", "BadMessage", "retriable", "not JSON: 'Listening on port 80'"),
         ("other", "BadMessage", "retriable", "about another job, uuid 'another'"),
@@ -159,7 +159,7 @@ def test_the_fail_handler_may_be_a_program(forq: Forq, tmp_path: Path) -> None:
     wait_until((tmp_path / "failed").exists, what="the fail handler ran")
     data, original, error = json.loads((tmp_path / "failed").read_text())
     assert (data, original["id"]) == ({"n": 1}, "f")
-    assert error == {"name": "ExitStatus", "message": "it ended with status 65", "kind": "permanent"}
+    assert error == {"name": "ExitStatus", "message": "the program exited with status 65", "kind": "permanent"}
     assert forq.client().queue("failing").job("f")["retry_count"] == 0
 
 

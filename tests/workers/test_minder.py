@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -176,6 +177,7 @@ def test_a_ping_is_answered_by_the_beat_and_reaches_no_grant(rig: Rig) -> None:
 def test_a_held_process_begins_when_it_is_told_to(rig: Rig) -> None:
     rig.receive(b'{"begin":0}\n')
     assert rig.minder.wait_to_begin()
+    assert rig.minder._begin_lock.locked(), "it waited for the lock"
 
 
 def test_a_second_begin_does_no_harm(rig: Rig) -> None:
@@ -439,6 +441,7 @@ def test_a_pass_reads_what_is_ready_and_then_beats(rig: Rig, monkeypatch: pytest
     with pytest.raises(Ended):
         rig.minder._run()
     assert rig.loops[0].stopping
+    assert rig.loops[0].slot.minder == threading.get_native_id()
     assert set(registered) == {rig.leash.fileno(), rig.minder._signals_fd, rig.minder._wake_fd}
 
 

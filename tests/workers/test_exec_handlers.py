@@ -124,7 +124,7 @@ def test_the_time_of_the_next_attempt_is_taken_from_the_failure(tmp_path: Path, 
     ("act", "name", "says"),
     [
         ("sys.exit(3)", "ExitStatus", "status 3"),
-        ("sys.exit(0)", "ExitStatus", "status 0, and had not said what became of the job"),
+        ("sys.exit(0)", "ExitStatus", "status 0 before it reported the outcome of the job"),
         ("os.kill(os.getpid(), 9)", "ExitSignal", "signal 9 (SIGKILL)"),
         ("os.kill(os.getpid(), 40)", "ExitSignal", "signal 40 (?)"),
         ("os.close(1); time.sleep(60)", "BadMessage", "closed its stdout"),
@@ -133,7 +133,7 @@ def test_the_time_of_the_next_attempt_is_taken_from_the_failure(tmp_path: Path, 
         ("os.write(1, b'\\xff\\n')", "BadMessage", "not JSON"),
         ("print(3)", "BadMessage", "not an object: 3"),
         ("print('{}')", "BadMessage", "topic"),
-        ("say('dance', uuid='j1')", "BadMessage", "no topic 'dance'"),
+        ("say('dance', uuid='j1')", "BadMessage", "unknown topic 'dance'"),
         ("say('job_finished', uuid='other')", "BadMessage", "about another job, uuid 'other'"),
         ("say('job_finished')", "BadMessage", "about another job"),
         ("say('job_finished', uuid='j1', queue_name='p')", "BadMessage", "about another job"),
@@ -156,7 +156,7 @@ def test_what_a_program_does_wrong_fails_the_attempt_and_the_next_job_has_a_new_
     error = failure_of(handler, "wrong")
     assert (error["name"], error["kind"]) == (name, "retriable")
     assert says in error["message"]
-    assert error["message"].endswith("; it last wrote: before")
+    assert error["message"].endswith("; last output: before")
     assert error["traceback"] == "before"
     assert not alive({pid})
     handler("fine", job("j2"))
@@ -198,7 +198,7 @@ def test_an_instance_that_spoke_between_jobs_is_replaced_and_the_next_job_does_n
     wait_until(lambda: logged.text.count("text=said") == 2, what="it has said it twice")
     handler("worker_idle", job("j3"))
     assert pid_of(handler) != pid
-    assert "it spoke without a job" in logged.text
+    assert "it sent a message without a job" in logged.text
 
 
 def test_an_answer_before_all_was_read_counts_and_the_instance_is_replaced(tmp_path: Path, made: Made) -> None:
