@@ -289,7 +289,7 @@ def test_the_socket_of_a_killed_bridge_is_taken_over(redis_url: str, path: Path)
     assert path.exists()
     with listening(redis_url, path), bridge(redis_url, "--listen", str(path)) as third:
         assert third.process.wait(10) == 1
-        wait_until(lambda: any("another process answers there" in line for line in third.log))
+        wait_until(lambda: any("another process listens there" in line for line in third.log))
 
 
 def test_a_peer_that_does_not_read_delays_no_other_peer(redis_url: str, path: Path) -> None:

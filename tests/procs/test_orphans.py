@@ -46,7 +46,7 @@ def test_the_shared_words_say_the_same_as_the_set_whatever_comes_and_goes() -> N
             wanted.discard(pid)
         assert all((pid in own) == (pid in wanted) for pid in range(60))
         own.owner = os.getppid()
-        assert own.look(lambda: [1], time.monotonic() + 5) == ([1], frozenset(wanted))
+        assert own.read_with(lambda: [1], time.monotonic() + 5) == ([1], frozenset(wanted))
 
 
 def test_a_list_that_was_read_while_something_was_forked_does_not_count() -> None:
@@ -61,7 +61,7 @@ def test_a_list_that_was_read_while_something_was_forked_does_not_count() -> Non
                 own.add(7)
         return [7]
 
-    assert own.look(children, time.monotonic() + 5) == ([7], frozenset({7}))
+    assert own.read_with(children, time.monotonic() + 5) == ([7], frozenset({7}))
     assert looks == 2
 
 
@@ -69,9 +69,9 @@ def test_nothing_is_found_while_a_fork_is_under_way_or_the_supervisor_is_gone() 
     own = ChildPids()
     own.owner = os.getppid()
     with own.forking():
-        assert own.look(lambda: [7], time.monotonic() + 0.05) == ([], frozenset())
+        assert own.read_with(lambda: [7], time.monotonic() + 0.05) == ([], frozenset())
     own.owner = 1 if os.getppid() != 1 else 2
-    assert own.look(lambda: [7], time.monotonic() + 5) == ([], frozenset())
+    assert own.read_with(lambda: [7], time.monotonic() + 5) == ([], frozenset())
 
 
 def test_another_process_kills_the_orphans_and_leaves_the_supervisors_own_alone() -> None:

@@ -194,7 +194,7 @@ def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_live_socket_is_left_alone(serving: Serving, talk: Talk) -> None:
-    with pytest.raises(ForqError, match="another process answers there"):
+    with pytest.raises(ForqError, match="another process listens there"):
         ControlServer(serving.loop, serving.path, {})
     talk.say("echo", a=1)
     assert talk.hear()["result"] == {"a": 1}

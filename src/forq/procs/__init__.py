@@ -1,1 +1,1 @@
-"""What every process of forq shares: memory they look into, process trees, control groups, sockets, lines."""
+"""Shared by all processes: event loop, connections, scoreboard, process trees, control groups."""

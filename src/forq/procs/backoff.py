@@ -1,11 +1,11 @@
-"""How long to wait before the next try: longer after each failure, up to a limit."""
+"""Retry pauses that grow with each failure, up to a limit."""
 
 import random
 
 
 class Backoff:
-    """The failures in a row of one thing that is tried again for ever. `spread`: the part by which each pause is longer
-    or shorter by chance, so that many that failed together do not come back together."""
+    """Counts consecutive failures of one operation. `spread`: random part of each pause, so that clients that failed
+    together do not retry together."""
 
     __slots__ = ("_chance", "_factor", "_first_seconds", "_longest_seconds", "_spread", "failures")
 
@@ -26,25 +26,23 @@ class Backoff:
         self._chance = chance
 
     def fail(self) -> float:
-        """Counts a failure; the pause after it in seconds."""
+        """Counts a failure and returns the pause after it in seconds."""
         self.failures += 1
         return self.pause_after(self.failures)
 
     def pause_after(self, failures: int) -> float:
-        """0 after none."""
         if failures <= 0:
             return 0.0
-        # Beyond 64 the limit is reached in any case, and a float has an end.
+        # The limit is reached long before 64; without it the power would overflow.
         seconds = min(self._longest_seconds, self._first_seconds * self._factor ** min(failures - 1, 64))
         if not self._spread:
             return seconds
         return seconds * (self._chance or random).uniform(1 - self._spread, 1 + self._spread)
 
     def reset(self) -> None:
-        """It works again."""
         self.failures = 0
 
 
 def reconnecting() -> Backoff:
-    """For whoever waits for Redis with nothing else to do."""
+    """For callers that do nothing but wait for Redis."""
     return Backoff(0.02, 1.0, factor=3.0)

@@ -1,15 +1,7 @@
-"""Control groups: the fast way to kill a whole tree, where the kernel and the permissions allow it.
+"""Control groups: kill a whole tree at once, and have the kernel enforce resource limits, where that is permitted.
 
-A child joins a cgroup of its own before it does anything else; everything it ever starts is in there, daemonised or
-not, and one write to `cgroup.kill` ends it all. No controller is enabled, so the "no internal processes" rule does not
-apply.
-
-What the processes of a queue may take of the machine while jobs run: the part that ends them when they take more.
-
-Limits that the kernel keeps: the memory and pids controllers of cgroup v2, where they are delegated to us.
-
-A group that hands controllers on to those below it may hold no process itself. So a `Delegation` moves the supervisor,
-and with it all that it forks later, into a group beside those of its children, and moves it back at its end.
+A child joins a cgroup of its own before it does anything else. All its descendants are in there, daemons included, and
+one write to `cgroup.kill` ends them.
 """
 
 import errno
@@ -32,7 +24,7 @@ class Cgroup:
     """One child's control group: a directory."""
 
     def __init__(self, path: Path | str) -> None:
-        # Plain texts: one is made for each child, between two forks.
+        # Plain strings: one is created for each child, between two forks.
         self._directory = str(path)
         self.procs = f"{path}/cgroup.procs"
 
@@ -41,15 +33,15 @@ class Cgroup:
         return Path(self._directory)
 
     def join(self, pid: int = 0) -> None:
-        """Move a process into this group; 0 is the caller itself."""
+        """Moves a process into this group; 0 is the caller."""
         write_file(self.procs, str(pid))
 
     def populated(self) -> bool:
-        """Whether a process that is not a zombie is left in the group or below it."""
+        """Whether the group or its subgroups have processes that are not zombies."""
         return self._has_event("populated 1")
 
     def frozen(self) -> bool:
-        """Whether everything in it is frozen, by itself or with a group above it."""
+        """Whether the group is frozen, on its own or through a parent group."""
         return self._has_event("frozen 1")
 
     def _has_event(self, event: str) -> bool:
@@ -61,7 +53,7 @@ class Cgroup:
             raise
 
     def pids(self) -> set[int]:
-        """Who is in the group or below it."""
+        """Pids in the group and its subgroups."""
         found: set[int] = set()
         for directory, _, _ in os.walk(self._directory):
             with suppress(OSError):
@@ -69,7 +61,7 @@ class Cgroup:
         return found
 
     def kill(self, deadline_seconds: float = 5.0) -> bool:
-        """SIGKILL everything in the group; True when it is empty."""
+        """SIGKILLs everything in the group. True when it is empty."""
         deadline = time.monotonic() + deadline_seconds
         try:
             write_file(str(self.path / "cgroup.kill"), "1")
@@ -83,15 +75,16 @@ class Cgroup:
         return True
 
     def remove(self, deadline_seconds: float = 1.0) -> bool:
-        """Remove the directory, with those a job may have made inside it; False while processes are left in it.
+        """Removes the directory, with those that a job may have created in it. False if processes are left in it.
 
-        The kernel refuses with EBUSY for a moment after the last exit, until the dead are taken off its list.
+        The kernel refuses with EBUSY for a moment after the last exit.
         """
         return _remove_tree(self.path, time.monotonic() + deadline_seconds)
 
 
 class Cgroups:
-    """The directory that holds the children's groups."""
+    """The directory of the children's groups. Without limits no controller is enabled in it, so that the "no internal
+    processes" rule does not apply."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,7 +92,7 @@ class Cgroups:
 
     @classmethod
     def find(cls, name: str, *, mounts: str = "/proc/mounts", own: str = "/proc/self/cgroup") -> "Cgroups | None":
-        """The directory `name` below our own cgroup; None where that is not permitted or cgroup.kill is missing."""
+        """The directory `name` in our own cgroup; None if that is not permitted or cgroup.kill is missing."""
         parent = _own_directory(mounts, own)
         if parent is None:
             return None
@@ -139,7 +132,7 @@ def _own_directory(mounts: str, own: str) -> Path | None:
 
 
 def _cgroup2_mount(mounts: str) -> Path | None:
-    """Where cgroup2 is mounted: /sys/fs/cgroup, or /sys/fs/cgroup/unified on hybrid systems."""
+    """/sys/fs/cgroup, or /sys/fs/cgroup/unified on hybrid systems."""
     try:
         lines = Path(mounts).read_text().splitlines()
     except OSError:
@@ -152,7 +145,7 @@ def _cgroup2_mount(mounts: str) -> Path | None:
 
 
 def _may_move_from(parent: Path) -> bool:
-    """Moving a process needs write access to cgroup.procs of the common ancestor, which is our own group."""
+    """Moving a process requires write access to cgroup.procs of the common ancestor, which is our own group."""
     return os.access(parent / "cgroup.procs", os.W_OK)
 
 
@@ -171,7 +164,7 @@ def _remove_tree(path: Path, deadline: float) -> bool:
 
 
 def write_file(path: str, text: str) -> None:
-    """Never makes the file: the kernel has it, or what it stands for is not there."""
+    """Never creates the file: the kernel provides it if it has the feature."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())
@@ -179,13 +172,13 @@ def write_file(path: str, text: str) -> None:
         os.close(fd)
 
 
-# Causes of an attempt that took more.
+# Causes of an attempt that exceeded its limits.
 OUT_OF_MEMORY, TOO_MANY_TASKS = "oom", "pids"
 
 
 @dataclass(frozen=True)
 class Resources:
-    """For one process and all below it: bytes of memory, and processes and threads together. 0: any."""
+    """Limits of a process with its descendants: bytes of memory, and processes plus threads. 0: no limit."""
 
     memory_bytes: int = 0
     tasks: int = 0
@@ -200,7 +193,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Exceeded:
-    """How a process took more than it may: the cause, and the most memory that it was seen with (None: unknown)."""
+    """How a process exceeded its limits: the cause, and its peak memory (None: unknown)."""
 
     cause: str
     peak_bytes: int | None
@@ -210,71 +203,75 @@ CONTROLLERS = ("memory", "pids")
 
 
 class Delegation:
-    """Lets the groups of children have these controllers. It undoes only what it has done itself."""
+    """Enables these controllers for the groups of children, and undoes only its own changes.
+
+    A group that enables controllers for its subgroups may hold no process itself. So the supervisor, with all that it
+    forks later, moves into a group beside those of its children, and moves back at the end.
+    """
 
     def __init__(self, groups: Cgroups, controllers: tuple[str, ...] = CONTROLLERS) -> None:
         self._groups = groups.path
         self._own = groups.path.parent
-        self._seat = groups.path.with_name(f"{groups.path.name}-supervisor")
+        self._supervisor_group = groups.path.with_name(f"{groups.path.name}-supervisor")
         self._controllers = controllers
-        self._switched: list[tuple[Path, str]] = []
+        self._enabled: list[tuple[Path, str]] = []
 
     def begin(self) -> bool:
-        """False, and nothing has changed, where it is not allowed. Call it before the first fork."""
+        """Call before the first fork. False, without any change, if it is not permitted."""
         if not set(self._controllers) <= set(_words(self._own / "cgroup.controllers")):
             return False
         try:
-            self._seat.mkdir(mode=0o755, exist_ok=True)
-            Cgroup(self._seat).join(os.getpid())
-            # Refused while others than the supervisor are in our group: the shell that started it, say.
+            self._supervisor_group.mkdir(mode=0o755, exist_ok=True)
+            Cgroup(self._supervisor_group).join(os.getpid())
+            # Refused while our group has other processes, such as the shell that started the supervisor.
             for group in (self._own, self._groups):
-                self._switch_on(group)
+                self._enable(group)
         except OSError as exc:
-            log.info("the kernel cannot keep limits of queues, they are watched group=%s error=%s", self._own, exc)
+            log.info("kernel cannot enforce limits; the warden checks them group=%s error=%s", self._own, exc)
             self.end()
             return False
         return True
 
     def end(self) -> None:
-        """Best effort: what is left does no harm, and systemd clears it away."""
-        while self._switched:
-            group, controller = self._switched.pop()
+        """Best effort: leftovers do no harm, and systemd removes them."""
+        while self._enabled:
+            group, controller = self._enabled.pop()
             with suppress(OSError):
                 write_file(str(group / "cgroup.subtree_control"), f"-{controller}")
-        if self._seat.exists():
+        if self._supervisor_group.exists():
             with suppress(OSError):
                 Cgroup(self._own).join(os.getpid())
-                self._seat.rmdir()
+                self._supervisor_group.rmdir()
 
-    def _switch_on(self, group: Path) -> None:
+    def _enable(self, group: Path) -> None:
         control = group / "cgroup.subtree_control"
         for controller in self._controllers:
             if controller not in _words(control):
                 write_file(str(control), f"+{controller}")
-                self._switched.append((group, controller))
+                self._enabled.append((group, controller))
 
 
 def limit(group: Cgroup, resources: Resources) -> bool:
-    """Whether the kernel keeps these limits from now on. Past the memory everything in the group is killed at once."""
-    if not _has(group, resources):
+    """True if the kernel enforces these limits from now on. Beyond the memory limit it kills the whole group."""
+    if not _supports(group, resources):
         return False
     try:
         if resources.memory_bytes:
             write_file(str(group.path / "memory.max"), str(resources.memory_bytes))
             write_file(str(group.path / "memory.oom.group"), "1")
-            # Else what does not fit is swapped, and slows down everybody. Not there where swap is not counted.
+            # Otherwise the rest is swapped and slows down the machine. Missing where swap is not accounted.
             with suppress(FileNotFoundError):
                 write_file(str(group.path / "memory.swap.max"), "0")
         if resources.tasks:
             write_file(str(group.path / "pids.max"), str(resources.tasks))
     except OSError as exc:
-        log.warning("the kernel does not take the limits, they are watched group=%s error=%s", group.path, exc)
+        log.warning("kernel refused limits; the warden checks them group=%s error=%s", group.path, exc)
         return False
     return True
 
 
 def exceeded(group: Cgroup) -> Exceeded | None:
-    """Whether the kernel has killed what was in the group because of its memory. Ask before the group is removed."""
+    """Whether the kernel has killed the group because of its memory. Call before the group is removed."""
     counters = _words(group.path / "memory.events")
     kills = dict(zip(counters[::2], counters[1::2], strict=False)).get("oom_kill", "0")
     if kills == "0":
@@ -283,7 +280,7 @@ def exceeded(group: Cgroup) -> Exceeded | None:
     return Exceeded(OUT_OF_MEMORY, int(peak[0]) if peak else None)
 
 
-def _has(group: Cgroup, resources: Resources) -> bool:
+def _supports(group: Cgroup, resources: Resources) -> bool:
     files = [("memory.max", resources.memory_bytes), ("pids.max", resources.tasks)]
     return bool(resources) and all((group.path / name).exists() for name, wanted in files if wanted)
 
@@ -296,7 +293,7 @@ def _words(path: Path) -> list[str]:
 
 
 def pss_bytes(pid: int | str = "self") -> int:
-    """The memory of a process, each shared page counted in parts; 0 if it cannot be told."""
+    """Memory of a process in bytes; a page shared by n processes counts 1/n. 0 if unknown."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as rollup:
             for line in rollup:

@@ -13,22 +13,22 @@ from forq.procs.scoreboard import AttemptStats, Scoreboard
 class Context:
     url: str
     prefix: str
-    # This run of the supervisor, as Redis knows it.
+    # Name of this run of the supervisor in Redis.
     processor: str
     heartbeat_seconds: float
     expiry_ms: int
     max_queues: int
     control_socket: str
-    # What shows up in /healthz: for how long a queue may begin and end nothing while jobs wait.
+    # /healthz reports a queue that starts and ends nothing for this long while jobs wait.
     health_seconds: float
 
     scoreboard: Scoreboard
-    # None: nobody wants to know how long jobs wait and run.
+    # None: metrics are disabled.
     stats: AttemptStats | None
-    # An eventfd on which workers tell pulse that they hold a batch.
+    # An eventfd: a worker that starts a batch wakes pulse.
     watch_fd: int
 
-    # The supervisor's own children, which are no orphans.
+    # The supervisor's children, as opposed to adopted orphans.
     child_pids: ChildPids
     cgroups: Cgroups | None
     tree_lock_fd: int
@@ -40,7 +40,7 @@ class Context:
     log_format: LogFormat
     log_level: str
     redact: tuple[str, ...]
-    # Of the embedded server; None: there is none.
+    # Data of the embedded server; None: there is none.
     redis_dir: Path | None
 
     tracing: str

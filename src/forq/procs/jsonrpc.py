@@ -1,9 +1,6 @@
-"""The control protocol on the wire: newline-delimited JSON-RPC 2.0 (docs/reference/protocol.md), for both ends.
+"""Newline-delimited JSON-RPC 2.0, for both ends of the control protocol (docs/reference/protocol.md).
 
-1. encode, decode: one strict JSON, without NaN, Infinity or lone surrogates.
-2. request, result, failure: the three kinds of line; read_request, read_answer: the way back.
-
-The standard library's json on purpose: importing orjson costs forqctl more than all the rest of its start.
+Uses the standard library's json: importing orjson would take longer than the rest of forqctl's start.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ SERVER_ERROR = -32000
 
 
 class Call:
-    """One request as it was read. `expects_answer` is false for a notification."""
+    """A request. `expects_answer` is false for a notification."""
 
     __slots__ = ("expects_answer", "id", "method", "params")
 
@@ -42,7 +39,7 @@ class Call:
 
 
 class Malformed(UsageError):
-    """A line that is no request. Knows the JSON-RPC code, and the id when one could be read."""
+    """An invalid request, with its JSON-RPC code and, if readable, its id."""
 
     def __init__(self, message: str, rpc_code: int, id: str | int | None = None) -> None:
         super().__init__(message)
@@ -52,28 +49,27 @@ class Malformed(UsageError):
 
 
 class RawResult:
-    """A result as the bytes in which it came, to be passed on without a look at them. To decode and encode a long one
-    takes ten times as long as to copy it."""
+    """A result as received bytes, to be forwarded: decoding and encoding it would take ten times as long."""
 
     __slots__ = ("_rest",)
 
     def __init__(self, rest: memoryview) -> None:
-        """`rest`: the line from the result to its end, the closing brace included."""
+        """`rest`: the line from the result to its end, including the closing brace."""
         self._rest = rest
 
     def line(self, id: str | int | None) -> bytes:
-        """The same answer to another request."""
+        """The same result for another request id."""
         return b"".join((b'{"jsonrpc":"2.0","id":', encode(id), b',"result":', self._rest, b"\n"))
 
 
 def read_raw_answer(line: bytes) -> tuple[int, RawResult] | None:
-    """Of a line that `result` has made for a request with a number; None: it is another kind of line."""
+    """Splits a line made by `result` for a numeric id; None for any other line."""
     found = _RAW_ANSWER.match(line)
     return None if found is None else (int(found[1]), RawResult(memoryview(line)[found.end() :]))
 
 
 def encode(value: object) -> bytes:
-    """Compact JSON in UTF-8. Raises InvalidData for what JSON does not have."""
+    """Compact JSON in UTF-8, without NaN and Infinity. Raises InvalidData for anything that JSON cannot express."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as exc:
@@ -87,7 +83,7 @@ def decode(text: bytes) -> Any:
     except (ValueError, RecursionError) as exc:
         raise InvalidData(f"not JSON: {exc}") from exc
     if b"\\ud" in text or b"\\uD" in text:
-        # Half of a surrogate pair is a legal escape, but no text: it could not be stored or sent on.
+        # A lone surrogate is a legal escape, but cannot be stored or sent.
         encode(value)
     return value
 
@@ -97,7 +93,6 @@ def request(id: str | int, method: str, params: dict[str, Any]) -> bytes:
 
 
 def notification(method: str) -> bytes:
-    """A line that nobody answers."""
     return encode({"jsonrpc": "2.0", "method": method}) + b"\n"
 
 
@@ -110,7 +105,7 @@ def result(id: str | int | None, value: object) -> bytes:
 def failure(id: str | int | None, error: ForqError, rpc_code: int | None = None) -> bytes:
     if rpc_code is None:
         rpc_code = UNKNOWN_METHOD if isinstance(error, UnknownVerb) else SERVER_ERROR
-    # A message may quote what was sent; what cannot be encoded must not prevent the answer.
+    # A message may quote the request: characters that cannot be encoded must not prevent the reply.
     message = str(error).encode(errors="backslashreplace").decode()
     data = {"code": error.code}
     if isinstance(error, CannotImport) and error.traceback:
@@ -142,20 +137,20 @@ def read_request(line: bytes) -> Call:
 
 
 def read_answer(line: bytes | dict[str, Any]) -> tuple[str | int | None, Any]:
-    """The id, and either the result or a ForqError (returned, not raised: it belongs to whoever asked). `line` may be
+    """The id, and either the result or a ForqError (returned, not raised: the caller dispatches it). `line` may be
     decoded already."""
     message = decode(line) if isinstance(line, bytes) else line
     if not isinstance(message, dict) or ("result" in message) == ("error" in message):
-        raise InvalidData("the supervisor sent a line that is no answer")
+        raise InvalidData("the supervisor sent an invalid reply")
     if "error" in message:
         return message.get("id"), to_error(message["error"])
     return message.get("id"), message["result"]
 
 
 def to_error(body: object) -> ForqError:
-    """The error of that code. Only classes in forq.errors' own table are ever made from what was received."""
+    """Only classes in the table of forq.errors are created from received data."""
     if not isinstance(body, dict):
-        return ForqError("the supervisor sent an error that cannot be read")
+        return ForqError("the supervisor sent an unreadable error")
     data = body.get("data")
     code = data.get("code") if isinstance(data, dict) else None
     cls = BY_CODE.get(code, ForqError) if isinstance(code, str) else ForqError

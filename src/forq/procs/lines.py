@@ -1,4 +1,4 @@
-"""Lines over a byte stream: cutting it into lines with a cap, and a socket that never blocks its loop."""
+"""Lines over a byte stream: a buffer with a maximum line length, and a socket that never blocks its loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import islice
 
 from forq.errors import InvalidData
 
-# forqctl imports this module: `typing` and `socket` would cost more than the whole conversation.
+# forqctl imports this module: importing `typing` and `socket` would take longer than a whole request.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
@@ -21,10 +21,10 @@ PIECES_AT_ONCE = 64
 
 
 class LineBuffer:
-    """Takes bytes as they come, gives whole lines one at a time.
+    """Collects bytes and returns whole lines.
 
-    A line over the limit is the last one: each `pop` raises. With `skip_too_long` only the first does; the rest of that
-    line is dropped, and the next one follows. `number`: of the line that the last `pop` gave or refused, from 1.
+    After a line over the limit each `pop` raises. With `skip_too_long` only one does, and the next line follows.
+    `number`: the line that the last `pop` returned or refused, from 1.
     """
 
     def __init__(self, limit: int = MAX_LINE_BYTES, *, skip_too_long: bool = False) -> None:
@@ -39,12 +39,12 @@ class LineBuffer:
         self._buffer += data
 
     def end(self) -> None:
-        """No more will come: what is left is a line, too."""
+        """End of input: the rest is a line, too."""
         if self._buffer and not self._buffer.endswith(b"\n"):
             self._buffer += b"\n"
 
     def pop(self) -> bytes | None:
-        """The next whole line without its newline, or None. Raises InvalidData when a line is over the limit."""
+        """The next whole line without its newline, or None. Raises InvalidData for a line over the limit."""
         while True:
             end = self._buffer.find(b"\n", self._searched)
             if not self._skipping:
@@ -69,21 +69,21 @@ class LineBuffer:
         return line
 
     def _drop(self, end: int) -> None:
-        """The line that ends there; -1: it goes on."""
+        """Drops the line that ends at `end`; -1: its end is not here yet."""
         self._skipping = end < 0
         self._searched = 0
         del self._buffer[: len(self._buffer) if end < 0 else end + 1]
 
     def has_line(self) -> bool:
-        """Whether the next `pop` gives or refuses one."""
+        """Whether the next `pop` returns or refuses a line."""
         return len(self._buffer) > self._limit or self._buffer.find(b"\n", self._searched) >= 0
 
     def count(self) -> int:
-        """How many whole lines wait here."""
+        """Whole lines in the buffer."""
         return self._buffer.count(b"\n")
 
     def peek(self, count: int) -> bytes:
-        """The first bytes of what waits here."""
+        """The first bytes of the buffer."""
         return bytes(self._buffer[:count])
 
     def clear(self) -> None:
@@ -91,15 +91,15 @@ class LineBuffer:
         self._searched = 0
 
     def __len__(self) -> int:
-        """How many bytes wait here."""
+        """Bytes in the buffer."""
         return len(self._buffer)
 
 
 class LineConnection:
-    """A stream socket on a loop. `lines` has what was read; `on_input` is called after each read and at the end.
+    """A stream socket on a loop. `lines` holds received data; `on_input` is called after each read and at the end.
 
-    `ended`: no more will come; `error`: why, if that was no orderly end. `gone`: nothing can be sent any more; what was
-    not sent is dropped. `on_output` is called when the loop has sent all that was left, or has found it gone.
+    `ended`: the input has ended; `error`: the reason, if that was no end of file. `gone`: nothing can be sent any more,
+    and unsent data is dropped. `on_output` is called when all unsent data was sent, or the peer is gone.
     """
 
     def __init__(
@@ -123,18 +123,18 @@ class LineConnection:
         self._on_input = on_input
         self._on_output = on_output
         self._read_bytes = read_bytes
-        # Pieces as they were given: a long one is not copied.
+        # Kept in pieces, so that long ones are not copied.
         self._output: deque[memoryview] = deque()
         self.unsent_bytes = 0
         self._writing = False
         self.read(True)
 
     def fileno(self) -> int:
-        """-1 when it is closed."""
+        """-1 if closed."""
         return self._sock.fileno()
 
     def read(self, wanted: bool) -> None:
-        """Whether the loop reads on."""
+        """Starts or pauses reading."""
         wanted = wanted and not self.ended
         if wanted != self.reading:
             self.reading = wanted
@@ -144,7 +144,7 @@ class LineConnection:
                 self._loop.remove_reader(self._sock.fileno())
 
     def receive(self) -> int | None:
-        """Reads once: how many bytes, 0 at the end, None if there is nothing yet."""
+        """Reads once. Returns the number of bytes, 0 at the end, None if there is nothing yet."""
         try:
             received = self._sock.recv(self._read_bytes)
         except (BlockingIOError, InterruptedError):
@@ -158,7 +158,7 @@ class LineConnection:
         return len(received)
 
     def send(self, data: bytes) -> None:
-        """Now, as far as the other side takes it; the rest when it does."""
+        """Sends as much as the socket accepts now, and the rest later."""
         if self.gone or not data:
             return
         self._output.append(memoryview(data))
@@ -185,7 +185,7 @@ class LineConnection:
 
     def _flush(self) -> None:
         try:
-            # Once: a reader that keeps up with us must not keep the loop to itself.
+            # Once per pass: a fast reader must not monopolize the loop.
             self._sent(self._sock.sendmsg(list(islice(self._output, PIECES_AT_ONCE))))
         except (BlockingIOError, InterruptedError):
             pass

@@ -1,7 +1,7 @@
-"""The event loop of every process of ours: descriptors, timers, dead children and signals, in one thread.
+"""The event loop of all processes: descriptors, timers, dead children and signals, in one thread.
 
-No asyncio and no threads: both break fork. A descriptor must be removed from the loop before it is closed: as long as a
-child holds a copy of it, epoll keeps reporting it. Each pass marks the process as alive (liveness.py) before it waits.
+asyncio and threads would break fork. Remove a descriptor from the loop before closing it: epoll keeps reporting it as
+long as a child holds a copy. Each pass marks the process as alive (liveness.py) before it waits.
 """
 
 import errno
@@ -21,13 +21,13 @@ log = logging.getLogger("forq")
 Callback = Callable[[], object]
 
 WAKEUP_READ_BYTES = 65536
-MOST_TIMERS = 4096
-# Not at once again: what failed once after a pass may fail each time.
+MAX_TIMERS = 4096
+# Pause after a failure of `after_pass`, which may fail each time.
 FAILED_PASS_SECONDS = 1.0
 
 
 class Timer:
-    """A call that is to be made later, until it is cancelled."""
+    """A pending call."""
 
     __slots__ = ("_callback", "due")
 
@@ -40,17 +40,17 @@ class Timer:
         return self._callback is None
 
     def cancel(self) -> None:
-        """Safe to repeat, and after the call was made."""
+        """May be repeated, also after the call."""
         self._callback = None
 
     def take(self) -> Callback | None:
-        """The callback, once."""
+        """Returns the callback once, then None."""
         callback, self._callback = self._callback, None
         return callback
 
 
-class _Entry:
-    """Who waits for one descriptor."""
+class _Callbacks:
+    """The callbacks of one descriptor."""
 
     __slots__ = ("hangup", "reader", "writer")
 
@@ -60,7 +60,7 @@ class _Entry:
         self.hangup: Callback | None = None
 
     def events(self) -> int:
-        """Hang-ups and errors are told of in any case."""
+        """Hang-ups and errors are always reported."""
         return (select.EPOLLIN if self.reader else 0) | (select.EPOLLOUT if self.writer else 0)
 
     def wanted(self) -> bool:
@@ -68,46 +68,46 @@ class _Entry:
 
 
 def _do_nothing(signum: int, frame: object) -> None:
-    """The interpreter has written the signal's number to the wakeup pipe by now; that is all we need."""
+    """The interpreter has already written the signal's number to the wakeup pipe."""
 
 
-def log_and_go_on(exc: Exception) -> None:
-    """For the parent: no callback may end it."""
-    log.exception("a callback of the loop failed")
+def log_and_continue(exc: Exception) -> None:
+    """For the supervisor: no callback may end it."""
+    log.exception("a callback of the event loop failed")
 
 
 class Loop:
-    """`poller`: epoll where there are many descriptors or children are forked, else poll, which is cheaper to make.
-    `on_error` gets what a callback raises. `most_events`: how many of them one pass of epoll takes; None: all."""
+    """`poller`: epoll for many descriptors or forked children, else poll, which is cheaper to create. `on_error` gets
+    exceptions of callbacks. `most_events`: events per pass of epoll; None: all."""
 
     def __init__(
         self,
         now: Callable[[], float] = time.monotonic,
         *,
         poller: "select.epoll | select.poll | None" = None,
-        on_error: Callable[[Exception], None] = log_and_go_on,
+        on_error: Callable[[Exception], None] = log_and_continue,
         most_events: int | None = None,
     ) -> None:
         self._now = now
         self._poller = poller or select.epoll()
         self._on_error = on_error
         self._most_events = most_events
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Callbacks] = {}
         self._timers: list[tuple[float, int, Timer]] = []
-        # Above this many the cancelled ones among them are thrown away.
-        self._most_timers = MOST_TIMERS
+        # Above this number cancelled timers are removed.
+        self._max_timers = MAX_TIMERS
         self._order = count()
         self._signals: dict[int, Callback] = {}
         self._wakeup: tuple[int, int] | None = None
         self._running = False
 
     def now(self) -> float:
-        """The clock of the timers, in seconds."""
+        """The timers' clock, in seconds."""
         return self._now()
 
     def add_reader(self, fd: int, callback: Callback) -> None:
-        """Call back whenever fd is readable; replaces the reader it had."""
-        entry = self._entries.get(fd) or _Entry()
+        """Calls back whenever fd is readable; replaces its reader."""
+        entry = self._entries.get(fd) or _Callbacks()
         entry.reader = callback
         self._update(fd, entry)
 
@@ -117,8 +117,8 @@ class Loop:
             self._update(fd, entry)
 
     def add_writer(self, fd: int, callback: Callback) -> None:
-        """Call back whenever fd is writable; replaces the writer it had."""
-        entry = self._entries.get(fd) or _Entry()
+        """Calls back whenever fd is writable; replaces its writer."""
+        entry = self._entries.get(fd) or _Callbacks()
         entry.writer = callback
         self._update(fd, entry)
 
@@ -128,14 +128,14 @@ class Loop:
             self._update(fd, entry)
 
     def on_hangup(self, fd: int, callback: Callback | None) -> None:
-        """Call back when the other end is closed while nobody reads from fd; None: not any more."""
-        entry = self._entries.get(fd) or _Entry()
+        """Calls back when the other end is closed while fd has no reader; None removes the callback."""
+        entry = self._entries.get(fd) or _Callbacks()
         if entry.hangup != callback:
             entry.hangup = callback
             self._update(fd, entry)
 
     def watch_child(self, pidfd: int, callback: Callback) -> None:
-        """Call back once, when the process has ended; the callback reaps it. remove_reader(pidfd) takes it back."""
+        """Calls back once, when the process has ended; the callback reaps it. remove_reader(pidfd) cancels this."""
 
         def ended() -> None:
             self.remove_reader(pidfd)
@@ -145,21 +145,21 @@ class Loop:
 
     def call_later(self, seconds: float, callback: Callback) -> Timer:
         timer = Timer(self._now() + seconds, callback)
-        if len(self._timers) >= self._most_timers:
+        if len(self._timers) >= self._max_timers:
             self._forget_cancelled()
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
         return timer
 
     def _forget_cancelled(self) -> None:
-        """A timer that is set anew again and again would leave as many behind until the first of them is due."""
+        """A timer that is reset often would otherwise leave many cancelled ones until the first is due."""
         self._timers = [entry for entry in self._timers if not entry[2].cancelled]
         heapq.heapify(self._timers)
-        self._most_timers = max(MOST_TIMERS, 2 * len(self._timers))
+        self._max_timers = max(MAX_TIMERS, 2 * len(self._timers))
 
     def on_signal(self, signum: int, callback: Callback) -> None:
-        """Call back from the loop after the signal has come; several at once may be one call."""
+        """Calls back from the loop after a signal; several signals may be one call."""
         if self._wakeup is None:
-            # A pipe holds 65,536 signals that are not yet read; a socket pair only a few hundred.
+            # A pipe buffers 65,536 signals, a socket pair only a few hundred.
             self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
             self.add_reader(self._wakeup[0], self._dispatch_signals)
@@ -167,10 +167,10 @@ class Loop:
         signal.signal(signum, _do_nothing)
 
     def tick(self, timeout_seconds: float | None) -> None:
-        """Wait for something to happen, at most so long (None: for ever), and make the calls that are due."""
-        for entry, events in self._wait(self._patience(timeout_seconds)):
-            # A callback of this round may have removed the descriptor, which empties its entry; one that was closed and
-            # registered again has another entry. Errors and hang-ups concern both.
+        """One pass: waits for events up to the timeout (None: no limit), and makes the calls that are due."""
+        for entry, events in self._wait(self._poll_timeout(timeout_seconds)):
+            # An earlier callback may have removed the descriptor, which empties its entry; a reused descriptor has
+            # another entry. Errors and hang-ups concern reader and writer.
             if events & ~select.EPOLLOUT and entry.reader:
                 self._call(entry.reader)
             if events & ~select.EPOLLIN and entry.writer:
@@ -179,31 +179,30 @@ class Loop:
                 self._call(entry.hangup)
         self._call_due_timers()
 
-    def _wait(self, patience_seconds: float | None) -> list[tuple[_Entry, int]]:
-        """Who waits for what has happened, as of now."""
+    def _wait(self, timeout_seconds: float | None) -> list[tuple[_Callbacks, int]]:
         mark_pass()
         if isinstance(self._poller, select.epoll):
-            happened = self._poller.poll(patience_seconds, self._most_events or max(len(self._entries), 1))
+            ready = self._poller.poll(timeout_seconds, self._most_events or max(len(self._entries), 1))
         else:
-            happened = self._poller.poll(None if patience_seconds is None else patience_seconds * 1000)
-        return [(self._entries[fd], events) for fd, events in happened if fd in self._entries]
+            ready = self._poller.poll(None if timeout_seconds is None else timeout_seconds * 1000)
+        return [(self._entries[fd], events) for fd, events in ready if fd in self._entries]
 
     def run(self, after_pass: Callable[[], float | None] | None = None) -> None:
-        """Tick until stop is called. `after_pass` is called after each full pass and says how long the next may wait
-        for something to happen (None: for ever)."""
+        """Ticks until stop is called. `after_pass` is called after each pass and returns the longest wait of the next
+        one in seconds (None: no limit)."""
         self._running = True
-        patience = None if after_pass is None else 0.0
+        timeout = None if after_pass is None else 0.0
         while self._running:
-            self.tick(patience)
+            self.tick(timeout)
             if after_pass is not None:
-                patience = self._after(after_pass)
+                timeout = self._after(after_pass)
 
     def stop(self) -> None:
-        """From a callback: let run return after this round."""
+        """Lets run return after this pass."""
         self._running = False
 
     def close(self) -> None:
-        """Give back descriptors and signal handlers; the loop cannot be used any more."""
+        """Closes descriptors and resets signal handlers; the loop cannot be used afterwards."""
         self.close_in_child()
         self._signals = {}
         self._entries = {}
@@ -211,11 +210,11 @@ class Loop:
         self._running = False
 
     def close_in_child(self) -> None:
-        """Let go of the loop after a fork, with signals masked.
+        """Releases the loop after a fork, with signals masked.
 
-        The epoll descriptor is closed and nothing is unregistered: the epoll set is shared with the parent, so that an
-        unregister here would make the parent deaf. Whoever waits in the loop, or for a signal, stays in memory: to drop
-        them would write to the pages of all of them, and so copy those, in each of many children.
+        Closes the epoll descriptor and unregisters nothing: the epoll set is shared with the parent, which would
+        lose its events. The callbacks stay in memory: freeing them would write to their pages and so copy them in
+        each of many children.
         """
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
@@ -227,8 +226,7 @@ class Loop:
         if isinstance(self._poller, select.epoll):
             self._poller.close()
 
-    def _update(self, fd: int, entry: _Entry) -> None:
-        """Tell the poller what is waited for at fd now."""
+    def _update(self, fd: int, entry: _Callbacks) -> None:
         known = fd in self._entries
         if entry.wanted():
             if known:
@@ -241,12 +239,12 @@ class Loop:
             try:
                 self._poller.unregister(fd)
             except OSError as exc:
-                # Closed before it was removed.
+                # It was closed before its removal.
                 if exc.errno not in (errno.EBADF, errno.ENOENT):
                     raise
 
-    def _patience(self, timeout_seconds: float | None) -> float | None:
-        """How long select may wait: until the next timer is due, if that is sooner."""
+    def _poll_timeout(self, timeout_seconds: float | None) -> float | None:
+        """The timeout, or the time until the next timer if that is shorter."""
         while self._timers and self._timers[0][2].cancelled:
             heapq.heappop(self._timers)
         if not self._timers:
@@ -255,7 +253,7 @@ class Loop:
         return until_due if timeout_seconds is None else min(timeout_seconds, until_due)
 
     def _call_due_timers(self) -> None:
-        """Those that are due now; a timer set by one of them waits for the next tick, so none can starve the rest."""
+        """A timer set by one of them waits for the next tick, so that none can starve the rest."""
         now = self._now()
         due: list[Timer] = []
         while self._timers and self._timers[0][0] <= now:
@@ -289,7 +287,7 @@ class Loop:
 
 
 def service_loop(*, poller: "select.epoll | select.poll | None" = None, most_events: int | None = None) -> Loop:
-    """Of a process that ends when a callback fails: the supervisor replaces it."""
+    """For services: an exception in a callback ends the process, and the supervisor replaces it."""
 
     def end(exc: Exception) -> None:
         raise exc

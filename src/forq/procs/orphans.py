@@ -1,17 +1,8 @@
-"""Which processes the supervisor has started itself, for whoever kills the others among its children on its behalf.
+"""Finds and kills orphans: processes that dead children have left behind.
 
-A child that was just forked must never be taken for an orphan: it exists before its pid can be written down. So a fork
-is announced before and confirmed after, and a list of children counts only if nothing was forked while it was read.
-
-A mark on everything that runs below a queue's process, by which it is found when no living process leads to it.
-
-As long as the supervisor lives, it adopts what its children leave behind (treekill.py). If it dies together with a
-child and there are no control groups, the orphans go to init, and only their mark tells whose they are. Programs have
-it in their environment; processes that were only forked have it as the name of a memory mapping. Both are inherited.
-
-The mark is secret, and made for one state directory at one place: a copy of the directory has another.
-
-Kills what dead children have left behind: by the warden on the supervisor's behalf, or by the supervisor itself.
+While the supervisor lives, it adopts them (treekill.py), so every child of it that it has not forked is an orphan:
+ChildPids. If it dies together with a child and there are no control groups, init adopts them, and only a mark
+shows that they belong to forq: TreeMark.
 """
 
 import hashlib
@@ -35,32 +26,36 @@ from forq.procs.treekill import (
     self_and_ancestors,
 )
 
-# Mapped, and touched only as far as it is used.
-MOST = 65536
+# Memory is used only for entries that are written.
+MAX_CHILDREN = 65536
 FORK_PAUSE_SECONDS = 0.0005
 
 _FORKS, _COUNT, _FIRST = 0, 1, 2
 
 
 class ChildPids:
-    """Made by the supervisor before its first fork. It alone adds and discards; its children read."""
+    """Pids of the supervisor's children in shared memory. The supervisor writes them; its children read.
+
+    A new child exists before its pid can be written, and must not be taken for an orphan. So a fork is announced before
+    and confirmed after, and a list of children is valid only if there was no fork while it was read.
+    """
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        # Shared with all that is forked. An odd number of forks: one is under way.
-        self._words = memoryview(mmap.mmap(-1, 4 * (MOST + _FIRST))).cast("I")
+        # Inherited by all children. The counter of forks is odd during a fork.
+        self._words = memoryview(mmap.mmap(-1, 4 * (MAX_CHILDREN + _FIRST))).cast("I")
         self._places: dict[int, int] = {}
 
     def __contains__(self, pid: int) -> bool:
         return pid in self._places
 
     def owner_lives(self) -> bool:
-        """For itself and its children."""
+        """Valid in the supervisor and its children."""
         return self.owner in (os.getppid(), os.getpid())
 
     @contextmanager
     def forking(self) -> Iterator[None]:
-        """Around a fork and the `add` of its pid."""
+        """Encloses a fork and the `add` of its pid."""
         self._words[_FORKS] += 1
         try:
             yield
@@ -71,14 +66,14 @@ class ChildPids:
         if pid in self._places:
             return
         place = len(self._places)
-        if place >= MOST:
-            raise OSError(f"more than {MOST} child processes")
+        if place >= MAX_CHILDREN:
+            raise OSError(f"more than {MAX_CHILDREN} child processes")
         self._words[_FIRST + place] = pid
         self._words[_COUNT] = place + 1
         self._places[pid] = place
 
     def discard(self, pid: int) -> None:
-        """The last one takes its place."""
+        """Moves the last entry to its place."""
         place = self._places.pop(pid, None)
         if place is None:
             return
@@ -89,9 +84,9 @@ class ChildPids:
             self._places[moved] = place
         self._words[_COUNT] = last
 
-    def look(self, children: Callable[[], list[int]], deadline: float) -> tuple[list[int], frozenset[int]]:
-        """The children that this function finds, and which pids are the supervisor's own: both of one moment. Nothing
-        if the supervisor is gone, or forks all the time until the deadline (monotonic)."""
+    def read_with(self, children: Callable[[], list[int]], deadline: float) -> tuple[list[int], frozenset[int]]:
+        """The result of `children` and the pids forked by the supervisor, both of the same moment. Empty if the
+        supervisor is gone, or forks constantly until the deadline (monotonic)."""
         while self.owner_lives() and time.monotonic() < deadline:
             forks = self._words[_FORKS]
             if forks % 2 == 0:
@@ -105,27 +100,30 @@ class ChildPids:
 
 VARIABLE = "FORQ_TREE"
 SCAN_PAUSE_SECONDS = 0.005
-QUIET_LOOKS = 2
+QUIET_SCANS = 2
 
-# Kept for the life of the process: what it forks has the mapping, too.
+# Kept for the life of the process, and inherited by its children.
 _mappings: list[mmap.mmap] = []
 
 
 class TreeMark:
+    """A mark on every process below a queue's process. Programs have it in their environment, forked processes as the
+    name of a memory mapping; both are inherited. It is secret, and valid for one state directory at one place."""
+
     def __init__(self, secret: bytes, place: str) -> None:
-        """`place`: what tells this directory from a copy of it."""
+        """`place` distinguishes the state directory from a copy of it."""
         self.value = hashlib.sha256(secret + b" " + place.encode()).hexdigest()[:32]
         self._unmarked: set[int] = set()
         self._in_environment = f"{VARIABLE}={self.value}".encode()
         self._in_maps = f"/memfd:forq-tree-{self.value} ".encode()
 
     def apply(self) -> None:
-        """Marks the caller, and whatever it starts from now on. It costs no memory: nobody touches the page."""
+        """Marks the caller and all that it starts from now on. It costs no memory, since the page is never touched."""
         os.environ[VARIABLE] = self.value
         try:
             fd = os.memfd_create(f"forq-tree-{self.value}", os.MFD_CLOEXEC)
         except OSError:
-            # Hardened units filter this call. Then programs are marked, and what is only forked is not.
+            # Hardened systemd units filter this call. Then only programs are marked, not forked processes.
             return
         try:
             os.ftruncate(fd, mmap.PAGESIZE)
@@ -134,22 +132,21 @@ class TreeMark:
             os.close(fd)
 
     def marks(self, pid: int) -> bool:
-        """False also for one that may not be looked at, and for a zombie."""
+        """False also for zombies and for processes that may not be inspected."""
         if self._in_environment in read_proc(f"/proc/{pid}/environ").split(b"\0"):
             return True
-        # To read the mappings takes long, and only what was forked from a process of ours can have that one.
+        # Reading the mappings is slow, and only processes forked from ours can have the mark there.
         return _runs_our_program(pid) and self._in_maps in read_proc(f"/proc/{pid}/maps")
 
     def find(self) -> list[int]:
-        """Every marked process of this machine but the caller and its ancestors."""
+        """All marked processes of this machine except the caller and its ancestors."""
         ours = self_and_ancestors()
         pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
         return [pid for pid in pids if pid not in ours and self.marks(pid)]
 
     def find_escaped(self, supervisor: int | None = None) -> list[int]:
-        """The marked ones among those that an ancestor of the supervisor (None: the caller), or init, has adopted:
-        orphans go nowhere else. Only those are looked at that were not there the last time: a mark does not come
-        later."""
+        """Marked processes that init or an ancestor of the supervisor (None: the caller) has adopted: orphans go to
+        nobody else. Processes of the last call are skipped, since a mark is never added later."""
         supervisor = supervisor or os.getpid()
         ours = self_and_ancestors(supervisor)
         adopted = {child for ancestor in ours | {1} if ancestor != supervisor for child in children_of(ancestor)}
@@ -158,7 +155,8 @@ class TreeMark:
         return marked
 
     def kill(self, find: Callable[[], list[int]], deadline_seconds: float) -> tuple[set[int], set[int]]:
-        """SIGKILLs what `find` finds, with all below, until it finds nothing more: who was killed, and who is left."""
+        """SIGKILLs all processes that `find` returns, with their descendants, until it returns none. Returns the killed
+        ones and the survivors."""
         deadline = time.monotonic() + deadline_seconds
         killed: set[int] = set()
         refused: set[int] = set()
@@ -166,7 +164,7 @@ class TreeMark:
         while True:
             found = set(find()) - refused
             quiet = 0 if found else quiet + 1
-            if quiet >= QUIET_LOOKS or not (found or killed or refused):
+            if quiet >= QUIET_SCANS or not (found or killed or refused):
                 return killed - refused, refused
             if time.monotonic() >= deadline:
                 return killed - found - refused, refused | found
@@ -176,14 +174,14 @@ class TreeMark:
                 time.sleep(SCAN_PAUSE_SECONDS)
 
     def _kill_with_descendants(self, pid: int, killed: set[int], refused: set[int]) -> None:
-        """Pins it and all below it, then looks whether it still is what was found: never a pid used again."""
+        """Pins the process and its descendants with pidfds, then checks its mark: never kills a reused pid."""
         pins: list[tuple[int, int]] = []
         try:
             pins.append((pid, os.pidfd_open(pid)))
             if not self.marks(pid):
                 return
             _pin_below(pid, pins)
-            # Had it ended by now, its number might be another's, and what is below that one is not ours.
+            # If it has ended, its pid may have been reused, with descendants that are not ours.
             if not has_ended(pins[0][1]):
                 for pinned, pidfd in pins:
                     _kill(pinned, pidfd, killed, refused)
@@ -200,7 +198,7 @@ def _pin_below(pid: int, pins: list[tuple[int, int]]) -> None:
         try:
             pidfd = os.pidfd_open(below)
         except OSError:
-            # It has ended, or no descriptor is free: what is left is found by the next look.
+            # It has ended, or no descriptor is free: the next scan finds the rest.
             continue
         process = read_stat(below)
         if process is not None and process.ppid in parents:
@@ -221,7 +219,7 @@ def _kill(pid: int, pidfd: int, killed: set[int], refused: set[int]) -> None:
 
 
 def _runs_our_program(pid: int) -> bool:
-    """Also if it was replaced on the disk since, by an upgrade."""
+    """True also if an upgrade has replaced the program on disk."""
     try:
         program = os.readlink(f"/proc/{pid}/exe")
     except OSError:
@@ -231,13 +229,13 @@ def _runs_our_program(pid: int) -> bool:
 
 ORPHANS_SECONDS = 5.0
 ESCAPED_SECONDS = 1.0
-# What all of it may take, if nothing of it can be killed and one control group was to be emptied.
+# Longest duration of clean_up, if nothing can be killed and one control group is not empty.
 LONGEST_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class OrphanReport:
-    """`zombies`: orphans that have ended and only the supervisor can reap. `groups`: who is left in a control group."""
+    """`zombies`: ended orphans, which only the supervisor can reap. `groups`: pids left in control groups."""
 
     killed: list[int] = field(default_factory=list)
     survivors: list[int] = field(default_factory=list)
@@ -248,15 +246,15 @@ class OrphanReport:
 def clean_up(
     own: ChildPids, survivors: Collection[int], groups: Collection[str], mark: TreeMark | None
 ) -> OrphanReport:
-    """Kills every child of the supervisor but its own and those survivors, with all below: it was left behind by a dead
-    one. From the supervisor or another child of it."""
+    """Kills all orphans of the supervisor with their descendants, except known `survivors`, and empties the control
+    groups of dead children. Called by the supervisor or one of its children."""
     left = {group: sorted(Cgroup(group).pids()) for group in groups if not Cgroup(group).kill()}
     deadline = time.monotonic() + ORPHANS_SECONDS
     killer = _OrphanKiller(own, frozenset(survivors), deadline)
     killer.kill_all(deadline)
     killed = killer.killed - killer.survivors
     if mark is not None:
-        # None should have got out of our reach. To look costs as much as our ancestors have children.
+        # Normally finds nothing. The cost depends on the number of children of our ancestors.
         killed |= mark.kill(partial(mark.find_escaped, own.owner), ESCAPED_SECONDS)[0]
     for group in groups:
         Cgroup(group).remove()
@@ -264,7 +262,7 @@ def clean_up(
 
 
 class _OrphanKiller(TreeKiller):
-    """Spares processes that the supervisor forks in the meantime."""
+    """Spares children that the supervisor forks in the meantime."""
 
     def __init__(self, own: ChildPids, survivors: frozenset[int], deadline: float) -> None:
         super().__init__(own.owner)
@@ -273,6 +271,6 @@ class _OrphanKiller(TreeKiller):
         self._deadline = deadline
 
     def _children(self) -> list[int]:
-        found, own = self._own.look(partial(children_of, self.root), self._deadline)
+        found, own = self._own.read_with(partial(children_of, self.root), self._deadline)
         self.spare = own | self._known_survivors
         return found

@@ -1,19 +1,15 @@
-"""The scoreboard: one shared memory mapping in which every worker has a slot that it writes.
+"""Shared memory that workers write and other processes read: the scoreboard, and statistics of attempts.
 
-Children store what they are doing in tens of nanoseconds; the parent and pulse read it without asking anyone, also
-while Redis is down. It is mapped before the forks: children inherit the mapping and do not need its descriptor.
+Scoreboard: one slot per worker. A write takes tens of nanoseconds; the supervisor and pulse read without any request,
+even while Redis is down. It is mapped before the forks, so children need no descriptor. A slot has 512 bytes: 16 words
+of 8 bytes, each written in one aligned store (never torn), four texts with a length byte in front (a reader may see
+them half written: they are only displayed), and two more words.
 
-A slot is 512 bytes: 16 words of 8 bytes, each written in one aligned store (never torn), then four texts with a length
-byte in front (which a reader may see half written: they are for people), then two words more.
-
-AttemptStats: wait and run times, counted by workers in shared memory and read by the metrics process.
-
-A stats belongs to a queue and has one writer at a time. It outlives its worker: the next worker of the queue goes on in
-it, so that what is counted never falls while the queue is there. The parent hands stats out; a child knows its own
-from the copy of the parent's table that it was forked with.
-
-A stats is 1024 bytes: words of 8 bytes (two sums in µs, attempts that failed, when the last batch was counted, two
-histograms), then the queue's name. Bucket b of a histogram holds times of b significant bits: below 2^b µs.
+AttemptStats: wait and run times of attempts, for the metrics service. An entry belongs to a queue and has one writer at
+a time. It outlives its worker, and the next worker of the queue continues it: counters never decrease while the queue
+exists. The supervisor assigns entries; a child finds its own in the table that it inherited. An entry has 1024 bytes:
+words of 8 bytes (two sums in µs, failed attempts, time of the last batch, two histograms) and the name of the queue.
+Bucket b of a histogram counts times of b significant bits, that is below 2^b µs.
 """
 
 import heapq
@@ -48,7 +44,7 @@ TICK_MASK, TURN_MASK, INDEX_MASK = (1 << TICK_BITS) - 1, (1 << TURN_BITS) - 1, (
 TICK_SHIFT, TURN_SHIFT, INDEX_SHIFT = 36, 16, 1
 TICK_NS_SHIFT = 20
 TICK_MS = (1 << TICK_NS_SHIFT) / 1e6
-# A reader takes its `now` before it looks, so a job that starts in between is younger than now: age 0, not 78 hours.
+# A reader takes `now` before it reads the slot. A job that starts in between has age 0, not 78 hours.
 _TICKS_AHEAD = 1 << 16
 
 LENGTH_BYTE = tuple(bytes([n]) for n in range(JOB_MAX + 1))
@@ -61,16 +57,16 @@ class State(IntEnum):
     BUSY = 3
     PARKED = 4
     STOPPING = 5
-    # A job has failed and is about to be settled; its position stays, and its deadline is over.
+    # A job has failed and is about to be settled; its position stays, and no deadline applies.
     SETTLING = 6
-    # Something waits, and may not begin now (rate, max_active).
+    # A job waits that may not start now (rate, max_active).
     LIMITED = 7
 
 
 class Role(IntEnum):
     MAIN = 0
     RETRY = 1
-    # For a while only: runs suspects, or fail jobs that the retry process is too busy for.
+    # Helpers, which run suspects, or fail jobs while the retry process is busy.
     SUSPECT = 2
     FAIL = 3
 
@@ -88,7 +84,7 @@ class PositionParts:
 
 
 def pack_position(started_ns: int, turn: int, index: int, running: bool) -> int:
-    """What a worker runs, in the one word that pulse may act on; turn and index wrap at 20 and 15 bits."""
+    """A worker's position in one word, so that it is read atomically. Turn and index wrap at 20 and 15 bits."""
     return (
         (started_ns >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT
         | (turn & TURN_MASK) << TURN_SHIFT
@@ -99,32 +95,30 @@ def pack_position(started_ns: int, turn: int, index: int, running: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPosition:
-    """Where a worker is: the whole number of its last turn, how many jobs it has finished since, whether one runs."""
+    """The full number of the last turn, the number of jobs finished since, and whether one is running."""
 
     turn: int
     index: int
     running: bool
 
 
-def unpack_position(word: int) -> PositionParts:
+def unpack_position(packed: int) -> PositionParts:
     return PositionParts(
-        word >> TICK_SHIFT & TICK_MASK,
-        word >> TURN_SHIFT & TURN_MASK,
-        word >> INDEX_SHIFT & INDEX_MASK,
-        bool(word & 1),
+        packed >> TICK_SHIFT & TICK_MASK,
+        packed >> TURN_SHIFT & TURN_MASK,
+        packed >> INDEX_SHIFT & INDEX_MASK,
+        bool(packed & 1),
     )
 
 
-def age_ms(word: int, now_ns: int) -> float:
-    """Milliseconds since the start packed in `word`; right for ages up to 78 hours (28 bits of 1.05 ms)."""
-    ticks = ((now_ns >> TICK_NS_SHIFT) - (word >> TICK_SHIFT)) & TICK_MASK
+def age_ms(packed: int, now_ns: int) -> float:
+    """Milliseconds since the start in a packed position; correct up to 78 hours (28 bits of 1.05 ms)."""
+    ticks = ((now_ns >> TICK_NS_SHIFT) - (packed >> TICK_SHIFT)) & TICK_MASK
     return 0.0 if ticks > TICK_MASK - _TICKS_AHEAD else ticks * TICK_MS
 
 
 @dataclass(frozen=True)
 class SlotView:
-    """What one slot said at one moment."""
-
     number: int
     state: State
     role: Role
@@ -141,7 +135,7 @@ class SlotView:
 
 
 class _Cell:
-    """An attribute of a slot that is one word of it."""
+    """Descriptor: one word of a slot."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -154,14 +148,14 @@ class _Cell:
 
 
 class _Text:
-    """An attribute of a slot that is a short text with a length byte in front."""
+    """Descriptor: a short text of a slot, with a length byte in front."""
 
     def __init__(self, at: int, limit: int) -> None:
         self._at, self._limit = at, limit
 
     def __get__(self, slot: "Slot", owner: type["Slot"]) -> str:
         length = min(slot.bytes[self._at], self._limit)
-        # One that was cut may end in the middle of a character.
+        # A text that was cut may end inside a character.
         return str(slot.bytes[self._at + 1 : self._at + 1 + length], "utf-8", "ignore")
 
     def __set__(self, slot: "Slot", value: str) -> None:
@@ -183,17 +177,17 @@ class Slot:
     epoch = _Cell(EPOCH)
     role = _Cell(ROLE)
     position = _Cell(POSITION)
-    # The whole number of the last turn whose answer the worker has read. The loop writes it before POSITION.
+    # The full number of the last turn whose reply the worker has read. The loop writes it before POSITION.
     turn = _Cell(TURN)
-    # What one job may take (ms; 0: as long as it likes), and for how long after that its worker deals with it itself.
+    # Time limit of a job in ms (0: none), and how long after that its worker may end it on its own.
     timeout_ms = _Cell(TIMEOUT)
     lenience_ms = _Cell(LENIENCE)
-    # Not zero while the parent has a timer for this worker; written by the parent.
+    # Not zero while the supervisor has a timer for this worker; written by the supervisor.
     guarded = _Cell(GUARDED)
     thread = _Cell(THREAD)
-    # The number of a turn whose jobs pulse is giving back, since the worker does not begin them; written by pulse.
+    # The turn whose jobs pulse rescues because the worker does not start them; written by pulse.
     taken = _Cell(TAKEN)
-    # The thread of the minder, as the kernel calls it.
+    # Kernel thread id of the minder.
     minder = _Cell(MINDER)
     queue = _Text(QUEUE_AT, QUEUE_MAX)
     worker = _Text(WORKER_AT, WORKER_MAX)
@@ -216,7 +210,7 @@ class Slot:
         self.bytes[JOB_AT : JOB_AT + 1 + length] = LENGTH_BYTE[length] + job_id
 
     def show_progress(self, position: int, fraction: float, text: str) -> bool:
-        """What the job at this position says; False if the worker is somewhere else by now."""
+        """False if the worker has left this position."""
         words = self.words
         if words[POSITION] != position:
             return False
@@ -226,26 +220,26 @@ class Slot:
         return True
 
     def progress(self) -> tuple[float, str] | None:
-        """How far the running job is, if it has said so; of a long text only the beginning."""
+        """Progress of the running job, if it has reported any. A long text is cut."""
         if not self.position & 1 or self.words[PROGRESS_OF] != self.position:
             return None
         return self.words[PROGRESS] / PROGRESS_PARTS, self.progress_text
 
     def running_since_ns(self) -> tuple[int, int] | None:
-        """The position word of the job that is running and when it began; None if none is, or one is just beginning."""
-        word = self.position
+        """The packed position of the running job and its start; None if none is running, or one is just starting."""
+        packed = self.position
         started = self.started_ns
-        if not word & 1 or started >> TICK_NS_SHIFT & TICK_MASK != word >> TICK_SHIFT & TICK_MASK:
+        if not packed & 1 or started >> TICK_NS_SHIFT & TICK_MASK != packed >> TICK_SHIFT & TICK_MASK:
             return None
-        return word, started
+        return packed, started
 
-    def read_position(self, word: int | None = None) -> WorkerPosition:
-        """Where the worker is, or was when `word` was read.
+    def read_position(self, packed: int | None = None) -> WorkerPosition:
+        """The current position, or the one of `packed`, which was just read.
 
         POSITION has only the low bits of the turn's number. TURN is written before it, so read after it TURN is that
         of the same turn or of one shortly after: also if the worker died between the two.
         """
-        at = unpack_position(self.position if word is None else word)
+        at = unpack_position(self.position if packed is None else packed)
         number = self.turn
         return WorkerPosition(number - ((number - at.turn) & TURN_MASK), at.index, at.running)
 
@@ -268,7 +262,7 @@ class Slot:
 
 
 class Scoreboard:
-    """The mapping and, in the parent, which of its slots are taken."""
+    """The mapping and, in the supervisor, which slots are taken."""
 
     def __init__(self, fd: int, slots: int) -> None:
         self.fd = fd
@@ -282,14 +276,14 @@ class Scoreboard:
 
     @classmethod
     def create(cls, slots: int = 32768) -> "Scoreboard":
-        """A new, empty scoreboard; memory is used only for slots that are written."""
+        """Memory is used only for slots that are written."""
         fd = os.memfd_create("forq-scoreboard")
         os.ftruncate(fd, HEADER_BYTES + slots * SLOT_BYTES)
         return cls(fd, slots)
 
     @property
     def watching(self) -> int:
-        """Not zero while pulse looks at the batches: a worker that begins one rings it only if not."""
+        """Not zero while pulse polls for batches; otherwise a worker that starts a batch wakes pulse."""
         return self._header[_WATCHING]
 
     @watching.setter
@@ -298,11 +292,11 @@ class Scoreboard:
 
     @property
     def highest(self) -> int:
-        """One more than the highest slot number ever taken: how far a reader must scan."""
+        """One more than the highest slot number ever taken: the range that a reader must scan."""
         return self._header[_HIGHEST]
 
     def take(self) -> int:
-        """The lowest free slot, zeroed. Only the parent calls this."""
+        """The lowest free slot, zeroed. Called by the supervisor only."""
         if self._free:
             number = heapq.heappop(self._free)
         elif self._next < self.slots:
@@ -316,7 +310,7 @@ class Scoreboard:
         return number
 
     def give_back(self, number: int) -> None:
-        """Free a slot whose worker is gone; it reads as EMPTY from now on. Only the parent calls this."""
+        """Frees the slot of a worker that is gone. Called by the supervisor only."""
         if number not in self._taken:
             raise ForqError(f"slot {number} of the scoreboard is not taken")
         self._taken.remove(number)
@@ -348,14 +342,14 @@ _NAME_AT, _NAME_MAX = 896, 64
 
 _HIGHEST_STATS, SNAPSHOTS, REDIS_ERRORS, SUPERVISOR_ERRORS = range(4)
 
-# Of a record: FLAG PRIORITY ' ' ENQUEUED_MS, which has 13 digits until the year 2286.
+# Bytes of a record: FLAG PRIORITY ' ' ENQUEUED_MS, which has 13 digits until the year 2286.
 _HEAD = 16
 _WORD_MAX = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """What the workers of one queue have counted. `last_ns`: when the last of them did (0: none has)."""
+    """Statistics of one queue. `last_ns`: time of the last batch (0: none)."""
 
     run: list[int]
     run_micros: int
@@ -376,7 +370,7 @@ class QueueStats:
 
 
 class WorkerStats:
-    """One worker's. Only that worker writes it."""
+    """The entry of one worker, its only writer."""
 
     __slots__ = ("words",)
 
@@ -386,36 +380,36 @@ class WorkerStats:
     def count(
         self, claimed_us: int, batch: Sequence[tuple[bytes, bytes]], micros: list[int], failed: int, now_ns: int
     ) -> None:
-        """Attempts that came back: the jobs of a batch up to the last that ran, and what each took."""
+        """Counts finished attempts: the jobs of a batch up to the last that ran, and the run time of each."""
         words = self.words
         times = Counter(map(int.bit_length, micros)) if len(micros) > 1 else {micros[0].bit_length(): 1}
         for bits, number in times.items():
             words[RUN_AT + min(bits, BUCKETS - 1)] += number
         words[RUN_SUM] += sum(micros)
         self._count_waits(claimed_us, [record[:_HEAD] for _, record in batch[: len(micros)]])
-        # After the run times: a reader that reads this first never sees more failures than attempts.
+        # After the run times: readers read failures first, so they never see more failures than attempts.
         words[FAILED] += failed
         words[LAST] = now_ns
 
     def _count_waits(self, claimed_us: int, heads: list[bytes]) -> None:
-        """By the beginnings of the records: neighbours in a batch often share their millisecond."""
+        """Groups records by their head, since neighbors in a batch often share their millisecond."""
         words = self.words
         for head, alike in groupby(heads):
-            if head[:1] != b"p":  # it was tried before, or had a time ahead: not all that time it waited
+            if head[:1] != b"p":  # a retried or scheduled job has not waited all the time
                 continue
             try:
                 # Not below 0: the server's clock may have been set back.
                 wait = max(0, claimed_us - 1000 * int(head[3:]))
-            except ValueError:  # a broken record; its attempt has said so
+            except ValueError:  # a broken record, which its attempt has reported
                 continue
             number = len(list(alike))
             words[WAIT_AT + min(wait.bit_length(), BUCKETS - 1)] += number
-            # Records that claim to be of 1970 must not end the worker: a counter may begin anew, an overflow raises.
+            # A record dated 1970 must not end the worker: the counter wraps, since an overflow would raise.
             words[WAIT_SUM] = (words[WAIT_SUM] + wait * number) & _WORD_MAX
 
 
 class AttemptStats:
-    """The mapping and, in the parent, whose its stats are. Memory is used only for those that are written."""
+    """The mapping and, in the supervisor, who owns its entries. Memory is used only for entries that are written."""
 
     def __init__(self, number: int = 32768) -> None:
         self._number = number
@@ -424,24 +418,24 @@ class AttemptStats:
         self.header = self._view[:HEADER_BYTES].cast("Q")
         self._next = 0
         self._free: list[int] = []
-        # slot -> its stats and queue; queue -> stats that nobody writes now.
+        # Slot -> its entry and queue; queue -> entries without a writer.
         self._of_slot: dict[int, tuple[int, str]] = {}
-        self._resting: dict[str, list[int]] = {}
+        self._unused: dict[str, list[int]] = {}
 
     def take(self, slot: int, queue: str) -> None:
-        """The worker in this slot counts for this queue. Only the parent calls this."""
-        resting = self._resting.get(queue)
-        number = resting.pop() if resting else self._new(queue)
+        """Assigns an entry of the queue to the worker in this slot. Called by the supervisor only."""
+        unused = self._unused.get(queue)
+        number = unused.pop() if unused else self._new(queue)
         self._of_slot[slot] = number, queue
 
     def give_back(self, slot: int) -> None:
-        """The worker in this slot is dead; what it has counted stays. Only the parent calls this."""
+        """The worker in this slot is dead; its figures stay. Called by the supervisor only."""
         number, queue = self._of_slot.pop(slot)
-        self._resting.setdefault(queue, []).append(number)
+        self._unused.setdefault(queue, []).append(number)
 
     def forget(self, queue: str) -> None:
-        """The queue is gone: what was counted for it too. Only the parent calls this."""
-        for number in self._resting.pop(queue, []):
+        """The queue is gone: frees its entries. Called by the supervisor only."""
+        for number in self._unused.pop(queue, []):
             start = self._start(number)
             self._view[start + _NAME_AT] = 0
             self._view[start : start + STATS_BYTES] = bytes(STATS_BYTES)
@@ -453,13 +447,13 @@ class AttemptStats:
         return WorkerStats(self._view[start : start + STATS_BYTES].cast("Q"))
 
     def read(self) -> dict[str, QueueStats]:
-        """What all workers have counted, by queue."""
+        """By queue."""
         found: dict[str, QueueStats] = {}
         for number in range(self.header[_HIGHEST_STATS]):
             name = self._name(number)
             if name:
                 stats = self._read_one(number)
-                # If it is another's by now, nobody can say whose figures these were.
+                # If the entry was reassigned while it was read, its figures are dropped.
                 if self._name(number) == name:
                     queue = name.decode("utf-8", "replace")
                     found[queue] = found[queue] + stats if queue in found else stats
@@ -504,7 +498,7 @@ class AttemptStats:
 
 
 def cumulated(buckets: list[int], bounds: Iterable[int]) -> list[int]:
-    """How many of the counted times are below 2^bound µs, for each of the bounds, which ascend."""
+    """The number of times below 2^bound µs for each of the ascending bounds."""
     totals: list[int] = []
     reached = running = 0
     for bound in bounds:

@@ -3,12 +3,12 @@
 import re
 import signal
 
-# A real-time signal: handlers have their own uses for SIGUSR1 and SIGUSR2.
+# A real-time signal: handlers may use SIGUSR1 and SIGUSR2.
 STACK_SIGNAL = signal.SIGRTMIN + 5
 STACK_FILE = "forq-stack"
 MAX_STACK = 8000
 
-# From here on outwards it is forq's own code.
+# Frames from here outwards belong to forq.
 _ATTEMPT = re.compile(r"^  File \"[^\"\n]*workers/attempt\.py\", line \d+ in run$", re.MULTILINE)
 _IMPORT = re.compile(r"^  File \"[^\"\n]*workers/handlers\.py\", line \d+ in load_handler$", re.MULTILINE)
 _IMPORTLIB = re.compile(r"^  File \"(?:<frozen importlib|[^\"\n]*/importlib/__init__\.py\")")
@@ -16,7 +16,7 @@ _HEAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n", re.MULTI
 
 
 def stack_of_thread(dump: str, thread: int) -> str:
-    """The frames of the handler that one thread of the dump runs, the innermost first; all of it if it is not there."""
+    """The handler's frames of one thread, innermost first; the whole dump if the thread is not in it."""
     heads = list(_HEAD.finditer(dump))
     ends = [head.start() for head in heads[1:]] + [len(dump)]
     for head, end in zip(heads, ends, strict=False):
@@ -27,7 +27,7 @@ def stack_of_thread(dump: str, thread: int) -> str:
 
 
 def stack_of_import(dump: str) -> str:
-    """The frames of a handler's import, the innermost first, without importlib's own; empty if none is under way."""
+    """The frames of a handler's import, innermost first, without importlib's; empty if there is none."""
     for thread in _HEAD.split(dump)[2::2]:
         frames = _IMPORT.split(thread)
         if len(frames) > 1:

@@ -1,16 +1,15 @@
-"""Kill a process and everything below it: daemonised grandchildren and chains that fork on and exit included.
+"""Kills a process and its descendants, including daemons and chains of processes that fork and exit.
 
-It rests on subreapers: what a dead process leaves behind becomes a child of its nearest ancestor that called
-`become_subreaper`, so nothing leaves the tree, and looking at the tree until it stays empty is enough. Each look goes
-through a `TreeKiller`:
+Processes cannot leave the tree: orphans become children of their nearest ancestor that called `become_subreaper`. So it
+is enough to scan the tree until it stays empty. Each scan is a pass of a `TreeKiller`:
 
-1. A process is pinned with a pidfd, then checked to be where it was seen, then signalled: never a pid used again.
-2. Below a process is looked before it is killed, since its children move up when it dies.
-3. A process group is killed at once when it belongs to the tree alone, which also ends fork bombs.
-4. It is over after two looks that found nothing alive and nothing new.
-5. /proc may hide a process (hidepid, for one that is not dumpable): its parent still lists it as a child, its pidfd
-   says whether it lives, and signals reach it all the same. What is below it shows up when it is dead.
-6. One that may not be signalled, since it has become another user, is not waited for: it is a survivor.
+1. Pins a process with a pidfd, checks that it is still where it was found, then signals it: never a reused pid.
+2. Scans the descendants of a process before killing it, since its children move up when it dies.
+3. Kills a process group at once if it belongs to the tree alone, which also ends fork bombs.
+4. Stops after two passes that found nothing alive and nothing new.
+5. /proc may hide a process (hidepid, for processes that are not dumpable). Its parent still lists it as a child, its
+   pidfd shows whether it lives, and signals reach it. Its descendants show up when it is dead.
+6. Does not wait for a process that it may not signal because it runs as another user: that is a survivor.
 """
 
 import ctypes
@@ -30,7 +29,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 FIRST_PAUSE_SECONDS = 0.0002
 LONGEST_PAUSE_SECONDS = 0.005
-QUIET_LOOKS = 2
+QUIET_PASSES = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
@@ -38,12 +37,12 @@ _children_files = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/childr
 
 
 def become_subreaper() -> None:
-    """From now on the caller adopts the orphans among its descendants. Not inherited by fork."""
+    """Makes the caller adopt orphans among its descendants. Not inherited by fork."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_parent_death_signal(sig: int) -> None:
-    """Have `sig` sent to the caller when the thread that forked it ends; the caller must check getppid afterwards."""
+    """Has `sig` sent to the caller when the thread that forked it ends. The caller must check getppid afterwards."""
     _prctl(PR_SET_PDEATHSIG, sig)
 
 
@@ -65,18 +64,18 @@ class ProcessStat:
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """None when there is no such process. A zombie is there, but not alive."""
+    """None if there is no such process. A zombie exists, but is not alive."""
     raw = read_proc(f"/proc/{pid}/stat")
     if not raw:
         return None
     fields = raw[raw.rindex(b")") + 2 :].split()
-    # The first thread shows as a zombie when it has ended before the others: such a process still runs.
+    # If the first thread has ended before the others, the process shows as a zombie but still runs.
     dead = fields[0] in b"ZX" and int(fields[17]) <= 1
     return ProcessStat(pid, int(fields[1]), int(fields[2]), int(fields[3]), not dead)
 
 
 def children_of(pid: int) -> list[int]:
-    """Direct children, oldest first, zombies included."""
+    """Direct children, oldest first, including zombies."""
     if not _children_files:
         return [process.pid for process in _all_processes() if process.ppid == pid]
     try:
@@ -87,7 +86,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Everything below pid, parents before their children, zombies included."""
+    """All descendants of pid, parents before their children, including zombies."""
     found: list[int] = []
     seen = {pid}
     waiting = [pid]
@@ -101,7 +100,7 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def self_and_ancestors(pid: int | None = None) -> set[int]:
-    """Of the caller, or of that process."""
+    """Of this process; by default of the caller."""
     found: set[int] = set()
     process = read_stat(pid or os.getpid())
     while process and process.pid not in found:
@@ -111,16 +110,16 @@ def self_and_ancestors(pid: int | None = None) -> set[int]:
 
 
 def kill_descendants(pid: int, *, deadline_seconds: float = 5.0, spare: frozenset[int] = frozenset()) -> bool:
-    """SIGKILL everything below pid, not pid itself, nor what is spared or below that. True when nothing is left."""
+    """SIGKILLs all descendants of pid except `spare` and their descendants. True if nothing is left."""
     _refuse_init(pid)
     return TreeKiller(pid, spare).kill_all(time.monotonic() + deadline_seconds)
 
 
 def kill_tree(pid: int, *, deadline_seconds: float = 5.0, spare: frozenset[int] = frozenset()) -> bool:
-    """SIGKILL pid and everything below it. True when nothing is left but zombies; the caller reaps pid itself.
+    """SIGKILLs pid and its descendants. True if only zombies are left; the caller reaps pid.
 
-    pid is stopped first, with its process group, so that a loop or bomb of forks in there comes to rest; its
-    descendants die while it lives, since it adopts them.
+    pid is stopped first, with its process group, so that it forks no more. Its descendants are killed while it exists,
+    since it adopts their orphans.
     """
     _refuse_init(pid)
     if pid == os.getpid():
@@ -143,7 +142,7 @@ def kill_tree(pid: int, *, deadline_seconds: float = 5.0, spare: frozenset[int] 
 
 
 def signal_descendants(pid: int, signum: int) -> None:
-    """Each process that is below pid now gets the signal; what is started meanwhile does not."""
+    """Signals all current descendants of pid, but not processes started in the meantime."""
     parents, pidfds = {pid}, []
     try:
         for below in descendants_of(pid):
@@ -154,7 +153,7 @@ def signal_descendants(pid: int, signum: int) -> None:
                     parents.add(below)
                 else:
                     os.close(pidfds.pop())
-        # Only now: the first that end would leave what is below them to others.
+        # Pin all before the first signal: the children of a process that ends move up.
         for pidfd in pidfds:
             _send(pidfd, signum)
     finally:
@@ -163,7 +162,7 @@ def signal_descendants(pid: int, signum: int) -> None:
 
 
 class TreeKiller:
-    """One attempt to kill all that is below `root`, except `spare` and what is below that."""
+    """Kills all descendants of `root` except `spare` and their descendants."""
 
     def __init__(
         self,
@@ -175,30 +174,30 @@ class TreeKiller:
         self.root = root
         self.spare = spare
         self.killed: set[int] = set()
-        # Who could not be killed: may not be signalled, or was still alive when the time was over.
+        # Processes that may not be signalled, or were still alive at the deadline.
         self.survivors: set[int] = set()
         self.sessions: set[int] = set()
         self._me = os.getpid()
         self._only = only
         self._ended: set[int] = set()
         self._ended_before: set[int] = set()
-        self._news = False
+        self._found_new = False
         self._refused: set[int] = set()
         self._alive: set[int] = set()
 
     def kill_all(self, deadline: float) -> bool:
-        """Look and kill until it stays quiet; False when somebody may not be killed, or the deadline (monotonic) comes
+        """Makes passes until nothing is left. False if a process may not be killed, or the deadline (monotonic) comes
         first."""
         quiet, pause_seconds = 0, 0.0
         while True:
-            self._news = False
+            self._found_new = False
             if quiet:
-                # The last look trusts nothing it remembers: a zombie's pid may have been reaped and used again.
+                # The last pass ignores remembered zombies: their pids may have been reaped and reused.
                 self._ended_before, self._ended = self._ended, set()
             self._alive = set()
             alive = self._kill_pass()
-            quiet = 0 if alive or self._news else quiet + 1
-            if quiet >= QUIET_LOOKS or time.monotonic() >= deadline:
+            quiet = 0 if alive or self._found_new else quiet + 1
+            if quiet >= QUIET_PASSES or time.monotonic() >= deadline:
                 self.survivors = {pid for pid in self._alive if _lives(pid)}
                 return not self.survivors
             if alive:
@@ -206,7 +205,7 @@ class TreeKiller:
                 pause_seconds = min(LONGEST_PAUSE_SECONDS, pause_seconds * 2 or FIRST_PAUSE_SECONDS)
 
     def signal_root_group(self, signum: int) -> None:
-        """Signal the root with its process group, in case it leads one in which nobody is spared."""
+        """Signals the process group of the root, if the root leads it and nobody in it is spared."""
         with suppress(ProcessLookupError):
             leads = os.getpgid(self.root) == self.root
             if leads and os.getsid(self.root) not in self._sessions_of(self.spare):
@@ -214,11 +213,11 @@ class TreeKiller:
 
     @property
     def zombies(self) -> set[int]:
-        """Children of the root that it has yet to reap."""
+        """Dead children of the root that it has not reaped."""
         return self._ended | self._ended_before
 
     def kill_leftovers(self, deadline: float) -> bool:
-        """After the root's death: kill those of its descendants that the caller has adopted."""
+        """After the root's death: kills descendants that the caller has adopted."""
 
         def ours(process: ProcessStat) -> bool:
             return process.pid in self.killed or process.sid in self.sessions
@@ -226,7 +225,7 @@ class TreeKiller:
         return TreeKiller(self._me, self.spare, only=ours).kill_all(deadline)
 
     def _kill_pass(self) -> bool:
-        """One look at the whole tree; whether anything alive was in it. Newest first: those are about to fork."""
+        """Scans the whole tree once. True if anything was alive. Newest first: those are about to fork."""
         alive = False
         for child in reversed(self._children()):
             if child in self._ended or child in self.spare or child in (self._me, 0, 1):
@@ -238,7 +237,7 @@ class TreeKiller:
         return children_of(self.root)
 
     def _kill_subtree(self, top: int) -> bool:
-        """Pin a child of the root and all below it, then kill them from the top; whether anyone was alive who can be
+        """Pins a child of the root and its descendants, then kills them from the top. True if any was alive and can be
         killed."""
         pinned: list[tuple[int, ProcessStat]] = []
         parents = {self.root}
@@ -261,20 +260,19 @@ class TreeKiller:
         return any(process.pid not in self._refused for _, process in pinned)
 
     def _pin(self, pid: int, parent: int, parents: set[int]) -> tuple[int, ProcessStat] | None:
-        """A pidfd for a live process that is still a child of one of `parents`; None for any other. `parent` is the one
-        that has it in its list."""
+        """A pidfd for a live process that is still a child of one of `parents`, else None. `parent` has listed it."""
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
-            # Gone already, or no descriptor is free: then those pinned so far die now, and the next look goes on.
-            self._news = True
+            # It is gone, or no descriptor is free. Then those pinned so far are killed, and the next pass continues.
+            self._found_new = True
             return None
         process = read_stat(pid) or _read_hidden_stat(pid, pidfd, parent)
         if process and process.alive and process.ppid in parents and self._is_wanted(process):
             return pidfd, process
         os.close(pidfd)
         if process is None or process.ppid not in parents:
-            self._news = True
+            self._found_new = True
         elif not process.alive:
             self._note_zombie(process)
         return None
@@ -283,11 +281,11 @@ class TreeKiller:
         return self._only is None or process.ppid != self.root or self._only(process)
 
     def _note_zombie(self, zombie: ProcessStat) -> None:
-        """Remember a zombie, since a long-lived chain leaves thousands. The root reaps it."""
+        """Remembers a zombie, since a chain of forks leaves thousands. The root reaps it."""
         if zombie.ppid != self.root:
             return
         if zombie.pid not in self._ended_before:
-            self._news = True
+            self._found_new = True
         self._ended.add(zombie.pid)
 
     def _kill(self, pidfd: int, process: ProcessStat) -> None:
@@ -301,7 +299,7 @@ class TreeKiller:
 
     @cached_property
     def _foreign_sessions(self) -> set[int]:
-        """Sessions with someone in them who must live. A process group never spans two sessions."""
+        """Sessions of processes that must live. A process group never spans two sessions."""
         return self._sessions_of({self.root, *self.spare})
 
     def _sessions_of(self, pids: Collection[int]) -> set[int]:
@@ -313,9 +311,10 @@ class TreeKiller:
 
 
 def _read_hidden_stat(pid: int, pidfd: int, parent: int) -> ProcessStat | None:
-    """A child of `parent` that /proc does not show, as far as system calls tell; None if there is none.
+    """A child of `parent` that /proc hides, described by system calls; None if there is none.
 
-    Its parent is asked again, now that it is pinned: if it is in the list and lives on after that, the list means it.
+    The list of children is read again after the process was pinned: if the pid is in it and the process still lives
+    afterwards, the entry means this process.
     """
     if pid not in children_of(parent):
         return None
@@ -340,13 +339,13 @@ def _lives(pid: int) -> bool:
 
 
 def has_ended(pidfd: int) -> bool:
-    """Also of a zombie."""
+    """True also for a zombie."""
     return _wait_for_end(pidfd, time.monotonic())
 
 
 def _refuse_init(pid: int) -> None:
     if pid <= 1:
-        raise ForqError(f"refusing to kill what is below pid {pid}")
+        raise ForqError(f"refusing to kill the descendants of pid {pid}")
 
 
 def _all_processes() -> list[ProcessStat]:
@@ -355,7 +354,7 @@ def _all_processes() -> list[ProcessStat]:
 
 
 def read_proc(path: str) -> bytes:
-    """A file of /proc; nothing if it is gone, or may not be read."""
+    """A file of /proc; empty if it is gone or may not be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -372,7 +371,7 @@ def read_proc(path: str) -> bytes:
 
 
 def _send(pidfd: int, signum: int) -> bool:
-    """False for one that may not be signalled: it runs as another user."""
+    """False if the process may not be signalled: it runs as another user."""
     try:
         signal.pidfd_send_signal(pidfd, signum)
     except ProcessLookupError:
