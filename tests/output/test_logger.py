@@ -114,7 +114,7 @@ def test_a_flood_is_left_out_but_for_what_is_urgent_and_no_neighbour_waits(logge
     os.write(flood, tagged("urgent", "ERROR", "log"))
     wait_until(lambda: "urgent" in logger.messages("flood"))
     wait_until(
-        lambda: any(message.startswith("too much output, left out lines=") for message in logger.messages("flood"))
+        lambda: any(message.startswith("too much output; dropped lines=") for message in logger.messages("flood"))
     )
     assert longest < 3.0
     sizes = [path.stat().st_size for path in (logger.directory / "logs" / "flood").glob("output*.jsonl")]
@@ -155,7 +155,7 @@ def test_a_disk_that_cannot_be_written_is_told_once_and_stderr_has_the_lines(
     for number in range(3):
         os.write(logger.fifo("a"), f"line {number}\n".encode())
         wait_until(lambda number=number: f"a: line {number}\n" in logger.stderr.read_text())  # type: ignore[misc]
-    assert caplog.text.count("output cannot be kept queue=a") == 1
+    assert caplog.text.count("failed to write output queue=a") == 1
     blocked.unlink()
     os.write(logger.fifo("a"), b"again\n")
     wait_until(lambda: logger.messages("a") == ["again"])
@@ -165,7 +165,7 @@ def test_a_fifo_that_cannot_be_had_spoils_no_other_queue(logger: Running, caplog
     (logger.directory / "logs" / "bad").mkdir(parents=True)
     (logger.directory / "logs" / "bad" / "output.fifo").write_text("mine")
     logger.ask("serve", queues=["bad", "good"])
-    assert "output cannot be read queue=bad" in caplog.text
+    assert "failed to open the output FIFO; output is not captured queue=bad" in caplog.text
     os.write(logger.fifo("good"), b"fine\n")
     wait_until(lambda: logger.messages("good") == ["fine"])
     assert (logger.directory / "logs" / "bad" / "output.fifo").read_text() == "mine"

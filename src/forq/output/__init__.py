@@ -1,1 +1,1 @@
-"""The capture of what handlers print and log: from the descriptors of a process to the files of its queue, and back."""
+"""Captures the output of handlers: from the descriptors of a queue's process to the files of its queue, and back."""

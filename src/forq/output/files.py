@@ -1,11 +1,10 @@
-"""The output of one queue on disk: output.jsonl and, before it, output.1.jsonl. One process writes it, the logger.
+"""The output files of a queue: output.jsonl and, before it, output.1.jsonl.
 
-Not synced. A line that a full disk has cut off is ended by the next write, so that it spoils no other.
-
-Reading the output of a queue from its files, a piece at a time, with a cursor that outlives their rotation.
-
-A cursor is a digest of a file's first line, and an offset in that file. What it names stays the same when the file is
-renamed. The file before is opened after the current one: whatever is rotated in between, no line is passed over.
+1. RotatingFile writes them; only the logger does. Writes are not synced. A line that a full disk cut off is ended by
+   the next write, so it spoils no other.
+2. OutputReader reads them in pieces, with a cursor that survives rotation: a digest of a file's first line, and an
+   offset. The previous file is opened after the current one, so a rotation in between loses no line.
+3. sweep removes the files of queues that are no longer served.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from forq.values import shown
 
 CURRENT = "output.jsonl"
 PREVIOUS = "output.1.jsonl"
-# Of queues that are not served any more.
+# How long, and of how many queues, output is kept after a queue is no longer served.
 STALE_SECONDS = 7 * 86400.0
 MAX_STALE_QUEUES = 16
 
@@ -38,7 +37,7 @@ class RotatingFile:
         self._size = 0
 
     def append(self, lines: Iterable[bytes]) -> None:
-        """Lines with their ends. Raises OSError; what was not written then is lost."""
+        """Appends lines that end in a newline. Raises OSError; unwritten lines are lost then."""
         batch: list[bytes] = []
         room = self._room()
         for line in lines:
@@ -58,7 +57,7 @@ class RotatingFile:
 
     def _room(self) -> int:
         if self._fd >= 0 and os.fstat(self._fd).st_nlink == 0:
-            # Somebody has removed it.
+            # The file was removed.
             self.close()
         if self._fd < 0:
             self._open()
@@ -80,7 +79,7 @@ class RotatingFile:
                 self._size += count
                 left = left[count:]
         except OSError:
-            # The next one looks how it ends.
+            # The next write reopens the file and checks how it ends.
             self.close()
             raise
 
@@ -90,7 +89,7 @@ class RotatingFile:
 
 
 def sweep(logs_dir: Path, served: Collection[str], now: float) -> list[str]:
-    """Removes the output of queues that are not served, once it is old, or of too many. Returns their names."""
+    """Removes old output of queues that are not served, and of too many of them. Returns their names."""
     left: list[tuple[float, Path]] = []
     swept = []
     for directory in _directories(logs_dir):
@@ -117,13 +116,13 @@ def _remove(directory: Path) -> None:
     for name in (CURRENT, PREVIOUS):
         with suppress(FileNotFoundError):
             os.unlink(directory / name)
-    # Only if the queue has left nothing else: its failed log stays.
+    # Fails if there are other files: the failed log stays.
     with suppress(OSError):
         directory.rmdir()
 
 
 READ_BYTES = 128 * 1024
-# With a job's id most of what is read is not shown.
+# When filtering by job most lines are not shown.
 SEARCH_BYTES = 1024 * 1024
 MAX_TAIL_BYTES = 32 * 1024 * 1024
 FIRST_LINE_BYTES = 4096
@@ -154,20 +153,21 @@ class OutputReader:
         self._logs_dir = logs_dir
 
     def read(self, queue: str, cursor: str | None, *, tail: int, job: str | None) -> dict[str, Any]:
-        """Records behind the cursor, or from the last `tail` lines on; the next cursor; whether that is all for now."""
+        """Records after the cursor, or the last `tail` lines; the next cursor; whether there is more; whether lines
+        were lost."""
         directory = self._logs_dir / queue
         opened = [_OpenFile.open(directory / name) for name in (CURRENT, PREVIOUS)]
         files = [file for file in opened if file is not None]
         try:
             if not files and not (directory / FIFO_NAME).exists():
-                raise UnknownQueue(f"there is no output of a queue {queue!r}")
+                raise UnknownQueue(f"no output of queue {queue!r}")
             return self._read(files, cursor, tail, job)
         finally:
             for file in files:
                 os.close(file.fd)
 
     def has_more(self, queue: str, cursor: str) -> bool:
-        """Whether there may be something behind the cursor. Cheap: this is asked again and again."""
+        """Whether there may be lines after the cursor. Cheap: called often."""
         current = _OpenFile.open(self._logs_dir / queue / CURRENT)
         if current is None:
             return False
@@ -176,10 +176,10 @@ class OutputReader:
         return name != current.name or current.size > offset
 
     def _read(self, files: list[_OpenFile], cursor: str | None, tail: int, job: str | None) -> dict[str, Any]:
-        # The oldest first; one without a whole line is as good as none.
+        # The oldest first, without those that have no complete line.
         files = [file for file in files[::-1] if file.name != _NO_LINE]
         if len(files) > 1 and files[0].name == files[1].name:
-            # It was rotated between the two looks.
+            # The current file was rotated after it was opened.
             files = files[1:]
         at, offset, skipped = _start_position(files, cursor, tail, job)
         records: list[Any] = []
@@ -194,7 +194,7 @@ class OutputReader:
 
 
 def _start_position(files: list[_OpenFile], cursor: str | None, tail: int, job: str | None) -> tuple[int, int, bool]:
-    """Which file, where in it, and whether lines were lost between the cursor and there."""
+    """Index of the file, offset in it, and whether lines after the cursor were lost."""
     if cursor is not None:
         return _find_cursor(files, *_parse_cursor(cursor))
     return (0, 0, False) if job is not None else (*_find_tail(files, tail), False)
@@ -203,7 +203,7 @@ def _start_position(files: list[_OpenFile], cursor: str | None, tail: int, job: 
 def _parse_cursor(cursor: object) -> tuple[str, int]:
     found = _CURSOR.fullmatch(cursor) if isinstance(cursor, str) else None
     if found is None:
-        raise UsageError(f"cursor {shown(cursor)} is not allowed: use the one of the last answer")
+        raise UsageError(f"invalid cursor {shown(cursor)}: use the cursor of the last answer")
     return found[1], int(found[2])
 
 
@@ -215,7 +215,7 @@ def _find_cursor(files: list[_OpenFile], name: str, offset: int) -> tuple[int, i
 
 
 def _find_tail(files: list[_OpenFile], lines: int) -> tuple[int, int]:
-    """Where the last so many lines begin."""
+    """File and offset at which the last `lines` lines begin."""
     left, looked = lines + 1, 0
     for at in range(len(files) - 1, -1, -1):
         end = files[at].size
@@ -233,18 +233,18 @@ def _find_tail(files: list[_OpenFile], lines: int) -> tuple[int, int]:
             end = begin
             if looked >= MAX_TAIL_BYTES:
                 return at, begin + block.find(b"\n") + 1
-        # The first line of a file has no end of another before it.
+        # No newline precedes the first line of a file.
         if left == 1:
             return at, 0
     return 0, 0
 
 
 def _read_records(file: _OpenFile, offset: int, job: str | None, records: list[Any]) -> int:
-    """Adds what is there, up to a piece; returns where to go on. Half a line is left for the next time."""
+    """Appends the next records; returns the offset to continue at. Leaves an incomplete line for the next call."""
     block = os.pread(file.fd, READ_BYTES if job is None else SEARCH_BYTES, offset)
     end = block.rfind(b"\n") + 1
     if not end and len(block) >= READ_BYTES:
-        # No line of ours is that long.
+        # The logger writes no line this long: skip it.
         end = len(block)
     wanted = b'"job":' + orjson.dumps(job) if job is not None else b""
     for line in block[:end].split(b"\n")[:-1]:
@@ -256,7 +256,7 @@ def _read_records(file: _OpenFile, offset: int, job: str | None, records: list[A
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | None:
-    """None if it is only a part: the disk was full, or the machine was switched off."""
+    """None for an incomplete line: the disk was full, or the machine lost power."""
     try:
         record = orjson.loads(line)
     except ValueError:

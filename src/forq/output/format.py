@@ -1,9 +1,7 @@
-"""The FIFO that a queue's processes write to, and the form of what is written there.
+"""The FIFO between a queue's processes and the logger: its format, and the parser that turns it into records.
 
-What knows its job is `\x1e`, a JSON array or object, and a newline, in one write of at most PIPE_BUF bytes: the kernel
-keeps such writes whole, so that lines of several writers never mix. Everything else in the FIFO is raw.
-
-What was read from one queue's FIFO, turned into records: lines with their time, level, job and stream.
+A tagged line is `\x1e`, a JSON array (Line) or object (notice), and a newline, in one write of at most PIPE_BUF bytes.
+The kernel keeps such writes whole, so lines of several writers never mix. Everything else in the FIFO is raw output.
 """
 
 import fcntl
@@ -26,9 +24,9 @@ MARK = b"\x1e"
 MAX_WRITE = select.PIPE_BUF
 MAX_MESSAGE = 8192
 MAX_LOGGER = 100
-# A fail job's: an id of 128 characters, a colon and a fence.
+# The id of a fail job: 128 characters, a colon and a fence.
 MAX_JOB = 160
-# Kernels count the pipes of a user without privileges, and give him tiny ones above 64 MiB, for whatever purpose.
+# The kernel limits the pipes of an unprivileged user to 64 MiB in total; above that all new pipes are tiny.
 PRIVILEGED_BYTES = 1024 * 1024
 UNPRIVILEGED_BYTES = 256 * 1024
 ELLIPSIS = "…"
@@ -37,7 +35,7 @@ RATE = 1024 * 1024
 BURST = 8 * 1024 * 1024
 URGENT_RATE = 64 * 1024
 URGENT_BURST = 256 * 1024
-# What a line costs beside its bytes.
+# Added to the size of a line when it is charged to an allowance.
 LINE_COST = 100
 STREAMS = frozenset({"stdout", "stderr", "log"})
 # The end of the year 9999.
@@ -47,7 +45,7 @@ URGENT_LEVELS = frozenset({"WARNING", "ERROR", "CRITICAL"})
 
 
 class Line(NamedTuple):
-    """`more`: the line goes on in what the same thread writes next. `millis`: when it was written, since the epoch."""
+    """`more`: the line continues in the next one of the same thread. `millis`: epoch ms."""
 
     stream: str
     level: str
@@ -61,7 +59,7 @@ class Line(NamedTuple):
 
 
 class Allowance:
-    """So much per second, and so much at once. Counted by several threads without a lock: an estimate will do."""
+    """Limits a rate and a burst. Several threads use it without a lock: an estimate is enough."""
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self.rate = rate
@@ -70,7 +68,7 @@ class Allowance:
         self._at = now
 
     def take(self, cost: float, now: float) -> bool:
-        """False if there is none left. One that is larger than what is left is let through, and paid for later."""
+        """False if nothing is left. A cost larger than the rest is accepted and paid for later."""
         self._left = min(self._burst, self._left + (now - self._at) * self.rate)
         self._at = now
         if self._left <= 0:
@@ -79,12 +77,12 @@ class Allowance:
         return True
 
     def spend(self, cost: float) -> None:
-        """What was let through turned out to cost more."""
+        """Charges more for something already accepted."""
         self._left -= cost
 
 
 def open_fifo(directory: Path | str, *, blocking: bool = False) -> int:
-    """The FIFO of a queue, for reading and writing: a write then never fails for lack of a reader. Made if missing."""
+    """Opens the FIFO of a queue; creates it if missing. Read-write, so that writes do not fail without a reader."""
     path = f"{directory}/{FIFO_NAME}"
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY | (0 if blocking else os.O_NONBLOCK)
     try:
@@ -116,12 +114,12 @@ def _enlarge(fd: int) -> None:
         if fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) < wanted:
             fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, wanted)
     except OSError:
-        # Not allowed here: the usual 64 KiB have to do.
+        # Not allowed: the default of 64 KiB is used.
         return
 
 
 def pack_line(line: Line) -> Iterator[bytes]:
-    """The writes that a line takes."""
+    """Splits a line into writes of at most MAX_WRITE bytes."""
     data = MARK + _dumps(line) + b"\n"
     if len(data) <= MAX_WRITE or len(line.text) < 2:
         yield data[:MAX_WRITE]
@@ -131,8 +129,8 @@ def pack_line(line: Line) -> Iterator[bytes]:
     yield from pack_line(line._replace(text=line.text[middle:]))
 
 
-def pack_notice(note: dict[str, Any]) -> bytes:
-    return MARK + orjson.dumps(note) + b"\n"
+def pack_notice(notice: dict[str, Any]) -> bytes:
+    return MARK + orjson.dumps(notice) + b"\n"
 
 
 def _dumps(line: Line) -> bytes:
@@ -145,13 +143,13 @@ def _dumps(line: Line) -> bytes:
 
 
 def unpack(data: bytes) -> Line | dict[str, Any] | None:
-    """What follows the mark, without the newline; None if nobody of us has written that."""
+    """Decodes the part between mark and newline; None if forq did not write it."""
     try:
         value = orjson.loads(data)
     except ValueError:
         return None
     if isinstance(value, dict):
-        return value if _is_note(value) else None
+        return value if _is_notice(value) else None
     if not isinstance(value, list) or len(value) != len(Line._fields):
         return None
     line = Line(*value)
@@ -159,7 +157,7 @@ def unpack(data: bytes) -> Line | dict[str, Any] | None:
 
 
 def _is_line(line: Line) -> bool:
-    """Anybody can write to the FIFO: what is not of our making must do no harm."""
+    """Handlers can write anything to the FIFO: forged lines must do no harm."""
     texts = [line.stream, line.level, line.text, *(text for text in (line.job, line.logger) if text is not None)]
     numbers = (line.millis, line.pid, line.thread)
     return (
@@ -173,7 +171,7 @@ def _is_line(line: Line) -> bool:
     )
 
 
-def _is_note(value: dict[str, Any]) -> bool:
+def _is_notice(value: dict[str, Any]) -> bool:
     """{"end": job}, or {"left_out": [lines, bytes]}."""
     if isinstance(end := value.get("end"), str):
         return len(end) <= MAX_JOB
@@ -181,9 +179,9 @@ def _is_note(value: dict[str, Any]) -> bool:
     return isinstance(dropped, list) and [isinstance(count, int) and count >= 0 for count in dropped] == [True, True]
 
 
-# A line without an end is shown when nothing was added to it for so long.
+# An incomplete line is shown when it has not grown for this long.
 IDLE_LINE_SECONDS = 1.0
-# And at the latest after so long: a bar that moves has no end for a long time.
+# And at the latest after this time: a progress bar ends no line for long.
 MAX_LINE_SECONDS = 5.0
 MAX_PARTIAL_LINES = 100
 _URGENT = re.compile(rb'\x1e(\["log","(?:WARNING|ERROR|CRITICAL)"[^\n]*)')
@@ -192,7 +190,7 @@ Record = dict[str, Any]
 
 
 class OutputParser:
-    """`now` is for patience, `clock` for the times of raw lines."""
+    """Turns the bytes of one queue's FIFO into records. `now` measures waiting, `clock` dates raw lines."""
 
     def __init__(
         self, queue: str, *, now: Callable[[], float] = time.monotonic, clock: Callable[[], float] = time.time
@@ -203,7 +201,7 @@ class OutputParser:
         self._rest = b""
         self._rest_at = 0.0
         self._partial: dict[tuple[object, ...], tuple[Line, float, float]] = {}
-        # What the writers say that they have left out: lines, bytes.
+        # Lines and bytes that the writers reported as dropped.
         self.dropped = [0, 0]
 
     @property
@@ -211,7 +209,7 @@ class OutputParser:
         return bool(self._rest or self._partial)
 
     def feed(self, chunk: bytes, job: str | None) -> list[Record]:
-        """The records that are complete. `job`: whose raw lines these are, unless a mark in the chunk says better."""
+        """Returns complete records. `job`: the job of raw lines, unless an end notice in the chunk names another."""
         *lines, rest = (self._rest + chunk).split(b"\n")
         raw_from = 0
         records: list[Record] = []
@@ -222,7 +220,7 @@ class OutputParser:
                 records.append(self._raw(line, job))
                 continue
             if at > 0:
-                # Somebody has written half a line without a tag in front of it.
+                # Raw output without a newline precedes the tagged line.
                 records.append(self._raw(line[:at], job))
             if isinstance(message, Line):
                 records += self._line(message)
@@ -230,19 +228,19 @@ class OutputParser:
                 _assign_raw_lines(records[raw_from:], message["end"])
                 raw_from = len(records)
             else:
-                self._note(message)
+                self._count_dropped(message)
         self._keep_rest(rest, job, records)
         return records
 
     def feed_flood(self, chunk: bytes) -> tuple[int, int, list[Record]]:
-        """Of a flood only what is urgent: the lines and bytes that were left out, and the urgent ones."""
+        """During a flood: returns the numbers of lines and bytes, and only the urgent records."""
         body, newline, rest = (self._rest + chunk).rpartition(b"\n")
         if not newline:
             self._rest = rest[: MAX_MESSAGE + 1]
             return 0, len(chunk), []
         self._keep_short_rest(rest)
         urgent: list[Record] = []
-        # Most floods are raw: to look for one byte is far cheaper.
+        # Most floods are raw: searching for one byte is far cheaper.
         for found in _URGENT.finditer(body) if MARK in body else ():
             message = unpack(found[1])
             if isinstance(message, Line):
@@ -250,20 +248,20 @@ class OutputParser:
         return body.count(b"\n") + 1, len(body), urgent
 
     def overdue(self) -> list[Record]:
-        """Lines without an end that nothing was added to for a while."""
+        """Incomplete lines that have not grown for a while."""
         now = self._now()
         before, long_before = now - IDLE_LINE_SECONDS, now - MAX_LINE_SECONDS
         records = []
         for key in [key for key, (_, first, last) in self._partial.items() if last <= before or first <= long_before]:
             records += self._records(self._partial.pop(key)[0])
-        # Half a tagged line is being written just now.
+        # The start of a tagged line is kept: its rest arrives with the next read.
         if self._rest and self._rest_at <= before and not self._rest.startswith(MARK):
             records.append(self._raw(self._rest, None))
             self._rest = b""
         return records
 
     def finish(self) -> list[Record]:
-        """No more will come."""
+        """Returns incomplete lines; no more input follows."""
         records = [record for line, *_ in self._partial.values() for record in self._records(line)]
         if self._rest:
             records.append(self._raw(self._rest, None))
@@ -272,7 +270,7 @@ class OutputParser:
         return records
 
     def _keep_rest(self, rest: bytes, job: str | None, records: list[Record]) -> None:
-        # What begins with a mark may be the first part of a line that is written whole and was read in two.
+        # The rest may hold the first part of a tagged line that was read in two.
         at = rest.rfind(MARK, max(0, len(rest) - MAX_WRITE))
         if at > 0:
             records.append(self._raw(rest[:at], job))
@@ -315,19 +313,19 @@ class OutputParser:
             about["job"] = job
         return {**about, "stream": "raw", "message": text}
 
-    def _note(self, message: dict[str, Any]) -> None:
+    def _count_dropped(self, message: dict[str, Any]) -> None:
         lines, size = message["left_out"]
         self.dropped[0] += lines
         self.dropped[1] += size
 
 
 def _last_redraw(text: str) -> str:
-    """Of a bar that is drawn again and again in its place, the last one."""
+    """The last state of a progress bar that is redrawn in place."""
     return text[text.rfind("\r", 0, -1) + 1 :]
 
 
 def _assign_raw_lines(records: list[Record], job: str) -> None:
-    """The raw lines among them are this job's."""
+    """Sets the job of the raw lines."""
     for record in records:
         if record["stream"] == "raw":
             message = record.pop("message")
@@ -336,5 +334,5 @@ def _assign_raw_lines(records: list[Record], job: str) -> None:
 
 
 def _shorten(text: str) -> str:
-    # Messages of several lines were shortened where they were written, in their middle.
+    # The writer has already shortened messages of several lines.
     return text if len(text) <= MAX_MESSAGE or "\n" in text else text[:MAX_MESSAGE] + ELLIPSIS

@@ -1,8 +1,8 @@
-"""Lines for stderr, without ever waiting for whoever reads it: for the supervisor's own log and for the logger.
+"""Writes lines to stderr without ever blocking: for the supervisor's own log and for the logger.
 
-The descriptor is shared with a shell and others, so it must not be made non-blocking. A pipe or a terminal is opened
-once more; a pipe of another user, which cannot be, is asked not to wait with each write, or spliced into where the
-kernel does not know that. A socket is asked not to wait, too, and a file does not make anybody wait.
+The descriptor is shared with a shell and others, so it must not be made non-blocking. A pipe or terminal is opened
+again. A pipe of another user, which cannot be opened, is written with RWF_NOWAIT, or by splice where the kernel lacks
+that. A socket is written with MSG_DONTWAIT. A file never blocks.
 """
 
 import errno
@@ -13,11 +13,11 @@ import stat
 from collections import deque
 
 MAX_WAITING_BYTES = 256 * 1024
-# A pipe that has room for a write of this size takes it whole.
+# A pipe accepts a write of this size completely or not at all.
 PIPE_BUF = select.PIPE_BUF
-# Of what may only be looked at before a write: a terminal says that it has room, but not how much.
+# Size of writes to a descriptor that may block: poll shows that there is room, but not how much.
 TERMINAL_BYTES = 256
-# What a kernel says that cannot do what it is asked for.
+# Errors of a kernel without the requested feature.
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
@@ -28,7 +28,7 @@ class Forwarder:
         self._reopened = False
         self._may_block = False
         self._nowait = False
-        # The ends of a pipe of our own, and how much is in it.
+        # The ends of a private pipe, and the number of bytes in it.
         self._staging: tuple[int, int] | None = None
         self._staged = 0
         self._waiting: deque[bytes] = deque()
@@ -41,11 +41,11 @@ class Forwarder:
         return bool(self._waiting)
 
     def fileno(self) -> int:
-        """What to wait for while lines wait."""
+        """The descriptor to poll while lines wait."""
         return self._fd if self._socket is None else self._socket.fileno()
 
     def send(self, line: bytes) -> None:
-        """A line with its end; left out and counted if too much waits already."""
+        """Queues a line that ends in a newline; drops and counts it if too much waits."""
         if self._waiting and self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
             self.dropped += 1
             return
@@ -53,16 +53,16 @@ class Forwarder:
         self._waiting_bytes += len(line)
 
     def flush(self) -> None:
-        """As much as goes at once."""
+        """Writes as much as possible without blocking."""
         while self._waiting:
-            # A large write is split by whoever is at the other end; a part of a line must not be followed by another.
+            # One line at a time: a write may be partial, and the rest of a line must follow it.
             line = self._waiting[0]
             try:
                 count = self._write(line)
             except BlockingIOError:
                 return
             except OSError:
-                # Nobody is there any more.
+                # The reader is gone.
                 self.dropped += len(self._waiting)
                 self._waiting.clear()
                 self._waiting_bytes = 0
@@ -74,18 +74,18 @@ class Forwarder:
                 self._waiting[0] = line[count:]
 
     def wait(self, seconds: float) -> None:
-        """Until more can go, but no longer than this."""
+        """Waits until more can be written, at most this long."""
         _is_writable(self.fileno(), seconds)
 
     def take_dropped(self) -> int:
-        """How many were left out since the last time, once there is room to say so."""
+        """How many lines were dropped since the last call; 0 while lines still wait."""
         if self._waiting:
             return 0
         count, self.dropped = self.dropped, 0
         return count
 
     def close(self) -> None:
-        """Gives back what was opened here."""
+        """Closes the descriptors opened here."""
         if self._socket is not None:
             self._socket.close()
         for fd in (*(self._staging or ()), *((self._fd,) if self._reopened else ())):
@@ -96,7 +96,7 @@ class Forwarder:
         try:
             kind = os.fstat(self._fd).st_mode
         except OSError:
-            # Closed: every write will say so.
+            # Closed: every write will fail.
             return
         if stat.S_ISSOCK(kind):
             self._socket = socket.socket(fileno=os.dup(self._fd))
@@ -105,7 +105,7 @@ class Forwarder:
             try:
                 self._fd, self._reopened = os.open(f"/proc/self/fd/{self._fd}", flags), True
             except OSError:
-                # Of another user, as after `su` and in containers.
+                # It belongs to another user, as after `su` and in containers.
                 self._nowait = stat.S_ISFIFO(kind)
                 self._may_block = not self._nowait
 
@@ -128,7 +128,7 @@ class Forwarder:
         return os.write(self._fd, line)
 
     def _splice(self, line: bytes, reading: int, writing: int) -> int:
-        """Through a pipe of our own: what cannot go on at once stays there, and is how `line` begins next time."""
+        """Writes through a private pipe. Bytes that cannot move on stay there; `line` begins with them next time."""
         if not self._staged:
             self._staged = os.write(writing, line[:PIPE_BUF])
         try:

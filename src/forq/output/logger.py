@@ -1,10 +1,8 @@
-"""The output of one queue, as the logger sees it: its FIFO, its allowance, its files.
+"""The logger: reads the output of all queues' processes, stores it per queue, and forwards it to stderr.
 
-The logger: reads what all queues' processes write, keeps it per queue, and passes it on to the supervisor's stderr.
-
-1. One loop reads the FIFOs, a piece of each in turn, so that a flood in one holds up no other.
-2. What a queue writes above its allowance is read, counted and left out; a line says how much, once a second.
-3. It never waits for anybody but the disk.
+1. One loop reads the FIFOs, a piece of each in turn, so a flood in one queue does not delay the others.
+2. Output above a queue's allowance is read, counted and dropped; one line per second reports how much.
+3. It never blocks, except on the disk.
 """
 
 import logging
@@ -44,12 +42,12 @@ log = logging.getLogger("forq")
 
 READ_BYTES = 64 * 1024
 FLOOD_READ_BYTES = 1024 * 1024
-# How long a queue that is above its allowance is left out, and how often that is told.
+# How long output of a queue above its allowance is dropped, and how often that is reported.
 FLOOD_SECONDS = 1.0
 
 
 class RunningJobs:
-    """Who of a queue is running a job, as the scoreboard says."""
+    """Reads the running jobs of a queue from the scoreboard."""
 
     def __init__(self, board: Scoreboard) -> None:
         self._board = board
@@ -79,11 +77,11 @@ class QueueLog:
 
     @property
     def pending(self) -> bool:
-        """Whether it has something to say though nothing is read."""
+        """Whether `tick` may return records although nothing is read."""
         return self._parser.waiting or any(self._dropped)
 
     def read(self, jobs: RunningJobs, now: float) -> list[Record] | None:
-        """What the next piece of output says; None when there is none."""
+        """Records of the next piece of output; None when there is none."""
         flooding = now < self._flood_until
         job = None if flooding else jobs.sole_running_job(self.name)
         try:
@@ -92,7 +90,7 @@ class QueueLog:
             return None
         if not flooding and self.allowance.take(0, now):
             records = self._parser.feed(chunk, job)
-            # What is kept counts: most of a line of 10 MB is not.
+            # Charges stored bytes: most of a line of 10 MB is cut.
             self.allowance.spend(sum(len(record["message"]) + LINE_COST for record in records))
             return records
         if not flooding:
@@ -108,7 +106,7 @@ class QueueLog:
         return passed
 
     def tick(self, now: float) -> list[Record]:
-        """What is due: lines that nobody has ended, and how much was left out."""
+        """Returns overdue incomplete lines and the report of dropped output."""
         records = self._parser.overdue()
         if any(self._dropped) and now >= self._report_at:
             self._report_at = now + FLOOD_SECONDS
@@ -126,7 +124,7 @@ class QueueLog:
             self._file.append([_encode(record) for record in records])
         except OSError as exc:
             if not self._disk_failed:
-                log.error("output cannot be kept queue=%s error=%s", self.name, exc)
+                log.error("failed to write output queue=%s error=%s", self.name, exc)
             self._disk_failed = True
         else:
             self._disk_failed = False
@@ -138,7 +136,7 @@ class QueueLog:
     def _dropped_record(self) -> Record:
         lines, size = self._dropped
         self._dropped[:] = [0, 0]
-        message = f"too much output, left out lines={lines} bytes={size}"
+        message = f"too much output; dropped lines={lines} bytes={size}"
         about = {"time": iso_time(time.time()), "level": "WARNING", "queue": self.name}
         return {**about, "stream": "log", "logger": "forq", "message": message}
 
@@ -191,7 +189,7 @@ class Logger:
         return None if self._sweep_at is None else max(0.0, self._sweep_at - time.monotonic())
 
     def tick(self, now: float) -> None:
-        """Everything that is due."""
+        """Does everything that is due."""
         for output in list(self._pending):
             self._store(output, output.tick(now))
             if not output.pending:
@@ -202,10 +200,10 @@ class Logger:
             self._sweep(now)
         self._forwarder.flush()
         if count := self._forwarder.take_dropped():
-            log.warning("stderr was not read, left out lines=%s", count)
+            log.warning("stderr was not read; dropped lines=%s", count)
 
     def _serve(self, params: dict[str, Any]) -> object:
-        """Which queues there are from now on."""
+        """Sets the queues to read."""
         names = self._served = set(params["queues"])
         gone = [output for name, output in self._by_name.items() if name not in names or not self._is_current(output)]
         for output in gone:
@@ -217,7 +215,7 @@ class Logger:
         return {}
 
     def _drain(self, params: dict[str, Any]) -> object:
-        """What was written so far is read and kept."""
+        """Reads and stores everything written so far."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for output in self._by_name.values():
             self._drain_fifo(output, deadline)
@@ -230,14 +228,14 @@ class Logger:
         try:
             fd = open_fifo(directory)
         except ForqError as exc:
-            log.error("output cannot be read queue=%s error=%s", name, exc)
+            log.error("failed to open the output FIFO; output is not captured queue=%s error=%s", name, exc)
             return
         output = QueueLog(name, fd, RotatingFile(directory, self._context.log_max), time.monotonic())
         self._by_name[name] = output
         self._loop.add_reader(fd, lambda: self._read(output, time.monotonic()))
 
     def _is_current(self, output: QueueLog) -> bool:
-        """A queue of the same name may have been deleted and made again."""
+        """False if a queue of the same name was deleted and created again."""
         try:
             return os.path.samestat(os.stat(self._context.logs_dir / output.name / FIFO_NAME), os.fstat(output.fd))
         except OSError:
@@ -279,7 +277,7 @@ class Logger:
         self._forwarder.flush()
 
     def _share_rate(self, now: float) -> None:
-        """Those that have written in the last second share what all may write together."""
+        """Queues that wrote in the last second share the total rate."""
         rate = min(RATE, TOTAL_RATE / max(1, len(self._busy)))
         for output in self._busy:
             output.allowance.rate = rate
@@ -292,7 +290,7 @@ class Logger:
         try:
             swept = sweep(self._context.logs_dir, self._served, time.time())
         except OSError as exc:
-            log.warning("output of deleted queues cannot be removed error=%s", exc)
+            log.warning("failed to remove output of deleted queues error=%s", exc)
             return
         if swept:
-            log.info("removed the output of queues that are gone queues=%s", swept)
+            log.info("removed output of deleted queues queues=%s", swept)

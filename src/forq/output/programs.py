@@ -1,9 +1,9 @@
-"""What the programs of exec handlers write for people: read as it comes, and logged line by line.
+"""Reads what the programs of exec handlers write for people, and logs it line by line.
 
-1. A ProgramOutput belongs to one program. Lines that come while it has a job are logged with the job's id. Nothing is
-   kept but the last few lines, which become part of an error.
-2. One thread (PIPE_WATCHER) reads for all programs of the process, so that none of them ever waits for its reader. A
-   flood is read, counted and left out of the log.
+1. A ProgramOutput belongs to one program. Lines are logged with the id of its current job. Only the last few lines are
+   kept; they become part of an error.
+2. One thread (PIPE_WATCHER) reads for all programs of the process, so no program waits for its reader. A flood is read,
+   counted and dropped.
 """
 
 import logging
@@ -18,11 +18,11 @@ from typing import IO
 
 from forq.output.streams import write_program_line
 
-# The size of a pipe: one read takes all that was in it.
+# The size of a pipe: one read empties it.
 READ_BYTES = 65536
 MAX_LINE_BYTES = 2000
 TAIL_LINES = 10
-# So many lines are logged at once, and then so many per second.
+# Lines logged at once, and then per second.
 BURST_LINES = 1000
 LINES_PER_SECOND = 100
 
@@ -32,7 +32,7 @@ log = logging.getLogger("forq")
 
 
 class ProgramOutput:
-    """Owns the pipe. Called from its worker's thread and from the watch."""
+    """Owns the pipe. Called by its worker's thread and by the pipe watcher."""
 
     def __init__(
         self, pipe: IO[bytes], queue: str, job_id: str | None, now: Callable[[], float] = time.monotonic
@@ -53,21 +53,21 @@ class ProgramOutput:
         PIPE_WATCHER.add(self._fd, self.read)
 
     def begin(self, job_id: str) -> None:
-        """From now on it is about this job."""
+        """Assigns the following lines to this job."""
         with self._lock:
             self._finish_part()
             self._job = job_id
             self._tail.clear()
 
     def end(self) -> list[str]:
-        """The job is over; its last lines."""
+        """Ends the job; returns its last lines."""
         with self._lock:
             self._finish_part()
             self._job = None
             return [_readable(line) for line in self._tail]
 
     def read(self) -> bool:
-        """Takes what is there; False when no more will come."""
+        """Reads once; False at end of file."""
         with self._lock:
             return self._open and self._read()
 
@@ -89,7 +89,7 @@ class ProgramOutput:
         return bool(chunk)
 
     def _finish_part(self) -> None:
-        """What was written so far belongs to what was going on so far."""
+        """Logs everything written so far, for the current job."""
         if self._open:
             self._read()
         if self._partial:
@@ -110,7 +110,7 @@ class ProgramOutput:
             flood, _, rest = rest.rpartition(b"\n")
             self._dropped += flood.count(b"\n") + 1
             self._tail.extend(line[:MAX_LINE_BYTES] for line in flood.rsplit(b"\n", TAIL_LINES)[-TAIL_LINES:])
-        # One byte more than is shown, so that it shows that it was cut.
+        # One byte more than is shown, so that the cut is marked.
         self._partial = rest[: MAX_LINE_BYTES + 1]
 
     def _refill(self) -> int:
@@ -128,14 +128,14 @@ class ProgramOutput:
 
 
 def _readable(line: bytes) -> str:
-    """One line of text, whatever was in it."""
+    """One line of printable text."""
     cut = "…" if len(line) > MAX_LINE_BYTES else ""
     text = line[:MAX_LINE_BYTES].decode(errors="backslashreplace").removesuffix("\r")
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text) + cut
 
 
 class PipeWatcher:
-    """A thread that calls back when a descriptor can be read; it is started when it is first needed."""
+    """A thread that calls back when a descriptor is readable; starts with the first one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class PipeWatcher:
         self._epoll: select.epoll | None = None
 
     def add(self, fd: int, callback: Callable[[], bool]) -> None:
-        """Until the callback says False, or remove is called."""
+        """Watches until the callback returns False or `remove` is called."""
         with self._lock:
             if self._epoll is None:
                 self._epoll = select.epoll()
@@ -152,7 +152,7 @@ class PipeWatcher:
             self._epoll.register(fd, select.EPOLLIN)
 
     def remove(self, fd: int, callback: Callable[[], bool]) -> None:
-        """Before the descriptor is closed. Another callback that has come under the same number is left alone."""
+        """Call before closing the descriptor. Does nothing if its number belongs to another callback by now."""
         with self._lock:
             if self._epoll is not None and self._callbacks.get(fd) == callback:
                 del self._callbacks[fd]
@@ -168,8 +168,8 @@ class PipeWatcher:
     def _call(self, callback: Callable[[], bool]) -> bool:
         try:
             return callback()
-        except Exception:  # without this thread every program would stand still once its pipe is full
-            log.exception("cannot attend to a program")
+        except Exception:  # without this thread programs would block once their pipes are full
+            log.exception("failed to read from a program")
             return False
 
 

@@ -1,7 +1,7 @@
-"""What stands for sys.stdout, sys.stderr and the root logger's handler in a queue's process.
+"""Captures stdout, stderr and logging in a queue's process.
 
-The output of a queue's process: right after the fork the FIFO becomes descriptor 1 and 2, and sys.stdout, sys.stderr
-and the root logger write lines that name their job. In a process where that was not done the functions here do nothing.
+`install` runs right after the fork: the FIFO becomes descriptor 1 and 2, and sys.stdout, sys.stderr and the root logger
+write lines tagged with their job. In a process without it the functions here do nothing.
 """
 
 import io
@@ -21,7 +21,7 @@ _MESSAGE_ONLY = logging.Formatter("%(message)s")
 
 
 class CapturedStream(io.TextIOBase):
-    """sys.stdout or sys.stderr. `fileno` is what subprocesses inherit."""
+    """Replaces sys.stdout or sys.stderr. Subprocesses inherit `fileno`."""
 
     errors = "backslashreplace"
     line_buffering = True
@@ -50,7 +50,7 @@ class CapturedStream(io.TextIOBase):
         self._output.flush(self._stream)
 
     def close(self) -> None:
-        """The next job prints, too."""
+        """Does not close: the next job prints, too."""
         self.flush()
 
     def fileno(self) -> int:
@@ -63,7 +63,7 @@ class CapturedStream(io.TextIOBase):
         return False
 
     def reconfigure(self, **settings: object) -> None:
-        """As of the stream that it stands for; there is nothing to change."""
+        """Accepted for compatibility, without effect."""
 
 
 class _CapturedBuffer(io.RawIOBase):
@@ -94,20 +94,20 @@ class CaptureHandler(logging.Handler):
     def __init__(self, output: OutputWriter) -> None:
         super().__init__()
         self._output = output
-        # Otherwise it would get one that repeats level and logger.
+        # The default formatter would repeat level and logger.
         self.setFormatter(_MESSAGE_ONLY)
         self._thread = threading.local()
 
     def lines(self) -> int:
-        """How many lines of the calling thread it has passed on."""
+        """How many lines of the calling thread it has written."""
         return getattr(self._thread, "lines", 0)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             message = _without_queue_and_job(self.format(record), record)
-        except Exception:  # a message whose arguments do not fit it, say
+        except Exception:  # for example, arguments that do not match the message
             if _is_job_log_entry(record):
-                # Whoever tells of it knows how to do so without the exception's own methods.
+                # The job log then writes the entry without calling the exception's methods.
                 raise
             self.handleError(record)
             return
@@ -116,7 +116,7 @@ class CaptureHandler(logging.Handler):
 
 
 def _without_queue_and_job(message: str, record: logging.LogRecord) -> str:
-    """A line of the queue's log begins with queue and job: what forq says of a job need not name them again."""
+    """Lines of the queue's log begin with queue and job, so forq's own entries need not repeat them."""
     if not _is_job_log_entry(record):
         return message
     told = record.__dict__
@@ -124,24 +124,24 @@ def _without_queue_and_job(message: str, record: logging.LogRecord) -> str:
 
 
 def _is_job_log_entry(record: logging.LogRecord) -> bool:
-    """Whether it is a line of job_log.py."""
+    """Whether workers/job_log.py made it."""
     return record.name == "forq" and "job_id" in record.__dict__
 
 
 _LEVELS = {name.lower(): number for name, number in logging.getLevelNamesMapping().items()}
 
 _installed: OutputWriter | None = None
-# Made before the fork: to make these writes to many pages that a process could go on to share.
+# Created before the fork, so that processes share their pages.
 _prepared = OutputWriter()
 _stdout = CapturedStream(_prepared, "stdout", 1)
 _stderr = CapturedStream(_prepared, "stderr", 2)
 _root_handler = CaptureHandler(_prepared)
-# What was there before is kept: to drop it would write to its pages.
+# Keeps replaced objects alive: freeing them would copy shared pages.
 _replaced: list[object] = []
 
 
 def install(directory: str, slots: Sequence[Slot], level: str) -> None:
-    """From now on all output of this process goes to the FIFO in this directory. Raises ForqError if it cannot."""
+    """Sends all output of this process to the FIFO in `directory`. Raises ForqError."""
     global _installed
     fd = open_fifo(directory)
     blocking = open_fifo(directory, blocking=True)
@@ -153,7 +153,7 @@ def install(directory: str, slots: Sequence[Slot], level: str) -> None:
     _replaced.extend((sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, logging.root.handlers))
     sys.stdout = sys.__stdout__ = _stdout  # type: ignore[assignment,misc]
     sys.stderr = sys.__stderr__ = _stderr  # type: ignore[assignment,misc]
-    # By hand: logging.basicConfig would close what the supervisor logs to, and so copy the pages of it.
+    # Not logging.basicConfig, which would close the supervisor's handler and copy its pages.
     logging.root.handlers = [_root_handler]
     if logging.root.level != _LEVELS.get(level):
         logging.root.setLevel(level.upper())
@@ -168,12 +168,12 @@ def _remember_job() -> None:
 
 
 def _restore_job() -> None:
-    """In a process that a handler forks: it belongs to that job, whatever its worker runs later."""
+    """In a process that a handler forked: its output belongs to that job, whatever the worker runs later."""
     CURRENT_JOB.set(_forking.job)
 
 
 def finish_output() -> None:
-    """Whatever the jobs that have ended in this thread have begun to say."""
+    """Writes incomplete lines of the jobs that ended in this thread."""
     if _installed is not None and _installed.pending:
         _installed.finish_jobs()
 
@@ -184,18 +184,18 @@ def mark_job_end(job: str) -> None:
 
 
 def write_past_logging(level: str, job: str, text: str) -> None:
-    """A line of forq's own that `logging` did not take."""
+    """Writes a line of forq that `logging` did not accept."""
     if _installed is not None:
         _installed.write_message("log", level, text, job=job, logger="forq")
 
 
 def count_logged_lines() -> int:
-    """How many lines this thread has logged that are in the queue's log."""
+    """How many lines this thread has written to the queue's log through `logging`."""
     return _root_handler.lines()
 
 
 def write_program_line(queue: str, job: str | None, text: str) -> None:
-    """A line that a program has written."""
+    """Writes a line of a program's output."""
     if _installed is not None:
         _installed.write_message("stderr", "INFO", text, job=job)
     elif job is None:

@@ -1,10 +1,10 @@
-"""The lines of a queue's process on their way to its FIFO, each with the job it belongs to.
+"""Writes the lines of a queue's process to its FIFO, each tagged with its job.
 
-1. A line is written at once: what was printed before a crash is not lost.
-2. A flood is left out before it is written, and counted; so is what finds the FIFO full for longer than a moment. Who
-   prints is never held up for long, and never sees an error.
+1. A line is written at once: output before a crash is not lost.
+2. A flood is dropped before it is written, and counted. So are lines for which the FIFO stays full for longer than a
+   moment. Printing never blocks for long and never raises.
 
-No locks: a handler may fork, or be interrupted by a signal, anywhere in here.
+No locks: a handler may fork, or be interrupted by a signal, anywhere in this code.
 """
 
 import fcntl
@@ -34,21 +34,22 @@ from forq.output.format import (
 )
 from forq.procs.scoreboard import Slot
 
-# How long a full FIFO is waited for; and if that was in vain, for how long not again.
+# How long to wait for a full FIFO; and after a timeout, how long not to wait again.
 FULL_WAIT_SECONDS = 0.2
 NO_WAIT_SECONDS = 5.0
-# To find out that a flood is left out has to be quick: it is assumed for so long.
+# For this long a flood is assumed to go on: dropping a line must be quick.
 FLOOD_SECONDS = 0.25
-# Lines that are written in one call share a write while they are no longer than this, whatever their characters.
+# Lines of one call share a write up to this length.
 GROUP_CHARS = 900
 
-# Of what does not run in its worker's thread, or may outlive its job: tasks, asyncio.to_thread, forked processes.
+# The job of code that runs outside its worker's thread or may outlive its job: tasks, asyncio.to_thread, forked
+# processes.
 CURRENT_JOB: ContextVar[str | None] = ContextVar("forq_job", default=None)
 
 
 class OutputWriter:
-    """`slots`: of the workers of this process. They tell which job a thread runs, so that a job that prints nothing
-    costs nothing. Without a descriptor nothing is written until `begin`."""
+    """`slots` of the workers of this process show which job a thread runs, so a job that prints nothing costs nothing.
+    Without a descriptor nothing is written until `open`."""
 
     def __init__(
         self, fd: int | None = None, slots: Sequence[Slot] = (), now: Callable[[], float] = time.monotonic
@@ -61,7 +62,7 @@ class OutputWriter:
             self.open(fd, slots)
         self._allowance = Allowance(RATE, BURST, now())
         self._urgent = Allowance(URGENT_RATE, URGENT_BURST, now())
-        # Lines without an end, by thread and stream.
+        # Incomplete lines by thread and stream, with their job.
         self._partial: dict[tuple[int, str], tuple[str | None, str]] = {}
         self._dropped = [0, 0]
         self._no_wait_until = 0.0
@@ -75,11 +76,11 @@ class OutputWriter:
 
     @property
     def pending(self) -> bool:
-        """Whether `end` has something to do."""
+        """Whether `finish_jobs` has something to do."""
         return bool(self._partial) or self._dropped[0] > 0
 
     def write(self, stream: str, text: str) -> None:
-        """What a stream is given: complete lines go out, the rest waits for its end."""
+        """Writes complete lines; the rest waits for its end."""
         if self._flooded and self._drops(text):
             return
         job, key = self.current_job(), (get_ident(), stream)
@@ -93,11 +94,11 @@ class OutputWriter:
         if newline:
             self._send_lines(stream, job, lines)
         if rest:
-            # One more than is shown, so that it shows that it was cut.
+            # One character more than is shown, so that the cut is marked.
             self._partial[key] = (job, rest[: MAX_MESSAGE + 1])
 
     def _drops(self, text: str) -> bool:
-        """During a flood: whether this is only counted. It ends with a line, so that no half of one is shown."""
+        """Whether `text` is dropped during a flood. A flood ends with a complete line."""
         if self._now() >= self._flooded_until and not self._in_line:
             self._flooded = False
             return False
@@ -107,13 +108,13 @@ class OutputWriter:
         return True
 
     def flush(self, stream: str) -> None:
-        """A line without an end is shown, too; what follows is joined to it."""
+        """Writes an incomplete line; the reader joins the rest to it."""
         partial = self._partial.pop((get_ident(), stream), None)
         if partial is not None:
             self._send(self._line(stream, "INFO", partial[0], partial[1], more=True))
 
     def finish_jobs(self) -> None:
-        """The thread's jobs are over: what is partial goes out, and what was left out is told."""
+        """After the jobs of this thread: writes incomplete lines and reports dropped ones."""
         for stream in ("stdout", "stderr"):
             partial = self._partial.pop((get_ident(), stream), None)
             if partial is not None:
@@ -122,7 +123,7 @@ class OutputWriter:
             self._send_dropped()
 
     def mark_job_end(self, job: str) -> None:
-        """Raw output of this job that nobody has read yet is its own; the next one's comes after this mark."""
+        """Marks the end of a job's raw output, if some is unread: what follows belongs to the next job."""
         try:
             (unread,) = struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, b"\0" * 4))
         except OSError:
@@ -133,7 +134,7 @@ class OutputWriter:
     def write_message(
         self, stream: str, level: str, message: str, *, job: str | None, logger: str | None = None, pid: int = 0
     ) -> None:
-        """One message, which may have several lines."""
+        """Writes one message, which may have several lines."""
         if len(message) > MAX_MESSAGE:
             half = MAX_MESSAGE // 2
             message = f"{message[:half]}\n{ELLIPSIS}\n{message[-half:]}"
@@ -141,7 +142,7 @@ class OutputWriter:
         self._send(line._replace(logger=logger and logger[:MAX_LOGGER], pid=pid or line.pid))
 
     def current_job(self) -> str | None:
-        """The job that the calling task or thread runs; of a strange thread the only one that runs, if that is so."""
+        """The job of the calling task or thread. For a thread of the user: the running job, if there is exactly one."""
         job = CURRENT_JOB.get()
         if job is not None:
             return job
@@ -169,7 +170,7 @@ class OutputWriter:
                 end = found if found >= 0 else len(text)
             part = text[at : min(end, at + MAX_MESSAGE + 1)]
             if not self._send(self._line(stream, "INFO", job, part)):
-                # The rest of a flood is only counted.
+                # The rest is dropped.
                 self._dropped[0] += text.count("\n", end)
                 self._dropped[1] += len(text) - end
                 return
@@ -199,7 +200,7 @@ class OutputWriter:
     def _write(self, data: bytes) -> bool:
         try:
             if _identity(self._fd) != self._identity:
-                # A handler has closed it, and somebody else may have its number now.
+                # A handler closed the descriptor, and its number may have been reused.
                 return False
             os.write(self._fd, data)
         except BlockingIOError:
@@ -219,7 +220,7 @@ class OutputWriter:
             try:
                 os.write(self._fd, data)
             except BlockingIOError:
-                # Room for less than this: poll would answer at once, again and again.
+                # There is room, but not enough: poll would return at once every time.
                 time.sleep(0.001)
             else:
                 return True
