@@ -116,7 +116,7 @@ spark: tools $(SPARK) ## pytest, the Spark pipeline
 
 kills: tools ## KILLS=1000 kill -9s at random moments over JOBS=50000 jobs (SEED=n repeats a run)
 	FORQ_TEST_KILLS=$(or $(KILLS),1000) FORQ_TEST_JOBS=$(or $(JOBS),50000) FORQ_TEST_SEED=$(or $(SEED),0) \
-	  $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_conservation.py -k random_kills
+	  $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_random_kills.py -k random_kills
 
 chaos: tools $(SPARK) ## SECONDS=60 of every fault at once on two supervisors, then nothing is lost, doubled or left (SEED=n, FAULTS=a,b, ARGS=--no-audit)
 	$(BIN)/python -m tests.chaos.run --seed $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(1, 10**6))')) \
@@ -129,7 +129,7 @@ redis-old: tools ## the broker's tests and the end-to-end smoke on Redis 7.0, th
 	@server=$$(tests/support/drive/redis70.sh $(VENV)/redis-7.0) || exit 0; \
 	echo "make: on $$($$server --version)"; \
 	FORQ_TEST_SERVER=$$server $(BIN)/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal tests/broker tests/bridge \
-	  tests/end_to_end/test_first_steps.py tests/end_to_end/test_acl.py tests/end_to_end/test_releases.py tests/end_to_end/test_results.py \
+	  tests/end_to_end/test_first_steps.py tests/end_to_end/test_redis_acl.py tests/end_to_end/test_releases.py tests/end_to_end/test_results.py \
 	  tests/end_to_end/test_full_server.py tests/supervisor/test_embedded.py
 
 OLD_CLIENT := $(VENV)/redis-py-6.4
@@ -147,11 +147,11 @@ mutants: tools ## take every guard out of the Lua library: some test must fail
 	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py
 
 trees: tools ## daemonising handlers, 20 times each: delete, shutdown and kill -9 leave no process
-	FORQ_TEST_TREES=20 $(BIN)/pytest --timeout 1800 tests/end_to_end/test_deaths.py -k "no_process"
+	FORQ_TEST_TREES=20 $(BIN)/pytest --timeout 1800 tests/end_to_end/test_process_deaths.py -k "no_process"
 
 fire: tools ## 50,000 dispatches of 100 ids and 10,000 permanent failures while processes are killed (SEED=n)
 	FORQ_TEST_DISPATCHES=50000 FORQ_TEST_FAILURES=10000 FORQ_TEST_SEED=$(or $(SEED),0) \
-	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_under_fire.py
+	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_singletons_under_kills.py
 
 releases: tools ## 1,000 awaiters, 20,000 releases while processes are killed, 10,000 items that grow too old (SEED=n)
 	FORQ_TEST_AWAITED=1000 FORQ_TEST_RELEASES=20000 FORQ_TEST_AGING=10000 FORQ_TEST_LATE=0.2 FORQ_TEST_SEED=$(or $(SEED),0) \
@@ -159,7 +159,7 @@ releases: tools ## 1,000 awaiters, 20,000 releases while processes are killed, 1
 
 bridge-fire: tools ## 20,000 jobs for five external workers in two languages, killed and frozen at random, and the bridge too (SEED=n)
 	FORQ_TEST_BRIDGE_JOBS=$(or $(JOBS),20000) FORQ_TEST_SEED=$(or $(SEED),0) \
-	  $(BIN)/pytest -s --timeout 7200 tests/end_to_end/test_bridge_fire.py
+	  $(BIN)/pytest -s --timeout 7200 tests/end_to_end/test_bridge_workers_killed.py
 
 ticks: tools ## a tick per second for 120 s over three supervisors that are killed and frozen: one job each (SEED=n)
 	FORQ_TEST_TICKS_SECONDS=120 FORQ_TEST_SEED=$(or $(SEED),0) \
@@ -170,7 +170,7 @@ limits: tools ## 50 jobs per second for 20 s over two supervisors: the rate, the
 
 delayed: tools ## 100,000 delayed jobs over 60 s, for idle and for busy workers, and in bursts: none early, 20 ms (SEED=n)
 	FORQ_TEST_DELAYED=100000 FORQ_TEST_DELAYED_SECONDS=60 FORQ_TEST_LATE=0.02 FORQ_TEST_SEED=$(or $(SEED),0) \
-	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_delayed.py
+	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_delayed_jobs.py
 
 test-systemd: tools ## forq under a real systemd, booted in namespaces: start, watchdog, stop, kill -9, socket (as root)
 	$(BIN)/pytest -s -v --timeout 300 tests/supervisor/test_systemd_units.py tests/end_to_end/test_systemd.py

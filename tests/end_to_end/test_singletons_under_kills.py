@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from forq import Client, ForqError
-from tests.end_to_end.test_conservation import overlaps
+from tests.end_to_end.test_random_kills import overlaps
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import HANDLERS, Forq, running
 from tests.support.drive.wait import wait_until, whole_lines
