@@ -161,7 +161,7 @@ def test_a_process_that_cannot_send_messages_any_more_is_replaced(forq: Forq, ne
     queue.enqueue("a long job")
     neighbour.run(lambda: queue.status()["done"] == 2)
     assert forq.child(name)["pid"] != pid
-    assert f"child has closed its leash; killing it child={name} main" in forq.log
+    assert f"child closed its leash; killing it child={name} main" in forq.log
 
 
 @pytest.mark.parametrize("code", [exits.QUEUE_GONE, exits.FENCED, exits.CONFIG])

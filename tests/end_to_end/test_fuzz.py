@@ -168,7 +168,7 @@ def check_unharmed(forq: Forq, services: list[dict[str, Any]]) -> None:
     assert forq.process is not None
     assert forq.process.poll() is None
     said = forq.log
-    for trouble in ("Traceback", "a verb failed", "request failed", "internal error"):
+    for trouble in ("Traceback", "verb failed", "request failed", "internal error"):
         at = said.find(trouble)
         assert at < 0, said[max(0, at - 200) : at + 3000]
 

@@ -92,7 +92,7 @@ def test_processes_that_proc_hides_are_killed_anyway(forq: HiddenForq, end: str)
     else:
         os.kill(forq.child("secretive")["pid"], 9)
         wait_until(lambda: not alive(programs), 10.0, "what a dead child has left is killed")
-    assert "cannot be killed" not in forq.log
+    assert "cannot kill processes" not in forq.log
 
 
 def test_unkillable_processes_are_named_in_the_answer_the_log_and_the_exit_code(forq: HiddenForq) -> None:
@@ -115,13 +115,13 @@ def test_unkillable_processes_are_named_in_the_answer_the_log_and_the_exit_code(
     assert done.stderr == (
         f"forqctl: processes that its handlers have started cannot be killed: pids {pid}; as root: kill -9 {pid}\n"
     )
-    assert f"has left behind cannot be killed: pids {pid}; as root: kill -9 {pid}" in forq.log
+    assert f"cannot kill processes left by a dead child: pids {pid}; as root: kill -9 {pid}" in forq.log
     assert alive({pid}) == {pid}
     # It is known by now, and delays nothing.
     os.kill(forq.child("neighbour")["pid"], 9)
     forq.ctl("push", "neighbour", "1")
     wait_until(lambda: forq.traces("end"), 10.0, "others go on")
-    assert forq.log.count(f"cannot be killed: pids {pid}") == 1
+    assert forq.log.count(f"left by a dead child: pids {pid}") == 1
     psutil.Process(pid).kill()
 
 
