@@ -118,7 +118,7 @@ def test_where_functions_are_refused_the_library_runs_through_eval(tmp_path: Pat
     server.start()
     try:
         with one_queue(server.url) as queue:
-            queue.link.offer(script("turn"))
+            queue.link.load_library(script("turn"))
             worker = queue.worker()
             assert queue.enqueue("a", "b") == ["a", "b"]
             assert worker.turn(want=2) == ["a", "b"]
@@ -129,7 +129,7 @@ def test_where_functions_are_refused_the_library_runs_through_eval(tmp_path: Pat
             # What is sent along with a BLMOVE is not repeated: the next turn is an ordinary one.
             assert worker.consumer.wait_for_turn(worker.number + 1, 1) is None
             assert queue.registry.delete(queue.name, force=True) == 2
-            assert queue.link.missed() == 0
+            assert queue.link.library_reloads() == 0
     finally:
         server.remove()
 
@@ -139,16 +139,16 @@ def test_functions_are_used_again_as_soon_as_a_server_takes_them() -> None:
     server.start()
     try:
         with one_queue(server.url) as queue:
-            before = queue.link.missed()
+            before = queue.link.library_reloads()
             queue.redis.function_flush()
             queue.redis.execute_command("ACL", "SETUSER", "default", "-function")
             assert queue.enqueue("a") == ["a"]
             queue.redis.execute_command("ACL", "SETUSER", "default", "+function")
             assert queue.redis.function_list() == []
-            queue.link._evaluates_until = 0.0
+            queue.link._eval_until = 0.0
             assert queue.enqueue("b") == ["b"]
             assert len(queue.redis.function_list()) == 1
-            assert queue.link.missed() == before + 1
+            assert queue.link.library_reloads() == before + 1
     finally:
         server.remove()
 

@@ -216,7 +216,7 @@ def test_a_listener_does_not_take_a_dead_server_for_a_silent_one(server: Server)
         parser = subscription._connection._redis._parser
         # redis-py's own parser reads through a buffer.
         (parser if hasattr(parser, "_reader") else parser._buffer)._sock = DeadPeer()
-        with pytest.raises(RedisUnavailable, match="the connection that listens broke"):
+        with pytest.raises(RedisUnavailable, match="subscription broke"):
             subscription.receive()
         assert not subscription.connected
 

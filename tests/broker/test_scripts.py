@@ -153,7 +153,7 @@ def test_a_server_has_one_library_with_a_function_for_each_verb(redis_url: str) 
     link = Link(redis_url)
     link.call("FUNCTION", "FLUSH")
     for _ in range(2):
-        link.offer(script("turn"))
+        link.load_library(script("turn"))
     [library] = link.call("FUNCTION", "LIST")
     found = dict(zip(library[::2], library[1::2], strict=True))
     functions = [dict(zip(function[::2], function[1::2], strict=True)) for function in found[b"functions"]]

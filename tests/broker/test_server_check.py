@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from forq.broker.link import Link
-from forq.broker.server_check import check_server
+from forq.broker.link import Link, check_server
 from forq.errors import IncompatibleServer
 
 

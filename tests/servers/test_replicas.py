@@ -60,7 +60,7 @@ def test_nothing_is_left_of_waiting(pair: Pair, queue: Queue) -> None:
 
 def test_a_replica_that_is_behind_makes_the_outcome_unknown(pair: Pair, queue: Queue) -> None:
     pair.proxy.freeze()
-    with pytest.raises(OutcomeUnknown, match=r"stored on the master, but not known to be on a replica.*within 1 s"):
+    with pytest.raises(OutcomeUnknown, match=r"stored on the master, but no replica has acknowledged them within 1 s"):
         queue.enqueue(1, id="late", durable="replica")
     assert queue.job("late")["state"] == "waiting"
     assert "late" not in ids_on_replica(pair)
@@ -148,7 +148,7 @@ def test_forqctl_reports_it_too(pair: Pair) -> None:
         pair.proxy.freeze()
         done = forq.run_ctl("push", "q", "2", "--durable", "replica")
         assert done.returncode == 1
-        assert "not known to be on a replica" in done.stderr
+        assert "no replica has acknowledged them" in done.stderr
         assert forq.run_ctl("push", "q", "2", "--durable", "disk").returncode == 2
 
 

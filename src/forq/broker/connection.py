@@ -1,13 +1,12 @@
-"""Connections to one Redis server: redis-py's own classes, used at connection level.
+"""Connections to one Redis server, made of redis-py's connection classes; and the search for a master by sentinels.
 
-1. `send` and `receive` go straight to the socket and to redis-py's parser. A connection that broke stays broken:
-   redis-py's own send would connect again behind the caller's back, and its retries would repeat a BLMOVE or an enqueue
-   whose reply was lost.
-2. An answer that is a refusal is returned, with its code: redis-py's parser takes the code off, and makes of some
-   (LOADING) the end of the connection.
-3. Every other failure is an OSError: BlockingIOError if there is nothing to read in time, or at all.
+1. `send` and `receive` use the socket and redis-py's parser directly. A broken connection stays broken: redis-py would
+   reconnect silently, and its retries would repeat a BLMOVE or an enqueue whose reply was lost.
+2. `receive` returns an error reply as an exception with its code. redis-py's parser removes the code, and closes the
+   connection for some (LOADING).
+3. Every other failure is an OSError; BlockingIOError if nothing arrived in time.
 
-To import this module takes redis-py's 0.15 s: others import it when they connect.
+Importing this module imports redis-py, which takes 0.15 s: other modules import it when they connect.
 """
 
 import os
@@ -28,24 +27,23 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 from forq.procs import liveness
 from forq.redis_url import Address, read_address
 
-# Each connection has a buffer of this size: of a hundred processes it is memory, and an answer seldom is longer.
+# The read buffer of each connection. Replies are seldom longer, and there may be a hundred processes.
 READ_BYTES = 16 * 1024
-# A connection that only listens has no other way to notice that the server's machine is gone and another has taken
-# over: after 10 s without a word it is asked every 3 s, and given up on after the third time.
+# A subscription only notices a dead server machine by these: after 10 s of silence, three probes 3 s apart.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
-# Sentinels are asked one after another: one that does not answer must not take the time of all.
-ASK_SECONDS = 1.0
+# Per sentinel, tried one after another: one that does not reply must not use up the time of all.
+SENTINEL_TIMEOUT_SECONDS = 1.0
 
-# For pools, which there are not: without this one each connection makes its own, which takes 0.1 MB in each process.
+# Shared, because each connection would otherwise create its own: 0.1 MB per process.
 _events = EventDispatcher()
 _TIMEVAL = struct.Struct("ll")
-# Else each connection tells the server redis-py's version, which newer releases read from its metadata every time.
+# Do not send redis-py's version: newer releases read it from package metadata for each connection.
 _NO_LIBRARY_NAME: dict[str, Any] = (
     {"driver_info": None} if find_spec("redis.driver_info") else {"lib_name": None, "lib_version": None}
 )
 
 try:
-    # redis-py would go through the arguments once more before it calls this: 2 µs of an enqueue.
+    # Called directly because redis-py copies the arguments first: 2 µs per enqueue.
     from hiredis import pack_command as _pack
 except ImportError:
     _packer = redis.connection.Connection(**_NO_LIBRARY_NAME)
@@ -55,7 +53,7 @@ except ImportError:
 
 
 class Connection:
-    """Connected, logged in and named when it is made; never connected again."""
+    """A connection that is connected, authenticated and named on creation, and never reconnects."""
 
     def __init__(self, url: str, *, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -66,11 +64,11 @@ class Connection:
         try:
             self._redis.connect()
         except (RedisError, OSError) as exc:
-            # redis-py does this only for errors of its own.
+            # redis-py only disconnects for its own errors.
             self._redis.disconnect()
             raise _broken(exc) from exc
         self.socket: socket.socket = self._redis._sock
-        _limit(self.socket, timeout_seconds)
+        _set_timeout(self.socket, timeout_seconds)
         self._read = self._redis._parser.read_response
 
     def send(self, command: tuple[Any, ...]) -> None:
@@ -80,7 +78,7 @@ class Connection:
         self.socket.sendall(b"".join(map(_pack, commands)))
 
     def receive(self) -> Any:
-        """The next answer; a refusal is returned, as an exception with what the server said."""
+        """The next reply; an error reply is returned as an exception with the server's text."""
         if liveness.watched:
             liveness.expect_busy(self._timeout_seconds)
         try:
@@ -98,7 +96,7 @@ class _Parser(redis.connection.DefaultParser):  # type: ignore[misc,valid-type] 
         return ResponseError(response)
 
     def read_from_socket(self, *args: Any, **kwargs: Any) -> Any:
-        # A long answer takes several reads, and each has the whole time limit.
+        # A long reply takes several reads, each with the full timeout.
         if liveness.watched:
             liveness.expect_busy(self._socket_timeout)
         return super().read_from_socket(*args, **kwargs)
@@ -106,8 +104,8 @@ class _Parser(redis.connection.DefaultParser):  # type: ignore[misc,valid-type] 
 
 class _TlsConnection(redis.connection.SSLConnection):
     def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
-        """redis-py's own adds the authorities of the URL to those of the system: it believes more than the URL says,
-        and takes 37 ms to load them all, each time."""
+        """Trusts only the CAs of the URL, if it names any. redis-py would add them to the system's CAs, which also take
+        37 ms to load for each connection."""
         context = ssl.create_default_context(cafile=self.ca_certs, capath=self.ca_path, cadata=self.ca_data)
         context.check_hostname = self.check_hostname
         context.verify_mode = self.cert_reqs
@@ -123,8 +121,8 @@ class _TlsConnection(redis.connection.SSLConnection):
 
 @cache
 def _options(url: str) -> tuple[Any, dict[str, Any]]:
-    """redis-py's class for the one server of this URL, and what it is made with but for its name and time limits."""
-    # This says what is wrong, without the password. redis-py would take `/abc` for database 0.
+    """redis-py's connection class for this URL and its arguments, without name and timeouts."""
+    # Validates the URL; its errors do not show the password. redis-py would read `/abc` as database 0.
     read_address(url)
     options: dict[str, Any] = redis.connection.parse_url(url)
     kind = options.pop("connection_class", redis.connection.Connection)
@@ -134,29 +132,29 @@ def _options(url: str) -> tuple[Any, dict[str, Any]]:
         "protocol": 2,
         "decode_responses": False,
         "health_check_interval": 0,
-        # None repeats nothing; any other is copied for each connection.
+        # None means no retries; any other value is copied for each connection.
         "retry": None,
         "event_dispatcher": _events,
         "parser_class": _Parser,
-        "redis_connect_func": _greet,
+        "redis_connect_func": _handshake,
         "socket_read_size": READ_BYTES,
     }
     return _TlsConnection if kind is redis.connection.SSLConnection else kind, options
 
 
-def _greet(connection: Any) -> None:
-    """Logs in, selects the database and gives the connection its name, all in one round trip. redis-py's own way takes
-    one for each, and 0.2 MB more of the memory that forked processes share."""
+def _handshake(connection: Any) -> None:
+    """Sends AUTH, SELECT and CLIENT SETNAME in one round trip. redis-py's own handshake takes one each, and unshares
+    0.2 MB more of the memory of forked processes."""
     connection._parser.on_connect(connection)
-    greeting: list[tuple[Any, ...]] = []
+    commands: list[tuple[Any, ...]] = []
     if connection.username or connection.password:
         user = (connection.username,) if connection.username else ()
-        greeting.append(("AUTH", *user, connection.password or ""))
+        commands.append(("AUTH", *user, connection.password or ""))
     if connection.db:
-        greeting.append(("SELECT", connection.db))
-    greeting.append(("CLIENT", "SETNAME", connection.client_name or ""))
-    connection._sock.sendall(b"".join(map(_pack, greeting)))
-    for command in greeting:
+        commands.append(("SELECT", connection.db))
+    commands.append(("CLIENT", "SETNAME", connection.client_name or ""))
+    connection._sock.sendall(b"".join(map(_pack, commands)))
+    for command in commands:
         answer = connection._parser.read_response()
         if isinstance(answer, Exception):
             raise redis.ConnectionError(f"{command[0]} was refused: {answer}")
@@ -169,8 +167,8 @@ def _template(url: str) -> Any:
 
 
 def _copy(template: Any) -> Any:
-    """A connection like this one, which was never connected. To make one anew takes 0.6 MB of the memory that forked
-    processes share. Nothing that the copies have in common changes once it is made."""
+    """A copy of a connection that was never connected. Creating one instead would unshare 0.6 MB of the memory of
+    forked processes. The state that the copies share never changes."""
     made = object.__new__(type(template))
     vars(made).update(vars(template), pid=os.getpid())
     made.set_parser(_Parser)
@@ -178,39 +176,42 @@ def _copy(template: Any) -> Any:
 
 
 def open_master(address: Address, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> Connection:
-    """A connection to the present master. Nothing is remembered: each new connection asks the sentinels.
+    """Connects to the current master. Nothing is cached: each new connection queries the sentinels.
 
-    One that has not heard of a failover yet names the old master: so the server that it names is asked whether it is
-    one, and if not, the next sentinel is asked. OSError says what each sentinel said.
+    A sentinel that has not noticed a failover yet names the old master. So the role of the named server is checked,
+    and the next sentinel is tried if it is not a master. The OSError lists the failure of each sentinel.
     """
-    found: list[str] = []
+    errors: list[str] = []
     for host, port in address.hosts:
-        said = ""
+        named = ""
         try:
-            place = _ask_sentinel(address, host, port, name)
-            said = f"it names {place[0]}:{place[1]}, "
-            return _open_if_master(address.server_url(*place), name, connect_timeout_seconds, timeout_seconds)
+            master = _query_sentinel(address, host, port, name)
+            named = f"it names {master[0]}:{master[1]}, "
+            return _open_if_master(address.server_url(*master), name, connect_timeout_seconds, timeout_seconds)
         except OSError as exc:
-            found.append(f"{host}:{port}: {said}{exc}")
-    raise ConnectionError(f"no sentinel leads to a master {address.master!r} ({'; '.join(found)})")
+            errors.append(f"{host}:{port}: {named}{exc}")
+    raise ConnectionError(f"no sentinel leads to a master {address.master!r} ({'; '.join(errors)})")
 
 
-def _ask_sentinel(address: Address, host: str, port: int, name: str) -> tuple[str, int]:
+def _query_sentinel(address: Address, host: str, port: int, name: str) -> tuple[str, int]:
     kind, options = _options(address.sentinel_url(host, port))
-    limits: dict[str, Any] = {"socket_connect_timeout": ASK_SECONDS, "socket_timeout": ASK_SECONDS}
-    liveness.expect_busy(2 * ASK_SECONDS + liveness.LOOKUP_SECONDS)
+    limits: dict[str, Any] = {
+        "socket_connect_timeout": SENTINEL_TIMEOUT_SECONDS,
+        "socket_timeout": SENTINEL_TIMEOUT_SECONDS,
+    }
+    liveness.expect_busy(2 * SENTINEL_TIMEOUT_SECONDS + liveness.LOOKUP_SECONDS)
     pool, sentinels = ConnectionPool(kind, client_name=name, **options, **limits), Sentinel([])
     try:
-        # This connects. What discover_master says of a sentinel that it cannot reach has the password in it.
+        # Connects here: the error of discover_master for an unreachable sentinel contains the password.
         sentinels.sentinels = [Redis(connection_pool=pool, single_connection_client=True)]
-        place: tuple[str, int] = sentinels.discover_master(address.master)
+        master: tuple[str, int] = sentinels.discover_master(address.master)
     except MasterNotFoundError:
-        raise ConnectionError("it knows no master of that name, or it is down") from None
+        raise ConnectionError("it knows no master with that name, or the master is down") from None
     except (RedisError, OSError) as exc:
         raise _broken(exc) from exc
     finally:
         pool.disconnect()
-    return place
+    return master
 
 
 def _open_if_master(url: str, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> Connection:
@@ -223,7 +224,7 @@ def _open_if_master(url: str, name: str, connect_timeout_seconds: float, timeout
         if isinstance(answer, Exception):
             raise ConnectionError(str(answer))
         if b"role:master" not in answer:
-            raise ConnectionError("which is no master (any more)")
+            raise ConnectionError("which is not a master")
     except BaseException:
         connection.close()
         raise
@@ -231,19 +232,19 @@ def _open_if_master(url: str, name: str, connect_timeout_seconds: float, timeout
 
 
 def warm(url: str) -> None:
-    """Does once, before a supervisor forks, what each connection does: its children share the memory that it takes."""
+    """Runs the code of a new connection once before the supervisor forks, so that its children share the memory."""
     address = read_address(url)
     connection = _copy(_template(address.server_url(*address.hosts[0]) if address.hosts else url))
     connection._sock, server = socket.socketpair()
     with server:
-        # For AUTH, SELECT and CLIENT.
+        # Replies for AUTH, SELECT and CLIENT.
         server.sendall(b"+OK\r\n" * 3)
-        _greet(connection)
+        _handshake(connection)
         connection.disconnect()
 
 
-def _limit(connection: socket.socket, seconds: float) -> None:
-    """A time limit that the kernel keeps: Python's own asks with poll before each call whether it would block."""
+def _set_timeout(connection: socket.socket, seconds: float) -> None:
+    """Sets a kernel timeout. Python's own timeout adds a poll before each call."""
     if isinstance(connection, ssl.SSLSocket):
         connection.settimeout(seconds)
         return
@@ -254,9 +255,12 @@ def _limit(connection: socket.socket, seconds: float) -> None:
 
 
 def _broken(exc: RedisError | OSError) -> OSError:
-    """Of a time limit that the kernel keeps redis-py says: Resource temporarily unavailable. Up to 6.4 its parser has
-    Python's TimeoutError for another, with another text."""
+    """Maps redis-py's errors to OSError, with one text for all timeouts.
+
+    redis-py reports a kernel timeout as "Resource temporarily unavailable"; up to 6.4 its parser raises Python's
+    TimeoutError with another text.
+    """
     if isinstance(exc.__context__, BlockingIOError | ssl.SSLWantReadError):
         return BlockingIOError("timed out")
-    waited = isinstance(exc, redis.TimeoutError | TimeoutError)
-    return TimeoutError("timed out") if waited else ConnectionError(str(exc))
+    timed_out = isinstance(exc, redis.TimeoutError | TimeoutError)
+    return TimeoutError("timed out") if timed_out else ConnectionError(str(exc))

@@ -1,10 +1,10 @@
-"""A connection to Redis, with the errors of forq.
+"""Calls to Redis on one connection, with forq's errors; and the check whether a server is suitable.
 
-1. A call is sent once. Nothing is repeated behind the caller's back: a lost reply is OutcomeUnknown, and the caller
-   knows what to do about it (redis-py's own retries would repeat a BLMOVE or an enqueue).
-2. A call that was certainly not carried out is RedisUnavailable.
-3. The connection is made on demand and never shared with a forked process.
-4. Of a cluster there is one per node that is needed (cluster.py); with sentinels it is to the master (connection.py).
+1. Every call is sent once. A lost reply raises OutcomeUnknown and the caller decides: a retry here could repeat an
+   enqueue or a BLMOVE.
+2. A call that was certainly not carried out raises RedisUnavailable.
+3. Connects on demand. A forked process never uses its parent's connection.
+4. In a cluster, sends each call to the right node (topology.py). With sentinels, connects to the master.
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from forq.broker.scripts import Script
 from forq.broker.topology import Cluster, Moved
-from forq.errors import BackPressure, ForqError, OutcomeUnknown, RedisUnavailable
+from forq.errors import BackPressure, ForqError, IncompatibleServer, OutcomeUnknown, RedisUnavailable
 from forq.redis_url import CLUSTER, SENTINEL, Address, read_address, shown_url
 
 if TYPE_CHECKING:
@@ -25,20 +25,23 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 CALL_TIMEOUT_SECONDS = 10.0
-# What one call should read at most of data that jobs bring along.
+# Limit for reads of job data: the server does nothing else during a call.
 READ_BYTES = 4 << 20
-# A connection that was idle for so long is looked at before it is used: the server may have closed it.
+# Connections idle longer than this are checked before reuse: the server may have closed them.
 IDLE_CHECK_SECONDS = 0.5
-# How long calls go through EVAL after a server refused the library, before it is offered again.
-EVALUATES_SECONDS = 1.0
+# How long calls use EVAL after a server refused the library, before it is loaded again.
+EVAL_SECONDS = 1.0
+# Oldest versions with functions (FUNCTION LOAD) and script flags.
+OLDEST_REDIS = (7, 0)
+OLDEST_VALKEY = (7, 2)
 
-# Answers to calls that were not carried out, and may be if they are made again.
-_NOT_NOW = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF", "BUSY", "READONLY", "UNBLOCKED")
-_ON_THE_MOVE = ("ASK ", "TRYAGAIN ")
+# Error codes of calls that were not carried out and may succeed later.
+_TEMPORARY_ERRORS = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOREPLICAS", "MISCONF", "BUSY", "READONLY", "UNBLOCKED")
+_SLOT_MIGRATION_ERRORS = ("ASK ", "TRYAGAIN ")
 
 
 class Link:
-    """A connection to Redis. `at`, of a call without a key: a key of the queue it is about, which says where to go."""
+    """A connection to Redis. `at` routes a call without a key: any key of the queue that it concerns."""
 
     def __init__(self, url: str, *, name: str = "forq", timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> None:
         self.url = url
@@ -49,15 +52,14 @@ class Link:
         self._connection: Connection | None = None
         self._pid = 0
         self._used_at = 0.0
-        # How often the server lacked the library and got it.
-        self._missed = 0
-        # A server that takes no library runs it through EVAL until then (monotonic).
-        self._evaluates_until = 0.0
-        # Of the present connection; None until fetch_client_id has asked.
+        self._library_reloads = 0
+        # A server that refused the library gets EVAL until this time (monotonic).
+        self._eval_until = 0.0
+        # The current connection's id; None until fetch_client_id.
         self.client_id: int | None = None
 
     def call(self, *args: Any, at: str | None = None) -> Any:
-        """Sends one command and returns its answer."""
+        """Sends one command and returns its reply."""
         if self._cluster is not None:
             return self._cluster.call(args, at)
         connection = self._ready()
@@ -68,7 +70,7 @@ class Link:
             self.close()
             raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
         except BaseException:
-            # A signal or a cancelled task between request and answer: the next answer would be the wrong one.
+            # Interrupted between request and reply: the next call would read this reply.
             self.close()
             raise
         self._used_at = time.monotonic()
@@ -77,9 +79,9 @@ class Link:
         return answer
 
     def run(self, script: Script, base: str, *args: Any) -> list[Any]:
-        """Runs a script of the queue with this base."""
+        """Runs a script for the queue with this base."""
         if self._cluster is not None:
-            return self._cluster.follow(base, lambda link: link.run(script, base, *args))
+            return self._cluster.route(base, lambda link: link.run(script, base, *args))
         try:
             answer: list[Any] = self.call(*self._command(script, base, *args))
         except _ScriptMissing:
@@ -88,7 +90,7 @@ class Link:
         return answer
 
     def run_each(self, script: Script, bases: list[str]) -> list[Any]:
-        """Runs a script that only reads for each of these queues, in one round trip (to each node of a cluster)."""
+        """Runs a read-only script for each of these queues, in one round trip per server."""
         if self._cluster is not None:
             return self._cluster.run_each(script, bases)
         try:
@@ -97,57 +99,58 @@ class Link:
             self._load(script)
             return self.pipeline([self._command(script, base) for base in bases])
 
-    def offer(self, script: Script) -> None:
-        """Gives every server the library, for those who may call it and may not do that themselves."""
+    def load_library(self, script: Script) -> None:
+        """Loads the library into every server, for clients whose ACL allows FCALL but not FUNCTION LOAD."""
         for master in self.masters():
             with suppress(_ScriptKnown, _NotAllowed):
                 master.call("FUNCTION", "LOAD", script.library)
 
-    def missed(self) -> int:
-        """Grows when a server turns out to have lost its functions: by a restart without its data, or a flush."""
-        return self._missed if self._cluster is None else self._cluster.missed()
+    def library_reloads(self) -> int:
+        """Grows each time a server has lost the library, by a flush or a restart without its data."""
+        return self._library_reloads if self._cluster is None else self._cluster.library_reloads()
 
     def _load(self, script: Script) -> None:
-        """Gives the server the library. If it takes none (it is out of memory, has no functions, or does not let this
-        user), calls go through EVAL for a while."""
+        """Loads the library. If the server refuses (out of memory, no functions, ACL), calls use EVAL for a while."""
         try:
             self.call("FUNCTION", "LOAD", script.library)
         except _ScriptKnown:
             pass
         except (BackPressure, _NotAllowed):
-            self._evaluates_until = time.monotonic() + EVALUATES_SECONDS
+            self._eval_until = time.monotonic() + EVAL_SECONDS
             return
-        self._missed += 1
+        self._library_reloads += 1
 
     def _command(self, script: Script, *call: Any) -> tuple[Any, ...]:
-        if time.monotonic() < self._evaluates_until:
+        if time.monotonic() < self._eval_until:
             return ("EVAL", script.source, 1, *call, script.verb)
         return ("FCALL", script.name, 1, *call)
 
     def call_batch(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Sends several commands about one queue at once, the later ones whatever becomes of the others; their
-        answers, or refusals."""
+        """Sends several commands about one queue at once; returns replies, or an error for each refused command."""
         if self._cluster is not None:
             return self._cluster.call_batch(commands)
         answers = self._exchange(commands, OutcomeUnknown)
         return [self._refusal(str(a)) if isinstance(a, Exception) else a for a in answers]
 
     def run_batch(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any] | ForqError]:
-        """Runs a script for several queues of one server, sent at once: (base, args …) per call. What the server
-        refuses is returned; if the connection breaks, nobody knows which of them were carried out."""
+        """Runs a script for several queues of one server at once: (base, args …) per call.
+
+        Returns an error in place of each refused call. OutcomeUnknown if the connection breaks: any of the calls may
+        have been carried out.
+        """
         if self._cluster is not None:
-            answers = self._cluster.follow(calls[0][0], lambda link: link.run_batch(script, calls))
+            answers = self._cluster.route(calls[0][0], lambda link: link.run_batch(script, calls))
         else:
             answers = self.call_batch(*(self._command(script, *call) for call in calls))
         return [
-            self._run_late(script, call) if isinstance(answer, _ScriptMissing | Moved) else answer
+            self._run_again(script, call) if isinstance(answer, _ScriptMissing | Moved) else answer
             for call, answer in zip(calls, answers, strict=True)
         ]
 
     def run_atomic(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
-        """Runs a script for a queue and for its fail queue, (base, args …) per call: nobody sees what is in between."""
+        """Runs a script for a queue and for its fail queue in one transaction: (base, args …) per call."""
         if self._cluster is not None:
-            return self._cluster.follow(calls[0][0], lambda link: link.run_atomic(script, calls))
+            return self._cluster.route(calls[0][0], lambda link: link.run_atomic(script, calls))
         try:
             try:
                 return self._transact(script, calls)
@@ -155,21 +158,21 @@ class Link:
                 self._load(script)
                 return self._transact(script, calls)
         except BackPressure:
-            # Redis queues no command while it is out of memory, not even one that may go beyond that: then one by one.
-            # Without this nobody could delete a queue to make room, nor a supervisor start and work off what is there.
+            # While out of memory, Redis accepts no commands in MULTI, not even scripts that may exceed the limit. Run
+            # them one by one: deleting a queue to free memory and starting a supervisor must stay possible.
             return [self.run(script, *call) for call in calls]
 
     def _transact(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
         commands = [("MULTI",), *(self._command(script, *call) for call in calls), ("EXEC",)]
         *queued, answers = self._exchange(commands, OutcomeUnknown)
-        # What one of them was refused for is why the whole was not carried out.
+        # The error of a refused command is the reason why the transaction failed.
         for answer in (*queued, *([answers] if isinstance(answers, Exception) else answers)):
             if isinstance(answer, Exception):
                 raise self._refusal(str(answer))
         return list(answers)
 
-    def _run_late(self, script: Script, call: tuple[Any, ...]) -> list[Any] | ForqError:
-        """What was certainly not carried out."""
+    def _run_again(self, script: Script, call: tuple[Any, ...]) -> list[Any] | ForqError:
+        """Only for a call that was certainly not carried out."""
         try:
             return self.run(script, *call)
         except RedisUnavailable:
@@ -178,8 +181,7 @@ class Link:
             return exc
 
     def hash_values(self, key: str, fields: Sequence[Any]) -> Iterator[bytes | None]:
-        """The values of these fields, in order. No call reads more than READ_BYTES of them, unless one alone is longer:
-        the server does nothing else meanwhile."""
+        """The values of these fields, in order. No call reads more than READ_BYTES, unless one value is longer."""
         lengths = self.pipeline([("HSTRLEN", key, field) for field in fields]) if fields else []
         piece: list[Any] = []
         size = 0
@@ -193,9 +195,9 @@ class Link:
             yield from self.call("HMGET", key, *piece)
 
     def pipeline(self, commands: list[tuple[Any, ...]], *, at: str | None = None) -> list[Any]:
-        """Sends several commands at once that may be repeated (most read); answers in order.
+        """Sends several repeatable commands at once; returns their replies in order.
 
-        `at`: they are about one queue, and are to be sent together even if it is one of a cluster (a transaction).
+        `at`: all commands are about this queue and go to one node.
         """
         if self._cluster is not None:
             return self._cluster.pipeline(commands, at)
@@ -205,29 +207,29 @@ class Link:
                 raise self._refusal(str(answer))
         return answers
 
-    def _exchange(self, commands: Sequence[tuple[Any, ...]], if_it_breaks: type[RedisUnavailable]) -> list[Any]:
+    def _exchange(self, commands: Sequence[tuple[Any, ...]], error_type: type[RedisUnavailable]) -> list[Any]:
         connection = self._ready()
         try:
             connection.send_many(commands)
             answers = [connection.receive() for _ in commands]
         except OSError as exc:
             self.close()
-            raise if_it_breaks(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
+            raise error_type(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
         except BaseException:
             self.close()
             raise
         self._used_at = time.monotonic()
         return answers
 
-    def acknowledged(self, base: str, mark: str, timeout_ms: int) -> int:
-        """How many replicas have, in time, all that was written by the last call, which was about this queue.
+    def count_replicas(self, base: str, mark: str, timeout_ms: int) -> int:
+        """The number of replicas that have everything written by the last call, which was about this queue.
 
-        `mark`: a key of the queue's that is written for this, and expires. WAIT only speaks of what its own connection
-        has written, and the last call may have found everything stored. OutcomeUnknown if it cannot be told.
+        `mark`: a key that is written and expires. WAIT only covers writes of its own connection, and the last call may
+        have written nothing because the jobs were stored before. OutcomeUnknown if the number is not known.
         """
         if self._cluster is not None:
-            return self._cluster.link_to(base).acknowledged(base, mark, timeout_ms)
-        # Not another one: it might be to another server, which never had what was written.
+            return self._cluster.link_to(base).count_replicas(base, mark, timeout_ms)
+        # Never reconnect here: the new connection could reach a server that does not have the write.
         connection = self._connection
         if connection is None:
             raise OutcomeUnknown("the connection to the master ended")
@@ -241,11 +243,11 @@ class Link:
             raise
         for answer in (marked, acknowledged):
             if isinstance(answer, Exception):
-                raise OutcomeUnknown(f"Redis at {self.shown_url} refused to tell: {answer}")
+                raise OutcomeUnknown(f"Redis at {self.shown_url} refused WAIT: {answer}")
         return int(acknowledged)
 
     def fetch_client_id(self, *, at: str) -> None:
-        """Asks once per connection which number the server knows it by."""
+        """Sets `client_id`, once per connection."""
         if self._cluster is not None:
             node = self._cluster.link_to(at)
             node.fetch_client_id(at=at)
@@ -256,11 +258,11 @@ class Link:
             self.client_id = int(self.call("CLIENT", "ID"))
 
     def masters(self) -> list["Link"]:
-        """A link to each server that holds queues: of a cluster all its masters, else this one."""
+        """Links to all masters of a cluster; else this link."""
         return [self] if self._cluster is None else self._cluster.masters()
 
     def server_of(self, key: str) -> str:
-        """Which server serves this key, as far as is known."""
+        """The URL of the server that serves this key."""
         return self.url if self._cluster is None else self._cluster.link_to(key).url
 
     def close(self) -> None:
@@ -279,7 +281,7 @@ class Link:
     def _ready(self) -> "Connection":
         connection = self._connection
         if connection is not None and self._pid == os.getpid():
-            if time.monotonic() - self._used_at < IDLE_CHECK_SECONDS or not _hung_up(connection):
+            if time.monotonic() - self._used_at < IDLE_CHECK_SECONDS or not _is_closed(connection):
                 return connection
             self.close()
         try:
@@ -294,20 +296,20 @@ class Link:
 
     def _refusal(self, text: str) -> ForqError:
         if text.startswith("ERR Function not found") or _names_command(text, "FCALL"):
-            return _ScriptMissing(f"Redis at {self.shown_url} has forgotten a function: {text}")
+            return _ScriptMissing(f"Redis at {self.shown_url} lacks a function: {text}")
         if text.startswith("ERR Library") and text.endswith("already exists"):
             return _ScriptKnown(text)
         if _names_command(text, "EVAL"):
-            self._evaluates_until = 0.0
+            self._eval_until = 0.0
             return RedisUnavailable(
-                f"Redis at {self.shown_url} does not have the functions that a supervisor of this release loads "
-                f"when it reaches Redis; this user may neither load them nor use EVAL: {text}"
+                f"Redis at {self.shown_url} does not have the functions of this release, and this user may neither "
+                f"load them nor use EVAL; start a supervisor of this release, which loads them: {text}"
             )
         if text.startswith("NOPERM") or _names_command(text, "FUNCTION"):
             return _NotAllowed(f"Redis at {self.shown_url} refused the call: {text}")
         if "OOM" in text[:80]:
             return BackPressure(f"Redis at {self.shown_url} is out of memory: {text}")
-        if text.startswith(_NOT_NOW):
+        if text.startswith(_TEMPORARY_ERRORS):
             self.close()
             return RedisUnavailable(f"Redis at {self.shown_url} cannot serve now: {text}")
         if text.startswith("MOVED "):
@@ -315,14 +317,14 @@ class Link:
             host, _, port = place.rpartition(":")
             cluster = f"Redis at {self.shown_url} is one node of a cluster: give its URL as redis+cluster://"
             return Moved(cluster, int(slot), host.strip("[]"), int(port))
-        if text.startswith(_ON_THE_MOVE):
+        if text.startswith(_SLOT_MIGRATION_ERRORS):
             return RedisUnavailable(f"the keys of a queue are being moved away from Redis at {self.shown_url}: {text}")
         return ForqError(f"Redis at {self.shown_url} refused the call: {text}")
 
 
 def connect(address: Address, name: str, timeout_seconds: float) -> "Connection":
-    """To the server of this address, or to the present master if sentinels know it."""
-    # This imports redis-py, which takes 0.15 s: a Client that was only made need not.
+    """Connects to the server of this address, or to the current master that the sentinels name."""
+    # Imported late: redis-py takes 0.15 s, which a Client that never connects does not need.
     from forq.broker.connection import Connection, open_master
 
     if address.kind == SENTINEL:
@@ -332,12 +334,12 @@ def connect(address: Address, name: str, timeout_seconds: float) -> "Connection"
 
 
 def _names_command(text: str, command: str) -> bool:
-    """Whether a refusal says that this command does not exist, or is not for this user."""
+    """Whether an error says that this command does not exist or is not allowed for this user."""
     return text.startswith(("NOPERM", "ERR unknown command")) and bool(re.search(rf"'{command}\b", text, re.IGNORECASE))
 
 
-def _hung_up(connection: "Connection") -> bool:
-    """True if an idle connection has something to read: that can only be its end."""
+def _is_closed(connection: "Connection") -> bool:
+    """An idle connection is only readable if the server has closed it."""
     poll = select.poll()
     poll.register(connection.socket, select.POLLIN)
     return bool(poll.poll(0))
@@ -348,12 +350,55 @@ def _text(exc: Exception) -> str:
 
 
 class _ScriptMissing(RedisUnavailable):
-    """The server does not know the script: it was not run."""
+    """The server lacks the library; the call was not carried out."""
 
 
 class _NotAllowed(ForqError):
-    """The server's rules (ACL) do not allow this user to make the call, or it has no functions."""
+    """The ACL does not allow the call, or the server has no functions."""
 
 
 class _ScriptKnown(ForqError):
-    """The server has had the script before, or somebody else was faster."""
+    """The server already has the library."""
+
+
+def check_server(link: Link) -> str:
+    """The server's name and version, in a cluster those of all masters.
+
+    Raises IncompatibleServer if a server is too old or may evict keys.
+    """
+    found = [_check_one(master) for master in link.masters()]
+    return ", ".join(sorted(set(found))) + (f", a cluster of {len(found)} masters" if len(found) > 1 else "")
+
+
+def _check_one(link: Link) -> str:
+    info = _info(link, "server")
+    valkey = info.get("valkey_version")
+    name, version = ("Valkey", valkey) if valkey else ("Redis", info.get("redis_version", "0"))
+    oldest = OLDEST_VALKEY if valkey else OLDEST_REDIS
+    if _version_numbers(version) < oldest:
+        wanted = ".".join(map(str, oldest))
+        raise IncompatibleServer(
+            f"{name} {version} at {link.shown_url} is too old: forq needs {name} {wanted} or newer"
+        )
+    policy = _info(link, "memory").get("maxmemory_policy", "noeviction")
+    limit = _info(link, "memory").get("maxmemory", "0")
+    if policy != "noeviction" and limit != "0":
+        raise IncompatibleServer(
+            f"the server at {link.shown_url} may evict jobs: maxmemory-policy is {policy}, but forq needs noeviction"
+        )
+    return f"{name} {version}"
+
+
+def _info(link: Link, section: str) -> dict[str, str]:
+    text = link.call("INFO", section)
+    if isinstance(text, dict):
+        return {str(key): str(value) for key, value in text.items()}
+    lines = text.decode().splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+def _version_numbers(version: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in version.split(".")[:2])
+    except ValueError as exc:
+        raise ForqError(f"cannot parse the version of the server: {version!r}") from exc

@@ -1,4 +1,4 @@
-"""A connection that hears what scripts publish, to be watched in a poll loop."""
+"""Subscriptions to the channels on which scripts publish, for use in a poll loop."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Subscription:
-    """Hears every message on the channels that match `pattern`, or with `exact` on the channel of that name.
+    """Receives messages from all channels that match `pattern`, or with `exact` from the channel of that name.
 
-    What was published while it was not connected is lost: whoever listens must look for himself after each `connect`.
-    The nodes of a cluster pass on to each other what is published, so that it may listen to any of them.
+    Messages published while it is not connected are lost, so the owner must check the state after each `connect`.
+    In a cluster any node will do: the nodes forward messages to each other.
     """
 
     def __init__(self, url: str, pattern: str, *, name: str, exact: bool = False) -> None:
@@ -30,7 +30,7 @@ class Subscription:
         return self._connection is not None
 
     def fileno(self) -> int:
-        """-1 while it is not connected."""
+        """-1 while not connected."""
         return -1 if self._connection is None else self._connection.socket.fileno()
 
     def connect(self) -> None:
@@ -41,19 +41,19 @@ class Subscription:
             answer = self._connection.receive()
         except OSError as exc:
             self.close()
-            raise RedisUnavailable(f"cannot listen: {str(exc) or type(exc).__name__}") from exc
+            raise RedisUnavailable(f"cannot subscribe: {str(exc) or type(exc).__name__}") from exc
         if isinstance(answer, Exception):
             self.close()
-            raise RedisUnavailable(f"cannot listen: {answer}")
+            raise RedisUnavailable(f"cannot subscribe: {answer}")
         self._connection.socket.setblocking(False)
 
     def _connect(self) -> "Connection":
         if self._address.kind != CLUSTER:
             return connect(self._address, self._name, CONNECT_TIMEOUT_SECONDS)
-        nodes = fetch_slot_map(self._address, (), self._name)
-        # First that of the queue whose channel it is: while that is down nothing is published on it.
-        own = nodes.url_of(slot_of(self._pattern))
-        for url in sorted(nodes.masters(), key=lambda url: url != own):
+        slot_map = fetch_slot_map(self._address, (), self._name)
+        # Prefer the node of the queue: while that is down, nothing is published on its channel.
+        own = slot_map.url_of(slot_of(self._pattern))
+        for url in sorted(slot_map.masters(), key=lambda url: url != own):
             try:
                 return connect(read_address(url), self._name, CONNECT_TIMEOUT_SECONDS)
             except OSError as exc:
@@ -61,20 +61,20 @@ class Subscription:
         raise last
 
     def receive(self) -> list[tuple[str, str]]:
-        """What has come, as (channel, message); RedisUnavailable when the connection has ended."""
+        """The messages that have arrived, as (channel, message); RedisUnavailable if the connection is broken."""
         assert self._connection is not None, "connect first"
-        heard: list[tuple[str, str]] = []
+        messages: list[tuple[str, str]] = []
         try:
             while True:
                 message: list[Any] = self._connection.receive()
                 # [b"pmessage", pattern, channel, text] or [b"message", channel, text].
                 if message[0] in (b"pmessage", b"message"):
-                    heard.append((message[-2].decode(errors="replace"), message[-1].decode(errors="replace")))
+                    messages.append((message[-2].decode(errors="replace"), message[-1].decode(errors="replace")))
         except BlockingIOError:
-            return heard
+            return messages
         except OSError as exc:
             self.close()
-            raise RedisUnavailable(f"the connection that listens broke: {str(exc) or type(exc).__name__}") from exc
+            raise RedisUnavailable(f"subscription broke: {str(exc) or type(exc).__name__}") from exc
 
     def close(self) -> None:
         connection, self._connection = self._connection, None

@@ -15,7 +15,7 @@ from forq.broker.link import Link
 from forq.broker.registry import Dropped, Registry
 from forq.broker.schedules import Schedules
 from forq.broker.scripts import script
-from forq.broker.server_check import check_server
+from forq.broker.link import check_server
 from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
 from forq.procs.cgroups import pss_bytes
 from forq.procs.context import Context
@@ -100,7 +100,7 @@ class Clerk:
 
     def offer(self, params: dict[str, Any]) -> object:
         """Loads the functions into the server, since clients may lack the right."""
-        self._link.offer(script("enqueue"))
+        self._link.load_library(script("enqueue"))
         return {}
 
     def create(self, params: dict[str, Any]) -> object:

@@ -199,7 +199,7 @@ class Pulse:
 
     def _send_heartbeats(self, queues: list[str]) -> None:
         failure: RedisUnavailable | None = None
-        missed = self._link.missed()
+        missed = self._link.library_reloads()
         wanted: set[tuple[str, int]] = set()
         for queue, beat in self._recovery.heartbeats(queues, self._context.expiry_ms, self._positions()):
             if isinstance(beat, RedisUnavailable):
@@ -214,7 +214,7 @@ class Pulse:
         self._unread.probe_resting(wanted)
         if queues:
             self._note_redis(failure)
-        if self._link.missed() != missed:
+        if self._link.library_reloads() != missed:
             self._rpc.notify("redis_back")
 
     def _handle_beat(self, queue: str, beat: Heartbeat | ForqError) -> None:
