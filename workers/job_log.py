@@ -133,7 +133,7 @@ class JobLog:
 
     def log_failure(self, failed: FailedAttempt, follows: Fate | str) -> None:
         """Logs with the exception; a second time, when the outcome is known, without."""
-        if failed.logged and isinstance(follows, Fate) and follows.how == "refused":
+        if failed.logged and isinstance(follows, Fate) and follows.kind == "refused":
             # The reply was lost: the job is settled, but how is unknown.
             return
         attempt = replace(failed, follows=follows)

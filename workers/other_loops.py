@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from forq.broker.claim import Consumer, Releaser
+from forq.broker.claim import Consumer
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.procs.backoff import reconnecting
 from forq.procs.scoreboard import DONE, STATE, Slot, State
@@ -124,7 +124,6 @@ class ReleaseLoop:
         self.slot = slot
         self.queue = consumer.queue
         self._consumer = consumer
-        self._releaser = Releaser(consumer)
         self._expiry_ms = expiry_ms
         self._idle_state = idle_state
         self._on_try = on_try
@@ -164,8 +163,8 @@ class ReleaseLoop:
 
     def _step(self) -> None:
         """Tries once, then waits until the next try."""
-        tried = self._releaser.release()
-        self.slot.words[DONE] += tried.handed_over
+        tried = self._consumer.release()
+        self.slot.words[DONE] += tried.leased
         self.slot.words[STATE] = State.PARKED if tried.paused else self._idle_state
         self._releasing = tried.wait_seconds > 0
         if self._releasing:

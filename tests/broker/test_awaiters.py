@@ -33,10 +33,10 @@ def test_a_crowd_of_dead_awaiters_is_no_try_and_does_not_hide_the_one_that_lives
     queue.enqueue("a", "b")
     _crowd(queue, 1500)
     queue.ask("alive")
-    assert not queue.attempt().handed_over
+    assert not queue.attempt().leased
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})
     assert queue.inspector.job("a")["retry_count"] == 0
-    assert queue.release().handed_over, "the gate was not used"
+    assert queue.release().leased, "the gate was not used"
     assert queue.got("alive") == "a"
 
 
@@ -46,9 +46,9 @@ def test_a_crowd_of_dead_awaiters_keeps_an_item_of_the_lane_in_its_lane(queue: R
         queue.attempt()
     _crowd(queue, 1500)
     queue.ask("alive")
-    assert not queue.attempt("retry").handed_over
+    assert not queue.attempt("retry").leased
     assert queue.inspector.counts().retry == 1
-    assert queue.attempt("retry").handed_over
+    assert queue.attempt("retry").leased
 
 
 def _crowd(queue: ReleaseQueue, size: int) -> None:
@@ -78,9 +78,9 @@ def test_more_stale_hints_than_one_try_skips_do_not_end_the_tries(queue: Release
     for job_id in ids:
         queue.producer.cancel(job_id)
     queue.ask("x")
-    assert not queue.attempt().handed_over
+    assert not queue.attempt().leased
     assert queue.pending() != [], "who blocks on it is woken"
-    assert queue.release().handed_over, "the gate was not used"
+    assert queue.release().leased, "the gate was not used"
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a:1", "a\n", "ä"])
@@ -118,7 +118,7 @@ def test_an_awaiter_that_has_acknowledged_its_item_gets_no_other(queue: ReleaseQ
     queue.ack("x", queue.ask("x"))
     with pytest.raises(LeaseLapsed):
         queue.ask("x")
-    assert not queue.attempt().handed_over
+    assert not queue.attempt().leased
 
 
 def test_who_was_rung_too_late_is_not_rung_for_ever(asked: ReleaseQueue) -> None:
@@ -158,7 +158,7 @@ def test_who_leaves_does_not_give_back_what_another_has(queue: ReleaseQueue) -> 
     queue.enqueue("a")
     queue.ask("y")
     queue.open_gate()
-    assert queue.release(processor="p2").handed_over
+    assert queue.release(processor="p2").leased
     assert not queue.leases.leave("x")
     assert queue.state().active == {"a": "y"}
     assert queue.redis.zscore(queue.key("leases"), "a") is not None
@@ -197,9 +197,9 @@ def test_who_stands_in_a_line_by_mistake_is_taken_out_of_it_and_keeps_its_own_pl
     queue.enqueue("a", "b")
     queue.ask("x", "b")
     queue.redis.zadd(queue.key("awaiting"), {"a 1 x": 0, "a 2 nobody": 0})
-    assert not queue.attempt().handed_over
+    assert not queue.attempt().leased
     assert queue.redis.zcard(queue.key("awaiting")) == 1
-    assert queue.attempt().handed_over
+    assert queue.attempt().leased
     assert queue.state().active == {"b": "x"}
 
 
@@ -207,7 +207,7 @@ def test_hints_that_were_taken_are_not_counted_any_more(queue: ReleaseQueue) -> 
     queue.enqueue("a", priority=7)
     assert queue.pending() == [""], "a token wakes who blocks"
     queue.ask("x")
-    assert queue.attempt().handed_over
+    assert queue.attempt().leased
     assert queue.hash("counts")["other_hints"] == "0"
     assert queue.inspector.counts().dropped == 0, "a token is no item"
 
@@ -216,7 +216,7 @@ def test_an_item_whose_record_is_gone_is_dropped_and_counted(queue: ReleaseQueue
     queue.enqueue("a", "b")
     queue.redis.hdel(queue.key("jobs"), "a")
     queue.ask("x")
-    assert queue.attempt().handed_over
+    assert queue.attempt().leased
     assert queue.state().active == {"b": "x"}
     assert queue.inspector.counts().dropped == 1
     assert queue.journal_events()[-2:] == [("dropped", "a"), ("claimed", "b")]

@@ -69,7 +69,7 @@ class Shade(Enum):
         ([1, {"id": UUID(int=1)}], "data[1]['id'] is of type UUID;"),
         ({"shade": Shade.NONE}, "data['shade'] is of type Shade, an Enum;"),
         ({"at": datetime.now(UTC)}, "data['at'] is of type datetime;"),
-        ({"ids": [{7: 1}]}, "data['ids'][0] has the key 7, and keys are texts"),
+        ({"ids": [{7: 1}]}, "data['ids'][0] has the key 7, but keys must be str"),
         ({"none": None, "rate": float("inf")}, "data['rate'] is NaN or Infinity"),
     ],
 )
@@ -267,7 +267,7 @@ def test_a_queue_that_is_not_there_is_named(redis_url: str) -> None:
 
 def test_another_protocol_is_refused(queue: OneQueue) -> None:
     queue.set_options(protocol=99)
-    with pytest.raises(IncompatibleProtocol, match="speaks protocol 99"):
+    with pytest.raises(IncompatibleProtocol, match="uses protocol 99"):
         queue.enqueue("a")
     with pytest.raises(IncompatibleProtocol):
         queue.worker()

@@ -82,7 +82,7 @@ def test_the_time_that_a_handler_asked_for_is_the_wait(redis_url: str) -> None:
         worker = queue.worker()
         worker.turn(want=1)
         fate = fail(worker, retry_at_ms=round(time.time() * 1000) + 90_000)
-        assert (fate.how, fate.attempt, fate.of) == ("retried", 1, 4)
+        assert (fate.kind, fate.attempt, fate.max_attempts) == ("retried", 1, 4)
         assert 80_000 < fate.wait_ms <= 90_001
         make_due(queue)
         worker.turn(want=1)
@@ -109,8 +109,8 @@ def test_a_job_that_was_removed_or_taken_away_says_so(redis_url: str) -> None:
         worker = queue.worker()
         worker.turn(want=2)
         queue.producer.remove("a")
-        assert fail(worker).how == "removed"
-        assert fail(worker, "b").how == "refused", "it went back with the turn before"
+        assert fail(worker).kind == "removed"
+        assert fail(worker, "b").kind == "refused", "it went back with the turn before"
 
 
 def test_the_fates_of_a_turn_come_in_the_order_of_its_failures_and_before_its_jobs(redis_url: str) -> None:
@@ -120,7 +120,7 @@ def test_the_fates_of_a_turn_come_in_the_order_of_its_failures_and_before_its_jo
         worker.turn(want=2)
         queue.producer.remove("a")
         turn = worker.whole_turn(want=2, failed="ab")
-        assert [fate.how for fate in turn.fates] == ["removed", "retried"]
+        assert [fate.kind for fate in turn.fates] == ["removed", "retried"]
         assert turn.jobs[::2] == [b"c", b"d"]
         assert worker.whole_turn(done="cd").fates == ()
 
@@ -169,7 +169,7 @@ def test_a_lost_job_that_is_scheduled_by_what_was_blocked_behind_it_says_when(re
         queue.producer.enqueue([new_job(2, id="a", run_in=60)])
         fate = lose(queue, worker, "stalled").fate
         assert fate is not None
-        assert (fate.how, fate.attempt) == ("returned", 1)
+        assert (fate.kind, fate.attempt) == ("returned", 1)
         assert 50_000 < fate.wait_ms <= 60_001
 
 

@@ -99,7 +99,7 @@ def test_a_script_that_is_forgotten_as_soon_as_it_is_loaded_was_not_run_and_that
         return call(*args)
 
     monkeypatch.setattr(queue.link, "call", forgetful)
-    with pytest.raises(RedisUnavailable, match="has forgotten a function"):
+    with pytest.raises(RedisUnavailable, match="lacks a function"):
         queue.enqueue("a")
     monkeypatch.undo()
     assert queue.state() == State(jobs=set())

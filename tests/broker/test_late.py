@@ -14,7 +14,7 @@ def send_late(
 ) -> None:
     """A turn of this number arrives now; it is refused."""
     settled: list[bytes | str | int] = [part for job_id in done for part in (job_id, fence, 7)]
-    with pytest.raises(Fenced, match="another process takes turns under the name of this worker of queue 'q'"):
+    with pytest.raises(Fenced, match="another process uses the name of this worker of queue 'q'"):
         worker.consumer.turn(number, settled, [], keep, want)
 
 

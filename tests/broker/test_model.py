@@ -250,7 +250,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert len(claimed) == want or not spent & set(claimable) - buried
         self.model.bury_spent(buried, worker.lane)
         assert [job_id.decode() for job_id in answer.refused] == refused
-        assert [(fate.how, fate.attempt, fate.of) for fate in answer.fates] == self.model.fates
+        assert [(fate.kind, fate.attempt, fate.max_attempts) for fate in answer.fates] == self.model.fates
         assert answer.held == held
         assert answer.paused == self.model.paused
         assert len(claimed) <= want

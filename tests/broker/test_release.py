@@ -20,14 +20,14 @@ def test_one_item_is_tried_per_interval_however_many_try(queue: ReleaseQueue) ->
     queue.enqueue("a", "b")
     queue.ask("x"), queue.ask("y")
     first = queue.release(processor="p1")
-    assert first.handed_over
+    assert first.leased
     assert first.wait_seconds == 60
     for processor in ("p1", "p2"):
         again = queue.release(processor=processor)
-        assert not again.handed_over
+        assert not again.leased
         assert 59 < again.wait_seconds <= 60
     assert queue.state().active == {"a": "x"}
-    assert queue.attempt().handed_over
+    assert queue.attempt().leased
     assert queue.state().active == {"a": "x", "b": "y"}
 
 
@@ -52,17 +52,17 @@ def test_of_several_who_await_the_same_the_first_gets_it_also_if_it_has_renewed_
 def test_one_awaiter_gets_one_item(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.ask("x")
-    assert queue.attempt().handed_over
-    assert not queue.attempt().handed_over
+    assert queue.attempt().leased
+    assert not queue.attempt().leased
     assert queue.state().active == {"a": "x"}
 
 
 def test_ids_that_begin_alike_are_told_apart(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x", "a!"), queue.ask("y", "aa")
-    assert not queue.attempt().handed_over
+    assert not queue.attempt().leased
     queue.ask("z", "a")
-    assert queue.attempt().handed_over
+    assert queue.attempt().leased
     assert queue.state().active == {"a": "z"}
 
 
@@ -70,7 +70,7 @@ def test_an_awaiter_that_did_not_renew_gets_nothing_and_is_forgotten(queue: Rele
     queue.enqueue("a")
     queue.ask("dead"), queue.ask("alive")
     queue.let_expire("dead")
-    assert queue.attempt().handed_over
+    assert queue.attempt().leased
     assert queue.state().active == {"a": "alive"}
     assert queue.hash("awaiters") == {}
     assert queue.redis.zcard(queue.key("awaiting")) == 0
@@ -103,12 +103,12 @@ def test_what_nobody_awaited_waits_behind_the_others_for_its_interval(redis_url:
         queue.attempt()
         assert queue.inspector.job("a")["state"] == "scheduled"
         queue.ask("x")
-        assert queue.attempt().handed_over
+        assert queue.attempt().leased
         assert queue.state().active == {"b": "x"}
         assert queue.attempt().wait_seconds == 0, "nothing is in line"
         queue.make_due("scheduled", "a")
         queue.ask("y")
-        assert queue.attempt().handed_over
+        assert queue.attempt().leased
         assert queue.state().active == {"a": "y", "b": "x"}
 
 
@@ -121,9 +121,9 @@ def test_the_lane_tries_only_while_nothing_waits(queue: ReleaseQueue) -> None:
     assert queue.attempt("retry").wait_seconds == 0
     assert queue.inspector.job("a")["retry_count"] == 3
     queue.ask("x", "b")
-    assert queue.attempt().handed_over
+    assert queue.attempt().leased
     queue.ask("y", "a")
-    assert queue.attempt("retry").handed_over
+    assert queue.attempt("retry").leased
     assert queue.got("y", "a") == "a"
 
 
@@ -163,7 +163,7 @@ def test_what_is_not_acknowledged_in_time_goes_back_to_the_front_and_that_is_no_
     with pytest.raises(LeaseLapsed):
         queue.ack("x", lease)
     assert queue.ask("x") is None, "it awaits again"
-    assert queue.attempt().handed_over
+    assert queue.attempt().leased
     assert queue.got("x") == "a"
 
 
@@ -204,7 +204,7 @@ def test_an_awaiter_that_leaves_gives_back_what_it_was_handed(queue: ReleaseQueu
     assert not queue.leases.leave("x")
     queue.ask("y")
     assert not queue.leases.leave("y")
-    assert not queue.attempt().handed_over
+    assert not queue.attempt().leased
 
 
 def test_an_item_that_is_removed_while_it_is_handed_over_does_not_come_back(queue: ReleaseQueue) -> None:
@@ -255,7 +255,7 @@ def test_a_paused_queue_releases_nothing(queue: ReleaseQueue) -> None:
     queue.registry.pause("q", paused=True)
     assert queue.attempt().paused
     queue.registry.pause("q", paused=False)
-    assert queue.attempt().handed_over
+    assert queue.attempt().leased
 
 
 def test_what_a_blocked_worker_was_given_goes_back_before_it_tries(queue: ReleaseQueue) -> None:
@@ -357,7 +357,7 @@ def test_the_claims_of_one_call_have_the_same_fence(redis_url: str) -> None:
         queue.enqueue("a", "b")
         queue.ask("x", "b")
         queue.make_due("expiries", "a")
-        assert queue.attempt().handed_over
+        assert queue.attempt().leased
         fences = [event.fence for event in queue.events() if event.verb == "claimed"]
         assert len(fences) == 2
         assert len(set(fences)) == 1

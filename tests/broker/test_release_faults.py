@@ -43,7 +43,7 @@ def test_a_clock_that_was_set_back_closes_the_gate_for_one_interval_and_no_longe
     queue.ask("x")
     queue.redis.hset(queue.key("counts"), "gate_us", (now_ms(queue) + 24 * HOUR_MS) * 1000)
     first = queue.release()
-    assert not first.handed_over
+    assert not first.leased
     assert 59 < first.wait_seconds <= 60
     opens_us = int(queue.hash("counts")["gate_us"])
     assert opens_us <= (now_ms(queue) + 60_001) * 1000, "the next call would wait as long again"
@@ -114,7 +114,7 @@ def test_every_id_that_is_allowed_is_handed_to_whoever_awaits_it(redis_url: str,
         queue.enqueue(*ODD)
         for _ in ODD:
             if mode == "auto_release":
-                assert queue.attempt().handed_over
+                assert queue.attempt().leased
         assert [queue.got(f"x{number}", job_id) for number, job_id in enumerate(ODD)] == ODD
         for number, job_id in enumerate(ODD):
             if number % 2:
@@ -213,14 +213,14 @@ def test_an_item_of_the_lane_that_lapses_goes_back_to_its_lane_and_that_is_no_tr
     for _ in range(3):
         queue.attempt()
     queue.ask("x")
-    assert queue.attempt("retry").handed_over
+    assert queue.attempt("retry").leased
     assert queue.inspector.counts().retry == 0
     queue.make_due("leases", "a")
     queue.promote()
     assert queue.inspector.counts().retry == 1
     assert queue.inspector.job("a")["retry_count"] == 3
     queue.ask("y")
-    assert queue.attempt("retry").handed_over
+    assert queue.attempt("retry").leased
 
 
 def test_an_item_that_is_updated_in_somebodys_hands_comes_back_new(queue: ReleaseQueue) -> None:

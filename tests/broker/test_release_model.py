@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from forq.broker.claim import Releaser, ReleaseReply
+from forq.broker.claim import ReleaseReply
 from forq.broker.dead import DeadJobs
 from forq.broker.enqueue import Update, new_job
 from forq.broker.journal import Event, read_entry
@@ -270,24 +270,24 @@ class ReleaseMachine(RuleBasedStateMachine):
         tried = self._attempt(lane)
         if lose and not tried.paused:
             again = self._attempt(lane)
-            assert not (again.handed_over and tried.handed_over), "one try per interval"
+            assert not (again.leased and tried.leased), "one try per interval"
 
     def _attempt(self, lane: str) -> ReleaseReply:
         closed = "gate_us" in self.queue.hash("counts")
         before, sequence = self.queue.state(), self._sequence()
-        tried = Releaser(self.workers[lane].consumer).release()
+        tried = self.workers[lane].consumer.release()
         assert self.workers[lane].held() == []
         self._look_at_times()
         assert tried.paused == self.model.paused
         chosen = self._chosen(sequence)
         if chosen is None:
-            assert not tried.handed_over
+            assert not tried.leased
             self._check_no_try(lane, closed, tried)
             return tried
         assert not closed
         self._check_chosen(chosen.job or "", lane, before)
         to = self.model.first_awaiter(chosen.job or "")
-        assert tried.handed_over == (to is not None)
+        assert tried.leased == (to is not None)
         if to is None:
             self.model.put_off(chosen.job or "", chosen.fence)
         else:
@@ -351,7 +351,7 @@ class ReleaseMachine(RuleBasedStateMachine):
             self.gone[-1].block()
             return
         with pytest.raises((Fenced, UnknownQueue)):
-            Releaser(self.gone[-1].consumer).release()
+            self.gone[-1].consumer.release()
 
     # Time
 

@@ -63,8 +63,8 @@ def test_the_lines_of_a_job_name_the_next_step_until_it_has_failed_permanently(f
     forq.client().queue("thrice").enqueue("x", id="t")
     records = wait_for_lines(forq, "thrice", 3)
     assert heads(records) == [
-        ("WARNING", "job failed: attempt 1 of 3, again in 250 ms error=ValueError: no good: x"),
-        ("WARNING", "job failed: attempt 2 of 3, again in 500 ms error=ValueError: no good: x"),
+        ("WARNING", "job failed: attempt 1 of 3, retry in 250 ms error=ValueError: no good: x"),
+        ("WARNING", "job failed: attempt 2 of 3, retry in 500 ms error=ValueError: no good: x"),
         (
             "ERROR",
             "job failed: attempt 3 of 3, failed for good (see: forqctl why thrice t) error=ValueError: no good: x",
@@ -171,7 +171,7 @@ def handle(data, job):
     wait_until(lambda: forq.queue_status("later")["done"] == 1)
     (record,) = logs(forq, "later")
     assert record["level"] == "INFO"
-    assert record["message"].startswith("job asked to be tried again: attempt 1 of 4, again in ")
+    assert record["message"].startswith("job asked to be tried again: attempt 1 of 4, retry in ")
     assert record["message"].endswith("error=RetryAt: the bank is closed")
 
 
@@ -182,7 +182,7 @@ def test_an_attempt_that_dies_with_its_process_has_a_line_in_the_same_format(for
     cause = "job lost with its process (signal 9 (SIGKILL))"
     records = wait_for_lines(forq, "killed", 2)
     assert heads(records) == [
-        ("WARNING", f"{cause}: attempt 1 of 2, again at once"),
+        ("WARNING", f"{cause}: attempt 1 of 2, retry at once"),
         ("ERROR", f"{cause}: attempt 2 of 2, failed for good (see: forqctl why killed k)"),
     ]
     assert {record["job"] for record in records} == {"k"}
@@ -198,7 +198,7 @@ def test_a_timeout_has_a_line_in_the_same_format(forq: Forq, tmp_path: Path, kin
     forq.client().queue(kind).enqueue(1, id="s")
     first, last = heads(wait_for_lines(forq, kind, 2))
     assert (first[0], last[0]) == ("WARNING", "ERROR")
-    assert "attempt 1 of 2, again at once" in first[1]
+    assert "attempt 1 of 2, retry at once" in first[1]
     assert f"attempt 2 of 2, failed for good (see: forqctl why {kind} s)" in last[1]
     assert first[1].startswith("job timed out")
     wait_until(lambda: forq.queue_status(kind)["dead"] == 1)
@@ -251,5 +251,5 @@ def test_a_job_lost_with_its_supervisor_has_a_line_after_the_next_start(tmp_path
         os.kill(forq.pid, signal.SIGKILL)
         forq.process.wait()
         forq.start()
-        line = "job lost with its process (supervisor lost): attempt 1 of 4, again at once queue=long job=l"
+        line = "job lost with its process (supervisor lost): attempt 1 of 4, retry at once queue=long job=l"
         wait_until(lambda: line in forq.log)

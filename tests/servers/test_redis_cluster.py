@@ -12,9 +12,8 @@ from forq import Client
 from forq.broker.claim import Consumer
 from forq.broker.inspect import counts_of
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
-from forq.broker.link import Link
+from forq.broker.link import Link, check_server
 from forq.broker.scripts import script
-from forq.broker.link import check_server
 from forq.broker.topology import MAX_REDIRECTS, Cluster, Moved, fetch_slot_map, slot_of
 from forq.client import Queue
 from forq.errors import ForqError, RedisUnavailable, UnknownQueue

@@ -32,26 +32,26 @@ def told(fifo: int) -> Line:
 @pytest.mark.parametrize(
     ("outcome", "fate", "level", "text"),
     [
-        ("stalled", AGAIN, "WARNING", "lost with its process (signal 9 (SIGKILL)): attempt 1 of 4, again at once"),
+        ("stalled", AGAIN, "WARNING", "lost with its process (signal 9 (SIGKILL)): attempt 1 of 4, retry at once"),
         (
             "stalled",
             Fate("dead", 0, 4, 4),
             "ERROR",
             "lost with its process (signal 9 (SIGKILL)): attempt 4 of 4, failed for good (see: forqctl why q 'a b')",
         ),
-        ("timed_out", AGAIN, "WARNING", "timed out after 1.5 s: attempt 1 of 4, again at once"),
+        ("timed_out", AGAIN, "WARNING", "timed out after 1.5 s: attempt 1 of 4, retry at once"),
         (
             "suspect",
             Fate("suspect", 0, 1, 1),
             "WARNING",
             "lost with others of its process (signal 9 (SIGKILL)): "
-            "attempt 1, not counted, again at once alone in its process",
+            "attempt 1, not counted, retry at once alone in its process",
         ),
         (
             "interrupted",
             Fate("interrupted", 0, 1, 1),
             "INFO",
-            "interrupted, since its process was stopped: attempt 1, not counted, again at once",
+            "interrupted, since its process was stopped: attempt 1, not counted, retry at once",
         ),
     ],
 )
@@ -74,7 +74,7 @@ def test_log_level_holds_for_these_lines_too(fifo: int, tmp_path: Path, caplog: 
 def test_a_fail_job_is_told_under_the_id_of_its_job(fifo: int, tmp_path: Path) -> None:
     log_lost_attempt(str(tmp_path), "q#fail", "a:17", AGAIN, outcome="stalled", cause="exit_1", micros=None)
     line = told(fifo)
-    assert (line.job, line.text) == ("a", "fail handler lost with its process (exit 1): attempt 1 of 4, again at once")
+    assert (line.job, line.text) == ("a", "fail handler lost with its process (exit 1): attempt 1 of 4, retry at once")
 
 
 @pytest.mark.parametrize("there", ["nothing", "full", "no reader", "unknown"])
@@ -95,5 +95,5 @@ def test_without_its_fifo_the_line_is_in_our_own_log_and_no_fifo_is_made(
     finally:
         if held >= 0:
             os.close(held)
-    assert caplog.messages == ["job lost with its process (exit 1): attempt 1 of 4, again at once queue=q job=a"]
+    assert caplog.messages == ["job lost with its process (exit 1): attempt 1 of 4, retry at once queue=q job=a"]
     assert not (tmp_path / "deleted").exists()

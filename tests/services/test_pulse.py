@@ -318,7 +318,7 @@ def test_an_evicted_processor_is_logged_with_the_attempts_that_were_lost(
     rig.advance(HEARTBEAT_SECONDS)
     assert caplog.messages == [
         "evicted processors without heartbeats queue=q processors=['other']",
-        "job lost with its process (host lost): attempt 1 of 4, again at once queue=q job=a",
+        "job lost with its process (host lost): attempt 1 of 4, retry at once queue=q job=a",
     ]
 
 
@@ -382,7 +382,7 @@ def test_a_recovery_that_redis_did_not_accept_is_an_error_for_the_supervisor(rig
 def test_the_job_of_a_recovered_worker_is_logged(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.redis.recovery = Recovered(1, "a", AGAIN)
     rig.request("recover", **RECOVERY)
-    assert caplog.messages == ["job lost with its process (signal 9): attempt 1 of 4, again at once queue=q job=a"]
+    assert caplog.messages == ["job lost with its process (signal 9): attempt 1 of 4, retry at once queue=q job=a"]
 
 
 def test_after_the_recovery_of_running_jobs_one_heartbeat_counts_the_suspects(rig: Rig) -> None:
@@ -402,7 +402,7 @@ def test_after_the_recovery_of_running_jobs_one_heartbeat_counts_the_suspects(ri
 def test_an_eviction_covers_the_fail_queues_and_logs_lost_attempts(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     assert rig.request("evict", processor="old", cause="restarted", queues=["q"]) == {}
     assert rig.redis.evicted == [("q", "old", "restarted"), ("q#fail", "old", "restarted")]
-    assert caplog.messages[0] == "job lost with its process (restarted): attempt 1 of 4, again at once queue=q job=a"
+    assert caplog.messages[0] == "job lost with its process (restarted): attempt 1 of 4, retry at once queue=q job=a"
 
 
 def test_a_job_is_promoted_when_it_is_due_and_then_the_next_one(rig: Rig) -> None:

@@ -93,7 +93,7 @@ def test_a_retry_is_a_warning_with_the_exception_and_what_follows(listen: Listen
     seen = listen()
     JobLog().log_failure(failed(refuse), AGAIN)
     (record,) = seen.records
-    assert record.getMessage() == ("job failed: attempt 2 of 4, again in 4 s queue=q job=j1 error=ValueError: no good")
+    assert record.getMessage() == ("job failed: attempt 2 of 4, retry in 4 s queue=q job=j1 error=ValueError: no good")
     assert (record.name, record.levelname) == ("forq", "WARNING")
     assert record.msg == "job failed: %s queue=%s job=%s error=%s", "by which others group records"
     assert record.exc_info is not None
@@ -126,7 +126,7 @@ def test_a_job_that_asks_to_be_tried_later_is_no_failure(listen: Listen, caplog:
         JobLog().log_failure(failed(later), OVER)
     asked, over = seen.records
     assert (asked.levelname, asked.exc_info) == ("INFO", None)
-    assert asked.getMessage().startswith("job asked to be tried again: attempt 2 of 4, again in 4 s ")
+    assert asked.getMessage().startswith("job asked to be tried again: attempt 2 of 4, retry in 4 s ")
     assert (over.levelname, over.exc_info is not None) == ("ERROR", True), "its attempts are used up"
 
 
@@ -205,7 +205,7 @@ def test_handlers_that_raise_or_exit_leave_the_line_in_the_queue_s_log(listen: L
     assert len(seen.records) == 2, "it is asked again"
     level, job, text = past[0]
     assert (level, job, len(past)) == ("WARNING", "j1", 2)
-    assert text.startswith("job failed: attempt 2 of 4, again in 4 s (logging raised SystemExit) error=ValueError")
+    assert text.startswith("job failed: attempt 2 of 4, retry in 4 s (logging raised SystemExit) error=ValueError")
     assert "in refuse" in text
 
 
@@ -244,7 +244,7 @@ def test_an_exception_that_cannot_be_shown_is_in_the_queue_s_log(past: list[Any]
         logging.getLogger("forq").removeHandler(ours)
     assert len(past) == 1
     assert past[0][2].startswith(
-        "job failed: attempt 2 of 4, again in 4 s (logging raised RuntimeError) error=Secretive"
+        "job failed: attempt 2 of 4, retry in 4 s (logging raised RuntimeError) error=Secretive"
     )
 
 

@@ -573,7 +573,7 @@ def test_a_failure_is_told_when_it_is_known_what_follows(caplog: pytest.LogCaptu
     rig.step()
     assert caplog.messages == [], "the job is not settled yet"
     rig.step()
-    line = "job failed: attempt 2 of 4, again in 4 s queue=q job=a error=ValueError: no good"
+    line = "job failed: attempt 2 of 4, retry in 4 s queue=q job=a error=ValueError: no good"
     assert caplog.messages == [line]
     rig.step()
     assert caplog.messages == [line]

@@ -71,7 +71,7 @@ class Worse(Odd):
         (datetime.now(UTC), "is not JSON: result is of type datetime; allowed are"),
         ({"a": [UUID(int=1)]}, "is not JSON: result['a'][0] is of type UUID; allowed are"),
         (Shade.DARK, "is not JSON: result is of type Shade, an Enum; allowed are"),
-        ({1: 2}, "is not JSON: result has the key 1, and keys are texts"),
+        ({1: 2}, "is not JSON: result has the key 1, but keys must be str"),
         (2**64, "is not JSON: Integer exceeds 64-bit range"),
         (float("nan"), "result is NaN or Infinity, which are not allowed"),
         ("\ud800", "is not JSON"),

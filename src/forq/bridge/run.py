@@ -14,7 +14,7 @@ from forq.bridge.loop import Bridge
 from forq.bridge.messages import MessageEncoder
 from forq.bridge.peers import Peer, StandardStreams
 from forq.bridge.requests import Requests
-from forq.broker.leases import handed_channels
+from forq.broker.keys import handed_channels
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
 from forq.errors import ForqError

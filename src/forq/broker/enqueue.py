@@ -1,10 +1,6 @@
-"""Jobs that must outlive the server they are sent to: stored on a replica too before the producer hears that they are.
+"""Enqueueing: checks jobs, stores them in a queue, and takes waiting jobs out again.
 
-1. Without a replica nothing is sent (NoReplica).
-2. After the write, WAIT tells how many replicas have it. If none has, in time, the outcome is unknown, never good: the
-   jobs are on the master, and lost if that is lost before a replica has them.
-
-Putting jobs into a queue and taking waiting ones out.
+The path of a job starts here: `new_job` checks it, `record.pack_body` packs it, `Producer` sends it to enqueue.lua.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,72 +18,25 @@ from forq.job import current_trace, new_id
 from forq.values import check_job_id, check_queue_name, check_type, shown
 from forq.version import PROTOCOL
 
-REPLICA = "replica"
-# Replicas that keep up answer within a round trip; the caller's connection must be more patient than this.
-WAIT_MS = 1000
-
-
-def check_durable(durable: object) -> bool:
-    """Whether a replica is asked for."""
-    if durable not in (None, REPLICA):
-        raise UsageError(f"durable {shown(durable)} is not allowed: 'replica', or None for the master alone")
-    return durable is not None
-
-
-def check_has_replica(link: Link, base: str) -> None:
-    info = link.call("INFO", "replication", at=base)
-    if b"state=online" not in info:
-        raise NoReplica(f"Redis at {link.shown_url} has no replica that is in sync; nothing was stored")
-
-
-def wait_for_replica(link: Link, base: str) -> None:
-    """What the last call wrote is on a replica when this returns; else OutcomeUnknown."""
-    stored = "what was sent is stored on the master, but not known to be on a replica"
-    try:
-        acknowledged = link.acknowledged(base, durable_mark(base), WAIT_MS)
-    except OutcomeUnknown as exc:
-        raise OutcomeUnknown(f"{stored}: {exc}") from exc
-    if acknowledged < 1:
-        raise OutcomeUnknown(f"{stored}: none acknowledged it within {WAIT_MS / 1000:g} s")
-
-
+# Limits of one script call. A longer call would block the server for too long.
 CHUNK_JOBS = 500
 CHUNK_BYTES = 512 * 1024
-# Some 285,000 years: what a double holds as whole milliseconds.
+# About 285,000 years: the largest number of milliseconds that a double holds exactly.
 MAX_SECONDS = 9_007_199_254_740
+REPLICA = "replica"
+# A healthy replica acknowledges within a round trip. Must stay below the timeout of the connection.
+WAIT_MS = 1000
 _MISSING = object()
 
 
 class NewJob(NamedTuple):
-    """A checked job on its way to Redis: what enqueue.lua takes of each, in its order."""
+    """A checked job, with the fields in the order of enqueue.lua's arguments."""
 
     id: str
     priority: int
     body: bytes
     token: str
     run_at: str  # ms; '+ms' from now; '' at once
-
-
-class Update(NamedTuple):
-    """What becomes of a job whose id is in the queue already."""
-
-    if_exists: str = "update"
-    update_data: bool = True
-    update_run_at: bool | str = True
-    reset_counts: bool | None = None
-
-    def arguments(self) -> tuple[str, int, str, int]:
-        if self == DEFAULT_UPDATE:
-            return _DEFAULT_ARGUMENTS
-        if self.if_exists not in ("update", "skip", "refuse"):
-            raise UsageError(f"if_exists {shown(self.if_exists)} is not allowed: 'update', 'skip' or 'refuse'")
-        if self.update_run_at not in (True, False, "if_later", "if_earlier"):
-            raise UsageError(
-                f"update_run_at {shown(self.update_run_at)} is not allowed: True, False, 'if_later' or 'if_earlier'"
-            )
-        how = self.update_run_at if isinstance(self.update_run_at, str) else str(self.update_run_at).lower()
-        reset = self.update_data if self.reset_counts is None else self.reset_counts
-        return self.if_exists, int(self.update_data), how, int(reset)
 
 
 def new_job(
@@ -101,7 +50,7 @@ def new_job(
     run_at: datetime | float | None = None,
     run_in: timedelta | float | None = None,
 ) -> NewJob:
-    """Checks everything that can be checked before Redis is asked."""
+    """Checks everything that does not need Redis."""
     job_id = new_id() if id is None else check_job_id(id)
     if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= 9:
         raise UsageError(f"priority {shown(priority)} is not allowed: 0 (first) to 9 (last)")
@@ -111,18 +60,18 @@ def new_job(
         check_type(type)
     checked_token = "" if token is None else check_job_id(token, "token")
     body = pack_body(data, identifier, type, current_trace())
-    return NewJob(job_id, priority, body, checked_token, _when(run_at, run_in))
+    return NewJob(job_id, priority, body, checked_token, _run_at_argument(run_at, run_in))
 
 
 def plain_jobs(every_data: Iterable[Any]) -> Iterator[NewJob]:
-    """The same of many with data alone: of one call, so of one trace."""
+    """Jobs with data alone. All get the trace of this call."""
     trace = current_trace()
     for data in every_data:
         yield NewJob(new_id(), DEFAULT_PRIORITY, pack_body(data, None, None, trace), "", "")
 
 
 def jobs_with_tokens(every_data: Iterable[Any], tokens: Iterable[str]) -> Iterator[NewJob]:
-    """The same with a token for each, in the same order."""
+    """Jobs with data and one token each, in the same order."""
     trace = current_trace()
     for data, token in zip_longest(every_data, tokens, fillvalue=_MISSING):
         if data is _MISSING or token is _MISSING:
@@ -131,8 +80,7 @@ def jobs_with_tokens(every_data: Iterable[Any], tokens: Iterable[str]) -> Iterat
         yield NewJob(new_id(), DEFAULT_PRIORITY, pack_body(data, None, None, trace), check_job_id(token, "token"), "")
 
 
-def _when(run_at: datetime | float | None, run_in: timedelta | float | None) -> str:
-    """The time before which a job must not run, as the script wants it."""
+def _run_at_argument(run_at: datetime | float | None, run_in: timedelta | float | None) -> str:
     if run_at is not None and run_in is not None:
         raise UsageError("run_at and run_in cannot be given both")
     if run_in is not None:
@@ -150,8 +98,30 @@ def _milliseconds(seconds: object, name: str, given: object) -> int:
         raise UsageError(
             f"{name} {shown(given)} is not allowed: seconds from 0 to {MAX_SECONDS}, or a date with a zone"
         )
-    # Up to the next millisecond, never before the time given; below a microsecond there is only noise of the float.
+    # Rounds up, so that no job runs before its time. Rounding to microseconds first removes float noise.
     return -(-round(seconds * 1_000_000) // 1000)
+
+
+class Update(NamedTuple):
+    """What happens to a job whose id is already in the queue."""
+
+    if_exists: str = "update"
+    update_data: bool = True
+    update_run_at: bool | str = True
+    reset_counts: bool | None = None
+
+    def arguments(self) -> tuple[str, int, str, int]:
+        if self == DEFAULT_UPDATE:
+            return _DEFAULT_ARGUMENTS
+        if self.if_exists not in ("update", "skip", "refuse"):
+            raise UsageError(f"if_exists {shown(self.if_exists)} is not allowed: 'update', 'skip' or 'refuse'")
+        if self.update_run_at not in (True, False, "if_later", "if_earlier"):
+            raise UsageError(
+                f"update_run_at {shown(self.update_run_at)} is not allowed: True, False, 'if_later' or 'if_earlier'"
+            )
+        run_at = self.update_run_at if isinstance(self.update_run_at, str) else str(self.update_run_at).lower()
+        reset = self.update_data if self.reset_counts is None else self.reset_counts
+        return self.if_exists, int(self.update_data), run_at, int(reset)
 
 
 DEFAULT_UPDATE = Update()
@@ -160,7 +130,7 @@ _LEAVE_ARGUMENTS = ("leave", 0, "false", 0)
 
 
 class Restored(NamedTuple):
-    """How many jobs were stored, how many a token showed to be stored before, and the places of those left out."""
+    """Counts of a restore: jobs stored now, jobs stored earlier (by their tokens), and the indexes of skipped jobs."""
 
     stored: int
     known: int
@@ -168,7 +138,7 @@ class Restored(NamedTuple):
 
 
 class Producer:
-    """One queue as its producers see it."""
+    """Stores jobs in one queue and removes waiting ones."""
 
     def __init__(self, link: Link, prefix: str, name: str) -> None:
         self.name = check_queue_name(name)
@@ -176,24 +146,28 @@ class Producer:
         self._base = queue_base(prefix, name)
 
     def enqueue(self, jobs: list[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None) -> list[str]:
-        """Stores all of `jobs` or none; returns their ids. `durable`: "replica", see durability.py."""
-        how, on_replica = update.arguments(), check_durable(durable)
+        """Stores all of `jobs` or none; returns their ids.
+
+        With durable="replica" it returns once a replica has the jobs. Without a replica it sends nothing (NoReplica).
+        If no replica acknowledges in time, it raises OutcomeUnknown: the jobs are lost if the master is lost now.
+        """
+        policy, on_replica = update.arguments(), check_durable(durable)
         if not jobs:
             return []
         if on_replica:
-            check_has_replica(self.link, self._base)
-        reply = self._store(jobs, how)
+            _check_has_replica(self.link, self._base)
+        reply = self._store(jobs, policy)
         if on_replica:
-            wait_for_replica(self.link, self._base)
+            _wait_for_replica(self.link, self._base)
         ids = [job.id for job in jobs]
-        for index, stored_id in _told(reply):
-            ids[index - 1] = stored_id
+        for number, stored_id in _read_stored(reply):
+            ids[number - 1] = stored_id
         return ids
 
     def enqueue_many(
         self, jobs: Iterable[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None
     ) -> list[str]:
-        """Stores jobs in chunks, each whole or not at all; PartlyStored if a chunk after the first one failed."""
+        """Stores jobs in chunks, each atomically. Raises PartlyStored if a chunk after the first fails."""
         ids: list[str] = []
         try:
             for chunk in chunks(jobs):
@@ -204,20 +178,22 @@ class Producer:
             raise PartlyStored(ids, exc) from exc
         return ids
 
-    def restore(self, jobs: Iterable[NewJob]) -> "Restored":
-        """Stores jobs that had left the queue, each with a token of its own. One whose id is live is left out, and its
-        token with it: a later call stores it, when the other job has ended."""
-        stored, known, left, at = 0, 0, [], 0
+    def restore(self, jobs: Iterable[NewJob]) -> Restored:
+        """Stores jobs that had left the queue, each with its own token.
+
+        A job whose id is live is skipped and its token stays unused, so a later call can store it.
+        """
+        stored, known, skipped, offset = 0, 0, [], 0
         for chunk in chunks(jobs):
             reply = self._store(chunk, _LEAVE_ARGUMENTS)
-            left += [at + index - 1 for index, stored_id in _told(reply) if not stored_id]
-            known += sum(1 for _, stored_id in _told(reply) if stored_id)
-            at += len(chunk)
-            stored = at - known - len(left)
-        return Restored(stored, known, left)
+            skipped += [offset + number - 1 for number, stored_id in _read_stored(reply) if not stored_id]
+            known += sum(1 for _, stored_id in _read_stored(reply) if stored_id)
+            offset += len(chunk)
+            stored = offset - known - len(skipped)
+        return Restored(stored, known, skipped)
 
-    def _store(self, jobs: list[NewJob], how: tuple[str, int, str, int]) -> list[Any]:
-        args: list[Any] = [PROTOCOL, *how, len(jobs)]
+    def _store(self, jobs: list[NewJob], policy: tuple[str, int, str, int]) -> list[Any]:
+        args: list[Any] = [PROTOCOL, *policy, len(jobs)]
         for job in jobs:
             args += job
         reply = self.link.run(script("enqueue"), self._base, *args)
@@ -226,27 +202,22 @@ class Producer:
         return reply
 
     def cancel(self, job_id: str) -> bool:
-        """Takes a waiting, scheduled or blocked job away; False if there is none."""
-        return self._take_away(job_id, mark_active=False) == 1
+        """Removes a waiting, scheduled or blocked job; False if there is none."""
+        return self._remove(job_id, mark_active=False) == 1
 
     def remove(self, job_id: str) -> bool:
-        """Takes a job away; of a running one only marks that it is to be forgotten when it ends."""
-        return self._take_away(job_id, mark_active=True) > 0
+        """Removes a job. A running job is only marked: it is forgotten when it ends."""
+        return self._remove(job_id, mark_active=True) > 0
 
-    def _take_away(self, job_id: str, *, mark_active: bool) -> int:
+    def _remove(self, job_id: str, *, mark_active: bool) -> int:
         reply = self.link.run(script("cancel"), self._base, check_job_id(job_id), int(mark_active))
         if reply[0] != OK:
             raise error_for(self.name, reply)
         return int(reply[1])
 
 
-def _told(reply: list[Any]) -> Iterator[tuple[int, str]]:
-    """What enqueue.lua answers about single jobs."""
-    return ((index, stored_id.decode()) for index, stored_id in zip(reply[1::2], reply[2::2], strict=True))
-
-
 class PartlyStored(ForqError):
-    """A bulk enqueue ended half way: `stored` are the ids that are in the queue, `__cause__` says why it ended."""
+    """A bulk enqueue failed half way: `stored` holds the ids in the queue, `__cause__` the error."""
 
     code = "partly_stored"
 
@@ -256,7 +227,7 @@ class PartlyStored(ForqError):
 
 
 def chunks(jobs: Iterable[NewJob]) -> Iterator[list[NewJob]]:
-    """Groups jobs so that one script call stays short and one request small."""
+    """Splits jobs into groups of at most CHUNK_JOBS and, unless one job is larger, CHUNK_BYTES."""
     chunk: list[NewJob] = []
     size = 0
     for job in jobs:
@@ -267,3 +238,31 @@ def chunks(jobs: Iterable[NewJob]) -> Iterator[list[NewJob]]:
         size += len(job.body)
     if chunk:
         yield chunk
+
+
+def _read_stored(reply: list[Any]) -> Iterator[tuple[int, str]]:
+    """Jobs stored under another id, as (number from 1, id); a skipped job has the id ''."""
+    return ((number, stored_id.decode()) for number, stored_id in zip(reply[1::2], reply[2::2], strict=True))
+
+
+def check_durable(durable: object) -> bool:
+    """Whether the caller wants the jobs on a replica."""
+    if durable not in (None, REPLICA):
+        raise UsageError(f"durable {shown(durable)} is not allowed: 'replica', or None for the master alone")
+    return durable is not None
+
+
+def _check_has_replica(link: Link, base: str) -> None:
+    info = link.call("INFO", "replication", at=base)
+    if b"state=online" not in info:
+        raise NoReplica(f"Redis at {link.shown_url} has no replica that is in sync; nothing was stored")
+
+
+def _wait_for_replica(link: Link, base: str) -> None:
+    stored = "the jobs are stored on the master, but no replica has acknowledged them"
+    try:
+        replicas = link.count_replicas(base, durable_mark(base), WAIT_MS)
+    except OutcomeUnknown as exc:
+        raise OutcomeUnknown(f"{stored}: {exc}") from exc
+    if replicas < 1:
+        raise OutcomeUnknown(f"{stored} within {WAIT_MS / 1000:g} s")

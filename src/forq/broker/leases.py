@@ -1,10 +1,7 @@
-"""An awaiter's calls: ask for an item of a queue of the release modes, acknowledge it, leave.
+"""Leases: items of the release modes handed out to awaiters, and jobs of mode external assigned to external workers.
 
-An awaiter is a name that is used for one item. Every call may be repeated: after a lost reply it gets the same answer.
-
-What a bridge asks for its workers, in a queue of mode external. A worker has a name of its own, for good.
-
-Every call may be repeated: after a lost reply it gets the same answer.
+An awaiter is a name that is used for one item; an external worker keeps its name. Every call may be repeated: after a
+lost reply it gets the same reply.
 """
 
 import re
@@ -15,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from forq.broker.keys import awaiter_key, handed_channels, queue_base
+from forq.broker.keys import awaiter_key, queue_base
 from forq.broker.link import Link
 from forq.broker.record import Record, unpack
 from forq.broker.replies import NO_QUEUE, OK, error_for
@@ -24,17 +21,16 @@ from forq.errors import InvalidData, InvalidId
 from forq.settings import EXTERNAL
 from forq.values import check_job_id, check_queue_name, shown
 
-__all__ = ["Lease", "LeaseReply", "Leases", "handed_channels", "read_lease"]
-
-# How an awaiter says that it blocks on its own list; else it says which clerk is to be told.
+# In place of a clerk's name: the awaiter blocks on its own list.
 NO_CLERK = "-"
-# An owner is written AWAITER:FENCE, and an awaiter between blanks.
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
+# Owners are stored as AWAITER:FENCE, and awaiters in lists separated by spaces.
+_AWAITER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
+_CHUNK = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """An item that was handed to an awaiter, and is to be acknowledged within its lease."""
+    """An item that must be acknowledged within lease_ms."""
 
     job_id: str
     fence: int
@@ -44,13 +40,15 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
-    """What an awaiter was handed; if nothing, for how long it is registered: it must ask again before (0: now)."""
+    """A lease, or None and the time for which the awaiter is registered: it must call again before (0: at once)."""
 
     lease: Lease | None
     valid_ms: int
 
 
 class Leases:
+    """The calls of the awaiters of one queue."""
+
     def __init__(self, link: Link, prefix: str, queue: str) -> None:
         self.queue = check_queue_name(queue)
         self._link = link
@@ -66,10 +64,12 @@ class Leases:
         lease_ms: int | None = None,
         via: str = NO_CLERK,
     ) -> LeaseReply:
-        """The item that this awaiter was handed, or can take. If there is none it is registered, or with
-        `register` False not any more."""
+        """Returns the awaiter's lease, or leases an available item to it.
+
+        If there is no item, the awaiter is registered, or with register=False unregistered.
+        """
         for name in (awaiter, via):
-            if not _NAME.match(name):
+            if not _AWAITER_NAME.match(name):
                 raise InvalidId(f"awaiter {shown(name)} is not allowed: 1 to 128 of A-Z a-z 0-9 _ . -")
         wanted = "" if job_id is None else check_job_id(job_id)
         lease = "" if lease_ms is None else lease_ms
@@ -79,31 +79,19 @@ class Leases:
         return LeaseReply(read_lease(reply[2]) if len(reply) > 2 else None, reply[1])
 
     def wait(self, awaiter: str, seconds: float) -> None:
-        """Blocks until the awaiter has something in its list, or time is up. What is there stays there."""
+        """Blocks until the awaiter's list has an entry or time is up. The entry stays in the list."""
         own = awaiter_key(self._base, awaiter)
         self._link.call("BLMOVE", own, own, "LEFT", "LEFT", f"{max(0.001, seconds):.3f}")
 
     def ack(self, awaiter: str, job_id: str, fence: int) -> None:
-        """The item is released; LeaseLapsed if it has gone back."""
+        """Releases the item; LeaseLapsed if it has gone back to the queue."""
         reply = self._link.run(script("ack"), self._base, awaiter, job_id, fence)
         if reply[0] != OK:
             raise error_for(self.queue, reply)
 
     def leave(self, awaiter: str) -> bool:
-        """The awaiter is forgotten; whether it held an item, which goes back in line."""
-        reply = self._link.run(script("unawait"), self._base, awaiter, "")
-        if reply[0] not in (OK, NO_QUEUE):
-            raise error_for(self.queue, reply)
-        return reply[0] == OK and bool(reply[1])
-
-
-def read_lease(packed: bytes) -> Lease:
-    head, _, record = packed.partition(b"\n")
-    fence, job_id, lease_ms, *_ = head.decode().split(" ")
-    return Lease(job_id, int(fence), int(lease_ms), unpack(record))
-
-
-LOOKED_AT_AT_ONCE = 500
+        """Unregisters the awaiter; True if it held an item, which goes back to the queue."""
+        return _leave(self._link, self._base, self.queue, awaiter, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,50 +106,54 @@ class Failure:
 
 
 class ExternalJobs:
+    """The jobs of one queue of mode external: a bridge's calls on behalf of its workers."""
+
     def __init__(self, link: Link, prefix: str, queue: str) -> None:
         self.queue = check_queue_name(queue)
         self._link = link
         self._base = queue_base(prefix, queue)
 
     def idle(self, worker: str, bridge: str) -> LeaseReply:
-        """The worker says that it is idle: what it is assigned. If it had accepted a job, it has lost that."""
-        return self._ask(worker, bridge, "1")
+        """Registers the worker as idle; returns its assignment. A job that it had accepted is lost to it."""
+        return self._request(worker, bridge, "1")
 
     def fetch_assigned(self, worker: str, bridge: str) -> LeaseReply:
-        """The same, without a word from the worker: nothing if it is not idle any more."""
-        return self._ask(worker, bridge, "rung")
+        """Returns the worker's assignment after a notification; nothing if it is no longer idle."""
+        return self._request(worker, bridge, "rung")
 
-    def _ask(self, worker: str, bridge: str, how: str) -> LeaseReply:
-        reply = self._run("await", worker, "", EXTERNAL, "", how, bridge)
+    def _request(self, worker: str, bridge: str, register: str) -> LeaseReply:
+        reply = self._run("await", worker, "", EXTERNAL, "", register, bridge)
         if len(reply) < 3:
             return LeaseReply(None, reply[1])
         try:
             return LeaseReply(read_lease(reply[2]), reply[1])
         except InvalidData as exc:
-            # Nobody could run it, and it would come back to the front for ever.
+            # No worker can run it. Without this it would return to the front of the queue for ever.
             job_id = reply[2].partition(b"\n")[0].decode().split(" ")[1]
-            self.fail(worker, job_id, _broken(str(exc)))
+            self.fail(worker, job_id, _broken_record(str(exc)))
             return LeaseReply(None, 0)
 
     def accept(self, worker: str, job_id: str, fence: int | None = None) -> None:
-        """The worker has the job; LeaseLapsed if it is not its own (any more)."""
+        """The worker starts the job; LeaseLapsed if it does not hold it."""
         self._run("accept", worker, job_id, self._fence(worker, job_id, fence), "", "")
 
     def progress(self, worker: str, job_id: str, fraction: float, text: str, fence: int | None = None) -> None:
         self._run("accept", worker, job_id, self._fence(worker, job_id, fence), f"{fraction:.6g}", text)
 
     def finish(self, worker: str, job_id: str, fence: int | None = None, result: bytes = b"null") -> None:
-        """`result`: JSON, or '!' and why there is none; kept if the queue keeps results."""
+        """`result`: JSON, or '!' and the reason why there is none; kept if the queue keeps results."""
         self._run("finish", worker, job_id, self._fence(worker, job_id, fence), "done", result)
 
     def fail(self, worker: str, job_id: str, failure: Failure, fence: int | None = None) -> None:
-        why = (failure.error, failure.brief, failure.kind, _text(failure.retry_at_ms), f"{failure.chance:.6f}")
-        self._run("finish", worker, job_id, self._fence(worker, job_id, fence), "failed", *why)
+        retry_at = "" if failure.retry_at_ms is None else str(failure.retry_at_ms)
+        args = (failure.error, failure.brief, failure.kind, retry_at, f"{failure.chance:.6f}")
+        self._run("finish", worker, job_id, self._fence(worker, job_id, fence), "failed", *args)
 
     def _fence(self, worker: str, job_id: str, fence: int | None) -> int:
-        """Workers need not tell the fence: then it is the one under which the worker holds the job now (0: none).
+        """The given fence, or the one under which the worker holds the job now (0: it does not hold it).
 
-        A call that reaches the server late must not be about a later attempt.
+        Workers need not send the fence. The call still needs one: if it arrives late, it must not apply to a later
+        attempt.
         """
         if fence is not None:
             return fence
@@ -169,24 +161,21 @@ class ExternalJobs:
         return int(rest.partition(":")[0]) if owner == worker else 0
 
     def leave(self, worker: str, bridge: str) -> bool:
-        """The worker is forgotten if it is idle and spoke to this bridge last; whether a job that it held went back."""
-        reply = self._link.run(script("unawait"), self._base, worker, bridge)
-        if reply[0] not in (OK, NO_QUEUE):
-            raise error_for(self.queue, reply)
-        return reply[0] == OK and bool(reply[1])
+        """Unregisters the worker if it is idle and this bridge was its last; True if a job that it held went back."""
+        return _leave(self._link, self._base, self.queue, worker, bridge)
 
     def workers(self) -> list[dict[str, Any]]:
         found = []
-        for some in _chunks(self._scored("workers")):
-            hands = self._link.pipeline([("LINDEX", awaiter_key(self._base, worker), 0) for worker, _ in some])
-            for (worker, seen_ms), hand in zip(some, hands, strict=True):
-                state, job_id = _in_hand(hand or b"")
+        for chunk in _chunks(self._scored("workers")):
+            entries = self._link.pipeline([("LINDEX", awaiter_key(self._base, worker), 0) for worker, _ in chunk])
+            for (worker, seen_ms), entry in zip(chunk, entries, strict=True):
+                state, job_id = _read_worker_entry(entry or b"")
                 held = {} if job_id is None else {"uuid": job_id}
                 found.append({"worker_uuid": worker, "state": state, "last_seen": seen_ms / 1000, **held})
         return found
 
     def dispatched(self) -> list[dict[str, Any]]:
-        """Jobs that are assigned and not accepted."""
+        """Jobs that are assigned but not accepted."""
         return [
             {"uuid": job_id, "worker_uuid": worker, "since": since}
             for job_id, worker, since, accepted_ms, _ in self._held("leases")
@@ -194,32 +183,32 @@ class ExternalJobs:
         ]
 
     def running(self) -> list[dict[str, Any]]:
-        """Jobs that are accepted, and how far they are."""
+        """Accepted jobs with their progress."""
         found = []
-        for job_id, worker, since, accepted_ms, said in self._held("accepted"):
-            fraction, _, text = (said or b"0 0 ").decode(errors="replace").split(" ", 2)
+        for job_id, worker, since, accepted_ms, packed in self._held("accepted"):
+            fraction, _, text = (packed or b"0 0 ").decode(errors="replace").split(" ", 2)
             if accepted_ms is not None:
-                far = {"progress": float(fraction), "text": text, "since": since, "last": accepted_ms / 1000}
-                found.append({"uuid": job_id, "worker_uuid": worker, **far})
+                progress = {"progress": float(fraction), "text": text, "since": since, "last": accepted_ms / 1000}
+                found.append({"uuid": job_id, "worker_uuid": worker, **progress})
         return found
 
     def _held(self, zset: str) -> Iterator[tuple[str, str, float, float | None, bytes | None]]:
-        """The jobs of a set that are in a worker's hands: id, worker, since when, last sign of life, progress."""
-        for some in _chunks(self._scored(zset)):
-            ids = [job_id for job_id, _ in some]
-            owners, accepted, said = self._link.pipeline(
+        """The jobs of a set that a worker holds: id, worker, held since, last sign of life (ms), packed progress."""
+        for chunk in _chunks(self._scored(zset)):
+            ids = [job_id for job_id, _ in chunk]
+            owners, accepted, progress = self._link.pipeline(
                 [
                     ("HMGET", f"{self._base}:active", *ids),
                     ("ZMSCORE", f"{self._base}:accepted", *ids),
                     ("HMGET", f"{self._base}:progress", *ids),
                 ]
             )
-            for job_id, owner, accepted_ms, far in zip(ids, owners, accepted, said, strict=True):
+            for job_id, owner, accepted_ms, packed in zip(ids, owners, accepted, progress, strict=True):
                 if owner is not None:
                     # A fence is the time of its claim in µs.
                     worker, fence = owner.decode().split(":")[:2]
                     last_ms = None if accepted_ms is None else float(accepted_ms)
-                    yield job_id, worker, int(fence) // 1000 / 1000, last_ms, far
+                    yield job_id, worker, int(fence) // 1000 / 1000, last_ms, packed
 
     def _scored(self, zset: str) -> list[tuple[str, float]]:
         flat = self._link.call("ZRANGE", f"{self._base}:{zset}", 0, -1, "WITHSCORES")
@@ -232,23 +221,33 @@ class ExternalJobs:
         return reply
 
 
-def _broken(reason: str) -> Failure:
-    brief = orjson.dumps({"name": "BrokenRecord", "message": reason, "kind": "permanent"})
-    return Failure(brief, brief, "permanent", None, 0.0)
+def _leave(link: Link, base: str, queue: str, awaiter: str, bridge: str) -> bool:
+    reply = link.run(script("unawait"), base, awaiter, bridge)
+    if reply[0] not in (OK, NO_QUEUE):
+        raise error_for(queue, reply)
+    return reply[0] == OK and bool(reply[1])
 
 
-def _in_hand(hand: bytes) -> tuple[str, str | None]:
-    words = hand.partition(b"\n")[0].decode().split(" ")
+def read_lease(packed: bytes) -> Lease:
+    head, _, record = packed.partition(b"\n")
+    fence, job_id, lease_ms, *_ = head.decode().split(" ")
+    return Lease(job_id, int(fence), int(lease_ms), unpack(record))
+
+
+def _read_worker_entry(entry: bytes) -> tuple[str, str | None]:
+    """The state of an external worker and its job, from the first entry of its list."""
+    words = entry.partition(b"\n")[0].decode().split(" ")
     if words[0] == "accepted":
         return "busy", words[2]
     return ("assigned", words[1]) if words[0].isdigit() else ("idle", None)
 
 
-def _text(number: int | None) -> str:
-    return "" if number is None else str(number)
+def _broken_record(reason: str) -> Failure:
+    brief = orjson.dumps({"name": "BrokenRecord", "message": reason, "kind": "permanent"})
+    return Failure(brief, brief, "permanent", None, 0.0)
 
 
 def _chunks(rows: Iterable[tuple[str, float]]) -> Iterator[list[tuple[str, float]]]:
-    left = iter(rows)
-    while some := list(islice(left, LOOKED_AT_AT_ONCE)):
-        yield some
+    rest = iter(rows)
+    while chunk := list(islice(rest, _CHUNK)):
+        yield chunk

@@ -1,13 +1,14 @@
-"""The packed record of a job: what the hash `jobs` holds under its id.
+"""The packed record of a job, as the hash `jobs` holds it under the job's id.
 
     FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\\n' BODY
 
-BODY is JSON, [identifier, type, data], and a fourth element if it was enqueued within a trace (trace_context.py).
-FLAG is `p` (plain: all counts are 0), `d` (delayed: the same, but the job had a time ahead, so that its age is not the
-time that it waited) or `c` (the counts follow). LANE is 0 in the main lane; the number of the attempt
-that the job waits for in the retry lane; -1 for a suspect, which runs alone next time. The server writes the part
-before the newline; the rest is JSON that no script ever decodes, so that data comes back exactly as it went in. A dead
-job's record is followed by its error and its attempts (dead.py).
+FLAG is `p` (plain: all counts are 0), `d` (delayed: all counts are 0, and the job was enqueued for a later time, so its
+age is not its waiting time) or `c` (counts follow). LANE is 0 in the main lane, the number of the next attempt in the
+retry lane, and -1 for a suspect, which runs alone next time. BODY is the JSON array [identifier, type, data], with the
+trace context as fourth element if there is one.
+
+Scripts write the line before BODY. No script decodes BODY, so data comes back exactly as it went in. A dead job's
+record is followed by its error and its attempts (dead.py).
 """
 
 import marshal
@@ -23,11 +24,11 @@ from forq.errors import InvalidData
 
 MAX_IDENTIFIER = 1024
 
-# What is not JSON by itself is refused rather than turned into something else.
+# Refuse types that JSON lacks instead of converting them.
 _PLAIN_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
-# The fastest format of marshal for small data. It is only asked whether it can write the data.
+# marshal only checks types here; this is its fastest format for small data.
 _MARSHAL_VERSION = 2
-_OF_JSON = (type(None), bool, int, float, str, dict, list, tuple)
+_JSON_TYPES = (type(None), bool, int, float, str, dict, list, tuple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,12 @@ class Record:
     identifier: str | None
     type: str | None
     data: Any
-    # The trace context of who enqueued it (trace_context.py).
+    # The trace context in which the job was enqueued.
     trace: Any = None
 
 
 def pack_body(data: Any, identifier: str | None, job_type: str | None, trace: dict[str, str] | None = None) -> bytes:
-    """The client's part of a record; refuses what is not JSON."""
+    """Packs BODY; raises InvalidData for anything that is not JSON."""
     if identifier is not None and len(identifier) > MAX_IDENTIFIER:
         raise InvalidData(f"identifier is longer than {MAX_IDENTIFIER} characters")
     try:
@@ -57,24 +58,24 @@ def pack_body(data: Any, identifier: str | None, job_type: str | None, trace: di
     return names + pack_data(data) + end
 
 
-def pack_data(data: Any, what: str = "job data") -> bytes:
-    """Data as JSON, in one line; refuses what is not JSON, and names its place."""
-    root = "data" if what == "job data" else "result"
+def pack_data(data: Any, subject: str = "job data") -> bytes:
+    """Data as one line of JSON; the InvalidData for anything else names the path of the bad value."""
+    root = "data" if subject == "job data" else "result"
     try:
         packed = orjson.dumps(data, option=_PLAIN_JSON)
     except (TypeError, ValueError) as exc:
-        raise InvalidData(f"{what} is not JSON: {_find_foreign(data, root) or exc}") from exc
-    # orjson writes UUIDs and Enums as something else without a word. marshal refuses every type that is not built in,
-    # at the speed of C; subclasses such as OrderedDict are fine.
+        raise InvalidData(f"{subject} is not JSON: {_find_foreign(data, root) or exc}") from exc
+    # orjson silently converts UUIDs and Enums. marshal refuses all types that are not built in, at the speed of C, but
+    # also harmless subclasses such as OrderedDict: hence the second check.
     try:
         marshal.dumps(data, _MARSHAL_VERSION)
     except ValueError:
         if foreign := _find_foreign(data, root):
-            raise InvalidData(f"{what} is not JSON: {foreign}") from None
-    # orjson writes NaN and Infinity as null; only a look at the value itself can tell.
+            raise InvalidData(f"{subject} is not JSON: {foreign}") from None
+    # orjson writes NaN and Infinity as null.
     if b"null" in packed and _has_non_finite(data):
-        place = next(at for at, value in _values(data, root) if isinstance(value, float) and value - value != 0)
-        raise InvalidData(f"{what} is not JSON: {place} is NaN or Infinity, which are not allowed")
+        path = next(path for path, value in _values(data, root) if isinstance(value, float) and value - value != 0)
+        raise InvalidData(f"{subject} is not JSON: {path} is NaN or Infinity, which are not allowed")
     return packed
 
 
@@ -83,7 +84,7 @@ def _pack_names(identifier: str | None, job_type: str | None) -> bytes:
 
 
 def unpack(packed: bytes) -> Record:
-    """Reads a record; raises InvalidData if it is broken."""
+    """Raises InvalidData if the record is broken."""
     head, _, body = packed.partition(b"\n")
     try:
         identifier, job_type, data, *rest = orjson.loads(body)
@@ -99,7 +100,7 @@ def unpack(packed: bytes) -> Record:
 
 
 def unpacked_fields(packed: bytes) -> dict[str, Any]:
-    """A record as it is shown, by name; its trace only if it has one."""
+    """The fields of a record by name, without an absent trace."""
     fields = asdict(unpack(packed))
     if fields["trace"] is None:
         del fields["trace"]
@@ -107,7 +108,7 @@ def unpacked_fields(packed: bytes) -> dict[str, Any]:
 
 
 def show_record(packed: bytes, job_id: str) -> dict[str, Any]:
-    """What is shown of the record of a job that has ended; of a broken one, why it cannot be."""
+    """The record of an ended job for output; for a broken record, the reason."""
     try:
         fields = unpacked_fields(packed)
     except InvalidData as exc:
@@ -117,7 +118,7 @@ def show_record(packed: bytes, job_id: str) -> dict[str, Any]:
 
 
 def read_error(error: bytes) -> Any:
-    """The error (or the attempts) of a dead job; of a broken one what can be shown."""
+    """The error or the attempts of an ended job; text that is not JSON is returned as text."""
     try:
         return orjson.loads(error)
     except ValueError:
@@ -125,20 +126,20 @@ def read_error(error: bytes) -> Any:
 
 
 def _find_foreign(data: Any, root: str) -> str | None:
-    """The place and type of the first value that JSON has no type for; None if there is none."""
-    for place, value in _values(data, root):
+    """The path and type of the first value that JSON has no type for; None if there is none."""
+    for path, value in _values(data, root):
         if isinstance(value, dict):
             for key in value:
                 if not isinstance(key, str) or isinstance(key, Enum):
-                    return f"{place} has the key {key!r:.100}, and keys are texts"
-        elif isinstance(value, Enum | UUID) or not isinstance(value, _OF_JSON):
+                    return f"{path} has the key {key!r:.100}, but keys must be str"
+        elif isinstance(value, Enum | UUID) or not isinstance(value, _JSON_TYPES):
             kind = f"{type(value).__name__:.100}" + (", an Enum" if isinstance(value, Enum) else "")
-            return f"{place} is of type {kind}; allowed are str, int, float, bool, None, dict, list and tuple"
+            return f"{path} is of type {kind}; allowed are str, int, float, bool, None, dict, list and tuple"
     return None
 
 
 def _has_non_finite(data: Any) -> bool:
-    """Data with None in it is common, so this names no places: that would take five times as long."""
+    """Tracks no paths: that takes five times as long, and data with None in it is common."""
     stack = [data]
     while stack:
         value = stack.pop()
@@ -152,13 +153,13 @@ def _has_non_finite(data: Any) -> bool:
 
 
 def _values(data: Any, root: str) -> Iterator[tuple[str, Any]]:
-    """Every value in the data with its place, as Python would write it; what contains itself only once."""
+    """Every value in the data with its path in Python syntax; visits a container only once, so cycles end."""
     stack, seen = [(root, data)], set()
     while stack:
-        place, value = stack.pop()
-        yield place, value
+        path, value = stack.pop()
+        yield path, value
         if not isinstance(value, dict | list | tuple) or isinstance(value, Enum) or id(value) in seen:
             continue
         seen.add(id(value))
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        stack += reversed([(f"{place}[{key!r:.100}]", item) for key, item in items])
+        stack += reversed([(f"{path}[{key!r:.100}]", item) for key, item in items])

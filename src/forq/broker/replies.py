@@ -1,6 +1,6 @@
-"""What scripts answer: small integers, and the error each one stands for. The loader gives the names to Lua.
+"""Reply codes of scripts, the exception for each, and the fate of a job after an attempt that did not succeed.
 
-What follows an attempt that failed or was lost, in the words that every log line about it uses.
+scripts.py defines the codes as constants of the Lua library.
 """
 
 import shlex
@@ -51,11 +51,11 @@ NO_SCHEDULE = -40
 TOO_MANY_SCHEDULES = -41
 KEEPS_NOTHING = -50
 
-_WHAT_IT_DOES = {
+_MODE_HINTS = {
     "work": "its jobs are run by its handler",
-    "auto_release": "its items are released at intervals to those who await them (wait_release, next_release)",
-    "on_request": "its items leave when somebody dequeues them",
-    "external": "its jobs are run by workers that speak to a bridge",
+    "auto_release": "its items are released to awaiters at intervals (wait_release, next_release)",
+    "on_request": "its items leave when a client dequeues them",
+    "external": "its jobs are run by external workers through a bridge",
 }
 
 LUA_CONSTANTS = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, int)}
@@ -63,7 +63,7 @@ LUA_CONSTANTS.pop("PROTOCOL")
 
 
 def error_for(queue: str, reply: list[object]) -> ForqError:
-    """The exception for a negative answer about `queue`."""
+    """The exception for a negative reply about `queue`."""
     code = reply[0]
     detail = [part.decode() if isinstance(part, bytes) else part for part in reply[1:]]
     if code == NO_QUEUE:
@@ -71,9 +71,9 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
     if code == FENCED:
         return Fenced(f"this worker of queue {queue!r} has been removed")
     if code == STALE:
-        return Fenced(f"another process takes turns under the name of this worker of queue {queue!r}")
+        return Fenced(f"another process uses the name of this worker of queue {queue!r}")
     if code == OTHER_PROTOCOL:
-        return IncompatibleProtocol(f"queue {queue!r} speaks protocol {detail[0]}, this forq speaks {PROTOCOL}")
+        return IncompatibleProtocol(f"queue {queue!r} uses protocol {detail[0]}, this forq uses {PROTOCOL}")
     if code == OTHER_MODE:
         return QueueExists(f"queue {queue!r} exists with mode {detail[0]!r}; a queue's mode never changes")
     if code == OTHER_OPTION:
@@ -84,7 +84,7 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
     if code == DELETING:
         return BeingDeleted(f"an earlier queue {queue!r} is still being deleted; try again shortly")
     if code == CHANGED:
-        return BeingDeleted(f"queue {queue!r} is deleted and made by others at the same time; try again shortly")
+        return BeingDeleted(f"queue {queue!r} is being deleted and created by other clients; try again shortly")
     if code == NOT_EMPTY:
         return QueueNotEmpty(f"queue {queue!r} still holds {detail[0]} jobs; delete it with force to drop them")
     if code == FULL:
@@ -94,57 +94,58 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
     if code == TOO_LARGE:
         return InvalidData(f"a job for queue {queue!r} is larger than max_data = {detail[1]} bytes; nothing was stored")
     if code == WRONG_MODE:
-        return WrongMode(f"queue {queue!r} is of mode {detail[0]}: {_WHAT_IT_DOES.get(str(detail[0]), '')}")
+        return WrongMode(f"queue {queue!r} is of mode {detail[0]}: {_MODE_HINTS.get(str(detail[0]), '')}")
     if code == LAPSED:
-        return LeaseLapsed(f"the item of queue {queue!r} was not acknowledged in time: it has gone back in line")
+        return LeaseLapsed(f"the item of queue {queue!r} was not acknowledged in time: it is waiting again")
     if code == BROKEN:
         return InvalidData(f"the record of that dead job of queue {queue!r} is broken: it can only be discarded")
     if code == NO_SCHEDULE:
-        return UnknownSchedule(f"queue {queue!r} has no schedule of that key")
+        return UnknownSchedule(f"queue {queue!r} has no schedule with that key")
     if code == TOO_MANY_SCHEDULES:
         return TooManySchedules(f"queue {queue!r} has {detail[0]} schedules already; nothing was set")
     if code == KEEPS_NOTHING:
-        return UsageError(f"queue {queue!r} keeps no results: nobody can wait for them (option keep_done)")
-    return ForqError(f"unexpected answer {reply!r} about queue {queue!r}")
+        return UsageError(f"queue {queue!r} keeps no results; to keep them: forqctl set {queue} keep_done=1h")
+    return ForqError(f"unexpected reply {reply!r} about queue {queue!r}")
 
 
 class Fate(NamedTuple):
-    """As the scripts say it (broker/lua/failures.lua). `of`: how many attempts there are if all end like this one."""
+    """What happens to a job after an attempt that did not succeed (lua/failures.lua)."""
 
-    how: str
+    kind: str
     wait_ms: int
     attempt: int
-    of: int
+    max_attempts: int  # if all attempts end like this one
 
     @property
     def final(self) -> bool:
-        return self.how == "dead"
+        return self.kind == "dead"
 
     def __str__(self) -> str:
-        match self.how:
+        attempt, retry = f"attempt {self.attempt} of {self.max_attempts}", f"retry {_wait(self.wait_ms)}"
+        match self.kind:
             case "dead":
-                return f"attempt {self.attempt} of {self.of}, failed for good"
+                return f"{attempt}, failed for good"
             case "retried" | "returned":
-                return f"attempt {self.attempt} of {self.of}, again {_wait(self.wait_ms)}"
+                return f"{attempt}, {retry}"
             case "lane":
-                return f"attempt {self.attempt} of {self.of}, again {_wait(self.wait_ms)} once nothing else waits"
+                return f"{attempt}, {retry} once no other job waits"
             case "suspect":
-                return f"attempt {self.attempt}, not counted, again {_wait(self.wait_ms)} alone in its process"
+                return f"attempt {self.attempt}, not counted, {retry} alone in its process"
             case "interrupted":
-                return f"attempt {self.attempt}, not counted, again {_wait(self.wait_ms)}"
+                return f"attempt {self.attempt}, not counted, {retry}"
             case "removed":
-                return "not tried again, since it was removed while it ran"
+                return "no retry, because it was removed while it ran"
             case _:
-                return "nothing follows, since the job had been taken from this worker"
+                return "ignored, because this worker no longer holds the job"
 
 
 def read_fates(values: Sequence[Any]) -> tuple[Fate, ...]:
-    """Four values each, as a script answers."""
+    """Reads four values per fate."""
     return tuple(Fate(values[at].decode(), *values[at + 1 : at + 4]) for at in range(0, len(values), 4))
 
 
 def headline(queue: str, job: str, follows: Fate | str, happened: str, *, of_fail_handler: bool) -> str:
-    """What happened to a job and what follows; if that is the end, with the command that says more."""
+    """A log line: what happened to a job, its fate, and for a dead job the command for details."""
     what = "fail handler" if of_fail_handler else "job"
     final = isinstance(follows, Fate) and follows.final
     see = f" (see: forqctl why {queue} {shlex.quote(job)})" if final else ""
@@ -152,7 +153,7 @@ def headline(queue: str, job: str, follows: Fate | str, happened: str, *, of_fai
 
 
 def _wait(wait_ms: int) -> str:
-    """Rounded: a jitter of some ms interests nobody."""
+    """Rounded, because the delay includes jitter."""
     if wait_ms <= 0:
         return "at once"
     if wait_ms < 1000:

@@ -11,11 +11,10 @@ from forq.broker.dead import DeadChunk, DeadJobs
 from forq.broker.enqueue import NewJob, Producer, Update, new_job
 from forq.broker.inspect import Inspector, counts_of, unknown_job, why
 from forq.broker.leases import Leases
-from forq.broker.link import Link
+from forq.broker.link import Link, check_server
 from forq.broker.registry import Dropped, Registry
 from forq.broker.schedules import Schedules
 from forq.broker.scripts import script
-from forq.broker.link import check_server
 from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
 from forq.procs.cgroups import pss_bytes
 from forq.procs.context import Context

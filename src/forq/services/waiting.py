@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 
 from forq.broker.inspect import Inspector
-from forq.broker.keys import progress_channels, queue_base, queue_of_channel
-from forq.broker.leases import Lease, Leases, handed_channels
+from forq.broker.keys import handed_channels, progress_channels, queue_base, queue_of_channel
+from forq.broker.leases import Lease, Leases
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable, UnknownJob, UsageError

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from forq.broker.claim import Releaser, ReleaseReply
+from forq.broker.claim import Consumer, ReleaseReply
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.leases import Lease, Leases
 from tests.support.drive.one_queue import OneQueue
@@ -26,7 +26,7 @@ class ReleaseQueue(OneQueue):
     def __init__(self, url: str, mode: str, *, name: str = "q", **options: int) -> None:
         super().__init__(url, name, mode, **{**OPTIONS, **options})
         self.leases = Leases(self.link, DEFAULT_PREFIX, name)
-        self._releasers: dict[str, Releaser] = {}
+        self._consumers: dict[str, Consumer] = {}
 
     def ask(self, awaiter: str, job_id: str | None = None, *, register: bool = True, **how: Any) -> Lease | None:
         return self.leases.request(awaiter, job_id, mode=self.mode, register=register, **how).lease
@@ -43,9 +43,9 @@ class ReleaseQueue(OneQueue):
     def release(self, lane: str = "main", processor: str = "p1") -> ReleaseReply:
         """Makes one release call at a closed or open gate."""
         name = f"{lane}-{processor}"
-        if name not in self._releasers:
-            self._releasers[name] = Releaser(self.worker(name, processor, lane).consumer)
-        return self._releasers[name].release()
+        if name not in self._consumers:
+            self._consumers[name] = self.worker(name, processor, lane).consumer
+        return self._consumers[name].release()
 
     def open_gate(self) -> None:
         self.redis.hdel(self.key("counts"), "gate_us")

@@ -69,7 +69,7 @@ def settles(number: int, done: list[Any], failed: list[Any], *rest: Any) -> bool
 
 
 def install(point: str) -> None:
-    from forq.broker.claim import Consumer, Releaser
+    from forq.broker.claim import Consumer
     from forq.broker.enqueue import Producer
     from forq.broker.outbox import Outbox
     from forq.broker.recovery import WorkerRecovery
@@ -83,8 +83,8 @@ def install(point: str) -> None:
         "ran": (AttemptRunner, ("run",), after, always),
         "settling": (Consumer, ("turn",), before, settles),
         "settled": (Consumer, ("turn",), after, lambda turn, *args: settles(*args)),
-        "releasing": (Releaser, ("release",), before, always),
-        "released": (Releaser, ("release",), after, always),
+        "releasing": (Consumer, ("release",), before, always),
+        "released": (Consumer, ("release",), after, always),
         # Of pulse.
         "recovering": (WorkerRecovery, ("recover",), before, always),
         "recovered": (WorkerRecovery, ("recover",), after, always),
