@@ -73,7 +73,7 @@ class FakeRedis:
         if self.down:
             raise RedisUnavailable("down")
 
-    def missed(self) -> int:
+    def library_reloads(self) -> int:
         return self.functions_missed
 
     def heartbeats(
