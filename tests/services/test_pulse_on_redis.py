@@ -1,4 +1,4 @@
-"""Pulse on a leash of ours: when it hears of the times of a queue, and that it hears of a new one's in time."""
+"""Pulse with a real server: it receives timers of served and of new queues in time."""
 
 import os
 import socket
@@ -79,7 +79,7 @@ def subscriptions(server: Server) -> int:
 
 
 @pytest.mark.one_server
-def test_when_it_has_answered_for_a_new_queue_it_hears_of_its_times(server: Server, redis_url: str) -> None:
+def test_when_it_has_replied_for_a_new_queue_it_receives_its_timers(server: Server, redis_url: str) -> None:
     """Also if Redis is there only now, and the next heartbeat far away."""
     server.stop()
     pulse = LeashedPulse(redis_url)
@@ -114,7 +114,7 @@ def test_one_queue_more_has_its_fail_queue_and_leaves_the_others(
 
 
 @pytest.mark.one_server
-def test_a_subscription_that_broke_is_made_again_and_what_was_missed_is_looked_up(
+def test_a_subscription_that_broke_is_made_again_and_missed_timers_are_read(
     pulse: LeashedPulse, server: Server, redis_url: str
 ) -> None:
     queue = Client(redis_url).create_queue("q")

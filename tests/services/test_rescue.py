@@ -24,7 +24,7 @@ from forq.services.rescue import (
 PROCESSOR = "p" * 16
 
 
-class Stage:
+class UnreadRig:
     """A scoreboard with two workers of one process, and pulse's timers."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Stage:
         self.processor = PROCESSOR
         self.turns: dict[str, int] = {}
         self.rescued: list[tuple[str, Position]] = []
-        self.looks = 0
+        self.checks = 0
         # Of workers that have something they do not begin, and of those that rest while jobs wait.
         self.challenged: list[list[int]] = []
         self.asked: list[list[int]] = []
@@ -67,7 +67,7 @@ class Stage:
         return 1
 
     def registered(self, queue: str) -> dict[str, int]:
-        self.looks += 1
+        self.checks += 1
         if self.away:
             raise RedisUnavailable("away")
         return dict(self.turns)
@@ -96,197 +96,197 @@ def read(slot: Slot, turn: int, *, index: int = 0, running: bool = False) -> Non
 
 
 @pytest.fixture
-def stage() -> Stage:
-    return Stage()
+def rig() -> UnreadRig:
+    return UnreadRig()
 
 
-def test_a_worker_that_starts_in_time_is_not_probed(stage: Stage) -> None:
-    slot = stage.workers[0]
-    stage.claimed(slot, 6)
+def test_a_worker_that_starts_in_time_is_not_probed(rig: UnreadRig) -> None:
+    slot = rig.workers[0]
+    rig.claimed(slot, 6)
     read(slot, 6, running=True)
-    stage.run(10)
-    assert (stage.challenged, stage.given_back) == ([], [])
-    assert stage.looks == 1, "for what was not told of, once"
+    rig.run(10)
+    assert (rig.challenged, rig.given_back) == ([], [])
+    assert rig.checks == 1, "for what was not told of, once"
 
 
-def test_a_worker_that_does_not_read_is_asked_and_what_it_was_given_goes_back(stage: Stage) -> None:
-    slot = stage.workers[0]
-    stage.claimed(slot, 6)
-    stage.run(CLAIM_SECONDS)
-    assert stage.challenged == [[slot.number]]
-    stage.run(ANSWER_SECONDS - 0.15)
-    assert (slot.taken, stage.given_back) == (0, [])
-    stage.run(0.3)
+def test_a_worker_that_does_not_read_is_asked_and_what_it_was_given_goes_back(rig: UnreadRig) -> None:
+    slot = rig.workers[0]
+    rig.claimed(slot, 6)
+    rig.run(CLAIM_SECONDS)
+    assert rig.challenged == [[slot.number]]
+    rig.run(ANSWER_SECONDS - 0.15)
+    assert (slot.taken, rig.given_back) == (0, [])
+    rig.run(0.3)
     assert slot.taken == 6
-    assert stage.rescued == [("q", Position(slot.worker, 6, 0, False))]
+    assert rig.rescued == [("q", Position(slot.worker, 6, 0, False))]
 
 
-def test_a_process_that_answers_keeps_what_it_was_given(stage: Stage) -> None:
-    slot = stage.workers[0]
-    stage.claimed(slot, 6)
-    stage.run(CLAIM_SECONDS + 0.2)
-    for each in stage.workers:
+def test_a_process_that_answers_keeps_what_it_was_given(rig: UnreadRig) -> None:
+    slot = rig.workers[0]
+    rig.claimed(slot, 6)
+    rig.run(CLAIM_SECONDS + 0.2)
+    for each in rig.workers:
         each.beat_ns = time.monotonic_ns()
-    stage.run(1.5)
-    assert (slot.taken, stage.given_back) == (0, [])
+    rig.run(1.5)
+    assert (slot.taken, rig.given_back) == (0, [])
 
 
-def test_a_worker_that_begins_after_the_mark_and_before_the_look_keeps_its_jobs(stage: Stage) -> None:
-    slot = stage.workers[0]
-    stage.claimed(slot, 6)
+def test_a_worker_that_begins_after_the_mark_and_before_the_look_keeps_its_jobs(rig: UnreadRig) -> None:
+    slot = rig.workers[0]
+    rig.claimed(slot, 6)
     while slot.taken == 0:
-        stage.run(0.01)
+        rig.run(0.01)
     read(slot, 6, running=True)
-    stage.run(10)
-    assert stage.given_back == []
+    rig.run(10)
+    assert rig.given_back == []
 
 
-def test_what_a_pulse_has_marked_before_it_died_is_given_back_by_the_next_one(stage: Stage) -> None:
+def test_what_a_pulse_has_marked_before_it_died_is_given_back_by_the_next_one(rig: UnreadRig) -> None:
     """Its process may run another job for hours, so that nobody ends it meanwhile."""
-    slot = stage.workers[0]
+    slot = rig.workers[0]
     slot.taken = 6
-    stage.turns[slot.worker] = 6
-    stage.unread.check("q")
-    stage.run(2)
-    assert stage.given_back == ["one"]
+    rig.turns[slot.worker] = 6
+    rig.unread.check("q")
+    rig.run(2)
+    assert rig.given_back == ["one"]
 
 
-def test_a_worker_that_has_read_and_not_begun_lags_if_it_holds_something(stage: Stage) -> None:
-    idle, stuck = stage.workers
+def test_a_worker_that_has_read_and_not_begun_lags_if_it_holds_something(rig: UnreadRig) -> None:
+    idle, stuck = rig.workers
     for slot in (idle, stuck):
         read(slot, 6)
-        stage.turns[slot.worker] = 6
+        rig.turns[slot.worker] = 6
     stuck.held = 3
-    stage.unread.check("q")
-    stage.run(2)
-    assert stage.given_back == ["two"]
+    rig.unread.check("q")
+    rig.run(2)
+    assert rig.given_back == ["two"]
 
 
-def test_a_worker_that_runs_a_job_or_is_between_two_does_not_lag(stage: Stage) -> None:
-    running, between = stage.workers
+def test_a_worker_that_runs_a_job_or_is_between_two_does_not_lag(rig: UnreadRig) -> None:
+    running, between = rig.workers
     read(running, 5, running=True)
     read(between, 6, index=2)
     between.held = 2
-    stage.turns = {running.worker: 6, between.worker: 6}
-    stage.unread.check("q")
-    stage.run(2)
-    assert (stage.challenged, stage.given_back) == ([], [])
+    rig.turns = {running.worker: 6, between.worker: 6}
+    rig.unread.check("q")
+    rig.run(2)
+    assert (rig.challenged, rig.given_back) == ([], [])
 
 
-def test_unpublished_claims_are_found_by_a_later_check(stage: Stage) -> None:
-    first, second = stage.workers
-    stage.claimed(first, 6)
+def test_unpublished_claims_are_found_by_a_later_check(rig: UnreadRig) -> None:
+    first, second = rig.workers
+    rig.claimed(first, 6)
     read(first, 6, running=True)
-    stage.turns[second.worker] = 6
-    stage.run(RECHECK_SECONDS + 1)
-    assert stage.given_back == ["two"]
+    rig.turns[second.worker] = 6
+    rig.run(RECHECK_SECONDS + 1)
+    assert rig.given_back == ["two"]
 
 
-def test_claims_that_follow_each_other_cost_one_check(stage: Stage) -> None:
-    slot = stage.workers[0]
+def test_claims_that_follow_each_other_cost_one_check(rig: UnreadRig) -> None:
+    slot = rig.workers[0]
     for turn in range(6, 16):
-        stage.claimed(slot, turn)
+        rig.claimed(slot, turn)
         read(slot, turn, running=True)
-        stage.run(RECHECK_SECONDS - 0.2)
-    stage.run(10)
-    assert stage.looks == 1
+        rig.run(RECHECK_SECONDS - 0.2)
+    rig.run(10)
+    assert rig.checks == 1
 
 
-def test_a_job_that_the_next_worker_of_the_same_process_gets_goes_back_without_another_wait(stage: Stage) -> None:
-    first, second = stage.workers
-    stage.claimed(first, 6)
-    stage.run(CLAIM_SECONDS + ANSWER_SECONDS + 0.2)
-    assert stage.given_back == ["one"]
-    stage.turns[second.worker] = 6
-    stage.unread.check("q")
-    stage.run(0.25)
-    assert stage.given_back == ["one", "two"]
+def test_a_job_that_the_next_worker_of_the_same_process_gets_goes_back_without_another_wait(rig: UnreadRig) -> None:
+    first, second = rig.workers
+    rig.claimed(first, 6)
+    rig.run(CLAIM_SECONDS + ANSWER_SECONDS + 0.2)
+    assert rig.given_back == ["one"]
+    rig.turns[second.worker] = 6
+    rig.unread.check("q")
+    rig.run(0.25)
+    assert rig.given_back == ["one", "two"]
 
 
-def test_time_in_which_pulse_did_not_run_does_not_count(stage: Stage) -> None:
-    slot = stage.workers[0]
-    stage.claimed(slot, 6)
-    stage.run(CLAIM_SECONDS)
-    stage.now += 100 * LATE_SECONDS
-    stage.run(0.15)
+def test_time_in_which_pulse_did_not_run_does_not_count(rig: UnreadRig) -> None:
+    slot = rig.workers[0]
+    rig.claimed(slot, 6)
+    rig.run(CLAIM_SECONDS)
+    rig.now += 100 * LATE_SECONDS
+    rig.run(0.15)
     assert slot.taken == 0
-    stage.run(1)
-    assert stage.given_back == ["one"]
+    rig.run(1)
+    assert rig.given_back == ["one"]
 
 
-def test_a_pulse_that_hardly_runs_takes_nothing_from_others(stage: Stage) -> None:
-    slot = stage.workers[0]
-    stage.claimed(slot, 6)
-    stage.run(CLAIM_SECONDS)
+def test_a_pulse_that_hardly_runs_takes_nothing_from_others(rig: UnreadRig) -> None:
+    slot = rig.workers[0]
+    rig.claimed(slot, 6)
+    rig.run(CLAIM_SECONDS)
     for _ in range(20):
-        stage.now += 2 * LATE_SECONDS
-        stage.run(0)
-    assert (slot.taken, stage.given_back) == (0, [])
+        rig.now += 2 * LATE_SECONDS
+        rig.run(0)
+    assert (slot.taken, rig.given_back) == (0, [])
 
 
-def test_returned_jobs_that_go_to_the_same_process_again_are_found_at_once(stage: Stage) -> None:
-    first, second = stage.workers
-    original = stage.rescue
+def test_returned_jobs_that_go_to_the_same_process_again_are_found_at_once(rig: UnreadRig) -> None:
+    first, second = rig.workers
+    original = rig.rescue
 
     def give_to_the_second(queue: str, at: Position) -> int:
         if at.worker == first.worker:
-            stage.turns[second.worker] = 6
+            rig.turns[second.worker] = 6
         return original(queue, at)
 
-    stage.rescue = give_to_the_second  # type: ignore[method-assign]
-    stage.claimed(first, 6)
-    stage.run(RECHECK_SECONDS - 0.1)
-    assert stage.given_back == ["one", "two"]
+    rig.rescue = give_to_the_second  # type: ignore[method-assign]
+    rig.claimed(first, 6)
+    rig.run(RECHECK_SECONDS - 0.1)
+    assert rig.given_back == ["one", "two"]
 
 
-def test_a_claim_of_another_supervisor_causes_no_check(stage: Stage) -> None:
-    stage.unread.on_claim("q", "one" + "x" * 16, 6)
-    stage.run(10)
-    assert stage.looks == 0
+def test_a_claim_of_another_supervisor_causes_no_check(rig: UnreadRig) -> None:
+    rig.unread.on_claim("q", "one" + "x" * 16, 6)
+    rig.run(10)
+    assert rig.checks == 0
 
 
-def test_while_redis_is_away_it_is_tried_again(stage: Stage) -> None:
-    slot = stage.workers[0]
-    stage.claimed(slot, 6)
-    stage.away = True
-    stage.run(2)
-    assert stage.given_back == []
-    stage.away = False
-    stage.run(1)
-    assert stage.given_back == ["one"]
+def test_while_redis_is_away_it_is_tried_again(rig: UnreadRig) -> None:
+    slot = rig.workers[0]
+    rig.claimed(slot, 6)
+    rig.away = True
+    rig.run(2)
+    assert rig.given_back == []
+    rig.away = False
+    rig.run(1)
+    assert rig.given_back == ["one"]
 
 
-def test_workers_of_others_and_of_the_past_are_passed_over(stage: Stage) -> None:
-    slot = stage.workers[0]
-    stage.unread.on_claim("q", "one" + "x" * 16, 6)
-    stage.unread.on_claim("q", "three" + PROCESSOR, 6)
+def test_workers_of_others_and_of_the_past_are_passed_over(rig: UnreadRig) -> None:
+    slot = rig.workers[0]
+    rig.unread.on_claim("q", "one" + "x" * 16, 6)
+    rig.unread.on_claim("q", "three" + PROCESSOR, 6)
     slot.state = State.EMPTY
-    stage.unread.suspect("q", {slot.worker: 6})
-    stage.run(1)
-    assert (stage.challenged, stage.given_back) == ([], [])
+    rig.unread.suspect("q", {slot.worker: 6})
+    rig.run(1)
+    assert (rig.challenged, rig.given_back) == ([], [])
 
 
-def test_the_number_of_a_turn_is_compared_whole(stage: Stage) -> None:
+def test_the_number_of_a_turn_is_compared_whole(rig: UnreadRig) -> None:
     """Not by the 20 bits of it that the position has."""
-    slot = stage.workers[0]
+    slot = rig.workers[0]
     read(slot, 5 + (1 << 20))
     assert slot.position >> TURN_SHIFT & 0xFFFFF == 5
-    stage.claimed(slot, 6 + (1 << 20))
-    stage.run(1)
-    assert stage.given_back == ["one"]
+    rig.claimed(slot, 6 + (1 << 20))
+    rig.run(1)
+    assert rig.given_back == ["one"]
 
 
-def test_workers_that_rest_while_jobs_wait_are_probed(stage: Stage) -> None:
-    idle, busy = stage.workers
+def test_workers_that_rest_while_jobs_wait_are_probed(rig: UnreadRig) -> None:
+    idle, busy = rig.workers
     busy.state = State.BUSY
-    stage.unread.probe_resting({("q", Role.MAIN)})
-    assert stage.asked == [[idle.number]]
+    rig.unread.probe_resting({("q", Role.MAIN)})
+    assert rig.asked == [[idle.number]]
     idle.state = State.PARKED
-    stage.unread.probe_resting({("q", Role.RETRY), ("other", Role.MAIN)})
-    assert stage.asked == [[idle.number]], "of that role and queue only"
-    stage.unread.probe_resting({("q", Role.MAIN)})
-    assert stage.asked == [[idle.number]] * 2
-    assert (stage.challenged, stage.given_back) == ([], [])
+    rig.unread.probe_resting({("q", Role.RETRY), ("other", Role.MAIN)})
+    assert rig.asked == [[idle.number]], "of that role and queue only"
+    rig.unread.probe_resting({("q", Role.MAIN)})
+    assert rig.asked == [[idle.number]] * 2
+    assert (rig.challenged, rig.given_back) == ([], [])
 
 
 class Batches:

@@ -1,4 +1,4 @@
-"""The warden: what it sees of a tree of processes, when it looks, what it tells."""
+"""The warden: what it sees of a tree of processes, when it rig, what it tells."""
 
 import contextlib
 import os
@@ -87,8 +87,8 @@ def test_a_process_that_is_gone_takes_nothing() -> None:
     assert check_tree(2**22 + 1, Resources(memory_bytes=1, tasks=1)) is None
 
 
-class Looks:
-    """A warden with a clock of its own; `seen`: the pids it has looked at."""
+class WardenRig:
+    """A warden with a fake clock; `seen`: the pids it has checked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -118,31 +118,31 @@ class Looks:
         return self.seen[before:]
 
 
-def test_it_looks_at_a_busy_process_each_time_and_at_an_idle_one_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Looks(monkeypatch)
-    looks.watch(11)
-    assert looks.tick() == [11]
-    assert looks.tick() == []
-    looks.slot.position = 1
-    assert looks.tick() == [11]
-    looks.slot.position = 0
-    assert looks.tick() == []
-    assert looks.tick(IDLE_CHECK_SECONDS) == [11]
+def test_a_busy_process_is_checked_each_time_and_an_idle_one_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = WardenRig(monkeypatch)
+    rig.watch(11)
+    assert rig.tick() == [11]
+    assert rig.tick() == []
+    rig.slot.position = 1
+    assert rig.tick() == [11]
+    rig.slot.position = 0
+    assert rig.tick() == []
+    assert rig.tick(IDLE_CHECK_SECONDS) == [11]
 
 
-def test_it_tells_of_a_process_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Looks(monkeypatch)
-    looks.watch(11, 12)
-    looks.over = {12}
-    looks.slot.position = 1
-    assert looks.tick() == [11, 12]
-    assert jsonrpc.decode(looks.ours.recv(4096)) == {"event": "exceeded", "key": 12, "cause": "oom", "peak": 7}
-    assert looks.tick() == [11]
+def test_a_process_over_its_limit_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = WardenRig(monkeypatch)
+    rig.watch(11, 12)
+    rig.over = {12}
+    rig.slot.position = 1
+    assert rig.tick() == [11, 12]
+    assert jsonrpc.decode(rig.ours.recv(4096)) == {"event": "exceeded", "key": 12, "cause": "oom", "peak": 7}
+    assert rig.tick() == [11]
 
 
-def test_looks_that_take_long_are_made_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Looks(monkeypatch)
-    looks.watch(*range(100))
-    looks.slot.position = 1
-    looks.tick()
-    assert looks.warden._pause_seconds == pytest.approx(0.9)
+def test_slow_checks_are_made_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = WardenRig(monkeypatch)
+    rig.watch(*range(100))
+    rig.slot.position = 1
+    rig.tick()
+    assert rig.warden._pause_seconds == pytest.approx(0.9)

@@ -1,4 +1,4 @@
-"""The clerk's verb `watch`: the real class and a real server, the clock and the loop in the test's hands."""
+"""Watchers of the clerk: the real class and a real server, with a fake clock and a loop that the test drives."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from tests.support.drive.server import Server
 from tests.support.drive.wait import wait_until
 
 
-class Gallery:
+class WatcherRig:
     """The clerk's loop, a step at a time; `clock` is added to the real time, which stands still otherwise."""
 
     def __init__(self, queue: OneQueue) -> None:
@@ -56,118 +56,118 @@ class Gallery:
 
 
 @pytest.fixture
-def gallery(redis_url: str) -> Iterator[Gallery]:
+def rig(redis_url: str) -> Iterator[WatcherRig]:
     with one_queue(redis_url) as queue:
-        gallery = Gallery(queue)
-        yield gallery
-        gallery.watchers._subscription.close()
+        rig = WatcherRig(queue)
+        yield rig
+        rig.watchers._subscription.close()
 
 
-def test_the_first_question_is_answered_at_once(gallery: Gallery) -> None:
-    gallery.queue.enqueue("a")
-    answer = gallery.watch()
+def test_the_first_question_is_answered_at_once(rig: WatcherRig) -> None:
+    rig.queue.enqueue("a")
+    answer = rig.watch()
     assert (answer["id"], answer["state"], answer["progress"], answer["run_at"]) == ("a", "waiting", None, None)
     with pytest.raises(UnknownJob):
-        gallery.watch(job_id="b")
-    assert len(gallery.watchers) == 0
+        rig.watch(job_id="b")
+    assert len(rig.watchers) == 0
 
 
-def test_progress_is_answered_as_soon_as_it_is_heard_without_a_look(gallery: Gallery) -> None:
-    gallery.queue.enqueue("a")
-    gallery.worker.turn(want=1)
-    seen = gallery.watch()["seen"]
-    assert isinstance(gallery.watch(seen), PendingReply)
-    assert gallery.step() == []
-    gallery.report(0.4, "page 12 of 30")
-    (answer,) = gallery.until(lambda: gallery.answers)
+def test_progress_is_answered_as_soon_as_it_is_heard_without_a_look(rig: WatcherRig) -> None:
+    rig.queue.enqueue("a")
+    rig.worker.turn(want=1)
+    seen = rig.watch()["seen"]
+    assert isinstance(rig.watch(seen), PendingReply)
+    assert rig.step() == []
+    rig.report(0.4, "page 12 of 30")
+    (answer,) = rig.until(lambda: rig.answers)
     progress = answer["progress"]
     assert (answer["state"], progress["fraction"], progress["text"]) == ("active", 0.4, "page 12 of 30")
-    assert len(gallery.watchers) == 0
+    assert len(rig.watchers) == 0
 
 
-def test_the_end_of_a_job_that_told_progress_is_heard(gallery: Gallery) -> None:
-    gallery.queue.enqueue("a")
-    gallery.worker.turn(want=1)
-    gallery.report(0.4)
-    assert isinstance(gallery.watch(gallery.watch()["seen"]), PendingReply)
-    gallery.worker.turn(done="a")
-    (answer,) = gallery.until(lambda: gallery.answers)
+def test_the_end_of_a_job_that_told_progress_is_heard(rig: WatcherRig) -> None:
+    rig.queue.enqueue("a")
+    rig.worker.turn(want=1)
+    rig.report(0.4)
+    assert isinstance(rig.watch(rig.watch()["seen"]), PendingReply)
+    rig.worker.turn(done="a")
+    (answer,) = rig.until(lambda: rig.answers)
     assert answer["state"] == "gone"
 
 
-def test_another_job_s_progress_is_no_reason_to_look(gallery: Gallery) -> None:
-    gallery.queue.enqueue("a", "b")
-    gallery.worker.turn(want=2)
-    seen = gallery.watch()["seen"]
-    gallery.watch(seen)
-    gallery.report(0.4, job_id="b")
-    gallery.queue.redis.hset(gallery.queue.key("progress"), "a", "0.1 1 unheard")
-    gallery.report(0.5, job_id="b")
+def test_another_job_s_progress_is_no_reason_to_look(rig: WatcherRig) -> None:
+    rig.queue.enqueue("a", "b")
+    rig.worker.turn(want=2)
+    seen = rig.watch()["seen"]
+    rig.watch(seen)
+    rig.report(0.4, job_id="b")
+    rig.queue.redis.hset(rig.queue.key("progress"), "a", "0.1 1 unheard")
+    rig.report(0.5, job_id="b")
     for _ in range(5):
-        assert gallery.step() == []
-    gallery.time += WATCH_SECONDS
-    assert gallery.step()[0]["progress"]["text"] == "unheard"
+        assert rig.step() == []
+    rig.time += WATCH_SECONDS
+    assert rig.step()[0]["progress"]["text"] == "unheard"
 
 
-def test_the_same_progress_told_again_is_no_change(gallery: Gallery) -> None:
-    gallery.queue.enqueue("a")
-    gallery.worker.turn(want=1)
-    gallery.report(0.4, "same")
-    gallery.watch(gallery.watch()["seen"])
+def test_the_same_progress_told_again_is_no_change(rig: WatcherRig) -> None:
+    rig.queue.enqueue("a")
+    rig.worker.turn(want=1)
+    rig.report(0.4, "same")
+    rig.watch(rig.watch()["seen"])
     time.sleep(0.002)
-    gallery.report(0.4, "same")
-    gallery.time += WATCH_SECONDS
-    assert gallery.step() == []
+    rig.report(0.4, "same")
+    rig.time += WATCH_SECONDS
+    assert rig.step() == []
 
 
-def test_a_job_that_tells_nothing_is_looked_at_once_a_second(gallery: Gallery) -> None:
-    gallery.queue.enqueue("a")
-    gallery.watch(gallery.watch()["seen"])
-    gallery.worker.turn(want=1)
-    assert gallery.step() == []
-    assert gallery.watchers.tick() == pytest.approx(WATCH_SECONDS)
-    gallery.time += WATCH_SECONDS
-    assert [answer["state"] for answer in gallery.step()] == ["active"]
+def test_a_job_that_tells_nothing_is_looked_at_once_a_second(rig: WatcherRig) -> None:
+    rig.queue.enqueue("a")
+    rig.watch(rig.watch()["seen"])
+    rig.worker.turn(want=1)
+    assert rig.step() == []
+    assert rig.watchers.tick() == pytest.approx(WATCH_SECONDS)
+    rig.time += WATCH_SECONDS
+    assert [answer["state"] for answer in rig.step()] == ["active"]
 
 
-def test_without_a_change_the_answer_comes_after_a_while_and_is_the_same(gallery: Gallery) -> None:
-    gallery.queue.enqueue("a")
-    seen = gallery.watch()["seen"]
-    gallery.watch(seen)
+def test_without_a_change_the_answer_comes_after_a_while_and_is_the_same(rig: WatcherRig) -> None:
+    rig.queue.enqueue("a")
+    seen = rig.watch()["seen"]
+    rig.watch(seen)
     for _ in range(4):
-        gallery.time += LONGEST_WAIT_SECONDS / 5
-        assert gallery.step() == []
-    gallery.time += LONGEST_WAIT_SECONDS / 5
-    assert [answer["seen"] for answer in gallery.step()] == [seen]
+        rig.time += LONGEST_WAIT_SECONDS / 5
+        assert rig.step() == []
+    rig.time += LONGEST_WAIT_SECONDS / 5
+    assert [answer["seen"] for answer in rig.step()] == [seen]
 
 
-def test_who_does_not_want_to_wait_is_answered_at_once(gallery: Gallery) -> None:
-    gallery.queue.enqueue("a")
-    seen = gallery.watch()["seen"]
-    assert gallery.watch(seen, wait=0)["seen"] == seen
+def test_who_does_not_want_to_wait_is_answered_at_once(rig: WatcherRig) -> None:
+    rig.queue.enqueue("a")
+    seen = rig.watch()["seen"]
+    assert rig.watch(seen, wait=0)["seen"] == seen
 
 
 @pytest.mark.parametrize("seen_active", [False, True])
 def test_a_job_that_dies_is_dead_and_one_that_ends_well_is_gone_though_an_earlier_one_died(
-    gallery: Gallery, seen_active: bool
+    rig: WatcherRig, seen_active: bool
 ) -> None:
     for end, expected in (("failed", "dead"), ("done", "gone"), ("failed", "dead")):
-        gallery.queue.enqueue("a")
+        rig.queue.enqueue("a")
         if seen_active:
-            gallery.worker.turn(want=1)
-        first = gallery.watch()
+            rig.worker.turn(want=1)
+        first = rig.watch()
         assert first["state"] == ("active" if seen_active else "waiting")
         if not seen_active:
-            gallery.worker.turn(want=1)
-        gallery.worker.turn(done="a" if end == "done" else "", failed="a" if end == "failed" else "")
-        assert gallery.watch(first["seen"])["state"] == expected
+            rig.worker.turn(want=1)
+        rig.worker.turn(done="a" if end == "done" else "", failed="a" if end == "failed" else "")
+        assert rig.watch(first["seen"])["state"] == expected
 
 
-def test_a_dead_job_is_shown_with_its_error(gallery: Gallery) -> None:
-    gallery.queue.enqueue("a")
-    gallery.worker.turn(want=1)
-    gallery.worker.turn(failed="a", error='{"name":"E","message":"no"}')
-    answer = gallery.watch()
+def test_a_dead_job_is_shown_with_its_error(rig: WatcherRig) -> None:
+    rig.queue.enqueue("a")
+    rig.worker.turn(want=1)
+    rig.worker.turn(failed="a", error='{"name":"E","message":"no"}')
+    answer = rig.watch()
     assert (answer["state"], answer["error"]["name"]) == ("dead", "E")
 
 
@@ -182,41 +182,41 @@ def test_a_dead_job_is_shown_with_its_error(gallery: Gallery) -> None:
         ({"name": "other"}, UnknownQueue),
     ],
 )
-def test_a_wrong_question_is_refused(gallery: Gallery, wrong: dict[str, Any], error: type[ForqError]) -> None:
-    gallery.queue.enqueue("a")
+def test_a_wrong_question_is_refused(rig: WatcherRig, wrong: dict[str, Any], error: type[ForqError]) -> None:
+    rig.queue.enqueue("a")
     with pytest.raises(error):
-        gallery.watchers.watch({"name": "q", "id": "a", **wrong})
+        rig.watchers.watch({"name": "q", "id": "a", **wrong})
 
 
-def test_it_listens_only_while_somebody_watches(gallery: Gallery) -> None:
-    gallery.queue.enqueue("a")
-    assert (gallery.listens(), gallery.watchers.tick()) == (False, None)
-    gallery.watch()
-    assert gallery.queue.redis.pubsub_numpat() == 1
-    gallery.step()
-    assert gallery.listens()
-    assert gallery.watchers.tick() == LISTEN_SECONDS
-    gallery.time += LISTEN_SECONDS
-    gallery.step()
-    assert (gallery.listens(), gallery.watchers.tick()) == (False, None)
-    wait_until(lambda: gallery.queue.redis.pubsub_numpat() == 0)
+def test_it_listens_only_while_somebody_watches(rig: WatcherRig) -> None:
+    rig.queue.enqueue("a")
+    assert (rig.listens(), rig.watchers.tick()) == (False, None)
+    rig.watch()
+    assert rig.queue.redis.pubsub_numpat() == 1
+    rig.step()
+    assert rig.listens()
+    assert rig.watchers.tick() == LISTEN_SECONDS
+    rig.time += LISTEN_SECONDS
+    rig.step()
+    assert (rig.listens(), rig.watchers.tick()) == (False, None)
+    wait_until(lambda: rig.queue.redis.pubsub_numpat() == 0)
 
 
-def test_when_redis_goes_who_watches_is_told_so(gallery: Gallery, server: Server) -> None:
-    gallery.queue.enqueue("a")
-    gallery.watch(gallery.watch()["seen"])
+def test_when_redis_goes_who_watches_is_told_so(rig: WatcherRig, server: Server) -> None:
+    rig.queue.enqueue("a")
+    rig.watch(rig.watch()["seen"])
     server.stop()
-    gallery.until(lambda: not gallery.listens())
-    gallery.time += WATCH_SECONDS
-    (answer,) = gallery.step()
+    rig.until(lambda: not rig.listens())
+    rig.time += WATCH_SECONDS
+    (answer,) = rig.step()
     assert isinstance(answer, RedisUnavailable)
     with pytest.raises(RedisUnavailable):
-        gallery.watch()
+        rig.watch()
 
 
-def test_a_deleted_queue_is_told(gallery: Gallery) -> None:
-    gallery.queue.enqueue("a")
-    gallery.watch(gallery.watch()["seen"])
-    gallery.queue.registry.delete("q", force=True)
-    gallery.time += WATCH_SECONDS
-    assert isinstance(gallery.step()[0], UnknownQueue)
+def test_a_deleted_queue_is_told(rig: WatcherRig) -> None:
+    rig.queue.enqueue("a")
+    rig.watch(rig.watch()["seen"])
+    rig.queue.registry.delete("q", force=True)
+    rig.time += WATCH_SECONDS
+    assert isinstance(rig.step()[0], UnknownQueue)

@@ -117,23 +117,6 @@ def age_ms(packed: int, now_ns: int) -> float:
     return 0.0 if ticks > TICK_MASK - _TICKS_AHEAD else ticks * TICK_MS
 
 
-@dataclass(frozen=True)
-class SlotView:
-    number: int
-    state: State
-    role: Role
-    pid: int
-    epoch: int
-    queue: str
-    worker: str
-    job: str
-    held: int
-    done: int
-    beat_ns: int
-    started_ns: int
-    position: PositionParts
-
-
 class _Cell:
     """Descriptor: one word of a slot."""
 
@@ -243,23 +226,6 @@ class Slot:
         number = self.turn
         return WorkerPosition(number - ((number - at.turn) & TURN_MASK), at.index, at.running)
 
-    def describe(self) -> SlotView:
-        return SlotView(
-            number=self.number,
-            state=State(self.state),
-            role=Role(self.role),
-            pid=self.pid,
-            epoch=self.epoch,
-            queue=self.queue,
-            worker=self.worker,
-            job=self.job.decode("utf-8", "replace"),
-            held=self.held,
-            done=self.done,
-            beat_ns=self.beat_ns,
-            started_ns=self.started_ns,
-            position=unpack_position(self.position),
-        )
-
 
 class Scoreboard:
     """The mapping and, in the supervisor, which slots are taken."""
@@ -316,9 +282,6 @@ class Scoreboard:
         self._taken.remove(number)
         self._clear(number)
         heapq.heappush(self._free, number)
-
-    def in_use(self) -> list[int]:
-        return sorted(self._taken)
 
     def slot(self, number: int) -> Slot:
         if not 0 <= number < self.slots:

@@ -58,7 +58,7 @@ class BatchRescue:
         self._unlogged: dict[str, int] = {}
 
     def start(self) -> None:
-        """Polls whatever the flag says: a pulse that died while it polled has left it up, and no worker would call."""
+        """Polls even if the flag is up: a pulse that died while polling has left it up, and no worker would wake us."""
         self._board.watching = 1
         self._later(0, self._check)
 

@@ -233,7 +233,7 @@ class Watchers:
     1. Receives which jobs have new progress, or ended or were returned after they had reported some; then reads them.
     2. Jobs without progress publish nothing, since that would cost every turn of every worker. Watched jobs are
        therefore read once a second; others cost nothing.
-    3. Is subscribed only while somebody watches.
+    3. Is subscribed only while clients watch.
     """
 
     def __init__(self, link: Link, prefix: str, loop: Loop, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -373,7 +373,7 @@ class Follower:
 
 
 class Followers:
-    """Replies to clients that read a queue's output, or wait for more. Files are checked only while somebody waits."""
+    """Replies to clients that read a queue's output, or wait for more. Files are checked only while clients wait."""
 
     def __init__(self, logs_dir: Path, *, now: Callable[[], float] = time.monotonic) -> None:
         self._reader = OutputReader(logs_dir)
