@@ -1,9 +1,9 @@
-"""Whether a call costs more when much is waiting: the server's time per enqueue and claim at 10, 10k and 1M jobs.
+"""Cost of a call with a long backlog: the server's time per enqueue and claim at 10, 10k and 1M jobs.
 
     python benchmarks/backlog.py [--calls 1000] [--rounds 12]
 
-Measured in the server (INFO commandstats), so that neither the client nor the socket blurs it. Rounds are interleaved
-over the sizes; each figure is the best round, the one that was disturbed least.
+Measured in the server (INFO commandstats), without client and socket. Rounds are interleaved over the sizes; each
+figure is the best round, the least disturbed one.
 """
 
 import argparse
@@ -23,7 +23,7 @@ BATCH = 64
 
 
 def server_micros(client: Client, calls: Callable[[], int]) -> float:
-    """The server's time per job of what `calls` does (it returns how many jobs that were)."""
+    """The server's time per job of `calls`, which returns the number of its jobs."""
     client.link().call("CONFIG", "RESETSTAT")
     jobs = calls()
     stats = client.link().call("INFO", "commandstats").decode()
@@ -39,7 +39,7 @@ def enqueue(client: Client, name: str, calls: int) -> int:
 
 
 class Worker:
-    """Claims and settles, `want` at a time, as many jobs as were enqueued: the backlog keeps its size."""
+    """Claims and settles as many jobs as were enqueued, `want` at a time, so that the backlog keeps its size."""
 
     def __init__(self, client: Client, name: str) -> None:
         self._consumer = Consumer(client.url, client.prefix, name, new_id(), new_id())

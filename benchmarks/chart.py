@@ -1,8 +1,8 @@
-"""Draws results.json: how fast each drains, and how long a job waits for a worker, on logarithmic scales.
+"""Draws results.json: drain rates and pickup times of all peers, on logarithmic scales.
 
     python benchmarks/chart.py RESULTS.json CHART.png
 
-Runs in an environment of its own that has matplotlib (installing.py); compare.py starts it.
+Runs in its own environment with matplotlib (installing.py); compare.py starts it.
 """
 
 import json
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def panel(axis, results, title, measure, name, more_is_better):
-    """A bar per peer, the best on top; those without a figure are named with a dash."""
+    """A bar per peer, the best on top; a peer without a figure gets a dash."""
     found = {peer: results["summaries"].get(peer, {}).get(measure, {}).get(name) for peer in results["peers"]}
     known = sorted((p for p in found if found[p]), key=lambda p: found[p], reverse=not more_is_better)
     order = [peer for peer in found if not found[peer]] + known

@@ -2,9 +2,9 @@
 
     python benchmarks/compare.py [--quick] [--only drain,pickup] [--peers huey,sidekiq] [--output results.json]
 
-1. Gets the peers (installing.py); one that cannot be had is named with the reason, and left out.
-2. Rounds: each measure of measures.py for each peer, who take turns in being first. A trial during which others used
-   more than 20 % of a core is repeated, and not averaged in.
+1. Installs the peers (installing.py); an unavailable one is listed with the reason and skipped.
+2. Rounds: each measure of measures.py for each peer, in rotating order. A trial during which other processes used more
+   than 20 % of a core is repeated, and not averaged in.
 3. For forq and the two fastest to drain: under_load.py. For all: crash.py. The limit: prototype.py.
 4. Writes results.json, prints the tables (tables.py), draws the chart (chart.py).
 """
@@ -38,14 +38,14 @@ from tests.support.drive.server import Server
 
 HERE = Path(__file__).resolve().parent
 FASTEST = 2
-# What a quick run leaves out.
+# Skipped in a quick run.
 SLOW = {"drain2", "backlog"}
 Measure = Callable[[Peer, Server, Effort, int], tuple[Figures, list[float]]]
 
 
 @dataclass
 class Run:
-    """The trials so far, and what bounds them."""
+    """The trials so far, and their limits."""
 
     server: Server
     effort: Effort
@@ -57,7 +57,7 @@ class Run:
     began: float = field(default_factory=time.monotonic)
 
     def series(self, measures: Mapping[str, Measure], peers: list[Peer]) -> None:
-        """These measures of these peers in all rounds: whatever is to be compared is measured close together."""
+        """Runs these measures of these peers in all rounds, so that compared trials are close together."""
         for number in range(self.rounds):
             turn = number % max(1, len(peers))
             for name, measure in measures.items():
@@ -66,7 +66,7 @@ class Run:
                         self._until_quiet(name, measure, peer, number)
 
     def _until_quiet(self, name: str, measure: Measure, peer: Peer, number: int) -> None:
-        """Repeats a disturbed trial, so often; a peer that failed here before is not tried again."""
+        """Repeats a disturbed trial a limited number of times; a peer that failed here before is not tried again."""
         if any(trial.error for trial in self.trials if (trial.peer, trial.measure) == (peer.name, name)):
             return
         for attempt in range(1 + self.repeats):
@@ -107,7 +107,7 @@ class Run:
 
 
 def available(wanted: list[str]) -> tuple[list[Peer], dict[str, str]]:
-    """Those that can be measured here, and why the others cannot."""
+    """The peers that can be measured here, and the reasons for the others."""
     peers, left_out = [], {}
     for peer in roster():
         if peer.name in wanted or peer.name == "forq":
@@ -120,8 +120,8 @@ def available(wanted: list[str]) -> tuple[list[Peer], dict[str, str]]:
 
 
 def use_redis_of_debian() -> None:
-    """Unless there is a server of the machine's own. What forq would bring has the malloc of libc, which slows down as
-    its heap grows; without either it is used, and the tables say so."""
+    """Unless the machine has its own server. forq's bundled server uses the malloc of libc, which slows down as its
+    heap grows; without any other it is used, and the tables mention it."""
     if not any(map(shutil.which, ("valkey-server", "redis-server"))):
         try:
             os.environ["PATH"] = f"{installing.redis_server()}:{os.environ['PATH']}"
@@ -130,7 +130,7 @@ def use_redis_of_debian() -> None:
 
 
 def fastest(run: Run, peers: list[Peer]) -> list[Peer]:
-    """forq, and those who drained most per second."""
+    """forq, and the peers with the highest drain rates."""
     found = run.summaries()
     rates = {peer.name: found.get(peer.name, {}).get("drain", {}).get("per_second", 0.0) for peer in peers}
     others = sorted((peer for peer in peers if peer.name != "forq"), key=lambda peer: -rates[peer.name])
@@ -191,7 +191,7 @@ def _commit() -> str:
 
 
 def draw(results_path: Path, chart_path: Path) -> None:
-    """In an environment of its own: forq itself needs no matplotlib."""
+    """In its own environment: forq itself does not need matplotlib."""
     try:
         python = installing.chart_python()
         installing.run([str(python), str(HERE / "chart.py"), str(results_path), str(chart_path)])
@@ -219,7 +219,7 @@ def main() -> None:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     peers, left_out = available(wanted)
     use_redis_of_debian()
-    # What a killed worker leaves behind comes to this process, and counts as its own.
+    # Orphans of a killed worker are adopted by this process and count as its own.
     become_subreaper()
     load_before, server = os.getloadavg()[0], Server()
     rounds, repeats = given.rounds or (1 if given.quick else 3), 0 if given.quick else 3

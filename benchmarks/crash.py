@@ -1,8 +1,8 @@
-"""What becomes of a job whose worker is killed with -9: when it runs again, if it does.
+"""How a job recovers whose worker is killed with -9: when it runs again, if it does.
 
-Two deaths: `process`, of the process that runs the job alone; `worker`, of the whole worker with all its processes.
-Whatever is dead afterwards is started again at once, as a process manager would. Each peer has a server of its own and
-is left waiting while others are tried, since most take minutes or never come back.
+Two deaths: `process`, the process that runs the job; `worker`, the whole worker with all its processes. The dead part
+is restarted at once, as a process manager would. Each peer has its own server and is left waiting while others are
+tried, since most take minutes or never recover.
 """
 
 import os
@@ -20,9 +20,9 @@ from benchmarks.worker import Bench, Failed
 from tests.support.drive.server import Server
 
 DEATHS = ("process", "worker")
-# How long to stay with a peer before the next one begins.
+# How long to wait for a peer before the next one begins.
 _SOON_SECONDS = 1.5
-# Nobody's job ends by itself meanwhile.
+# Longer than the test, so that no job ends by itself.
 _HOLD_MS = 3_600_000
 _START_SECONDS = 60.0
 
@@ -35,7 +35,7 @@ class _Killed:
     attempts: int
 
     def look(self) -> bool:
-        """Whether the job has begun again; notes after how long."""
+        """Whether the job has begun again; records after how long."""
         again = [r.started_ns for r in self.bench.records()[self.attempts :] if r.started_ns > self.killed_ns]
         if again and not self.trial.figures:
             self.trial.figures["seconds"] = (min(again) - self.killed_ns) / 1e9
@@ -61,7 +61,7 @@ def crashes(peers: list[Peer], cap_seconds: float, deadline: float, say: Callabl
                     trial.error = str(exc)
                     continue
                 _wait(killed, min(_SOON_SECONDS, cap_seconds))
-                # Whoever comes back later than this waits for a timeout, which nobody disturbs.
+                # A later recovery waits for a timeout, which other trials do not disturb.
                 trial.foreign_share = round(quiet.foreign_share(), 3)
                 trial.disturbed = trial.foreign_share > DISTURBED_CORES
                 waiting.append(killed)
@@ -94,7 +94,7 @@ def _kill(trial: Trial, peer: Peer, death: str, stack: ExitStack) -> _Killed:
 
 
 def _forget_if_dead(bench: Bench, worker: subprocess.Popen[bytes]) -> None:
-    """Whether the job's process was the whole worker is seen by its end."""
+    """Its exit shows whether the job's process was the whole worker."""
     try:
         worker.wait(0.5)
     except subprocess.TimeoutExpired:

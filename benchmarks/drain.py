@@ -2,8 +2,8 @@
 
     python benchmarks/drain.py [--rounds 3] [--jobs 100000] [--peer-jobs 3000]
 
-Peers are installed into an environment of their own under --venv. Rates are of a no-op job with a small JSON argument,
-from the first job to the last. Rounds are interleaved; the table shows the median of each.
+Peers are installed into their own environment under --venv. Rates are for a no-op job with a small JSON argument, from
+the first job to the last. Rounds are interleaved; the table shows the median of each.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def peer_rate(python: Path, server: Server, peer: str, jobs: int) -> float:
 
 
 def forq_rates(server: Server, jobs: int, settings: str = "") -> dict[str, float]:
-    """Drain rate, bulk enqueue rate, and what one job costs the worker and the server in CPU time (µs)."""
+    """Drain rate, bulk enqueue rate, and CPU time (µs) of the worker and the server per job."""
     server.flush()
     with running(redis=server.url, settings=settings) as forq:
         forq.create("bench", "noop")

@@ -1,12 +1,11 @@
-"""Jobs worked off by one Node.js process: forq with an exec: handler against BullMQ, on one server, in one run.
+"""Jobs run by one Node.js process: forq with an exec: handler against BullMQ, on one server, in one run.
 
     python benchmarks/exec_node.py [--rounds 3] [--jobs 10000]
 
-Both do nothing for each job, one at a time (concurrency 1), and forget jobs that are done. The clock runs from the
-start of a worker that is up to the end of the last job. Rounds are interleaved, and take turns in who is first; the
-table shows the median of each. What differs: forq's process claims short jobs up to 128 at a time and hands them to the
-program one by one, over a pipe; BullMQ's worker goes to the server for each job. BullMQ is installed by npm into a
-temporary directory.
+Both run no-op jobs, one at a time (concurrency 1), and do not keep done jobs. The clock runs from the start of a ready
+worker to the end of the last job. Rounds are interleaved in alternating order; the table shows the median of each. The
+difference: forq's process claims short jobs up to 128 at a time and passes them to the program one by one, over a pipe;
+BullMQ's worker makes a request to the server for each job. BullMQ is installed by npm into a temporary directory.
 """
 
 import argparse
@@ -31,7 +30,7 @@ HERE = Path(__file__).parent
 
 
 class LoopbackServer(Server):
-    """One that also listens on a TCP port, which is what BullMQ can use; forq uses it too."""
+    """A server that also listens on a TCP port, which BullMQ needs; forq uses it too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +69,7 @@ def bullmq_rate(server: LoopbackServer, node: str, directory: Path, jobs: int) -
 
 
 def install_bullmq(npm: str, directory: Path) -> str:
-    """Its version."""
+    """Returns its version."""
     print(f"installing bullmq into {directory} ...", file=sys.stderr)
     subprocess.run(
         [npm, "install", "--silent", "--no-audit", "--no-fund", "bullmq", "ioredis"], cwd=directory, check=True

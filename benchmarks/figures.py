@@ -1,4 +1,4 @@
-"""Figures out of trials: percentiles, what a series of rounds comes to, Poisson arrivals and their least waits."""
+"""Figures from trials: percentiles, summaries of rounds, Poisson arrivals and their minimum waits."""
 
 import random
 import statistics
@@ -21,22 +21,22 @@ class Trial:
     error: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Without the single samples, which are many: `summary` has made percentiles of them."""
+        """Without the single samples, which are many: `summary` turns them into percentiles."""
         return {key: value for key, value in asdict(self).items() if key != "samples_ms"}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The least of the values that is not below so many percent of them (nearest rank)."""
+    """The nearest-rank percentile."""
     if not values:
         raise ValueError("there is no percentile of no values")
     ordered = sorted(values)
-    # In whole thousandths: 99.9 has no exact double, and a rank must not slip by one for that.
+    # In whole thousandths: 99.9 has no exact double, which could shift the rank by one.
     rank = -(-len(ordered) * round(percent * 10) // 1000)
     return ordered[max(rank, 1) - 1]
 
 
 def percentiles(samples_ms: Sequence[float]) -> dict[str, float]:
-    """A percentile is left out when there are too few samples for it: at least one should be beyond it."""
+    """A percentile is left out unless at least one sample is beyond it."""
     names = {"p50_ms": 50.0, "p99_ms": 99.0, "p999_ms": 99.9}
     enough = {name: percent for name, percent in names.items() if len(samples_ms) * round(1000 - 10 * percent) >= 1000}
     return {"samples": float(len(samples_ms))} | {
@@ -45,9 +45,9 @@ def percentiles(samples_ms: Sequence[float]) -> dict[str, float]:
 
 
 def summary(trials: Iterable[Trial]) -> dict[str, Any]:
-    """What the rounds of one peer and measure come to: the median of each figure, percentiles over all samples.
+    """A summary of the rounds of one peer and measure: the median of each figure, percentiles over all samples.
 
-    Disturbed rounds count only when there are no others, and the summary says so. Rounds that failed never count.
+    Disturbed rounds count only if there are no others, and the summary notes it. Failed rounds never count.
     """
     every = list(trials)
     good = [trial for trial in every if trial.error is None]
@@ -66,7 +66,7 @@ def summary(trials: Iterable[Trial]) -> dict[str, Any]:
 
 
 def poisson_ns(rate: float, count: int, seed: int) -> list[int]:
-    """When `count` jobs arrive that know nothing of each other, `rate` per second: ns from the start."""
+    """Arrival times (ns from the start) of `count` independent jobs at `rate` per second."""
     chance = random.Random(seed)
     at = 0.0
     times = []
@@ -77,7 +77,7 @@ def poisson_ns(rate: float, count: int, seed: int) -> list[int]:
 
 
 def least_waits_ms(arrivals_ns: Iterable[int], service_ms: float) -> list[float]:
-    """How long each job waits where nothing costs anything: one after the other, each for `service_ms`."""
+    """The wait of each job without any overhead: one after the other, each for `service_ms`."""
     free_ns = 0
     waits = []
     for arrival in arrivals_ns:

@@ -1,4 +1,4 @@
-"""What an idle tree of 50 queues costs: CPU, wakeups, Redis commands and memory; and how soon a new queue consumes.
+"""Cost of an idle tree of 50 queues: CPU, wakeups, Redis commands and memory; and how soon a new queue consumes.
 
 python benchmarks/idle.py [--queues 50] [--seconds 30]
 """
@@ -22,7 +22,7 @@ def ticks(pid: int) -> int:
 
 
 def wakeups(pid: int) -> int:
-    """How often the threads of this process have waited for something."""
+    """How often the threads of this process have blocked."""
     found = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         lines = (task / "status").read_text().splitlines()
@@ -31,7 +31,7 @@ def wakeups(pid: int) -> int:
 
 
 def private_kb(pid: int) -> int:
-    """Memory that is this process's alone: what it would give back if it ended."""
+    """Private memory of this process: what it would free if it ended."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in rollup if line.startswith(("Private_Clean", "Private_Dirty")))
 
@@ -70,7 +70,7 @@ def main() -> None:
         wait_until(
             lambda: all(c["state"] in ("idle", "parked") for q in forq.status()["queues"] for c in q["children"])
         )
-        time.sleep(5)  # let titles and beats of the last jobs come to rest: what is measured is the idle tree
+        time.sleep(5)  # lets titles and heartbeats of the last jobs settle: the idle tree is measured
         pids = {process.pid: " ".join(process.cmdline()).strip()[:24] for process in forq.processes()}
         before, ticks_before = commands(forq), {pid: ticks(pid) for pid in pids}
         wakeups_before = {pid: wakeups(pid) for pid in pids}

@@ -1,6 +1,6 @@
-"""Gets the peers, each into a directory of its own below .peers: what one wants cannot break another.
+"""Installs the peers, each into its own directory below .peers, so that their requirements cannot conflict.
 
-Nothing outside that directory is changed. An install that was interrupted is begun anew.
+Nothing outside that directory changes. An interrupted install starts over.
 """
 
 import os
@@ -15,11 +15,11 @@ _INSTALL_SECONDS = 300
 
 
 class Unavailable(Exception):
-    """A peer that cannot be measured here; the text says why."""
+    """A peer that cannot be measured here; the text gives the reason."""
 
 
 def run(command: list[str], cwd: Path | None = None) -> str:
-    """What the command prints; Unavailable if it fails or takes too long."""
+    """Returns the output of the command; raises Unavailable if it fails or takes too long."""
     try:
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as exc:
@@ -65,7 +65,7 @@ def sidekiq_root() -> Path:
 
 
 def redis_server() -> Path:
-    """The directory with Debian's redis-server, which has its own malloc (jemalloc) as most that people run."""
+    """The directory of Debian's redis-server, which uses jemalloc like most production servers."""
     root = debian_root("redis", "redis-server")
     program = root / "bin" / "redis-server"
     if not program.exists():
@@ -77,7 +77,7 @@ def redis_server() -> Path:
 
 
 def debian_root(name: str, package: str) -> Path:
-    """A package of Debian's with what it needs, unpacked; it is not installed into the system."""
+    """A Debian package with its dependencies, unpacked but not installed into the system."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         raise Unavailable(f"{package} is taken from Debian's packages, and this is no Debian")
     directory = PEERS_DIR / name
@@ -95,7 +95,7 @@ def debian_root(name: str, package: str) -> Path:
 
 
 def ruby_environ(root: Path) -> dict[str, str]:
-    """What makes an unpacked Ruby find its own files."""
+    """The environment in which an unpacked Ruby finds its own files."""
     triplet = f"{os.uname().machine}-linux-gnu"
     libraries = root / "usr/lib" / triplet
     roots = [root / "usr/lib/ruby/vendor_ruby", *sorted((root / "usr/lib/ruby").glob("3.*"))]

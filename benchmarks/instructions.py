@@ -1,10 +1,10 @@
-"""How many instructions the server carries out for an enqueue and for a turn.
+"""Counts the instructions that the server executes for an enqueue and for a turn.
 
-Valgrind counts them, so that it does not matter what else the machine does.
+Valgrind counts them, so the load of the machine does not matter.
 
     python benchmarks/instructions.py
 
-Each figure is the difference of two counts, with few calls and with many, over the calls that the second made more.
+Each figure is the difference of two counts, with few and with many calls, divided by the additional calls.
 """
 
 import json
@@ -33,11 +33,11 @@ class CountingServer(Server):
         valgrind = shutil.which("valgrind")
         assert valgrind is not None, "valgrind is not installed (on Debian: apt install valgrind)"
         counts = f"--cachegrind-out-file={self.directory / 'counts'}"
-        # Less of what the server does by the clock.
+        # Reduces the server's periodic work.
         return [valgrind, "--quiet", "--tool=cachegrind", "--cache-sim=no", counts, *super()._command(), "--hz", "1"]
 
     def instructions(self) -> int:
-        """So many until it ended."""
+        """The instructions executed until it ended."""
         self.stop()
         summary = re.search(r"^summary: (\d+)", (self.directory / "counts").read_text(), re.MULTILINE)
         assert summary is not None, "Valgrind wrote no summary"
@@ -50,7 +50,7 @@ def enqueue(queue: OneQueue, worker: HandWorker, calls: int) -> None:
 
 
 def turn_of_one(queue: OneQueue, worker: HandWorker, calls: int) -> None:
-    """Claims a job and settles the one before; all were enqueued together."""
+    """Claims a job and settles the previous one; all were enqueued together."""
     _turns(queue, worker, calls, 1)
 
 
@@ -84,7 +84,7 @@ def count(work: Callable[[OneQueue, HandWorker, int], None], calls: int) -> int:
 
 
 def figures() -> dict[str, int]:
-    """Instructions per call, by kind of call; of the last per job."""
+    """Instructions per call, by kind of call; the last figure is per job."""
     works = {"enqueue": enqueue, "turn_of_one": turn_of_one, "per_job_of_a_hundred": turn_of_a_hundred}
     return {name: (count(work, MANY) - count(work, FEW)) // (MANY - FEW) for name, work in works.items()}
 

@@ -1,8 +1,8 @@
-"""Where to keep a job's record: four layouts, the same bare claim-and-settle script for each, on one server.
+"""Layouts for a job's record: four of them with the same bare claim-and-settle script, on one server.
 
     python benchmarks/layouts.py [--jobs 60000] [--rounds 3]
 
-No fencing, counters or journal: only what the layout itself costs. Rounds are interleaved; best of each.
+No fencing, counters or journal: only the cost of the layout itself. Rounds are interleaved; best of each.
 """
 
 import argparse
@@ -59,13 +59,13 @@ def as_function(name: str, source: str) -> Script:
 
 
 def claim_source(layout: str) -> str:
-    """The script that settles some and claims others."""
+    """The script that settles some jobs and claims others."""
     settle, load = LAYOUTS[layout]
     return _CLAIM % {"settle": settle, "load": load}
 
 
 def fill(link: Link, layout: str, count: int) -> float:
-    """Stores the jobs; the memory that each takes, in bytes."""
+    """Stores the jobs; returns the memory of each, in bytes."""
     link.call("FLUSHALL")
     before = used_memory(link)
     for start in range(0, count, 1000):

@@ -1,7 +1,7 @@
-"""The measures that every peer takes part in: each gives the figures and samples of one Trial.
+"""The measures for every peer: each returns the figures and samples of one Trial.
 
-A worker is always started after its jobs are there, and what it does from its first line to its last is what counts:
-starting up is nobody's speed.
+A worker always starts after its jobs are stored, and only the time from its first line to its last counts, so startup
+time is excluded.
 """
 
 import time
@@ -27,7 +27,7 @@ class Effort:
     load_seconds: float
     backlogs: tuple[int, ...]
     backlog_jobs: int
-    # What a step may take before it counts as hung.
+    # Limit after which a step counts as hung.
     patience_seconds: float = 90.0
 
 
@@ -36,7 +36,7 @@ QUICK = Effort(0.5, 0.7, 100, 1.0, 1.0, 5.0, (10, 10_000), 1_000, patience_secon
 
 Figures = dict[str, float]
 PICKUP_PER_SECOND = 40.0
-# One line for so many parts of a drain.
+# One line per this many parts of a drain.
 _LINES = 1000
 
 
@@ -61,8 +61,8 @@ def enqueue_bulk(peer: Peer, server: Server, effort: Effort, number: int) -> tup
 
 
 def drain(peer: Peer, server: Server, effort: Effort, number: int, workers: int = 1) -> tuple[Figures, list[float]]:
-    """Jobs per second of so many workers, and the CPU time that each job costs the workers and the server."""
-    # With two, the window opens when the second has begun: there must be enough left for it.
+    """Jobs per second of `workers` workers, and the CPU time per job of the workers and the server."""
+    # With two, the window opens when the second has begun, and enough jobs must be left for it.
     jobs = max(200, int(peer.nominal_rate * effort.drain_seconds * (1 if workers == 1 else 4)))
     block = max(1, jobs // _LINES)
     with Bench(peer, server, block=block) as bench:
@@ -72,14 +72,14 @@ def drain(peer: Peer, server: Server, effort: Effort, number: int, workers: int 
         _wait_for_all(bench, workers, effort.patience_seconds)
         pids = bench.pids()
         opened = _sample(bench, pids)
-        # Each worker may keep what is less than a block to itself.
+        # Each worker may hold back less than a block.
         records = bench.wait_for_records(jobs // block - workers + 1, effort.patience_seconds)
         closed = _sample(bench, pids)
         return {"per_second": drain_rate(records, block, workers)} | costs(opened, closed, block), []
 
 
 class Sample(NamedTuple):
-    """CPU time at a moment, and how many lines there were just before and just after it."""
+    """CPU time at a moment, and the number of lines just before and just after it."""
 
     before: int
     worker_seconds: float
@@ -93,7 +93,7 @@ def _sample(bench: Bench, pids: list[int]) -> Sample:
 
 
 def costs(opened: Sample, closed: Sample, block: int) -> Figures:
-    """CPU µs per job; nothing if the samples took so long that it is not known for how many jobs they stand."""
+    """CPU µs per job; empty if the samples took too long to be attributed to a number of jobs."""
     lines = (closed.before + closed.after - opened.before - opened.after) / 2
     unsure = (opened.after - opened.before + closed.after - closed.before) / 2
     if lines <= 0 or unsure > 0.05 * lines:
@@ -109,14 +109,14 @@ def drain_two(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[
 
 
 def drain_rate(records: list[Record], block: int, workers: int) -> float:
-    """Jobs per second from the moment at which every worker had begun to the last job."""
+    """Jobs per second from the moment when every worker had begun to the last job."""
     first: dict[int, int] = {}
     for record in records:
         first[record.pid] = min(record.started_ns, first.get(record.pid, record.started_ns))
     if len(first) < workers:
         raise Failed(f"only {len(first)} of {workers} workers got jobs")
     opened_ns, closed_ns = max(first.values()), max(record.started_ns for record in records)
-    # The line that opens the window stands for the jobs before it.
+    # The line that opens the window counts for the jobs before it.
     inside = sum(1 for record in records if record.started_ns > opened_ns)
     if inside < 10:
         raise Failed("too few jobs were left when the last worker had begun")
@@ -124,7 +124,7 @@ def drain_rate(records: list[Record], block: int, workers: int) -> float:
 
 
 def pickup(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
-    """How long a job waits for a worker that has nothing else to do: from its enqueue to the start of its handler."""
+    """How long a job waits for an idle worker: from its enqueue to the start of its handler."""
     with Bench(peer, server) as bench:
         bench.work()
         bench.warm(effort.patience_seconds)
@@ -135,11 +135,11 @@ def pickup(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Fig
 
 
 def idle(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
-    """What a worker that has run a job takes when there is none: memory, CPU, requests."""
+    """What an idle worker that has run a job uses: memory, CPU, requests."""
     with Bench(peer, server) as bench:
         worker = bench.work()
         bench.warm(effort.patience_seconds)
-        time.sleep(1.0)  # what the first job left to do is not idling
+        time.sleep(1.0)  # work left over from the first job is not idle time
         pids = bench.pids()
         requests, cpu, began = Requests(server), cpu_seconds(*pids), time.monotonic()
         time.sleep(effort.idle_seconds)

@@ -1,8 +1,8 @@
-"""What metrics cost: CPU time of a worker per no-op job with and without [metrics], and a scrape of many queues.
+"""Cost of metrics: CPU time of a worker per no-op job with and without [metrics], and a scrape of many queues.
 
     python benchmarks/metrics.py [--rounds 5] [--jobs 100000] [--queues 1000]
 
-Rounds are interleaved; the table shows the median of each. The queues of the scrape are in Redis and have no processes:
+Rounds are interleaved; the table shows the median of each. The queues of the scrape are in Redis without processes, and
 the status of their supervisor is made up.
 """
 
@@ -47,7 +47,7 @@ def hot_path(server: Server, rounds: int, jobs: int) -> None:
 
 
 def answer_status(listener: Any, status: dict[str, Any]) -> None:
-    """Stands in for the supervisor."""
+    """Answers like the supervisor."""
     line = jsonrpc.result(1, status)
     while True:
         client, _ = listener.accept()

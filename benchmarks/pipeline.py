@@ -1,9 +1,9 @@
-"""What the pipeline takes: a million events of real runs, ingested while its driver is killed, and audited.
+"""Cost of the pipeline: a million events of real runs, ingested while its driver is killed, and audited.
 
     python benchmarks/pipeline.py [--events 1000000] [--kills 5] [--keep DIR]
 
 1. Six queues with failures, retries, fail handlers and jobs that kill their process; workers are killed at random.
-2. `forq pipeline ingest`, killed with -9 in mid-batch so often, then run to its end: rows = events, no duplicate.
+2. `forq pipeline ingest`, killed with -9 in mid-batch --kills times, then run to its end: rows = events, no duplicate.
 3. `forq pipeline audit` of that history.
 4. A DataFrame of as many rows written as jobs, killed half way and written again: exactly as many jobs.
 """
@@ -100,7 +100,7 @@ def ingest(forq: Forq, history: Path, kills: int) -> None:
 
 
 def written(history: Path) -> int:
-    """Bytes of data; files come and go meanwhile."""
+    """Bytes of data; files may appear and disappear meanwhile."""
     total = 0
     for folder, _, names in os.walk(history):
         for name in names:
@@ -128,7 +128,7 @@ def audit(forq: Forq, history: Path) -> None:
 
 
 def journal_cost(forq: Forq, rounds: int = 5, jobs: int = 60_000) -> None:
-    """Drain rate and server time of no-op jobs with the journal and without, interleaved."""
+    """Drain rate and server time of no-op jobs with and without the journal, interleaved."""
     found: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
     server = psutil.Process(next(p.pid for p in forq.processes() if "(embedded)" in " ".join(p.cmdline())))
     for number in range(rounds):

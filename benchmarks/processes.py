@@ -1,4 +1,4 @@
-"""What processes use: CPU time and memory of a tree, and whether anybody else used the machine meanwhile."""
+"""Resource use of processes: CPU time and memory of a tree, and whether other processes disturbed a measurement."""
 
 import os
 import time
@@ -8,13 +8,13 @@ import psutil
 
 from tests.support.drive.server import Server
 
-# A measurement during which others used more than this of a core does not count.
+# A measurement does not count if other processes used more than this share of a core.
 DISTURBED_CORES = 0.2
 _HZ = os.sysconf("SC_CLK_TCK")
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """The process and everything below it; nothing if it is gone."""
+    """The process and everything below it; empty if it is gone."""
     try:
         top = psutil.Process(pid)
         return [top, *top.children(recursive=True)]
@@ -23,9 +23,9 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def cpu_seconds(*pids: int) -> float:
-    """Of these processes, and of their children that have ended and were waited for; a process that is gone has none.
+    """CPU time of these processes and of their reaped children; 0 for a process that is gone.
 
-    To the nanosecond for threads that live; threads and children that have ended are known in ticks of 10 ms only.
+    In nanoseconds for live threads; ended threads and children are known only in ticks of 10 ms.
     """
     return sum(_cpu_seconds(pid) for pid in pids)
 
@@ -39,18 +39,18 @@ def _cpu_seconds(pid: int) -> float:
         running_ns = sum(int((task / "schedstat").read_text().split()[0]) for task in (folder / "task").iterdir())
     except OSError:
         return 0.0
-    # The first includes threads that have ended, the second is exact: whichever knows more.
+    # The first includes ended threads, the second is exact: take the larger.
     own = max(running_ns / 1e9, user + system - 1 / _HZ)
     return own + waited_user + waited_system
 
 
 def tree_cpu_seconds(pid: int) -> float:
-    """Of the process and all below it. Finding them takes milliseconds: too long between samples of a fast worker."""
+    """CPU time of a whole tree. Finding it takes milliseconds: too long between samples of a fast worker."""
     return cpu_seconds(*(process.pid for process in tree(pid)))
 
 
 def tree_pss_mb(pid: int) -> float:
-    """Memory, what is shared counted in parts."""
+    """Memory, with shared pages counted in proportion."""
     return sum(pss_kb(process.pid) for process in tree(pid)) / 1024
 
 
@@ -59,22 +59,22 @@ def pss_kb(pid: int) -> int:
 
 
 def private_kb(pid: int) -> int:
-    """Memory that is this process's alone: what it would give back if it ended."""
+    """Private memory of this process: what it would free if it ended."""
     return _rollup_kb(pid, "Private_Clean:", "Private_Dirty:")
 
 
 def _rollup_kb(pid: int, *names: str) -> int:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # it has ended
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(names))
 
 
 class Requests:
-    """Counts, from its making on, how often the server reads from clients others than this one.
+    """Counts, from its creation, how often the server reads from other clients.
 
-    Unlike the server's count of commands this leaves out what scripts call.
+    Unlike the server's count of commands, this excludes calls made by scripts.
     """
 
     def __init__(self, server: Server) -> None:
@@ -82,7 +82,7 @@ class Requests:
         self._before = self._reads()
 
     def count(self) -> int:
-        """Once: it closes its connection."""
+        """May be called once: closes its connection."""
         others = self._reads() - self._before - 1
         self._client.close()
         return others
@@ -97,16 +97,16 @@ def used_memory(server: Server) -> int:
 
 
 def busy_seconds(stat_line: str) -> float:
-    """Time that the cores of the machine were not idle, from the first line of /proc/stat.
+    """Busy time of all cores, from the first line of /proc/stat.
 
-    What the hypervisor took (steal) is in it: it holds a measurement up like any other process.
+    Steal time is included: it delays a measurement like any other process.
     """
     user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in stat_line.split()[1:9])
     return (user + nice + system + irq + softirq + steal) / _HZ
 
 
 class Quiet:
-    """Watches, from its making to `foreign_share`, how much of a core others than this process and its tree used."""
+    """Measures, from its creation to `foreign_share`, how much of a core other processes used."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -123,12 +123,12 @@ class Quiet:
 
 
 def foreign_share(busy_seconds: float, own_seconds: float, seconds: float) -> float:
-    """In cores. Ticks are counted in two ways, so a small difference below zero is none."""
+    """In cores. Ticks are counted in two ways, so a small negative difference counts as 0."""
     return max(0.0, (busy_seconds - own_seconds) / seconds)
 
 
 def machine() -> dict[str, object]:
-    """What a reader has to know of the machine."""
+    """A description of the machine for readers."""
     models = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     memory_kb = next(int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal"))
     return {

@@ -2,9 +2,8 @@
 
     python benchmarks/prototype.py [--jobs 200000] [--rounds 3]
 
-No fences, counts, journal, options or recovery, on the layout that forq uses (one hash of records). forq cannot be
-faster than this; how near it comes is what its features cost. Rounds are interleaved over the batch sizes; best of
-each.
+No fences, counts, journal, options or recovery, on forq's layout (one hash of records). forq cannot be faster than
+this; the difference is the cost of its features. Rounds are interleaved over the batch sizes; best of each.
 """
 
 import argparse
@@ -44,7 +43,7 @@ def handle(identifier: object, type: object, data: object) -> None:
 
 
 def measure(server: Server, most_jobs: int, rounds: int) -> dict[int, dict[str, Any]]:
-    """By batch size, of its fastest round: jobs per second, and the CPU time per job, here and in the server."""
+    """By batch size, for its fastest round: jobs per second, and CPU time per job, here and in the server."""
     link = Link(server.url)
     source = claim_source(LAYOUT)
     script = as_function("prototype", source)
@@ -64,7 +63,7 @@ def measure(server: Server, most_jobs: int, rounds: int) -> dict[int, dict[str, 
                 "redis_us": servers / jobs * 1e6,
             }
             found["disturbed"] = quiet.foreign_share() > DISTURBED_CORES
-            # A quiet round is better than any that was disturbed, and then the faster one.
+            # A quiet round beats any disturbed one; among equals the faster wins.
             if batch not in best or _worth(found) > _worth(best[batch]):
                 best[batch] = found
     link.close()

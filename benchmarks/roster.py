@@ -1,6 +1,6 @@
-"""Who is compared: each peer with the settings it is measured with, and how its program is started.
+"""The peers: the settings of each, and how its program is started.
 
-A peer's program (peers/NAME_peer.*) understands the verbs that peers/verbs.py describes.
+A peer's program (peers/NAME_peer.*) implements the verbs described in peers/verbs.py.
 """
 
 import os
@@ -18,13 +18,13 @@ PROGRAMS = Path(__file__).parent / "peers"
 
 @dataclass
 class Peer:
-    """One of those compared. `install` fills in command, environ and version, or raises Unavailable."""
+    """One peer. `install` fills in command, environ and version, or raises Unavailable."""
 
     name: str
     settings: str
-    # Under which settings it loses least when a worker is killed, if they differ.
+    # Settings with which it loses least when a worker is killed, if they differ.
     durable: str
-    # Jobs per second to be expected of one process: only decides how many jobs a trial has.
+    # Expected jobs per second of one process: only decides the number of jobs of a trial.
     nominal_rate: int
     install: Callable[["Peer"], None]
     bulk: bool = True
@@ -44,7 +44,7 @@ class Peer:
 
 
 def _python(*packages: str, undeclared: tuple[str, ...] = ()) -> Callable[[Peer], None]:
-    """`undeclared`: what the packages import without saying that they need it."""
+    """`undeclared`: dependencies that the packages import without declaring them."""
 
     def install(peer: Peer) -> None:
         python = installing.python_venv(peer.name, [*packages, *undeclared, "redis[hiredis]"])

@@ -1,16 +1,16 @@
-"""How far one supervisor, and one server, go: figures, and what grows with what.
+"""The limits of one supervisor and one server: figures, and how they grow.
 
     python benchmarks/scale.py [--queues 1000] [--jobs 1000000] [--scheduled 100000] [--supervisors 10] [--only ...]
 
-1. `queues`: one supervisor with so many queues (two processes each): start, memory, status, idle CPU, stop. While they
+1. `queues`: one supervisor with --queues queues (two processes each): start, memory, status, idle CPU, stop. While they
    run, the jobs are spread over all of them.
-2. `backlog`: the jobs in one queue: what they take, and what looking and draining cost.
+2. `backlog`: the jobs in one queue: their memory, and the cost of status and drain.
 3. `scheduled`: jobs that are all due in the same second: how late they run.
-4. `supervisors`: so many on one server, with one queue in common: who gets how much, what they say while idle.
+4. `supervisors`: --supervisors of them on one server, with one queue in common: their shares, their idle traffic.
 
-Each part has a server of its own on a private socket. Parts that the limits of this user or machine forbid are left
-out, and the limit is named. Python's bytecode is kept in a directory of its own, as an installation has it: where
-PYTHONDONTWRITEBYTECODE is set, each process would compile its handlers anew, which takes longer than all the rest.
+Each part has its own server on a private socket. Parts that exceed limits of this user or machine are skipped, and the
+limit is named. Python's bytecode is kept in its own directory, as in an installation: with PYTHONDONTWRITEBYTECODE set,
+each process would compile its handlers again, which takes longer than everything else.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from tests.support.drive.supervisor import HANDLERS, Forq, running
 from tests.support.drive.wait import wait_until
 
 IDLE_SECONDS = 10.0
-# Counted: the supervisor has 5 for each queue (a leash and a pidfd per process, a FIFO), the server 2 connections.
+# Counted: the supervisor has 5 per queue (a leash and a pidfd per process, a FIFO), the server 2 connections.
 FDS_PER_QUEUE = 5
 MB_PER_CHILD = 5
 
@@ -51,7 +51,7 @@ def timed(what: str, target: str = "") -> Iterator[None]:
 
 
 def obstacles(queues: int) -> list[str]:
-    """Which limits do not allow so many queues."""
+    """The limits that do not allow this many queues."""
     processes = 2 * queues + 50
     wanted = {
         "ulimit -u (processes)": (processes, resource.getrlimit(resource.RLIMIT_NPROC)[0]),
@@ -78,8 +78,8 @@ def settings(queues: int, handler: str = "still:noop") -> str:
 
 
 def rested(forq: Forq, queues: int) -> bool:
-    """Whether every queue has both processes, waiting for work. The titles tell that first: to ask for the status of a
-    thousand queues again and again would take much of what they need to start."""
+    """Whether every queue has both processes, waiting for work. Titles show that first: polling the status of a
+    thousand queues would take much of the CPU that they need to start."""
     below = Path(f"/proc/{forq.pid}/task/{forq.pid}/children").read_text().split()
     titles = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in below]
     if sum(b" idle " in title or b" parked " in title for title in titles) < 2 * queues:
@@ -90,12 +90,12 @@ def rested(forq: Forq, queues: int) -> bool:
 
 @contextmanager
 def bytecode() -> Iterator[None]:
-    """For whatever is started here."""
+    """For all processes started here."""
     with tempfile.TemporaryDirectory(prefix="forq-bytecode-") as directory:
         before = dict(os.environ)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = directory
-        # The first one compiles what it imports; those that are measured read that.
+        # The first one compiles its imports; the measured ones read the result.
         with running(settings=settings(1)) as forq:
             forq.wait_for_child("q0")
         try:
@@ -155,7 +155,7 @@ def check_tree(forq: Forq, server: Server, queues: int) -> None:
 
 
 def spread(forq: Forq, server: Server, queues: int, jobs: int) -> None:
-    """The jobs over all queues, while their processes run."""
+    """Spreads the jobs over all queues, while their processes run."""
     client, each = forq.client(), jobs // queues
     with timed(f"{jobs:,} jobs over {queues:,} queues, enqueued and run"):
         for number in range(queues):
@@ -163,7 +163,7 @@ def spread(forq: Forq, server: Server, queues: int, jobs: int) -> None:
         left = set(range(queues))
 
         def empty() -> bool:
-            """Whoever has ended is not asked again; the first that has not ends the look."""
+            """An empty queue is not asked again; the first one that is not empty ends the check."""
             for number in sorted(left, reverse=True):
                 if client.queue(f"q{number}").status()["done"] < each:
                     return False
@@ -174,7 +174,7 @@ def spread(forq: Forq, server: Server, queues: int, jobs: int) -> None:
 
 
 def slowly(condition: Callable[[], bool], seconds: float, pause_seconds: float = 0.5) -> None:
-    """Asks twice a second: to ask a thousand queues more often would itself be the load."""
+    """Polls twice a second: polling a thousand queues more often would be a load itself."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -200,7 +200,7 @@ def long_backlog(server: Server, given: argparse.Namespace) -> None:
 
 def due_at_once(server: Server, given: argparse.Namespace) -> None:
     with running(redis=server.url) as forq:
-        # Lines of this handler are written one by one: a slower drain, but each job says when it ran.
+        # This handler writes one line per job: a slower drain, but each job records when it ran.
         forq.create("due", "record")
         queue, lead_seconds = forq.client().queue("due"), 3 + given.scheduled / 10_000
         offset = time.time() - time.monotonic()

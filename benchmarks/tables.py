@@ -1,4 +1,4 @@
-"""Markdown tables from results.json; they are never typed by hand.
+"""Markdown tables from results.json, so that no figure is typed by hand.
 
 python benchmarks/tables.py RESULTS.json                        prints all
 python benchmarks/tables.py RESULTS.json --write FILE.md   puts each after its `<!-- table NAME -->`
@@ -19,7 +19,7 @@ NOT_MEASURED = "\N{EN DASH}"
 
 
 def number(value: float | None) -> str:
-    """Three figures that count, thousands apart."""
+    """Three significant figures, with separated thousands."""
     if value is None:
         return NOT_MEASURED
     if abs(value) >= 1000:
@@ -34,7 +34,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def cell(results: Results, peer: str, measure: str, *names: str) -> str:
-    """Figures of one peer, `a / b`. † when only disturbed rounds were to be had; failures in words."""
+    """Figures of one peer, `a / b`. † if all rounds were disturbed; failures in words."""
     found = results["summaries"].get(peer, {}).get(measure)
     if found is None:
         return NOT_MEASURED
@@ -116,7 +116,7 @@ def load(results: Results) -> str:
 
 
 def steady(results: Results) -> str:
-    """Jobs that take 5 ms: how many run, and the share of what threads can do that only sleep as long."""
+    """Jobs of 5 ms: the rate, and its share of the maximum of threads that only sleep."""
     measures = {"1 worker": "steady1", "20 workers": "steady20"}
     rows = [
         [peer, *(cell(results, peer, measure, "per_second", "percent") for measure in measures.values())]
@@ -154,7 +154,7 @@ def settings(results: Results) -> str:
 
 
 def cost(results: Results) -> str:
-    """What one job costs forq."""
+    """The cost of one job of forq."""
     found = results["summaries"]["forq"]
 
     def figure(measure: str, name: str) -> str:
@@ -182,7 +182,7 @@ def prototype(results: Results) -> str:
 
 
 def conditions(results: Results) -> str:
-    """Where and when, and how far the figures may be believed."""
+    """Place, time and reliability of the figures."""
     machine, average = results["machine"], results["load_average"]
     disturbed, trials = results["disturbed_trials"], len(results["trials"])
     text = (
@@ -213,7 +213,7 @@ def all_tables(results: Results) -> str:
 
 
 def filled(document: str, results: Results) -> str:
-    """The document with every table in its place; KeyError names one that does not exist."""
+    """The document with every table filled in; KeyError names an unknown one."""
     return _SLOT.sub(lambda slot: f"{slot[1]}{TABLES[slot[2]](results)}\n{slot[3]}", document)
 
 

@@ -1,4 +1,4 @@
-"""Measures for forq and the fastest peers only: jobs that take 5 ms, waiting under load, the cost of a long backlog."""
+"""Measures only for forq and the fastest peers: jobs of 5 ms, waits under load, the cost of a long backlog."""
 
 import threading
 import time
@@ -16,9 +16,9 @@ STEADY_CONCURRENCY = (1, 20)
 
 
 def load(peer: Peer, server: Server, effort: Effort, number: int, percent: int) -> tuple[Figures, list[float]]:
-    """Jobs of 5 ms, one at a time, that arrive at random at so many percent of 200 per second: how long each waits.
+    """Jobs of 5 ms, one at a time, that arrive at random at this percentage of 200 per second: the wait of each.
 
-    The same arrivals for every peer of a round, so that `least_waits` is the same floor for all.
+    All peers of a round get the same arrivals, so that `least_waits` is the same floor for all.
     """
     times = load_arrivals(percent, effort.load_seconds, number)
     with Bench(peer, server, concurrency=1) as bench:
@@ -32,21 +32,21 @@ def load(peer: Peer, server: Server, effort: Effort, number: int, percent: int) 
 
 
 def steady(peer: Peer, server: Server, effort: Effort, number: int, concurrency: int) -> tuple[Figures, list[float]]:
-    """Jobs of 5 ms that all wait already: how many per second, and what share that is of threads that only sleep."""
+    """Jobs of 5 ms that all wait already: jobs per second, and their share of threads that only sleep."""
     jobs = int(concurrency * 1000 / SERVICE_MS * effort.steady_seconds)
     with Bench(peer, server, concurrency=concurrency) as bench:
         bench.arrive([0] * jobs, SERVICE_MS)
         bench.work()
         records = bench.wait_for_records(jobs, effort.patience_seconds + effort.steady_seconds)
     started = sorted(record.started_ns for record in records)
-    # From when all run to when the last of them are begun: neither starting up nor running out is in it.
+    # From when all run to when the last ones begin: excludes startup and the tail.
     first, last = started[2 * concurrency], started[-2 * concurrency]
     rate = (len(started) - 4 * concurrency) / ((last - first) / 1e9)
     return {"per_second": rate, "percent": rate / sleeps_per_second(concurrency) * 100}, []
 
 
 def sleeps_per_second(threads: int, seconds: float = 1.0) -> float:
-    """The most that so many workers can do: how often threads of one process sleep 5 ms, and do nothing else."""
+    """The maximum for this many workers: how often threads of one process can sleep 5 ms."""
     ends_at = time.monotonic() + seconds
     counts = [0] * threads
 
@@ -70,7 +70,7 @@ def load_arrivals(percent: int, seconds: float, seed: int) -> list[int]:
 
 
 def load_floor(percent: int, seconds: float, rounds: int) -> dict[str, float]:
-    """What jobs would wait where a queue costs nothing."""
+    """The waits of jobs in a queue without overhead."""
     waits = [
         wait for number in range(rounds) for wait in least_waits_ms(load_arrivals(percent, seconds, number), SERVICE_MS)
     ]
@@ -78,15 +78,15 @@ def load_floor(percent: int, seconds: float, rounds: int) -> dict[str, float]:
 
 
 def backlog(peer: Peer, server: Server, effort: Effort, number: int, waiting: int) -> tuple[Figures, list[float]]:
-    """The server's time per enqueue, and per job that is run, while so many wait."""
+    """The server's time per enqueue, and per run job, while this many wait."""
     jobs = effort.backlog_jobs
     with Bench(peer, server, block=max(1, jobs // 100)) as bench:
         bench.fill(waiting, effort.patience_seconds + waiting / 5_000)
         before = cpu_seconds(server.pid)
         count, seconds = bench.enqueue("one", 3600.0, jobs, timeout_seconds=effort.patience_seconds)
         enqueue_us = (cpu_seconds(server.pid) - before) / count * 1e6
-        # The worker's connecting is in it, a small part of so many jobs: a fast worker has run many of them before
-        # anybody could see that it has begun.
+        # Includes the worker's connection setup, a small part of so many jobs: a fast worker has run many of them
+        # before its start could be noticed.
         before = cpu_seconds(server.pid)
         bench.work()
         ran = len(bench.wait_for_records(jobs // bench.block, effort.patience_seconds)) * bench.block

@@ -1,4 +1,4 @@
-"""A worker of a peer under measurement: its start, what its jobs have written, and its end by pid."""
+"""A worker of a peer under measurement: its start, the lines of its jobs, and its end by pid."""
 
 import os
 import shutil
@@ -19,11 +19,11 @@ _STOP_SECONDS = 20
 
 
 class Failed(Exception):
-    """A trial that came to nothing; the text says why."""
+    """A trial without a result; the text gives the reason."""
 
 
 class Record(NamedTuple):
-    """A job's line: when it started, when it was sent (0: not told), and where it ran."""
+    """A job's line: when it started, when it was sent (0: unknown), and where it ran."""
 
     started_ns: int
     sent_ns: int
@@ -31,7 +31,7 @@ class Record(NamedTuple):
 
 
 class Bench:
-    """One trial of one peer: a directory of its own, the peer's programs, and the file their jobs write to."""
+    """One trial of one peer: its own directory, the peer's programs, and the file that their jobs write to."""
 
     def __init__(self, peer: Peer, server: Server, *, concurrency: int = 0, durable: bool = False, block: int = 1):
         self.peer = peer
@@ -59,7 +59,7 @@ class Bench:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def enqueue(self, *verb: object, timeout_seconds: float) -> tuple[int, float]:
-        """Runs a verb that enqueues; how many jobs, and in how many seconds."""
+        """Runs a verb that enqueues; returns the number of jobs and the seconds."""
         environ = self.peer.full_environ(**self._settings)
         try:
             done = subprocess.run(
@@ -82,14 +82,14 @@ class Bench:
         return self.enqueue("bulk", count, timeout_seconds=timeout_seconds)
 
     def arrive(self, times_ns: list[int], service_ms: float = 0.0) -> None:
-        """Jobs that arrive at these times; comes back when the last was sent."""
+        """Sends jobs at these times; returns when the last was sent."""
         path = self._directory / "arrivals"
         path.write_text("".join(f"{at}\n" for at in times_ns))
         allowed_seconds = times_ns[-1] / 1e9 * 3 + 30
         self.enqueue("arrivals", path, service_ms, timeout_seconds=allowed_seconds)
 
     def work(self) -> subprocess.Popen[bytes]:
-        # One that was killed is followed by one in the same place, as after a restart of its service.
+        # A killed one is replaced by one in the same place, as after a restart of its service.
         state = self._directory / f"worker{len(self.workers)}"
         state.mkdir(exist_ok=True)
         environ = self.peer.full_environ(**self._settings, BENCH_STATE=str(state))
@@ -106,7 +106,7 @@ class Bench:
         return worker
 
     def warm(self, timeout_seconds: float = 30.0) -> None:
-        """Comes back when the worker has run a job."""
+        """Returns when the worker has run a job."""
         known = len(self.records())
         self.arrive([0])
         self.wait_for_records(known + 1, timeout_seconds)
@@ -141,7 +141,7 @@ class Bench:
         return _last_line(path.read_text(errors="replace")) if path.exists() else "no log"
 
     def kill(self, worker: subprocess.Popen[bytes]) -> None:
-        """Everything of it at once, as a lost container would."""
+        """Kills all its processes at once, like a lost container."""
         end(tree(worker.pid))
         worker.wait()
         self.workers.remove(worker)
@@ -159,7 +159,7 @@ class Bench:
 
 
 def end(processes: list[psutil.Process]) -> None:
-    """Kills these, each by its pid and start time, and waits for those that have become this process's own."""
+    """Kills these, each by its pid and start time, and reaps those that this process has adopted."""
     for process in processes:
         try:
             process.kill()
@@ -168,7 +168,7 @@ def end(processes: list[psutil.Process]) -> None:
     for process in processes[1:]:
         try:
             os.waitpid(process.pid, 0)
-        except ChildProcessError:  # another one's, who has waited for it
+        except ChildProcessError:  # reaped by another process
             continue
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/workload.py [--seed 1] [--seconds 100] [--kills 20]
 
-What forq makes of it is compared with simulations of the same arrivals, service times and kills that have no overhead
-at all: first come, first served, killed jobs run again at once from their start. In the one they run on the queue's
-workers, before all others; in the other beside them, as suspects do. The second one is the stricter, and the measure:
-exit code 1 if the mean wait is more than 2 % above it, or the makespan more than 1 %.
+The result is compared with simulations of the same arrivals, service times and kills without any overhead: first come,
+first served, killed jobs run again at once from their start. In one simulation they run on the queue's workers, before
+all others; in the other beside them, as suspects do. The second is stricter, and the measure: exit code 1 if the mean
+wait is more than 2 % above it, or the makespan more than 1 %.
 
 It needs a machine without other work: --seconds 100 takes about two and a half minutes.
 """
@@ -31,7 +31,7 @@ from tests.support.drive.wait import wait_until
 HANDLERS = Path(__file__).parent / "handlers"
 NAMES = tuple(f"work{number}" for number in range(len(WORKERS)))
 MOST_WAIT, MOST_MAKESPAN = 0.02, 0.01
-# Before the first arrival: everything is up and idle.
+# Before the first arrival, everything is up and idle.
 SETTLE_SECONDS = 2.0
 LONGEST_RUN_SECONDS = 900.0
 
@@ -44,7 +44,7 @@ class Run:
         self._workload = workload
         self._ends_file = ends_file
         self._began = 0.0
-        # What really happened, by queue: producers and kills may be late, and that is not forq's fault.
+        # Actual events by queue: late producers and kills are not forq's fault.
         self.arrivals: list[tuple[Arrival, ...]] = [() for _ in NAMES]
         self.kills: list[list[float]] = [[] for _ in NAMES]
         self.killed_jobs = 0
@@ -77,7 +77,7 @@ class Run:
         return {job_id: int(ns) / 1e9 - self._began for job_id, ns in (line.split(" ") for line in lines)}
 
     def _produce(self, queue: int) -> None:
-        """In order; what is due together is sent together."""
+        """In order; jobs due together are sent together."""
         jobs = self._forq.client().queue(NAMES[queue])
         left, stored = list(self._workload.arrivals[queue]), []
         while left:
@@ -103,7 +103,7 @@ class Run:
 
 
 def compare(workload: Workload) -> bool:
-    # Twice what all workers need: capacity is not what is measured here.
+    # Twice what all workers need: capacity is not measured here.
     settings = f"capacity = {20 * 2 * sum(WORKERS)}\n"
     with tempfile.TemporaryDirectory(prefix="forq-") as directory:
         ends_file = Path(directory) / "ends"

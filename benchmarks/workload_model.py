@@ -1,4 +1,4 @@
-"""The workload of workload.py, drawn from a seed, and what it would take without any overhead. Times are in seconds."""
+"""The workload of workload.py, drawn from a seed, and its duration without any overhead. Times are in seconds."""
 
 import random
 from bisect import insort
@@ -13,7 +13,7 @@ MEDIAN_SECONDS, SIGMA = 0.3, 1.8
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.001, 20.0
 # Tail of the gaps between arrivals: bursts, and quiet times in between.
 GAP_ALPHA = 1.5
-# More work arrives than the workers can do in that time, so that a backlog is left.
+# More work arrives than the workers can do in that time, so that a backlog remains.
 LOAD = 1.15
 
 
@@ -26,7 +26,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Workload:
-    """By queue: its arrivals in their order. `kills`: (when, which queue), in their order."""
+    """By queue: its arrivals in order. `kills`: (when, which queue), in order."""
 
     arrivals: tuple[tuple[Arrival, ...], ...]
     kills: tuple[tuple[float, int], ...]
@@ -54,7 +54,7 @@ def _arrivals(chance: random.Random, workers: int, seconds: float) -> tuple[Arri
 
 @dataclass
 class _Queue:
-    """First come, first served, by so many workers. `alone`: how many suspects may run beside them."""
+    """First come, first served. `alone`: how many suspects may run beside the workers."""
 
     workers: int
     alone: int
@@ -72,7 +72,7 @@ class _Queue:
             insort(self.running_alone, (now + oldest.service, oldest))
 
     def kill(self) -> None:
-        """All workers die; each job that they ran begins again from its start."""
+        """All workers die; each of their jobs begins again from its start."""
         killed = sorted(job for _, job in self.running)
         self.running = []
         if self.alone and len(killed) > 1:
@@ -92,7 +92,7 @@ class _Queue:
 
 def simulate(arrivals: Iterable[Arrival], kills: Iterable[float], workers: int, *, beside: bool) -> dict[int, float]:
     """When each job ends, by its number. `beside`: killed jobs run again beside the workers, as suspects do (one in the
-    retry process, as many as there are workers in processes of their own); else on the workers, before all others."""
+    retry process, as many as there are workers in their own processes); else on the workers, before all others."""
     queue = _Queue(workers, workers + 1 if beside else 0)
     coming, dying, ends = deque(sorted(arrivals)), deque(sorted(kills)), {}
     while coming or queue.waiting or queue.suspects or queue.running or queue.running_alone:
@@ -111,7 +111,7 @@ def simulate(arrivals: Iterable[Arrival], kills: Iterable[float], workers: int, 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`mean_wait`: of the time that a job was in the system, what it did not run successfully."""
+    """`mean_wait`: the part of a job's time in the system in which it did not run successfully."""
 
     mean_wait: float
     makespan: float
