@@ -119,8 +119,8 @@ def _without_queue_and_job(message: str, record: logging.LogRecord) -> str:
     """Lines of the queue's log begin with queue and job, so forq's own entries need not repeat them."""
     if not _is_job_log_entry(record):
         return message
-    told = record.__dict__
-    return message.replace(f" queue={told.get('queue')} job={told['job_id']}", "", 1)
+    fields = record.__dict__
+    return message.replace(f" queue={fields.get('queue')} job={fields['job_id']}", "", 1)
 
 
 def _is_job_log_entry(record: logging.LogRecord) -> bool:
