@@ -263,7 +263,7 @@ def main() -> int:
             if not check:
                 path.write_text(text)
     if check and old:
-        print(f"not up to date: {', '.join(old)} (make reference writes them)", file=sys.stderr)
+        print(f"out of date: {', '.join(old)}; run: make reference", file=sys.stderr)
     return 1 if check and old else 0
 
 

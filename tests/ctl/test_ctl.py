@@ -78,7 +78,7 @@ def test_status_of_a_queue_shows_its_first_items_and_how_to_see_more(fake: FakeS
     items = [{"id": str(number), "identifier": None} for number in range(100)]
     fake.answers["status"] = whole_status(queue_status(items=items))
     lines = forqctl(fake, "status", "emails")[1].splitlines()
-    assert lines[-2:] == ["19  -", "more of them: forqctl jobs emails"]
+    assert lines[-2:] == ["19  -", "more: forqctl jobs emails"]
     fake.answers["status"] = whole_status(queue_status(items=items[:20]))
     assert forqctl(fake, "status", "emails")[1].splitlines()[-1] == "19  -"
 
@@ -122,7 +122,7 @@ def test_status_has_one_row_for_all_workers_of_a_process_that_do_the_same(fake: 
         ["big", "main", "waits", "13", "130", "0", "7s"],
         ["q0", "main", "runs", "1", "10", "0", "1s"],
     ]
-    assert lines[-1] == "and 83 rows more: forqctl status --json has every worker"
+    assert lines[-1] == "and 83 more rows; all workers: forqctl status --json"
     assert len(lines[begin:]) == 23
 
 
@@ -208,7 +208,7 @@ def test_drain_gives_up_after_wait_with_6(fake: FakeSupervisor) -> None:
     assert forqctl(fake, "drain", "q", "--wait", "100ms") == (
         6,
         "",
-        "forqctl: queue q is not drained yet; it goes on draining\n",
+        "forqctl: queue q is not drained yet; draining continues\n",
     )
 
 
@@ -310,7 +310,7 @@ def test_push_sends_when_a_job_may_run(fake: FakeSupervisor, given: list[str], s
         (["--at", "inf"], "--at 'inf'"),
         (["--at=-1"], "--at '-1'"),
         (["--at", "1969-12-31T23:59Z"], "--at '1969-12-31T23:59Z'"),
-        (["--in", "1m", "--at", "2026-12-01T09:00Z"], "cannot be given both"),
+        (["--in", "1m", "--at", "2026-12-01T09:00Z"], "cannot be combined"),
     ],
 )
 def test_push_refuses_a_time_that_is_none_without_asking(fake: FakeSupervisor, given: list[str], says: str) -> None:
@@ -365,7 +365,7 @@ def test_a_bad_record_is_named_and_nothing_of_its_chunk_is_sent(fake: FakeSuperv
     code, out, err = forqctl(fake, "push", "q", "--file", "-", "--records", stdin=stdin)
     assert (code, out) == (2, "")
     assert err.startswith("forqctl: stdin: line 601: ")
-    assert err.endswith("; pushed before: 500\n")
+    assert err.endswith("; pushed so far: 500\n")
     assert len(fake.calls) == 1
 
 
@@ -374,7 +374,7 @@ def test_a_refused_chunk_is_named_by_its_lines(fake: FakeSupervisor) -> None:
     assert forqctl(fake, "push", "q", "--file", "-", stdin=b"1\n2\n") == (
         1,
         "",
-        "forqctl: stdin: lines 1 to 2: queue q is full; pushed before: 0\n",
+        "forqctl: stdin: lines 1 to 2: queue q is full; pushed so far: 0\n",
     )
 
 
@@ -383,7 +383,7 @@ def test_remove_and_cancel_are_4_when_there_was_nothing(fake: FakeSupervisor, ve
     fake.answers[verb] = {field: True}
     assert forqctl(fake, verb, "q", "7") == (0, f"{field} 7\n", "")
     fake.answers[verb] = {field: False}
-    assert forqctl(fake, verb, "q", "7") == (4, "", f"forqctl: queue q has no job 7 to {verb}: `forqctl why q 7`\n")
+    assert forqctl(fake, verb, "q", "7") == (4, "", f"forqctl: queue q has no job 7 to {verb}; see: forqctl why q 7\n")
     assert fake.calls == [(verb, {"name": "q", "id": "7"})] * 2
 
 
@@ -439,7 +439,7 @@ def test_dead_retry_all_goes_on_until_nothing_is_left(fake: FakeSupervisor) -> N
     code, out, _ = forqctl(fake, "dead", "retry", "q", "--all")
     assert (code, out) == (
         1,
-        "retried 99 jobs of q, 2 refused (a live job has the id, or the record is broken)\n",
+        "retried 99 jobs of q, 2 refused (a live job has the same id, or the record is broken)\n",
     )
     assert [params for _, params in fake.calls] == [
         {"name": "q", "all": True},
@@ -453,7 +453,7 @@ def test_dead_retry_all_goes_on_until_nothing_is_left(fake: FakeSupervisor) -> N
 def test_dead_retry_all_says_how_far_it_came_before_an_error(fake: FakeSupervisor) -> None:
     full = errors.QueueFull("queue q is full")
     fake.answers["dead.retry"] = lambda params: full if params.get("after") else chunk(98, left=1, next="9/0")
-    assert forqctl(fake, "dead", "retry", "q", "--all") == (1, "", "forqctl: queue q is full; retried before: 98\n")
+    assert forqctl(fake, "dead", "retry", "q", "--all") == (1, "", "forqctl: queue q is full; retried so far: 98\n")
 
 
 def test_dead_retry_all_shows_how_far_it_is_on_a_terminal(fake: FakeSupervisor) -> None:
@@ -541,7 +541,7 @@ def test_recover_ends_with_4_and_the_name_when_there_is_no_such_queue(fake: Fake
     assert forqctl(fake, "recover", "-", stdin=log_line("a")) == (
         4,
         "",
-        "forqctl: stdin: line 1: no queue 'q'; recovered before: 0\n",
+        "forqctl: stdin: line 1: no queue 'q'; recovered so far: 0\n",
     )
     code, _, err = forqctl(fake, "recover", "/no/such/file")
     assert (code, err) == (2, "forqctl: cannot read /no/such/file: No such file or directory\n")
@@ -565,7 +565,7 @@ def test_recover_names_the_lines_that_it_left_and_says_what_to_do(fake: FakeSupe
     assert (code, out) == (1, "recovered 1, already there 0, left 1, broken 0\n")
     assert err.splitlines() == [
         "forqctl: stdin: line 3: left: job a of queue q is live",
-        "forqctl: lines that were left: 1; run the same command again when the jobs that have their ids have ended",
+        "forqctl: lines left: 1; run the command again when the live jobs with their ids have ended",
     ]
     fake.answers["recover"] = lambda params: {"recovered": 0, "known": 0, "left": [*range(len(params["jobs"]))]}
     code, out, err = forqctl(fake, "recover", "-", stdin=b"".join(log_line(f"j{n}") for n in range(700)))
@@ -603,23 +603,23 @@ def test_an_error_is_one_line_and_its_exit_code(fake: FakeSupervisor, cls: type[
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["stauts"], "there is no command 'stauts': did you mean status? (see forqctl --help)"),
-        ([], "a command is missing (see forqctl --help)"),
-        (["push", "q"], "push needs either JSON or --file"),
-        (["push", "q", "1", "--file", "x"], "push needs either JSON or --file"),
-        (["push", "q", "--file", "-", "--id", "1"], "--id names one job: with --file use --records"),
-        (["create", "q", "--mode", "work"], "create needs --handler M:F, or --type T=M:F for each type of job"),
-        (["create", "q", "--handler", "m:f", "--set", "x"], "option 'x': the form is OPTION=VALUE"),
+        (["stauts"], "unknown command 'stauts': did you mean status? (see forqctl --help)"),
+        ([], "no command given (see forqctl --help)"),
+        (["push", "q"], "push needs JSON or --file"),
+        (["push", "q", "1", "--file", "x"], "push needs JSON or --file"),
+        (["push", "q", "--file", "-", "--id", "1"], "--id is for a single job; with --file use --records"),
+        (["create", "q", "--mode", "work"], "create needs --handler M:F, or --type T=M:F for each job type"),
+        (["create", "q", "--handler", "m:f", "--set", "x"], "option 'x' is not allowed: the form is OPTION=VALUE"),
         (["set", "q"], "set needs at least one OPTION=VALUE, such as timeout=30s"),
         (["set", "q", "a=1", "--set", "a=2"], "option 'a' is given twice: '1' and '2'"),
         (["create", "q", "--handler", "m:f", "a=1", "a=1"], "option 'a' is given twice: '1' and '1'"),
-        (["jobs", "q", "--limit", "0"], "--limit is at least 1"),
+        (["jobs", "q", "--limit", "0"], "--limit must be at least 1"),
         (["dead", "list", "q", "a"], "list takes neither ID nor --all"),
-        (["dead", "list", "q", "--limit", "0"], "--limit is at least 1"),
+        (["dead", "list", "q", "--limit", "0"], "--limit must be at least 1"),
         (["dead", "show", "q"], "show needs an ID"),
-        (["dead", "retry", "q"], "retry needs either ID or --all"),
-        (["dead", "discard", "q", "a", "--all"], "discard needs either ID or --all"),
-        (["dead", "retry", "q", "a", "--limit", "1"], "--limit and --after go with list"),
+        (["dead", "retry", "q"], "retry needs ID or --all"),
+        (["dead", "discard", "q", "a", "--all"], "discard needs ID or --all"),
+        (["dead", "retry", "q", "a", "--limit", "1"], "--limit and --after are only for list"),
     ],
 )
 def test_usage_errors_are_2_and_send_nothing(fake: FakeSupervisor, args: list[str], message: str) -> None:
@@ -678,9 +678,12 @@ def test_colour_is_for_terminals_without_no_color(fake: FakeSupervisor) -> None:
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        ("paused", "queue emails is paused, so it does not drain: forqctl resume emails"),
-        ("flapping", "queue emails is flapping, so it may not drain: forqctl logs emails"),
-        ("config_error", "queue emails cannot be served, so it does not drain: no such module; when mended: forqctl "),
+        ("paused", "queue emails is paused, so it does not drain; run: forqctl resume emails"),
+        ("flapping", "queue emails is flapping, so it may not drain; see: forqctl logs emails"),
+        (
+            "config_error",
+            "queue emails cannot be served, so it does not drain: no such module; fix it, then run: forqctl ",
+        ),
     ],
 )
 def test_drain_says_what_keeps_a_queue_from_draining(fake: FakeSupervisor, state: str, says: str) -> None:
@@ -752,8 +755,8 @@ def test_drain_names_the_jobs_that_it_waits_for(fake: FakeSupervisor, jobs: int,
 @pytest.mark.parametrize(
     ("importing", "says"),
     [
-        (True, "the handler of emails is being imported (process 12, 4s; forqctl stack emails shows where it is)"),
-        (False, "new processes of emails are ready; the old ones still run: j1 (3s), j0 (0s)"),
+        (True, "importing the handler of emails (process 12, 4s; see: forqctl stack emails)"),
+        (False, "the new processes of emails are ready; the old ones still run: j1 (3s), j0 (0s)"),
     ],
 )
 def test_restart_and_create_name_what_they_wait_for(
@@ -781,9 +784,9 @@ def test_restart_and_create_name_what_they_wait_for(
 @pytest.mark.parametrize(
     ("queue", "says"),
     [
-        (busy_queue(2), "running jobs, 10s at most: emails j1 (3s), emails j0 (0s)"),
+        (busy_queue(2), "running jobs, at most 10s: emails j1 (3s), emails j0 (0s)"),
         (queue_status(), "the processes of emails"),
-        (queue_status(children=[]), "its services"),
+        (queue_status(children=[]), "the supervisor's services"),
     ],
 )
 def test_shutdown_names_what_the_supervisor_waits_for(fake: FakeSupervisor, queue: dict[str, Any], says: str) -> None:
@@ -791,8 +794,8 @@ def test_shutdown_names_what_the_supervisor_waits_for(fake: FakeSupervisor, queu
     fake.answers["status"] = whole_status(queue)
     code, out, err = forqctl(fake, "shutdown", "--timeout", "5s")
     told = err.splitlines()
-    assert (code, out, told[-1]) == (6, "", "forqctl: the supervisor has not stopped yet; it goes on stopping")
-    assert set(told[:-1]) == {f"forqctl: the supervisor waits for {says}"}
+    assert (code, out, told[-1]) == (6, "", "forqctl: the supervisor has not stopped yet; stopping continues")
+    assert set(told[:-1]) == {f"forqctl: waiting for {says}"}
     assert len(told) <= 4, "more and more seldom"
     assert fake.calls[1] == ("status", {"counts": False})
 

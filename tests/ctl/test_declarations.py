@@ -63,7 +63,7 @@ def test_what_is_out_of_date_is_named_and_written_anew(tmp_path: Path) -> None:
     page = tmp_path / "docs/reference/forqctl.md"
     page.write_text("old")
     done = subprocess.run([*write, "--check"], capture_output=True, text=True)
-    wanted = "not up to date: docs/reference/forqctl.md (make reference writes them)\n"
+    wanted = "out of date: docs/reference/forqctl.md; run: make reference\n"
     assert (done.returncode, done.stderr, page.read_text()) == (1, wanted, "old")
     assert subprocess.run(write).returncode == 0
     assert page.read_text().startswith("# forqctl\n")

@@ -51,7 +51,7 @@ def test_following_goes_on_until_it_is_interrupted_and_says_when_lines_are_missi
     out, err = process.communicate(timeout=10)
     assert process.returncode == 130
     assert [line[-6:] for line in out.splitlines()] == ["line 1", "line 2", "line 9"]
-    assert err == "forqctl: more was written than could be read: some lines are missing\n"
+    assert err == "forqctl: output was written faster than it could be read; some lines are missing\n"
     assert [params.get("wait") for _, params in fake.calls] == [None, 5.0, 5.0, 5.0]
 
 

@@ -47,7 +47,7 @@ def test_a_dry_run_shows_the_next_ticks_only(fake: FakeSupervisor) -> None:
 @pytest.mark.parametrize("flags", [[], ["--every", "5m", "--cron", "* * * * *"]])
 def test_schedule_needs_one_rule(fake: FakeSupervisor, flags: list[str]) -> None:
     code, _, err = forqctl(fake, "schedule", "q", "k", *flags)
-    assert (code, err) == (2, "forqctl: schedule needs either --every D or --cron EXPR\n")
+    assert (code, err) == (2, "forqctl: schedule needs --every D or --cron EXPR, and not both\n")
     assert fake.calls == []
 
 
@@ -80,7 +80,7 @@ def test_unschedule_says_if_the_config_file_will_bring_it_back(fake: FakeSupervi
     fake.answers["unschedule"] = {"key": "k", "removed": True, "origin": "user"}
     assert forqctl(fake, "unschedule", "q", "k") == (0, "unscheduled k of q\n", "")
     fake.answers["unschedule"] = {"key": "k", "removed": True, "origin": "config"}
-    assert "until the next start: it is in the config file" in forqctl(fake, "unschedule", "q", "k")[1]
+    assert "until the next start: it is defined in the config file" in forqctl(fake, "unschedule", "q", "k")[1]
     fake.answers["unschedule"] = errors.UnknownSchedule("none")
     assert forqctl(fake, "unschedule", "q", "k") == (4, "", "forqctl: none\n")
 

@@ -117,8 +117,8 @@ def test_plain_survives_a_restart_of_the_supervisor(fake: FakeSupervisor, tmp_pa
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--interval", "10ms"], "--interval is at least 0.1 s"),
-        (["--count", "0"], "--count is at least 1"),
+        (["--interval", "10ms"], "--interval must be at least 0.1 s"),
+        (["--count", "0"], "--count must be at least 1"),
     ],
 )
 def test_wrong_arguments_are_2(fake: FakeSupervisor, args: list[str], message: str) -> None:

@@ -47,7 +47,7 @@ def test_watch_prints_a_line_per_change_until_the_job_is_gone(fake: FakeSupervis
         "active 40% page\\x1b 12 of 30\n"
         "scheduled until 2023-11-14T22:13:20.000Z\n"
         "active 100%\n"
-        "gone: it is done, released or cancelled\n",
+        "gone: done, released or cancelled\n",
         "",
     )
     assert [params["seen"] for _, params in fake.calls] == [None, "1 0", "2 0", "3 0", "4 0", "5 0"]
@@ -74,7 +74,7 @@ def test_watch_of_what_is_not_there_is_4(fake: FakeSupervisor, error: errors.For
 def test_watch_gives_up_in_time_with_6(fake: FakeSupervisor) -> None:
     fake.answers["watch"] = lambda params: {**told("waiting"), "seen": "1 0"}
     code, out, err = forqctl(fake, "watch", "q", "a", "--wait", "200ms")
-    assert (code, out, err) == (6, "waiting\n", "forqctl: job a is still in queue q\n")
+    assert (code, out, err) == (6, "waiting\n", "forqctl: job a of queue q has not ended yet\n")
     assert all(params["wait"] <= 0.2 for _, params in fake.calls)
 
 
@@ -100,7 +100,7 @@ def test_watch_on_a_terminal_draws_a_bar_in_place(fake: FakeSupervisor) -> None:
     finally:
         os.close(ours)
     bar = f"[{'#' * 15}{'.' * 15}] 50% {'x' * 200}"[:79]
-    assert shown.decode().endswith(f"\r\x1b[K{bar}\r\x1b[Kgone: it is done, released or cancelled\r\n")
+    assert shown.decode().endswith(f"\r\x1b[K{bar}\r\x1b[Kgone: done, released or cancelled\r\n")
 
 
 def test_job_shows_progress_in_words_and_in_json(fake: FakeSupervisor) -> None:

@@ -254,6 +254,6 @@ def test_shutdown_names_the_jobs_it_waits_for_and_returns_when_the_supervisor_ha
         wait_until(lambda: forq.traces("start"))
         stopped = forq.run_ctl("shutdown")
         assert (stopped.returncode, stopped.stdout) == (0, "the supervisor has stopped\n")
-        assert "forqctl: the supervisor waits for running jobs, 1m00s at most: busy long (" in stopped.stderr
+        assert "forqctl: waiting for running jobs, at most 1m00s: busy long (" in stopped.stderr
         assert forq.process is not None
         assert forq.process.poll() == 0, "it has ended, so that another may start at once"

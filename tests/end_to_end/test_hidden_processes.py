@@ -113,7 +113,7 @@ def test_unkillable_processes_are_named_in_the_answer_the_log_and_the_exit_code(
     done = forq.run_ctl("delete", "rising", "--force")
     assert (done.returncode, done.stdout) == (3, "deleted rising\n")
     assert done.stderr == (
-        f"forqctl: processes that its handlers have started cannot be killed: pids {pid}; as root: kill -9 {pid}\n"
+        f"forqctl: processes started by its handlers cannot be killed: pids {pid}; run as root: kill -9 {pid}\n"
     )
     assert f"cannot kill processes left by a dead child: pids {pid}; as root: kill -9 {pid}" in forq.log
     assert alive({pid}) == {pid}

@@ -144,7 +144,7 @@ def test_lifting_a_limit_lets_every_worker_continue_at_once(redis_url: str, tmp_
             forq.wait_for_child("q", "limited")
         assert queue.status()["done"] == 1
         assert "rate = 1/1h" in supervisors[0].ctl("why", "q", ids[-1])
-        assert "rate 1/1h: 0 may begin now" in supervisors[0].ctl("status")
+        assert "rate 1/1h: 0 tokens left" in supervisors[0].ctl("status")
         supervisors[0].ctl("set", "q", "rate=off")
         wait_until(lambda: queue.status()["done"] == 100, 3, "all jobs ran")
         for forq in supervisors:

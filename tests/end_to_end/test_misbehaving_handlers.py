@@ -49,7 +49,7 @@ def test_a_process_that_execs_another_program_is_killed_and_its_files_are_untouc
     create(forq, "exec", "become_another_program", timeout="1s", max_timeouts=0)
     forq.client().queue("exec").enqueue(str(precious), id="j")
     wait_until(lambda: traces(forq, "exec", "start"), what="it runs")
-    assert "(no stack to be had)" in forq.ctl("stack", "exec")
+    assert "(no stack available)" in forq.ctl("stack", "exec")
     wait_until(lambda: forq.queue_status("exec")["dead"] == 1, what="it timed out")
     assert precious.read_text() == "untouched"
     forq.wait_for_child("exec")

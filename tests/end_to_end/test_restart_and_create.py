@@ -111,12 +111,12 @@ def test_a_restart_whose_handler_cannot_be_imported_keeps_the_old_process(
     assert f"NameError: name 'rat' is not defined ({changed.file}, line 3)" in first
     assert first.endswith(f"; its old process goes on (pid {old})")
     check_traceback("\n".join(trace), changed.file)
-    assert last == f"forqctl: mend it, then: forqctl restart {name}"
+    assert last == f"forqctl: fix it, then run: forqctl restart {name}"
     assert len(pids(forq, name)) == 2, "nothing is left of the new processes"
     serves(forq, name, old)
 
     shown = forq.ctl("status", name)
-    assert f"{name}: runs older code: not restarted at 20" in shown
+    assert f"{name}: still runs older code: restart failed at 20" in shown
     check_traceback(shown, changed.file)
     assert "Traceback" not in forq.ctl("status"), "the overview has one line for it"
     forq.ctl("pause", name)

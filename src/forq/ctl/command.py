@@ -1,9 +1,9 @@
-"""How a command of forqctl is declared, and what is made of a declaration: its parser and its help.
+"""Declarations of forqctl's commands, and the parser and help generated from them.
 
-    @Command("ping", "ask whether the supervisor answers", json="ping", examples=["ping --timeout 2s"])
+    @Command("ping", "check whether the supervisor answers", json="ping", examples=["ping --timeout 2s"])
     def ping(args: Namespace) -> int: ...
 
-Shell completion, the man page and docs/reference/forqctl.md are made of the same declarations (etc/reference.py).
+etc/reference.py generates shell completion, the man page and docs/reference/forqctl.md from the same declarations.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ if TYPE_CHECKING:
 
 HELP_WIDTH = 100
 ABOUT = (
-    "forqctl talks to a supervisor (forq run) over its control socket: it makes and deletes queues, pushes jobs, shows "
-    "what they do, and helps when something went wrong."
+    "forqctl controls a supervisor (forq run) over its control socket: create and delete queues, push jobs, inspect "
+    "them, and fix problems."
 )
 DURATIONS = "D is a duration: 250ms, 10s, 5m, 2h, 7d, or a number of seconds."
 ENVIRONMENT = {
-    "FORQ_SOCKET": "the control socket, if --socket does not say it",
-    "FORQ_STATE_DIR": "the state directory, whose control.sock is used if nothing else is said",
-    "NO_COLOR": "no colours, also on a terminal",
-    "TERM": "with dumb, no colours, and top writes plain blocks",
+    "FORQ_SOCKET": "the control socket, unless --socket is given",
+    "FORQ_STATE_DIR": "the state directory; its control.sock is used by default",
+    "NO_COLOR": "disables colours",
+    "TERM": "if dumb: no colours, and top prints plain text",
 }
-# Of every command that talks to a supervisor.
+# Of every command that connects to a supervisor.
 EXIT_CODES = {
-    0: "done",
-    1: "refused, or failed",
-    2: "wrong arguments, names, data or options",
-    5: "not allowed to use the socket",
+    0: "success",
+    1: "refused or failed",
+    2: "invalid arguments, names, data or options",
+    5: "no permission to use the socket",
     6: "no answer in time",
-    7: "no supervisor there",
+    7: "no supervisor running",
     130: "interrupted",
 }
 ALL_EXIT_CODES = {
     **EXIT_CODES,
-    3: "status --check: something is not healthy; delete: processes are left that cannot be killed",
+    3: "status --check: not healthy; delete: some processes cannot be killed",
     4: "no such queue, job or schedule",
 }
 
 
 class Argument:
-    """One argument, in the words of argparse: its names and the keywords of add_argument."""
+    """One argument: its names and the keywords of argparse's add_argument."""
 
     __slots__ = ("completes", "keywords", "names")
 
     def __init__(self, *names: str, completes: str = "", **keywords: Any) -> None:
         self.names = names
         self.keywords = keywords
-        # What the shell offers for the value: "file", "dir", "option" or nothing.
+        # Shell completion of the value: "file", "dir", "option" or "" for none.
         self.completes = completes
 
     def usage(self) -> str:
@@ -71,10 +71,10 @@ class Argument:
 
 
 class Command:
-    """Declares the command that the function below it carries out.
+    """A decorator that declares the decorated function as a command.
 
-    `more`: what the summary has no room for. `json`: what --json prints; a bare name of a method of the control socket
-    stands for its result. `examples`: what to type after forqctl, and what for ("ping  # is it there").
+    `more`: text after the summary. `json`: describes the output of --json; the name of a method of the control socket
+    means its result. `examples`: arguments with an optional comment ("ping  # is it running").
     """
 
     __slots__ = ("arguments", "examples", "exits", "json", "more", "name", "own_exit_codes", "run", "summary")
@@ -106,7 +106,7 @@ class Command:
         return run
 
     def parser(self) -> ArgumentParser:
-        """Only of this command: those of all commands would add 5 ms to a start, and the import of all modules 15."""
+        """Of this command only: all parsers would add 5 ms to the start, importing all modules 15."""
         parser = Parser(
             prog=f"forqctl {self.name}", description=self.summary, formatter_class=Formatter, allow_abbrev=False
         )
@@ -118,7 +118,7 @@ class Command:
         return parser
 
     def epilog(self) -> str:
-        """What --help says below the arguments."""
+        """The part of --help below the arguments."""
         from textwrap import fill
 
         examples = [
@@ -126,16 +126,16 @@ class Command:
             for typed, purpose in self.examples
             for line in ([f"  # {purpose}"] if purpose else []) + [f"  forqctl {typed}"]
         ]
-        told = [fill(self.more, HELP_WIDTH), ""] if self.more else []
-        return "\n".join([*told, "examples:", *examples, "", "exit codes:", *_exit_lines(self.exits)])
+        more = [fill(self.more, HELP_WIDTH), ""] if self.more else []
+        return "\n".join([*more, "examples:", *examples, "", "exit codes:", *_exit_lines(self.exits)])
 
 
-# Filled by the modules of forq.ctl.commands, when they are imported.
+# Filled when the modules of forq.ctl.commands are imported.
 COMMANDS: dict[str, Command] = {}
 
 
 def duration(name: str, help: str, **keywords: Any) -> Argument:
-    """An argument whose value is a duration: --wait is wait_seconds."""
+    """An argument with a duration as value; --wait is stored as wait_seconds."""
     keywords.setdefault("dest", f"{name[2:]}_seconds")
     return Argument(name, type=_seconds, metavar="D", help=help, **keywords)
 
@@ -147,27 +147,34 @@ def _seconds(text: str) -> float:
 
 
 def given(args: Namespace, *names: str) -> dict[str, Any]:
-    """Those of these arguments that were given."""
+    """The arguments among these that were given."""
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 GLOBAL_ARGUMENTS = (
-    Argument("--socket", completes="file", metavar="PATH", help="the control socket (default: FORQ_SOCKET)"),
-    Argument("--json", action="store_true", help="print one JSON document"),
-    duration("--timeout", "how long to wait for an answer (default: 30s)"),
+    Argument(
+        "--socket",
+        completes="file",
+        metavar="PATH",
+        help="the control socket (default: FORQ_SOCKET, else the state directory's)",
+    ),
+    Argument("--json", action="store_true", help="print JSON"),
+    duration("--timeout", "timeout for an answer (default: 30s)"),
 )
-# What several commands take.
+# Arguments of several commands.
 NAME = Argument("name", metavar="NAME", help="the queue")
 ID = Argument("id", metavar="ID", help="the job")
 WAIT = duration("--wait", "give up after this time (default: never)")
-PRIORITY = Argument("--priority", type=int, choices=range(10), metavar="0-9", help="0 is served first (default: 5)")
-TYPE = Argument("--type", metavar="T", help="picks one of the queue's handlers")
-AFTER = Argument("--after", metavar="CURSOR", help="go on where the last page ended")
+PRIORITY = Argument(
+    "--priority", type=int, choices=range(10), metavar="0-9", help="priority; 0 goes first (default: 5)"
+)
+TYPE = Argument("--type", metavar="T", help="job type; selects one of the queue's handlers")
+AFTER = Argument("--after", metavar="CURSOR", help="continue after the previous page")
 NO_QUEUE = {4: "no such queue"}
 
 
 class Formatter(RawDescriptionHelpFormatter):
-    """Made for every argument that is added: left to itself it imports shutil, to ask how wide the terminal is."""
+    """With a fixed width: argparse's own formatter imports shutil to find the width of the terminal."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=HELP_WIDTH)
@@ -202,7 +209,7 @@ def overview(commands: Sequence[Command]) -> str:
             *_exit_lines(ALL_EXIT_CODES),
             "",
             DURATIONS,
-            "forqctl COMMAND --help shows the arguments of a command, examples, and its exit codes.",
+            "forqctl COMMAND --help shows the arguments, examples and exit codes of a command.",
         ]
     )
 

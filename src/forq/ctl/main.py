@@ -1,4 +1,4 @@
-"""The entry point of forqctl: finds the command, reads its arguments, runs it, turns errors into exit codes."""
+"""The entry point of forqctl: finds the command, parses its arguments, runs it, and maps errors to exit codes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from forq.errors import ForqError, UsageError
 from forq.procs.standard_streams import open_missing_streams
 
 INTERRUPTED = 130
-# Other codes, such as 78 for a config error in the supervisor, mean something to systemd but not here.
+# Larger codes, such as 78 for a config error, are for systemd; forqctl exits with 1 instead.
 LARGEST_EXIT_CODE = 7
 
 
 def main(argv: list[str] | None = None) -> int:
     open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
-        # A name that the terminal cannot show must not end in a traceback.
+        # Characters that the terminal cannot encode are escaped.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone; without this the interpreter complains once more at its exit.
+        # The reader of stdout is gone. Without this the interpreter reports it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -70,7 +70,7 @@ def _run_without_command(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(overview(all_commands()))
         return 0
-    raise UsageError("a command is missing (see forqctl --help)")
+    raise UsageError("no command given (see forqctl --help)")
 
 
 def _unknown_command(name: str) -> str:
@@ -79,7 +79,7 @@ def _unknown_command(name: str) -> str:
     from forq.values import shown
 
     near = get_close_matches(name, MODULES, n=1, cutoff=0)
-    return f"there is no command {shown(name)}: did you mean {near[0]}? (see forqctl --help)"
+    return f"unknown command {shown(name)}: did you mean {near[0]}? (see forqctl --help)"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The commands of forqctl, declared in the modules of this folder: which module has which command."""
+"""Maps each command of forqctl to the module that declares it."""
 
 from __future__ import annotations
 

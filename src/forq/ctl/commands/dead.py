@@ -1,4 +1,4 @@
-"""dead list, show, retry, discard."""
+"""The command dead: list, show, retry, discard."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ LABEL_WIDTH = 15
 @Command(
     "dead",
     "list, show, retry or discard dead jobs",
-    Argument("action", choices=("list", "show", "retry", "discard"), help="what to do"),
+    Argument("action", choices=("list", "show", "retry", "discard"), help="the action"),
     NAME,
-    Argument("id", nargs="?", metavar="ID", help="the job (the newest of that id), or id@fence"),
-    Argument("--all", action="store_true", help="retry or discard all that are dead now"),
-    Argument("--limit", type=int, metavar="N", help="list at most so many"),
+    Argument("id", nargs="?", metavar="ID", help="the job id (the newest with that id), or id@fence"),
+    Argument("--all", action="store_true", help="retry or discard all jobs that are dead now"),
+    Argument("--limit", type=int, metavar="N", help="maximum number of jobs listed"),
     AFTER,
-    more="A dead job failed for good. retry puts it in line again with all counts 0; discard forgets it.",
+    more="A dead job failed for good. retry makes it wait again with its counts reset; discard deletes it.",
     examples=[
-        "dead list mails --limit 10  # the newest",
-        "dead show mails 01JD0Z  # error, attempts and traceback of one",
-        "dead retry mails --all  # all of them again",
+        "dead list mails --limit 10  # the ten newest",
+        "dead show mails 01JD0Z  # error, attempts and traceback",
+        "dead retry mails --all  # retry all of them",
     ],
     json="the result of `dead.list`, `dead.show`, `dead.retry` or `dead.discard`; with --all `retried` or `discarded`, "
     "and `refused`, as numbers",
-    exits={1: "some were refused: a live job has the id", 4: "no such queue or job"},
+    exits={1: "some were refused: a live job has the same id", 4: "no such queue or job"},
 )
 def dead(args: Namespace) -> int:
     if args.action == "list":
         return _list(args)
     if args.limit is not None or args.after is not None:
-        raise UsageError("--limit and --after go with list")
+        raise UsageError("--limit and --after are only for list")
     if args.action == "show":
         return _show(args)
     if (args.id is None) != args.all:
-        raise UsageError(f"{args.action} needs either ID or --all")
+        raise UsageError(f"{args.action} needs ID or --all")
     return _all(args) if args.all else _one(args)
 
 
@@ -61,7 +61,7 @@ def _list(args: Namespace) -> int:
     if args.id is not None or args.all:
         raise UsageError("list takes neither ID nor --all")
     if args.limit is not None and args.limit < 1:
-        raise UsageError("--limit is at least 1")
+        raise UsageError("--limit must be at least 1")
     result = connect(args).call("dead.list", {"name": args.name, **given(args, "limit", "after")})
     if args.json:
         print_json(result)
@@ -114,7 +114,7 @@ def _one(args: Namespace) -> int:
 
 
 def _all(args: Namespace) -> int:
-    """In chunks, of those that were dead when it began. What is refused stays dead."""
+    """In chunks, all jobs that were dead at the start. Refused ones stay dead."""
     from forq.progress_line import ProgressLine
 
     client, progress = connect(args), ProgressLine(lines=not args.json)
@@ -129,10 +129,10 @@ def _all(args: Namespace) -> int:
             if after is None:
                 break
     except ForqError as exc:
-        raise type(exc)(f"{exc}; {PAST[args.action]} before: {done}") from exc
+        raise type(exc)(f"{exc}; {PAST[args.action]} so far: {done}") from exc
     finally:
         progress.clear()
-    left = f", {refused} refused (a live job has the id, or the record is broken)" if refused else ""
+    left = f", {refused} refused (a live job has the same id, or the record is broken)" if refused else ""
     text = f"{PAST[args.action]} {done} {'job' if done == 1 else 'jobs'} of {args.name}{left}"
     print_result(args, {PAST[args.action]: done, "refused": refused}, text)
     return 1 if refused else 0

@@ -1,4 +1,4 @@
-"""jobs, job, why, remove, cancel, kill, stack: the jobs of a queue."""
+"""The commands jobs, job, why, remove, cancel, kill and stack."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-NO_JOB = {4: "no such queue, or no such job (any more): the message says what is known of it"}
+NO_JOB = {4: "no such queue or job; the message says what is known about the job"}
 
 
 @Command(
@@ -36,17 +36,17 @@ NO_JOB = {4: "no such queue, or no such job (any more): the message says what is
         choices=("waiting", "scheduled", "active", "blocked", "retry", "done", "dead"),
         help="only jobs in this state",
     ),
-    Argument("--limit", type=int, metavar="N", help="at most so many"),
+    Argument("--limit", type=int, metavar="N", help="maximum number of jobs"),
     AFTER,
-    more="In the order in which they will run. Data is not shown: see job. If there are more, the command that shows "
-    "them is on stderr, so that stdout has only rows.",
-    examples=["jobs mails --state waiting --limit 10  # the first ten that wait"],
+    more="In the order in which they will run, without data (see job). If there are more, the command for the next "
+    "page is printed on stderr.",
+    examples=["jobs mails --state waiting --limit 10  # the next ten"],
     json="jobs",
     exits=NO_QUEUE,
 )
 def jobs(args: Namespace) -> int:
     if args.limit is not None and args.limit < 1:
-        raise UsageError("--limit is at least 1")
+        raise UsageError("--limit must be at least 1")
     result = connect(args).call("jobs", {"name": args.name, **given(args, "state", "limit", "after")})
     if args.json:
         print_json(result)
@@ -59,10 +59,10 @@ def jobs(args: Namespace) -> int:
 
 @Command(
     "why",
-    "say why a job is not running",
+    "explain why a job is not running",
     NAME,
     ID,
-    more="Of a job that the queue does not have (any more) it says what the queue's journal knows of it.",
+    more="For a job that is not in the queue, it shows what the journal knows about it.",
     examples=["why mails 01JD0Z"],
     json="why",
     exits=NO_JOB,
@@ -78,9 +78,8 @@ def why(args: Namespace) -> int:
     "show one job",
     NAME,
     ID,
-    more="With its data, its counts, and its last ten attempts that did not succeed. Of a job that the queue does not "
-    "have (any more) it says what the queue's journal knows of it: when it was done or cancelled, or that it never was "
-    "there.",
+    more="Shows its data, its counts and its last ten unsuccessful attempts. For a job that is not in the queue, it "
+    "shows what the journal knows about it: when it was done or cancelled, or that it never existed.",
     examples=["job mails 01JD0Z"],
     json="job",
     exits=NO_JOB,
@@ -101,7 +100,7 @@ def job(args: Namespace) -> int:
 
 
 def _print_attempts(attempts: list[dict[str, Any]]) -> None:
-    """With the most memory that each was seen with, if any was ended because of what it took of the machine."""
+    """With the peak memory, if it is known for any attempt."""
     header: tuple[str, ...] = ("STARTED", "ENDED", "OUTCOME", "CAUSE")
     rows: list[tuple[object, ...]] = [
         (iso_time(attempt["started_at"]), iso_time(attempt["ended_at"]), attempt["outcome"], attempt["cause"])
@@ -116,12 +115,12 @@ def _print_attempts(attempts: list[dict[str, Any]]) -> None:
 
 @Command(
     "remove",
-    "remove a job; one that runs is forgotten when it ends",
+    "remove a job; a running one is dropped when it ends",
     NAME,
     ID,
     examples=["remove mails 01JD0Z"],
     json="remove",
-    exits={4: "no such queue, or it has no such job"},
+    exits={4: "no such queue or job"},
 )
 def remove(args: Namespace) -> int:
     return _remove(args, "remove", "removed")
@@ -134,7 +133,7 @@ def remove(args: Namespace) -> int:
     ID,
     examples=["cancel mails 01JD0Z"],
     json="cancel",
-    exits={4: "no such queue, or it has no such job that waits"},
+    exits={4: "no such queue, or the job is not waiting"},
 )
 def cancel(args: Namespace) -> int:
     return _remove(args, "cancel", "cancelled")
@@ -145,7 +144,7 @@ def _remove(args: Namespace, method: str, done: str) -> int:
     if args.json:
         print_json(result)
     if not result[done]:
-        raise UnknownJob(f"queue {args.name} has no job {args.id} to {method}: `forqctl why {args.name} {args.id}`")
+        raise UnknownJob(f"queue {args.name} has no job {args.id} to {method}; see: forqctl why {args.name} {args.id}")
     if not args.json:
         print(f"{done} {printable(args.id)}")
     return 0
@@ -159,14 +158,14 @@ def _field_text(key: str, value: Any) -> str:
 
 @Command(
     "kill",
-    "end a job that is running; it is cancelled",
+    "kill a running job; it is cancelled",
     NAME,
     ID,
-    Argument("--retry", action="store_true", help="put it back in line instead, uncounted"),
-    more="In the same way as a timeout does; the answer does not wait for the end.",
+    Argument("--retry", action="store_true", help="put it back in line instead, without counting the attempt"),
+    more="The job is killed as after a timeout. The command does not wait for its end.",
     examples=["kill mails 01JD0Z --retry"],
     json="kill",
-    exits={4: "no such queue, or no process of this supervisor runs the job"},
+    exits={4: "no such queue, or the job is not running under this supervisor"},
 )
 def kill(args: Namespace) -> int:
     result = connect(args).call("kill", {"name": args.name, "id": args.id, "retry": args.retry})
@@ -179,9 +178,9 @@ def kill(args: Namespace) -> int:
 
 @Command(
     "stack",
-    "show where the running jobs of a queue are",
+    "show the stacks of a queue's running jobs",
     NAME,
-    more="The innermost frame comes first. It does the jobs no harm.",
+    more="The innermost frame comes first. The jobs are not disturbed.",
     examples=["stack mails"],
     json="stack",
     exits=NO_QUEUE,
@@ -196,6 +195,6 @@ def stack(args: Namespace) -> int:
     for entry in result["stacks"]:
         doing = f"job {printable(entry['job'])}, {short_duration(entry['seconds'])}" if entry["job"] else "starting"
         print(f"{entry['role']} process {entry['pid']}: {doing}")
-        for line in (entry["stack"] or "  (no stack to be had)").splitlines():
+        for line in (entry["stack"] or "  (no stack available)").splitlines():
             print(printable(line))
     return 0

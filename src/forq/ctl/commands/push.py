@@ -1,6 +1,6 @@
-"""push: one job from the command line, or one per line of a file, sent in chunks.
+"""The commands push (one job, or a file with one job per line) and recover (push the jobs of a failed log again).
 
-recover: the jobs of a failed log, pushed to their queues again. Running it again pushes only lines that were left.
+Files are sent in chunks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 MAX_CHUNK_JOBS = 500
 MAX_CHUNK_BYTES = 512 << 10
-# A line of a failed log has the data, which must fit in a request, and the error with its traceback.
+# A line of a failed log has the data, which fits in a request, and the error with its traceback.
 MAX_FAILED_LINE_BYTES = 2 * jsonrpc.MAX_LINE_BYTES
-# What a request has besides the job.
+# Size of a request besides the job.
 REQUEST_OVERHEAD_BYTES = 1024
-# Of the lines that are left: there may be as many as the file has.
+# Of the lines that were left; there may be many.
 MAX_LEFT_REPORTED = 10
 RECORD_KEYS = ("data", "id", "identifier", "priority", "type", "token", "run_at", "run_in")
 
 
 class Chunk:
-    """Jobs that are sent in one request, and the lines of the file they come from."""
+    """The jobs of one request, and their lines in the file."""
 
     def __init__(self) -> None:
         self.jobs: list[dict[str, Any]] = []
         self.numbers: list[int] = []
         self.bytes = 0
-        # Of their lines in the file.
+        # Size of their lines in the file.
         self.file_bytes = 0
         self.first_line = 0
         self.last_line = 0
@@ -56,12 +56,13 @@ class Chunk:
 
 
 def _parse_time(text: str) -> float:
-    """Epoch seconds, from a number or from ISO 8601 with a zone."""
+    """Epoch seconds, from a number or ISO 8601 with a zone."""
     seconds = _epoch_seconds(text)
     # "not (0 <= x)" is true for NaN as well.
     if seconds is None or not 0 <= seconds < float("inf"):
         raise UsageError(
-            f"--at {text!a} is not allowed: epoch seconds, or a date with a zone, from 1970 on (2026-12-01T09:00+01:00)"
+            f"--at {text!a} is not allowed: epoch seconds, or a date with a zone (2026-12-01T09:00+01:00), "
+            "not before 1970"
         )
     return seconds
 
@@ -85,50 +86,56 @@ def _epoch_seconds(text: str) -> float | None:
     "add a job, or one per line of a file",
     NAME,
     Argument("data", nargs="?", metavar="JSON", help="the job's data"),
-    Argument("--file", completes="file", metavar="F.jsonl", help="a file with one JSON value per line; - is stdin"),
-    Argument("--records", action="store_true", help="each line of the file is an object with data, id, priority …"),
-    Argument("--id", metavar="ID", help="the job's id (default: a new one)"),
-    Argument("--identifier", metavar="TEXT", help="a text to recognise the job by"),
+    Argument("--file", completes="file", metavar="F.jsonl", help="a file with one JSON value per line (-: stdin)"),
+    Argument("--records", action="store_true", help="each line is an object with data, id, priority …"),
+    Argument("--id", metavar="ID", help="the job id (default: a new one)"),
+    Argument("--identifier", metavar="TEXT", help="a label for the job"),
     PRIORITY,
-    Argument("--token", metavar="T", help="makes repeating this call harmless"),
+    Argument("--token", metavar="T", help="idempotency token: repeating the call adds no second job"),
     TYPE,
-    duration("--in", "not before this time has passed (90s, 10m, 2h)", dest="run_in"),
+    duration("--in", "run after this delay (90s, 10m, 2h)", dest="run_in"),
     Argument(
-        "--at", dest="run_at", type=_parse_time, metavar="TIME", help="not before this time (2026-12-01T09:00+01:00)"
+        "--at",
+        dest="run_at",
+        type=_parse_time,
+        metavar="TIME",
+        help="run at this time or later (2026-12-01T09:00+01:00)",
     ),
     Argument(
-        "--if-exists", choices=("update", "skip", "refuse"), help="when the id is taken (default: update that job)"
+        "--if-exists", choices=("update", "skip", "refuse"), help="if a job with this id exists (default: update it)"
     ),
-    Argument("--no-update-data", action="store_true", help="when the id is taken: leave that job's data"),
+    Argument("--no-update-data", action="store_true", help="if the job exists: keep its data"),
     Argument(
         "--update-run-at",
         choices=("true", "false", "if_later", "if_earlier"),
-        help="when the id is taken: change its time (default: true)",
+        help="if the job exists: change its time (default: true)",
     ),
-    Argument("--reset-counts", choices=("yes", "no"), help="when the id is taken: its counts (default: as the data)"),
-    Argument("--durable", choices=("replica",), help="succeed only if it is on a replica of Redis too"),
-    more="Prints the job's id, when it is stored. A job whose id is taken updates the one that is there, or waits "
-    "behind it while it runs.",
+    Argument(
+        "--reset-counts", choices=("yes", "no"), help="if the job exists: reset its counts (default: same as its data)"
+    ),
+    Argument("--durable", choices=("replica",), help="wait until a replica of Redis has the job"),
+    more="Prints the job's id once it is stored. If a job with that id exists, it is updated; while it runs, the new "
+    "job waits behind it.",
     examples=[
         'push mails \'{"to": "a@b.c"}\'  # one job',
-        "push mails '{}' --in 1d --token nightly-17  # tomorrow, and safe to repeat",
+        "push mails '{}' --in 1d --token nightly-17  # in one day; safe to repeat",
         "push mails --file mails.jsonl  # one per line",
     ],
     json="the result of `push`; with --file `pushed` and `requests`, as numbers",
     exits={
-        1: "refused: the queue is full, the id is taken (--if-exists refuse), Redis is away or out of memory",
+        1: "refused: the queue is full, the job exists (--if-exists refuse), Redis is unreachable or out of memory",
         **NO_QUEUE,
     },
 )
 def push(args: Namespace) -> int:
     if (args.data is None) == (args.file is None):
-        raise UsageError("push needs either JSON or --file")
+        raise UsageError("push needs JSON or --file")
     return _push_one(args) if args.file is None else _push_file(args)
 
 
 def _push_one(args: Namespace) -> int:
     if args.records:
-        raise UsageError("--records goes with --file")
+        raise UsageError("--records needs --file")
     data = jsonrpc.decode(os.fsencode(args.data))
     job = given(args, "id", "identifier", "priority", "token", "type")
     result = connect(args).call(
@@ -140,7 +147,7 @@ def _push_one(args: Namespace) -> int:
 def _push_file(args: Namespace) -> int:
     for name in ("id", "identifier", "token"):
         if getattr(args, name) is not None:
-            raise UsageError(f"--{name} names one job: with --file use --records")
+            raise UsageError(f"--{name} is for a single job; with --file use --records")
     file, path = _open_input(args.file)
     pushed, requests = _push_chunks(args, connect(args), file, path)
     text = f"pushed {pushed} {'job' if pushed == 1 else 'jobs'} to {args.name}"
@@ -148,7 +155,7 @@ def _push_file(args: Namespace) -> int:
 
 
 def _open_input(name: str) -> tuple[BinaryIO, str]:
-    """The file, and how messages call it."""
+    """The file, and its name in messages."""
     if name == "-":
         return sys.stdin.buffer, "stdin"
     path = os.path.abspath(name)
@@ -174,9 +181,9 @@ def _push_chunks(args: Namespace, client: ControlClient, file: BinaryIO, path: s
             consumed += chunk.file_bytes
             progress.draw_bar(consumed, size, f"{pushed} jobs pushed")
     except ForqError as exc:
-        raise type(exc)(f"{path}: {exc}; pushed before: {pushed}") from exc
+        raise type(exc)(f"{path}: {exc}; pushed so far: {pushed}") from exc
     except OSError as exc:
-        raise ForqError(f"cannot read {path}: {exc.strerror}; pushed before: {pushed}") from exc
+        raise ForqError(f"cannot read {path}: {exc.strerror}; pushed so far: {pushed}") from exc
     finally:
         progress.clear()
     return pushed, requests
@@ -191,7 +198,7 @@ def _chunks(args: Namespace, file: BinaryIO) -> Iterator[Chunk]:
         if not line.strip():
             continue
         job = {**defaults, **_parse_line(line, line_number, args.records)}
-        # As it is sent, without the spaces of the file but with the names of its fields.
+        # The size as sent: without the file's spaces, with the names of the fields.
         size = len(jsonrpc.encode(job)) + 1
         if not chunk.has_room_for(size):
             yield chunk
@@ -212,15 +219,15 @@ def _parse_line(line: bytes, number: int, is_record: bool) -> dict[str, Any]:
     if not is_record:
         return {"data": value}
     if not isinstance(value, dict) or "data" not in value:
-        raise InvalidData(f'line {number}: a record is an object with "data"')
+        raise InvalidData(f'line {number}: a record must be an object with "data"')
     for key in value:
         if key not in RECORD_KEYS:
-            raise InvalidData(f"line {number}: unknown field {key!a}; allowed are {', '.join(RECORD_KEYS)}")
+            raise InvalidData(f"line {number}: unknown field {key!a}; allowed: {', '.join(RECORD_KEYS)}")
     return value
 
 
 def _update_params(args: Namespace) -> dict[str, Any]:
-    """What becomes of a job whose id is there, and where all are stored."""
+    """How to update an existing job, and how durably to store."""
     words = {"true": True, "false": False, "yes": True, "no": False}
     how = given(args, "if_exists", "update_run_at", "reset_counts", "durable")
     how = {name: words.get(value, value) for name, value in how.items()}
@@ -229,21 +236,22 @@ def _update_params(args: Namespace) -> dict[str, Any]:
 
 def _time_params(args: Namespace) -> dict[str, Any]:
     if args.run_in is not None and args.run_at is not None:
-        raise UsageError("--in and --at cannot be given both")
+        raise UsageError("--in and --at cannot be combined")
     return given(args, "run_in", "run_at")
 
 
 @Command(
     "recover",
     "push the jobs of a failed log again",
-    Argument("file", completes="file", metavar="FILE", help="logs/NAME/failed.jsonl of a state directory; - is stdin"),
-    Argument("--queue", metavar="NAME", help="push them to this queue instead of their own"),
-    Argument("--dry-run", action="store_true", help="only read the file and say what would be pushed"),
-    more="For jobs that are no longer dead in Redis. A second run within dedup_ttl pushes only lines that were left.",
-    examples=["recover /var/lib/forq/logs/mails/failed.jsonl --dry-run  # see first what would be pushed"],
+    Argument("file", completes="file", metavar="FILE", help="logs/NAME/failed.jsonl in the state directory (-: stdin)"),
+    Argument("--queue", metavar="NAME", help="push to this queue instead of the original ones"),
+    Argument("--dry-run", action="store_true", help="only count what would be pushed"),
+    more="For jobs that are no longer among the dead jobs in Redis. A repeated run within dedup_ttl pushes only the "
+    "lines that were left.",
+    examples=["recover /var/lib/forq/logs/mails/failed.jsonl --dry-run  # count them first"],
     json="`recovered`, `already_there`, `left` and `broken`, as numbers of lines, and `dry_run`",
     exits={
-        1: "some lines could not be used, or were left because a live job has their id; they are named",
+        1: "some lines are invalid, or were left because a live job has the same id; they are listed",
         **NO_QUEUE,
     },
 )
@@ -268,13 +276,13 @@ def recover(args: Namespace) -> int:
     others = f"already there {recovery.known}, left {recovery.left}, broken {recovery.broken}"
     print_result(args, counts, f"{'would push' if args.dry_run else 'recovered'} {recovery.recovered}, {others}")
     if recovery.left:
-        again = "run the same command again when the jobs that have their ids have ended"
-        print(f"forqctl: lines that were left: {recovery.left}; {again}", file=sys.stderr)
+        again = "run the command again when the live jobs with their ids have ended"
+        print(f"forqctl: lines left: {recovery.left}; {again}", file=sys.stderr)
     return 1 if recovery.broken or recovery.left else 0
 
 
 class Recovery:
-    """One run over one file. Without a client it only reads."""
+    """One run over one file. Without a client it only counts."""
 
     def __init__(self, client: ControlClient | None, path: str, *, lines: bool) -> None:
         self.recovered = self.known = self.left = self.broken = 0
@@ -297,7 +305,7 @@ class Recovery:
                 self._progress.draw_bar(consumed, size, f"{self.recovered} jobs recovered")
             self._send_chunk()
         except ForqError as exc:
-            raise type(exc)(f"{self._path}: {exc}; recovered before: {self.recovered}") from exc
+            raise type(exc)(f"{self._path}: {exc}; recovered so far: {self.recovered}") from exc
         finally:
             self._progress.clear()
 
@@ -332,7 +340,7 @@ class Recovery:
         try:
             self._push(chunk.jobs, chunk.numbers)
         except InvalidData:
-            # One of them is more than the queue takes: which one shows when they go one by one.
+            # One job is too large for the queue. Push them one by one to find it.
             for job, number in zip(chunk.jobs, chunk.numbers, strict=True):
                 try:
                     self._push([job], [number])
@@ -356,7 +364,7 @@ class Recovery:
 
 
 def parse_failed_line(line: bytes) -> tuple[str, dict[str, Any]]:
-    """The queue of a line of the failed log, and the job as the verb `recover` takes it."""
+    """The queue of a line of a failed log, and the job as a parameter of `recover`."""
     from forq.values import check_job_id, check_queue_name, check_type
 
     if len(line) > MAX_FAILED_LINE_BYTES:
@@ -369,11 +377,11 @@ def parse_failed_line(line: bytes) -> tuple[str, dict[str, Any]]:
     identifier, priority, job_type = entry.get("identifier"), entry.get("priority"), entry.get("type")
     if identifier is not None and identifier != job_id:
         if not isinstance(identifier, str):
-            raise InvalidData("identifier is not text")
+            raise InvalidData("identifier must be text")
         job["identifier"] = identifier
     if priority is not None:
         if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= 9:
-            raise InvalidData("priority is not a number from 0 to 9")
+            raise InvalidData("priority must be a number from 0 to 9")
         job["priority"] = priority
     if job_type is not None:
         job["type"] = check_type(job_type)
@@ -381,7 +389,7 @@ def parse_failed_line(line: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def recovery_token(entry: dict[str, Any]) -> str:
-    """The same for every line about the same end of the same job."""
+    """Equal for all lines about the same end of the same job."""
     from hashlib import sha256
 
     end = entry.get("fence") if entry.get("fence") is not None else entry.get("enqueued_at")

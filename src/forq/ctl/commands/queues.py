@@ -1,4 +1,4 @@
-"""create, delete, pause, resume, drain, set, restart: the queues themselves."""
+"""The commands create, delete, set, pause, resume, restart and drain."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ if TYPE_CHECKING:
 
     from forq.ctl.output import WaitReport
 
-# How long a supervisor waits for an import, unless it is told otherwise.
+# The supervisor's default time limit for the import of a handler.
 IMPORT_SECONDS = 60.0
-# The exit code of a delete that has left processes behind.
+# Exit code of a delete that left processes behind.
 PROCESSES_LEFT = 3
-# Of every command that takes options of a queue.
 OPTIONS = (
     Argument("options", nargs="*", completes="option", metavar="OPTION=VALUE", help="an option of the queue"),
     Argument(
         "--set", action="append", default=[], completes="option", metavar="OPTION=VALUE", help="the same (repeatable)"
     ),
 )
-IMPORT_WAIT = duration("--wait", "how long the import of its handler may take (default: 60s)")
+IMPORT_WAIT = duration("--wait", "time limit for importing its handler (default: 60s)")
 
 IMPORTED = "the result of `{}`; if the handler cannot be imported `name` and `error` (`code`, `message`, `traceback`)"
 
 
 @Command(
     "create",
-    "make a queue and start its processes",
+    "create a queue and start its processes",
     NAME,
-    Argument("--handler", metavar="M:F", help="the function that handles its jobs, or exec:PROGRAM"),
+    Argument("--handler", metavar="M:F", help="the handler: MODULE:FUNCTION, or exec:PROGRAM"),
     Argument(
-        "--type", action="append", default=[], metavar="T=M:F", help="the function for jobs of type T (repeatable)"
+        "--type", action="append", default=[], metavar="T=M:F", help="the handler for jobs of type T (repeatable)"
     ),
     Argument(
         "--path",
@@ -48,32 +47,34 @@ IMPORTED = "the result of `{}`; if the handler cannot be imported `name` and `er
         default=[],
         completes="dir",
         metavar="DIR",
-        help="where handlers are imported from (repeatable)",
+        help="directory to import handlers from (repeatable)",
     ),
     IMPORT_WAIT,
-    Argument("--no-wait", action="store_true", help="make the queue whether its handler can be imported or not"),
-    Argument("--fail-handler", metavar="M:F", help="the function for jobs that failed for good"),
+    Argument(
+        "--no-wait", action="store_true", help="create the queue without checking that its handler can be imported"
+    ),
+    Argument("--fail-handler", metavar="M:F", help="the handler for jobs that failed for good"),
     Argument(
         "--mode",
         choices=("work", "auto_release", "on_request", "external"),
-        help="who gets its jobs: its handler, those who ask, external workers "
+        help="how jobs leave the queue: by a handler (work), released to callers, or by external workers "
         "(default: `mode` of the config file, else work)",
     ),
     *OPTIONS,
-    more="The definition is kept in the state directory, and the queue is served again after a restart. With the same "
-    "name and another definition the queue is replaced, with its jobs kept; its mode never changes.",
+    more="The definition is kept in the state directory, so that a restarted supervisor serves the queue again. If the "
+    "queue exists, its definition is replaced and its jobs are kept; its mode cannot change.",
     examples=[
         "create mails --handler app.mails:send --path /srv/app --set timeout=30s  # a queue with a Python handler",
         "create video --handler 'exec:/usr/bin/node /srv/video.js' --set concurrency=2"
-        "  # one whose handler is a program",
+        "  # a queue whose handler is a program",
     ],
     json=IMPORTED.format("queue.create"),
-    exits={1: "refused: another mode, too many queues, or the config file defines it"},
+    exits={1: "refused: another mode, too many queues, or defined in the config file"},
 )
 def create(args: Namespace) -> int:
     handlers = dict(_parse_pair(text, "--type", "T=M:F") for text in args.type)
     if args.mode == "work" and args.handler is None and not handlers:
-        raise UsageError("create needs --handler M:F, or --type T=M:F for each type of job")
+        raise UsageError("create needs --handler M:F, or --type T=M:F for each job type")
     params = {
         "name": args.name,
         "handler": args.handler,
@@ -85,7 +86,7 @@ def create(args: Namespace) -> int:
     try:
         result = _call_with_import(args, "queue.create", params, wait=not args.no_wait)
     except CannotImport as exc:
-        return _print_import_error(args, exc, "mend it, then repeat this command; nothing was made or changed")
+        return _print_import_error(args, exc, "nothing was changed; fix it, then repeat this command")
     joined = isinstance(result, dict) and result.get("created") is False
     return _print_done(args, result, "joined" if joined else "created")
 
@@ -94,26 +95,26 @@ def create(args: Namespace) -> int:
     "delete",
     "stop a queue's processes and remove it",
     NAME,
-    Argument("--force", action="store_true", help="also when it still holds jobs"),
-    more="What the queue still held is in its failed log. All processes below its own are ended too.",
-    examples=["delete mails --force  # drop a queue with all its jobs"],
+    Argument("--force", action="store_true", help="even if it still has jobs"),
+    more="Its remaining jobs are written to its failed log. All descendants of its processes are killed, too.",
+    examples=["delete mails --force  # delete a queue with all its jobs"],
     json="queue.delete",
     exits={
-        1: "it still holds jobs, and there is no --force",
-        3: "it is deleted, but processes that its handlers have started cannot be killed",
+        1: "it still has jobs; use --force",
+        3: "deleted, but processes started by its handlers cannot be killed",
         **NO_QUEUE,
     },
 )
 def delete(args: Namespace) -> int:
     result = connect(args).call("queue.delete", {"name": args.name, "force": args.force})
     _print_done(args, result, "deleted")
-    # A supervisor of an earlier release does not tell.
+    # Supervisors of earlier releases do not report survivors.
     survivors = " ".join(map(str, result.get("survivors", ()))) if isinstance(result, dict) else ""
     if not survivors:
         return 0
     print(
-        f"forqctl: processes that its handlers have started cannot be killed: pids {survivors}; "
-        f"as root: kill -9 {survivors}",
+        f"forqctl: processes started by its handlers cannot be killed: pids {survivors}; "
+        f"run as root: kill -9 {survivors}",
         file=sys.stderr,
     )
     return PROCESSES_LEFT
@@ -121,11 +122,11 @@ def delete(args: Namespace) -> int:
 
 @Command(
     "set",
-    "change options of a queue, at once",
+    "change options of a running queue",
     NAME,
     *OPTIONS,
-    more="For everything that is in the queue, too. Of a queue of the config file it holds until the supervisor "
-    "restarts.",
+    more="The change takes effect at once, for jobs already in the queue too. For a queue defined in the config file "
+    "it lasts until the supervisor restarts.",
     examples=["set mails timeout=2m max_retries=5"],
     json="queue.set",
     exits=NO_QUEUE,
@@ -141,9 +142,9 @@ def set(args: Namespace) -> int:
 
 @Command(
     "pause",
-    "start no more jobs of a queue",
+    "stop starting jobs of a queue",
     NAME,
-    more="What runs goes on. It holds for all supervisors, and over restarts.",
+    more="Running jobs continue. Applies to all supervisors, and survives restarts.",
     examples=["pause mails"],
     json="queue.pause",
     exits=NO_QUEUE,
@@ -161,11 +162,11 @@ def resume(args: Namespace) -> int:
 
 @Command(
     "restart",
-    "replace a queue's processes by new ones, once these have imported the handler",
+    "replace a queue's processes, for example after new code",
     NAME,
     IMPORT_WAIT,
-    more="The running job ends first, within stop_grace. The new processes have the handler's code as it is now.",
-    examples=["restart mails  # after new code"],
+    more="The new processes import the handler first; then running jobs of the old ones get stop_grace to finish.",
+    examples=["restart mails  # load new code"],
     json=IMPORTED.format("queue.restart"),
     exits=NO_QUEUE,
 )
@@ -173,21 +174,20 @@ def restart(args: Namespace) -> int:
     try:
         return _print_done(args, _call_with_import(args, "queue.restart", {"name": args.name}), "restarted")
     except CannotImport as exc:
-        return _print_import_error(args, exc, f"mend it, then: forqctl restart {args.name}")
+        return _print_import_error(args, exc, f"fix it, then run: forqctl restart {args.name}")
 
 
 def _call_with_import(args: Namespace, method: str, params: dict[str, Any], *, wait: bool = True) -> Any:
-    """Of a call that waits for the import of a handler, for as long as --wait says, else as an explicit --timeout says,
-    else as the supervisor does."""
+    """Makes a call that waits for a handler's import: for --wait, else --timeout, else the supervisor's default."""
     if not wait:
         return connect(args).call(method, {**params, "wait": False})
     import_seconds = args.timeout_seconds if args.wait_seconds is None else args.wait_seconds
     client = connect(args)
     sent = client.send(method, params if import_seconds is None else {**params, "wait": import_seconds})
-    # Its old process may take as long to end as any answer.
+    # Ending the old process may take as long as any answer.
     limit_seconds = client.timeout_seconds + (IMPORT_SECONDS if import_seconds is None else import_seconds)
     deadline, name = time.monotonic() + limit_seconds, args.name
-    timeout_message = f"no answer within {limit_seconds:g} s; it goes on: forqctl status {name}"
+    timeout_message = f"no answer within {limit_seconds:g} s; it continues in the background: forqctl status {name}"
     return wait_for_answer(
         client, sent, {"names": [name]}, _report_import, deadline, timeout_message, lines=not args.json
     )
@@ -199,41 +199,41 @@ def _report_import(report: WaitReport, status: Any) -> None:
     for child in queue["children"]:
         if child["state"] == "importing":
             age = short_duration(child["uptime_seconds"])
-            where = f"(process {child['pid']}, {age}; forqctl stack {name} shows where it is)"
-            report.update(f"the handler of {name} is being imported {where}")
+            where = f"(process {child['pid']}, {age}; see: forqctl stack {name})"
+            report.update(f"importing the handler of {name} {where}")
             return
     if jobs := running_jobs_text([queue], with_queue=False):
-        report.update(f"new processes of {name} are ready; the old ones still run: {jobs}")
+        report.update(f"the new processes of {name} are ready; the old ones still run: {jobs}")
 
 
-def _print_import_error(args: Namespace, error: CannotImport, what_to_do: str) -> int:
+def _print_import_error(args: Namespace, error: CannotImport, next_step: str) -> int:
     if args.json:
         about = {"code": error.code, "message": str(error), "traceback": error.traceback}
         print_json({"name": args.name, "error": about})
     print(f"forqctl: {printable(str(error))}", file=sys.stderr)
     for line in (error.traceback or "").splitlines():
         print(printable(line), file=sys.stderr)
-    print(f"forqctl: {what_to_do}", file=sys.stderr)
+    print(f"forqctl: {next_step}", file=sys.stderr)
     return error.exit_code
 
 
 @Command(
     "drain",
-    "wait until a queue has nothing left to do",
+    "wait until a queue has no waiting or active jobs",
     NAME,
     WAIT,
-    more="Jobs may still be pushed meanwhile. What is scheduled for later does not count.",
+    more="Jobs may still be pushed meanwhile. Scheduled jobs do not count.",
     examples=["drain mails --wait 10m  # before an upgrade"],
     json="queue.drain",
-    exits={**NO_QUEUE, 6: "not drained within --wait; it goes on draining"},
+    exits={**NO_QUEUE, 6: "not drained within --wait; draining continues"},
 )
 def drain(args: Namespace) -> int:
-    """Waits as long as --wait says, else as an explicit --timeout says, else for ever."""
+    """Waits for --wait, else an explicit --timeout, else without limit."""
     limit_seconds = args.timeout_seconds if args.wait_seconds is None else args.wait_seconds
     deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
     client = connect(args)
     drained = client.send("queue.drain", {"name": args.name})
-    timeout_message = f"queue {args.name} is not drained yet; it goes on draining"
+    timeout_message = f"queue {args.name} is not drained yet; draining continues"
     status_params = {"names": [args.name]}
     result = wait_for_answer(
         client, drained, status_params, _report_drain, deadline, timeout_message, lines=not args.json
@@ -250,27 +250,29 @@ def _report_drain(report: WaitReport, status: Any) -> None:
 
 
 def _drain_obstacle(queue: dict[str, Any]) -> str | None:
-    """Why nothing of the queue runs now, and what to do about it."""
+    """Why the queue does not drain, and the command to try."""
     name, state = printable(queue["name"]), queue["state"]
     if state == "paused":
-        return f"queue {name} is paused, so it does not drain: forqctl resume {name}"
+        return f"queue {name} is paused, so it does not drain; run: forqctl resume {name}"
     if state == "flapping":
-        return f"queue {name} is flapping, so it may not drain: forqctl logs {name}"
+        return f"queue {name} is flapping, so it may not drain; see: forqctl logs {name}"
     if state == "config_error":
         reason = printable(str(queue["reason"]))
-        return f"queue {name} cannot be served, so it does not drain: {reason}; when mended: forqctl restart {name}"
+        return (
+            f"queue {name} cannot be served, so it does not drain: {reason}; fix it, then run: forqctl restart {name}"
+        )
     return None
 
 
 def _drain_progress(queue: dict[str, Any]) -> str:
     if queue["waiting"] is None:
-        return "what is left is unknown while Redis is down"
+        return "unknown number of jobs left: Redis is down"
     jobs = running_jobs_text([queue], with_queue=False)
     return f"{queue['waiting']} waiting, {queue['active']} active{f': {jobs}' if jobs else ''}"
 
 
 def _parse_options(args: Namespace) -> dict[str, str]:
-    """Those that follow the name and those of --set, in the same form."""
+    """The options after the name and those of --set."""
     options: dict[str, str] = {}
     for text in (*args.options, *args.set):
         name, value = _parse_pair(text, "option", "OPTION=VALUE")
@@ -283,7 +285,7 @@ def _parse_options(args: Namespace) -> dict[str, str]:
 def _parse_pair(text: str, flag: str, form: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise UsageError(f"{flag} {text!a}: the form is {form}")
+        raise UsageError(f"{flag} {text!a} is not allowed: the form is {form}")
     return key, value
 
 

@@ -1,7 +1,7 @@
-"""await, dequeue, ack: items for those who ask for them.
+"""The commands await, dequeue and ack, for queues of the release modes.
 
-Without --lease the item is acknowledged before it is printed: what was printed has left the queue. If forqctl dies in
-between, the item goes back in line when its lease lapses.
+Without --lease an item is acknowledged before it is printed: a printed item has left the queue. If forqctl dies
+earlier, the item goes back in line when its lease lapses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 ACK_RETRY_SECONDS = 0.1
-ITEM = Argument("id", nargs="?", metavar="ID", help="this item (default: any)")
+ITEM = Argument("id", nargs="?", metavar="ID", help="the item (default: the next one)")
 
 
 @Command(
@@ -31,36 +31,36 @@ ITEM = Argument("id", nargs="?", metavar="ID", help="this item (default: any)")
     examples=["await crawl --wait 30s"],
     json="`id`, `identifier` and `data` of the item",
     exits={
-        1: "refused, such as a queue of another mode",
+        1: "refused, for example a queue of another mode",
         4: "no such queue",
-        6: "nothing was released within --wait, or no answer in time",
+        6: "no item was released within --wait, or no answer in time",
     },
 )
 def await_release(args: Namespace) -> int:
-    """Waits as long as --wait says, else as an explicit --timeout says, else for ever."""
+    """Waits for --wait, else an explicit --timeout, else without limit."""
     wait_seconds = args.timeout_seconds if args.wait_seconds is None else args.wait_seconds
     item = _take_item(connect(args), "await", {"name": args.name, "id": args.id}, wait_seconds)
     if item is None:
-        raise TimedOut(f"queue {args.name} has released {'nothing' if args.id is None else f'no {args.id}'} in time")
+        raise TimedOut(f"queue {args.name} released {'no item' if args.id is None else f'no item {args.id}'} in time")
     return _print_item(args, item, ("id", "identifier", "data"))
 
 
 @Command(
     "dequeue",
-    "take an item out of a queue of mode on_request, and print it",
+    "take an item from a queue of mode on_request, and print it",
     NAME,
     ITEM,
-    duration("--wait", "wait so long for one (default: not at all)", default=0.0),
-    duration("--lease", "it goes back in line unless it is acknowledged (ack) within this time"),
+    duration("--wait", "wait this long for an item (default: do not wait)", default=0.0),
+    duration("--lease", "the item goes back in line unless it is acknowledged (ack) within this time"),
     examples=[
-        "dequeue orders  # take one and keep it",
-        "dequeue orders --lease 10s  # take one for ten seconds, to be acknowledged",
+        "dequeue orders  # take an item",
+        "dequeue orders --lease 10s  # take an item, to be acknowledged within ten seconds",
     ],
     json="`id`, `identifier` and `data` of the item; with --lease also `fence`, `awaiter` and `lease_seconds`",
     exits={
-        1: "refused, such as a queue of another mode",
+        1: "refused, for example a queue of another mode",
         4: "no such queue",
-        6: "there was no item within --wait, or no answer in time",
+        6: "no item within --wait, or no answer in time",
     },
 )
 def dequeue(args: Namespace) -> int:
@@ -71,7 +71,7 @@ def dequeue(args: Namespace) -> int:
         fields = (*fields, "fence", "awaiter", "lease_seconds")
     item = _take_item(connect(args), "dequeue", params, args.wait_seconds)
     if item is None:
-        raise TimedOut(f"queue {args.name} has {'nothing' if args.id is None else f'no {args.id}'} to hand out")
+        raise TimedOut(f"queue {args.name} has no item{'' if args.id is None else f' {args.id}'} to release")
     return _print_item(args, item, fields)
 
 
@@ -80,11 +80,11 @@ def dequeue(args: Namespace) -> int:
     "acknowledge an item that was dequeued with a lease",
     NAME,
     ID,
-    Argument("fence", type=int, metavar="FENCE", help="as dequeue printed it"),
-    Argument("awaiter", metavar="AWAITER", help="as dequeue printed it"),
+    Argument("fence", type=int, metavar="FENCE", help="printed by dequeue"),
+    Argument("awaiter", metavar="AWAITER", help="printed by dequeue"),
     examples=["ack orders o1 1794849575579031 01a1e55f129976bd"],
     json="ack",
-    exits={1: "too late: the item has gone back in line", 4: "no such queue or item"},
+    exits={1: "too late: the item went back in line", 4: "no such queue or item"},
 )
 def ack(args: Namespace) -> int:
     params = {"name": args.name, "id": args.id, "fence": args.fence, "awaiter": args.awaiter}
@@ -94,11 +94,11 @@ def ack(args: Namespace) -> int:
 def _take_item(
     client: ControlClient, method: str, params: dict[str, Any], wait_seconds: float | None
 ) -> dict[str, Any] | None:
-    """The item, acknowledged unless a lease was asked for; None when time is up."""
+    """The item, acknowledged unless a lease was requested; None after the timeout."""
     until = None if wait_seconds is None else time.monotonic() + wait_seconds
     while True:
         left_seconds = None if until is None else max(0.0, until - time.monotonic())
-        # The supervisor answers when time is up; it gets as long as for any other answer to say so.
+        # The supervisor answers after this time; its answer gets the usual timeout on top.
         item: dict[str, Any] | None = client.call(method, {**params, "wait": left_seconds}, wait_seconds=left_seconds)
         if item is None or "lease" in params:
             return item
@@ -110,7 +110,7 @@ def _take_item(
 
 
 def _acknowledge(client: ControlClient, name: str, item: dict[str, Any]) -> None:
-    """Repeated while Redis is away: nobody knows otherwise whose the item is."""
+    """Retries while Redis is unavailable; otherwise it would be unknown whether the item has left the queue."""
     params = {"name": name, "id": item["id"], "fence": item["fence"], "awaiter": item["awaiter"]}
     deadline = time.monotonic() + client.timeout_seconds
     while True:

@@ -1,4 +1,4 @@
-"""schedule, schedules, unschedule, trigger: jobs that are made again and again."""
+"""The commands schedule, schedules, unschedule and trigger, for periodic jobs."""
 
 from __future__ import annotations
 
@@ -23,30 +23,34 @@ _FIELDS = ("every", "cron", "zone", "priority", "type", "overlap", "catch_up", "
 
 @Command(
     "schedule",
-    "make a job again and again: every so often, or at the times of a cron expression",
+    "enqueue a job periodically: at an interval, or at the times of a cron expression",
     NAME,
     KEY,
-    Argument("--every", metavar="D", help="how often (30s, 5m, 1d); the first time is now"),
-    Argument("--cron", metavar="EXPR", help="when: minute hour day month weekday"),
+    Argument("--every", metavar="D", help="interval (30s, 5m, 1d); the first job runs now"),
+    Argument("--cron", metavar="EXPR", help="times: minute hour day month weekday"),
     Argument("--zone", metavar="Z", help="the time zone of the cron expression (default: UTC)"),
     Argument("--data", metavar="JSON", help="the data of the jobs (default: null)"),
     PRIORITY,
     TYPE,
-    Argument("--overlap", choices=("skip", "queue"), help="when the last job is unfinished (default: skip that time)"),
-    Argument("--catch-up", choices=("once", "all", "none"), help="for times when nobody was there (default: once)"),
-    Argument("--jitter", metavar="D", help="each job is late by a random part of this (default: 0)"),
-    Argument("--dry-run", action="store_true", help="only show the next five times"),
-    more="With a key that is there the schedule is replaced; the same rule keeps its next time.",
+    Argument("--overlap", choices=("skip", "queue"), help="while the previous job is unfinished (default: skip)"),
+    Argument(
+        "--catch-up",
+        choices=("once", "all", "none"),
+        help="after ticks missed because no supervisor ran (default: once)",
+    ),
+    Argument("--jitter", metavar="D", help="random delay of each job, up to this (default: 0)"),
+    Argument("--dry-run", action="store_true", help="only show the next five ticks"),
+    more="Replaces a schedule with the same key; if the rule is the same, its next tick stays.",
     examples=[
         'schedule mails digest --every 5m --data \'{"kind": "digest"}\'  # every five minutes',
-        "schedule mails nightly --cron '30 2 * * *' --zone Europe/Berlin  # at half past two in Berlin",
+        "schedule mails nightly --cron '30 2 * * *' --zone Europe/Berlin  # every night at 02:30 in Berlin",
     ],
     json="schedule",
     exits=NO_QUEUE,
 )
 def schedule(args: Namespace) -> int:
     if (args.every is None) == (args.cron is None):
-        raise UsageError("schedule needs either --every D or --cron EXPR")
+        raise UsageError("schedule needs --every D or --cron EXPR, and not both")
     params = {"name": args.name, "key": args.key, **given(args, *_FIELDS)}
     if args.data is not None:
         params["data"] = jsonrpc.decode(os.fsencode(args.data))
@@ -64,7 +68,7 @@ def schedule(args: Namespace) -> int:
 
 @Command(
     "schedules",
-    "list the schedules of all queues, or of one, or show one with its next five times",
+    "list schedules, or show one with its next five ticks",
     Argument("name", nargs="?", metavar="NAME", help="the queue"),
     Argument("key", nargs="?", metavar="KEY", help="the schedule"),
     examples=["schedules mails nightly"],
@@ -96,7 +100,7 @@ def schedules(args: Namespace) -> int:
 
 @Command(
     "unschedule",
-    "end a schedule; the jobs that it has made stay",
+    "remove a schedule, but not its jobs",
     NAME,
     KEY,
     examples=["unschedule mails nightly"],
@@ -105,13 +109,13 @@ def schedules(args: Namespace) -> int:
 )
 def unschedule(args: Namespace) -> int:
     result = connect(args).call("unschedule", {"name": args.name, "key": args.key})
-    until = " until the next start: it is in the config file" if result["origin"] == "config" else ""
+    until = " until the next start: it is defined in the config file" if result["origin"] == "config" else ""
     return print_result(args, result, f"unscheduled {args.key} of {args.name}{until}")
 
 
 @Command(
     "trigger",
-    "let a schedule make a job now, and print its id",
+    "enqueue a job of a schedule now, and print its id",
     NAME,
     KEY,
     examples=["trigger mails nightly"],

@@ -1,7 +1,4 @@
-"""status: all queues in one table, or some in detail; --check for monitoring.
-
-ping, version, shutdown: the supervisor itself. completion: needs none.
-"""
+"""The commands status, ping, version, shutdown and completion."""
 
 from __future__ import annotations
 
@@ -36,9 +33,9 @@ if TYPE_CHECKING:
 NOT_HEALTHY = 3
 MAX_CHILDREN_SHOWN = 4
 MAX_ITEMS_SHOWN = 20
-# Rows about the capacity: a supervisor may have a thousand queues.
+# Rows of the capacity table: a supervisor may have a thousand queues.
 MAX_HOLDERS_SHOWN = 20
-# From the end of the connection to that of the process.
+# Time between the end of the connection and the end of the process.
 EXIT_SECONDS = 10.0
 MAX_QUEUES_SHOWN = 5
 _COLUMNS: tuple[tuple[str, str], ...] = (
@@ -57,15 +54,15 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
     "status",
     "show the queues, or some of them in detail",
     Argument("names", nargs="*", metavar="NAME", help="a queue"),
-    Argument("--check", action="store_true", help="exit with 3 unless everything is healthy"),
-    Argument("--memory", action="store_true", help="with each process's share of memory (PSS)"),
-    more="Without Redis, counts are shown as -. docs/design/states.md explains every state.",
+    Argument("--check", action="store_true", help="exit with 3 if anything is not healthy"),
+    Argument("--memory", action="store_true", help="also show the memory (PSS) of each process"),
+    more="While Redis is down, counts are shown as -. docs/design/states.md explains the states.",
     examples=[
         "status --check  # for monitoring",
-        "status mails  # one queue, with its processes and first jobs",
+        "status mails  # one queue in detail",
     ],
     json="status",
-    exits={3: "with --check: something is not healthy", 4: "no such queue"},
+    exits={3: "with --check: not healthy", 4: "no such queue"},
 )
 def status(args: Namespace) -> int:
     params: dict[str, Any] = {"names": args.names} if args.names else {}
@@ -86,7 +83,7 @@ def status(args: Namespace) -> int:
 
 
 def health_problems(status: dict[str, Any]) -> list[str]:
-    """Why this is not healthy; empty when it is."""
+    """The reasons why it is not healthy; empty if it is."""
     redis = status["supervisor"]["redis"]
     found = [*faults_of_supervisor(status), *(fault for queue in status["queues"] for fault in faults_of_queue(queue))]
     return [*([] if redis["ok"] else [f"redis is down: {redis['error']}"]), *(fault.text for fault in found)]
@@ -112,7 +109,7 @@ def _print_status(status: dict[str, Any], in_detail: bool) -> None:
             _print_traceback(queue.get("traceback"), in_detail)
         if failed := queue.get("restart_error"):
             when, why = iso_time(failed["at"]), printable(failed["message"])
-            print(f"{printable(queue['name'])}: runs older code: not restarted at {when}: {why}")
+            print(f"{printable(queue['name'])}: still runs older code: restart failed at {when}: {why}")
             _print_traceback(failed["traceback"], in_detail)
         if queue.get("limits") and (in_detail or queue["limits"]["limited_workers"]):
             print(f"{printable(queue['name'])}: {_limits_text(queue['limits'])}")
@@ -125,13 +122,13 @@ def _print_status(status: dict[str, Any], in_detail: bool) -> None:
     for name, error in status["supervisor"].get("failed_log", {}).get("errors", {}).items():
         print(f"{printable(name)}: failed log: {printable(error)}")
     for name in unresponsive_services(status):
-        print(f"{name}: unresponsive: this service does not answer and is being replaced")
+        print(f"{name}: unresponsive: the service does not answer and is being replaced")
     if not redis["ok"]:
         print(f"redis: down: {cell_text(redis['error'])}")
 
 
 def columns_for(queues: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """The title and the key of each column; a count's title is its key."""
+    """The title and key of each column; the title of a count is its key in upper case."""
     columns = _COLUMNS
     if any(queue["mode"] not in (None, "work") for queue in queues):
         columns = (*_COLUMNS[:1], ("MODE", "mode"), *_COLUMNS[1:], ("AWAITERS", "awaiters"))
@@ -146,41 +143,42 @@ def _print_traceback(traceback: str | None, in_detail: bool) -> None:
 
 
 def _limits_text(limits: dict[str, Any]) -> str:
-    most = f", at most {limits['max_active']} at the same time" if limits["max_active"] else ""
-    waits = limits["limited_workers"]
-    return f"rate {limits['rate']}{most}: {limits['may_begin']} may begin now, workers that wait for it: {waits}"
+    most = f", at most {limits['max_active']} active" if limits["max_active"] else ""
+    tokens, waiting = limits["may_begin"], limits["limited_workers"]
+    tokens_left = f"{tokens} {'token' if tokens == 1 else 'tokens'} left"
+    return f"rate {limits['rate']}{most}: {tokens_left}, {waiting} {'worker' if waiting == 1 else 'workers'} waiting"
 
 
 def _print_capacity(capacity: dict[str, Any], names: Sequence[str]) -> None:
-    """Only when it matters: somebody waits, or somebody asks. One row for all workers of a process that do the same,
-    those of the named queues first: a queue may have hundreds."""
+    """Prints the capacity if a worker waits for it, or if queues were named. A queue may have hundreds of workers:
+    those of one process in the same state share a row. The named queues come first."""
     if not names and not capacity["waiting"]:
         return
     print(f"\ncapacity: {capacity['in_use']} of {capacity['units']} units in use, {capacity['free']} free")
     held = [("runs" if grant["in_use"] else "keeps", grant) for grant in capacity["held"]]
-    waits = [("waits", wish) for wish in capacity["waiting"]]
+    waits = [("waits", request) for request in capacity["waiting"]]
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
-    for does, worker in held + waits:
-        groups.setdefault((worker["worker"], does, worker["priority"]), []).append(worker)
+    for doing, worker in held + waits:
+        groups.setdefault((worker["worker"], doing, worker["priority"]), []).append(worker)
     if not groups:
         return
-    asked_first = sorted(groups.items(), key=lambda group: group[0][0].rpartition(" ")[0] not in names)
+    named_first = sorted(groups.items(), key=lambda group: group[0][0].rpartition(" ")[0] not in names)
     print_table(
         ("PROCESS", "", "WORKERS", "UNITS", "PRIORITY", "FOR"),
         [
             (
-                *(process, does, len(workers), sum(worker["units"] for worker in workers), priority),
+                *(process, doing, len(workers), sum(worker["units"] for worker in workers), priority),
                 short_duration(max(worker["seconds"] for worker in workers)),
             )
-            for (process, does, priority), workers in asked_first[:MAX_HOLDERS_SHOWN]
+            for (process, doing, priority), workers in named_first[:MAX_HOLDERS_SHOWN]
         ],
     )
     if (more := len(groups) - MAX_HOLDERS_SHOWN) > 0:
-        print(f"and {more} rows more: forqctl status --json has every worker")
+        print(f"and {more} more rows; all workers: forqctl status --json")
 
 
 def _children_text(children: list[dict[str, Any]]) -> str:
-    """While suspects run there may be dozens; the details of a queue have them all."""
+    """Only the first few: while suspects run there may be dozens. `status NAME` shows all."""
     more = len(children) - MAX_CHILDREN_SHOWN
     return ", ".join(map(_child_text, children[:MAX_CHILDREN_SHOWN])) + (f", {more} more" if more > 0 else "")
 
@@ -199,7 +197,7 @@ def _progress_text(child: dict[str, Any]) -> str | None:
 
 def _print_queue(queue: dict[str, Any]) -> None:
     if queue.get("next_due_seconds") is not None:
-        print(f"{printable(queue['name'])}: the next job or tick is due in {short_duration(queue['next_due_seconds'])}")
+        print(f"{printable(queue['name'])}: next job or tick due in {short_duration(queue['next_due_seconds'])}")
     if queue["children"]:
         _print_processes(queue)
     if queue.get("items"):
@@ -207,14 +205,14 @@ def _print_queue(queue: dict[str, Any]) -> None:
         print(f"\n{printable(queue['name'])}: items")
         print_table(("ID", "IDENTIFIER"), [(item["id"], item["identifier"]) for item in shown])
         if len(queue["items"]) > len(shown):
-            print(f"more of them: forqctl jobs {printable(queue['name'])}")
+            print(f"more: forqctl jobs {printable(queue['name'])}")
 
 
 def _print_processes(queue: dict[str, Any]) -> None:
     print(f"\n{printable(queue['name'])}: processes")
-    told = any(child.get("progress") for child in queue["children"])
+    has_progress = any(child.get("progress") for child in queue["children"])
     print_table(
-        ("ROLE", "PID", "STATE", "JOB", "UPTIME", "RESTARTS", *(("PROGRESS",) if told else ())),
+        ("ROLE", "PID", "STATE", "JOB", "UPTIME", "RESTARTS", *(("PROGRESS",) if has_progress else ())),
         [
             (
                 child["role"],
@@ -223,14 +221,14 @@ def _print_processes(queue: dict[str, Any]) -> None:
                 child["job"],
                 short_duration(child["uptime_seconds"]),
                 child["restarts"],
-                *((_progress_text(child),) if told else ()),
+                *((_progress_text(child),) if has_progress else ()),
             )
             for child in queue["children"]
         ],
     )
 
 
-@Command("ping", "ask whether the supervisor answers", examples=["ping --timeout 2s"], json="ping")
+@Command("ping", "check whether the supervisor answers", examples=["ping --timeout 2s"], json="ping")
 def ping(args: Namespace) -> int:
     result = connect(args).call("ping", {})
     return print_result(args, result, f"pong from pid {result['pid']}")
@@ -240,7 +238,7 @@ def ping(args: Namespace) -> int:
     "version",
     "show the versions of forqctl and the supervisor",
     examples=["version --json"],
-    json="the result of `version`, and `forqctl`: its own version",
+    json="the result of `version`, and `forqctl`: the version of forqctl",
 )
 def version(args: Namespace) -> int:
     result = connect(args).call("version", {})
@@ -252,16 +250,16 @@ def version(args: Namespace) -> int:
 @Command(
     "shutdown",
     "stop the supervisor, and wait until it has stopped",
-    Argument("--now", action="store_true", help="without letting running jobs finish"),
-    Argument("--no-wait", action="store_true", help="do not wait until it has stopped"),
-    more="Running jobs get stop_grace to end; what has not ended goes back in line, uncounted. While it waits it says "
-    "on stderr for which jobs. Ctrl-C ends only the waiting.",
+    Argument("--now", action="store_true", help="kill running jobs instead of letting them finish"),
+    Argument("--no-wait", action="store_true", help="return at once"),
+    more="Running jobs get stop_grace to finish; after that they are killed and go back in line, without counting the "
+    "attempt. While it waits, it lists the running jobs on stderr. Ctrl-C stops only the waiting.",
     examples=["shutdown"],
-    json="the result of `shutdown`, and `stopped`: whether it was waited for",
-    exits={6: "it has not stopped within --timeout; it goes on stopping"},
+    json="the result of `shutdown`, and `stopped`: false with --no-wait",
+    exits={6: "not stopped within --timeout; stopping continues"},
 )
 def shutdown(args: Namespace) -> int:
-    """Waits until it has ended, unless --no-wait; at most as long as an explicit --timeout says."""
+    """Waits until the supervisor has stopped, unless --no-wait; for at most an explicit --timeout."""
     deadline = None if args.timeout_seconds is None else time.monotonic() + args.timeout_seconds
     client = connect(args)
     result = client.call("shutdown", {"now": args.now})
@@ -272,7 +270,7 @@ def shutdown(args: Namespace) -> int:
 
 
 def _wait_until_stopped(client: ControlClient, result: dict[str, Any], deadline: float | None, *, lines: bool) -> None:
-    """It closes its connections at its end. Its process goes on a little, with the lock of its state directory."""
+    """Waits until it has closed its connections, and then until its process, which holds the lock, has ended."""
     from select import select
 
     grace_seconds = result["grace_seconds"]
@@ -283,15 +281,17 @@ def _wait_until_stopped(client: ControlClient, result: dict[str, Any], deadline:
     try:
         process: int | None = os.pidfd_open(result["pid"])
     except OSError:
-        # In another namespace of processes, or gone.
+        # It is in another PID namespace, or gone.
         process = None
     try:
-        timeout_message = "the supervisor has not stopped yet; it goes on stopping"
-        # No answer has this number: only the end of the connection ends the wait.
+        timeout_message = "the supervisor has not stopped yet; stopping continues"
+        # No request has this id: the wait ends when the supervisor closes the connection.
         wait_for_answer(client, 0, {"counts": False}, report_progress, deadline, timeout_message, lines=lines)
     except SupervisorUnreachable:
         if process is not None and not select([process], [], [], EXIT_SECONDS)[0]:
-            raise TimedOut(f"the supervisor has closed its socket, but its process {result['pid']} is there") from None
+            raise TimedOut(
+                f"the supervisor has closed its socket, but its process {result['pid']} is still running"
+            ) from None
     finally:
         if process is not None:
             os.close(process)
@@ -300,17 +300,17 @@ def _wait_until_stopped(client: ControlClient, result: dict[str, Any], deadline:
 def _shutdown_progress(queues: list[dict[str, Any]], grace_seconds: float) -> str:
     jobs = running_jobs_text(queues, with_queue=True)
     if jobs:
-        return f"the supervisor waits for running jobs, {short_duration(grace_seconds)} at most: {jobs}"
+        return f"waiting for running jobs, at most {short_duration(grace_seconds)}: {jobs}"
     names = [printable(queue["name"]) for queue in queues if any(child["pid"] for child in queue["children"])]
     if names:
         more = f", {len(names) - MAX_QUEUES_SHOWN} more" if len(names) > MAX_QUEUES_SHOWN else ""
-        return f"the supervisor waits for the processes of {', '.join(names[:MAX_QUEUES_SHOWN])}{more}"
-    return "the supervisor waits for its services"
+        return f"waiting for the processes of {', '.join(names[:MAX_QUEUES_SHOWN])}{more}"
+    return "waiting for the supervisor's services"
 
 
 @Command(
     "completion",
-    "print a script that completes forqctl's commands in a shell",
+    "print the shell completion script",
     Argument("shell", choices=("bash", "zsh", "fish"), help="the shell"),
     more="Needs no supervisor.",
     examples=["completion bash > /etc/bash_completion.d/forqctl  # for all users"],

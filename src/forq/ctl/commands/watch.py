@@ -1,7 +1,4 @@
-"""watch: one job until it has ended, a line per change, at last its result; on a terminal its progress is a bar.
-
-logs: what a queue's processes have written, and what they write. top: the queues as they are now, again and again.
-"""
+"""The commands watch (one job until its end), logs (the output of a queue) and top (all queues, refreshed)."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from typing import Any
 
-# How long one question waits for a change, or for new lines.
+# How long one request waits for a change, or for new lines.
 POLL_SECONDS = 5.0
 RETRY_SECONDS = 0.5
 DEFAULT_COLUMNS = 80
@@ -32,16 +29,16 @@ MIN_INTERVAL_SECONDS = 0.1
 
 @Command(
     "watch",
-    "follow a job until it leaves the queue; exits with 1 if it failed for good",
+    "follow a job until it has ended; exits with 1 if it failed for good",
     NAME,
     ID,
     WAIT,
     examples=["watch mails 01JD0Z --wait 5m"],
-    json="the result of `watch` without `seen`, one object per line, at each change",
+    json="the result of `watch` without `seen`: one object per change, one per line",
     exits={
-        1: "the job failed for good, or refused",
+        1: "the job failed for good, or the request was refused",
         4: "no such queue or job",
-        6: "it is still there after --wait, or no answer in time",
+        6: "not ended within --wait, or no answer in time",
     },
 )
 def watch(args: Namespace) -> int:
@@ -57,11 +54,11 @@ def watch(args: Namespace) -> int:
                 return DEAD if job["state"] == "dead" else 0
         if until is not None and time.monotonic() >= until:
             output.end()
-            raise TimedOut(f"job {args.id} is still in queue {args.name}")
+            raise TimedOut(f"job {args.id} of queue {args.name} has not ended yet")
 
 
 def _poll(client: ControlClient, params: dict[str, Any], until: float | None) -> dict[str, Any] | None:
-    """What is new of the job. None while Redis is away: then it is asked for again, unless that is the first answer."""
+    """The job after its next change; None if Redis is unavailable, except at the first request, which fails."""
     left_seconds = POLL_SECONDS if until is None else max(0.0, until - time.monotonic())
     wait_seconds = min(left_seconds, POLL_SECONDS)
     try:
@@ -92,21 +89,21 @@ class _JobOutput:
         print(_job_text(job), flush=True)
 
     def end(self) -> None:
-        """What is printed next begins on a line of its own."""
+        """The next output starts on its own line."""
         if self._bars:
             self._line.clear()
 
 
 def _progress_bar(fraction: float, text: str) -> str:
     line = f"{bar_text(fraction, 1)} {printable(show_progress(fraction, text))}"
-    # A line that is wrapped could not be drawn over. Some terminals do not say how wide they are.
+    # A wrapped line could not be redrawn. Some terminals report a width of 0.
     return line[: (os.get_terminal_size(sys.stderr.fileno()).columns or DEFAULT_COLUMNS) - 1]
 
 
 def _job_text(job: dict[str, Any]) -> str:
     state, progress, error = job["state"], job.get("progress"), job.get("error")
     if state == "gone":
-        return "gone: it is done, released or cancelled"
+        return "gone: done, released or cancelled"
     if state == "done":
         return f"done: {_result_text(job)}"
     if progress is not None:
@@ -124,29 +121,29 @@ def _result_text(job: dict[str, Any]) -> str:
 
 @Command(
     "logs",
-    "show what the handlers of a queue print and log",
+    "show the output and log messages of a queue's handlers",
     NAME,
-    Argument("--follow", "-f", action="store_true", help="go on with what they write from now on, until Ctrl-C"),
-    Argument("--job", metavar="ID", help="only of this job"),
+    Argument("--follow", "-f", action="store_true", help="keep printing new lines, until Ctrl-C"),
+    Argument("--job", metavar="ID", help="only lines of this job"),
     Argument(
         "--lines",
         "-n",
         type=int,
         default=DEFAULT_LINES,
         metavar="N",
-        help=f"the last so many lines (default: {DEFAULT_LINES})",
+        help=f"number of lines to start with (default: {DEFAULT_LINES})",
     ),
-    more="What was written before the files were rotated twice (log_max) is gone; what was left out of a flood is "
-    "said.",
+    more="Older output is deleted when the files are rotated (log_max). Lines dropped because of too much output are "
+    "reported.",
     examples=["logs mails -n 20", "logs mails -f --job 01JD0Z  # follow one job"],
     json="the `records` of `logs`, one object per line",
-    exits={4: "nothing was ever kept of a queue of that name"},
+    exits={4: "there is no output of a queue with that name"},
 )
 def logs(args: Namespace) -> int:
     from collections import deque
 
     if args.lines < 0:
-        raise UsageError(f"--lines {args.lines} is not allowed: 0 or more")
+        raise UsageError(f"--lines {args.lines} is not allowed: it must be 0 or more")
     client, output = connect(args), _LogOutput(args.json)
     params: dict[str, Any] = {"name": args.name, "job": args.job, "lines": args.lines}
     last: deque[dict[str, Any]] = deque(maxlen=args.lines)
@@ -166,7 +163,7 @@ def logs(args: Namespace) -> int:
 def _follow(client: ControlClient, params: dict[str, Any], output: _LogOutput) -> str:
     answer = client.call("logs", {**params, "wait": POLL_SECONDS}, wait_seconds=POLL_SECONDS)
     if answer["skipped"]:
-        print("forqctl: more was written than could be read: some lines are missing", file=sys.stderr)
+        print("forqctl: output was written faster than it could be read; some lines are missing", file=sys.stderr)
     output.show(answer["records"])
     return str(answer["cursor"])
 
@@ -189,24 +186,24 @@ class _LogOutput:
 
 @Command(
     "top",
-    "show the queues as they are now, again and again, with keys to pause and resume them",
-    duration("--interval", "how often (default: 1s)", default=1.0),
-    Argument("--plain", action="store_true", help="a block of text each time, also on a terminal"),
-    Argument("--count", type=int, metavar="N", help="end after so many blocks (plain or JSON)"),
-    more="On a terminal it is a screen: arrows or j and k move, enter shows one queue, p pauses, r resumes, s sorts, q "
-    "or escape goes back or quits. It needs rich (pip install 'forq[top]'). Anywhere else, with --plain or TERM=dumb, "
-    "it is a block of text each time; with --json an object per line. Rates are differences between two answers, so "
-    "the first block has none.",
-    examples=["top  # a screen", "top --json --count 2 --interval 5s  # a sample for a script"],
+    "show all queues, refreshed every second, with keys to pause and resume them",
+    duration("--interval", "refresh interval (default: 1s)", default=1.0),
+    Argument("--plain", action="store_true", help="print a block of text each time, even on a terminal"),
+    Argument("--count", type=int, metavar="N", help="exit after this many blocks (plain or JSON)"),
+    more="On a terminal it is a full screen: arrows or j and k move, enter shows one queue, p pauses, r resumes, s "
+    "sorts, q or escape goes back or quits. It needs rich (pip install 'forq[top]'). Without a terminal, or with "
+    "--plain or TERM=dumb, it prints a block of text each time; with --json one object per line. Rates are differences "
+    "between two answers, so the first block has none.",
+    examples=["top  # full screen", "top --json --count 2 --interval 5s  # a sample for a script"],
     json="one object per line: `at`, `reachable`, `supervisor`, `capacity` and `queues` with their rates; `error` if "
     "the supervisor is not reachable",
-    exits={7: "no supervisor there at the start (later it is tried again)"},
+    exits={7: "no supervisor running at the start (later it reconnects)"},
 )
 def top(args: Namespace) -> int:
     if args.interval_seconds < MIN_INTERVAL_SECONDS:
-        raise UsageError(f"--interval is at least {MIN_INTERVAL_SECONDS:g} s")
+        raise UsageError(f"--interval must be at least {MIN_INTERVAL_SECONDS:g} s")
     if args.count is not None and args.count < 1:
-        raise UsageError("--count is at least 1")
+        raise UsageError("--count must be at least 1")
     if args.json or args.plain or args.count is not None or not _has_screen():
         from forq.ctl.top import print_blocks
 

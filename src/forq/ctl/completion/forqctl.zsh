@@ -13,56 +13,56 @@ _shtab_forqctl_commands() {
     ack:'acknowledge an item that was dequeued with a lease'
     await:'wait until a queue of mode auto_release releases an item, and print it'
     cancel:'cancel a job that has not started'
-    completion:'print a script that completes forqctl'"'"'s commands in a shell'
-    create:'make a queue and start its processes'
+    completion:'print the shell completion script'
+    create:'create a queue and start its processes'
     dead:'list, show, retry or discard dead jobs'
     delete:'stop a queue'"'"'s processes and remove it'
-    dequeue:'take an item out of a queue of mode on_request, and print it'
-    drain:'wait until a queue has nothing left to do'
+    dequeue:'take an item from a queue of mode on_request, and print it'
+    drain:'wait until a queue has no waiting or active jobs'
     job:'show one job'
     jobs:'list the jobs of a queue'
-    kill:'end a job that is running; it is cancelled'
-    logs:'show what the handlers of a queue print and log'
-    pause:'start no more jobs of a queue'
-    ping:'ask whether the supervisor answers'
+    kill:'kill a running job; it is cancelled'
+    logs:'show the output and log messages of a queue'"'"'s handlers'
+    pause:'stop starting jobs of a queue'
+    ping:'check whether the supervisor answers'
     push:'add a job, or one per line of a file'
     recover:'push the jobs of a failed log again'
-    remove:'remove a job; one that runs is forgotten when it ends'
-    restart:'replace a queue'"'"'s processes by new ones, once these have imported the handler'
+    remove:'remove a job; a running one is dropped when it ends'
+    restart:'replace a queue'"'"'s processes, for example after new code'
     resume:'start jobs of a paused queue again'
-    schedule:'make a job again and again: every so often, or at the times of a cron expression'
-    schedules:'list the schedules of all queues, or of one, or show one with its next five times'
-    set:'change options of a queue, at once'
+    schedule:'enqueue a job periodically: at an interval, or at the times of a cron expression'
+    schedules:'list schedules, or show one with its next five ticks'
+    set:'change options of a running queue'
     shutdown:'stop the supervisor, and wait until it has stopped'
-    stack:'show where the running jobs of a queue are'
+    stack:'show the stacks of a queue'"'"'s running jobs'
     status:'show the queues, or some of them in detail'
-    top:'show the queues as they are now, again and again, with keys to pause and resume them'
-    trigger:'let a schedule make a job now, and print its id'
-    unschedule:'end a schedule; the jobs that it has made stay'
+    top:'show all queues, refreshed every second, with keys to pause and resume them'
+    trigger:'enqueue a job of a schedule now, and print its id'
+    unschedule:'remove a schedule, but not its jobs'
     version:'show the versions of forqctl and the supervisor'
-    watch:'follow a job until it leaves the queue; exits with 1 if it failed for good'
-    why:'say why a job is not running'
+    watch:'follow a job until it has ended; exits with 1 if it failed for good'
+    why:'explain why a job is not running'
   )
   _describe 'forqctl commands' _commands
 }
 
 _shtab_forqctl_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
 )
 
 # guard to ensure default positional specs are added only once per session
 _shtab_forqctl_defaults_added=0
 
 _shtab_forqctl_ack_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   ":the job:"
-  ":as dequeue printed it:"
-  ":as dequeue printed it:"
+  ":printed by dequeue:"
+  ":printed by dequeue:"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -70,20 +70,20 @@ _shtab_forqctl_ack_defaults_added=0
 
 _shtab_forqctl_await_options=(
   "--wait[give up after this time (default\: never)]:D:"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
-  ":this item (default\: any):"
+  ":the item (default\: the next one):"
 )
 
 # guard to ensure default positional specs are added only once per session
 _shtab_forqctl_await_defaults_added=0
 
 _shtab_forqctl_cancel_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   ":the job:"
 )
@@ -92,9 +92,9 @@ _shtab_forqctl_cancel_options=(
 _shtab_forqctl_cancel_defaults_added=0
 
 _shtab_forqctl_completion_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the shell:(bash zsh fish)"
 )
 
@@ -102,17 +102,17 @@ _shtab_forqctl_completion_options=(
 _shtab_forqctl_completion_defaults_added=0
 
 _shtab_forqctl_create_options=(
-  "--handler[the function that handles its jobs, or exec\:PROGRAM]:M:F:"
-  "*--type[the function for jobs of type T (repeatable)]:T=M:F:"
-  "*--path[where handlers are imported from (repeatable)]:DIR:_files -/"
-  "--wait[how long the import of its handler may take (default\: 60s)]:D:"
-  "--no-wait[make the queue whether its handler can be imported or not]"
-  "--fail-handler[the function for jobs that failed for good]:M:F:"
-  "--mode[who gets its jobs\: its handler, those who ask, external workers (default\: \`mode\` of the config file, else work)]:mode:(work auto_release on_request external)"
+  "--handler[the handler\: MODULE\:FUNCTION, or exec\:PROGRAM]:M:F:"
+  "*--type[the handler for jobs of type T (repeatable)]:T=M:F:"
+  "*--path[directory to import handlers from (repeatable)]:DIR:_files -/"
+  "--wait[time limit for importing its handler (default\: 60s)]:D:"
+  "--no-wait[create the queue without checking that its handler can be imported]"
+  "--fail-handler[the handler for jobs that failed for good]:M:F:"
+  "--mode[how jobs leave the queue\: by a handler (work), released to callers, or by external workers (default\: \`mode\` of the config file, else work)]:mode:(work auto_release on_request external)"
   "*--set[the same (repeatable)]:OPTION=VALUE:_forqctl_options"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   "*:an option of the queue:_forqctl_options"
 )
@@ -121,25 +121,25 @@ _shtab_forqctl_create_options=(
 _shtab_forqctl_create_defaults_added=0
 
 _shtab_forqctl_dead_options=(
-  "--all[retry or discard all that are dead now]"
-  "--limit[list at most so many]:N:"
-  "--after[go on where the last page ended]:CURSOR:"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
-  ":what to do:(list show retry discard)"
+  "--all[retry or discard all jobs that are dead now]"
+  "--limit[maximum number of jobs listed]:N:"
+  "--after[continue after the previous page]:CURSOR:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
+  ":the action:(list show retry discard)"
   ":the queue:"
-  ":the job (the newest of that id), or id\@fence:"
+  ":the job id (the newest with that id), or id\@fence:"
 )
 
 # guard to ensure default positional specs are added only once per session
 _shtab_forqctl_dead_defaults_added=0
 
 _shtab_forqctl_delete_options=(
-  "--force[also when it still holds jobs]"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--force[even if it still has jobs]"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
 )
 
@@ -147,13 +147,13 @@ _shtab_forqctl_delete_options=(
 _shtab_forqctl_delete_defaults_added=0
 
 _shtab_forqctl_dequeue_options=(
-  "--wait[wait so long for one (default\: not at all)]:D:"
-  "--lease[it goes back in line unless it is acknowledged (ack) within this time]:D:"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--wait[wait this long for an item (default\: do not wait)]:D:"
+  "--lease[the item goes back in line unless it is acknowledged (ack) within this time]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
-  ":this item (default\: any):"
+  ":the item (default\: the next one):"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -161,9 +161,9 @@ _shtab_forqctl_dequeue_defaults_added=0
 
 _shtab_forqctl_drain_options=(
   "--wait[give up after this time (default\: never)]:D:"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
 )
 
@@ -171,9 +171,9 @@ _shtab_forqctl_drain_options=(
 _shtab_forqctl_drain_defaults_added=0
 
 _shtab_forqctl_job_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   ":the job:"
 )
@@ -183,11 +183,11 @@ _shtab_forqctl_job_defaults_added=0
 
 _shtab_forqctl_jobs_options=(
   "--state[only jobs in this state]:state:(waiting scheduled active blocked retry done dead)"
-  "--limit[at most so many]:N:"
-  "--after[go on where the last page ended]:CURSOR:"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--limit[maximum number of jobs]:N:"
+  "--after[continue after the previous page]:CURSOR:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
 )
 
@@ -195,10 +195,10 @@ _shtab_forqctl_jobs_options=(
 _shtab_forqctl_jobs_defaults_added=0
 
 _shtab_forqctl_kill_options=(
-  "--retry[put it back in line instead, uncounted]"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--retry[put it back in line instead, without counting the attempt]"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   ":the job:"
 )
@@ -207,12 +207,12 @@ _shtab_forqctl_kill_options=(
 _shtab_forqctl_kill_defaults_added=0
 
 _shtab_forqctl_logs_options=(
-  {--follow,-f}"[go on with what they write from now on, until Ctrl-C]"
-  "--job[only of this job]:ID:"
-  {--lines,-n}"[the last so many lines (default\: 100)]:N:"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  {--follow,-f}"[keep printing new lines, until Ctrl-C]"
+  "--job[only lines of this job]:ID:"
+  {--lines,-n}"[number of lines to start with (default\: 100)]:N:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
 )
 
@@ -220,9 +220,9 @@ _shtab_forqctl_logs_options=(
 _shtab_forqctl_logs_defaults_added=0
 
 _shtab_forqctl_pause_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
 )
 
@@ -230,32 +230,32 @@ _shtab_forqctl_pause_options=(
 _shtab_forqctl_pause_defaults_added=0
 
 _shtab_forqctl_ping_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
 )
 
 # guard to ensure default positional specs are added only once per session
 _shtab_forqctl_ping_defaults_added=0
 
 _shtab_forqctl_push_options=(
-  "--file[a file with one JSON value per line\; - is stdin]:F.jsonl:_files"
-  "--records[each line of the file is an object with data, id, priority \…]"
-  "--id[the job\'s id (default\: a new one)]:ID:"
-  "--identifier[a text to recognise the job by]:TEXT:"
-  "--priority[0 is served first (default\: 5)]:0-9:(0 1 2 3 4 5 6 7 8 9)"
-  "--token[makes repeating this call harmless]:T:"
-  "--type[picks one of the queue\'s handlers]:T:"
-  "--in[not before this time has passed (90s, 10m, 2h)]:D:"
-  "--at[not before this time (2026-12-01T09\:00\+01\:00)]:TIME:"
-  "--if-exists[when the id is taken (default\: update that job)]:if_exists:(update skip refuse)"
-  "--no-update-data[when the id is taken\: leave that job\'s data]"
-  "--update-run-at[when the id is taken\: change its time (default\: true)]:update_run_at:(true false if_later if_earlier)"
-  "--reset-counts[when the id is taken\: its counts (default\: as the data)]:reset_counts:(yes no)"
-  "--durable[succeed only if it is on a replica of Redis too]:durable:(replica)"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--file[a file with one JSON value per line (-\: stdin)]:F.jsonl:_files"
+  "--records[each line is an object with data, id, priority \…]"
+  "--id[the job id (default\: a new one)]:ID:"
+  "--identifier[a label for the job]:TEXT:"
+  "--priority[priority\; 0 goes first (default\: 5)]:0-9:(0 1 2 3 4 5 6 7 8 9)"
+  "--token[idempotency token\: repeating the call adds no second job]:T:"
+  "--type[job type\; selects one of the queue\'s handlers]:T:"
+  "--in[run after this delay (90s, 10m, 2h)]:D:"
+  "--at[run at this time or later (2026-12-01T09\:00\+01\:00)]:TIME:"
+  "--if-exists[if a job with this id exists (default\: update it)]:if_exists:(update skip refuse)"
+  "--no-update-data[if the job exists\: keep its data]"
+  "--update-run-at[if the job exists\: change its time (default\: true)]:update_run_at:(true false if_later if_earlier)"
+  "--reset-counts[if the job exists\: reset its counts (default\: same as its data)]:reset_counts:(yes no)"
+  "--durable[wait until a replica of Redis has the job]:durable:(replica)"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   ":the job\'s data:"
 )
@@ -264,21 +264,21 @@ _shtab_forqctl_push_options=(
 _shtab_forqctl_push_defaults_added=0
 
 _shtab_forqctl_recover_options=(
-  "--queue[push them to this queue instead of their own]:NAME:"
-  "--dry-run[only read the file and say what would be pushed]"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
-  ":logs\/NAME\/failed.jsonl of a state directory\; - is stdin:_files"
+  "--queue[push to this queue instead of the original ones]:NAME:"
+  "--dry-run[only count what would be pushed]"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
+  ":logs\/NAME\/failed.jsonl in the state directory (-\: stdin):_files"
 )
 
 # guard to ensure default positional specs are added only once per session
 _shtab_forqctl_recover_defaults_added=0
 
 _shtab_forqctl_remove_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   ":the job:"
 )
@@ -287,10 +287,10 @@ _shtab_forqctl_remove_options=(
 _shtab_forqctl_remove_defaults_added=0
 
 _shtab_forqctl_restart_options=(
-  "--wait[how long the import of its handler may take (default\: 60s)]:D:"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--wait[time limit for importing its handler (default\: 60s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
 )
 
@@ -298,9 +298,9 @@ _shtab_forqctl_restart_options=(
 _shtab_forqctl_restart_defaults_added=0
 
 _shtab_forqctl_resume_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
 )
 
@@ -308,19 +308,19 @@ _shtab_forqctl_resume_options=(
 _shtab_forqctl_resume_defaults_added=0
 
 _shtab_forqctl_schedule_options=(
-  "--every[how often (30s, 5m, 1d)\; the first time is now]:D:"
-  "--cron[when\: minute hour day month weekday]:EXPR:"
+  "--every[interval (30s, 5m, 1d)\; the first job runs now]:D:"
+  "--cron[times\: minute hour day month weekday]:EXPR:"
   "--zone[the time zone of the cron expression (default\: UTC)]:Z:"
   "--data[the data of the jobs (default\: null)]:JSON:"
-  "--priority[0 is served first (default\: 5)]:0-9:(0 1 2 3 4 5 6 7 8 9)"
-  "--type[picks one of the queue\'s handlers]:T:"
-  "--overlap[when the last job is unfinished (default\: skip that time)]:overlap:(skip queue)"
-  "--catch-up[for times when nobody was there (default\: once)]:catch_up:(once all none)"
-  "--jitter[each job is late by a random part of this (default\: 0)]:D:"
-  "--dry-run[only show the next five times]"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--priority[priority\; 0 goes first (default\: 5)]:0-9:(0 1 2 3 4 5 6 7 8 9)"
+  "--type[job type\; selects one of the queue\'s handlers]:T:"
+  "--overlap[while the previous job is unfinished (default\: skip)]:overlap:(skip queue)"
+  "--catch-up[after ticks missed because no supervisor ran (default\: once)]:catch_up:(once all none)"
+  "--jitter[random delay of each job, up to this (default\: 0)]:D:"
+  "--dry-run[only show the next five ticks]"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   ":the schedule:"
 )
@@ -329,9 +329,9 @@ _shtab_forqctl_schedule_options=(
 _shtab_forqctl_schedule_defaults_added=0
 
 _shtab_forqctl_schedules_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   ":the schedule:"
 )
@@ -341,9 +341,9 @@ _shtab_forqctl_schedules_defaults_added=0
 
 _shtab_forqctl_set_options=(
   "*--set[the same (repeatable)]:OPTION=VALUE:_forqctl_options"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   "*:an option of the queue:_forqctl_options"
 )
@@ -352,20 +352,20 @@ _shtab_forqctl_set_options=(
 _shtab_forqctl_set_defaults_added=0
 
 _shtab_forqctl_shutdown_options=(
-  "--now[without letting running jobs finish]"
-  "--no-wait[do not wait until it has stopped]"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--now[kill running jobs instead of letting them finish]"
+  "--no-wait[return at once]"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
 )
 
 # guard to ensure default positional specs are added only once per session
 _shtab_forqctl_shutdown_defaults_added=0
 
 _shtab_forqctl_stack_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
 )
 
@@ -373,11 +373,11 @@ _shtab_forqctl_stack_options=(
 _shtab_forqctl_stack_defaults_added=0
 
 _shtab_forqctl_status_options=(
-  "--check[exit with 3 unless everything is healthy]"
-  "--memory[with each process\'s share of memory (PSS)]"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--check[exit with 3 if anything is not healthy]"
+  "--memory[also show the memory (PSS) of each process]"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   "(*)::a queue:"
 )
 
@@ -385,21 +385,21 @@ _shtab_forqctl_status_options=(
 _shtab_forqctl_status_defaults_added=0
 
 _shtab_forqctl_top_options=(
-  "--interval[how often (default\: 1s)]:D:"
-  "--plain[a block of text each time, also on a terminal]"
-  "--count[end after so many blocks (plain or JSON)]:N:"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--interval[refresh interval (default\: 1s)]:D:"
+  "--plain[print a block of text each time, even on a terminal]"
+  "--count[exit after this many blocks (plain or JSON)]:N:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
 )
 
 # guard to ensure default positional specs are added only once per session
 _shtab_forqctl_top_defaults_added=0
 
 _shtab_forqctl_trigger_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   ":the schedule:"
 )
@@ -408,9 +408,9 @@ _shtab_forqctl_trigger_options=(
 _shtab_forqctl_trigger_defaults_added=0
 
 _shtab_forqctl_unschedule_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   ":the schedule:"
 )
@@ -419,9 +419,9 @@ _shtab_forqctl_unschedule_options=(
 _shtab_forqctl_unschedule_defaults_added=0
 
 _shtab_forqctl_version_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -429,9 +429,9 @@ _shtab_forqctl_version_defaults_added=0
 
 _shtab_forqctl_watch_options=(
   "--wait[give up after this time (default\: never)]:D:"
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   ":the job:"
 )
@@ -440,9 +440,9 @@ _shtab_forqctl_watch_options=(
 _shtab_forqctl_watch_defaults_added=0
 
 _shtab_forqctl_why_options=(
-  "--socket[the control socket (default\: FORQ_SOCKET)]:PATH:_files"
-  "--json[print one JSON document]"
-  "--timeout[how long to wait for an answer (default\: 30s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
   ":the queue:"
   ":the job:"
 )
