@@ -1,4 +1,4 @@
-"""The files that a queue's output is kept in: written, rotated, read with a cursor, removed."""
+"""The output files of a queue: writing, rotating, reading with a cursor, removing."""
 
 import json
 import os

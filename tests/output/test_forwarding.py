@@ -1,4 +1,4 @@
-"""Lines for a stderr that somebody may not be reading."""
+"""Lines for a stderr that may not be read."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What a queue's process prints and logs, as it arrives in the FIFO."""
+"""Output of a queue's process as it arrives in the FIFO."""
 
 import logging
 import os

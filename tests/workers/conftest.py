@@ -1,4 +1,4 @@
-"""Handlers that are programs, for the tests of what they are told and of how they run."""
+"""Fixtures that make exec handlers."""
 
 import logging
 from collections.abc import Iterator

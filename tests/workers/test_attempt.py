@@ -1,4 +1,4 @@
-"""One attempt: what the handler gets, and what becomes of whatever it does."""
+"""One attempt: the arguments of the handler, and the outcome of everything it may do."""
 
 import asyncio
 from typing import Any

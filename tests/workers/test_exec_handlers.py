@@ -1,4 +1,4 @@
-"""Handlers that are programs: what they are told, and what becomes of whatever they answer."""
+"""Exec handlers: the messages they send to a program, and the outcome of every answer."""
 
 import os
 import time

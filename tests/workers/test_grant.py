@@ -1,4 +1,4 @@
-"""The right to run jobs, in the child: what it tells, and what it believes when messages cross."""
+"""The grant of a worker: the messages it sends, and its state when messages cross."""
 
 import queue
 import random

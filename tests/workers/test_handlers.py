@@ -1,4 +1,4 @@
-"""Where handlers come from, and what is said when they cannot be had."""
+"""Loading handlers, and the errors when that fails."""
 
 import sys
 from collections.abc import Iterator

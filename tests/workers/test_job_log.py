@@ -1,4 +1,4 @@
-"""Failed attempts in `logging`: what a record says, and what the handlers of a user's logging may do to us."""
+"""Failed attempts in `logging`: the contents of a record, and misbehaving logging handlers of the user."""
 
 import asyncio
 import logging

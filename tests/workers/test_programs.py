@@ -1,4 +1,4 @@
-"""The processes behind exec handlers: what they write, how they end, and those that are started for each job."""
+"""The programs of exec handlers: their output, their exit, and programs started per job."""
 
 import time
 from collections.abc import Callable

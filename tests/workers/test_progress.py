@@ -1,4 +1,4 @@
-"""job.progress: what a handler may say, where it is shown, and how it gets to Redis without anybody waiting for it."""
+"""job.progress: allowed values, the scoreboard, and sending to Redis without delaying the handler."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""What a handler returned, as it is kept: JSON, or why there is none. Nothing of it fails the job."""
+"""Results of handlers: encoded as JSON, or the reason why not. A result never fails the job."""
 
 import enum
 import os

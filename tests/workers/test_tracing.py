@@ -1,4 +1,4 @@
-"""The spans of one process: where they go, and what that may cost it."""
+"""Spans of one process: the file they are written to, and the delay at its end."""
 
 import socket
 import time

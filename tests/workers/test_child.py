@@ -1,4 +1,4 @@
-"""What a queue's process sets for itself: who goes first when memory runs out."""
+"""Resource limits that a queue's process applies to itself: its OOM score."""
 
 import ctypes
 import os
