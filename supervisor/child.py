@@ -470,7 +470,7 @@ class Child:
         ours, theirs = socket.socketpair()
         try:
             with children.pids.forking():
-                self._spawned = self._fork(theirs, run, handled, keep_fds)
+                self._handle = self._fork(theirs, run, handled, keep_fds)
                 children.pids.add(self.pid)
         except OSError:
             ours.close()
@@ -479,11 +479,11 @@ class Child:
             theirs.close()
         self._leash = LineConnection(children.loop, ours, self._on_readable, lines=LineBuffer(max_line_bytes))
         children.on_stop[self.pid] = self._stopped_or_continued
-        children.loop.watch_child(self._spawned.pidfd, self._ended)
+        children.loop.watch_child(self._handle.pidfd, self._ended)
 
     @property
     def pid(self) -> int:
-        return self._spawned.pid
+        return self._handle.pid
 
     def uptime_seconds(self) -> float:
         return time.monotonic() - self.started
@@ -498,7 +498,7 @@ class Child:
 
     def signal(self, signum: int) -> bool:
         """False if the child has ended."""
-        return not self.ended and signal_child(self._spawned, signum)
+        return not self.ended and signal_child(self._handle, signum)
 
     def frozen(self) -> bool:
         return self._cgroup is not None and self._cgroup.frozen()
@@ -508,7 +508,7 @@ class Child:
         if self.stopping or self.ended:
             return
         self.stopping = True
-        signal_child(self._spawned, signal.SIGTERM)
+        signal_child(self._handle, signal.SIGTERM)
         self._timer = self._children.loop.call_later(grace_seconds, self._term_group)
 
     def kill(self) -> None:
@@ -523,7 +523,7 @@ class Child:
             # Without waiting: the clean-up does.
             self._cgroup.kill(0.0)
         # A child just forked may not have joined its cgroup yet. A service has no descendants.
-        signal_child(self._spawned, signal.SIGKILL)
+        signal_child(self._handle, signal.SIGKILL)
 
     def _delegate(self, verb: str, here: Callable[[], object]) -> None:
         self._delegations += 1
@@ -626,7 +626,7 @@ class Child:
         self._gone = True
         if self._delegations:
             return
-        ended = reap(self._spawned)
+        ended = reap(self._handle)
         if ended is None:
             raise ForqError(f"child {self.name} was reported dead but is not")
         if self._timer is not None:
@@ -661,5 +661,5 @@ class Child:
             self._children.loop.call_later(0.0, lambda: self._drain_leash(ended, drained_bytes))
             return
         self._leash.close()
-        self._spawned.close()
+        self._handle.close()
         self._on_end(ended)

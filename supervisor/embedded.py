@@ -153,58 +153,52 @@ class EmbeddedRedis:
     """The server process: started first, restarted when it dies, stopped last."""
 
     def __init__(self, children: ChildTable, argv: list[str]) -> None:
-        self.restarts = 0
         self._children = children
         self._argv = argv
-        self._spawned: ProcessHandle | None = None
+        self._handle: ProcessHandle | None = None
         self._respawn = Respawn()
         self._started = 0.0
         self._stopped: Callable[[], None] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._spawned is None else self._spawned.pid
 
     def start(self) -> None:
         try:
             # If the supervisor dies, TERM makes the server write its data and exit.
             with self._children.pids.forking():
-                self._spawned = exec_program(
+                self._handle = exec_program(
                     self._argv,
                     loop=self._children.loop,
                     keep_fds=self._children.keep_fds,
                     env=environment(),
                     death_signal=signal.SIGTERM,
                 )
-                self._children.pids.add(self._spawned.pid)
+                self._children.pids.add(self._handle.pid)
         except OSError as exc:
             self._start_later(0.0, f"cannot start: {exc}")
             return
         self._started = self._children.loop.now()
-        self._children.loop.watch_child(self._spawned.pidfd, self._ended)
+        self._children.loop.watch_child(self._handle.pidfd, self._ended)
 
     def stop(self, then: Callable[[], None]) -> None:
         self._stopped = then
-        if self._spawned is None:
+        if self._handle is None:
             then()
             return
-        signal_child(self._spawned, signal.SIGTERM)
+        signal_child(self._handle, signal.SIGTERM)
         self._children.loop.call_later(STOP_SECONDS, self.kill)
 
     def kill(self) -> None:
-        if self._spawned is not None:
-            signal_child(self._spawned, signal.SIGKILL)
+        if self._handle is not None:
+            signal_child(self._handle, signal.SIGKILL)
 
     def _ended(self) -> None:
-        assert self._spawned is not None
-        ended = reap(self._spawned)
-        self._children.pids.discard(self._spawned.pid)
-        self._spawned.close()
-        self._spawned = None
+        assert self._handle is not None
+        ended = reap(self._handle)
+        self._children.pids.discard(self._handle.pid)
+        self._handle.close()
+        self._handle = None
         if self._stopped is not None:
             self._stopped()
             return
-        self.restarts += 1
         self._start_later(self._children.loop.now() - self._started, "unknown" if ended is None else ended.text)
 
     def _start_later(self, lived_seconds: float, reason: str) -> None:

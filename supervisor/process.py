@@ -196,7 +196,7 @@ class QueueProcess:
         """Number of running jobs, without those that a worker only holds."""
         return sum(slot.position & 1 for slot in self._slots())
 
-    def resting_workers(self) -> list[str]:
+    def idle_workers(self) -> list[str]:
         return [slot.worker for slot in self._slots() if slot.worker and not slot.position & 1]
 
     def state(self) -> str:

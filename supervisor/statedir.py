@@ -62,19 +62,12 @@ class StateDir:
         self._tree_mark: TreeMark | None = None
 
     @property
-    def control_socket(self) -> Path:
-        return self.path / "control.sock"
-
-    @property
     def redis_socket(self) -> Path:
         return self.path / "redis.sock"
 
     @property
     def redis_dir(self) -> Path:
         return self.path / "redis"
-
-    def queue_dir(self, name: str) -> Path:
-        return self.path / "logs" / check_queue_name(name)
 
     @property
     def tree_lock_fd(self) -> int:

@@ -130,12 +130,10 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_paths(state: StateDir) -> None:
-    assert state.control_socket == state.path / "control.sock"
     assert state.redis_socket == state.path / "redis.sock"
     assert state.redis_dir == state.path / "redis"
-    assert state.queue_dir("emails") == state.path / "logs" / "emails"
     with pytest.raises(InvalidName):
-        state.queue_dir("../emails")
+        state.save_queue("../emails", {})
 
 
 def test_a_second_supervisor_is_refused_with_the_first_ones_pid(predecessor: Predecessor, state: StateDir) -> None:
