@@ -100,7 +100,7 @@ def test_a_unix_socket_is_private_and_gone_after_the_end(tmp_path: Path) -> None
     assert place is not None
     listener = place.open(None)
     assert os.stat(tmp_path / "m.sock").st_mode & 0o777 == 0o600
-    with pytest.raises(ConfigError, match="another process answers there"):
+    with pytest.raises(ConfigError, match="another process listens there"):
         place.open(None)
     place.close(listener)
     assert not (tmp_path / "m.sock").exists()
