@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.processes import private_kb, pss_kb
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
 
@@ -28,17 +29,6 @@ def wakeups(pid: int) -> int:
         lines = (task / "status").read_text().splitlines()
         found += next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
     return found
-
-
-def private_kb(pid: int) -> int:
-    """Private memory of this process: what it would free if it ended."""
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in rollup if line.startswith(("Private_Clean", "Private_Dirty")))
-
-
-def pss_kb(pid: int) -> int:
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
 
 
 def commands(forq: Forq) -> dict[str, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.supervisor_pair import assert_nobody_was_evicted
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
 from tests.support.faults.faulty_servers import ClockServer
@@ -24,13 +25,6 @@ TWO_HOURS = 7200
 @pytest.fixture
 def clock(tmp_path: Path) -> ShiftedClock:
     return ShiftedClock(tmp_path)
-
-
-def assert_nobody_was_evicted(*supervisors: Forq) -> None:
-    for forq in supervisors:
-        assert "took over" not in forq.log
-        assert "restarting all queues" not in forq.log
-        assert {trace.stalls for trace in forq.traces()} <= {0}
 
 
 def delayed_run(forq: Forq, queue: str, seconds: float) -> float:

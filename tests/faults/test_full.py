@@ -13,6 +13,7 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.broker.recovery import WorkerRecovery
 from forq.errors import BackPressure, RedisUnavailable
+from tests.faults.supervisor_pair import STEADY, assert_nobody_was_evicted, supervisor_pair
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until, whole_lines
@@ -20,27 +21,13 @@ from tests.support.faults.faulty_servers import SmallDiskServer
 
 pytestmark = pytest.mark.timeout(120)
 
-# An expiry shorter than the fault, and longer than any delay of a busy machine.
-STEADY = 'heartbeat = "300ms"\nexpiry = "2s"\n'
 OUTLASTED_SECONDS = 2.5
-
-
-def assert_nobody_was_evicted(*supervisors: Forq) -> None:
-    for forq in supervisors:
-        assert "took over" not in forq.log
-        assert "restarting all queues" not in forq.log
-        assert {trace.stalls for trace in forq.traces()} <= {0}
 
 
 @pytest.fixture
 def pair(redis_url: str, tmp_path: Path) -> Iterator[tuple[Forq, Forq]]:
-    """Two supervisors that would take over from each other."""
-    trace = tmp_path / "trace"
-    with (
-        running(redis=redis_url, settings=STEADY, trace=trace) as one,
-        running(redis=redis_url, settings=STEADY, trace=trace) as two,
-    ):
-        yield one, two
+    with supervisor_pair(redis_url, tmp_path / "trace") as pair:
+        yield pair
 
 
 @pytest.mark.fault("server out of memory")

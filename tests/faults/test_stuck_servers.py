@@ -11,28 +11,24 @@ from pathlib import Path
 import pytest
 import redis
 
+from tests.faults.supervisor_pair import assert_nobody_was_evicted, supervisor_pair
 from tests.support.drive.server import Server
-from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.supervisor import Forq
 from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
-STEADY = 'heartbeat = "300ms"\nexpiry = "2s"\n'
 STILL_SECONDS = 2.5
 
 
 @pytest.fixture
 def pair(redis_url: str, tmp_path: Path) -> Iterator[tuple[Forq, Forq]]:
     """Two supervisors of one queue, which write into one trace."""
-    trace = tmp_path / "trace"
-    with (
-        running(redis=redis_url, settings=STEADY, trace=trace) as one,
-        running(redis=redis_url, settings=STEADY, trace=trace) as two,
-    ):
-        for forq in (one, two):
+    with supervisor_pair(redis_url, tmp_path / "trace") as pair:
+        for forq in pair:
             forq.create("shared", "sleep", concurrency=2)
             forq.wait_for_child("shared")
-        yield one, two
+        yield pair
 
 
 def assert_each_ran_once(pair: tuple[Forq, Forq], count: int) -> None:
@@ -42,9 +38,7 @@ def assert_each_ran_once(pair: tuple[Forq, Forq], count: int) -> None:
     starts = [trace.job for trace in one.traces("start")]
     assert len(starts) == len(set(starts)) == count
     assert {trace.stalls for trace in one.traces()} == {0}
-    for forq in pair:
-        assert "took over" not in forq.log
-        assert "restarting all queues" not in forq.log
+    assert_nobody_was_evicted(*pair)
 
 
 def pause_clients(server: Server) -> None:
