@@ -259,7 +259,7 @@ def test_it_says_that_nobody_is_there_and_goes_on_when_somebody_is(fake: FakeSup
     terminal = top()
     terminal.wait_for("q0000")
     fake.close()
-    terminal.wait_for("not reachable, trying again")
+    terminal.wait_for("unreachable, retrying")
     again = FakeSupervisor(fake.path)
     try:
         again.answers["status"] = numbered(2)

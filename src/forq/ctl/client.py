@@ -1,4 +1,4 @@
-"""forqctl's end of the control socket: connect, send a request, wait for its answer, also for one that takes long."""
+"""forqctl's client of the control socket: connects, sends requests and waits for their answers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from forq.ctl.output import WaitReport
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
-# Answers may be larger than requests: a job's data can be almost as long as a request, and is quoted in its answer.
+# Larger than a request: an answer may contain a job's data, which is almost as long as a request, with escapes.
 MAX_ANSWER_BYTES = 16 << 20
 RETRY_CONNECT_SECONDS = 0.02
-# How often status is asked while something else is awaited.
+# Interval of status requests while another request is pending.
 POLL_SECONDS = 1.0
 
 
 class ControlClient:
-    """One connection. Requests may overlap: send gives the id under which receive returns the answer."""
+    """One connection. Requests may overlap: send returns the id with which receive returns the answer."""
 
     def __init__(self, path: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, also_tried: str = "") -> None:
         self.path = path
@@ -38,8 +38,8 @@ class ControlClient:
         self._connect(also_tried)
 
     def call(self, method: str, params: dict[str, Any], *, wait_seconds: float | None = 0.0) -> Any:
-        """The result of one request, which may take `wait_seconds` longer than others (None: for ever). Raises what the
-        supervisor refused it with, or TimedOut."""
+        """The result of one request, which may take `wait_seconds` longer than the timeout (None: no limit). Raises the
+        supervisor's error, or TimedOut."""
         deadline = None if wait_seconds is None else time.monotonic() + self.timeout_seconds + wait_seconds
         wanted = self.send(method, params)
         while True:
@@ -60,12 +60,12 @@ class ControlClient:
         except TimeoutError as exc:
             raise self.timed_out() from exc
         except OSError:
-            # The supervisor closed before it read all; its reason, if any, waits to be received.
+            # The supervisor closed the connection early. Its reason, if any, can still be received.
             pass
         return self._last_id
 
     def receive(self, deadline: float | None) -> tuple[str | int | None, Any]:
-        """The next answer: its id, and the result or the error. Raises an error that belongs to no request."""
+        """The next answer: its id, and the result or error. An error without an id is raised."""
         while (line := self._lines.pop()) is None:
             self._receive_bytes(deadline)
         answered, value = jsonrpc.read_answer(line)
@@ -77,21 +77,21 @@ class ControlClient:
         self._sock.close()
 
     def fileno(self) -> int:
-        """To wait for an answer together with other things."""
+        """For select."""
         return self._sock.fileno()
 
     def _receive_bytes(self, deadline: float | None) -> None:
         if deadline is None:
             self._sock.settimeout(None)
         else:
-            # Zero would mean non-blocking, and a late answer that is already here should still be read.
+            # Not 0, which means non-blocking: an answer that has already arrived is still read.
             self._sock.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
             data = self._sock.recv(1 << 16)
         except TimeoutError as exc:
             raise self.timed_out() from exc
         except OSError as exc:
-            raise self._unreachable(f"the connection broke: {os.strerror(exc.errno or 0)}") from exc
+            raise self._unreachable(f"connection lost: {os.strerror(exc.errno or 0)}") from exc
         if not data:
             raise self._unreachable("it closed the connection without an answer")
         self._lines.push(data)
@@ -104,7 +104,7 @@ class ControlClient:
                 self._sock.connect(self.path)
                 return
             except BlockingIOError as exc:
-                # The queue of clients that wait to be accepted is full.
+                # The listen backlog is full.
                 if time.monotonic() >= deadline:
                     raise self.timed_out() from exc
                 time.sleep(RETRY_CONNECT_SECONDS)
@@ -114,7 +114,7 @@ class ControlClient:
                 raise self._unreachable((exc.strerror or str(exc)).lower()) from exc
 
     def timed_out(self) -> TimedOut:
-        """The error of who has waited too long for an answer."""
+        """The error for an answer that is late."""
         return TimedOut(f"no answer from the supervisor at {self.path} within {self.timeout_seconds:g} s")
 
     def _unreachable(self, reason: str) -> SupervisorUnreachable:
@@ -122,7 +122,7 @@ class ControlClient:
 
 
 def connect(args: Namespace) -> ControlClient:
-    """As the global flags say."""
+    """Connects as the global arguments say."""
     timeout_seconds = DEFAULT_TIMEOUT_SECONDS if args.timeout_seconds is None else args.timeout_seconds
     if args.socket is not None:
         return ControlClient(os.path.abspath(args.socket), timeout_seconds)
@@ -143,13 +143,13 @@ def wait_for_answer(
     *,
     lines: bool,
 ) -> Any:
-    """The answer to the request `wanted`. Until it comes, `tell` gets the answers to `status` with the params `asked`.
-    TimedOut with `timeout_message` after the deadline, or if the supervisor does not answer that in time."""
+    """The answer to the request `request_id`. Meanwhile `report` gets the answers to `status` with `status_params`.
+    TimedOut with `timeout_message` after the deadline, or if the supervisor does not answer `status` in time."""
     from forq.ctl.output import WaitReport
 
     waiting = WaitReport(lines=lines)
     polled = None
-    # When to ask next; while an answer is awaited, when the supervisor is given up.
+    # When to send the next status request; while one is pending, its deadline.
     next_step = time.monotonic() + waiting.first_poll_seconds()
     try:
         while True:

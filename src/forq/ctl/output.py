@@ -1,7 +1,4 @@
-"""What forqctl prints: JSON; for people aligned tables, with colour on a terminal, times and durations.
-
-While it waits for something, it says on stderr what for.
-"""
+"""The output of forqctl: JSON, aligned tables with colour on a terminal, times and durations; and wait messages."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Any
 
-# What is over at once needs no look.
+# Commands that finish within this time show no message.
 FIRST_POLL_SECONDS = 0.2
-# Where no terminal is, a line is written after this time, and then more and more seldom.
+# Without a terminal, a line is printed after the first interval, which doubles up to the second.
 FIRST_LINE_SECONDS, MAX_LINE_SECONDS = 1.0, 60.0
 MAX_JOBS_SHOWN = 5
-# Of a state, by name: rich calls them the same.
+# Colours of states; rich uses the same names.
 COLOURS = {
     **dict.fromkeys(("running", "busy"), "green"),
     **dict.fromkeys(("paused", "draining", "starting", "stopping", "limited", "unserved"), "yellow"),
@@ -32,7 +29,7 @@ _SEQUENCES = {"green": "32", "yellow": "33", "red": "31"}
 
 
 def print_result(args: Namespace, result: object, text: str) -> int:
-    """The result of a command that says one thing: as JSON if that is wanted, else the text. Exit code 0."""
+    """Prints the result as JSON with --json, else the text. Returns exit code 0."""
     if args.json:
         print_json(result)
     else:
@@ -41,7 +38,7 @@ def print_result(args: Namespace, result: object, text: str) -> int:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """None becomes "-", numbers are aligned to the right, the last column is not padded."""
+    """None is shown as "-", numbers are right-aligned, the last column is not padded."""
     body = [list(row) for row in rows]
     cells = [[cell_text(value) for value in row] for row in body]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
@@ -56,7 +53,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None
 
 
 def print_next_page(command: str, args: Namespace, cursor: object) -> None:
-    """The command that shows the next page: on stderr, so that stdout has rows only."""
+    """Prints the command for the next page, on stderr so that stdout has only rows."""
     from shlex import join
 
     given = [("--socket", args.socket), ("--state", getattr(args, "state", None)), ("--limit", args.limit)]
@@ -66,16 +63,16 @@ def print_next_page(command: str, args: Namespace, cursor: object) -> None:
 
 
 def print_stack(attempts: Sequence[dict[str, object]]) -> None:
-    """Where the last attempt that had to be ended was at that moment."""
+    """Prints the stack of the last attempt that was killed."""
     stacks = [attempt["stack"] for attempt in attempts if attempt.get("stack")]
     if stacks:
-        print("\nstack of the last attempt that was ended:")
+        print("\nstack of the last attempt that was killed:")
         for line in str(stacks[-1]).splitlines():
             print(printable(line))
 
 
 def dead_error(job: dict[str, Any]) -> str:
-    """`KeyError: 'to'` of a dead job, as listed."""
+    """`KeyError: 'to'`."""
     return ": ".join(str(part) for part in (job["error"], job["message"]) if part)
 
 
@@ -88,7 +85,7 @@ def print_json(value: object) -> None:
 
 
 def field_text(key: str, value: Any) -> str:
-    """The value of a job's field `key`: a time, a text, or JSON."""
+    """The value of a job's field: a time, text, or JSON."""
     if value is None:
         return "-"
     if key.endswith("_at") and isinstance(value, int | float):
@@ -109,7 +106,7 @@ def cell_text(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Without anything that a terminal would obey."""
+    """Escapes control characters."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
@@ -122,7 +119,7 @@ def use_colour(stream: object) -> bool:
 
 
 def short_duration(seconds: float | None) -> str | None:
-    """A duration for people: two units at most, rounded down."""
+    """`1m05s`: at most two units, rounded down."""
     if seconds is None:
         return None
     whole = int(seconds)
@@ -154,7 +151,7 @@ def _paint(text: str, padded: str, colour: bool) -> str:
 
 
 class WaitReport:
-    """Says what is waited for: on a terminal in one line that is drawn anew; elsewhere, if `lines`, now and then."""
+    """Shows what a command waits for: on a terminal one redrawn line; elsewhere, if `lines`, occasional lines."""
 
     def __init__(self, *, lines: bool) -> None:
         self._line = ProgressLine()
@@ -172,7 +169,7 @@ class WaitReport:
             self._pause_seconds = min(2 * self._pause_seconds, MAX_LINE_SECONDS)
 
     def warn_once(self, text: str | None) -> None:
-        """What stays on the terminal, once: it does not pass by itself. None: there is nothing of the kind."""
+        """Prints a problem that needs action, once, on its own line. None: there is no problem."""
         if text is not None and text != self._warned:
             self._line.clear()
             print(f"forqctl: {text}", file=sys.stderr, flush=True)
@@ -186,7 +183,7 @@ class WaitReport:
 
 
 def running_jobs_text(queues: list[dict[str, Any]], *, with_queue: bool) -> str:
-    """The jobs that run here, those that run longest first: some with id and time, and how many more."""
+    """The running jobs, longest first: the first few with id and time, and the number of others."""
     found = [
         (seconds or 0.0, f"{queue['name']} {job}" if with_queue else str(job))
         for queue in queues

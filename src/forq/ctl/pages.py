@@ -1,5 +1,4 @@
-"""The pages of forqctl top's screen: all queues; or one with its processes, what they run, why its first job waits, and
-its last dead jobs. First the table that both are made of: it shows the columns that the width has room for."""
+"""The two pages of forqctl top's screen: all queues, and one queue in detail; and the tables they consist of."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[T]):
-    """`rank` says who goes first when there is little room: the highest. Up to `most` cells wide if there is room."""
+    """On a narrow screen the columns with the highest `rank` are dropped. `max_width`: its width if there is room."""
 
     title: str
     rank: int
@@ -47,7 +46,7 @@ class Column(Generic[T]):
 
 
 def fit_columns(columns: Sequence[Column[T]], rows: Sequence[T], width: int) -> list[tuple[Column[T], int]]:
-    """The columns that fit, in their order, and the width of each. The first in rank is there always."""
+    """The columns that fit, in order, with their widths. The column with the lowest rank is always shown."""
     chosen: list[tuple[Column[T], int, int]] = []
     room = width
     for column in sorted(columns, key=lambda column: column.rank):
@@ -131,7 +130,7 @@ class OverviewPage:
         self._page_size = 1
 
     def update(self, rows: list[QueueRow]) -> None:
-        """The selected queue stays selected, wherever it is now; if it is gone, the one in its position."""
+        """Keeps the selected queue selected; if it is gone, selects the one in its position."""
         position = self._position()
         self._rows = sorted(rows, key=SORTS[self._sort])
         if all(row.name != self.selected for row in self._rows):
@@ -149,7 +148,7 @@ class OverviewPage:
             self._rows.sort(key=SORTS[self._sort])
 
     def lines(self, status: dict[str, Any], width: int, height: int) -> list[Text]:
-        """`height` lines at most."""
+        """At most `height` lines."""
         redis = Text(redis_line(status), style="" if status["supervisor"]["redis"]["ok"] else "bold red")
         head = [Text(supervisor_line(status), style="bold"), Text(capacity_line(status)), redis]
         self._page_size = max(1, height - len(head) - 2)
@@ -162,13 +161,13 @@ class OverviewPage:
         return OVERVIEW_HELP.format(self._sort)
 
     def reason(self) -> str | None:
-        """Why the selected queue is not served, if it is not."""
+        """Why the selected queue is not served; None if it is."""
         row = next((row for row in self._rows if row.name == self.selected), None)
         return None if row is None or not row.reason else f"{printable(row.name)}: {printable(row.reason)}"
 
     def _footer(self, visible: list[QueueRow]) -> list[Text]:
         if not self._rows:
-            return [Text("no queue yet: forqctl create NAME --handler MODULE:FUNCTION", style="dim")]
+            return [Text("no queues; create one: forqctl create NAME --handler MODULE:FUNCTION", style="dim")]
         if len(visible) == len(self._rows):
             return []
         last = self._top + len(visible)
@@ -237,7 +236,7 @@ class QueuePage:
         self._row = next((row for row in rows if row.name == self.name), None)
 
     def request(self, client: NonBlockingClient) -> None:
-        """What a status does not tell; one question of each kind is under way at most."""
+        """Requests what a status does not contain; at most one request of each kind is pending."""
         if self._requested:
             return
         self._requested = client.request(
@@ -251,7 +250,7 @@ class QueuePage:
             if isinstance(page, ForqError):
                 self._why = printable(str(page))
             elif not page["jobs"]:
-                self._why = "nothing waits"
+                self._why = "no job is waiting"
             else:
                 first = page["jobs"][0]["id"]
                 client.request("why", {"name": self.name, "id": first}, lambda answer: self._on_why(first, answer))
@@ -275,10 +274,10 @@ class QueuePage:
         return None if self._row is None or not self._row.reason else printable(self._row.reason)
 
     def lines(self, status: dict[str, Any], width: int, height: int) -> list[Text]:
-        """`height` lines at most, from where it was scrolled to."""
+        """`height` lines at most, from the scroll position."""
         row = self._row
         if row is None:
-            return [Text(f"{printable(self.name)} is gone", style="bold red")]
+            return [Text(f"{printable(self.name)} was deleted", style="bold red")]
         title = Text(f"{printable(row.name)}  ", style="bold")
         title.append(row.state, style=COLOURS.get(row.state, ""))
         running = [job for child in row.children for job in running_jobs(child)]
@@ -286,7 +285,7 @@ class QueuePage:
             title,
             *_wrap(_counts_line(row), width),
             *_section("PROCESSES", CHILDREN, row.children, width, "none"),
-            *_section("RUNNING", RUNNING, running, width, "no job runs"),
+            *_section("RUNNING", RUNNING, running, width, "no job is running"),
             Text(""),
             Text("FIRST IN LINE", style="bold underline"),
             *_wrap(self._why, width),
@@ -324,7 +323,7 @@ def _section(title: str, columns: Any, rows: list[Any], width: int, nothing: str
 
 
 def _wrap(text: str, width: int) -> list[Text]:
-    """Between words, where that is possible."""
+    """Breaks lines between words if possible."""
     lines, current = [], ""
     for word in text.split(" "):
         if current and len(current) + 1 + len(word) > width:

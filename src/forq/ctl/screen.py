@@ -1,12 +1,8 @@
-"""The terminal while top has it: the other screen, keys one at a time, signals as events; and given back as it was.
+"""forqctl top on a terminal.
 
-Signal handlers do nothing: the interpreter writes their numbers to a pipe, which is waited for like the keys are.
-
-top on a terminal: asks once per interval, obeys keys, draws what is to be seen.
-
-1. The client brings answers; each changes what the pages show.
-2. The terminal brings keys and signals.
-3. Whatever happened, the screen is drawn again; what has not changed is not written.
+1. NonBlockingClient requests the status once per interval; each answer updates the pages.
+2. Terminal reads keys and signals.
+3. Screen handles both and redraws; an unchanged screen is not written.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ if TYPE_CHECKING:
 
 ENTER = b"\x1b[?1049h\x1b[?25l\x1b[2J"
 LEAVE = b"\x1b[?25h\x1b[?1049l"
-# What a terminal sends for one key arrives within this, also over a slow line.
+# The bytes of one key arrive within this time, even over a slow line.
 ESCAPE_SECONDS = 0.05
 SIGNALS = (signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGTSTP, signal.SIGCONT)
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -56,153 +52,9 @@ _SEQUENCES = {
     b"\x1bOF": "end",
 }
 _SINGLE_BYTES = {b"\r": "enter", b"\n": "enter", b"k": "up", b"j": "down", b"g": "home", b"G": "end"}
-
-
-class Events(NamedTuple):
-    keys: list[str]
-    signals: list[int]
-    readable: bool
-    hung_up: bool
-
-
-class Terminal:
-    def __init__(self) -> None:
-        self._in, self._out = sys.stdin.fileno(), sys.stdout.fileno()
-        self._keys = KeyDecoder()
-        self._drawn = b""
-
-    def __enter__(self) -> Terminal:
-        self._before = termios.tcgetattr(self._in)
-        self._signal_reader, self._signal_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._old_fd = signal.set_wakeup_fd(self._signal_writer, warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, lambda signum, frame: None) for number in SIGNALS}
-        self._acquire()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._release()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._old_fd)
-        os.close(self._signal_reader)
-        os.close(self._signal_writer)
-
-    def size(self) -> os.terminal_size:
-        try:
-            size = os.get_terminal_size(self._out)
-        except OSError:
-            return DEFAULT_SIZE
-        # Some terminals do not say how large they are.
-        return size if size.columns and size.lines else DEFAULT_SIZE
-
-    def draw(self, lines: list[str]) -> None:
-        """The whole screen at once; nothing if it is what is there already."""
-        shown = b"\x1b[H" + b"\r\n".join(line.encode("utf-8", "replace") + b"\x1b[K" for line in lines) + b"\x1b[J"
-        if shown != self._drawn:
-            self._drawn = shown
-            self._write(shown)
-
-    def wait(self, fd: int | None, seconds: float) -> Events:
-        """Until a key, a signal, something to read at `fd`, or so long."""
-        until = time.monotonic() + max(0.0, seconds)
-        watched = [self._in, self._signal_reader, *([] if fd is None else [fd])]
-        patience = ESCAPE_SECONDS if self._keys.incomplete else max(0.0, until - time.monotonic())
-        ready = select.select(watched, [], [], patience)[0]
-        keys, hung_up = self._read_keys(self._in in ready)
-        signals = list(os.read(self._signal_reader, 256)) if self._signal_reader in ready else []
-        if signal.SIGWINCH in signals or signal.SIGCONT in signals:
-            self._drawn = b""
-        return Events(keys, signals, fd is not None and fd in ready, hung_up)
-
-    def suspend(self) -> None:
-        """Ctrl-Z: the shell gets its terminal back, until it says to go on."""
-        self._release()
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._acquire()
-
-    def _read_keys(self, ready: bool) -> tuple[list[str], bool]:
-        if not ready:
-            return self._keys.flush(), False
-        try:
-            data = os.read(self._in, 1024)
-        except OSError:
-            return [], True
-        return self._keys.feed(data), not data
-
-    def _acquire(self) -> None:
-        tty.setcbreak(self._in)
-        self._drawn = b""
-        self._write(ENTER)
-
-    def _release(self) -> None:
-        try:
-            self._write(LEAVE)
-            termios.tcsetattr(self._in, termios.TCSADRAIN, self._before)
-        except (OSError, termios.error) as exc:
-            # The terminal itself is gone: there is nothing to give back.
-            sys.stderr.write(f"forqctl: the terminal is gone: {exc}\n")
-
-    def _write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._out, data) :]
-
-
-class KeyDecoder:
-    """Decodes keys from terminal input. Escape may be a key or the start of a sequence, so incomplete input is kept
-    until more arrives or `flush` is called."""
-
-    def __init__(self) -> None:
-        self._buffer = b""
-
-    @property
-    def incomplete(self) -> bool:
-        return bool(self._buffer)
-
-    def feed(self, data: bytes) -> list[str]:
-        """The keys in it; what nobody uses is "" and does nothing."""
-        self._buffer += data
-        keys = []
-        while self._buffer:
-            length = _key_length(self._buffer)
-            if length is None:
-                break
-            piece, self._buffer = self._buffer[:length], self._buffer[length:]
-            keys.append(_key_name(piece))
-        return keys
-
-    def flush(self) -> list[str]:
-        alone, self._buffer = self._buffer == b"\x1b", b""
-        return ["escape"] if alone else []
-
-
-def _key_length(data: bytes) -> int | None:
-    """How many bytes the first key has; None if more are needed to know."""
-    if data[:1] != b"\x1b":
-        return 1
-    if len(data) == 1:
-        return None
-    if data[1:2] == b"O":
-        return 3 if len(data) >= 3 else None
-    if data[1:2] != b"[":
-        # Escape, and callback something else (or another escape).
-        return 1
-    for position in range(2, len(data)):
-        if 0x40 <= data[position] <= 0x7E:
-            return position + 1
-    return None
-
-
-def _key_name(piece: bytes) -> str:
-    if piece == b"\x1b":
-        return "escape"
-    if len(piece) == 1:
-        return _SINGLE_BYTES.get(piece) or piece.decode("ascii", "ignore")
-    return _SEQUENCES.get(piece, "")
-
-
 RECONNECT_SECONDS = 0.5
 Callback = Callable[[Any], None]
-# An answer that is late by so much is worth a word.
+# An answer later than this is reported on the screen.
 LATE_SECONDS = 2.0
 QUEUE_KEYS = {"p": ("queue.pause", "paused"), "r": ("queue.resume", "resumed")}
 
@@ -271,10 +123,10 @@ class Screen:
             self._overview.press(key)
 
     def lines(self, width: int, height: int) -> list[Text]:
-        """As many as the screen has: the page, what there is to say, the keys."""
+        """All lines of the screen: the page, a message line, the help line."""
         page = self._queue or self._overview
         room = max(1, height - 2)
-        body = [Text("asking the supervisor …")] if self._status is None else page.lines(self._status, width, room)
+        body = [Text("waiting for the supervisor …")] if self._status is None else page.lines(self._status, width, room)
         said = self._message_line(page, time.monotonic())
         blank = [Text("")] * (room - len(body))
         lines = [*body[:room], *blank, said, Text(page.help(), style="dim")][:height]
@@ -284,7 +136,7 @@ class Screen:
 
     def _message_line(self, page: OverviewPage | QueuePage, now: float) -> Text:
         if self._client.error is not None:
-            return Text(f"not reachable, trying again: {printable(self._client.error)}", style="bold red")
+            return Text(f"unreachable, retrying: {printable(self._client.error)}", style="bold red")
         if self._requested_at is not None and now - self._requested_at > LATE_SECONDS:
             return Text(
                 f"no answer from the supervisor for {short_duration(now - self._requested_at)}", style="bold yellow"
@@ -301,7 +153,7 @@ class Screen:
             self._message = printable(f"{name}: {answer}" if refused else f"{done} {name}")
 
         if not self._client.request(method, {"name": name}, answered):
-            self._message = "nobody is there to be told"
+            self._message = "no connection to the supervisor"
 
     def _on_status(self, status: Any) -> None:
         self._requested_at = None
@@ -317,7 +169,7 @@ class Screen:
     def _wait_seconds(self, now: float) -> float:
         if self._client.fileno() is None:
             return RECONNECT_SECONDS
-        # Of a late answer the age is shown, which grows.
+        # The age of a late answer is shown, so redraw.
         return max(0.0, self._next_request - now) if self._requested_at is None else LATE_SECONDS / 2
 
     def _render(self, line: Text) -> str:
@@ -327,9 +179,9 @@ class Screen:
 
 
 class NonBlockingClient:
-    """The questions that the screen asks, on one connection that is made again when it breaks. Never waits for an
-    answer: each goes to the function that was given with its question, which gets an error if the connection breaks
-    first. `trouble` says why nobody can be asked now; None while somebody can."""
+    """Sends requests without waiting for answers, and reconnects when the connection breaks. Each request has a
+    callback for its answer, which gets an error if the connection breaks first. `error`: why there is no
+    connection, or None."""
 
     def __init__(self, connect: Callable[[], ControlClient]) -> None:
         self.error: str | None = None
@@ -342,7 +194,7 @@ class NonBlockingClient:
         return None if self._client is None else self._client.fileno()
 
     def open(self, now: float) -> bool:
-        """Whether there is a connection; tries to make one, though not all the time."""
+        """Whether there is a connection. Tries to connect at most once per RECONNECT_SECONDS."""
         if self._client is None and now >= self._next_attempt:
             self._next_attempt = now + RECONNECT_SECONDS
             try:
@@ -352,7 +204,7 @@ class NonBlockingClient:
         return self._client is not None
 
     def request(self, method: str, params: dict[str, Any], callback: Callback) -> bool:
-        """`callback` gets the result or the error. False if nobody can be asked."""
+        """`callback` gets the result or the error. False if there is no connection."""
         if self._client is None:
             return False
         try:
@@ -363,7 +215,7 @@ class NonBlockingClient:
         return True
 
     def read(self) -> None:
-        """Hands out the answers that are there; part of one stays for the next time."""
+        """Calls the callbacks of the answers that have arrived."""
         while self._client is not None:
             try:
                 answered, value = self._client.receive(time.monotonic())
@@ -390,3 +242,147 @@ class NonBlockingClient:
         unanswered, self._pending = list(self._pending.values()), {}
         for callback in unanswered:
             callback(why)
+
+
+class Events(NamedTuple):
+    keys: list[str]
+    signals: list[int]
+    readable: bool
+    hung_up: bool
+
+
+class Terminal:
+    """The terminal in full-screen mode; restored at the end. Signal numbers arrive through a pipe, like keys."""
+
+    def __init__(self) -> None:
+        self._in, self._out = sys.stdin.fileno(), sys.stdout.fileno()
+        self._keys = KeyDecoder()
+        self._drawn = b""
+
+    def __enter__(self) -> Terminal:
+        self._before = termios.tcgetattr(self._in)
+        self._signal_reader, self._signal_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._old_fd = signal.set_wakeup_fd(self._signal_writer, warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, lambda signum, frame: None) for number in SIGNALS}
+        self._acquire()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._release()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_fd)
+        os.close(self._signal_reader)
+        os.close(self._signal_writer)
+
+    def size(self) -> os.terminal_size:
+        try:
+            size = os.get_terminal_size(self._out)
+        except OSError:
+            return DEFAULT_SIZE
+        # Some terminals report a size of 0.
+        return size if size.columns and size.lines else DEFAULT_SIZE
+
+    def draw(self, lines: list[str]) -> None:
+        """Writes the whole screen, unless it is unchanged."""
+        shown = b"\x1b[H" + b"\r\n".join(line.encode("utf-8", "replace") + b"\x1b[K" for line in lines) + b"\x1b[J"
+        if shown != self._drawn:
+            self._drawn = shown
+            self._write(shown)
+
+    def wait(self, fd: int | None, seconds: float) -> Events:
+        """Waits for a key, a signal, input at `fd`, or the timeout."""
+        until = time.monotonic() + max(0.0, seconds)
+        watched = [self._in, self._signal_reader, *([] if fd is None else [fd])]
+        patience = ESCAPE_SECONDS if self._keys.incomplete else max(0.0, until - time.monotonic())
+        ready = select.select(watched, [], [], patience)[0]
+        keys, hung_up = self._read_keys(self._in in ready)
+        signals = list(os.read(self._signal_reader, 256)) if self._signal_reader in ready else []
+        if signal.SIGWINCH in signals or signal.SIGCONT in signals:
+            self._drawn = b""
+        return Events(keys, signals, fd is not None and fd in ready, hung_up)
+
+    def suspend(self) -> None:
+        """Ctrl-Z: restores the terminal and stops until SIGCONT."""
+        self._release()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._acquire()
+
+    def _read_keys(self, ready: bool) -> tuple[list[str], bool]:
+        if not ready:
+            return self._keys.flush(), False
+        try:
+            data = os.read(self._in, 1024)
+        except OSError:
+            return [], True
+        return self._keys.feed(data), not data
+
+    def _acquire(self) -> None:
+        tty.setcbreak(self._in)
+        self._drawn = b""
+        self._write(ENTER)
+
+    def _release(self) -> None:
+        try:
+            self._write(LEAVE)
+            termios.tcsetattr(self._in, termios.TCSADRAIN, self._before)
+        except (OSError, termios.error) as exc:
+            # There is no terminal left to restore.
+            sys.stderr.write(f"forqctl: the terminal is gone: {exc}\n")
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._out, data) :]
+
+
+class KeyDecoder:
+    """Decodes keys from terminal input. Escape may be a key or the start of a sequence, so incomplete input is kept
+    until more arrives or `flush` is called."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    @property
+    def incomplete(self) -> bool:
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> list[str]:
+        """The decoded keys; an unknown key is ""."""
+        self._buffer += data
+        keys = []
+        while self._buffer:
+            length = _key_length(self._buffer)
+            if length is None:
+                break
+            piece, self._buffer = self._buffer[:length], self._buffer[length:]
+            keys.append(_key_name(piece))
+        return keys
+
+    def flush(self) -> list[str]:
+        alone, self._buffer = self._buffer == b"\x1b", b""
+        return ["escape"] if alone else []
+
+
+def _key_length(data: bytes) -> int | None:
+    """The number of bytes of the first key; None if more input is needed."""
+    if data[:1] != b"\x1b":
+        return 1
+    if len(data) == 1:
+        return None
+    if data[1:2] == b"O":
+        return 3 if len(data) >= 3 else None
+    if data[1:2] != b"[":
+        # Escape, followed by another key.
+        return 1
+    for position in range(2, len(data)):
+        if 0x40 <= data[position] <= 0x7E:
+            return position + 1
+    return None
+
+
+def _key_name(piece: bytes) -> str:
+    if piece == b"\x1b":
+        return "escape"
+    if len(piece) == 1:
+        return _SINGLE_BYTES.get(piece) or piece.decode("ascii", "ignore")
+    return _SEQUENCES.get(piece, "")

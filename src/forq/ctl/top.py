@@ -1,7 +1,5 @@
-"""What forqctl top shows of each queue: a status made into rows, and rates made from the counters of two of them.
-
-Printed here as a block of text, or as one JSON object on a line, per interval; screen.py shows it on a terminal.
-"""
+"""The rows of forqctl top, with rates computed from two statuses, and its plain output: a block of text or a line of
+JSON per interval. screen.py draws them on a terminal."""
 
 from __future__ import annotations
 
@@ -22,13 +20,13 @@ HEADER = (
     *("QUEUE", "STATE", "WAITING", "ACTIVE", "SCHEDULED", "DEAD", "DONE/S", "FAILED/S"),
     *("OLDEST", "RUNNING", "RESTARTS", "LIMITS"),
 )
-# In this order when sorted by state.
+# The order when sorted by state.
 WORST_STATES_FIRST = ("config_error", "flapping", "stopped", "unserved", "starting", "draining", "paused", "running")
 
 
 @dataclass(frozen=True, slots=True)
 class QueueRow:
-    """One queue. None is unknown: Redis is down, or there is nothing to compare with yet."""
+    """One queue. None: unknown, because Redis is down or there is no earlier status."""
 
     name: str
     mode: str | None
@@ -57,15 +55,17 @@ class RunningJob(NamedTuple):
 
 
 def running_jobs(child: dict[str, Any]) -> list[RunningJob]:
-    """What a child of a queue runs: one per busy worker."""
+    """The jobs that a child of a queue runs: one per busy worker."""
     ids = child.get("jobs") or ([child["job"]] if child["job"] is not None else [])
     ages = child.get("jobs_seconds") or [child.get("job_seconds")]
-    told = child.get("jobs_progress") or [child.get("progress")]
-    return [RunningJob(job, child["pid"], age, of) for job, age, of in zip_longest(ids, ages, told) if job is not None]
+    progress = child.get("jobs_progress") or [child.get("progress")]
+    return [
+        RunningJob(job, child["pid"], age, of) for job, age, of in zip_longest(ids, ages, progress) if job is not None
+    ]
 
 
 class QueueStats:
-    """Remembers the counters of the last status."""
+    """Turns statuses into rows; keeps the counters of the last one for the rates."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, int, int]] = {}
@@ -108,7 +108,7 @@ class QueueStats:
             return None, None
         before = self._before.get(name)
         self._before[name] = (now, done, failed)
-        # Counters that went back belong to another queue of the same name.
+        # Lower counters belong to a new queue with the same name.
         if before is None or now <= before[0] or done < before[1] or failed < before[2]:
             return None, None
         seconds = now - before[0]
@@ -129,8 +129,8 @@ def redis_line(status: dict[str, Any]) -> str:
     where = printable(str(redis.get("url") or ""))
     if not redis["ok"]:
         return f"redis: down: {printable(str(redis['error']))}"
-    asked = redis.get("counts_ms")
-    return f"redis: ok, counts in {asked:.1f} ms, {where}" if asked is not None else f"redis: ok, {where}"
+    counts_ms = redis.get("counts_ms")
+    return f"redis: ok, counts in {counts_ms:.1f} ms, {where}" if counts_ms is not None else f"redis: ok, {where}"
 
 
 def capacity_line(status: dict[str, Any]) -> str:
@@ -156,7 +156,7 @@ def limits_text(limits: dict[str, Any] | None) -> str | None:
 
 
 def job_text(row: QueueRow) -> str | None:
-    """The job that has run longest, its age, and how many run beside it."""
+    """The longest-running job, its age, and the number of others."""
     if row.job is None:
         return None
     beside = f" +{row.running - 1}" if row.running > 1 else ""
@@ -183,7 +183,7 @@ def count_text(count: int | None) -> str | None:
 
 
 def print_blocks(args: Namespace) -> int:
-    """Ends after --count blocks. Who cannot be reached at all is an error; who goes away later is tried again."""
+    """Prints --count blocks. An unreachable supervisor is an error at the start; later it reconnects."""
     stats = QueueStats()
     client: ControlClient | None = connect(args)
     left, due = args.count, time.monotonic()
@@ -192,13 +192,13 @@ def print_blocks(args: Namespace) -> int:
         left = None if left is None else left - 1
         if left == 0:
             return 0
-        # From a fixed raster, unless the last answer took longer than that.
+        # At fixed times, unless the last answer took longer than the interval.
         due = max(due + args.interval_seconds, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
 
 
 def _print_one(args: Namespace, stats: QueueStats, client: ControlClient | None) -> ControlClient | None:
-    """The connection for the next time; None if it has to be made anew."""
+    """Returns the connection for the next block; None to reconnect."""
     try:
         client = client or connect(args)
         status = client.call("status", {})
@@ -249,5 +249,5 @@ def _print_lost(args: Namespace, reason: str) -> None:
     if args.json:
         print_json({"at": time.time(), "reachable": False, "error": reason})
         return
-    sys.stdout.write(f"{iso_time(time.time())}  not reachable, trying again: {printable(reason)}\n\n")
+    sys.stdout.write(f"{iso_time(time.time())}  unreachable, retrying: {printable(reason)}\n\n")
     sys.stdout.flush()
