@@ -64,7 +64,9 @@ class MetricsConfig:
                 listener.close()
                 raise
             return listener
-        except (OSError, KeyError, ForqError) as exc:
+        except ForqError as exc:
+            raise ConfigError(f"{self.where}: {exc}") from exc
+        except (OSError, KeyError) as exc:
             reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
             raise ConfigError(f"{self.where}: cannot listen at {self.listen}: {reason}") from exc
 

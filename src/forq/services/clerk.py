@@ -16,7 +16,6 @@ from forq.broker.registry import Dropped, Registry
 from forq.broker.schedules import Schedules
 from forq.broker.scripts import script
 from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
-from forq.procs.cgroups import pss_bytes
 from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, expect_busy
 from forq.procs.loop import Loop, service_loop
@@ -262,11 +261,14 @@ class Clerk:
 
     def memory(self, params: dict[str, Any]) -> object:
         """PSS of each process in bytes. Processes that have ended are left out."""
+        # Imported here: at the top it would be loaded in the supervisor too, and every fork copies what that maps.
+        import psutil
+
         found: dict[str, int] = {}
         for pid in params["pids"]:
             expect_busy()
-            if size := pss_bytes(pid):
-                found[str(pid)] = size
+            with suppress(psutil.Error):
+                found[str(pid)] = psutil.Process(pid).memory_full_info().pss
         return found
 
     def _producer(self, params: dict[str, Any]) -> Producer:
