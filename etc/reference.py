@@ -1,8 +1,8 @@
-"""Writes what is made of the declarations of commands (`make reference`). With --check it only names what is old.
+"""Generates files from the declarations of the commands (`make reference`). With --check it only reports old ones.
 
-1. The completion of forqctl for bash, zsh and fish, by shtab.
-2. The man pages of forqctl and forq, by argparse-manpage. Other Pythons than 3.11 wrap usage in other ways, and the
-   options of forq pipeline are known with Spark only: a page that would differ for that is left alone.
+1. The completion of forqctl for bash, zsh and fish, with shtab.
+2. The man pages of forqctl and forq, with argparse-manpage. They need Python 3.11, because other versions wrap usage
+   differently; forq.1 also needs Spark, for the options of forq pipeline. Otherwise a page is not written.
 3. docs/reference/forqctl.md.
 """
 
@@ -33,44 +33,43 @@ COMPLETES = {
     "option": {"bash": OPTIONS, "zsh": OPTIONS, "fish": f"({OPTIONS})"},
 }
 AMENDED = {
-    # After "timeout=" follows its value, not a blank. Only the function that bash calls can say so.
+    # No blank after "timeout=". Only the function that bash calls can set that.
     "bash": {
         "complete -o bashdefault -F _shtab_forqctl forqctl": "_forqctl() {\n  _shtab_forqctl\n"
         "  [[ ${COMPREPLY[0]-} != *= ]] || compopt -o nospace 2>/dev/null || :\n}\n"
         "complete -o bashdefault -F _forqctl forqctl"
     },
-    # `source` registers it, too; and any number of options is completed, not one.
+    # `source` registers it, too; and any number of options is completed.
     "zsh": {
         "$zsh_eval_context[-1] == eval": "$zsh_eval_context[-1] != loadautofunc",
         f'"(*)::an option of the queue:{OPTIONS}"': f'"*:an option of the queue:{OPTIONS}"',
     },
 }
 ABOUT_FORQ = (
-    "forq run starts a supervisor: a process that gives each queue processes of its own, starts them again when they "
-    "die, and kills what hangs. Jobs are kept in Redis, in an embedded server if no other is named. forqctl(1) "
-    "controls it."
+    "forq run starts a supervisor, which runs each queue in its own processes, restarts them when they die, and kills "
+    "jobs that hang. Jobs are kept in Redis, by default in an embedded server. forqctl(1) controls it."
 )
 SIGNALS = {
-    "TERM, INT": "running jobs get stop_grace to end, then everything is stopped; the same again kills at once",
-    "HUP": "refused: settings are read at start only",
+    "TERM, INT": "running jobs get stop_grace to finish, then everything is stopped; a second signal kills at once",
+    "HUP": "ignored: settings are read only at start",
 }
 FILES = {
-    "/etc/forq/forq.toml": "settings, if neither --config nor FORQ_CONFIG names another file",
-    "/var/lib/forq": "the state directory of root, if nothing else is said",
-    "~/.local/state/forq": "that of others",
+    "/etc/forq/forq.toml": "settings, unless --config or FORQ_CONFIG names another file",
+    "/var/lib/forq": "the default state directory of root",
+    "~/.local/state/forq": "the default state directory of other users",
 }
 
 
 class Formatter(argparse.HelpFormatter):
-    """The width of a man page on a terminal of 80 columns, whatever the one is that this runs in."""
+    """Wraps for a man page on 80 columns, whatever the width of the current terminal."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=72)
 
 
 def forqctl_parser(*, for_man: bool) -> argparse.ArgumentParser:
-    """All commands below one parser. A man page has the arguments of every command once, but examples and exit codes
-    with each command."""
+    """One parser for all commands. A man page lists the global arguments once, but examples and exit codes per
+    command."""
     parser = argparse.ArgumentParser(
         prog="forqctl", description=f"{ABOUT}\n\n{DURATIONS}", add_help=False, formatter_class=Formatter
     )
@@ -97,7 +96,7 @@ def _add(parser: argparse.ArgumentParser, argument: Argument) -> None:
 
 
 def completion(shell: str) -> str:
-    """What shtab makes of the parser, with a function that offers the names of a queue's options."""
+    """The script of shtab, with a function that completes the names of a queue's options."""
     script = shtab.complete(forqctl_parser(for_man=False), shell, preamble={shell: _option_names(shell)})
     for made, wanted in AMENDED.get(shell, {}).items():
         if made not in script:
@@ -118,7 +117,7 @@ def _option_names(shell: str) -> str:
 
 
 def _about(command: Command) -> str:
-    """A line that begins with a blank is not filled."""
+    """The description in a man page. Lines that start with a blank are not filled."""
     parts = [command.more] if command.more else []
     for typed, purpose in command.examples:
         parts.append("\n".join([*([f"  # {purpose}"] if purpose else []), f"  forqctl {typed}"]))
@@ -136,7 +135,7 @@ def _json(command: Command) -> str:
 
 
 def man_page(parser: argparse.ArgumentParser, about: str, sections: dict[str, list[str]]) -> str:
-    """Quotes are shown as they are typed; ASCII only. No date, which would differ each day."""
+    """ASCII only, with quotes as typed. Without a date, which would change every day."""
     page = Manpage(parser, format="single-commands-section")
     page.description, page.source, page.manual, page.date = about, f"forq {VERSION}", "forq", ""
     for heading, lines in sections.items():
@@ -224,14 +223,14 @@ def _table(title: str, meanings: dict[str, str]) -> list[str]:
 
 
 def _linked(text: str) -> str:
-    """Names of methods as links to what docs/reference/protocol.md says of them."""
+    """Links method names to docs/reference/protocol.md."""
     return re.sub(
         r"`([a-z_.]+)`", lambda name: f"[{name[0]}]({METHODS[name[1]]})" if name[1] in METHODS else name[0], text
     )
 
 
 def _methods() -> dict[str, str]:
-    """The methods of the control socket, and where each is described."""
+    """The methods of the control socket, with links to their descriptions."""
     headings = re.findall(r"^### (.+)$", (ROOT / "docs/reference/protocol.md").read_text(), re.MULTILINE)
     anchors = {heading: re.sub(r"[^a-z_ -]", "", heading).replace(" ", "-") for heading in headings}
     return {name: f"protocol.md#{anchor}" for heading, anchor in anchors.items() for name in heading.split(", ")}
@@ -252,11 +251,11 @@ def generated() -> dict[Path, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="reference.py")
-    parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
     check, old = parser.parse_args().check, []
     texts = generated()
     if not check and (left := sorted({"forq.1", "forqctl.1"} - {path.name for path in texts})):
-        print(f"left alone: {', '.join(left)} (they need Python 3.11, and forq.1 Spark)", file=sys.stderr)
+        print(f"not written: {', '.join(left)} (they need Python 3.11, forq.1 also Spark)", file=sys.stderr)
     for path, text in texts.items():
         if not path.exists() or path.read_text() != text:
             old.append(str(path.relative_to(ROOT)))
