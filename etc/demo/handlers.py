@@ -1,6 +1,6 @@
 """The handlers of the tour: a good one, and three that behave as badly as handlers sometimes do.
 
-Each notes when it begins and ends, so that the tour can check what it says.
+Each records when it starts and ends, so that the tour can check its claims.
 """
 
 import os
@@ -23,7 +23,7 @@ def greet(data: Any, job: "Job") -> None:
 
 
 def deliver(data: Any, job: "Job") -> None:
-    """Takes data["seconds"], says how far it is, and then waits until somebody opens the door, if it has one."""
+    """Takes data["seconds"], reports its progress, and then waits until the door is opened, if it has one."""
     note(job, "began")
     steps = 10
     for step in range(1, steps + 1):

@@ -1,4 +1,4 @@
-"""What the tour stands on: a supervisor in a temporary directory, commands shown as typed, claims that are checked."""
+"""The stage of the tour: a supervisor in a temporary directory, commands shown as typed, and checked claims."""
 
 import json
 import os
@@ -21,7 +21,7 @@ STOP_SECONDS = 15.0
 
 
 class NotSo(Exception):
-    """Something is not as the tour says."""
+    """A claim of the tour is not true."""
 
 
 class Note(NamedTuple):
@@ -102,7 +102,7 @@ class Stage:
         return self.run("forqctl", *arguments, code=code)
 
     def run(self, program: str, *arguments: str, code: int = 0) -> str:
-        """The same with another program. What it says on stderr is shown if it ends otherwise than with 0."""
+        """The same with another program. Its stderr is shown if it does not exit with 0."""
         self.show_command(" ".join([program, *map(_typed, arguments)]))
         beside = BIN / program
         done = subprocess.run(

@@ -17,7 +17,7 @@ const handlers = {
   sh(args) {
     return new Promise((resolve, reject) => execFile('sh', ['-c', args], (error) => (error ? reject(error) : resolve())));
   },
-  // Takes args.ms milliseconds; fails if it is told to.
+  // Takes args.ms milliseconds; fails if args say so.
   async work(args, progress) {
     const steps = 4;
     for (let step = 1; step <= steps; step++) {

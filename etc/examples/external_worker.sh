@@ -8,7 +8,7 @@ uuid=${2:-sh-$$-$(date +%s)}
 bridge=${FORQ_BRIDGE:-forq bridge}
 tick=${TICK_SECONDS:-2} # less than the tick of the bridge
 
-# One descriptor reads what the bridge says, one writes what this worker does: two pipes with names, for a moment.
+# One descriptor reads messages from the bridge, one writes messages to it: two named pipes, for a moment.
 dir=$(mktemp -d) || exit 1
 mkfifo "$dir/in" "$dir/out"
 $bridge <"$dir/in" >"$dir/out" &
