@@ -147,7 +147,7 @@ class Supervisor:
 
         def repaired(answer: Any) -> None:
             if not isinstance(answer, ForqError) and answer["more"]:
-                self.services.clerk.request("mend", {"name": name}, repaired)
+                self.services.clerk.request("repair", {"name": name}, repaired)
                 return
             self._repairing.discard(name)
             if isinstance(answer, ForqError):
@@ -155,7 +155,7 @@ class Supervisor:
 
         log.info("repairing half-created or half-deleted queue queue=%s", name)
         self._repairing.add(name)
-        self.services.clerk.request("mend", {"name": name}, repaired)
+        self.services.clerk.request("repair", {"name": name}, repaired)
 
     def _changed(self) -> None:
         """Updates the process title soon, once for many changes."""

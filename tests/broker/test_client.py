@@ -140,7 +140,7 @@ def test_a_queue_with_jobs_is_deleted_by_force_and_its_jobs_are_left_to_a_superv
             client.create_queue("full")
         # What the supervisor's clerk does with it.
         written: list[object] = []
-        while queue.registry.mend("full", lambda jobs: written.extend(job["id"] for job in jobs)):
+        while queue.registry.repair("full", lambda jobs: written.extend(job["id"] for job in jobs)):
             pass
         assert sorted(map(str, written)) == ["a", "b"]
         client.create_queue("full")

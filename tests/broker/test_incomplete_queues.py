@@ -21,7 +21,7 @@ def test_a_half_is_told_once_it_has_been_one_for_long_and_until_it_is_mended(que
     for now in (100.0 + ABANDONED_SECONDS, 200.0):
         assert sorted(found.find(now)) == ["half", "marked"]
     for name in ("half", "marked"):
-        while queue.registry.mend(name, lambda lines: None):
+        while queue.registry.repair(name, lambda lines: None):
             pass
     assert found.find(300.0) == []
     assert queue.registry.names() == {"q": "work"}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from forq.broker.claim import Consumer, report_progress
-from forq.broker.inspect import why
+from forq.broker.explain import why
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, progress_channels
 from forq.broker.leases import Leases
 from forq.broker.pubsub import Subscription

@@ -319,7 +319,9 @@ def test_a_fixed_option_that_differs_is_refused_and_changes_nothing(queue: OneQu
         b"3",
         b"10000",
     )
-    with pytest.raises(QueueExists, match="'gate' exists with release_interval = 250ms; it is fixed for the life of a"):
+    with pytest.raises(
+        QueueExists, match="'gate' exists with release_interval = 250ms; it is fixed while the queue exists"
+    ):
         gate(queue.registry, release_interval_ms=300, max_items=7)
     with pytest.raises(QueueExists, match="'gate' exists with release_retries = 10; it is fixed"):
         gate(queue.registry, release_interval_ms=250, release_retries=9)

@@ -123,8 +123,8 @@ def end(registry: Registry) -> None:
         pass
 
 
-def mend(registry: Registry) -> None:
-    while registry.mend(NAME, lambda lines: None):
+def repair(registry: Registry) -> None:
+    while registry.repair(NAME, lambda lines: None):
         pass
 
 
@@ -132,13 +132,13 @@ def mend(registry: Registry) -> None:
 MEETINGS: list[tuple[str, Caller, Caller]] = [
     ("a queue", make_as_the_clerk_does, end),
     ("a queue", delete, end),
-    ("a queue", delete, mend),
+    ("a queue", delete, repair),
     ("nothing", make_as_the_clerk_does, make_as_the_clerk_does),
     ("nothing", make_as_the_clerk_does, end),
-    ("half made", make_as_the_clerk_does, mend),
-    ("half deleted", make_as_the_clerk_does, mend),
-    ("half deleted", delete, mend),
-    ("marked", make, mend),
+    ("half made", make_as_the_clerk_does, repair),
+    ("half deleted", make_as_the_clerk_does, repair),
+    ("half deleted", delete, repair),
+    ("marked", make, repair),
 ]
 
 
@@ -176,7 +176,7 @@ def check(server: Server, after: str) -> None:
 
 def check_mended(server: Server, registry: Registry, after: str) -> None:
     """Then it is whole, or gone; and it can be made, and be deleted."""
-    mend(registry)
+    repair(registry)
     with server.connect() as redis:
         there, entry = bool(redis.exists(f"{BASE}:options")), redis.hget(registry_key(DEFAULT_PREFIX), NAME)
         assert entry == (b"work" if there else None), f"the registry is wrong: {after}"
@@ -235,7 +235,7 @@ def test_a_delete_that_arrives_late_spares_the_next_queue_of_that_name(
     late.finish()
     with server.connect() as redis:
         assert redis.exists(f"{BASE}:options", f"{FAIL_BASE}:options") == 2
-    mend(registry)
+    repair(registry)
     assert registry.names() == {NAME: "work"}
 
 
@@ -279,7 +279,7 @@ def test_an_entry_without_a_queue_is_told_and_mended(server: Server, registry: R
     with server.connect() as redis:
         redis.hset(registry_key(DEFAULT_PREFIX), "half", "work")
     assert registry.incomplete(registry.names()) == {"half": "work"}
-    while registry.mend("half", lambda lines: None):
+    while registry.repair("half", lambda lines: None):
         pass
     assert registry.names() == {NAME: "work"}
     with pytest.raises(UnknownQueue):
@@ -290,5 +290,5 @@ def test_a_deletion_that_was_begun_is_told_and_finished(server: Server, registry
     make(registry)
     registry.delete(NAME, force=True)
     assert registry.incomplete(registry.names()) == {NAME: "deleting"}
-    mend(registry)
+    repair(registry)
     assert registry.names() == registry.incomplete(registry.names()) == {}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forq.broker.inspect import why
+from forq.broker.explain import why
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
 from forq.broker.results import LOST, ResultWaiter
 from forq.client import wait_for_result
@@ -63,7 +63,7 @@ def test_a_done_job_is_shown_with_its_record_and_its_result(queue: OneQueue) -> 
     assert queue.state().jobs == set(), "it is no live job"
     counts = queue.inspector.counts()
     assert (counts.kept, counts.done, counts.waiting) == (1, 1, 0)
-    assert why(queue.link, DEFAULT_PREFIX, "q", "a") == ("done", f"it is done since {show_time(job['ended_at'])}")
+    assert why(queue.link, DEFAULT_PREFIX, "q", "a") == ("done", f"it was done at {show_time(job['ended_at'])}")
 
 
 def test_a_queue_that_keeps_nothing_keeps_nothing(queue: OneQueue) -> None:
@@ -226,14 +226,14 @@ def test_a_result_that_done_max_has_dropped_says_so_and_how_to_keep_more(queue: 
     queue.registry.configure("q", {"done_max": 3}, {})
     run(queue, queue.worker(), "abcde")
     assert re.fullmatch(
-        r"its queue keeps the results of the last done_max = 3 jobs, now those since \d{4}-\d\d-\d\dT[\d:]+Z; "
+        r"its queue keeps the results of the last done_max = 3 jobs, currently those since \d{4}-\d\d-\d\dT[\d:]+Z; "
         r"`forqctl set q done_max=10000` keeps more",
         why_unknown(queue, "a"),
     )
     queue.registry.configure("q", {"done_max": 5_000_000}, {})
     assert why_unknown(queue, "a") == (
         "its queue keeps results for keep_done = 1h (done_max = 5000000, 3 are kept); "
-        "`forqctl set q keep_done=2h` keeps them for longer"
+        "`forqctl set q keep_done=2h` keeps them longer"
     )
 
 
@@ -246,7 +246,7 @@ def test_a_queue_that_keeps_nothing_says_how_to_keep_results(queue: OneQueue) ->
 def test_a_queue_that_releases_does_not_speak_of_results(redis_url: str) -> None:
     with (
         one_queue(redis_url, "r", "on_request") as queue,
-        pytest.raises(UnknownJob, match="a queue of mode on_request keeps none"),
+        pytest.raises(UnknownJob, match="a queue of mode on_request keeps no results"),
     ):
         queue.inspector.job("a")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from forq.broker.enqueue import Update, new_job
-from forq.broker.inspect import why
+from forq.broker.explain import why
 from forq.broker.keys import DEFAULT_PREFIX
 from tests.broker.sweeping import sweeping_at_once
 from tests.support.drive.one_queue import OneQueue
@@ -188,9 +188,9 @@ def test_swept_jobs_are_listed_and_told_in_their_order(swept: OneQueue) -> None:
             break
     assert pages == list("lnabcdefgh")
     told = {job_id: why(swept.link, DEFAULT_PREFIX, swept.name, job_id)[1] for job_id in "lac"}
-    assert "it is the next one" in told["l"]
-    assert "2 jobs come before it" in told["a"]
-    assert "4 jobs come before it" in told["c"]
+    assert "it is next" in told["l"]
+    assert "2 jobs before it" in told["a"]
+    assert "4 jobs before it" in told["c"]
     assert swept.inspector.counts().oldest_waiting_seconds is not None
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from forq.broker.enqueue import Update, new_job
-from forq.broker.inspect import why
+from forq.broker.explain import why
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue
 from forq.broker.recovery import Outcome
 from forq.settings import stored_defaults
@@ -406,9 +406,9 @@ def test_suspects_are_listed_after_the_other_waiting_jobs(queue: OneQueue) -> No
 def test_why_a_suspect_does_not_run_is_told(queue: OneQueue, retry: HandWorker) -> None:
     suspect(queue, "a", "b")
     reasons = [why(queue.link, DEFAULT_PREFIX, queue.name, job_id)[1] for job_id in "ab"]
-    assert all("nobody knows which of them did it" in reason and "run alone" in reason for reason in reasons)
-    assert reasons[0].endswith("it is the next one")
-    assert reasons[1].endswith("1 such job comes before it")
+    assert all("crashed with several jobs running" in reason and "retried alone" in reason for reason in reasons)
+    assert reasons[0].endswith("it is next")
+    assert reasons[1].endswith("1 suspect before it")
 
 
 def test_in_the_lane_and_in_the_fail_queue_a_suspect_runs_alone_anyway(redis_url: str) -> None:

@@ -237,7 +237,7 @@ def test_a_batch_with_more_results_than_done_max_is_logged(forq: Forq, tmp_path:
     wait_until(lambda: forq.queue_status("batch")["done"] == 30)
     # Of jobs that end in the same millisecond, any may be among the last.
     assert queue.wait(queue.enqueue("last"), timeout=10) == "last"
-    says = r"last done_max = 10 jobs, now those since .*`forqctl set batch done_max=10000`"
+    says = r"last done_max = 10 jobs, currently those since .*`forqctl set batch done_max=10000`"
     with pytest.raises(UnknownJob, match=says):
         list(map(queue.wait, ids))
 

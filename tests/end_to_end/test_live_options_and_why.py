@@ -120,8 +120,8 @@ def test_why_distinguishes_every_state(forq: Forq) -> None:
     wait_until(lambda: forq.queue_status("asked")["active"] == 1)
     assert "running now" in forq.ctl("why", "asked", running_id)
     first, second = forq.ctl("push", "asked", "0"), forq.ctl("push", "asked", "0")
-    assert "it is the next one" in forq.ctl("why", "asked", first)
-    assert "1 job comes before it" in forq.ctl("why", "asked", second)
+    assert "it is next" in forq.ctl("why", "asked", first)
+    assert "1 job before it" in forq.ctl("why", "asked", second)
     later = forq.ctl("push", "asked", "0", "--in", "1h")
     assert "waits for its time" in forq.ctl("why", "asked", later)
     forq.ctl("pause", "asked")
@@ -186,5 +186,5 @@ def test_why_in_an_unserved_queue_distinguishes_waiting_from_ended_jobs() -> Non
         forq.ctl("cancel", "broken", "ended")
         assert forq.ctl("why", "broken", "waits").startswith("its queue cannot be served: ")
         assert "it was cancelled at 20" in forq.run_ctl("why", "broken", "ended").stderr
-        assert "has never had a job 'other'" in forq.run_ctl("why", "broken", "other").stderr
+        assert "never had a job 'other'" in forq.run_ctl("why", "broken", "other").stderr
         assert forq.run_ctl("why", "broken", "no id").returncode == 2

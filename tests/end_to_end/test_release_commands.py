@@ -97,9 +97,11 @@ def test_why_names_the_holder_of_an_item_or_its_position(forq: Forq) -> None:
     forq.ctl("create", "asked-why", "--mode", "on_request")
     first, second = forq.ctl("push", "asked-why", "1"), forq.ctl("push", "asked-why", "2")
     awaiter = forq.ctl("dequeue", "asked-why", "--lease", "1m").split()[2]
-    assert forq.ctl("why", "asked-why", first) == f"it was handed to awaiter {awaiter}, who has not acknowledged it yet"
+    assert (
+        forq.ctl("why", "asked-why", first) == f"it is leased to awaiter {awaiter}, which has not acknowledged it yet"
+    )
     reason = wait_until(lambda: "released" in (why := forq.ctl("why", "asked-why", second)) and why)
-    assert reason == "it waits to be released: 0 come before it, 0 await an item of its queue"
+    assert reason == "it waits to be released: 0 items before it, 0 awaiters"
 
 
 def test_an_await_that_timed_out_is_unregistered(forq: Forq) -> None:
@@ -117,7 +119,7 @@ def test_a_leased_item_is_held_until_it_is_acknowledged_or_returned(forq: Forq) 
     assert (item["id"], item["lease_seconds"]) == (job_id, 0.2)
     assert forq.ctl("dequeue", "leased", "--wait", "10s", "--lease", "10s").startswith(f"{job_id} ")
     late = forq.run_ctl("ack", "leased", job_id, str(item["fence"]), item["awaiter"])
-    assert (late.returncode, "gone back" in late.stderr) == (1, True)
+    assert (late.returncode, "is waiting again" in late.stderr) == (1, True)
     held = forq.client().queue("leased").job(job_id)
     assert forq.ctl("ack", "leased", job_id, str(held["fence"]), held["worker"]) == f"acknowledged {job_id}"
     queue = forq.queue_status("leased")

@@ -76,7 +76,7 @@ def test_a_result_can_be_waited_for_and_is_shown_later(forq: Forq) -> None:
     assert "state           done" in shown
     assert 'result          {"ü":[1,2.5,null,{"deep"' in shown
     assert job_id in forq.ctl("jobs", "echo", "--state", "done")
-    assert forq.ctl("why", "echo", job_id).startswith("it is done since ")
+    assert forq.ctl("why", "echo", job_id).startswith("it was done at ")
     assert forq.ctl("watch", "echo", job_id).startswith('done: {"ü":[1,2.5,null')
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from forq.broker.inspect import unknown_job
+from forq.broker.explain import unknown_job
 from forq.errors import ForqError, InvalidData, UnknownJob, UnknownQueue, UsageError
 from forq.procs import jsonrpc
 from forq.procs.loop import service_loop
@@ -46,7 +46,7 @@ def test_job_and_why_of_a_job_that_is_gone_say_what_became_of_it(clerk: Clerk) -
     for verb in (clerk.job, clerk.why):
         with pytest.raises(UnknownJob, match="any more: it was cancelled at 20"):
             verb({"name": "q", "id": "a"})
-        with pytest.raises(UnknownJob, match="has never had a job 'b'"):
+        with pytest.raises(UnknownJob, match="never had a job 'b'"):
             verb({"name": "q", "id": "b"})
 
 

@@ -1,7 +1,7 @@
-"""Dead jobs: list, show, retry (revive) and discard them.
+"""Dead jobs: list, show, revive (the user's `retry`) and discard them.
 
-`dead` holds id@fence by time of death, `dead:jobs` under the same name RECORD '\\n' ERROR ['\\n' ATTEMPTS]; error is a
-JSON object, attempts a JSON array with the newest last.
+`dead` holds id@fence by time of death, `dead:jobs` holds RECORD '\\n' ERROR ['\\n' ATTEMPTS] under the same name.
+ERROR is a JSON object, ATTEMPTS a JSON array with the newest last.
 """
 
 import re
@@ -18,7 +18,7 @@ from forq.errors import ForqError, InvalidData, InvalidId, UnknownJob, UsageErro
 from forq.values import check_queue_name, shown
 
 MAX_PAGE = 1000
-# How many jobs one call of retry_some or discard_some looks at.
+# Jobs per script call.
 CHUNK = 100
 
 _REFERENCE = re.compile(r"[!-~]{1,160}\Z")
@@ -28,7 +28,7 @@ _CHUNK_CURSOR = re.compile(r"([0-9]{1,16})/([0-9]{1,12})")
 
 @dataclass(frozen=True, slots=True)
 class DeadPage:
-    """Some dead jobs as {"id", "fence", "identifier", "died_at", "error", "message"}; `next` begins the next page."""
+    """Dead jobs as {"id", "fence", "identifier", "died_at", "error", "message"}; `next` is the next page's cursor."""
 
     jobs: list[dict[str, Any]]
     next: str | None
@@ -36,7 +36,7 @@ class DeadPage:
 
 @dataclass(frozen=True, slots=True)
 class DeadChunk:
-    """How far a walk through all dead jobs has come; `next` (None: it is finished) goes on with it."""
+    """The result of one step of a walk through all dead jobs; `next` is its cursor (None: finished)."""
 
     done: int
     refused: int
@@ -46,14 +46,14 @@ class DeadChunk:
 
 @dataclass(frozen=True, slots=True)
 class DeadChanged:
-    """To how many dead jobs something was done, and why not to the others, by id@fence or as they were given."""
+    """The number of dead jobs changed, and the errors of the others by id@fence or given reference."""
 
     done: int
     refused: dict[str, ForqError]
 
 
 def read_dead(packed: bytes) -> tuple[bytes, Any, list[Any]]:
-    """A dead job's record (packed), its error and its attempts; of what is broken, what can be shown."""
+    """A dead job's packed record, its error and its attempts; broken parts are returned as text."""
     rest, _, last = packed.rpartition(b"\n")
     attempts: Any = []
     if last.startswith(b"["):
@@ -63,7 +63,7 @@ def read_dead(packed: bytes) -> tuple[bytes, Any, list[Any]]:
 
 
 class DeadJobs:
-    """The dead jobs of one queue. A reference is a job's id (the newest of that id) or id@fence."""
+    """The dead jobs of one queue. A reference is id@fence, or an id, which means the newest with that id."""
 
     def __init__(self, link: Link, prefix: str, name: str) -> None:
         self.name = check_queue_name(name)
@@ -72,7 +72,7 @@ class DeadJobs:
         self._zset, self._hash = f"{self._base}:dead", f"{self._base}:dead:jobs"
 
     def page(self, limit: int = 100, after: str | None = None) -> DeadPage:
-        """The newest first."""
+        """A page of dead jobs, newest first."""
         self._check_exists()
         limit = max(1, min(limit, MAX_PAGE))
         start = self._start_of_page(after)
@@ -87,28 +87,28 @@ class DeadJobs:
         return DeadPage(jobs, last)
 
     def show(self, reference: str) -> dict[str, Any]:
-        """Everything known about one dead job."""
+        """All fields of one dead job."""
         member = self.find(reference)
         packed, died_ms = self._link.pipeline([("HGET", self._hash, member), ("ZSCORE", self._zset, member)])
         if packed is None:
             raise self._unknown(reference)
         job_id = member.rpartition("@")[0]
         record, error, attempts = read_dead(packed)
-        about = {"id": job_id, "state": "dead", "fence": _fence_of(member), **show_record(record, job_id)}
-        return about | {"died_at": float(died_ms or 0) / 1000, "error": error, "attempts": attempts}
+        fields = {"id": job_id, "state": "dead", "fence": _fence_of(member), **show_record(record, job_id)}
+        return fields | {"died_at": float(died_ms or 0) / 1000, "error": error, "attempts": attempts}
 
     def retry(self, reference: str) -> str:
-        """The job waits again with its counts reset; Exists if a live job has its id. Returns its id@fence."""
+        """Revives the job with its counts reset; Exists if a live job has its id. Returns its id@fence."""
         return self._apply_to_one(script("revive"), reference)
 
     def discard(self, reference: str) -> str:
-        """The job is gone. Returns its id@fence."""
+        """Removes the job. Returns its id@fence."""
         return self._apply_to_one(script("discard"), reference)
 
     def retry_some(self, after: str | None = None) -> DeadChunk:
-        """Retries the next jobs of all that were dead when the walk began; those that die again are not among them.
+        """Revives the next chunk of the jobs that were dead when the walk began, so jobs that die again are skipped.
 
-        Jobs that are refused (a live one has the id, or the record is broken) stay dead. A full queue ends the walk.
+        Refused jobs (a live job has the id, or the record is broken) stay dead. A full queue ends the walk.
         """
         return self._apply_to_some(script("revive"), after)
 
@@ -116,9 +116,9 @@ class DeadJobs:
         return self._apply_to_some(script("discard"), after)
 
     def retry_many(self, references: Iterable[str] | None) -> DeadChanged:
-        """The same for these, or (None) for all that are dead now. Safe to repeat: who is not dead any more is refused.
+        """Revives these jobs, or all with None. Safe to repeat: a job that is no longer dead is refused.
 
-        If a call in between fails, its error says how many were done before.
+        If a call fails, its error has the number of jobs done before.
         """
         return self._apply_to_many(script("revive"), references)
 
@@ -126,7 +126,7 @@ class DeadJobs:
         return self._apply_to_many(script("discard"), references)
 
     def find(self, reference: str) -> str:
-        """The id@fence that is meant; UnknownJob if there is none."""
+        """The id@fence of a reference; UnknownJob if there is none."""
         _check_reference(reference)
         self._check_exists()
         if self._link.call("HEXISTS", self._hash, reference):
@@ -137,9 +137,9 @@ class DeadJobs:
         return newest
 
     def _members_of(self, job_id: str) -> list[str]:
-        # Looking for an id alone is rare, and `dead` is capped: a bounded walk, without the records.
+        # A scan is fine: lookups by id alone are rare and `dead` is capped.
         found = dict(self._scan(f"{_escaped(job_id)}@*"))
-        # Ids may hold an @ themselves.
+        # Ids may contain an @.
         return [member for member in found if member.rpartition("@")[0] == job_id]
 
     def _start_of_page(self, after: str | None) -> int:
@@ -147,12 +147,12 @@ class DeadJobs:
             return 0
         cursor = _PAGE_CURSOR.fullmatch(after) if isinstance(after, str) else None
         if cursor is None:
-            raise UsageError(f"cursor {shown(after)} is not allowed: use the one that the last page ended with")
+            raise UsageError(f"cursor {shown(after)} is not allowed: use `next` of the previous page")
         died_ms, member = cursor.groups()
         rank, newer = self._link.pipeline(
             [("ZREVRANK", self._zset, member), ("ZCOUNT", self._zset, f"({died_ms}", "+inf")]
         )
-        # If it is not dead any more, those that died in the same millisecond are shown again rather than left out.
+        # If it is no longer dead, repeat those that died in the same millisecond rather than skip them.
         return int(newer if rank is None else rank + 1)
 
     def _apply_to_one(self, verb: Script, reference: str) -> str:
@@ -201,14 +201,14 @@ class DeadJobs:
         return DeadChanged(done, refused)
 
     def _apply_to_chunk(self, verb: Script, chunk: Mapping[str, str], refused: dict[str, ForqError]) -> int:
-        """How many it was done to; the others are added to `refused`."""
+        """Returns the number of jobs changed; adds the others to `refused`."""
         members, done = list(chunk), 0
         errors: dict[int, ForqError] = {}
         while members:
             reply = self._link.run(verb, self._base, *members)
             if reply[0] != OK:
                 raise error_for(self.name, reply)
-            # A call that has moved much ends early.
+            # The script stops early after moving much data.
             for member, code in zip(members, reply[1:], strict=False):
                 if code == 1:
                     done += 1
@@ -221,13 +221,13 @@ class DeadJobs:
         return done
 
     def _all_dead(self) -> Iterator[tuple[str, str]]:
-        """Those that are dead now, the oldest first. By a scan: pages would pass over some if others take some away."""
+        """All jobs that are dead now, oldest first. A scan, because pages skip jobs if others are removed meanwhile."""
         until_ms, _ = self._start_of_walk(None)
         died = {member: died_ms for member, died_ms in self._scan() if died_ms <= until_ms}
         return ((member, member) for member in sorted(died, key=lambda member: died[member]))
 
     def _scan(self, pattern: str = "*") -> Iterator[tuple[str, float]]:
-        """Every id@fence with its time of death; some may come twice."""
+        """Every id@fence with its time of death; may repeat some."""
         cursor = b"0"
         while True:
             cursor, flat = self._link.call("ZSCAN", self._zset, cursor, "MATCH", pattern, "COUNT", 1000)
@@ -236,11 +236,11 @@ class DeadJobs:
                 return
 
     def _find_many(self, references: Iterable[str]) -> Iterator[tuple[str, str | None]]:
-        """Each with the id@fence that is meant: None if there is none. One walk for all, whatever their number."""
+        """Each reference with its id@fence (None if there is none), with at most one scan."""
         wanted = list(dict.fromkeys(map(_check_reference, references)))
         self._check_exists()
-        there = self._link.pipeline([("HEXISTS", self._hash, reference) for reference in wanted]) if wanted else []
-        found: dict[str, str] = {name: name for name, exists in zip(wanted, there, strict=True) if exists}
+        known = self._link.pipeline([("HEXISTS", self._hash, reference) for reference in wanted]) if wanted else []
+        found: dict[str, str] = {name: name for name, exists in zip(wanted, known, strict=True) if exists}
         ids = set(wanted) - set(found)
         for member, _ in self._scan() if ids else ():
             job_id = member.rpartition("@")[0]
@@ -255,7 +255,7 @@ class DeadJobs:
             return int(seconds) * 1000 + int(micros) // 1000, 0
         cursor = _CHUNK_CURSOR.fullmatch(after) if isinstance(after, str) else None
         if cursor is None:
-            raise UsageError(f"cursor {shown(after)} is not allowed: use the one that the last answer ended with")
+            raise UsageError(f"cursor {shown(after)} is not allowed: use `next` of the previous reply")
         return int(cursor[1]), int(cursor[2])
 
     def _check_exists(self) -> None:
@@ -301,5 +301,5 @@ def _fence_of(member: str) -> int:
 
 
 def _escaped(text: str) -> str:
-    """A text in which no character is a pattern to MATCH."""
+    """The text with the pattern characters of MATCH escaped."""
     return "".join(f"\\{char}" if char in "*?[]\\^" else char for char in text)

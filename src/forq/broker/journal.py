@@ -1,25 +1,24 @@
-"""The journal's schema, for its writer (lua/journal.lua) and its readers.
+"""The journal's schema and its reader. lua/journal.lua writes it.
 
-One stream entry per script call, with the fields v (schema version), q (epoch of the queue), s (sequence number, from 1
-in each epoch, without gaps), t (server time in µs), a (actor: worker, processor or '-'), e (events, one per line), h
-(hash). h = SHA-1 of what `entry_hash` puts together, the h of the entry before it among that; of the first one ''. If
-numbers are missing, their entries were trimmed, refused by the server, or never written (the journal was off).
+Each script call writes one stream entry with the fields v (schema version), q (epoch of the queue), s (sequence number,
+from 1 in each epoch, without gaps), t (server time in µs), a (actor: worker, processor or '-'), e (events, one per
+line) and h (hash, see `entry_hash`: it includes the hash of the entry before). If numbers are missing, the entries were
+trimmed, refused by the server, or never written because the journal was off.
 
-An event is a verb, a fence (0 where none applies) and its subjects. What state a job is in follows from the last verb
-about it:
+An event is a verb, a fence (0 where none applies) and its subjects. The last verb about a job gives its state:
 
     enqueued 0 ID ID …                ready: waiting, unless `scheduled` follows in the same entry
     updated 0 ID                      the same
     scheduled 0 ID DUE_MS             ready, until then
     promoted 0 ID ID …                ready, waiting
-    blocked 0 ID                      (a dispatch of it waits behind the active job; several fold into one)
-    unblocked 0 ID ID …               ready: what was blocked is a job of its own (after the end of the other)
-    merged 0 ID                       (what was blocked has updated the active job; `retried` or `returned` follows)
-    withdrawn 0 ID                    (what was blocked was cancelled)
+    blocked 0 ID                      (an enqueue of it waits behind the active job; several merge into one)
+    unblocked 0 ID ID …               ready: the blocked enqueue is now a job (the other has ended)
+    merged 0 ID                       (the blocked enqueue has updated the active job; `retried` or `returned` follows)
+    withdrawn 0 ID                    (the blocked enqueue was cancelled)
     claimed FENCE ATTEMPT ID ID …     active; ATTEMPT: retries + stalls + timeouts of its record, and 1
-    marked FENCE ID                   active, and forgotten if it does not succeed (somebody asked to remove it)
+    marked FENCE ID                   active, and forgotten if it does not succeed (a user removed it)
     done FENCE ID MICROS ID MICROS …  gone (MICROS '-': unknown)
-    released FENCE ID MICROS          gone: who awaited it has confirmed it; MICROS from its hand-over to that
+    released FENCE ID MICROS          gone: its awaiter has acknowledged it; MICROS since it was leased
     retried FENCE ID MICROS CAUSE     ready
     stalled | timed_out | suspected | interrupted FENCE ID CAUSE [MICROS]   still active; `returned` follows
     returned 0 ID ID …                ready
@@ -27,19 +26,20 @@ about it:
     dead FENCE ID MICROS FLAG CAUSE   gone, archived as ID@FENCE; FLAG 1: it has a fail handler, `failing` follows
     failing FENCE ID                  (fail job ID:FENCE is in the fail queue, whose journal has no `enqueued` of it)
     revived FENCE ID                  ready, and the archived ID@FENCE is gone
-    discarded FENCE ID                the archived ID@FENCE is gone: by a user
-    forgotten FENCE ID                the same: by dead_ttl or dead_max
-    dropped 0 ID                      a hint without a record ('?': not even an id); if the job was ready, it was lost
+    discarded FENCE ID                the archived ID@FENCE is gone: a user discarded it
+    forgotten FENCE ID                the archived ID@FENCE is gone: removed by dead_ttl or dead_max
+    dropped 0 ID                      a hint without a record ('?': without an id); if the job was ready, it was lost
     created 0 EPOCH    deleted 0 JOBS    paused 0    resumed 0
 
-CAUSE is one word of printable ASCII ('_' stands for anything else, '-' for nothing). Of `retried` and `dead` it is the
-name of the exception, at most 64 characters; of a loss a signal or the like.
+CAUSE is one word of printable ASCII ('_' for other characters, '-' for none): the name of the exception (`retried`,
+`dead`; at most 64 characters), or for a loss a signal or another cause code.
 
-Events are in the order in which they can be applied one by one. `claimed` and then `dead` or `retried` of one id in one
-entry: it was given to nobody, since it had stalled or timed out too often, or nobody awaited it. What "follows" does so
+Events can be applied one by one in their order. `claimed` followed by `dead` or `retried` of the same id in one entry
+means that no worker got the job: it had stalled or timed out too often, or had no awaiter. An event that "follows" is
 in the same entry.
 
-A consumer tells in `journal:watermarks` up to which entry it has read for good; heartbeats trim what all have read.
+Each consumer stores in `journal:watermarks` the last entry that it has read and saved. Heartbeats trim the entries that
+all consumers have read.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ _SCHEMA = b"3"
 
 
 class Event(NamedTuple):
-    """One event about one subject; (queue, epoch, sequence, position) tells it from all others."""
+    """One event about one subject, identified by (queue, epoch, sequence, position)."""
 
     queue: str
     epoch: int
@@ -67,14 +67,14 @@ class Event(NamedTuple):
     attempt: int | None
     actor: str
     micros: int | None
-    cause: str | None  # of `deleted`: how many jobs; of `created`: the epoch
-    fail_job: bool | None  # of `dead`: whether it has one
+    cause: str | None  # for `deleted` the number of jobs, for `created` the epoch
+    fail_job: bool | None  # for `dead`: whether there is a fail job
     due_us: int | None
     entry: str | None  # the text of the entry, at position 0
     hash: str | None  # of the entry, at position 0
 
 
-# What may differ between the subjects of a line: job, attempt, micros, cause, fail_job, due_us.
+# The fields that differ between the subjects of a line: job, attempt, micros, cause, fail_job, due_us.
 _Subject = tuple[str | None, int | None, int | None, str | None, bool | None, int | None]
 
 _NUMBER = r"[0-9]{1,18}"
@@ -84,15 +84,15 @@ _NAME = r"[!-~]{1,64}"
 
 
 def entry_hash(previous: str, epoch: int, sequence: int, time_us: int, actor: str, text: str) -> str:
-    """The hash of an entry; `previous` is that of the entry before it, '' for the first."""
+    """The hash of an entry; `previous` is the hash of the entry before, '' for the first."""
     chained = f"{previous}\n{epoch} {sequence} {time_us} {actor}\n{text}"
     return hashlib.sha1(chained.encode(), usedforsecurity=False).hexdigest()
 
 
 def read_entry(fields: Mapping[bytes, bytes], queue: str = "") -> Iterator[Event]:
-    """The events of one stream entry, in order; raises InvalidData if it is not what the schema says.
+    """The events of one stream entry, in order; InvalidData if it does not match the schema.
 
-    Millions of events are read with it: the tuples are made without a call of Event per event.
+    Called for millions of events, so it builds the tuples without calling Event.
     """
     epoch, number, time, actor, text, hashed = _read_fields(fields)
     new, row = tuple.__new__, Event
@@ -130,7 +130,7 @@ def _read_line(line: str, sequence: int) -> tuple[str, int, Iterator[_Subject] |
     shape = _SHAPES.get(verb)
     matched = shape and shape[0].fullmatch(line)
     if not shape or not matched:
-        raise InvalidData(f"journal entry {sequence} has a line that says nothing known: {line[:200]!r}")
+        raise InvalidData(f"journal entry {sequence} has an unknown line: {line[:200]!r}")
     fence, rest = matched.groups()
     return verb, int(fence), shape[1](rest)
 
@@ -178,7 +178,7 @@ def _of_queue(rest: str | None) -> list[_Subject]:
 
 
 def _shapes() -> dict[str, tuple[re.Pattern[str], Callable[[str], list[_Subject]]]]:
-    """Per verb: what its line looks like (groups: fence, subjects), and how its subjects are read."""
+    """Per verb: the pattern of its line (groups: fence, subjects), and the function that reads the subjects."""
     ids, one = rf"({_ID}(?: {_ID})*)", rf"({_ID})"
     kinds = {
         "enqueued promoted unblocked returned": (r"(0)", ids, _ids),
@@ -206,5 +206,5 @@ def _shapes() -> dict[str, tuple[re.Pattern[str], Callable[[str], list[_Subject]
 
 _SHAPES = _shapes()
 VERBS = frozenset(_SHAPES)
-# How the life of a job ends.
+# Verbs that end the life of a job.
 ENDS = ("done", "released", "cancelled", "dead", "dropped")

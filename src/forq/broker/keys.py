@@ -1,79 +1,78 @@
-"""Every key name in Redis, in one place.
+"""The names of all Redis keys and channels.
 
-All keys of a queue start with the same base, which carries the hash tag `{name}`, so that they sit on one cluster
-node. Lua scripts get the base as their only key and append the names listed here.
+All keys of a queue start with its base, which contains the hash tag `{name}`, so they are on one cluster node. Scripts
+get the base as their only key and append the names listed here.
 """
 
 from forq.paths import DEFAULT_PREFIX as DEFAULT_PREFIX
 
-# What may follow BASE ':' (a test compares this with what the scripts use).
+# The names after BASE ':' (a test compares them with the scripts).
 QUEUE_KEYS = (
     "pending",  # list: hints (ids) of waiting jobs of priority 5; workers block on it
-    "pending:0-9",  # list: the same for the other priorities
-    "pending:swept",  # list: those that come before all in `pending`, while stale hints are taken out of it
-    "pending:0-9:swept",  # list: the same for the other priorities
-    "retry:swept",  # list: the same for the retry lane
+    "pending:0-9",  # list: hints of the other priorities
+    "pending:swept",  # list: hints that come before those in `pending`, while stale ones are removed
+    "pending:0-9:swept",  # list: for the other priorities
+    "retry:swept",  # list: for the retry lane
     "jobs",  # hash: id -> record, live jobs only
     "active",  # hash: id -> WORKER:FENCE of the worker that runs it
-    "progress",  # hash: id -> FRACTION MS TEXT, of active jobs that have told
-    "blocked",  # hash: id -> what dispatches of an active id ask for
+    "progress",  # hash: id -> FRACTION MS TEXT, of active jobs that report progress
+    "blocked",  # hash: id -> the merged enqueues of an active id
     "stale",  # hash: PRIORITY:ID -> number of hints to ignore; swept -> number of hints in all :swept lists
     "scheduled",  # zset: ids by due time (ms, with a sequence in the fraction)
     "retry",  # list: hints of jobs in the retry lane
-    "suspects",  # zset: jobs that run alone next time, since one may have killed its process, by their enqueue time
-    "fail:*",  # the fail queue: the same keys once more, for the permanent failures that a fail handler gets
-    "attempts",  # hash: id -> its last attempts that did not succeed, as JSON lines
-    "failed",  # list: what the retry child blocks on
-    "awaiters",  # hash: AWAITER -> EXPIRES_MS ARRIVAL VIA ID, of those who await an item (release modes); expires
-    "awaiting",  # zset: ID ARRIVAL AWAITER of those who can be handed an item, in that order; expires
-    "awaiter:A",  # list: what this awaiter was handed, or that it was rung, or what it has acknowledged; expires
-    "leases",  # zset: items that are handed over, by the time (ms) at which they go back
+    "suspects",  # zset: suspects (they run alone next time), by their enqueue time
+    "fail:*",  # the fail queue: the same keys again, for the fail jobs of dead jobs
+    "attempts",  # hash: id -> its last unsuccessful attempts, as JSON lines
+    "failed",  # list: tokens on which the retry process blocks
+    "awaiters",  # hash: AWAITER -> EXPIRES_MS ARRIVAL VIA ID, of all awaiters (release modes); expires
+    "awaiting",  # zset: ID ARRIVAL AWAITER of awaiters that can get a lease, in that order; expires
+    "awaiter:A",  # list: this awaiter's lease, notification, or last acknowledged item; expires
+    "leases",  # zset: leased items, by the time (ms) at which they go back
     "accepted",  # zset: jobs that external workers have accepted, by the time (ms) of their last sign of life
     "workers",  # zset: external workers by the time (ms) they were last seen
-    "progress",  # hash: id -> FRACTION MS TEXT, how far a job is that says so
-    "expiries",  # zset: items by the time (ms) at which they are given up
+    "expiries",  # zset: items by the time (ms) at which they expire
     "done",  # zset: done jobs that are kept, by the time they ended (ms)
     "done:jobs",  # hash: id -> ENDED_MS FENCE MICROS, result, record and attempts of a done job
-    "waiters",  # hash: id -> UNTIL_MS MARK: until when somebody waits for the end of that job, and which it is; expires
-    "told:MARK:ID",  # string: how the job of this mark ended, and its result, for those who wait; expires
+    "waiters",  # hash: id -> UNTIL_MS MARK: clients wait for the end of that job until then; expires
+    "told:MARK:ID",  # string: how the job with this mark ended, and its result, for clients that wait; expires
     "dead",  # zset: id@fence by time of death (ms)
     "dead:jobs",  # hash: id@fence -> record and error
-    "outbox",  # list: lines for the failed log that no scribe has taken yet
-    "outbox:P",  # list: lines that the scribe of processor P is writing
-    "processors",  # zset: processor by the time (ms) at which it counts as silent
+    "outbox",  # list: lines for the failed log that no scribe has taken
+    "outbox:P",  # list: lines that the scribe of processor P has taken
+    "processors",  # zset: processor by the time (ms) at which it counts as dead
     "processor:P:workers",  # hash: worker -> number of its last turn
     "processor:P:positions",  # hash: worker -> its position at the last heartbeat
-    "processor:P:worker:W:processing",  # list: ids this worker holds
-    "processor:P:worker:W:wake",  # list: kicks for a worker that may not claim
-    "limited",  # zset: PROCESSOR WORKER of those that may not claim now (rate, max_active), by when (µs) they came
-    "evicting",  # hash: processor -> cause, of those that are being evicted and still have workers
-    "graves",  # zset: removed workers and evicted processors by the time (ms) they are forgotten
+    "processor:P:worker:W:processing",  # list: ids that this worker holds
+    "processor:P:worker:W:wake",  # list: wakes a worker that may not claim
+    "limited",  # zset: PROCESSOR WORKER of workers that may not claim (rate, max_active), by arrival (µs)
+    "evicting",  # hash: processor -> cause, of processors being evicted that still have workers
+    "graves",  # zset: removed workers and evicted processors, by the time (ms) at which they are forgotten
     "options",  # hash: epoch, protocol, mode, paused, options
     "counts",  # hash: fence, journal sequence, hash and bytes, hints in other lists, ids dropped
     "processed:count",
     "failed:count",
     "events",  # stream: the journal; outlives the queue by 7 days
-    "journal:watermarks",  # hash: consumer -> stream id up to which it has read the journal for good; outlives it too
-    "durable",  # string: written before somebody waits for replicas, so that there is something to wait for; expires
-    "token:EPOCH:T",  # string: id stored under this dispatch token; expires
+    "journal:watermarks",  # hash: consumer -> last stream id that it has read and saved; outlives the queue too
+    "durable",  # string: a write for WAIT to wait for; expires
+    "token:EPOCH:T",  # string: id stored under this token; expires
     "schedules",  # hash: KEY -> definition of a periodic job
     "schedules:next",  # zset: KEY by its next tick (ms)
     "schedules:runs",  # hash: KEY -> LAST_RUN_MS RUNS SKIPPED MISSED
-    "deleted",  # string: the queue of this name was deleted, for supervisors that have not noticed; expires
-    "freed",  # string: when the name of a deleted queue was last made free (us), for those who are making one; expires
-    "trash",  # set: epochs of deleted queues of this name whose records are still here
+    "deleted",  # string: the queue was deleted, for supervisors that have not noticed; expires
+    "freed",  # string: when the name of a deleted queue was last freed (us), for clients that create one; expires
+    "trash",  # set: epochs of deleted queues of this name whose records still exist
     "trash:EPOCH:jobs",  # hash: records of a deleted queue until they are in the failed log
     "trash:EPOCH:dead:jobs",
-    "trash:EPOCH:outbox",  # list: lines of a deleted queue that were not written yet
+    "trash:EPOCH:outbox",  # list: unwritten lines of a deleted queue
 )
 
-# What may follow BASE '@' DB ':' (the same test): published messages reach all databases of a server.
+# The channels after BASE '@' DB ':' (same test). DB, because messages reach all databases of a server.
 CHANNELS = (
-    "due",  # ms until the new head of `scheduled` is due; or what else pulse is to look at
-    "progress",  # the jobs whose progress has changed or is over
+    "due",  # ms until the new head of `scheduled` is due; and other messages for pulse
+    "progress",  # the jobs whose progress has changed or ended
     "outbox",  # there are lines for the failed log
-    "handed:C",  # an awaiter that the clerk C speaks for has something in its list
-    "ended:ID",  # how that job ended, for those who wait
+    "handed:C",  # an awaiter of clerk C has an entry in its list
+    "ended:ID",  # how that job ended, for clients that wait
 )
 
 DEFAULT_PRIORITY = 5
@@ -84,11 +83,11 @@ def registry_key(prefix: str) -> str:
 
 
 def deleted_queues_key(prefix: str) -> str:
-    """A zset: names by the time (ms) at which a queue of that name was deleted last, while its journal is kept."""
+    """A zset: names of deleted queues by the time (ms) of the last deletion, while the journal is kept."""
     return f"{prefix}queues:deleted"
 
 
-# What forq itself calls the fail queue of queue NAME: NAME#fail. No queue of a user's can be called so.
+# The fail queue of queue NAME is NAME#fail, which is not a valid name for users.
 _FAIL = "#fail"
 
 
@@ -97,7 +96,7 @@ def fail_queue(name: str) -> str:
 
 
 def main_queue(name: str) -> str:
-    """The queue that a fail queue belongs to; of any other queue itself."""
+    """The queue that a fail queue belongs to; for any other queue itself."""
     return name.removesuffix(_FAIL)
 
 
@@ -112,28 +111,27 @@ def workers_key(base: str, processor: str) -> str:
 
 
 def due_channels(prefix: str, db: int) -> str:
-    """The pattern of the channels on which queues tell when their next scheduled job is due, and of what pulse should
-    look at."""
+    """The pattern of all queues' channels for pulse."""
     return f"{prefix}queue:*@{db}:due"
 
 
 def progress_channels(prefix: str, db: int) -> str:
-    """The pattern of the channels on which queues tell whose progress has changed or is over."""
+    """The pattern of all queues' channels for progress."""
     return f"{prefix}queue:*@{db}:progress"
 
 
 def outbox_channels(prefix: str, db: int) -> str:
-    """The pattern of the channels on which queues tell that they have lines for the failed log."""
+    """The pattern of all queues' channels for new outbox lines."""
     return f"{prefix}queue:*@{db}:outbox"
 
 
 def ended_channel(base: str, db: int, job_id: str) -> str:
-    """Where those who wait for the end of a job hear of it."""
+    """The channel that announces the end of a job."""
     return f"{base}@{db}:ended:{job_id}"
 
 
 def queue_of_channel(channel: str) -> str:
-    """The queue's name in a channel of it."""
+    """The name of the queue that a channel belongs to."""
     name = channel.partition("{")[2].partition("}")[0]
     return fail_queue(name) if "}:fail@" in channel else name
 
@@ -142,9 +140,9 @@ def pending_key(base: str, priority: int = DEFAULT_PRIORITY) -> str:
     return f"{base}:pending" if priority == DEFAULT_PRIORITY else f"{base}:pending:{priority}"
 
 
-def swept_key(place: str) -> str:
-    """The first hints of a list, while stale ones are taken out of it."""
-    return f"{place}:swept"
+def swept_key(list_key: str) -> str:
+    """The first hints of a list, while stale ones are removed from it."""
+    return f"{list_key}:swept"
 
 
 def retry_key(base: str) -> str:
@@ -176,7 +174,7 @@ def awaiter_key(base: str, awaiter: str) -> str:
 
 
 def handed_channels(prefix: str, db: int, clerk: str) -> str:
-    """The pattern of the channels on which a clerk hears of awaiters that it speaks for."""
+    """The pattern of all queues' channels for the awaiters of a clerk."""
     return f"{prefix}queue:*@{db}:handed:{clerk}"
 
 

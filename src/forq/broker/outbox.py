@@ -1,8 +1,7 @@
-"""Lines for the failed log on their way out of Redis.
+"""The outbox: lines for the failed log on their way from Redis to disk.
 
-The script that fails a job for good pushes its line to `outbox` and rings (PUBLISH).
-A scribe takes lines in hand, writes them, and forgets them once they are on disk: a line may be written twice, and is
-never lost.
+The script that buries a job pushes its line to `outbox` and publishes a message. A scribe takes lines (collect), writes
+them, and removes them once they are on disk (forget): a line may be written twice but is never lost.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ MAX_BYTES = 1024 * 1024
 
 
 class Outbox:
-    """The outboxes of all queues, as the scribe of one processor sees them."""
+    """The outboxes of all queues, for the scribe of one processor."""
 
     def __init__(self, link: Link, prefix: str, processor: str, expiry_ms: int) -> None:
         self._link = link
@@ -31,7 +30,7 @@ class Outbox:
         self._expiry_ms = expiry_ms
 
     def waiting(self, queues: list[str]) -> list[str]:
-        """Which of these queues have lines to be written, in one round trip."""
+        """The queues that have lines to write, in one round trip."""
         if not queues:
             return []
         bases = [queue_base(self._prefix, queue) for queue in queues]
@@ -40,7 +39,7 @@ class Outbox:
         return [queue for queue, lists in zip(queues, found, strict=True) if lists]
 
     def collect(self, queue: str, max_lines: int = MAX_LINES) -> list[bytes]:
-        """Takes lines in hand; those that are in hand already come first, and alone."""
+        """Takes lines. Lines taken earlier and not forgotten come first, without new ones."""
         base = queue_base(self._prefix, queue)
         reply = self._link.run(script("collect"), base, self._processor, self._expiry_ms, max_lines, MAX_BYTES)
         if reply[0] != OK:
@@ -48,21 +47,21 @@ class Outbox:
         return reply[1:]
 
     def forget(self, queue: str, lines: list[bytes]) -> bool:
-        """Lines in hand that are on disk; False if they are not in hand any more."""
+        """Removes taken lines that are on disk; False if they are no longer there."""
         return forget(self._link, queue_base(self._prefix, queue), taken_outbox_name(self._processor), lines)
 
 
 def forget(link: Link, base: str, name: str, lines: list[bytes]) -> bool:
-    """Removes exactly these lines from the head of a list of the queue with this base."""
+    """Removes exactly these lines from the head of a list of the queue."""
     sha = hashlib.sha1(b"\n".join(lines), usedforsecurity=False).hexdigest()
     return bool(link.run(script("forget"), base, name, len(lines), sha)[1])
 
 
 def read_line(queue: str, line: bytes) -> dict[str, Any]:
-    """What the failed log says of a job that failed for good; of a broken line what can be kept."""
+    """The failed log's entry for a dead job; a broken line is kept as text."""
     try:
         entry = orjson.loads(line)
-        # A fourth element, the trace context, is not for the log.
+        # The fourth element, the trace context, is not logged.
         identifier, job_type, data, *_ = entry["body"]
         retries, stalls, timeouts = entry["counts"]
         return {
@@ -85,11 +84,11 @@ def read_line(queue: str, line: bytes) -> dict[str, Any]:
 
 
 class OutboxSubscription(Subscription):
-    """Tells which queues have new lines."""
+    """Receives the names of queues with new lines."""
 
     def __init__(self, url: str, prefix: str, name: str) -> None:
         super().__init__(url, outbox_channels(prefix, database_of(url)), name=name)
 
     def receive_queues(self) -> set[str]:
-        """The queues it has rung for; to be called when there is something to read."""
+        """The queues with new lines. Call it when the descriptor is readable."""
         return {message for _, message in self.receive()}

@@ -1,6 +1,4 @@
-"""What is done for workers that cannot speak for themselves: heartbeats, recovery, rescue, eviction; and on time: jobs
-that are due, and ticks of schedules.
-"""
+"""The calls of pulse: heartbeats, recovery of dead workers, rescue, eviction, and promotion of due jobs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,19 +13,19 @@ from forq.broker.schedules import Ticker
 from forq.broker.scripts import script
 from forq.errors import Fenced, ForqError, RedisUnavailable
 
-# What the loss of its worker means for the job that was running there: it killed the worker (counted), it had reached
-# its timeout (counted), it is not to blame, or it may be: then it runs alone next time; or somebody has killed it.
+# What happened to the job that a dead worker was running: it crashed the process (counted), it exceeded its timeout
+# (counted), it is not the cause, it may be the cause (it runs alone next time), or a user killed it.
 Outcome = Literal["stalled", "timed_out", "interrupted", "suspect", "cancelled"]
 
-# Few enough that nobody waits long behind them in the server.
+# Small, so that other clients of the server do not wait long.
 HEARTBEATS_PER_BATCH = 32
 
-# Of a stack in an attempt.
+# Characters of a stack that an attempt keeps.
 MAX_STACK = 8_000
 
 
 class QueueGone(ForqError):
-    """The queue is not there; `deleted` says that somebody deleted it, else its data was lost."""
+    """The queue does not exist. `deleted`: a user deleted it; otherwise its data was lost."""
 
     def __init__(self, queue: str, *, deleted: bool) -> None:
         super().__init__(f"queue {queue!r} {'was deleted' if deleted else 'is not in Redis'}")
@@ -36,26 +34,28 @@ class QueueGone(ForqError):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A heartbeat's answer: the processors that were evicted, in how many ms the next scheduled job is due, whether an
-    eviction is not finished, so that another heartbeat should follow at once, the last turns of workers that run
-    nothing and were at an earlier one, and how many suspects may begin (of a fail queue: 1 if jobs wait and none
-    runs)."""
+    """The reply to a heartbeat."""
 
+    # Processors that this heartbeat evicted.
     evicted: list[str]
+    # Until the next scheduled job is due.
     due_ms: int | None
+    # An eviction is unfinished: another heartbeat should follow at once.
     more: bool
+    # Workers that run nothing and have not read the reply to their last turn, with its number.
     unread: dict[str, int]
+    # Suspects that may start; for a fail queue 1 if jobs wait and none runs.
     helpers_wanted: int = 0
-    # For whom jobs wait: main workers, and the retry child.
+    # Jobs wait for main workers, or for the retry process.
     main_wanted: bool = False
     retry_wanted: bool = False
-    # Jobs that were running in processors that were evicted.
+    # Jobs that were running in evicted processors.
     lost: Sequence[tuple[str, Fate]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """How many ids the list of a worker held; the job that it was running, and what follows for that one."""
+    """The number of jobs that a dead worker held, the one that it was running, and the fate of that one."""
 
     held: int
     job: str | None = None
@@ -64,7 +64,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a worker is: the whole number of its last turn, how many jobs it has finished since, whether one runs."""
+    """A worker's position: its last turn, the jobs finished since (`index`), and whether one is running."""
 
     worker: str
     turn: int
@@ -73,7 +73,13 @@ class Position:
 
 
 class WorkerRecovery:
-    """The calls that a supervisor's pulse makes."""
+    """The calls of a supervisor's pulse.
+
+    1. Heartbeats: renew this processor and evict silent ones.
+    2. Recovers the jobs of dead workers; rescues unstarted jobs of held-up ones.
+    3. Evicts processors that are known to be gone.
+    4. Promotes due jobs and fires ticks.
+    """
 
     def __init__(self, link: Link, prefix: str, processor: str) -> None:
         self._link = link
@@ -82,18 +88,20 @@ class WorkerRecovery:
         self._ticker = Ticker(link, prefix)
 
     def heartbeat(self, queue: str, expiry_ms: int, positions: list[Position]) -> Heartbeat:
-        """Renews this processor and sweeps."""
-        return self._read_beat(queue, self._link.run(script("heartbeat"), *self._beat(queue, expiry_ms, positions)))
+        reply = self._link.run(script("heartbeat"), *self._heartbeat_args(queue, expiry_ms, positions))
+        return self._read_heartbeat(queue, reply)
 
     def heartbeats(
         self, queues: list[str], expiry_ms: int, positions: Mapping[str, list[Position]]
     ) -> Iterator[tuple[str, Heartbeat | ForqError]]:
-        """The same for many queues, some at a time: each with its answer, or with what the server had against it. If a
-        server does not answer, its other queues are not tried; those on other nodes of a cluster are."""
+        """Heartbeats of many queues, in batches: yields each queue with its reply or error.
+
+        If a server does not reply, its other queues are skipped; other nodes of a cluster are still tried.
+        """
         by_server: dict[str, list[str]] = {}
         for queue in queues:
             try:
-                # Whether there is a map at all: without one each queue would be asked about in vain.
+                # Without a slot map no queue can be reached: fail once, not once per queue.
                 self._link.masters()
             except RedisUnavailable as exc:
                 yield queue, exc
@@ -102,43 +110,43 @@ class WorkerRecovery:
                 by_server.setdefault(self._link.server_of(queue_base(self._prefix, queue)), []).append(queue)
             except RedisUnavailable as exc:
                 yield queue, exc
-        for same in by_server.values():
-            for at in range(0, len(same), HEARTBEATS_PER_BATCH):
-                some = same[at : at + HEARTBEATS_PER_BATCH]
-                beats = [self._beat(queue, expiry_ms, positions.get(queue, [])) for queue in some]
+        for served in by_server.values():
+            for start in range(0, len(served), HEARTBEATS_PER_BATCH):
+                batch = served[start : start + HEARTBEATS_PER_BATCH]
+                calls = [self._heartbeat_args(queue, expiry_ms, positions.get(queue, [])) for queue in batch]
                 try:
-                    replies = self._link.run_batch(script("heartbeat"), beats)
+                    replies = self._link.run_batch(script("heartbeat"), calls)
                 except RedisUnavailable as exc:
-                    yield some[0], exc
+                    yield batch[0], exc
                     break
-                for queue, reply in zip(some, replies, strict=True):
+                for queue, reply in zip(batch, replies, strict=True):
                     yield queue, self._read_reply(queue, reply)
 
     def _read_reply(self, queue: str, reply: list[Any] | ForqError) -> Heartbeat | ForqError:
         try:
-            return reply if isinstance(reply, ForqError) else self._read_beat(queue, reply)
+            return reply if isinstance(reply, ForqError) else self._read_heartbeat(queue, reply)
         except (QueueGone, Fenced) as exc:
             return exc
 
-    def _beat(self, queue: str, expiry_ms: int, positions: list[Position]) -> tuple[Any, ...]:
+    def _heartbeat_args(self, queue: str, expiry_ms: int, positions: list[Position]) -> tuple[Any, ...]:
         args: list[object] = [self.processor, expiry_ms]
         for at in positions:
             args += (at.worker, at.turn, at.index, int(at.running))
         return (queue_base(self._prefix, queue), *args)
 
-    def _read_beat(self, queue: str, reply: list[Any]) -> Heartbeat:
+    def _read_heartbeat(self, queue: str, reply: list[Any]) -> Heartbeat:
         if reply[0] == NO_QUEUE:
             raise QueueGone(queue, deleted=bool(reply[1]))
         if reply[0] == FENCED:
             raise Fenced(f"processor {self.processor} has been evicted from queue {queue!r}")
         due_ms, unread = None if reply[2] < 0 else reply[2], reply[4]
         turns = {worker.decode(): int(turn) for worker, turn in zip(unread[::2], unread[1::2], strict=True)}
-        silent, wanted = [processor.decode() for processor in reply[1]], reply[6]
+        evicted, wanted = [processor.decode() for processor in reply[1]], reply[6]
         main_wanted, retry_wanted, lost = bool(wanted & 1), bool(wanted & 2), _read_lost(reply[7])
-        return Heartbeat(silent, due_ms, bool(reply[3]), turns, reply[5], main_wanted, retry_wanted, lost)
+        return Heartbeat(evicted, due_ms, bool(reply[3]), turns, reply[5], main_wanted, retry_wanted, lost)
 
     def promote(self, queue: str) -> int | None:
-        """Makes waiting what is due, and fires ticks; in how many ms the next is due (None: there is none)."""
+        """Promotes due jobs and fires ticks; returns the ms until the next is due (None: there is none)."""
         return self._ticker.promote(queue)
 
     def recover(
@@ -153,10 +161,8 @@ class WorkerRecovery:
         stack: str | None = None,
         peak_bytes: int | None = None,
     ) -> Recovered:
-        """Takes out a worker whose process is gone.
-
-        `outcome`, `cause`, how long it ran, its stack and the most memory are those of the job that was running.
-        """
+        """Removes a worker whose process is gone and returns its jobs. The keyword arguments describe the job that was
+        running."""
         position = (processor, at.worker, at.turn, at.index, int(at.running))
         lost = (outcome, cause, "" if micros is None else micros, _stack_as_json(stack))
         peak = "" if peak_bytes is None else peak_bytes
@@ -168,15 +174,15 @@ class WorkerRecovery:
         return Recovered(reply[1], reply[2].decode(errors="replace"), *read_fates(reply[3:]))
 
     def rescue(self, queue: str, at: Position) -> int:
-        """Gives back what a held-up worker has not started; how many jobs that were. One that is not running has begun
-        nothing of its turn."""
+        """Returns the unstarted jobs of a held-up worker; how many. If it runs nothing, all jobs of its turn are
+        unstarted."""
         base = queue_base(self._prefix, queue)
         position = (at.worker, at.turn, at.index, int(at.running))
         reply = self._link.run(script("rescue"), base, self.processor, *position)
         return 0 if reply[0] == NO_QUEUE else int(reply[1])
 
     def registered(self, queue: str) -> dict[str, int]:
-        """The number of the last turn of each worker that this processor has in the queue."""
+        """The last turn of each worker of this processor in the queue."""
         found = self._link.call("HGETALL", workers_key(queue_base(self._prefix, queue), self.processor))
         # NUMBER or NUMBER:SHIFT.
         return {
@@ -186,7 +192,7 @@ class WorkerRecovery:
     def evict(
         self, queue: str, processor: str, cause: str, on_lost: Callable[[str, Fate], None] = lambda job, fate: None
     ) -> int:
-        """Takes out a whole processor that is proven gone; how many workers it had. `on_lost` is called with each job
+        """Removes a processor that is known to be gone; returns the number of its workers. Calls `on_lost` for each job
         that was running there."""
         workers, left = 0, 1
         while left:
@@ -202,7 +208,7 @@ class WorkerRecovery:
 
 
 def _read_lost(values: list[Any]) -> list[tuple[str, Fate]]:
-    """An id and its fate: five values each."""
+    """Reads five values per job: its id and its fate."""
     jobs = [job.decode(errors="replace") for job in values[::5]]
     return list(zip(jobs, read_fates([value for at, value in enumerate(values) if at % 5]), strict=True))
 
@@ -210,5 +216,5 @@ def _read_lost(values: list[Any]) -> list[tuple[str, Fate]]:
 def _stack_as_json(stack: str | None) -> bytes:
     if not stack:
         return b""
-    # Without lone surrogates, which JSON cannot hold.
+    # JSON cannot hold lone surrogates.
     return orjson.dumps(stack[:MAX_STACK].encode("utf-8", "replace").decode())

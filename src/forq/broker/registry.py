@@ -1,4 +1,4 @@
-"""Which queues exist: create, delete, pause, and the trash of deleted ones."""
+"""The registry of queues: create, configure, pause and delete queues, and purge what deleted ones held."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -23,26 +23,32 @@ from forq.settings import SHARED_MODES, WORK, stored_fixed
 from forq.values import check_queue_name, is_queue_name
 from forq.version import PROTOCOL
 
-# Jobs per call when a deleted queue is purged: as many at first, and at most.
+# Jobs per call when a deleted queue is purged: at first, and at most.
 FIRST_PURGED, MOST_PURGED = 4, 500
 PURGE_CHUNKS = 20
-# How often a queue is made anew while others delete it.
-TRIES = 10
+# Attempts to create a queue while other clients delete it.
+CREATE_TRIES = 10
 _DELETING = b"deleting"
 
-# One job that a deletion dropped: what recovery needs.
+# A job that a deletion dropped, as the failed log shows it.
 Dropped = dict[str, object]
 
 
 class Registry:
+    """All queues of a prefix.
+
+    A queue's entry in the registry and its own keys may be on different nodes, so creating and deleting take several
+    calls. A crash in between leaves an incomplete queue; `repair` finishes the work.
+    """
+
     def __init__(self, link: Link, prefix: str) -> None:
         self._link = link
         self._prefix = prefix
         self._key = registry_key(prefix)
 
     def names(self) -> dict[str, str]:
-        """Every queue with its mode; `deleting` while one is taken away. What no queue can be called is left out: then
-        somebody else has written that."""
+        """Every queue with its mode; `deleting` while it is being deleted. Skips invalid names, which forq did not
+        write."""
         texts = [part.decode(errors="replace") for part in self._link.call("HGETALL", self._key)]
         entries = zip(texts[::2], texts[1::2], strict=True)
         return {name: entry.partition(" ")[0] for name, entry in entries if is_queue_name(name)}
@@ -54,20 +60,19 @@ class Registry:
         return str(mode.decode())
 
     def served(self, name: str) -> bool:
-        """Whether a supervisor runs the queue's jobs, as far as heartbeats tell."""
+        """Whether any supervisor serves the queue, according to heartbeats."""
         return bool(self._link.call("ZCARD", f"{queue_base(self._prefix, name)}:processors"))
 
     def unserved(self, served: Collection[str]) -> dict[str, str]:
-        """The queues that every supervisor serves and that are not among these, with their modes."""
+        """The queues of shared modes that are not in `served`, with their modes."""
         found = {name: mode for name, mode in self.names().items() if mode in SHARED_MODES and name not in served}
-        # Whoever makes or deletes a queue may be between its entry in the registry and the queue itself.
+        # A queue that is just being created or deleted may have an entry only.
         asked = [("EXISTS", f"{queue_base(self._prefix, name)}:options") for name in found]
         there = self._link.pipeline(asked) if asked else []
         return {name: mode for (name, mode), exists in zip(found.items(), there, strict=True) if exists}
 
     def queues_without_supervisor(self, served: Collection[str]) -> list[str]:
-        """The queues of mode work that run nowhere: they are not among these, and no supervisor that has told of itself
-        in time has them."""
+        """The queues of mode work that are not in `served` and have no supervisor with a current heartbeat."""
         others = sorted(name for name, mode in self.names().items() if mode == WORK and name not in served)
         if not others:
             return []
@@ -87,22 +92,22 @@ class Registry:
         reopening: bool = False,
         joining: bool = False,
     ) -> bool:
-        """Makes the queue or joins it; then sets `options`. True if it was made.
+        """Creates the queue, or joins an existing one, and sets `options`. True if it was created.
 
-        Of `options` those that are fixed for the life of a queue of this mode are only compared (QueueExists).
+        Options that are fixed for a queue of this mode are only compared if it exists (QueueExists).
+        `fail_options`: also creates a fail queue with these options.
+        `reopening`: UnknownQueue if the queue was deleted; creates it if its data was lost.
+        `joining`: UnknownQueue unless the queue exists.
 
-        The registry comes first: a crash in between leaves an entry that the next create completes, or `mend` removes.
-        If somebody deletes the queue meanwhile, it begins again.
-        `fail_options`: with a fail queue that has these options.
-        `reopening`: not if somebody has deleted the queue (UnknownQueue); only if it is there, or its data was lost.
-        `joining`: only if it is there.
+        The registry entry comes first: after a crash the next create completes it, or `repair` removes it. If the queue
+        is deleted meanwhile, it starts over.
         """
         check_queue_name(name)
         base = queue_base(self._prefix, name)
-        # What the queue publishes goes to channels of its database.
-        place = {"db": database_of(self._link.url)}
+        # The channels of a queue carry the number of its database.
+        database = {"db": database_of(self._link.url)}
         reply: list[Any] = [CHANGED]
-        for _ in range(TRIES):
+        for _ in range(CREATE_TRIES):
             deleted, freed = self._link.pipeline([("GET", f"{base}:deleted"), ("GET", f"{base}:freed")], at=base)
             if reopening and deleted is not None:
                 raise UnknownQueue(f"queue {name!r} was deleted")
@@ -112,15 +117,15 @@ class Registry:
             if reserved[0] != OK:
                 raise error_for(name, reserved)
             seen = b"%s %s" % (deleted or b"", freed or b"")
-            calls = [(base, *_creation(mode, seen, defaults, {**options, **place}))]
+            calls = [(base, *_create_args(mode, seen, defaults, {**options, **database}))]
             if fail_options is not None:
-                calls.append((f"{base}:fail", *_creation("fail", b"", defaults, {**fail_options, **place})))
-            reply, *of_fail_queue = self._link.run_atomic(script("create"), calls)
+                calls.append((f"{base}:fail", *_create_args("fail", b"", defaults, {**fail_options, **database})))
+            reply, *fail_queue_replies = self._link.run_atomic(script("create"), calls)
             if reply[0] != CHANGED:
                 break
-        for each in (reply, *of_fail_queue):
-            if each[0] != OK:
-                raise error_for(name, each)
+        for created in (reply, *fail_queue_replies):
+            if created[0] != OK:
+                raise error_for(name, created)
         return bool(reply[1])
 
     def configure(self, name: str, options: Mapping[str, object], fail_options: Mapping[str, object]) -> None:
@@ -132,11 +137,11 @@ class Registry:
                 raise error_for(name, reply)
 
     def delete(self, name: str, *, force: bool) -> int:
-        """Ends the queue at once; how many jobs that dropped. `purge` finishes it, also after a crash."""
+        """Deletes the queue; returns the number of jobs dropped. `purge` does the rest, also after a crash."""
         check_queue_name(name)
         base = queue_base(self._prefix, name)
         epoch = self._link.call("HGET", f"{base}:options", "epoch") or b""
-        # One that is deleted half way has no epoch; then this is about its entry.
+        # A half-deleted queue has no epoch; then this call finishes its registry entry.
         reply = self._link.run_atomic(script("delete"), [(base, epoch, int(force)), (f"{base}:fail", "", 1)])[0]
         if reply[0] not in (OK, NO_QUEUE):
             raise error_for(name, reply)
@@ -144,40 +149,40 @@ class Registry:
         if reply[0] == NO_QUEUE and entry is None:
             raise error_for(name, reply)
         if entry is not None:
-            self._mark(name, entry, epoch)
+            self._mark_deleting(name, entry, epoch)
             self._remember(name)
         return int(reply[1]) if reply[0] == OK else 0
 
-    def _mark(self, name: str, entry: bytes, epoch: bytes) -> None:
+    def _mark_deleting(self, name: str, entry: bytes, epoch: bytes) -> None:
         if not entry.startswith(_DELETING):
             self._link.run(script("retire"), self._key, name, entry, b"%s %s" % (_DELETING, epoch))
 
     def incomplete(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Those that are in the registry and not there, or that somebody has begun to delete: with their entries."""
-        asked = [("EXISTS", f"{queue_base(self._prefix, name)}:options") for name in names]
-        there = self._link.pipeline(asked) if asked else []
-        marked = _DELETING.decode()
+        """The half-created and half-deleted queues among `names`, with their entries."""
+        calls = [("EXISTS", f"{queue_base(self._prefix, name)}:options") for name in names]
+        found = self._link.pipeline(calls) if calls else []
+        deleting = _DELETING.decode()
         return {
             name: entry
-            for (name, entry), exists in zip(names.items(), there, strict=True)
-            if not exists or entry.startswith(marked)
+            for (name, entry), exists in zip(names.items(), found, strict=True)
+            if not exists or entry.startswith(deleting)
         }
 
-    def mend(self, name: str, log: Callable[[list[Dropped]], None]) -> bool:
-        """Finishes what somebody has begun and left: a deletion, or a creation that got no further than the registry.
+    def repair(self, name: str, log: Callable[[list[Dropped]], None]) -> bool:
+        """Finishes an interrupted deletion, or removes the entry of an interrupted creation.
 
-        True while there is more to do: call it again. Whoever is still at it begins again.
+        Returns True while there is more to do: call it again. A client that is still creating the queue starts over.
         """
         base = queue_base(self._prefix, name)
         entry = self._link.call("HGET", self._key, name)
         if entry is None:
             return False
         if not self._link.call("EXISTS", f"{base}:options"):
-            self._mark(name, entry, self._link.call("GET", f"{base}:deleted") or b"")
+            self._mark_deleting(name, entry, self._link.call("GET", f"{base}:deleted") or b"")
         return self.purge(name, log)
 
     def deleted(self) -> list[str]:
-        """Queues that were deleted and whose journals may still be there; some may exist again."""
+        """Deleted queues whose journals may still exist. Some may have been created again."""
         names = self._link.call("ZRANGE", deleted_queues_key(self._prefix), 0, -1)
         return [name.decode() for name in names if is_queue_name(name.decode(errors="replace"))]
 
@@ -185,9 +190,9 @@ class Registry:
         self._link.run(script("remember"), deleted_queues_key(self._prefix), name)
 
     def purge(self, name: str, log: Callable[[list[Dropped]], None]) -> bool:
-        """Writes what a deleted queue held through `log`, then forgets it and frees its name.
+        """Passes the jobs of a deleted queue to `log`, removes them and frees the queue's name.
 
-        It does a slice of the work and returns True while there is more: call it again.
+        Does a slice of the work. Returns True while there is more to do: call it again.
         """
         base = queue_base(self._prefix, name)
         for epoch in self._link.call("SMEMBERS", f"{base}:trash"):
@@ -208,9 +213,9 @@ class Registry:
             return
         mode = self._link.run(script("free"), base)[1]
         if not mode:
-            # Once more: whoever deleted the queue may have died before that.
+            # Again, because the client that deleted the queue may have died before.
             self._remember(name)
-        # If there is a queue of this name again, its entry was marked too late.
+        # If the queue exists again, this restores its entry, which was marked too late.
         self._link.run(script("retire"), self._key, name, entry, mode)
 
     def _purge_hash(
@@ -229,7 +234,7 @@ class Registry:
         return True
 
     def _purge_lines(self, name: str, base: str, trash: str, log: Callable[[list[Dropped]], None]) -> bool:
-        """Jobs that had failed, and whose lines nobody had written yet. Somebody else may be doing the same."""
+        """The unwritten lines of dead jobs. Another supervisor may be purging the same queue."""
         count = FIRST_PURGED
         for _ in range(PURGE_CHUNKS):
             lines = self._link.call("LRANGE", f"{base}:{trash}", 0, count - 1)
@@ -248,21 +253,20 @@ class Registry:
 
 
 def now_ms(link: Link, at: str) -> int:
-    """The server's time, by which processors have told of themselves; of a cluster that of the node with this key."""
+    """The server's time, which heartbeats use; in a cluster that of the node with this key."""
     seconds, micros = map(int, link.call("TIME", at=at))
     return seconds * 1000 + micros // 1000
 
 
 def _next_count(count: int, read: list[bytes]) -> int:
-    """How many to read next, after so many gave this: a call should not read more than READ_BYTES."""
+    """How many entries to read next, so that a call reads at most READ_BYTES."""
     size = sum(map(len, read))
     return max(1, min(MOST_PURGED, 4 * count, count * READ_BYTES // max(size, 1)))
 
 
-def _creation(
+def _create_args(
     mode: str, seen: bytes, defaults: Mapping[str, object], options: Mapping[str, object]
 ) -> tuple[object, ...]:
-    """The arguments of create.lua."""
     names = stored_fixed(mode)
     fixed = {option: value for option, value in options.items() if option in names}
     others = {option: value for option, value in options.items() if option not in names}
@@ -273,7 +277,7 @@ def _creation(
 
 
 def _dropped(name: str, field: bytes, packed: bytes) -> Dropped:
-    # What was blocked behind an active job is in the trash under "ID blocked".
+    # A job that was blocked behind an active one has the field "ID blocked".
     job_id = field.decode(errors="replace").partition(" ")[0]
     try:
         record = unpack(packed)
@@ -294,5 +298,5 @@ def _dropped(name: str, field: bytes, packed: bytes) -> Dropped:
 def _dropped_dead(name: str, member: bytes, packed: bytes) -> Dropped:
     record, error, _ = read_dead(packed)
     job_id, _, fence = member.rpartition(b"@")
-    # With its fence a line about the same death that is there already is known to be the same.
+    # The fence identifies duplicate lines about the same death.
     return _dropped(name, job_id, record) | {"error": error, "fence": int(fence) if fence.isdigit() else None}

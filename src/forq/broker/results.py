@@ -1,9 +1,10 @@
-"""Done jobs that a queue keeps, with what their handlers returned.
+"""Results: the done jobs that a queue keeps, and waiting for the end of a job.
 
-`done` holds ids by the time they ended, `done:jobs` under the same id ENDED_MS ' ' FENCE ' ' MICROS '\n' RESULT '\n'
-RECORD '\n' ATTEMPTS. RESULT is JSON; '' if it was lost with its worker; or '!' and why there is none.
+`done` holds ids by their end time, `done:jobs` holds under each id
 
-Waiting for the end of a job: one look at it, by which whoever looks is also written down, and what is heard then.
+    ENDED_MS ' ' FENCE ' ' MICROS '\n' RESULT '\n' RECORD '\n' ATTEMPTS
+
+RESULT is JSON; '' if it was lost with its worker; or '!' and the reason why there is none.
 """
 
 from dataclasses import dataclass
@@ -23,12 +24,12 @@ from forq.redis_url import database_of
 from forq.settings import EXTERNAL, OPTIONS, WORK
 from forq.values import check_job_id, check_queue_name, show_duration, show_time
 
-LOST = "its result was lost: its worker died before it could tell it"
+LOST = "its result was lost: its worker died before it could send it"
 
 
 @dataclass(frozen=True, slots=True)
 class DoneJob:
-    """`result_error`: why there is no result (None: there is one, which may be None). `record`: packed."""
+    """A done job that is kept. `result_error`: why there is no result; None if there is one. `record` is packed."""
 
     ended_ms: int
     fence: int
@@ -39,7 +40,7 @@ class DoneJob:
     attempts: list[Any]
 
     def show(self, job_id: str) -> dict[str, Any]:
-        """Everything known about it."""
+        """All its fields for output."""
         shown = {"id": job_id, "state": "done", "fence": self.fence, **show_record(self.record, job_id)}
         run_seconds = None if self.micros is None else self.micros / 1e6
         shown |= {"ended_at": self.ended_ms / 1000, "run_seconds": run_seconds, "attempts": self.attempts}
@@ -48,7 +49,7 @@ class DoneJob:
 
 
 def read_done(packed: bytes) -> DoneJob:
-    """What is kept of a done job; of what is broken, what can be shown."""
+    """Reads a packed done job; broken parts do not raise."""
     head, _, rest = packed.partition(b"\n")
     packed_result, _, rest = rest.partition(b"\n")
     record, _, packed_attempts = rest.rpartition(b"\n")
@@ -60,7 +61,7 @@ def read_done(packed: bytes) -> DoneJob:
 
 
 def why_not_kept(link: Link, base: str, queue: str) -> str:
-    """Why nothing is kept of a job that has ended, and the command that keeps more from now on."""
+    """Why an ended job is not kept, and the command that keeps more jobs from now on."""
     (mode, keep_ms, done_max), count, oldest = link.pipeline(
         [
             ("HMGET", f"{base}:options", "mode", "keep_done_ms", "done_max"),
@@ -69,15 +70,13 @@ def why_not_kept(link: Link, base: str, queue: str) -> str:
         ]
     )
     if mode is not None and mode.decode() not in (WORK, EXTERNAL):
-        return f"a queue of mode {mode.decode()} keeps none"
-    # A queue made by an earlier release lacks some of them.
+        return f"a queue of mode {mode.decode()} keeps no results"
+    # A queue of an earlier release may lack some of these options.
     seconds, most = int(keep_ms or 0) / 1000, int(OPTIONS["done_max"].default if done_max is None else done_max)
     if not seconds:
-        return (
-            f"its queue keeps no results; `forqctl set {queue} keep_done=1h` keeps those of jobs that end from then on"
-        )
+        return f"its queue keeps no results; `forqctl set {queue} keep_done=1h` keeps those of jobs that end after it"
     if count >= most:
-        since = f", now those since {show_time(float(oldest[1]) / 1000)}" if oldest else ""
+        since = f", currently those since {show_time(float(oldest[1]) / 1000)}" if oldest else ""
         more = min(int(OPTIONS["done_max"].highest), max(10 * most, 10_000))
         return (
             f"its queue keeps the results of the last done_max = {most} jobs{since}; "
@@ -85,7 +84,7 @@ def why_not_kept(link: Link, base: str, queue: str) -> str:
         )
     return (
         f"its queue keeps results for keep_done = {show_duration(seconds)} (done_max = {most}, {count} are kept); "
-        f"`forqctl set {queue} keep_done={show_duration(2 * seconds)}` keeps them for longer"
+        f"`forqctl set {queue} keep_done={show_duration(2 * seconds)}` keeps them longer"
     )
 
 
@@ -97,15 +96,15 @@ def _read_result(packed: bytes) -> tuple[Any, str | None]:
     try:
         return orjson.loads(packed), None
     except ValueError as exc:
-        return None, f"what is kept of it is not JSON: {exc}"
+        return None, f"the stored result is not JSON: {exc}"
 
 
-State = Literal["live", "done", "dead", "cancelled", "gone"]
+WaitState = Literal["live", "done", "dead", "cancelled", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
 class WaitTarget:
-    """Which job is waited for: that of this epoch of its queue that has this mark ('': the one that ended last)."""
+    """The job that is waited for: its queue's epoch and its mark ('': the one of this id that ended last)."""
 
     epoch: str
     mark: str
@@ -118,17 +117,19 @@ class WaitTarget:
 
 @dataclass(frozen=True, slots=True)
 class WaitStatus:
-    """What has become of the job. `fence`: of its last attempt, if it is done or dead. `done`: None if nothing of it is
-    kept. Gone: nobody knows how it ended, or it is dead since long."""
+    """The job's state. `fence`: of the last attempt of a done or dead job. `done`: None if the job is not kept.
+
+    "gone": how the job ended is no longer known, or it has been dead for long.
+    """
 
     target: WaitTarget
-    state: State
+    state: WaitState
     fence: int = 0
     done: DoneJob | None = None
 
 
 class ResultWaiter:
-    """The end of one job, for one who waits for it."""
+    """Waits for the end of one job: subscribe first, then check; check again after each message."""
 
     def __init__(self, link: Link, prefix: str, queue: str, job_id: str) -> None:
         self.queue = check_queue_name(queue)
@@ -142,9 +143,10 @@ class ResultWaiter:
         return Subscription(self._link.url, channel, name="forq-waiter", exact=True)
 
     def check(self, target: WaitTarget | None, valid_ms: int) -> WaitStatus:
-        """If it is live, its end is told to who listens, for so long. Safe to repeat. `target`: None the first time.
+        """The job's state. If it is live, its end will be published within valid_ms. Safe to repeat.
 
-        UsageError if the queue keeps nothing, UnknownQueue if it is gone, also if it was made anew meanwhile.
+        `target`: None the first time. UsageError if the queue keeps no results; UnknownQueue if the queue is gone, even
+        if it was created again.
         """
         since = ("", "") if target is None else (target.epoch, target.mark)
         reply = self._link.run(script("wait"), self._base, self.job_id, *since, valid_ms)
@@ -155,16 +157,15 @@ class ResultWaiter:
         return WaitStatus(WaitTarget(epoch, mark), state, fence, read_done(reply[5]) if len(reply) > 5 else None)
 
     def why_not_kept(self) -> str:
-        """Why there is no result of a job that has ended, and what to do about it."""
         return why_not_kept(self._link, self._base, self.queue)
 
     def error_of_dead(self, fence: int) -> Any:
-        """The error that the job died of in this attempt; None if nothing is kept of it."""
+        """The error of the job that died in this attempt; None if it is not kept."""
         shown = self._shown(f"{self.job_id}@{fence}")
         return None if shown is None else shown["error"]
 
     def error_of_last_dead(self, target: WaitTarget, after: int = 0) -> Any:
-        """The error of the last dead job of this id, if it is the one of `target` and died in an attempt after that."""
+        """The error of the last dead job with this id, if it is the target and died in an attempt after `after`."""
         shown = self._shown(self.job_id)
         if shown is None or shown["fence"] <= after:
             return None

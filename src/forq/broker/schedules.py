@@ -1,11 +1,11 @@
-"""The schedules of a queue: set, dropped, listed, triggered; and how a definition is stored.
+"""The schedules of a queue: set, drop, list and trigger them; and Ticker, which turns due ticks into jobs.
+
+A definition is stored as
 
     RULE '\n' POLICY '\n' DATA
 
 RULE is {"every_ms"} or {"cron", "zone"}, POLICY {"catch_up", "jitter_ms", "origin", "overlap", "priority", "type"},
-with keys in this order, so that equal definitions are equal bytes. Scripts read POLICY; DATA goes into jobs as it is.
-
-Ticks that are due become jobs: what promote tells of is planned here, and fire carries the plan out, once in all.
+with keys in this order, so that equal definitions are equal bytes. Scripts read POLICY. DATA becomes the jobs' data.
 """
 
 import logging
@@ -31,12 +31,14 @@ log = logging.getLogger("forq")
 
 MAX_DATA_BYTES = 64 * 1024
 UPCOMING = 5
+# Calls of promote in a row for one queue. promote returns 100 ticks at most, and a queue has at most 1,000 schedules.
+PROMOTE_CALLS = 16
 
 
 def pack_schedule(schedule: Schedule) -> bytes:
     data = pack_data(schedule.data)
     if len(data) > MAX_DATA_BYTES:
-        raise InvalidData(f"the data of a schedule is larger than {MAX_DATA_BYTES} bytes; nothing was set")
+        raise InvalidData(f"the schedule's data is larger than {MAX_DATA_BYTES} bytes; nothing was set")
     rule = schedule.rule
     described = {"every_ms": rule.every_ms} if isinstance(rule, Every) else {"cron": rule.expression, "zone": rule.zone}
     policy = {
@@ -51,37 +53,39 @@ def pack_schedule(schedule: Schedule) -> bytes:
 
 
 def read_head(head: bytes) -> tuple[Rule, str]:
-    """The rule and catch_up, from the first two lines of a definition."""
-    rule, policy = _read_lines(head)
+    """The rule and catch_up, from RULE and POLICY of a definition."""
+    rule, policy = _read_rule_and_policy(head)
     return rule, str(policy["catch_up"])
 
 
-def _read_lines(head: bytes) -> tuple[Rule, dict[str, Any]]:
+def _read_rule_and_policy(head: bytes) -> tuple[Rule, dict[str, Any]]:
     first, _, second = head.partition(b"\n")
     try:
         described, policy = orjson.loads(first), orjson.loads(second)
         rule = Every(int(described["every_ms"])) if "every_ms" in described else _cron(described)
         return rule, {"catch_up": policy["catch_up"], **policy}
     except (ValueError, TypeError, KeyError) as exc:
-        raise InvalidData(f"broken definition of a schedule: {exc!r}") from exc
+        raise InvalidData(f"broken schedule definition: {exc!r}") from exc
 
 
 def _cron(described: dict[str, str]) -> Cron:
-    # A zone that another host knows may be unknown here.
+    # Raises if this host does not know the zone.
     read_zone(described["zone"])
     return Cron(described["cron"], described["zone"])
 
 
 class Schedules:
+    """The schedules of one queue."""
+
     def __init__(self, link: Link, prefix: str, name: str) -> None:
         self.name = check_queue_name(name)
         self._link = link
         self._base = queue_base(prefix, name)
 
     def set(self, schedule: Schedule) -> int:
-        """Stores the schedule; its next tick. The same again changes nothing."""
+        """Stores the schedule; returns its next tick (ms). Setting the same definition again changes nothing."""
         rule, definition = schedule.rule, pack_schedule(schedule)
-        # An interval's first tick depends on its last run, which the script knows.
+        # The script computes the first tick of an interval, because it depends on the last run.
         interval, first = (rule.every_ms, "") if isinstance(rule, Every) else ("", next_tick(rule, self.now_ms()))
         if first is None:
             raise UsageError(f"schedule {schedule.key!r} would never run: {rule}")
@@ -100,8 +104,8 @@ class Schedules:
             raise error_for(self.name, reply)
         return bool(reply[1])
 
-    def follow(self, given: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """What a config file says: sets these, and drops those that an earlier reading had set. Which it dropped."""
+    def apply_config(self, given: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Sets the schedules of a config file and drops those that an earlier version of it had set; returns these."""
         for key, fields in given.items():
             self.set(Schedule.from_mapping(key, fields, CONFIG))
         dropped = []
@@ -111,7 +115,7 @@ class Schedules:
         return dropped
 
     def trigger(self, key: str) -> str:
-        """Runs it now; the job's id. Exists if that would overlap."""
+        """Enqueues a job now; returns its id. Exists if that would overlap."""
         identifier = orjson.dumps(f"{check_schedule_key(key)} triggered")
         reply = self._link.run(script("trigger"), self._base, key, identifier)
         if reply[0] == EXISTS:
@@ -121,7 +125,7 @@ class Schedules:
         return str(reply[1].decode())
 
     def all(self) -> list[dict[str, Any]]:
-        """Every schedule, by key, as it is shown."""
+        """Every schedule for output, sorted by key."""
         stored, ticks, counted, exists = self._link.pipeline(
             [
                 ("HGETALL", f"{self._base}:schedules"),
@@ -131,7 +135,7 @@ class Schedules:
             ]
         )
         if not exists:
-            raise error_for(self.name, [-1])
+            raise error_for(self.name, [NO_QUEUE])
         next_ms = {key: int(float(tick)) for key, tick in zip(ticks[::2], ticks[1::2], strict=True)}
         runs = dict(zip(counted[::2], counted[1::2], strict=True))
         return [
@@ -142,7 +146,7 @@ class Schedules:
         ]
 
     def one(self, key: str) -> dict[str, Any]:
-        """One of them, with its next ticks."""
+        """One schedule for output, with its next ticks."""
         check_schedule_key(key)
         for shown in self.all():
             if shown["key"] == key:
@@ -154,7 +158,7 @@ class Schedules:
         raise UnknownSchedule(f"queue {self.name!r} has no schedule {key!r}")
 
     def preview(self, schedule: Schedule) -> list[dict[str, Any]]:
-        """The ticks that it would have if it were set now for the first time."""
+        """The first ticks of a schedule if it were set now."""
         now_ms = self.now_ms()
         first_ms = now_ms if isinstance(schedule.rule, Every) else next_tick(schedule.rule, now_ms)
         return upcoming(schedule.rule, first_ms)
@@ -169,10 +173,10 @@ class Schedules:
 
 
 def describe(definition: bytes) -> dict[str, Any]:
-    """A definition as it is shown; of a broken one, or of a zone that is unknown here, why."""
+    """A definition for output; with `error` if it is broken or its zone is unknown on this host."""
     head, _, data = definition.rpartition(b"\n")
     try:
-        rule, policy = _read_lines(head)
+        rule, policy = _read_rule_and_policy(head)
     except ForqError as exc:
         return {"rule": None, "origin": _origin(definition), "error": str(exc)}
     every = rule.every_ms / 1000 if isinstance(rule, Every) else None
@@ -188,7 +192,7 @@ def describe(definition: bytes) -> dict[str, Any]:
 
 
 def upcoming(rule: Rule, first_ms: int | None) -> list[dict[str, Any]]:
-    """The first tick and those after it, for people too."""
+    """The first tick and the next ones, also as local time."""
     ticks = [] if first_ms is None else [first_ms, *islice(rule.after(first_ms), UPCOMING - 1)]
     return [{"at": tick / 1000, "local": show_tick(rule, tick)} for tick in ticks]
 
@@ -211,13 +215,9 @@ def _times(next_ms: int | None, counted: bytes) -> dict[str, Any]:
     }
 
 
-# Calls of promote in a row, before others get their turn: a queue has at most 1,000 schedules, told by the hundred.
-LOOKS_AT_ONCE = 16
-
-
 @dataclass(frozen=True, slots=True)
 class DueTick:
-    """The next tick of a schedule, and the head of its definition at the moment when it was due."""
+    """A due tick of a schedule, and RULE and POLICY of the definition at that moment."""
 
     key: str
     tick_ms: int
@@ -225,32 +225,34 @@ class DueTick:
 
 
 def due_ticks(reply: list[Any]) -> list[DueTick]:
-    """Those that promote tells of."""
-    told = zip(reply[3::3], reply[4::3], reply[5::3], strict=True)
-    return [DueTick(key.decode(errors="replace"), int(float(tick)), head) for key, tick, head in told]
+    """The due ticks in a reply of promote."""
+    ticks = zip(reply[3::3], reply[4::3], reply[5::3], strict=True)
+    return [DueTick(key.decode(errors="replace"), int(float(tick)), head) for key, tick, head in ticks]
 
 
 class Ticker:
-    """`chance`: how much of its jitter a job gets, from 0 to 1."""
+    """Promotes due jobs and fires due ticks: plans each tick here, then fire.lua enqueues its jobs exactly once.
+
+    `chance`: the share of its jitter that a job gets, from 0 to 1.
+    """
 
     def __init__(self, link: Link, prefix: str, chance: Callable[[], float] = random.random) -> None:
         self._link = link
         self._prefix = prefix
         self._chance = chance
-        # queue -> schedule -> the tick that could not be fired and why, as logged.
+        # queue -> schedule -> the tick that could not be fired and the logged error.
         self._logged: dict[str, dict[str, tuple[int, str]]] = {}
 
     def promote(self, queue: str) -> int | None:
-        """Makes waiting what is due, and fires ticks; in how many ms to call again (None: nothing has a time).
+        """Promotes due jobs and fires ticks; returns the ms until the next call (None: nothing is scheduled).
 
-        A tick that cannot be fired here (a zone that this host does not know, a definition of a newer release) stays
-        due, for a host that can. promote tells of few ticks per call, so it is asked again without those: however many
-        there are, they must not hide the others.
+        A tick that this host cannot fire (unknown zone, definition of a newer release) stays due for another host.
+        promote returns few ticks per call, so the next call excludes the refused ones: they must not hide the others.
         """
         base = queue_base(self._prefix, queue)
         refused: dict[str, tuple[int, str]] = {}
         wait_ms = None
-        for _ in range(LOOKS_AT_ONCE):
+        for _ in range(PROMOTE_CALLS):
             reply = self._link.run(script("promote"), base, *refused)
             if reply[0] == NO_QUEUE:
                 self._logged.pop(queue, None)
@@ -263,7 +265,7 @@ class Ticker:
                 except RedisUnavailable:
                     raise
                 except BackPressure as exc:
-                    # Of a server that is out of memory the others would hear the same.
+                    # The server is out of memory and would refuse the others too.
                     refused |= {other.key: (other.tick_ms, str(exc)) for other in due[number:]}
                     break
                 except ForqError as exc:
@@ -274,16 +276,16 @@ class Ticker:
         return wait_ms
 
     def _log(self, queue: str, refused: dict[str, tuple[int, str]]) -> None:
-        """Once per tick and reason: it is tried with each heartbeat."""
+        """Logs each tick and error once, although each heartbeat tries again."""
         before = self._logged.pop(queue, {})
         for key, (tick_ms, error) in refused.items():
             if before.get(key) != (tick_ms, error):
-                log.error("a tick cannot be fired queue=%s schedule=%s error=%s", queue, key, error)
+                log.error("cannot fire a tick queue=%s schedule=%s error=%s", queue, key, error)
         if refused:
             self._logged[queue] = refused
 
     def fire(self, queue: str, due: DueTick, now_ms: int) -> tuple[bool, int | None]:
-        """Whether this call fired it, and in how many ms to call promote again (None: nothing has a time)."""
+        """Whether this call fired it, and the ms until the next promote (None: nothing is scheduled)."""
         args: list[Any] = [due.key, due.tick_ms, due.head, *self._plan(due, now_ms)]
         reply = self._link.run(script("fire"), queue_base(self._prefix, queue), *args)
         if reply[0] == NO_QUEUE:
@@ -291,16 +293,16 @@ class Ticker:
         return bool(reply[1]), None if reply[2] < 0 else int(reply[2])
 
     def _plan(self, due: DueTick, now_ms: int) -> list[Any]:
-        """The rest of what fire.lua takes."""
+        """The rest of fire.lua's arguments."""
         rule, catch_up = read_head(due.head)
         try:
             planned = plan(rule, catch_up, due.tick_ms, now_ms)
-            named = [f"{due.key} {show_tick(rule, tick_ms)}" for tick_ms in planned.ticks]
+            identifiers = [f"{due.key} {show_tick(rule, tick_ms)}" for tick_ms in planned.ticks]
         except ForqError:
             raise
-        except Exception as exc:  # a rule that another release can read must not end the process that keeps all timers
-            raise InvalidData(f"broken definition of a schedule: {type(exc).__name__}: {exc}") from exc
+        except Exception as exc:  # a rule of another release must not end the process that keeps all timers
+            raise InvalidData(f"broken schedule definition: {type(exc).__name__}: {exc}") from exc
         args: list[Any] = ["" if planned.next_ms is None else planned.next_ms, planned.missed]
-        for tick_ms, identifier in zip(planned.ticks, named, strict=True):
+        for tick_ms, identifier in zip(planned.ticks, identifiers, strict=True):
             args += (tick_ms, orjson.dumps(identifier), f"{self._chance():.6f}")
         return args

@@ -1,8 +1,8 @@
-"""The Lua library: the files of lua/ as one text, which a server gets once (FUNCTION LOAD) and then runs by FCALL.
+"""The Lua library: joins the files of lua/ to one text, which is loaded once (FUNCTION LOAD) and called by FCALL.
 
-1. The files are joined in the order of FILES, behind the codes that Lua shares with Python. Nothing else is changed.
-2. The names of the library and of its functions hold a hash of the text, so two builds never run each other's.
-3. The same text runs through EVAL where a server takes no functions: then the verb is the last argument.
+1. The files are joined in the order of FILES, after the reply codes as constants. Nothing else is changed.
+2. The names of the library and its functions contain a hash of the text, so two builds never call each other's.
+3. A server that refuses functions gets the same text by EVAL, with the verb as last argument.
 """
 
 import hashlib
@@ -17,24 +17,23 @@ FILES = (
     *("call", "journal", "records", "hints", "limits", "results", "claims", "failures"),
     *("leases", "schedules", "release", "recovery", "queues", "enqueue", "turn", "verbs"),
 )
-# An entry of the table in verbs.lua: name, how its call begins, flag.
+# An entry of the table in verbs.lua: name, function, flag.
 _VERB = re.compile(r"^  \{ '(\w+)', \w+, '([a-z-]*)' \},$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A verb: what to call, and what to give a server that does not know it."""
+    """A verb of the library: the function's name, and the texts for FUNCTION LOAD and EVAL."""
 
     verb: str
     name: str
     library: str
-    # For EVAL, which is told a script's flags by its first line.
+    # For EVAL; its first line holds the flags.
     source: str
 
 
 @cache
 def script(verb: str) -> Script:
-    """The script of a verb."""
     text, build = _text(), _build()
     flag = flags()[verb]
     return Script(

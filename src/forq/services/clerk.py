@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from forq import exits
 from forq.broker.dead import DeadChunk, DeadJobs
 from forq.broker.enqueue import NewJob, Producer, Update, new_job
-from forq.broker.inspect import Inspector, counts_of, unknown_job, why
+from forq.broker.explain import unknown_job, why
+from forq.broker.inspect import Inspector, counts_of
 from forq.broker.leases import Leases
 from forq.broker.link import Link, check_server
 from forq.broker.registry import Dropped, Registry
@@ -61,7 +62,7 @@ class Clerk:
             "create": self.create,
             "delete": self.delete,
             "purge": self.purge,
-            "mend": self.mend,
+            "repair": self.repair,
             "pause": self.pause,
             "set": self.set,
             "why": self.why,
@@ -111,7 +112,7 @@ class Clerk:
             made = self._create(params)
         # Set with the queue, so that a repeated call sets them too.
         given = params.get("schedules")
-        dropped = [] if given is None else self._schedules(params).follow(given)
+        dropped = [] if given is None else self._schedules(params).apply_config(given)
         return {"created": made, "unscheduled": dropped}
 
     def _create(self, params: dict[str, Any]) -> bool:
@@ -134,10 +135,10 @@ class Clerk:
         """Moves a slice of a deleted queue's jobs to its failed log."""
         return {"more": self._purge(check_queue_name(params["name"]))}
 
-    def mend(self, params: dict[str, Any]) -> object:
+    def repair(self, params: dict[str, Any]) -> object:
         """Completes the deletion of a queue that was left half created or half deleted, in slices like `purge`."""
         name = check_queue_name(params["name"])
-        return {"more": self._log_dropped(name, self._registry.mend)}
+        return {"more": self._log_dropped(name, self._registry.repair)}
 
     def _purge(self, name: str) -> bool:
         return self._log_dropped(name, self._registry.purge)
