@@ -134,7 +134,7 @@ def check_tree(forq: Forq, server: Server, queues: int) -> None:
     sizes = {pid: pss_kb(pid) / 1024 for pid in processes}
     says("memory of the tree (PSS)", sum(sizes.values()), "MB")
     private = [private_kb(pid) / 1024 for pid in processes]
-    says("  of that private to a process, median", statistics.median(private), "MB", "4 MB")
+    says("  of that private to a process, median", statistics.median(private), "MB", "5 MB")
     says("  of the supervisor", sizes[forq.pid], "MB")
     took = []
     for _ in range(3):
