@@ -257,7 +257,7 @@ def test_a_producer_that_connects_before_the_functions_exist_gets_a_clear_error(
         Client(server.url).create_queue("early")
         with server.connect() as admin:
             admin.function_flush()
-        with pytest.raises(RedisUnavailable, match=r"a supervisor of this release loads when it reaches Redis.*NOPERM"):
+        with pytest.raises(RedisUnavailable, match=r"start a supervisor of this release, which loads them.*NOPERM"):
             Client(url(server, "producer")).queue("early").enqueue(1)
 
 
