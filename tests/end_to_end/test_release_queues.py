@@ -32,7 +32,7 @@ def test_mode_and_release_options_never_change_while_the_queue_exists(forq: Forq
         ("create", "fixed", "--mode", "on_request"): "'fixed' exists with mode 'auto_release'; a queue's mode never",
         ("create", "fixed", "--handler", "m:f"): "'fixed' exists with mode 'auto_release'; a queue's mode never",
         ("create", "fixed", "--mode", "auto_release", "--set", "release_interval=1s"): "release_interval = 250ms; it",
-        ("create", "fixed", "--mode", "auto_release", "--set", "lease=1s"): "lease = 10s; it is fixed while the queue exists",
+        ("create", "fixed", "--mode", "auto_release", "--set", "lease=1s"): "lease = 10s; it is fixed while",
         ("set", "fixed", "release_interval=1s"): "release_interval of queue 'fixed' cannot be changed: it is fixed",
         ("set", "fixed", "mode=on_request"): "mode of queue 'fixed' cannot be changed: it is fixed",
         ("set", "fixed", "max_retries=1"): "max_retries is an option of mode work or external, not of",
